@@ -1,0 +1,49 @@
+# Two commands on a fresh machine, and nothing before them: `make demo` and `make test`.
+# Each first prepares .venv (scripts/bootstrap.py); the second time that takes no time.
+
+# The interpreter of the active environment, if one is active. To choose another: make test PYTHON=python3.12
+PYTHON = $(firstword $(wildcard $(filter-out $(CURDIR)/.venv/%, \
+	$(if $(VIRTUAL_ENV),$(VIRTUAL_ENV)/bin/python) $(if $(CONDA_PREFIX),$(CONDA_PREFIX)/bin/python))) python3)
+PY = .venv/bin/python
+
+# Two pytest workers on two cores, one thread each; more would only fight over them.
+WORKERS = 2
+# Extra arguments for pytest, for example: make test ARGS="tests/text -k chat"
+ARGS =
+
+.PHONY: help demo test check format bench clean runtime dev
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    run a real model: downloads it once, answers a question"
+	@echo "make test    the whole test suite on the CPU"
+	@echo "make check   formatting, lint, types"
+	@echo "make format  let ruff rewrite the files"
+	@echo "make bench   the benchmarks there are"
+	@echo "make clean   remove .venv and every cache"
+
+demo: runtime
+	$(PY) scripts/demo.py
+
+test: dev
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) $(ARGS)
+
+check: dev
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+format: dev
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+bench:
+	@ls scripts/bench*.py 2>/dev/null || echo "There are no benchmarks yet."
+
+clean:
+	rm -rf .venv dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+runtime dev:
+	@command -v "$(PYTHON)" >/dev/null || { echo "exlm: no $(PYTHON) found; install Python 3.11 or newer" >&2; exit 1; }
+	@"$(PYTHON)" scripts/bootstrap.py $@

@@ -1,0 +1,91 @@
+"""Stored rows to a tensor of our own: a few megabytes at a time, in the wanted type, on the wanted device.
+
+The copy never shares memory with the file, and the file's pages are given back as they are used. Which rows
+and why is the reader's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..spec.names import Span
+from .files import TensorFiles
+from .folder import TensorInfo
+
+CHUNK = 8 * 2**20
+
+
+@dataclass
+class Misfits:
+    """Values that a copy could not carry over as they should be."""
+
+    overflowed: int = 0  # finite as stored, infinite in the wanted type
+    unbounded: int = 0  # NaN or infinite as stored
+
+
+def copy_rows(
+    files: TensorFiles, info: TensorInfo, spans: Sequence[Span], target: torch.Tensor, *, check: bool = False
+) -> Misfits:
+    """Fill `target` with these rows of a tensor, one span after the other.
+
+    Misfits are counted where the wanted type is narrower than the stored one, and elsewhere if asked to
+    `check`.
+    """
+    misfits = Misfits()
+    if not info.shape:
+        _put(files.read(info.name), target, misfits, check)
+        return misfits
+    at = 0
+    for first, last in spans:
+        for start, stop in _chunks(info, first, last):
+            part = target[at : at + stop - start]
+            _put(files.read_rows(info.name, start, stop), part, misfits, check)
+            files.release(info.name, start, stop)
+            at += stop - start
+    files.release(info.name)
+    return misfits
+
+
+def copy_columns(
+    files: TensorFiles, info: TensorInfo, rows: Span, spans: Sequence[Span], target: torch.Tensor
+) -> Misfits:
+    """Fill `target` with the transpose of these columns of some rows, one span after the other."""
+    misfits = Misfits()
+    for start, stop in _chunks(info, *rows):
+        source = files.read_rows(info.name, start, stop).to(target.device)
+        at = 0
+        for first, last in spans:
+            part = target[at : at + last - first, start - rows[0] : stop - rows[0]]
+            _put(source[:, first:last].T, part, misfits, check=False)
+            at += last - first
+        files.release(info.name, start, stop)
+    files.release(info.name)
+    return misfits
+
+
+def _chunks(info: TensorInfo, first: int, last: int) -> Iterator[Span]:
+    rows = info.shape[0]
+    step = max(1, CHUNK * rows // max(1, info.nbytes))
+    for start in range(first, last, step):
+        yield start, min(start + step, last)
+
+
+def _put(source: torch.Tensor, target: torch.Tensor, misfits: Misfits, check: bool) -> None:
+    if not source.numel():
+        return
+    # Converted where it goes: blocks of this size that come and go on the CPU's heap between others leave
+    # holes that are never filled, and the process grows by as much with each tensor.
+    source = source.to(target.device)
+    target.copy_(source)
+    narrows = torch.finfo(target.dtype).max < torch.finfo(source.dtype).max
+    if not (check or narrows):
+        return
+    # Both ends tell in one pass whether anything is amiss; NaN comes through as NaN.
+    low, high = torch.aminmax(target)
+    if not (low.isfinite() and high.isfinite()):
+        unbounded = source.numel() - int(source.isfinite().sum())
+        misfits.unbounded += unbounded
+        misfits.overflowed += target.numel() - int(target.isfinite().sum()) - unbounded

@@ -1,0 +1,158 @@
+"""The tensors of a model folder, read when they are asked for.
+
+Each file is mapped into memory once, and a tensor that is read is a view of the map. Pages that have been
+copied elsewhere can be given back, so that loading a model takes the memory of the model and not that of its
+files too. Names here are the stored ones; roles and renaming are not known.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import sys
+import threading
+from pathlib import Path
+
+import torch
+
+from ..errors import BadFile, BadTensor, MissingTensor
+from .folder import INDEX, TensorInfo, scan
+from .header import DTYPES, damaged, shown
+
+
+class TensorFiles:
+    """Every tensor of the `*.safetensors` files in a folder; headers are read at once, data on demand.
+
+    Reads may come from several threads at a time.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        contents = scan(folder)
+        self.folder = folder
+        self.index = contents.index
+        self._tensors = contents.tensors
+        self._sizes = contents.sizes
+        self._maps: dict[Path, mmap.mmap] = {}
+        self._lock = threading.Lock()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def names(self) -> tuple[str, ...]:
+        """Every stored name."""
+        return tuple(self._tensors)
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The weight files, by name."""
+        return tuple(self._sizes)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(info.nbytes for info in self._tensors.values())
+
+    def info(self, name: str) -> TensorInfo:
+        """What the header says of a tensor."""
+        if name not in self._tensors:
+            where = f"{self.folder}: tensor {shown(name)}"
+            raise MissingTensor(f"{where} is in none of the files. {self.hint(name)}".rstrip())
+        return self._tensors[name]
+
+    def hint(self, name: str) -> str:
+        """Where the index says a missing tensor should be, as a sentence; empty if it says nothing."""
+        file = self.index.get(name)
+        if file is None:
+            return ""
+        if self.folder / file in self._sizes:
+            return f"{INDEX} says it is in {shown(file)}, which does not hold it: one of them is stale."
+        return f"{INDEX} says it is in {shown(file)}, which is not in the folder: download that file."
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor on the CPU, as stored: a view of the file where the file's layout allows.
+
+        Writing to it changes other views of the same tensor, but never the file. Copy what is to be kept,
+        then `release` it: a file that is cut short while a view is in use takes the process down.
+        """
+        info = self.info(name)
+        return self._view(info, info.offset, info.shape)
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows `start` to `stop` along the first dimension; the others are not touched."""
+        info = self.info(name)
+        first, _ = self._row_bytes(info, start, stop)
+        return self._view(info, first, (stop - start, *info.shape[1:]))
+
+    def release(self, name: str, start: int = 0, stop: int | None = None) -> None:
+        """Give back the memory of a tensor, or of some of its rows; a later read gets it from the file again.
+
+        What was written into views of it is lost.
+        """
+        info = self.info(name)
+        mapped = self._maps.get(info.file)
+        if mapped is None or not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        first, size = info.offset, info.nbytes
+        if stop is not None:
+            first, size = self._row_bytes(info, start, stop)
+        # Only whole pages of this tensor: its neighbours may be in use.
+        page = mmap.PAGESIZE
+        begin, end = -(-first // page) * page, (first + size) // page * page
+        if begin < end:
+            mapped.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+    def close(self) -> None:
+        """Let go of the files; tensors that were read stay valid, and a later read opens them again."""
+        with self._lock:
+            # Not mmap.close(): a view that is still alive would then point nowhere.
+            self._maps.clear()
+
+    def _row_bytes(self, info: TensorInfo, start: int, stop: int) -> tuple[int, int]:
+        rows = info.shape[0] if info.shape else 0
+        if not 0 <= start <= stop <= rows:
+            raise BadTensor(f"{info}: expected at least {stop} rows, found shape {list(info.shape)}.")
+        row = info.nbytes // rows if rows else 0
+        return info.offset + start * row, (stop - start) * row
+
+    def _dtype(self, info: TensorInfo) -> torch.dtype:
+        if info.dtype not in DTYPES:
+            raise BadFile(f"{info}: type {shown(info.dtype)} is not one of {', '.join(DTYPES)}.")
+        return DTYPES[info.dtype]
+
+    def _view(self, info: TensorInfo, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+        dtype = self._dtype(info)
+        count = math.prod(shape)
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        mapped = self._map(info.file)
+        if offset % dtype.itemsize == 0:
+            return torch.frombuffer(mapped, dtype=dtype, count=count, offset=offset).view(shape)
+        # A header of odd length, as old writers left it, puts everything after it at odd addresses.
+        raw = torch.frombuffer(mapped, dtype=torch.uint8, count=count * dtype.itemsize, offset=offset)
+        # Not `clone`: large blocks that come and go leave holes in the heap; a map of its own leaves none.
+        copied = torch.frombuffer(mmap.mmap(-1, len(raw)), dtype=torch.uint8).copy_(raw)
+        return copied.view(dtype).view(shape)
+
+    def _map(self, path: Path) -> mmap.mmap:
+        with self._lock:
+            if path not in self._maps:
+                self._maps[path] = _mapped(path, self._sizes[path])
+            return self._maps[path]
+
+
+def _mapped(path: Path, size: int) -> mmap.mmap:
+    """The file in memory: pages come when touched, and writes stay with us."""
+    try:
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno()).st_size
+            if found != size:
+                raise damaged(path, f"expected {size} bytes as when its header was read, found {found}")
+            if sys.platform == "linux":
+                # Private, writable memory is reserved in full unless told otherwise, and a file may be larger
+                # than what there is to reserve. The constant has a name only from Python 3.13 on.
+                flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)
+                return mmap.mmap(file.fileno(), size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+    except OSError as error:
+        raise BadFile(f"{path}: cannot be mapped into memory ({error.strerror}).") from error

@@ -1,0 +1,157 @@
+"""Which weight files a model folder has, and which tensor is in which file.
+
+The files found are the truth. An index beside them is often a stale copy, so it decides only between two
+files that hold the same tensor, and explains what is missing. No tensor data is read here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path, PureWindowsPath
+
+from ..errors import BadFile, CheckpointError, ModelNotFound, UnsafeFile
+from .header import MAX_HEADER, load_json, read_header, read_small, refuse_pointer, shown
+
+INDEX = "model.safetensors.index.json"
+
+_PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
+_SHARD = re.compile(r"(.*)-(\d{1,9})-of-(\d{1,9})\.safetensors", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One stored tensor: what its file's header says of it."""
+
+    name: str
+    file: Path
+    dtype: str  # as the file spells it: F16, BF16, I32
+    shape: tuple[int, ...]
+    nbytes: int
+    offset: int  # of the first byte, from the start of the file
+
+    def __str__(self) -> str:
+        return f"{self.file}: tensor {shown(self.name)}"
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Everything a folder's headers and its index say."""
+
+    tensors: dict[str, TensorInfo]
+    sizes: dict[Path, int]  # of each weight file, when its header was read
+    index: dict[str, str]  # tensor name → file name, as the index has it
+
+
+def scan(folder: Path) -> Contents:
+    """Read every header of a model folder."""
+    files = weight_files(folder)
+    index = read_index(folder)
+    found: dict[str, list[TensorInfo]] = {}
+    sizes: dict[Path, int] = {}
+    for file in files:
+        header = read_header(file)
+        sizes[file] = header.size
+        for name, entry in header.entries.items():
+            size = entry.stop - entry.start
+            info = TensorInfo(name, file, entry.dtype, entry.shape, size, header.data + entry.start)
+            found.setdefault(name, []).append(info)
+    tensors = {name: _one_of(infos, index.get(name)) for name, infos in found.items()}
+    return Contents(tensors, sizes, index)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder, by name, none of a numbered set missing."""
+    if not folder.is_dir():
+        raise ModelNotFound(f"{folder} is not a folder; expected a model folder with *.safetensors files.")
+    try:
+        names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be listed ({error.strerror}).") from error
+    found = [name for name in names if name.endswith(".safetensors")]
+    if not found:
+        raise _no_weights(folder, names)
+    _check_numbers(folder, found)
+    return [folder / name for name in found]
+
+
+def read_index(folder: Path) -> dict[str, str]:
+    """Tensor name → file name as the folder's index has it; empty without an index."""
+    path = folder / INDEX
+    if not os.path.lexists(path):
+        return {}
+    raw = read_small(path, MAX_HEADER)
+    refuse_pointer(path, raw)
+    remedy = "Delete it: the weights are found without it."
+    try:
+        table = load_json(raw.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise BadFile(f"{path}: not the JSON it should be ({error}). {remedy}") from error
+    files = table.get("weight_map") if isinstance(table, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise BadFile(
+            f"{path}: expected file names by tensor in `weight_map`, found {shown(files)}. {remedy}"
+        )
+    for name, file in files.items():
+        if _leaves(file):
+            raise BadFile(
+                f"{path}: tensor {shown(name)} is said to be in {shown(file)}, outside the folder. {remedy}"
+            )
+    return files
+
+
+def _leaves(file: str) -> bool:
+    # Spelling alone decides, so that a folder is judged alike on every system; Windows knows all the ways
+    # out.
+    path = PureWindowsPath(file)
+    return not path.parts or bool(path.anchor) or ".." in path.parts or "\0" in file
+
+
+def _one_of(infos: list[TensorInfo], indexed: str | None) -> TensorInfo:
+    if len(infos) == 1:
+        return infos[0]
+    for info in infos:
+        if info.file.name == indexed:
+            return info
+    first, second = infos[0], infos[1]
+    raise BadFile(
+        f"{first} is also in {second.file}, and no {INDEX} says which of them counts. "
+        "Move the file that does not belong to the model out of the folder."
+    )
+
+
+def _check_numbers(folder: Path, names: list[str]) -> None:
+    sets: dict[tuple[str, str], dict[int, str]] = {}
+    for name in names:
+        if match := _SHARD.fullmatch(name):
+            sets.setdefault((match[1], match[3]), {})[int(match[2])] = match[2]
+    for (prefix, total), present in sets.items():
+        width = len(next(iter(present.values())))
+        expected = range(1, int(total) + 1)
+        count = len(expected) - sum(number in expected for number in present)
+        if count:
+            # A name may claim a billion files: look no further than the first few gaps.
+            gaps = [number for number in expected[: len(present) + 4] if number not in present][:4]
+            files = ", ".join(f"{prefix}-{number:0{width}}-of-{total}.safetensors" for number in gaps)
+            more = f" and {count - len(gaps)} more" if count > len(gaps) else ""
+            raise BadFile(
+                f"{folder}: {files}{more} missing; expected {int(total)} files numbered like this, found "
+                f"{len(present)}. Download the missing ones."
+            )
+
+
+def _no_weights(folder: Path, names: list[str]) -> CheckpointError:
+    pickles = [name for name in names if Path(name).suffix in _PICKLES]
+    if not pickles:
+        return CheckpointError(f"{folder} holds no weights: expected *.safetensors files, found none.")
+    source = os.path.abspath(folder)
+    command = (
+        'python -c "from transformers import AutoModelForCausalLM as M; '
+        f'M.from_pretrained({source!r}).save_pretrained({source + "-safetensors"!r})"'
+    )
+    some = ", ".join(pickles[:3]) + (", …" if pickles[3:] else "")
+    return UnsafeFile(
+        f"{folder} holds its weights only as pickles ({some}), which can run code when they are opened; exlm "
+        f"reads safetensors only. If you trust the files, convert them:\n{command}"
+    )

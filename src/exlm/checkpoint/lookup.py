@@ -1,0 +1,137 @@
+"""Which stored tensor a role means: canonical keys, places tried in order, and what to say if none fits.
+
+No tensor data is read here; how a matrix is put together from what is found is in one module for each form.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import BadFile, BadTensor, MissingTensor
+from ..formats.gptq_config import GptqConfig
+from ..spec.names import Names, Place, Span
+from .files import TensorFiles
+from .folder import TensorInfo
+from .header import shown
+
+FLOATS = ("F16", "BF16", "F32", "F64")
+
+_VOCABULARY = ("embed", "head")
+_LAYER = re.compile(r"^layers\.(\d+)\.")
+_EXPERT = re.compile(r"\bexperts\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A matrix that is asked for, and the place where it was found."""
+
+    role: str
+    place: Place
+    in_features: int
+    out_features: int
+    bias: bool
+    dtype: torch.dtype | None  # of dense numbers; None: as stored
+    device: torch.device
+    own_bias: tuple[str, ...] = ()  # keys of its bias where the matrix itself is another role's
+
+
+def key_at(place: Place, suffix: str) -> str:
+    """The key of one tensor of a place."""
+    return place.key if place.bare and suffix == "weight" else f"{place.key}.{suffix}"
+
+
+def height(spans: Iterable[Span]) -> int:
+    """How many rows these spans hold together."""
+    return sum(stop - start for start, stop in spans)
+
+
+class Lookup:
+    """Stored tensors by canonical key, and which of them were asked for."""
+
+    def __init__(self, files: TensorFiles, names: Names, quantization: GptqConfig | None = None) -> None:
+        self.files = files
+        self.names = names
+        self.quantization = quantization or GptqConfig()
+        self._stored: dict[str, str] = {}  # canonical key → stored name
+        self._parts: dict[str, list[str]] = {}  # the same by key without its suffix
+        for name in files.names():
+            key = names.canonical(name)
+            if key in self._stored:
+                first, second = files.info(self._stored[key]), files.info(name)
+                raise BadFile(f"{first} and {second} both stand for {shown(key)}; expected one of them.")
+            self._stored[key] = name
+            self._parts.setdefault(key.rpartition(".")[0], []).append(name)
+        self._asked: set[str] = set()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._stored
+
+    def find(self, role: str, suffixes: Sequence[str]) -> tuple[Place, str] | None:
+        """The best place that holds a role, and by which of these suffixes."""
+        for place in self.names.find(role):
+            for suffix in suffixes:
+                if key_at(place, suffix) in self._stored:
+                    return place, suffix
+        return None
+
+    def peek(self, key: str) -> TensorInfo:
+        """What the header says of a tensor that is there."""
+        return self.files.info(self._stored[key])
+
+    def parts(self, place: Place) -> list[TensorInfo]:
+        """Every tensor whose key is that of a place and a suffix."""
+        return [self.files.info(name) for name in self._parts.get(place.key, ())]
+
+    def ask(self, key: str) -> TensorInfo:
+        """The same as `peek`, by one who is about to read it."""
+        info = self.peek(key)
+        self._asked.add(info.name)
+        return info
+
+    def ask_floats(self, key: str) -> TensorInfo:
+        """The same as `ask`, if the tensor holds plain floats; scaled 8-bit ones mean nothing alone."""
+        info = self.ask(key)
+        if info.dtype not in FLOATS:
+            raise BadTensor(
+                f"{info}: expected one of the types {', '.join(FLOATS)}, found {shown(info.dtype)}."
+            )
+        return info
+
+    def unused(self) -> list[str]:
+        """Stored names that nobody has asked for."""
+        return sorted(name for name in self.files.names() if name not in self._asked)
+
+    def outputs(self, role: str, place: Place, width: int) -> int:
+        """How many outputs the stored matrix has: `width`, or as far as the last role in it reaches."""
+        if not place.rows:
+            return width
+        layer, expert = (found[1] if (found := number.search(role)) else "0" for number in (_LAYER, _EXPERT))
+        kin = (
+            one
+            for _, places in self.names.places
+            for one in places
+            if one.key.replace("{i}", layer).replace("{e}", expert) == place.key
+        )
+        return max(stop for one in (place, *kin) for _, stop in one.rows)
+
+    def missing(self, what: str, keys: Sequence[str]) -> MissingTensor:
+        """The error for a role whose keys are in none of the files."""
+        indexed = {self.names.canonical(name): name for name in self.files.index}
+        hints = (self.files.hint(indexed[key]) for key in keys if key in indexed)
+        hint = next(hints, "The folder is incomplete, or config.json describes another model.")
+        looked = f"{len(self._stored)} tensors in {len(self.files.paths)} files"
+        return MissingTensor(
+            f"{self.files.folder}: {what} is missing: expected {' or '.join(map(shown, keys))}, found no "
+            f"such name among {looked}. {hint}"
+        )
+
+    def misshapen(self, info: TensorInfo, role: str, expected: str) -> BadTensor:
+        """The error for a tensor whose shape is not what the model's description makes it."""
+        remedy = "config.json describes another model than these weights are."
+        if role in _VOCABULARY and info.shape:
+            remedy = f"vocab_size in config.json must be the number of rows stored, {info.shape[0]}."
+        return BadTensor(f"{info}: expected shape {expected} for {role}, found {list(info.shape)}. {remedy}")

@@ -1,0 +1,56 @@
+"""Quantised matrices from a checkpoint: gather the tensors, hand them to their format, cut what was fused.
+
+What the bits mean is in `formats`; where a role is stored in `lookup`. What is returned shares no memory with
+the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..formats import PackedWeight, awq, exl2, gptq
+from .dense import read_bias
+from .lookup import Lookup, Wanted, key_at
+
+EXL2 = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
+GPTQ = ("qweight", "qzeros", "scales", "g_idx")
+
+
+def read_exl2(lookup: Lookup, wanted: Wanted) -> PackedWeight:
+    """A matrix in EXL2's five tensors."""
+    tensors, where = _gather(lookup, wanted, EXL2)
+    width = lookup.outputs(wanted.role, wanted.place, wanted.out_features)
+    return _own(wanted, exl2.read(tensors, wanted.in_features, width, None, where), lookup, EXL2)
+
+
+def read_gptq(lookup: Lookup, wanted: Wanted) -> PackedWeight:
+    """A matrix in the three or four tensors that GPTQ and AWQ share the names of."""
+    tensors, where = _gather(lookup, wanted, GPTQ)
+    width = lookup.outputs(wanted.role, wanted.place, wanted.out_features)
+    read = awq.read if lookup.quantization.method == "awq" else gptq.read
+    weight = read(tensors, wanted.in_features, width, None, where, lookup.quantization)
+    return _own(wanted, weight, lookup, GPTQ)
+
+
+def _gather(lookup: Lookup, wanted: Wanted, suffixes: Iterable[str]) -> tuple[dict[str, Tensor], str]:
+    """Views of the tensors that are there, and the words that name them in an error."""
+    infos = {s: lookup.ask(key) for s in suffixes if (key := key_at(wanted.place, s)) in lookup}
+    first = next(iter(infos.values()))
+    tensors = {suffix: lookup.files.read(info.name) for suffix, info in infos.items()}
+    return tensors, f"{first.file}: {wanted.place.key}"
+
+
+def _own(wanted: Wanted, weight: PackedWeight, lookup: Lookup, suffixes: Iterable[str]) -> PackedWeight:
+    """The wanted outputs in memory of their own, with their bias; the file's pages are given back."""
+    if wanted.place.rows:
+        spans = [torch.arange(start, stop) for start, stop in wanted.place.rows]
+        weight = weight.columns(torch.cat(spans))
+    owned = weight.map(lambda tensor: torch.empty_like(tensor, device=wanted.device).copy_(tensor))
+    for suffix in suffixes:
+        if (key := key_at(wanted.place, suffix)) in lookup:
+            lookup.files.release(lookup.peek(key).name)
+    return replace(owned, bias=read_bias(lookup, wanted))

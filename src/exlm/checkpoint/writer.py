@@ -1,0 +1,169 @@
+"""Named tensors to safetensors files, several if they are large.
+
+Everything is written under other names first and moved into place at the end, so that a crash leaves no
+half-written model: either nothing has a final name, or a numbered set has a gap that readers refuse. What the
+tensors are called and in which order they come is the caller's choice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from ..errors import BadTensor, CheckpointError, InputError
+from .folder import INDEX
+from .header import DTYPES, METADATA, shown
+
+_OURS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+
+
+def save(
+    folder: Path,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    shard_bytes: int,
+    metadata: Mapping[str, str] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    overwrite: bool = False,
+) -> list[Path]:
+    """Write tensors in the order they come, a new file before one would exceed `shard_bytes`; return the
+    files.
+
+    At most one file's worth is held, until it is written: a tensor must stay as it is until `save` returns.
+    One that is larger than a shard gets a file of its own. `progress` is told how many tensors and how many
+    bytes are written. With `overwrite`, a model that `save` wrote into the folder before is replaced.
+    """
+    if shard_bytes <= 0:
+        raise InputError(f"shard_bytes must be positive, found {shard_bytes}.")
+    with _disk(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        old = _present(folder, overwrite)
+        # A folder of its own on the same disk: a rename is then all that is left to do.
+        hidden = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder))
+    try:
+        shards = _Shards(hidden, shard_bytes, {"format": "pt", **(metadata or {})}, progress)
+        for name, tensor in tensors:
+            shards.add(name, tensor)
+        shards.flush()
+        if not shards.files:
+            raise CheckpointError(f"{folder}: no tensors were given to write.")
+        with _disk(folder):
+            return _publish(folder, shards, old)
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+class _Shards:
+    """Files being filled one after the other."""
+
+    def __init__(
+        self,
+        folder: Path,
+        limit: int,
+        metadata: dict[str, str],
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self.files: list[Path] = []
+        self.places: dict[str, int] = {}  # tensor → number of its file
+        self.total = 0
+        self._folder = folder
+        self._limit = limit
+        self._metadata = metadata
+        self._progress = progress
+        self._held: dict[str, torch.Tensor] = {}
+        self._storages: set[int] = set()
+        self._size = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        if name in self.places or name == METADATA:
+            raise CheckpointError(f"The tensor name {shown(name)} is reserved or was given twice.")
+        if tensor.dtype not in DTYPES.values() or tensor.layout != torch.strided:
+            kind = f"{tensor.layout} {tensor.dtype}"
+            raise BadTensor(f"Tensor {shown(name)}: {kind} cannot be stored in a safetensors file.")
+        if self._held and self._size + tensor.nbytes > self._limit:
+            self.flush()
+        self.places[name] = len(self.files)
+        self._held[name] = self._own(tensor)
+        self._size += tensor.nbytes
+
+    def flush(self) -> None:
+        if not self._held:
+            return
+        path = self._folder / f"{len(self.files)}"
+        with _disk(self._folder.parent):
+            save_file(self._held, path, metadata=self._metadata)
+            _settle(path)
+        self.files.append(path)
+        self.total += self._size
+        self._held, self._storages, self._size = {}, set(), 0
+        if self._progress:
+            self._progress(len(self.places), self.total)
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.detach().to("cpu").contiguous()
+        # A part of a larger tensor would keep all of it, and the library refuses tensors that share memory.
+        storage = tensor.untyped_storage()
+        if storage.nbytes() != tensor.nbytes or storage.data_ptr() in self._storages:
+            return tensor.clone()
+        self._storages.add(storage.data_ptr())
+        return tensor
+
+
+@contextmanager
+def _disk(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{folder}: the weights could not be written ({error}).") from error
+
+
+def _present(folder: Path, overwrite: bool) -> list[Path]:
+    """What a model already in the folder consists of, if it may be replaced."""
+    names = sorted(os.listdir(folder))
+    weights = [name for name in names if name.endswith(".safetensors") and not name.startswith(".")]
+    foreign = [name for name in weights if not _OURS.fullmatch(name)]
+    found = [*weights, *(name for name in names if name == INDEX)]
+    if foreign or (found and not overwrite):
+        remedy = "Remove it" if foreign else "Ask to overwrite it"
+        raise CheckpointError(
+            f"{folder} already holds weights ({(foreign or found)[0]}), which would mix with new ones. "
+            f"{remedy}, or choose another folder."
+        )
+    return [folder / name for name in found]
+
+
+def _publish(folder: Path, shards: _Shards, old: list[Path]) -> list[Path]:
+    count = len(shards.files)
+    names = ["model.safetensors"]
+    if count > 1:
+        names = [f"model-{n + 1:05}-of-{count:05}.safetensors" for n in range(count)]
+        files = {name: names[n] for name, n in sorted(shards.places.items())}
+        index = {"metadata": {"total_size": shards.total}, "weight_map": files}
+        written = shards.files[0].parent / INDEX
+        written.write_text(json.dumps(index, indent=2), encoding="utf-8")
+        _settle(written)
+        shards.files.append(written)
+        names.append(INDEX)
+    # The old model goes first, its index before its files: a crash here must not leave a mixture of two.
+    for path in reversed(old):
+        if count > 1 or path.name != names[0]:
+            path.unlink()
+    for written, name in zip(shards.files, names, strict=True):
+        written.replace(folder / name)
+    return [folder / name for name in names[:count]]
+
+
+def _settle(path: Path) -> None:
+    """Have the disk hold what was written before its name says so."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())

@@ -1,0 +1,56 @@
+"""`exlm`: every command, and the one place where an error becomes a message and an exit code."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from exlm import ExlmError, __version__, settings
+
+from .generate import generate
+from .info import info
+
+app = typer.Typer(
+    help="Runs quantised language models: a folder of weights in, text out.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command()(generate)
+app.command()(info)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"exlm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and stop.")
+    ] = False,
+) -> None:
+    logging.basicConfig(level=settings.log_level(), format="%(name)s: %(message)s")
+
+
+def main() -> None:
+    """Run a command; a mistake we foresaw is told in one paragraph, without a traceback."""
+    try:
+        app()
+    except ExlmError as error:
+        Console(stderr=True, soft_wrap=True).print(
+            f"[bold red]{type(error).__name__}[/]:", str(error), markup=True
+        )
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""`exlm info`: what a model folder is, without loading it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from exlm import Config, MatrixSummary, Model, Summary
+
+_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+
+
+def info(
+    model: Annotated[str, typer.Argument(help="A model folder.")],
+    layers: Annotated[
+        bool, typer.Option("--layers", help="List every layer, not only what differs.")
+    ] = False,
+    spec: Annotated[bool, typer.Option("--spec", help="Print the full description of the model.")] = False,
+    device: Annotated[str | None, typer.Option(help="Where it would run: cpu, cuda, cuda:1.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="The precision it would compute in.")] = None,
+) -> None:
+    """Show what a model is: family, sizes, layers, stored form, and the kernels it would get."""
+    config = Config(model)
+    config.device, config.dtype = device or config.device, dtype
+    summary = Model(config).summary()
+    console = Console()
+    console.print(_facts(config, summary))
+    console.print(_table(summary.matrices, every=layers))
+    if spec:
+        _print_spec(console, summary.spec)
+
+
+def _facts(config: Config, s: Summary) -> Table:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    attn = s.spec.layers[0].attn
+    windows = sorted({layer.attn.window for layer in s.spec.layers if layer.attn.window is not None})
+    table.add_row("family", s.spec.architecture)
+    table.add_row("parameters", f"{s.parameters / 1e6:,.1f} million")
+    names = ", ".join(s.files[:3]) + (", …" if len(s.files) > 3 else "")
+    table.add_row("files", f"{size(s.file_bytes)} in {len(s.files)} ({names})")
+    table.add_row("layers", f"{len(s.spec.layers)} of width {s.spec.hidden}")
+    table.add_row(
+        "heads", f"{attn.heads} for queries, {attn.kv_heads} for keys and values, {attn.head_dim} wide"
+    )
+    if windows:
+        count = sum(layer.attn.window is not None for layer in s.spec.layers)
+        table.add_row("windows", f"{', '.join(map(str, windows))} tokens in {count} layers")
+    table.add_row("vocabulary", f"{s.spec.vocab:,}")
+    table.add_row("context", f"{config.max_seq_len:,} tokens, {size(s.cache_bytes)} of cache each at 16 bits")
+    table.add_row("would run on", f"{s.device} in {s.dtype}")
+    return table
+
+
+def _table(matrices: Iterable[MatrixSummary], every: bool) -> Table:
+    """One line for each matrix; unless every layer is wanted, equal layers share a line."""
+    table = Table("layers", "matrix", "shape", "stored as", "bits", "bytes", "kernel")
+    groups: dict[tuple[object, ...], list[tuple[str, MatrixSummary]]] = {}
+    for m in matrices:
+        found = _LAYER.fullmatch(m.role)
+        layer, name = (found[1], found[2]) if found else ("", m.role)
+        key = (m.role,) if every else (name, m.in_features, m.out_features, m.form, m.nbytes, m.backend)
+        groups.setdefault(key, []).append((layer, m))
+    for members in groups.values():
+        layer, m = members[0]
+        numbers = _ranges([int(number) for number, _ in members if number])
+        name = m.role.removeprefix(f"layers.{layer}.")
+        shape = f"{m.in_features} → {m.out_features}"
+        bits = f"{m.bits:.2f}" if m.nbytes else ""
+        total = sum(each.nbytes for _, each in members)
+        table.add_row(numbers, name, shape, m.form, bits, size(total) if total else "", m.backend)
+    return table
+
+
+def _ranges(numbers: list[int]) -> str:
+    """`0–3, 7`: neighbours joined."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _print_spec(console: Console, value: object, indent: str = "") -> None:
+    """The description as an indented list; layers equal to the one before are counted, not repeated."""
+    assert is_dataclass(value)
+    for field in fields(value):
+        item = getattr(value, field.name)
+        if field.name == "layers":
+            _print_layers(console, item, indent)
+        elif field.name != "names" and is_dataclass(item):
+            console.print(f"{indent}{field.name}: {type(item).__name__}")
+            _print_spec(console, item, indent + "  ")
+        elif field.name != "names":
+            console.print(f"{indent}{field.name}: {item}")
+
+
+def _print_layers(console: Console, layers: tuple[object, ...], indent: str) -> None:
+    start = 0
+    for i in range(1, len(layers) + 1):
+        if i == len(layers) or layers[i] != layers[start]:
+            console.print(
+                f"{indent}layers {start} to {i - 1}:" if i - start > 1 else f"{indent}layer {start}:"
+            )
+            _print_spec(console, layers[start], indent + "  ")
+            start = i
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"

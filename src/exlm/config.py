@@ -1,0 +1,301 @@
+"""What the folder says and what the user chose.
+
+`Config(model_dir)` reads config.json and generation_config.json at once; attributes may then be changed until
+the model loads. `freeze()` turns both into one immutable description, and what runs looks only at that.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from . import families, settings, spec
+from .errors import ConfigError, InputError, ModelNotFound
+from .families import Hyper
+from .families.overrides import Overrides, main_rope, override
+from .formats.gptq_config import GptqConfig
+
+CHUNK = 2048
+"""Tokens of a prompt computed at once, unless the user says otherwise."""
+
+LARGEST_JSON = 32 * 2**20
+"""No configuration file is larger; one that is would only exhaust memory."""
+
+
+@dataclass(frozen=True)
+class FrozenConfig:
+    """Everything a model needs to load and run, settled."""
+
+    model_dir: Path
+    spec: spec.Model
+    max_seq_len: int
+    max_batch_size: int
+    max_input_len: int
+    max_output_len: int | None
+    max_attention_size: int
+    device: str | None
+    dtype: str | None
+    stored_dtype: str | None
+    quantization: GptqConfig | None = None
+
+
+class Config:
+    """A model folder's description, with the user's changes on top."""
+
+    def __init__(self, model_dir: str | Path | None = None) -> None:
+        switches = settings.legacy_switches()
+        self.model_dir: str | None = None if model_dir is None else str(model_dir)
+        self.device: str | None = settings.default_device()  # None: the first GPU, else the CPU
+        self.dtype: str | None = None  # None: what suits the device
+        self.max_seq_len = 2048
+        self.max_batch_size = 1
+        self.max_input_len = CHUNK
+        self.max_attention_size = CHUNK**2
+        self.max_output_len: int | None = None
+        self.scale_pos_emb = 1.0
+        self.scale_alpha_value = 1.0
+        self.rotary_embedding_base: float | None = None
+        self.yarn_rope_factor: float | None = None
+        self.yarn_rope_original_max_position_embeddings: int | None = None
+        self.num_experts_per_token: int | None = None
+        self.no_flash_attn = switches.no_flash_attn
+        self.no_xformers = switches.no_xformers
+        self.no_sdpa = switches.no_sdpa
+        self.no_graphs = switches.no_graphs
+        self.fasttensors = False
+        self.load_in_q4 = False
+        self.max_dq_size = 512 * 2**20
+        self._raw: Mapping[str, Any] = {}
+        self._spec: spec.Model | None = None
+        self._generation: Mapping[str, Any] = {}
+        if model_dir is not None:
+            self.prepare()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set a known option; a misspelt one is an error, because nobody would ever notice it was ignored."""
+        if not name.startswith("_") and "_generation" in self.__dict__ and name not in self.__dict__:
+            near = difflib.get_close_matches(name, [n for n in self.__dict__ if n[0] != "_"], 1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise AttributeError(f"Config has no option {name!r}.{hint}")
+        super().__setattr__(name, value)
+
+    def prepare(self, no_tensors: bool = False) -> None:
+        """Read the folder (again); what it says about lengths and rotations replaces earlier changes.
+
+        `no_tensors` is accepted for old scripts: weights are never touched here.
+        """
+        folder = self._folder()
+        self._raw = read_json(folder / "config.json")
+        self._spec = families.describe(Hyper(self._raw, str(folder / "config.json")))
+        generation = folder / "generation_config.json"
+        self._generation = read_json(generation) if generation.is_file() else {}
+        self.max_seq_len = self._spec.max_positions
+        rope = main_rope(self._spec)
+        linear = rope.scaling if rope is not None and isinstance(rope.scaling, spec.Linear) else None
+        self.scale_pos_emb = linear.factor if linear else 1.0
+        self.scale_alpha_value = 1.0
+        self.rotary_embedding_base = rope.theta if rope is not None else None
+        experts = [layer.mlp.active for layer in self._spec.layers if isinstance(layer.mlp, spec.Moe)]
+        self.num_experts_per_token = experts[0] if experts else None
+
+    def freeze(self) -> FrozenConfig:
+        """The folder's description with the user's changes applied and checked."""
+        for name in ("max_seq_len", "max_batch_size", "max_input_len", "max_attention_size"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InputError(f"config.{name} must be a whole number of at least 1, found {value!r}.")
+        if self.max_output_len is not None and self.max_output_len < 1:
+            raise InputError(
+                f"config.max_output_len must be at least 1, or None; found {self.max_output_len!r}."
+            )
+        if self.load_in_q4:
+            raise InputError(
+                "config.load_in_q4 is not supported: quantise the model to a real 4-bit format instead."
+            )
+        wishes = Overrides(
+            max_seq_len=self.max_seq_len,
+            scale_pos_emb=self.scale_pos_emb,
+            scale_alpha=self.scale_alpha_value,
+            rope_theta=self.rotary_embedding_base,
+            yarn_factor=self.yarn_rope_factor,
+            yarn_original=self.yarn_rope_original_max_position_embeddings,
+            active_experts=self.num_experts_per_token,
+        )
+        return FrozenConfig(
+            model_dir=self._folder(),
+            spec=override(self.spec, wishes),
+            max_seq_len=self.max_seq_len,
+            max_batch_size=self.max_batch_size,
+            max_input_len=self.max_input_len,
+            max_output_len=self.max_output_len,
+            max_attention_size=self.max_attention_size,
+            device=self.device,
+            dtype=self.dtype,
+            stored_dtype=self.stored_dtype,
+            quantization=self._quantization(),
+        )
+
+    def set_low_mem(self) -> None:
+        """Smaller chunks: less scratch memory, slower prompts."""
+        self.max_input_len = 1024
+        self.max_attention_size = 1024**2
+        if self.max_output_len is not None:
+            self.max_output_len = min(self.max_output_len, 1024)
+
+    def arch_compat_overrides(self, quiet: bool = False, warn_only: bool = False) -> None:
+        """Accepted for old scripts: every backend honours windows and caps, so nothing needs turning off."""
+
+    @property
+    def spec(self) -> spec.Model:
+        """What config.json describes, before the user's changes."""
+        if self._spec is None:
+            raise ConfigError(
+                "No model has been read: give Config a folder, or set model_dir and call prepare()."
+            )
+        return self._spec
+
+    @property
+    def architecture(self) -> str:
+        """The name config.json gives."""
+        return self.spec.architecture
+
+    @property
+    def arch(self) -> SimpleNamespace:
+        """`config.arch.lm.requires_bos`, as old scripts read it."""
+        return SimpleNamespace(lm=SimpleNamespace(requires_bos=self.spec.requires_bos))
+
+    @property
+    def stored_dtype(self) -> str | None:
+        """The precision the files claim, under either of its names."""
+        value = Hyper(self._raw).get("dtype", "torch_dtype")
+        return value.removeprefix("torch.") if isinstance(value, str) else None
+
+    @property
+    def vision_model_type(self) -> str | None:
+        """The kind of vision tower beside the language model, or None."""
+        vision = self._raw.get("vision_config")
+        return str(vision.get("model_type", "unknown")) if isinstance(vision, Mapping) else None
+
+    @property
+    def generation_config(self) -> dict[str, Any]:
+        """What generation_config.json says about stopping."""
+        return {"eos_token_id": _ids(self._generation.get("eos_token_id")) or None}
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The id that opens a text."""
+        return _first(self._token("bos_token_id"))
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The first id that closes a text; `eos_token_ids` has all of them."""
+        return _first(self._token("eos_token_id"))
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """Every id that closes a text: config.json's first, then generation_config.json's."""
+        return list(
+            dict.fromkeys([*self._token("eos_token_id"), *_ids(self._generation.get("eos_token_id"))])
+        )
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """The id that fills short rows of a batch."""
+        return _first(self._token("pad_token_id"))
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        return self.spec.vocab
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        return self.spec.hidden
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Depth."""
+        return len(self.spec.layers)
+
+    @property
+    def num_attention_heads(self) -> int:
+        """Query heads of the first layer."""
+        return self.spec.layers[0].attn.heads
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Key/value heads of the first layer."""
+        return self.spec.layers[0].attn.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.spec.layers[0].attn.head_dim
+
+    @property
+    def intermediate_size(self) -> int:
+        """Width of the first layer's MLP (of one expert, if it has experts)."""
+        return self.spec.layers[0].mlp.width
+
+    def _quantization(self) -> GptqConfig | None:
+        """What the folder says of GPTQ or AWQ tensors, in config.json or in the older file of its own."""
+        folder = self._folder()
+        own = folder / "quantize_config.json"
+        raw, where = self._raw.get("quantization_config"), f"{folder / 'config.json'}: quantization_config"
+        if raw is None and own.is_file():
+            raw, where = read_json(own), str(own)
+        if not isinstance(raw, Mapping) or raw.get("quant_method") == "exl2":
+            return None
+        return GptqConfig.from_json(raw, where)
+
+    def _token(self, key: str) -> list[int]:
+        return _ids(Hyper(self._raw).get(key))
+
+    def _folder(self) -> Path:
+        if not self.model_dir:
+            raise ConfigError(
+                "No model_dir specified: Config('/path/to/model'), or set config.model_dir first."
+            )
+        folder = Path(self.model_dir).expanduser()
+        if not folder.exists():
+            raise ModelNotFound(f"Can't find {folder}: no such folder.")
+        if not folder.is_dir():
+            raise ModelNotFound(
+                f"{folder} is a file, not a model folder (a folder with config.json and weights)."
+            )
+        if not (folder / "config.json").is_file():
+            found = ", ".join(sorted(p.name for p in folder.iterdir())[:6]) or "nothing"
+            raise ModelNotFound(
+                f"Can't find {folder / 'config.json'}: not a model folder (it holds {found})."
+            )
+        return folder
+
+
+def read_json(path: Path) -> Mapping[str, Any]:
+    """A JSON object from a file of reasonable size."""
+    size = path.stat().st_size
+    if size > LARGEST_JSON:
+        raise ConfigError(f"{path} has {size} bytes; a configuration has at most {LARGEST_JSON}.")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}. Download it again.") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} must hold a JSON object, found {type(value).__name__}.")
+    return value
+
+
+def _ids(value: object) -> list[int]:
+    """One id or a list of them, as a list."""
+    items = value if isinstance(value, list) else [value]
+    return [item for item in items if type(item) is int]
+
+
+def _first(ids: list[int]) -> int | None:
+    return ids[0] if ids else None

@@ -1,0 +1,58 @@
+"""Every architecture we know, by the name config.json gives it: one pure function from numbers to a spec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .. import spec
+from ..errors import UnknownArchitecture
+from . import cohere, dbrx, gemma, glm, gpt, internlm, llama, mixtral, phi, qwen, vision
+from .hyper import Hyper
+
+Family = Callable[[Hyper], spec.Model]
+
+FAMILIES: dict[str, Family] = {
+    "Cohere2ForCausalLM": cohere.cohere2,
+    "CohereForCausalLM": cohere.cohere,
+    "DbrxForCausalLM": dbrx.dbrx,
+    "GPT2LMHeadModel": gpt.gpt2,
+    "GPTBigCodeForCausalLM": gpt.bigcode,
+    "Gemma2ForCausalLM": gemma.gemma2,
+    "Gemma3ForCausalLM": gemma.gemma3,
+    "Gemma3ForConditionalGeneration": gemma.gemma3,
+    "GemmaForCausalLM": gemma.gemma,
+    "GemmoeForCausalLM": gemma.gemmoe,
+    "Glm4ForCausalLM": glm.glm4,
+    "GraniteForCausalLM": llama.granite,
+    "IndexForCausalLM": llama.llama,
+    "InternLM2ForCausalLM": internlm.internlm2,
+    "LlamaForCausalLM": llama.llama,
+    "LlavaForConditionalGeneration": vision.pixtral,
+    "MiniCPMForCausalLM": llama.minicpm,
+    "Mistral3ForConditionalGeneration": vision.pixtral,
+    "MistralForCausalLM": llama.mistral,
+    "MixtralForCausalLM": mixtral.mixtral,
+    "Olmo2ForCausalLM": llama.olmo2,
+    "OrionForCausalLM": llama.orion,
+    "Phi3ForCausalLM": phi.phi3,
+    "Qwen2ForCausalLM": qwen.qwen2,
+    "Qwen2VLForConditionalGeneration": qwen.qwen2_vl,
+    "Qwen2_5_VLForConditionalGeneration": qwen.qwen2_vl,
+    "Qwen3ForCausalLM": qwen.qwen3,
+    "Qwen3MoeForCausalLM": qwen.qwen3_moe,
+    "SmolLM3ForCausalLM": llama.smollm3,
+    "Starcoder2ForCausalLM": gpt.starcoder2,
+    "YiForCausalLM": llama.yi,
+}
+
+
+def describe(hyper: Hyper) -> spec.Model:
+    """What this config.json describes; an architecture we do not know is an error, never a guess."""
+    name = hyper.architecture
+    if name not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        raise UnknownArchitecture(f"{hyper.source}: architecture {name!r} is not supported. Known: {known}.")
+    return FAMILIES[name](hyper)
+
+
+__all__ = ["FAMILIES", "Hyper", "describe"]

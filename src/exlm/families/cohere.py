@@ -1,0 +1,36 @@
+"""Command R: attention and MLP side by side on one normalised input, interleaved rotary pairs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .. import spec
+from .common import attention, decoder, layered, mlp, norm, windows
+from .hyper import Hyper
+from .rope import rope
+
+
+def cohere(c: Hyper) -> spec.Model:
+    """One LayerNorm without bias feeds both halves."""
+    n = norm(c, "layer_norm_eps", kind="layer")
+    attn = attention(c)
+    attn = replace(
+        attn,
+        rope=rope(c, attn.head_dim, style="gptj"),
+        qk_norm=spec.QkNorm(n, per_head=True) if c.flag("use_qk_norm", default=False) else None,
+    )
+    layer = spec.Layer(attn, mlp(c), n, None, parallel=True)
+    model = decoder(c, [layer] * c.depth(), final_norm=n, tied=True, requires_bos=True)
+    return replace(model, head=replace(model.head, scale=c.real("logit_scale", default=0.0625)))
+
+
+def cohere2(c: Hyper) -> spec.Model:
+    """Three layers in a window with rotations, then one that sees all and knows no positions."""
+    pattern = c.size("sliding_window_pattern", "_sliding_window_pattern", default=4)
+    sizes = windows(c, c.depth(), lambda i: (i + 1) % pattern != 0)
+
+    def change(i: int, layer: spec.Layer) -> spec.Layer:
+        attn = replace(layer.attn, window=sizes[i], rope=None if sizes[i] is None else layer.attn.rope)
+        return replace(layer, attn=attn)
+
+    return layered(cohere(c), change)

@@ -1,0 +1,156 @@
+"""The few pieces nearly every family shares: attention, norm, MLP, decoder, and where the windows are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, get_args
+
+from .. import spec
+from ..spec.layers import Activation
+from .hyper import Hyper
+from .rope import length, rope
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+
+
+def attention(c: Hyper, **changes: Any) -> spec.Attention:
+    """Llama's attention with the given fields changed; a field that is given is not looked up."""
+    fields = dict(changes)
+    heads = _or(fields, "heads", lambda: c.size("num_attention_heads", "n_heads", "n_head"))
+    head_dim = _or(fields, "head_dim", lambda: head_width(c, heads))
+    kv_keys = ("num_key_value_heads", "attn_config.kv_n_heads")
+    kv_heads = _or(fields, "kv_heads", lambda: c.size(*kv_keys, default=heads))
+    if heads % kv_heads:
+        raise c.clash(f"{heads} attention heads cannot share {kv_heads} key/value heads evenly")
+    for name in ("qkv_bias", "out_bias"):
+        _or(fields, name, lambda: c.flag("attention_bias", default=False))
+    _or(fields, "scale", lambda: head_dim**-0.5)
+    _or(fields, "rope", lambda: rope(c, head_dim))
+    return spec.Attention(**fields)
+
+
+def _or(fields: dict[str, Any], name: str, make: Callable[[], Any]) -> Any:
+    """The field, made now if it was not given."""
+    if name not in fields:
+        fields[name] = make()
+    return fields[name]
+
+
+def head_width(c: Hyper, heads: int, default: int | None = None) -> int:
+    """Stated, or the hidden width shared out among the heads."""
+    stated = c.integer("head_dim", default=default)
+    if stated is not None:
+        return c.size("head_dim", default=default)
+    hidden = c.size("hidden_size", "d_model", "n_embd")
+    if hidden % heads:
+        raise c.clash(
+            f"hidden_size {hidden} is not a multiple of num_attention_heads {heads} and head_dim is absent"
+        )
+    return hidden // heads
+
+
+def norm(c: Hyper, *keys: str, **changes: Any) -> spec.Norm:
+    """RMSNorm, or with the given fields changed; `keys` are where the family keeps its eps."""
+    eps = c.real(*keys, default=1e-5) if keys else c.real("rms_norm_eps", default=1e-6)
+    return spec.Norm(**({"eps": eps} | changes))
+
+
+def activation(c: Hyper, *keys: str, default: str) -> Activation:
+    """The MLP's activation by the name config.json gives it."""
+    name = c.text(*keys, default=default)
+    if name in ACTIVATIONS:
+        return ACTIVATIONS[name]
+    raise c.wrong(keys[0], f"one of {', '.join(ACTIVATIONS)}", name)
+
+
+def mlp(c: Hyper, **changes: Any) -> spec.Mlp:
+    """Llama's gated MLP with the given fields changed; a field that is given is not looked up."""
+    fields = dict(changes)
+    _or(fields, "width", lambda: c.size("intermediate_size", "n_inner"))
+    _or(fields, "act", lambda: activation(c, "hidden_act", "hidden_activation", default="silu"))
+    _or(fields, "bias", lambda: c.flag("mlp_bias", default=False))
+    return spec.Mlp(**fields)
+
+
+def moe(c: Hyper, **changes: Any) -> spec.Moe:
+    """Mixtral's experts with the given fields changed; a field that is given is not looked up."""
+    fields = dict(changes)
+    _or(fields, "act", lambda: activation(c, "hidden_act", default="silu"))
+    _or(fields, "width", lambda: c.size("intermediate_size"))
+    counts = ("num_local_experts", "num_experts", "ffn_config.moe_num_experts")
+    experts = _or(fields, "experts", lambda: c.size(*counts))
+    active = _or(fields, "active", lambda: c.size("num_experts_per_tok", "ffn_config.moe_top_k"))
+    if active > experts:
+        raise c.clash(f"{active} experts for each token but only {experts} exist")
+    return spec.Moe(**fields)
+
+
+def windows(c: Hyper, depth: int, local: Callable[[int], bool]) -> list[int | None]:
+    """The window of each layer: by `layer_types` when the file lists them, else by the family's own rule."""
+    size = c.integer("sliding_window", "sliding_window_size", default=None)
+    if not size:
+        return [None] * depth
+    kinds = c.get("layer_types")
+    if kinds is None:
+        return [size if local(i) else None for i in range(depth)]
+    known = {"sliding_attention", "full_attention"}
+    if not isinstance(kinds, list) or len(kinds) != depth or not all(isinstance(k, str) for k in kinds):
+        raise c.wrong("layer_types", f"a list of {depth} names", kinds)
+    if set(kinds) - known:
+        raise c.wrong("layer_types", " or ".join(sorted(known)), sorted(set(kinds) - known))
+    return [size if kind == "sliding_attention" else None for kind in kinds]
+
+
+def switched_windows(c: Hyper, depth: int) -> list[int | None]:
+    """Qwen's rule: off unless `use_sliding_window`, and then only from layer `max_window_layers` on."""
+    if not c.flag("use_sliding_window", default=False):
+        return [None] * depth
+    first = c.integer("max_window_layers", default=28)
+    return windows(c, depth, lambda i: i >= first)
+
+
+def layered(model: spec.Model, change: Callable[[int, spec.Layer], spec.Layer]) -> spec.Model:
+    """The model with every layer changed."""
+    return replace(model, layers=tuple(change(i, layer) for i, layer in enumerate(model.layers)))
+
+
+def with_windows(model: spec.Model, sizes: list[int | None]) -> spec.Model:
+    """The model with each layer's attention narrowed to its window."""
+    return layered(model, lambda i, layer: replace(layer, attn=replace(layer.attn, window=sizes[i])))
+
+
+def decoder(c: Hyper, layers: Iterable[spec.Layer], **changes: Any) -> spec.Model:
+    """A decoder of these layers, with the multipliers and caps config.json may name."""
+    scale = c.real("embedding_multiplier", "scale_emb", default=1.0)
+    logit_scale = c.real("logit_scale", default=1.0) / c.real("logits_scaling", default=1.0)
+    tied = changes.pop("tied", False)
+    _or(changes, "vocab", lambda: c.size("vocab_size"))
+    _or(changes, "final_norm", lambda: norm(c))
+    fields: dict[str, Any] = {
+        "architecture": c.architecture,
+        "hidden": c.size("hidden_size", "d_model", "n_embd"),
+        "layers": tuple(layers),
+        "max_positions": length(c),
+        "embed": spec.Embed(scale=scale),
+        "head": spec.Head(
+            tied=c.outer_flag("tie_word_embeddings", default=tied),
+            scale=logit_scale,
+            softcap=c.real("final_logit_softcapping", default=None),
+            unit_rows=bool(c.get("norm_head")),
+        ),
+    }
+    return spec.Model(**(fields | changes))
+
+
+assert set(ACTIVATIONS.values()) == set(get_args(Activation))

@@ -1,0 +1,150 @@
+"""config.json as numbers: any spelling, nested or flat, and a clear complaint for what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ..errors import ConfigError
+
+REQUIRED: Final = object()
+"""A default that is none: the key must be there."""
+
+LIMIT = 2**31
+"""No size in a model description reaches this; a larger one is a damaged or hostile file."""
+
+MAX_LAYERS = 4096
+
+
+class Hyper:
+    """Typed look-ups in config.json: the first key that is not null wins, `text_config` before the top."""
+
+    def __init__(self, raw: Mapping[str, Any], source: str = "config.json") -> None:
+        self.source = source
+        self._top = raw
+        text = raw.get("text_config")
+        if text is not None and not isinstance(text, Mapping):
+            raise ConfigError(f"{source}: text_config must be an object, found {type(text).__name__}.")
+        self._text: Mapping[str, Any] = text or {}
+
+    def filled(self, defaults: Mapping[str, Any]) -> Hyper:
+        """With the text part's missing keys set: nested descriptions leave their family's defaults out.
+
+        A key that is there but null stays null.
+        """
+        if not self._text:
+            return self
+        return Hyper({**self._top, "text_config": {**defaults, **self._text}}, self.source)
+
+    @property
+    def architecture(self) -> str:
+        """The one name in `architectures`."""
+        names = self._top.get("architectures")
+        if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+            raise ConfigError(
+                f'{self.source}: "architectures" must be a list of exactly one name, found {names!r}. '
+                "Without it the model's family is unknown; take config.json from the model's own page."
+            )
+        return names[0]
+
+    def find(self, *keys: str) -> tuple[str, Any]:
+        """The first key that holds something, and what; a dot reaches into a nested object."""
+        for key in keys:
+            for table in (self._text, self._top):
+                value: Any = table
+                for part in key.split("."):
+                    value = value.get(part) if isinstance(value, Mapping) else None
+                if value is not None:
+                    return key, value
+        return keys[0], None
+
+    def get(self, *keys: str) -> Any:
+        """The value as the file has it, or None."""
+        return self.find(*keys)[1]
+
+    def table(self, *keys: str) -> Mapping[str, Any]:
+        """A nested object; empty when absent."""
+        key, value = self.find(*keys)
+        if value is not None and not isinstance(value, Mapping):
+            raise self.wrong(key, "an object", value)
+        return value or {}
+
+    def integer(self, *keys: str, default: Any = REQUIRED) -> Any:
+        """A whole number; 4096.0 counts as one. The result is typed by its default: int, or int | None."""
+        key, value = self._need(keys, default)
+        if value is None:
+            return None
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.wrong(key, "a whole number", value)
+        return value
+
+    def size(self, *keys: str, default: Any = REQUIRED) -> int:
+        """A whole number of at least one."""
+        key, _ = self.find(*keys)
+        value = self.integer(*keys, default=default)
+        if not isinstance(value, int) or not 0 < value < LIMIT:
+            raise self.wrong(key, f"a size from 1 to {LIMIT - 1}", value)
+        return value
+
+    def real(self, *keys: str, default: Any = REQUIRED) -> Any:
+        """A finite number, as a float; typed by its default like `integer`."""
+        key, value = self._need(keys, default)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(float(value)) < 1e38:
+            raise self.wrong(key, "a finite number", value)
+        return float(value)
+
+    def flag(self, *keys: str, default: bool) -> bool:
+        """True or false."""
+        key, value = self._need(keys, default)
+        if not isinstance(value, bool):
+            raise self.wrong(key, "true or false", value)
+        return value
+
+    def outer_flag(self, key: str, default: bool) -> bool:
+        """True or false, where the whole model's word counts before its text part's."""
+        value = self._top.get(key)
+        if value is None:
+            return self.flag(key, default=default)
+        if not isinstance(value, bool):
+            raise self.wrong(key, "true or false", value)
+        return value
+
+    def text(self, *keys: str, default: Any = REQUIRED) -> Any:
+        """A string; typed by its default like `integer`."""
+        key, value = self._need(keys, default)
+        if value is not None and not isinstance(value, str):
+            raise self.wrong(key, "a string", value)
+        return value
+
+    def depth(self) -> int:
+        """How many layers."""
+        count = self.size("num_hidden_layers", "n_layers", "n_layer", "num_layers")
+        if count > MAX_LAYERS:
+            raise self.wrong("num_hidden_layers", f"at most {MAX_LAYERS} layers", count)
+        return count
+
+    def wrong(self, key: str, expected: str, found: object) -> ConfigError:
+        """The error for a value that is there but cannot be."""
+        shown = repr(found)
+        shown = shown if len(shown) <= 80 else shown[:77] + "..."
+        return ConfigError(f'{self.source}: "{key}" must be {expected}, found {shown}.')
+
+    def clash(self, problem: str) -> ConfigError:
+        """The error for values that contradict each other."""
+        return ConfigError(f"{self.source}: {problem}. Take config.json from the model's own page.")
+
+    def _need(self, keys: tuple[str, ...], default: Any) -> tuple[str, Any]:
+        key, value = self.find(*keys)
+        if value is not None:
+            return key, value
+        if default is REQUIRED:
+            also = f" (or {', '.join(keys[1:])})" if len(keys) > 1 else ""
+            raise ConfigError(
+                f'{self.source} has no "{keys[0]}"{also}, which {self._top.get("architectures")} needs. '
+                "The file is incomplete: take it from the model's own page."
+            )
+        return key, default

@@ -1,0 +1,24 @@
+"""Mixtral: Mistral with a router in front of several MLPs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .. import spec
+from ..spec.names import LAYER, Names, Place
+from .common import layered, moe
+from .hyper import Hyper
+from .llama import mistral
+
+EXPERTS = {
+    "mlp__router": Place(LAYER + "block_sparse_moe.gate"),
+    "mlp__experts__gate": Place(LAYER + "block_sparse_moe.experts.{e}.w1"),
+    "mlp__experts__up": Place(LAYER + "block_sparse_moe.experts.{e}.w3"),
+    "mlp__experts__down": Place(LAYER + "block_sparse_moe.experts.{e}.w2"),
+}
+
+
+def mixtral(c: Hyper) -> spec.Model:
+    """Two of eight experts for each token, unless the file says otherwise."""
+    model = layered(mistral(c), lambda _, layer: replace(layer, mlp=moe(c)))
+    return replace(model, names=Names().with_places(**EXPERTS))

@@ -1,0 +1,85 @@
+"""The user's changes, applied to a model's description: longer contexts, other rotations, fewer experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from .. import spec
+from ..errors import InputError
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """What may be changed before loading."""
+
+    max_seq_len: int
+    scale_pos_emb: float = 1.0
+    scale_alpha: float = 1.0
+    rope_theta: float | None = None
+    yarn_factor: float | None = None
+    yarn_original: int | None = None
+    active_experts: int | None = None
+
+
+def main_rope(model: spec.Model) -> spec.Rope | None:
+    """The rotation that carries the context: a layer that sees everything, else the first that turns at all.
+
+    Models with two tables (Gemma 3) stretch only this one: a windowed layer looks no further than its window.
+    """
+    ropes = [layer.attn.rope for layer in model.layers if layer.attn.rope is not None]
+    wide = [
+        layer.attn.rope for layer in model.layers if layer.attn.rope is not None and layer.attn.window is None
+    ]
+    return next(iter(wide or ropes), None)
+
+
+def override(model: spec.Model, wishes: Overrides) -> spec.Model:
+    """The description with the wishes in it; a wish that cannot be granted is an error."""
+    if model.embed.positions and wishes.max_seq_len > model.embed.positions:
+        raise InputError(
+            f"max_seq_len {wishes.max_seq_len} exceeds the {model.embed.positions} learned positions "
+            f"of the model, which cannot be stretched. Use at most {model.embed.positions}."
+        )
+    old = main_rope(model)
+    new = None if old is None else _rotation(old, model, wishes)
+    if new is None and (wishes.scale_pos_emb != 1.0 or wishes.scale_alpha != 1.0 or wishes.yarn_factor):
+        raise InputError(f"{model.architecture} has no rotary positions to scale.")
+
+    def change(layer: spec.Layer) -> spec.Layer:
+        if new is not None and layer.attn.rope == old:
+            layer = replace(layer, attn=replace(layer.attn, rope=new))
+        if isinstance(layer.mlp, spec.Moe) and wishes.active_experts is not None:
+            if not 1 <= wishes.active_experts <= layer.mlp.experts:
+                raise InputError(
+                    f"num_experts_per_token must be 1 to {layer.mlp.experts}, found {wishes.active_experts}."
+                )
+            layer = replace(layer, mlp=replace(layer.mlp, active=wishes.active_experts))
+        return layer
+
+    return replace(model, layers=tuple(change(layer) for layer in model.layers))
+
+
+def _rotation(rope: spec.Rope, model: spec.Model, wishes: Overrides) -> spec.Rope:
+    for name, value in (("scale_pos_emb", wishes.scale_pos_emb), ("scale_alpha_value", wishes.scale_alpha)):
+        if not 0 < value < 1e6:
+            raise InputError(f"config.{name} must be a number above 0, found {value!r}.")
+    scaling = rope.scaling
+    if isinstance(scaling, spec.Linear):
+        scaling = None  # its factor is what scale_pos_emb starts from
+    if wishes.yarn_factor is not None:
+        scaling = _yarn(scaling, model, wishes)
+    return replace(
+        rope,
+        theta=rope.theta if wishes.rope_theta is None else wishes.rope_theta,
+        scaling=scaling,
+        alpha=wishes.scale_alpha,
+        divisor=float(wishes.scale_pos_emb),
+    )
+
+
+def _yarn(current: spec.Scaling | None, model: spec.Model, wishes: Overrides) -> spec.Yarn:
+    factor = wishes.yarn_factor
+    if factor is None or not factor >= 1:
+        raise InputError(f"config.yarn_rope_factor must be at least 1, found {factor!r}.")
+    known = current.original if isinstance(current, spec.Yarn) else model.max_positions
+    return spec.Yarn.of(float(factor), wishes.yarn_original or known)

@@ -1,0 +1,36 @@
+"""The language halves of vision models; the pictures themselves arrive as injected embeddings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .. import spec
+from ..spec.names import Names
+from .gemma import VISION_PREFIXES
+from .hyper import Hyper
+from .llama import mistral
+
+MISTRAL_DEFAULTS = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 4096,
+    "vocab_size": 32000,
+}
+
+
+def pixtral(c: Hyper) -> spec.Model:
+    """Mistral behind a Pixtral tower: LLaVA and Mistral 3 files."""
+    tower = c.text("vision_config.model_type", default=None)
+    if tower != "pixtral":
+        raise c.wrong(
+            "vision_config.model_type", '"pixtral" (the only tower known for this architecture)', tower
+        )
+    kind = c.text("text_config.model_type", default="mistral")
+    if kind not in {"mistral", "llama"}:
+        raise c.wrong("text_config.model_type", '"mistral"', kind)
+    return replace(mistral(c.filled(MISTRAL_DEFAULTS)), names=Names(rename=VISION_PREFIXES))

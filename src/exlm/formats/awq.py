@@ -1,0 +1,65 @@
+"""AWQ in AutoAWQ's GEMM layout: 4 bits, eight columns to a word in an order that suited its kernels.
+
+Reads the tensors of one matrix; codes are turned from along the columns to down the rows. The other AWQ
+layouts are refused by `gptq_config`, which reads the JSON of both families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from .bits import pack
+from .gptq import read_scales, sequential, shared_zero
+from .gptq_config import AWQ_BITS, GptqConfig
+from .packed import PackedWeight, Segment
+from .scales import Direct
+from .verify import bad, check_bias, check_features, fetch
+
+BITS = 4
+COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # which of its eight columns each nibble of a word holds, lowest first
+
+
+def read(
+    tensors: Mapping[str, Tensor],
+    in_features: int,
+    out_features: int,
+    bias: Tensor | None,
+    where: str,
+    config: GptqConfig,
+) -> PackedWeight:
+    """The matrix in qweight, qzeros and scales; a bias of zeros is dropped."""
+    if config.method != "awq" or config.bits not in (None, *AWQ_BITS):
+        raise CheckpointError(
+            f"{where}: expected AWQ's gemm layout of {BITS} bits, found {config.checkpoint_format} of "
+            f"{config.bits} bits."
+        )
+    check_features(in_features, out_features, where)
+    check_bias(bias, out_features, where)
+    if out_features % len(COLUMNS):
+        raise bad(where, "qweight", f"outputs in multiples of {len(COLUMNS)}", out_features)
+    across = out_features // len(COLUMNS)
+    words = fetch(tensors, "qweight", where, (torch.int32,), (in_features, across))
+    scales = read_scales(tensors, out_features, where)
+    packed = fetch(tensors, "qzeros", where, (torch.int32,), (scales.shape[0], across))
+    sizes = sequential(in_features, scales.shape[0], where, config)
+    zero = shared_zero(_columns(packed), 0, where)
+    return PackedWeight(
+        form="awq",
+        in_features=in_features,
+        out_features=out_features,
+        segments=(Segment(BITS, sizes, pack(_columns(words), BITS), Direct(scales), zero),),
+        dtype=torch.float16,
+        bias=bias if bias is not None and bool(bias.any()) else None,
+    )
+
+
+def _columns(words: Tensor) -> Tensor:
+    """(rows, words) → (rows, columns) uint8."""
+    out = torch.empty(*words.shape, len(COLUMNS), dtype=torch.uint8, device=words.device)
+    for nibble, column in enumerate(COLUMNS):
+        out[:, :, column] = (words >> (nibble * BITS)) & ((1 << BITS) - 1)
+    return out.view(words.shape[0], words.shape[1] * len(COLUMNS))

@@ -1,0 +1,78 @@
+"""Codes of 2 to 8 bits in 32-bit words: a plain little-endian bit stream down each column.
+
+Value i of width b takes bits i·b to (i+1)·b of its column's words, lowest bit first, across word borders
+where it must. Every packed format is brought into this one layout; nothing else in the house
+knows how bits lie.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+
+WORD = 32
+
+
+def words_for(rows: int, bits: int) -> int:
+    """Words that `rows` values need in each column."""
+    return -(-rows * bits // WORD)
+
+
+def unpack(words: Tensor, bits: int, rows: int) -> Tensor:
+    """(words, columns) int32 → (rows, columns) uint8."""
+    if words.dtype is not torch.int32 or words.dim() != 2 or words.shape[0] != words_for(rows, bits):
+        raise InputError(
+            f"{rows} values of {bits} bits need ({words_for(rows, bits)}, columns) words of int32, "
+            f"found {words.dtype} of shape {tuple(words.shape)}."
+        )
+    span, each = _pattern(bits)
+    mask = (1 << bits) - 1
+    out = torch.empty(rows, words.shape[1], dtype=torch.uint8, device=words.device)
+    for i in range(min(each, rows)):
+        target = out[i::each]
+        word, shift = divmod(i * bits, WORD)
+        value = words[word::span][: len(target)] >> shift
+        if shift + bits > WORD:
+            # The shift drags the sign along: keep only what the first word really holds.
+            value &= (1 << (WORD - shift)) - 1
+            value |= words[word + 1 :: span][: len(target)] << (WORD - shift)
+        target.copy_(value.bitwise_and_(mask))
+    return out
+
+
+def pack(values: Tensor, bits: int) -> Tensor:
+    """(rows, columns) of whole numbers below 2^bits → (words, columns) int32; the last word ends in zeros."""
+    rows, columns = values.shape
+    if values.numel():
+        low, high = (int(edge) for edge in values.aminmax())
+        if low < 0 or high >> bits:
+            raise InputError(f"{high if low >= 0 else low} does not fit {bits} bits.")
+    span, each = _pattern(bits)
+    out = torch.zeros(words_for(rows, bits), columns, dtype=torch.int32, device=values.device)
+    for i in range(min(each, rows)):
+        source = values[i::each].to(torch.int32)
+        word, shift = divmod(i * bits, WORD)
+        out[word::span][: len(source)] |= source << shift
+        if shift + bits > WORD:
+            out[word + 1 :: span][: len(source)] |= source >> (WORD - shift)
+    return out
+
+
+def unpack_across(words: Tensor, bits: int, columns: int) -> Tensor:
+    """(rows, words) int32 with a bit stream along each row → (rows, columns) uint8."""
+    return unpack(words.T, bits, columns).T.contiguous()
+
+
+def pack_across(values: Tensor, bits: int) -> Tensor:
+    """(rows, columns) of whole numbers below 2^bits → (rows, words) int32, a bit stream along each row."""
+    return pack(values.T, bits).T.contiguous()
+
+
+def _pattern(bits: int) -> tuple[int, int]:
+    """After how many words the places of values repeat, and how many values those hold."""
+    span = bits // math.gcd(bits, WORD)
+    return span, span * WORD // bits

@@ -1,0 +1,166 @@
+"""What the JSON beside a GPTQ or AWQ checkpoint says about its tensors; pure data, no tensors.
+
+Both write the same tensor names, so only this tells them apart. Layouts we cannot read are refused by name
+here, before any tensor is looked at. Bits and group sizes are claims: the readers hold them against the
+shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..errors import CheckpointError, ConfigError
+
+Layout = Literal["gptq", "gptq_v2", "gemm"]
+Method = Literal["gptq", "awq"]
+
+GPTQ_BITS = (2, 3, 4, 8)
+AWQ_BITS = (4,)
+
+_LAYOUTS: dict[str, tuple[Layout, ...]] = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}
+
+
+@dataclass(frozen=True)
+class GptqConfig:
+    """The claims of one checkpoint; None where it makes none and shapes must tell."""
+
+    bits: int | None = None
+    group_size: int | None = None  # -1: one group for all rows
+    desc_act: bool = False
+    sym: bool = True
+    checkpoint_format: Layout = "gptq"
+
+    @property
+    def method(self) -> Method:
+        """Whose layout it is."""
+        return "awq" if self.checkpoint_format == "gemm" else "gptq"
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any], where: str) -> GptqConfig:
+        """From quantize_config.json, or from the quantization_config in config.json.
+
+        `where` names the file in errors: ConfigError for what makes no sense, CheckpointError for what does
+        but cannot be read. Where `dynamic` gives some modules other bits or groups, the shapes decide for
+        all.
+        """
+        method = _method(raw, where)
+        layout = _layout(raw, method, where)
+        allowed = GPTQ_BITS if method == "gptq" else AWQ_BITS
+        bits = _bits(raw, allowed, method, where)
+        group_size = _group_size(raw, where)
+        for pattern, change in _overrides(raw, where):
+            place = f"{where}, dynamic {pattern!r}"
+            _layout({"checkpoint_format": layout, **change}, method, place)
+            if _bits(change, allowed, method, place) not in (None, bits):
+                bits = None
+            if _group_size(change, place) not in (None, group_size):
+                group_size = None
+        symmetric = not _flag(raw, "zero_point", True, where) if method == "awq" else True
+        return cls(
+            bits=bits,
+            group_size=group_size,
+            desc_act=_flag(raw, "desc_act", False, where),
+            sym=_flag(raw, "sym", symmetric, where),
+            checkpoint_format=layout,
+        )
+
+
+def _method(raw: Mapping[str, Any], where: str) -> Method:
+    """Old files leave the method out: AutoAWQ's are known by their other names for the bits."""
+    said = _texts(raw, ("quant_method", "method"), where)
+    if not said:
+        return "awq" if "w_bit" in raw else "gptq"
+    if said == {"gptq"}:
+        return "gptq"
+    if said == {"awq"}:
+        return "awq"
+    raise CheckpointError(
+        f"{where}: quant_method: expected gptq or awq, found {', '.join(sorted(said))}, whose tensors lie "
+        "differently. Take a GPTQ, AWQ, EXL2 or GGUF version of the model."
+    )
+
+
+def _layout(raw: Mapping[str, Any], method: Method, where: str) -> Layout:
+    keys = ("checkpoint_format", "format") + (("version",) if method == "awq" else ())
+    said = _texts(raw, keys, where)
+    if _flag(raw, "is_marlin_format", False, where):
+        said |= {"marlin"}
+    pack = _texts(raw, ("pack_dtype",), where) - {"int32"}
+    readable = _LAYOUTS[method]
+    if len(said) > 1 or pack or not said <= set(readable):
+        found = " and ".join(sorted(said | {f"words of {kind}" for kind in pack}))
+        raise CheckpointError(
+            f"{where}: {method} layout: expected {' or '.join(readable)} in words of int32, found {found}. "
+            "Take a version of the model saved in one of these layouts."
+        )
+    return next((layout for layout in readable if layout in said), readable[0])
+
+
+def _overrides(raw: Mapping[str, Any], where: str) -> list[tuple[str, Mapping[str, Any]]]:
+    """What `dynamic` changes for some modules; those it leaves unquantised have no packed tensors anyway."""
+    dynamic = raw.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping):
+        raise _nonsense(where, "dynamic", "an object", dynamic)
+    changes = []
+    for pattern, change in dynamic.items():
+        if str(pattern).startswith("-:"):
+            continue
+        if not isinstance(change or {}, Mapping):
+            raise _nonsense(where, f"dynamic {pattern!r}", "an object", change)
+        changes.append((str(pattern), change or {}))
+    return changes
+
+
+def _bits(raw: Mapping[str, Any], allowed: tuple[int, ...], method: Method, where: str) -> int | None:
+    bits = _number(raw, ("bits", "w_bit"), where)
+    if bits is not None and bits not in allowed:
+        raise CheckpointError(
+            f"{where}: bits: expected {', '.join(map(str, allowed))} for {method}, found {bits}."
+        )
+    return bits
+
+
+def _group_size(raw: Mapping[str, Any], where: str) -> int | None:
+    size = _number(raw, ("group_size", "q_group_size"), where)
+    if size is not None and size < 1 and size != -1:
+        raise _nonsense(where, "group_size", "-1 or a positive number", size)
+    return size
+
+
+def _number(raw: Mapping[str, Any], keys: tuple[str, ...], where: str) -> int | None:
+    for key in keys:
+        value = raw.get(key)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise _nonsense(where, key, "a whole number", value)
+        return value
+    return None
+
+
+def _flag(raw: Mapping[str, Any], key: str, default: bool, where: str) -> bool:
+    value = raw.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise _nonsense(where, key, "true or false", value)
+    return value
+
+
+def _texts(raw: Mapping[str, Any], keys: tuple[str, ...], where: str) -> set[str]:
+    """What these keys say, in lower case; several of them may say the same."""
+    said = set()
+    for key in keys:
+        value = raw.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, str):
+            raise _nonsense(where, key, "a name", value)
+        said.add(value.lower())
+    return said
+
+
+def _nonsense(where: str, key: str, expected: str, found: object) -> ConfigError:
+    return ConfigError(f"{where}: {key}: expected {expected}, found {found!r:.80}.")

@@ -1,0 +1,232 @@
+"""The one in-memory form of every quantised matrix: EXL2, GPTQ, AWQ and GGUF all say this.
+
+Rows in some order, cut into runs of one bit width; within a run, groups of rows share a factor (and perhaps a
+zero point or a minimum) in each column:
+
+    W[order[i], n] = (code[i, n] - zero[g, n]) · scale[g, n] - minimum[g, n]      g: the group of row i
+
+Kernels know only this form, so a new format costs one reader. `dequantize()` defines what the bits mean, with
+the roundings each format prescribes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from .bits import pack, unpack, words_for
+from .scales import Scales
+from .weight import Range
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """A run of stored rows of one width."""
+
+    bits: int
+    sizes: tuple[int, ...]  # rows of each group, in order
+    codes: Tensor  # (words, columns) int32, a bit stream down each column
+    scales: Scales
+    zero: int | Tensor = 0  # for all, or (groups, columns) uint8
+    minimum: Scales | None = None
+    codebook: Tensor | None = None  # (2^bits,) what a code stands for, where it is not itself
+
+    def __post_init__(self) -> None:
+        """Refuse a segment whose parts contradict each other: it is our reader's mistake or a lying file."""
+        if not 2 <= self.bits <= 8 or not self.sizes or min(self.sizes) < 1:
+            raise InputError(
+                f"A segment needs 2 to 8 bits and groups of at least 1 row, found {self.bits} bits."
+            )
+        if self.codes.shape[0] != words_for(self.rows, self.bits) or self.scales.groups != len(self.sizes):
+            raise InputError(
+                f"A segment of {self.rows} rows of {self.bits} bits in {len(self.sizes)} groups does not "
+                f"match {self.codes.shape[0]} words and {self.scales.groups} scales."
+            )
+
+    @property
+    def rows(self) -> int:
+        """Stored rows."""
+        return sum(self.sizes)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Everything held."""
+        zero = (self.zero,) if isinstance(self.zero, Tensor) else ()
+        minimum = self.minimum.tensors if self.minimum is not None else ()
+        book = (self.codebook,) if self.codebook is not None else ()
+        return (self.codes, *self.scales.tensors, *zero, *minimum, *book)
+
+    def values(self) -> Tensor:
+        """(rows, columns) float32: every number this segment stands for, before the last rounding."""
+        codes = unpack(self.codes, self.bits, self.rows)
+        plain = codes.float() if self.codebook is None else self.codebook.float()[codes.long()]
+        if self._even:
+            plain = plain.view(len(self.sizes), self.sizes[0], plain.shape[1])
+        if isinstance(self.zero, Tensor):
+            plain -= self._over_rows(self.zero)
+        elif self.zero:
+            plain -= self.zero
+        plain *= self._over_rows(self.scales.expand())
+        if self.minimum is not None:
+            plain -= self._over_rows(self.minimum.expand())
+        return plain.view(codes.shape)
+
+    def take(self, rows: Tensor) -> Segment:
+        """Only these stored rows (ascending); groups that lose all their rows vanish."""
+        owner = torch.repeat_interleave(torch.arange(len(self.sizes)), torch.tensor(self.sizes))[rows.cpu()]
+        kept, counts = torch.unique_consecutive(owner, return_counts=True)
+        kept = kept.to(self.codes.device)
+        codes = unpack(self.codes, self.bits, self.rows)[rows.to(self.codes.device)]
+        return replace(
+            self,
+            sizes=tuple(counts.tolist()),
+            codes=pack(codes, self.bits),
+            scales=self.scales.pick(kept),
+            zero=self.zero[kept] if isinstance(self.zero, Tensor) else self.zero,
+            minimum=None if self.minimum is None else self.minimum.pick(kept),
+        )
+
+    def columns(self, index: Tensor) -> Segment:
+        """Only these columns, in this order."""
+        return replace(
+            self,
+            codes=self.codes[:, index].contiguous(),
+            scales=self.scales.columns(index),
+            zero=self.zero[:, index] if isinstance(self.zero, Tensor) else self.zero,
+            minimum=None if self.minimum is None else self.minimum.columns(index),
+        )
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Segment:
+        """The same segment with every tensor passed through `change`."""
+        return replace(
+            self,
+            codes=change(self.codes),
+            scales=self.scales.map(change),
+            zero=change(self.zero) if isinstance(self.zero, Tensor) else self.zero,
+            minimum=None if self.minimum is None else self.minimum.map(change),
+            codebook=None if self.codebook is None else change(self.codebook),
+        )
+
+    @property
+    def _even(self) -> bool:
+        return len(set(self.sizes)) == 1
+
+    def _over_rows(self, table: Tensor) -> Tensor:
+        """(groups, columns) as float32 that lies over the rows: equal groups need no copy for each row."""
+        if self._even:
+            return table.float()[:, None]
+        return table.float().repeat_interleave(torch.tensor(self.sizes, device=table.device), 0)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWeight:
+    """A quantised matrix of `in_features` by `out_features`."""
+
+    form: str  # "exl2", "gptq", "awq", "gguf Q4_K": for people
+    in_features: int
+    out_features: int
+    segments: tuple[Segment, ...]
+    dtype: torch.dtype  # what dequantised numbers are rounded to: float16, or float32 for GGUF
+    order: Tensor | None = None  # (in_features,) the input feature each stored row belongs to; None: in order
+    bias: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a matrix whose parts contradict each other."""
+        rows = sum(segment.rows for segment in self.segments)
+        if rows != self.in_features:
+            raise InputError(f"{rows} stored rows cannot be a matrix of {self.in_features} inputs.")
+        for segment in self.segments:
+            if segment.codes.shape[1] != self.out_features:
+                raise InputError(f"{segment.codes.shape[1]} stored columns for {self.out_features} outputs.")
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Everything held."""
+        parts = [tensor for segment in self.segments for tensor in segment.tensors]
+        return (*parts, *(t for t in (self.order, self.bias) if t is not None))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, bias included."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def bits(self) -> float:
+        """Bits for each weight, scales and order included, the bias not."""
+        bias = 0 if self.bias is None else self.bias.nbytes
+        return 8 * (self.nbytes - bias) / (self.in_features * self.out_features)
+
+    def describe(self) -> str:
+        """For `exlm info`."""
+        return f"{self.form} {self.bits:.2f} bit"
+
+    def dequantize(self) -> Tensor:
+        """W, (in_features, out_features), in the format's own precision."""
+        out = torch.empty(
+            self.in_features, self.out_features, dtype=self.dtype, device=self.segments[0].codes.device
+        )
+        start = 0
+        for segment in self.segments:
+            stop = start + segment.rows
+            where = slice(start, stop) if self.order is None else self.order[start:stop].long()
+            out[where] = segment.values().to(self.dtype)
+            start = stop
+        return out
+
+    def split(self, dim: int, ranges: Sequence[Range]) -> list[PackedWeight]:
+        """Cut along inputs (dim 0: only the first piece keeps the bias) or outputs (dim 1)."""
+        length, what = (self.out_features, "outputs") if dim == 1 else (self.in_features, "inputs")
+        for a, b in ranges:
+            if not 0 <= a < b <= length:
+                raise InputError(f"{a} to {b} is no part of the {length} {what} of a matrix.")
+        if dim == 1:
+            device = self.segments[0].codes.device
+            return [self.columns(torch.arange(a, b, device=device)) for a, b in ranges]
+        return [self._inputs(a, b, keep_bias=n == 0) for n, (a, b) in enumerate(ranges)]
+
+    def columns(self, index: Tensor) -> PackedWeight:
+        """Only these outputs, in this order."""
+        return replace(
+            self,
+            out_features=len(index),
+            segments=tuple(segment.columns(index) for segment in self.segments),
+            bias=None if self.bias is None else self.bias[index],
+        )
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> PackedWeight:
+        """The same weight with every tensor passed through `change`."""
+        return replace(
+            self,
+            segments=tuple(segment.map(change) for segment in self.segments),
+            order=None if self.order is None else change(self.order),
+            bias=None if self.bias is None else change(self.bias),
+        )
+
+    def to(self, device: torch.device) -> PackedWeight:
+        """The same weight on another device."""
+        return self.map(lambda tensor: tensor.to(device))
+
+    def _inputs(self, a: int, b: int, *, keep_bias: bool) -> PackedWeight:
+        """Inputs a to b: the stored rows that belong to them, wherever the order put those."""
+        order = torch.arange(self.in_features) if self.order is None else self.order.long().cpu()
+        chosen, orders, start = [], [], 0
+        for segment in self.segments:
+            here = order[start : start + segment.rows]
+            rows = ((here >= a) & (here < b)).nonzero().flatten()
+            if len(rows):
+                chosen.append(segment.take(rows))
+                orders.append(here[rows] - a)
+            start += segment.rows
+        moved = torch.cat(orders)
+        identity = self.order is None
+        return replace(
+            self,
+            in_features=b - a,
+            segments=tuple(chosen),
+            order=None if identity else moved.to(torch.int32).to(self.segments[0].codes.device),
+            bias=self.bias if keep_bias else None,
+        )

@@ -1,0 +1,1 @@
+"""How it is computed: backends that bind weights to kernels when a model loads."""

@@ -1,0 +1,105 @@
+"""What a backend offers. It is asked once, while a model loads; it answers with a callable, or `Unsupported`.
+
+A kernel gets tensors and returns tensors; it owns nothing but its weights. Shapes at this border: activations
+are (rows, tokens, features), heads are (rows, tokens, heads, head_dim).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .. import spec
+from ..formats import Weight
+
+Linear = Callable[[Tensor], Tensor]
+Lookup = Callable[[Tensor], Tensor]
+"""(rows, tokens) ids → (rows, tokens, hidden) vectors, in the table's own precision."""
+
+Norm = Callable[[Tensor], Tensor]
+Activation = Callable[[Tensor], Tensor]
+Rotation = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(q, k, positions) → (q, k) turned; positions are (rows, tokens), or (3, rows, tokens) for three planes."""
+
+Experts = Callable[[Tensor, Tensor], Tensor]
+"""(x, router logits) → the weighted sum of the chosen experts' answers."""
+
+
+class Where(Protocol):
+    """Where a step's tokens stand: what attention and the cache must know of a batch."""
+
+    @property
+    def past(self) -> Tensor:
+        """(rows,) tokens each row has in the cache already."""
+        ...
+
+    @property
+    def pages(self) -> Tensor:
+        """(rows, width) the page numbers of each row, in order."""
+        ...
+
+    @property
+    def longest(self) -> int:
+        """The largest past + new tokens of any row, known without asking the device."""
+        ...
+
+    @property
+    def even(self) -> bool:
+        """Every row has the same past, longest - new tokens, and no key is hidden."""
+        ...
+
+    @property
+    def mask(self) -> Tensor | None:
+        """(rows, longest) False where a key must never be seen; None hides nothing."""
+        ...
+
+
+class KeyValues(Protocol):
+    """One layer's keys and values."""
+
+    def update(self, k: Tensor, v: Tensor, where: Where) -> tuple[Tensor, Tensor]:
+        """Store the new tokens' heads; return all of them, (rows, longest, kv_heads, head_dim)."""
+        ...
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, KeyValues, Where], Tensor]
+"""(q, k, v, the layer's cache, where) → (rows, tokens, heads · head_dim)."""
+
+
+class Backend(Protocol):
+    """A way to compute, on one device and in one precision."""
+
+    name: str
+    device: torch.device
+    dtype: torch.dtype
+
+    def linear(self, weight: Weight) -> Linear:
+        """x @ W + bias."""
+        ...
+
+    def embedding(self, weight: Weight) -> Lookup:
+        """Columns of W, one for each id."""
+        ...
+
+    def norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> Norm:
+        """Normalise the last dimension; the answer is in the backend's precision."""
+        ...
+
+    def activation(self, act: spec.Activation) -> Activation:
+        """The MLP's nonlinearity."""
+        ...
+
+    def rotation(self, rope: spec.Rope, length: int) -> Rotation:
+        """Turn heads by their positions, up to `length` of them."""
+        ...
+
+    def attention(self, attn: spec.Attention) -> Attend:
+        """Store keys and values, then attend."""
+        ...
+
+    def experts(self, moe: spec.Moe, gate: list[Linear], up: list[Linear], down: list[Linear]) -> Experts:
+        """Route each token to its experts."""
+        ...

@@ -1,0 +1,103 @@
+"""Rotary tables and their use. Every scaling method ends as one list of frequencies and one magnitude.
+
+Angles are float32 and so are the rotations, whatever the activations: rounding the tables to sixteen bits is
+what makes long contexts drift.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ... import spec
+
+
+def frequencies(rope: spec.Rope, length: int) -> tuple[Tensor, float]:
+    """(dim / 2,) angles for one position step, and the factor on sin and cos, for the configured length."""
+    theta, dim, method = rope.theta, rope.dim, rope.scaling
+    theta *= rope.alpha ** (dim / (dim - 2)) if dim > 2 else 1.0
+    if isinstance(method, spec.Dynamic) and length > method.original and dim > 2:
+        theta *= (method.factor * length / method.original - (method.factor - 1)) ** (dim / (dim - 2))
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+    plain = 1.0 / theta**exponents
+    magnitude = 1.0
+    match method:
+        case spec.Linear(factor):
+            plain = plain / factor
+        case spec.Llama3():
+            plain = _llama3(plain, method)
+        case spec.Yarn():
+            plain, magnitude = _yarn(plain, theta, dim, method), method.magnitude
+        case spec.LongRope():
+            chosen = method.long if length > method.original else method.short
+            plain, magnitude = 1.0 / (torch.tensor(chosen) * theta**exponents), method.magnitude
+    return plain / rope.divisor, magnitude
+
+
+class Rotation:
+    """Turns queries and keys by their positions with tables built once."""
+
+    def __init__(self, rope: spec.Rope, length: int, device: torch.device) -> None:
+        step, magnitude = frequencies(rope, length)
+        angles = torch.outer(torch.arange(length, dtype=torch.int64).float(), step)
+        self.cos = (angles.cos() * magnitude).to(device)  # (length, dim / 2)
+        self.sin = (angles.sin() * magnitude).to(device)
+        self.dim = rope.dim
+        self.turn = _turn_halves if rope.style == "neox" else _turn_pairs
+        self.planes = _plane_of_column(rope).to(device)
+
+    def __call__(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Heads in, heads out; only the first `dim` of each head turn."""
+        cos, sin = self._lookup(self.cos, positions), self._lookup(self.sin, positions)
+        return self._apply(q, cos, sin), self._apply(k, cos, sin)
+
+    def _lookup(self, table: Tensor, positions: Tensor) -> Tensor:
+        """(rows, tokens, 1, dim / 2): each frequency's value at its plane's position."""
+        if positions.dim() == 2:
+            return table[positions].unsqueeze(2)
+        columns = torch.arange(table.shape[1], device=table.device)
+        chosen = positions[self.planes].permute(1, 2, 0)  # (rows, tokens, dim / 2)
+        return table[chosen, columns].unsqueeze(2)
+
+    def _apply(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        turned = self.turn(x[..., : self.dim].float(), cos, sin).to(x.dtype)
+        return turned if self.dim == x.shape[-1] else torch.cat((turned, x[..., self.dim :]), -1)
+
+
+def _turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+def _turn_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x[..., 0::2], x[..., 1::2]
+    return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+
+
+def _plane_of_column(rope: spec.Rope) -> Tensor:
+    """(dim / 2,) which position plane each frequency follows."""
+    sections = rope.sections or (rope.dim // 2,)
+    return torch.repeat_interleave(torch.arange(len(sections)), torch.tensor(sections))
+
+
+def _llama3(plain: Tensor, s: spec.Llama3) -> Tensor:
+    waves = 2 * math.pi / plain
+    blend = (s.original / waves - s.low) / (s.high - s.low)
+    middle = (1 - blend) * plain / s.factor + blend * plain
+    slow, fast = waves > s.original / s.low, waves < s.original / s.high
+    return torch.where(slow, plain / s.factor, torch.where(fast, plain, middle))
+
+
+def _yarn(plain: Tensor, theta: float, dim: int, s: spec.Yarn) -> Tensor:
+    def column(turns: float) -> float:
+        return dim * math.log(s.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = column(s.beta_fast), column(s.beta_slow)
+    if s.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    high += 0.001 if low == high else 0.0
+    ramp = ((torch.arange(dim // 2).float() - low) / (high - low)).clamp(0, 1)
+    return plain / s.factor * ramp + plain * (1 - ramp)

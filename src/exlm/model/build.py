@@ -1,0 +1,216 @@
+"""Description + files + backend → modules. Quirks end here, as constructor arguments or other modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import spec
+from ..checkpoint import Checkpoint
+from ..formats import DenseWeight, Weight
+from ..kernels import backend as b
+from ..kernels.select import Chain
+from ..nn import (
+    Attention,
+    Block,
+    Clamped,
+    Embedding,
+    GatedMlp,
+    Head,
+    HeadNorm,
+    Linear,
+    ParallelBlock,
+    PlainMlp,
+    Projection,
+    SparseMlp,
+    WideNorm,
+)
+from ..nn.attention import HeadPair, Qkv, leave, stand
+from ..nn.block import BlockLike, MlpLike
+from ..spec.roles import Matrix, matrices
+from .decoder import Decoder
+
+
+def keep(x: Tensor) -> Tensor:
+    """The norm that is not there."""
+    return x
+
+
+def scaled(inner: b.Norm, factor: float) -> b.Norm:
+    """A norm whose answer is multiplied; the inner one itself when the factor is one."""
+    return inner if factor == 1.0 else lambda x: inner(x) * factor
+
+
+@dataclass
+class Builder:
+    """Builds a model's modules one by one, so that the loader can report progress and stop between them."""
+
+    model: spec.Model
+    checkpoint: Checkpoint
+    chain: Chain
+    max_seq_len: int
+    _rotations: dict[spec.Rope, b.Rotation] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Know every matrix before reading any."""
+        self._matrices: dict[str, Matrix] = {matrix.role: matrix for matrix in matrices(self.model)}
+        self._table: Weight | None = None
+
+    def __len__(self) -> int:
+        """Modules in all: the embedding, each layer, the head."""
+        return len(self.model.layers) + 2
+
+    def build(self) -> Iterator[Decoder]:
+        """Yield the growing decoder after each module; the last one yielded is whole."""
+        decoder = Decoder(self.embedding(), [], None)  # type: ignore[arg-type]  # the head comes last
+        yield decoder
+        for i, layer in enumerate(self.model.layers):
+            decoder.blocks.append(self.block(i, layer))
+            yield decoder
+        decoder.head = self.head()
+        yield decoder
+
+    def embedding(self) -> Embedding:
+        """The token table, and the position table where there is one."""
+        m, chain = self.model, self.chain
+        weight = self.table()
+        lookup = chain.bind("embed", weight.describe(), lambda backend: backend.embedding(weight))
+        rows = m.embed.positions
+        positions = None
+        if rows:
+            shape = (rows, m.hidden)
+            positions = self.checkpoint.tensor("positions", shape, dtype=chain.dtype, device=chain.device)
+        stream = torch.float32 if m.wide_residual else chain.dtype
+        return Embedding(lookup, m.vocab, positions, m.embed.scale, stream)
+
+    def table(self) -> Weight:
+        """The embedding's matrix, read once: kept as stored, unless it is also the head and must multiply."""
+        if self._table is None:
+            m, dtype = self.model, self.chain.dtype if self.tied else None
+            self._table = self.checkpoint.weight(
+                "embed", m.hidden, m.vocab, bias=False, dtype=dtype, device=self.chain.device
+            )
+        return self._table
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head is the embedding's matrix: so described, and no head of its own in the files."""
+        return self.model.head.tied and not self.checkpoint.has("head")
+
+    def head(self) -> Head:
+        """The final norm and the wide matrix."""
+        m = self.model
+        weight = self.table() if self.tied else self.weight("head")
+        if m.head.unit_rows and isinstance(weight, DenseWeight):
+            weight = DenseWeight(F.normalize(weight.data.float(), dim=1).to(weight.data.dtype), weight.bias)
+        linear = self.bound("head", weight)
+        return Head(self.norm("final_norm", m.final_norm, m.hidden), linear, m.head.scale, m.head.softcap)
+
+    def block(self, i: int, layer: spec.Layer) -> BlockLike:
+        """One decoder layer of either shape."""
+        at, hidden, scale = f"layers.{i}.", self.model.hidden, layer.residual_scale
+        attn, mlp = self.attention(at, layer.attn), self.mlp(at, layer.mlp)
+        attn_norm = self.norm(at + "attn_norm", layer.attn_norm, hidden)
+        if layer.parallel:
+            return ParallelBlock(attn, mlp, attn_norm, scaled(keep, scale))
+        return Block(
+            attn,
+            mlp,
+            attn_norm=attn_norm,
+            mlp_norm=self.norm(at + "mlp_norm", layer.mlp_norm, hidden),
+            attn_post=scaled(self.norm(at + "attn_post", layer.attn_post, hidden), scale),
+            mlp_post=scaled(self.norm(at + "mlp_post", layer.mlp_post, hidden), scale),
+        )
+
+    def attention(self, at: str, attn: spec.Attention) -> Attention:
+        """Projections, head norms, rotation and the attention kernel of one layer."""
+        qkv: Qkv = Projection(*(self.linear(f"{at}attn.{part}") for part in "qkv"))
+        if attn.clip is not None:
+            qkv = Clamped(qkv, attn.clip)
+        attend = self.chain.bind(at + "attn", _words(attn), lambda backend: backend.attention(attn))
+        o = self.linear(at + "attn.o")
+        return Attention(attn.head_dim, qkv, self.head_norms(at, attn), self.rotation(attn.rope), attend, o)
+
+    def head_norms(self, at: str, attn: spec.Attention) -> HeadPair:
+        """How q and k are normalised, if at all."""
+        if attn.qk_norm is None:
+            return leave
+        q, k = at + "attn.q_norm", at + "attn.k_norm"
+        norm, d = attn.qk_norm.norm, attn.head_dim
+        if attn.qk_norm.scope == "all":
+            return WideNorm(self.norm(q, norm, attn.heads * d), self.norm(k, norm, attn.kv_heads * d))
+        return HeadNorm(self.norm(q, norm, d, heads=attn.heads), self.norm(k, norm, d, heads=attn.kv_heads))
+
+    def mlp(self, at: str, mlp: spec.Mlp | spec.Moe) -> MlpLike:
+        """Gated, plain or sparse."""
+        if isinstance(mlp, spec.Moe):
+            return self.experts(at, mlp)
+        act = self.chain.bind(at + "mlp", mlp.act, lambda backend: backend.activation(mlp.act))
+        up, down = self.linear(at + "mlp.up"), self.linear(at + "mlp.down")
+        if not mlp.gated:
+            return PlainMlp(act, up, down)
+        return GatedMlp(act, self.linear(at + "mlp.gate"), up, down)
+
+    def experts(self, at: str, moe: spec.Moe) -> SparseMlp:
+        """A router and every expert's three matrices."""
+
+        def each(part: str) -> list[b.Linear]:
+            return [self.linear(f"{at}mlp.experts.{e}.{part}").forward for e in range(moe.experts)]
+
+        gate, up, down = each("gate"), each("up"), each("down")
+        kernel = self.chain.bind(at + "mlp", _words(moe), lambda x: x.experts(moe, gate, up, down))
+        return SparseMlp(self.linear(at + "mlp.router"), kernel)
+
+    def rotation(self, rope: spec.Rope | None) -> b.Rotation:
+        """One table for all layers that turn alike."""
+        if rope is None:
+            return stand
+        if rope not in self._rotations:
+            detail = f"{rope.dim} dimensions, {self.max_seq_len} positions"
+            make: Callable[[b.Backend], b.Rotation] = lambda x: x.rotation(rope, self.max_seq_len)  # noqa: E731
+            self._rotations[rope] = self.chain.bind("rope", detail, make)
+        return self._rotations[rope]
+
+    def norm(self, role: str, norm: spec.Norm | None, width: int, heads: int | None = None) -> b.Norm:
+        """A bound norm, or the identity. Head norms are stored once, or once for each head."""
+        if norm is None:
+            return keep
+        shapes = ((width,),) if heads is None else ((width,), (heads, width))
+        weight = self.checkpoint.tensor(
+            role, shapes, dtype=torch.float32, device=self.chain.device, finite=True
+        )
+        bias = None
+        if norm.bias:
+            bias = self.checkpoint.tensor(
+                role, ((width,),), dtype=torch.float32, device=self.chain.device, suffix="bias", finite=True
+            )
+        return self.chain.bind(role, norm.kind, lambda backend: backend.norm(norm, weight, bias))
+
+    def linear(self, role: str) -> Linear:
+        """A matrix, read and bound."""
+        return self.bound(role, self.weight(role))
+
+    def bound(self, role: str, weight: Weight) -> Linear:
+        """A weight with the kernel that multiplies it."""
+        kernel = self.chain.bind(role, weight.describe(), lambda backend: backend.linear(weight))
+        return Linear(kernel, weight.in_features, weight.out_features)
+
+    def weight(self, role: str) -> Weight:
+        """A matrix from the files, on this chain's device and in its precision."""
+        _, width_in, width_out, bias = self._matrices[role]
+        return self.checkpoint.weight(
+            role, width_in, width_out, bias=bias, dtype=self.chain.dtype, device=self.chain.device
+        )
+
+
+def _words(part: spec.Attention | spec.Moe) -> str:
+    """A few words for `explain()`."""
+    if isinstance(part, spec.Moe):
+        return f"{part.active} of {part.experts} experts"
+    window = f", window {part.window}" if part.window is not None else ""
+    cap = f", cap {part.softcap:g}" if part.softcap is not None else ""
+    return f"{part.heads}/{part.kv_heads} heads of {part.head_dim}{window}{cap}"

@@ -1,0 +1,158 @@
+"""The arguments of `Model.forward`, checked and cut into batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..cache import CacheBase
+from ..config import FrozenConfig
+from ..errors import CacheTooSmall, InputError
+from ..nn import Batch
+from ..nn.batch import Outputs
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call of forward, checked: every row, every token, and where they stand."""
+
+    ids: Tensor  # (rows, tokens)
+    positions: Tensor  # (rows, tokens) or (3, rows, tokens)
+    past: int
+    mask: Tensor | None  # (rows, past + tokens)
+
+    @property
+    def rows(self) -> int:
+        """Sequences side by side."""
+        return int(self.ids.shape[0])
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of each row."""
+        return int(self.ids.shape[1])
+
+    def batch(self, start: int, stop: int, pages: Tensor, outputs: Outputs) -> Batch:
+        """Tokens `start` to `stop` as one step."""
+        longest = self.past + stop
+        return Batch(
+            ids=self.ids[:, start:stop],
+            positions=self.positions[..., start:stop],
+            past=torch.full((self.rows,), self.past + start, device=self.ids.device),
+            pages=pages,
+            longest=longest,
+            even=self.mask is None,
+            mask=None if self.mask is None else self.mask[:, :longest],
+            outputs=outputs,
+        )
+
+
+def check(
+    config: FrozenConfig,
+    input_ids: Tensor,
+    cache: CacheBase | None,
+    input_mask: Tensor | None,
+    position_offsets: Tensor | None,
+    positions: Tensor | None,
+    device: torch.device,
+) -> Request:
+    """The call as a `Request` on the model's device, or an error that says what does not fit."""
+    ids = _ids(config, input_ids)
+    rows, tokens = ids.shape
+    past = 0 if cache is None else _room(cache, rows, tokens)
+    if past + tokens > config.max_seq_len:
+        raise InputError(
+            f"{past} past and {tokens} new tokens exceed the model's configured length of "
+            f"{config.max_seq_len}. Raise config.max_seq_len before loading, or shorten the input."
+        )
+    ids = ids.to(device)
+    return Request(
+        ids=ids,
+        positions=_positions(ids, past, position_offsets, positions, config.max_seq_len),
+        past=past,
+        mask=None if input_mask is None else _mask(input_mask, rows, past + tokens).to(device),
+    )
+
+
+def chunks(config: FrozenConfig, request: Request, cached: bool) -> Iterator[tuple[int, int]]:
+    """Token ranges small enough for one step; without a cache there is only one step."""
+    limit = max(1, config.max_input_len * config.max_batch_size // request.rows)
+    if not cached and request.tokens > limit:
+        raise InputError(
+            f"Maximum input length exceeded: {request.tokens} tokens in {request.rows} rows without a cache, "
+            f"at most {limit} are computed at once. Pass a cache, or raise config.max_input_len."
+        )
+    start = 0
+    while start < request.tokens:
+        size = min(limit, request.tokens - start)
+        while size > 1 and cached and (request.past + start + size) * size > config.max_attention_size:
+            size = max(1, min(size - 1, config.max_attention_size // (request.past + start + size)))
+        yield start, start + size
+        start += size
+
+
+def _ids(config: FrozenConfig, ids: Tensor) -> Tensor:
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
+        found = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise InputError(f"input_ids must be an integer tensor of (rows, tokens), found {found}.")
+    if ids.numel() == 0:
+        raise InputError(
+            f"input_ids is empty, shape {tuple(ids.shape)}: a forward pass needs at least one token."
+        )
+    if ids.device.type == "cpu" and int(ids.max()) >= config.spec.vocab:
+        raise InputError(
+            f"Token id {int(ids.max())} is outside the vocabulary of {config.spec.vocab}. Was the text "
+            "encoded with another model's tokenizer?"
+        )
+    return ids.long()
+
+
+def _room(cache: CacheBase, rows: int, tokens: int) -> int:
+    """Tokens already in the cache, if the new ones fit behind them."""
+    past = cache.current_seq_len
+    if rows > cache.batch_size:
+        raise InputError(f"{rows} rows do not fit a cache of batch_size {cache.batch_size}.")
+    if past < 0 or past + tokens > cache.max_seq_len:
+        raise CacheTooSmall(
+            f"Total sequence length exceeds cache size in model.forward: {past} past and {tokens} new "
+            f"tokens, room for {cache.max_seq_len}. Make the cache with max_seq_len of at least "
+            f"{past + tokens}, or lower cache.current_seq_len."
+        )
+    return past
+
+
+def _positions(ids: Tensor, past: int, offsets: Tensor | None, given: Tensor | None, length: int) -> Tensor:
+    rows, tokens = ids.shape
+    if given is not None:
+        if offsets is not None:
+            raise InputError("Give positions or position_offsets, not both.")
+        if tuple(given.shape) not in ((rows, tokens), (3, rows, tokens)):
+            raise InputError(
+                f"positions must be ({rows}, {tokens}) or (3, {rows}, {tokens}), found {tuple(given.shape)}."
+            )
+        if int(given.min()) < 0 or int(given.max()) >= length:
+            raise InputError(
+                f"positions must be from 0 to {length - 1}, found {int(given.min())} to {int(given.max())}."
+            )
+        return given.to(ids.device).long()
+    positions = torch.arange(past, past + tokens, device=ids.device).expand(rows, tokens)
+    if offsets is None:
+        return positions
+    if offsets.numel() != rows:
+        raise InputError(
+            f"position_offsets needs one number for each of {rows} rows, found {offsets.numel()}."
+        )
+    if int(offsets.max()) > length - past - tokens:
+        raise InputError(f"position_offsets reach beyond the configured length of {length}.")
+    return (positions + offsets.to(ids.device).view(rows, 1)).clamp(min=0)
+
+
+def _mask(mask: Tensor, rows: int, total: int) -> Tensor:
+    """An additive mask (0 or -inf), or one of True and False, as visibility; True where it ends early."""
+    if mask.dim() != 2 or mask.shape[0] != rows or mask.shape[1] > total:
+        raise InputError(f"input_mask must be ({rows}, at most {total}), found {tuple(mask.shape)}.")
+    seen = mask if mask.dtype is torch.bool else mask > -1.0
+    rest = torch.ones(rows, total - mask.shape[1], dtype=torch.bool, device=mask.device)
+    return torch.cat((seen, rest), 1)

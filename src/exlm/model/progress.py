@@ -1,0 +1,23 @@
+"""Telling somebody how far loading is: a callback, a generator's yields, or a bar on the screen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+Callback = Callable[[int, int], object]
+
+
+def silent(done: int, total: int) -> None:
+    """Tells nobody."""
+
+
+@contextmanager
+def bar(title: str) -> Iterator[Callback]:
+    """A progress bar that lives as long as the block, fed with (done, total)."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns) as progress:
+        task = progress.add_task(title, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -1,0 +1,100 @@
+"""Attention: project, normalise, turn, attend, project back. What a family lacks is an identity, no `if`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from ..kernels import backend as b
+from .batch import Batch
+from .linear import Linear
+
+HeadPair = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class Qkv(Protocol):
+    """x → the projected queries, keys and values."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(rows, tokens, hidden) → three of (rows, tokens, heads · head_dim)."""
+        ...
+
+
+class Projection:
+    """Three matrices side by side."""
+
+    def __init__(self, q: Linear, k: Linear, v: Linear) -> None:
+        self.q, self.k, self.v = q, k, v
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """One after the other."""
+        return self.q.forward(x), self.k.forward(x), self.v.forward(x)
+
+
+class Clamped:
+    """A projection whose answers stay within ±limit."""
+
+    def __init__(self, inner: Qkv, limit: float) -> None:
+        self.inner, self.limit = inner, limit
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The inner projection, clamped."""
+        q, k, v = self.inner.forward(x)
+        low, high = -self.limit, self.limit
+        return q.clamp(low, high), k.clamp(low, high), v.clamp(low, high)
+
+
+class HeadNorm:
+    """Each head of q and k normalised by itself."""
+
+    def __init__(self, q: b.Norm, k: b.Norm) -> None:
+        self.q, self.k = q, k
+
+    def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """(rows, tokens, heads, head_dim) each."""
+        return self.q(q), self.k(k)
+
+
+class WideNorm:
+    """All heads of a token normalised together."""
+
+    def __init__(self, q: b.Norm, k: b.Norm) -> None:
+        self.q, self.k = q, k
+
+    def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """(rows, tokens, heads, head_dim) each."""
+        return self.q(q.flatten(2)).view_as(q), self.k(k.flatten(2)).view_as(k)
+
+
+def leave(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys that are not normalised."""
+    return q, k
+
+
+def stand(q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys that do not turn: the layer knows no positions."""
+    return q, k
+
+
+class Attention:
+    """Grouped-query attention over a layer's cache."""
+
+    def __init__(
+        self, head_dim: int, qkv: Qkv, norm: HeadPair, rotate: b.Rotation, attend: b.Attend, o: Linear
+    ) -> None:
+        self.head_dim = head_dim
+        self.qkv = qkv
+        self.norm = norm
+        self.rotate = rotate
+        self.attend = attend
+        self.o = o
+
+    def forward(self, x: Tensor, batch: Batch, kv: b.KeyValues) -> Tensor:
+        """(rows, tokens, hidden) → the same shape; the layer's cache grows by the new tokens."""
+        shape = (*x.shape[:2], -1, self.head_dim)
+        q, k, v = (part.view(shape) for part in self.qkv.forward(x))
+        q, k = self.norm(q, k)
+        q, k = self.rotate(q, k, batch.positions)
+        return self.o.forward(self.attend(q, k, v, kv, batch))

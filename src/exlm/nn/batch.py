@@ -1,0 +1,49 @@
+"""Everything one forward pass is given: what varies by step is a tensor, what the host must know an int."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Outputs = Literal["all", "last", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Vectors laid over a row's embeddings from token `start` of this batch on."""
+
+    row: int
+    start: int
+    vectors: Tensor  # (tokens, hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A rectangle of tokens, where each row stands, and which answers are wanted."""
+
+    ids: Tensor  # (rows, tokens)
+    positions: Tensor  # (rows, tokens), or (3, rows, tokens)
+    past: Tensor  # (rows,) tokens in the cache already
+    pages: Tensor  # (rows, width)
+    longest: int  # largest past + tokens of any row
+    even: bool  # every row's past is longest - tokens, and nothing is hidden
+    mask: Tensor | None = None  # (rows, longest) False hides a key
+    spans: tuple[Span, ...] = ()
+    outputs: Outputs = "all"
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on another device; itself if it is there already."""
+        if self.ids.device == device:
+            return self
+        return replace(
+            self,
+            ids=self.ids.to(device),
+            positions=self.positions.to(device),
+            past=self.past.to(device),
+            pages=self.pages.to(device),
+            mask=None if self.mask is None else self.mask.to(device),
+            spans=tuple(replace(s, vectors=s.vectors.to(device)) for s in self.spans),
+        )

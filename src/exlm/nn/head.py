@@ -1,0 +1,28 @@
+"""The last step: hidden states to logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..kernels import backend as b
+from .linear import Linear
+
+
+class Head:
+    """Final norm, one wide matrix, then a factor and a cap."""
+
+    def __init__(self, norm: b.Norm, linear: Linear, scale: float, softcap: float | None) -> None:
+        self.norm = norm
+        self.linear = linear
+        self.scale = scale
+        self.softcap = softcap
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, tokens, hidden) → (rows, tokens, vocabulary) in float32."""
+        logits = self.linear.forward(self.norm(x)).float()
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits

@@ -1,0 +1,20 @@
+"""A matrix in its place: one bound kernel, and the weight it was bound to."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..kernels import backend as b
+
+
+class Linear:
+    """y = x @ W + bias, by whatever kernel the loader bound."""
+
+    def __init__(self, kernel: b.Linear, in_features: int, out_features: int) -> None:
+        self.kernel = kernel
+        self.in_features = in_features
+        self.out_features = out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, in_features) → (…, out_features)."""
+        return self.kernel(x)

@@ -1,0 +1,32 @@
+"""The two plain MLPs."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..kernels import backend as b
+from .linear import Linear
+
+
+class GatedMlp:
+    """down(act(gate) · up)."""
+
+    def __init__(self, act: b.Activation, gate: Linear, up: Linear, down: Linear) -> None:
+        self.act = act
+        self.gate, self.up, self.down = gate, up, down
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, tokens, hidden) → the same shape."""
+        return self.down.forward(self.act(self.gate.forward(x)) * self.up.forward(x))
+
+
+class PlainMlp:
+    """down(act(up))."""
+
+    def __init__(self, act: b.Activation, up: Linear, down: Linear) -> None:
+        self.act = act
+        self.up, self.down = up, down
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, tokens, hidden) → the same shape."""
+        return self.down.forward(self.act(self.up.forward(x)))

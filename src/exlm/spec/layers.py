@@ -1,0 +1,81 @@
+"""The parts of one decoder layer. A quirk is a value here, decided once, never a question at run time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .rope import Rope
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Root-mean-square or layer normalisation."""
+
+    kind: Literal["rms", "layer"] = "rms"
+    eps: float = 1e-6
+    offset: float = 0.0  # added to the stored weight at load (Gemma stores w - 1)
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class QkNorm:
+    """Normalisation of queries and keys before they turn."""
+
+    norm: Norm
+    scope: Literal["head", "all"] = "head"  # each head alone, or all heads of a token together
+    per_head: bool = False  # the file keeps one weight row for each head
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Softmax attention with grouped key/value heads."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: Rope | None  # None: the layer does not know positions
+    scale: float  # on q·k
+    window: int | None = None  # a query sees this many keys, itself included; None sees all
+    softcap: float | None = None
+    qk_norm: QkNorm | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    clip: float | None = None  # q, k and v are clamped to ±clip
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """act(gate) · up, then down; without a gate: act(up), then down."""
+
+    width: int
+    act: Activation = "silu"
+    gated: bool = True
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Moe:
+    """A router and `experts` gated MLPs, of which `active` run for each token."""
+
+    width: int
+    experts: int
+    active: int
+    act: Activation = "silu"
+    renormalize: bool = True  # the chosen experts' shares sum to one
+
+
+@dataclass(frozen=True)
+class Layer:
+    """norm → attention → post-norm → add, norm → MLP → post-norm → add; None leaves a norm out."""
+
+    attn: Attention
+    mlp: Mlp | Moe
+    attn_norm: Norm | None
+    mlp_norm: Norm | None
+    attn_post: Norm | None = None
+    mlp_post: Norm | None = None
+    parallel: bool = False  # attention and MLP read the same normalised input (attn_norm)
+    residual_scale: float = 1.0  # on what attention and MLP add

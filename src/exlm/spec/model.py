@@ -1,0 +1,44 @@
+"""A whole model as data: what goes in, the layers, what comes out, and how the files spell it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .layers import Layer, Norm
+from .names import Names
+
+
+@dataclass(frozen=True)
+class Embed:
+    """Token ids → vectors."""
+
+    scale: float = 1.0
+    positions: int = 0  # rows of a learned position table; 0: none
+
+
+@dataclass(frozen=True)
+class Head:
+    """Vectors → logits."""
+
+    tied: bool = False  # falls back to the embedding when the files hold no head of its own
+    scale: float = 1.0
+    softcap: float | None = None
+    unit_rows: bool = False  # a float head's rows are normalised to length one at load
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Model:
+    """Everything a family function says about a model."""
+
+    architecture: str
+    vocab: int
+    hidden: int
+    layers: tuple[Layer, ...]
+    final_norm: Norm
+    max_positions: int  # the trained length
+    embed: Embed = Embed()
+    head: Head = Head()
+    names: Names = field(default_factory=Names)
+    wide_residual: bool = False  # keep the residual stream in float32 under 16-bit compute
+    requires_bos: bool = False  # the model is lost without a first BOS token

@@ -1,0 +1,20 @@
+"""Strings and ids: vocabularies, their lookup tables, streams of text, chat templates. No torch."""
+
+from .chat import ChatTemplates, Template, render_chat
+from .codec import Codec, ModelIds
+from .detokenize import Detokenizer
+from .renderer import Limits, Renderer
+from .vocab import Trie, Vocab
+
+__all__ = [
+    "ChatTemplates",
+    "Codec",
+    "Detokenizer",
+    "Limits",
+    "ModelIds",
+    "Renderer",
+    "Template",
+    "Trie",
+    "Vocab",
+    "render_chat",
+]

@@ -1,0 +1,103 @@
+"""What a vocabulary must be able to do, whatever file it came from. A protocol, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+from .pieces import TokenBytes
+
+
+class Backend(Protocol):
+    """One vocabulary with its encoder.
+
+    `base_size` is one more than the highest id of the vocabulary's own file; tokens that other files declare
+    may lie above it. Every method may be called from any thread.
+    """
+
+    name: str
+    base_size: int
+
+    @property
+    def special(self) -> Mapping[str, int]:
+        """Tokens that are not text, text to id."""
+
+    @property
+    def ordinary(self) -> Mapping[str, int]:
+        """Added tokens that are text like any other, but always found whole."""
+
+    @property
+    def misread(self) -> Mapping[int, str]:
+        """Added tokens that the vocabulary's own decoder would not give back as written."""
+
+    @property
+    def unk_token(self) -> str | None:
+        """What the vocabulary calls a text it cannot write."""
+
+    @property
+    def vocab(self) -> list[str]:
+        """The text of every token in the middle of a text, by id."""
+
+    def vocab_size(self) -> int:
+        """One more than the highest id."""
+
+    def defined(self, number: int) -> bool:
+        """Whether any token has this id."""
+
+    def id_to_piece(self, number: int) -> str:
+        """The token as the vocabulary writes it, "" for an id without one."""
+
+    def piece_to_id(self, piece: str) -> int | None:
+        """The id of a token as the vocabulary writes it."""
+
+    def enumerate_tokens(self) -> Iterator[tuple[int, str]]:
+        """Pairs of id and `vocab` text."""
+
+    def ids(self, text: str, *, special: bool, continues: bool = False) -> list[int]:
+        """Encode; `special` says whether special text becomes its id or stays ordinary text.
+
+        `continues` says that the text goes on after something else, so that a vocabulary that puts a space
+        before the first word does not.
+        """
+
+    def encode(self, text: str) -> list[int]:
+        """Encode with special text as ordinary text."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Decode with every token visible."""
+
+    def token_bytes(self) -> TokenBytes | None:
+        """The bytes of every token, or None when decoding is more than adding them up."""
+
+    def own_ids(self) -> tuple[int | None, int | None]:
+        """The ids of BOS and EOS, where the vocabulary file itself names them."""
+
+
+def middle_pieces(backend: Backend) -> list[str]:
+    """The text of each token in the middle of a text; a token that is part of a character gives U+FFFD."""
+    known = backend.token_bytes()
+    if known is not None:
+        return [raw.decode("utf-8", "replace") for raw in known.table]
+    before = prefix_ids(backend)
+    skip = len(backend.decode(before))
+    return [
+        backend.decode([*before, number])[skip:] if backend.defined(number) else ""
+        for number in range(backend.vocab_size())
+    ]
+
+
+def prefix_ids(backend: Backend) -> list[int]:
+    """What to decode before a token so that it does not count as first; empty where that is all the same."""
+    letter = backend.encode(" t")
+    if len(letter) == 1 and len(backend.decode(letter)) == 2:
+        return []
+    return (backend.encode(" ") or letter)[:1]
+
+
+def lone_surrogate(text: str) -> str | None:
+    """Says where text cannot be written as UTF-8, or None when it can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"the text has a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}"
+    return None

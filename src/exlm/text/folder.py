@@ -1,0 +1,198 @@
+"""What the small JSON files beside a tokenizer say about its tokens.
+
+`tokenizer_config.json`, `added_tokens.json`, `special_tokens_map.json` and `generation_config.json` overlap;
+this module reads them, checks their shapes and merges what they declare. It knows nothing of vocabularies and
+encodes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import TokenizerError
+
+NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+"""The roles a tokenizer_config.json may name a token for."""
+
+MAX_GAP = 65_536
+"""The most undefined ids that may lie between a vocabulary and a token declared above it."""
+
+
+@dataclass(frozen=True)
+class AddedToken:
+    """A token declared beside the vocabulary, with the way it is looked for in text."""
+
+    content: str
+    id: int
+    special: bool = True
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+    normalized: bool = False
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Everything the small files of one model folder declare.
+
+    `named` maps a role to its text, or to None where a file says that the model has no such token.
+    """
+
+    path: Path
+    config: dict[str, Any] | None = None
+    added: tuple[AddedToken, ...] = ()
+    named: Mapping[str, str | None] = field(default_factory=dict)
+    more_special: tuple[str, ...] = ()
+    generation_eos: tuple[int, ...] = ()
+
+    @property
+    def special_names(self) -> tuple[str, ...]:
+        """The texts that are special because of the role they are named for."""
+        return tuple(text for text in self.named.values() if text) + self.more_special
+
+
+def read_text(path: Path) -> str | None:
+    """The file's text, or None when there is no such file."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except UnicodeDecodeError as error:
+        raise TokenizerError(f"{path} is not UTF-8 text: {error}. Fetch the file again.") from None
+    except OSError as error:
+        raise TokenizerError(f"{path} cannot be read: {error}") from None
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file, or None when there is no such file."""
+    text = read_text(path)
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"{path} is not valid JSON: {error}. Fetch the file again.") from None
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{path} should hold a JSON object, found {_kind(value)}.")
+    return value
+
+
+def read_folder(path: str | Path) -> Folder:
+    """Read and merge the small files; those that are absent declare nothing."""
+    path = Path(path)
+    config = read_object(path / "tokenizer_config.json")
+    named, more = _named(config or {}, path / "tokenizer_config.json")
+    older, older_more = _named(
+        read_object(path / "special_tokens_map.json") or {}, path / "special_tokens_map.json"
+    )
+    return Folder(
+        path=path,
+        config=config,
+        added=_added(path, config or {}),
+        named={**older, **named},
+        more_special=tuple(dict.fromkeys(more + older_more)),
+        generation_eos=_generation_eos(path / "generation_config.json"),
+    )
+
+
+def token_text(value: object, path: Path, key: str) -> str | None:
+    """A token as the files write one: a string, an object with `content`, or null."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, dict) and isinstance(value.get("content"), str):
+        return str(value["content"])
+    raise TokenizerError(
+        f"{path}: {key} should be a string or an object with a `content` string, found {_kind(value)}."
+    )
+
+
+def _named(config: Mapping[str, Any], path: Path) -> tuple[dict[str, str | None], list[str]]:
+    named = {role: token_text(config[role], path, role) for role in NAMED if role in config}
+    more: list[str] = []
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        value = config.get(key)
+        if isinstance(value, dict) and "content" not in value:
+            value = list(value.values())
+        if value is None:
+            continue
+        if not isinstance(value, list):
+            raise TokenizerError(f"{path}: {key} should be a list of tokens, found {_kind(value)}.")
+        more += [text for item in value if (text := token_text(item, path, key))]
+    return named, more
+
+
+def _added(path: Path, config: Mapping[str, Any]) -> tuple[AddedToken, ...]:
+    """Tokens of added_tokens_decoder, then those only added_tokens.json knows, in order of their ids."""
+    source = path / "tokenizer_config.json"
+    decoder = config.get("added_tokens_decoder")
+    if decoder is not None and not isinstance(decoder, dict):
+        raise TokenizerError(f"{source}: added_tokens_decoder should be an object, found {_kind(decoder)}.")
+    found = {
+        token.content: token
+        for key, value in (decoder or {}).items()
+        for token in [_entry(key, value, source)]
+    }
+    source = path / "added_tokens.json"
+    for content, number in (read_object(source) or {}).items():
+        if not _is_id(number):
+            raise TokenizerError(
+                f"{source}: the id of {content!r} should be a number >= 0, found {number!r}."
+            )
+        known = found.setdefault(content, AddedToken(content, number, source=source.name))
+        if known.id != number:
+            raise TokenizerError(
+                f"{source} gives {content!r} the id {number}, but {known.source} gives it {known.id}. "
+                "Remove the wrong entry."
+            )
+    taken: dict[int, AddedToken] = {}
+    for token in found.values():
+        other = taken.setdefault(token.id, token)
+        if other is not token:
+            raise TokenizerError(
+                f"{path}: {other.content!r} ({other.source}) and {token.content!r} ({token.source}) "
+                f"both claim the id {token.id}. Remove the wrong entry."
+            )
+    return tuple(taken[number] for number in sorted(taken))
+
+
+def _entry(key: str, value: object, source: Path) -> AddedToken:
+    content = token_text(value, source, f"added_tokens_decoder[{key!r}]")
+    if not key.isdecimal() or not content:
+        raise TokenizerError(
+            f"{source}: added_tokens_decoder[{key!r}] should map an id to a non-empty token."
+        )
+    flags = value if isinstance(value, dict) else {}
+    special = bool(flags.get("special", False))
+    return AddedToken(
+        content=content,
+        id=int(key),
+        special=special,
+        lstrip=bool(flags.get("lstrip", False)),
+        rstrip=bool(flags.get("rstrip", False)),
+        single_word=bool(flags.get("single_word", False)),
+        normalized=bool(flags.get("normalized", not special)),
+        source=source.name,
+    )
+
+
+def _generation_eos(path: Path) -> tuple[int, ...]:
+    value = (read_object(path) or {}).get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(_is_id(number) for number in ids):
+        raise TokenizerError(f"{path}: eos_token_id should be an id or a list of ids, found {value!r}.")
+    return tuple(ids)
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _kind(value: object) -> str:
+    """What JSON calls it."""
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")

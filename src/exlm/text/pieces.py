@@ -1,0 +1,114 @@
+"""The bytes every token of a vocabulary stands for.
+
+Byte-level vocabularies write bytes as printable letters; SentencePiece-like ones write spaces as a lower
+block and rare bytes as `<0xNN>`. Here both become plain bytes, in bulk. Whether that is the whole truth about
+a tokenizer is asked of its decoder: a decoder that is not one of the two known kinds gets no table, and is
+left to its own library.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+SPACE = "\u2581"
+"""How SentencePiece writes a space."""
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
+"""How SentencePiece writes a byte that no piece covers."""
+
+
+class TokenBytes(NamedTuple):
+    """The bytes by id (none where nothing is defined); whether a decoded text loses one leading space.
+
+    `misread` are the tokens that stand for other bytes than their vocabulary's decoder would say.
+    """
+
+    table: list[bytes]
+    strips_space: bool
+    misread: dict[int, str]
+
+
+def byte_letters() -> dict[int, str]:
+    """The letter that byte-level vocabularies write each byte with."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    letters = {byte: chr(byte) for byte in printable}
+    rest = [byte for byte in range(256) if byte not in letters]
+    return letters | {byte: chr(256 + n) for n, byte in enumerate(rest)}
+
+
+def _letters_to_latin1() -> dict[int, str]:
+    """For str.translate: a letter to its byte, every other code point below 256 to one latin-1 lacks."""
+    table = dict.fromkeys(range(256), "\uffff")
+    return table | {ord(letter): chr(byte) for byte, letter in byte_letters().items()}
+
+
+def from_decoder(
+    decoder: Mapping[str, Any] | None,
+    pieces: Sequence[str | None],
+    special: Mapping[str, int],
+    ordinary: Mapping[str, int],
+) -> TokenBytes | None:
+    """The table of a `tokenizers` vocabulary, or None when its decoder is not a plain sum of bytes.
+
+    Added tokens stand for their own text, whatever the decoder would make of their letters; but where a lower
+    block means a space it does so in ordinary added tokens too.
+    """
+    steps = _steps(decoder)
+    if [step.get("type") for step in steps] == ["ByteLevel"]:
+        table, strips, literal = byte_level(pieces), False, {**special, **ordinary}
+    elif _is_metaspace(steps):
+        fallback = any(step["type"] == "ByteFallback" for step in steps)
+        strips = any(step["type"] == "Strip" for step in steps)
+        table, literal = metaspace(pieces, fallback), dict(special)
+    else:
+        return None
+    misread = {number: text for text, number in literal.items() if table[number] != text.encode()}
+    for number, text in misread.items():
+        table[number] = text.encode()
+    return TokenBytes(table, strips, misread)
+
+
+def byte_level(pieces: Sequence[str | None]) -> list[bytes]:
+    """Bytes of pieces written in byte letters; a piece with any other letter stands for its own text."""
+    letters = _letters_to_latin1()
+    table = []
+    for piece in pieces:
+        try:
+            table.append((piece or "").translate(letters).encode("latin-1"))
+        except UnicodeEncodeError:
+            table.append((piece or "").encode())
+    return table
+
+
+def metaspace(pieces: Sequence[str | None], byte_fallback: bool) -> list[bytes]:
+    """Bytes of pieces that write spaces as a lower block and, with byte fallback, bytes as `<0xNN>`."""
+    table = []
+    for piece in pieces:
+        text = piece or ""
+        byte = BYTE_TOKEN.match(text) if byte_fallback else None
+        table.append(bytes([int(byte[1], 16)]) if byte else text.replace(SPACE, " ").encode())
+    return table
+
+
+def _steps(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    if decoder is None:
+        return []
+    return list(decoder["decoders"]) if decoder.get("type") == "Sequence" else [decoder]
+
+
+def _is_metaspace(steps: Sequence[Mapping[str, Any]]) -> bool:
+    """Replace, perhaps ByteFallback, Fuse, perhaps Strip: in this order the result is a sum of bytes."""
+    kinds = [step.get("type") for step in steps]
+    if kinds not in (
+        ["Replace", "Fuse"],
+        ["Replace", "ByteFallback", "Fuse"],
+        ["Replace", "Fuse", "Strip"],
+        ["Replace", "ByteFallback", "Fuse", "Strip"],
+    ):
+        return False
+    replace, strip = steps[0], steps[-1]
+    replaces = replace.get("pattern") == {"String": SPACE} and replace.get("content") == " "
+    strips = (strip.get("content"), strip.get("start"), strip.get("stop")) == (" ", 1, 0)
+    return replaces and (kinds[-1] != "Strip" or strips)

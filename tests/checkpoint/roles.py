@@ -1,0 +1,43 @@
+"""Checkpoints of a few tensors, and questions to them in short."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from exlm.checkpoint import Checkpoint
+from exlm.formats import DenseWeight, Weight
+from exlm.spec.names import Names
+from tests.checkpoint.raw import write
+
+CPU = torch.device("cpu")
+Q = "model.layers.0.self_attn.q_proj"
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def opened(folder: Path, tensors: dict[str, torch.Tensor], names: Names | None = None) -> Checkpoint:
+    """A checkpoint of these tensors in one file."""
+    return Checkpoint.open(write(folder, tensors), names or Names())
+
+
+def weight_of(
+    checkpoint: Checkpoint,
+    role: str,
+    k: int,
+    n: int,
+    *,
+    bias: bool = False,
+    dtype: torch.dtype = torch.float32,
+    fallback: str | None = None,
+) -> DenseWeight:
+    """A matrix on the CPU, float32 unless told."""
+    weight: Weight = checkpoint.weight(role, k, n, bias=bias, dtype=dtype, device=CPU, fallback=fallback)
+    assert isinstance(weight, DenseWeight)
+    return weight
+
+
+def tensor_of(checkpoint: Checkpoint, role: str, *shapes: tuple[int, ...], **more: object) -> torch.Tensor:
+    """A tensor of one of these shapes on the CPU, float32 unless told."""
+    shape = shapes if len(shapes) > 1 else shapes[0]
+    return checkpoint.tensor(role, shape, **{"dtype": torch.float32, "device": CPU, **more})  # type: ignore[arg-type]

@@ -1,0 +1,296 @@
+"""Roles to tensors, through every way a file may spell, cut, turn and type them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exlm.checkpoint import Checkpoint, convert
+from exlm.errors import BadFile, BadTensor, MissingTensor, Unsupported
+from exlm.formats import DenseWeight
+from exlm.spec.names import LAYER, Names, Place, Rename, Span
+from tests.checkpoint.raw import same, write, write_index
+from tests.checkpoint.roles import FLOATS, Q, opened, tensor_of, weight_of
+
+
+@st.composite
+def _cuts(draw: st.DrawFn) -> tuple[int, tuple[Span, ...]]:
+    """A number of rows, and spans of them in any order that reach the last row."""
+    total = draw(st.integers(1, 9))
+    marks = sorted({0, total, *draw(st.lists(st.integers(0, total), max_size=4))})
+    spans = draw(st.permutations(list(pairwise(marks))))
+    some = tuple(spans[: draw(st.integers(1, len(spans)))])
+    return total, some if any(stop == total for _, stop in some) else (*some, (marks[-2], total))
+
+
+@given(
+    cuts=_cuts(),
+    k=st.integers(1, 6),
+    stored=st.sampled_from(FLOATS),
+    wanted=st.sampled_from(FLOATS),
+    transposed=st.booleans(),
+    bare=st.booleans(),
+    bias=st.booleans(),
+    chunk=st.integers(1, 40),
+)
+def test_rows_are_what_slicing_says(
+    tmp_path_factory: pytest.TempPathFactory,
+    cuts: tuple[int, tuple[Span, ...]],
+    k: int,
+    stored: torch.dtype,
+    wanted: torch.dtype,
+    transposed: bool,
+    bare: bool,
+    bias: bool,
+    chunk: int,
+) -> None:
+    total, spans = cuts
+    whole, offsets = torch.randn(total, k).to(stored), torch.randn(total).to(stored)
+    key = "model.layers.2.self_attn.packed"
+    tensors = {key if bare else f"{key}.weight": whole.T.contiguous() if transposed else whole, "x": whole}
+    if bias:
+        tensors[f"{key}.bias"] = offsets
+    place = Place(LAYER + "self_attn.packed", rows=spans, transposed=transposed, bare=bare)
+    checkpoint = opened(tmp_path_factory.mktemp("m"), tensors, Names().with_places(attn__q=place))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(convert, "CHUNK", chunk)
+        n = sum(stop - start for start, stop in spans)
+        weight = weight_of(checkpoint, "layers.2.attn.q", k, n, bias=bias, dtype=wanted)
+    assert same(weight.data, torch.cat([whole[a:b] for a, b in spans]).to(wanted))
+    assert weight.data.is_contiguous()
+    if bias:
+        assert weight.bias is not None
+        assert same(weight.bias, torch.cat([offsets[a:b] for a, b in spans]).to(wanted))
+    else:
+        assert weight.bias is None
+    assert checkpoint.unused() == ["x"]
+    assert checkpoint.describe("layers.2.attn.q")[1] == (n * k + n * bias) * whole.element_size()
+
+
+def test_the_copy_is_our_own(tmp_path: Path) -> None:
+    data = torch.randn(4, 6)
+    checkpoint = opened(tmp_path, {f"{Q}.weight": data})
+    weight_of(checkpoint, "layers.0.attn.q", 6, 4).data.zero_()
+    assert same(weight_of(checkpoint, "layers.0.attn.q", 6, 4).data, data)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_stacked_experts(tmp_path: Path, transposed: bool) -> None:
+    experts, inner, hidden = 3, 4, 5
+    stacked = torch.randn(experts * inner, hidden)
+    place = Place(LAYER + "experts.w", stack=inner, transposed=transposed, bare=True)
+    names = Names().with_places(mlp__experts__up=(Place(LAYER + "experts.{e}.w"), place))
+    checkpoint = opened(tmp_path, {"model.layers.1.experts.w": stacked}, names)
+    for e in range(experts):
+        part = stacked[e * inner : (e + 1) * inner]
+        k, n = (inner, hidden) if transposed else (hidden, inner)
+        weight = weight_of(checkpoint, f"layers.1.mlp.experts.{e}.up", k, n)
+        assert same(weight.data, part.T.contiguous() if transposed else part)
+        assert checkpoint.describe(f"layers.1.mlp.experts.{e}.up") == ("dense float32", part.nbytes)
+    with pytest.raises(BadTensor, match=r"experts\.w.*expected shape \[16, 5\].*found \[12, 5\]"):
+        weight_of(checkpoint, f"layers.1.mlp.experts.{experts}.up", k, n)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_stacked_experts_of_two_parts(tmp_path: Path, transposed: bool) -> None:
+    experts, inner, hidden = 3, 2, 5
+    shape = (experts * hidden, 2 * inner) if transposed else (experts * 2 * inner, hidden)
+    stacked, stack = torch.randn(shape), hidden if transposed else 2 * inner
+
+    def part(*rows: Span) -> Place:
+        return Place(LAYER + "experts.w", rows=rows, stack=stack, transposed=transposed, bare=True)
+
+    names = Names().with_places(
+        mlp__experts__gate=part((0, inner)), mlp__experts__up=part((inner, 2 * inner))
+    )
+    checkpoint = opened(tmp_path, {"model.layers.1.experts.w": stacked}, names)
+    for e in range(experts):
+        whole = stacked[e * stack : (e + 1) * stack]
+        gate, up = (whole.T if transposed else whole).split(inner)
+        for role, data in (("gate", gate), ("up", up)):
+            assert same(weight_of(checkpoint, f"layers.1.mlp.experts.{e}.{role}", hidden, inner).data, data)
+            assert checkpoint.describe(f"layers.1.mlp.experts.{e}.{role}")[1] == data.nbytes
+
+
+def test_the_first_place_wins_and_the_form_comes_second(tmp_path: Path) -> None:
+    names = Names().with_places(attn__q=(Place(LAYER + "alone"), Place(LAYER + "packed", rows=((0, 2),))))
+    alone, packed = torch.randn(2, 3), torch.randn(2, 3)
+    both = opened(
+        tmp_path / "a", {"model.layers.0.packed.weight": packed, "model.layers.0.alone.weight": alone}, names
+    )
+    assert same(weight_of(both, "layers.0.attn.q", 3, 2).data, alone)
+    assert both.stored("layers.0.attn.q") == Place("model.layers.0.alone")
+    one = opened(tmp_path / "b", {"model.layers.0.packed.weight": packed}, names)
+    assert same(weight_of(one, "layers.0.attn.q", 3, 2).data, packed)
+    quantised = {"model.layers.0.packed.q_weight": packed, "model.layers.0.alone.weight": alone}
+    assert same(weight_of(opened(tmp_path / "c", quantised, names), "layers.0.attn.q", 3, 2).data, alone)
+
+
+def test_a_fused_tensor_must_be_as_long_as_its_parts(tmp_path: Path) -> None:
+    names = Names().with_places(
+        attn__q=Place(LAYER + "qkv", rows=((0, 4),)),
+        attn__k=Place(LAYER + "qkv", rows=((4, 6),)),
+        attn__v=Place(LAYER + "qkv", rows=((6, 8),)),
+    )
+    good = opened(tmp_path / "good", {"model.layers.0.qkv.weight": torch.randn(8, 3)}, names)
+    assert weight_of(good, "layers.0.attn.q", 3, 4).data.shape == (4, 3)
+    long = opened(tmp_path / "long", {"model.layers.0.qkv.weight": torch.randn(12, 3)}, names)
+    with pytest.raises(
+        BadTensor, match=r"'model\.layers\.0\.qkv\.weight': expected shape \[8, 3\] \(4 of 8 out"
+    ):
+        weight_of(long, "layers.0.attn.q", 3, 4)
+    with pytest.raises(BadTensor, match="2 of 8 outputs"):
+        weight_of(good, "layers.0.attn.k", 3, 4)
+
+
+def test_keys_are_renamed(tmp_path: Path) -> None:
+    names = Names(rename=(Rename("h.", "model.layers.", start=True), Rename(".attn.", ".self_attn.")))
+    data = torch.randn(2, 3)
+    checkpoint = opened(tmp_path, {"h.7.attn.q_proj.weight": data, "h.x": data}, names)
+    assert same(weight_of(checkpoint, "layers.7.attn.q", 3, 2).data, data)
+    assert checkpoint.unused() == ["h.x"]
+
+
+def test_two_keys_for_one_role_are_refused(tmp_path: Path) -> None:
+    names = Names(rename=(Rename("old.", "model.", start=True),))
+    with pytest.raises(
+        BadFile, match=r"(?s)model\.norm\.weight.*old\.norm\.weight|old.*model\.norm"
+    ) as caught:
+        opened(tmp_path, {"model.norm.weight": torch.ones(2), "old.norm.weight": torch.ones(2)}, names)
+    assert "both stand for 'model.norm.weight'" in str(caught.value)
+
+
+def test_a_tied_head(tmp_path: Path) -> None:
+    embed, head = torch.randn(7, 3), torch.randn(7, 3)
+    tied = opened(tmp_path / "tied", {"model.embed_tokens.weight": embed})
+    assert not tied.has("head")
+    assert same(weight_of(tied, "head", 3, 7, fallback="embed").data, embed)
+    assert tied.describe("head", "embed") == ("dense float32", embed.nbytes)
+    with pytest.raises(MissingTensor, match=r"head is missing: expected 'lm_head\.weight', found no"):
+        weight_of(tied, "head", 3, 7)
+    own = opened(tmp_path / "own", {"model.embed_tokens.weight": embed, "lm_head.weight": head})
+    assert own.has("head")
+    assert same(weight_of(own, "head", 3, 7, fallback="embed").data, head)
+    neither = opened(tmp_path / "neither", {"x": embed})
+    with pytest.raises(MissingTensor, match=r"'lm_head\.weight' or 'model\.embed_tokens\.weight'"):
+        weight_of(neither, "head", 3, 7, fallback="embed")
+
+
+def test_a_tied_head_with_a_bias_of_its_own(tmp_path: Path) -> None:
+    tensors = {"model.embed_tokens.weight": torch.randn(7, 3), "lm_head.bias": torch.randn(7)}
+    checkpoint = opened(tmp_path, tensors)
+    weight = weight_of(checkpoint, "head", 3, 7, bias=True, fallback="embed")
+    assert weight.bias is not None
+    assert same(weight.bias, tensors["lm_head.bias"])
+    with pytest.raises(BadTensor, match=r"lm_head\.bias"):
+        weight_of(checkpoint, "head", 3, 7, fallback="embed")
+
+
+@pytest.mark.parametrize("role", ["embed", "head"])
+def test_a_padded_vocabulary_names_both_numbers(tmp_path: Path, role: str) -> None:
+    key = {"embed": "model.embed_tokens.weight", "head": "lm_head.weight"}[role]
+    checkpoint = opened(tmp_path, {key: torch.randn(64, 3)})
+    with pytest.raises(BadTensor, match=r"expected shape \[60, 3\].*found \[64, 3\]\. vocab_size.*64"):
+        weight_of(checkpoint, role, 3, 60)
+    with pytest.raises(BadTensor, match=r"expected shape \[60, 3\].*found \[64, 3\]\. vocab_size.*64"):
+        tensor_of(checkpoint, role, (60, 3))
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (2, 4), (2,), (2, 3, 1), (), (6,), (0, 3)])
+def test_a_matrix_of_another_shape(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    checkpoint = opened(tmp_path, {f"{Q}.weight": torch.zeros(shape)})
+    with pytest.raises(BadTensor) as caught:
+        weight_of(checkpoint, "layers.0.attn.q", 3, 2)
+    for part in ("model.safetensors", f"{Q}.weight", "expected shape [2, 3]", f"found {list(shape)}"):
+        assert part in str(caught.value)
+
+
+class TestQuantised:
+    """Other forms are recognised by their suffix."""
+
+    @pytest.mark.parametrize(
+        ("suffix", "words"),
+        [
+            ("trellis", "EXL3"),
+            ("weight_packed", "compressed-tensors"),
+        ],
+    )
+    def test_it_is_refused_by_name(self, tmp_path: Path, suffix: str, words: str) -> None:
+        tensors = {f"{Q}.{suffix}": torch.ones(4, 4, dtype=torch.int32), f"{Q}.scales": torch.ones(4).half()}
+        checkpoint = opened(tmp_path, tensors)
+        assert checkpoint.has("layers.0.attn.q")
+        with pytest.raises(
+            Unsupported, match=rf"layers\.0\.attn\.q is stored as {words}, which this version cannot"
+        ):
+            weight_of(checkpoint, "layers.0.attn.q", 4, 4)
+        with pytest.raises(Unsupported, match=f"stored as {words}"):
+            tensor_of(checkpoint, "layers.0.attn.q", (4, 4))
+        described, size = checkpoint.describe("layers.0.attn.q")
+        assert described.startswith(words)
+        assert size == 64 + 8
+
+    def test_it_comes_before_floats(self, tmp_path: Path) -> None:
+        tensors = {f"{Q}.weight": torch.ones(4, 4), f"{Q}.q_weight": torch.ones(4, 4, dtype=torch.int32)}
+        with pytest.raises(BadTensor, match="q_weight"):
+            weight_of(opened(tmp_path, tensors), "layers.0.attn.q", 4, 4)
+
+    def test_a_quantised_head_comes_before_a_tied_one(self, tmp_path: Path) -> None:
+        tensors = {
+            "model.embed_tokens.weight": torch.ones(4, 4),
+            "lm_head.q_weight": torch.ones(4, 4, dtype=torch.int32),
+        }
+        with pytest.raises(BadTensor, match="q_weight"):
+            weight_of(opened(tmp_path, tensors), "head", 4, 4, fallback="embed")
+
+
+def test_the_index_tells_which_file_is_missing(tmp_path: Path) -> None:
+    names = Names(rename=(Rename("old.", "model.", start=True),))
+    write(tmp_path, {"x": torch.ones(1)}, "a.safetensors")
+    write_index(tmp_path, {"old.norm.weight": "b.safetensors", "x": "a.safetensors"})
+    with pytest.raises(MissingTensor, match=r"final_norm.*'b\.safetensors', which is not in the folder"):
+        tensor_of(Checkpoint.open(tmp_path, names), "final_norm", (4,))
+
+
+def test_asking_is_not_reading(tmp_path: Path) -> None:
+    checkpoint = opened(tmp_path, {"model.norm.weight": torch.ones(4), "lm_head.weight": torch.ones(4, 4)})
+    assert checkpoint.has("final_norm")
+    assert not checkpoint.has("embed")
+    assert checkpoint.stored("embed") is None
+    assert checkpoint.describe("final_norm") == ("dense float32", 16)
+    assert checkpoint.unused() == ["lm_head.weight", "model.norm.weight"]
+    tensor_of(checkpoint, "final_norm", (4,))
+    assert checkpoint.unused() == ["lm_head.weight"]
+
+
+def test_real_files(fixtures_dir: Path) -> None:
+    checkpoint = Checkpoint.open(fixtures_dir / "tiny-lm", Names())
+    info = checkpoint.files.info("model.embed_tokens.weight")
+    vocab, hidden = info.shape
+    embed = tensor_of(checkpoint, "embed", (vocab, hidden))
+    assert same(embed, checkpoint.files.read(info.name).float())
+    head = weight_of(checkpoint, "head", hidden, vocab, fallback="embed")
+    assert head.data.shape == (vocab, hidden)
+    for folder in sorted(fixtures_dir.glob("*-exl2-*")):
+        opened_exl2 = Checkpoint.open(folder, Names())
+        assert opened_exl2.describe("layers.0.attn.q")[0] == "exl2"
+        cpu = torch.device("cpu")
+        head_exl2 = opened_exl2.weight("head", hidden, vocab, bias=False, dtype=None, device=cpu)
+        assert head_exl2.describe().startswith("exl2")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transposed", [False, True])
+def test_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transposed: bool) -> None:
+    monkeypatch.setattr(convert, "CHUNK", 1000)
+    data, device = torch.randn(64, 48).bfloat16(), torch.device("cuda")
+    names = Names().with_places(attn__q=Place(LAYER + "self_attn.q_proj", transposed=transposed))
+    checkpoint = opened(tmp_path, {f"{Q}.weight": data.T.contiguous() if transposed else data}, names)
+    weight = checkpoint.weight("layers.0.attn.q", 48, 64, bias=False, dtype=torch.float16, device=device)
+    assert isinstance(weight, DenseWeight)
+    assert weight.data.device.type == "cuda"
+    assert same(weight.data.cpu(), data.half())

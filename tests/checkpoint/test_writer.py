@@ -1,0 +1,216 @@
+"""What is saved is read back, and nothing is ever left half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from exlm.checkpoint import TensorFiles, save, writer
+from exlm.errors import BadTensor, CheckpointError, InputError
+from tests.checkpoint.raw import TYPES, same, write
+
+INDEX = "model.safetensors.index.json"
+
+
+def _some(count: int = 6, add: int = 0) -> dict[str, torch.Tensor]:
+    return {f"t{n}": torch.arange(n, n + 10.0) + add for n in range(count)}
+
+
+@given(
+    st.dictionaries(
+        st.text(max_size=6).filter(lambda name: name != "__metadata__"),
+        st.tuples(st.sampled_from(list(TYPES)), st.lists(st.integers(0, 4), max_size=3)),
+        min_size=1,
+        max_size=8,
+    ),
+    st.integers(1, 200),
+)
+def test_what_is_saved_is_read(
+    tmp_path_factory: pytest.TempPathFactory,
+    kinds: dict[str, tuple[torch.dtype, list[int]]],
+    shard_bytes: int,
+) -> None:
+    folder = tmp_path_factory.mktemp("m") / "new"
+    tensors = {name: torch.randint(0, 2, shape).to(dtype) for name, (dtype, shape) in kinds.items()}
+    told: list[tuple[int, int]] = []
+    paths = save(folder, tensors.items(), shard_bytes=shard_bytes, progress=lambda *done: told.append(done))
+    files = TensorFiles(folder)
+    assert files.paths == tuple(paths)
+    assert set(files.names()) == set(tensors)
+    assert all(same(files.read(name), tensor) for name, tensor in tensors.items())
+    assert told[-1] == (len(tensors), files.total_bytes)
+    assert len(told) == len(paths)
+    for path in paths:
+        inside = [tensor for name, tensor in tensors.items() if files.info(name).file == path]
+        assert len(inside) == 1 or sum(tensor.nbytes for tensor in inside) <= shard_bytes
+        with safe_open(path, "pt") as opened:  # another reader agrees
+            assert len(list(opened.keys())) == len(inside)
+    expected = {path.name for path in paths} | ({INDEX} if len(paths) > 1 else set())
+    assert set(os.listdir(folder)) == expected
+
+
+def test_one_file(tmp_path: Path) -> None:
+    [path] = save(tmp_path, _some().items(), shard_bytes=10**6, metadata={"made": "here"})
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+    with safe_open(path, "pt") as opened:
+        assert opened.metadata() == {"format": "pt", "made": "here"}
+
+
+def test_several_files_and_their_index(tmp_path: Path) -> None:
+    paths = save(tmp_path, _some().items(), shard_bytes=80)
+    assert [path.name for path in paths] == [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
+    index = json.loads((tmp_path / INDEX).read_text())
+    assert index["metadata"]["total_size"] == 6 * 40
+    assert index["weight_map"] == {f"t{n}": paths[n // 2].name for n in range(6)}
+
+
+def test_views_and_shared_memory(tmp_path: Path) -> None:
+    whole = torch.randn(8, 8)
+    tensors = {
+        "whole": whole,
+        "again": whole,
+        "rows": whole[2:4],
+        "columns": whole[:, 1:3],
+        "turned": whole.T,
+        "grown": torch.ones(1).expand(5),
+        "learned": torch.nn.Parameter(whole[0]),
+    }
+    save(tmp_path, tensors.items(), shard_bytes=10**6)
+    files = TensorFiles(tmp_path)
+    assert all(same(files.read(name), tensor.detach()) for name, tensor in tensors.items())
+
+
+def test_what_was_read_can_be_saved(tmp_path: Path) -> None:
+    files = TensorFiles(write(tmp_path / "a", _some()))
+    save(tmp_path / "b", ((name, files.read(name)) for name in files.names()), shard_bytes=100)
+    again = TensorFiles(tmp_path / "b")
+    assert all(same(again.read(name), tensor) for name, tensor in _some().items())
+
+
+def test_only_one_shard_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    most = [0]
+    real = writer._Shards.add
+
+    def add(self: writer._Shards, name: str, tensor: torch.Tensor) -> None:
+        real(self, name, tensor)
+        most[0] = max(most[0], sum(held.nbytes for held in self._held.values()))
+
+    monkeypatch.setattr(writer._Shards, "add", add)
+    save(tmp_path, ((f"t{n}", torch.zeros(10)) for n in range(20)), shard_bytes=120)
+    assert most == [120]
+
+
+class TestRefusals:
+    """Nothing is overwritten or mixed unasked."""
+
+    @pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors", INDEX])
+    def test_weights_are_there(self, tmp_path: Path, name: str) -> None:
+        (tmp_path / name).write_bytes(b"precious")
+        with pytest.raises(CheckpointError, match=f"already holds weights \\({name}\\).*overwrite"):
+            save(tmp_path, _some().items(), shard_bytes=100)
+        assert (tmp_path / name).read_bytes() == b"precious"
+        assert os.listdir(tmp_path) == [name]
+
+    def test_other_weights_are_never_replaced(self, tmp_path: Path) -> None:
+        (tmp_path / "output.safetensors").write_bytes(b"precious")
+        with pytest.raises(CheckpointError, match=r"output\.safetensors.*Remove it"):
+            save(tmp_path, _some().items(), shard_bytes=100, overwrite=True)
+
+    def test_a_name_twice(self, tmp_path: Path) -> None:
+        pairs = [("a", torch.ones(1)), ("a", torch.ones(1))]
+        with pytest.raises(CheckpointError, match="'a' is reserved or was given twice"):
+            save(tmp_path, pairs, shard_bytes=100)
+        with pytest.raises(CheckpointError, match="__metadata__"):
+            save(tmp_path, [("__metadata__", torch.ones(1))], shard_bytes=100)
+        assert os.listdir(tmp_path) == []
+
+    def test_what_cannot_be_stored(self, tmp_path: Path) -> None:
+        with pytest.raises(BadTensor, match="complex128"):
+            save(tmp_path, [("a", torch.ones(1, dtype=torch.complex128))], shard_bytes=100)
+        with pytest.raises(BadTensor, match="sparse"):
+            save(tmp_path, [("a", torch.ones(2).to_sparse())], shard_bytes=100)
+
+    def test_nothing_to_write(self, tmp_path: Path) -> None:
+        with pytest.raises(CheckpointError, match="no tensors"):
+            save(tmp_path, [], shard_bytes=100)
+        with pytest.raises(InputError, match="shard_bytes"):
+            save(tmp_path, _some().items(), shard_bytes=0)
+
+    def test_no_place_to_write(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(CheckpointError, match="could not be written"):
+            save(tmp_path / "file", _some().items(), shard_bytes=100)
+
+
+@pytest.mark.parametrize(("before", "after"), [(80, 80), (80, 10**6), (10**6, 80), (10**6, 10**6), (40, 120)])
+def test_a_model_is_replaced_whole(tmp_path: Path, before: int, after: int) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    save(tmp_path, _some(7).items(), shard_bytes=before)
+    save(tmp_path, _some(6, add=1).items(), shard_bytes=after, overwrite=True)
+    files = TensorFiles(tmp_path)
+    assert set(files.names()) == set(_some(6))
+    assert all(same(files.read(name), tensor) for name, tensor in _some(6, add=1).items())
+    assert (tmp_path / "config.json").exists()
+    assert (tmp_path / INDEX).exists() == (after != 10**6)
+
+
+class Crash(BaseException):
+    """What no handler expects."""
+
+
+def test_a_crash_while_writing_leaves_nothing(tmp_path: Path) -> None:
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from _some().items()
+        raise Crash
+
+    with pytest.raises(Crash):
+        save(tmp_path, tensors(), shard_bytes=80)
+    assert os.listdir(tmp_path) == []
+    save(tmp_path, _some().items(), shard_bytes=80)
+    with pytest.raises(Crash):
+        save(tmp_path, tensors(), shard_bytes=10**6, overwrite=True)
+    assert all(same(TensorFiles(tmp_path).read(name), tensor) for name, tensor in _some().items())
+
+
+@pytest.mark.parametrize("step", range(12))
+@pytest.mark.parametrize(("before", "after"), [(80, 80), (80, 10**6), (10**6, 80), (10**6, 10**6)])
+def test_a_crash_while_moving_leaves_no_mixture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, before: int, after: int
+) -> None:
+    old, new = _some(), _some(add=1)
+    save(tmp_path, old.items(), shard_bytes=before)
+    steps = iter(range(100))
+
+    def crash_at(real: str) -> None:
+        method = getattr(Path, real)
+
+        def moved(self: Path, *args: object) -> object:
+            if next(steps) == step:
+                raise Crash
+            return method(self, *args)
+
+        monkeypatch.setattr(Path, real, moved)
+
+    crash_at("replace")
+    crash_at("unlink")
+    with suppress(Crash):
+        save(tmp_path, new.items(), shard_bytes=after, overwrite=True)
+    monkeypatch.undo()
+    try:
+        files = TensorFiles(tmp_path)
+    except CheckpointError:
+        return
+    read = {name: files.read(name) for name in files.names()}
+    assert any(
+        set(read) == set(model) and all(same(read[name], model[name]) for name in model)
+        for model in (old, new)
+    )

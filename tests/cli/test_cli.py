@@ -1,0 +1,124 @@
+"""The command line, run as a user runs it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from exlm import Cache, Config, InputError, Model, ModelNotFound, Tokenizer
+from exlm.cli.__main__ import app
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.chatty(tmp_path_factory.mktemp("chatty"))
+
+
+def run(*arguments: str, input: str | None = None) -> str:
+    done = CliRunner(env={"COLUMNS": "160"}).invoke(app, arguments, input=input)
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def greedy(folder: Path, ids: torch.Tensor, count: int) -> list[int]:
+    """The same answer without a cache, one whole forward pass for each token."""
+    model = Model(Config(folder))
+    model.load()
+    out: list[int] = []
+    for _ in range(count):
+        token = int(
+            model.forward(torch.cat((ids, torch.tensor([out], dtype=torch.int64)), 1))[0, -1].argmax()
+        )
+        if token == 2:
+            break
+        out.append(token)
+    return out
+
+
+def test_info_says_what_the_folder_is(folder: Path) -> None:
+    text = run("info", str(folder))
+    for words in (
+        "LlamaForCausalLM",
+        "2 of width 32",
+        "259",
+        "512 tokens",
+        "dense float32",
+        "reference",
+        "mlp.down",
+    ):
+        assert words in text
+    assert text.count("attn.q") == 1  # equal layers share a line
+    assert run("info", str(folder), "--layers").count("attn.q") == 2
+
+
+def test_info_prints_the_description(folder: Path) -> None:
+    text = run("info", str(folder), "--spec")
+    assert "layers 0 to 1:" in text
+    assert "kv_heads: 2" in text
+
+
+def test_generate_continues_a_prompt(folder: Path) -> None:
+    tokenizer = Tokenizer(Config(folder))
+    ids = tokenizer.encode("Hello", add_bos=True)
+    want = tokenizer.decode(torch.tensor(greedy(folder, ids, 12)))
+    assert run("generate", str(folder), "Hello", "--raw", "-n", "12", "-q") == want + "\n"
+    assert run("generate", str(folder), "-", "--raw", "-n", "12", "-q", input="Hello") == want + "\n"
+
+
+def test_generate_goes_through_the_chat_template(folder: Path) -> None:
+    tokenizer = Tokenizer(Config(folder))
+    prompt = "<s>system: Be brief.\n<s>user: Hi\nassistant:"
+    ids = tokenizer.encode(prompt, encode_special_tokens=True)
+    want = tokenizer.decode(torch.tensor(greedy(folder, ids, 5)))
+    assert run("generate", str(folder), "Hi", "--system", "Be brief.", "-n", "5", "-q") == want + "\n"
+
+
+def test_the_same_seed_gives_the_same_text(folder: Path) -> None:
+    texts = [run("generate", str(folder), "Hi", "-n", "20", "-t", "1.5", "--seed", s, "-q") for s in "001"]
+    assert texts[0] == texts[1]
+    assert texts[0] != texts[2]
+
+
+def test_progress_and_figures_unless_quiet(folder: Path) -> None:
+    done = CliRunner().invoke(app, ["generate", str(folder), "Hi", "-n", "3"])
+    assert "Loading" in done.stdout
+    assert "tokens/s" in done.stderr
+
+
+def test_what_does_not_fit_is_an_error(folder: Path) -> None:
+    with pytest.raises(InputError, match="shorten the prompt"):
+        run("generate", str(folder), "x" * 600)
+    with pytest.raises(InputError, match="max-new-tokens"):
+        run("generate", str(folder), "x", "-n", "0")
+    with pytest.raises(InputError, match="chat template"):
+        run("generate", str(folder), "x", "--raw", "--system", "y")
+    with pytest.raises(ModelNotFound):
+        run("info", str(folder / "nowhere"))
+
+
+def test_errors_are_told_in_one_line_without_a_traceback(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "exlm.cli", "info", str(tmp_path / "nowhere")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.startswith("ModelNotFound: Can't find")
+    assert "Traceback" not in done.stderr
+
+
+def test_version() -> None:
+    assert run("--version").startswith("exlm 0.")
+
+
+def test_the_readme_example(folder: Path) -> None:
+    code = (Path(__file__).parents[2] / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    assert len(code.strip().splitlines()) <= 12
+    names: dict[str, object] = {}
+    exec(compile(code.replace("/path/to/model", str(folder)), "README.md", "exec"), names)
+    assert isinstance(names["cache"], Cache)

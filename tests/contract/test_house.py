@@ -1,0 +1,51 @@
+"""The house rules, over the house."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.contract import rules
+from tests.contract.rules import Source
+
+SRC = Path(__file__).resolve().parents[2] / "src"
+
+
+def read(package: str) -> list[Source]:
+    """Every Python file of a package."""
+    return [Source.read(file, SRC) for file in sorted((SRC / package).rglob("*.py"))]
+
+
+HOUSE = read("exlm")
+COMPATIBILITY = read("exllamav2")
+
+
+def complaints(rule: Callable[[Source], list[str]], sources: list[Source]) -> str:
+    return "\n".join(line for source in sources for line in rule(source))
+
+
+def test_there_is_a_house_to_check() -> None:
+    assert len(HOUSE) > 10
+    assert len(COMPATIBILITY) > 5
+
+
+@pytest.mark.parametrize("rule", rules.PER_FILE, ids=lambda rule: rule.__name__)
+def test_the_house_keeps_the_rule(rule: Callable[[Source], list[str]]) -> None:
+    found = complaints(rule, HOUSE)
+    assert not found, f"{rule.__doc__}\n{found}"
+
+
+def test_no_module_needs_itself_to_load() -> None:
+    assert rules.cycles([*HOUSE, *COMPATIBILITY]) == []
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [rules.only_reexports, rules.imports_point_down, rules.is_short, rules.is_documented],
+    ids=lambda rule: rule.__name__,
+)
+def test_the_compatibility_package_keeps_the_rule(rule: Callable[[Source], list[str]]) -> None:
+    found = complaints(rule, COMPATIBILITY)
+    assert not found, f"{rule.__doc__}\n{found}"

@@ -1,0 +1,216 @@
+"""Loading: whole or not at all, with somebody told how far it is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from exlm import (
+    BadTensor,
+    Cache,
+    CheckpointError,
+    Config,
+    InputError,
+    MissingTensor,
+    Model,
+    UnsafeFile,
+    Unsupported,
+)
+from tests import tiny
+
+
+def test_the_callback_contract(tmp_path: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    model = Model(Config(tiny.make(tmp_path)))
+    model.load(callback=lambda i, n: calls.append((i, n)))
+    assert calls == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
+    assert model.loaded
+
+
+def test_the_generator_form_passes_on_what_the_callback_yields(tmp_path: Path) -> None:
+    def told(i: int, n: int) -> Iterator[str]:
+        yield f"{i} of {n}"
+
+    model = Model(Config(tiny.make(tmp_path)))
+    assert list(model.load_gen(callback_gen=told)) == ["0 of 4", "1 of 4", "2 of 4", "3 of 4", "4 of 4"]
+    assert model.loaded
+
+
+def test_a_bar_or_a_callback_but_not_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = Model(Config(tiny.make(tmp_path)))
+    with pytest.raises(InputError, match="not both"):
+        model.load(progress=True, callback=lambda i, n: None)
+    model.load(progress=True)
+    assert "4/4" in capsys.readouterr().out
+
+
+def test_a_callback_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    def stop(i: int, n: int) -> None:
+        if i == 2:
+            raise KeyboardInterrupt
+
+    model = Model(Config(tiny.make(tmp_path)))
+    with pytest.raises(KeyboardInterrupt):
+        model.load(callback=stop)
+    assert not model.loaded
+    assert model.cache_devices is None
+    model.load()
+    assert model.loaded
+
+
+def test_unload_and_load_again(tmp_path: Path) -> None:
+    model = Model(Config(tiny.make(tmp_path)))
+    x = torch.arange(10)[None]
+    answers = []
+    for _ in range(3):
+        model.load()
+        answers.append(model.forward(x))
+        model.unload()
+    assert torch.equal(answers[0], answers[1])
+    assert torch.equal(answers[0], answers[2])
+    assert not model.loaded
+
+
+def test_autosplit_places_a_lazy_cache(tmp_path: Path) -> None:
+    model = Model(Config(tiny.make(tmp_path)))
+    cache = Cache(model, lazy=True)
+    model.load_autosplit(cache, progress=False)
+    assert cache.allocated
+    assert model.forward(torch.arange(5)[None], cache).shape == (1, 5, 64)
+    with pytest.raises(InputError, match="lazy=True"):
+        model.load_autosplit(cache)
+
+
+def test_several_devices_are_refused_for_now(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match="gpu_split names 2 devices"):
+        Model(Config(tiny.make(tmp_path))).load(gpu_split=[8, 8])
+
+
+def test_devices_and_precisions_are_checked(tmp_path: Path) -> None:
+    config = Config(tiny.make(tmp_path))
+    wrong = {"toaster": "is not a device", "meta": "not supported", "cuda:99": "not there"}
+    for device, message in wrong.items():
+        config.device = device
+        with pytest.raises(InputError, match=message):
+            Model(config).load()
+    config.device, config.dtype = "cpu", "float8"
+    with pytest.raises(InputError, match=r"config\.dtype must be one of"):
+        Model(config).load()
+
+
+def test_explain_names_every_part(tmp_path: Path) -> None:
+    model = Model(Config(tiny.make(tmp_path)))
+    model.load()
+    lines = model.explain().splitlines()
+    assert "layers.1.attn.q: reference, dense float32" in lines
+    assert "layers.0.attn: reference, 4/2 heads of 8" in lines
+    assert any(line.startswith("head: reference") for line in lines)
+
+
+def edit(folder: Path, name: str, change: object) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    if change is None:
+        del tensors[name]
+    else:
+        assert isinstance(change, torch.Tensor)
+        tensors[name] = change
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "error", "message"),
+    [
+        ("model.layers.1.mlp.up_proj.weight", None, MissingTensor, "up_proj"),
+        ("model.norm.weight", None, MissingTensor, "model.norm"),
+        ("lm_head.weight", torch.zeros(65, 32), BadTensor, r"\[64, 32\].*\[65, 32\]"),
+        ("model.norm.weight", torch.full((32,), float("nan")), BadTensor, "model.norm.weight"),
+        ("model.layers.0.input_layernorm.weight", torch.zeros(31), BadTensor, r"\[32\].*\[31\]"),
+        ("model.layers.0.self_attn.q_proj.weight", torch.zeros(32, 32).int(), BadTensor, "q_proj"),
+        ("model.layers.0.self_attn.q_proj.bias", torch.ones(32), BadTensor, "bias"),
+    ],
+)
+def test_damage_is_named_and_nothing_stays_loaded(
+    tmp_path: Path, name: str, change: object, error: type[Exception], message: str
+) -> None:
+    folder = tiny.make(tmp_path)
+    edit(folder, name, change)
+    model = Model(Config(folder))
+    with pytest.raises(error, match=message) as caught:
+        model.load()
+    assert str(folder) in str(caught.value)
+    assert not model.loaded
+    assert model.cache_devices is None
+
+
+def test_a_truncated_file(tmp_path: Path) -> None:
+    folder = tiny.make(tmp_path)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        Model(Config(folder)).load()
+
+
+def test_a_pickle_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    folder = tiny.make(tmp_path)
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04")
+    with pytest.raises(UnsafeFile, match=r"pytorch_model\.bin.*safetensors"):
+        Model(Config(folder)).load()
+
+
+def test_a_tied_head_shares_the_embedding(tmp_path: Path) -> None:
+    folder = tiny.make(tmp_path, tie_word_embeddings=True)
+    edit(folder, "lm_head.weight", None)
+    model = Model(Config(folder))
+    model.load()
+    _, decoder, _ = model._ready()
+    head, table = decoder.head.linear.kernel, decoder.embedding.lookup
+    assert head.keywords["weight"] is table.keywords["weight"]  # type: ignore[attr-defined]
+
+
+PEAK = """
+import re, sys, torch
+from pathlib import Path
+torch.set_num_threads(1)
+from exlm import Config, Model
+folder, dtype = sys.argv[1:]
+config = Config(folder)
+config.dtype = dtype
+model = Model(config)
+def memory(line):
+    return int(re.search(line + r':\\s*(\\d+) kB', Path('/proc/self/status').read_text())[1]) * 1024
+before = memory('VmRSS')
+model.load()
+print(memory('VmHWM') - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(("stored", "dtype"), [(torch.float16, "float32"), (torch.float32, "float32")])
+def test_peak_memory_while_loading(tmp_path: Path, stored: torch.dtype, dtype: str) -> None:
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 16}
+    wide = {"hidden_size": 2048, "intermediate_size": 5632, **heads}
+    folder = tiny.make(tmp_path, stored, **wide, num_hidden_layers=3, vocab_size=8192)
+    count = sum(t.numel() for t in load_file(folder / "model.safetensors").values())
+    run = [sys.executable, "-c", PEAK, str(folder), dtype]
+    done = subprocess.run(run, capture_output=True, text=True, check=True, timeout=300)
+    final = count * getattr(torch, dtype).itemsize
+    assert final > 600e6
+    # The bound is 1.15 times the model + 500 MB for the whole process; this is the part that loading adds.
+    assert int(done.stdout) < 1.15 * final + 100e6
+
+
+def test_config_json_of_another_model(tmp_path: Path) -> None:
+    folder = tiny.make(tmp_path)
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, "num_hidden_layers": 5}))
+    with pytest.raises(MissingTensor, match=r"layers\.2"):
+        Model(Config(folder)).load()

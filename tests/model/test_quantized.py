@@ -1,0 +1,212 @@
+"""Quantised models, whole: true files against the reference's answers, built ones against dense twins."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from exlm import Cache, Config, Model
+from exlm.formats import Direct, PackedWeight, Segment, Squared, exl2, gptq
+from exlm.formats.bits import pack
+from tests import tiny
+from tests.models import zoo
+
+EXL2 = ["2.5bpw", "4.0bpw", "6.0bpw", "8.0bpw"]
+PERPLEXITY = {"2.5bpw": 49.50, "4.0bpw": 47.02, "6.0bpw": 46.90, "8.0bpw": 46.89}
+GPTQ = {"g128-sym": 47.56, "g128-act": 47.79}
+GPTQMODEL = ["w2-g32", "w3-g32", "w4-g128", "w4-g128-act", "w4-g32-v2", "w8-g32"]
+
+
+def load(folder: Path) -> Model:
+    model = Model(Config(folder))
+    model.load()
+    return model
+
+
+def greedy(model: Model, ids: Tensor, count: int) -> list[int]:
+    cache, out = Cache(model, max_seq_len=ids.shape[1] + count), []
+    logits = model.forward(ids, cache, last_id_only=True)
+    for _ in range(count):
+        out.append(int(logits[0, -1].argmax()))
+        logits = model.forward(torch.tensor([out[-1:]]), cache) if len(out) < count else logits
+    return out
+
+
+def perplexity(model: Model, fixtures: Path) -> float:
+    held_out = load_file(fixtures / "reference" / "heldout_ids.safetensors")
+    loss = 0.0
+    for row in next(iter(held_out.values())).flatten()[:4096].view(8, 512).long():
+        shares = model.forward(row[None])[0, :-1].log_softmax(-1)
+        loss -= float(shares.gather(1, row[1:, None]).sum())
+    return math.exp(loss / (8 * 511))
+
+
+@pytest.mark.parametrize(
+    ("name", "reference", "limit", "ppl"),
+    [(f"tiny-lm-exl2-{b}", f"exl2-{b}", 4e-3, PERPLEXITY[b]) for b in EXL2]
+    + [(f"tiny-lm-gptq-{g}", f"gptq-{g}", 1e-3, ppl) for g, ppl in GPTQ.items()],
+)
+def test_true_files(fixtures_dir: Path, name: str, reference: str, limit: float, ppl: float) -> None:
+    want = load_file(fixtures_dir / "reference" / f"{reference}.safetensors")
+    model = load(fixtures_dir / name)
+    ids, tail = want["input_ids"].long(), want["logits_tail"].float()
+    got = model.forward(ids)[0, -16:, :2048]
+    assert float((got - tail).norm() / tail.norm()) < limit
+    assert torch.equal(got.argmax(-1), tail.argmax(-1))
+    assert greedy(model, ids[:, :32], 48) == want["greedy_48"].flatten().tolist()
+    assert perplexity(model, fixtures_dir) == pytest.approx(ppl, abs=0.01)
+
+
+@pytest.mark.parametrize("name", GPTQMODEL)
+def test_true_files_of_another_tool(fixtures_dir: Path, name: str) -> None:
+    want = load_file(fixtures_dir / "reference" / f"gptqmodel-{name}.safetensors")
+    model = load(fixtures_dir / f"gptqmodel-{name}")
+    ids = want["input_ids"].long().view(1, -1)
+    logits = want["logits_dequant_fp32"]
+    assert float((model.forward(ids)[0] - logits).norm() / logits.norm()) < 1e-5
+    greedy_ids = want["greedy"].flatten().tolist()
+    count = len(greedy_ids) - ids.shape[1]
+    assert greedy(model, ids, count) == greedy_ids[-count:]
+
+
+def random_gptq(inputs: int, outputs: int, group: int = 32) -> PackedWeight:
+    codes = torch.randint(0, 16, (inputs, outputs))
+    scales = (torch.rand(inputs // group, outputs) * 0.02 + 0.005).half()
+    zeros = torch.randint(1, 16, scales.shape, dtype=torch.uint8)
+    segment = Segment(4, (group,) * (inputs // group), pack(codes, 4), Direct(scales), zeros)
+    return PackedWeight("gptq", inputs, outputs, (segment,), torch.float16)
+
+
+def random_exl2(inputs: int, outputs: int) -> PackedWeight:
+    """Half the rows in 5 bits, half in 3, in a shuffled order."""
+    half = inputs // 2
+    segments = []
+    for bits in (5, 3):
+        scales = Squared(torch.randint(0, 16, (1, outputs), dtype=torch.uint8), torch.tensor([0.03]).half())
+        codes = pack(torch.randint(0, 1 << bits, (half, outputs)), bits)
+        segments.append(Segment(bits, (half,), codes, scales, zero=1 << (bits - 1)))
+    order = torch.randperm(inputs).int()
+    return PackedWeight("exl2", inputs, outputs, tuple(segments), torch.float16, order)
+
+
+def replace_matrices(folder: Path, twin: Path | None, write: Any, make: Any, pattern: str) -> None:
+    """Quantise every matrix whose name matches; the twin folder, if any, gets the same numbers as floats."""
+    tensors = load_file(folder / "model.safetensors")
+    dense = dict(tensors)
+    for name in [n for n in tensors if re.search(pattern, n)]:
+        key = name.removesuffix(".weight")
+        weight = make(tensors[name].shape[1], tensors[name].shape[0])
+        dense[name] = weight.dequantize().T.contiguous().float() if twin else tensors[name]
+        del tensors[name]
+        tensors |= {f"{key}.{suffix}": tensor.contiguous() for suffix, tensor in write(weight).items()}
+    save_file(tensors, folder / "model.safetensors")
+    if twin:
+        twin.mkdir()
+        (twin / "config.json").write_text((folder / "config.json").read_text())
+        save_file(dense, twin / "model.safetensors")
+
+
+def assert_twins(folder: Path, twin: Path) -> None:
+    ids = torch.randint(3, 60, (2, 40))
+    got, want = load(folder).forward(ids), load(twin).forward(ids)
+    assert float((got - want).norm() / want.norm()) < 1e-5
+
+
+@pytest.mark.parametrize(("write", "make"), [(exl2.write, random_exl2), (gptq.write, random_gptq)])
+def test_a_quantised_model_is_its_dense_twin(tmp_path: Path, write: Any, make: Any) -> None:
+    folder = tiny.make(tmp_path / "model", hidden_size=64, intermediate_size=128)
+    replace_matrices(folder, tmp_path / "twin", write, make, r"_proj\.weight|lm_head")
+    assert_twins(folder, tmp_path / "twin")
+
+
+def test_fused_tensors_are_cut(tmp_path: Path) -> None:
+    folder = zoo.build("Phi3ForCausalLM", tmp_path / "model").folder
+    replace_matrices(folder, tmp_path / "twin", gptq.write, random_gptq, r"(qkv|gate_up|o|down)_proj\.weight")
+    assert_twins(folder, tmp_path / "twin")
+
+
+def test_a_quantised_head_wins_over_the_tie(tmp_path: Path) -> None:
+    folder = tiny.make(tmp_path / "model", hidden_size=64, tie_word_embeddings=True)
+    replace_matrices(folder, tmp_path / "twin", exl2.write, random_exl2, "lm_head")
+    assert_twins(folder, tmp_path / "twin")
+
+
+def test_head_norms_may_be_stored_for_each_head(tmp_path: Path) -> None:
+    folder = zoo.build("Qwen3ForCausalLM", tmp_path / "model").folder
+    ids = torch.randint(3, 60, (1, 30))
+    want = load(folder).forward(ids)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "q_norm" in name or "k_norm" in name:
+            tensors[name] = tensor.expand(4 if "q_norm" in name else 2, -1).contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    assert torch.equal(load(folder).forward(ids), want)
+
+
+def test_awq(tmp_path: Path) -> None:
+    def write(weight: PackedWeight) -> dict[str, Tensor]:
+        """AWQ's words: eight columns of one row, in its own order, lowest nibble first."""
+        from exlm.formats.bits import unpack
+
+        segment = weight.segments[0]
+        assert isinstance(segment.zero, Tensor)
+        assert isinstance(segment.scales, Direct)
+
+        def words(codes: Tensor) -> Tensor:
+            order = [0, 2, 4, 6, 1, 3, 5, 7]
+            nibbles = codes.long().view(codes.shape[0], -1, 8)[:, :, order]
+            packed = sum(nibbles[:, :, i] << (4 * i) for i in range(8))
+            assert isinstance(packed, Tensor)
+            return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).int()
+
+        codes = unpack(segment.codes, 4, weight.in_features)
+        return {"qweight": words(codes), "qzeros": words(segment.zero), "scales": segment.scales.values}
+
+    folder = tiny.make(tmp_path / "model", hidden_size=64, intermediate_size=96)
+    replace_matrices(folder, tmp_path / "twin", write, random_gptq, r"_proj\.weight")
+    raw = json.loads((folder / "config.json").read_text())
+    quant = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
+    (folder / "config.json").write_text(json.dumps({**raw, "quantization_config": quant}))
+    assert_twins(folder, tmp_path / "twin")
+
+
+PEAK = """
+import re, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from exlm import Config, Model
+def memory(line):
+    return int(re.search(line + r':\\s*(\\d+) kB', Path('/proc/self/status').read_text())[1]) * 1024
+config = Config(sys.argv[1])
+config.dtype = 'float32'
+before = memory('VmRSS')
+model = Model(config)
+model.load()
+print(memory('VmHWM') - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_peak_memory_is_that_of_the_file(tmp_path: Path) -> None:
+    """Llama 3's proportions: a wide vocabulary, whose embedding must not grow to float32."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 3584, "vocab_size": 32768, "num_hidden_layers": 12}
+    folder = tiny.make(
+        tmp_path / "model", torch.float16, **sizes, num_attention_heads=8, num_key_value_heads=2
+    )
+    replace_matrices(folder, None, exl2.write, random_exl2, r"_proj\.weight|lm_head")
+    file = (folder / "model.safetensors").stat().st_size
+    run = [sys.executable, "-c", PEAK, str(folder)]
+    done = subprocess.run(run, capture_output=True, text=True, check=True, timeout=300)
+    assert file > 150e6
+    assert int(done.stdout) < 1.2 * file

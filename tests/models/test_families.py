@@ -1,0 +1,70 @@
+"""Every family against transformers: tiny random models in their published spelling, in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from exlm import Cache, Config, Model
+from exlm.families import FAMILIES
+from tests.models import zoo
+from tests.models.zoo_cases import CASES, Case
+
+TOKENS = 300
+VOCAB = 100
+PLANES = ["Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"]
+
+
+def worst(got: Tensor, want: Tensor) -> float:
+    """The largest relative error of any position's logits."""
+    return float(((got - want).norm(dim=-1) / want.norm(dim=-1)).max())
+
+
+def load(folder: Path) -> Model:
+    config = Config(folder)
+    # The oracle raises a dynamic base for the tokens at hand, we for the configured length: make them equal.
+    config.max_seq_len = TOKENS
+    model = Model(config)
+    model.load()
+    return model
+
+
+def test_the_zoo_holds_every_architecture() -> None:
+    assert {case.architecture for case in CASES} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_logits_are_those_of_transformers(case: Case, tmp_path: Path) -> None:
+    oracle = zoo.build(case.architecture, tmp_path / "model", **case.overrides)
+    ids = torch.randint(0, VOCAB, (1, TOKENS))
+    want = oracle.logits(ids)
+    model = load(oracle.folder)
+    assert worst(model.forward(ids), want) < 1e-5
+    for chunk in (256, 7, 1):
+        cache = Cache(model, max_seq_len=TOKENS)
+        parts = [model.forward(ids[:, at : at + chunk], cache) for at in range(0, TOKENS, chunk)]
+        assert worst(torch.cat(parts, 1), want) < 1e-5, f"chunks of {chunk}"
+        assert cache.current_seq_len == TOKENS
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_old_and_new_spellings_describe_the_same_model(case: Case, tmp_path: Path) -> None:
+    oracle = zoo.build(case.architecture, tmp_path / "model", **case.overrides)
+    described = {}
+    for spelling in ("old", "new"):
+        zoo.respell(oracle, spelling)
+        described[spelling] = Config(oracle.folder).freeze()
+    assert described["old"] == described["new"]
+
+
+@pytest.mark.parametrize("architecture", PLANES)
+def test_positions_in_three_planes(architecture: str, tmp_path: Path) -> None:
+    oracle = zoo.build(architecture, tmp_path / "model")
+    ids = torch.randint(0, VOCAB, (2, 60))
+    positions = torch.randint(0, TOKENS, (3, 2, 60))
+    model = load(oracle.folder)
+    assert worst(model.forward(ids, positions=positions), oracle.logits_mrope(ids, positions)) < 1e-5
+    assert worst(model.forward(ids), oracle.logits_mrope(ids, positions)) > 1e-2

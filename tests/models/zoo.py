@@ -1,0 +1,166 @@
+"""Tiny random models of every family, each a folder on disk and an oracle in memory.
+
+`build` writes a folder the way the family publishes it and keeps the transformers model that answers for
+it: the folder is what exlm reads, `Oracle.logits` is what it must agree with. The oracle runs in float32
+without a cache and with attention written out in full, so that windows, caps and masks are what the library
+says they are. It is no fixture store: everything is made on the spot from a seed, in well under a second.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .zoo_cases import CASES, Case
+from .zoo_custom import CUSTOM
+from .zoo_recipes import TEXT_VOCAB, VOCAB, Config, Draft, Tensors, plain
+from .zoo_spelling import old
+from .zoo_weights import enliven
+
+__all__ = ["CASES", "TEXT_VOCAB", "VOCAB", "Case", "Oracle", "build", "legacy_config", "respell"]
+
+Spelling = Literal["old", "new"]
+Layout = Literal["published", "native", "bare", "stray"]
+
+WEIGHTS = "model.safetensors"
+CONFIG = "config.json"
+
+
+@dataclass
+class Oracle:
+    """A model folder and the transformers model that knows its logits."""
+
+    architecture: str
+    folder: Path
+    model: Any
+    modern: Config  # config.json in the new spelling, whatever the folder holds
+
+    def logits(self, ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Logits (B, T, V) of ids (B, T), each call as if the first; positions from 0 unless given."""
+        return self._forward(ids, position_ids)
+
+    def logits_mrope(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Logits of ids (B, T) at positions (3, B, T): time, height, width. Only for Qwen's vision models."""
+        if positions.shape != (3, *ids.shape):
+            raise ValueError(f"positions must have shape {(3, *ids.shape)}, found {tuple(positions.shape)}")
+        if "Qwen2" not in self.architecture or "VL" not in self.architecture:
+            raise ValueError(f"{self.architecture} does not turn in three planes")
+        return self._forward(ids, positions)
+
+    def config(self) -> Config:
+        """What config.json says now."""
+        result: Config = json.loads((self.folder / CONFIG).read_text())
+        return result
+
+    def _forward(self, ids: Tensor, positions: Tensor | None) -> Tensor:
+        _forget(self.model)
+        # An explicit mask keeps the library from reading jumps in the positions as several packed sequences.
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+        if positions is not None:
+            inputs["position_ids"] = positions
+        with torch.no_grad(), quiet():
+            result: Tensor = self.model(**inputs).logits
+        return result
+
+
+def build(
+    architecture: str,
+    folder: Path,
+    *,
+    seed: int = 0,
+    spelling: Spelling | None = None,
+    layout: Layout = "published",
+    **overrides: Any,
+) -> Oracle:
+    """Write a tiny random model of this architecture into `folder` and return its oracle.
+
+    `overrides` are config.json keys in the new spelling, laid over the zoo's small numbers; nested tables
+    merge. `spelling` chooses how config.json is written: by default as transformers 5 does, or, for
+    families it never knew, the old way. `layout` chooses how tensors are named: as published; as the
+    library holds them in memory (`native`); GPT-2 without its prefix (`bare`); Llama with the leftovers of
+    its first files (`stray`).
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    custom = architecture in CUSTOM
+    with quiet():
+        draft = CUSTOM[architecture](overrides) if custom else plain(architecture, overrides)
+        enliven(draft.model, seed, embedding=draft.embedding, active=draft.active)
+        draft.model.save_pretrained(folder, save_original_format=layout != "native")
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    _respell_tensors(draft, folder, layout)
+    config: Config = json.loads((folder / CONFIG).read_text())
+    if draft.recast:
+        config = draft.recast(config)
+    config["architectures"] = [architecture]
+    oracle = Oracle(architecture, folder, draft.model, config)
+    respell(oracle, spelling or ("old" if custom else "new"))
+    return oracle
+
+
+def respell(oracle: Oracle, spelling: Spelling) -> Config:
+    """Rewrite the folder's config.json in the given spelling and return it; the model stays what it is."""
+    config = oracle.modern if spelling == "new" else old(oracle.modern)
+    (oracle.folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    return config
+
+
+def legacy_config(oracle: Oracle) -> Config:
+    """Rewrite the folder's config.json the way files were written before transformers 5, and return it."""
+    return respell(oracle, "old")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """transformers without its log lines, progress bars and warnings; everything is as before afterwards."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging = importlib.import_module("transformers.utils.logging")
+        level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+        logging.set_verbosity(logging.CRITICAL)
+        logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            logging.set_verbosity(level)
+            if bars:
+                logging.enable_progress_bar()
+
+
+def _respell_tensors(draft: Draft, folder: Path, layout: Layout) -> None:
+    safetensors = importlib.import_module("safetensors.torch")
+    tensors: Tensors = safetensors.load_file(folder / WEIGHTS)
+    if draft.respell and layout != "native":
+        tensors = draft.respell(tensors)
+    if layout == "bare":
+        tensors = _bare(tensors, draft.model.config)
+    if layout == "stray":
+        frequencies = draft.model.model.rotary_emb.inv_freq
+        for layer in range(draft.model.config.num_hidden_layers):
+            tensors[f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"] = frequencies.clone()
+    contiguous = {key: tensor.contiguous() for key, tensor in tensors.items()}
+    safetensors.save_file(contiguous, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def _bare(tensors: Tensors, config: Any) -> Tensors:
+    """GPT-2's first file: no prefix, and each layer's causal mask under a name that looks like a bias."""
+    result = {key.removeprefix("transformer."): tensor for key, tensor in tensors.items()}
+    mask = torch.ones(config.n_positions, config.n_positions).tril()[None, None]
+    result.update({f"h.{layer}.attn.bias": mask.clone() for layer in range(config.n_layer)})
+    return result
+
+
+def _forget(model: Any) -> None:
+    """Undo what an earlier, longer sequence did to dynamically scaled rotations."""
+    for module in model.modules():
+        if hasattr(module, "original_inv_freq") and hasattr(module, "original_max_seq_len"):
+            module.inv_freq = module.original_inv_freq.clone()
+            module.max_seq_len_cached = module.original_max_seq_len

@@ -1,0 +1,259 @@
+"""How to make each architecture transformers itself knows: its classes, and small numbers for its config.
+
+Where published files spell the tensors otherwise than the library saves them, that is here too. Epsilons
+and rotary bases are far from every family's default, so that a reader who takes the wrong key is seen.
+Weights are not filled.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Config = dict[str, Any]
+Tensors = dict[str, Tensor]
+
+VOCAB = 128
+TEXT_VOCAB = 112
+"""Ids below this are words in every model of the zoo; those above may mean an image."""
+
+EPS = 2e-3
+"""Large enough to be seen in the logits."""
+
+THETA = 30000.0
+WINDOW = 40
+
+SIZES: Config = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+ROPE: Config = {"rope_parameters": {"rope_theta": THETA, "rope_type": "default"}}
+WIDE: Config = {"head_dim": 32}
+LLAMA: Config = {**SIZES, **ROPE, "rms_norm_eps": EPS}
+
+
+@dataclass
+class Draft:
+    """A model whose weights are still to be filled, and how its folder will be written."""
+
+    model: Any
+    embedding: float = 0.5  # the spread of the embedding table
+    active: int = 0  # experts a token wants
+    respell: Callable[[Tensors], Tensors] | None = None  # what the library saves → what is published
+    recast: Callable[[Config], Config] | None = None  # the library's config.json → this architecture's
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The classes and the small numbers of an architecture."""
+
+    config: str
+    numbers: Config
+    embedding: float = 0.5
+    active: int = 0
+    part: str = ""  # the sub-config overrides are meant for
+    respell: Callable[[Tensors], Tensors] | None = None
+
+
+def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Config:
+    """Both tables in one, nested tables merged, the second's word counting."""
+    result = dict(base)
+    for key, value in changes.items():
+        known = result.get(key)
+        both = isinstance(known, Mapping) and isinstance(value, Mapping)
+        result[key] = merged(known, value) if both else value  # type: ignore[arg-type]
+    return result
+
+
+def instance(architecture: str, config: str, numbers: Config) -> Any:
+    """The library's model with these numbers, ready to be asked, attention written out in full."""
+    library = importlib.import_module("transformers")
+    made = getattr(library, config)(**copy.deepcopy(numbers))  # the library writes into nested tables
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: Any = getattr(library, architecture)._from_config(made, attn_implementation="eager")
+    assert isinstance(model, nn.Module)
+    return model.eval()
+
+
+def plain(architecture: str, overrides: Config) -> Draft:
+    """A draft by recipe; overrides go to the language part unless the recipe names them at the top."""
+    recipe = RECIPES[architecture]
+    changes = overrides
+    if recipe.part:
+        top = {key: value for key, value in overrides.items() if key in recipe.numbers}
+        rest = {key: value for key, value in overrides.items() if key not in top}
+        changes = {**top, recipe.part: rest}
+    model = instance(architecture, recipe.config, merged(recipe.numbers, changes))
+    return Draft(model, recipe.embedding, recipe.active, recipe.respell)
+
+
+def _nested_siglip(tensors: Tensors) -> Tensors:
+    """Published Gemma 3 files keep the vision model one level deeper than the library does today."""
+    return {key.replace("vision_tower.", "vision_tower.vision_model.", 1): t for key, t in tensors.items()}
+
+
+IMAGE_IDS: Config = {"image_token_id": 120, "video_token_id": 121}
+SPAN_IDS: Config = {"vision_start_token_id": 122, "vision_end_token_id": 123}
+PIXTRAL: Config = {
+    "model_type": "pixtral",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 8,
+}
+SIGLIP: Config = {**PIXTRAL, "model_type": "siglip_vision_model", "vision_use_head": False}
+MISTRAL: Config = {**LLAMA, **WIDE, "model_type": "mistral", "sliding_window": None}
+GEMMA: Config = {**LLAMA, **WIDE}
+GEMMA3: Config = {
+    **GEMMA,
+    "num_hidden_layers": 6,
+    "query_pre_attn_scalar": 20,
+    "sliding_window": WINDOW,
+    "rope_parameters": {
+        "full_attention": {"rope_theta": 300000.0, "rope_type": "default"},
+        "sliding_attention": {"rope_theta": 5000.0, "rope_type": "default"},
+    },
+}
+GPT: Config = {
+    "vocab_size": VOCAB,
+    "n_positions": 512,
+    "n_embd": 64,
+    "n_layer": 4,
+    "n_head": 4,
+    "layer_norm_epsilon": EPS,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+COHERE: Config = {**SIZES, **ROPE, "layer_norm_eps": EPS, "logit_scale": 0.5}
+MROPE: Config = {
+    **LLAMA,
+    "rope_parameters": {"rope_theta": THETA, "type": "mrope", "mrope_section": [2, 3, 3]},
+}
+QWEN_VISION: Config = {"depth": 1, "num_heads": 2, "patch_size": 8}
+QWEN2_VISION: Config = {**QWEN_VISION, "embed_dim": 32, "hidden_size": 64}
+QWEN25_VISION: Config = {**QWEN_VISION, "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48}
+PIXTRAL_TOP: Config = {
+    "text_config": MISTRAL,
+    "vision_config": PIXTRAL,
+    "image_token_index": 120,
+    "vision_feature_layer": -1,
+    "tie_word_embeddings": False,
+}
+GRANITE: Config = {
+    **LLAMA,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.4,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 1.7,
+}
+DBRX: Config = {
+    "vocab_size": VOCAB,
+    "d_model": 64,
+    "n_heads": 4,
+    "n_layers": 4,
+    "max_seq_len": 512,
+    # transformers turns by the top-level value; published files have only the one in attn_config
+    "rope_parameters": {"rope_theta": THETA, "rope_type": "default"},
+    "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.0, "rope_theta": THETA},
+    "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+}
+
+RECIPES: dict[str, Recipe] = {
+    "LlamaForCausalLM": Recipe("LlamaConfig", {**LLAMA, **WIDE}),
+    "MistralForCausalLM": Recipe("MistralConfig", {**LLAMA, **WIDE, "sliding_window": WINDOW}),
+    "GraniteForCausalLM": Recipe("GraniteConfig", GRANITE, embedding=0.2),
+    "Qwen2ForCausalLM": Recipe("Qwen2Config", LLAMA),
+    "Qwen3ForCausalLM": Recipe("Qwen3Config", {**LLAMA, **WIDE}),
+    "Qwen3MoeForCausalLM": Recipe(
+        "Qwen3MoeConfig",
+        {**LLAMA, **WIDE, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+        active=2,
+    ),
+    "MixtralForCausalLM": Recipe(
+        "MixtralConfig", {**LLAMA, **WIDE, "num_local_experts": 4, "num_experts_per_tok": 2}, active=2
+    ),
+    "GemmaForCausalLM": Recipe("GemmaConfig", GEMMA, embedding=0.15),
+    "Gemma2ForCausalLM": Recipe(
+        "Gemma2Config",
+        {
+            **GEMMA,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": WINDOW,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+        embedding=0.15,
+    ),
+    "Gemma3ForCausalLM": Recipe("Gemma3TextConfig", GEMMA3, embedding=0.15),
+    "Gemma3ForConditionalGeneration": Recipe(
+        "Gemma3Config",
+        {
+            "text_config": GEMMA3,
+            "vision_config": SIGLIP,
+            "image_token_index": 120,
+            "boi_token_index": 121,
+            "eoi_token_index": 122,
+            "mm_tokens_per_image": 4,
+        },
+        embedding=0.15,
+        part="text_config",
+        respell=_nested_siglip,
+    ),
+    "Starcoder2ForCausalLM": Recipe(
+        "Starcoder2Config", {**SIZES, **ROPE, "norm_epsilon": EPS, "sliding_window": WINDOW}
+    ),
+    "CohereForCausalLM": Recipe("CohereConfig", COHERE),
+    "Cohere2ForCausalLM": Recipe("Cohere2Config", {**COHERE, "sliding_window": WINDOW}),
+    "DbrxForCausalLM": Recipe("DbrxConfig", DBRX, active=2),
+    "Phi3ForCausalLM": Recipe(
+        "Phi3Config", {**LLAMA, "original_max_position_embeddings": 512, "sliding_window": WINDOW}
+    ),
+    "Glm4ForCausalLM": Recipe("Glm4Config", {**LLAMA, **WIDE}),
+    "GPTBigCodeForCausalLM": Recipe("GPTBigCodeConfig", {**GPT, "n_inner": 96}),
+    "GPT2LMHeadModel": Recipe("GPT2Config", GPT),
+    "LlavaForConditionalGeneration": Recipe(
+        "LlavaConfig", {**PIXTRAL_TOP, "vision_feature_select_strategy": "full"}, part="text_config"
+    ),
+    "Mistral3ForConditionalGeneration": Recipe("Mistral3Config", PIXTRAL_TOP, part="text_config"),
+    "Qwen2VLForConditionalGeneration": Recipe(
+        "Qwen2VLConfig",
+        {
+            "text_config": MROPE,
+            "vision_config": QWEN2_VISION,
+            **IMAGE_IDS,
+            **SPAN_IDS,
+            "tie_word_embeddings": False,
+        },
+        part="text_config",
+    ),
+    "Qwen2_5_VLForConditionalGeneration": Recipe(
+        "Qwen2_5_VLConfig",
+        {
+            "text_config": MROPE,
+            "vision_config": QWEN25_VISION,
+            **IMAGE_IDS,
+            **SPAN_IDS,
+            "tie_word_embeddings": False,
+        },
+        part="text_config",
+    ),
+    "SmolLM3ForCausalLM": Recipe("SmolLM3Config", LLAMA),
+    "Olmo2ForCausalLM": Recipe("Olmo2Config", LLAMA),
+}

@@ -1,0 +1,197 @@
+"""config.json in the words of transformers 5, and the same facts in the words of the years before.
+
+`old` turns the one into the other, family by family, the way published files look: `rope_theta` and
+`rope_scaling` for `rope_parameters`, `torch_dtype` for `dtype`, a pattern number for `layer_types`, and
+silence where a family's own default says it already. It reads nothing back: a builder starts from the new
+spelling.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+Config = dict[str, Any]
+
+TIED = {
+    "CohereForCausalLM",
+    "Cohere2ForCausalLM",
+    "GPT2LMHeadModel",
+    "GPTBigCodeForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration",
+    "GemmaForCausalLM",
+    "GemmoeForCausalLM",
+    "MiniCPMForCausalLM",
+    "SmolLM3ForCausalLM",
+    "Starcoder2ForCausalLM",
+}
+"""Families tied by default: their old files do not mention it."""
+
+UNUSED_WINDOW = 40
+"""What an old Qwen file says about a window it then switches off."""
+
+GEMMA3_DEFAULTS: Config = {
+    "attn_logit_softcapping": None,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "initializer_range": 0.02,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_local_base_freq": 10000.0,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "sliding_window_pattern": 6,
+    "use_bidirectional_attention": False,
+    "use_cache": True,
+}
+"""What Google's own Gemma 3 files leave out."""
+
+SHORT_TYPE_KEY = {"linear", "dynamic", "yarn", "longrope", "mrope"}
+"""Kinds of scaling whose old files say `type`; later ones always said `rope_type`."""
+
+
+def old(config: Config) -> Config:
+    """The same model in the old spelling; the argument is left alone."""
+    result = copy.deepcopy(config)
+    architecture = result["architectures"][0]
+    text = result.get("text_config", result)
+    if architecture in FAMILIES:
+        FAMILIES[architecture](text, result)
+    _rope(text)
+    text.pop("layer_types", None)
+    if text.get("head_dim") and text["head_dim"] * text["num_attention_heads"] == text["hidden_size"]:
+        del text["head_dim"]
+    if architecture in TIED and result.get("tie_word_embeddings") is True:
+        result.pop("tie_word_embeddings")
+        text.pop("tie_word_embeddings", None)
+    if "dtype" in result:
+        result["torch_dtype"] = result.pop("dtype")
+    result["transformers_version"] = "4.40.0"
+    return result
+
+
+def _rope(text: Config) -> None:
+    """`rope_parameters` → `rope_theta`, `rope_scaling`, and the shares kept beside them."""
+    parameters = text.pop("rope_parameters", None)
+    if parameters is None:
+        return
+    text["rope_theta"] = parameters.pop("rope_theta")
+    partial = parameters.pop("partial_rotary_factor", 1.0)
+    if partial != 1.0:
+        text["partial_rotary_factor"] = partial
+    text["rope_scaling"] = _scaling(parameters)
+    if "original_max_position_embeddings" in text and text["rope_scaling"]:
+        text["rope_scaling"].pop("original_max_position_embeddings", None)
+
+
+def _scaling(parameters: Config) -> Config | None:
+    kind = parameters.pop("type", parameters["rope_type"])
+    rest = {key: value for key, value in parameters.items() if key != "rope_type"}
+    if kind == "default":
+        return None
+    return {"type" if kind in SHORT_TYPE_KEY else "rope_type": kind, **rest}
+
+
+def _pattern(text: Config) -> int:
+    """Every how many layers one sees everything."""
+    types: list[str] = text["layer_types"]
+    return types.index("full_attention") + 1
+
+
+def _gemma(text: Config, _: Config) -> None:
+    text["hidden_act"] = "gelu"
+
+
+def _gemma3(text: Config, top: Config) -> None:
+    text["sliding_window_pattern"] = _pattern(text)
+    text.pop("_sliding_window_pattern", None)
+    nested = text.pop("rope_parameters")
+    text["rope_theta"] = nested["full_attention"].pop("rope_theta")
+    text["rope_local_base_freq"] = nested["sliding_attention"]["rope_theta"]
+    scaling = nested["full_attention"]
+    text["rope_scaling"] = scaling if scaling["rope_type"] != "default" else None
+    if text is not top:
+        text.pop("tie_word_embeddings", None)
+        for key, default in GEMMA3_DEFAULTS.items():
+            if key in text and text[key] == default:
+                del text[key]
+
+
+def _cohere2(text: Config, _: Config) -> None:
+    text["sliding_window_pattern"] = _pattern(text)
+
+
+def _qwen(text: Config, _: Config) -> None:
+    if not text["use_sliding_window"]:
+        text["sliding_window"] = UNUSED_WINDOW
+
+
+def _qwen3_moe(text: Config, top: Config) -> None:
+    _qwen(text, top)
+    text["num_experts"] = text.pop("num_local_experts")
+
+
+def _qwen_vl(text: Config, top: Config) -> None:
+    """Old files have no `text_config`: everything lies at the top."""
+    _qwen(text, top)
+    _rope(text)
+    del top["text_config"]
+    text.pop("layer_types")
+    top.update({key: value for key, value in text.items() if key not in ("model_type", "dtype")})
+    top["vision_config"]["model_type"] = top["model_type"]
+    del top["vision_config"]["rope_parameters"]
+
+
+def _dbrx(text: Config, _: Config) -> None:
+    """The base of the rotation is in `attn_config` alone."""
+    del text["rope_parameters"], text["num_key_value_heads"]
+    keep = {
+        "attn_config": ("clip_qkv", "kv_n_heads", "model_type", "rope_theta"),
+        "ffn_config": ("ffn_hidden_size", "model_type", "moe_jitter_eps", "moe_num_experts", "moe_top_k"),
+    }
+    for part, keys in keep.items():
+        text[part] = {key: text[part][key] for key in keys}
+
+
+def _starcoder2(text: Config, _: Config) -> None:
+    text["layer_norm_epsilon"] = text["norm_epsilon"]
+
+
+def _bigcode(text: Config, _: Config) -> None:
+    del text["num_key_value_heads"]
+
+
+def _llava(text: Config, top: Config) -> None:
+    """The language part says nothing of tying; the old Mistral 3 files say nothing anywhere."""
+    text.pop("tie_word_embeddings", None)
+    top.pop("tie_word_embeddings", None)
+    _rope(top["vision_config"])
+    top["vision_config"].pop("rope_scaling")
+
+
+FAMILIES: dict[str, Callable[[Config, Config], None]] = {
+    "Cohere2ForCausalLM": _cohere2,
+    "DbrxForCausalLM": _dbrx,
+    "GPTBigCodeForCausalLM": _bigcode,
+    "Gemma3ForCausalLM": _gemma3,
+    "Gemma3ForConditionalGeneration": _gemma3,
+    "GemmaForCausalLM": _gemma,
+    "GemmoeForCausalLM": _gemma,
+    "LlavaForConditionalGeneration": _llava,
+    "Mistral3ForConditionalGeneration": _llava,
+    "Qwen2ForCausalLM": _qwen,
+    "Qwen2VLForConditionalGeneration": _qwen_vl,
+    "Qwen2_5_VLForConditionalGeneration": _qwen_vl,
+    "Qwen3ForCausalLM": _qwen,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
+    "Starcoder2ForCausalLM": _starcoder2,
+}
+"""What a family's old files say differently, beyond what all old files do."""

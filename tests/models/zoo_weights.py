@@ -1,0 +1,86 @@
+"""Random weights a tiny model can be judged by; not an initialiser anybody should train from.
+
+Every number depends only on the seed and the parameter's name, so two variants of one family share what
+they have in common and their logits can be compared directly. Norms lie around their neutral value, biases
+are never zero, and a router's choice is decided by the token with a wide margin: two correct
+implementations never pick different experts.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+
+import torch
+from torch import Tensor, nn
+
+SPREAD = 0.2
+"""How far norms and biases stray from where the library initialises them."""
+
+QUERY_GAIN = 1.2
+EMBEDDING = 0.5
+POSITION = 0.3
+CODE = 3.0
+"""How strongly an embedding says which experts its token wants."""
+
+LOUD = ("lm_head", "o_proj", "out_proj", "down_proj", "c_proj", ".w2")
+"""What adds to the residual stream or ends it: quiet, and a tied model merely repeats its input."""
+
+INTO_RESIDUAL = ("o_proj.weight", "out_proj.weight", "down_proj.weight", ".w2.weight")
+STACKED_INTO_RESIDUAL = ("experts.down_proj", "mlp.w2")
+HUSH = 0.05
+ROUTERS = (".mlp.gate.weight", ".block_sparse_moe.gate.weight", ".router.layer.weight")
+
+
+def enliven(model: nn.Module, seed: int, *, embedding: float = EMBEDDING, active: int = 0) -> None:
+    """Fill every parameter; `active` is how many experts a token wants (0: the model has none)."""
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = _noise(f"{seed}:{name}", parameter)
+            if id(parameter) in tables:
+                parameter.copy_(noise * (POSITION if "wpe" in name else embedding))
+            elif parameter.ndim < 2 or "norm" in name.rsplit(".", 2)[-2]:
+                parameter.add_(noise * SPREAD)
+            else:
+                parameter.copy_(noise * _gain(name) / math.sqrt(_inputs(model, name, parameter)))
+        if active:
+            _decide(model, seed, embedding, active)
+
+
+def _noise(label: str, like: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(label.encode()))
+    return torch.randn(like.shape, generator=generator)
+
+
+def _gain(name: str) -> float:
+    if any(part in name for part in ("q_proj", "k_proj", "qkv", "c_attn")):
+        return QUERY_GAIN
+    return 1.6 if any(part in name for part in LOUD) else 1.0
+
+
+def _inputs(model: nn.Module, name: str, parameter: Tensor) -> int:
+    """The width one output sums over; Conv1D keeps it first, stacked experts last."""
+    owner = model.get_submodule(name.rpartition(".")[0])
+    if type(owner).__name__ == "Conv1D":
+        return parameter.shape[0]
+    return parameter.shape[-1] if parameter.ndim == 3 else math.prod(parameter.shape[1:])
+
+
+def _decide(model: nn.Module, seed: int, embedding: float, active: int) -> None:
+    """Write each token's favourite experts into its embedding; keep them there; let the routers read them."""
+    parameters = dict(model.named_parameters())
+    routers = [parameter for name, parameter in parameters.items() if name.endswith(ROUTERS)]
+    experts = routers[0].shape[0]
+    table = next(m.weight for m in model.modules() if isinstance(m, nn.Embedding))
+    taste = _noise(f"{seed}:taste", table[:, :experts])
+    wanted = torch.zeros_like(taste).scatter_(1, taste.topk(active, dim=1).indices, 1.0)
+    table[:, :experts] = CODE * embedding * (2 * wanted - 1 + 0.1 * taste)
+    for name, parameter in parameters.items():
+        if name.endswith(INTO_RESIDUAL):
+            parameter[:experts] *= HUSH
+        elif name.endswith(STACKED_INTO_RESIDUAL):
+            parameter[:, :experts] *= HUSH
+    for router in routers:
+        router.mul_(0.1)
+        router[:, :experts] += 1.5 * torch.eye(experts)

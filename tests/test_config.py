@@ -1,0 +1,143 @@
+"""Config: what the folder says, what the user changes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from exlm import Config, ConfigError, InputError, ModelNotFound
+from tests.families.test_hyper import LLAMA
+
+
+def folder(path: Path, generation: object = None, **changes: Any) -> Path:
+    (path / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+    if generation is not None:
+        (path / "generation_config.json").write_text(json.dumps(generation))
+    return path
+
+
+def test_reads_the_folder_at_once(tmp_path: Path) -> None:
+    config = Config(folder(tmp_path, max_position_embeddings=4096, bos_token_id=1, eos_token_id=2))
+    assert (config.architecture, config.max_seq_len, config.hidden_size) == ("LlamaForCausalLM", 4096, 64)
+    assert (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads) == (4, 8, 2)
+    assert (config.head_dim, config.intermediate_size, config.vocab_size) == (8, 128, 100)
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (1, 2, None)
+    assert config.max_batch_size == 1
+    assert config.max_input_len == 2048
+    assert config.vision_model_type is None
+    assert config.arch.lm.requires_bos is False
+
+
+def test_reads_the_folder_later(tmp_path: Path) -> None:
+    config = Config()
+    config.model_dir = str(folder(tmp_path))
+    config.prepare()
+    assert config.hidden_size == 64
+
+
+def test_preparing_again_restores_the_models_own_values(tmp_path: Path) -> None:
+    config = Config(folder(tmp_path))
+    config.max_seq_len, config.scale_alpha_value = 99, 2.0
+    config.prepare()
+    assert (config.max_seq_len, config.scale_alpha_value) == (2048, 1.0)
+
+
+def test_every_closing_id_is_known(tmp_path: Path) -> None:
+    config = Config(folder(tmp_path, {"eos_token_id": [2, 7, 9]}, eos_token_id=[7, 8]))
+    assert config.eos_token_id == 7
+    assert config.eos_token_ids == [7, 8, 2, 9]
+    assert config.generation_config == {"eos_token_id": [2, 7, 9]}
+
+
+def test_both_names_of_the_precision(tmp_path: Path) -> None:
+    assert Config(folder(tmp_path, torch_dtype="bfloat16")).stored_dtype == "bfloat16"
+    assert Config(folder(tmp_path, dtype="float16")).stored_dtype == "float16"
+
+
+def test_overrides_reach_the_frozen_description(tmp_path: Path) -> None:
+    config = Config(folder(tmp_path))
+    config.max_seq_len, config.scale_alpha_value, config.scale_pos_emb = 8192, 2.5, 2.0
+    config.rotary_embedding_base = 1e6
+    frozen = config.freeze()
+    rope = frozen.spec.layers[0].attn.rope
+    assert rope is not None
+    assert (frozen.max_seq_len, rope.alpha, rope.divisor, rope.theta) == (8192, 2.5, 2.0, 1e6)
+
+
+def test_the_files_linear_scaling_is_visible_and_can_be_replaced(tmp_path: Path) -> None:
+    config = Config(folder(tmp_path, rope_scaling={"type": "linear", "factor": 4.0}))
+    assert config.scale_pos_emb == 4.0
+    config.scale_pos_emb = 1.0
+    rope = config.freeze().spec.layers[0].attn.rope
+    assert rope is not None
+    assert rope.scaling is None
+    assert rope.divisor == 1.0
+
+
+def test_a_misspelt_option_is_an_error(tmp_path: Path) -> None:
+    config = Config(folder(tmp_path))
+    with pytest.raises(AttributeError, match=r"'max_seqlen'\. Did you mean 'max_seq_len'"):
+        config.max_seqlen = 4096
+
+
+def test_low_memory(tmp_path: Path) -> None:
+    config = Config(folder(tmp_path))
+    config.max_output_len = 4096
+    config.set_low_mem()
+    assert (config.max_input_len, config.max_attention_size, config.max_output_len) == (1024, 1024**2, 1024)
+    config.arch_compat_overrides(quiet=True)
+
+
+@pytest.mark.parametrize("name", ["max_seq_len", "max_batch_size", "max_input_len", "max_attention_size"])
+@pytest.mark.parametrize("value", [0, -5, 1.5, True, "8"])
+def test_absurd_options_are_refused(tmp_path: Path, name: str, value: object) -> None:
+    config = Config(folder(tmp_path))
+    setattr(config, name, value)
+    with pytest.raises(InputError, match=f"config.{name} must be a whole number"):
+        config.freeze()
+
+
+def test_folders_that_are_no_models(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match="no such folder"):
+        Config(tmp_path / "nowhere")
+    with pytest.raises(ModelNotFound, match=r"config.json: not a model folder \(it holds nothing\)"):
+        Config(tmp_path)
+    file = tmp_path / "model.bin"
+    file.write_bytes(b"x")
+    with pytest.raises(ModelNotFound, match="is a file"):
+        Config(file)
+    with pytest.raises(ConfigError, match="No model_dir"):
+        Config().prepare()
+    with pytest.raises(ConfigError, match="No model has been read"):
+        _ = Config().spec
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not valid JSON"),
+        ("{", "not valid JSON"),
+        ("[1]", "must hold a JSON object"),
+        ("\ufeff{}", "exactly one name"),
+        ("[" * 100_000, "not valid JSON"),
+    ],
+)
+def test_damaged_files(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        Config(tmp_path)
+
+
+def test_files_that_are_not_text(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00\x01")
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        Config(tmp_path)
+
+
+def test_code_in_the_folder_is_never_imported(tmp_path: Path) -> None:
+    (tmp_path / "evil.py").write_text("raise SystemExit('imported')")
+    auto_map = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    assert Config(folder(tmp_path, auto_map=auto_map)).architecture == "LlamaForCausalLM"
