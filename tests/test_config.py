@@ -101,13 +101,13 @@ def test_absurd_options_are_refused(tmp_path: Path, name: str, value: object) ->
 
 
 def test_folders_that_are_no_models(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFound, match="no such folder"):
+    with pytest.raises(ModelNotFound, match="no such file or folder"):
         Config(tmp_path / "nowhere")
     with pytest.raises(ModelNotFound, match=r"config.json: not a model folder \(it holds nothing\)"):
         Config(tmp_path)
     file = tmp_path / "model.bin"
     file.write_bytes(b"x")
-    with pytest.raises(ModelNotFound, match="is a file"):
+    with pytest.raises(ModelNotFound, match=r"only a \.gguf file"):
         Config(file)
     with pytest.raises(ConfigError, match="No model_dir"):
         Config().prepare()

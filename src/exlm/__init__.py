@@ -23,6 +23,7 @@ from .errors import (
     UnsafeFile,
     Unsupported,
 )
+from .hub import find_model
 from .model import MatrixSummary, Model, Summary
 from .tokenizer import Tokenizer
 from .version import __version__
@@ -52,4 +53,5 @@ __all__ = [
     "UnsafeFile",
     "Unsupported",
     "__version__",
+    "find_model",
 ]

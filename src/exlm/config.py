@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from . import families, settings, spec
+from .checkpoint import GgufFile
 from .errors import ConfigError, InputError, ModelNotFound
 from .families import Hyper
+from .families.gguf import config_from_metadata
 from .families.overrides import Overrides, main_rope, override
 from .formats.gptq_config import GptqConfig
 
@@ -31,7 +34,7 @@ LARGEST_JSON = 32 * 2**20
 class FrozenConfig:
     """Everything a model needs to load and run, settled."""
 
-    model_dir: Path
+    path: Path  # a folder, or a GGUF file
     spec: spec.Model
     max_seq_len: int
     max_batch_size: int
@@ -72,6 +75,7 @@ class Config:
         self.max_dq_size = 512 * 2**20
         self._raw: Mapping[str, Any] = {}
         self._spec: spec.Model | None = None
+        self._metadata: Mapping[str, Any] | None = None
         self._generation: Mapping[str, Any] = {}
         if model_dir is not None:
             self.prepare()
@@ -89,11 +93,13 @@ class Config:
 
         `no_tensors` is accepted for old scripts: weights are never touched here.
         """
-        folder = self._folder()
-        self._raw = read_json(folder / "config.json")
-        self._spec = families.describe(Hyper(self._raw, str(folder / "config.json")))
-        generation = folder / "generation_config.json"
-        self._generation = read_json(generation) if generation.is_file() else {}
+        path = self._path()
+        self._metadata = None
+        if path.is_file():
+            self._read_gguf(path)
+        else:
+            self._read_folder(path)
+        assert self._spec is not None
         self.max_seq_len = self._spec.max_positions
         rope = main_rope(self._spec)
         linear = rope.scaling if rope is not None and isinstance(rope.scaling, spec.Linear) else None
@@ -102,6 +108,21 @@ class Config:
         self.rotary_embedding_base = rope.theta if rope is not None else None
         experts = [layer.mlp.active for layer in self._spec.layers if isinstance(layer.mlp, spec.Moe)]
         self.num_experts_per_token = experts[0] if experts else None
+
+    def _read_folder(self, folder: Path) -> None:
+        self._raw = read_json(folder / "config.json")
+        self._spec = families.describe(Hyper(self._raw, str(folder / "config.json")))
+        generation = folder / "generation_config.json"
+        self._generation = read_json(generation) if generation.is_file() else {}
+
+    def _read_gguf(self, path: Path) -> None:
+        file = GgufFile(path)
+        self._raw = config_from_metadata(
+            file.metadata, str(path), tensors=file.tensors, factors=file.rope_factors()
+        )
+        self._spec = families.describe(Hyper(self._raw, str(path)))
+        self._generation = {}
+        self._metadata = file.metadata
 
     def freeze(self) -> FrozenConfig:
         """The folder's description with the user's changes applied and checked."""
@@ -127,7 +148,7 @@ class Config:
             active_experts=self.num_experts_per_token,
         )
         return FrozenConfig(
-            model_dir=self._folder(),
+            path=self._path(),
             spec=override(self.spec, wishes),
             max_seq_len=self.max_seq_len,
             max_batch_size=self.max_batch_size,
@@ -158,6 +179,11 @@ class Config:
                 "No model has been read: give Config a folder, or set model_dir and call prepare()."
             )
         return self._spec
+
+    @property
+    def metadata(self) -> Mapping[str, Any] | None:
+        """A GGUF file's metadata, which holds its tokenizer too; None for a folder."""
+        return self._metadata
 
     @property
     def architecture(self) -> str:
@@ -245,7 +271,7 @@ class Config:
 
     def _quantization(self) -> GptqConfig | None:
         """What the folder says of GPTQ or AWQ tensors, in config.json or in the older file of its own."""
-        folder = self._folder()
+        folder = self._path()
         own = folder / "quantize_config.json"
         raw, where = self._raw.get("quantization_config"), f"{folder / 'config.json'}: quantization_config"
         if raw is None and own.is_file():
@@ -257,24 +283,32 @@ class Config:
     def _token(self, key: str) -> list[int]:
         return _ids(Hyper(self._raw).get(key))
 
-    def _folder(self) -> Path:
+    def _path(self) -> Path:
+        """The model's folder or GGUF file, if there is one."""
         if not self.model_dir:
-            raise ConfigError(
-                "No model_dir specified: Config('/path/to/model'), or set config.model_dir first."
-            )
-        folder = Path(self.model_dir).expanduser()
-        if not folder.exists():
-            raise ModelNotFound(f"Can't find {folder}: no such folder.")
-        if not folder.is_dir():
-            raise ModelNotFound(
-                f"{folder} is a file, not a model folder (a folder with config.json and weights)."
-            )
-        if not (folder / "config.json").is_file():
-            found = ", ".join(sorted(p.name for p in folder.iterdir())[:6]) or "nothing"
-            raise ModelNotFound(
-                f"Can't find {folder / 'config.json'}: not a model folder (it holds {found})."
-            )
-        return folder
+            raise ConfigError("No model_dir specified: Config('/path/to/model'), or set config.model_dir.")
+        path = Path(self.model_dir).expanduser()
+        if not path.exists():
+            raise ModelNotFound(f"Can't find {path}: no such file or folder.")
+        if path.is_file():
+            if path.suffix.lower() != ".gguf":
+                raise ModelNotFound(f"{path} is a file, and only a .gguf file is a model by itself.")
+            return path
+        return path if (path / "config.json").is_file() else _only_gguf(path)
+
+
+def _only_gguf(folder: Path) -> Path:
+    """The GGUF model in a folder without config.json; of a split one, its first file."""
+    found = sorted(
+        p for p in folder.glob("*.gguf") if not re.search(r"-(?!00001)\d{5}-of-\d{5}\.gguf$", p.name)
+    )
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = ", ".join(p.name for p in found[:6])
+        raise ModelNotFound(f"{folder} holds {len(found)} GGUF models ({names}): name one of them.")
+    held = ", ".join(sorted(p.name for p in folder.iterdir())[:6]) or "nothing"
+    raise ModelNotFound(f"Can't find {folder / 'config.json'}: not a model folder (it holds {held}).")
 
 
 def read_json(path: Path) -> Mapping[str, Any]:

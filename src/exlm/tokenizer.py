@@ -18,6 +18,7 @@ from .text import ChatTemplates, Codec, Detokenizer, Limits, ModelIds, Renderer,
 from .text import Trie as _Trie
 from .text.backend import Backend
 from .text.codec import Embedding, TokenizerConfig
+from .text.gguf_tokenizer import tokenizer_from_metadata
 
 NONE: Mapping[Any, Any] = MappingProxyType({})
 
@@ -26,7 +27,8 @@ class Tokenizer:
     """Text to ids and back, lookup tables and chat templates of one model.
 
     The files are found in `config.model_dir`: tokenizer.json, or a SentencePiece tokenizer.model where there
-    is none. Lookup tables are built when first asked for and shared: do not change them.
+    is none, or the metadata of a GGUF file. Lookup tables are built when first asked for and shared: do not
+    change them.
     """
 
     Trie = _Trie
@@ -68,7 +70,12 @@ class Tokenizer:
             raise TokenizerError("force_json and force_spm exclude each other.")
         self.config = config
         kind: Literal["auto", "json", "spm"] = "spm" if force_spm else "json" if force_json else "auto"
-        self._set_codec(Codec.from_folder(config.model_dir, ModelIds.of(config), kind, vocab_file))
+        metadata = getattr(config, "metadata", None)
+        if metadata is not None and vocab_file is None:
+            backend, folder = tokenizer_from_metadata(metadata, config.model_dir)
+            self._set_codec(Codec(backend, folder, ModelIds.of(config)))
+        else:
+            self._set_codec(Codec.from_folder(config.model_dir, ModelIds.of(config), kind, vocab_file))
         self.chat_templates = ChatTemplates.from_folder(self.codec.folder)
         self._renderer = Renderer(chat_limits)
         self._cache: dict[str, torch.Tensor] = {}

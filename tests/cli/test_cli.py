@@ -100,6 +100,8 @@ def test_what_does_not_fit_is_an_error(folder: Path) -> None:
         run("generate", str(folder), "x", "-n", "0")
     with pytest.raises(InputError, match="chat template"):
         run("generate", str(folder), "x", "--raw", "--system", "y")
+    with pytest.raises(InputError, match="quote the prompt"):
+        run("generate", str(folder), "x", "y")
     with pytest.raises(ModelNotFound):
         run("info", str(folder / "nowhere"))
 
@@ -108,7 +110,7 @@ def test_errors_are_told_in_one_line_without_a_traceback(tmp_path: Path) -> None
     command = [sys.executable, "-m", "exlm.cli", "info", str(tmp_path / "nowhere")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    assert done.stderr.startswith("ModelNotFound: Can't find")
+    assert done.stderr.startswith("ModelNotFound: There is no")
     assert "Traceback" not in done.stderr
 
 

@@ -22,6 +22,7 @@ from .files import TensorFiles
 from .header import DTYPES
 from .lookup import Lookup, Wanted, height, key_at
 from .packed import read_exl2, read_gptq
+from .words import exl2_words, gptq_words
 
 Shape = tuple[int, ...]
 
@@ -32,6 +33,7 @@ class Form(NamedTuple):
     suffix: str
     words: str
     read: Callable[[Lookup, Wanted], Weight]
+    tell: Callable[[Lookup, Place], str] | None = None  # more words, for people
 
 
 def _unread(suffix: str, words: str) -> Form:
@@ -43,8 +45,8 @@ def _unread(suffix: str, words: str) -> Form:
 
 
 FORMS: tuple[Form, ...] = (
-    Form("q_weight", "exl2", read_exl2),
-    Form("qweight", "gptq or awq", read_gptq),
+    Form("q_weight", "exl2", read_exl2, exl2_words),
+    Form("qweight", "gptq or awq", read_gptq, gptq_words),
     _unread("trellis", "EXL3"),
     _unread("weight_packed", "compressed-tensors"),
     Form("weight", "dense", read_dense),
@@ -82,7 +84,8 @@ class Checkpoint:
         """The stored form in a few words and its stored bytes, bias included, from headers alone."""
         place, form = self._find(role, fallback)
         if form.suffix != "weight":
-            return form.words, sum(info.nbytes for info in self._lookup.parts(place))
+            words = form.tell(self._lookup, place) if form.tell else form.words
+            return words, sum(info.nbytes for info in self._lookup.parts(place))
         info = self._lookup.peek(key_at(place, "weight"))
         total = info.nbytes
         if place.slab:

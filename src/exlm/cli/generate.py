@@ -11,12 +11,18 @@ import torch
 import typer
 from rich.console import Console
 
-from exlm import Cache, Config, InputError, Model, Tokenizer
+from exlm import Cache, Config, InputError, Model, Tokenizer, find_model
 
 
 def generate(
-    model: Annotated[str, typer.Argument(help="A model folder.")],
-    prompt: Annotated[str, typer.Argument(help="What to say to it; - reads standard input.")],
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[MODEL] PROMPT",
+            help="A folder, a .gguf file or owner/name on the Hub (if left out: a small model, fetched "
+            "once), and what to say to it; - reads standard input.",
+        ),
+    ],
     max_new_tokens: Annotated[
         int, typer.Option("-n", "--max-new-tokens", help="Stop after so many tokens.")
     ] = 256,
@@ -34,7 +40,10 @@ def generate(
     """Answer a prompt, or continue it, on the screen."""
     if max_new_tokens < 1 or temperature < 0:
         raise InputError("--max-new-tokens must be at least 1 and the temperature at least 0.")
-    config = Config(model)
+    if len(words) > 2:
+        raise InputError(f"generate takes a model and a prompt, found {len(words)} words: quote the prompt.")
+    model, prompt = words if len(words) == 2 else (None, words[0])
+    config = Config(find_model(model, progress=not quiet))
     config.device, config.dtype = device or config.device, dtype
     config.max_seq_len = max_seq_len or config.max_seq_len
     tokenizer = Tokenizer(config)

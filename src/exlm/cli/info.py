@@ -11,13 +11,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from exlm import Config, MatrixSummary, Model, Summary
+from exlm import Config, MatrixSummary, Model, Summary, find_model
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 
 def info(
-    model: Annotated[str, typer.Argument(help="A model folder.")],
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A folder, a .gguf file or owner/name on the Hub; the default model if left out."
+        ),
+    ] = None,
     layers: Annotated[
         bool, typer.Option("--layers", help="List every layer, not only what differs.")
     ] = False,
@@ -26,7 +31,7 @@ def info(
     dtype: Annotated[str | None, typer.Option(help="The precision it would compute in.")] = None,
 ) -> None:
     """Show what a model is: family, sizes, layers, stored form, and the kernels it would get."""
-    config = Config(model)
+    config = Config(find_model(model, progress=True))
     config.device, config.dtype = device or config.device, dtype
     summary = Model(config).summary()
     console = Console()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import spec
-from ..checkpoint import Checkpoint
+from ..checkpoint import Source
 from ..formats import DenseWeight, Weight
 from ..kernels import backend as b
 from ..kernels.select import Chain
@@ -50,7 +50,7 @@ class Builder:
     """Builds a model's modules one by one, so that the loader can report progress and stop between them."""
 
     model: spec.Model
-    checkpoint: Checkpoint
+    checkpoint: Source
     chain: Chain
     max_seq_len: int
     _rotations: dict[spec.Rope, b.Rotation] = field(default_factory=dict)

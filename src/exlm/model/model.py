@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..cache import CacheBase, LayerShape, Passing
-from ..checkpoint import Checkpoint
+from ..checkpoint import open_source
 from ..config import Config, FrozenConfig
 from ..errors import InputError, NotLoaded, Unsupported
 from ..kernels.backend import KeyValues
@@ -213,7 +213,7 @@ class Model:
         dtype = pick_dtype(frozen.dtype, frozen.stored_dtype, device)
         guard(device, dtype)
         chain = choose(device, dtype)
-        checkpoint = Checkpoint.open(frozen.model_dir, frozen.spec.names, frozen.quantization)
+        checkpoint = open_source(frozen.path, frozen.spec.names, frozen.quantization)
         builder = Builder(frozen.spec, checkpoint, chain, frozen.max_seq_len)
         total, steps, decoder = len(builder), builder.build(), None
         for i in range(total):

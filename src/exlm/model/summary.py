@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .. import spec
-from ..checkpoint import Checkpoint
+from ..checkpoint import open_source
 from ..config import FrozenConfig
 from ..kernels.select import choose
 from ..spec.roles import matrices
@@ -60,7 +60,7 @@ def summarize(config: FrozenConfig) -> Summary:
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, config.stored_dtype, device)
     backend = choose(device, dtype).backends[0].name
-    checkpoint = Checkpoint.open(config.model_dir, config.spec.names, config.quantization)
+    checkpoint = open_source(config.path, config.spec.names, config.quantization)
     found = []
     for role, width_in, width_out, _ in matrices(config.spec):
         tied = role == "head" and config.spec.head.tied and not checkpoint.has("head")

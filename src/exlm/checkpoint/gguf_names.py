@@ -1,0 +1,90 @@
+"""Where GGUF files keep our roles, and what their converter changed on the way.
+
+The names are the same for every architecture, so a model's own `Names` (which spell the files of a folder)
+are not needed. Widths of fused and stacked tensors come from the metadata.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import BadFile
+from ..spec.names import Names, Place
+
+BLOCK = "blk.{i}."
+
+PLAIN = {
+    "embed": "token_embd",
+    "positions": "position_embd",
+    "final_norm": "output_norm",
+    "head": "output",
+    "attn_norm": BLOCK + "attn_norm",
+    "attn_post": BLOCK + "post_attention_norm",
+    "mlp_norm": BLOCK + "ffn_norm",
+    "mlp_post": BLOCK + "post_ffw_norm",
+    "attn.q": BLOCK + "attn_q",
+    "attn.k": BLOCK + "attn_k",
+    "attn.v": BLOCK + "attn_v",
+    "attn.o": BLOCK + "attn_output",
+    "attn.q_norm": BLOCK + "attn_q_norm",
+    "attn.k_norm": BLOCK + "attn_k_norm",
+    "mlp.gate": BLOCK + "ffn_gate",
+    "mlp.up": BLOCK + "ffn_up",
+    "mlp.down": BLOCK + "ffn_down",
+    "mlp.router": BLOCK + "ffn_gate_inp",
+}
+
+NORMS = ("final_norm", "attn_norm", "attn_post", "mlp_norm", "mlp_post", "attn.q_norm", "attn.k_norm")
+
+
+@dataclass(frozen=True)
+class GgufNames:
+    """One model's places, and the changes to undo."""
+
+    names: Names
+    head_dim: int
+    paired: bool  # the outputs of q and k are ordered for rotary pairs (2i, 2i + 1)
+    grown_norms: bool  # norms are stored as w + 1
+
+
+def gguf_names(metadata: Mapping[str, Any], source: str) -> GgufNames:
+    """The places of the model this metadata describes; `source` is what errors call the file."""
+    arch = metadata.get("general.architecture")
+    if not isinstance(arch, str):
+        raise BadFile(f"{source}: expected a name as general.architecture, found {arch!r}.")
+
+    def number(key: str, default: int | None = None) -> int:
+        value = metadata.get(f"{arch}.{key}", default)
+        if isinstance(value, list) and value and value.count(value[0]) == len(value):
+            value = value[0]
+        if type(value) is not int or value < 1:
+            raise BadFile(f"{source}: expected a number of at least 1 as {arch}.{key}, found {value!r}.")
+        return value
+
+    hidden, heads = number("embedding_length"), number("attention.head_count")
+    head_dim = number("attention.key_length", hidden // heads)
+    table: dict[str, tuple[Place, ...]] = {role: (Place(key),) for role, key in PLAIN.items()}
+    q, kv = heads * head_dim, number("attention.head_count_kv", heads) * head_dim
+    for role, span in {"q": (0, q), "k": (q, q + kv), "v": (q + kv, q + 2 * kv)}.items():
+        table[f"attn.{role}"] += (Place(BLOCK + "attn_qkv", rows=(span,)),)
+    width = number("feed_forward_length", 1)
+    if arch == "phi3":
+        table["mlp.gate"] = (Place(BLOCK + "ffn_up", rows=((0, width),)),)
+        table["mlp.up"] = (Place(BLOCK + "ffn_up", rows=((width, 2 * width),)),)
+    expert = number("expert_feed_forward_length", width)
+    for part, rows in {"gate": expert, "up": expert, "down": hidden}.items():
+        stacked = Place(f"{BLOCK}ffn_{part}_exps", stack=rows)
+        table[f"mlp.experts.{part}"] = (stacked, Place(f"{BLOCK}ffn_{part}.{{e}}"))
+    return GgufNames(
+        Names(places=tuple(table.items())),
+        head_dim,
+        paired=arch == "llama",
+        grown_norms=arch in ("gemma", "gemma2", "gemma3"),
+    )
+
+
+def plain_role(role: str) -> str:
+    """A role without its layer: `layers.3.attn.q` → `attn.q`."""
+    return role.split(".", 2)[2] if role.startswith("layers.") else role

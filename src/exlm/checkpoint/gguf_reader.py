@@ -1,0 +1,267 @@
+"""The weights of a GGUF file by role: what `Checkpoint` is for a folder of safetensors.
+
+Matrices stay quantised where their type allows. What the converter changed is undone here (the order of q
+and k for rotary pairs, Gemma's norms grown by one), so that one description of a model fits its folder and
+its GGUF file. Every shape is checked, and what is returned shares no memory with the file.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ..errors import BadTensor, MissingTensor
+from ..formats import DenseWeight, PackedWeight, Weight
+from ..formats.gguf import FLOATS, read
+from ..spec.names import Place, Span
+from .gguf_file import ROPE_FACTORS, GgufFile
+from .gguf_header import TensorEntry
+from .gguf_names import NORMS, gguf_names, plain_role
+from .header import shown
+from .lookup import height
+
+Shape = tuple[int, ...]
+
+CHUNK = 2**21
+"""Values unpacked at once."""
+
+_LAYER = re.compile(r"^blk\.\d+\.")
+
+
+class GgufCheckpoint:
+    """The weights of one model in a GGUF file, by role."""
+
+    def __init__(self, file: GgufFile) -> None:
+        """The roles of an open file."""
+        self.files = file
+        self._spelling = gguf_names(file.metadata, str(file.path))
+        self.names = self._spelling.names
+        self._asked: set[str] = set(ROPE_FACTORS)
+
+    @classmethod
+    def open(cls, path: str | Path) -> GgufCheckpoint:
+        """The checkpoint in a GGUF file; only headers are read."""
+        return cls(GgufFile(path))
+
+    def has(self, role: str) -> bool:
+        """Whether the file holds this role."""
+        return self.stored(role) is not None
+
+    def stored(self, role: str) -> Place | None:
+        """The place where the file holds this role."""
+        return self._find(role, "weight")
+
+    def describe(self, role: str, fallback: str | None = None) -> tuple[str, int]:
+        """The stored form in a few words and its stored bytes, bias included, from headers alone."""
+        place = self._place(role, fallback)
+        entry = self._entry(place)
+        rows = height(place.rows) or height([place.slab] if place.slab else []) or entry.rows
+        total = entry.nbytes * rows // entry.rows
+        bias = self.files.tensors.get(f"{place.key}.bias")
+        if bias is not None:
+            total += bias.nbytes * rows // self._outputs(place, rows)
+        words = f"gguf {entry.kind}"
+        if entry.kind in FLOATS:
+            words = f"dense {str(FLOATS[entry.kind]).removeprefix('torch.')}"
+        return words, total
+
+    def unused(self) -> list[str]:
+        """Stored names that nobody has asked for so far."""
+        return sorted(name for name in self.files.tensors if name not in self._asked)
+
+    def tensor(
+        self,
+        role: str,
+        shape: Shape | tuple[Shape, ...],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        suffix: str = "weight",
+        finite: bool = False,
+    ) -> torch.Tensor:
+        """A float tensor that is no matrix to multiply with: a norm, an embedding, or a norm's bias.
+
+        `shape` is the only one accepted or several of them; with `finite`, NaN or infinity in it is an error.
+        """
+        place = self._find(role, suffix)
+        if place is None:
+            raise self._missing(role, suffix)
+        entry = self._ask(place, suffix)
+        shapes = _alternatives(shape)
+        if entry.shape not in shapes:
+            raise self._misshapen(entry, role, " or ".join(str(list(one)) for one in shapes))
+        values = self._floats(entry, dtype)
+        if self._spelling.grown_norms and suffix == "weight" and plain_role(role) in NORMS:
+            values = values - 1
+        if finite and not bool(values.isfinite().all()):
+            raise BadTensor(
+                f"{entry}: expected finite values, found NaN or infinity. Download the file again."
+            )
+        return values.view(entry.shape).to(device)
+
+    def weight(
+        self,
+        role: str,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        fallback: str | None = None,
+    ) -> Weight:
+        """A matrix to multiply with, in the form it is stored in; dense numbers in `dtype`, None: as stored.
+
+        `fallback` is the role it is tied to, taken where the file does not hold `role` itself.
+        """
+        place = self._place(role, fallback)
+        entry = self._ask(place)
+        spans = self._spans(entry, place, role, in_features, out_features)
+        parts = [self.files.rows(entry.name, *span) for span in spans]
+        raw = parts[0] if len(parts) == 1 else torch.cat(parts)
+        order = self._order(role, out_features)
+        if order is not None:
+            raw = raw[order]
+        weight = read(raw, entry.kind, in_features, out_features, str(entry))
+        self.files.release(entry.name)
+        if isinstance(weight, DenseWeight):
+            weight = DenseWeight(_converted(weight.data, entry, dtype))
+        return self._biased(weight, role, place, bias, dtype).to(device)
+
+    def _biased(
+        self,
+        weight: DenseWeight | PackedWeight,
+        role: str,
+        place: Place,
+        wanted: bool,
+        dtype: torch.dtype | None,
+    ) -> DenseWeight | PackedWeight:
+        """With its bias, there if the architecture has one; one of zeros may be there in any case."""
+        if f"{place.key}.bias" not in self.files.tensors:
+            if wanted:
+                raise self._missing(role, "bias")
+            return weight
+        entry = self._ask(place, "bias")
+        n = weight.out_features
+        spans = place.rows or ((0, n),)
+        if entry.shape != (self._outputs(place, n),) or height(spans) != n:
+            raise self._misshapen(entry, f"the bias of {role}", str([self._outputs(place, n)]))
+        values = self._floats(entry, dtype)[0]
+        values = torch.cat([values[start:stop] for start, stop in spans])
+        order = self._order(role, n)
+        if order is not None:
+            values = values[order]
+        if wanted:
+            return replace(weight, bias=values)
+        if odd := int(torch.count_nonzero(values)):
+            raise BadTensor(
+                f"{entry}: expected no bias for {role}, or one of zeros; found {odd} of {n} not zero. The "
+                "metadata describes another architecture than these weights have."
+            )
+        return weight
+
+    def _spans(
+        self, entry: TensorEntry, place: Place, role: str, in_features: int, out_features: int
+    ) -> tuple[Span, ...]:
+        """The stored rows of a matrix, if the tensor's shape is right."""
+        if place.slab is not None:
+            start, stop = place.slab
+            experts, rows = (entry.shape[0], entry.shape[1]) if len(entry.shape) == 3 else (0, 0)
+            if entry.shape != (experts, out_features, in_features) or stop > experts * rows:
+                raise self._misshapen(entry, role, f"[experts, {out_features}, {in_features}]")
+            return ((start, stop),)
+        expected = (self._outputs(place, out_features), in_features)
+        spans = place.rows or ((0, out_features),)
+        if entry.shape != expected or height(spans) != out_features:
+            raise self._misshapen(entry, role, str(list(expected)))
+        return spans
+
+    def _outputs(self, place: Place, width: int) -> int:
+        """How many outputs the stored matrix has: `width`, or as far as the last role in it reaches."""
+        if not place.rows:
+            return width
+        key = _LAYER.sub("blk.{i}.", place.key)
+        kin = (one for _, places in self.names.places for one in places if one.key == key)
+        return max(stop for one in kin for _, stop in one.rows)
+
+    def _order(self, role: str, outputs: int) -> torch.Tensor | None:
+        """Which stored output is the first, second, … of the model's own order; None if they agree."""
+        if not self._spelling.paired or plain_role(role) not in ("attn.q", "attn.k"):
+            return None
+        half = self._spelling.head_dim // 2
+        if self._spelling.head_dim % 2 or outputs % self._spelling.head_dim:
+            raise BadTensor(
+                f"{self.files.path}: {outputs} outputs of {role} are not whole heads of "
+                f"{self._spelling.head_dim} dimensions."
+            )
+        return torch.arange(outputs).view(-1, half, 2).transpose(1, 2).flatten()
+
+    def _floats(self, entry: TensorEntry, dtype: torch.dtype | None) -> torch.Tensor:
+        """(rows, innermost size) as floats, unpacked a few rows at a time."""
+        width = entry.shape[-1]
+        out = torch.empty((entry.rows, width), dtype=dtype or FLOATS.get(entry.kind, torch.float32))
+        step = max(1, CHUNK // width)
+        for start in range(0, entry.rows, step):
+            stop = min(start + step, entry.rows)
+            raw = self.files.rows(entry.name, start, stop)
+            values = read(raw, entry.kind, width, stop - start, str(entry)).dequantize().T
+            out[start:stop] = _converted(values, entry, out.dtype)
+        self.files.release(entry.name)
+        return out
+
+    def _find(self, role: str, suffix: str) -> Place | None:
+        for place in self.names.find(role):
+            if f"{place.key}.{suffix}" in self.files.tensors:
+                return place
+        return None
+
+    def _place(self, role: str, fallback: str | None) -> Place:
+        found = self.stored(role)
+        if found is None and fallback is not None:
+            found = self.stored(fallback)
+        if found is None:
+            raise self._missing(role, "weight")
+        return found
+
+    def _entry(self, place: Place, suffix: str = "weight") -> TensorEntry:
+        return self.files.entry(f"{place.key}.{suffix}")
+
+    def _ask(self, place: Place, suffix: str = "weight") -> TensorEntry:
+        entry = self._entry(place, suffix)
+        self._asked.add(entry.name)
+        return entry
+
+    def _missing(self, role: str, suffix: str) -> MissingTensor:
+        keys = " or ".join(shown(f"{place.key}.{suffix}") for place in self.names.find(role))
+        what = role if suffix == "weight" else f"the {suffix} of {role}"
+        return MissingTensor(
+            f"{self.files.path}: {what} is missing: expected {keys}, found no such name among "
+            f"{len(self.files.tensors)} tensors. The file is incomplete, or its metadata is another model's."
+        )
+
+    def _misshapen(self, entry: TensorEntry, role: str, expected: str) -> BadTensor:
+        return BadTensor(
+            f"{entry}: expected shape {expected} for {role}, found {list(entry.shape)}. "
+            "The metadata describes another model than these weights are."
+        )
+
+
+def _alternatives(shape: Shape | tuple[Shape, ...]) -> tuple[Shape, ...]:
+    several = tuple(one for one in shape if isinstance(one, tuple))
+    return several or (tuple(size for size in shape if isinstance(size, int)),)
+
+
+def _converted(values: torch.Tensor, entry: TensorEntry, dtype: torch.dtype | None) -> torch.Tensor:
+    """In memory of its own and perhaps in another precision, if that can hold the values."""
+    out = values.to(dtype or values.dtype, copy=True)
+    if torch.finfo(out.dtype).max < torch.finfo(values.dtype).max:
+        lost = int((values.isfinite() & ~out.isfinite()).sum())
+        if lost:
+            raise BadTensor(
+                f"{entry}: {lost} of {out.numel()} values are too large for "
+                f"{str(out.dtype).removeprefix('torch.')}. Compute in bfloat16 or float32 instead."
+            )
+    return out

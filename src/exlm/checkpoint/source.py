@@ -1,0 +1,86 @@
+"""Where weights come from, whatever the container: what a builder may ask, and who answers for a path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..formats import Weight
+from ..formats.gptq_config import GptqConfig
+from ..spec.names import Names
+from .gguf_reader import GgufCheckpoint
+from .reader import Checkpoint
+
+Shape = tuple[int, ...]
+
+
+class Files(Protocol):
+    """The files behind a source."""
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """All of them."""
+        ...
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors."""
+        ...
+
+
+class Source(Protocol):
+    """The weights of one model, by role."""
+
+    @property
+    def files(self) -> Files:
+        """Where they are read from."""
+        ...
+
+    def has(self, role: str) -> bool:
+        """Whether the files hold this role, in whatever form."""
+        ...
+
+    def describe(self, role: str, fallback: str | None = None) -> tuple[str, int]:
+        """The stored form in a few words and its stored bytes, from headers alone."""
+        ...
+
+    def unused(self) -> list[str]:
+        """Stored names that nobody has asked for so far."""
+        ...
+
+    def tensor(
+        self,
+        role: str,
+        shape: Shape | tuple[Shape, ...],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        suffix: str = "weight",
+        finite: bool = False,
+    ) -> Tensor:
+        """A float tensor that is no matrix to multiply with."""
+        ...
+
+    def weight(
+        self,
+        role: str,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        fallback: str | None = None,
+    ) -> Weight:
+        """A matrix to multiply with, in whatever form it is stored."""
+        ...
+
+
+def open_source(path: Path, names: Names, quantization: GptqConfig | None = None) -> Source:
+    """The weights at a path: a GGUF file, or a folder of safetensors spelt as `names` says."""
+    if path.is_file():
+        return GgufCheckpoint.open(path)
+    return Checkpoint.open(path, names, quantization)

@@ -1,0 +1,46 @@
+"""How a quantised matrix is stored, in a few words for people: widths and group sizes.
+
+They come from headers and one small tensor. Nothing here is needed to load a matrix, so nothing complains: a
+damaged one is told in fewer words, and the reader says what is wrong with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..spec.names import Place
+from .lookup import Lookup, key_at
+
+WORD = 32
+
+
+def exl2_words(lookup: Lookup, place: Place) -> str:
+    """`exl2 5/4 bit, groups of 128`."""
+    if key_at(place, "q_groups") not in lookup:
+        return "exl2"
+    pairs = lookup.files.read(lookup.peek(key_at(place, "q_groups")).name).long() & 0xFFFF
+    rows = lookup.peek(key_at(place, "q_weight")).shape[0]
+    bits, starts = pairs[0::2].tolist(), pairs[1::2].tolist()
+    sizes = [
+        (stop - start) * WORD // width
+        for width, start, stop in zip(bits, starts, [*starts[1:], rows], strict=False)
+        if width
+    ]
+    return f"exl2 {_slashed(bits)} bit, groups of {_slashed(sizes)}"
+
+
+def gptq_words(lookup: Lookup, place: Place) -> str:
+    """`gptq 4 bit, groups of 128, act-order`."""
+    config = lookup.quantization
+    if key_at(place, "scales") not in lookup:
+        return config.method
+    words = lookup.peek(key_at(place, "qweight")).shape
+    groups = lookup.peek(key_at(place, "scales")).shape[0]
+    bits = config.bits or 4
+    rows = words[0] if config.method == "awq" else words[0] * WORD // bits
+    ordered = ", act-order" if config.desc_act else ""
+    return f"{config.method} {bits} bit, groups of {-(-rows // max(1, groups))}{ordered}"
+
+
+def _slashed(numbers: Iterable[int]) -> str:
+    return "/".join(str(number) for number in sorted(set(numbers), reverse=True))

@@ -1,0 +1,295 @@
+"""The metadata of a GGUF file → the config.json its model would have, so that one set of families reads both.
+
+Numbers, names and token ids are translated. What llama.cpp knows of an architecture and leaves out of the
+file (Gemma's windows and caps) is filled in. Tensors are not looked at: the two facts only they tell, which
+biases there are and the rotary factors, are handed in.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from .. import spec
+from ..errors import ConfigError, UnknownArchitecture
+
+Factors = Mapping[str, Sequence[float]]
+
+TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
+"""Tokens that end an answer in files that name only the token that ends a text."""
+
+CONTROL = 3
+
+
+def config_from_metadata(
+    metadata: Mapping[str, Any],
+    source: str,
+    *,
+    tensors: Collection[str] = (),
+    factors: Factors | None = None,
+) -> dict[str, Any]:
+    """What config.json would say, as `families.describe(Hyper(config, source))` reads it.
+
+    `tensors` are the names of the stored tensors, `factors` the numbers of those with rotary factors
+    (`rope_freqs.weight`, `rope_factors_long.weight`, `rope_factors_short.weight`).
+    """
+    arch = metadata.get("general.architecture")
+    if not isinstance(arch, str) or arch not in ARCHITECTURES:
+        raise UnknownArchitecture(
+            f"{source}: general.architecture {arch!r} is not supported in GGUF. Known: "
+            f"{', '.join(sorted(ARCHITECTURES))}."
+        )
+    keys = Keys(metadata, arch, source)
+    config = _common(keys, tensors) | _rope(keys, factors or {})
+    config |= ARCHITECTURES[arch](keys)
+    return {key: value for key, value in config.items() if value is not None}
+
+
+class Keys:
+    """Typed look-ups in the part of the metadata that describes the architecture."""
+
+    def __init__(self, metadata: Mapping[str, Any], arch: str, source: str) -> None:
+        self.metadata = metadata
+        self.arch = arch
+        self.source = source
+
+    def get(self, key: str) -> Any:
+        """As the file has it, or None."""
+        return self.metadata.get(f"{self.arch}.{key}")
+
+    def size(self, key: str) -> int:
+        """A whole number of at least one that must be there; a list must give every layer the same."""
+        found = self.maybe_size(key)
+        if not found:
+            raise self.wrong(key, "a number of at least 1", self.get(key))
+        return found
+
+    def maybe_size(self, key: str) -> int | None:
+        """The same, or None if it is absent or zero."""
+        value = self.get(key)
+        if isinstance(value, list) and value:
+            if value.count(value[0]) != len(value):
+                raise self.wrong(key, "the same for every layer", value)
+            value = value[0]
+        if value is None or (type(value) is int and 0 <= value < 2**31):
+            return value or None
+        raise self.wrong(key, "a whole number", value)
+
+    def real(self, key: str) -> float | None:
+        """A finite number, as short as its 32 bits allow: 1e-05 and not 9.999999747378752e-06."""
+        value = self.get(key)
+        if value is None:
+            return None
+        if type(value) not in (int, float) or not abs(value) < 1e38:
+            raise self.wrong(key, "a finite number", value)
+        short = float(f"{value:.7g}")
+        same = struct.pack("<f", short) == struct.pack("<f", value)
+        return short if same else float(value)
+
+    def text(self, key: str) -> str | None:
+        """A string."""
+        value = self.get(key)
+        if value is not None and not isinstance(value, str):
+            raise self.wrong(key, "a string", value)
+        return value
+
+    @property
+    def head_dim(self) -> int:
+        """The width of a head, stated or the hidden width shared out."""
+        stated = self.maybe_size("attention.key_length")
+        if stated is not None:
+            return stated
+        hidden, heads = self.size("embedding_length"), self.size("attention.head_count")
+        if hidden % heads:
+            raise self.wrong("attention.key_length", f"there: {heads} heads cannot share {hidden}", None)
+        return hidden // heads
+
+    def wrong(self, key: str, expected: str, found: object) -> ConfigError:
+        """The error for a value that cannot be, or is not there."""
+        full = key if key.startswith("tokenizer.") else f"{self.arch}.{key}"
+        shown = repr(found) if len(repr(found)) <= 80 else repr(found)[:77] + "..."
+        return ConfigError(
+            f'{self.source}: "{full}" must be {expected}, found {shown}. Convert the model again.'
+        )
+
+
+def _common(k: Keys, tensors: Collection[str]) -> dict[str, Any]:
+    """What every architecture has."""
+    head_dim, value = k.head_dim, k.maybe_size("attention.value_length")
+    if value is not None and value != head_dim:
+        raise k.wrong("attention.value_length", f"{head_dim}, as wide as keys", value)
+    return {
+        "hidden_size": k.size("embedding_length"),
+        "intermediate_size": k.maybe_size("feed_forward_length"),
+        "num_hidden_layers": k.size("block_count"),
+        "num_attention_heads": k.size("attention.head_count"),
+        "num_key_value_heads": k.maybe_size("attention.head_count_kv"),
+        "head_dim": head_dim,
+        "max_position_embeddings": k.size("context_length"),
+        "rms_norm_eps": k.real("attention.layer_norm_rms_epsilon"),
+        # The head falls back to the embedding wherever a file has none: so do all readers of GGUF.
+        "tie_word_embeddings": True,
+        "attention_bias": {"blk.0.attn_q.bias", "blk.0.attn_output.bias"} <= set(tensors) or None,
+        "mlp_bias": "blk.0.ffn_down.bias" in tensors or None,
+        **_vocabulary(k),
+    }
+
+
+def _vocabulary(k: Keys) -> dict[str, Any]:
+    tokens = k.metadata.get("tokenizer.ggml.tokens")
+    size = len(tokens) if isinstance(tokens, list) else k.size("vocab_size")
+
+    def number(name: str) -> int | None:
+        key = f"tokenizer.ggml.{name}_token_id"
+        value = k.metadata.get(key)
+        if value is not None and (type(value) is not int or not 0 <= value < size):
+            raise k.wrong(key, f"an id below {size}", value)
+        return value
+
+    ends = [number(name) for name in ("eos", "eot", "eom")]
+    if ends[1] is None and isinstance(tokens, list):
+        ends += _turn_ends(k, tokens, ends[0])
+    return {
+        "vocab_size": size,
+        "bos_token_id": number("bos"),
+        "eos_token_id": list(dict.fromkeys(end for end in ends if end is not None)) or None,
+        "pad_token_id": number("padding"),
+    }
+
+
+def _turn_ends(k: Keys, tokens: list[Any], eos: int | None) -> list[int]:
+    """The control tokens that end an answer, unless the one that ends a text is among them."""
+    kinds = k.metadata.get("tokenizer.ggml.token_type")
+    if not isinstance(kinds, list) or len(kinds) != len(tokens):
+        return []
+    if eos is not None and tokens[eos] in TURN_ENDS:
+        return []
+    return [n for n, text in enumerate(tokens) if kinds[n] == CONTROL and text in TURN_ENDS]
+
+
+def _rope(k: Keys, factors: Factors) -> dict[str, Any]:
+    """The base, and how the frequencies are stretched."""
+    found: dict[str, Any] = {"rope_theta": k.real("rope.freq_base")}
+    original = k.maybe_size("rope.scaling.original_context_length")
+    if "rope_freqs.weight" in factors:
+        same = list(factors["rope_freqs.weight"])
+        table = {"rope_type": "longrope", "short_factor": same, "long_factor": same, "attention_factor": 1.0}
+        return found | {"rope_scaling": table}
+    if "rope_factors_long.weight" in factors and "rope_factors_short.weight" in factors:
+        table = {
+            "rope_type": "longrope",
+            "short_factor": list(factors["rope_factors_short.weight"]),
+            "long_factor": list(factors["rope_factors_long.weight"]),
+        }
+        if (magnitude := k.real("rope.scaling.attn_factor")) is not None:
+            table["attention_factor"] = magnitude
+        return found | {"rope_scaling": table, "original_max_position_embeddings": original}
+    return found | {"rope_scaling": _scaling(k, original)}
+
+
+def _scaling(k: Keys, original: int | None) -> dict[str, Any] | None:
+    factor = k.real("rope.scaling.factor") or k.real("rope.scale_linear")
+    kind = k.text("rope.scaling.type") or ("linear" if factor else "none")
+    if kind == "none" or (kind == "linear" and factor in (None, 1.0)):
+        return None
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    if kind != "yarn":
+        raise k.wrong("rope.scaling.type", "none, linear, yarn, or longrope with its factor tensors", kind)
+    if factor is None:
+        raise k.wrong("rope.scaling.factor", "a number above 0", None)
+    table: dict[str, Any] = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": original,
+    }
+    for ours in ("beta_fast", "beta_slow"):
+        table[ours] = k.real(f"rope.scaling.yarn_{ours}")
+    if (magnitude := k.real("rope.scaling.attn_factor")) is not None:
+        # llama.cpp multiplies this with the usual factor, config.json replaces that by its own.
+        table["attention_factor"] = magnitude * spec.Yarn.sharpness(factor)
+    return {key: value for key, value in table.items() if value is not None}
+
+
+def _llama(k: Keys) -> dict[str, Any]:
+    """Llama, Mistral with a window, Mixtral with experts: one name in GGUF."""
+    turning = k.maybe_size("rope.dimension_count")
+    if turning is not None and turning != k.head_dim:
+        raise k.wrong("rope.dimension_count", f"{k.head_dim}, the whole head", turning)
+    window = k.maybe_size("attention.sliding_window")
+    experts = k.maybe_size("expert_count")
+    if experts is None:
+        name = "LlamaForCausalLM" if window is None else "MistralForCausalLM"
+        return {"architectures": [name], "sliding_window": window}
+    return {
+        "architectures": ["MixtralForCausalLM"],
+        "sliding_window": window,
+        "num_local_experts": experts,
+        "num_experts_per_tok": k.size("expert_used_count"),
+    }
+
+
+def _qwen3moe(k: Keys) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": k.size("expert_count"),
+        "num_experts_per_tok": k.size("expert_used_count"),
+        "moe_intermediate_size": k.size("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+    }
+
+
+def _query_scale(k: Keys, widest: int) -> float:
+    """Scores are divided by the root of the head's width, in the widest model by that of its share."""
+    if k.size("block_count") == widest:
+        return k.size("embedding_length") // k.size("attention.head_count")
+    return k.head_dim
+
+
+def _gemma2(k: Keys) -> dict[str, Any]:
+    return {
+        "architectures": ["Gemma2ForCausalLM"],
+        "sliding_window": k.maybe_size("attention.sliding_window") or 4096,
+        "attn_logit_softcapping": k.real("attn_logit_softcapping") or 50.0,
+        "final_logit_softcapping": k.real("final_logit_softcapping") or 30.0,
+        "query_pre_attn_scalar": _query_scale(k, 46),
+    }
+
+
+def _gemma3(k: Keys) -> dict[str, Any]:
+    pattern = k.get("attention.sliding_window_pattern")
+    kinds = None
+    if isinstance(pattern, list):
+        kinds = ["sliding_attention" if local else "full_attention" for local in pattern]
+    return {
+        "architectures": ["Gemma3ForCausalLM"],
+        "sliding_window": k.maybe_size("attention.sliding_window"),
+        "sliding_window_pattern": None if kinds else k.maybe_size("attention.sliding_window_pattern"),
+        "layer_types": kinds,
+        "rope_local_base_freq": k.real("rope.freq_base_swa"),
+        "final_logit_softcapping": k.real("final_logit_softcapping"),
+        "query_pre_attn_scalar": _query_scale(k, 62),
+    }
+
+
+def _phi3(k: Keys) -> dict[str, Any]:
+    turning = k.maybe_size("rope.dimension_count")
+    return {
+        "architectures": ["Phi3ForCausalLM"],
+        "sliding_window": k.maybe_size("attention.sliding_window"),
+        "partial_rotary_factor": None if turning in (None, k.head_dim) else turning / k.head_dim,
+    }
+
+
+ARCHITECTURES: dict[str, Callable[[Keys], dict[str, Any]]] = {
+    "gemma": lambda _: {"architectures": ["GemmaForCausalLM"]},
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "llama": _llama,
+    "phi3": _phi3,
+    "qwen2": lambda _: {"architectures": ["Qwen2ForCausalLM"]},
+    "qwen3": lambda _: {"architectures": ["Qwen3ForCausalLM"]},
+    "qwen3moe": _qwen3moe,
+}
+"""What GGUF calls an architecture, and how the rest of its config.json is written."""

@@ -1,0 +1,125 @@
+"""One process at a time, and a dead one never in the way.
+
+Where the system has flock, the kernel frees the lock with its owner. Elsewhere (Windows, some network file
+systems) a file that its owner keeps touching stands for the lock; a file that nobody has touched for a while
+belongs to nobody. The lock saves work and nothing else: what it protects must stay whole without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+BEAT = 1.0
+"""Seconds between two touches of a lock file that stands for the lock."""
+
+DEAD_AFTER = 10.0
+"""Seconds without a touch after which its owner counts as dead."""
+
+_NO_FLOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+
+
+@contextmanager
+def only_one(path: Path, waiting: Callable[[], object]) -> Iterator[None]:
+    """Hold the lock of that name during the block; `waiting` is called once if another process has it."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # stays on disk: removing it would split the lock
+    try:
+        if _flock(handle, waiting):
+            yield
+        else:
+            with held_by_file(path.with_name(path.name + ".held"), waiting):
+                yield
+    finally:
+        os.close(handle)
+
+
+def _flock(handle: int, waiting: Callable[[], object]) -> bool:
+    """Take the kernel's lock; False where there is none to take."""
+    try:
+        import fcntl
+    except ImportError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        waiting()
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno in _NO_FLOCK:
+            return False
+        raise
+    return True
+
+
+@contextmanager
+def held_by_file(path: Path, waiting: Callable[[], object]) -> Iterator[None]:
+    """Hold a lock that is nothing but a file and the habit of touching it."""
+    mark = uuid.uuid4().hex
+    told = False
+    while not _create(path, mark):
+        if not told:
+            waiting()
+            told = True
+        _outlast(path)
+    over = threading.Event()
+    beating = threading.Thread(target=_beat, args=(path, over), name="exlm-lock", daemon=True)
+    beating.start()
+    try:
+        yield
+    finally:
+        over.set()
+        beating.join()
+        with contextlib.suppress(OSError):
+            if path.read_text(encoding="ascii") == mark:  # else somebody took us for dead
+                path.unlink()
+
+
+def _create(path: Path, mark: str) -> bool:
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    except FileExistsError:
+        return False
+    with os.fdopen(handle, "w", encoding="ascii") as file:
+        file.write(mark)
+    return True
+
+
+def _beat(path: Path, over: threading.Event) -> None:
+    while not over.wait(BEAT):
+        with contextlib.suppress(OSError):
+            os.utime(path)
+
+
+def _outlast(path: Path) -> None:
+    """Return when the file is gone: given up by its owner, or taken from one that stopped touching it.
+
+    Only changes count, timed by our own clock, because the file's times may come from another machine.
+    """
+    seen, since = _touched(path), time.monotonic()
+    while seen is not None:
+        time.sleep(min(BEAT, DEAD_AFTER) / 10)
+        now = _touched(path)
+        if now != seen:
+            seen, since = now, time.monotonic()
+        elif time.monotonic() - since > DEAD_AFTER:
+            with contextlib.suppress(OSError):  # another waiter was faster
+                aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+                path.rename(aside)
+                aside.unlink()
+            return
+
+
+def _touched(path: Path) -> tuple[int, int] | None:
+    """What changes with every touch and every new owner; None if there is no file."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_mtime_ns

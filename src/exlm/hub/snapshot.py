@@ -1,0 +1,130 @@
+"""Models on the Hugging Face Hub, through its own library and into its own cache.
+
+Only what a model is made of is fetched: never pickles, never code.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from pathlib import Path
+from typing import Any
+
+from ..errors import MissingExtra, ModelNotFound
+
+HUB_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?", re.ASCII)
+"""`owner/name`, or `owner/name@revision`."""
+
+WANTED = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.gguf", "*.txt")
+# Folders hold the same weights for other programs, and so do the files that Mistral calls consolidated.
+UNWANTED = ("*/*", "consolidated*")
+
+
+def download_snapshot(name: str, progress: bool) -> Path:
+    """The model of a Hub name: its folder, or its .gguf file if that is all there is."""
+    try:
+        import huggingface_hub
+        from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+    except ImportError as error:
+        raise MissingExtra(
+            f"{name} is a name on the Hugging Face Hub, and fetching it needs huggingface_hub: "
+            "pip install huggingface_hub. (There is no folder of that name here.)"
+        ) from error
+    match = HUB_NAME.fullmatch(name)
+    if match is None:
+        raise ModelNotFound(f"{name!r} is not a name on the Hugging Face Hub: write owner/name[@revision].")
+    repository, revision = match["repository"], match["revision"]
+    # An HTTP error's bases are the base errors of whichever HTTP library this release is built on.
+    failures: tuple[type[BaseException], ...] = (
+        *HfHubHTTPError.__bases__,
+        OSError,
+        EntryNotFoundError,
+        ValueError,
+    )
+    try:
+        folder = huggingface_hub.snapshot_download(
+            repository,
+            revision=revision,
+            allow_patterns=list(WANTED),
+            ignore_patterns=list(UNWANTED),
+            tqdm_class=None if progress else _invisible(),
+        )
+    except failures as error:
+        raise ModelNotFound(_explain(repository, revision, error)) from error
+    return _weights(name, Path(folder))
+
+
+def _invisible() -> Any:
+    """A progress bar that never shows."""
+    from huggingface_hub.utils.tqdm import tqdm
+
+    class Invisible(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
+
+    return Invisible
+
+
+def _weights(name: str, folder: Path) -> Path:
+    """The folder, if exlm can make something of it."""
+    ggufs = sorted(folder.glob("*.gguf"))
+    if (folder / "config.json").is_file() and (ggufs or any(folder.glob("*.safetensors"))):
+        return folder
+    if len(ggufs) == 1:
+        return ggufs[0]
+    if ggufs:
+        raise ModelNotFound(
+            f"{name} holds {len(ggufs)} GGUF files; name one of them by its path, for example {ggufs[0]}. "
+            f"They are: {', '.join(path.name for path in ggufs)}."
+        )
+    found = ", ".join(sorted(path.name for path in folder.iterdir())[:6]) or "nothing"
+    raise ModelNotFound(
+        f"{name} is on the Hub but not a model that exlm reads: that takes config.json with *.safetensors, "
+        f"or a *.gguf file; found {found}. Weights in *.bin or *.pt files can run code and are never opened: "
+        "look for a safetensors version."
+    )
+
+
+def _explain(repository: str, revision: str | None, error: BaseException) -> str:
+    """What went wrong, in one paragraph."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    reason = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
+    if isinstance(error, GatedRepoError):
+        return (
+            f"{repository} is gated: its owner asks you to accept terms first. Do so at "
+            f"https://huggingface.co/{repository}, then log in with `hf auth login`. The Hub says: {reason}"
+        )
+    if isinstance(error, RepositoryNotFoundError):
+        return (
+            f"There is no folder {repository} here, and the Hub knows no model of that name, or only a "
+            "private one. Check the spelling; for a private model log in with `hf auth login`. The Hub says: "
+            f"{reason}"
+        )
+    if isinstance(error, RevisionNotFoundError):
+        return (
+            f"{repository} has no revision {revision or 'main'}. Name a branch, a tag or a commit listed at "
+            f"https://huggingface.co/{repository}/commits. The Hub says: {reason}"
+        )
+    if isinstance(error, HFValidationError):
+        return f"{repository} cannot be a name on the Hub: {reason}. A name looks like owner/name."
+    if isinstance(error, OfflineModeIsEnabled) or isinstance(error.__cause__, OfflineModeIsEnabled):
+        return (
+            f"There is no folder {repository} here, it is not in the Hub's cache, and HF_HUB_OFFLINE forbids "
+            "downloading it. Unset that variable, or name a folder or a .gguf file."
+        )
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            f"The disk filled up while {repository} was downloaded, writing {error.filename or 'its files'}: "
+            f"{error.strerror}. Make room, or set HF_HOME to a folder on another disk; what is there is kept."
+        )
+    return (
+        f"There is no folder {repository} here, and it could not be fetched from the Hub: {reason}. Check "
+        "the network and try again, or name a folder or a .gguf file."
+    )

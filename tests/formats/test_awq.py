@@ -1,0 +1,180 @@
+"""AWQ against a slow decoder, a matrix worked out by hand, and files that lie."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from exlm.errors import BadTensor, CheckpointError, MissingTensor, Unsupported
+from exlm.formats import awq, gptq
+from exlm.formats.gptq import GptqConfig
+from tests.formats import oracles
+from tests.formats.lies import Lie, drop, put, swap
+from tests.formats.oracles import Tensors, random_scales, random_words
+
+WHERE = "layers.0.q in model.safetensors"
+
+
+def config(group_size: int | None = None, bits: int | None = 4) -> GptqConfig:
+    """AWQ's."""
+    return GptqConfig(bits, group_size, checkpoint_format="gemm")
+
+
+def made(inputs: int, outputs: int, groups: int) -> Tensors:
+    """Random tensors."""
+    return {
+        "qweight": random_words(inputs, outputs // 8),
+        "qzeros": random_words(groups, outputs // 8),
+        "scales": random_scales(groups, outputs),
+    }
+
+
+@given(
+    size=st.integers(1, 40),
+    inputs=st.integers(1, 70),
+    words=st.integers(1, 3),
+    told=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_read_is_the_slow_decoder(size: int, inputs: int, words: int, told: bool, seed: int) -> None:
+    torch.manual_seed(seed)
+    if not told:  # then equal groups of a power of two are certain
+        size = 1 << (size % 6)
+        inputs = -(-inputs // size) * size
+    tensors = made(inputs, 8 * words, -(-inputs // size))
+    weight = awq.read(tensors, inputs, 8 * words, None, WHERE, config(size if told else None))
+    assert weight.form == "awq"
+    assert torch.equal(weight.dequantize(), oracles.awq(tensors, size))
+
+
+def test_the_order_of_columns() -> None:
+    tensors = {
+        # Nibbles from the lowest: 0 2 4 6 1 3 5 7, which is what columns 0 to 7 hold after unpacking.
+        "qweight": torch.tensor([[0x75316420], [0x75316420]], dtype=torch.int32),
+        "qzeros": torch.zeros(1, 1, dtype=torch.int32),
+        "scales": torch.ones(1, 8, dtype=torch.float16),
+    }
+    weight = awq.read(tensors, 2, 8, None, WHERE, config(2))
+    assert weight.dequantize().tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]] * 2
+    tensors["qzeros"] = tensors["qweight"][:1]
+    zero = awq.read(tensors, 2, 8, None, WHERE, config(2)).segments[0].zero
+    assert isinstance(zero, Tensor)
+    assert zero.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
+
+
+def test_one_group_for_all() -> None:
+    assert awq.read(made(96, 8, 1), 96, 8, None, WHERE, config(-1)).segments[0].sizes == (96,)
+
+
+def test_a_shared_zero_is_a_number() -> None:
+    tensors = made(64, 16, 2)
+    tensors["qzeros"].fill_(0x88888888 - 2**32)
+    assert awq.read(tensors, 64, 16, None, WHERE, config(32)).segments[0].zero == 8
+
+
+def test_a_bias_of_zeros_is_none() -> None:
+    assert awq.read(made(64, 8, 1), 64, 8, torch.zeros(8), WHERE, config()).bias is None
+    bias = torch.arange(8)
+    assert awq.read(made(64, 8, 1), 64, 8, bias.half(), WHERE, config()).bias is not None
+    with pytest.raises(BadTensor, match="bias"):
+        awq.read(made(64, 8, 1), 64, 8, bias, WHERE, config())
+
+
+def test_it_can_be_written_as_gptq() -> None:
+    weight = awq.read(made(64, 16, 2), 64, 16, None, WHERE, config(32))
+    again = gptq.read(
+        gptq.write(weight, v2=True), 64, 16, None, WHERE, GptqConfig(4, checkpoint_format="gptq_v2")
+    )
+    assert torch.equal(again.dequantize(), weight.dequantize())
+    with pytest.raises(Unsupported, match="zero points from 0 to 15 with 4 bits as gptq"):
+        gptq.write(weight)
+
+
+LIES: dict[str, Lie] = {
+    **{f"no {name}": drop(name) for name in ("qweight", "qzeros", "scales")},
+    "codes turned round": swap("qweight", lambda t: t.T),
+    "codes of 64 bits": swap("qweight", lambda t: t.long()),
+    "codes as floats": swap("qweight", lambda t: t.float()),
+    "codes in one line": swap("qweight", lambda t: t.flatten()),
+    "a row too many": swap("qweight", lambda t: torch.cat([t, t[:1]])),
+    "a row too few": swap("qweight", lambda t: t[1:]),
+    "the layout of GPTQ": swap("qweight", lambda t: t.view(20, 32)),
+    "no rows": swap("qweight", lambda t: t[:0]),
+    "a word too many": swap("qweight", lambda t: torch.cat([t, t[:, :1]], 1)),
+    "zeros turned round": swap("qzeros", lambda t: t.T),
+    "zeros as floats": swap("qzeros", lambda t: t.float()),
+    "zeros of a group too few": swap("qzeros", lambda t: t[1:]),
+    "no zeros": swap("qzeros", lambda t: t[:, :0]),
+    "scales turned round": swap("scales", lambda t: t.T),
+    "scales as whole numbers": swap("scales", lambda t: t.int()),
+    "scales for a group too few": swap("scales", lambda t: t[1:]),
+    "scales for a column too few": swap("scales", lambda t: t[:, 1:]),
+    "scales for no group": swap("scales", lambda t: t[:0]),
+    "a scale that is no number": put("scales", lambda r: r.randrange(160), lambda r: float("nan")),
+    "an infinite scale": put("scales", lambda r: r.randrange(160), lambda r: float("-inf")),
+}
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+@pytest.mark.parametrize("seed", range(5))
+def test_lies_are_refused(lie: Lie, seed: int) -> None:
+    torch.manual_seed(seed)
+    tensors = made(160, 32, 5)
+    claims = config(32, None if seed % 2 else 4)
+    assert awq.read(tensors, 160, 32, None, WHERE, claims).in_features == 160
+    lie(tensors, Random(seed))
+    with pytest.raises((BadTensor, MissingTensor), match=WHERE):
+        awq.read(tensors, 160, 32, None, WHERE, claims)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (128, 32),
+        (161, 32),
+        (160, 40),
+        (160, 33),
+        (160, 0),
+        (0, 32),
+        (-160, 32),
+        (10**15, 32),
+        (160, 8 * 10**15),
+    ],
+)
+def test_another_shape_is_refused(shape: tuple[int, int]) -> None:
+    with pytest.raises(BadTensor, match="expected"):
+        awq.read(made(160, 32, 5), *shape, None, WHERE, config())
+
+
+@pytest.mark.parametrize("size", [-1, 16, 64, 10**15])
+def test_another_group_size_is_refused(size: int) -> None:
+    with pytest.raises(BadTensor, match="scales: expected"):
+        awq.read(made(160, 32, 5), 160, 32, None, WHERE, config(size))
+
+
+@pytest.mark.parametrize("claims", [GptqConfig(4), GptqConfig(8, checkpoint_format="gemm")])
+def test_other_claims_are_refused(claims: GptqConfig) -> None:
+    with pytest.raises(CheckpointError, match="expected AWQ's gemm layout of 4 bits"):
+        awq.read(made(160, 32, 5), 160, 32, None, WHERE, claims)
+
+
+@given(st.data())
+def test_noise_is_read_or_refused(data: st.DataObject) -> None:
+    torch.manual_seed(data.draw(st.integers(0, 2**32)))
+    tensors = made(64, 32, 4)
+    for _ in range(data.draw(st.integers(1, 2))):
+        name = data.draw(st.sampled_from(sorted(tensors)))
+        dtype = data.draw(st.sampled_from([tensors[name].dtype, torch.int16, torch.int32, torch.float16]))
+        own = tuple(tensors[name].shape)
+        shape = data.draw(st.sampled_from([own, own, (), (0,), (64,), (64, 4), (2, 4), (2, 32), (4, 4, 1)]))
+        tensors[name] = torch.randint(-2, 30000, shape).to(dtype)
+    try:
+        weight = awq.read(tensors, 64, 32, None, WHERE, config(data.draw(st.sampled_from([None, 16, 32]))))
+    except CheckpointError:
+        return
+    assert torch.equal(weight.dequantize(), oracles.awq(tensors, 64 // len(tensors["scales"])))

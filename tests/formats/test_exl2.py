@@ -1,0 +1,314 @@
+"""EXL2 against the reference's own matrices, a slow decoder, and files that lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from exlm.errors import BadTensor, CheckpointError, MissingTensor, Unsupported
+from exlm.formats import Direct, PackedWeight, Segment, Squared, exl2
+from exlm.formats.bits import pack
+from tests.formats import oracles
+from tests.formats.lies import Lie, drop, put, swap
+from tests.formats.oracles import Tensors
+
+RATES = ("2.5", "4.0", "6.0", "8.0")
+WIDTHS = (2, 3, 4, 5, 6, 8)
+LEAST_WORDS = {2: 1, 3: 3, 4: 1, 5: 5, 6: 3, 8: 1}  # a group's words come in multiples of these
+WHERE = "layers.0.q in model.safetensors"
+
+group = st.sampled_from(WIDTHS).flatmap(
+    lambda bits: st.tuples(st.just(bits), st.integers(1, 4).map(lambda n: n * LEAST_WORDS[bits]))
+)
+
+
+def read(tensors: Tensors, out_features: int | None = None, bias: Tensor | None = None) -> PackedWeight:
+    """With the shape the tensors themselves have."""
+    width = int(tensors["q_weight"].shape[1])
+    return exl2.read(tensors, len(tensors["q_invperm"]), out_features or width, bias, WHERE)
+
+
+@pytest.mark.parametrize("rate", RATES)
+def test_reference_matrices(fixtures_dir: Path, rate: str) -> None:
+    wanted = oracles.references(fixtures_dir / "reference" / f"exl2-{rate}bpw.safetensors", "dq.")
+    stored = dict(oracles.matrices(fixtures_dir / f"tiny-lm-exl2-{rate}bpw", "q_weight"))
+    assert wanted
+    for key, matrix in wanted.items():
+        inputs, outputs = matrix.shape
+        assert torch.equal(exl2.read(stored[key], inputs, outputs, None, key).dequantize(), matrix)
+
+
+@pytest.mark.parametrize("rate", RATES)
+def test_every_matrix_of_real_files(fixtures_dir: Path, rate: str) -> None:
+    count = 0
+    for _, tensors in oracles.matrices(fixtures_dir / f"tiny-lm-exl2-{rate}bpw", "q_weight"):
+        weight = read(tensors)
+        columns = [0, 13, weight.out_features - 1]
+        assert torch.equal(weight.dequantize()[:, columns], oracles.exl2(tensors, columns))
+        assert oracles.same(exl2.write(weight), tensors)
+        count += 1
+    assert count == 29
+
+
+@pytest.mark.parametrize(
+    ("largest", "codes", "weights"),
+    [
+        (0x22B5, (0x035A, 0x178A, 0x22B4), (0x8DDE, 0xA299, 0xADDE)),
+        (0x1264, (0x0033, 0x072C, 0x1260), (0x8165, 0x9246, 0x9D94)),
+    ],
+)
+def test_published_scales(largest: int, codes: tuple[int, ...], weights: tuple[int, ...]) -> None:
+    tensors = oracles.exl2_tensors([(4, 4)], 32, permuted=False)
+    tensors["q_scale_max"] = torch.tensor([largest], dtype=torch.int16).view(torch.float16)
+    tensors["q_scale"] = torch.tensor([[0xF50, 0, 0, 0]], dtype=torch.int32)  # columns 0, 1, 2: 0, 5, 15
+    tensors["q_weight"].fill_(0x11111111)  # code 1: 7 below the zero point
+    weight = read(tensors)
+    table = weight.segments[0].scales.expand()[0, :3]
+    assert [bits & 0xFFFF for bits in table.view(torch.int16).tolist()] == list(codes)
+    found = weight.dequantize()[0, :3]
+    assert [bits & 0xFFFF for bits in found.view(torch.int16).tolist()] == list(weights)
+
+
+@given(groups=st.lists(group, min_size=1, max_size=8), blocks=st.integers(1, 2), seed=st.integers(0, 2**32))
+def test_read_is_the_slow_decoder(groups: list[tuple[int, int]], blocks: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    tensors = oracles.exl2_tensors(groups, 32 * blocks, permuted=seed % 4 > 0)
+    outputs = 32 * blocks - seed % 32  # the rest is padding
+    weight = read(tensors, outputs)
+    assert torch.equal(weight.dequantize(), oracles.exl2(tensors, range(outputs)))
+    assert (weight.order is None) == torch.equal(tensors["q_invperm"], torch.arange(weight.in_features))
+    widths = [segment.bits for segment in weight.segments]
+    assert all(left != right for left, right in pairwise(widths))
+
+
+@given(groups=st.lists(group, min_size=1, max_size=8), seed=st.integers(0, 2**32))
+def test_what_was_read_is_written_bit_for_bit(groups: list[tuple[int, int]], seed: int) -> None:
+    torch.manual_seed(seed)
+    groups.sort(reverse=True)
+    for bits in dict(groups):  # fill each width up to whole blocks of 32 rows
+        rows = sum(words * 32 // width for width, words in groups if width == bits)
+        if rows % 32:
+            groups.append((bits, (32 - rows % 32) * bits // 32))
+    groups.sort(key=lambda pair: -pair[0])
+    tensors = oracles.exl2_tensors(groups, 64, permuted=seed % 4 > 0)
+    bias = torch.randn(64).half() if seed % 2 else None
+    written = exl2.write(read(tensors, bias=bias))
+    assert oracles.same(written, tensors if bias is None else {**tensors, "bias": bias})
+
+
+@st.composite
+def weights(draw: st.DrawFn) -> PackedWeight:
+    """Anything EXL2 can say, in any order of widths, with short groups and any number of outputs."""
+    torch.manual_seed(draw(st.integers(0, 2**32)))
+    outputs = draw(st.integers(1, 70))
+    parts = []
+    for bits in draw(st.lists(st.sampled_from(WIDTHS), min_size=1, max_size=4)):
+        sizes = draw(st.lists(st.sampled_from([32, 64, 96]), max_size=2))
+        sizes += [16, 16] if bits in (2, 4, 6, 8) and draw(st.booleans()) else [32]
+        parts.append(
+            Segment(
+                bits,
+                tuple(sizes),
+                pack(torch.randint(0, 1 << bits, (sum(sizes), outputs)), bits),
+                Squared(
+                    torch.randint(0, 16, (len(sizes), outputs), dtype=torch.uint8),
+                    oracles.random_scales(len(sizes)),
+                ),
+                1 << (bits - 1),
+            )
+        )
+    rows = sum(part.rows for part in parts)
+    order = torch.randperm(rows).to(torch.int32) if draw(st.booleans()) else None
+    return PackedWeight("exl2", rows, outputs, tuple(parts), torch.float16, order)
+
+
+@given(weights())
+def test_what_was_written_reads_the_same(weight: PackedWeight) -> None:
+    tensors = exl2.write(weight)
+    again = exl2.read(tensors, weight.in_features, weight.out_features, None, WHERE)
+    assert torch.equal(again.dequantize(), weight.dequantize())
+    widths = [segment.bits for segment in again.segments]
+    assert widths == sorted(set(widths), reverse=True)
+    padding = read(tensors).dequantize()[:, weight.out_features :]
+    assert not padding.any()
+    nibbles = oracles.stream(tensors["q_scale"][0].tolist(), 4, tensors["q_weight"].shape[1])
+    assert set(nibbles[weight.out_features :]) <= {15}
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
+def test_the_permutation_may_be_of_any_width(dtype: torch.dtype) -> None:
+    tensors = oracles.exl2_tensors([(8, 16), (4, 16)], 32)
+    wanted = read(tensors).dequantize()
+    tensors["q_invperm"] = tensors["q_invperm"].to(dtype)
+    assert torch.equal(read(tensors).dequantize(), wanted)
+
+
+def test_short_numbers_are_unsigned() -> None:
+    tensors = oracles.exl2_tensors([(8, 33000), (2, 16)], 32)
+    assert int(tensors["q_groups"].min()) < 0
+    tensors["q_invperm"] = torch.arange(132256 - 1, -1, -1, dtype=torch.int32)
+    weight = read(tensors)
+    assert [segment.rows for segment in weight.segments] == [132000, 256]
+    assert oracles.same(exl2.write(weight), tensors)
+    narrow = oracles.exl2_tensors([(8, 10000)], 32)
+    wanted = read(narrow).dequantize()
+    narrow["q_invperm"] = narrow["q_invperm"].to(torch.int16)
+    assert int(narrow["q_invperm"].min()) < 0
+    assert torch.equal(read(narrow).dequantize(), wanted)
+
+
+def test_a_stored_permutation_is_ignored() -> None:
+    tensors = oracles.exl2_tensors([(4, 8)], 32)
+    weight = read({**tensors, "q_perm": torch.zeros(7)})
+    assert torch.equal(weight.dequantize(), read(tensors).dequantize())
+
+
+def test_codes_are_not_copied() -> None:
+    tensors = oracles.exl2_tensors([(8, 16), (4, 16)], 32)
+    first, second = read(tensors).segments
+    assert first.codes.data_ptr() == tensors["q_weight"].data_ptr()
+    assert second.codes.data_ptr() == tensors["q_weight"][16:].data_ptr()
+
+
+def repeat(tensors: Tensors, random: Random) -> None:
+    """A permutation with a duplicate."""
+    first, second = random.sample(range(len(tensors["q_invperm"])), 2)
+    tensors["q_invperm"][first] = tensors["q_invperm"][second]
+
+
+LIES: dict[str, Lie] = {
+    **{f"no {name}": drop(name) for name in ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")},
+    "codes turned round": swap("q_weight", lambda t: t.T),
+    "codes of 64 bits": swap("q_weight", lambda t: t.long()),
+    "codes as floats": swap("q_weight", lambda t: t.float()),
+    "codes in one line": swap("q_weight", lambda t: t.flatten()),
+    "a column too many": swap("q_weight", lambda t: torch.cat([t, t[:, :1]], 1)),
+    "a row too few": swap("q_weight", lambda t: t[:-1]),
+    "a row too many": swap("q_weight", lambda t: torch.cat([t, t[:1]])),
+    "no rows": swap("q_weight", lambda t: t[:0]),
+    "scales turned round": swap("q_scale", lambda t: t.T),
+    "scales as floats": swap("q_scale", lambda t: t.float()),
+    "scales for a group too few": swap("q_scale", lambda t: t[1:]),
+    "scales for eight columns too few": swap("q_scale", lambda t: t[:, 1:]),
+    "maxima of 32 bits": swap("q_scale_max", lambda t: t.float()),
+    "a maximum too many": swap("q_scale_max", lambda t: torch.cat([t, t[:1]])),
+    "a maximum that is no number": put("q_scale_max", lambda r: r.randrange(4), lambda r: float("nan")),
+    "an infinite maximum": put("q_scale_max", lambda r: r.randrange(4), lambda r: float("-inf")),
+    "groups of 32 bits": swap("q_groups", lambda t: t.int()),
+    "no groups": swap("q_groups", lambda t: t[:0]),
+    "half a group": swap("q_groups", lambda t: t[:-1]),
+    "groups in pairs": swap("q_groups", lambda t: t.view(-1, 2)),
+    "groups backwards": swap("q_groups", lambda t: t.view(-1, 2).flip(0).flatten()),
+    "a group too few": swap("q_groups", lambda t: t[:-2]),
+    "a group twice": swap("q_groups", lambda t: torch.cat([t, t[-2:]])),
+    "as many groups as there are numbers": swap("q_groups", lambda t: t.repeat(1000)),
+    "another width": put(
+        "q_groups", lambda r: 2 * r.randrange(4), lambda r: r.choice([0, 1, 7, 9, 10, 16, 32, -8, -1, 255])
+    ),
+    "a first group that is not first": put("q_groups", lambda r: 1, lambda r: r.choice([1, 3, -1])),
+    "a huge offset": put(
+        "q_groups", lambda r: 2 * r.randrange(1, 4) + 1, lambda r: r.choice([32767, -1, -9])
+    ),
+    "an offset again": put("q_groups", lambda r: 2 * r.randrange(1, 4) + 1, lambda r: 0),
+    "words that end inside a code": put("q_groups", lambda r: 3, lambda r: r.choice([4, 6, 7, 8, 9])),
+    "a permutation of floats": swap("q_invperm", lambda t: t.float()),
+    "a permutation of bytes": swap("q_invperm", lambda t: t.to(torch.uint8)),
+    "a longer permutation": swap("q_invperm", lambda t: torch.cat([t, t[:1]])),
+    "a shorter permutation": swap("q_invperm", lambda t: t[t < len(t) - 1]),
+    "a permutation with a hole": repeat,
+    "a row that is not there": put(
+        "q_invperm", lambda r: r.randrange(9), lambda r: r.choice([160, 2**31 - 1])
+    ),
+    "a negative row": put("q_invperm", lambda r: r.randrange(9), lambda r: r.choice([-1, -160, -(2**31)])),
+}
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+@pytest.mark.parametrize("seed", range(5))
+def test_lies_are_refused(lie: Lie, seed: int) -> None:
+    torch.manual_seed(seed)
+    tensors = oracles.exl2_tensors([(5, 5), (5, 5), (4, 8), (3, 3)], 64)
+    assert exl2.read(tensors, 160, 64, None, WHERE).in_features == 160
+    lie(tensors, Random(seed))
+    with pytest.raises((BadTensor, MissingTensor), match=WHERE):
+        exl2.read(tensors, 160, 64, None, WHERE)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(128, 64), (161, 64), (160, 65), (160, 32), (160, 0), (0, 64), (-160, 64), (10**15, 64), (160, 10**15)],
+)
+def test_another_shape_is_refused(shape: tuple[int, int]) -> None:
+    with pytest.raises(BadTensor, match="expected"):
+        exl2.read(oracles.exl2_tensors([(5, 5), (5, 5), (4, 8), (3, 3)], 64), *shape, None, WHERE)
+
+
+@pytest.mark.parametrize("bias", [torch.ones(63), torch.ones(1, 64), torch.ones(64, dtype=torch.int32)])
+def test_another_bias_is_refused(bias: Tensor) -> None:
+    with pytest.raises(BadTensor, match="bias"):
+        read(oracles.exl2_tensors([(4, 8)], 64), bias=bias)
+
+
+@given(st.data())
+def test_noise_is_read_or_refused(data: st.DataObject) -> None:
+    torch.manual_seed(data.draw(st.integers(0, 2**32)))
+    tensors = oracles.exl2_tensors([(5, 5), (4, 8), (2, 2)], 32)
+    for _ in range(data.draw(st.integers(1, 3))):
+        name = data.draw(st.sampled_from(sorted(tensors)))
+        dtype = data.draw(st.sampled_from([tensors[name].dtype, torch.int16, torch.int32, torch.float16]))
+        shape = data.draw(
+            st.sampled_from(
+                [tuple(tensors[name].shape), (), (0,), (3,), (6,), (128,), (15, 32), (3, 4), (3, 4, 1)]
+            )
+        )
+        reach = data.draw(st.sampled_from([2, 9, 200, 30000]))
+        tensors[name] = torch.randint(-reach // 4, reach, shape).to(dtype)
+    try:
+        weight = exl2.read(tensors, 128, 32, None, WHERE)
+    except CheckpointError:
+        return
+    assert torch.equal(weight.dequantize(), oracles.exl2(tensors, range(32)))
+
+
+def enormous(words: int) -> PackedWeight:
+    """Two groups of 8 bits, the second of 32 rows after so many words."""
+    scales = Squared(torch.zeros(2, 1, dtype=torch.uint8), oracles.random_scales(2))
+    segment = Segment(8, (4 * words, 32), oracles.random_words(words + 8, 1), scales, 128)
+    return PackedWeight("exl2", segment.rows, 1, (segment,), torch.float16)
+
+
+def spoiled(**change: object) -> PackedWeight:
+    """A weight EXL2 could say but for this change of its first segment."""
+    weight = read(oracles.exl2_tensors([(4, 8), (2, 2)], 32))
+    first, second = weight.segments
+    return replace(weight, segments=(replace(first, **change), second))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("weight", "reason"),
+    [
+        (lambda: spoiled(minimum=Direct(torch.ones(1, 32))), "minimums"),
+        (lambda: spoiled(codebook=torch.ones(16)), "codebooks"),
+        (lambda: spoiled(zero=7), "zero points other than 8 for 4 bits"),
+        (lambda: spoiled(zero=torch.full((1, 32), 8, dtype=torch.uint8)), "zero points other than 8"),
+        (lambda: spoiled(scales=Direct(torch.ones(1, 32))), "Direct scales"),
+        (lambda: replace(spoiled(), dtype=torch.float32), "float32"),
+        (lambda: spoiled(bits=7, codes=oracles.random_words(14, 32)), "7-bit codes"),
+        (lambda: read(oracles.exl2_tensors([(4, 4), (2, 1)], 32)), "48 inputs"),
+        (lambda: read(oracles.exl2_tensors([(4, 6), (2, 1)], 32)), "48 rows of 4 bits"),
+        (lambda: read(oracles.exl2_tensors([(4, 8), (2, 4)], 32)).split(0, [(0, 32)])[0], "rows of"),
+        (lambda: enormous(65600), "word 65600, past 65535"),
+    ],
+)
+def test_what_exl2_cannot_say(weight: Callable[[], PackedWeight], reason: str) -> None:
+    with pytest.raises(Unsupported, match=reason):
+        exl2.write(weight())

@@ -1,0 +1,166 @@
+"""Names on the Hub: the library is asked for the right files, and its complaints become ours."""
+
+from __future__ import annotations
+
+import errno
+import sys
+import time
+from collections.abc import Callable
+from fnmatch import fnmatch
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from exlm.errors import MissingExtra, ModelNotFound
+from exlm.hub.snapshot import UNWANTED, WANTED, download_snapshot
+
+hub = pytest.importorskip("huggingface_hub")
+errors = pytest.importorskip("huggingface_hub.errors")
+
+Answer = Callable[..., str]
+
+
+@pytest.fixture
+def answer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answer], None]:
+    return lambda function: monkeypatch.setattr(hub, "snapshot_download", function)
+
+
+def failing(error: BaseException, cause: BaseException | None = None) -> Answer:
+    def snapshot_download(*args: Any, **kwargs: Any) -> str:
+        raise error from cause
+
+    return snapshot_download
+
+
+def from_the_hub(kind: str, message: str) -> Any:
+    response = SimpleNamespace(headers={}, request=None, status_code=404)
+    return getattr(errors, kind)(message, response=response)
+
+
+def filled(folder: Path, *names: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (folder / name).touch()
+    return folder
+
+
+def test_the_library_is_asked_for_what_a_model_needs(tmp_path: Path, answer: Any) -> None:
+    asked: dict[str, Any] = {}
+
+    def snapshot_download(repository: str, **kwargs: Any) -> str:
+        asked.update(kwargs, repository=repository)
+        return str(filled(tmp_path, "config.json", "model.safetensors"))
+
+    answer(snapshot_download)
+    assert download_snapshot("owner/name@v1.0", True) == tmp_path
+    assert asked["repository"] == "owner/name"
+    assert asked["revision"] == "v1.0"
+    assert asked["tqdm_class"] is None
+    assert download_snapshot("owner/name", False) == tmp_path
+    assert asked["revision"] is None
+    assert asked["tqdm_class"](total=3).disable
+
+
+@pytest.mark.parametrize(
+    ("file", "wanted"),
+    [
+        ("config.json", True),
+        ("model-00001-of-00002.safetensors", True),
+        ("tokenizer.model", True),
+        ("merges.txt", True),
+        ("chat_template.jinja", True),
+        ("x.Q4_K_M.gguf", True),
+        ("pytorch_model.bin", False),
+        ("modeling_x.py", False),
+        ("consolidated.safetensors", False),
+        ("original/params.json", False),
+        ("onnx/model.safetensors", False),
+    ],
+)
+def test_code_pickles_and_copies_stay_where_they_are(file: str, wanted: bool) -> None:
+    allowed = any(fnmatch(file, pattern) for pattern in WANTED)
+    assert (allowed and not any(fnmatch(file, pattern) for pattern in UNWANTED)) == wanted
+
+
+def test_a_repository_of_one_gguf_is_that_file(tmp_path: Path, answer: Any) -> None:
+    answer(lambda *a, **k: str(filled(tmp_path, "x.gguf", "README.txt")))
+    assert download_snapshot("owner/name", False) == tmp_path / "x.gguf"
+
+
+def test_of_several_ggufs_the_user_chooses(tmp_path: Path, answer: Any) -> None:
+    answer(lambda *a, **k: str(filled(tmp_path, "a.gguf", "b.gguf")))
+    with pytest.raises(ModelNotFound, match=r"holds 2 GGUF files; .*a\.gguf\. They are: a\.gguf, b\.gguf"):
+        download_snapshot("owner/name", False)
+
+
+def test_a_repository_without_weights_we_read_is_told(tmp_path: Path, answer: Any) -> None:
+    answer(lambda *a, **k: str(filled(tmp_path, "config.json", "merges.txt")))
+    with pytest.raises(ModelNotFound, match=r"found config\.json, merges\.txt.*safetensors version"):
+        download_snapshot("owner/name", False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("GatedRepoError", r"owner/name is gated: .*https://huggingface\.co/owner/name, .*hf auth login"),
+        ("RepositoryNotFoundError", r"no folder owner/name here, and the Hub knows no .*spelling"),
+        ("RevisionNotFoundError", r"owner/name has no revision v9\. Name a branch"),
+        ("HfHubHTTPError", r"could not be fetched from the Hub: .*Check the network"),
+    ],
+)
+def test_what_the_hub_says_is_passed_on(answer: Any, kind: str, expected: str) -> None:
+    answer(failing(from_the_hub(kind, "404 Client Error.\n\nThe reason of the Hub.")))
+    with pytest.raises(ModelNotFound, match=expected) as caught:
+        download_snapshot("owner/name@v9", False)
+    assert "404 Client Error. The reason of the Hub." in str(caught.value)
+    assert type(caught.value.__cause__).__name__ == kind
+
+
+def test_no_network_is_told(answer: Any) -> None:
+    cause = ConnectionError("[Errno -2] Name or service not known")
+    answer(failing(errors.LocalEntryNotFoundError("Got: a long story"), cause))
+    with pytest.raises(ModelNotFound, match=r"Name or service not known\. Check the network"):
+        download_snapshot("owner/name", False)
+
+
+def test_an_error_of_the_http_library_is_told(answer: Any) -> None:
+    transport = errors.HfHubHTTPError.__bases__[0]
+    answer(failing(transport("the proxy hung up")))
+    with pytest.raises(ModelNotFound, match="the proxy hung up"):
+        download_snapshot("owner/name", False)
+
+
+def test_a_full_disk_is_told(answer: Any) -> None:
+    answer(failing(OSError(errno.ENOSPC, "No space left on device", "/cache/blob")))
+    with pytest.raises(ModelNotFound, match=r"/cache/blob: No space left on device.*HF_HOME"):
+        download_snapshot("owner/name", False)
+
+
+def test_a_mistake_of_ours_is_not_dressed_up(answer: Any) -> None:
+    answer(failing(TypeError("an unexpected argument")))
+    with pytest.raises(TypeError, match="unexpected"):
+        download_snapshot("owner/name", False)
+
+
+@pytest.mark.parametrize("name", ["owner/-name", "owner/na--me"])
+def test_a_name_the_library_refuses_is_told(name: str) -> None:
+    with pytest.raises(ModelNotFound, match="cannot be a name on the Hub"):
+        download_snapshot(name, False)
+
+
+def test_the_real_library_offline_answers_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # the library reads it when imported, which has happened
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    started = time.monotonic()
+    with pytest.raises(ModelNotFound, match="HF_HUB_OFFLINE forbids"):
+        download_snapshot("owner/name", False)
+    assert time.monotonic() - started < 5
+
+
+def test_without_the_library_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(MissingExtra, match="pip install huggingface_hub"):
+        download_snapshot("owner/name", False)
