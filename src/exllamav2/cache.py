@@ -2,5 +2,16 @@
 
 from exlm import Cache as ExLlamaV2Cache
 from exlm import CacheBase as ExLlamaV2CacheBase
+from exlm import CacheFP8 as ExLlamaV2Cache_8bit
+from exlm import CacheQ4 as ExLlamaV2Cache_Q4
+from exlm import CacheQ6 as ExLlamaV2Cache_Q6
+from exlm import CacheQ8 as ExLlamaV2Cache_Q8
 
-__all__ = ["ExLlamaV2Cache", "ExLlamaV2CacheBase"]
+__all__ = [
+    "ExLlamaV2Cache",
+    "ExLlamaV2CacheBase",
+    "ExLlamaV2Cache_8bit",
+    "ExLlamaV2Cache_Q4",
+    "ExLlamaV2Cache_Q6",
+    "ExLlamaV2Cache_Q8",
+]

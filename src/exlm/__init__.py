@@ -3,7 +3,7 @@
 This is the front door: every public name, and nothing else.
 """
 
-from .cache import Cache, CacheBase
+from .cache import Cache, CacheBase, CacheFP8, CacheQ4, CacheQ6, CacheQ8
 from .config import Config
 from .errors import (
     BadFile,
@@ -23,29 +23,60 @@ from .errors import (
     UnsafeFile,
     Unsupported,
 )
+from .filters import Filter, GrammarFilter, JsonSchemaFilter, PrefixFilter, RegexFilter, SelectFilter
+from .generator import (
+    AsyncGenerator,
+    AsyncJob,
+    Generator,
+    Job,
+    PrefillResult,
+    StartedResult,
+    StreamingResult,
+)
 from .hub import find_model
 from .model import MatrixSummary, Model, Summary
+from .model.convert import convert_model
+from .sampling import Sampler, Settings
 from .tokenizer import Tokenizer
 from .version import __version__
 
 __all__ = [
+    "AsyncGenerator",
+    "AsyncJob",
     "BadFile",
     "BadTensor",
     "Cache",
     "CacheBase",
+    "CacheFP8",
+    "CacheQ4",
+    "CacheQ6",
+    "CacheQ8",
     "CacheTooSmall",
     "ChatTemplateError",
     "CheckpointError",
     "Config",
     "ConfigError",
     "ExlmError",
+    "Filter",
+    "Generator",
+    "GrammarFilter",
     "InputError",
+    "Job",
+    "JsonSchemaFilter",
     "MatrixSummary",
     "MissingExtra",
     "MissingTensor",
     "Model",
     "ModelNotFound",
     "NotLoaded",
+    "PrefillResult",
+    "PrefixFilter",
+    "RegexFilter",
+    "Sampler",
+    "SelectFilter",
+    "Settings",
+    "StartedResult",
+    "StreamingResult",
     "Summary",
     "Tokenizer",
     "TokenizerError",
@@ -53,5 +84,6 @@ __all__ = [
     "UnsafeFile",
     "Unsupported",
     "__version__",
+    "convert_model",
     "find_model",
 ]

@@ -1,4 +1,4 @@
-"""The cache: geometry, paging, copying."""
+"""The caches users hold: geometry, paging, copying, for every precision."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exlm import Cache, InputError, NotLoaded
+from exlm import Cache, CacheBase, CacheFP8, CacheQ4, CacheQ6, CacheQ8, InputError, NotLoaded, Unsupported
 from exlm.cache import PAGE, DenseLayer, LayerShape
 from exlm.nn import Batch
 
 CPU = torch.device("cpu")
+META = torch.device("meta")  # a second device that every machine has
+KINDS: list[type[CacheBase]] = [Cache, CacheFP8, CacheQ8, CacheQ6, CacheQ4]
 
 
 @dataclass
@@ -24,6 +26,14 @@ class Stub:
     cache_devices: list[torch.device] | None = field(default_factory=lambda: [CPU] * 3)
     cache_dtype: torch.dtype = torch.float32
     cache_length: int = 300
+
+
+STUB = Stub(cache_shapes=[LayerShape(2, 32)] * 3)
+
+
+def fill(cache: CacheBase) -> None:
+    for tensor in cache.all_tensors():
+        tensor.copy_(torch.randint(0, 256, tensor.shape))
 
 
 def batch(past: list[int], tokens: int, pages: torch.Tensor) -> Batch:
@@ -83,16 +93,18 @@ def test_paged_rows_read_back_what_was_written(pasts: list[int], tokens: int, ra
         assert torch.equal(v[row, : past + tokens], -full[row, : past + tokens])
 
 
-def test_copy_states_moves_one_row_to_many() -> None:
-    cache, other = Cache(Stub(), batch_size=2), Cache(Stub(), batch_size=3, max_seq_len=700)
-    for tensor in cache.all_tensors():
-        tensor.normal_()
+@pytest.mark.parametrize("kind", KINDS)
+def test_copy_states_moves_one_row_to_many(kind: type[CacheBase]) -> None:
+    cache, other = kind(STUB, batch_size=2), kind(STUB, batch_size=3, max_seq_len=700)
+    fill(cache)
     cache.copy_states(other, 5, 270, 300, 270, 1, 1, 0, 2)
-    for mine, theirs in zip(cache.key_states, other.key_states, strict=True):
-        for row in (0, 1):
-            assert torch.equal(theirs[row, 300:570], mine[1, 5:275])
-        assert not theirs[2].any()
-        assert not theirs[0, :300].any()
+    for states in ("key_states", "value_states", "key_scales", "value_scales"):
+        for mine, theirs in zip(getattr(cache, states), getattr(other, states), strict=True):
+            for row in (0, 1):
+                assert torch.equal(theirs[row, 300:570], mine[1, 5:275])
+            assert not theirs[2].any()
+            assert not theirs[0, :300].any()
+            assert not theirs[0, 570:].any()
 
 
 def test_copy_states_within_one_cache_may_overlap() -> None:
@@ -118,21 +130,180 @@ def test_copy_states_checks_its_ranges(arguments: tuple[int, ...], message: str)
         cache.copy_states(cache, *arguments)
 
 
-def test_clone_is_deep() -> None:
-    cache = Cache(Stub(), batch_size=2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_copy_states_refuses_another_kind(kind: type[CacheBase]) -> None:
+    other = Cache(STUB) if kind is not Cache else CacheQ4(STUB)
+    with pytest.raises(InputError, match=f"{kind.__name__} gives .* found a {type(other).__name__}"):
+        kind(STUB).copy_states(other, 0, 5, 0, 5, 0, 1, 0, 1)
+    with pytest.raises(InputError, match="same kind"):
+        kind(STUB, copy_from=other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_clone_is_deep_and_of_the_same_kind(kind: type[CacheBase]) -> None:
+    cache = kind(STUB, batch_size=2)
     cache.current_seq_len = 17
-    for tensor in cache.all_tensors():
-        tensor.normal_()
+    fill(cache)
     twin = cache.clone()
-    assert twin.current_seq_len == 17
-    for a, b in zip(cache.key_states, twin.key_states, strict=True):
-        assert torch.equal(a[:, :300], b[:, :300])
-    cache.all_tensors()[0].zero_()
-    assert twin.all_tensors()[0].any()
+    assert type(twin) is kind
+    assert (twin.current_seq_len, twin.batch_size, twin.max_seq_len) == (17, 2, 300)
+    for a, b in zip(cache.all_tensors(), twin.all_tensors(), strict=True):
+        assert torch.equal(a, b)
+        a.zero_()
+        assert b.any()
     cache.reset()
     assert (cache.current_seq_len, twin.current_seq_len) == (0, 17)
+
+
+def test_a_clone_of_a_lazy_cache_is_lazy() -> None:
+    cache = CacheQ6(STUB, lazy=True)
+    twin = cache.clone()
+    assert not twin.allocated
+    twin.allocate()
+    assert not cache.allocated
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copy_from_takes_what_fits(kind: type[CacheBase]) -> None:
+    cache = kind(STUB, batch_size=2)
+    fill(cache)
+    cache.current_seq_len = 290
+    smaller = kind(STUB, batch_size=1, max_seq_len=260, copy_from=cache)
+    assert smaller.current_seq_len == 260
+    for a, b in zip(cache.value_states, smaller.value_states, strict=True):
+        assert torch.equal(a[0, :260], b[0, :260])
 
 
 def test_a_lazy_cache_cannot_copy() -> None:
     with pytest.raises(InputError, match="lazy"):
         Cache(Stub(), copy_from=Cache(Stub()), lazy=True)
+
+
+BYTES = {Cache: 4.0, CacheFP8: 2.0, CacheQ8: 2.125, CacheQ6: 1.625, CacheQ4: 1.125}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [LayerShape(2, 32), LayerShape(8, 128), LayerShape(1, 96)])
+def test_bytes_of_a_token(kind: type[CacheBase], shape: LayerShape) -> None:
+    model = Stub(cache_shapes=[shape] * 2, cache_devices=[CPU] * 2, cache_dtype=torch.float16)
+    cache = kind(model, batch_size=3, max_seq_len=2 * PAGE)
+    assert sum(cache.footprint()) == 2 * 3 * 2 * PAGE * BYTES[kind] * shape.kv_heads * shape.head_dim
+
+
+@pytest.mark.parametrize(
+    ("kind", "k", "v"), [(CacheFP8, 64, 64), (CacheQ8, 64, 64), (CacheQ6, 64, 32), (CacheQ4, 32, 32)]
+)
+def test_the_shape_of_codes(kind: type[CacheBase], k: int, v: int) -> None:
+    shapes = [LayerShape(2, 64), LayerShape(3, 64)]
+    cache = kind(Stub(cache_shapes=shapes, cache_devices=[CPU] * 2), batch_size=2)
+    assert [x.shape for x in cache.key_states] == [(2, 2 * PAGE, 2, k), (2, 2 * PAGE, 3, k)]
+    assert [x.shape for x in cache.value_states] == [(2, 2 * PAGE, 2, v), (2, 2 * PAGE, 3, v)]
+    scales = [(2, 2 * PAGE, 2, 2), (2, 2 * PAGE, 3, 2)] if kind.has_scales else []
+    assert [x.shape for x in cache.key_scales] == [x.shape for x in cache.value_scales] == scales
+    assert {x.dtype for x in cache.key_scales} <= {torch.float16}
+    assert cache.dtype is cache.key_states[0].dtype is torch.uint8
+    assert (cache.num_hidden_layers, cache.num_key_value_heads, cache.head_dim) == (2, [2, 3], 64)
+
+
+def test_plain_floats_have_no_scales() -> None:
+    cache = Cache(STUB)
+    assert (cache.has_scales, cache.key_scales, cache.value_scales) == (False, [], [])
+    assert (cache.num_hidden_layers, cache.num_key_value_heads, cache.head_dim) == (3, 2, 32)
+
+
+@pytest.mark.parametrize("kind", [CacheQ8, CacheQ6, CacheQ4])
+@pytest.mark.parametrize("lazy", [True, False])
+def test_heads_that_are_not_of_32s_are_refused_at_once(kind: type[CacheBase], lazy: bool) -> None:
+    model = Stub(cache_shapes=[LayerShape(2, 32), LayerShape(2, 80), LayerShape(2, 32)])
+    with pytest.raises(Unsupported, match=f"{kind.__name__} .* 32 .* head_dim is 80 in layer 1.* CacheFP8"):
+        kind(model, lazy=lazy)
+    assert CacheFP8(model).allocated
+
+
+@pytest.mark.parametrize("wish", ["float16", "torch.float16", torch.float16])
+def test_a_dense_cache_of_another_precision(wish: str | torch.dtype) -> None:
+    cache = Cache(STUB, dtype=wish)
+    assert cache.dtype is cache.key_states[0].dtype is torch.float16
+    assert cache.clone().dtype is torch.float16
+    assert Cache(STUB).dtype is torch.float32
+    x = torch.randn(1, 5, 2, 32)
+    k, v = cache.layers[0].update(x, -x, batch([0], 5, cache.table(1, CPU)))
+    assert torch.equal(k, x.half().float())
+    assert torch.equal(v, -x.half().float())
+
+
+@pytest.mark.parametrize("wish", ["int8", "q4", torch.float64])
+def test_precisions_a_dense_cache_cannot_have(wish: str | torch.dtype) -> None:
+    with pytest.raises(InputError, match="one of float16, bfloat16, float32, found"):
+        Cache(STUB, dtype=wish)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copying_pages(kind: type[CacheBase]) -> None:
+    cache = kind(STUB, max_seq_len=4 * PAGE)
+    fill(cache)
+    before = [tensor.clone() for tensor in cache.all_tensors()]
+    cache.copy([(0, 2, 100), (2, 3, PAGE), (1, 1, 9), (3, 0, 0)])
+    for now, then in zip(cache.all_tensors(), before, strict=True):
+        assert torch.equal(now[:2], then[:2])
+        assert torch.equal(now[2, :100], then[0, :100])
+        assert torch.equal(now[2, 100:], then[2, 100:])
+        assert torch.equal(now[3], now[2])  # orders are served one after the other
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1), (2, 0, 1), (-1, 0, 1), (0, 1, PAGE + 1), (0, 1, -1)])
+def test_copying_pages_that_are_not_there(order: tuple[int, int, int]) -> None:
+    cache = Cache(STUB)
+    fill(cache)
+    before = cache.all_tensors()[0].clone()
+    with pytest.raises(InputError, match="pages 0 to 1 of 256 tokens"):
+        cache.copy([(0, 1, 5), order])
+    assert torch.equal(cache.all_tensors()[0], before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_roll_left_drops_the_first_token(kind: type[CacheBase]) -> None:
+    cache = kind(STUB, batch_size=2)
+    fill(cache)
+    cache.current_seq_len = 9
+    before = cache.clone()
+    cache.roll_left()
+    assert cache.current_seq_len == 8
+    for states in ("key_states", "value_states", "key_scales", "value_scales"):
+        for now, then in zip(getattr(cache, states), getattr(before, states), strict=True):
+            assert torch.equal(now[:, :-1], then[:, 1:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_follow_the_model(kind: type[CacheBase]) -> None:
+    model = Stub(cache_shapes=[LayerShape(2, 32)] * 3)
+    cache = kind(model, lazy=True)
+    cache.update_cache_tensors()
+    assert cache.allocated
+    fill(cache)
+    before = cache.all_tensors()[0].clone()
+    model.cache_devices = [CPU, META, META]
+    cache.update_cache_tensors()
+    assert [layer.device for layer in cache.layers] == [CPU, META, META]
+    assert torch.equal(cache.all_tensors()[0], before)
+    one, two = cache.footprint()
+    assert two == 2 * one
+
+
+def test_arguments_of_old_scripts() -> None:
+    cache = CacheQ4(STUB, 1, 300, None, False, 2, "cpu")
+    cache.touch_device("cpu")
+    assert cache.allocated
+    with pytest.raises(InputError, match="num_key_value_heads is 4, but layer 0 of the model has 2"):
+        CacheQ4(STUB, num_key_value_heads=4)
+    with pytest.raises(InputError, match="fixed_device is meta, but layer 0 of the model is on cpu"):
+        CacheQ4(STUB, fixed_device="meta")
+    with pytest.raises(InputError, match="fixed_device is cuda:3"):
+        CacheQ4(STUB, fixed_device=3)
+    with pytest.raises(InputError, match="'moon' is not a device"):
+        CacheQ4(STUB, fixed_device="moon")
+
+
+def test_the_base_is_no_cache() -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        CacheBase(STUB)  # type: ignore[abstract]

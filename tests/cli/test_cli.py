@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from exlm import Cache, Config, InputError, Model, ModelNotFound, Tokenizer
+from exlm import Cache, Config, InputError, Model, ModelNotFound, Tokenizer, Unsupported
 from exlm.cli.__main__ import app
 from tests import tiny
 
@@ -104,6 +104,23 @@ def test_what_does_not_fit_is_an_error(folder: Path) -> None:
         run("generate", str(folder), "x", "y")
     with pytest.raises(ModelNotFound):
         run("info", str(folder / "nowhere"))
+
+
+def test_convert_rewrites_a_model(folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "new"
+    done = CliRunner(env={"COLUMNS": "160"}).invoke(
+        app, ["convert", str(folder), str(target), "--shard-size", "1"]
+    )
+    assert done.exit_code == 0, done.output
+    assert f"{target}: 4 files, " in done.stdout
+    assert "Converting" in done.stderr
+    want = run("generate", str(folder), "Hi", "-n", "8", "-q")
+    assert run("generate", str(target), "Hi", "-n", "8", "-q") == want
+    with pytest.raises(InputError, match="overwrite"):
+        run("convert", str(folder), str(target), "-q")
+    assert run("convert", str(folder), str(target), "--to", "dense", "--overwrite", "-q") == ""
+    with pytest.raises(Unsupported, match=r"layers\.0\.attn\.q is stored as dense"):
+        run("convert", str(folder), str(tmp_path / "other"), "--to", "exl2")
 
 
 def test_errors_are_told_in_one_line_without_a_traceback(tmp_path: Path) -> None:

@@ -1,6 +1,22 @@
 """Where keys and values live: tensors on devices, in pages known only by number."""
 
-from .cache import PAGE, Cache, CacheBase, LayerShape
-from .dense import DenseLayer, Passing
+from .base import CacheBase
+from .coded import CodedLayer
+from .dense import Cache, DenseLayer, Passing
+from .layer import PAGE, Layer, LayerShape
+from .quant import CacheFP8, CacheQ4, CacheQ6, CacheQ8
 
-__all__ = ["PAGE", "Cache", "CacheBase", "DenseLayer", "LayerShape", "Passing"]
+__all__ = [
+    "PAGE",
+    "Cache",
+    "CacheBase",
+    "CacheFP8",
+    "CacheQ4",
+    "CacheQ6",
+    "CacheQ8",
+    "CodedLayer",
+    "DenseLayer",
+    "Layer",
+    "LayerShape",
+    "Passing",
+]

@@ -2,44 +2,81 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 import torch
 from torch import Tensor
 
+from ..errors import InputError
 from ..kernels.backend import Where
+from .base import CacheBase, Cached
+from .layer import PAGE, Layer, LayerShape, homes
+
+FLOATS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-class DenseLayer:
+class DenseLayer(Layer):
     """One layer's pages: (pages, page size, kv_heads, head_dim) for keys and for values."""
 
     def __init__(
         self, pages: int, page: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.page = page
-        self.k = torch.zeros(pages, page, heads, head_dim, dtype=dtype, device=device)
-        self.v = torch.zeros_like(self.k)
+        k = torch.zeros(pages, page, heads, head_dim, dtype=dtype, device=device)
+        super().__init__(page, (k,), (torch.zeros_like(k),))
 
     @property
-    def device(self) -> torch.device:
-        """Where the pages are."""
-        return self.k.device
+    def k(self) -> Tensor:
+        """The keys' pages."""
+        return self.keys[0]
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Everything that holds state."""
-        return (self.k, self.v)
+    def v(self) -> Tensor:
+        """The values' pages."""
+        return self.values[0]
 
     def update(self, k: Tensor, v: Tensor, where: Where) -> tuple[Tensor, Tensor]:
-        """Write the new heads behind each row's past; return every head up to the longest row's end."""
-        slots = where.past[:, None] + torch.arange(k.shape[1], device=k.device)  # (rows, tokens)
-        home = where.pages.gather(1, slots // self.page).long() * self.page + slots % self.page
-        flat = home.flatten()
-        self.k.flatten(0, 1)[flat] = k.flatten(0, 1).to(self.k.dtype)
-        self.v.flatten(0, 1)[flat] = v.flatten(0, 1).to(self.v.dtype)
+        """Write the new heads behind each row's past; return every head up to the longest row's end.
+
+        New tokens are read back as stored, so the answer does not depend on how a prompt was cut.
+        """
+        home = homes(where, k.shape[1], self.page)
+        self.k.flatten(0, 1)[home] = k.flatten(0, 1).to(self.k.dtype)
+        self.v.flatten(0, 1)[home] = v.flatten(0, 1).to(self.v.dtype)
         width = -(-where.longest // self.page)
         table = where.pages[:, :width].long()
         keys = self.k[table].flatten(1, 2)[:, : where.longest]  # (rows, longest, kv_heads, head_dim)
         values = self.v[table].flatten(1, 2)[:, : where.longest]
         return keys.to(k.dtype), values.to(v.dtype)
+
+
+class Cache(CacheBase):
+    """Keys and values as floats: the model's own precision, or `dtype` ("float16", "bfloat16", "float32").
+
+    The model's own is float16 or bfloat16 on a GPU and float32 on a CPU.
+    """
+
+    def __init__(
+        self,
+        model: Cached,
+        batch_size: int = 1,
+        max_seq_len: int = -1,
+        copy_from: Self | None = None,
+        lazy: bool = False,
+        num_key_value_heads: int | None = None,
+        fixed_device: int | str | torch.device | None = None,
+        *,
+        dtype: str | torch.dtype | None = None,
+    ) -> None:
+        self._dtype = None if dtype is None else _float(dtype)
+        super().__init__(model, batch_size, max_seq_len, copy_from, lazy, num_key_value_heads, fixed_device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision of the stored numbers."""
+        return self._dtype or self.model.cache_dtype
+
+    def _layer(self, shape: LayerShape, device: torch.device) -> DenseLayer:
+        return DenseLayer(self.num_pages, PAGE, shape.kv_heads, shape.head_dim, self.dtype, device)
 
 
 class Passing:
@@ -48,3 +85,13 @@ class Passing:
     def update(self, k: Tensor, v: Tensor, where: Where) -> tuple[Tensor, Tensor]:
         """Return the new heads unchanged."""
         return k, v
+
+
+def _float(wish: str | torch.dtype) -> torch.dtype:
+    name = str(wish).removeprefix("torch.")
+    if name not in FLOATS:
+        raise InputError(
+            f"A cache's dtype must be one of {', '.join(FLOATS)}, found {name!r}. For fewer bits use "
+            "CacheQ8, CacheQ6, CacheQ4 or CacheFP8."
+        )
+    return FLOATS[name]

@@ -38,14 +38,16 @@ def copy_rows(
     if not info.shape:
         _put(files.read(info.name), target, misfits, check)
         return misfits
+    as_stored = target.device.type == "cpu" and target.dtype is files.dtype(info.name)
     at = 0
     for first, last in spans:
-        for start, stop in _chunks(info, first, last):
-            part = target[at : at + stop - start]
-            _put(files.read_rows(info.name, start, stop), part, misfits, check)
-            files.release(info.name, start, stop)
-            at += stop - start
-    files.release(info.name)
+        part = target[at : at + last - first]
+        if as_stored:
+            files.load_rows(info.name, first, part)
+            _inspect(part, part, misfits, check)
+        else:
+            _convert_rows(files, info, (first, last), part, misfits, check)
+        at += last - first
     return misfits
 
 
@@ -66,6 +68,16 @@ def copy_columns(
     return misfits
 
 
+def _convert_rows(
+    files: TensorFiles, info: TensorInfo, rows: Span, target: torch.Tensor, misfits: Misfits, check: bool
+) -> None:
+    for start, stop in _chunks(info, *rows):
+        part = target[start - rows[0] : stop - rows[0]]
+        _put(files.read_rows(info.name, start, stop), part, misfits, check)
+        files.release(info.name, start, stop)
+    files.release(info.name)
+
+
 def _chunks(info: TensorInfo, first: int, last: int) -> Iterator[Span]:
     rows = info.shape[0]
     step = max(1, CHUNK * rows // max(1, info.nbytes))
@@ -74,14 +86,16 @@ def _chunks(info: TensorInfo, first: int, last: int) -> Iterator[Span]:
 
 
 def _put(source: torch.Tensor, target: torch.Tensor, misfits: Misfits, check: bool) -> None:
-    if not source.numel():
-        return
     # Converted where it goes: blocks of this size that come and go on the CPU's heap between others leave
     # holes that are never filled, and the process grows by as much with each tensor.
     source = source.to(target.device)
     target.copy_(source)
     narrows = torch.finfo(target.dtype).max < torch.finfo(source.dtype).max
-    if not (check or narrows):
+    _inspect(source, target, misfits, check or narrows)
+
+
+def _inspect(source: torch.Tensor, target: torch.Tensor, misfits: Misfits, check: bool) -> None:
+    if not check or not target.numel():
         return
     # Both ends tell in one pass whether anything is amiss; NaN comes through as NaN.
     low, high = torch.aminmax(target)

@@ -1,15 +1,15 @@
 """The tensors of a model folder, read when they are asked for.
 
-Each file is mapped into memory once, and a tensor that is read is a view of the map. Pages that have been
-copied elsewhere can be given back, so that loading a model takes the memory of the model and not that of its
-files too. Names here are the stored ones; roles and renaming are not known.
+A tensor that is to be kept as it is stored is loaded into memory of its own. One that is to be converted is a
+view of its file, mapped once; pages that have been converted can be given back, so that loading a model takes
+the memory of the model and not that of its files too. Names here are the stored ones; roles and renaming are
+not known.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
-import os
 import sys
 import threading
 from pathlib import Path
@@ -18,7 +18,8 @@ import torch
 
 from ..errors import BadFile, BadTensor, MissingTensor
 from .folder import INDEX, TensorInfo, scan
-from .header import DTYPES, damaged, shown
+from .header import DTYPES, shown
+from .memory import check_size, fresh, read_bytes
 
 
 class TensorFiles:
@@ -69,6 +70,26 @@ class TensorFiles:
             return f"{INDEX} says it is in {shown(file)}, which does not hold it: one of them is stale."
         return f"{INDEX} says it is in {shown(file)}, which is not in the folder: download that file."
 
+    def dtype(self, name: str) -> torch.dtype:
+        """The type of a tensor's numbers; BadFile if torch has none like it."""
+        info = self.info(name)
+        if info.dtype not in DTYPES:
+            raise BadFile(f"{info}: type {shown(info.dtype)} is not one of {', '.join(DTYPES)}.")
+        return DTYPES[info.dtype]
+
+    def load(self, name: str) -> torch.Tensor:
+        """A tensor on the CPU in memory of its own, as stored."""
+        info = self.info(name)
+        target = fresh(info.shape, self.dtype(name))
+        read_bytes(info.file, self._sizes[info.file], info.offset, target)
+        return target
+
+    def load_rows(self, name: str, start: int, target: torch.Tensor) -> None:
+        """Fill `target`, on the CPU, contiguous and of the stored type, with the rows from `start` on."""
+        info = self.info(name)
+        first, _ = self._row_bytes(info, start, start + len(target))
+        read_bytes(info.file, self._sizes[info.file], first, target)
+
     def read(self, name: str) -> torch.Tensor:
         """A tensor on the CPU, as stored: a view of the file where the file's layout allows.
 
@@ -115,13 +136,8 @@ class TensorFiles:
         row = info.nbytes // rows if rows else 0
         return info.offset + start * row, (stop - start) * row
 
-    def _dtype(self, info: TensorInfo) -> torch.dtype:
-        if info.dtype not in DTYPES:
-            raise BadFile(f"{info}: type {shown(info.dtype)} is not one of {', '.join(DTYPES)}.")
-        return DTYPES[info.dtype]
-
     def _view(self, info: TensorInfo, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
-        dtype = self._dtype(info)
+        dtype = self.dtype(info.name)
         count = math.prod(shape)
         if not count:
             return torch.empty(shape, dtype=dtype)
@@ -145,9 +161,7 @@ def _mapped(path: Path, size: int) -> mmap.mmap:
     """The file in memory: pages come when touched, and writes stay with us."""
     try:
         with path.open("rb") as file:
-            found = os.fstat(file.fileno()).st_size
-            if found != size:
-                raise damaged(path, f"expected {size} bytes as when its header was read, found {found}")
+            check_size(path, file.fileno(), size)
             if sys.platform == "linux":
                 # Private, writable memory is reserved in full unless told otherwise, and a file may be larger
                 # than what there is to reserve. The constant has a name only from Python 3.13 on.

@@ -37,20 +37,26 @@ def read_gptq(lookup: Lookup, wanted: Wanted) -> PackedWeight:
 
 
 def _gather(lookup: Lookup, wanted: Wanted, suffixes: Iterable[str]) -> tuple[dict[str, Tensor], str]:
-    """Views of the tensors that are there, and the words that name them in an error."""
+    """The tensors that are there, and the words that name them in an error."""
     infos = {s: lookup.ask(key) for s in suffixes if (key := key_at(wanted.place, s)) in lookup}
     first = next(iter(infos.values()))
-    tensors = {suffix: lookup.files.read(info.name) for suffix, info in infos.items()}
-    return tensors, f"{first.file}: {wanted.place.key}"
+    read = lookup.files.load if _stays(wanted) else lookup.files.read
+    return {suffix: read(info.name) for suffix, info in infos.items()}, f"{first.file}: {wanted.place.key}"
+
+
+def _stays(wanted: Wanted) -> bool:
+    """Whether the tensors are kept whole and on the CPU, so that they may be loaded where they will stay."""
+    return wanted.device.type == "cpu" and not wanted.place.rows
 
 
 def _own(wanted: Wanted, weight: PackedWeight, lookup: Lookup, suffixes: Iterable[str]) -> PackedWeight:
     """The wanted outputs in memory of their own, with their bias; the file's pages are given back."""
-    if wanted.place.rows:
-        spans = [torch.arange(start, stop) for start, stop in wanted.place.rows]
-        weight = weight.columns(torch.cat(spans))
-    owned = weight.map(lambda tensor: torch.empty_like(tensor, device=wanted.device).copy_(tensor))
-    for suffix in suffixes:
-        if (key := key_at(wanted.place, suffix)) in lookup:
-            lookup.files.release(lookup.peek(key).name)
-    return replace(owned, bias=read_bias(lookup, wanted))
+    if not _stays(wanted):
+        if wanted.place.rows:
+            spans = [torch.arange(start, stop) for start, stop in wanted.place.rows]
+            weight = weight.columns(torch.cat(spans))
+        weight = weight.map(lambda tensor: torch.empty_like(tensor, device=wanted.device).copy_(tensor))
+        for suffix in suffixes:
+            if (key := key_at(wanted.place, suffix)) in lookup:
+                lookup.files.release(lookup.peek(key).name)
+    return replace(weight, bias=read_bias(lookup, wanted))

@@ -11,6 +11,8 @@ from rich.console import Console
 
 from exlm import ExlmError, __version__, settings
 
+from .chat import chat
+from .convert import convert
 from .generate import generate
 from .info import info
 
@@ -20,7 +22,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+app.command()(convert)
 app.command()(generate)
+app.command()(chat)
 app.command()(info)
 
 

@@ -46,6 +46,12 @@ class Segment:
                 f"A segment of {self.rows} rows of {self.bits} bits in {len(self.sizes)} groups does not "
                 f"match {self.codes.shape[0]} words and {self.scales.groups} scales."
             )
+        tables = [self.zero.shape[0]] if isinstance(self.zero, Tensor) else []
+        tables += [self.minimum.groups] if self.minimum is not None else []
+        if any(rows != len(self.sizes) for rows in tables):
+            raise InputError(f"{len(self.sizes)} groups do not match zero points or minimums of {tables}.")
+        if self.codebook is not None and len(self.codebook) != 1 << self.bits:
+            raise InputError(f"{self.bits} bits do not match a codebook of {len(self.codebook)} entries.")
 
     @property
     def rows(self) -> int:
@@ -63,7 +69,7 @@ class Segment:
     def values(self) -> Tensor:
         """(rows, columns) float32: every number this segment stands for, before the last rounding."""
         codes = unpack(self.codes, self.bits, self.rows)
-        plain = codes.float() if self.codebook is None else self.codebook.float()[codes.long()]
+        plain = codes.float() if self.codebook is None else self.codebook.float()[codes.int()]
         if self._even:
             plain = plain.view(len(self.sizes), self.sizes[0], plain.shape[1])
         if isinstance(self.zero, Tensor):

@@ -141,7 +141,7 @@ class Nested:
     def pick(self, groups: Tensor) -> Nested:
         """These rows; super-groups nobody needs any more are dropped."""
         used, parents = torch.unique(self.parents[groups], return_inverse=True)
-        return Nested(self.codes[groups], self.supers[used], parents)
+        return Nested(self.codes[groups], self.supers[used], parents.to(self.parents.dtype))
 
     def columns(self, index: Tensor) -> Nested:
         """These columns."""

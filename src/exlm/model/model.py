@@ -22,6 +22,7 @@ from .decoder import Decoder
 from .devices import guard, pick_device, pick_dtype
 from .inputs import Request, check, chunks
 from .progress import Callback, bar, silent
+from .runner import Runner
 from .summary import Summary, summarize
 
 log = logging.getLogger(__name__)
@@ -143,6 +144,11 @@ class Model:
     def cache_length(self) -> int:
         """The configured sequence length."""
         return self.config.max_seq_len
+
+    def runner(self, cache: CacheBase) -> Runner:
+        """The door a generator uses: sequences in pages of this cache."""
+        _, decoder, chain = self._ready()
+        return Runner(decoder, cache, chain.device)
 
     # Asking
 

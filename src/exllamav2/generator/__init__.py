@@ -1,0 +1,17 @@
+"""For `from exllamav2.generator import …`."""
+
+from exlm import AsyncGenerator as ExLlamaV2DynamicGeneratorAsync
+from exlm import AsyncJob as ExLlamaV2DynamicJobAsync
+from exlm import Generator as ExLlamaV2DynamicGenerator
+from exlm import Job as ExLlamaV2DynamicJob
+from exlm import Sampler as ExLlamaV2Sampler
+from exlm import __version__
+
+__all__ = [
+    "ExLlamaV2DynamicGenerator",
+    "ExLlamaV2DynamicGeneratorAsync",
+    "ExLlamaV2DynamicJob",
+    "ExLlamaV2DynamicJobAsync",
+    "ExLlamaV2Sampler",
+    "__version__",
+]

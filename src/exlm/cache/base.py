@@ -1,0 +1,330 @@
+"""The cache users hold: geometry first, tensors when the devices are known.
+
+A contiguous cache is a paged one whose table is the identity: row `b` owns the pages from b · width on. So a
+plain `Model.forward(ids, cache)` and a generator that deals pages out share one attention path. How a layer's
+numbers are stored is left to the subclasses.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import ClassVar, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError, NotLoaded, Unsupported
+from .layer import PAGE, Layer, LayerShape
+
+
+class Cached(Protocol):
+    """What a cache must know of a model."""
+
+    @property
+    def cache_shapes(self) -> Sequence[LayerShape]:
+        """One for each layer."""
+        ...
+
+    @property
+    def cache_devices(self) -> Sequence[torch.device] | None:
+        """Where each layer is; None while the model is not loaded."""
+        ...
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """The precision keys and values arrive in."""
+        ...
+
+    @property
+    def cache_length(self) -> int:
+        """The configured sequence length."""
+        ...
+
+
+class CacheBase(ABC):
+    """Keys and values of `batch_size` rows of up to `max_seq_len` tokens, of one precision or another.
+
+    `num_key_value_heads` and `fixed_device` are accepted for old scripts: the model decides both, and a wish
+    that contradicts it is an error.
+    """
+
+    has_scales: ClassVar[bool] = False
+    """Whether numbers are stored with scales beside them."""
+
+    group: ClassVar[int] = 1
+    """Numbers of a head that are stored together: head_dim must be a multiple."""
+
+    def __init__(
+        self,
+        model: Cached,
+        batch_size: int = 1,
+        max_seq_len: int = -1,
+        copy_from: Self | None = None,
+        lazy: bool = False,
+        num_key_value_heads: int | None = None,
+        fixed_device: int | str | torch.device | None = None,
+    ) -> None:
+        if lazy and copy_from is not None:
+            raise InputError("A lazy cache has no tensors to copy into: use lazy=False with copy_from.")
+        if batch_size < 1 or max_seq_len == 0 or max_seq_len < -1:
+            raise InputError(
+                f"A cache needs batch_size of at least 1 and max_seq_len of at least 1 (or -1: the model's "
+                f"own), found {batch_size} and {max_seq_len}."
+            )
+        self.model = model
+        self.batch_size = batch_size
+        self.max_seq_len = model.cache_length if max_seq_len == -1 else max_seq_len
+        self.shapes = tuple(model.cache_shapes)
+        self.current_seq_len = 0
+        self._fixed = None if fixed_device is None else _device(fixed_device)
+        self._layers: list[Layer] | None = None
+        self._check_shapes(num_key_value_heads)
+        if not lazy:
+            self.allocate()
+        if copy_from is not None:
+            self._copy_all(copy_from)
+
+    # Geometry
+
+    @property
+    def width(self) -> int:
+        """Pages of one row."""
+        return -(-self.max_seq_len // PAGE)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in all."""
+        return self.width * self.batch_size
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Layers of the model."""
+        return len(self.shapes)
+
+    @property
+    def num_key_value_heads(self) -> int | list[int]:
+        """Heads a layer stores for a token; a list, one for each layer, where layers differ."""
+        return _common([shape.kv_heads for shape in self.shapes])
+
+    @property
+    def head_dim(self) -> int | list[int]:
+        """Numbers in a head; a list, one for each layer, where layers differ."""
+        return _common([shape.head_dim for shape in self.shapes])
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """The type of the stored numbers."""
+
+    def table(self, rows: int, device: torch.device) -> Tensor:
+        """(rows, width) the identity: row b owns its own stretch of pages."""
+        return torch.arange(rows * self.width, device=device).view(rows, self.width)
+
+    # Tensors
+
+    @property
+    def allocated(self) -> bool:
+        """Whether the tensors exist."""
+        return self._layers is not None
+
+    @property
+    def layers(self) -> list[Layer]:
+        """One for each layer of the model."""
+        if self._layers is None:
+            raise NotLoaded(
+                "This cache was made with lazy=True and has no tensors yet: pass it to "
+                "model.load_autosplit(cache), or call cache.allocate() after model.load()."
+            )
+        return self._layers
+
+    def allocate(self) -> None:
+        """Make the tensors, each beside its layer's weights."""
+        devices = self._devices()
+        self._layers = [self._layer(shape, where) for shape, where in zip(self.shapes, devices, strict=True)]
+
+    def update_cache_tensors(self) -> None:
+        """Follow the model's layers to where they are now; a lazy cache gets its tensors."""
+        if self._layers is None:
+            self.allocate()
+            return
+        for layer, device in zip(self._layers, self._devices(), strict=True):
+            layer.move(device)
+
+    def touch_device(self, device: int | str | torch.device) -> None:
+        """Nothing but a check of the name: there is no scratch copy to prepare. Kept for old scripts."""
+        _device(device)
+
+    def all_tensors(self) -> list[Tensor]:
+        """Every tensor that holds state."""
+        return [tensor for layer in self.layers for tensor in layer.tensors]
+
+    def footprint(self) -> list[int]:
+        """Bytes on each device, in the order the devices appear."""
+        sums: dict[torch.device, int] = {}
+        for tensor in self.all_tensors():
+            sums[tensor.device] = sums.get(tensor.device, 0) + tensor.nbytes
+        return list(sums.values())
+
+    @property
+    def key_states(self) -> list[Tensor]:
+        """For each layer a view of what is stored, (batch, capacity in whole pages, kv_heads, …)."""
+        return [_rows(layer.keys[0], self.batch_size) for layer in self.layers]
+
+    @property
+    def value_states(self) -> list[Tensor]:
+        """Like `key_states`."""
+        return [_rows(layer.values[0], self.batch_size) for layer in self.layers]
+
+    @property
+    def key_scales(self) -> list[Tensor]:
+        """For each layer a view, (batch, capacity, kv_heads, head_dim / 32); empty without scales."""
+        return [_rows(scales, self.batch_size) for layer in self.layers for scales in layer.keys[1:]]
+
+    @property
+    def value_scales(self) -> list[Tensor]:
+        """Like `key_scales`."""
+        return [_rows(scales, self.batch_size) for layer in self.layers for scales in layer.values[1:]]
+
+    # Moving tokens
+
+    def reset(self) -> None:
+        """Forget the sequence; the tensors stay."""
+        self.current_seq_len = 0
+
+    def roll_left(self) -> None:
+        """Drop the first token of every row: the others move up, and the sequence is one shorter."""
+        for tensor in self.all_tensors():
+            rows = _rows(tensor, self.batch_size)
+            rows.copy_(rows.roll(-1, 1))
+        self.current_seq_len = max(0, self.current_seq_len - 1)
+
+    def clone(self) -> Self:
+        """A deep copy, of the same class; of a lazy cache without tensors, another one."""
+        twin = copy.copy(self)
+        twin._layers = None if self._layers is None else [layer.clone() for layer in self._layers]
+        return twin
+
+    def copy(self, orders: Iterable[tuple[int, int, int]]) -> None:
+        """Duplicate the leading tokens of pages in every layer: (source, target, tokens), one by one."""
+        todo = list(orders)
+        for source, target, tokens in todo:
+            if not (0 <= source < self.num_pages and 0 <= target < self.num_pages and 0 <= tokens <= PAGE):
+                raise InputError(
+                    f"Cannot copy {tokens} tokens of page {source} to page {target}: this cache has pages 0 "
+                    f"to {self.num_pages - 1} of {PAGE} tokens."
+                )
+        for layer in self.layers:
+            for source, target, tokens in todo:
+                layer.copy(source, target, tokens)
+
+    def copy_states(
+        self,
+        target: Self,
+        from_column: int,
+        from_columns: int,
+        to_column: int,
+        to_columns: int,
+        from_row: int,
+        from_rows: int,
+        to_row: int,
+        to_rows: int,
+    ) -> None:
+        """Copy the tokens of one row, as stored, to one or more rows of another cache (or of this one)."""
+        self._check_copy(target, from_column, from_columns, to_column, to_columns, from_row, from_rows)
+        if to_row < 0 or to_rows < 1 or to_row + to_rows > target.batch_size:
+            raise InputError(
+                f"Rows {to_row} to {to_row + to_rows} are not in a cache of {target.batch_size}."
+            )
+        for source, goal in zip(self.all_tensors(), target.all_tensors(), strict=True):
+            taken = _rows(source, self.batch_size)[from_row, from_column : from_column + from_columns].clone()
+            _rows(goal, target.batch_size)[to_row : to_row + to_rows, to_column : to_column + to_columns] = (
+                taken
+            )
+
+    def _check_copy(
+        self,
+        target: Self,
+        from_column: int,
+        from_columns: int,
+        to_column: int,
+        to_columns: int,
+        row: int,
+        rows: int,
+    ) -> None:
+        if type(target) is not type(self) or target.shapes != self.shapes:
+            raise InputError(
+                f"A {type(self).__name__} gives its tokens only to a cache of the same kind and of the same "
+                f"model, found a {type(target).__name__}."
+            )
+        if rows != 1 or not 0 <= row < self.batch_size:
+            raise InputError(
+                f"copy_states reads one row that exists, found from_row={row}, from_rows={rows}."
+            )
+        if from_columns != to_columns or from_columns < 0 or from_column < 0 or to_column < 0:
+            raise InputError(
+                f"copy_states needs equal ranges, found {from_columns} and {to_columns} columns."
+            )
+        if from_column + from_columns > self.max_seq_len or to_column + to_columns > target.max_seq_len:
+            raise InputError(
+                f"copy_states reaches column {max(from_column, to_column) + from_columns}, beyond "
+                f"max_seq_len {self.max_seq_len} or {target.max_seq_len}."
+            )
+
+    def _copy_all(self, other: Self) -> None:
+        rows, columns = min(self.batch_size, other.batch_size), min(self.max_seq_len, other.max_seq_len)
+        for row in range(rows):
+            other.copy_states(self, 0, columns, 0, columns, row, 1, row, 1)
+        self.current_seq_len = min(other.current_seq_len, columns)
+
+    def _devices(self) -> Sequence[torch.device]:
+        devices = self.model.cache_devices
+        if devices is None:
+            raise NotLoaded(
+                "A cache is placed beside the model's layers, which are not loaded yet: call model.load() "
+                "first, or make the cache with lazy=True and pass it to model.load_autosplit(cache)."
+            )
+        for index, device in enumerate(devices):
+            if self._fixed is not None and not _same(self._fixed, device):
+                raise InputError(
+                    f"fixed_device is {self._fixed}, but layer {index} of the model is on {device}: leave "
+                    "the argument out. A cache goes where the layers are."
+                )
+        return devices
+
+    def _check_shapes(self, kv_heads: int | None) -> None:
+        for index, shape in enumerate(self.shapes):
+            if kv_heads not in (None, shape.kv_heads):
+                raise InputError(
+                    f"num_key_value_heads is {kv_heads}, but layer {index} of the model has "
+                    f"{shape.kv_heads}: leave the argument out."
+                )
+            if shape.head_dim % self.group:
+                raise Unsupported(
+                    f"{type(self).__name__} stores heads in groups of {self.group} numbers, but head_dim is "
+                    f"{shape.head_dim} in layer {index}. Use CacheFP8 or Cache, which take any head_dim."
+                )
+
+    @abstractmethod
+    def _layer(self, shape: LayerShape, device: torch.device) -> Layer: ...
+
+
+def _device(wish: int | str | torch.device) -> torch.device:
+    try:
+        return torch.device("cuda", wish) if isinstance(wish, int) else torch.device(wish)
+    except RuntimeError as error:
+        raise InputError(f"{wish!r} is not a device: use 'cpu', 'cuda' or 'cuda:0'.") from error
+
+
+def _same(a: torch.device, b: torch.device) -> bool:
+    return (a.type, a.index or 0) == (b.type, b.index or 0)
+
+
+def _common(numbers: list[int]) -> int | list[int]:
+    return numbers[0] if len(set(numbers)) == 1 else numbers
+
+
+def _rows(tensor: Tensor, batch: int) -> Tensor:
+    """Pages as contiguous rows: (batch, tokens, …)."""
+    return tensor.view(batch, -1, *tensor.shape[2:])

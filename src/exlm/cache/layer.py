@@ -1,0 +1,86 @@
+"""One layer's pages, whatever they are written in: what a cache may ask of them, and where a token goes.
+
+How numbers are stored is the business of `dense` and `coded`; which page is whose is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from ..kernels.backend import Where
+
+PAGE = 256
+"""Tokens in a page."""
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer stores for each token."""
+
+    kv_heads: int
+    head_dim: int
+
+
+class Layer(ABC):
+    """The keys and values of one layer, in tensors of (pages, page size, kv_heads, …).
+
+    `keys` and `values` hold the stored numbers first, then their scales where there are any. What is stored
+    for a token depends on that token alone, so tokens and pages may be copied as they are.
+    """
+
+    def __init__(self, page: int, keys: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> None:
+        self.page = page
+        self.keys = keys
+        self.values = values
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Everything that holds state."""
+        return self.keys + self.values
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pages are."""
+        return self.keys[0].device
+
+    @abstractmethod
+    def update(self, k: Tensor, v: Tensor, where: Where) -> tuple[Tensor, Tensor]:
+        """Write the new heads behind each row's past; return every head up to the longest row's end.
+
+        Heads are (rows, tokens, kv_heads, head_dim). Behind a shorter row's end anything may stand.
+        """
+
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        """Duplicate the first tokens of one page in another."""
+        if source != target:
+            for tensor in self.tensors:
+                tensor[target, :tokens] = tensor[source, :tokens]
+
+    def move(self, device: torch.device) -> None:
+        """Take the pages to a device, unless they are there."""
+        self.keys = tuple(tensor.to(device) for tensor in self.keys)
+        self.values = tuple(tensor.to(device) for tensor in self.values)
+
+    def clone(self) -> Self:
+        """The same numbers in tensors of its own."""
+        twin = copy.copy(self)
+        twin.keys = tuple(tensor.clone() for tensor in self.keys)
+        twin.values = tuple(tensor.clone() for tensor in self.values)
+        return twin
+
+
+def slots(where: Where, tokens: int) -> Tensor:
+    """(rows, tokens) the place of each new token in its own row."""
+    return where.past[:, None] + torch.arange(tokens, device=where.past.device)
+
+
+def homes(where: Where, tokens: int, page: int) -> Tensor:
+    """(rows · tokens,) the place of each new token among all pages laid end to end."""
+    places = slots(where, tokens)
+    return (where.pages.gather(1, places // page).long() * page + places % page).flatten()

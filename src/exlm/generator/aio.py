@@ -1,0 +1,107 @@
+"""The generator in an event loop: rounds run in a worker thread, a job is an async iterator of results."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from .generator import Generator
+from .job import Job
+from .results import Result
+
+END = object()
+
+
+class AsyncGenerator:
+    """A `Generator` whose jobs are consumed with `async for`; made inside a running event loop."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        """The arguments are those of `Generator`."""
+        self.generator = Generator(*arguments, **options)
+        self.jobs: dict[int, AsyncJob] = {}
+        self._wake = asyncio.Event()
+        self._free = asyncio.Lock()  # held while a round runs: the queue is not touched meanwhile
+        self._closed = False
+        self.iteration_task = asyncio.get_running_loop().create_task(self._run())
+
+    async def cancel(self, job: AsyncJob) -> None:
+        """Drop a job and end its iteration; harmless for a finished one."""
+        async with self._free:
+            self.generator.cancel(job.job)
+        if self.jobs.pop(id(job.job), None) is not None:
+            job.queue.put_nowait(END)
+
+    async def close(self) -> None:
+        """Drop every job and stop."""
+        self._closed = True
+        self._wake.set()
+        await self.iteration_task
+        self.generator.clear_queue()
+        for job in self.jobs.values():
+            job.queue.put_nowait(END)
+        self.jobs.clear()
+
+    async def take(self, job: AsyncJob) -> None:
+        """Queue a job; one that cannot run raises here and is forgotten."""
+        async with self._free:
+            self.generator.enqueue(job.job)
+            self.jobs[id(job.job)] = job
+        self._wake.set()
+
+    async def _run(self) -> None:
+        while not self._closed:
+            if not self.generator.num_remaining_jobs():
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            async with self._free:
+                try:
+                    results = await asyncio.to_thread(self.generator.iterate)
+                except Exception as error:
+                    self._break(error)
+                    continue
+            for result in results:
+                self._deliver(result)
+            await asyncio.sleep(0)
+
+    def _deliver(self, result: Result) -> None:
+        job = self.jobs.get(id(result["job"]))
+        if job is None:
+            return
+        job.queue.put_nowait(result)
+        if result["eos"]:
+            del self.jobs[id(result["job"])]
+            job.queue.put_nowait(END)
+
+    def _break(self, error: Exception) -> None:
+        """A round failed as a whole: every job hears of it, and later jobs start afresh."""
+        self.generator.clear_queue()
+        for job in self.jobs.values():
+            job.queue.put_nowait(error)
+        self.jobs.clear()
+
+
+class AsyncJob:
+    """A job of an `AsyncGenerator`: `async for result in job`."""
+
+    def __init__(self, generator: AsyncGenerator, *arguments: Any, **options: Any) -> None:
+        """The further arguments are those of `Job`; it is queued when first iterated."""
+        self.generator = generator
+        self.job = Job(*arguments, **options)
+        self.queue: asyncio.Queue[Any] = asyncio.Queue()
+        self.cancelled = False
+        self._taken = asyncio.get_running_loop().create_task(generator.take(self))
+
+    async def __aiter__(self) -> AsyncIterator[Result]:
+        """Started, prefill and streaming results, until the last one."""
+        await self._taken
+        while (item := await self.queue.get()) is not END:
+            if isinstance(item, Exception):
+                raise item
+            yield item
+
+    async def cancel(self) -> None:
+        """Stop; an iteration that is waiting ends."""
+        self.cancelled = True
+        await self.generator.cancel(self)

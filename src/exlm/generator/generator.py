@@ -1,0 +1,266 @@
+"""The generator users hold: prompts in, completions out, many at once, over one paged cache."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import InputError, Unsupported
+from ..sampling import Settings
+from .draft import Drafter, ModelDraft, NgramDraft
+from .job import Job
+from .loop import Loop
+from .pages import PageTable
+from .results import Result, StreamingResult
+
+PAGE = 256
+
+
+class Generator:
+    """Runs any number of jobs in one continuous batch.
+
+    `cache.max_seq_len` is the budget in tokens for all of them together, a multiple of 256; prompts and their
+    completions stay in it for the next request to begin with. `max_sampling_threads`, `min_sampling_threads`,
+    `filter_background_eval` and `paged` are accepted for old scripts.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        cache: Any,
+        tokenizer: Any,
+        max_batch_size: int | None = None,
+        max_seq_len: int | None = None,
+        max_chunk_size: int | None = None,
+        max_q_size: int = 8,
+        draft_model: Any = None,
+        draft_cache: Any = None,
+        num_draft_tokens: int = 4,
+        use_ngram_draft: bool = False,
+        max_ngram: int = 4,
+        max_sampling_threads: int = 16,
+        min_sampling_threads: int = 3,
+        paged: bool = True,
+        filter_background_eval: bool = True,
+    ) -> None:
+        self.model, self.cache, self.tokenizer = model, cache, tokenizer
+        self.draft_model, self.draft_cache = draft_model, draft_cache
+        self.paged = paged
+        self.page_size = PAGE
+        self.max_batch_size = max_batch_size or max(1, model.config.max_input_len // max_q_size)
+        self.max_seq_len = _length(max_seq_len, model.config.max_seq_len)
+        self.max_chunk_size = _chunk(max_chunk_size, model.config.max_input_len)
+        self.max_total_tokens = _budget(cache)
+        self.max_pages = self.max_total_tokens // PAGE
+        drafter = self._drafter(use_ngram_draft, max_ngram)
+        self.num_draft_tokens = num_draft_tokens if drafter is not None else 0
+        if drafter is not None and num_draft_tokens < 1:
+            raise InputError(f"num_draft_tokens must be at least 1, found {num_draft_tokens}.")
+        self._loop = Loop(
+            model.runner(cache),
+            PageTable(self.max_pages, PAGE),
+            tokenizer,
+            model.config.vocab_size,
+            max_batch_size=self.max_batch_size,
+            chunk=self.max_chunk_size,
+            max_length=self.max_seq_len,
+            drafter=drafter,
+            draft_tokens=self.num_draft_tokens,
+        )
+        self._backlog: list[Result] = []  # results of other people's jobs, met while `generate` ran
+
+    @property
+    def pending_jobs(self) -> list[Job]:
+        """Jobs that wait."""
+        return list(self._loop.scheduler.pending)
+
+    @property
+    def active_jobs(self) -> list[Job]:
+        """Jobs that run."""
+        return list(self._loop.scheduler.active)
+
+    def enqueue(self, job: Job | Sequence[Job]) -> int | list[int]:
+        """Queue one job or several; their serial numbers. Nothing runs yet."""
+        if isinstance(job, Job):
+            return self._loop.enqueue(job)
+        return [self._loop.enqueue(one) for one in job]
+
+    def iterate(self) -> list[Result]:
+        """One round of the loop and its results; [] if there is nothing to do. For one thread at a time."""
+        waiting, self._backlog = self._backlog, []
+        return waiting + (self._loop.step() if self._loop.busy else [])
+
+    def cancel(self, job: Job) -> None:
+        """Drop a job, waiting or running; no result is given for it. Harmless for a finished one."""
+        self._loop.cancel(job)
+
+    def clear_queue(self) -> None:
+        """Drop every job."""
+        self._loop.clear()
+
+    def num_remaining_jobs(self) -> int:
+        """Jobs that wait or run."""
+        return self._loop.scheduler.remaining
+
+    def reset_page_table(self) -> None:
+        """Forget every cached prompt."""
+        if self.num_remaining_jobs():
+            raise InputError(f"{self.num_remaining_jobs()} jobs use the cache: finish or clear them first.")
+        self._loop.pages.clear()
+
+    def warmup(self) -> None:
+        """Generate a little, so that kernels are ready; the cache forgets it."""
+        self.generate("Once upon a time,", max_new_tokens=32)
+        self.reset_page_table()
+
+    def generate(
+        self,
+        prompt: str | tuple[str, str] | Sequence[str | tuple[str, str]],
+        max_new_tokens: int,
+        min_new_tokens: int = 0,
+        seed: int | None = None,
+        gen_settings: Settings | Sequence[Settings] | None = None,
+        token_healing: bool = False,
+        encode_special_tokens: bool = False,
+        decode_special_tokens: bool = False,
+        stop_conditions: Any = None,
+        add_bos: bool = False,
+        abort_event: threading.Event | None = None,
+        completion_only: bool = False,
+        filters: Sequence[Any] | None = None,
+        filter_prefer_eos: bool = False,
+        return_last_results: bool = False,
+        embeddings: Sequence[Any] | None = None,
+        banned_strings: Any = None,
+        **job_arguments: Any,
+    ) -> Any:
+        """Complete one prompt or several at once; returns when all are finished.
+
+        A str gives a str, a list a list in the same order; a pair of prompts (wanted, unwanted) is guided by
+        `cfg_scale`. Prompt i uses seed + i. Nothing but `stop_conditions` and the limit ends a text. With
+        `return_last_results` the answer is (completions, the last result of each job). A set `abort_event`
+        drops the jobs and returns None. Further arguments are `Job`'s.
+        """
+        if embeddings is not None:
+            raise Unsupported("Injected embeddings are not in this version.")
+        single = isinstance(prompt, str | tuple)
+        prompts: list[Any] = [prompt] if single else list(prompt)
+        options: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens,
+            "min_new_tokens": min_new_tokens,
+            "stop_conditions": stop_conditions,
+            "decode_special_tokens": decode_special_tokens,
+            "filter_prefer_eos": filter_prefer_eos,
+            "token_healing": token_healing,
+            "banned_strings": banned_strings,
+        } | job_arguments
+        alone = gen_settings is None or isinstance(gen_settings, Settings)
+        settings = (
+            [gen_settings] * len(prompts) if alone else _each(gen_settings, len(prompts), "gen_settings")
+        )
+        filter_lists = [filters] if single else _each(filters, len(prompts), "filters")
+        jobs = []
+        for i, one in enumerate(prompts):
+            ids = self._encode(one, add_bos, encode_special_tokens)
+            own: dict[str, Any] = {"gen_settings": settings[i], "filters": filter_lists[i]}
+            jobs.append(Job(ids, seed=None if seed is None else seed + i, **options, **own))
+        last = self._finish(jobs, abort_event)
+        if last is None:
+            return None
+        texts = [_text(one, result, completion_only) for one, result in zip(prompts, last, strict=True)]
+        answer: Any = texts[0] if single else texts
+        return (answer, last[0] if single else last) if return_last_results else answer
+
+    def _encode(self, prompt: Any, add_bos: bool, special: bool) -> list[Any]:
+        """The ids of a prompt, or of both halves of a pair."""
+        halves = list(prompt) if isinstance(prompt, tuple) else [prompt]
+        if not halves or not all(isinstance(half, str) for half in halves):
+            raise InputError(
+                f"Unexpected type in prompt: {prompt!r}; a prompt is a string or a pair of them."
+            )
+        return [
+            self.tokenizer.encode(half, add_bos=add_bos, encode_special_tokens=special) for half in halves
+        ]
+
+    def _finish(self, jobs: list[Job], abort: threading.Event | None) -> list[StreamingResult] | None:
+        """Run until these jobs are done; other jobs run along, their results are kept for `iterate`."""
+        done: dict[int, StreamingResult] = {}
+        own = {id(job) for job in jobs}
+        try:
+            for job in jobs:
+                self._loop.enqueue(job)
+            while len(done) < len(jobs):
+                for result in self._loop.step():
+                    if id(result["job"]) not in own:
+                        self._backlog.append(result)
+                    elif result["stage"] == "streaming" and result["eos"]:
+                        done[id(result["job"])] = result
+                if abort is not None and abort.is_set():
+                    return None
+        finally:
+            for job in jobs:
+                self._loop.cancel(job)
+        return [done[id(job)] for job in jobs]
+
+    def _drafter(self, ngram: bool, longest: int) -> Drafter | None:
+        if self.draft_model is None:
+            return NgramDraft(longest) if ngram else None
+        if ngram:
+            raise InputError("Cannot use both draft model and ngram draft.")
+        if self.draft_cache is None:
+            raise InputError("Must supply cache for draft model.")
+        if self.draft_cache.max_seq_len != self.cache.max_seq_len or self.draft_cache.batch_size != 1:
+            raise InputError(
+                f"Cache and draft cache must be same dimensions, found {self.cache.max_seq_len} and "
+                f"{self.draft_cache.max_seq_len} tokens."
+            )
+        if self.draft_model.config.max_seq_len < self.model.config.max_seq_len:
+            raise InputError(
+                f"Draft model seq len must be >= model seq len, found "
+                f"{self.draft_model.config.max_seq_len} and {self.model.config.max_seq_len}."
+            )
+        return ModelDraft(self.draft_model.runner(self.draft_cache))
+
+
+def _text(prompt: Any, result: StreamingResult, completion_only: bool) -> str:
+    """What a finished job said, behind its prompt unless told otherwise; a job that failed raises here."""
+    if (error := result.get("error")) is not None:
+        raise error
+    said: str = prompt[0] if isinstance(prompt, tuple) else prompt
+    return result["full_completion"] if completion_only else said + result["full_completion"]
+
+
+def _each(values: Any, count: int, name: str) -> list[Any]:
+    """One value for each prompt; None for all if there are none."""
+    if values is None:
+        return [None] * count
+    if not isinstance(values, list | tuple) or len(values) != count:
+        found = len(values) if isinstance(values, list | tuple) else type(values).__name__
+        raise InputError(f"{name} must be a list with one entry for each of {count} prompts, found {found}.")
+    return list(values)
+
+
+def _length(wanted: int | None, limit: int) -> int:
+    if wanted is not None and wanted > limit:
+        raise InputError(f"Model initialized with max seq len {limit}, requested seq len is {wanted}.")
+    return wanted or limit
+
+
+def _chunk(wanted: int | None, limit: int) -> int:
+    if wanted is None:
+        return max(PAGE, limit // PAGE * PAGE)
+    if wanted > limit or wanted < PAGE or wanted % PAGE:
+        raise InputError(
+            f"max_chunk_size must be a multiple of {PAGE} and at most the model's max_input_len of {limit}, "
+            f"received {wanted}."
+        )
+    return wanted
+
+
+def _budget(cache: Any) -> int:
+    if cache.batch_size != 1:
+        raise InputError(f"Generator requires a cache with batch_size = 1, found {cache.batch_size}.")
+    if cache.max_seq_len % PAGE:
+        raise InputError(f"cache.max_seq_len must be a multiple of {PAGE}, received {cache.max_seq_len}.")
+    return int(cache.max_seq_len)

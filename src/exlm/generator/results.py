@@ -1,0 +1,228 @@
+"""What a user receives from `iterate()`: plain dicts, typed.
+
+Inside the house verdicts are dataclasses; this is the only translator, and the only file of this room that
+makes tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..sampling import Picks, Row
+from .verdicts import Reason, Rewind, Stop
+
+if TYPE_CHECKING:
+    from .job import Job
+
+
+class StartedResult(TypedDict):
+    """A job has its pages and begins."""
+
+    job: Job
+    stage: Literal["started"]
+    eos: bool
+    serial: int
+    identifier: NotRequired[object]
+
+
+class PrefillResult(TypedDict):
+    """A part of a prompt was computed, copied or found in the cache."""
+
+    job: Job
+    stage: Literal["prefill"]
+    eos: bool
+    serial: int
+    identifier: NotRequired[object]
+    curr_progress: int
+    max_progress: int
+
+
+class StreamingResult(TypedDict):
+    """One sampled token; `text` and the tensors are there only if something is shown."""
+
+    job: Job
+    stage: Literal["streaming"]
+    eos: bool
+    serial: int
+    identifier: NotRequired[object]
+    text: NotRequired[str]
+    token_ids: NotRequired[Tensor]
+    token_probs: NotRequired[Tensor]
+    top_k_tokens: NotRequired[Tensor]
+    top_k_probs: NotRequired[Tensor]
+    logits: NotRequired[Tensor]
+    suppressed_text: NotRequired[str]
+    suppressed_tokens: NotRequired[Tensor]
+    eos_reason: NotRequired[Reason | Literal["error"]]
+    eos_triggering_token_id: NotRequired[int]
+    eos_triggering_token_str: NotRequired[str]
+    eos_triggering_string: NotRequired[str]
+    full_completion: NotRequired[str]
+    new_tokens: NotRequired[int]
+    prompt_tokens: NotRequired[int]
+    time_enqueued: NotRequired[float]
+    time_prefill: NotRequired[float]
+    time_generate: NotRequired[float]
+    cached_pages: NotRequired[int]
+    cached_tokens: NotRequired[int]
+    accepted_draft_tokens: NotRequired[int]
+    rejected_draft_tokens: NotRequired[int]
+    held: NotRequired[dict[str, Any]]
+    error: NotRequired[Exception]
+
+
+Result = StartedResult | PrefillResult | StreamingResult
+R = TypeVar("R", StartedResult, PrefillResult, StreamingResult)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What is kept of a token until its fate is known."""
+
+    token: int
+    prob: float | None = None
+    top_tokens: Sequence[int] | None = None
+    top_probs: Sequence[float] | None = None
+    logits: Tensor | None = None
+
+
+def started(job: Job) -> StartedResult:
+    """The first result of a job."""
+    result: StartedResult = {"job": job, "stage": "started", "eos": False, "serial": job.serial_number}
+    return _named(job, result)
+
+
+def prefilled(job: Job, done: int, total: int) -> PrefillResult:
+    """How far the prompt is."""
+    result: PrefillResult = {
+        "job": job,
+        "stage": "prefill",
+        "eos": False,
+        "serial": job.serial_number,
+        "curr_progress": done,
+        "max_progress": total,
+    }
+    return _named(job, result)
+
+
+def streamed(job: Job, text: str = "", shown: Sequence[Sampled] = ()) -> StreamingResult:
+    """A sampled token and what it lets be seen, perhaps nothing."""
+    result: StreamingResult = {"job": job, "stage": "streaming", "eos": False, "serial": job.serial_number}
+    _named(job, result)
+    if text:
+        result["text"] = text
+    result.update(tensors(shown))  # type: ignore[typeddict-item]
+    return result
+
+
+def rewound(job: Job, verdict: Rewind) -> StreamingResult:
+    """A banned string was taken back."""
+    result = streamed(job)
+    result["suppressed_text"] = verdict.suppressed_text
+    result["suppressed_tokens"] = torch.tensor([verdict.suppressed_tokens])
+    return result
+
+
+def stopped(job: Job, verdict: Stop, shown: Sequence[Sampled], held: Sequence[Sampled]) -> StreamingResult:
+    """The last result of a job."""
+    result = streamed(job, verdict.text, shown)
+    result["eos"] = True
+    result["eos_reason"] = verdict.reason
+    if verdict.reason == "stop_token":
+        assert isinstance(verdict.trigger, int)
+        result["eos_triggering_token_id"] = verdict.trigger
+        result["eos_triggering_token_str"] = job.piece(verdict.trigger)
+    elif verdict.reason == "stop_string":
+        result["eos_triggering_string"] = str(verdict.trigger)
+    kept: dict[str, Any] = {"text": verdict.held_text} if verdict.held_text else {}
+    kept.update(tensors(held))
+    if kept:
+        result["held"] = kept
+    return _closed(job, result)
+
+
+def failed(job: Job, error: Exception) -> StreamingResult:
+    """The last result of a job that cannot go on; the others do."""
+    result = streamed(job)
+    result["eos"] = True
+    result["eos_reason"] = "error"
+    result["error"] = error
+    return _closed(job, result)
+
+
+def tensors(sampled: Sequence[Sampled]) -> dict[str, Tensor]:
+    """(1, n) tensors of what was asked for; nothing for no tokens."""
+    if not sampled:
+        return {}
+    out = {"token_ids": torch.tensor([[one.token for one in sampled]])}
+    if sampled[0].prob is not None:
+        out["token_probs"] = torch.tensor([[one.prob for one in sampled]])
+    if sampled[0].top_tokens is not None:
+        out["top_k_tokens"] = torch.tensor([[list(one.top_tokens or ()) for one in sampled]])
+        out["top_k_probs"] = torch.tensor([[list(one.top_probs or ()) for one in sampled]])
+    if sampled[0].logits is not None:
+        out["logits"] = (
+            torch.stack([one.logits for one in sampled if one.logits is not None])[None].float().cpu()
+        )
+    return out
+
+
+def stacked(rows: Sequence[Sequence[Tensor]]) -> Tensor:
+    """The logits of every row, a pair's two halves next to each other."""
+    return torch.stack([half for row in rows for half in row])
+
+
+def words(mask: Any) -> Tensor | None:
+    """A filter's packed bits as the sampler takes them."""
+    return None if mask is None else torch.from_numpy(mask)
+
+
+def unpacked(picks: Picks, rows: Sequence[Row], logits: Sequence[Tensor]) -> list[Sampled | Exception]:
+    """What was picked for each row, on the host; only what somebody wanted is fetched."""
+    tokens = picks.tolist()
+    probs = picks.probs.tolist() if any(row.want_probs for row in rows) else None
+    tops = picks.top_tokens.tolist() if picks.top_tokens is not None else None
+    shares = picks.top_probs.tolist() if picks.top_probs is not None else None
+    out: list[Sampled | Exception] = []
+    for i, (token, row) in enumerate(zip(tokens, rows, strict=True)):
+        error = Picks.error(token)
+        if error is not None:
+            out.append(error)
+            continue
+        top = row.want_top if tops is not None and shares is not None else 0
+        out.append(
+            Sampled(
+                token,
+                prob=probs[i] if probs is not None and row.want_probs else None,
+                top_tokens=tops[i][:top] if top and tops else None,
+                top_probs=shares[i][:top] if top and shares else None,
+                logits=logits[i],
+            )
+        )
+    return out
+
+
+def _closed(job: Job, result: StreamingResult) -> StreamingResult:
+    result["full_completion"] = job.full_completion
+    result["new_tokens"] = job.new_tokens
+    result["prompt_tokens"] = job.prompt_tokens
+    result["time_enqueued"] = job.times.enqueued
+    result["time_prefill"] = job.times.prefill
+    result["time_generate"] = job.times.generate
+    result["cached_pages"] = job.cached_pages
+    result["cached_tokens"] = job.cached_tokens
+    if job.drafting:
+        result["accepted_draft_tokens"] = job.accepted_draft_tokens
+        result["rejected_draft_tokens"] = job.rejected_draft_tokens
+    return result
+
+
+def _named(job: Job, result: R) -> R:
+    if job.identifier is not None:
+        result["identifier"] = job.identifier
+    return result

@@ -1,0 +1,80 @@
+"""One sequence of token ids, and how far the cache has got with it. It holds numbers and decides nothing: the
+page table moves the marks, the generator appends the ids. Here too is what ids are named and compared by."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """Token ids with their marks: `sealed · page size ≤ cached ≤ len(ids)`, and `settled ≤ len(ids)`.
+
+    Append to `ids` freely; take ids back only with `PageTable.rewind`.
+    """
+
+    ids: list[int]
+    """The prompt and what was sampled so far. Injected embeddings are ids like all others."""
+    salt: bytes = b""
+    """Whatever else makes keys and values differ for equal ids: adapters, tenant. Not to be changed."""
+    limit: int = 0
+    """The longest it may become; pages are reserved for that. Never less than the prompt."""
+    cached: int = 0
+    """Leading ids whose keys and values are valid in `pages`."""
+    settled: int = 0
+    """Leading ids that can no longer be taken back; the whole prompt from the start."""
+    sealed: int = 0
+    """Leading pages that bear their name, so that others may share them."""
+    copying: int = 0
+    """Rows for which a copy was ordered that is not committed yet."""
+    pages: list[int] = field(default_factory=list)
+    """The pages of the cache it owns or shares, in order; empty while it waits and after its release."""
+    names: list[bytes] = field(default_factory=list)
+    """Names of its leading pages: those that the prompt fills, from the start; others, once sealed."""
+    cached_pages: int = 0
+    """Whole pages of the prompt that were not computed for this sequence."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that were not computed for this sequence, those of whole pages included."""
+    root: bytes = field(init=False)
+    """What stands for the page before the first one."""
+
+    def __post_init__(self) -> None:
+        self.limit = max(self.limit, len(self.ids))
+        self.root = blake2b(self.salt, digest_size=16, person=b"first page").digest()
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def ready(self) -> bool:
+        """Whether only the last id remains to be fed: the next forward pass yields a new token."""
+        return self.cached == len(self.ids) - 1
+
+    def parent(self, i: int) -> bytes | None:
+        """The name of the page before page `i`; None while it has none."""
+        if i == 0:
+            return self.root
+        return self.names[i - 1] if i <= len(self.names) else None
+
+    def extend_names(self, page_size: int) -> None:
+        """Name one page more, the first that has no name yet."""
+        start = len(self.names) * page_size
+        parent = self.names[-1] if self.names else self.root
+        self.names.append(digest(parent, self.ids[start : start + page_size]))
+
+
+def digest(parent: bytes, ids: list[int]) -> bytes:
+    """The name of a page that holds these ids after the page named `parent`."""
+    return blake2b(parent + array("q", ids).tobytes(), digest_size=16).digest()
+
+
+def common_length(a: list[int], b: list[int]) -> int:
+    """How many ids two lists have in common from the beginning."""
+    n = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        n += 1
+    return n

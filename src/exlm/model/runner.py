@@ -1,0 +1,91 @@
+"""The small door between the generator and the model: pages in, logits out.
+
+A `Runner` turns sequences (their ids and pages) into batches and runs them. It decides nothing: what to run
+next is the scheduler's business, what a row of logits becomes the sampler's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..cache import PAGE, CacheBase
+from ..nn import Batch
+from ..nn.batch import Outputs
+from .decoder import Decoder
+
+
+class Paged(Protocol):
+    """What a runner must know of a sequence."""
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """Every token so far."""
+        ...
+
+    @property
+    def pages(self) -> Sequence[int]:
+        """The page numbers that hold its keys and values, in order."""
+        ...
+
+
+class Runner:
+    """A loaded decoder over a paged cache."""
+
+    def __init__(self, decoder: Decoder, cache: CacheBase, device: torch.device) -> None:
+        self.decoder = decoder
+        self.cache = cache
+        self.device = device
+
+    def copy(self, orders: Iterable[tuple[int, int, int]]) -> None:
+        """Duplicate the leading tokens of pages: (source, target, tokens)."""
+        self.cache.copy(orders)
+
+    @torch.no_grad()
+    def prefill(self, sequence: Paged, start: int, stop: int) -> None:
+        """Compute keys and values of ids `start` to `stop`; everything before is in the pages already."""
+        self._run([sequence], [sequence.ids[start:stop]], [start], "none")
+
+    @torch.no_grad()
+    def decode(
+        self, sequences: Sequence[Paged], past: Sequence[int], tokens: Sequence[Sequence[int]]
+    ) -> list[Tensor]:
+        """Feed each sequence its tokens behind `past`; for each, logits (tokens, vocabulary) in float32.
+
+        Rows that feed the same number of tokens run as one batch.
+        """
+        out: list[Tensor | None] = [None] * len(sequences)
+        lengths: dict[int, list[int]] = {}
+        for row, fed in enumerate(tokens):
+            lengths.setdefault(len(fed), []).append(row)
+        for rows in lengths.values():
+            logits = self._run(
+                [sequences[r] for r in rows], [tokens[r] for r in rows], [past[r] for r in rows], "all"
+            )
+            assert logits is not None
+            for row, answer in zip(rows, logits, strict=True):
+                out[row] = answer
+        return [answer for answer in out if answer is not None]
+
+    def _run(
+        self, sequences: Sequence[Paged], fed: Sequence[Sequence[int]], past: Sequence[int], outputs: Outputs
+    ) -> Tensor | None:
+        count = len(fed[0])
+        longest = max(past) + count
+        width = -(-longest // PAGE)
+        table = [[*sequence.pages[:width], *[0] * (width - len(sequence.pages))] for sequence in sequences]
+        starts = torch.tensor(past, device=self.device)
+        positions = starts[:, None] + torch.arange(count, device=self.device)
+        batch = Batch(
+            ids=torch.tensor([list(row) for row in fed], device=self.device),
+            positions=positions,
+            past=starts,
+            pages=torch.tensor(table, device=self.device),
+            longest=longest,
+            even=len(set(past)) == 1,
+            outputs=outputs,
+        )
+        return self.decoder.forward(batch, self.cache.layers)[0]

@@ -1,0 +1,177 @@
+"""Repetition, frequency and presence penalties: which tokens a text used lately, how often, at what cost.
+
+`Occurrences` follows a window over the text in step with it, so that a token costs a few dictionary operations
+however long the text is; `penalise` changes the logits of all rows in one go. Nothing here looks at more of
+the vocabulary than the tokens in question.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PenaltyRule:
+    """What repetition costs, and how far back the sampler looks.
+
+    `sustain` tokens count in full (None: all of them), the `decay` tokens before those ever less.
+    """
+
+    repetition: float
+    frequency: float
+    presence: float
+    sustain: int | None
+    decay: int
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The tokens of one text to penalise: ids, at which strength (None: all at 1), and how often each occurred.
+
+    Tokens in the fading part of the window count only in part.
+    """
+
+    ids: array[int]
+    strengths: array[float] | None
+    counts: array[float]
+
+
+class Occurrences:
+    """How often each token occurs between two positions of a text; the positions may move."""
+
+    def __init__(self) -> None:
+        self.start = self.end = 0
+        self._ids = array("q")
+        self._counts = array("f")
+        self._slots: dict[int, int] = {}
+
+    def move(self, ids: Sequence[int], start: int, end: int) -> None:
+        """Count ids[start:end] instead; costs as much as the two windows differ."""
+        if start >= self.end or end <= self.start:
+            self.clear(start)
+        while self.end < end:
+            self._add(ids[self.end])
+            self.end += 1
+        while self.start > start:
+            self.start -= 1
+            self._add(ids[self.start])
+        while self.start < start:
+            self._remove(ids[self.start])
+            self.start += 1
+        while self.end > end:
+            self.end -= 1
+            self._remove(ids[self.end])
+
+    def clear(self, start: int = 0) -> None:
+        """Count nothing, from this position on."""
+        self.start = self.end = start
+        del self._ids[:], self._counts[:]
+        self._slots.clear()
+
+    def copies(self) -> tuple[array[int], array[float]]:
+        """The distinct tokens and their counts, now."""
+        return self._ids[:], self._counts[:]
+
+    def slot(self, token: int) -> int | None:
+        """Where a token stands in `copies()`."""
+        return self._slots.get(token)
+
+    def _add(self, token: int) -> None:
+        slot = self._slots.get(token)
+        if slot is not None:
+            self._counts[slot] += 1.0
+            return
+        self._slots[token] = len(self._ids)
+        self._ids.append(token)
+        self._counts.append(1.0)
+
+    def _remove(self, token: int) -> None:
+        slot = self._slots[token]
+        self._counts[slot] -= 1.0
+        if self._counts[slot] > 0:
+            return
+        del self._slots[token]
+        last_id, last_count = self._ids.pop(), self._counts.pop()
+        if last_id != token:
+            self._ids[slot], self._counts[slot] = last_id, last_count
+            self._slots[last_id] = slot
+
+
+class PenaltyHistory:
+    """What the penalties need to know of one text, kept up to date as it grows and shrinks."""
+
+    def __init__(self) -> None:
+        self._window = Occurrences()
+
+    def truncate(self, ids: Sequence[int], length: int) -> None:
+        """The text is about to lose everything from this position on; `ids` still has it."""
+        if self._window.end > length:
+            self._window.move(ids, min(self._window.start, length), length)
+
+    def terms(self, ids: Sequence[int], rule: PenaltyRule) -> Terms:
+        """The tokens of the text that a rule penalises."""
+        start = 0 if rule.sustain is None else max(0, len(ids) - rule.sustain)
+        self._window.move(ids, start, len(ids))
+        tokens, counts = self._window.copies()
+        if rule.decay == 0 or start == 0:
+            return Terms(tokens, None, counts)
+        return self._fading(ids, rule.decay, tokens, counts)
+
+    def _fading(self, ids: Sequence[int], decay: int, tokens: array[int], counts: array[float]) -> Terms:
+        """Add the part of the window where penalties fade: full at its near end, gone after `decay` tokens."""
+        start = self._window.start
+        strengths = array("f", [1.0]) * len(tokens)
+        added: dict[int, int] = {}
+        for distance, position in enumerate(range(start - 1, max(-1, start - 1 - decay), -1)):
+            token, strength = ids[position], 1.0 - distance / decay
+            slot = self._window.slot(token)
+            if slot is None:
+                slot = added.setdefault(token, len(tokens))
+            if slot == len(tokens):
+                tokens.append(token)
+                strengths.append(strength)
+                counts.append(0.0)
+            counts[slot] += strength
+        return Terms(tokens, strengths, counts)
+
+
+def penalise(logits: Tensor, terms: Sequence[tuple[int, PenaltyRule, Terms]]) -> None:
+    """Apply each row's penalties to contiguous logits (rows, vocab), in place; `terms` names the rows.
+
+    Ids outside the vocabulary are passed over.
+    """
+    width = logits.shape[1]
+    ids, counts, strengths = array("q"), array("f"), array("f")
+    fading = any(found.strengths is not None for _, _, found in terms)
+    for _, _, found in terms:
+        ids.extend(found.ids)
+        counts.extend(found.counts)
+        if fading:
+            strengths.extend(found.strengths or array("f", [1.0]) * len(found.ids))
+    if not ids:
+        return
+    places = torch.frombuffer(ids, dtype=torch.int64)
+    owners = torch.repeat_interleave(torch.tensor([len(found.ids) for _, _, found in terms]))
+    table = torch.stack([torch.frombuffer(part, dtype=torch.float32) for part in (counts, strengths) if part])
+    known = (places >= 0) & (places < width)
+    if not bool(known.all()):
+        places, owners, table = places[known], owners[known], table[:, known]
+    rates = torch.tensor([(rule.repetition, rule.frequency, rule.presence) for _, rule, _ in terms])
+    factor, frequency, presence = rates[owners].unbind(1)
+    minus = frequency * table[0]
+    if fading:
+        factor, presence = 1.0 + (factor - 1.0) * table[1], presence * table[1]
+    places = places + torch.tensor([row * width for row, _, _ in terms])[owners]
+    _change(logits.view(-1), places, factor, minus + presence)
+
+
+def _change(flat: Tensor, places: Tensor, factor: Tensor, minus: Tensor) -> None:
+    places = places.to(flat.device, non_blocking=True)
+    factor, minus = torch.stack((factor, minus)).to(flat.device, non_blocking=True)
+    old = flat[places]
+    flat[places] = torch.where(old > 0, old / factor, old * factor) - minus

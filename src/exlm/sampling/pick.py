@@ -1,0 +1,90 @@
+"""The choice itself: one uniform number into one token, and the most probable tokens for those who ask.
+
+A walk along the candidates until their probabilities add up to the number: the same number always gives the same
+token, whatever else is in the batch. Sums are float64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .candidates import Candidates, Params
+from .order import first_largest, largest, sort_down, take_runs
+
+SHORT = 1.0 - 2.0**-50  # keeps the largest uniform number from rounding up to the end of the walk
+
+
+@dataclass
+class Picked:
+    """Of each row: the token, its probability, and the best tokens with theirs (rows, wanted) or None."""
+
+    tokens: Tensor
+    p: Tensor
+    top_tokens: Tensor | None = None
+    top_p: Tensor | None = None
+
+
+def _walk(p: Tensor, numbers: Tensor) -> Tensor:
+    """The first column (rows, 1) at which the sum of p exceeds that part of the total which the number says."""
+    sums = p.cumsum(-1)
+    goal = numbers * SHORT * sums[:, -1:]
+    return (sums <= goal).sum(-1, keepdim=True).clamp_max(p.shape[1] - 1)
+
+
+def pick(c: Candidates, numbers: Tensor, wanted: int) -> Picked:
+    """A token of each row for uniform numbers (rows, 1), and `wanted` top tokens."""
+    place = _walk(c.p, numbers)
+    tokens = place if c.ids is None else c.ids.gather(1, place)
+    picked = Picked(tokens.squeeze(1), c.p.gather(1, place).squeeze(1))
+    if wanted:
+        p, places = sort_down(c.p) if c.ordered else largest(c.p.float(), wanted)
+        p, places = p[:, :wanted].double(), places[:, :wanted]
+        ids = places if c.ids is None else c.ids.gather(1, places)
+        picked.top_tokens, picked.top_p = fill(ids, p, wanted)
+    return picked
+
+
+def pick_any(x: Tensor, top: Tensor, params: Params, numbers: Tensor, wanted: int) -> Picked:
+    """`pick` for rows that exclude nothing, from their logits: first a run of columns, then a column in it."""
+    ends = params.weigh_runs(x, top).cumsum_(-1)
+    goal = numbers * SHORT * ends[:, -1:]
+    run = (ends <= goal).sum(-1, keepdim=True).clamp_max_(ends.shape[1] - 1)
+    before = torch.where(run > 0, ends.gather(1, (run - 1).clamp_min_(0)), 0.0)
+    part = (goal - before) / (ends.gather(1, run) - before)
+    taken, columns = take_runs(x, run)
+    weights = params.weigh(taken, top)
+    place = _walk(weights, part.clamp_(0.0, 1.0))
+    picked = Picked(
+        columns.gather(1, place).squeeze(1), (weights.gather(1, place) / ends[:, -1:]).squeeze(1)
+    )
+    if wanted:
+        values, ids = largest(x, wanted)
+        picked.top_tokens, picked.top_p = fill(ids, params.weigh(values, top) / ends[:, -1:], wanted)
+    return picked
+
+
+def pick_greedy(x: Tensor, maxima: Tensor, wanted: int) -> Picked:
+    """The largest logit of each row, the first of equal ones, as a certainty."""
+    tokens = first_largest(x, maxima)
+    one = torch.ones(len(x), dtype=torch.float64, device=x.device)
+    picked = Picked(tokens, one)
+    if wanted:
+        picked.top_tokens, picked.top_p = fill(tokens.unsqueeze(1), one.unsqueeze(1), wanted)
+    return picked
+
+
+def fill(ids: Tensor, p: Tensor, wanted: int) -> tuple[Tensor, Tensor]:
+    """`wanted` ids (rows, wanted): those with a probability first, then others ascending from 0, at 0."""
+    missing = wanted - ids.shape[1]
+    if missing > 0:
+        ids = torch.nn.functional.pad(ids, (0, missing), value=-1)
+        p = torch.nn.functional.pad(p, (0, missing))
+    ids = torch.where(p > 0, ids, -1)
+    others = torch.arange(2 * wanted, device=ids.device).expand(len(ids), -1)
+    used = (others.unsqueeze(-1) == ids.unsqueeze(1)).any(-1)
+    free = torch.sort(used.to(torch.int8), dim=-1, stable=True).indices
+    rank = (ids < 0).cumsum(-1) - 1
+    return torch.where(ids < 0, free.gather(1, rank.clamp_min(0)), ids), p

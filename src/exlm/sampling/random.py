@@ -1,0 +1,96 @@
+"""Random numbers that are a function of (seed, position): Philox 4x32-10, in plain integers and in torch.
+
+A counter-based generator has no state to share or to lose: the number for a position is the same whoever else
+is in the batch, whichever device computes, and however often a step is run again. This is not a replacement
+for `random` or `torch.Generator`; it draws one uniform number for each token.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+
+MASK = 0xFFFFFFFF
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
+BLOCK = 64
+
+Words = tuple[int, int, int, int]
+
+
+def philox(counter: Words, key: tuple[int, int]) -> Words:
+    """Four random 32-bit words for a 128-bit counter and a 64-bit key."""
+    a, b, c, d = counter
+    low, high = key
+    for _ in range(ROUNDS):
+        left, right = MULTIPLIERS[0] * a, MULTIPLIERS[1] * c
+        a, b, c, d = (right >> 32) ^ b ^ low, right & MASK, (left >> 32) ^ d ^ high, left & MASK
+        low, high = (low + KEY_STEPS[0]) & MASK, (high + KEY_STEPS[1]) & MASK
+    return a, b, c, d
+
+
+def philox_tensor(counter: Tensor, key: tuple[int, int]) -> Tensor:
+    """`philox` for many counters (n, 4) at once; int64 holding 32-bit words, on the counters' device."""
+    a, b, c, d = counter.unbind(-1)
+    low, high = key
+    for _ in range(ROUNDS):
+        # The products wrap around in 64 bits; both halves are right all the same once they are masked.
+        left, right = a * MULTIPLIERS[0], c * MULTIPLIERS[1]
+        a, b = (right >> 32 & MASK) ^ b ^ low, right & MASK
+        c, d = (left >> 32 & MASK) ^ d ^ high, left & MASK
+        low, high = (low + KEY_STEPS[0]) & MASK, (high + KEY_STEPS[1]) & MASK
+    return torch.stack((a, b, c, d), -1)
+
+
+def uniform(seed: int, position: int, branch: int = 0) -> float:
+    """The number in [0, 1) that belongs to a position; 53 bits of it are random."""
+    high, low, _, _ = philox((position & MASK, position >> 32 & MASK, branch & MASK, 0), key_of(seed))
+    return _fraction(high, low)
+
+
+def key_of(seed: int) -> tuple[int, int]:
+    """A seed as a key: its low 64 bits, so that negative seeds are seeds too."""
+    return seed & MASK, seed >> 32 & MASK
+
+
+def check_seed(seed: int | None) -> int:
+    """A seed as an integer; None is a fresh one."""
+    if seed is None:
+        return secrets.randbits(64)
+    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+        raise InputError(f"seed must be an integer or None, found {seed!r} ({type(seed).__name__}).")
+    return seed.__index__()
+
+
+def _fraction(high: int, low: int) -> float:
+    return (high << 21 | low >> 11) * 2.0**-53
+
+
+class Uniforms:
+    """The numbers of one seed, by position; computed in blocks because a position alone costs as much."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._block = (-1, -1)
+        self._numbers: list[float] = []
+
+    def at(self, position: int, branch: int = 0) -> float:
+        """The number for a position; another branch has other numbers."""
+        block = (position // BLOCK, branch)
+        if block != self._block:
+            self._numbers = self._compute(*block)
+            self._block = block
+        return self._numbers[position % BLOCK]
+
+    def _compute(self, block: int, branch: int) -> list[float]:
+        counters = torch.zeros(BLOCK, 4, dtype=torch.int64)
+        positions = torch.arange(block * BLOCK, (block + 1) * BLOCK)
+        counters[:, 0], counters[:, 1], counters[:, 2] = positions & MASK, positions >> 32, branch & MASK
+        words = philox_tensor(counters, key_of(self.seed))
+        numbers: list[float] = ((words[:, 0] << 21 | words[:, 1] >> 11).double() * 2.0**-53).tolist()
+        return numbers

@@ -1,0 +1,84 @@
+"""What the sampler is given and what it gives back: `Row`, `Picks`, and what can be wrong with a row.
+
+Plain data. A failure is a row's own: its token is a negative number that says what happened, so that nobody
+has to wait for the device to find out, and the other rows are as if it were not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..errors import InputError
+from .settings import Settings
+from .state import SamplerState
+
+NOTHING_ALLOWED, NOT_A_NUMBER, INFINITE = -1, -2, -3
+
+PROBLEMS = {
+    NOTHING_ALLOWED: (
+        "No token is left to choose from: filters, token_bias and allowed tokens together exclude all of them. "
+        "Loosen one of them."
+    ),
+    NOT_A_NUMBER: (
+        "The logits are not numbers (NaN). The weights, the token_bias or a filter's mask are broken; "
+        "if the model computes in float16, try bfloat16 or float32."
+    ),
+    INFINITE: (
+        "A logit is infinite. The token_bias or a filter's mask is broken, or the model's numbers overflow; "
+        "if it computes in float16, try bfloat16 or float32."
+    ),
+}
+
+
+@dataclass
+class Row:
+    """One sequence that wants a token.
+
+    `history` are all its ids so far, prompt included; None if the state is told of each token by `accept`.
+    `blocked` ids are taken only if everything else is excluded. `allowed` excludes all others: ids, a mask of booleans
+    (vocab,), or one of bits packed into int32 words, the first id in the lowest bit. A `guided` row stands
+    for two neighbouring rows of logits, which its settings' `cfg_scale` mixes. `number` replaces the state's
+    random number.
+    """
+
+    settings: Settings
+    state: SamplerState
+    history: Sequence[int] | None = None
+    blocked: Collection[int] = ()
+    allowed: Tensor | Collection[int] | None = None
+    want_probs: bool = False
+    want_top: int = 0
+    guided: bool = False
+    number: float | None = None
+
+    @property
+    def position(self) -> int:
+        """The position of the token that is wanted."""
+        return len(self.state) if self.history is None else len(self.history)
+
+
+@dataclass
+class Picks:
+    """The chosen tokens (rows,) as int64 and their final probabilities (rows,), on the logits' device.
+
+    `top_tokens` and `top_probs` (rows, most wanted) are None unless a row wanted them; a row that wanted fewer
+    uses its first ones. A negative token is a failure: see `error`.
+    """
+
+    tokens: Tensor
+    probs: Tensor
+    top_tokens: Tensor | None = None
+    top_probs: Tensor | None = None
+
+    def tolist(self) -> list[int]:
+        """The tokens as integers; waits for the device."""
+        tokens: list[int] = self.tokens.tolist()
+        return tokens
+
+    @staticmethod
+    def error(token: int) -> InputError | None:
+        """What went wrong if a token of `tolist` is a failure; None if it is a token."""
+        return None if token >= 0 else InputError(PROBLEMS[token])

@@ -1,0 +1,185 @@
+"""Settings: what a user wants sampled. Wishes only; whatever a text has led to so far is in `SamplerState`.
+
+The fields, their order and their defaults are those of exllamav2's `ExLlamaV2Sampler.Settings`, and like there
+they may be changed at any time, also while a job runs. Unlike there an object may be shared by any number of
+jobs: nothing is written into it. A misspelt field is an error, because nobody would notice that it did nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from .plan import Plan, check, make_plan
+
+PADDING = 32  # models pad their vocabularies; a bias made here is long enough for the padded one
+
+KEPT_BY_GREEDY_CLONE = (
+    "token_repetition_penalty", "token_repetition_range", "token_repetition_decay", "token_frequency_penalty",
+    "token_presence_penalty", "dry_allowed_length", "dry_base", "dry_multiplier", "dry_sequence_breakers",
+    "dry_range", "dry_max_ngram", "xtc_probability", "xtc_threshold", "xtc_ignore_tokens",
+)  # fmt: skip
+
+
+class Pieces(Protocol):
+    """What settings ask of a tokenizer: how many ids there are, and which id a piece has."""
+
+    def get_vocab_size(self) -> int:
+        """One more than the highest id."""
+
+    def single_id(self, piece: str) -> int | None:
+        """The id of a piece; None if there is none."""
+
+
+@dataclass(eq=False)
+class Settings:
+    """How tokens are chosen. The defaults are those of the old library, and not neutral.
+
+    Off values: penalties 1 and 0, `temperature` 1 (below 0.01 means greedy), `top_k` 0; `top_p`, `min_p`, `tfs`
+    and `typical` 0 or 1; `top_a`, `smoothing_factor`, `skew`, `dry_multiplier`, `xtc_probability` 0; dynamic
+    temperature when `max_temp` ≤ `min_temp`; it comes in addition to `temperature` unless `temperature_last`.
+
+    `token_bias` (vocab,) is added to the logits. `cfg_scale` is for jobs with two prompts. Sequence breakers and
+    ignored tokens are sets of ids, None for those of the tokenizer. `mirostat_mu` is read and written only by
+    the direct call `Sampler.sample`; a job keeps its own. `ngram_*` are accepted for old scripts and unused.
+    """
+
+    token_repetition_penalty: float = 1.025
+    token_repetition_range: int = -1
+    token_repetition_decay: int = 0
+    token_frequency_penalty: float = 0.0
+    token_presence_penalty: float = 0.0
+    temperature: float = 0.8
+    smoothing_factor: float = 0.0
+    min_temp: float = 0
+    max_temp: float = 0.0
+    temp_exponent: float = 1.0
+    top_k: int = 50
+    top_p: float = 0.8
+    top_a: float = 0.0
+    min_p: float = 0
+    tfs: float = 0
+    typical: float = 0
+    skew: float = 0
+    temperature_last: bool = False
+    mirostat: bool = False
+    mirostat_tau: float = 1.5
+    mirostat_eta: float = 0.1
+    mirostat_mu: list[float] | None = None
+    token_bias: Tensor | None = None
+    cfg_scale: float | None = None
+    post_sampling_hooks: list[Callable[..., None]] = field(default_factory=list)
+    dry_allowed_length: int = 2
+    dry_base: float = 1.75
+    dry_multiplier: float = 0.0
+    dry_sequence_breakers: Collection[int] | None = None
+    dry_range: int = 0
+    dry_max_ngram: int = 20
+    ngram_trie: dict[int, Any] | None = None
+    ngram_index: int = 0
+    ngram_history: deque[int] = field(default_factory=deque)
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    xtc_ignore_tokens: Collection[int] | None = None
+    filters: list[Any] | None = field(default=None, init=False, repr=False)
+    filter_prefer_eos: bool = field(default=False, init=False, repr=False)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set a field; it counts from the next token on."""
+        if name not in FIELDS:
+            near = difflib.get_close_matches(name, FIELDS, 1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise AttributeError(f"Settings has no field {name!r}.{hint}")
+        self.__dict__[name] = value
+        self.__dict__["_plan"] = None
+
+    @staticmethod
+    def greedy(**kwargs: Any) -> Settings:
+        """Settings that take the most probable token, with fields changed as given."""
+        return Settings(
+            **{"temperature": 1.0, "token_repetition_penalty": 1.0, "top_p": 0.0, "top_k": 1} | kwargs
+        )
+
+    def clone(self) -> Settings:
+        """A copy whose fields may be changed without changing these."""
+        twin = copy.copy(self)
+        twin.post_sampling_hooks = list(self.post_sampling_hooks)
+        twin.ngram_history = deque(self.ngram_history)
+        twin.mirostat_mu = None if self.mirostat_mu is None else list(self.mirostat_mu)
+        return twin
+
+    def greedy_clone(self) -> Settings:
+        """Greedy settings with these penalties, DRY and XTC; without token bias and guidance. For drafts."""
+        kept = {name: getattr(self, name) for name in KEPT_BY_GREEDY_CLONE}
+        return Settings(top_k=1, top_p=0.0, **kept)
+
+    def check(self) -> None:
+        """Raise InputError, naming the field, for a value that cannot be meant."""
+        check(self)
+        bias = self.token_bias
+        if bias is not None and (not isinstance(bias, Tensor) or bias.dim() != 1):
+            shape = tuple(bias.shape) if isinstance(bias, Tensor) else type(bias).__name__
+            raise InputError(f"token_bias must be None or a tensor of shape (vocab,), found {shape}.")
+
+    def plan(self) -> Plan:
+        """What these settings amount to now; worked out again only after a field was assigned."""
+        found: Plan | None = self.__dict__["_plan"]
+        if found is None:
+            self.check()
+            found = make_plan(self)
+            self.__dict__["_plan"] = found
+        return found
+
+    def disallow_tokens(self, tokenizer: Pieces, tokens: Iterable[int | str]) -> None:
+        """Never sample these tokens: ids, or pieces that are a single token."""
+        ids = _known_ids(tokenizer, tokens, "disallow_tokens")
+        bias = self._own_bias(tokenizer, 0.0)
+        bias[ids] = -torch.inf
+        self.token_bias = bias
+
+    def allow_tokens(self, tokenizer: Pieces, tokens: Iterable[int | str]) -> None:
+        """Sample only these tokens; where there is a bias already, stop excluding them and change no others."""
+        ids = _known_ids(tokenizer, tokens, "allow_tokens")
+        bias = self._own_bias(tokenizer, -torch.inf)
+        bias[ids] = 0.0
+        self.token_bias = bias
+
+    def _own_bias(self, tokenizer: Pieces, fill: float) -> Tensor:
+        """A bias to change: a copy, because clones share the one that is there."""
+        size = tokenizer.get_vocab_size()
+        if self.token_bias is not None:
+            if len(self.token_bias) < size:
+                raise InputError(f"token_bias has {len(self.token_bias)} entries, the vocabulary {size}.")
+            return self.token_bias.clone()
+        size = max(size, getattr(getattr(tokenizer, "config", None), "vocab_size", None) or 0)
+        return torch.full((-(-size // PADDING) * PADDING,), fill)
+
+
+FIELDS = tuple(item.name for item in dataclasses.fields(Settings))
+
+
+def _known_ids(tokenizer: Pieces, tokens: Iterable[int | str], call: str) -> list[int]:
+    ids, size = [], tokenizer.get_vocab_size()
+    for token in tokens:
+        found: object = tokenizer.single_id(token) if isinstance(token, str) else token
+        if found is None and isinstance(token, str):
+            raise InputError(f"{call}: no single token is {token!r}; encode it and name its ids instead.")
+        if isinstance(found, bool) or not hasattr(found, "__index__"):
+            raise InputError(
+                f"Incorrect type in {call} list: expected ids or strings, found {token!r} "
+                f"({type(token).__name__})."
+            )
+        number = found.__index__()
+        if not 0 <= number < size:
+            raise InputError(f"{call}: the vocabulary has ids 0 to {size - 1}, found {number}.")
+        ids.append(number)
+    return ids

@@ -1,0 +1,123 @@
+"""SamplerState: what sampling one text has led to: its random numbers, mirostat's target, what it repeats.
+
+Every job has its own, so settings may be shared. A state follows the text it belongs to: tokens that were appended
+since are taken over when they are needed, and `truncate` takes back. It chooses nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from .dry import DryIndex, DryRule
+from .penalties import PenaltyHistory, PenaltyRule, Terms
+from .random import Uniforms, check_seed
+from .settings import Settings
+
+REMEMBERED = 256  # how many mirostat targets a rewind can go back
+
+
+class SamplerState:
+    """The memory of one job's sampler."""
+
+    def __init__(
+        self, settings: Settings | None = None, seed: int | None = None, prompt_ids: Sequence[int] = ()
+    ) -> None:
+        """A state for a text that begins with `prompt_ids`. A seed of None is a fresh one (see `seed`).
+
+        Of the settings only a `mirostat_mu` to start from is used.
+        """
+        self.seed = check_seed(seed)
+        self.history: list[int] = list(prompt_ids)
+        self.branch = 0
+        self._drawn = -1
+        self._uniforms = Uniforms(self.seed)
+        self._penalties: PenaltyHistory | None = None
+        self._dry: DryIndex | None = None
+        self._targets: list[tuple[int, Tensor]] = []
+        self._start = 0.0
+        if settings is not None and settings.mirostat_mu:
+            self.mirostat_mu = settings.mirostat_mu[0]
+
+    def __len__(self) -> int:
+        return len(self.history)
+
+    def accept(self, token: int) -> None:
+        """The text grew by a token."""
+        self.history.append(token)
+
+    def follow(self, ids: Sequence[int]) -> None:
+        """Take over what was appended to the text since; a text that became shorter was rewound."""
+        if len(ids) < len(self.history):
+            self.truncate(len(ids))
+        elif len(ids) > len(self.history):
+            self.history.extend(islice(ids, len(self.history), None))
+
+    def truncate(self, length: int) -> None:
+        """Take back every token from this position on.
+
+        What is sampled next uses fresh random numbers: those of the rejected tokens are what got them chosen.
+        """
+        if length <= self._drawn:
+            self.branch += 1
+            self._drawn = length - 1
+        self._forget_targets(length)
+        if self._penalties is not None:
+            self._penalties.truncate(self.history, length)
+        if self._dry is not None:
+            self._dry.truncate(length)
+        del self.history[length:]
+
+    def uniform(self, position: int) -> float:
+        """The random number in [0, 1) for the token at a position; asked again, the same one."""
+        self._drawn = max(self._drawn, position)
+        return self._uniforms.at(position, self.branch)
+
+    def penalty_terms(self, rule: PenaltyRule) -> Terms:
+        """The tokens of the text that a penalty rule is about."""
+        if self._penalties is None:
+            self._penalties = PenaltyHistory()
+        return self._penalties.terms(self.history, rule)
+
+    def repeats(self, rule: DryRule, breakers: Collection[int], limit: int) -> dict[int, float]:
+        """What DRY takes off which tokens."""
+        if self._dry is None:
+            self._dry = DryIndex()
+        self._dry.extend(self.history[len(self._dry) :])
+        return self._dry.repeats(rule, breakers, limit)
+
+    @property
+    def mirostat_mu(self) -> float | None:
+        """Mirostat's target now; None before the first token."""
+        if self._targets:
+            return float(self._targets[-1][1])
+        return self._start or None
+
+    @mirostat_mu.setter
+    def mirostat_mu(self, target: float | None) -> None:
+        self._targets.clear()
+        self._start = float(target or 0.0)
+
+    def target(self, position: int, tau: float, device: torch.device) -> Tensor:
+        """Mirostat's target for the token at a position, as a scalar tensor: between steps it stays on the device.
+
+        It starts at 2 · tau.
+        """
+        self._forget_targets(position)
+        if self._targets:
+            return self._targets[-1][1].to(device)
+        return torch.tensor(self._start or 2.0 * tau, dtype=torch.float64, device=device)
+
+    def set_target(self, position: int, target: Tensor) -> None:
+        """Remember the target that the token at a position led to."""
+        self._forget_targets(position)
+        self._targets.append((position, target))
+        if len(self._targets) > 2 * REMEMBERED:
+            del self._targets[:REMEMBERED]
+
+    def _forget_targets(self, position: int) -> None:
+        while self._targets and self._targets[-1][0] >= position:
+            self._targets.pop()

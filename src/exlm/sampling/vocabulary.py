@@ -1,0 +1,74 @@
+"""Vocabulary: what the sampler knows of a tokenizer: how many ids count, and which tokens DRY and XTC spare.
+
+The sets are built when first needed, because reading every piece takes a moment. Any object with the few methods
+below serves as a tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+BREAKERS = '.,!?<>[](){}"\n\t'
+
+
+class TokenizerLike(Protocol):
+    """What the sampler asks of a tokenizer."""
+
+    @property
+    def extended_id_to_piece(self) -> Mapping[int, str]:
+        """The special tokens."""
+
+    def get_vocab_size(self) -> int:
+        """One more than the highest id."""
+
+    def get_id_to_piece_list(self, include_special_tokens: bool = False) -> Sequence[str]:
+        """By id, what a token adds to a text."""
+
+
+class Vocabulary:
+    """The ids of a model that are tokens, and those that end a repetition or are never excluded by XTC."""
+
+    def __init__(self, tokenizer: TokenizerLike | None = None, size: int | None = None) -> None:
+        """`size` counts ids if there is no tokenizer to ask; without both every column of logits is a token."""
+        self._tokenizer = tokenizer
+        self.size = tokenizer.get_vocab_size() if size is None and tokenizer is not None else size
+        self._masks: dict[tuple[frozenset[int], int, torch.device], Tensor] = {}
+
+    def width(self, columns: int) -> int:
+        """How many of a model's columns are tokens; what lies beyond is padding."""
+        return columns if self.size is None else min(columns, self.size)
+
+    @cached_property
+    def breakers(self) -> frozenset[int]:
+        """Tokens with punctuation, brackets, quotes, line breaks or tabs, and all special tokens."""
+        return self._holding(BREAKERS)
+
+    @cached_property
+    def unexcluded(self) -> frozenset[int]:
+        """Tokens with a line break, and all special tokens."""
+        return self._holding("\n")
+
+    def mask(self, ids: frozenset[int], width: int, device: torch.device) -> Tensor:
+        """A set of ids as booleans (width,); kept, because the sets that come here stay the same."""
+        key = (ids, width, device)
+        if key not in self._masks:
+            if len(self._masks) > 64:
+                self._masks.clear()
+            mask = torch.zeros(width, dtype=torch.bool)
+            mask[[token for token in ids if 0 <= token < width]] = True
+            self._masks[key] = mask.to(device)
+        return self._masks[key]
+
+    def _holding(self, characters: str) -> frozenset[int]:
+        tokenizer: Any = self._tokenizer
+        if tokenizer is None:
+            return frozenset()
+        wanted = set(characters)
+        pieces = tokenizer.get_id_to_piece_list()
+        found = {token for token, piece in enumerate(pieces) if not wanted.isdisjoint(piece)}
+        return frozenset(found | set(tokenizer.extended_id_to_piece))

@@ -1,0 +1,74 @@
+"""The order in which the old library walked along its candidates, for calls that bring their random number.
+
+Which token a given number selects depends on that order. Candidates that no step had sorted stood in the order
+of their ids, those above a threshold were gathered at the front by swapping, and asked for k top tokens it ran
+a quicksort just far enough to have the first k right and walked along whatever that left. Scripts that pass
+`random` to `Sampler.sample` get the same tokens here. Distributions do not depend on the order, and nothing
+else uses this one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+NEGLIGIBLE = 1e-8  # less probable candidates are moved to the end before sorting
+REACH = 0.9998  # of the way along the probabilities that the walk has to go
+
+
+def partly_sorted(p: list[float], count: int) -> list[int]:
+    """Places of the candidates, the `count` most probable first and in order, the rest as a quicksort leaves it."""
+    places = list(range(len(p)))
+    end = _negligible_last(p, places)
+    ranges = [(0, end)]
+    while ranges:
+        low, high = ranges.pop()
+        if low < high and low <= count:
+            middle = _partition(p, places, low, high)
+            ranges += ((low, middle - 1), (middle + 1, high))
+    return places
+
+
+def gathered(high: Tensor) -> tuple[Tensor, Tensor]:
+    """Places of the candidates above a threshold (n,) in order, and of those below it that got in, at most one.
+
+    Each low candidate among the first was swapped with the last high one there was left. If the two pointers met
+    right after a swap, the low candidate just moved was counted in, too.
+    """
+    count = int(high.sum())
+    places = torch.arange(count, device=high.device)
+    low = (~high[:count]).nonzero().squeeze(1)
+    places[low] = high[count:].nonzero().squeeze(1).flip(0) + count
+    met = count < len(high) and bool(high[count])
+    return places, low[-1:] if met else low[:0]
+
+
+def choose(p: Tensor, number: float) -> int:
+    """Where along probabilities (n,) the walk ends for a uniform number; never at one that is 0."""
+    alive = p.nonzero().squeeze(1)
+    sums = p.double().cumsum(0)
+    place = int((sums < REACH * number * sums[-1]).sum())
+    return min(max(place, int(alive[0])), int(alive[-1]))
+
+
+def _negligible_last(p: list[float], places: list[int]) -> int:
+    """Swap negligible candidates to the end; the last place before them."""
+    here, end = 0, len(places) - 1
+    while here <= end:
+        if p[places[here]] < NEGLIGIBLE:
+            places[here], places[end] = places[end], places[here]
+            end -= 1
+        else:
+            here += 1
+    return end
+
+
+def _partition(p: list[float], places: list[int], low: int, high: int) -> int:
+    """Larger than the last before it, the others after it; its new place."""
+    pivot, border = p[places[high]], low
+    for here in range(low, high):
+        if p[places[here]] > pivot:
+            places[border], places[here] = places[here], places[border]
+            border += 1
+    places[border], places[high] = places[high], places[border]
+    return border

@@ -1,0 +1,246 @@
+"""The generator users hold, on a real trained model: the same text however it is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from exlm import (
+    AsyncGenerator,
+    AsyncJob,
+    Cache,
+    CacheQ4,
+    CacheQ8,
+    Config,
+    Generator,
+    InputError,
+    Job,
+    Model,
+    Settings,
+    Tokenizer,
+)
+
+PROMPTS = ["The history of the city", "import os\n\ndef main(", "In 1995, the", "The first season of the ser"]
+
+
+@pytest.fixture(scope="module")
+def parts(fixtures_dir: Path) -> tuple[Model, Tokenizer]:
+    config = Config(fixtures_dir / "tiny-lm")
+    model = Model(config)
+    model.load()
+    return model, Tokenizer(config)
+
+
+def generator(parts: tuple[Model, Tokenizer], tokens: int = 4096, **options: Any) -> Generator:
+    model, tokenizer = parts
+    return Generator(model, Cache(model, max_seq_len=tokens), tokenizer, **options)
+
+
+def greedy(machine: Generator, prompt: Any, new: int = 30, **options: Any) -> Any:
+    return machine.generate(prompt, new, gen_settings=Settings.greedy(), **options)
+
+
+@pytest.fixture(scope="module")
+def alone(parts: tuple[Model, Tokenizer]) -> list[str]:
+    """Each prompt by itself, token by token, through the plain forward pass."""
+    model, tokenizer = parts
+    texts = []
+    for prompt in PROMPTS:
+        ids = tokenizer.encode(prompt)
+        for _ in range(30):
+            ids = torch.cat((ids, model.forward(ids, last_id_only=True)[:, -1].argmax(-1, keepdim=True)), 1)
+        texts.append(tokenizer.decode(ids[0]))
+    return texts
+
+
+def test_greedy_text_is_the_same_alone_and_in_batches(parts: Any, alone: list[str]) -> None:
+    machine = generator(parts)
+    assert [greedy(machine, prompt) for prompt in PROMPTS] == alone
+    for size in (2, 7, 32):
+        prompts = [PROMPTS[i % len(PROMPTS)] for i in range(size)]
+        cold = generator(parts, tokens=16384)
+        assert greedy(cold, prompts) == [alone[i % len(PROMPTS)] for i in range(size)]
+    assert greedy(machine, PROMPTS) == alone  # with a warm cache
+
+
+def test_speculation_changes_nothing_but_the_number_of_passes(parts: Any, alone: list[str]) -> None:
+    model, _ = parts
+    ngram = generator(parts, use_ngram_draft=True)
+    texts, last = greedy(ngram, PROMPTS, return_last_results=True)
+    assert texts == alone
+    assert all("accepted_draft_tokens" in result for result in last)
+    drafted = generator(parts, draft_model=model, draft_cache=Cache(model, max_seq_len=4096))
+    texts, last = greedy(drafted, PROMPTS, return_last_results=True)
+    assert texts == alone
+    assert [result["new_tokens"] for result in last] == [30] * 4
+    assert sum(result["accepted_draft_tokens"] for result in last) >= 4 * 20
+    assert sum(result["rejected_draft_tokens"] for result in last) == 0
+
+
+@pytest.mark.parametrize("kind", [CacheQ8, CacheQ4])
+def test_quantised_caches_alone_and_in_a_batch(parts: Any, kind: Any) -> None:
+    model, tokenizer = parts
+    texts = []
+    for batch in (False, True):
+        machine = Generator(model, kind(model, max_seq_len=4096), tokenizer)
+        texts.append(greedy(machine, PROMPTS) if batch else [greedy(machine, p) for p in PROMPTS])
+    assert texts[0] == texts[1]
+
+
+def test_long_prompts_in_chunks_and_from_the_cache(parts: Any) -> None:
+    long = " ".join(PROMPTS) * 12
+    small, large = generator(parts, max_chunk_size=256), generator(parts, max_chunk_size=2048)
+    text, first = greedy(small, long, return_last_results=True)
+    assert greedy(large, long) == text
+    again, second = greedy(small, long, return_last_results=True)
+    assert again == text
+    assert first["cached_tokens"] == 0
+    assert second["cached_tokens"] == second["prompt_tokens"] - 1
+
+
+def test_seeds(parts: Any) -> None:
+    machine = generator(parts)
+    settings = Settings(temperature=1.2, top_k=0, top_p=0.95)
+    one = machine.generate(PROMPTS, 20, seed=7, gen_settings=settings)
+    assert machine.generate(PROMPTS, 20, seed=7, gen_settings=settings) == one
+    assert machine.generate(PROMPTS[2], 20, seed=9, gen_settings=settings) == one[2]
+    assert machine.generate(PROMPTS, 20, seed=8, gen_settings=settings) != one
+
+
+def test_the_arguments_of_the_documents(parts: Any) -> None:
+    machine = generator(parts)
+    whole = greedy(machine, PROMPTS[0], 10)
+    assert greedy(machine, PROMPTS[0], 10, completion_only=True) == whole[len(PROMPTS[0]) :]
+    assert greedy(machine, [], 5) == []
+    stopped = greedy(machine, PROMPTS[0], 30, stop_conditions=["\n"], completion_only=True)
+    assert "\n" not in stopped
+    banned = greedy(machine, PROMPTS[0], 30, banned_strings=["soviet"], completion_only=True)
+    assert "soviet" not in banned.lower()
+    healed = greedy(machine, "The history of the c", 10, token_healing=True)
+    assert healed.startswith("The history of the c")
+    with pytest.raises(InputError, match="gen_settings"):
+        machine.generate(PROMPTS, 5, gen_settings=[Settings.greedy()])
+    with pytest.raises(InputError, match="Unexpected type in prompt"):
+        greedy(machine, [1, 2])
+    with pytest.raises(TypeError):
+        greedy(machine, "x", unknown_argument=1)
+    assert machine.num_remaining_jobs() == 0
+
+
+def test_guidance_at_one_is_plain_text(parts: Any) -> None:
+    machine = generator(parts)
+    settings = Settings.greedy()
+    settings.cfg_scale = 1.0
+    pair = (PROMPTS[0], PROMPTS[1])
+    assert machine.generate(pair, 20, gen_settings=settings) == greedy(machine, PROMPTS[0], 20)
+    with pytest.raises(InputError, match="guidance"):
+        machine.generate(PROMPTS[0], 5, gen_settings=settings)
+
+
+def test_other_peoples_jobs_run_along_and_lose_nothing(parts: Any) -> None:
+    machine = generator(parts)
+    _, tokenizer = parts
+    other = Job(tokenizer.encode(PROMPTS[1]), 12, gen_settings=Settings.greedy(), identifier="other")
+    machine.enqueue(other)
+    greedy(machine, PROMPTS[0], 5)
+    results = []
+    while machine.num_remaining_jobs() or not results or not results[-1]["eos"]:
+        results += machine.iterate()
+    assert {result["identifier"] for result in results} == {"other"}
+    assert len([r for r in results if r["stage"] == "streaming"]) == 12
+
+
+def test_abort(parts: Any) -> None:
+    machine, stop = generator(parts), threading.Event()
+    stop.set()
+    assert greedy(machine, PROMPTS, 50, abort_event=stop) is None
+    assert machine.num_remaining_jobs() == 0
+
+
+def test_a_job_that_fails_fails_alone(parts: Any, alone: list[str]) -> None:
+    """A filter that allows nothing ends its own job, with the reason; the neighbours go on."""
+    from exlm import Filter
+
+    class Nothing(Filter):
+        def begin(self, prefix_str: Any) -> None: ...
+
+        def feed(self, token: Any) -> None: ...
+
+        def next(self) -> Any:
+            return set(), set()
+
+    model, tokenizer = parts
+    machine = generator(parts)
+    good = [Job(tokenizer.encode(p), 30, gen_settings=Settings.greedy()) for p in PROMPTS[:2]]
+    bad = Job(tokenizer.encode(PROMPTS[2]), 30, filters=[Nothing(model, tokenizer)])
+    machine.enqueue([good[0], bad, good[1]])
+    errors = []
+    while machine.num_remaining_jobs():
+        errors += [r["error"] for r in machine.iterate() if "error" in r]
+    assert len(errors) == 1
+    assert isinstance(errors[0], InputError)
+    assert [PROMPTS[i] + job.full_completion for i, job in enumerate(good)] == alone[:2]
+
+
+def test_a_refused_generate_leaves_nothing_queued(parts: Any) -> None:
+    machine = generator(parts, tokens=512)
+    with pytest.raises(InputError, match="pages"):
+        greedy(machine, [PROMPTS[0], PROMPTS[1] * 200], 20)
+    assert machine.num_remaining_jobs() == 0
+    assert greedy(machine, PROMPTS[0], 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_chunk_size": 100}, "multiple of 256"),
+        ({"max_chunk_size": 4096}, "max_input_len"),
+        ({"max_seq_len": 10**6}, "requested seq len"),
+        ({"use_ngram_draft": True, "draft_model": object()}, "both draft model and ngram"),
+        ({"draft_model": object()}, "Must supply cache"),
+        ({"use_ngram_draft": True, "num_draft_tokens": 0}, "num_draft_tokens"),
+    ],
+)
+def test_generators_that_cannot_be(parts: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        generator(parts, **options)
+
+
+def test_caches_that_do_not_fit(parts: Any) -> None:
+    model, tokenizer = parts
+    with pytest.raises(InputError, match="multiple of 256"):
+        Generator(model, Cache(model, max_seq_len=300), tokenizer)
+    with pytest.raises(InputError, match="batch_size = 1"):
+        Generator(model, Cache(model, batch_size=2, max_seq_len=512), tokenizer)
+
+
+def test_async_jobs(parts: Any, alone: list[str]) -> None:
+    model, tokenizer = parts
+
+    async def read(machine: AsyncGenerator, prompt: str) -> str:
+        job = AsyncJob(machine, tokenizer.encode(prompt), 30, gen_settings=Settings.greedy())
+        return prompt + "".join([result.get("text", "") async for result in job])  # type: ignore[misc]
+
+    async def everything() -> None:
+        machine = AsyncGenerator(model, Cache(model, max_seq_len=4096), tokenizer)
+        assert await asyncio.gather(*(read(machine, prompt) for prompt in PROMPTS)) == alone
+        with pytest.raises(InputError, match="exceed the model's length"):
+            await read(machine, PROMPTS[0] * 500)
+        waiting = AsyncJob(machine, tokenizer.encode(PROMPTS[0]), 2000, gen_settings=Settings.greedy())
+
+        async def listen() -> int:
+            return len([result async for result in waiting])
+
+        listener = asyncio.create_task(listen())
+        await asyncio.sleep(0.1)
+        await waiting.cancel()
+        assert await asyncio.wait_for(listener, 10) >= 1
+        assert await read(machine, PROMPTS[1]) == alone[1]
+        await machine.close()
+
+    asyncio.run(everything())

@@ -1,0 +1,35 @@
+"""The toy vocabulary of the golden traces, single bytes, and short ways to push them."""
+
+from __future__ import annotations
+
+from exlm.generator.output import Output
+from exlm.generator.verdicts import Emit, Verdict
+from exlm.text.detokenize import ByteDecoding, Detokenizer
+
+LETTERS = [chr(ord("a") + place) for place in range(26)]
+PIECES = ["</s>", "<s>", *LETTERS, " ", "!", ".", "\n", "Hello", "Hel", "He", " world"]
+SPECIAL = {0: "</s>", 1: "<s>"}
+ID = {piece: number for number, piece in enumerate(PIECES)}
+BYTES = [bytes([value]) for value in range(256)]
+EMOJI = list("\U0001f600".encode())
+
+
+def toy(special: bool = False) -> Detokenizer:
+    """The specification's toy vocabulary."""
+    shown = [
+        b"" if number in SPECIAL and not special else piece.encode() for number, piece in enumerate(PIECES)
+    ]
+    return ByteDecoding(shown, False).stream(True)
+
+
+def of(pieces: list[bytes]) -> Detokenizer:
+    return ByteDecoding(pieces, False).stream(True)
+
+
+def push(output: Output, pieces: str | list[str]) -> list[Verdict]:
+    """Push toy tokens, by their text."""
+    return [output.push(ID[piece]) for piece in pieces]
+
+
+def emits(text: str) -> list[Verdict]:
+    return [Emit(letter, 1) for letter in text]

@@ -1,0 +1,220 @@
+"""The sampler, one row at a time, in plain Python floats: what every step means, written from its definition.
+
+No torch, no batching, no cleverness. Slow on purpose; the tests hold the real one against it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+
+from exlm.sampling import Settings
+
+SLACK = 1e-6
+BLOCKED = -1e30
+Probabilities = dict[int, float]
+
+
+def guided(wanted: Sequence[float], unwanted: Sequence[float], scale: float) -> list[float]:
+    """Classifier-free guidance."""
+
+    def log_softmax(x: Sequence[float]) -> list[float]:
+        top = max(x)
+        total = top + math.log(math.fsum(math.exp(v - top) for v in x))
+        return [v - total for v in x]
+
+    return [scale * a + (1 - scale) * b for a, b in zip(log_softmax(wanted), log_softmax(unwanted), strict=True)]
+
+
+def penalised(x: Sequence[float], context: Sequence[int], s: Settings) -> list[float]:
+    """Repetition, frequency and presence penalties: a walk backwards through the context."""
+    x = list(x)
+    sustain = len(context) if s.token_repetition_range < 0 else s.token_repetition_range
+    decay = s.token_repetition_decay
+    seen: set[int] = set()
+    for distance, token in enumerate(reversed(context)):
+        if distance >= sustain + decay:
+            break
+        strength = 1.0 if distance < sustain else 1.0 - (distance - sustain) / decay
+        if not 0 <= token < len(x):
+            continue
+        if token not in seen:
+            seen.add(token)
+            factor = 1.0 + (s.token_repetition_penalty - 1.0) * strength
+            x[token] = x[token] / factor if x[token] > 0 else x[token] * factor
+            x[token] -= s.token_presence_penalty * strength
+        x[token] -= s.token_frequency_penalty * strength
+    return x
+
+
+def dry_costs(context: Sequence[int], s: Settings, breakers: Collection[int], size: int) -> Probabilities:
+    """For every earlier place, how long a copy of the context's end ends there; the longest ones count."""
+
+    def plain(token: int) -> bool:
+        return token not in breakers and 0 <= token < size
+
+    n = len(context)
+    start = max(0, n - s.dry_range) if s.dry_range > 0 else 0
+    lengths: dict[int, int] = {}
+    for place in range(start, n - 1):
+        length = 0
+        while (
+            length < s.dry_max_ngram
+            and place - length >= start
+            and context[place - length] == context[n - 1 - length]
+            and plain(context[place - length])
+        ):
+            length += 1
+        if length >= max(1, s.dry_allowed_length) and plain(context[place + 1]):
+            lengths[place] = length
+    if not lengths:
+        return {}
+    longest = max(lengths.values())
+    cost = s.dry_multiplier * s.dry_base ** (longest - s.dry_allowed_length)
+    costs: Probabilities = {}
+    for place, length in lengths.items():
+        if length == longest:
+            costs[context[place + 1]] = costs.get(context[place + 1], 0.0) + cost
+    return costs
+
+
+def edited(
+    x: Sequence[float],
+    s: Settings,
+    context: Sequence[int] = (),
+    blocked: Collection[int] = (),
+    allowed: Collection[int] | None = None,
+    breakers: Collection[int] = (),
+) -> list[float]:
+    """Everything that happens to logits before the softmax, but guidance."""
+    y = penalised(x, context, s)
+    for token in blocked:
+        y[token] = BLOCKED
+    if s.token_bias is not None:
+        y = [v + b for v, b in zip(y, s.token_bias.tolist(), strict=False)]
+    if s.dry_multiplier > 0:
+        for token, cost in dry_costs(context, s, breakers, len(y)).items():
+            y[token] -= cost
+    if allowed is not None:
+        y = [v if token in allowed else -math.inf for token, v in enumerate(y)]
+    return y
+
+
+def normal(p: Mapping[int, float]) -> Probabilities:
+    """Candidates with a probability, which add up to 1, most probable first, then lowest id."""
+    total = math.fsum(p.values())
+    return {t: v / total for t, v in sorted(p.items(), key=lambda item: (-item[1], item[0])) if v > 0}
+
+
+def softmax(x: Sequence[float], temperature: float, smoothing: float) -> Probabilities:
+    """Probabilities of logits, with quadratic smoothing if any."""
+    top = max(x)
+
+    def exponent(v: float) -> float:
+        return -smoothing * (v - top) ** 2 if smoothing > 0 else v - top
+
+    return normal({token: math.exp(exponent(v) / temperature) for token, v in enumerate(x) if v > -math.inf})
+
+
+def top_p(p: Probabilities, limit: float) -> Probabilities:
+    """The smallest prefix that reaches the limit."""
+    kept, before = {}, 0.0
+    for token, v in p.items():
+        if kept and before >= limit - SLACK:
+            break
+        kept[token] = v
+        before += v
+    return normal(kept)
+
+
+def at_least(p: Probabilities, limit: float) -> Probabilities:
+    """Tokens with this probability, or the best one."""
+    limit = min(limit * (1 - SLACK), max(p.values()))
+    return normal({token: v for token, v in p.items() if v >= limit})
+
+
+def tfs(p: Probabilities, limit: float) -> Probabilities:
+    """Tail-free sampling."""
+    if len(p) < 3:
+        return p
+    p = {token: v for token, v in p.items() if v >= 1e-8}
+    v = list(p.values())
+    bends = [abs(v[i] - 2 * v[i + 1] + v[i + 2]) for i in range(len(v) - 2)]
+    total = math.fsum(bends)
+    if total <= 1e-14:
+        return normal(p)
+    kept, spent = 1, 0.0
+    for bend in bends:
+        spent += bend
+        if spent / total > limit + SLACK:
+            break
+        kept += 1
+    return normal(dict(list(p.items())[:kept]))
+
+
+def typical(p: Probabilities, limit: float) -> Probabilities:
+    """Locally typical sampling."""
+    entropy = -math.fsum(v * math.log(v) for v in p.values())
+    kept, reached = {}, 0.0
+    for token, v in sorted(p.items(), key=lambda item: abs(-math.log(item[1]) - entropy)):
+        if kept and reached >= limit - SLACK:
+            break
+        kept[token] = v
+        reached += v
+    return normal(kept)
+
+
+def tempered(p: Probabilities, temperature: float) -> Probabilities:
+    """Probabilities to a power; below 0.01 only the best one."""
+    if temperature < 0.01:
+        return {next(iter(p)): 1.0}
+    top = max(p.values())
+    return normal({token: (v / top) ** (1 / temperature) for token, v in p.items()})
+
+
+def dynamic(p: Probabilities, low: float, high: float, exponent: float) -> Probabilities:
+    """A temperature that follows entropy."""
+    entropy = -math.fsum(v * math.log(v) for v in p.values())
+    share = max(0.0, entropy / (math.log(len(p)) if len(p) > 1 else 1.0)) ** exponent
+    return tempered(p, low + (high - low) * min(1.0, share))
+
+
+def xtc(p: Probabilities, probability: float, threshold: float, ignored: Collection[int]) -> Probabilities:
+    """Exclude top choices, in expectation."""
+    enough = [t for t, v in p.items() if v >= threshold * (1 - SLACK) and t not in ignored]
+    if len(enough) < 2:
+        return p
+    excluded = set(enough[:-1])
+    mass = math.fsum(p[token] for token in excluded)
+    grown = 1 + probability * mass / (1 - mass)
+    return normal({token: v * (1 - probability if token in excluded else grown) for token, v in p.items()})
+
+
+def distribution(
+    x: Sequence[float], s: Settings, mu: float | None = None, ignored: Collection[int] = ()
+) -> Probabilities:
+    """Final probabilities for edited logits, most probable first."""
+    if s.temperature < 0.01 or s.top_k == 1:
+        return {max(range(len(x)), key=lambda token: (x[token], -token)): 1.0}
+    p = softmax(x, 1.0 if s.temperature_last else s.temperature, s.smoothing_factor)
+    if 0 < s.top_k < len(x):
+        p = normal(dict(list(p.items())[: s.top_k]))
+    if 0 < s.top_p < 1:
+        p = top_p(p, s.top_p)
+    if s.top_a > 0:
+        p = at_least(p, s.top_a * max(p.values()) ** 2)
+    if 0 < s.min_p < 1:
+        p = at_least(p, s.min_p * max(p.values()))
+    if 0 < s.tfs < 1:
+        p = tfs(p, s.tfs)
+    if 0 < s.typical < 1:
+        p = typical(p, s.typical)
+    if s.mirostat:
+        p = at_least(p, 2.0 ** -(mu or 2 * s.mirostat_tau))
+    if s.max_temp > s.min_temp:
+        p = dynamic(p, s.min_temp, s.max_temp, s.temp_exponent)
+    elif s.temperature_last:
+        p = tempered(p, s.temperature)
+    if s.xtc_probability > 0:
+        p = xtc(p, s.xtc_probability, s.xtc_threshold, ignored)
+    return p
