@@ -11,7 +11,7 @@ WORKERS = 2
 # Extra arguments for pytest, for example: make test ARGS="tests/text -k chat"
 ARGS =
 
-.PHONY: help demo test check format bench clean runtime dev
+.PHONY: help demo test check format bench bench-load clean runtime dev
 .DEFAULT_GOAL := help
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make check   formatting, lint, types"
 	@echo "make format  let ruff rewrite the files"
 	@echo "make bench   the benchmarks there are"
+	@echo "make bench-load   loading a 7B EXL2 model next to reading its bytes (writes 3.5 GB once)"
 	@echo "make clean   remove .venv and every cache"
 
 demo: runtime
@@ -38,7 +39,10 @@ format: dev
 	$(PY) -m ruff check --fix .
 
 bench:
-	@ls scripts/bench*.py 2>/dev/null || echo "There are no benchmarks yet."
+	@echo "make bench-load"
+
+bench-load: runtime
+	$(PY) -m benchmarks.load
 
 clean:
 	rm -rf .venv dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

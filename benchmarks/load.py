@@ -49,7 +49,7 @@ def read_into_memory(files: list[Path]) -> list[torch.Tensor]:
     kept = []
     for path in files:
         target = torch.empty(path.stat().st_size, dtype=torch.uint8)
-        view, at = memoryview(target.numpy()), 0
+        view, at = memoryview(target.numpy()), 0  # type: ignore[arg-type]
         with path.open("rb", buffering=0) as file:
             while at < len(view):
                 at += file.readinto(view[at : at + 2**30])

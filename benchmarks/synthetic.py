@@ -1,7 +1,7 @@
 """Model folders of any size without any model: true file layouts, random codes.
 
 The numbers mean nothing, but scales are chosen so that a forward pass stays finite. Tensors are made one at a
-time and written in shards, so a large model needs little memory. A folder that is there already is used again.
+time and written in shards, so a large model needs little memory. A folder that is already there is kept.
 """
 
 from __future__ import annotations
@@ -244,4 +244,4 @@ def _tensors(shape: Shape, source: Source, make: Make, make_head: Make) -> Itera
 
 def _unit(inputs: int, bits: int) -> float:
     """The factor that gives uniform codes of this width a deviation of inputs^-½."""
-    return (12 / inputs) ** 0.5 / (1 << bits)
+    return float((12 / inputs) ** 0.5 / (1 << bits))

@@ -9,7 +9,6 @@ import pytest
 import exlm
 
 SAME = [
-    ("exllamav2.generator", "ExLlamaV2Filter", "Filter"),
     ("exllamav2.generator.base", "ExLlamaV2Filter", "Filter"),
     ("exllamav2.generator.filters", "ExLlamaV2Filter", "Filter"),
     ("exllamav2.generator.filters", "ExLlamaV2PrefixFilter", "PrefixFilter"),

@@ -139,7 +139,20 @@ def test_a_mask_says_nothing_about_ids_without_a_token(g16: Codec) -> None:
         TokenList([7, 5, 3], packed=True),
         {3, 5, 7},
     ],
-    ids=str,
+    ids=[
+        "set",
+        "list",
+        "twice",
+        "generator",
+        "numpy",
+        "torch",
+        "dict",
+        "object",
+        "packed",
+        "alone",
+        "bits",
+        "bare",
+    ],
 )
 def test_every_way_to_say_which_tokens_pass(g16: Codec, answer: Any) -> None:
     stack = FilterStack([Enforcer(lambda ids: answer)], g16)

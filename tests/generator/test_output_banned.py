@@ -71,6 +71,18 @@ def test_what_a_refused_token_had_ruled_out_is_possible_again() -> None:
     assert push(output, "c") == [Emit("c", 1)]
 
 
+def test_a_character_under_way_may_take_back_what_ruled_a_string_out() -> None:
+    output = Output(
+        of([b"x", b"c\xe2", b"\x82\xac", b"b"]), max_new_tokens=9, banned_strings=["xb", "\u20ac"]
+    )
+    assert [output.push(token) for token in (0, 1, 2, 3)] == [
+        Hold(),
+        Hold(),
+        Rewind(2, (1,), "c\u20ac", (1, 2)),
+        Rewind(2, (0,), "xb", (0, 3)),
+    ]
+
+
 def test_stop_strings_hold_no_more_than_they_need_beside_idle_banned_ones() -> None:
     output = Output(toy(), max_new_tokens=99, stop_strings=["aab"], banned_strings=["xy"])
     assert push(output, "aaaa") == [Hold(), Hold(), Emit("a", 1), Emit("a", 1)]

@@ -45,7 +45,7 @@ def read_bytes(path: Path, size: int, offset: int, target: torch.Tensor) -> None
     """Fill `target`, contiguous and on the CPU, from a file that must have `size` bytes in all."""
     if not target.numel():
         return
-    block = memoryview(target.view(-1).view(torch.uint8).numpy())
+    block = memoryview(target.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
     if len(block) <= PIECE:
         _read_piece(path, size, offset, block)
         return

@@ -158,30 +158,21 @@ class Held:
     def _settle(self, index: int, mark: _Mark) -> _Mark:
         """Work out how many tokens are settled at the mark before the token at `index`.
 
-        What a token has ruled out is possible again once it is taken back, so where going back may lead has
-        a say. The furthest place speaks for all: whatever is open later was open there, as far as it had got.
+        What a token has ruled out is possible again once it is taken back, so where going back may lead
+        decides. The furthest place speaks for all: whatever is open later was open there, as far as it got.
         """
         shown, spelled = self._stops.settled(mark.shown), self._stops.settled(mark.spelled)
         folded = self._bans.settled(mark.folded)
-        count = index
-        before = mark
-        while not (
-            before.whole
-            and before.shown.length <= shown
-            and before.spelled.length <= spelled
-            and before.folded.length <= folded
-        ):
+        count, before = index, mark
+        while self.returns and not (before.whole and before.folded.length <= folded):
             count -= 1
             before = self._tokens[count].before
-        settled = self._gone + count
-        if self.returns:
-            back, before = index, mark
-            while not (before.whole and before.folded.length <= folded):
-                back -= 1
-                before = self._tokens[back].before
-            if back < index:
-                settled = min(settled, before.settled)
-        return mark._replace(settled=settled)
+        if count < index:
+            return mark._replace(settled=before.settled)
+        while not (before.whole and before.shown.length <= shown and before.spelled.length <= spelled):
+            count -= 1
+            before = self._tokens[count].before
+        return mark._replace(settled=self._gone + count)
 
     def _give_up(self) -> None:
         """Half a character that was not continued is the text of the tokens before, which need not wait."""

@@ -191,10 +191,9 @@ class Job:
         """A token's text, special ones included."""
         return self._pieces[token] if token < len(self._pieces) else ""
 
-    def forbidden(self) -> tuple[int, ...]:
+    def forbidden(self) -> frozenset[int]:
         """Tokens the next sample may not take: stop tokens that come too early, and what a rewind blocked."""
-        early = tuple(self.stop_tokens) if self.output.blocked_stops and self.stop_tokens else ()
-        return self.blocked + early if self.blocked else early
+        return self.output.forbidden()
 
     def _check(self) -> None:
         if len(self.prompts) not in (1, 2):

@@ -1,10 +1,10 @@
 """Candidates: the tokens still in play, with their probabilities, for a group of rows.
 
 Two shapes of one thing. *Narrow*: the few most probable tokens of each row, in order, found without sorting
-the vocabulary. *Wide*: a column for each token of the vocabulary, for rows that exclude nothing, or on devices
-where asking how many remain would stall. The steps after this do not care which. Probabilities are float64:
-sums of different lengths then agree far beyond any threshold, so a row's tokens do not depend on its
-neighbours'.
+the vocabulary. *Wide*: a column for each token of the vocabulary, for rows that exclude nothing, or on
+devices where asking how many remain would stall. The steps after this do not care which. Probabilities are
+float64: sums of different lengths then agree far beyond any threshold, so a row's tokens do not depend on
+its neighbours'.
 """
 
 from __future__ import annotations
@@ -149,16 +149,16 @@ def everything_of(
 
 
 def needs_total(plan: Plan) -> bool:
-    """Whether a plan asks how probable tokens are among all; min-p alone asks only about the most probable."""
+    """Whether a plan asks how probable tokens are among all; min-p alone compares with the most probable."""
     return "min_p" not in plan.steps or bool(plan.steps & {"top_p", "top_a"})
 
 
 def floor(plan: Plan, width: int, target: float | None) -> float:
     """A logarithm of a probability below which no token can remain; -inf if there is none.
 
-    It is relative to all tokens if `needs_total`, else to the most probable. Dropping what lies below must not
-    change what the steps decide about the rest: top-p leaves out more than all of it together, and no earlier
-    step sums over it. `target` is mirostat's.
+    It is relative to all tokens if `needs_total`, else to the most probable. Dropping what lies below must
+    not change what the steps decide about the rest: top-p leaves out more than all of it together, and no
+    earlier step sums over it. `target` is mirostat's.
     """
     steps, numbers = plan.steps, plan.numbers
     if not needs_total(plan):

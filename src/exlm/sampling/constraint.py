@@ -1,8 +1,8 @@
 """Constraint: what several filters together allow at one place of a text, for the direct call.
 
-Generators prepare what their jobs' filters allow themselves, while the device works. Here filters are asked on the
-spot, in the two ways the old library asked them: for sets of ids, or to mask logits themselves. Anything with
-their methods is a filter.
+Generators prepare what their jobs' filters allow themselves, while the device works. Here filters are asked
+on the spot, in the two ways the old library asked them: for sets of ids, or to mask logits themselves.
+Anything with their methods is a filter.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The direct call: `Sampler.sample` with exllamav2's signature, for scripts that run their own loop.
 
-It goes through the same steps as a batch, one row after the other, and differs only in what such scripts rely on: they
-bring the random number, mirostat's target is kept in the settings, and filters are asked here.
+It goes through the same steps as a batch, one row after the other, and differs only in what such scripts
+rely on: they bring the random number, mirostat's target is kept in the settings, and filters are asked here.
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ def _in_order(x: Tensor, p: Tensor, sorted_ids: Tensor, plan: Plan, wanted: int)
     if plan.steps & {"top_a", "min_p"} and not plan.top_k and "top_p" not in plan.steps:
         members, chances = _above_thresholds(x, p, plan)
     else:
-        members = (p > 0).nonzero().squeeze(1) if plan.top_k or "top_p" in plan.steps else torch.arange(len(p))
+        members = (
+            (p > 0).nonzero().squeeze(1) if plan.top_k or "top_p" in plan.steps else torch.arange(len(p))
+        )
         chances = p[members]
     if wanted:
         places = torch.tensor(partly_sorted(chances.float().tolist(), wanted), device=p.device)
@@ -153,11 +155,12 @@ def sample(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
     """Pick a token for each row of logits (rows, 1, vocab) that follow sequence_ids (rows, n).
 
-    `random` in [0, 1) selects the first row's token; further rows derive theirs from it. `prefix_token` (rows, 1)
-    restricts each row to tokens that begin with that token's text. With `cfg_scale` two rows come in and one
-    goes out. Returns tokens (rows, 1), top tokens and their probabilities (rows, 1, k), on the meta device if none are
-    requested, the tokens' final probabilities (rows, 1), and whether a filter ended the text. `mirostat_mu`
-    of the settings is read and written, a number for each row. `sync` is accepted and has no effect.
+    `random` in [0, 1) selects the first row's token; further rows derive theirs from it. `prefix_token`
+    (rows, 1) restricts each row to tokens that begin with that token's text. With `cfg_scale` two rows come
+    in and one goes out. Returns tokens (rows, 1), top tokens and their probabilities (rows, 1, k), on the
+    meta device if none are requested, the tokens' final probabilities (rows, 1), and whether a filter ended
+    the text. `mirostat_mu` of the settings is read and written, a number for each row. `sync` is accepted
+    and has no effect.
     """
     x = _checked(logits, settings, sequence_ids, random, prefix_token)
     filters = (settings.filters if filters is None else filters) or ()
@@ -206,7 +209,7 @@ def _checked(
         )
     if sequence_ids.dim() != 2 or len(sequence_ids) != len(logits):
         raise InputError(
-            f"sequence_ids must be ({len(logits)}, tokens) like the logits, found {tuple(sequence_ids.shape)}."
+            f"sequence_ids must be ({len(logits)}, n), like the logits, found {tuple(sequence_ids.shape)}."
         )
     if prefix_token is not None and len(prefix_token) != len(logits):
         raise InputError("Prefix token list doesn't match batch shape.")

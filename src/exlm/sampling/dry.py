@@ -1,8 +1,8 @@
 """DRY: what would repeat, longer and longer, a run of tokens the text already has.
 
-The index remembers where each pair of neighbouring tokens stands, so that finding the longest earlier copy of the
-text's end looks only at places that agree in two tokens. Which runs count (breakers, range, lengths) is
-decided when asked, because settings may change during a job; the index itself holds only positions.
+The index remembers where each pair of neighbouring tokens stands, so that finding the longest earlier copy
+of the text's end looks only at places that agree in two tokens. Which runs count (breakers, range, lengths)
+is decided when asked, because settings may change during a job; the index itself holds only positions.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class DryIndex:
         return length, follow
 
     def _places(self, start: int, least: int) -> list[int]:
-        """Earlier positions, newest first, where the text's last token (or pair, if a match needs two) stands."""
+        """Earlier positions, newest first, of the text's last token; of its last pair if matches need two."""
         ids, end = self._ids, len(self._ids) - 1
         if least == 1:
             return [place for place in range(end - 1, start - 1, -1) if ids[place] == ids[end]]

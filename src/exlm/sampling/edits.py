@@ -1,7 +1,7 @@
 """What happens to logits before they become probabilities: penalties, blocks, bias, DRY, allowed tokens.
 
-First it is worked out, from each row's text, what there is to change; then rows that need it are changed, all together.
-A row whose settings ask for nothing, or whose text gives no reason, is never copied.
+First it is worked out, from each row's text, what there is to change; then rows that need it are changed,
+all together. A row whose settings ask for nothing, or whose text gives no reason, is never copied.
 """
 
 from __future__ import annotations

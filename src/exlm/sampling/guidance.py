@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def mix(wanted: Tensor, unwanted: Tensor, scale: Tensor) -> Tensor:
-    """scale · log p(wanted) + (1 − scale) · log p(unwanted) for rows (rows, vocab) and scales (rows, 1).
+    """scale · log p(wanted) + (1 - scale) · log p(unwanted) for rows (rows, vocab) and scales (rows, 1).
 
     1 is the first prompt alone, 0 the second; more than 1 moves away from the second. What the first
     excludes stays excluded.

@@ -1,7 +1,7 @@
 """Post-sampling hooks: callables that see every sampled token and may put another in its place.
 
-The shapes are those that hooks written for exllamav2 expect. Hooks are called by whoever appends tokens to a text;
-the sampler only offers the call.
+The shapes are those that hooks written for exllamav2 expect. Hooks are called by whoever appends tokens to a
+text; the sampler only offers the call.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 class PostSamplingResult:
     """What a hook is given. It may assign `sampled_token`, and `feed_filters` to keep filters from seeing it.
 
-    Shapes: token and probability (1, 1), candidates (1, 1, k) or None unless top tokens were requested, logits
-    (1, 1, vocab) as the model gave them, if they are at hand.
+    Shapes: token and probability (1, 1), candidates (1, 1, k) or None unless top tokens were requested,
+    logits (1, 1, vocab) as the model gave them, if they are at hand.
     """
 
     sampled_token: Any
@@ -45,7 +45,7 @@ def call_hooks(
     candidates: tuple[Sequence[int], Sequence[float]] | None = None,
     logits: Tensor | None = None,
 ) -> PostSamplingResult:
-    """Show a token to every hook in turn; `token` and `feed_filters` of the result say what they made of it."""
+    """Show a token to every hook in turn; the result says what they made of it."""
     tokens, probs = candidates if candidates is not None else (None, None)
     result = PostSamplingResult(
         torch.tensor([[token]]),

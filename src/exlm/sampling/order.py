@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 RUN = 64
+SPARE = 32  # entries looked at beyond the wanted ones when values tie
 
 
 def run_maxima(x: Tensor) -> Tensor:
@@ -58,18 +59,17 @@ def first_largest(x: Tensor, maxima: Tensor) -> Tensor:
 def largest(x: Tensor, count: int, maxima: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The `count` largest entries of each row in order, and their columns; both (rows, count).
 
-    On a CPU it costs nothing to look whether values tie; only if they do is the exact way taken.
+    On a CPU it costs little to look whether values tie; only if they do is a slower way taken.
     """
     count = min(count, x.shape[1])
-    narrow = (count + 1) * RUN * 2 <= x.shape[1]
-    if narrow and maxima is None:
+    if (count + SPARE) * RUN * 2 > x.shape[1]:
+        maxima = None
+    elif maxima is None:
         maxima = run_maxima(x)
-    if x.device.type == "cpu":
-        values, columns = _unordered_ties(x, count, maxima if narrow else None)
-        apart = values[:, 1:] < values[:, :-1]
-        if bool(apart.all()) or bool((apart | (values[:, 1:] == -torch.inf)).all()):
-            return values[:, :count], columns[:, :count]
-    if not narrow or maxima is None:
+    found = _if_apart(x, count, maxima) if x.device.type == "cpu" else None
+    if found is not None:
+        return found
+    if maxima is None:
         places = _by_key(x, count)
         return x.gather(1, places), places
     # Runs in ascending order, so that what is taken from them is in the order of its columns.
@@ -78,19 +78,33 @@ def largest(x: Tensor, count: int, maxima: Tensor | None = None) -> tuple[Tensor
     return taken.gather(1, places), columns.gather(1, places)
 
 
+def _if_apart(x: Tensor, count: int, maxima: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """`largest`, if it is clear which entries those are: none outside equals the smallest of them."""
+    values, columns = _some_largest(x, count + 1, maxima)
+    if bool((values[:, 1:] < values[:, :-1]).all()):
+        return values[:, :count], columns[:, :count]
+    values, columns = _some_largest(x, count + SPARE, maxima)
+    least = values[:, count - 1]
+    if values.shape[1] < x.shape[1] and not bool(((least > values[:, -1]) | (least == -torch.inf)).all()):
+        return None
+    columns, places = columns.sort(-1)
+    values, places = sort_down(values.gather(1, places))
+    return values[:, :count], columns.gather(1, places[:, :count])
+
+
 def sort_down(x: Tensor) -> tuple[Tensor, Tensor]:
     """Each row in order, whole; a last resort, as slow as it sounds."""
     values, columns = torch.sort(x, dim=-1, descending=True, stable=True)
     return values, columns
 
 
-def _unordered_ties(x: Tensor, count: int, maxima: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The largest entries and one more; which of equal ones, and in which order, is left open."""
+def _some_largest(x: Tensor, count: int, maxima: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The largest entries, descending; which of equal ones, and in which order, is left open."""
     if maxima is None:
-        values, columns = x.topk(min(count + 1, x.shape[1]))
+        values, columns = x.topk(min(count, x.shape[1]))
         return values, columns
-    taken, columns = take_runs(x, maxima.topk(count + 1, sorted=False).indices)
-    values, places = taken.topk(count + 1)
+    taken, columns = take_runs(x, maxima.topk(count, sorted=False).indices)
+    values, places = taken.topk(count)
     return values, columns.gather(1, places)
 
 

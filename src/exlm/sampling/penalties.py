@@ -1,8 +1,8 @@
 """Repetition, frequency and presence penalties: which tokens a text used lately, how often, at what cost.
 
-`Occurrences` follows a window over the text in step with it, so that a token costs a few dictionary operations
-however long the text is; `penalise` changes the logits of all rows in one go. Nothing here looks at more of
-the vocabulary than the tokens in question.
+`Occurrences` follows a window over the text in step with it, so that a token costs a few dictionary
+operations however long the text is; `penalise` changes the logits of all rows in one go. Nothing here looks
+at more of the vocabulary than the tokens in question.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class PenaltyRule:
 
 @dataclass(frozen=True)
 class Terms:
-    """The tokens of one text to penalise: ids, at which strength (None: all at 1), and how often each occurred.
+    """The tokens of one text to penalise, how strongly, and how often each occurred.
 
-    Tokens in the fading part of the window count only in part.
+    Strengths are None if all are 1. Tokens in the fading part of the window count only in part.
     """
 
     ids: array[int]
@@ -123,7 +123,7 @@ class PenaltyHistory:
         return self._fading(ids, rule.decay, tokens, counts)
 
     def _fading(self, ids: Sequence[int], decay: int, tokens: array[int], counts: array[float]) -> Terms:
-        """Add the part of the window where penalties fade: full at its near end, gone after `decay` tokens."""
+        """Add the part of the window where penalties fade, from full at its near end to none."""
         start = self._window.start
         strengths = array("f", [1.0]) * len(tokens)
         added: dict[int, int] = {}
@@ -145,7 +145,6 @@ def penalise(logits: Tensor, terms: Sequence[tuple[int, PenaltyRule, Terms]]) ->
 
     Ids outside the vocabulary are passed over.
     """
-    width = logits.shape[1]
     ids, counts, strengths = array("q"), array("f"), array("f")
     fading = any(found.strengths is not None for _, _, found in terms)
     for _, _, found in terms:
@@ -153,25 +152,35 @@ def penalise(logits: Tensor, terms: Sequence[tuple[int, PenaltyRule, Terms]]) ->
         counts.extend(found.counts)
         if fading:
             strengths.extend(found.strengths or array("f", [1.0]) * len(found.ids))
-    if not ids:
-        return
+    sizes = torch.tensor([len(found.ids) for _, _, found in terms])
+    factor, minus = _changes([rule for _, rule, _ in terms], sizes, counts, strengths)
     places = torch.frombuffer(ids, dtype=torch.int64)
-    owners = torch.repeat_interleave(torch.tensor([len(found.ids) for _, _, found in terms]))
-    table = torch.stack([torch.frombuffer(part, dtype=torch.float32) for part in (counts, strengths) if part])
-    known = (places >= 0) & (places < width)
+    known = (places >= 0) & (places < logits.shape[1])
+    if len(terms) > 1 or terms[0][0] > 0:
+        starts = torch.tensor([row * logits.shape[1] for row, _, _ in terms])
+        places = places + starts.repeat_interleave(sizes)
     if not bool(known.all()):
-        places, owners, table = places[known], owners[known], table[:, known]
-    rates = torch.tensor([(rule.repetition, rule.frequency, rule.presence) for _, rule, _ in terms])
-    factor, frequency, presence = rates[owners].unbind(1)
-    minus = frequency * table[0]
-    if fading:
-        factor, presence = 1.0 + (factor - 1.0) * table[1], presence * table[1]
-    places = places + torch.tensor([row * width for row, _, _ in terms])[owners]
-    _change(logits.view(-1), places, factor, minus + presence)
+        places, factor, minus = places[known], factor.expand_as(places)[known], minus[known]
+    _change(logits.view(-1), places, factor, minus)
+
+
+def _changes(
+    rules: Sequence[PenaltyRule], sizes: Tensor, counts: array[float], strengths: array[float]
+) -> tuple[Tensor, Tensor]:
+    """What to divide or multiply by and what to subtract, token by token; one factor if the rows agree."""
+    alike = all(rule is rules[0] for rule in rules)
+    rates = torch.tensor([(r.repetition, r.frequency, r.presence) for r in (rules[:1] if alike else rules)])
+    if not alike:
+        rates = rates.repeat_interleave(sizes, 0)
+    factor, frequency, presence = rates.unbind(1)
+    if strengths:
+        strength = torch.frombuffer(strengths, dtype=torch.float32)
+        factor, presence = 1.0 + (factor - 1.0) * strength, presence * strength
+    return factor, frequency * torch.frombuffer(counts, dtype=torch.float32) + presence
 
 
 def _change(flat: Tensor, places: Tensor, factor: Tensor, minus: Tensor) -> None:
     places = places.to(flat.device, non_blocking=True)
-    factor, minus = torch.stack((factor, minus)).to(flat.device, non_blocking=True)
+    factor, minus = factor.to(flat.device, non_blocking=True), minus.to(flat.device, non_blocking=True)
     old = flat[places]
     flat[places] = torch.where(old > 0, old / factor, old * factor) - minus

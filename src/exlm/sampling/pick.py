@@ -1,7 +1,7 @@
 """The choice itself: one uniform number into one token, and the most probable tokens for those who ask.
 
-A walk along the candidates until their probabilities add up to the number: the same number always gives the same
-token, whatever else is in the batch. Sums are float64.
+A walk along the candidates until their probabilities add up to the number: the same number always gives the
+same token, whatever else is in the batch. Sums are float64.
 """
 
 from __future__ import annotations
@@ -28,27 +28,41 @@ class Picked:
 
 
 def _walk(p: Tensor, numbers: Tensor) -> Tensor:
-    """The first column (rows, 1) at which the sum of p exceeds that part of the total which the number says."""
+    """The first column (rows, 1) at which the sum of p exceeds the number's part of the total."""
     sums = p.cumsum(-1)
     goal = numbers * SHORT * sums[:, -1:]
-    return (sums <= goal).sum(-1, keepdim=True).clamp_max(p.shape[1] - 1)
+    return (sums <= goal).sum(-1, keepdim=True).clamp_max_(p.shape[1] - 1)
 
 
-def pick(c: Candidates, numbers: Tensor, wanted: int) -> Picked:
-    """A token of each row for uniform numbers (rows, 1), and `wanted` top tokens."""
-    place = _walk(c.p, numbers)
-    tokens = place if c.ids is None else c.ids.gather(1, place)
-    picked = Picked(tokens.squeeze(1), c.p.gather(1, place).squeeze(1))
+def pick(c: Candidates, numbers: Tensor, wanted: int, down: Tensor | bool = False) -> Picked:
+    """A token of each row for uniform numbers (rows, 1), and `wanted` top tokens.
+
+    The walk is in the order of ids, however candidates were found, since that depends on the device; or, in
+    all rows or those where `down` (rows, 1) is true, from the most probable down.
+    """
+    p, ids = c.p, c.ids
+    if ids is not None and down is not True:
+        order = ids
+        if down is not False:
+            order = torch.where(down, torch.arange(ids.shape[1], device=ids.device), ids)
+        places = order.argsort(-1)
+        p, ids = p.gather(1, places), ids.gather(1, places)
+    place = _walk(p, numbers)
+    tokens = place if ids is None else ids.gather(1, place)
+    picked = Picked(tokens.squeeze(1), p.gather(1, place).squeeze(1))
     if wanted:
-        p, places = sort_down(c.p) if c.ordered else largest(c.p.float(), wanted)
-        p, places = p[:, :wanted].double(), places[:, :wanted]
-        ids = places if c.ids is None else c.ids.gather(1, places)
-        picked.top_tokens, picked.top_p = fill(ids, p, wanted)
+        picked.top_tokens, picked.top_p = _best(c, wanted)
     return picked
 
 
+def _best(c: Candidates, wanted: int) -> tuple[Tensor, Tensor]:
+    p, places = largest(c.p.float(), wanted) if c.ids is None else sort_down(c.p)
+    p, places = p[:, :wanted].double(), places[:, :wanted]
+    return fill(places if c.ids is None else c.ids.gather(1, places), p, wanted)
+
+
 def pick_any(x: Tensor, top: Tensor, params: Params, numbers: Tensor, wanted: int) -> Picked:
-    """`pick` for rows that exclude nothing, from their logits: first a run of columns, then a column in it."""
+    """`pick` for rows that exclude nothing, from their logits: first a run of columns, then a column."""
     ends = params.weigh_runs(x, top).cumsum_(-1)
     goal = numbers * SHORT * ends[:, -1:]
     run = (ends <= goal).sum(-1, keepdim=True).clamp_max_(ends.shape[1] - 1)
@@ -57,9 +71,7 @@ def pick_any(x: Tensor, top: Tensor, params: Params, numbers: Tensor, wanted: in
     taken, columns = take_runs(x, run)
     weights = params.weigh(taken, top)
     place = _walk(weights, part.clamp_(0.0, 1.0))
-    picked = Picked(
-        columns.gather(1, place).squeeze(1), (weights.gather(1, place) / ends[:, -1:]).squeeze(1)
-    )
+    picked = Picked(columns.gather(1, place).squeeze(1), (weights.gather(1, place) / ends[:, -1:]).squeeze(1))
     if wanted:
         values, ids = largest(x, wanted)
         picked.top_tokens, picked.top_p = fill(ids, params.weigh(values, top) / ends[:, -1:], wanted)

@@ -1,8 +1,8 @@
 """From edited logits to picks, for rows that go through the same kind of work together.
 
-A kind says how candidates are found: not at all (greedy), by top-k, above a floor that cheap sums give, or the whole
-vocabulary. After that every kind takes the same steps in the same order; a step is run if one of the rows uses
-it, and the others pass through unchanged.
+A kind says how candidates are found: not at all (greedy), by top-k, above a floor that cheap sums give, or
+the whole vocabulary. After that every kind takes the same steps in the same order; a step is run if one of
+the rows uses it, and the others pass through unchanged.
 """
 
 from __future__ import annotations
@@ -141,19 +141,17 @@ def _take_steps(
 
 def _pick_candidates(c: Candidates, tasks: Sequence[Task], wanted: int) -> Picked:
     numbers = numbers_of(tasks, c.p.device)
-    if any("skew" in task.plan.steps for task in tasks):
-        powers = torch.tensor([[task.plan.numbers.skew_power] for task in tasks], dtype=torch.float64)
-        numbers = numbers ** powers.to(c.p.device)
-    return pick(c, numbers, wanted)
+    descending = tasks[0].kind == "top_k"  # found in this order on every device
+    if not any("skew" in task.plan.steps for task in tasks):
+        return pick(c, numbers, wanted, descending)
+    powers = params_of([task.plan for task in tasks], c.p.device)["skew_power"]
+    return pick(c, numbers**powers, wanted, descending or powers != 1.0)
 
 
 def numbers_of(tasks: Sequence[Task], device: torch.device) -> Tensor:
     """The uniform numbers (rows, 1) of some rows."""
-    drawn = [
-        task.row.state.uniform(task.row.position) if task.row.number is None else task.row.number
-        for task in tasks
-    ]
-    return torch.tensor(drawn, dtype=torch.float64).unsqueeze(1).to(device, non_blocking=True)
+    drawn = [[task.row.state.uniform(task.row.position)] for task in tasks]
+    return torch.tensor(drawn, dtype=torch.float64).to(device, non_blocking=True)
 
 
 def _active(name: Step, tasks: Sequence[Task], device: torch.device) -> Tensor | None:
@@ -211,12 +209,11 @@ def joined(parts: Sequence[tuple[Sequence[int], Picked]], device: torch.device) 
     """Several groups' picks as one; each comes with the numbers of its rows."""
     back = torch.tensor([member for members, _ in parts for member in members]).argsort()
     back = back.to(device, non_blocking=True)
-
-    def together(pieces: Sequence[Tensor | None]) -> Tensor | None:
-        present = [piece for piece in pieces if piece is not None]
-        return torch.cat(present)[back] if present else None
-
-    tokens, p = together([part.tokens for _, part in parts]), together([part.p for _, part in parts])
-    assert tokens is not None and p is not None
-    tops = together([part.top_tokens for _, part in parts]), together([part.top_p for _, part in parts])
-    return Picked(tokens, p, *tops)
+    whole = Picked(
+        torch.cat([part.tokens for _, part in parts])[back], torch.cat([part.p for _, part in parts])[back]
+    )
+    tops = [(part.top_tokens, part.top_p) for _, part in parts]
+    if all(tokens is not None for tokens, _ in tops):
+        whole.top_tokens = torch.cat([tokens for tokens, _ in tops if tokens is not None])[back]
+        whole.top_p = torch.cat([p for _, p in tops if p is not None])[back]
+    return whole

@@ -1,8 +1,8 @@
 """Plan: what a `Settings` object amounts to, worked out once and checked.
 
-Settings are what a user wrote, in any combination; a plan says which steps those values switch on and with which
-numbers. Equal settings share one plan, and a plan never changes: assigning to a setting makes the next pick use
-another one. It holds no memory of any text.
+Settings are what a user wrote, in any combination; a plan says which steps those values switch on and with
+which numbers. Equal settings share one plan, and a plan never changes: assigning to a setting makes the next
+pick use another one. It holds no memory of any text.
 """
 
 from __future__ import annotations
@@ -210,7 +210,8 @@ def _dry(asked: dict[str, Any]) -> DryRule | None:
 
 
 def _check_number(name: str, value: Any, kind: type, expected: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, kind):
+    fits = isinstance(value, kind) and not isinstance(value, bool)
+    if not fits:
         raise InputError(f"{name} must be {expected}, found {value!r} ({type(value).__name__}).")
     if not math.isfinite(value):
         raise InputError(f"{name} must be {expected}, found {value!r}.")

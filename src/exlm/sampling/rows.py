@@ -19,7 +19,7 @@ NOTHING_ALLOWED, NOT_A_NUMBER, INFINITE = -1, -2, -3
 
 PROBLEMS = {
     NOTHING_ALLOWED: (
-        "No token is left to choose from: filters, token_bias and allowed tokens together exclude all of them. "
+        "No token is left to choose from: filters, token_bias and allowed tokens together exclude all. "
         "Loosen one of them."
     ),
     NOT_A_NUMBER: (
@@ -38,10 +38,10 @@ class Row:
     """One sequence that wants a token.
 
     `history` are all its ids so far, prompt included; None if the state is told of each token by `accept`.
-    `blocked` ids are taken only if everything else is excluded. `allowed` excludes all others: ids, a mask of booleans
-    (vocab,), or one of bits packed into int32 words, the first id in the lowest bit. A `guided` row stands
-    for two neighbouring rows of logits, which its settings' `cfg_scale` mixes. `number` replaces the state's
-    random number.
+    `blocked` ids are taken only if everything else is excluded. `allowed` excludes all others: ids, a mask
+    of booleans (vocab,), or one of bits packed into int32 words, the first id in the lowest bit. A `guided`
+    row stands for two neighbouring rows of logits, which its settings' `cfg_scale` mixes. Of `want_top`
+    tokens the probabilities come back, too.
     """
 
     settings: Settings
@@ -52,7 +52,6 @@ class Row:
     want_probs: bool = False
     want_top: int = 0
     guided: bool = False
-    number: float | None = None
 
     @property
     def position(self) -> int:
@@ -64,8 +63,8 @@ class Row:
 class Picks:
     """The chosen tokens (rows,) as int64 and their final probabilities (rows,), on the logits' device.
 
-    `top_tokens` and `top_probs` (rows, most wanted) are None unless a row wanted them; a row that wanted fewer
-    uses its first ones. A negative token is a failure: see `error`.
+    `top_tokens` and `top_probs` (rows, most wanted) are None unless a row wanted them; a row that wanted
+    fewer uses its first ones. A negative token is a failure: see `error`.
     """
 
     tokens: Tensor

@@ -1,8 +1,8 @@
 """Sampler: logits in, tokens out, for a whole batch at once.
 
-Rows are sorted into a few groups by what their settings ask for; each group goes through the steps it uses, as tensors
-over all its rows, on whatever device the logits are. What a row gets depends on its own logits, settings and
-state alone. Logits are never copied to the host and never changed.
+Rows are sorted into a few groups by what their settings ask for; each group goes through the steps it uses,
+as tensors over all its rows, on whatever device the logits are. What a row gets depends on its own logits,
+settings and state alone. Logits are never copied to the host and never changed.
 """
 
 from __future__ import annotations
@@ -31,19 +31,21 @@ class Sampler:
     def __init__(self, tokenizer: TokenizerLike | None = None, vocab_size: int | None = None) -> None:
         """A sampler for a model's vocabulary: the ids the tokenizer knows, or the first `vocab_size`.
 
-        Columns beyond are padding and never chosen. The tokenizer also names the tokens that DRY and XTC spare
-        unless settings do.
+        Columns beyond are padding and never chosen. The tokenizer also names the tokens that DRY and XTC
+        spare unless settings do.
         """
         self.vocabulary = Vocabulary(tokenizer, vocab_size)
 
     @torch.no_grad()
     def sample_batch(self, logits: Tensor, rows: Sequence[Row]) -> Picks:
-        """Pick a token for every row; logits (rows, vocab) in float32, two neighbouring ones for a guided row.
+        """Pick a token for every row of logits (rows, vocab); of two neighbouring ones if the row is guided.
 
-        Settings are read as they are now. A row that cannot be served does not keep the others from
-        their tokens (see `Picks.error`); settings that cannot be meant raise InputError before anything is done.
+        Settings are read as they are now. A row that cannot be served does not keep the others from their
+        tokens (see `Picks.error`); settings that cannot be meant raise InputError before anything is done.
         """
         x = self._mixed(logits, rows)
+        if not rows:
+            return Picks(x.new_empty(0, dtype=torch.int64), x.new_empty(0))
         width, device = x.shape[1], x.device
         tasks = []
         for place, row in enumerate(rows):
@@ -72,8 +74,8 @@ class Sampler:
         x = logits[:, : self.vocabulary.width(logits.shape[1])].float()
         if needed == len(rows):
             return x
-        sources = [place for place, row in enumerate(rows) for _ in range(2 if row.guided else 1)]
-        firsts = torch.tensor([sources.index(place) for place in range(len(rows))])
+        sizes = torch.tensor([2 if row.guided else 1 for row in rows])
+        firsts = sizes.cumsum(0) - sizes
         pairs = torch.tensor([place for place, row in enumerate(rows) if row.guided])
         wanted = firsts[pairs].to(x.device)
         scale = torch.tensor([[_scale(row)] for row in rows if row.guided], dtype=x.dtype).to(x.device)

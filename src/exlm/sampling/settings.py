@@ -1,8 +1,9 @@
 """Settings: what a user wants sampled. Wishes only; whatever a text has led to so far is in `SamplerState`.
 
-The fields, their order and their defaults are those of exllamav2's `ExLlamaV2Sampler.Settings`, and like there
-they may be changed at any time, also while a job runs. Unlike there an object may be shared by any number of
-jobs: nothing is written into it. A misspelt field is an error, because nobody would notice that it did nothing.
+The fields, their order and their defaults are those of exllamav2's `ExLlamaV2Sampler.Settings`, and like
+there they may be changed at any time, also while a job runs. Unlike there an object may be shared by any
+number of jobs: nothing is written into it. A misspelt field is an error, because nobody would notice that it
+did nothing.
 """
 
 from __future__ import annotations
@@ -44,13 +45,15 @@ class Pieces(Protocol):
 class Settings:
     """How tokens are chosen. The defaults are those of the old library, and not neutral.
 
-    Off values: penalties 1 and 0, `temperature` 1 (below 0.01 means greedy), `top_k` 0; `top_p`, `min_p`, `tfs`
-    and `typical` 0 or 1; `top_a`, `smoothing_factor`, `skew`, `dry_multiplier`, `xtc_probability` 0; dynamic
-    temperature when `max_temp` ≤ `min_temp`; it comes in addition to `temperature` unless `temperature_last`.
+    Off values: penalties 1 and 0, `temperature` 1 (below 0.01 means greedy), `top_k` 0; `top_p`, `min_p`,
+    `tfs` and `typical` 0 or 1; `top_a`, `smoothing_factor`, `skew`, `dry_multiplier`, `xtc_probability` 0;
+    dynamic temperature when `max_temp` ≤ `min_temp`; it comes in addition to `temperature` unless
+    `temperature_last`.
 
-    `token_bias` (vocab,) is added to the logits. `cfg_scale` is for jobs with two prompts. Sequence breakers and
-    ignored tokens are sets of ids, None for those of the tokenizer. `mirostat_mu` is read and written only by
-    the direct call `Sampler.sample`; a job keeps its own. `ngram_*` are accepted for old scripts and unused.
+    `token_bias` (vocab,) is added to the logits. `cfg_scale` is for jobs with two prompts. Sequence breakers
+    and ignored tokens are sets of ids, None for those of the tokenizer. `mirostat_mu` is read and written
+    only by the direct call `Sampler.sample`; a job keeps its own. `ngram_*` are accepted for old scripts and
+    unused.
     """
 
     token_repetition_penalty: float = 1.025
@@ -147,7 +150,7 @@ class Settings:
         self.token_bias = bias
 
     def allow_tokens(self, tokenizer: Pieces, tokens: Iterable[int | str]) -> None:
-        """Sample only these tokens; where there is a bias already, stop excluding them and change no others."""
+        """Sample only these tokens; if there is a bias already, stop excluding them and change no others."""
         ids = _known_ids(tokenizer, tokens, "allow_tokens")
         bias = self._own_bias(tokenizer, -torch.inf)
         bias[ids] = 0.0

@@ -1,13 +1,12 @@
 """SamplerState: what sampling one text has led to: its random numbers, mirostat's target, what it repeats.
 
-Every job has its own, so settings may be shared. A state follows the text it belongs to: tokens that were appended
-since are taken over when they are needed, and `truncate` takes back. It chooses nothing.
+Every job has its own, so settings may be shared. A state follows the text it belongs to: tokens that were
+appended since are taken over when they are needed, and `truncate` takes back. It chooses nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -54,7 +53,7 @@ class SamplerState:
         if len(ids) < len(self.history):
             self.truncate(len(ids))
         elif len(ids) > len(self.history):
-            self.history.extend(islice(ids, len(self.history), None))
+            self.history.extend(ids[len(self.history) :])
 
     def truncate(self, length: int) -> None:
         """Take back every token from this position on.
@@ -102,9 +101,9 @@ class SamplerState:
         self._start = float(target or 0.0)
 
     def target(self, position: int, tau: float, device: torch.device) -> Tensor:
-        """Mirostat's target for the token at a position, as a scalar tensor: between steps it stays on the device.
+        """Mirostat's target for the token at a position; it starts at 2 · tau.
 
-        It starts at 2 · tau.
+        A scalar tensor, because between steps it stays on the device.
         """
         self._forget_targets(position)
         if self._targets:

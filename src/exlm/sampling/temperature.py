@@ -1,4 +1,4 @@
-"""Temperatures that come after truncation: the fixed one (`temperature_last`) and the one that follows entropy.
+"""Temperatures after truncation: the fixed one (`temperature_last`) and the one that follows entropy.
 
 The ordinary temperature is part of the softmax, where candidates are gathered.
 """

@@ -1,8 +1,8 @@
 """The steps that drop improbable tokens: top-p, top-a, min-p, tail-free and locally typical sampling.
 
-Each takes the candidates, the group's parameters and which rows it is for (None: all), and leaves at least one
-token in every row. Top-k comes before them, when candidates are gathered. Thresholds are inclusive, and met by
-whatever float32 logits cannot tell from them.
+Each takes the candidates, the group's parameters and which rows it is for (None: all), and leaves at least
+one token in every row. Top-k comes before them, when candidates are gathered. Thresholds are inclusive, and
+met by whatever float32 logits cannot tell from them.
 """
 
 from __future__ import annotations

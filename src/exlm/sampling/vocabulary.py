@@ -1,7 +1,7 @@
 """Vocabulary: what the sampler knows of a tokenizer: how many ids count, and which tokens DRY and XTC spare.
 
-The sets are built when first needed, because reading every piece takes a moment. Any object with the few methods
-below serves as a tokenizer.
+The sets are built when first needed, because reading every piece takes a moment. Any object with the few
+methods below serves as a tokenizer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Vocabulary:
     """The ids of a model that are tokens, and those that end a repetition or are never excluded by XTC."""
 
     def __init__(self, tokenizer: TokenizerLike | None = None, size: int | None = None) -> None:
-        """`size` counts ids if there is no tokenizer to ask; without both every column of logits is a token."""
+        """Ids below `size`, or those the tokenizer knows; without both, every column of logits is a token."""
         self._tokenizer = tokenizer
         self.size = tokenizer.get_vocab_size() if size is None and tokenizer is not None else size
         self._masks: dict[tuple[frozenset[int], int, torch.device], Tensor] = {}

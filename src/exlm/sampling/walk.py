@@ -1,10 +1,10 @@
 """The order in which the old library walked along its candidates, for calls that bring their random number.
 
-Which token a given number selects depends on that order. Candidates that no step had sorted stood in the order
-of their ids, those above a threshold were gathered at the front by swapping, and asked for k top tokens it ran
-a quicksort just far enough to have the first k right and walked along whatever that left. Scripts that pass
-`random` to `Sampler.sample` get the same tokens here. Distributions do not depend on the order, and nothing
-else uses this one.
+Which token a given number selects depends on that order. Candidates that no step had sorted stood in the
+order of their ids, those above a threshold were gathered at the front by swapping, and asked for k top
+tokens it ran a quicksort just far enough to have the first k right and walked along whatever that left.
+Scripts that pass `random` to `Sampler.sample` get the same tokens here. Distributions do not depend on the
+order, and nothing else uses this one.
 """
 
 from __future__ import annotations
@@ -13,27 +13,34 @@ import torch
 from torch import Tensor
 
 NEGLIGIBLE = 1e-8  # less probable candidates are moved to the end before sorting
+PATIENCE = 100  # passes over all candidates after which a quicksort is hopeless
 REACH = 0.9998  # of the way along the probabilities that the walk has to go
 
 
 def partly_sorted(p: list[float], count: int) -> list[int]:
-    """Places of the candidates, the `count` most probable first and in order, the rest as a quicksort leaves it."""
+    """Places of the candidates: the `count` most probable in order, then the rest as quicksort leaves it.
+
+    Where the quicksort would take for ever, on what is nearly sorted already, all of them in order.
+    """
     places = list(range(len(p)))
-    end = _negligible_last(p, places)
-    ranges = [(0, end)]
+    ranges = [(0, _negligible_last(p, places))]
+    patience = PATIENCE * len(p)
     while ranges:
         low, high = ranges.pop()
         if low < high and low <= count:
+            patience -= high - low
+            if patience < 0:
+                return sorted(range(len(p)), key=lambda place: -p[place])
             middle = _partition(p, places, low, high)
             ranges += ((low, middle - 1), (middle + 1, high))
     return places
 
 
 def gathered(high: Tensor) -> tuple[Tensor, Tensor]:
-    """Places of the candidates above a threshold (n,) in order, and of those below it that got in, at most one.
+    """Places of the candidates above a threshold (n,) in order, and of one below it that got in, if one did.
 
-    Each low candidate among the first was swapped with the last high one there was left. If the two pointers met
-    right after a swap, the low candidate just moved was counted in, too.
+    Each low candidate among the first was swapped with the last high one there was left. If the two pointers
+    met right after a swap, the low candidate just moved was counted in, too.
     """
     count = int(high.sum())
     places = torch.arange(count, device=high.device)

@@ -1,7 +1,7 @@
 """XTC: exclude top choices. Of the tokens that are all probable enough, only the least probable surely stays.
 
-In expectation, without a random number of its own: the others keep the part of their probability that remains if
-they are excluded with the given probability.
+In expectation, without a random number of its own: the others keep the part of their probability that
+remains if they are excluded with the given probability.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .candidates import SLACK, Candidates, Params
 
 
 def xtc(c: Candidates, params: Params, spared: Tensor | None) -> None:
-    """Scale down all but the least probable of the tokens above the threshold; `spared` (rows, k) never count.
+    """Scale down all but the least probable token above the threshold; `spared` ones (rows, k) never count.
 
     Rows that do not use it have a probability of exclusion of 0, which changes nothing.
     """
