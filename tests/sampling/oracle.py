@@ -23,7 +23,9 @@ def guided(wanted: Sequence[float], unwanted: Sequence[float], scale: float) -> 
         total = top + math.log(math.fsum(math.exp(v - top) for v in x))
         return [v - total for v in x]
 
-    return [scale * a + (1 - scale) * b for a, b in zip(log_softmax(wanted), log_softmax(unwanted), strict=True)]
+    return [
+        scale * a + (1 - scale) * b for a, b in zip(log_softmax(wanted), log_softmax(unwanted), strict=True)
+    ]
 
 
 def penalised(x: Sequence[float], context: Sequence[int], s: Settings) -> list[float]:
@@ -135,8 +137,6 @@ def at_least(p: Probabilities, limit: float) -> Probabilities:
 
 def tfs(p: Probabilities, limit: float) -> Probabilities:
     """Tail-free sampling."""
-    if len(p) < 3:
-        return p
     p = {token: v for token, v in p.items() if v >= 1e-8}
     v = list(p.values())
     bends = [abs(v[i] - 2 * v[i + 1] + v[i + 2]) for i in range(len(v) - 2)]
