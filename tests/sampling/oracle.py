@@ -120,7 +120,8 @@ def softmax(x: Sequence[float], temperature: float, smoothing: float) -> Probabi
 
 def top_p(p: Probabilities, limit: float) -> Probabilities:
     """The smallest prefix that reaches the limit."""
-    kept, before = {}, 0.0
+    kept: Probabilities = {}
+    before = 0.0
     for token, v in p.items():
         if kept and before >= limit - SLACK:
             break
@@ -155,7 +156,8 @@ def tfs(p: Probabilities, limit: float) -> Probabilities:
 def typical(p: Probabilities, limit: float) -> Probabilities:
     """Locally typical sampling."""
     entropy = -math.fsum(v * math.log(v) for v in p.values())
-    kept, reached = {}, 0.0
+    kept: Probabilities = {}
+    reached = 0.0
     for token, v in sorted(p.items(), key=lambda item: abs(-math.log(item[1]) - entropy)):
         if kept and reached >= limit - SLACK:
             break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,7 @@ from tests.sampling.drawn import neutral
 A, B, C, D, X = range(5)
 
 
-def costs(context: list[int], **changes: float) -> dict[int, float]:
+def costs(context: list[int], **changes: Any) -> dict[int, float]:
     settings = neutral(dry_multiplier=1.0, **changes)
     index = DryIndex()
     index.extend(context)
@@ -77,7 +78,7 @@ def test_index_agrees_with_the_oracle(
     changes = {"dry_allowed_length": allowed, "dry_max_ngram": longest, "dry_range": window}
     settings = neutral(dry_multiplier=1.0, dry_sequence_breakers=breakers, **changes)
     wanted = oracle.dry_costs(context, settings, breakers, 1000)
-    assert costs(context, dry_sequence_breakers=breakers, **changes) == pytest.approx(wanted)  # type: ignore[arg-type]
+    assert costs(context, dry_sequence_breakers=breakers, **changes) == pytest.approx(wanted)
 
 
 @given(st.lists(st.one_of(st.lists(st.integers(0, 2), max_size=6), st.integers(0, 20)), max_size=20))

@@ -54,16 +54,21 @@ def test_zero_has_one_value() -> None:
 def test_first_largest_and_runs(data: st.DataObject, rows: int) -> None:
     x = data.draw(logits(rows=rows))
     maxima = order.run_maxima(x)
-    assert order.first_largest(x, maxima).tolist() == [row[0] for row in expected(x, 1)]
-    chunks = x.split(order.RUN, 1)
+    for short in (order.SHORT, 0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(order, "SHORT", short)
+            top, columns = order.first_largest(x)
+        assert columns.tolist() == [row[0] for row in expected(x, 1)]
+        assert top.tolist() == x.amax(-1).tolist()
+    chunks = torch.split(x, order.RUN, 1)
     torch.testing.assert_close(maxima, torch.stack([chunk.amax(1) for chunk in chunks], 1), atol=0, rtol=0)
     sums = torch.stack([chunk.double().sum(1) for chunk in chunks], 1)
     torch.testing.assert_close(order.run_sums(x), sums, atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize("width", [100, 6400])
+@pytest.mark.parametrize("width", [100, 6400, 20001])
 def test_slices_of_wider_tensors(width: int) -> None:
     whole = torch.randn(3, width + 27)
     part = whole[:, :width]
     assert order.largest(part, 20)[1].tolist() == expected(part, 20)
-    assert order.first_largest(part, order.run_maxima(part)).tolist() == part.argmax(-1).tolist()
+    assert order.first_largest(part)[1].tolist() == part.argmax(-1).tolist()

@@ -108,7 +108,7 @@ def test_greedy_clone_keeps_penalties_and_drops_bias_and_guidance() -> None:
 
 def test_misspelt_fields_are_errors_with_a_suggestion() -> None:
     with pytest.raises(AttributeError, match="Did you mean 'temperature'"):
-        Settings().temprature = 1.0  # type: ignore[attr-defined]
+        Settings().temprature = 1.0
     with pytest.raises(TypeError):
         Settings(temprature=1.0)  # type: ignore[call-arg]
     found = Settings()

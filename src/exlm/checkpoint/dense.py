@@ -16,7 +16,6 @@ from .convert import Misfits, copy_columns, copy_rows
 from .folder import TensorInfo
 from .header import DTYPES
 from .lookup import Lookup, Wanted, height, key_at
-from .memory import fresh
 
 
 def read_dense(lookup: Lookup, wanted: Wanted) -> DenseWeight:
@@ -34,7 +33,7 @@ def read_dense(lookup: Lookup, wanted: Wanted) -> DenseWeight:
         raise lookup.misshapen(info, wanted.role, f"{[stored, columns]}{cut}")
     dtype = wanted.dtype or DTYPES[info.dtype]
     if place.transposed:
-        data = _empty((n, k), dtype, wanted.device)
+        data = torch.empty((n, k), dtype=dtype, device=wanted.device)
         _report(info, data, copy_columns(lookup.files, info, slab, spans, data))
     else:
         spans = tuple((slab[0] + start, slab[0] + stop) for start, stop in spans)
@@ -80,7 +79,7 @@ def copy(
     finite: bool = False,
 ) -> torch.Tensor:
     """These rows of a tensor in memory of their own; BadTensor if values overflow, or are not `finite`."""
-    target = _empty(shape, dtype, device)
+    target = torch.empty(shape, dtype=dtype, device=device)
     misfits = copy_rows(lookup.files, info, spans, target, check=finite)
     _report(info, target, misfits)
     if finite and misfits.unbounded:
@@ -89,10 +88,6 @@ def copy(
             "Download or convert the file again."
         )
     return target
-
-
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return fresh(shape, dtype) if device.type == "cpu" else torch.empty(shape, dtype=dtype, device=device)
 
 
 def _report(info: TensorInfo, copied: torch.Tensor, misfits: Misfits) -> None:

@@ -1,25 +1,33 @@
 """The tensors of a model folder, read when they are asked for.
 
-A tensor that is to be kept as it is stored is loaded into memory of its own. One that is to be converted is a
-view of its file, mapped once; pages that have been converted can be given back, so that loading a model takes
-the memory of the model and not that of its files too. Names here are the stored ones; roles and renaming are
-not known.
+What is kept as it is stored is loaded: straight into memory of its own, a large tensor by several threads.
+What is converted on the way is read: a view of its file, which is mapped once, and whose pages can be given
+back, so that loading a model takes the memory of the model and not that of its files too. Names here are the
+stored ones; roles and renaming are not known.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
+import os
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 
 from ..errors import BadFile, BadTensor, MissingTensor
 from .folder import INDEX, TensorInfo, scan
-from .header import DTYPES, shown
-from .memory import check_size, fresh, read_bytes
+from .header import DTYPES, damaged, shown
+
+READERS = 4
+"""Threads that load one tensor: enough for a fast disk, and not too many for few cores."""
+
+SHARE = 2 * 2**20
+"""Bytes for which another of them is worth its while."""
 
 
 class TensorFiles:
@@ -78,17 +86,17 @@ class TensorFiles:
         return DTYPES[info.dtype]
 
     def load(self, name: str) -> torch.Tensor:
-        """A tensor on the CPU in memory of its own, as stored."""
+        """A tensor on the CPU as stored, in memory of its own."""
         info = self.info(name)
-        target = fresh(info.shape, self.dtype(name))
-        read_bytes(info.file, self._sizes[info.file], info.offset, target)
+        target = torch.empty(info.shape, dtype=self.dtype(name))
+        self._fill(info, info.offset, target)
         return target
 
     def load_rows(self, name: str, start: int, target: torch.Tensor) -> None:
-        """Fill `target`, on the CPU, contiguous and of the stored type, with the rows from `start` on."""
+        """Fill `target`, contiguous, on the CPU and of the stored type, with the rows from `start` on."""
         info = self.info(name)
         first, _ = self._row_bytes(info, start, start + len(target))
-        read_bytes(info.file, self._sizes[info.file], first, target)
+        self._fill(info, first, target)
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor on the CPU, as stored: a view of the file where the file's layout allows.
@@ -136,6 +144,23 @@ class TensorFiles:
         row = info.nbytes // rows if rows else 0
         return info.offset + start * row, (stop - start) * row
 
+    def _fill(self, info: TensorInfo, offset: int, target: torch.Tensor) -> None:
+        if not target.numel():
+            return
+        block, size = target.view(-1).view(torch.uint8).numpy().data, self._sizes[info.file]
+        count = min(READERS, len(block) // SHARE)
+        if count < 2:
+            _read_into(info.file, size, offset, block)
+            return
+        cuts = [len(block) * n // count for n in range(count + 1)]
+        with ThreadPoolExecutor(count, "exlm-load") as threads:
+            shares = [
+                threads.submit(_read_into, info.file, size, offset + start, block[start:stop])
+                for start, stop in pairwise(cuts)
+            ]
+        for share in shares:
+            share.result()
+
     def _view(self, info: TensorInfo, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
         dtype = self.dtype(info.name)
         count = math.prod(shape)
@@ -161,7 +186,7 @@ def _mapped(path: Path, size: int) -> mmap.mmap:
     """The file in memory: pages come when touched, and writes stay with us."""
     try:
         with path.open("rb") as file:
-            check_size(path, file.fileno(), size)
+            _check_size(path, file.fileno(), size)
             if sys.platform == "linux":
                 # Private, writable memory is reserved in full unless told otherwise, and a file may be larger
                 # than what there is to reserve. The constant has a name only from Python 3.13 on.
@@ -170,3 +195,25 @@ def _mapped(path: Path, size: int) -> mmap.mmap:
             return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
     except OSError as error:
         raise BadFile(f"{path}: cannot be mapped into memory ({error.strerror}).") from error
+
+
+def _read_into(path: Path, size: int, offset: int, target: memoryview) -> None:
+    """Fill `target` from a file; one that has changed or cannot be read is a BadFile, even halfway."""
+    try:
+        # A handle for each reader: those that shared one would have to share its position.
+        with path.open("rb", buffering=0) as file:
+            _check_size(path, file.fileno(), size)
+            file.seek(offset)
+            while target:
+                count = file.readinto(target)
+                if not count:
+                    raise damaged(path, f"expected {len(target)} more bytes, found its end")
+                target = target[count:]
+    except OSError as error:
+        raise BadFile(f"{path}: cannot be read ({error.strerror}).") from error
+
+
+def _check_size(path: Path, file: int, size: int) -> None:
+    found = os.fstat(file).st_size
+    if found != size:
+        raise damaged(path, f"expected {size} bytes as when its header was read, found {found}")

@@ -24,7 +24,7 @@ def read_exl2(lookup: Lookup, wanted: Wanted) -> PackedWeight:
     """A matrix in EXL2's five tensors."""
     tensors, where = _gather(lookup, wanted, EXL2)
     width = lookup.outputs(wanted.role, wanted.place, wanted.out_features)
-    return _own(wanted, exl2.read(tensors, wanted.in_features, width, None, where), lookup, EXL2)
+    return _finish(lookup, wanted, exl2.read(tensors, wanted.in_features, width, None, where))
 
 
 def read_gptq(lookup: Lookup, wanted: Wanted) -> PackedWeight:
@@ -32,31 +32,20 @@ def read_gptq(lookup: Lookup, wanted: Wanted) -> PackedWeight:
     tensors, where = _gather(lookup, wanted, GPTQ)
     width = lookup.outputs(wanted.role, wanted.place, wanted.out_features)
     read = awq.read if lookup.quantization.method == "awq" else gptq.read
-    weight = read(tensors, wanted.in_features, width, None, where, lookup.quantization)
-    return _own(wanted, weight, lookup, GPTQ)
+    return _finish(lookup, wanted, read(tensors, wanted.in_features, width, None, where, lookup.quantization))
 
 
 def _gather(lookup: Lookup, wanted: Wanted, suffixes: Iterable[str]) -> tuple[dict[str, Tensor], str]:
-    """The tensors that are there, and the words that name them in an error."""
+    """The tensors that are there, in memory that the weight may keep, and the words for them in an error."""
     infos = {s: lookup.ask(key) for s in suffixes if (key := key_at(wanted.place, s)) in lookup}
     first = next(iter(infos.values()))
-    read = lookup.files.load if _stays(wanted) else lookup.files.read
-    return {suffix: read(info.name) for suffix, info in infos.items()}, f"{first.file}: {wanted.place.key}"
+    tensors = {suffix: lookup.files.load(info.name) for suffix, info in infos.items()}
+    return tensors, f"{first.file}: {wanted.place.key}"
 
 
-def _stays(wanted: Wanted) -> bool:
-    """Whether the tensors are kept whole and on the CPU, so that they may be loaded where they will stay."""
-    return wanted.device.type == "cpu" and not wanted.place.rows
-
-
-def _own(wanted: Wanted, weight: PackedWeight, lookup: Lookup, suffixes: Iterable[str]) -> PackedWeight:
-    """The wanted outputs in memory of their own, with their bias; the file's pages are given back."""
-    if not _stays(wanted):
-        if wanted.place.rows:
-            spans = [torch.arange(start, stop) for start, stop in wanted.place.rows]
-            weight = weight.columns(torch.cat(spans))
-        weight = weight.map(lambda tensor: torch.empty_like(tensor, device=wanted.device).copy_(tensor))
-        for suffix in suffixes:
-            if (key := key_at(wanted.place, suffix)) in lookup:
-                lookup.files.release(lookup.peek(key).name)
-    return replace(weight, bias=read_bias(lookup, wanted))
+def _finish(lookup: Lookup, wanted: Wanted, weight: PackedWeight) -> PackedWeight:
+    """Only the wanted outputs, on their device and with their bias."""
+    if wanted.place.rows:
+        spans = [torch.arange(start, stop) for start, stop in wanted.place.rows]
+        weight = weight.columns(torch.cat(spans))
+    return replace(weight.to(wanted.device), bias=read_bias(lookup, wanted))

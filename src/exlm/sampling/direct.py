@@ -73,13 +73,13 @@ class _Call:
         maxima = run_maxima(x)
         _check_largest(float(maxima.amax()))
         task = make_task(0, row, plan, edits, x.shape[1], x.device)
-        found = self._greedy(x, maxima) if plan.greedy else self._walk(x, maxima, task, number)
+        found = self._greedy(x) if plan.greedy else self._walk(x, maxima, task, number)
         move_targets([task], torch.tensor([found.p], dtype=torch.float64))
         found.target = state.mirostat_mu
         return found
 
-    def _greedy(self, x: Tensor, maxima: Tensor) -> _Pick:
-        picked = pick_greedy(x, maxima, self.wanted)
+    def _greedy(self, x: Tensor) -> _Pick:
+        _, picked = pick_greedy(x, self.wanted)
         return _Pick(int(picked.tokens), 1.0, picked.top_tokens, picked.top_p)
 
     def _walk(self, x: Tensor, maxima: Tensor, task: Task, number: float) -> _Pick:
@@ -110,7 +110,7 @@ def _in_order(x: Tensor, p: Tensor, sorted_ids: Tensor, plan: Plan, wanted: int)
         )
         chances = p[members]
     if wanted:
-        places = torch.tensor(partly_sorted(chances.float().tolist(), wanted), device=p.device)
+        places = torch.tensor(partly_sorted(chances.float().tolist(), wanted))
         members, chances = members[places], chances[places]
     return members, chances
 
@@ -134,9 +134,12 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
     """What the sampler knows of a tokenizer, kept as long as the tokenizer is."""
     if tokenizer is None:
         return Vocabulary()
-    if tokenizer not in _vocabularies:
-        _vocabularies[tokenizer] = Vocabulary(tokenizer)
-    return _vocabularies[tokenizer]
+    try:
+        if tokenizer not in _vocabularies:
+            _vocabularies[tokenizer] = Vocabulary(tokenizer)
+        return _vocabularies[tokenizer]
+    except TypeError:  # an object that cannot be a weak key
+        return Vocabulary(tokenizer)
 
 
 @torch.no_grad()
@@ -159,14 +162,14 @@ def sample(
     (rows, 1) restricts each row to tokens that begin with that token's text. With `cfg_scale` two rows come
     in and one goes out. Returns tokens (rows, 1), top tokens and their probabilities (rows, 1, k), on the
     meta device if none are requested, the tokens' final probabilities (rows, 1), and whether a filter ended
-    the text. `mirostat_mu` of the settings is read and written, a number for each row. `sync` is accepted
-    and has no effect.
+    the text; all on the CPU. `mirostat_mu` of the settings is read and written, a number for each row. `sync`
+    is accepted and has no effect.
     """
     x = _checked(logits, settings, sequence_ids, random, prefix_token)
     filters = (settings.filters if filters is None else filters) or ()
     if filters and len(x) > 1:
         raise InputError("Filters not implemented for batch size > 1.")
-    prefer_eos = filter_prefer_eos or settings.filter_prefer_eos
+    prefer_eos = bool(filters) and (filter_prefer_eos or settings.filter_prefer_eos)
     vocabulary = vocabulary_of(tokenizer)
     x = x[:, : vocabulary.width(x.shape[1])]
     call = _Call(
@@ -196,7 +199,7 @@ def _tops(picks: list[_Pick]) -> tuple[Tensor, Tensor]:
         empty = (len(picks), 1, 0)
         return torch.empty(empty, dtype=torch.long, device="meta"), torch.empty(empty, device="meta")
     tokens, p = torch.stack([ids for ids, _ in tops]), torch.stack([p for _, p in tops])
-    return tokens.cpu(), p.float().cpu()
+    return tokens, p.float()
 
 
 def _checked(
@@ -215,12 +218,12 @@ def _checked(
         raise InputError("Prefix token list doesn't match batch shape.")
     if not 0.0 <= number <= 1.0:
         raise InputError(f"random must be from 0 to 1, found {number!r}.")
-    x = logits[:, 0].float()
+    x = logits[:, 0].float().cpu()
     if settings.cfg_scale is None:
         return x
     if len(x) != 2:
         raise InputError(f"CFG requires logits to be bsz 2, found {len(x)}.")
-    return guidance.mix(x[:1], x[1:], torch.tensor([[float(settings.cfg_scale)]], device=x.device))
+    return guidance.mix(x[:1], x[1:], torch.tensor([[float(settings.cfg_scale)]]))
 
 
 def _check_largest(logit: float) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 RUN = 64
+SHORT = 16384  # a row up to here is as quickly searched whole
 SPARE = 32  # entries looked at beyond the wanted ones when values tie
 
 
@@ -50,10 +51,14 @@ def take_runs(x: Tensor, runs: Tensor) -> tuple[Tensor, Tensor]:
     return x.gather(1, columns).masked_fill_(~real, -torch.inf), columns
 
 
-def first_largest(x: Tensor, maxima: Tensor) -> Tensor:
-    """The column of each row's maximum (rows,), the first of equal ones; `maxima` are those of the runs."""
-    taken, columns = take_runs(x, maxima.argmax(-1, keepdim=True))
-    return columns.gather(1, taken.argmax(-1, keepdim=True)).squeeze(1)
+def first_largest(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row's maximum (rows,) and its column, the first of equal ones."""
+    if x.shape[1] <= SHORT:
+        top, column = x.max(-1)
+        return top, column
+    top, run = run_maxima(x).max(-1, keepdim=True)
+    taken, columns = take_runs(x, run)
+    return top.squeeze(1), columns.gather(1, taken.argmax(-1, keepdim=True)).squeeze(1)
 
 
 def largest(x: Tensor, count: int, maxima: Tensor | None = None) -> tuple[Tensor, Tensor]:

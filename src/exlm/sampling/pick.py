@@ -51,14 +51,15 @@ def pick(c: Candidates, numbers: Tensor, wanted: int, down: Tensor | bool = Fals
     tokens = place if ids is None else ids.gather(1, place)
     picked = Picked(tokens.squeeze(1), p.gather(1, place).squeeze(1))
     if wanted:
-        picked.top_tokens, picked.top_p = _best(c, wanted)
+        picked.top_tokens, picked.top_p = _best(p, ids, wanted)
     return picked
 
 
-def _best(c: Candidates, wanted: int) -> tuple[Tensor, Tensor]:
-    p, places = largest(c.p.float(), wanted) if c.ids is None else sort_down(c.p)
-    p, places = p[:, :wanted].double(), places[:, :wanted]
-    return fill(places if c.ids is None else c.ids.gather(1, places), p, wanted)
+def _best(p: Tensor, ids: Tensor | None, wanted: int) -> tuple[Tensor, Tensor]:
+    """The most probable tokens; float32, so that ties do not depend on how candidates were found."""
+    best, places = largest(p.float(), wanted) if ids is None else sort_down(p.float())
+    best, places = best[:, :wanted], places[:, :wanted]
+    return fill(places if ids is None else ids.gather(1, places), best, wanted)
 
 
 def pick_any(x: Tensor, top: Tensor, params: Params, numbers: Tensor, wanted: int) -> Picked:
@@ -78,14 +79,13 @@ def pick_any(x: Tensor, top: Tensor, params: Params, numbers: Tensor, wanted: in
     return picked
 
 
-def pick_greedy(x: Tensor, maxima: Tensor, wanted: int) -> Picked:
-    """The largest logit of each row, the first of equal ones, as a certainty."""
-    tokens = first_largest(x, maxima)
-    one = torch.ones(len(x), dtype=torch.float64, device=x.device)
-    picked = Picked(tokens, one)
+def pick_greedy(x: Tensor, wanted: int) -> tuple[Tensor, Picked]:
+    """The largest logit of each row (rows,), and its token, the first of equal ones, as a certainty."""
+    top, tokens = first_largest(x)
+    picked = Picked(tokens, torch.ones(len(x), device=x.device))
     if wanted:
-        picked.top_tokens, picked.top_p = fill(tokens.unsqueeze(1), one.unsqueeze(1), wanted)
-    return picked
+        picked.top_tokens, picked.top_p = fill(tokens.unsqueeze(1), picked.p.unsqueeze(1), wanted)
+    return top, picked
 
 
 def fill(ids: Tensor, p: Tensor, wanted: int) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -27,7 +28,10 @@ from .truncation import TRUNCATIONS
 from .vocabulary import Vocabulary
 from .xtc import xtc
 
+SMALL = 512  # a vocabulary up to here is worked on whole
+
 Kind = Literal["greedy", "plain", "top_k", "near", "far", "open"]
+Company = tuple[Kind, bool, bool, bool]
 
 
 class Task(NamedTuple):
@@ -41,7 +45,7 @@ class Task(NamedTuple):
     plan: Plan
     edits: Edits
     floor: float
-    company: tuple[Kind, bool, bool, bool]
+    company: Company
 
     @property
     def kind(self) -> Kind:
@@ -51,28 +55,31 @@ class Task(NamedTuple):
 
 def make_task(place: int, row: Row, plan: Plan, edits: Edits, width: int, device: torch.device) -> Task:
     """Decide how a row's candidates are found; `width` counts the tokens."""
-    kind, floor = _kind(row, plan, width, device.type == "cpu")
+    target = None
+    may_ask = device.type == "cpu"
+    if may_ask and "mirostat" in plan.steps:
+        target = float(row.state.target(row.position, plan.numbers.tau, device))
+    way = _way if target is None else _way.__wrapped__  # no two targets are alike
+    floor, company = way(plan, width, may_ask, target, bool(edits))
+    return Task(place, row, plan, edits, floor, company)
+
+
+@lru_cache(maxsize=1024)
+def _way(plan: Plan, width: int, may_ask: bool, target: float | None, edited: bool) -> tuple[float, Company]:
+    """A row's floor and company; `may_ask` if the device tells without a stall what lies above a floor."""
+    floor = candidates.floor(plan, width, target) if may_ask else -math.inf
+    kind: Kind = "open"
+    if plan.greedy:
+        kind = "greedy"
+    elif 0 < plan.top_k < width:
+        kind = "top_k"
+    elif not plan.steps:
+        kind = "plain"
+    elif floor > -math.inf:
+        kind = "far" if candidates.needs_total(plan) else "near"
     # Sorting the vocabulary is so slow that no row should have to wait for another's.
     sorts = kind == "open" and bool(plan.steps & ORDERED), kind == "open" and "typical" in plan.steps
-    return Task(place, row, plan, edits, floor, (kind, bool(edits), *sorts))
-
-
-def _kind(row: Row, plan: Plan, width: int, may_ask: bool) -> tuple[Kind, float]:
-    if plan.greedy:
-        return "greedy", -math.inf
-    if 0 < plan.top_k < width:
-        return "top_k", -math.inf
-    if not plan.steps:
-        return "plain", -math.inf
-    if not may_ask:  # how many tokens lie above a floor decides shapes, and only a CPU tells without a stall
-        return "open", -math.inf
-    target = None
-    if "mirostat" in plan.steps:
-        target = float(row.state.target(row.position, plan.numbers.tau, torch.device("cpu")))
-    floor = candidates.floor(plan, width, target)
-    if floor == -math.inf:
-        return "open", floor
-    return ("far" if candidates.needs_total(plan) else "near"), floor
+    return floor, (kind, edited, *sorts)
 
 
 def choose(x: Tensor, tasks: Sequence[Task], vocabulary: Vocabulary, wanted: int) -> Picked:
@@ -80,11 +87,14 @@ def choose(x: Tensor, tasks: Sequence[Task], vocabulary: Vocabulary, wanted: int
 
     Rows without a usable logit get a negative token. Mirostat's targets move on.
     """
+    if tasks[0].kind == "greedy":
+        top, picked = pick_greedy(x, wanted)
+        picked.tokens = _failures(top, picked.tokens)
+        move_targets(tasks, picked.p)
+        return picked
     maxima = run_maxima(x)
     top = maxima.amax(-1, keepdim=True)
-    if tasks[0].kind == "greedy":
-        picked = pick_greedy(x, maxima, wanted)
-    elif tasks[0].kind == "plain":
+    if tasks[0].kind == "plain" and x.shape[1] > SMALL:
         params = params_of([task.plan for task in tasks], x.device)
         picked = pick_any(x, top, params, numbers_of(tasks, x.device), wanted)
     else:
@@ -189,9 +199,10 @@ def move_targets(tasks: Sequence[Task], p: Tensor) -> None:
     if not users:
         return
     some = [tasks[place] for place in users]
-    rates = torch.tensor([(t.plan.numbers.tau, t.plan.numbers.eta) for t in some], dtype=torch.float64)
-    tau, eta = rates.to(p.device).unbind(1)
-    targets = moved(_targets(some, p.device).squeeze(1), tau, eta, p[users])
+    params = params_of([task.plan for task in some], p.device)
+    if len(some) < len(tasks):
+        p = p[torch.tensor(users).to(p.device, non_blocking=True)]
+    targets = moved(_targets(some, p.device), params["tau"], params["eta"], p.unsqueeze(1)).squeeze(1)
     for task, target in zip(some, targets.unbind(), strict=True):
         task.row.state.set_target(task.row.position, target)
 

@@ -19,6 +19,7 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 BLOCK = 64
+SINGLY = 4
 
 Words = tuple[int, int, int, int]
 
@@ -72,19 +73,24 @@ def _fraction(high: int, low: int) -> float:
 
 
 class Uniforms:
-    """The numbers of one seed, by position; computed in blocks because a position alone costs as much."""
+    """The numbers of one seed, by position: a few one by one, then in blocks, which cost less each."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
+        self._singly = SINGLY
         self._block = (-1, -1)
         self._numbers: list[float] = []
 
     def at(self, position: int, branch: int = 0) -> float:
         """The number for a position; another branch has other numbers."""
         block = (position // BLOCK, branch)
-        if block != self._block:
-            self._numbers = self._compute(*block)
-            self._block = block
+        if block == self._block:
+            return self._numbers[position % BLOCK]
+        if self._singly:
+            self._singly -= 1
+            return uniform(self.seed, position, branch)
+        self._numbers = self._compute(*block)
+        self._block = block
         return self._numbers[position % BLOCK]
 
     def _compute(self, block: int, branch: int) -> list[float]:

@@ -77,10 +77,12 @@ class Sampler:
         sizes = torch.tensor([2 if row.guided else 1 for row in rows])
         firsts = sizes.cumsum(0) - sizes
         pairs = torch.tensor([place for place, row in enumerate(rows) if row.guided])
-        wanted = firsts[pairs].to(x.device)
-        scale = torch.tensor([[_scale(row)] for row in rows if row.guided], dtype=x.dtype).to(x.device)
-        mixed = x.index_select(0, firsts.to(x.device))
-        mixed[pairs.to(x.device)] = guidance.mix(x[wanted], x[wanted + 1], scale)
+        scale = torch.tensor([[_scale(row)] for row in rows if row.guided], dtype=x.dtype)
+        firsts, pairs, scale, wanted = (
+            part.to(x.device, non_blocking=True) for part in (firsts, pairs, scale, firsts[pairs])
+        )
+        mixed = x.index_select(0, firsts)
+        mixed[pairs] = guidance.mix(x[wanted], x[wanted + 1], scale)
         return mixed
 
     def _choose(self, x: Tensor, group: list[Task], wanted: int) -> Picked:

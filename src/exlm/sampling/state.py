@@ -107,8 +107,8 @@ class SamplerState:
         """
         self._forget_targets(position)
         if self._targets:
-            return self._targets[-1][1].to(device)
-        return torch.tensor(self._start or 2.0 * tau, dtype=torch.float64, device=device)
+            return self._targets[-1][1].to(device, non_blocking=True)
+        return torch.full((), self._start or 2.0 * tau, dtype=torch.float64, device=device)
 
     def set_target(self, position: int, target: Tensor) -> None:
         """Remember the target that the token at a position led to."""

@@ -39,15 +39,17 @@ def partly_sorted(p: list[float], count: int) -> list[int]:
 def gathered(high: Tensor) -> tuple[Tensor, Tensor]:
     """Places of the candidates above a threshold (n,) in order, and of one below it that got in, if one did.
 
-    Each low candidate among the first was swapped with the last high one there was left. If the two pointers
-    met right after a swap, the low candidate just moved was counted in, too.
+    Each low candidate among the first was swapped with the last high one there was left. Where the two
+    pointers met nobody looked: if it was at a low candidate, just swapped there or the last of all, that
+    counted, too.
     """
     count = int(high.sum())
     places = torch.arange(count, device=high.device)
     low = (~high[:count]).nonzero().squeeze(1)
     places[low] = high[count:].nonzero().squeeze(1).flip(0) + count
-    met = count < len(high) and bool(high[count])
-    return places, low[-1:] if met else low[:0]
+    if count < len(high) and bool(high[count]):
+        return places, low[-1:]
+    return places, torch.full((1 if count == len(high) - 1 else 0,), count, device=high.device)
 
 
 def choose(p: Tensor, number: float) -> int:

@@ -1,0 +1,327 @@
+"""The batched sampler: rows do not feel each other, whatever they ask for and whatever is wrong with one."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as settings_of_hypothesis
+from hypothesis import strategies as st
+
+from exlm.errors import InputError
+from exlm.sampling import Picks, Row, Sampler, SamplerState, Settings
+from exlm.sampling.random import uniform
+from tests.sampling import oracle
+from tests.sampling.drawn import EDITS, STEPS, WIDTHS, Words, neutral, random_logits, random_settings
+
+
+def row(settings: Settings, seed: int = 0, text: list[int] | None = None, **extra: Any) -> Row:
+    return Row(settings, SamplerState(settings, seed, text or []), **extra)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_batch_is_its_rows(width: int) -> None:
+    """Token, probability and top tokens are those of the row alone, and what the oracle gives them."""
+    rng = Random(width)
+    sampler = Sampler()
+    for _ in range(10):
+        x = random_logits(rng, 12, width)
+        before = x.clone()
+        asked = [random_settings(rng, STEPS, EDITS) for _ in range(12)]
+        texts = [[rng.randrange(20) for _ in range(rng.randrange(30))] for _ in range(12)]
+
+        def rows(asked: list[Settings] = asked, texts: list[list[int]] = texts) -> list[Row]:
+            return [row(each, seed, texts[seed], want_top=4) for seed, each in enumerate(asked)]
+
+        picks = sampler.sample_batch(x, rows())
+        assert torch.equal(x, before)
+        for place, settings in enumerate(asked):
+            alone = sampler.sample_batch(x[place : place + 1], [rows()[place]])
+            assert alone.tolist() == picks.tolist()[place : place + 1]
+            assert alone.top_tokens is not None
+            assert picks.top_tokens is not None
+            assert alone.top_tokens[0].tolist() == picks.top_tokens[place].tolist()
+            breakers = settings.dry_sequence_breakers or ()
+            edited = oracle.edited(x[place].tolist(), settings, texts[place], breakers=breakers)
+            p = oracle.distribution(edited, settings, ignored=settings.xtc_ignore_tokens or ())
+            assert p.get(picks.tolist()[place], 0.0) == pytest.approx(float(picks.probs[place]), abs=1e-3)
+
+
+@settings_of_hypothesis(max_examples=30)
+@given(st.randoms(use_true_random=True), st.permutations(range(4)))
+def test_the_order_of_a_batch_does_not_matter(rng: Random, order: list[int]) -> None:
+    x = random_logits(rng, 4, rng.choice(WIDTHS))
+    asked = [random_settings(rng, STEPS, EDITS) for _ in range(4)]
+    sampler = Sampler()
+    straight = sampler.sample_batch(x, [row(asked[i], i) for i in range(4)]).tolist()
+    mixed = sampler.sample_batch(x[order], [row(asked[i], i) for i in order]).tolist()
+    assert mixed == [straight[i] for i in order]
+
+
+def test_a_choice_is_a_function_of_seed_and_position() -> None:
+    x = torch.randn(1, 500).expand(64, -1)
+    settings = neutral(top_k=0)
+    sampler = Sampler()
+    batch = sampler.sample_batch(x, [row(settings, seed) for seed in range(64)]).tolist()
+    assert len(set(batch)) > 30
+    for seed in (0, 17, 63):
+        state = SamplerState(settings, seed)
+        sums = x[0].double().softmax(0).cumsum(0)
+        assert sampler.sample_batch(x[:1], [Row(settings, state)]).tolist() == [batch[seed]]
+        assert batch[seed] == int((sums <= uniform(seed, 0)).sum())
+        assert sampler.sample_batch(x[:1], [Row(settings, state)]).tolist() == [batch[seed]]
+        state.accept(5)
+        wanted = int((sums <= uniform(seed, 1)).sum())
+        assert sampler.sample_batch(x[:1], [Row(settings, state)]).tolist() == [wanted]
+
+
+def test_after_a_rewind_numbers_are_fresh() -> None:
+    x = torch.zeros(1, 1000)
+    settings = neutral()
+    state = SamplerState(settings, 3, [1, 2])
+    sampler = Sampler()
+    first = sampler.sample_batch(x, [Row(settings, state)]).tolist()
+    state.accept(first[0])
+    sampler.sample_batch(x, [Row(settings, state)])
+    state.truncate(2)
+    second = sampler.sample_batch(x, [Row(settings, state)]).tolist()
+    assert second != first
+    state.truncate(2)
+    assert sampler.sample_batch(x, [Row(settings, state)]).tolist() not in (first, second)
+    other = SamplerState(settings, 3, [1, 2])
+    other.truncate(2)
+    assert sampler.sample_batch(x, [Row(settings, other)]).tolist() == first
+
+
+def test_shared_settings_share_no_memory() -> None:
+    x = torch.randn(1, 50).expand(2, -1).contiguous()
+    settings = neutral(mirostat=True, mirostat_tau=3.0, dry_multiplier=1.0)
+    sampler = Sampler()
+    alone, other = SamplerState(settings, 1, [1, 2]), SamplerState(settings, 2, [3, 4, 3, 4, 3])
+    fresh = SamplerState(settings, 1, [1, 2])
+    for _ in range(5):
+        pair = sampler.sample_batch(x, [Row(settings, alone), Row(settings, other)]).tolist()
+        single = sampler.sample_batch(x[:1], [Row(settings, fresh)]).tolist()
+        assert single == pair[:1]
+        alone.accept(pair[0])
+        other.accept(pair[1])
+        fresh.accept(pair[0])
+    assert alone.mirostat_mu == pytest.approx(fresh.mirostat_mu)
+    assert alone.mirostat_mu != other.mirostat_mu
+    assert settings.mirostat_mu is None
+
+
+def test_mirostat_follows_its_target_and_is_rewound() -> None:
+    p = torch.tensor([[0.5, 0.3, 0.1, 0.06, 0.04]])
+    settings = neutral(mirostat=True, mirostat_tau=1.5, mirostat_eta=0.1)
+    seed = next(seed for seed in range(99) if uniform(seed, 1) < 0.6 and uniform(seed, 2) > 0.65)
+    state = SamplerState(settings, seed, [1])
+    sampler = Sampler()
+    assert state.mirostat_mu is None
+    assert sampler.sample_batch(p.log(), [Row(settings, state)]).tolist() == [0]
+    assert state.mirostat_mu == pytest.approx(3.0822, abs=1e-4)
+    state.accept(0)
+    sampler.sample_batch(p.log(), [Row(settings, state)])
+    assert state.mirostat_mu == pytest.approx(3.0822 + 0.1 * (1.5 + math.log2(0.375)), abs=1e-4)
+    state.truncate(1)
+    assert state.mirostat_mu is None
+    greedy = Settings.greedy(mirostat=True)
+    state = SamplerState(greedy, 0)
+    sampler.sample_batch(p.log(), [Row(greedy, state)])
+    assert state.mirostat_mu == pytest.approx(3.15)
+
+
+def test_greedy_takes_the_first_of_equal_logits() -> None:
+    x = torch.zeros(3, 300)
+    x[1, 200:] = 1.0
+    x[2, 299] = 1.0
+    picks = Sampler().sample_batch(x, [row(Settings.greedy(), want_top=2) for _ in range(3)])
+    assert picks.tolist() == [0, 200, 299]
+    assert picks.probs.tolist() == [1.0] * 3
+    assert picks.top_tokens is not None
+    assert picks.top_probs is not None
+    assert picks.top_tokens.tolist() == [[0, 1], [200, 0], [299, 0]]
+    assert picks.top_probs.tolist() == [[1.0, 0.0]] * 3
+
+
+@pytest.mark.parametrize(
+    "changes", [{"top_k": 1}, {}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.5}, {"typical": 0.5}]
+)
+def test_a_broken_row_fails_alone(changes: dict[str, Any]) -> None:
+    x = torch.randn(6, 300)
+    x[1] = -torch.inf
+    x[2, 7] = torch.nan
+    x[3, 7] = torch.inf
+    settings = neutral(**changes)
+    sampler = Sampler()
+    picks = sampler.sample_batch(x, [row(settings, seed, want_top=3) for seed in range(6)])
+    tokens = picks.tolist()
+    assert tokens[1:4] == [-1, -2, -3]
+    for seed in (0, 4, 5):
+        alone = sampler.sample_batch(x[seed : seed + 1], [row(settings, seed, want_top=3)])
+        assert alone.tolist() == [tokens[seed]]
+    errors = [Picks.error(token) for token in tokens]
+    assert [error is None for error in errors] == [True, False, False, False, True, True]
+    assert "No token is left" in str(errors[1])
+    assert "NaN" in str(errors[2])
+    assert "infinite" in str(errors[3])
+
+
+def test_all_tokens_excluded_by_a_bias_or_by_allowed_tokens() -> None:
+    settings = Settings.greedy(token_bias=torch.full((32,), -torch.inf))
+    x = torch.randn(3, 32)
+    rows = [row(settings), row(Settings.greedy(), allowed=[]), row(Settings.greedy(), allowed=[40])]
+    assert Sampler().sample_batch(x, rows).tolist() == [-1, -1, -1]
+
+
+def test_blocked_tokens_are_a_last_resort() -> None:
+    x = torch.tensor([[5.0, 4.0, 3.0, 2.0]])
+    greedy = Settings.greedy()
+    sampler = Sampler()
+    assert sampler.sample_batch(x, [row(greedy, blocked=[0, 1, 99])]).tolist() == [2]
+    assert sampler.sample_batch(x, [row(greedy, blocked=[1], allowed=[1])]).tolist() == [1]
+    assert sampler.sample_batch(x, [row(neutral(), blocked=[1], allowed=[1])]).tolist() == [1]
+
+
+@pytest.mark.parametrize("kind", ["ids", "set", "tensor", "mask", "short mask", "bits"])
+def test_allowed_tokens_in_every_form(kind: str) -> None:
+    ids = [3, 40, 77]
+    mask = torch.zeros(100, dtype=torch.bool)
+    mask[ids] = True
+    bits = torch.zeros(4, dtype=torch.int64)
+    for token in ids:
+        bits[token // 32] |= 1 << (token % 32)
+    allowed: Any = {
+        "ids": ids[::-1],
+        "set": set(ids),
+        "tensor": torch.tensor(ids),
+        "mask": mask,
+        "short mask": mask[:80],
+        "bits": bits.to(torch.int32),
+    }[kind]
+    x = torch.randn(400, 100)
+    picks = Sampler().sample_batch(x, [row(neutral(), seed, allowed=allowed) for seed in range(400)])
+    assert set(picks.tolist()) == set(ids)
+
+
+def test_packed_bits_reach_the_sign_bit() -> None:
+    words = torch.tensor([-(2**31), 0, 0], dtype=torch.int32)
+    x = torch.randn(1, 70)
+    assert Sampler().sample_batch(x, [row(neutral(), allowed=words)]).tolist() == [31]
+
+
+def test_padding_is_never_chosen() -> None:
+    x = torch.zeros(200, 100)
+    x[:, 60:] = 50.0
+    for settings in (neutral(), Settings.greedy(), neutral(top_k=5), neutral(min_p=0.5), neutral(top_p=0.5)):
+        picks = Sampler(vocab_size=60).sample_batch(x, [row(settings, seed) for seed in range(200)])
+        assert max(picks.tolist()) < 60
+    assert Sampler(Words()).vocabulary.width(100) == 15
+    assert Sampler().vocabulary.width(100) == 100
+
+
+def test_bias_is_added_and_must_be_long_enough() -> None:
+    x = torch.zeros(2, 40)
+    bias = torch.zeros(64)
+    bias[7] = 3.0
+    other = torch.zeros(40)
+    other[9] = 3.0
+    sampler = Sampler()
+    greedy = [Settings.greedy(token_bias=bias), Settings.greedy(token_bias=other)]
+    assert sampler.sample_batch(x, [row(greedy[0]), row(greedy[0])]).tolist() == [7, 7]
+    assert sampler.sample_batch(x, [row(greedy[0]), row(greedy[1])]).tolist() == [7, 9]
+    assert sampler.sample_batch(x, [row(greedy[1]), row(Settings.greedy())]).tolist() == [9, 0]
+    with pytest.raises(InputError, match="token_bias has 39 entries"):
+        sampler.sample_batch(x[:1], [row(Settings.greedy(token_bias=torch.zeros(39)))])
+
+
+def test_guidance_mixes_pairs() -> None:
+    x = torch.randn(5, 30)
+    scale = 1.7
+    settings = neutral(cfg_scale=scale)
+    rows = [row(neutral(), 0, want_top=30), row(settings, 1, guided=True, want_top=30)]
+    rows.append(row(settings, 2, guided=True, want_top=30))
+    picks = Sampler().sample_batch(x, rows)
+    mixed = oracle.guided(x[1].tolist(), x[2].tolist(), scale)
+    wanted = oracle.distribution(mixed, settings)
+    assert picks.top_tokens is not None
+    assert picks.top_probs is not None
+    found = dict(zip(picks.top_tokens[1].tolist(), picks.top_probs[1].tolist(), strict=True))
+    assert found == pytest.approx(wanted, abs=1e-5)
+    one = Sampler().sample_batch(x[1:3], [row(neutral(cfg_scale=1.0), 1, guided=True)])
+    assert one.tolist() == Sampler().sample_batch(x[1:2], [row(neutral(), 1)]).tolist()
+    with pytest.raises(InputError, match="cfg_scale"):
+        Sampler().sample_batch(x[:2], [row(neutral(), guided=True)])
+
+
+def test_guidance_keeps_what_is_excluded_excluded() -> None:
+    x = torch.zeros(2, 4)
+    x[:, 3] = -torch.inf
+    x[0, 1] = 5.0
+    settings = Settings.greedy(cfg_scale=2.0)
+    assert Sampler().sample_batch(x, [row(settings, guided=True)]).tolist() == [1]
+
+
+@pytest.mark.parametrize("shape", [(2, 8), (1, 1, 8), (8,)])
+def test_logits_must_fit_the_rows(shape: tuple[int, ...]) -> None:
+    with pytest.raises(InputError, match="logits must be floating point of shape"):
+        Sampler().sample_batch(torch.zeros(shape), [row(neutral())])
+    with pytest.raises(InputError, match="int64"):
+        Sampler().sample_batch(torch.zeros(1, 8, dtype=torch.int64), [row(neutral())])
+
+
+def test_an_empty_batch_and_half_precision() -> None:
+    picks = Sampler().sample_batch(torch.zeros(0, 8), [])
+    assert picks.tolist() == []
+    x = torch.randn(2, 100).bfloat16()
+    found = Sampler().sample_batch(x, [row(neutral(top_k=5), seed) for seed in range(2)])
+    assert (
+        found.tolist()
+        == Sampler().sample_batch(x.float(), [row(neutral(top_k=5), seed) for seed in range(2)]).tolist()
+    )
+
+
+def test_top_tokens_are_final_probabilities_and_filled_up() -> None:
+    p = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log()
+    picks = Sampler().sample_batch(p, [row(neutral(top_p=0.65), want_top=4)])
+    assert picks.top_tokens is not None
+    assert picks.top_probs is not None
+    assert picks.top_tokens.tolist() == [[3, 2, 0, 1]]
+    assert picks.top_probs.tolist()[0] == pytest.approx([4 / 7, 3 / 7, 0.0, 0.0])
+    more = Sampler().sample_batch(p, [row(neutral(), want_top=9)])
+    assert more.top_tokens is not None
+    assert more.top_tokens.tolist() == [[3, 2, 1, 0]]
+
+
+def test_default_breakers_and_spared_tokens_come_from_the_tokenizer() -> None:
+    words = Words("abc.!\n\txyz")
+    sampler = Sampler(words)
+    assert sampler.vocabulary.breakers == {0, 1, 5, 6, 7, 8}
+    assert sampler.vocabulary.unexcluded == {0, 1, 7}
+    assert Sampler().vocabulary.breakers == frozenset()
+    x = torch.zeros(1, 12)
+    x[0, [7, 2, 3]] = 10.0
+    settings = neutral(xtc_probability=1.0, xtc_threshold=0.1)
+    picks = sampler.sample_batch(x, [row(settings, want_top=2)])
+    assert picks.top_tokens is not None
+    assert picks.top_tokens.tolist() == [[3, 7]]
+
+
+def test_rows_with_different_spared_tokens() -> None:
+    x = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log().expand(3, -1).contiguous()
+    sets = (frozenset({0}), frozenset({1, 2}), None)
+    settings = [
+        neutral(
+            xtc_probability=1.0 if ignored is not None else 0.0, xtc_threshold=0.15, xtc_ignore_tokens=ignored
+        )
+        for ignored in sets
+    ]
+    settings[2].min_temp, settings[2].max_temp = 0.9, 1.0
+    picks = Sampler().sample_batch(x, [row(each, want_top=4) for each in settings])
+    assert picks.top_probs is not None
+    assert picks.top_probs[0].tolist() == pytest.approx([4 / 7, 2 / 7, 1 / 7, 0.0])
+    assert picks.top_probs[1].tolist() == pytest.approx([0.4, 0.3, 0.2, 0.1])
