@@ -24,11 +24,7 @@ def words_for(rows: int, bits: int) -> int:
 
 def unpack(words: Tensor, bits: int, rows: int) -> Tensor:
     """(words, columns) int32 → (rows, columns) uint8."""
-    if words.dtype is not torch.int32 or words.dim() != 2 or words.shape[0] != words_for(rows, bits):
-        raise InputError(
-            f"{rows} values of {bits} bits need ({words_for(rows, bits)}, columns) words of int32, "
-            f"found {words.dtype} of shape {tuple(words.shape)}."
-        )
+    _check_words(words, bits, rows)
     span, each = _pattern(bits)
     mask = (1 << bits) - 1
     out = torch.empty(rows, words.shape[1], dtype=torch.uint8, device=words.device)
@@ -64,12 +60,26 @@ def pack(values: Tensor, bits: int) -> Tensor:
 
 def unpack_across(words: Tensor, bits: int, columns: int) -> Tensor:
     """(rows, words) int32 with a bit stream along each row → (rows, columns) uint8."""
-    return unpack(words.T, bits, columns).T.contiguous()
+    if 8 % bits:
+        return unpack(words.T, bits, columns).T.contiguous()
+    # No value crosses a byte: byte after byte is many times faster than column after column.
+    _check_words(words.T, bits, columns)
+    data, mask = words.reshape(-1).view(torch.uint8).view(len(words), -1), (1 << bits) - 1
+    values = torch.stack([(data >> shift) & mask for shift in range(0, 8, bits)], 2)
+    return values.view(len(words), -1)[:, :columns].contiguous()
 
 
 def pack_across(values: Tensor, bits: int) -> Tensor:
     """(rows, columns) of whole numbers below 2^bits → (rows, words) int32, a bit stream along each row."""
     return pack(values.T, bits).T.contiguous()
+
+
+def _check_words(words: Tensor, bits: int, rows: int) -> None:
+    if words.dtype is not torch.int32 or words.dim() != 2 or words.shape[0] != words_for(rows, bits):
+        raise InputError(
+            f"{rows} values of {bits} bits need ({words_for(rows, bits)}, columns) words of int32, "
+            f"found {words.dtype} of shape {tuple(words.shape)}."
+        )
 
 
 def _pattern(bits: int) -> tuple[int, int]:

@@ -19,6 +19,8 @@ from ..nn import (
     Block,
     Clamped,
     Embedding,
+    Expert,
+    Experts,
     GatedMlp,
     Head,
     HeadNorm,
@@ -32,6 +34,7 @@ from ..nn import (
 from ..nn.attention import HeadPair, Qkv, leave, stand
 from ..nn.block import BlockLike, MlpLike
 from ..spec.roles import Matrix, matrices
+from .ahead import ReadAhead
 from .decoder import Decoder
 
 
@@ -59,6 +62,7 @@ class Builder:
         """Know every matrix before reading any."""
         self._matrices: dict[str, Matrix] = {matrix.role: matrix for matrix in matrices(self.model)}
         self._table: Weight | None = None
+        self._ahead: ReadAhead | None = None
 
     def __len__(self) -> int:
         """Modules in all: the embedding, each layer, the head."""
@@ -66,12 +70,15 @@ class Builder:
 
     def build(self) -> Iterator[Decoder]:
         """Yield the growing decoder after each module; the last one yielded is whole."""
-        decoder = Decoder(self.embedding(), [], None)  # type: ignore[arg-type]  # the head comes last
-        yield decoder
-        for i, layer in enumerate(self.model.layers):
-            decoder.blocks.append(self.block(i, layer))
+        roles = [role for role in self._matrices if role != "head" or not self.tied]
+        with ReadAhead(self.read, roles) as self._ahead:
+            decoder = Decoder(self.embedding(), [], None)  # type: ignore[arg-type]  # the head comes last
             yield decoder
-        decoder.head = self.head()
+            for i, layer in enumerate(self.model.layers):
+                decoder.blocks.append(self.block(i, layer))
+                yield decoder
+            decoder.head = self.head()
+        self._ahead = None
         yield decoder
 
     def embedding(self) -> Embedding:
@@ -158,12 +165,14 @@ class Builder:
     def experts(self, at: str, moe: spec.Moe) -> SparseMlp:
         """A router and every expert's three matrices."""
 
-        def each(part: str) -> list[b.Linear]:
-            return [self.linear(f"{at}mlp.experts.{e}.{part}").forward for e in range(moe.experts)]
+        def each(part: str) -> list[Linear]:
+            return [self.linear(f"{at}mlp.experts.{e}.{part}") for e in range(moe.experts)]
 
-        gate, up, down = each("gate"), each("up"), each("down")
+        parts = each("gate"), each("up"), each("down")
+        gate, up, down = ([linear.kernel for linear in part] for part in parts)
         kernel = self.chain.bind(at + "mlp", _words(moe), lambda x: x.experts(moe, gate, up, down))
-        return SparseMlp(self.linear(at + "mlp.router"), kernel)
+        experts = Experts(kernel, [Expert(*three) for three in zip(*parts, strict=True)])
+        return SparseMlp(self.linear(at + "mlp.router"), experts)
 
     def rotation(self, rope: spec.Rope | None) -> b.Rotation:
         """One table for all layers that turn alike."""
@@ -200,6 +209,10 @@ class Builder:
         return Linear(kernel, weight.in_features, weight.out_features)
 
     def weight(self, role: str) -> Weight:
+        """A matrix of this model, which is on its way already while `build` runs."""
+        return self.read(role) if self._ahead is None else self._ahead.take(role)
+
+    def read(self, role: str) -> Weight:
         """A matrix from the files, on this chain's device and in its precision."""
         _, width_in, width_out, bias = self._matrices[role]
         return self.checkpoint.weight(

@@ -1,0 +1,82 @@
+"""Reading ahead: every weight once, few in flight, errors where they are asked for, nothing left running."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exlm.errors import BadTensor
+from exlm.formats import DenseWeight, Weight
+from exlm.model.ahead import AHEAD, ReadAhead
+
+ROLES = [f"layers.{i}" for i in range(30)]
+
+
+class Shelf:
+    """Weights whose one number says which they are."""
+
+    def __init__(self, broken: str | None = None) -> None:
+        self.read_roles: list[str] = []
+        self.broken = broken
+        self._lock = threading.Lock()
+
+    def read(self, role: str) -> Weight:
+        with self._lock:
+            self.read_roles.append(role)
+        if role == self.broken:
+            raise BadTensor(f"{role} is torn.")
+        return DenseWeight(torch.full((1, 1), float(ROLES.index(role))))
+
+
+def value(weight: Weight) -> float:
+    assert isinstance(weight, DenseWeight)
+    return float(weight.data)
+
+
+@given(st.permutations(ROLES))
+def test_any_order_gives_every_weight_once(order: list[str]) -> None:
+    shelf = Shelf()
+    with ReadAhead(shelf.read, ROLES) as ahead:
+        taken = [value(ahead.take(role)) for role in order]
+    assert taken == [ROLES.index(role) for role in order]
+    assert sorted(shelf.read_roles) == sorted(ROLES)
+
+
+def test_few_are_in_flight() -> None:
+    shelf = Shelf()
+    with ReadAhead(shelf.read, ROLES) as ahead:
+        assert not shelf.read_roles
+        ahead.take(ROLES[0])
+        time.sleep(0.05)
+        assert 1 <= len(shelf.read_roles) <= AHEAD + 1
+
+
+def test_an_error_is_raised_where_its_weight_is_asked_for() -> None:
+    shelf = Shelf(broken=ROLES[2])
+    with ReadAhead(shelf.read, ROLES) as ahead:
+        assert value(ahead.take(ROLES[0])) == 0
+        assert value(ahead.take(ROLES[1])) == 1
+        with pytest.raises(BadTensor, match="torn"):
+            ahead.take(ROLES[2])
+        assert value(ahead.take(ROLES[3])) == 3
+
+
+def test_leaving_early_leaves_no_thread() -> None:
+    shelf = Shelf()
+    before = threading.active_count()
+    with ReadAhead(shelf.read, ROLES) as ahead:
+        ahead.take(ROLES[0])
+    count = len(shelf.read_roles)
+    assert threading.active_count() == before
+    time.sleep(0.05)
+    assert len(shelf.read_roles) == count <= AHEAD + 1
+
+
+def test_a_role_nobody_announced_is_read_too() -> None:
+    with ReadAhead(Shelf().read, ROLES[:3]) as ahead:
+        assert value(ahead.take(ROLES[9])) == 9
