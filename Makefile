@@ -11,17 +11,19 @@ WORKERS = 2
 # Extra arguments for pytest, for example: make test ARGS="tests/text -k chat"
 ARGS =
 
-.PHONY: help demo test check format bench bench-load clean runtime dev
+.PHONY: help demo test check format bench bench-host bench-load bench-sampler clean runtime dev
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo    run a real model: downloads it once, answers a question"
-	@echo "make test    the whole test suite on the CPU"
-	@echo "make check   formatting, lint, types"
-	@echo "make format  let ruff rewrite the files"
-	@echo "make bench   the benchmarks there are"
+	@echo "make demo         run a real model: downloads it once, answers a question"
+	@echo "make test         the whole test suite on the CPU"
+	@echo "make check        formatting, lint, types"
+	@echo "make format       let ruff rewrite the files"
+	@echo "make bench        the benchmarks there are"
+	@echo "make bench-host   the generator's own Python, in a decode step of a model that costs nothing"
 	@echo "make bench-load   loading a 7B EXL2 model next to reading its bytes (writes 3.5 GB once)"
-	@echo "make clean   remove .venv and every cache"
+	@echo "make bench-sampler   picking tokens, next to multinomial(softmax)"
+	@echo "make clean        remove .venv and every cache"
 
 demo: runtime
 	$(PY) scripts/demo.py
@@ -39,10 +41,18 @@ format: dev
 	$(PY) -m ruff check --fix .
 
 bench:
+	@echo "make bench-host"
 	@echo "make bench-load"
+	@echo "make bench-sampler"
+
+bench-host: runtime
+	$(PY) -m benchmarks.host
 
 bench-load: runtime
 	$(PY) -m benchmarks.load
+
+bench-sampler: runtime
+	$(PY) -m benchmarks.sampler
 
 clean:
 	rm -rf .venv dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -14,6 +14,8 @@ from hypothesis import settings
 from exlm.settings import guard_cpu
 
 guard_cpu()  # must come before torch computes anything
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # must come before Triton is imported
 torch.set_num_threads(1)
 
 settings.register_profile("local", deadline=None)

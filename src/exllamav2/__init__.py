@@ -7,9 +7,16 @@ from exlm import CacheQ4 as ExLlamaV2Cache_Q4
 from exlm import CacheQ6 as ExLlamaV2Cache_Q6
 from exlm import CacheQ8 as ExLlamaV2Cache_Q8
 from exlm import Config as ExLlamaV2Config
+from exlm import Lora as ExLlamaV2Lora
 from exlm import Model as ExLlamaV2
 from exlm import Tokenizer as ExLlamaV2Tokenizer
 from exlm import __version__
+from exlm.legacy.cache_tp import cache_tp as ExLlamaV2Cache_TP
+from exlm.legacy.intervention import Intervention
+from exlm.legacy.seq_tensor import SeqTensor
+from exlm.legacy.timer import Timer
+from exlm.legacy.unavailable import MultimodalProjector as ExLlamaV2MultimodalProjector
+from exlm.legacy.unavailable import VisionTower as ExLlamaV2VisionTower
 
 __all__ = [
     "ExLlamaV2",
@@ -19,7 +26,14 @@ __all__ = [
     "ExLlamaV2Cache_Q4",
     "ExLlamaV2Cache_Q6",
     "ExLlamaV2Cache_Q8",
+    "ExLlamaV2Cache_TP",
     "ExLlamaV2Config",
+    "ExLlamaV2Lora",
+    "ExLlamaV2MultimodalProjector",
     "ExLlamaV2Tokenizer",
+    "ExLlamaV2VisionTower",
+    "Intervention",
+    "SeqTensor",
+    "Timer",
     "__version__",
 ]

@@ -1,6 +1,6 @@
-"""Refused: the attention modules are not public."""
+"""For `from exllamav2.attn import …`."""
 
-raise ImportError(
-    "exllamav2.attn does not exist in exlm: attention is built while loading and has no public module. "
-    "Use exlm.Model; its forward() works without a call to assert_paged_attn()."
-)
+from exlm.legacy.unavailable import AttentionModule as ExLlamaV2Attention
+from exlm.legacy.unavailable import assert_paged_attn
+
+__all__ = ["ExLlamaV2Attention", "assert_paged_attn"]

@@ -3,25 +3,31 @@
 This is the front door: every public name, and nothing else.
 """
 
+from .adapters import Lora
 from .cache import Cache, CacheBase, CacheFP8, CacheQ4, CacheQ6, CacheQ8
 from .config import Config
 from .errors import (
     BadFile,
+    BadLogits,
     BadTensor,
     CacheTooSmall,
     ChatTemplateError,
     CheckpointError,
     ConfigError,
+    DoesNotFit,
     ExlmError,
     InputError,
+    KernelError,
     MissingExtra,
     MissingTensor,
     ModelNotFound,
     NotLoaded,
+    QueueFull,
     TokenizerError,
     UnknownArchitecture,
     UnsafeFile,
     Unsupported,
+    WorkerLost,
 )
 from .filters import Filter, GrammarFilter, JsonSchemaFilter, PrefixFilter, RegexFilter, SelectFilter
 from .generator import (
@@ -34,16 +40,21 @@ from .generator import (
     StreamingResult,
 )
 from .hub import find_model
+from .llm import LLM, Completion, Stream
 from .model import MatrixSummary, Model, Summary
 from .model.convert import convert_model
-from .sampling import Sampler, Settings
+from .sampling import PostSamplingResult, Sampler, Settings
 from .tokenizer import Tokenizer
 from .version import __version__
+from .vision import EMBEDDING_INDEX, MMEmbedding
 
 __all__ = [
+    "EMBEDDING_INDEX",
+    "LLM",
     "AsyncGenerator",
     "AsyncJob",
     "BadFile",
+    "BadLogits",
     "BadTensor",
     "Cache",
     "CacheBase",
@@ -54,8 +65,10 @@ __all__ = [
     "CacheTooSmall",
     "ChatTemplateError",
     "CheckpointError",
+    "Completion",
     "Config",
     "ConfigError",
+    "DoesNotFit",
     "ExlmError",
     "Filter",
     "Generator",
@@ -63,19 +76,25 @@ __all__ = [
     "InputError",
     "Job",
     "JsonSchemaFilter",
+    "KernelError",
+    "Lora",
+    "MMEmbedding",
     "MatrixSummary",
     "MissingExtra",
     "MissingTensor",
     "Model",
     "ModelNotFound",
     "NotLoaded",
+    "PostSamplingResult",
     "PrefillResult",
     "PrefixFilter",
+    "QueueFull",
     "RegexFilter",
     "Sampler",
     "SelectFilter",
     "Settings",
     "StartedResult",
+    "Stream",
     "StreamingResult",
     "Summary",
     "Tokenizer",
@@ -83,6 +102,7 @@ __all__ = [
     "UnknownArchitecture",
     "UnsafeFile",
     "Unsupported",
+    "WorkerLost",
     "__version__",
     "convert_model",
     "find_model",

@@ -12,8 +12,13 @@
     ├── TokenizerError         the tokenizer files are missing or malformed
     │   └── ChatTemplateError  a chat template failed, ran too long or reached for what it may not
     ├── InputError             a call's arguments cannot be served
-    │   └── CacheTooSmall
+    │   ├── BadLogits          there is no token to choose: all excluded, not numbers, or infinite
+    │   ├── CacheTooSmall
+    │   ├── DoesNotFit         the devices have too little memory for the model and its cache
+    │   └── QueueFull
     ├── NotLoaded              the model has no weights yet
+    ├── WorkerLost             a process that held a part of the model is gone
+    ├── KernelError            a kernel does not compile, or the driver refuses it
     ├── MissingExtra           an optional package is not installed
     └── Unsupported            no backend can run this layer; the message lists why
 
@@ -68,16 +73,36 @@ class ChatTemplateError(TokenizerError):
     """A chat template failed, ran too long, or reached for what it may not touch."""
 
 
-class InputError(ExlmError, ValueError):
+class InputError(ExlmError, ValueError, AssertionError):
     """The arguments of a call cannot be served as given."""
+
+
+class BadLogits(InputError):
+    """A row of logits leaves no token to choose: all are excluded, or it holds NaN or infinity."""
 
 
 class CacheTooSmall(InputError):
     """The sequence does not fit the cache."""
 
 
+class DoesNotFit(InputError, RuntimeError):
+    """The devices have too little memory for the model and its cache."""
+
+
+class QueueFull(InputError):
+    """As many jobs wait as may wait; finish some first."""
+
+
 class NotLoaded(ExlmError, RuntimeError):
     """The model has no weights in memory yet (or no longer)."""
+
+
+class WorkerLost(ExlmError, RuntimeError):
+    """A process that held a part of the model is gone, and the model with it: load it again."""
+
+
+class KernelError(ExlmError, RuntimeError):
+    """A kernel could not be compiled for this device, or the driver refused to start it."""
 
 
 class MissingExtra(ExlmError, ImportError):

@@ -64,6 +64,16 @@ def default_device() -> str | None:
     return os.environ.get("EXLM_DEVICE") or None
 
 
+def triton_wanted() -> bool:
+    """EXLM_TRITON: 1 lets in Triton's kernels, which are new and stay out otherwise."""
+    return _switch("EXLM_TRITON", otherwise="0")
+
+
+def cuda_wanted() -> bool:
+    """EXLM_CUDA: the same for the kernels in CUDA C++."""
+    return _switch("EXLM_CUDA", otherwise="0")
+
+
 def legacy_switches() -> Switches:
     """The four EXLLAMA_NO_… variables."""
     return Switches(
@@ -101,3 +111,11 @@ def guard_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> CpuGuard:
     if capped:
         os.environ[_ISA_VARIABLE] = _ISA_BELOW_AMX
     return CpuGuard(amx, capped)
+
+
+def _switch(name: str, otherwise: str = "1") -> bool:
+    """A variable that is 0 or 1; `otherwise` if unset."""
+    wish = os.environ.get(name) or otherwise
+    if wish not in ("0", "1"):
+        raise InputError(f"{name} is {wish!r}; set it to 0 or 1, or unset it.")
+    return wish == "1"

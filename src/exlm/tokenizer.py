@@ -153,7 +153,7 @@ class Tokenizer:
                 f"Only text, or a list of texts, can be encoded, found {type(text).__name__}."
             )
         texts = [text] if isinstance(text, str) else list(text)
-        aliases = {embedding.text_alias: embedding.get_ids() for embedding in embeddings or ()}
+        aliases = _aliases(embeddings or ())
         rows = [
             self.codec.encode(
                 row, add_bos=add_bos, add_eos=add_eos, special=encode_special_tokens, aliases=aliases or None
@@ -359,6 +359,18 @@ class Tokenizer:
         if add_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
             ids = [self.bos_token_id, *ids]
         return torch.tensor([ids], dtype=torch.long)
+
+
+def _aliases(embeddings: Sequence[Embedding]) -> dict[str, list[int]]:
+    """What each alias stands for; two embeddings may not share one."""
+    aliases: dict[str, list[int]] = {}
+    for embedding in embeddings:
+        ids = embedding.get_ids()
+        if aliases.setdefault(embedding.text_alias, ids) != ids:
+            raise TokenizerError(
+                f"Two embeddings have the text alias {embedding.text_alias!r}: give each its own text_alias."
+            )
+    return aliases
 
 
 def _last(ids: list[int]) -> int | None:

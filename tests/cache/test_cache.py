@@ -26,6 +26,7 @@ class Stub:
     cache_devices: list[torch.device] | None = field(default_factory=lambda: [CPU] * 3)
     cache_dtype: torch.dtype = torch.float32
     cache_length: int = 300
+    cache_mirror: None = None
 
 
 STUB = Stub(cache_shapes=[LayerShape(2, 32)] * 3)

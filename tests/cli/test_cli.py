@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from exlm import Config, Generator, InputError, Model, ModelNotFound, Tokenizer, Unsupported
+from exlm import LLM, Config, InputError, Model, ModelNotFound, Tokenizer, Unsupported
 from exlm.cli.__main__ import app
 from tests import tiny
 
@@ -140,4 +140,4 @@ def test_the_readme_example(folder: Path) -> None:
     assert len(code.strip().splitlines()) <= 12
     names: dict[str, object] = {}
     exec(compile(code.replace("/path/to/model", str(folder)), "README.md", "exec"), names)
-    assert isinstance(names["generator"], Generator)
+    assert isinstance(names["llm"], LLM)

@@ -27,6 +27,7 @@ ROOMS = (  # from the ground up; a room sees only lower lines, and of those only
     ("parallel", "adapters", "vision", "config", "tokenizer", "hub"),
     ("model",),
     ("generator", "quantizer"),
+    ("llm",),
 )
 
 
@@ -54,8 +55,9 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "model": FLOOR | _below(6),
     "generator": FLOOR | {"text", "sampling", "filters"},
     "quantizer": FLOOR | _below(7),
-    DOOR: FLOOR | _below(8),
-    "legacy": frozenset({DOOR}),
+    "llm": FLOOR | _below(8),
+    DOOR: FLOOR | _below(9),
+    "legacy": frozenset({DOOR}) | _below(8),
     "server": frozenset({DOOR}),
     "cli": frozenset({DOOR, "settings"}),
     "__main__": frozenset({"cli"}),

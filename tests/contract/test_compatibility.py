@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import pkgutil
 
 import pytest
 
+import exllamav2
 import exlm
 
 SAME = [
@@ -17,23 +19,9 @@ SAME = [
     ("exllamav2", "ExLlamaV2Cache_Q6", "CacheQ6"),
     ("exllamav2", "ExLlamaV2Cache_Q8", "CacheQ8"),
     ("exllamav2", "ExLlamaV2Config", "Config"),
+    ("exllamav2", "ExLlamaV2Lora", "Lora"),
     ("exllamav2", "ExLlamaV2Tokenizer", "Tokenizer"),
     ("exllamav2", "__version__", "__version__"),
-    ("exllamav2.generator", "ExLlamaV2DynamicGenerator", "Generator"),
-    ("exllamav2.generator", "ExLlamaV2DynamicGeneratorAsync", "AsyncGenerator"),
-    ("exllamav2.generator", "ExLlamaV2DynamicJob", "Job"),
-    ("exllamav2.generator", "ExLlamaV2DynamicJobAsync", "AsyncJob"),
-    ("exllamav2.generator", "ExLlamaV2Sampler", "Sampler"),
-    ("exllamav2.generator", "__version__", "__version__"),
-    ("exllamav2.generator.dynamic", "ExLlamaV2DynamicGenerator", "Generator"),
-    ("exllamav2.generator.dynamic", "ExLlamaV2DynamicJob", "Job"),
-    ("exllamav2.generator.sampler", "ExLlamaV2Sampler", "Sampler"),
-    ("exllamav2.generator.base", "ExLlamaV2Filter", "Filter"),
-    ("exllamav2.generator.filters", "__version__", "__version__"),
-    ("exllamav2.generator.filters", "ExLlamaV2Filter", "Filter"),
-    ("exllamav2.generator.filters", "ExLlamaV2PrefixFilter", "PrefixFilter"),
-    ("exllamav2.generator.filters", "ExLlamaV2SelectFilter", "SelectFilter"),
-    ("exllamav2.generator.filters.base", "ExLlamaV2Filter", "Filter"),
     ("exllamav2.cache", "ExLlamaV2Cache", "Cache"),
     ("exllamav2.cache", "ExLlamaV2CacheBase", "CacheBase"),
     ("exllamav2.cache", "ExLlamaV2Cache_8bit", "CacheFP8"),
@@ -41,11 +29,90 @@ SAME = [
     ("exllamav2.cache", "ExLlamaV2Cache_Q6", "CacheQ6"),
     ("exllamav2.cache", "ExLlamaV2Cache_Q8", "CacheQ8"),
     ("exllamav2.config", "ExLlamaV2Config", "Config"),
+    ("exllamav2.embedding", "EMBEDDING_INDEX", "EMBEDDING_INDEX"),
+    ("exllamav2.generator", "ExLlamaV2DynamicGenerator", "Generator"),
+    ("exllamav2.generator", "ExLlamaV2DynamicGeneratorAsync", "AsyncGenerator"),
+    ("exllamav2.generator", "ExLlamaV2DynamicJob", "Job"),
+    ("exllamav2.generator", "ExLlamaV2DynamicJobAsync", "AsyncJob"),
+    ("exllamav2.generator", "ExLlamaV2MMEmbedding", "MMEmbedding"),
+    ("exllamav2.generator", "ExLlamaV2PostSamplingResult", "PostSamplingResult"),
+    ("exllamav2.generator", "ExLlamaV2Sampler", "Sampler"),
+    ("exllamav2.generator", "__version__", "__version__"),
+    ("exllamav2.generator.base", "ExLlamaV2Filter", "Filter"),
+    ("exllamav2.generator.dynamic", "ExLlamaV2DynamicGenerator", "Generator"),
+    ("exllamav2.generator.dynamic", "ExLlamaV2DynamicGeneratorAsync", "AsyncGenerator"),
+    ("exllamav2.generator.dynamic", "ExLlamaV2DynamicJob", "Job"),
+    ("exllamav2.generator.dynamic", "ExLlamaV2DynamicJobAsync", "AsyncJob"),
+    ("exllamav2.generator.dynamic_async", "ExLlamaV2DynamicGeneratorAsync", "AsyncGenerator"),
+    ("exllamav2.generator.dynamic_async", "ExLlamaV2DynamicJobAsync", "AsyncJob"),
+    ("exllamav2.generator.dynamic_embeddings", "EMBEDDING_INDEX", "EMBEDDING_INDEX"),
+    ("exllamav2.generator.dynamic_embeddings", "ExLlamaV2MMEmbedding", "MMEmbedding"),
+    ("exllamav2.generator.filters", "ExLlamaV2Filter", "Filter"),
+    ("exllamav2.generator.filters", "ExLlamaV2PrefixFilter", "PrefixFilter"),
+    ("exllamav2.generator.filters", "ExLlamaV2SelectFilter", "SelectFilter"),
+    ("exllamav2.generator.filters", "__version__", "__version__"),
+    ("exllamav2.generator.filters.base", "ExLlamaV2Filter", "Filter"),
+    ("exllamav2.generator.filters.prefix", "ExLlamaV2PrefixFilter", "PrefixFilter"),
+    ("exllamav2.generator.filters.select", "ExLlamaV2SelectFilter", "SelectFilter"),
+    ("exllamav2.generator.hooks", "ExLlamaV2PostSamplingResult", "PostSamplingResult"),
+    ("exllamav2.generator.sampler", "ExLlamaV2Sampler", "Sampler"),
+    ("exllamav2.lora", "ExLlamaV2Lora", "Lora"),
     ("exllamav2.model", "ExLlamaV2", "Model"),
+    ("exllamav2.server", "__version__", "__version__"),
     ("exllamav2.tokenizer", "ExLlamaV2Tokenizer", "Tokenizer"),
     ("exllamav2.tokenizer", "__version__", "__version__"),
     ("exllamav2.tokenizer.tokenizer", "ExLlamaV2Tokenizer", "Tokenizer"),
     ("exllamav2.version", "__version__", "__version__"),
+    ("exllamav2.vlm", "__version__", "__version__"),
+]
+LEGACY = [
+    ("exllamav2", "ExLlamaV2Cache_TP", "cache_tp.cache_tp"),
+    ("exllamav2", "ExLlamaV2MultimodalProjector", "unavailable.MultimodalProjector"),
+    ("exllamav2", "ExLlamaV2VisionTower", "unavailable.VisionTower"),
+    ("exllamav2", "Intervention", "intervention.Intervention"),
+    ("exllamav2", "SeqTensor", "seq_tensor.SeqTensor"),
+    ("exllamav2", "Timer", "timer.Timer"),
+    ("exllamav2.attn", "ExLlamaV2Attention", "unavailable.AttentionModule"),
+    ("exllamav2.attn", "assert_paged_attn", "unavailable.assert_paged_attn"),
+    ("exllamav2.cache", "ExLlamaV2Cache_TP", "cache_tp.cache_tp"),
+    ("exllamav2.generator", "ExLlamaV2BaseGenerator", "base_generator.BaseGenerator"),
+    ("exllamav2.generator", "ExLlamaV2PostSamplingHook", "hook.PostSamplingHook"),
+    ("exllamav2.generator", "ExLlamaV2StreamingGenerator", "streaming_generator.StreamingGenerator"),
+    ("exllamav2.generator.base", "ExLlamaV2BaseGenerator", "base_generator.BaseGenerator"),
+    ("exllamav2.generator.hooks", "ExLlamaV2PostSamplingHook", "hook.PostSamplingHook"),
+    (
+        "exllamav2.generator.streaming",
+        "ExLlamaV2StreamingGenerator",
+        "streaming_generator.StreamingGenerator",
+    ),
+    ("exllamav2.intervention", "Intervention", "intervention.Intervention"),
+    ("exllamav2.model_init", "add_args", "model_init.add_args"),
+    ("exllamav2.model_init", "check_args", "model_init.check_args"),
+    ("exllamav2.model_init", "init", "model_init.init"),
+    ("exllamav2.model_init", "post_init_load", "model_init.post_init_load"),
+    ("exllamav2.model_init", "print_options", "model_init.print_options"),
+    ("exllamav2.server", "ExLlamaV2WebSocketServer", "unavailable.WebSocketServer"),
+    ("exllamav2.tokenizer", "ExLlamaV2TokenizerBase", "vocabulary.Vocabulary"),
+    ("exllamav2.tokenizer", "ExLlamaV2TokenizerHF", "unavailable.JsonVocabulary"),
+    ("exllamav2.util", "SeqTensor", "seq_tensor.SeqTensor"),
+    ("exllamav2.util", "Timer", "timer.Timer"),
+    ("exllamav2.vlm", "ExLlamaV2MultimodalProjector", "unavailable.MultimodalProjector"),
+    ("exllamav2.vlm", "ExLlamaV2VisionTower", "unavailable.VisionTower"),
+]
+REFUSED = [
+    "exllamav2.architecture",
+    "exllamav2.conversion",
+    "exllamav2.device",
+    "exllamav2.ext",
+    "exllamav2.fasttensors",
+    "exllamav2.layernorm",
+    "exllamav2.linear",
+    "exllamav2.mlp",
+    "exllamav2.module",
+    "exllamav2.moe_mlp",
+    "exllamav2.rmsnorm",
+    "exllamav2.stloader",
+    "exllamav2.tensor_p",
 ]
 
 
@@ -56,13 +123,27 @@ def test_an_old_name_is_the_new_object(module: str, old: str, new: str) -> None:
     assert old in found.__all__
 
 
-def test_the_table_is_complete() -> None:
-    listed = {(module, old) for module, old, _ in SAME}
-    for module in {module for module, _, _ in SAME}:
+@pytest.mark.parametrize(("module", "old", "new"), LEGACY)
+def test_an_old_name_is_a_legacy_object(module: str, old: str, new: str) -> None:
+    found = importlib.import_module(module)
+    home, _, name = new.rpartition(".")
+    assert getattr(found, old) is getattr(importlib.import_module(f"exlm.legacy.{home}"), name)
+    assert old in found.__all__
+
+
+def test_the_tables_are_complete() -> None:
+    modules = {name for _, name, _ in pkgutil.walk_packages(exllamav2.__path__, "exllamav2.")} - set(REFUSED)
+    listed = {(module, old) for module, old, _ in (*SAME, *LEGACY)}
+    for module in {"exllamav2", *modules}:
         assert {(module, name) for name in importlib.import_module(module).__all__} <= listed
 
 
-@pytest.mark.parametrize("module", ["exllamav2.attn", "exllamav2.ext"])
+def test_every_package_says_its_version() -> None:
+    for package in ("", ".generator", ".generator.filters", ".tokenizer", ".vlm", ".server"):
+        assert isinstance(importlib.import_module(f"exllamav2{package}").__version__, str)
+
+
+@pytest.mark.parametrize("module", REFUSED)
 def test_what_has_no_counterpart_says_what_to_use(module: str) -> None:
     with pytest.raises(ImportError, match=rf"{module} does not exist in exlm: .* exlm\.Model"):
         importlib.import_module(module)

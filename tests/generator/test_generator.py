@@ -14,6 +14,7 @@ from exlm import (
     AsyncGenerator,
     AsyncJob,
     Cache,
+    CacheFP8,
     CacheQ4,
     CacheQ8,
     Config,
@@ -82,7 +83,7 @@ def test_speculation_changes_nothing_but_the_number_of_passes(parts: Any, alone:
     assert sum(result["rejected_draft_tokens"] for result in last) == 0
 
 
-@pytest.mark.parametrize("kind", [CacheQ8, CacheQ4])
+@pytest.mark.parametrize("kind", [CacheQ8, CacheQ4, CacheFP8])
 def test_quantised_caches_alone_and_in_a_batch(parts: Any, kind: Any) -> None:
     model, tokenizer = parts
     texts = []
@@ -127,7 +128,7 @@ def test_the_arguments_of_the_documents(parts: Any) -> None:
         machine.generate(PROMPTS, 5, gen_settings=[Settings.greedy()])
     with pytest.raises(InputError, match="Unexpected type in prompt"):
         greedy(machine, [1, 2])
-    with pytest.raises(TypeError):
+    with pytest.raises(InputError, match="no argument 'unknown_argument'"):
         greedy(machine, "x", unknown_argument=1)
     assert machine.num_remaining_jobs() == 0
 
@@ -195,6 +196,51 @@ def test_a_refused_generate_leaves_nothing_queued(parts: Any) -> None:
     assert greedy(machine, PROMPTS[0], 3)
 
 
+def test_a_failing_job_of_generate_drops_the_others(parts: Any, alone: list[str]) -> None:
+    """The error is raised as soon as it happens; jobs of somebody else lose nothing."""
+    machine = generator(parts)
+    _, tokenizer = parts
+    other = Job(tokenizer.encode(PROMPTS[1]), 30, gen_settings=Settings.greedy())
+    machine.enqueue(other)
+
+    def broken(result: Any) -> None:
+        raise RuntimeError("oops")
+
+    settings = [Settings.greedy(), Settings.greedy(post_sampling_hooks=[broken]), Settings.greedy()]
+    with pytest.raises(InputError, match="oops"):
+        machine.generate(PROMPTS[:3], 1000, gen_settings=settings)
+    assert machine.pending_jobs + machine.active_jobs == [other]
+    while machine.num_remaining_jobs():
+        machine.iterate()
+    assert PROMPTS[1] + other.full_completion == alone[1]
+    assert greedy(machine, PROMPTS) == alone
+
+
+def test_what_a_generator_tells_of_itself(parts: Any) -> None:
+    model, tokenizer = parts
+    machine = generator(parts, max_queue=9, num_draft_tokens=3)
+    assert (machine.model, machine.tokenizer, machine.cache.max_seq_len) == (model, tokenizer, 4096)
+    assert (machine.draft_model, machine.draft_cache, machine.current_loras) == (None, None, None)
+    assert (machine.max_batch_size, machine.max_chunk_size) == (model.config.max_input_len // 8, 2048)
+    assert (machine.max_total_tokens, machine.max_pages, machine.page_size) == (4096, 16, 256)
+    assert machine.max_seq_len == model.config.max_seq_len
+    assert machine.padded_vocab_size % 32 == 0
+    assert 0 <= machine.padded_vocab_size - model.config.vocab_size < 32
+    assert (machine.num_draft_tokens, machine.paged, machine.max_queue) == (0, True, 9)
+    assert (machine.pending_jobs, machine.active_jobs) == ([], [])
+    assert generator(parts, use_ngram_draft=True, num_draft_tokens=7).num_draft_tokens == 7
+
+
+def test_unpaged_means_one_at_a_time(parts: Any, alone: list[str]) -> None:
+    machine = generator(parts, paged=False)
+    assert (machine.paged, machine.max_batch_size, machine.page_size) == (False, 1, 256)
+    assert greedy(machine, PROMPTS) == alone
+    settings = Settings.greedy(cfg_scale=1.5)
+    with pytest.raises(InputError, match="minimum batch size of 2"):
+        machine.generate((PROMPTS[0], PROMPTS[1]), 5, gen_settings=settings)
+    assert greedy(machine, PROMPTS[0]) == alone[0]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -204,6 +250,11 @@ def test_a_refused_generate_leaves_nothing_queued(parts: Any) -> None:
         ({"use_ngram_draft": True, "draft_model": object()}, "both draft model and ngram"),
         ({"draft_model": object()}, "Must supply cache"),
         ({"use_ngram_draft": True, "num_draft_tokens": 0}, "num_draft_tokens"),
+        ({"use_ngram_draft": True, "num_draft_tokens": 8}, "less than max_q_size, found 8 and 8"),
+        ({"use_ngram_draft": True, "max_q_size": 1}, "less than max_q_size, found 4 and 1"),
+        ({"max_q_size": 0}, "max_q_size"),
+        ({"max_queue": 0}, "max_queue"),
+        ({"max_batch_size": -1}, "max_batch_size"),
     ],
 )
 def test_generators_that_cannot_be(parts: Any, options: dict[str, Any], message: str) -> None:
@@ -244,3 +295,14 @@ def test_async_jobs(parts: Any, alone: list[str]) -> None:
         await machine.close()
 
     asyncio.run(everything())
+
+
+def test_a_cache_that_somebody_else_wrote_to_is_not_believed(parts: tuple[Model, Tokenizer]) -> None:
+    machine, prompt = generator(parts), PROMPTS[0] * 40
+    cold_text, cold = greedy(machine, prompt, 4, return_last_results=True)
+    warm_text, warm = greedy(machine, prompt, 4, return_last_results=True)
+    parts[0].forward(torch.zeros(1, 300, dtype=torch.long), machine.cache, preprocess_only=True)
+    machine.cache.current_seq_len = 0
+    fresh_text, fresh = greedy(machine, prompt, 4, return_last_results=True)
+    assert cold_text == warm_text == fresh_text
+    assert warm["cached_tokens"] > cold["cached_tokens"] == fresh["cached_tokens"] == 0

@@ -201,9 +201,26 @@ def test_g18_a_full_batch_makes_the_rest_wait() -> None:
     assert [serials for serials in begun if serials] == [[0, 1], [2, 3]]
 
 
-def test_no_new_tokens_is_an_error() -> None:
-    with pytest.raises(InputError, match="max_new_tokens"):
-        loop().enqueue(job("abc", -1))
+def test_xtc_spares_the_tokenizers_line_breaks() -> None:
+    """The best token would be excluded; a line break never is."""
+    settings = Settings(
+        temperature=1.0, top_k=0, top_p=0.0, xtc_probability=1.0, token_repetition_penalty=1.0
+    )
+    for best, spared in (("\n", True), ("a", False)):
+        ranks = tokens(best + "bc")
+        said = [
+            streams(run(loop(lambda _, ranks=ranks: ranks), job("x", 1, settings=settings, seed=i)))[-1]
+            for i in range(40)
+        ]
+        assert any(one["full_completion"] == best for one in said) == spared
+
+
+def test_dry_counts_no_repetition_across_punctuation() -> None:
+    """Where the text repeats, DRY takes the second choice; punctuation in between ends what is repeated."""
+    settings = Settings.greedy(dry_multiplier=5.0, dry_allowed_length=2)
+    for prompt, following in (("abcd xabc", "z"), ("abc.d xabc.", "d")):
+        last = streams(run(loop(lambda _: tokens("dz")), job(prompt, 1, settings=settings)))[-1]
+        assert last["full_completion"] == following
 
 
 @pytest.mark.parametrize(
@@ -231,8 +248,8 @@ def test_bad_prompts() -> None:
     settings.cfg_scale = 2.0
     with pytest.raises(InputError, match="guidance needs a pair"):
         job("abc", settings=settings)
-    with pytest.raises(TypeError):
-        Job(TOKENIZER.encode("abc"), 3, unknown=1)  # type: ignore[call-arg]
+    with pytest.raises(InputError, match="no argument 'unknown'"):
+        Job(TOKENIZER.encode("abc"), 3, unknown=1)
 
 
 def test_jobs_that_can_never_run_are_refused_and_the_rest_goes_on() -> None:

@@ -16,6 +16,7 @@ from exlm import spec
 from exlm.cache import Passing
 from exlm.errors import Unsupported
 from exlm.formats import DenseWeight
+from exlm.kernels.backend import stand
 from exlm.kernels.reference import ReferenceBackend
 from exlm.kernels.select import Chain, choose
 
@@ -32,6 +33,7 @@ class Rows:
     even: bool
     mask: Tensor | None = None
     pages: Tensor = field(default_factory=lambda: torch.zeros(1, 1))
+    positions: Tensor = field(default_factory=lambda: torch.zeros(1, 1))
 
 
 class Held(Passing):
@@ -93,7 +95,7 @@ def test_attention_is_the_loop(
     attn = spec.Attention(heads[0], heads[1], 8, None, 0.3, window=window, softcap=cap)
     q = torch.randn(rows, tokens, heads[0], 8)
     k, v = torch.randn(rows, longest, heads[1], 8), torch.randn(rows, longest, heads[1], 8)
-    got = PLAIN.attention(attn)(q, k[:, :tokens], v[:, :tokens], Held(k, v), where)
+    got = PLAIN.attention(attn, stand)(q, k[:, :tokens], v[:, :tokens], Held(k, v), where)
     assert torch.allclose(got, looped(q, k, v, where, attn), atol=1e-5)
 
 

@@ -123,7 +123,8 @@ def test_padding_that_cannot_be_seen_does_not_spread(model: Model) -> None:
 def test_the_state_before_the_head(model: Model) -> None:
     logits, state = model.forward(ids(1, 7), return_last_state=True)
     assert state.shape == (1, 7, 32)
-    assert close(model._ready()[1].head.forward(state), logits)
+    head = model._ready()[1].head
+    assert close(head.linear.kernel(head.norm(state, None)[1]), logits)
 
 
 def test_abort_between_chunks(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from exlm import (
     MissingTensor,
     Model,
     UnsafeFile,
-    Unsupported,
 )
 from tests import tiny
 
@@ -88,9 +87,11 @@ def test_autosplit_places_a_lazy_cache(tmp_path: Path) -> None:
         model.load_autosplit(cache)
 
 
-def test_several_devices_are_refused_for_now(tmp_path: Path) -> None:
-    with pytest.raises(Unsupported, match="gpu_split names 2 devices"):
-        Model(Config(tiny.make(tmp_path))).load(gpu_split=[8, 8])
+def test_a_split_over_devices_that_are_not_there(tmp_path: Path) -> None:
+    config = Config(tiny.make(tmp_path))
+    config.device = "cpu"
+    with pytest.raises(InputError, match="gpu_split names 2 devices, but there are 1 here"):
+        Model(config).load(gpu_split=[8, 8])
 
 
 def test_devices_and_precisions_are_checked(tmp_path: Path) -> None:

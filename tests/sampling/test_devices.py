@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from exlm.sampling import Row, Sampler, SamplerState, Settings
+from exlm.sampling import Row, Sampler, SamplerState, Settings, fused
 from tests.sampling.drawn import Words, neutral
 
 ALL: list[dict[str, Any]] = [
@@ -80,13 +80,22 @@ def test_a_gpu_picks_the_tokens_of_a_cpu() -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_is_not_waited_for() -> None:
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_gpu_is_not_waited_for(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not fast:
+        monkeypatch.setattr(fused, "serves", lambda device: False)
     sampler = Sampler(vocab_size=500)
     x = torch.randn(len(ALL), 500, device="cuda")
-    sampler.sample_batch(x, rows())
+    asked = rows()
+    sampler.sample_batch(x, asked)
+    for row in asked:
+        row.state.accept(7)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        picks = sampler.sample_batch(x, rows())
+        picks = sampler.sample_batch(x, asked)
+        greedy = sampler.sample_batch(x[:1], asked[:1])
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert min(picks.tolist()) >= 0
+    assert greedy.tolist() == x[0].argmax().unsqueeze(0).tolist()

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
 
-from exlm.errors import InputError
+from exlm.errors import BadLogits, InputError
 from exlm.sampling import Picks, Row, Sampler, SamplerState, Settings
 from exlm.sampling.random import uniform
 from tests.sampling import oracle
@@ -166,6 +166,7 @@ def test_a_broken_row_fails_alone(changes: dict[str, Any]) -> None:
         assert alone.tolist() == [tokens[seed]]
     errors = [Picks.error(token) for token in tokens]
     assert [error is None for error in errors] == [True, False, False, False, True, True]
+    assert isinstance(errors[1], BadLogits)
     assert "No token is left" in str(errors[1])
     assert "NaN" in str(errors[2])
     assert "infinite" in str(errors[3])

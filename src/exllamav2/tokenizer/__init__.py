@@ -2,5 +2,7 @@
 
 from exlm import Tokenizer as ExLlamaV2Tokenizer
 from exlm import __version__
+from exlm.legacy.unavailable import JsonVocabulary as ExLlamaV2TokenizerHF
+from exlm.legacy.vocabulary import Vocabulary as ExLlamaV2TokenizerBase
 
-__all__ = ["ExLlamaV2Tokenizer", "__version__"]
+__all__ = ["ExLlamaV2Tokenizer", "ExLlamaV2TokenizerBase", "ExLlamaV2TokenizerHF", "__version__"]

@@ -1,6 +1,6 @@
 """Where keys and values live: tensors on devices, in pages known only by number."""
 
-from .base import CacheBase
+from .base import CacheBase, Mirror
 from .coded import CodedLayer
 from .dense import Cache, DenseLayer, Passing
 from .layer import PAGE, Layer, LayerShape
@@ -18,5 +18,6 @@ __all__ = [
     "DenseLayer",
     "Layer",
     "LayerShape",
+    "Mirror",
     "Passing",
 ]

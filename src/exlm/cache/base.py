@@ -19,6 +19,22 @@ from ..errors import InputError, NotLoaded, Unsupported
 from .layer import PAGE, Layer, LayerShape
 
 
+class Mirror(Protocol):
+    """Who repeats what is done to a cache in the processes that keep its other heads."""
+
+    def made(self, cache: CacheBase) -> None:
+        """It has tensors now."""
+        ...
+
+    def cloned(self, cache: CacheBase, twin: CacheBase) -> None:
+        """The twin is a copy of it."""
+        ...
+
+    def done(self, cache: CacheBase, what: str, *values: object, target: CacheBase | None = None) -> None:
+        """This method was called, with these values."""
+        ...
+
+
 class Cached(Protocol):
     """What a cache must know of a model."""
 
@@ -40,6 +56,11 @@ class Cached(Protocol):
     @property
     def cache_length(self) -> int:
         """The configured sequence length."""
+        ...
+
+    @property
+    def cache_mirror(self) -> Mirror | None:
+        """Who must be told what is done to a cache; None: nobody."""
         ...
 
 
@@ -78,6 +99,8 @@ class CacheBase(ABC):
         self.max_seq_len = model.cache_length if max_seq_len == -1 else max_seq_len
         self.shapes = tuple(model.cache_shapes)
         self.current_seq_len = 0
+        self.tenant: object = None
+        """Which runner wrote to its pages last; None if rows were written in order, or nothing at all."""
         self._fixed = None if fixed_device is None else _device(fixed_device)
         self._layers: list[Layer] | None = None
         self._check_shapes(num_key_value_heads)
@@ -142,7 +165,13 @@ class CacheBase(ABC):
     def allocate(self) -> None:
         """Make the tensors, each beside its layer's weights."""
         devices = self._devices()
-        self._layers = [self._layer(shape, where) for shape, where in zip(self.shapes, devices, strict=True)]
+        self.shapes = tuple(self.model.cache_shapes)  # a process may have got fewer heads since
+        with torch.inference_mode(False):  # tensors born in that mode could not be written to outside it
+            self._layers = [
+                self._layer(shape, where) for shape, where in zip(self.shapes, devices, strict=True)
+            ]
+        if (mirror := self.model.cache_mirror) is not None:
+            mirror.made(self)
 
     def update_cache_tensors(self) -> None:
         """Follow the model's layers to where they are now; a lazy cache gets its tensors."""
@@ -159,6 +188,11 @@ class CacheBase(ABC):
     def all_tensors(self) -> list[Tensor]:
         """Every tensor that holds state."""
         return [tensor for layer in self.layers for tensor in layer.tensors]
+
+    def sizes(self) -> list[int]:
+        """Bytes of each layer, also before the tensors exist."""
+        layers = [self._layer(shape, torch.device("meta")) for shape in self.shapes]
+        return [sum(tensor.nbytes for tensor in layer.tensors) for layer in layers]
 
     def footprint(self) -> list[int]:
         """Bytes on each device, in the order the devices appear."""
@@ -198,12 +232,15 @@ class CacheBase(ABC):
         for tensor in self.all_tensors():
             rows = _rows(tensor, self.batch_size)
             rows.copy_(rows.roll(-1, 1))
+        self._tell("roll_left")
         self.current_seq_len = max(0, self.current_seq_len - 1)
 
     def clone(self) -> Self:
         """A deep copy, of the same class; of a lazy cache without tensors, another one."""
         twin = copy.copy(self)
         twin._layers = None if self._layers is None else [layer.clone() for layer in self._layers]
+        if self.allocated and (mirror := self.model.cache_mirror) is not None:
+            mirror.cloned(self, twin)
         return twin
 
     def copy(self, orders: Iterable[tuple[int, int, int]]) -> None:
@@ -218,6 +255,8 @@ class CacheBase(ABC):
         for layer in self.layers:
             for source, target, tokens in todo:
                 layer.copy(source, target, tokens)
+        if todo:
+            self._tell("copy", todo)
 
     def copy_states(
         self,
@@ -242,6 +281,12 @@ class CacheBase(ABC):
             _rows(goal, target.batch_size)[to_row : to_row + to_rows, to_column : to_column + to_columns] = (
                 taken
             )
+        columns = from_column, from_columns, to_column, to_columns
+        self._tell("copy_states", *columns, from_row, from_rows, to_row, to_rows, target=target)
+
+    def _tell(self, what: str, *values: object, target: CacheBase | None = None) -> None:
+        if (mirror := self.model.cache_mirror) is not None:
+            mirror.done(self, what, *values, target=target)
 
     def _check_copy(
         self,

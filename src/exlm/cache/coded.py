@@ -7,12 +7,12 @@ is to its user, and which coder it uses, is not said here.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from ..kernels.backend import Where
+from ..kernels.backend import Coding, Where
 from . import hadamard
 from .layer import Layer, LayerShape, homes, slots
 
@@ -22,6 +22,11 @@ SLAB = 1 << 22
 
 class Coder(Protocol):
     """How the heads of a token are stored."""
+
+    @property
+    def coding(self) -> Coding:
+        """Its name among kernels."""
+        ...
 
     def blank(self, pages: int, page: int, shape: LayerShape, device: torch.device) -> tuple[Tensor, ...]:
         """Empty pages, (pages, page, kv_heads, …) each: what `encode` returns goes into them."""
@@ -40,7 +45,12 @@ class Coder(Protocol):
 class Rotated:
     """Rotated codes of 4 or 8 bits and a float16 scale for each 32, a token's heads taken as one vector."""
 
-    bits: int
+    bits: Literal[4, 8]
+
+    @property
+    def coding(self) -> Coding:
+        """Its name among kernels."""
+        return "rotated8" if self.bits == 8 else "rotated4"
 
     def blank(self, pages: int, page: int, shape: LayerShape, device: torch.device) -> tuple[Tensor, ...]:
         """Pages of codes, (…, head_dim · bits / 8), and of scales, (…, head_dim / 32)."""
@@ -65,6 +75,8 @@ class Rotated:
 class Truncated:
     """The upper byte of each float16: sign, exponent and two bits, the rest cut off."""
 
+    coding: ClassVar[Coding] = "truncated"
+
     def blank(self, pages: int, page: int, shape: LayerShape, device: torch.device) -> tuple[Tensor, ...]:
         """Pages of bytes, (…, head_dim)."""
         size = (pages, page, shape.kv_heads, shape.head_dim)
@@ -88,6 +100,7 @@ class CodedLayer(Layer):
         super().__init__(page, key.blank(pages, page, shape, device), value.blank(pages, page, shape, device))
         self.key = key
         self.value = value
+        self.coding = key.coding, value.coding
 
     def update(self, k: Tensor, v: Tensor, where: Where) -> tuple[Tensor, Tensor]:
         """Encode and write the new heads; return the past decoded, with the new heads in their places."""

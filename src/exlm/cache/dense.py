@@ -18,6 +18,8 @@ FLOATS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 class DenseLayer(Layer):
     """One layer's pages: (pages, page size, kv_heads, head_dim) for keys and for values."""
 
+    coding = ("float", "float")
+
     def __init__(
         self, pages: int, page: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
@@ -81,6 +83,8 @@ class Cache(CacheBase):
 
 class Passing:
     """No cache: what comes in is all there is."""
+
+    paged = None
 
     def update(self, k: Tensor, v: Tensor, where: Where) -> tuple[Tensor, Tensor]:
         """Return the new heads unchanged."""

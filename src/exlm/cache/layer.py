@@ -13,7 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ..kernels.backend import Where
+from ..kernels.backend import Coding, Pages, Where
 
 PAGE = 256
 """Tokens in a page."""
@@ -34,10 +34,17 @@ class Layer(ABC):
     for a token depends on that token alone, so tokens and pages may be copied as they are.
     """
 
+    coding: tuple[Coding, Coding]  # of keys and of values
+
     def __init__(self, page: int, keys: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> None:
         self.page = page
         self.keys = keys
         self.values = values
+
+    @property
+    def paged(self) -> Pages:
+        """The pages, for kernels that read and write in place."""
+        return Pages(self.page, self.keys, self.values, self.coding)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -15,6 +15,7 @@ from .chat import chat
 from .convert import convert
 from .generate import generate
 from .info import info
+from .plan import plan
 
 app = typer.Typer(
     help="Runs quantised language models: a folder of weights in, text out.",
@@ -26,6 +27,7 @@ app.command()(convert)
 app.command()(generate)
 app.command()(chat)
 app.command()(info)
+app.command()(plan)
 
 
 def _version(wanted: bool) -> None:

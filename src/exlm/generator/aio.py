@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+from ..errors import InputError
 from .generator import Generator
 from .job import Job
 from .results import Result
@@ -27,24 +28,30 @@ class AsyncGenerator:
 
     async def cancel(self, job: AsyncJob) -> None:
         """Drop a job and end its iteration; harmless for a finished one."""
+        job.cancelled = True
         async with self._free:
             self.generator.cancel(job.job)
-        if self.jobs.pop(id(job.job), None) is not None:
-            job.queue.put_nowait(END)
+        self.jobs.pop(id(job.job), None)
+        job.queue.put_nowait(END)
 
     async def close(self) -> None:
-        """Drop every job and stop."""
+        """Drop every job and stop; later jobs are refused."""
         self._closed = True
         self._wake.set()
-        await self.iteration_task
-        self.generator.clear_queue()
+        await asyncio.wait([self.iteration_task])
+        async with self._free:
+            self.generator.clear_queue()
         for job in self.jobs.values():
             job.queue.put_nowait(END)
         self.jobs.clear()
 
     async def take(self, job: AsyncJob) -> None:
-        """Queue a job; one that cannot run raises here and is forgotten."""
+        """Queue a job that was not cancelled meanwhile; one that cannot run raises here and is forgotten."""
         async with self._free:
+            if self._closed:
+                raise InputError("This generator is closed: make another one.")
+            if job.cancelled:
+                return
             self.generator.enqueue(job.job)
             self.jobs[id(job.job)] = job
         self._wake.set()
@@ -86,22 +93,28 @@ class AsyncJob:
     """A job of an `AsyncGenerator`: `async for result in job`."""
 
     def __init__(self, generator: AsyncGenerator, *arguments: Any, **options: Any) -> None:
-        """The further arguments are those of `Job`; it is queued when first iterated."""
+        """The further arguments are those of `Job`; it is queued at once, or refused when iterated."""
         self.generator = generator
         self.job = Job(*arguments, **options)
         self.queue: asyncio.Queue[Any] = asyncio.Queue()
         self.cancelled = False
-        self._taken = asyncio.get_running_loop().create_task(generator.take(self))
+        self._entering = asyncio.get_running_loop().create_task(self._enter())
 
     async def __aiter__(self) -> AsyncIterator[Result]:
         """Started, prefill and streaming results, until the last one."""
-        await self._taken
         while (item := await self.queue.get()) is not END:
             if isinstance(item, Exception):
+                self.queue.put_nowait(END)
                 raise item
             yield item
+        self.queue.put_nowait(END)  # for whoever else listens, or listens again
 
     async def cancel(self) -> None:
         """Stop; an iteration that is waiting ends."""
-        self.cancelled = True
         await self.generator.cancel(self)
+
+    async def _enter(self) -> None:
+        try:
+            await self.generator.take(self)
+        except Exception as error:
+            self.queue.put_nowait(error)

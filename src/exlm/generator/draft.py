@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from ..text import EMBEDDING_INDEX
 from .pages import Copy
 from .sequence import Sequence as Tokens
 
@@ -48,7 +49,7 @@ class Drafter(Protocol):
         ...
 
     def forget(self, sequence: Tokens) -> None:
-        """The sequence is finished."""
+        """The sequence is finished, and about to leave its pages to others."""
         ...
 
 
@@ -120,9 +121,12 @@ class ModelDraft:
         self.runner.copy(orders)
 
     def prefill(self, sequence: Tokens, start: int, stop: int) -> None:
-        """The small model reads the prompt too."""
-        self.runner.prefill(sequence, start, stop)
-        self._known[id(sequence)] = stop
+        """The small model reads the prompt too, up to the first injected embedding: it knows only tokens."""
+        if sequence.extras is not None:
+            stop = next((i for i, n in enumerate(sequence.ids[:stop]) if n >= EMBEDDING_INDEX), stop)
+        if start < stop:
+            self.runner.prefill(sequence, start, stop)
+            self._known[id(sequence)] = stop
 
     def propose(self, sequences: Sequence[Tokens], counts: Sequence[int]) -> list[list[int]]:
         """The small model's likeliest tokens, one after the other."""
@@ -143,5 +147,6 @@ class ModelDraft:
         return out
 
     def forget(self, sequence: Tokens) -> None:
-        """Drop what is known of it."""
+        """Read what was said since the last guess, so that others find it in the pages, and drop the rest."""
+        self.prefill(sequence, self._known.get(id(sequence), sequence.cached), sequence.cached)
         self._known.pop(id(sequence), None)

@@ -6,23 +6,26 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import InputError, Unsupported
+from ..errors import InputError
 from ..sampling import Settings
+from .arguments import names, refuse
 from .draft import Drafter, ModelDraft, NgramDraft
-from .job import Job
+from .job import ARGUMENTS, Job
 from .loop import Loop
 from .pages import PageTable
 from .results import Result, StreamingResult
 
 PAGE = 256
+PADDING = 32  # the old library's logits were a multiple of this wide
 
 
 class Generator:
     """Runs any number of jobs in one continuous batch.
 
     `cache.max_seq_len` is the budget in tokens for all of them together, a multiple of 256; prompts and their
-    completions stay in it for the next request to begin with. `max_sampling_threads`, `min_sampling_threads`,
-    `filter_background_eval` and `paged` are accepted for old scripts.
+    completions stay in it for the next request to begin with. `max_queue` is how many jobs may wait to start,
+    None for any number. With `paged=False` one sequence runs at a time, over the same pages.
+    `max_sampling_threads`, `min_sampling_threads` and `filter_background_eval` are accepted for old scripts.
     """
 
     def __init__(
@@ -43,20 +46,25 @@ class Generator:
         min_sampling_threads: int = 3,
         paged: bool = True,
         filter_background_eval: bool = True,
+        max_queue: int | None = None,
+        **unknown: Any,
     ) -> None:
+        refuse("Generator", unknown, names(Generator))
         self.model, self.cache, self.tokenizer = model, cache, tokenizer
         self.draft_model, self.draft_cache = draft_model, draft_cache
+        self.current_loras: list[Any] | None = None
         self.paged = paged
         self.page_size = PAGE
-        self.max_batch_size = max_batch_size or max(1, model.config.max_input_len // max_q_size)
+        self.padded_vocab_size = -(-model.config.vocab_size // PADDING) * PADDING
+        rows = max_batch_size or max(1, model.config.max_input_len // _at_least("max_q_size", max_q_size, 1))
+        self.max_batch_size = rows if paged else 1
         self.max_seq_len = _length(max_seq_len, model.config.max_seq_len)
         self.max_chunk_size = _chunk(max_chunk_size, model.config.max_input_len)
         self.max_total_tokens = _budget(cache)
         self.max_pages = self.max_total_tokens // PAGE
+        self.max_queue = None if max_queue is None else _at_least("max_queue", max_queue, 1)
         drafter = self._drafter(use_ngram_draft, max_ngram)
-        self.num_draft_tokens = num_draft_tokens if drafter is not None else 0
-        if drafter is not None and num_draft_tokens < 1:
-            raise InputError(f"num_draft_tokens must be at least 1, found {num_draft_tokens}.")
+        self.num_draft_tokens = 0 if drafter is None else _guesses(num_draft_tokens, max_q_size)
         self._loop = Loop(
             model.runner(cache),
             PageTable(self.max_pages, PAGE),
@@ -65,8 +73,10 @@ class Generator:
             max_batch_size=self.max_batch_size,
             chunk=self.max_chunk_size,
             max_length=self.max_seq_len,
+            max_queue=self.max_queue,
             drafter=drafter,
             draft_tokens=self.num_draft_tokens,
+            extras=lambda *asked: model.extras(*asked),
         )
         self._backlog: list[Result] = []  # results of other people's jobs, met while `generate` ran
 
@@ -83,8 +93,10 @@ class Generator:
     def enqueue(self, job: Job | Sequence[Job]) -> int | list[int]:
         """Queue one job or several; their serial numbers. Nothing runs yet."""
         if isinstance(job, Job):
-            return self._loop.enqueue(job)
-        return [self._loop.enqueue(one) for one in job]
+            return self._take(job)
+        if not isinstance(job, list | tuple) or not all(isinstance(one, Job) for one in job):
+            raise InputError(f"A Job, or a list of them, can be enqueued; found {type(job).__name__}.")
+        return [self._take(one) for one in job]
 
     def iterate(self) -> list[Result]:
         """One round of the loop and its results; [] if there is nothing to do. For one thread at a time."""
@@ -108,6 +120,15 @@ class Generator:
         if self.num_remaining_jobs():
             raise InputError(f"{self.num_remaining_jobs()} jobs use the cache: finish or clear them first.")
         self._loop.pages.clear()
+
+    def set_loras(self, loras: Any) -> None:
+        """The adapters of jobs enqueued from now on that name none themselves: one, a list, or None.
+
+        Jobs that wait or run keep theirs, and prompts are reused only by jobs with the same adapters.
+        """
+        listed = loras if isinstance(loras, list) else [] if loras is None else [loras]
+        self.model.extras([], listed)  # refuses what is no adapter of this model
+        self._loop.loras = self.current_loras = listed or None
 
     def warmup(self) -> None:
         """Generate a little, so that kernels are ready; the cache forgets it."""
@@ -140,12 +161,14 @@ class Generator:
         A str gives a str, a list a list in the same order; a pair of prompts (wanted, unwanted) is guided by
         `cfg_scale`. Prompt i uses seed + i. Nothing but `stop_conditions` and the limit ends a text. With
         `return_last_results` the answer is (completions, the last result of each job). A set `abort_event`
-        drops the jobs and returns None. Further arguments are `Job`'s.
+        drops the jobs and returns None; a job that fails drops the others and raises. Further arguments are
+        `Job`'s.
         """
-        if embeddings is not None:
-            raise Unsupported("Injected embeddings are not in this version.")
+        further = [name for name in ARGUMENTS if name != "input_ids"]
+        unknown = {name: value for name, value in job_arguments.items() if name not in further}
+        refuse("generate()", unknown, [*names(self.generate), *further])
         single = isinstance(prompt, str | tuple)
-        prompts: list[Any] = [prompt] if single else list(prompt)
+        prompts = _prompts(prompt)
         options: dict[str, Any] = {
             "max_new_tokens": max_new_tokens,
             "min_new_tokens": min_new_tokens,
@@ -155,16 +178,17 @@ class Generator:
             "token_healing": token_healing,
             "banned_strings": banned_strings,
         } | job_arguments
-        alone = gen_settings is None or isinstance(gen_settings, Settings)
-        settings = (
-            [gen_settings] * len(prompts) if alone else _each(gen_settings, len(prompts), "gen_settings")
-        )
-        filter_lists = [filters] if single else _each(filters, len(prompts), "filters")
+        count, alone = len(prompts), gen_settings is None or isinstance(gen_settings, Settings)
+        each: dict[str, list[Any]] = {
+            "gen_settings": [gen_settings] * count if alone else _each(gen_settings, count, "gen_settings"),
+            "filters": [filters] if single else _each(filters, count, "filters"),
+            "embeddings": self._embeddings(prompts, embeddings, single),
+            "seed": [None if seed is None else seed + i for i in range(count)],
+        }
         jobs = []
-        for i, one in enumerate(prompts):
-            ids = self._encode(one, add_bos, encode_special_tokens)
-            own: dict[str, Any] = {"gen_settings": settings[i], "filters": filter_lists[i]}
-            jobs.append(Job(ids, seed=None if seed is None else seed + i, **options, **own))
+        for one, *own in zip(prompts, *each.values(), strict=True):
+            mine = options | dict(zip(each, own, strict=True))
+            jobs.append(Job(self._encode(one, add_bos, encode_special_tokens, mine["embeddings"]), **mine))
         last = self._finish(jobs, abort_event)
         if last is None:
             return None
@@ -172,36 +196,55 @@ class Generator:
         answer: Any = texts[0] if single else texts
         return (answer, last[0] if single else last) if return_last_results else answer
 
-    def _encode(self, prompt: Any, add_bos: bool, special: bool) -> list[Any]:
+    def _encode(self, prompt: Any, add_bos: bool, special: bool, embeddings: list[Any]) -> list[Any]:
         """The ids of a prompt, or of both halves of a pair."""
-        halves = list(prompt) if isinstance(prompt, tuple) else [prompt]
-        if not halves or not all(isinstance(half, str) for half in halves):
-            raise InputError(
-                f"Unexpected type in prompt: {prompt!r}; a prompt is a string or a pair of them."
-            )
+        options = {"embeddings": embeddings} if embeddings else {}
         return [
-            self.tokenizer.encode(half, add_bos=add_bos, encode_special_tokens=special) for half in halves
+            self.tokenizer.encode(half, add_bos=add_bos, encode_special_tokens=special, **options)
+            for half in _halves(prompt)
+        ]
+
+    def _embeddings(self, prompts: list[Any], given: Any, single: bool) -> list[Any]:
+        """What each prompt may name, bare vectors wrapped."""
+        lists = [given] if single else _each(given, len(prompts), "embeddings")
+        return [
+            [] if own is None else self.model.injected(_halves(prompt)[0], own)
+            for prompt, own in zip(prompts, lists, strict=True)
         ]
 
     def _finish(self, jobs: list[Job], abort: threading.Event | None) -> list[StreamingResult] | None:
-        """Run until these jobs are done; other jobs run along, their results are kept for `iterate`."""
+        """Run until these jobs are done, or one of them fails; None if aborted. Whatever is left is dropped.
+
+        Other jobs run along; their results are kept for `iterate`.
+        """
         done: dict[int, StreamingResult] = {}
         own = {id(job) for job in jobs}
         try:
             for job in jobs:
-                self._loop.enqueue(job)
+                self._take(job)
             while len(done) < len(jobs):
+                error: Exception | None = None
                 for result in self._loop.step():
                     if id(result["job"]) not in own:
                         self._backlog.append(result)
                     elif result["stage"] == "streaming" and result["eos"]:
                         done[id(result["job"])] = result
+                        error = error or result.get("error")
+                if error is not None:
+                    raise error
                 if abort is not None and abort.is_set():
                     return None
         finally:
             for job in jobs:
                 self._loop.cancel(job)
         return [done[id(job)] for job in jobs]
+
+    def _take(self, job: Job) -> int:
+        """Queue a job; what the cache held is forgotten if somebody else has written to it since."""
+        if not self._loop.busy and self.cache.tenant is not self._loop.runner:
+            self._loop.pages.clear()
+            self.cache.tenant = self._loop.runner
+        return self._loop.enqueue(job)
 
     def _drafter(self, ngram: bool, longest: int) -> Drafter | None:
         if self.draft_model is None:
@@ -223,10 +266,25 @@ class Generator:
         return ModelDraft(self.draft_model.runner(self.draft_cache))
 
 
+def _prompts(prompt: Any) -> list[Any]:
+    """Every prompt that was given, a string or a pair of them each."""
+    if isinstance(prompt, str | tuple):
+        return [prompt]
+    if not isinstance(prompt, Sequence):
+        raise InputError(f"Unexpected type in prompt: {type(prompt).__name__}; give a string or a list.")
+    return list(prompt)
+
+
+def _halves(prompt: Any) -> list[str]:
+    """A prompt, or both of a pair."""
+    halves = list(prompt) if isinstance(prompt, tuple) else [prompt]
+    if not halves or not all(isinstance(half, str) for half in halves):
+        raise InputError(f"Unexpected type in prompt: {prompt!r}; a prompt is a string or a pair of them.")
+    return halves
+
+
 def _text(prompt: Any, result: StreamingResult, completion_only: bool) -> str:
-    """What a finished job said, behind its prompt unless told otherwise; a job that failed raises here."""
-    if (error := result.get("error")) is not None:
-        raise error
+    """What a finished job said, behind its prompt unless told otherwise."""
     said: str = prompt[0] if isinstance(prompt, tuple) else prompt
     return result["full_completion"] if completion_only else said + result["full_completion"]
 
@@ -239,6 +297,22 @@ def _each(values: Any, count: int, name: str) -> list[Any]:
         found = len(values) if isinstance(values, list | tuple) else type(values).__name__
         raise InputError(f"{name} must be a list with one entry for each of {count} prompts, found {found}.")
     return list(values)
+
+
+def _at_least(name: str, value: int, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(f"{name} must be a whole number of at least {least}, found {value!r}.")
+    return value
+
+
+def _guesses(count: int, rows: int) -> int:
+    """How many tokens to guess; they and the one before them make up a sequence's rows in a pass."""
+    if _at_least("num_draft_tokens", count, 1) >= rows:
+        raise InputError(
+            f"num_draft_tokens must be less than max_q_size, found {count} and {rows}: guess at most "
+            f"{rows - 1} or create the generator with max_q_size={count + 1}."
+        )
+    return count
 
 
 def _length(wanted: int | None, limit: int) -> int:

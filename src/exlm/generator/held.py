@@ -80,6 +80,10 @@ class Held:
         """The shown text of all of them, without a character that is under way."""
         return "".join([token.text for token in self._tokens])
 
+    def looking_for(self, stops: Strings) -> Held:
+        """The same for other stop strings; only while nothing is held."""
+        return Held(self.stream, stops, self._bans)
+
     def passes(self, text: str) -> bool:
         """Whether a token that the stream has just read as this text can go by without being held."""
         if self._tokens or self.stream.pending:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..errors import InputError
 from ..filters import FilterStack
-from ..sampling import SamplerState, Settings
+from ..sampling import Row, SamplerState, Settings
+from ..text import EMBEDDING_INDEX
+from .arguments import names, refuse
 from .output import Output
-from .results import Sampled
+from .results import Sampled, labelled, words
 from .sequence import Sequence as Tokens
+from .sequence import salted
 
 MAX_TOKENS = 2**31
 
@@ -23,6 +27,10 @@ class Texts(Protocol):
     """What a job needs of a tokenizer."""
 
     eos_token_id: int | None
+
+    def get_vocab_size(self) -> int:
+        """How many tokens there are."""
+        ...
 
     def detokenizer(self, decode_special_tokens: bool = False, continues: bool = False) -> Any:
         """Ids to text as they arrive."""
@@ -76,7 +84,11 @@ class Job:
 
     `input_ids` is a (1, n) tensor of ids in system memory, or a pair of them for classifier-free guidance.
     Everything else is as in `Generator.generate`. Later changes of `gen_settings`' fields take effect at the
-    next token.
+    next token, but its hooks are those that were there when the job was enqueued. Until there are
+    `min_new_tokens` stop tokens are not sampled, but a filter may end the text. Jobs with different `salt`,
+    such as those of different tenants, never share what the cache holds. `embeddings` are the `MMEmbedding`
+    objects whose ids the prompt holds (no tokens are guessed ahead then). `loras` are the adapters it runs
+    with, one or a list, each perhaps as a pair with its strength; None are the generator's, [] is none.
     """
 
     def __init__(
@@ -97,48 +109,64 @@ class Job:
         token_healing: bool = False,
         identifier: object = None,
         banned_strings: Iterable[str] | None = None,
-        salt: bytes = b"",
+        embeddings: Sequence[Any] | None = None,
+        loras: Any = None,
+        salt: str | bytes = "",
+        **unknown: Any,
     ) -> None:
+        refuse("Job", unknown, ARGUMENTS)
         prompts = input_ids if isinstance(input_ids, list | tuple) else [input_ids]
         self.prompts = [_ids(prompt) for prompt in prompts]
         self.gen_settings = gen_settings if gen_settings is not None else Settings()
         self.seed = random.SystemRandom().getrandbits(63) if seed is None else seed
-        self.max_new_tokens = _whole("max_new_tokens", max_new_tokens, 0)
+        self.max_new_tokens = _whole("max_new_tokens", max_new_tokens, 1)
         self.min_new_tokens = _whole("min_new_tokens", min_new_tokens, 0)
         self.max_skips = max_skips
         self.stop_tokens, self.stop_strings = split_conditions(stop_conditions or ())
         self.decode_special_tokens = decode_special_tokens
         self.return_top_tokens = _whole("return_top_tokens", return_top_tokens, 0)
         self.return_logits, self.return_probs = return_logits, return_probs
-        self.filters, self.filter_prefer_eos = list(filters or ()), filter_prefer_eos
+        self.filters, self.filter_prefer_eos = _listed(filters), filter_prefer_eos
         self.banned_strings = _strings(banned_strings or ())
-        self.token_healing = token_healing and all(len(prompt) > 1 for prompt in self.prompts)
-        self.identifier, self.salt = identifier, salt
+        self.token_healing = token_healing and all(map(_healable, self.prompts))
+        self.identifier, self.embeddings, self.loras = identifier, list(embeddings or ()), loras
+        self.key = {"salt": salt.encode() if isinstance(salt, str) else salt}
+        """What besides ids the keys and values depend on, by what it is; complete before it is enqueued."""
         self._check()
         healed = 1 if self.token_healing else 0
         self.sequences = [
-            Tokens(ids=prompt[: len(prompt) - healed], limit=len(prompt) + self.max_new_tokens, salt=salt)
+            Tokens(ids=prompt[: len(prompt) - healed], limit=len(prompt) + self.max_new_tokens)
             for prompt in self.prompts
         ]
         self.serial_number = -1
         self.skips = 0
         self.times = Times()
         self.is_finished = False
-        self.full_completion = ""
+        self.shown: list[str] = []
         self.accepted_draft_tokens = self.rejected_draft_tokens = 0
-        self.drafting = False
-        self.filtering = False  # the filters have begun: not before a healed token is sampled
         self.draft_length = 1
-        self.blocked: tuple[int, ...] = ()
-        self.pending: deque[Sampled] = deque()  # sampled, not yet shown
+        self.place = 0
+        """Which row of the batch under way is its first."""
+        self.pending: deque[Sampled] = deque()
+        """Sampled, not yet shown."""
+        self._filtering = False  # the filters have begun: not before a healed token is sampled
         self._pieces: list[str] = []
 
     def __repr__(self) -> str:
         """The serial number, once it has one."""
         return f"Job #{self.serial_number}" if self.serial_number >= 0 else "Job (new)"
 
+    def seal(self, shared: Mapping[str, bytes]) -> None:
+        """Fix what its pages are named by: its own `key` and what all jobs of a generator share."""
+        for sequence in self.sequences:
+            sequence.resalt(salted({**shared, **self.key}))
+
     def prepare(self, serial: int, texts: Texts, vocab: int) -> None:
         """Make what running needs; called once, by the generator that takes the job."""
+        for prompt, sequence in zip(self.prompts, self.sequences, strict=True):
+            for token in (min(prompt), max(prompt)):
+                if not 0 <= token < vocab and sequence.extras is None:
+                    raise InputError(f"Id {token} of the prompt is outside the vocabulary of {vocab}.")
         for token in self.stop_tokens:
             if not 0 <= token < vocab:
                 raise InputError(f"Stop token {token} is outside the vocabulary of {vocab}.")
@@ -154,12 +182,23 @@ class Job:
             special=texts.extended_id_to_piece,
             healed=healed,
         )
-        self.state = SamplerState(self.gen_settings, self.seed, self.sequences[0].ids)
-        self.healing = texts.get_prefix_id_to_ids_dict()[healed] if healed is not None else None
+        self._healing = texts.get_prefix_id_to_ids_dict()[healed] if healed is not None else None
         self.stack = (
             FilterStack(self.filters, texts, self.filter_prefer_eos, width=vocab) if self.filters else None
         )
+        self.hooks = tuple(self.gen_settings.post_sampling_hooks)
+        self.state = SamplerState(self.gen_settings, self.seed, self.sequences[0].ids)
+        self.row = Row(
+            self.gen_settings,
+            self.state,
+            want_probs=self.return_probs or bool(self.hooks),
+            want_top=self.return_top_tokens,
+            guided=len(self.sequences) == 2,
+        )
+        self.plain = not (self._asks_for_more or self._is_restricted)
+        """Whether each token is sampled under the same conditions, and only its text and id are told."""
         self.serial_number = serial
+        self.label = labelled(self)
         self.times.asked = time.perf_counter()
 
     @property
@@ -171,6 +210,12 @@ class Job:
     def new_tokens(self) -> int:
         """Tokens sampled and kept, a stop token included, a healed one not."""
         return self.output.new_tokens if self.serial_number >= 0 else 0
+
+    @property
+    def full_completion(self) -> str:
+        """All text shown so far."""
+        self.shown = ["".join(self.shown)]
+        return self.shown[0]
 
     @property
     def held_text(self) -> str:
@@ -191,13 +236,68 @@ class Job:
         """A token's text, special ones included."""
         return self._pieces[token] if token < len(self._pieces) else ""
 
-    def forbidden(self) -> frozenset[int]:
-        """Tokens the next sample may not take: stop tokens that come too early, and what a rewind blocked."""
-        return self.output.forbidden()
+    def next_row(self) -> Row:
+        """What the sampler is told of the next token; always the same if the job is `plain`."""
+        self.row.blocked = self.output.forbidden()
+        if self.output.healing:
+            self.row.allowed = self._healing
+        elif self.stack is not None:
+            if not self._filtering:
+                self.stack.begin("")
+                self._filtering = True
+            self.row.allowed = words(self.stack.allowed().mask)
+        else:
+            self.row.allowed = None
+        return self.row
+
+    def look_ahead(self, pool: Executor) -> None:
+        """Let the filters think about the next token while the model does."""
+        if self.stack is not None and self._filtering:
+            self.stack.start_background(pool)
+
+    def feed(self, token: int) -> bool:
+        """Tell the filters of a token; whether they let nothing follow it."""
+        if self.stack is None or not self._filtering:
+            return False
+        ends = token in self.stack.allowed().end
+        if not ends:
+            self.stack.feed(token)
+        return ends
+
+    @property
+    def reach(self) -> int:
+        """How many tokens to guess: none while healing, guided, filtered, embedded; never past the limit."""
+        if len(self.sequences) > 1 or self.stack is not None or self.output.healing or self.embeddings:
+            return 0
+        return min(self.draft_length, self.max_new_tokens - self.new_tokens - 1)
+
+    def learn(self, right: int, guessed: int, most: int) -> None:
+        """Count guesses, and guess further next time if all were right, less far if one was wrong."""
+        self.accepted_draft_tokens += right
+        self.rejected_draft_tokens += guessed - right
+        if guessed:
+            self.draft_length = min(most, self.draft_length + 1) if right == guessed else right + 1
+
+    @property
+    def _asks_for_more(self) -> bool:
+        return bool(self.return_probs or self.return_top_tokens or self.return_logits or self.hooks)
+
+    @property
+    def _is_restricted(self) -> bool:
+        """Whether what may be sampled changes from token to token, or depends on a second sequence."""
+        return bool(
+            len(self.sequences) > 1
+            or self.stack is not None
+            or self.token_healing
+            or self.banned_strings
+            or self.min_new_tokens
+        )
 
     def _check(self) -> None:
         if len(self.prompts) not in (1, 2):
             raise InputError(f"A job has one prompt, or two for guidance; found {len(self.prompts)}.")
+        if not isinstance(self.gen_settings, Settings):
+            raise InputError(f"gen_settings must be Settings, found {type(self.gen_settings).__name__}.")
         guided = self.gen_settings.cfg_scale is not None
         if guided != (len(self.prompts) == 2):
             raise InputError(
@@ -209,6 +309,9 @@ class Job:
         if self.banned_strings and self.filters:
             raise InputError("Cannot combine banned strings with filters: a filter cannot be taken back.")
         self.gen_settings.check()
+
+
+ARGUMENTS = names(Job)
 
 
 def split_conditions(conditions: Iterable[int | str]) -> tuple[frozenset[int], tuple[str, ...]]:
@@ -226,6 +329,11 @@ def split_conditions(conditions: Iterable[int | str]) -> tuple[frozenset[int], t
     return frozenset(tokens), tuple(string for string in strings if string)
 
 
+def _healable(prompt: list[int]) -> bool:
+    """Whether the last id can be taken back: others are left, and it has a text, unlike a vector."""
+    return len(prompt) > 1 and prompt[-1] < EMBEDDING_INDEX
+
+
 def _ids(prompt: Any) -> list[int]:
     """A (1, n) tensor in system memory as a list."""
     shape = getattr(prompt, "shape", None)
@@ -235,13 +343,21 @@ def _ids(prompt: Any) -> list[int]:
         raise InputError("input_ids must reside in system memory: call .cpu() on it.")
     if shape[1] == 0:
         raise InputError("Input IDs cannot be empty: a prompt needs a token (add_bos=True gives one).")
+    if "int" not in str(prompt.dtype):
+        raise InputError(f"input_ids must be whole numbers, found {prompt.dtype}: call .long() on it.")
     return [int(number) for number in prompt[0].tolist()]
 
 
 def _whole(name: str, value: Any, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < MAX_TOKENS:
-        raise InputError(f"{name} must be a whole number of at least {least}, found {value!r}.")
+        raise InputError(f"{name} must be a whole number from {least} to {MAX_TOKENS - 1}, found {value!r}.")
     return value
+
+
+def _listed(filters: Any) -> list[Any]:
+    if filters is not None and not isinstance(filters, list | tuple):
+        raise InputError(f"filters must be a list, found {type(filters).__name__}: write [filter].")
+    return list(filters or ())
 
 
 def _strings(values: Iterable[str]) -> tuple[str, ...]:

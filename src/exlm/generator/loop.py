@@ -6,21 +6,20 @@ No tensor is touched in this room: logits come from a `Runner` and go to a `Samp
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any, Protocol
 
-from ..errors import ExlmError, InputError
-from ..sampling import Row, Sampler
+from ..errors import ExlmError, InputError, QueueFull
+from ..sampling import Sampler, call_hooks
 from . import results
 from .draft import Drafter, NoDraft
 from .job import Job, Texts
 from .pages import Copy, PageTable
-from .results import Result, Sampled
+from .results import Result, Sampled, StreamingResult
 from .scheduler import Scheduler
 from .sequence import Sequence as Tokens
-from .verdicts import Emit, Rewind, Stop
+from .verdicts import Emit, Rewind, Stop, Verdict
 
 
 class Runner(Protocol):
@@ -36,8 +35,8 @@ class Runner(Protocol):
 
     def decode(
         self, sequences: Sequence[Tokens], past: Sequence[int], tokens: Sequence[Sequence[int]]
-    ) -> Sequence[Any]:
-        """Logits (tokens, vocabulary) for each sequence."""
+    ) -> Any:
+        """Logits (tokens, vocabulary) for each sequence: a list, or one tensor if all feed equally many."""
         ...
 
 
@@ -54,17 +53,30 @@ class Loop:
         max_batch_size: int = 16,
         chunk: int = 2048,
         max_length: int | None = None,
+        max_queue: int | None = None,
         drafter: Drafter | None = None,
         draft_tokens: int = 0,
+        extras: Callable[[list[int], Any, Any], Any] | None = None,
     ) -> None:
+        """`max_length` is the longest a sequence may become, `max_queue` how many jobs may wait to start.
+
+        `extras` makes of ids, adapters and embeddings what the runner must know of them.
+        """
         self.runner, self.pages, self.texts, self.vocab = runner, pages, texts, vocab
         self.scheduler: Scheduler[Job] = Scheduler(pages, max_batch_size, chunk)
         self.max_length = max_length
+        self.max_queue = max_queue
         self.drafter = drafter or NoDraft()
         self.draft_tokens = draft_tokens
-        self.sampler = Sampler(None, vocab)
+        self.extras = extras
+        self.loras: Any = None
+        """Adapters of jobs that do not say which they want."""
+        self.key: dict[str, bytes] = {}
+        """What besides ids the keys and values of every job depend on, by what it is: see `Job.key`."""
+        self.sampler = Sampler(texts, vocab, kernels=False)  # the plain way is the proven one
         self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="exlm-filter")
         self._serial = 0
+        self._equipped: dict[int, Job] = {}  # their adapters may be unloaded under them
 
     @property
     def busy(self) -> bool:
@@ -82,34 +94,69 @@ class Loop:
                 )
         if job.serial_number >= 0:
             raise InputError(f"{job!r} was enqueued before: a job runs once, make a new one.")
+        if self.max_queue is not None and self.scheduler.waiting >= self.max_queue:
+            raise QueueFull(
+                f"{self.scheduler.waiting} jobs are waiting and max_queue is {self.max_queue}: try again "
+                "when some have started, or create the generator with a longer queue."
+            )
+        self._equip(job)
+        job.seal(self.key)
         self.scheduler.add(job)
         try:
             job.prepare(self._serial, self.texts, self.vocab)
         except BaseException:
             self.scheduler.cancel(job)
             raise
-        job.drafting = self.draft_tokens > 0
+        if job.sequences[0].extras is not None:
+            self._equipped[id(job)] = job
         job.draft_length = max(1, self.draft_tokens)
         self._serial += 1
         return job.serial_number
 
     def cancel(self, job: Job) -> None:
         """Drop a job, wherever it is; nothing for one that is finished or unknown."""
-        if self.scheduler.cancel(job):
+        if job in self.scheduler:
             self._let_go(job)
+            self.scheduler.cancel(job)
 
     def clear(self) -> None:
         """Drop every job."""
-        for job in self.scheduler.clear():
-            self._let_go(job)
+        for job in [*self.scheduler.active, *self.scheduler.pending]:
+            self.cancel(job)
 
     def step(self) -> list[Result]:
         """One round: start what fits, read a chunk of each prompt, a token or more for everybody ready."""
-        out: list[Result] = [results.started(job) for job in self.scheduler.start()]
-        out += self._prefill()
+        out = self.read()
         ready = self.scheduler.ready()
         if ready:
             out += self._decode(ready)
+        return out
+
+    def read(self) -> list[Result]:
+        """The first half of a round: start what fits and read a chunk of each prompt; nobody gets a token."""
+        out: list[Result] = [*self._orphans()] if self._equipped else []
+        if self.scheduler.reading:
+            out += map(results.started, self.scheduler.start())
+            out += self._prefill()
+        return out
+
+    def _equip(self, job: Job) -> None:
+        """Give its sequences what they bring besides tokens, which explains ids that are none."""
+        loras = self.loras if job.loras is None else job.loras
+        for sequence in job.sequences:
+            if sequence.extras is None and (loras or job.embeddings or max(sequence.ids) >= self.vocab):
+                if self.extras is None:
+                    raise InputError(f"This model knows nothing but tokens below {self.vocab}.")
+                sequence.extras = self.extras(sequence.ids, loras, job.embeddings)
+                job.key["adapters"] = sequence.extras.salt
+
+    def _orphans(self) -> list[StreamingResult]:
+        """End the jobs whose adapters are gone: they would go on as if they had asked for none."""
+        out = []
+        for job in [*self._equipped.values()]:
+            if error := job.sequences[0].extras.lost():
+                self.cancel(job)
+                out.append(results.failed(job, error))
         return out
 
     def _prefill(self) -> list[Result]:
@@ -134,125 +181,128 @@ class Loop:
             out.append(results.prefilled(job, done, sum(len(s.ids) - 1 for s in job.sequences)))
         return out
 
-    def _decode(self, jobs: Sequence[Job]) -> list[Result]:
-        """Guess, run, then sample position by position while the guesses hold."""
-        now = time.perf_counter()
-        for job in jobs:
-            job.times.began = job.times.began or now
-            job.times.first = job.times.first or now
-        guesses = self.drafter.propose(
-            [job.sequences[0] for job in jobs], [self._guesses(job) for job in jobs]
-        )
-        sequences, past, fed, owner = [], [], [], []
-        for index, (job, guess) in enumerate(zip(jobs, guesses, strict=True)):
+    def _decode(self, jobs: Sequence[Job]) -> Sequence[Result]:
+        """One pass of the model, and a token for everybody; more for those whose guesses were right."""
+        guesses: Sequence[Sequence[int]] = [()] * len(jobs)
+        if self.draft_tokens:
+            guesses = self.drafter.propose([job.sequences[0] for job in jobs], [job.reach for job in jobs])
+        sequences: list[Tokens] = []
+        past: list[int] = []
+        fed: list[list[int]] = []
+        for job, guess in zip(jobs, guesses, strict=True):
+            if job.times.first is None:
+                job.times.first = time.perf_counter()
+                job.times.began = job.times.began or job.times.first
+            if not job.plain:
+                job.look_ahead(self._pool)
+            job.place = len(past)
             for sequence in job.sequences:
                 sequences.append(sequence)
                 past.append(sequence.cached)
-                fed.append([*sequence.ids[sequence.cached :], *guess])
-                owner.append(index)
-        for job in jobs:
-            if job.stack is not None and job.filtering:
-                job.stack.start_background(self._pool)
+                fed.append([sequence.ids[-1], *guess])
         logits = self.runner.decode(sequences, past, fed)
-        rows: list[list[Any]] = [[] for _ in jobs]
-        for index, answer in zip(owner, logits, strict=True):
-            rows[index].append(answer)
-        return self._consume(jobs, rows, guesses)
+        if not self.draft_tokens:
+            return self._sample(jobs, logits, 0)
+        return self._check_guesses(jobs, logits, guesses)
 
-    def _guesses(self, job: Job) -> int:
-        """How many guesses are worth making: none while healing, guided or filtered, never past the limit."""
-        if not job.drafting or len(job.sequences) > 1 or job.output.healing or job.stack is not None:
-            return 0
-        return min(job.draft_length, self.draft_tokens, job.max_new_tokens - job.new_tokens - 1)
-
-    def _consume(
-        self, jobs: Sequence[Job], rows: Sequence[Sequence[Any]], guesses: Sequence[Sequence[int]]
+    def _check_guesses(
+        self, jobs: Sequence[Job], logits: Any, guesses: Sequence[Sequence[int]]
     ) -> list[Result]:
         """Sample position after position, for every job whose guesses have been right so far."""
         out: list[Result] = []
-        going = list(range(len(jobs)))
+        going = list(zip(jobs, guesses, strict=True))
         position = 0
         while going:
-            asked: list[tuple[int, Row]] = []
-            for index in going:
-                try:
-                    asked.append((index, self._row(jobs[index])))
-                except ExlmError as error:
-                    out.append(self._fail(jobs[index], error))
-            raw = [[answer[position] for answer in rows[index]] for index, _ in asked]
-            going = []
-            for (index, _), sampled in zip(asked, self._sample(raw, [row for _, row in asked]), strict=True):
-                job, guess = jobs[index], guesses[index]
-                if isinstance(sampled, Exception):
-                    out.append(self._fail(job, sampled))
+            told = self._sample([job for job, _ in going], logits, position)
+            out += told
+            right = []
+            for (job, guess), result in zip(going, told, strict=True):
+                gone = "error" in result or "suppressed_text" in result  # nothing new stands at this position
+                agreed = position < len(guess) and not gone and job.sequences[0].ids[-1] == guess[position]
+                if agreed and not result["eos"]:
+                    right.append((job, guess))
                     continue
-                out.append(self._accept(job, sampled))
-                agreed = position < len(guess) and guess[position] == sampled.token
-                if agreed:
-                    job.accepted_draft_tokens += 1
-                if agreed and not job.is_finished and not job.blocked:
-                    going.append(index)
-                elif guess:
-                    self._judge(job, position + agreed, len(guess))
+                job.learn(position + agreed, len(guess), self.draft_tokens)
+                if result["eos"]:
+                    results.count_guesses(job, result)
+            going = right
             position += 1
         return out
 
-    def _sample(self, raw: Sequence[Sequence[Any]], rows: list[Row]) -> list[Sampled | Exception]:
-        """A token for every row, or what is wrong with it; one row's mistake is not the others'."""
-        if not rows:
-            return []
+    def _sample(self, jobs: Sequence[Job], logits: Any, position: int) -> list[StreamingResult]:
+        """A token for every job and what it leads to; one job's mistake is not the others'."""
         try:
-            picks = self.sampler.sample_batch(results.stacked(raw), rows)
+            rows = [job.row if job.plain else job.next_row() for job in jobs]
+            raw = results.rows(logits, jobs, position)
+            picks = self.sampler.sample_batch(raw, rows)
         except ExlmError as error:
-            if len(rows) == 1:
-                return [error]
-            return [one for pair, row in zip(raw, rows, strict=True) for one in self._sample([pair], [row])]
-        return results.unpacked(picks, rows, [pair[0] for pair in raw])
+            if len(jobs) == 1:
+                return [self._fail(jobs[0], error)]
+            return [self._sample([job], logits, position)[0] for job in jobs]
+        tokens, slips = results.fetched(picks)
+        out: list[StreamingResult] = []
+        details: list[Sampled] = []
+        for i, (job, token, slip) in enumerate(zip(jobs, tokens, slips, strict=True)):
+            if (problem := picks.error(token)) is not None:
+                out.append(self._fail(job, problem))
+            elif job.plain:
+                out.append(self._flow(job, token, slip))
+            else:
+                details = details or results.unpacked(picks, tokens, jobs, raw)
+                out.append(self._accept(job, details[i]))
+        return out
 
-    def _row(self, job: Job) -> Row:
-        """What the sampler is told of a job's next token."""
-        allowed: Any = None
-        if job.output.healing:
-            allowed = job.healing
-        elif job.stack is not None:
-            if not job.filtering:
-                job.stack.begin("")
-                job.filtering = True
-            allowed = results.words(job.stack.allowed().mask)
-        return Row(
-            settings=job.gen_settings,
-            state=job.state,
-            blocked=job.forbidden(),
-            allowed=allowed,
-            want_probs=job.return_probs,
-            want_top=job.return_top_tokens,
-            guided=len(job.sequences) == 2,
-        )
-
-    def _judge(self, job: Job, right: int, guessed: int) -> None:
-        """Learn from a window: longer guesses when all were right, shorter when one was wrong."""
-        job.rejected_draft_tokens += guessed - right
-        full = right == guessed
-        job.draft_length = min(self.draft_tokens, job.draft_length + 1) if full else max(1, right + 1)
-
-    def _accept(self, job: Job, sampled: Sampled) -> Result:
-        """One sampled token: into the sequences, past the output, and whatever that decides is done."""
-        token = sampled.token
-        job.pending.append(sampled if job.return_logits else replace(sampled, logits=None))
-        job.blocked = ()
-        for sequence in job.sequences:
-            self.pages.commit(sequence, len(sequence.ids))
-            sequence.ids.append(token)
+    def _flow(self, job: Job, token: int, slip: Any) -> StreamingResult:
+        """A token of a plain job: nothing is kept of it unless its text must wait."""
+        sequence = job.sequences[0]
+        self.pages.commit(sequence, len(sequence.ids))
+        sequence.ids.append(token)
+        self.pages.settle(sequence, len(sequence.ids))
         job.state.accept(token)
-        ends = False
-        if job.stack is not None and job.filtering:
-            ends = token in job.stack.allowed().end
-            if not ends:
-                job.stack.feed(token)
-        verdict = job.output.push(token, ends)
+        verdict = job.output.push(token)
+        if type(verdict) is Emit and not job.pending:
+            job.shown.append(verdict.text)
+            return results.flowed(job, verdict.text, slip)
+        job.pending.append(Sampled(token))
+        return self._carry_out(job, verdict)
+
+    def _accept(self, job: Job, sampled: Sampled) -> StreamingResult:
+        """A token of any job: past the hooks, into the sequences, past filters and output."""
+        try:
+            sampled, feeds = self._hooked(job, sampled) if job.hooks else (sampled, True)
+            for sequence in job.sequences:
+                self.pages.commit(sequence, len(sequence.ids))
+                sequence.ids.append(sampled.token)
+            job.state.accept(sampled.token)
+            ends = feeds and job.feed(sampled.token)
+        except ExlmError as error:
+            return self._fail(job, error)
+        job.pending.append(sampled)
+        return self._carry_out(job, job.output.push(sampled.token, ends))
+
+    def _hooked(self, job: Job, sampled: Sampled) -> tuple[Sampled, bool]:
+        """What the hooks made of a token, and whether filters are told of it."""
+        token, prob, tops, shares, logits = sampled
+        try:
+            result = call_hooks(
+                job.hooks, token, prob or 0.0, (tops, shares) if tops and shares else None, logits
+            )
+            token = result.token
+        except Exception as error:
+            raise InputError(f"A post-sampling hook failed: {type(error).__name__}: {error}") from error
+        if not 0 <= token < self.vocab:
+            raise InputError(f"A post-sampling hook chose {token}; tokens are 0 to {self.vocab - 1}.")
+        kept = sampled._replace(
+            token=token,
+            prob=prob if job.return_probs else None,
+            logits=logits if job.return_logits else None,
+        )
+        return kept, result.feed_filters
+
+    def _carry_out(self, job: Job, verdict: Verdict) -> StreamingResult:
         match verdict:
             case Emit(text=text, tokens=count):
-                job.full_completion += text
+                job.shown.append(text)
                 self._settle(job)
                 return results.streamed(job, text, self._take(job, count))
             case Stop():
@@ -265,9 +315,8 @@ class Loop:
 
     def _settle(self, job: Job) -> None:
         """Name the pages whose text can no longer be taken back."""
-        held = job.output.held if job.banned_strings else 0
         for sequence in job.sequences:
-            self.pages.settle(sequence, len(sequence.ids) - held)
+            self.pages.settle(sequence, len(sequence.ids) - job.output.revocable)
 
     def _rewind(self, job: Job, verdict: Rewind) -> None:
         for _ in range(verdict.count):
@@ -275,26 +324,27 @@ class Loop:
         for sequence in job.sequences:
             self.pages.rewind(sequence, len(sequence.ids) - verdict.count)
         job.state.truncate(len(job.sequences[0].ids))
-        job.blocked = verdict.blocked
 
-    def _stop(self, job: Job, verdict: Stop) -> Result:
-        job.full_completion += verdict.text
+    def _stop(self, job: Job, verdict: Stop) -> StreamingResult:
+        job.shown.append(verdict.text)
         shown = self._take(job, verdict.tokens)
         held = self._take(job, len(job.pending))
         self._end(job)
         return results.stopped(job, verdict, shown, held)
 
-    def _fail(self, job: Job, error: Exception) -> Result:
+    def _fail(self, job: Job, error: Exception) -> StreamingResult:
         self._end(job)
         return results.failed(job, error)
 
     def _end(self, job: Job) -> None:
         job.times.ended = time.perf_counter()
-        self.scheduler.finish(job)
         self._let_go(job)
+        self.scheduler.finish(job)
 
     def _let_go(self, job: Job) -> None:
+        """Close what a job has opened, while it still has its pages."""
         job.is_finished = True
+        self._equipped.pop(id(job), None)
         for sequence in job.sequences:
             self.drafter.forget(sequence)
         if job.stack is not None:

@@ -91,6 +91,11 @@ class Output:
         tried = self._tried.get(self._released + len(self._held)) if self._tried else None
         return stops.union(tried) if tried else stops
 
+    def set_stops(self, tokens: Collection[int], strings: Iterable[str]) -> None:
+        """Other stop conditions from the next token on; only while nothing is held."""
+        self.stop_tokens = frozenset(tokens)
+        self._held = self._held.looking_for(Strings(strings))
+
     def push(self, token: int, ends: bool = False) -> Verdict:
         """Decide about one more token; `ends` says that a filter lets nothing follow it.
 

@@ -7,13 +7,12 @@ makes tensors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NotRequired, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..sampling import Picks, Row
+from ..sampling import Picks
 from .verdicts import Reason, Rewind, Stop
 
 if TYPE_CHECKING:
@@ -76,12 +75,20 @@ class StreamingResult(TypedDict):
     error: NotRequired[Exception]
 
 
+class Label(TypedDict):
+    """What is the same in all streaming results of a job; made once."""
+
+    stage: Literal["streaming"]
+    eos: bool
+    serial: int
+    identifier: NotRequired[object]
+
+
 Result = StartedResult | PrefillResult | StreamingResult
-R = TypeVar("R", StartedResult, PrefillResult, StreamingResult)
+R = TypeVar("R", StartedResult, PrefillResult, Label)
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """What is kept of a token until its fate is known."""
 
     token: int
@@ -110,12 +117,22 @@ def prefilled(job: Job, done: int, total: int) -> PrefillResult:
     return _named(job, result)
 
 
+def labelled(job: Job) -> Label:
+    """What every streaming result of a job says besides whose it is."""
+    label: Label = {"stage": "streaming", "eos": False, "serial": job.serial_number}
+    return _named(job, label)
+
+
+def flowed(job: Job, text: str, slip: Tensor) -> StreamingResult:
+    """A sampled token that is shown at once, its id given as a (1, 1) tensor."""
+    result = _opened(job, text)
+    result["token_ids"] = slip
+    return result
+
+
 def streamed(job: Job, text: str = "", shown: Sequence[Sampled] = ()) -> StreamingResult:
     """A sampled token and what it lets be seen, perhaps nothing."""
-    result: StreamingResult = {"job": job, "stage": "streaming", "eos": False, "serial": job.serial_number}
-    _named(job, result)
-    if text:
-        result["text"] = text
+    result = _opened(job, text)
     result.update(tensors(shown))  # type: ignore[typeddict-item]
     return result
 
@@ -155,6 +172,12 @@ def failed(job: Job, error: Exception) -> StreamingResult:
     return _closed(job, result)
 
 
+def count_guesses(job: Job, result: StreamingResult) -> None:
+    """Tell how many guesses were right and how many were not, in the last result of a job."""
+    result["accepted_draft_tokens"] = job.accepted_draft_tokens
+    result["rejected_draft_tokens"] = job.rejected_draft_tokens
+
+
 def tensors(sampled: Sequence[Sampled]) -> dict[str, Tensor]:
     """(1, n) tensors of what was asked for; nothing for no tokens."""
     if not sampled:
@@ -172,9 +195,16 @@ def tensors(sampled: Sequence[Sampled]) -> dict[str, Tensor]:
     return out
 
 
-def stacked(rows: Sequence[Sequence[Tensor]]) -> Tensor:
-    """The logits of every row, a pair's two halves next to each other."""
-    return torch.stack([half for row in rows for half in row])
+def rows(logits: Any, jobs: Sequence[Job], position: int) -> Tensor:
+    """Of a batch's logits, those of some of its jobs at one of the positions that were fed.
+
+    A pair's two halves are next to each other. `logits` is (sequences, tokens, vocabulary), or a list of
+    (tokens, vocabulary) where sequences were fed differently.
+    """
+    if isinstance(logits, Tensor) and logits.shape[0] == len(jobs):
+        return logits[:, position]
+    places = [job.place + half for job in jobs for half in range(len(job.sequences))]
+    return torch.stack([logits[place][position] for place in places])
 
 
 def words(mask: Any) -> Tensor | None:
@@ -182,29 +212,41 @@ def words(mask: Any) -> Tensor | None:
     return None if mask is None else torch.from_numpy(mask)
 
 
-def unpacked(picks: Picks, rows: Sequence[Row], logits: Sequence[Tensor]) -> list[Sampled | Exception]:
-    """What was picked for each row, on the host; only what somebody wanted is fetched."""
-    tokens = picks.tolist()
-    probs = picks.probs.tolist() if any(row.want_probs for row in rows) else None
+def fetched(picks: Picks) -> tuple[list[int], Sequence[Tensor]]:
+    """The picked tokens on the host: as numbers, and each as the (1, 1) tensor that users get."""
+    host = picks.tokens.cpu()
+    if len(tokens := host.tolist()) == 1:
+        return tokens, (host.view(1, 1),)
+    return tokens, host.view(-1, 1, 1).unbind()
+
+
+def unpacked(picks: Picks, tokens: Sequence[int], jobs: Sequence[Job], logits: Tensor) -> list[Sampled]:
+    """What was picked for each job, with what it wants to know; only what somebody wanted is fetched."""
+    probs = picks.probs.tolist() if any(job.row.want_probs for job in jobs) else None
     tops = picks.top_tokens.tolist() if picks.top_tokens is not None else None
     shares = picks.top_probs.tolist() if picks.top_probs is not None else None
-    out: list[Sampled | Exception] = []
-    for i, (token, row) in enumerate(zip(tokens, rows, strict=True)):
-        error = Picks.error(token)
-        if error is not None:
-            out.append(error)
-            continue
-        top = row.want_top if tops is not None and shares is not None else 0
+    out = []
+    place = 0
+    for i, (token, job) in enumerate(zip(tokens, jobs, strict=True)):
+        k = job.row.want_top
         out.append(
             Sampled(
                 token,
-                prob=probs[i] if probs is not None and row.want_probs else None,
-                top_tokens=tops[i][:top] if top and tops else None,
-                top_probs=shares[i][:top] if top and shares else None,
-                logits=logits[i],
+                prob=probs[i] if probs is not None and job.row.want_probs else None,
+                top_tokens=tops[i][:k] if k and tops is not None else None,
+                top_probs=shares[i][:k] if k and shares is not None else None,
+                logits=logits[place] if job.return_logits or job.hooks else None,
             )
         )
+        place += len(job.sequences)
     return out
+
+
+def _opened(job: Job, text: str) -> StreamingResult:
+    result: StreamingResult = {"job": job, **job.label}  # type: ignore[typeddict-item]
+    if text:
+        result["text"] = text
+    return result
 
 
 def _closed(job: Job, result: StreamingResult) -> StreamingResult:
@@ -216,9 +258,6 @@ def _closed(job: Job, result: StreamingResult) -> StreamingResult:
     result["time_generate"] = job.times.generate
     result["cached_pages"] = job.cached_pages
     result["cached_tokens"] = job.cached_tokens
-    if job.drafting:
-        result["accepted_draft_tokens"] = job.accepted_draft_tokens
-        result["rejected_draft_tokens"] = job.rejected_draft_tokens
     return result
 
 

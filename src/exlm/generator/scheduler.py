@@ -120,6 +120,10 @@ class Scheduler(Generic[J]):
         self._rows = 0
         self._stuck: tuple[int, int] | None = None  # the state of things in which nothing could start
 
+    def __contains__(self, job: J) -> bool:
+        """Whether a job is pending or active."""
+        return id(job) in self._pending or id(job) in self._active
+
     @property
     def pending(self) -> list[J]:
         """Jobs that wait, oldest first."""
@@ -131,13 +135,23 @@ class Scheduler(Generic[J]):
         return list(self._active.values())
 
     @property
+    def reading(self) -> bool:
+        """Whether there are jobs to start, or prompts that are not done."""
+        return bool(self._pending or self._filling)
+
+    @property
+    def waiting(self) -> int:
+        """How many jobs are pending."""
+        return len(self._pending)
+
+    @property
     def remaining(self) -> int:
         """How many jobs are pending or active."""
         return len(self._pending) + len(self._active)
 
     def add(self, job: J) -> None:
         """Queue a job, or say why it can never run."""
-        if id(job) in self._pending or id(job) in self._active:
+        if job in self:
             raise InputError("This job is already in the queue: make a new one for each request.")
         sequences = job.sequences
         if not sequences or any(len(sequence) == 0 for sequence in sequences):

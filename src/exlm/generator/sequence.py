@@ -4,8 +4,10 @@ page table moves the marks, the generator appends the ids. Here too is what ids 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Any
 
 
 @dataclass(eq=False, slots=True)
@@ -18,7 +20,7 @@ class Sequence:
     ids: list[int]
     """The prompt and what was sampled so far. Injected embeddings are ids like all others."""
     salt: bytes = b""
-    """Whatever else makes keys and values differ for equal ids: adapters, tenant. Not to be changed."""
+    """Whatever else makes keys and values differ for equal ids, see `salted`; changed by `resalt` only."""
     limit: int = 0
     """The longest it may become; pages are reserved for that. Never less than the prompt."""
     cached: int = 0
@@ -37,12 +39,14 @@ class Sequence:
     """Whole pages of the prompt that were not computed for this sequence."""
     cached_tokens: int = 0
     """Tokens of the prompt that were not computed for this sequence, those of whole pages included."""
+    extras: Any = None
+    """What the runner must know besides ids and pages: adapters, embeddings. Not looked into here."""
     root: bytes = field(init=False)
     """What stands for the page before the first one."""
 
     def __post_init__(self) -> None:
         self.limit = max(self.limit, len(self.ids))
-        self.root = blake2b(self.salt, digest_size=16, person=b"first page").digest()
+        self.resalt(self.salt)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -51,6 +55,11 @@ class Sequence:
     def ready(self) -> bool:
         """Whether only the last id remains to be fed: the next forward pass yields a new token."""
         return self.cached == len(self.ids) - 1
+
+    def resalt(self, salt: bytes) -> None:
+        """Change the salt of a sequence that no page was named for yet."""
+        self.salt = salt
+        self.root = blake2b(salt, digest_size=16, person=b"first page").digest()
 
     def parent(self, i: int) -> bytes | None:
         """The name of the page before page `i`; None while it has none."""
@@ -63,6 +72,12 @@ class Sequence:
         start = len(self.names) * page_size
         parent = self.names[-1] if self.names else self.root
         self.names.append(digest(parent, self.ids[start : start + page_size]))
+
+
+def salted(key: Mapping[str, bytes]) -> bytes:
+    """One salt from all that keys and values depend on besides ids, by what it is; none from nothing."""
+    parts = [part for name, value in sorted(key.items()) if value for part in (name.encode(), value)]
+    return b"".join([len(part).to_bytes(8, "little") + part for part in parts])
 
 
 def digest(parent: bytes, ids: list[int]) -> bytes:

@@ -7,7 +7,7 @@ are (rows, tokens, features), heads are (rows, tokens, heads, head_dim).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +20,13 @@ Lookup = Callable[[Tensor], Tensor]
 """(rows, tokens) ids → (rows, tokens, hidden) vectors, in the table's own precision."""
 
 Norm = Callable[[Tensor], Tensor]
+AddNorm = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
+"""(x, y) → x + y and its norm; None adds nothing. The sum is in x's precision."""
+
 Activation = Callable[[Tensor], Tensor]
+Gated = Callable[[Tensor, Tensor], Tensor]
+"""(gate, up) → act(gate) · up."""
+
 Rotation = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(q, k, positions) → (q, k) turned; positions are (rows, tokens), or (3, rows, tokens) for three planes."""
 
@@ -42,6 +48,11 @@ class Where(Protocol):
         ...
 
     @property
+    def positions(self) -> Tensor:
+        """(rows, tokens) by how much each new token turns, or (3, rows, tokens) for three planes."""
+        ...
+
+    @property
     def longest(self) -> int:
         """The largest past + new tokens of any row, known without asking the device."""
         ...
@@ -57,8 +68,26 @@ class Where(Protocol):
         ...
 
 
+Coding = Literal["float", "rotated8", "rotated4", "truncated"]
+"""How numbers are stored: as they are, in rotated codes of 8 or 4 bits, or as the upper bytes of halves."""
+
+
+class Pages(NamedTuple):
+    """Keys and values that a kernel may read and write in place: (pages, size, kv_heads, …), contiguous."""
+
+    size: int
+    keys: tuple[Tensor, ...]  # the stored numbers, then their scales where there are any
+    values: tuple[Tensor, ...]
+    coding: tuple[Coding, Coding]  # of keys and of values
+
+
 class KeyValues(Protocol):
     """One layer's keys and values."""
+
+    @property
+    def paged(self) -> Pages | None:
+        """The pages themselves; None if there are none."""
+        ...
 
     def update(self, k: Tensor, v: Tensor, where: Where) -> tuple[Tensor, Tensor]:
         """Store the new tokens' heads; return all of them, (rows, longest, kv_heads, head_dim)."""
@@ -67,6 +96,11 @@ class KeyValues(Protocol):
 
 Attend = Callable[[Tensor, Tensor, Tensor, KeyValues, Where], Tensor]
 """(q, k, v, the layer's cache, where) → (rows, tokens, heads · head_dim)."""
+
+
+def stand(q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys that do not turn: the layer knows no positions."""
+    return q, k
 
 
 class Backend(Protocol):
@@ -88,16 +122,24 @@ class Backend(Protocol):
         """Normalise the last dimension; the answer is in the backend's precision."""
         ...
 
+    def add_norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> AddNorm:
+        """The same behind an addition, whose sum is kept."""
+        ...
+
     def activation(self, act: spec.Activation) -> Activation:
         """The MLP's nonlinearity."""
+        ...
+
+    def gated(self, act: spec.Activation) -> Gated:
+        """The nonlinearity of one half times the other."""
         ...
 
     def rotation(self, rope: spec.Rope, length: int) -> Rotation:
         """Turn heads by their positions, up to `length` of them."""
         ...
 
-    def attention(self, attn: spec.Attention) -> Attend:
-        """Store keys and values, then attend."""
+    def attention(self, attn: spec.Attention, rotate: Rotation) -> Attend:
+        """Turn queries and keys, store keys and values, then attend."""
         ...
 
     def experts(self, moe: spec.Moe, gate: list[Linear], up: list[Linear], down: list[Linear]) -> Experts:

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 
+from .. import settings
 from ..errors import Unsupported
 from .backend import Backend
 from .reference import ReferenceBackend
@@ -34,6 +35,7 @@ class Chain:
 
     backends: Sequence[Backend]
     choices: list[Choice] = field(default_factory=list)
+    absent: Sequence[str] = ()  # backends that are not among them, each with its reason
 
     @property
     def device(self) -> torch.device:
@@ -59,8 +61,8 @@ class Chain:
         raise Unsupported(f"{role} ({detail}) cannot run on {self.device}: {'; '.join(declined)}.")
 
     def explain(self) -> str:
-        """One line for each part: who runs it, and who declined with which reason."""
-        lines = []
+        """Who is absent and why; then one line for each part: who runs it, who declined with which reason."""
+        lines = [f"absent: {reason}" for reason in self.absent]
         for choice in self.choices:
             why = f"  (declined: {'; '.join(choice.declined)})" if choice.declined else ""
             lines.append(f"{choice.role}: {choice.backend}, {choice.detail}{why}")
@@ -68,5 +70,43 @@ class Chain:
 
 
 def choose(device: torch.device, dtype: torch.dtype) -> Chain:
-    """The backends for a device; plain torch is always among them."""
-    return Chain([ReferenceBackend(device, dtype)])
+    """The backends for a device, the fastest first; plain torch is always among them."""
+    backends: list[Backend] = []
+    absent: list[str] = []
+    makers = (("cuda", _cuda), ("triton", _triton)) if device.type == "cuda" else ()
+    for name, make in makers:
+        try:
+            backends.append(make(device, dtype))
+        except Unsupported as reason:
+            absent.append(f"{name}: {reason}")
+    return Chain([*backends, ReferenceBackend(device, dtype)], absent=absent)
+
+
+def _cuda(device: torch.device, dtype: torch.dtype) -> Backend:
+    """The CUDA backend, or why not."""
+    if not settings.cuda_wanted():
+        raise Unsupported("new, switched on by EXLM_CUDA=1")
+    _check_capability(device)
+    from .cuda import CudaBackend
+
+    return CudaBackend(device, dtype, settings.cache_folder() / "kernels")
+
+
+def _triton(device: torch.device, dtype: torch.dtype) -> Backend:
+    """The Triton backend, or why not."""
+    if not settings.triton_wanted():
+        raise Unsupported("new, switched on by EXLM_TRITON=1")
+    _check_capability(device)
+    try:
+        from .triton import TritonBackend
+    except ImportError as error:
+        raise Unsupported(f"cannot be imported ({error}); a CUDA build of torch brings it") from error
+    return TritonBackend(device, dtype)
+
+
+def _check_capability(device: torch.device) -> None:
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        raise Unsupported(
+            f"needs compute capability 8.0, {torch.cuda.get_device_name(device)} has {major}.{minor}"
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -31,8 +31,9 @@ from ..nn import (
     SparseMlp,
     WideNorm,
 )
-from ..nn.attention import HeadPair, Qkv, leave, stand
+from ..nn.attention import HeadPair, Qkv, leave
 from ..nn.block import BlockLike, MlpLike
+from ..nn.hop import Crossing, Hop, stay
 from ..spec.roles import Matrix, matrices
 from .ahead import ReadAhead
 from .decoder import Decoder
@@ -41,6 +42,12 @@ from .decoder import Decoder
 def keep(x: Tensor) -> Tensor:
     """The norm that is not there."""
     return x
+
+
+def add(x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The addition whose norm is not there."""
+    total = x if y is None else x + y
+    return total, total
 
 
 def scaled(inner: b.Norm, factor: float) -> b.Norm:
@@ -56,7 +63,10 @@ class Builder:
     checkpoint: Source
     chain: Chain
     max_seq_len: int
-    _rotations: dict[spec.Rope, b.Rotation] = field(default_factory=dict)
+    chains: Sequence[Chain] = ()  # one for each module, where they differ; () has all of them on `chain`
+    embeds: bool = True  # whether the embedding is to be built, or left to another process
+    heads: bool = True  # the same of the head
+    _rotations: dict[tuple[int, spec.Rope], b.Rotation] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Know every matrix before reading any."""
@@ -70,20 +80,45 @@ class Builder:
 
     def build(self) -> Iterator[Decoder]:
         """Yield the growing decoder after each module; the last one yielded is whole."""
-        roles = [role for role in self._matrices if role != "head" or not self.tied]
+        roles = [role for role in self._matrices if role != "head" or (self.heads and not self.tied)]
         with ReadAhead(self.read, roles) as self._ahead:
-            decoder = Decoder(self.embedding(), [], None)  # type: ignore[arg-type]  # the head comes last
+            embedding = self.embedding() if self.embeds else None
+            decoder = Decoder(embedding, [], None, [])  # type: ignore[arg-type]  # the head comes last
             yield decoder
             for i, layer in enumerate(self.model.layers):
                 decoder.blocks.append(self.block(i, layer))
+                decoder.hops.append(self.hop(i))
                 yield decoder
-            decoder.head = self.head()
+            if self.heads:
+                decoder.head = self.head()
+            decoder.hops.append(self.hop(len(self.model.layers)))
         self._ahead = None
         yield decoder
 
+    def at(self, role: str) -> Chain:
+        """The backends of the module a role belongs to."""
+        if not self.chains:
+            return self.chain
+        match role.split("."):
+            case ["embed"]:
+                return self.chains[0]
+            case ["layers", layer, *_]:
+                return self.chains[int(layer) + 1]
+        return self.chains[-1]
+
+    def hop(self, i: int) -> Crossing:
+        """What lies before block i, or before the head: a border, if the module before it is elsewhere.
+
+        There is one before the first block too, if a pass could begin with another GPU than its own current.
+        """
+        chains = self.chains or [self.chain] * len(self)
+        first, devices = chains[0].device, {chain.device for chain in chains}
+        astray = i == 0 and first.type == "cuda" and (len(devices) > 1 or first.index != 0)
+        return Hop(chains[i + 1].device) if astray or chains[i + 1] is not chains[i] else stay
+
     def embedding(self) -> Embedding:
         """The token table, and the position table where there is one."""
-        m, chain = self.model, self.chain
+        m, chain = self.model, self.at("embed")
         weight = self.table()
         lookup = chain.bind("embed", weight.describe(), lambda backend: backend.embedding(weight))
         rows = m.embed.positions
@@ -97,9 +132,10 @@ class Builder:
     def table(self) -> Weight:
         """The embedding's matrix, read once: kept as stored, unless it is also the head and must multiply."""
         if self._table is None:
-            m, dtype = self.model, self.chain.dtype if self.tied else None
+            m, chain = self.model, self.at("embed")
+            dtype = chain.dtype if self.tied and self.at("head") is chain else None
             self._table = self.checkpoint.weight(
-                "embed", m.hidden, m.vocab, bias=False, dtype=dtype, device=self.chain.device
+                "embed", m.hidden, m.vocab, bias=False, dtype=dtype, device=chain.device
             )
         return self._table
 
@@ -111,24 +147,34 @@ class Builder:
     def head(self) -> Head:
         """The final norm and the wide matrix."""
         m = self.model
-        weight = self.table() if self.tied else self.weight("head")
+        weight = self.tied_weight() if self.tied else self.weight("head")
         if m.head.unit_rows and isinstance(weight, DenseWeight):
             weight = DenseWeight(F.normalize(weight.data.float(), dim=1).to(weight.data.dtype), weight.bias)
         linear = self.bound("head", weight)
-        return Head(self.norm("final_norm", m.final_norm, m.hidden), linear, m.head.scale, m.head.softcap)
+        norm = self.add_norm("final_norm", m.final_norm, m.hidden)
+        return Head(norm, linear, m.head.scale, m.head.softcap)
+
+    def tied_weight(self) -> Weight:
+        """The embedding's matrix as the head's: the same one, or a copy where the head is elsewhere."""
+        m, chain = self.model, self.at("head")
+        if chain is self.at("embed"):
+            return self.table()
+        return self.checkpoint.weight(
+            "embed", m.hidden, m.vocab, bias=False, dtype=chain.dtype, device=chain.device
+        )
 
     def block(self, i: int, layer: spec.Layer) -> BlockLike:
         """One decoder layer of either shape."""
         at, hidden, scale = f"layers.{i}.", self.model.hidden, layer.residual_scale
         attn, mlp = self.attention(at, layer.attn), self.mlp(at, layer.mlp)
-        attn_norm = self.norm(at + "attn_norm", layer.attn_norm, hidden)
+        attn_norm = self.add_norm(at + "attn_norm", layer.attn_norm, hidden)
         if layer.parallel:
             return ParallelBlock(attn, mlp, attn_norm, scaled(keep, scale))
         return Block(
             attn,
             mlp,
             attn_norm=attn_norm,
-            mlp_norm=self.norm(at + "mlp_norm", layer.mlp_norm, hidden),
+            mlp_norm=self.add_norm(at + "mlp_norm", layer.mlp_norm, hidden),
             attn_post=scaled(self.norm(at + "attn_post", layer.attn_post, hidden), scale),
             mlp_post=scaled(self.norm(at + "mlp_post", layer.mlp_post, hidden), scale),
         )
@@ -138,9 +184,10 @@ class Builder:
         qkv: Qkv = Projection(*(self.linear(f"{at}attn.{part}") for part in "qkv"))
         if attn.clip is not None:
             qkv = Clamped(qkv, attn.clip)
-        attend = self.chain.bind(at + "attn", _words(attn), lambda backend: backend.attention(attn))
-        o = self.linear(at + "attn.o")
-        return Attention(attn.head_dim, qkv, self.head_norms(at, attn), self.rotation(attn.rope), attend, o)
+        chain = self.at(at)
+        rotate = self.rotation(chain, attn.rope)
+        attend = chain.bind(at + "attn", _words(attn), lambda backend: backend.attention(attn, rotate))
+        return Attention(attn.head_dim, qkv, self.head_norms(at, attn), attend, self.linear(at + "attn.o"))
 
     def head_norms(self, at: str, attn: spec.Attention) -> HeadPair:
         """How q and k are normalised, if at all."""
@@ -156,10 +203,11 @@ class Builder:
         """Gated, plain or sparse."""
         if isinstance(mlp, spec.Moe):
             return self.experts(at, mlp)
-        act = self.chain.bind(at + "mlp", mlp.act, lambda backend: backend.activation(mlp.act))
         up, down = self.linear(at + "mlp.up"), self.linear(at + "mlp.down")
         if not mlp.gated:
-            return PlainMlp(act, up, down)
+            plain = self.at(at).bind(at + "mlp", mlp.act, lambda backend: backend.activation(mlp.act))
+            return PlainMlp(plain, up, down)
+        act = self.at(at).bind(at + "mlp", mlp.act, lambda backend: backend.gated(mlp.act))
         return GatedMlp(act, self.linear(at + "mlp.gate"), up, down)
 
     def experts(self, at: str, moe: spec.Moe) -> SparseMlp:
@@ -170,34 +218,48 @@ class Builder:
 
         parts = each("gate"), each("up"), each("down")
         gate, up, down = ([linear.kernel for linear in part] for part in parts)
-        kernel = self.chain.bind(at + "mlp", _words(moe), lambda x: x.experts(moe, gate, up, down))
+        kernel = self.at(at).bind(at + "mlp", _words(moe), lambda x: x.experts(moe, gate, up, down))
         experts = Experts(kernel, [Expert(*three) for three in zip(*parts, strict=True)])
         return SparseMlp(self.linear(at + "mlp.router"), experts)
 
-    def rotation(self, rope: spec.Rope | None) -> b.Rotation:
-        """One table for all layers that turn alike."""
+    def rotation(self, chain: Chain, rope: spec.Rope | None) -> b.Rotation:
+        """One table for all layers of a device that turn alike."""
         if rope is None:
-            return stand
-        if rope not in self._rotations:
+            return b.stand
+        key = id(chain), rope
+        if key not in self._rotations:
             detail = f"{rope.dim} dimensions, {self.max_seq_len} positions"
             make: Callable[[b.Backend], b.Rotation] = lambda x: x.rotation(rope, self.max_seq_len)  # noqa: E731
-            self._rotations[rope] = self.chain.bind("rope", detail, make)
-        return self._rotations[rope]
+            self._rotations[key] = chain.bind("rope", detail, make)
+        return self._rotations[key]
 
     def norm(self, role: str, norm: spec.Norm | None, width: int, heads: int | None = None) -> b.Norm:
         """A bound norm, or the identity. Head norms are stored once, or once for each head."""
         if norm is None:
             return keep
+        weight, bias = self.norm_tensors(role, norm, width, heads)
+        return self.at(role).bind(role, norm.kind, lambda backend: backend.norm(norm, weight, bias))
+
+    def add_norm(self, role: str, norm: spec.Norm | None, width: int) -> b.AddNorm:
+        """A bound norm with the addition before it, or the addition alone."""
+        if norm is None:
+            return add
+        weight, bias = self.norm_tensors(role, norm, width)
+        return self.at(role).bind(role, norm.kind, lambda backend: backend.add_norm(norm, weight, bias))
+
+    def norm_tensors(
+        self, role: str, norm: spec.Norm, width: int, heads: int | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """A norm's scale, and its bias where it has one."""
         shapes = ((width,),) if heads is None else ((width,), (heads, width))
-        weight = self.checkpoint.tensor(
-            role, shapes, dtype=torch.float32, device=self.chain.device, finite=True
-        )
+        device = self.at(role).device
+        weight = self.checkpoint.tensor(role, shapes, dtype=torch.float32, device=device, finite=True)
         bias = None
         if norm.bias:
             bias = self.checkpoint.tensor(
-                role, ((width,),), dtype=torch.float32, device=self.chain.device, suffix="bias", finite=True
+                role, ((width,),), dtype=torch.float32, device=device, suffix="bias", finite=True
             )
-        return self.chain.bind(role, norm.kind, lambda backend: backend.norm(norm, weight, bias))
+        return weight, bias
 
     def linear(self, role: str) -> Linear:
         """A matrix, read and bound."""
@@ -205,7 +267,7 @@ class Builder:
 
     def bound(self, role: str, weight: Weight) -> Linear:
         """A weight with the kernel that multiplies it."""
-        kernel = self.chain.bind(role, weight.describe(), lambda backend: backend.linear(weight))
+        kernel = self.at(role).bind(role, weight.describe(), lambda backend: backend.linear(weight))
         return Linear(kernel, weight.in_features, weight.out_features)
 
     def weight(self, role: str) -> Weight:
@@ -213,10 +275,11 @@ class Builder:
         return self.read(role) if self._ahead is None else self._ahead.take(role)
 
     def read(self, role: str) -> Weight:
-        """A matrix from the files, on this chain's device and in its precision."""
+        """A matrix from the files, on its module's device and in its precision."""
         _, width_in, width_out, bias = self._matrices[role]
+        chain = self.at(role)
         return self.checkpoint.weight(
-            role, width_in, width_out, bias=bias, dtype=self.chain.dtype, device=self.chain.device
+            role, width_in, width_out, bias=bias, dtype=chain.dtype, device=chain.device
         )
 
 

@@ -1,15 +1,17 @@
-"""The assembled net: embedding, blocks, head."""
+"""The assembled net: embedding, blocks, head; and where in it each role is, for those who wrap a module."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from ..kernels.backend import KeyValues
-from ..nn import Batch, Embedding, Head
+from ..nn import Batch, Clamped, Embedding, Head
 from ..nn.block import BlockLike
+from ..nn.hop import Crossing
 
 
 @dataclass
@@ -19,14 +21,49 @@ class Decoder:
     embedding: Embedding
     blocks: list[BlockLike]
     head: Head
+    hops: list[Crossing]  # before each block and before the head: a border between devices, or none
 
     def forward(self, batch: Batch, layers: Sequence[KeyValues]) -> tuple[Tensor | None, Tensor]:
         """Logits for the positions the batch asks for, or None; and the state before the head."""
-        x = self.embedding.forward(batch)
-        for block, kv in zip(self.blocks, layers, strict=True):
-            x = block.forward(x, batch, kv)
+        x, more = self.enter(batch)
+        *before, last = self.hops
+        for hop, block, kv in zip(before, self.blocks, layers, strict=True):
+            x, more, batch = hop(x, more, batch)
+            x, more = block.forward(x, more, batch, kv)
+        return self.leave(*last(x, more, batch))
+
+    def enter(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """What the first block gets: a sum, and what belongs to it."""
+        return self.embedding.forward(batch), None
+
+    def leave(self, x: Tensor, more: Tensor | None, batch: Batch) -> tuple[Tensor | None, Tensor]:
+        """What becomes of the last block's answer."""
         if batch.outputs == "none":
-            return None, x
+            return None, x if more is None else x + more
         if batch.outputs == "last":
-            x = x[:, -1:]
-        return self.head.forward(x), x
+            x, more = x[:, -1:], None if more is None else more[:, -1:]
+        return self.head.forward(x, more, batch)
+
+    def replace(self, role: str, change: Callable[[Any], Any]) -> None:
+        """Put another module in a role's place: `change` gets the present one and returns the new one.
+
+        Roles are those of matrices; `embed` is the embedding, `layers.3.mlp.experts` all experts of a layer.
+        """
+        owner, name = self._place(role)
+        setattr(owner, name, change(getattr(owner, name)))
+
+    def _place(self, role: str) -> tuple[object, str]:
+        """The module that holds a role's module, and the attribute it holds it by."""
+        match role.split("."):
+            case ["embed"]:
+                return self, "embedding"
+            case ["head"]:
+                return self.head, "linear"
+            case ["layers", layer, "attn", "q" | "k" | "v" as part]:
+                qkv = self.blocks[int(layer)].attn.qkv
+                while isinstance(qkv, Clamped):
+                    qkv = qkv.inner
+                return qkv, part
+            case ["layers", layer, "attn" | "mlp" as half, part]:
+                return getattr(self.blocks[int(layer)], half), part
+        raise KeyError(f"no module has the role {role!r}")

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -10,6 +15,11 @@ from .. import settings
 from ..errors import InputError
 
 log = logging.getLogger(__name__)
+
+MEMORY = Path("/proc/meminfo")
+
+UNKNOWN = 1 << 62
+"""What is taken to be free where the system does not say: loading then finds out."""
 
 DTYPES = {
     "float32": torch.float32,
@@ -22,14 +32,58 @@ DTYPES = {
 }
 
 
+@dataclass(frozen=True)
+class Slot:
+    """A device as placement sees it: what it is called, where its tensors go, how much is free."""
+
+    name: str
+    device: torch.device
+    free: int  # bytes
+
+
+def inventory(wish: str | None) -> list[Slot]:
+    """The devices a model may lie on, in order: those asked for; else every GPU, or the CPU if there is none.
+
+    A wish names one device or several, as in "cuda:0,cuda:1,cpu". The CPU beside GPUs is used only if named.
+    """
+    if wish is not None:
+        devices = [_device(name.strip()) for name in wish.split(",")]
+    else:
+        devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    return [Slot(str(device), device, free_bytes(device)) for device in devices or [torch.device("cpu")]]
+
+
+def imagined(memory: Sequence[float]) -> list[Slot]:
+    """GPUs of so many GB each, to plan for without having them."""
+    return [Slot(f"GPU {i}", torch.device("cuda", i), int(gb * (1 << 30))) for i, gb in enumerate(memory)]
+
+
 def pick_device(wish: str | None) -> torch.device:
-    """The device asked for; without a wish, the first GPU, else the CPU."""
-    if wish is None:
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    """The first device asked for; without a wish, the first GPU, else the CPU."""
+    if wish is not None:
+        return _device(wish.split(",")[0].strip())
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes a device can still give, counting what this process keeps in reserve."""
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
+    try:
+        found = re.search(r"^MemAvailable:\s*(\d+) kB$", MEMORY.read_text(encoding="ascii"), re.MULTILINE)
+    except OSError:
+        found = None
+    return int(found[1]) * 1024 if found else UNKNOWN
+
+
+def _device(wish: str) -> torch.device:
     try:
         device = torch.device(wish)
     except RuntimeError as error:
-        raise InputError(f"{wish!r} is not a device: use 'cpu', 'cuda' or 'cuda:0'.") from error
+        raise InputError(
+            f"{wish!r} is not a device: use 'cpu', 'cuda' or 'cuda:0', or several with commas between."
+        ) from error
     if device.type not in ("cpu", "cuda"):
         raise InputError(f"Device {wish!r} is not supported: use 'cpu' or 'cuda'.")
     if device.type == "cuda":
@@ -37,7 +91,7 @@ def pick_device(wish: str | None) -> torch.device:
         if (device.index or 0) >= count:
             raise InputError(f"Device {wish!r} is not there: torch sees {count} CUDA devices. Use 'cpu'.")
         return torch.device("cuda", device.index or 0)
-    return device
+    return torch.device("cpu")
 
 
 def pick_dtype(wish: str | None, stored: str | None, device: torch.device) -> torch.dtype:
@@ -50,6 +104,11 @@ def pick_dtype(wish: str | None, stored: str | None, device: torch.device) -> to
         return torch.float32
     wide = stored == "bfloat16" and torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.bfloat16 if wide else torch.float16
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """A block in which kernels are started on this device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def guard(device: torch.device, dtype: torch.dtype) -> None:

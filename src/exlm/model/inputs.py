@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +12,10 @@ from torch import Tensor
 from ..cache import CacheBase
 from ..config import FrozenConfig
 from ..errors import CacheTooSmall, InputError
-from ..nn import Batch
+from ..nn import Active, Batch, Span
 from ..nn.batch import Outputs
+from ..vision import MMEmbedding, place
+from .extras import check_ids, checked, in_planes
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,8 @@ class Request:
     positions: Tensor  # (rows, tokens) or (3, rows, tokens)
     past: int
     mask: Tensor | None  # (rows, past + tokens)
+    adapters: tuple[tuple[Active, ...], ...] = ()  # for each row
+    spans: tuple[Span, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -45,6 +50,8 @@ class Request:
             longest=longest,
             even=self.mask is None,
             mask=None if self.mask is None else self.mask[:, :longest],
+            spans=tuple(_cut(self.spans, start, stop)),
+            adapters=self.adapters,
             outputs=outputs,
         )
 
@@ -57,9 +64,12 @@ def check(
     position_offsets: Tensor | None,
     positions: Tensor | None,
     device: torch.device,
+    adapters: tuple[Active, ...] = (),
+    indexed_embeddings: Any = None,
 ) -> Request:
     """The call as a `Request` on the model's device, or an error that says what does not fit."""
-    ids = _ids(config, input_ids)
+    embeddings = checked(indexed_embeddings, config.spec.hidden)
+    ids = _ids(config, input_ids, embeddings)
     rows, tokens = ids.shape
     past = 0 if cache is None else _room(cache, rows, tokens)
     if past + tokens > config.max_seq_len:
@@ -67,12 +77,16 @@ def check(
             f"{past} past and {tokens} new tokens exceed the model's configured length of "
             f"{config.max_seq_len}. Raise config.max_seq_len before loading, or shorten the input."
         )
+    spans = _spans(ids, embeddings, device)
+    plain = _plain(config, ids, past, embeddings).to(device)
     ids = ids.to(device)
     return Request(
         ids=ids,
-        positions=_positions(ids, past, position_offsets, positions, config.max_seq_len),
+        positions=_positions(ids, plain, position_offsets, positions, config.max_seq_len),
         past=past,
         mask=None if input_mask is None else _mask(input_mask, rows, past + tokens).to(device),
+        adapters=(adapters,) * rows if adapters else (),
+        spans=spans,
     )
 
 
@@ -93,7 +107,7 @@ def chunks(config: FrozenConfig, request: Request, cached: bool) -> Iterator[tup
         start += size
 
 
-def _ids(config: FrozenConfig, ids: Tensor) -> Tensor:
+def _ids(config: FrozenConfig, ids: Tensor, embeddings: tuple[MMEmbedding, ...]) -> Tensor:
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
         found = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         raise InputError(f"input_ids must be an integer tensor of (rows, tokens), found {found}.")
@@ -101,12 +115,30 @@ def _ids(config: FrozenConfig, ids: Tensor) -> Tensor:
         raise InputError(
             f"input_ids is empty, shape {tuple(ids.shape)}: a forward pass needs at least one token."
         )
-    if ids.device.type == "cpu" and int(ids.max()) >= config.spec.vocab:
-        raise InputError(
-            f"Token id {int(ids.max())} is outside the vocabulary of {config.spec.vocab}. Was the text "
-            "encoded with another model's tokenizer?"
-        )
+    if embeddings or (ids.device.type == "cpu" and int(ids.max()) >= config.spec.vocab):
+        for row in ids.tolist():
+            check_ids(row, embeddings, config.spec.vocab)
     return ids.long()
+
+
+def _spans(ids: Tensor, embeddings: tuple[MMEmbedding, ...], device: torch.device) -> tuple[Span, ...]:
+    """The injected vectors of every row, on the model's device."""
+    if not embeddings:
+        return ()
+    return tuple(
+        Span(row, run.start, run.vectors.to(device))
+        for row, numbers in enumerate(ids.tolist())
+        for run in place(numbers, embeddings)
+    )
+
+
+def _cut(spans: tuple[Span, ...], start: int, stop: int) -> Iterator[Span]:
+    """What of these spans lies between two tokens, counted from the first of them."""
+    for span in spans:
+        first, last = max(span.start, start), min(span.start + len(span.vectors), stop)
+        if first < last:
+            vectors = span.vectors[first - span.start : last - span.start]
+            yield replace(span, start=first - start, vectors=vectors)
 
 
 def _room(cache: CacheBase, rows: int, tokens: int) -> int:
@@ -123,7 +155,19 @@ def _room(cache: CacheBase, rows: int, tokens: int) -> int:
     return past
 
 
-def _positions(ids: Tensor, past: int, offsets: Tensor | None, given: Tensor | None, length: int) -> Tensor:
+def _plain(config: FrozenConfig, ids: Tensor, past: int, embeddings: tuple[MMEmbedding, ...]) -> Tensor:
+    """Where tokens stand that nobody placed: one after the other, pictures in three planes where known."""
+    rows, tokens = ids.shape
+    if embeddings:
+        turned = [in_planes(config.spec, row, embeddings, past) for row in ids.tolist()]
+        if placed := [one for one in turned if one is not None]:
+            return torch.stack(placed, 1)
+    return torch.arange(past, past + tokens, device=ids.device).expand(rows, tokens)
+
+
+def _positions(
+    ids: Tensor, plain: Tensor, offsets: Tensor | None, given: Tensor | None, length: int
+) -> Tensor:
     rows, tokens = ids.shape
     if given is not None:
         if offsets is not None:
@@ -137,16 +181,16 @@ def _positions(ids: Tensor, past: int, offsets: Tensor | None, given: Tensor | N
                 f"positions must be from 0 to {length - 1}, found {int(given.min())} to {int(given.max())}."
             )
         return given.to(ids.device).long()
-    positions = torch.arange(past, past + tokens, device=ids.device).expand(rows, tokens)
     if offsets is None:
-        return positions
+        return plain
     if offsets.numel() != rows:
         raise InputError(
             f"position_offsets needs one number for each of {rows} rows, found {offsets.numel()}."
         )
-    if int(offsets.max()) > length - past - tokens:
+    moved = (plain + offsets.to(ids.device).view(rows, 1)).clamp(min=0)
+    if int(moved.max()) >= length:
         raise InputError(f"position_offsets reach beyond the configured length of {length}.")
-    return (positions + offsets.to(ids.device).view(rows, 1)).clamp(min=0)
+    return moved
 
 
 def _mask(mask: Tensor, rows: int, total: int) -> Tensor:

@@ -2,153 +2,103 @@
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..cache import CacheBase, LayerShape, Passing
-from ..checkpoint import open_source
-from ..config import Config, FrozenConfig
+from ..adapters import Open, activate, chosen
+from ..cache import CacheBase, LayerShape, Mirror, Passing
+from ..config import FrozenConfig
 from ..errors import InputError, NotLoaded, Unsupported
 from ..kernels.backend import KeyValues
-from ..kernels.select import Chain, choose
+from ..kernels.select import Chain
 from ..nn.batch import Outputs
-from .build import Builder
+from ..vision import MMEmbedding
 from .decoder import Decoder
-from .devices import guard, pick_device, pick_dtype
+from .extras import EMBED_HERE, Extras, check_ids, checked, in_planes, turns_in_planes
 from .inputs import Request, check, chunks
-from .progress import Callback, bar, silent
+from .loader import Loader
+from .loading import precision, shapes
 from .runner import Runner
-from .summary import Summary, summarize
-
-log = logging.getLogger(__name__)
-
-Yielding = Callable[[int, int], Iterator[Any]]
 
 
-class Model:
+class Model(Loader):
     """A language model: `Model(config)`, `load()`, then `forward(ids, cache)`."""
-
-    def __init__(self, config: Config, lazy_load: bool = False) -> None:
-        self.config = config
-        self.loaded = False
-        self._frozen: FrozenConfig | None = None
-        self._decoder: Decoder | None = None
-        self._chain: Chain | None = None
-
-    # Loading
-
-    def load(
-        self,
-        gpu_split: Sequence[float] | None = None,
-        lazy: bool = False,
-        stats: bool = False,
-        callback: Callback | None = None,
-        callback_gen: Yielding | None = None,
-        progress: bool = False,
-    ) -> None:
-        """Read the weights and bind their kernels.
-
-        `callback(i, n)` is called before module i of n and once with (n, n); `progress=True` shows a bar.
-        If anything fails, nothing stays behind. `lazy` and `stats` are accepted for old scripts.
-        """
-        if progress and callback is not None:
-            raise InputError("Give a callback or progress=True, not both.")
-        if progress:
-            with bar("Loading") as shown:
-                self._drain(self.load_gen(gpu_split, callback=shown, callback_gen=callback_gen))
-            return
-        self._drain(self.load_gen(gpu_split, callback=callback, callback_gen=callback_gen))
-
-    def load_gen(
-        self,
-        gpu_split: Sequence[float] | None = None,
-        lazy: bool = False,
-        stats: bool = False,
-        callback: Callback | None = None,
-        callback_gen: Yielding | None = None,
-    ) -> Iterator[Any]:
-        """`load` as a generator: what `callback_gen(i, n)` yields is passed on; run it to its end."""
-        if gpu_split is not None and len(gpu_split) > 1:
-            raise Unsupported(
-                f"gpu_split names {len(gpu_split)} devices; this version places a model on one. "
-                "Leave gpu_split out, or set config.device."
-            )
-        self.unload()
-        try:
-            yield from self._load(callback or silent, callback_gen)
-        except BaseException:
-            self.unload()
-            raise
-
-    def load_autosplit(
-        self,
-        cache: CacheBase,
-        reserve_vram: int | Sequence[int] | None = None,
-        last_id_only: bool = False,
-        callback: Callback | None = None,
-        callback_gen: Yielding | None = None,
-        progress: bool = False,
-    ) -> None:
-        """Load the model and allocate a lazy cache beside it."""
-        if cache.allocated:
-            raise InputError(
-                "load_autosplit needs a cache made with lazy=True: it allocates the cache itself."
-            )
-        self.load(callback=callback, callback_gen=callback_gen, progress=progress)
-        try:
-            cache.allocate()
-        except BaseException:
-            self.unload()
-            raise
-
-    def unload(self) -> None:
-        """Let go of every weight; the model can be loaded again."""
-        self.loaded = False
-        self._decoder = self._chain = self._frozen = None
-
-    def summary(self) -> Summary:
-        """What the folder holds, from its headers; the model need not be loaded."""
-        return summarize(self.config.freeze())
-
-    def explain(self) -> str:
-        """Which backend runs each part, and why."""
-        if self._chain is None:
-            raise NotLoaded("Kernels are chosen while loading: call model.load() first.")
-        return self._chain.explain()
 
     # What a cache asks
 
     @property
     def cache_shapes(self) -> list[LayerShape]:
         """What each layer stores for a token."""
-        return [LayerShape(layer.attn.kv_heads, layer.attn.head_dim) for layer in self.config.spec.layers]
+        return shapes(self.config.spec) if self._loaded is None else self._loaded.shapes
 
     @property
     def cache_devices(self) -> list[torch.device] | None:
         """Where each layer is; None before loading."""
-        return None if self._chain is None else [self._chain.device] * len(self.config.spec.layers)
+        return None if self._loaded is None else [chain.device for chain in self._loaded.chains[1:-1]]
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """The precision keys and values are computed in."""
-        if self._chain is None:
-            raise NotLoaded("The precision is chosen while loading: call model.load() first.")
-        return self._chain.dtype
+        """The precision keys and values are computed in; before loading, what it would be."""
+        if self._loaded is not None:
+            return self._loaded.chains[0].dtype
+        return precision(*self._machine())
 
     @property
     def cache_length(self) -> int:
         """The configured sequence length."""
         return self.config.max_seq_len
 
+    @property
+    def cache_mirror(self) -> Mirror | None:
+        """Who tells other processes what is done to a cache; None where there are none."""
+        return None if self._loaded is None else self._loaded.mirror
+
+    # What adapters and injected embeddings ask
+
+    def opened(self) -> Open:
+        """The loaded modules, for an adapter to be installed in."""
+        frozen, decoder, chain = self._ready()
+        assert self._loaded is not None
+        if len(self._loaded.devices) > 1 or self._loaded.leader is not None:
+            raise Unsupported("An adapter needs a model on one device: load it with model.load().")
+        return Open(decoder, frozen.spec, chain.device, chain.dtype)
+
+    def extras(self, ids: Sequence[int], loras: Any = None, embeddings: Any = None) -> Extras:
+        """What a prompt brings besides its ids, checked; refuses ids that are neither tokens nor embedded.
+
+        `loras` is an adapter or a list of them, each perhaps as a pair with its strength; `embeddings` are
+        the `MMEmbedding` objects whose ids the prompt holds.
+        """
+        frozen, decoder, _ = self._ready()
+        known = checked(embeddings, frozen.spec.hidden)
+        check_ids(ids, known, frozen.spec.vocab)
+        return Extras(
+            activate(decoder, loras),
+            known,
+            tuple(lora for lora, _ in chosen(decoder, loras)),
+            in_planes(frozen.spec, ids, known),
+        )
+
+    def injected(self, text: str, embeddings: Any) -> list[MMEmbedding]:
+        """The embeddings a prompt may name. Bare vectors (n, hidden) stand where it says {{EMBED_HERE}}."""
+        given = embeddings if isinstance(embeddings, list | tuple) else [embeddings]
+        bare = sum(isinstance(one, Tensor) for one in given)
+        if bare and (bare > 1 or text.count(EMBED_HERE) != 1):
+            raise InputError(
+                f"A prompt with bare vectors must contain {EMBED_HERE} exactly once for the one tensor it "
+                f"may have, found {text.count(EMBED_HERE)} for {bare}. Wrap vectors as MMEmbedding(model, "
+                "vectors) and write their text_alias into the prompt to have several."
+            )
+        return [MMEmbedding(self, one, EMBED_HERE) if isinstance(one, Tensor) else one for one in given]
+
     def runner(self, cache: CacheBase) -> Runner:
         """The door a generator uses: sequences in pages of this cache."""
-        _, decoder, chain = self._ready()
-        return Runner(decoder, cache, chain.device)
+        frozen, decoder, chain = self._ready()
+        return Runner(decoder, cache, chain.device, turns_in_planes(frozen.spec))
 
     # Asking
 
@@ -160,11 +110,13 @@ class Model:
         input_mask: Tensor | None = None,
         preprocess_only: bool = False,
         last_id_only: bool = False,
+        loras: Any = None,
         return_last_state: bool = False,
         position_offsets: Tensor | None = None,
         abort_event: threading.Event | None = None,
         cpu_logits: bool = False,
         positions: Tensor | None = None,
+        indexed_embeddings: Any = None,
     ) -> Any:
         """Logits for token ids: (rows, tokens, vocabulary) in float32, tokens = 1 with `last_id_only`.
 
@@ -173,10 +125,21 @@ class Model:
         None. With `return_last_state` the answer is (logits, the state entering the final norm) of the last
         chunk. An `abort_event` that is set ends the call between chunks and returns None. `input_mask` hides
         keys (as made by `tokenizer.padding_mask`), `position_offsets` shifts each row's positions,
-        `positions` replaces them.
+        `positions` replaces them. `loras` change every row. `indexed_embeddings` are laid over their ids;
+        pictures are placed as if the cache held text, so later calls for the same tokens pass `positions`.
         """
-        frozen, _, chain = self._ready()
-        request = check(frozen, input_ids, cache, input_mask, position_offsets, positions, chain.device)
+        frozen, decoder, chain = self._ready()
+        request = check(
+            frozen,
+            input_ids,
+            cache,
+            input_mask,
+            position_offsets,
+            positions,
+            chain.device,
+            activate(decoder, loras),
+            indexed_embeddings,
+        )
         wanted: Outputs = "none" if preprocess_only else "last" if last_id_only else "all"
         if wanted == "all" and frozen.max_output_len is not None and request.tokens > frozen.max_output_len:
             raise InputError(
@@ -211,34 +174,10 @@ class Model:
             answer = decoder.forward(request.batch(start, stop, pages, "none" if early else wanted), layers)
             if cache is not None:
                 cache.current_seq_len += stop - start
+                cache.tenant = None
             yield answer
 
-    def _load(self, callback: Callback, callback_gen: Yielding | None) -> Iterator[Any]:
-        frozen = self.config.freeze()
-        device = pick_device(frozen.device)
-        dtype = pick_dtype(frozen.dtype, frozen.stored_dtype, device)
-        guard(device, dtype)
-        chain = choose(device, dtype)
-        checkpoint = open_source(frozen.path, frozen.spec.names, frozen.quantization)
-        builder = Builder(frozen.spec, checkpoint, chain, frozen.max_seq_len)
-        total, steps, decoder = len(builder), builder.build(), None
-        for i in range(total):
-            callback(i, total)
-            if callback_gen is not None:
-                yield from callback_gen(i, total)
-            with torch.no_grad():
-                decoder = next(steps)
-        self._frozen, self._decoder, self._chain, self.loaded = frozen, decoder, chain, True
-        callback(total, total)
-        if callback_gen is not None:
-            yield from callback_gen(total, total)
-
     def _ready(self) -> tuple[FrozenConfig, Decoder, Chain]:
-        if self._frozen is None or self._decoder is None or self._chain is None:
+        if self._loaded is None:
             raise NotLoaded("The model has no weights in memory: call model.load() first.")
-        return self._frozen, self._decoder, self._chain
-
-    @staticmethod
-    def _drain(steps: Iterator[Any]) -> None:
-        for _ in steps:
-            pass
+        return self._loaded.config, self._loaded.decoder, self._loaded.chains[0]

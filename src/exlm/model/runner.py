@@ -7,6 +7,7 @@ next is the scheduler's business, what a row of logits becomes the sampler's.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -16,6 +17,9 @@ from ..cache import PAGE, CacheBase
 from ..nn import Batch
 from ..nn.batch import Outputs
 from .decoder import Decoder
+from .extras import Extras
+
+PLAIN = Extras()
 
 
 class Paged(Protocol):
@@ -31,14 +35,22 @@ class Paged(Protocol):
         """The page numbers that hold its keys and values, in order."""
         ...
 
+    @property
+    def extras(self) -> Extras | None:
+        """What it brings besides its ids."""
+        ...
+
 
 class Runner:
     """A loaded decoder over a paged cache."""
 
-    def __init__(self, decoder: Decoder, cache: CacheBase, device: torch.device) -> None:
+    def __init__(
+        self, decoder: Decoder, cache: CacheBase, device: torch.device, planes: bool = False
+    ) -> None:
         self.decoder = decoder
         self.cache = cache
         self.device = device
+        self.planes = planes  # positions may have three planes
 
     def copy(self, orders: Iterable[tuple[int, int, int]]) -> None:
         """Duplicate the leading tokens of pages: (source, target, tokens)."""
@@ -73,19 +85,38 @@ class Runner:
     def _run(
         self, sequences: Sequence[Paged], fed: Sequence[Sequence[int]], past: Sequence[int], outputs: Outputs
     ) -> Tensor | None:
+        self.cache.tenant = self
         count = len(fed[0])
         longest = max(past) + count
         width = -(-longest // PAGE)
         table = [[*sequence.pages[:width], *[0] * (width - len(sequence.pages))] for sequence in sequences]
         starts = torch.tensor(past, device=self.device)
-        positions = starts[:, None] + torch.arange(count, device=self.device)
         batch = Batch(
             ids=torch.tensor([list(row) for row in fed], device=self.device),
-            positions=positions,
+            positions=starts[:, None] + torch.arange(count, device=self.device),
             past=starts,
             pages=torch.tensor(table, device=self.device),
             longest=longest,
             even=len(set(past)) == 1,
             outputs=outputs,
         )
+        extras = [sequence.extras for sequence in sequences]
+        if any(extras):
+            batch = self._dressed(batch, [one or PLAIN for one in extras], fed, past)
         return self.decoder.forward(batch, self.cache.layers)[0]
+
+    def _dressed(
+        self, batch: Batch, extras: Sequence[Extras], fed: Sequence[Sequence[int]], past: Sequence[int]
+    ) -> Batch:
+        """The batch with what its rows bring besides their ids."""
+        positions = batch.positions
+        if self.planes and any(one.planes is not None for one in extras):
+            rows = [one.positions(at, at + len(row)) for one, at, row in zip(extras, past, fed, strict=True)]
+            positions = torch.stack(rows, 1).to(self.device)
+        spans = (span for row, one in enumerate(extras) for span in one.spans(row, fed[row]))
+        return replace(
+            batch,
+            positions=positions,
+            adapters=tuple(one.adapters for one in extras) if any(one.adapters for one in extras) else (),
+            spans=tuple(replace(span, vectors=span.vectors.to(self.device)) for span in spans),
+        )

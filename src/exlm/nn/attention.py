@@ -17,7 +17,7 @@ HeadPair = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 class Qkv(Protocol):
     """x → the projected queries, keys and values."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """(rows, tokens, hidden) → three of (rows, tokens, heads · head_dim)."""
         ...
 
@@ -28,9 +28,9 @@ class Projection:
     def __init__(self, q: Linear, k: Linear, v: Linear) -> None:
         self.q, self.k, self.v = q, k, v
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """One after the other."""
-        return self.q.forward(x), self.k.forward(x), self.v.forward(x)
+        return self.q.forward(x, batch), self.k.forward(x, batch), self.v.forward(x, batch)
 
 
 class Clamped:
@@ -39,9 +39,9 @@ class Clamped:
     def __init__(self, inner: Qkv, limit: float) -> None:
         self.inner, self.limit = inner, limit
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """The inner projection, clamped."""
-        q, k, v = self.inner.forward(x)
+        q, k, v = self.inner.forward(x, batch)
         low, high = -self.limit, self.limit
         return q.clamp(low, high), k.clamp(low, high), v.clamp(low, high)
 
@@ -73,28 +73,19 @@ def leave(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return q, k
 
 
-def stand(q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys that do not turn: the layer knows no positions."""
-    return q, k
-
-
 class Attention:
     """Grouped-query attention over a layer's cache."""
 
-    def __init__(
-        self, head_dim: int, qkv: Qkv, norm: HeadPair, rotate: b.Rotation, attend: b.Attend, o: Linear
-    ) -> None:
+    def __init__(self, head_dim: int, qkv: Qkv, norm: HeadPair, attend: b.Attend, o: Linear) -> None:
         self.head_dim = head_dim
         self.qkv = qkv
         self.norm = norm
-        self.rotate = rotate
         self.attend = attend
         self.o = o
 
     def forward(self, x: Tensor, batch: Batch, kv: b.KeyValues) -> Tensor:
         """(rows, tokens, hidden) → the same shape; the layer's cache grows by the new tokens."""
         shape = (*x.shape[:2], -1, self.head_dim)
-        q, k, v = (part.view(shape) for part in self.qkv.forward(x))
+        q, k, v = (part.view(shape) for part in self.qkv.forward(x, batch))
         q, k = self.norm(q, k)
-        q, k = self.rotate(q, k, batch.positions)
-        return self.o.forward(self.attend(q, k, v, kv, batch))
+        return self.o.forward(self.attend(q, k, v, kv, batch), batch)

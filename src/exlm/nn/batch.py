@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,13 @@ class Span:
     vectors: Tensor  # (tokens, hidden)
 
 
+class Active(NamedTuple):
+    """An adapter at work on a row, and how strongly."""
+
+    adapter: int  # its number, unique in this process
+    scale: float
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """A rectangle of tokens, where each row stands, and which answers are wanted."""
@@ -32,6 +39,7 @@ class Batch:
     even: bool  # every row's past is longest - tokens, and nothing is hidden
     mask: Tensor | None = None  # (rows, longest) False hides a key
     spans: tuple[Span, ...] = ()
+    adapters: tuple[tuple[Active, ...], ...] = ()  # for each row; () if no row has any
     outputs: Outputs = "all"
 
     def to(self, device: torch.device) -> Batch:

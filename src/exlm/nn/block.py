@@ -6,6 +6,9 @@ Block            x ─┬─ norm ─ attention ─ post ─(+)─┬─ norm �
 ParallelBlock    x ─┬─ norm ─┬─ attention ─(+)─(+)─
                     │        └─ mlp ────────┘   │
                     └───────────────────────────┘
+
+The last addition of a block is left to the next one's first norm, so that a backend may do both at once: what
+flows from block to block is a sum and a part still to be added.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from .batch import Batch
 class MlpLike(Protocol):
     """Dense or sparse."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """(rows, tokens, hidden) → the same shape."""
         ...
 
@@ -33,8 +36,8 @@ class BlockLike(Protocol):
     attn: Attention
     mlp: MlpLike
 
-    def forward(self, x: Tensor, batch: Batch, kv: b.KeyValues) -> Tensor:
-        """(rows, tokens, hidden) → the same shape."""
+    def forward(self, x: Tensor, more: Tensor | None, batch: Batch, kv: b.KeyValues) -> tuple[Tensor, Tensor]:
+        """The residual stream in and out, (rows, tokens, hidden): the sum so far, and what belongs to it."""
         ...
 
 
@@ -45,8 +48,8 @@ class Block:
         self,
         attn: Attention,
         mlp: MlpLike,
-        attn_norm: b.Norm,
-        mlp_norm: b.Norm,
+        attn_norm: b.AddNorm,
+        mlp_norm: b.AddNorm,
         attn_post: b.Norm,
         mlp_post: b.Norm,
     ) -> None:
@@ -54,20 +57,21 @@ class Block:
         self.attn_norm, self.mlp_norm = attn_norm, mlp_norm
         self.attn_post, self.mlp_post = attn_post, mlp_post
 
-    def forward(self, x: Tensor, batch: Batch, kv: b.KeyValues) -> Tensor:
+    def forward(self, x: Tensor, more: Tensor | None, batch: Batch, kv: b.KeyValues) -> tuple[Tensor, Tensor]:
         """The residual stream in, the residual stream out."""
-        x = x + self.attn_post(self.attn.forward(self.attn_norm(x), batch, kv))
-        return x + self.mlp_post(self.mlp.forward(self.mlp_norm(x)))
+        x, n = self.attn_norm(x, more)
+        x, n = self.mlp_norm(x, self.attn_post(self.attn.forward(n, batch, kv)))
+        return x, self.mlp_post(self.mlp.forward(n, batch))
 
 
 class ParallelBlock:
     """Attention and MLP on the same normalised input."""
 
-    def __init__(self, attn: Attention, mlp: MlpLike, norm: b.Norm, post: b.Norm) -> None:
+    def __init__(self, attn: Attention, mlp: MlpLike, norm: b.AddNorm, post: b.Norm) -> None:
         self.attn, self.mlp = attn, mlp
         self.norm, self.post = norm, post
 
-    def forward(self, x: Tensor, batch: Batch, kv: b.KeyValues) -> Tensor:
+    def forward(self, x: Tensor, more: Tensor | None, batch: Batch, kv: b.KeyValues) -> tuple[Tensor, Tensor]:
         """The residual stream in, the residual stream out."""
-        n = self.norm(x)
-        return x + self.post(self.attn.forward(n, batch, kv) + self.mlp.forward(n))
+        x, n = self.norm(x, more)
+        return x, self.post(self.attn.forward(n, batch, kv) + self.mlp.forward(n, batch))

@@ -23,12 +23,19 @@ class Embedding:
         self.dtype = dtype  # of the residual stream
 
     def forward(self, batch: Batch) -> Tensor:
-        """(rows, tokens) → (rows, tokens, hidden); ids below zero are padding and read row 0."""
-        x = self.lookup(batch.ids.clamp(0, self.vocab - 1)).to(self.dtype)
+        """(rows, tokens) → (rows, tokens, hidden); ids below zero are padding and read row 0.
+
+        Injected vectors are taken as they are, not multiplied; learned positions are added to them as well.
+        """
+        x = self.stored(batch)
         if self.scale != 1.0:
             x = x * self.scale
-        if self.positions is not None:
-            x = x + F.embedding(batch.positions, self.positions).to(self.dtype)
         for span in batch.spans:
             x[span.row, span.start : span.start + len(span.vectors)] = span.vectors.to(self.dtype)
+        if self.positions is not None:
+            x = x + F.embedding(batch.positions, self.positions).to(self.dtype)
         return x
+
+    def stored(self, batch: Batch) -> Tensor:
+        """Each token's row of the table, before any factor."""
+        return self.lookup(batch.ids.clamp(0, self.vocab - 1)).to(self.dtype)

@@ -6,23 +6,25 @@ import torch
 from torch import Tensor
 
 from ..kernels import backend as b
+from .batch import Batch
 from .linear import Linear
 
 
 class Head:
     """Final norm, one wide matrix, then a factor and a cap."""
 
-    def __init__(self, norm: b.Norm, linear: Linear, scale: float, softcap: float | None) -> None:
+    def __init__(self, norm: b.AddNorm, linear: Linear, scale: float, softcap: float | None) -> None:
         self.norm = norm
         self.linear = linear
         self.scale = scale
         self.softcap = softcap
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(rows, tokens, hidden) → (rows, tokens, vocabulary) in float32."""
-        logits = self.linear.forward(self.norm(x)).float()
+    def forward(self, x: Tensor, more: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The residual stream → (rows, tokens, vocabulary) in float32, and the state that enters the norm."""
+        state, n = self.norm(x, more)
+        logits = self.linear.forward(n, batch).float()
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
-        return logits
+        return logits, state

@@ -1,10 +1,11 @@
-"""A matrix in its place: one bound kernel, and the weight it was bound to."""
+"""A matrix in its place: one bound kernel and the widths of its two sides."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from ..kernels import backend as b
+from .batch import Batch
 
 
 class Linear:
@@ -15,6 +16,6 @@ class Linear:
         self.in_features = in_features
         self.out_features = out_features
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(…, in_features) → (…, out_features)."""
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """(rows, tokens, in_features) → (rows, tokens, out_features)."""
         return self.kernel(x)

@@ -5,19 +5,21 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..kernels import backend as b
+from .batch import Batch
 from .linear import Linear
 
 
 class GatedMlp:
     """down(act(gate) · up)."""
 
-    def __init__(self, act: b.Activation, gate: Linear, up: Linear, down: Linear) -> None:
+    def __init__(self, act: b.Gated, gate: Linear, up: Linear, down: Linear) -> None:
         self.act = act
         self.gate, self.up, self.down = gate, up, down
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """(rows, tokens, hidden) → the same shape."""
-        return self.down.forward(self.act(self.gate.forward(x)) * self.up.forward(x))
+        hidden = self.act(self.gate.forward(x, batch), self.up.forward(x, batch))
+        return self.down.forward(hidden, batch)
 
 
 class PlainMlp:
@@ -27,6 +29,6 @@ class PlainMlp:
         self.act = act
         self.up, self.down = up, down
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """(rows, tokens, hidden) → the same shape."""
-        return self.down.forward(self.act(self.up.forward(x)))
+        return self.down.forward(self.act(self.up.forward(x, batch)), batch)

@@ -16,11 +16,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ..errors import InputError
+from ..errors import BadLogits, InputError
 from . import guidance
 from .candidates import SLACK, params_of
 from .constraint import Constraint
-from .edits import apply, plan_edits, restrict
+from .edits import apply, check_bias, plan_edits, restrict
 from .order import run_maxima, sort_down
 from .pick import fill, pick_greedy
 from .pipeline import Task, finalists, make_task, move_targets
@@ -64,6 +64,8 @@ class _Call:
         state.mirostat_mu = targets[place] if targets and place < len(targets) else None
         row = Row(self.settings, state, blocked=self.blocked)
         plan = self.settings.plan()
+        if self.settings.token_bias is not None:
+            check_bias(self.settings.token_bias, len(x))
         edits = plan_edits(row, plan, self.vocabulary, len(x))
         x = x.float().clone().unsqueeze(0)
         apply(x, [edits])
@@ -229,7 +231,7 @@ def _checked(
 def _check_largest(logit: float) -> None:
     if not math.isfinite(logit):
         code = NOT_A_NUMBER if math.isnan(logit) else INFINITE if logit > 0 else NOTHING_ALLOWED
-        raise InputError(PROBLEMS[code])
+        raise BadLogits(PROBLEMS[code])
 
 
 def _bits(number: float) -> int:

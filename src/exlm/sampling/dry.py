@@ -72,13 +72,13 @@ class DryIndex:
         and lies within the rule's window. Every occurrence of a continuation counts. Matches longer than
         `rule.longest` count as that long.
         """
-        ids = self._ids
+        ids, least = self._ids, max(1, rule.allowed)
         start = max(0, len(ids) - rule.window) if rule.window > 0 else 0
-        reach = self._unbroken(start, rule.longest, breakers, limit)
-        least = max(1, rule.allowed)
+        places = self._places(start, least)
+        reach = self._unbroken(start, rule.longest, breakers, limit) if places else 0
         if reach < least:
             return {}
-        length, follow = self._longest(start, least, reach, breakers, limit)
+        length, follow = self._longest(places, start, least, reach, breakers, limit)
         price = rule.penalty(length)
         return {token: min(price * count, LARGEST_PENALTY) for token, count in follow.items()}
 
@@ -92,12 +92,12 @@ class DryIndex:
         return reach
 
     def _longest(
-        self, start: int, least: int, reach: int, breakers: Container[int], limit: int
+        self, places: list[int], start: int, least: int, reach: int, breakers: Container[int], limit: int
     ) -> tuple[int, Counter[int]]:
         ids, end = self._ids, len(self._ids) - 1
         length, follow = least, Counter[int]()
         suffix = ids[end - length + 1 :]
-        for place in self._places(start, least):
+        for place in places:
             following = ids[place + 1]
             if place - length + 1 < start or ids[place - length + 1 : place + 1] != suffix:
                 continue

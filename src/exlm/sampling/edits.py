@@ -45,6 +45,12 @@ class Edits:
 NO_EDITS = Edits(None, (), None, {}, None)
 
 
+def check_bias(bias: Tensor, width: int) -> None:
+    """Raise InputError for a bias that is shorter than the vocabulary."""
+    if len(bias) < width:
+        raise InputError(f"token_bias has {len(bias)} entries; the vocabulary has {width} tokens.")
+
+
 def plan_edits(row: Row, plan: Plan, vocabulary: Vocabulary, width: int) -> Edits:
     """What a row's settings and text ask to change; `width` counts the tokens."""
     bias = row.settings.token_bias
@@ -60,8 +66,6 @@ def plan_edits(row: Row, plan: Plan, vocabulary: Vocabulary, width: int) -> Edit
     if plan.dry is not None:
         breakers = vocabulary.breakers if plan.dry.breakers is None else plan.dry.breakers
         repeats = row.state.repeats(plan.dry, breakers, width)
-    if bias is not None and len(bias) < width:
-        raise InputError(f"token_bias has {len(bias)} entries; the vocabulary has {width} tokens.")
     return Edits(penalties, row.blocked, bias, repeats, row.allowed)
 
 

@@ -51,11 +51,11 @@ def pick(c: Candidates, numbers: Tensor, wanted: int, down: Tensor | bool = Fals
     tokens = place if ids is None else ids.gather(1, place)
     picked = Picked(tokens.squeeze(1), p.gather(1, place).squeeze(1))
     if wanted:
-        picked.top_tokens, picked.top_p = _best(p, ids, wanted)
+        picked.top_tokens, picked.top_p = best(p, ids, wanted)
     return picked
 
 
-def _best(p: Tensor, ids: Tensor | None, wanted: int) -> tuple[Tensor, Tensor]:
+def best(p: Tensor, ids: Tensor | None, wanted: int) -> tuple[Tensor, Tensor]:
     """The most probable tokens; float32, so that ties do not depend on how candidates were found."""
     best, places = largest(p.float(), wanted) if ids is None else sort_down(p.float())
     best, places = best[:, :wanted], places[:, :wanted]

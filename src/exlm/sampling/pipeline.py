@@ -89,7 +89,7 @@ def choose(x: Tensor, tasks: Sequence[Task], vocabulary: Vocabulary, wanted: int
     """
     if tasks[0].kind == "greedy":
         top, picked = pick_greedy(x, wanted)
-        picked.tokens = _failures(top, picked.tokens)
+        picked.tokens = failures(top, picked.tokens)
         move_targets(tasks, picked.p)
         return picked
     maxima = run_maxima(x)
@@ -103,7 +103,7 @@ def choose(x: Tensor, tasks: Sequence[Task], vocabulary: Vocabulary, wanted: int
             for members, c in finalists(x, tasks, vocabulary, maxima)
         ]
         picked = parts[0][1] if len(parts) == 1 else joined(parts, x.device)
-    picked.tokens = _failures(top.squeeze(1), picked.tokens)
+    picked.tokens = failures(top.squeeze(1), picked.tokens)
     move_targets(tasks, picked.p)
     return picked
 
@@ -203,13 +203,13 @@ def move_targets(tasks: Sequence[Task], p: Tensor) -> None:
     if len(some) < len(tasks):
         p = p[torch.tensor(users).to(p.device, non_blocking=True)]
     targets = moved(_targets(some, p.device), params["tau"], params["eta"], p.unsqueeze(1)).squeeze(1)
-    for task, target in zip(some, targets.unbind(), strict=True):
-        task.row.state.set_target(task.row.position, target)
+    for place, task in enumerate(some):
+        task.row.state.set_target(task.row.position, targets, place)
 
 
-def _failures(top: Tensor, tokens: Tensor) -> Tensor:
+def failures(top: Tensor, tokens: Tensor) -> Tensor:
     """Tokens, negative where the largest logit of a row (rows,) says that there is nothing to choose."""
-    if top.device.type == "cpu" and all(map(math.isfinite, top.tolist())):
+    if top.device.type == "cpu" and math.isfinite(sum(top.tolist())):
         return tokens
     tokens = torch.where(top == -torch.inf, NOTHING_ALLOWED, tokens)
     tokens = torch.where(top == torch.inf, INFINITE, tokens)

@@ -78,7 +78,7 @@ class Plan:
     """Which steps a row takes, and their numbers.
 
     `steps` are those after the softmax and top-k; a greedy row has none, but its picks too move the target of
-    `mirostat`. `row` is `numbers` as a tuple.
+    `mirostat`. `row` is `numbers` as a tuple. `bare` is greedy and nothing else: no text, no memory.
     """
 
     greedy: bool
@@ -90,6 +90,7 @@ class Plan:
     penalties: PenaltyRule | None
     dry: DryRule | None
     xtc_ignored: frozenset[int] | None
+    bare: bool
 
 
 def check(settings: Settings) -> None:
@@ -129,6 +130,7 @@ def _plan(*values: Any) -> Plan:
     greedy = asked["top_k"] == 1 or asked["temperature"] < COLDEST
     steps = frozenset() if greedy else _steps(asked)
     numbers = _numbers(asked, steps)
+    penalties, dry = _penalties(asked), _dry(asked)
     return Plan(
         greedy=greedy,
         top_k=0 if greedy else max(0, asked["top_k"]),
@@ -136,9 +138,10 @@ def _plan(*values: Any) -> Plan:
         mirostat=asked["mirostat"],
         numbers=numbers,
         row=tuple(vars(numbers).values()),
-        penalties=_penalties(asked),
-        dry=_dry(asked),
+        penalties=penalties,
+        dry=dry,
         xtc_ignored=asked["xtc_ignore_tokens"],
+        bare=greedy and not asked["mirostat"] and penalties is None and dry is None,
     )
 
 

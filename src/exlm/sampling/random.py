@@ -1,4 +1,4 @@
-"""Random numbers that are a function of (seed, position): Philox 4x32-10, in plain integers and in torch.
+"""Random numbers that are a function of (seed, position): Philox 4x32-10, in plain integers and in numpy.
 
 A counter-based generator has no state to share or to lose: the number for a position is the same whoever else
 is in the batch, whichever device computes, and however often a step is run again. This is not a replacement
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import secrets
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import InputError
 
@@ -22,6 +22,7 @@ BLOCK = 64
 SINGLY = 4
 
 Words = tuple[int, int, int, int]
+Counters = NDArray[np.uint64]
 
 
 def philox(counter: Words, key: tuple[int, int]) -> Words:
@@ -35,17 +36,15 @@ def philox(counter: Words, key: tuple[int, int]) -> Words:
     return a, b, c, d
 
 
-def philox_tensor(counter: Tensor, key: tuple[int, int]) -> Tensor:
-    """`philox` for many counters (n, 4) at once; int64 holding 32-bit words, on the counters' device."""
-    a, b, c, d = counter.unbind(-1)
+def philox_array(counters: Counters, key: tuple[int, int]) -> Counters:
+    """`philox` for many counters (4, n) at once; uint64 holding 32-bit words."""
+    a, b, c, d = counters
     low, high = key
     for _ in range(ROUNDS):
-        # The products wrap around in 64 bits; both halves are right all the same once they are masked.
         left, right = a * MULTIPLIERS[0], c * MULTIPLIERS[1]
-        a, b = (right >> 32 & MASK) ^ b ^ low, right & MASK
-        c, d = (left >> 32 & MASK) ^ d ^ high, left & MASK
+        a, b, c, d = (right >> 32) ^ b ^ low, right & MASK, (left >> 32) ^ d ^ high, left & MASK
         low, high = (low + KEY_STEPS[0]) & MASK, (high + KEY_STEPS[1]) & MASK
-    return torch.stack((a, b, c, d), -1)
+    return np.stack((a, b, c, d))
 
 
 def uniform(seed: int, position: int, branch: int = 0) -> float:
@@ -94,9 +93,9 @@ class Uniforms:
         return self._numbers[position % BLOCK]
 
     def _compute(self, block: int, branch: int) -> list[float]:
-        counters = torch.zeros(BLOCK, 4, dtype=torch.int64)
-        positions = torch.arange(block * BLOCK, (block + 1) * BLOCK)
-        counters[:, 0], counters[:, 1], counters[:, 2] = positions & MASK, positions >> 32, branch & MASK
-        words = philox_tensor(counters, key_of(self.seed))
-        numbers: list[float] = ((words[:, 0] << 21 | words[:, 1] >> 11).double() * 2.0**-53).tolist()
+        positions = np.arange(block * BLOCK, (block + 1) * BLOCK, dtype=np.uint64)
+        zeros = np.zeros(BLOCK, np.uint64)
+        counters = np.stack((positions & MASK, positions >> 32, zeros + (branch & MASK), zeros))
+        high, low, _, _ = philox_array(counters, key_of(self.seed))
+        numbers: list[float] = ((high << 21 | low >> 11).astype(np.float64) * 2.0**-53).tolist()
         return numbers

@@ -6,16 +6,17 @@ has to wait for the device to find out, and the other rows are as if it were not
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..errors import InputError
+from ..errors import BadLogits
 from .settings import Settings
 from .state import SamplerState
 
 NOTHING_ALLOWED, NOT_A_NUMBER, INFINITE = -1, -2, -3
+TOO_MANY = -4  # more candidates than a kernel sorts; `Picks.tolist` picks such a row again
 
 PROBLEMS = {
     NOTHING_ALLOWED: (
@@ -71,13 +72,26 @@ class Picks:
     probs: Tensor
     top_tokens: Tensor | None = None
     top_probs: Tensor | None = None
+    again: Callable[[list[int]], Picks] | None = None
 
     def tolist(self) -> list[int]:
-        """The tokens as integers; waits for the device."""
+        """The tokens as integers; waits for the device.
+
+        Rows that had too many candidates for a kernel are picked once more, with `again`, and what is here
+        becomes final; the logits must still be what they were.
+        """
         tokens: list[int] = self.tokens.tolist()
+        if self.again is not None and TOO_MANY in tokens:
+            places = [place for place, token in enumerate(tokens) if token == TOO_MANY]
+            part, self.again = self.again(places), None
+            self.tokens[places], self.probs[places] = part.tokens, part.probs
+            for mine, theirs in ((self.top_tokens, part.top_tokens), (self.top_probs, part.top_probs)):
+                if mine is not None and theirs is not None:
+                    mine[places] = theirs
+            tokens = self.tokens.tolist()
         return tokens
 
     @staticmethod
-    def error(token: int) -> InputError | None:
+    def error(token: int) -> BadLogits | None:
         """What went wrong if a token of `tolist` is a failure; None if it is a token."""
-        return None if token >= 0 else InputError(PROBLEMS[token])
+        return None if token >= 0 else BadLogits(PROBLEMS[token])

@@ -7,16 +7,17 @@ settings and state alone. Logits are never copied to the host and never changed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError
-from . import direct, guidance
-from .edits import apply, plan_edits
-from .pick import Picked
-from .pipeline import Task, choose, joined, make_task
+from . import direct, fused, guidance
+from .edits import apply, check_bias, plan_edits
+from .lanes import Lane, lane_of
+from .pick import Picked, pick_greedy
+from .pipeline import Task, choose, failures, joined, make_task
 from .rows import Picks, Row
 from .settings import Settings
 from .vocabulary import TokenizerLike, Vocabulary
@@ -28,50 +29,88 @@ class Sampler:
     Settings = Settings
     sample = staticmethod(direct.sample)
 
-    def __init__(self, tokenizer: TokenizerLike | None = None, vocab_size: int | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: TokenizerLike | None = None,
+        vocab_size: int | None = None,
+        *,
+        kernels: bool = True,
+    ) -> None:
         """A sampler for a model's vocabulary: the ids the tokenizer knows, or the first `vocab_size`.
 
         Columns beyond are padding and never chosen. The tokenizer also names the tokens that DRY and XTC
-        spare unless settings do.
+        spare unless settings do. Without `kernels` everything is plain torch, on any device.
         """
+        self.kernels = kernels
         self.vocabulary = Vocabulary(tokenizer, vocab_size)
 
-    @torch.no_grad()
     def sample_batch(self, logits: Tensor, rows: Sequence[Row]) -> Picks:
         """Pick a token for every row of logits (rows, vocab); of two neighbouring ones if the row is guided.
 
         Settings are read as they are now. A row that cannot be served does not keep the others from their
         tokens (see `Picks.error`); settings that cannot be meant raise InputError before anything is done.
         """
-        x = self._mixed(logits, rows)
+        with torch.no_grad():
+            if rows and all(map(_wants_the_largest, rows)):
+                return _the_largest(self._tokens(logits, len(rows)), self._fast(logits))
+            x = self._mixed(logits, rows)
+            return self._sample(x, rows, self._fast(x))
+
+    def _fast(self, x: Tensor) -> bool:
+        return self.kernels and fused.serves(x.device)
+
+    def _sample(self, x: Tensor, rows: Sequence[Row], fast: bool) -> Picks:
+        """Pick from a row of logits for each row; `fast` if kernels may do it."""
         if not rows:
             return Picks(x.new_empty(0, dtype=torch.int64), x.new_empty(0))
         width, device = x.shape[1], x.device
-        tasks = []
-        for place, row in enumerate(rows):
-            plan = row.settings.plan()
-            edits = plan_edits(row, plan, self.vocabulary, width)
-            tasks.append(make_task(place, row, plan, edits, width, device))
-        wanted = min(width, max((row.want_top for row in rows), default=0))
+        wanted = min(width, max([row.want_top for row in rows]))
+        plans = [row.settings.plan() for row in rows]
+        ways = {plan: lane_of(plan, width, wanted) if fast else None for plan in set(plans)}
         groups: dict[object, list[Task]] = {}
-        for task in tasks:
+        lanes: dict[Lane, list[fused.Member]] = {}
+        known = None
+        for row in rows:
+            bias = row.settings.token_bias
+            if bias is not None and bias is not known:
+                check_bias(bias, width)
+                known = bias
+        for place, (row, plan) in enumerate(zip(rows, plans, strict=True)):
+            lane = ways[plan]
+            if lane is not None and (row.allowed is None or not _on_device(row.allowed)):
+                lanes.setdefault(lane, []).append((place, row, plan))
+                continue
+            task = make_task(place, row, plan, plan_edits(row, plan, self.vocabulary, width), width, device)
             groups.setdefault(task.company, []).append(task)
         parts = [
+            ([place for place, _, _ in members], fused.pick_rows(x, members, lane, self.vocabulary, wanted))
+            for lane, members in lanes.items()
+        ]
+        parts += [
             ([task.place for task in group], self._choose(x, group, wanted)) for group in groups.values()
         ]
         picked = parts[0][1] if len(parts) == 1 else joined(parts, device)
         tops = None if picked.top_p is None else picked.top_p.float()
-        return Picks(picked.tokens, picked.p.float(), picked.top_tokens, tops)
+        picks = Picks(picked.tokens, picked.p.float(), picked.top_tokens, tops)
+        if lanes:
+            picks.again = lambda places: self._sample(x[places], [rows[place] for place in places], False)
+        return picks
 
-    def _mixed(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
-        """One row of logits for each row, without the padding; a view where nothing is guided."""
-        needed = sum(2 if row.guided else 1 for row in rows)
+    def _tokens(self, logits: Tensor, needed: int) -> Tensor:
+        """Checked logits in float32, without the padding."""
         if logits.dim() != 2 or len(logits) != needed or not logits.is_floating_point():
             raise InputError(
                 f"logits must be floating point of shape ({needed}, vocab) for these rows, "
                 f"found {logits.dtype} {tuple(logits.shape)}."
             )
-        x = logits[:, : self.vocabulary.width(logits.shape[1])].float()
+        width = self.vocabulary.width(logits.shape[1])
+        x = (logits if width == logits.shape[1] else logits[:, :width]).float()
+        return x if x.stride(1) == 1 else x.contiguous()
+
+    def _mixed(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
+        """One row of logits for each row; a view where nothing is guided."""
+        needed = sum(2 if row.guided else 1 for row in rows)
+        x = self._tokens(logits, needed)
         if needed == len(rows):
             return x
         sizes = torch.tensor([2 if row.guided else 1 for row in rows])
@@ -96,6 +135,31 @@ class Sampler:
         if edited:
             apply(x, [task.edits for task in group])
         return choose(x, group, self.vocabulary, wanted)
+
+
+def _the_largest(x: Tensor, fast: bool) -> Picks:
+    """The picks of rows that want nothing else."""
+    if fast:
+        picked = fused.pick_largest(x)
+        return Picks(picked.tokens, picked.p)
+    top, picked = pick_greedy(x, 0)
+    return Picks(failures(top, picked.tokens), picked.p)
+
+
+def _on_device(allowed: Tensor | Collection[int]) -> bool:
+    """Whether a mask is where it cannot be packed with what else a row brings along."""
+    return isinstance(allowed, Tensor) and allowed.device.type != "cpu"
+
+
+def _wants_the_largest(row: Row) -> bool:
+    """Whether a row is answered by its largest logit alone."""
+    settings = row.settings
+    return (
+        settings.plan().bare
+        and settings.token_bias is None
+        and row.allowed is None
+        and not (row.blocked or row.want_top or row.guided)
+    )
 
 
 def _scale(row: Row) -> float:

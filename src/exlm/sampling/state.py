@@ -30,13 +30,14 @@ class SamplerState:
         Of the settings only a `mirostat_mu` to start from is used.
         """
         self.seed = check_seed(seed)
+        self._seed_word = (self.seed + 2**63) % 2**64 - 2**63
         self.history: list[int] = list(prompt_ids)
         self.branch = 0
         self._drawn = -1
         self._uniforms = Uniforms(self.seed)
         self._penalties: PenaltyHistory | None = None
         self._dry: DryIndex | None = None
-        self._targets: list[tuple[int, Tensor]] = []
+        self._targets: list[tuple[int, Tensor, int]] = []
         self._start = 0.0
         if settings is not None and settings.mirostat_mu:
             self.mirostat_mu = settings.mirostat_mu[0]
@@ -72,14 +73,29 @@ class SamplerState:
 
     def uniform(self, position: int) -> float:
         """The random number in [0, 1) for the token at a position; asked again, the same one."""
-        self._drawn = max(self._drawn, position)
+        if position > self._drawn:
+            self._drawn = position
         return self._uniforms.at(position, self.branch)
+
+    def draw(self, position: int) -> tuple[int, int, int]:
+        """What `uniform` is a function of, as signed 64-bit words: the seed, the position, the branch."""
+        if position > self._drawn:
+            self._drawn = position
+        return self._seed_word, position, self.branch
 
     def penalty_terms(self, rule: PenaltyRule) -> Terms:
         """The tokens of the text that a penalty rule is about."""
         if self._penalties is None:
             self._penalties = PenaltyHistory()
         return self._penalties.terms(self.history, rule)
+
+    def penalty_list(
+        self, rule: PenaltyRule, device: torch.device, changes: list[int]
+    ) -> tuple[int, int, int] | None:
+        """`penalty_terms` as they stand on a device, see `PenaltyHistory.listed`."""
+        if self._penalties is None:
+            self._penalties = PenaltyHistory()
+        return self._penalties.listed(self.history, rule, device, changes)
 
     def repeats(self, rule: DryRule, breakers: Collection[int], limit: int) -> dict[int, float]:
         """What DRY takes off which tokens."""
@@ -92,7 +108,8 @@ class SamplerState:
     def mirostat_mu(self) -> float | None:
         """Mirostat's target now; None before the first token."""
         if self._targets:
-            return float(self._targets[-1][1])
+            _, targets, place = self._targets[-1]
+            return float(targets[place])
         return self._start or None
 
     @mirostat_mu.setter
@@ -100,20 +117,33 @@ class SamplerState:
         self._targets.clear()
         self._start = float(target or 0.0)
 
-    def target(self, position: int, tau: float, device: torch.device) -> Tensor:
-        """Mirostat's target for the token at a position; it starts at 2 · tau.
+    def first_target(self, tau: float) -> float:
+        """The target for the first token: 2 · tau unless settings said otherwise."""
+        return self._start or 2.0 * tau
 
-        A scalar tensor, because between steps it stays on the device.
+    def last_target(self, position: int) -> tuple[Tensor, int] | None:
+        """Where the target for the token at a position is: a tensor (n,) and the place in it; None at first.
+
+        Between steps it stays on the device.
         """
         self._forget_targets(position)
-        if self._targets:
-            return self._targets[-1][1].to(device, non_blocking=True)
-        return torch.full((), self._start or 2.0 * tau, dtype=torch.float64, device=device)
+        if not self._targets:
+            return None
+        _, targets, place = self._targets[-1]
+        return targets, place
 
-    def set_target(self, position: int, target: Tensor) -> None:
-        """Remember the target that the token at a position led to."""
+    def target(self, position: int, tau: float, device: torch.device) -> Tensor:
+        """The target for the token at a position as a scalar."""
+        found = self.last_target(position)
+        if found is None:
+            return torch.full((), self.first_target(tau), dtype=torch.float64, device=device)
+        targets, place = found
+        return targets[place].to(device, non_blocking=True)
+
+    def set_target(self, position: int, targets: Tensor, place: int) -> None:
+        """Remember the target that the token at a position led to: one of some targets (n,)."""
         self._forget_targets(position)
-        self._targets.append((position, target))
+        self._targets.append((position, targets, place))
         if len(self._targets) > 2 * REMEMBERED:
             del self._targets[:REMEMBERED]
 

@@ -1,12 +1,13 @@
 """Strings and ids: vocabularies, their lookup tables, streams of text, chat templates. No torch."""
 
 from .chat import ChatTemplates, Template, render_chat
-from .codec import Codec, ModelIds
+from .codec import EMBEDDING_INDEX, Codec, ModelIds
 from .detokenize import Detokenizer
 from .renderer import Limits, Renderer
 from .vocab import Trie, Vocab
 
 __all__ = [
+    "EMBEDDING_INDEX",
     "ChatTemplates",
     "Codec",
     "Detokenizer",

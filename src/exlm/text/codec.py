@@ -24,6 +24,9 @@ from .vocab import Vocab
 
 Kind = Literal["auto", "json", "spm"]
 
+EMBEDDING_INDEX = 1_000_000_000
+"""Ids from here on stand for injected vectors, not for text."""
+
 DEFAULT_BOS, DEFAULT_EOS = (
     1,
     2,

@@ -8,19 +8,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..backend import KeyValues, Where
+from ..backend import KeyValues, Rotation, Where
 
 
 @dataclass(frozen=True)
 class Attend:
-    """Store the new keys and values, then let each query look back."""
+    """Turn, store the new keys and values, then let each query look back."""
 
+    rotate: Rotation
     scale: float
     window: int | None
     softcap: float | None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, kv: KeyValues, where: Where) -> Tensor:
         """Heads in, (rows, tokens, heads · head_dim) out."""
+        q, k = self.rotate(q, k, where.positions)
         keys, values = kv.update(k, v, where)
         seen = visible(q.shape[1], where, self.window)
         attend = self._plain if self.softcap is None else self._capped

@@ -14,7 +14,7 @@ from ...formats import DenseWeight, PackedWeight, Weight
 from .. import backend as b
 from .attention import Attend
 from .experts import Experts
-from .norm import LayerNorm, RmsNorm
+from .norm import AddNorm, LayerNorm, RmsNorm
 from .rope import Rotation
 
 ACTIVATIONS: dict[spec.Activation, b.Activation] = {
@@ -57,23 +57,35 @@ class ReferenceBackend:
             return RmsNorm(scale, norm.eps, self.dtype)
         return LayerNorm(scale, bias, norm.eps, self.dtype)
 
+    def add_norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> b.AddNorm:
+        """One after the other."""
+        return AddNorm(self.norm(norm, weight, bias))
+
     def activation(self, act: spec.Activation) -> b.Activation:
         """By name."""
         return ACTIVATIONS[act]
+
+    def gated(self, act: spec.Activation) -> b.Gated:
+        """One after the other."""
+        return partial(_gated, self.activation(act))
 
     def rotation(self, rope: spec.Rope, length: int) -> b.Rotation:
         """Tables for every position, built once."""
         return Rotation(rope, length, self.device)
 
-    def attention(self, attn: spec.Attention) -> b.Attend:
+    def attention(self, attn: spec.Attention, rotate: b.Rotation) -> b.Attend:
         """Softmax over all visible keys."""
-        return Attend(attn.scale, attn.window, attn.softcap)
+        return Attend(rotate, attn.scale, attn.window, attn.softcap)
 
     def experts(
         self, moe: spec.Moe, gate: list[b.Linear], up: list[b.Linear], down: list[b.Linear]
     ) -> b.Experts:
         """One expert after the other, each on the tokens that chose it."""
         return Experts(moe.active, moe.renormalize, self.activation(moe.act), gate, up, down)
+
+
+def _gated(act: b.Activation, gate: Tensor, up: Tensor) -> Tensor:
+    return act(gate) * up
 
 
 def _unpacked_vectors(weight: PackedWeight, ids: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -37,3 +38,15 @@ class LayerNorm:
         """Any leading shape."""
         wide = F.layer_norm(x.float(), (x.shape[-1],), eps=self.eps) * self.scale
         return (wide if self.bias is None else wide + self.bias).to(self.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class AddNorm:
+    """An addition, then a norm."""
+
+    norm: Callable[[Tensor], Tensor]
+
+    def __call__(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The sum, and the sum normalised."""
+        total = x if y is None else x + y
+        return total, self.norm(total)

@@ -1,0 +1,185 @@
+"""What the generator's own Python costs: `python -m benchmarks.host`.
+
+A fake model answers at once with logits prepared beforehand, so that what is left is the work of the host:
+scheduling, pages, sampling, text, results. Jobs are plain greedy ones. Machines differ and are shared, so
+times are CPU times, given as multiples of a fixed piece of Python that takes turns with what is measured.
+Turns are short, so that most of them are not interrupted; medians count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from exlm.generator.job import Job
+from exlm.generator.loop import Loop
+from exlm.generator.pages import PageTable
+from exlm.sampling import Settings
+from exlm.text.detokenize import ByteDecoding, Detokenizer
+
+VOCABULARY = 2048
+PROMPT = 16
+PREPARED = 8  # different logits that a fake model gives in turn
+WARM, TURN = 3, 10  # calls that are not counted, units for each turn
+UNIT = 100e-6
+"""Seconds that `unit` takes on the machine that the targets were set for."""
+
+
+class Case(NamedTuple):
+    """A batch size, its target in seconds for each row of a step on that machine, and steps for each turn."""
+
+    rows: int
+    target: float
+    steps: int
+
+
+CASES = (Case(1, 60e-6, 40), Case(64, 12e-6, 4))
+
+
+class _Counter:
+    """Something with an attribute and a method, as interpreted code is full of."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def add(self, number: int) -> int:
+        self.total += number
+        return self.total
+
+
+def unit() -> None:
+    """The fixed piece of work: calls, attributes, lists, dicts and strings."""
+    counter, kept, text = _Counter(), [], ""
+    for number in range(400):
+        total = counter.add(number)
+        if total % 3:
+            kept.append({"number": number, "total": total, "text": text})
+        text = text[-8:] + "ab"
+    kept.clear()
+
+
+class FakeTokenizer:
+    """A vocabulary of short words that is only ever read back."""
+
+    eos_token_id: int | None = 0
+    extended_id_to_piece: Mapping[int, str] = {0: "</s>"}
+
+    def __init__(self) -> None:
+        self.pieces = ["", *(f" {number:x}" for number in range(1, VOCABULARY))]
+        self._decoding = ByteDecoding([piece.encode() for piece in self.pieces], False)
+
+    def detokenizer(self, decode_special_tokens: bool = False, continues: bool = False) -> Detokenizer:
+        """The library's own stream of text."""
+        return self._decoding.stream(continues)
+
+    def get_vocab_size(self) -> int:
+        """How many words there are."""
+        return VOCABULARY
+
+    def get_id_to_piece_list(self, include_special_tokens: bool = False) -> list[str]:
+        """The words."""
+        return self.pieces
+
+    def get_prefix_id_to_ids_dict(self) -> dict[int, list[int]]:
+        """Nothing is healed here."""
+        return {}
+
+
+class FakeRunner:
+    """A model that costs nothing."""
+
+    def __init__(self, rows: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._answers = [
+            torch.rand(rows, 1, VOCABULARY, generator=generator).index_fill_(2, torch.tensor([0]), -1.0)
+            for _ in range(PREPARED)
+        ]
+        self._step = 0
+
+    def copy(self, orders: Iterable[tuple[int, int, int]]) -> None:
+        """Has no memory."""
+
+    def prefill(self, sequence: Any, start: int, stop: int) -> None:
+        """Has no memory."""
+
+    def decode(
+        self, sequences: Sequence[Any], past: Sequence[int], tokens: Sequence[Sequence[int]]
+    ) -> Tensor:
+        """The next prepared logits."""
+        self._step += 1
+        return self._answers[self._step % PREPARED]
+
+
+def prepared(rows: int, steps: int) -> Loop:
+    """A loop in which so many jobs are in the middle of their texts."""
+    pages = rows * -(-(PROMPT + steps + 4) // 256)
+    loop = Loop(FakeRunner(rows), PageTable(pages), FakeTokenizer(), VOCABULARY, max_batch_size=rows)
+    settings = Settings.greedy()
+    for number in range(rows):
+        prompt = torch.arange(number, number + PROMPT)[None]
+        loop.enqueue(Job(prompt, steps + 4, gen_settings=settings, stop_conditions=[0]))
+    loop.step()
+    return loop
+
+
+def seconds(work: Callable[[], object], times: int) -> float:
+    """CPU seconds of one call, out of several in a row."""
+    start = time.process_time()
+    for _ in range(times):
+        work()
+    return (time.process_time() - start) / times
+
+
+def measure(case: Case, repeats: int) -> list[tuple[float, float]]:
+    """Seconds for a row of a step, and for the unit next to it, of each repetition."""
+    found = []
+    for _ in range(repeats):
+        loop = prepared(case.rows, case.steps + WARM)
+        seconds(unit, WARM)
+        before = seconds(unit, TURN)
+        seconds(loop.step, WARM)
+        step = seconds(loop.step, case.steps) / case.rows
+        after = seconds(unit, TURN)
+        found.append((step, (before + after) / 2))
+    return found
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.host", description="The generator's own cost."
+    )
+    parser.add_argument("--repeats", type=int, default=61)
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    table = Table(title="Python of a decode step, plain greedy jobs")
+    for name in ("batch", "µs per row", "unit in µs", "units per row", "at most", ""):
+        table.add_column(name, justify="right", no_wrap=True)
+    for case in CASES:
+        turns = measure(case, chosen.repeats)
+        ratio, most = median(step / one for step, one in turns), case.target / UNIT
+        table.add_row(
+            str(case.rows),
+            f"{median(step for step, _ in turns) * 1e6:.1f}",
+            f"{median(one for _, one in turns) * 1e6:.1f}",
+            f"{ratio:.3f}",
+            f"{most:.2f}",
+            "met" if ratio <= most else "missed",
+        )
+    console = Console()
+    console.print(table)
+    console.print(
+        f"A unit is a fixed piece of Python: {UNIT * 1e6:.0f} µs on the machine the targets are for."
+    )
+
+
+if __name__ == "__main__":
+    main()

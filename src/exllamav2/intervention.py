@@ -1,0 +1,5 @@
+"""For `from exllamav2.intervention import …`."""
+
+from exlm.legacy.intervention import Intervention
+
+__all__ = ["Intervention"]

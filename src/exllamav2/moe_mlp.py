@@ -1,0 +1,6 @@
+"""Refused: modules are not public."""
+
+raise ImportError(
+    "exllamav2.moe_mlp does not exist in exlm: modules are built while loading and are not public. "
+    "Use exlm.Model; its explain() says what runs each part."
+)

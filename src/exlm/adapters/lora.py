@@ -1,0 +1,196 @@
+"""A LoRA adapter: what users hold. It is installed in a loaded model and used by those who name it.
+
+Installing puts an adapted module in the place of each module it touches; the last adapter that leaves puts
+the module itself back. A model without adapters contains nothing of this.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import re
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from .. import spec
+from ..errors import CheckpointError, InputError, NotLoaded, UnsafeFile
+from ..kernels.reference import ReferenceBackend
+from ..nn import Active
+from .modules import AdaptedEmbedding, AdaptedExperts, AdaptedLinear, Pair
+from .peft import PeftConfig
+from .tensors import Reader
+
+CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+
+_EXPERT = re.compile(r"(layers\.(\d+)\.mlp\.experts)\.(\d+)\.(\w+)")
+_numbers = itertools.count(1)
+
+
+class Net(Protocol):
+    """Modules in their places."""
+
+    def replace(self, role: str, change: Callable[[Any], Any]) -> None:
+        """Put what `change` makes of a role's module in its place."""
+        ...
+
+
+class Open(NamedTuple):
+    """A loaded model, laid open."""
+
+    net: Net
+    spec: spec.Model
+    device: torch.device
+    dtype: torch.dtype
+
+
+class Adaptable(Protocol):
+    """What an adapter must know of a model."""
+
+    def opened(self) -> Open:
+        """Its modules, description, device and precision; NotLoaded if it has none."""
+        ...
+
+
+class Lora:
+    """A PEFT adapter in a loaded model.
+
+    It changes only the rows that name it (`loras=` of a job or a call), with strength `lora_scaling`, which
+    may be changed between jobs. Any number of adapters may be installed at once, and come and go between
+    steps. It is gone when `unload()` is called or the model is unloaded.
+    """
+
+    def __init__(
+        self,
+        model: Adaptable,
+        lora_config_path: str | os.PathLike[str],
+        lora_path: str | os.PathLike[str],
+        lora_scaling: float = 1.0,
+    ) -> None:
+        """Read the adapter's two files, check them against the model, and install it."""
+        opened = model.opened()
+        self.model = model
+        self.lora_config_path, self.lora_path = str(lora_config_path), str(lora_path)
+        self.lora_scaling = strength(lora_scaling)
+        config = PeftConfig.read(Path(lora_config_path))
+        self.lora_r, self.lora_alpha = config.r, config.alpha
+        if Path(lora_path).suffix in (".bin", ".pt", ".pth"):
+            raise _pickled(Path(lora_path))
+        reader = Reader(Path(lora_path), config, opened.spec, opened.device, opened.dtype)
+        pairs = reader.read()
+        self.number = next(_numbers)
+        self.roles = tuple(pairs)
+        self._net: weakref.ref[Net] | None = weakref.ref(opened.net)
+        for role, pair in pairs.items():
+            opened.net.replace(_place(role), partial(_install, opened, self.number, role, pair))
+
+    @classmethod
+    def from_directory(
+        cls, model: Adaptable, directory: str | os.PathLike[str], lora_scaling: float = 1.0
+    ) -> Lora:
+        """The adapter in a folder: adapter_config.json and adapter_model.safetensors."""
+        folder = Path(directory)
+        if not (folder / CONFIG).is_file():
+            raise CheckpointError(f"No LoRA found in {folder}: expected {CONFIG} and {WEIGHTS}.")
+        if not (folder / WEIGHTS).is_file():
+            if (folder / PICKLE).is_file():
+                raise _pickled(folder / PICKLE)
+            raise CheckpointError(f"No LoRA found in {folder}: {CONFIG} is there, {WEIGHTS} is not.")
+        return cls(model, folder / CONFIG, folder / WEIGHTS, lora_scaling)
+
+    def __repr__(self) -> str:
+        """Which file, and how strongly."""
+        return f"Lora({self.lora_path!r}, lora_scaling={self.lora_scaling:g})"
+
+    @property
+    def loaded(self) -> bool:
+        """Whether it can be used: false once it, or the model, was unloaded."""
+        return self._net is not None and self._net() is not None
+
+    def installed(self, net: object) -> bool:
+        """Whether it is in these modules."""
+        return self._net is not None and self._net() is net
+
+    def unload(self) -> None:
+        """Take it out of the model; harmless the second time, or when the model is gone."""
+        net = self._net() if self._net is not None else None
+        self._net = None
+        if net is not None:
+            for place in dict.fromkeys(map(_place, self.roles)):
+                net.replace(place, partial(_remove, self.number))
+
+
+def chosen(net: object, loras: Any) -> list[tuple[Lora, float]]:
+    """What is asked for as `loras`, None, an adapter, or a list of them: adapters and their strengths.
+
+    Each may come with a strength of its own, as a pair (adapter, strength), instead of its `lora_scaling`.
+    """
+    if loras is None:
+        return []
+    several = isinstance(loras, list | tuple) and not (len(loras) == 2 and isinstance(loras[1], int | float))
+    out = []
+    for one in loras if several else [loras]:
+        lora, scale = one if isinstance(one, tuple) and len(one) == 2 else (one, None)
+        if not isinstance(lora, Lora):
+            raise InputError(f"loras must be adapters (exlm.Lora), found {type(lora).__name__}.")
+        if not lora.installed(net):
+            raise NotLoaded(
+                f"{lora!r} is not installed in this model: load it again, Lora.from_directory(…)."
+            )
+        out.append((lora, strength(lora.lora_scaling if scale is None else scale)))
+    return out
+
+
+def activate(net: object, loras: Any) -> tuple[Active, ...]:
+    """What is asked for as `loras`, ready for a row of a batch."""
+    return tuple(Active(lora.number, scale) for lora, scale in chosen(net, loras))
+
+
+def strength(value: Any) -> float:
+    """A factor for an adapter: any finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise InputError(f"An adapter's scaling must be a finite number, found {value!r}.")
+    return float(value)
+
+
+def _place(role: str) -> str:
+    """The module to be replaced for a role: experts are adapted a layer at a time."""
+    match = _EXPERT.fullmatch(role)
+    return match[1] if match else role
+
+
+def _install(opened: Open, number: int, role: str, pair: Pair, inner: Any) -> Any:
+    """The adapted module for `inner`, which may be one already, with this change in it."""
+    if match := _EXPERT.fullmatch(role):
+        moe = opened.spec.layers[int(match[2])].mlp
+        assert isinstance(moe, spec.Moe)
+        backend = ReferenceBackend(opened.device, opened.dtype)
+        adapted = inner
+        if not isinstance(inner, AdaptedExperts):
+            adapted = AdaptedExperts(inner, partial(backend.experts, moe))
+        adapted.pairs.setdefault(number, {})[int(match[3]), match[4]] = pair
+        return adapted
+    kind = AdaptedEmbedding if role == "embed" else AdaptedLinear
+    adapted = inner if isinstance(inner, kind) else kind(inner)
+    adapted.pairs[number] = pair
+    return adapted
+
+
+def _remove(number: int, adapted: Any) -> Any:
+    """The module without this adapter: the one inside, if it was the last."""
+    del adapted.pairs[number]
+    return adapted if adapted.pairs else adapted.inner
+
+
+def _pickled(path: Path) -> UnsafeFile:
+    folder = os.path.abspath(path.parent)
+    return UnsafeFile(
+        f"{path} is a pickle, which can run code when it is opened; exlm reads {WEIGHTS} only. If you trust "
+        f'it, convert it:\npython -c "import torch; from safetensors.torch import save_file as s; '
+        f's(torch.load({str(path)!r}, weights_only=True), {os.path.join(folder, WEIGHTS)!r})"'
+    )

@@ -1,0 +1,145 @@
+"""An adapter's tensors as changes to a model's matrices: read, checked against it, split where fused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .. import spec
+from ..checkpoint.header import DTYPES, Entry, Header, damaged, read_header, shown
+from ..checkpoint.lookup import FLOATS
+from ..errors import BadFile, BadTensor, MissingTensor, Unsupported
+from .modules import Pair
+from .peft import MERGE, PeftConfig
+from .targets import Target, Targets
+
+A, B = "A", "B"
+ENDINGS = {
+    ".lora_A.weight": A,
+    ".lora_B.weight": B,
+    ".lora_embedding_A": A,
+    ".lora_embedding_B": B,
+}
+PREFIX = "base_model.model."
+OWN = ".base_layer.weight"  # the model's own weights, which PEFT saves along with an embedding's adapter
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads one adapter for one model."""
+
+    path: Path
+    config: PeftConfig
+    model: spec.Model
+    device: torch.device
+    dtype: torch.dtype
+
+    def read(self) -> dict[str, Pair]:
+        """The change of each matrix it touches, by role."""
+        header, targets = read_header(self.path), Targets(self.model)
+        found: dict[str, dict[str, str]] = {}  # module → half → stored name
+        for name, entry in header.entries.items():
+            ending = next((ending for ending in ENDINGS if name.endswith(ending)), None)
+            module = name.removeprefix(PREFIX).removesuffix(ending or OWN)
+            target = targets.find(module)
+            if ending is None and name.endswith(OWN) and target is not None:
+                self._same(name, entry, target)
+                continue
+            if ending is None or target is None:
+                raise self._unknown(name, targets)
+            found.setdefault(module, {})[ENDINGS[ending]] = name
+        if not found:
+            raise BadFile(f"{self.path}: expected LoRA tensors, found none among {len(header.entries)}.")
+        pairs: dict[str, Pair] = {}
+        for module, halves in found.items():
+            target = targets.find(module)
+            assert target is not None
+            for role, pair in self._pairs(header, module, target, halves):
+                if role in pairs:
+                    raise BadFile(
+                        f"{self.path}: {shown(module)} changes {role}, and so does another module of the "
+                        "file: expected it fused or alone, not both."
+                    )
+                pairs[role] = pair
+        return pairs
+
+    def _pairs(
+        self, header: Header, module: str, target: Target, halves: dict[str, str]
+    ) -> list[tuple[str, Pair]]:
+        """A module's change, cut into those of its matrices."""
+        for half in (A, B):
+            if half not in halves:
+                (other,) = halves.values()
+                raise MissingTensor(f"{self.path}: {shown(other)} is there, but not its other half, {half}.")
+        if any(part.role == "head" for part in target.parts) and self.model.head.unit_rows:
+            raise Unsupported(f"{self.path}: {shown(module)} is a head that is normalised at load. {MERGE}")
+        rank = self.config.rank(module)
+        a = self._tensor(header, halves[A], (rank, target.in_features))
+        b = self._tensor(header, halves[B], (target.out_features, rank)) * self.config.factor(module)
+        down = self._placed(halves[A], a)
+        out = []
+        for part in target.parts:
+            rows = torch.cat([b[start:stop] for start, stop in part.rows]) if part.rows else b
+            out.append((part.role, Pair(down, self._placed(halves[B], rows.T))))
+        return out
+
+    def _tensor(self, header: Header, name: str, shape: tuple[int, int]) -> Tensor:
+        """A stored tensor in float32."""
+        entry = header.entries[name]
+        if entry.dtype not in FLOATS:
+            raise BadTensor(
+                f"{self._at(name)}: expected one of the types {', '.join(FLOATS)}, found {entry.dtype}."
+            )
+        if entry.shape != shape:
+            raise BadTensor(
+                f"{self._at(name)}: expected shape {list(shape)}, found {list(entry.shape)}: the adapter was "
+                "made for another model, or adapter_config.json is another adapter's."
+            )
+        with self.path.open("rb") as file:
+            file.seek(header.data + entry.start)
+            raw = bytearray(file.read(entry.stop - entry.start))
+        if len(raw) != entry.stop - entry.start:
+            raise damaged(self.path, f"expected {entry.stop - entry.start} bytes of {shown(name)}")
+        values = torch.frombuffer(raw, dtype=DTYPES[entry.dtype]).view(shape).float()
+        if odd := int((~values.isfinite()).sum()):
+            raise BadTensor(
+                f"{self._at(name)}: expected finite values, found {odd} of {values.numel()} NaN or infinite."
+            )
+        return values
+
+    def _placed(self, name: str, values: Tensor) -> Tensor:
+        """In the model's precision, beside its weights."""
+        placed = values.to(self.dtype).contiguous()
+        if not bool(placed.isfinite().all()):
+            dtype = str(self.dtype).removeprefix("torch.")
+            raise BadTensor(
+                f"{self._at(name)}: values are too large for {dtype}: load the model in bfloat16."
+            )
+        return placed.to(self.device)
+
+    def _same(self, name: str, entry: Entry, target: Target) -> None:
+        """The model's own weights in an adapter are of no use, unless they have grown: then we refuse."""
+        shapes = [(target.out_features, target.in_features), (target.in_features, target.out_features)]
+        if entry.shape not in shapes:
+            raise Unsupported(
+                f"{self._at(name)}: expected the model's own shape {list(shapes[0])}, found "
+                f"{list(entry.shape)}: it was resized for this adapter. {MERGE}"
+            )
+
+    def _unknown(self, name: str, targets: Targets) -> Unsupported | BadTensor:
+        if "lora_magnitude_vector" in name:
+            return Unsupported(f"{self._at(name)} belongs to a DoRA adapter, which is not supported. {MERGE}")
+        if name.endswith(".bias"):
+            return Unsupported(f"{self._at(name)} is a trained bias; only bias none is supported. {MERGE}")
+        if ".modules_to_save." in name or targets.find(name.removeprefix(PREFIX).removesuffix(".weight")):
+            return Unsupported(f"{self._at(name)} replaces a whole module, which is not supported. {MERGE}")
+        return BadTensor(
+            f"{self._at(name)}: expected {PREFIX}<module>.lora_A.weight or lora_B.weight for a module of "
+            f"{self.model.architecture}, found no such module. The adapter was made for another model."
+        )
+
+    def _at(self, name: str) -> str:
+        return f"{self.path}: tensor {shown(name)}"

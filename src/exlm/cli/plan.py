@@ -1,0 +1,93 @@
+"""`exlm plan`: what a model would need on each device, and the longest context that fits, without loading."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from exlm import (
+    Cache,
+    CacheBase,
+    CacheFP8,
+    CacheQ4,
+    CacheQ6,
+    CacheQ8,
+    Config,
+    InputError,
+    Model,
+    find_model,
+)
+
+from .info import size
+
+CACHES: dict[str, type[CacheBase]] = {
+    "fp16": Cache,
+    "fp8": CacheFP8,
+    "q8": CacheQ8,
+    "q6": CacheQ6,
+    "q4": CacheQ4,
+}
+
+
+def plan(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A folder, a .gguf file or owner/name on the Hub; the default model if left out."
+        ),
+    ] = None,
+    ctx: Annotated[
+        str | None, typer.Option(help="Tokens of one user's context, as in 8192 or 32k; the model's own.")
+    ] = None,
+    users: Annotated[int, typer.Option(min=1, help="How many such contexts at once.")] = 1,
+    gpu: Annotated[
+        str | None, typer.Option(help="GB of GPUs to plan for, as in 24,24; this machine's if left out.")
+    ] = None,
+    cache: Annotated[str, typer.Option(help=f"One of {', '.join(CACHES)}.")] = "fp16",
+    device: Annotated[str | None, typer.Option(help="Where it would run: cpu, cuda, cuda:0,cuda:1.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="The precision it would compute in.")] = None,
+) -> None:
+    """Show the memory a model needs on each device: weights, cache, workspace; and what would still fit."""
+    config = Config(find_model(model, progress=True))
+    config.device, config.dtype = device or config.device, dtype
+    config.max_seq_len = _tokens(ctx) if ctx is not None else config.max_seq_len
+    if cache not in CACHES:
+        raise InputError(f"--cache must be one of {', '.join(CACHES)}, found {cache!r}.")
+    found = Model(config).plan(config.max_seq_len, users, CACHES[cache], _memory(gpu))
+    table = Table("device", "modules", "weights", "cache", "workspace", "sum", "usable")
+    for one in found.devices:
+        total = one.weights + one.cache + one.workspace
+        sizes = (one.weights, one.cache, one.workspace, total, one.usable)
+        style = "red" if total > one.usable else None
+        table.add_row(one.name, str(one.modules), *map(size, sizes), style=style)
+    console = Console(soft_wrap=True)
+    console.print(table)
+    console.print(f"{users} × {config.max_seq_len:,} tokens: {'fits' if found.fits else 'does not fit'}.")
+    console.print(f"The longest context that fits: {found.largest:,} tokens for each of {users}.")
+    if not found.fits:
+        knobs = f"--ctx {found.largest}, " if found.largest else ""
+        console.print(f"{found.problem} Here: {knobs}fewer --users, or --cache q4.")
+        raise typer.Exit(1)
+
+
+def _tokens(text: str) -> int:
+    match = re.fullmatch(r"(\d+)([kK]?)", text.strip())
+    if match is None or int(match[1]) == 0:
+        raise InputError(f"--ctx must be a number of tokens, as in 8192 or 32k; found {text!r}.")
+    return int(match[1]) * (1024 if match[2] else 1)
+
+
+def _memory(text: str | None) -> list[float] | None:
+    if text is None:
+        return None
+    try:
+        memory = [float(part) for part in text.split(",")]
+    except ValueError:
+        memory = []
+    if not memory or min(memory) <= 0:
+        raise InputError(f"--gpu must be GB for each GPU, as in 24,24; found {text!r}.")
+    return memory

@@ -1,0 +1,168 @@
+"""CUDA C++ compiled when it is first needed, kept in a folder, and launched on torch's current stream.
+
+Needs the packages cuda-bindings and nvidia-cuda-nvrtc, which come with CUDA builds of torch, and no
+compiler of the machine's own. What the kernels compute is not known here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import KernelError, MissingExtra
+from ...version import __version__
+
+Grid = tuple[int, int, int]
+Defines = tuple[tuple[str, int], ...]
+
+
+class Workshop:
+    """Programs for one device, made when they are asked for and kept in a folder."""
+
+    def __init__(self, device: torch.device, folder: Path) -> None:
+        self.device = device
+        self.folder = folder
+        self._made: dict[tuple[Path, Defines], Program] = {}
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes a thread block can have, less a little that some kernels declare for themselves."""
+        limits: Any = torch.cuda.get_device_properties(self.device)
+        return int(limits.shared_memory_per_block_optin) - 1024
+
+    def program(self, source: Path, **defines: int) -> Program:
+        """A source with its choices made."""
+        key = source, tuple(sorted(defines.items()))
+        if key not in self._made:
+            self._made[key] = Program(source, key[1], self.device, self.folder)
+        return self._made[key]
+
+
+class Program:
+    """One source with its choices made, loaded on one device."""
+
+    def __init__(self, source: Path, defines: Defines, device: torch.device, folder: Path) -> None:
+        self._driver = bindings().driver
+        self.device = device
+        major, minor = torch.cuda.get_device_capability(device)
+        self._overlaps = major >= 9
+        image = compiled(source, defines, f"sm_{major}{minor}", folder)
+        with torch.cuda.device(device):
+            torch.cuda.current_stream()  # torch's context is the one to load into
+            self._module = self._call("cuModuleLoadData", image)
+        self._kernels: dict[str, Any] = {}
+
+    def kernel(self, name: str) -> Any:
+        """A kernel that may use all the shared memory a thread block can have."""
+        if name not in self._kernels:
+            found = self._call("cuModuleGetFunction", self._module, name.encode())
+            limit = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            fixed = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+            limits: Any = torch.cuda.get_device_properties(self.device)
+            self._call(
+                "cuFuncSetAttribute",
+                found,
+                limit,
+                limits.shared_memory_per_block_optin - self._call("cuFuncGetAttribute", fixed, found),
+            )
+            self._kernels[name] = found
+        return self._kernels[name]
+
+    def launch(
+        self, name: str, grid: Grid, threads: int, shared: int, arguments: Sequence[Any], overlap: bool = True
+    ) -> None:
+        """Start a kernel on the current stream; `arguments` are ctypes objects.
+
+        With `overlap` it may begin while the kernel before it still runs, which it must wait for by itself.
+        """
+        driver = self._driver
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = shared
+        config.hStream = torch.cuda.current_stream(self.device).cuda_stream
+        if overlap and self._overlaps:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [attribute], 1
+        places = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(one) for one in arguments))
+        self._call("cuLaunchKernelEx", config, self.kernel(name), ctypes.addressof(places), 0)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        error, *answer = getattr(self._driver, name)(*arguments)
+        if error:
+            _, words = self._driver.cuGetErrorString(error)
+            raise KernelError(f"{name} failed on {self.device}: {(words or b'?').decode()}.")
+        return answer[0] if answer else None
+
+
+def compiled(source: Path, defines: Defines, target: str, folder: Path) -> bytes:
+    """The machine code of a source for a target such as `sm_90`; from the folder if it is there already."""
+    text = source.read_bytes()
+    choices = [f"-D{name}={value}" for name, value in defines]
+    key = hashlib.sha256(b"\0".join([text, target.encode(), __version__.encode(), *map(str.encode, choices)]))
+    path = folder / f"{source.stem}-{target}-{key.hexdigest()[:24]}.cubin"
+    if path.is_file():
+        return path.read_bytes()
+    image = compile_source(text, source.name, [f"--gpu-architecture={target}", "--std=c++17", *choices])
+    _keep(path, image)
+    return image
+
+
+def compile_source(text: bytes, name: str, options: Sequence[str]) -> bytes:
+    """Machine code, or a KernelError with the compiler's own words."""
+    nvrtc = bindings().nvrtc
+
+    def call(function: str, *arguments: Any) -> Any:
+        error, *answer = getattr(nvrtc, function)(*arguments)
+        if error:
+            raise KernelError(f"{name} does not compile for {options[0]}: {log(function)}")
+        return answer[0] if answer else None
+
+    def log(function: str) -> str:
+        _, size = nvrtc.nvrtcGetProgramLogSize(made)
+        words = b" " * size
+        nvrtc.nvrtcGetProgramLog(made, words)
+        return f"{function}: {words.decode(errors='replace').strip()}"
+
+    _, made = nvrtc.nvrtcCreateProgram(text, name.encode(), 0, [], [])
+    try:
+        encoded = [option.encode() for option in options]
+        call("nvrtcCompileProgram", made, len(encoded), encoded)
+        image = b" " * int(call("nvrtcGetCUBINSize", made))
+        call("nvrtcGetCUBIN", made, image)
+        return image
+    finally:
+        nvrtc.nvrtcDestroyProgram(made)
+
+
+def _keep(path: Path, image: bytes) -> None:
+    """Put a file in place whole, whoever else does the same; a cache that cannot be written is no error."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(image)
+        Path(name).replace(path)
+    except OSError:
+        return
+
+
+def bindings() -> Any:
+    """The package cuda.bindings, with the parts used here; MissingExtra without it."""
+    try:
+        import cuda.bindings.driver
+        import cuda.bindings.nvrtc
+    except ImportError as error:
+        raise MissingExtra(
+            "The CUDA kernels need cuda-bindings and nvidia-cuda-nvrtc: pip install 'exlm[cuda]'."
+        ) from error
+    return cuda.bindings

@@ -1,0 +1,220 @@
+"""BaseGenerator: one blocking call for one prompt or several, in the old library's shape.
+
+A thin coat over the dynamic generator's loop: prompts become jobs, and their pages are dealt out of whatever
+cache it is given, of any length and batch size. Nothing is kept from one call to the next.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import warnings
+from collections.abc import Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import CacheBase, InputError, Model, Settings, Tokenizer
+from ..generator.loop import Loop, Runner
+from ..generator.pages import PageTable
+from .embeddings import into_ids, into_texts
+from .jobs import LegacyJob
+from .rows import TruncationWarning, padded
+
+ROW = 8  # of the tokens that the model computes at once, a row of the batch counts as so many
+
+
+class BaseGenerator:
+    """Completes prompts with `generate_simple`; returns when all are finished.
+
+    Whatever the cache holds is lost: its pages are dealt out anew, so a call of `Model.forward` cannot go on
+    from where a generator left it.
+    """
+
+    def __init__(self, model: Model, cache: CacheBase, tokenizer: Tokenizer) -> None:
+        self.model, self.cache, self.tokenizer = model, cache, tokenizer
+        self.abort_event: threading.Event | None = None
+        self._rows: list[list[int]] | None = None
+
+    @property
+    def sequence_ids(self) -> Tensor | None:
+        """The ids of the running or last sequences (rows, n), padded; None before the first."""
+        return None if self._rows is None else padded(self._rows, self.tokenizer.pad_token_id)
+
+    @property
+    def max_length(self) -> int:
+        """The longest a sequence may become: the model's length or the cache's, whichever is less."""
+        return min(self.model.config.max_seq_len, self.cache.max_seq_len)
+
+    def warmup(self) -> None:
+        """Run a forward pass without a cache, so that kernels are ready."""
+        self.model.forward(torch.zeros((1, 2), dtype=torch.long))
+
+    def full(self) -> bool:
+        """Whether the running sequence is as long as it may become."""
+        return max(map(len, self._rows or ()), default=0) >= self.max_length
+
+    def generate_simple(
+        self,
+        prompt: str | Sequence[str],
+        gen_settings: Settings,
+        num_tokens: int,
+        seed: int | None = None,
+        token_healing: bool = False,
+        encode_special_tokens: bool = False,
+        decode_special_tokens: bool = False,
+        loras: Any = None,
+        stop_token: int | None = -1,
+        add_bos: bool = False,
+        abort_event: threading.Event | None = None,
+        input_embeddings: Any = None,
+        completion_only: bool = False,
+        filters: Sequence[Any] | None = None,
+        filter_prefer_eos: bool = False,
+    ) -> str | list[str]:
+        """Complete a prompt, or several at once; a str gives a str, a list a list.
+
+        At most `num_tokens` are sampled for each, a healed one included. `stop_token` -1 is EOS, None none at
+        all. Prompt i uses seed + i; without a seed Python's `random` gives one. `input_embeddings` (prompts,
+        n, hidden) go where a prompt says {{EMBED_HERE}}. A prompt that leaves too little room is cut from the
+        left, with a `TruncationWarning`. `abort_event` is cleared first; once it is set the text so far is
+        returned, "" for a prompt that was still being read.
+        """
+        if abort_event is not None:
+            abort_event.clear()
+        self.abort_event = abort_event
+        texts = [prompt] if isinstance(prompt, str) else list(prompt)
+        prompts = into_texts(self.model, input_embeddings, texts)
+        encode = partial(self.tokenizer.encode, add_bos=add_bos, encode_special_tokens=encode_special_tokens)
+        rows = self._cut([encode(text, embeddings=known) for text, known in prompts], num_tokens)
+        options: dict[str, Any] = {
+            "gen_settings": gen_settings,
+            "token_healing": token_healing,
+            "decode_special_tokens": decode_special_tokens,
+            "stop_conditions": self._stops(stop_token),
+            "filters": gen_settings.filters if filters is None else filters,
+            "filter_prefer_eos": filter_prefer_eos or gen_settings.filter_prefer_eos,
+            "loras": loras,
+        }
+        first = random.getrandbits(63) if seed is None else seed
+        jobs = [
+            LegacyJob(row, num_tokens, seed=first + i, embeddings=known, **options)
+            for i, (row, (_, known)) in enumerate(zip(rows, prompts, strict=True))
+            if num_tokens
+        ]
+        replies = self._run(jobs) if num_tokens else [""] * len(rows)
+        if not completion_only:
+            said = [self.tokenizer.decode(row[0], decode_special_tokens) for row in rows]
+            replies = [new if new is None else old + new for old, new in zip(said, replies, strict=True)]
+        answers = [reply or "" for reply in replies]
+        return answers[0] if isinstance(prompt, str) else answers
+
+    def _run(self, jobs: list[LegacyJob]) -> list[str | None]:
+        """Run until all are finished or an abort; what each said, None for one that has not begun to."""
+        self._take_over()
+        prompts = [len(job.sequences[0]) for job in jobs]
+        reasons: dict[int, str] = {}
+        try:
+            for job in jobs:
+                self._loop.enqueue(job)
+                job.output.max_new_tokens -= job.token_healing
+            while self._loop.busy and not self._aborted:
+                for result in self._loop.step():
+                    if result["stage"] == "streaming" and result["eos"]:
+                        if "error" in result:
+                            raise result["error"]
+                        reasons[id(result["job"])] = result["eos_reason"]
+        finally:
+            for job in jobs:
+                self._loop.cancel(job)
+        replies, rows = [], []
+        for job, prompt in zip(jobs, prompts, strict=True):
+            ids, reason = job.sequences[0].ids, reasons.get(id(job))
+            said = job.full_completion if reason else job.full_completion + job.held_text
+            replies.append(said if len(ids) > prompt else None)
+            rows.append((ids[:prompt], ids[prompt : len(ids) - (reason == "stop_token")]))
+        longest = max((len(new) for _, new in rows), default=0)
+        pad = self.tokenizer.pad_token_id
+        self._rows = [[*old, *new, *[pad] * (longest - len(new))] for old, new in rows]
+        return replies
+
+    @property
+    def _aborted(self) -> bool:
+        return self.abort_event is not None and self.abort_event.is_set()
+
+    @cached_property
+    def _loop(self) -> Loop:
+        config = self.model.config
+        pages = PageTable(self.cache.num_pages)
+        return Loop(
+            self._runner,
+            pages,
+            self.tokenizer,
+            config.vocab_size,
+            max_batch_size=max(2, config.max_input_len // ROW),
+            chunk=max(pages.page_size, config.max_input_len // pages.page_size * pages.page_size),
+            max_length=self.max_length,
+            extras=self.model.extras,
+        )
+
+    @cached_property
+    def _runner(self) -> Runner:
+        return self.model.runner(self.cache)
+
+    def _take_over(self) -> None:
+        """Make the whole cache free for new jobs: anybody may have written to it since the last ones."""
+        self._loop.clear()
+        self._loop.pages.clear()
+        self.cache.current_seq_len = 0
+
+    def _stops(self, token: int | None) -> list[int]:
+        if token == -1:
+            return list(self.tokenizer.eos_token_ids)
+        return [] if token is None else [token]
+
+    def _cut(self, rows: list[Tensor], num_tokens: int) -> list[Tensor]:
+        """The ends of the prompts that leave room for so many tokens."""
+        room = self.max_length - num_tokens
+        if num_tokens < 0 or room < 1:
+            raise InputError(
+                f"num_tokens must be from 0 to {self.max_length - 1}, which leaves room for one token of the "
+                f"prompt in a sequence of {self.max_length}; found {num_tokens}."
+            )
+        for row in rows:
+            if (over := row.shape[1] - room) > 0:
+                warnings.warn(
+                    f"A prompt of {row.shape[1]} tokens was cut to its last {room}: {num_tokens} new tokens "
+                    f"must fit into {self.max_length} as well, {over} tokens are lost.",
+                    TruncationWarning,
+                    stacklevel=3,
+                )
+        return [row[:, -room:] for row in rows]
+
+    def _gen_begin_base(
+        self,
+        input_ids: Tensor,
+        mask: Tensor | None = None,
+        loras: Any = None,
+        position_offsets: Tensor | None = None,
+        input_embeddings: Any = None,
+    ) -> None:
+        """Reset the cache and read all but the last token of the prompts, for a loop of one's own.
+
+        `input_embeddings` (rows, n, hidden) take the places of 10⁹ and the ids behind it.
+        """
+        self._take_over()
+        ids, embeddings = into_ids(self.model, input_embeddings, input_ids)
+        self._rows = ids.tolist()
+        if ids.shape[1] > 1:
+            self.model.forward(
+                ids[:, :-1],
+                self.cache,
+                input_mask=None if mask is None else mask[:, : ids.shape[1] - 1],
+                preprocess_only=True,
+                loras=loras,
+                position_offsets=position_offsets,
+                abort_event=self.abort_event,
+                indexed_embeddings=embeddings or None,
+            )

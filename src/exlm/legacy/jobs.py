@@ -1,0 +1,41 @@
+"""The jobs of the old generators: the dynamic one's, but for what was different about filters and bans."""
+
+from __future__ import annotations
+
+from .. import Job
+from ..filters.bits import contains
+from ..generator.job import Texts
+from ..sampling import Row
+
+
+class LegacyJob(Job):
+    """A job whose filters begin with a healed token: what it adds to the prompt obeys them as well."""
+
+    def next_row(self) -> Row:
+        """What the sampler is told of the next token."""
+        row = super().next_row()
+        if self.output.healing and self.stack is not None and self._healing is not None:
+            if not self._filtering:
+                self.stack.begin(self.piece(self.prompts[0][-1]))
+                self._filtering = True
+            mask = self.stack.allowed().mask
+            if mask is not None:
+                row.allowed = [token for token in self._healing if contains(mask, token)]
+        return row
+
+
+class StreamJob(LegacyJob):
+    """A job whose tokens are asked for one by one; `banned_now` may not be the next."""
+
+    banned_now: frozenset[int] = frozenset()
+
+    def prepare(self, serial: int, texts: Texts, vocab: int) -> None:
+        """Make what running needs; no token is like the others, because bans may come with any."""
+        super().prepare(serial, texts, vocab)
+        self.plain = False
+
+    def next_row(self) -> Row:
+        """What the sampler is told of the next token."""
+        row = super().next_row()
+        row.blocked = self.banned_now.union(row.blocked)
+        return row

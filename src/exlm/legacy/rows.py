@@ -1,0 +1,57 @@
+"""Rows of ids: the padded tensors of the old calls on one side, ids without padding on the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .. import InputError
+
+
+class TruncationWarning(UserWarning):
+    """A prompt was cut from the left so that the reply has room; the message says by how much."""
+
+
+def padded(rows: Sequence[Sequence[int]], pad: int) -> Tensor:
+    """Rows as one tensor (rows, longest), padded on the left."""
+    longest = max(map(len, rows), default=0)
+    table = [[pad] * (longest - len(row)) + list(row) for row in rows]
+    return torch.tensor(table, dtype=torch.long).reshape(len(rows), longest)
+
+
+def unpadded(ids: Tensor, mask: Tensor | None = None, offsets: Tensor | None = None) -> list[Tensor]:
+    """The rows of ids (rows, n), each (1, its own length).
+
+    Padding is on the left; `mask` hides it (0 or minus infinity, or True and False), `offsets` are minus its
+    length in each row.
+    """
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
+        found = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise InputError(f"input_ids must be an integer tensor of (rows, tokens), found {found}.")
+    count = len(ids)
+    cuts = None if mask is None else _hidden(mask, count, ids.shape[1])
+    if offsets is not None:
+        shifts = [-int(offset) for offset in offsets.flatten().tolist()]
+        if len(shifts) != count or any(not 0 <= shift < ids.shape[1] for shift in shifts):
+            raise InputError(
+                f"position_offsets must be minus the padding of each of {count} rows, found "
+                f"{[-shift for shift in shifts]}."
+            )
+        if cuts is not None and cuts != shifts:
+            raise InputError(f"input_mask hides {cuts} tokens, but position_offsets speak of {shifts}.")
+        cuts = shifts
+    return [ids[row : row + 1, cut:] for row, cut in enumerate(cuts or [0] * count)]
+
+
+def _hidden(mask: Tensor, rows: int, width: int) -> list[int]:
+    """How many tokens a mask hides at the beginning of each row; it may hide no others."""
+    if mask.dim() != 2 or len(mask) != rows or mask.shape[1] > width:
+        raise InputError(f"input_mask must be ({rows}, at most {width}), found {tuple(mask.shape)}.")
+    seen = mask if mask.dtype is torch.bool else mask > -1.0
+    counts: list[int] = (~seen).sum(1).tolist()
+    for row, count in zip(seen, counts, strict=True):
+        if count == width or bool(row[:count].any()):
+            raise InputError("input_mask may hide only padding on the left, not tokens of the prompt.")
+    return counts

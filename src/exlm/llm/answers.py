@@ -1,0 +1,83 @@
+"""What an `LLM` answers with: a finished `Completion`, or a `Stream` that becomes one. Data, no decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Generator as Pieces
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from ..generator import StreamingResult
+
+FinishReason = Literal["stop_token", "stop_string", "max_new_tokens", "end_filter"]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a model said, and what it took; `str()` of it is the text.
+
+    `token_ids` are the tokens behind the text: a stop token is not among them, those of a stop string are.
+    `new_tokens` counts the stop token too. `cached_tokens` of the `prompt_tokens` were already in the cache.
+    Times are in seconds.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    cached_tokens: int
+    new_tokens: int
+    time_prefill: float
+    time_generate: float
+    accepted_draft_tokens: int = 0
+    rejected_draft_tokens: int = 0
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Stream(Iterator[str]):
+    """An answer on its way: iterate for its pieces of text; `completion` is the whole of it at the end.
+
+    To leave early, stop iterating and let go of it, or call `close()`: the request is dropped.
+    """
+
+    def __init__(self, pieces: Pieces[str, None, Completion]) -> None:
+        """`pieces` returns the completion when it is exhausted."""
+        self.completion: Completion | None = None
+        self._pieces = pieces
+
+    def __next__(self) -> str:
+        try:
+            return next(self._pieces)
+        except StopIteration as end:
+            self.completion = end.value or self.completion
+            raise
+
+    def close(self) -> None:
+        """Drop the request if it is still running."""
+        self._pieces.close()
+
+
+def ids_of(result: StreamingResult) -> list[int]:
+    """The tokens behind the text of one result; often none."""
+    found: list[int] = result["token_ids"][0].tolist() if "token_ids" in result else []
+    return found
+
+
+def completed(last: StreamingResult, tokens: Iterable[int]) -> Completion:
+    """A job's last result, in short."""
+    reason = last["eos_reason"]
+    assert reason != "error"  # raised where it was read
+    return Completion(
+        text=last["full_completion"],
+        token_ids=tuple(tokens),
+        finish_reason=reason,
+        prompt_tokens=last["prompt_tokens"],
+        cached_tokens=last["cached_tokens"],
+        new_tokens=last["new_tokens"],
+        time_prefill=last["time_prefill"],
+        time_generate=last["time_generate"],
+        accepted_draft_tokens=last.get("accepted_draft_tokens", 0),
+        rejected_draft_tokens=last.get("rejected_draft_tokens", 0),
+    )

@@ -1,0 +1,359 @@
+"""LLM: one object that finds a model, loads it and answers.
+
+The work is done by the parts it is made of, which stay within reach as `config`, `model`, `cache`,
+`tokenizer` and `generator`. It adds defaults, chat templates and answers that are easy to hold; it is not
+another generator, and what it does not offer is a `Job` away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, Self, TypeAlias, overload
+
+from torch import Tensor
+
+from ..cache import PAGE, Cache, CacheBase, CacheFP8, CacheQ4, CacheQ6, CacheQ8
+from ..config import Config
+from ..errors import InputError, NotLoaded
+from ..filters import Filter, GrammarFilter, JsonSchemaFilter, RegexFilter
+from ..generator import Generator, Job
+from ..hub import find_model
+from ..model import Model
+from ..sampling import Settings
+from ..tokenizer import Tokenizer
+from .answers import Completion, Stream
+from .turns import Turns
+
+LONGEST = 8192
+"""The longest sequence, prompt and answer together, unless the user says otherwise or the model has less."""
+
+ANSWER = 512
+"""The longest answer in tokens, unless the user says otherwise or the context has less left."""
+
+CacheType = Literal["fp16", "q8", "q6", "q4", "fp8"]
+CACHES: Mapping[str, type[CacheBase]] = MappingProxyType(
+    {"fp16": Cache, "q8": CacheQ8, "q6": CacheQ6, "q4": CacheQ4, "fp8": CacheFP8}
+)
+
+Prompt: TypeAlias = str | tuple[str, str]
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+Stops: TypeAlias = str | int | Iterable[str | int]
+
+NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+class LLM:
+    """A loaded model and everything it takes to ask it.
+
+    `model` is a folder, a .gguf file, `owner/name` on the Hub, None for the small default model, or a Config
+    of your own, whose length is then taken as it is. `max_seq_len` bounds a prompt and its answer together;
+    without it, what the model was made for but at most 8192. `cache_tokens` is the room that all requests
+    share, in whole pages of 256; without it, one sequence of that length. `cache_type` says how it is stored:
+    "fp16" is the model's own precision (float32 on a CPU), the others are smaller. `draft` is a smaller model
+    with the same vocabulary that guesses ahead, or "ngram"; both change the speed and never a greedy text.
+    `device` and `dtype` are as in `Config`, `max_batch_size` as in `Generator`; `progress` shows bars.
+
+    Calls from several threads take turns.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Config | None = None,
+        *,
+        max_seq_len: int | None = None,
+        cache_tokens: int | None = None,
+        cache_type: CacheType = "fp16",
+        device: str | None = None,
+        dtype: str | None = None,
+        draft: str | Path | None = None,
+        max_batch_size: int | None = None,
+        progress: bool = False,
+    ) -> None:
+        if cache_type not in CACHES:
+            raise InputError(f"cache_type must be one of {', '.join(CACHES)}, found {cache_type!r}.")
+        self.config = _configured(model, max_seq_len, device, dtype, progress)
+        self.tokenizer = Tokenizer(self.config)
+        room = self.config.max_seq_len if cache_tokens is None else cache_tokens
+        tokens = -(-room // PAGE) * PAGE
+        guesser: dict[str, Any] = {"use_ngram_draft": draft == "ngram"}
+        if draft is not None and draft != "ngram":
+            # A guess beyond the length a small model was made for costs a little time and nothing else.
+            small = _configured(draft, self.config.max_seq_len, device, dtype, progress)
+            parts = _loaded(small, CACHES[cache_type], tokens, progress)
+            guesser = dict(zip(("draft_model", "draft_cache"), parts, strict=True))
+        loaded, cache = _loaded(self.config, CACHES[cache_type], tokens, progress)
+        self._turns: Turns | None = Turns(
+            Generator(loaded, cache, self.tokenizer, max_batch_size=max_batch_size, **guesser)
+        )
+
+    @property
+    def generator(self) -> Generator:
+        """What runs the requests."""
+        return self._open().generator
+
+    @property
+    def model(self) -> Model:
+        """The weights."""
+        model: Model = self.generator.model
+        return model
+
+    @property
+    def cache(self) -> CacheBase:
+        """Where keys and values are kept, for every request."""
+        cache: CacheBase = self.generator.cache
+        return cache
+
+    def close(self) -> None:
+        """Drop every request, the weights and the cache; calling it again does nothing."""
+        if self._turns is None:
+            return
+        self._turns.close()
+        for model in (self.generator.model, self.generator.draft_model):
+            if model is not None:
+                model.unload()
+        self._turns = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Asking
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompt,
+        *,
+        max_new_tokens: int | None = ...,
+        settings: Settings | None = ...,
+        stop: Stops = ...,
+        seed: int | None = ...,
+        json_schema: Any = ...,
+        regex: str | None = ...,
+        grammar: str | None = ...,
+        add_bos: bool | None = ...,
+        encode_special_tokens: bool = ...,
+        **job_arguments: Any,
+    ) -> Completion: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        max_new_tokens: int | None = ...,
+        settings: Settings | Sequence[Settings] | None = ...,
+        stop: Stops = ...,
+        seed: int | None = ...,
+        json_schema: Any = ...,
+        regex: str | None = ...,
+        grammar: str | None = ...,
+        add_bos: bool | None = ...,
+        encode_special_tokens: bool = ...,
+        **job_arguments: Any,
+    ) -> list[Completion]: ...
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        max_new_tokens: int | None = None,
+        settings: Settings | Sequence[Settings] | None = None,
+        stop: Stops = (),
+        seed: int | None = None,
+        json_schema: Any = None,
+        regex: str | None = None,
+        grammar: str | None = None,
+        add_bos: bool | None = None,
+        encode_special_tokens: bool = False,
+        **job_arguments: Any,
+    ) -> Completion | list[Completion]:
+        """Continue a text, or a list of texts in one batch; a list gives a list, in the same order.
+
+        An answer ends at one of the model's EOS tokens, at a `stop` (a string, a token id, or several), or
+        after `max_new_tokens`: without a number 512, or what the context has left. `settings` is for all
+        prompts, or a list with one for each; None is `Settings()`. Prompt i uses seed + i. `json_schema`,
+        `regex` and `grammar` make every answer match. A BOS comes first if the tokenizer's files want one, or
+        as `add_bos` says. Special tokens written in a prompt are plain text unless `encode_special_tokens`.
+        A pair of prompts is guided by `settings.cfg_scale`. Further arguments are `Job`'s; `filters` and
+        `embeddings` are lists, or for a list of prompts lists of lists.
+        """
+        single = isinstance(prompts, str | tuple)
+        texts: list[Any] = [prompts] if single else list(prompts)
+        wishes = _each("settings", settings, len(texts))
+        own = {name: job_arguments.pop(name, None) for name in ("filters", "embeddings")}
+        each = {name: [own[name]] if single else _each(name, own[name], len(texts)) for name in own}
+        shared = self._filters(json_schema, regex, grammar)
+        jobs = [
+            self._job(
+                self._encode(text, add_bos, encode_special_tokens, each["embeddings"][i]),
+                max_new_tokens,
+                wishes[i],
+                stop,
+                None if seed is None else seed + i,
+                [*(each["filters"][i] or ()), *shared],
+                {**job_arguments, "embeddings": each["embeddings"][i]},
+            )
+            for i, text in enumerate(texts)
+        ]
+        answers = self._open().finish(jobs)
+        return answers[0] if single else answers
+
+    def chat(
+        self,
+        messages: str | Messages,
+        *,
+        max_new_tokens: int | None = None,
+        settings: Settings | None = None,
+        stop: Stops = (),
+        seed: int | None = None,
+        json_schema: Any = None,
+        regex: str | None = None,
+        grammar: str | None = None,
+        template: Mapping[str, Any] = NONE,
+        **job_arguments: Any,
+    ) -> Completion:
+        """Answer a conversation, written as the model's chat template writes it.
+
+        `messages` is a list of {"role": …, "content": …}, or a str for a single message of the user. What was
+        said before is found in the cache, so a turn costs only itself. `template` holds variables for the
+        chat template, such as `tools` or `enable_thinking`; the rest is as in `generate`.
+        """
+        filters = [*(job_arguments.pop("filters", None) or ()), *self._filters(json_schema, regex, grammar)]
+        ids = self._said(messages, template, job_arguments.get("embeddings"))
+        job = self._job(ids, max_new_tokens, settings, stop, seed, filters, job_arguments)
+        return self._open().finish([job])[0]
+
+    def stream(
+        self,
+        prompt: Prompt | Messages,
+        *,
+        max_new_tokens: int | None = None,
+        settings: Settings | None = None,
+        stop: Stops = (),
+        seed: int | None = None,
+        json_schema: Any = None,
+        regex: str | None = None,
+        grammar: str | None = None,
+        add_bos: bool | None = None,
+        encode_special_tokens: bool = False,
+        template: Mapping[str, Any] = NONE,
+        **job_arguments: Any,
+    ) -> Stream:
+        """The answer piece by piece, as it is made: a str is continued, a list of messages is answered.
+
+        Wrong arguments are refused here; nothing runs before the first piece is asked for.
+        """
+        filters = [*(job_arguments.pop("filters", None) or ()), *self._filters(json_schema, regex, grammar)]
+        if isinstance(prompt, str | tuple):
+            ids = self._encode(prompt, add_bos, encode_special_tokens, job_arguments.get("embeddings"))
+        else:
+            ids = self._said(prompt, template, job_arguments.get("embeddings"))
+        job = self._job(ids, max_new_tokens, settings, stop, seed, filters, job_arguments)
+        return Stream(self._open().pieces(job))
+
+    # From a wish to a job
+
+    def _open(self) -> Turns:
+        if self._turns is None:
+            raise NotLoaded("This LLM was closed: make another one.")
+        return self._turns
+
+    def _encode(
+        self, prompt: Prompt, add_bos: bool | None, special: bool, embeddings: Sequence[Any] | None
+    ) -> list[Tensor]:
+        """The ids of a prompt, or of both halves of a pair."""
+        halves = prompt if isinstance(prompt, tuple) else (prompt,)
+        if not all(isinstance(half, str) for half in halves):
+            raise InputError(f"A prompt is a string, or a pair of strings for guidance; found {prompt!r}.")
+        if add_bos is None:
+            add_bos = bool((self.tokenizer.tokenizer_config_dict or {}).get("add_bos_token", True))
+        return [
+            self.tokenizer.encode(half, add_bos=add_bos, encode_special_tokens=special, embeddings=embeddings)
+            for half in halves
+        ]
+
+    def _said(
+        self, messages: str | Messages, template: Mapping[str, Any], embeddings: Sequence[Any] | None
+    ) -> list[Tensor]:
+        """The ids of a conversation."""
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        text = self.tokenizer.apply_chat_template(messages, **template)
+        return [self.tokenizer.encode(text, encode_special_tokens=True, embeddings=embeddings)]
+
+    def _filters(self, json_schema: Any, regex: str | None, grammar: str | None) -> list[Filter]:
+        """Compiled once for a call: every job works on a copy of its own.
+
+        JSON comes without optional white space, which small models would never stop writing.
+        """
+        filters: list[Filter] = []
+        if json_schema is not None:
+            filters.append(JsonSchemaFilter(self.tokenizer, json_schema, compact=True))
+        if regex is not None:
+            filters.append(RegexFilter(self.tokenizer, regex))
+        if grammar is not None:
+            filters.append(GrammarFilter(self.tokenizer, grammar))
+        return filters
+
+    def _job(
+        self,
+        ids: list[Tensor],
+        max_new_tokens: int | None,
+        settings: Settings | None,
+        stop: Stops,
+        seed: int | None,
+        filters: list[Any],
+        job_arguments: Mapping[str, Any],
+    ) -> Job:
+        if max_new_tokens is None:
+            length = min(self.generator.max_seq_len, self.generator.max_total_tokens // len(ids))
+            # Where nothing is left the generator refuses the job, and says how long the prompt is.
+            max_new_tokens = max(1, min(ANSWER, length - max(half.shape[1] for half in ids)))
+        ends = [number for number in self.tokenizer.eos_token_ids if number < self.config.vocab_size]
+        more = [stop] if isinstance(stop, str | int) else stop
+        return Job(
+            ids,
+            max_new_tokens,
+            gen_settings=settings,
+            seed=seed,
+            stop_conditions=[*ends, *more],
+            filters=filters,
+            **job_arguments,
+        )
+
+
+def _configured(
+    model: str | Path | Config | None,
+    max_seq_len: int | None,
+    device: str | None,
+    dtype: str | None,
+    progress: bool,
+) -> Config:
+    config = model if isinstance(model, Config) else Config(find_model(model, progress=progress))
+    config.device, config.dtype = device or config.device, dtype or config.dtype
+    if max_seq_len is not None:
+        config.max_seq_len = max_seq_len
+    elif config is not model:
+        config.max_seq_len = min(config.max_seq_len, LONGEST)
+    return config
+
+
+def _loaded(config: Config, kind: type[CacheBase], tokens: int, progress: bool) -> tuple[Model, CacheBase]:
+    model = Model(config)
+    cache = kind(model, max_seq_len=tokens, lazy=True)
+    model.load_autosplit(cache, progress=progress)
+    return model, cache
+
+
+def _each(name: str, values: Any, count: int) -> list[Any]:
+    """One value for each prompt; settings, and nothing at all, are for all of them."""
+    if values is None or isinstance(values, Settings):
+        return [values] * count
+    if not isinstance(values, Sequence) or len(values) != count:
+        raise InputError(f"{name} must be a list with one entry for each of {count} prompts.")
+    return list(values)

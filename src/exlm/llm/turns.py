@@ -1,0 +1,77 @@
+"""Turns: several callers on one generator, each of whom receives what becomes of its own jobs."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Generator as Pieces
+from collections.abc import Iterator, Sequence
+
+from ..errors import InputError
+from ..generator import Generator, Job, StreamingResult
+from .answers import Completion, completed, ids_of
+
+
+class Turns:
+    """Runs jobs to their ends; calls may be nested, and may come from several threads."""
+
+    def __init__(self, generator: Generator) -> None:
+        self.generator = generator
+        self._inboxes: dict[Job, deque[StreamingResult]] = {}
+        self._turn = threading.Lock()
+
+    def finish(self, jobs: Sequence[Job]) -> list[Completion]:
+        """Run these jobs in one batch; returns when all are done."""
+        tokens: dict[Job, list[int]] = {job: [] for job in jobs}
+        last: dict[Job, StreamingResult] = {}
+        for result in self._run(jobs):
+            last[result["job"]] = result
+            tokens[result["job"]] += ids_of(result)
+        return [completed(last[job], tokens[job]) for job in jobs]
+
+    def pieces(self, job: Job) -> Pieces[str, None, Completion]:
+        """The text of a job as it comes, then the whole; a job that nobody reads on is dropped."""
+        tokens: list[int] = []
+        for result in self._run([job]):
+            tokens += ids_of(result)
+            if text := result.get("text"):
+                yield text
+        return completed(result, tokens)
+
+    def close(self) -> None:
+        """Drop every job, whoever waits for it."""
+        with self._turn:
+            self.generator.clear_queue()
+
+    def _run(self, jobs: Sequence[Job]) -> Iterator[StreamingResult]:
+        """What becomes of these jobs until all are done; what becomes of others is kept for their callers."""
+        own: deque[StreamingResult] = deque()
+        left = len(jobs)
+        try:
+            with self._turn:
+                for job in jobs:
+                    self._inboxes[job] = own
+                    self.generator.enqueue(job)
+            while left:
+                with self._turn:
+                    if not own:
+                        self._round()
+                while own:
+                    result = own.popleft()
+                    if "error" in result:
+                        raise result["error"]
+                    left -= result["eos"]
+                    yield result
+        finally:
+            with self._turn:
+                for job in jobs:
+                    self._inboxes.pop(job, None)
+                    self.generator.cancel(job)
+
+    def _round(self) -> None:
+        results = self.generator.iterate()
+        if not results and not self.generator.num_remaining_jobs():
+            raise InputError("The request was dropped before its end: the generator's queue was cleared.")
+        for result in results:
+            if result["stage"] == "streaming" and result["job"] in self._inboxes:
+                self._inboxes[result["job"]].append(result)

@@ -1,0 +1,208 @@
+"""What a model will need before anything is loaded: bytes of each module, and of each device they go to.
+
+Sizes come from the files' headers, the description and the cache's own layout; which module goes where is
+`placement`'s answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .. import spec
+from ..cache import PAGE, LayerShape
+from ..checkpoint import Source
+from ..config import FrozenConfig
+from ..errors import DoesNotFit, InputError
+from ..kernels.select import choose
+from ..spec.roles import Matrix, matrices
+from .devices import Slot, pick_dtype
+from .placement import GB, Load, Part, Space, loads, place
+
+LOGITS = 64
+"""Rows of logits a step is taken to ask for."""
+
+LONGEST = 1 << 24
+"""Tokens of a context beyond which nobody asks whether more would fit."""
+
+RESERVE = 192 << 20, 64 << 20
+"""Left free on the first device and on each other one, if the user says nothing."""
+
+FIT_CACHE = "Take a cache with a smaller max_seq_len or of fewer bits (CacheQ4), lower reserve_vram, or name "
+FIT_CACHE += 'more devices, as in config.device = "cuda:0,cuda:1,cpu".'
+FIT_SPLIT = "Raise the numbers of gpu_split (GB of weights for each device), or name more devices."
+
+
+@dataclass(frozen=True)
+class Use:
+    """How a model will be used: what its workspace depends on."""
+
+    dtype: torch.dtype
+    plain: bool  # plain torch computes: weights are unpacked and pages gathered for each call
+    cached: int = 0  # tokens in the cache, all sequences together
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A model that is only thought of, as a cache sees it."""
+
+    cache_shapes: Sequence[LayerShape]
+    cache_dtype: torch.dtype
+    cache_devices: Sequence[torch.device] | None = None
+    cache_length: int = PAGE
+    cache_mirror: None = None
+
+
+@dataclass(frozen=True)
+class DeviceBudget:
+    """What one device would hold, in bytes."""
+
+    name: str
+    usable: int
+    weights: int
+    cache: int
+    workspace: int
+    modules: int
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a model would need: on each device, whether that fits, and how long contexts could be."""
+
+    devices: tuple[DeviceBudget, ...]
+    fits: bool
+    context: int  # tokens of each user
+    largest: int  # the longest context that would fit; 0 if not even one page does
+    problem: str  # why it does not fit, and what to change; empty if it does
+
+
+def use(config: FrozenConfig, slots: Sequence[Slot], cached: int = 0, *, imagined: bool = False) -> Use:
+    """How these devices would run it."""
+    first = slots[0].device
+    if imagined:
+        return Use(pick_dtype(config.dtype or "float16", None, first), False, cached)
+    dtype = pick_dtype(config.dtype, config.stored_dtype, first)
+    plain = any(
+        slot.device.type == "cpu" or choose(slot.device, dtype).backends[0].name == "reference"
+        for slot in slots
+    )
+    return Use(dtype, plain, cached)
+
+
+def measure(config: FrozenConfig, source: Source, use: Use, cache: Sequence[int]) -> list[Part]:
+    """Every module's needs; `cache` has the bytes of each layer's pages."""
+    m, item = config.spec, use.dtype.itemsize
+    widths: dict[str, int] = {}  # of the unpacked matrices a module multiplies with, the largest
+    held: dict[str, int] = {}
+    for matrix in matrices(m):
+        owner = ".".join(matrix.role.split(".")[:2]) if matrix.role != "head" else "head"
+        tied = owner == "head" and m.head.tied and not source.has("head")
+        nbytes, packed = _stored(source, matrix, item) if not tied else (0, False)
+        held[owner] = held.get(owner, 0) + nbytes
+        numbers = matrix.in_features * matrix.out_features if packed and use.plain else 0
+        widths[owner] = max(widths.get(owner, 0), numbers)
+    table, shared = _table(source, m, item)
+    tokens = min(config.max_input_len, config.max_seq_len)
+    parts = [Part("embedding", table + m.embed.positions * m.hidden * item, workspace=tokens * m.hidden * 4)]
+    for i, layer in enumerate(m.layers):
+        name = f"layers.{i}"
+        unpacked = widths[name] * (item + 8)
+        workspace = unpacked + _scratch(config, layer, use)
+        parts.append(Part(name, held[name] + 6 * m.hidden * 4, cache[i], workspace))
+    logits = (config.max_output_len or LOGITS) * m.vocab * 8
+    parts.append(Part("head", held["head"] + m.hidden * 4, 0, logits + widths["head"] * (item + 8), shared))
+    return parts
+
+
+def spaces(slots: Sequence[Slot], reserve: int | Sequence[int] | None) -> list[Space]:
+    """The devices, less what must stay free on them."""
+    if isinstance(reserve, int):
+        kept = [reserve] * len(slots)
+    else:
+        given = list(reserve or ())
+        kept = [given[i] if i < len(given) else RESERVE[min(i, 1)] for i in range(len(slots))]
+    return [Space(slot.name, max(0, slot.free - keep)) for slot, keep in zip(slots, kept, strict=True)]
+
+
+def split(slots: Sequence[Slot], gpu_split: Sequence[float]) -> list[Space]:
+    """The devices, with as many GB of each as the user gives for weights."""
+    if len(gpu_split) > len(slots):
+        names = ", ".join(slot.name for slot in slots)
+        raise InputError(
+            f"gpu_split names {len(gpu_split)} devices, but there are {len(slots)} here ({names}): give at "
+            'most so many numbers, or name the devices, as in config.device = "cuda:0,cuda:1,cpu".'
+        )
+    for number in gpu_split:
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < 1 << 20:
+            raise InputError(f"gpu_split has GB for each device, as in [20, 24]; found {number!r}.")
+    return [Space(slot.name, int(gb * GB)) for slot, gb in zip(slots, gpu_split, strict=False)]
+
+
+def budget(measured: Callable[[int], list[Part]], devices: Sequence[Space], context: int) -> Budget:
+    """What a context means for each device, and the longest one that would fit.
+
+    `measured` gives the modules for a number of tokens of each user.
+    """
+
+    def attempt(count: int) -> tuple[list[int] | None, str]:
+        try:
+            return place(measured(count), devices, FIT_CACHE), ""
+        except DoesNotFit as error:
+            return None, str(error)
+
+    places, problem = attempt(context)
+    low, high = 0, max(LONGEST, context) // PAGE
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if attempt(middle * PAGE)[0] is not None else (low, middle - 1)
+    parts = measured(context)
+    held = loads(parts, places, len(devices)) if places is not None else _forced(parts, devices)
+    return Budget(
+        tuple(
+            DeviceBudget(space.name, space.free, load.weights, load.cache, load.workspace, load.parts)
+            for space, load in zip(devices, held, strict=True)
+        ),
+        places is not None,
+        context,
+        low * PAGE,
+        problem,
+    )
+
+
+def _forced(parts: Sequence[Part], devices: Sequence[Space]) -> list[Load]:
+    """What would lie where if the last device took all that fits nowhere."""
+    endless = [*devices[:-1], Space(devices[-1].name, 1 << 62)]
+    return loads(parts, place(parts, endless, ""), len(devices))
+
+
+def _stored(source: Source, matrix: Matrix, item: int) -> tuple[int, bool]:
+    """Bytes of a matrix in memory, and whether it is packed."""
+    words, nbytes = source.describe(matrix.role)
+    if words.startswith("dense"):
+        return (matrix.in_features + matrix.bias) * matrix.out_features * item, False
+    return nbytes, True
+
+
+def _table(source: Source, m: spec.Model, item: int) -> tuple[int, int]:
+    """Bytes of the embedding's table: where it is looked up, and what the head shares of it."""
+    words, nbytes = source.describe("embed")
+    if not m.head.tied or source.has("head"):
+        return nbytes, 0
+    whole = m.vocab * m.hidden * item if words.startswith("dense") else nbytes
+    return whole, whole
+
+
+def _scratch(config: FrozenConfig, layer: spec.Layer, use: Use) -> int:
+    """Bytes that one layer's step takes for a while, and the tables it turns by."""
+    attn, mlp, item = layer.attn, layer.mlp, use.dtype.itemsize
+    active = mlp.active if isinstance(mlp, spec.Moe) else 1
+    wide = 6 * config.spec.hidden + 2 * (attn.heads + 2 * attn.kv_heads) * attn.head_dim
+    total = min(config.max_input_len, config.max_seq_len) * (wide + 3 * mlp.width * active) * item
+    if attn.rope is not None:
+        total += config.max_seq_len * attn.rope.dim * 4
+    if use.plain:
+        seen = min(config.max_attention_size, config.max_input_len * config.max_seq_len)
+        total += attn.heads * seen * item + 2 * use.cached * attn.kv_heads * attn.head_dim * item
+    return total

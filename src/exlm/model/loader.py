@@ -1,0 +1,297 @@
+"""How a model gets into memory and out of it: whole or not at all, on one device, several, or many processes.
+
+What it can be asked once it is there is `Model`'s business.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..cache import PAGE, Cache, CacheBase
+from ..config import Config, FrozenConfig
+from ..errors import InputError, NotLoaded
+from .budget import FIT_CACHE, FIT_SPLIT, Budget, Planned, budget, measure, spaces, split, use
+from .devices import Slot, imagined, inventory
+from .loading import Loaded, Yielding, load_steps, opened, shapes
+from .placement import Part, place
+from .progress import Callback, bar, silent
+from .summary import Summary, summarize
+from .team import team_steps
+
+
+class Loader:
+    """A model that can be loaded, unloaded and described."""
+
+    def __init__(self, config: Config, lazy_load: bool = False) -> None:
+        self.config = config
+        self.loaded = False
+        self.inventory: Callable[[str | None], list[Slot]] = inventory
+        """How it looks at the machine: the devices that a wish (`config.device`) stands for."""
+        self._loaded: Loaded | None = None
+
+    def load(
+        self,
+        gpu_split: Sequence[float] | None = None,
+        lazy: bool = False,
+        stats: bool = False,
+        callback: Callback | None = None,
+        callback_gen: Yielding | None = None,
+        progress: bool = False,
+    ) -> None:
+        """Read the weights and bind their kernels.
+
+        `gpu_split` has GB of weights for each device, which are filled in order; without it everything goes
+        to the first device, or, if `config.device` names several, to each as much as it has room for.
+        `callback(i, n)` is called before module i of n and once with (n, n); `progress=True` shows a bar. If
+        anything fails, nothing stays behind. `lazy` and `stats` are accepted for old scripts.
+        """
+        self._watch(
+            lambda told: self.load_gen(gpu_split, lazy, stats, told, callback_gen), callback, progress
+        )
+
+    def load_gen(
+        self,
+        gpu_split: Sequence[float] | None = None,
+        lazy: bool = False,
+        stats: bool = False,
+        callback: Callback | None = None,
+        callback_gen: Yielding | None = None,
+    ) -> Iterator[Any]:
+        """`load` as a generator: what `callback_gen(i, n)` yields is passed on; run it to its end."""
+        yield from self._load(
+            lambda tell: self._placed(self._split(gpu_split), tell, callback_gen), callback, callback_gen
+        )
+
+    def load_autosplit(
+        self,
+        cache: CacheBase,
+        reserve_vram: int | Sequence[int] | None = None,
+        last_id_only: bool = False,
+        callback: Callback | None = None,
+        callback_gen: Yielding | None = None,
+        progress: bool = False,
+    ) -> None:
+        """Load the model and allocate a lazy cache beside it, layer for layer.
+
+        Each device is filled, but for `reserve_vram` bytes (one number for all, or a list; 192 MB on the
+        first and 64 MB on the others if left out), before the next one is begun. The CPU counts if
+        `config.device` names it.
+        """
+        self._watch(
+            lambda told: self.load_autosplit_gen(cache, reserve_vram, last_id_only, told, callback_gen),
+            callback,
+            progress,
+        )
+
+    def load_autosplit_gen(
+        self,
+        cache: CacheBase,
+        reserve_vram: int | Sequence[int] | None = None,
+        last_id_only: bool = False,
+        callback: Callback | None = None,
+        callback_gen: Yielding | None = None,
+    ) -> Iterator[Any]:
+        """`load_autosplit` as a generator: run it to its end."""
+        if cache.allocated:
+            raise InputError(
+                "load_autosplit needs a cache made with lazy=True: it allocates the cache itself."
+            )
+
+        def slots() -> list[Slot]:
+            frozen, found = self._machine()
+            kind = use(frozen, found, cache.num_pages * PAGE)
+            parts = measure(frozen, opened(frozen), kind, cache.sizes())
+            return [found[at] for at in place(parts, spaces(found, reserve_vram), FIT_CACHE)]
+
+        yield from self._load(
+            lambda tell: self._placed(slots(), tell, callback_gen), callback, callback_gen, cache.allocate
+        )
+
+    def load_tp(
+        self,
+        gpu_split: Sequence[float] | None = None,
+        callback: Callback | None = None,
+        callback_gen: Yielding | None = None,
+        progress: bool = False,
+        expect_cache_tokens: int = 0,
+        expect_cache_base: type[CacheBase] | None = None,
+    ) -> None:
+        """Share every layer among several devices, each in a process of its own.
+
+        One rank for each device that `gpu_split` gives more than 0 GB of weights; all of them without it.
+        On a machine with CPUs only it makes that many processes. Any cache made afterwards is shared in the
+        same way. `expect_cache_tokens` and `expect_cache_base` are accepted for old scripts: shares are
+        equal, so nothing depends on them. Under torchrun, only rank 0 returns from this call.
+        """
+        self._watch(lambda told: self.load_tp_gen(gpu_split, told, callback_gen), callback, progress)
+
+    def load_tp_gen(
+        self,
+        gpu_split: Sequence[float] | None = None,
+        callback: Callback | None = None,
+        callback_gen: Yielding | None = None,
+        expect_cache_tokens: int = 0,
+        expect_cache_base: type[CacheBase] | None = None,
+    ) -> Iterator[Any]:
+        """`load_tp` as a generator: run it to its end."""
+        yield from self._load(
+            lambda tell: team_steps(
+                "tensors", self.config, self._machine()[1], gpu_split, tell, callback_gen
+            ),
+            callback,
+            callback_gen,
+        )
+
+    def load_pipeline(
+        self,
+        gpu_split: Sequence[float] | None = None,
+        callback: Callback | None = None,
+        callback_gen: Yielding | None = None,
+        progress: bool = False,
+    ) -> None:
+        """Give each of several processes a run of layers: for models that are larger than one machine.
+
+        Ranks are chosen as by `load_tp`. On one machine `load_autosplit` does the same in one process.
+        """
+        self._watch(lambda told: self.load_pipeline_gen(gpu_split, told, callback_gen), callback, progress)
+
+    def load_pipeline_gen(
+        self,
+        gpu_split: Sequence[float] | None = None,
+        callback: Callback | None = None,
+        callback_gen: Yielding | None = None,
+    ) -> Iterator[Any]:
+        """`load_pipeline` as a generator: run it to its end."""
+        yield from self._load(
+            lambda tell: team_steps(
+                "pipeline", self.config, self._machine()[1], gpu_split, tell, callback_gen
+            ),
+            callback,
+            callback_gen,
+        )
+
+    def unload(self) -> None:
+        """Let go of every weight; the model can be loaded again."""
+        loaded, self._loaded, self.loaded = self._loaded, None, False
+        if loaded is None:
+            return
+        if loaded.leader is not None:
+            loaded.leader.close()
+        used = loaded.devices
+        del loaded
+        if any(device.type == "cuda" for device in used):
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def plan(
+        self,
+        context: int,
+        users: int = 1,
+        cache: type[CacheBase] = Cache,
+        memory: Sequence[float] | None = None,
+        reserve_vram: int | Sequence[int] | None = None,
+    ) -> Budget:
+        """What the model and a cache for so many contexts would need on each device; nothing is loaded.
+
+        `memory` has GB for each of some GPUs to be thought of instead of this machine's devices.
+        """
+        frozen, slots = self._machine() if memory is None else (self.config.freeze(), imagined(memory))
+        source, kind = opened(frozen), use(frozen, slots, imagined=memory is not None)
+        pages = cache(Planned(shapes(frozen.spec), kind.dtype), max_seq_len=PAGE, lazy=True).sizes()
+
+        def measured(tokens: int) -> list[Part]:
+            count = -(-tokens // PAGE) * users
+            held = [count * page for page in pages]
+            return measure(
+                replace(frozen, max_seq_len=tokens), source, replace(kind, cached=count * PAGE), held
+            )
+
+        return budget(measured, spaces(slots, reserve_vram), context)
+
+    def summary(self) -> Summary:
+        """What the folder holds, from its headers; the model need not be loaded."""
+        return summarize(self.config.freeze())
+
+    def explain(self) -> str:
+        """Which backend runs each part, and why."""
+        if self._loaded is None:
+            raise NotLoaded("Kernels are chosen while loading: call model.load() first.")
+        return self._loaded.explain()
+
+    @property
+    def tp_context(self) -> int | None:
+        """Among how many ranks `load_tp` or `load_pipeline` divided it; None if neither did."""
+        return None if self._loaded is None else self._loaded.ranks or None
+
+    @property
+    def placement(self) -> list[str]:
+        """The device of each module: the embedding, every layer, the head; empty before loading."""
+        return [] if self._loaded is None else [slot.name for slot in self._loaded.slots]
+
+    def _machine(self) -> tuple[FrozenConfig, list[Slot]]:
+        """What is to be loaded, and where it may go."""
+        frozen = self.config.freeze()
+        return frozen, self.inventory(frozen.device)
+
+    def _split(self, gpu_split: Sequence[float] | None) -> list[Slot]:
+        """The device of each module when there is no cache to think of."""
+        frozen, slots = self._machine()
+        depth = len(frozen.spec.layers)
+        if not gpu_split and (frozen.device is None or len(slots) == 1):
+            return [slots[0]] * (depth + 2)
+        parts = measure(frozen, opened(frozen), use(frozen, slots), [0] * depth)
+        if not gpu_split:
+            return [slots[at] for at in place(parts, spaces(slots, None), FIT_CACHE)]
+        weights = [replace(part, workspace=0) for part in parts]
+        return [slots[at] for at in place(weights, split(slots, gpu_split), FIT_SPLIT)]
+
+    def _placed(
+        self, slots: Sequence[Slot], tell: Callback, callback_gen: Yielding | None
+    ) -> Generator[Any, None, Loaded]:
+        """Everything in this process, each module on its device."""
+        frozen = self.config.freeze()
+        return load_steps(frozen, opened(frozen), slots, tell, callback_gen)
+
+    def _load(
+        self,
+        steps: Callable[[Callback], Generator[Any, None, Loaded]],
+        callback: Callback | None,
+        callback_gen: Yielding | None,
+        finish: Callable[[], object] = lambda: None,
+    ) -> Iterator[Any]:
+        """Take the steps, then `finish`; all of it or nothing."""
+        self.unload()
+        tell = callback or silent
+        try:
+            self._loaded = yield from steps(tell)
+            self.loaded = True
+            finish()
+            total = len(self._loaded.slots)
+            tell(total, total)
+            if callback_gen is not None:
+                yield from callback_gen(total, total)
+        except BaseException:
+            self.unload()
+            raise
+
+    def _watch(
+        self, steps: Callable[[Callback | None], Iterator[Any]], callback: Callback | None, progress: bool
+    ) -> None:
+        """Take every step of a loader, telling the callback or a bar."""
+        if progress and callback is not None:
+            raise InputError("Give a callback or progress=True, not both.")
+        if not progress:
+            self._drain(steps(callback))
+            return
+        with bar("Loading") as shown:
+            self._drain(steps(shown))
+
+    @staticmethod
+    def _drain(steps: Iterator[Any]) -> None:
+        for _ in steps:
+            pass

@@ -1,0 +1,99 @@
+"""From a settled configuration and a device for each module to modules in memory, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import spec
+from ..cache import LayerShape, Mirror
+from ..checkpoint import Source, open_source
+from ..config import FrozenConfig
+from ..kernels.select import Chain, choose
+from ..parallel import Leader
+from .build import Builder
+from .decoder import Decoder
+from .devices import Slot, current, guard, pick_dtype
+from .progress import Callback
+
+Yielding = Callable[[int, int], Iterator[Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """A model in memory: what it is, its modules, and where each of them computes."""
+
+    config: FrozenConfig
+    decoder: Decoder
+    slots: tuple[Slot, ...]  # of the embedding, each layer, the head
+    chains: tuple[Chain, ...]  # of the same
+    ranks: int = 0  # among which it was shared; 0: it was not
+    leader: Leader | None = None  # of the processes that hold the rest of it
+    mirror: Mirror | None = None  # by whom those hear of caches
+
+    @property
+    def shapes(self) -> list[LayerShape]:
+        """What each layer stores for a token, in this process."""
+        return shapes(self.config.spec)
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """Every device in use, the first module's first."""
+        return list(dict.fromkeys(chain.device for chain in self.chains))
+
+    def explain(self) -> str:
+        """Which backend runs each part, and why; device by device, where there are several."""
+        distinct = {id(chain): (slot, chain) for slot, chain in zip(self.slots, self.chains, strict=True)}
+        if len(distinct) == 1:
+            return self.chains[0].explain()
+        return "\n".join(f"on {slot.name}:\n{chain.explain()}" for slot, chain in distinct.values())
+
+
+def shapes(model: spec.Model) -> list[LayerShape]:
+    """What each layer stores for a token."""
+    return [LayerShape(layer.attn.kv_heads, layer.attn.head_dim) for layer in model.layers]
+
+
+def opened(config: FrozenConfig) -> Source:
+    """The model's files; only headers are read."""
+    return open_source(config.path, config.spec.names, config.quantization)
+
+
+def precision(config: FrozenConfig, slots: Sequence[Slot]) -> torch.dtype:
+    """The one precision of the whole model: the first device's."""
+    return pick_dtype(config.dtype, config.stored_dtype, slots[0].device)
+
+
+def load_steps(
+    config: FrozenConfig,
+    source: Source,
+    slots: Sequence[Slot],
+    callback: Callback,
+    callback_gen: Yielding | None,
+    *,
+    embeds: bool = True,
+    heads: bool = True,
+) -> Generator[Any, None, Loaded]:
+    """Build every module on its slot, telling the callbacks; equal slots share their backends.
+
+    Without `embeds` or `heads` the embedding or the head is left out: another process has it.
+    """
+    dtype = precision(config, slots)
+    made: dict[int, Chain] = {}
+    for slot in slots:
+        if id(slot) not in made:
+            guard(slot.device, dtype)
+            made[id(slot)] = choose(slot.device, dtype)
+    chains = [made[id(slot)] for slot in slots]
+    builder = Builder(config.spec, source, chains[0], config.max_seq_len, chains, embeds, heads)
+    total, steps = len(builder), builder.build()
+    for i in range(total):
+        callback(i, total)
+        if callback_gen is not None:
+            yield from callback_gen(i, total)
+        with torch.no_grad(), current(slots[i].device):
+            decoder = next(steps)
+    return Loaded(config, decoder, tuple(slots), tuple(chains))

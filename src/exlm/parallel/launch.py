@@ -1,0 +1,132 @@
+"""Other ranks of one model: processes started here, or those that torchrun started beside this one."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from ..errors import WorkerLost
+from .wire import Channel
+
+FIRST_LINES = """
+import json, sys
+told = json.loads(sys.stdin.readline())
+sys.path[:] = told["path"]
+from importlib import import_module
+import_module(told["module"]).main(told)
+"""
+PATIENCE = 120.0
+"""Seconds in which every rank must have called."""
+
+GREETING = 5.0
+"""Seconds a caller has to say who it is."""
+
+
+class Seat(NamedTuple):
+    """This process's place among those of torchrun."""
+
+    store: Store
+    rank: int
+    size: int
+
+
+def start(
+    module: str, tasks: Sequence[Mapping[str, Any]]
+) -> tuple[list[Channel], list[subprocess.Popen[bytes]]]:
+    """One process for each task, running `module.main(task)`; a channel to each, whose other end is `line`.
+
+    The module of the calling program is not imported again, and Ctrl-C does not reach the processes.
+    """
+    channels: list[Channel] = []
+    processes: list[subprocess.Popen[bytes]] = []
+    for task in tasks:
+        here, there = socket.socketpair()
+        with there:
+            process = subprocess.Popen(
+                [sys.executable, "-c", FIRST_LINES],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[there.fileno()],
+                start_new_session=True,
+            )
+            assert process.stdin is not None
+            told = {**task, "path": sys.path, "module": module, "line": there.fileno()}
+            with process.stdin as door:
+                door.write(json.dumps(told).encode() + b"\n")
+        channels.append(Channel(here))
+        processes.append(process)
+    return channels, processes
+
+
+def meeting(path: str, size: int) -> Store:
+    """Where ranks on one machine find each other: a file, so that no port is open to others."""
+    store: Store = dist.FileStore(path, size)  # type: ignore[attr-defined]
+    return store
+
+
+def launched() -> Seat | None:
+    """This process's seat, if torchrun started it and others."""
+    if not dist.is_available() or not dist.is_torchelastic_launched():
+        return None
+    store, rank, size = next(iter(rendezvous("env://")))
+    return Seat(PrefixStore("exlm", store), rank, size) if size > 1 else None
+
+
+def accept(seat: Seat) -> list[Channel]:
+    """Rank 0: the channels to all others, in order of rank, once they have called."""
+    host, token = _host(seat.store), secrets.token_hex(16)
+    lines: dict[int, socket.socket] = {}
+    with socket.create_server((host, 0)) as server:
+        server.settimeout(PATIENCE)
+        seat.store.set("line", json.dumps([host, server.getsockname()[1], token]))
+        while len(lines) < seat.size - 1:
+            try:
+                line, _ = server.accept()
+            except TimeoutError:
+                missing = sorted(set(range(1, seat.size)) - set(lines))
+                raise WorkerLost(
+                    f"Ranks {missing} did not call within {PATIENCE:g} s: does every rank load the model?"
+                ) from None
+            if (rank := _rank(line, token)) is None:
+                line.close()  # a stranger
+            else:
+                lines[rank] = line
+    return [Channel(lines[rank]) for rank in range(1, seat.size)]
+
+
+def call(seat: Seat) -> Channel:
+    """Any other rank: its channel to rank 0."""
+    host, port, token = json.loads(seat.store.get("line"))
+    line = socket.create_connection((host, port), timeout=PATIENCE)
+    line.sendall(f"{token}{seat.rank:08}".encode())
+    line.settimeout(None)
+    return Channel(line)
+
+
+def _rank(line: socket.socket, token: str) -> int | None:
+    """Who calls, if the caller knows the token; nothing else a caller says is looked at before that."""
+    line.settimeout(GREETING)
+    try:
+        said = line.recv(len(token) + 8, socket.MSG_WAITALL)
+    except OSError:
+        return None
+    line.settimeout(None)
+    known = hmac.compare_digest(said[: len(token)], token.encode())
+    return int(said[len(token) :]) if known else None
+
+
+def _host(store: Store) -> str:
+    """Where all ranks found each other, which is rank 0's machine."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return str(getattr(store, "host", "localhost"))

@@ -1,0 +1,114 @@
+"""Who has what: a model's description → the description of one rank's share. Pure, no tensors.
+
+Attention is cut by heads, an MLP (each expert's too) by width, the head by vocabulary; norms and routers are
+everybody's. A rank's queries need the keys they look at, so shares are whole groups of query heads with their
+key/value head; where there are more ranks than key/value heads, a group is cut and its head repeated.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import NamedTuple
+
+from .. import spec
+from ..errors import Unsupported
+
+Range = tuple[int, int]
+
+UNITS = 128, 32, 1
+"""Widths are cut into multiples of the first of these that gives every rank at least one."""
+
+_ROLE = re.compile(
+    r"layers\.(\d+)\.(?:attn\.([qkvo])|mlp\.(?:experts\.\d+\.)?(gate|up|down)|attn\.([qk])_norm)"
+)
+
+
+class Cut(NamedTuple):
+    """A part of a matrix: inputs (dim 0) or outputs (dim 1), from one to another."""
+
+    dim: int
+    start: int
+    stop: int
+
+
+class Heads(NamedTuple):
+    """A rank's heads."""
+
+    q: Range
+    kv: Range
+
+
+def ranges(length: int, size: int) -> list[Range]:
+    """A length in as many parts of whole units as there are ranks, the first ones larger."""
+    unit = next(unit for unit in UNITS if length // unit >= size or unit == 1)
+    whole = length // unit
+    starts = [min(length, unit * (whole // size * r + min(r, whole % size))) for r in range(size)]
+    return list(zip(starts, [*starts[1:], length], strict=True))
+
+
+def even(count: int, parts: int) -> list[Range]:
+    """A count in parts, the first ones larger by one where it does not divide."""
+    starts = [count // parts * p + min(p, count % parts) for p in range(parts)]
+    return list(zip(starts, [*starts[1:], count], strict=True))
+
+
+def heads(attn: spec.Attention, rank: int, size: int) -> Heads:
+    """The query heads of a rank, and the key/value heads they look at."""
+    group = attn.heads // attn.kv_heads
+    if size <= attn.kv_heads:
+        start, stop = even(attn.kv_heads, size)[rank]
+        return Heads((start * group, stop * group), (start, stop))
+    sharing = even(size, attn.kv_heads)  # the ranks of each key/value head
+    kv = next(i for i, (first, last) in enumerate(sharing) if first <= rank < last)
+    first, last = sharing[kv]
+    start, stop = even(group, last - first)[rank - first]
+    return Heads((kv * group + start, kv * group + stop), (kv, kv + 1))
+
+
+def shard(model: spec.Model, rank: int, size: int) -> spec.Model:
+    """The model that a rank computes: fewer heads and narrower MLPs, everything else as it was."""
+
+    def narrow(layer: spec.Layer) -> spec.Layer:
+        q, kv = heads(layer.attn, rank, size)
+        start, stop = ranges(layer.mlp.width, size)[rank]
+        return replace(
+            layer,
+            attn=replace(layer.attn, heads=q[1] - q[0], kv_heads=kv[1] - kv[0]),
+            mlp=replace(layer.mlp, width=stop - start),
+        )
+
+    return replace(model, layers=tuple(narrow(layer) for layer in model.layers))
+
+
+def cut_of(model: spec.Model, role: str, rank: int, size: int) -> Cut | None:
+    """The part of a tensor that is a rank's; None if it is everybody's. Head norms are counted in heads."""
+    if role == "head":
+        return Cut(1, *ranges(model.vocab, size)[rank])
+    found = _ROLE.fullmatch(role)
+    if found is None:
+        return None
+    layer = model.layers[int(found[1])]
+    q, kv = heads(layer.attn, rank, size)
+    if part := found[4]:
+        return Cut(0, *(q if part == "q" else kv))
+    if part := found[2]:
+        start, stop = kv if part in "kv" else q
+        return Cut(0 if part == "o" else 1, start * layer.attn.head_dim, stop * layer.attn.head_dim)
+    return Cut(0 if found[3] == "down" else 1, *ranges(layer.mlp.width, size)[rank])
+
+
+def check(model: spec.Model, size: int) -> None:
+    """Refuse what cannot be shared among so many ranks."""
+    remedy = "Use fewer ranks, or model.load_autosplit(cache), which gives each device whole layers."
+    for i, layer in enumerate(model.layers):
+        if size > layer.attn.heads:
+            raise Unsupported(
+                f"Layer {i} has {layer.attn.heads} heads, too few to share among {size} ranks. {remedy}"
+            )
+        if size > layer.mlp.width or size > model.vocab:
+            raise Unsupported(f"Layer {i} is too narrow to share among {size} ranks. {remedy}")
+        if layer.attn.qk_norm is not None and layer.attn.qk_norm.scope == "all":
+            raise Unsupported(
+                f"Layer {i} normalises all heads together, which a rank that has some cannot. {remedy}"
+            )

@@ -1,0 +1,167 @@
+"""A rank's share of the weights: parts of every matrix, or the matrices of some layers.
+
+A matrix is read whole and then cut, so that any format can be shared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .. import spec
+from ..checkpoint import Source
+from ..checkpoint.source import Files, Shape
+from ..formats import DenseWeight, PackedWeight, Weight
+from ..spec.roles import matrices
+from .shard import Cut, cut_of
+
+
+class ShardedSource:
+    """A source whose matrices are one rank's parts.
+
+    It holds a head of its own even where that is tied to the embedding: the one is cut, the other is not.
+    """
+
+    def __init__(self, inner: Source, model: spec.Model, rank: int, size: int) -> None:
+        self.inner, self.model, self.rank, self.size = inner, model, rank, size
+        self._whole = {matrix.role: matrix for matrix in matrices(model)}
+
+    @property
+    def files(self) -> Files:
+        """The files of the whole model."""
+        return self.inner.files
+
+    def has(self, role: str) -> bool:
+        """Whether the files hold this role; the head is always there."""
+        return role == "head" or self.inner.has(role)
+
+    def describe(self, role: str, fallback: str | None = None) -> tuple[str, int]:
+        """The stored form of the whole matrix."""
+        return self.inner.describe(role, fallback)
+
+    def unused(self) -> list[str]:
+        """Stored names that nobody has asked for so far."""
+        return self.inner.unused()
+
+    def tensor(
+        self,
+        role: str,
+        shape: Shape | tuple[Shape, ...],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        suffix: str = "weight",
+        finite: bool = False,
+    ) -> Tensor:
+        """A float tensor; of norms that differ from head to head, this rank's heads."""
+        cut = cut_of(self.model, role, self.rank, self.size)
+        if cut is None:
+            return self.inner.tensor(role, shape, dtype=dtype, device=device, suffix=suffix, finite=finite)
+        layer = self.model.layers[int(role.split(".")[1])].attn
+        heads = layer.heads if role.endswith("q_norm") else layer.kv_heads
+        shapes: tuple[Shape, ...] = ((layer.head_dim,), (heads, layer.head_dim))
+        whole = self.inner.tensor(role, shapes, dtype=dtype, device=device, suffix=suffix, finite=finite)
+        return whole if whole.dim() == 1 else whole[cut.start : cut.stop].clone()
+
+    def weight(
+        self,
+        role: str,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        fallback: str | None = None,
+    ) -> Weight:
+        """This rank's part of a matrix."""
+        cut = cut_of(self.model, role, self.rank, self.size)
+        if cut is None:
+            return self.inner.weight(
+                role, in_features, out_features, bias=bias, dtype=dtype, device=device, fallback=fallback
+            )
+        _, wide, high, bias = self._whole[role]
+        tied = "embed" if role == "head" and self.model.head.tied else fallback
+        whole = self.inner.weight(role, wide, high, bias=bias, dtype=dtype, device=device, fallback=tied)
+        return part(whole, cut, keep_bias=self.rank == 0)
+
+
+def part(weight: Weight, cut: Cut, *, keep_bias: bool) -> Weight:
+    """A part of a matrix in memory of its own; what is summed over ranks has its bias on one of them."""
+    (piece,) = weight.split(cut.dim, [(cut.start, cut.stop)])
+    lose = cut.dim == 0 and not keep_bias
+    if isinstance(piece, DenseWeight):
+        bias = None if lose or piece.bias is None else piece.bias.clone()
+        return DenseWeight(piece.data.clone(memory_format=torch.contiguous_format), bias)
+    if isinstance(piece, PackedWeight) and lose:
+        return replace(piece, bias=None)
+    return piece
+
+
+class StagedSource:
+    """A source that knows only the layers from `first` on, and counts them from 0."""
+
+    def __init__(self, inner: Source, first: int) -> None:
+        self.inner, self.first = inner, first
+
+    @property
+    def files(self) -> Files:
+        """The files of the whole model."""
+        return self.inner.files
+
+    def has(self, role: str) -> bool:
+        """Whether the files hold this role."""
+        return self.inner.has(self._whole(role))
+
+    def describe(self, role: str, fallback: str | None = None) -> tuple[str, int]:
+        """The stored form."""
+        return self.inner.describe(self._whole(role), fallback)
+
+    def unused(self) -> list[str]:
+        """Stored names that nobody has asked for so far."""
+        return self.inner.unused()
+
+    def tensor(
+        self,
+        role: str,
+        shape: Shape | tuple[Shape, ...],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        suffix: str = "weight",
+        finite: bool = False,
+    ) -> Tensor:
+        """A float tensor that is no matrix to multiply with."""
+        whole = self._whole(role)
+        return self.inner.tensor(whole, shape, dtype=dtype, device=device, suffix=suffix, finite=finite)
+
+    def weight(
+        self,
+        role: str,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        fallback: str | None = None,
+    ) -> Weight:
+        """A matrix to multiply with."""
+        return self.inner.weight(
+            self._whole(role),
+            in_features,
+            out_features,
+            bias=bias,
+            dtype=dtype,
+            device=device,
+            fallback=fallback,
+        )
+
+    def _whole(self, role: str) -> str:
+        """The role's name in the whole model."""
+        match role.split(".", 2):
+            case ["layers", layer, rest]:
+                return f"layers.{int(layer) + self.first}.{rest}"
+        return role

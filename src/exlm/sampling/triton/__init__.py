@@ -1,0 +1,1 @@
+"""Kernels of the sampler, one program for each row; imported only where Triton is installed."""

@@ -1,0 +1,141 @@
+"""One stretch of vectors with ids of its own. Nothing changes it: the ids stand for it, also in caches."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..text import EMBEDDING_INDEX
+
+
+class _Widths(Protocol):
+    @property
+    def hidden_size(self) -> int: ...
+
+
+class Host(Protocol):
+    """What an embedding must know of a model."""
+
+    @property
+    def config(self) -> _Widths:
+        """Its description."""
+        ...
+
+
+class _Ids:
+    """Hands out ids, each only once in this process."""
+
+    def __init__(self, first: int) -> None:
+        self._next = first
+        self._lock = threading.Lock()
+
+    def take(self, count: int) -> int:
+        """The first of so many ids in a row."""
+        with self._lock:
+            first, self._next = self._next, self._next + count
+        return first
+
+
+_ids = _Ids(EMBEDDING_INDEX)
+
+
+class MMEmbedding:
+    """Vectors that take the place of tokens wherever `text_alias` stands in a prompt.
+
+    `embeddings` is (length, hidden_size), in the scale of the model's residual stream (they are copied). With
+    `thw_grid` (frames, rows, columns of patches, perhaps merged k by k) models with positions in three planes
+    place them as a picture; the first `pre_tokens` and last `post_tokens` are text around it. Ids are unique
+    in the process: the same object is cached and shared between prompts, an equal one is not.
+    """
+
+    def __init__(
+        self,
+        model: Host,
+        embeddings: Tensor,
+        text_alias: str | None = None,
+        thw_grid: Sequence[int] | None = None,
+        pre_tokens: int = 0,
+        post_tokens: int = 0,
+    ) -> None:
+        self.model = model
+        self.embeddings = _vectors(embeddings, model.config.hidden_size)
+        self.length = len(self.embeddings)
+        self.pre_tokens, self.post_tokens = pre_tokens, post_tokens
+        if min(pre_tokens, post_tokens) < 0 or pre_tokens + post_tokens >= self.length:
+            raise InputError(
+                f"{pre_tokens} tokens before and {post_tokens} after a picture leave none of {self.length}."
+            )
+        self.thw_grid = None if thw_grid is None else _grid(thw_grid, self.length - pre_tokens - post_tokens)
+        self.first_index = _ids.take(self.length)
+        self.text_alias = f"<$EMB_{self.first_index}$>" if text_alias is None else text_alias
+        if not self.text_alias:
+            raise InputError("An embedding's text_alias must not be empty: leave it out to get one.")
+        self.metadata: dict[str, Any] = {}
+
+    def get_ids(self) -> list[int]:
+        """Its ids, in order."""
+        return list(range(self.first_index, self.first_index + self.length))
+
+    def get_ids_tensor(self) -> Tensor:
+        """Its ids as (1, length)."""
+        return torch.tensor([self.get_ids()])
+
+    def get_vision_token_range(self) -> tuple[int, int]:
+        """The ids of the picture itself, without the text around it: first, and one behind the last."""
+        first = self.first_index
+        return first + self.pre_tokens, first + self.length - self.post_tokens
+
+    def get_size_in_bytes(self) -> int:
+        """Memory of the vectors."""
+        return self.embeddings.nbytes
+
+    @property
+    def grid(self) -> tuple[int, int, int] | None:
+        """Frames, rows and columns of vectors: `thw_grid` after merging."""
+        if self.thw_grid is None:
+            return None
+        frames, rows, columns = self.thw_grid
+        first, last = self.get_vision_token_range()
+        merged = _merge(self.thw_grid, last - first)
+        return frames, rows // merged, columns // merged
+
+
+def _vectors(given: object, width: int) -> Tensor:
+    if not isinstance(given, Tensor):
+        raise InputError(f"embeddings must be a tensor of (length, {width}), found {type(given).__name__}.")
+    if given.dim() == 3 and given.shape[0] == 1:
+        given = given[0]
+    if given.dim() != 2 or given.shape[1] != width or not len(given):
+        raise InputError(
+            "Embedding dimension doesn't match model hidden dimension: expected shape (length, "
+            f"{width}), found {tuple(given.shape)}."
+        )
+    if not given.is_floating_point():
+        raise InputError(f"embeddings must be floats, found {given.dtype}.")
+    if not bool(given.isfinite().all()):
+        raise InputError("embeddings hold NaN or infinite numbers.")
+    return given.detach().clone()
+
+
+def _grid(given: Sequence[int], count: int) -> tuple[int, int, int]:
+    grid = tuple(int(size) for size in given)
+    if len(grid) != 3 or min(grid) < 1 or not _merge(grid, count):
+        raise InputError(
+            f"thw_grid must be three sizes whose product, rows and columns perhaps merged, is {count} (the "
+            f"vectors without pre_tokens and post_tokens), found {list(given)}."
+        )
+    return grid
+
+
+def _merge(grid: tuple[int, ...], count: int) -> int:
+    """How many patches in a row make one vector; 0 if no number fits."""
+    frames, rows, columns = grid
+    for merged in range(1, min(rows, columns) + 1):
+        if rows % merged == columns % merged == 0 and frames * rows * columns == count * merged**2:
+            return merged
+    return 0

@@ -1,0 +1,75 @@
+"""`exlm plan`, run as a user runs it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from exlm import Cache, CacheQ4, Config, InputError, Model
+from exlm.cli.__main__ import app
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make(tmp_path_factory.mktemp("planned"), num_hidden_layers=4, head_dim=32)
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    done = CliRunner(env={"COLUMNS": "160"}).invoke(app, ["plan", *arguments])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code == code, done.output
+    return done.stdout
+
+
+def test_the_table_and_the_longest_context(folder: Path) -> None:
+    text = run(str(folder), "--ctx", "32k", "--users", "4", "--gpu", "24,24", "--cache", "q4")
+    for words in ("GPU 0", "GPU 1", "weights", "cache", "workspace", "4 × 32,768 tokens: fits"):
+        assert words in text
+    assert run(str(folder), "--device", "cpu").count("cpu") == 1
+
+
+def test_what_does_not_fit_says_what_would(folder: Path) -> None:
+    text = run(str(folder), "--ctx", "32k", "--users", "4", "--gpu", "0.26", code=1)
+    assert "does not fit" in text
+    found = re.search(r"--ctx (\d+)", text)
+    assert found is not None
+    assert "4 × " in run(str(folder), "--ctx", found[1], "--users", "4", "--gpu", "0.26")
+    more = str(int(found[1]) + 256)
+    assert "does not fit" in run(str(folder), "--ctx", more, "--users", "4", "--gpu", "0.26", code=1)
+
+
+def test_wrong_options_are_named(folder: Path) -> None:
+    for option, value in (("--ctx", "many"), ("--gpu", "24,x"), ("--cache", "q5")):
+        with pytest.raises(InputError, match=option):
+            run(str(folder), option, value)
+
+
+def test_a_plan_is_monotone_and_nothing_is_loaded(folder: Path) -> None:
+    model = Model(Config(folder))
+    plain = model.plan(4096, memory=[1, 1])
+    small = model.plan(4096, 1, CacheQ4, memory=[1, 1])
+    assert plain.fits
+    assert small.largest > 2 * plain.largest > 0
+    assert plain.devices[0].cache == sum(Cache(Half(), max_seq_len=4096, lazy=True).sizes())
+    assert model.plan(4096, memory=[1], reserve_vram=1 << 29).largest < model.plan(4096, memory=[1]).largest
+    assert not model.loaded
+
+
+class Half:
+    """The same model in sixteen bits, as a cache sees it."""
+
+    cache_devices = None
+    cache_length = 512
+    cache_mirror = None
+
+    def __init__(self) -> None:
+        import torch
+
+        from exlm.cache import LayerShape
+
+        self.cache_dtype, self.cache_shapes = torch.float16, [LayerShape(2, 32)] * 4

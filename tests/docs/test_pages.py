@@ -1,0 +1,107 @@
+"""Every Python block of every page runs, every link leads somewhere, and the lists are complete.
+
+The blocks of a page run in order, in one namespace, as they stand; only the paths of `places` are replaced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from exlm import LLM, Completion, Config, Generator, Job, Settings, StreamingResult
+from exlm.families import FAMILIES
+from tests.conftest import ROOT
+from tests.docs.places import places
+
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([\w-]+))?\)")
+WIDEST = 120
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page: Path) -> Iterator[tuple[int, str]]:
+    """Each Python block and the line it begins on."""
+    text = page.read_text(encoding="utf-8")
+    for found in BLOCK.finditer(text):
+        yield text.count("\n", 0, found.start()) + 1, found[1]
+
+
+def leads_somewhere(page: Path, path: str, heading: str) -> bool:
+    """Whether a file is there, and the heading in it that the link names, if it names one."""
+    target = page.parent / path if path else page
+    if not heading or not target.is_file():
+        return target.exists()
+    titles = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+    return heading in (re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles)
+
+
+@pytest.fixture(scope="module")
+def replaced(fixtures_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return places(fixtures_dir, tmp_path_factory.mktemp("places"))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if BLOCK.search(page.read_text())], ids=name)
+def test_a_page_runs(
+    page: Path, replaced: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, Any] = {"__name__": "page"}
+    for line, source in blocks(page):
+        for written, there in replaced.items():
+            source = source.replace(f'"{written}"', f'"{there}"')
+        code = compile("\n" * line + source, str(page), "exec")
+        exec(code, namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere_and_lines_are_short(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    links = [link for link in LINK.findall(text) if "://" not in link[0]]
+    assert [link for link in links if not leads_somewhere(page, *link)] == []
+    wide = [line for line in text.splitlines() if len(line) > WIDEST and not line.startswith("|")]
+    assert wide == []
+
+
+def test_the_index_names_every_page() -> None:
+    text = (DOCS / "index.md").read_text(encoding="utf-8")
+    missing = {page.name for page in DOCS.glob("*.md") if f"({page.name})" not in text}
+    assert missing == {"index.md"}, "give the page a line in docs/index.md"
+
+
+def arguments(call: Any) -> list[str]:
+    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    parameters = inspect.signature(call).parameters.values()
+    return [one.name for one in parameters if one.name != "self" and one.kind not in kinds]
+
+
+def options(config: Config) -> list[str]:
+    return [field for field in vars(config) if not field.startswith("_")]
+
+
+COMPLETE = [
+    ("sampling.md", [field.name for field in dataclasses.fields(Settings)]),
+    ("configuration.md", options(Config())),
+    ("models.md", list(FAMILIES)),
+    ("llm.md", [*arguments(LLM.__init__), *arguments(LLM.generate), *arguments(LLM.chat)]),
+    ("llm.md", [field.name for field in dataclasses.fields(Completion)]),
+    ("generator.md", arguments(Generator.__init__)),
+    ("completion.md", [*arguments(Generator.generate), *arguments(Job.__init__)]),
+    ("streaming.md", list(StreamingResult.__annotations__)),
+]
+
+
+@pytest.mark.parametrize(("page", "names"), COMPLETE, ids=[page for page, _ in COMPLETE])
+def test_a_page_names_everything(page: str, names: list[str]) -> None:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    assert [one for one in names if not re.search(rf"`[^`\n]*\b{re.escape(one)}\b[^`\n]*`", text)] == []

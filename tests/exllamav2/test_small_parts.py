@@ -1,0 +1,82 @@
+"""Timer, Intervention, and the names that stand for nothing."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import exllamav2
+from exllamav2.attn import ExLlamaV2Attention, assert_paged_attn
+from exllamav2.server import ExLlamaV2WebSocketServer
+from exllamav2.tokenizer import ExLlamaV2TokenizerBase, ExLlamaV2TokenizerHF
+from exlm import Unsupported
+
+
+def test_a_timer_times_also_what_fails() -> None:
+    with exllamav2.Timer() as timer:
+        time.sleep(0.01)
+    assert 0.01 <= timer.interval == timer.end_time - timer.start_time < 1
+    with pytest.raises(KeyError), timer:
+        raise KeyError
+    assert 0 <= timer.interval < 0.01
+
+
+class Double:
+    """A module."""
+
+    name = "double"
+
+    def forward(self, x: torch.Tensor, batch: str, *, kv: str) -> torch.Tensor:
+        """Twice the states, if the rest arrived."""
+        assert (batch, kv) == ("batch", "kv")
+        return x * 2
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        (None, None, 6),
+        (lambda x: x + 1, None, 8),
+        (None, lambda x: x + 1, 7),
+        (lambda x: x + 1, lambda x: x + 1, 9),
+    ],
+)
+def test_an_intervention_runs_around_a_module(before: Any, after: Any, expected: int) -> None:
+    made = exllamav2.Intervention(Double(), pre_forward=before, post_forward=after)
+    assert made.forward(torch.tensor([3]), "batch", kv="kv").tolist() == [expected]
+    assert made.name == "double"
+    with pytest.raises(AttributeError):
+        _ = made.no_such_thing
+    with pytest.raises(AttributeError):
+        _ = exllamav2.Intervention.__new__(exllamav2.Intervention).name
+
+
+@pytest.mark.parametrize(
+    ("made", "remedy"),
+    [
+        (exllamav2.ExLlamaV2VisionTower, "ExLlamaV2MMEmbedding"),
+        (exllamav2.ExLlamaV2MultimodalProjector, "ExLlamaV2MMEmbedding"),
+        (ExLlamaV2WebSocketServer, "ExLlamaV2DynamicGeneratorAsync"),
+        (ExLlamaV2Attention, "model.forward"),
+        (ExLlamaV2Attention.Params, "model.forward"),
+        (ExLlamaV2Attention.PagedParams, "ExLlamaV2DynamicGenerator"),
+        (ExLlamaV2TokenizerHF, "tokenizer_model"),
+    ],
+)
+def test_what_is_missing_says_so_when_it_is_used(made: Any, remedy: str) -> None:
+    with pytest.raises(Unsupported, match=remedy):
+        made("model", base=None, tokenizer=None)
+    with pytest.raises(RuntimeError):  # the type old scripts catch
+        made()
+
+
+def test_paged_attention_is_always_there() -> None:
+    assert assert_paged_attn() is None
+
+
+def test_a_vocabulary_is_what_the_old_base_class_promised(tokenizer: exllamav2.ExLlamaV2Tokenizer) -> None:
+    assert isinstance(tokenizer.tokenizer_model, ExLlamaV2TokenizerBase)
+    assert tokenizer.tokenizer is tokenizer.tokenizer_model

@@ -1,0 +1,166 @@
+"""Other people's exllamav2 integrations, as they come from the index, drive our package to valid JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, Literal
+
+import pytest
+from formatron.formatter import FormatterBuilder
+from formatron.integrations.exllamav2 import create_formatter_filter
+from formatron.schemas.pydantic import ClassSchema
+from jsonschema import validate
+from lmformatenforcer import JsonSchemaParser
+from lmformatenforcer.integrations.exllamav2 import (
+    ExLlamaV2TokenEnforcerFilter,
+    build_token_enforcer_tokenizer_data,
+)
+
+from exllamav2 import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Tokenizer
+from exllamav2.generator import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
+from exllamav2.generator.filters import ExLlamaV2PrefixFilter
+
+
+class Hero(ClassSchema):
+    """What the model is made to write."""
+
+    strong: bool
+    kind: Literal["wizard", "warrior"]
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "[A-Z][a-z]{1,8}"},
+        "strong": {"type": "boolean"},
+        "kind": {"enum": ["wizard", "warrior"]},
+    },
+    "required": ["name", "strong", "kind"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture
+def generator(
+    model: ExLlamaV2, cache: ExLlamaV2Cache, tokenizer: ExLlamaV2Tokenizer
+) -> ExLlamaV2DynamicGenerator:
+    return ExLlamaV2DynamicGenerator(model, cache, tokenizer)
+
+
+@pytest.fixture
+def settings(tokenizer: ExLlamaV2Tokenizer) -> ExLlamaV2Sampler.Settings:
+    """Without blanks: both libraries allow them nearly everywhere, and a small model writes little else."""
+    made = ExLlamaV2Sampler.Settings(temperature=0.9, top_p=0.95)
+    pieces = tokenizer.get_id_to_piece_list()
+    made.disallow_tokens(tokenizer, [n for n, piece in enumerate(pieces) if piece[:1].isspace()])
+    return made
+
+
+@pytest.fixture
+def enforcer(tokenizer: ExLlamaV2Tokenizer) -> Callable[[], Any]:
+    """A new lm-format-enforcer filter each time it is called."""
+    data = build_token_enforcer_tokenizer_data(tokenizer)
+    return lambda: ExLlamaV2TokenEnforcerFilter(JsonSchemaParser(SCHEMA), data)
+
+
+@pytest.fixture
+def formatter(model: ExLlamaV2, tokenizer: ExLlamaV2Tokenizer) -> Callable[[], Any]:
+    """A new formatron filter each time it is called."""
+
+    def make() -> Any:
+        builder = FormatterBuilder()
+        builder.append_str(f"{builder.json(Hero, capture_name='hero')}")
+        return create_formatter_filter(model, tokenizer, builder)
+
+    return make
+
+
+def test_lm_format_enforcer(
+    generator: ExLlamaV2DynamicGenerator,
+    tokenizer: ExLlamaV2Tokenizer,
+    settings: ExLlamaV2Sampler.Settings,
+    enforcer: Callable[[], Any],
+) -> None:
+    prompts = ["A hero: ", "Once upon a time", "{"]
+    filters = [
+        [enforcer(), ExLlamaV2PrefixFilter(generator.model, tokenizer, ["{", " {"])],
+        None,
+        [enforcer()],
+    ]
+    texts = generator.generate(
+        prompts,
+        max_new_tokens=120,
+        gen_settings=settings,
+        filters=filters,
+        filter_prefer_eos=True,
+        stop_conditions=[tokenizer.eos_token_id],
+        completion_only=True,
+        seed=1,
+    )
+    validate(json.loads(texts[0]), SCHEMA)
+    validate(json.loads(texts[2]), SCHEMA)
+
+
+def test_lm_format_enforcer_builds_its_own_tokenizer_data(
+    generator: ExLlamaV2DynamicGenerator, tokenizer: ExLlamaV2Tokenizer
+) -> None:
+    made = ExLlamaV2TokenEnforcerFilter(JsonSchemaParser({"enum": ["yes", "no"]}), tokenizer)
+    text = generator.generate("Well: ", 20, filters=[made], filter_prefer_eos=True, completion_only=True)
+    assert json.loads(text) in ("yes", "no")
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_formatron(
+    generator: ExLlamaV2DynamicGenerator,
+    tokenizer: ExLlamaV2Tokenizer,
+    settings: ExLlamaV2Sampler.Settings,
+    formatter: Callable[[], Any],
+    seed: int,
+) -> None:
+    filters = [formatter(), formatter()]
+    texts, results = generator.generate(
+        ["A hero: ", "Another: "],
+        max_new_tokens=100,
+        filters=[[made] for made in filters],
+        stop_conditions=[tokenizer.eos_token_id],
+        gen_settings=settings,
+        completion_only=True,
+        return_last_results=True,
+        seed=seed,
+    )
+    for text, made, result in zip(texts, filters, results, strict=True):
+        found = json.loads(text)
+        assert set(found) == {"strong", "kind"}
+        assert made.is_completed()
+        assert made.formatter_captures["hero"] == Hero(**found)
+        assert result["new_tokens"] > 5
+        assert result["time_generate"] > 0
+
+
+def test_both_in_one_batch(
+    generator: ExLlamaV2DynamicGenerator,
+    tokenizer: ExLlamaV2Tokenizer,
+    settings: ExLlamaV2Sampler.Settings,
+    enforcer: Callable[[], Any],
+    formatter: Callable[[], Any],
+) -> None:
+    ids = tokenizer.encode("A hero: ")
+    for name, made in (("enforcer", enforcer()), ("formatter", formatter())):
+        generator.enqueue(
+            ExLlamaV2DynamicJob(
+                ids,
+                max_new_tokens=120,
+                gen_settings=settings,
+                filters=[made],
+                filter_prefer_eos=True,
+                stop_conditions=[tokenizer.eos_token_id],
+                identifier=name,
+            )
+        )
+    texts = {"enforcer": "", "formatter": ""}
+    while generator.num_remaining_jobs():
+        for result in generator.iterate():
+            texts[str(result["identifier"])] += result.get("text", "")
+    validate(json.loads(texts["enforcer"]), SCHEMA)
+    assert set(json.loads(texts["formatter"])) == {"strong", "kind"}

@@ -1,0 +1,294 @@
+"""Requests that cannot be served: a typed error where they are made, and a generator that never notices."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+
+from exlm import (
+    CacheTooSmall,
+    Filter,
+    Generator,
+    GrammarFilter,
+    InputError,
+    Job,
+    JsonSchemaFilter,
+    RegexFilter,
+    SelectFilter,
+    Settings,
+    Tokenizer,
+)
+from tests.generator.scripted import PIECES, alphabet, generator, ids, job, run, streams, tokenizer
+
+Bad = Callable[[Generator], Any]
+
+
+class Nothing(Filter):
+    """Lets some tokens pass, then none."""
+
+    def __init__(self, after: int = 0) -> None:
+        super().__init__(None, None)
+        self.after, self.fed = after, 0
+
+    def begin(self, prefix_str: Any) -> None:
+        self.fed = 0
+
+    def feed(self, token: Any) -> None:
+        self.fed += 1
+
+    def next(self) -> Any:
+        return (set() if self.fed >= self.after else {5, 6, 7}), set()
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return tokenizer(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture(scope="module")
+def shared(texts: Tokenizer) -> Generator:
+    """One generator for all the bad requests, four pages long; the model could go on to 4096 tokens."""
+    return generator(texts, tokens=1024, max_batch_size=4)
+
+
+@pytest.fixture
+def machine(shared: Generator) -> Iterator[Generator]:
+    """The same, emptied should a test fail."""
+    yield shared
+    shared.clear_queue()
+
+
+def plain(machine: Generator) -> None:
+    """Nothing is left behind, and a normal job says what it always says."""
+    assert machine.num_remaining_jobs() == 0
+    assert machine.iterate() == []
+    results = streams(run(machine, job("abc", 6, stop_conditions=["gz"], return_probs=True)))
+    assert [result.get("text") for result in results] == ["d", "e", "f", None, "gh", "i"]
+    assert [result["eos"] for result in results] == [False] * 5 + [True]
+    assert machine.generate("xy", 3, gen_settings=Settings.greedy()) == "xyzab"
+
+
+def guided(scale: float | None = 1.5) -> Settings:
+    settings = Settings.greedy()
+    settings.cfg_scale = scale
+    return settings
+
+
+def enqueue(*arguments: Any, **options: Any) -> Bad:
+    """Make a job and queue it."""
+    return lambda machine: machine.enqueue(Job(*arguments, **options))
+
+
+def generate(*arguments: Any, **options: Any) -> Bad:
+    return lambda machine: machine.generate(*arguments, **options)
+
+
+PAIR = [ids("abc"), ids("xyz")]
+LIMITS: dict[str, Bad] = {
+    "longer than the cache": enqueue(ids("a" * 1100), 3),
+    "no room for the answer": enqueue(ids("abc"), 1100),
+    "a pair longer than the cache": enqueue([ids("ab" * 150), ids("ba" * 150)], 400, gen_settings=guided()),
+    "generate, longer than the cache": generate("a" * 1100, 3),
+    "the second of two": generate(["abc", "a" * 1100], 3),
+}
+WRONG: dict[str, Bad] = {
+    "longer than the model": enqueue(ids("a" * 4000), 200),
+    "generate, longer than the model": generate("abc", 5000),
+    **{f"max_new_tokens {value!r}": enqueue(ids("abc"), value) for value in (0, -1, 1.5, True, "5", None)},
+    "max_new_tokens beyond counting": enqueue(ids("abc"), 2**40),
+    "generate nothing": generate("abc", 0),
+    "generate less than nothing": generate(["abc", "d"], -5),
+    "min_new_tokens -1": enqueue(ids("abc"), 5, min_new_tokens=-1),
+    "an empty prompt": enqueue(torch.zeros(1, 0, dtype=torch.int64), 5),
+    "an empty half": enqueue([ids("abc"), torch.zeros(1, 0, dtype=torch.int64)], 5, gen_settings=guided()),
+    "no prompt": enqueue([], 5),
+    "generate from nothing": generate("", 5),
+    "the second from nothing": generate(["abc", ""], 5),
+    "one dimension": enqueue(torch.tensor([2, 3]), 5),
+    "two rows": enqueue(torch.tensor([[2, 3], [4, 5]]), 5),
+    "text for ids": enqueue("abc", 5),
+    "a list of ids": enqueue([2, 3], 5),
+    "fractions for ids": enqueue(torch.tensor([[2.5, 3.5]]), 5),
+    "an id beyond the vocabulary": enqueue(torch.tensor([[2, len(PIECES)]]), 5),
+    "a negative id": enqueue(torch.tensor([[-1, 3]]), 5),
+    "cfg_scale with one prompt": enqueue(ids("abc"), 5, gen_settings=guided()),
+    "generate, cfg_scale with one prompt": generate("abc", 5, gen_settings=guided()),
+    "a pair without cfg_scale": enqueue(PAIR, 5, gen_settings=Settings.greedy()),
+    "three prompts": enqueue([*PAIR, ids("d")], 5, gen_settings=guided()),
+    "unknown argument": enqueue(ids("abc"), 5, max_tokens=3),
+    "generate, unknown argument": generate("abc", 5, temperature=0.5),
+    "settings of another kind": enqueue(ids("abc"), 5, gen_settings={"temperature": 1}),
+    "settings out of range": enqueue(ids("abc"), 5, gen_settings=Settings(temperature=float("nan"))),
+    "settings for another number": generate(["abc", "d"], 5, gen_settings=[Settings()]),
+    "a word for a seed": enqueue(ids("abc"), 5, seed="seven"),
+    "a stop token beyond the vocabulary": enqueue(ids("abc"), 5, stop_conditions=[len(PIECES)]),
+    "a stop condition that is nothing": enqueue(ids("abc"), 5, stop_conditions=[None]),
+    "stop conditions without a list": generate("abc", 5, stop_conditions="d"),
+    "banned strings without a list": generate("abc", 5, banned_strings="d"),
+    "banned strings that are ids": enqueue(ids("abc"), 5, banned_strings=[3]),
+    "banned strings with filters": enqueue(ids("abc"), 5, banned_strings=["d"], filters=[Nothing(9)]),
+    "top tokens below none": enqueue(ids("abc"), 5, return_top_tokens=-1),
+    "max_skips -1": enqueue(ids("abc"), 5, max_skips=-1),
+    "no filter": enqueue(ids("abc"), 5, filters=[object()]),
+    "a filter's class": enqueue(ids("abc"), 5, filters=[Nothing]),
+    "a filter without a list": enqueue(ids("abc"), 5, filters=Nothing()),
+    "one filter list for two prompts": generate(["abc", "d"], 5, filters=[[]]),
+    "a filter that allows nothing": generate("abc", 5, filters=[Nothing()]),
+    "a filter that allows nothing in the end": generate("abc", 5, filters=[Nothing(2)]),
+    "a number for a prompt": generate(5, 5),
+    "nothing for a prompt": generate(None, 5),
+    "bytes for a prompt": generate(b"abc", 5),
+    "numbers for prompts": generate([1, 2], 5),
+    "no job": lambda machine: machine.enqueue("abc"),  # type: ignore[arg-type]
+    "a job that is none": lambda machine: machine.enqueue([ids("abc")]),  # type: ignore[list-item]
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_what_does_not_fit(machine: Generator, name: str) -> None:
+    with pytest.raises(CacheTooSmall, match="pages"):
+        LIMITS[name](machine)
+    plain(machine)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_makes_no_sense(machine: Generator, name: str) -> None:
+    with pytest.raises(InputError) as caught:
+        WRONG[name](machine)
+    assert 20 < len(str(caught.value)) < 500
+    plain(machine)
+
+
+def test_a_filter_that_allows_nothing_fails_its_job_alone(machine: Generator) -> None:
+    jobs = [job("abc", 6), job("abc", 6, filters=[Nothing(2)], identifier="bad"), job("klm", 6)]
+    last = [result for result in streams(run(machine, *jobs)) if result["eos"]]
+    bad = next(result for result in last if result.get("identifier") == "bad")
+    assert (bad["eos_reason"], bad["full_completion"], bad["new_tokens"]) == ("error", "de", 2)
+    assert isinstance(bad["error"], InputError)
+    assert "Nothing" in str(bad["error"])
+    good = [result["full_completion"] for result in last if result is not bad]
+    assert good == ["defghi", "nopqrs"]
+    plain(machine)
+
+
+def test_a_job_runs_once(machine: Generator, texts: Tokenizer) -> None:
+    """T26: neither while it waits, nor while it runs, nor afterwards, nor elsewhere."""
+    once = job("abc", 6)
+    machine.enqueue(once)
+    for _ in range(3):
+        with pytest.raises(InputError, match="runs once"):
+            machine.enqueue(once)
+        machine.iterate()
+    assert streams(run(machine))[-1]["full_completion"] == "defghi"
+    with pytest.raises(InputError, match="runs once"):
+        machine.enqueue(once)
+    with pytest.raises(InputError, match="runs once"):
+        generator(texts).enqueue(once)
+    cancelled = job("abc", 6)
+    machine.enqueue(cancelled)
+    machine.cancel(cancelled)
+    with pytest.raises(InputError, match="runs once"):
+        machine.enqueue(cancelled)
+    plain(machine)
+
+
+def test_a_refused_job_may_be_tried_where_it_fits(machine: Generator, texts: Tokenizer) -> None:
+    large = job("abc", 1100)
+    with pytest.raises(CacheTooSmall):
+        machine.enqueue(large)
+    assert streams(run(generator(texts, alphabet), large))[-1]["new_tokens"] == 1100
+
+
+def nested(depth: int) -> Any:
+    inner: Any = {"type": "string"}
+    for _ in range(depth):
+        inner = {"type": "object", "properties": {"a": inner}, "required": ["a"]}
+    return inner
+
+
+HOSTILE: dict[str, Callable[[Tokenizer], Any]] = {
+    "open group": lambda t: RegexFilter(t, "a("),
+    "look around": lambda t: RegexFilter(t, "(?<=a)b"),
+    "deep groups": lambda t: RegexFilter(t, "(" * 200_000 + "a" + ")" * 200_000),
+    "not a pattern": lambda t: RegexFilter(t, 5),  # type: ignore[arg-type]
+    "not json": lambda t: JsonSchemaFilter(t, "{"),
+    "no such type": lambda t: JsonSchemaFilter(t, {"type": "cat"}),
+    "another host's schema": lambda t: JsonSchemaFilter(t, {"$ref": "https://example.com/s.json"}),
+    "another file": lambda t: JsonSchemaFilter(t, {"$ref": "file:///etc/passwd"}),
+    "a loop of references": lambda t: JsonSchemaFilter(t, {"$ref": "#"}),
+    "deep recursion": lambda t: JsonSchemaFilter(t, nested(50_000)),
+    "an enormous enum": lambda t: JsonSchemaFilter(t, {"enum": [f"w{n}" for n in range(200_000)]}),
+    "not a grammar": lambda t: GrammarFilter(t, "start: nowhere"),
+    "no options": lambda t: SelectFilter(None, t, []),
+}
+HEAVY: dict[str, Callable[[Tokenizer], Any]] = {
+    "huge counts of huge counts": lambda t: RegexFilter(t, "(" * 9 + "a" + "{1,1000})" * 9 + "{1000000}"),
+    "a million letters": lambda t: RegexFilter(t, "a{1000000}"),
+    "nested quantifiers": lambda t: RegexFilter(t, "((a+)+)+b"),
+    "nested counts": lambda t: RegexFilter(t, "((a{1,1000}){1,1000}){1,1000}"),
+    "a recursive schema": lambda t: JsonSchemaFilter(
+        t, {"$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}, "$ref": "#/$defs/n"}
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def every_byte(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A vocabulary that can write everything."""
+    pieces = [b"</s>", b"<s>", *(bytes([byte]) for byte in range(256))]
+    return tokenizer(tmp_path_factory.mktemp("bytes"), pieces)
+
+
+@pytest.fixture(scope="module")
+def writer(every_byte: Tokenizer) -> Generator:
+    """Prefers letters; a{…} is to its liking."""
+    return generator(every_byte, lambda prefix: [2 + ord("a"), 2 + ord("["), 2 + ord("b"), 2 + ord("]"), 0])
+
+
+@pytest.fixture(scope="module")
+def patience(every_byte: Tokenizer) -> float:
+    """A second; where the machine is busy, longer by what a trivial pattern takes."""
+    pytest.importorskip("llguidance")
+    RegexFilter(every_byte, "warm")
+    started = time.perf_counter()
+    RegexFilter(every_byte, "trivial")
+    return 1.0 + max(0.0, time.perf_counter() - started - 0.2)
+
+
+def write(writer: Generator, every_byte: Tokenizer) -> str:
+    wanted = RegexFilter(every_byte, "b[ab]{3}")
+    told = writer.generate("ab", 9, filters=[wanted], gen_settings=Settings.greedy(), completion_only=True)
+    return str(told)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_refused_when_it_is_made(
+    writer: Generator, every_byte: Tokenizer, patience: float, name: str
+) -> None:
+    started = time.perf_counter()
+    with pytest.raises(InputError):
+        HOSTILE[name](every_byte)
+    assert time.perf_counter() - started < patience
+    assert write(writer, every_byte) == "baaa"
+
+
+@pytest.mark.parametrize("name", HEAVY)
+def test_served_or_refused_but_never_slow(
+    writer: Generator, every_byte: Tokenizer, patience: float, name: str
+) -> None:
+    started = time.perf_counter()
+    try:
+        heavy = HEAVY[name](every_byte)
+    except InputError:
+        heavy = None
+    assert time.perf_counter() - started < patience
+    if heavy is not None:
+        with suppress(InputError):  # a pattern may turn out too costly on the way: its job's problem alone
+            told = writer.generate("ab", 20, filters=[heavy], gen_settings=Settings.greedy())
+            assert len(told) > 2
+    assert write(writer, every_byte) == "baaa"

@@ -1,0 +1,55 @@
+"""Packed weights of every kind the formats know, filled with chance."""
+
+from __future__ import annotations
+
+import torch
+
+from exlm.formats.bits import pack
+from exlm.formats.packed import PackedWeight, Segment
+from exlm.formats.scales import Direct
+
+KINDS: dict[str, tuple[list[tuple[int, list[int]]], int, bool, bool]] = {
+    "4 bits": ([(4, [128] * 4)], 64, False, False),
+    "all widths, odd columns": (
+        [(8, [32] * 3), (6, [32] * 2), (5, [32] * 3), (4, [64] * 3), (3, [128, 96]), (2, [128] * 2)],
+        201,
+        False,
+        False,
+    ),
+    "short last group": ([(4, [128] * 3 + [32])], 40, False, False),
+    "zero points": ([(4, [128] * 5)], 96, True, False),
+    "zero points of 3 and 8 bits": ([(8, [64] * 2), (3, [64] * 4)], 17, True, False),
+    "minimums": ([(5, [32] * 8)], 48, False, True),
+    "groups of 16": ([(6, [16] * 16)], 33, False, False),
+    "minimums of 2 bits": ([(2, [16] * 16)], 80, False, True),
+    "one width in two places": ([(4, [32] * 4), (6, [32] * 4), (4, [32] * 3)], 32, False, False),
+}
+"""Segments (bits, groups), outputs, whether zero points differ, whether there are minimums."""
+
+
+def segment(bits: int, sizes: list[int], outputs: int, zeros: bool, minima: bool) -> Segment:
+    """Random codes."""
+    codes = pack(torch.randint(0, 1 << bits, (sum(sizes), outputs)), bits)
+    scales = Direct((torch.rand(len(sizes), outputs) * 0.01).half())
+    floor = Direct((torch.rand(len(sizes), outputs) * 0.1).half()) if minima else None
+    zero: int | torch.Tensor = 0 if minima else 1 << (bits - 1)
+    if zeros:
+        zero = torch.randint(0, 1 << bits, (len(sizes), outputs), dtype=torch.uint8)
+    return Segment(bits, tuple(sizes), codes, scales, zero, floor)
+
+
+def weight(kind: str, *, order: bool = True, bias: bool = False) -> PackedWeight:
+    """A random matrix of a kind."""
+    torch.manual_seed(sum(map(ord, kind)))
+    parts, outputs, zeros, minima = KINDS[kind]
+    segments = tuple(segment(bits, sizes, outputs, zeros, minima) for bits, sizes in parts)
+    inputs = sum(one.rows for one in segments)
+    return PackedWeight(
+        kind,
+        inputs,
+        outputs,
+        segments,
+        torch.float16,
+        torch.randperm(inputs).int() if order else None,
+        torch.randn(outputs).half() if bias else None,
+    )

@@ -1,0 +1,95 @@
+"""Rearranging loses nothing: what the kernels would unpack is what the format says, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exlm.errors import Unsupported
+from exlm.formats.packed import PackedWeight
+from exlm.formats.scales import Direct
+from exlm.kernels.cuda.tiles import BLOCK, PLANES, Tiles, arrange, expand
+from tests.kernels.cuda.random_weights import KINDS, segment, weight
+
+
+def numbers(tiles: Tiles) -> torch.Tensor:
+    """(inputs, outputs) in the order of the inputs."""
+    stored = expand(tiles).T
+    if tiles.source is None:
+        return stored[: tiles.in_features]
+    out = torch.full((tiles.in_features, tiles.out_features), float("nan"), dtype=torch.float16)
+    there = tiles.source >= 0
+    out[tiles.source[there].long()] = stored[there]
+    return out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("order", [True, False])
+def test_numbers_stay_what_they_are(kind: str, order: bool) -> None:
+    packed = weight(kind, order=order)
+    (tiles,) = arrange(packed)
+    assert numbers(tiles).view(torch.int16).equal(packed.dequantize().view(torch.int16))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(PLANES)), st.integers(1, 5)), min_size=1, max_size=4),
+    st.sampled_from([16, 32, 64, 128]),
+    st.integers(1, 50),
+    st.booleans(),
+    st.booleans(),
+)
+def test_any_mixture(
+    parts: list[tuple[int, int]], group: int, outputs: int, zeros: bool, minima: bool
+) -> None:
+    segments = tuple(segment(bits, [group] * count, outputs, zeros, minima) for bits, count in parts)
+    inputs = sum(one.rows for one in segments)
+    packed = PackedWeight("any", inputs, outputs, segments, torch.float16, torch.randperm(inputs).int())
+    (tiles,) = arrange(packed)
+    assert numbers(tiles).equal(packed.dequantize())
+    assert tiles.blocks * BLOCK >= inputs
+    assert len(tiles.widths) == len(set(tiles.widths))
+
+
+def test_several_share_the_finest_layout() -> None:
+    coarse, fine = weight("4 bits"), weight("groups of 16")
+    together = arrange(coarse, replace(fine))
+    assert {one.layout for one in together} == {together[0].layout}
+    assert together[0].layout.steps == 1
+    assert numbers(together[0]).equal(coarse.dequantize())
+    assert numbers(together[1]).equal(fine.dequantize())
+
+
+def test_small_scales_are_lifted_by_a_power_of_two() -> None:
+    tiny = weight("minimums", order=False)
+    shrunk = tuple(
+        replace(
+            one,
+            scales=Direct(one.scales.expand().float() * 2.0**-20),
+            minimum=Direct(one.minimum.expand().float() * 2.0**-20) if one.minimum is not None else None,
+        )
+        for one in tiny.segments
+    )
+    packed = replace(tiny, segments=shrunk, dtype=torch.float32)
+    (tiles,) = arrange(packed)
+    assert tiles.factor < 1.0
+    assert torch.tensor(tiles.factor).log2() % 1 == 0
+    exact = packed.dequantize()
+    error = (numbers(tiles).float() * tiles.factor - exact).norm() / exact.norm()
+    assert error < 5e-4
+
+
+def test_what_the_kernels_do_not_know_is_declined() -> None:
+    odd = segment(4, [24, 24], 16, False, False)
+    with pytest.raises(Unsupported, match="groups of"):
+        arrange(PackedWeight("odd", 48, 16, (odd,), torch.float16))
+    book = replace(segment(4, [32], 16, False, False), codebook=torch.arange(16).float())
+    with pytest.raises(Unsupported, match="codebooks"):
+        arrange(PackedWeight("book", 32, 16, (book,), torch.float16))
+    seven = segment(7, [32], 16, False, False)
+    with pytest.raises(Unsupported, match="7 bits"):
+        arrange(PackedWeight("seven", 32, 16, (seven,), torch.float16))

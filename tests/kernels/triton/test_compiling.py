@@ -1,0 +1,44 @@
+"""Every Triton kernel becomes machine code for every GPU generation we name, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).resolve().parents[3]
+SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 120: 101376}
+"""Bytes of shared memory a program may have, by capability."""
+
+KERNELS = {
+    "norm_kernel",
+    "bend_kernel",
+    "turn_kernel",
+    "place_kernel",
+    "recall_kernel",
+    "single_kernel",
+    "split_kernel",
+    "join_kernel",
+    "flash_kernel",
+}
+
+
+@pytest.mark.parametrize("capability", SHARED)
+def test_kernels_compile(capability: int) -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    command = [sys.executable, "-m", "tests.kernels.triton.compiling", str(capability)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    reports = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {report["kernel"] for report in reports} == KERNELS
+    for report in reports:
+        assert report["bytes"] > 0
+        assert report["shared"] <= SHARED[capability], report
+        if report["kernel"] in ("split_kernel", "flash_kernel"):
+            assert report["mma"], f"{report}: no tensor cores"

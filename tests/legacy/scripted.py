@@ -1,0 +1,97 @@
+"""The old generators over a model that follows a script and counts what it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from exlm import Settings, Tokenizer
+from exlm.legacy import BaseGenerator, Chunk, StreamingGenerator
+from tests.generator.scripted import FlatRunner, Script, ScriptedModel, alphabet
+
+
+class PagedCache:
+    """A cache's geometry."""
+
+    def __init__(self, max_seq_len: int = 1024, batch_size: int = 1) -> None:
+        self.max_seq_len, self.batch_size, self.current_seq_len = max_seq_len, batch_size, 0
+        self.tenant: object = None
+        self.width = -(-max_seq_len // 256)
+        self.num_pages = self.width * batch_size
+
+
+class Scripted(ScriptedModel):
+    """A scripted model whose runner has as many pages as the cache."""
+
+    def runner(self, cache: Any) -> FlatRunner:
+        self.runners.append(FlatRunner(self.script, cache.num_pages, vocab=self.vocab))
+        return self.runners[-1]
+
+    def extras(self, *_: Any) -> None:
+        raise AssertionError("nobody asked for adapters or embeddings")
+
+    @property
+    def passes(self) -> list[tuple[str, int, int]]:
+        """Passes since the last time: kind, rows, tokens of each."""
+        log = self.runners[0].log
+        found = list(log)
+        log.clear()
+        return found
+
+
+def told(*said: int | list[int], after: int = 3) -> Script:
+    """After a prompt of three tokens, these; a list gives alternatives, best first."""
+
+    def script(prefix: list[int]) -> list[int]:
+        one = said[min(len(prefix) - after, len(said) - 1)]
+        return one if isinstance(one, list) else [one]
+
+    return script
+
+
+def base(texts: Tokenizer, script: Script = alphabet, length: int = 1024, batch: int = 1) -> BaseGenerator:
+    """A base generator for a script."""
+    return BaseGenerator(Scripted(script), PagedCache(length, batch), texts)  # type: ignore[arg-type]
+
+
+def streaming(
+    texts: Tokenizer, script: Script = alphabet, length: int = 1024, batch: int = 1, **options: Any
+) -> StreamingGenerator:
+    """A streaming generator for a script."""
+    return StreamingGenerator(Scripted(script), PagedCache(length, batch), texts, **options)  # type: ignore[arg-type]
+
+
+def passes(machine: Any) -> list[tuple[str, int, int]]:
+    """The model's passes since the last time."""
+    found: list[tuple[str, int, int]] = machine.model.passes
+    return found
+
+
+def begin(machine: StreamingGenerator, ids: Tensor, settings: Settings | None = None, **options: Any) -> None:
+    """Begin a greedy stream, unless it has its own settings."""
+    machine.begin_stream_ex(ids, settings or Settings.greedy(), **options)
+
+
+def take(machine: StreamingGenerator, most: int = 100, **options: Any) -> list[Chunk]:
+    """Chunks until the end, or so many."""
+    chunks: list[Chunk] = []
+    while len(chunks) < most and not (chunks and chunks[-1]["eos"]):
+        chunks.append(machine.stream_ex(**options))
+    return chunks
+
+
+def text(chunks: list[Chunk]) -> str:
+    """What was said."""
+    return "".join(chunk["chunk"] for chunk in chunks)
+
+
+def counted(function: Callable[..., Any], calls: list[Any]) -> Callable[..., Any]:
+    """The function, with every call written down."""
+
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments)
+        return function(*arguments, **options)
+
+    return wrapped

@@ -1,0 +1,49 @@
+"""Padding on and off again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exlm import InputError
+from exlm.legacy.rows import padded, unpadded
+
+PAD = 99
+
+
+@given(st.lists(st.lists(st.integers(0, 50), min_size=1, max_size=9), min_size=1, max_size=4), st.booleans())
+def test_what_was_padded_is_unpadded(rows: list[list[int]], additive: bool) -> None:
+    table = padded(rows, PAD)
+    seen = table != PAD
+    mask = torch.zeros(table.shape).masked_fill_(~seen, -torch.inf) if additive else seen
+    offsets = torch.tensor([len(row) - table.shape[1] for row in rows])
+    for found in (unpadded(table, mask), unpadded(table, None, offsets), unpadded(table, mask, offsets)):
+        assert [row.tolist() for row in found] == [[row] for row in rows]
+    assert torch.cat(unpadded(table)).tolist() == table.tolist()
+
+
+def test_a_mask_may_be_shorter_than_the_row() -> None:
+    ids = torch.tensor([[PAD, 1, 2]])
+    assert unpadded(ids, torch.tensor([[-torch.inf, 0.0]]))[0].tolist() == [[1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask", "offsets", "said"),
+    [
+        (torch.zeros(3), None, None, "integer tensor of .rows, tokens."),
+        (torch.tensor([1, 2]), None, None, "integer tensor of .rows, tokens."),
+        ([1, 2], None, None, "found list"),
+        (torch.tensor([[1, 2]]), torch.zeros(2, 2), None, "input_mask must be .1, at most 2."),
+        (torch.tensor([[1, 2]]), torch.tensor([[True, False]]), None, "only padding on the left"),
+        (torch.tensor([[1, 2]]), torch.tensor([[False, False]]), None, "only padding on the left"),
+        (torch.tensor([[1, 2]]), None, torch.tensor([1]), "minus the padding"),
+        (torch.tensor([[1, 2]]), None, torch.tensor([-2]), "minus the padding"),
+        (torch.tensor([[1, 2]]), None, torch.tensor([0, 0]), "minus the padding"),
+        (torch.tensor([[1, 2]]), torch.tensor([[True, True]]), torch.tensor([-1]), "speak of"),
+    ],
+)
+def test_what_cannot_be_meant(ids: object, mask: object, offsets: object, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        unpadded(ids, mask, offsets)  # type: ignore[arg-type]

@@ -1,0 +1,295 @@
+"""What else a stream may be asked for: bans, numbers, seeds, limits, aborts, guidance, adapters, vectors."""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from exlm import (
+    EMBEDDING_INDEX,
+    Cache,
+    Generator,
+    InputError,
+    Lora,
+    MMEmbedding,
+    Model,
+    NotLoaded,
+    PostSamplingResult,
+    Settings,
+    Tokenizer,
+)
+from exlm.legacy import StreamingGenerator
+from tests.adapters import making
+from tests.generator.scripted import ID, alphabet, ids
+from tests.legacy.scripted import begin, passes, streaming, take, text, told
+
+GREEDY = Settings.greedy()
+ABC = ids("abc")
+
+
+def test_ban_tokens_hold_for_one_call(toy: Tokenizer) -> None:
+    machine = streaming(toy, lambda prefix: [prefix[-1] + 1, ID["q"]])
+    begin(machine, ABC)
+    banned = [ID["d"]]
+    assert machine.stream_ex(ban_tokens=banned)["chunk"] == "q"
+    assert banned == [ID["d"]]  # T56
+    assert machine.stream_ex()["chunk"] == "r"
+
+
+def test_probabilities_top_tokens_and_logits(toy: Tokenizer) -> None:
+    machine = streaming(toy)
+    machine.set_stop_conditions(["ez"])
+    begin(machine, ABC, return_probabilities=True, return_top_tokens=3, return_logits=True)
+    first, held, both = take(machine, 3)
+    assert first["probs"].tolist() == [[1.0]]
+    assert first["top_tokens"].shape == first["top_probs"].shape == (1, 1, 3)
+    assert int(first["top_tokens"][0, 0, 0]) == ID["d"]
+    assert first["logits"].shape == (1, 1, 36)
+    assert int(first["logits"].argmax()) == ID["d"]
+    assert held["chunk_token_ids"].shape == held["probs"].shape == (1, 0)
+    assert held["top_tokens"].shape == held["top_probs"].shape == (1, 0, 3)
+    assert held["logits"].shape == (1, 0, 36)
+    assert both["chunk_token_ids"].tolist() == [[ID["e"], ID["f"]]]
+    assert both["logits"].shape == (1, 2, 36)
+
+
+def test_the_older_calls(toy: Tokenizer) -> None:
+    machine = streaming(toy)
+    machine.begin_stream(ABC, GREEDY, False, None, None, None, None, return_probabilities=True)
+    chunk, eos, tokens, probs = machine.stream()
+    assert (chunk, eos, tokens.tolist(), probs.tolist()) == ("d", False, [[5]], [[1.0]])
+    machine.begin_stream(ABC, GREEDY, return_logits=True)
+    assert machine.stream()[3].shape == (1, 1, 36)
+    machine.begin_stream(ABC, GREEDY)
+    assert len(machine.stream()) == 3
+    begin(machine, ABC, return_top_tokens=1)
+    with pytest.raises(InputError, match="stream_ex"):
+        machine.stream()
+    with pytest.raises(TypeError, match="unknown"):
+        machine.begin_stream(ABC, GREEDY, unknown=1)
+
+
+def test_special_tokens_are_shown_on_request(toy: Tokenizer) -> None:
+    machine = streaming(toy, told(5, 1, 6))
+    begin(machine, ABC)
+    assert text(take(machine, 3)) == "de"
+    begin(machine, ABC, decode_special_tokens=True)
+    assert text(take(machine, 3)) == "d<s>e"
+
+
+def test_settings_are_read_at_every_token(toy: Tokenizer) -> None:
+    machine = streaming(toy, lambda prefix: [ID["a"], ID["b"]])
+    settings = Settings.greedy()
+    begin(machine, ABC, settings)
+    assert machine.settings is settings
+    assert machine.stream_ex()["chunk"] == "a"
+    settings.disallow_tokens(toy, [ID["a"]])
+    assert machine.stream_ex()["chunk"] == "b"
+
+
+def test_hooks(toy: Tokenizer) -> None:
+    def hook(result: PostSamplingResult) -> None:
+        if result.token == ID["e"]:
+            result.sampled_token = ID["x"]
+
+    machine = streaming(toy)
+    begin(machine, ABC, Settings.greedy(post_sampling_hooks=[hook]))
+    assert text(take(machine, 3)) == "dxy"
+
+
+def test_seeds(model: Model, tokenizer: Tokenizer) -> None:
+    machine = StreamingGenerator(model, Cache(model, max_seq_len=300), tokenizer)
+    settings, prompt = Settings(temperature=1.3, top_k=0, top_p=0.95), tokenizer.encode("The history")
+
+    def said(**options: Any) -> str:
+        begin(machine, prompt, settings, **options)
+        return text(take(machine, 16))
+
+    assert said(seed=3) == said(seed=3) != said(seed=4)
+    texts = []
+    for _ in range(2):
+        random.seed(11)
+        texts.append(said())
+    assert texts[0] == texts[1] != said()
+
+
+def test_the_end_of_the_cache_is_an_end(toy: Tokenizer) -> None:
+    machine = streaming(toy, length=40)
+    begin(machine, ABC)
+    assert not machine.full()
+    chunks = take(machine)
+    assert len(chunks) == 37
+    assert chunks[-1]["eos"]
+    assert machine.full()
+    begin(machine, ids("a" * 39))
+    assert len(take(machine)) == 1
+    with pytest.raises(InputError, match="40 tokens leaves no room"):
+        begin(machine, ids("a" * 40))
+    begin(machine, ABC, max_new_tokens=1000)
+    assert len(take(machine)) == 37
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 20])
+def test_max_new_tokens_are_delivered_exactly(toy: Tokenizer, count: int) -> None:
+    machine = streaming(toy)
+    begin(machine, ABC, max_new_tokens=count)
+    assert text(take(machine)) == "defghijklmnopqrstuvwxyz"[:count]
+
+
+def test_an_abort_while_the_prompt_is_read(toy: Tokenizer) -> None:
+    event = threading.Event()
+    machine = streaming(toy, length=2048)
+    machine.model.config.max_input_len = 256
+    read = machine._runner.prefill
+
+    def prefill(*arguments: Any) -> None:
+        event.set()
+        read(*arguments)
+
+    machine._runner.prefill = prefill  # type: ignore[method-assign]
+    prompt = ids("abcd" * 200)
+    begin(machine, prompt, abort_event=event)
+    assert passes(machine) == [("prefill", 1, 256)]
+    assert machine.sequence_ids is not None
+    assert machine.sequence_ids.shape == (1, 256)
+    assert machine.cache.current_seq_len == 256
+    assert machine.stream_ex()["eos"]
+    del machine._runner.prefill  # type: ignore[method-assign]
+    begin(machine, prompt)
+    assert sum(count for _, _, count in passes(machine)) == 799 - 256
+    assert text(take(machine, 2)) == "ef"
+
+
+def test_an_abort_between_tokens(toy: Tokenizer) -> None:
+    event = threading.Event()
+    machine = streaming(toy)
+    begin(machine, ABC, abort_event=event)
+    assert text(take(machine, 2)) == "de"
+    event.set()
+    assert machine.stream_ex()["eos"]
+    assert machine.stream_ex()["eos"]
+    begin(machine, ABC)
+    assert text(take(machine, 2)) == "de"
+
+
+def test_guidance_with_a_padded_pair(model: Model, tokenizer: Tokenizer) -> None:
+    pair = ["The history of the city", "In the"]
+    padded, offsets = tokenizer.encode(pair, return_offsets=True)
+    settings = Settings.greedy(cfg_scale=1.7)
+    machine = StreamingGenerator(model, Cache(model, batch_size=2, max_seq_len=300), tokenizer)
+    begin(
+        machine,
+        padded,
+        settings,
+        input_mask=tokenizer.padding_mask(padded),
+        position_offsets=offsets,
+    )
+    said = text(take(machine, 12))
+    whole = Generator(model, Cache(model, max_seq_len=2048), tokenizer)
+    one: Any = tuple(pair)
+    assert said == whole.generate(one, 12, gen_settings=settings, completion_only=True)
+    assert machine.sequence_ids is not None
+    assert machine.sequence_ids.shape == (2, padded.shape[1] + 12)
+    again = torch.cat((tokenizer.encode(pair[0]), tokenizer.encode(pair[0])))
+    with pytest.raises(InputError, match="CFG scale"):
+        begin(machine, again)
+    with pytest.raises(InputError, match="cfg_scale"):
+        begin(machine, tokenizer.encode(pair[0]), settings)
+    with pytest.raises(InputError, match="does not support batch size"):
+        begin(machine, again.repeat(2, 1), settings)
+
+
+def test_guidance_compares_both_prompts(toy: Tokenizer) -> None:
+    """T59: another second prompt is read, not only another first one."""
+    machine = streaming(toy, alphabet, batch=2)
+    settings = Settings.greedy(cfg_scale=1.5)
+    begin(machine, torch.cat((ids("abcdefg"), ids("hijklmn"))), settings)
+    passes(machine)
+    begin(machine, torch.cat((ids("abcdefg"), ids("hizzzzz"))), settings)
+    assert passes(machine) == [("prefill", 1, 4)]
+    take(machine, 1)
+    assert passes(machine) == [("decode", 2, 1)]
+
+
+def test_guidance_in_half_a_cache(toy: Tokenizer) -> None:
+    machine = streaming(toy, length=512)
+    begin(machine, torch.cat((ids("abc"), ids("xyz"))), Settings.greedy(cfg_scale=1.0))
+    assert len(take(machine, 300)) == 256 - 3
+    assert machine.full()
+
+
+def test_adapters(model: Model, tokenizer: Tokenizer, tmp_path: Path, fixtures_dir: Path) -> None:
+    made = making.write(tmp_path / "lora", making.modules(fixtures_dir / "tiny-lm"), size=2.0)
+    machine = StreamingGenerator(model, Cache(model, max_seq_len=300), tokenizer)
+    prompt = tokenizer.encode("The history of the city")
+    said = []
+    lora = Lora.from_directory(model, made.folder)
+    try:
+        for loras in (None, lora, [lora], None):
+            begin(machine, prompt, loras=loras)
+            said.append(text(take(machine, 12)))
+        adapted = machine.generate_simple("The history of the city", GREEDY, 12, loras=lora)
+        begin(machine, prompt, loras=lora)
+    finally:
+        lora.unload()
+    with pytest.raises(NotLoaded):
+        machine.stream_ex()
+    assert said[0] == said[3] != said[1] == said[2]
+    assert adapted == "The history of the city" + said[1]
+
+
+def test_embeddings(model: Model, tokenizer: Tokenizer) -> None:
+    torch.manual_seed(3)
+    vectors = torch.randn(1, 4, model.config.hidden_size)
+    before, after = tokenizer.encode("The city"), tokenizer.encode("is old")
+    machine = StreamingGenerator(model, Cache(model, max_seq_len=300), tokenizer)
+    old = torch.arange(EMBEDDING_INDEX, EMBEDDING_INDEX + 4)[None]
+    begin(machine, torch.cat((before, old, after), 1), input_embeddings=vectors)
+    said = text(take(machine, 8))
+    one = MMEmbedding(model, vectors)
+    begin(machine, torch.cat((before, one.get_ids_tensor(), after), 1), input_embeddings=[one])
+    assert text(take(machine, 8)) == said
+    whole = machine.generate_simple(
+        "The city{{EMBED_HERE}}is old", GREEDY, 8, input_embeddings=vectors, completion_only=True
+    )
+    assert whole == said
+    with pytest.raises(InputError, match="must hold 1000000000 to 1000000003"):
+        begin(machine, torch.cat((before, after), 1), input_embeddings=vectors)
+    with pytest.raises(InputError):
+        begin(machine, old)
+    with pytest.raises(InputError, match="begin_stream_ex"):
+        machine.stream_ex()
+    drafted = StreamingGenerator(model, machine.cache, tokenizer, draft_model=model)
+    with pytest.raises(InputError, match="Can not use input embeddings with draft model"):
+        begin(drafted, before, input_embeddings=vectors)
+
+
+def test_masks_that_hide_more_than_padding(toy: Tokenizer) -> None:
+    machine = streaming(toy)
+    hidden = torch.zeros(1, 3)
+    hidden[0, 1] = -torch.inf
+    with pytest.raises(InputError, match="only padding"):
+        begin(machine, ABC, input_mask=hidden)
+    with pytest.raises(InputError, match="position_offsets"):
+        begin(machine, ABC, position_offsets=torch.tensor([2]))
+    seen = torch.tensor([[False, True, True]])
+    begin(machine, ABC, input_mask=seen, position_offsets=torch.tensor([-1]))
+    assert machine.sequence_ids is not None
+    assert machine.sequence_ids.tolist() == [[3, 4]]
+
+
+def test_a_stream_that_fails_can_begin_again(toy: Tokenizer) -> None:
+    def broken(result: PostSamplingResult) -> None:
+        raise KeyError("hook")
+
+    machine = streaming(toy)
+    begin(machine, ABC, Settings.greedy(post_sampling_hooks=[broken]))
+    with pytest.raises(InputError, match="hook"):
+        machine.stream_ex()
+    begin(machine, ABC)
+    assert text(take(machine, 2)) == "de"

@@ -1,0 +1,219 @@
+"""Models over several devices, all of them made up: the same logits wherever the modules are."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from exlm import (
+    Cache,
+    CacheBase,
+    CacheFP8,
+    CacheQ4,
+    Config,
+    Generator,
+    InputError,
+    Model,
+    Settings,
+    Tokenizer,
+)
+from exlm.errors import DoesNotFit
+from exlm.model.budget import measure, use
+from exlm.model.devices import Slot, inventory
+from exlm.model.loading import opened
+from exlm.nn.hop import Hop
+from exlm.spec.roles import matrices
+from tests import tiny
+
+CPU = torch.device("cpu")
+IDS = torch.arange(3, 40)[None]
+
+
+def made_up(*free: int) -> Callable[[str | None], list[Slot]]:
+    return lambda wish: [Slot(f"made up {i}", CPU, count) for i, count in enumerate(free)]
+
+
+def loaded(folder: Path) -> Model:
+    model = Model(Config(folder))
+    model.load()
+    return model
+
+
+def needs(model: Model, cache: CacheBase) -> list[int]:
+    """Bytes of each module, its cache and its workspace with it."""
+    frozen = model.config.freeze()
+    parts = measure(frozen, opened(frozen), use(frozen, [Slot("", CPU, 0)], cache.max_seq_len), cache.sizes())
+    return [part.weights + part.cache for part in parts] + [max(part.workspace for part in parts)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make(tmp_path_factory.mktemp("split"), num_hidden_layers=5)
+
+
+@pytest.mark.parametrize("kind", [Cache, CacheFP8])
+@pytest.mark.parametrize("devices", [1, 2, 3, 5])
+def test_a_model_over_several_devices_is_the_same_model(
+    folder: Path, kind: type[CacheBase], devices: int
+) -> None:
+    model = Model(Config(folder))
+    cache = kind(model, max_seq_len=256, lazy=True)
+    *parts, workspace = needs(model, cache)
+    share = sum(parts) // devices + max(parts) + workspace
+    model.inventory = made_up(*[share] * devices)
+    model.load_autosplit(cache, reserve_vram=0)
+    used = len(set(model.placement))
+    assert used == (devices if devices < 5 else used) >= min(devices, 3)
+    hops = model._ready()[1].hops
+    assert sum(isinstance(hop, Hop) for hop in hops) == used - 1
+    alone = loaded(folder)
+    reference = kind(alone, max_seq_len=256)
+    for ids in (IDS, IDS[:, :1]):
+        assert torch.equal(model.forward(ids, cache), alone.forward(ids, reference))
+    assert ("on made up 0:" in model.explain()) == (used > 1)
+
+
+def test_devices_are_filled_one_after_the_other(folder: Path) -> None:
+    model = Model(Config(folder))
+    cache = Cache(model, max_seq_len=256, lazy=True)
+    *parts, workspace = needs(model, cache)
+    model.inventory = made_up(sum(parts[:3]) + workspace + 100, 1 << 40)
+    model.load_autosplit(cache, reserve_vram=[100])
+    assert model.placement == ["made up 0"] * 3 + ["made up 1"] * 4
+    model.inventory = made_up(sum(parts[:3]) + workspace + 99, 1 << 40)
+    other = Cache(model, max_seq_len=256, lazy=True)
+    model.load_autosplit(other, reserve_vram=[100, 0])
+    assert model.placement == ["made up 0"] * 2 + ["made up 1"] * 5
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_read(folder: Path) -> None:
+    model = Model(Config(folder))
+    model.inventory = made_up(1 << 20, 1 << 20)
+    cache = Cache(model, max_seq_len=1 << 20, lazy=True)
+    with pytest.raises(DoesNotFit, match=r"max_seq_len.*CacheQ4.*reserve_vram"):
+        model.load_autosplit(cache, callback=lambda i, n: pytest.fail("nothing must be loaded"))
+    assert not model.loaded
+    assert not cache.allocated
+
+
+def test_gpu_split_has_gb_of_weights(folder: Path) -> None:
+    model = Model(Config(folder))
+    model.inventory = made_up(0, 0, 0)  # what is free does not matter: the user decides
+    frozen = model.config.freeze()
+    parts = measure(frozen, opened(frozen), use(frozen, [Slot("", CPU, 0)]), [0] * 5)
+    first = sum(part.weights for part in parts[:4]) / (1 << 30)
+    model.load([first, 1])
+    assert model.placement == ["made up 0"] * 4 + ["made up 1"] * 3
+    assert torch.equal(model.forward(IDS), loaded(folder).forward(IDS))
+    model.load([0, 1])
+    assert set(model.placement) == {"made up 1"}
+    with pytest.raises(DoesNotFit, match=r"Raise the numbers of gpu_split"):
+        model.load([0.00001, 0.00001])
+    with pytest.raises(InputError, match="GB for each device"):
+        model.load([-1, 2])
+    with pytest.raises(InputError, match="gpu_split names 4 devices"):
+        model.load([1] * 4)
+
+
+def test_devices_by_name(folder: Path) -> None:
+    assert [slot.device for slot in inventory("cpu, cpu")] == [CPU, CPU]
+    assert inventory(None)[0].free > 1 << 20
+    config = Config(folder)
+    config.device = "cpu,cpu"
+    model = Model(config)
+    model.load()
+    assert set(model.placement) == {"cpu"}
+    assert torch.equal(model.forward(IDS), loaded(folder).forward(IDS))
+    config.device = "cpu,toaster"
+    with pytest.raises(InputError, match="'toaster' is not a device"):
+        model.load()
+
+
+def test_a_tied_head_gets_its_own_table_elsewhere(tmp_path: Path) -> None:
+    folder = tiny.make(tmp_path, tie_word_embeddings=True)
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    model, frozen = Model(Config(folder)), Config(folder).freeze()
+    model.inventory = made_up(0, 0)
+    parts = measure(frozen, opened(frozen), use(frozen, [Slot("", CPU, 0)]), [0, 0])
+    assert parts[-1].shared == 64 * 32 * 4
+    exact = sum(part.weights for part in parts)  # on one device the table counts once
+    model.load([exact / (1 << 30)])
+    model.load([sum(part.weights for part in parts[:-1]) / (1 << 30), 1])
+    assert model.placement == ["made up 0"] * 3 + ["made up 1"]
+    assert torch.equal(model.forward(IDS), loaded(folder).forward(IDS))
+
+
+@pytest.mark.parametrize(
+    "name", ["tiny-lm", "tiny-lm-exl2-4.0bpw", "tiny-lm-gptq-g128-act", "gptqmodel-w4-g32-v2"]
+)
+def test_the_estimate_is_what_loading_takes(fixtures_dir: Path, name: str) -> None:
+    frozen = Config(fixtures_dir / name).freeze()
+    source, hidden, vocab = opened(frozen), frozen.spec.hidden, frozen.spec.vocab
+    parts = measure(frozen, source, use(frozen, [Slot("", CPU, 0)]), [0] * len(frozen.spec.layers))
+    taken: dict[str, int] = {}
+    for role, wide, high, bias in matrices(frozen.spec):
+        weight = source.weight(role, wide, high, bias=bias, dtype=torch.float32, device=CPU)
+        taken[role[:8]] = taken.get(role[:8], 0) + weight.nbytes
+    taken["embedding"] = source.weight("embed", hidden, vocab, bias=False, dtype=None, device=CPU).nbytes
+    for part in parts:
+        assert taken[part.name] * 0.98 <= part.weights <= taken[part.name] * 1.1
+
+
+def held() -> int:
+    """Bytes of every tensor that is alive."""
+    gc.collect()
+    seen = {o.untyped_storage().data_ptr(): o for o in gc.get_objects() if type(o) is torch.Tensor}
+    return sum(o.untyped_storage().nbytes() for o in seen.values() if o.device == CPU)
+
+
+def test_a_generator_over_two_devices(fixtures_dir: Path) -> None:
+    folder = fixtures_dir / "tiny-lm-exl2-4.0bpw"
+    texts = []
+    for split in (None, [0.001, 1]):
+        model = Model(Config(folder))
+        model.inventory = made_up(0, 0)
+        model.load(split)
+        generator = Generator(model, CacheQ4(model, max_seq_len=512), Tokenizer(model.config))
+        texts.append(generator.generate("Once upon a time", 30, gen_settings=Settings.greedy()))
+        assert len(set(model.placement)) == (1 if split is None else 2)
+    assert texts[0] == texts[1]
+
+
+def test_twenty_loads_leave_nothing_behind(folder: Path) -> None:
+    model = Model(Config(folder))
+    model.inventory = made_up(1 << 40, 1 << 40)
+
+    def round_trip() -> None:
+        cache = Cache(model, max_seq_len=512, lazy=True)
+        model.load_autosplit(cache)
+        model.forward(IDS, cache)
+        model.unload()
+
+    round_trip()
+    before = held()
+    for _ in range(20):
+        round_trip()
+    assert held() == before
+
+
+def test_an_adapter_needs_one_device(folder: Path) -> None:
+    model = Model(Config(folder))
+    model.inventory = made_up(1 << 40)
+    model.load()
+    assert model.opened().device == CPU
+
+
+def test_memory_that_is_free_is_read_from_the_system() -> None:
+    text = Path("/proc/meminfo").read_text()
+    found = re.search(r"MemAvailable:\s*(\d+)", text)
+    assert found is not None
+    assert abs(inventory("cpu")[0].free / 1024 - int(found[1])) < 2e6

@@ -1,0 +1,58 @@
+"""Calling rank 0: the right token gets a line, a stranger does not, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from exlm import WorkerLost
+from exlm.parallel import launch
+from exlm.parallel.wire import Order
+
+
+def seats(size: int) -> list[launch.Seat]:
+    store = dist.HashStore()
+    return [launch.Seat(store, rank, size) for rank in range(size)]
+
+
+def test_ranks_call_and_strangers_are_shown_out() -> None:
+    ranks = seats(3)
+    lines = {}
+
+    def caller(rank: int) -> None:
+        lines[rank] = launch.call(ranks[rank])
+
+    def stranger() -> None:
+        while not ranks[0].store.check(["line"]):
+            time.sleep(0.01)
+        host, port, _ = json.loads(ranks[0].store.get("line"))
+        with socket.create_connection((host, port)) as line:
+            line.sendall(b"x" * 40)
+            assert line.recv(1) == b""
+
+    threads = [threading.Thread(target=stranger)]
+    threads += [threading.Thread(target=caller, args=(rank,)) for rank in (2, 1)]
+    threads[0].start()
+    accepted = threading.Thread(target=lambda: lines.update({0: launch.accept(ranks[0])}))  # type: ignore[dict-item]
+    accepted.start()
+    threads[0].join()
+    for thread in threads[1:]:
+        thread.start()
+    for thread in [*threads[1:], accepted]:
+        thread.join()
+    for rank, channel in enumerate(lines[0], 1):  # type: ignore[arg-type]
+        channel.send(Order("hello", {"rank": rank}))
+        assert lines[rank].receive().values == {"rank": rank}
+        channel.close()
+        lines[rank].close()
+
+
+def test_a_rank_that_never_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "PATIENCE", 0.2)
+    with pytest.raises(WorkerLost, match=r"Ranks \[1\] did not call"):
+        launch.accept(seats(2)[0])

@@ -1,0 +1,164 @@
+"""Shares: every head, every column and every token belongs to somebody, and their parts add up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from exlm import Config, Model, Unsupported, spec
+from exlm.formats import DenseWeight
+from exlm.model.loading import opened
+from exlm.parallel.shard import Cut, check, cut_of, heads, ranges, shard
+from exlm.parallel.source import ShardedSource, part
+from exlm.spec.roles import matrices
+from tests import tiny
+from tests.models import zoo
+from tests.models.zoo_cases import CASES, Case
+from tests.parallel.threads import CPU, logits, shares
+
+FIXTURES = [
+    "tiny-lm",
+    "tiny-lm-exl2-2.5bpw",
+    "tiny-lm-exl2-6.0bpw",
+    "tiny-lm-gptq-g128-act",
+    "tiny-lm-gptq-g128-sym",
+]
+
+
+KINDS = frozenset(  # one for each thing that a share could get wrong
+    [
+        "llama-biased",
+        "llama-tied",
+        "index-norm-head",
+        "granite-tied",
+        "orion",
+        "qwen2",
+        "qwen3",
+        "qwen3-moe-mixed",
+        "mixtral-window",
+        "gemma2",
+        "gemma3",
+        "gemmoe",
+        "starcoder2",
+        "cohere-qk-norm",
+        "dbrx",
+        "phi3",
+        "glm4",
+        "bigcode",
+        "gpt2",
+        "internlm2",
+        "qwen2-vl-tied",
+        "olmo2",
+    ]
+)
+SOME = [case for case in CASES if case.id in KINDS]
+
+
+def attention(heads: int, kv_heads: int) -> spec.Attention:
+    return spec.Attention(heads, kv_heads, 8, None, 1.0)
+
+
+@given(st.integers(1, 400), st.integers(1, 9))
+def test_ranges_cover_a_length_once(length: int, size: int) -> None:
+    assume(length >= size)
+    found = ranges(length, size)
+    assert [i for start, stop in found for i in range(start, stop)] == list(range(length))
+    sizes = [stop - start for start, stop in found]
+    assert min(sizes) >= 1
+    assert max(sizes[:-1], default=0) - min(sizes) <= 128
+
+
+@given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 16))
+def test_heads_keep_their_groups(kv_heads: int, group: int, size: int) -> None:
+    attn = attention(kv_heads * group, kv_heads)
+    assume(size <= attn.heads)
+    found = [heads(attn, rank, size) for rank in range(size)]
+    assert [q for share in found for q in range(*share.q)] == list(range(attn.heads))
+    for share in found:
+        count, own = share.q[1] - share.q[0], share.kv[1] - share.kv[0]
+        assert count >= 1
+        assert count % own == 0
+        for local in range(count):  # what the attention kernel will look at is what it should
+            assert share.kv[0] + local // (count // own) == (share.q[0] + local) // group
+    assert {kv for share in found for kv in range(*share.kv)} == set(range(kv_heads))
+
+
+def test_too_many_ranks_are_refused(tmp_path: Path) -> None:
+    model = Config(tiny.make(tmp_path)).spec
+    check(model, 4)
+    with pytest.raises(Unsupported, match=r"has 4 heads, too few to share among 5 ranks.*load_autosplit"):
+        check(model, 5)
+    layer = model.layers[0]
+    odd = replace(layer, attn=replace(layer.attn, qk_norm=spec.QkNorm(spec.Norm(), "all")))
+    with pytest.raises(Unsupported, match="normalises all heads together"):
+        check(replace(model, layers=(odd,)), 2)
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_parts_of_a_matrix_add_up(fixtures_dir: Path, name: str, size: int) -> None:
+    frozen = Config(fixtures_dir / name).freeze()
+    source = opened(frozen)
+    for role, wide, high, bias in list(matrices(frozen.spec))[:7]:
+        whole = source.weight(role, wide, high, bias=bias, dtype=torch.float32, device=CPU).dequantize()
+        parts = []
+        for rank in range(size):
+            sharded = ShardedSource(source, frozen.spec, rank, size)
+            local = {m.role: m for m in matrices(shard(frozen.spec, rank, size))}[role]
+            piece = sharded.weight(
+                role, local.in_features, local.out_features, bias=bias, dtype=torch.float32, device=CPU
+            )
+            assert (piece.in_features, piece.out_features) == (local.in_features, local.out_features)
+            cut = cut_of(frozen.spec, role, rank, size)
+            assert cut is not None
+            rows = slice(cut.start, cut.stop) if cut.dim == 0 else slice(None)
+            columns = slice(cut.start, cut.stop) if cut.dim == 1 else slice(None)
+            assert torch.equal(piece.dequantize(), whole[rows, columns])
+            parts.append(piece)
+        if role.endswith(("attn.o", "mlp.down")):
+            assert sum(piece.in_features for piece in parts) == wide
+
+
+def test_a_part_owns_its_memory_and_one_rank_the_bias() -> None:
+    weight = DenseWeight(torch.randn(8, 6), torch.randn(8))
+    for cut in (Cut(0, 2, 4), Cut(1, 2, 4)):
+        piece = part(weight, cut, keep_bias=False)
+        assert isinstance(piece, DenseWeight)
+        assert piece.data.untyped_storage().nbytes() == piece.data.nbytes
+        assert (piece.bias is None) == (cut.dim == 0)
+    assert part(weight, Cut(0, 2, 4), keep_bias=True).bias is not None
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_every_format_gives_the_same_logits(fixtures_dir: Path, name: str) -> None:
+    config = Config(fixtures_dir / name)
+    whole = Model(config)
+    whole.load()
+    ids = torch.arange(10, 50).view(2, 20)
+    want = whole.forward(ids)
+    for size in (2, 3, 4):  # 2 key/value heads: three ranks get uneven shares, four share heads
+        got = logits(shares(config.freeze(), size), ids)
+        assert float((got - want).norm() / want.norm()) < 1e-4
+
+
+@pytest.mark.parametrize("case", SOME, ids=lambda case: case.id)
+def test_every_family_gives_the_same_logits(case: Case, tmp_path: Path) -> None:
+    config = Config(zoo.build(case.architecture, tmp_path / "model", **case.overrides).folder)
+    config.max_seq_len = 64
+    frozen = config.freeze()
+    whole = Model(config)
+    whole.load()
+    ids = torch.randint(0, 100, (1, 40))
+    want = whole.forward(ids)
+    try:
+        check(frozen.spec, 2)
+    except Unsupported:
+        assert "all" in str(frozen.spec.layers[0].attn.qk_norm)
+        return
+    got = logits(shares(frozen, 2), ids)
+    assert float((got - want).norm() / want.norm()) < 1e-5

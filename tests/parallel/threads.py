@@ -1,0 +1,109 @@
+"""Ranks as threads of one process: a group whose steps are taken at a barrier, in plain torch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exlm.cache import Passing
+from exlm.config import FrozenConfig
+from exlm.model.devices import Slot
+from exlm.model.follower import last
+from exlm.model.loading import Loaded
+from exlm.model.progress import silent
+from exlm.model.ways import Tensors
+from exlm.nn import Batch
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Table:
+    """Where the ranks of one group lay down what they have."""
+
+    size: int
+    laid: dict[int, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.barrier = threading.Barrier(self.size, timeout=30)
+
+    def exchange(self, rank: int, x: Tensor) -> list[Tensor]:
+        """Everybody's tensors, in order of rank."""
+        self.laid[rank] = x
+        self.barrier.wait()
+        out = [self.laid[r] for r in range(self.size)]
+        self.barrier.wait()
+        return out
+
+
+@dataclass
+class ThreadGroup:
+    """One thread's seat, in the shape of a `Group`."""
+
+    table: Table
+    rank: int
+    device: torch.device = CPU
+
+    @property
+    def size(self) -> int:
+        return self.table.size
+
+    def sum(self, x: Tensor) -> Tensor:
+        return torch.stack(self.table.exchange(self.rank, x)).sum(0)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        return self.table.exchange(self.rank, x)[0].clone()
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        parts = self.table.exchange(self.rank, x)
+        return parts if self.rank == 0 else []
+
+
+def each(size: int, act: Callable[[int], Any]) -> list[Any]:
+    """What every rank's thread answers; the first error, if there is one."""
+    out: list[Any] = [None] * size
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            with torch.no_grad():
+                out[rank] = act(rank)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return out
+
+
+def shares(config: FrozenConfig, size: int) -> list[Loaded]:
+    """Every rank's share of a model, joined at one table."""
+    table, slot, out = Table(size), Slot("cpu", CPU, 0), []
+    for rank in range(size):
+        loaded = last(Tensors().load(config, rank, size, slot, silent, None))
+        Tensors().connect(loaded, config, ThreadGroup(table, rank))  # type: ignore[arg-type]
+        out.append(loaded)
+    return out
+
+
+def logits(ranks: list[Loaded], ids: Tensor) -> Tensor:
+    """The whole model's answer, as rank 0 has it."""
+    rows, tokens = ids.shape
+    positions = torch.arange(tokens).expand(rows, tokens)
+    nothing = torch.zeros(rows, dtype=torch.int64)
+    batch = Batch(ids, positions, nothing, torch.zeros(rows, 1, dtype=torch.int64), tokens, even=True)
+    answers = each(
+        len(ranks), lambda r: ranks[r].decoder.forward(batch, [Passing()] * len(ranks[r].shapes))[0]
+    )
+    assert isinstance(answers[0], Tensor)
+    return answers[0]
