@@ -11,7 +11,7 @@ WORKERS = 2
 # Extra arguments for pytest, for example: make test ARGS="tests/text -k chat"
 ARGS =
 
-.PHONY: help demo test check format bench bench-host bench-load bench-sampler clean runtime dev
+.PHONY: help demo test check format bench bench-cpu bench-host bench-load bench-sampler clean runtime dev
 .DEFAULT_GOAL := help
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make check        formatting, lint, types"
 	@echo "make format       let ruff rewrite the files"
 	@echo "make bench        the benchmarks there are"
+	@echo "make bench-cpu    the default model on this processor, beside other engines"
 	@echo "make bench-host   the generator's own Python, in a decode step of a model that costs nothing"
 	@echo "make bench-load   loading a 7B EXL2 model next to reading its bytes (writes 3.5 GB once)"
 	@echo "make bench-sampler   picking tokens, next to multinomial(softmax)"
@@ -41,9 +42,13 @@ format: dev
 	$(PY) -m ruff check --fix .
 
 bench:
+	@echo "make bench-cpu"
 	@echo "make bench-host"
 	@echo "make bench-load"
 	@echo "make bench-sampler"
+
+bench-cpu: runtime
+	EXLM_CPU=1 $(PY) -m benchmarks.cpu
 
 bench-host: runtime
 	$(PY) -m benchmarks.host

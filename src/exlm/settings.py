@@ -74,6 +74,11 @@ def cuda_wanted() -> bool:
     return _switch("EXLM_CUDA", otherwise="0")
 
 
+def cpu_wanted() -> bool:
+    """EXLM_CPU: the same for the kernels in C for processors."""
+    return _switch("EXLM_CPU", otherwise="0")
+
+
 def legacy_switches() -> Switches:
     """The four EXLLAMA_NO_… variables."""
     return Switches(

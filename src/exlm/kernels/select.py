@@ -73,13 +73,22 @@ def choose(device: torch.device, dtype: torch.dtype) -> Chain:
     """The backends for a device, the fastest first; plain torch is always among them."""
     backends: list[Backend] = []
     absent: list[str] = []
-    makers = (("cuda", _cuda), ("triton", _triton)) if device.type == "cuda" else ()
+    makers = (("cuda", _cuda), ("triton", _triton)) if device.type == "cuda" else (("cpu", _cpu),)
     for name, make in makers:
         try:
             backends.append(make(device, dtype))
         except Unsupported as reason:
             absent.append(f"{name}: {reason}")
     return Chain([*backends, ReferenceBackend(device, dtype)], absent=absent)
+
+
+def _cpu(device: torch.device, dtype: torch.dtype) -> Backend:
+    """The CPU backend, or why not."""
+    if not settings.cpu_wanted():
+        raise Unsupported("new, switched on by EXLM_CPU=1")
+    from .cpu import CpuBackend
+
+    return CpuBackend(device, dtype, settings.cache_folder() / "kernels")
 
 
 def _cuda(device: torch.device, dtype: torch.dtype) -> Backend:

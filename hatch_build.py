@@ -1,0 +1,52 @@
+"""Puts the C kernels for processors into wheels, where there is a compiler to build them.
+
+A wheel with libraries is tied to its platform and to no Python. Without a compiler, and for editable
+installs, the wheel is a plain one and the kernels are built at first use, if at all.
+"""
+
+import importlib.util
+import platform
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+KERNELS = Path("src/exlm/kernels/cpu")
+
+
+class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
+    """Called by hatch for each target."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Build every set this kind of processor may have, and add the libraries."""
+        if self.target_name != "wheel" or version == "editable":
+            return
+        building = _building(Path(self.root))
+        names = building.SETS if platform.machine() in ("x86_64", "AMD64") else ("plain",)
+        try:
+            for name in names:
+                made = building.prebuilt(name)
+                building.build(name, made)
+                inside = made.relative_to(Path(self.root) / "src").as_posix()
+                build_data["force_include"][str(made)] = inside
+        except building.BuildError as reason:
+            self.app.display_warning(f"exlm: no kernels for processors in this wheel: {reason}")
+            return
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Leave the sources as they were."""
+        for made in (Path(self.root) / KERNELS / "native").glob("*.so"):
+            made.unlink()
+
+
+def _building(root: Path) -> Any:
+    """`exlm.kernels.cpu.building`, by itself: the package needs torch."""
+    spec = importlib.util.spec_from_file_location("building", root / KERNELS / "building.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

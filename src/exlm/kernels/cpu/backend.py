@@ -1,0 +1,98 @@
+"""The CPU backend: packed matrices straight from their codes, and what lies between them, in float32.
+
+Dense matrices, other norms and gates, and attention over many new tokens are left to plain torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ... import spec
+from ...errors import Unsupported
+from ...formats import PackedWeight, Weight
+from .. import backend as b
+from ..reference import ReferenceBackend
+from .attention import PagedAttention, TurningTables
+from .blocks import Blocks, arrange
+from .library import load
+from .linear import PackedLinear, PackedLookup
+from .small import AddRmsNorm, RmsNorm, SiluGate
+
+
+class CpuBackend:
+    """Packed matrices on this machine's processor."""
+
+    name = "cpu"
+
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, folder: Path, instructions: str | None = None
+    ) -> None:
+        if dtype is not torch.float32:
+            raise Unsupported(f"computes in float32, not in {str(dtype).removeprefix('torch.')}")
+        self.device = device
+        self.dtype = dtype
+        self._library = load(folder, instructions)
+        self._reference = ReferenceBackend(device, dtype)
+        self._tables: WeakKeyDictionary[PackedWeight, Blocks] = WeakKeyDictionary()  # perhaps also the head
+
+    def linear(self, weight: Weight) -> b.Linear:
+        """Packed weights, rearranged."""
+        return PackedLinear(self._library, self._arranged(weight))
+
+    def embedding(self, weight: Weight) -> b.Lookup:
+        """A packed table, which may be the head's matrix as well."""
+        blocks = self._arranged(weight)
+        assert isinstance(weight, PackedWeight)
+        self._tables[weight] = blocks
+        return PackedLookup(self._library, blocks, weight.dtype)
+
+    def _arranged(self, weight: Weight) -> Blocks:
+        """The weight for C; a table that is also the head is rearranged once."""
+        if not isinstance(weight, PackedWeight):
+            raise Unsupported("only packed matrices")
+        if weight in self._tables:
+            return self._tables[weight]
+        return arrange(weight, self._library, torch.get_num_threads())
+
+    def norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> b.Norm:
+        """Root mean squares with one scale for all."""
+        return RmsNorm(self._library, *self._rms(norm, weight))
+
+    def add_norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> b.AddNorm:
+        """The same behind an addition."""
+        return AddRmsNorm(self._library, *self._rms(norm, weight))
+
+    def gated(self, act: spec.Activation) -> b.Gated:
+        """Silu."""
+        if act != "silu":
+            raise Unsupported("only silu")
+        return SiluGate(self._library)
+
+    def rotation(self, rope: spec.Rope, length: int) -> b.Rotation:
+        """Tables for every position; where attention is not ours, they turn as the reference does."""
+        return TurningTables(rope, length, self.device)
+
+    def attention(self, attn: spec.Attention, rotate: b.Rotation) -> b.Attend:
+        """A few new tokens over float pages; everything else as the reference does."""
+        if attn.softcap is not None or not isinstance(rotate, TurningTables):
+            raise Unsupported("only plain scores of heads that turn")
+        if attn.head_dim % 16 or attn.head_dim > 512:
+            raise Unsupported(f"heads of {attn.head_dim} numbers are no multiple of 16 up to 512")
+        other = self._reference.attention(attn, rotate)
+        return PagedAttention(self._library, attn, rotate, other)
+
+    def _rms(self, norm: spec.Norm, weight: Tensor) -> tuple[Tensor, float, b.Norm]:
+        if norm.kind != "rms" or weight.dim() != 1:
+            raise Unsupported("only root mean squares with one scale for all")
+        scale = (weight.float() + norm.offset).contiguous()
+        return scale, norm.eps, self._reference.norm(norm, weight, None)
+
+    def _declined(self, *_: Any, **__: Any) -> Any:
+        raise Unsupported("left to plain torch")
+
+    activation = experts = _declined

@@ -1,0 +1,107 @@
+"""From a shared library to functions: the wheel's own, or one that is built at first use and kept.
+
+What the functions compute is not known here, and nothing depends on torch's build.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ...errors import KernelError, Unsupported
+from .building import BuildError, build, digest, prebuilt, sets_here
+
+
+def built(instructions: str, folder: Path) -> Path:
+    """The library of a set: the wheel's, or one that was made here before, or a new one."""
+    if (found := prebuilt(instructions)).exists():
+        return found
+    target = folder / f"cpu-{instructions}-{digest(instructions)}.so"
+    if not target.exists():
+        try:
+            build(instructions, target)
+        except BuildError as reason:
+            raise Unsupported(str(reason)) from reason
+    return target
+
+
+class Run(ctypes.Structure):
+    """Blocks of one width, as C sees them."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "minima", "zeros", "spans")),
+        *((name, ctypes.c_int32) for name in ("bits", "blocks", "groups", "zero", "wide", "fine")),
+        *((name, ctypes.c_int32) for name in ("first_block", "first_group")),
+    )
+
+
+class Matrix(ctypes.Structure):
+    """A packed matrix, as C sees it."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("runs", "source", "bias")),
+        *((name, ctypes.c_int32) for name in ("count", "inputs", "outputs", "blocks", "groups")),
+    )
+
+
+class Layer(ctypes.Structure):
+    """What attention must know of a layer, as C sees it."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("cos", "sin")),
+        *((name, ctypes.c_int32) for name in ("heads", "kv_heads", "head_dim", "turned", "pairs", "window")),
+        ("scale", ctypes.c_float),
+    )
+
+
+class Call(ctypes.Structure):
+    """What attention is given, as C sees it."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("layer", "q", "k", "v", "keys", "values")),
+        *((name, ctypes.c_void_p) for name in ("pages", "past", "positions", "out", "scratch")),
+        ("room", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("rows", "tokens", "size", "stride")),
+    )
+
+
+class Library:
+    """The functions of one loaded library."""
+
+    def __init__(self, instructions: str, path: Path) -> None:
+        self.instructions = instructions
+        self.path = path
+        try:
+            loaded = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise Unsupported(f"its library cannot be loaded ({error})") from error
+        p, i = ctypes.c_void_p, ctypes.c_int
+        self.product = _function(loaded.exlm_product, p, p, i, p, i)
+        self.columns = _function(loaded.exlm_columns, p, p, i, p)
+        self.repack = _function(loaded.exlm_repack, p, i, i, p, i, p, i, p, i)
+        self.norm = _function(loaded.exlm_norm, p, p, p, ctypes.c_float, i, i, p, p, i)
+        self.silu = _function(loaded.exlm_silu, p, p, p, ctypes.c_long, i)
+        self.attend = _function(loaded.exlm_attend, ctypes.POINTER(Call), ctypes.c_int64, i)
+
+
+def _function(found: Any, *types: Any) -> Callable[..., int]:
+    """A function that takes these; what it answers is looked at only where it has an answer."""
+    found.argtypes = types
+    return found  # type: ignore[no-any-return]
+
+
+def load(folder: Path, instructions: str | None = None) -> Library:
+    """The library of a set, by default the best this processor can run."""
+    name = instructions or sets_here()[0]
+    try:
+        return Library(name, built(name, folder))
+    except OSError as error:
+        raise Unsupported(f"its library cannot be kept in {folder} ({error})") from error
+
+
+def check(code: int) -> None:
+    """Turn a function's answer into an error."""
+    if code:
+        raise KernelError("The CPU kernels ran out of memory: use a smaller batch or shorter chunks.")

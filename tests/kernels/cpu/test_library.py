@@ -1,0 +1,94 @@
+"""How the library comes to be: chosen by the processor, built once, whole or not at all, and never missed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from exlm.errors import Unsupported
+from exlm.kernels.cpu import building, library
+from exlm.kernels.select import choose
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_the_processor_decides() -> None:
+    flags = "flags\t\t: fpu sse avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_vnni amx_tile\n"
+    assert building.usable_sets(flags, "x86_64") == ["avx512", "avx2", "plain"]
+    assert building.usable_sets(flags.replace("avx512_vnni", ""), "x86_64") == ["avx2", "plain"]
+    assert building.usable_sets(flags.replace(" fma", ""), "x86_64") == ["plain"]
+    assert building.usable_sets("", "x86_64") == ["plain"]
+    assert building.usable_sets(flags, "aarch64") == ["plain"]
+
+
+def test_without_a_compiler_the_reference_does_it_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXLM_CPU", "1")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("EXLM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(library, "prebuilt", lambda name: tmp_path / name)
+    chain = choose(torch.device("cpu"), torch.float32)
+    assert [backend.name for backend in chain.backends] == ["reference"]
+    assert "absent: cpu: there is no C compiler" in chain.explain()
+
+
+def test_a_switch_turns_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    off = choose(torch.device("cpu"), torch.float32)
+    assert "absent: cpu: new, switched on by EXLM_CPU=1" in off.explain()
+    monkeypatch.setenv("EXLM_CPU", "1")
+    on = choose(torch.device("cpu"), torch.float32)
+    assert on.backends[0].name == "cpu" or "absent: cpu: there is no C compiler" in on.explain()
+
+
+def test_a_library_of_the_wheel_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "prebuilt", lambda name: tmp_path / name)
+    (tmp_path / "plain").write_bytes(b"not a library")
+    assert library.built("plain", tmp_path / "none") == tmp_path / "plain"
+    with pytest.raises(Unsupported, match="cannot be loaded"):
+        library.load(tmp_path / "none", "plain")
+
+
+def test_a_failed_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "cc"
+    broken.write_text("#!/bin/sh\necho sorry >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(building.BuildError, match="sorry"):
+        building.build("plain", tmp_path / "made" / "x.so")
+    assert list((tmp_path / "made").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(library, "prebuilt", lambda name: tmp_path / name)
+    with pytest.raises(Unsupported, match="cannot be"):
+        library.load(tmp_path / "file" / "kernels", "plain")
+
+
+FORKED = """
+import os, sys, torch
+from pathlib import Path
+from exlm.kernels.cpu.blocks import arrange
+from exlm.kernels.cpu.library import load
+from exlm.kernels.cpu.linear import PackedLinear
+from tests.kernels.cpu.chance import Recipe, make
+torch.set_num_threads(3)
+made = load(Path(sys.argv[1]), sys.argv[2])
+multiply, x = PackedLinear(made, arrange(make(Recipe(((4, (32,) * 8),), 400)), made, 3)), torch.randn(4, 256)
+want = multiply(x)
+child = os.fork()
+if child == 0:
+    os._exit(0 if torch.equal(multiply(x), want) else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_child_has_threads_of_its_own(made: library.Library) -> None:
+    run = [sys.executable, "-c", FORKED, str(made.path.parent), made.instructions]
+    subprocess.run(run, check=True, timeout=120, cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{ROOT}/src"})

@@ -1,0 +1,120 @@
+"""Products with packed matrices: right within a bound that is proved, and the same bits in any company."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exlm.errors import Unsupported
+from exlm.formats.packed import PackedWeight, Segment
+from exlm.formats.scales import Direct
+from exlm.kernels.cpu.blocks import arrange
+from exlm.kernels.cpu.library import Library
+from exlm.kernels.cpu.linear import PackedLinear, PackedLookup
+from tests.kernels.cpu.chance import RECIPES, Recipe, make, slack, stored
+
+WIDE = Recipe(((5, (32,) * 9), (3, (128, 96))), 333, order=True, bias=True)
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    yield
+    torch.set_num_threads(1)
+
+
+def linear(made: Library, weight: PackedWeight, threads: int = 1) -> PackedLinear:
+    torch.set_num_threads(threads)
+    return PackedLinear(made, arrange(weight, made, threads))
+
+
+@settings(max_examples=60)
+@given(recipe=RECIPES, rows=st.integers(1, 33), threads=st.integers(1, 4), seed=st.integers(0, 9999))
+def test_any_matrix(made: Library, recipe: Recipe, rows: int, threads: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    weight = make(recipe)
+    x = torch.randn(rows, weight.in_features) * torch.randn(weight.in_features).exp()
+    want = x.double() @ stored(weight) + (0 if weight.bias is None else weight.bias)
+    error = (linear(made, weight, threads)(x).double() - want).abs()
+    assert bool((error <= slack(weight, x)).all())
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_a_usual_matrix_is_right_to_five_digits(made: Library, bits: int) -> None:
+    weight = make(Recipe(((bits, (32,) * 18),), 192))
+    x = torch.randn(5, 576)
+    want = x.double() @ stored(weight)
+    error = linear(made, weight)(x) - want
+    assert float(error.norm() / want.norm()) < 3e-5
+
+
+@settings(max_examples=20)
+@given(recipe=RECIPES, rows=st.integers(2, 33), seed=st.integers(0, 9999))
+def test_a_row_is_the_same_bits_alone_and_in_company(
+    made: Library, recipe: Recipe, rows: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    weight = make(recipe)
+    x = torch.randn(rows, weight.in_features)
+    multiply = linear(made, weight)
+    alone = torch.cat([multiply(row[None]) for row in x])
+    assert torch.equal(multiply(x), alone)
+    torch.set_num_threads(3)
+    assert torch.equal(multiply(x), alone)
+
+
+def test_many_rows_are_the_same_bits_too(made: Library) -> None:
+    multiply = linear(made, make(WIDE), 2)
+    x = torch.randn(2000, 512)
+    assert torch.equal(multiply(x)[[0, 777, 1999]], multiply(x[[0, 777, 1999]]))
+
+
+def test_every_run_and_every_number_of_threads_gives_the_same(made: Library) -> None:
+    multiply, x = linear(made, make(WIDE)), torch.randn(3, 512)
+    first = multiply(x)
+    for threads in (1, 2, 3, 4, 2, 1):
+        torch.set_num_threads(threads)
+        assert all(torch.equal(multiply(x), first) for _ in range(20))
+
+
+def test_what_is_not_finite_stays_in_its_row(made: Library) -> None:
+    multiply, x = linear(made, make(WIDE)), torch.randn(4, 512)
+    want = multiply(x)
+    x[1, 7], x[2, 9] = float("nan"), float("inf")
+    got = multiply(x)
+    assert torch.equal(got[[0, 3]], want[[0, 3]])
+    assert bool(got[[1, 2]].isnan().all())
+
+
+def test_nothing_and_very_little(made: Library) -> None:
+    multiply = linear(made, make(Recipe(((4, (32, 32)),), 16)))
+    assert not bool(multiply(torch.zeros(2, 64)).any())
+    assert bool(multiply(torch.full((2, 64), 1e-38)).isfinite().all())
+    assert multiply(torch.zeros(0, 64)).shape == (0, 16)
+
+
+def test_any_leading_shape_and_stride(made: Library) -> None:
+    multiply, x = linear(made, make(WIDE)), torch.randn(512, 2, 3).permute(1, 2, 0)
+    assert torch.equal(multiply(x), multiply(x.reshape(6, 512)).view(2, 3, 333))
+
+
+@settings(max_examples=30)
+@given(recipe=RECIPES, dtype=st.sampled_from([torch.float16, torch.float32]))
+def test_single_columns_are_exact(made: Library, recipe: Recipe, dtype: torch.dtype) -> None:
+    weight = make(recipe, dtype)
+    ids = torch.randint(0, recipe.columns, (2, 5))
+    found = PackedLookup(made, arrange(weight, made, 1), dtype)(ids)
+    assert found.dtype is dtype
+    assert torch.equal(found, weight.dequantize().T[ids])
+
+
+def test_codes_for_broken_numbers_are_declined(made: Library) -> None:
+    weight = make(Recipe(((4, (32,)),), 16))
+    (old,) = weight.segments
+    book = torch.linspace(-1, 1, 16)
+    broken = Segment(4, old.sizes, old.codes, Direct(torch.ones(1, 16)), 0, None, book)
+    with pytest.raises(Unsupported, match="not whole"):
+        arrange(PackedWeight("x", 32, 16, (broken,), torch.float32), made, 1)
