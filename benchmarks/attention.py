@@ -9,9 +9,6 @@ of a first chunk. Shapes are those of Llama-2-7B and Llama-3-8B.
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable
-from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -23,8 +20,10 @@ from exlm.cache.coded import CodedLayer, Rotated
 from exlm.cache.dense import DenseLayer
 from exlm.cache.layer import PAGE, Layer, LayerShape
 from exlm.kernels.backend import Attend
-from exlm.kernels.select import choose
+from exlm.kernels.triton import TritonBackend
 from exlm.nn import Batch
+
+from .gpu import copy_speed, replayed
 
 HEAD = 128
 SHAPES = {"Llama-2-7B": (32, 32), "Llama-3-8B": (32, 8)}
@@ -74,41 +73,12 @@ def prepare(cache: str, heads: tuple[int, int], rows: int, past: int, tokens: in
     return Step((q, k, v), layers, where)
 
 
-def microseconds(work: Callable[[], object], replays: int = 20) -> float:
-    """The median time of a piece of work, captured once and replayed."""
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(side):
-        work()
-        work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    times = []
-    for _ in range(5):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(replays):
-            graph.replay()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) * 1e6 / replays)
-    return median(times)
-
-
-def bandwidth() -> float:
-    """Bytes a microsecond that a large copy reads and writes, made by a kernel."""
-    source = torch.ones(1 << 29, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / microseconds(lambda: torch.neg(source, out=target), 5)
-
-
 def kernel(heads: tuple[int, int]) -> Attend:
-    """What a model of this shape would get."""
-    chain = choose(torch.device("cuda", 0), torch.float16)
+    """What a model of this shape gets with EXLM_TRITON=1."""
+    backend = TritonBackend(torch.device("cuda", 0), torch.float16)
     rope = spec.Rope(1e4, HEAD)
     attn = spec.Attention(*heads, HEAD, rope, HEAD**-0.5)
-    rotate = chain.bind("rope", "", lambda backend: backend.rotation(rope, 1 << 14))
-    return chain.bind("attn", "", lambda backend: backend.attention(attn, rotate))
+    return backend.attention(attn, backend.rotation(rope, 1 << 14))
 
 
 def time_of(step: Step, attend: Attend) -> float:
@@ -118,7 +88,7 @@ def time_of(step: Step, attend: Attend) -> float:
         for one in step.layers:
             attend(*step.heads, one, step.where)
 
-    return microseconds(work) / len(step.layers)
+    return replayed(work, 20) * 1e6 / len(step.layers)
 
 
 def main() -> None:
@@ -128,7 +98,7 @@ def main() -> None:
     parser.add_argument("--past", type=int, nargs="*", default=[512, 8000])
     parser.add_argument("--prefill", type=int, nargs="*", default=[2048])
     chosen = parser.parse_args()
-    console, speed = Console(width=110), bandwidth()
+    console, speed = Console(width=110), copy_speed(torch.device("cuda", 0)) / 1e6
     table = Table("shape", "cache", "past", *(f"{rows} rows" for rows in chosen.rows))
     table.title = f"decoding, µs for each layer and share of the copy bandwidth ({speed / 1e6:.2f} TB/s)"
     for name, heads in SHAPES.items():

@@ -6,7 +6,6 @@ Every matrix is different, so that none is found in a cache; times are of graphs
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import gettempdir
@@ -18,6 +17,8 @@ from rich.table import Table
 from exlm.kernels.cuda.linear import Entry, Plan, Product
 from exlm.kernels.cuda.program import Workshop
 from exlm.kernels.cuda.tiles import BLOCK, Layout, Run, Tiles
+
+from .gpu import copy_speed, replayed
 
 LAYERS = 32
 SHAPES: dict[str, tuple[int, list[int], Entry]] = {
@@ -39,37 +40,6 @@ def random_tiles(inputs: int, outputs: int, bits: int, group: int, source: torch
     scales = torch.rand(*shape[:2], 16 * layout.groups, device=source.device) * 0.001
     bricks[:, :, 256 * bits :] = scales.half().view(torch.uint8)
     return Tiles(layout, (Run(bits, bricks),), inputs, outputs, source, 1.0, None)
-
-
-def replayed(work: Work, repeats: int = 10) -> float:
-    """Seconds of one replay of a graph."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    times = []
-    for _ in range(4):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(repeats):
-            graph.replay()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) / repeats)
-    return min(times[1:])
-
-
-def copy_speed(device: torch.device) -> float:
-    """Bytes a second, read and written."""
-    source = torch.zeros(2**30, dtype=torch.float32, device=device)
-    target = torch.empty_like(source)
-
-    def copy() -> None:
-        torch.mul(source, 2, out=target)
-
-    return 2 * source.nbytes / replayed(copy, 5)
 
 
 def chain(workshop: Workshop, layers: list[list[Tiles]], entry: Entry, plan: Plan, rows: int) -> Work:

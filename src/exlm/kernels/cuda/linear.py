@@ -130,10 +130,10 @@ class Product:
             raise Unsupported(f"{rows} rows are not multiplied straight from codes, only 1 to {ALIKE}")
         columns = 1 if rows <= 8 else 2
         made = self._program(columns)
-        ready = [self._enter(made, x, columns, first) for first in sorted(set(self._entrances))]
+        ready = {first: self._enter(made, x, columns, first) for first in dict.fromkeys(self._entrances)}
         job = self._job(parts=self._parts, residual=_address(residual), rows=rows)
         for part, target, entrance in zip(job.parts, out, self._entrances, strict=True):
-            words, sums = ready[sorted(set(self._entrances)).index(entrance)]
+            words, sums = ready[entrance]
             part.x, part.sums = words.data_ptr(), sums.data_ptr()
             part.y, part.stride = target.data_ptr(), target.shape[1]
         made.launch("multiply", (self._grid, 1, 1), self.plan.warps * 32, self._shared(columns), (job,))

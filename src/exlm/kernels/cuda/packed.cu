@@ -18,7 +18,6 @@
 
 typedef unsigned int u32;
 typedef unsigned short u16;
-typedef unsigned long long u64;
 
 struct Segment {
     const char* bricks;  // (tile, block) of BRICK bytes each
