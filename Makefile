@@ -11,7 +11,7 @@ WORKERS = 2
 # Extra arguments for pytest, for example: make test ARGS="tests/text -k chat"
 ARGS =
 
-.PHONY: help demo test check format bench bench-cpu bench-host bench-load bench-sampler clean runtime dev
+.PHONY: help demo test check format bench bench-cpu bench-gpu bench-host bench-load bench-sampler clean runtime dev
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make format       let ruff rewrite the files"
 	@echo "make bench        the benchmarks there are"
 	@echo "make bench-cpu    the default model on this processor, beside other engines"
+	@echo "make bench-gpu    a 7B EXL2 shape on this GPU: prompt, decode at batches and contexts"
 	@echo "make bench-host   the generator's own Python, in a decode step of a model that costs nothing"
 	@echo "make bench-load   loading a 7B EXL2 model next to reading its bytes (writes 3.5 GB once)"
 	@echo "make bench-sampler   picking tokens, next to multinomial(softmax)"
@@ -43,12 +44,17 @@ format: dev
 
 bench:
 	@echo "make bench-cpu"
+	@echo "make bench-gpu"
 	@echo "make bench-host"
 	@echo "make bench-load"
 	@echo "make bench-sampler"
 
+# More options, as in: make bench-gpu ARGS="--shape llama-3-8b --cache fp16,q8,q4 --json numbers.json"
 bench-cpu: runtime
-	EXLM_CPU=1 $(PY) -m benchmarks.cpu
+	EXLM_CPU=1 $(PY) -m exlm.cli bench --device cpu --peers $(ARGS)
+
+bench-gpu: runtime
+	$(PY) -m exlm.cli bench --device cuda $(ARGS)
 
 bench-host: runtime
 	$(PY) -m benchmarks.host

@@ -1,14 +1,21 @@
-"""Attention on a GPU: `python -m benchmarks.attention`.
+"""Attention on a GPU: `python -m benchmarks.attention`, and `--plans` to compare ways to deal the work out.
 
 Decoding: microseconds for each layer (rotation, cache write and attention together), replayed from a CUDA
 graph over the caches of several layers so that nothing stays in the processor's own cache; and the share of
 the measured copy bandwidth at which the stored keys and values pass by. Prefill: microseconds for each layer
-of a first chunk. Shapes are those of Llama-2-7B and Llama-3-8B.
+of a first chunk. Shapes are those of Llama-2-7B and Llama-3-8B. Every kernel is held against plain torch
+before it is timed.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from pathlib import Path
+from tempfile import gettempdir
 from typing import NamedTuple
 
 import torch
@@ -20,6 +27,9 @@ from exlm.cache.coded import CodedLayer, Rotated
 from exlm.cache.dense import DenseLayer
 from exlm.cache.layer import PAGE, Layer, LayerShape
 from exlm.kernels.backend import Attend
+from exlm.kernels.cuda import attention as cuda
+from exlm.kernels.cuda.program import Workshop, compiled
+from exlm.kernels.reference import ReferenceBackend
 from exlm.kernels.triton import TritonBackend
 from exlm.nn import Batch
 
@@ -31,6 +41,16 @@ CODERS = {"Q8": Rotated(8), "Q4": Rotated(4)}
 CACHES = ("FP16", *CODERS)
 L2 = 256 << 20
 """Bytes of keys and values a replay must pass to miss every processor's cache."""
+
+FOLDER = Path(gettempdir()) / f"exlm-benchmark-{os.getuid()}"
+FORMS = {
+    "FP16": [(4, 1, 3), (8, 1, 1), (4, 1, 4)],
+    "Q8": [(4, 1, 3), (4, 1, 4), (4, 2, 2)],
+    "Q4": [(4, 1, 4), (4, 2, 3), (4, 4, 2)],
+}
+"""Warps, steps and residents of the plans to compare."""
+CUTS = [(64, 32, 64), (64, 64, 64), (128, 32, 64), (128, 32, 2)]
+"""Units, slots and waves."""
 
 
 class Step(NamedTuple):
@@ -56,13 +76,13 @@ def layer(cache: str, pages: int, kv_heads: int, device: torch.device) -> Layer:
     return made
 
 
-def prepare(cache: str, heads: tuple[int, int], rows: int, past: int, tokens: int) -> Step:
+def prepare(cache: str, heads: tuple[int, int], rows: int, past: int, tokens: int, layers: int = 32) -> Step:
     """Rows of `past` stored tokens in shuffled pages, and new tokens for them."""
     device = torch.device("cuda")
     width = -(-(past + tokens) // PAGE)
     one = layer(cache, rows * width, heads[1], device)
     size = sum(tensor.nbytes for tensor in one.tensors)
-    layers = [one, *(layer(cache, rows * width, heads[1], device) for _ in range(min(31, L2 // size)))]
+    more = min(layers - 1, L2 // size)
     before = torch.full((rows,), past, device=device)
     positions = before[:, None] + torch.arange(tokens, device=device)
     pages = torch.randperm(rows * width, device=device).view(rows, width)
@@ -70,15 +90,42 @@ def prepare(cache: str, heads: tuple[int, int], rows: int, past: int, tokens: in
     q, k, v = (
         torch.randn(rows, tokens, n, HEAD, dtype=torch.float16, device=device) for n in (*heads, heads[1])
     )
-    return Step((q, k, v), layers, where)
+    return Step((q, k, v), [one, *(layer(cache, rows * width, heads[1], device) for _ in range(more))], where)
 
 
-def kernel(heads: tuple[int, int]) -> Attend:
-    """What a model of this shape gets with EXLM_TRITON=1."""
-    backend = TritonBackend(torch.device("cuda", 0), torch.float16)
-    rope = spec.Rope(1e4, HEAD)
-    attn = spec.Attention(*heads, HEAD, rope, HEAD**-0.5)
-    return backend.attention(attn, backend.rotation(rope, 1 << 14))
+class Kernels:
+    """What a model of some shape may get."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", 0)
+        self.triton = TritonBackend(self.device, torch.float16)
+        self.plain = ReferenceBackend(self.device, torch.float16)
+        self.rope = spec.Rope(1e4, HEAD)
+        self.turn = self.triton.rotation(self.rope, 1 << 14)
+        self.desk = cuda.Desk(Workshop(self.device, FOLDER), self.triton.machine.processors)
+
+    def attn(self, heads: tuple[int, int]) -> spec.Attention:
+        """The layer."""
+        return spec.Attention(*heads, HEAD, self.rope, HEAD**-0.5)
+
+    def portable(self, heads: tuple[int, int]) -> Attend:
+        """Triton's."""
+        return self.triton.attention(self.attn(heads), self.turn)
+
+    def fast(self, heads: tuple[int, int], plan: cuda.Plan | None = None) -> Attend:
+        """CUDA's."""
+        return cuda.Attend(self.desk, self.attn(heads), self.turn, self.portable(heads), plan)
+
+    def error(self, heads: tuple[int, int], cache: str, attend: Attend) -> float:
+        """The largest of a few cases, against plain torch."""
+        right = self.plain.attention(self.attn(heads), self.plain.rotation(self.rope, 1 << 14))
+        worst = 0.0
+        for past, tokens in ((77, 1), (5000, 1), (300, 5)):
+            (q, k, v), (kept,), where = prepare(cache, heads, 2, past, tokens, layers=1)
+            want = right(q, k, v, kept.clone(), where).double()
+            got = attend(q, k, v, kept.clone(), where).double()
+            worst = max(worst, float((got - want).norm() / want.norm()))
+        return worst
 
 
 def time_of(step: Step, attend: Attend) -> float:
@@ -91,37 +138,102 @@ def time_of(step: Step, attend: Attend) -> float:
     return replayed(work, 20) * 1e6 / len(step.layers)
 
 
+def share(step: Step, took: float, speed: float) -> float:
+    """Of the copy bandwidth, in bytes for each microsecond."""
+    stored = sum(t.nbytes for t in step.layers[0].tensors)
+    past = step.where.longest - step.heads[0].shape[1]
+    return stored * past / (step.where.pages.shape[1] * PAGE) / took / speed
+
+
+def decoding(kernels: Kernels, rows: list[int], pasts: list[int], speed: float) -> Iterator[Table]:
+    """The chosen plans, beside Triton."""
+    table = Table("shape", "cache", "past", "error", *(f"{n} rows" for n in rows))
+    table.title = f"decoding, µs for each layer (share of {speed / 1e6:.2f} TB/s) | Triton's µs"
+    for (name, heads), past, cache in product(SHAPES.items(), pasts, CACHES):
+        fast, portable = kernels.fast(heads), kernels.portable(heads)
+        cells = [f"{kernels.error(heads, cache, fast):.0e}"]
+        for n in rows:
+            step = prepare(cache, heads, n, past, 1)
+            took = time_of(step, fast)
+            cells.append(f"{took:.1f} ({share(step, took, speed):.0%}) | {time_of(step, portable):.1f}")
+        table.add_row(name, cache, str(past), *cells)
+    yield table
+
+
+def plans(cache: str) -> Iterator[cuda.Plan]:
+    """All to compare."""
+    for (warps, steps, resident), (unit, slots, waves) in product(FORMS[cache], CUTS):
+        yield cuda.Plan(warps, steps, resident, unit, slots, waves)
+
+
+def compile_ahead(kernels: Kernels) -> None:
+    """All programs of all plans, by many processes."""
+    major, minor = torch.cuda.get_device_capability(kernels.device)
+    wanted = set()
+    for heads, cache in product(SHAPES.values(), CACHES):
+        pages = layer(cache, 1, heads[1], kernels.device).paged
+        for plan, columns in product(plans(cache), (1, 2)):
+            chosen = cuda.choices(kernels.attn(heads), pages, plan, columns, False)
+            if columns == 1 or 5 * heads[0] > 8 * heads[1]:
+                wanted.add(tuple(sorted(chosen.items())))
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        made = [pool.submit(compiled, cuda.SOURCE, one, f"sm_{major}{minor}", FOLDER) for one in wanted]
+        for one in made:
+            one.result()
+
+
+def comparison(kernels: Kernels, speed: float) -> Iterator[Table]:
+    """Each plan at each size."""
+    compile_ahead(kernels)
+    sizes = [(1, 512), (1, 8000), (8, 512), (64, 512)]
+    for (name, heads), cache in product(SHAPES.items(), CACHES):
+        table = Table("w/st/res unit/sl/wav", "error", *(f"{n} × {past}" for n, past in sizes))
+        table.title = f"{name} {cache}: µs for each layer (share of {speed / 1e6:.2f} TB/s)"
+        steps = [prepare(cache, heads, n, past, 1) for n, past in sizes]
+        times = [time_of(step, kernels.portable(heads)) for step in steps]
+        cells = [
+            f"{took:.1f} ({share(step, took, speed):.0%})" for step, took in zip(steps, times, strict=True)
+        ]
+        table.add_row("Triton", "", *cells)
+        for plan in plans(cache):
+            fast = kernels.fast(heads, plan)
+            cells = [f"{kernels.error(heads, cache, fast):.0e}"]
+            for step in steps:
+                took = time_of(step, fast)
+                cells.append(f"{took:.1f} ({share(step, took, speed):.0%})")
+            form = f"{plan.warps}/{plan.steps}/{plan.resident} {plan.unit}/{plan.slots}/{plan.waves}"
+            table.add_row(form, *cells)
+        yield table
+
+
+def prefill(kernels: Kernels, sizes: list[int]) -> Iterator[Table]:
+    """A first chunk."""
+    table = Table("shape", "cache", *(f"{tokens} tokens" for tokens in sizes))
+    table.title = "prefill of a first chunk, µs for each layer"
+    for (name, heads), cache in product(SHAPES.items(), CACHES):
+        steps = (prepare(cache, heads, 1, 0, tokens) for tokens in sizes)
+        table.add_row(name, cache, *(f"{time_of(step, kernels.fast(heads)):.0f}" for step in steps))
+    yield table
+
+
 def main() -> None:
-    """Print both tables."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32, 64])
     parser.add_argument("--past", type=int, nargs="*", default=[512, 8000])
     parser.add_argument("--prefill", type=int, nargs="*", default=[2048])
+    parser.add_argument("--plans", action="store_true", help="compare ways to deal the work out")
     chosen = parser.parse_args()
-    console, speed = Console(width=110), copy_speed(torch.device("cuda", 0)) / 1e6
-    table = Table("shape", "cache", "past", *(f"{rows} rows" for rows in chosen.rows))
-    table.title = f"decoding, µs for each layer and share of the copy bandwidth ({speed / 1e6:.2f} TB/s)"
-    for name, heads in SHAPES.items():
-        attend = kernel(heads)
-        for past in chosen.past:
-            for cache in CACHES:
-                cells = []
-                for rows in chosen.rows:
-                    step = prepare(cache, heads, rows, past, 1)
-                    stored = sum(t.nbytes for t in step.layers[0].tensors)
-                    used = stored * past / (step.where.pages.shape[1] * PAGE)
-                    took = time_of(step, attend)
-                    cells.append(f"{took:.1f}  {used / took / speed:.0%}")
-                table.add_row(name, cache, str(past), *cells)
-    console.print(table)
-    table = Table("shape", "cache", *(f"{tokens} tokens" for tokens in chosen.prefill))
-    table.title = "prefill of a first chunk, µs for each layer"
-    for name, heads in SHAPES.items():
-        attend = kernel(heads)
-        for cache in CACHES:
-            steps = (prepare(cache, heads, 1, 0, tokens) for tokens in chosen.prefill)
-            table.add_row(name, cache, *(f"{time_of(step, attend):.0f}" for step in steps))
-    console.print(table)
+    console, kernels = Console(width=110), Kernels()
+    speed = copy_speed(kernels.device) / 1e6
+    if chosen.plans:
+        for table in comparison(kernels, speed):
+            console.print(table)
+        return
+    for table in decoding(kernels, chosen.rows, chosen.past, speed):
+        console.print(table)
+    for table in prefill(kernels, chosen.prefill):
+        console.print(table)
 
 
 if __name__ == "__main__":

@@ -24,9 +24,10 @@ from rich.console import Console
 from rich.table import Table
 
 from exlm import Config, Model
+from exlm.bench.shapes import Shape
 from exlm.settings import cache_folder
 
-from .synthetic import LLAMA_7B, Shape, write_dense, write_exl2
+from .synthetic import LLAMA_7B, write_dense, write_exl2
 
 BUFFER = 4 * 2**20
 TARGET = 1.5

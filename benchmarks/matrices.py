@@ -6,7 +6,9 @@ Every matrix is different, so that none is found in a cache; times are of graphs
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
 from pathlib import Path
 from tempfile import gettempdir
 
@@ -14,55 +16,102 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from exlm.kernels.cuda.linear import Entry, Plan, Product
-from exlm.kernels.cuda.program import Workshop
+from exlm.kernels.cuda import linear, wide
+from exlm.kernels.cuda.linear import ALIKE, Normal, Plan, Product
+from exlm.kernels.cuda.program import Workshop, compiled
 from exlm.kernels.cuda.tiles import BLOCK, Layout, Run, Tiles
+from exlm.kernels.cuda.wide import WideProduct
 
 from .gpu import copy_speed, replayed
 
 LAYERS = 32
-SHAPES: dict[str, tuple[int, list[int], Entry]] = {
-    "q, k, v": (4096, [4096] * 3, "norm"),
-    "o": (4096, [4096], "plain"),
-    "gate, up": (4096, [11008] * 2, "norm"),
-    "down": (11008, [4096], "gated"),
+SHAPES: dict[str, tuple[int, list[int], bool]] = {
+    "q, k, v": (4096, [4096] * 3, True),
+    "o": (4096, [4096], False),
+    "gate, up": (4096, [11008] * 2, True),
+    "down": (11008, [4096], False),
 }
-PLANS = [Plan(2, 8, 3), Plan(2, 8, 4), Plan(4, 8, 2), Plan(1, 8, 4), Plan(2, 16, 3), Plan(2, 4, 4)]
+"""Inputs, outputs, and whether a norm stands before them."""
+PLANS = [
+    Plan(2, 8, 2), Plan(2, 8, 3), Plan(4, 8, 2), Plan(2, 16, 2), Plan(2, 16, 3), Plan(2, 4, 4), Plan(4, 4, 3),
+    Plan(1, 16, 3),
+]  # fmt: skip
+WIDE_PLANS = [
+    wide.Plan(2, 8, 3), wide.Plan(2, 8, 4), wide.Plan(2, 8, 6), wide.Plan(2, 8, 3, 2), wide.Plan(1, 8, 4),
+    wide.Plan(1, 8, 4, 2), wide.Plan(4, 8, 3), wide.Plan(2, 4, 4, 2), wide.Plan(4, 4, 4),
+]  # fmt: skip
 
 Work = Callable[[], None]
 
 
-def random_tiles(inputs: int, outputs: int, bits: int, group: int, source: torch.Tensor) -> Tiles:
-    """A matrix of random codes and small scales."""
-    layout = Layout(min(8, group // 16), "half", False)
-    shape = (-(-outputs // 16), inputs // BLOCK, layout.brick(bits))
-    bricks = torch.randint(0, 256, shape, dtype=torch.uint8, device=source.device)
-    scales = torch.rand(*shape[:2], 16 * layout.groups, device=source.device) * 0.001
-    bricks[:, :, 256 * bits :] = scales.half().view(torch.uint8)
-    return Tiles(layout, (Run(bits, bricks),), inputs, outputs, source, 1.0, None)
+def random_tiles(inputs: int, outputs: int, widths: list[int], group: int, source: torch.Tensor) -> Tiles:
+    """A matrix of random codes and small scales: two blocks of each width, the rest of the last."""
+    layout = Layout(tuple(sorted((bits, min(8, group // 16)) for bits in widths)), "half", False)
+    runs = []
+    for bits in widths:
+        blocks = 2 if bits != widths[-1] else inputs // BLOCK - 2 * (len(widths) - 1)
+        shape = (-(-outputs // 16), blocks, layout.brick(bits))
+        bricks = torch.randint(0, 256, shape, dtype=torch.uint8, device=source.device)
+        scales = torch.rand(*shape[:2], 16 * layout.groups(bits), device=source.device) * 0.001
+        bricks[:, :, 256 * bits :] = scales.half().view(torch.uint8)
+        runs.append(Run(bits, bricks))
+    return Tiles(layout, tuple(runs), inputs, outputs, source, 1.0, None)
 
 
-def chain(workshop: Workshop, layers: list[list[Tiles]], entry: Entry, plan: Plan, rows: int) -> Work:
+def plans(rows: int) -> Sequence[Plan]:
+    """Those to try for so many rows."""
+    return PLANS if rows <= ALIKE else WIDE_PLANS
+
+
+def bound(
+    workshop: Workshop, matrices: list[Tiles], normal: Normal | None, plan: Plan
+) -> Product | WideProduct:
+    """Matrices ready to be multiplied."""
+    act = "silu" if len(matrices) == 2 else None
+    if isinstance(plan, wide.Plan):
+        return WideProduct(Product(workshop, matrices, normal, act), plan)
+    return Product(workshop, matrices, normal, act, plan)
+
+
+def chain(workshop: Workshop, layers: list[list[Tiles]], norm: bool, plan: Plan, rows: int) -> Work:
     """One matrix after the other, all on the same rows."""
     inputs, device = layers[0][0].in_features, workshop.device
-    x = torch.randn(rows, inputs * (2 if entry == "gated" else 1), device=device).half()
-    out = [torch.empty(rows, one.out_features, device=device).half() for one in layers[0]]
-    norm = torch.rand(inputs, device=device)
-    products = [Product(workshop, one, entry, norm, 1e-5, plan) for one in layers]
+    x = torch.randn(rows, inputs, device=device).half()
+    normal = Normal(torch.rand(inputs, device=device), 1e-5) if norm else None
+    products = [bound(workshop, one, normal, plan) for one in layers]
+    out = [torch.empty(rows, width, device=device).half() for width in products[0].widths]
+    residual = None if norm else out[0].clone()
 
     def run() -> None:
         for product in products:
-            product(x, out)
+            product(x, out, residual)
 
     return run
+
+
+def compile_ahead(workshop: Workshop, model: dict[str, list[list[Tiles]]], rows: list[int]) -> None:
+    """Every program that will be needed, on all processors at once."""
+    target = "sm_{}{}".format(*torch.cuda.get_device_capability(workshop.device))
+    needed = set()
+    for name, layers in model.items():
+        normal = (
+            Normal(torch.ones(SHAPES[name][0], device=workshop.device), 1e-5) if SHAPES[name][2] else None
+        )
+        for number, plan in ((count, plan) for count in rows for plan in plans(count)):
+            source = wide.SOURCE if isinstance(plan, wide.Plan) else linear.SOURCE
+            product = bound(workshop, layers[0], normal, plan)
+            needed.add((source, tuple(sorted(product.choices(number).items()))))
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda one: compiled(one[0], one[1], target, workshop.folder), needed))
 
 
 def main() -> None:
     """Measure, print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.matrices", description="Packed matrices.")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 16])
-    parser.add_argument("--bits", type=int, default=4)
+    parser.add_argument("--bits", type=int, nargs="*", default=[4], help="widths, the widest first")
     parser.add_argument("--group", type=int, default=128)
+    parser.add_argument("--all", action="store_true", help="print every plan's time")
     chosen = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device())
     workshop = Workshop(device, Path(gettempdir()) / "exlm-kernels")
@@ -74,18 +123,26 @@ def main() -> None:
         ]
         for name, (inputs, widths, _) in SHAPES.items()
     }
-    title = f"{chosen.bits} bits, groups of {chosen.group}; a copy moves {roof / 1e12:.2f} TB/s"
-    table = Table("matrix", "rows", "us", "TB/s", "% of copy", "tiles, warps, stages", title=title)
+    compile_ahead(workshop, model, chosen.rows)
+    widths = ", ".join(map(str, chosen.bits))
+    title = f"{widths} bits, groups of {chosen.group}; a copy moves {roof / 1e12:.2f} TB/s"
+    table = Table(
+        "matrix", "rows", "us", "TB/s", "% of copy", "tiles, warps, stages (, resident)", title=title
+    )
     for rows in chosen.rows:
         total = 0.0
         for name, layers in model.items():
-            size, entry = sum(one.nbytes for one in layers[0]), SHAPES[name][2]
-            times = {plan: replayed(chain(workshop, layers, entry, plan, rows)) / LAYERS for plan in PLANS}
+            size, norm = sum(one.nbytes for one in layers[0]), SHAPES[name][2]
+            times = {
+                plan: replayed(chain(workshop, layers, norm, plan, rows)) / LAYERS for plan in plans(rows)
+            }
             plan = min(times, key=times.__getitem__)
             speed = size / times[plan]
-            shape = f"{plan.tiles}, {plan.warps}, {plan.stages}"
+            shape = ", ".join(map(str, astuple(plan)))
             cells = (f"{times[plan] * 1e6:.2f}", f"{speed / 1e12:.2f}", f"{100 * speed / roof:.0f}", shape)
             table.add_row(name, str(rows), *cells)
+            if chosen.all:
+                print(name, rows, {astuple(plan): f"{time * 1e6:.2f}" for plan, time in times.items()})
             total += times[plan]
         table.add_row("all", str(rows), f"{total * 1e6:.1f}", "", "", f"{rows / total / LAYERS:.0f} tokens/s")
         table.add_section()

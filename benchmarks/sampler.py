@@ -2,7 +2,8 @@
 
 The unit is `torch.multinomial(torch.softmax(logits))` of the same shape in the same run. A step is what a
 generator does: sample, fetch the tokens, append each to its text. On a GPU the time that the device alone is
-busy is measured, too: steps are queued behind a pause, so that the host is never waited for.
+busy is measured, too: steps are queued behind a pause, so that the host is never waited for. What a step on a
+GPU costs the host alone can be measured on any machine (`--host`): nothing is launched then.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from pathlib import Path
 from random import Random
 from statistics import median
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from exlm.sampling import Row, Sampler, SamplerState, Settings
+from exlm.sampling import Row, Sampler, SamplerState, Settings, fused
 from exlm.settings import guard_cpu
 
 BATCHES = (1, 16, 64)
@@ -54,6 +56,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """What is measured; the full kit also has a bias and blocked tokens."""
+HOSTED = ("greedy", "chat", "top-p", "full kit")
 
 
 class Cell(NamedTuple):
@@ -94,7 +97,7 @@ class Steps:
         ]
         self.rows = make_rows(name, batch, vocabulary)
         self.sampler = Sampler(vocab_size=vocabulary)
-        self.taken = 0
+        self.taken, self.vocabulary = 0, vocabulary
 
     def turn(self) -> Tensor:
         """The next logits."""
@@ -104,6 +107,8 @@ class Steps:
     def sample(self) -> None:
         """Sample, and do not ask what."""
         self.sampler.sample_batch(self.turn(), self.rows)
+        for row in self.rows:
+            row.state.accept(self.taken * 7919 % self.vocabulary)
 
     def step(self) -> None:
         """Sample, fetch, append."""
@@ -162,6 +167,26 @@ def measure(name: str, batch: int, vocabulary: int, device: torch.device) -> Cel
     return Cell(where, name, batch, vocabulary, step, unit, *busy)
 
 
+def measure_host(name: str, batch: int, vocabulary: int) -> float:
+    """What a step on a GPU costs the host but for the launches, in microseconds."""
+    with (
+        patch.object(fused, "serves", lambda device: True),
+        patch.object(fused.Kernel, "launch", lambda *args: None),
+    ):
+        return timed(Steps(name, batch, vocabulary, torch.device("cpu")).sample, SECONDS)
+
+
+def show_host(console: Console, batches: list[int]) -> None:
+    """A table of `measure_host`; what the vocabulary is makes no difference."""
+    table = Table(title=f"µs per step, the host alone, without launches; histories of {HISTORY} tokens")
+    for title in ("settings", *map(str, batches)):
+        table.add_column(title, justify="left" if title == "settings" else "right")
+    for name in HOSTED:
+        with console.status(name):
+            table.add_row(name, *(f"{measure_host(name, batch, VOCABULARIES[0]):.0f}" for batch in batches))
+    console.print(table)
+
+
 def show(console: Console, cells: list[Cell]) -> None:
     """A table for each device."""
     for where in dict.fromkeys(cell.where for cell in cells):
@@ -188,6 +213,9 @@ def main() -> None:
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="default: the CPU, and a GPU if there is one"
     )
+    parser.add_argument(
+        "--host", action="store_true", help="what steps on a GPU cost the host, and that alone"
+    )
     parser.add_argument("--json", type=Path, help="write the numbers to a file, too")
     parser.add_argument(
         "--only", nargs="*", default=list(SETTINGS), metavar="settings", choices=list(SETTINGS)
@@ -199,6 +227,9 @@ def main() -> None:
     guard_cpu()
     torch.set_num_threads(chosen.threads)
     console, cells = Console(width=110), []
+    if chosen.host:
+        show_host(console, chosen.batches)
+        return
     devices = [chosen.device] if chosen.device else ["cpu"] + ["cuda"] * torch.cuda.is_available()
     for device in devices:
         for name in chosen.only:

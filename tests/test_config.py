@@ -141,3 +141,11 @@ def test_code_in_the_folder_is_never_imported(tmp_path: Path) -> None:
     (tmp_path / "evil.py").write_text("raise SystemExit('imported')")
     auto_map = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
     assert Config(folder(tmp_path, auto_map=auto_map)).architecture == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize("method", ["exl2", "gptq"])
+def test_packed_models_compute_in_half_precision_on_a_gpu(tmp_path: Path, method: str) -> None:
+    assert Config(folder(tmp_path, torch_dtype="bfloat16")).freeze().stored_dtype == "bfloat16"
+    told = {"quant_method": method, "bits": 4, "group_size": 128}
+    packed = Config(folder(tmp_path, torch_dtype="bfloat16", quantization_config=told))
+    assert packed.freeze().stored_dtype is None

@@ -43,6 +43,7 @@ from .hub import find_model
 from .llm import LLM, Completion, Stream
 from .model import MatrixSummary, Model, Summary
 from .model.convert import convert_model
+from .quantize import Quality, evaluate_model, quantize_model, validate_exl2, write_report
 from .sampling import PostSamplingResult, Sampler, Settings
 from .tokenizer import Tokenizer
 from .version import __version__
@@ -88,6 +89,7 @@ __all__ = [
     "PostSamplingResult",
     "PrefillResult",
     "PrefixFilter",
+    "Quality",
     "QueueFull",
     "RegexFilter",
     "Sampler",
@@ -105,5 +107,9 @@ __all__ = [
     "WorkerLost",
     "__version__",
     "convert_model",
+    "evaluate_model",
     "find_model",
+    "quantize_model",
+    "validate_exl2",
+    "write_report",
 ]

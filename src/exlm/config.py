@@ -147,6 +147,8 @@ class Config:
             yarn_original=self.yarn_rope_original_max_position_embeddings,
             active_experts=self.num_experts_per_token,
         )
+        quantization = self._quantization()
+        packed = quantization is not None or "quantization_config" in self._raw
         return FrozenConfig(
             path=self._path(),
             spec=override(self.spec, wishes),
@@ -157,8 +159,8 @@ class Config:
             max_attention_size=self.max_attention_size,
             device=self.device,
             dtype=self.dtype,
-            stored_dtype=self.stored_dtype,
-            quantization=self._quantization(),
+            stored_dtype=None if packed else self.stored_dtype,  # packed weights are halves
+            quantization=quantization,
         )
 
     def set_low_mem(self) -> None:

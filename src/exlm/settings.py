@@ -65,18 +65,23 @@ def default_device() -> str | None:
 
 
 def triton_wanted() -> bool:
-    """EXLM_TRITON: 1 lets in Triton's kernels, which are new and stay out otherwise."""
-    return _switch("EXLM_TRITON", otherwise="0")
+    """EXLM_TRITON: 0 keeps Triton's kernels out."""
+    return _switch("EXLM_TRITON")
 
 
 def cuda_wanted() -> bool:
     """EXLM_CUDA: the same for the kernels in CUDA C++."""
-    return _switch("EXLM_CUDA", otherwise="0")
+    return _switch("EXLM_CUDA")
+
+
+def wide_wanted() -> bool:
+    """EXLM_WIDE: 1 lets in the kernel for 17 to 64 rows, which has not run on a GPU yet."""
+    return _switch("EXLM_WIDE", otherwise="0")
 
 
 def cpu_wanted() -> bool:
     """EXLM_CPU: the same for the kernels in C for processors."""
-    return _switch("EXLM_CPU", otherwise="0")
+    return _switch("EXLM_CPU")
 
 
 def legacy_switches() -> Switches:

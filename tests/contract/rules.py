@@ -26,7 +26,7 @@ ROOMS = (  # from the ground up; a room sees only lower lines, and of those only
     ("nn",),
     ("parallel", "adapters", "vision", "config", "tokenizer", "hub"),
     ("model",),
-    ("generator", "quantizer"),
+    ("generator", "quantize"),
     ("llm",),
 )
 
@@ -54,12 +54,14 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "hub": FLOOR | {"settings"},
     "model": FLOOR | _below(6),
     "generator": FLOOR | {"text", "sampling", "filters"},
-    "quantizer": FLOOR | _below(7),
+    "quantize": FLOOR | _below(7),
     "llm": FLOOR | _below(8),
     DOOR: FLOOR | _below(9),
     "legacy": frozenset({DOOR}) | _below(8),
-    "server": frozenset({DOOR}),
-    "cli": frozenset({DOOR, "settings"}),
+    "serve": frozenset({DOOR}),
+    "batch": frozenset({DOOR, "serve"}),
+    "bench": frozenset({DOOR}) | FLOOR | _below(8),
+    "cli": frozenset({DOOR, "batch", "bench", "serve", "settings"}),
     "__main__": frozenset({"cli"}),
     "exllamav2": frozenset({DOOR, "legacy"}),
 }
@@ -70,6 +72,7 @@ MAY_READ_SETTINGS = (
     "exlm.hub",
     "exlm.kernels.select",
     "exlm.model",
+    "exlm.bench",
     "exlm.cli",
 )
 NAMES = ("names", "Names", "Place", "Rename")  # exlm.spec.names, and what exlm.spec re-exports from it

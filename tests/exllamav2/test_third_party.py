@@ -18,7 +18,13 @@ from lmformatenforcer.integrations.exllamav2 import (
 )
 
 from exllamav2 import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Tokenizer
-from exllamav2.generator import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
+from exllamav2.generator import (
+    ExLlamaV2BaseGenerator,
+    ExLlamaV2DynamicGenerator,
+    ExLlamaV2DynamicJob,
+    ExLlamaV2Sampler,
+    ExLlamaV2StreamingGenerator,
+)
 from exllamav2.generator.filters import ExLlamaV2PrefixFilter
 
 
@@ -163,4 +169,28 @@ def test_both_in_one_batch(
         for result in generator.iterate():
             texts[str(result["identifier"])] += result.get("text", "")
     validate(json.loads(texts["enforcer"]), SCHEMA)
-    assert set(json.loads(texts["formatter"])) == {"strong", "kind"}
+    Hero(**json.loads(texts["formatter"]))
+
+
+def test_in_the_settings_of_the_old_generators(
+    model: ExLlamaV2,
+    cache: ExLlamaV2Cache,
+    tokenizer: ExLlamaV2Tokenizer,
+    settings: ExLlamaV2Sampler.Settings,
+    enforcer: Callable[[], Any],
+    formatter: Callable[[], Any],
+) -> None:
+    settings.filter_prefer_eos = True
+    settings.filters = [enforcer()]
+    base = ExLlamaV2BaseGenerator(model, cache, tokenizer)
+    text = base.generate_simple("A hero: ", settings, 120, seed=1, completion_only=True)
+    assert isinstance(text, str)
+    validate(json.loads(text), SCHEMA)
+    settings.filters = [formatter()]
+    streaming = ExLlamaV2StreamingGenerator(model, cache, tokenizer)
+    streaming.begin_stream_ex(tokenizer.encode("A hero: "), settings, max_new_tokens=120, seed=1)
+    text, ended = "", False
+    while not ended:
+        result = streaming.stream_ex()
+        text, ended = text + result["chunk"], result["eos"]
+    Hero(**json.loads(text))

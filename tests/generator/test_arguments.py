@@ -1,13 +1,15 @@
-"""Arguments that cannot be served are refused by name, with a remedy, before anything runs."""
+"""Arguments that cannot be served are refused or warned of by name, with a remedy, before anything runs."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from exlm import InputError, Job, RegexFilter, SelectFilter, Settings
+from exlm import AsyncGenerator, AsyncJob, InputError, Job, RegexFilter, SelectFilter, Settings
 from tests.generator import scripted
 from tests.generator.test_loop import TOKENIZER, job
 
@@ -18,23 +20,50 @@ def test_a_job_makes_at_least_one_token(number: Any) -> None:
         job("abc", number)
 
 
-def test_a_misspelt_name_gets_a_suggestion(tmp_path: Path) -> None:
-    machine = scripted.generator(scripted.tokenizer(tmp_path))
+def test_nothing_is_made_with_an_unknown_name(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"Job has no argument 'stop_condition'. Did you mean 'stop_cond"):
         Job(TOKENIZER.encode("abc"), 3, stop_condition=[0])
-    with pytest.raises(
-        InputError, match=r"generate\(\) has no argument 'completion_onyl'. Did you mean 'compl"
-    ):
-        machine.generate("abc", 3, completion_onyl=True)
-    with pytest.raises(InputError, match=r"generate\(\) has no argument 'input_ids'"):
-        machine.generate("abc", 3, input_ids=TOKENIZER.encode("abc"))
+    with pytest.raises(InputError, match=r"Job has no argument 'zzz'. Leave it out"):
+        Job(TOKENIZER.encode("abc"), 3, zzz=None)
     with pytest.raises(
         InputError, match=r"Generator has no argument 'max_batch'. Did you mean 'max_batch_size'"
     ):
         scripted.generator(scripted.tokenizer(tmp_path), max_batch=3)
-    with pytest.raises(InputError, match=r"'zzz'. Leave it out"):
-        machine.generate("abc", 3, zzz=None)
-    assert machine.generate("abc", 3, gen_settings=Settings.greedy()) == "abcdef"
+
+
+def test_nothing_asynchronous_is_made_with_an_unknown_name(tmp_path: Path) -> None:
+    async def ask() -> None:
+        machine = scripted.generator(scripted.tokenizer(tmp_path))
+        made = AsyncGenerator(machine.model, machine.cache, machine.tokenizer)
+        with pytest.raises(InputError, match=r"Job has no argument 'max_tokens'. Did you mean 'max_new_tok"):
+            AsyncJob(made, TOKENIZER.encode("abc"), 3, max_tokens=3)
+        await made.close()
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    ("unknown", "hint"),
+    [
+        ({"completion_onyl": True}, "Did you mean 'completion_only'?"),
+        ({"stop_condition": [5]}, "Did you mean 'stop_conditions'?"),
+        ({"temperature": 0.5}, "Set it in gen_settings: Settings(temperature=…)."),
+        ({"zzz": None}, "Leave it out."),
+    ],
+)
+def test_generate_warns_of_an_unknown_name_and_goes_on(
+    tmp_path: Path, unknown: dict[str, Any], hint: str
+) -> None:
+    machine = scripted.generator(scripted.tokenizer(tmp_path))
+    with pytest.warns(UserWarning, match="has no argument") as seen:
+        assert machine.generate("abc", 3, gen_settings=Settings.greedy(), **unknown) == "abcdef"
+    (name,) = unknown
+    (warning,) = seen
+    assert str(warning.message) == f"generate() has no argument {name!r} and goes on without it. {hint}"
+    assert warning.filename == __file__  # where it was called
+    with pytest.warns(UserWarning, match="has no argument") as seen:
+        machine.generate(["abc", "d"], 3, **unknown, yyy=1)
+    assert len(seen) == 2  # one for each name, not for each prompt
 
 
 def test_what_other_calls_of_the_old_library_took_may_be_passed_on_empty(tmp_path: Path) -> None:
@@ -42,8 +71,14 @@ def test_what_other_calls_of_the_old_library_took_may_be_passed_on_empty(tmp_pat
     old: dict[str, Any] = {"loras": None, "input_embeddings": None, "embeddings": None}
     assert machine.generate("abc", 3, gen_settings=Settings.greedy(), **old) == "abcdef"
     Job(TOKENIZER.encode("abc"), 3, **old)
-    with pytest.raises(InputError, match="takes no stop_token: use stop_conditions"):
-        machine.generate("abc", 3, stop_token=0)
+    for name, value, remedy in (
+        ("stop_token", 0, "use stop_conditions"),
+        ("num_tokens", 3, "use max_new_tokens"),
+        ("input_embeddings", torch.zeros(1, 2, 3), "use embeddings"),
+        ("input_ids", TOKENIZER.encode("abc"), "use a Job, which takes ids"),
+    ):
+        with pytest.raises(InputError, match=rf"generate\(\) takes no {name}: {remedy}"):
+            machine.generate("abc", 3, **{name: value})
     with pytest.raises(InputError, match="embeddings must be a list with one entry for each of 2 prompts"):
         machine.generate(["abc", "def"], 3, embeddings=[None])
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +72,26 @@ def test_the_older_calls(toy: Tokenizer) -> None:
     begin(machine, ABC, return_top_tokens=1)
     with pytest.raises(InputError, match="stream_ex"):
         machine.stream()
-    with pytest.raises(TypeError, match="unknown"):
-        machine.begin_stream(ABC, GREEDY, unknown=1)
+
+
+def test_unknown_names_are_passed_over_with_a_warning(toy: Tokenizer) -> None:
+    machine = streaming(toy)
+    calls: dict[str, Callable[..., Any]] = {
+        "begin_stream": partial(machine.begin_stream, ABC, GREEDY),
+        "begin_stream_ex": partial(machine.begin_stream_ex, ABC, GREEDY),
+        "stream_ex": machine.stream_ex,
+    }
+    for name, call in calls.items():
+        with pytest.warns(UserWarning, match="has no argument") as seen:
+            call(unknown=1)
+        (warning,) = seen
+        assert str(warning.message).startswith(f"{name}() has no argument 'unknown'")
+        assert warning.filename == __file__
+    assert machine.stream_ex()["chunk"] == "e"
+    with pytest.warns(UserWarning, match="Did you mean 'return_logits'"):
+        machine.begin_stream(ABC, GREEDY, return_logit=True)
+    with pytest.raises(InputError, match=r"begin_stream_ex\(\) takes no num_tokens: use max_new_tokens"):
+        machine.begin_stream_ex(ABC, GREEDY, num_tokens=3)
 
 
 def test_special_tokens_are_shown_on_request(toy: Tokenizer) -> None:

@@ -3,25 +3,58 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from exlm import LLM, AsyncGenerator, AsyncJob, Cache, Job, Lora, MMEmbedding, Settings
+from exlm import LLM, AsyncGenerator, AsyncJob, Cache, Job, Lora, MMEmbedding, Settings, Tokenizer
 from exlm.legacy.base_generator import BaseGenerator
 from exlm.legacy.streaming_generator import StreamingGenerator
 from tests.docs.places import adapter
 
 PROMPT = "The history of the city"
-COUNT = 24
+COUNT = 8
 GREEDY = Settings.greedy()
 
 
-@pytest.fixture(scope="module")
-def llm(fixtures_dir: Path) -> Iterator[LLM]:
-    with LLM(fixtures_dir / "tiny-lm-gptq-g128-act", max_seq_len=512) as loaded:
+class Wish(NamedTuple):
+    """A request: what to go on from, what ends it besides EOS, and whether the seam is healed."""
+
+    prompt: str
+    stop: str | None = None
+    by_token: bool = False
+    healing: bool = False
+
+    def stops(self, tokenizer: Tokenizer) -> list[int | str]:
+        if self.stop is None:
+            return []
+        found = tokenizer.single_id(self.stop) if self.by_token else self.stop
+        assert found is not None
+        return [found]
+
+
+class Said(NamedTuple):
+    """What came of it: the tokens behind the prompt, those of a stop string included, and the text shown."""
+
+    ids: list[int]
+    text: str
+
+
+WISHES = [
+    Wish(PROMPT),
+    Wish("Once upon a time", " girl", by_token=True),
+    Wish("Once upon a time", "a littl"),
+    Wish("import os\n\nde", healing=True),
+    Wish("Once upon a t", "little gi", healing=True),
+]
+
+
+@pytest.fixture(scope="module", params=["tiny-lm", "tiny-lm-exl2-4.0bpw"])
+def llm(request: pytest.FixtureRequest, fixtures_dir: Path) -> Iterator[LLM]:
+    with LLM(fixtures_dir / request.param, max_seq_len=512) as loaded:
         yield loaded
 
 
@@ -30,49 +63,132 @@ def cache(llm: LLM) -> Cache:
     return Cache(llm.model, max_seq_len=512)
 
 
-def base(llm: LLM, cache: Cache) -> str:
+def check(llm: LLM, wish: Wish, said: Said) -> None:
+    """By one plain forward pass: each token is the likeliest after those before it, and the end is right."""
+    ids, pieces = llm.tokenizer.encode(wish.prompt)[0].tolist(), llm.tokenizer.get_id_to_piece_list()
+    kept = ids[:-1] if wish.healing else ids
+    logits = llm.model.forward(torch.tensor([kept + said.ids]))[0, len(kept) - 1 :]
+    if wish.healing:
+        fits = [piece.startswith(pieces[ids[-1]]) for piece in pieces]
+        logits[0, : len(fits)][~torch.tensor(fits)] = -torch.inf
+    *likeliest, following = logits.argmax(-1).tolist()
+    assert said.ids == likeliest
+    whole, shorter = (
+        llm.tokenizer.decode(torch.tensor([kept + said.ids[:end]]))[0] for end in (len(said.ids), -1)
+    )
+    if wish.stop is None:
+        assert len(said.ids) == COUNT + wish.healing
+        assert wish.prompt + said.text == whole
+    elif wish.by_token:
+        assert following == llm.tokenizer.single_id(wish.stop)
+        assert wish.prompt + said.text == whole
+    else:
+        assert wish.stop in whole
+        assert wish.stop not in shorter
+        assert wish.prompt + said.text == whole[: whole.index(wish.stop)]
+
+
+def base(llm: LLM, cache: Cache, wish: Wish) -> Said:
+    """It has no stop strings, and counts a healed token."""
     generator = BaseGenerator(llm.model, cache, llm.tokenizer)
-    text = generator.generate_simple(PROMPT, GREEDY, COUNT, completion_only=True)
+    (stop,) = wish.stops(llm.tokenizer) if wish.by_token else [-1]
+    text = generator.generate_simple(
+        wish.prompt,
+        GREEDY,
+        COUNT + wish.healing,
+        token_healing=wish.healing,
+        stop_token=int(stop),
+        completion_only=True,
+    )
     assert isinstance(text, str)
-    return text
+    return Said(after(wish, llm, generator), text)
 
 
-def streaming(llm: LLM, cache: Cache) -> str:
+def streaming(llm: LLM, cache: Cache, wish: Wish) -> Said:
+    """Its chunks name neither a healed token nor those of a stop string; `sequence_ids` has them all."""
     generator = StreamingGenerator(llm.model, cache, llm.tokenizer)
-    generator.begin_stream_ex(llm.tokenizer.encode(PROMPT), GREEDY, max_new_tokens=COUNT)
-    text, ended = "", False
+    generator.set_stop_conditions([*llm.tokenizer.eos_token_ids, *wish.stops(llm.tokenizer)])
+    ids = llm.tokenizer.encode(wish.prompt)
+    generator.begin_stream_ex(ids, GREEDY, token_healing=wish.healing, max_new_tokens=COUNT)
+    text, named, ended = "", [], False
     while not ended:
         chunk = generator.stream_ex()
         text, ended = text + chunk["chunk"], chunk["eos"]
-    return text
+        named += chunk["chunk_token_ids"][0].tolist()
+    said = after(wish, llm, generator)
+    if said[-1:] == wish.stops(llm.tokenizer):
+        said.pop()
+    assert named == said[wish.healing :][: len(named)]
+    assert len(named) == len(said) - wish.healing or (wish.stop and not wish.by_token)
+    return Said(said, text)
 
 
-def dynamic(llm: LLM, cache: Cache) -> str:
-    job = Job(llm.tokenizer.encode(PROMPT), COUNT, gen_settings=GREEDY)
-    llm.generator.enqueue(job)
-    while not job.is_finished:
-        llm.generator.iterate()
-    return job.full_completion
+def after(wish: Wish, llm: LLM, generator: BaseGenerator) -> list[int]:
+    """What the only row has behind the prompt."""
+    assert generator.sequence_ids is not None
+    start = llm.tokenizer.num_tokens(wish.prompt) - wish.healing
+    found: list[int] = generator.sequence_ids[0, start:].tolist()
+    return found
 
 
-def asynchronous(llm: LLM, cache: Cache) -> str:
-    async def ask() -> str:
+def gathered(results: list[Any]) -> Said:
+    ids = [n for result in results if "token_ids" in result for n in result["token_ids"][0].tolist()]
+    text = "".join(result.get("text", "") for result in results)
+    assert text == results[-1]["full_completion"]
+    return Said(ids, text)
+
+
+def options(llm: LLM, wish: Wish) -> dict[str, Any]:
+    stops = [*llm.tokenizer.eos_token_ids, *wish.stops(llm.tokenizer)]
+    return {"gen_settings": GREEDY, "token_healing": wish.healing, "stop_conditions": stops}
+
+
+def dynamic(llm: LLM, cache: Cache, wish: Wish) -> Said:
+    llm.generator.enqueue(Job(llm.tokenizer.encode(wish.prompt), COUNT, **options(llm, wish)))
+    results = []
+    while llm.generator.num_remaining_jobs():
+        results += llm.generator.iterate()
+    return gathered(results)
+
+
+def asynchronous(llm: LLM, cache: Cache, wish: Wish) -> Said:
+    async def ask() -> Said:
         generator = AsyncGenerator(llm.model, cache, llm.tokenizer)
-        job = AsyncJob(generator, llm.tokenizer.encode(PROMPT), COUNT, gen_settings=GREEDY)
-        text = "".join([str(result.get("text", "")) async for result in job])
+        job = AsyncJob(generator, llm.tokenizer.encode(wish.prompt), COUNT, **options(llm, wish))
+        results = [result async for result in job]
         await generator.close()
-        return text
+        return gathered(results)
 
     return asyncio.run(ask())
 
 
-@pytest.mark.parametrize("door", [base, streaming, dynamic, asynchronous])
-def test_every_door_leads_to_the_same_text(llm: LLM, cache: Cache, door: Callable[[LLM, Cache], str]) -> None:
-    expected = llm.generate(PROMPT, max_new_tokens=COUNT, settings=GREEDY)
-    assert expected.new_tokens == COUNT
-    assert door(llm, cache) == expected.text
+def modern(llm: LLM, cache: Cache, wish: Wish) -> Said:
+    answer = llm.generate(
+        wish.prompt,
+        max_new_tokens=COUNT,
+        settings=GREEDY,
+        stop=wish.stops(llm.tokenizer),
+        add_bos=False,
+        token_healing=wish.healing,
+    )
+    return Said(list(answer.token_ids), answer.text)
 
 
+@pytest.mark.parametrize("wish", WISHES, ids=lambda wish: repr(wish.prompt))
+def test_every_door_leads_to_the_same_tokens(llm: LLM, cache: Cache, wish: Wish) -> None:
+    expected = modern(llm, cache, wish)
+    check(llm, wish, expected)
+    for door in (streaming, dynamic, asynchronous):
+        assert door(llm, cache, wish) == expected, door.__name__
+    found = base(llm, cache, wish)
+    if wish.stop is None or wish.by_token:
+        assert found == expected
+    else:
+        assert found.ids[: len(expected.ids)] == expected.ids
+        assert found.text.startswith(expected.text + wish.stop)
+
+
+@pytest.mark.parametrize("llm", ["tiny-lm"], indirect=True)
 def test_adapters_pass_through(llm: LLM, fixtures_dir: Path, tmp_path: Path) -> None:
     lora = Lora.from_directory(llm.model, adapter(fixtures_dir / "tiny-lm", tmp_path, 3))
     plain, changed = (
@@ -84,6 +200,7 @@ def test_adapters_pass_through(llm: LLM, fixtures_dir: Path, tmp_path: Path) -> 
     lora.unload()
 
 
+@pytest.mark.parametrize("llm", ["tiny-lm"], indirect=True)
 def test_embeddings_go_where_their_alias_stands(llm: LLM) -> None:
     table = torch.randn(2, 5, llm.config.hidden_size)
     one, two = (MMEmbedding(llm.model, vectors) for vectors in table)

@@ -106,7 +106,8 @@ def test_devices_and_precisions_are_checked(tmp_path: Path) -> None:
         Model(config).load()
 
 
-def test_explain_names_every_part(tmp_path: Path) -> None:
+def test_explain_names_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXLM_CPU", "0")
     model = Model(Config(tiny.make(tmp_path)))
     model.load()
     lines = model.explain().splitlines()

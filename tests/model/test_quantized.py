@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -150,7 +151,7 @@ def test_head_norms_may_be_stored_for_each_head(tmp_path: Path) -> None:
         if "q_norm" in name or "k_norm" in name:
             tensors[name] = tensor.expand(4 if "q_norm" in name else 2, -1).contiguous()
     save_file(tensors, folder / "model.safetensors")
-    assert torch.equal(load(folder).forward(ids), want)
+    torch.testing.assert_close(load(folder).forward(ids), want, rtol=1e-5, atol=1e-5)
 
 
 def test_awq(tmp_path: Path) -> None:
@@ -198,7 +199,10 @@ print(memory('VmHWM') - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_peak_memory_is_that_of_the_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kernels", "most"), [("0", 1.2), ("1", 1.3)]
+)  # which hold a matrix twice for a moment
+def test_peak_memory_is_that_of_the_file(tmp_path: Path, kernels: str, most: float) -> None:
     """Llama 3's proportions: a wide vocabulary, whose embedding must not grow to float32."""
     sizes = {"hidden_size": 1024, "intermediate_size": 3584, "vocab_size": 32768, "num_hidden_layers": 12}
     folder = tiny.make(
@@ -207,6 +211,7 @@ def test_peak_memory_is_that_of_the_file(tmp_path: Path) -> None:
     replace_matrices(folder, None, exl2.write, random_exl2, r"_proj\.weight|lm_head")
     file = (folder / "model.safetensors").stat().st_size
     run = [sys.executable, "-c", PEAK, str(folder)]
-    done = subprocess.run(run, capture_output=True, text=True, check=True, timeout=300)
+    env = {**os.environ, "EXLM_CPU": kernels}
+    done = subprocess.run(run, capture_output=True, text=True, check=True, timeout=300, env=env)
     assert file > 150e6
-    assert int(done.stdout) < 1.2 * file
+    assert int(done.stdout) < most * file

@@ -37,7 +37,13 @@ def test_a_quantised_model_is_its_dense_twin(tmp_path: Path, write: Any, make: A
         assert float((got - want).norm() / want.norm()) < limit
 
 
-def test_peak_memory_is_that_of_the_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kernels", "most"), [("0", 1.2), ("1", 1.3)]
+)  # which hold a matrix twice for a moment
+def test_peak_memory_is_that_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: str, most: float
+) -> None:
+    monkeypatch.setenv("EXLM_CUDA", kernels)
     sizes = {"hidden_size": 1024, "intermediate_size": 3584, "vocab_size": 32768, "num_hidden_layers": 12}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
     folder = tiny.make(tmp_path / "model", torch.float16, **sizes, **heads)
@@ -47,4 +53,4 @@ def test_peak_memory_is_that_of_the_file(tmp_path: Path) -> None:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     load(folder, "cuda", "float16")
-    assert torch.cuda.max_memory_allocated() - before < 1.2 * file
+    assert torch.cuda.max_memory_allocated() - before < most * file

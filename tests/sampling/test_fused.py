@@ -62,6 +62,7 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(lanes_module, "GATHERED", 128)
         monkeypatch.setattr(fused_module, "TILE", 1024)
         monkeypatch.setattr(fused_module, "PART", 1024)
+        monkeypatch.setattr(fused_module, "EDITED", 256)
         lane_of.cache_clear()
     yield
     lane_of.cache_clear()
@@ -77,7 +78,7 @@ def make(kinds: list[dict[str, Any]], text: list[int] | None = None) -> list[Row
 
 
 def plainly(x: Tensor, rows: list[Row], sampler: Sampler) -> Picks:
-    return sampler._sample(sampler._tokens(x, len(rows)), rows, False)
+    return sampler._sample(sampler._tokens(x, len(rows)), rows)
 
 
 def compare(x: Tensor, rows: list[Row], same: list[Row], width: int | None = None) -> None:

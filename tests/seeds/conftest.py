@@ -3,6 +3,7 @@ model, loaded once, and a generator with an empty cache for each test."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from exllamav2 import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer
-from exllamav2.generator import ExLlamaV2DynamicGenerator, ExLlamaV2Sampler
+from exllamav2.generator import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
+from tests.seeds.blocks import BLOCKS, Code
 
 PROMPT = "Once upon a time"
 """The model goes on: ", there was a little girl named Tim.\nJack …"."""
@@ -25,11 +27,16 @@ class Seed:
 
     text: str
 
-    def block(self, after: str, before: str) -> str:
-        """The lines between two lines, with model paths and lengths left as written."""
+    def span(self, after: str, before: str) -> tuple[int, int]:
+        """Where the lines between two lines begin and end."""
         lines = self.text.splitlines()
         start = lines.index(after) + 1
-        return "\n".join(lines[start : lines.index(before, start)])
+        return start, lines.index(before, start)
+
+    def block(self, after: str, before: str) -> str:
+        """The lines between two lines."""
+        start, stop = self.span(after, before)
+        return "\n".join(self.text.splitlines()[start:stop])
 
 
 @pytest.fixture(scope="session")
@@ -46,6 +53,12 @@ def seed(fixtures_dir: Path) -> Callable[[int], Seed]:
 
 
 @pytest.fixture(scope="session")
+def code(seed: Callable[[int], Seed]) -> Code:
+    """The block below a heading of a document."""
+    return lambda number, heading: seed(number).block(heading, BLOCKS[number][heading])
+
+
+@pytest.fixture(scope="session")
 def folder(fixtures_dir: Path) -> Path:
     """A Llama of 3.8 million parameters, trained for real."""
     return fixtures_dir / "tiny-lm"
@@ -55,6 +68,23 @@ def folder(fixtures_dir: Path) -> Path:
 def draft_folder(fixtures_dir: Path) -> Path:
     """The same model in 4 bits: a good guesser."""
     return fixtures_dir / "tiny-lm-exl2-4.0bpw"
+
+
+@pytest.fixture(scope="session")
+def ender_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model, but for two rows of its head, exchanged: it says EOS where that one begins a new line.
+
+    The documents' examples wait for EOS, which the model itself was never taught to say.
+    """
+    made = tmp_path_factory.mktemp("ender") / "model"
+    shutil.copytree(folder, made, copy_function=shutil.copyfile)
+    made.chmod(0o700)
+    tokenizer = ExLlamaV2Tokenizer(ExLlamaV2Config(str(folder)))
+    rows = [tokenizer.eos_token_id, tokenizer.single_id("\n")]
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"][rows] = tensors["lm_head.weight"][rows[::-1]]
+    save_file(tensors, made / "model.safetensors")
+    return made
 
 
 def loaded(folder: Path) -> ExLlamaV2:
@@ -122,6 +152,31 @@ def answer(model: ExLlamaV2, tokenizer: ExLlamaV2Tokenizer) -> Callable[..., str
         return str(tokenizer.decode(ids[0, start:]))
 
     return run
+
+
+@pytest.fixture
+def passes(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens each forward pass of the model is given for a row."""
+    seen: list[int] = []
+    _, decoder, _ = model._ready()
+    forward = decoder.forward
+
+    def counted(batch: Any, *rest: Any) -> Any:
+        seen.append(batch.ids.shape[1])
+        return forward(batch, *rest)
+
+    monkeypatch.setattr(decoder, "forward", counted)
+    return seen
+
+
+def job(ids: torch.Tensor, count: int, **options: Any) -> ExLlamaV2DynamicJob:
+    """A greedy job."""
+    return ExLlamaV2DynamicJob(ids, count, gen_settings=ExLlamaV2Sampler.Settings.greedy(), **options)
+
+
+def some_ids(count: int, start: int = 0) -> torch.Tensor:
+    """A prompt that is like no other with another start."""
+    return (torch.arange(start, start + count) * 7 % 1900 + 10)[None]
 
 
 def drain(generator: Any) -> list[Any]:

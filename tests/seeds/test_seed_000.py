@@ -19,7 +19,7 @@ from exllamav2.generator import (
     ExLlamaV2Sampler,
 )
 from exllamav2.generator.filters import ExLlamaV2Filter, ExLlamaV2SelectFilter
-from exlm import InputError, JsonSchemaFilter, RegexFilter
+from exlm import JsonSchemaFilter, RegexFilter
 from tests.seeds.conftest import PROMPT, drain
 
 Answer = Callable[..., str]
@@ -67,6 +67,15 @@ def test_item_004_keywords_and_defaults() -> None:
     assert [p.kind for p in parameters.values()][-1] is inspect.Parameter.VAR_KEYWORD
 
 
+def test_item_004_extra_arguments_are_tolerated(
+    generator: ExLlamaV2DynamicGenerator, greedy: Settings, answer: Answer
+) -> None:
+    with pytest.warns(UserWarning, match=r"has no argument 'my_option' and goes on without it") as seen:
+        text = generator.generate(PROMPT, 4, gen_settings=greedy, my_option=1)
+    assert text == PROMPT + answer(PROMPT, 4)
+    assert [warning.filename for warning in seen] == [__file__]
+
+
 def test_item_004_further_arguments_reach_the_job(generator: ExLlamaV2DynamicGenerator) -> None:
     text, result = generator.generate(PROMPT, 4, identifier="me", max_skips=None, return_last_results=True)
     assert result["identifier"] == "me"
@@ -97,12 +106,20 @@ def test_item_007_prompts_of_a_batch_run_concurrently(
 
 
 def test_item_008_what_does_not_fit_waits_and_completes(
-    model: ExLlamaV2, tokenizer: ExLlamaV2Tokenizer, greedy: Settings, answer: Answer
+    model: ExLlamaV2,
+    tokenizer: ExLlamaV2Tokenizer,
+    greedy: Settings,
+    answer: Answer,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     small = ExLlamaV2DynamicGenerator(model, ExLlamaV2Cache(model, max_seq_len=512), tokenizer)
+    running: list[int] = []
+    step = small._loop.step
+    monkeypatch.setattr(small._loop, "step", lambda: (step(), running.append(len(small.active_jobs)))[0])
     prompts = [f"Chapter {n}" for n in range(5)]
     texts = small.generate(prompts, 6, gen_settings=greedy)
     assert texts == [prompt + answer(prompt, 6) for prompt in prompts]
+    assert max(running) == 2  # there are two pages
 
 
 @pytest.mark.parametrize("drafting", [{}, {"use_ngram_draft": True, "num_draft_tokens": 3}])
@@ -125,6 +142,7 @@ def test_item_010_stop_tokens_wait_for_min_new_tokens(
     assert (result["eos_reason"], result["new_tokens"]) == ("stop_token", 1)
     _, result = generator.generate(PROMPT, 20, min_new_tokens=5, **stops)
     assert result["new_tokens"] > 5
+    assert first not in result["job"].sequences[0].ids[tokenizer.num_tokens(PROMPT) :][:5]
     _, result = generator.generate(
         PROMPT, 20, min_new_tokens=15, gen_settings=greedy, stop_conditions=["girl"], return_last_results=True
     )
@@ -177,13 +195,16 @@ def test_item_014_token_healing_keeps_the_prompt_and_repairs_its_end(
 def test_item_015_special_text_in_a_prompt(
     generator: ExLlamaV2DynamicGenerator, tokenizer: ExLlamaV2Tokenizer
 ) -> None:
-    def prompt_tokens(special: bool) -> int:
+    def prompt(special: bool) -> list[int]:
         options = {"encode_special_tokens": special, "return_last_results": True}
-        return int(generator.generate("<|im_start|>user", 1, **options)[1]["prompt_tokens"])
+        _, result = generator.generate("<|im_start|>user", 1, **options)
+        assert result["prompt_tokens"] == len(result["job"].prompts[0])
+        return list(result["job"].prompts[0])
 
-    assert prompt_tokens(True) == 1 + tokenizer.encode("user").shape[1]
-    assert prompt_tokens(False) > prompt_tokens(True)
-    assert 1 not in tokenizer.encode("<|im_start|>user")[0].tolist()
+    mark = tokenizer.single_id("<|im_start|>")
+    assert prompt(True) == [mark, *tokenizer.encode("user")[0].tolist()]
+    assert mark not in prompt(False)
+    assert tokenizer.decode(torch.tensor(prompt(False))) == "<|im_start|>user"
 
 
 def test_item_016_special_tokens_in_the_output(
@@ -228,11 +249,18 @@ def test_item_019_add_bos(
 
 
 def test_item_020_another_thread_aborts(generator: ExLlamaV2DynamicGenerator) -> None:
-    abort = threading.Event()
-    timer = threading.Timer(0.05, abort.set)
-    timer.start()
-    assert generator.generate([PROMPT, "The"], 1000, abort_event=abort) is None
-    timer.join()
+    abort, seen = threading.Event(), []
+
+    def fifth(result: Any) -> None:
+        seen.append(result)
+        if len(seen) == 5:
+            thread = threading.Thread(target=abort.set)
+            thread.start()
+            thread.join()
+
+    hooked = [Settings(post_sampling_hooks=[fifth]), Settings()]
+    assert generator.generate([PROMPT, "The"], 1000, gen_settings=hooked, abort_event=abort) is None
+    assert len(seen) <= 6
     assert generator.num_remaining_jobs() == 0
     assert generator.generate(PROMPT, 2).startswith(PROMPT)
 
@@ -271,7 +299,9 @@ def test_item_023_one_list_of_filters_for_each_prompt(
     assert {texts[0], texts[2]} <= {" yes", " no"}
     assert texts[1] not in (" yes", " no")
     for wrong in ([[made]], [made, None, None, None]):
-        with pytest.raises(InputError, match="filters must be a list with one entry for each of 3 prompts"):
+        with pytest.raises(
+            AssertionError, match="filters must be a list with one entry for each of 3 prompts"
+        ):
             generator.generate(["A", "B", "C"], 8, filters=wrong)
 
 

@@ -51,21 +51,6 @@ def text(results: list[dict[str, Any]]) -> str:
     return "".join(result["chunk"] for result in results)
 
 
-@pytest.fixture
-def passes(model: ExLlamaV2, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tokens each forward pass of the main model is given."""
-    seen: list[int] = []
-    _, decoder, _ = model._ready()
-    forward = decoder.forward
-
-    def counted(batch: Any, *rest: Any) -> Any:
-        seen.append(batch.ids.shape[1])
-        return forward(batch, *rest)
-
-    monkeypatch.setattr(decoder, "forward", counted)
-    return seen
-
-
 def test_item_079_the_name_resolves() -> None:
     import exllamav2.generator
 
@@ -101,10 +86,7 @@ def test_item_081_each_kind_of_cache(
 ) -> None:
     made = ExLlamaV2StreamingGenerator(model, kind(model, max_seq_len=512), tokenizer)
     begin(made)
-    found, whole = text(chunks(made, 10)), answer(PROMPT, 10)
-    assert found[:10] == whole[:10]
-    if kind is ExLlamaV2Cache:
-        assert found == whole
+    assert text(chunks(made, 8)) == answer(PROMPT, 8)
 
 
 def test_item_082_stop_conditions(

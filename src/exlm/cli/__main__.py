@@ -11,11 +11,16 @@ from rich.console import Console
 
 from exlm import ExlmError, __version__, settings
 
+from .batch import batch
+from .bench import bench
 from .chat import chat
 from .convert import convert
+from .evaluate import eval_
 from .generate import generate
 from .info import info
 from .plan import plan
+from .quantize import quantize
+from .serve import serve
 
 app = typer.Typer(
     help="Runs quantised language models: a folder of weights in, text out.",
@@ -24,10 +29,15 @@ app = typer.Typer(
     add_completion=False,
 )
 app.command()(convert)
+app.command()(quantize)
+app.command("eval")(eval_)
 app.command()(generate)
 app.command()(chat)
 app.command()(info)
 app.command()(plan)
+app.command()(serve)
+app.command()(batch)
+app.command()(bench)
 
 
 def _version(wanted: bool) -> None:

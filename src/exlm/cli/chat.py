@@ -1,83 +1,235 @@
-"""`exlm chat`: a conversation on the terminal."""
+"""`exlm chat`: a conversation on the terminal. Answers go to standard output, all else to standard error."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 
-from exlm import InputError
+from exlm import ExlmError, InputError, Settings, settings
 
+from .knobs import check_name
+from .lines import Interrupts, Lines
 from .session import Session
+from .talk import Talk
 
-HELP = "Say something. /clear starts afresh, /quit (or an empty line at the end of input) leaves."
+GREETING = "/help lists the commands. Ctrl-C stops an answer; twice at the prompt, it leaves."
+MULTILINE = 'A message goes on in the next line after a \\, or until """ if it began with """.'
+RESERVED = 4
+"""A fourth of the context is kept for the answer, if it may be as long as that."""
+
+Model = Annotated[
+    str | None,
+    typer.Argument(help="A folder, a .gguf file or owner/name on the Hub; the default model if left out."),
+]
+System = Annotated[str | None, typer.Option(help="A system message.")]
+Template = Annotated[
+    str | None,
+    typer.Option(help="A chat template of the model, or a format (llama3, chatml, …), by name."),
+]
+MaxNewTokens = Annotated[int, typer.Option("-n", "--max-new-tokens", help="Longest answer in tokens.")]
+Temperature = Annotated[float, typer.Option("-t", help="0 always takes the likeliest token.")]
+TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens that make up this share.")]
+Seed = Annotated[int | None, typer.Option(help="The same seed gives the same conversation.")]
+Context = Annotated[int, typer.Option(help="Tokens the conversation may have in all.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.")]
+Stats = Annotated[bool, typer.Option("--stats", help="Say after each answer how fast it was.")]
+NoHistory = Annotated[bool, typer.Option("--no-history", help="Remember nothing that is typed.")]
+Quiet = Annotated[bool, typer.Option("-q", help="No progress, no greeting.")]
 
 
 def chat(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="A folder, a .gguf file or owner/name on the Hub; the default model if left out."
-        ),
-    ] = None,
-    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option("-n", "--max-new-tokens", help="Longest answer in tokens.")
-    ] = 512,
-    temperature: Annotated[float, typer.Option("-t", help="0 always takes the likeliest token.")] = 0.7,
-    top_p: Annotated[
-        float, typer.Option(help="Sample from the likeliest tokens that make up this share.")
-    ] = 0.95,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same conversation.")] = None,
-    context: Annotated[int, typer.Option(help="Tokens the conversation may have in all.")] = 4096,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.")] = None,
-    quiet: Annotated[bool, typer.Option("-q", help="Only the text: no progress, no figures.")] = False,
+    model: Model = None,
+    system: System = None,
+    template: Template = None,
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 0.95,
+    seed: Seed = None,
+    context: Context = 4096,
+    device: Device = None,
+    dtype: Dtype = None,
+    stats: Stats = False,
+    no_history: NoHistory = False,
+    quiet: Quiet = False,
 ) -> None:
     """Talk with a model; what was said stays in its cache, so each turn costs only itself."""
-    if max_new_tokens < 1 or temperature < 0 or context < 1:
+    if max_new_tokens < 1 or context < 1 or temperature < 0:
         raise InputError("--max-new-tokens and --context must be at least 1, the temperature at least 0.")
+    wishes = Settings(temperature=temperature, top_k=0, top_p=top_p, token_repetition_penalty=1.0)
+    wishes.check()
     session = Session.open(model, max_seq_len=None, device=device, dtype=dtype, quiet=quiet)
-    if not session.tokenizer.has_chat_template:
-        raise InputError("This model has no chat template: use `exlm generate --raw`.")
+    _choose(session, template)
+    if system is None and session.format is not None:
+        system = session.format.default_system
     session.load(1, context - 1)
-    console = Console(stderr=True)
-    if not quiet:
-        console.print(f"[dim]{HELP}[/]")
-    start = [{"role": "system", "content": system}] if system is not None else []
-    messages = list(start)
-    while (text := _ask(console)) not in (None, "/quit"):
-        if text == "/clear":
-            messages = list(start)
-            continue
-        messages.append({"role": "user", "content": str(text)})
-        ids = session.encode_chat(messages)
-        said = []
-        try:
-            for piece in session.answer(ids, max_new_tokens, temperature=temperature, top_p=top_p, seed=seed):
-                said.append(piece)
-                sys.stdout.write(piece)
-                sys.stdout.flush()
-        except KeyboardInterrupt:
-            console.print("[dim](stopped)[/]")
-        except InputError as error:
-            messages.pop()
-            console.print(f"[red]{error}[/] /clear starts afresh.")
-            continue
+    history = None if no_history else settings.cache_folder() / "chat-history.jsonl"
+    talk = Talk(wishes, max_new_tokens, seed, system)
+    Chat(session, talk, Lines(history), stats=stats, quiet=quiet).run()
+
+
+class Chat:
+    """A session, a conversation, and the user."""
+
+    def __init__(self, session: Session, talk: Talk, lines: Lines, *, stats: bool, quiet: bool) -> None:
+        self.session, self.talk, self.lines = session, talk, lines
+        self.stats, self.quiet = stats, quiet
+        self.console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+        self.interrupts = Interrupts()
+        self.leaving = False
+        self.commands: Mapping[str, tuple[Callable[[str], None], str]] = {
+            "help": (self._help, "shows this list"),
+            "system": (self._system, "TEXT changes the system message, off removes it; alone it shows it"),
+            "set": (self._set, "NAME VALUE changes a setting; without a value it shows it, alone all"),
+            "retry": (self._retry, "answers the last message once more"),
+            "undo": (self._undo, "takes the last message and its answer back"),
+            "clear": (self._clear, "starts afresh; the system message and the settings stay"),
+            "save": (self._save, "FILE writes the conversation and its settings to a file"),
+            "load": (self._load, "FILE goes on with a conversation that was saved"),
+            "quit": (self._quit, "leaves, as does the end of input"),
+        }
+
+    def run(self) -> None:
+        """Until the user leaves."""
+        if not self.quiet:
+            self._tell(GREETING)
+        with self.interrupts.caught():
+            while not self.leaving and (text := self._heard()) is not None:
+                try:
+                    self._obey(text)
+                except ExlmError as error:
+                    self.console.print(str(error), style="red")
+
+    def _heard(self) -> str | None:
+        """What the user says next; None at the end of input and after Ctrl-C twice in a row."""
+        for told in ("\n(Ctrl-C once more leaves)", ""):
+            try:
+                with self.interrupts.typing():
+                    return self.lines.read()
+            except KeyboardInterrupt:
+                self._tell(told)
+        return None
+
+    def _obey(self, text: str) -> None:
+        """Do what a message asks: a command, or something to say. // is a message that begins with /."""
+        if not text.startswith("/") or text.startswith("//"):
+            self.talk.ask(text.removeprefix("/"))
+            try:
+                self._answer()
+            except ExlmError:
+                self.talk.undo()
+                raise
+            return
+        name, _, rest = text[1:].partition(" ")
+        if name not in self.commands:
+            raise InputError(f"There is no command /{name}; /help lists those there are.")
+        self.commands[name][0](rest.strip())
+
+    def _answer(self) -> None:
+        """Let the model answer the last turn."""
+        said: list[str] = []
+        talk = self.talk
+        ids = self._prompt()
+        pieces = self.session.say(
+            ids, talk.max_new_tokens, talk.settings, talk.next_seed, lambda: self.interrupts.asked
+        )
+        for piece in pieces:
+            said.append(piece)
+            sys.stdout.write(piece)
+            sys.stdout.flush()
         sys.stdout.write("\n")
-        messages.append({"role": "assistant", "content": "".join(said)})
-        if not quiet:
-            console.print(f"[dim]{session.figures}[/]")
+        sys.stdout.flush()
+        talk.answer("".join(said))
+        if self.interrupts.taken():
+            self._tell("(stopped)")
+        if self.stats:
+            self._tell(self.session.figures)
 
+    def _prompt(self) -> torch.Tensor:
+        """What the model reads: as many of the last turns as leave room for an answer."""
+        room, before = self.session.room, self.talk.forgotten
+        least = min(self.talk.max_new_tokens, room // RESERVED)
+        while True:
+            ids = self.session.encode_chat(self.talk.messages)
+            if ids.shape[1] + least <= room or self.talk.forgotten == len(self.talk.turns) - 1:
+                break
+            self.talk.forgotten += 1
+        if ids.shape[1] >= room:
+            raise InputError(f"That makes {ids.shape[1]} tokens, and the context has {room}: say less.")
+        if more := self.talk.forgotten - before:
+            turns = "oldest turn is" if more == 1 else f"{more} oldest turns are"
+            self._tell(f"(The context of {room} tokens is full: the {turns} left out from here on.)")
+        return ids
 
-def _ask(console: Console) -> str | None:
-    """The next line that is not blank; None at the end of input."""
-    while True:
-        try:
-            text = console.input("[bold]> [/]").strip()
-        except (EOFError, KeyboardInterrupt):
-            return None
+    def _help(self, rest: str) -> None:
+        for name, (_, meaning) in self.commands.items():
+            self.console.print(f"/{name} {meaning}")
+        self.console.print(MULTILINE)
+
+    def _system(self, text: str) -> None:
         if text:
-            return text
+            self.talk.instruct(None if text == "off" else text)
+        else:
+            self.console.print(self.talk.system or "There is no system message.")
+
+    def _set(self, text: str) -> None:
+        name, _, value = text.partition(" ")
+        if value:
+            self.talk.set(name, value.strip(), self.session.tokenizer)
+            return
+        if name and name not in self.talk.values:
+            check_name(name)
+        for one in [name] if name else self.talk.values:
+            self.console.print(f"{one} {self.talk.values[one]}".lower())
+
+    def _retry(self, _: str) -> None:
+        before = self.talk.retry()
+        try:
+            self._answer()
+        except ExlmError:
+            self.talk.turns[-1].answer = before
+            raise
+
+    def _undo(self, _: str) -> None:
+        self.talk.undo()
+
+    def _clear(self, _: str) -> None:
+        self.talk.clear()
+
+    def _save(self, text: str) -> None:
+        self.talk.save(_path("/save", text))
+
+    def _load(self, text: str) -> None:
+        self.talk = self.talk.loaded(_path("/load", text), self.session.tokenizer)
+        self._tell(f"({len(self.talk.turns)} turns)")
+
+    def _quit(self, _: str) -> None:
+        self.leaving = True
+
+    def _tell(self, text: str) -> None:
+        self.console.print(text, style="dim")
+
+
+def _choose(session: Session, template: str | None) -> None:
+    """Take a template by name, or make sure that the model has one."""
+    names = session.tokenizer.chat_templates.names
+    listed = f"there are: {', '.join(names)}."
+    if template is not None and template not in names:
+        raise InputError(f"No chat template is called {template!r}; {listed}")
+    if template is None and not session.tokenizer.has_chat_template:
+        raise InputError(
+            f"This model has no chat template: give --template ({listed[:-1]}), or use `exlm generate --raw`."
+        )
+    session.template = template
+
+
+def _path(command: str, text: str) -> Path:
+    if not text:
+        raise InputError(f"{command} needs the name of a file.")
+    return Path(text).expanduser()

@@ -1,7 +1,8 @@
-"""`exlm info`: what a model folder is, without loading it."""
+"""`exlm info`: what a model folder is, without loading it; or what this machine is, without any model."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
@@ -10,8 +11,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from exlm import Config, MatrixSummary, Model, Summary, find_model
+from exlm import Config, InputError, MatrixSummary, Model, Summary, bench, find_model
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
@@ -29,8 +31,17 @@ def info(
     spec: Annotated[bool, typer.Option("--spec", help="Print the full description of the model.")] = False,
     device: Annotated[str | None, typer.Option(help="Where it would run: cpu, cuda, cuda:1.")] = None,
     dtype: Annotated[str | None, typer.Option(help="The precision it would compute in.")] = None,
+    system: Annotated[
+        bool, typer.Option("--system", help="This machine instead: versions, devices, kernels and why.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --system: as JSON.")] = False,
 ) -> None:
     """Show what a model is: family, sizes, layers, stored form, and the kernels it would get."""
+    if system or as_json:
+        if model is not None or not system:
+            raise InputError("--system is about this machine and takes no model; --json goes with it.")
+        _print_system(as_json)
+        return
     config = Config(find_model(model, progress=True))
     config.device, config.dtype = device or config.device, dtype
     summary = Model(config).summary()
@@ -39,6 +50,17 @@ def info(
     console.print(_table(summary.matrices, every=layers))
     if spec:
         _print_spec(console, summary.spec)
+
+
+def _print_system(as_json: bool) -> None:
+    found = bench.system()
+    if as_json:
+        typer.echo(json.dumps({fact.name: fact.value for fact in found}, indent=1))
+        return
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for fact in found:
+        table.add_row(fact.name, Text(fact.value))
+    Console().print(table)
 
 
 def _facts(config: Config, s: Summary) -> Table:

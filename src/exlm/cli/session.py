@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ class Session:
         self.quiet = quiet
         self.tokenizer = Tokenizer(config)
         self.generator: Generator | None = None
+        self.template: str | None = None
+        """A chat template or format by name, instead of the model's own."""
         self.figures = ""
 
     @classmethod
@@ -43,7 +45,36 @@ class Session:
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> torch.Tensor:
         """A conversation as the model's template writes it."""
-        return self.tokenizer.apply_chat_template(messages, tokenize=True)
+        known = self.format
+        if known is None:
+            return self.tokenizer.apply_chat_template(messages, tokenize=True, chat_template=self.template)
+        text = self.tokenizer.apply_chat_template(messages, chat_template=self.template)
+        ids = self.tokenizer.encode(text, encode_special_tokens=known.special)
+        bos = self.tokenizer.bos_token_id
+        if known.bos and bos is not None and ids[0, :1].tolist() != [bos]:
+            ids = torch.cat((torch.tensor([[bos]]), ids), dim=1)
+        return ids
+
+    @property
+    def format(self) -> Any:
+        """The chat format, if one was chosen; a model's own template is none."""
+        return None if self.template is None else self.tokenizer.chat_templates.choose(self.template).format
+
+    @property
+    def room(self) -> int:
+        """Tokens that a prompt and its answer may have together."""
+        assert self.generator is not None
+        return min(self.config.max_seq_len, self.generator.max_total_tokens)
+
+    @property
+    def stops(self) -> list[int | str]:
+        """What ends an answer: the model's own ends, and those of the chat format."""
+        ends: list[int | str] = list(self.tokenizer.eos_token_ids)
+        if self.format is not None:
+            ids = {text: self.tokenizer.single_id(text) for text in self.format.stop_tokens}
+            ends += [text if number is None else number for text, number in ids.items()]
+            ends += self.format.stop_strings
+        return ends
 
     def load(self, prompt: int, new: int) -> None:
         """Load the weights, with a cache for a prompt and an answer of these lengths, if the model has it."""
@@ -61,23 +92,35 @@ class Session:
     def answer(
         self, ids: torch.Tensor, limit: int, *, temperature: float, top_p: float, seed: int | None
     ) -> Iterator[str]:
-        """The answer's text as it comes; afterwards `figures` says how fast it was."""
-        assert self.generator is not None
+        """The answer of plain settings, as `say` gives it."""
         settings = Settings.greedy()
         if temperature > 0:
             settings = Settings(temperature=temperature, top_k=0, top_p=top_p, token_repetition_penalty=1.0)
-        room = min(
-            limit, self.config.max_seq_len - ids.shape[1], self.generator.max_total_tokens - ids.shape[1]
-        )
+        return self.say(ids, limit, settings, seed)
+
+    def say(
+        self,
+        ids: torch.Tensor,
+        limit: int,
+        settings: Settings,
+        seed: int | None,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> Iterator[str]:
+        """The answer's text as it comes, until `stopped`; afterwards `figures` says how fast it was."""
+        assert self.generator is not None
         job = Job(
-            ids, room, gen_settings=settings, seed=seed, stop_conditions=list(self.tokenizer.eos_token_ids)
+            ids,
+            min(limit, self.room - ids.shape[1]),
+            gen_settings=settings,
+            seed=seed,
+            stop_conditions=self.stops,
         )
         self.generator.enqueue(job)
         shown = ids.shape[1] > LONG_PROMPT and not self.quiet
         with Progress(console=Console(stderr=True), transient=True, disable=not shown) as progress:
             task = progress.add_task("Reading the prompt", total=ids.shape[1])
             try:
-                while self.generator.num_remaining_jobs():
+                while self.generator.num_remaining_jobs() and not stopped():
                     for result in self.generator.iterate():
                         if result["stage"] == "prefill":
                             progress.update(task, completed=result["curr_progress"])

@@ -1,28 +1,35 @@
-"""Arguments by names that a call does not have: refused, with a suggestion.
+"""Arguments by names that a call does not have: refused or passed over, never in silence.
 
-The archived library took any name and ignored it, so that a misspelt one did nothing and said nothing. What
-its other calls could be given, and scripts pass on to all of them alike, is accepted as long as it asks for
-nothing. Values of known arguments are checked where they are used, not here.
+The archived library took any name and ignored it, so that a misspelt one did nothing and said nothing. Here
+jobs and generators are not made with one, while the blocking calls of old scripts warn of it and go on. What
+another call would have understood is an error in both, unless it asks for nothing: without it the text would
+be a different one. Values of known arguments are checked where they are used, not here.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ..errors import InputError
+from ..sampling import Settings
 
 ELSEWHERE = {
     "loras": "use set_loras(), or the loras of a job",
+    "input_ids": "use a Job, which takes ids",
     "input_embeddings": "use embeddings",
     "input_mask": "prompts of one call need no padding, leave it out",
     "position_offsets": "prompts of one call need no padding, leave it out",
     "stop_token": "use stop_conditions",
     "num_tokens": "use max_new_tokens",
 }
-"""What exllamav2's other generators take, and what to do instead."""
+"""What the other calls of a generator take, and what to do instead."""
+
+FIELDS = frozenset(field.name for field in dataclasses.fields(Settings))
 
 
 def names(call: Callable[..., Any]) -> list[str]:
@@ -31,12 +38,31 @@ def names(call: Callable[..., Any]) -> list[str]:
     return [one.name for one in every if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
 
 
-def refuse(call: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raise InputError for each argument that the call does not know and that asks for something."""
-    for name, value in given.items():
-        if name not in ELSEWHERE:
-            near = difflib.get_close_matches(name, list(known), 1)
-            hint = f"Did you mean {near[0]!r}?" if near else "Leave it out."
-            raise InputError(f"{call} has no argument {name!r}. {hint}")
-        if value is not None:
+def refuse(call: str, given: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raise InputError for the first argument that nobody knows."""
+    for name in _unknown(call, given, known):
+        raise InputError(f"{call} has no argument {name!r}. {_hint(name, known)}")
+
+
+def pass_over(call: str, given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """The arguments that the call knows; a UserWarning, where it was called, for each that nobody knows."""
+    for name in _unknown(call, given, known):
+        message = f"{call} has no argument {name!r} and goes on without it. {_hint(name, known)}"
+        warnings.warn(message, UserWarning, stacklevel=3)
+    return {name: value for name, value in given.items() if name in known}
+
+
+def _unknown(call: str, given: Mapping[str, Any], known: Collection[str]) -> list[str]:
+    """The names that nobody knows; InputError for one that another call knows and that asks for something."""
+    others = [name for name in given if name not in known]
+    for name in others:
+        if name in ELSEWHERE and given[name] is not None:
             raise InputError(f"{call} takes no {name}: {ELSEWHERE[name]}.")
+    return [name for name in others if name not in ELSEWHERE]
+
+
+def _hint(name: str, known: Collection[str]) -> str:
+    if name in FIELDS:
+        return f"Set it in gen_settings: Settings({name}=…)."
+    near = difflib.get_close_matches(name, known, 1)
+    return f"Did you mean {near[0]!r}?" if near else "Leave it out."

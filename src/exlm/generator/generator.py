@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..sampling import Settings
-from .arguments import names, refuse
+from .arguments import names, pass_over, refuse
 from .draft import Drafter, ModelDraft, NgramDraft
 from .job import ARGUMENTS, Job
 from .loop import Loop
@@ -90,6 +90,11 @@ class Generator:
         """Jobs that run."""
         return list(self._loop.scheduler.active)
 
+    @property
+    def pages(self) -> PageTable:
+        """Whose the cache's pages are; to look at, not to change."""
+        return self._loop.pages
+
     def enqueue(self, job: Job | Sequence[Job]) -> int | list[int]:
         """Queue one job or several; their serial numbers. Nothing runs yet."""
         if isinstance(job, Job):
@@ -162,11 +167,10 @@ class Generator:
         `cfg_scale`. Prompt i uses seed + i. Nothing but `stop_conditions` and the limit ends a text. With
         `return_last_results` the answer is (completions, the last result of each job). A set `abort_event`
         drops the jobs and returns None; a job that fails drops the others and raises. Further arguments are
-        `Job`'s.
+        `Job`'s; what it does not know either is passed over, with a warning.
         """
-        further = [name for name in ARGUMENTS if name != "input_ids"]
-        unknown = {name: value for name, value in job_arguments.items() if name not in further}
-        refuse("generate()", unknown, [*names(self.generate), *further])
+        known = {*names(self.generate), *ARGUMENTS} - {"input_ids"}
+        job_arguments = pass_over("generate()", job_arguments, known)
         single = isinstance(prompt, str | tuple)
         prompts = _prompts(prompt)
         options: dict[str, Any] = {

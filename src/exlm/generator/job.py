@@ -89,6 +89,7 @@ class Job:
     such as those of different tenants, never share what the cache holds. `embeddings` are the `MMEmbedding`
     objects whose ids the prompt holds (no tokens are guessed ahead then). `loras` are the adapters it runs
     with, one or a list, each perhaps as a pair with its strength; None are the generator's, [] is none.
+    `speculative=False` guesses no tokens ahead, whatever the generator could.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Job:
         embeddings: Sequence[Any] | None = None,
         loras: Any = None,
         salt: str | bytes = "",
+        speculative: bool = True,
         **unknown: Any,
     ) -> None:
         refuse("Job", unknown, ARGUMENTS)
@@ -121,7 +123,7 @@ class Job:
         self.seed = random.SystemRandom().getrandbits(63) if seed is None else seed
         self.max_new_tokens = _whole("max_new_tokens", max_new_tokens, 1)
         self.min_new_tokens = _whole("min_new_tokens", min_new_tokens, 0)
-        self.max_skips = max_skips
+        self.max_skips, self.speculative = max_skips, speculative
         self.stop_tokens, self.stop_strings = split_conditions(stop_conditions or ())
         self.decode_special_tokens = decode_special_tokens
         self.return_top_tokens = _whole("return_top_tokens", return_top_tokens, 0)
@@ -138,8 +140,7 @@ class Job:
             Tokens(ids=prompt[: len(prompt) - healed], limit=len(prompt) + self.max_new_tokens)
             for prompt in self.prompts
         ]
-        self.serial_number = -1
-        self.skips = 0
+        self.serial_number, self.skips = -1, 0
         self.times = Times()
         self.is_finished = False
         self.shown: list[str] = []
@@ -267,7 +268,9 @@ class Job:
     @property
     def reach(self) -> int:
         """How many tokens to guess: none while healing, guided, filtered, embedded; never past the limit."""
-        if len(self.sequences) > 1 or self.stack is not None or self.output.healing or self.embeddings:
+        if not self.speculative or len(self.sequences) > 1 or self.output.healing:
+            return 0
+        if self.stack is not None or self.embeddings:
             return 0
         return min(self.draft_length, self.max_new_tokens - self.new_tokens - 1)
 

@@ -214,8 +214,9 @@ def words(mask: Any) -> Tensor | None:
 
 def fetched(picks: Picks) -> tuple[list[int], Sequence[Tensor]]:
     """The picked tokens on the host: as numbers, and each as the (1, 1) tensor that users get."""
-    host = picks.tokens.cpu()
-    if len(tokens := host.tolist()) == 1:
+    tokens = picks.tolist()
+    host = torch.tensor(tokens)
+    if len(tokens) == 1:
         return tokens, (host.view(1, 1),)
     return tokens, host.view(-1, 1, 1).unbind()
 
@@ -235,7 +236,7 @@ def unpacked(picks: Picks, tokens: Sequence[int], jobs: Sequence[Job], logits: T
                 prob=probs[i] if probs is not None and job.row.want_probs else None,
                 top_tokens=tops[i][:k] if k and tops is not None else None,
                 top_probs=shares[i][:k] if k and shares is not None else None,
-                logits=logits[place] if job.return_logits or job.hooks else None,
+                logits=logits[place].clone() if job.return_logits or job.hooks else None,
             )
         )
         place += len(job.sequences)

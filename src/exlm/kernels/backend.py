@@ -6,8 +6,8 @@ are (rows, tokens, features), heads are (rows, tokens, heads, head_dim).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from .. import spec
 from ..formats import Weight
 
 Linear = Callable[[Tensor], Tensor]
+Project = Callable[[Tensor, Tensor | None], list[Tensor]]
+"""(x, residual) → what one or several matrices make of x, plus the residual; None adds nothing."""
+
 Lookup = Callable[[Tensor], Tensor]
 """(rows, tokens) ids → (rows, tokens, hidden) vectors, in the table's own precision."""
 
@@ -32,6 +35,17 @@ Rotation = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 Experts = Callable[[Tensor, Tensor], Tensor]
 """(x, router logits) → the weighted sum of the chosen experts' answers."""
+
+
+FEW = 64
+"""Rows up to which a layer's parts are fused."""
+
+
+class Entry(NamedTuple):
+    """The norm that stands before matrices: root mean square, no bias."""
+
+    norm: spec.Norm
+    weight: Tensor
 
 
 class Where(Protocol):
@@ -144,4 +158,31 @@ class Backend(Protocol):
 
     def experts(self, moe: spec.Moe, gate: list[Linear], up: list[Linear], down: list[Linear]) -> Experts:
         """Route each token to its experts."""
+        ...
+
+
+Whole = Callable[[Tensor, KeyValues, Where], Tensor | None]
+"""(x, the layer's cache, where) → all a layer makes of x; None where this time it must go in parts."""
+
+
+@runtime_checkable
+class Composer(Protocol):
+    """A layer's first projection, if it can be put together with all that follows it in the layer."""
+
+    def compose(self, attend: Attend, o: Project, gate: Project, down: Project) -> Whole | None:
+        """The layer as one; None if its parts do not fit together."""
+        ...
+
+
+@runtime_checkable
+class Fuser(Protocol):
+    """A backend that can also do several things as one."""
+
+    def project(
+        self, matrices: Sequence[Linear], entry: Entry | None, act: spec.Activation | None
+    ) -> Project:
+        """Matrices that it bound before, together, for up to FEW rows, behind a norm if there is one.
+
+        With `act` there are two, and the answer is act(first) · second.
+        """
         ...

@@ -13,7 +13,7 @@ import torch
 
 from .. import settings
 from ..errors import Unsupported
-from .backend import Backend
+from .backend import Backend, Fuser
 from .reference import ReferenceBackend
 
 T = TypeVar("T")
@@ -60,6 +60,19 @@ class Chain:
             return bound
         raise Unsupported(f"{role} ({detail}) cannot run on {self.device}: {'; '.join(declined)}.")
 
+    def fuse(self, role: str, detail: str, ask: Callable[[Fuser], T]) -> T | None:
+        """What a backend that fuses makes of parts it bound before; None where none does, with its reason."""
+        fuser = next((backend for backend in self.backends if isinstance(backend, Fuser)), None)
+        if fuser is None:
+            return None
+        try:
+            made = ask(fuser)
+        except Unsupported as reason:
+            self.choices.append(Choice(role, "in parts", detail, (f"fused: {reason}",)))
+            return None
+        self.choices.append(Choice(role, "fused", detail))
+        return made
+
     def explain(self) -> str:
         """Who is absent and why; then one line for each part: who runs it, who declined with which reason."""
         lines = [f"absent: {reason}" for reason in self.absent]
@@ -85,7 +98,7 @@ def choose(device: torch.device, dtype: torch.dtype) -> Chain:
 def _cpu(device: torch.device, dtype: torch.dtype) -> Backend:
     """The CPU backend, or why not."""
     if not settings.cpu_wanted():
-        raise Unsupported("new, switched on by EXLM_CPU=1")
+        raise Unsupported("switched off by EXLM_CPU=0")
     from .cpu import CpuBackend
 
     return CpuBackend(device, dtype, settings.cache_folder() / "kernels")
@@ -94,17 +107,22 @@ def _cpu(device: torch.device, dtype: torch.dtype) -> Backend:
 def _cuda(device: torch.device, dtype: torch.dtype) -> Backend:
     """The CUDA backend, or why not."""
     if not settings.cuda_wanted():
-        raise Unsupported("new, switched on by EXLM_CUDA=1")
+        raise Unsupported("switched off by EXLM_CUDA=0")
     _check_capability(device)
     from .cuda import CudaBackend
 
-    return CudaBackend(device, dtype, settings.cache_folder() / "kernels")
+    try:
+        others: Backend | None = _triton(device, dtype)
+    except Unsupported:  # which `choose` will tell
+        others = None
+    folder = settings.cache_folder() / "kernels"
+    return CudaBackend(device, dtype, folder, others, settings.wide_wanted())
 
 
 def _triton(device: torch.device, dtype: torch.dtype) -> Backend:
     """The Triton backend, or why not."""
     if not settings.triton_wanted():
-        raise Unsupported("new, switched on by EXLM_TRITON=1")
+        raise Unsupported("switched off by EXLM_TRITON=0")
     _check_capability(device)
     try:
         from .triton import TritonBackend

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import Cache, CacheBase, InputError, Model, Settings, Tokenizer
+from ..generator.arguments import names, pass_over
 from ..generator.job import split_conditions
 from .base_generator import BaseGenerator
 from .chunks import Chunk, chunk_of, joined, nothing
@@ -88,13 +89,15 @@ class StreamingGenerator(BaseGenerator):
         *,
         max_new_tokens: int | None = None,
         seed: int | None = None,
+        **unknown: Any,
     ) -> None:
         """Read a prompt (1, n), or a padded pair (2, n) for guidance; what the cache has of it is kept.
 
         The stream ends by itself after `max_new_tokens`, or when the cache is full. Without a seed Python's
         `random` gives one. If `abort_event` is set while the prompt is read, the stream is over before it
-        began, and `sequence_ids` is what was read.
+        began, and `sequence_ids` is what was read. Unknown arguments are passed over, with a warning.
         """
+        pass_over("begin_stream_ex()", unknown, names(self.begin_stream_ex))
         if input_embeddings is not None and self.draft_model is not None:
             raise InputError("Can not use input embeddings with draft model, which knows nothing of them.")
         ids, embeddings = into_ids(self.model, input_embeddings, input_ids)
@@ -121,11 +124,12 @@ class StreamingGenerator(BaseGenerator):
         self.abort_event, self.settings = abort_event, gen_settings
         self._begin(job)
 
-    def stream_ex(self, ban_tokens: Collection[int] | None = None) -> Chunk:
+    def stream_ex(self, ban_tokens: Collection[int] | None = None, **unknown: Any) -> Chunk:
         """The next token, except `ban_tokens`, and what it lets be seen; after the end, the end again.
 
         A healed token comes together with the next one and is not among the ids: it was in the prompt.
         """
+        pass_over("stream_ex()", unknown, ["ban_tokens"])
         job = self._job
         if job is None:
             raise InputError("There is no stream: call begin_stream_ex() first.")
@@ -153,6 +157,7 @@ class StreamingGenerator(BaseGenerator):
         **options: Any,
     ) -> None:
         """`begin_stream_ex` with its arguments in an older order; further ones by name."""
+        further = pass_over("begin_stream()", options, names(self.begin_stream_ex))
         self.begin_stream_ex(
             input_ids,
             gen_settings,
@@ -161,7 +166,7 @@ class StreamingGenerator(BaseGenerator):
             input_mask,
             position_offsets,
             abort_event=abort_event,
-            **options,
+            **further,
         )
 
     def stream(self) -> tuple[Any, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from .. import spec
 from ..checkpoint import Source
+from ..errors import Unsupported
 from ..formats import DenseWeight, Weight
 from ..kernels import backend as b
 from ..kernels.select import Chain
@@ -33,6 +35,7 @@ from ..nn import (
 )
 from ..nn.attention import HeadPair, Qkv, leave
 from ..nn.block import BlockLike, MlpLike
+from ..nn.fused import FusedBlock
 from ..nn.hop import Crossing, Hop, stay
 from ..spec.roles import Matrix, matrices
 from .ahead import ReadAhead
@@ -48,6 +51,11 @@ def add(x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
     """The addition whose norm is not there."""
     total = x if y is None else x + y
     return total, total
+
+
+def gated(pair: b.Project, act: b.Gated) -> b.Project:
+    """Two matrices, then the nonlinearity of one's answer times the other's."""
+    return lambda x, residual: [act(*pair(x, residual))]
 
 
 def scaled(inner: b.Norm, factor: float) -> b.Norm:
@@ -170,7 +178,7 @@ class Builder:
         attn_norm = self.add_norm(at + "attn_norm", layer.attn_norm, hidden)
         if layer.parallel:
             return ParallelBlock(attn, mlp, attn_norm, scaled(keep, scale))
-        return Block(
+        block = Block(
             attn,
             mlp,
             attn_norm=attn_norm,
@@ -178,6 +186,40 @@ class Builder:
             attn_post=scaled(self.norm(at + "attn_post", layer.attn_post, hidden), scale),
             mlp_post=scaled(self.norm(at + "mlp_post", layer.mlp_post, hidden), scale),
         )
+        fused = self.at(at).fuse(
+            at + "block", "a few rows", lambda fuser: self.fused(at, layer, block, fuser)
+        )
+        return fused or block
+
+    def fused(self, at: str, layer: spec.Layer, block: Block, fuser: b.Fuser) -> FusedBlock:
+        """The layer for few rows; `Unsupported` if anything in it is not of the common kind."""
+        mlp, qkv, (first, second) = block.mlp, block.attn.qkv, (layer.attn_norm, layer.mlp_norm)
+        if self.model.wide_residual or layer.residual_scale != 1.0:
+            raise Unsupported("a residual stream that is wider or scaled")
+        if first is None or second is None or layer.attn_post or layer.mlp_post:
+            raise Unsupported("norms in other places")
+        if (
+            not isinstance(mlp, GatedMlp)
+            or not isinstance(qkv, Projection)
+            or isinstance(layer.mlp, spec.Moe)
+        ):
+            raise Unsupported("another MLP, or clamped projections")
+
+        def entry(role: str, norm: spec.Norm) -> b.Entry:
+            return b.Entry(norm, self.norm_tensors(at + role, norm, self.model.hidden)[0])
+
+        def project(
+            *parts: Linear, behind: b.Entry | None = None, act: spec.Activation | None = None
+        ) -> b.Project:
+            return fuser.project([part.kernel for part in parts], behind, act)
+
+        start, end = project(qkv.q, qkv.k, qkv.v, behind=entry("attn_norm", first)), project(block.attn.o)
+        pair = partial(project, mlp.gate, mlp.up, behind=entry("mlp_norm", second))
+        try:
+            gate = pair(act=layer.mlp.act)
+        except Unsupported:  # as two matrices, and what lies between them by itself
+            gate = gated(pair(), mlp.act)
+        return FusedBlock(block, start, end, gate, project(mlp.down), b.FEW)
 
     def attention(self, at: str, attn: spec.Attention) -> Attention:
         """Projections, head norms, rotation and the attention kernel of one layer."""

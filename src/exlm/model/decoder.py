@@ -11,6 +11,7 @@ from torch import Tensor
 from ..kernels.backend import KeyValues
 from ..nn import Batch, Clamped, Embedding, Head
 from ..nn.block import BlockLike
+from ..nn.fused import FusedBlock
 from ..nn.hop import Crossing
 
 
@@ -60,10 +61,17 @@ class Decoder:
             case ["head"]:
                 return self.head, "linear"
             case ["layers", layer, "attn", "q" | "k" | "v" as part]:
-                qkv = self.blocks[int(layer)].attn.qkv
+                qkv = self._plain(int(layer)).attn.qkv
                 while isinstance(qkv, Clamped):
                     qkv = qkv.inner
                 return qkv, part
             case ["layers", layer, "attn" | "mlp" as half, part]:
-                return getattr(self.blocks[int(layer)], half), part
+                return getattr(self._plain(int(layer)), half), part
         raise KeyError(f"no module has the role {role!r}")
+
+    def _plain(self, layer: int) -> BlockLike:
+        """A block made of its modules from now on: a fused one would not see them change."""
+        block = self.blocks[layer]
+        if isinstance(block, FusedBlock):
+            self.blocks[layer] = block = block.block
+        return block

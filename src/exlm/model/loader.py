@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..cache import PAGE, Cache, CacheBase
+from ..checkpoint import Source
 from ..config import Config, FrozenConfig
 from ..errors import InputError, NotLoaded
 from .budget import FIT_CACHE, FIT_SPLIT, Budget, Planned, budget, measure, spaces, split, use
@@ -32,6 +33,8 @@ class Loader:
         self.loaded = False
         self.inventory: Callable[[str | None], list[Slot]] = inventory
         """How it looks at the machine: the devices that a wish (`config.device`) stands for."""
+        self.source: Callable[[FrozenConfig], Source] = opened
+        """Where its weights come from: the files of the configuration, unless something else is put here."""
         self._loaded: Loaded | None = None
 
     def load(
@@ -105,7 +108,7 @@ class Loader:
         def slots() -> list[Slot]:
             frozen, found = self._machine()
             kind = use(frozen, found, cache.num_pages * PAGE)
-            parts = measure(frozen, opened(frozen), kind, cache.sizes())
+            parts = measure(frozen, self.source(frozen), kind, cache.sizes())
             return [found[at] for at in place(parts, spaces(found, reserve_vram), FIT_CACHE)]
 
         yield from self._load(
@@ -201,7 +204,7 @@ class Loader:
         `memory` has GB for each of some GPUs to be thought of instead of this machine's devices.
         """
         frozen, slots = self._machine() if memory is None else (self.config.freeze(), imagined(memory))
-        source, kind = opened(frozen), use(frozen, slots, imagined=memory is not None)
+        source, kind = self.source(frozen), use(frozen, slots, imagined=memory is not None)
         pages = cache(Planned(shapes(frozen.spec), kind.dtype), max_seq_len=PAGE, lazy=True).sizes()
 
         def measured(tokens: int) -> list[Part]:
@@ -215,7 +218,8 @@ class Loader:
 
     def summary(self) -> Summary:
         """What the folder holds, from its headers; the model need not be loaded."""
-        return summarize(self.config.freeze())
+        frozen = self.config.freeze()
+        return summarize(frozen, self.source(frozen))
 
     def explain(self) -> str:
         """Which backend runs each part, and why."""
@@ -244,7 +248,7 @@ class Loader:
         depth = len(frozen.spec.layers)
         if not gpu_split and (frozen.device is None or len(slots) == 1):
             return [slots[0]] * (depth + 2)
-        parts = measure(frozen, opened(frozen), use(frozen, slots), [0] * depth)
+        parts = measure(frozen, self.source(frozen), use(frozen, slots), [0] * depth)
         if not gpu_split:
             return [slots[at] for at in place(parts, spaces(slots, None), FIT_CACHE)]
         weights = [replace(part, workspace=0) for part in parts]
@@ -255,7 +259,7 @@ class Loader:
     ) -> Generator[Any, None, Loaded]:
         """Everything in this process, each module on its device."""
         frozen = self.config.freeze()
-        return load_steps(frozen, opened(frozen), slots, tell, callback_gen)
+        return load_steps(frozen, self.source(frozen), slots, tell, callback_gen)
 
     def _load(
         self,

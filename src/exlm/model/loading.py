@@ -14,6 +14,7 @@ from ..checkpoint import Source, open_source
 from ..config import FrozenConfig
 from ..kernels.select import Chain, choose
 from ..parallel import Leader
+from ..settings import legacy_switches
 from .build import Builder
 from .decoder import Decoder
 from .devices import Slot, current, guard, pick_dtype
@@ -43,6 +44,14 @@ class Loaded:
     def devices(self) -> list[torch.device]:
         """Every device in use, the first module's first."""
         return list(dict.fromkeys(chain.device for chain in self.chains))
+
+    @property
+    def recordable(self) -> bool:
+        """Whether decode passes can be recorded: they wait for nothing and launch the same each time."""
+        attention = {one.backend for one in self.chains[0].choices if one.role.endswith(".attn")}
+        sparse = any(isinstance(layer.mlp, spec.Moe) for layer in self.config.spec.layers)
+        alone = len(set(map(id, self.chains))) == 1 and not self.ranks
+        return alone and attention <= {"cuda", "triton"} and not sparse and not legacy_switches().no_graphs
 
     def explain(self) -> str:
         """Which backend runs each part, and why; device by device, where there are several."""

@@ -98,7 +98,8 @@ class Model(Loader):
     def runner(self, cache: CacheBase) -> Runner:
         """The door a generator uses: sequences in pages of this cache."""
         frozen, decoder, chain = self._ready()
-        return Runner(decoder, cache, chain.device, turns_in_planes(frozen.spec))
+        assert self._loaded is not None
+        return Runner(decoder, cache, chain.device, turns_in_planes(frozen.spec), self._loaded.recordable)
 
     # Asking
 

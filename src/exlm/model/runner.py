@@ -18,6 +18,7 @@ from ..nn import Batch
 from ..nn.batch import Outputs
 from .decoder import Decoder
 from .extras import Extras
+from .graphs import Graphs
 
 PLAIN = Extras()
 
@@ -45,12 +46,19 @@ class Runner:
     """A loaded decoder over a paged cache."""
 
     def __init__(
-        self, decoder: Decoder, cache: CacheBase, device: torch.device, planes: bool = False
+        self,
+        decoder: Decoder,
+        cache: CacheBase,
+        device: torch.device,
+        planes: bool = False,
+        recorded: bool = False,
     ) -> None:
+        """`planes`: positions may have three. `recorded`: decode passes are recorded and replayed."""
         self.decoder = decoder
         self.cache = cache
         self.device = device
-        self.planes = planes  # positions may have three planes
+        self.planes = planes
+        self.graphs = Graphs(self._logits, device) if recorded else None
 
     def copy(self, orders: Iterable[tuple[int, int, int]]) -> None:
         """Duplicate the leading tokens of pages: (source, target, tokens)."""
@@ -64,23 +72,43 @@ class Runner:
     @torch.no_grad()
     def decode(
         self, sequences: Sequence[Paged], past: Sequence[int], tokens: Sequence[Sequence[int]]
-    ) -> list[Tensor]:
+    ) -> list[Tensor] | Tensor:
         """Feed each sequence its tokens behind `past`; for each, logits (tokens, vocabulary) in float32.
 
-        Rows that feed the same number of tokens run as one batch.
+        Rows that feed the same number of tokens run as one batch. If all do, the answer is one tensor, which
+        the next call may write over.
         """
-        out: list[Tensor | None] = [None] * len(sequences)
         lengths: dict[int, list[int]] = {}
         for row, fed in enumerate(tokens):
             lengths.setdefault(len(fed), []).append(row)
+        if len(lengths) == 1:
+            return self._decoded(sequences, tokens, past)
+        out: dict[int, Tensor] = {}
         for rows in lengths.values():
-            logits = self._run(
-                [sequences[r] for r in rows], [tokens[r] for r in rows], [past[r] for r in rows], "all"
+            part = self._decoded(
+                [sequences[r] for r in rows], [tokens[r] for r in rows], [past[r] for r in rows]
             )
-            assert logits is not None
-            for row, answer in zip(rows, logits, strict=True):
-                out[row] = answer
-        return [answer for answer in out if answer is not None]
+            out.update(zip(rows, part if self.graphs is None else part.clone(), strict=True))
+        return [out[row] for row in range(len(sequences))]
+
+    def _decoded(
+        self, sequences: Sequence[Paged], fed: Sequence[Sequence[int]], past: Sequence[int]
+    ) -> Tensor:
+        """Logits (rows, tokens, vocabulary) of rows that feed equally many tokens."""
+        logits = None
+        if self.graphs is not None and not any(sequence.extras for sequence in sequences):
+            self.cache.tenant = self
+            logits = self.graphs.decode(fed, past, [sequence.pages for sequence in sequences])
+        if logits is None:
+            logits = self._run(sequences, fed, past, "all")
+        assert logits is not None
+        return logits
+
+    def _logits(self, batch: Batch) -> Tensor:
+        """All logits of a batch."""
+        logits, _ = self.decoder.forward(batch, self.cache.layers)
+        assert logits is not None
+        return logits
 
     def _run(
         self, sequences: Sequence[Paged], fed: Sequence[Sequence[int]], past: Sequence[int], outputs: Outputs

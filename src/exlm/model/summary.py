@@ -1,14 +1,16 @@
-"""What a model folder holds, from its descriptions and headers alone: nothing is loaded."""
+"""What a model is and what would run it: from descriptions, headers, and one small matrix of each form."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .. import spec
-from ..checkpoint import open_source
+from ..checkpoint import Source
 from ..config import FrozenConfig
-from ..kernels.select import choose
-from ..spec.roles import matrices
+from ..errors import Unsupported
+from ..kernels.select import Chain, choose
+from ..spec.roles import Matrix, matrices
 from .devices import pick_device, pick_dtype
 
 TIED = "tied to the embedding"
@@ -55,22 +57,48 @@ class Summary:
         return sum(4 * layer.attn.kv_heads * layer.attn.head_dim for layer in self.spec.layers)
 
 
-def summarize(config: FrozenConfig) -> Summary:
-    """Read the headers of a model's files and say what is in them."""
+def summarize(config: FrozenConfig, source: Source) -> Summary:
+    """Read the headers of a model's files and say what is in them; nothing of it stays in memory."""
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, config.stored_dtype, device)
-    backend = choose(device, dtype).backends[0].name
-    checkpoint = open_source(config.path, config.spec.names, config.quantization)
-    found = []
-    for role, width_in, width_out, _ in matrices(config.spec):
-        tied = role == "head" and config.spec.head.tied and not checkpoint.has("head")
-        form, nbytes = (TIED, 0) if tied else checkpoint.describe(role)
-        found.append(MatrixSummary(role, width_in, width_out, form, nbytes, backend))
+    described: dict[Matrix, tuple[str, int]] = {}
+    for matrix in matrices(config.spec):
+        tied = matrix.role == "head" and config.spec.head.tied and not source.has("head")
+        described[matrix] = (TIED, 0) if tied else source.describe(matrix.role)
+    runs = _runners(described, source, choose(device, dtype))
     return Summary(
         spec=config.spec,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
-        matrices=tuple(found),
-        file_bytes=checkpoint.files.total_bytes,
-        files=tuple(path.name for path in checkpoint.files.paths),
+        matrices=tuple(
+            MatrixSummary(matrix.role, matrix.in_features, matrix.out_features, form, nbytes, runs[form])
+            for matrix, (form, nbytes) in described.items()
+        ),
+        file_bytes=source.files.total_bytes,
+        files=tuple(path.name for path in source.files.paths),
     )
+
+
+def _runners(described: Mapping[Matrix, tuple[str, int]], source: Source, chain: Chain) -> dict[str, str]:
+    """By stored form, the backend that takes it: the chain is asked with the smallest matrix of that form."""
+    smallest: dict[str, Matrix] = {}
+    for matrix in sorted(described, key=lambda one: one.in_features * one.out_features):
+        smallest.setdefault(described[matrix][0], matrix)
+    return {form: _runner(form, matrix, source, chain) for form, matrix in smallest.items()}
+
+
+def _runner(form: str, matrix: Matrix, source: Source, chain: Chain) -> str:
+    role, width_in, width_out, bias = matrix
+    weight = source.weight(
+        "embed" if form == TIED else role,
+        width_in,
+        width_out,
+        bias=bias,
+        dtype=chain.dtype,
+        device=chain.device,
+    )
+    try:
+        chain.bind(role, form, lambda backend: backend.linear(weight))
+    except Unsupported:
+        return "none"
+    return chain.choices[-1].backend

@@ -135,8 +135,8 @@ class Stage(Decoder):
                 self.group.send(logits, 0)
                 self.group.send(state, 0)
             return logits, state
-        assert more is not None  # every rank has a layer, and a layer leaves something to add
-        self.group.send(torch.stack((x, more.to(x.dtype))), rank + 1)
+        more = torch.zeros_like(x) if more is None else more.to(x.dtype)
+        self.group.send(torch.stack((x, more)), rank + 1)
         if rank > 0 or batch.outputs == "none":
             return None, x
         rows, tokens = batch.ids.shape

@@ -33,10 +33,19 @@ class MlpLike(Protocol):
 class BlockLike(Protocol):
     """A decoder layer of either shape."""
 
-    attn: Attention
-    mlp: MlpLike
+    @property
+    def attn(self) -> Attention:
+        """Its first half."""
+        ...
 
-    def forward(self, x: Tensor, more: Tensor | None, batch: Batch, kv: b.KeyValues) -> tuple[Tensor, Tensor]:
+    @property
+    def mlp(self) -> MlpLike:
+        """Its second half."""
+        ...
+
+    def forward(
+        self, x: Tensor, more: Tensor | None, batch: Batch, kv: b.KeyValues
+    ) -> tuple[Tensor, Tensor | None]:
         """The residual stream in and out, (rows, tokens, hidden): the sum so far, and what belongs to it."""
         ...
 

@@ -17,6 +17,7 @@ from .plan import Numbers, Plan, Step
 
 WIDEST = 1 << 18  # columns that a program can look at
 TILES = 128
+RUN = 64  # neighbouring columns of which the largest is known
 SORTS = (128, 512, 1024, 2048)  # how many candidates a program sorts: twice the tokens it can be asked for
 GATHERED = 1024  # how many it gathers where top-k does not say how many there are
 
@@ -24,15 +25,17 @@ PLACES = {
     "place": 1,  # of the row's logits in the batch
     "draw": 3,  # seed, position, branch
     "target": 1,  # address of mirostat's target, 0 at first
+    "first": 1,  # the first target, as the bits of a float64
     "spared": 1,  # address of the tokens that XTC spares
-    "listed": 4,  # address of penalised tokens, how many, how many are to change, where the changes are
-    "fading": 3,  # fading tokens: where, how many, and where their counts are among the numbers
+    "listed": 4,  # penalised tokens: address, how many, which one joined, which one left; -1 for none
+    "fresh": 2,  # a new list of penalised tokens: where it is, how many there are
+    "fading": 2,  # fading tokens: where, how many; their counts and strengths follow
     "blocked": 2,  # where, how many
-    "dry": 3,  # where, how many, and where their costs are among the numbers
+    "dry": 2,  # where, how many; their costs follow
     "bias": 1,  # address
     "allowed": 1,  # where the bits are
 }
-"""The words of a row's head, and how many each has. 0 stands for none."""
+"""The words of a row's head, and how many each has. 0 stands for none; places count from the first head."""
 
 AT = dict(zip(PLACES, accumulate(PLACES.values(), initial=0), strict=False))
 HEAD = sum(PLACES.values())

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LEAST_ROOM = 256  # tokens that a list on a device has room for at first
-
 
 @dataclass(frozen=True)
 class PenaltyRule:
@@ -29,6 +27,11 @@ class PenaltyRule:
     presence: float
     sustain: int | None
     decay: int
+
+    @property
+    def fades(self) -> bool:
+        """Whether a token's strength changes while the text grows."""
+        return self.decay > 0 and self.sustain is not None
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,6 @@ class Occurrences:
         self._ids = array("q")
         self._counts = array("f")
         self._slots: dict[int, int] = {}
-        self._touched: list[int] | None = None
 
     def move(self, ids: Sequence[int], start: int, end: int) -> None:
         """Count ids[start:end] instead; costs as much as the two windows differ."""
@@ -88,28 +90,6 @@ class Occurrences:
         """Where a token stands in `copies()`."""
         return self._slots.get(token)
 
-    def changes(self, into: list[int], everything: bool) -> int:
-        """Append (slot, token, count) for the slots that changed since last asked, or for all; how many."""
-        ids, counts, touched = self._ids, self._counts, self._touched
-        self._touched = []
-        if everything or touched is None:
-            into += [
-                word
-                for slot, pair in enumerate(zip(ids, counts, strict=True))
-                for word in (slot, *map(int, pair))
-            ]
-            return len(ids)
-        changed = 0
-        for slot in touched:
-            if slot < len(ids):
-                into += (slot, ids[slot], int(counts[slot]))
-                changed += 1
-        return changed
-
-    def size(self) -> int:
-        """How many distinct tokens there are."""
-        return len(self._ids)
-
     def _add(self, token: int) -> None:
         slot = self._slots.get(token)
         if slot is None:
@@ -118,14 +98,10 @@ class Occurrences:
             self._counts.append(1.0)
         else:
             self._counts[slot] += 1.0
-        if self._touched is not None:
-            self._touched.append(slot)
 
     def _remove(self, token: int) -> None:
         slot = self._slots[token]
         self._counts[slot] -= 1.0
-        if self._touched is not None:
-            self._touched.append(slot)
         if self._counts[slot] > 0:
             return
         del self._slots[token]
@@ -140,9 +116,6 @@ class PenaltyHistory:
 
     def __init__(self) -> None:
         self._window = Occurrences()
-        self._listed: Tensor | None = None
-        self._device: torch.device | None = None
-        self._address = self._room = 0
 
     def truncate(self, ids: Sequence[int], length: int) -> None:
         """The text is about to lose everything from this position on; `ids` still has it."""
@@ -157,27 +130,6 @@ class PenaltyHistory:
         if rule.decay == 0 or start == 0:
             return Terms(tokens, None, counts)
         return self._fading(ids, rule.decay, tokens, counts)
-
-    def listed(
-        self, ids: Sequence[int], rule: PenaltyRule, device: torch.device, changes: list[int]
-    ) -> tuple[int, int, int] | None:
-        """`terms` as (token, count) pairs on a device: their address, how many, and how many are to change.
-
-        The caller must bring about what is appended to `changes`: (slot, token, count) each. None for a rule
-        that fades, whose every count changes with every token.
-        """
-        length, window = len(ids), self._window
-        start = 0 if rule.sustain is None else max(0, length - rule.sustain)
-        if rule.decay and start:
-            return None
-        window.move(ids, start, length)
-        size = window.size()
-        fresh = size > self._room or device != self._device
-        if fresh:
-            self._room = LEAST_ROOM << (2 * size // LEAST_ROOM).bit_length()
-            self._listed = torch.empty(self._room, 2, dtype=torch.int32, device=device)
-            self._device, self._address = device, self._listed.data_ptr()
-        return self._address, size, window.changes(changes, fresh)
 
     def _fading(self, ids: Sequence[int], decay: int, tokens: array[int], counts: array[float]) -> Terms:
         """Add the part of the window where penalties fade, from full at its near end to none."""

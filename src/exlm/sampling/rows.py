@@ -7,7 +7,7 @@ has to wait for the device to find out, and the other rows are as if it were not
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -34,7 +34,7 @@ PROBLEMS = {
 }
 
 
-@dataclass
+@dataclass(eq=False)
 class Row:
     """One sequence that wants a token.
 
@@ -53,6 +53,14 @@ class Row:
     want_probs: bool = False
     want_top: int = 0
     guided: bool = False
+    edition: object = field(default=None, init=False, repr=False)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set a field. But for `allowed`, which is read anew for each token, that makes another `edition`."""
+        fields = self.__dict__
+        if name != "allowed" and fields.get(name, fields) is not value:
+            fields["edition"] = object()
+        fields[name] = value
 
     @property
     def position(self) -> int:

@@ -7,15 +7,16 @@ settings and state alone. Logits are never copied to the host and never changed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError
 from . import direct, fused, guidance
+from .desk import Desk
 from .edits import apply, check_bias, plan_edits
-from .lanes import Lane, lane_of
 from .pick import Picked, pick_greedy
 from .pipeline import Task, choose, failures, joined, make_task
 from .rows import Picks, Row
@@ -24,7 +25,7 @@ from .vocabulary import TokenizerLike, Vocabulary
 
 
 class Sampler:
-    """Chooses tokens for the rows of a batch. It remembers nothing of them."""
+    """Chooses tokens for the rows of a batch. What it remembers of them saves time and changes nothing."""
 
     Settings = Settings
     sample = staticmethod(direct.sample)
@@ -43,6 +44,7 @@ class Sampler:
         """
         self.kernels = kernels
         self.vocabulary = Vocabulary(tokenizer, vocab_size)
+        self._desk = Desk(self.vocabulary)
 
     def sample_batch(self, logits: Tensor, rows: Sequence[Row]) -> Picks:
         """Pick a token for every row of logits (rows, vocab); of two neighbouring ones if the row is guided.
@@ -51,50 +53,50 @@ class Sampler:
         tokens (see `Picks.error`); settings that cannot be meant raise InputError before anything is done.
         """
         with torch.no_grad():
+            if rows and self.kernels and fused.serves(logits.device) and logits.dim() == 2:
+                with _on(logits.device):
+                    return self._by_kernels(logits, rows)
             if rows and all(map(_wants_the_largest, rows)):
-                return _the_largest(self._tokens(logits, len(rows)), self._fast(logits))
-            x = self._mixed(logits, rows)
-            return self._sample(x, rows, self._fast(x))
+                top, picked = pick_greedy(self._tokens(logits, len(rows)), 0)
+                return Picks(failures(top, picked.tokens), picked.p)
+            return self._sample(self._mixed(logits, rows), rows)
 
-    def _fast(self, x: Tensor) -> bool:
-        return self.kernels and fused.serves(x.device)
+    def _by_kernels(self, logits: Tensor, rows: Sequence[Row]) -> Picks:
+        """Have kernels pick, for all rows that have a lane."""
+        batch = self._desk.seat(rows, self.vocabulary.width(logits.shape[1]), logits.device)
+        x = self._mixed(logits, rows) if batch.guided else self._tokens(logits, len(rows))
+        others = self._tasks(x, rows, batch.others) if batch.others else []
+        parts = self._desk.pick(x, batch)
+        parts += [([task.place for task in group], self._choose(x, group, batch.wanted)) for group in others]
+        picks = _picks(parts, x.device)
+        if batch.parties:
+            picks.again = lambda places: self._sample(x[places], [rows[place] for place in places])
+        return picks
 
-    def _sample(self, x: Tensor, rows: Sequence[Row], fast: bool) -> Picks:
-        """Pick from a row of logits for each row; `fast` if kernels may do it."""
+    def _sample(self, x: Tensor, rows: Sequence[Row]) -> Picks:
+        """Pick from a row of logits for each row, the plain way."""
         if not rows:
             return Picks(x.new_empty(0, dtype=torch.int64), x.new_empty(0))
-        width, device = x.shape[1], x.device
-        wanted = min(width, max([row.want_top for row in rows]))
-        plans = [row.settings.plan() for row in rows]
-        ways = {plan: lane_of(plan, width, wanted) if fast else None for plan in set(plans)}
-        groups: dict[object, list[Task]] = {}
-        lanes: dict[Lane, list[fused.Member]] = {}
-        known = None
-        for row in rows:
+        wanted = min(x.shape[1], max([row.want_top for row in rows]))
+        groups = self._tasks(x, rows, range(len(rows)))
+        return _picks(
+            [([task.place for task in group], self._choose(x, group, wanted)) for group in groups], x.device
+        )
+
+    def _tasks(self, x: Tensor, rows: Sequence[Row], places: Iterable[int]) -> list[list[Task]]:
+        """What is to be done for some rows, sorted into groups."""
+        width, known = x.shape[1], None
+        chosen = [(place, rows[place], rows[place].settings.plan()) for place in places]
+        for _, row, _ in chosen:
             bias = row.settings.token_bias
             if bias is not None and bias is not known:
                 check_bias(bias, width)
                 known = bias
-        for place, (row, plan) in enumerate(zip(rows, plans, strict=True)):
-            lane = ways[plan]
-            if lane is not None and (row.allowed is None or not _on_device(row.allowed)):
-                lanes.setdefault(lane, []).append((place, row, plan))
-                continue
-            task = make_task(place, row, plan, plan_edits(row, plan, self.vocabulary, width), width, device)
+        groups: dict[object, list[Task]] = {}
+        for place, row, plan in chosen:
+            task = make_task(place, row, plan, plan_edits(row, plan, self.vocabulary, width), width, x.device)
             groups.setdefault(task.company, []).append(task)
-        parts = [
-            ([place for place, _, _ in members], fused.pick_rows(x, members, lane, self.vocabulary, wanted))
-            for lane, members in lanes.items()
-        ]
-        parts += [
-            ([task.place for task in group], self._choose(x, group, wanted)) for group in groups.values()
-        ]
-        picked = parts[0][1] if len(parts) == 1 else joined(parts, device)
-        tops = None if picked.top_p is None else picked.top_p.float()
-        picks = Picks(picked.tokens, picked.p.float(), picked.top_tokens, tops)
-        if lanes:
-            picks.again = lambda places: self._sample(x[places], [rows[place] for place in places], False)
-        return picks
+        return list(groups.values())
 
     def _tokens(self, logits: Tensor, needed: int) -> Tensor:
         """Checked logits in float32, without the padding."""
@@ -137,18 +139,16 @@ class Sampler:
         return choose(x, group, self.vocabulary, wanted)
 
 
-def _the_largest(x: Tensor, fast: bool) -> Picks:
-    """The picks of rows that want nothing else."""
-    if fast:
-        picked = fused.pick_largest(x)
-        return Picks(picked.tokens, picked.p)
-    top, picked = pick_greedy(x, 0)
-    return Picks(failures(top, picked.tokens), picked.p)
+def _picks(parts: Sequence[tuple[list[int], Picked]], device: torch.device) -> Picks:
+    """What the groups of a batch got, each with its rows' places, in the order of the batch."""
+    picked = parts[0][1] if len(parts) == 1 else joined(parts, device)
+    tops = None if picked.top_p is None else picked.top_p.float()
+    return Picks(picked.tokens, picked.p.float(), picked.top_tokens, tops)
 
 
-def _on_device(allowed: Tensor | Collection[int]) -> bool:
-    """Whether a mask is where it cannot be packed with what else a row brings along."""
-    return isinstance(allowed, Tensor) and allowed.device.type != "cpu"
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Kernels are launched on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _wants_the_largest(row: Row) -> bool:

@@ -104,6 +104,12 @@ class Settings:
             raise AttributeError(f"Settings has no field {name!r}.{hint}")
         self.__dict__[name] = value
         self.__dict__["_plan"] = None
+        self.__dict__["_edition"] = object()
+
+    @property
+    def edition(self) -> object:
+        """Another one whenever a field was assigned."""
+        return self.__dict__["_edition"]
 
     @staticmethod
     def greedy(**kwargs: Any) -> Settings:

@@ -31,9 +31,12 @@ class SamplerState:
         """
         self.seed = check_seed(seed)
         self._seed_word = (self.seed + 2**63) % 2**64 - 2**63
-        self.history: list[int] = list(prompt_ids)
+        self._history: list[int] = list(prompt_ids)
         self.branch = 0
-        self._drawn = -1
+        self.edition = object()
+        """Another one whenever anything changed but by appended tokens, drawn numbers and moved targets."""
+        self.drawn = -1
+        """The last position that a random number was drawn for."""
         self._uniforms = Uniforms(self.seed)
         self._penalties: PenaltyHistory | None = None
         self._dry: DryIndex | None = None
@@ -43,65 +46,64 @@ class SamplerState:
             self.mirostat_mu = settings.mirostat_mu[0]
 
     def __len__(self) -> int:
-        return len(self.history)
+        return len(self._history)
+
+    @property
+    def history(self) -> list[int]:
+        """The text; always the same list, and to be changed by the methods below alone."""
+        return self._history
 
     def accept(self, token: int) -> None:
         """The text grew by a token."""
-        self.history.append(token)
+        self._history.append(token)
 
     def follow(self, ids: Sequence[int]) -> None:
         """Take over what was appended to the text since; a text that became shorter was rewound."""
-        if len(ids) < len(self.history):
+        if len(ids) < len(self._history):
             self.truncate(len(ids))
-        elif len(ids) > len(self.history):
-            self.history.extend(ids[len(self.history) :])
+        elif len(ids) > len(self._history):
+            self._history.extend(ids[len(self._history) :])
 
     def truncate(self, length: int) -> None:
         """Take back every token from this position on.
 
         What is sampled next uses fresh random numbers: those of the rejected tokens are what got them chosen.
         """
-        if length <= self._drawn:
+        self.edition = object()
+        if length <= self.drawn:
             self.branch += 1
-            self._drawn = length - 1
+            self.drawn = length - 1
         self._forget_targets(length)
         if self._penalties is not None:
-            self._penalties.truncate(self.history, length)
+            self._penalties.truncate(self._history, length)
         if self._dry is not None:
             self._dry.truncate(length)
-        del self.history[length:]
+        del self._history[length:]
 
     def uniform(self, position: int) -> float:
         """The random number in [0, 1) for the token at a position; asked again, the same one."""
-        if position > self._drawn:
-            self._drawn = position
+        if position > self.drawn:
+            self.drawn = position
         return self._uniforms.at(position, self.branch)
 
-    def draw(self, position: int) -> tuple[int, int, int]:
-        """What `uniform` is a function of, as signed 64-bit words: the seed, the position, the branch."""
-        if position > self._drawn:
-            self._drawn = position
-        return self._seed_word, position, self.branch
+    def draws(self) -> tuple[int, int]:
+        """What `uniform` is a function of besides the position, as signed 64-bit words: seed and branch.
+
+        Whoever computes it elsewhere must say for which position: see `drawn`.
+        """
+        return self._seed_word, self.branch
 
     def penalty_terms(self, rule: PenaltyRule) -> Terms:
         """The tokens of the text that a penalty rule is about."""
         if self._penalties is None:
             self._penalties = PenaltyHistory()
-        return self._penalties.terms(self.history, rule)
-
-    def penalty_list(
-        self, rule: PenaltyRule, device: torch.device, changes: list[int]
-    ) -> tuple[int, int, int] | None:
-        """`penalty_terms` as they stand on a device, see `PenaltyHistory.listed`."""
-        if self._penalties is None:
-            self._penalties = PenaltyHistory()
-        return self._penalties.listed(self.history, rule, device, changes)
+        return self._penalties.terms(self._history, rule)
 
     def repeats(self, rule: DryRule, breakers: Collection[int], limit: int) -> dict[int, float]:
         """What DRY takes off which tokens."""
         if self._dry is None:
             self._dry = DryIndex()
-        self._dry.extend(self.history[len(self._dry) :])
+        self._dry.extend(self._history[len(self._dry) :])
         return self._dry.repeats(rule, breakers, limit)
 
     @property
@@ -114,6 +116,7 @@ class SamplerState:
 
     @mirostat_mu.setter
     def mirostat_mu(self, target: float | None) -> None:
+        self.edition = object()
         self._targets.clear()
         self._start = float(target or 0.0)
 
@@ -126,11 +129,10 @@ class SamplerState:
 
         Between steps it stays on the device.
         """
-        self._forget_targets(position)
-        if not self._targets:
-            return None
-        _, targets, place = self._targets[-1]
-        return targets, place
+        for at, targets, place in reversed(self._targets):
+            if at < position:
+                return targets, place
+        return None
 
     def target(self, position: int, tau: float, device: torch.device) -> Tensor:
         """The target for the token at a position as a scalar."""

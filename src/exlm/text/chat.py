@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ChatTemplateError, TokenizerError
+from .chat_formats import FORMATS, ChatFormat
 from .folder import Folder, read_object, read_text
 from .renderer import Limits, Renderer
 
@@ -21,10 +22,11 @@ TOOL_USE = "tool_use"
 
 @dataclass(frozen=True)
 class Template:
-    """A template's source and the file it is from."""
+    """A template's source and the file it is from; the format it is made of, if it is one of ours."""
 
     source: str
     origin: str
+    format: ChatFormat | None = None
 
 
 class ChatTemplates:
@@ -57,9 +59,16 @@ class ChatTemplates:
             return self.templates[DEFAULT]
         return next(iter(self.templates.values())) if len(self.templates) == 1 else None
 
+    @property
+    def names(self) -> list[str]:
+        """What can be chosen by name: the model's own templates, then the formats known here."""
+        return [*self.templates, *(name for name in FORMATS if name not in self.templates)]
+
     def choose(self, asked: str | None = None, tools: bool = False) -> Template:
         """A template by name, a template given as its own source, or the one these messages call for."""
         if asked is not None:
+            if asked not in self.templates and asked in FORMATS:
+                return Template(FORMATS[asked].source, f"the chat format {asked}", FORMATS[asked])
             return self.templates.get(asked) or Template(asked, "the given chat_template")
         if tools and TOOL_USE in self.templates:
             return self.templates[TOOL_USE]
@@ -72,7 +81,8 @@ class ChatTemplates:
             )
         raise ChatTemplateError(
             f"{self.where} has no chat template (looked in chat_template.jinja, tokenizer_config.json and "
-            "chat_template.json). Pass one as chat_template=, or write the prompt yourself."
+            "chat_template.json). Pass one as chat_template=, by name "
+            f"({', '.join(FORMATS)}) or as its source, or write the prompt yourself."
         )
 
 

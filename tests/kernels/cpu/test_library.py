@@ -29,7 +29,7 @@ def test_the_processor_decides() -> None:
 def test_without_a_compiler_the_reference_does_it_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("EXLM_CPU", "1")
+    monkeypatch.delenv("EXLM_CPU", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("EXLM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(library, "prebuilt", lambda name: tmp_path / name)
@@ -38,12 +38,13 @@ def test_without_a_compiler_the_reference_does_it_all(
     assert "absent: cpu: there is no C compiler" in chain.explain()
 
 
-def test_a_switch_turns_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    off = choose(torch.device("cpu"), torch.float32)
-    assert "absent: cpu: new, switched on by EXLM_CPU=1" in off.explain()
-    monkeypatch.setenv("EXLM_CPU", "1")
+def test_a_switch_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EXLM_CPU", raising=False)
     on = choose(torch.device("cpu"), torch.float32)
     assert on.backends[0].name == "cpu" or "absent: cpu: there is no C compiler" in on.explain()
+    monkeypatch.setenv("EXLM_CPU", "0")
+    off = choose(torch.device("cpu"), torch.float32)
+    assert "absent: cpu: switched off by EXLM_CPU=0" in off.explain()
 
 
 def test_a_library_of_the_wheel_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +68,7 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr(library, "prebuilt", lambda name: tmp_path / name)
-    with pytest.raises(Unsupported, match="cannot be"):
+    with pytest.raises(Unsupported, match=r"cannot be|there is no C compiler"):
         library.load(tmp_path / "file" / "kernels", "plain")
 
 

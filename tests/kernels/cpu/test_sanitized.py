@@ -1,4 +1,4 @@
-"""The C sources under the address and undefined-behaviour sanitizers, on random matrices."""
+"""The C sources under the address and undefined-behaviour sanitizers, on random matrices and pages."""
 
 from __future__ import annotations
 
@@ -22,9 +22,16 @@ from exlm.kernels.cpu.blocks import arrange
 from exlm.kernels.cpu.library import Library
 from exlm.kernels.cpu.linear import PackedLinear, PackedLookup
 from exlm.kernels.cpu.small import AddRmsNorm, SiluGate
+from exlm import spec
+from exlm.cache.coded import CodedLayer, Rotated
+from exlm.cache.dense import DenseLayer
+from exlm.cache.layer import LayerShape
+from exlm.kernels.cpu.attention import PagedAttention, Standing, TurningTables
+from exlm.kernels.cpu.project import Together
+from exlm.nn import Batch
 from tests.kernels.cpu.chance import RECIPES, make
 
-made = Library("plain", Path(sys.argv[1]))
+made, CPU = Library("plain", Path(sys.argv[1])), torch.device("cpu")
 
 @settings(max_examples=60, database=None, derandomize=True, deadline=None)
 @given(RECIPES, st.integers(1, 40), st.integers(1, 3))
@@ -37,8 +44,35 @@ def walk(recipe, rows, threads):
     x = torch.randn(rows, recipe.columns)
     AddRmsNorm(made, torch.ones(recipe.columns), 1e-5, None)(x, x)
     SiluGate(made)(x, x)
+    linear = PackedLinear(made, blocks)
+    for gated, count in ((False, 3), (True, 2)):
+        together = Together(made, [linear] * count, torch.ones(weight.in_features), 1e-5, gated)
+        together(torch.randn(min(rows, 16), 1, weight.in_features), None)
+
+@settings(max_examples=40, database=None, derandomize=True, deadline=None)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=3), st.integers(1, 4),
+       st.sampled_from([(2, 64), (3, 32)]),
+       st.sampled_from([None, (8, 8), (8, 4), (4, 4)]), st.integers(1, 3))
+def look(past, tokens, heads, bits, threads):
+    torch.set_num_threads(threads)
+    kv, dim = heads
+    rope = spec.Rope(dim=dim, theta=100.0)
+    attn = spec.Attention(2 * kv, kv, dim, scale=0.1, rope=rope, window=20 if threads == 2 else None)
+    width = -(-(max(past) + tokens) // 16)
+    pages = torch.randperm(len(past) * width).view(len(past), width)
+    start = torch.tensor(past)
+    places = start[:, None] + torch.arange(tokens)
+    where = Batch(places, places, start, pages, max(past) + tokens, False)
+    if bits is None:
+        layer = DenseLayer(pages.numel(), 16, kv, dim, torch.float32, CPU)
+    else:
+        layer = CodedLayer(pages.numel(), 16, LayerShape(kv, dim), Rotated(bits[0]), Rotated(bits[1]), CPU)
+    attend = PagedAttention(made, attn, TurningTables(rope, 64, CPU), Standing(), None)
+    q, k, v = (torch.randn(len(past), tokens, n, dim) for n in (2 * kv, kv, kv))
+    assert attend(q, k, v, layer, where).isfinite().all()
 
 walk()
+look()
 """
 
 

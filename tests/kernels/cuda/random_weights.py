@@ -22,6 +22,8 @@ KINDS: dict[str, tuple[list[tuple[int, list[int]]], int, bool, bool]] = {
     "minimums": ([(5, [32] * 8)], 48, False, True),
     "groups of 16": ([(6, [16] * 16)], 33, False, False),
     "minimums of 2 bits": ([(2, [16] * 16)], 80, False, True),
+    "4 bits in small groups": ([(4, [32] * 16)], 72, False, False),
+    "6 and 4 bits": ([(6, [32] * 4), (4, [128] * 3)], 56, False, False),
     "one width in two places": ([(4, [32] * 4), (6, [32] * 4), (4, [32] * 3)], 32, False, False),
 }
 """Segments (bits, groups), outputs, whether zero points differ, whether there are minimums."""
@@ -38,18 +40,19 @@ def segment(bits: int, sizes: list[int], outputs: int, zeros: bool, minima: bool
     return Segment(bits, tuple(sizes), codes, scales, zero, floor)
 
 
-def weight(kind: str, *, order: bool = True, bias: bool = False) -> PackedWeight:
-    """A random matrix of a kind."""
-    torch.manual_seed(sum(map(ord, kind)))
+def weight(kind: str, *, order: bool = True, bias: bool = False, seed: int = 0) -> PackedWeight:
+    """A random matrix of a kind; all of as many inputs have them in the same order."""
+    torch.manual_seed(sum(map(ord, kind)) + seed)
     parts, outputs, zeros, minima = KINDS[kind]
     segments = tuple(segment(bits, sizes, outputs, zeros, minima) for bits, sizes in parts)
+    return matrix(segments, outputs, order, bias, kind)
+
+
+def matrix(
+    segments: tuple[Segment, ...], outputs: int, order: bool = True, bias: bool = False, name: str = "w"
+) -> PackedWeight:
+    """Segments as a matrix."""
     inputs = sum(one.rows for one in segments)
-    return PackedWeight(
-        kind,
-        inputs,
-        outputs,
-        segments,
-        torch.float16,
-        torch.randperm(inputs).int() if order else None,
-        torch.randn(outputs).half() if bias else None,
-    )
+    places = torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs)).int()
+    added = torch.randn(outputs).half() if bias else None
+    return PackedWeight(name, inputs, outputs, segments, torch.float16, places if order else None, added)

@@ -7,18 +7,23 @@ from pathlib import Path
 import pytest
 import torch
 
+from exlm import spec
 from exlm.errors import Unsupported
-from exlm.kernels.cuda.backend import FEW, CudaBackend
-from exlm.kernels.cuda.linear import Entry, Plan, Product, expanded
+from exlm.kernels import backend as b
+from exlm.kernels.cuda.backend import MOST, CudaBackend
+from exlm.kernels.cuda.linear import Normal, Plan, Product, expanded
 from exlm.kernels.cuda.program import Workshop
-from exlm.kernels.cuda.tiles import arrange, expand
+from exlm.kernels.cuda.tiles import alike, arrange, expand
+from exlm.kernels.cuda.wide import WideProduct
+from tests.kernels.cuda.oracle import ACTS, LIMIT, entered, gated, off
+from tests.kernels.cuda.oracle import product as right
 from tests.kernels.cuda.random_weights import KINDS, weight
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-ENTRIES: tuple[Entry, ...] = ("plain", "norm", "gated")
+ROWS = (16, 1, 2, 7, 8, 9, 15)
 
 
 @pytest.fixture(scope="module")
@@ -26,61 +31,96 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return Workshop(torch.device("cuda", 0), tmp_path_factory.mktemp("kernels"))
 
 
-def entered(x: torch.Tensor, entry: Entry, norm: torch.Tensor, eps: float) -> torch.Tensor:
-    """x as it enters the matrix, in float64."""
-    wide = x.double()
-    if entry == "norm":
-        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * norm.double()
-        return scaled.half().double()
-    if entry == "gated":
-        gate, up = wide.chunk(2, -1)
-        return (torch.nn.functional.silu(gate) * up).half().double()
-    return wide
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_unpacking_on_the_device_is_exact(workshop: Workshop, kind: str) -> None:
-    (tiles,) = arrange(weight(kind).to(workshop.device))
+    tiles = arrange(weight(kind).to(workshop.device))
     assert expanded(workshop, tiles)[: tiles.out_features].equal(expand(tiles))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("entry", ENTRIES)
-@pytest.mark.parametrize("plan", [Plan(), Plan(4, 8, 2), Plan(1, 12, 3)])
+@pytest.mark.parametrize("normal", [False, True])
+@pytest.mark.parametrize("plan", [Plan(), Plan(1, 16, 3), Plan(4, 6)])
 def test_products_are_right_and_alone_as_in_company(
-    workshop: Workshop, kind: str, entry: Entry, plan: Plan
+    workshop: Workshop, kind: str, normal: bool, plan: Plan
 ) -> None:
     packed = weight(kind, bias=True).to(workshop.device)
     torch.manual_seed(1)
-    norm = torch.rand(packed.in_features, device=workshop.device)
-    (tiles,) = arrange(packed)
-    product = Product(workshop, [tiles, tiles], entry, norm, 1e-5, plan)
-    x = torch.randn(16, packed.in_features * (2 if entry == "gated" else 1), device=workshop.device).half()
+    norm = Normal(torch.rand(packed.in_features, device=workshop.device), 1e-5) if normal else None
+    tiles = arrange(packed)
+    product = Product(workshop, [tiles, tiles], norm, None, plan)
+    x = torch.randn(16, packed.in_features, device=workshop.device).half()
     rest = torch.randn(16, packed.out_features, device=workshop.device).half()
-    assert packed.bias is not None
-    want = entered(x, entry, norm, 1e-5) @ packed.dequantize().double() + packed.bias.double() + rest.double()
+    want = right(x, packed, norm) + rest.double()
     whole = None
-    for rows in (16, 1, 2, 7, 8, 9, 15):
+    for rows in ROWS:
         out = [torch.full_like(rest[:rows], float("nan")) for _ in range(2)]
         product(x[:rows].contiguous(), out, rest[:rows].contiguous())
         assert out[0].equal(out[1])
-        assert float((out[0].double() - want[:rows]).norm() / want[:rows].norm()) < 1.5e-3
+        assert off(out[0], want[:rows]) < LIMIT
         whole = out[0] if whole is None else whole
         assert out[0].equal(whole[:rows])
 
 
-@pytest.mark.parametrize("rows", [1, 16, 17, FEW, FEW + 1, 300])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("act", ACTS)
+def test_a_gate_and_what_it_lets_through(workshop: Workshop, kind: str, act: str) -> None:
+    gate, up = (weight(kind, bias=True, seed=seed).to(workshop.device) for seed in (1, 2))
+    norm = Normal(torch.rand(gate.in_features, device=workshop.device), 1e-5)
+    product = Product(workshop, alike([arrange(gate), arrange(up)]), norm, act)
+    x = torch.randn(16, gate.in_features, device=workshop.device).half()
+    want = gated(x, gate, up, norm, act)
+    whole = None
+    for rows in ROWS:
+        (out,) = (torch.full((rows, width), float("nan"), device=x.device).half() for width in product.widths)
+        product(x[:rows].contiguous(), [out])
+        assert off(out, want[:rows]) < LIMIT
+        whole = out if whole is None else whole
+        assert out.equal(whole[:rows])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("act", [None, "silu"])
+def test_more_rows_are_right_and_alike(workshop: Workshop, kind: str, act: str | None) -> None:
+    first, second = (weight(kind, bias=True, seed=seed).to(workshop.device) for seed in (1, 2))
+    norm = Normal(torch.rand(first.in_features, device=workshop.device), 1e-5)
+    product = WideProduct(Product(workshop, alike([arrange(first), arrange(second)]), norm, act))
+    x = torch.randn(MOST, first.in_features, device=workshop.device).half()
+    want = gated(x, first, second, norm, act) if act else right(x, first, norm)
+    whole = None
+    for rows in (MOST, 17, 32, 33, 48, 49, MOST):
+        out = [torch.full((rows, width), float("nan"), device=x.device).half() for width in product.widths]
+        product(x[:rows].contiguous(), out)
+        assert off(out[0], want[:rows]) < LIMIT
+        whole = out[0] if whole is None else whole
+        assert out[0].equal(whole[:rows])
+
+
+def test_matrices_of_different_kinds_together(tmp_path: Path) -> None:
+    device = torch.device("cuda", 0)
+    backend = CudaBackend(device, torch.float16, tmp_path)
+    packed = [weight(kind).to(device) for kind in ("4 bits", "4 bits in small groups", "6 and 4 bits")]
+    linears = [backend.linear(one) for one in packed]
+    scale = torch.rand(512, device=device)
+    project = backend.project(linears, b.Entry(spec.Norm("rms", 1e-5), scale), None)
+    x = torch.randn(3, 1, 512, device=device).half()
+    entry = entered(x, Normal(scale, 1e-5))
+    for got, one in zip(project(x, None), packed, strict=True):
+        assert off(got, entry @ one.dequantize().double()) < LIMIT
+    for linear, one in zip(linears, packed, strict=True):
+        assert off(linear(x), x.double() @ one.dequantize().double()) < LIMIT
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, MOST, MOST + 1, 300])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_backend_takes_any_number_of_rows(tmp_path: Path, kind: str, rows: int) -> None:
     device = torch.device("cuda", 0)
     packed = weight(kind, bias=True).to(device)
     linear = CudaBackend(device, torch.float16, tmp_path).linear(packed)
     x = torch.randn(1, rows, packed.in_features, device=device).half()
-    assert packed.bias is not None
-    want = x.double() @ packed.dequantize().double() + packed.bias.double()
+    want = right(x, packed)
     got = linear(x)
     assert got.shape == want.shape
-    assert float((got.double() - want).norm() / want.norm()) < 1.5e-3
+    assert off(got, want) < LIMIT
 
 
 def test_other_precisions_are_declined(tmp_path: Path) -> None:

@@ -5,17 +5,31 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from exlm.errors import KernelError
-from exlm.kernels.cuda.linear import SOURCE, Plan, choices, fitting
-from exlm.kernels.cuda.program import compile_source, compiled
-from exlm.kernels.cuda.tiles import Layout
+from exlm.errors import KernelError, Unsupported
+from exlm.kernels.cuda import wide
+from exlm.kernels.cuda.linear import SOURCE, Form, Plan, Product, choices, dealt
+from exlm.kernels.cuda.program import Workshop, compile_source, compiled, whole
+from exlm.kernels.cuda.tiles import Layout, arrange
+from tests.kernels.cuda.random_weights import KINDS, weight
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
+EVERY = tuple((bits, steps) for bits, steps in zip((2, 3, 4, 5, 6, 8), (8, 4, 8, 2, 2, 1), strict=True))
 CHOICES = {
-    "exl2": choices(Layout(2, "half", False), [8, 6, 5, 4, 3, 2], 1, Plan(), 3, "norm"),
-    "gptq": choices(Layout(8, "table", False), [4], 2, Plan(), 2, "gated"),
-    "gguf": choices(Layout(2, "none", True), [5], 2, Plan(4, 8, 2), 1, "plain"),
+    "exl2": choices(Form(Layout(EVERY, "half", False), 4, 3, norm=True), 1, Plan(), 2),
+    "gptq": choices(Form(Layout(((4, 8),), "table", False), 4, 2, act=1), 2, Plan()),
+    "gguf": choices(Form(Layout(((5, 2),), "none", True), 5), 2, Plan(1, 8, 3)),
+    "one row": choices(
+        Form(Layout(((4, 8), (6, 2)), "half", False), 4, 2, norm=True, act=3), 1, Plan(2, 16), 3
+    ),
+}
+
+
+WIDE = {
+    "exl2": dealt(Form(Layout(EVERY, "half", False), 4, 3, norm=True), 8, wide.Plan()),
+    "gptq": dealt(Form(Layout(((4, 8),), "table", False), 4, 2, act=1), 4, wide.Plan()),
+    "gguf": dealt(Form(Layout(((5, 2),), "none", True), 5), 6, wide.Plan(1, 4, 2)),
 }
 
 
@@ -31,9 +45,17 @@ def _compiler() -> None:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", CHOICES)
 def test_it_compiles(target: str, name: str) -> None:
-    image = compile_source(SOURCE.read_bytes(), SOURCE.name, options(target, CHOICES[name]))
+    image = compile_source(whole(SOURCE), SOURCE.name, options(target, CHOICES[name]))
     assert image.startswith(b"\x7fELF")
     assert all(kernel in image for kernel in (b"multiply", b"prepare", b"expand"))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", WIDE)
+def test_the_wide_one_compiles(target: str, name: str) -> None:
+    chosen = {**WIDE[name], "RESIDENT": 1}
+    image = compile_source(whole(wide.SOURCE), wide.SOURCE.name, options(target, chosen))
+    assert all(kernel in image for kernel in (b"multiply_wide", b"prepare"))
 
 
 def test_machine_code_is_kept(tmp_path: Path) -> None:
@@ -57,9 +79,25 @@ def test_the_compiler_says_what_is_wrong() -> None:
         compile_source(b"__global__ void f() { missing(); }", "wrong.cu", ["--gpu-architecture=sm_90"])
 
 
-def test_plans_fit_small_shared_memories() -> None:
-    brick = Layout(2, "half", False).brick(8)
-    roomy, tight = fitting(Plan(2, 8, 4), brick, 227 * 1024), fitting(Plan(2, 8, 4), brick, 99 * 1024)
-    assert roomy == Plan(2, 8, 4)
-    assert tight.stages >= 2
-    assert tight.warps * tight.stages * tight.tiles * brick <= 99 * 1024
+class Small(Workshop):
+    """A GPU with little shared memory."""
+
+    memory = 32 * 1024
+    processors = 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("act", [None, "silu"])
+def test_plans_fit_small_shared_memories(tmp_path: Path, kind: str, act: str | None) -> None:
+    tiles = arrange(weight(kind))
+    workshop = Small(torch.device("cpu"), tmp_path)
+    product = Product(workshop, [tiles, tiles], None, act, Plan(4, 16))
+    plan = product.plan
+    assert plan.warps * plan.tiles * 16 * 16 * 4 <= workshop.memory
+
+
+def test_too_little_memory_is_said(tmp_path: Path) -> None:
+    workshop = Small(torch.device("cpu"), tmp_path)
+    workshop.memory = 512
+    with pytest.raises(Unsupported, match="512 bytes"):
+        Product(workshop, [arrange(weight("4 bits"))])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from exlm.errors import Unsupported
 from exlm.formats.packed import PackedWeight
 from exlm.formats.scales import Direct
-from exlm.kernels.cuda.tiles import BLOCK, PLANES, Tiles, arrange, expand
+from exlm.kernels.cuda.tiles import BLOCK, PLANES, Layout, Tiles, alike, arrange, expand
 from tests.kernels.cuda.random_weights import KINDS, segment, weight
 
 
@@ -31,7 +31,7 @@ def numbers(tiles: Tiles) -> torch.Tensor:
 @pytest.mark.parametrize("order", [True, False])
 def test_numbers_stay_what_they_are(kind: str, order: bool) -> None:
     packed = weight(kind, order=order)
-    (tiles,) = arrange(packed)
+    tiles = arrange(packed)
     assert numbers(tiles).view(torch.int16).equal(packed.dequantize().view(torch.int16))
 
 
@@ -49,19 +49,31 @@ def test_any_mixture(
     segments = tuple(segment(bits, [group] * count, outputs, zeros, minima) for bits, count in parts)
     inputs = sum(one.rows for one in segments)
     packed = PackedWeight("any", inputs, outputs, segments, torch.float16, torch.randperm(inputs).int())
-    (tiles,) = arrange(packed)
+    tiles = arrange(packed)
     assert numbers(tiles).equal(packed.dequantize())
     assert tiles.blocks * BLOCK >= inputs
     assert len(tiles.widths) == len(set(tiles.widths))
 
 
 def test_several_share_the_finest_layout() -> None:
-    coarse, fine = weight("4 bits"), weight("groups of 16")
-    together = arrange(coarse, replace(fine))
-    assert {one.layout for one in together} == {together[0].layout}
-    assert together[0].layout.steps == 1
-    assert numbers(together[0]).equal(coarse.dequantize())
-    assert numbers(together[1]).equal(fine.dequantize())
+    kinds = [weight(kind) for kind in ("4 bits", "4 bits in small groups", "6 and 4 bits")]
+    together = alike([arrange(one) for one in kinds])
+    assert {one.layout for one in together} == {Layout(((4, 2), (6, 2)), "half", False)}
+    for tiles, one in zip(together, kinds, strict=True):
+        assert numbers(tiles).equal(one.dequantize())
+        assert all(run.bricks.shape[2] == tiles.layout.brick(run.bits) for run in tiles.runs)
+
+
+def test_zero_points_of_two_sorts_stay_apart() -> None:
+    with pytest.raises(Unsupported, match="zero points"):
+        alike([arrange(weight("4 bits")), arrange(weight("zero points"))])
+
+
+def test_each_width_has_groups_of_its_own_size() -> None:
+    packed = weight("6 and 4 bits")
+    tiles = arrange(packed)
+    assert tiles.layout.steps == ((4, 8), (6, 2))
+    assert numbers(tiles).equal(packed.dequantize())
 
 
 def test_small_scales_are_lifted_by_a_power_of_two() -> None:
@@ -75,7 +87,7 @@ def test_small_scales_are_lifted_by_a_power_of_two() -> None:
         for one in tiny.segments
     )
     packed = replace(tiny, segments=shrunk, dtype=torch.float32)
-    (tiles,) = arrange(packed)
+    tiles = arrange(packed)
     assert tiles.factor < 1.0
     assert torch.tensor(tiles.factor).log2() % 1 == 0
     exact = packed.dequantize()

@@ -1,22 +1,30 @@
-"""Attention of a few new tokens, in one call: turn, store, look back over float pages.
+"""Attention of a few new tokens, in one call: turn, store, look back over pages of floats or codes.
 
-Prompts, hidden keys, coded caches and three-plane positions are left to the reference.
+Prompts, hidden keys, truncated codes and three-plane positions are left to the reference.
 """
 
 from __future__ import annotations
 
 import ctypes
+from struct import Struct
 
 import torch
 from torch import Tensor
 
 from ... import spec
-from ..backend import Attend, KeyValues, Where
+from ..backend import Attend, Coding, KeyValues, Where
 from ..reference.rope import Rotation
-from .library import Call, Layer, Library, check
+from .library import Layer, Library, check
 
-FEW = 4
+FEW = 8
 """New tokens of a row up to which this is faster than torch's kernel for many."""
+
+_CALL = Struct("11Pq4i")  # what C calls a Call
+_CODES = Struct("2Pq2Pqq")  # what follows it in a CodedCall
+FLOATS = bytes(_CODES.size)
+"""What follows it where nothing is coded."""
+
+_BITS: dict[Coding, int] = {"rotated8": 8, "rotated4": 4}
 
 
 class TurningTables(Rotation):
@@ -27,14 +35,50 @@ class TurningTables(Rotation):
         self.pairs = rope.style != "neox"
 
 
+class Standing:
+    """Where the tokens of a step stand, as C is told: worked out once for all layers of a step."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Where, tuple[int, ...] | None] | None = None
+
+    def of(self, where: Where) -> tuple[int, ...] | None:
+        """Pages, pasts, positions, and the step between rows of the first; None if C cannot take them."""
+        last = self._last
+        if last is None or last[0] is not where:
+            self._last = last = where, self._found(where)
+        return last[1]
+
+    @staticmethod
+    def _found(where: Where) -> tuple[int, ...] | None:
+        table, past, positions = where.pages, where.past, where.positions
+        if where.mask is not None or positions.dim() != 2 or table.stride(1) != 1:
+            return None
+        if not (table.dtype is past.dtype is positions.dtype is torch.int64):
+            return None
+        if not (past.is_contiguous() and positions.is_contiguous()):
+            return None
+        return table.data_ptr(), past.data_ptr(), positions.data_ptr(), table.stride(0)
+
+
 class PagedAttention:
     """Softmax over every key up to the query's own, in the order they lie."""
 
-    def __init__(self, library: Library, attn: spec.Attention, rotate: TurningTables, other: Attend) -> None:
+    def __init__(
+        self,
+        library: Library,
+        attn: spec.Attention,
+        rotate: TurningTables,
+        standing: Standing,
+        other: Attend,
+    ) -> None:
         self._attend = library.attend
+        self._attend_coded = library.attend_coded
+        self._standing = standing
         self._other = other
         self._rotate = rotate  # holds the tables
         self._width = attn.heads * attn.head_dim
+        self._ways = 2 if attn.kv_heads * attn.head_dim % 64 == 0 else 1
+        self._codable = attn.head_dim % (32 * self._ways) == 0  # no transform reaches into the next head
         self._layer = Layer(
             cos=rotate.cos.data_ptr(),
             sin=rotate.sin.data_ptr(),
@@ -51,27 +95,35 @@ class PagedAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, kv: KeyValues, where: Where) -> Tensor:
         """Heads in, (rows, tokens, heads · head_dim) out."""
         rows, tokens = q.shape[:2]
-        pages = kv.paged if tokens <= FEW else None
-        if pages is None or not self._fits(pages.keys[0], pages.coding, where):
-            return self._other(q, k, v, kv, where)
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        table, past, positions = where.pages, where.past.contiguous(), where.positions.contiguous()
         out = torch.empty(rows, tokens, self._width)
-        call = Call(
-            *(self._address, q.data_ptr(), k.data_ptr(), v.data_ptr()),
-            *(pages.keys[0].data_ptr(), pages.values[0].data_ptr()),
-            *(table.data_ptr(), past.data_ptr(), positions.data_ptr(), out.data_ptr(), None),
-            *(0, rows, tokens, pages.size, table.stride(0)),
-        )
-        check(self._attend(call, where.longest, torch.get_num_threads()))
+        heads = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        call = self.call(heads, out.data_ptr(), rows, tokens, kv, where)
+        if call is None:
+            return self._other(q, k, v, kv, where)
+        attend = self._attend if len(call) == _CALL.size else self._attend_coded
+        check(attend(call, where.longest, torch.get_num_threads()))
         return out
 
-    def _fits(self, keys: Tensor, coding: tuple[str, str], where: Where) -> bool:
-        return (
-            keys.dtype is torch.float32
-            and coding == ("float", "float")
-            and where.mask is None
-            and where.positions.dim() == 2
-            and where.pages.dtype is where.past.dtype is where.positions.dtype is torch.int64
-            and where.pages.stride(1) == 1
+    def call(
+        self, heads: tuple[int, int, int], out: int, rows: int, tokens: int, kv: KeyValues, where: Where
+    ) -> bytes | None:
+        """What C is told, given the places of q, k, v and of the answer; None if it cannot do this."""
+        pages = kv.paged if tokens <= FEW else None
+        places = None if pages is None else self._standing.of(where)
+        if pages is None or places is None:
+            return None
+        table, past, positions, stride = places
+        rest = table, past, positions, out, 0, 0, rows, tokens, pages.size, stride
+        keys, values = pages.keys, pages.values
+        coding, other = pages.coding
+        if coding == "float":
+            if other != "float" or keys[0].dtype is not torch.float32:
+                return None
+            return _CALL.pack(self._address, *heads, keys[0].data_ptr(), values[0].data_ptr(), *rest)
+        if not (self._codable and coding in _BITS and other in _BITS):
+            return None
+        return _CALL.pack(self._address, *heads, 0, 0, *rest) + _CODES.pack(
+            *(keys[0].data_ptr(), keys[1].data_ptr(), _BITS[coding]),
+            *(values[0].data_ptr(), values[1].data_ptr(), _BITS[other], self._ways),
         )

@@ -5,6 +5,7 @@ Dense matrices, other norms and gates, and attention over many new tokens are le
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,10 +18,11 @@ from ...errors import Unsupported
 from ...formats import PackedWeight, Weight
 from .. import backend as b
 from ..reference import ReferenceBackend
-from .attention import PagedAttention, TurningTables
+from .attention import PagedAttention, Standing, TurningTables
 from .blocks import Blocks, arrange
 from .library import load
 from .linear import PackedLinear, PackedLookup
+from .project import Together
 from .small import AddRmsNorm, RmsNorm, SiluGate
 
 
@@ -38,6 +40,7 @@ class CpuBackend:
         self.dtype = dtype
         self._library = load(folder, instructions)
         self._reference = ReferenceBackend(device, dtype)
+        self._standing = Standing()
         self._tables: WeakKeyDictionary[PackedWeight, Blocks] = WeakKeyDictionary()  # perhaps also the head
 
     def linear(self, weight: Weight) -> b.Linear:
@@ -78,13 +81,23 @@ class CpuBackend:
         return TurningTables(rope, length, self.device)
 
     def attention(self, attn: spec.Attention, rotate: b.Rotation) -> b.Attend:
-        """A few new tokens over float pages; everything else as the reference does."""
+        """A few new tokens over pages of floats or codes; everything else as the reference does."""
         if attn.softcap is not None or not isinstance(rotate, TurningTables):
             raise Unsupported("only plain scores of heads that turn")
         if attn.head_dim % 16 or attn.head_dim > 512:
             raise Unsupported(f"heads of {attn.head_dim} numbers are no multiple of 16 up to 512")
         other = self._reference.attention(attn, rotate)
-        return PagedAttention(self._library, attn, rotate, other)
+        return PagedAttention(self._library, attn, rotate, self._standing, other)
+
+    def project(
+        self, matrices: Sequence[b.Linear], entry: b.Entry | None, act: spec.Activation | None
+    ) -> b.Project:
+        """Packed matrices behind a root mean square norm, or two of them behind silu."""
+        packed = [one for one in matrices if isinstance(one, PackedLinear)]
+        if len(packed) != len(matrices) or act not in (None, "silu"):
+            raise Unsupported("only packed matrices, and silu")
+        scale, eps = (None, 0.0) if entry is None else self._rms(entry.norm, entry.weight)[:2]
+        return Together(self._library, packed, scale, eps, act is not None)
 
     def _rms(self, norm: spec.Norm, weight: Tensor) -> tuple[Tensor, float, b.Norm]:
         if norm.kind != "rms" or weight.dim() != 1:

@@ -1,7 +1,8 @@
-"""A packed weight, rearranged for processors: tiles of 16 outputs, blocks of 32 inputs, a run for each width.
+"""A packed weight, rearranged for processors: four outputs together, along them sixteen inputs at a time.
 
-The codes stay as small as they are; groups are filled up to whole blocks. How a block's bits lie is told
-in native/matrix.h. Nothing is rounded here: the numbers are the stored ones.
+A run for each width. Codes stay as small as they are, and so do two-level factors; groups are filled up to
+whole slots of sixteen, outputs to whole tiles of eight. How a block's bits lie is told in native/matrix.h.
+Nothing is rounded here: the numbers are the stored ones.
 """
 
 from __future__ import annotations
@@ -15,11 +16,18 @@ from torch import Tensor
 
 from ...errors import Unsupported
 from ...formats.packed import PackedWeight, Segment
-from ...formats.scales import Scales
+from ...formats.scales import Direct, Nested, Scales
 from . import library
 
-TILE = 16
-BLOCK = 32
+SLOT = 16
+QUAD = 4
+TILE = 8
+TABLE_BITS = 5
+"""Codes up to this width are looked up; wider ones are computed, and cannot stand for anything else."""
+
+_SLOTS = {2: 4, 3: 8, 4: 2, 5: 8, 6: 4, 8: 1}  # the fewest whose codes fill whole bytes
+_BEHIND = 16  # numbers that C may read behind a table
+_KINDS = {torch.float16: 1, torch.float32: 2, torch.uint8: 3, torch.int8: 4}
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +55,7 @@ class _Part:
     """One segment, rearranged."""
 
     run: library.Run
-    places: Tensor  # (32 · blocks,) the stored row at each place, -1 for none
+    places: Tensor  # (places,) the stored row at each, -1 for none
     held: tuple[Tensor, ...]
 
 
@@ -55,14 +63,13 @@ def arrange(weight: PackedWeight, made: library.Library, threads: int) -> Blocks
     """The weight, rearranged by so many threads."""
     parts: list[_Part] = []
     sources: list[Tensor] = []
-    first, block, group = 0, 0, 0
+    row, place = 0, 0
     for segment in weight.segments:
         part = _segment(segment, made, threads)
-        part.run.first_block, part.run.first_group = block, group
-        block, group = block + part.run.blocks, group + part.run.groups
-        sources.append(torch.where(part.places < 0, -1, part.places + first))
+        part.run.first = place
+        sources.append(torch.where(part.places < 0, -1, part.places + row))
         parts.append(part)
-        first += segment.rows
+        row, place = row + segment.rows, place + len(part.places)
     source = _source(torch.cat(sources), weight.order)
     runs = (library.Run * len(parts))(*(part.run for part in parts))
     bias = None if weight.bias is None else weight.bias.float().contiguous()
@@ -73,102 +80,117 @@ def arrange(weight: PackedWeight, made: library.Library, threads: int) -> Blocks
         count=len(parts),
         inputs=weight.in_features,
         outputs=weight.out_features,
-        blocks=block,
-        groups=group,
+        places=place,
+        rounded=int(_is_rounded(weight.dtype)),
     )
     held = (runs, source, bias, *(tensor for part in parts for tensor in part.held))
     return Blocks(weight.in_features, weight.out_features, matrix, held)
 
 
+def _is_rounded(dtype: torch.dtype) -> bool:
+    if dtype not in (torch.float16, torch.float32):
+        raise Unsupported(f"its weights are rounded to {str(dtype).removeprefix('torch.')}")
+    return dtype is torch.float16
+
+
 def _segment(segment: Segment, made: library.Library, threads: int) -> _Part:
-    fine = _is_fine(segment.sizes)
-    places, spans = _places(segment.sizes, 16 if fine else BLOCK)
-    owners = torch.repeat_interleave(torch.arange(len(spans)), spans)
-    if fine:
-        spans = torch.ones(len(places) // 16, dtype=torch.int32)
-        owners = torch.cat((owners, owners[-1:]))[: len(spans)]  # a last half block of nothing
-    book, bits, zero = _book(segment)
-    tiles, blocks = -(-segment.codes.shape[1] // TILE), len(places) // BLOCK
-    codes, out = segment.codes.contiguous(), torch.empty(tiles * blocks * bits * TILE, dtype=torch.int32)
+    bits = 8 if segment.bits == 7 else segment.bits
+    columns, block = segment.codes.shape[1], _SLOTS[bits] * SLOT
+    places, owners = _places(segment.sizes, block)
+    blocks, codes = len(places) // block, segment.codes.contiguous()
+    out = torch.zeros(_padded(columns) * len(places) * bits // 8, dtype=torch.uint8)
     made.repack(
-        *(codes.data_ptr(), codes.shape[1], segment.bits, places.data_ptr(), blocks, _address(book), bits),
+        *(codes.data_ptr(), columns, segment.bits, bits, places.data_ptr(), blocks),
         *(out.data_ptr(), threads),
     )
-    pick = owners if fine else None
-    scales, minima, zeros = _tables(segment, pick)
+    scales, scale_tables = _factors(segment.scales)
+    minima, minimum_tables = _factors(segment.minimum)
+    zeros, zero_tables = _factors(Direct(segment.zero) if isinstance(segment.zero, Tensor) else None)
+    book = _book(segment)
     run = library.Run(
         codes=out.data_ptr(),
-        scales=scales.data_ptr(),
-        minima=_address(minima),
-        zeros=_address(zeros),
-        spans=spans.data_ptr(),
+        scales=scales,
+        minima=minima,
+        zeros=zeros,
+        owners=owners.data_ptr(),
+        book=_address(book),
         bits=bits,
         blocks=blocks,
-        groups=len(spans),
-        zero=zero,
-        wide=int(scales.dtype is torch.float32),
-        fine=int(fine),
+        groups=len(segment.sizes),
+        zero=segment.zero if isinstance(segment.zero, int) else 0,
     )
-    held = (out, scales, spans, *(table for table in (minima, zeros) if table is not None))
+    held = (out, owners, *scale_tables, *minimum_tables, *zero_tables, *(() if book is None else (book,)))
     return _Part(run, places, held)
 
 
-def _is_fine(sizes: Sequence[int]) -> bool:
-    """Whether factors for each half block take less memory than groups filled up to whole blocks."""
-    whole = sum(-(-size // BLOCK) * BLOCK for size in sizes)
-    halves = sum(-(-size // 16) * 16 for size in sizes)
-    return whole > halves * 1.1
-
-
-def _places(sizes: Sequence[int], unit: int) -> tuple[Tensor, Tensor]:
-    """The stored row at each place, every group filled up to whole units; and the units of each group."""
+def _places(sizes: Sequence[int], block: int) -> tuple[Tensor, Tensor]:
+    """The stored row at each place, groups filled up to slots and all of it to blocks; each slot's group."""
     rows = torch.tensor(sizes)
-    units = -(-rows // unit)
-    total = int(units.sum()) * unit
-    starts = torch.cumsum(units * unit, 0) - units * unit
-    place = torch.arange(total)
-    owner = torch.repeat_interleave(torch.arange(len(sizes)), units * unit)
-    inside = place - starts[owner]
-    stored = (torch.cumsum(rows, 0) - rows)[owner] + inside
-    places = torch.where(inside < rows[owner], stored, -1).int()
-    return torch.nn.functional.pad(places, (0, -total % BLOCK), value=-1), units.int()
+    slots = -(-rows // SLOT)
+    owners = torch.repeat_interleave(torch.arange(len(sizes)), slots)
+    begins = torch.cumsum(slots, 0) - slots
+    inside = (torch.arange(len(owners)) - begins[owners])[:, None] * SLOT + torch.arange(SLOT)
+    stored = (torch.cumsum(rows, 0) - rows)[owners, None] + inside
+    places = torch.where(inside < rows[owners, None], stored, -1).flatten().int()
+    missing = -len(places) % block
+    owners = torch.cat((owners, owners[-1:].expand(missing // SLOT)))
+    return torch.nn.functional.pad(places, (0, missing), value=-1), owners.int()
 
 
-def _book(segment: Segment) -> tuple[Tensor | None, int, int]:
-    """What codes become (None: nothing else), in how many bits, and the zero point that all columns share."""
-    zero = segment.zero if isinstance(segment.zero, int) else 0
-    if segment.codebook is None:
-        return None, segment.bits, zero
-    values = segment.codebook.float()
-    low, high = int(values.min()), int(values.max())
-    if not torch.equal(values, values.round()) or high - low > 255:
-        raise Unsupported("its codes stand for numbers that are not whole, or too far apart")
-    return (values - low).to(torch.uint8), 8, zero - low
+def _book(segment: Segment) -> Tensor | None:
+    """(32,) what the lowest bits of a number stand for, the zero point that all share taken off."""
+    if segment.bits > TABLE_BITS:
+        if segment.codebook is not None:
+            raise Unsupported(f"its codes of {segment.bits} bits stand for other numbers")
+        return None
+    count = 1 << segment.bits
+    plain = torch.arange(count).float() if segment.codebook is None else segment.codebook.float()
+    if isinstance(segment.zero, int):
+        plain = plain - segment.zero
+    return plain.repeat((1 << TABLE_BITS) // count).contiguous()
 
 
-def _tables(segment: Segment, pick: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Scales, minima and zero points, (tiles, groups, 16); the first two in float16 if both are that."""
+def _factors(scales: Scales | None) -> tuple[library.Factors, tuple[Tensor, ...]]:
+    """A table of (groups, columns) as C takes it, and the tensors that hold it."""
+    if scales is None:
+        return library.Factors(), ()
+    if (
+        isinstance(scales, Nested)
+        and scales.supers.dtype is torch.float16
+        and (each := _even(scales.parents))
+    ):
+        table, supers = _by_quads(scales.codes), _by_quads(scales.supers)
+        factors = library.Factors(
+            table=table.data_ptr(),
+            supers=supers.data_ptr(),
+            kind=_KINDS[table.dtype],
+            each=each,
+            many=scales.supers.shape[0],
+        )
+        return factors, (table, supers)
+    whole = scales.expand()
+    table = _by_quads(whole if whole.dtype in _KINDS else whole.float())
+    return library.Factors(table=table.data_ptr(), kind=_KINDS[table.dtype]), (table,)
 
-    def rows(table: Tensor) -> Tensor:
-        return _tiled(table if pick is None else table[pick])
 
-    def floats(scales: Scales) -> Tensor:
-        table = scales.expand()
-        return table if table.dtype is torch.float16 else table.float()
-
-    scales = floats(segment.scales)
-    minima = None if segment.minimum is None else floats(segment.minimum)
-    if minima is not None and minima.dtype is not scales.dtype:
-        scales, minima = scales.float(), minima.float()
-    zeros = rows(segment.zero) if isinstance(segment.zero, Tensor) else None
-    return rows(scales), None if minima is None else rows(minima), zeros
+def _even(parents: Tensor) -> int:
+    """How many groups each super-group has, if it is the same for all but the last; else 0."""
+    each = int((parents == 0).sum())
+    return each if each and torch.equal(parents.long(), torch.arange(len(parents)) // each) else 0
 
 
-def _tiled(table: Tensor) -> Tensor:
-    """(groups, columns) → (tiles, groups, 16)."""
+def _by_quads(table: Tensor) -> Tensor:
+    """(groups, columns) → (quads, groups, 4), with room behind."""
     groups, columns = table.shape
+    quads = _padded(columns) // QUAD
+    out = torch.zeros(quads * groups * QUAD + _BEHIND, dtype=table.dtype)
     padded = torch.nn.functional.pad(table, (0, -columns % TILE))
-    return padded.view(groups, -1, TILE).transpose(0, 1).contiguous()
+    out[:-_BEHIND].view(quads, groups, QUAD).copy_(padded.view(groups, quads, QUAD).transpose(0, 1))
+    return out
+
+
+def _padded(columns: int) -> int:
+    return -(-columns // TILE) * TILE
 
 
 def _source(places: Tensor, order: Tensor | None) -> Tensor | None:

@@ -27,13 +27,23 @@ def built(instructions: str, folder: Path) -> Path:
     return target
 
 
+class Factors(ctypes.Structure):
+    """Factors of one run, as C sees them; without a table there are none."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("table", "supers")),
+        *((name, ctypes.c_int32) for name in ("kind", "each", "many")),
+    )
+
+
 class Run(ctypes.Structure):
     """Blocks of one width, as C sees them."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("codes", "scales", "minima", "zeros", "spans")),
-        *((name, ctypes.c_int32) for name in ("bits", "blocks", "groups", "zero", "wide", "fine")),
-        *((name, ctypes.c_int32) for name in ("first_block", "first_group")),
+        ("codes", ctypes.c_void_p),
+        *((name, Factors) for name in ("scales", "minima", "zeros")),
+        *((name, ctypes.c_void_p) for name in ("owners", "book")),
+        *((name, ctypes.c_int32) for name in ("bits", "blocks", "groups", "zero", "first")),
     )
 
 
@@ -42,7 +52,7 @@ class Matrix(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("runs", "source", "bias")),
-        *((name, ctypes.c_int32) for name in ("count", "inputs", "outputs", "blocks", "groups")),
+        *((name, ctypes.c_int32) for name in ("count", "inputs", "outputs", "places", "rounded")),
     )
 
 
@@ -56,15 +66,20 @@ class Layer(ctypes.Structure):
     )
 
 
-class Call(ctypes.Structure):
-    """What attention is given, as C sees it."""
+class Projection(ctypes.Structure):
+    """Matrices that are multiplied together, as C sees them."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("layer", "q", "k", "v", "keys", "values")),
-        *((name, ctypes.c_void_p) for name in ("pages", "past", "positions", "out", "scratch")),
-        ("room", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("rows", "tokens", "size", "stride")),
+        *((name, ctypes.c_void_p) for name in ("first", "second", "third", "norm")),
+        ("eps", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in ("count", "gated")),
     )
+
+
+class Parts(ctypes.Structure):
+    """The matrices of a layer, as C sees them."""
+
+    _fields_ = tuple((name, Projection) for name in ("qkv", "o", "gate", "down"))
 
 
 class Library:
@@ -80,10 +95,13 @@ class Library:
         p, i = ctypes.c_void_p, ctypes.c_int
         self.product = _function(loaded.exlm_product, p, p, i, p, i)
         self.columns = _function(loaded.exlm_columns, p, p, i, p)
-        self.repack = _function(loaded.exlm_repack, p, i, i, p, i, p, i, p, i)
+        self.repack = _function(loaded.exlm_repack, p, i, i, i, p, i, p, i)
         self.norm = _function(loaded.exlm_norm, p, p, p, ctypes.c_float, i, i, p, p, i)
         self.silu = _function(loaded.exlm_silu, p, p, p, ctypes.c_long, i)
-        self.attend = _function(loaded.exlm_attend, ctypes.POINTER(Call), ctypes.c_int64, i)
+        self.attend = _function(loaded.exlm_attend, ctypes.c_char_p, ctypes.c_int64, i)
+        self.attend_coded = _function(loaded.exlm_attend_coded, ctypes.c_char_p, ctypes.c_int64, i)
+        self.project = _function(loaded.exlm_project, p, p, p, i, p, p, p, i)
+        self.layer = _function(loaded.exlm_layer, p, ctypes.c_char_p, p, p, ctypes.c_int64, i)
 
 
 def _function(found: Any, *types: Any) -> Callable[..., int]:

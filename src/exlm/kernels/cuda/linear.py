@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import Unsupported
@@ -22,14 +23,11 @@ from .tiles import BLOCK, TILE, Layout, Tiles, Zeros
 
 SOURCE = Path(__file__).with_name("packed.cu")
 ALIKE = 16
-
-Entry = Literal["plain", "norm", "gated"]
-"""What happens to x on its way in: nothing, a root mean square norm, or silu of one half times the other."""
-
-_ENTRIES: dict[Entry, int] = {"plain": 0, "norm": 1, "gated": 2}
+ACTS = {"silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4}
 _ZEROS: dict[Zeros, int] = {"half": 0, "none": 1, "table": 2}
 _SEGMENTS = 6
 _PREPARERS = 256
+_NOWHERE = 65535
 
 
 class _Segment(ctypes.Structure):
@@ -54,7 +52,9 @@ class _Matrix(ctypes.Structure):
 class _Part(ctypes.Structure):
     _fields_ = (
         ("matrix", _Matrix),
-        ("x", ctypes.c_void_p),
+        ("source", ctypes.c_void_p),
+        ("norm", ctypes.c_void_p),
+        ("words", ctypes.c_void_p),
         ("sums", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("y", ctypes.c_void_p),
@@ -64,129 +64,199 @@ class _Part(ctypes.Structure):
     )
 
 
-class _Entrance(ctypes.Structure):
-    _fields_ = (
-        ("x", ctypes.c_void_p),
-        ("norm", ctypes.c_void_p),
-        ("source", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("sums", ctypes.c_void_p),
-        ("eps", ctypes.c_float),
-        ("rows", ctypes.c_int),
-        ("width", ctypes.c_int),
-        ("inputs", ctypes.c_int),
-        ("blocks", ctypes.c_int),
-    )
-
-
 @dataclass(frozen=True)
 class Plan:
     """How a product is dealt out."""
 
-    tiles: int = 2  # of 16 outputs, that a warp works on
+    tiles: int = 2  # of 16 outputs, that a warp works on at a time
     warps: int = 8  # of a thread block, which share the inputs
-    stages: int = 4  # bricks of each tile on their way to each warp
+    stages: int = 3  # bricks of each tile on their way to each warp
+
+
+class Normal(NamedTuple):
+    """A root mean square norm that x goes through first."""
+
+    weight: Tensor  # (inputs) float32
+    eps: float
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a program is compiled for, besides its plan."""
+
+    layout: Layout
+    main: int  # bits of most codes
+    parts: int = 1
+    norm: bool = False
+    act: int = 0  # see ACTS; 0: none
 
 
 class Product:
-    """Matrices of one layout that are multiplied by the same rows, in one launch."""
+    """Matrices of one layout that are multiplied by the same rows, in one launch.
+
+    With `act` there are two, and the answer is act(first) · second.
+    """
 
     def __init__(
         self,
         workshop: Workshop,
         matrices: Sequence[Tiles],
-        entry: Entry = "plain",
-        norm: Tensor | None = None,
-        eps: float = 0.0,
+        norm: Normal | None = None,
+        act: str | None = None,
         plan: Plan | None = None,
     ) -> None:
         self.workshop = workshop
         self.matrices = tuple(matrices)
-        self.layout = self.matrices[0].layout
-        self.entry = entry
-        self._widths = sorted({bits for one in self.matrices for bits in one.widths})
-        self.plan = fitting(plan or Plan(), self.layout.brick(self._widths[-1]), workshop.shared_memory)
-        self.inputs = self.matrices[0].in_features
-        self.device = self.matrices[0].runs[0].bricks.device
-        self._norm = norm
-        self._eps = eps
+        first = self.matrices[0]
+        self.form = Form(
+            first.layout,
+            most_common(self.matrices),
+            len(self.matrices),
+            norm is not None,
+            ACTS[act] if act else 0,
+        )
+        self.inputs, self.device = first.in_features, first.runs[0].bricks.device
+        if self.inputs % 8 or self.inputs >= _NOWHERE:
+            raise Unsupported(f"{self.inputs} inputs, which the kernels want in eights and below {_NOWHERE}")
         self._entrances = _distinct([one.source for one in self.matrices])
-        counts = [-(-one.tiles // self.plan.tiles) for one in self.matrices]
-        self._grid = sum(counts)
+        if act and len(set(self._entrances)) > 1:
+            raise Unsupported("two matrices under one nonlinearity whose inputs are ordered differently")
+        self._eps = 0.0 if norm is None else norm.eps
+        self._blocks = max(one.blocks for one in self.matrices)
+        self._orders = [_order(self.matrices[i], norm) for i in self._entrances]
+        self._job = _job_type(len(self.matrices))
+        self.plan = self._fitted(plan or Plan())
         self._parts = (_Part * len(self.matrices))()
-        for place, tiles in enumerate(self.matrices):
+        for place, (tiles, (source, factors)) in enumerate(zip(self.matrices, self._orders, strict=True)):
             self._parts[place] = _Part(
                 matrix=matrix_of(tiles),
+                source=_address(source),
+                norm=_address(factors),
                 bias=_address(tiles.bias),
                 outputs=tiles.out_features,
-                first=sum(counts[:place]),
             )
-        self._job = _job_type(len(self.matrices))
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Numbers in a row of each answer."""
+        every = tuple(one.out_features for one in self.matrices)
+        return every[:1] if self.form.act else every
 
     def __call__(self, x: Tensor, out: Sequence[Tensor], residual: Tensor | None = None) -> None:
         """Fill out[i] (rows, outputs) with x (rows, inputs) @ matrix i + residual; all contiguous float16."""
         rows = len(x)
         if not 1 <= rows <= ALIKE:
             raise Unsupported(f"{rows} rows are not multiplied straight from codes, only 1 to {ALIKE}")
-        columns = 1 if rows <= 8 else 2
-        made = self._program(columns)
-        ready = {first: self._enter(made, x, columns, first) for first in dict.fromkeys(self._entrances)}
-        job = self._job(parts=self._parts, residual=_address(residual), rows=rows)
-        for part, target, entrance in zip(job.parts, out, self._entrances, strict=True):
-            words, sums = ready[entrance]
-            part.x, part.sums = words.data_ptr(), sums.data_ptr()
-            part.y, part.stride = target.data_ptr(), target.shape[1]
-        made.launch("multiply", (self._grid, 1, 1), self.plan.warps * 32, self._shared(columns), (job,))
-
-    def _enter(self, made: Program, x: Tensor, columns: int, first: int) -> tuple[Tensor, Tensor]:
-        """x as matrix number `first` wants it."""
-        tiles, rows = self.matrices[first], len(x)
-        words = torch.empty(tiles.blocks, columns * 8 * BLOCK, dtype=torch.float16, device=self.device)
-        sums = torch.empty(tiles.blocks, self.layout.groups * columns * 8, device=self.device)
-        entrance = _Entrance(
-            x=x.data_ptr(),
-            norm=_address(self._norm),
-            source=_address(tiles.source),
-            out=words.data_ptr(),
-            sums=sums.data_ptr(),
-            eps=self._eps,
-            rows=rows,
-            width=x.shape[1],
-            inputs=self.inputs,
-            blocks=tiles.blocks,
-        )
-        grid = (rows, -(-tiles.blocks * 16 // _PREPARERS), 1)
-        made.launch("prepare", grid, _PREPARERS, 0, (entrance,))
-        return words, sums
-
-    def _shared(self, columns: int) -> int:
         plan = self.plan
-        ring = plan.warps * plan.stages * plan.tiles * self.layout.brick(self._widths[-1])
-        return max(ring, plan.warps * plan.tiles * columns * 512)
+        each = plan.tiles // 2 if self.form.act else plan.tiles
+        job, grid = self.job(x, out, residual, [-(-one.tiles // each) for one in self.matrices])
+        made = self.workshop.program(SOURCE, **self.choices(rows))
+        kept = () if rows == 1 else self.prepare(made, job, rows, rows)
+        made.launch("multiply", (grid, 1, 1), plan.warps * 32, self._memory(rows, plan), (job,))
+        del kept  # not before the launch: later work on the stream may use their memory, earlier work may not
 
-    def _program(self, columns: int) -> Program:
-        return _program(
-            self.workshop, self.layout, self._widths, columns, self.plan, len(self.matrices), self.entry
-        )
+    def job(
+        self, x: Tensor, out: Sequence[Tensor], residual: Tensor | None, shares: Sequence[int]
+    ) -> tuple[Any, int]:
+        """All that the kernels are given, but x prepared; and the sum of the matrices' shares in the work."""
+        job = self._job(parts=self._parts, x=x.data_ptr(), residual=_address(residual))
+        job.eps, job.rows, job.inputs = self._eps, len(x), self.inputs
+        whole = 0
+        for place, share in enumerate(shares):
+            target = out[0] if self.form.act else out[place]
+            part = job.parts[place]
+            part.y, part.stride, part.first = target.data_ptr(), target.shape[1], whole
+            whole += 0 if self.form.act and place else share
+        return job, whole
+
+    def choices(self, rows: int) -> dict[str, int]:
+        """What the kernels' source is told for so many rows."""
+        items = -(-self._blocks * 16 // (self.plan.warps * 32)) if rows == 1 else 0
+        return choices(self.form, -(-rows // 8), self.plan, items)
+
+    def _memory(self, rows: int, plan: Plan) -> int:
+        """Bytes of shared memory: bricks, and one row as it comes and as it enters; in the end the sums."""
+        ring = plan.warps * plan.stages * plan.tiles * self.form.layout.brick(self.form.main)
+        entry = self._blocks * (BLOCK * 2 + 8 * 8) + self.inputs * 2 + -(-self.inputs // 256) * 4
+        return max(ring + (entry if rows == 1 else 0), plan.warps * plan.tiles * TILE * rows * 4)
+
+    def _fitted(self, plan: Plan) -> Plan:
+        """A plan that fits for any number of rows: sums depend on its warps, so all rows have as many."""
+        if self.form.act:
+            plan = replace(plan, tiles=max(2, plan.tiles // 2 * 2))
+        while max(self._memory(rows, plan) for rows in (1, ALIKE)) > self.workshop.memory:
+            if plan.stages > 2:
+                plan = replace(plan, stages=plan.stages - 1)
+            elif plan.warps > 1:
+                plan = replace(plan, warps=plan.warps // 2)
+            else:
+                raise Unsupported(
+                    f"{self.workshop.memory} bytes of shared memory are too few for {self.inputs} inputs"
+                )
+        return plan
+
+    def prepare(self, made: Program, job: Any, rows: int, room: int) -> list[Tensor]:
+        """x as the matrices want it, once for all thread blocks, with room for some more rows."""
+        firsts = list(dict.fromkeys(self._entrances))
+        entry = self._job.from_buffer_copy(job)
+        kept: list[Tensor] = []
+        for place, first in enumerate(firsts):
+            blocks = self.matrices[first].blocks
+            words = torch.empty(blocks * BLOCK * room, dtype=torch.float16, device=self.device)
+            sums = torch.empty(blocks * 8 * (room + 1), dtype=torch.float32, device=self.device)
+            kept += [words, sums]
+            for part, owner in zip(job.parts, self._entrances, strict=True):
+                if owner == first:
+                    part.words, part.sums = words.data_ptr(), sums.data_ptr()
+            entry.parts[place] = job.parts[first]
+        entry.rows = room
+        most = max(self.matrices[first].blocks for first in firsts)
+        grid = (rows, -(-most * 16 // _PREPARERS), len(firsts))
+        shared = self.inputs * 2 + -(-self.inputs // 256) * 4
+        made.launch("prepare", grid, _PREPARERS, shared, (entry,))
+        return kept
+
+
+def most_common(matrices: Sequence[Tiles]) -> int:
+    """The bits that most codes have."""
+    count: dict[int, int] = {}
+    for run in (run for one in matrices for run in one.runs):
+        count[run.bits] = count.get(run.bits, 0) + run.bricks.shape[0] * run.blocks
+    return max(count, key=count.__getitem__)
+
+
+def plan_for(matrices: Sequence[Tiles], act: str | None = None) -> Plan:
+    """What was quickest for matrices of this shape on an H200 (`benchmarks.matrices`)."""
+    tiles = sum(one.tiles for one in matrices)
+    if tiles <= 512:
+        return Plan(2, 16, 2)  # few outputs: many warps share the inputs
+    return Plan(4, 4, 3) if act else Plan(4, 8, 2)
 
 
 def expanded(workshop: Workshop, tiles: Tiles) -> Tensor:
     """(16 tiles, 128 blocks) float16, a row for each output; the factor is not applied."""
     device = tiles.runs[0].bricks.device
     out = torch.empty(tiles.tiles * TILE, tiles.blocks * BLOCK, dtype=torch.float16, device=device)
-    made = _program(workshop, tiles.layout, tiles.widths, 1, Plan(), 1, "plain")
+    made = workshop.program(SOURCE, **choices(Form(tiles.layout, most_common([tiles])), 1, Plan()))
     grid = (-(-tiles.tiles * tiles.blocks // 8), 1, 1)
     made.launch("expand", grid, 256, 0, (matrix_of(tiles), ctypes.c_void_p(out.data_ptr())), overlap=False)
     return out
 
 
-def fitting(plan: Plan, brick: int, memory: int) -> Plan:
-    """The plan with as many stages as fit the shared memory of a thread block, then as many tiles."""
-    for tiles in range(plan.tiles, 0, -1):
-        stages = min(plan.stages, memory // (plan.warps * tiles * brick))
-        if stages >= 2:
-            return replace(plan, tiles=tiles, stages=stages)
-    raise Unsupported(f"{memory} bytes of shared memory are too few for codes this wide")
+def reordered(workshop: Workshop, tiles: Tiles, source: Tensor, x: Tensor) -> Tensor:
+    """x (rows, inputs) float16 in the order of `source` (16 bits unsigned), zero where that is padding."""
+    rows, inputs = x.shape
+    out = torch.empty(rows, len(source), dtype=torch.float16, device=x.device)
+    made = workshop.program(SOURCE, **choices(Form(tiles.layout, most_common([tiles])), 1, Plan()))
+    addresses = [ctypes.c_void_p(one.data_ptr()) for one in (x, source, out)]
+    sizes = [ctypes.c_int(inputs), ctypes.c_int(len(source))]
+    made.launch("reorder", (rows, 1, 1), 256, inputs * 2, (*addresses, *sizes), overlap=False)
+    return out
+
+
+def unsigned(places: Tensor) -> Tensor:
+    """Places as 16 bits unsigned; those below zero become the largest."""
+    return torch.where(places < 0, _NOWHERE, places).to(torch.int32).view(torch.int16)[::2].contiguous()
 
 
 def matrix_of(tiles: Tiles) -> _Matrix:
@@ -199,40 +269,61 @@ def matrix_of(tiles: Tiles) -> _Matrix:
     return matrix
 
 
-def choices(
-    layout: Layout, widths: Sequence[int], columns: int, plan: Plan, parts: int, entry: Entry
-) -> dict[str, int]:
-    """What the kernels' source is told."""
+def choices(form: Form, columns: int, plan: Plan, items: int = 0) -> dict[str, int]:
+    """What the kernels are told; a thread prepares `items` eights of a row, or `prepare` does it."""
     return {
-        "WIDTHS": sum(1 << bits for bits in widths),
+        **dealt(form, columns, plan),
+        "MAIN": form.main,
+        "INSIDE": int(items > 0),
+        "ITEMS": max(1, items),
+    }
+
+
+def dealt(form: Form, columns: int, plan: Plan) -> dict[str, int]:
+    """What every kernel that reads bricks is told."""
+    layout = form.layout
+    steps = dict(layout.steps)
+    return {
+        "WIDTHS": sum(1 << bits for bits in steps),
+        "STEPS": sum(steps.get(bits, 8) << 4 * (bits - 1) for bits in range(1, 9)),
         "ZEROS": _ZEROS[layout.zeros],
         "MINIMA": int(layout.minima),
-        "STEPS": layout.steps,
         "COLUMNS": columns,
         "TILES": plan.tiles,
         "WARPS": plan.warps,
         "STAGES": plan.stages,
-        "PARTS": parts,
-        "ENTRY": _ENTRIES[entry],
+        "PARTS": form.parts,
+        "NORM": int(form.norm),
+        "ACT": form.act,
     }
-
-
-def _program(
-    workshop: Workshop,
-    layout: Layout,
-    widths: Sequence[int],
-    columns: int,
-    plan: Plan,
-    parts: int,
-    entry: Entry,
-) -> Program:
-    return workshop.program(SOURCE, **choices(layout, widths, columns, plan, parts, entry))
 
 
 @cache
 def _job_type(parts: int) -> type[ctypes.Structure]:
-    fields = (("parts", _Part * parts), ("residual", ctypes.c_void_p), ("rows", ctypes.c_int))
+    fields = (
+        ("parts", _Part * parts),
+        ("x", ctypes.c_void_p),
+        ("residual", ctypes.c_void_p),
+        ("eps", ctypes.c_float),
+        ("rows", ctypes.c_int),
+        ("inputs", ctypes.c_int),
+    )
     return type("_Job", (ctypes.Structure,), {"_fields_": fields})
+
+
+def _order(tiles: Tiles, norm: Normal | None) -> tuple[Tensor | None, Tensor | None]:
+    """Which input each prepared number is, as unsigned 16 bits, and what it is multiplied by."""
+    places = tiles.source
+    if places is None:
+        if norm is None:
+            return None, None
+        places = torch.arange(tiles.blocks * BLOCK, dtype=torch.int32, device=norm.weight.device)
+        places = torch.where(places < tiles.in_features, places, -1)
+    lanes = places.view(-1, 4, 2, 4, 4).transpose(2, 3).flatten().long()  # block, pair, quarter, step, input
+    source = unsigned(lanes)
+    if norm is None:
+        return source, None
+    return source, F.pad(norm.weight.float(), (0, 1))[lanes].contiguous()  # -1 is the padding
 
 
 def _distinct(sources: Sequence[Tensor | None]) -> list[int]:

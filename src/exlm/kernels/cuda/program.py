@@ -9,8 +9,10 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 import tempfile
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from ...errors import KernelError, MissingExtra
 from ...version import __version__
 
 Grid = tuple[int, int, int]
+_INCLUDE = re.compile(rb'^#include "([^"]+)"$', re.MULTILINE)
 Defines = tuple[tuple[str, int], ...]
 
 
@@ -31,11 +34,16 @@ class Workshop:
         self.folder = folder
         self._made: dict[tuple[Path, Defines], Program] = {}
 
-    @property
-    def shared_memory(self) -> int:
-        """Bytes a thread block can have, less a little that some kernels declare for themselves."""
+    @cached_property
+    def memory(self) -> int:
+        """Bytes of shared memory that a thread block can have."""
         limits: Any = torch.cuda.get_device_properties(self.device)
-        return int(limits.shared_memory_per_block_optin) - 1024
+        return int(limits.shared_memory_per_block_optin)
+
+    @cached_property
+    def processors(self) -> int:
+        """Multiprocessors."""
+        return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
     def program(self, source: Path, **defines: int) -> Program:
         """A source with its choices made."""
@@ -106,7 +114,7 @@ class Program:
 
 def compiled(source: Path, defines: Defines, target: str, folder: Path) -> bytes:
     """The machine code of a source for a target such as `sm_90`; from the folder if it is there already."""
-    text = source.read_bytes()
+    text = whole(source)
     choices = [f"-D{name}={value}" for name, value in defines]
     key = hashlib.sha256(b"\0".join([text, target.encode(), __version__.encode(), *map(str.encode, choices)]))
     path = folder / f"{source.stem}-{target}-{key.hexdigest()[:24]}.cubin"
@@ -115,6 +123,11 @@ def compiled(source: Path, defines: Defines, target: str, folder: Path) -> bytes
     image = compile_source(text, source.name, [f"--gpu-architecture={target}", "--std=c++17", *choices])
     _keep(path, image)
     return image
+
+
+def whole(source: Path) -> bytes:
+    """A source with the files beside it that it includes."""
+    return _INCLUDE.sub(lambda match: whole(source.with_name(match[1].decode())), source.read_bytes())
 
 
 def compile_source(text: bytes, name: str, options: Sequence[str]) -> bytes:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
 
@@ -26,6 +26,7 @@ from ...formats.packed import Segment
 
 BLOCK = 128  # inputs
 TILE = 16  # outputs
+MOST = 1 << 20  # codes that are rearranged at a time, unless there are very many
 
 PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (4, 4)}
 """The bits of each plane, lowest first."""
@@ -36,16 +37,17 @@ Zeros = Literal["half", "none", "table"]
 
 @dataclass(frozen=True)
 class Layout:
-    """What bricks of one launch have in common, whatever their widths."""
+    """What bricks of one launch have in common."""
 
-    steps: int  # sixteens of inputs with one scale: 1, 2, 4 or 8
+    steps: tuple[
+        tuple[int, int], ...
+    ]  # for codes of so many bits: sixteens of inputs with one scale, 1, 2, 4 or 8
     zeros: Zeros
     minima: bool
 
-    @property
-    def groups(self) -> int:
+    def groups(self, bits: int) -> int:
         """Scales for each output of a brick."""
-        return 8 // self.steps
+        return 8 // dict(self.steps)[bits]
 
     @property
     def tables(self) -> int:
@@ -54,7 +56,12 @@ class Layout:
 
     def brick(self, bits: int) -> int:
         """Bytes of a brick."""
-        return 256 * bits + 32 * self.groups * self.tables
+        return 256 * bits + 32 * self.groups(bits) * self.tables
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest brick."""
+        return max(self.brick(bits) for bits, _ in self.steps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,10 +111,35 @@ class Tiles:
         return sum(run.bricks.nbytes for run in self.runs) + sum(others)
 
 
-def arrange(*weights: PackedWeight) -> list[Tiles]:
-    """Rearrange packed weights in one layout, where they are; `Unsupported` if they are not known here."""
-    layout = _layout([segment for weight in weights for segment in weight.segments])
-    return [_arrange(weight, layout) for weight in weights]
+def arrange(weight: PackedWeight) -> Tiles:
+    """Rearrange a packed weight, where it is; `Unsupported` if it is not known here."""
+    return _arrange(weight, _layout(weight.segments))
+
+
+def alike(matrices: Sequence[Tiles]) -> list[Tiles]:
+    """The same matrices in one layout: scales repeated where others have more of them."""
+    layouts = [one.layout for one in matrices]
+    first = layouts[0]
+    if any((one.zeros, one.minima) != (first.zeros, first.minima) for one in layouts):
+        raise Unsupported("matrices whose zero points or minimums are kept in different ways")
+    steps: dict[int, int] = {}
+    for bits, count in (pair for one in layouts for pair in one.steps):
+        steps[bits] = min(count, steps.get(bits, 8))
+    common = Layout(tuple(sorted(steps.items())), first.zeros, first.minima)
+    return [
+        replace(one, layout=common, runs=tuple(_finer(run, one.layout, common) for run in one.runs))
+        for one in matrices
+    ]
+
+
+def _finer(run: Run, old: Layout, new: Layout) -> Run:
+    times = new.groups(run.bits) // old.groups(run.bits)
+    if times == 1:
+        return run
+    codes, tables = run.bricks[..., : 256 * run.bits], run.bricks[..., 256 * run.bits :]
+    grid = tables.reshape(*tables.shape[:2], old.tables, old.groups(run.bits), 32)
+    split = grid.repeat_interleave(times, -2)
+    return Run(run.bits, torch.cat([codes, split.flatten(-3)], -1))
 
 
 def expand(tiles: Tiles) -> Tensor:
@@ -125,10 +157,10 @@ def expand(tiles: Tiles) -> Tensor:
         if layout.zeros == "half":
             numbers -= 1 << (run.bits - 1)
         elif layout.zeros == "table":
-            numbers += _lanes(others.pop(0), layout).double()
-        numbers *= _lanes(scale, layout).double()
+            numbers += _lanes(others.pop(0), layout.groups(run.bits)).double()
+        numbers *= _lanes(scale, layout.groups(run.bits)).double()
         if layout.minima:
-            numbers += _lanes(others.pop(0), layout).double()
+            numbers += _lanes(others.pop(0), layout.groups(run.bits)).double()
         parts.append(_from_lanes(numbers.half()))
     return torch.cat(parts, 1)[: tiles.out_features]
 
@@ -138,21 +170,25 @@ def _layout(segments: Sequence[Segment]) -> Layout:
         raise Unsupported(f"codes of {odd[0]} bits are not known to the CUDA kernels")
     if any(segment.codebook is not None for segment in segments):
         raise Unsupported("codebooks are not known to the CUDA kernels")
-    # The last group of a segment may end early: only padding follows, unless another of its width does.
-    sizes = [size for segment in segments for size in segment.sizes[:-1]] + [BLOCK]
-    ends = [segment.sizes[-1] for segment in segments]
-    common = math.gcd(*sizes, *(ends if len({s.bits for s in segments}) < len(segments) else ()))
-    if common % TILE:
-        raise Unsupported(
-            f"groups of {common} inputs are not known to the CUDA kernels, which want 16 at least"
-        )
+    steps = tuple((bits, _steps(segments, bits)) for bits in sorted({segment.bits for segment in segments}))
     zeros: Zeros = "table"
     constants = [segment.zero if isinstance(segment.zero, int) else None for segment in segments]
     if all(zero == 1 << (segment.bits - 1) for zero, segment in zip(constants, segments, strict=True)):
         zeros = "half"
     elif all(zero == 0 for zero in constants):
         zeros = "none"
-    return Layout(common // TILE, zeros, any(segment.minimum is not None for segment in segments))
+    return Layout(steps, zeros, any(segment.minimum is not None for segment in segments))
+
+
+def _steps(segments: Sequence[Segment], bits: int) -> int:
+    """Sixteens of inputs with one scale in every group of a width."""
+    *sizes, _ = (size for segment in segments if segment.bits == bits for size in segment.sizes)
+    common = math.gcd(*sizes, BLOCK)  # the last group may end early: only padding follows
+    if common % TILE:
+        raise Unsupported(
+            f"groups of {common} inputs are not known to the CUDA kernels, which want 16 at least"
+        )
+    return common // TILE
 
 
 def _arrange(weight: PackedWeight, layout: Layout) -> Tiles:
@@ -185,29 +221,42 @@ def _arrange(weight: PackedWeight, layout: Layout) -> Tiles:
 def _run(segments: Sequence[Segment], layout: Layout, factor: float) -> Run:
     """The bricks of segments of one width."""
     bits, columns = segments[0].bits, segments[0].codes.shape[1]
-    codes = torch.cat([unpack(segment.codes, segment.bits, segment.rows) for segment in segments])
-    rows = len(codes)
-    lanes = _to_lanes(F.pad(codes, (0, -columns % TILE, 0, -rows % BLOCK)))
-    parts, low = [], 0
-    for width in PLANES[bits]:
-        parts.append(_plane((lanes >> low) & ((1 << width) - 1), width))
-        low += width
-    each = TILE * layout.steps
-    repeats = torch.tensor([-(-size // each) for segment in segments for size in segment.sizes])
-    blocks = -(-rows // BLOCK)
+    rows = sum(segment.rows for segment in segments)
+    blocks, groups, device = -(-rows // BLOCK), layout.groups(bits), segments[0].codes.device
+    bricks = torch.empty(-(-columns // TILE), blocks, layout.brick(bits), dtype=torch.uint8, device=device)
+    many = max(MOST, rows * columns // 32)
+    step = max(TILE, many // rows // TILE * TILE)
+    for start in range(0, columns, step):  # a part at a time: codes one by one take several times their space
+        first, part = start // TILE, _planes(segments, start, min(start + step, columns))
+        bricks[first : first + len(part), :, : 256 * bits] = part
+    sizes = [size for segment in segments for size in segment.sizes]
+    repeats = torch.tensor([-(-size * groups // BLOCK) for size in sizes], device=device)
 
     def table(values: Sequence[Tensor]) -> Tensor:
-        whole = torch.cat([part.float() for part in values]).repeat_interleave(repeats.to(codes.device), 0)
-        whole = F.pad(whole, (0, -columns % TILE, 0, blocks * layout.groups - len(whole)))
-        grid = whole.half().view(blocks, layout.groups, -1, 2, 8).permute(2, 0, 1, 4, 3)
+        whole = torch.cat([part.float() for part in values]).repeat_interleave(repeats, 0)
+        whole = F.pad(whole, (0, -columns % TILE, 0, blocks * groups - len(whole)))
+        grid = whole.half().view(blocks, groups, -1, 2, 8).permute(2, 0, 1, 4, 3)
         return grid.reshape(grid.shape[0], blocks, -1).contiguous().view(torch.uint8)
 
-    parts.append(table([segment.scales.expand().float() * factor for segment in segments]))
+    tables = [table([segment.scales.expand().float() * factor for segment in segments])]
     if layout.zeros == "table":
-        parts.append(table([-_zeros(segment, columns) for segment in segments]))
+        tables.append(table([-_zeros(segment, columns) for segment in segments]))
     if layout.minima:
-        parts.append(table([-_minima(segment, columns) * factor for segment in segments]))
-    return Run(bits, torch.cat(parts, -1))
+        tables.append(table([-_minima(segment, columns) * factor for segment in segments]))
+    bricks[:, :, 256 * bits :] = torch.cat(tables, -1)
+    return Run(bits, bricks)
+
+
+def _planes(segments: Sequence[Segment], start: int, stop: int) -> Tensor:
+    """The codes of some outputs as bricks hold them, (tiles, blocks, bytes)."""
+    parts = [unpack(segment.codes[:, start:stop], segment.bits, segment.rows) for segment in segments]
+    codes = torch.cat(parts).to(torch.uint8)
+    lanes = _to_lanes(F.pad(codes, (0, -codes.shape[1] % TILE, 0, -len(codes) % BLOCK)))
+    planes, low = [], 0
+    for width in PLANES[segments[0].bits]:
+        planes.append(_plane((lanes >> low) & ((1 << width) - 1), width))
+        low += width
+    return torch.cat(planes, -1)
 
 
 def _zeros(segment: Segment, columns: int) -> Tensor:
@@ -276,9 +325,9 @@ def _unplane(data: Tensor, bits: int) -> Tensor:
     return numbers.reshape(tiles, blocks, 32, 8, 4, 2)
 
 
-def _lanes(table: Tensor, layout: Layout) -> Tensor:
+def _lanes(table: Tensor, groups: int) -> Tensor:
     """A table's number for every code: (tiles, blocks, lane, step, register, 1)."""
     tiles, blocks = table.shape[:2]
-    grid = table.reshape(tiles, blocks, layout.groups, 8, 2).repeat_interleave(layout.steps, 2)
+    grid = table.reshape(tiles, blocks, groups, 8, 2).repeat_interleave(8 // groups, 2)
     lanes = grid.transpose(2, 3)[:, :, :, None, :, None, :].expand(-1, -1, -1, 4, -1, 2, -1)
     return lanes.reshape(tiles, blocks, 32, 8, 4, 1)

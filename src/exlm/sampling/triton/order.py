@@ -1,8 +1,9 @@
 """The largest entries of one row of logits, in the order of `order.py`, without sorting the row.
 
 Floats become integer keys of the same order; the k-th largest is found by counting keys above a few bounds at
-a time, first among the maxima of runs of 64 columns, then within the runs that qualify. One program works on
-one row, so nothing here depends on neighbours or on timing. It must be imported only where Triton is.
+a time, first among the maxima of runs of columns, which `edit.py` stored, then within the runs that qualify.
+One program works on one row, so nothing here depends on neighbours or on timing. It must be imported only
+where Triton is.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-RUN = tl.constexpr(64)
+from .. import lanes
+
+RUN = tl.constexpr(lanes.RUN)
 NOTHING = tl.constexpr(-(2**31))  # below the key of every number
 LOWEST = tl.constexpr(-2139095041)  # the key of -inf
 HIGHEST = tl.constexpr(2139095040)  # of inf; NaN lies above
@@ -54,20 +57,10 @@ def keys_at(x, columns, width):
 
 
 @triton.jit
-def survey(x, maxima, width, TILE: tl.constexpr):
-    """Store the key of every run's maximum; the largest of all."""
-    best = tl.full([TILE // RUN], NOTHING, tl.int32)
-    lane = tl.arange(0, TILE // RUN)
-    columns = lane[:, None] * RUN + tl.arange(0, RUN)[None, :]
-    v = values_at(x, columns, width)
-    for start in range(0, width, TILE):
-        ahead = values_at(x, start + TILE + columns, width)
-        found = tl.max(keys_in(v, start + columns, width), 1)
-        tl.store(maxima + start // RUN + lane, found)
-        best = tl.maximum(best, found)
-        v = ahead
-    tl.debug_barrier()
-    return tl.max(best)
+def highest(maxima, width, RUNS: tl.constexpr):
+    """The largest of the maxima of all runs."""
+    runs = tl.arange(0, RUNS)
+    return tl.max(tl.load(maxima + runs, mask=runs * RUN < width, other=NOTHING))
 
 
 @triton.jit

@@ -20,10 +20,10 @@ from .order import (
     LOWEST,
     NOTHING,
     first_of,
+    highest,
     in_order,
     keys_in,
     largest,
-    survey,
     value_of,
     values_at,
 )  # fmt: skip
@@ -36,6 +36,7 @@ INFINITE = tl.constexpr(rows.INFINITE)
 TOO_MANY = tl.constexpr(rows.TOO_MANY)
 HEAD_WORDS, TABLE_WORDS = tl.constexpr(HEAD), tl.constexpr(TABLE)
 DRAW, TARGET, SPARED = (tl.constexpr(AT[name]) for name in ("draw", "target", "spared"))
+FIRST_TARGET = tl.constexpr(AT["first"])
 TOP_P, TOP_A, MIN_P = (tl.constexpr(FLAGS[name]) for name in ("top_p", "top_a", "min_p"))
 TFS, TYPICAL, MIROSTAT = (tl.constexpr(FLAGS[name]) for name in ("tfs", "typical", "mirostat"))
 GREEDY = tl.constexpr(FLAGS["greedy"])
@@ -224,10 +225,10 @@ def the_largest(
     return token
 
 
-@triton.jit(do_not_specialize=["edited", "room", "wanted"])
+@triton.jit(do_not_specialize=["held", "room", "edited", "wanted"])
 def pick_kernel(
-    x, stride, edited, table, words, numbers, scratch, room, tokens, shares, targets, all_p, all_ids, width,
-    wanted, RUNS: tl.constexpr, SORT: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr, WIDE:
+    x, stride, maxima, table, words, scratch, tokens, shares, targets, all_p, all_ids, held, room, edited,
+    wanted, width, RUNS: tl.constexpr, SORT: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr, WIDE:
     tl.constexpr, SHAPED: tl.constexpr, WANTED: tl.constexpr,
 ):  # fmt: skip
     """Pick the token of one row; rows without top-k are WIDE, those whose steps go beyond cutting SHAPED."""
@@ -235,19 +236,20 @@ def pick_kernel(
     head, t = words + row * HEAD_WORDS, table + row * TABLE_WORDS
     x += tl.where(edited != 0, row, tl.load(head)) * stride
     number = uniform(tl.load(head + DRAW), tl.load(head + DRAW + 1), tl.load(head + DRAW + 2))
-    remembered, spared, target = tl.load(head + TARGET), tl.load(head + SPARED), tl.load(numbers + row)
+    remembered, spared = tl.load(head + TARGET), tl.load(head + SPARED)
+    target = tl.load(head + FIRST_TARGET).to(tl.float64, bitcast=True)
     if remembered != 0:
         target = tl.load(remembered.to(tl.pointer_type(tl.float64)))
+    maxima += row * held
     found = scratch + row * room
     sums = (found + SORT).to(tl.pointer_type(tl.float64))
-    maxima = (found + SORT + TILES).to(tl.pointer_type(tl.int32))
-    chosen = maxima + 2 * RUNS + TILE // 64  # the last tile may reach beyond the last run
+    chosen = (found + SORT + TILES).to(tl.pointer_type(tl.int32))
     ranks = chosen + SORT
     all_p, all_ids = all_p + row * SORT, all_ids + row * SORT
     flags = tl.load(t + AT_FLAGS).to(tl.int32)
     if flags & SKEW:
         number = tl.exp(tl.log(number) * tl.load(t + AT_POWER))
-    top = survey(x, maxima, width, TILE)
+    top = highest(maxima, width, RUNS)
     token, p = tl.full([], NOTHING_ALLOWED, tl.int32), tl.full([], 1.0, tl.float64)
     if top >= HIGHEST:
         token = tl.where(top == HIGHEST, INFINITE, NOT_A_NUMBER)
@@ -276,8 +278,8 @@ def pick_kernel(
         tl.store(targets + row, moved)
 
 
-@triton.jit(do_not_specialize=["edited", "room", "wanted"])
-def largest_kernel(x, stride, tokens, width, TILE: tl.constexpr):
+@triton.jit
+def largest_kernel(x, stride, tokens, shares, width, TILE: tl.constexpr):
     """Take the largest logit of one row, the first of equal ones."""
     row = tl.program_id(0).to(tl.int64)
     x += row * stride
@@ -295,3 +297,4 @@ def largest_kernel(x, stride, tokens, width, TILE: tl.constexpr):
     token = tl.min(tl.where(best == top, found, FLIP))
     token = tl.where(top <= LOWEST, NOTHING_ALLOWED, tl.where(top == HIGHEST, INFINITE, token))
     tl.store(tokens + row, tl.where(top > HIGHEST, NOT_A_NUMBER, token).to(tl.int64))
+    tl.store(shares + row, 1.0)

@@ -117,15 +117,16 @@ static void attend_chunk(void *job, int chunk) {
 }
 
 /* Returns 0, or 1 if there is no memory. */
-EXPORT int exlm_attend(Call *call, int64_t longest, int threads) {
-    const Layer *l = call->layer;
-    int chunks = call->rows * call->tokens * l->kv_heads;
-    call->room = (int64_t)(l->heads / l->kv_heads) * (l->head_dim + longest) + WIDE;
-    call->scratch = malloc(chunks * call->room * sizeof(float));
-    if (!call->scratch) return 1;
-    store(call);
-    share(attend_chunk, call, chunks, longest * chunks < 512 ? 1 : threads);
-    free(call->scratch);
+EXPORT int exlm_attend(const Call *given, int64_t longest, int threads) {
+    Call call = *given;
+    const Layer *l = call.layer;
+    int chunks = call.rows * call.tokens * l->kv_heads;
+    call.room = (int64_t)(l->heads / l->kv_heads) * (l->head_dim + longest) + WIDE;
+    call.scratch = malloc(chunks * call.room * sizeof(float));
+    if (!call.scratch) return 1;
+    store(&call);
+    share(attend_chunk, &call, chunks, longest * chunks < 512 ? 1 : threads);
+    free(call.scratch);
     return 0;
 }
 

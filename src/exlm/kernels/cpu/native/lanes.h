@@ -1,6 +1,6 @@
-/* The few operations the product is made of, in the instruction set this library is compiled for.
+/* The few operations the kernels are made of, in the instruction set this library is compiled for.
 
-   Whole and Real are vectors of 32-bit whole numbers and of floats, VECTORS of them for a tile's 16 lanes. */
+   Real and Whole are vectors of WIDTH floats and of 32-bit whole numbers, PARTS of them for sixteen lanes. */
 
 #ifndef EXLM_LANES_H
 #define EXLM_LANES_H
@@ -8,13 +8,18 @@
 #include <stdint.h>
 #include <string.h>
 
-static inline int32_t both(const int16_t *pair) {
-    int32_t out;
-    memcpy(&out, pair, sizeof out);
-    return out;
-}
+#include "matrix.h"
 
-static inline float half(uint16_t bits) {
+/* Keeps the compiler from loading a number again each time it is used. */
+#if defined(__x86_64__)
+#define HOLD(a) __asm__("" : "+v"(a))
+#else
+#define HOLD(a) ((void)0)
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE float half(uint16_t bits) {
     uint32_t sign = (uint32_t)(bits & 0x8000) << 16, rest = bits & 0x7fff, wide;
     float out;
     if (rest < 0x0400) return (sign ? -1.0f : 1.0f) * (float)rest * 0x1p-24f;
@@ -23,91 +28,165 @@ static inline float half(uint16_t bits) {
     return out;
 }
 
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
 
-enum { VECTORS = 1, MOST_ROWS = 8 };
+enum { PARTS = 1, WIDTH = 16, MOST_ROWS = 3, TOGETHER = 4 };
+#define OUTPUTS(rows) 8
 
-#define Whole __m512i
-#define Real __m512
-#define w_load(p) _mm512_loadu_si512(p)
+typedef __m512 Real;
+typedef __m512i Whole;
+#define w_words(p) _mm512_loadu_si512(p)
+#define w_shorts(p) _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p)))
+#define w_bytes(p) _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(p)))
+#define w_signed(p) _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(p)))
 #define w_all(n) _mm512_set1_epi32(n)
-#define w_add(a, b) _mm512_add_epi32(a, b)
 #define w_and(a, b) _mm512_and_si512(a, b)
 #define w_or(a, b) _mm512_or_si512(a, b)
 #define w_left(a, n) _mm512_slli_epi32(a, n)
 #define w_right(a, n) _mm512_srli_epi32(a, n)
-#define w_dot(sum, codes, x) _mm512_dpwssd_epi32(sum, codes, _mm512_set1_epi32(both(x)))
 #define r_all(a) _mm512_set1_ps(a)
 #define r_load(p) _mm512_loadu_ps(p)
 #define r_store(p, a) _mm512_storeu_ps(p, a)
 #define r_from(a) _mm512_cvtepi32_ps(a)
-#define r_more(a, b, c) _mm512_fmadd_ps(b, c, a)
-#define r_less(a, b, c) _mm512_fnmadd_ps(b, c, a)
 #define r_halves(p) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p)))
-#define r_bytes(p) _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(p))))
+#define r_mul(a, b) _mm512_mul_ps(a, b)
+#define r_sub(a, b) _mm512_sub_ps(a, b)
+#define r_more(a, b, c) _mm512_fmadd_ps(b, c, a)
+#define r_rounded(a) _mm512_cvtph_ps(_mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
+
+enum { ENTRIES = 2 };
+
+/* What the lowest bits of each number stand for; the bits above them do not matter. */
+INLINE Real pick(const Real *table, Whole index, int bits) {
+    return bits == 5 ? _mm512_permutex2var_ps(table[0], index, table[1]) : _mm512_permutexvar_ps(index, table[0]);
+}
 
 #elif defined(__AVX2__)
 #include <immintrin.h>
 
-enum { VECTORS = 2, MOST_ROWS = 4 };
+enum { PARTS = 2, WIDTH = 8, MOST_ROWS = 3, TOGETHER = 2 };
+#define OUTPUTS(rows) ((rows) == 1 ? 4 : 2)
 
-#define Whole __m256i
-#define Real __m256
-#define w_load(p) _mm256_loadu_si256((const __m256i *)(p))
+typedef __m256 Real;
+typedef __m256i Whole;
+#define w_words(p) _mm256_loadu_si256((const __m256i *)(p))
+#define w_shorts(p) _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p)))
+#define w_bytes(p) _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p)))
+#define w_signed(p) _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(p)))
 #define w_all(n) _mm256_set1_epi32(n)
-#define w_add(a, b) _mm256_add_epi32(a, b)
 #define w_and(a, b) _mm256_and_si256(a, b)
 #define w_or(a, b) _mm256_or_si256(a, b)
 #define w_left(a, n) _mm256_slli_epi32(a, n)
 #define w_right(a, n) _mm256_srli_epi32(a, n)
-#define w_dot(sum, codes, x) _mm256_add_epi32(sum, _mm256_madd_epi16(codes, _mm256_set1_epi32(both(x))))
 #define r_all(a) _mm256_set1_ps(a)
 #define r_load(p) _mm256_loadu_ps(p)
 #define r_store(p, a) _mm256_storeu_ps(p, a)
 #define r_from(a) _mm256_cvtepi32_ps(a)
-#define r_more(a, b, c) _mm256_fmadd_ps(b, c, a)
-#define r_less(a, b, c) _mm256_fnmadd_ps(b, c, a)
 #define r_halves(p) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p)))
-#define r_bytes(p) _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p))))
+#define r_mul(a, b) _mm256_mul_ps(a, b)
+#define r_sub(a, b) _mm256_sub_ps(a, b)
+#define r_more(a, b, c) _mm256_fmadd_ps(b, c, a)
+#define r_rounded(a) _mm256_cvtph_ps(_mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
 
-#else /* what the compiler makes of short vectors; on ARM that is NEON */
+enum { ENTRIES = 4 };
 
-enum { VECTORS = 4, MOST_ROWS = 4 };
+INLINE Real pick(const Real *table, Whole index, int bits) {
+    Real low = _mm256_permutevar8x32_ps(table[0], index);
+    if (bits < 4) return low;
+    Real fourth = _mm256_castsi256_ps(w_left(index, 28));
+    low = _mm256_blendv_ps(low, _mm256_permutevar8x32_ps(table[1], index), fourth);
+    if (bits == 4) return low;
+    Real high = _mm256_blendv_ps(_mm256_permutevar8x32_ps(table[2], index),
+                                 _mm256_permutevar8x32_ps(table[3], index), fourth);
+    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(w_left(index, 27)));
+}
 
-typedef int32_t Whole4 __attribute__((vector_size(16)));
-typedef float Real4 __attribute__((vector_size(16)));
+#else /* what the compiler makes of short vectors */
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
-static inline Whole4 whole_load(const int32_t *p) {
-    Whole4 out;
+enum { PARTS = 4, WIDTH = 4, MOST_ROWS = 3, TOGETHER = 1 };
+#define OUTPUTS(rows) ((rows) == 1 ? 2 : 1)
+
+typedef float Real __attribute__((vector_size(16)));
+typedef uint32_t Whole __attribute__((vector_size(16)));
+
+#define AT(type, p, i) ((uint32_t)((const type *)(p))[i])
+#define FOUR(type, p) ((Whole){AT(type, p, 0), AT(type, p, 1), AT(type, p, 2), AT(type, p, 3)})
+
+INLINE Whole four_words(const void *p) {
+    Whole out;
     memcpy(&out, p, sizeof out);
     return out;
 }
 
-static inline Real4 real_load(const float *p) {
-    Real4 out;
+INLINE Whole four_shorts(const void *p) {
+    uint16_t four[4];
+    memcpy(four, p, sizeof four);
+    return FOUR(uint16_t, four);
+}
+
+INLINE Real four_loaded(const float *p) {
+    Real out;
     memcpy(&out, p, sizeof out);
     return out;
 }
 
-#define Whole Whole4
-#define Real Real4
-#define w_load(p) whole_load(p)
-#define w_all(n) ((Whole4){n, n, n, n})
-#define w_add(a, b) ((a) + (b))
+INLINE Real four_floats(Whole a) {
+    typedef int32_t Signed __attribute__((vector_size(16)));
+    return __builtin_convertvector((Signed)a, Real);
+}
+
+/* The nearest float16, ties to even. */
+INLINE float nearest_half(float a) {
+    uint32_t bits, sign;
+    memcpy(&bits, &a, sizeof bits);
+    sign = bits & 0x80000000, bits ^= sign;
+    if (bits < 0x38800000) { /* below 2^-14 float16 counts in steps of 2^-24, as float32 does above 1/2 */
+        memcpy(&a, &bits, sizeof a);
+        a = (a + 0.5f) - 0.5f;
+        memcpy(&bits, &a, sizeof bits);
+    } else if (bits < 0x7f800000) {
+        bits = (bits + 0xfff + (bits >> 13 & 1)) & ~0x1fffu;
+        if (bits >= 0x47800000) bits = 0x7f800000;
+    }
+    bits |= sign;
+    memcpy(&a, &bits, sizeof a);
+    return a;
+}
+
+#define w_words(p) four_words(p)
+#define w_shorts(p) four_shorts(p)
+#define w_bytes(p) FOUR(uint8_t, p)
+#define w_signed(p) FOUR(int8_t, p)
+#define w_all(n) ((Whole){n, n, n, n})
 #define w_and(a, b) ((a) & (b))
 #define w_or(a, b) ((a) | (b))
 #define w_left(a, n) ((a) << (n))
 #define w_right(a, n) ((a) >> (n))
-#define w_dot(sum, codes, x) ((sum) + ((codes) & 0xffff) * (x)[0] + ((codes) >> 16) * (x)[1])
-#define r_all(a) ((Real4){a, a, a, a})
-#define r_load(p) real_load(p)
-#define r_store(p, a) memcpy(p, &(a), sizeof(Real4))
-#define r_from(a) __builtin_convertvector(a, Real4)
+#define r_all(a) ((Real){a, a, a, a})
+#define r_load(p) four_loaded(p)
+#define r_store(p, a) memcpy(p, &(a), sizeof(Real))
+#define r_from(a) four_floats(a)
+#define r_halves(p) ((Real){half((p)[0]), half((p)[1]), half((p)[2]), half((p)[3])})
+#define r_mul(a, b) ((a) * (b))
+#define r_sub(a, b) ((a) - (b))
+#if defined(__aarch64__)
+#define r_more(a, b, c) ((Real)vfmaq_f32((float32x4_t)(a), (float32x4_t)(b), (float32x4_t)(c)))
+#else
 #define r_more(a, b, c) ((a) + (b) * (c))
-#define r_less(a, b, c) ((a) - (b) * (c))
-#define r_halves(p) ((Real4){half(*(p)), half((p)[1]), half((p)[2]), half((p)[3])})
-#define r_bytes(p) ((Real4){*(p), (p)[1], (p)[2], (p)[3]})
+#endif
+#define r_rounded(a) ((Real){nearest_half((a)[0]), nearest_half((a)[1]), nearest_half((a)[2]), nearest_half((a)[3])})
+
+enum { ENTRIES = 8 };
+
+INLINE Real pick(const Real *table, Whole index, int bits) {
+    index &= w_all((1u << bits) - 1);
+    const float *one = (const float *)table;
+    return (Real){one[index[0]], one[index[1]], one[index[2]], one[index[3]]};
+}
 
 #endif
 #endif

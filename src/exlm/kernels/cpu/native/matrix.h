@@ -1,43 +1,60 @@
-/* A packed matrix as the product kernels read it, and rows of x as they are multiplied.
+/* A packed matrix as the kernels read it: four outputs together, and along them sixteen inputs at a time.
 
-   Outputs are dealt into tiles of 16, inputs into blocks of 32. A block of one tile is `bits` words for each of
-   its outputs: planes of 8, or of 4, 2 and 1 bits, each word holding even inputs in its lower half and odd ones
-   in its upper half, so that one shift and one mask give a pair of inputs as two 16-bit numbers.
-
-   x is a whole number of 16 bits times a scale for each block: sums of products with codes are then exact,
-   whatever their order. */
+   The stored inputs stand at places, sixteen to a slot; a group is filled up to whole slots, a run to whole
+   blocks. A block is the fewest slots whose codes fill whole bytes. Place 16 · s + j of it is slot s of lane j:
+   each lane has a little-endian stream of its slots' codes, so that one shift of sixteen words brings the next
+   slot's codes to where a table lookup wants them. Streams of 3 and 5 bytes are kept in pieces that one instruction
+   spreads over the lanes: 4 bytes of every lane, then 2 of every lane, then 1. Codes of 7 bits take 8. */
 
 #ifndef EXLM_MATRIX_H
 #define EXLM_MATRIX_H
 
 #include <stdint.h>
 
-enum { TILE = 16, BLOCK = 32, PAIRS = 16 };
+enum { LANES = 16, QUAD = 4, MOST_TABLE_BITS = 5, PANEL = 768, MOST_SLOTS = PANEL / LANES };
 
-/* Blocks of one width. A group has one factor for each output: several blocks, or if `fine`, half of one. */
+/* Factors of one run, in one of the ways formats have them. */
+enum { NONE, HALVES, FLOATS, SMALL_CODES, SIGNED_CODES };
+
 typedef struct {
-    const int32_t *codes;     /* (tiles, blocks, bits, 16) */
-    const void *scales;       /* (tiles, groups, 16) float16, or float32 if `wide` */
-    const void *minima;       /* the same, or none */
-    const uint8_t *zeros;     /* (tiles, groups, 16), or none */
-    const int32_t *spans;     /* (groups) blocks of each; unused if `fine` */
-    int32_t bits, blocks, groups, zero, wide, fine, first_block, first_group;
+    const void *table;        /* (quads, groups, 4) float16, float32, uint8 or int8 */
+    const uint16_t *supers;   /* (quads, many, 4) float16, what the small codes are multiplied with */
+    int32_t kind, each, many; /* group g belongs to super-group g / each */
+} Factors;
+
+/* Blocks of one width. */
+typedef struct {
+    const uint8_t *codes;     /* (quads, blocks, 4, bytes of a block) */
+    Factors scales, minima, zeros;
+    const int32_t *owners;    /* (slots) the group each belongs to */
+    const float *book;        /* (32) what a code stands for, the shared zero point taken off; up to 5 bits */
+    int32_t bits, blocks, groups, zero, first; /* zero: the shared one; first: the place where it begins */
 } Run;
 
 typedef struct {
     const Run *runs;
-    const int32_t *source;    /* (32 · blocks) the input at each place, -1 for none */
+    const int32_t *source;    /* (places) the input at each place, -1 for none; absent if each is its own */
     const float *bias;        /* (outputs), or none */
-    int32_t count, inputs, outputs, blocks, groups;
+    int32_t count, inputs, outputs, places, rounded; /* rounded: weights are float16 */
 } Matrix;
 
-/* Rows of x, made ready for one matrix. */
-typedef struct {
-    int16_t *whole;           /* (rows, 32 · blocks) */
-    float *scale;             /* (rows, blocks) */
-    int32_t *start;           /* (rows, 2 · blocks) where the sum over a block, or over each half, begins: the
-                                 zero point that all its outputs share, times the sum of x */
-    float *sum;               /* (rows, groups) the sum of x */
-} Rows;
+/* Narrow codes are looked up. */
+static inline int is_tabled(int bits) { return bits <= MOST_TABLE_BITS; }
+
+static inline int slots_of(int bits) { return bits == 8 ? 1 : bits == 4 ? 2 : bits & 1 ? 8 : 4; }
+
+/* Bytes of one lane's stream in a block. */
+static inline int stream_of(int bits) { return bits * slots_of(bits) / 8; }
+
+/* Where byte `at` of a lane's stream lies in its block. */
+static inline int byte_at(int stream, int lane, int at) {
+    int first = 0;
+    for (int piece = 4; piece; piece >>= 1) {
+        if (!(stream & piece)) continue;
+        if (at < piece) return first * LANES + lane * piece + at;
+        at -= piece, first += piece;
+    }
+    return 0;
+}
 
 #endif

@@ -1,0 +1,136 @@
+"""A batch's two ends: the file of requests, and the file of answers in the same order.
+
+Here a row is a line with a name. What its request means is decided in `run`; a line that is not even a row is
+noted here, and answered with an error in its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from exlm import InputError
+
+from .journal import Journal, sync_folder, unwritable
+
+URLS = ("/v1/chat/completions", "/v1/completions")
+
+
+class BadRow(Exception):
+    """A line that is no request, and why."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One request: its line in the file (from 1), its name, and the line itself."""
+
+    line: int
+    custom_id: str | None
+    text: bytes
+
+    def request(self) -> tuple[str, Mapping[str, Any]]:
+        """The URL and the body; raises BadRow."""
+        asked = _object(self.text)
+        if not isinstance(asked.get("custom_id"), str) or not asked["custom_id"]:
+            raise BadRow("custom_id must be a text that is not empty")
+        if asked.get("method") != "POST":
+            raise BadRow(f"method must be 'POST', found {asked.get('method')!r}")
+        if asked.get("url") not in URLS:
+            raise BadRow(f"url must be {' or '.join(URLS)}, found {asked.get('url')!r}")
+        if not isinstance(asked.get("body"), dict):
+            raise BadRow(f"body must be an object, found {type(asked.get('body')).__name__}")
+        if unknown := sorted(asked.keys() - {"custom_id", "method", "url", "body"}):
+            raise BadRow(f"there is no field {unknown[0]!r} in a row")
+        return asked["url"], asked["body"]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A whole file of requests, blank lines left out, and the hash of its bytes."""
+
+    rows: tuple[Row, ...]
+    digest: str
+
+
+def read_rows(path: Path) -> Rows:
+    """Read a file of requests; two rows of one name are refused, whatever else is wrong is the row's."""
+    rows: list[Row] = []
+    lines: dict[str, int] = {}
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            for number, text in enumerate(file, 1):
+                digest.update(text)
+                if not text.strip():
+                    continue
+                name = _name(text)
+                if name is not None and lines.setdefault(name, number) != number:
+                    raise InputError(
+                        f"{path}: lines {lines[name]} and {number} have the same custom_id {name!r}: give "
+                        "each row its own."
+                    )
+                rows.append(Row(number, name, text))
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror or error}.") from None
+    if not rows:
+        raise InputError(f"{path} holds no requests: write one as JSON on each line.")
+    return Rows(tuple(rows), digest.hexdigest())
+
+
+def answers(path: Path, rows: Rows, model: str) -> bool:
+    """Whether a file already answers these rows, all of them, in their order, by a model of this name."""
+    try:
+        with path.open("rb") as file:
+            found = [_object(line) for line in file]
+    except (OSError, BadRow):
+        return False
+    names = [one.get("custom_id") for one in found]
+    bodies = [(one.get("response") or {}).get("body") or {} for one in found]
+    models = {body.get("model", model) for body in bodies}
+    return names == [row.custom_id for row in rows.rows] and models <= {model}
+
+
+def write_answers(path: Path, journal: Journal, rows: Rows) -> None:
+    """Write what became of every row, in the order of the rows; the file appears whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("wb") as file:
+            for row in range(len(rows.rows)):
+                file.write(journal.answer(row) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise unwritable(path, error, f" Every answer is safe in {journal.path}.") from None
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(text, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise BadRow(f"the line is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise BadRow(f"the line must be an object, found {type(found).__name__}")
+    return found
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number")
+
+
+def _name(text: bytes) -> str | None:
+    """The row's name, if the line has one."""
+    try:
+        name = _object(text).get("custom_id")
+    except BadRow:
+        return None
+    return name if isinstance(name, str) and name else None

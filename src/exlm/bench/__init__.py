@@ -1,0 +1,26 @@
+"""How fast a model is on this machine, end to end, and how near that is to what the machine can do."""
+
+from .benchmark import Plan, run
+from .machine import Fact, facts, system
+from .peers import ENGINES, compare
+from .plot import draw
+from .report import Peer, Report, Row
+from .shapes import SHAPES, Shape
+from .weights import FORMS
+
+__all__ = [
+    "ENGINES",
+    "FORMS",
+    "SHAPES",
+    "Fact",
+    "Peer",
+    "Plan",
+    "Report",
+    "Row",
+    "Shape",
+    "compare",
+    "draw",
+    "facts",
+    "run",
+    "system",
+]

@@ -1,0 +1,100 @@
+"""A loaded model put to work through `Generator`: sampling and text included, greedy, timed by the wall.
+
+What the times mean is said elsewhere.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import NamedTuple
+
+import torch
+
+from .. import CacheBase, Generator, Job, Settings, Tokenizer
+from .watch import WatchedModel
+
+PAGE = 256
+WARM = 3
+"""Steps of a batch that are not counted: kernels may still be made in them."""
+
+PERIOD = 16
+"""Tokens after which a repetitive prompt starts again."""
+
+
+class Timing(NamedTuple):
+    """What a stretch of work took."""
+
+    seconds: float
+    tokens: int
+    steps: int
+    passing: float  # seconds of it in the model
+
+
+def tokens_needed(batch: int, context: int, new: int) -> int:
+    """Whole pages of every row."""
+    return batch * -(-(context + new + WARM + 1) // PAGE) * PAGE
+
+
+def prompt_ids(row: int, count: int, vocab: int, period: int = 0) -> torch.Tensor:
+    """(1, count) plain tokens, others for each row; with a period they repeat."""
+    span = max(1, vocab - 300)
+    low = min(300, vocab - span)
+    places = ((i % period if period else i) + 1 for i in range(count))
+    return torch.tensor([[low + (7919 * place * (row + 3)) % span for place in places]])
+
+
+class Work:
+    """One generator over a cache of its own."""
+
+    def __init__(
+        self, model: WatchedModel, tokenizer: Tokenizer, cache: CacheBase, rows: int, ngram: bool = False
+    ) -> None:
+        self._watch = model.watch
+        self._vocab = model.config.vocab_size
+        self._generator = Generator(model, cache, tokenizer, max_batch_size=rows, use_ngram_draft=ngram)
+
+    def prompt(self, length: int, row: int = 0) -> Timing:
+        """From a prompt to its first token."""
+        self._watch.reset()
+        start = time.perf_counter()
+        self._generator.enqueue(self._job(row, length, 1))
+        while self._generator.num_remaining_jobs():
+            self._step()
+        return Timing(time.perf_counter() - start, length, 1, self._watch.seconds())
+
+    def decode(self, batch: int, context: int, new: int, period: int = 0) -> Timing:
+        """About `new` tokens for each row of a full batch, behind prompts of `context` tokens."""
+        jobs = [self._job(row, context, new + WARM + 1, period) for row in range(batch)]
+        self._generator.enqueue(jobs)
+        while not all(job.new_tokens for job in jobs):
+            self._step()
+        for _ in range(WARM):
+            self._step()
+        self._watch.reset()
+        before, steps = sum(job.new_tokens for job in jobs), 0
+        start = time.perf_counter()
+        while not any(job.is_finished for job in jobs):
+            self._step()
+            steps += 1
+        seconds = time.perf_counter() - start
+        made = sum(job.new_tokens for job in jobs) - before
+        self._generator.clear_queue()
+        return Timing(seconds, made, steps, self._watch.seconds())
+
+    def _step(self) -> None:
+        """One round; a job that fails fails the measurement."""
+        for result in self._generator.iterate():
+            if result["stage"] == "streaming" and "error" in result:
+                raise result["error"]
+
+    def _job(self, row: int, count: int, new: int, period: int = 0) -> Job:
+        ids = prompt_ids(row, count, self._vocab, period)
+        return Job(ids, new, gen_settings=Settings.greedy())
+
+
+def let_go(device: torch.device) -> None:
+    """Give back what nobody holds any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

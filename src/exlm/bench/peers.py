@@ -1,0 +1,99 @@
+"""This library beside other engines on the CPU: each in a process of its own, in turn, on the same model.
+
+They take turns so that what else the machine does hits all of them; only the ratios mean something on a
+shared machine. A peer that is not installed is left out, with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+from .. import convert_model, settings
+from ..errors import InputError
+from . import engines
+from .report import Peer
+
+ENGINES = {
+    "exlm": "exlm",
+    "llama.cpp": "xllamacpp",
+    "onnxruntime-genai": "onnxruntime_genai",
+    "transformers": "transformers",
+}
+"""The engines, and the module each of them needs."""
+
+LIMIT = 900
+"""Seconds a turn may take."""
+
+
+def compare(
+    model: Path,
+    threads: int,
+    turns: int = 3,
+    pythons: Mapping[str, str] | None = None,
+    tell: Callable[[str, int, int], object] = lambda *_: None,
+) -> tuple[list[Peer], list[str]]:
+    """What every engine did in each turn, and who was left out and why.
+
+    `pythons` names the interpreter of an engine that lives in another environment.
+    """
+    if model.suffix != ".gguf":
+        raise InputError(f"Peers are compared on a .gguf file, which all of them can read; found {model}.")
+    there = {name: sys.executable for name, needs in ENGINES.items() if find_spec(needs) is not None}
+    there |= pythons or {}
+    if unknown := set(there) - set(ENGINES):
+        raise InputError(f"No engine is called {', '.join(sorted(unknown))}: {', '.join(ENGINES)}.")
+    left = [f"{name}: {needs} is not installed" for name, needs in ENGINES.items() if name not in there]
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in there}
+    for turn in range(turns):
+        for number, name in enumerate(list(found)):
+            tell(name, turn * len(found) + number, turns * len(found))
+            try:
+                found[name].append(_turn(there[name], name, _files(name, model, there[name]), threads))
+            except RuntimeError as error:
+                left.append(str(error))
+                del found[name]
+    return [Peer(name, _columns(values)) for name, values in found.items()], left
+
+
+def _turn(python: str, engine: str, files: Path, threads: int) -> dict[str, float]:
+    """One turn of an engine, in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        code = str(Path(engines.__file__))
+        command = [python, code, engine, str(files), str(threads), repr(time.time()), str(answer)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT)
+        if done.returncode or not answer.exists():
+            raise RuntimeError(f"{engine}: {' '.join(done.stderr.strip().splitlines()[-1:])}")
+        found: dict[str, float] = json.loads(answer.read_text())
+    return found
+
+
+def _files(engine: str, model: Path, python: str) -> Path:
+    """What an engine reads: the file itself, its numbers unpacked, or what its own builder makes of those."""
+    if engine in ("exlm", "llama.cpp"):
+        return model
+    kept = settings.cache_folder() / "bench"
+    dense = kept / f"{model.stem}-dense"
+    if not dense.exists():
+        convert_model(model, dense, "dense")
+    if engine == "transformers":
+        return dense
+    built = kept / f"{model.stem}-onnx"
+    if not built.exists():
+        builder = [python, "-m", "onnxruntime_genai.models.builder", "-i", str(dense), "-o", str(built)]
+        command = [*builder, "-p", "int4", "-e", "cpu", "-c", str(kept / "onnx-cache")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT)
+        if done.returncode:
+            raise RuntimeError(f"{engine}: its builder failed: {done.stderr.strip()[-300:]}")
+    return built
+
+
+def _columns(values: list[dict[str, float]]) -> dict[str, list[float]]:
+    return {key: [one[key] for one in values] for key in (values[0] if values else {})}

@@ -1,0 +1,70 @@
+"""Named sizes of models, as config.json says them. No weights, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a Llama."""
+
+    hidden: int
+    layers: int
+    mlp: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    positions: int = 4096
+    theta: float = 10000.0
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.hidden // self.heads
+
+    def config(self) -> dict[str, Any]:
+        """config.json."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": self.hidden,
+            "intermediate_size": self.mlp,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "vocab_size": self.vocab,
+            "max_position_embeddings": self.positions,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": self.theta,
+            "hidden_act": "silu",
+            "torch_dtype": "float16",
+            "tie_word_embeddings": False,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+
+    def matrices(self) -> Iterator[tuple[str, int, int]]:
+        """(name within a layer, in, out), as files order them."""
+        hidden, kv = self.hidden, self.kv_heads * self.head_dim
+        yield "mlp.down_proj", self.mlp, hidden
+        yield "mlp.gate_proj", hidden, self.mlp
+        yield "mlp.up_proj", hidden, self.mlp
+        yield "self_attn.k_proj", hidden, kv
+        yield "self_attn.o_proj", hidden, hidden
+        yield "self_attn.q_proj", hidden, hidden
+        yield "self_attn.v_proj", hidden, kv
+
+
+SHAPES: dict[str, Shape] = {
+    "llama-2-7b": Shape(4096, 32, 11008, 32, 32, 32000),
+    "llama-2-13b": Shape(5120, 40, 13824, 40, 40, 32000),
+    "llama-3-8b": Shape(4096, 32, 14336, 32, 8, 128256, 8192, 500000.0),
+    "llama-3-70b": Shape(8192, 80, 28672, 64, 8, 128256, 8192, 500000.0),
+    "mistral-7b": Shape(4096, 32, 14336, 32, 8, 32000, 32768),
+    "tinyllama-1.1b": Shape(2048, 22, 5632, 32, 4, 32000, 2048),
+    "smollm2-135m": Shape(576, 30, 1536, 9, 3, 49152, 8192, 100000.0),
+    "tiny": Shape(256, 2, 512, 4, 2, 512, 2048),
+}

@@ -1,0 +1,144 @@
+"""A model that is in no files: a description and a tokenizer in a folder, and weights made when asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from .. import spec
+from ..formats import DenseWeight, Weight
+from ..spec.roles import matrices
+from .shapes import Shape
+from .weights import Form, Random
+
+STATES = 16
+"""Different vectors in a repetitive model's embedding: after so many tokens its text goes in circles."""
+
+_FAINT = 1 / 512  # how much of a repetitive model's layers reaches the residual stream
+
+
+class NoFiles:
+    """The files behind weights that come from nowhere."""
+
+    paths: tuple[Path, ...] = ()
+
+    def __init__(self, total_bytes: int) -> None:
+        self.total_bytes = total_bytes
+
+
+class Synthetic:
+    """A source of random weights (`checkpoint.Source`), the same for the same seed, role and device.
+
+    A `repetitive` model says the same few tokens again and again, whatever its width: for speculation.
+    """
+
+    def __init__(self, model: spec.Model, form: Form, *, repetitive: bool = False, seed: int = 0) -> None:
+        self._form = form
+        self._repetitive = repetitive
+        self._seed = seed
+        self._sizes = {one.role: (one.in_features, one.out_features) for one in matrices(model)}
+        self._sizes["embed"] = model.hidden, model.vocab
+
+    @property
+    def files(self) -> NoFiles:
+        """None; but their bytes can be told."""
+        return NoFiles(sum(self.describe(role)[1] for role in self._sizes))
+
+    def has(self, role: str) -> bool:
+        """Whether it is a matrix of the model."""
+        return role in self._sizes
+
+    def describe(self, role: str, fallback: str | None = None) -> tuple[str, int]:
+        """The form's name and the bytes its files would have."""
+        inputs, outputs = self._sizes[role]
+        if role == "embed":
+            return "dense float16", 2 * inputs * outputs
+        return type(self._form).__name__.lower(), self._form.nbytes(inputs, outputs, role == "head")
+
+    def unused(self) -> list[str]:
+        """Nothing is left over."""
+        return []
+
+    def tensor(
+        self,
+        role: str,
+        shape: tuple[int, ...] | tuple[tuple[int, ...], ...],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        suffix: str = "weight",
+        finite: bool = False,
+    ) -> Tensor:
+        """Numbers near one: norms."""
+        first = shape[0]
+        sizes = first if isinstance(first, tuple) else (first,)
+        values = self._random(role + suffix, device).floats(1, torch.Size(sizes).numel(), 0.1)
+        return (values.view(sizes) + 1).to(dtype)
+
+    def weight(
+        self,
+        role: str,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        fallback: str | None = None,
+    ) -> Weight:
+        """A random matrix in the form that was chosen."""
+        random = self._random(role, device)
+        if role == "embed":
+            return DenseWeight(self._table(random, out_features, in_features))
+        faint = self._repetitive and role.endswith((".o", ".down"))
+        deviation = in_features**-0.5 * (_FAINT if faint else 1.0)
+        made = self._form.weight(in_features, out_features, random, role == "head", deviation)
+        if isinstance(made, DenseWeight) and dtype is not None:
+            return DenseWeight(made.data.to(dtype))
+        return made
+
+    def _table(self, random: Random, rows: int, width: int) -> Tensor:
+        if not self._repetitive:
+            return random.floats(rows, width, 1.0)
+        return random.floats(STATES, width, 1.0).repeat(-(-rows // STATES), 1)[:rows].contiguous()
+
+    def _random(self, role: str, device: torch.device) -> Random:
+        return Random(crc32(role.encode()) ^ self._seed, device)
+
+
+def describe_in(folder: Path, shape: Shape, positions: int) -> Path:
+    """Write config.json, for at least so many positions, and a tokenizer as large as the vocabulary."""
+    config = shape.config()
+    config["max_position_embeddings"] = max(positions, shape.positions)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text(json.dumps(_tokenizer(shape.vocab)))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    return folder
+
+
+def _tokenizer(size: int) -> dict[str, object]:
+    """tokenizer.json: three special tokens, every byte, and as many made-up words as there is room for."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    pieces = ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    pieces += [f"Ġ{_word(number)}" for number in range(size - len(pieces))]
+    made = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces[:size])}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<unk>", "<s>", "</s>"])
+    out: dict[str, object] = json.loads(made.to_str())
+    return out
+
+
+def _word(number: int) -> str:
+    """A word that no other number has."""
+    letters = ""
+    while number >= 0:
+        number, letter = divmod(number, 26)
+        letters += chr(97 + letter)
+        number -= 1
+    return letters

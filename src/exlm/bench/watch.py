@@ -1,0 +1,85 @@
+"""A model whose passes are timed: what a step spends in it, and how long the device has nothing to do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..cache import CacheBase
+from ..model import Model
+from ..model.runner import Runner
+
+PASSES = ("prefill", "decode")
+"""The runner's methods in which the model computes."""
+
+
+class Watch:
+    """The seconds between the beginning and the end of each pass, as the device saw them."""
+
+    def __init__(self) -> None:
+        self._host = 0.0
+        self._events: list[tuple[Any, Any]] = []
+
+    def reset(self) -> None:
+        """Forget what was."""
+        self._host = 0.0
+        self._events.clear()
+
+    def around(self, work: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+        """The same call, timed; nothing waits for the device."""
+        return self._marked(work) if device.type == "cuda" else self._clocked(work)
+
+    def seconds(self) -> float:
+        """In passes since the last reset; waits for a GPU to finish."""
+        if self._events:
+            torch.cuda.synchronize()
+        return float(self._host + sum(begin.elapsed_time(end) for begin, end in self._events) / 1e3)
+
+    def _clocked(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            start = time.perf_counter()
+            answer = work(*arguments)
+            self._host += time.perf_counter() - start
+            return answer
+
+        return timed
+
+    def _marked(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        cuda: Any = torch.cuda  # its events have no types
+
+        def timed(*arguments: Any) -> Any:
+            begin, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+            begin.record()
+            answer = work(*arguments)
+            end.record()
+            self._events.append((begin, end))
+            return answer
+
+        return timed
+
+
+class WatchedRunner:
+    """A runner that does what another does, under a watch."""
+
+    def __init__(self, inner: Runner, watch: Watch) -> None:
+        self._inner = inner
+        for name in PASSES:
+            setattr(self, name, watch.around(getattr(inner, name), inner.device))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class WatchedModel(Model):
+    """A model that knows how long its passes took."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.watch = Watch()
+
+    def runner(self, cache: CacheBase) -> Any:
+        """The generator's door, watched."""
+        return WatchedRunner(super().runner(cache), self.watch)

@@ -1,0 +1,192 @@
+"""`exlm bench`: how fast a model is on this machine, end to end, next to what the machine can do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Annotated, NamedTuple
+
+import torch
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from exlm import InputError, find_model
+from exlm.bench import FORMS, SHAPES, Peer, Plan, Report, Row, compare, draw, run
+
+from .info import size
+
+_NAMES = {
+    "prompt": "prompt of 512, tok/s",
+    "decode": "decode, tok/s",
+    "batch": "decode of 8, tok/s",
+    "first": "to first token, s",
+    "peak": "peak memory, MB",
+}
+_LESS = ("first", "peak")  # where less is better
+
+
+class _Usual(NamedTuple):
+    """What is measured unless something else is asked for."""
+
+    batches: str
+    contexts: str
+    prompt: int
+    tokens: int
+
+
+_TINY, _CPU, _GPU = (
+    _Usual("1,4", "32", 128, 16),
+    _Usual("1,8", "32", 512, 64),
+    _Usual("1,8,32,64", "512,8000", 2048, 256),
+)
+
+
+def bench(
+    model: Annotated[
+        str | None, typer.Argument(help="A folder, a .gguf file or a Hub name; a synthetic one if left out.")
+    ] = None,
+    shape: Annotated[str | None, typer.Option(help=f"Sizes to make up: {', '.join(SHAPES)}.")] = None,
+    format: Annotated[str, typer.Option(help=f"Its stored form: {', '.join(FORMS)}.")] = "exl2",
+    bits: Annotated[
+        float | None, typer.Option(help="Bits for each weight; 4.1 for exl2, 4 for gptq, 4.5 for gguf.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
+    batch: Annotated[str | None, typer.Option(help="Rows at the first context, as in 1,8,32,64.")] = None,
+    context: Annotated[str | None, typer.Option(help="Tokens in the cache, as in 512,8000.")] = None,
+    cache: Annotated[str, typer.Option(help="Of fp16, fp8, q8, q6, q4; fp16 is the model's own.")] = "fp16",
+    prompt: Annotated[int | None, typer.Option(help="Tokens of the prompt that is timed.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens to decode for each row.")] = None,
+    draft: Annotated[str | None, typer.Option(help="ngram: also with guesses, on repetitive text.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads on the CPU.")] = None,
+    peers: Annotated[bool, typer.Option("--peers", help="Other engines on the CPU, as ratios.")] = False,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="An engine and its interpreter: llama.cpp=/venv/bin/python.")
+    ] = None,
+    turns: Annotated[int, typer.Option(min=1, help="Turns of each engine.")] = 3,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write every number to a file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw a PNG; needs matplotlib.")] = None,
+) -> None:
+    """Measure how fast a model loads, reads and writes at several batches, contexts and caches."""
+    if draft not in (None, "ngram"):
+        raise InputError(f"--draft must be ngram, found {draft!r}.")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    on_cpu = device == "cpu" or (device is None and not torch.cuda.is_available())
+    if peers and not on_cpu:
+        raise InputError("--peers compares engines on the CPU: use --device cpu.")
+    path = find_model(model, progress=True) if model is not None or (peers and shape is None) else None
+    if path is not None and shape is not None:
+        raise InputError("Name a model or a --shape, not both; --peers needs a model that is in files.")
+    usual = _TINY if shape == "tiny" else _CPU if on_cpu else _GPU
+    plan = Plan(
+        model=path,
+        shape=shape or ("smollm2-135m" if on_cpu else "llama-2-7b"),
+        form=format,
+        bits=bits,
+        device=device,
+        batches=_numbers("--batch", batch or usual.batches),
+        contexts=_numbers("--context", context or usual.contexts),
+        caches=tuple(cache.split(",")),
+        prompt=prompt or usual.prompt,
+        tokens=tokens or usual.tokens,
+        ngram=draft == "ngram",
+    )
+    console = Console() if Console().is_terminal else Console(width=110)
+    with _bar() as tell:
+        report = run(plan, tell)
+    console.print(_table(report))
+    if peers and path is not None:
+        report = _beside(console, report, path, turns, peer or [])
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.json(), indent=1))
+    if plot is not None:
+        draw(report, plot)
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise InputError(f"{option} must be whole numbers with commas between, found {text!r}.") from None
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[str, int, int], object]]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("starting", total=None)
+        yield lambda what, done, total: progress.update(task, description=what, completed=done, total=total)
+
+
+def _table(report: Report) -> Table:
+    """One line for each kind of work."""
+    facts = f"{report.parameters / 1e9:.2f} billion parameters, {report.form} {report.bits:.2f} bit"
+    where = report.device if report.device != "CPU" else f"CPU, threads: {report.threads}"
+    title = f"{report.model}, {facts}, on {where} ({', '.join(report.backends)})"
+    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("work", "cache"):
+        table.add_column(name, no_wrap=True)
+    for name in ("context", "rows", "tok/s", "ms", "read", "of copy", "of GEMM", "idle"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("bound", no_wrap=True)
+    for row in report.rows:
+        table.add_row(*_cells(row))
+    first = "" if report.first is None else f", first token {report.first:.1f} s after the process began"
+    limits = f"{report.bandwidth / 1e9:,.1f} GB/s copied, {report.products / 1e12:,.2f} TFLOP/s multiplied"
+    table.caption = f"loaded in {report.load:.2f} s{first}; {size(report.memory)} at most; limits: {limits}"
+    return table
+
+
+def _cells(row: Row) -> list[str]:
+    shape = [row.work, row.cache, str(row.context), str(row.batch)]
+    if row.rate is None:
+        return [*shape, *[""] * 6, row.bound]
+    speed = [f"{row.rate:,.{int(row.rate < 1000)}f}", f"{1e3 * row.step:.{3 if row.step < 0.01 else 1}f}"]
+    speed.append(size(row.read))
+    return [*shape, *speed, f"{row.bandwidth:.0%}", f"{row.products:.0%}", f"{row.idle:.0%}", row.bound]
+
+
+def _beside(console: Console, report: Report, path: Path, turns: int, named: list[str]) -> Report:
+    """The report with what other engines did, which is printed as well."""
+    pythons = dict(one.split("=", 1) for one in named if "=" in one)
+    if len(pythons) != len(named):
+        raise InputError("--peer must be an engine and its interpreter, as in llama.cpp=/venv/bin/python.")
+    with _bar() as tell:
+        peers, left = compare(path, report.threads, turns, pythons, tell)
+    for reason in left:
+        console.print(f"left out: {reason}", soft_wrap=True)
+    if peers:
+        console.print(_ratios(peers, report.threads, turns))
+    return replace(report, peers=tuple(peers))
+
+
+def _ratios(peers: list[Peer], threads: int, turns: int) -> Table:
+    """Medians with their range, and how many times as good the first engine is."""
+    own = peers[0]
+    table = Table(
+        title=f"threads: {threads}, medians of {turns} (lowest to highest), × by which {own.engine} wins"
+    )
+    table.add_column("engine")
+    for name in _NAMES.values():
+        table.add_column(name, justify="right")
+    for one in peers:
+        cells = []
+        for key in _NAMES:
+            values, base = one.values.get(key), own.values.get(key)
+            if not values or not base:
+                cells.append("")
+                continue
+            digits = 1 if key == "first" else 0
+            better = median(base) / median(values)
+            ratio = "" if one is own else f"\n{1 / better if key in _LESS else better:.2f} ×"
+            low, high = min(values), max(values)
+            cells.append(f"{median(values):.{digits}f} ({low:.{digits}f}–{high:.{digits}f}){ratio}")
+        table.add_row(one.engine, *cells)
+    return table

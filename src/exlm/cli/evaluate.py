@@ -1,0 +1,66 @@
+"""`exlm eval`: how good a model is, alone or against the one it was made from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from exlm import Quality, evaluate_model, find_model, write_report
+
+
+def eval_(
+    model: Annotated[str, typer.Argument(help="A model folder, a .gguf file, or a name on the Hub.")],
+    against: Annotated[str | None, typer.Option(help="The model it was made from.")] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="A .txt, .jsonl or .parquet file to read; else built-in text.")
+    ] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of text, with --text.")] = 16,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of a row, with --text.")] = 512,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1.")] = None,
+    speed: Annotated[bool, typer.Option(help="Time it too.")] = True,
+    report: Annotated[Path | None, typer.Option(help="A folder for the report.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("-q", help="No progress.")] = False,
+) -> None:
+    """Perplexity; against another model also divergence, agreement and the error of every layer."""
+    path = find_model(model, progress=not quiet)
+    other = None if against is None else find_model(against, progress=not quiet)
+    with Progress(console=Console(stderr=True), transient=True, disable=quiet) as progress:
+        task = progress.add_task("Reading", total=None)
+        quality = evaluate_model(
+            path,
+            other,
+            text=text,
+            rows=rows,
+            length=length,
+            device=device,
+            speed=speed,
+            progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    if report is not None:
+        report.mkdir(parents=True, exist_ok=True)
+        write_report(report, quality, {"text": str(text or "built-in")})
+    if as_json:
+        typer.echo(json.dumps(quality.to_json(), indent=2))
+    else:
+        show(quality)
+
+
+def show(quality: Quality) -> None:
+    """The figures as a table, then the layers."""
+    console = Console()
+    table = Table(show_header=False, box=None)
+    for name, value in quality.figures():
+        table.add_row(name, value)
+    console.print(table)
+    layers = Table("layer", "bits", "error", box=None)
+    for i, bits in enumerate(quality.layer_bits):
+        error = "" if quality.layer_errors is None else f"{quality.layer_errors[i]:.4f}"
+        layers.add_row(str(i), f"{bits:.2f}", error)
+    console.print(layers)

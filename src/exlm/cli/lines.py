@@ -1,0 +1,157 @@
+"""What the user types: messages of one line or several, remembered from one conversation to the next.
+
+Where the standard library has `readline`, a terminal gets its editing and its history; pasted lines stay one
+message. Everything also works with neither, line by line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+FENCE = '"""'
+KEPT = 1000
+"""Messages of earlier conversations that the up key finds."""
+
+
+class Lines:
+    """The messages that come from standard input."""
+
+    def __init__(self, history: Path | None = None) -> None:
+        """`history` is a file to remember them in; it is used only where somebody types."""
+        self.interactive = sys.stdin.isatty()
+        self._history = history if self.interactive else None
+        self._editor = _editor(self._history) if self.interactive else None
+
+    def read(self) -> str | None:
+        """The next message that is not blank, None at the end of input.
+
+        A line that ends in a backslash goes on in the next one; a line that begins with three quotes goes on
+        until three quotes end one. Raises KeyboardInterrupt.
+        """
+        try:
+            while not (text := self._message().strip()):
+                continue
+        except EOFError:
+            return None
+        if self._editor is not None:
+            self._editor.add_history(text)
+        if self._history is not None:
+            _remember(self._history, text)
+        return text
+
+    def _message(self) -> str:
+        line = self._line("> ")
+        if line.lstrip().startswith(FENCE):
+            return self._fenced(line.lstrip().removeprefix(FENCE))
+        lines = [line]
+        while lines[-1].endswith("\\"):
+            lines[-1] = lines[-1].removesuffix("\\")
+            lines.append(self._more())
+        return "\n".join(lines)
+
+    def _fenced(self, first: str) -> str:
+        lines = [first]
+        while not lines[-1].rstrip().endswith(FENCE):
+            try:
+                lines.append(self._line(". "))
+            except EOFError:
+                return "\n".join(lines)
+        lines[-1] = lines[-1].rstrip().removesuffix(FENCE)
+        return "\n".join(lines)
+
+    def _more(self) -> str:
+        try:
+            return self._line(". ")
+        except EOFError:
+            return ""
+
+    def _line(self, prompt: str) -> str:
+        if not self.interactive:
+            return input()
+        if sys.stdout.isatty():
+            return input(prompt)
+        sys.stderr.write(prompt)  # what is written to a file is the answers alone
+        sys.stderr.flush()
+        return input()
+
+
+class Interrupts:
+    """Ctrl-C: an exception while the user types, at all other times a wish that is noted."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._typing = False
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """From here to the end of the block Ctrl-C does not end the program."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # signals are none of a thread's business
+            return
+        before = signal.signal(signal.SIGINT, self._arrive)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    @contextmanager
+    def typing(self) -> Iterator[None]:
+        """In the block the user types; a wish that came just before it counts as made in it."""
+        self._typing = True
+        try:
+            if self.taken():
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._typing = False
+
+    def taken(self) -> bool:
+        """Whether there was a wish; it is done with."""
+        asked, self.asked = self.asked, False
+        return asked
+
+    def _arrive(self, *_: object) -> None:
+        if self._typing:
+            raise KeyboardInterrupt
+        self.asked = True
+
+
+def _editor(history: Path | None) -> Any:
+    """The line editor, with the history in it; None where there is none."""
+    try:
+        import readline
+    except ImportError:
+        return None
+    readline.set_auto_history(False)
+    for text in _remembered(history) if history is not None else ():
+        readline.add_history(text)
+    return readline
+
+
+def _remembered(path: Path) -> list[str]:
+    """The last messages of a history; lines that are no messages are passed over."""
+    texts: list[str] = []
+    with contextlib.suppress(OSError):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines()[-KEPT:]:
+            with contextlib.suppress(ValueError):
+                texts += [text] if isinstance(text := json.loads(line), str) else []
+    return texts
+
+
+def _remember(path: Path, text: str) -> None:
+    """Add to a history that only its owner can read; a conversation does not end because it cannot."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(
+            os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "w", encoding="utf-8"
+        ) as file:
+            file.write(json.dumps(text) + "\n")

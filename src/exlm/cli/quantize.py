@@ -1,0 +1,98 @@
+"""`exlm quantize`: a float model in, a quantised one and a report on it out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from exlm import InputError, find_model, quantize_model
+
+from .evaluate import show
+
+
+def quantize(
+    source: Annotated[str, typer.Argument(help="A model folder, a .gguf file, or a name on the Hub.")],
+    target: Annotated[Path, typer.Argument(help="The folder to write.")],
+    bits: Annotated[
+        float | None, typer.Option(help="Bits a weight of the layers, scales included; 4.0 if not given.")
+    ] = None,
+    head_bits: Annotated[int, typer.Option(help="Bits of the head: 2, 3, 4, 5, 6 or 8.")] = 6,
+    size: Annotated[str | None, typer.Option(help="Instead of bits: size of the weights, as 5.2GB.")] = None,
+    max_kld: Annotated[
+        float | None, typer.Option(help="Instead of bits: the divergence that may be expected, in nats.")
+    ] = None,
+    calibration: Annotated[
+        str, typer.Option(help="builtin, or a .txt, .jsonl or .parquet file.")
+    ] = "builtin",
+    method: Annotated[str, typer.Option(help="exl2, or gptq (4 bit, act-order).")] = "exl2",
+    group_size: Annotated[int, typer.Option(help="Rows of a GPTQ group: 32, 64 or 128.")] = 128,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of calibration text.")] = 128,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a row.")] = 512,
+    measurement: Annotated[
+        Path | None, typer.Option(help="A measurement to reuse: ours, or a measurement.json.")
+    ] = None,
+    save_measurement: Annotated[
+        Path | None, typer.Option(help="Where to keep the measurement for other targets.")
+    ] = None,
+    shard_size: Annotated[int, typer.Option(min=1, help="Largest weight file, in MiB.")] = 2048,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model that is there.")] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Throw away an unfinished job instead of going on with it.")
+    ] = False,
+    report: Annotated[bool, typer.Option(help="Compare the result with its source.")] = True,
+    quiet: Annotated[bool, typer.Option("-q", help="No progress, no figures.")] = False,
+) -> None:
+    """Quantise a model; a run that was interrupted goes on where it stopped when it is started again."""
+    path = find_model(source, progress=not quiet)
+    with _bar(quiet) as shown:
+        quality = quantize_model(
+            path,
+            target,
+            bits,
+            size=size,
+            max_kld=max_kld,
+            head_bits=head_bits,
+            method=_method(method),
+            group_size=group_size,
+            calibration=calibration,
+            rows=rows,
+            length=length,
+            measurement=measurement,
+            save_measurement=save_measurement,
+            device=device,
+            shard_bytes=shard_size * 2**20,
+            overwrite=overwrite,
+            restart=restart,
+            report=report,
+            progress=shown,
+        )
+    if quality is not None and not quiet:
+        show(quality)
+
+
+def _method(name: str) -> Literal["exl2", "gptq"]:
+    if name == "exl2":
+        return "exl2"
+    if name == "gptq":
+        return "gptq"
+    raise InputError(f"--method is exl2 or gptq, found {name!r}.")
+
+
+@contextmanager
+def _bar(quiet: bool) -> Iterator[Callable[[int, int, str], object]]:
+    if quiet:
+        yield lambda done, total, what: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), speed_estimate_period=600) as progress:
+        task = progress.add_task("starting", total=None)
+        yield lambda done, total, what: progress.update(
+            task, completed=done, total=total, description=f"{what:<24}"
+        )

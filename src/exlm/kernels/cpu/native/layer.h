@@ -1,0 +1,37 @@
+/* A decoder layer of a few rows in one call: norm, q, k, v, attention, o, norm, gate and up, down, and the two
+   additions. Each part is the function that computes it alone, so the bits are the same. */
+
+#ifndef EXLM_LAYER_H
+#define EXLM_LAYER_H
+
+#include "coded.h"
+#include "project.h"
+
+typedef struct {
+    Projection qkv, o, gate, down;
+} Parts;
+
+/* y (rows, width) of x, whose rows are the call's. Codes are read if the call's keys have bits. Returns 0, or 1 if
+   there is no memory. */
+EXPORT int exlm_layer(const Parts *parts, const CodedCall *given, const float *x, float *y, int64_t longest,
+                      int threads) {
+    CodedCall coded = *given;
+    Call *c = &coded.call;
+    long rows = (long)c->rows * c->tokens, width = parts->o.matrices[0]->outputs;
+    long hidden = parts->gate.matrices[0]->outputs;
+    long heads = parts->o.matrices[0]->inputs, narrow = parts->qkv.matrices[1]->outputs;
+    float *q = malloc(rows * (2 * heads + 2 * narrow + width + hidden) * sizeof(float));
+    if (!q) return 1;
+    float *k = q + rows * heads, *v = k + rows * narrow, *seen = v + rows * narrow, *sum = seen + rows * heads;
+    float *inner = sum + rows * width;
+    int n = (int)rows, failed = exlm_project(&parts->qkv, x, NULL, n, q, k, v, threads);
+    c->q = q, c->k = k, c->v = v, c->out = seen;
+    failed |= coded.keys.bits ? exlm_attend_coded(&coded, longest, threads) : exlm_attend(c, longest, threads);
+    failed |= exlm_project(&parts->o, seen, x, n, sum, NULL, NULL, threads);
+    failed |= exlm_project(&parts->gate, sum, NULL, n, inner, NULL, NULL, threads);
+    failed |= exlm_project(&parts->down, inner, sum, n, y, NULL, NULL, threads);
+    free(q);
+    return failed;
+}
+
+#endif

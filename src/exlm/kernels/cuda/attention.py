@@ -1,0 +1,233 @@
+"""Attention of a few new tokens over pages, one launch for a layer: turn, store and attend.
+
+Nothing in a launch depends on the rows' lengths but the grid, and that on `longest` alone: a graph may be
+captured with the longest its rows will ever be, and replayed while they grow up to it. What the kernel does
+not take (many tokens at once, odd heads, other caches) goes another way, given at the start.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ... import spec
+from .. import backend as b
+
+SOURCE = Path(__file__).with_name("attention.cu")
+NEW = 16
+"""The most new tokens of a row."""
+
+HEADS = (64, 128)
+"""Widths of heads that the lanes of a warp can share."""
+
+_COUNTS = 1 << 16
+_CODINGS: dict[b.Coding, int] = {"float": 0, "rotated8": 1, "rotated4": 2, "truncated": 3}
+
+
+class _Job(ctypes.Structure):
+    _fields_ = tuple(
+        (name, kind)
+        for kind, names in (
+            (
+                ctypes.c_void_p,
+                "q k v key value key_scale value_scale table past positions cos sin planes mask",
+            ),
+            (ctypes.c_void_p, "left counts out"),
+            (ctypes.c_longlong, "table_step mask_step q_row q_token k_row k_token v_row v_token"),
+            (ctypes.c_longlong, "place_row place_token place_plane"),
+            (ctypes.c_int, "tokens parts slots dim pairs window"),
+            (ctypes.c_float, "factor cap"),
+        )
+        for name in names.split()
+    )
+
+
+@runtime_checkable
+class Tables(Protocol):
+    """A rotation whose tables are at hand."""
+
+    cos: Tensor
+    sin: Tensor
+    planes: Tensor
+    dim: int
+    pairs: bool
+
+
+class Made(Protocol):
+    """A compiled program."""
+
+    def launch(
+        self, name: str, grid: tuple[int, int, int], threads: int, shared: int, arguments: Any
+    ) -> None:
+        """Start a kernel."""
+        ...
+
+
+class Maker(Protocol):
+    """Who compiles: a `Workshop`."""
+
+    device: torch.device
+
+    def program(self, source: Path, **defines: int) -> Made:
+        """A source with its choices made."""
+        ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How attention is dealt out. UNIT and SLOTS decide roundings, the others only when what happens."""
+
+    warps: int = 4  # of a thread block
+    steps: int = 1  # sixteens of tokens that a warp has on their way at once
+    resident: int = 3  # thread blocks for which a multiprocessor must have registers
+    unit: int = 64  # tokens of the smallest chunk, a multiple of 64
+    slots: int = 32  # chunks up to which a past is cut into smallest ones
+    waves: int = 64  # thread blocks for each that fits, before one takes several chunks
+
+
+PLANS: dict[b.Coding, Plan] = {
+    "float": Plan(unit=128, waves=2),
+    "rotated8": Plan(unit=128, waves=2),
+    "rotated4": Plan(steps=2, unit=128, waves=2),
+    "truncated": Plan(steps=2, unit=128, waves=2),
+}
+"""By the coding of the keys: what `benchmarks.attention` liked best on an H200."""
+
+
+class Desk:
+    """What all layers of a device share: the compiler, and counters that are zero between launches.
+
+    Launches of two streams at a time would mix the counters up: each stream needs a desk of its own.
+    """
+
+    def __init__(self, workshop: Maker, processors: int) -> None:
+        self.workshop = workshop
+        self.processors = processors
+        self.counts = torch.zeros(_COUNTS, dtype=torch.int32, device=workshop.device)
+        """One for each row, kv head and block of queries."""
+
+
+@dataclass(frozen=True, eq=False)
+class Attend:
+    """One layer's attention; `other` takes what the kernel does not."""
+
+    desk: Desk
+    attn: spec.Attention
+    rotate: b.Rotation
+    other: b.Attend
+    plan: Plan | None = None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, kv: b.KeyValues, where: b.Where) -> Tensor:
+        """Heads in, (rows, tokens, heads · head_dim) out."""
+        pages = kv.paged
+        if pages is None or not self._takes(q, pages, where):
+            return self.other(q, k, v, kv, where)
+        tables = self.rotate if isinstance(self.rotate, Tables) else None
+        if tables is None:
+            q, k = self.rotate(q, k, where.positions)
+        return self._launch(headwise(q), headwise(k), headwise(v), pages, where, tables)
+
+    def _takes(self, q: Tensor, pages: b.Pages, where: b.Where) -> bool:
+        a, indices = self.attn, (where.past, where.pages, where.positions)
+        return (
+            q.shape[1] <= NEW
+            and a.head_dim in HEADS
+            and q.dtype is torch.float16
+            and (pages.coding[0] != "float" or pages.keys[0].dtype is torch.float16)
+            and pages.size % 64 == 0
+            and all(x.dtype is torch.int64 for x in indices)
+            and where.pages.stride(1) == 1
+            and q.shape[0] * a.kv_heads * NEW * (a.heads // a.kv_heads) <= 8 * _COUNTS
+        )
+
+    def _launch(
+        self, q: Tensor, k: Tensor, v: Tensor, pages: b.Pages, where: b.Where, tables: Tables | None
+    ) -> Tensor:
+        a, rows, tokens = self.attn, *q.shape[:2]
+        plan = self.plan or PLANS[pages.coding[0]]
+        share = a.heads // a.kv_heads
+        columns = 1 if tokens * share <= 8 else 2
+        programs = rows * a.kv_heads * -(-tokens * share // (8 * columns))
+        queries, slots = min(8 * columns, tokens * share), chunks(where.longest - tokens, plan)
+        left = q.new_empty(programs * slots * queries * (a.head_dim + 2), dtype=torch.float32)
+        out = torch.empty(rows, tokens, a.heads * a.head_dim, dtype=q.dtype, device=q.device)
+        positions, factor, cap = where.positions, *factors(a.scale, a.softcap)
+        job = _Job(
+            q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), left=left.data_ptr(), out=out.data_ptr(),
+            key=pages.keys[0].data_ptr(), key_scale=pages.keys[-1].data_ptr(),
+            value=pages.values[0].data_ptr(), value_scale=pages.values[-1].data_ptr(),
+            table=where.pages.data_ptr(), past=where.past.data_ptr(), counts=self.desk.counts.data_ptr(),
+            table_step=where.pages.stride(0), q_row=q.stride(0), q_token=q.stride(1), k_row=k.stride(0),
+            k_token=k.stride(1), v_row=v.stride(0), v_token=v.stride(1), tokens=tokens,
+            parts=self._parts(programs, slots, plan), slots=slots,
+            window=a.window or 0, factor=factor, cap=cap,
+        )  # fmt: skip
+        if where.mask is not None:
+            job.mask, job.mask_step = where.mask.data_ptr(), where.mask.stride(0)
+        if tables is not None:
+            job.cos, job.sin, job.dim, job.pairs = (
+                *addresses(tables.cos, tables.sin),
+                tables.dim,
+                tables.pairs,
+            )
+            job.positions, job.place_row, job.place_token = positions.data_ptr(), *positions.stride()[-2:]
+            if positions.dim() == 3:
+                job.planes, job.place_plane = tables.planes.data_ptr(), positions.stride(0)
+        made = self.desk.workshop.program(SOURCE, **choices(a, pages, plan, columns, where.mask is not None))
+        shared = 80 * plan.warps * columns + columns * 16 * a.head_dim + plan.warps * queries * a.head_dim * 4
+        made.launch("attend", (programs, job.parts, 1), plan.warps * 32, shared, (job,))
+        return out
+
+    def _parts(self, programs: int, slots: int, plan: Plan) -> int:
+        """Thread blocks that share the chunks of a row: as many as keep the device busy, or one a chunk."""
+        return max(1, min(slots, self.desk.processors * plan.resident * plan.waves // programs))
+
+
+def chunks(past: int, plan: Plan) -> int:
+    """Into how many a past and the new tokens are cut, at most, if it is not longer than this."""
+    size = plan.unit
+    while size * plan.slots < past:
+        size *= 2
+    most = -(-past // size)
+    return max(most, plan.slots if size > plan.unit else 0) + 1
+
+
+def choices(attn: spec.Attention, pages: b.Pages, plan: Plan, columns: int, masked: bool) -> dict[str, int]:
+    """What the kernel's source is told."""
+    return {
+        "HEAD": attn.head_dim,
+        "KV": attn.kv_heads,
+        "SHARE": attn.heads // attn.kv_heads,
+        "PAGE": pages.size,
+        "KEYS": _CODINGS[pages.coding[0]],
+        "VALUES": _CODINGS[pages.coding[1]],
+        "COLUMNS": columns,
+        "WARPS": plan.warps,
+        "STEPS": plan.steps,
+        "RESIDENT": plan.resident if columns == 1 else 1,  # twice as many sums need all registers
+        "UNIT": plan.unit,
+        "SLOTS": plan.slots,
+        "CAPPED": int(attn.softcap is not None),
+        "MASKED": int(masked),
+    }
+
+
+def factors(scale: float, softcap: float | None) -> tuple[float, float]:
+    """On q·k, and on the bent score, to make of them powers of two."""
+    log2e = 1.4426950408889634
+    return (scale * log2e, 1.0) if softcap is None else (scale / softcap, softcap * log2e)
+
+
+def headwise(x: Tensor) -> Tensor:
+    """Heads of a token side by side, as the kernel reads them; tokens and rows may be apart."""
+    return x if x.stride(3) == 1 and x.stride(2) == x.shape[3] else x.contiguous()
+
+
+def addresses(*tensors: Tensor) -> tuple[int, ...]:
+    """Where they begin."""
+    return tuple(tensor.data_ptr() for tensor in tensors)

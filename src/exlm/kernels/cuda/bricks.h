@@ -1,0 +1,313 @@
+// Packed matrices in bricks, how their codes become numbers, and how activations are prepared for them.
+//
+// Weights lie in memory in bricks of 128 inputs by 16 outputs, codes as the lanes of the tensor cores want them and
+// scales behind (tiles.py). What is multiplied, and by whom, is said by the sources that include this one.
+//
+// Set when compiling: WIDTHS (bit b: there are codes of b bits), STEPS (sixteens of inputs with one scale: 1, 2, 4 or 8;
+// for codes of b bits the nibble b - 1), ZEROS (0: half of the codes' range, 1: none, 2: a table), MINIMA (there are
+// tables of them), TILES (of 16 outputs that a warp works on), WARPS, STAGES (bricks on their way), COLUMNS (rows of
+// activations / 8), PARTS (matrices side by side), NORM (x is first divided by its root mean square), ACT (0: matrices
+// answer each for itself; else there are two and the answer is act(first) times second: 1 silu, 2 gelu's approximation,
+// 3 gelu, 4 relu). The source that includes this one says whether rows are SUMMED group by group.
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+
+struct Segment {
+    const char* bricks;  // (tile, block) of BRICK bytes each
+    int first, blocks;   // blocks of 128 inputs
+    int bits;
+};
+
+struct Matrix {
+    Segment segments[6];
+    int count, blocks, tiles;
+    float factor;  // of every sum
+};
+
+// How a row of x becomes what the lanes expect. `source` and `norm` lie in the order of the prepared numbers.
+struct Entrance {
+    const u16* source;  // (block, pair of steps, quarter, 8) which input stands there, 65535 for none; null: in order
+    const float* norm;  // the same, its factor
+    uint4* words;       // prepared by `prepare`: (block, pair of steps, row, quarter) 8 halves
+    float* sums;        // (block, SUMS, stride)
+};
+
+struct Part {
+    Matrix matrix;
+    Entrance entrance;
+    const u16* bias;  // (outputs) or null
+    u16* y;           // (rows, stride)
+    int outputs, stride;
+    int first;        // of its thread blocks, or units of work
+};
+
+struct Job {
+    Part parts[PARTS];
+    const u16* x;         // (rows, inputs)
+    const u16* residual;  // like y, added; or null
+    float eps;
+    int rows, inputs;
+};
+
+#define LOOP _Pragma("unroll")
+#define TABLES (1 + (ZEROS == 2) + MINIMA)
+#define STEPS_OF(bits) ((u32)STEPS >> 4 * ((bits) - 1) & 15)
+#define GROUPS_OF(bits) (8 / STEPS_OF(bits))
+#define BRICK(bits) (256 * (bits) + 32 * TABLES * GROUPS_OF(bits))
+#define SIDES (ACT ? 2 : 1)    // matrices that a warp works on
+#define EACH (TILES / SIDES)   // tiles of each
+#define THREADS (WARPS * 32)
+
+__device__ constexpr int widest() {
+    int most = 2;
+    for (int bits = 2; bits <= 8; bits++)
+        if (WIDTHS >> bits & 1) most = bits;
+    return most;
+}
+__device__ constexpr int most_numbers() {  // of a group's tables that a lane needs of a brick
+    int most = 0;
+    for (int bits = 2; bits <= 8; bits++)
+        if (WIDTHS >> bits & 1 && TABLES * GROUPS_OF(bits) > most) most = TABLES * GROUPS_OF(bits);
+    return most;
+}
+__device__ constexpr int finest() {  // the fewest steps of a group
+    int least = 8;
+    for (int bits = 2; bits <= 8; bits++)
+        if (WIDTHS >> bits & 1 && STEPS_OF(bits) < least) least = STEPS_OF(bits);
+    return least;
+}
+#define SUMS (8 / finest())  // of each block and row
+
+#ifndef EMULATED  // tests bring their own of these to run the kernels on a processor
+#define DEVICE __device__ __forceinline__
+DEVICE u32 pick(u32 word, u32 mask, u32 rest) {  // (word & mask) | rest
+    u32 out; asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(out) : "r"(word), "r"(mask), "r"(rest)); return out;
+}
+DEVICE u32 add2(u32 a, u32 b) { u32 out; asm("add.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b)); return out; }
+DEVICE u32 mul2(u32 a, u32 b) { u32 out; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b)); return out; }
+DEVICE u32 fma2(u32 a, u32 b, u32 c) {
+    u32 out; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c)); return out;
+}
+DEVICE u32 bytes(u32 a, u32 b, u32 choice) { return __byte_perm(a, b, choice); }
+DEVICE float as_float(u16 half) { float out; asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(half)); return out; }
+DEVICE u16 as_half(float number) { u16 out; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out) : "f"(number)); return out; }
+DEVICE float exchange(float x, int distance) { return __shfl_xor_sync(~0u, x, distance); }
+DEVICE void multiply_add(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// Copies into shared memory, which run by themselves until somebody waits for all but the last groups of them.
+DEVICE u32 shared_address(const void* at) { return (u32)__cvta_generic_to_shared(at); }
+DEVICE void copy16(u32 to, const char* from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from));
+}
+DEVICE void close_group() { asm volatile("cp.async.commit_group;"); }
+template <int LAST> DEVICE void wait_groups() { asm volatile("cp.async.wait_group %0;" ::"n"(LAST) : "memory"); }
+// Weights are read once.
+DEVICE uint4 read16(const char* from) {
+    uint4 out;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w) : "l"(from));
+    return out;
+}
+DEVICE uint2 read8(const char* from) {
+    uint2 out;
+    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(out.x), "=r"(out.y) : "l"(from));
+    return out;
+}
+DEVICE u32 read4(const char* from) {
+    u32 out; asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(out) : "l"(from)); return out;
+}
+DEVICE void begin() {  // let the next kernel start, then wait for the one before
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+#endif
+
+DEVICE u32 both_low(u32 pair) { return bytes(pair, 0, 0x1010); }
+DEVICE u32 both_high(u32 pair) { return bytes(pair, 0, 0x3232); }
+DEVICE float low_half(u32 pair) { return as_float((u16)pair); }
+DEVICE float high_half(u32 pair) { return as_float((u16)(pair >> 16)); }
+
+
+DEVICE u32 moved(u32 word, int right) { return right >= 0 ? word >> right : word << -right; }
+
+// What the codes of outputs 8 to 15 are multiplied by: they are taken out of their words where they lie.
+template <int BITS> struct Width {
+    static const int odd = BITS == 8 ? 1 : BITS < 4 ? 4 : 16;
+};
+
+// A lane's codes of a brick: words of up to two planes.
+template <int BITS> struct Codes {
+    static const int low_words = BITS < 4 ? 4 : 8, high_words = BITS == 8 ? 8 : BITS == 6 ? 4 : BITS % 2 ? 2 : 0;
+    u32 low[low_words], high[high_words ? high_words : 1];
+
+    // One step (0..7): 1024 + code in the four registers of an mma's first operand; 1024 + ODD times the code for
+    // outputs 8 to 15. `1024 +` is the exponent of a half whose last bits are the code.
+    template <int ODD> DEVICE void unpack(int step, u32 (&out)[4]) const {
+        LOOP for (int j = 0; j < 4; j++) {
+            const int up = j % 2 ? ODD == 16 ? 4 : ODD == 4 ? 2 : 0 : 0;  // by which the code's bits stay away from the end
+            const int pair = 2 * (step % 2 * 4 + j), one = step % 4 * 4 + j;  // where fields of 2 and of 1 bit begin
+            u32 code = 0x64006400;
+            if (BITS < 4) code = pick(moved(low[step / 2], pair - up), 0x00030003 << up, code);
+            if (BITS == 3) code = pick(moved(high[step / 4], one - 2 - up), 0x00040004 << up, code);
+            if (BITS >= 4) code = pick(moved(low[step], 4 * j - up), 0x000f000f << up, code);
+            if (BITS == 5) code = pick(moved(high[step / 4], one - 4 - up), 0x00100010 << up, code);
+            if (BITS == 6) code = pick(moved(high[step / 2], pair - 4 - up), 0x00300030 << up, code);
+            if (BITS == 8) code = pick(moved(high[step], 4 * j - 4 - up), 0x00f000f0 << up, code);
+            out[j] = code;
+        }
+    }
+};
+
+// A lane's part of a brick: the pieces of its codes, and the numbers that two outputs' groups have.
+template <int FOURS, bool TWO, int NUMBERS> struct Brick {
+    uint4 four[FOURS];
+    uint2 two;
+    u32 numbers[NUMBERS];
+
+    // From a brick in shared memory (NEAR), or where it lies.
+    template <bool NEAR> DEVICE void load(const char* from, int bits, int lane) {
+        LOOP for (int i = 0; i < FOURS; i++) if (i < bits / 2) {
+            const char* piece = from + i * 512 + lane * 16;
+            four[i] = NEAR ? *(const uint4*)piece : read16(piece);
+        }
+        if (TWO && bits % 2) {
+            const char* piece = from + bits / 2 * 512 + lane * 8;
+            two = NEAR ? *(const uint2*)piece : read8(piece);
+        }
+        LOOP for (int i = 0; i < NUMBERS; i++) if (i < TABLES * (8 / STEPS_OF(bits))) {
+            const char* piece = from + 256 * bits + i * 32 + lane / 4 * 4;
+            numbers[i] = NEAR ? *(const u32*)piece : read4(piece);
+        }
+    }
+
+    template <int BITS> DEVICE Codes<BITS> codes() const {
+        constexpr int low = Codes<BITS>::low_words / 4;
+        Codes<BITS> out;
+        LOOP for (int i = 0; i < low && i < FOURS; i++) spread(four[i], out.low + 4 * i);
+        LOOP for (int i = low; i < low + Codes<BITS>::high_words / 4 && i < FOURS; i++) spread(four[i], out.high + 4 * (i - low));
+        if (BITS % 2) out.high[0] = two.x, out.high[1] = two.y;
+        return out;
+    }
+    DEVICE static void spread(uint4 piece, u32* to) {
+        to[0] = piece.x, to[1] = piece.y, to[2] = piece.z, to[3] = piece.w;
+    }
+};
+typedef Brick<widest() / 2, (WIDTHS & (8 | 32)) != 0, most_numbers()> Any;
+
+#define EACH_WIDTH(bits, work) \
+    if ((WIDTHS & 4) && (WIDTHS == 4 || bits == 2)) { work(2) } \
+    if ((WIDTHS & 8) && (WIDTHS == 8 || bits == 3)) { work(3) } \
+    if ((WIDTHS & 16) && (WIDTHS == 16 || bits == 4)) { work(4) } \
+    if ((WIDTHS & 32) && (WIDTHS == 32 || bits == 5)) { work(5) } \
+    if ((WIDTHS & 64) && (WIDTHS == 64 || bits == 6)) { work(6) } \
+    if ((WIDTHS & 256) && (WIDTHS == 256 || bits == 8)) { work(8) }
+
+DEVICE int brick_bytes(int bits) { return 256 * bits + 32 * TABLES * (8 / STEPS_OF(bits)); }
+
+// A row of x into shared memory, and the sum of squares of each 256 numbers of it.
+DEVICE void fetch(const Job& job, int row, u16* raw, float* squares, int warps) {
+    const int lane = threadIdx.x % 32;
+    const uint4* x = (const uint4*)(job.x + (long)row * job.inputs);
+    for (int chunk = threadIdx.x / 32; chunk * 256 < job.inputs; chunk += warps) {
+        const int at = chunk * 32 + lane;
+        uint4 piece = {0, 0, 0, 0};
+        if (at * 8 < job.inputs) ((uint4*)raw)[at] = piece = x[at];
+        if (!NORM) continue;
+        const u32 words[4] = {piece.x, piece.y, piece.z, piece.w};
+        float sum = 0;
+        LOOP for (int w = 0; w < 4; w++)
+            sum = fmaf(low_half(words[w]), low_half(words[w]), fmaf(high_half(words[w]), high_half(words[w]), sum));
+        LOOP for (int other = 16; other; other /= 2) sum += exchange(sum, other);
+        if (lane == 0) squares[chunk] = sum;
+    }
+}
+
+// What a row is multiplied by, so that its root mean square is one.
+DEVICE float measured(const Job& job, const float* squares) {
+    if (!NORM) return 1.0f;
+    float sum = 0;
+    for (int chunk = 0; chunk * 256 < job.inputs; chunk++) sum += squares[chunk];
+    return rsqrtf(sum / job.inputs + job.eps);
+}
+
+// Four stored inputs of each of two steps: which they are, and their factors. Known before x is.
+struct Item {
+    uint4 source;
+    float4 norm[2];
+
+    DEVICE void load(const Part& part, int unit) {
+        const bool there = unit < part.matrix.blocks * 16;
+        source = there && part.entrance.source ? ((const uint4*)part.entrance.source)[unit] : uint4{~0u, ~0u, ~0u, ~0u};
+        LOOP for (int i = 0; i < 2; i++)
+            norm[i] = NORM && there ? ((const float4*)part.entrance.norm)[unit * 2 + i] : float4{1, 1, 1, 1};
+    }
+
+    DEVICE u32 number(const Job& job, const Part& part, const u16* raw, float measure, int unit, int i) const {
+        const u32 pairs[4] = {source.x, source.y, source.z, source.w};
+        const float factors[8] = {norm[0].x, norm[0].y, norm[0].z, norm[0].w, norm[1].x, norm[1].y, norm[1].z, norm[1].w};
+        int input = pairs[i / 2] >> i % 2 * 16 & 65535;
+        if (!part.entrance.source) input = (unit / 4 * 2 + i / 4) * 16 + unit % 4 * 4 + i % 4;
+        if (input >= job.inputs) return 0;
+        return NORM ? as_half(as_float(raw[input]) * measure * factors[i]) : raw[input];
+    }
+
+    // All lanes of a warp together.
+    DEVICE void put(
+        const Job& job, const Part& part, int unit, int row, const u16* raw, float measure,
+        uint4* words, float* sums, int stride
+    ) const {
+        const Matrix& m = part.matrix;
+        const int block = unit / 16, pair = unit / 4 % 4;
+        u32 out[4] = {0, 0, 0, 0};
+        float sum[2] = {0, 0};
+        if (block < m.blocks) {
+            LOOP for (int w = 0; w < 4; w++) {
+                out[w] = number(job, part, raw, measure, unit, 2 * w) | number(job, part, raw, measure, unit, 2 * w + 1) << 16;
+                sum[w / 2] += low_half(out[w]) + high_half(out[w]);
+            }
+            words[((block * 4 + pair) * job.rows + row) * 4 + unit % 4] = uint4{out[0], out[1], out[2], out[3]};
+        }
+        if (!SUMMED) return;
+        LOOP for (int half = 0; half < 2; half++) LOOP for (int other = 1; other < 4; other *= 2)
+            sum[half] += exchange(sum[half], other);
+        const float two = sum[0] + sum[1];
+        const float four = two + exchange(two, 4);
+        const float eight = four + exchange(four, 8);
+        if (block >= m.blocks || unit % 4) return;
+        float* to = sums + (long)block * SUMS * stride + row;
+        if (finest() == 1) to[pair * 2 * stride] = sum[0], to[(pair * 2 + 1) * stride] = sum[1];
+        if (finest() == 2) to[pair * stride] = two;
+        if (finest() == 4 && pair % 2 == 0) to[pair / 2 * stride] = four;
+        if (finest() == 8 && pair == 0) to[0] = eight;
+    }
+};
+
+DEVICE float bent(float x) {
+    if (ACT == 1) return x / (1.0f + __expf(-x));
+    if (ACT == 2) return x / (1.0f + __expf(-1.5957691216057308f * (x + 0.044715f * x * x * x)));
+    if (ACT == 3) return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f));
+    return fmaxf(x, 0.0f);
+}
+
+// Rows of activations for a kernel that does not prepare them itself; a thread block for each row and sixteen blocks of
+// inputs of each part. `job.rows` says for how many there is room.
+extern "C" __global__ void __launch_bounds__(256) prepare(const __grid_constant__ Job job) {
+    extern __shared__ __align__(128) char memory[];
+    const Part& part = job.parts[blockIdx.z];
+    const int row = blockIdx.x, unit = blockIdx.y * 256 + threadIdx.x;
+    u16* raw = (u16*)memory;
+    float* squares = (float*)(raw + job.inputs);
+    Item item;
+    item.load(part, unit);
+    begin();
+    fetch(job, row, raw, squares, 8);
+    __syncthreads();
+    const float measure = measured(job, squares);
+    item.put(job, part, unit, row, raw, measure, part.entrance.words, part.entrance.sums, (job.rows + 1) & ~1);
+}

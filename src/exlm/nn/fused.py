@@ -1,0 +1,57 @@
+"""A decoder layer of few rows in few launches: norms, additions and nonlinearities inside the matrices."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..kernels import backend as b
+from .attention import Attention, leave
+from .batch import Batch
+from .block import Block, MlpLike
+
+
+class FusedBlock:
+    """A `Block` that runs otherwise where that is quicker, and as itself where it is not.
+
+    Many rows and rows with adapters go the plain way. Whoever replaces a module of the layer must put the
+    plain block back in its place: what is fused does not look at modules.
+    """
+
+    def __init__(
+        self, block: Block, qkv: b.Project, o: b.Project, gate: b.Project, down: b.Project, most: int
+    ) -> None:
+        """`most` rows go the quick way, and all of it at once where the parts can be put together."""
+        self.block = block
+        self.qkv, self.o, self.gate, self.down = qkv, o, gate, down
+        self.most = most
+        self.whole: b.Whole | None = None
+        if isinstance(qkv, b.Composer) and block.attn.norm is leave:
+            self.whole = qkv.compose(block.attn.attend, o, gate, down)
+
+    @property
+    def attn(self) -> Attention:
+        """The plain block's own."""
+        return self.block.attn
+
+    @property
+    def mlp(self) -> MlpLike:
+        """The plain block's own."""
+        return self.block.mlp
+
+    def forward(
+        self, x: Tensor, more: Tensor | None, batch: Batch, kv: b.KeyValues
+    ) -> tuple[Tensor, Tensor | None]:
+        """The residual stream in, the residual stream out; nothing is left to be added."""
+        if batch.ids.numel() > self.most or batch.adapters:
+            return self.block.forward(x, more, batch, kv)
+        x = x if more is None else x + more
+        if self.whole is not None and (done := self.whole(x, kv, batch)) is not None:
+            return done, None
+        attn = self.block.attn
+        shape = (*x.shape[:2], -1, attn.head_dim)
+        q, k, v = (part.view(shape) for part in self.qkv(x, None))
+        q, k = attn.norm(q, k)
+        (x,) = self.o(attn.attend(q, k, v, kv, batch), x)
+        (hidden,) = self.gate(x, None)
+        (x,) = self.down(hidden, x)
+        return x, None

@@ -1,0 +1,157 @@
+"""What a model reads while it is measured and quantised: rows of token ids.
+
+The built-in text was written for this project: several kinds of text in many languages, of which every eighth
+paragraph is kept back for judging the result. Where the whole model fits in memory it also writes some rows
+itself, which is the text its weights are made for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from importlib import import_module
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError, MissingExtra
+from ..tokenizer import Tokenizer
+from .layers import Growing, Workshop, batch_of
+
+LENGTH = 512
+"""Tokens of a row."""
+
+LEAST = 2048
+"""Fewer tokens than this say too little about a model."""
+
+KEPT_BACK = 6
+"""One paragraph in so many is never calibrated with."""
+
+BATCH = 64
+"""Rows the model writes at once."""
+
+SHOWN = 8
+"""Tokens the model is given to begin with."""
+
+TEXT_KEYS = ("text", "content", "prompt", "completion", "output", "messages")
+
+
+def builtin(held_out: bool = False) -> list[str]:
+    """The paragraphs of the built-in text; with `held_out`, those that are kept back instead."""
+    folder = files(__package__) / "texts"
+    names = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".txt"))
+    texts = []
+    for name in names:
+        parts = (folder / name).read_text(encoding="utf-8").split("\n\n")
+        chosen = [p for i, p in enumerate(parts) if (i % KEPT_BACK == KEPT_BACK - 1) == held_out]
+        if chosen:
+            texts.append("\n\n".join(chosen))
+    return texts
+
+
+def documents(path: Path) -> Iterator[str]:
+    """The documents of a .txt, .jsonl or .parquet file."""
+    if not path.is_file():
+        raise InputError(f"{path}: no such file to calibrate with.")
+    readers = {".txt": _text, ".md": _text, ".jsonl": _json_lines, ".json": _json_lines, ".parquet": _parquet}
+    if path.suffix.lower() not in readers:
+        raise InputError(f"{path}: calibration text comes as {', '.join(readers)}.")
+    yield from readers[path.suffix.lower()](path)
+
+
+def rows_of(texts: Iterator[str] | list[str], tokenizer: Tokenizer, rows: int, length: int) -> Tensor:
+    """(at most rows, length) ids: documents one after the other, each behind a BOS if the model has one.
+
+    `InputError` if there is too little text.
+    """
+    ids: list[Tensor] = []
+    have = 0
+    for text in texts:
+        ids.append(tokenizer.encode(text, add_bos=tokenizer.bos_token_id is not None)[0])
+        have += len(ids[-1])
+        if have >= rows * length:
+            break
+    if have < max(LEAST, length):
+        raise InputError(
+            f"Calibration needs at least {max(LEAST, length):,} tokens, and the text has {have:,}: give more "
+            "text, or use the built-in one."
+        )
+    count = min(rows, have // length)
+    return torch.cat(ids)[: count * length].view(count, length)
+
+
+@torch.no_grad()
+def written(shop: Workshop, starts: Tensor, length: int, banned: Sequence[int], seed: int) -> Tensor:
+    """Rows that go on from `starts` (rows, tokens) as the model itself would, by chance but repeatably.
+
+    The whole model is in memory meanwhile, as floats. `banned` ids are never written.
+    """
+    decoder = deque(shop.build(), maxlen=1).pop()
+    generator = torch.Generator().manual_seed(seed)
+    out = []
+    for first in range(0, len(starts), BATCH):
+        ids = fresh = starts[first : first + BATCH].to(shop.chain.device)
+        layers = [Growing(length) for _ in decoder.blocks]
+        while ids.shape[1] < length:
+            batch = replace(batch_of(fresh, ids.shape[1] - fresh.shape[1]), outputs="last")
+            logits, _ = decoder.forward(batch, layers)
+            assert logits is not None
+            logits[:, :, banned] = -torch.inf  # a row is one text: it may not end early
+            shares = logits[:, -1].softmax(-1).cpu()
+            fresh = torch.multinomial(shares, 1, generator=generator).to(ids.device)
+            ids = torch.cat((ids, fresh), 1)
+        out.append(ids.cpu())
+    shop.clear()
+    return torch.cat(out)
+
+
+def starts_of(text: Tensor, rows: int, bos: int | None) -> Tensor:
+    """Where the model begins to write: a BOS, if there is one, and a few words of some text."""
+    begun = text[torch.arange(rows) % len(text), :SHOWN].clone()
+    if bos is not None:
+        begun[:, 0] = bos
+    return begun
+
+
+def _text(path: Path) -> Iterator[str]:
+    try:
+        yield path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text ({error}).") from error
+
+
+def _json_lines(path: Path) -> Iterator[str]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    yield _words(json.loads(line))
+                except (ValueError, RecursionError) as error:
+                    raise InputError(f"{path}, line {number}: not JSON ({error}).") from error
+
+
+def _parquet(path: Path) -> Iterator[str]:
+    try:
+        parquet = import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise MissingExtra("Parquet files need pyarrow: pip install pyarrow") from error
+    for batch in parquet.ParquetFile(path).iter_batches():
+        for record in batch.to_pylist():
+            yield _words(record)
+
+
+def _words(record: Any) -> str:
+    """The text of one record: of its well-known fields if it has any, else of all of them."""
+    if isinstance(record, str):
+        return record
+    if isinstance(record, list):
+        return "\n".join(_words(one) for one in record)
+    if isinstance(record, dict):
+        known = [record[key] for key in TEXT_KEYS if record.get(key)]
+        return "\n".join(_words(one) for one in known or record.values())
+    return str(record)

@@ -1,0 +1,251 @@
+"""How good a model is, alone or against the one it was made from: perplexity, divergence, agreement.
+
+Both models run layer by layer on the same rows, so that only one layer of each is in memory and every layer's
+error is seen. Divergence is that of the float model's next-token distribution from the other's, in nats.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..cache import Cache
+from ..checkpoint import open_source
+from ..config import Config
+from ..errors import InputError
+from ..model import Model
+from ..model.devices import pick_device
+from ..tokenizer import Tokenizer
+from . import calibrate
+from .layers import Workshop, batch_of, run, workshop
+from .measurement import quantised
+
+AT_ONCE = 1024
+"""Tokens whose logits are held together."""
+
+PERCENTILES = (50, 90, 95, 99)
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What was found; fields about another model are None where there was none."""
+
+    model: str
+    tokens: int
+    perplexity: float
+    bytes: int  # of the weight files
+    bits: float  # a weight of the layers' matrices, scales and orders included
+    layer_bits: tuple[float, ...]
+    against: str | None = None
+    against_perplexity: float | None = None
+    kl: float | None = None
+    kl_percentiles: dict[str, float] | None = None
+    top1: float | None = None  # how often both would say the same token
+    layer_errors: tuple[float, ...] | None = None  # of the residual stream behind each layer, relative
+    speed: dict[str, float] | None = None  # tokens a second
+
+    def to_json(self) -> dict[str, Any]:
+        """For a file."""
+        return asdict(self)
+
+    def figures(self) -> list[tuple[str, str]]:
+        """Names and values of everything but the layers, for people."""
+        found = [
+            ("perplexity", f"{self.perplexity:.4f} on {self.tokens:,} tokens"),
+            (
+                "size",
+                f"{self.bytes / 2**20:,.1f} MiB of weights, {self.bits:.3f} bits a weight in the layers",
+            ),
+        ]
+        if self.kl is not None and self.kl_percentiles is not None and self.top1 is not None:
+            spread = ", ".join(
+                f"{p if p == 'max' else p + ' %'} {value:.4f}" for p, value in self.kl_percentiles.items()
+            )
+            found += [
+                ("perplexity of the source", f"{self.against_perplexity:.4f}"),
+                ("KL divergence from it", f"{self.kl:.5f} nats a token ({spread})"),
+                ("same first choice", f"{self.top1:.2%} of tokens"),
+            ]
+        if self.speed is not None:
+            reading, writing = self.speed["prompt"], self.speed["generation"]
+            found.append(("speed here", f"{reading:,.0f} tokens/s reading, {writing:,.1f} writing"))
+        return found
+
+
+class _Side:
+    """One of the models, and its states."""
+
+    def __init__(self, path: str | Path, length: int, device: torch.device) -> None:
+        self.frozen = Config(path).freeze()
+        self.source = open_source(self.frozen.path, self.frozen.spec.names, self.frozen.quantization)
+        self.shop: Workshop = workshop(self.frozen, self.source, length, device)
+        self.states: list[Tensor] = []
+
+    def begin(self, rows: list[Tensor]) -> None:
+        embedding = self.shop.bottom()
+        self.states = [embedding.forward(batch_of(ids)) for ids in rows]
+
+    def layer(self, i: int, rows: list[Tensor]) -> None:
+        block = self.shop.layer(i)
+        self.states = [run(block, x, batch_of(ids)) for x, ids in zip(self.states, rows, strict=True)]
+
+
+@torch.no_grad()
+def evaluate_model(
+    model: str | Path,
+    against: str | Path | None = None,
+    *,
+    text: str | Path | None = None,
+    rows: int = 16,
+    length: int = calibrate.LENGTH,
+    ids: Tensor | None = None,
+    device: str | None = None,
+    speed: bool = False,
+    progress: Callable[[int, int], object] = lambda done, total: None,
+) -> Quality:
+    """Read some text with a model and, with `against`, with the one to compare it to.
+
+    The text is that of a file (`rows` of `length` tokens), or `ids` (rows, tokens), or without either the
+    part of the built-in one that nothing is calibrated with. With `speed` the model is also loaded whole and
+    timed.
+    """
+    place = pick_device(device)
+    if ids is None:
+        ids = held_out(model) if text is None else _file_ids(model, Path(text), rows, length)
+    if ids.dim() != 2 or ids.shape[1] < 2:
+        raise InputError(f"ids must be rows of at least two tokens, found shape {tuple(ids.shape)}.")
+    lines = [row[None].to(place) for row in ids]
+    sides = [_Side(path, ids.shape[1], place) for path in (model, against) if path is not None]
+    depths = {len(side.frozen.spec.layers) for side in sides}
+    if len(depths) > 1 or len({side.frozen.spec.vocab for side in sides}) > 1:
+        raise InputError("The two models differ in layers or vocabulary: they cannot be compared.")
+    errors = []
+    depth = depths.pop()
+    for side in sides:
+        side.begin(lines)
+    for i in range(depth):
+        for side in sides:
+            side.layer(i, lines)
+        if against is not None:
+            errors.append(_apart(sides[1].states, sides[0].states))
+        progress(i + 1, depth + 1)
+    found = _answers(sides, lines)
+    progress(depth + 1, depth + 1)
+    bits, layer_bits = stored_bits(sides[0].frozen.path)
+    return Quality(
+        model=str(model),
+        tokens=ids.numel(),
+        perplexity=found.perplexities[0],
+        bytes=sides[0].source.files.total_bytes,
+        bits=bits,
+        layer_bits=layer_bits,
+        speed=timed(model, device) if speed else None,
+        **({} if against is None else found.compared(str(against), errors)),
+    )
+
+
+@dataclass(frozen=True)
+class _Answers:
+    perplexities: list[float]
+    divergences: Tensor
+    agreed: float
+
+    def compared(self, against: str, errors: list[float]) -> dict[str, Any]:
+        d = self.divergences
+        return {
+            "against": against,
+            "against_perplexity": self.perplexities[1],
+            "kl": float(d.mean()),
+            "kl_percentiles": {str(p): float(d.quantile(p / 100)) for p in PERCENTILES}
+            | {"max": float(d.max())},
+            "top1": self.agreed,
+            "layer_errors": tuple(errors),
+        }
+
+
+def _answers(sides: list[_Side], rows: list[Tensor]) -> _Answers:
+    """Both heads on the last states, a few tokens at a time."""
+    heads = [side.shop.top() for side in sides]
+    sums, count, agreed = [0.0] * len(sides), 0, 0
+    divergences: list[Tensor] = []
+    for number, ids in enumerate(rows):
+        for a in range(0, ids.shape[1], AT_ONCE):
+            b = min(a + AT_ONCE, ids.shape[1])
+            parts = zip(heads, sides, strict=True)
+            logs = [
+                head.forward(side.states[number][:, a:b], None, batch_of(ids[:, a:b]))[0][0].log_softmax(-1)
+                for head, side in parts
+            ]
+            wanted = ids[0, a + 1 : b + 1]
+            for i, log in enumerate(logs):
+                sums[i] += float(F.nll_loss(log[: len(wanted)], wanted, reduction="sum"))
+            count += len(wanted)
+            if len(logs) == 2:
+                quantised, exact = logs
+                divergences.append((exact.exp() * (exact - quantised)).sum(-1).cpu())
+                agreed += int((exact.argmax(-1) == quantised.argmax(-1)).sum())
+    seen = torch.cat(divergences) if divergences else torch.zeros(1)
+    return _Answers([math.exp(min(s / count, 700.0)) for s in sums], seen, agreed / len(seen))
+
+
+def stored_bits(path: Path) -> tuple[float, tuple[float, ...]]:
+    """Bits a weight of the layers' matrices, from headers: in all, and of each layer."""
+    frozen = Config(path).freeze()
+    source = open_source(frozen.path, frozen.spec.names, frozen.quantization)
+    used, have = [0] * len(frozen.spec.layers), [0] * len(frozen.spec.layers)
+    for m in quantised(frozen.spec):
+        layer = int(m.role.split(".")[1])
+        used[layer] += 8 * source.describe(m.role)[1]
+        have[layer] += m.in_features * m.out_features
+    return sum(used) / sum(have), tuple(u / h for u, h in zip(used, have, strict=True))
+
+
+def held_out(model: str | Path) -> Tensor:
+    """(rows, length) ids of the built-in text that nothing is calibrated with."""
+    config = Config(model)
+    tokenizer = Tokenizer(config)
+    length = min(calibrate.LENGTH, config.max_seq_len)
+    ids = torch.cat([tokenizer.encode(text)[0] for text in calibrate.builtin(held_out=True)])
+    length = min(length, len(ids))
+    return ids[: len(ids) // length * length].view(-1, length)
+
+
+def _file_ids(model: str | Path, path: Path, rows: int, length: int) -> Tensor:
+    config = Config(model)
+    found = calibrate.documents(path.expanduser())
+    return calibrate.rows_of(found, Tokenizer(config), rows, min(length, config.max_seq_len))
+
+
+def timed(model: str | Path, device: str | None) -> dict[str, float]:
+    """Tokens a second: reading 256 of them, and then one after the other."""
+    config = Config(model)
+    config.device = device or config.device
+    loaded = Model(config)
+    loaded.load()
+    length = min(256, config.max_seq_len // 2)
+    cache = Cache(loaded, max_seq_len=-(-(length + 32) // 256) * 256)
+    ids = (torch.arange(length) * 7 % config.vocab_size)[None]
+    loaded.forward(ids, cache, preprocess_only=True)  # warm
+    cache.current_seq_len = 0
+    begun = time.perf_counter()
+    loaded.forward(ids, cache, last_id_only=True, cpu_logits=True)
+    read = time.perf_counter()
+    steps = 16
+    for _ in range(steps):
+        loaded.forward(ids[:, :1], cache, last_id_only=True, cpu_logits=True)
+    end = time.perf_counter()
+    loaded.unload()
+    return {"prompt": length / (read - begun), "generation": steps / (end - read)}
+
+
+def _apart(exact: list[Tensor], other: list[Tensor]) -> float:
+    off = sum(float((e - o).square().sum()) for e, o in zip(exact, other, strict=True))
+    return math.sqrt(off / max(sum(float(e.square().sum()) for e in exact), 1e-30))

@@ -1,0 +1,137 @@
+"""One layer at a time: modules built when they are needed, with matrices that can be heard and changed.
+
+Everything is plain torch in float32, whatever the files hold. What is done with what is heard is not known
+here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..cache.dense import Passing
+from ..checkpoint import Source
+from ..config import FrozenConfig
+from ..formats import DenseWeight, PackedWeight, Weight
+from ..kernels.backend import Where
+from ..kernels.reference import ReferenceBackend
+from ..kernels.select import Chain
+from ..model.build import Builder
+from ..model.convert_plan import unpacked
+from ..nn import Batch, Embedding, Head, Linear
+from ..nn.block import BlockLike
+
+Heard = Callable[[Tensor], object]
+
+
+class Reached(Exception):
+    """The matrix that was waited for has been asked; what comes behind it need not be computed."""
+
+
+class Tap:
+    """A matrix of floats: listened to where somebody asked for it, and replaceable."""
+
+    def __init__(self, weight: DenseWeight) -> None:
+        self.data = weight.data  # (out, in)
+        self.bias = weight.bias
+        self.on_input: Heard | None = None
+        self.on_output: Heard | None = None
+        self.last = False  # whether the computation may end here
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x @ W + bias."""
+        if self.on_input is not None:
+            self.on_input(x)
+        if self.last:
+            raise Reached
+        y = F.linear(x, self.data, self.bias)
+        if self.on_output is not None:
+            self.on_output(y)
+        return y
+
+
+@dataclass
+class Workshop(Builder):
+    """Builds modules whose every matrix is a `Tap`, kept by role until `clear`."""
+
+    taps: dict[str, Tap] = field(default_factory=dict)
+
+    def bound(self, role: str, weight: Weight) -> Linear:
+        """A matrix, unpacked if it must be."""
+        if isinstance(weight, PackedWeight):
+            device, dtype = self.chain.device, self.chain.dtype
+            bias = None if weight.bias is None else weight.bias.to(device, dtype)
+            weight = DenseWeight(unpacked(weight).to(device, dtype), bias)
+        assert isinstance(weight, DenseWeight)
+        self.taps[role] = tap = Tap(weight)
+        return Linear(tap, weight.in_features, weight.out_features)
+
+    def clear(self) -> None:
+        """Let go of all that was built."""
+        self.taps.clear()
+        self._table = None
+
+    def layer(self, i: int) -> BlockLike:
+        """A layer, and only its taps."""
+        self.clear()
+        return self.block(i, self.model.layers[i])
+
+    def top(self) -> Head:
+        """The head, and only its tap."""
+        self.clear()
+        return self.head()
+
+    def bottom(self) -> Embedding:
+        """The embedding; its table is read again each time, so that it need not be kept."""
+        self._table = None
+        made = self.embedding()
+        self._table = None
+        return made
+
+
+def workshop(config: FrozenConfig, source: Source, length: int, device: torch.device) -> Workshop:
+    """A builder for rows of at most `length` tokens."""
+    return Workshop(config.spec, source, Chain([ReferenceBackend(device, torch.float32)]), length)
+
+
+class Growing:
+    """One layer's keys and values of rows that are all equally long, up to `length` tokens."""
+
+    paged = None
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.kept: tuple[Tensor, Tensor] | None = None
+
+    def update(self, k: Tensor, v: Tensor, where: Where) -> tuple[Tensor, Tensor]:
+        """Keep the new heads and return all there are."""
+        if self.kept is None:
+            shape = (k.shape[0], self.length, *k.shape[2:])
+            self.kept = k.new_empty(shape), v.new_empty(shape)
+        for kept, new in zip(self.kept, (k, v), strict=True):
+            kept[:, where.longest - new.shape[1] : where.longest] = new
+        keys, values = self.kept
+        return keys[:, : where.longest], values[:, : where.longest]
+
+
+def batch_of(ids: Tensor, past: int = 0) -> Batch:
+    """Rows of ids as one forward pass, behind `past` tokens that every row has."""
+    rows, tokens = ids.shape
+    return Batch(
+        ids=ids,
+        positions=torch.arange(past, past + tokens, device=ids.device).expand(rows, -1),
+        past=torch.full((rows,), past, device=ids.device),
+        pages=torch.arange(rows, device=ids.device)[:, None],
+        longest=past + tokens,
+        even=True,
+    )
+
+
+def run(block: BlockLike, x: Tensor, batch: Batch) -> Tensor:
+    """The residual stream through one layer."""
+    total, more = block.forward(x, None, batch, Passing())
+    return total if more is None else total + more

@@ -1,0 +1,131 @@
+"""How much each width harms each matrix: gradients of the model's answers, carried back layer by layer.
+
+For a token the model itself might say next, the gradient of its log-probability at a matrix's outputs,
+squared and averaged, is the curvature of the divergence from the float model. With the covariance of the
+inputs it turns the error of a rounded matrix into nats. One layer is in memory at a time; which layer comes
+when, and what is kept, is decided in `pipeline`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..nn import Batch, Head
+from ..nn.block import BlockLike
+from .layers import Tap, run
+from .measurement import BLOCK, MIDDLE, SIZES, Profile
+from .recipe import recipe
+from .rounding import factors, upper_of_inverse
+from .solve import quick
+
+CAP = 8.0
+"""A token counts at most so many times the median one: beyond, the second order says nothing."""
+
+WIDEST = 2048
+"""Outputs up to which their gradients are kept together; of wider matrices each output's alone."""
+
+MEASURED = (2, 3, 4, 6)
+"""Widths that matrices are really rounded at: from 4 bits on, harm falls evenly, so the others follow."""
+
+PROBE = 3
+"""The width whose error tells what other group sizes are worth."""
+
+COARSE = 8
+"""Steps of the scale search while measuring."""
+
+
+class Heard(NamedTuple):
+    """Sums over tokens of one matrix."""
+
+    inputs: Tensor  # (in, in): x xᵀ
+    gradients: Tensor  # (out, out) or, of a wide matrix, (out,): g gᵀ
+    tokens: int
+
+
+class Ear:
+    """Listens to the taps of a layer during one pass back."""
+
+    def __init__(self, taps: Mapping[str, Tap]) -> None:
+        self.heard: dict[str, Heard] = {}
+        for role, tap in taps.items():
+            if not role.endswith(".router"):
+                tap.on_input = lambda x, role=role: self._input(role, x)
+                tap.on_output = lambda y, role=role: self._output(role, y)
+
+    def _input(self, role: str, x: Tensor) -> None:
+        flat = x.detach().flatten(0, -2)
+        kept = self.heard.get(role)
+        if kept is None:
+            kept = Heard(flat.new_zeros(flat.shape[1], flat.shape[1]), flat.new_zeros(()), 0)
+        kept.inputs.addmm_(flat.T, flat)
+        self.heard[role] = kept._replace(tokens=kept.tokens + len(flat))
+
+    def _output(self, role: str, y: Tensor) -> None:
+        if y.requires_grad:
+            y.register_hook(partial(self._gradient, role))  # type: ignore[no-untyped-call]
+
+    def _gradient(self, role: str, gradient: Tensor) -> None:
+        flat = gradient.flatten(0, -2)
+        energy = flat.square().sum(1)
+        if len(flat):
+            flat = flat * (CAP * energy.median() / energy.clamp(min=1e-30)).clamp(max=1).sqrt()[:, None]
+        grown = flat.T @ flat if flat.shape[1] <= WIDEST else flat.square().sum(0)
+        self.heard[role] = self.heard[role]._replace(gradients=self.heard[role].gradients + grown)
+
+
+def first_slope(head: Head, x: Tensor, batch: Batch, generator: torch.Generator) -> Tensor:
+    """The gradient, at the state before the head, of the log-probability of tokens drawn from the answer."""
+    x = x.detach().requires_grad_(True)
+    with torch.enable_grad():
+        logits, _ = head.forward(x, None, batch)
+        flat = logits.flatten(0, 1)
+        with torch.no_grad():
+            drawn = torch.multinomial(flat.softmax(-1).cpu(), 1, generator=generator)[:, 0]
+        F.cross_entropy(flat, drawn.to(flat.device), reduction="sum").backward()  # type: ignore[no-untyped-call]
+    assert x.grad is not None
+    return x.grad
+
+
+def carry_back(block: BlockLike, x: Tensor, batch: Batch, slope: Tensor) -> Tensor:
+    """The gradient at a layer's input from the one at its output; ears on its taps hear what they want."""
+    x = x.detach().requires_grad_(True)
+    with torch.enable_grad():
+        torch.autograd.backward(run(block, x, batch), slope)
+    assert x.grad is not None
+    return x.grad
+
+
+def output_factor(gradients: Tensor, ridge: float) -> Tensor | None:
+    """V with Vᵀ V = G⁻¹ of the damped gradients; None where they are not known together or are all zero."""
+    if gradients.dim() != 2 or not float(gradients.diagonal().sum()):
+        return None
+    g = gradients / gradients.diagonal().mean()
+    return upper_of_inverse(g + ridge * torch.eye(len(g), device=g.device))
+
+
+def profile(w: Tensor, heard: Heard, damping: float, ridge: float, where: str) -> Profile:
+    """The harm of each width to `w` (inputs, columns), from rounding it at every one of them."""
+    tokens = max(1, heard.tokens)
+    g = heard.gradients / tokens
+    care = g if g.dim() == 1 else g.diagonal()
+    across = output_factor(g, ridge)
+    if across is not None:  # what is left of an output's curvature once the others make good for it
+        care = across.diagonal().pow(-2) * g.diagonal().mean()
+    f = factors(w, heard.inputs / tokens, damping, where)
+
+    def blocks(width: int, size: int) -> Tensor:
+        _, losses = quick(w, f, recipe(size, (width, 1.0)).groups(len(w)), COARSE)
+        return (losses @ (care / 2)).view(-1, BLOCK).sum(1)
+
+    harms = {width: blocks(width, MIDDLE) for width in MEASURED}
+    step = harms[6] / harms[4].clamp(min=1e-30)  # what two bits more do, where the grid is fine
+    harms |= {5: harms[4] * step.sqrt(), 8: harms[6] * step}
+    whole = float(harms[PROBE].sum()) or 1.0
+    sizes = {size: 1.0 if size == MIDDLE else float(blocks(PROBE, size).sum()) / whole for size in SIZES}
+    return Profile({width: harms[width].tolist() for width in sorted(harms)}, sizes)

@@ -1,0 +1,181 @@
+"""What is known of every matrix before bits are given out: the harm of each width, row block by row block.
+
+Harm is the expected divergence from the float model's answers, in nats a token, to second order. A
+measurement is made once and serves any target; the files of the old library's converter are read too. How it
+is made is said in `measure`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .. import spec
+from ..errors import InputError
+from ..spec.names import Names
+from ..spec.roles import Matrix, matrices
+from .recipe import Recipe, recipe
+
+BLOCK = 32
+"""Rows whose harm is summed up."""
+
+SIZES = (32, 64, 128)
+MIDDLE = 64
+PAIRS = ((3, 2), (4, 3), (5, 4), (6, 5), (8, 6))
+TRIPLES = ((4, 3, 2), (5, 3, 2), (6, 3, 2), (5, 4, 3), (6, 4, 3), (8, 4, 3), (6, 5, 4), (8, 5, 4), (8, 6, 5))
+SHARES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9)
+THIRDS = ((0.05, 0.15), (0.1, 0.3), (0.05, 0.45), (0.15, 0.5))
+
+
+class Choice(NamedTuple):
+    """One way to store what a slot holds."""
+
+    bits: int
+    harm: float
+    recipes: Mapping[str, Recipe]  # by role
+
+
+Slot = Sequence[Choice]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One matrix: for each width, the harm of every block of rows in stored order, in groups of 64.
+
+    `sizes` has the factor by which other group sizes change it.
+    """
+
+    harms: Mapping[int, Sequence[float]]
+    sizes: Mapping[int, float]
+
+    def harm(self, made: Recipe, rows: int) -> float:
+        """What a recipe does to the model's answers."""
+        total, block = 0.0, 0
+        for group in made.groups(rows):
+            count = group.rows // BLOCK
+            near = min(self.sizes, key=lambda size: abs(size - group.rows))
+            total += self.sizes[near] * sum(self.harms[group.bits][block : block + count])
+            block += count
+        return total
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Every matrix of a model's layers, in slots that each get one choice."""
+
+    slots: tuple[Slot, ...]
+    profiles: Mapping[str, Profile]  # by role; empty if it comes from another program
+
+    @classmethod
+    def of(cls, profiles: Mapping[str, Profile], model: spec.Model) -> Measurement:
+        """From what was measured."""
+        return cls(tuple(_slot(m, profiles[m.role]) for m in quantised(model)), profiles)
+
+    def save(self, path: Path) -> None:
+        """Write it for other targets."""
+        table = {
+            role: {"harms": {str(b): list(h) for b, h in p.harms.items()}, "sizes": _keys(p.sizes)}
+            for role, p in self.profiles.items()
+        }
+        path.write_text(json.dumps({"exlm_measurement": 1, "matrices": table}) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path, model: spec.Model) -> Measurement:
+        """Read a measurement of this model: ours, or the old converter's measurement.json."""
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise InputError(f"{path}: not a measurement that can be read ({error}).") from error
+        if isinstance(raw, dict) and isinstance(raw.get("measurement"), dict):
+            return cls(tuple(_old_slots(raw["measurement"], model, path)), {})
+        if not isinstance(raw, dict) or raw.get("exlm_measurement") != 1:
+            raise InputError(f"{path}: expected a measurement of exlm or a measurement.json, found neither.")
+        wanted = {matrix.role: matrix for matrix in quantised(model)}
+        found = {role: _profile(one, path, role) for role, one in raw["matrices"].items()}
+        if found.keys() != wanted.keys():
+            odd = sorted(found.keys() ^ wanted.keys())[0]
+            raise InputError(f"{path} was made for another model: {odd} is in only one of the two.")
+        for role, profile in found.items():
+            blocks, have = wanted[role].in_features // BLOCK, {len(h) for h in profile.harms.values()}
+            if have != {blocks}:
+                raise InputError(f"{path}: {role} has {blocks} blocks of rows, the measurement {have}.")
+        return cls.of(found, model)
+
+
+def quantised(model: spec.Model) -> Iterator[Matrix]:
+    """The matrices whose bits are given out: those of the layers, without routers."""
+    for matrix in matrices(model):
+        if matrix.role != "head" and not matrix.role.endswith(".router"):
+            yield matrix
+
+
+def recipes() -> Iterator[Recipe]:
+    """Everything a matrix may get."""
+    for size in SIZES:
+        for width in (2, 3, 4, 5, 6, 8):
+            yield recipe(size, (width, 1.0))
+        for high, low in PAIRS:
+            for share in SHARES:
+                yield recipe(size, (high, share), (low, 1 - share))
+        for high, middle, low in TRIPLES:
+            for first, second in THIRDS:
+                yield recipe(size, (high, first), (middle, second), (low, 1 - first - second))
+
+
+def _slot(matrix: Matrix, profile: Profile) -> Slot:
+    """Every distinct way to store one matrix."""
+    seen: dict[tuple[Any, ...], Choice] = {}
+    for made in recipes():
+        key = tuple(made.groups(matrix.in_features))
+        if key not in seen:
+            harm = profile.harm(made, matrix.in_features)
+            seen[key] = Choice(made.bits(matrix), harm, {matrix.role: made})
+    return tuple(seen.values())
+
+
+def _profile(raw: Any, path: Path, role: str) -> Profile:
+    try:
+        harms = {int(b): tuple(map(float, h)) for b, h in raw["harms"].items()}
+        return Profile(harms, {int(size): float(f) for size, f in raw["sizes"].items()})
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"{path}: {role} is not measured as it should be ({error!r}).") from error
+
+
+def _keys(table: Mapping[int, float]) -> dict[str, float]:
+    return {str(key): value for key, value in table.items()}
+
+
+def _old_slots(table: Mapping[str, Any], model: spec.Model, path: Path) -> Iterator[Slot]:
+    """The old converter's slots: the attention and the MLP of each layer, error relative to the stream."""
+    for i, layer in enumerate(model.layers):
+        moe = isinstance(layer.mlp, spec.Moe)
+        halves = {"attn": "self_attn", "mlp": "block_sparse_moe" if moe else "mlp"}
+        parallel = _ending(table, f"layers.{i}.parallel_decoder")
+        for half, name in halves.items():
+            raw = parallel[half] if parallel else _ending(table, f"layers.{i}.{name}")
+            own = [m for m in quantised(model) if m.role.startswith(f"layers.{i}.{half}.")]
+            if not raw:
+                raise InputError(f"{path}: layer {i} of this model has no {name}. Measure it again.")
+            yield tuple(_old_choice(one, own, model.names, f"{path}: layers.{i}.{name}") for one in raw)
+
+
+def _old_choice(raw: Mapping[str, Any], own: Sequence[Matrix], names: Names, where: str) -> Choice:
+    experts = {"gate": "w1", "up": "w3", "down": "w2"}
+    try:
+        made = {}
+        for m in own:
+            part = m.role.rpartition(".")[2]
+            key = experts[part] if ".experts." in m.role else f"{part}_proj"
+            made[m.role] = Recipe.from_json(raw[key], where)
+        error = 1 - float(raw["accuracy"])
+    except (KeyError, TypeError, ValueError) as mistake:
+        raise InputError(f"{where}: not an option with a recipe for each matrix ({mistake!r}).") from mistake
+    return Choice(sum(made[m.role].bits(m) for m in own), error * error, made)
+
+
+def _ending(table: Mapping[str, Any], name: str) -> Any:
+    """The entry under a name, whatever stands before it."""
+    return next((value for key, value in table.items() if key.endswith(name)), None)

@@ -1,0 +1,215 @@
+"""From a float model to a quantised one, step by step: calibrate, measure, give out bits, quantise, write.
+
+Every step leaves its result in the job's folder, and begins with what the one before left there: a job that
+is killed goes on behind its last step and ends with the same bytes. One layer is in memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..formats import PackedWeight
+from . import measure, streams
+from .allocate import Allocation, below, within
+from .gptq import solve_gptq
+from .layers import run
+from .measurement import Measurement, Profile, quantised
+from .output import kept_bytes, planned
+from .recipe import HEAD, Recipe
+from .rounding import factors
+from .solve import solve
+from .streams import Streams
+from .work import Work
+
+AHEAD, BACK, ROUND, HEAD_UNITS = 1, 6, 12, 12  # units of the progress bar: how long steps take
+
+
+def units(depth: int, measures: bool) -> int:
+    """Of a whole job."""
+    return depth * ((AHEAD + BACK if measures else 0) + ROUND) + 2 * HEAD_UNITS
+
+
+@torch.no_grad()
+def listen(work: Work, measures: bool) -> None:
+    """Gradients at every matrix's outputs and, with `measures`, its profile; from the last layer down."""
+    job, depth = work.job, work.depth
+    if job.noted("listened"):
+        work.step(depth * (AHEAD + BACK), "measuring")
+        return
+    batches = work.batches(measuring=True)
+    begun = [i for i in range(depth + 1) if job.has(f"slope.{i}")]
+    if not begun:
+        _go_ahead(work)
+        head, states = work.shop.top(), job.load(f"state.{depth}")
+        slopes = {}
+        for i, batch in enumerate(batches):
+            generator = torch.Generator().manual_seed(work.wishes.seed + i)
+            x = states[f"{i:04}"].to(batch.ids.device)
+            slopes[f"{i:04}"] = measure.first_slope(head, x, batch, generator)
+        job.save(f"slope.{depth}", slopes)
+        begun = [depth]
+    work.step(depth * AHEAD + (depth - begun[0]) * BACK, "measuring")
+    for i in reversed(range(begun[0])):
+        _go_back(work, i, measures)
+        work.step(BACK, f"measuring layer {i}")
+    job.note("listened", True)
+    job.drop("slope.0", "state.0")
+
+
+def _go_ahead(work: Work) -> None:
+    """The float model's states before every layer, each kept until the way back has passed it."""
+    job, batches = work.job, work.batches(measuring=True)
+    have = [i for i in range(work.depth + 1) if job.has(f"state.{i}")]
+    if not have:
+        embedding = work.shop.bottom()
+        job.save("state.0", {f"{i:04}": embedding.forward(b) for i, b in enumerate(batches)})
+        have = [0]
+    for layer in range(have[-1], work.depth):
+        block, states = work.shop.layer(layer), job.load(f"state.{layer}")
+        after = {f"{i:04}": run(block, states[f"{i:04}"].to(b.ids.device), b) for i, b in enumerate(batches)}
+        if not all(bool(torch.isfinite(x).all()) for x in after.values()):
+            raise InputError(
+                f"layers.{layer}: the source model's answers hold NaN or infinity on the calibration text. "
+                "Calibrate with other text, or check the source model with `exlm eval`."
+            )
+        job.save(f"state.{layer + 1}", after)
+
+
+def _go_back(work: Work, layer: int, measures: bool) -> None:
+    job, effort = work.job, work.wishes.effort
+    block = work.shop.layer(layer)
+    ear = measure.Ear(work.shop.taps)
+    states, slopes, carried = job.load(f"state.{layer}"), job.load(f"slope.{layer + 1}"), {}
+    for key, batch in ((f"{i:04}", b) for i, b in enumerate(work.batches(measuring=True))):
+        device = batch.ids.device
+        carried[key] = measure.carry_back(block, states[key].to(device), batch, slopes[key].to(device))
+    kept = {}
+    for role, heard in ear.heard.items():
+        if heard.gradients.dim() == 2:
+            kept[role] = (heard.gradients / heard.gradients.diagonal().mean().clamp(min=1e-30)).half()
+        if measures:
+            w = work.shop.taps[role].data.T.contiguous()
+            found = measure.profile(w, heard, effort.damping, effort.ridge, role)
+            job.note(f"profile.{role}", {"harms": dict(found.harms), "sizes": dict(found.sizes)})
+    job.save(f"gradients.{layer}", kept)
+    job.save(f"slope.{layer}", carried)
+    job.drop(f"slope.{layer + 1}", f"state.{layer + 1}")
+
+
+def measured(work: Work) -> Measurement:
+    """What `listen` has found."""
+    profiles: dict[str, Profile] = {}
+    roles = [m.role for m in quantised(work.model)]
+    for role in roles:
+        raw = work.job.noted(f"profile.{role}")
+        if raw is not None:
+            harms = {int(b): h for b, h in raw["harms"].items()}
+            profiles[role] = Profile(harms, {int(s): f for s, f in raw["sizes"].items()})
+    for role in roles:
+        if role not in profiles:
+            profiles[role] = _like(role, profiles)
+    return Measurement.of(profiles, work.model)
+
+
+def _like(role: str, profiles: Mapping[str, Profile]) -> Profile:
+    """For an expert that no token of the calibration reached: that of one beside it."""
+    before, _, rest = role.partition(".experts.")
+    part = rest.rpartition(".")[2]
+    for other, found in profiles.items():
+        if other.startswith(f"{before}.experts.") and other.endswith(f".{part}"):
+            return found
+    raise InputError(f"{role}: no token of the calibration reached it. Calibrate with more text.")
+
+
+def allocate(work: Work, measurement: Measurement) -> Allocation:
+    """The choice of every slot that meets the target."""
+    wishes = work.wishes
+    weights = sum(m.in_features * m.out_features for m in quantised(work.model))
+    if wishes.max_kld is not None:
+        if not measurement.profiles:
+            raise InputError("max_kld needs a measurement by exlm: the old converter's has other errors.")
+        return below(measurement.slots, wishes.max_kld)
+    if wishes.bits is not None:
+        return within(measurement.slots, int(weights * wishes.bits), weights)
+    assert wishes.size is not None
+    head = HEAD[wishes.head_bits].bits(work.matrices["head"])
+    kept = kept_bytes(planned(work.frozen, work.source), work.model, work.matrices.keys())
+    return within(measurement.slots, 8 * (wishes.size - kept) - head, weights)
+
+
+@torch.no_grad()
+def quantise(work: Work, recipes: Mapping[str, Recipe]) -> None:
+    """Every layer in turn, then the head, on the streams of the calibration."""
+    job, shop, batches = work.job, work.shop, work.batches()
+    begun = [i for i in range(work.depth + 1) if job.has(f"streams.{i}")]
+    if begun:
+        s = Streams.of(job.load(f"streams.{begun[-1]}"), batches)
+        work.step(ROUND * begun[-1], "quantising")
+    else:
+        embedding = shop.bottom()
+        x = [embedding.forward(batch) for batch in batches]
+        s, begun = Streams(list(x), list(x), batches), [0]
+        job.save("streams.0", s.tensors())
+    for layer in range(begun[-1], work.depth):
+        block = shop.layer(layer)
+        exact = {role: tap.data for role, tap in shop.taps.items()}
+        kept = job.load(f"gradients.{layer}") if job.has(f"gradients.{layer}") else {}
+        made = streams.quantise(
+            shop.taps,
+            lambda x, batch, block=block: run(block, x, batch),  # type: ignore[misc]
+            s,
+            lambda role, w, h, kept=kept: _solved(work, recipes, role, w, h, kept.get(role)),  # type: ignore[misc]
+            work.wishes.effort.damping,
+        )
+        streams.advance(shop.taps, exact, lambda x, batch, block=block: run(block, x, batch), s)  # type: ignore[misc]
+        streams.check_finite(s, f"layers.{layer}")
+        _keep(work, f"layer.{layer}", made)
+        job.note(f"layer.{layer}", {"error": s.error(), "bits": {r: w.bits for r, w in made.items()}})
+        job.save(f"streams.{layer + 1}", s.tensors())
+        job.drop(f"streams.{layer}")
+        work.step(ROUND, f"quantising layer {layer}")
+    if "head" in work.matrices and not job.has("layer.head"):
+        head = shop.top()
+        made = streams.quantise(
+            shop.taps,
+            lambda x, batch: head.forward(x, None, batch)[0],
+            s,
+            lambda role, w, h: _solved(work, recipes, role, w, h, None),
+            work.wishes.effort.damping,
+        )
+        _keep(work, "layer.head", made)
+    work.step(HEAD_UNITS, "quantising the head")
+
+
+def _solved(
+    work: Work, recipes: Mapping[str, Recipe], role: str, w: Tensor, h: Tensor, gradients: Tensor | None
+) -> tuple[Tensor, PackedWeight]:
+    """One matrix rounded, as values and as files have it."""
+    effort, bias = work.wishes.effort, work.shop.taps[role].bias
+    half = None if bias is None else bias.half()
+    f = factors(w, h, effort.damping, role)
+    if work.wishes.method == "gptq":
+        return solve_gptq(w, f, work.wishes.group_size, effort.sweeps, half)
+    across = None
+    if gradients is not None:
+        across = measure.output_factor(gradients.to(w.device).float(), effort.ridge)
+    made = solve(w, f, recipes[role].groups(len(w)), effort, across)
+    return made.dequantize(), made.pack(half)
+
+
+def _keep(work: Work, name: str, made: Mapping[str, PackedWeight]) -> None:
+    tensors = {
+        f"{role}|{k}": t for role, weight in made.items() for k, t in work.stored(role, weight).items()
+    }
+    work.job.save(name, tensors)
+
+
+def stored(work: Work, role: str) -> dict[str, Tensor]:
+    """A quantised matrix's tensors, as `quantise` left them."""
+    name = "layer.head" if role == "head" else f"layer.{role.split('.')[1]}"
+    tensors = work.job.load(name)
+    return {key.partition("|")[2]: t for key, t in tensors.items() if key.partition("|")[0] == role}

@@ -1,0 +1,218 @@
+"""`quantize_model`: the whole way from a name to a new folder."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint import open_source
+from ..config import Config
+from ..errors import InputError
+from ..model.devices import pick_device
+from ..model.new_folder import check_target
+from ..version import __version__
+from . import pipeline
+from .evaluate import Quality, evaluate_model
+from .job import open_job, place_of
+from .layers import workshop
+from .measurement import Measurement, quantised
+from .output import CARD, check_space, kept_bytes, new_model, planned
+from .recipe import HEAD, Recipe
+from .report import write_report
+from .wishes import TARGETS, Method, Wishes, calibration_name, parse_size
+from .work import Progress, Work, check_shapes, facts, memory
+
+SHARD = 2 * 2**30
+
+
+def quantize_model(
+    source: str | Path,
+    target: str | Path,
+    bits: float | None = None,
+    *,
+    size: int | str | None = None,
+    max_kld: float | None = None,
+    head_bits: int = 6,
+    method: Method = "exl2",
+    group_size: int = 128,
+    calibration: str | Path = "builtin",
+    rows: int = 128,
+    length: int = 512,
+    measurement: str | Path | None = None,
+    save_measurement: str | Path | None = None,
+    device: str | None = None,
+    shard_bytes: int = SHARD,
+    overwrite: bool = False,
+    restart: bool = False,
+    report: bool = True,
+    progress: Progress = lambda done, total, what: None,
+) -> Quality | None:
+    """Quantise the model at `source` into a new folder and return what became of its quality.
+
+    The target is one of `bits` (a weight of the layers, scales and orders included; 4 if none is given),
+    `size` (of the weights, in bytes or as "5.2GB") and `max_kld` (the divergence to be expected, in nats a
+    token). GPTQ has 4 bits and no target. `calibration` is "builtin" or a .txt, .jsonl or .parquet file.
+
+    A job that was killed goes on where it stopped when the same call is made again, and ends with the same
+    weights; `restart` begins anew. `measurement` is a file `save_measurement` wrote for this model, or the
+    old converter's measurement.json. Without `report` the new model is not compared with its source. The
+    folder appears when it is complete; the source is never changed.
+    """
+    if method == "exl2" and bits is None and size is None and max_kld is None:
+        bits = 4.0
+    wishes = Wishes(
+        bits=bits,
+        size=parse_size(size) if isinstance(size, str) else size,
+        max_kld=max_kld,
+        head_bits=head_bits,
+        method=method,
+        group_size=group_size,
+        calibration=str(calibration),
+        rows=rows,
+        length=length,
+    )
+    return carry_out(
+        source,
+        target,
+        wishes,
+        measurement=measurement,
+        save_measurement=save_measurement,
+        device=device,
+        shard_bytes=shard_bytes,
+        overwrite=overwrite,
+        restart=restart,
+        report=report,
+        progress=progress,
+    )
+
+
+def carry_out(
+    source: str | Path,
+    target: str | Path,
+    wishes: Wishes,
+    *,
+    measurement: str | Path | None,
+    save_measurement: str | Path | None,
+    device: str | None,
+    shard_bytes: int,
+    overwrite: bool,
+    restart: bool,
+    report: bool,
+    progress: Progress,
+) -> Quality | None:
+    """`quantize_model` with its wishes in one piece."""
+    place, device_ = Path(target).expanduser(), pick_device(device)
+    folder = Path(os.path.realpath(place))
+    config = Config(source)
+    frozen = config.freeze()
+    opened = open_source(frozen.path, frozen.spec.names, frozen.quantization)
+    read = [Path(os.path.realpath(path)) for path in (frozen.path, *opened.files.paths)]
+    check_target(folder, read, overwrite=overwrite)
+    known = None if measurement is None else Measurement.load(Path(measurement), frozen.spec)
+    digest = None if measurement is None else hashlib.sha256(Path(measurement).read_bytes()).hexdigest()
+    length = min(wishes.length, frozen.max_seq_len)
+    shop = workshop(frozen, opened, length, device_)
+    about = facts(wishes, opened, digest, device_)
+    measures = wishes.method == "exl2" and known is None
+    with open_job(folder, about, later=TARGETS, mark="streams.", restart=restart) as job:
+        work = Work(config, frozen, opened, shop, job, wishes, progress)
+        work.total = pipeline.units(work.depth, wishes.method == "exl2")
+        check_shapes(work.matrices, wishes.method)
+        check_space(place_of(folder), _disk(work))
+        most = memory(frozen.spec, wishes.rows * length)
+        work.step(0, f"calibrating; at most {most / 1e9:.1f} GB of memory")
+        work.calibration()
+        recipes: dict[str, Recipe] = {}
+        if wishes.method == "exl2":
+            pipeline.listen(work, measures)
+            known = known or pipeline.measured(work)
+            if save_measurement is not None and known.profiles:
+                known.save(Path(save_measurement))
+            chosen = pipeline.allocate(work, known)
+            recipes = {role: r for choice in chosen.choices for role, r in choice.recipes.items()}
+            recipes["head"] = HEAD[wishes.head_bits]
+        pipeline.quantise(work, recipes)
+        work.step(0, "writing")
+        return _written(work, folder, shard_bytes, overwrite, report, source)
+
+
+def _written(
+    work: Work, folder: Path, shard_bytes: int, overwrite: bool, report: bool, source: str | Path
+) -> Quality | None:
+    """The new folder from what the job has made, with its report."""
+    said = _said(work)
+    made = new_model(
+        folder,
+        work.frozen,
+        work.source,
+        work.matrices.keys(),
+        lambda role: pipeline.stored(work, role),
+        said,
+        shard_bytes=shard_bytes,
+        overwrite=overwrite,
+    )
+    with made as hidden:
+        _check_whole(hidden, work)
+        if not report:
+            return None
+        work.step(0, "judging the result")
+        device = str(work.shop.chain.device)
+        quality = evaluate_model(hidden, source, device=device, speed=True)
+        quality = replace(quality, model=folder.name, against=Path(source).name)
+        rows = work.calibration().shape
+        words = {
+            "method": said["quant_method"],
+            "source": Path(source).name,
+            "bits a weight": f"{quality.bits:.3f}",
+            "calibration": f"{calibration_name(work.wishes)}, {rows[0]} rows of {rows[1]} tokens",
+            "made with": f"exlm {__version__}",
+        }
+        write_report(hidden, quality, words, CARD)
+        return quality
+
+
+def _said(work: Work) -> dict[str, Any]:
+    """What config.json says of the new matrices."""
+    wishes, rows = work.wishes, work.calibration().shape
+    if wishes.method == "gptq":
+        return {
+            "quant_method": "gptq",
+            "bits": 4,
+            "group_size": wishes.group_size,
+            "desc_act": True,
+            "sym": False,
+            "checkpoint_format": "gptq",
+        }
+    weights = sum(m.in_features * m.out_features for m in quantised(work.model))
+    used = sum(8 * t.nbytes for m in quantised(work.model) for t in pipeline.stored(work, m.role).values())
+    return {
+        "quant_method": "exl2",
+        "version": f"exlm {__version__}",
+        "bits": wishes.bits if wishes.bits is not None else round(used / weights, 4),
+        "head_bits": wishes.head_bits,
+        "calibration": {"rows": rows[0], "length": rows[1], "dataset": calibration_name(wishes)},
+    }
+
+
+def _check_whole(hidden: Path, work: Work) -> None:
+    """A model that does not hold what it should must not get its name."""
+    frozen = Config(hidden).freeze()
+    opened = open_source(frozen.path, frozen.spec.names, frozen.quantization)
+    for role in work.matrices:
+        words, _ = opened.describe(role)
+        if not words.startswith(work.wishes.method):
+            raise InputError(f"{role} was to be {work.wishes.method} and was written as {words}.")
+
+
+def _disk(work: Work) -> int:
+    """About the bytes a job writes before it is done: states, gradients, the model twice."""
+    wishes, model = work.wishes, work.model
+    states = 4 * model.hidden * wishes.length
+    held = states * (2 * 2 * wishes.rows + (work.depth + 2) * wishes.measure_rows)
+    outputs = sum(2 * m.out_features**2 for m in quantised(model) if m.out_features <= 2048)
+    matrices = sum(m.in_features * m.out_features for m in work.matrices.values())
+    kept = kept_bytes(planned(work.frozen, work.source), model, work.matrices.keys())
+    return held + outputs + 2 * matrices + kept + 2**20

@@ -1,0 +1,120 @@
+"""How the rows of one matrix are shared among widths: a recipe, the groups it makes and the bits they take.
+
+A recipe knows no numbers of the matrix. Which recipe a matrix gets is decided in `allocate`, the codes in
+`solve`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..errors import InputError
+from ..formats.exl2 import ALIGN, WIDTHS
+from ..spec.roles import Matrix
+
+
+class Group(NamedTuple):
+    """Neighbouring stored rows that share a width and a scale in each column."""
+
+    bits: int
+    rows: int
+
+
+class Part(NamedTuple):
+    """A share of the rows, in groups of at most `size`."""
+
+    bits: int
+    share: float
+    size: int
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Parts from the widest to the narrowest; their shares sum to one."""
+
+    parts: tuple[Part, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse what EXL2 cannot say."""
+        widths = [part.bits for part in self.parts]
+        if not widths or widths != sorted(set(widths), reverse=True) or not set(widths) <= set(WIDTHS):
+            raise InputError(f"A recipe needs descending widths out of {WIDTHS}, found {widths}.")
+        sizes = [part.size for part in self.parts]
+        if any(size < ALIGN or size % ALIGN for size in sizes):
+            raise InputError(f"Groups have a multiple of {ALIGN} rows, found {sizes}.")
+        if any(part.share < 0 for part in self.parts) or abs(sum(p.share for p in self.parts) - 1) > 1e-6:
+            raise InputError(f"Shares must sum to one, found {[part.share for part in self.parts]}.")
+
+    def __str__(self) -> str:
+        widths = "|".join(str(part.bits) for part in self.parts)
+        sizes = ",".join(dict.fromkeys(str(part.size) for part in self.parts))
+        shares = "|".join(f"{part.share:g}" for part in self.parts)
+        return f"g{sizes} {widths}" + (f" @ {shares}" if len(self.parts) > 1 else "")
+
+    def groups(self, rows: int) -> list[Group]:
+        """The groups of a matrix of so many rows, in stored order; the last may be shorter."""
+        if rows < ALIGN or rows % ALIGN:
+            raise InputError(f"EXL2 holds matrices of a multiple of {ALIGN} inputs, found {rows}.")
+        made: list[Group] = []
+        left = rows
+        for part in self.parts:
+            count = -(-min(rows * part.share, left) // part.size)
+            for _ in range(int(count)):
+                made.append(Group(part.bits, min(part.size, left)))
+                left -= made[-1].rows
+        if left:  # shares whose sum was rounded down
+            made.append(Group(self.parts[-1].bits, left))
+        return made
+
+    def bits(self, matrix: Matrix) -> int:
+        """Stored bits of a matrix: codes, scales, the table of groups, the order and the bias."""
+        groups, columns = self.groups(matrix.in_features), padded(matrix.out_features)
+        codes = sum(group.rows * group.bits for group in groups) * columns
+        bias = 16 * matrix.out_features if matrix.bias else 0
+        return codes + len(groups) * (16 + 32 + 4 * columns) + 32 * matrix.in_features + bias
+
+    def to_json(self) -> dict[str, Any]:
+        """As measurement files have it."""
+        return {
+            "group_size": {str(part.bits): part.size for part in self.parts},
+            "bits": [part.bits for part in self.parts],
+            "bits_prop": [part.share for part in self.parts],
+            "scale_bits": 4,
+        }
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any], where: str) -> Recipe:
+        """From a measurement file."""
+        try:
+            sizes = raw["group_size"]
+            pairs = zip(raw["bits"], raw["bits_prop"], strict=True)
+            parts = tuple(Part(int(b), float(share), int(sizes[str(b)])) for b, share in pairs)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InputError(
+                f"{where}: not a recipe of widths, shares and group sizes ({error!r})."
+            ) from error
+        return cls(parts)
+
+
+def padded(columns: int) -> int:
+    """Columns as they are stored."""
+    return -(-columns // ALIGN) * ALIGN
+
+
+def recipe(sizes: int | Sequence[int], *parts: tuple[int, float]) -> Recipe:
+    """A recipe in short: group sizes, then pairs of a width and a share."""
+    each = [sizes] * len(parts) if isinstance(sizes, int) else sizes
+    return Recipe(tuple(Part(b, share, size) for (b, share), size in zip(parts, each, strict=True)))
+
+
+HEAD: dict[int, Recipe] = {
+    2: recipe(32, (4, 0.3), (2, 0.7)),
+    3: recipe(32, (4, 0.15), (3, 0.85)),
+    4: recipe(32, (6, 0.15), (4, 0.85)),
+    5: recipe(128, (6, 0.15), (5, 0.85)),
+    6: recipe(128, (8, 0.15), (6, 0.85)),
+    8: recipe(128, (8, 1.0)),
+}
+"""What the head gets, by the bits asked for."""

@@ -1,0 +1,129 @@
+"""Rounding a matrix row after row onto grids it is told, each error made good by the rows still to come.
+
+This is GPTQ for any format: a grid says which whole numbers a group may hold and what each column multiplies
+them with. Choosing grids is the format's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+
+ATTEMPTS = 12
+
+
+class Grid(NamedTuple):
+    """What the numbers of one group may be: whole numbers from low to high, times the column's scale."""
+
+    scale: Tensor  # (columns,) float32, as a reader decodes it
+    low: Tensor  # (columns,) or ()
+    high: Tensor
+
+    def nearest(self, w: Tensor) -> Tensor:
+        """The whole numbers that come closest to `w`; 0 where there is no scale."""
+        inverse = torch.where(self.scale > 0, 1 / self.scale, torch.zeros_like(self.scale))
+        return torch.minimum(torch.maximum((w * inverse).round_(), self.low), self.high)
+
+    def value(self, codes: Tensor) -> Tensor:
+        """What a reader makes of them: products rounded to float16."""
+        return (codes * self.scale).half().float()
+
+
+Choose = Callable[[int, Tensor, Tensor], Grid]
+"""(number of the group, its rows as they are now, how much each row matters) → its grid."""
+
+
+class Factors(NamedTuple):
+    """The input side of one matrix: the order its rows are stored in, and the covariance of its inputs."""
+
+    order: Tensor  # (inputs,) stored row → input
+    hessian: Tensor  # mean of x xᵀ, damped, in stored order
+    upper: Tensor  # U with Uᵀ U = H⁻¹
+
+
+class Rounded(NamedTuple):
+    """Rows in stored order on their grids."""
+
+    codes: Tensor  # (inputs, columns) float32, whole numbers
+    losses: Tensor  # (inputs, columns) what each number adds to the loss
+    grids: list[Grid]
+
+
+def factors(w: Tensor, hessian: Tensor, damping: float, where: str = "") -> Factors:
+    """Order the rows of `w` (inputs, columns) by how much they move the answer, and take H apart.
+
+    `InputError` if H holds NaN or infinity; where it is not positive definite it is damped more.
+    """
+    if not bool(torch.isfinite(hessian).all()):
+        raise InputError(
+            f"{where}: its inputs overflow on the calibration text. Leave out the text that makes the model "
+            "diverge, or check the source model: its own answers would not be numbers either."
+        )
+    if not bool(torch.isfinite(w).all()):
+        raise InputError(f"{where}: the source matrix holds NaN or infinity. Download the model again.")
+    order = (hessian.diagonal() * w.square().mean(1)).argsort(descending=True, stable=True)
+    h, step = hessian[order][:, order], max(damping * float(hessian.diagonal().mean()), 1e-8)
+    for _ in range(ATTEMPTS):
+        h = h + step * torch.eye(len(h), device=h.device, dtype=h.dtype)
+        upper = upper_of_inverse(h)
+        if upper is not None:
+            return Factors(order, h, upper)
+        step *= 2
+    raise InputError(f"{where}: its inputs have no usable covariance. Calibrate with more or other text.")
+
+
+def upper_of_inverse(h: Tensor) -> Tensor | None:
+    """U with Uᵀ U = H⁻¹, or None if H is not safely positive definite."""
+    lower, failed = torch.linalg.cholesky_ex(h)
+    if int(failed):
+        return None
+    upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+    return upper if not int(failed) and bool(torch.isfinite(upper).all()) else None
+
+
+def feed_back(w: Tensor, f: Factors, sizes: Sequence[int], choose: Choose) -> Rounded:
+    """Round `w` (inputs, columns, in the order of the inputs) group by group."""
+    w = w[f.order].clone()
+    codes, losses, grids = torch.empty_like(w), torch.empty_like(w), []
+    pivots = f.upper.diagonal()
+    a = 0
+    for number, size in enumerate(sizes):
+        b = a + size
+        importance = pivots[a:b].reciprocal().square()
+        grid = choose(number, w[a:b], importance / importance.mean())
+        errors = losses[a:b]
+        for row in range(a, b):
+            codes[row] = grid.nearest(w[row])
+            errors[row - a] = (w[row] - grid.value(codes[row])) / pivots[row]
+            if row + 1 < b:
+                w[row + 1 : b] -= f.upper[row, row + 1 : b, None] * errors[row - a]
+        w[b:] -= f.upper[a:b, b:].T @ errors
+        errors.square_()
+        grids.append(grid)
+        a = b
+    return Rounded(codes, losses, grids)
+
+
+def descend(codes: Tensor, gradient: Tensor, h: Tensor, sizes: Sequence[int], grids: Sequence[Grid]) -> None:
+    """Give each code in turn the value that is best for all others as they are; changes both tensors.
+
+    `gradient` is H times what the rounding leaves of the target, and is kept so.
+    """
+    a = 0
+    for size, grid in zip(sizes, grids, strict=True):
+        b = a + size
+        local, block = gradient[a:b].clone(), h[a:b, a:b]
+        before = grid.value(codes[a:b])
+        change = torch.empty_like(before)
+        for i in range(size):
+            codes[a + i] = grid.nearest(before[i] + local[i] / block[i, i])
+            change[i] = grid.value(codes[a + i]) - before[i]
+            if i + 1 < size:
+                local[i + 1 :] -= block[i + 1 :, i, None] * change[i]
+        gradient -= h[:, a:b] @ change
+        a = b

@@ -1,0 +1,165 @@
+"""One layer quantised on what it will really read: the answers of the quantised layers before it.
+
+Two streams of states run side by side, the float model's and the quantised one's. Each matrix is first moved
+so that from the quantised stream's inputs it gives the float stream's answers, then rounded; the matrices
+behind it hear the rounded ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..formats import PackedWeight
+from ..nn import Batch
+from .layers import Reached, Tap
+
+Forward = Callable[[Tensor, Batch], Tensor]
+Solver = Callable[[str, Tensor, Tensor], tuple[Tensor, PackedWeight]]
+"""(role, target (in, out), covariance of the inputs) → the rounded matrix (in, out) and its stored form."""
+
+
+@dataclass
+class Streams:
+    """The residual stream of every row, before the same layer: as it should be, and as it is."""
+
+    exact: list[Tensor]
+    rounded: list[Tensor]
+    batches: list[Batch] = field(repr=False)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """To be kept."""
+        pairs = zip(self.exact, self.rounded, strict=True)
+        return {
+            f"{kind}.{i:04}": x for i, both in enumerate(pairs) for kind, x in zip("er", both, strict=True)
+        }
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], batches: list[Batch]) -> Streams:
+        """From what was kept."""
+        device = batches[0].ids.device
+        kept = {
+            kind: [tensors[f"{kind}.{i:04}"].to(device) for i in range(len(batches))] for kind in ("e", "r")
+        }
+        return cls(kept["e"], kept["r"], batches)
+
+    def error(self) -> float:
+        """How far apart they are, relative to the exact one."""
+        off = sum(float((e - r).square().sum()) for e, r in zip(self.exact, self.rounded, strict=True))
+        return float((off / sum(float(e.square().sum()) for e in self.exact)) ** 0.5)
+
+
+def input_sets(roles: Iterable[str]) -> list[list[str]]:
+    """Roles that read the same input together, in the order in which they can be quantised; no routers."""
+    sets: dict[tuple[str, str], list[str]] = {}
+    names = {"q": "in", "k": "in", "v": "in", "o": "out", "gate": "in", "up": "in", "down": "out"}
+    for role in roles:
+        part = role.rpartition(".")[2]
+        if part == "router":
+            continue
+        half = "mlp" if ".mlp." in role else "attn" if ".attn." in role else role
+        sets.setdefault((half, names.get(part, part)), []).append(role)
+    return list(sets.values())
+
+
+def quantise(
+    taps: Mapping[str, Tap], forward: Forward, streams: Streams, solver: Solver, ridge: float
+) -> dict[str, PackedWeight]:
+    """Every matrix of a module, the taps left with the rounded ones; the streams stay where they are."""
+    exact = {role: tap.data for role, tap in taps.items()}
+    made: dict[str, PackedWeight] = {}
+    for together in input_sets(taps):
+        shared = [role for role in together if not (".experts." in role and role.endswith(".down"))]
+        for roles in [shared] if shared else [[role] for role in together]:
+            now = {role: tap.data for role, tap in taps.items()}
+            covariance, cross = _listen(taps, roles, forward, streams, exact, now)
+            for role in roles:
+                w = exact[role].T
+                if cross is not None:
+                    w = _moved(w, covariance, cross, ridge)
+                values, made[role] = solver(role, w.contiguous(), covariance)
+                now[role] = values.T.contiguous()
+            _install(taps, now)
+    return made
+
+
+def advance(taps: Mapping[str, Tap], exact: Mapping[str, Tensor], forward: Forward, s: Streams) -> None:
+    """Both streams through the module, each with its own matrices; the rounded ones stay in the taps."""
+    rounded = {role: tap.data for role, tap in taps.items()}
+    for tensors, stream in ((exact, s.exact), (rounded, s.rounded)):
+        _install(taps, tensors)
+        for i, batch in enumerate(s.batches):
+            stream[i] = forward(stream[i], batch)
+    _install(taps, rounded)
+
+
+def check_finite(streams: Streams, where: str) -> None:
+    """`InputError` names the layer whose answers are not numbers."""
+    for kind, stream in (("source", streams.exact), ("quantised", streams.rounded)):
+        if not all(bool(torch.isfinite(x).all()) for x in stream):
+            raise InputError(
+                f"{where}: the {kind} model's answers hold NaN or infinity on the calibration text. "
+                "Calibrate with other text, or check the source model with `exlm eval`."
+            )
+
+
+def _listen(
+    taps: Mapping[str, Tap],
+    roles: list[str],
+    forward: Forward,
+    s: Streams,
+    exact: Mapping[str, Tensor],
+    now: Mapping[str, Tensor],
+) -> tuple[Tensor, Tensor | None]:
+    """The covariance of the rounded stream's inputs, and with how the exact ones differ from them.
+
+    The latter is None for experts: the two streams may send a token to different ones.
+    """
+    paired = not any(".experts." in role for role in roles)
+    ears = [taps[roles[0]]] if paired else [taps[r] for r in roles if not r.endswith(".up")]
+    width = ears[0].data.shape[1]
+    covariance = torch.zeros(width, width, device=ears[0].data.device)
+    cross, tokens = torch.zeros_like(covariance), 0
+    for i, batch in enumerate(s.batches):
+        heard = []
+        for tensors, stream in ((exact, s.exact), (now, s.rounded)):
+            if tensors is exact and not paired:
+                continue
+            _install(taps, tensors)
+            heard.append(torch.cat(list(_inputs(ears, forward, stream[i], batch, stop=paired))))
+        covariance.addmm_(heard[-1].T, heard[-1])
+        tokens += len(heard[-1])
+        if paired:
+            cross.addmm_(heard[1].T, heard[0] - heard[1])
+    if not tokens:
+        return torch.eye(width, device=covariance.device), None
+    return covariance / tokens, cross / tokens if paired else None
+
+
+def _inputs(ears: list[Tap], forward: Forward, x: Tensor, batch: Batch, *, stop: bool) -> Iterator[Tensor]:
+    """What the taps are asked in one pass, which ends at the first of them with `stop`."""
+    heard: list[Tensor] = [x.new_zeros(0, ears[0].data.shape[1])]
+    for ear in ears:
+        ear.on_input, ear.last = lambda y: heard.append(y.flatten(0, -2)), stop
+    with suppress(Reached):
+        forward(x, batch)
+    for ear in ears:
+        ear.on_input, ear.last = None, False
+    return iter(heard)
+
+
+def _moved(w: Tensor, covariance: Tensor, cross: Tensor, ridge: float) -> Tensor:
+    """The matrix that from the rounded inputs comes closest to the exact answers."""
+    damped = covariance + ridge * covariance.diagonal().mean() * torch.eye(len(covariance), device=w.device)
+    moved: Tensor = torch.linalg.solve(damped, cross @ w)
+    return w + moved if bool(torch.isfinite(moved).all()) else w
+
+
+def _install(taps: Mapping[str, Tap], tensors: Mapping[str, Tensor]) -> None:
+    for role, tap in taps.items():
+        tap.data = tensors[role]

@@ -1,0 +1,128 @@
+"""Every rule of an EXL2 folder that other readers count on, checked on the tensors as they lie.
+
+Stricter than our own reader, which follows the files where others assume: here an order of widths or a type
+that only we would forgive is a complaint. Numbers are not judged, only their form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..checkpoint import TensorFiles
+from ..checkpoint.lookup import key_at
+from ..checkpoint.packed import EXL2
+from ..config import Config
+from ..formats.bits import WORD
+from ..formats.exl2 import ALIGN, WIDTHS
+from ..model.convert_plan import vectors
+from ..spec.roles import Matrix, matrices
+
+TYPES = {
+    "q_weight": torch.int32,
+    "q_scale": torch.int32,
+    "q_scale_max": torch.float16,
+    "q_groups": torch.int16,
+    "q_invperm": torch.int32,
+}
+LAST_OFFSET = 0x7FFF
+MOST_INPUTS = 0xFFFF
+FLOAT = (torch.float16,)
+
+
+def validate_exl2(folder: str | Path) -> list[str]:
+    """What is wrong with an EXL2 model's files, a sentence each; nothing if any reader can take them."""
+    config = Config(folder)
+    path, model = config.freeze().path, config.spec
+    if not path.is_dir():
+        return [f"{path} is a file: an EXL2 model is a folder."]
+    files = TensorFiles(path)
+    stored = {model.names.canonical(name): name for name in files.names()}
+    wrong: list[str] = []
+    expected: set[str] = set()
+    for m in matrices(model):
+        place = model.names.find(m.role)[0]
+        names = {suffix: key_at(place, suffix) for suffix in (*EXL2, "bias", "weight")}
+        present = {s: files.load(stored[n]) for s, n in names.items() if n in stored}
+        expected |= {n for s, n in names.items() if s in present}
+        if m.role.endswith(".router"):
+            wrong += [] if "weight" in present else [f"{place.key}: a router must be plain floats."]
+            continue
+        wrong += [f"{place.key}: {words}" for words in _matrix(m, present)]
+    for role in ("embed", *(vector.role for vector in vectors(model))):
+        name = key_at(model.names.find(role)[0], "weight")
+        expected |= {name, f"{name.removesuffix('weight')}bias"}
+        if name not in stored:
+            wrong.append(f"{name} is missing.")
+        elif files.dtype(stored[name]) not in FLOAT:
+            wrong.append(f"{name}: expected float16, found {files.dtype(stored[name])}.")
+    known = {name.rpartition(".")[0] for name in expected}
+    for name in stored:
+        key, _, suffix = name.rpartition(".")
+        if suffix in EXL2 and key not in known:
+            wrong.append(f"{name}: no matrix of this model has that name.")
+    return wrong
+
+
+def _matrix(m: Matrix, t: dict[str, Tensor]) -> Iterator[str]:
+    """What is wrong with one quantised matrix."""
+    missing = [suffix for suffix in EXL2 if suffix not in t]
+    if missing:
+        yield f"{', '.join(missing)} missing."
+        return
+    if ("bias" in t) != m.bias:
+        yield "has a bias that the model does not expect." if "bias" in t else "its bias is missing."
+    for suffix, dtype in TYPES.items():
+        if t[suffix].dtype is not dtype:
+            yield f"{suffix}: expected {dtype}, found {t[suffix].dtype}."
+            return
+    if m.in_features % ALIGN or m.in_features > MOST_INPUTS:
+        yield f"{m.in_features} inputs: expected a multiple of {ALIGN} up to {MOST_INPUTS}."
+    width, (words, columns) = -(-m.out_features // ALIGN) * ALIGN, t["q_weight"].shape
+    if columns != width:
+        yield f"q_weight: expected {width} columns, padding included, found {columns}."
+    count = t["q_groups"].numel() // 2
+    if t["q_groups"].numel() != 2 * count or not count:
+        yield f"q_groups: expected pairs, found {t['q_groups'].numel()} numbers."
+        return
+    for suffix, shape in {"q_scale": [count, width // 8], "q_scale_max": [count]}.items():
+        if list(t[suffix].shape) != shape:
+            yield f"{suffix}: expected shape {shape}, found {list(t[suffix].shape)}."
+    if not bool(torch.isfinite(t["q_scale_max"]).all()) or bool((t["q_scale_max"] < 0).any()):
+        yield "q_scale_max: expected finite numbers of at least 0."
+    order = t["q_invperm"].flatten().long()
+    if not torch.equal(order.sort().values, torch.arange(m.in_features)):
+        yield f"q_invperm: expected each of 0 to {m.in_features - 1} once."
+    yield from _groups((t["q_groups"].long() & 0xFFFF).tolist(), words, m.in_features)
+
+
+def _groups(table: list[int], words: int, inputs: int) -> Iterator[str]:
+    """What is wrong with the table of groups."""
+    widths, starts = table[::2], table[1::2]
+    if odd := [b for b in widths if b not in WIDTHS]:
+        yield f"q_groups: {odd[0]} is not one of the widths {WIDTHS}."
+        return
+    if widths != sorted(widths, reverse=True):
+        yield f"q_groups: widths must descend, found {[b for b, _ in groupby(widths)]}."
+    stops = [*starts[1:], words]
+    if starts[0] != 0 or any(a >= b for a, b in zip(starts, stops, strict=True)):
+        yield "q_groups: offsets must begin at 0 and ascend to the end of q_weight."
+        return
+    if starts[-1] > LAST_OFFSET:
+        yield f"q_groups: offset {starts[-1]} is past {LAST_OFFSET}."
+    rows = []
+    for bits, a, b in zip(widths, starts, stops, strict=True):
+        if (b - a) * WORD % bits:
+            yield f"q_groups: {b - a} words are no whole number of {bits}-bit rows."
+        rows.append((b - a) * WORD // bits)
+    if sum(rows) != inputs:
+        yield f"q_groups: expected {inputs} rows in all, found {sum(rows)}."
+    runs = {b: sum(r for w, r in zip(widths, rows, strict=True) if w == b) for b in widths}
+    for bits, count in runs.items():
+        unit = 16 if bits == 2 else ALIGN
+        if count % unit:
+            yield f"q_groups: {count} rows of {bits} bits are not a multiple of {unit}."

@@ -1,0 +1,92 @@
+"""What somebody may ask of the quantiser, checked before anything is read."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ..errors import InputError
+from .recipe import HEAD
+from .solve import Effort
+
+Method = Literal["exl2", "gptq"]
+
+NARROWEST, BROADEST = 2.0, 8.5
+TARGETS = ("bits", "size", "max_kld", "head_bits")
+"""Wishes that matter only once layers are quantised."""
+
+GPTQ_GROUPS = (32, 64, 128)
+UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """The target and the means.
+
+    One of `bits` (a weight of the layers, scales and orders included), `size` (bytes of the weight files) and
+    `max_kld` (nats a token, expected) is the target.
+    """
+
+    bits: float | None = None
+    size: int | None = None
+    max_kld: float | None = None
+    head_bits: int = 6
+    method: Method = "exl2"
+    group_size: int = 128  # of GPTQ
+    calibration: str = "builtin"  # or a file
+    rows: int = 128
+    length: int = 512
+    measure_rows: int = 16
+    seed: int = 1
+    effort: Effort = field(default_factory=Effort)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be done."""
+        if self.method not in ("exl2", "gptq"):
+            raise InputError(f"method must be exl2 or gptq, found {self.method!r}.")
+        if self.method == "gptq":
+            self._check_gptq()
+            return
+        targets = [t for t in (self.bits, self.size, self.max_kld) if t is not None]
+        if len(targets) != 1:
+            raise InputError(f"Give one of bits, size and max_kld, found {len(targets)} of them.")
+        if self.bits is not None and not NARROWEST <= self.bits <= BROADEST:
+            raise InputError(f"bits must be between {NARROWEST:g} and {BROADEST:g}, found {self.bits:g}.")
+        if self.size is not None and self.size < 1:
+            raise InputError(f"size must be positive, found {self.size}.")
+        if self.max_kld is not None and not self.max_kld > 0:
+            raise InputError(f"max_kld must be above 0, found {self.max_kld:g}.")
+        if self.head_bits not in HEAD:
+            raise InputError(f"head_bits must be one of {', '.join(map(str, HEAD))}, found {self.head_bits}.")
+        self._check_rows()
+
+    def _check_gptq(self) -> None:
+        if self.bits not in (None, 4) or self.size is not None or self.max_kld is not None:
+            raise InputError("GPTQ has 4 bits for every weight: leave out bits, size and max_kld.")
+        if self.group_size not in GPTQ_GROUPS:
+            raise InputError(f"group_size must be one of {GPTQ_GROUPS}, found {self.group_size}.")
+        self._check_rows()
+
+    def _check_rows(self) -> None:
+        for name in ("rows", "length", "measure_rows"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1, found {getattr(self, name)}.")
+
+    def facts(self) -> dict[str, Any]:
+        """For comparing jobs."""
+        return asdict(self)
+
+
+def parse_size(text: str) -> int:
+    """Bytes from "5.2GB", "800 MiB" or a plain number."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgG]?[iI]?)[bB]?\s*", text)
+    if found is None or found[2].upper() not in UNITS:
+        raise InputError(f"{text!r} is not a size: write it like 5.2GB or 800MiB.")
+    return int(float(found[1]) * UNITS[found[2].upper()])
+
+
+def calibration_name(wishes: Wishes) -> str:
+    """For people: the file's name."""
+    return wishes.calibration if wishes.calibration == "builtin" else Path(wishes.calibration).name

@@ -1,0 +1,168 @@
+"""One quantisation under way: what it was asked, what it reads, where it keeps its steps.
+
+`pipeline` says which steps there are; here are the things every step needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import spec
+from ..checkpoint import Source
+from ..checkpoint.lookup import key_at
+from ..config import Config, FrozenConfig
+from ..errors import InputError, Unsupported
+from ..formats import PackedWeight, exl2
+from ..formats import gptq as gptq_format
+from ..nn import Batch
+from ..spec.roles import Matrix, matrices
+from ..tokenizer import Tokenizer
+from . import calibrate
+from .job import Job
+from .layers import Workshop, batch_of
+from .measurement import quantised
+from .wishes import Wishes
+
+Progress = Callable[[int, int, str], object]
+"""(units done, units in all, what is being done)."""
+
+AT_ONCE = 4096
+"""Tokens that go through a layer together."""
+
+WHOLE = 2 * 10**9
+"""Bytes up to which a model may be loaded whole, to write some of its calibration text itself."""
+
+EVERYTHING = 10**6
+"""More rows than any text has."""
+
+PATIENCE = 25 * 10**8
+"""Rows it may then write, times its weights: writing is slow where weights are many."""
+
+
+@dataclass
+class Work:
+    """A job and everything it works on."""
+
+    config: Config
+    frozen: FrozenConfig
+    source: Source
+    shop: Workshop
+    job: Job
+    wishes: Wishes
+    progress: Progress
+    done: int = 0
+    total: int = 1
+
+    @property
+    def model(self) -> spec.Model:
+        """What is quantised."""
+        return self.frozen.spec
+
+    @property
+    def depth(self) -> int:
+        """Layers."""
+        return len(self.model.layers)
+
+    @property
+    def matrices(self) -> dict[str, Matrix]:
+        """By role, those that are quantised; the head only where the format has one."""
+        found = {m.role: m for m in quantised(self.model)}
+        if self.wishes.method == "exl2":
+            found["head"] = next(m for m in matrices(self.model) if m.role == "head")
+        return found
+
+    def step(self, units: int, what: str) -> None:
+        """Tell that so many units are done."""
+        self.done += units
+        self.progress(min(self.done, self.total), self.total, what)
+
+    def calibration(self) -> Tensor:
+        """(rows, length) the ids everything is calibrated with, made once."""
+        if not self.job.has("ids"):
+            self.job.save("ids", {"ids": _ids(self.config, self.wishes, self.shop)})
+        return self.job.load("ids")["ids"]
+
+    def batches(self, measuring: bool = False) -> list[Batch]:
+        """The calibration as forward passes; for measuring, some rows from all over it."""
+        ids = self.calibration()
+        if measuring:
+            count = min(len(ids), self.wishes.measure_rows)
+            ids = ids[torch.linspace(0, len(ids) - 1, count).long()]
+        at_once = max(1, AT_ONCE // ids.shape[1])
+        device = self.shop.chain.device
+        return [batch_of(ids[a : a + at_once].to(device)) for a in range(0, len(ids), at_once)]
+
+    def stored(self, role: str, weight: PackedWeight) -> dict[str, Tensor]:
+        """A matrix's tensors by their names in the new model."""
+        place = self.model.names.find(role)[0]
+        tensors = exl2.write(weight) if self.wishes.method == "exl2" else gptq_format.write(weight)
+        return {key_at(place, suffix): tensor for suffix, tensor in tensors.items()}
+
+
+def check_shapes(wanted: Mapping[str, Matrix], method: str) -> None:
+    """`Unsupported` names the first matrix the format cannot hold."""
+    for role, m in wanted.items():
+        unit = exl2.ALIGN if method == "exl2" else 8
+        if m.in_features % unit:
+            raise Unsupported(
+                f"{role} has {m.in_features} inputs, and {method.upper()} holds multiples of {unit} only."
+            )
+        if method == "gptq" and m.out_features % unit:
+            raise Unsupported(
+                f"{role} has {m.out_features} outputs, and GPTQ holds multiples of {unit} only."
+            )
+
+
+def memory(model: spec.Model, tokens: int) -> int:
+    """About the most bytes of memory a job holds: one layer and the head several times over, the streams."""
+    sizes: dict[str, int] = {}
+    widest = max(max(m.in_features, m.out_features) for m in quantised(model))
+    for m in matrices(model):
+        key = "head" if m.role == "head" else m.role.split(".")[1]
+        sizes[key] = sizes.get(key, 0) + m.in_features * m.out_features
+    largest = max(size for key, size in sizes.items() if key != "head")
+    module = max(3 * largest, 7 * sizes["head"])
+    return 4 * (module + 6 * widest**2 + 2 * tokens * model.hidden + 4 * AT_ONCE * widest) + 500 * 2**20
+
+
+def _ids(config: Config, wishes: Wishes, shop: Workshop) -> Tensor:
+    tokenizer = Tokenizer(config)
+    length = min(wishes.length, config.max_seq_len)
+    if wishes.calibration != "builtin":
+        found = calibrate.documents(Path(wishes.calibration).expanduser())
+        return _known(calibrate.rows_of(found, tokenizer, wishes.rows, length), config)
+    text = _known(calibrate.rows_of(calibrate.builtin(), tokenizer, EVERYTHING, length), config)
+    weights = sum(m.in_features * m.out_features for m in matrices(config.spec))
+    own = PATIENCE // weights if 4 * weights <= WHOLE else 0
+    read = min(len(text), wishes.rows - min(own, wishes.rows // 2))
+    text = text[torch.linspace(0, len(text) - 1, read).long()]  # some of every kind
+    own = min(own, wishes.rows - read)
+    if not own:
+        return text
+    starts = calibrate.starts_of(text, own, tokenizer.bos_token_id)
+    banned = [i for i in tokenizer.eos_token_ids if 0 <= i < config.vocab_size]
+    return torch.cat((text, calibrate.written(shop, starts, length, banned, wishes.seed)))
+
+
+def _known(ids: Tensor, config: Config) -> Tensor:
+    if int(ids.max()) >= config.vocab_size:
+        raise InputError(
+            f"The tokenizer gives id {int(ids.max())}, and the model knows {config.vocab_size} tokens: they "
+            "do not belong together."
+        )
+    return ids
+
+
+def facts(wishes: Wishes, source: Source, measurement: str | None, device: torch.device) -> dict[str, Any]:
+    """What must be the same for a job to go on."""
+    files = {}
+    for path in source.files.paths:
+        seen = path.stat()
+        files[str(path)] = [seen.st_size, seen.st_mtime_ns]
+    return {**wishes.facts(), "source": files, "measurement": measurement, "device": device.type}

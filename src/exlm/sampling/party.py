@@ -1,0 +1,106 @@
+"""Party: rows that go through the kernels together, and what is said of them for each token.
+
+The heads of its rows stay packed from token to token; what moved since is written into them. It trusts that
+its rows are those it was made of, unchanged but for longer texts: whether they are is the desk's business.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from .columns import Fading, Heads, Listed, Masks, Penalties, Repeats, Targets
+from .fused import Press, Work
+from .lanes import AT, HEAD, Lane, table_of
+from .pick import Picked
+from .post import Post
+from .rows import Row
+from .seats import Seat, Seats
+
+POSITION, BLOCKED = AT["draw"] + 1, AT["blocked"]
+
+
+class Party:
+    """Some rows of a batch, all in one lane."""
+
+    def __init__(
+        self,
+        lane: Lane,
+        wanted: int,
+        places: list[int],
+        rows: Sequence[Row],
+        seats: Sequence[Seat],
+        room: Seats,
+    ) -> None:
+        """Rows with the places of their logits, and their seats; `wanted` top tokens are asked for."""
+        self.places = places
+        self._seats = seats  # what their words point to must live
+        count = len(rows)
+        blocked = [token for seat in seats for token in seat.blocked]
+        self._packed = np.empty(count * HEAD + len(blocked), np.int64)
+        self._heads = heads = self._packed[: count * HEAD].reshape(count, HEAD)
+        heads.reshape(-1)[:] = np.frombuffer(b"".join([seat.words for seat in seats]), np.int64)
+        heads[:, AT["place"]] = places
+        self._packed[count * HEAD :] = blocked
+        heads[:, BLOCKED + 1] = counts = np.array([len(seat.blocked) for seat in seats])
+        heads[:, BLOCKED] = count * HEAD + counts.cumsum() - counts
+        self._table = table_of(tuple([seat.plan for seat in seats]), room.device)
+        edited, moves = any([seat.edited for seat in seats]), any([seat.plan.mirostat for seat in seats])
+        self._work = Work(count, lane, wanted, edited, moves)
+        self._states = [row.state for row in rows]
+        self._texts = [row.state.history if row.history is None else row.history for row in rows]
+        self._next: list[int] = []
+        self._equip(rows, seats, room)
+
+    def _equip(self, rows: Sequence[Row], seats: Sequence[Seat], room: Seats) -> None:
+        """What writes the features that the rows use."""
+        heads, members = Heads(self._heads, len(self._packed)), list(enumerate(seats))
+        listed = [
+            Listed(i, seat.listed, rows[i].state.history) for i, seat in members if seat.listed is not None
+        ]
+        fading = [
+            (i, rows[i].state, seat.plan.penalties)
+            for i, seat in members
+            if seat.plan.penalties is not None and seat.listed is None
+        ]
+        repeats = [
+            (i, rows[i].state, seat.plan.dry, room.breakers(seat.plan.dry))
+            for i, seat in members
+            if seat.plan.dry is not None
+        ]
+        moving = [(i, rows[i].state) for i, seat in members if seat.plan.mirostat]
+        self._masks = Masks(heads, rows, room.width)
+        self._penalties = Penalties(heads, listed) if listed else None
+        self._lists = [
+            *([Fading(heads, fading)] if fading else ()),
+            *([Repeats(heads, repeats, room.width)] if repeats else ()),
+        ]
+        self._targets = Targets(heads, moving, room.device) if moving else None
+
+    def pick(self, x: Tensor, press: Press, post: Post) -> Picked:
+        """A token for each of the rows, from logits of the whole batch."""
+        positions = list(map(len, self._texts))
+        self._heads[:, POSITION] = positions
+        more = array("q")
+        if self._penalties is not None:
+            self._penalties.write(positions == self._next, more)
+        for each in self._lists:
+            each.write(more)
+        work = self._work
+        if self._masks.write(more) and not work.edited:
+            work = work._replace(edited=True)
+        if self._targets is not None:
+            self._targets.write(positions)
+        picked, targets = press.pick(x, self._table, post.send(self._packed, more), work)
+        if self._penalties is not None:
+            self._penalties.sent()
+            self._next = [position + 1 for position in positions]
+        if self._targets is not None:
+            self._targets.sent(positions, targets)
+        for state, position in zip(self._states, positions, strict=True):
+            if position > state.drawn:
+                state.drawn = position
+        return picked

@@ -1,0 +1,135 @@
+"""From a request to its reply: in through the gate, translated, run, answered whole or as a stream.
+
+The one place where translation, engine and HTTP meet. Translating is done in threads: the quick kind, and one
+of its own for grammars, so that a hostile one keeps nobody else waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from typing import Any, TypeVar
+
+import torch
+from starlette.requests import Request
+from starlette.responses import Response
+
+from .answer import Answer
+from .conversation import plain_messages
+from .engine import Engine, Hosted, Run
+from .events import DONE, WAITING, WAITING_SECONDS, EventStream, JsonReply, event, unless_gone
+from .limits import Bounds, Gate
+from .metrics import Metrics
+from .problems import Problem, problem_of
+from .schema import Asking, DetokenizeRequest, TokenizeRequest
+from .translate import Order, needs_grammar, order_of
+
+T = TypeVar("T")
+
+SETTLE_SECONDS = 1.0
+"""How long a stream waits for a refusal before it begins: then errors can only be events."""
+
+log = logging.getLogger(__name__)
+
+
+class Answering:
+    """Replies to requests, within bounds."""
+
+    def __init__(self, engine: Engine, bounds: Bounds, metrics: Metrics) -> None:
+        self.engine, self.bounds, self.metrics = engine, bounds, metrics
+        self.gate = Gate(bounds.requests, "requests")
+        self._grammars = Gate(bounds.grammars, "schemas and grammars")
+        self._quick = ThreadPoolExecutor(2, thread_name_prefix="exlm-translate")
+        self._slow = ThreadPoolExecutor(2, thread_name_prefix="exlm-grammar")
+
+    def close(self) -> None:
+        """Let the threads go."""
+        for pool in (self._quick, self._slow):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    async def reply(self, request: Request, asked: Asking, salt: str) -> Response:
+        """The reply to a request to generate; `salt` keeps tenants' caches apart."""
+        hosted = self.engine.find(asked.model)
+        with ExitStack() as stack:
+            stack.enter_context(self.gate.entered())
+            answer = Answer(await unless_gone(request, self._translated(asked, hosted, salt)))
+            run = stack.enter_context(closing(hosted.run(answer.order)))
+            stack.callback(self._count, answer)
+            if not answer.order.stream:
+                return JsonReply(await unless_gone(request, self._whole(answer, run)))
+            await unless_gone(request, run.settle(SETTLE_SECONDS))
+            return EventStream(self._events(answer, run), stack.pop_all().close)
+
+    async def tokenized(self, asked: TokenizeRequest) -> dict[str, Any]:
+        """The tokens of a text, or of a conversation as the model's chat template writes it."""
+        host = self.engine.find(asked.model).host
+        if (asked.text is None) == (asked.messages is None):
+            raise Problem(422, "Give either text or messages.", param="text")
+
+        def work() -> list[int]:
+            text, special = asked.text, asked.encode_special_tokens
+            if asked.messages is not None:
+                text, special = host.tokenizer.apply_chat_template(plain_messages(asked.messages)), True
+            ids = host.tokenizer.encode(text or "", add_bos=asked.add_bos, encode_special_tokens=special)
+            return [int(number) for number in ids[0].tolist()]
+
+        tokens = await self._worked(self._quick, work)
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": host.length}
+
+    async def detokenized(self, asked: DetokenizeRequest) -> dict[str, Any]:
+        """The text of tokens."""
+        host = self.engine.find(asked.model).host
+        ids = torch.tensor(asked.tokens, dtype=torch.long)
+        text = await self._worked(
+            self._quick,
+            lambda: host.tokenizer.decode(ids, decode_special_tokens=asked.decode_special_tokens),
+        )
+        return {"text": text}
+
+    async def _translated(self, asked: Asking, hosted: Hosted, salt: str) -> Order:
+        def work() -> Order:
+            return order_of(asked, hosted.host, self.bounds, salt)
+
+        if not needs_grammar(asked):
+            return await self._worked(self._quick, work)
+        with self._grammars.entered():
+            return await self._worked(self._slow, work)
+
+    async def _worked(self, pool: Executor, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
+
+    async def _whole(self, answer: Answer, run: Run) -> dict[str, Any]:
+        while not answer.done:
+            answer.push(*await run.next())
+        return answer.body()
+
+    async def _events(self, answer: Answer, run: Run) -> AsyncIterator[bytes]:
+        """A stream, from the first word to the last; a sign of life where there is long nothing to say."""
+        for told in answer.first():
+            yield event(told)
+        try:
+            while not answer.done:
+                try:
+                    async with asyncio.timeout(WAITING_SECONDS):
+                        place, piece = await run.next()
+                except TimeoutError:
+                    yield WAITING
+                    continue
+                if told_now := answer.push(place, piece):
+                    yield b"".join(map(event, told_now))
+        except Exception as error:
+            log.warning("A stream ended early: %s", error)
+            yield event(problem_of(error).body)
+            return
+        for told in answer.last():
+            yield event(told)
+        yield DONE
+
+    def _count(self, answer: Answer) -> None:
+        if answer.done:
+            self.metrics.count_answer(answer)
+        else:
+            self.metrics.cut.inc()

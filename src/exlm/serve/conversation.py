@@ -1,0 +1,162 @@
+"""From a request's messages and tools to the text a model reads, and to how its answer is to be read.
+
+The model's own chat template does the writing. A template that has no place for tools gets them in the system
+message, in a form most models understand. Nothing is tokenized here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from exlm import Tokenizer
+
+from .parse import THINK, THOUGHT
+from .problems import Problem
+from .schema import AssistantMessage, ChatRequest, Content, Message, NamedTool, ToolMessage
+from .styles import HERMES, Style, call_schema, knows_tools, style_of
+
+RESERVED = frozenset(
+    (
+        "messages",
+        "add_generation_prompt",
+        "tools",
+        "documents",
+        "tokenize",
+        "add_bos",
+        "chat_template",
+        "self",
+    )
+)
+"""What a template is given anyway, or what would change who renders it."""
+
+INSTRUCTIONS = """You may call these functions, each described as JSON:
+{tools}
+To call one, answer with nothing but this, filled in:
+<tool_call>
+{{"name": "the function's name", "arguments": {{"an argument's name": "its value"}}}}
+</tool_call>"""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A prompt, and what its answer can look like."""
+
+    text: str
+    style: Style | None = None
+    names: frozenset[str] = frozenset()
+    schema: dict[str, Any] | None = None
+    """What the answer must be, where it must be a call."""
+
+    @property
+    def thinking(self) -> bool:
+        """Whether the answer begins inside a thought."""
+        return self.text.rstrip().endswith(THINK)
+
+
+def conversation(request: ChatRequest, tokenizer: Tokenizer) -> Conversation:
+    """The prompt of a chat request."""
+    variables = request.chat_template_kwargs or {}
+    if taken := sorted(RESERVED & variables.keys()):
+        raise Problem(
+            422, f"chat_template_kwargs may not hold {', '.join(taken)}.", param="chat_template_kwargs"
+        )
+    tools = _wanted(request)
+    source = tokenizer.chat_templates.choose(None, tools is not None).source
+    native = knows_tools(source)
+    messages = plain_messages(request.messages, native)
+    if tools is None:
+        return Conversation(tokenizer.apply_chat_template(messages, **variables))
+    style = style_of(source) if native else HERMES
+    if native:
+        text = tokenizer.apply_chat_template(messages, tools=tools, **variables)
+    else:
+        text = tokenizer.apply_chat_template(_told(messages, tools), **variables)
+    names = frozenset(tool["function"]["name"] for tool in tools)
+    if request.tool_choice in (None, "auto"):
+        return Conversation(text, style, names)
+    if text.rstrip().endswith(THINK):
+        text = f"{text.rstrip()}\n{THOUGHT}\n\n"
+    return Conversation(text + style.primer, style, names, call_schema(tools, style))
+
+
+def plain_messages(messages: Sequence[Message], native: bool = True) -> list[dict[str, Any]]:
+    """Messages as chat templates expect them; calls and tools' answers as text unless it knows those."""
+    out: list[dict[str, Any]] = []
+    for message in messages:
+        plain: dict[str, Any] = {"role": message.role, "content": _joined(message.content)}
+        if message.role == "developer":
+            plain["role"] = "system"
+        if message.name is not None:
+            plain["name"] = message.name
+        if isinstance(message, AssistantMessage):
+            _add_calls(plain, message, native)
+        elif isinstance(message, ToolMessage):
+            if native:
+                plain["tool_call_id"] = message.tool_call_id
+            else:
+                plain |= {"role": "user", "content": f"<tool_response>\n{plain['content']}\n</tool_response>"}
+        out.append(plain)
+    return out
+
+
+def _add_calls(plain: dict[str, Any], message: AssistantMessage, native: bool) -> None:
+    if message.reasoning_content is not None:
+        plain["reasoning_content"] = message.reasoning_content
+    calls = [
+        {"name": call.function.name, "arguments": _parsed(call.function.arguments)}
+        for call in message.tool_calls or ()
+    ]
+    if native and calls:
+        plain["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": function}
+            for call, function in zip(message.tool_calls or (), calls, strict=True)
+        ]
+    elif calls:
+        written = [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in calls]
+        plain["content"] = "\n".join([*([plain["content"]] if plain["content"] else []), *written])
+
+
+def _wanted(request: ChatRequest) -> list[dict[str, Any]] | None:
+    """The tools that may be called, None if none may."""
+    choice = request.tool_choice
+    tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise Problem(422, "tool_choice asks for a call, but there are no tools.", param="tool_choice")
+        return None
+    if choice == "none":
+        return None
+    if isinstance(choice, NamedTool):
+        chosen = [tool for tool in tools if tool["function"]["name"] == choice.function.name]
+        if not chosen:
+            raise Problem(
+                422, f"tool_choice: no tool is called {choice.function.name!r}.", param="tool_choice"
+            )
+        return chosen
+    return tools
+
+
+def _told(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages, with the tools in the first one."""
+    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    told = INSTRUCTIONS.format(tools=listed)
+    if messages[0]["role"] == "system":
+        return [{**messages[0], "content": f"{messages[0]['content']}\n\n{told}"}, *messages[1:]]
+    return [{"role": "system", "content": told}, *messages]
+
+
+def _joined(content: Content | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part.text for part in content)
+
+
+def _parsed(arguments: str) -> Any:
+    """What JSON text says; the text itself if it is none."""
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments

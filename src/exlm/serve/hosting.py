@@ -1,0 +1,101 @@
+"""A model that may be served, and loading it: from a registered name to the parts of a generator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from exlm import (
+    Cache,
+    CacheBase,
+    CacheFP8,
+    CacheQ4,
+    CacheQ6,
+    CacheQ8,
+    Config,
+    InputError,
+    Lora,
+    Model,
+    Tokenizer,
+    find_model,
+)
+
+PAGE = 256
+LONGEST = 8192
+CACHES: Mapping[str, type[CacheBase]] = MappingProxyType(
+    {"fp16": Cache, "q8": CacheQ8, "q6": CacheQ6, "q4": CacheQ4, "fp8": CacheFP8}
+)
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A model under the name that requests know it by. Where it lies is known only here.
+
+    `path` is what `find_model` takes. `cache_tokens` is the room that all requests share; None is four
+    sequences of full length. The rest is as in `LLM`.
+    """
+
+    name: str
+    path: str | None = None
+    max_seq_len: int | None = None
+    cache_tokens: int | None = None
+    cache_type: str = "fp16"
+    device: str | None = None
+    dtype: str | None = None
+    draft: str | None = None
+    max_batch_size: int | None = None
+    loras: Mapping[str, str] = field(default_factory=dict)
+    """Folders of adapters by the names that requests know them by."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The parts of a generator, and its adapters by name."""
+
+    model: Any
+    cache: Any
+    tokenizer: Any
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the generator."""
+    loras: Mapping[str, Any] = field(default_factory=dict)
+
+    def unload(self) -> None:
+        """Give the memory back."""
+        for model in (self.model, self.options.get("draft_model")):
+            if model is not None and hasattr(model, "unload"):
+                model.unload()
+
+
+def load(listing: Listing, progress: bool = False) -> Loaded:
+    """Read a model, its draft model and its adapters into memory."""
+    if listing.cache_type not in CACHES:
+        raise InputError(f"The cache type must be one of {', '.join(CACHES)}, found {listing.cache_type!r}.")
+    config = _configured(listing, listing.path, listing.max_seq_len, progress)
+    tokenizer = Tokenizer(config)
+    room = listing.cache_tokens or 4 * config.max_seq_len
+    tokens = -(-room // PAGE) * PAGE
+    options: dict[str, Any] = {"max_batch_size": listing.max_batch_size}
+    if listing.draft == "ngram":
+        options["use_ngram_draft"] = True
+    elif listing.draft is not None:
+        small = _configured(listing, listing.draft, config.max_seq_len, progress)
+        options["draft_model"], options["draft_cache"] = _parts(small, listing, tokens, progress)
+    model, cache = _parts(config, listing, tokens, progress)
+    loras = {name: Lora.from_directory(model, folder) for name, folder in listing.loras.items()}
+    return Loaded(model, cache, tokenizer, options, loras)
+
+
+def _configured(listing: Listing, path: str | None, length: int | None, progress: bool) -> Config:
+    config = Config(find_model(path, progress=progress))
+    config.device, config.dtype = listing.device or config.device, listing.dtype or config.dtype
+    config.max_seq_len = length or min(config.max_seq_len, LONGEST)
+    return config
+
+
+def _parts(config: Config, listing: Listing, tokens: int, progress: bool) -> tuple[Model, CacheBase]:
+    model = Model(config)
+    cache = CACHES[listing.cache_type](model, max_seq_len=tokens, lazy=True)
+    model.load_autosplit(cache, progress=progress)
+    return model, cache

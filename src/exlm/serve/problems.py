@@ -1,0 +1,96 @@
+"""Refusals as the OpenAI API words them: a status, and an error object that says what and why.
+
+Whatever goes wrong in this room ends as a `Problem`; how one is sent is `app`'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from exlm import CacheTooSmall, ChatTemplateError, DoesNotFit, ExlmError, InputError, MissingExtra, QueueFull
+
+KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    501: "not_supported_error",
+    503: "service_unavailable_error",
+}
+ROLES = ("system", "developer", "user", "assistant", "tool")
+BUILT_IN = ("str", "int", "float", "bool")
+RETRY_SECONDS = 2
+NONE: Mapping[str, str] = MappingProxyType({})
+
+
+class Problem(Exception):
+    """A request that is refused or cannot be finished."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] = NONE,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error object."""
+        kind = KINDS.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def busy(message: str) -> Problem:
+    """Too much is under way: come back in a moment."""
+    return Problem(429, message, code="queue_full", headers={"Retry-After": str(RETRY_SECONDS)})
+
+
+def problem_of(error: Exception) -> Problem:
+    """What to tell a client of an error; nothing of ours that is not foreseen is shown."""
+    match error:
+        case Problem():
+            return error
+        case QueueFull():
+            return busy(str(error))
+        case CacheTooSmall():
+            return Problem(400, str(error), code="context_length_exceeded")
+        case DoesNotFit():
+            return Problem(503, str(error), code="does_not_fit")
+        case InputError() | ChatTemplateError():
+            return Problem(422, str(error))
+        case MissingExtra():
+            return Problem(501, str(error))
+        case ExlmError():
+            return Problem(500, str(error))
+    return Problem(500, f"The server failed: {type(error).__name__}. Its log says more.")
+
+
+def invalid(errors: Sequence[Any]) -> Problem:
+    """What a schema found wrong: 400 for JSON that is none and for unknown fields, 422 for the rest."""
+    unknown = [_place(one["loc"]) for one in errors if one["type"] == "extra_forbidden"]
+    if unknown:
+        named = ", ".join(repr(name) for name in unknown[:20])
+        return Problem(400, f"Unknown or unsupported: {named}.", param=unknown[0], code="unknown_field")
+    if any(one["type"] == "json_invalid" for one in errors):
+        return Problem(400, "The body is not JSON.", code="invalid_json")
+    told = "; ".join(f"{_place(one['loc']) or 'body'}: {one['msg']}" for one in errors[:8])
+    return Problem(422, told[:2000], param=_place(errors[0]["loc"]) if errors else None)
+
+
+def _place(path: Sequence[Any]) -> str:
+    """`messages.0.content`, without the word for the body and the kinds of messages and other variants."""
+    kept: list[str] = []
+    for before, part in zip(("", *path), path, strict=False):
+        variant = part in BUILT_IN or (isinstance(before, int) and part in ROLES)
+        if isinstance(part, int) or (part.isidentifier() and part != "body" and not variant):
+            kept.append(str(part))
+    return ".".join(kept)[:200]

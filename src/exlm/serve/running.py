@@ -1,0 +1,99 @@
+"""Running the server in this process until it is told to end: sockets, signals, draining, the watchdog."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from exlm import InputError
+
+from .app import Options, create_app
+from .engine import Engine
+from .watchdog import Watchdog, biting
+
+
+class _Server(uvicorn.Server):
+    """Ends after a signal by draining, and then as any program that has done its work.
+
+    The library's own way is to end by the same signal, which looks like a failure to whoever sent it.
+    """
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        previous = {number: signal.signal(number, self._told) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, action in previous.items():
+                signal.signal(number, action)
+
+    def _told(self, number: int, _: FrameType | None) -> None:
+        self.force_exit = self.should_exit  # the second time is not asked twice
+        self.should_exit = True
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket for the server; port 0 is any that is free."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        opened = socket.socket(family, kind, protocol)
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        opened.bind(address)
+        opened.listen(1024)
+    except OSError as error:
+        raise InputError(f"Cannot listen on {host} port {port}: {error}. Choose another --port.") from None
+    return opened
+
+
+def serve(
+    engine: Engine,
+    options: Options,
+    opened: socket.socket,
+    *,
+    drain_seconds: float = 30.0,
+    stall_seconds: float | None = 120.0,
+    reports: Path | None = None,
+    started: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve until SIGTERM or SIGINT; requests under way then have `drain_seconds` to finish.
+
+    An engine that is silent for `stall_seconds` ends the process with status 70, after a report in the log
+    and, if given, in the folder `reports`; None watches nothing. `started` is called once it listens.
+    """
+    server = _Server(
+        uvicorn.Config(
+            create_app(engine, options),
+            http="h11",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            h11_max_incomplete_event_size=options.bounds.headers + 4096,
+            timeout_graceful_shutdown=max(1, round(drain_seconds)),
+        )
+    )
+
+    async def run() -> None:
+        watchdog = Watchdog(engine, stall_seconds, biting(reports)) if stall_seconds else None
+        serving = asyncio.create_task(server.serve([opened]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.01)
+        if server.started:
+            started()
+            if watchdog is not None:
+                watchdog.start()
+        try:
+            await serving
+        finally:
+            if watchdog is not None:
+                watchdog.stop()
+
+    asyncio.run(run())

@@ -1,0 +1,286 @@
+"""What a request may say: the OpenAI API's fields, this library's own, and nothing else.
+
+A field that is not here is refused by name. What fields mean together, and what a model can serve, is decided
+in `translate`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+LARGE = 2**31 - 1
+
+Count = Annotated[int, Field(ge=0, le=LARGE)]
+Real = Annotated[float, Field(ge=-1e5, le=1e5)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Id = Annotated[int, Field(ge=0, le=LARGE)]
+Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+Phrase = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
+Json = dict[str, Any]
+
+
+class Strict(BaseModel):
+    """Refuses what it does not know."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+
+class Sampling(Strict):
+    """Every sampler setting that JSON can say; None is the server's default."""
+
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Share | None = None
+    top_k: Count | None = None
+    top_a: Share | None = None
+    min_p: Share | None = None
+    tfs: Share | None = None
+    typical: Share | None = None
+    skew: Annotated[float, Field(ge=-20, le=20)] | None = None
+    smoothing_factor: Annotated[float, Field(ge=0, le=100)] | None = None
+    min_temp: Annotated[float, Field(ge=0, le=100)] | None = None
+    max_temp: Annotated[float, Field(ge=0, le=100)] | None = None
+    temp_exponent: Annotated[float, Field(ge=0, le=100)] | None = None
+    temperature_last: bool | None = None
+    token_repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    token_repetition_range: Annotated[int, Field(ge=-1, le=LARGE)] | None = None
+    token_repetition_decay: Count | None = None
+    token_frequency_penalty: Real | None = None
+    token_presence_penalty: Real | None = None
+    mirostat: bool | None = None
+    mirostat_tau: Annotated[float, Field(ge=0, le=100)] | None = None
+    mirostat_eta: Share | None = None
+    dry_multiplier: Annotated[float, Field(ge=0, le=100)] | None = None
+    dry_base: Annotated[float, Field(ge=0, le=100)] | None = None
+    dry_allowed_length: Count | None = None
+    dry_range: Count | None = None
+    dry_max_ngram: Annotated[int, Field(ge=1, le=1024)] | None = None
+    dry_sequence_breakers: Annotated[list[Id | Phrase], Field(max_length=256)] | None = None
+    xtc_probability: Share | None = None
+    xtc_threshold: Share | None = None
+    xtc_ignore_tokens: Annotated[list[Id | Phrase], Field(max_length=256)] | None = None
+    cfg_scale: Annotated[float, Field(ge=0, le=100)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+
+
+class StreamOptions(Strict):
+    """What a stream brings besides text."""
+
+    include_usage: bool = False
+    include_obfuscation: Literal[False] | None = None
+
+
+class Asking(Sampling):
+    """What completions and chats have in common."""
+
+    model: Name | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=1024)] = 1
+    max_tokens: Annotated[int, Field(ge=1, le=LARGE)] | None = None
+    min_tokens: Count = 0
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Phrase | Annotated[list[Phrase], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[Id], Field(max_length=64)] = []
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=4096)] | None
+    ) = None
+    banned_strings: Annotated[list[Phrase], Field(max_length=256)] = []
+    regex: str | None = None
+    grammar: str | None = None
+    filter_prefer_eos: bool = False
+    negative_prompt: str | None = None
+    token_healing: bool = False
+    skip_special_tokens: bool = True
+    speculative: bool | None = None
+    lora: Name | Annotated[list[Name], Field(max_length=16)] | dict[str, Real] | None = None
+    user: Annotated[str, StringConstraints(max_length=512)] | None = None
+
+
+class CompletionRequest(Asking):
+    """`POST /v1/completions`."""
+
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1)]
+        | Annotated[list[Id], Field(min_length=1)]
+        | Annotated[list[Annotated[list[Id], Field(min_length=1)]], Field(min_length=1)]
+    )
+    echo: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    add_bos: bool | None = None
+    encode_special_tokens: bool = False
+    response_format: ResponseFormat | None = None
+
+
+class TextFormat(Strict):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Strict):
+    """Some JSON object."""
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(Strict):
+    """A JSON schema with a name."""
+
+    name: Annotated[str, StringConstraints(max_length=256)] = ""
+    description: str | None = None
+    schema_: Annotated[Json, Field(alias="schema")]
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Strict):
+    """A JSON text that a schema describes."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+class TextPart(Strict):
+    """A piece of a message; the models served here read text only."""
+
+    type: Literal["text"]
+    text: str
+
+
+Content = str | list[TextPart]
+
+
+class CalledFunction(Strict):
+    """Which function, and its arguments as JSON text."""
+
+    name: Annotated[str, StringConstraints(max_length=256)]
+    arguments: str = "{}"
+
+
+class ToolCall(Strict):
+    """A call the assistant made in an earlier turn."""
+
+    id: Annotated[str, StringConstraints(max_length=256)] = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class SystemMessage(Strict):
+    """Instructions."""
+
+    role: Literal["system", "developer"]
+    content: Content
+    name: Name | None = None
+
+
+class UserMessage(Strict):
+    """What the user said."""
+
+    role: Literal["user"]
+    content: Content
+    name: Name | None = None
+
+
+class AssistantMessage(Strict):
+    """What the model said."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+    name: Name | None = None
+
+
+class ToolMessage(Strict):
+    """What a tool answered."""
+
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: Annotated[str, StringConstraints(max_length=256)] = ""
+    name: Name | None = None
+
+
+Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+
+
+class FunctionDefinition(Strict):
+    """A function the model may call."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: Json | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    """A tool; functions are the only kind."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class ChosenFunction(Strict):
+    """A function by name."""
+
+    name: ToolName
+
+
+class NamedTool(Strict):
+    """The one tool that must be called."""
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+class ChatRequest(Asking):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=LARGE)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: Json | None = None
+
+
+class TokenizeRequest(Strict):
+    """`POST /tokenize`: a text, or a conversation as the chat template writes it."""
+
+    model: Name | None = None
+    text: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_bos: bool = False
+    encode_special_tokens: bool = True
+
+
+class DetokenizeRequest(Strict):
+    """`POST /detokenize`."""
+
+    model: Name | None = None
+    tokens: Annotated[list[Id], Field(max_length=1_000_000)]
+    decode_special_tokens: bool = True
+
+
+class ModelRequest(Strict):
+    """Which registered model to load or unload."""
+
+    model: Name
+
+
+class EmbeddingsRequest(BaseModel):
+    """`POST /v1/embeddings`: whatever it says, it is refused."""
+
+
+CompletionRequest.model_rebuild()

@@ -1,0 +1,53 @@
+"""A look inside, as JSON: pages of the cache, queue and batch of every loaded model. No text of anybody's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from exlm import Job
+
+from .engine import Engine, Hosted
+from .limits import Gate
+
+
+def state_of(engine: Engine, gate: Gate) -> dict[str, Any]:
+    """Everything at this moment."""
+    return {
+        "models": [_model(hosted) for hosted in engine.hosted.values()],
+        "requests": {"inside": gate.inside, "most": gate.most},
+    }
+
+
+def _model(hosted: Hosted) -> dict[str, Any]:
+    inner = hosted.generator.generator
+    active, pending = inner.active_jobs, inner.pending_jobs
+    users = Counter(page for job in active for sequence in job.sequences for page in {*sequence.pages})
+    return {
+        "name": hosted.host.name,
+        "max_model_len": hosted.host.length,
+        "max_batch_size": inner.max_batch_size,
+        "pages": {
+            "size": inner.page_size,
+            "total": inner.max_pages,
+            "free": inner.pages.free,
+            "rows": [inner.pages.held(place) for place in range(inner.max_pages)],
+            "users": [users[place] for place in range(inner.max_pages)],
+        },
+        "batch": [_job(job) for job in active],
+        "queue": [_job(job) for job in pending],
+    }
+
+
+def _job(job: Job) -> dict[str, Any]:
+    return {
+        "job": job.serial_number,
+        "prompt_tokens": job.prompt_tokens,
+        "cached_tokens": job.cached_tokens,
+        "read_tokens": sum(sequence.cached for sequence in job.sequences),
+        "new_tokens": job.new_tokens,
+        "max_new_tokens": job.max_new_tokens,
+        "pages": sorted({page for sequence in job.sequences for page in sequence.pages if page >= 0}),
+        "queue_seconds": round(job.times.enqueued, 3),
+        "seconds": round(job.times.enqueued + job.times.prefill + job.times.generate, 3),
+    }

@@ -1,0 +1,73 @@
+"""How families of models write tool calls, and which family a chat template belongs to. Data, no parsing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Style:
+    """One way to write calls.
+
+    `opens` announces them and `closes` ends each; where it may be left out (`bare`), calls are recognised by
+    being JSON at the very beginning. `key` is what the arguments are called. `primer` is
+    what a prompt ends with so that nothing but a call can follow.
+    """
+
+    name: Literal["hermes", "llama3", "mistral", "generic"]
+    opens: str = ""
+    closes: str = ""
+    bare: bool = False
+    key: str = "arguments"
+    primer: str = ""
+    listed: bool = False
+    """Whether a call is written as an element of a list."""
+
+
+BLANK = r"[\x20\x0A]"
+"""Whitespace in a call that is forced: what models are used to, but not endlessly."""
+
+HERMES = Style("hermes", "<tool_call>", "</tool_call>", primer="<tool_call>\n")
+LLAMA3 = Style("llama3", "<|python_tag|>", bare=True, key="parameters")
+MISTRAL = Style("mistral", "[TOOL_CALLS]", primer="[TOOL_CALLS]", listed=True)
+GENERIC = Style("generic", bare=True)
+
+
+def style_of(template: str) -> Style:
+    """The way a chat template's model writes calls."""
+    if "<tool_call>" in template:
+        return HERMES
+    if "[TOOL_CALLS]" in template:
+        return MISTRAL
+    if "<|python_tag|>" in template or "Environment: ipython" in template:
+        return LLAMA3
+    return GENERIC
+
+
+def knows_tools(template: str) -> bool:
+    """Whether a chat template tells its model of the tools it is given."""
+    return re.search(r"\{[%{][^}]*\btools\b", template) is not None
+
+
+def call_schema(tools: Sequence[Mapping[str, Any]], style: Style) -> dict[str, Any]:
+    """What a call of one of these tools looks like, as a JSON schema."""
+    calls: list[dict[str, Any]] = []
+    for tool in tools:
+        function = tool["function"]
+        calls.append(
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"const": function["name"]},
+                    style.key: function.get("parameters") or {"type": "object"},
+                },
+                "required": ["name", style.key],
+                "additionalProperties": False,
+            }
+        )
+    one: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    whole = {"type": "array", "items": one, "minItems": 1, "maxItems": 1} if style.listed else one
+    return {**whole, "x-guidance": {"whitespace_pattern": BLANK}}

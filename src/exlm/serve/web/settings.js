@@ -1,0 +1,82 @@
+// The sampler panel: numbers that go along with a request. An empty box sends nothing, and the server's own
+// setting holds.
+
+import { el } from "./dom.js";
+
+const MANY = 2 ** 31 - 1;
+const FIELDS = [
+  { name: "temperature", label: "Temperature", min: 0, max: 100, hint: "0: the likeliest only" },
+  { name: "top_p", label: "Top P", min: 0, max: 1, hint: "1 cuts nothing off" },
+  { name: "top_k", label: "Top K", min: 0, max: MANY, whole: true, hint: "0 cuts nothing off" },
+  { name: "min_p", label: "Min P", min: 0, max: 1, hint: "0 cuts nothing off" },
+  { name: "repetition_penalty", label: "Repetition penalty", min: 0.01, max: 100, hint: "1 is none" },
+  { name: "max_tokens", label: "Longest answer", min: 1, max: MANY, whole: true, hint: "in tokens" },
+  { name: "seed", label: "Seed", min: 0, max: Number.MAX_SAFE_INTEGER, whole: true, hint: "same seed, same answer" },
+];
+
+/** The panel's fields in a form; `changed` is told of every change. */
+export class Settings {
+  constructor(form, values, changed) {
+    this.values = {};
+    for (const field of FIELDS) if (valid(field, values[field.name])) this.values[field.name] = values[field.name];
+    this.stop = typeof values.stop === "string" ? values.stop : "";
+    this.boxes = FIELDS.map((field) => this.box(field, changed));
+    const facts = { id: "set-stop", rows: "2", spellcheck: "false", "aria-describedby": "set-stop-hint" };
+    this.stops = el("textarea", facts);
+    this.stops.value = this.stop;
+    this.stops.addEventListener("input", () => {
+      this.stop = this.stops.value;
+      changed();
+    });
+    const hint = el("small", { id: "set-stop-hint" }, "one a line; \\n is a line's end");
+    const reset = el("button", { type: "button", onclick: () => this.reset(changed) }, "Use the server's settings");
+    const label = el("label", { for: "set-stop" }, "Stop at");
+    const stops = el("div", { class: "tall" }, label, hint, this.stops);
+    form.append(...this.boxes.map((box) => box.row), stops, reset);
+  }
+
+  /** What a request says. */
+  body() {
+    const stop = this.stop.split("\n").filter(Boolean);
+    const fields = { ...this.values };
+    if (stop.length) fields.stop = stop.map((line) => line.replaceAll("\\n", "\n"));
+    return fields;
+  }
+
+  /** What is kept in the browser. */
+  kept() {
+    return { ...this.values, stop: this.stop };
+  }
+
+  reset(changed) {
+    this.values = {};
+    this.stops.value = this.stop = "";
+    for (const { input } of this.boxes) {
+      input.value = "";
+      input.removeAttribute("aria-invalid");
+    }
+    changed();
+  }
+
+  box(field, changed) {
+    const { name, label, min, max, hint } = field;
+    const id = `set-${name}`;
+    const facts = { id, type: "number", inputmode: "decimal", min, max, step: "any", placeholder: "default" };
+    const input = el("input", { ...facts, "aria-describedby": `${id}-hint` });
+    input.value = this.values[name] ?? "";
+    input.addEventListener("input", () => {
+      const value = input.value === "" && input.validity.valid ? null : input.valueAsNumber;
+      const good = value === null || valid(field, value);
+      input.setAttribute("aria-invalid", String(!good));
+      if (value === null || !good) delete this.values[name];
+      else this.values[name] = value;
+      changed();
+    });
+    const words = el("div", {}, el("label", { for: id }, label), el("small", { id: `${id}-hint` }, hint));
+    return { input, row: el("div", { class: "wide" }, words, input) };
+  }
+}
+
+function valid({ min, max, whole }, value) {
+  return Number.isFinite(value) && value >= min && value <= max && (!whole || Number.isInteger(value));
+}

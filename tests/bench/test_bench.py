@@ -1,0 +1,160 @@
+"""`exlm bench` and `exlm info --system`, run as a user runs them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from exlm import InputError, MissingExtra
+from exlm.bench import peers, report
+from exlm.bench.benchmark import Plan
+from exlm.bench.measure import prompt_ids, tokens_needed
+from exlm.bench.peaks import peaks
+from exlm.bench.report import Report, Row, bound
+from exlm.cli.__main__ import app
+from tests import tiny
+
+SHORT = ("--device", "cpu", "--tokens", "4", "--prompt", "16", "--context", "8")
+
+
+def run(*arguments: str) -> str:
+    done = CliRunner(env={"COLUMNS": "160"}).invoke(app, arguments)
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_a_tiny_shape_is_measured_end_to_end(tmp_path: Path) -> None:
+    file = tmp_path / "numbers.json"
+    options = ("--batch", "1,3", "--cache", "fp16,q4", "--draft", "ngram", "--json", str(file))
+    text = run("bench", "--shape", "tiny", *SHORT, *options)
+    for words in ("tiny", "exl2 4.10 bit", "prompt", "decode", "ngram", "fp32", "q4", "of copy", "loaded in"):
+        assert words in text
+    found = json.loads(file.read_text())
+    rows = [(row["work"], row["cache"], row["context"], row["batch"]) for row in found["rows"]]
+    assert rows == [("prompt", "fp32", 16, 1)] + [
+        (work, cache, 8, batch)
+        for cache in ("fp32", "q4")
+        for batch in (1, 3)
+        for work in ("decode", "ngram")
+    ]
+    for row in found["rows"]:
+        assert row["rate"] > 0
+        assert 0 < row["bandwidth"] < 1
+        assert 0 <= row["idle"] < 1
+        assert row["bound"] in ("memory", "compute", "host")
+    assert found["bits"] == pytest.approx(4.1, abs=0.1)
+    assert found["memory"] > 0
+    assert found["system"]["torch"].startswith(torch.__version__)
+
+
+@pytest.mark.parametrize("form", ["gptq", "gguf", "dense"])
+def test_every_format_is_measured(form: str) -> None:
+    text = run("bench", "--shape", "tiny", "--format", form, "--batch", "1", *SHORT)
+    assert form in text
+
+
+def test_a_model_in_files_is_measured(tmp_path: Path) -> None:
+    folder = tiny.chatty(tmp_path)
+    text = run("bench", str(folder), "--batch", "2", *SHORT)
+    assert tmp_path.name in text
+    assert "dense float32" in text
+
+
+def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
+    for words, options in (
+        ("--shape must be", ("--shape", "huge")),
+        ("--cache must be", ("--shape", "tiny", "--cache", "q5")),
+        ("--batch must be", ("--shape", "tiny", "--batch", "many")),
+        ("--draft must be", ("--draft", "model")),
+        ("not both", (str(tiny.make(tmp_path)), "--shape", "tiny")),
+        ("at least 1", ("--shape", "tiny", "--batch", "0")),
+    ):
+        with pytest.raises(InputError, match=words):
+            run("bench", "--device", "cpu", *options)
+    with pytest.raises(InputError, match=r"\.gguf"):
+        peers.compare(tmp_path, 1)
+
+
+def test_without_matplotlib_a_plot_names_the_extra(tmp_path: Path) -> None:
+    from exlm.bench import draw
+
+    rows = (Row("decode", "fp32", 8, 1, 10.0, 0.1, 100, 0.5, 0.1, 0.1, "memory"), Row("decode", "q4", 8, 1))
+    made = Report("tiny", "exl2", 1, 1, 4.1, "CPU", ("cpu",), 1, 0.1, None, 1, 1.0, 1.0, rows)
+    target = tmp_path / "plot.png"
+    if importlib.util.find_spec("matplotlib") is None:
+        with pytest.raises(MissingExtra, match=r"exlm\[bench\]"):
+            draw(made, target)
+    else:
+        draw(made, target)
+        assert target.read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_batch_at_the_first_context_and_every_context_with_the_first_batch() -> None:
+    plan = Plan(shape="tiny", batches=(1, 8), contexts=(512, 8000), caches=("fp16", "q8"))
+    found = [(row.cache, row.context, row.batch) for row in plan.rows()[1:]]
+    assert found == [(cache, *rest) for cache in ("fp16", "q8") for rest in ((512, 1), (512, 8), (8000, 1))]
+    assert plan.length > 8000
+
+
+def test_what_does_not_fit_is_said_and_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("exlm.bench.benchmark.free_bytes", lambda device: 2**30)
+    assert run("bench", "--shape", "tiny", *SHORT).count("does not fit") == 3
+
+
+def test_the_bound_is_the_limit_that_is_near() -> None:
+    assert bound(0.7, 0.2, 0.1, True) == "memory"
+    assert bound(0.3, 0.6, 0.1, True) == "compute"
+    assert bound(0.3, 0.2, 0.7, True) == "host"
+    assert bound(0.3, 0.2, 0.1, True) == "launch"
+    assert bound(0.3, 0.2, 0.1, False) == "compute"
+    assert report.ENOUGH < 0.5
+
+
+def test_prompts_differ_by_row_and_repeat_with_a_period() -> None:
+    a, b = prompt_ids(0, 64, 512), prompt_ids(1, 64, 512)
+    assert not torch.equal(a, b)
+    again = prompt_ids(0, 64, 512, period=16)
+    assert torch.equal(again[:, :16], again[:, 16:32])
+    for ids in (a, b, again, prompt_ids(5, 32, 64)):
+        assert int(ids.min()) >= 0
+    assert int(a.max()) < 512
+    assert tokens_needed(2, 250, 10) == 1024
+
+
+def test_a_machine_has_limits() -> None:
+    found = peaks(torch.device("cpu"), torch.float32)
+    assert 1e8 < found.bandwidth < 1e13
+    assert 1e8 < found.products < 1e16
+
+
+def test_info_tells_about_the_machine() -> None:
+    text = run("info", "--system")
+    for words in ("Python", "torch", "processor", "cores", "memory", "GPU", "instruction sets", "AMX"):
+        assert words in text
+    found = json.loads(run("info", "--system", "--json"))
+    assert "reference" in found["kernels on cpu"]
+    assert found["CPU library"]
+    assert Path(found["cache folder"]).name == "exlm"
+    with pytest.raises(InputError, match="takes no model"):
+        run("info", "somewhere", "--system")
+
+
+def test_the_machines_quirk_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from exlm import settings
+    from exlm.settings import CpuGuard
+
+    for guard, words in (
+        (CpuGuard("half", True), "told to stay below"),
+        (CpuGuard("half", False), "set already"),
+        (CpuGuard("whole", False), "usable"),
+        (CpuGuard("none", False), "not announced"),
+    ):
+        monkeypatch.setattr(settings, "guard_cpu", lambda guard=guard: guard)
+        assert words in json.loads(run("info", "--system", "--json"))["AMX"]

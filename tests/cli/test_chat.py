@@ -1,0 +1,474 @@
+"""The terminal chat, told what to do line by line, and once on a real terminal."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from exlm import Config, InputError, Model, Settings, Tokenizer
+from exlm.cli import knobs, lines
+from exlm.cli.__main__ import app
+from exlm.cli.session import Session
+from exlm.cli.talk import Talk
+from tests import tiny
+from tests.conftest import ROOT
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.chatty(tmp_path_factory.mktemp("chatty"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer(Config(folder))
+
+
+@pytest.fixture(autouse=True)
+def prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every prompt that a model was given, as text."""
+    seen: list[str] = []
+    real = Session.say
+
+    def noted(self: Session, ids: torch.Tensor, *rest: Any, **more: Any) -> Iterator[str]:
+        seen.append(str(self.tokenizer.decode(ids[0], decode_special_tokens=True)))
+        return real(self, ids, *rest, **more)
+
+    monkeypatch.setattr(Session, "say", noted)
+    return seen
+
+
+@pytest.fixture
+def say(folder: Path) -> Callable[..., tuple[list[str], str]]:
+    """Say these lines; the answers, and what else was told."""
+
+    def said(*lines: str, options: tuple[str, ...] = ("-t", "0", "-n", "4")) -> tuple[list[str], str]:
+        command = ["chat", str(folder), "-q", *options]
+        done = CliRunner(env={"COLUMNS": "160"}).invoke(app, command, input="".join(f"{x}\n" for x in lines))
+        if done.exception is not None:
+            raise done.exception
+        return done.stdout.split("\n")[:-1], done.stderr
+
+    return said
+
+
+def greedy(folder: Path, prompt: str, count: int) -> str:
+    """The same answer without a cache, one whole forward pass for each token."""
+    model, tokenizer = Model(Config(folder)), Tokenizer(Config(folder))
+    model.load()
+    ids = tokenizer.encode(prompt, encode_special_tokens=True)
+    out: list[int] = []
+    while len(out) < count:
+        so_far = torch.cat((ids, torch.tensor([out], dtype=torch.long)), 1)
+        out.append(int(model.forward(so_far)[0, -1].argmax()))
+    return str(tokenizer.decode(torch.tensor(out)))
+
+
+def test_each_turn_is_told_what_was_said_before(folder: Path, say: Any, prompts: list[str]) -> None:
+    said, told = say("Hi", "", "Why?", options=("-t", "0", "-n", "3", "--system", "Be brief."))
+    first = "<s>system: Be brief.\n<s>user: Hi\nassistant:"
+    assert prompts[0] == first
+    answer = greedy(folder, first, 3)
+    assert (
+        prompts[1] == f"<s>system: Be brief.\n<s>user: Hi\n<s>assistant: {answer}\n<s>user: Why?\nassistant:"
+    )
+    assert "\n".join(said).startswith(answer)
+    assert told == ""
+
+
+def test_messages_of_several_lines(say: Any, prompts: list[str]) -> None:
+    say("one\\", "two\\", "three", '"""a', "", '/quit"""', '  """b"""', "c\\")
+    asked = [re.findall(r"user: (.*?)\n(?=assistant:|<s>)", prompt, re.DOTALL)[-1] for prompt in prompts]
+    assert asked == ["one\ntwo\nthree", "a\n\n/quit", "b", "c"]
+
+
+def test_commands_change_what_the_model_is_told(say: Any, prompts: list[str]) -> None:
+    say(
+        "A",
+        "/undo",
+        "B",
+        "/system Hush.",
+        "/system",
+        "/retry",
+        "/clear",
+        "C",
+        "/system off",
+        "D",
+        "//x",
+        "/quit",
+        "E",
+    )
+    asked = [re.sub(r"(?<=assistant:)[^<]+\n", "", prompt) for prompt in prompts]
+    assert len(prompts) == 6
+    assert prompts[1] == "<s>user: B\nassistant:"
+    assert prompts[2] == "<s>system: Hush.\n<s>user: B\nassistant:"
+    assert prompts[3] == "<s>system: Hush.\n<s>user: C\nassistant:"
+    assert asked[4].startswith("<s>user: C\n")
+    assert "system" not in asked[4]
+    assert prompts[5].endswith("<s>user: /x\nassistant:")
+
+
+def test_what_commands_say(say: Any) -> None:
+    _, told = say("/system", "/help", "/nonsense", "/retry", "/undo", "/save", "/set temprature 1")
+    for words in (
+        "There is no system message.",
+        "/retry answers the last message once more",
+        'until """',
+        "There is no command /nonsense; /help lists",
+        "/save needs the name of a file",
+        "There is no setting 'temprature'. Did you mean temperature?",
+    ):
+        assert words in told
+    assert told.count("Nothing was said yet.") == 2
+
+
+def test_settings_are_listed_shown_and_changed(say: Any) -> None:
+    _, told = say("/set")
+    listed = dict(line.split(" ", 1) for line in told.splitlines())
+    assert list(listed) == ["max_new_tokens", "seed", *knobs.NAMES]
+    assert (listed["temperature"], listed["top_p"], listed["mirostat"]) == ("0.0", "0.95", "false")
+    _, told = say(
+        "/set temperature 0.25",
+        "/set temperature",
+        "/set mirostat on",
+        "/set mirostat",
+        "/set seed 5",
+        "/set seed",
+    )
+    assert told.splitlines() == ["temperature 0.25", "mirostat true", "seed 5"]
+
+
+def test_every_setting_that_text_can_say_can_be_set(tokenizer: Tokenizer) -> None:
+    """And the others are known to be of no use in a conversation."""
+    left_out = {field.name for field in dataclasses.fields(Settings)} - set(knobs.NAMES)
+    assert left_out == {
+        "mirostat_mu", "token_bias", "cfg_scale", "post_sampling_hooks", "ngram_trie", "ngram_index",
+        "ngram_history", "filters", "filter_prefer_eos",
+    }  # fmt: skip
+    talk = Talk(Settings())
+    for name in knobs.NAMES:
+        kind = knobs.FIELDS[name]
+        text, want = {bool: ("on", True), int: ("1", 1), float: ("0.5", 0.5)}.get(kind, ('["a", 7]', None))
+        talk.set(name, text, tokenizer)
+        if kind in knobs.KINDS:
+            assert getattr(talk.settings, name) == want
+        else:
+            assert getattr(talk.settings, name) == {tokenizer.single_id("a"), 7}
+    talk.settings.check()
+    talk.set("dry_sequence_breakers", "none", tokenizer)
+    assert talk.settings.dry_sequence_breakers is None
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "complaint"),
+    [
+        ("temperature", "warm", "temperature takes a number, found 'warm'"),
+        ("temperature", "nan", "temperature"),
+        ("top_k", "1.5", "top_k takes a whole number"),
+        ("mirostat", "maybe", "mirostat takes true or false"),
+        ("xtc_probability", "2", "xtc_probability"),
+        ("token_repetition_penalty", "0", "token_repetition_penalty"),
+        ("dry_sequence_breakers", "newline", "a list such as"),
+        ("dry_sequence_breakers", '["no single token"]', "is not one token"),
+        ("dry_sequence_breakers", "[99999]", "no token 99999"),
+        ("dry_sequence_breakers", "[true]", "is not one token"),
+        ("token_bias", "1", "is for programs"),
+        ("cfg_scale", "1", "is for programs"),
+        ("max_new_tokens", "0", "at least 1"),
+        ("max_new_tokens", "many", "takes a whole number"),
+        ("seed", "-1", "at least 0"),
+        ("nonsense", "1", "There is no setting 'nonsense'."),
+    ],
+)
+def test_what_cannot_be_set_is_said_and_changes_nothing(
+    tokenizer: Tokenizer, name: str, text: str, complaint: str
+) -> None:
+    talk = Talk(Settings())
+    before = talk.values
+    with pytest.raises(InputError, match=re.escape(complaint)):
+        talk.set(name, text, tokenizer)
+    assert talk.values == before
+
+
+def test_another_try_is_another_answer_and_the_same_seed_the_same_conversation(
+    say: Any, tmp_path: Path
+) -> None:
+    options = ("-t", "2", "-n", "12", "--seed", "3", "--top-p", "1")
+    texts = []
+    for _ in range(2):
+        say("Hi", f"/save {tmp_path}/a", "/retry", f"/save {tmp_path}/b", options=options)
+        texts.append([json.loads((tmp_path / name).read_text())["messages"] for name in "ab"])
+    assert texts[0] == texts[1]
+    assert texts[0][0] != texts[0][1]
+    assert texts[0][0][0] == texts[0][1][0] == {"role": "user", "content": "Hi"}
+
+
+def test_a_conversation_is_saved_and_taken_up_again(say: Any, prompts: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "talk.json"
+    say(
+        "A",
+        "B",
+        "/system S",
+        "/set top_k 7",
+        '/set dry_sequence_breakers ["a"]',
+        f"/save {path}",
+        f"/save {path}",
+    )
+    _, told = say(f"/load {path}", "/set top_k", "/set dry_sequence_breakers", "C")
+    assert told.splitlines()[:2] == ["(2 turns)", "top_k 7"]
+    saved = json.loads(path.read_text())["messages"]
+    assert [one["role"] for one in saved] == ["system", "user", "assistant", "user", "assistant"]
+    want = "".join(f"<s>{one['role']}: {one['content']}\n" for one in saved)
+    assert prompts[-1] == want + "<s>user: C\nassistant:"
+    assert [one.name for one in tmp_path.iterdir()] == ["talk.json"]
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("ask"), st.text(max_size=5)),
+        st.tuples(st.just("instruct"), st.none() | st.text(max_size=5)),
+        st.tuples(st.sampled_from(["answer", "retry", "undo", "clear", "forget", "save"]), st.just("x")),
+    ),
+    max_size=20,
+)
+
+
+@given(OPERATIONS)
+@settings(max_examples=100)
+def test_a_conversation_stays_one_whatever_is_done(
+    tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer, operations: list[tuple[str, Any]]
+) -> None:
+    """Beside it runs the simplest of models: a list of pairs."""
+    talk, pairs, system = Talk(Settings(top_k=3)), [], None
+    path = tmp_path_factory.getbasetemp() / "walk.json"
+    for name, text in operations:
+        if name == "ask":
+            talk.ask(text)
+            pairs.append([text])
+        elif name == "instruct":
+            talk.instruct(text)
+            system = text
+        elif name == "forget" and talk.forgotten < len(talk.turns) - 1:
+            talk.forgotten += 1
+        elif name == "answer" and pairs and len(pairs[-1]) == 1:
+            talk.answer("y")
+            pairs[-1].append("y")
+        elif name in ("retry", "undo") and pairs:
+            getattr(talk, name)()
+            pairs[-1:] = [pairs[-1][:1]] if name == "retry" else []
+        elif name == "clear":
+            talk.clear()
+            pairs = []
+        elif name == "save" and all(len(pair) == 2 for pair in pairs[:-1]):
+            path.unlink(missing_ok=True)
+            talk.save(path)
+            talk = Talk(Settings()).loaded(path, tokenizer)
+        assert 0 <= talk.forgotten <= max(0, len(talk.turns) - 1)
+        assert talk.settings.top_k == 3
+        told = [said for pair in pairs[talk.forgotten :] for said in pair]
+        assert [one["content"] for one in talk.messages] == ([] if system is None else [system]) + told
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("My diary", "is no saved chat"),
+        ("[" * 100_000, "is no saved chat"),
+        ('{"messages": []}', "is no saved chat"),
+        ('{"format": "exlm chat 1", "messages": [{"role": "user"}]}', "is no saved chat"),
+        ('{"format": "exlm chat 1", "messages": [], "settings": []}', "is no saved chat"),
+        ('{"format": "exlm chat 1", "messages": [{"role": "assistant", "content": ""}]}', "take turns"),
+        ('{"format": "exlm chat 1", "messages": [], "settings": {"top_k": "x"}}', "top_k"),
+        ('{"format": "exlm chat 1", "messages": [], "settings": {"shell": 1}}', "no setting 'shell'"),
+    ],
+)
+def test_other_files_are_neither_loaded_nor_overwritten(
+    say: Any, prompts: list[str], tmp_path: Path, content: str, complaint: str
+) -> None:
+    path = tmp_path / "file"
+    path.write_text(content)
+    _, told = say("A", f"/load {path}", "B")
+    assert complaint in told
+    assert "<s>user: A" in prompts[1]
+    if complaint == "is no saved chat":
+        _, told = say(f"/save {path}")
+        assert complaint in told
+        assert path.read_text() == content
+    _, told = say("/load /no/where", "/save /no/where")
+    assert "/no/where cannot be read: No such file" in told
+    assert "/no/where cannot be written: No such file" in told
+
+
+def test_the_oldest_turns_go_when_the_context_is_full(say: Any, prompts: list[str]) -> None:
+    options = ("-t", "0", "-n", "20", "--context", "256", "--system", "Stay.")
+    _, told = say("a" * 60, "b" * 60, "c" * 60, "d" * 150, options=options)
+    assert all(prompt.startswith("<s>system: Stay.\n<s>user: ") for prompt in prompts)
+    assert ["a" * 60 in prompt for prompt in prompts] == [True, True, False, False]
+    assert "b" * 60 in prompts[2]
+    assert "c" * 60 not in prompts[3]
+    assert "The context of 256 tokens is full: the oldest turn is left out" in told
+    assert "the 2 oldest turns are left out" in told
+
+
+def test_a_message_that_does_not_fit_is_refused_and_taken_back(say: Any, prompts: list[str]) -> None:
+    _, told = say(
+        "x" * 300, "Hi", "/set max_new_tokens 9", options=("-t", "0", "-n", "3", "--context", "256")
+    )
+    assert "and the context has 256: say less" in told
+    assert prompts == ["<s>user: Hi\nassistant:"]
+
+
+def test_a_retry_that_fails_keeps_the_answer(say: Any, tmp_path: Path) -> None:
+    path = tmp_path / "talk"
+    _, told = say(
+        "Hi", "/system " + "x" * 300, "/retry", f"/save {path}", options=("-n", "3", "--context", "256")
+    )
+    assert "say less" in told
+    assert [one["role"] for one in json.loads(path.read_text())["messages"]] == [
+        "system",
+        "user",
+        "assistant",
+    ]
+
+
+def test_figures_if_asked_for(say: Any) -> None:
+    assert "tokens/s" not in say("Hi")[1]
+    assert "of it cached" in say("Hi", options=("-n", "2", "--stats"))[1]
+
+
+def test_formats_by_name(say: Any, prompts: list[str], folder: Path, tokenizer: Tokenizer) -> None:
+    say("Hi", options=("-n", "2", "--template", "llama", "--system", "S"))
+    assert prompts[-1] == "<s>[INST] <<SYS>>\nS\n<</SYS>>\n\nHi [/INST]"
+    say("Hi", options=("-n", "2", "--template", "raw"))
+    assert prompts[-1].startswith(
+        "<s>This is a conversation between a helpful AI assistant and a user.\nUser: "
+    )
+    say("Hi", options=("-n", "2", "--template", "phi3"))
+    assert prompts[-1] == "<s><|user|>\nHi<|end|>\n<|assistant|>\n"
+    _, told = say("Hi", options=("-n", "2", "--template", "gemma", "--system", "S"))
+    assert "no place for a system message" in told
+    with pytest.raises(InputError, match="No chat template is called 'lama'; there are: default, raw, llama"):
+        say("Hi", options=("--template", "lama"))
+
+
+def test_a_format_ends_answers(folder: Path) -> None:
+    session = Session.open(str(folder), max_seq_len=None, device=None, dtype=None, quiet=True)
+    assert session.stops == [2]
+    session.template = "zephyr"
+    assert session.stops == [2, "<|user|>", "</s>"]
+    session.template = "llama3"
+    assert session.stops == [2, "<|eot_id|>", "<|start_header_id|>"]
+    ids = session.encode_chat([{"role": "user", "content": "Hi"}])
+    assert ids[0, 0] == 1
+
+
+def test_a_model_without_a_template_needs_a_format(tmp_path: Path) -> None:
+    folder = tiny.chatty(tmp_path / "plain")
+    words = json.loads((folder / "tokenizer_config.json").read_text())
+    del words["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(words))
+    command = ["chat", str(folder), "-q", "-n", "2"]
+    done = CliRunner().invoke(app, command, input="Hi\n")
+    assert isinstance(done.exception, InputError)
+    assert "give --template (there are: raw, llama" in str(done.exception)
+    assert CliRunner().invoke(app, [*command, "--template", "chatml"], input="Hi\n").exit_code == 0
+
+
+def test_options_that_cannot_be(folder: Path) -> None:
+    for options in (["-n", "0"], ["--context", "0"], ["-t", "-1"], ["--top-p", "nan"]):
+        done = CliRunner().invoke(app, ["chat", str(folder), *options])
+        assert isinstance(done.exception, InputError)
+
+
+class Terminal:
+    """A program at the other end of a pseudo-terminal."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle, self.shown = handle, ""
+
+    def expect(self, pattern: str, seconds: float = 60) -> None:
+        """Read until something is shown, and forget what came before it."""
+        deadline = time.monotonic() + seconds
+        while not (found := re.search(pattern, self.shown)):
+            left = deadline - time.monotonic()
+            assert left > 0, f"{pattern!r} is not in {self.shown!r}"
+            if select.select([self.handle], [], [], left)[0]:
+                self.shown += os.read(self.handle, 4096).decode(errors="replace")
+        self.shown = self.shown[found.end() :]
+
+    def send(self, text: str) -> None:
+        os.write(self.handle, text.encode())
+
+
+def test_on_a_terminal(folder: Path, tmp_path: Path) -> None:
+    """Ctrl-C stops an answer; at the prompt the second one leaves; what was typed is remembered."""
+    master, slave = pty.openpty()
+    command = [sys.executable, "-m", "tests.cli.on_terminal", os.ttyname(slave)]
+    command += ["chat", str(folder), "-n", "100000", "--context", "512"]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+        "OMP_NUM_THREADS": "1",
+        "TERM": "dumb",
+    }
+    environment |= {"EXLM_CACHE": str(tmp_path)}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True) as process:
+        try:
+            terminal = Terminal(master)
+            terminal.expect("it leaves")
+            terminal.expect("> ")
+            terminal.send("Hello\r")
+            terminal.expect("Hello\r\n.")
+            terminal.send("\x03")
+            terminal.expect(r"\(stopped\)")
+            terminal.expect("> ")
+            terminal.send("half a line\x03")
+            terminal.expect("once more leaves")
+            terminal.send("/set max_new_tokens 3\r")
+            terminal.expect("> ")
+            terminal.send("Two\\\r")
+            terminal.expect(r"\. ")
+            terminal.send("lines\r")
+            terminal.expect("> ")
+            terminal.send("\x03")
+            terminal.expect("once more leaves")
+            terminal.send("\x03")
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+            os.close(slave)
+            os.close(master)
+    history = tmp_path / "chat-history.jsonl"
+    assert history.stat().st_mode & 0o077 == 0
+    assert [json.loads(line) for line in history.read_text().splitlines()] == [
+        "Hello",
+        "/set max_new_tokens 3",
+        "Two\nlines",
+    ]
+
+
+def test_history_that_is_damaged_or_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "history"
+    path.write_bytes(b'"one"\nnonsense\n[1]\n\xff\n"two\\nlines"\n')
+    assert lines._remembered(path) == ["one", "two\nlines"]
+    assert lines._remembered(tmp_path / "none") == []
+    lines._remember(tmp_path / "folder" / "history", "text")
+    assert lines._remembered(tmp_path / "folder" / "history") == ["text"]
+    lines._remember(tmp_path, "a folder is no file")
+    assert lines.Lines(path).interactive is False

@@ -1,0 +1,76 @@
+"""`exlm serve`: what it refuses before it starts, and that it starts and stops as told."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from exlm import InputError, MissingExtra
+from exlm.cli.__main__ import app
+from tests import tiny
+from tests.conftest import ROOT
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--lora", "loud"], "NAME=PLACE"),
+        (["--set", "temprature=1"], "no sampler setting"),
+        (["--set", "temperature=warm"], "no number"),
+        (["--api-key", "@/no/such/file"], "cannot be read"),
+        (["--api-key", ""], "printable"),
+        (["--also", "model=elsewhere"], "Two models are called"),
+        (["--host", "256.1.1.1"], "Cannot listen"),
+    ],
+)
+def test_mistakes_are_refused_before_anything_is_loaded(arguments: list[str], complaint: str) -> None:
+    done = CliRunner().invoke(app, ["serve", "/nowhere/model", "--port", "0", *arguments])
+    assert isinstance(done.exception, InputError)
+    assert complaint in str(done.exception)
+
+
+def test_without_its_packages_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *arguments: Any, **options: Any) -> Any:
+        if name.partition(".")[0] == "fastapi":
+            raise ImportError("No module named 'fastapi'")
+        return real(name, *arguments, **options)
+
+    for name in [name for name in sys.modules if name.startswith(("fastapi", "exlm.serve"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(builtins, "__import__", without)
+    done = CliRunner().invoke(app, ["serve", "/nowhere/model"])
+    assert isinstance(done.exception, MissingExtra)
+    assert "exlm[server]" in str(done.exception)
+
+
+def test_it_serves_until_told_to_stop(tmp_path: Path) -> None:
+    folder = tiny.chatty(tmp_path / "tiny")
+    (tmp_path / "keys").write_text("one\ntwo\n")
+    command = [sys.executable, "-m", "exlm.cli", "serve", str(folder), "--port", "0", "-q"]
+    command += ["--api-key", f"@{tmp_path / 'keys'}", "--device", "cpu", "--set", "temperature=0"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            told = process.stderr.readline()
+            assert told.startswith("tiny at http://127.0.0.1:")
+            url = told.split()[-1]
+            request = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": "Bearer two"})
+            with urllib.request.urlopen(request, timeout=20) as reply:
+                assert json.load(reply)["data"][0]["id"] == "tiny"
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 0
+        finally:
+            process.kill()

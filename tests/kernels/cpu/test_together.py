@@ -1,0 +1,90 @@
+"""Matrices, norms, gates and whole layers as one call: the same bits as one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from exlm import Cache, CacheBase, CacheQ4, CacheQ8, Config, Model, spec
+from exlm.bench.shapes import SHAPES
+from exlm.bench.synthetic import Synthetic, describe_in
+from exlm.bench.weights import Random, form
+from exlm.errors import Unsupported
+from exlm.kernels import backend as b
+from exlm.kernels.cpu import CpuBackend
+from exlm.kernels.cpu.library import Library
+from exlm.kernels.cpu.linear import PackedLinear
+from exlm.nn import Block
+from exlm.nn.fused import FusedBlock
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def backend(made: Library) -> CpuBackend:
+    return CpuBackend(CPU, torch.float32, made.path.parent, made.instructions)
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    yield
+    torch.set_num_threads(1)
+
+
+def matrix(backend: CpuBackend, inputs: int, outputs: int, seed: int, kind: str = "exl2") -> b.Linear:
+    weight = form(kind).weight(inputs, outputs, Random(seed, CPU), False, inputs**-0.5)
+    return backend.linear(weight)
+
+
+@pytest.mark.parametrize("rows", [(1, 1), (3, 2), (16, 1)])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_projections(backend: CpuBackend, rows: tuple[int, int], threads: int) -> None:
+    torch.set_num_threads(threads)
+    norm, scale = spec.Norm("rms", 1e-5), torch.rand(96) + 0.5
+    x, more = torch.randn(*rows, 96), torch.randn(*rows, 64)
+    three = [matrix(backend, 96, outputs, seed) for seed, outputs in enumerate((64, 32, 37))]
+    plain = backend.norm(norm, scale, None)(x)
+    got = backend.project(three, b.Entry(norm, scale), None)(x, None)
+    assert all(torch.equal(one, kernel(plain)) for one, kernel in zip(got, three, strict=True))
+    (summed,) = backend.project(three[:1], None, None)(x, more)
+    assert torch.equal(summed, three[0](x) + more)
+    two = [matrix(backend, 96, 48, seed) for seed in (7, 8)]
+    (gated,) = backend.project(two, b.Entry(norm, scale), "silu")(x, None)
+    assert torch.equal(gated, backend.gated("silu")(two[0](plain), two[1](plain)))
+
+
+def test_what_does_not_go_together_is_declined(backend: CpuBackend) -> None:
+    one = matrix(backend, 64, 32, 1)
+    for matrices, act in (([lambda x: x], None), ([one, one], "gelu"), ([one] * 4, None), ([one], "silu")):
+        with pytest.raises(Unsupported):
+            backend.project(matrices, None, act)  # type: ignore[arg-type]
+    with pytest.raises(Unsupported):
+        backend.project([one], b.Entry(spec.Norm("layer", 1e-5), torch.ones(64)), None)
+    assert isinstance(one, PackedLinear)
+
+
+@pytest.mark.parametrize("kind", [Cache, CacheQ8, CacheQ4])
+def test_whole_layers_say_what_plain_blocks_say(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, kind: type[CacheBase]
+) -> None:
+    monkeypatch.setenv("EXLM_CPU", "1")
+    config = Config(describe_in(tmp_path_factory.mktemp("tiny"), SHAPES["tiny"], 512))
+    config.device, config.max_seq_len = "cpu", 512
+    model = Model(config)
+    model.source = lambda frozen: Synthetic(frozen.spec, form("gguf"))
+    model.load()
+    _, decoder, _ = model._ready()
+    if not isinstance(decoder.blocks[0], FusedBlock):
+        pytest.skip(f"no C kernels here: {model.explain().splitlines()[0]}")
+    assert all(isinstance(block, FusedBlock) and block.whole is not None for block in decoder.blocks)
+    answers = []
+    for fused in (True, False):
+        cache, ids = kind(model, max_seq_len=256), torch.arange(40)[None] * 7 % 512
+        model.forward(ids[:, :30], cache, preprocess_only=True)
+        answers.append(torch.cat([model.forward(ids[:, i : i + 1], cache) for i in range(30, 40)], 1))
+        if fused:
+            decoder.blocks = [block.block for block in decoder.blocks if isinstance(block, FusedBlock)]
+            assert all(isinstance(block, Block) for block in decoder.blocks)
+    assert torch.equal(answers[0], answers[1])

@@ -1,0 +1,78 @@
+"""The CUDA kernels on a processor, compiled as C++: threads are fibres, tensor cores are loops."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from exlm.kernels.cuda.program import whole
+
+HERE = Path(__file__).parent
+SHARED = re.compile(r"extern __shared__ __align__\(\d+\) char (\w+)\[\];")
+COMPILER = ("g++", "-std=c++20", "-O1", "-w", "-fPIC")
+KERNEL = re.compile(r"__global__ void __launch_bounds__\([^)]*\) (\w+)\(")
+
+
+class Emulated:
+    """Kernels that run where the tensors of a CPU are."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def launch(
+        self,
+        name: str,
+        grid: tuple[int, int, int],
+        threads: int,
+        shared: int,
+        arguments: Sequence[Any],
+        overlap: bool = True,
+    ) -> None:
+        """Blocks one after the other."""
+        places = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(one) for one in arguments))
+        fine = self._library[f"launch_{name}"](*grid, threads, shared, places)
+        assert fine & 255, f"{name} wrote behind its {shared} bytes, or did not wait for copies"
+
+
+class EmulatedWorkshop:
+    """Compiles with the machine's own compiler into a folder."""
+
+    device = torch.device("cpu")
+    memory = 227 * 1024
+    processors = 4
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._made: dict[tuple[Path, tuple[tuple[str, int], ...]], Emulated] = {}
+
+    def program(self, source: Path, **defines: int) -> Emulated:
+        """A source with its choices made."""
+        key = source, tuple(sorted(defines.items()))
+        if key not in self._made:
+            self._made[key] = Emulated(ctypes.CDLL(str(self._build(source, defines))))
+        return self._made[key]
+
+    def _build(self, source: Path, defines: dict[str, int]) -> Path:
+        text = whole(source).decode()
+        source_text = SHARED.sub(r"char* const \1 = shared_memory;", text)
+        kernels = "".join(f"KERNEL({name})\n" for name in KERNEL.findall(text))
+        stem = self.folder / f"emulated{len(self._made)}"
+        stem.with_suffix(".cpp").write_text(source_text + (HERE / "emulated_end.h").read_text() + kernels)
+        choices = [f"-D{name}={value}" for name, value in defines.items()]
+        command = [*COMPILER, "-shared", "-include", str(self._begun()), *choices]
+        subprocess.run([*command, f"{stem}.cpp", "-o", f"{stem}.so"], check=True)
+        return stem.with_suffix(".so")
+
+    def _begun(self) -> Path:
+        """What comes before every source, read by the compiler once and for all."""
+        start = self.folder / "emulated.h"
+        if not start.exists():
+            start.write_text((HERE / "emulated.h").read_text())
+            subprocess.run([*COMPILER, "-x", "c++-header", start, "-o", f"{start}.gch"], check=True)
+        return start

@@ -1,0 +1,248 @@
+"""Attention in CUDA C++ against the reference: emulated on a processor, and on a GPU."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from exlm import spec
+from exlm.kernels.cuda.attention import PLANS, Attend, Desk, Plan
+from exlm.kernels.reference import ReferenceBackend
+from exlm.kernels.reference.rope import Rotation
+from tests.kernels.cuda.emulator import EmulatedWorkshop
+from tests.kernels.triton import cases
+from tests.kernels.triton.cases import Case
+
+HALF, CPU = torch.float16, torch.device("cpu")
+
+
+def refuse(*_: Any) -> Tensor:
+    raise AssertionError("the kernel did not take it")
+
+
+class Tables:
+    """A rotation that only has tables."""
+
+    def __init__(self, case: Case, style: str, device: torch.device) -> None:
+        made = Rotation(rope(case, style), 8192, device)
+        self.cos, self.sin, self.planes = made.cos, made.sin, made.planes.int()
+        self.dim, self.pairs = made.dim, style == "gptj"
+
+    def __call__(self, *_: Tensor) -> tuple[Tensor, Tensor]:
+        raise AssertionError("turned outside of the kernel")
+
+
+def rope(case: Case, style: str) -> spec.Rope:
+    return spec.Rope(1e4, case.head_dim // 4 * 3, style=style)  # type: ignore[arg-type]
+
+
+def compare(desk: Desk, case: Case, plan: Plan | None, device: torch.device, style: str = "neox") -> None:
+    plain = ReferenceBackend(device, case.dtype)
+    q, k, v = (step := cases.step(case, device)).heads
+    twin = step.layer.clone()
+    want = plain.attention(case.attn, plain.rotation(rope(case, style), 8192))(
+        q, k, v, step.layer, step.where
+    )
+    attend = Attend(desk, case.attn, Tables(case, style, device), refuse, plan)
+    got = attend(q, k, v, twin, step.where)
+    assert float((got - want).float().norm() / want.float().norm()) < 2e-3
+    assert int(desk.counts.abs().sum()) == 0
+    for mine, right in zip(twin.tensors, step.layer.tensors, strict=True):
+        if mine.dtype is torch.uint8:
+            assert float((mine != right).float().mean()) < 2e-3
+        else:
+            torch.testing.assert_close(mine, right, rtol=2e-2, atol=1e-3)
+
+
+SMALL = Plan(warps=4, unit=64, slots=4, waves=4)
+EMULATED = [
+    (Case("float", HALF, 2, 2, 64, (300, 5, 0), 1), SMALL),
+    (Case("float", HALF, 2, 2, 64, (300, 5), 1, window=40), SMALL),
+    (Case("float", HALF, 8, 2, 128, (300, 77), 3), SMALL),
+    (Case("q8", HALF, 4, 2, 64, (130, 7), 1), replace(SMALL, steps=2)),
+    (Case("q8", HALF, 1, 1, 128, (70,), 1), SMALL),
+    (Case("q6", HALF, 2, 2, 64, (90,), 3), SMALL),
+    (Case("q4", HALF, 8, 2, 128, (130, 7), 1), replace(SMALL, steps=4)),
+    (Case("q4", HALF, 2, 1, 64, (200, 5), 16, softcap=5.0, hide=True), SMALL),
+    (Case("fp8", HALF, 4, 1, 64, (90, 1), 4), SMALL),
+    (Case("fp8", HALF, 1, 1, 128, (90, 64), 1), replace(SMALL, steps=2)),
+]
+LARGE = [
+    Case(cache, HALF, heads, kv, head, pasts, tokens, window, cap, hide)
+    for cache in ("float", "q8", "q6", "q4", "fp8")
+    for heads, kv, head, window, cap, hide in (
+        (32, 32, 128, None, None, False),
+        (32, 8, 128, 700, None, False),
+        (6, 2, 64, None, 20.0, True),
+    )
+    for pasts, tokens in (((0, 1, 5000), 1), ((513, 255, 2500), 7), ((300, 2, 1), 16))
+]
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
+    """Two processors that are none."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    return Desk(EmulatedWorkshop(tmp_path_factory.mktemp("emulated")), 2)
+
+
+@pytest.fixture
+def gpu(tmp_path_factory: pytest.TempPathFactory) -> Desk:
+    """A device of one's own."""
+    from exlm.kernels.cuda.program import Workshop
+
+    folder = tmp_path_factory.getbasetemp() / "kernels"
+    return Desk(Workshop(torch.device("cuda", 0), folder), 132)
+
+
+def name(case: Case) -> str:
+    return f"{case.cache}-{case.heads}x{case.kv_heads}x{case.head_dim}-{case.pasts}+{case.tokens}"
+
+
+@pytest.mark.parametrize(("case", "plan"), EMULATED, ids=lambda x: name(x) if isinstance(x, Case) else "")
+def test_emulated(desk: Desk, case: Case, plan: Plan) -> None:
+    compare(desk, case, plan, CPU)
+
+
+@pytest.mark.parametrize("style", ["neox", "gptj"])
+def test_styles(desk: Desk, style: str) -> None:
+    compare(desk, Case("float", HALF, 2, 2, 64, (70, 5), 1), SMALL, CPU, style)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LARGE, ids=name)
+def test_on_a_gpu(gpu: Desk, case: Case) -> None:
+    compare(gpu, case, None, torch.device("cuda"))
+
+
+def alone(desk: Desk, case: Case, plan: Plan | None, device: torch.device) -> None:
+    """Each row by itself, shared by other thread blocks and bound by its own length, gives the same bits."""
+    (q, k, v), layer, where = cases.step(case, device, spare=3)
+    attend = Attend(desk, case.attn, Tables(case, "neox", device), refuse, plan)
+    together = attend(q, k, v, layer.clone(), where)
+    assert torch.equal(attend(q, k, v, layer.clone(), replace(where, longest=where.longest + 700)), together)
+    few = Desk(desk.workshop, 1)
+    attend = replace(attend, desk=few, plan=replace(plan or PLANS[layer.coding[0]], waves=1))
+    for row, past in enumerate(case.pasts):
+        one = slice(row, row + 1)
+        mine = replace(
+            where,
+            positions=where.positions[one],
+            past=where.past[one],
+            pages=where.pages[one],
+            longest=past + case.tokens,
+        )
+        assert torch.equal(attend(q[one], k[one], v[one], layer.clone(), mine), together[one])
+
+
+@pytest.mark.parametrize(("cache", "heads"), [("float", (2, 2)), ("q4", (8, 2))])
+def test_a_row_is_the_same_in_any_batch(desk: Desk, cache: str, heads: tuple[int, int]) -> None:
+    head = 64 if cache == "float" else 128
+    alone(
+        desk,
+        Case(cache, HALF, *heads, head, (300, 0, 64, 65), 1),
+        replace(SMALL, steps=4 if head > 64 else 1),
+        CPU,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", ["float", "q8", "q4"])
+@pytest.mark.parametrize("heads", [(32, 32), (32, 8)])
+@pytest.mark.parametrize("tokens", [1, 4, 16])
+def test_a_row_is_the_same_in_any_batch_on_a_gpu(
+    gpu: Desk, cache: str, heads: tuple[int, int], tokens: int
+) -> None:
+    pasts = (8000, 0, 1, 500, 2049, 64, 63, 300, 4000, 7)
+    alone(gpu, Case(cache, HALF, *heads, 128, pasts, tokens), None, torch.device("cuda"))
+
+
+def test_strided_heads_that_turned_elsewhere(desk: Desk) -> None:
+    """Parts of one wide tensor, as a joint projection leaves them; a rotation without tables."""
+    case = Case("float", HALF, 2, 2, 64, (70, 5), 1)
+    _, layer, where = cases.step(case, CPU)
+    wide = torch.randn(2, 1, 6 * 64).to(HALF)
+    q, k, v = (part.unflatten(-1, (-1, 64)) for part in wide.chunk(3, -1))
+    plain = ReferenceBackend(CPU, HALF)
+    turn = plain.rotation(rope(case, "neox"), 8192)
+    twin = layer.clone()
+    want = plain.attention(case.attn, turn)(q, k, v, layer, where)
+    got = Attend(desk, case.attn, turn, refuse, SMALL)(q, k, v, twin, where)
+    assert float((got - want).float().norm() / want.float().norm()) < 2e-3
+
+
+def test_three_planes(desk: Desk) -> None:
+    case = Case("float", HALF, 2, 2, 64, (70, 5), 2)
+    (q, k, v), layer, where = cases.step(case, CPU)
+    turn = spec.Rope(1e4, 64, sections=(8, 10, 14))
+    tables = Tables(case, "neox", CPU)
+    made = Rotation(turn, 8192, CPU)
+    tables.cos, tables.sin, tables.planes, tables.dim = made.cos, made.sin, made.planes.int(), 64
+    where = replace(where, positions=torch.randint(0, 500, (3, 2, 2)))
+    plain, twin = ReferenceBackend(CPU, HALF), layer.clone()
+    want = plain.attention(case.attn, plain.rotation(turn, 8192))(q, k, v, layer, where)
+    got = Attend(desk, case.attn, tables, refuse, SMALL)(q, k, v, twin, where)
+    assert float((got - want).float().norm() / want.float().norm()) < 2e-3
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("float", HALF, 2, 2, 96, (5,), 1),
+        Case("float", torch.float32, 2, 2, 64, (5,), 1),
+        Case("float", HALF, 2, 2, 64, (5,), 17),
+    ],
+    ids=name,
+)
+def test_what_goes_another_way(desk: Desk, case: Case) -> None:
+    (q, k, v), layer, where = cases.step(case, CPU)
+    attend = Attend(desk, case.attn, Tables(case, "neox", CPU), lambda *_: q.new_full((1,), 7.0))
+    assert attend(q, k, v, layer, where).tolist() == [7.0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", ["float", "q4"])
+def test_replayed_from_a_graph(gpu: Desk, cache: str) -> None:
+    """A captured step goes on to be right while the rows grow up to the longest it was captured for."""
+    device = torch.device("cuda")
+    case = Case(cache, HALF, 8, 2, 128, (300, 1000), 1)
+    (q, k, v), layer, where = cases.step(case, device, spare=8)
+    plain, tables = ReferenceBackend(device, HALF), Tables(case, "neox", device)
+    right = plain.attention(case.attn, plain.rotation(rope(case, "neox"), 8192))
+    attend = Attend(gpu, case.attn, tables, refuse)
+    bound = replace(where, longest=2048)
+    attend(q, k, v, layer.clone(), bound)
+    twin, graph = layer.clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = attend(q, k, v, twin, bound)
+    for grown in range(0, 600, 150):
+        now = replace(where, past=where.past + grown, positions=where.positions + grown, longest=1001 + grown)
+        where.past.copy_(now.past)
+        where.positions.copy_(now.positions)
+        graph.replay()
+        want = right(q, k, v, layer, replace(now, even=False))
+        assert float((got - want).float().norm() / want.float().norm()) < 2e-3
+        where.past.sub_(grown)
+        where.positions.sub_(grown)
+
+
+TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_it_compiles(target: str) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and nvidia-cuda-nvrtc")
+    from exlm.kernels.cuda.attention import SOURCE, choices
+    from exlm.kernels.cuda.program import compile_source
+
+    for case in (Case("float", HALF, 32, 8, 128, (5,), 1), Case("q4", HALF, 4, 4, 64, (5,), 1, hide=True)):
+        pages = cases.step(case, CPU).layer.paged
+        chosen = choices(case.attn, pages, PLANS[pages.coding[0]], 2, case.hide)
+        options = [f"--gpu-architecture={target}", "--std=c++17", *(f"-D{k}={v}" for k, v in chosen.items())]
+        assert compile_source(SOURCE.read_bytes(), SOURCE.name, options).startswith(b"\x7fELF")

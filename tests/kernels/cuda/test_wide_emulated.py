@@ -1,0 +1,136 @@
+"""The kernel of 17 to 64 rows on a processor: every width, any stretches of work, the same bits always."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from itertools import cycle
+
+import pytest
+import torch
+from torch import Tensor
+
+from exlm.errors import Unsupported
+from exlm.kernels.cuda.backend import Ordering, PackedLinear
+from exlm.kernels.cuda.linear import Normal, Product
+from exlm.kernels.cuda.tiles import alike, arrange
+from exlm.kernels.cuda.wide import Plan, WideProduct
+from tests.kernels.cuda.emulator import EmulatedWorkshop
+from tests.kernels.cuda.oracle import ACTS, LIMIT, gated, off
+from tests.kernels.cuda.oracle import product as right
+from tests.kernels.cuda.random_weights import KINDS, matrix, segment, weight
+
+PLANS = (Plan(1, 2, 3), Plan(2, 1, 2), Plan(2, 4, 4), Plan(1, 4, 2, 2))
+PLANNED = list(zip(KINDS, cycle(PLANS), strict=False))
+GATED = ("all widths, odd columns", "minimums", "zero points", "6 and 4 bits")
+GATES = list(zip(GATED, PLANS, ACTS, strict=True))
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> EmulatedWorkshop:
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    return EmulatedWorkshop(tmp_path_factory.mktemp("emulated"))
+
+
+def answer(product: WideProduct, x: Tensor, residual: Tensor | None = None) -> list[Tensor]:
+    out = [torch.full((len(x), width), float("nan")).half() for width in product.widths]
+    product(x.contiguous(), out, residual)
+    return out
+
+
+def check(product: WideProduct, x: Tensor, want: Sequence[Tensor], rest: Tensor | None, rows: int) -> None:
+    """Right for all rows, and the same bits for the last of them alone."""
+    whole = answer(product, x, rest)
+    for got, one in zip(whole, want, strict=True):
+        assert off(got, one) < LIMIT
+    last = slice(len(x) - rows, None)
+    few = answer(product, x[last], None if rest is None else rest[last].contiguous())
+    assert all(torch.equal(a, b[last]) for a, b in zip(few, whole, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(answer(product, x, rest), whole, strict=True))
+    assert not product.counts.any()
+
+
+@pytest.mark.parametrize(("kind", "plan"), PLANNED)
+def test_products(workshop: EmulatedWorkshop, kind: str, plan: Plan) -> None:
+    packed = weight(kind, bias=True)
+    norm, x = Normal(torch.rand(packed.in_features), 1e-5), torch.randn(31, packed.in_features).half()
+    rest = torch.randn(31, packed.out_features).half()
+    product = WideProduct(Product(workshop, [arrange(packed)], norm), plan)
+    assert product.plan == plan
+    check(product, x, [right(x, packed, norm) + rest.double()], rest, 18)
+
+
+@pytest.mark.parametrize(("kind", "plan", "act"), GATES)
+def test_a_gate_and_what_it_lets_through(workshop: EmulatedWorkshop, kind: str, plan: Plan, act: str) -> None:
+    gate, up = (weight(kind, bias=True, seed=seed) for seed in (1, 2))
+    x = torch.randn(17, gate.in_features).half()
+    product = WideProduct(Product(workshop, alike([arrange(gate), arrange(up)]), None, act), plan)
+    (got,) = answer(product, x)
+    assert off(got, gated(x, gate, up, None, act)) < LIMIT
+
+
+def test_a_gate_of_other_widths(workshop: EmulatedWorkshop) -> None:
+    torch.manual_seed(3)
+    widths = {"four": [(4, [128] * 5)], "six": [(6, [32] * 20)], "both": [(6, [32] * 8), (4, [128] * 3)]}
+    made = {
+        name: matrix(tuple(segment(bits, sizes, 40, False, False) for bits, sizes in parts), 40)
+        for name, parts in widths.items()
+    }
+    x = torch.randn(20, 640).half()
+    for names in (("four", "six"), ("six", "both"), ("both", "four")):
+        gate, up = (made[name] for name in names)
+        tiles = alike([arrange(gate), arrange(up)])
+        product = WideProduct(Product(workshop, tiles, None, "silu"), Plan(4, 2, 3))
+        check(product, x, [gated(x, gate, up, None, "silu")], None, 18)
+
+
+def test_matrices_of_different_kinds_together(workshop: EmulatedWorkshop) -> None:
+    """Widths, orders and sizes of their own; thread blocks work on several of them."""
+    kinds = ("4 bits in small groups", "6 and 4 bits", "4 bits")
+    packed = [weight(kind, bias=True, order=kind != "4 bits") for kind in kinds]
+    norm, x = Normal(torch.rand(512), 1e-5), torch.randn(64, 512).half()
+    product = WideProduct(Product(workshop, alike([arrange(one) for one in packed]), norm), Plan(2, 1, 3))
+    want = [right(x, one, norm) for one in packed]
+    for processors in (
+        1,
+        3,
+        7,
+        1000,
+    ):  # the stretches of all, of several groups, of parts of one, of one unit
+        workshop.processors = processors
+        check(product, x, want, None, 49)
+    workshop.processors = 4
+
+
+def test_numbers_of_rows(workshop: EmulatedWorkshop) -> None:
+    packed = weight("4 bits")
+    product = WideProduct(Product(workshop, [arrange(packed)]), Plan(1, 4, 3))
+    x = torch.randn(64, 512).half()
+    (whole,) = answer(product, x)
+    for rows in (17, 24, 31, 32, 33, 48, 63):
+        (got,) = answer(product, x[:rows])
+        assert torch.equal(got, whole[:rows])
+    with pytest.raises(Unsupported, match="65 rows"):
+        answer(product, torch.randn(65, 512).half())
+
+
+@pytest.mark.parametrize("rows", [16, 20, 65])
+def test_the_backend_takes_any_number_of_rows(workshop: EmulatedWorkshop, rows: int) -> None:
+    packed = weight("short last group", bias=True)
+    product = PackedLinear(workshop, arrange(packed), Ordering(workshop))
+    x = torch.randn(1, rows, packed.in_features).half()
+    assert off(product(x), right(x, packed)) < LIMIT
+
+
+def test_plans_fit(workshop: EmulatedWorkshop) -> None:
+    """As many warps and stages as there is shared memory for."""
+    product = Product(workshop, [arrange(weight("all widths, odd columns"))] * 2, None, "silu")
+    workshop.memory = 99 * 1024
+    fitted = WideProduct(product, Plan(1, 8, 4, 2)).plan
+    assert (fitted.tiles, fitted.resident) == (2, 1)
+    assert fitted.stages < 4
+    workshop.memory = 20 * 1024
+    with pytest.raises(Unsupported, match="20480 bytes"):
+        WideProduct(product)
+    workshop.memory = EmulatedWorkshop.memory

@@ -1,0 +1,68 @@
+"""Bits given out: never over the budget, always the same, and close to the best there is."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise, product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exlm.errors import InputError
+from exlm.quantize.allocate import below, edge, within
+from exlm.quantize.measurement import Choice
+
+numbers = st.lists(st.tuples(st.integers(1, 60), st.floats(0, 10)), min_size=1, max_size=4)
+slots_of = st.lists(numbers, min_size=1, max_size=4)
+
+
+def made(raw: list[list[tuple[int, float]]]) -> list[list[Choice]]:
+    return [[Choice(bits, harm, {}) for bits, harm in slot] for slot in raw]
+
+
+@given(slots_of, st.integers(1, 250))
+def test_the_budget_is_kept_and_the_edge_is_near(raw: list[list[tuple[int, float]]], budget: int) -> None:
+    slots = made(raw)
+    least = sum(min(c.bits for c in slot) for slot in slots)
+    if least > budget:
+        with pytest.raises(InputError, match="cannot be reached"):
+            within(slots, budget, 100)
+        return
+    found = within(slots, budget, 100)
+    assert found.bits <= budget
+    every = [c for c in product(*slots) if sum(one.bits for one in c) <= budget]
+    best = min(sum(one.harm for one in c) for c in every)
+    widest = max(
+        (a.harm - b.harm for slot in slots for a, b in pairwise(edge(slot))),
+        default=0,
+    )
+    assert found.harm <= best + widest * len(slots) + 1e-9
+    assert within(slots, budget, 100) == found
+
+
+def test_many_slots_come_very_close() -> None:
+    random.seed(3)
+    slots = [
+        [Choice(b * 100 + random.randrange(9), 4.0**-b * random.random(), {}) for b in range(2, 9)]
+        for _ in range(60)
+    ]
+    found = within(slots, 60 * 400, 1)
+    assert found.bits > 60 * 400 - 100
+    line = [edge(slot) for slot in slots]
+    slope = sorted((a.harm - b.harm) / (b.bits - a.bits) for one in line for a, b in pairwise(one))
+    bound = max(  # Lagrange: no allocation within the budget can be better
+        sum(min(c.harm + price * c.bits for c in slot) for slot in slots) - price * 60 * 400
+        for price in slope
+    )
+    assert found.harm <= 1.02 * bound
+
+
+@given(slots_of, st.floats(0, 30))
+def test_harm_is_kept_below(raw: list[list[tuple[int, float]]], harm: float) -> None:
+    slots = made(raw)
+    if sum(min(c.harm for c in slot) for slot in slots) > harm + 1e-9:
+        with pytest.raises(InputError, match="cannot be reached"):
+            below(slots, harm)
+        return
+    assert below(slots, harm + 1e-9).harm <= harm + 1e-6

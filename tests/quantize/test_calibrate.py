@@ -1,0 +1,100 @@
+"""Calibration text: the built-in one, and users' files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from exlm import Config, InputError, MissingExtra, Tokenizer
+from exlm.checkpoint import open_source
+from exlm.quantize import calibrate
+from exlm.quantize.layers import Growing, batch_of, workshop
+from exlm.quantize.wishes import Wishes, parse_size
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.chatty(tmp_path_factory.mktemp("reader"))
+
+
+def test_the_built_in_text_is_cut_in_two_that_share_nothing() -> None:
+    used, kept = ("\n\n".join(calibrate.builtin(held_out=x)).split("\n\n") for x in (False, True))
+    assert not set(used) & set(kept)
+    assert sum(map(len, used)) > 20_000
+    assert 2_000 < sum(map(len, kept)) < sum(map(len, used)) / 3
+    whole = "".join(used)
+    for words in ("def ", "Straße", "école", "¿", "的", "ます", "что", "\\int"):
+        assert words.lower() in whole.lower()
+
+
+def test_files_of_every_kind_are_read(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("plain ¡text!", encoding="utf-8")
+    lines = [{"text": "one"}, {"messages": [{"role": "user", "content": "two"}]}, "three", {"odd": 4}]
+    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    assert list(calibrate.documents(tmp_path / "a.txt")) == ["plain ¡text!"]
+    assert list(calibrate.documents(tmp_path / "b.jsonl")) == ["one", "two", "three", "4"]
+    (tmp_path / "c.csv").write_text("x")
+    with pytest.raises(InputError, match=r"\.parquet"):
+        list(calibrate.documents(tmp_path / "c.csv"))
+
+
+def test_parquet_is_read_or_its_package_named(tmp_path: Path) -> None:
+    path = tmp_path / "d.parquet"
+    path.write_bytes(b"")
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        with pytest.raises(MissingExtra, match="pip install pyarrow"):
+            list(calibrate.documents(path))
+        return
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["one", "two"]}), path)
+    assert list(calibrate.documents(path)) == ["one", "two"]
+
+
+def test_rows_are_whole_and_begin_with_a_bos(folder: Path) -> None:
+    tokenizer = Tokenizer(Config(folder))
+    rows = calibrate.rows_of(["x" * 3000, "y" * 500], tokenizer, 4, 600)
+    assert rows.shape == (4, 600)
+    assert int(rows[0, 0]) == 1
+    with pytest.raises(InputError, match="has 6:"):
+        calibrate.rows_of(["short"], tokenizer, 4, 600)
+
+
+def test_what_the_model_writes_is_repeatable_and_goes_on_from_its_start(folder: Path) -> None:
+    frozen = Config(folder).freeze()
+    shop = workshop(frozen, open_source(folder, frozen.spec.names), 24, torch.device("cpu"))
+    starts = calibrate.starts_of(torch.arange(3, 67).view(2, 32), 3, 1)
+    first = calibrate.written(shop, starts, 24, [2], 7)
+    assert first.shape == (3, 24)
+    assert torch.equal(first[:, :8], starts)
+    assert not bool((first[:, 8:] == 2).any())  # nobody ends
+    assert torch.equal(first, calibrate.written(shop, starts, 24, [2], 7))
+    assert not torch.equal(first, calibrate.written(shop, starts, 24, [2], 8))
+
+
+def test_a_growing_cache_is_a_forward_pass(folder: Path) -> None:
+    frozen = Config(folder).freeze()
+    shop = workshop(frozen, open_source(folder, frozen.spec.names), 24, torch.device("cpu"))
+    decoder = list(shop.build())[-1]
+    ids, layers = torch.randint(3, 250, (2, 12)), [Growing(12) for _ in decoder.blocks]
+    parts = [decoder.forward(batch_of(ids[:, a:b], a), layers)[0] for a, b in ((0, 5), (5, 6), (6, 12))]
+    whole = decoder.forward(batch_of(ids), [Growing(12) for _ in decoder.blocks])[0]
+    torch.testing.assert_close(torch.cat([p for p in parts if p is not None], 1), whole)
+
+
+def test_sizes_are_read_as_people_write_them() -> None:
+    assert parse_size("5.2GB") == 5_200_000_000
+    assert parse_size("800 MiB") == 800 * 2**20
+    assert parse_size("12345") == 12345
+    for text in ("", "GB", "-1GB", "1TB?"):
+        with pytest.raises(InputError):
+            parse_size(text)
+
+
+def test_wishes_say_all_that_matters() -> None:
+    assert Wishes(bits=4.0).facts() != Wishes(bits=4.0, seed=2).facts()

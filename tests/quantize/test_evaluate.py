@@ -1,0 +1,80 @@
+"""Judging models: against plain forward passes, and a model against itself."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from exlm import Config, InputError, Model, evaluate_model
+from exlm.cli.__main__ import app
+from exlm.quantize.report import markdown
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.chatty(tmp_path_factory.mktemp("judged"), hidden_size=64, intermediate_size=96)
+
+
+def test_perplexity_is_that_of_a_forward_pass(folder: Path) -> None:
+    ids = torch.randint(3, 259, (2, 50))
+    model = Model(Config(folder))
+    model.load()
+    logits = model.forward(ids)[:, :-1]
+    wanted = math.exp(F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()))
+    assert evaluate_model(folder, ids=ids).perplexity == pytest.approx(wanted, rel=1e-4)
+
+
+def test_a_model_is_its_own_equal(folder: Path) -> None:
+    found = evaluate_model(folder, folder, ids=torch.randint(3, 259, (2, 50)))
+    assert found.kl == pytest.approx(0, abs=1e-6)
+    assert found.top1 == 1
+    assert found.layer_errors == (0, 0)
+    assert found.perplexity == found.against_perplexity
+    assert "KL divergence" in markdown(found, {}, drawn=False)
+
+
+@pytest.mark.parametrize(("bits", "perplexity"), [("2.5", 49.50), ("4.0", 47.02), ("6.0", 46.90)])
+def test_the_reference_s_models_get_the_reference_s_figures(
+    fixtures_dir: Path, bits: str, perplexity: float
+) -> None:
+    held = load_file(fixtures_dir / "reference" / "heldout_ids.safetensors")
+    ids = next(iter(held.values())).flatten()[:4096].view(8, 512).long()
+    found = evaluate_model(fixtures_dir / f"tiny-lm-exl2-{bits}bpw", ids=ids)
+    assert found.perplexity == pytest.approx(perplexity, abs=0.01)
+    assert found.bits <= float(bits)
+
+
+def test_the_command_line_shows_and_writes_it(folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("The river rose, and the bridge held. " * 80)
+    options = {
+        "--against": folder,
+        "--text": text,
+        "--rows": 2,
+        "--length": 64,
+        "--report": tmp_path / "report",
+    }
+    said = [str(word) for pair in options.items() for word in pair]
+    done = CliRunner(env={"COLUMNS": "160"}).invoke(app, ["eval", str(folder), *said, "--no-speed", "-q"])
+    assert done.exit_code == 0, done.output
+    for words in ("perplexity", "same first choice", "100.00%"):
+        assert words in done.stdout
+    table = json.loads((tmp_path / "report" / "quality.json").read_text())
+    assert table["quality"]["top1"] == 1
+    assert (tmp_path / "report" / "quality.md").read_text().startswith("# ")
+
+
+def test_models_that_cannot_be_compared_are_refused(folder: Path, tmp_path: Path) -> None:
+    other = tiny.make(tmp_path / "other", num_hidden_layers=1)
+    with pytest.raises(InputError, match="cannot be compared"):
+        evaluate_model(folder, other, ids=torch.zeros(1, 8, dtype=torch.long))
+    with pytest.raises(InputError, match="at least two"):
+        evaluate_model(folder, ids=torch.zeros(1, 1, dtype=torch.long))

@@ -1,0 +1,334 @@
+"""Whole jobs on a tiny model: targets, formats, reports, bad input, and twenty kills."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from exlm import (
+    CheckpointError,
+    Config,
+    ConfigError,
+    InputError,
+    Model,
+    Unsupported,
+    evaluate_model,
+    quantize_model,
+    validate_exl2,
+)
+from exlm.checkpoint import TensorFiles
+from exlm.config import read_json
+from exlm.quantize import output
+from exlm.quantize.job import Job, place_of
+from exlm.quantize.measurement import quantised
+from tests import tiny
+
+SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}
+FEW: dict[str, Any] = {"rows": 6, "length": 64, "report": False}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.chatty(tmp_path_factory.mktemp("source"), **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Enough text for a model of bytes, quick to read."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("Nine ships left the harbour; seven came back before the storm. " * 40)
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(source: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model made in one go, and beside it what was measured."""
+    target = tmp_path_factory.mktemp("whole") / "model"
+    kept = target.with_name("measured.json")
+    quantize_model(source, target, 5.0, calibration=text, save_measurement=kept, **FEW)
+    return target
+
+
+@pytest.fixture(scope="module")
+def measured(whole: Path) -> Path:
+    """What was measured, for jobs that are about something else."""
+    return whole.with_name("measured.json")
+
+
+def logits(path: Path) -> torch.Tensor:
+    model = Model(Config(path))
+    model.load()
+    return model.forward(torch.arange(3, 60)[None])
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def weights(folder: Path) -> int:
+    return sum(m.in_features * m.out_features for m in quantised(Config(folder).spec))
+
+
+def test_a_model_is_made_that_any_reader_takes(source: Path, whole: Path) -> None:
+    assert validate_exl2(whole) == []
+    said = read_json(whole / "config.json")["quantization_config"]
+    assert said["quant_method"] == "exl2"
+    assert said["bits"] == 5.0
+    assert said["head_bits"] == 6
+    found = evaluate_model(whole, source, ids=torch.arange(3, 131).view(2, 64))
+    assert 4.5 < found.bits <= 5.0
+    exact, rounded = logits(source), logits(whole)
+    assert 0 < float((exact - rounded).norm() / exact.norm()) < 0.4
+    assert not place_of(whole).exists()
+
+
+def test_the_built_in_text_and_the_model_s_own_are_enough(source: Path, tmp_path: Path) -> None:
+    quality = quantize_model(source, tmp_path / "out", 6.0, rows=3, length=64, size=None)
+    assert quality is not None
+    assert quality.kl is not None
+    assert 0 < quality.kl < 0.1
+    table = json.loads((tmp_path / "out" / "quality.json").read_text())
+    assert table["quality"]["perplexity"] == quality.perplexity
+    assert len(table["quality"]["layer_errors"]) == len(table["quality"]["layer_bits"]) == 2
+    card = (tmp_path / "out" / "README.md").read_text()
+    for words in ("KL divergence", "same first choice", "bits a weight", "tokens/s"):
+        assert words in card
+
+
+def test_more_bits_do_less_harm(source: Path, text: Path, measured: Path, tmp_path: Path) -> None:
+    found = []
+    for bits in (4.0, 7.5):
+        quantize_model(source, tmp_path / f"{bits}", bits, calibration=text, measurement=measured, **FEW)
+        found.append(evaluate_model(tmp_path / f"{bits}", source, ids=torch.arange(3, 131).view(2, 64)).kl)
+    assert found[0] is not None
+    assert found[1] is not None
+    assert found[1] < 0.1 * found[0]
+
+
+def test_a_size_and_a_divergence_are_targets_too(
+    source: Path, text: Path, measured: Path, tmp_path: Path
+) -> None:
+    made = {"calibration": text, "measurement": measured, **FEW}
+    quantize_model(source, tmp_path / "a", size="100kB", **made)
+    assert 98_000 < TensorFiles(tmp_path / "a").total_bytes <= 100_000
+    quantize_model(source, tmp_path / "b", max_kld=0.01, **made)
+    quantize_model(source, tmp_path / "c", max_kld=0.0001, **made)
+    loose, tight = (evaluate_model(tmp_path / name, ids=torch.arange(3, 67)[None]).bits for name in "bc")
+    assert loose < tight
+
+
+@pytest.mark.parametrize("group", [32, 128])
+def test_gptq_is_made_too(source: Path, text: Path, tmp_path: Path, group: int) -> None:
+    quantize_model(source, tmp_path / "g", method="gptq", group_size=group, calibration=text, **FEW)
+    said = read_json(tmp_path / "g" / "config.json")["quantization_config"]
+    assert said == {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": group,
+        "desc_act": True,
+        "sym": False,
+        "checkpoint_format": "gptq",
+    }
+    exact, rounded = logits(source), logits(tmp_path / "g")
+    assert float((exact - rounded).norm() / exact.norm()) < 0.3
+
+
+def test_a_head_that_was_the_embedding_is_made_too(text: Path, tmp_path: Path) -> None:
+    folder = tiny.chatty(tmp_path / "tied", tie_word_embeddings=True, **SHAPE)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    quantize_model(folder, tmp_path / "out", 6.0, calibration=text, **FEW)
+    assert validate_exl2(tmp_path / "out") == []
+    exact, rounded = logits(folder), logits(tmp_path / "out")
+    assert float((exact - rounded).norm() / exact.norm()) < 0.4
+
+
+def test_a_job_that_fails_leaves_nothing_that_looks_like_a_model(
+    source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = contents(source)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("exlm.quantize.job.save_file", full)
+        with pytest.raises(CheckpointError, match="Make room"):
+            quantize_model(source, tmp_path / "out", 5.0, calibration=text, **FEW)
+    assert not (tmp_path / "out").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(output.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 0))
+        with pytest.raises(CheckpointError, match="are free"):
+            quantize_model(source, tmp_path / "out", 5.0, calibration=text, **FEW)
+    assert not (tmp_path / "out").exists()
+    assert contents(source) == before
+
+
+def test_bad_wishes_are_refused(source: Path, text: Path, measured: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    few = tmp_path / "few.txt"
+    few.write_text("too short")
+    lines = tmp_path / "bad.jsonl"
+    lines.write_text('{"text": "fine"}\nnot json\n')
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"bits": 1.5}, "between 2 and 8.5"),
+        ({"bits": 9}, "between 2 and 8.5"),
+        ({"bits": 4, "size": "1GB"}, "one of bits"),
+        ({"size": "much"}, "not a size"),
+        ({"size": "20kB", "calibration": text, "measurement": measured}, "cannot be reached"),
+        ({"bits": 2.0, "calibration": text, "measurement": measured}, "cannot be reached"),
+        ({"max_kld": 1e-12, "calibration": text, "measurement": measured}, "cannot be reached"),
+        ({"head_bits": 7}, "head_bits"),
+        ({"calibration": few}, "at least 2,048 tokens"),
+        ({"calibration": tmp_path / "none.txt"}, "no such file"),
+        ({"calibration": lines}, "line 2"),
+        ({"method": "gptq", "bits": 3}, "4 bits"),
+        ({"method": "gptq", "group_size": 48}, "group_size"),
+        ({"method": "awq"}, "exl2 or gptq"),
+    ]
+    for wish, words in wrong:
+        with pytest.raises(InputError, match=words):
+            quantize_model(source, out, restart=True, **{**FEW, **wish})
+        assert not out.exists()
+    with pytest.raises(InputError, match="read from"):
+        quantize_model(source, source, 5.0, **FEW)
+
+
+def test_shapes_that_a_format_cannot_hold_are_named(tmp_path: Path) -> None:
+    folder = tiny.chatty(tmp_path / "odd", hidden_size=64, intermediate_size=72)
+    with pytest.raises(Unsupported, match=r"layers\.0\.mlp\.down has 72 inputs"):
+        quantize_model(folder, tmp_path / "out", 5.0, **FEW)
+    (folder / "config.json").write_text(
+        json.dumps({**read_json(folder / "config.json"), "architectures": ["No"]})
+    )
+    with pytest.raises(ConfigError):
+        quantize_model(folder, tmp_path / "out", 5.0, **FEW)
+
+
+def test_nan_is_named_by_layer(text: Path, tmp_path: Path) -> None:
+    folder = tiny.chatty(tmp_path / "nan", **SHAPE)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = 1e38
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(InputError, match=r"layers\.1"):
+        quantize_model(folder, tmp_path / "out", 5.0, calibration=text, **FEW)
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_wishes_do_not_go_on_with_a_job(
+    source: Path, text: Path, measured: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "out"
+
+    class Stop(Exception):
+        pass
+
+    def stop(done: int, total: int, what: str) -> None:
+        if what.startswith("quantising layer"):
+            raise Stop
+
+    with pytest.raises(Stop):
+        quantize_model(source, target, 5.0, calibration=text, measurement=measured, **FEW, progress=stop)
+    with pytest.raises(InputError, match="another bits"):
+        quantize_model(source, target, 6.0, calibration=text, measurement=measured, **FEW)
+    quantize_model(source, target, 6.0, calibration=text, measurement=measured, **FEW, restart=True)
+    assert validate_exl2(target) == []
+
+
+def test_another_target_goes_on_with_what_was_measured(source: Path, text: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    steps: list[str] = []
+    with pytest.raises(InputError, match="cannot be reached"):
+        quantize_model(source, target, 2.0, calibration=text, **FEW)
+    told = lambda done, total, what: steps.append(what)  # noqa: E731
+    quantize_model(source, target, 6.0, calibration=text, **FEW, progress=told)
+    assert validate_exl2(target) == []
+    assert "measuring layer 1" not in steps
+    assert "quantising layer 1" in steps
+
+
+def test_a_refusal_leaves_no_trace(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError):
+        quantize_model(source, tmp_path / "out", 5.0, calibration=tmp_path / "none.txt", **FEW)
+    assert not list(tmp_path.iterdir())
+
+
+def in_a_child(call: Callable[[], object]) -> int:
+    """Begin a call in a process of its own; its id."""
+    child = os.fork()
+    if child == 0:
+        try:
+            call()
+        finally:
+            os._exit(0)
+    return child
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_twenty_kills_end_in_the_same_bytes(source: Path, text: Path, whole: Path, tmp_path: Path) -> None:
+    target = tmp_path / whole.name
+    random.seed(11)
+
+    def call() -> object:
+        return quantize_model(source, target, 5.0, calibration=text, **FEW)
+
+    begun = time.perf_counter()
+    quantize_model(source, tmp_path / "timed", 5.0, calibration=text, **FEW)
+    lasts = time.perf_counter() - begun
+    for _ in range(20):
+        child = in_a_child(call)
+        time.sleep(random.uniform(0.02, 0.4) * lasts)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        if target.exists():
+            break
+        assert not list(tmp_path.glob(f"{whole.name}/*"))
+    if not target.exists():
+        call()
+    assert contents(target) == contents(whole)
+
+
+def test_kills_around_every_write_end_in_the_same_bytes(
+    source: Path, text: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writes of the job are cut off halfway, or followed by a kill, at random."""
+    target = tmp_path / whole.name
+    saves = 0
+    keep = Job.save
+
+    class Killed(BaseException):
+        pass
+
+    def killing(self: Job, name: str, tensors: Any) -> None:
+        nonlocal saves
+        saves += 1
+        fate = random.random()
+        if fate < 0.25:
+            (self.folder / f"{name}.safetensors.partial").write_bytes(b"half")
+            raise Killed
+        keep(self, name, tensors)
+        if fate > 0.75:
+            raise Killed
+
+    monkeypatch.setattr(Job, "save", killing)
+    random.seed(5)
+    for _ in range(200):
+        try:
+            quantize_model(source, target, 5.0, calibration=text, **FEW)
+            break
+        except Killed:
+            assert not target.exists()
+    assert contents(target) == contents(whole)
+    assert saves > 15

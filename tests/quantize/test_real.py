@@ -1,0 +1,54 @@
+"""A model that was really trained: conventions of its fixtures, and better answers than the reference's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from exlm import evaluate_model, quantize_model, validate_exl2
+from exlm.cli.__main__ import app
+
+
+def held_out(fixtures: Path) -> torch.Tensor:
+    """2048 ids that belong to no calibration text."""
+    held = next(iter(load_file(fixtures / "reference" / "heldout_ids.safetensors").values()))
+    return held.flatten()[:2048].view(8, 256).long()
+
+
+def layout(file: Path) -> dict[str, tuple[str, list[int]]]:
+    with safe_open(file, "pt") as opened:
+        parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+        return {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}
+
+
+def test_gptq_lies_as_other_tools_write_it(fixtures_dir: Path, tmp_path: Path) -> None:
+    source = fixtures_dir / "tiny-lm"
+    quantize_model(source, tmp_path / "g", method="gptq", rows=8, length=256, report=False)
+    theirs = fixtures_dir / "tiny-lm-gptq-g128-act"
+    assert layout(tmp_path / "g" / "model.safetensors") == layout(theirs / "model.safetensors")
+    ids = held_out(fixtures_dir)
+    ours, other = (evaluate_model(path, source, ids=ids).kl for path in (tmp_path / "g", theirs))
+    assert ours is not None
+    assert other is not None
+    assert ours < other
+
+
+def test_the_reference_is_beaten_at_its_own_bits(fixtures_dir: Path, tmp_path: Path) -> None:
+    source, theirs = fixtures_dir / "tiny-lm", fixtures_dir / "tiny-lm-exl2-2.5bpw"
+    known = fixtures_dir / "reference" / "measurement.json"
+    options = {"--bits": 2.496, "--rows": 24, "--length": 256, "--measurement": known}
+    said = [str(word) for pair in options.items() for word in pair]
+    done = CliRunner().invoke(app, ["quantize", str(source), str(tmp_path / "e"), *said, "--no-report", "-q"])
+    assert done.exit_code == 0, done.output
+    assert validate_exl2(tmp_path / "e") == []
+    ids = held_out(fixtures_dir)
+    ours, other = (evaluate_model(path, source, ids=ids) for path in (tmp_path / "e", theirs))
+    assert ours.bits <= other.bits
+    assert ours.bytes <= other.bytes
+    assert ours.kl is not None
+    assert other.kl is not None
+    assert ours.kl < 0.8 * other.kl

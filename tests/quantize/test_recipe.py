@@ -1,0 +1,83 @@
+"""Recipes: which groups they make and what those cost, against the reference's own figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from exlm.config import Config
+from exlm.errors import InputError
+from exlm.quantize.measurement import Measurement, quantised, recipes
+from exlm.quantize.recipe import HEAD, Recipe, recipe
+from exlm.spec.roles import Matrix
+
+SQUARE = Matrix("m", 4096, 4096)
+
+
+@pytest.mark.parametrize(
+    ("made", "matrix", "bits", "groups"),
+    [
+        (recipe(64, (3, 0.05), (2, 0.95)), SQUARE, 35785728, [4, 60]),
+        (recipe(128, (4, 0.1), (3, 0.9)), SQUARE, 53085696, [4, 28]),
+        (recipe(128, (4, 1.0)), SQUARE, 67765760, [32]),
+        (recipe(32, (4, 1.0)), SQUARE, 69343232, [128]),
+        (recipe(128, (5, 0.1), (4, 0.9)), SQUARE, 69862912, [4, 28]),
+        (recipe(128, (6, 1.0)), SQUARE, 101320192, [32]),
+        (recipe(128, (8, 1.0)), SQUARE, 134874624, [32]),
+        (
+            recipe((32, 128, 128), (8, 0.05), (4, 0.1), (3, 0.85)),
+            Matrix("m", 11008, 4096),
+            153776832,
+            [18, 9, 73],
+        ),
+    ],
+)
+def test_the_cost_is_the_reference_s(made: Recipe, matrix: Matrix, bits: int, groups: list[int]) -> None:
+    assert made.bits(matrix) == bits
+    found = made.groups(matrix.in_features)
+    assert [sum(g.bits == part.bits for g in found) for part in made.parts] == groups
+    assert sum(g.rows for g in found) == matrix.in_features
+
+
+def test_the_head_costs_what_it_does_in_the_reference() -> None:
+    assert HEAD[6].bits(Matrix("head", 4096, 32000)) == 831620608
+
+
+def test_padding_and_bias_are_paid_for() -> None:
+    plain = recipe(32, (4, 1.0))
+    assert plain.bits(Matrix("m", 64, 33)) == plain.bits(Matrix("m", 64, 64))
+    assert plain.bits(Matrix("m", 64, 33, True)) == plain.bits(Matrix("m", 64, 33)) + 16 * 33
+
+
+def test_a_recipe_survives_json() -> None:
+    for made in recipes():
+        assert Recipe.from_json(json.loads(json.dumps(made.to_json())), "here") == made
+
+
+def test_recipes_that_no_reader_takes_are_refused() -> None:
+    for sizes, parts in ((64, ((2, 0.5), (3, 0.5))), (48, ((4, 1.0),)), (64, ((7, 1.0),)), (64, ((4, 0.5),))):
+        with pytest.raises(InputError):
+            recipe(sizes, *parts)
+    with pytest.raises(InputError, match="multiple of 32"):
+        recipe(32, (4, 1.0)).groups(48)
+
+
+def test_the_reference_s_measurement_is_read_to_the_bit(fixtures_dir: Path) -> None:
+    path = fixtures_dir / "reference" / "measurement.json"
+    model = Config(fixtures_dir / "tiny-lm").spec
+    found = Measurement.load(path, model)
+    raw = json.loads(path.read_text())["measurement"]
+    wanted = [[one["total_bits"] for one in options] for options in raw.values() if options]
+    assert [[choice.bits for choice in slot] for slot in found.slots] == wanted
+    assert {role for slot in found.slots for role in slot[0].recipes} == {m.role for m in quantised(model)}
+
+
+def test_measurements_of_other_models_are_refused(fixtures_dir: Path, tmp_path: Path) -> None:
+    model = Config(fixtures_dir / "gptqmodel-w4-g128").spec
+    odd = tmp_path / "m.json"
+    for text in ("{}", "nonsense", '{"exlm_measurement": 1, "matrices": {}}', '{"measurement": {}}'):
+        odd.write_text(text)
+        with pytest.raises(InputError):
+            Measurement.load(odd, model)

@@ -1,0 +1,158 @@
+"""The solver against slow, obvious versions of itself, and against rounding to the nearest."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from exlm.errors import InputError
+from exlm.formats import exl2
+from exlm.formats import gptq as gptq_format
+from exlm.formats.gptq_config import GptqConfig
+from exlm.quantize import scaling
+from exlm.quantize.gptq import solve_gptq
+from exlm.quantize.measurement import recipes
+from exlm.quantize.recipe import recipe
+from exlm.quantize.rounding import Factors, Grid, factors, feed_back, upper_of_inverse
+from exlm.quantize.solve import Effort, loss, quick, solve
+from exlm.quantize.wave import round_both
+
+RECIPES = list(recipes())
+
+
+def problem(inputs: int, columns: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """A matrix and the covariance of correlated inputs."""
+    generator = torch.Generator().manual_seed(seed)
+    w = torch.randn(inputs, columns, generator=generator) * 0.1
+    mixing = torch.randn(inputs, inputs, generator=generator) * torch.logspace(0, -1.5, inputs)
+    x = torch.randn(4 * inputs, inputs, generator=generator) @ mixing
+    return w, x.T @ x / len(x)
+
+
+def harm(w: Tensor, found: Tensor, h: Tensor) -> float:
+    error = w - found
+    return float((error * (h @ error)).sum())
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 5), st.integers(1, 70), st.sampled_from(RECIPES), st.integers(0, 9), st.booleans())
+def test_what_is_packed_is_what_was_solved(blocks: int, columns: int, made, seed: int, bias: bool) -> None:
+    w, h = problem(32 * blocks, columns, seed)
+    solution = solve(w, factors(w, h, 0.02), made.groups(len(w)), Effort(sweeps=1, fine=4))
+    extra = torch.randn(columns).half() if bias else None
+    tensors = exl2.write(solution.pack(extra))
+    back = exl2.read(tensors, len(w), columns, tensors.get("bias"), "here")
+    assert torch.equal(back.dequantize().float(), solution.dequantize())
+    assert extra is None or torch.equal(back.bias, extra)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 6])
+def test_every_stage_is_better_than_the_one_before(bits: int) -> None:
+    w, h = problem(128, 48)
+    f, groups = factors(w, h, 0.02), recipe(32, (bits, 1.0)).groups(128)
+    scales = [
+        scaling.choose(w[f.order][a : a + 32], bits, torch.ones(32), 24).grid(bits) for a in range(0, 128, 32)
+    ]
+    nearest = torch.cat(
+        [grid.value(grid.nearest(rows)) for grid, rows in zip(scales, w[f.order].split(32), strict=True)]
+    )
+    plain = harm(w[f.order], nearest, f.hessian)
+    fed, losses = quick(w, f, groups, 24)
+    assert float(loss(w, f, fed).sum()) < 0.8 * plain
+    torch.testing.assert_close(losses.sum(0), loss(w, f, fed), rtol=2e-2, atol=1e-5)
+    assert float(loss(w, f, solve(w, f, groups, Effort(sweeps=3))).sum()) < float(loss(w, f, fed).sum())
+
+
+def test_two_numbers_are_rounded_as_well_as_can_be() -> None:
+    grid = Grid(torch.tensor([0.5]), torch.tensor(-2.0), torch.tensor(1.0))
+    for seed in range(20):
+        w, h = problem(2, 1, seed)
+        w = w * 5
+        f = factors(w, h, 0.01)
+        found = feed_back(w, f, [2], lambda *_: grid).codes * 0.5
+        target = w[f.order]
+        every = [torch.tensor(pair)[:, None] * 0.5 for pair in product((-2.0, -1.0, 0.0, 1.0), repeat=2)]
+        best = min(harm(target, one, f.hessian) for one in every)
+        assert harm(target, found, f.hessian) <= 2.5 * best + 1e-6
+
+
+def slow_both(w: Tensor, scale: Tensor, half: Tensor, upper: Tensor, across: Tensor) -> Tensor:
+    """One number after the other, each error fed back to every number below and to the right."""
+    w, codes = w.clone(), torch.zeros_like(w)
+    for i in range(w.shape[0]):
+        for n in range(w.shape[1]):
+            q = (w[i, n] / scale[i, n]).round().clamp(-half[i], half[i] - 1)
+            error = (w[i, n] - (q * scale[i, n]).half().float()) / (upper[i, i] * across[n, n])
+            codes[i, n] = q
+            w -= error * upper[i][:, None] * across[n][None]
+    return codes
+
+
+@pytest.mark.parametrize(("inputs", "columns"), [(32, 32), (64, 40), (96, 7), (32, 70)])
+def test_the_wave_is_the_slow_rounding(inputs: int, columns: int) -> None:
+    w, h = problem(inputs, columns)
+    _, g = problem(columns, 1, 3)
+    upper = upper_of_inverse((h + 0.05 * h.diagonal().mean() * torch.eye(inputs)).double())
+    across = upper_of_inverse((g + 0.1 * g.diagonal().mean() * torch.eye(columns)).double())
+    assert upper is not None
+    assert across is not None
+    scale = (torch.rand(inputs, columns) * 0.02 + 0.02).double()
+    half = torch.full((inputs,), 4.0).double()
+    found = round_both(w.double(), scale, half, upper, across)
+    assert (found != slow_both(w.double(), scale, half, upper, across)).float().mean() < 0.002
+
+
+def test_knowing_the_outputs_helps() -> None:
+    w, h = problem(64, 64)
+    _, g = problem(64, 1, 5)
+    g = g / g.diagonal().mean() + 0.1 * torch.eye(64)
+    f, groups = factors(w, h, 0.02), recipe(32, (4, 1.0)).groups(64)
+
+    def both(across: Tensor | None) -> float:
+        error = w[f.order] - solve(w, f, groups, Effort(), across).values()
+        return float(((f.hessian @ error @ g) * error).sum())
+
+    assert both(upper_of_inverse(g)) < 0.8 * both(None)
+
+
+@pytest.mark.parametrize("group", [32, 128])
+def test_gptq_reads_back_as_it_was_solved(group: int) -> None:
+    w, h = problem(160, 24)
+    bias = torch.ones(24).half()
+    values, weight = solve_gptq(w, factors(w, h, 0.02), group, 2, bias)
+    tensors = gptq_format.write(weight)
+    config = GptqConfig(bits=4, group_size=group, desc_act=True, sym=False)
+    back = gptq_format.read(tensors, 160, 24, tensors["bias"], "here", config)
+    assert torch.equal(back.dequantize().float(), values)
+    assert bool((tensors["g_idx"].diff() < 0).any())
+    assert harm(w, values, h) < 0.01 * harm(w, torch.zeros_like(w), h)
+
+
+def test_zeros_and_dead_inputs_are_no_trouble() -> None:
+    w, h = problem(64, 32)
+    w[:, 3] = 0
+    h[5], h[:, 5] = 0, 0
+    for made in (recipe(32, (2, 1.0)), recipe(64, (8, 0.5), (6, 0.5))):
+        found = solve(w, factors(w, h, 0.02), made.groups(64), Effort()).dequantize()
+        assert bool(torch.isfinite(found).all())
+    nothing = torch.zeros_like(w)
+    assert not solve(nothing, factors(nothing, h, 0.02), made.groups(64), Effort()).dequantize().any()
+
+
+def test_overflow_is_named() -> None:
+    w, h = problem(32, 8)
+    h[0, 0] = torch.inf
+    with pytest.raises(InputError, match=r"layers\.3\.mlp\.up.*overflow"):
+        factors(w, h, 0.02, "layers.3.mlp.up")
+    with pytest.raises(InputError, match="NaN"):
+        factors(w * torch.nan, torch.eye(32), 0.02, "x")
+
+
+def test_an_input_that_never_varies_is_damped() -> None:
+    w, _ = problem(32, 8)
+    assert isinstance(factors(w, torch.zeros(32, 32), 0.02), Factors)

@@ -1,0 +1,117 @@
+"""A headless browser for tests of the web chat, and a model that says what it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import pytest
+
+from exlm.serve.answer import End, Piece
+from tests.serve.house import Served
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page as Page
+else:
+    Page: TypeAlias = Any
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+COMPLAINTS = ("error", "warning")
+DONE = ".message.assistant:last-child:not([aria-busy]) > footer .facts:not(:empty)"
+"""The facts below an answer that is complete."""
+
+
+@contextmanager
+def opened(server: Served, browser: Any, before: str = "", **options: Any) -> Iterator[Page]:
+    """The chat in a fresh profile, after a script; fails if the page complained, or asked anybody else."""
+    with browser.new_context(**options) as context:
+        page = context.new_page()
+        page.add_init_script(before)
+        complaints: list[str] = []
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("console", lambda said: said.type in COMPLAINTS and complaints.append(said.text))
+        page.on(
+            "request",
+            lambda asked: asked.url.startswith((server.url, "blob:")) or complaints.append(asked.url),
+        )
+        page.set_default_timeout(15_000)
+        page.goto(server.url)
+        page.wait_for_function("() => document.querySelector('#model').value")
+        yield page
+        expected = ("Failed to load resource",)  # what the browser itself says of a refused request
+        assert [one for one in complaints if not one.startswith(expected)] == []
+
+
+@contextmanager
+def browsing() -> Iterator[Any]:
+    """Chromium; tests are skipped where there is none."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
+    with playwright.sync_playwright() as driver:
+        found = next(filter(None, map(shutil.which, NAMES)), None)
+        if found is None and not Path(driver.chromium.executable_path).exists():
+            pytest.skip("needs a Chromium: install one, or run `playwright install chromium`")
+        with driver.chromium.launch(executable_path=found) as browser:
+            yield browser
+
+
+def say(page: Page, text: str) -> None:
+    """Type a message and send it."""
+    page.fill("#draft", text)
+    page.press("#draft", "Enter")
+
+
+def told(page: Page, text: str) -> dict[str, Any]:
+    """Say something, wait for the answer, and give the request that was made."""
+    with page.expect_request("**/v1/chat/completions") as asked:
+        say(page, text)
+    page.wait_for_selector(DONE)
+    body: dict[str, Any] = asked.value.post_data_json
+    return body
+
+
+def messages(page: Page) -> list[str]:
+    """The texts shown, thoughts left out."""
+    return [one.strip() for one in page.locator(".message .said, .message > .markdown").all_inner_texts()]
+
+
+class Script:
+    """Stands for a model's `run`: answers with a text, in pieces; an exception among them is raised."""
+
+    def __init__(self) -> None:
+        self.answers: list[str | Exception] = []
+        self.pause = 0.0
+        self.runs: list[Line] = []
+
+    def __call__(self, order: Any) -> Line:
+        answer = self.answers.pop(0) if self.answers else "An answer."
+        self.runs.append(Line(answer, self.pause))
+        return self.runs[-1]
+
+
+class Line:
+    """One answer of a script."""
+
+    def __init__(self, answer: str | Exception, pause: float) -> None:
+        self._answer, self._pause = answer, pause
+        self._left = list(answer) if isinstance(answer, str) else ["c", "u", "t", answer]
+        self.closed = False
+
+    async def settle(self, seconds: float) -> None:
+        """Nothing to wait for."""
+
+    async def next(self) -> tuple[int, Piece]:
+        await asyncio.sleep(self._pause)
+        if not self._left:
+            count = len(str(self._answer))
+            return 0, Piece(end=End("stop", 40, 32, count, 0, 0, (0.0, 0.1, count / 50)))
+        one = self._left.pop(0)
+        if isinstance(one, Exception):
+            raise one
+        return 0, Piece(one)
+
+    def close(self) -> None:
+        self.closed = True

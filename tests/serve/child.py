@@ -1,0 +1,47 @@
+"""A server in a process of its own, for tests that end it: FOLDER, slow or stuck, REPORTS."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from exlm.serve import Engine, Listing, Options, listen, serve
+from tests.serve.house import small
+
+PAUSE = 0.03
+
+
+def main(folder: str, mode: str, reports: str) -> None:
+    """Print the port, then serve a model that is slow, or one that never gives its third token."""
+    torch.set_num_threads(1)
+    engine = Engine([Listing("tiny", folder)], small)
+    engine.preload("tiny")
+    opened = listen("127.0.0.1", 0)
+
+    def started() -> None:
+        runner = engine.hosted["tiny"].generator.generator._loop.runner
+        decode, passes = runner.decode, iter(range(10**9))
+
+        def slow(*arguments: object) -> object:
+            time.sleep(1000 if mode == "stuck" and next(passes) == 2 else PAUSE)
+            return decode(*arguments)  # type: ignore[arg-type]
+
+        runner.decode = slow  # type: ignore[method-assign]
+        print(opened.getsockname()[1], flush=True)
+
+    serve(
+        engine,
+        Options(),
+        opened,
+        drain_seconds=20,
+        stall_seconds=1.0 if mode == "stuck" else 60.0,
+        reports=Path(reports),
+        started=started,
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,25 @@
+"""Servers to ask: one for all tests that leave it as they found it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from exlm.serve import Bounds, Options
+from tests import tiny
+from tests.serve.house import Served, preloaded, served
+
+
+@pytest.fixture(scope="session")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of 259 bytes and special tokens, with a chat template."""
+    return tiny.chatty(tmp_path_factory.mktemp("chatty"), max_position_embeddings=2048)
+
+
+@pytest.fixture(scope="module")
+def server(chatty: Path) -> Iterator[Served]:
+    """The random model, served without keys."""
+    with served(preloaded(chatty), Options(bounds=Bounds(answer=32))) as running:
+        yield running

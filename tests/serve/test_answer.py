@@ -1,0 +1,134 @@
+"""Replies: whatever pieces a text comes in, the events of a stream add up to the whole reply."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exlm.serve.answer import LEAST, Answer, End, Piece, Token, piece_of
+from exlm.serve.conversation import Conversation
+from exlm.serve.styles import GENERIC, HERMES, LLAMA3, MISTRAL, Style
+from exlm.serve.translate import Order
+
+END = End(
+    "stop", prompt_tokens=5, cached_tokens=2, new_tokens=7, accepted=1, rejected=2, seconds=(0.1, 0.2, 0.5)
+)
+CALL = '{"name": "f", "arguments": {"a": "é}"}}'
+FRAGMENTS = [
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "[TOOL_CALLS]",
+    CALL,
+    f"[{CALL}]",
+    " ",
+    "\n",
+    "hi",
+    "; ",
+]
+
+
+class Words:
+    """A tokenizer of five words."""
+
+    def get_id_to_piece_list(self, include_special_tokens: bool = False) -> list[str]:
+        return ["a", "b", "c", "\ufffd", ""]
+
+
+def order(style: Style | None, top: int | None = None, count: int = 1, **options: Any) -> Order:
+    talk = Conversation("", style, frozenset({"f"}))
+    return Order("chat", "m", Words(), jobs=({},) * count, top=top, talk=talk, **options)  # type: ignore[arg-type]
+
+
+def added_up(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message a client makes of a stream's events."""
+    message: dict[str, Any] = {"role": None, "content": "", "reasoning_content": "", "tool_calls": []}
+    reason = None
+    for told in events:
+        (choice,) = told["choices"]
+        assert reason is None, "something came after the end"
+        reason = choice["finish_reason"]
+        delta = choice["delta"]
+        message["role"] = delta.get("role", message["role"])
+        for name in ("content", "reasoning_content"):
+            message[name] += delta.get(name, "")
+        for call in delta.get("tool_calls", []):
+            if call["index"] == len(message["tool_calls"]):
+                message["tool_calls"].append(
+                    {"id": call["id"], "type": call["type"], "function": call["function"]}
+                )
+            else:
+                message["tool_calls"][call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    return {"message": message, "finish_reason": reason}
+
+
+@given(
+    st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=2), max_size=6).map("".join),
+    st.sampled_from([None, HERMES, LLAMA3, MISTRAL, GENERIC]),
+    st.lists(st.integers(0, 200), max_size=6),
+)
+def test_events_add_up_to_the_reply(text: str, style: Style | None, cuts: list[int]) -> None:
+    answer = Answer(order(style), "id", 1)
+    events = answer.first()
+    places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+    for start, stop in pairwise(places):
+        events += answer.push(0, Piece(text[start:stop]))
+    events += answer.push(0, Piece(end=END))
+    (choice,) = answer.body()["choices"]
+    whole = {"content": "", "reasoning_content": "", "tool_calls": [], **choice["message"]}
+    whole["content"] = whole["content"] or ""
+    assert added_up(events) == {"message": whole, "finish_reason": choice["finish_reason"]}
+    assert (choice["finish_reason"] == "tool_calls") == bool(whole["tool_calls"])
+
+
+def test_usage_counts_a_shared_prompt_once() -> None:
+    answer = Answer(order(None, count=4, n=2, usage=True))
+    for place in range(4):
+        answer.push(place, Piece("x", end=END))
+    usage = answer.usage()
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (10, 28, 38)
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 4
+    assert answer.timings()["tokens_per_second"] == 56
+    (last,) = answer.last()
+    assert last["choices"] == []
+    assert last["usage"] == usage
+
+
+def test_no_token_is_told_twice_or_never() -> None:
+    tokens = [Token(letter, -1.0, ()) for letter in "abc"]
+    answer = Answer(order(HERMES, top=0))
+    events = answer.push(0, Piece(" ", (tokens[0],)))  # held back: it may be the space before a call
+    assert events == []
+    events += answer.push(0, Piece("b", (tokens[1],)))
+    events += answer.push(0, Piece(end=END, tokens=(tokens[2],)))
+    told = [
+        token["token"]
+        for event in events
+        for token in (event["choices"][0].get("logprobs") or {"content": []})["content"]
+    ]
+    assert told == ["a", "b", "c"]
+    assert [token["token"] for token in answer.body()["choices"][0]["logprobs"]["content"]] == ["a", "b", "c"]
+
+
+def test_probabilities_are_the_models_own() -> None:
+    logits = torch.tensor([[[1.0, 3.0, 2.0, float("-inf"), 0.0]]])
+    result = {
+        "stage": "streaming",
+        "eos": False,
+        "text": "c",
+        "logits": logits,
+        "token_ids": torch.tensor([[3]]),
+    }
+    piece = piece_of(result, order(None, top=2))
+    assert piece is not None
+    (token,) = piece.tokens
+    assert token.logprob == LEAST
+    assert [text for text, _ in token.top] == ["b", "c"]
+    assert abs(token.top[0][1] - float(torch.log_softmax(logits[0, 0], -1)[1])) < 1e-6
+    assert piece_of({"stage": "started"}, order(None)) is None
+    assert piece_of({"stage": "streaming", "eos": False}, order(None)) is None

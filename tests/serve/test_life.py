@@ -1,0 +1,253 @@
+"""Beginnings and ends: clients that leave, models that come and go, a stuck engine, a signal to stop."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from exlm.serve import Engine, Keyring, Listing, Options
+from exlm.serve.pulse import Pulse
+from exlm.serve.watchdog import STUCK, Watchdog
+from tests.adapters import making
+from tests.conftest import ROOT
+from tests.serve.house import Served, preloaded, served, slowed, small
+
+LONG = {"prompt": "a", "max_tokens": 400, "min_tokens": 400, "temperature": 0}
+SHORT = {**LONG, "prompt": "a" * 250, "max_tokens": 40, "min_tokens": 40}
+
+
+def idle(server: Served) -> bool:
+    hosted = server.engine.hosted["tiny"]
+    return hosted.generator.generator.num_remaining_jobs() == 0 and hosted.pulse.waiting == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_is_forgotten_within_a_step(server: Served, stream: bool) -> None:
+    inner = server.engine.hosted["tiny"].generator.generator
+    with slowed(server, lambda: time.sleep(0.05)):
+        line = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        body = json.dumps({**LONG, "stream": stream})
+        line.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        server.wait(lambda: any(job.new_tokens >= 3 for job in inner.active_jobs))
+        (job,) = inner.active_jobs
+        line.close()
+        had = job.new_tokens
+        server.wait(lambda: idle(server))
+    assert job.new_tokens <= had + 2  # the step under way, and one that may have begun meanwhile
+    assert server.post("/v1/completions", prompt="a", max_tokens=2)[0] == 200
+
+
+def test_a_stuck_engine_is_noticed(chatty: Path) -> None:
+    barked: list[str] = []
+    held = threading.Event()
+    with served(preloaded(chatty), Options(ready_seconds=1.0)) as server:
+        assert server.ask("GET", "/health/ready")[0] == 200
+        watchdog = Watchdog(server.engine, 1.0, barked.append)
+        watchdog.start()
+        with slowed(server, held.wait):
+            assert server.ask("GET", "/health/ready")[0] == 503
+            assert server.ask("GET", "/health/live")[0] == 200  # the process itself is well
+            server.wait(lambda: bool(barked))
+            held.set()
+        watchdog.stop()
+        server.wait(lambda: idle(server))
+        assert server.ask("GET", "/health/ready")[0] == 200
+    assert "gave no result" in barked[0]
+    assert "a job of 1 tokens was queued" in barked[0]
+    assert "held.wait" in barked[0] or "slow" in barked[0]  # where its thread is
+
+
+def test_the_watchdog_lets_a_working_engine_be(server: Served) -> None:
+    barked: list[str] = []
+    watchdog = Watchdog(server.engine, 1.0, barked.append)
+    watchdog.start()
+    with slowed(server, lambda: time.sleep(0.05)):
+        server.post("/v1/completions", prompt="a", max_tokens=24, min_tokens=24)
+    time.sleep(1.3)  # nothing to do is no reason either
+    watchdog.stop()
+    assert barked == []
+
+
+def test_a_pulse_is_silent_only_while_something_waits() -> None:
+    now = [0.0]
+    pulse = Pulse(lambda: now[0])
+    now[0] = 100
+    assert pulse.silence == 0
+    pulse.begin("one")
+    now[0] = 103
+    assert pulse.silence == 3
+    pulse.beat({"stage": "started", "serial": 1})
+    assert pulse.silence == 0
+    now[0] = 104
+    pulse.begin("two")
+    assert pulse.silence == 1
+    pulse.end("one")
+    pulse.end("two")
+    now[0] = 200
+    assert pulse.silence == 0
+
+
+def test_ready_while_others_work(server: Served) -> None:
+    with slowed(server, lambda: time.sleep(0.01)):
+        asking = threading.Thread(target=lambda: server.post("/v1/completions", **SHORT))
+        asking.start()
+        for _ in range(3):
+            assert server.ask("GET", "/health/ready")[0] == 200
+        asking.join()
+
+
+def test_being_asked_whether_it_is_ready_costs_no_cached_prompt(server: Served) -> None:
+    prompt = "the quick brown fox " * 20
+    server.post("/v1/completions", prompt=prompt, max_tokens=1)
+    for _ in range(40):
+        assert server.ask("GET", "/health/ready")[0] == 200
+    usage = server.post("/v1/completions", prompt=prompt, max_tokens=1)[1]["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
+
+
+def test_models_come_and_go_by_name(chatty: Path, tmp_path: Path) -> None:
+    shapes = making.modules(chatty)
+    adapter = making.write(tmp_path / "lora", shapes, size=3.0)
+    listings = [
+        Listing("tiny", str(chatty), loras={"loud": str(adapter.folder)}),
+        Listing("other", str(chatty), draft="ngram"),
+        Listing("lost", str(tmp_path / "nowhere")),
+    ]
+    engine = Engine(listings, small)
+    engine.preload("tiny")
+    with served(engine, Options(keyring=Keyring(admin_keys=["k"]))) as server:
+        asked: dict[str, Any] = {"prompt": "abc", "max_tokens": 8, "temperature": 0}
+
+        def text(**more: Any) -> Any:
+            status, reply = server.post("/v1/completions", "k", **{**asked, **more})
+            assert status == 200, reply
+            return reply["choices"][0]["text"], reply["usage"]["completion_tokens_details"]
+
+        plain = text()
+        assert text(lora="loud") != plain
+        assert text(lora={"loud": 0.0})[0] == plain[0]
+        assert text() == plain
+        assert server.post("/v1/completions", "k", model="other", **asked)[0] == 503
+        assert server.post("/v1/admin/models/load", "k", model="lost")[0] == 503
+        assert server.post("/v1/admin/models/load", "k", model="other")[1]["loaded"] is True
+        assert text(model="other")[0] == plain[0]
+        assert text(model="other", speculative=True)[0] == plain[0]
+        assert sum(text(model="other", prompt="abcabcabc")[1].values()) > 0
+        assert sum(text(model="other", prompt="abcabcabc", speculative=False)[1].values()) == 0
+        assert server.post("/v1/completions", "k", model="other", lora="loud", **asked)[0] == 404
+        cards = server.ask("GET", "/v1/models", None, "k")[1]["data"]
+        assert [(card["id"], card["loaded"]) for card in cards] == [
+            ("tiny", True),
+            ("other", True),
+            ("lost", False),
+        ]
+        assert cards[0]["loras"] == ["loud"]
+        assert server.post("/v1/admin/models/unload", "k", model="other")[1]["loaded"] is False
+        assert server.post("/v1/completions", "k", model="other", **asked)[0] == 503
+        assert text() == plain
+
+
+def test_unloading_ends_what_runs(chatty: Path) -> None:
+    with served(preloaded(chatty), Options(keyring=Keyring(admin_keys=["k"]))) as server:
+        found: list[Any] = []
+        with slowed(server, lambda: time.sleep(0.02)):
+            asking = threading.Thread(
+                target=lambda: found.append(server.post("/v1/completions", "k", **LONG))
+            )
+            asking.start()
+            server.wait(lambda: server.engine.hosted["tiny"].pulse.tokens > 3)
+            assert server.post("/v1/admin/models/unload", "k", model="tiny")[0] == 200
+            asking.join()
+        assert found[0][0] == 503
+        assert server.ask("GET", "/health/ready", None, "k")[0] == 503
+        assert server.post("/v1/admin/models/load", "k", model="tiny")[0] == 200
+        assert server.post("/v1/completions", "k", prompt="a", max_tokens=2)[0] == 200
+
+
+def test_the_state_shows_pages_queue_and_batch(server: Served) -> None:
+    server.wait(lambda: idle(server))
+    with slowed(server, lambda: time.sleep(0.02)):
+        asking = threading.Thread(target=lambda: server.post("/v1/completions", **SHORT))
+        asking.start()
+        server.wait(lambda: server.engine.hosted["tiny"].generator.generator.active_jobs != [])
+        (model,) = server.ask("GET", "/v1/internal/state")[1]["models"]
+        (job,) = model["batch"]
+        assert len(job["pages"]) == 2
+        assert model["queue"] == []
+        assert model["pages"]["free"] == model["pages"]["total"] - 2
+        assert [model["pages"]["users"][page] for page in job["pages"]] == [1, 1]
+        assert len(model["pages"]["rows"]) == model["pages"]["total"]
+        asking.join()
+    numbers = server.ask("GET", "/metrics")[1]
+    assert 'exlm_tokens_total{kind="generated",model="tiny"}' in numbers
+    assert 'exlm_jobs{model="tiny",state="running"} 0.0' in numbers
+
+
+def test_a_folder_with_a_page_is_shown(chatty: Path, tmp_path: Path) -> None:
+    (tmp_path / "index.html").write_text("<h1>Chat</h1>")
+    (tmp_path / "chat.js").write_text("1")
+    with served(preloaded(chatty), Options(web=tmp_path)) as server:
+        status, text, headers = server.ask("GET", "/")
+        assert (status, text) == (200, "<h1>Chat</h1>")
+        assert headers["content-type"].startswith("text/html")
+        assert server.ask("GET", "/chat.js")[1] == "1"
+        assert server.ask("GET", "/../house.py")[0] == 404
+        assert server.ask("GET", "/v1/models")[0] == 200
+
+
+@contextmanager
+def child(folder: Path, mode: str, reports: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A server in its own process, and its port."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.serve.child", str(folder), mode, str(reports)]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            yield process, int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+def test_a_signal_drains(chatty: Path, tmp_path: Path) -> None:
+    with child(chatty, "slow", tmp_path) as (process, port):
+        body = json.dumps({**LONG, "max_tokens": 30, "min_tokens": 30, "stream": True})
+        with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as line:
+            line.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            with line.getresponse() as reply:
+                first = reply.read(10)
+                process.send_signal(signal.SIGTERM)
+                time.sleep(0.3)
+                with pytest.raises(ConnectionRefusedError):
+                    socket.create_connection(("127.0.0.1", port), timeout=5)
+                text = (first + reply.read()).decode()
+        assert text.endswith("data: [DONE]\n\n")
+        assert '"finish_reason":"length"' in text
+        assert process.wait(20) == 0
+
+
+def test_a_stuck_process_ends_itself(chatty: Path, tmp_path: Path) -> None:
+    with child(chatty, "stuck", tmp_path) as (process, port):
+        with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as line:
+            line.request("POST", "/v1/completions", json.dumps(LONG), {"Content-Type": "application/json"})
+            with pytest.raises((http.client.HTTPException, OSError)):
+                line.getresponse()
+        assert process.wait(20) == STUCK
+    (report,) = tmp_path.glob("exlm-stuck-*.txt")
+    text = report.read_text()
+    assert "tiny has 1 jobs and gave no result" in text
+    assert "job 0 started" in text

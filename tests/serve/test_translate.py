@@ -1,0 +1,185 @@
+"""Requests to jobs and results to replies, without a server: as a batch file would use them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from exlm import Generator, InputError, Job
+from exlm.serve import (
+    Answer,
+    Bounds,
+    ChatRequest,
+    CompletionRequest,
+    Host,
+    Listing,
+    Problem,
+    load,
+    order_of,
+    piece_of,
+)
+from exlm.serve.conversation import conversation, plain_messages
+from exlm.serve.limits import Gate
+from exlm.serve.problems import invalid, problem_of
+from exlm.serve.styles import GENERIC, HERMES, MISTRAL
+from exlm.serve.translate import needs_grammar, settings_of
+from tests.serve.house import small
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+NATIVE = (
+    "{% if tools %}<tool_call>{% for t in tools %}{{ t.function.name }}{% endfor %}{% endif %}"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
+    "assistant:"
+)
+
+
+@pytest.fixture(scope="module")
+def generator(chatty: Path) -> Generator:
+    loaded = small(Listing("tiny", str(chatty)))
+    return Generator(loaded.model, loaded.cache, loaded.tokenizer)
+
+
+@pytest.fixture
+def host(generator: Generator) -> Host:
+    return Host("tiny", generator.tokenizer, generator.max_seq_len, generator.model.config.vocab_size)
+
+
+@pytest.fixture
+def templated(host: Host, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Host]:
+    """The same model with another chat template."""
+
+    def change(source: str) -> Host:
+        from exlm.text.chat import Template
+
+        monkeypatch.setitem(host.tokenizer.chat_templates.templates, "default", Template(source, "test"))
+        return host
+
+    return change
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return ChatRequest.model_validate({"messages": [{"role": "user", "content": "hi"}], **fields})
+
+
+def test_a_request_is_answered_without_a_server(generator: Generator, host: Host) -> None:
+    request = CompletionRequest.model_validate({"prompt": ["ab", "cd"], "n": 2, "max_tokens": 5, "seed": 3})
+    order = order_of(request, host, Bounds())
+    jobs = [Job(**arguments) for arguments in order.jobs]
+    generator.enqueue(jobs)
+    answer = Answer(order, "cmpl-1", 7)
+    while not answer.done:
+        for result in generator.iterate():
+            if (piece := piece_of(result, order)) is not None:
+                answer.push(jobs.index(result["job"]), piece)
+    body = answer.body()
+    assert (body["id"], body["created"], body["object"]) == ("cmpl-1", 7, "text_completion")
+    assert [choice["text"] for choice in body["choices"]] == [job.full_completion for job in jobs]
+    assert body["usage"]["prompt_tokens"] == jobs[0].prompt_tokens + jobs[2].prompt_tokens
+    json.dumps(body)
+
+
+def test_settings_are_neutral_unless_told(host: Host) -> None:
+    plain = settings_of(chat(), host, Bounds())
+    assert (plain.temperature, plain.top_p, plain.top_k, plain.token_repetition_penalty) == (1.0, 1.0, 0, 1.0)
+    default = Bounds(sampling={"temperature": 0.3, "min_p": 0.1})
+    assert settings_of(chat(temperature=0.5), host, default).temperature == 0.5
+    assert settings_of(chat(), host, default).min_p == 0.1
+    assert settings_of(chat(frequency_penalty=0.5), host, default).token_frequency_penalty == 0.5
+    assert settings_of(chat(xtc_ignore_tokens=["a", 5]), host, default).xtc_ignore_tokens == {
+        host.tokenizer.single_id("a"),
+        5,
+    }
+
+
+def test_the_answer_is_as_long_as_it_may_be(host: Host) -> None:
+    def new(bounds: Bounds, **fields: Any) -> int:
+        return int(order_of(chat(**fields), host, bounds).jobs[0]["max_new_tokens"])
+
+    prompt = order_of(chat(), host, Bounds()).jobs[0]["input_ids"][0].shape[1]
+    assert new(Bounds(answer=100)) == 100
+    assert new(Bounds(answer=100_000)) == host.length - prompt
+    assert new(Bounds(answer=100, tokens=50)) == 50
+    assert new(Bounds(answer=100), max_tokens=200) == 200
+    with pytest.raises(Problem, match="exceed the context"):
+        new(Bounds(), max_tokens=host.length)
+
+
+def test_a_template_that_knows_tools_gets_them(templated: Callable[[str], Host]) -> None:
+    host = templated(NATIVE)
+    talk = conversation(chat(tools=[TOOL]), host.tokenizer)
+    assert talk.text == "<tool_call>fuser:hi\nassistant:"
+    assert (talk.style, talk.names, talk.schema) == (HERMES, {"f"}, None)
+    forced = conversation(chat(tools=[TOOL], tool_choice="required"), host.tokenizer)
+    assert forced.text.endswith("assistant:<tool_call>\n")
+    assert forced.schema is not None
+    assert conversation(chat(tools=[TOOL], tool_choice="none"), host.tokenizer).style is None
+    mistral = templated(NATIVE.replace("<tool_call>", "[TOOL_CALLS]"))
+    assert conversation(chat(tools=[TOOL], tool_choice="required"), mistral.tokenizer).style == MISTRAL
+    bare = templated(NATIVE.replace("<tool_call>", ""))
+    assert conversation(chat(tools=[TOOL]), bare.tokenizer).style == GENERIC
+
+
+def test_a_template_that_does_not_is_helped(host: Host) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "42", "tool_call_id": "1"},
+    ]
+    request = chat(messages=messages, tools=[TOOL])
+    text = conversation(request, host.tokenizer).text
+    assert '"name": "f"' in text
+    assert "user: hi" in text
+    assert '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>' in text
+    assert "<tool_response>\n42\n</tool_response>" in text
+    native = plain_messages(request.messages)
+    assert native[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
+    assert native[2] == {"role": "tool", "content": "42", "tool_call_id": "1"}
+
+
+def test_thoughts_are_expected_where_the_prompt_opens_them(templated: Callable[[str], Host]) -> None:
+    host = templated(NATIVE + "<think>\n")
+    order = order_of(chat(), host, Bounds())
+    parser = order.parser()
+    assert [type(part).__name__ for part in parser.feed("hm</think>yes") + parser.end()] == [
+        "Thought",
+        "Said",
+    ]
+    forced = conversation(chat(tools=[TOOL], tool_choice="required"), host.tokenizer)
+    assert forced.text.endswith("<think>\n</think>\n\n<tool_call>\n")
+
+
+def test_what_must_be_compiled_is_known_beforehand() -> None:
+    assert not needs_grammar(chat(tools=[TOOL]))
+    assert needs_grammar(chat(tools=[TOOL], tool_choice="required"))
+    assert needs_grammar(chat(response_format={"type": "json_object"}))
+    assert needs_grammar(chat(regex="a"))
+    assert not needs_grammar(chat(response_format={"type": "text"}))
+
+
+def test_a_gate_counts() -> None:
+    gate = Gate(1, "requests")
+    with gate.entered():
+        with pytest.raises(Problem, match="1 requests") as caught, gate.entered():
+            pass
+        assert caught.value.headers["Retry-After"].isdigit()
+    assert gate.inside == 0
+
+
+def test_problems_say_nothing_of_the_inside() -> None:
+    assert "secret" not in problem_of(RuntimeError("secret")).message
+    assert problem_of(RuntimeError("secret")).status == 500
+    assert invalid([{"type": "missing", "loc": ("body", "a", 0), "msg": "needed"}]).param == "a.0"
+
+
+def test_a_listing_is_loaded_as_it_says(chatty: Path) -> None:
+    loaded = load(Listing("tiny", str(chatty), cache_type="fp8", cache_tokens=300, draft=str(chatty)))
+    assert (type(loaded.cache).__name__, loaded.cache.max_seq_len) == ("CacheFP8", 512)
+    assert loaded.options["draft_cache"].max_seq_len == 512
+    loaded.unload()
+    with pytest.raises(InputError, match="cache type"):
+        load(Listing("tiny", str(chatty), cache_type="q3"))

@@ -1,0 +1,126 @@
+"""The web chat's files: served with their types, packed, and free of anything from elsewhere."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+import exlm.serve
+from tests.serve.house import Served
+
+WEB = Path(exlm.serve.__file__).with_name("web")
+FILES = sorted(path.name for path in WEB.iterdir())
+SCRIPTS = [name for name in FILES if name.endswith(".js")]
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+
+
+class Page(HTMLParser):
+    """What index.html is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[tuple[str, str]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        if self.tags and data.strip():
+            self.texts.append((self.tags[-1][0], data))
+
+
+@pytest.fixture(scope="module")
+def page() -> Page:
+    page = Page()
+    page.feed((WEB / "index.html").read_text())
+    return page
+
+
+def test_every_file_is_served_with_its_type(server: Served) -> None:
+    for path in ["/", *(f"/{name}" for name in FILES)]:
+        status, _, headers = server.ask("GET", path)
+        assert status == 200
+        assert headers["content-type"].split(";")[0] == TYPES[Path(path).suffix or ".html"]
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["cache-control"] == "no-cache"
+
+
+def test_pages_may_do_nothing_but_ask_their_server(server: Served) -> None:
+    policy = server.ask("GET", "/")[2]["content-security-policy"]
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    assert rules.pop("require-trusted-types-for") == "'script'"
+    assert {*rules.values()} == {"'none'", "'self'"}
+    assert rules["default-src"] == rules["frame-ancestors"] == rules["base-uri"] == "'none'"
+    assert "content-security-policy" not in server.ask("GET", "/v1/models")[2]
+
+
+@pytest.mark.parametrize(
+    "path", ["/../app.py", "/..%2fapp.py", "/web/index.html", "/nothing.js", "/%00", "/a/b"]
+)
+def test_nothing_else_is_served(server: Served, path: str) -> None:
+    assert server.ask("GET", path)[0] == 404
+
+
+def test_a_file_that_has_not_changed_is_not_sent_again(server: Served) -> None:
+    first = server.ask("GET", "/main.js")[2]
+    status, text, headers = server.ask("GET", "/main.js", **{"If-None-Match": first["etag"]})
+    assert (status, text) == (304, "")
+    assert "content-security-policy" in headers
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_nothing_comes_from_elsewhere(name: str) -> None:
+    text = (WEB / name).read_text()
+    namespaces = text.replace("http://www.w3.org/2000/svg", "")
+    assert not re.search(r"https?://\w|url\(|@import|\bsrcset\b|(?:src|href)=[\"']//", namespaces)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_read_no_text_as_code(name: str) -> None:
+    text = (WEB / name).read_text()
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", text
+    )
+    for found in re.findall(r'from "(.*?)"', text):
+        assert (WEB / found).is_file()
+
+
+def test_scripts_are_few_and_short() -> None:
+    lines = {name: len((WEB / name).read_text().splitlines()) for name in SCRIPTS}
+    assert max(lines.values()) <= 400
+    assert sum(lines.values()) <= 1600
+
+
+def test_the_page_has_nothing_inline(page: Page) -> None:
+    assert not [
+        attrs for _, attrs in page.tags if any(name == "style" or name.startswith("on") for name in attrs)
+    ]
+    assert not [tag for tag, text in page.texts if tag in ("script", "style")]
+    for tag, attrs in page.tags:
+        for name in ("src", "href"):
+            if name in attrs and tag != "use":
+                assert (WEB / (attrs[name] or "")).is_file()
+
+
+def test_every_control_of_the_page_has_a_name(page: Page) -> None:
+    labelled = {attrs.get("for") for tag, attrs in page.tags if tag == "label"}
+    for tag, attrs in page.tags:
+        if tag in ("input", "select", "textarea"):
+            assert "aria-label" in attrs or attrs.get("id") in labelled, attrs
+        if tag == "button" and "icon" in (attrs.get("class") or ""):
+            assert attrs["aria-label"] == attrs["title"].split(" (")[0]  # type: ignore[union-attr]
+    ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
+    assert len(ids) == len({*ids})
+
+
+def test_every_symbol_is_there(page: Page) -> None:
+    symbols = {attrs["id"] for tag, attrs in page.tags if tag == "symbol"}
+    used = {(attrs["href"] or "")[1:] for tag, attrs in page.tags if tag == "use"}
+    for name in SCRIPTS:
+        text = (WEB / name).read_text()
+        used |= {f"i-{one}" for one in re.findall(r'(?:\bicon|iconButton|turn)\("(\w+)"', text)}
+    assert used == symbols
