@@ -39,7 +39,7 @@ def test_a_quantised_model_is_its_dense_twin(tmp_path: Path, write: Any, make: A
 
 @pytest.mark.parametrize(
     ("kernels", "most"), [("0", 1.2), ("1", 1.3)]
-)  # which hold a matrix twice for a moment
+)  # kernels hold a matrix twice at first
 def test_peak_memory_is_that_of_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: str, most: float
 ) -> None:
