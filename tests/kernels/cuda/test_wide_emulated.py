@@ -115,10 +115,11 @@ def test_numbers_of_rows(workshop: EmulatedWorkshop) -> None:
         answer(product, torch.randn(65, 512).half())
 
 
+@pytest.mark.parametrize("wide", [True, False])
 @pytest.mark.parametrize("rows", [16, 20, 65])
-def test_the_backend_takes_any_number_of_rows(workshop: EmulatedWorkshop, rows: int) -> None:
+def test_the_backend_takes_any_number_of_rows(workshop: EmulatedWorkshop, rows: int, wide: bool) -> None:
     packed = weight("short last group", bias=True)
-    product = PackedLinear(workshop, arrange(packed), Ordering(workshop))
+    product = PackedLinear(workshop, arrange(packed), Ordering(workshop), wide)
     x = torch.randn(1, rows, packed.in_features).half()
     assert off(product(x), right(x, packed)) < LIMIT
 
