@@ -16,10 +16,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from exlm.bench.weights import Form, Random, form
+from exlm.formats import PackedWeight
 from exlm.kernels.cuda import linear, wide
 from exlm.kernels.cuda.linear import ALIKE, Normal, Plan, Product
 from exlm.kernels.cuda.program import Workshop, compiled
-from exlm.kernels.cuda.tiles import BLOCK, Layout, Run, Tiles
+from exlm.kernels.cuda.tiles import Tiles, arrange
 from exlm.kernels.cuda.wide import WideProduct
 
 from .gpu import copy_speed, replayed
@@ -33,8 +35,8 @@ SHAPES: dict[str, tuple[int, list[int], bool]] = {
 }
 """Inputs, outputs, and whether a norm stands before them."""
 PLANS = [
-    Plan(2, 8, 2), Plan(2, 8, 3), Plan(4, 8, 2), Plan(2, 16, 2), Plan(2, 16, 3), Plan(2, 4, 4), Plan(4, 4, 3),
-    Plan(1, 16, 3),
+    Plan(4, 8, 2), Plan(2, 16, 2), Plan(4, 4, 3), Plan(4, 9, 2), Plan(2, 12, 2), Plan(4, 5, 2), Plan(4, 6, 2),
+    Plan(4, 7, 2), Plan(3, 9, 2), Plan(3, 8, 2), Plan(3, 6, 3), Plan(2, 9, 2), Plan(2, 9, 3), Plan(2, 24, 2),
 ]  # fmt: skip
 WIDE_PLANS = [
     wide.Plan(2, 8, 3), wide.Plan(2, 8, 4), wide.Plan(2, 8, 6), wide.Plan(2, 8, 3, 2), wide.Plan(1, 8, 4),
@@ -44,18 +46,11 @@ WIDE_PLANS = [
 Work = Callable[[], None]
 
 
-def random_tiles(inputs: int, outputs: int, widths: list[int], group: int, source: torch.Tensor) -> Tiles:
-    """A matrix of random codes and small scales: two blocks of each width, the rest of the last."""
-    layout = Layout(tuple(sorted((bits, min(8, group // 16)) for bits in widths)), "half", False)
-    runs = []
-    for bits in widths:
-        blocks = 2 if bits != widths[-1] else inputs // BLOCK - 2 * (len(widths) - 1)
-        shape = (-(-outputs // 16), blocks, layout.brick(bits))
-        bricks = torch.randint(0, 256, shape, dtype=torch.uint8, device=source.device)
-        scales = torch.rand(*shape[:2], 16 * layout.groups(bits), device=source.device) * 0.001
-        bricks[:, :, 256 * bits :] = scales.half().view(torch.uint8)
-        runs.append(Run(bits, bricks))
-    return Tiles(layout, tuple(runs), inputs, outputs, source, 1.0, None)
+def random_tiles(inputs: int, outputs: int, form: Form, random: Random) -> Tiles:
+    """A matrix of random numbers in the true layout of a format."""
+    weight = form.weight(inputs, outputs, random, False, 0.02)
+    assert isinstance(weight, PackedWeight)
+    return arrange(weight)
 
 
 def plans(rows: int) -> Sequence[Plan]:
@@ -109,30 +104,28 @@ def main() -> None:
     """Measure, print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.matrices", description="Packed matrices.")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 16])
-    parser.add_argument("--bits", type=int, nargs="*", default=[4], help="widths, the widest first")
-    parser.add_argument("--group", type=int, default=128)
+    parser.add_argument("--form", default="exl2", help="exl2, gptq or gguf")
+    parser.add_argument("--bits", type=float, help="of a weight; what is usual if not given")
     parser.add_argument("--all", action="store_true", help="print every plan's time")
     chosen = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device())
     workshop = Workshop(device, Path(gettempdir()) / "exlm-kernels")
     roof = copy_speed(device)
+    stored, random = form(chosen.form, chosen.bits), Random(1, device)
     model = {
-        name: [
-            [random_tiles(inputs, width, chosen.bits, chosen.group, order) for width in widths]
-            for order in (torch.randperm(inputs, device=device).int() for _ in range(LAYERS))
-        ]
+        name: [[random_tiles(inputs, width, stored, random) for width in widths] for _ in range(LAYERS)]
         for name, (inputs, widths, _) in SHAPES.items()
     }
     compile_ahead(workshop, model, chosen.rows)
-    widths = ", ".join(map(str, chosen.bits))
-    title = f"{widths} bits, groups of {chosen.group}; a copy moves {roof / 1e12:.2f} TB/s"
+    title = f"{stored}; a copy moves {roof / 1e12:.2f} TB/s"
     table = Table(
         "matrix", "rows", "us", "TB/s", "% of copy", "tiles, warps, stages (, resident)", title=title
     )
     for rows in chosen.rows:
         total = 0.0
         for name, layers in model.items():
-            size, norm = sum(one.nbytes for one in layers[0]), SHAPES[name][2]
+            inputs, widths, norm = SHAPES[name]
+            size = sum(stored.nbytes(inputs, width, False) for width in widths)
             times = {
                 plan: replayed(chain(workshop, layers, norm, plan, rows)) / LAYERS for plan in plans(rows)
             }

@@ -120,3 +120,17 @@ def test_rows_in_another_order(workshop: EmulatedWorkshop) -> None:
     x = torch.randn(3, tiles.in_features).half()
     want = torch.nn.functional.pad(x, (0, 1))[:, tiles.source.long()]  # -1 is the padding
     assert reordered(workshop, tiles, unsigned(tiles.source), x).equal(want)
+
+
+def test_a_gate_whose_inputs_are_ordered_otherwise(workshop: EmulatedWorkshop) -> None:
+    """As converters write them: one order for both, but more inputs of the wider codes in one."""
+    torch.manual_seed(4)
+    widths = {"gate": [(5, [32] * 3), (4, [128] * 4)], "up": [(5, [32] * 7), (4, [128] * 3)]}
+    gate, up = (
+        matrix(tuple(segment(bits, sizes, 40, False, False) for bits, sizes in parts), 40)
+        for parts in widths.values()
+    )
+    norm, x = normal(608), torch.randn(16, 608).half()
+    product = Product(workshop, alike([arrange(gate), arrange(up)]), norm, "silu", Plan(2, 2, 3))
+    assert product.form.apart
+    check(product, x, [gated(x, gate, up, norm, "silu")], None, (1, 9))

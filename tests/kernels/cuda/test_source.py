@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,21 +16,27 @@ from exlm.kernels.cuda.tiles import Layout, arrange
 from tests.kernels.cuda.random_weights import KINDS, weight
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
-EVERY = tuple((bits, steps) for bits, steps in zip((2, 3, 4, 5, 6, 8), (8, 4, 8, 2, 2, 1), strict=True))
+EXL2 = Layout(4, 8, 2, "half", False)
+GPTQ = Layout(4, 8, 8, "table", False)
+GGUF = Layout(5, 2, 2, "none", True)
+MIXED = tuple(replace(EXL2, bits=bits) for bits in (3, 5, 6))
 CHOICES = {
-    "exl2": choices(Form(Layout(EVERY, "half", False), 4, 3, norm=True), 1, Plan(), 2),
-    "gptq": choices(Form(Layout(((4, 8),), "table", False), 4, 2, act=1), 2, Plan()),
-    "gguf": choices(Form(Layout(((5, 2),), "none", True), 5), 2, Plan(1, 8, 3)),
-    "one row": choices(
-        Form(Layout(((4, 8), (6, 2)), "half", False), 4, 2, norm=True, act=3), 1, Plan(2, 16), 3
+    "exl2": choices(Form((EXL2,) * 3, norm=True), 1, Plan(), 2),
+    "three widths": choices(Form(MIXED, norm=True), 2, Plan()),
+    "gptq": choices(Form((GPTQ,) * 2, act=1), 2, Plan()),
+    "gguf": choices(Form((GGUF,)), 2, Plan(1, 8, 3)),
+    "one row": choices(Form(MIXED[:2], norm=True, act=3, apart=True), 1, Plan(2, 16), 3),
+    "two and eight bits": choices(
+        Form(tuple(replace(EXL2, bits=bits, fine=1) for bits in (2, 8))), 1, Plan(), 2
     ),
 }
 
 
 WIDE = {
-    "exl2": dealt(Form(Layout(EVERY, "half", False), 4, 3, norm=True), 8, wide.Plan()),
-    "gptq": dealt(Form(Layout(((4, 8),), "table", False), 4, 2, act=1), 4, wide.Plan()),
-    "gguf": dealt(Form(Layout(((5, 2),), "none", True), 5), 6, wide.Plan(1, 4, 2)),
+    "exl2": dealt(Form((EXL2,) * 3, norm=True), 8, wide.Plan()),
+    "three widths": dealt(Form(MIXED, norm=True), 4, wide.Plan()),
+    "gptq": dealt(Form((GPTQ,) * 2, act=1), 4, wide.Plan()),
+    "gguf": dealt(Form((GGUF,)), 6, wide.Plan(1, 4, 2)),
 }
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from exlm.errors import Unsupported
 from exlm.formats.packed import PackedWeight
 from exlm.formats.scales import Direct
-from exlm.kernels.cuda.tiles import BLOCK, PLANES, Layout, Tiles, alike, arrange, expand
+from exlm.kernels.cuda.lanes import BLOCK, PLANES
+from exlm.kernels.cuda.tiles import Tiles, alike, arrange, digits, expand, stored_source
 from tests.kernels.cuda.random_weights import KINDS, segment, weight
 
 
@@ -52,16 +53,23 @@ def test_any_mixture(
     tiles = arrange(packed)
     assert numbers(tiles).equal(packed.dequantize())
     assert tiles.blocks * BLOCK >= inputs
-    assert len(tiles.widths) == len(set(tiles.widths))
+    assert len(stored_source(tiles)) == tiles.stored * BLOCK
+    codes = sum(one.rows * digits(one.bits, tiles.layout.bits, not zeros and not minima) for one in segments)
+    assert (
+        codes
+        <= tiles.stored * BLOCK
+        < codes + len(tiles.shares) * BLOCK * max(s.digits for s in tiles.shares)
+    )
 
 
 def test_several_share_the_finest_layout() -> None:
     kinds = [weight(kind) for kind in ("4 bits", "4 bits in small groups", "6 and 4 bits")]
     together = alike([arrange(one) for one in kinds])
-    assert {one.layout for one in together} == {Layout(((4, 2), (6, 2)), "half", False)}
+    assert {(one.layout.bits, one.layout.steps, one.layout.fine) for one in together} == {(4, 2, 2)}
     for tiles, one in zip(together, kinds, strict=True):
         assert numbers(tiles).equal(one.dequantize())
-        assert all(run.bricks.shape[2] == tiles.layout.brick(run.bits) for run in tiles.runs)
+        assert tiles.main.bricks.shape[2] == tiles.layout.brick(False)
+        assert tiles.fine.bricks.shape[2] == tiles.layout.brick(True) or not tiles.fine.shares
 
 
 def test_zero_points_of_two_sorts_stay_apart() -> None:
@@ -69,11 +77,28 @@ def test_zero_points_of_two_sorts_stay_apart() -> None:
         alike([arrange(weight("4 bits")), arrange(weight("zero points"))])
 
 
-def test_each_width_has_groups_of_its_own_size() -> None:
+def test_few_codes_of_another_width_keep_their_groups() -> None:
     packed = weight("6 and 4 bits")
     tiles = arrange(packed)
-    assert tiles.layout.steps == ((4, 8), (6, 2))
+    assert (tiles.layout.bits, tiles.layout.steps, tiles.layout.fine) == (4, 8, 2)
+    assert [(share.digits, share.blocks) for share in tiles.shares] == [(2, 1), (1, 3)]
     assert numbers(tiles).equal(packed.dequantize())
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("width", sorted(PLANES))
+def test_digits_are_enough_and_no_more(width: int, signed: bool) -> None:
+    """All numbers of so many digits, by counting them up."""
+    low = -(1 << (width - 1)) if signed else 0
+    reach = range(low, low + (1 << width))
+    for bits in PLANES:
+        first = -(1 << (bits - 1)) if signed else 0
+        wanted = set(range(first, first + (1 << bits)))
+        numbers, count = set(reach), 1
+        while not wanted <= numbers:
+            numbers = {digit + (rest << width) for digit in reach for rest in numbers}
+            count += 1
+        assert digits(bits, width, signed) == count
 
 
 def test_small_scales_are_lifted_by_a_power_of_two() -> None:

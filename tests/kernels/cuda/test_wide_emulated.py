@@ -78,11 +78,14 @@ def test_a_gate_of_other_widths(workshop: EmulatedWorkshop) -> None:
         for name, parts in widths.items()
     }
     x = torch.randn(20, 640).half()
-    for names in (("four", "six"), ("six", "both"), ("both", "four")):
+    for names in (("four", "six"), ("six", "four"), ("both", "both")):
         gate, up = (made[name] for name in names)
         tiles = alike([arrange(gate), arrange(up)])
         product = WideProduct(Product(workshop, tiles, None, "silu"), Plan(4, 2, 3))
         check(product, x, [gated(x, gate, up, None, "silu")], None, 18)
+    apart = Product(workshop, alike([arrange(made["four"]), arrange(made["both"])]), None, "silu")
+    with pytest.raises(Unsupported, match="ordered differently"):
+        WideProduct(apart)
 
 
 def test_matrices_of_different_kinds_together(workshop: EmulatedWorkshop) -> None:

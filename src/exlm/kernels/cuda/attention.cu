@@ -14,8 +14,8 @@
 // Lengths and pages are read while the kernel before still runs: it must not be one that writes them. Part 0 of every
 // row has work and waits, so that whoever waits for this kernel has waited for the one before as well.
 //
-// Set when compiling: HEAD (64 or 128), KV (heads of a token), SHARE (query heads of each), PAGE (its tokens), KEYS and VALUES (0: float16, 1: rotated codes of 8 bits, 2: of 4 bits, 3: the
-// upper bytes of float16), COLUMNS (queries / 8 that a block takes), WARPS, STEPS (sixteens of tokens in a tile),
+// Set when compiling: HEAD (64 or 128), KV (heads of a token), SHARE (query heads of each), PAGE (its tokens), KEYS and
+// VALUES (0: float16, 1: rotated codes of 8 bits, 2: of 4 bits, 3: the upper bytes of float16), COLUMNS (queries / 8 that a block takes), WARPS, STEPS (sixteens of tokens in a tile),
 // RESIDENT (thread blocks of a multiprocessor), UNIT (the smallest chunk), SLOTS (the most chunks, but for powers of
 // two), CAPPED, MASKED.
 

@@ -19,9 +19,10 @@ from ...formats import PackedWeight, Weight
 from .. import backend as b
 from ..reference import ReferenceBackend
 from .attention import HEADS, Attend, Desk
+from .lanes import BLOCK
 from .linear import ACTS, ALIKE, Normal, Product, expanded, plan_for, reordered, unsigned
 from .program import Workshop, bindings
-from .tiles import BLOCK, Tiles, alike, arrange
+from .tiles import Tiles, alike, arrange
 from .wide import MOST, WideProduct
 
 
@@ -31,7 +32,7 @@ class Few:
     def __init__(self, product: Product, wide: bool) -> None:
         self.widths = product.widths
         self._product = product
-        self._wide = WideProduct(product) if wide else None
+        self._wide = WideProduct(product) if wide and not product.form.apart else None
 
     def __call__(self, x: Tensor, out: Sequence[Tensor], residual: Tensor | None = None) -> None:
         """Fill out[i] (rows, outputs) with x (rows, inputs) @ matrix i + residual; all contiguous float16."""

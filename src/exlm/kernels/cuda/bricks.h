@@ -3,34 +3,30 @@
 // Weights lie in memory in bricks of 128 inputs by 16 outputs, codes as the lanes of the tensor cores want them and
 // scales behind (tiles.py). What is multiplied, and by whom, is said by the sources that include this one.
 //
-// Set when compiling: WIDTHS (bit b: there are codes of b bits), STEPS (sixteens of inputs with one scale: 1, 2, 4 or 8;
-// for codes of b bits the nibble b - 1), ZEROS (0: half of the codes' range, 1: none, 2: a table), MINIMA (there are
-// tables of them), TILES (of 16 outputs that a warp works on), WARPS, STAGES (bricks on their way), COLUMNS (rows of
-// activations / 8), PARTS (matrices side by side), NORM (x is first divided by its root mean square), ACT (0: matrices
-// answer each for itself; else there are two and the answer is act(first) times second: 1 silu, 2 gelu's approximation,
-// 3 gelu, 4 relu). The source that includes this one says whether rows are SUMMED group by group.
+// Set when compiling: BITS (of the codes of each matrix; a nibble for each of them, the first lowest), STEPS (sixteens of
+// inputs with one scale: 1, 2, 4 or 8), FINE (the same in the bricks of codes that had another width), ZEROS (0: half of
+// the codes' range, 1: none, 2: a table), MINIMA (there are tables of them), TILES (of 16 outputs that a warp works on),
+// WARPS, STAGES (bricks on their way), COLUMNS (rows of activations / 8), PARTS (matrices side by side), NORM (x is first
+// divided by its root mean square), ACT (0: matrices answer each for itself; else there are two and the answer is
+// act(first) times second: 1 silu, 2 gelu's approximation, 3 gelu, 4 relu). The source that includes this one says
+// whether rows are SUMMED group by group.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
 
-struct Segment {
-    const char* bricks;  // (tile, block) of BRICK bytes each
-    int first, blocks;   // blocks of 128 inputs
-    int bits;
-};
-
+// A tile's bricks are first those with FINE groups, then the others.
 struct Matrix {
-    Segment segments[6];
-    int count, blocks, tiles;
-    float factor;  // of every sum
+    const char *fine, *main;  // (tile, brick)
+    int fines, bricks, tiles; // bricks of a tile: the fine ones, and all
+    float factor;             // of every sum
 };
 
 // How a row of x becomes what the lanes expect. `source` and `norm` lie in the order of the prepared numbers.
 struct Entrance {
-    const u16* source;  // (block, pair of steps, quarter, 8) which input stands there, 65535 for none; null: in order
+    const u16* source;  // (brick, pair of steps, quarter, 8) which input stands there, 65535 for none; null: in order
     const float* norm;  // the same, its factor
-    uint4* words;       // prepared by `prepare`: (block, pair of steps, row, quarter) 8 halves
-    float* sums;        // (block, SUMS, stride)
+    uint4* words;       // prepared by `prepare`: (brick, pair of steps, row, quarter) 8 halves
+    float* sums;        // (brick, SUMS, stride)
 };
 
 struct Part {
@@ -52,32 +48,26 @@ struct Job {
 
 #define LOOP _Pragma("unroll")
 #define TABLES (1 + (ZEROS == 2) + MINIMA)
-#define STEPS_OF(bits) ((u32)STEPS >> 4 * ((bits) - 1) & 15)
-#define GROUPS_OF(bits) (8 / STEPS_OF(bits))
-#define BRICK(bits) (256 * (bits) + 32 * TABLES * GROUPS_OF(bits))
+#define BITS_OF(part) (BITS >> 4 * (part) & 15)
+#define BRICK(bits, steps) (256 * (bits) + 32 * TABLES * (8 / (steps)))
 #define SIDES (ACT ? 2 : 1)    // matrices that a warp works on
 #define EACH (TILES / SIDES)   // tiles of each
 #define THREADS (WARPS * 32)
+#define FINEST (FINE < STEPS ? FINE : STEPS)
+#define SUMS (8 / FINEST)      // that there is room for, of each brick and row
 
 __device__ constexpr int widest() {
-    int most = 2;
-    for (int bits = 2; bits <= 8; bits++)
-        if (WIDTHS >> bits & 1) most = bits;
-    return most;
-}
-__device__ constexpr int most_numbers() {  // of a group's tables that a lane needs of a brick
     int most = 0;
-    for (int bits = 2; bits <= 8; bits++)
-        if (WIDTHS >> bits & 1 && TABLES * GROUPS_OF(bits) > most) most = TABLES * GROUPS_OF(bits);
+    for (int part = 0; part < PARTS; part++)
+        if (BITS_OF(part) > most) most = BITS_OF(part);
     return most;
 }
-__device__ constexpr int finest() {  // the fewest steps of a group
-    int least = 8;
-    for (int bits = 2; bits <= 8; bits++)
-        if (WIDTHS >> bits & 1 && STEPS_OF(bits) < least) least = STEPS_OF(bits);
-    return least;
+__device__ constexpr bool one_width() {
+    for (int part = 1; part < PARTS; part++)
+        if (BITS_OF(part) != BITS_OF(0)) return false;
+    return true;
 }
-#define SUMS (8 / finest())  // of each block and row
+#define SLOT BRICK(widest(), FINEST)  // bytes that a brick may have
 
 #ifndef EMULATED  // tests bring their own of these to run the kernels on a processor
 #define DEVICE __device__ __forceinline__
@@ -137,13 +127,13 @@ DEVICE float high_half(u32 pair) { return as_float((u16)(pair >> 16)); }
 DEVICE u32 moved(u32 word, int right) { return right >= 0 ? word >> right : word << -right; }
 
 // What the codes of outputs 8 to 15 are multiplied by: they are taken out of their words where they lie.
-template <int BITS> struct Width {
-    static const int odd = BITS == 8 ? 1 : BITS < 4 ? 4 : 16;
+template <int BITS_> struct Width {
+    static const int odd = BITS_ == 8 ? 1 : BITS_ < 4 ? 4 : 16;
 };
 
 // A lane's codes of a brick: words of up to two planes.
-template <int BITS> struct Codes {
-    static const int low_words = BITS < 4 ? 4 : 8, high_words = BITS == 8 ? 8 : BITS == 6 ? 4 : BITS % 2 ? 2 : 0;
+template <int BITS_> struct Codes {
+    static const int low_words = BITS_ < 4 ? 4 : 8, high_words = BITS_ == 8 ? 8 : BITS_ == 6 ? 4 : BITS_ % 2 ? 2 : 0;
     u32 low[low_words], high[high_words ? high_words : 1];
 
     // One step (0..7): 1024 + code in the four registers of an mma's first operand; 1024 + ODD times the code for
@@ -153,62 +143,52 @@ template <int BITS> struct Codes {
             const int up = j % 2 ? ODD == 16 ? 4 : ODD == 4 ? 2 : 0 : 0;  // by which the code's bits stay away from the end
             const int pair = 2 * (step % 2 * 4 + j), one = step % 4 * 4 + j;  // where fields of 2 and of 1 bit begin
             u32 code = 0x64006400;
-            if (BITS < 4) code = pick(moved(low[step / 2], pair - up), 0x00030003 << up, code);
-            if (BITS == 3) code = pick(moved(high[step / 4], one - 2 - up), 0x00040004 << up, code);
-            if (BITS >= 4) code = pick(moved(low[step], 4 * j - up), 0x000f000f << up, code);
-            if (BITS == 5) code = pick(moved(high[step / 4], one - 4 - up), 0x00100010 << up, code);
-            if (BITS == 6) code = pick(moved(high[step / 2], pair - 4 - up), 0x00300030 << up, code);
-            if (BITS == 8) code = pick(moved(high[step], 4 * j - 4 - up), 0x00f000f0 << up, code);
+            if (BITS_ < 4) code = pick(moved(low[step / 2], pair - up), 0x00030003 << up, code);
+            if (BITS_ == 3) code = pick(moved(high[step / 4], one - 2 - up), 0x00040004 << up, code);
+            if (BITS_ >= 4) code = pick(moved(low[step], 4 * j - up), 0x000f000f << up, code);
+            if (BITS_ == 5) code = pick(moved(high[step / 4], one - 4 - up), 0x00100010 << up, code);
+            if (BITS_ == 6) code = pick(moved(high[step / 2], pair - 4 - up), 0x00300030 << up, code);
+            if (BITS_ == 8) code = pick(moved(high[step], 4 * j - 4 - up), 0x00f000f0 << up, code);
             out[j] = code;
         }
     }
 };
 
-// A lane's part of a brick: the pieces of its codes, and the numbers that two outputs' groups have.
-template <int FOURS, bool TWO, int NUMBERS> struct Brick {
-    uint4 four[FOURS];
+// A lane's part of a brick: its codes, and the numbers that two outputs' groups have.
+template <int BITS_, int STEPS_> struct Brick {
+    static const int fours = BITS_ / 2, groups = 8 / STEPS_;
+    uint4 four[fours];
     uint2 two;
-    u32 numbers[NUMBERS];
+    u32 numbers[TABLES * groups];
 
     // From a brick in shared memory (NEAR), or where it lies.
-    template <bool NEAR> DEVICE void load(const char* from, int bits, int lane) {
-        LOOP for (int i = 0; i < FOURS; i++) if (i < bits / 2) {
+    template <bool NEAR> DEVICE void load(const char* from, int lane) {
+        LOOP for (int i = 0; i < fours; i++) {
             const char* piece = from + i * 512 + lane * 16;
             four[i] = NEAR ? *(const uint4*)piece : read16(piece);
         }
-        if (TWO && bits % 2) {
-            const char* piece = from + bits / 2 * 512 + lane * 8;
+        if (BITS_ % 2) {
+            const char* piece = from + fours * 512 + lane * 8;
             two = NEAR ? *(const uint2*)piece : read8(piece);
         }
-        LOOP for (int i = 0; i < NUMBERS; i++) if (i < TABLES * (8 / STEPS_OF(bits))) {
-            const char* piece = from + 256 * bits + i * 32 + lane / 4 * 4;
+        LOOP for (int i = 0; i < TABLES * groups; i++) {
+            const char* piece = from + 256 * BITS_ + i * 32 + lane / 4 * 4;
             numbers[i] = NEAR ? *(const u32*)piece : read4(piece);
         }
     }
 
-    template <int BITS> DEVICE Codes<BITS> codes() const {
-        constexpr int low = Codes<BITS>::low_words / 4;
-        Codes<BITS> out;
-        LOOP for (int i = 0; i < low && i < FOURS; i++) spread(four[i], out.low + 4 * i);
-        LOOP for (int i = low; i < low + Codes<BITS>::high_words / 4 && i < FOURS; i++) spread(four[i], out.high + 4 * (i - low));
-        if (BITS % 2) out.high[0] = two.x, out.high[1] = two.y;
+    DEVICE Codes<BITS_> codes() const {
+        constexpr int low = Codes<BITS_>::low_words / 4;
+        Codes<BITS_> out;
+        LOOP for (int i = 0; i < low; i++) spread(four[i], out.low + 4 * i);
+        LOOP for (int i = low; i < fours; i++) spread(four[i], out.high + 4 * (i - low));
+        if (BITS_ % 2) out.high[0] = two.x, out.high[1] = two.y;
         return out;
     }
     DEVICE static void spread(uint4 piece, u32* to) {
         to[0] = piece.x, to[1] = piece.y, to[2] = piece.z, to[3] = piece.w;
     }
 };
-typedef Brick<widest() / 2, (WIDTHS & (8 | 32)) != 0, most_numbers()> Any;
-
-#define EACH_WIDTH(bits, work) \
-    if ((WIDTHS & 4) && (WIDTHS == 4 || bits == 2)) { work(2) } \
-    if ((WIDTHS & 8) && (WIDTHS == 8 || bits == 3)) { work(3) } \
-    if ((WIDTHS & 16) && (WIDTHS == 16 || bits == 4)) { work(4) } \
-    if ((WIDTHS & 32) && (WIDTHS == 32 || bits == 5)) { work(5) } \
-    if ((WIDTHS & 64) && (WIDTHS == 64 || bits == 6)) { work(6) } \
-    if ((WIDTHS & 256) && (WIDTHS == 256 || bits == 8)) { work(8) }
-
-DEVICE int brick_bytes(int bits) { return 256 * bits + 32 * TABLES * (8 / STEPS_OF(bits)); }
 
 // A row of x into shared memory, and the sum of squares of each 256 numbers of it.
 DEVICE void fetch(const Job& job, int row, u16* raw, float* squares, int warps) {
@@ -242,7 +222,7 @@ struct Item {
     float4 norm[2];
 
     DEVICE void load(const Part& part, int unit) {
-        const bool there = unit < part.matrix.blocks * 16;
+        const bool there = unit < part.matrix.bricks * 16;
         source = there && part.entrance.source ? ((const uint4*)part.entrance.source)[unit] : uint4{~0u, ~0u, ~0u, ~0u};
         LOOP for (int i = 0; i < 2; i++)
             norm[i] = NORM && there ? ((const float4*)part.entrance.norm)[unit * 2 + i] : float4{1, 1, 1, 1};
@@ -263,15 +243,15 @@ struct Item {
         uint4* words, float* sums, int stride
     ) const {
         const Matrix& m = part.matrix;
-        const int block = unit / 16, pair = unit / 4 % 4;
+        const int brick = unit / 16, pair = unit / 4 % 4;
         u32 out[4] = {0, 0, 0, 0};
         float sum[2] = {0, 0};
-        if (block < m.blocks) {
+        if (brick < m.bricks) {
             LOOP for (int w = 0; w < 4; w++) {
                 out[w] = number(job, part, raw, measure, unit, 2 * w) | number(job, part, raw, measure, unit, 2 * w + 1) << 16;
                 sum[w / 2] += low_half(out[w]) + high_half(out[w]);
             }
-            words[((block * 4 + pair) * job.rows + row) * 4 + unit % 4] = uint4{out[0], out[1], out[2], out[3]};
+            words[((brick * 4 + pair) * job.rows + row) * 4 + unit % 4] = uint4{out[0], out[1], out[2], out[3]};
         }
         if (!SUMMED) return;
         LOOP for (int half = 0; half < 2; half++) LOOP for (int other = 1; other < 4; other *= 2)
@@ -279,12 +259,13 @@ struct Item {
         const float two = sum[0] + sum[1];
         const float four = two + exchange(two, 4);
         const float eight = four + exchange(four, 8);
-        if (block >= m.blocks || unit % 4) return;
-        float* to = sums + (long)block * SUMS * stride + row;
-        if (finest() == 1) to[pair * 2 * stride] = sum[0], to[(pair * 2 + 1) * stride] = sum[1];
-        if (finest() == 2) to[pair * stride] = two;
-        if (finest() == 4 && pair % 2 == 0) to[pair / 2 * stride] = four;
-        if (finest() == 8 && pair == 0) to[0] = eight;
+        if (brick >= m.bricks || unit % 4) return;
+        float* to = sums + (long)brick * SUMS * stride + row;
+        const int steps = brick < m.fines ? FINE : STEPS;
+        if (steps == 1) to[pair * 2 * stride] = sum[0], to[(pair * 2 + 1) * stride] = sum[1];
+        if (steps == 2) to[pair * stride] = two;
+        if (steps == 4 && pair % 2 == 0) to[pair / 2 * stride] = four;
+        if (steps == 8 && pair == 0) to[0] = eight;
     }
 };
 
@@ -295,7 +276,7 @@ DEVICE float bent(float x) {
     return fmaxf(x, 0.0f);
 }
 
-// Rows of activations for a kernel that does not prepare them itself; a thread block for each row and sixteen blocks of
+// Rows of activations for a kernel that does not prepare them itself; a thread block for each row and sixteen bricks'
 // inputs of each part. `job.rows` says for how many there is room.
 extern "C" __global__ void __launch_bounds__(256) prepare(const __grid_constant__ Job job) {
     extern __shared__ __align__(128) char memory[];

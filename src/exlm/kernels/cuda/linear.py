@@ -18,34 +18,35 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import Unsupported
+from .lanes import BLOCK, TILE
 from .program import Program, Workshop
-from .tiles import BLOCK, TILE, Layout, Tiles, Zeros
+from .tiles import Layout, Tiles, Zeros, stored_source
 
 SOURCE = Path(__file__).with_name("packed.cu")
 ALIKE = 16
 ACTS = {"silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4}
 _ZEROS: dict[Zeros, int] = {"half": 0, "none": 1, "table": 2}
-_SEGMENTS = 6
+_SHARES = 6
 _PREPARERS = 256
 _NOWHERE = 65535
 
 
-class _Segment(ctypes.Structure):
+class _Matrix(ctypes.Structure):
     _fields_ = (
-        ("bricks", ctypes.c_void_p),
-        ("first", ctypes.c_int),
-        ("blocks", ctypes.c_int),
-        ("bits", ctypes.c_int),
+        ("fine", ctypes.c_void_p),
+        ("main", ctypes.c_void_p),
+        ("fines", ctypes.c_int),
+        ("bricks", ctypes.c_int),
+        ("tiles", ctypes.c_int),
+        ("factor", ctypes.c_float),
     )
 
 
-class _Matrix(ctypes.Structure):
+class _Shares(ctypes.Structure):
     _fields_ = (
-        ("segments", _Segment * _SEGMENTS),
-        ("count", ctypes.c_int),
-        ("blocks", ctypes.c_int),
-        ("tiles", ctypes.c_int),
-        ("factor", ctypes.c_float),
+        ("digits", ctypes.c_int * _SHARES),
+        ("blocks", ctypes.c_int * _SHARES),
+        ("all", ctypes.c_int),
     )
 
 
@@ -84,11 +85,10 @@ class Normal(NamedTuple):
 class Form:
     """What a program is compiled for, besides its plan."""
 
-    layout: Layout
-    main: int  # bits of most codes
-    parts: int = 1
+    layouts: tuple[Layout, ...]  # of each matrix; they differ in nothing but the bits
     norm: bool = False
     act: int = 0  # see ACTS; 0: none
+    apart: bool = False  # under one act, two matrices whose inputs are ordered differently
 
 
 class Product:
@@ -108,22 +108,20 @@ class Product:
         self.workshop = workshop
         self.matrices = tuple(matrices)
         first = self.matrices[0]
-        self.form = Form(
-            first.layout,
-            most_common(self.matrices),
-            len(self.matrices),
-            norm is not None,
-            ACTS[act] if act else 0,
-        )
-        self.inputs, self.device = first.in_features, first.runs[0].bricks.device
+        self.inputs, self.device = first.in_features, first.main.bricks.device
         if self.inputs % 8 or self.inputs >= _NOWHERE:
             raise Unsupported(f"{self.inputs} inputs, which the kernels want in eights and below {_NOWHERE}")
-        self._entrances = _distinct([one.source for one in self.matrices])
-        if act and len(set(self._entrances)) > 1:
-            raise Unsupported("two matrices under one nonlinearity whose inputs are ordered differently")
+        sources = [stored_source(one) for one in self.matrices]
+        self._entrances = _distinct(
+            [(one.fine.stored, at) for one, at in zip(self.matrices, sources, strict=True)]
+        )
+        apart = act is not None and len(set(self._entrances)) > 1
+        self.form = Form(
+            tuple(one.layout for one in self.matrices), norm is not None, ACTS[act] if act else 0, apart
+        )
         self._eps = 0.0 if norm is None else norm.eps
-        self._blocks = max(one.blocks for one in self.matrices)
-        self._orders = [_order(self.matrices[i], norm) for i in self._entrances]
+        self._bricks = max(one.stored for one in self.matrices)
+        self._orders = [_order(self.matrices[i], sources[i], norm) for i in self._entrances]
         self._job = _job_type(len(self.matrices))
         self.plan = self._fitted(plan or Plan())
         self._parts = (_Part * len(self.matrices))()
@@ -171,14 +169,16 @@ class Product:
 
     def choices(self, rows: int) -> dict[str, int]:
         """What the kernels' source is told for so many rows."""
-        items = -(-self._blocks * 16 // (self.plan.warps * 32)) if rows == 1 else 0
+        items = -(-self._bricks * 16 // (self.plan.warps * 32)) if rows == 1 else 0
         return choices(self.form, -(-rows // 8), self.plan, items)
 
     def _memory(self, rows: int, plan: Plan) -> int:
         """Bytes of shared memory: bricks, and one row as it comes and as it enters; in the end the sums."""
-        ring = plan.warps * plan.stages * plan.tiles * self.form.layout.brick(self.form.main)
-        entry = self._blocks * (BLOCK * 2 + 8 * 8) + self.inputs * 2 + -(-self.inputs // 256) * 4
-        return max(ring + (entry if rows == 1 else 0), plan.warps * plan.tiles * TILE * rows * 4)
+        ring = plan.warps * plan.stages * plan.tiles * slot(self.form)
+        raw = self.inputs * 2 + -(-self.inputs // 256) * 4 + 15
+        sums = 8 // min(self.form.layouts[0].steps, self.form.layouts[0].fine)
+        entered = (2 if self.form.apart else 1) * self._bricks * (BLOCK * 2 + sums * 8)
+        return max(ring + (raw + entered if rows == 1 else 0), plan.warps * plan.tiles * TILE * rows * 4)
 
     def _fitted(self, plan: Plan) -> Plan:
         """A plan that fits for any number of rows: sums depend on its warps, so all rows have as many."""
@@ -201,28 +201,20 @@ class Product:
         entry = self._job.from_buffer_copy(job)
         kept: list[Tensor] = []
         for place, first in enumerate(firsts):
-            blocks = self.matrices[first].blocks
-            words = torch.empty(blocks * BLOCK * room, dtype=torch.float16, device=self.device)
-            sums = torch.empty(blocks * 8 * (room + 1), dtype=torch.float32, device=self.device)
+            bricks = self.matrices[first].stored
+            words = torch.empty(bricks * BLOCK * room, dtype=torch.float16, device=self.device)
+            sums = torch.empty(bricks * 8 * (room + 1), dtype=torch.float32, device=self.device)
             kept += [words, sums]
             for part, owner in zip(job.parts, self._entrances, strict=True):
                 if owner == first:
                     part.words, part.sums = words.data_ptr(), sums.data_ptr()
             entry.parts[place] = job.parts[first]
         entry.rows = room
-        most = max(self.matrices[first].blocks for first in firsts)
+        most = max(self.matrices[first].stored for first in firsts)
         grid = (rows, -(-most * 16 // _PREPARERS), len(firsts))
         shared = self.inputs * 2 + -(-self.inputs // 256) * 4
         made.launch("prepare", grid, _PREPARERS, shared, (entry,))
         return kept
-
-
-def most_common(matrices: Sequence[Tiles]) -> int:
-    """The bits that most codes have."""
-    count: dict[int, int] = {}
-    for run in (run for one in matrices for run in one.runs):
-        count[run.bits] = count.get(run.bits, 0) + run.bricks.shape[0] * run.blocks
-    return max(count, key=count.__getitem__)
 
 
 def plan_for(matrices: Sequence[Tiles], act: str | None = None) -> Plan:
@@ -230,16 +222,23 @@ def plan_for(matrices: Sequence[Tiles], act: str | None = None) -> Plan:
     tiles = sum(one.tiles for one in matrices)
     if tiles <= 512:
         return Plan(2, 16, 2)  # few outputs: many warps share the inputs
-    return Plan(4, 4, 3) if act else Plan(4, 8, 2)
+    if act:
+        small = matrices[0].layout.largest <= 1200  # three thread blocks then fit a multiprocessor
+        return Plan(4, 6, 2) if small else Plan(4, 5, 2)
+    return Plan(3, 8, 2) if tiles <= 1024 else Plan(4, 8, 2)
 
 
 def expanded(workshop: Workshop, tiles: Tiles) -> Tensor:
     """(16 tiles, 128 blocks) float16, a row for each output; the factor is not applied."""
-    device = tiles.runs[0].bricks.device
+    device = tiles.main.bricks.device
     out = torch.empty(tiles.tiles * TILE, tiles.blocks * BLOCK, dtype=torch.float16, device=device)
-    made = workshop.program(SOURCE, **choices(Form(tiles.layout, most_common([tiles])), 1, Plan()))
+    made = workshop.program(SOURCE, **choices(Form((tiles.layout,)), 1, Plan()))
     grid = (-(-tiles.tiles * tiles.blocks // 8), 1, 1)
-    made.launch("expand", grid, 256, 0, (matrix_of(tiles), ctypes.c_void_p(out.data_ptr())), overlap=False)
+    shares = _Shares(all=tiles.blocks)
+    for place, share in enumerate(tiles.shares):
+        shares.digits[place], shares.blocks[place] = share.digits, share.blocks
+    address = ctypes.c_void_p(out.data_ptr())
+    made.launch("expand", grid, 256, 0, (matrix_of(tiles), shares, address), overlap=False)
     return out
 
 
@@ -247,7 +246,7 @@ def reordered(workshop: Workshop, tiles: Tiles, source: Tensor, x: Tensor) -> Te
     """x (rows, inputs) float16 in the order of `source` (16 bits unsigned), zero where that is padding."""
     rows, inputs = x.shape
     out = torch.empty(rows, len(source), dtype=torch.float16, device=x.device)
-    made = workshop.program(SOURCE, **choices(Form(tiles.layout, most_common([tiles])), 1, Plan()))
+    made = workshop.program(SOURCE, **choices(Form((tiles.layout,)), 1, Plan()))
     addresses = [ctypes.c_void_p(one.data_ptr()) for one in (x, source, out)]
     sizes = [ctypes.c_int(inputs), ctypes.c_int(len(source))]
     made.launch("reorder", (rows, 1, 1), 256, inputs * 2, (*addresses, *sizes), overlap=False)
@@ -261,19 +260,26 @@ def unsigned(places: Tensor) -> Tensor:
 
 def matrix_of(tiles: Tiles) -> _Matrix:
     """The addresses of a matrix, as the kernels take them."""
-    matrix = _Matrix(count=len(tiles.runs), blocks=tiles.blocks, tiles=tiles.tiles, factor=tiles.factor)
-    first = 0
-    for place, run in enumerate(tiles.runs):
-        matrix.segments[place] = _Segment(run.bricks.data_ptr(), first, run.blocks, run.bits)
-        first += run.blocks
-    return matrix
+    return _Matrix(
+        fine=tiles.fine.bricks.data_ptr(),
+        main=tiles.main.bricks.data_ptr(),
+        fines=tiles.fine.stored,
+        bricks=tiles.stored,
+        tiles=tiles.tiles,
+        factor=tiles.factor,
+    )
+
+
+def slot(form: Form) -> int:
+    """Bytes of shared memory for a brick of any of the matrices."""
+    return max(layout.largest for layout in form.layouts)
 
 
 def choices(form: Form, columns: int, plan: Plan, items: int = 0) -> dict[str, int]:
     """What the kernels are told; a thread prepares `items` eights of a row, or `prepare` does it."""
     return {
         **dealt(form, columns, plan),
-        "MAIN": form.main,
+        "APART": int(form.apart),
         "INSIDE": int(items > 0),
         "ITEMS": max(1, items),
     }
@@ -281,18 +287,18 @@ def choices(form: Form, columns: int, plan: Plan, items: int = 0) -> dict[str, i
 
 def dealt(form: Form, columns: int, plan: Plan) -> dict[str, int]:
     """What every kernel that reads bricks is told."""
-    layout = form.layout
-    steps = dict(layout.steps)
+    first = form.layouts[0]
     return {
-        "WIDTHS": sum(1 << bits for bits in steps),
-        "STEPS": sum(steps.get(bits, 8) << 4 * (bits - 1) for bits in range(1, 9)),
-        "ZEROS": _ZEROS[layout.zeros],
-        "MINIMA": int(layout.minima),
+        "BITS": sum(layout.bits << 4 * place for place, layout in enumerate(form.layouts)),
+        "STEPS": first.steps,
+        "FINE": first.fine,
+        "ZEROS": _ZEROS[first.zeros],
+        "MINIMA": int(first.minima),
         "COLUMNS": columns,
         "TILES": plan.tiles,
         "WARPS": plan.warps,
         "STAGES": plan.stages,
-        "PARTS": form.parts,
+        "PARTS": len(form.layouts),
         "NORM": int(form.norm),
         "ACT": form.act,
     }
@@ -311,30 +317,23 @@ def _job_type(parts: int) -> type[ctypes.Structure]:
     return type("_Job", (ctypes.Structure,), {"_fields_": fields})
 
 
-def _order(tiles: Tiles, norm: Normal | None) -> tuple[Tensor | None, Tensor | None]:
+def _order(tiles: Tiles, source: Tensor, norm: Normal | None) -> tuple[Tensor | None, Tensor | None]:
     """Which input each prepared number is, as unsigned 16 bits, and what it is multiplied by."""
-    places = tiles.source
-    if places is None:
-        if norm is None:
-            return None, None
-        places = torch.arange(tiles.blocks * BLOCK, dtype=torch.int32, device=norm.weight.device)
-        places = torch.where(places < tiles.in_features, places, -1)
-    lanes = places.view(-1, 4, 2, 4, 4).transpose(2, 3).flatten().long()  # block, pair, quarter, step, input
-    source = unsigned(lanes)
+    if tiles.source is None and norm is None and tiles.stored == tiles.blocks:
+        return None, None
+    lanes = source.view(-1, 4, 2, 4, 4).transpose(2, 3).flatten().long()  # brick, pair, quarter, step, input
     if norm is None:
-        return source, None
-    return source, F.pad(norm.weight.float(), (0, 1))[lanes].contiguous()  # -1 is the padding
+        return unsigned(lanes), None
+    return unsigned(lanes), F.pad(norm.weight.float(), (0, 1))[lanes].contiguous()  # -1 is the padding
 
 
-def _distinct(sources: Sequence[Tensor | None]) -> list[int]:
-    """For each order of inputs, the number of the first that is the same."""
+def _distinct(entrances: Sequence[tuple[int, Tensor]]) -> list[int]:
+    """For each order of inputs, and number of fine bricks in it, the number of the first that is the same."""
 
-    def same(one: Tensor | None, other: Tensor | None) -> bool:
-        return (one is None and other is None) or (
-            one is not None and other is not None and torch.equal(one, other)
-        )
+    def same(one: tuple[int, Tensor], other: tuple[int, Tensor]) -> bool:
+        return one[0] == other[0] and torch.equal(one[1], other[1])
 
-    return [next(i for i, first in enumerate(sources) if same(first, one)) for one in sources]
+    return [next(i for i, first in enumerate(entrances) if same(first, one)) for one in entrances]
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -11,58 +11,69 @@
 // with these sums. One row is so prepared by every thread block for itself, while its first bricks are on their way;
 // more of them once for all, by `prepare`. Both are the same code and give the same bits.
 //
-// Set when compiling, besides what bricks.h wants: MAIN (of how many bits most codes are), INSIDE (x is one row, prepared
-// here), ITEMS (eights of a row's inputs that a thread prepares).
+// Set when compiling, besides what bricks.h wants: APART (the two matrices under one ACT have their inputs in orders of
+// their own), INSIDE (x is one row, prepared here), ITEMS (eights of a row's inputs that a thread prepares).
 
 #define SUMMED 1
 #include "bricks.h"
 
-#define STAGE_BYTES (TILES * BRICK(MAIN))
-typedef Brick<MAIN / 2, MAIN % 2, TABLES * GROUPS_OF(MAIN)> Main;
+#define STAGE_BYTES (TILES * SLOT)
+#define ENTRANCES (APART ? 2 : 1)
+#define HELD (COLUMNS > 1 ? 512 : 576)  // threads of a multiprocessor: fewer have more registers
+#define RESIDENT (THREADS < HELD ? HELD / THREADS : 1)
 
-// A warp's blocks of a segment: of all blocks of the matrix those number `warp`, `warp` + WARPS, …
-struct Stretch {
-    const char* from;  // the next brick of the first tile
-    int block, end;    // the next block, and the first behind the segment
-    int bits, brick, tile_bytes;
+// The bricks of a matrix that a warp will send next: of those of a tile number `warp`, `warp` + WARPS, …
+template <int BITS_> struct Stretch {
+    const char* from;  // the next of the first tile
+    int at, tile_bytes;
 
-    DEVICE void enter(const Segment& s, int tile, int warp) {
-        const int skipped = (warp - s.first % WARPS + WARPS) % WARPS;
-        bits = s.bits, brick = brick_bytes(bits), tile_bytes = s.blocks * brick;
-        block = s.first + skipped, end = s.first + s.blocks;
-        from = s.bricks + (long)tile * tile_bytes + (long)skipped * brick;
+    DEVICE void enter(const Matrix& m, int tile, int first) {
+        at = first;
+        const bool fine = at < m.fines;
+        const int brick = fine ? BRICK(BITS_, FINE) : BRICK(BITS_, STEPS);
+        tile_bytes = (fine ? m.fines : m.bricks - m.fines) * brick;
+        from = (fine ? m.fine : m.main) + (long)tile * tile_bytes + (long)(fine ? at : at - m.fines) * brick;
     }
-    // The next bricks into registers.
-    DEVICE void read(int tiles, int lane, Any* to) {
-        LOOP for (int t = 0; t < EACH; t++)
-            if (t == 0 || t < tiles) to[t].template load<false>(from + (long)t * tile_bytes, bits, lane);
-        from += WARPS * brick, block += WARPS;
+    // On their way into shared memory; nothing if there are no more.
+    DEVICE void send(const Matrix& m, int tile, int lane, u32 to) {
+        if (at >= m.bricks) return;
+        const int tiles = m.tiles - tile;
+        const bool fine = at < m.fines;
+        if (FINE != STEPS && fine) copy<BRICK(BITS_, FINE)>(tiles, lane, to);
+        else copy<BRICK(BITS_, STEPS)>(tiles, lane, to);
+        at += WARPS;
+        if (fine && at >= m.fines) enter(m, tile, at);
+        else from += WARPS * (fine ? BRICK(BITS_, FINE) : BRICK(BITS_, STEPS));
     }
-    // The next bricks, of MAIN bits, on their way into shared memory; nothing if there are no more.
-    DEVICE void send(int tiles, int lane, u32 to) {
-        if (block >= end) return;
+    template <int SIZE> DEVICE void copy(int tiles, int lane, u32 to) const {
         LOOP for (int t = 0; t < EACH; t++) if (t == 0 || t < tiles) {
             const char* piece = from + (long)t * tile_bytes + lane * 16;
-            LOOP for (int i = 0; i < BRICK(MAIN); i += 512)
-                if (BRICK(MAIN) - i >= 512 || lane * 16 < BRICK(MAIN) - i) copy16(to + t * BRICK(MAIN) + i, piece + i);
+            LOOP for (int i = 0; i < SIZE; i += 512)
+                if (SIZE - i >= 512 || lane * 16 < SIZE - i) copy16(to + t * SLOT + i, piece + i);
         }
-        from += WARPS * BRICK(MAIN), block += WARPS;
     }
 };
 
-// A lane's part of 128 inputs of some rows: two registers for each step, and the sums of two rows' groups.
-struct Rows {
-    uint4 words[COLUMNS][4];
-    float2 sums[COLUMNS][SUMS];
+// Activations as they enter a matrix.
+struct Prepared {
+    const uint4* words;
+    const float* sums;
+    int rows, stride;
+};
 
-    DEVICE void load(const uint4* from, const float* sum, int stride, int rows, int block, int lane) {
+// A lane's part of the 128 inputs of a brick of some rows: two registers for each step, and the sums of two rows' groups.
+template <int GROUPS> struct Rows {
+    uint4 words[COLUMNS][4];
+    float2 sums[COLUMNS][GROUPS];
+
+    DEVICE void load(const Prepared& x, int brick, int lane) {
         const uint4 none = {0, 0, 0, 0};
         LOOP for (int c = 0; c < COLUMNS; c++) {
             const int row = c * 8 + lane / 4, pair = c * 8 + lane % 4 * 2;
             LOOP for (int p = 0; p < 4; p++)
-                words[c][p] = row < rows ? from[((block * 4 + p) * rows + row) * 4 + lane % 4] : none;
-            LOOP for (int g = 0; g < SUMS; g++)
-                sums[c][g] = pair < rows ? *(const float2*)(sum + (block * SUMS + g) * stride + pair) : float2{0, 0};
+                words[c][p] = row < x.rows ? x.words[((brick * 4 + p) * x.rows + row) * 4 + lane % 4] : none;
+            LOOP for (int g = 0; g < GROUPS; g++)
+                sums[c][g] = pair < x.rows ? *(const float2*)(x.sums + (brick * SUMS + g) * x.stride + pair) : float2{0, 0};
         }
     }
     DEVICE uint2 step(int c, int number) const {
@@ -73,25 +84,29 @@ struct Rows {
 
 // Add bricks of several tiles times rows to the sums. Tiles take turns, and every second step has sums of its own: a
 // tensor core is slow to answer and quick to be asked again.
-template <int BITS, int COUNT, class Bricks>
-DEVICE void consume(const Bricks* bricks, const Rows& rows, float (*total)[COLUMNS][4]) {
-    constexpr int steps = STEPS_OF(BITS), groups = GROUPS_OF(BITS), chains = steps > 1 ? 2 : 1;
-    const int odd = Width<BITS>::odd;
-    const float even_zero = ZEROS == 0 ? -1024.0f - (1 << (BITS - 1)) : -1024.0f;
-    const float odd_zero = ZEROS == 0 ? -1024.0f - odd * (1 << (BITS - 1)) : -1024.0f;
-    Codes<BITS> codes[COUNT];
-    LOOP for (int t = 0; t < COUNT; t++) codes[t] = bricks[t].template codes<BITS>();
+template <int BITS_, int STEPS_>
+DEVICE void consume(const char* from, const Rows<8 / STEPS_>& rows, float (*total)[COLUMNS][4], int lane) {
+    constexpr int groups = 8 / STEPS_, chains = STEPS_ > 1 ? 2 : 1;
+    const int odd = Width<BITS_>::odd;
+    const float even_zero = ZEROS == 0 ? -1024.0f - (1 << (BITS_ - 1)) : -1024.0f;
+    const float odd_zero = ZEROS == 0 ? -1024.0f - odd * (1 << (BITS_ - 1)) : -1024.0f;
+    Brick<BITS_, STEPS_> bricks[EACH];
+    Codes<BITS_> codes[EACH];
+    LOOP for (int t = 0; t < EACH; t++) {
+        bricks[t].template load<true>(from + t * SLOT, lane);
+        codes[t] = bricks[t].codes();
+    }
     LOOP for (int group = 0; group < groups; group++) {
-        float part[COUNT][chains][COLUMNS][4] = {};
-        LOOP for (int step = 0; step < steps; step++) LOOP for (int t = 0; t < COUNT; t++) {
+        float part[EACH][chains][COLUMNS][4] = {};
+        LOOP for (int step = 0; step < STEPS_; step++) LOOP for (int t = 0; t < EACH; t++) {
             u32 a[4];
-            codes[t].template unpack<odd>(group * steps + step, a);
+            codes[t].template unpack<odd>(group * STEPS_ + step, a);
             LOOP for (int c = 0; c < COLUMNS; c++) {
-                const uint2 b = rows.step(c, group * steps + step);
+                const uint2 b = rows.step(c, group * STEPS_ + step);
                 multiply_add(part[t][step % chains][c], a[0], a[1], a[2], a[3], b.x, b.y);
             }
         }
-        LOOP for (int t = 0; t < COUNT; t++) {
+        LOOP for (int t = 0; t < EACH; t++) {
             const u32* numbers = bricks[t].numbers + group;
             const u32 scales = numbers[0];
             const float scale[2] = {low_half(scales), high_half(scales) * (1.0f / odd)};
@@ -101,114 +116,112 @@ DEVICE void consume(const Bricks* bricks, const Rows& rows, float (*total)[COLUM
                 zero[0] += low_half(zeros), zero[1] += high_half(zeros) * odd;
             }
             const u32 minima = MINIMA ? numbers[(TABLES - 1) * groups] : 0;  // -minimum
-            LOOP for (int c = 0; c < COLUMNS; c++) {
-                float sum[2] = {0, 0};
-                LOOP for (int i = group * SUMS / groups; i < (group + 1) * SUMS / groups; i++)
-                    sum[0] += rows.sums[c][i].x, sum[1] += rows.sums[c][i].y;
-                LOOP for (int i = 0; i < 4; i++) {
-                    const float both = chains == 2 ? part[t][0][c][i] + part[t][1][c][i] : part[t][0][c][i];
-                    float& to = total[t][c][i];
-                    to = fmaf(scale[i / 2], fmaf(zero[i / 2], sum[i % 2], both), to);
-                    if (MINIMA) to = fmaf(i / 2 ? high_half(minima) : low_half(minima), sum[i % 2], to);
-                }
+            LOOP for (int c = 0; c < COLUMNS; c++) LOOP for (int i = 0; i < 4; i++) {
+                const float sum = i % 2 ? rows.sums[c][group].y : rows.sums[c][group].x;
+                const float both = chains == 2 ? part[t][0][c][i] + part[t][1][c][i] : part[t][0][c][i];
+                float& to = total[t][c][i];
+                to = fmaf(scale[i / 2], fmaf(zero[i / 2], sum, both), to);
+                if (MINIMA) to = fmaf(i / 2 ? high_half(minima) : low_half(minima), sum, to);
             }
         }
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) multiply(const __grid_constant__ Job job) {
+// The bricks number `brick` of one matrix, or of two that share their inputs.
+template <int FIRST, int SECOND, int STEPS_>
+DEVICE void work(const char* slots, const Prepared& x, int brick, float (*total)[COLUMNS][4], int lane) {
+    Rows<8 / STEPS_> rows;
+    rows.load(x, brick, lane);
+    consume<FIRST, STEPS_>(slots, rows, total, lane);
+    if (SECOND) consume<SECOND ? SECOND : 2, STEPS_>(slots + EACH * SLOT, rows, total + EACH, lane);
+}
+
+// x as matrices want it, in shared memory; the warps' first bricks are on their way meanwhile.
+DEVICE void prepare_here(const Job& job, int at, char* memory, Prepared* x) {
+    u16* raw = (u16*)memory;
+    float* squares = (float*)(raw + job.inputs);
+    char* here = memory + (job.inputs * 2 + (job.inputs + 255) / 256 * 4 + 15) / 16 * 16;
+    Item items[ITEMS];
+    LOOP for (int i = 0; i < ITEMS; i++) items[i].load(job.parts[at], i * THREADS + threadIdx.x);
+    begin();
+    fetch(job, 0, raw, squares, WARPS);
+    __syncthreads();
+    const float measure = measured(job, squares);
+    LOOP for (int e = 0; e < ENTRANCES; e++) {
+        const Part& part = job.parts[at + e];
+        uint4* words = (uint4*)here;
+        float* sums = (float*)(words + part.matrix.bricks * 16);
+        if (e) LOOP for (int i = 0; i < ITEMS; i++) items[i].load(part, i * THREADS + threadIdx.x);
+        LOOP for (int i = 0; i < ITEMS; i++)
+            items[i].put(job, part, i * THREADS + threadIdx.x, 0, raw, measure, words, sums, 2);
+        x[e] = {words, sums, 1, 2};
+        here = (char*)(sums + part.matrix.bricks * SUMS * 2);
+    }
+    __syncthreads();
+}
+
+// One warp's sums for the tiles of its thread block; of matrix `at`, and under an ACT of the next.
+template <int FIRST, int SECOND>
+DEVICE void sum_up(const Job& job, int at, int tile, char* memory, float (*total)[COLUMNS][4]) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const Matrix &first = job.parts[at].matrix, &second = job.parts[at + SIDES - 1].matrix;
+    const char* own = memory + warp * (STAGES * STAGE_BYTES);
+    const u32 ring = shared_address(own) + lane * 16;
+    Stretch<FIRST> some;
+    Stretch<SECOND ? SECOND : 2> others;
+    some.enter(first, tile, warp);
+    if (SECOND) others.enter(second, tile, warp);
+    auto send = [&](u32 to) {
+        some.send(first, tile, lane, to);
+        if (SECOND) others.send(second, tile, lane, to + EACH * SLOT);
+        close_group();
+    };
+    LOOP for (int stage = 0; stage < STAGES - 1; stage++) send(ring + stage * STAGE_BYTES);
+    Prepared x[ENTRANCES];
+    if (INSIDE) {
+        prepare_here(job, at, memory + WARPS * STAGES * STAGE_BYTES, x);
+    } else {
+        begin();
+        LOOP for (int e = 0; e < ENTRANCES; e++) {
+            const Entrance& entrance = job.parts[at + e].entrance;
+            x[e] = {entrance.words, entrance.sums, job.rows, (job.rows + 1) & ~1};
+        }
+    }
+    int stage = 0, before = (STAGES - 1) * STAGE_BYTES;  // where bricks are, and where there is room for more
+    const int most = APART ? max(first.bricks, second.bricks) : first.bricks;
+    for (int brick = warp; brick < most; brick += WARPS) {
+        wait_groups<STAGES - 2>();
+        __syncwarp();  // a lane reads what others copied, and overwrites what others have read
+        send(ring + before);
+        const char* slots = own + stage;
+        if (!APART) {
+            if (FINE != STEPS && brick < first.fines) work<FIRST, SECOND, FINE>(slots, x[0], brick, total, lane);
+            else work<FIRST, SECOND, STEPS>(slots, x[0], brick, total, lane);
+        } else {
+            const char* next = slots + EACH * SLOT;
+            if (brick < first.fines) work<FIRST, 0, FINE>(slots, x[0], brick, total, lane);
+            else if (brick < first.bricks) work<FIRST, 0, STEPS>(slots, x[0], brick, total, lane);
+            constexpr int bits = SECOND ? SECOND : 2;
+            const Prepared& own_x = x[ENTRANCES - 1];
+            if (brick < second.fines) work<bits, 0, FINE>(next, own_x, brick, total + EACH, lane);
+            else if (brick < second.bricks) work<bits, 0, STEPS>(next, own_x, brick, total + EACH, lane);
+        }
+        before = stage, stage = stage + STAGE_BYTES == STAGES * STAGE_BYTES ? 0 : stage + STAGE_BYTES;
+    }
+    wait_groups<0>();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) multiply(const __grid_constant__ Job job) {
     extern __shared__ __align__(128) char memory[];
     int at = 0;
     if (!ACT) while (at + 1 < PARTS && blockIdx.x >= job.parts[at + 1].first) at++;
     const Part& part = job.parts[at];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, tile = (blockIdx.x - part.first) * EACH;
-    const int blocks = part.matrix.blocks, stride = INSIDE ? 2 : (job.rows + 1) & ~1;
-    const int tiles = part.matrix.tiles - tile;
     float total[TILES][COLUMNS][4] = {};
-
-    // Most codes are of one width; their bricks go through shared memory, several ahead. Of the others a warp has few.
-    const char* own = memory + warp * (STAGES * STAGE_BYTES);
-    const u32 ring = shared_address(own) + lane * 16;
-    Stretch most[SIDES], rest;
-    Any other[EACH];
-    int side = 0, segment = -1;  // of the rest
-    int block[SIDES];
-    LOOP for (int s = 0; s < SIDES; s++) {
-        const Matrix& m = job.parts[at + s].matrix;
-        most[s].block = most[s].end = 0;
-        for (int i = 0; i < m.count; i++) if (m.segments[i].bits == MAIN) most[s].enter(m.segments[i], tile, warp);
-        block[s] = most[s].block;
-    }
-#define SEND(to)                                                                                                       \
-    LOOP for (int s = 0; s < SIDES; s++) most[s].send(tiles, lane, (to) + s * EACH * BRICK(MAIN));                     \
-    close_group();
-    LOOP for (int stage = 0; stage < STAGES - 1; stage++) { SEND(ring + stage * STAGE_BYTES) }
-    auto find = [&]() {  // the next bricks of other widths; false if there are none
-        while (segment < 0 || rest.block >= rest.end) {
-            if (++segment == job.parts[at + side].matrix.count) {
-                if (++side == SIDES) return false;
-                segment = 0;
-            }
-            const Segment& s = job.parts[at + side].matrix.segments[segment];
-            if (s.bits == MAIN) rest.block = rest.end = 0;
-            else rest.enter(s, tile, warp);
-        }
-        rest.read(tiles, lane, other);
-        return true;
-    };
-    const uint4* words = part.entrance.words;
-    const float* sums = part.entrance.sums;
-    if (INSIDE) {
-        Item items[ITEMS];
-        LOOP for (int i = 0; i < ITEMS; i++) items[i].load(part, i * THREADS + threadIdx.x);
-        uint4* here = (uint4*)(memory + WARPS * STAGES * STAGE_BYTES);
-        u16* raw = (u16*)(here + blocks * 16);
-        float* sums_here = (float*)(raw + job.inputs);
-        float* squares = sums_here + blocks * SUMS * stride;
-        begin();
-        fetch(job, 0, raw, squares, WARPS);
-        __syncthreads();
-        const float measure = measured(job, squares);
-        LOOP for (int i = 0; i < ITEMS; i++)
-            items[i].put(job, part, i * THREADS + threadIdx.x, 0, raw, measure, here, sums_here, stride);
-        __syncthreads();
-        words = here, sums = sums_here;
-    } else {
-        begin();
-    }
-
-    const int rows = INSIDE ? 1 : job.rows;
-    Rows now;
-    bool more = WIDTHS != 1 << MAIN && find();
-    int stage = 0, before = (STAGES - 1) * STAGE_BYTES;  // where bricks are, and where there is room for more
-    while (block[0] < most[0].end || block[SIDES - 1] < most[SIDES - 1].end) {
-        wait_groups<STAGES - 2>();
-        __syncwarp();  // a lane reads what others copied, and overwrites what others have read
-        SEND(ring + before)
-        LOOP for (int s = 0; s < SIDES; s++) {
-            if (block[s] < most[s].end) {
-                Main bricks[EACH];
-                LOOP for (int t = 0; t < EACH; t++)
-                    bricks[t].template load<true>(own + stage + (s * EACH + t) * BRICK(MAIN), MAIN, lane);
-                if (s == 0 || block[s] != block[0] || block[0] >= most[0].end)
-                    now.load(words, sums, stride, rows, block[s], lane);
-                consume<MAIN, EACH>(bricks, now, total + s * EACH);
-            }
-            block[s] += WARPS;
-        }
-        before = stage, stage = stage + STAGE_BYTES == STAGES * STAGE_BYTES ? 0 : stage + STAGE_BYTES;
-    }
-    while (more) {
-        now.load(words, sums, stride, rows, rest.block - WARPS, lane);
-        LOOP for (int s = 0; s < SIDES; s++) {
-            if (SIDES > 1 && s != side) continue;
-#define WORK(B) if (B != MAIN) consume<B, EACH>(other, now, total + s * EACH);
-            EACH_WIDTH(rest.bits, WORK)
-#undef WORK
-        }
-        more = find();
-    }
-    wait_groups<0>();
+    if (ACT) sum_up<BITS_OF(0), ACT ? BITS_OF(1) : 0>(job, at, tile, memory, total);
+    else if (one_width() || at == 0) sum_up<BITS_OF(0), 0>(job, at, tile, memory, total);
+    else if (PARTS == 2 || at == 1) sum_up<BITS_OF(PARTS > 1 ? 1 : 0), 0>(job, at, tile, memory, total);
+    else sum_up<BITS_OF(PARTS > 2 ? 2 : 0), 0>(job, at, tile, memory, total);
     __syncthreads();
     float* found = (float*)memory;  // (warp, tile, output, row)
     LOOP for (int t = 0; t < TILES; t++) LOOP for (int c = 0; c < COLUMNS; c++) LOOP for (int i = 0; i < 4; i++) {
@@ -234,38 +247,67 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) multiply(co
     }
 }
 
-// The matrix unpacked: (16 tiles, 128 blocks) halves, a row for each output; a warp for each brick.
+// Blocks of inputs, by the number of their digits: bricks that stand side by side.
+struct Shares {
+    int digits[6], blocks[6];
+    int all;  // blocks
+};
+
+template <int STEPS_> DEVICE void unpack_block(const char* from, int digits, int lane, u16* row, long eight) {
+    u32 number[8][4];  // two outputs' pairs
+    Brick<BITS_OF(0), STEPS_> brick;
+    for (int digit = digits - 1; digit >= 0; digit--) {
+        brick.template load<false>(from + digit * BRICK(BITS_OF(0), STEPS_), lane);
+        const Codes<BITS_OF(0)> codes = brick.codes();
+        const bool last = digit == digits - 1;
+        LOOP for (int step = 0; step < 8; step++) {
+            const u32 base = ZEROS == 0 ? (0xe400u + (1u << (BITS_OF(0) - 1))) * 0x10001u : 0xe400e400u;
+            const u32 zeros = ZEROS == 2 ? add2(brick.numbers[brick.groups + step / STEPS_], base) : base;
+            u32 a[4];
+            codes.template unpack<1>(step, a);
+            LOOP for (int j = 0; j < 4; j++) {
+                const u32 code = add2(a[j], j % 2 ? both_high(zeros) : both_low(zeros));
+                number[step][j] = last ? code : fma2(number[step][j], (15 + BITS_OF(0)) * 0x04000400u, code);
+            }
+        }
+    }
+    LOOP for (int step = 0; step < 8; step++) {  // the lowest digit's scales are those of the number
+        const u32* numbers = brick.numbers + step / STEPS_;
+        const u32 scales = numbers[0], minima = MINIMA ? numbers[(TABLES - 1) * brick.groups] : 0;
+        u32(&a)[4] = number[step];
+        LOOP for (int j = 0; j < 4; j++) {
+            const u32 scale = j % 2 ? both_high(scales) : both_low(scales);
+            a[j] = MINIMA ? fma2(a[j], scale, j % 2 ? both_high(minima) : both_low(minima)) : mul2(a[j], scale);
+        }
+        *(uint2*)(row + step * 16) = uint2{a[0], a[2]};
+        *(uint2*)(row + eight + step * 16) = uint2{a[1], a[3]};
+    }
+}
+
+// The matrix unpacked: (16 tiles, 128 blocks) halves, a row for each output; a warp for each block of a tile.
 // Numbers are rounded as the formats say: whole numbers times a half, rounded once.
-extern "C" __global__ void __launch_bounds__(256) expand(const __grid_constant__ Matrix m, u16* out) {
+extern "C" __global__ void __launch_bounds__(256) expand(
+    const __grid_constant__ Matrix m, const __grid_constant__ Shares shares, u16* out
+) {
     const int lane = threadIdx.x % 32;
     const long unit = (long)blockIdx.x * 8 + threadIdx.x / 32;
-    const int tile = unit / m.blocks, block = unit % m.blocks;
+    const int tile = unit / shares.all, block = unit % shares.all;
     if (tile >= m.tiles) return;
-    int at = 0;
-    while (block >= m.segments[at].first + m.segments[at].blocks) at++;
-    const Segment& s = m.segments[at];
-    Any brick;
-    brick.template load<false>(s.bricks + ((long)tile * s.blocks + block - s.first) * brick_bytes(s.bits), s.bits, lane);
-    u16* row = out + ((long)tile * 16 + lane / 4) * m.blocks * 128 + block * 128 + lane % 4 * 4;
-#define WORK(B)                                                                                           \
-    const Codes<B> codes = brick.template codes<B>();                                                        \
-    LOOP for (int step = 0; step < 8; step++) {                                                           \
-        u32 a[4];                                                                                         \
-        codes.template unpack<1>(step, a);                                                                \
-        const u32* numbers = brick.numbers + step / STEPS_OF(B);                                          \
-        const u32 scales = numbers[0], minima = MINIMA ? numbers[(TABLES - 1) * GROUPS_OF(B)] : 0;        \
-        const u32 base = ZEROS == 0 ? (0xe400u + (1u << (B - 1))) * 0x10001u : 0xe400e400u;               \
-        const u32 zeros = ZEROS == 2 ? add2(numbers[GROUPS_OF(B)], base) : base;                          \
-        LOOP for (int j = 0; j < 4; j++) {                                                                \
-            const u32 code = add2(a[j], j % 2 ? both_high(zeros) : both_low(zeros));                      \
-            const u32 scale = j % 2 ? both_high(scales) : both_low(scales);                               \
-            a[j] = MINIMA ? fma2(code, scale, j % 2 ? both_high(minima) : both_low(minima)) : mul2(code, scale); \
-        }                                                                                                 \
-        *(uint2*)(row + step * 16) = uint2{a[0], a[2]};                                                   \
-        *(uint2*)(row + (long)8 * m.blocks * 128 + step * 16) = uint2{a[1], a[3]};                        \
+    int share = 0, left = block, brick = 0;
+    while (left >= shares.blocks[share]) {
+        left -= shares.blocks[share], brick += shares.blocks[share] * shares.digits[share];
+        share++;
     }
-    EACH_WIDTH(s.bits, WORK)
-#undef WORK
+    const int digits = shares.digits[share];
+    brick += left * digits;
+    u16* row = out + ((long)tile * 16 + lane / 4) * shares.all * 128 + block * 128 + lane % 4 * 4;
+    const long eight = (long)8 * shares.all * 128;
+    if (brick < m.fines)
+        unpack_block<FINE>(m.fine + ((long)tile * m.fines + brick) * BRICK(BITS_OF(0), FINE), digits, lane, row, eight);
+    else
+        unpack_block<STEPS>(
+            m.main + ((long)tile * (m.bricks - m.fines) + brick - m.fines) * BRICK(BITS_OF(0), STEPS), digits, lane, row, eight
+        );
 }
 
 // Rows of x in the order of the stored inputs, (rows, width); a thread block for each.

@@ -3,8 +3,13 @@
 A brick is 128 stored inputs by a tile of 16 outputs: eight steps of a tensor core. Of step s, lane 4·g + q
 keeps the inputs 16·s + 4·q to 16·s + 4·q + 3 of the outputs g and g + 8. Codes are cut into planes of 4, 2
 and 1 bits, so that none crosses a word: 5 bits are 4 + 1. Behind the codes of a brick lie its scales, then
-zero points, then minimums, where there are any. Widths are sorted into runs, runs padded to whole bricks;
-`source` says which input stands where. What the numbers mean is unchanged: `expand` is the way back.
+zero points, then minimums, where there are any.
+
+All bricks of a matrix have codes of one width, that of most of its codes: a kernel for several would need
+registers and shared memory for the widest. Narrower codes are widened. Wider ones are cut into digits, each a
+brick of its own with its own multiple of the scales; their sum is the number. These few bricks may also have
+finer groups than the others. `source` says which input stands where. What the numbers mean is unchanged:
+`expand` is the way back.
 """
 
 from __future__ import annotations
@@ -12,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Literal
 
 import torch
@@ -23,13 +27,10 @@ from ...errors import Unsupported
 from ...formats import PackedWeight
 from ...formats.bits import unpack
 from ...formats.packed import Segment
+from .lanes import BLOCK, PLANES, TILE, from_lanes, plane, spread, to_lanes, unplane
 
-BLOCK = 128  # inputs
-TILE = 16  # outputs
 MOST = 1 << 20  # codes that are rearranged at a time, unless there are very many
-
-PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (4, 4)}
-"""The bits of each plane, lowest first."""
+_LARGEST = 65504.0  # of float16
 
 Zeros = Literal["half", "none", "table"]
 """Zero points: half the range of the codes, zero, or one for each group and output."""
@@ -37,44 +38,48 @@ Zeros = Literal["half", "none", "table"]
 
 @dataclass(frozen=True)
 class Layout:
-    """What bricks of one launch have in common."""
+    """What the bricks of a matrix have in common."""
 
-    steps: tuple[
-        tuple[int, int], ...
-    ]  # for codes of so many bits: sixteens of inputs with one scale, 1, 2, 4 or 8
+    bits: int
+    steps: int  # sixteens of inputs with one scale: 1, 2, 4 or 8
+    fine: int  # the same in the bricks of codes that had another width
     zeros: Zeros
     minima: bool
-
-    def groups(self, bits: int) -> int:
-        """Scales for each output of a brick."""
-        return 8 // dict(self.steps)[bits]
 
     @property
     def tables(self) -> int:
         """Numbers for each group and output."""
         return 1 + (self.zeros == "table") + self.minima
 
-    def brick(self, bits: int) -> int:
+    def brick(self, fine: bool) -> int:
         """Bytes of a brick."""
-        return 256 * bits + 32 * self.groups(bits) * self.tables
+        return 256 * self.bits + 32 * self.tables * 8 // (self.fine if fine else self.steps)
 
     @property
     def largest(self) -> int:
         """Bytes of the largest brick."""
-        return max(self.brick(bits) for bits, _ in self.steps)
+        return max(self.brick(False), self.brick(True))
+
+
+@dataclass(frozen=True)
+class Share:
+    """Blocks of inputs whose codes have so many digits."""
+
+    digits: int
+    blocks: int
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """The bricks of one width."""
+    """Bricks with groups of one size, those of a block's digits side by side."""
 
-    bits: int
-    bricks: Tensor  # (tiles, blocks, bytes) uint8
+    bricks: Tensor  # (tiles, bricks of a tile, bytes) uint8
+    shares: tuple[Share, ...]
 
     @property
-    def blocks(self) -> int:
-        """Blocks of inputs."""
-        return int(self.bricks.shape[1])
+    def stored(self) -> int:
+        """Bricks of a tile."""
+        return sum(share.digits * share.blocks for share in self.shares)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +87,8 @@ class Tiles:
     """A rearranged matrix."""
 
     layout: Layout
-    runs: tuple[Run, ...]
+    fine: Run  # codes that had another width; perhaps none
+    main: Run
     in_features: int
     out_features: int
     source: Tensor | None  # (128 blocks,) int32: the input that stands there, -1 for padding; None: in order
@@ -92,7 +98,17 @@ class Tiles:
     @property
     def blocks(self) -> int:
         """Blocks of inputs."""
-        return sum(run.blocks for run in self.runs)
+        return sum(share.blocks for share in self.shares)
+
+    @property
+    def stored(self) -> int:
+        """Bricks of a tile: blocks of inputs, each as often as its codes have digits."""
+        return self.fine.stored + self.main.stored
+
+    @property
+    def shares(self) -> tuple[Share, ...]:
+        """Those of both runs."""
+        return self.fine.shares + self.main.shares
 
     @property
     def tiles(self) -> int:
@@ -100,116 +116,38 @@ class Tiles:
         return -(-self.out_features // TILE)
 
     @property
-    def widths(self) -> tuple[int, ...]:
-        """The bits of each run."""
-        return tuple(run.bits for run in self.runs)
-
-    @property
     def nbytes(self) -> int:
         """Bytes held, source and bias included."""
-        others = (tensor.nbytes for tensor in (self.source, self.bias) if tensor is not None)
-        return sum(run.bricks.nbytes for run in self.runs) + sum(others)
+        held = (self.fine.bricks, self.main.bricks, self.source, self.bias)
+        return sum(tensor.nbytes for tensor in held if tensor is not None)
 
 
 def arrange(weight: PackedWeight) -> Tiles:
     """Rearrange a packed weight, where it is; `Unsupported` if it is not known here."""
-    return _arrange(weight, _layout(weight.segments))
-
-
-def alike(matrices: Sequence[Tiles]) -> list[Tiles]:
-    """The same matrices in one layout: scales repeated where others have more of them."""
-    layouts = [one.layout for one in matrices]
-    first = layouts[0]
-    if any((one.zeros, one.minima) != (first.zeros, first.minima) for one in layouts):
-        raise Unsupported("matrices whose zero points or minimums are kept in different ways")
-    steps: dict[int, int] = {}
-    for bits, count in (pair for one in layouts for pair in one.steps):
-        steps[bits] = min(count, steps.get(bits, 8))
-    common = Layout(tuple(sorted(steps.items())), first.zeros, first.minima)
-    return [
-        replace(one, layout=common, runs=tuple(_finer(run, one.layout, common) for run in one.runs))
-        for one in matrices
-    ]
-
-
-def _finer(run: Run, old: Layout, new: Layout) -> Run:
-    times = new.groups(run.bits) // old.groups(run.bits)
-    if times == 1:
-        return run
-    codes, tables = run.bricks[..., : 256 * run.bits], run.bricks[..., 256 * run.bits :]
-    grid = tables.reshape(*tables.shape[:2], old.tables, old.groups(run.bits), 32)
-    split = grid.repeat_interleave(times, -2)
-    return Run(run.bits, torch.cat([codes, split.flatten(-3)], -1))
-
-
-def expand(tiles: Tiles) -> Tensor:
-    """(outputs, 128 blocks) float16: the numbers as the kernels unpack them, in the order they are stored."""
-    layout, parts = tiles.layout, []
-    for run in tiles.runs:
-        codes, at = torch.zeros(1, dtype=torch.int32, device=run.bricks.device), 0
-        low = 0
-        for bits in PLANES[run.bits]:
-            size = 256 * bits
-            codes = codes | _unplane(run.bricks[:, :, at : at + size], bits) << low
-            at, low = at + size, low + bits
-        scale, *others = run.bricks[:, :, at:].contiguous().view(torch.float16).chunk(layout.tables, -1)
-        numbers = codes.double()
-        if layout.zeros == "half":
-            numbers -= 1 << (run.bits - 1)
-        elif layout.zeros == "table":
-            numbers += _lanes(others.pop(0), layout.groups(run.bits)).double()
-        numbers *= _lanes(scale, layout.groups(run.bits)).double()
-        if layout.minima:
-            numbers += _lanes(others.pop(0), layout.groups(run.bits)).double()
-        parts.append(_from_lanes(numbers.half()))
-    return torch.cat(parts, 1)[: tiles.out_features]
-
-
-def _layout(segments: Sequence[Segment]) -> Layout:
-    if odd := [segment.bits for segment in segments if segment.bits not in PLANES]:
-        raise Unsupported(f"codes of {odd[0]} bits are not known to the CUDA kernels")
-    if any(segment.codebook is not None for segment in segments):
-        raise Unsupported("codebooks are not known to the CUDA kernels")
-    steps = tuple((bits, _steps(segments, bits)) for bits in sorted({segment.bits for segment in segments}))
-    zeros: Zeros = "table"
-    constants = [segment.zero if isinstance(segment.zero, int) else None for segment in segments]
-    if all(zero == 1 << (segment.bits - 1) for zero, segment in zip(constants, segments, strict=True)):
-        zeros = "half"
-    elif all(zero == 0 for zero in constants):
-        zeros = "none"
-    return Layout(steps, zeros, any(segment.minimum is not None for segment in segments))
-
-
-def _steps(segments: Sequence[Segment], bits: int) -> int:
-    """Sixteens of inputs with one scale in every group of a width."""
-    *sizes, _ = (size for segment in segments if segment.bits == bits for size in segment.sizes)
-    common = math.gcd(*sizes, BLOCK)  # the last group may end early: only padding follows
-    if common % TILE:
-        raise Unsupported(
-            f"groups of {common} inputs are not known to the CUDA kernels, which want 16 at least"
-        )
-    return common // TILE
-
-
-def _arrange(weight: PackedWeight, layout: Layout) -> Tiles:
-    device = weight.segments[0].codes.device
-    order = weight.order
+    zeros = _zeros_of(weight.segments)
+    bits = _width(weight.segments, zeros)
+    order, device = weight.order, weight.segments[0].codes.device
     if order is None:
         order = torch.arange(weight.in_features, dtype=torch.int32, device=device)
-    pieces: Sequence[Tensor] = order.split_with_sizes([segment.rows for segment in weight.segments])
-    pairs = sorted(zip(weight.segments, pieces, strict=True), key=lambda pair: -pair[0].bits)
+    pieces = dict(
+        zip(map(id, weight.segments), order.split_with_sizes([s.rows for s in weight.segments]), strict=True)
+    )
+    main = [one for one in weight.segments if one.bits == bits]
+    others: dict[int, list[Segment]] = {}
+    for one in sorted((one for one in weight.segments if one.bits != bits), key=lambda one: -one.bits):
+        others.setdefault(digits(one.bits, bits, zeros == "half"), []).append(one)
+    steps, fine = _steps([main]), _steps([*others.values()] or [main])
+    minima = any(segment.minimum is not None for segment in weight.segments)
+    layout = Layout(bits, steps, fine if others else steps, zeros, minima)
     factor = _factor(weight)
-    runs, sources = [], []
-    for _, members in groupby(pairs, key=lambda pair: pair[0].bits):
-        segments, orders = zip(*members, strict=True)
-        runs.append(_run(segments, layout, factor))
-        standing = torch.cat(orders).to(torch.int32)
-        sources.append(F.pad(standing, (0, -len(standing) % BLOCK), value=-1))
-    source = torch.cat(sources)
+    source = torch.cat(
+        [_padded(torch.cat([pieces[id(s)] for s in part])) for part in [*others.values(), main]]
+    )
     moved = not torch.equal(source, torch.arange(weight.in_features, dtype=torch.int32, device=device))
     return Tiles(
         layout,
-        tuple(runs),
+        _run(others, layout, True, factor, weight.out_features, device),
+        _run({1: main}, layout, False, factor, weight.out_features, device),
         weight.in_features,
         weight.out_features,
         source if moved else None,
@@ -218,45 +156,217 @@ def _arrange(weight: PackedWeight, layout: Layout) -> Tiles:
     )
 
 
-def _run(segments: Sequence[Segment], layout: Layout, factor: float) -> Run:
-    """The bricks of segments of one width."""
-    bits, columns = segments[0].bits, segments[0].codes.shape[1]
-    rows = sum(segment.rows for segment in segments)
-    blocks, groups, device = -(-rows // BLOCK), layout.groups(bits), segments[0].codes.device
-    bricks = torch.empty(-(-columns // TILE), blocks, layout.brick(bits), dtype=torch.uint8, device=device)
-    many = max(MOST, rows * columns // 32)
-    step = max(TILE, many // rows // TILE * TILE)
-    for start in range(0, columns, step):  # a part at a time: codes one by one take several times their space
-        first, part = start // TILE, _planes(segments, start, min(start + step, columns))
-        bricks[first : first + len(part), :, : 256 * bits] = part
-    sizes = [size for segment in segments for size in segment.sizes]
+def alike(matrices: Sequence[Tiles]) -> list[Tiles]:
+    """The same matrices with groups of the same sizes: scales repeated where others have more of them."""
+    layouts = [one.layout for one in matrices]
+    first = layouts[0]
+    if any((one.zeros, one.minima) != (first.zeros, first.minima) for one in layouts):
+        raise Unsupported("matrices whose zero points or minimums are kept in different ways")
+    steps = min(one.steps for one in layouts)
+    fine = min([one.layout.fine for one in matrices if one.fine.shares], default=steps)
+    out = []
+    for one in matrices:
+        layout = replace(one.layout, steps=steps, fine=fine)
+        runs = (
+            _finer(one.fine, one.layout, one.layout.fine, fine),
+            _finer(one.main, one.layout, one.layout.steps, steps),
+        )
+        out.append(replace(one, layout=layout, fine=runs[0], main=runs[1]))
+    return out
+
+
+def _finer(run: Run, layout: Layout, old: int, new: int) -> Run:
+    if old == new or not run.shares:
+        return run
+    codes, tables = run.bricks.split_with_sizes(
+        [256 * layout.bits, run.bricks.shape[2] - 256 * layout.bits], -1
+    )
+    grid = tables.reshape(*tables.shape[:2], layout.tables, 8 // old, 32)
+    split = grid.repeat_interleave(old // new, -2)
+    return replace(run, bricks=torch.cat([codes, split.flatten(-3)], -1))
+
+
+def stored_source(tiles: Tiles) -> Tensor:
+    """`source` for each brick: a block as often as its codes have digits; -1 for padding."""
+    source = tiles.source
+    if source is None:
+        source = torch.arange(tiles.blocks * BLOCK, dtype=torch.int32, device=tiles.main.bricks.device)
+        source = torch.where(source < tiles.in_features, source, -1)
+    times = torch.tensor([share.digits for share in tiles.shares for _ in range(share.blocks)])
+    return source.view(-1, BLOCK).repeat_interleave(times.to(source.device), 0).flatten()
+
+
+def expand(tiles: Tiles) -> Tensor:
+    """(outputs, 128 blocks) float16: the numbers as the kernels unpack them, in the order they are stored."""
+    parts = []
+    for run, fine in ((tiles.fine, True), (tiles.main, False)):
+        at = 0
+        for share in run.shares:
+            bricks = run.bricks[:, at : at + share.digits * share.blocks]
+            parts.append(
+                _numbers(bricks.view(len(bricks), share.blocks, share.digits, -1), tiles.layout, fine)
+            )
+            at += share.digits * share.blocks
+    return torch.cat(parts, 1)[: tiles.out_features]
+
+
+def _numbers(bricks: Tensor, layout: Layout, fine: bool) -> Tensor:
+    """(tiles, blocks, digits, bytes) → (outputs, inputs)."""
+    groups = 8 // (layout.fine if fine else layout.steps)
+    total = torch.zeros(1, dtype=torch.float64, device=bricks.device)
+    for place in range(bricks.shape[2]):
+        brick = bricks[:, :, place]
+        codes, at, low = torch.zeros(1, dtype=torch.int32, device=brick.device), 0, 0
+        for bits in PLANES[layout.bits]:
+            codes = codes | unplane(brick[..., at : at + 256 * bits], bits) << low
+            at, low = at + 256 * bits, low + bits
+        tables = brick[..., at:].contiguous().view(torch.float16).chunk(layout.tables, -1)
+        scale, *others = (spread(table, groups).double() for table in tables)
+        digit = codes.double()
+        if layout.zeros == "half":
+            digit -= 1 << (layout.bits - 1)
+        elif layout.zeros == "table":
+            digit += others.pop(0)
+        total = total + digit * scale
+        if layout.minima:
+            total = total + others.pop(0)
+    return from_lanes(total.half())
+
+
+def digits(bits: int, width: int, signed: bool) -> int:
+    """Into how many digits of a width codes of so many bits are cut."""
+    if not signed:
+        return -(-bits // width)
+    half, low, high, count = 1 << (width - 1), -(1 << (bits - 1)), (1 << (bits - 1)) - 1, 1
+    while low < -half or high >= half:
+        low, high, count = (low + half) >> width, (high + half) >> width, count + 1
+    return count
+
+
+def _cut(codes: Tensor, bits: int, width: int, signed: bool) -> list[Tensor]:
+    """Codes as digits, the lowest first; signed ones stand half a range too high, as codes do."""
+    rest, out = codes.to(torch.int16), []
+    half = 1 << (width - 1) if signed else 0
+    if signed:
+        rest = rest - (1 << (bits - 1))
+    for _ in range(digits(bits, width, signed)):
+        out.append(((rest + half) & ((1 << width) - 1)).to(torch.uint8))
+        rest = (rest + half) >> width
+    return out
+
+
+def _width(segments: Sequence[Segment], zeros: Zeros) -> int:
+    """The width of all bricks: the one that takes the least space."""
+    if odd := [segment.bits for segment in segments if segment.bits not in PLANES]:
+        raise Unsupported(f"codes of {odd[0]} bits are not known to the CUDA kernels")
+    if any(segment.codebook is not None for segment in segments):
+        raise Unsupported("codebooks are not known to the CUDA kernels")
+
+    def space(width: int) -> int:
+        return sum(s.rows * width * digits(s.bits, width, zeros == "half") for s in segments)
+
+    return min(sorted({segment.bits for segment in segments}), key=space)
+
+
+def _zeros_of(segments: Sequence[Segment]) -> Zeros:
+    constants = [segment.zero if isinstance(segment.zero, int) else None for segment in segments]
+    if all(zero == 1 << (segment.bits - 1) for zero, segment in zip(constants, segments, strict=True)):
+        return "half"
+    return "none" if all(zero == 0 for zero in constants) else "table"
+
+
+def _steps(parts: Sequence[Sequence[Segment]]) -> int:
+    """Sixteens of inputs with one scale in every group; the last of a part may end early."""
+    common = BLOCK
+    for part in parts:
+        *sizes, _ = (size for segment in part for size in segment.sizes)
+        common = math.gcd(*sizes, common)
+    if common % TILE:
+        raise Unsupported(
+            f"groups of {common} inputs are not known to the CUDA kernels, which want 16 at least"
+        )
+    return common // TILE
+
+
+def _padded(order: Tensor) -> Tensor:
+    return F.pad(order.to(torch.int32), (0, -len(order) % BLOCK), value=-1)
+
+
+def _run(
+    parts: dict[int, list[Segment]],
+    layout: Layout,
+    fine: bool,
+    factor: float,
+    columns: int,
+    device: torch.device,
+) -> Run:
+    """The bricks of segments, by the number of their digits."""
+    blocks = {count: -(-sum(one.rows for one in part) // BLOCK) for count, part in parts.items()}
+    shares = tuple(Share(count, blocks[count]) for count in parts)
+    stored = sum(share.digits * share.blocks for share in shares)
+    shape = (-(-columns // TILE), stored, layout.brick(fine))
+    bricks = torch.empty(shape, dtype=torch.uint8, device=device)
+    at = 0
+    for count, part in parts.items():
+        wide = count * blocks[count]
+        mine = bricks[:, at : at + wide].view(shape[0], blocks[count], count, shape[2])
+        rows = sum(one.rows for one in part)
+        step = max(TILE, max(MOST, rows * columns // 32) // rows // TILE * TILE)
+        for start in range(
+            0, columns, step
+        ):  # a part at a time: codes one by one take several times their space
+            made = _planes(part, layout, count, start, min(start + step, columns))
+            mine[start // TILE : start // TILE + len(made), ..., : 256 * layout.bits] = made
+        mine[..., 256 * layout.bits :] = _tables(part, layout, count, fine, factor, columns)
+        at += wide
+    return Run(bricks, shares)
+
+
+def _tables(
+    part: Sequence[Segment], layout: Layout, count: int, fine: bool, factor: float, columns: int
+) -> Tensor:
+    """Scales and what else groups have, (tiles, blocks, digits, bytes)."""
+    device, groups = part[0].codes.device, 8 // (layout.fine if fine else layout.steps)
+    sizes = [size for segment in part for size in segment.sizes]
+    blocks = -(-sum(sizes) // BLOCK)
     repeats = torch.tensor([-(-size * groups // BLOCK) for size in sizes], device=device)
+    times = torch.tensor([float(1 << layout.bits * place) for place in range(count)], device=device)
 
-    def table(values: Sequence[Tensor]) -> Tensor:
-        whole = torch.cat([part.float() for part in values]).repeat_interleave(repeats, 0)
+    def table(values: Sequence[Tensor], times: Tensor) -> Tensor:
+        whole = torch.cat([one.float() for one in values]).repeat_interleave(repeats, 0)
         whole = F.pad(whole, (0, -columns % TILE, 0, blocks * groups - len(whole)))
-        grid = whole.half().view(blocks, groups, -1, 2, 8).permute(2, 0, 1, 4, 3)
-        return grid.reshape(grid.shape[0], blocks, -1).contiguous().view(torch.uint8)
+        grid = whole.view(blocks, 1, groups, -1, 2, 8) * times.view(1, -1, 1, 1, 1, 1)
+        if float(grid.abs().max()) > _LARGEST:
+            raise Unsupported(f"scales above {_LARGEST / float(times[-1]):.0f}")
+        lanes = grid.half().permute(3, 0, 1, 2, 5, 4)  # tile, block, digit, group, lane's output, eight
+        return lanes.reshape(len(lanes), blocks, count, -1).contiguous().view(torch.uint8)
 
-    tables = [table([segment.scales.expand().float() * factor for segment in segments])]
+    tables = [table([segment.scales.expand().float() * factor for segment in part], times)]
+    once = (times == 1).float()
     if layout.zeros == "table":
-        tables.append(table([-_zeros(segment, columns) for segment in segments]))
+        tables.append(table([-_zeros(segment, columns) for segment in part], once))
     if layout.minima:
-        tables.append(table([-_minima(segment, columns) * factor for segment in segments]))
-    bricks[:, :, 256 * bits :] = torch.cat(tables, -1)
-    return Run(bits, bricks)
+        tables.append(table([-_minima(segment, columns) * factor for segment in part], once))
+    return torch.cat(tables, -1)
 
 
-def _planes(segments: Sequence[Segment], start: int, stop: int) -> Tensor:
-    """The codes of some outputs as bricks hold them, (tiles, blocks, bytes)."""
-    parts = [unpack(segment.codes[:, start:stop], segment.bits, segment.rows) for segment in segments]
-    codes = torch.cat(parts).to(torch.uint8)
-    lanes = _to_lanes(F.pad(codes, (0, -codes.shape[1] % TILE, 0, -len(codes) % BLOCK)))
-    planes, low = [], 0
-    for width in PLANES[segments[0].bits]:
-        planes.append(_plane((lanes >> low) & ((1 << width) - 1), width))
-        low += width
-    return torch.cat(planes, -1)
+def _planes(part: Sequence[Segment], layout: Layout, count: int, start: int, stop: int) -> Tensor:
+    """The codes of some outputs as bricks hold them, (tiles, blocks, digits, bytes)."""
+    signed = layout.zeros == "half"
+    cut = []
+    for segment in part:
+        codes = unpack(segment.codes[:, start:stop], segment.bits, segment.rows)
+        cut.append(torch.stack(_cut(codes, segment.bits, layout.bits, signed)))
+    every = torch.cat(cut, 1)
+    every = F.pad(every, (0, -every.shape[2] % TILE, 0, -every.shape[1] % BLOCK))
+    made = []
+    for codes in every:
+        lanes, low, planes = to_lanes(codes), 0, []
+        for width in PLANES[layout.bits]:
+            planes.append(plane((lanes >> low) & ((1 << width) - 1), width))
+            low += width
+        made.append(torch.cat(planes, -1))
+    return torch.stack(made, 2)
 
 
 def _zeros(segment: Segment, columns: int) -> Tensor:
@@ -282,52 +392,3 @@ def _factor(weight: PackedWeight) -> float:
             reach = torch.maximum(reach, segment.minimum.expand().float().abs().max())
         largest = max(largest, float(reach))
     return 1.0 if largest == 0.0 else 2.0 ** (12 - math.frexp(largest)[1])
-
-
-def _to_lanes(rows: Tensor) -> Tensor:
-    """(inputs, outputs) → (tiles, blocks, lane, step, register, 2)."""
-    # An input is (block, step, q, half, pair), an output (tile, eight, g); a register is (half, eight).
-    shape = (rows.shape[0] // BLOCK, 8, 4, 2, 2, rows.shape[1] // TILE, 2, 8)
-    lanes = rows.reshape(shape).permute(5, 0, 7, 2, 1, 3, 6, 4)  # tile, block, g, q, step, half, eight, pair
-    return lanes.reshape(shape[5], shape[0], 32, 8, 4, 2)
-
-
-def _from_lanes(lanes: Tensor) -> Tensor:
-    """The way back, to (outputs, inputs)."""
-    tiles, blocks = lanes.shape[:2]
-    parts = lanes.view(tiles, blocks, 8, 4, 8, 2, 2, 2)  # tile, block, g, q, step, half, eight, pair
-    return parts.permute(0, 6, 2, 1, 4, 3, 5, 7).reshape(tiles * TILE, blocks * BLOCK)
-
-
-def _plane(lanes: Tensor, bits: int) -> Tensor:
-    """Numbers of a few bits → (tiles, blocks, 256 · bits) uint8.
-
-    In a word fields go upwards, pairs 16 bits apart; of four words or fewer each lane has its own in a row.
-    """
-    tiles, blocks = lanes.shape[:2]
-    count = 2 * bits  # words of a lane
-    fields = lanes.reshape(tiles, blocks, 32, count, 16 // bits, 2)
-    words = torch.zeros(fields.shape[:4], dtype=torch.int32, device=lanes.device)
-    for field in range(16 // bits):
-        for pair in range(2):
-            words |= fields[..., field, pair].to(torch.int32) << (bits * field + 16 * pair)
-    pieces = words.view(tiles, blocks, 32, -1, min(4, count)).transpose(2, 3).contiguous()
-    return pieces.view(torch.uint8).flatten(2)
-
-
-def _unplane(data: Tensor, bits: int) -> Tensor:
-    """The way back, to (tiles, blocks, lane, step, register, 2) int32."""
-    tiles, blocks = data.shape[:2]
-    pieces = data.contiguous().view(torch.int32).view(tiles, blocks, -1, 32, min(4, 2 * bits))
-    words = pieces.transpose(2, 3).flatten(3)
-    shifts = torch.tensor([[bits * field + 16 * pair for pair in range(2)] for field in range(16 // bits)])
-    numbers = (words[..., None, None] >> shifts.to(words.device)) & ((1 << bits) - 1)
-    return numbers.reshape(tiles, blocks, 32, 8, 4, 2)
-
-
-def _lanes(table: Tensor, groups: int) -> Tensor:
-    """A table's number for every code: (tiles, blocks, lane, step, register, 1)."""
-    tiles, blocks = table.shape[:2]
-    grid = table.reshape(tiles, blocks, groups, 8, 2).repeat_interleave(8 // groups, 2)
-    lanes = grid.transpose(2, 3)[:, :, :, None, :, None, :].expand(-1, -1, -1, 4, -1, 2, -1)
-    return lanes.reshape(tiles, blocks, 32, 8, 4, 1)

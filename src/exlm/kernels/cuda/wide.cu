@@ -1,6 +1,6 @@
 // Packed matrices times 17 to 64 rows of activations.
 //
-// A thread block takes a group of outputs, all rows of activations, and one block of 128 inputs after the other: such a
+// A thread block takes a group of outputs, all rows of activations, and one brick of 128 inputs after the other: such a
 // unit of work is WARPS * TILES bricks and the rows' numbers, which all its warps share. Units go through a ring in
 // shared memory, several ahead; the first bricks are on their way before the kernel that computes the activations has
 // ended. Codes become the numbers that the formats mean, rounded as they say, and the tensor cores multiply those.
@@ -20,16 +20,9 @@ DEVICE int arrive(int* at) {  // counts; what was written before it is seen by w
 }
 #endif
 
-__device__ constexpr int largest() {
-    int most = 0;
-    for (int bits = 2; bits <= 8; bits++)
-        if (WIDTHS >> bits & 1 && BRICK(bits) > most) most = BRICK(bits);
-    return most;
-}
 #define GROUP (EACH * WARPS)  // tiles of a matrix
 #define ROWS (COLUMNS * 8)
-#define ONE_WIDTH ((WIDTHS & (WIDTHS - 1)) == 0)
-#define ROWS_AT (TILES * WARPS * largest())
+#define ROWS_AT (TILES * WARPS * SLOT)
 #define STAGE_BYTES (ROWS_AT + ROWS * 256)
 
 struct Line {
@@ -46,42 +39,41 @@ struct Place {
     int unit, change;        // this unit, and the first that is of another run or group
     int part, group, first;  // the group's number in its part, and its first unit
     int tiles;               // of the warp's that exist
-    int bits[SIDES], size[SIDES], tile_bytes[SIDES];
+    bool fine;
+    int size[SIDES], tile_bytes[SIDES];
     const char *bricks[SIDES], *words;
 
-    DEVICE int brick(int side) const { return ONE_WIDTH ? largest() : size[side]; }
     DEVICE void find(const Job& job) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         part = 0;
         if (!ACT) while (part + 1 < PARTS && unit >= job.parts[part + 1].first) part++;
         const Part& p = job.parts[part];
-        group = (unit - p.first) / p.matrix.blocks, first = p.first + group * p.matrix.blocks;
-        change = first + p.matrix.blocks;
-        const int block = unit - first, tile = group * GROUP + warp * EACH;
+        group = (unit - p.first) / p.matrix.bricks, first = p.first + group * p.matrix.bricks;
+        const int brick = unit - first, tile = group * GROUP + warp * EACH;
         tiles = p.matrix.tiles - tile;
-        words = (const char*)p.entrance.words + (long)block * (ROWS * 256) + threadIdx.x * 16;
+        words = (const char*)p.entrance.words + (long)brick * (ROWS * 256) + threadIdx.x * 16;
+        fine = brick < p.matrix.fines;
+        change = first + (fine ? p.matrix.fines : p.matrix.bricks);
         LOOP for (int s = 0; s < SIDES; s++) {
-            const Segment* run = job.parts[part + s].matrix.segments;
-            while (block >= run->first + run->blocks) run++;
-            bits[s] = run->bits, size[s] = brick_bytes(run->bits), tile_bytes[s] = run->blocks * brick(s);
-            bricks[s] = run->bricks + (long)tile * tile_bytes[s] + (block - run->first) * brick(s) + lane * 16;
-            change = min(change, first + run->first + run->blocks);
+            const Matrix& m = job.parts[part + s].matrix;
+            const int bits = one_width() ? BITS_OF(0) : (int)BITS_OF(part + s);
+            size[s] = fine ? BRICK(bits, FINE) : BRICK(bits, STEPS);
+            tile_bytes[s] = (fine ? m.fines : m.bricks - m.fines) * size[s];
+            bricks[s] = (fine ? m.fine : m.main) + (long)tile * tile_bytes[s]
+                + (fine ? brick : brick - m.fines) * size[s] + lane * 16;
         }
     }
     DEVICE void advance(const Job& job, int end) {
-        LOOP for (int s = 0; s < SIDES; s++) bricks[s] += brick(s);
+        LOOP for (int s = 0; s < SIDES; s++) bricks[s] += size[s];
         words += ROWS * 256;
         if (++unit == change && unit < end) find(job);
     }
     DEVICE void send_bricks(u32 stage) const {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        LOOP for (int s = 0; s < SIDES; s++) {
-            const int here = brick(s);
-            LOOP for (int t = 0; t < EACH; t++) if (t < tiles) {
-                const char* from = bricks[s] + (long)t * tile_bytes[s];
-                const u32 to = stage + ((warp * SIDES + s) * EACH + t) * largest() + lane * 16;
-                LOOP for (int i = 0; i < largest(); i += 512) if (i + lane * 16 < here) copy16(to + i, from + i);
-            }
+        LOOP for (int s = 0; s < SIDES; s++) LOOP for (int t = 0; t < EACH; t++) if (t < tiles) {
+            const char* from = bricks[s] + (long)t * tile_bytes[s];
+            const u32 to = stage + ((warp * SIDES + s) * EACH + t) * SLOT + lane * 16;
+            LOOP for (int i = 0; i < SLOT; i += 512) if (i + lane * 16 < size[s]) copy16(to + i, from + i);
         }
     }
     DEVICE void send_rows(u32 stage) const {
@@ -92,12 +84,12 @@ struct Place {
 };
 
 // 1024 + code, and 1024 + ODD times the code for outputs 8 to 15, as the numbers they stand for.
-template <int BITS> struct Meaning {
-    static const int groups = GROUPS_OF(BITS), odd = Width<BITS>::odd;
+template <int BITS_, int STEPS_> struct Meaning {
+    static const int groups = 8 / STEPS_, odd = Width<BITS_>::odd;
     u32 scale[2], zero[2], minimum[2];  // of the lane's two outputs, twice each
 
     DEVICE void load(const u32* numbers, int group) {
-        const u32 half = ZEROS == 0 ? 1u << (BITS - 1) : 0, upper = odd == 16 ? 0xd400 : odd == 4 ? 0xdc00 : 0xe400;
+        const u32 half = ZEROS == 0 ? 1u << (BITS_ - 1) : 0, upper = odd == 16 ? 0xd400 : odd == 4 ? 0xdc00 : 0xe400;
         const u32 base = (0xe400 + half) | (upper + odd * half) << 16;  // -1024 and -1024 / odd, both less half
         const u32 zeros = ZEROS == 2 ? add2(numbers[groups + group], base) : base, scales = numbers[group];
         const u32 minima = MINIMA ? numbers[(TABLES - 1) * groups + group] : 0;
@@ -116,21 +108,21 @@ template <int BITS> struct Meaning {
 };
 
 // Add bricks of several tiles times the rows to their sums.
-template <int BITS, int COUNT>
+template <int BITS_, int STEPS_, int COUNT>
 DEVICE void consume(const char* bricks, const char* rows, float (*total)[COLUMNS][4], int lane) {
-    Brick<BITS / 2, BITS % 2, TABLES * GROUPS_OF(BITS)> brick[COUNT];
-    Codes<BITS> codes[COUNT];
-    Meaning<BITS> meaning[COUNT];
+    Brick<BITS_, STEPS_> brick[COUNT];
+    Codes<BITS_> codes[COUNT];
+    Meaning<BITS_, STEPS_> meaning[COUNT];
     LOOP for (int t = 0; t < COUNT; t++) {
-        brick[t].template load<true>(bricks + t * largest(), BITS, lane);
-        codes[t] = brick[t].template codes<BITS>();
+        brick[t].template load<true>(bricks + t * SLOT, lane);
+        codes[t] = brick[t].codes();
     }
     LOOP for (int pair = 0; pair < 4; pair++) {
         u32 a[COUNT][2][4];
         LOOP for (int t = 0; t < COUNT; t++) LOOP for (int half = 0; half < 2; half++) {
             const int step = pair * 2 + half;
-            if (step % STEPS_OF(BITS) == 0) meaning[t].load(brick[t].numbers, step / STEPS_OF(BITS));
-            codes[t].template unpack<Width<BITS>::odd>(step, a[t][half]);
+            if (step % STEPS_ == 0) meaning[t].load(brick[t].numbers, step / STEPS_);
+            codes[t].template unpack<Width<BITS_>::odd>(step, a[t][half]);
             meaning[t].apply(a[t][half]);
         }
         uint4 b[COLUMNS];
@@ -141,6 +133,11 @@ DEVICE void consume(const char* bricks, const char* rows, float (*total)[COLUMNS
                 multiply_add(total[t][c], w[0], w[1], w[2], w[3], half ? b[c].z : b[c].x, half ? b[c].w : b[c].y);
             }
     }
+}
+template <int BITS_, int COUNT>
+DEVICE void work(bool fine, const char* bricks, const char* rows, float (*total)[COLUMNS][4], int lane) {
+    if (FINE != STEPS && fine) consume<BITS_, FINE, COUNT>(bricks, rows, total, lane);
+    else consume<BITS_, STEPS, COUNT>(bricks, rows, total, lane);
 }
 
 DEVICE void clear(float (*total)[COLUMNS][4]) {
@@ -232,19 +229,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) multiply_wide(
             ahead.advance(job, end);
         }
         close_group();
-        const char *bricks = memory + stage + warp * TILES * largest(), *rows = memory + stage + ROWS_AT;
-        if (SIDES == 1 || ONE_WIDTH || at.bits[0] == at.bits[SIDES - 1]) {
-#define WORK(B) consume<B, TILES>(bricks, rows, total, lane);
-            EACH_WIDTH(at.bits[0], WORK)
-#undef WORK
+        const char *bricks = memory + stage + warp * TILES * SLOT, *rows = memory + stage + ROWS_AT;
+        if (one_width()) {
+            work<BITS_OF(0), TILES>(at.fine, bricks, rows, total, lane);
+        } else if (ACT) {
+            work<BITS_OF(0), EACH>(at.fine, bricks, rows, total, lane);
+            work<BITS_OF(PARTS > 1), EACH>(at.fine, bricks + EACH * SLOT, rows, total + EACH, lane);
         } else {
-            LOOP for (int s = 0; s < SIDES; s++) {
-#define WORK(B) consume<B, EACH>(bricks + s * EACH * largest(), rows, total + s * EACH, lane);
-                EACH_WIDTH(at.bits[s], WORK)
-#undef WORK
-            }
+            if (at.part == 0) work<BITS_OF(0), TILES>(at.fine, bricks, rows, total, lane);
+            else if (at.part == 1) work<BITS_OF(PARTS > 1), TILES>(at.fine, bricks, rows, total, lane);
+            else work<BITS_OF(PARTS > 2 ? 2 : 0), TILES>(at.fine, bricks, rows, total, lane);
         }
-        const int group_end = at.first + job.parts[at.part].matrix.blocks;
+        const int group_end = at.first + job.parts[at.part].matrix.bricks;
         if (at.unit + 1 == end || at.unit + 1 == group_end) {
             if (gather(line, at, begin, end, group_end, note, total)) answer(job, at, total, warp, lane);
             clear(total);

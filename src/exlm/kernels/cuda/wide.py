@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ...errors import Unsupported
 from . import linear
+from .lanes import BLOCK, TILE
 from .linear import Product
-from .tiles import BLOCK, TILE
 
 SOURCE = Path(__file__).with_name("wide.cu")
 MOST = 64
@@ -42,9 +42,11 @@ class WideProduct:
     def __init__(self, product: Product, plan: Plan | None = None) -> None:
         self.product, self.workshop = product, product.workshop
         self.widths = product.widths
+        if product.form.apart:
+            raise Unsupported("two matrices under one nonlinearity whose inputs are ordered differently")
         self.plan = self._fitted(plan or Plan())
         group = self.plan.tiles * self.plan.warps // (2 if product.form.act else 1)
-        self._units = [-(-one.tiles // group) * one.blocks for one in product.matrices]
+        self._units = [-(-one.tiles // group) * one.stored for one in product.matrices]
         every = self._units[0] if product.form.act else sum(self._units)
         self.counts = torch.zeros(every, dtype=torch.int32, device=product.device)
         """Thread blocks that have left a group's sums, at its first unit; all zero between launches."""
@@ -77,7 +79,7 @@ class WideProduct:
 
     def _memory(self, room: int, plan: Plan) -> int:
         """Bytes of shared memory: bricks and rows of each unit, and a number."""
-        bricks = plan.tiles * plan.warps * self.product.form.layout.largest
+        bricks = plan.tiles * plan.warps * linear.slot(self.product.form)
         return plan.stages * (bricks + room * BLOCK * 2) + 16
 
     def _fitted(self, plan: Plan) -> Plan:
