@@ -35,8 +35,8 @@ SHAPES: dict[str, tuple[int, list[int], bool]] = {
 }
 """Inputs, outputs, and whether a norm stands before them."""
 PLANS = [
-    Plan(4, 8, 2), Plan(2, 16, 2), Plan(4, 4, 3), Plan(4, 9, 2), Plan(2, 12, 2), Plan(4, 5, 2), Plan(4, 6, 2),
-    Plan(4, 7, 2), Plan(3, 9, 2), Plan(3, 8, 2), Plan(3, 6, 3), Plan(2, 9, 2), Plan(2, 9, 3), Plan(2, 24, 2),
+    Plan(4, 8, 2), Plan(2, 16, 2), Plan(4, 9, 2), Plan(2, 12, 2), Plan(4, 5, 2), Plan(4, 6, 2), Plan(3, 9, 2),
+    Plan(3, 8, 2), Plan(2, 24, 2), Plan(6, 9, 2), Plan(6, 12, 2), Plan(6, 16, 2), Plan(3, 8, 3),
 ]  # fmt: skip
 WIDE_PLANS = [
     wide.Plan(2, 8, 3), wide.Plan(2, 8, 4), wide.Plan(2, 8, 6), wide.Plan(2, 8, 3, 2), wide.Plan(1, 8, 4),

@@ -1,6 +1,9 @@
-"""How long quantising takes: checks the result, then prints time, memory and quality as one line.
+"""How long quantising takes: checks the result, then prints time for each phase, memory and quality.
 
-python -m benchmarks.quantize [--model NAME] [--bits 4.0] [--device cuda]
+python -m benchmarks.quantize [--shape smollm2-135m | --model NAME] [--bits 4.0] [--rows 128] [--device cuda]
+
+Without a model one of random weights is made, of the default model's shape: its times are true, its
+perplexity says nothing.
 """
 
 from __future__ import annotations
@@ -13,32 +16,76 @@ from pathlib import Path
 
 import torch
 
-from exlm import find_model, quantize_model, validate_exl2
+from benchmarks.synthetic import write_dense
+from exlm import Quality, find_model, quantize_model, validate_exl2
+from exlm.bench.shapes import SHAPES
+from exlm.bench.synthetic import describe_in
+
+POSITIONS = 2048
+
+
+BEGINNINGS = ("calibrating", "writing", "judging the result")
+"""What progress tells of when it begins; of everything else when it has ended."""
+
+
+class Clock:
+    """Seconds of each phase; layers are one phase."""
+
+    def __init__(self) -> None:
+        self.phases: dict[str, float] = {}
+        self._last, self._open = time.perf_counter(), ""
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        """Progress."""
+        now = time.perf_counter()
+        name = " ".join(word for word in what.split(";")[0].split() if not word.isdigit())
+        phase = self._open or name
+        self.phases[phase] = self.phases.get(phase, 0.0) + now - self._last
+        self._last, self._open = now, name if name in BEGINNINGS else ""
 
 
 def main() -> None:
     """Quantise into a folder that is thrown away."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", help="a folder, a .gguf file or a name; the default model if left out")
+    parser.add_argument("--model", help="a folder, a .gguf file or a name, instead of random weights")
+    parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m")
     parser.add_argument("--bits", type=float, default=4.0)
+    parser.add_argument("--rows", type=int, default=128, help="rows of calibration text")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
-    source = find_model(args.model)
+    clock = Clock()
     with tempfile.TemporaryDirectory() as scratch:
+        source = find_model(args.model) if args.model else _made(Path(scratch) / "source", args.shape)
         target = Path(scratch) / "model"
+        clock(0, 0, "making the source")
         begun = time.perf_counter()
-        quality = quantize_model(source, target, args.bits, device=args.device)
+        quality = quantize_model(
+            source, target, args.bits, rows=args.rows, device=args.device, progress=clock
+        )
         seconds = time.perf_counter() - begun
+        clock(0, 0, "judging the result")
         wrong = validate_exl2(target)
     assert not wrong, wrong
     assert quality is not None
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    card = torch.cuda.max_memory_allocated() / 2**30 if args.device != "cpu" else 0.0
-    print("device  bits   seconds  host GiB  card GiB  perplexity  source  KL       top-1")
+    for name, spent in clock.phases.items():
+        print(f"{name:<22} {spent:8.1f} s")
+    _show(quality, seconds, args.device)
+
+
+def _made(folder: Path, shape: str) -> Path:
+    """A float16 model of random weights."""
+    write_dense(folder, SHAPES[shape])
+    return describe_in(folder, SHAPES[shape], POSITIONS)
+
+
+def _show(quality: Quality, seconds: float, device: str) -> None:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    card = torch.cuda.max_memory_allocated() / 2**30 if device != "cpu" else 0.0
+    print("device  bits   seconds  CPU s    host GiB  card GiB  perplexity  source  KL       top-1")
     print(
-        f"{args.device:<7} {quality.bits:<6.3f} {seconds:<8.1f} {memory:<9.2f} {card:<9.2f} "
-        f"{quality.perplexity:<11.3f} {quality.against_perplexity:<7.3f} {quality.kl:<8.5f} "
-        f"{quality.top1:.4f}"
+        f"{device:<7} {quality.bits:<6.3f} {seconds:<8.1f} {used.ru_utime + used.ru_stime:<8.0f} "
+        f"{used.ru_maxrss / 2**20:<9.2f} {card:<9.2f} {quality.perplexity:<11.3f} "
+        f"{quality.against_perplexity:<7.3f} {quality.kl:<8.5f} {quality.top1:.4f}"
     )
 
 

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from exlm.sampling import Row, Sampler, SamplerState, Settings, fused
+from exlm.sampling import Row, Sampler, SamplerState, Settings, fused, launch
 from exlm.settings import guard_cpu
 
 BATCHES = (1, 16, 64)
@@ -31,6 +31,7 @@ VOCABULARIES = (32_000, 152_064)
 HISTORY = 1000
 SPREAD = 3.0  # standard deviation of the logits; a few tokens then have most of the probability, as in texts
 SETS = 4  # of logits, taken in turn, so that none stays in a cache
+LIKELY = 16  # tokens that are worth considering for a row
 CYCLES = 6000  # of a device for a microsecond of the host's: a pause long enough to queue what is timed
 SECONDS = 1.0  # for one cell on a CPU
 
@@ -87,6 +88,13 @@ def make_rows(name: str, batch: int, vocabulary: int) -> list[Row]:
     return rows
 
 
+def _likely(batch: int, vocabulary: int) -> list[list[int]]:
+    """Tokens that each row might get in turn: few for each set of logits, so that texts repeat themselves."""
+    rng = Random(0)
+    few = [[rng.sample(range(vocabulary), LIKELY) for _ in range(batch)] for _ in range(SETS)]
+    return [[rng.choice(some) for some in few[turn % SETS]] for turn in range(1024 * SETS)]
+
+
 class Steps:
     """Steps of one kind, taken one after the other."""
 
@@ -98,6 +106,7 @@ class Steps:
         self.rows = make_rows(name, batch, vocabulary)
         self.sampler = Sampler(vocab_size=vocabulary)
         self.taken, self.vocabulary = 0, vocabulary
+        self.likely = _likely(batch, vocabulary)
 
     def turn(self) -> Tensor:
         """The next logits."""
@@ -107,8 +116,8 @@ class Steps:
     def sample(self) -> None:
         """Sample, and do not ask what."""
         self.sampler.sample_batch(self.turn(), self.rows)
-        for row in self.rows:
-            row.state.accept(self.taken * 7919 % self.vocabulary)
+        for row, token in zip(self.rows, self.likely[self.taken % len(self.likely)], strict=True):
+            row.state.accept(token)
 
     def step(self) -> None:
         """Sample, fetch, append."""
@@ -171,7 +180,7 @@ def measure_host(name: str, batch: int, vocabulary: int) -> float:
     """What a step on a GPU costs the host but for the launches, in microseconds."""
     with (
         patch.object(fused, "serves", lambda device: True),
-        patch.object(fused.Kernel, "launch", lambda *args: None),
+        patch.object(launch.Kernel, "launch", lambda *args: None),
     ):
         return timed(Steps(name, batch, vocabulary, torch.device("cpu")).sample, SECONDS)
 

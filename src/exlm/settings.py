@@ -75,8 +75,13 @@ def cuda_wanted() -> bool:
 
 
 def wide_wanted() -> bool:
-    """EXLM_WIDE: 1 lets in the kernel for 17 to 64 rows, which has not run on a GPU yet."""
-    return _switch("EXLM_WIDE", otherwise="0")
+    """EXLM_WIDE: 0 keeps out the kernel for 17 to 64 rows, which then go sixteen at a time."""
+    return _switch("EXLM_WIDE")
+
+
+def staging_wanted() -> bool:
+    """EXLM_STAGING: 1 loads files to a GPU through pinned buffers; off until it has been measured."""
+    return _switch("EXLM_STAGING", otherwise="0")
 
 
 def cpu_wanted() -> bool:

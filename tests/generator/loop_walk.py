@@ -23,6 +23,7 @@ from exlm.generator.draft import Drafter, ModelDraft, NgramDraft
 from exlm.generator.loop import Loop
 from exlm.generator.pages import PageTable
 from tests.generator.scripted import ID, PIECES, FlatRunner
+from tests.generator.toy import Eager
 
 Transcript = list[dict[str, Any]]
 OURS_ALONE = ("time_enqueued", "time_prefill", "time_generate", "cached_pages", "cached_tokens")
@@ -65,6 +66,10 @@ class LaxRunner(Scripted):
 
     def _write(self, sequence: Any, prefix: Sequence[int], fed: Sequence[int]) -> None:
         pass
+
+
+class EagerScripted(Scripted, Eager):
+    """The walk's model, running ahead."""
 
 
 class Tripwire(Filter):
@@ -176,6 +181,23 @@ def random_recipe(dice: Random, texts: Tokenizer, heads: Sequence[int] = (0, 0, 
     return Recipe(tuple(prompts), dice.randint(1, 24), dice.randrange(10**6), settings, options, filters)
 
 
+def plain_recipe(dice: Random) -> Recipe:
+    """A request of the kind that runs ahead, or (rarely) one that fails when it is sampled."""
+    head = [2 + i % 5 for i in range(dice.choice((0, 0, 5, 12, 30)))]
+    prompt = (*head, *(dice.randrange(2, 12) for _ in range(dice.randint(1, 12))))
+    warm: dict[str, Any] = {"temperature": 1.2, "top_k": 0, "top_p": 0.9}
+    kinds: list[Callable[[], Settings]] = [
+        *[Settings.greedy] * 10,
+        *[Settings] * 10,
+        lambda: Settings(**warm, token_frequency_penalty=0.5, token_presence_penalty=0.5),
+        lambda: Settings(**warm, mirostat=True),
+        lambda: Settings(**warm, dry_multiplier=1.0),
+        lambda: Settings.greedy(token_bias=torch.zeros(3)),
+    ]
+    options = {"stop_conditions": dice.choice((None, None, ["dd", "ce"], [ID["e"]], ["abc", ID["n"]]))}
+    return Recipe((prompt,), dice.randint(1, 24), dice.randrange(10**6), dice.choice(kinds), options)
+
+
 def seen_by_user(result: Any) -> dict[str, Any]:
     """What must not depend on others, comparable."""
     kept = {
@@ -244,20 +266,21 @@ class Witness:
 class LoopWalk:
     """One machine's life; the recipes and what they give alone are shared between lives."""
 
-    def __init__(self, dice: Random, texts: Tokenizer, cookbook: Cookbook) -> None:
+    def __init__(self, dice: Random, texts: Tokenizer, cookbook: Cookbook, ahead: bool = False) -> None:
+        """`ahead`: nothing is guessed, and the model runs ahead."""
         self.dice, self.cookbook = dice, cookbook
         self.witness = Witness()
         self.seen = self.witness.seen
         size, pages = dice.choice((2, 4, 4, 8, 16)), dice.randint(8, 28)
         drafter: Drafter | None = None
-        if dice.random() < 0.6:
+        if dice.random() < 0.6 and not ahead:
             drafter = (
                 NgramDraft(dice.randint(2, 4))
                 if dice.random() < 0.5
                 else ModelDraft(LaxRunner(nearly, pages, size))
             )
         self.loop = Loop(
-            Scripted(script, pages, size),
+            (EagerScripted if ahead else Scripted)(script, pages, size),
             PageTable(pages, size),
             texts,
             len(PIECES),

@@ -96,6 +96,9 @@ class ToyRunner:
             out.append(torch.stack(rows))
         return out
 
+    def ahead(self, sequences: Sequence[Any], past: Sequence[int], tokens: Tensor) -> Tensor | None:
+        return None
+
     def _write(self, sequence: Any, prefix: Sequence[int], fed: Sequence[int]) -> None:
         """Every row that is attended to must have been computed from exactly this text."""
         for i in range(len(prefix)):
@@ -112,3 +115,26 @@ class ToyRunner:
         for rank, token in enumerate(self.script(prefix)):
             row[token] = 10.0 - rank
         return row
+
+
+class Eager(ToyRunner):
+    """Runs ahead, and gives every answer in the place of the last one, of which nothing is left."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._last: list[Tensor] = []
+
+    def decode(
+        self, sequences: Sequence[Any], past: Sequence[int], tokens: Sequence[Sequence[int]]
+    ) -> list[Tensor]:
+        for answer in self._last:
+            answer.fill_(torch.nan)
+        self._last = super().decode(sequences, past, tokens)
+        return self._last
+
+    def ahead(self, sequences: Sequence[Any], past: Sequence[int], tokens: Tensor) -> Tensor:
+        fed = [[max(0, token)] for token in tokens.tolist()]
+        whole = torch.stack(self.decode(sequences, past, fed))
+        self.log[-1] = ("ahead", len(fed), 1)
+        self._last = [whole]
+        return whole

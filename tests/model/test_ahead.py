@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from exlm.errors import BadTensor
 from exlm.formats import DenseWeight, Weight
-from exlm.model.ahead import AHEAD, ReadAhead
+from exlm.model.ahead import AHEAD, SHARE, ReadAhead
 
 ROLES = [f"layers.{i}" for i in range(30)]
 
@@ -33,6 +33,10 @@ class Shelf:
         return DenseWeight(torch.full((1, 1), float(ROLES.index(role))))
 
 
+def ahead_of(shelf: Shelf, roles: list[str] = ROLES, size: int = 1, total: int = 1000) -> ReadAhead:
+    return ReadAhead(shelf.read, lambda _: size, roles, total)
+
+
 def value(weight: Weight) -> float:
     assert isinstance(weight, DenseWeight)
     return float(weight.data)
@@ -41,7 +45,7 @@ def value(weight: Weight) -> float:
 @given(st.permutations(ROLES))
 def test_any_order_gives_every_weight_once(order: list[str]) -> None:
     shelf = Shelf()
-    with ReadAhead(shelf.read, ROLES) as ahead:
+    with ahead_of(shelf) as ahead:
         taken = [value(ahead.take(role)) for role in order]
     assert taken == [ROLES.index(role) for role in order]
     assert sorted(shelf.read_roles) == sorted(ROLES)
@@ -49,16 +53,32 @@ def test_any_order_gives_every_weight_once(order: list[str]) -> None:
 
 def test_few_are_in_flight() -> None:
     shelf = Shelf()
-    with ReadAhead(shelf.read, ROLES) as ahead:
+    with ahead_of(shelf) as ahead:
         assert not shelf.read_roles
         ahead.take(ROLES[0])
         time.sleep(0.05)
         assert 1 <= len(shelf.read_roles) <= AHEAD + 1
 
 
+@pytest.mark.parametrize("fit", [1, 2, 3])
+def test_as_many_as_fit_are_in_flight(fit: int) -> None:
+    shelf = Shelf()
+    with ahead_of(shelf, size=10, total=10 * fit * SHARE) as ahead:
+        for count, role in enumerate(ROLES[:9]):
+            ahead.take(role)
+            time.sleep(0.01)
+            assert len(shelf.read_roles) <= count + fit
+
+
+def test_a_weight_larger_than_that_comes_too() -> None:
+    shelf = Shelf()
+    with ahead_of(shelf, size=10, total=10) as ahead:
+        assert [value(ahead.take(role)) for role in ROLES] == list(range(30))
+
+
 def test_an_error_is_raised_where_its_weight_is_asked_for() -> None:
     shelf = Shelf(broken=ROLES[2])
-    with ReadAhead(shelf.read, ROLES) as ahead:
+    with ahead_of(shelf) as ahead:
         assert value(ahead.take(ROLES[0])) == 0
         assert value(ahead.take(ROLES[1])) == 1
         with pytest.raises(BadTensor, match="torn"):
@@ -69,7 +89,7 @@ def test_an_error_is_raised_where_its_weight_is_asked_for() -> None:
 def test_leaving_early_leaves_no_thread() -> None:
     shelf = Shelf()
     before = threading.active_count()
-    with ReadAhead(shelf.read, ROLES) as ahead:
+    with ahead_of(shelf) as ahead:
         ahead.take(ROLES[0])
     count = len(shelf.read_roles)
     assert threading.active_count() == before
@@ -78,5 +98,5 @@ def test_leaving_early_leaves_no_thread() -> None:
 
 
 def test_a_role_nobody_announced_is_read_too() -> None:
-    with ReadAhead(Shelf().read, ROLES[:3]) as ahead:
+    with ahead_of(Shelf(), ROLES[:3]) as ahead:
         assert value(ahead.take(ROLES[9])) == 9

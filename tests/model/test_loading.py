@@ -210,6 +210,37 @@ def test_peak_memory_while_loading(tmp_path: Path, stored: torch.dtype, dtype: s
     assert int(done.stdout) < 1.15 * final + 100e6
 
 
+ROUNDS = """
+import ctypes, gc, re, sys, torch
+from pathlib import Path
+torch.set_num_threads(1)
+from exlm import Cache, Config, Model
+model = Model(Config(sys.argv[1]))
+def round_trip():
+    cache = Cache(model, max_seq_len=512, lazy=True)
+    model.load_autosplit(cache)
+    model.forward(torch.arange(20)[None], cache)
+    model.unload()
+    del cache
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what the heap keeps for later is not held by anybody
+    return int(re.search(r'RssAnon:\\s*(\\d+) kB', Path('/proc/self/status').read_text())[1]) * 1024
+sizes = [round_trip() for _ in range(23)]
+print(*(size - sizes[2] for size in sizes[3:]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_twenty_loads_leave_no_memory_behind(tmp_path: Path) -> None:
+    folder = tiny.make(tmp_path, hidden_size=512, intermediate_size=1024, vocab_size=2048)
+    size = (folder / "model.safetensors").stat().st_size
+    run = [sys.executable, "-c", ROUNDS, str(folder)]
+    done = subprocess.run(run, capture_output=True, text=True, check=True, timeout=300)
+    grown = [int(number) for number in done.stdout.split()]
+    assert len(grown) == 20
+    assert max(grown) < size  # heaps have holes, but not even one of the twenty models is there
+
+
 def test_config_json_of_another_model(tmp_path: Path) -> None:
     folder = tiny.make(tmp_path)
     raw = json.loads((folder / "config.json").read_text())

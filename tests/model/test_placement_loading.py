@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from exlm import (
     Config,
     Generator,
     InputError,
+    Lora,
     Model,
     Settings,
     Tokenizer,
@@ -29,6 +33,7 @@ from exlm.model.loading import opened
 from exlm.nn.hop import Hop
 from exlm.spec.roles import matrices
 from tests import tiny
+from tests.adapters import making
 
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 40)[None]
@@ -205,11 +210,52 @@ def test_twenty_loads_leave_nothing_behind(folder: Path) -> None:
     assert held() == before
 
 
-def test_an_adapter_needs_one_device(folder: Path) -> None:
-    model = Model(Config(folder))
-    model.inventory = made_up(1 << 40)
-    model.load()
-    assert model.opened().device == CPU
+@pytest.fixture(scope="module")
+def adapter(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LoRA of every matrix, the embedding's too."""
+    table = ("model.embed_tokens", 64, 32)
+    return making.write(tmp_path_factory.mktemp("lora"), making.modules(folder), embedding=table).folder
+
+
+def test_an_adapter_over_several_devices(folder: Path, adapter: Path) -> None:
+    answers = []
+    for devices in (1, 3):
+        model = Model(Config(folder))
+        cache = Cache(model, max_seq_len=256, lazy=True)
+        *parts, workspace = needs(model, cache)
+        model.inventory = made_up(*[sum(parts) // devices + max(parts) + workspace] * devices)
+        model.load_autosplit(cache, reserve_vram=0)
+        assert len(set(model.placement)) == devices
+        plain = model.forward(IDS)
+        lora = Lora.from_directory(model, adapter)
+        answers.append(model.forward(IDS, cache, loras=(lora, 0.7)))
+        assert not torch.allclose(answers[-1], plain, atol=0.1)
+        lora.unload()
+        assert torch.equal(model.forward(IDS), plain)
+    assert torch.equal(*answers)
+
+
+def test_an_adapter_goes_where_its_layer_is(folder: Path) -> None:
+    model = loaded(folder)
+    assert model._loaded is not None
+    on = [torch.device("cuda", i) for i in range(7)]
+    chains: Any = tuple(SimpleNamespace(device=device) for device in on)
+    where = replace(model._loaded, chains=chains).device
+    roles = ["embed", *(f"layers.{i}.attn.q" for i in range(5)), "head"]
+    assert [where(role) for role in roles] == on
+
+
+@pytest.mark.gpu
+def test_an_adapter_on_a_gpu_and_the_cpu(folder: Path, adapter: Path) -> None:
+    answers = []
+    for device, split in (("cuda:0,cpu", [0.00004, 1]), ("cpu", None)):
+        config = Config(folder)
+        config.device, config.dtype = device, "float32"
+        model = Model(config)
+        model.load(split)
+        assert ",".join(dict.fromkeys(model.placement)) == device
+        answers.append(model.forward(IDS, loras=Lora.from_directory(model, adapter)).cpu())
+    assert torch.allclose(*answers, atol=1e-3)
 
 
 def test_memory_that_is_free_is_read_from_the_system() -> None:

@@ -94,9 +94,14 @@ def test_too_many_ranks_are_refused(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match=r"has 4 heads, too few to share among 5 ranks.*load_autosplit"):
         check(model, 5)
     layer = model.layers[0]
-    odd = replace(layer, attn=replace(layer.attn, qk_norm=spec.QkNorm(spec.Norm(), "all")))
-    with pytest.raises(Unsupported, match="normalises all heads together"):
-        check(replace(model, layers=(odd,)), 2)
+    for kind, allowed in (("rms", True), ("layer", False)):
+        norm = spec.QkNorm(spec.Norm(kind), "all")  # type: ignore[arg-type]
+        odd = replace(model, layers=(replace(layer, attn=replace(layer.attn, qk_norm=norm)),))
+        if allowed:
+            check(odd, 2)
+        else:
+            with pytest.raises(Unsupported, match=r"mean of all heads together.*load_autosplit"):
+                check(odd, 2)
 
 
 @pytest.mark.parametrize("name", FIXTURES)
@@ -155,10 +160,19 @@ def test_every_family_gives_the_same_logits(case: Case, tmp_path: Path) -> None:
     whole.load()
     ids = torch.randint(0, 100, (1, 40))
     want = whole.forward(ids)
-    try:
-        check(frozen.spec, 2)
-    except Unsupported:
-        assert "all" in str(frozen.spec.layers[0].attn.qk_norm)
-        return
+    check(frozen.spec, 2)
     got = logits(shares(frozen, 2), ids)
+    assert float((got - want).norm() / want.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 6])
+def test_a_norm_over_all_heads_counts_each_head_once(size: int, tmp_path: Path) -> None:
+    """Six query heads and two key/value heads: with three ranks and more, some have the same keys."""
+    heads = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
+    config = Config(zoo.build("Olmo2ForCausalLM", tmp_path / "model", **heads).folder)
+    whole = Model(config)
+    whole.load()
+    ids = torch.randint(0, 100, (2, 20))
+    want = whole.forward(ids)
+    got = logits(shares(config.freeze(), size), ids)
     assert float((got - want).norm() / want.norm()) < 1e-5

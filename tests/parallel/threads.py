@@ -96,12 +96,13 @@ def shares(config: FrozenConfig, size: int) -> list[Loaded]:
     return out
 
 
-def logits(ranks: list[Loaded], ids: Tensor) -> Tensor:
+def logits(ranks: list[Loaded], ids: Tensor, adapters: Any = ()) -> Tensor:
     """The whole model's answer, as rank 0 has it."""
     rows, tokens = ids.shape
     positions = torch.arange(tokens).expand(rows, tokens)
     nothing = torch.zeros(rows, dtype=torch.int64)
-    batch = Batch(ids, positions, nothing, torch.zeros(rows, 1, dtype=torch.int64), tokens, even=True)
+    pages = torch.zeros(rows, 1, dtype=torch.int64)
+    batch = Batch(ids, positions, nothing, pages, tokens, even=True, adapters=adapters)
     answers = each(
         len(ranks), lambda r: ranks[r].decoder.forward(batch, [Passing()] * len(ranks[r].shapes))[0]
     )

@@ -12,9 +12,8 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from exlm.sampling import Row, Sampler, SamplerState, Settings, fused, listed
+from exlm.sampling import Row, Sampler, SamplerState, Settings, fused, listed, transcript
 from exlm.sampling import desk as desk_module
-from exlm.sampling.dry import DryIndex
 from exlm.sampling.lanes import _numbers, lane_of
 from exlm.sampling.penalties import PenaltyHistory
 from tests.sampling.drawn import EDITS, Words, neutral
@@ -158,12 +157,10 @@ class Story:
             terms = PenaltyHistory().terms(text, rule)
             strengths = terms.strengths or [1.0] * len(terms.ids)
             fading = {t: (c, s) for t, c, s in zip(terms.ids, terms.counts, strengths, strict=True)}
-        repeats: dict[int, float] = {}
+        searched, breakers = list[int](), frozenset[int]()
         if plan.dry is not None:
-            index = DryIndex()
-            index.extend(text)
-            breakers = plan.dry.breakers
-            repeats = index.repeats(plan.dry, self.breakers if breakers is None else breakers, self.width)
+            searched = [token if 0 <= token < self.width else -1 for token in text]
+            breakers = self.breakers if plan.dry.breakers is None else plan.dry.breakers
         bias = row.settings.token_bias
         allowed: Any = row.allowed
         if isinstance(allowed, torch.Tensor):
@@ -177,7 +174,8 @@ class Story:
             {token: many for token, many in penalised.items() if 0 <= token < self.width},
             fading,
             [token for token in row.blocked if token < self.width],
-            repeats,
+            searched,
+            {token for token in breakers if token < self.width},
             None if bias is None else bias[: self.width].tolist(),
             None if allowed is None else {token for token in allowed if token < self.width},
             set(spared) if "xtc" in plan.steps else set(),
@@ -242,6 +240,7 @@ def test_kernels_are_told_what_rows_say(seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(desk_module, "Press", lambda width, device: witness)
         patch.setattr(listed, "LEAST_ROOM", 4)
+        patch.setattr(transcript, "LEAST_ROOM", 4)
         sampler = Sampler(Words())
         for _ in range(rng.choice((1, 2, 6))):
             story.join()
@@ -263,6 +262,7 @@ def test_tokens_are_those_of_the_plain_way(seed: int, monkeypatch: pytest.Monkey
     monkeypatch.setattr(fused, "EDITED", 64)
     monkeypatch.setattr(fused, "PROGRAMS", 8)
     monkeypatch.setattr(listed, "LEAST_ROOM", 4)
+    monkeypatch.setattr(transcript, "LEAST_ROOM", 4)
     words = Words("".join(map(chr, range(97, 240))) + ".!\n")
     choices = CHOICES | {"top_k": (3, 1, 5) if ON_GPU else (1,)}  # the interpreter is slow to sort
     story, sampler = Story(Random(seed), words, choices), Sampler(words)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from exlm.sampling.fused import Kernel
-from exlm.sampling.post import SMALLEST, Post
+from exlm.sampling.launch import Kernel
+from exlm.sampling.post import BUNDLE, SMALLEST, Post
 
 
 class Recorder:
@@ -80,15 +80,18 @@ def test_a_buffer_is_written_again_only_after_it_was_read() -> None:
         def record(self) -> None:
             """It will."""
 
-    post = Post(torch.device("cpu"))
-    post.send(np.zeros(1, np.int64), array("q"))
-    route = post._routes[SMALLEST]
-    buffer, values, _ = route._sent.pop()
-    late = Late()
-    route._sent.append((buffer, values, late))
-    values[0] = 77
-    post.send(np.ones(1, np.int64), array("q"))
-    assert values[0] == 77
+    post, nothing = Post(torch.device("cpu")), array("q")
+    post.send(np.zeros(1, np.int64), nothing)
+    first = post._routes[SMALLEST]._bundle
+    first.arrived = late = Late()
+    for _ in range(BUNDLE - 1):
+        post.send(np.zeros(1, np.int64), nothing)
+    for _, values in first.buffers:
+        values[0] = 77
+    for _ in range(2 * BUNDLE):
+        post.send(np.ones(1, np.int64), nothing)
+    assert all(values[0] == 77 for _, values in first.buffers)
     late.happened = True
-    post.send(np.full(1, 5, np.int64), array("q"))
-    assert values[0] == 5
+    for _ in range(2 * BUNDLE):
+        post.send(np.full(1, 5, np.int64), nothing)
+    assert all(values[0] == 5 for _, values in first.buffers)

@@ -27,7 +27,8 @@ class Told:
     penalised: dict[int, int]
     fading: dict[int, tuple[float, float]]
     blocked: list[int]
-    repeats: dict[int, float]
+    text: list[int]
+    breakers: set[int]
     bias: list[float] | None
     allowed: set[int] | None
     spared: set[int]
@@ -71,9 +72,9 @@ class Witness:
         parts = said[start : start + 3 * count].reshape(3, count)
         fading = zip(parts[0].tolist(), *parts[1:].view(np.float64).tolist(), strict=True)
         block, blocked = words("blocked", 2)
-        dry, repeats = words("dry", 2)
-        costs = said[dry + repeats : dry + 2 * repeats].view(np.float64).tolist()
-        bias, spared, mask = words("bias", 1)[0], words("spared", 1)[0], words("allowed", 1)[0]
+        (bias,), (spared,), (breakers,), (mask,) = (
+            words(name, 1) for name in ("bias", "spared", "breakers", "allowed")
+        )
         told = Told(
             place,
             (seed, position, branch),
@@ -82,14 +83,28 @@ class Witness:
             self._list(words("listed", 4), words("fresh", 2), said),
             {token: (many, strength) for token, many, strength in fading},
             said[block : block + blocked].tolist(),
-            dict(zip(said[dry : dry + repeats].tolist(), costs, strict=True)),
+            self._text(*words("text", 3)),
+            self._tokens(breakers),
             there(bias, ctypes.c_float, self.width).tolist() if bias else None,
             {i for i in range(self.width) if int(said[mask + i // 64]) >> i % 64 & 1} if mask else None,
-            set(np.flatnonzero(there(spared, ctypes.c_bool, self.width)).tolist()) if spared else set(),
+            self._tokens(spared),
         )
-        edits = (told.penalised, told.fading, told.blocked, told.repeats, told.bias, mask)
+        edits = (told.penalised, told.fading, told.blocked, told.text, told.bias, mask)
         assert work.edited or not any(edits)
+        assert work.searches or not told.text
         return told
+
+    def _tokens(self, mask: int) -> set[int]:
+        """The tokens of a mask of booleans."""
+        return set(np.flatnonzero(there(mask, ctypes.c_bool, self.width)).tolist()) if mask else set()
+
+    def _text(self, address: int, count: int, last: int) -> list[int]:
+        """A text, after what the kernels do with it."""
+        if not address or not count:
+            return []
+        ids = there(address, ctypes.c_int32, count)
+        ids[-1] = last if 0 <= last < self.width else -1
+        return list(map(int, ids))
 
     def _list(self, listed: list[int], fresh: list[int], said: Any) -> dict[int, int]:
         """The penalised tokens, after what the kernels do with the list."""

@@ -9,10 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import re
 import weakref
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -20,22 +18,20 @@ import torch
 
 from .. import spec
 from ..errors import CheckpointError, InputError, NotLoaded, UnsafeFile
-from ..kernels.reference import ReferenceBackend
 from ..nn import Active
-from .modules import AdaptedEmbedding, AdaptedExperts, AdaptedLinear, Pair
+from .changes import Change, Install, Remove, place
 from .peft import PeftConfig
 from .tensors import Reader
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 
-_EXPERT = re.compile(r"(layers\.(\d+)\.mlp\.experts)\.(\d+)\.(\w+)")
 _numbers = itertools.count(1)
 
 
 class Net(Protocol):
-    """Modules in their places."""
+    """Modules in their places, wherever those are."""
 
-    def replace(self, role: str, change: Callable[[Any], Any]) -> None:
+    def replace(self, role: str, change: Change) -> None:
         """Put what `change` makes of a role's module in its place."""
         ...
 
@@ -44,8 +40,8 @@ class Open(NamedTuple):
     """A loaded model, laid open."""
 
     net: Net
-    spec: spec.Model
-    device: torch.device
+    spec: spec.Model  # the whole, also where this process has a part of it
+    device: Callable[[str], torch.device]  # where a role's module takes its numbers
     dtype: torch.dtype
 
 
@@ -53,7 +49,7 @@ class Adaptable(Protocol):
     """What an adapter must know of a model."""
 
     def opened(self) -> Open:
-        """Its modules, description, device and precision; NotLoaded if it has none."""
+        """Its modules, description, devices and precision; NotLoaded if it has none."""
         ...
 
 
@@ -87,7 +83,8 @@ class Lora:
         self.roles = tuple(pairs)
         self._net: weakref.ref[Net] | None = weakref.ref(opened.net)
         for role, pair in pairs.items():
-            opened.net.replace(_place(role), partial(_install, opened, self.number, role, pair))
+            change = Install.into(opened.spec, self.number, role, pair)
+            opened.net.replace(change.place, change)
 
     @classmethod
     def from_directory(
@@ -121,8 +118,8 @@ class Lora:
         net = self._net() if self._net is not None else None
         self._net = None
         if net is not None:
-            for place in dict.fromkeys(map(_place, self.roles)):
-                net.replace(place, partial(_remove, self.number))
+            for where in dict.fromkeys(map(place, self.roles)):
+                net.replace(where, Remove(self.number, where))
 
 
 def chosen(net: object, loras: Any) -> list[tuple[Lora, float]]:
@@ -156,35 +153,6 @@ def strength(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise InputError(f"An adapter's scaling must be a finite number, found {value!r}.")
     return float(value)
-
-
-def _place(role: str) -> str:
-    """The module to be replaced for a role: experts are adapted a layer at a time."""
-    match = _EXPERT.fullmatch(role)
-    return match[1] if match else role
-
-
-def _install(opened: Open, number: int, role: str, pair: Pair, inner: Any) -> Any:
-    """The adapted module for `inner`, which may be one already, with this change in it."""
-    if match := _EXPERT.fullmatch(role):
-        moe = opened.spec.layers[int(match[2])].mlp
-        assert isinstance(moe, spec.Moe)
-        backend = ReferenceBackend(opened.device, opened.dtype)
-        adapted = inner
-        if not isinstance(inner, AdaptedExperts):
-            adapted = AdaptedExperts(inner, partial(backend.experts, moe))
-        adapted.pairs.setdefault(number, {})[int(match[3]), match[4]] = pair
-        return adapted
-    kind = AdaptedEmbedding if role == "embed" else AdaptedLinear
-    adapted = inner if isinstance(inner, kind) else kind(inner)
-    adapted.pairs[number] = pair
-    return adapted
-
-
-def _remove(number: int, adapted: Any) -> Any:
-    """The module without this adapter: the one inside, if it was the last."""
-    del adapted.pairs[number]
-    return adapted if adapted.pairs else adapted.inner
 
 
 def _pickled(path: Path) -> UnsafeFile:

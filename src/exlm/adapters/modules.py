@@ -32,6 +32,12 @@ class Pair(NamedTuple):
         """The same for unit vectors: (tokens,) → (tokens, out_features)."""
         return (self.down[:, ids].T * scale) @ self.up
 
+    def part(self, dim: int, start: int, stop: int) -> Pair:
+        """The change of a part of the matrix: of some inputs (dim 0) or of some outputs (dim 1)."""
+        if dim == 0:
+            return Pair(self.down[:, start:stop].contiguous(), self.up)
+        return Pair(self.down, self.up[:, start:stop].contiguous())
+
 
 Pairs = dict[int, Pair]  # by the adapter's number
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +35,7 @@ class Reader:
     path: Path
     config: PeftConfig
     model: spec.Model
-    device: torch.device
+    device: Callable[[str], torch.device]  # of a role's module
     dtype: torch.dtype
 
     def read(self) -> dict[str, Pair]:
@@ -79,11 +80,12 @@ class Reader:
         rank = self.config.rank(module)
         a = self._tensor(header, halves[A], (rank, target.in_features))
         b = self._tensor(header, halves[B], (target.out_features, rank)) * self.config.factor(module)
-        down = self._placed(halves[A], a)
+        device = self.device(target.parts[0].role)
+        down = self._narrowed(halves[A], a).to(device)
         out = []
         for part in target.parts:
             rows = torch.cat([b[start:stop] for start, stop in part.rows]) if part.rows else b
-            out.append((part.role, Pair(down, self._placed(halves[B], rows.T))))
+            out.append((part.role, Pair(down, self._narrowed(halves[B], rows.T).to(device))))
         return out
 
     def _tensor(self, header: Header, name: str, shape: tuple[int, int]) -> Tensor:
@@ -110,15 +112,15 @@ class Reader:
             )
         return values
 
-    def _placed(self, name: str, values: Tensor) -> Tensor:
-        """In the model's precision, beside its weights."""
-        placed = values.to(self.dtype).contiguous()
-        if not bool(placed.isfinite().all()):
+    def _narrowed(self, name: str, values: Tensor) -> Tensor:
+        """In the model's precision."""
+        narrowed = values.to(self.dtype).contiguous()
+        if not bool(narrowed.isfinite().all()):
             dtype = str(self.dtype).removeprefix("torch.")
             raise BadTensor(
                 f"{self._at(name)}: values are too large for {dtype}: load the model in bfloat16."
             )
-        return placed.to(self.device)
+        return narrowed
 
     def _same(self, name: str, entry: Entry, target: Target) -> None:
         """The model's own weights in an adapter are of no use, unless they have grown: then we refuse."""

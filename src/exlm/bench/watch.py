@@ -12,7 +12,7 @@ from ..cache import CacheBase
 from ..model import Model
 from ..model.runner import Runner
 
-PASSES = ("prefill", "decode")
+PASSES = ("prefill", "decode", "ahead")
 """The runner's methods in which the model computes."""
 
 

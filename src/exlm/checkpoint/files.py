@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from ..errors import BadFile, BadTensor, MissingTensor
+from ..formats.room import room
 from .folder import INDEX, TensorInfo, scan
 from .header import DTYPES, damaged, shown
 
@@ -88,7 +89,7 @@ class TensorFiles:
     def load(self, name: str) -> torch.Tensor:
         """A tensor on the CPU as stored, in memory of its own."""
         info = self.info(name)
-        target = torch.empty(info.shape, dtype=self.dtype(name))
+        target = room(info.shape, self.dtype(name))
         self._fill(info, info.offset, target)
         return target
 

@@ -28,6 +28,9 @@ ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_s
 
 MAX_FACTORS = 4096
 
+AROUND = 2**16
+"""Bytes that are in memory together, whichever of them was asked for."""
+
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
 
@@ -93,10 +96,9 @@ class GgufFile:
         """Give back the memory of a tensor; a later read gets it from the file again."""
         entry = self.entry(name)
         mapped = self._maps.get(entry.file)
-        # Only whole pages of this tensor: its neighbours may be in use.
-        page = mmap.PAGESIZE
-        begin, end = -(-entry.offset // page) * page, (entry.offset + entry.nbytes) // page * page
-        if mapped is not None and begin < end and hasattr(mmap, "MADV_DONTNEED"):
+        if mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
+            # Neighbours too: the system maps some pages around each that is touched. Nobody writes to these.
+            begin, end = entry.offset // AROUND * AROUND, entry.offset + entry.nbytes + AROUND
             mapped.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def close(self) -> None:

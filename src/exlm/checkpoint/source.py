@@ -79,6 +79,59 @@ class Source(Protocol):
         ...
 
 
+class Wrapped:
+    """A source that asks another: what a wrapper does not say otherwise."""
+
+    def __init__(self, inner: Source) -> None:
+        self.inner = inner
+
+    @property
+    def files(self) -> Files:
+        """The inner source's."""
+        return self.inner.files
+
+    def has(self, role: str) -> bool:
+        """Whether the inner source has it."""
+        return self.inner.has(role)
+
+    def describe(self, role: str, fallback: str | None = None) -> tuple[str, int]:
+        """The stored form and bytes."""
+        return self.inner.describe(role, fallback)
+
+    def unused(self) -> list[str]:
+        """Stored names that nobody has asked for so far."""
+        return self.inner.unused()
+
+    def tensor(
+        self,
+        role: str,
+        shape: Shape | tuple[Shape, ...],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        suffix: str = "weight",
+        finite: bool = False,
+    ) -> Tensor:
+        """A float tensor that is no matrix to multiply with."""
+        return self.inner.tensor(role, shape, dtype=dtype, device=device, suffix=suffix, finite=finite)
+
+    def weight(
+        self,
+        role: str,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        fallback: str | None = None,
+    ) -> Weight:
+        """A matrix to multiply with."""
+        return self.inner.weight(
+            role, in_features, out_features, bias=bias, dtype=dtype, device=device, fallback=fallback
+        )
+
+
 def open_source(path: Path, names: Names, quantization: GptqConfig | None = None) -> Source:
     """The weights at a path: a GGUF file, or a folder of safetensors spelt as `names` says."""
     if path.is_file():

@@ -20,11 +20,12 @@ from ..errors import BadTensor, MissingExtra
 from .dense import DenseWeight
 from .gguf_blocks import LAYOUTS, Layout, Parts, split, squeeze
 from .packed import PackedWeight, Segment
+from .room import room
 from .scales import Direct, Nested, Scales
 
 log = logging.getLogger(__name__)
 
-SLAB = 2**19
+SLAB = 2**17
 """Values repacked at once: what is in the air fits a processor's cache, whatever the matrix."""
 
 
@@ -124,7 +125,7 @@ def _slabs(outputs: int, inputs: int) -> Iterator[slice]:
 def _segment(raw: Tensor, layout: Layout, inputs: int, where: str) -> Segment:
     """All blocks of a matrix, a few outputs at a time."""
     outputs = raw.shape[0]
-    codes = torch.empty((inputs * layout.bits // 32, outputs), dtype=torch.int32)
+    codes = room((inputs * layout.bits // 32, outputs), torch.int32)
     tables: list[Tensor | None] = []
     for slab in _slabs(outputs, inputs):
         parts = layout.cut(split(raw[slab], layout.size))
@@ -155,7 +156,7 @@ def _segment(raw: Tensor, layout: Layout, inputs: int, where: str) -> Segment:
 
 def _table(part: Tensor, outputs: int) -> Tensor:
     """Room for one part of every output, the outputs side by side."""
-    return torch.empty((part[0].numel(), outputs), dtype=part.dtype)
+    return room((part[0].numel(), outputs), part.dtype)
 
 
 def _scales(supers: Tensor, codes: Tensor | None, parents: Tensor) -> Scales:

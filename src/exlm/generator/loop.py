@@ -15,6 +15,7 @@ from ..sampling import Sampler, call_hooks
 from . import results
 from .draft import Drafter, NoDraft
 from .job import Job, Texts
+from .lookahead import Launcher, Lookahead
 from .pages import Copy, PageTable
 from .results import Result, Sampled, StreamingResult
 from .scheduler import Scheduler
@@ -22,7 +23,7 @@ from .sequence import Sequence as Tokens
 from .verdicts import Emit, Rewind, Stop, Verdict
 
 
-class Runner(Protocol):
+class Runner(Launcher, Protocol):
     """All the loop knows of a model and its cache."""
 
     def copy(self, orders: Iterable[Copy]) -> None:
@@ -73,7 +74,8 @@ class Loop:
         """Adapters of jobs that do not say which they want."""
         self.key: dict[str, bytes] = {}
         """What besides ids the keys and values of every job depend on, by what it is: see `Job.key`."""
-        self.sampler = Sampler(texts, vocab, kernels=False)  # the plain way is the proven one
+        self.sampler = Sampler(texts, vocab)
+        self._ahead = Lookahead(runner)
         self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="exlm-filter")
         self._serial = 0
         self._equipped: dict[int, Job] = {}  # their adapters may be unloaded under them
@@ -183,6 +185,10 @@ class Loop:
 
     def _decode(self, jobs: Sequence[Job]) -> Sequence[Result]:
         """One pass of the model, and a token for everybody; more for those whose guesses were right."""
+        logits = self._ahead.take(jobs)
+        if logits is not None:
+            return self._sample(jobs, logits, 0, ahead=True)
+        plain = not self.draft_tokens
         guesses: Sequence[Sequence[int]] = [()] * len(jobs)
         if self.draft_tokens:
             guesses = self.drafter.propose([job.sequences[0] for job in jobs], [job.reach for job in jobs])
@@ -194,6 +200,7 @@ class Loop:
                 job.times.first = time.perf_counter()
                 job.times.began = job.times.began or job.times.first
             if not job.plain:
+                plain = False
                 job.look_ahead(self._pool)
             job.place = len(past)
             for sequence in job.sequences:
@@ -202,7 +209,7 @@ class Loop:
                 fed.append([sequence.ids[-1], *guess])
         logits = self.runner.decode(sequences, past, fed)
         if not self.draft_tokens:
-            return self._sample(jobs, logits, 0)
+            return self._sample(jobs, logits, 0, ahead=plain)
         return self._check_guesses(jobs, logits, guesses)
 
     def _check_guesses(
@@ -229,8 +236,13 @@ class Loop:
             position += 1
         return out
 
-    def _sample(self, jobs: Sequence[Job], logits: Any, position: int) -> list[StreamingResult]:
-        """A token for every job and what it leads to; one job's mistake is not the others'."""
+    def _sample(
+        self, jobs: Sequence[Job], logits: Any, position: int, ahead: bool = False
+    ) -> list[StreamingResult]:
+        """A token for every job and what it leads to; one job's mistake is not the others'.
+
+        `ahead` if these are all the jobs that the logits are for and the next pass may be launched.
+        """
         try:
             rows = [job.row if job.plain else job.next_row() for job in jobs]
             raw = results.rows(logits, jobs, position)
@@ -239,7 +251,7 @@ class Loop:
             if len(jobs) == 1:
                 return [self._fail(jobs[0], error)]
             return [self._sample([job], logits, position)[0] for job in jobs]
-        tokens, slips = results.fetched(picks)
+        tokens, slips = self._ahead.run(jobs, picks, raw) if ahead else results.fetched(picks)
         out: list[StreamingResult] = []
         details: list[Sampled] = []
         for i, (job, token, slip) in enumerate(zip(jobs, tokens, slips, strict=True)):
@@ -345,6 +357,8 @@ class Loop:
         """Close what a job has opened, while it still has its pages."""
         job.is_finished = True
         self._equipped.pop(id(job), None)
+        if self.scheduler.remaining == 1:
+            self._ahead.forget()
         for sequence in job.sequences:
             self.drafter.forget(sequence)
         if job.stack is not None:

@@ -212,13 +212,51 @@ def words(mask: Any) -> Tensor | None:
     return None if mask is None else torch.from_numpy(mask)
 
 
-def fetched(picks: Picks) -> tuple[list[int], Sequence[Tensor]]:
-    """The picked tokens on the host: as numbers, and each as the (1, 1) tensor that users get."""
+Fetched = tuple[list[int], Sequence[Tensor]]
+"""Picked tokens on the host: as numbers, and each as the (1, 1) tensor that users get."""
+
+
+def fetched(picks: Picks) -> Fetched:
+    """What was picked; waits for the device."""
     tokens = picks.tolist()
-    host = torch.tensor(tokens)
-    if len(tokens) == 1:
-        return tokens, (host.view(1, 1),)
-    return tokens, host.view(-1, 1, 1).unbind()
+    return tokens, _slips(torch.tensor(tokens))
+
+
+class Tray:
+    """Where tokens are put for the host, which waits for them and not for what the device does afterwards."""
+
+    def __init__(self) -> None:
+        self._host = torch.empty(0, dtype=torch.int64)
+        self._there: Any = None  # an event
+        self._saved: tuple[Tensor, Tensor] | None = None  # logits, and a copy of them
+
+    def put(self, picks: Picks, logits: Tensor) -> None:
+        """Send tokens on their way, before anything is launched that may write over their logits."""
+        tokens = picks.tokens
+        self._saved = None if picks.again is None else (logits, logits.clone())
+        if tokens.is_cuda:
+            cuda: Any = torch.cuda  # its events have no types
+            if len(self._host) < len(tokens):
+                self._host = torch.empty(len(tokens), dtype=torch.int64, pin_memory=True)
+                self._there = cuda.Event()
+            self._host[: len(tokens)].copy_(tokens, non_blocking=True)
+            self._there.record(cuda.current_stream(tokens.device))
+
+    def get(self, picks: Picks) -> tuple[Fetched, bool]:
+        """The tokens that were put here, and whether they are those that the device had.
+
+        They are not if some had to be picked once more, from logits that are then again what they were.
+        """
+        host = picks.tokens
+        if host.is_cuda:
+            self._there.synchronize()
+            host = self._host[: len(host)].clone()
+        tokens: list[int] = host.tolist()
+        if self._saved is None or min(tokens) >= 0:
+            return (tokens, _slips(host)), True
+        logits, copy = self._saved
+        logits.copy_(copy)
+        return fetched(picks), False
 
 
 def unpacked(picks: Picks, tokens: Sequence[int], jobs: Sequence[Job], logits: Tensor) -> list[Sampled]:
@@ -241,6 +279,10 @@ def unpacked(picks: Picks, tokens: Sequence[int], jobs: Sequence[Job], logits: T
         )
         place += len(job.sequences)
     return out
+
+
+def _slips(host: Tensor) -> Sequence[Tensor]:
+    return (host.view(1, 1),) if len(host) == 1 else host.view(-1, 1, 1).unbind()
 
 
 def _opened(job: Job, text: str) -> StreamingResult:

@@ -47,6 +47,9 @@ class Foresight:
             return self.runner.decode(sequences, past, tokens)
         return [self._answer(sequences[0], past[0], tokens[0][0])]
 
+    def ahead(self, sequences: Sequence[Tokens], past: Sequence[int], tokens: Any) -> None:
+        """Nothing runs ahead of what is asked but guesses."""
+
     def _answer(self, sequence: Tokens, start: int, token: int) -> Any:
         self.asked += 1
         owner, place = self._place

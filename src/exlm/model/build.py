@@ -14,6 +14,7 @@ from .. import spec
 from ..checkpoint import Source
 from ..errors import Unsupported
 from ..formats import DenseWeight, Weight
+from ..formats.room import give_back, trim
 from ..kernels import backend as b
 from ..kernels.select import Chain
 from ..nn import (
@@ -40,6 +41,7 @@ from ..nn.hop import Crossing, Hop, stay
 from ..spec.roles import Matrix, matrices
 from .ahead import ReadAhead
 from .decoder import Decoder
+from .devices import current
 
 
 def keep(x: Tensor) -> Tensor:
@@ -87,20 +89,30 @@ class Builder:
         return len(self.model.layers) + 2
 
     def build(self) -> Iterator[Decoder]:
-        """Yield the growing decoder after each module; the last one yielded is whole."""
-        roles = [role for role in self._matrices if role != "head" or (self.heads and not self.tied)]
-        with ReadAhead(self.read, roles) as self._ahead:
+        """Yield the growing decoder after each module; the last one yielded is whole.
+
+        The head is made with the embedding. It is the largest matrix, and may be in memory twice while it is
+        bound: better when there is nothing else yet than on top of everything.
+        """
+        first = ["head"] if self.heads and not self.tied else []
+        roles = first + [role for role in self._matrices if role != "head"]
+        total = self.checkpoint.files.total_bytes
+        with ReadAhead(self.read, self.stored_bytes, roles, total) as self._ahead:
             embedding = self.embedding() if self.embeds else None
-            decoder = Decoder(embedding, [], None, [])  # type: ignore[arg-type]  # the head comes last
+            with current(self.at("head").device):
+                head = self.head() if self.heads else None
+            self._table = None  # it is bound, perhaps in another form
+            give_back()
+            decoder = Decoder(embedding, [], head, [])  # type: ignore[arg-type]  # another process has it
             yield decoder
             for i, layer in enumerate(self.model.layers):
                 decoder.blocks.append(self.block(i, layer))
                 decoder.hops.append(self.hop(i))
+                trim()
                 yield decoder
-            if self.heads:
-                decoder.head = self.head()
             decoder.hops.append(self.hop(len(self.model.layers)))
         self._ahead = None
+        give_back()
         yield decoder
 
     def at(self, role: str) -> Chain:
@@ -315,6 +327,10 @@ class Builder:
     def weight(self, role: str) -> Weight:
         """A matrix of this model, which is on its way already while `build` runs."""
         return self.read(role) if self._ahead is None else self._ahead.take(role)
+
+    def stored_bytes(self, role: str) -> int:
+        """What the files say of a matrix's size; a head that is not there is the embedding."""
+        return self.checkpoint.describe(role, "embed" if role == "head" else None)[1]
 
     def read(self, role: str) -> Weight:
         """A matrix from the files, on its module's device and in its precision."""

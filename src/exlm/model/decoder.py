@@ -13,6 +13,7 @@ from ..nn import Batch, Clamped, Embedding, Head
 from ..nn.block import BlockLike
 from ..nn.fused import FusedBlock
 from ..nn.hop import Crossing
+from ..parallel import Joint
 
 
 @dataclass
@@ -51,6 +52,8 @@ class Decoder:
         Roles are those of matrices; `embed` is the embedding, `layers.3.mlp.experts` all experts of a layer.
         """
         owner, name = self._place(role)
+        while isinstance(module := getattr(owner, name), Joint):
+            owner, name = module, "inner"
         setattr(owner, name, change(getattr(owner, name)))
 
     def _place(self, role: str) -> tuple[object, str]:

@@ -17,6 +17,7 @@ from ..cache import CacheBase, Passing
 from ..config import Config, FrozenConfig
 from ..parallel import Channel, Group, Order
 from ..parallel.launch import meeting
+from . import adapting
 from .budget import Planned
 from .devices import Slot, inventory
 from .led import KINDS, unpack
@@ -89,6 +90,9 @@ def follow(channel: Channel, loaded: Loaded, device: torch.device) -> None:
                 loaded.decoder.forward(unpack(order, device), layers)
             case "cache":
                 caches[values["number"]] = _cache(model, values)
+            case "adapt" | "restore":
+                change = adapting.unpack(order, loaded.config.spec, device)
+                loaded.decoder.replace(change.place, change)
             case "clone":
                 caches[values["number"]] = caches[values["of"]].clone()
             case "did" if values["what"] in REPEATED:

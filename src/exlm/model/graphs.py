@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -40,26 +39,58 @@ class Bucket(NamedTuple):
         return None if room is None or tokens > MOST else cls(room, tokens, 1 << (pages - 1).bit_length())
 
 
-@dataclass
 class Recording:
     """One bucket's: what it reads, what it writes, and the graph itself once there is one."""
 
-    size: Bucket
-    given: (
-        Tensor  # (rows, 1 + tokens + pages) on the device: the tokens before, the new ids, the page numbers
-    )
-    staged: Tensor  # the same on the host, pinned
-    sent: torch.cuda.Event  # since when `staged` may be written again
-    logits: Tensor | None = None
-    graph: torch.cuda.CUDAGraph | None = None
+    def __init__(self, size: Bucket, device: torch.device) -> None:
+        self.size = size
+        self.warm = False
+        """Whether a pass of this size was ever run."""
+        self.logits: Tensor | None = None
+        self.graph: torch.cuda.CUDAGraph | None = None
+        count = size.rows * (1 + size.tokens + size.pages)
+        self._given = torch.zeros(count, dtype=torch.int64, device=device)  # before, new ids, page numbers
+        self._staged = torch.zeros(count, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._sent = _event(device)  # since when `_staged` may be written again
+        self._before, self._ids, self._table = (part.numpy() for part in self._split(self._staged))
+        self._fresh = self._split(self._given)[1]
+        self._pages: list[Sequence[int]] = []
 
     def batch(self) -> Batch:
-        """The batch that lies in `given`."""
-        past, ids, table = self.split(self.given)
-        positions = past[:, None] + torch.arange(self.size.tokens, device=past.device)
+        """The batch that was sent to the device."""
+        past, ids, table = self._split(self._given)
+        positions = past[:, None]
+        if self.size.tokens > 1:
+            positions = positions + torch.arange(self.size.tokens, device=past.device)
         return Batch(ids, positions, past, table, self.size.pages * PAGE, even=False)
 
-    def split(self, words: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def send(
+        self, fed: Sequence[Sequence[int]] | Tensor, past: Sequence[int], pages: Sequence[Sequence[int]]
+    ) -> None:
+        """Give the device its next batch; `fed` is a tensor (rows,) if it is there already."""
+        rows = len(past)
+        if self._sent is not None:
+            self._sent.synchronize()
+        self._before[:rows] = past
+        self._before[rows:] = past[-1]
+        held = [own[: self.size.pages] for own in pages]
+        if held != self._pages:
+            for row, own in enumerate(held):
+                self._table[row, : len(own)] = own
+            self._table[rows:] = self._table[rows - 1]
+            self._pages = held
+        if not isinstance(fed, Tensor):
+            self._ids[:rows] = fed
+            self._ids[rows:] = fed[-1]
+        self._given.copy_(self._staged, non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
+        if isinstance(fed, Tensor):
+            torch.clamp_min(fed, 0, out=self._fresh[:rows, 0])  # failures are negative
+            if rows < self.size.rows:
+                self._fresh[rows:] = self._fresh[rows - 1]
+
+    def _split(self, words: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The three parts of what is given: (rows,), (rows, tokens) and (rows, pages)."""
         rows, tokens, pages = self.size
         past, ids, table = words.split_with_sizes([rows, rows * tokens, rows * pages])
@@ -75,55 +106,36 @@ class Graphs:
         self._device = device
         self._made: dict[Bucket, Recording] = {}
         self._pool: Any = None
-        self._refused = False
+        self._refused = device.type != "cuda"
 
     def decode(
-        self, fed: Sequence[Sequence[int]], past: Sequence[int], pages: Sequence[Sequence[int]]
+        self,
+        fed: Sequence[Sequence[int]] | Tensor,
+        past: Sequence[int],
+        pages: Sequence[Sequence[int]],
     ) -> Tensor | None:
         """Logits (rows, tokens, vocabulary) of equally many ids in each row, to be used before the next call.
 
-        None if the batch is too large to be recorded.
+        `fed` may be a tensor (rows,) of one id each that the device is still computing; what it says of a
+        negative one means nothing. None if the batch is too large to be recorded.
         """
-        rows, tokens = len(fed), len(fed[0])
-        needed = (max(past) + tokens - 1) // PAGE + 1
-        size = Bucket.of(rows, tokens, needed)
+        rows, tokens = len(past), 1 if isinstance(fed, Tensor) else len(fed[0])
+        size = Bucket.of(rows, tokens, (max(past) + tokens - 1) // PAGE + 1)
         if size is None:
             return None
-        new = size not in self._made
-        recording = self._prepared(size) if new else self._made[size]
-        recording.sent.synchronize()
-        befores, ids, table = (part.numpy() for part in recording.split(recording.staged))
-        befores[:rows], ids[:rows] = past, fed
-        for row, own in enumerate(pages):
-            held = min(len(own), needed)
-            table[row, :held] = own[:held]
-        for part in (befores, ids, table):
-            part[rows:] = part[rows - 1]
-        recording.given.copy_(recording.staged, non_blocking=True)
-        recording.sent.record()
-        if new:  # kernels are compiled and tables made in a first pass, which no recording would survive
-            return self._forward(recording.batch())[:rows]
-        if recording.graph is None:
+        recording = self._made.get(size)
+        if recording is None:
+            recording = self._made[size] = Recording(size, self._device)
+        recording.send(fed, past, pages)
+        if recording.graph is None and recording.warm and not self._refused:
             self._record(recording)
+        recording.warm = True  # kernels are compiled and tables made, which no recording would survive
         if recording.graph is None or recording.logits is None:
             return self._forward(recording.batch())[:rows]
         recording.graph.replay()
         return recording.logits[:rows]
 
-    def _prepared(self, size: Bucket) -> Recording:
-        count = size.rows * (1 + size.tokens + size.pages)
-        made = Recording(
-            size,
-            given=torch.zeros(count, dtype=torch.int64, device=self._device),
-            staged=torch.zeros(count, dtype=torch.int64).pin_memory(),
-            sent=torch.cuda.Event(),  # type: ignore[no-untyped-call]
-        )
-        self._made[size] = made
-        return made
-
     def _record(self, recording: Recording) -> None:
-        if self._refused:
-            return
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -139,3 +151,9 @@ class Graphs:
             )
             return
         recording.graph = graph
+
+
+def _event(device: torch.device) -> Any:
+    """Something to wait for; None where nothing is ever under way."""
+    cuda: Any = torch.cuda  # its events have no types
+    return cuda.Event() if device.type == "cuda" else None

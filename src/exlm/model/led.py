@@ -1,25 +1,32 @@
 """What keeps the ranks of one model in step.
 
-On rank 0 a `Led` decoder tells the followers of each pass before it takes it, and a `Mirrored` what is done
-to caches. Everything above, `forward`, a runner, a generator, works as with a model in one process.
+On rank 0 a `Led` decoder tells the followers of each pass before it takes it and hands them their parts of
+adapters; a `Mirrored` tells them what is done to caches. Everything above, `forward`, a runner, a generator,
+works as with a model in one process.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..adapters import Install, Remove
 from ..cache import Cache, CacheBase, CacheFP8, CacheQ4, CacheQ6, CacheQ8, Layer
 from ..errors import InputError, Unsupported
 from ..kernels.backend import KeyValues
-from ..nn import Batch
+from ..nn import Active, Batch
 from ..parallel import Leader, Order
+from . import adapting
+from .adapting import Held, part
 from .decoder import Decoder
+
+Holding = Callable[[str, int], Held | None]
+"""Role and rank → what the rank has of it."""
 
 KINDS: dict[str, type[CacheBase]] = {
     kind.__name__: kind for kind in (Cache, CacheQ8, CacheQ6, CacheQ4, CacheFP8)
@@ -86,14 +93,31 @@ class Mirrored:
 class Led(Decoder):
     """Rank 0's decoder: the others take every pass with it."""
 
-    def __init__(self, decoder: Decoder, mirror: Mirrored) -> None:
+    def __init__(self, decoder: Decoder, mirror: Mirrored, held: Holding, device: torch.device) -> None:
         super().__init__(decoder.embedding, decoder.blocks, decoder.head, decoder.hops)
-        self.inner, self.mirror = decoder, mirror
+        self.inner, self.mirror, self.held, self.device = decoder, mirror, held, device
 
     def forward(self, batch: Batch, layers: Sequence[KeyValues]) -> tuple[Tensor | None, Tensor]:
         """The pass, on every rank; the answer is complete on this one."""
         order = pack(batch, self.mirror.number(layers), self.mirror.drops())
         return self.mirror.leader.together(order, lambda: self.inner.forward(batch, layers))
+
+    def replace(self, role: str, change: Callable[[Any], Any]) -> None:
+        """An adapter goes in or out, on every rank that has a part of the module."""
+        if not isinstance(change, Install | Remove):
+            raise TypeError(f"other processes cannot be handed {change!r}")
+        leader = self.mirror.leader
+        if isinstance(change, Remove) and leader.lost is not None:
+            return  # and everything with it
+        for rank in range(len(leader.channels) + 1):
+            held = self.held(change.role, rank)
+            if held is None:
+                continue
+            own = part(change, held)
+            if rank > 0:
+                leader.tell_one(rank, adapting.pack(own))
+            else:
+                self.inner.replace(own.place, own.to(self.device))
 
 
 def pack(batch: Batch, cache: int | None, dropped: list[int]) -> Order:
@@ -107,6 +131,7 @@ def pack(batch: Batch, cache: int | None, dropped: list[int]) -> Order:
             "longest": batch.longest,
             "even": batch.even,
             "outputs": batch.outputs,
+            "adapters": batch.adapters,
         },
         {name: tensor for name, tensor in tensors.items() if tensor is not None},
     )
@@ -115,4 +140,6 @@ def pack(batch: Batch, cache: int | None, dropped: list[int]) -> Order:
 def unpack(order: Order, device: torch.device) -> Batch:
     """The batch of an order, on a device."""
     given: dict[str, Any] = {name: tensor.to(device) for name, tensor in order.tensors.items()}
-    return Batch(**given, **{name: order.values[name] for name in ("longest", "even", "outputs")})
+    given |= {name: order.values[name] for name in ("longest", "even", "outputs")}
+    adapters = tuple(tuple(Active(*one) for one in row) for row in order.values["adapters"])
+    return Batch(**given, adapters=adapters)

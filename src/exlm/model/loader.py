@@ -16,11 +16,13 @@ from ..cache import PAGE, Cache, CacheBase
 from ..checkpoint import Source
 from ..config import Config, FrozenConfig
 from ..errors import InputError, NotLoaded
+from ..formats.room import give_back
 from .budget import FIT_CACHE, FIT_SPLIT, Budget, Planned, budget, measure, spaces, split, use
 from .devices import Slot, imagined, inventory
 from .loading import Loaded, Yielding, load_steps, opened, shapes
 from .placement import Part, place
 from .progress import Callback, bar, silent
+from .staging import staged
 from .summary import Summary, summarize
 from .team import team_steps
 
@@ -187,6 +189,7 @@ class Loader:
             loaded.leader.close()
         used = loaded.devices
         del loaded
+        give_back()
         if any(device.type == "cuda" for device in used):
             gc.collect()
             torch.cuda.empty_cache()
@@ -259,7 +262,7 @@ class Loader:
     ) -> Generator[Any, None, Loaded]:
         """Everything in this process, each module on its device."""
         frozen = self.config.freeze()
-        return load_steps(frozen, self.source(frozen), slots, tell, callback_gen)
+        return load_steps(frozen, staged(self.source(frozen), slots), slots, tell, callback_gen)
 
     def _load(
         self,

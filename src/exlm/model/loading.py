@@ -34,6 +34,7 @@ class Loaded:
     ranks: int = 0  # among which it was shared; 0: it was not
     leader: Leader | None = None  # of the processes that hold the rest of it
     mirror: Mirror | None = None  # by whom those hear of caches
+    whole: spec.Model | None = None  # the model that this is a part of; None: it is all here
 
     @property
     def shapes(self) -> list[LayerShape]:
@@ -44,6 +45,17 @@ class Loaded:
     def devices(self) -> list[torch.device]:
         """Every device in use, the first module's first."""
         return list(dict.fromkeys(chain.device for chain in self.chains))
+
+    def device(self, role: str) -> torch.device:
+        """Where a role's module takes new numbers: its device, or where they can be cut for several ranks."""
+        if self.leader is not None:
+            return torch.device("cpu")
+        match role.split("."):
+            case ["embed"]:
+                return self.chains[0].device
+            case ["layers", layer, *_]:
+                return self.chains[int(layer) + 1].device
+        return self.chains[-1].device
 
     @property
     def recordable(self) -> bool:

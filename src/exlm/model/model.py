@@ -12,7 +12,7 @@ from torch import Tensor
 from ..adapters import Open, activate, chosen
 from ..cache import CacheBase, LayerShape, Mirror, Passing
 from ..config import FrozenConfig
-from ..errors import InputError, NotLoaded, Unsupported
+from ..errors import InputError, NotLoaded
 from ..kernels.backend import KeyValues
 from ..kernels.select import Chain
 from ..nn.batch import Outputs
@@ -63,9 +63,7 @@ class Model(Loader):
         """The loaded modules, for an adapter to be installed in."""
         frozen, decoder, chain = self._ready()
         assert self._loaded is not None
-        if len(self._loaded.devices) > 1 or self._loaded.leader is not None:
-            raise Unsupported("An adapter needs a model on one device: load it with model.load().")
-        return Open(decoder, frozen.spec, chain.device, chain.dtype)
+        return Open(decoder, self._loaded.whole or frozen.spec, self._loaded.device, chain.dtype)
 
     def extras(self, ids: Sequence[int], loras: Any = None, embeddings: Any = None) -> Extras:
         """What a prompt brings besides its ids, checked; refuses ids that are neither tokens nor embedded.

@@ -91,18 +91,33 @@ class Runner:
             out.update(zip(rows, part if self.graphs is None else part.clone(), strict=True))
         return [out[row] for row in range(len(sequences))]
 
+    @torch.no_grad()
+    def ahead(self, sequences: Sequence[Paged], past: Sequence[int], tokens: Tensor) -> Tensor | None:
+        """Launch `decode` of one token each, (sequences,) on the device and not yet known to the host.
+
+        None where passes are not recorded: nothing would be gained. What it says of a negative token means
+        nothing. The answer may be written over by the next call, and writes over the last one.
+        """
+        return self._recorded(sequences, tokens, past)
+
     def _decoded(
         self, sequences: Sequence[Paged], fed: Sequence[Sequence[int]], past: Sequence[int]
     ) -> Tensor:
         """Logits (rows, tokens, vocabulary) of rows that feed equally many tokens."""
-        logits = None
-        if self.graphs is not None and not any(sequence.extras for sequence in sequences):
-            self.cache.tenant = self
-            logits = self.graphs.decode(fed, past, [sequence.pages for sequence in sequences])
+        logits = self._recorded(sequences, fed, past)
         if logits is None:
             logits = self._run(sequences, fed, past, "all")
         assert logits is not None
         return logits
+
+    def _recorded(
+        self, sequences: Sequence[Paged], fed: Sequence[Sequence[int]] | Tensor, past: Sequence[int]
+    ) -> Tensor | None:
+        """The same from a recording; None if there can be none."""
+        if self.graphs is None or any([sequence.extras for sequence in sequences]):
+            return None
+        self.cache.tenant = self
+        return self.graphs.decode(fed, past, [sequence.pages for sequence in sequences])
 
     def _logits(self, batch: Batch) -> Tensor:
         """All logits of a batch."""

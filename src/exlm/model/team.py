@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from .led import Led, Mirrored
 from .loading import Loaded, Yielding, load_steps, opened
 from .placement import Space, size
 from .progress import Callback
+from .staging import staged
 from .ways import WAYS, Way
 
 
@@ -52,7 +54,8 @@ def team_steps(
         _fits(frozen, slots, split(seats, [gb for gb in gpu_split if gb]))
     if len(seats) == 1:
         modules = [seats[0]] * (len(frozen.spec.layers) + 2)
-        alone = yield from load_steps(frozen, opened(frozen), modules, callback, callback_gen)
+        source = staged(opened(frozen), modules)
+        alone = yield from load_steps(frozen, source, modules, callback, callback_gen)
         return replace(alone, ranks=1)
     with _started(way, config, seats) as (leader, store):
         loaded = yield from WAYS[way].load(frozen, 0, len(seats), seats[0], callback, callback_gen)
@@ -132,8 +135,9 @@ def _met(
     leader.tell(Order("meet"))
     group = leader.meet(lambda: Group(store, 0, count, share.devices[0], local))
     mirror = Mirrored(leader)
-    decoder = Led(way.connect(share, frozen, group), mirror)
-    return replace(share, decoder=decoder, ranks=count, leader=leader, mirror=mirror)
+    held = partial(way.held, frozen, size=count)
+    decoder = Led(way.connect(share, frozen, group), mirror, held, group.device)
+    return replace(share, decoder=decoder, ranks=count, leader=leader, mirror=mirror, whole=frozen.spec)
 
 
 def _fits(frozen: FrozenConfig, slots: Sequence[Slot], spaces: Sequence[Space]) -> None:

@@ -13,11 +13,13 @@ from .. import parallel
 from ..config import FrozenConfig
 from ..errors import Unsupported
 from ..nn import Batch
-from ..parallel import Group, Received, Sent, ShardedSource, StagedSource, even, join, shard
+from ..parallel import Group, LayersSource, Received, Sent, ShardedSource, cut_of, even, join, shard
+from .adapting import Held
 from .decoder import Decoder
 from .devices import Slot
 from .loading import Loaded, Yielding, load_steps, opened
 from .progress import Callback
+from .staging import staged
 
 Loading = Generator[Any, None, Loaded]
 
@@ -45,6 +47,10 @@ class Way(Protocol):
         """The rank's part of the whole model, which `config` describes."""
         ...
 
+    def held(self, config: FrozenConfig, role: str, rank: int, size: int) -> Held | None:
+        """What a rank has of a role's matrix; None if nothing."""
+        ...
+
 
 class Tensors:
     """Every rank has a share of each layer, and rank 0 the embedding."""
@@ -63,7 +69,7 @@ class Tensors:
         also: Yielding | None,
     ) -> Loading:
         """Narrow layers."""
-        source = ShardedSource(opened(config), config.spec, rank, size)
+        source = ShardedSource(staged(opened(config), [slot]), config.spec, rank, size)
         narrow = replace(config, spec=shard(config.spec, rank, size))
         slots = [slot] * (len(config.spec.layers) + 2)
         return load_steps(narrow, source, slots, callback, also, embeds=rank == 0)
@@ -77,6 +83,12 @@ class Tensors:
         else:
             decoder.embedding = Received(group, config.spec.hidden, _stream(loaded))
         return decoder
+
+    def held(self, config: FrozenConfig, role: str, rank: int, size: int) -> Held | None:
+        """A part of it, or all of what everybody has."""
+        if role == "embed" and rank > 0:
+            return None
+        return Held(role, cut_of(config.spec, role, rank, size))
 
 
 class Pipeline:
@@ -102,13 +114,23 @@ class Pipeline:
         """Fewer layers."""
         first, last = even(len(config.spec.layers), size)[rank]
         stage = replace(config, spec=replace(config.spec, layers=config.spec.layers[first:last]))
-        source, slots = StagedSource(opened(config), first), [slot] * (last - first + 2)
+        source, slots = LayersSource(staged(opened(config), [slot]), first), [slot] * (last - first + 2)
         ends = {"embeds": rank == 0, "heads": rank == size - 1}
         return load_steps(stage, source, slots, callback, also, **ends)
 
     def connect(self, loaded: Loaded, config: FrozenConfig, group: Group) -> Decoder:
         """States handed on from rank to rank, and the answer back to the first."""
         return Stage(loaded.decoder, group, config.spec.hidden, config.spec.vocab, _stream(loaded))
+
+    def held(self, config: FrozenConfig, role: str, rank: int, size: int) -> Held | None:
+        """All of it, on the one rank that has it."""
+        first, last = even(len(config.spec.layers), size)[rank]
+        match role.split(".", 2):
+            case ["layers", layer, rest]:
+                return Held(f"layers.{int(layer) - first}.{rest}") if first <= int(layer) < last else None
+            case ["embed"]:
+                return Held(role) if rank == 0 else None
+        return Held(role) if rank == size - 1 else None
 
 
 class Stage(Decoder):

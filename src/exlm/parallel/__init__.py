@@ -6,21 +6,23 @@ tensors, `wire` carries orders. Loading a model and following another process's 
 
 from .group import Group, GroupBroken
 from .leader import Leader
-from .modules import Received, Sent, join
-from .shard import check, cut_of, even, shard
-from .source import ShardedSource, StagedSource
+from .modules import Joint, Received, Sent, join
+from .shard import Cut, check, cut_of, even, shard
+from .source import LayersSource, ShardedSource
 from .wire import Channel, Order
 
 __all__ = [
     "Channel",
+    "Cut",
     "Group",
     "GroupBroken",
+    "Joint",
+    "LayersSource",
     "Leader",
     "Order",
     "Received",
     "Sent",
     "ShardedSource",
-    "StagedSource",
     "check",
     "cut_of",
     "even",

@@ -39,11 +39,17 @@ class Leader:
         """Give an order to everyone."""
         with self._lock:
             self._check()
-            for rank, channel in enumerate(self.channels, 1):
-                try:
-                    channel.send(order)
-                except OSError as error:
-                    raise self.failed(f"rank {rank} is gone ({error})") from error
+            for rank in range(1, len(self.channels) + 1):
+                self.tell_one(rank, order)
+
+    def tell_one(self, rank: int, order: Order) -> None:
+        """Give an order to one rank."""
+        with self._lock:
+            self._check()
+            try:
+                self.channels[rank - 1].send(order)
+            except OSError as error:
+                raise self.failed(f"rank {rank} is gone ({error})") from error
 
     def answers(self) -> list[Order]:
         """Wait for one answer of each; a rank that failed has its error raised here."""

@@ -66,6 +66,11 @@ def heads(attn: spec.Attention, rank: int, size: int) -> Heads:
     return Heads((kv * group + start, kv * group + stop), (kv, kv + 1))
 
 
+def first_of_head(attn: spec.Attention, rank: int, size: int) -> bool:
+    """Whether a rank is the first of those that have its key/value heads."""
+    return rank == 0 or heads(attn, rank - 1, size).kv != heads(attn, rank, size).kv
+
+
 def shard(model: spec.Model, rank: int, size: int) -> spec.Model:
     """The model that a rank computes: fewer heads and narrower MLPs, everything else as it was."""
 
@@ -108,7 +113,8 @@ def check(model: spec.Model, size: int) -> None:
             )
         if size > layer.mlp.width or size > model.vocab:
             raise Unsupported(f"Layer {i} is too narrow to share among {size} ranks. {remedy}")
-        if layer.attn.qk_norm is not None and layer.attn.qk_norm.scope == "all":
+        qk = layer.attn.qk_norm
+        if qk is not None and qk.scope == "all" and qk.norm.kind != "rms":
             raise Unsupported(
-                f"Layer {i} normalises all heads together, which a rank that has some cannot. {remedy}"
+                f"Layer {i} takes the mean of all heads together, which a rank that has some cannot. {remedy}"
             )

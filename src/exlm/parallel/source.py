@@ -12,38 +12,26 @@ from torch import Tensor
 
 from .. import spec
 from ..checkpoint import Source
-from ..checkpoint.source import Files, Shape
+from ..checkpoint.source import Shape, Wrapped
 from ..formats import DenseWeight, PackedWeight, Weight
 from ..spec.roles import matrices
 from .shard import Cut, cut_of
 
 
-class ShardedSource:
+class ShardedSource(Wrapped):
     """A source whose matrices are one rank's parts.
 
     It holds a head of its own even where that is tied to the embedding: the one is cut, the other is not.
     """
 
     def __init__(self, inner: Source, model: spec.Model, rank: int, size: int) -> None:
-        self.inner, self.model, self.rank, self.size = inner, model, rank, size
+        super().__init__(inner)
+        self.model, self.rank, self.size = model, rank, size
         self._whole = {matrix.role: matrix for matrix in matrices(model)}
-
-    @property
-    def files(self) -> Files:
-        """The files of the whole model."""
-        return self.inner.files
 
     def has(self, role: str) -> bool:
         """Whether the files hold this role; the head is always there."""
         return role == "head" or self.inner.has(role)
-
-    def describe(self, role: str, fallback: str | None = None) -> tuple[str, int]:
-        """The stored form of the whole matrix."""
-        return self.inner.describe(role, fallback)
-
-    def unused(self) -> list[str]:
-        """Stored names that nobody has asked for so far."""
-        return self.inner.unused()
 
     def tensor(
         self,
@@ -55,15 +43,19 @@ class ShardedSource:
         suffix: str = "weight",
         finite: bool = False,
     ) -> Tensor:
-        """A float tensor; of norms that differ from head to head, this rank's heads."""
+        """A float tensor; of norms that differ from head to head, or go over all, this rank's heads."""
         cut = cut_of(self.model, role, self.rank, self.size)
         if cut is None:
-            return self.inner.tensor(role, shape, dtype=dtype, device=device, suffix=suffix, finite=finite)
-        layer = self.model.layers[int(role.split(".")[1])].attn
-        heads = layer.heads if role.endswith("q_norm") else layer.kv_heads
-        shapes: tuple[Shape, ...] = ((layer.head_dim,), (heads, layer.head_dim))
+            return super().tensor(role, shape, dtype=dtype, device=device, suffix=suffix, finite=finite)
+        attn = self.model.layers[int(role.split(".")[1])].attn
+        heads, d = attn.heads if role.endswith("q_norm") else attn.kv_heads, attn.head_dim
+        wide = attn.qk_norm is not None and attn.qk_norm.scope == "all"
+        shapes: tuple[Shape, ...] = ((heads * d,),) if wide else ((d,), (heads, d))
         whole = self.inner.tensor(role, shapes, dtype=dtype, device=device, suffix=suffix, finite=finite)
-        return whole if whole.dim() == 1 else whole[cut.start : cut.stop].clone()
+        if whole.dim() == 1 and not wide:
+            return whole
+        own = whole.view(heads, d)[cut.start : cut.stop].clone()
+        return own.flatten() if wide else own
 
     def weight(
         self,
@@ -79,7 +71,7 @@ class ShardedSource:
         """This rank's part of a matrix."""
         cut = cut_of(self.model, role, self.rank, self.size)
         if cut is None:
-            return self.inner.weight(
+            return super().weight(
                 role, in_features, out_features, bias=bias, dtype=dtype, device=device, fallback=fallback
             )
         _, wide, high, bias = self._whole[role]
@@ -100,28 +92,20 @@ def part(weight: Weight, cut: Cut, *, keep_bias: bool) -> Weight:
     return piece
 
 
-class StagedSource:
+class LayersSource(Wrapped):
     """A source that knows only the layers from `first` on, and counts them from 0."""
 
     def __init__(self, inner: Source, first: int) -> None:
-        self.inner, self.first = inner, first
-
-    @property
-    def files(self) -> Files:
-        """The files of the whole model."""
-        return self.inner.files
+        super().__init__(inner)
+        self.first = first
 
     def has(self, role: str) -> bool:
         """Whether the files hold this role."""
-        return self.inner.has(self._whole(role))
+        return super().has(self._whole(role))
 
     def describe(self, role: str, fallback: str | None = None) -> tuple[str, int]:
         """The stored form."""
-        return self.inner.describe(self._whole(role), fallback)
-
-    def unused(self) -> list[str]:
-        """Stored names that nobody has asked for so far."""
-        return self.inner.unused()
+        return super().describe(self._whole(role), fallback)
 
     def tensor(
         self,
@@ -135,7 +119,7 @@ class StagedSource:
     ) -> Tensor:
         """A float tensor that is no matrix to multiply with."""
         whole = self._whole(role)
-        return self.inner.tensor(whole, shape, dtype=dtype, device=device, suffix=suffix, finite=finite)
+        return super().tensor(whole, shape, dtype=dtype, device=device, suffix=suffix, finite=finite)
 
     def weight(
         self,
@@ -149,7 +133,7 @@ class StagedSource:
         fallback: str | None = None,
     ) -> Weight:
         """A matrix to multiply with."""
-        return self.inner.weight(
+        return super().weight(
             self._whole(role),
             in_features,
             out_features,

@@ -15,7 +15,8 @@ from torch import Tensor
 LONGEST = 1 << 24
 """Bytes of an order, tensors not counted."""
 
-DTYPES = {str(t).removeprefix("torch."): t for t in (torch.int64, torch.int32, torch.bool, torch.float32)}
+FLOATS = torch.float32, torch.float16, torch.bfloat16
+DTYPES = {str(t).removeprefix("torch."): t for t in (torch.int64, torch.int32, torch.bool, *FLOATS)}
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Sequence
+from operator import is_
 from typing import NamedTuple
 
 import numpy as np
@@ -15,16 +16,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .dry import DryRule
 from .lanes import AT
-from .listed import TokenList
+from .listed import NOBODY, TokenList
 from .penalties import PenaltyRule
 from .rows import Row
-from .state import SamplerState
+from .state import SamplerState, Target
+from .transcript import Transcript
 
-TARGET, FADING, DRY, ALLOWED = AT["target"], AT["fading"], AT["dry"], AT["allowed"]
+TARGET, FADING, ALLOWED = AT["target"], AT["fading"], AT["allowed"]
 LISTED, FRESH = AT["listed"], AT["fresh"]
 SIZE, JOINED, LEFT = LISTED + 1, LISTED + 2, LISTED + 3
+TEXT, LAST = AT["text"], AT["text"] + 2
 TARGET_BYTES = 8
 
 
@@ -43,44 +45,53 @@ class Listed(NamedTuple):
     text: list[int]
 
 
+class Written(NamedTuple):
+    """A row whose text is on the device."""
+
+    place: int
+    transcript: Transcript
+    text: list[int]
+
+
 class Penalties:
-    """Penalised tokens: which one joined the list of each text, and which one left it."""
+    """Penalised tokens: which one joined the list of each text, and which one left it.
+
+    What can be said of the next token before it is known is written as soon as the device has enough to do.
+    """
 
     def __init__(self, heads: Heads, members: Sequence[Listed]) -> None:
-        self._heads, self._members = heads, members
-        rows = len(heads.words)
-        self._rows: slice | list[int] = (
-            slice(None) if len(members) == rows else [member.place for member in members]
-        )
+        self._words, self._size, self._members = heads.words, heads.size, members
+        self._rows = rows_of([member.place for member in members], heads)
         self._texts = [member.text for member in members]
-        self._windows = [
-            (place, text, tokens.sustain) for place, tokens, text in members if tokens.sustain is not None
-        ]
-        self._spare, self._fresh = 0, False
+        self._tokens = [member.tokens for member in members]
+        self._windows = [(place, text, tokens.sustain) for place, tokens, text in members if tokens.sustain]
+        self._empty = [place for place, tokens, _ in members if tokens.sustain == 0]
+        self._spare = 0
 
     def write(self, grown: bool, more: array[int]) -> None:
         """Say what became of the lists; `grown` if every text is one token longer than before."""
-        words = self._heads.words
-        if not grown or self._spare <= 0:
-            size = self._heads.size
-            words[self._rows, LISTED : FRESH + 2] = [
-                tokens.follow(text, more, size) for _, tokens, text in self._members
-            ]
-            self._spare, self._fresh = 0, True
+        if grown and self._spare > 0:
+            self._words[self._rows, JOINED] = [text[-1] for text in self._texts]
+            if self._empty:
+                self._words[self._empty, LEFT] = self._words[self._empty, JOINED]
             return
-        words[self._rows, SIZE] += 1
-        words[self._rows, JOINED] = [text[-1] for text in self._texts]
-        for place, text, span in self._windows:
-            words[place, LEFT] = text[-1 - span] if len(text) > span else -1
-        if self._fresh:
-            words[self._rows, FRESH + 1] = 0
-            self._fresh = False
+        self._words[self._rows, LISTED : FRESH + 2] = [
+            tokens.follow(text, more, self._size) for _, tokens, text in self._members
+        ]
+        self._spare = 0
 
     def sent(self) -> None:
         """What was written is on its way."""
-        for _, tokens, text in self._members:
+        for tokens, text in zip(self._tokens, self._texts, strict=True):
             tokens.end = len(text)
-        self._spare = self._spare - 1 if self._spare > 0 else min([m.tokens.spare for m in self._members])
+        if self._spare > 0:
+            self._spare -= 1
+        else:
+            self._spare = min([tokens.spare for tokens in self._tokens])
+            self._words[self._rows, FRESH + 1] = 0
+        self._words[self._rows, SIZE] += 1
+        for place, text, span in self._windows:
+            self._words[place, LEFT] = text[-span] if len(text) >= span else NOBODY
 
 
 class Fading:
@@ -99,24 +110,32 @@ class Fading:
             append(more, terms.strengths or (1.0,) * len(terms.ids))
 
 
-class Repeats:
-    """What DRY takes off which tokens."""
+class Texts:
+    """What DRY searches: which token each text ends with now."""
 
-    def __init__(
-        self, heads: Heads, members: Sequence[tuple[int, SamplerState, DryRule, Collection[int]]], width: int
-    ) -> None:
-        self._heads, self._members, self._width = heads, members, width
+    def __init__(self, heads: Heads, members: Sequence[Written]) -> None:
+        self._words, self._members = heads.words, members
+        self._rows = rows_of([member.place for member in members], heads)
+        self._texts = [member.text for member in members]
+        self._transcripts = [member.transcript for member in members]
+        self._spare = 0
 
-    def write(self, more: array[int]) -> None:
-        """Say which tokens, and their costs."""
-        words, size = self._heads
-        words[:, DRY + 1] = 0
-        for place, state, rule, breakers in self._members:
-            costs = state.repeats(rule, breakers, self._width)
-            if costs:
-                words[place, DRY : DRY + 2] = size + len(more), len(costs)
-                more.extend(costs)
-                append(more, costs.values())
+    def write(self, grown: bool) -> None:
+        """Say how the texts end; `grown` if every text is one token longer than before."""
+        if grown and self._spare > 0:
+            self._words[self._rows, LAST] = [text[-1] for text in self._texts]
+            return
+        self._words[self._rows, TEXT : LAST + 1] = [
+            transcript.follow(text) for _, transcript, text in self._members
+        ]
+        self._spare = 0
+
+    def sent(self) -> None:
+        """What was written is on its way."""
+        for transcript, text in zip(self._transcripts, self._texts, strict=True):
+            transcript.end = len(text)
+        self._spare = self._spare - 1 if self._spare > 0 else min([each.spare for each in self._transcripts])
+        self._words[self._rows, TEXT + 1] += 1
 
 
 class Masks:
@@ -126,13 +145,13 @@ class Masks:
         self._heads, self._rows, self._width = heads, rows, width
         self._written = False
 
-    def write(self, more: array[int]) -> bool:
-        """Say where the bits of each row's mask are; whether there are any."""
+    def write(self, masked: bool, more: array[int]) -> bool:
+        """Say where the bits of each row's mask are, if rows are `masked`; whether there are any."""
         words, size = self._heads
         if self._written:
             words[:, ALLOWED] = 0
             self._written = False
-        for place, row in enumerate(self._rows):
+        for place, row in enumerate(self._rows) if masked else ():
             if row.allowed is not None:
                 words[place, ALLOWED] = size + len(more)
                 more.extend(bits(row.allowed, self._width))
@@ -146,23 +165,28 @@ class Targets:
     def __init__(
         self, heads: Heads, members: Sequence[tuple[int, SamplerState]], device: torch.device
     ) -> None:
-        self._heads, self._members, self._device = heads, members, device
-        self._rows = [place for place, _ in members]
+        self._words, self._members, self._device = heads.words, members, device
+        places = [place for place, _ in members]
+        self._rows, self._offsets = rows_of(places, heads), np.array(places) * TARGET_BYTES
+        self._known = [state.targets for _, state in members]
         self._read: list[Tensor] = []
+        self._last: list[Target] = []
 
-    def write(self, positions: Sequence[int]) -> None:
-        """Say where the target for each position is."""
+    def write(self, grown: bool, positions: Sequence[int]) -> None:
+        """Say where the target for each position is; `grown` if all are the next ones."""
+        if grown and all(map(is_, [known[-1] for known in self._known], self._last)):
+            return
         self._read.clear()
         known, base = None, 0
         addresses = [0] * len(self._members)
         for i, (place, state) in enumerate(self._members):
             found = state.last_target(positions[place])
             if found is not None:
-                targets, which = found
+                _, targets, which = found
                 if targets is not known:
                     known, base = targets, self._address_of(targets)
                 addresses[i] = base + TARGET_BYTES * which
-        self._heads.words[self._rows, TARGET] = addresses
+        self._words[self._rows, TARGET] = addresses
 
     def _address_of(self, targets: Tensor) -> int:
         if targets.device != self._device:
@@ -171,9 +195,14 @@ class Targets:
         return targets.data_ptr()
 
     def sent(self, positions: Sequence[int], targets: Tensor) -> None:
-        """Remember where the targets will be."""
-        for place, state in self._members:
-            state.set_target(positions[place], targets, place)
+        """Remember where the targets will be, and say so for the next tokens."""
+        self._last = [state.set_target(positions[place], targets, place) for place, state in self._members]
+        self._words[self._rows, TARGET] = targets.data_ptr() + self._offsets
+
+
+def rows_of(places: list[int], heads: Heads) -> slice | list[int]:
+    """Some rows as an index; all of them are quicker to write."""
+    return slice(None) if len(places) == len(heads.words) else places
 
 
 def append(more: array[int], numbers: Collection[float]) -> None:

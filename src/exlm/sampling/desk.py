@@ -13,8 +13,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from .editions import EDITIONS
 from .fused import Press
 from .lanes import Lane, lane_of
+from .launch import raw_stream
 from .party import Party
 from .pick import Picked
 from .plan import Plan
@@ -28,16 +30,19 @@ from .vocabulary import Vocabulary
 class Batch:
     """Rows as they were seated: the parties they make, and the places of those that no kernel serves.
 
-    `largest` if every row is answered by its largest logit alone; then there are no parties.
+    `largest` if every row is answered by its largest logit alone; then there are no parties. `masked` if any
+    row has a mask now.
     """
 
     def __init__(self, rows: Sequence[Row], seats: Sequence[Seat], room: Seats) -> None:
         self.guided = any([row.guided for row in rows])
         self.wanted = min(room.width, max([row.want_top for row in rows]))
         self.largest = not (self.guided or self.wanted) and all(map(_bare, rows, seats))
+        self.masked = _masked(rows)
         self.parties: list[Party] = []
         self.others: list[int] = []
-        self._rows = [row.edition for row in rows]
+        self._last = EDITIONS.last
+        self._rows = list(rows)
         self._states = [row.state for row in rows]
         self._settings = list(dict.fromkeys([row.settings for row in rows]))
         self._editions = self._current()
@@ -64,22 +69,26 @@ class Batch:
 
     def stands(self, rows: Sequence[Row]) -> bool:
         """Whether rows are those that were seated, in this order, and nothing changed but that texts grew."""
-        if [row.edition for row in rows] != self._rows:
+        if list(rows) != self._rows:
             return False
         for row in self._led:
             _lead(row)
-        if self._current() != self._editions:
+        last = EDITIONS.last
+        if last is not self._last and self._current() != self._editions:
             return False
-        for row in rows:
-            if row.allowed is not None and (self.largest or on_device(row.allowed)):
-                return False
+        self._last = last
+        self.masked = _masked(rows)
+        if self.masked and (self.largest or any([on_device(row.allowed) for row in rows])):
+            return False
         for row, blocked in self._blocked:
             if tuple(row.blocked) != blocked:
                 return False
         return all([is_unchanged(bias, version) for bias, version in self._biases.values()])
 
     def _current(self) -> list[object]:
-        return [state.edition for state in self._states] + [each.edition for each in self._settings]
+        """The editions of all that a batch was made of."""
+        parts = (self._rows, self._states, self._settings)
+        return [each.edition for part in parts for each in part]
 
 
 class Desk:
@@ -97,7 +106,7 @@ class Desk:
 
     def seat(self, rows: Sequence[Row], width: int, device: torch.device) -> Batch:
         """The batch that some rows make; the one before if it still stands."""
-        where = (width, device, _stream(device))
+        where = (width, device, raw_stream(device))
         if where != self._where:
             self.forget()
             self._room = Seats(self._vocabulary, width, device)
@@ -115,7 +124,8 @@ class Desk:
         try:
             if batch.largest:
                 return [([], self._press.largest(x))]
-            return [(party.places, party.pick(x, self._press, self._post)) for party in batch.parties]
+            press, post, masked = self._press, self._post, batch.masked
+            return [(party.places, party.pick(x, press, post, masked)) for party in batch.parties]
         except BaseException:
             self.forget()  # what was packed for the device may never have reached it
             raise
@@ -139,8 +149,8 @@ class Desk:
         return seats
 
 
-def _stream(device: torch.device) -> int:
-    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
+def _masked(rows: Sequence[Row]) -> bool:
+    return [row.allowed for row in rows].count(None) < len(rows)
 
 
 def _bare(row: Row, seat: Seat) -> bool:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .lanes import RUN, TILES, Lane
+from .launch import Grid, Kernel
 from .pick import Picked, best
 
 PROGRAMS = 256  # that edit at a time, about: two for each multiprocessor of a large GPU
@@ -21,7 +22,10 @@ EDITED = 4096  # columns that one of them loads at a time
 TILE = 16384  # columns loaded by a program that picks: what it takes to keep a multiprocessor's memory busy
 PART = 4096  # candidates looked at a time
 WARPS = 16
-COMPILED = 64  # kernels that are kept ready
+FEWER = 8  # for rows with top-k: what they sort is little, and warps wait for each other
+KEPT = 16  # layouts, and shapes of answers
+SHEETS = 32  # answers for which memory is allocated at a time
+ALIGNED = 16  # numbers after which an address is a multiple of 16 bytes
 
 
 @lru_cache(maxsize=1)
@@ -34,46 +38,44 @@ def serves(device: torch.device) -> bool:
     return device.type == "cuda" and _has_triton()
 
 
-class Kernel:
-    """A Triton kernel (logits, their stride, arguments, constants) that is launched again and again.
-
-    What it was compiled to is kept: Triton would look at every argument to find it.
-    """
-
-    def __init__(self, kernel: Any, **options: Any) -> None:
-        self._kernel, self._options = kernel, options
-        self._compiled: dict[tuple[object, ...], Any] = {}
-
-    def launch(
-        self,
-        grid: tuple[int, int, int],
-        x: Tensor,
-        stride: int,
-        args: tuple[Tensor | int, ...],
-        constants: tuple[int, ...],
-    ) -> None:
-        """Launch it. Tensors among the arguments are aligned; it is not compiled for the numbers there."""
-        key = (stride, x.data_ptr() % 16 == 0, *constants)
-        ready = self._compiled.get(key)
-        if ready is not None:
-            ready[grid](x, stride, *args, *constants)
-            return
-        ready = self._kernel[grid](x, stride, *args, *constants, **self._options)
-        if ready is None:
-            return  # it was interpreted
-        if len(self._compiled) >= COMPILED:
-            self._compiled.clear()
-        self._compiled[key] = ready
-
-
 class Work(NamedTuple):
-    """What is to be done: for how many rows, their lane and top tokens, whether logits or targets change."""
+    """What is to be done: for how many rows, their lane and top tokens; whether logits or targets change, and
+    whether texts are searched."""
 
     rows: int
     lane: Lane
     wanted: int
     edited: bool
     moves: bool
+    searches: bool
+
+
+class Layout(NamedTuple):
+    """How work is cut up: programs that edit, what those of a row share, what kernels are compiled for."""
+
+    grid: Grid
+    held: int
+    span: int
+    room: int
+    edits: tuple[int, ...]
+    picks: tuple[int, ...]
+
+
+class Sheets:
+    """Tensors (count,) to answer on: a new one each time, many of them cut from one allocation."""
+
+    def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._count, self._dtype, self._device = count, dtype, device
+        self._left: list[Tensor] = []
+
+    def next(self) -> Tensor:
+        """One that nobody else has."""
+        if not self._left:
+            padded = -(-self._count // ALIGNED) * ALIGNED
+            with torch.inference_mode(False):  # they outlive the call that they are made in
+                block = torch.empty(SHEETS, padded, dtype=self._dtype, device=self._device)
+                self._left.extend(block[:, : self._count].unbind())
+        return self._left.pop()
 
 
 class Press:
@@ -87,15 +89,18 @@ class Press:
         self.width, self.device = width, device
         exact = {"enable_fp_fusion": False}  # sums as the host rounds them
         self._edit = Kernel(edit_kernel, num_warps=WARPS, **exact)
-        self._pick = Kernel(pick_kernel, num_warps=WARPS, **exact)
+        self._wide = Kernel(pick_kernel, num_warps=WARPS, **exact)
+        self._narrow = Kernel(pick_kernel, num_warps=FEWER, **exact)
         self._largest = Kernel(largest_kernel, num_warps=WARPS)
-        self._rooms: dict[torch.dtype, tuple[int, Tensor]] = {}
+        self._rooms: dict[str, tuple[int, Tensor]] = {}
+        self._layouts: dict[Work, Layout] = {}
+        self._sheets: dict[tuple[int, torch.dtype], Sheets] = {}
 
     def largest(self, x: Tensor) -> Picked:
         """The largest logit of every row (rows, width)."""
-        tokens = torch.empty(len(x), dtype=torch.int64, device=self.device)
-        shares = torch.empty(len(x), device=self.device)
-        self._largest.launch((len(x), 1, 1), x, x.stride(0), (tokens, shares), (self.width, TILE))
+        count = x.shape[0]
+        tokens, shares = self._sheet(count, torch.int64), self._sheet(count, torch.float32)
+        self._largest.launch((count, 1, 1), x, x.stride(0), (tokens, shares), (self.width, TILE))
         return Picked(tokens, shares)
 
     def pick(self, x: Tensor, table: Tensor, words: Tensor, work: Work) -> tuple[Picked, Tensor]:
@@ -103,47 +108,72 @@ class Press:
 
         The logits are not changed.
         """
-        lane, wanted, edited = work.lane, work.wanted, int(work.edited)
-        count, width, device = work.rows, self.width, self.device
-        tokens = torch.empty(count, dtype=torch.int64, device=device)
-        shares = torch.empty(count, device=device)
-        targets = torch.empty(count, dtype=torch.float64, device=device) if work.moves else table
-        all_p = torch.zeros(count, lane.sort, dtype=torch.float64, device=device) if wanted else table
-        all_ids = torch.zeros(count, lane.sort, dtype=torch.int64, device=device) if wanted else words
-        tiles = -(-width // EDITED)
-        span = -(-tiles // max(1, PROGRAMS // count))
-        held = tiles * EDITED // RUN
-        maxima = self._room(torch.int32, count * held)
-        copy = self._room(torch.float32, count * width) if edited else table
-        stride = x.stride(0)
-        self._edit.launch(
-            (count, -(-tiles // span), 1),
-            x,
-            stride,
-            (copy, maxima, table, words, held, span),
-            (width, EDITED, edited),
-        )
+        count, lane, wanted, edited, moves, searches = work
+        grid, held, span, room, edits, picks = self._layout(work)
+        tokens, shares = self._sheet(count, torch.int64), self._sheet(count, torch.float32)
+        targets = self._sheet(count, torch.float64) if moves else table
+        all_p, all_ids = self._all(count, lane.sort) if wanted else (table, words)
+        maxima, stride = self._room("maxima", torch.int32, count * held), x.stride(0)
+        copy = self._room("copy", torch.float32, count * self.width) if edited else table
+        counts = self._room("counts", torch.int32, count * self.width) if searches else maxima
+        self._edit.launch(grid, x, stride, (copy, maxima, counts, table, words, held, span), edits)
         if edited:
-            x, stride = copy, width
-        sort, runs = lane.sort, max(RUN, 1 << (-(-width // RUN) - 1).bit_length())
-        room = sort + TILES + (sort + TILES + width * lane.wide + 1) // 2
-        scratch = self._room(torch.int64, count * room)
-        tile = TILE // 2 if lane.wide else TILE  # those passes need more registers
-        self._pick.launch(
+            x, stride = copy, self.width
+        scratch = self._room("scratch", torch.int64, count * room)
+        pick = self._wide if lane.wide else self._narrow
+        pick.launch(
             (count, 1, 1), x, stride,
-            (maxima, table, words, scratch, tokens, shares, targets, all_p, all_ids, held, room, edited,
+            (maxima, table, words, scratch, tokens, shares, targets, all_p, all_ids, held, room, int(edited),
              wanted),
-            (width, runs, sort, tile, PART, int(lane.wide), int(lane.shaped), int(wanted > 0)),
+            picks,
         )  # fmt: skip
         picked = Picked(tokens, shares)
         if wanted:
             picked.top_tokens, picked.top_p = best(all_p, all_ids, wanted)
         return picked, targets
 
-    def _room(self, dtype: torch.dtype, size: int) -> Tensor:
-        """Memory for this many numbers, or more."""
-        known = self._rooms.get(dtype)
+    def _layout(self, work: Work) -> Layout:
+        known = self._layouts.get(work)
+        if known is None:
+            if len(self._layouts) >= KEPT:
+                self._layouts.clear()
+            known = self._layouts[work] = self._lay_out(work)
+        return known
+
+    def _lay_out(self, work: Work) -> Layout:
+        count, lane, wanted, edited, _, searches = work
+        width, sort = self.width, lane.sort
+        tiles = -(-width // EDITED)
+        span = -(-tiles // max(1, PROGRAMS // count))
+        runs = max(RUN, 1 << (-(-width // RUN) - 1).bit_length())
+        tile = TILE // 2 if lane.wide else TILE  # those passes need more registers
+        return Layout(
+            grid=(count, -(-tiles // span), 1),
+            held=tiles * EDITED // RUN,
+            span=span,
+            room=sort + TILES + (sort + TILES + width * lane.wide + 1) // 2,
+            edits=(width, EDITED, int(edited), int(searches)),
+            picks=(width, runs, sort, tile, PART, int(lane.wide), int(lane.shaped), int(wanted > 0)),
+        )
+
+    def _sheet(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Memory for an answer."""
+        sheets = self._sheets.get((count, dtype))
+        if sheets is None:
+            if len(self._sheets) >= KEPT:
+                self._sheets.clear()
+            sheets = self._sheets[count, dtype] = Sheets(count, dtype, self.device)
+        return sheets.next()
+
+    def _all(self, count: int, sort: int) -> tuple[Tensor, Tensor]:
+        """Memory for candidates and their probabilities."""
+        p = torch.zeros(count, sort, dtype=torch.float64, device=self.device)
+        return p, torch.zeros(count, sort, dtype=torch.int64, device=self.device)
+
+    def _room(self, name: str, dtype: torch.dtype, size: int) -> Tensor:
+        """Memory for this many numbers, or more; all 0 at first."""
+        known = self._rooms.get(name)
         if known is None or known[0] < size:
-            self._rooms.pop(dtype, None)
-            known = self._rooms[dtype] = (size, torch.empty(size, dtype=dtype, device=self.device))
+            self._rooms.pop(name, None)
+            known = self._rooms[name] = (size, torch.zeros(size, dtype=dtype, device=self.device))
         return known[1]

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .dry import DryRule
 from .plan import Numbers, Plan, Step
 
 WIDEST = 1 << 18  # columns that a program can look at
@@ -31,7 +32,8 @@ PLACES = {
     "fresh": 2,  # a new list of penalised tokens: where it is, how many there are
     "fading": 2,  # fading tokens: where, how many; their counts and strengths follow
     "blocked": 2,  # where, how many
-    "dry": 2,  # where, how many; their costs follow
+    "text": 3,  # what DRY searches: address, how many tokens, the last one
+    "breakers": 1,  # address of the tokens that end a repetition
     "bias": 1,  # address
     "allowed": 1,  # where the bits are
 }
@@ -44,7 +46,10 @@ STEPS = (
     "top_p", "top_a", "min_p", "tfs", "typical", "mirostat", "dynamic", "last", "xtc", "skew", "greedy",
 )  # fmt: skip
 FLAGS = {step: 1 << bit for bit, step in enumerate(STEPS)}
-NAMES = (*Numbers.__dataclass_fields__, "flags", "mirostat", "repetition", "frequency", "presence")
+NAMES = (
+    *Numbers.__dataclass_fields__, "flags", "mirostat", "repetition", "frequency", "presence",
+    "dry_multiplier", "dry_base", "dry_allowed", "dry_longest", "dry_window",
+)  # fmt: skip
 COLUMNS = {name: column for column, name in enumerate(NAMES)}
 TABLE = len(NAMES)
 
@@ -88,4 +93,10 @@ def _numbers(plan: Plan) -> tuple[float, ...]:
     flags = sum(FLAGS[step] for step in plan.steps) + plan.greedy * FLAGS["greedy"]
     rule = plan.penalties
     rates = (1.0, 0.0, 0.0) if rule is None else (rule.repetition, rule.frequency, rule.presence)
-    return (*plan.row, flags, plan.mirostat, *rates)
+    return (*plan.row, flags, plan.mirostat, *rates, *_search(plan.dry))
+
+
+def _search(rule: DryRule | None) -> tuple[float, ...]:
+    if rule is None:
+        return (0.0, 1.0, 0.0, 0.0, 0.0)
+    return (rule.multiplier, rule.base, rule.allowed, rule.longest, rule.window)

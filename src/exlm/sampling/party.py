@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from .columns import Fading, Heads, Listed, Masks, Penalties, Repeats, Targets
+from .columns import Fading, Heads, Listed, Masks, Penalties, Targets, Texts, Written
 from .fused import Press, Work
 from .lanes import AT, HEAD, Lane, table_of
 from .pick import Picked
@@ -49,7 +49,8 @@ class Party:
         heads[:, BLOCKED] = count * HEAD + counts.cumsum() - counts
         self._table = table_of(tuple([seat.plan for seat in seats]), room.device)
         edited, moves = any([seat.edited for seat in seats]), any([seat.plan.mirostat for seat in seats])
-        self._work = Work(count, lane, wanted, edited, moves)
+        searches = any([seat.transcript is not None for seat in seats])
+        self._work = Work(count, lane, wanted, edited, moves, searches)
         self._states = [row.state for row in rows]
         self._texts = [row.state.history if row.history is None else row.history for row in rows]
         self._next: list[int] = []
@@ -66,41 +67,50 @@ class Party:
             for i, seat in members
             if seat.plan.penalties is not None and seat.listed is None
         ]
-        repeats = [
-            (i, rows[i].state, seat.plan.dry, room.breakers(seat.plan.dry))
+        written = [
+            Written(i, seat.transcript, rows[i].state.history)
             for i, seat in members
-            if seat.plan.dry is not None
+            if seat.transcript is not None
         ]
         moving = [(i, rows[i].state) for i, seat in members if seat.plan.mirostat]
         self._masks = Masks(heads, rows, room.width)
         self._penalties = Penalties(heads, listed) if listed else None
-        self._lists = [
-            *([Fading(heads, fading)] if fading else ()),
-            *([Repeats(heads, repeats, room.width)] if repeats else ()),
-        ]
+        self._fading = Fading(heads, fading) if fading else None
+        self._searched = Texts(heads, written) if written else None
         self._targets = Targets(heads, moving, room.device) if moving else None
 
-    def pick(self, x: Tensor, press: Press, post: Post) -> Picked:
-        """A token for each of the rows, from logits of the whole batch."""
+    def pick(self, x: Tensor, press: Press, post: Post, masked: bool) -> Picked:
+        """A token for each of the rows, from logits of the whole batch; `masked` if any row has a mask."""
         positions = list(map(len, self._texts))
-        self._heads[:, POSITION] = positions
+        grown = positions == self._next
+        if not grown:
+            self._heads[:, POSITION] = positions
         more = array("q")
         if self._penalties is not None:
-            self._penalties.write(positions == self._next, more)
-        for each in self._lists:
-            each.write(more)
+            self._penalties.write(grown, more)
+        if self._fading is not None:
+            self._fading.write(more)
+        if self._searched is not None:
+            self._searched.write(grown)
         work = self._work
-        if self._masks.write(more) and not work.edited:
+        if self._masks.write(masked, more) and not work.edited:
             work = work._replace(edited=True)
         if self._targets is not None:
-            self._targets.write(positions)
+            self._targets.write(grown, positions)
         picked, targets = press.pick(x, self._table, post.send(self._packed, more), work)
+        self._sent(positions, targets)
+        return picked
+
+    def _sent(self, positions: list[int], targets: Tensor) -> None:
+        """Make ready for the next tokens, now that the device has enough to do."""
+        self._heads[:, POSITION] += 1
+        self._next = [position + 1 for position in positions]
         if self._penalties is not None:
             self._penalties.sent()
-            self._next = [position + 1 for position in positions]
+        if self._searched is not None:
+            self._searched.sent()
         if self._targets is not None:
             self._targets.sent(positions, targets)
         for state, position in zip(self._states, positions, strict=True):
             if position > state.drawn:
                 state.drawn = position
-        return picked

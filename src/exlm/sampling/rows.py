@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ..errors import BadLogits
+from .editions import EDITIONS
 from .settings import Settings
 from .state import SamplerState
 
@@ -58,9 +59,10 @@ class Row:
     def __setattr__(self, name: str, value: object) -> None:
         """Set a field. But for `allowed`, which is read anew for each token, that makes another `edition`."""
         fields = self.__dict__
-        if name != "allowed" and fields.get(name, fields) is not value:
-            fields["edition"] = object()
+        changed = name != "allowed" and fields.get(name, fields) is not value
         fields[name] = value
+        if changed:
+            fields["edition"] = EDITIONS.new()
 
     @property
     def position(self) -> int:

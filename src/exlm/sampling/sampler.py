@@ -23,6 +23,8 @@ from .rows import Picks, Row
 from .settings import Settings
 from .vocabulary import TokenizerLike, Vocabulary
 
+_THERE = nullcontext()
+
 
 class Sampler:
     """Chooses tokens for the rows of a batch. What it remembers of them saves time and changes nothing."""
@@ -52,10 +54,10 @@ class Sampler:
         Settings are read as they are now. A row that cannot be served does not keep the others from their
         tokens (see `Picks.error`); settings that cannot be meant raise InputError before anything is done.
         """
+        if rows and self.kernels and fused.serves(logits.device) and logits.dim() == 2:
+            with _on(logits.device):
+                return self._by_kernels(logits.detach() if logits.requires_grad else logits, rows)
         with torch.no_grad():
-            if rows and self.kernels and fused.serves(logits.device) and logits.dim() == 2:
-                with _on(logits.device):
-                    return self._by_kernels(logits, rows)
             if rows and all(map(_wants_the_largest, rows)):
                 top, picked = pick_greedy(self._tokens(logits, len(rows)), 0)
                 return Picks(failures(top, picked.tokens), picked.p)
@@ -100,13 +102,15 @@ class Sampler:
 
     def _tokens(self, logits: Tensor, needed: int) -> Tensor:
         """Checked logits in float32, without the padding."""
-        if logits.dim() != 2 or len(logits) != needed or not logits.is_floating_point():
+        if logits.dim() != 2 or logits.shape[0] != needed or not logits.is_floating_point():
             raise InputError(
                 f"logits must be floating point of shape ({needed}, vocab) for these rows, "
                 f"found {logits.dtype} {tuple(logits.shape)}."
             )
         width = self.vocabulary.width(logits.shape[1])
-        x = (logits if width == logits.shape[1] else logits[:, :width]).float()
+        x = logits if width == logits.shape[1] else logits[:, :width]
+        if x.dtype != torch.float32:
+            x = x.float()
         return x if x.stride(1) == 1 else x.contiguous()
 
     def _mixed(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
@@ -143,12 +147,14 @@ def _picks(parts: Sequence[tuple[list[int], Picked]], device: torch.device) -> P
     """What the groups of a batch got, each with its rows' places, in the order of the batch."""
     picked = parts[0][1] if len(parts) == 1 else joined(parts, device)
     tops = None if picked.top_p is None else picked.top_p.float()
-    return Picks(picked.tokens, picked.p.float(), picked.top_tokens, tops)
+    p = picked.p if picked.p.dtype == torch.float32 else picked.p.float()
+    return Picks(picked.tokens, p, picked.top_tokens, tops)
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
     """Kernels are launched on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    there = device.type != "cuda" or device.index == torch.cuda.current_device()
+    return _THERE if there else torch.cuda.device(device)
 
 
 def _wants_the_largest(row: Row) -> bool:

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .dry import DryRule
 from .edits import check_bias
 from .lanes import AT, HEAD
 from .listed import NOBODY, TokenList
 from .plan import Plan
 from .rows import Row
+from .transcript import Transcript
 from .vocabulary import Vocabulary
 
 CONSTANT = (tuple, frozenset)
@@ -43,6 +43,7 @@ class Seat:
     version: int
     pointed_to: tuple[Tensor | None, ...]
     listed: TokenList | None
+    transcript: Transcript | None
 
     @property
     def edited(self) -> bool:
@@ -84,6 +85,9 @@ class Seats:
         spared = self._spared(plan)
         words[AT["bias"]] = 0 if there is None else there.data_ptr()
         words[AT["spared"]] = 0 if spared is None else spared.data_ptr()
+        breakers = self._breakers(plan)
+        words[AT["breakers"]] = 0 if breakers is None else breakers.data_ptr()
+        same = before if before and before.editions[2] is state.edition else None
         editions = (row.edition, settings.edition, state.edition)
         blocked = tuple(row.blocked)
         return Seat(
@@ -94,13 +98,10 @@ class Seats:
             watched=None if isinstance(row.blocked, CONSTANT) else blocked,
             bias=bias,
             version=version,
-            pointed_to=(there, spared),
-            listed=self._listed(plan, before if before and before.editions[2] is state.edition else None),
+            pointed_to=(there, spared, breakers),
+            listed=self._listed(plan, same),
+            transcript=self._transcript(plan, same),
         )
-
-    def breakers(self, rule: DryRule) -> frozenset[int]:
-        """The tokens that end a repetition."""
-        return self.vocabulary.breakers if rule.breakers is None else rule.breakers
 
     def _listed(self, plan: Plan, before: Seat | None) -> TokenList | None:
         rule = plan.penalties
@@ -111,11 +112,25 @@ class Seats:
             return old
         return TokenList(rule.sustain, self.width, self.device)
 
+    def _transcript(self, plan: Plan, before: Seat | None) -> Transcript | None:
+        if plan.dry is None:
+            return None
+        old = None if before is None else before.transcript
+        return old or Transcript(self.width, self.device)
+
     def _spared(self, plan: Plan) -> Tensor | None:
         """The tokens that XTC spares."""
         if "xtc" not in plan.steps:
             return None
-        ids = self.vocabulary.unexcluded if plan.xtc_ignored is None else plan.xtc_ignored
+        return self._mask(self.vocabulary.unexcluded if plan.xtc_ignored is None else plan.xtc_ignored)
+
+    def _breakers(self, plan: Plan) -> Tensor | None:
+        """The tokens that end a repetition."""
+        if plan.dry is None:
+            return None
+        return self._mask(self.vocabulary.breakers if plan.dry.breakers is None else plan.dry.breakers)
+
+    def _mask(self, ids: frozenset[int]) -> Tensor | None:
         return self.vocabulary.mask(ids, self.width, self.device) if ids else None
 
     def _there(self, bias: Tensor) -> tuple[Tensor, int]:

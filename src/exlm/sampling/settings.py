@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from .editions import EDITIONS
 from .plan import Plan, check, make_plan
 
 PADDING = 32  # models pad their vocabularies; a bias made here is long enough for the padded one
@@ -104,7 +105,7 @@ class Settings:
             raise AttributeError(f"Settings has no field {name!r}.{hint}")
         self.__dict__[name] = value
         self.__dict__["_plan"] = None
-        self.__dict__["_edition"] = object()
+        self.__dict__["_edition"] = EDITIONS.new()
 
     @property
     def edition(self) -> object:

@@ -12,11 +12,15 @@ import torch
 from torch import Tensor
 
 from .dry import DryIndex, DryRule
+from .editions import EDITIONS
 from .penalties import PenaltyHistory, PenaltyRule, Terms
 from .random import Uniforms, check_seed
 from .settings import Settings
 
 REMEMBERED = 256  # how many mirostat targets a rewind can go back
+
+Target = tuple[int, Tensor, int]
+"""A position, and the target that its token led to: a tensor (n,) and the place in it."""
 
 
 class SamplerState:
@@ -33,14 +37,15 @@ class SamplerState:
         self._seed_word = (self.seed + 2**63) % 2**64 - 2**63
         self._history: list[int] = list(prompt_ids)
         self.branch = 0
-        self.edition = object()
+        self.edition = EDITIONS.new()
         """Another one whenever anything changed but by appended tokens, drawn numbers and moved targets."""
         self.drawn = -1
         """The last position that a random number was drawn for."""
         self._uniforms = Uniforms(self.seed)
         self._penalties: PenaltyHistory | None = None
         self._dry: DryIndex | None = None
-        self._targets: list[tuple[int, Tensor, int]] = []
+        self.targets: list[Target] = []
+        """Those that are remembered, ascending; always the same list, changed by the methods below alone."""
         self._start = 0.0
         if settings is not None and settings.mirostat_mu:
             self.mirostat_mu = settings.mirostat_mu[0]
@@ -69,7 +74,6 @@ class SamplerState:
 
         What is sampled next uses fresh random numbers: those of the rejected tokens are what got them chosen.
         """
-        self.edition = object()
         if length <= self.drawn:
             self.branch += 1
             self.drawn = length - 1
@@ -79,6 +83,7 @@ class SamplerState:
         if self._dry is not None:
             self._dry.truncate(length)
         del self._history[length:]
+        self.edition = EDITIONS.new()
 
     def uniform(self, position: int) -> float:
         """The random number in [0, 1) for the token at a position; asked again, the same one."""
@@ -109,29 +114,29 @@ class SamplerState:
     @property
     def mirostat_mu(self) -> float | None:
         """Mirostat's target now; None before the first token."""
-        if self._targets:
-            _, targets, place = self._targets[-1]
+        if self.targets:
+            _, targets, place = self.targets[-1]
             return float(targets[place])
         return self._start or None
 
     @mirostat_mu.setter
     def mirostat_mu(self, target: float | None) -> None:
-        self.edition = object()
-        self._targets.clear()
+        self.targets.clear()
         self._start = float(target or 0.0)
+        self.edition = EDITIONS.new()
 
     def first_target(self, tau: float) -> float:
         """The target for the first token: 2 · tau unless settings said otherwise."""
         return self._start or 2.0 * tau
 
-    def last_target(self, position: int) -> tuple[Tensor, int] | None:
-        """Where the target for the token at a position is: a tensor (n,) and the place in it; None at first.
+    def last_target(self, position: int) -> Target | None:
+        """The target for the token at a position, that of the last one before it; None at first.
 
         Between steps it stays on the device.
         """
-        for at, targets, place in reversed(self._targets):
-            if at < position:
-                return targets, place
+        for target in reversed(self.targets):
+            if target[0] < position:
+                return target
         return None
 
     def target(self, position: int, tau: float, device: torch.device) -> Tensor:
@@ -139,16 +144,19 @@ class SamplerState:
         found = self.last_target(position)
         if found is None:
             return torch.full((), self.first_target(tau), dtype=torch.float64, device=device)
-        targets, place = found
+        _, targets, place = found
         return targets[place].to(device, non_blocking=True)
 
-    def set_target(self, position: int, targets: Tensor, place: int) -> None:
+    def set_target(self, position: int, targets: Tensor, place: int) -> Target:
         """Remember the target that the token at a position led to: one of some targets (n,)."""
-        self._forget_targets(position)
-        self._targets.append((position, targets, place))
-        if len(self._targets) > 2 * REMEMBERED:
-            del self._targets[:REMEMBERED]
+        known, target = self.targets, (position, targets, place)
+        if known and known[-1][0] >= position:
+            self._forget_targets(position)
+        known.append(target)
+        if len(known) > 2 * REMEMBERED:
+            del known[:REMEMBERED]
+        return target
 
     def _forget_targets(self, position: int) -> None:
-        while self._targets and self._targets[-1][0] >= position:
-            self._targets.pop()
+        while self.targets and self.targets[-1][0] >= position:
+            self.targets.pop()

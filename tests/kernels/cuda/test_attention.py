@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from exlm import spec
-from exlm.kernels.cuda.attention import PLANS, Attend, Desk, Plan
+from exlm.kernels.cuda.attention import Attend, Desk, Plan, plan_for
 from exlm.kernels.reference import ReferenceBackend
 from exlm.kernels.reference.rope import Rotation
 from tests.kernels.cuda.emulator import EmulatedWorkshop
@@ -128,7 +128,9 @@ def alone(desk: Desk, case: Case, plan: Plan | None, device: torch.device) -> No
     together = attend(q, k, v, layer.clone(), where)
     assert torch.equal(attend(q, k, v, layer.clone(), replace(where, longest=where.longest + 700)), together)
     few = Desk(desk.workshop, 1)
-    attend = replace(attend, desk=few, plan=replace(plan or PLANS[layer.coding[0]], waves=1))
+    attend = replace(
+        attend, desk=few, plan=replace(plan or plan_for(layer.coding[0], attend.attn.kv_heads), waves=1)
+    )
     for row, past in enumerate(case.pasts):
         one = slice(row, row + 1)
         mine = replace(
@@ -243,6 +245,6 @@ def test_it_compiles(target: str) -> None:
 
     for case in (Case("float", HALF, 32, 8, 128, (5,), 1), Case("q4", HALF, 4, 4, 64, (5,), 1, hide=True)):
         pages = cases.step(case, CPU).layer.paged
-        chosen = choices(case.attn, pages, PLANS[pages.coding[0]], 2, case.hide)
+        chosen = choices(case.attn, pages, plan_for(pages.coding[0], case.attn.kv_heads), 2, case.hide)
         options = [f"--gpu-architecture={target}", "--std=c++17", *(f"-D{k}={v}" for k, v in chosen.items())]
         assert compile_source(SOURCE.read_bytes(), SOURCE.name, options).startswith(b"\x7fELF")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import cycle
 
 import pytest
 import torch
 from torch import Tensor
 
+from exlm.formats.scales import Direct
+from exlm.kernels.cuda.backend import Ordering, PackedLinear
 from exlm.kernels.cuda.linear import Normal, Plan, Product, expanded, reordered, unsigned
 from exlm.kernels.cuda.tiles import Tiles, alike, arrange, expand
 from tests.kernels.cuda.emulator import EmulatedWorkshop
@@ -112,6 +115,24 @@ def test_two_matrices_share_an_entrance(workshop: EmulatedWorkshop) -> None:
     first, second = answer(Product(workshop, tiles, plan=Plan(4, 8, 2)), x)
     assert torch.equal(first, second)
     assert off(first, right(x, packed)) < LIMIT
+
+
+def test_small_scales_are_lifted_inside_only(workshop: EmulatedWorkshop) -> None:
+    """Numbers of float32 formats, as large as real ones: what is multiplied must not be lifted."""
+    plain = weight("minimums", order=False)
+    (one,) = plain.segments
+    assert one.minimum is not None
+    scales = (Direct(part.expand().float() * 2.0**-9) for part in (one.scales, one.minimum))
+    made = replace(one, scales=next(scales), minimum=next(scales))
+    packed = replace(plain, segments=(made,), dtype=torch.float32)
+    tiles = arrange(packed)
+    assert tiles.factor < 1.0
+    unpacked = expanded(workshop, tiles)[: tiles.out_features]
+    assert torch.equal(unpacked, (expand(tiles).float() * tiles.factor).half())
+    x = torch.randn(100, packed.in_features).half() * 50
+    linear = PackedLinear(workshop, tiles, Ordering(workshop), True)
+    for rows in (1, 20, 100):
+        assert off(linear(x[:rows]), right(x[:rows], packed)) < LIMIT
 
 
 def test_rows_in_another_order(workshop: EmulatedWorkshop) -> None:

@@ -291,14 +291,21 @@ struct Turn {
         if (number >= job.dim) return;
         const bool low = job.pairs ? number % 2 == 0 : number < half;
         column = job.pairs ? number / 2 : low ? number : number - half;
-        partner = job.pairs ? number ^ 1 : low ? number + half : number - half;
+        partner = other(job, number);
         const i64 plane = job.planes ? job.planes[column] : 0;
         const i64 where = job.positions[row * job.place_row + at * job.place_token + plane * job.place_plane];
         cos = job.cos[where * half + column], sin = job.sin[where * half + column];
         if (low) sin = -sin;
     }
+    static DEVICE int other(const Job& job, int number) {  // the number it is turned with, below zero: none
+        const int half = job.dim / 2;
+        return number >= job.dim ? -1 : job.pairs ? number ^ 1 : number < half ? number + half : number - half;
+    }
+    DEVICE u16 turned(u16 own, u16 other) const {
+        return partner < 0 ? own : as_half(as_float(own) * cos + as_float(other) * sin);
+    }
     DEVICE u16 apply(const u16* head, int number) const {
-        return partner < 0 ? head[number] : as_half(as_float(head[number]) * cos + as_float(head[partner]) * sin);
+        return turned(head[number], partner < 0 ? 0 : head[partner]);
     }
 };
 
@@ -358,11 +365,14 @@ struct Block {
         h = x % KV, query = x / KV % blocks * QUERIES, part = blockIdx.y;
         queries = min(QUERIES, all), live = min(QUERIES, all - query);
         row.read(job, x / KV / blocks);
-        peaks = job.left + (i64)x * job.slots * queries * (HEAD + 2);
-        totals = peaks + job.slots * queries, answers = totals + job.slots * queries;
+        answers = job.left + (i64)x * job.slots * queries * (HEAD + 4);  // in fours
+        peaks = answers + job.slots * queries * HEAD, totals = peaks + job.slots * queries;
     }
     DEVICE int token(int m) const { return (query + m) / SHARE; }
     DEVICE int head(int m) const { return h * SHARE + (query + m) % SHARE; }
+    DEVICE u16* out(int m) const {
+        return job.out + ((row.number * job.tokens + token(m)) * KV * SHARE + head(m)) * HEAD;
+    }
     DEVICE bool sees(int m, int key) const {  // a stored token, by its place in the row
         bool seen = !job.window || row.behind + token(m) - key < job.window;
         if (MASKED) seen = seen && job.mask[row.number * job.mask_step + key];
@@ -379,18 +389,32 @@ struct Memory {  // shared by a thread block
     float answers[1];  // (WARPS, queries, HEAD); also for new heads, and for queries and answers being rotated
 };
 
-// Queries, turned, into shared memory; zeros where there are none.
+// Queries, turned, into shared memory; zeros where there are none. All are on their way before the first is turned.
 DEVICE void enter(const Block& b, Memory& memory, Turn turn) {
     const Job& job = b.job;
+    const int each = (QUERIES * HEAD + THREADS - 1) / THREADS;
     u16* plain = IN_CODES(KEYS) ? (u16*)memory.answers : memory.q[0];
-    for (int i = threadIdx.x; i < QUERIES * HEAD; i += THREADS) {
-        const int m = i / HEAD, number = i % HEAD;
-        if (m < b.live) {
-            if (b.token(m) != turn.token) turn.load(job, b.row.number, number, b.token(m));
-            plain[i] = turn.apply(job.q + b.row.number * job.q_row + turn.token * job.q_token + b.head(m) * HEAD, number);
-        } else {
-            memory.q[m][number] = 0;
+    u16 own[each], partner[each];
+    LOOP for (int n = 0; n < each; n++) {
+        const int i = n * THREADS + threadIdx.x, m = i / HEAD;
+        own[n] = partner[n] = 0;
+        if (i >= QUERIES * HEAD || m >= b.live) continue;
+        const int at = i % HEAD;
+        const u16* head = job.q + b.row.number * job.q_row + b.token(m) * job.q_token + b.head(m) * HEAD;
+        own[n] = head[at];
+        const int other = Turn::other(job, at);
+        if (other >= 0) partner[n] = head[other];
+    }
+    LOOP for (int n = 0; n < each; n++) {
+        const int i = n * THREADS + threadIdx.x, m = i / HEAD;
+        if (i >= QUERIES * HEAD) continue;
+        if (m >= b.live) {
+            memory.q[m][i % HEAD] = 0;
+            continue;
         }
+        const int at = i % HEAD;
+        if (b.token(m) != turn.token || THREADS % HEAD) turn.load(job, b.row.number, at, b.token(m));
+        plain[i] = turn.turned(own[n], partner[n]);
     }
     __syncthreads();
     if (IN_CODES(KEYS)) {
@@ -514,30 +538,30 @@ DEVICE bool last(const Block& b) {
     return done == workers;
 }
 
-// All chunks, added up in order.
+// All chunks, added up in order; four numbers of a head at a time.
 DEVICE void finish(const Block& b, Memory& memory) {
-    for (int i = threadIdx.x; i < b.live * HEAD; i += THREADS) {
-        const int m = i / HEAD, number = i % HEAD;
-        float peak = NOTHING, total = 0, answer = 0;
-        _Pragma("unroll 16") for (int c = 0; c < b.row.chunks; c++) {
+    for (int i = threadIdx.x; i < b.live * HEAD / 4; i += THREADS) {
+        const int m = i / (HEAD / 4), number = i % (HEAD / 4) * 4;
+        float peak = NOTHING, total = 0, answer[4] = {};
+        _Pragma("unroll 8") for (int c = 0; c < b.row.chunks; c++) {
             const float next = __ldcg(b.peaks + c * b.queries + m), top = fmaxf(peak, next);
             const float fade = power(peak - top), weight = power(next - top);
+            const float4 more = __ldcg((const float4*)(b.answers + (i64)c * b.queries * HEAD) + i);
             total = total * fade + __ldcg(b.totals + c * b.queries + m) * weight;
-            answer = answer * fade + __ldcg(b.answers + (i64)c * b.queries * HEAD + i) * weight;
+            answer[0] = answer[0] * fade + more.x * weight, answer[1] = answer[1] * fade + more.y * weight;
+            answer[2] = answer[2] * fade + more.z * weight, answer[3] = answer[3] * fade + more.w * weight;
             peak = top;
         }
-        answer /= total;
-        if (IN_CODES(VALUES)) memory.answers[i] = answer;
-        else b.job.out[((b.row.number * b.job.tokens + b.token(m)) * KV * SHARE + b.head(m)) * HEAD + number] =
-            as_half(answer);
+        LOOP for (int k = 0; k < 4; k++) answer[k] /= total;
+        if (IN_CODES(VALUES)) *(float4*)(memory.answers + i * 4) = float4{answer[0], answer[1], answer[2], answer[3]};
+        else *(uint2*)(b.out(m) + number) = uint2{as_halves(answer[0], answer[1]), as_halves(answer[2], answer[3])};
     }
     if (!IN_CODES(VALUES)) return;
     __syncthreads();
     for (int i = threadIdx.x; i < b.live * HEAD; i += THREADS) {
         const int m = i / HEAD, number = i % HEAD;
         const float* whole = memory.answers + m * HEAD;
-        b.job.out[((b.row.number * b.job.tokens + b.token(m)) * KV * SHARE + b.head(m)) * HEAD + number] =
-            as_half(rotated(number, [=](int other) { return whole[other]; }));
+        b.out(m)[number] = as_half(rotated(number, [=](int other) { return whole[other]; }));
     }
 }
 

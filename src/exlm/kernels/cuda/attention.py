@@ -80,7 +80,7 @@ class Maker(Protocol):
 
 @dataclass(frozen=True)
 class Plan:
-    """How attention is dealt out. UNIT and SLOTS decide roundings, the others only when what happens."""
+    """How attention is dealt out; but for residents and waves, all of it decides roundings."""
 
     warps: int = 4  # of a thread block
     steps: int = 1  # sixteens of tokens that a warp has on their way at once
@@ -90,13 +90,23 @@ class Plan:
     waves: int = 64  # thread blocks for each that fits, before one takes several chunks
 
 
-PLANS: dict[b.Coding, Plan] = {
-    "float": Plan(unit=128, waves=2),
+MANY: dict[b.Coding, Plan] = {
+    "float": Plan(unit=64, waves=2),
     "rotated8": Plan(unit=128, waves=2),
     "rotated4": Plan(steps=2, unit=128, waves=2),
     "truncated": Plan(steps=2, unit=128, waves=2),
 }
-"""By the coding of the keys: what `benchmarks.attention` liked best on an H200."""
+"""By the coding of the keys, where key and value heads alone are enough to keep a device busy."""
+
+FEW: dict[b.Coding, Plan] = {
+    coding: Plan(warps=8, steps=plan.steps, resident=1, unit=256, waves=2) for coding, plan in MANY.items()
+}
+"""The same for fewer of them: each has several queries to turn, and more threads to do it."""
+
+
+def plan_for(coding: b.Coding, heads: int) -> Plan:
+    """What was quickest on an H200 for so many key and value heads (`benchmarks.attention`)."""
+    return (MANY if heads >= 16 else FEW)[coding]
 
 
 class Desk:
@@ -149,12 +159,12 @@ class Attend:
         self, q: Tensor, k: Tensor, v: Tensor, pages: b.Pages, where: b.Where, tables: Tables | None
     ) -> Tensor:
         a, rows, tokens = self.attn, *q.shape[:2]
-        plan = self.plan or PLANS[pages.coding[0]]
+        plan = self.plan or plan_for(pages.coding[0], a.kv_heads)
         share = a.heads // a.kv_heads
         columns = 1 if tokens * share <= 8 else 2
         programs = rows * a.kv_heads * -(-tokens * share // (8 * columns))
         queries, slots = min(8 * columns, tokens * share), chunks(where.longest - tokens, plan)
-        left = q.new_empty(programs * slots * queries * (a.head_dim + 2), dtype=torch.float32)
+        left = q.new_empty(programs * slots * queries * (a.head_dim + 4), dtype=torch.float32)
         out = torch.empty(rows, tokens, a.heads * a.head_dim, dtype=q.dtype, device=q.device)
         positions, factor, cap = where.positions, *factors(a.scale, a.softcap)
         job = _Job(

@@ -23,7 +23,7 @@ from .lanes import BLOCK
 from .linear import ACTS, ALIKE, Normal, Product, expanded, plan_for, reordered, unsigned
 from .program import Workshop, bindings
 from .tiles import Tiles, alike, arrange
-from .wide import MOST, WideProduct
+from .wide import MOST, WideProduct, wide_plan
 
 
 class Few:
@@ -32,7 +32,7 @@ class Few:
     def __init__(self, product: Product, wide: bool) -> None:
         self.widths = product.widths
         self._product = product
-        self._wide = WideProduct(product) if wide and not product.form.apart else None
+        self._wide = WideProduct(product, wide_plan(product)) if wide and not product.form.apart else None
 
     def __call__(self, x: Tensor, out: Sequence[Tensor], residual: Tensor | None = None) -> None:
         """Fill out[i] (rows, outputs) with x (rows, inputs) @ matrix i + residual; all contiguous float16."""
@@ -86,7 +86,8 @@ class PackedLinear:
     def use(self, tiles: Tiles) -> None:
         """Go on with the same numbers in another layout."""
         self.tiles = tiles
-        self._product = Few(Product(self._workshop, [tiles], plan=plan_for([tiles])), self._wide)
+        plan = plan_for([tiles], processors=self._workshop.processors)
+        self._product = Few(Product(self._workshop, [tiles], plan=plan), self._wide)
 
     def __call__(self, x: Tensor) -> Tensor:
         """(…, inputs) → (…, outputs)."""
@@ -105,11 +106,7 @@ class PackedLinear:
             rows = self._ordering(tiles, self._words, rows)
         elif padding := tiles.blocks * BLOCK - tiles.in_features:
             rows = F.pad(rows, (0, padding))
-        matrix = expanded(self._workshop, tiles)[: tiles.out_features]
-        if tiles.factor == 1.0:
-            return F.linear(rows, matrix, tiles.bias)
-        y = F.linear(rows, matrix) * tiles.factor
-        return y if tiles.bias is None else y + tiles.bias
+        return F.linear(rows, expanded(self._workshop, tiles)[: tiles.out_features], tiles.bias)
 
 
 class Projection:
@@ -176,7 +173,8 @@ class CudaBackend:
             raise Unsupported("a norm with a mean or a bias")
         normal = None if entry is None else Normal(entry.weight + entry.norm.offset, entry.norm.eps)
         tiles = alike([one.tiles for one in mine])
-        product = Product(self._workshop, tiles, normal, act, plan_for(tiles, act))
+        plan = plan_for(tiles, act, self._workshop.processors)
+        product = Product(self._workshop, tiles, normal, act, plan)
         for linear, same in zip(mine, tiles, strict=True):
             if same.layout != linear.tiles.layout:
                 linear.use(same)

@@ -8,8 +8,7 @@
 // the codes' range, 1: none, 2: a table), MINIMA (there are tables of them), TILES (of 16 outputs that a warp works on),
 // WARPS, STAGES (bricks on their way), COLUMNS (rows of activations / 8), PARTS (matrices side by side), NORM (x is first
 // divided by its root mean square), ACT (0: matrices answer each for itself; else there are two and the answer is
-// act(first) times second: 1 silu, 2 gelu's approximation, 3 gelu, 4 relu). The source that includes this one says
-// whether rows are SUMMED group by group.
+// act(first) times second: 1 silu, 2 gelu's approximation, 3 gelu, 4 relu).
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -26,7 +25,6 @@ struct Entrance {
     const u16* source;  // (brick, pair of steps, quarter, 8) which input stands there, 65535 for none; null: in order
     const float* norm;  // the same, its factor
     uint4* words;       // prepared by `prepare`: (brick, pair of steps, row, quarter) 8 halves
-    float* sums;        // (brick, SUMS, stride)
 };
 
 struct Part {
@@ -54,7 +52,6 @@ struct Job {
 #define EACH (TILES / SIDES)   // tiles of each
 #define THREADS (WARPS * 32)
 #define FINEST (FINE < STEPS ? FINE : STEPS)
-#define SUMS (8 / FINEST)      // that there is room for, of each brick and row
 
 __device__ constexpr int widest() {
     int most = 0;
@@ -208,11 +205,13 @@ DEVICE void fetch(const Job& job, int row, u16* raw, float* squares, int warps) 
     }
 }
 
-// What a row is multiplied by, so that its root mean square is one.
+// What a row is multiplied by, so that its root mean square is one. All lanes of a warp together.
 DEVICE float measured(const Job& job, const float* squares) {
     if (!NORM) return 1.0f;
+    const int chunks = (job.inputs + 255) / 256;
     float sum = 0;
-    for (int chunk = 0; chunk * 256 < job.inputs; chunk++) sum += squares[chunk];
+    for (int chunk = threadIdx.x % 32; chunk < chunks; chunk += 32) sum += squares[chunk];
+    LOOP for (int other = 16; other; other /= 2) sum += exchange(sum, other);
     return rsqrtf(sum / job.inputs + job.eps);
 }
 
@@ -237,35 +236,12 @@ struct Item {
         return NORM ? as_half(as_float(raw[input]) * measure * factors[i]) : raw[input];
     }
 
-    // All lanes of a warp together.
-    DEVICE void put(
-        const Job& job, const Part& part, int unit, int row, const u16* raw, float measure,
-        uint4* words, float* sums, int stride
-    ) const {
-        const Matrix& m = part.matrix;
-        const int brick = unit / 16, pair = unit / 4 % 4;
-        u32 out[4] = {0, 0, 0, 0};
-        float sum[2] = {0, 0};
-        if (brick < m.bricks) {
-            LOOP for (int w = 0; w < 4; w++) {
-                out[w] = number(job, part, raw, measure, unit, 2 * w) | number(job, part, raw, measure, unit, 2 * w + 1) << 16;
-                sum[w / 2] += low_half(out[w]) + high_half(out[w]);
-            }
-            words[((brick * 4 + pair) * job.rows + row) * 4 + unit % 4] = uint4{out[0], out[1], out[2], out[3]};
-        }
-        if (!SUMMED) return;
-        LOOP for (int half = 0; half < 2; half++) LOOP for (int other = 1; other < 4; other *= 2)
-            sum[half] += exchange(sum[half], other);
-        const float two = sum[0] + sum[1];
-        const float four = two + exchange(two, 4);
-        const float eight = four + exchange(four, 8);
-        if (brick >= m.bricks || unit % 4) return;
-        float* to = sums + (long)brick * SUMS * stride + row;
-        const int steps = brick < m.fines ? FINE : STEPS;
-        if (steps == 1) to[pair * 2 * stride] = sum[0], to[(pair * 2 + 1) * stride] = sum[1];
-        if (steps == 2) to[pair * stride] = two;
-        if (steps == 4 && pair % 2 == 0) to[pair / 2 * stride] = four;
-        if (steps == 8 && pair == 0) to[0] = eight;
+    DEVICE void put(const Job& job, const Part& part, int unit, int row, const u16* raw, float measure, uint4* words) const {
+        if (unit >= part.matrix.bricks * 16) return;
+        u32 out[4];
+        LOOP for (int w = 0; w < 4; w++)
+            out[w] = number(job, part, raw, measure, unit, 2 * w) | number(job, part, raw, measure, unit, 2 * w + 1) << 16;
+        words[(unit / 4 * job.rows + row) * 4 + unit % 4] = uint4{out[0], out[1], out[2], out[3]};
     }
 };
 
@@ -290,5 +266,5 @@ extern "C" __global__ void __launch_bounds__(256) prepare(const __grid_constant_
     fetch(job, row, raw, squares, 8);
     __syncthreads();
     const float measure = measured(job, squares);
-    item.put(job, part, unit, row, raw, measure, part.entrance.words, part.entrance.sums, (job.rows + 1) & ~1);
+    item.put(job, part, unit, row, raw, measure, part.entrance.words);
 }

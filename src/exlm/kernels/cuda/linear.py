@@ -56,7 +56,6 @@ class _Part(ctypes.Structure):
         ("source", ctypes.c_void_p),
         ("norm", ctypes.c_void_p),
         ("words", ctypes.c_void_p),
-        ("sums", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("y", ctypes.c_void_p),
         ("outputs", ctypes.c_int),
@@ -176,8 +175,7 @@ class Product:
         """Bytes of shared memory: bricks, and one row as it comes and as it enters; in the end the sums."""
         ring = plan.warps * plan.stages * plan.tiles * slot(self.form)
         raw = self.inputs * 2 + -(-self.inputs // 256) * 4 + 15
-        sums = 8 // min(self.form.layouts[0].steps, self.form.layouts[0].fine)
-        entered = (2 if self.form.apart else 1) * self._bricks * (BLOCK * 2 + sums * 8)
+        entered = (2 if self.form.apart else 1) * self._bricks * BLOCK * 2
         return max(ring + (raw + entered if rows == 1 else 0), plan.warps * plan.tiles * TILE * rows * 4)
 
     def _fitted(self, plan: Plan) -> Plan:
@@ -203,11 +201,10 @@ class Product:
         for place, first in enumerate(firsts):
             bricks = self.matrices[first].stored
             words = torch.empty(bricks * BLOCK * room, dtype=torch.float16, device=self.device)
-            sums = torch.empty(bricks * 8 * (room + 1), dtype=torch.float32, device=self.device)
-            kept += [words, sums]
+            kept.append(words)
             for part, owner in zip(job.parts, self._entrances, strict=True):
                 if owner == first:
-                    part.words, part.sums = words.data_ptr(), sums.data_ptr()
+                    part.words = words.data_ptr()
             entry.parts[place] = job.parts[first]
         entry.rows = room
         most = max(self.matrices[first].stored for first in firsts)
@@ -217,19 +214,22 @@ class Product:
         return kept
 
 
-def plan_for(matrices: Sequence[Tiles], act: str | None = None) -> Plan:
-    """What was quickest for matrices of this shape on an H200 (`benchmarks.matrices`)."""
+def plan_for(matrices: Sequence[Tiles], act: str | None = None, processors: int = 132) -> Plan:
+    """What was quickest for matrices of this shape on an H200 (`benchmarks.matrices`).
+
+    All thread blocks should run at once, on as many multiprocessors as there are.
+    """
     tiles = sum(one.tiles for one in matrices)
-    if tiles <= 512:
-        return Plan(2, 16, 2)  # few outputs: many warps share the inputs
-    if act:
-        small = matrices[0].layout.largest <= 1200  # three thread blocks then fit a multiprocessor
-        return Plan(4, 6, 2) if small else Plan(4, 5, 2)
-    return Plan(3, 8, 2) if tiles <= 1024 else Plan(4, 8, 2)
+    if act:  # a thread block has half of its tiles from each matrix
+        return Plan(4, 5, 2) if tiles <= 4 * 3 * processors else Plan(4, 4, 2)
+    each = -(-tiles // processors)
+    if each <= 4:  # few outputs: many warps share the inputs
+        return Plan(each, 12 if matrices[0].stored <= 48 else 16, 2)
+    return Plan(3, 8, 2) if tiles <= 3 * 2 * processors else Plan(4, 8, 2)
 
 
 def expanded(workshop: Workshop, tiles: Tiles) -> Tensor:
-    """(16 tiles, 128 blocks) float16, a row for each output; the factor is not applied."""
+    """(16 tiles, 128 blocks) float16, a row for each output: products of it are right without the factor."""
     device = tiles.main.bricks.device
     out = torch.empty(tiles.tiles * TILE, tiles.blocks * BLOCK, dtype=torch.float16, device=device)
     made = workshop.program(SOURCE, **choices(Form((tiles.layout,)), 1, Plan()))

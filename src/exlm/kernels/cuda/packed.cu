@@ -6,19 +6,19 @@
 // the kernel that computes the activations has ended. The warps of a thread block share the inputs, and their sums are
 // added in the order of the warps: a row's answer depends on nothing but the row.
 //
-// Activations enter in the order of the stored inputs and where lanes expect them, with the sum of each group of them:
-// the tensor cores multiply by 1024 + code, which costs nothing to make of a code, and the surplus is taken off again
-// with these sums. One row is so prepared by every thread block for itself, while its first bricks are on their way;
+// Activations enter in the order of the stored inputs and where lanes expect them. The tensor cores multiply them by
+// 1024 + code, which costs nothing to make of a code, and by 1, and the surplus is taken off with the sums they get so.
+// One row is prepared by every thread block for itself, while its first bricks are on their way;
 // more of them once for all, by `prepare`. Both are the same code and give the same bits.
 //
 // Set when compiling, besides what bricks.h wants: APART (the two matrices under one ACT have their inputs in orders of
 // their own), INSIDE (x is one row, prepared here), ITEMS (eights of a row's inputs that a thread prepares).
 
-#define SUMMED 1
 #include "bricks.h"
 
 #define STAGE_BYTES (TILES * SLOT)
 #define ENTRANCES (APART ? 2 : 1)
+#define EARLY (!INSIDE && !APART && COLUMNS == 1)  // there are registers for rows on their way
 #define HELD (COLUMNS > 1 ? 512 : 576)  // threads of a multiprocessor: fewer have more registers
 #define RESIDENT (THREADS < HELD ? HELD / THREADS : 1)
 
@@ -57,23 +57,19 @@ template <int BITS_> struct Stretch {
 // Activations as they enter a matrix.
 struct Prepared {
     const uint4* words;
-    const float* sums;
-    int rows, stride;
+    int rows;
 };
 
-// A lane's part of the 128 inputs of a brick of some rows: two registers for each step, and the sums of two rows' groups.
-template <int GROUPS> struct Rows {
+// A lane's part of the 128 inputs of a brick of some rows: two registers for each step.
+struct Rows {
     uint4 words[COLUMNS][4];
-    float2 sums[COLUMNS][GROUPS];
 
     DEVICE void load(const Prepared& x, int brick, int lane) {
         const uint4 none = {0, 0, 0, 0};
         LOOP for (int c = 0; c < COLUMNS; c++) {
-            const int row = c * 8 + lane / 4, pair = c * 8 + lane % 4 * 2;
+            const int row = c * 8 + lane / 4;
             LOOP for (int p = 0; p < 4; p++)
                 words[c][p] = row < x.rows ? x.words[((brick * 4 + p) * x.rows + row) * 4 + lane % 4] : none;
-            LOOP for (int g = 0; g < GROUPS; g++)
-                sums[c][g] = pair < x.rows ? *(const float2*)(x.sums + (brick * SUMS + g) * x.stride + pair) : float2{0, 0};
         }
     }
     DEVICE uint2 step(int c, int number) const {
@@ -82,10 +78,29 @@ template <int GROUPS> struct Rows {
     }
 };
 
+// The sums of two rows' groups.
+template <int STEPS_> struct Sums {
+    float2 sum[COLUMNS][8 / STEPS_];
+
+    DEVICE void count(const Rows& rows) {
+        const u32 one = 0x3c003c00;
+        LOOP for (int c = 0; c < COLUMNS; c++) LOOP for (int group = 0; group < 8 / STEPS_; group++) {
+            float total[4] = {};
+            LOOP for (int step = 0; step < STEPS_; step++) {
+                const uint2 b = rows.step(c, group * STEPS_ + step);
+                multiply_add(total, one, one, one, one, b.x, b.y);
+            }
+            sum[c][group] = float2{total[0], total[1]};
+        }
+    }
+};
+
 // Add bricks of several tiles times rows to the sums. Tiles take turns, and every second step has sums of its own: a
 // tensor core is slow to answer and quick to be asked again.
 template <int BITS_, int STEPS_>
-DEVICE void consume(const char* from, const Rows<8 / STEPS_>& rows, float (*total)[COLUMNS][4], int lane) {
+DEVICE void consume(
+    const char* from, const Rows& rows, const Sums<STEPS_>& sums, float (*total)[COLUMNS][4], int lane
+) {
     constexpr int groups = 8 / STEPS_, chains = STEPS_ > 1 ? 2 : 1;
     const int odd = Width<BITS_>::odd;
     const float even_zero = ZEROS == 0 ? -1024.0f - (1 << (BITS_ - 1)) : -1024.0f;
@@ -117,7 +132,7 @@ DEVICE void consume(const char* from, const Rows<8 / STEPS_>& rows, float (*tota
             }
             const u32 minima = MINIMA ? numbers[(TABLES - 1) * groups] : 0;  // -minimum
             LOOP for (int c = 0; c < COLUMNS; c++) LOOP for (int i = 0; i < 4; i++) {
-                const float sum = i % 2 ? rows.sums[c][group].y : rows.sums[c][group].x;
+                const float sum = i % 2 ? sums.sum[c][group].y : sums.sum[c][group].x;
                 const float both = chains == 2 ? part[t][0][c][i] + part[t][1][c][i] : part[t][0][c][i];
                 float& to = total[t][c][i];
                 to = fmaf(scale[i / 2], fmaf(zero[i / 2], sum, both), to);
@@ -127,42 +142,64 @@ DEVICE void consume(const char* from, const Rows<8 / STEPS_>& rows, float (*tota
     }
 }
 
-// The bricks number `brick` of one matrix, or of two that share their inputs.
+// The bricks of one matrix, or of two that share their inputs.
 template <int FIRST, int SECOND, int STEPS_>
-DEVICE void work(const char* slots, const Prepared& x, int brick, float (*total)[COLUMNS][4], int lane) {
-    Rows<8 / STEPS_> rows;
-    rows.load(x, brick, lane);
-    consume<FIRST, STEPS_>(slots, rows, total, lane);
-    if (SECOND) consume<SECOND ? SECOND : 2, STEPS_>(slots + EACH * SLOT, rows, total + EACH, lane);
+DEVICE void work(const char* slots, const Rows& rows, float (*total)[COLUMNS][4], int lane) {
+    Sums<STEPS_> sums;
+    sums.count(rows);
+    consume<FIRST, STEPS_>(slots, rows, sums, total, lane);
+    if (SECOND) consume<SECOND ? SECOND : 2, STEPS_>(slots + EACH * SLOT, rows, sums, total + EACH, lane);
+}
+template <int FIRST, int SECOND>
+DEVICE void work(const Matrix& m, int brick, const char* slots, const Rows& rows, float (*total)[COLUMNS][4], int lane) {
+    if (FINE != STEPS && brick < m.fines) work<FIRST, SECOND, FINE>(slots, rows, total, lane);
+    else work<FIRST, SECOND, STEPS>(slots, rows, total, lane);
 }
 
+// What is added to the answers of a thread block, fetched long before it is needed.
+struct Added {
+    static const int most = (EACH * 16 * (INSIDE ? 1 : COLUMNS * 8) + THREADS - 1) / THREADS;  // answers of a thread
+    float bias[most][SIDES], rest[most];
+
+    DEVICE void load(const Job& job, int at, int tile) {
+        LOOP for (int n = 0; n < most; n++) {
+            const int i = n * THREADS + threadIdx.x, row = i % job.rows, output = tile * 16 + i / job.rows;
+            const bool there = i < EACH * 16 * job.rows && output < job.parts[at].outputs;
+            LOOP for (int s = 0; s < SIDES; s++) {
+                const u16* added = job.parts[at + s].bias;
+                bias[n][s] = there && added ? as_float(added[output]) : 0.0f;
+            }
+            rest[n] = there && job.residual ? as_float(job.residual[(long)row * job.parts[at].stride + output]) : 0.0f;
+        }
+    }
+};
+
 // x as matrices want it, in shared memory; the warps' first bricks are on their way meanwhile.
-DEVICE void prepare_here(const Job& job, int at, char* memory, Prepared* x) {
+DEVICE void prepare_here(const Job& job, int at, int tile, char* memory, Prepared* x, Added& added) {
     u16* raw = (u16*)memory;
     float* squares = (float*)(raw + job.inputs);
     char* here = memory + (job.inputs * 2 + (job.inputs + 255) / 256 * 4 + 15) / 16 * 16;
     Item items[ITEMS];
     LOOP for (int i = 0; i < ITEMS; i++) items[i].load(job.parts[at], i * THREADS + threadIdx.x);
     begin();
+    added.load(job, at, tile);
     fetch(job, 0, raw, squares, WARPS);
     __syncthreads();
     const float measure = measured(job, squares);
     LOOP for (int e = 0; e < ENTRANCES; e++) {
         const Part& part = job.parts[at + e];
         uint4* words = (uint4*)here;
-        float* sums = (float*)(words + part.matrix.bricks * 16);
         if (e) LOOP for (int i = 0; i < ITEMS; i++) items[i].load(part, i * THREADS + threadIdx.x);
-        LOOP for (int i = 0; i < ITEMS; i++)
-            items[i].put(job, part, i * THREADS + threadIdx.x, 0, raw, measure, words, sums, 2);
-        x[e] = {words, sums, 1, 2};
-        here = (char*)(sums + part.matrix.bricks * SUMS * 2);
+        LOOP for (int i = 0; i < ITEMS; i++) items[i].put(job, part, i * THREADS + threadIdx.x, 0, raw, measure, words);
+        x[e] = {words, 1};
+        here += part.matrix.bricks * 256;
     }
     __syncthreads();
 }
 
 // One warp's sums for the tiles of its thread block; of matrix `at`, and under an ACT of the next.
 template <int FIRST, int SECOND>
-DEVICE void sum_up(const Job& job, int at, int tile, char* memory, float (*total)[COLUMNS][4]) {
+DEVICE void sum_up(const Job& job, int at, int tile, char* memory, float (*total)[COLUMNS][4], Added& added) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const Matrix &first = job.parts[at].matrix, &second = job.parts[at + SIDES - 1].matrix;
     const char* own = memory + warp * (STAGES * STAGE_BYTES);
@@ -179,32 +216,33 @@ DEVICE void sum_up(const Job& job, int at, int tile, char* memory, float (*total
     LOOP for (int stage = 0; stage < STAGES - 1; stage++) send(ring + stage * STAGE_BYTES);
     Prepared x[ENTRANCES];
     if (INSIDE) {
-        prepare_here(job, at, memory + WARPS * STAGES * STAGE_BYTES, x);
+        prepare_here(job, at, tile, memory + WARPS * STAGES * STAGE_BYTES, x, added);
     } else {
         begin();
-        LOOP for (int e = 0; e < ENTRANCES; e++) {
-            const Entrance& entrance = job.parts[at + e].entrance;
-            x[e] = {entrance.words, entrance.sums, job.rows, (job.rows + 1) & ~1};
-        }
+        added.load(job, at, tile);
+        LOOP for (int e = 0; e < ENTRANCES; e++) x[e] = {job.parts[at + e].entrance.words, job.rows};
     }
     int stage = 0, before = (STAGES - 1) * STAGE_BYTES;  // where bricks are, and where there is room for more
     const int most = APART ? max(first.bricks, second.bricks) : first.bricks;
+    Rows rows, next;  // those that are far away are fetched a round ahead
+    if (EARLY && warp < most) next.load(x[0], warp, lane);
     for (int brick = warp; brick < most; brick += WARPS) {
+        if (EARLY) rows = next;
+        if (EARLY && brick + WARPS < most) next.load(x[0], brick + WARPS, lane);
         wait_groups<STAGES - 2>();
         __syncwarp();  // a lane reads what others copied, and overwrites what others have read
         send(ring + before);
         const char* slots = own + stage;
-        if (!APART) {
-            if (FINE != STEPS && brick < first.fines) work<FIRST, SECOND, FINE>(slots, x[0], brick, total, lane);
-            else work<FIRST, SECOND, STEPS>(slots, x[0], brick, total, lane);
-        } else {
-            const char* next = slots + EACH * SLOT;
-            if (brick < first.fines) work<FIRST, 0, FINE>(slots, x[0], brick, total, lane);
-            else if (brick < first.bricks) work<FIRST, 0, STEPS>(slots, x[0], brick, total, lane);
+        if (APART) {
             constexpr int bits = SECOND ? SECOND : 2;
-            const Prepared& own_x = x[ENTRANCES - 1];
-            if (brick < second.fines) work<bits, 0, FINE>(next, own_x, brick, total + EACH, lane);
-            else if (brick < second.bricks) work<bits, 0, STEPS>(next, own_x, brick, total + EACH, lane);
+            if (brick < first.bricks) rows.load(x[0], brick, lane), work<FIRST, 0>(first, brick, slots, rows, total, lane);
+            if (brick < second.bricks) {
+                rows.load(x[ENTRANCES - 1], brick, lane);
+                work<bits, 0>(second, brick, slots + EACH * SLOT, rows, total + EACH, lane);
+            }
+        } else {
+            if (!EARLY) rows.load(x[0], brick, lane);
+            work<FIRST, SECOND>(first, brick, slots, rows, total, lane);
         }
         before = stage, stage = stage + STAGE_BYTES == STAGES * STAGE_BYTES ? 0 : stage + STAGE_BYTES;
     }
@@ -218,10 +256,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) multiply(const _
     const Part& part = job.parts[at];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, tile = (blockIdx.x - part.first) * EACH;
     float total[TILES][COLUMNS][4] = {};
-    if (ACT) sum_up<BITS_OF(0), ACT ? BITS_OF(1) : 0>(job, at, tile, memory, total);
-    else if (one_width() || at == 0) sum_up<BITS_OF(0), 0>(job, at, tile, memory, total);
-    else if (PARTS == 2 || at == 1) sum_up<BITS_OF(PARTS > 1 ? 1 : 0), 0>(job, at, tile, memory, total);
-    else sum_up<BITS_OF(PARTS > 2 ? 2 : 0), 0>(job, at, tile, memory, total);
+    Added added;
+    if (ACT) sum_up<BITS_OF(0), ACT ? BITS_OF(1) : 0>(job, at, tile, memory, total, added);
+    else if (one_width() || at == 0) sum_up<BITS_OF(0), 0>(job, at, tile, memory, total, added);
+    else if (PARTS == 2 || at == 1) sum_up<BITS_OF(PARTS > 1 ? 1 : 0), 0>(job, at, tile, memory, total, added);
+    else sum_up<BITS_OF(PARTS > 2 ? 2 : 0), 0>(job, at, tile, memory, total, added);
     __syncthreads();
     float* found = (float*)memory;  // (warp, tile, output, row)
     LOOP for (int t = 0; t < TILES; t++) LOOP for (int c = 0; c < COLUMNS; c++) LOOP for (int i = 0; i < 4; i++) {
@@ -229,21 +268,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) multiply(const _
         if (row < job.rows) found[((warp * TILES + t) * 16 + lane / 4 + i / 2 * 8) * job.rows + row] = total[t][c][i];
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < EACH * 16 * job.rows; i += THREADS) {
-        const int row = i % job.rows, output = tile * 16 + i / job.rows;
-        if (output >= part.outputs) continue;
+    LOOP for (int n = 0; n < Added::most; n++) {
+        const int i = n * THREADS + threadIdx.x, row = i % job.rows, output = tile * 16 + i / job.rows;
+        if (i >= EACH * 16 * job.rows || output >= part.outputs) continue;
         float answer[SIDES];
         LOOP for (int s = 0; s < SIDES; s++) {
-            const Part& side = job.parts[at + s];
             float sum = 0;
             LOOP for (int w = 0; w < WARPS; w++) sum += found[(w * TILES + s * EACH) * 16 * job.rows + i];
-            sum *= side.matrix.factor;
-            answer[s] = side.bias ? sum + as_float(side.bias[output]) : sum;
+            answer[s] = sum * job.parts[at + s].matrix.factor + added.bias[n][s];
         }
-        const long to = (long)row * part.stride + output;
-        float y = ACT ? bent(answer[0]) * answer[SIDES - 1] : answer[0];
-        if (job.residual) y += as_float(job.residual[to]);
-        part.y[to] = as_half(y);
+        const float y = ACT ? bent(answer[0]) * answer[SIDES - 1] : answer[0];
+        part.y[(long)row * part.stride + output] = as_half(y + added.rest[n]);
     }
 }
 
@@ -253,7 +288,12 @@ struct Shares {
     int all;  // blocks
 };
 
-template <int STEPS_> DEVICE void unpack_block(const char* from, int digits, int lane, u16* row, long eight) {
+DEVICE u32 times(u32 pair, float factor) {
+    return as_half(low_half(pair) * factor) | (u32)as_half(high_half(pair) * factor) << 16;
+}
+
+template <int STEPS_>
+DEVICE void unpack_block(const char* from, int digits, float factor, int lane, u16* row, long eight) {
     u32 number[8][4];  // two outputs' pairs
     Brick<BITS_OF(0), STEPS_> brick;
     for (int digit = digits - 1; digit >= 0; digit--) {
@@ -278,6 +318,7 @@ template <int STEPS_> DEVICE void unpack_block(const char* from, int digits, int
         LOOP for (int j = 0; j < 4; j++) {
             const u32 scale = j % 2 ? both_high(scales) : both_low(scales);
             a[j] = MINIMA ? fma2(a[j], scale, j % 2 ? both_high(minima) : both_low(minima)) : mul2(a[j], scale);
+            if (factor != 1.0f) a[j] = times(a[j], factor);
         }
         *(uint2*)(row + step * 16) = uint2{a[0], a[2]};
         *(uint2*)(row + eight + step * 16) = uint2{a[1], a[3]};
@@ -285,7 +326,7 @@ template <int STEPS_> DEVICE void unpack_block(const char* from, int digits, int
 }
 
 // The matrix unpacked: (16 tiles, 128 blocks) halves, a row for each output; a warp for each block of a tile.
-// Numbers are rounded as the formats say: whole numbers times a half, rounded once.
+// Numbers are rounded as the formats say: whole numbers times a half, rounded once; then the matrix's own factor.
 extern "C" __global__ void __launch_bounds__(256) expand(
     const __grid_constant__ Matrix m, const __grid_constant__ Shares shares, u16* out
 ) {
@@ -303,10 +344,10 @@ extern "C" __global__ void __launch_bounds__(256) expand(
     u16* row = out + ((long)tile * 16 + lane / 4) * shares.all * 128 + block * 128 + lane % 4 * 4;
     const long eight = (long)8 * shares.all * 128;
     if (brick < m.fines)
-        unpack_block<FINE>(m.fine + ((long)tile * m.fines + brick) * BRICK(BITS_OF(0), FINE), digits, lane, row, eight);
+        unpack_block<FINE>(m.fine + ((long)tile * m.fines + brick) * BRICK(BITS_OF(0), FINE), digits, m.factor, lane, row, eight);
     else
         unpack_block<STEPS>(
-            m.main + ((long)tile * (m.bricks - m.fines) + brick - m.fines) * BRICK(BITS_OF(0), STEPS), digits, lane, row, eight
+            m.main + ((long)tile * (m.bricks - m.fines) + brick - m.fines) * BRICK(BITS_OF(0), STEPS), digits, m.factor, lane, row, eight
         );
 }
 

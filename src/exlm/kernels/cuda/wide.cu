@@ -11,7 +11,6 @@
 //
 // Set when compiling, besides what bricks.h wants: RESIDENT (thread blocks of a multiprocessor).
 
-#define SUMMED 0
 #include "bricks.h"
 
 #ifndef EMULATED

@@ -36,6 +36,12 @@ class Plan(linear.Plan):
     resident: int = 1  # thread blocks of a multiprocessor
 
 
+def wide_plan(product: Product) -> Plan:
+    """What was quickest for matrices of this shape on an H200 (`benchmarks.matrices`)."""
+    few = sum(one.tiles for one in product.matrices) <= 512
+    return Plan(1, 8, 4) if few and not product.form.act else Plan(2, 8, 3)
+
+
 class WideProduct:
     """The same as a product, for more rows."""
 

@@ -14,10 +14,11 @@ import triton.language as tl
 from .. import edits
 from ..lanes import AT, COLUMNS, HEAD, TABLE
 from .order import RUN, keys_in, values_at
+from .repeat import discourage
 
 HEAD_WORDS, TABLE_WORDS = tl.constexpr(HEAD), tl.constexpr(TABLE)
 LISTED, FRESH, FADING, BLOCKS = (tl.constexpr(AT[name]) for name in ("listed", "fresh", "fading", "blocked"))
-DRY, BIAS, ALLOWED = (tl.constexpr(AT[name]) for name in ("dry", "bias", "allowed"))
+BIAS, ALLOWED = tl.constexpr(AT["bias"]), tl.constexpr(AT["allowed"])
 AT_RATES = tl.constexpr(COLUMNS["repetition"])
 BLOCKED = tl.constexpr(edits.BLOCKED)
 LIST = tl.constexpr(1024)  # entries of a list that are worked on at a time
@@ -103,18 +104,6 @@ def block(y, low, high, tokens, count):
 
 
 @triton.jit
-def discourage(y, low, high, tokens, count):
-    """Take from each of some tokens its own number: DRY."""
-    for first in range(0, count, LIST):
-        i = first + tl.arange(0, LIST)
-        token = tl.load(tokens + i, mask=i < count, other=-1)
-        inside = (token >= low) & (token < high)
-        cost = numbers(tokens + count, i, count)
-        tl.store(y + token, tl.load(y + token, mask=inside, other=0.0) - cost, mask=inside)
-    tl.debug_barrier()
-
-
-@triton.jit
 def next_values(x, columns, width, end):
     """Some columns that are needed next, unless they lie beyond the end of a span."""
     return tl.load(x + columns, mask=(columns < width) & (columns < end), other=0.0).to(tl.float32)
@@ -170,11 +159,12 @@ def survey(x, maxima, low, end, width, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["held", "span"])
 def edit_kernel(
-    x, stride, y, maxima, table, words, held, span, width, TILE: tl.constexpr, EDITED: tl.constexpr
+    x, stride, y, maxima, counts, table, words, held, span, width, TILE: tl.constexpr, EDITED: tl.constexpr,
+    SEARCHED: tl.constexpr,
 ):  # fmt: skip
     """Change a span of tiles of a row, in a copy, if any row's logits are EDITED; then look for the maxima.
 
-    The changes come in the order in which the steps are defined.
+    The changes come in the order in which the steps are defined. Texts are SEARCHED if any row uses DRY.
     """
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * span
     low, end = first * TILE, tl.minimum(first + span, tl.cdiv(width, TILE)) * TILE
@@ -184,11 +174,13 @@ def edit_kernel(
     maxima += row * held
     if EDITED:
         y += row * width
+        t = table + row * TABLE_WORDS
         copy(x, y, low, end, width, TILE)
-        penalties(x, y, low, high, head, words, table + row * TABLE_WORDS + AT_RATES)
+        penalties(x, y, low, high, head, words, t + AT_RATES)
         block(y, low, high, words + tl.load(head + BLOCKS), tl.load(head + BLOCKS + 1))
         bias(y, low, end, width, tl.load(head + BIAS), TILE)
-        discourage(y, low, high, words + tl.load(head + DRY), tl.load(head + DRY + 1))
+        if SEARCHED:
+            discourage(y, counts + row * width, low, high, width, head, t, LIST)
         restrict(y, low, end, width, words, tl.load(head + ALLOWED), TILE)
         survey(y, maxima, low, end, width, TILE)
     else:

@@ -19,6 +19,9 @@ LOWEST = tl.constexpr(-2139095041)  # the key of -inf
 HIGHEST = tl.constexpr(2139095040)  # of inf; NaN lies above
 FLIP = tl.constexpr(0x7FFFFFFF)
 LOW = tl.constexpr(0xFFFFFFFF)
+FAR, NEAR, NEXT = (tl.constexpr(below) for below in (64.0, 16.0, 4.0))  # the first bounds, below the top
+AT_ONCE = tl.constexpr(64)  # runs that are looked at together
+SPARE = tl.constexpr(8)  # runs too many, for the search to end early
 
 
 @triton.jit
@@ -80,12 +83,16 @@ def split(lo, hi):
 
 
 @triton.jit
-def narrowed(lo, hi, a, b, c, packed, k):
-    """The bounds between which the k-th largest key lies, knowing how many reach a, b and c."""
+def narrowed(lo, hi, a, b, c, packed, reached, k):
+    """The bounds between which the k-th largest key lies, and how many reach the lower one.
+
+    It is known for lo (`reached`), and for a, b and c (`packed`).
+    """
     of_a, of_b, of_c = packed & 0xFFFFF, (packed >> 20) & 0xFFFFF, packed >> 40
     low = tl.where(of_c >= k, c, tl.where(of_b >= k, b, tl.where(of_a >= k, a, lo)))
     high = tl.where(of_c >= k, hi, tl.where(of_b >= k, c - 1, tl.where(of_a >= k, b - 1, a - 1)))
-    return low, high
+    many = tl.where(of_c >= k, of_c, tl.where(of_b >= k, of_b, tl.where(of_a >= k, of_a, reached)))
+    return low, high, many.to(tl.int32)
 
 
 @triton.jit
@@ -96,20 +103,27 @@ def reaching(keys, a, b, c):
 
 
 @triton.jit
-def choose_runs(maxima, chosen, width, k, top, RUNS: tl.constexpr):
-    """Store, ascending, the k runs with the largest maxima; how many, and the smallest of the maxima."""
+def choose_runs(maxima, chosen, width, k, most, top, RUNS: tl.constexpr):
+    """Store, ascending, the runs whose maxima reach a bound; how many, and the bound.
+
+    They are at least k, and no more than `most`, which takes far fewer steps than to find exactly k; those
+    are left only where so many maxima are equal.
+    """
     runs = tl.arange(0, RUNS)
     keys = tl.load(maxima + runs, mask=runs * RUN < width, other=NOTHING)
-    all_runs = (width + RUN - 1) // RUN
+    reached = (width + RUN - 1) // RUN
     lo, hi = tl.full([], LOWEST, tl.int64), top.to(tl.int64)
-    if all_runs <= k:
-        hi = lo
-    while lo < hi:
+    # What is looked for is hardly ever far below the top.
+    a = key_of(value_of(top) - FAR).to(tl.int64)
+    b = key_of(value_of(top) - NEAR).to(tl.int64)
+    c = key_of(value_of(top) - NEXT).to(tl.int64)
+    while (lo < hi) & (reached > most):
+        packed = reaching(keys, a, b, c)
+        lo, hi, reached = narrowed(lo, hi, a, b, c, packed, reached, k)
         step = split(lo, hi)
         a, b, c = lo + step, tl.minimum(lo + 2 * step, hi), tl.minimum(lo + 3 * step, hi)
-        lo, hi = narrowed(lo, hi, a, b, c, reaching(keys, a, b, c), k)
     equal = keys == lo
-    spare = k - tl.sum((keys > lo).to(tl.int32))
+    spare = tl.where(reached > most, k - tl.sum((keys > lo).to(tl.int32)), RUNS)
     take = (keys > lo) | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= spare))
     tl.store(chosen + tl.cumsum(take.to(tl.int32), 0) - 1, runs, mask=take)
     tl.debug_barrier()
@@ -137,7 +151,7 @@ def kth_of_runs(x, chosen, count, width, k, lo, top, TILE: tl.constexpr):
         for start in range(0, count * RUN, TILE):
             keys, _ = keys_of_runs(x, chosen, count, width, start, TILE)
             packed += reaching(keys, a, b, c)
-        lo, hi = narrowed(lo, hi, a, b, c, packed, k)
+        lo, hi, _ = narrowed(lo, hi, a, b, c, packed, k, k)
     larger = tl.full([], 0, tl.int32)
     for start in range(0, count * RUN, TILE):
         keys, _ = keys_of_runs(x, chosen, count, width, start, TILE)
@@ -156,7 +170,8 @@ def largest(
     x, maxima, chosen, found, width, k, top, RUNS: tl.constexpr, SORT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The k ≤ SORT / 2 largest entries of a row, packed, in order; more follow if they were at hand."""
-    count, least = choose_runs(maxima, chosen, width, k, top, RUNS)
+    most = tl.minimum((k + SPARE + AT_ONCE - 1) // AT_ONCE * AT_ONCE, SORT - SORT // 8)
+    count, least = choose_runs(maxima, chosen, width, k, most, top, RUNS)
     many = tl.full([], 0, tl.int32)
     for start in range(0, count * RUN, TILE):
         keys, _ = keys_of_runs(x, chosen, count, width, start, TILE)

@@ -1,0 +1,271 @@
+"""What a cluster would do under some traffic: throughput, waiting, and how much of the prompts is cached.
+
+A simulation, event by event, with the routing of `exlm.scale` itself and a model of a replica: prompts are
+read at so many tokens a second, a step gives every running request a token, the cache forgets what was used
+longest ago. Machines, networks and chat templates are not in it.
+`python -m benchmarks.traffic --help`; `--check MODEL` asks a real cluster on this machine the same things.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import random
+import statistics
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
+
+from exlm.scale import Affinity
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Requests that come at random, each about one of some topics: a shared start and an end of its own."""
+
+    rate: float = 4.0
+    """Requests a second."""
+    requests: int = 400
+    topics: int = 16
+    shared: int = 600
+    """Tokens that requests on a topic begin with."""
+    own: int = 60
+    new: int = 60
+    """Tokens of a prompt's end and of an answer, on average; they vary by half."""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast one replica is."""
+
+    prefill: float = 5000.0
+    """Tokens of prompts read in a second."""
+    step: float = 0.010
+    """Seconds of a step with one running request, and of each further one."""
+    row: float = 0.0005
+    overhead: float = 0.005
+    """Seconds that a request takes on its way, there and back."""
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """The replicas."""
+
+    replicas: int = 2
+    batch: int = 16
+    """Requests that run at once on one."""
+    cache: int = 32768
+    """Tokens that the cache of one holds."""
+    slack: int = 8
+    aware: bool = True
+    """Whether requests go where their prompt was read before; else to the least busy."""
+
+
+T = TypeVar("T", Traffic, Speed, Fleet)
+
+
+@dataclass
+class Request:
+    """One request, and what became of it."""
+
+    arrival: float
+    topic: int
+    shared: int
+    own: int
+    new: int
+    replica: int = -1
+    cached: int = 0
+    started: float = 0.0
+    first: float = 0.0
+    """When its first token came."""
+    ended: float = 0.0
+    made: int = 0
+
+    @property
+    def prompt(self) -> int:
+        """Tokens to be read."""
+        return self.shared + self.own
+
+
+@dataclass
+class Replica:
+    """One replica at work."""
+
+    fleet: Fleet
+    speed: Speed
+    waiting: deque[Request] = field(default_factory=deque)
+    running: list[Request] = field(default_factory=list)
+    known: OrderedDict[int, int] = field(default_factory=OrderedDict)
+    """Tokens of topics in the cache, those used last at the end."""
+
+    def step(self, now: float) -> float:
+        """Begin what fits, give everybody a token; when that is done."""
+        for request in self._admitted():
+            request.started = now
+            request.cached = self.known.get(request.topic, 0)
+            now += (request.prompt - request.cached) / self.speed.prefill
+            self._remember(request)
+        now += self.speed.step + self.speed.row * (len(self.running) - 1)
+        for request in self.running:
+            request.made += 1
+            request.first = request.first or now
+            request.ended = now
+        self.running = [request for request in self.running if request.made < request.new]
+        return now
+
+    @property
+    def load(self) -> int:
+        """Requests it has."""
+        return len(self.waiting) + len(self.running)
+
+    def _admitted(self) -> Iterable[Request]:
+        while self.waiting and len(self.running) < self.fleet.batch:
+            need = self.waiting[0].prompt + self.waiting[0].new
+            if self.running and self._used() + need > self.fleet.cache:
+                return
+            self.running.append(self.waiting.popleft())
+            yield self.running[-1]
+
+    def _used(self) -> int:
+        return sum(request.prompt + request.new for request in self.running)
+
+    def _remember(self, request: Request) -> None:
+        self.known[request.topic] = request.shared
+        self.known.move_to_end(request.topic)
+        room = self.fleet.cache - self._used()
+        while len(self.known) > 1 and sum(self.known.values()) > max(room, 0):
+            self.known.popitem(last=False)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a simulation, or a real run, gave."""
+
+    throughput: float
+    """Requests a second."""
+    tokens: float
+    """New tokens a second."""
+    wait_median: float
+    wait_p95: float
+    """Seconds until a prompt is read."""
+    time_median: float
+    time_p95: float
+    """Seconds from a request to the end of its answer."""
+    hits: float
+    """Of all tokens of prompts, those found in the cache."""
+    together: float
+    """Of all requests, those that went to the replica that most of their topic went to."""
+
+
+def arrivals(traffic: Traffic) -> list[Request]:
+    """Requests by their arrival."""
+    draw = random.Random(traffic.seed)
+    now, made = 0.0, []
+    for _ in range(traffic.requests):
+        now += draw.expovariate(traffic.rate)
+        own, new = (max(1, round(draw.uniform(0.5, 1.5) * mean)) for mean in (traffic.own, traffic.new))
+        made.append(Request(now, draw.randrange(traffic.topics), traffic.shared, own, new))
+    return made
+
+
+def simulate(requests: Sequence[Request], speed: Speed, fleet: Fleet) -> list[Request]:
+    """The requests, with what became of them."""
+    done = [replace(request) for request in requests]
+    fleet_now = [Replica(fleet, speed) for _ in range(fleet.replicas)]
+    table = Affinity(fleet.slack)
+    events = [(request.arrival + speed.overhead / 2, number, -1) for number, request in enumerate(done)]
+    heapq.heapify(events)
+    busy: set[int] = set()
+    while events:
+        now, number, place = heapq.heappop(events)
+        if place < 0:
+            place = done[number].replica = _chosen(table, done[number], fleet_now, fleet.aware)
+            fleet_now[place].waiting.append(done[number])
+            if place in busy:
+                continue
+            busy.add(place)
+        elif not fleet_now[place].load:
+            busy.discard(place)
+            continue
+        heapq.heappush(events, (fleet_now[place].step(now), len(done) + place, place))
+    for request in done:
+        request.ended += speed.overhead / 2
+    return done
+
+
+def _chosen(table: Affinity, request: Request, replicas: Sequence[Replica], aware: bool) -> int:
+    blocks = (b"%d" % request.topic,) if aware else ()
+    loads = {str(place): one.load for place, one in enumerate(replicas)}
+    first = table.rank(blocks or (b"%f" % request.arrival,), loads)[0]
+    table.placed(blocks, first)
+    return int(first)
+
+
+def outcome(requests: Sequence[Request]) -> Outcome:
+    """Figures of requests that are done."""
+    span = max(request.ended for request in requests) - min(request.arrival for request in requests)
+    waits = sorted(request.started - request.arrival for request in requests)
+    times = sorted(request.ended - request.arrival for request in requests)
+    homes: dict[int, list[int]] = {}
+    for request in requests:
+        homes.setdefault(request.topic, []).append(request.replica)
+    return Outcome(
+        len(requests) / span,
+        sum(request.made for request in requests) / span,
+        statistics.median(waits),
+        waits[int(0.95 * (len(waits) - 1))],
+        statistics.median(times),
+        times[int(0.95 * (len(times) - 1))],
+        sum(request.cached for request in requests) / sum(request.prompt for request in requests),
+        sum(max(map(home.count, {*home})) for home in homes.values()) / len(requests),
+    )
+
+
+def table(columns: dict[str, Outcome]) -> str:
+    """Outcomes side by side."""
+    units = {"throughput": "requests/s", "tokens": "tokens/s", "hits": "of 1", "together": "of 1"}
+    lines = ["".join(["".ljust(26), *(name.rjust(14) for name in columns)])]
+    for one in fields(Outcome):
+        name = f"{one.name.replace('_', ' ')}, {units.get(one.name, 's')}"
+        lines.append(
+            "".join([name.ljust(26), *(f"{getattr(made, one.name):14.3f}" for made in columns.values())])
+        )
+    return "\n".join(lines)
+
+
+def chosen(kind: type[T], given: Mapping[str, Any]) -> T:
+    """Those of the options that are fields of a kind."""
+    return kind(**{name: value for name, value in given.items() if name in kind.__dataclass_fields__})
+
+
+def main() -> None:
+    """Simulate what the options say, and print the figures."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for one in (*fields(Traffic), *fields(Speed), *fields(Fleet)):
+        if one.name != "aware":
+            parser.add_argument(f"--{one.name}", type=type(one.default), default=one.default)
+    parser.add_argument("--check", metavar="MODEL", help="measure a real cluster too, and use its speed")
+    given = vars(parser.parse_args())
+    traffic, speed, fleet = chosen(Traffic, given), chosen(Speed, given), chosen(Fleet, given)
+    if given["check"]:
+        from benchmarks.traffic_check import check
+
+        print(check(given["check"], traffic, fleet))
+        return
+    asked = arrivals(traffic)
+    print(
+        table(
+            {
+                "prefix-aware": outcome(simulate(asked, speed, fleet)),
+                "least busy": outcome(simulate(asked, speed, replace(fleet, aware=False))),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Adapters in a model that is divided among processes: each rank's part of a change, and the way to it.
+
+Rank 0 reads and checks an adapter; the others are handed their parts and open no file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from .. import spec
+from ..adapters import Change, Install, Pair, Remove
+from ..parallel import Cut, Order
+
+
+class Held(NamedTuple):
+    """What a rank has of a role's matrix: its name there, and which part; None is all of it."""
+
+    role: str
+    cut: Cut | None = None
+
+
+def part(change: Change, held: Held) -> Change:
+    """What a change means to a rank."""
+    if isinstance(change, Install) and held.cut is not None:
+        change = replace(change, pair=change.pair.part(*held.cut))
+    return replace(change, role=held.role)
+
+
+def pack(change: Change) -> Order:
+    """A change as an order."""
+    values = {"dropped": [], "number": change.number, "role": change.role}
+    if isinstance(change, Remove):
+        return Order("restore", values)
+    return Order("adapt", values, change.pair._asdict())
+
+
+def unpack(order: Order, model: spec.Model, device: torch.device) -> Change:
+    """The change of an order, for the part of a model that `model` describes."""
+    number, role = order.values["number"], order.values["role"]
+    if order.do == "restore":
+        return Remove(number, role)
+    return Install.into(model, number, role, Pair(**order.tensors)).to(device)

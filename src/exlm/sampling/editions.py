@@ -1,0 +1,22 @@
+"""Editions: what tells that a row, its settings or its state were changed by more than another token.
+
+Every such object carries its own edition. The last one that was handed out is known, too: while it stays the
+same nothing at all was changed, and nobody has to look at each object.
+"""
+
+from __future__ import annotations
+
+
+class Editions:
+    """Hands out objects that are equal to no other."""
+
+    def __init__(self) -> None:
+        self.last: object = None
+
+    def new(self) -> object:
+        """Another edition; to be asked for when the change is made."""
+        self.last = edition = object()
+        return edition
+
+
+EDITIONS = Editions()

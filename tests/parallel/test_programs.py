@@ -1,0 +1,89 @@
+"""Programs that fail to load, that die, or that torchrun starts: nobody is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from exlm import Unsupported
+from exlm.errors import DoesNotFit
+from tests import tiny
+from tests.conftest import ROOT
+from tests.parallel.teams import alive, described
+
+
+def test_loading_that_fails_leaves_no_process(tmp_path: Path) -> None:
+    model = described(tiny.make(tmp_path))
+
+    def stop(i: int, n: int) -> None:
+        if i == 2:
+            raise KeyboardInterrupt
+
+    before = set(children())
+    with pytest.raises(KeyboardInterrupt):
+        model.load_tp([1, 1], callback=stop)
+    assert set(children()) == before
+    with pytest.raises(Unsupported, match="too few to share among 5 ranks"):
+        model.load_tp([1] * 5)
+    with pytest.raises(Unsupported, match="use fewer ranks"):
+        model.load_pipeline([1] * 5)
+    with pytest.raises(DoesNotFit, match=r"gpu_split gives cpu 0\.0 MB"):
+        model.load_tp([1e-5, 1e-5])
+    assert not model.loaded
+
+
+def children() -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+
+
+SCRIPT = """
+import os, signal, sys, torch
+torch.set_num_threads(1)
+from exllamav2 import ExLlamaV2, ExLlamaV2Cache_Q8, ExLlamaV2Cache_TP, ExLlamaV2Config, ExLlamaV2Tokenizer
+from exllamav2.generator import ExLlamaV2DynamicGenerator, ExLlamaV2Sampler
+config = ExLlamaV2Config(sys.argv[1])
+config.device = "cpu"
+model = ExLlamaV2(config)
+model.load_tp(*eval(sys.argv[2]))
+cache = ExLlamaV2Cache_TP(model, base=ExLlamaV2Cache_Q8, max_seq_len=512)
+generator = ExLlamaV2DynamicGenerator(model, cache, ExLlamaV2Tokenizer(config))
+text = generator.generate("Once upon a time", 8, gen_settings=ExLlamaV2Sampler.Settings.greedy())
+print(repr(text), *[p.pid for p in model._loaded.leader.processes], sep="\\n", flush=True)
+if sys.argv[3:]:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+EXPECTED = repr("Once upon a time, there was a little girl named")
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+
+
+def test_an_old_script_that_dies(fixtures_dir: Path, tmp_path: Path) -> None:
+    """No `if __name__ == "__main__"` in it, and no chance to say goodbye."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    line = [sys.executable, str(tmp_path / "script.py"), str(fixtures_dir / "tiny-lm"), "[[1, 1]]", "die"]
+    done = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    text, pid = done.stdout.splitlines()
+    assert text.startswith(EXPECTED[:20])
+    for _ in range(100):
+        if not alive(int(pid)):
+            return
+        time.sleep(0.1)
+    pytest.fail("a worker outlived its leader")
+
+
+def test_torchrun(fixtures_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    line += [str(tmp_path / "script.py"), str(fixtures_dir / "tiny-lm"), "[]"]
+    done = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(EXPECTED[:20])
