@@ -6,7 +6,8 @@ PYTHON = $(firstword $(wildcard $(filter-out $(CURDIR)/.venv/%, \
 	$(if $(VIRTUAL_ENV),$(VIRTUAL_ENV)/bin/python) $(if $(CONDA_PREFIX),$(CONDA_PREFIX)/bin/python))) python3)
 PY = .venv/bin/python
 
-# Two pytest workers on two cores, one thread each; more would only fight over them.
+# Two pytest workers on two cores, one thread each; more would only fight over them. Tests of one group, such as
+# those that share a Ray, run in one worker.
 WORKERS = 2
 # Extra arguments for pytest, for example: make test ARGS="tests/text -k chat"
 ARGS =
@@ -31,7 +32,7 @@ demo: runtime
 	$(PY) scripts/demo.py
 
 test: dev
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 check: dev
 	$(PY) -m ruff format --check .

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from exlm import Generator, InputError, MissingExtra, Settings
 from exlm.batch import Journal, JournalError, Progress, read_rows, run_rows
-from exlm.batch import run as module
+from exlm.batch import wording as module
 from exlm.cli.__main__ import app
 from exlm.serve import Host, Listing, Loaded
 from tests import tiny

@@ -32,7 +32,8 @@ def main(model: str) -> None:
         child = os.fork()
         if child == 0:
             try:
-                batch(*map(Path, json.loads(line)), model, quiet=True)
+                source, target = map(Path, json.loads(line))
+                batch(source=source, target=target, model=model, quiet=True)
             except BaseException as error:
                 print(repr(error), file=sys.stderr, flush=True)
                 os._exit(1)

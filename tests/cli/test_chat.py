@@ -1,16 +1,10 @@
-"""The terminal chat, told what to do line by line, and once on a real terminal."""
+"""The terminal chat, told what to do line by line."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import pty
 import re
-import select
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +21,6 @@ from exlm.cli.__main__ import app
 from exlm.cli.session import Session
 from exlm.cli.talk import Talk
 from tests import tiny
-from tests.conftest import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -394,64 +387,6 @@ def test_options_that_cannot_be(folder: Path) -> None:
     for options in (["-n", "0"], ["--context", "0"], ["-t", "-1"], ["--top-p", "nan"]):
         done = CliRunner().invoke(app, ["chat", str(folder), *options])
         assert isinstance(done.exception, InputError)
-
-
-class Terminal:
-    """A program at the other end of a pseudo-terminal."""
-
-    def __init__(self, handle: int) -> None:
-        self.handle, self.shown = handle, ""
-
-    def expect(self, pattern: str, seconds: float = 60) -> None:
-        """Read until something is shown, and forget what came before it."""
-        deadline = time.monotonic() + seconds
-        while not (found := re.search(pattern, self.shown)):
-            left = deadline - time.monotonic()
-            assert left > 0, f"{pattern!r} is not in {self.shown!r}"
-            if select.select([self.handle], [], [], left)[0]:
-                self.shown += os.read(self.handle, 4096).decode(errors="replace")
-        self.shown = self.shown[found.end() :]
-
-    def send(self, text: str) -> None:
-        os.write(self.handle, text.encode())
-
-
-def test_on_a_terminal(folder: Path, tmp_path: Path) -> None:
-    """A message of two lines is one; what was typed is remembered."""
-    master, slave = pty.openpty()
-    command = [sys.executable, "-m", "tests.cli.on_terminal", os.ttyname(slave)]
-    command += ["chat", str(folder), "--context", "512"]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
-        "OMP_NUM_THREADS": "1",
-        "TERM": "dumb",
-    }
-    environment |= {"EXLM_CACHE": str(tmp_path)}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True) as process:
-        try:
-            terminal = Terminal(master)
-            terminal.expect("it leaves")
-            terminal.expect("> ")
-            terminal.send("/set max_new_tokens 3\r")
-            terminal.expect("> ")
-            terminal.send("Two\\\r")
-            terminal.expect(r"\. ")
-            terminal.send("lines\r")
-            terminal.expect("> ")
-            terminal.send("/quit\r")
-            assert process.wait(30) == 0
-        finally:
-            process.kill()
-            os.close(slave)
-            os.close(master)
-    history = tmp_path / "chat-history.jsonl"
-    assert history.stat().st_mode & 0o077 == 0
-    assert [json.loads(line) for line in history.read_text().splitlines()] == [
-        "/set max_new_tokens 3",
-        "Two\nlines",
-        "/quit",
-    ]
 
 
 def test_history_that_is_damaged_or_cannot_be_written_stops_nobody(tmp_path: Path) -> None:

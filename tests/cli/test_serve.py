@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import json
 import os
 import signal
@@ -13,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from exlm import InputError, MissingExtra
 from exlm.cli.__main__ import app
+from exlm.cli.hosting import Hosting
 from tests import tiny
 from tests.conftest import ROOT
 
@@ -24,7 +27,7 @@ from tests.conftest import ROOT
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--lora", "loud"], "NAME=PLACE"),
+        (["--lora", "loud"], "--lora takes NAME=FOLDER"),
         (["--set", "temprature=1"], "no sampler setting"),
         (["--set", "temperature=warm"], "no number"),
         (["--api-key", "@/no/such/file"], "cannot be read"),
@@ -39,7 +42,10 @@ def test_mistakes_are_refused_before_anything_is_loaded(arguments: list[str], co
     assert complaint in str(done.exception)
 
 
-def test_without_its_packages_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("command", [["serve", "/nowhere/model"], ["batch", "in.jsonl", "out.jsonl"]])
+def test_without_its_packages_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
     real = builtins.__import__
 
     def without(name: str, *arguments: Any, **options: Any) -> Any:
@@ -47,12 +53,31 @@ def test_without_its_packages_it_says_what_to_install(monkeypatch: pytest.Monkey
             raise ImportError("No module named 'fastapi'")
         return real(name, *arguments, **options)
 
-    for name in [name for name in sys.modules if name.startswith(("fastapi", "exlm.serve"))]:
+    ours = ("fastapi", "exlm.serve", "exlm.batch")
+    for name in [name for name in sys.modules if name.startswith(ours)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(builtins, "__import__", without)
-    done = CliRunner().invoke(app, ["serve", "/nowhere/model"])
+    done = CliRunner().invoke(app, command)
     assert isinstance(done.exception, MissingExtra)
     assert "exlm[server]" in str(done.exception)
+
+
+def test_a_model_has_the_same_options_wherever_it_is_hosted() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    shown = {
+        name: {one.name: (one.opts, one.help, one.default) for one in commands[name].params}
+        for name in ("serve", "batch")
+    }
+    for field in dataclasses.fields(Hosting):
+        assert shown["serve"][field.name] == shown["batch"][field.name]
+    assert "hosting" not in shown["serve"]
+    chosen = Hosting(name=None, lora=["a=b"], max_seq_len=9, cache_type="q4", device="cpu", draft="ngram")
+    listing = chosen.listing("/models/one.gguf")
+    assert (listing.name, listing.path, dict(listing.loras)) == ("one", "/models/one.gguf", {"a": "b"})
+    assert (listing.max_seq_len, listing.cache_type, listing.device) == (9, "q4", "cpu")
+    other = chosen.other("two", "/models/two")
+    assert (other.max_seq_len, other.draft, dict(other.loras)) == (9, None, {})
+    assert chosen.listing(None).name == "default"
 
 
 def test_it_serves_until_told_to_stop(tmp_path: Path) -> None:

@@ -60,8 +60,9 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "legacy": frozenset({DOOR}) | _below(8),
     "serve": frozenset({DOOR}),
     "batch": frozenset({DOOR, "serve"}),
+    "scale": frozenset({DOOR, "batch", "serve"}),
     "bench": frozenset({DOOR}) | FLOOR | _below(8),
-    "cli": frozenset({DOOR, "batch", "bench", "serve", "settings"}),
+    "cli": frozenset({DOOR, "batch", "bench", "scale", "serve", "settings"}),
     "__main__": frozenset({"cli"}),
     "exllamav2": frozenset({DOOR, "legacy"}),
 }

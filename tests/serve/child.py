@@ -36,7 +36,7 @@ def main(folder: str, mode: str, reports: str) -> None:
         engine,
         Options(),
         opened,
-        drain_seconds=20,
+        drain_seconds=4,
         stall_seconds=1.0 if mode == "stuck" else 60.0,
         reports=Path(reports),
         started=started,

@@ -16,7 +16,8 @@ from typing import Any
 import uvicorn
 
 from exlm import Cache, Config, Lora, Model, Tokenizer
-from exlm.serve import Engine, Listing, Loaded, Options, create_app, listen
+from exlm.serve import Bounds, Engine, Listing, Loaded, Options, create_app, listen
+from exlm.serve.running import configured
 
 PATIENCE = 30.0
 
@@ -105,13 +106,10 @@ def slowed(server: Served, before: Callable[[], Any], name: str = "tiny") -> Ite
 
 
 @contextmanager
-def served(engine: Engine, options: Options | None = None) -> Iterator[Served]:
-    """Serve what the engine has preloaded, until the block ends."""
+def listening(app: Any, bounds: Bounds) -> Iterator[tuple[int, asyncio.AbstractEventLoop]]:
+    """Run an application until the block ends; its port, and the event loop it runs in."""
     opened = listen("127.0.0.1", 0)
-    app = create_app(engine, options)
-    server = uvicorn.Server(
-        uvicorn.Config(app, http="h11", ws="none", log_config=None, timeout_graceful_shutdown=1)
-    )
+    server = uvicorn.Server(configured(app, bounds, drain_seconds=1))
     found: list[asyncio.AbstractEventLoop] = []
 
     async def run() -> None:
@@ -126,15 +124,23 @@ def served(engine: Engine, options: Options | None = None) -> Iterator[Served]:
             assert thread.is_alive(), "the server did not start"
             assert time.monotonic() < deadline, "the server did not start"
             time.sleep(0.005)
-        yield Served(opened.getsockname()[1], engine, found[0])
+        yield opened.getsockname()[1], found[0]
     finally:
         server.should_exit = True
         thread.join(PATIENCE)
         assert not thread.is_alive(), "the server did not stop"
 
 
-def preloaded(folder: Path, name: str = "tiny", **options: Any) -> Engine:
+@contextmanager
+def served(engine: Engine, options: Options | None = None) -> Iterator[Served]:
+    """Serve what the engine has preloaded, until the block ends."""
+    options = options or Options()
+    with listening(create_app(engine, options), options.bounds) as (port, loop):
+        yield Served(port, engine, loop)
+
+
+def preloaded(folder: Path, name: str = "tiny", drain_seconds: float = 30.0, **options: Any) -> Engine:
     """An engine with one small model."""
-    engine = Engine([Listing(name, str(folder), **options)], small)
+    engine = Engine([Listing(name, str(folder), **options)], small, drain_seconds=drain_seconds)
     engine.preload(name)
     return engine

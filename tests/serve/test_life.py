@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -160,18 +160,74 @@ def test_models_come_and_go_by_name(chatty: Path, tmp_path: Path) -> None:
         assert text() == plain
 
 
-def test_unloading_ends_what_runs(chatty: Path) -> None:
+@contextmanager
+def unloading(server: Served, **body: Any) -> Iterator[dict[str, Any]]:
+    """Ask something, and unload the model after a few tokens; what came of both, at the end.
+
+    In the block neither gets any further.
+    """
+    found: dict[str, Any] = {}
+    going = threading.Event()
+    going.set()
+
+    def before() -> None:
+        going.wait()
+        time.sleep(0.02)
+
+    def ask() -> None:
+        found["answer"] = server.ask("POST", "/v1/completions", body, "k")
+
+    def unload() -> None:
+        found["unloaded"] = server.post("/v1/admin/models/unload", "k", model="tiny")
+
+    hosted = server.engine.hosted["tiny"]
+    threads = [threading.Thread(target=ask), threading.Thread(target=unload)]
+    with slowed(server, before):
+        threads[0].start()
+        server.wait(lambda: hosted.pulse.tokens > 3)
+        going.clear()
+        threads[1].start()
+        try:
+            server.wait(lambda: hosted.leaving)
+            yield found
+        finally:
+            going.set()
+            for thread in threads:
+                thread.join()
+    assert found["unloaded"][0] == 200
+    assert found["unloaded"][1]["loaded"] is False
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_unloading_waits_for_what_runs(chatty: Path, stream: bool) -> None:
     with served(preloaded(chatty), Options(keyring=Keyring(admin_keys=["k"]))) as server:
-        found: list[Any] = []
-        with slowed(server, lambda: time.sleep(0.02)):
-            asking = threading.Thread(
-                target=lambda: found.append(server.post("/v1/completions", "k", **LONG))
-            )
-            asking.start()
-            server.wait(lambda: server.engine.hosted["tiny"].pulse.tokens > 3)
-            assert server.post("/v1/admin/models/unload", "k", model="tiny")[0] == 200
-            asking.join()
-        assert found[0][0] == 503
+        with unloading(server, **SHORT, stream=stream) as found:
+            late = server.post("/v1/completions", "k", **SHORT)
+            assert (late[0], late[1]["error"]["code"]) == (503, "model_not_loaded")
+            assert server.post("/v1/completions", "k", **SHORT, model="tiny")[0] == 503
+            assert server.ask("GET", "/v1/internal/state", None, "k")[1]["models"] != []
+        status, reply, _ = found["answer"]
+        assert status == 200
+        if stream:
+            assert reply.endswith("data: [DONE]\n\n")
+        else:
+            assert reply["usage"]["completion_tokens"] == SHORT["max_tokens"]
+        assert server.ask("GET", "/v1/internal/state", None, "k")[1]["models"] == []
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_unloading_does_not_wait_for_ever(chatty: Path, stream: bool) -> None:
+    options = Options(keyring=Keyring(admin_keys=["k"]))
+    with served(preloaded(chatty, drain_seconds=0.2), options) as server:
+        with unloading(server, **LONG, stream=stream) as found:
+            pass
+        status, reply, _ = found["answer"]
+        if stream:
+            assert status == 200
+            reply = json.loads(reply.removesuffix("\n\n").rpartition("data: ")[2])
+        else:
+            assert status == 503
+        assert reply["error"]["code"] == "model_unloaded"
         assert server.ask("GET", "/health/ready", None, "k")[0] == 503
         assert server.post("/v1/admin/models/load", "k", model="tiny")[0] == 200
         assert server.post("/v1/completions", "k", prompt="a", max_tokens=2)[0] == 200
@@ -224,19 +280,23 @@ def child(folder: Path, mode: str, reports: Path) -> Iterator[tuple[subprocess.P
 
 
 def test_a_signal_drains(chatty: Path, tmp_path: Path) -> None:
-    with child(chatty, "slow", tmp_path) as (process, port):
-        body = json.dumps({**LONG, "max_tokens": 30, "min_tokens": 30, "stream": True})
-        with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as line:
+    """What ends in time is answered whole; what does not is told that it is not."""
+    with child(chatty, "slow", tmp_path) as (process, port), ExitStack() as stack:
+        replies = []
+        for count in (20, 1000):
+            body = json.dumps({**LONG, "max_tokens": count, "min_tokens": count, "stream": True})
+            line = stack.enter_context(closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)))
             line.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-            with line.getresponse() as reply:
-                first = reply.read(10)
-                process.send_signal(signal.SIGTERM)
-                time.sleep(0.3)
-                with pytest.raises(ConnectionRefusedError):
-                    socket.create_connection(("127.0.0.1", port), timeout=5)
-                text = (first + reply.read()).decode()
-        assert text.endswith("data: [DONE]\n\n")
-        assert '"finish_reason":"length"' in text
+            replies.append(stack.enter_context(line.getresponse()))
+        firsts = [reply.read(10) for reply in replies]
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=5)
+        whole, cut = [(first + reply.read()).decode() for first, reply in zip(firsts, replies, strict=True)]
+        assert whole.endswith("data: [DONE]\n\n")
+        assert '"finish_reason":"length"' in whole
+        assert '"code":"model_unloaded"' in cut.rpartition("data: ")[2]
         assert process.wait(20) == 0
 
 

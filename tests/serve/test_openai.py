@@ -238,6 +238,22 @@ def test_a_conversation_with_calls_goes_on(client: openai.OpenAI) -> None:
     assert reply.choices[0].finish_reason in ("stop", "length", "tool_calls")
 
 
+def test_a_reply_can_be_given_back_as_it_came(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 4}
+    reply = client.chat.completions.create(**asked, messages=HELLO).choices[0].message
+    for said in (reply, reply.model_dump()):
+        messages = [*HELLO, said, {"role": "user", "content": "Go on."}]
+        assert client.chat.completions.create(**asked, messages=messages).choices
+
+
+def test_null_is_as_good_as_nothing(client: openai.OpenAI) -> None:
+    unused = dict.fromkeys(("n", "stream", "logprobs", "stop", "tools", "seed", "top_p", "banned_strings"))
+    reply = client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=2, extra_body=unused)
+    assert len(reply.choices) == 1
+    with pytest.raises(openai.BadRequestError, match="frequenzy"):
+        client.chat.completions.create(model="tiny", messages=HELLO, extra_body={"frequenzy": None})
+
+
 def test_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="frequenzy"):
         client.chat.completions.create(model="tiny", messages=HELLO, extra_body={"frequenzy": 1})

@@ -14,6 +14,7 @@ import schemathesis
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
+from schemathesis.core.failures import FailureGroup
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,
@@ -144,6 +145,22 @@ def test_events_keep_to_the_schema(server: Served, path: str, body: dict[str, An
         kind.model_validate(told)
     assert events[-1]["usage"]["completion_tokens"] > 0
     assert events[-1]["timings"]["generation_seconds"] >= 0
+
+
+@pytest.mark.parametrize(("path", "body"), REQUESTS[:4])
+def test_streams_keep_to_the_description(described: Any, path: str, body: dict[str, Any]) -> None:
+    operation = described[path]["POST"]
+    for wrong in (False, True):
+        asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        case = operation.Case(body=asked, media_type="application/json")
+        reply = case.call()
+        assert reply.headers["content-type"][0].startswith("text/event-stream")
+        if wrong:
+            reply.content = reply.content.replace(b'"created":', b'"creatid":')
+            with pytest.raises(FailureGroup, match="creat"):
+                case.validate_response(reply, checks=CHECKS)
+        else:
+            case.validate_response(reply, checks=CHECKS)
 
 
 @pytest.mark.parametrize(("path", "body"), REQUESTS[:4])

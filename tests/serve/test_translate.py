@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from exlm import Generator, InputError, Job
 from exlm.serve import (
@@ -168,6 +171,30 @@ def test_a_gate_counts() -> None:
             pass
         assert caught.value.headers["Retry-After"].isdigit()
     assert gate.inside == 0
+
+
+@given(st.integers(1, 12), st.lists(st.tuples(st.sampled_from("abcde"), st.booleans()), max_size=60))
+@settings(max_examples=200)
+def test_a_shared_gate_keeps_a_place_for_whoever_has_none(most: int, walk: list[tuple[str, bool]]) -> None:
+    gate = Gate(most, "requests", shared=True)
+    there: dict[str, list[ExitStack]] = {name: [] for name in "abcde"}
+    for name, comes in walk:
+        inside = sum(map(len, there.values()))
+        assert gate.inside == inside
+        if not comes:
+            if there[name]:
+                there[name].pop().close()
+            continue
+        if len(there[name]) < most - inside:
+            there[name].append(ExitStack())
+            there[name][-1].enter_context(gate.entered(name))
+        else:
+            with pytest.raises(Problem) as caught, gate.entered(name):
+                pass
+            assert caught.value.code == ("queue_full" if inside == most else "key_queue_full")
+        at_work = [stacks for stacks in there.values() if stacks]
+        if all(len(stacks) > 1 for stacks in at_work):
+            assert gate.inside < most
 
 
 def test_problems_say_nothing_of_the_inside() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import exlm.serve
+from exlm.serve import ChatRequest
 from tests.serve.house import Served
 
 WEB = Path(exlm.serve.__file__).with_name("web")
@@ -93,6 +94,12 @@ def test_scripts_are_few_and_short() -> None:
     lines = {name: len((WEB / name).read_text().splitlines()) for name in SCRIPTS}
     assert max(lines.values()) <= 400
     assert sum(lines.values()) <= 1600
+
+
+def test_every_setting_of_the_panel_is_one_of_the_server() -> None:
+    shown = re.findall(r'\{ name: "(\w+)"', (WEB / "settings.js").read_text())
+    assert len(shown) > 10
+    assert {*shown} <= ChatRequest.model_fields.keys()
 
 
 def test_the_page_has_nothing_inline(page: Page) -> None:

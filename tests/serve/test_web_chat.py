@@ -142,7 +142,9 @@ def test_editing_makes_a_branch(page: Page, script: Script) -> None:
 def test_settings_go_along(page: Page) -> None:
     page.click("#open-setup")
     values = {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "repetition_penalty": 1.1}
-    values |= {"max_tokens": 20, "seed": 7}
+    values |= {"max_tokens": 20, "seed": 7, "frequency_penalty": -0.5, "dry_multiplier": 0.8}
+    assert page.locator("#set-dry_multiplier").is_hidden()
+    page.click("#sampling summary")
     for name, value in values.items():
         page.fill(f"#set-{name}", str(value))
     page.fill("#set-stop", "END\n\\n\\n")
@@ -160,6 +162,7 @@ def test_settings_go_along(page: Page) -> None:
     page.reload()
     page.click("#open-setup")
     assert page.input_value("#set-temperature") == "0.7"
+    assert page.locator("#set-dry_multiplier").is_visible()
     assert page.input_value("#system") == "Be brief."
     page.click("text=Use the server's settings")
     assert told(page, "plain").keys() == {"messages", "model", "stream", "stream_options"}

@@ -1,37 +1,25 @@
 """Running rows: each a request to one generator, all of them in one continuous batch.
 
-What a row's request means, and how its answer is worded, is the server's business (`exlm.serve`); which rows
-are done is the journal's. A row that is at fault is answered with an error. What is not a row's fault ends
-the run, and the next run goes on from there. Nothing in an answer says when, or in which run, it was made.
+What a row asks for, and how its answer is worded, is `wording`'s business; which rows are done is the
+journal's. A row that is at fault is answered with an error. What is not a row's fault ends the run, and the
+next run goes on from there.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import ValidationError
+from exlm import Generator, Job
+from exlm.serve import Answer, Bounds, Host, piece_of
 
-from exlm import ExlmError, Generator, Job
-from exlm.serve import Answer, Bounds, ChatRequest, CompletionRequest, Host, Problem, order_of, piece_of
-from exlm.serve.problems import invalid, problem_of
-from exlm.serve.schema import Asking
-
-from .files import BadRow, Row, Rows
+from .files import Row, Rows
 from .journal import Journal
+from .wording import Wording
 
-REQUESTS: dict[str, type[Asking]] = {
-    "/v1/chat/completions": ChatRequest,
-    "/v1/completions": CompletionRequest,
-}
 AHEAD = 2
 """Jobs that run or wait, for each that can run: a place that falls free is filled at once."""
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -55,7 +43,8 @@ def run_rows(
     told: Callable[[Progress], object] = lambda progress: None,
 ) -> Progress:
     """Answer every row that the journal does not have yet; `told` is called after every step."""
-    return _Running(rows, journal, generator, host, bounds or Bounds(), told).finish()
+    wording = Wording(rows.digest, journal.created, host, bounds or Bounds())
+    return _Running(rows, journal, generator, wording, told).finish()
 
 
 @dataclass
@@ -63,8 +52,7 @@ class _Running:
     rows: Rows
     journal: Journal
     generator: Generator
-    host: Host
-    bounds: Bounds
+    wording: Wording
     told: Callable[[Progress], object]
     progress: Progress = field(default_factory=Progress)
     finished: list[tuple[int, bytes]] = field(default_factory=list)
@@ -91,48 +79,23 @@ class _Running:
             place = next(waiting, None)
             if place is None:
                 return False
-            row = self.rows.rows[place]
             try:
-                self._begin(place, row)
-            except BadRow as error:
-                self._refuse(place, "invalid_row", str(error))
+                self._begin(place, self.rows.rows[place])
             except Exception as error:
                 self._fail(place, error)
         return True
 
     def _begin(self, place: int, row: Row) -> None:
-        url, body = row.request()
-        order = order_of(self._request(row, url, body), self.host, self.bounds)
-        prefix = "chatcmpl-" if order.kind == "chat" else "cmpl-"
-        answer = Answer(order, prefix + self._identity(place), self.journal.created)
-        jobs = [Job(**arguments, identifier=(place, text)) for text, arguments in enumerate(order.jobs)]
+        answer = self.wording.asked(place, row)
+        jobs = [
+            Job(**arguments, identifier=(place, text)) for text, arguments in enumerate(answer.order.jobs)
+        ]
         try:
             self.generator.enqueue(jobs)
         except Exception:
             self._drop(jobs)
             raise
         self.under_way[place] = (answer, jobs)
-
-    def _request(self, row: Row, url: str, body: Any) -> Asking:
-        """The request, with a seed that its name decides unless it brings one."""
-        try:
-            request = REQUESTS[url].model_validate(body)
-        except ValidationError as error:
-            raise invalid(error.errors()) from None
-        if request.stream:
-            raise Problem(422, "An answer in a file cannot be a stream: leave stream out.", param="stream")
-        if request.model not in (None, self.host.name):
-            raise Problem(
-                404,
-                f"No model is called {request.model!r}; this batch runs {self.host.name!r}: leave model out, "
-                "or name it with --name.",
-                param="model",
-                code="model_not_found",
-            )
-        if request.seed is None:
-            name = (row.custom_id or "").encode("utf-8", "surrogatepass")
-            request.seed = int.from_bytes(hashlib.sha256(name).digest()[:8], "big") >> 1
-        return request
 
     def _take(self, result: Any) -> None:
         place, text = result["identifier"]
@@ -153,54 +116,12 @@ class _Running:
             self.progress.new_tokens += piece.end.new_tokens
         if answer.done:
             del self.under_way[place]
-            self._answer(place, response=self._response(place, 200, self._body(place, answer)))
+            self.finished.append((place, self.wording.answered(place, self.rows.rows[place], answer)))
 
     def _fail(self, place: int, error: Exception) -> None:
         """Answer a row with an error if the row is at fault; else the run is over."""
-        problem = problem_of(error)
-        if problem.status >= 500:
-            if isinstance(error, ExlmError):
-                raise error
-            log.warning("Line %d failed", self.rows.rows[place].line, exc_info=error)
-        response = self._response(place, problem.status, problem.body)
-        self._refuse(place, problem.code or "invalid_request", problem.message, response)
-
-    def _refuse(self, place: int, code: str, reason: str, response: dict[str, Any] | None = None) -> None:
-        line = self.rows.rows[place].line
-        told = {"code": code, "message": f"Line {line}: {reason}", "line": line}
+        self.finished.append((place, self.wording.failed(place, self.rows.rows[place], error)))
         self.progress.errors += 1
-        self._answer(place, response=response, error=told)
-
-    def _answer(
-        self, place: int, *, response: dict[str, Any] | None, error: dict[str, Any] | None = None
-    ) -> None:
-        whole = {
-            "id": f"batch_req_{self._identity(place)}",
-            "custom_id": self.rows.rows[place].custom_id,
-            "response": response,
-            "error": error,
-        }
-        self.finished.append((place, json.dumps(whole).encode("ascii")))
-
-    def _response(self, place: int, status: int, body: dict[str, Any]) -> dict[str, Any]:
-        return {"status_code": status, "request_id": f"req_{self._identity(place)}", "body": body}
-
-    def _body(self, place: int, answer: Answer) -> dict[str, Any]:
-        """The reply, without what would be different the next time."""
-        body = answer.body()
-        del body["timings"]
-        for name in ("prompt_tokens_details", "completion_tokens_details"):
-            del body["usage"][name]
-        for choice in body["choices"]:
-            calls = choice.get("message", {}).get("tool_calls") or ()
-            for number, call in enumerate(calls):
-                own = self._identity(place, f"{choice['index']} {number}")
-                call["id"] = f"call_{own}" if call["id"].startswith("call_") else own[: len(call["id"])]
-        return body
-
-    def _identity(self, place: int, what: str = "") -> str:
-        """A name that is the row's alone, and the same in every run."""
-        return hashlib.sha256(f"{self.rows.digest} {place} {what}".encode()).hexdigest()[:24]
 
     def _store(self) -> None:
         self.journal.add(self.finished)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from exlm import ExlmError, __version__, settings
 
@@ -61,7 +62,7 @@ def main() -> None:
         app()
     except ExlmError as error:
         Console(stderr=True, soft_wrap=True).print(
-            f"[bold red]{type(error).__name__}[/]:", str(error), markup=True
+            f"[bold red]{type(error).__name__}[/]:", escape(str(error)), markup=True
         )
         sys.exit(1)
     except KeyboardInterrupt:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,65 +15,53 @@ from rich.progress import Progress as Bars
 
 from exlm import Generator, InputError
 
+from .cluster import Gpus, Ray, Replicas, batch_on_ray, shape_of
+from .hosting import MODEL_HELP, Hosting, hosts
+
 if TYPE_CHECKING:
     from exlm.batch import Journal, Progress, Rows
+    from exlm.scale import Shape
     from exlm.serve import Listing
 
 Input = Annotated[
-    Path, typer.Argument(metavar="IN.jsonl", help="Requests, one on each line, as for OpenAI's batches.")
+    str, typer.Argument(metavar="IN.jsonl", help="Requests, one on each line, as for OpenAI's batches.")
 ]
 Output = Annotated[
-    Path, typer.Argument(metavar="OUT.jsonl", help="The answers, in the same order. It appears at the end.")
+    str, typer.Argument(metavar="OUT.jsonl", help="The answers, in the same order. It appears at the end.")
 ]
-Model = Annotated[
-    str | None, typer.Option(help="A folder, a .gguf file or owner/name on the Hub; a small one if left out.")
-]
-Name = Annotated[str | None, typer.Option(help="What requests call the model; else its file's name.")]
-Lora = Annotated[
-    list[str] | None, typer.Option(metavar="NAME=FOLDER", help="An adapter for requests to name.")
-]
-MaxSeqLen = Annotated[int | None, typer.Option(help="Longest prompt and answer together.")]
-CacheTokens = Annotated[int | None, typer.Option(help="Room that all requests share.")]
-CacheType = Annotated[str, typer.Option(help="fp16, q8, q6, q4 or fp8.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1.")]
-Dtype = Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.")]
-Draft = Annotated[str | None, typer.Option(help="A smaller model that guesses ahead, or ngram.")]
-MaxBatchSize = Annotated[int | None, typer.Option(help="Sequences that run at once.")]
+Model = Annotated[str | None, typer.Option(help=MODEL_HELP)]
 Quiet = Annotated[bool, typer.Option("-q", help="No progress, no figures.")]
 
 
+@hosts
 def batch(
     source: Input,
     target: Output,
     model: Model = None,
-    name: Name = None,
-    lora: Lora = None,
-    max_seq_len: MaxSeqLen = None,
-    cache_tokens: CacheTokens = None,
-    cache_type: CacheType = "fp16",
-    device: Device = None,
-    dtype: Dtype = None,
-    draft: Draft = None,
-    max_batch_size: MaxBatchSize = None,
+    *,
+    hosting: Hosting,
+    ray: Ray = False,
+    replicas: Replicas = "1",
+    gpus: Gpus = None,
     quiet: Quiet = False,
 ) -> None:
     """Answer a file of requests. If it is stopped, by whatever, the same command goes on from there."""
-    from exlm import serve
+    listing = hosting.listing(model)
+    console = Console(stderr=True, quiet=quiet, soft_wrap=True)
+    if not ray:
+        _answer(Path(source), Path(target), listing, console)
+        return
+
+    def shape() -> Shape:
+        return shape_of(replicas, gpus, listing.device)
+
+    batch_on_ray(source, target, listing, shape, _facts, _watched, console)
+
+
+def _answer(source: Path, target: Path, listing: Listing, console: Console) -> None:
+    """Answer a file on this machine."""
     from exlm.batch import Journal, answers, read_rows, write_answers
 
-    listing = serve.Listing(
-        name or ("default" if model is None else Path(model).name.removesuffix(".gguf") or "default"),
-        model,
-        max_seq_len=max_seq_len,
-        cache_tokens=cache_tokens,
-        cache_type=cache_type,
-        device=device,
-        dtype=dtype,
-        draft=draft,
-        max_batch_size=max_batch_size,
-        loras=_adapters(lora),
-    )
-    console = Console(stderr=True, quiet=quiet, soft_wrap=True)
     rows = read_rows(source)
     beside = target.with_name(target.name + ".journal")
     if target.exists() and (not target.is_file() or target.samefile(source)):
@@ -94,8 +83,6 @@ def _run(listing: Listing, rows: Rows, journal: Journal, console: Console) -> No
     from exlm.batch import run_rows
     from exlm.serve import Host, load
 
-    if journal.done:
-        console.print(f"{len(journal.done)} of {len(rows.rows)} rows are done already.")
     loaded = load(listing, progress=not console.quiet)
     generator = Generator(loaded.model, loaded.cache, loaded.tokenizer, **loaded.options)
     host = Host(
@@ -106,6 +93,15 @@ def _run(listing: Listing, rows: Rows, journal: Journal, console: Console) -> No
         loras=loaded.loras,
         drafts=generator.num_draft_tokens > 0,
     )
+    _watched(rows, journal, console, lambda tell: run_rows(rows, journal, generator, host, told=tell))
+
+
+def _watched(
+    rows: Rows, journal: Journal, console: Console, work: Callable[[Callable[[Progress], object]], object]
+) -> None:
+    """Do some work on rows, and show how far it is."""
+    if journal.done:
+        console.print(f"{len(journal.done)} of {len(rows.rows)} rows are done already.")
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -122,7 +118,7 @@ def _run(listing: Listing, rows: Rows, journal: Journal, console: Console) -> No
             bars.update(bar, completed=progress.done, told=_figures(progress, started))
 
         try:
-            run_rows(rows, journal, generator, host, told=tell)
+            work(tell)
         except KeyboardInterrupt:
             console.print(f"{len(journal.done)} of {len(rows.rows)} rows are done; the same command goes on.")
             raise
@@ -145,13 +141,3 @@ def _facts(listing: Listing, rows: Rows) -> dict[str, Any]:
         "dtype": listing.dtype,
         "loras": dict(listing.loras),
     }
-
-
-def _adapters(given: list[str] | None) -> dict[str, str]:
-    pairs = {}
-    for one in given or ():
-        name, _, folder = one.partition("=")
-        if not name or not folder:
-            raise InputError(f"--lora takes NAME=FOLDER, found {one!r}.")
-        pairs[name] = folder
-    return pairs

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from exlm import ExlmError, InputError, Settings, settings
 
+from .hosting import MODEL_HELP, Device, Dtype
 from .knobs import check_name
 from .lines import Interrupts, Lines
 from .session import Session
@@ -23,10 +24,7 @@ MULTILINE = 'A message goes on in the next line after a \\, or until """ if it b
 RESERVED = 4
 """A fourth of the context is kept for the answer, if it may be as long as that."""
 
-Model = Annotated[
-    str | None,
-    typer.Argument(help="A folder, a .gguf file or owner/name on the Hub; the default model if left out."),
-]
+Model = Annotated[str | None, typer.Argument(help=MODEL_HELP)]
 System = Annotated[str | None, typer.Option(help="A system message.")]
 Template = Annotated[
     str | None,
@@ -37,8 +35,6 @@ Temperature = Annotated[float, typer.Option("-t", help="0 always takes the likel
 TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens that make up this share.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same conversation.")]
 Context = Annotated[int, typer.Option(help="Tokens the conversation may have in all.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1.")]
-Dtype = Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.")]
 Stats = Annotated[bool, typer.Option("--stats", help="Say after each answer how fast it was.")]
 NoHistory = Annotated[bool, typer.Option("--no-history", help="Remember nothing that is typed.")]
 Quiet = Annotated[bool, typer.Option("-q", help="No progress, no greeting.")]

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 FENCE = '"""'
 KEPT = 1000
 """Messages of earlier conversations that the up key finds."""
+NUDGE_SECONDS = 0.2
 
 
 class Lines:
@@ -97,22 +98,20 @@ class Interrupts:
         if threading.current_thread() is not threading.main_thread():
             yield  # signals are none of a thread's business
             return
-        before = signal.signal(signal.SIGINT, self._arrive)
-        try:
+        with _acting(signal.SIGINT, self._arrive):
             yield
-        finally:
-            signal.signal(signal.SIGINT, before)
 
     @contextmanager
     def typing(self) -> Iterator[None]:
         """In the block the user types; a wish that came just before it counts as made in it."""
-        self._typing = True
-        try:
-            if self.taken():
-                raise KeyboardInterrupt
-            yield
-        finally:
-            self._typing = False
+        with _nudged():
+            self._typing = True
+            try:
+                if self.taken():
+                    raise KeyboardInterrupt
+                yield
+            finally:
+                self._typing = False
 
     def taken(self) -> bool:
         """Whether there was a wish; it is done with."""
@@ -120,9 +119,39 @@ class Interrupts:
         return asked
 
     def _arrive(self, *_: object) -> None:
-        if self._typing:
-            raise KeyboardInterrupt
-        self.asked = True
+        if not self._typing:
+            self.asked = True
+            return
+        self._typing = False
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def _acting(number: int, action: Callable[..., object]) -> Iterator[None]:
+    """A signal's action, for a while."""
+    before = signal.signal(number, action)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+@contextmanager
+def _nudged() -> Iterator[None]:
+    """Interrupt the wait for a key a few times a second.
+
+    The line editor hears of a signal only if it comes while it waits: without this, a Ctrl-C a moment too
+    early would be heard after the next line, and take it away.
+    """
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    with _acting(signal.SIGALRM, lambda *_: None):
+        signal.setitimer(signal.ITIMER_REAL, NUDGE_SECONDS, NUDGE_SECONDS)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _editor(history: Path | None) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import socket
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,8 +13,10 @@ from rich.console import Console
 
 from exlm import InputError
 
+from .cluster import Gpus, Ray, Replicas, serve_on_ray, shape_of
+from .hosting import MODEL_HELP, Hosting, hosts, pairs
+
 LOCAL = frozenset(("127.0.0.1", "::1", "localhost"))
-MODEL_HELP = "A folder, a .gguf file or owner/name on the Hub; a small default model if left out."
 
 Model = Annotated[str | None, typer.Argument(help=MODEL_HELP)]
 Host = Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 is all of them.")]
@@ -24,28 +27,22 @@ ApiKey = Annotated[
 AdminKey = Annotated[
     list[str] | None, typer.Option(help="A key that may also load and unload models; @FILE as above.")
 ]
-Name = Annotated[str | None, typer.Option(help="What clients call the model; else its file's name.")]
 Also = Annotated[
     list[str] | None, typer.Option(metavar="NAME=MODEL", help="Another model, for an admin to load.")
 ]
-Lora = Annotated[
-    list[str] | None, typer.Option(metavar="NAME=FOLDER", help="An adapter for requests to name.")
-]
-MaxSeqLen = Annotated[int | None, typer.Option(help="Longest prompt and answer together.")]
-CacheTokens = Annotated[int | None, typer.Option(help="Room that all requests share.")]
-CacheType = Annotated[str, typer.Option(help="fp16, q8, q6, q4 or fp8.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1.")]
-Dtype = Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.")]
-Draft = Annotated[str | None, typer.Option(help="A smaller model that guesses ahead, or ngram.")]
-MaxBatchSize = Annotated[int | None, typer.Option(help="Sequences that run at once.")]
 MaxRequests = Annotated[int, typer.Option(help="Requests under way before 429 is answered.")]
+TenantRequests = Annotated[
+    int | None, typer.Option(help="With --ray, requests of one key under way before 429 is answered.")
+]
 MaxTokens = Annotated[int | None, typer.Option(help="The largest max_tokens a request may have.")]
 MaxBody = Annotated[int, typer.Option(help="Bytes of a request.")]
 Setting = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="A sampler setting for requests that say nothing."),
 ]
-DrainSeconds = Annotated[float, typer.Option(help="For requests under way when told to stop.")]
+DrainSeconds = Annotated[
+    float, typer.Option(help="For requests under way when told to stop, or to unload a model.")
+]
 StallSeconds = Annotated[
     float, typer.Option(help="End with status 70 if the engine is silent for so long; 0 never.")
 ]
@@ -53,22 +50,16 @@ Reports = Annotated[Path | None, typer.Option(help="A folder for reports of a st
 Quiet = Annotated[bool, typer.Option("-q", help="No progress.")]
 
 
+@hosts
 def serve(
     model: Model = None,
     host: Host = "127.0.0.1",
     port: Port = 5000,
     api_key: ApiKey = None,
     admin_key: AdminKey = None,
-    name: Name = None,
+    *,
+    hosting: Hosting,
     also: Also = None,
-    lora: Lora = None,
-    max_seq_len: MaxSeqLen = None,
-    cache_tokens: CacheTokens = None,
-    cache_type: CacheType = "fp16",
-    device: Device = None,
-    dtype: Dtype = None,
-    draft: Draft = None,
-    max_batch_size: MaxBatchSize = None,
     max_requests: MaxRequests = 512,
     max_tokens: MaxTokens = None,
     max_body: MaxBody = 4 << 20,
@@ -76,63 +67,57 @@ def serve(
     drain_seconds: DrainSeconds = 30.0,
     stall_seconds: StallSeconds = 120.0,
     reports: Reports = None,
+    ray: Ray = False,
+    replicas: Replicas = "1",
+    gpus: Gpus = None,
+    tenant_requests: TenantRequests = None,
     quiet: Quiet = False,
 ) -> None:
     """Serve a model over HTTP, with the OpenAI API."""
     from exlm import serve as server
 
-    shared: dict[str, Any] = {
-        "max_seq_len": max_seq_len,
-        "cache_tokens": cache_tokens,
-        "cache_type": cache_type,
-        "device": device,
-        "dtype": dtype,
-        "max_batch_size": max_batch_size,
-    }
-    first = server.Listing(name or _named(model), model, draft=draft, loras=_pairs("--lora", lora), **shared)
-    others = [server.Listing(one, path, **shared) for one, path in _pairs("--also", also).items()]
+    first = hosting.listing(model)
+    others = [hosting.other(name, path) for name, path in pairs("--also", also, "MODEL").items()]
     if first.name in {listing.name for listing in others}:
         raise InputError(f"Two models are called {first.name!r}: name one of them with --name or --also.")
     keyring = server.Keyring(_keys(api_key), _keys(admin_key))
     sampling = _settings(setting)
     bounds = server.Bounds(body=max_body, tokens=max_tokens, requests=max_requests, sampling=sampling)
-    engine = server.Engine([first, *others], lambda listing: server.load(listing, progress=not quiet))
+    answered = None if keyring or host not in LOCAL else LOCAL
+    if ray:
+        if others:
+            raise InputError("A cluster serves one model: leave --also out, or deploy another.")
+        keys, shape = (
+            (_keys(api_key), _keys(admin_key)),
+            partial(shape_of, replicas, gpus, drain=drain_seconds),
+        )
+        told = partial(_announce, first.name, guarded=bool(keyring))
+        serve_on_ray(first, keys, bounds, shape, (tenant_requests, answered), (host, port), told)
+        return
+    engine = server.Engine(
+        [first, *others],
+        lambda listing: server.load(listing, progress=not quiet),
+        drain_seconds=drain_seconds,
+    )
     with server.listen(host, port) as opened:  # a port that is taken should not cost a model's loading time
         engine.preload(first.name)
         server.serve(
             engine,
-            server.Options(
-                keyring=keyring, bounds=bounds, hosts=None if keyring or host not in LOCAL else LOCAL
-            ),
+            server.Options(keyring=keyring, bounds=bounds, hosts=answered),
             opened,
             drain_seconds=drain_seconds,
             stall_seconds=stall_seconds or None,
             reports=reports,
-            started=lambda: _announce(first.name, opened, bool(keyring)),
+            started=lambda: _announce(first.name, opened.getsockname(), bool(keyring)),
         )
 
 
-def _announce(name: str, opened: socket.socket, guarded: bool) -> None:
+def _announce(name: str, where: Sequence[Any], guarded: bool) -> None:
     console = Console(stderr=True)
-    shown, port = opened.getsockname()[:2]
+    shown, port = where[:2]
     console.print(f"{name} at http://{f'[{shown}]' if ':' in shown else shown}:{port}", soft_wrap=True)
     if shown not in LOCAL and not guarded:
         console.print("[yellow]Anybody who can reach this machine may use it: set --api-key.[/]")
-
-
-def _named(model: str | None) -> str:
-    """What a model is called if nobody says."""
-    return "default" if model is None else Path(model).name.removesuffix(".gguf") or "default"
-
-
-def _pairs(option: str, given: list[str] | None) -> dict[str, str]:
-    pairs = {}
-    for one in given or ():
-        name, equals, value = one.partition("=")
-        if not name or not equals or not value:
-            raise InputError(f"{option} takes NAME=PLACE, found {one!r}.")
-        pairs[name] = value
-    return pairs
 
 
 def _keys(given: list[str] | None) -> list[str]:
@@ -157,7 +142,7 @@ def _settings(given: list[str] | None) -> dict[str, Any]:
     from exlm.serve.translate import SETTINGS
 
     out: dict[str, Any] = {}
-    for name, value in _pairs("--set", given).items():
+    for name, value in pairs("--set", given, "VALUE").items():
         if name not in SETTINGS:
             raise InputError(
                 f"--set: there is no sampler setting {name!r}; there are: {', '.join(SETTINGS)}."

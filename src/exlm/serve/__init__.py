@@ -7,7 +7,10 @@ try:
     import prometheus_client  # noqa: F401
     import uvicorn  # noqa: F401
 except ImportError as error:
-    raise MissingExtra(f"The server needs further packages ({error}): pip install 'exlm[server]'") from None
+    raise MissingExtra(
+        f"The server, and batches, which are in its words, need further packages ({error}): "
+        "pip install 'exlm[server]'"
+    ) from None
 
 from .answer import Answer, piece_of
 from .app import Options, create_app

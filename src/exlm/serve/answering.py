@@ -38,10 +38,11 @@ log = logging.getLogger(__name__)
 class Answering:
     """Replies to requests, within bounds."""
 
-    def __init__(self, engine: Engine, bounds: Bounds, metrics: Metrics) -> None:
+    def __init__(self, engine: Engine, bounds: Bounds, metrics: Metrics, shared: bool = False) -> None:
+        """`shared` is whether there are several callers to be fair to."""
         self.engine, self.bounds, self.metrics = engine, bounds, metrics
-        self.gate = Gate(bounds.requests, "requests")
-        self._grammars = Gate(bounds.grammars, "schemas and grammars")
+        self.gate = Gate(bounds.requests, "requests", shared)
+        self._grammars = Gate(bounds.grammars, "schemas and grammars", shared)
         self._quick = ThreadPoolExecutor(2, thread_name_prefix="exlm-translate")
         self._slow = ThreadPoolExecutor(2, thread_name_prefix="exlm-grammar")
 
@@ -51,10 +52,11 @@ class Answering:
             pool.shutdown(wait=False, cancel_futures=True)
 
     async def reply(self, request: Request, asked: Asking, salt: str) -> Response:
-        """The reply to a request to generate; `salt` keeps tenants' caches apart."""
+        """The reply to a request to generate; `salt` tells callers, and what is cached for them, apart."""
         hosted = self.engine.find(asked.model)
         with ExitStack() as stack:
-            stack.enter_context(self.gate.entered())
+            stack.enter_context(self.gate.entered(salt))
+            stack.enter_context(hosted.visited())
             answer = Answer(await unless_gone(request, self._translated(asked, hosted, salt)))
             run = stack.enter_context(closing(hosted.run(answer.order)))
             stack.callback(self._count, answer)
@@ -63,7 +65,7 @@ class Answering:
             await unless_gone(request, run.settle(SETTLE_SECONDS))
             return EventStream(self._events(answer, run), stack.pop_all().close)
 
-    async def tokenized(self, asked: TokenizeRequest) -> dict[str, Any]:
+    async def tokenized(self, asked: TokenizeRequest, salt: str) -> dict[str, Any]:
         """The tokens of a text, or of a conversation as the model's chat template writes it."""
         host = self.engine.find(asked.model).host
         if (asked.text is None) == (asked.messages is None):
@@ -76,18 +78,20 @@ class Answering:
             ids = host.tokenizer.encode(text or "", add_bos=asked.add_bos, encode_special_tokens=special)
             return [int(number) for number in ids[0].tolist()]
 
-        tokens = await self._worked(self._quick, work)
+        with self.gate.entered(salt):
+            tokens = await self._worked(self._quick, work)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": host.length}
 
-    async def detokenized(self, asked: DetokenizeRequest) -> dict[str, Any]:
+    async def detokenized(self, asked: DetokenizeRequest, salt: str) -> dict[str, Any]:
         """The text of tokens."""
         host = self.engine.find(asked.model).host
         ids = torch.tensor(asked.tokens, dtype=torch.long)
-        text = await self._worked(
-            self._quick,
-            lambda: host.tokenizer.decode(ids, decode_special_tokens=asked.decode_special_tokens),
-        )
-        return {"text": text}
+
+        def work() -> str:
+            return str(host.tokenizer.decode(ids, decode_special_tokens=asked.decode_special_tokens))
+
+        with self.gate.entered(salt):
+            return {"text": await self._worked(self._quick, work)}
 
     async def _translated(self, asked: Asking, hosted: Hosted, salt: str) -> Order:
         def work() -> Order:
@@ -95,7 +99,7 @@ class Answering:
 
         if not needs_grammar(asked):
             return await self._worked(self._quick, work)
-        with self._grammars.entered():
+        with self._grammars.entered(salt):
             return await self._worked(self._slow, work)
 
     async def _worked(self, pool: Executor, work: Callable[[], T]) -> T:

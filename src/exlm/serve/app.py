@@ -21,6 +21,7 @@ from starlette.staticfiles import StaticFiles
 from exlm import ExlmError, __version__
 
 from .answering import Answering
+from .description import Described, streamed
 from .engine import Engine
 from .events import ClientGone, JsonReply
 from .guard import Guard, Scope
@@ -29,6 +30,7 @@ from .limits import Bounds
 from .metrics import Metrics
 from .problems import Problem, invalid, problem_of
 from .replies import (
+    ChatChunk,
     ChatReply,
     CompletionReply,
     DetokenizeReply,
@@ -53,9 +55,6 @@ WEB = Path(__file__).with_name("web")
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorReply}
     for status in (400, 401, 403, 404, 408, 413, 415, 422, 429, 431, 500, 501, 503)
-}
-STREAMED: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
 }
 PAGE_TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -97,7 +96,7 @@ def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
     """A server for an engine, which it starts and closes."""
     options = options or Options()
     metrics = Metrics(engine)
-    answering = Answering(engine, options.bounds, metrics)
+    answering = Answering(engine, options.bounds, metrics, shared=len(options.keyring) > 1)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -107,7 +106,7 @@ def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
             await engine.start()
             yield
 
-    app = FastAPI(
+    app = Described(
         title="exlm",
         version=__version__,
         lifespan=lifespan,
@@ -123,7 +122,7 @@ def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
     )
     _add_problems(app)
     _add_generation(app, answering)
-    _add_texts(app, engine, answering)
+    _add_texts(app, answering)
     _add_models(app, engine)
     _add_health(app, engine, metrics, answering, options)
     if (options.web / "index.html").is_file():
@@ -174,12 +173,12 @@ def _add_problems(app: FastAPI) -> None:
 
 
 def _add_generation(app: FastAPI, answering: Answering) -> None:
-    @app.post("/v1/chat/completions", response_model=ChatReply, responses=STREAMED)
+    @app.post("/v1/chat/completions", response_model=ChatReply, responses=streamed(ChatChunk))
     async def chat(request: Request, asked: ChatRequest) -> Response:
         """Answer a conversation, at once or as a stream of events."""
         return await answering.reply(request, asked, _caller(request).salt)
 
-    @app.post("/v1/completions", response_model=CompletionReply, responses=STREAMED)
+    @app.post("/v1/completions", response_model=CompletionReply, responses=streamed(CompletionReply))
     async def complete(request: Request, asked: CompletionRequest) -> Response:
         """Continue a text, or several."""
         return await answering.reply(request, asked, _caller(request).salt)
@@ -190,16 +189,16 @@ def _add_generation(app: FastAPI, answering: Answering) -> None:
         raise Problem(501, "Embeddings are not supported: the models served here generate text.")
 
 
-def _add_texts(app: FastAPI, engine: Engine, answering: Answering) -> None:
+def _add_texts(app: FastAPI, answering: Answering) -> None:
     @app.post("/tokenize", response_model=TokenizeReply)
-    async def tokenize(asked: TokenizeRequest) -> Response:
+    async def tokenize(request: Request, asked: TokenizeRequest) -> Response:
         """The tokens of a text or of a conversation."""
-        return JsonReply(await answering.tokenized(asked))
+        return JsonReply(await answering.tokenized(asked, _caller(request).salt))
 
     @app.post("/detokenize", response_model=DetokenizeReply)
-    async def detokenize(asked: DetokenizeRequest) -> Response:
+    async def detokenize(request: Request, asked: DetokenizeRequest) -> Response:
         """The text of tokens."""
-        return JsonReply(await answering.detokenized(asked))
+        return JsonReply(await answering.detokenized(asked, _caller(request).salt))
 
 
 def _add_models(app: FastAPI, engine: Engine) -> None:
@@ -236,7 +235,7 @@ def _add_models(app: FastAPI, engine: Engine) -> None:
 
     @app.post("/v1/admin/models/unload", response_model=ModelCard)
     async def unload(request: Request, asked: ModelRequest) -> Response:
-        """Unload a registered model and drop what it was doing; for admins."""
+        """Unload a registered model, once the requests it has are answered or out of time; for admins."""
         _check_admin(request)
         await asyncio.shield(engine.unload(asked.model))
         return JsonReply(card(asked.model))

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias
 
 import torch
@@ -27,6 +28,7 @@ Loader: TypeAlias = Callable[[Listing], Loaded]
 log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 10.0
+DRAIN_STEP = 0.02
 TICK_SECONDS = 0.5
 PROBE_SALT = "health check"
 
@@ -47,6 +49,10 @@ class Hosted:
             drafts=inner.num_draft_tokens > 0,
         )
         self.pulse = Pulse()
+        self.leaving = False
+        """Whether it answers what it has and takes nothing more."""
+        self.visitors = 0
+        """Requests that have found it, until they are answered."""
         self.closed = False
         self._dropping: set[asyncio.Task[None]] = set()
         self._probe: asyncio.Task[bool] | None = None
@@ -54,7 +60,7 @@ class Hosted:
     def run(self, order: Order) -> Run:
         """Start the jobs of an order; whoever stops listening must close what is returned."""
         if self.closed:
-            raise Problem(503, f"{self.host.name} was unloaded meanwhile.", code="model_not_loaded")
+            raise _unloaded(self.host.name)
         return Run(self, order)
 
     def begin(self, **arguments: Any) -> AsyncJob:
@@ -84,8 +90,27 @@ class Hosted:
             self._probe = asyncio.create_task(self._token(seconds))
         return await asyncio.shield(self._probe)
 
+    @contextmanager
+    def visited(self) -> Iterator[None]:
+        """In the block somebody is being answered, and should be before the model goes."""
+        self.visitors += 1
+        try:
+            yield
+        finally:
+            self.visitors -= 1
+
+    async def drain(self, seconds: float) -> None:
+        """Take nothing more, and give the visitors there are so long."""
+        self.leaving = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self.visitors:
+                    await asyncio.sleep(DRAIN_STEP)
+
     async def close(self) -> None:
         """Drop every job and give the memory back; a generator that is stuck is left behind."""
+        if self.closed:
+            return
         self.closed = True
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
@@ -175,7 +200,7 @@ class Run:
                 if (piece := piece_of(result, self._order)) is not None:
                     self._inbox.put_nowait((place, piece))
             if piece is None or piece.end is None:
-                self._inbox.put_nowait(Problem(503, f"{self._order.model} was unloaded meanwhile."))
+                self._inbox.put_nowait(_unloaded(self._order.model))
         except Exception as error:
             self._inbox.put_nowait(error)
         if self._alive.pop(place, None) is not None:
@@ -190,11 +215,12 @@ class Engine:
         listings: Sequence[Listing],
         loader: Loader = load,
         clock: Callable[[], float] = time.monotonic,
+        drain_seconds: float = 30.0,
     ) -> None:
-        """Nothing is loaded yet; `loader` does that."""
+        """Nothing is loaded yet; `loader` does that. A model has `drain_seconds` to finish before it goes."""
         self.listings: Mapping[str, Listing] = {listing.name: listing for listing in listings}
         self.hosted: dict[str, Hosted] = {}
-        self.clock = clock
+        self.clock, self.drain_seconds = clock, drain_seconds
         self.started = int(time.time())
         self.last_tick = clock()
         self.draining = False
@@ -219,20 +245,20 @@ class Engine:
         self.draining = True
         if self._ticking is not None:
             self._ticking.cancel()
-        for hosted in list(self.hosted.values()):
-            await hosted.close()
-        self.hosted.clear()
+        while self.hosted:
+            await self.hosted.popitem()[1].close()
 
     def find(self, name: str | None) -> Hosted:
         """A loaded model by its registered name; the first one if no name is given."""
         if self.draining:
             raise Problem(503, "The server is shutting down.")
+        staying = {one: hosted for one, hosted in self.hosted.items() if not hosted.leaving}
         if name is None:
-            for hosted in self.hosted.values():
+            for hosted in staying.values():
                 return hosted
             raise Problem(503, "No model is loaded.", code="model_not_loaded")
-        if name in self.hosted:
-            return self.hosted[name]
+        if name in staying:
+            return staying[name]
         if name in self.listings:
             raise Problem(503, f"{name} is not loaded; an admin can load it.", code="model_not_loaded")
         known = ", ".join(self.listings)
@@ -253,11 +279,13 @@ class Engine:
                 raise Problem(503, f"{name} cannot be loaded: {error}") from error
 
     async def unload(self, name: str) -> None:
-        """Drop a model and the jobs it has; nothing if it is not loaded."""
+        """Let a model finish what it has, for a while, and let go of it; nothing if it is not loaded."""
         self._listed(name)
         async with self._changing:
-            if (hosted := self.hosted.pop(name, None)) is not None:
+            if (hosted := self.hosted.get(name)) is not None:
+                await hosted.drain(self.drain_seconds)
                 await hosted.close()
+                self.hosted.pop(name, None)
 
     def _listed(self, name: str) -> Listing:
         if name not in self.listings:
@@ -269,6 +297,10 @@ class Engine:
         while True:
             self.last_tick = self.clock()
             await asyncio.sleep(TICK_SECONDS)
+
+
+def _unloaded(name: str) -> Problem:
+    return Problem(503, f"{name} was unloaded before the answer was complete.", code="model_unloaded")
 
 
 async def _first_token(job: AsyncJob) -> bool:

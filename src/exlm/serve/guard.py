@@ -141,8 +141,8 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 async def _refuse(problem: Problem, send: Send) -> None:
     body = json.dumps(problem.body).encode()
     headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), **problem.headers}
-    if problem.status in (408, 413):
-        headers["Connection"] = "close"  # the rest of the body is not waited for
+    if problem.status == 408:  # whoever sends too much reads the answer only if the rest is taken, too
+        headers["Connection"] = "close"
     raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": problem.status, "headers": raw})
     await send({"type": "http.response.body", "body": body})

@@ -34,9 +34,9 @@ class Keyring:
                 salt = hashlib.blake2b(key.encode(), key=secret, digest_size=16).hexdigest()
                 self._known.append((key.encode(), Caller(admin, salt)))
 
-    def __bool__(self) -> bool:
-        """Whether a key is needed."""
-        return bool(self._known)
+    def __len__(self) -> int:
+        """How many keys there are."""
+        return len(self._known)
 
     def caller(self, headers: Mapping[bytes, bytes]) -> Caller | None:
         """Who a request is from, by its headers; None for somebody without a key that counts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,8 +19,12 @@ class Bounds:
     """Bytes of a request's body."""
     headers: int = 32 << 10
     """Bytes of a request's headers."""
+    header_seconds: float = 10.0
+    """How long a client may take to send its headers."""
     body_seconds: float = 30.0
     """How long a client may take to send its body."""
+    read_seconds: float = 60.0
+    """How long a client may read nothing of what waits for it."""
     choices: int = 16
     """Texts in one request: prompts times `n`."""
     tokens: int | None = None
@@ -27,7 +32,7 @@ class Bounds:
     answer: int = 2048
     """`max_tokens` of a request that names none, if the context has that much left."""
     requests: int = 512
-    """Requests under way, waiting ones included."""
+    """Requests under way, waiting ones included; of several keys none can take all of them."""
     grammar: int = 64 << 10
     """Characters of a JSON schema, regular expression or grammar."""
     grammars: int = 16
@@ -37,28 +42,35 @@ class Bounds:
 
 
 class Gate:
-    """Lets so many in at a time, and tells the others to come back."""
+    """Lets so many in at a time, and tells the others to come back.
 
-    def __init__(self, most: int, what: str) -> None:
+    Where it is shared, a caller may have as many inside as there are places left: one alone gets half of
+    them, two a third each, and whoever comes for the first time finds one.
+    """
+
+    def __init__(self, most: int, what: str, shared: bool = False) -> None:
         """`what` is who is counted, in the words of a refusal."""
-        self.most, self.what = most, what
+        self.most, self.what, self.shared = most, what, shared
         self.inside = 0
+        self._of: Counter[str] = Counter()
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
+    def entered(self, who: str = "") -> Iterator[None]:
         """Inside, or refused at once."""
-        self.enter()
+        left = self.most - self.inside
+        if left < 1:
+            raise busy(f"{self.inside} {self.what} are under way, as many as the server takes: try again.")
+        if self.shared and self._of[who] >= left:
+            raise busy(
+                f"{self._of[who]} {self.what} of this key are under way, and {left} places are left for all: "
+                "a key may not have more than that. Try again.",
+                code="key_queue_full",
+            )
+        self.inside += 1
+        self._of[who] += 1
         try:
             yield
         finally:
-            self.leave()
-
-    def enter(self) -> None:
-        """Count one more, or refuse it."""
-        if self.inside >= self.most:
-            raise busy(f"{self.inside} {self.what} are under way, as many as the server takes: try again.")
-        self.inside += 1
-
-    def leave(self) -> None:
-        """Count one less."""
-        self.inside -= 1
+            self.inside -= 1
+            self._of[who] -= 1
+            self._of += Counter()  # keeps only those who are inside

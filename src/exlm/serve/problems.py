@@ -49,9 +49,9 @@ class Problem(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def busy(message: str) -> Problem:
+def busy(message: str, code: str = "queue_full") -> Problem:
     """Too much is under way: come back in a moment."""
-    return Problem(429, message, code="queue_full", headers={"Retry-After": str(RETRY_SECONDS)})
+    return Problem(429, message, code=code, headers={"Retry-After": str(RETRY_SECONDS)})
 
 
 def problem_of(error: Exception) -> Problem:

@@ -7,23 +7,47 @@ import contextlib
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 
 from exlm import InputError
 
 from .app import Options, create_app
+from .connection import Connection
 from .engine import Engine
+from .limits import Bounds
 from .watchdog import Watchdog, biting
+
+LAST_WORDS_SECONDS = 5.0
 
 
 class _Server(uvicorn.Server):
     """Ends after a signal by draining, and then as any program that has done its work.
 
-    The library's own way is to end by the same signal, which looks like a failure to whoever sent it.
+    The library's own way is to end by the same signal, which looks like a failure to whoever sent it, and to
+    cut off whoever is not finished in time without a word.
     """
+
+    def __init__(self, engine: Engine, options: Options, drain_seconds: float) -> None:
+        app = create_app(engine, options)
+        super().__init__(configured(app, options.bounds, drain_seconds + LAST_WORDS_SECONDS))
+        self._engine, self._seconds = engine, drain_seconds
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.create_task(self._end())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+    async def _end(self) -> None:
+        """When the time is over, answers end as if their model were unloaded."""
+        await asyncio.sleep(self._seconds)
+        await self._engine.close()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -52,6 +76,21 @@ def listen(host: str, port: int) -> socket.socket:
     return opened
 
 
+def configured(app: FastAPI, bounds: Bounds, drain_seconds: float) -> uvicorn.Config:
+    """How the library that speaks HTTP is to run an application, and how long to wait for it at the end."""
+    return uvicorn.Config(
+        app,
+        http=partial(Connection, bounds=bounds),  # type: ignore[arg-type]
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        h11_max_incomplete_event_size=bounds.headers + 4096,
+        timeout_graceful_shutdown=max(1, round(drain_seconds)),
+    )
+
+
 def serve(
     engine: Engine,
     options: Options,
@@ -67,19 +106,7 @@ def serve(
     An engine that is silent for `stall_seconds` ends the process with status 70, after a report in the log
     and, if given, in the folder `reports`; None watches nothing. `started` is called once it listens.
     """
-    server = _Server(
-        uvicorn.Config(
-            create_app(engine, options),
-            http="h11",
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            date_header=False,
-            h11_max_incomplete_event_size=options.bounds.headers + 4096,
-            timeout_graceful_shutdown=max(1, round(drain_seconds)),
-        )
-    )
+    server = _Server(engine, options, drain_seconds)
 
     async def run() -> None:
         watchdog = Watchdog(engine, stall_seconds, biting(reports)) if stall_seconds else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 LARGE = 2**31 - 1
 
@@ -100,6 +100,16 @@ class Asking(Sampling):
     lora: Name | Annotated[list[Name], Field(max_length=16)] | dict[str, Real] | None = None
     user: Annotated[str, StringConstraints(max_length=512)] | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        """Clients send null for what they do not use: it is as if it were left out."""
+        if not isinstance(given, dict):
+            return given
+        return {
+            name: value for name, value in given.items() if value is not None or name not in cls.model_fields
+        }
+
 
 class CompletionRequest(Asking):
     """`POST /v1/completions`."""
@@ -190,12 +200,15 @@ class UserMessage(Strict):
 
 
 class AssistantMessage(Strict):
-    """What the model said."""
+    """What the model said; clients give back whole replies, with fields that are empty here."""
 
     role: Literal["assistant"]
     content: Content | None = None
     reasoning_content: str | None = None
     refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
     name: Name | None = None
 

@@ -13,14 +13,31 @@ const FIELDS = [
   { name: "max_tokens", label: "Longest answer", min: 1, max: MANY, whole: true, hint: "in tokens" },
   { name: "seed", label: "Seed", min: 0, max: Number.MAX_SAFE_INTEGER, whole: true, hint: "same seed, same answer" },
 ];
+const MORE = [
+  { name: "typical", label: "Typical", min: 0, max: 1, hint: "0 or 1 cuts nothing off" },
+  { name: "tfs", label: "Tail free", min: 0, max: 1, hint: "0 or 1 cuts nothing off" },
+  { name: "top_a", label: "Top A", min: 0, max: 1, hint: "0 cuts nothing off" },
+  { name: "smoothing_factor", label: "Smoothing", min: 0, max: 100, hint: "0 is none" },
+  { name: "frequency_penalty", label: "Frequency penalty", min: -2, max: 2, hint: "0 is none" },
+  { name: "presence_penalty", label: "Presence penalty", min: -2, max: 2, hint: "0 is none" },
+  { name: "dry_multiplier", label: "DRY multiplier", min: 0, max: 100, hint: "0 is off" },
+  { name: "dry_base", label: "DRY base", min: 0, max: 100, hint: "grows with the length" },
+  { name: "dry_allowed_length", label: "DRY allowed length", min: 0, max: MANY, whole: true, hint: "in tokens" },
+  { name: "xtc_probability", label: "XTC probability", min: 0, max: 1, hint: "0 is off" },
+  { name: "xtc_threshold", label: "XTC threshold", min: 0, max: 1, hint: "what counts as likely" },
+];
 
 /** The panel's fields in a form; `changed` is told of every change. */
 export class Settings {
   constructor(form, values, changed) {
     this.values = {};
-    for (const field of FIELDS) if (valid(field, values[field.name])) this.values[field.name] = values[field.name];
+    for (const field of [...FIELDS, ...MORE]) {
+      if (valid(field, values[field.name])) this.values[field.name] = values[field.name];
+    }
     this.stop = typeof values.stop === "string" ? values.stop : "";
-    this.boxes = FIELDS.map((field) => this.box(field, changed));
+    const plain = FIELDS.map((field) => this.box(field, changed));
+    const further = MORE.map((field) => this.box(field, changed));
+    this.boxes = [...plain, ...further];
     const facts = { id: "set-stop", rows: "2", spellcheck: "false", "aria-describedby": "set-stop-hint" };
     this.stops = el("textarea", facts);
     this.stops.value = this.stop;
@@ -32,7 +49,9 @@ export class Settings {
     const reset = el("button", { type: "button", onclick: () => this.reset(changed) }, "Use the server's settings");
     const label = el("label", { for: "set-stop" }, "Stop at");
     const stops = el("div", { class: "tall" }, label, hint, this.stops);
-    form.append(...this.boxes.map((box) => box.row), stops, reset);
+    const more = el("details", {}, el("summary", {}, "More"), ...further.map((box) => box.row));
+    more.open = MORE.some(({ name }) => name in this.values);
+    form.append(...plain.map((box) => box.row), stops, more, reset);
   }
 
   /** What a request says. */

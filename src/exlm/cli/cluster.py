@@ -1,0 +1,109 @@
+"""`--ray` of `serve` and `batch`: the same commands on a cluster instead of on this machine alone."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from exlm import InputError
+
+if TYPE_CHECKING:
+    from exlm.batch import Progress, Rows
+    from exlm.scale import Shape
+    from exlm.serve import Bounds, Listing
+
+Ray = Annotated[
+    bool, typer.Option("--ray", help="On the Ray cluster that runs, else on one of this machine's own.")
+]
+Replicas = Annotated[
+    str,
+    typer.Option(metavar="N or LEAST..MOST", help="With --ray, copies of the model; 2..8 follows the queue."),
+]
+Gpus = Annotated[
+    float | None,
+    typer.Option(
+        help="With --ray, GPUs of each copy, several of which share every layer; else 1 if there are."
+    ),
+]
+
+
+def shape_of(replicas: str, gpus: float | None, device: str | None, **more: Any) -> Shape:
+    """The cluster that was asked for; the machines' GPUs are looked at only if nobody says."""
+    from exlm.scale import Shape, need_ray
+
+    if gpus is None:
+        gpus = float(device != "cpu" and need_ray().cluster_resources().get("GPU", 0) > 0)
+    return Shape.of(replicas, gpus=gpus, tensor_parallel=max(1, int(gpus)), **more)
+
+
+def serve_on_ray(
+    listing: Listing,
+    keys: tuple[list[str], list[str]],
+    bounds: Bounds,
+    shape: Callable[[str | None], Shape],
+    limits: tuple[int | None, frozenset[str] | None],
+    where: tuple[str, int],
+    announce: Callable[[tuple[str, int]], None],
+) -> None:
+    """Deploy a service; on a cluster of our own, serve until we are told to stop.
+
+    A cluster that was there keeps it: the command ends, and the same command later updates it.
+    """
+    from exlm.scale import Service, Terms, cluster, deploy, need_ray
+    from exlm.serve import listen
+
+    need_ray("serve")
+    with cluster() as ours:
+        if ours:
+            with listen(*where) as free:  # a port that is taken is better known now
+                where = (where[0], free.getsockname()[1])
+        deploy(Service(listing, Terms(*keys, bounds), shape(listing.device), *limits), *where)
+        announce(where)
+        if not ours:
+            return
+        try:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.default_int_handler)
+            signal.pause()
+        except KeyboardInterrupt:
+            need_ray("serve").shutdown()
+
+
+def batch_on_ray(
+    source: str,
+    target: str,
+    listing: Listing,
+    shape: Callable[[], Shape],
+    facts: Callable[[Listing, Rows], dict[str, Any]],
+    watched: Callable[..., None],
+    console: Console,
+) -> None:
+    """Answer a file, a table or an object of a store, and write the answers to another."""
+    from exlm.batch import Journal, answers
+    from exlm.scale import answer_rows, cluster, exists, is_remote, need_ray, read_requests, write_answers_to
+
+    need_ray("data")
+    rows = read_requests(source)
+    beside = Path(f"{Path(target).name if is_remote(target) else target}.journal")
+    if exists(target) and not beside.exists():
+        if is_remote(target) or not answers(Path(target), rows, listing.name):
+            raise InputError(f"{target} is there already: move it away.")
+        console.print(f"{target} has every answer already. To run the batch again, delete it.")
+        return
+    with closing(Journal(beside, facts(listing, rows), len(rows.rows), created=int(time.time()))) as journal:
+        if len(journal.done) < len(rows.rows):
+
+            def work(tell: Callable[[Progress], object]) -> None:
+                with cluster():
+                    answer_rows(rows, journal, listing, shape(), tell)
+
+            watched(rows, journal, console, work)
+        write_answers_to(target, journal, rows)
+        journal.remove()

@@ -1,0 +1,129 @@
+"""The front of a cluster: requests to replicas, within limits, and the deaths of replicas kept from clients.
+
+An ASGI application that knows no Ray: it is given a function that asks some replica. Keys, sizes and JSON are
+`exlm.serve`'s guard's business, who stands before it. A request whose replica dies is asked again, as long as
+nothing of an answer has gone out; a stream that has begun ends with an error event.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import ExitStack, aclosing
+from typing import TypeAlias
+
+from exlm.serve import Keyring, Problem
+from exlm.serve.events import JsonReply, event
+from exlm.serve.guard import App, Guard, Message, Receive, Scope, Send
+from exlm.serve.limits import Gate
+from exlm.serve.problems import RETRY_SECONDS
+
+from .affinity import blocks_of
+from .replica import Asked, Terms
+
+Ask: TypeAlias = Callable[[Asked, Sequence[bytes]], AsyncGenerator[list[Message], None]]
+"""Asks a replica, chosen by the blocks of the prompt; the messages of its answer, a few at a time."""
+
+GENERATION = frozenset(("/v1/chat/completions", "/v1/completions"))
+TRIES = 3
+"""Replicas that a request may lose before it is given up: it may be what kills them."""
+
+log = logging.getLogger(__name__)
+
+
+class Front:
+    """Hands requests to replicas, within limits."""
+
+    def __init__(
+        self,
+        ask: Ask,
+        lost: tuple[type[Exception], ...],
+        requests: int = 512,
+        tenant_requests: int | None = None,
+        shared: bool = False,
+    ) -> None:
+        """`lost` is what `ask` raises when a replica dies; `tenant_requests` limits those of one key.
+
+        `shared` is whether there are several keys to be fair to.
+        """
+        self._ask, self._lost = ask, lost
+        self._gate = Gate(requests, "requests", shared)
+        self._most, self._tenants = tenant_requests, dict[str, Gate]()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request that has passed the guard."""
+        tenant: str = scope["state"]["caller"].salt if "caller" in scope.get("state", {}) else ""
+        body = (await receive()).get("body", b"")
+        try:
+            with ExitStack() as stack:
+                if scope["path"] in GENERATION:
+                    stack.enter_context(self._gate.entered(tenant))
+                    if self._most is not None:
+                        stack.enter_context(self._tenant(tenant, self._most).entered())
+                await self._answer(scope, body, tenant, send)
+        except Problem as problem:
+            await JsonReply(problem.body, problem.status, headers=problem.headers)(scope, receive, send)
+
+    def _tenant(self, name: str, most: int) -> Gate:
+        return self._tenants.setdefault(name, Gate(most, "requests of this key"))
+
+    async def _answer(self, scope: Scope, body: bytes, tenant: str, send: Send) -> None:
+        if scope["path"].startswith("/v1/admin/"):
+            raise Problem(501, "The models of a cluster change when it is deployed again, not one by one.")
+        asked = Asked(scope["method"], scope["path"], scope["query_string"], tuple(scope["headers"]), body)
+        blocks = blocks_of(body, tenant) if scope["path"] in GENERATION else ()
+        for _ in range(TRIES):
+            reply = _Reply(send)
+            try:
+                async with aclosing(self._ask(asked, blocks)) as messages:
+                    async for some in messages:
+                        await reply.take(some)
+                return
+            except self._lost as error:
+                log.warning("A replica was lost with a request: %s", error)
+                if reply.begun:
+                    await reply.cut()
+                    return
+        raise Problem(
+            503,
+            f"The replicas that had this request were lost, {TRIES} times in a row: try again.",
+            code="replica_lost",
+            headers={"Retry-After": str(RETRY_SECONDS)},
+        )
+
+
+class _Reply:
+    """What goes to a client: an answer at once when it is whole, a stream as it comes."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._held: list[Message] = []
+        self._flows = False
+        self.begun = False
+
+    async def take(self, messages: Sequence[Message]) -> None:
+        """Some more of the answer."""
+        for message in messages:
+            if message["type"] == "http.response.start":
+                kind = dict(message["headers"]).get(b"content-type", b"")
+                self._flows = kind.startswith(b"text/event-stream")
+        self._held += messages
+        last = self._held[-1]
+        if self._flows or (last["type"] == "http.response.body" and not last.get("more_body")):
+            self.begun = True
+            for message in self._held:
+                await self._send(message)
+            self._held.clear()
+
+    async def cut(self) -> None:
+        """End a stream that cannot go on."""
+        problem = Problem(
+            503, "The replica was lost; what came so far is not the whole.", code="replica_lost"
+        )
+        await self._send({"type": "http.response.body", "body": event(problem.body)})
+
+
+def guarded(front: App, terms: Terms, hosts: frozenset[str] | None) -> Guard:
+    """A front that nobody reaches without a key, with too much, or with what is not JSON."""
+    keyring = Keyring(terms.keys, terms.admin_keys)
+    return Guard(front, keyring, terms.bounds, lambda route, status: None, hosts)

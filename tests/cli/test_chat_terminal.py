@@ -1,0 +1,239 @@
+"""The chat where somebody sits before it: on a terminal, and with Ctrl-C at every moment."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from exlm import Settings
+from exlm.cli.chat import Chat
+from exlm.cli.lines import Interrupts, Lines
+from exlm.cli.session import Session
+from exlm.cli.talk import Talk
+from tests import tiny
+from tests.cli.on_terminal import STEP
+from tests.conftest import ROOT
+
+CTRL_C = "\x03"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.chatty(tmp_path_factory.mktemp("chatty"), max_position_embeddings=2048)
+
+
+class Endless(Session):
+    """A model whose answers end only when they must."""
+
+    @property
+    def stops(self) -> list[int | str]:
+        return []
+
+
+@pytest.fixture(scope="module")
+def session(folder: Path) -> Session:
+    session = Endless.open(str(folder), max_seq_len=None, device=None, dtype=None, quiet=True)
+    session.load(1, 511)
+    return session
+
+
+class Typed(Lines):
+    """Somebody who types these messages; None is a Ctrl-C in the middle of a line."""
+
+    def __init__(self, *messages: str | None) -> None:
+        super().__init__()
+        self.messages = list(messages)
+
+    def read(self) -> str | None:
+        if not self.messages:
+            return None
+        if (text := self.messages.pop(0)) is None:
+            signal.raise_signal(signal.SIGINT)
+        return text
+
+
+def chat_of(session: Session, *messages: str | None, **options: Any) -> Chat:
+    talk = Talk(Settings.greedy(), **{"max_new_tokens": 400, **options})
+    return Chat(session, talk, Typed(*messages), stats=False, quiet=True)
+
+
+@contextmanager
+def interrupted(session: Session, monkeypatch: pytest.MonkeyPatch, *steps: int) -> Iterator[list[int]]:
+    """Press Ctrl-C just before these steps of the generator; how many were made."""
+    made: list[int] = []
+    generator: Any = session.generator
+    real = generator.iterate
+
+    def iterate() -> Any:
+        made.append(len(made))
+        if made[-1] in steps:
+            signal.raise_signal(signal.SIGINT)
+        return real()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generator, "iterate", iterate)
+        yield made
+    assert generator.num_remaining_jobs() == 0
+
+
+def test_ctrl_c_ends_an_answer_within_a_step(
+    session: Session, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    chat = chat_of(session, "Hi", "/set max_new_tokens 3", "And now?")
+    with interrupted(session, monkeypatch, 7) as made:
+        chat.run()
+    first, second = chat.talk.turns
+    assert first.answer
+    assert second.answer  # the program went on
+    assert 8 < len(made) < 16
+    assert capfd.readouterr().err.count("(stopped)") == 1
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_before_the_first_step(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = chat_of(session, "Hi", "/quit")
+    with interrupted(session, monkeypatch, 0) as made:
+        chat.run()
+    assert len(made) == 1
+
+
+def test_a_hail_of_ctrl_c_is_one_wish(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = chat_of(session, "Hi", "Again", "/quit", max_new_tokens=5)
+    real = Chat._tell
+
+    def tell(self: Chat, text: str) -> None:
+        for _ in range(3):  # also when nobody generates and nobody types
+            signal.raise_signal(signal.SIGINT)
+        real(self, text)
+
+    monkeypatch.setattr(Chat, "_tell", tell)
+    with interrupted(session, monkeypatch, 3, 4):
+        chat.run()
+    assert len(chat.talk.turns) == 1  # what came while it told that it stopped is heard at the prompt: twice
+    assert chat.leaving is False
+
+
+def test_at_the_prompt_one_drops_the_line_and_two_leave(
+    session: Session, capfd: pytest.CaptureFixture[str]
+) -> None:
+    chat = chat_of(session, None, "Hi", None, None, "never", max_new_tokens=3)
+    chat.run()
+    assert [turn.asked for turn in chat.talk.turns] == ["Hi"]
+    assert capfd.readouterr().err.count("(Ctrl-C once more leaves)") == 2
+
+
+def test_an_interrupt_between_typing_and_answering_is_not_lost() -> None:
+    interrupts = Interrupts()
+    with interrupts.caught():
+        signal.raise_signal(signal.SIGINT)
+        assert interrupts.asked
+        with pytest.raises(KeyboardInterrupt), interrupts.typing():
+            pytest.fail("the wish was made before")
+        with interrupts.typing():
+            pass
+        assert not interrupts.taken()
+        with pytest.raises(KeyboardInterrupt), interrupts.typing():
+            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert interrupts.taken()
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+class Terminal:
+    """A program at the other end of a pseudo-terminal."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle, self.shown = handle, ""
+
+    def expect(self, pattern: str, seconds: float = 60) -> None:
+        """Read until something is shown, and forget what came before it."""
+        deadline = time.monotonic() + seconds
+        while not (found := re.search(pattern, self.shown)):
+            left = deadline - time.monotonic()
+            assert left > 0, f"{pattern!r} is not in {self.shown!r}"
+            if select.select([self.handle], [], [], left)[0]:
+                self.shown += os.read(self.handle, 4096).decode(errors="replace")
+        self.shown = self.shown[found.end() :]
+
+    def send(self, text: str) -> None:
+        os.write(self.handle, text.encode())
+
+
+@contextmanager
+def chatting(folder: Path, cache: Path) -> Iterator[tuple[Terminal, subprocess.Popen[bytes]]]:
+    """`exlm chat` on a terminal, greeted; it takes a while for every token, and says so."""
+    master, slave = pty.openpty()
+    command = [sys.executable, "-m", "tests.cli.on_terminal", os.ttyname(slave)]
+    command += ["chat", str(folder), "--context", "1024"]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+        "OMP_NUM_THREADS": "1",
+        "TERM": "dumb",
+        "EXLM_CACHE": str(cache),
+        "EXLM_CPU": "0",  # nothing to compile for an empty cache
+    }
+    with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True) as process:
+        try:
+            terminal = Terminal(master)
+            terminal.expect("it leaves")
+            yield terminal, process
+        finally:
+            process.kill()
+            os.close(slave)
+            os.close(master)
+
+
+def test_on_a_terminal(folder: Path, tmp_path: Path) -> None:
+    """A message of two lines is one, Ctrl-C ends an answer, drops a line or leaves, what is typed is kept."""
+    with chatting(folder, tmp_path) as (terminal, process):
+
+        def say(text: str) -> None:
+            terminal.expect("> ")
+            terminal.send(text)
+
+        say("/set max_new_tokens 3\r")
+        say("Two\\\r")
+        terminal.expect(r"\. ")
+        terminal.send("lines\r")
+        say("/set max_new_tokens 900\r")
+        for message in ("Hello\r", "Still there?\r"):
+            say(message)
+            for _ in range(4):
+                terminal.expect(re.escape(STEP))
+            terminal.send(CTRL_C)
+            terminal.expect(r"\(stopped\)")
+        say("half a line")
+        terminal.expect("half a line")
+        terminal.send(CTRL_C)
+        terminal.expect("once more leaves")
+        say("/system\r")
+        terminal.expect("no system message")
+        say(CTRL_C)  # the moment it may
+        terminal.expect("once more leaves")
+        say(CTRL_C)
+        assert process.wait(30) == 0
+    history = tmp_path / "chat-history.jsonl"
+    assert history.stat().st_mode & 0o077 == 0
+    assert [json.loads(line) for line in history.read_text().splitlines()] == [
+        "/set max_new_tokens 3",
+        "Two\nlines",
+        "/set max_new_tokens 900",
+        "Hello",
+        "Still there?",
+        "/system",
+    ]

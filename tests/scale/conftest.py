@@ -1,0 +1,106 @@
+"""A local Ray for the tests of this folder, in a process of its own: pytest's stays as it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE = 120.0
+
+
+@dataclass
+class Cluster:
+    """A running Ray, and what a process needs to join it."""
+
+    process: subprocess.Popen[str]
+    address: str
+    port: int
+    environment: dict[str, str]
+
+    def deploy(self, **wishes: Any) -> None:
+        """Deploy a service and wait until it is ready; stop serving if it is none."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(wishes or None) + "\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == "ready\n"
+
+    def workers(self, title: str) -> list[int]:
+        """Processes of ours whose title begins so."""
+        parents, found = {}, []
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdigit():
+                try:
+                    command = (folder / "cmdline").read_bytes()
+                    after = (folder / "stat").read_text().rpartition(")")[2]
+                except OSError:  # it has ended meanwhile
+                    continue
+                parents[int(folder.name)] = int(after.split()[1])
+                if command.startswith(f"ray::{title}".encode()):
+                    found.append(int(folder.name))
+
+        def ours(one: int) -> bool:
+            while one > 1 and one != self.process.pid:
+                one = parents.get(one, 0)
+            return one == self.process.pid
+
+        return sorted(filter(ours, found))
+
+
+def waited(fact: Callable[[], bool], seconds: float = PATIENCE) -> None:
+    """Wait for something to become true."""
+    deadline = time.monotonic() + seconds
+    while not fact():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def kill(process: int) -> None:
+    """End a process as a crash would."""
+    os.kill(process, signal.SIGKILL)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """A Ray that is there until the end."""
+    pytest.importorskip("ray", reason="needs exlm[scale]")
+    from exlm.serve import listen
+
+    with listen("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+        "OMP_NUM_THREADS": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    }
+    command = [sys.executable, "-m", "tests.scale.child", str(port)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            address = process.stdout.readline().strip()
+            assert address, "Ray did not start"
+            yield Cluster(process, address, port, {**environment, "RAY_ADDRESS": address})
+        finally:
+            process.stdin.close()
+            try:
+                process.wait(PATIENCE)
+            except subprocess.TimeoutExpired:
+                process.kill()

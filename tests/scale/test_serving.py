@@ -1,0 +1,205 @@
+"""Two replicas of a tiny model on a local Ray: what clients see, and what they do not see."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.scale.conftest import PATIENCE, Cluster, kill, waited
+from tests.serve import test_openai as suite
+
+pytestmark = pytest.mark.xdist_group("ray")
+
+REPLICA = "ServeReplica:exlm:Replica"
+MODEL = "tiny"
+
+
+def wishes(fixtures: Path) -> dict[str, Any]:
+    return {
+        "model": str(fixtures / "tiny-lm"),
+        "name": MODEL,
+        "device": "cpu",
+        "cache_tokens": 16384,
+        "max_batch_size": 16,
+        "replicas": 2,
+        "cpus": 0.5,
+        "ongoing": 16,
+    }
+
+
+@pytest.fixture(scope="module")
+def url(cluster: Cluster, fixtures_dir: Path) -> Iterator[str]:
+    """The service, with two replicas."""
+    cluster.deploy(**wishes(fixtures_dir))
+    yield f"http://127.0.0.1:{cluster.port}/v1"
+    cluster.deploy()
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as made:
+        yield made
+
+
+def complete(client: openai.OpenAI, prompt: str, tokens: int = 8) -> tuple[str, str, int, int]:
+    """Text, replica, and tokens of the prompt that were cached and in all."""
+    raw = client.completions.with_raw_response.create(
+        model=MODEL, prompt=prompt, max_tokens=tokens, temperature=0
+    )
+    reply = raw.parse()
+    assert reply.usage is not None
+    assert reply.usage.prompt_tokens_details is not None
+    cached = reply.usage.prompt_tokens_details.cached_tokens or 0
+    return reply.choices[0].text, raw.headers["x-exlm-replica"], cached, reply.usage.prompt_tokens
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        suite.test_models,
+        suite.test_chat,
+        suite.test_a_stream_says_what_a_whole_answer_says,
+        suite.test_completions_with_several_prompts,
+        suite.test_n_and_seed,
+        suite.test_stop,
+        suite.test_logprobs,
+        suite.test_json_schema,
+        suite.test_json_object,
+    ],
+    ids=lambda check: check.__name__.removeprefix("test_"),
+)
+def test_the_openai_client(client: openai.OpenAI, check: Callable[[openai.OpenAI], None]) -> None:
+    check(client)
+
+
+def test_refusals_are_those_of_the_server(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="No model is called"):
+        client.completions.create(model="other", prompt="x")
+    with pytest.raises(openai.UnprocessableEntityError):
+        client.completions.create(model=MODEL, prompt="x", temperature=-1)
+
+
+def test_prompts_that_begin_alike_go_to_one_replica(client: openai.OpenAI) -> None:
+    homes: list[Counter[str]] = []
+    cached = shared = 0
+    for topic in range(6):
+        start = f"Chapter {topic}: " + f"the history of the river {topic} and its towns, " * 12
+        first = complete(client, start)[3] - 1  # less the last token, which is always read again
+        homes.append(Counter())
+        for turn in range(10):
+            _, replica, found, _ = complete(client, f"{start} {turn}")
+            homes[-1][replica] += 1
+            cached, shared = cached + found, shared + first
+    assert sum(max(home.values()) for home in homes) >= 0.9 * sum(sum(home.values()) for home in homes)
+    assert cached >= 0.9 * shared
+
+
+class Load:
+    """Clients that ask all the time, one after the other each, and keep what went wrong."""
+
+    def __init__(self, client: openai.OpenAI, clients: int = 6) -> None:
+        self.client = client
+        self.wrong: list[str] = []
+        self.right = 0
+        self.replicas: set[str] = set()
+        self._want = {f"Tale {one}: once there was": "" for one in range(clients)}
+        for prompt in self._want:
+            self._want[prompt] = complete(client, prompt, 24)[0]
+        self._stop = threading.Event()
+        self._pool = ThreadPoolExecutor(clients)
+
+    def __enter__(self) -> Load:
+        self._running = [self._pool.submit(self._ask, prompt) for prompt in self._want]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for one in self._running:
+            one.result(PATIENCE)
+        self._pool.shutdown()
+
+    def more(self, count: int) -> None:
+        """Wait for so many more answers."""
+        start = self.right
+        waited(lambda: self.right >= start + count or bool(self.wrong))
+
+    def _ask(self, prompt: str) -> None:
+        while not self._stop.is_set():
+            try:
+                text, replica, *_ = complete(self.client, prompt, 24)
+            except openai.APIError as error:
+                self.wrong.append(repr(error))
+                continue
+            if text != self._want[prompt]:
+                self.wrong.append(f"{prompt!r}: {text!r}")
+            self.replicas.add(replica)
+            self.right += 1
+
+
+class Stream:
+    """A long answer as it comes: how much of it did, and how it ended."""
+
+    def __init__(self, client: openai.OpenAI, number: int) -> None:
+        self.events, self.end, self.replica = 0, "", ""
+        self._client, self._prompt = client, f"{number}. A long story about the sea: "
+        self.thread = threading.Thread(target=self._read)
+        self.thread.start()
+
+    def _read(self) -> None:
+        try:
+            raw = self._client.completions.with_raw_response.create(
+                model=MODEL, prompt=self._prompt, max_tokens=1000, temperature=0, stream=True
+            )
+            self.replica = raw.headers["x-exlm-replica"]
+            for event in raw.parse():
+                self.events += 1
+                self.end = event.choices[0].finish_reason or ""
+        except openai.APIError as error:
+            self.end = str(error.code)
+
+
+def test_a_killed_replica_costs_no_answer_and_comes_back(cluster: Cluster, client: openai.OpenAI) -> None:
+    before = cluster.workers(REPLICA)
+    assert len(before) == 2
+    with Load(client) as load:
+        streams: list[Stream] = []
+        while len({stream.replica for stream in streams}) < 2:  # whoever is killed, one dies and one lives
+            assert len(streams) < 12
+            streams.append(Stream(client, len(streams)))
+            waited(lambda: streams[-1].events > 0)
+        kill(before[0])
+        load.more(60)
+        for stream in streams:
+            stream.thread.join(PATIENCE)
+    assert load.wrong == []
+    ends = Counter(stream.end for stream in streams)
+    assert ends.keys() <= {"length", "stop", "replica_lost"}, ends
+    assert ends["replica_lost"] > 0, "no stream was on the replica that was killed"
+    assert ends["length"] + ends["stop"] > 0
+    waited(lambda: len(cluster.workers(REPLICA)) == 2 and before[0] not in cluster.workers(REPLICA))
+    turns = iter(range(10_000))
+    lately: deque[str] = deque(maxlen=20)
+
+    def both() -> bool:
+        lately.append(complete(client, f"{next(turns)} is a number")[1])
+        return len({*lately}) == 2
+
+    waited(both)
+
+
+def test_an_update_drops_no_request(cluster: Cluster, client: openai.OpenAI, fixtures_dir: Path) -> None:
+    old = cluster.workers(REPLICA)
+    with Load(client, 4) as load:
+        load.more(8)
+        cluster.deploy(**wishes(fixtures_dir), answer=64)
+        waited(lambda: not {*old} & {*cluster.workers(REPLICA)})
+        load.more(8)
+    assert load.wrong == []
+    assert len(cluster.workers(REPLICA)) == 2

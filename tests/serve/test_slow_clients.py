@@ -1,0 +1,140 @@
+"""Clients that send or read a byte now and then: raw sockets, cut off in time, and nobody else notices."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from exlm.serve import Bounds, Keyring, Options
+from tests.serve.house import Served, listening, preloaded, served
+
+KEY = "sk-slow"
+BOUNDS = Bounds(header_seconds=0.5, body_seconds=0.5, read_seconds=0.5)
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    b"Authorization: Bearer sk-slow\r\n"
+)
+PATIENT = 20.0
+
+
+@pytest.fixture(scope="module")
+def server(chatty: Path) -> Iterator[Served]:
+    with served(preloaded(chatty), Options(keyring=Keyring([KEY]), bounds=BOUNDS)) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def connected(server: Served) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENT) as line:
+        yield line
+    assert server.post("/v1/completions", KEY, prompt="a", max_tokens=2)[0] == 200
+
+
+def trickled(line: socket.socket, first: bytes, drop: bytes) -> bytes:
+    """Send something, then a drop every 50 ms; all that is answered until the server closes."""
+    line.sendall(first)
+    line.settimeout(0.05)
+    answer, began = b"", time.monotonic()
+    while time.monotonic() - began < PATIENT:
+        try:
+            if not (part := line.recv(4096)):
+                return answer
+            answer += part
+        except TimeoutError:
+            line.sendall(drop)
+        except ConnectionError:
+            return answer
+    raise AssertionError(f"the server still listens, and said {answer!r}")
+
+
+def test_slow_headers(server: Served) -> None:
+    began = time.monotonic()
+    with connected(server) as line:
+        answer = trickled(line, b"GET /health/live HTTP/1.1\r\nX-Long: ", b"x")
+    assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+    assert "headers" in json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+    assert time.monotonic() - began < 10
+
+
+def test_a_client_that_says_nothing(server: Served) -> None:
+    with connected(server) as line:
+        assert line.recv(100) == b""
+
+
+def test_slow_headers_of_a_second_request(server: Served) -> None:
+    with connected(server) as line:
+        answer = trickled(line, b"GET /health/live HTTP/1.1\r\nHost: a\r\n\r\nGET / HTTP/1.1\r\nX: ", b"x")
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"HTTP/1.1 408" in answer
+
+
+def test_a_slow_body(server: Served) -> None:
+    with connected(server) as line:
+        answer = trickled(line, HEAD + b"Content-Length: 4000\r\n\r\n{", b" ")
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert b"connection: close" in answer.lower()
+
+
+def test_a_slow_body_in_chunks(server: Served) -> None:
+    with connected(server) as line:
+        answer = trickled(line, HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n", b"1\r\n \r\n")
+    assert answer.startswith(b"HTTP/1.1 408")
+
+
+def test_a_slow_body_that_was_refused_at_once(server: Served) -> None:
+    with connected(server) as line:
+        answer = trickled(line, HEAD.replace(b"slow", b"fast") + b"Content-Length: 4000\r\n\r\n{", b" ")
+    assert answer.startswith(b"HTTP/1.1 401")
+
+
+def test_too_large_a_body_is_refused_in_words(server: Served) -> None:
+    """The client sends on while it is refused: it must be able to read why."""
+    with connected(server) as line:
+        line.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % (64 << 20))
+        for _ in range(16):
+            line.sendall(b"x" * (1 << 20))
+        assert line.recv(100).startswith(b"HTTP/1.1 413")
+        assert trickled(line, b"", b"x").endswith(b"}")
+
+
+def test_an_answer_that_takes_long_is_no_slow_client(server: Served) -> None:
+    body = json.dumps({"prompt": "a", "max_tokens": 900, "min_tokens": 900, "stream": True}).encode()
+    began = time.monotonic()
+    with connected(server) as line:
+        line.sendall(HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        answer = b""
+        while part := line.recv(65536):
+            answer += part
+    assert time.monotonic() - began > BOUNDS.header_seconds
+    assert b"data: [DONE]" in answer
+
+
+def test_an_answer_that_nobody_reads() -> None:
+    """More than all buffers between the two ends can hold."""
+    gone = threading.Event()
+
+    async def large(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(32):
+            await send({"type": "http.response.body", "body": b"x" * (1 << 20), "more_body": True})
+        while (await receive())["type"] != "http.disconnect":
+            continue
+        gone.set()
+
+    with (
+        listening(large, BOUNDS) as (port, _),
+        socket.create_connection(("127.0.0.1", port), timeout=PATIENT) as line,
+    ):
+        line.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert line.recv(8) == b"HTTP/1.1"
+        assert gone.wait(PATIENT)
