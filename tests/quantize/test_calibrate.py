@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -44,16 +45,21 @@ def test_files_of_every_kind_are_read(folder: Path, tmp_path: Path) -> None:
 
 def test_parquet_is_read_or_its_package_named(tmp_path: Path) -> None:
     path = tmp_path / "d.parquet"
-    path.write_bytes(b"")
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
+    if find_spec("pyarrow") is None:
+        path.write_bytes(b"")
         with pytest.raises(MissingExtra, match="pip install pyarrow"):
             list(calibrate.documents(path))
-        return
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["one", "two"]}), path)
-    assert list(calibrate.documents(path)) == ["one", "two"]
+        pytest.skip("pyarrow is not installed: no table was read")
+    import pyarrow
+    import pyarrow.parquet
+
+    talks = [[{"role": "user", "content": "three"}], None]
+    table = pyarrow.table({"text": ["one", "two"], "messages": talks, "id": [1, 2]})
+    pyarrow.parquet.write_table(table, path)
+    assert list(calibrate.documents(path)) == ["one\nthree", "two"]
+    path.write_bytes(b"PAR1 but no table")
+    with pytest.raises(InputError, match=r"d\.parquet: not a Parquet file"):
+        list(calibrate.documents(path))
 
 
 def test_rows_are_whole_and_begin_with_a_bos(folder: Path) -> None:
@@ -68,13 +74,16 @@ def test_rows_are_whole_and_begin_with_a_bos(folder: Path) -> None:
 def test_what_the_model_writes_is_repeatable_and_goes_on_from_its_start(folder: Path) -> None:
     frozen = Config(folder).freeze()
     shop = workshop(frozen, open_source(folder, frozen.spec.names), 24, torch.device("cpu"))
-    starts = calibrate.starts_of(torch.arange(3, 67).view(2, 32), 3, 1)
+    starts = calibrate.starts_of(torch.arange(3, 67).view(2, 32), 3, None)
     first = calibrate.written(shop, starts, 24, [2], 7)
     assert first.shape == (3, 24)
     assert torch.equal(first[:, :8], starts)
+    assert len(set(starts[:, 1].tolist())) == 3  # none begins like another
     assert not bool((first[:, 8:] == 2).any())  # nobody ends
     assert torch.equal(first, calibrate.written(shop, starts, 24, [2], 7))
     assert not torch.equal(first, calibrate.written(shop, starts, 24, [2], 8))
+    assert calibrate.starts_of(first, 5, 1).tolist() == 5 * [[1]]
+    assert calibrate.starts_of(torch.arange(3, 13).view(2, 5), 3, None).tolist()[2] == [3, 4, 5, 6, 7]
 
 
 def test_a_growing_cache_is_a_forward_pass(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from exlm import Config, InputError, Model, evaluate_model
+from exlm import Config, InputError, MissingExtra, Model, evaluate_model, write_report
 from exlm.cli.__main__ import app
-from exlm.quantize.report import markdown
+from exlm.quantize.report import markdown, plot
 from tests import tiny
 
 
@@ -70,6 +71,22 @@ def test_the_command_line_shows_and_writes_it(folder: Path, tmp_path: Path) -> N
     table = json.loads((tmp_path / "report" / "quality.json").read_text())
     assert table["quality"]["top1"] == 1
     assert (tmp_path / "report" / "quality.md").read_text().startswith("# ")
+
+
+def test_a_picture_is_drawn_where_matplotlib_is(folder: Path, tmp_path: Path) -> None:
+    quality = evaluate_model(folder, folder, ids=torch.arange(3, 53)[None])
+    if find_spec("matplotlib") is None:
+        with pytest.raises(MissingExtra, match=r"pip install 'exlm\[bench\]'"):
+            plot(quality, tmp_path / "x.png")
+        write_report(tmp_path, quality, {"method": "none"})
+        assert not (tmp_path / "quality.png").exists()
+        assert "quality.png" not in (tmp_path / "quality.md").read_text()
+        pytest.skip("matplotlib is not installed: what is drawn was not looked at")
+    write_report(tmp_path, quality, {"method": "none"})
+    header = (tmp_path / "quality.png").read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n"
+    assert [int.from_bytes(header[a : a + 4]) for a in (16, 20)] == [960, 480]
+    assert "](quality.png)" in (tmp_path / "quality.md").read_text()
 
 
 def test_models_that_cannot_be_compared_are_refused(folder: Path, tmp_path: Path) -> None:

@@ -16,11 +16,12 @@ from exlm.formats import gptq as gptq_format
 from exlm.formats.gptq_config import GptqConfig
 from exlm.quantize import scaling
 from exlm.quantize.gptq import solve_gptq
+from exlm.quantize.measure import output_side
 from exlm.quantize.measurement import recipes
 from exlm.quantize.recipe import recipe
 from exlm.quantize.rounding import Factors, Grid, factors, feed_back, upper_of_inverse
-from exlm.quantize.solve import Effort, loss, quick, solve
-from exlm.quantize.wave import round_both
+from exlm.quantize.solve import Effort, loss, losses, quick, solve
+from exlm.quantize.wave import Outputs, round_both
 
 RECIPES = list(recipes())
 
@@ -62,9 +63,10 @@ def test_every_stage_is_better_than_the_one_before(bits: int) -> None:
         [grid.value(grid.nearest(rows)) for grid, rows in zip(scales, w[f.order].split(32), strict=True)]
     )
     plain = harm(w[f.order], nearest, f.hessian)
-    fed, losses = quick(w, f, groups, 24)
+    fed = quick(w, f, groups, 24)
     assert float(loss(w, f, fed).sum()) < 0.8 * plain
-    torch.testing.assert_close(losses.sum(0), loss(w, f, fed), rtol=2e-2, atol=1e-5)
+    added = losses(w, f, 32, (8, bits), 24)[1]
+    torch.testing.assert_close(added.sum(0), loss(w, f, fed), rtol=2e-2, atol=1e-5)
     assert float(loss(w, f, solve(w, f, groups, Effort(sweeps=3))).sum()) < float(loss(w, f, fed).sum())
 
 
@@ -98,26 +100,32 @@ def test_the_wave_is_the_slow_rounding(inputs: int, columns: int) -> None:
     w, h = problem(inputs, columns)
     _, g = problem(columns, 1, 3)
     upper = upper_of_inverse((h + 0.05 * h.diagonal().mean() * torch.eye(inputs)).double())
-    across = upper_of_inverse((g + 0.1 * g.diagonal().mean() * torch.eye(columns)).double())
+    side = output_side(g.double(), 0.1)
     assert upper is not None
-    assert across is not None
+    assert side is not None
     scale = (torch.rand(inputs, columns) * 0.02 + 0.02).double()
     half = torch.full((inputs,), 4.0).double()
-    found = round_both(w.double(), scale, half, upper, across)
-    assert (found != slow_both(w.double(), scale, half, upper, across)).float().mean() < 0.002
+    found = round_both(w.double(), scale, half, upper, side)[:, side.order]
+    slow = slow_both(w.double()[:, side.order], scale[:, side.order], half, upper, side.upper)
+    assert (found != slow).float().mean() < 0.002
 
 
 def test_knowing_the_outputs_helps() -> None:
     w, h = problem(64, 64)
     _, g = problem(64, 1, 5)
-    g = g / g.diagonal().mean() + 0.1 * torch.eye(64)
     f, groups = factors(w, h, 0.02), recipe(32, (4, 1.0)).groups(64)
 
-    def both(across: Tensor | None) -> float:
-        error = w[f.order] - solve(w, f, groups, Effort(), across).values()
+    def both(outputs: Outputs | None) -> float:
+        error = w[f.order] - solve(w, f, groups, Effort(), outputs).values()
         return float(((f.hessian @ error @ g) * error).sum())
 
-    assert both(upper_of_inverse(g)) < 0.8 * both(None)
+    side = output_side(g, 0.1)
+    assert side is not None
+    assert both(side) < 0.8 * both(None)
+    order = side.order.flip(0)  # those that matter least first
+    turned = upper_of_inverse(g[order][:, order] + 0.1 * g.diagonal().mean() * torch.eye(64))
+    assert turned is not None
+    assert both(side) < 0.95 * both(Outputs(order, turned))
 
 
 @pytest.mark.parametrize("group", [32, 128])

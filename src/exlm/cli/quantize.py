@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from exlm import InputError, find_model, quantize_model
+from exlm import InputError, Quality, find_model, quantize_model
 
 from .evaluate import show
 
@@ -25,7 +25,7 @@ def quantize(
     head_bits: Annotated[int, typer.Option(help="Bits of the head: 2, 3, 4, 5, 6 or 8.")] = 6,
     size: Annotated[str | None, typer.Option(help="Instead of bits: size of the weights, as 5.2GB.")] = None,
     max_kld: Annotated[
-        float | None, typer.Option(help="Instead of bits: the divergence that may be expected, in nats.")
+        float | None, typer.Option(help="Instead of bits: the most it may diverge from its source, in nats.")
     ] = None,
     calibration: Annotated[
         str, typer.Option(help="builtin, or a .txt, .jsonl or .parquet file.")
@@ -73,8 +73,17 @@ def quantize(
             report=report,
             progress=shown,
         )
-    if quality is not None and not quiet:
+    if quality is not None:
+        _tell(quality, max_kld, quiet)
+
+
+def _tell(quality: Quality, max_kld: float | None, quiet: bool) -> None:
+    if not quiet:
         show(quality)
+    if quality.kl is not None and max_kld is not None and quality.kl > max_kld:
+        words = f"It diverges by {quality.kl:.3g} from its source; at most {max_kld:g} was asked for."
+        typer.echo(words, err=True)
+        raise typer.Exit(1)
 
 
 def _method(name: str) -> Literal["exl2", "gptq"]:

@@ -71,6 +71,11 @@ def below(slots: Sequence[Slot], harm: float) -> Allocation:
     return Allocation(tuple(line[place] for line, place in zip(edges, at, strict=True)))
 
 
+def least(slots: Sequence[Slot]) -> float:
+    """The harm of the most bits there are."""
+    return sum(edge(slot)[-1].harm for slot in slots)
+
+
 def edge(slot: Slot) -> list[Choice]:
     """The choices that no mixture of two others beats, from few bits to many."""
     line: list[Choice] = []

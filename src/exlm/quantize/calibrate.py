@@ -32,11 +32,14 @@ LEAST = 2048
 KEPT_BACK = 6
 """One paragraph in so many is never calibrated with."""
 
+PIECE = 128
+"""Tokens the model writes in one go: its weights are read once for each, whatever the number of pieces."""
+
 BATCH = 64
-"""Rows the model writes at once."""
+"""Pieces it writes at once."""
 
 SHOWN = 8
-"""Tokens the model is given to begin with."""
+"""Tokens a model without a BOS is given to begin with."""
 
 TEXT_KEYS = ("text", "content", "prompt", "completion", "output", "messages")
 
@@ -87,7 +90,7 @@ def rows_of(texts: Iterator[str] | list[str], tokenizer: Tokenizer, rows: int, l
 
 @torch.no_grad()
 def written(shop: Workshop, starts: Tensor, length: int, banned: Sequence[int], seed: int) -> Tensor:
-    """Rows that go on from `starts` (rows, tokens) as the model itself would, by chance but repeatably.
+    """Pieces that go on from `starts` (pieces, tokens) as the model itself would, by chance but repeatably.
 
     The whole model is in memory meanwhile, as floats. `banned` ids are never written.
     """
@@ -101,7 +104,7 @@ def written(shop: Workshop, starts: Tensor, length: int, banned: Sequence[int], 
             batch = replace(batch_of(fresh, ids.shape[1] - fresh.shape[1]), outputs="last")
             logits, _ = decoder.forward(batch, layers)
             assert logits is not None
-            logits[:, :, banned] = -torch.inf  # a row is one text: it may not end early
+            logits[:, :, banned] = -torch.inf  # a piece is one text: it may not end early
             shares = logits[:, -1].softmax(-1).cpu()
             fresh = torch.multinomial(shares, 1, generator=generator).to(ids.device)
             ids = torch.cat((ids, fresh), 1)
@@ -110,12 +113,14 @@ def written(shop: Workshop, starts: Tensor, length: int, banned: Sequence[int], 
     return torch.cat(out)
 
 
-def starts_of(text: Tensor, rows: int, bos: int | None) -> Tensor:
-    """Where the model begins to write: a BOS, if there is one, and a few words of some text."""
-    begun = text[torch.arange(rows) % len(text), :SHOWN].clone()
+def starts_of(text: Tensor, pieces: int, bos: int | None) -> Tensor:
+    """Where the model begins to write: a BOS and nothing else, or, if there is none, a few words of text."""
     if bos is not None:
-        begun[:, 0] = bos
-    return begun
+        return torch.full((pieces, 1), bos)
+    rows, length = text.shape
+    shown, at = min(SHOWN, length), torch.arange(pieces)
+    first = at // rows * shown % (length - shown + 1)
+    return text[(at % rows)[:, None], first[:, None] + torch.arange(shown)]
 
 
 def _text(path: Path) -> Iterator[str]:
@@ -140,9 +145,11 @@ def _parquet(path: Path) -> Iterator[str]:
         parquet = import_module("pyarrow.parquet")
     except ImportError as error:
         raise MissingExtra("Parquet files need pyarrow: pip install pyarrow") from error
-    for batch in parquet.ParquetFile(path).iter_batches():
-        for record in batch.to_pylist():
-            yield _words(record)
+    try:
+        for batch in parquet.ParquetFile(path).iter_batches():
+            yield from map(_words, batch.to_pylist())
+    except (ValueError, OSError) as error:  # what pyarrow raises are both
+        raise InputError(f"{path}: not a Parquet file that can be read ({error}).") from error
 
 
 def _words(record: Any) -> str:

@@ -91,7 +91,7 @@ class _Side:
 
     def begin(self, rows: list[Tensor]) -> None:
         embedding = self.shop.bottom()
-        self.states = [embedding.forward(batch_of(ids)) for ids in rows]
+        self.states = [embedding.forward(batch_of(ids)).contiguous() for ids in rows]
 
     def layer(self, i: int, rows: list[Tensor]) -> None:
         block = self.shop.layer(i)

@@ -20,9 +20,9 @@ from ..nn import Batch, Head
 from ..nn.block import BlockLike
 from .layers import Tap, run
 from .measurement import BLOCK, MIDDLE, SIZES, Profile
-from .recipe import recipe
 from .rounding import factors, upper_of_inverse
-from .solve import quick
+from .solve import losses
+from .wave import Outputs
 
 CAP = 8.0
 """A token counts at most so many times the median one: beyond, the second order says nothing."""
@@ -101,12 +101,17 @@ def carry_back(block: BlockLike, x: Tensor, batch: Batch, slope: Tensor) -> Tens
     return x.grad
 
 
-def output_factor(gradients: Tensor, ridge: float) -> Tensor | None:
-    """V with Vᵀ V = G⁻¹ of the damped gradients; None where they are not known together or are all zero."""
+def output_side(gradients: Tensor, ridge: float) -> Outputs | None:
+    """What the gradients say of the columns, those that matter most first: the others make good for them.
+
+    None where they are not known together or are all zero.
+    """
     if gradients.dim() != 2 or not float(gradients.diagonal().sum()):
         return None
-    g = gradients / gradients.diagonal().mean()
-    return upper_of_inverse(g + ridge * torch.eye(len(g), device=g.device))
+    order = gradients.diagonal().argsort(descending=True, stable=True)
+    g = gradients[order][:, order] / gradients.diagonal().mean()
+    upper = upper_of_inverse(g + ridge * torch.eye(len(g), device=g.device))
+    return None if upper is None else Outputs(order, upper)
 
 
 def profile(w: Tensor, heard: Heard, damping: float, ridge: float, where: str) -> Profile:
@@ -114,18 +119,21 @@ def profile(w: Tensor, heard: Heard, damping: float, ridge: float, where: str) -
     tokens = max(1, heard.tokens)
     g = heard.gradients / tokens
     care = g if g.dim() == 1 else g.diagonal()
-    across = output_factor(g, ridge)
-    if across is not None:  # what is left of an output's curvature once the others make good for it
-        care = across.diagonal().pow(-2) * g.diagonal().mean()
+    side = output_side(g, ridge)
+    if side is not None:  # what is left of an output's curvature once the others make good for it
+        care = torch.empty_like(care)
+        care[side.order] = side.upper.diagonal().pow(-2) * g.diagonal().mean()
     f = factors(w, heard.inputs / tokens, damping, where)
 
-    def blocks(width: int, size: int) -> Tensor:
-        _, losses = quick(w, f, recipe(size, (width, 1.0)).groups(len(w)), COARSE)
-        return (losses @ (care / 2)).view(-1, BLOCK).sum(1)
+    def blocks(size: int, *widths: int) -> dict[int, Tensor]:
+        lost = zip(widths, losses(w, f, size, widths, COARSE), strict=True)
+        return {width: (one @ (care / 2)).view(-1, BLOCK).sum(1) for width, one in lost}
 
-    harms = {width: blocks(width, MIDDLE) for width in MEASURED}
+    harms = blocks(MIDDLE, *MEASURED)
     step = harms[6] / harms[4].clamp(min=1e-30)  # what two bits more do, where the grid is fine
     harms |= {5: harms[4] * step.sqrt(), 8: harms[6] * step}
     whole = float(harms[PROBE].sum()) or 1.0
-    sizes = {size: 1.0 if size == MIDDLE else float(blocks(PROBE, size).sum()) / whole for size in SIZES}
+    sizes = {
+        size: 1.0 if size == MIDDLE else float(blocks(size, PROBE)[PROBE].sum()) / whole for size in SIZES
+    }
     return Profile({width: harms[width].tolist() for width in sorted(harms)}, sizes)

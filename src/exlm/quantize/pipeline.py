@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..formats import PackedWeight
 from . import measure, streams
-from .allocate import Allocation, below, within
+from .allocate import Allocation, below, least, within
 from .gptq import solve_gptq
 from .layers import run
 from .measurement import Measurement, Profile, quantised
@@ -27,6 +27,9 @@ from .work import Work
 
 AHEAD, BACK, ROUND, HEAD_UNITS = 1, 6, 12, 12  # units of the progress bar: how long steps take
 
+LOWER = 0.9
+"""How much better than needed a second try is meant to be."""
+
 
 def units(depth: int, measures: bool) -> int:
     """Of a whole job."""
@@ -37,6 +40,7 @@ def units(depth: int, measures: bool) -> int:
 def listen(work: Work, measures: bool) -> None:
     """Gradients at every matrix's outputs and, with `measures`, its profile; from the last layer down."""
     job, depth = work.job, work.depth
+    work.step(0, "measuring")
     if job.noted("listened"):
         work.step(depth * (AHEAD + BACK), "measuring")
         return
@@ -132,13 +136,37 @@ def allocate(work: Work, measurement: Measurement) -> Allocation:
     if wishes.max_kld is not None:
         if not measurement.profiles:
             raise InputError("max_kld needs a measurement by exlm: the old converter's has other errors.")
-        return below(measurement.slots, wishes.max_kld)
+        aim = _aim(work)
+        return below(measurement.slots, max(aim, least(measurement.slots)) if aim else wishes.max_kld)
     if wishes.bits is not None:
         return within(measurement.slots, int(weights * wishes.bits), weights)
     assert wishes.size is not None
     head = HEAD[wishes.head_bits].bits(work.matrices["head"])
     kept = kept_bytes(planned(work.frozen, work.source), work.model, work.matrices.keys())
     return within(measurement.slots, 8 * (wishes.size - kept) - head, weights)
+
+
+def aim_again(work: Work, found: float) -> bool:
+    """After a model that diverges by `found`: aim lower by as much as it missed, once; False the second time.
+
+    The layers are then to be quantised anew.
+    """
+    wanted = work.wishes.max_kld
+    assert wanted is not None
+    if _aim(work) is not None:
+        return False
+    work.job.drop(
+        "layer.head", f"streams.{work.depth}"
+    )  # before the note: a kill between repeats the first try
+    work.job.note("aim", {"wanted": wanted, "harm": LOWER * wanted * wanted / found})
+    work.done = work.total - work.depth * ROUND - HEAD_UNITS
+    return True
+
+
+def _aim(work: Work) -> float | None:
+    """The harm that is aimed at once the first try has missed."""
+    noted = work.job.noted("aim")
+    return noted["harm"] if noted is not None and noted["wanted"] == work.wishes.max_kld else None
 
 
 @torch.no_grad()
@@ -151,7 +179,7 @@ def quantise(work: Work, recipes: Mapping[str, Recipe]) -> None:
         work.step(ROUND * begun[-1], "quantising")
     else:
         embedding = shop.bottom()
-        x = [embedding.forward(batch) for batch in batches]
+        x = [embedding.forward(batch).contiguous() for batch in batches]
         s, begun = Streams(list(x), list(x), batches), [0]
         job.save("streams.0", s.tensors())
     for layer in range(begun[-1], work.depth):
@@ -194,10 +222,10 @@ def _solved(
     f = factors(w, h, effort.damping, role)
     if work.wishes.method == "gptq":
         return solve_gptq(w, f, work.wishes.group_size, effort.sweeps, half)
-    across = None
+    outputs = None
     if gradients is not None:
-        across = measure.output_factor(gradients.to(w.device).float(), effort.ridge)
-    made = solve(w, f, recipes[role].groups(len(w)), effort, across)
+        outputs = measure.output_side(gradients.to(w.device).float(), effort.ridge)
+    made = solve(w, f, recipes[role].groups(len(w)), effort, outputs)
     return made.dequantize(), made.pack(half)
 
 

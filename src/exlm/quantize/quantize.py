@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,8 @@ from .recipe import HEAD, Recipe
 from .report import write_report
 from .wishes import TARGETS, Method, Wishes, calibration_name, parse_size
 from .work import Progress, Work, check_shapes, facts, memory
+
+log = logging.getLogger(__name__)
 
 SHARD = 2 * 2**30
 
@@ -53,12 +56,13 @@ def quantize_model(
     """Quantise the model at `source` into a new folder and return what became of its quality.
 
     The target is one of `bits` (a weight of the layers, scales and orders included; 4 if none is given),
-    `size` (of the weights, in bytes or as "5.2GB") and `max_kld` (the divergence to be expected, in nats a
-    token). GPTQ has 4 bits and no target. `calibration` is "builtin" or a .txt, .jsonl or .parquet file.
+    `size` (of the weights, in bytes or as "5.2GB") and `max_kld` (the divergence in nats a token; a model
+    found to diverge more is made once again with more bits, and the card says whether that was enough). GPTQ
+    has 4 bits and no target. `calibration` is "builtin" or a .txt, .jsonl or .parquet file.
 
     A job that was killed goes on where it stopped when the same call is made again, and ends with the same
     weights; `restart` begins anew. `measurement` is a file `save_measurement` wrote for this model, or the
-    old converter's measurement.json. Without `report` the new model is not compared with its source. The
+    old converter's measurement.json. Without `report` nothing is written about the new model's quality. The
     folder appears when it is complete; the source is never changed.
     """
     if method == "exl2" and bits is None and size is None and max_kld is None:
@@ -125,25 +129,39 @@ def carry_out(
         most = memory(frozen.spec, wishes.rows * length)
         work.step(0, f"calibrating; at most {most / 1e9:.1f} GB of memory")
         work.calibration()
-        recipes: dict[str, Recipe] = {}
         if wishes.method == "exl2":
             pipeline.listen(work, measures)
             known = known or pipeline.measured(work)
             if save_measurement is not None and known.profiles:
                 known.save(Path(save_measurement))
-            chosen = pipeline.allocate(work, known)
-            recipes = {role: r for choice in chosen.choices for role, r in choice.recipes.items()}
-            recipes["head"] = HEAD[wishes.head_bits]
-        pipeline.quantise(work, recipes)
-        work.step(0, "writing")
-        return _written(work, folder, shard_bytes, overwrite, report, source)
+        while True:
+            pipeline.quantise(work, _recipes(work, known))
+            work.step(0, "writing")
+            try:
+                return _written(work, folder, shard_bytes, overwrite, report, source)
+            except _Missed as missed:
+                log.info("%s: %s", folder.name, missed)
+
+
+class _Missed(Exception):
+    """The model diverges more than it may, and is to be made anew with more bits."""
+
+
+def _recipes(work: Work, known: Measurement | None) -> dict[str, Recipe]:
+    """What each matrix gets; nothing for a format without choices."""
+    if work.wishes.method != "exl2":
+        return {}
+    assert known is not None
+    chosen = pipeline.allocate(work, known)
+    recipes = {role: made for choice in chosen.choices for role, made in choice.recipes.items()}
+    return recipes | {"head": HEAD[work.wishes.head_bits]}
 
 
 def _written(
     work: Work, folder: Path, shard_bytes: int, overwrite: bool, report: bool, source: str | Path
 ) -> Quality | None:
-    """The new folder from what the job has made, with its report."""
-    said = _said(work)
+    """The new folder from what the job has made, with its report; `_Missed` before it has its name."""
+    said, wanted = _said(work), work.wishes.max_kld
     made = new_model(
         folder,
         work.frozen,
@@ -156,22 +174,32 @@ def _written(
     )
     with made as hidden:
         _check_whole(hidden, work)
-        if not report:
+        if not report and wanted is None:
             return None
         work.step(0, "judging the result")
         device = str(work.shop.chain.device)
-        quality = evaluate_model(hidden, source, device=device, speed=True)
+        quality = evaluate_model(hidden, source, device=device, speed=report)
+        assert quality.kl is not None
+        if wanted is not None and quality.kl > wanted:
+            words = f"a divergence of {quality.kl:.3g} was found, at most {wanted:g} was asked for."
+            if pipeline.aim_again(work, quality.kl):
+                raise _Missed(words)
+            log.warning("%s: %s Ask for less, or calibrate with more text.", folder.name, words)
         quality = replace(quality, model=folder.name, against=Path(source).name)
-        rows = work.calibration().shape
-        words = {
-            "method": said["quant_method"],
-            "source": Path(source).name,
-            "bits a weight": f"{quality.bits:.3f}",
-            "calibration": f"{calibration_name(work.wishes)}, {rows[0]} rows of {rows[1]} tokens",
-            "made with": f"exlm {__version__}",
-        }
-        write_report(hidden, quality, words, CARD)
+        if report:
+            write_report(hidden, quality, _words(work, said, quality, Path(source).name), CARD)
         return quality
+
+
+def _words(work: Work, said: dict[str, Any], quality: Quality, source: str) -> dict[str, str]:
+    """What the card says of how the model was made."""
+    rows, wanted = work.calibration().shape, work.wishes.max_kld
+    words = {"method": str(said["quant_method"]), "source": source, "bits a weight": f"{quality.bits:.3f}"}
+    if wanted is not None:
+        kept = "kept" if quality.kl is not None and quality.kl <= wanted else "not kept"
+        words["divergence asked for"] = f"at most {wanted:g}: {kept}"
+    calibration = f"{calibration_name(work.wishes)}, {rows[0]} rows of {rows[1]} tokens"
+    return words | {"calibration": calibration, "made with": f"exlm {__version__}"}
 
 
 def _said(work: Work) -> dict[str, Any]:

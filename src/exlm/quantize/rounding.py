@@ -24,10 +24,13 @@ class Grid(NamedTuple):
     low: Tensor  # (columns,) or ()
     high: Tensor
 
+    def inverse(self) -> Tensor:
+        """What numbers are multiplied with to be rounded; 0 where there is no scale."""
+        return torch.where(self.scale > 0, 1 / self.scale, torch.zeros_like(self.scale))
+
     def nearest(self, w: Tensor) -> Tensor:
         """The whole numbers that come closest to `w`; 0 where there is no scale."""
-        inverse = torch.where(self.scale > 0, 1 / self.scale, torch.zeros_like(self.scale))
-        return torch.minimum(torch.maximum((w * inverse).round_(), self.low), self.high)
+        return (w * self.inverse()).round_().clamp_(self.low, self.high)
 
     def value(self, codes: Tensor) -> Tensor:
         """What a reader makes of them: products rounded to float16."""
@@ -90,19 +93,23 @@ def feed_back(w: Tensor, f: Factors, sizes: Sequence[int], choose: Choose) -> Ro
     """Round `w` (inputs, columns, in the order of the inputs) group by group."""
     w = w[f.order].clone()
     codes, losses, grids = torch.empty_like(w), torch.empty_like(w), []
-    pivots = f.upper.diagonal()
+    steep = f.upper.diagonal().reciprocal()
+    value = torch.empty_like(w[0], dtype=torch.float16)
     a = 0
     for number, size in enumerate(sizes):
         b = a + size
-        importance = pivots[a:b].reciprocal().square()
+        importance = steep[a:b].square()
         grid = choose(number, w[a:b], importance / importance.mean())
-        errors = losses[a:b]
-        for row in range(a, b):
-            codes[row] = grid.nearest(w[row])
-            errors[row - a] = (w[row] - grid.value(codes[row])) / pivots[row]
-            if row + 1 < b:
-                w[row + 1 : b] -= f.upper[row, row + 1 : b, None] * errors[row - a]
-        w[b:] -= f.upper[a:b, b:].T @ errors
+        inverse, errors = grid.inverse(), losses[a:b]
+        rows = zip(w[a:b], codes[a:b], errors, steep[a:b], f.upper[a:b, a:b], strict=True)
+        for i, (now, code, error, slope, behind) in enumerate(
+            rows, 1
+        ):  # few calls: each costs more than its work
+            torch.mul(now, inverse, out=code).round_().clamp_(grid.low, grid.high)
+            torch.mul(code, grid.scale, out=value)
+            torch.sub(now, value, out=error).mul_(slope)
+            w[a + i : b].addr_(behind[i:], error, alpha=-1)
+        w[b:].addmm_(f.upper[a:b, b:].T, errors, alpha=-1)
         errors.square_()
         grids.append(grid)
         a = b
@@ -114,16 +121,18 @@ def descend(codes: Tensor, gradient: Tensor, h: Tensor, sizes: Sequence[int], gr
 
     `gradient` is H times what the rounding leaves of the target, and is kept so.
     """
+    value = torch.empty_like(codes[0], dtype=torch.float16)
     a = 0
     for size, grid in zip(sizes, grids, strict=True):
         b = a + size
-        local, block = gradient[a:b].clone(), h[a:b, a:b]
+        local, block, inverse = gradient[a:b].clone(), h[a:b, a:b], grid.inverse()
         before = grid.value(codes[a:b])
         change = torch.empty_like(before)
-        for i in range(size):
-            codes[a + i] = grid.nearest(before[i] + local[i] / block[i, i])
-            change[i] = grid.value(codes[a + i]) - before[i]
-            if i + 1 < size:
-                local[i + 1 :] -= block[i + 1 :, i, None] * change[i]
-        gradient -= h[:, a:b] @ change
+        rows = zip(codes[a:b], before, local, change, block.diagonal().reciprocal(), block, strict=True)
+        for i, (code, old, slope, moved, flat, beside) in enumerate(rows, 1):
+            torch.addcmul(old, slope, flat, out=code).mul_(inverse).round_().clamp_(grid.low, grid.high)
+            torch.mul(code, grid.scale, out=value)
+            torch.sub(value, old, out=moved)
+            local[i:].addr_(beside[i:], moved, alpha=-1)
+        gradient.addmm_(h[:, a:b], change, alpha=-1)
         a = b

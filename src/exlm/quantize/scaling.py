@@ -16,6 +16,7 @@ from .rounding import Grid
 
 WIDEST = 16  # the largest factor of the grid, before it is squared
 LARGEST = 65504.0
+TINY = 1e-30
 LOWEST = {2: 0.35, 3: 0.45, 4: 0.6}
 """How far below the largest number a scale is looked for, by width; 0.75 for the others."""
 
@@ -82,7 +83,7 @@ def move(now: GroupScale, wish: Tensor, care: Tensor) -> GroupScale | None:
 def _error(w: Tensor, scale: Tensor, bits: int, importance: Tensor) -> Tensor:
     """(columns,) the weighted squared error of rounding rows at this scale."""
     half = 1 << (bits - 1)
-    inverse = torch.where(scale > 0, 1 / scale, torch.zeros_like(scale))
+    inverse = scale.clamp(min=TINY).reciprocal_()  # where there is no scale, any code means 0
     error = (w * inverse).round_().clamp_(-half, half - 1).mul_(scale).sub_(w)
     return importance @ error.square_()
 

@@ -18,15 +18,15 @@ from . import scaling
 from .recipe import Group
 from .rounding import Factors, Grid, descend, feed_back
 from .scaling import GroupScale
-from .wave import round_both
+from .wave import Outputs, round_both
 
 
 @dataclass(frozen=True)
 class Effort:
     """How hard the solver tries."""
 
-    damping: float = 0.02  # of the mean of H's diagonal, added to it
-    ridge: float = 0.1  # the same for the gradients of the outputs
+    damping: float = 0.01  # of the mean of H's diagonal, added to it
+    ridge: float = 0.05  # the same for the gradients of the outputs
     sweeps: int = 2  # of descent behind GPTQ; 0: GPTQ alone
     fine: int = 24  # steps of the search for a column's scale
 
@@ -79,8 +79,8 @@ class Solution:
         return PackedWeight("exl2", inputs, columns, tuple(segments), torch.float16, order, bias)
 
 
-def quick(w: Tensor, f: Factors, groups: Sequence[Group], fine: int) -> tuple[Solution, Tensor]:
-    """GPTQ alone; beside it what each number adds to the loss, (inputs, columns) in stored order."""
+def quick(w: Tensor, f: Factors, groups: Sequence[Group], fine: int) -> Solution:
+    """GPTQ alone."""
     scales: list[GroupScale] = []
 
     def choose(number: int, rows: Tensor, importance: Tensor) -> Grid:
@@ -89,28 +89,40 @@ def quick(w: Tensor, f: Factors, groups: Sequence[Group], fine: int) -> tuple[So
         return scales[-1].grid(bits)
 
     rounded = feed_back(w, f, [group.rows for group in groups], choose)
-    return Solution(groups, f.order, rounded.codes, scales), rounded.losses
+    return Solution(groups, f.order, rounded.codes, scales)
+
+
+def losses(w: Tensor, f: Factors, size: int, widths: Sequence[int], fine: int) -> tuple[Tensor, ...]:
+    """For each width, what each number adds to the loss if all rows have it, in groups of `size`.
+
+    All are rounded side by side, as columns of one matrix.
+    """
+
+    def choose(_: int, rows: Tensor, importance: Tensor) -> Grid:
+        parts = zip(rows.chunk(len(widths), 1), widths, strict=True)
+        grids = [scaling.choose(part, bits, importance, fine).grid(bits) for part, bits in parts]
+        return Grid(*(torch.cat([x.expand(w.shape[1]) for x in each]) for each in zip(*grids, strict=True)))
+
+    sizes = [min(size, len(w) - a) for a in range(0, len(w), size)]
+    return feed_back(w.repeat(1, len(widths)), f, sizes, choose).losses.chunk(len(widths), 1)
 
 
 def solve(
-    w: Tensor, f: Factors, groups: Sequence[Group], effort: Effort, across: Tensor | None = None
+    w: Tensor, f: Factors, groups: Sequence[Group], effort: Effort, outputs: Outputs | None = None
 ) -> Solution:
-    """The best codes and scales for `w` (inputs, columns).
-
-    `across` is V with Vᵀ V = G⁻¹, where the gradients of the outputs are known.
-    """
-    solution, _ = quick(w, f, groups, effort.fine)
+    """The best codes and scales for `w` (inputs, columns); `outputs` where their gradients are known."""
+    solution = quick(w, f, groups, effort.fine)
     target = w[f.order]
     gradient = f.hessian @ (target - solution.values())
     for _ in range(effort.sweeps):
         moved = _fit_scales(solution, f.hessian, gradient)
-        if across is not None and not moved:
+        if outputs is not None and not moved:
             break  # codes will be chosen anew: only the scales count
         descend(solution.codes, gradient, f.hessian, solution.sizes, solution.grids())
-    if across is not None:
+    if outputs is not None:
         halves = torch.tensor([float(1 << (g.bits - 1)) for g in groups], device=w.device)
         half = halves.repeat_interleave(torch.tensor(solution.sizes, device=w.device))
-        solution.codes = round_both(target, solution.spread(), half, f.upper, across)
+        solution.codes = round_both(target, solution.spread(), half, f.upper, outputs)
     return solution
 
 

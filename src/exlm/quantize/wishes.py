@@ -38,7 +38,7 @@ class Wishes:
     calibration: str = "builtin"  # or a file
     rows: int = 128
     length: int = 512
-    measure_rows: int = 16
+    measure_rows: int = 64
     seed: int = 1
     effort: Effort = field(default_factory=Effort)
 

@@ -41,7 +41,7 @@ WHOLE = 2 * 10**9
 EVERYTHING = 10**6
 """More rows than any text has."""
 
-PATIENCE = 25 * 10**8
+PATIENCE = 22 * 10**8
 """Rows it may then write, times its weights: writing is slow where weights are many."""
 
 
@@ -140,14 +140,16 @@ def _ids(config: Config, wishes: Wishes, shop: Workshop) -> Tensor:
     text = _known(calibrate.rows_of(calibrate.builtin(), tokenizer, EVERYTHING, length), config)
     weights = sum(m.in_features * m.out_features for m in matrices(config.spec))
     own = PATIENCE // weights if 4 * weights <= WHOLE else 0
-    read = min(len(text), wishes.rows - min(own, wishes.rows // 2))
+    read = min(len(text), wishes.rows - min(own, wishes.rows * 3 // 4))
     text = text[torch.linspace(0, len(text) - 1, read).long()]  # some of every kind
     own = min(own, wishes.rows - read)
     if not own:
         return text
-    starts = calibrate.starts_of(text, own, tokenizer.bos_token_id)
+    piece = min(calibrate.PIECE, length)
+    starts = calibrate.starts_of(text, -(-own * length // piece), tokenizer.bos_token_id)
     banned = [i for i in tokenizer.eos_token_ids if 0 <= i < config.vocab_size]
-    return torch.cat((text, calibrate.written(shop, starts, length, banned, wishes.seed)))
+    ids = calibrate.written(shop, starts, piece, banned, wishes.seed).flatten()
+    return torch.cat((text, ids[: own * length].view(own, length)))
 
 
 def _known(ids: Tensor, config: Config) -> Tensor:

@@ -1,0 +1,119 @@
+"""GPTQ models as other readers see them: unpacked nibble by nibble from the files, with nothing of ours."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from exlm import Config, Model, quantize_model
+from tests import tiny
+
+MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def unpack(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor) -> Tensor:
+    """(inputs, outputs) float16 by the convention of the older layout, which stores zero points less one."""
+    rows, columns = torch.arange(8 * qweight.shape[0]), torch.arange(qweight.shape[1])
+    codes = (qweight.long()[rows // 8] >> (4 * (rows % 8))[:, None]) & 15
+    zeros = ((qzeros.long()[:, columns // 8] >> (4 * (columns % 8))) & 15) + 1
+    group = g_idx.long()
+    return ((codes - zeros[group]).float() * scales[group].float()).half()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """160 inputs make two groups of 128, the second one short."""
+    return tiny.chatty(tmp_path_factory.mktemp("source"), hidden_size=64, intermediate_size=160)
+
+
+@pytest.fixture(scope="module", params=[32, 128])
+def made(request: pytest.FixtureRequest, source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPTQ model; its group size is the name of the folder above it."""
+    group = request.param
+    folder = tmp_path_factory.mktemp("made") / str(group) / "model"
+    text = folder.parents[1] / "text.txt"
+    text.write_text("Nine ships left the harbour; seven came back before the storm. " * 40)
+    options: dict[str, Any] = {"calibration": text, "rows": 6, "length": 64, "report": False}
+    quantize_model(source, folder, method="gptq", group_size=group, **options)
+    return folder
+
+
+def test_every_matrix_has_the_tensors_of_the_convention(made: Path, source: Path) -> None:
+    group, floats, tensors = int(made.parent.name), load_file(source / "model.safetensors"), {}
+    tensors.update(load_file(made / "model.safetensors"))
+    for name, weight in floats.items():
+        stem = name.removesuffix(".weight")
+        if not stem.endswith(MATRICES):
+            assert tensors.pop(name).dtype is torch.float16
+            continue
+        (outputs, inputs), parts = weight.shape, ("qweight", "qzeros", "scales", "g_idx")
+        found = {part: tensors.pop(f"{stem}.{part}") for part in parts}
+        groups = -(-inputs // group)
+        assert {part: (list(t.shape), t.dtype) for part, t in found.items()} == {
+            "qweight": ([inputs // 8, outputs], torch.int32),
+            "qzeros": ([groups, outputs // 8], torch.int32),
+            "scales": ([groups, outputs], torch.float16),
+            "g_idx": ([inputs], torch.int32),
+        }
+        counts = found["g_idx"].long().bincount(minlength=groups).tolist()
+        assert counts == [min(group, inputs - a) for a in range(0, inputs, group)]
+        exact = weight.T.float()
+        off = (unpack(**found).float() - exact).norm() / exact.norm()
+        assert float(off) < 0.25
+    assert not tensors
+
+
+def test_rows_are_in_the_order_of_activations(made: Path) -> None:
+    tensors = load_file(made / "model.safetensors")
+    orders = [t for name, t in tensors.items() if name.endswith("g_idx") and int(t.max()) > 0]
+    assert orders
+    assert all(bool((order.diff() < 0).any()) for order in orders)
+
+
+def test_the_model_is_the_one_that_the_nibbles_spell(made: Path, source: Path, tmp_path: Path) -> None:
+    tensors = load_file(made / "model.safetensors")
+    stems = {name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")}
+    plain = {name: t for name, t in tensors.items() if name.rpartition(".")[0] not in stems}
+    for stem in stems:
+        parts = {part: tensors[f"{stem}.{part}"] for part in ("qweight", "qzeros", "scales", "g_idx")}
+        plain[f"{stem}.weight"] = unpack(**parts).T.contiguous()
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    save_file(plain, tmp_path / "model.safetensors")
+    ids, answers = torch.arange(3, 60)[None], []
+    for folder in (made, tmp_path):
+        model = Model(Config(folder))
+        model.load()
+        answers.append(model.forward(ids))
+    torch.testing.assert_close(answers[0], answers[1], rtol=1e-4, atol=1e-4)
+
+
+def test_config_says_what_readers_ask_for(made: Path) -> None:
+    said = json.loads((made / "config.json").read_text())["quantization_config"]
+    assert said == {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": int(made.parent.name),
+        "desc_act": True,
+        "sym": False,
+        "checkpoint_format": "gptq",
+    }
+
+
+def test_the_unpacker_reads_what_other_tools_wrote(fixtures_dir: Path) -> None:
+    """The convention above is the fixtures': the same numbers as the reference's kernels."""
+    tensors = load_file(fixtures_dir / "tiny-lm-gptq-g128-act" / "model.safetensors")
+    known = load_file(fixtures_dir / "reference" / "gptq-g128-act.safetensors")
+    checked = 0
+    for name, wanted in known.items():
+        if name.startswith("dq."):
+            stem = name.removeprefix("dq.")
+            parts = {part: tensors[f"{stem}.{part}"] for part in ("qweight", "qzeros", "scales", "g_idx")}
+            assert torch.equal(unpack(**parts), wanted)
+            checked += 1
+    assert checked
