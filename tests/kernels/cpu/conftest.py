@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import NoReturn
 
 import pytest
 
@@ -25,5 +26,12 @@ def made(request: pytest.FixtureRequest) -> Library:
     """A library."""
     found = _made(request.param)
     if isinstance(found, str):
-        pytest.skip(found)
+        skip_without_compiler(found)
     return found
+
+
+def skip_without_compiler(reason: str) -> NoReturn:
+    """Skip where there is nothing to build with; sources that do not compile are a failure."""
+    if "there is no C compiler" in reason:
+        pytest.skip(reason)
+    pytest.fail(reason)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from exlm.kernels.cpu.building import BuildError, build
+from tests.kernels.cpu.conftest import skip_without_compiler
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -81,7 +82,7 @@ def test_nothing_is_read_or_written_outside(tmp_path: Path) -> None:
     try:
         build("plain", target, ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover"))
     except BuildError as reason:
-        pytest.skip(str(reason))
+        skip_without_compiler(str(reason))
     preload = _runtime("libasan.so")
     environment = {
         **os.environ,

@@ -74,7 +74,9 @@ def build(instructions: str, target: Path, extra: tuple[str, ...] = ()) -> None:
         command += [str(SOURCES / "library.c"), "-o", name, "-lm"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise BuildError(f"{compiler} cannot build its library: {done.stderr.strip()[-400:]}")
+            lines = done.stderr.strip().splitlines()
+            told = "; ".join([line for line in lines if "error" in line] or lines)
+            raise BuildError(f"{compiler} cannot build its library: {told[:400]}")
         os.replace(name, target)
     finally:
         Path(name).unlink(missing_ok=True)

@@ -53,6 +53,7 @@ typedef __m512i Whole;
 #define r_mul(a, b) _mm512_mul_ps(a, b)
 #define r_sub(a, b) _mm512_sub_ps(a, b)
 #define r_more(a, b, c) _mm512_fmadd_ps(b, c, a)
+#define r_less(a, b, c) _mm512_fmsub_ps(b, c, a)
 #define r_rounded(a) _mm512_cvtph_ps(_mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
 
 enum { ENTRIES = 2 };
@@ -87,6 +88,7 @@ typedef __m256i Whole;
 #define r_mul(a, b) _mm256_mul_ps(a, b)
 #define r_sub(a, b) _mm256_sub_ps(a, b)
 #define r_more(a, b, c) _mm256_fmadd_ps(b, c, a)
+#define r_less(a, b, c) _mm256_fmsub_ps(b, c, a)
 #define r_rounded(a) _mm256_cvtph_ps(_mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
 
 enum { ENTRIES = 4 };
@@ -178,6 +180,7 @@ INLINE float nearest_half(float a) {
 #else
 #define r_more(a, b, c) ((a) + (b) * (c))
 #endif
+#define r_less(a, b, c) r_more(-(a), b, c)
 #define r_rounded(a) ((Real){nearest_half((a)[0]), nearest_half((a)[1]), nearest_half((a)[2]), nearest_half((a)[3])})
 
 enum { ENTRIES = 8 };

@@ -21,8 +21,9 @@ typedef struct {
     float scale[ROOM], zero[ROOM], minimum[ROOM];
 } Groups;
 
-/* What happens to a number besides its scale. */
-enum { MOVED = 1, LOWERED = 2, ROUNDED = 4 };
+/* What happens to a number besides its scale. JOINED: it is scaled and lowered in one step, because the product needs
+   no rounding; a zero point is then lowered by zero · scale. */
+enum { MOVED = 1, LOWERED = 2, ROUNDED = 4, JOINED = 8 };
 
 /* The factors of a few groups as floats. Reads and writes up to 15 behind them. */
 INLINE void widen(const Factors *f, long quad, int groups, int first, int count, float *out) {
@@ -47,19 +48,27 @@ static int prepare(const Panel *p, Groups *g) {
     const Run *run = p->run;
     const int32_t *owner = run->owners + p->block * slots_of(run->bits);
     int first = *owner, count = owner[p->blocks * slots_of(run->bits) - 1] - first + 1;
+    int rounded = p->rounded ? ROUNDED : 0, lowered = run->minima.kind ? LOWERED : 0;
+    int moved = run->zeros.kind || !is_tabled(run->bits) ? MOVED : 0; /* a table's shared zero point is in its book */
     widen(&run->scales, p->quad, run->groups, first, count, g->scale);
+    if (lowered) widen(&run->minima, p->quad, run->groups, first, count, g->minimum);
+    if (lowered && !moved && (run->scales.kind == HALVES || run->scales.supers)) return JOINED | rounded;
     if (run->zeros.kind) widen(&run->zeros, p->quad, run->groups, first, count, g->zero);
-    else if (!is_tabled(run->bits)) /* a table's zero point is in its book */
+    else if (moved)
         for (int at = 0; at < count * QUAD; at++) g->zero[at] = (float)run->zero;
-    if (run->minima.kind) widen(&run->minima, p->quad, run->groups, first, count, g->minimum);
-    int moved = run->zeros.kind || !is_tabled(run->bits);
-    return (moved ? MOVED : 0) | (run->minima.kind ? LOWERED : 0) | (p->rounded ? ROUNDED : 0);
+    if (lowered || !moved || run->scales.kind != HALVES) return moved | lowered | rounded;
+    for (int at = 0; at < count * QUAD; at += WIDTH) {
+        Real less = r_mul(r_load(g->zero + at), r_load(g->scale + at));
+        r_store(g->minimum + at, less);
+    }
+    return JOINED | rounded;
 }
 
 /* What plain numbers stand for in a group of one output. */
 INLINE Real weights(const Groups *g, int at, Real plain, int way) {
     if (way & MOVED) plain = r_sub(plain, r_all(g->zero[at]));
-    plain = r_mul(plain, r_all(g->scale[at]));
+    if (way & JOINED) plain = r_less(r_all(g->minimum[at]), plain, r_all(g->scale[at]));
+    else plain = r_mul(plain, r_all(g->scale[at]));
     if (way & LOWERED) plain = r_sub(plain, r_all(g->minimum[at]));
     return way & ROUNDED ? r_rounded(plain) : plain;
 }
@@ -139,28 +148,32 @@ INLINE void walk(const Panel *p, int bits, int way, int fused, const Groups *g, 
     EACH_OUTPUT EACH_PART if (fused) r_store(out + n * LANES + part * WIDTH, sum[n][part]);
 }
 
+/* The usual ways have code of their own. */
+#define BY_WAY(ANY, OWN)                                                                                          \
+    switch (way << 4 | p->run->bits) {                                                                            \
+        OWN(4, 0) OWN(4, JOINED) OWN(4, ROUNDED) OWN(4, JOINED | ROUNDED) OWN(8, JOINED)                          \
+    default:                                                                                                      \
+        switch (p->run->bits) { ANY(2) ANY(3) ANY(4) ANY(5) ANY(6) ANY(8) }                                       \
+    }
+
 /* weights (QUAD, PANEL) of a panel. */
 static void unpack(const Panel *p, float *weights) {
     Groups g;
     int way = prepare(p, &g);
-#define UNPACK(bits) case bits: walk(p, bits, way, 0, &g, from, NULL, weights); break;
-    for (int from = 0; from < QUAD; from += TOGETHER)
-        switch (p->run->bits) { UNPACK(2) UNPACK(3) UNPACK(4) UNPACK(5) UNPACK(6) UNPACK(8) }
+#define ANY(bits) case bits: walk(p, bits, way, 0, &g, from, NULL, weights); break;
+#define OWN(bits, own) case (own) << 4 | bits: walk(p, bits, own, 0, &g, from, NULL, weights); break;
+    for (int from = 0; from < QUAD; from += TOGETHER) BY_WAY(ANY, OWN)
+#undef ANY
+#undef OWN
 }
 
-/* sums (QUAD, 16) += x · weights: one row, whose weights are never put down. The usual ways have code of their
-   own. */
+/* sums (QUAD, 16) += x · weights: one row, whose weights are never put down. */
 static void multiply_one(const Panel *p, const float *x, float *sums) {
     Groups g;
     int way = prepare(p, &g);
 #define ANY(bits) case bits: walk(p, bits, way, 1, &g, from, x, sums); break;
 #define OWN(bits, own) case (own) << 4 | bits: walk(p, bits, own, 1, &g, from, x, sums); break;
-    for (int from = 0; from < QUAD; from += TOGETHER)
-        switch (way << 4 | p->run->bits) {
-            OWN(4, 0) OWN(4, LOWERED) OWN(4, ROUNDED) OWN(4, MOVED | ROUNDED) OWN(8, MOVED)
-        default:
-            switch (p->run->bits) { ANY(2) ANY(3) ANY(4) ANY(5) ANY(6) ANY(8) }
-        }
+    for (int from = 0; from < QUAD; from += TOGETHER) BY_WAY(ANY, OWN)
 }
 
 #endif
