@@ -12,9 +12,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
+
+from exlm import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 120.0
@@ -72,14 +75,24 @@ def kill(process: int) -> None:
     os.kill(process, signal.SIGKILL)
 
 
+def spare_port() -> int:
+    """One that nobody listens at, below those that systems give to outgoing connections: it stays free."""
+    from exlm.serve import listen
+
+    for port in Random().sample(range(20000, 30000), 100):
+        try:
+            listen("127.0.0.1", port).close()
+        except InputError:
+            continue
+        return port
+    raise AssertionError("a hundred ports were taken")
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
     """A Ray that is there until the end."""
     pytest.importorskip("ray", reason="needs exlm[scale]")
-    from exlm.serve import listen
-
-    with listen("127.0.0.1", 0) as free:
-        port = free.getsockname()[1]
+    port = spare_port()
     environment = {
         **os.environ,
         "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
