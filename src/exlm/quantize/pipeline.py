@@ -27,6 +27,9 @@ from .work import Work
 
 AHEAD, BACK, ROUND, HEAD_UNITS = 1, 6, 12, 12  # units of the progress bar: how long steps take
 
+GPTQ_DAMPING = 0.02
+"""At least: with few widths to choose from, GPTQ alone follows little text too closely."""
+
 LOWER = 0.9
 """How much better than needed a second try is meant to be."""
 
@@ -191,7 +194,7 @@ def quantise(work: Work, recipes: Mapping[str, Recipe]) -> None:
             lambda x, batch, block=block: run(block, x, batch),  # type: ignore[misc]
             s,
             lambda role, w, h, kept=kept: _solved(work, recipes, role, w, h, kept.get(role)),  # type: ignore[misc]
-            work.wishes.effort.damping,
+            damping(work),
         )
         streams.advance(shop.taps, exact, lambda x, batch, block=block: run(block, x, batch), s)  # type: ignore[misc]
         streams.check_finite(s, f"layers.{layer}")
@@ -207,10 +210,16 @@ def quantise(work: Work, recipes: Mapping[str, Recipe]) -> None:
             lambda x, batch: head.forward(x, None, batch)[0],
             s,
             lambda role, w, h: _solved(work, recipes, role, w, h, None),
-            work.wishes.effort.damping,
+            damping(work),
         )
         _keep(work, "layer.head", made)
     work.step(HEAD_UNITS, "quantising the head")
+
+
+def damping(work: Work) -> float:
+    """What is added to a Hessian's diagonal, as a share of its mean."""
+    wanted = work.wishes.effort.damping
+    return max(wanted, GPTQ_DAMPING) if work.wishes.method == "gptq" else wanted
 
 
 def _solved(
@@ -219,7 +228,7 @@ def _solved(
     """One matrix rounded, as values and as files have it."""
     effort, bias = work.wishes.effort, work.shop.taps[role].bias
     half = None if bias is None else bias.half()
-    f = factors(w, h, effort.damping, role)
+    f = factors(w, h, damping(work), role)
     if work.wishes.method == "gptq":
         return solve_gptq(w, f, work.wishes.group_size, effort.sweeps, half)
     outputs = None
