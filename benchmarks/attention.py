@@ -49,7 +49,7 @@ FORMS = {
     "Q4": [(4, 1, 4), (4, 2, 3), (4, 4, 2)],
 }
 """Warps, steps and residents of the plans to compare."""
-CUTS = [(64, 32, 64), (64, 64, 64), (128, 32, 64), (128, 32, 2)]
+CUTS = [(64, 32, 1), (64, 32, 2), (128, 32, 2), (256, 32, 2)]
 """Units, slots and waves."""
 
 

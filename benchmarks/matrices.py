@@ -20,7 +20,7 @@ from exlm.bench.weights import Form, Random, form
 from exlm.formats import PackedWeight
 from exlm.kernels.cuda import linear, wide
 from exlm.kernels.cuda.linear import ALIKE, Normal, Plan, Product
-from exlm.kernels.cuda.program import Workshop, compiled
+from exlm.kernels.cuda.program import Workshop, compiled, target
 from exlm.kernels.cuda.tiles import Tiles, arrange
 from exlm.kernels.cuda.wide import WideProduct
 
@@ -39,8 +39,8 @@ PLANS = [
     Plan(3, 8, 2), Plan(2, 24, 2), Plan(6, 9, 2), Plan(6, 12, 2), Plan(6, 16, 2), Plan(3, 8, 3),
 ]  # fmt: skip
 WIDE_PLANS = [
-    wide.Plan(2, 8, 3), wide.Plan(2, 8, 4), wide.Plan(2, 8, 6), wide.Plan(2, 8, 3, 2), wide.Plan(1, 8, 4),
-    wide.Plan(1, 8, 4, 2), wide.Plan(4, 8, 3), wide.Plan(2, 4, 4, 2), wide.Plan(4, 4, 4),
+    *(wide.Plan(1, 8, 3, 2, pieces) for pieces in (0, 1, 2, 3, 4, 8)),
+    *(wide.Plan(1, 4, 4, 4, pieces) for pieces in (1, 2, 4)), wide.Plan(2, 8, 4, 1), wide.Plan(2, 4, 4, 2),
 ]  # fmt: skip
 
 Work = Callable[[], None]
@@ -86,7 +86,7 @@ def chain(workshop: Workshop, layers: list[list[Tiles]], norm: bool, plan: Plan,
 
 def compile_ahead(workshop: Workshop, model: dict[str, list[list[Tiles]]], rows: list[int]) -> None:
     """Every program that will be needed, on all processors at once."""
-    target = "sm_{}{}".format(*torch.cuda.get_device_capability(workshop.device))
+    device = target(*torch.cuda.get_device_capability(workshop.device))
     needed = set()
     for name, layers in model.items():
         normal = (
@@ -97,7 +97,7 @@ def compile_ahead(workshop: Workshop, model: dict[str, list[list[Tiles]]], rows:
             product = bound(workshop, layers[0], normal, plan)
             needed.add((source, tuple(sorted(product.choices(number).items()))))
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda one: compiled(one[0], one[1], target, workshop.folder), needed))
+        list(pool.map(lambda one: compiled(one[0], one[1], device, workshop.folder), needed))
 
 
 def main() -> None:

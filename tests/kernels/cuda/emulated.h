@@ -137,6 +137,13 @@ static inline void multiply_add(float (&sum)[4], uint32_t a0, uint32_t a1, uint3
         return 0;
     });
 }
+static inline void load_matrices(uint32_t (&out)[4], uint32_t row) {
+    const int g = now % 32 / 4, c = now % 4;
+    shown({row}, [&](const Fibre* warp) {
+        for (int i = 0; i < 4; i++) memcpy(&out[i], shared_memory + warp[i * 8 + g].bits[0] + c * 4, 4);
+        return 0;
+    });
+}
 static inline void read4(uint32_t* to, const char* from) { memcpy(to, from, 16); }
 static inline void read2(uint32_t* to, const char* from) { memcpy(to, from, 8); }
 static inline void read1(uint32_t* to, const char* from) { memcpy(to, from, 4); }

@@ -15,7 +15,7 @@ from exlm.kernels.cuda.program import Workshop, compile_source, compiled, whole
 from exlm.kernels.cuda.tiles import Layout, arrange
 from tests.kernels.cuda.random_weights import KINDS, weight
 
-TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
+TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120")
 EXL2 = Layout(4, 8, 2, "half", False)
 GPTQ = Layout(4, 8, 8, "table", False)
 GGUF = Layout(5, 2, 2, "none", True)
@@ -60,7 +60,7 @@ def test_it_compiles(target: str, name: str) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", WIDE)
 def test_the_wide_one_compiles(target: str, name: str) -> None:
-    chosen = {**WIDE[name], "RESIDENT": 1}
+    chosen = {**WIDE[name], "RESIDENT": 1, "PIECES": 2}
     image = compile_source(whole(wide.SOURCE), wide.SOURCE.name, options(target, chosen))
     assert all(kernel in image for kernel in (b"multiply_wide", b"prepare"))
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from exlm.errors import Unsupported
 from exlm.formats.packed import PackedWeight
 from exlm.formats.scales import Direct
+from exlm.kernels.cuda import tiles as tiles_module
 from exlm.kernels.cuda.lanes import BLOCK, PLANES
 from exlm.kernels.cuda.tiles import Tiles, alike, arrange, digits, expand, stored_source
 from tests.kernels.cuda.random_weights import KINDS, segment, weight
@@ -34,6 +35,16 @@ def test_numbers_stay_what_they_are(kind: str, order: bool) -> None:
     packed = weight(kind, order=order)
     tiles = arrange(packed)
     assert numbers(tiles).view(torch.int16).equal(packed.dequantize().view(torch.int16))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_pieces_or_as_a_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = weight(kind)
+    whole = arrange(packed)
+    monkeypatch.setattr(tiles_module, "MOST", 1)
+    pieces = arrange(packed)
+    for one, other in ((whole.main, pieces.main), (whole.fine, pieces.fine)):
+        assert one.bricks.equal(other.bricks)
 
 
 @settings(max_examples=40, deadline=None)

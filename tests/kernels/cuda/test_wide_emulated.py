@@ -20,7 +20,7 @@ from tests.kernels.cuda.oracle import ACTS, LIMIT, gated, off
 from tests.kernels.cuda.oracle import product as right
 from tests.kernels.cuda.random_weights import KINDS, matrix, segment, weight
 
-PLANS = (Plan(1, 2, 3), Plan(2, 1, 2), Plan(2, 4, 4), Plan(1, 4, 2, 2))
+PLANS = (Plan(1, 2, 3), Plan(2, 1, 2, pieces=1), Plan(2, 4, 4, 1, 2), Plan(1, 4, 2, 2, 3))
 PLANNED = list(zip(KINDS, cycle(PLANS), strict=False))
 GATED = ("all widths, odd columns", "minimums", "zero points", "6 and 4 bits")
 GATES = list(zip(GATED, PLANS, ACTS, strict=True))
@@ -93,17 +93,20 @@ def test_matrices_of_different_kinds_together(workshop: EmulatedWorkshop) -> Non
     kinds = ("4 bits in small groups", "6 and 4 bits", "4 bits")
     packed = [weight(kind, bias=True, order=kind != "4 bits") for kind in kinds]
     norm, x = Normal(torch.rand(512), 1e-5), torch.randn(64, 512).half()
-    product = WideProduct(Product(workshop, alike([arrange(one) for one in packed]), norm), Plan(2, 1, 3))
+    tiles = alike([arrange(one) for one in packed])
     want = [right(x, one, norm) for one in packed]
-    for processors in (
-        1,
-        3,
-        7,
-        1000,
-    ):  # the stretches of all, of several groups, of parts of one, of one unit
-        workshop.processors = processors
+    for pieces in (1, 2, 4):
+        product = WideProduct(Product(workshop, tiles, norm), Plan(2, 1, 3, pieces=pieces))
         check(product, x, want, None, 49)
-    workshop.processors = 4
+
+
+def test_inputs_are_cut_where_outputs_are_few(workshop: EmulatedWorkshop) -> None:
+    product = Product(workshop, [arrange(matrix((segment(4, [128] * 16, 40, False, False),), 40))])
+    workshop.processors = 1000
+    assert WideProduct(product, Plan(1, 4, 3)).pieces == 4
+    workshop.processors = 1
+    assert WideProduct(product, Plan(1, 4, 3)).pieces == 1
+    workshop.processors = EmulatedWorkshop.processors
 
 
 def test_numbers_of_rows(workshop: EmulatedWorkshop) -> None:

@@ -2,8 +2,9 @@
 //
 // A row's past is cut into chunks by its length alone. Thread blocks of one (row, kv head) share the chunks, each
 // leaves its softmax unfinished in memory, and the block that is done last adds the chunks up in order: so a row's
-// answer is the same, bit for bit, in any batch and for any number of thread blocks. The new tokens are the last
-// chunk, seen as they came; its block turns the keys and writes them and the values to their pages.
+// answer is the same, bit for bit, in any batch and for any number of thread blocks. A chunk of the smallest size is
+// one warp's, and no warp waits for another; longer ones are shared by the warps of a block. The new tokens are the
+// last chunk, seen as they came; its block turns the keys and writes them and the values to their pages.
 //
 // Keys and values go from memory into the registers of the tensor cores, and nowhere in between. The order of a
 // head's numbers means nothing to a sum, so each lane takes 16 bytes where they lie: for scores = K·Qᵀ a lane holds a
@@ -17,7 +18,7 @@
 // Set when compiling: HEAD (64 or 128), KV (heads of a token), SHARE (query heads of each), PAGE (its tokens), KEYS and
 // VALUES (0: float16, 1: rotated codes of 8 bits, 2: of 4 bits, 3: the upper bytes of float16), COLUMNS (queries / 8 that a block takes), WARPS, STEPS (sixteens of tokens in a tile),
 // RESIDENT (thread blocks of a multiprocessor), UNIT (the smallest chunk), SLOTS (the most chunks, but for powers of
-// two), CAPPED, MASKED.
+// two), ALONE (chunks of the smallest size are one warp's), CAPPED, MASKED.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -96,6 +97,7 @@ struct Job {
     u16* out;                    // (row, token, head, number)
     i64 table_step, mask_step, q_row, q_token, k_row, k_token, v_row, v_token, place_row, place_token, place_plane;
     int tokens, parts, slots, dim, pairs, window;
+    int inside, rooms;           // whether a block leaves its chunks nearby, behind so many floats for the warps
     float factor, cap;           // on q·k, and on the bent score
 };
 
@@ -184,6 +186,8 @@ template <int CODING> struct Couples {
 struct Row {
     i64 number;
     int behind, first, size, chunks;  // the last chunk is the new tokens
+    bool alone;                       // a chunk is one warp's
+    int crowd;                        // chunks that a thread block has at a time
 
     DEVICE void read(const Job& job, i64 row) {
         number = row, behind = (int)job.past[row];
@@ -191,7 +195,12 @@ struct Row {
         size = UNIT;
         while (size * SLOTS < behind - first) size *= 2;
         chunks = (behind - first + size - 1) / size + 1;
+        alone = ALONE && size == UNIT, crowd = alone ? WARPS : 1;
     }
+    // The thread block of the new tokens, among so many, and how many of them have work.
+    DEVICE int turns() const { return (chunks - 1 + crowd - 1) / crowd; }
+    DEVICE int host(int parts) const { return turns() % parts; }
+    DEVICE int workers(int parts) const { return min(parts, turns() + 1); }
     DEVICE int start(int chunk) const { return first + chunk * size; }
     DEVICE int stop(int chunk) const { return min(start(chunk) + size, behind); }
 };
@@ -360,12 +369,13 @@ struct Block {
     int h, query, queries, live, part;  // of the first query, of a full block, of this one
     float *peaks, *totals, *answers;
 
-    DEVICE Block(const Job& given) : job(given) {
+    DEVICE Block(const Job& given, float* near) : job(given) {
         const int all = job.tokens * SHARE, blocks = (all + QUERIES - 1) / QUERIES, x = blockIdx.x;
         h = x % KV, query = x / KV % blocks * QUERIES, part = blockIdx.y;
         queries = min(QUERIES, all), live = min(QUERIES, all - query);
         row.read(job, x / KV / blocks);
-        answers = job.left + (i64)x * job.slots * queries * (HEAD + 4);  // in fours
+        const i64 size = job.slots * queries * (HEAD + 4);  // in fours
+        answers = near ? near : job.left + x * size;
         peaks = answers + job.slots * queries * HEAD, totals = peaks + job.slots * queries;
     }
     DEVICE int token(int m) const { return (query + m) / SHARE; }
@@ -448,6 +458,21 @@ DEVICE void score(const Block& b, const Pairs<KEYS>::Lane (&keys)[STEPS][2], con
     }
 }
 
+// What a warp has of a chunk of its own, left in memory.
+DEVICE void leave_alone(const Block& b, Softmax& mine, int chunk, int lane) {
+    LOOP for (int n = 0; n < COLUMNS; n++) LOOP for (int i = 0; i < 2; i++) {
+        const int m = n * 8 + lane % 4 * 2 + i;
+        LOOP for (int other = 4; other < 32; other *= 2) mine.total[n][i] += exchange(mine.total[n][i], other);
+        if (m >= b.live) continue;
+        const int at = chunk * b.queries + m;
+        if (lane < 4) b.peaks[at] = mine.peak[n][i], b.totals[at] = mine.total[n][i];
+        LOOP for (int e = 0; e < HEAD / 8; e += 4)
+            *(float4*)(b.answers + (i64)at * HEAD + Couples<VALUES>::Lane::place(lane / 4, e)) =
+                float4{mine.answer[n][e / 2][i], mine.answer[n][e / 2][i + 2], mine.answer[n][e / 2 + 1][i],
+                       mine.answer[n][e / 2 + 1][i + 2]};
+    }
+}
+
 // What the warps have of a chunk, added up in their order and left in memory.
 DEVICE void leave(const Block& b, Memory& memory, Softmax& mine, int chunk, int warp, int lane) {
     LOOP for (int n = 0; n < COLUMNS; n++) LOOP for (int i = 0; i < 2; i++) {
@@ -526,7 +551,7 @@ DEVICE void welcome(const Block& b, Memory& memory, int warp, int lane) {
 
 // Whether this thread block is the last of those that share the row and the head.
 DEVICE bool last(const Block& b) {
-    const int workers = min(b.job.parts, b.row.chunks);
+    const int workers = b.row.workers(b.job.parts);
     __shared__ int done;
     __syncthreads();
     if (workers == 1) return true;
@@ -538,16 +563,19 @@ DEVICE bool last(const Block& b) {
     return done == workers;
 }
 
+// What other thread blocks have left, or this one nearby.
+template <class T> DEVICE T left_there(const T* at, bool near) { return near ? *at : __ldcg(at); }
+
 // All chunks, added up in order; four numbers of a head at a time.
-DEVICE void finish(const Block& b, Memory& memory) {
+DEVICE void finish(const Block& b, Memory& memory, bool near) {
     for (int i = threadIdx.x; i < b.live * HEAD / 4; i += THREADS) {
         const int m = i / (HEAD / 4), number = i % (HEAD / 4) * 4;
         float peak = NOTHING, total = 0, answer[4] = {};
         _Pragma("unroll 8") for (int c = 0; c < b.row.chunks; c++) {
-            const float next = __ldcg(b.peaks + c * b.queries + m), top = fmaxf(peak, next);
+            const float next = left_there(b.peaks + c * b.queries + m, near), top = fmaxf(peak, next);
             const float fade = power(peak - top), weight = power(next - top);
-            const float4 more = __ldcg((const float4*)(b.answers + (i64)c * b.queries * HEAD) + i);
-            total = total * fade + __ldcg(b.totals + c * b.queries + m) * weight;
+            const float4 more = left_there((const float4*)(b.answers + (i64)c * b.queries * HEAD) + i, near);
+            total = total * fade + left_there(b.totals + c * b.queries + m, near) * weight;
             answer[0] = answer[0] * fade + more.x * weight, answer[1] = answer[1] * fade + more.y * weight;
             answer[2] = answer[2] * fade + more.z * weight, answer[3] = answer[3] * fade + more.w * weight;
             peak = top;
@@ -570,33 +598,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(const __g
     Memory& memory = *(Memory*)space;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     let_go();
-    const Block b(job);
+    const bool near = job.inside;
+    const int busy = WARPS * QUERIES * 2 * 4 + QUERIES * HEAD * 2 + job.rooms * 4;  // bytes before what is left
+    const Block b(job, near ? (float*)(space + busy) : nullptr);
     const Row& row = b.row;
-    if (b.part >= row.chunks) return;
+    if (b.part >= row.workers(job.parts)) return;
+    const int step = job.parts * row.crowd, pace = (row.alone ? 1 : WARPS) * TILE, offset = row.alone ? 0 : warp * TILE;
+    int chunk = row.alone ? b.part * WARPS + warp : b.part;
     Tile tile;
-    int at = row.start(b.part) + warp * TILE;
-    if (b.part < row.chunks - 1 && at < row.stop(b.part)) {
+    int at = row.start(chunk) + offset;
+    if (chunk < row.chunks - 1 && at < row.stop(chunk)) {
         const i64 home = Tile::home(job, row.number, at, b.h);
-        tile.load_keys(job, home, row.stop(b.part) - at, lane);
-        tile.load_values(job, home, row.stop(b.part) - at, lane);
+        tile.load_keys(job, home, row.stop(chunk) - at, lane);
+        tile.load_values(job, home, row.stop(chunk) - at, lane);
     }
     Turn turn;
     turn.load(job, row.number, threadIdx.x % HEAD, b.token(0));
     await();
     enter(b, memory, turn);
+    if (b.part == row.host(job.parts)) {
+        welcome(b, memory, warp, lane);
+        __syncthreads();
+    }
     u32 q[COLUMNS][HEAD / 8];
     LOOP for (int n = 0; n < COLUMNS; n++) LOOP for (int i = 0; i < HEAD / 8; i++) {
         const u16* from = memory.q[n * 8 + lane / 4];
         q[n][i] = from[Pairs<KEYS>::Lane::place(lane % 4, Pairs<KEYS>::first(i))] |
                   (u32)from[Pairs<KEYS>::Lane::place(lane % 4, Pairs<KEYS>::second(i))] << 16;
     }
-    int chunk = b.part;
-    for (; chunk < row.chunks - 1; chunk += job.parts) {
+    for (; chunk < row.chunks - 1; chunk += step) {
         Softmax mine;
         mine.clear();
-        for (at = row.start(chunk) + warp * TILE; at < row.stop(chunk); at += WARPS * TILE) {
-            int next = at + WARPS * TILE, end = row.stop(chunk);
-            if (next >= end) next = row.start(chunk + job.parts) + warp * TILE, end = row.stop(chunk + job.parts);
+        for (at = row.start(chunk) + offset; at < row.stop(chunk); at += pace) {
+            int next = at + pace, end = row.stop(chunk);
+            if (next >= end) next = row.start(chunk + step) + offset, end = row.stop(chunk + step);
             const bool more = next < end;
             const i64 home = more ? Tile::home(job, row.number, next, b.h) : 0;
             float weight[STEPS][COLUMNS][4];
@@ -606,8 +641,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(const __g
             mine.add(tile.values, weight);
             if (more) tile.load_values(job, home, end - next, lane);
         }
-        leave(b, memory, mine, chunk, warp, lane);
+        if (row.alone) leave_alone(b, mine, chunk, lane);
+        else leave(b, memory, mine, chunk, warp, lane);
     }
-    if (chunk == row.chunks - 1) welcome(b, memory, warp, lane);
-    if (last(b)) finish(b, memory);
+    if (last(b)) finish(b, memory, near);
 }

@@ -8,7 +8,7 @@ not take (many tokens at once, odd heads, other caches) goes another way, given 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -26,6 +26,7 @@ HEADS = (64, 128)
 """Widths of heads that the lanes of a warp can share."""
 
 _COUNTS = 1 << 16
+_NEARBY = 24 << 10  # bytes of shared memory for chunks that nobody else will ask for
 _CODINGS: dict[b.Coding, int] = {"float": 0, "rotated8": 1, "rotated4": 2, "truncated": 3}
 
 
@@ -40,7 +41,7 @@ class _Job(ctypes.Structure):
             (ctypes.c_void_p, "left counts out"),
             (ctypes.c_longlong, "table_step mask_step q_row q_token k_row k_token v_row v_token"),
             (ctypes.c_longlong, "place_row place_token place_plane"),
-            (ctypes.c_int, "tokens parts slots dim pairs window"),
+            (ctypes.c_int, "tokens parts slots dim pairs window inside rooms"),
             (ctypes.c_float, "factor cap"),
         )
         for name in names.split()
@@ -88,25 +89,21 @@ class Plan:
     unit: int = 64  # tokens of the smallest chunk, a multiple of 64
     slots: int = 32  # chunks up to which a past is cut into smallest ones
     waves: int = 64  # thread blocks for each that fits, before one takes several chunks
+    alone: bool = True  # a warp has the smallest chunks to itself
 
 
-MANY: dict[b.Coding, Plan] = {
-    "float": Plan(unit=64, waves=2),
-    "rotated8": Plan(unit=128, waves=2),
-    "rotated4": Plan(steps=2, unit=128, waves=2),
-    "truncated": Plan(steps=2, unit=128, waves=2),
+PLANS: dict[b.Coding, Plan] = {
+    "float": Plan(waves=2, alone=False),
+    "rotated8": Plan(waves=1),
+    "rotated4": Plan(steps=2, waves=1),
+    "truncated": Plan(steps=2, waves=1),
 }
-"""By the coding of the keys, where key and value heads alone are enough to keep a device busy."""
-
-FEW: dict[b.Coding, Plan] = {
-    coding: Plan(warps=8, steps=plan.steps, resident=1, unit=256, waves=2) for coding, plan in MANY.items()
-}
-"""The same for fewer of them: each has several queries to turn, and more threads to do it."""
+"""By the coding of the keys, what was quickest on an H200 (`benchmarks.attention`)."""
 
 
 def plan_for(coding: b.Coding, heads: int) -> Plan:
-    """What was quickest on an H200 for so many key and value heads (`benchmarks.attention`)."""
-    return (MANY if heads >= 16 else FEW)[coding]
+    """The plan for so many key and value heads: where there are few, their warps share every chunk."""
+    return replace(PLANS[coding], alone=PLANS[coding].alone and heads >= 16)
 
 
 class Desk:
@@ -174,7 +171,7 @@ class Attend:
             table=where.pages.data_ptr(), past=where.past.data_ptr(), counts=self.desk.counts.data_ptr(),
             table_step=where.pages.stride(0), q_row=q.stride(0), q_token=q.stride(1), k_row=k.stride(0),
             k_token=k.stride(1), v_row=v.stride(0), v_token=v.stride(1), tokens=tokens,
-            parts=self._parts(programs, slots, plan), slots=slots,
+            parts=self._parts(programs, blocks(where.longest - tokens, plan), plan), slots=slots,
             window=a.window or 0, factor=factor, cap=cap,
         )  # fmt: skip
         if where.mask is not None:
@@ -189,13 +186,17 @@ class Attend:
             if positions.dim() == 3:
                 job.planes, job.place_plane = tables.planes.data_ptr(), positions.stride(0)
         made = self.desk.workshop.program(SOURCE, **choices(a, pages, plan, columns, where.mask is not None))
-        shared = 80 * plan.warps * columns + columns * 16 * a.head_dim + plan.warps * queries * a.head_dim * 4
+        job.rooms = plan.warps * queries * a.head_dim
+        shared = 64 * plan.warps * columns + columns * 16 * a.head_dim + job.rooms * 4
+        nearby = slots * queries * (a.head_dim + 4) * 4
+        if job.parts == 1 and nearby <= _NEARBY:
+            job.inside, shared = 1, shared + nearby
         made.launch("attend", (programs, job.parts, 1), plan.warps * 32, shared, (job,))
         return out
 
-    def _parts(self, programs: int, slots: int, plan: Plan) -> int:
-        """Thread blocks that share the chunks of a row: as many as keep the device busy, or one a chunk."""
-        return max(1, min(slots, self.desk.processors * plan.resident * plan.waves // programs))
+    def _parts(self, programs: int, most: int, plan: Plan) -> int:
+        """Thread blocks that share the chunks of a row: as many as keep the device busy."""
+        return max(1, min(most, self.desk.processors * plan.resident * plan.waves // programs))
 
 
 def chunks(past: int, plan: Plan) -> int:
@@ -205,6 +206,13 @@ def chunks(past: int, plan: Plan) -> int:
         size *= 2
     most = -(-past // size)
     return max(most, plan.slots if size > plan.unit else 0) + 1
+
+
+def blocks(past: int, plan: Plan) -> int:
+    """Thread blocks that have work with such a past, if there are enough."""
+    slots = chunks(past, plan)
+    alone = plan.alone and past <= plan.unit * plan.slots
+    return -(-(slots - 1) // plan.warps) + 1 if alone else slots
 
 
 def choices(attn: spec.Attention, pages: b.Pages, plan: Plan, columns: int, masked: bool) -> dict[str, int]:
@@ -222,6 +230,7 @@ def choices(attn: spec.Attention, pages: b.Pages, plan: Plan, columns: int, mask
         "RESIDENT": plan.resident if columns == 1 else 1,  # twice as many sums need all registers
         "UNIT": plan.unit,
         "SLOTS": plan.slots,
+        "ALONE": int(plan.alone),
         "CAPPED": int(attn.softcap is not None),
         "MASKED": int(masked),
     }

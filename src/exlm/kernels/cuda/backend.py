@@ -23,7 +23,7 @@ from .lanes import BLOCK
 from .linear import ACTS, ALIKE, Normal, Product, expanded, plan_for, reordered, unsigned
 from .program import Workshop, bindings
 from .tiles import Tiles, alike, arrange
-from .wide import MOST, WideProduct, wide_plan
+from .wide import MOST, WideProduct
 
 
 class Few:
@@ -32,7 +32,7 @@ class Few:
     def __init__(self, product: Product, wide: bool) -> None:
         self.widths = product.widths
         self._product = product
-        self._wide = WideProduct(product, wide_plan(product)) if wide and not product.form.apart else None
+        self._wide = WideProduct(product) if wide and not product.form.apart else None
 
     def __call__(self, x: Tensor, out: Sequence[Tensor], residual: Tensor | None = None) -> None:
         """Fill out[i] (rows, outputs) with x (rows, inputs) @ matrix i + residual; all contiguous float16."""

@@ -8,10 +8,13 @@
 // the codes' range, 1: none, 2: a table), MINIMA (there are tables of them), TILES (of 16 outputs that a warp works on),
 // WARPS, STAGES (bricks on their way), COLUMNS (rows of activations / 8), PARTS (matrices side by side), NORM (x is first
 // divided by its root mean square), ACT (0: matrices answer each for itself; else there are two and the answer is
-// act(first) times second: 1 silu, 2 gelu's approximation, 3 gelu, 4 relu).
+// act(first) times second: 1 silu, 2 gelu's approximation, 3 gelu, 4 relu), MATRICES (how activations are prepared).
 
 typedef unsigned int u32;
 typedef unsigned short u16;
+#ifndef MATRICES
+#define MATRICES 0
+#endif
 
 // A tile's bricks are first those with FINE groups, then the others.
 struct Matrix {
@@ -24,7 +27,8 @@ struct Matrix {
 struct Entrance {
     const u16* source;  // (brick, pair of steps, quarter, 8) which input stands there, 65535 for none; null: in order
     const float* norm;  // the same, its factor
-    uint4* words;       // prepared by `prepare`: (brick, pair of steps, row, quarter) 8 halves
+    uint4* words;       // prepared by `prepare`: (brick, pair of steps, row, quarter) 8 halves, or with MATRICES
+                        // (brick, step, half of it, row) 8 halves: eight rows are one matrix of the tensor cores
 };
 
 struct Part {
@@ -241,7 +245,8 @@ struct Item {
         u32 out[4];
         LOOP for (int w = 0; w < 4; w++)
             out[w] = number(job, part, raw, measure, unit, 2 * w) | number(job, part, raw, measure, unit, 2 * w + 1) << 16;
-        words[(unit / 4 * job.rows + row) * 4 + unit % 4] = uint4{out[0], out[1], out[2], out[3]};
+        if (!MATRICES) words[(unit / 4 * job.rows + row) * 4 + unit % 4] = uint4{out[0], out[1], out[2], out[3]};
+        else LOOP for (int w = 0; w < 4; w++) ((u32*)words)[((unit / 4 * 4 + w) * job.rows + row) * 4 + unit % 4] = out[w];
     }
 };
 

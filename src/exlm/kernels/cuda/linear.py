@@ -193,7 +193,7 @@ class Product:
                 )
         return plan
 
-    def prepare(self, made: Program, job: Any, rows: int, room: int) -> list[Tensor]:
+    def prepare(self, made: Program, job: Any, rows: int, room: int, overlap: bool = True) -> list[Tensor]:
         """x as the matrices want it, once for all thread blocks, with room for some more rows."""
         firsts = list(dict.fromkeys(self._entrances))
         entry = self._job.from_buffer_copy(job)
@@ -210,7 +210,7 @@ class Product:
         most = max(self.matrices[first].stored for first in firsts)
         grid = (rows, -(-most * 16 // _PREPARERS), len(firsts))
         shared = self.inputs * 2 + -(-self.inputs // 256) * 4
-        made.launch("prepare", grid, _PREPARERS, shared, (entry,))
+        made.launch("prepare", grid, _PREPARERS, shared, (entry,), overlap)
         return kept
 
 

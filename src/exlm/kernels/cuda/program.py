@@ -94,7 +94,7 @@ class Program:
         self.device = device
         major, minor = torch.cuda.get_device_capability(device)
         self._overlaps = major >= 9
-        image = compiled(source, defines, f"sm_{major}{minor}", folder)
+        image = compiled(source, defines, target(major, minor), folder)
         with torch.cuda.device(device):
             torch.cuda.current_stream()  # torch's context is the one to load into
             self._module = self._call("cuModuleLoadData", image)
@@ -142,8 +142,13 @@ class Program:
         raise KernelError(f"{name} failed on {self.device}: {(words or b'?').decode()}.")
 
 
+def target(major: int, minor: int) -> str:
+    """What to compile for: Hopper's own instructions are in no later generation."""
+    return "sm_90a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
+
+
 def compiled(source: Path, defines: Defines, target: str, folder: Path) -> bytes:
-    """The machine code of a source for a target such as `sm_90`; from the folder if it is there already."""
+    """The machine code of a source for a target such as `sm_90a`; from the folder if it is there already."""
     text = whole(source)
     choices = [f"-D{name}={value}" for name, value in defines]
     key = hashlib.sha256(b"\0".join([text, target.encode(), __version__.encode(), *map(str.encode, choices)]))

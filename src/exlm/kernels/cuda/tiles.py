@@ -30,6 +30,7 @@ from ...formats.packed import Segment
 from .lanes import BLOCK, PLANES, TILE, from_lanes, plane, spread, to_lanes, unplane
 
 MOST = 1 << 20  # codes that are rearranged at a time, unless there are very many
+MOST_ON_GPU = 1 << 24  # the same where each step is a launch; about ten bytes for each are held meanwhile
 _LARGEST = 65504.0  # of float16
 
 Zeros = Literal["half", "none", "table"]
@@ -311,7 +312,8 @@ def _run(
         wide = count * blocks[count]
         mine = bricks[:, at : at + wide].view(shape[0], blocks[count], count, shape[2])
         rows = sum(one.rows for one in part)
-        step = max(TILE, max(MOST, rows * columns // 32) // rows // TILE * TILE)
+        most = MOST_ON_GPU if device.type == "cuda" else MOST
+        step = max(TILE, max(most, rows * columns // 32) // rows // TILE * TILE)
         for start in range(
             0, columns, step
         ):  # a part at a time: codes one by one take several times their space

@@ -1,71 +1,112 @@
 // Packed matrices times 17 to 64 rows of activations.
 //
-// A thread block takes a group of outputs, all rows of activations, and one brick of 128 inputs after the other: such a
-// unit of work is WARPS * TILES bricks and the rows' numbers, which all its warps share. Units go through a ring in
-// shared memory, several ahead; the first bricks are on their way before the kernel that computes the activations has
+// A thread block takes a group of outputs, all rows of activations, and a stretch of the inputs, 128 after the other:
+// such a unit of work is WARPS * TILES bricks and the rows' numbers, which all its warps share. Units go through a ring
+// in shared memory, several ahead; the first bricks are on their way before the kernel that computes the activations has
 // ended. Codes become the numbers that the formats mean, rounded as they say, and the tensor cores multiply those.
 //
-// All units stand in one line, group by group, and every thread block has an equal stretch of it. Where a group belongs
-// to several, each leaves its sums in memory, and the one that is done last adds them up in the order of the inputs.
-// The line does not depend on the rows: a row's answer is the same bits in any company of 17 to 64.
+// Where a group's inputs are cut into PIECES, each thread block leaves its sums in memory, and the one that is done last
+// adds them up in the order of the inputs. Nothing of this depends on the rows: a row's answer is the same bits in any
+// company of 17 to 64.
 //
-// Set when compiling, besides what bricks.h wants: RESIDENT (thread blocks of a multiprocessor).
+// Set when compiling, besides what bricks.h wants: RESIDENT (thread blocks of a multiprocessor), PIECES.
 
+#define MATRICES 1
 #include "bricks.h"
+
+#define ROWS (COLUMNS * 8)
+#define MATRIX_BYTES (ROWS * 16)  // eight inputs of all rows
 
 #ifndef EMULATED
 DEVICE int arrive(int* at) {  // counts; what was written before it is seen by who arrives later
     int out; asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(out) : "l"(at) : "memory"); return out;
 }
+DEVICE void load_matrices(u32 (&out)[4], u32 row) {  // four of 8 x 8 halves; a lane says where a row of one is
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3]) : "r"(row) : "memory");
+}
+#endif
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && WARPS % 4 == 0
+// Weights of four warps times the rows: Hopper's tensor cores fetch those themselves, and warps go on meanwhile.
+#define FOUR(sum) "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+#define EIGHT(sum, c) FOUR(sum[c]), FOUR(sum[c + 1])
+#define SUMS16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define SUMS24 SUMS16 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define SUMS32 SUMS24 ",%24,%25,%26,%27,%28,%29,%30,%31"
+#define ASK(rows, sums, others, ...) \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" rows "k16.f32.f16.f16 {" sums "}, " others ", 1, 1, 1, 0;" \
+                 : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+struct Tensor {
+    DEVICE static void multiply_add(float (&sum)[COLUMNS][4], const u32 (&a)[4], u32 rows, int) {
+        const unsigned long long b = rows >> 4 | (unsigned long long)(MATRIX_BYTES >> 4) << 16 | 128ull >> 4 << 32;
+#if COLUMNS == 4
+        ASK("32", SUMS16, "{%16,%17,%18,%19}, %20", EIGHT(sum, 0), EIGHT(sum, 2));
+#elif COLUMNS == 6
+        ASK("48", SUMS24, "{%24,%25,%26,%27}, %28", EIGHT(sum, 0), EIGHT(sum, 2), EIGHT(sum, 4));
+#else
+        ASK("64", SUMS32, "{%32,%33,%34,%35}, %36", EIGHT(sum, 0), EIGHT(sum, 2), EIGHT(sum, 4), EIGHT(sum, 6));
+#endif
+    }
+    DEVICE static void start() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+    DEVICE static void close() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+    template <int LAST> DEVICE static void wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LAST) : "memory"); }
+    DEVICE static void show() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }  // what threads copied
+};
+#else
+struct Tensor {
+    DEVICE static void multiply_add(float (&sum)[COLUMNS][4], const u32 (&a)[4], u32 rows, int lane) {
+        const u32 row = rows + lane / 8 % 2 * MATRIX_BYTES + (lane / 16 * 8 + lane % 8) * 16;
+        LOOP for (int c = 0; c < COLUMNS; c += 2) {
+            u32 b[4];
+            load_matrices(b, row + c * 128);
+            ::multiply_add(sum[c], a[0], a[1], a[2], a[3], b[0], b[1]);
+            ::multiply_add(sum[c + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
+        }
+    }
+    DEVICE static void start() {}
+    DEVICE static void close() {}
+    template <int LAST> DEVICE static void wait() {}
+    DEVICE static void show() {}
+};
 #endif
 
 #define GROUP (EACH * WARPS)  // tiles of a matrix
-#define ROWS (COLUMNS * 8)
+#define WIDTH (GROUP * 16)    // outputs
 #define ROWS_AT (TILES * WARPS * SLOT)
 #define STAGE_BYTES (ROWS_AT + ROWS * 256)
 
-struct Line {
-    float4* left;  // (thread block, 2, TILES, COLUMNS, THREADS) sums of groups that others have a share in
-    int* counts;   // of each group, at its first unit: thread blocks that have left theirs; zero before and after
-    int units;     // of all parts; Part::first counts them
-
-    DEVICE int start(int worker) const { return (long)units * worker / gridDim.x; }
-    DEVICE int owner(int unit) const { return ((long)(unit + 1) * gridDim.x - 1) / units; }
+struct Shared {
+    float4* left;  // (group, piece, TILES, COLUMNS, THREADS) sums
+    int* counts;   // of each group: thread blocks that have left theirs; zero before and after
 };
 
-// Where in the line a thread block stands, and what its threads copy there.
+// Bricks of a group that are next, and what its threads copy of them.
 struct Place {
-    int unit, change;        // this unit, and the first that is of another run or group
-    int part, group, first;  // the group's number in its part, and its first unit
-    int tiles;               // of the warp's that exist
-    bool fine;
+    int brick, change;  // this one, and the first of the other kind
+    int tiles;          // of the warp's that exist
     int size[SIDES], tile_bytes[SIDES];
     const char *bricks[SIDES], *words;
 
-    DEVICE void find(const Job& job) {
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        part = 0;
-        if (!ACT) while (part + 1 < PARTS && unit >= job.parts[part + 1].first) part++;
+    DEVICE void find(const Job& job, int part, int group, int at) {
+        const int lane = threadIdx.x % 32, tile = (group * WARPS + threadIdx.x / 32) * EACH;
         const Part& p = job.parts[part];
-        group = (unit - p.first) / p.matrix.bricks, first = p.first + group * p.matrix.bricks;
-        const int brick = unit - first, tile = group * GROUP + warp * EACH;
-        tiles = p.matrix.tiles - tile;
-        words = (const char*)p.entrance.words + (long)brick * (ROWS * 256) + threadIdx.x * 16;
-        fine = brick < p.matrix.fines;
-        change = first + (fine ? p.matrix.fines : p.matrix.bricks);
+        const bool fine = at < p.matrix.fines;
+        brick = at, change = fine ? p.matrix.fines : p.matrix.bricks, tiles = p.matrix.tiles - tile;
+        words = (const char*)p.entrance.words + (long)at * (ROWS * 256) + threadIdx.x * 16;
         LOOP for (int s = 0; s < SIDES; s++) {
             const Matrix& m = job.parts[part + s].matrix;
             const int bits = one_width() ? BITS_OF(0) : (int)BITS_OF(part + s);
             size[s] = fine ? BRICK(bits, FINE) : BRICK(bits, STEPS);
             tile_bytes[s] = (fine ? m.fines : m.bricks - m.fines) * size[s];
             bricks[s] = (fine ? m.fine : m.main) + (long)tile * tile_bytes[s]
-                + (fine ? brick : brick - m.fines) * size[s] + lane * 16;
+                + (long)(fine ? at : at - m.fines) * size[s] + lane * 16;
         }
     }
-    DEVICE void advance(const Job& job, int end) {
+    DEVICE void advance(const Job& job, int part, int group) {
         LOOP for (int s = 0; s < SIDES; s++) bricks[s] += size[s];
         words += ROWS * 256;
-        if (++unit == change && unit < end) find(job);
+        if (++brick == change && change < job.parts[part].matrix.bricks) find(job, part, group, brick);
     }
     DEVICE void send_bricks(u32 stage) const {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -108,7 +149,7 @@ template <int BITS_, int STEPS_> struct Meaning {
 
 // Add bricks of several tiles times the rows to their sums.
 template <int BITS_, int STEPS_, int COUNT>
-DEVICE void consume(const char* bricks, const char* rows, float (*total)[COLUMNS][4], int lane) {
+DEVICE void consume(const char* bricks, u32 rows, float (*total)[COLUMNS][4], int lane) {
     Brick<BITS_, STEPS_> brick[COUNT];
     Codes<BITS_> codes[COUNT];
     Meaning<BITS_, STEPS_> meaning[COUNT];
@@ -116,136 +157,146 @@ DEVICE void consume(const char* bricks, const char* rows, float (*total)[COLUMNS
         brick[t].template load<true>(bricks + t * SLOT, lane);
         codes[t] = brick[t].codes();
     }
-    LOOP for (int pair = 0; pair < 4; pair++) {
-        u32 a[COUNT][2][4];
-        LOOP for (int t = 0; t < COUNT; t++) LOOP for (int half = 0; half < 2; half++) {
-            const int step = pair * 2 + half;
+    u32 a[2][COUNT][4];  // the tensor cores may still read one while the other is made
+    LOOP for (int step = 0; step < 8; step++) {
+        LOOP for (int t = 0; t < COUNT; t++) {
             if (step % STEPS_ == 0) meaning[t].load(brick[t].numbers, step / STEPS_);
-            codes[t].template unpack<Width<BITS_>::odd>(step, a[t][half]);
-            meaning[t].apply(a[t][half]);
+            codes[t].template unpack<Width<BITS_>::odd>(step, a[step % 2][t]);
+            meaning[t].apply(a[step % 2][t]);
         }
-        uint4 b[COLUMNS];
-        LOOP for (int c = 0; c < COLUMNS; c++) b[c] = *(const uint4*)(rows + (pair * ROWS + c * 8) * 64 + lane * 16);
-        LOOP for (int half = 0; half < 2; half++)  // a tensor core is slow to answer: sums take turns
-            LOOP for (int c = 0; c < COLUMNS; c++) LOOP for (int t = 0; t < COUNT; t++) {
-                const u32(&w)[4] = a[t][half];
-                multiply_add(total[t][c], w[0], w[1], w[2], w[3], half ? b[c].z : b[c].x, half ? b[c].w : b[c].y);
-            }
+        Tensor::start();
+        LOOP for (int t = 0; t < COUNT; t++)
+            Tensor::multiply_add(total[t], a[step % 2][t], rows + step * 2 * MATRIX_BYTES, lane);
+        Tensor::close();
+        if (step < 7) Tensor::wait<1>();
     }
+    Tensor::wait<0>();
 }
 template <int BITS_, int COUNT>
-DEVICE void work(bool fine, const char* bricks, const char* rows, float (*total)[COLUMNS][4], int lane) {
+DEVICE void work(bool fine, const char* bricks, u32 rows, float (*total)[COLUMNS][4], int lane) {
     if (FINE != STEPS && fine) consume<BITS_, FINE, COUNT>(bricks, rows, total, lane);
     else consume<BITS_, STEPS, COUNT>(bricks, rows, total, lane);
 }
 
-DEVICE void clear(float (*total)[COLUMNS][4]) {
-    LOOP for (int t = 0; t < TILES; t++) LOOP for (int c = 0; c < COLUMNS; c++) LOOP for (int i = 0; i < 4; i++)
-        total[t][c][i] = 0;
+// The bricks of a unit, whatever their width.
+DEVICE void work_on(int part, bool fine, const char* bricks, u32 rows, float (*total)[COLUMNS][4], int lane) {
+    if (one_width()) {
+        work<BITS_OF(0), TILES>(fine, bricks, rows, total, lane);
+    } else if (ACT) {
+        work<BITS_OF(0), EACH>(fine, bricks, rows, total, lane);
+        work<BITS_OF(PARTS > 1), EACH>(fine, bricks + EACH * SLOT, rows, total + EACH, lane);
+    } else {
+        if (part == 0) work<BITS_OF(0), TILES>(fine, bricks, rows, total, lane);
+        else if (part == 1) work<BITS_OF(PARTS > 1), TILES>(fine, bricks, rows, total, lane);
+        else work<BITS_OF(PARTS > 2 ? 2 : 0), TILES>(fine, bricks, rows, total, lane);
+    }
 }
 
-// Sums of a group from its beginning to its end, in the order of the inputs; false if somebody else will do it.
-DEVICE bool gather(
-    const Line& line, const Place& at, int begin, int end, int group_end, int* before, float (*total)[COLUMNS][4]
-) {
-    if (begin <= at.first && end >= group_end) return true;
+// The sums of all pieces, in the order of the inputs; false if somebody else will have them.
+DEVICE bool gather(const Shared& shared, int group, int piece, int* before, float (*total)[COLUMNS][4]) {
     const int size = TILES * COLUMNS * THREADS;
-    float4* mine = line.left + (long)(blockIdx.x * 2 + (begin <= at.first)) * size + threadIdx.x;
+    float4* left = shared.left + (long)group * PIECES * size + threadIdx.x;
     LOOP for (int t = 0; t < TILES; t++) LOOP for (int c = 0; c < COLUMNS; c++)
-        mine[(t * COLUMNS + c) * THREADS] = float4{total[t][c][0], total[t][c][1], total[t][c][2], total[t][c][3]};
+        left[piece * size + (t * COLUMNS + c) * THREADS] =
+            float4{total[t][c][0], total[t][c][1], total[t][c][2], total[t][c][3]};
     __syncthreads();
-    if (threadIdx.x == 0) *before = arrive(line.counts + at.first);
+    if (threadIdx.x == 0) *before = arrive(shared.counts + group);
     __syncthreads();
-    const int from = line.owner(at.first), to = line.owner(group_end - 1);
-    if (*before < to - from) return false;
-    if (threadIdx.x == 0) line.counts[at.first] = 0;
-    clear(total);
-    for (int worker = from; worker <= to; worker++) {
-        const float4* theirs = line.left + (long)(worker * 2 + (worker == from)) * size + threadIdx.x;
-        LOOP for (int t = 0; t < TILES; t++) LOOP for (int c = 0; c < COLUMNS; c++) {
-            const float4 sum = __ldcg(theirs + (t * COLUMNS + c) * THREADS);
-            total[t][c][0] += sum.x, total[t][c][1] += sum.y, total[t][c][2] += sum.z, total[t][c][3] += sum.w;
+    if (*before < PIECES - 1) return false;
+    if (threadIdx.x == 0) shared.counts[group] = 0;
+    const int many = PIECES < 4 ? PIECES : 4;  // on their way at once
+    LOOP for (int t = 0; t < TILES; t++) {
+        LOOP for (int c = 0; c < COLUMNS; c++) LOOP for (int i = 0; i < 4; i++) total[t][c][i] = 0;
+        LOOP for (int first = 0; first < PIECES; first += many) {
+            float4 sums[many][COLUMNS];
+            LOOP for (int p = 0; p < many; p++) LOOP for (int c = 0; c < COLUMNS; c++) if (first + p < PIECES)
+                sums[p][c] = __ldcg(left + (first + p) * size + (t * COLUMNS + c) * THREADS);
+            LOOP for (int p = 0; p < many; p++) LOOP for (int c = 0; c < COLUMNS; c++) if (first + p < PIECES) {
+                float(&to)[4] = total[t][c];
+                to[0] += sums[p][c].x, to[1] += sums[p][c].y, to[2] += sums[p][c].z, to[3] += sums[p][c].w;
+            }
         }
     }
     return true;
 }
 
-DEVICE void answer(const Job& job, const Place& at, const float (*total)[COLUMNS][4], int warp, int lane) {
-    const Part& part = job.parts[at.part];
-    LOOP for (int t = 0; t < EACH; t++) LOOP for (int upper = 0; upper < 2; upper++) {
-        const int output = ((at.group * WARPS + warp) * EACH + t) * 16 + lane / 4 + upper * 8;
-        if (output >= part.outputs) continue;
-        float factor[SIDES], bias[SIDES];
-        LOOP for (int s = 0; s < SIDES; s++) {
-            const Part& side = job.parts[at.part + s];
-            factor[s] = side.matrix.factor, bias[s] = side.bias ? as_float(side.bias[output]) : 0.0f;
+// Sums to answers, by way of shared memory so that neighbours write to neighbours.
+DEVICE void answer(const Job& job, int at, int group, const float (*total)[COLUMNS][4], float* found) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, step = WIDTH + 4;  // from row to row: other banks
+    LOOP for (int s = 0; s < SIDES; s++) LOOP for (int t = 0; t < EACH; t++) LOOP for (int c = 0; c < COLUMNS; c++)
+        LOOP for (int i = 0; i < 4; i++)
+            found[(s * ROWS + c * 8 + lane % 4 * 2 + i % 2) * step + (warp * EACH + t) * 16 + lane / 4 + i / 2 * 8] =
+                total[s * EACH + t][c][i];
+    __syncthreads();
+    const Part& part = job.parts[at];
+    const int all = job.rows * WIDTH, many = 8;
+    for (int first = threadIdx.x; first < all; first += many * THREADS) {
+        float rest[many];
+        LOOP for (int n = 0; n < many; n++) {  // fetched together
+            const int i = first + n * THREADS, output = group * WIDTH + i % WIDTH;
+            const bool there = i < all && output < part.outputs;
+            rest[n] = there && job.residual ? as_float(job.residual[(long)(i / WIDTH) * part.stride + output]) : 0.0f;
         }
-        LOOP for (int c = 0; c < COLUMNS; c++) LOOP for (int i = 0; i < 2; i++) {
-            const int row = c * 8 + lane % 4 * 2 + i;
-            if (row >= job.rows) continue;
-            const long to = (long)row * part.stride + output;
+        LOOP for (int n = 0; n < many; n++) {
+            const int i = first + n * THREADS, row = i / WIDTH, output = group * WIDTH + i % WIDTH;
+            if (i >= all || output >= part.outputs) continue;
             float sides[SIDES];
-            LOOP for (int s = 0; s < SIDES; s++)
-                sides[s] = fmaf(total[s * EACH + t][c][upper * 2 + i], factor[s], bias[s]);
-            float y = ACT ? bent(sides[0]) * sides[SIDES - 1] : sides[0];
-            if (job.residual) y += as_float(job.residual[to]);
-            part.y[to] = as_half(y);
+            LOOP for (int s = 0; s < SIDES; s++) {
+                const Part& side = job.parts[at + s];
+                const float bias = side.bias ? as_float(side.bias[output]) : 0.0f;
+                sides[s] = fmaf(found[(s * ROWS + row) * step + i % WIDTH], side.matrix.factor, bias);
+            }
+            const float y = ACT ? bent(sides[0]) * sides[SIDES - 1] : sides[0];
+            part.y[(long)row * part.stride + output] = as_half(y + rest[n]);
         }
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) multiply_wide(
-    const __grid_constant__ Job job, const __grid_constant__ Line line
+    const __grid_constant__ Job job, const __grid_constant__ Shared shared
 ) {
     extern __shared__ __align__(128) char memory[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int begin = line.start(blockIdx.x), end = line.start(blockIdx.x + 1);
+    const int number = blockIdx.x / PIECES, piece = blockIdx.x % PIECES;
+    int part = 0;
+    if (!ACT) while (part + 1 < PARTS && number >= job.parts[part + 1].first) part++;
+    const Matrix& matrix = job.parts[part].matrix;
+    const int group = number - job.parts[part].first, end = (long)matrix.bricks * (piece + 1) / PIECES;
     const u32 ring = shared_address(memory);
-    int* note = (int*)(memory + STAGES * STAGE_BYTES);
-    Place at, ahead;
-    at.unit = begin, at.find(job), ahead = at;
-    LOOP for (int stage = 0; stage < STAGES - 1; stage++) if (ahead.unit < end) {
+    Place ahead;
+    ahead.find(job, part, group, (long)matrix.bricks * piece / PIECES);
+    const int start = ahead.brick;
+    LOOP for (int stage = 0; stage < STAGES - 1; stage++) if (ahead.brick < end) {
         ahead.send_bricks(ring + stage * STAGE_BYTES);
-        ahead.advance(job, end);
+        ahead.advance(job, part, group);
     }
-    ::begin();
-    ahead = at;
+    begin();
+    const char* words = ahead.words;
+    ahead.words -= (long)(ahead.brick - start) * (ROWS * 256);
     LOOP for (int stage = 0; stage < STAGES - 1; stage++) {
-        if (ahead.unit < end) {
-            ahead.send_rows(ring + stage * STAGE_BYTES);
-            ahead.advance(job, end);
-        }
+        if (start + stage < end) ahead.send_rows(ring + stage * STAGE_BYTES), ahead.words += ROWS * 256;
         close_group();
     }
+    ahead.words = words;
     float total[TILES][COLUMNS][4] = {};
     int stage = 0, before = (STAGES - 1) * STAGE_BYTES;  // where a unit is, and where there is room for one
-    while (at.unit < end) {
+    for (int brick = start; brick < end; brick++) {
         wait_groups<STAGES - 2>();
+        Tensor::show();
         __syncthreads();  // all have copied this unit, and read the one before it
-        if (ahead.unit < end) {
+        if (ahead.brick < end) {
             ahead.send_bricks(ring + before);
             ahead.send_rows(ring + before);
-            ahead.advance(job, end);
+            ahead.advance(job, part, group);
         }
         close_group();
-        const char *bricks = memory + stage + warp * TILES * SLOT, *rows = memory + stage + ROWS_AT;
-        if (one_width()) {
-            work<BITS_OF(0), TILES>(at.fine, bricks, rows, total, lane);
-        } else if (ACT) {
-            work<BITS_OF(0), EACH>(at.fine, bricks, rows, total, lane);
-            work<BITS_OF(PARTS > 1), EACH>(at.fine, bricks + EACH * SLOT, rows, total + EACH, lane);
-        } else {
-            if (at.part == 0) work<BITS_OF(0), TILES>(at.fine, bricks, rows, total, lane);
-            else if (at.part == 1) work<BITS_OF(PARTS > 1), TILES>(at.fine, bricks, rows, total, lane);
-            else work<BITS_OF(PARTS > 2 ? 2 : 0), TILES>(at.fine, bricks, rows, total, lane);
-        }
-        const int group_end = at.first + job.parts[at.part].matrix.bricks;
-        if (at.unit + 1 == end || at.unit + 1 == group_end) {
-            if (gather(line, at, begin, end, group_end, note, total)) answer(job, at, total, warp, lane);
-            clear(total);
-        }
-        at.advance(job, end);
+        work_on(part, brick < matrix.fines, memory + stage + warp * TILES * SLOT, ring + stage + ROWS_AT, total, lane);
         before = stage, stage = stage + STAGE_BYTES == STAGES * STAGE_BYTES ? 0 : stage + STAGE_BYTES;
     }
     wait_groups<0>();
+    __syncthreads();
+    if (PIECES == 1 || gather(shared, number, piece, (int*)memory, total)) {
+        if (PIECES > 1) __syncthreads();
+        answer(job, part, group, total, (float*)memory);
+    }
 }

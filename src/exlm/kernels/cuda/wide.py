@@ -1,7 +1,7 @@
 """Packed matrices times 17 to 64 rows, straight from their codes: one launch for all that share an input.
 
-The work of all thread blocks is one line of units, cut into equal stretches whatever the rows, so that a
-row's answer is the same bits in any company of this size. Fewer rows are `linear`'s.
+How the outputs and inputs are dealt out to thread blocks does not depend on the rows, so that a row's answer
+is the same bits in any company of this size. Fewer rows are `linear`'s.
 """
 
 from __future__ import annotations
@@ -23,23 +23,25 @@ SOURCE = Path(__file__).with_name("wide.cu")
 MOST = 64
 """Rows."""
 
+_PIECES = (1, 2, 3, 4, 6, 8)
+_ADDING = 1.5  # what a piece costs, in bricks
 
-class _Line(ctypes.Structure):
-    _fields_ = (("left", ctypes.c_void_p), ("counts", ctypes.c_void_p), ("units", ctypes.c_int))
+
+class _Shared(ctypes.Structure):
+    _fields_ = (("left", ctypes.c_void_p), ("counts", ctypes.c_void_p))
 
 
 @dataclass(frozen=True)
 class Plan(linear.Plan):
-    """How a product is dealt out; here each warp of a thread block has tiles of its own."""
+    """How a product is dealt out; here each warp of a thread block has tiles of its own.
 
-    stages: int = 4  # units on their way or being worked on
-    resident: int = 1  # thread blocks of a multiprocessor
+    What is not said was quickest on an H200 (`benchmarks.matrices`).
+    """
 
-
-def wide_plan(product: Product) -> Plan:
-    """What was quickest for matrices of this shape on an H200 (`benchmarks.matrices`)."""
-    few = sum(one.tiles for one in product.matrices) <= 512
-    return Plan(1, 8, 4) if few and not product.form.act else Plan(2, 8, 3)
+    tiles: int = 1
+    stages: int = 3  # units on their way or being worked on
+    resident: int = 2  # thread blocks of a multiprocessor
+    pieces: int = 0  # into which a group's inputs are cut; zero: as many as keep the device busy
 
 
 class WideProduct:
@@ -52,10 +54,11 @@ class WideProduct:
             raise Unsupported("two matrices under one nonlinearity whose inputs are ordered differently")
         self.plan = self._fitted(plan or Plan())
         group = self.plan.tiles * self.plan.warps // (2 if product.form.act else 1)
-        self._units = [-(-one.tiles // group) * one.stored for one in product.matrices]
-        every = self._units[0] if product.form.act else sum(self._units)
+        self._groups = [-(-one.tiles // group) for one in product.matrices]
+        every = self._groups[0] if product.form.act else sum(self._groups)
+        self.pieces = self.plan.pieces or self._cut(every)
         self.counts = torch.zeros(every, dtype=torch.int32, device=product.device)
-        """Thread blocks that have left a group's sums, at its first unit; all zero between launches."""
+        """Thread blocks that have left a group's sums; all zero between launches."""
 
     def __call__(self, x: Tensor, out: Sequence[Tensor], residual: Tensor | None = None) -> None:
         """Fill out[i] (rows, outputs) with x (rows, inputs) @ matrix i + residual; all contiguous float16."""
@@ -63,30 +66,40 @@ class WideProduct:
         if not 1 <= rows <= MOST:
             raise Unsupported(f"{rows} rows are not multiplied straight from codes, only 1 to {MOST}")
         room = self._room(rows)
-        job, units = self.product.job(x, out, residual, self._units)
-        workers = min(units, self.workshop.processors * plan.resident)
-        sums = 2 * workers * plan.warps * plan.tiles * TILE * room
+        job, groups = self.product.job(x, out, residual, self._groups)
+        sums = groups * self.pieces * plan.warps * plan.tiles * TILE * room if self.pieces > 1 else 0
         left = torch.empty(sums, dtype=torch.float32, device=x.device)
         made = self.workshop.program(SOURCE, **self.choices(rows))
-        kept = self.product.prepare(made, job, rows, room)
-        line = _Line(left.data_ptr(), self.counts.data_ptr(), units)
-        shared = self._memory(room, plan)
-        made.launch("multiply_wide", (workers, 1, 1), plan.warps * 32, shared, (job, line))
+        kept = self.product.prepare(made, job, rows, room, overlap=False)
+        shared = _Shared(left.data_ptr(), self.counts.data_ptr())
+        threads, memory = plan.warps * 32, self._memory(room, plan)
+        grid = groups * self.pieces, 1, 1
+        made.launch("multiply_wide", grid, threads, memory, (job, shared), overlap=False)  # it is slower
         del kept, left  # not before the launch
 
     def choices(self, rows: int) -> dict[str, int]:
         """What the kernels' source is told for so many rows."""
         told = linear.dealt(self.product.form, self._room(rows) // 8, self.plan)
-        return {**told, "RESIDENT": self.plan.resident}
+        return {**told, "RESIDENT": self.plan.resident, "PIECES": self.pieces}
+
+    def _cut(self, groups: int) -> int:
+        """The pieces with which the busiest multiprocessor is done soonest; adding them up costs too."""
+        bricks, processors = self.product.matrices[0].stored, self.workshop.processors
+
+        def cost(pieces: int) -> float:
+            return -(-groups * pieces // processors) * -(-bricks // pieces) + (pieces > 1) * _ADDING * pieces
+
+        return min((n for n in _PIECES if n <= bricks), key=cost)
 
     def _room(self, rows: int) -> int:
         """Rows that are computed: few programs serve all numbers of them."""
         return -(-rows // 16) * 16
 
     def _memory(self, room: int, plan: Plan) -> int:
-        """Bytes of shared memory: bricks and rows of each unit, and a number."""
-        bricks = plan.tiles * plan.warps * linear.slot(self.product.form)
-        return plan.stages * (bricks + room * BLOCK * 2) + 16
+        """Bytes of shared memory: bricks and rows of each unit; in the end the sums."""
+        tiles = plan.tiles * plan.warps
+        ring = plan.stages * (tiles * linear.slot(self.product.form) + room * BLOCK * 2)
+        return max(ring, room * (tiles * TILE + 8) * 4)
 
     def _fitted(self, plan: Plan) -> Plan:
         """A plan that fits for any number of rows: where sums are cut depends on it, so all have the same."""
