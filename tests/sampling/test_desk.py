@@ -238,7 +238,7 @@ def test_kernels_are_told_what_rows_say(seed: int) -> None:
     rng = Random(seed)
     witness, story = Witness(WIDTH), Story(rng, Words())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(desk_module, "Press", lambda width, device: witness)
+        patch.setattr(desk_module, "Press", lambda width, device, stream: witness)
         patch.setattr(listed, "LEAST_ROOM", 4)
         patch.setattr(transcript, "LEAST_ROOM", 4)
         sampler = Sampler(Words())

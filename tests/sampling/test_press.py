@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from exlm.sampling.launch import Kernel
+from exlm.sampling.launch import Kernel, Launch
 from exlm.sampling.post import BUNDLE, SMALLEST, Post
 
 
@@ -40,22 +40,26 @@ class Compiled:
 
 def test_a_kernel_is_looked_up_once_for_what_it_is_compiled_for() -> None:
     recorder = Recorder()
-    kernel, x, other = Kernel(recorder, num_warps=4), torch.zeros(8, 64), torch.zeros(2)
-    kernel.launch((8, 1, 1), x, 64, (other, 3), (64, 1))
-    kernel.launch((5, 1, 1), x, 64, (other, 4), (64, 1))
-    assert recorder.compiled == [((8, 1, 1), (x, 64, other, 3, 64, 1), {"num_warps": 4})]
-    assert recorder.launched == [((5, 1, 1), (x, 64, other, 4, 64, 1))]
-    kernel.launch((8, 1, 1), x, 128, (other, 3), (64, 1))
-    kernel.launch((8, 1, 1), x.view(-1)[1:], 64, (other, 3), (64, 1))
-    kernel.launch((8, 1, 1), x, 64, (other, 3), (64, 0))
+    kernel, x, other = Kernel(recorder, 2, num_warps=4), torch.zeros(8, 64), torch.zeros(2)
+    moves, addresses = (other,), (other.data_ptr(),)
+    first = Launch(kernel, (8, 1, 1), (3,), (64, 1))
+    first(x, 64, moves, addresses)
+    Launch(kernel, (5, 1, 1), (4,), (64, 1))(x, 64, moves, addresses)
+    assert recorder.compiled == [((8, 1, 1), (x, other, 64, 3, 64, 1), {"num_warps": 4})]
+    assert recorder.launched == [((5, 1, 1), (x, other, 64, 4, 64, 1))]
+    first(x, 128, moves, addresses)
+    first(x.view(-1)[1:], 64, moves, addresses)
+    Launch(kernel, (8, 1, 1), (3,), (64, 0))(x, 64, moves, addresses)
+    assert len(recorder.compiled) == 4
+    first(x, 64, moves, addresses)
     assert len(recorder.compiled) == 4
 
 
 def test_an_interpreted_kernel_is_interpreted_again() -> None:
     recorder = Recorder(interpreted=True)
-    kernel, x = Kernel(recorder), torch.zeros(2, 64)
+    launch, x = Launch(Kernel(recorder, 1), (2, 1, 1), (), (64,)), torch.zeros(2, 64)
     for _ in range(3):
-        kernel.launch((2, 1, 1), x, 64, (), (64,))
+        launch(x, 64, (), ())
     assert len(recorder.compiled) == 3
 
 
@@ -86,12 +90,12 @@ def test_a_buffer_is_written_again_only_after_it_was_read() -> None:
     first.arrived = late = Late()
     for _ in range(BUNDLE - 1):
         post.send(np.zeros(1, np.int64), nothing)
-    for _, values in first.buffers:
+    for _, values, _ in first.buffers:
         values[0] = 77
     for _ in range(2 * BUNDLE):
         post.send(np.ones(1, np.int64), nothing)
-    assert all(values[0] == 77 for _, values in first.buffers)
+    assert all(values[0] == 77 for _, values, _ in first.buffers)
     late.happened = True
     for _ in range(2 * BUNDLE):
         post.send(np.full(1, 5, np.int64), nothing)
-    assert all(values[0] == 5 for _, values in first.buffers)
+    assert all(values[0] == 5 for _, values, _ in first.buffers)

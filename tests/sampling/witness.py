@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exlm.sampling.fused import Work
+from exlm.sampling.fused import Answer, Work
 from exlm.sampling.lanes import AT, HEAD
-from exlm.sampling.pick import Picked
+from exlm.sampling.sheets import Sheet, Sheets
 
 
 @dataclass
@@ -44,21 +44,32 @@ class Witness:
         self.fails = False
         self._given = 1000.0
 
-    def pick(self, x: Tensor, table: Tensor, words: Tensor, work: Work) -> tuple[Picked, Tensor]:
+    def pick(self, x: Tensor, table: Tensor, words: Tensor, work: Work, sheet: Sheet) -> Answer:
         """Listen, and pick token 0; targets are numbers that never come again."""
         if self.fails:
             raise MemoryError
         said = words.numpy()
         for row in range(work.rows):
             self.told.append(self._read(said[row * HEAD :][:HEAD], said, tuple(table[row].tolist()), work))
+            place = self.told[-1].place
+            sheet.tokens[place], sheet.copy[place], sheet.shares[place] = 0, 0, 1.0
         targets = torch.arange(work.rows, dtype=torch.float64) + self._given
         self._given += work.rows
         self.answers += targets.tolist()
-        return Picked(torch.zeros(work.rows, dtype=torch.int64), torch.ones(work.rows)), targets
+        return Answer(targets)
 
-    def largest(self, x: Tensor) -> Picked:
+    def largest(self, x: Tensor, sheet: Sheet) -> None:
         """Nothing is told of such rows."""
-        return Picked(torch.zeros(len(x), dtype=torch.int64), torch.ones(len(x)))
+        sheet.tokens[:], sheet.copy[:], sheet.shares[:] = 0, 0, 1.0
+
+    def sheet(self, count: int) -> Sheet:
+        """On which every row has failed so far."""
+        sheet = Sheets(count, torch.device("cpu"), None).next()
+        sheet.tokens[:], sheet.copy[:] = -1, -1
+        return sheet
+
+    def done(self) -> None:
+        """Nobody waits."""
 
     def _read(self, head: Any, said: Any, numbers: tuple[float, ...], work: Work) -> Told:
         def words(name: str, count: int) -> list[int]:

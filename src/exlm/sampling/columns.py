@@ -6,9 +6,10 @@ whose first word stands at `Heads.size`. Nothing here chooses a token or launche
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Collection, Sequence
-from operator import is_
+from operator import is_, itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +28,8 @@ TARGET, FADING, ALLOWED = AT["target"], AT["fading"], AT["allowed"]
 LISTED, FRESH = AT["listed"], AT["fresh"]
 SIZE, JOINED, LEFT = LISTED + 1, LISTED + 2, LISTED + 3
 TEXT, LAST = AT["text"], AT["text"] + 2
-TARGET_BYTES = 8
+WORD = 8  # bytes
+LAST_OF = itemgetter(-1)
 
 
 class Heads(NamedTuple):
@@ -53,6 +55,21 @@ class Written(NamedTuple):
     text: list[int]
 
 
+class Lasts:
+    """The last token of each text, in one column. They are packed first, because numpy is slow with lists."""
+
+    def __init__(self, heads: Heads, places: list[int], column: int, texts: list[list[int]]) -> None:
+        self._words, self._texts = heads.words, texts
+        self._where = rows_of(places, heads), column
+        self._pack, self._bytes = struct.Struct(f"{len(texts)}q").pack_into, bytearray(WORD * len(texts))
+        self._tokens = np.frombuffer(self._bytes, np.int64)
+
+    def write(self) -> None:
+        """Write them; no text is empty."""
+        self._pack(self._bytes, 0, *map(LAST_OF, self._texts))
+        self._words[self._where] = self._tokens
+
+
 class Penalties:
     """Penalised tokens: which one joined the list of each text, and which one left it.
 
@@ -61,9 +78,11 @@ class Penalties:
 
     def __init__(self, heads: Heads, members: Sequence[Listed]) -> None:
         self._words, self._size, self._members = heads.words, heads.size, members
-        self._rows = rows_of([member.place for member in members], heads)
+        places = [member.place for member in members]
+        self._rows = rows_of(places, heads)
         self._texts = [member.text for member in members]
         self._tokens = [member.tokens for member in members]
+        self._lasts = Lasts(heads, places, JOINED, self._texts)
         self._windows = [(place, text, tokens.sustain) for place, tokens, text in members if tokens.sustain]
         self._empty = [place for place, tokens, _ in members if tokens.sustain == 0]
         self._spare = 0
@@ -71,7 +90,7 @@ class Penalties:
     def write(self, grown: bool, more: array[int]) -> None:
         """Say what became of the lists; `grown` if every text is one token longer than before."""
         if grown and self._spare > 0:
-            self._words[self._rows, JOINED] = [text[-1] for text in self._texts]
+            self._lasts.write()
             if self._empty:
                 self._words[self._empty, LEFT] = self._words[self._empty, JOINED]
             return
@@ -115,15 +134,17 @@ class Texts:
 
     def __init__(self, heads: Heads, members: Sequence[Written]) -> None:
         self._words, self._members = heads.words, members
-        self._rows = rows_of([member.place for member in members], heads)
+        places = [member.place for member in members]
+        self._rows = rows_of(places, heads)
         self._texts = [member.text for member in members]
+        self._lasts = Lasts(heads, places, LAST, self._texts)
         self._transcripts = [member.transcript for member in members]
         self._spare = 0
 
     def write(self, grown: bool) -> None:
         """Say how the texts end; `grown` if every text is one token longer than before."""
         if grown and self._spare > 0:
-            self._words[self._rows, LAST] = [text[-1] for text in self._texts]
+            self._lasts.write()
             return
         self._words[self._rows, TEXT : LAST + 1] = [
             transcript.follow(text) for _, transcript, text in self._members
@@ -167,7 +188,7 @@ class Targets:
     ) -> None:
         self._words, self._members, self._device = heads.words, members, device
         places = [place for place, _ in members]
-        self._rows, self._offsets = rows_of(places, heads), np.array(places) * TARGET_BYTES
+        self._rows, self._offsets = rows_of(places, heads), np.array(places) * WORD
         self._known = [state.targets for _, state in members]
         self._read: list[Tensor] = []
         self._last: list[Target] = []
@@ -185,7 +206,7 @@ class Targets:
                 _, targets, which = found
                 if targets is not known:
                     known, base = targets, self._address_of(targets)
-                addresses[i] = base + TARGET_BYTES * which
+                addresses[i] = base + WORD * which
         self._words[self._rows, TARGET] = addresses
 
     def _address_of(self, targets: Tensor) -> int:

@@ -35,10 +35,11 @@ class Batch:
     """
 
     def __init__(self, rows: Sequence[Row], seats: Sequence[Seat], room: Seats) -> None:
+        self.count = len(rows)
         self.guided = any([row.guided for row in rows])
         self.wanted = min(room.width, max([row.want_top for row in rows]))
         self.largest = not (self.guided or self.wanted) and all(map(_bare, rows, seats))
-        self.masked = _masked(rows)
+        self._masks, self.masked = EDITIONS.masks, _masked(rows)
         self.parties: list[Party] = []
         self.others: list[int] = []
         self._last = EDITIONS.last
@@ -77,7 +78,9 @@ class Batch:
         if last is not self._last and self._current() != self._editions:
             return False
         self._last = last
-        self.masked = _masked(rows)
+        masks = EDITIONS.masks
+        if masks is not self._masks:
+            self._masks, self.masked = masks, _masked(rows)
         if self.masked and (self.largest or any([on_device(row.allowed) for row in rows])):
             return False
         for row, blocked in self._blocked:
@@ -110,7 +113,7 @@ class Desk:
         if where != self._where:
             self.forget()
             self._room = Seats(self._vocabulary, width, device)
-            self._press, self._post = Press(width, device), Post(device)
+            self._press, self._post = Press(width, device, where[2]), Post(device, where[2])
             self._where = where
         batch = self._batch
         if batch is None or not batch.stands(rows):
@@ -120,15 +123,31 @@ class Desk:
         return batch
 
     def pick(self, x: Tensor, batch: Batch) -> list[tuple[list[int], Picked]]:
-        """The tokens of a batch's parties, each with their places, from its logits (rows, width)."""
+        """The tokens of a batch's parties, each with their places, from its logits (rows, width).
+
+        They come as one part, told to the host, too, unless rows are left for others or several parties have
+        top tokens.
+        """
+        press, post, masked = self._press, self._post, batch.masked
+        sheet = press.sheet(batch.count)
         try:
             if batch.largest:
-                return [([], self._press.largest(x))]
-            press, post, masked = self._press, self._post, batch.masked
-            return [(party.places, party.pick(x, press, post, masked)) for party in batch.parties]
+                press.largest(x, sheet)
+                answers = []
+            else:
+                answers = [party.pick(x, press, post, masked, sheet) for party in batch.parties]
+            press.done()
         except BaseException:
             self.forget()  # what was packed for the device may never have reached it
             raise
+        tokens, shares = sheet.tokens, sheet.shares
+        if batch.others or (batch.wanted and len(answers) > 1):
+            return [
+                (party.places, Picked(party.of(tokens), party.of(shares), answer.top_tokens, answer.top_p))
+                for party, answer in zip(batch.parties, answers, strict=True)
+            ]
+        tops = answers[0][1:] if batch.wanted else (None, None)
+        return [([], Picked(tokens, shares, *tops, sheet.told))]
 
     def _seated(self, rows: Sequence[Row]) -> list[Seat]:
         """A seat for each row: the one it had if that holds."""

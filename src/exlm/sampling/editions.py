@@ -1,7 +1,8 @@
 """Editions: what tells that a row, its settings or its state were changed by more than another token.
 
 Every such object carries its own edition. The last one that was handed out is known, too: while it stays the
-same nothing at all was changed, and nobody has to look at each object.
+same nothing at all was changed, and nobody has to look at each object. Masks, which come and go with every
+token, are counted apart.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ class Editions:
 
     def __init__(self) -> None:
         self.last: object = None
+        self.masks: object = None
+        """Another one whenever any row got or lost a mask."""
 
     def new(self) -> object:
         """Another edition; to be asked for when the change is made."""

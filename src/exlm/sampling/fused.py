@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .lanes import RUN, TILES, Lane
-from .launch import Grid, Kernel
-from .pick import Picked, best
+from .launch import Kernel, Launch
+from .pick import best
+from .sheets import Sheet, Sheets, Targets
 
 PROGRAMS = 256  # that edit at a time, about: two for each multiprocessor of a large GPU
 EDITED = 4096  # columns that one of them loads at a time
@@ -23,9 +24,7 @@ TILE = 16384  # columns loaded by a program that picks: what it takes to keep a 
 PART = 4096  # candidates looked at a time
 WARPS = 16
 FEWER = 8  # for rows with top-k: what they sort is little, and warps wait for each other
-KEPT = 16  # layouts, and shapes of answers
-SHEETS = 32  # answers for which memory is allocated at a time
-ALIGNED = 16  # numbers after which an address is a multiple of 16 bytes
+KEPT = 32  # kinds of work that are kept ready, and sizes of answers
 
 
 @lru_cache(maxsize=1)
@@ -50,120 +49,115 @@ class Work(NamedTuple):
     searches: bool
 
 
-class Layout(NamedTuple):
-    """How work is cut up: programs that edit, what those of a row share, what kernels are compiled for."""
+class Order(NamedTuple):
+    """One kind of work made ready: its launches, and the copy of the logits that the first one makes."""
 
-    grid: Grid
-    held: int
-    span: int
-    room: int
-    edits: tuple[int, ...]
-    picks: tuple[int, ...]
+    edit: Launch
+    pick: Launch
+    copy: Tensor | None
+    targets: Targets
 
 
-class Sheets:
-    """Tensors (count,) to answer on: a new one each time, many of them cut from one allocation."""
+class Answer(NamedTuple):
+    """What is known of some rows besides their tokens: mirostat's targets, top tokens, and those' p."""
 
-    def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._count, self._dtype, self._device = count, dtype, device
-        self._left: list[Tensor] = []
-
-    def next(self) -> Tensor:
-        """One that nobody else has."""
-        if not self._left:
-            padded = -(-self._count // ALIGNED) * ALIGNED
-            with torch.inference_mode(False):  # they outlive the call that they are made in
-                block = torch.empty(SHEETS, padded, dtype=self._dtype, device=self._device)
-                self._left.extend(block[:, : self._count].unbind())
-        return self._left.pop()
+    targets: Tensor
+    top_tokens: Tensor | None = None
+    top_p: Tensor | None = None
 
 
 class Press:
     """The kernels on one device and the memory they need, which is kept. For one stream."""
 
-    def __init__(self, width: int, device: torch.device) -> None:
-        """For logits of this many columns."""
+    def __init__(self, width: int, device: torch.device, stream: int = 0) -> None:
+        """For logits of this many columns, on the current stream, whose handle is given."""
         from .triton.edit import edit_kernel
         from .triton.pick import largest_kernel, pick_kernel
 
-        self.width, self.device = width, device
+        self.width, self.device, self._stream = width, device, stream
         exact = {"enable_fp_fusion": False}  # sums as the host rounds them
-        self._edit = Kernel(edit_kernel, num_warps=WARPS, **exact)
-        self._wide = Kernel(pick_kernel, num_warps=WARPS, **exact)
-        self._narrow = Kernel(pick_kernel, num_warps=FEWER, **exact)
-        self._largest = Kernel(largest_kernel, num_warps=WARPS)
+        self._edit = Kernel(edit_kernel, 3, num_warps=WARPS, **exact)
+        self._wide = Kernel(pick_kernel, 9, num_warps=WARPS, **exact)
+        self._narrow = Kernel(pick_kernel, 9, num_warps=FEWER, **exact)
+        self._largest = Kernel(largest_kernel, 4, num_warps=WARPS)
         self._rooms: dict[str, tuple[int, Tensor]] = {}
-        self._layouts: dict[Work, Layout] = {}
-        self._sheets: dict[tuple[int, torch.dtype], Sheets] = {}
+        self._orders: dict[Work, Order] = {}
+        self._greedy: dict[int, Launch] = {}
+        self._sheets: dict[int, Sheets] = {}
+        cuda: Any = torch.cuda  # its events have no types
+        self._done: Any = cuda.Event() if device.type == "cuda" else None
+        self._queue: Any = cuda.current_stream(device) if device.type == "cuda" else None
 
-    def largest(self, x: Tensor) -> Picked:
-        """The largest logit of every row (rows, width)."""
+    def sheet(self, count: int) -> Sheet:
+        """Memory for the tokens of a batch of this many rows."""
+        sheets = self._sheets.get(count)
+        if sheets is None:
+            if len(self._sheets) >= KEPT:
+                self._sheets.clear()
+            sheets = self._sheets[count] = Sheets(count, self.device, self._done)
+        self._last = sheets
+        return sheets.next()
+
+    def done(self) -> None:
+        """All that a batch needs is launched: after that its sheet can be read."""
+        if self._done is not None:
+            self._done.record(self._queue)
+        self._last.restock()
+
+    def largest(self, x: Tensor, sheet: Sheet) -> None:
+        """Write down the largest logit of every row (rows, width)."""
         count = x.shape[0]
-        tokens, shares = self._sheet(count, torch.int64), self._sheet(count, torch.float32)
-        self._largest.launch((count, 1, 1), x, x.stride(0), (tokens, shares), (self.width, TILE))
-        return Picked(tokens, shares)
+        launch = self._greedy.get(count)
+        if launch is None:
+            constants = (self.width, TILE)
+            launch = self._greedy[count] = Launch(self._largest, (count, 1, 1), (), constants, self._stream)
+        launch(x, x.stride(0), sheet[:3], sheet.addresses)
 
-    def pick(self, x: Tensor, table: Tensor, words: Tensor, work: Work) -> tuple[Picked, Tensor]:
-        """A token for each row of a table, and mirostat's targets, for some rows of logits (rows, width).
+    def pick(self, x: Tensor, table: Tensor, words: Tensor, work: Work, sheet: Sheet) -> Answer:
+        """Write down a token for each row of a table, in its place in the batch, from logits (rows, width).
 
-        The logits are not changed.
+        Those are not changed.
         """
-        count, lane, wanted, edited, moves, searches = work
-        grid, held, span, room, edits, picks = self._layout(work)
-        tokens, shares = self._sheet(count, torch.int64), self._sheet(count, torch.float32)
-        targets = self._sheet(count, torch.float64) if moves else table
-        all_p, all_ids = self._all(count, lane.sort) if wanted else (table, words)
-        maxima, stride = self._room("maxima", torch.int32, count * held), x.stride(0)
-        copy = self._room("copy", torch.float32, count * self.width) if edited else table
-        counts = self._room("counts", torch.int32, count * self.width) if searches else maxima
-        self._edit.launch(grid, x, stride, (copy, maxima, counts, table, words, held, span), edits)
-        if edited:
-            x, stride = copy, self.width
-        scratch = self._room("scratch", torch.int64, count * room)
-        pick = self._wide if lane.wide else self._narrow
-        pick.launch(
-            (count, 1, 1), x, stride,
-            (maxima, table, words, scratch, tokens, shares, targets, all_p, all_ids, held, room, int(edited),
-             wanted),
-            picks,
-        )  # fmt: skip
-        picked = Picked(tokens, shares)
-        if wanted:
-            picked.top_tokens, picked.top_p = best(all_p, all_ids, wanted)
-        return picked, targets
+        order = self._orders.get(work) or self._ready(work)
+        stride, given = x.stride(0), (table.data_ptr(), words.data_ptr())
+        order.edit(x, stride, (table, words), given)
+        if order.copy is not None:
+            x, stride = order.copy, self.width
+        targets = order.targets.next() if work.moves else table
+        all_p, all_ids = self._all(work.rows, work.lane.sort) if work.wanted else (table, words)
+        moves = (*sheet[:3], targets, all_p, all_ids, table, words)
+        addresses = (targets.data_ptr(), all_p.data_ptr(), all_ids.data_ptr(), *given)
+        order.pick(x, stride, moves, sheet.addresses + addresses)
+        return Answer(targets, *(best(all_p, all_ids, work.wanted) if work.wanted else ()))
 
-    def _layout(self, work: Work) -> Layout:
-        known = self._layouts.get(work)
-        if known is None:
-            if len(self._layouts) >= KEPT:
-                self._layouts.clear()
-            known = self._layouts[work] = self._lay_out(work)
-        return known
-
-    def _lay_out(self, work: Work) -> Layout:
+    def _ready(self, work: Work) -> Order:
+        """How work is cut up, and the memory that its programs share."""
         count, lane, wanted, edited, _, searches = work
         width, sort = self.width, lane.sort
         tiles = -(-width // EDITED)
         span = -(-tiles // max(1, PROGRAMS // count))
+        held = tiles * EDITED // RUN
+        room = sort + TILES + (sort + TILES + width * lane.wide + 1) // 2
         runs = max(RUN, 1 << (-(-width // RUN) - 1).bit_length())
         tile = TILE // 2 if lane.wide else TILE  # those passes need more registers
-        return Layout(
-            grid=(count, -(-tiles // span), 1),
-            held=tiles * EDITED // RUN,
-            span=span,
-            room=sort + TILES + (sort + TILES + width * lane.wide + 1) // 2,
-            edits=(width, EDITED, int(edited), int(searches)),
-            picks=(width, runs, sort, tile, PART, int(lane.wide), int(lane.shaped), int(wanted > 0)),
-        )
-
-    def _sheet(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Memory for an answer."""
-        sheets = self._sheets.get((count, dtype))
-        if sheets is None:
-            if len(self._sheets) >= KEPT:
-                self._sheets.clear()
-            sheets = self._sheets[count, dtype] = Sheets(count, dtype, self.device)
-        return sheets.next()
+        maxima = self._room("maxima", torch.int32, count * held)
+        copy = self._room("copy", torch.float32, count * width) if edited else None
+        counts = self._room("counts", torch.int32, count * width) if searches else maxima
+        scratch = self._room("scratch", torch.int64, count * room)
+        edit = Launch(
+            self._edit, (count, -(-tiles // span), 1),
+            (maxima if copy is None else copy, maxima, counts, held, span),
+            (width, EDITED, int(edited), int(searches)), self._stream,
+        )  # fmt: skip
+        pick = Launch(
+            self._wide if lane.wide else self._narrow, (count, 1, 1),
+            (maxima, scratch, held, room, int(edited), wanted),
+            (width, runs, sort, tile, PART, int(lane.wide), int(lane.shaped), int(wanted > 0)), self._stream,
+        )  # fmt: skip
+        if len(self._orders) >= KEPT:
+            self._orders.clear()
+        order = self._orders[work] = Order(edit, pick, copy, Targets(count, self.device))
+        return order
 
     def _all(self, count: int, sort: int) -> tuple[Tensor, Tensor]:
         """Memory for candidates and their probabilities."""
@@ -174,6 +168,7 @@ class Press:
         """Memory for this many numbers, or more; all 0 at first."""
         known = self._rooms.get(name)
         if known is None or known[0] < size:
+            self._orders.clear()  # they hold what is too small
             self._rooms.pop(name, None)
             known = self._rooms[name] = (size, torch.zeros(size, dtype=dtype, device=self.device))
         return known[1]

@@ -10,11 +10,9 @@ from __future__ import annotations
 import ctypes
 import struct
 import sys
-from collections.abc import Sequence
 from functools import lru_cache
 from itertools import count
-from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +20,7 @@ from torch import Tensor
 from ..errors import KernelError
 
 COMPILED = 64  # kernels that are kept ready
+ALIGNED = 16  # bytes
 WARP = 32
 KINDS = {"i32": "i", "i64": "q"}
 ADDRESS = "Q"
@@ -32,80 +31,125 @@ UNUSUAL = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "prof
 Grid = tuple[int, int, int]
 
 
-class Kernel:
-    """A Triton kernel (logits, their stride, arguments, constants) that is launched again and again."""
+class Form(NamedTuple):
+    """A kernel as it was compiled: the kinds of its parameters, and which of the arguments they are."""
 
-    def __init__(self, kernel: Any, **options: Any) -> None:
+    compiled: Any
+    kinds: str
+    taken: list[int]
+
+
+class Kernel:
+    """A Triton kernel, and what it was compiled to. Its first arguments move: they are tensors."""
+
+    def __init__(self, kernel: Any, moving: int, **options: Any) -> None:
+        self.moving = moving
         self._kernel, self._options = kernel, options
         self._compiled: dict[tuple[object, ...], Any] = {}
+        self._forms: dict[tuple[object, ...], Form | None] = {}
 
-    def launch(
-        self,
-        grid: Grid,
-        x: Tensor,
-        stride: int,
-        args: tuple[Tensor | int, ...],
-        constants: tuple[int, ...],
-    ) -> None:
-        """Launch it. Tensors among the arguments are aligned; it is not compiled for the numbers there."""
-        key = (stride, x.data_ptr() % 16 == 0, constants)
+    def form(self, key: tuple[object, ...]) -> Form | None:
+        """What the driver can launch for a key; None if that is left to Triton."""
+        return self._forms.get(key)
+
+    def launch(self, grid: Grid, args: tuple[Any, ...], key: tuple[object, ...]) -> None:
+        """Have Triton launch it, and compile it if that was not done for this key."""
         ready = self._compiled.get(key)
         if ready is not None:
-            ready[grid](x, stride, *args, *constants)
+            ready[grid](*args)
             return
-        ready = self._kernel[grid](x, stride, *args, *constants, **self._options)
+        ready = self._kernel[grid](*args, **self._options)
         if ready is None:
             return  # it was interpreted
         if len(self._compiled) >= COMPILED:
             self._compiled.clear()
-        self._compiled[key] = Direct.of(ready, driver()) or ready
+            self._forms.clear()
+        self._compiled[key], self._forms[key] = ready, form_of(ready, driver(), self.moving)
+
+
+class Launch:
+    """A kernel (logits, what else moves, the logits' stride, what stays, constants) on one grid and stream.
+
+    All tensors but the logits are aligned, and the kernel is not compiled for the numbers among what stays.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        grid: Grid,
+        stays: tuple[Tensor | int, ...],
+        constants: tuple[int, ...],
+        stream: int = 0,
+    ) -> None:
+        self._kernel, self._grid, self._stays, self._constants = kernel, grid, stays, constants
+        self._stream, self._stride, self._odd = stream, 0, 0
+        self._direct: Direct | None = None
+
+    def __call__(self, x: Tensor, stride: int, moves: tuple[Tensor, ...], addresses: tuple[int, ...]) -> None:
+        """Launch it, with what moves and the addresses of that."""
+        start = x.data_ptr()
+        if self._direct is None or stride != self._stride or start % ALIGNED != self._odd:
+            self._stride, self._odd = stride, start % ALIGNED
+            args, key = self._args(x, moves), (stride, self._odd == 0, self._constants)
+            form = self._kernel.form(key)
+            if form is None:
+                self._direct = None
+                self._kernel.launch(self._grid, args, key)
+                return
+            self._direct = Direct(driver(), form, args, self._kernel.moving, self._grid, self._stream)
+        self._direct.launch(start, *addresses)
+
+    def _args(self, x: Tensor, moves: tuple[Tensor, ...]) -> tuple[Tensor | int, ...]:
+        return (x, *moves, self._stride, *self._stays, *self._constants)
 
 
 class Direct:
-    """What a kernel was compiled to, launched by the driver on torch's current stream. For one thread."""
+    """What a kernel was compiled to, launched by the driver on one stream. For one thread."""
 
-    def __init__(self, driver: Any, compiled: Any, kinds: str, taken: Sequence[int]) -> None:
-        """A kernel with parameters of some `kinds`: the arguments that are `taken`, then Triton's own."""
-        self._driver, self._compiled = driver, compiled  # which must stay loaded
-        self._chosen = itemgetter(*taken)
-        self._layout = struct.Struct(kinds)
-        self._buffer = ctypes.create_string_buffer(self._layout.size)
+    def __init__(
+        self, driver: Any, form: Form, args: tuple[Tensor | int, ...], moving: int, grid: Grid, stream: int
+    ) -> None:
+        """With arguments as Triton would be given, the first of which are tensors that move."""
+        self._compiled, kinds, taken = form  # it must stay loaded
+        self._moving = struct.Struct(ADDRESS * moving)
+        self._buffer = ctypes.create_string_buffer(struct.calcsize(kinds))
+        chosen = [args[i] for i in taken]
+        values = [value if isinstance(value, int) else value.data_ptr() for value in chosen]
+        struct.pack_into(kinds, self._buffer, 0, *values, 0, 0)
         start = ctypes.addressof(self._buffer)
         places = [start + offset for offset, _ in layout(kinds)]
-        self._places = (ctypes.c_void_p * len(places))(*places)
-        block, shared = WARP * compiled.metadata.num_warps, compiled.metadata.shared
-        self._shape = (block, 1, 1, shared)
+        metadata, address = self._compiled.metadata, ctypes.c_void_p
+        shape = (*grid, WARP * metadata.num_warps, 1, 1, metadata.shared)
+        self._given = (
+            address(self._compiled.function), *map(ctypes.c_uint, shape), address(stream),
+            (address * len(places))(*places), None,
+        )  # fmt: skip
+        self._start = driver.cuLaunchKernel
 
-    @classmethod
-    def of(cls, compiled: Any, driver: Any) -> Direct | None:
-        """A kernel as Triton compiled and loaded it; None if it is not of the kind that is known here."""
-        metadata = getattr(compiled, "metadata", None)
-        usual = getattr(metadata, "num_ctas", 0) == 1
-        if driver is None or not usual or any(getattr(metadata, name, 1) for name in UNUSUAL):
-            return None
-        types = list(compiled.src.signature.values())
-        taken = [i for i, kind in enumerate(types) if kind != "constexpr"]
-        if not all(kind[0] == "*" or kind in KINDS or kind == "constexpr" for kind in types):
-            return None
-        kinds = "".join([KINDS.get(types[i], ADDRESS) for i in taken]) + SCRATCH
-        known = described(driver, compiled.function) == layout(kinds)
-        return cls(driver, compiled, kinds, taken) if known else None
-
-    def __getitem__(self, grid: Grid) -> Any:
-        """The kernel, to be called with its arguments as Triton's would be."""
-        return lambda *args: self._launch(grid, args)
-
-    def _launch(self, grid: Grid, args: tuple[Any, ...]) -> None:
-        values = [value if type(value) is int else value.data_ptr() for value in args]
-        self._layout.pack_into(self._buffer, 0, *self._chosen(values), 0, 0)
-        kernel = self._compiled
-        given = (kernel.function, *grid, *self._shape, raw_stream(args[0].device), self._places, None)
-        error = self._driver.cuLaunchKernel(*given)
+    def launch(self, *addresses: int) -> None:
+        """Launch it with other addresses of what moves."""
+        self._moving.pack_into(self._buffer, 0, *addresses)
+        error = self._start(*self._given)
         if error == NO_CONTEXT:
-            enter(args[0].device)
-            error = self._driver.cuLaunchKernel(*given)
+            enter()
+            error = self._start(*self._given)
         if error:
-            raise KernelError(f"The driver refused to launch {kernel.name}: CUDA error {error}.")
+            raise KernelError(f"The driver refused to launch {self._compiled.name}: CUDA error {error}.")
+
+
+def form_of(compiled: Any, driver: Any, moving: int) -> Form | None:
+    """A kernel as Triton compiled and loaded it; None if it is not of the kind that is known here."""
+    metadata = getattr(compiled, "metadata", None)
+    usual = getattr(metadata, "num_ctas", 0) == 1
+    if driver is None or not usual or any(getattr(metadata, name, 1) for name in UNUSUAL):
+        return None
+    types = list(compiled.src.signature.values())
+    taken = [i for i, kind in enumerate(types) if kind != "constexpr"]
+    if not all(types[i][0] == "*" or (types[i] in KINDS and i >= moving) for i in taken):
+        return None
+    kinds = "".join([KINDS.get(types[i], ADDRESS) for i in taken]) + SCRATCH
+    known = taken[:moving] == list(range(moving)) and described(driver, compiled.function) == layout(kinds)
+    return Form(compiled, kinds, taken) if known else None
 
 
 def layout(kinds: str) -> list[tuple[int, int]]:
@@ -132,10 +176,10 @@ def raw_stream(device: torch.device) -> int:
     return int(torch_c._cuda_getCurrentRawStream(device.index or 0))
 
 
-def enter(device: torch.device) -> None:
-    """Have this thread use a CUDA device for the first time."""
+def enter() -> None:
+    """Have this thread use the current CUDA device for the first time."""
     cuda: Any = torch.cuda  # its events have no types
-    cuda.Event().record(torch.cuda.current_stream(device))
+    cuda.Event().record()
 
 
 @lru_cache(maxsize=1)
@@ -143,9 +187,10 @@ def driver() -> Any:
     """The CUDA driver's library; None if there is none, or one that cannot describe parameters."""
     try:
         library: Any = ctypes.CDLL("nvcuda" if sys.platform == "win32" else "libcuda.so.1")
-        word, address, size = ctypes.c_uint, ctypes.c_void_p, ctypes.c_size_t
-        library.cuLaunchKernel.argtypes = [address, *[word] * 7, address, address, address]
+        address, size = ctypes.c_void_p, ctypes.c_size_t
+        library.cuLaunchKernel.argtypes = None  # it is given what needs no conversion
         library.cuFuncGetParamInfo.argtypes = [address, size, address, address]
+        library.cuMemcpyHtoDAsync_v2.argtypes = [address, address, size, address]
     except (OSError, AttributeError):
         return None
     return library

@@ -10,15 +10,16 @@ from array import array
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from .columns import Fading, Heads, Listed, Masks, Penalties, Targets, Texts, Written
-from .fused import Press, Work
+from .fused import Answer, Press, Work
 from .lanes import AT, HEAD, Lane, table_of
-from .pick import Picked
 from .post import Post
 from .rows import Row
 from .seats import Seat, Seats
+from .sheets import Sheet
 
 POSITION, BLOCKED = AT["draw"] + 1, AT["blocked"]
 
@@ -79,8 +80,8 @@ class Party:
         self._searched = Texts(heads, written) if written else None
         self._targets = Targets(heads, moving, room.device) if moving else None
 
-    def pick(self, x: Tensor, press: Press, post: Post, masked: bool) -> Picked:
-        """A token for each of the rows, from logits of the whole batch; `masked` if any row has a mask."""
+    def pick(self, x: Tensor, press: Press, post: Post, masked: bool, sheet: Sheet) -> Answer:
+        """Have a token written for each row, from logits of the whole batch; `masked` if any has a mask."""
         positions = list(map(len, self._texts))
         grown = positions == self._next
         if not grown:
@@ -97,9 +98,13 @@ class Party:
             work = work._replace(edited=True)
         if self._targets is not None:
             self._targets.write(grown, positions)
-        picked, targets = press.pick(x, self._table, post.send(self._packed, more), work)
-        self._sent(positions, targets)
-        return picked
+        answer = press.pick(x, self._table, post.send(self._packed, more), work, sheet)
+        self._sent(positions, answer.targets)
+        return answer
+
+    def of(self, numbers: Tensor) -> Tensor:
+        """The rows' own of what is known of the whole batch."""
+        return numbers[torch.tensor(self.places).to(numbers.device, non_blocking=True)]
 
     def _sent(self, positions: list[int], targets: Tensor) -> None:
         """Make ready for the next tokens, now that the device has enough to do."""

@@ -13,18 +13,23 @@ from torch import Tensor
 
 from .candidates import Candidates, Params
 from .order import first_largest, largest, sort_down, take_runs
+from .sheets import Told
 
 SHORT = 1.0 - 2.0**-50  # keeps the largest uniform number from rounding up to the end of the walk
 
 
 @dataclass
 class Picked:
-    """Of each row: the token, its probability, and the best tokens with theirs (rows, wanted) or None."""
+    """Of each row: the token, its probability, and the best tokens with theirs (rows, wanted) or None.
+
+    `told` are the tokens on the host, if a kernel writes them there.
+    """
 
     tokens: Tensor
     p: Tensor
     top_tokens: Tensor | None = None
     top_p: Tensor | None = None
+    told: Told | None = None
 
 
 def _walk(p: Tensor, numbers: Tensor) -> Tensor:

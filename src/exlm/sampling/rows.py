@@ -14,6 +14,7 @@ from torch import Tensor
 from ..errors import BadLogits
 from .editions import EDITIONS
 from .settings import Settings
+from .sheets import Told
 from .state import SamplerState
 
 NOTHING_ALLOWED, NOT_A_NUMBER, INFINITE = -1, -2, -3
@@ -57,12 +58,14 @@ class Row:
     edition: object = field(default=None, init=False, repr=False)
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Set a field. But for `allowed`, which is read anew for each token, that makes another `edition`."""
+        """Set a field; that makes another `edition`, but for `allowed`, which is read anew for each token."""
         fields = self.__dict__
-        changed = name != "allowed" and fields.get(name, fields) is not value
-        fields[name] = value
-        if changed:
-            fields["edition"] = EDITIONS.new()
+        if fields.get(name, fields) is not value:
+            fields[name] = value
+            if name == "allowed":
+                EDITIONS.masks = object()
+            else:
+                fields["edition"] = EDITIONS.new()
 
     @property
     def position(self) -> int:
@@ -75,7 +78,8 @@ class Picks:
     """The chosen tokens (rows,) as int64 and their final probabilities (rows,), on the logits' device.
 
     `top_tokens` and `top_probs` (rows, most wanted) are None unless a row wanted them; a row that wanted
-    fewer uses its first ones. A negative token is a failure: see `error`.
+    fewer uses its first ones. A negative token is a failure: see `error`. `told` are the tokens where the
+    host can read them without asking for a copy.
     """
 
     tokens: Tensor
@@ -83,17 +87,18 @@ class Picks:
     top_tokens: Tensor | None = None
     top_probs: Tensor | None = None
     again: Callable[[list[int]], Picks] | None = None
+    told: Told | None = None
 
     def tolist(self) -> list[int]:
-        """The tokens as integers; waits for the device.
+        """The tokens as integers; waits for the device, but if they are `told` only for them.
 
         Rows that had too many candidates for a kernel are picked once more, with `again`, and what is here
         becomes final; the logits must still be what they were.
         """
-        tokens: list[int] = self.tokens.tolist()
+        tokens: list[int] = self.tokens.tolist() if self.told is None else self.told.tolist()
         if self.again is not None and TOO_MANY in tokens:
             places = [place for place, token in enumerate(tokens) if token == TOO_MANY]
-            part, self.again = self.again(places), None
+            part, self.again, self.told = self.again(places), None, None
             self.tokens[places], self.probs[places] = part.tokens, part.probs
             for mine, theirs in ((self.top_tokens, part.top_tokens), (self.top_probs, part.top_probs)):
                 if mine is not None and theirs is not None:

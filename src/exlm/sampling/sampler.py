@@ -54,23 +54,24 @@ class Sampler:
         Settings are read as they are now. A row that cannot be served does not keep the others from their
         tokens (see `Picks.error`); settings that cannot be meant raise InputError before anything is done.
         """
-        if rows and self.kernels and fused.serves(logits.device) and logits.dim() == 2:
-            with _on(logits.device):
-                return self._by_kernels(logits.detach() if logits.requires_grad else logits, rows)
+        device = logits.device
+        if rows and self.kernels and fused.serves(device) and logits.dim() == 2:
+            with _on(device):
+                return self._by_kernels(logits.detach() if logits.requires_grad else logits, rows, device)
         with torch.no_grad():
             if rows and all(map(_wants_the_largest, rows)):
                 top, picked = pick_greedy(self._tokens(logits, len(rows)), 0)
                 return Picks(failures(top, picked.tokens), picked.p)
             return self._sample(self._mixed(logits, rows), rows)
 
-    def _by_kernels(self, logits: Tensor, rows: Sequence[Row]) -> Picks:
+    def _by_kernels(self, logits: Tensor, rows: Sequence[Row], device: torch.device) -> Picks:
         """Have kernels pick, for all rows that have a lane."""
-        batch = self._desk.seat(rows, self.vocabulary.width(logits.shape[1]), logits.device)
+        batch = self._desk.seat(rows, self.vocabulary.width(logits.shape[1]), device)
         x = self._mixed(logits, rows) if batch.guided else self._tokens(logits, len(rows))
         others = self._tasks(x, rows, batch.others) if batch.others else []
         parts = self._desk.pick(x, batch)
         parts += [([task.place for task in group], self._choose(x, group, batch.wanted)) for group in others]
-        picks = _picks(parts, x.device)
+        picks = _picks(parts, device)
         if batch.parties:
             picks.again = lambda places: self._sample(x[places], [rows[place] for place in places])
         return picks
@@ -102,13 +103,14 @@ class Sampler:
 
     def _tokens(self, logits: Tensor, needed: int) -> Tensor:
         """Checked logits in float32, without the padding."""
-        if logits.dim() != 2 or logits.shape[0] != needed or not logits.is_floating_point():
+        shape = logits.shape
+        if len(shape) != 2 or shape[0] != needed or not logits.is_floating_point():
             raise InputError(
                 f"logits must be floating point of shape ({needed}, vocab) for these rows, "
-                f"found {logits.dtype} {tuple(logits.shape)}."
+                f"found {logits.dtype} {tuple(shape)}."
             )
-        width = self.vocabulary.width(logits.shape[1])
-        x = logits if width == logits.shape[1] else logits[:, :width]
+        width = self.vocabulary.width(shape[1])
+        x = logits if width == shape[1] else logits[:, :width]
         if x.dtype != torch.float32:
             x = x.float()
         return x if x.stride(1) == 1 else x.contiguous()
@@ -148,7 +150,7 @@ def _picks(parts: Sequence[tuple[list[int], Picked]], device: torch.device) -> P
     picked = parts[0][1] if len(parts) == 1 else joined(parts, device)
     tops = None if picked.top_p is None else picked.top_p.float()
     p = picked.p if picked.p.dtype == torch.float32 else picked.p.float()
-    return Picks(picked.tokens, p, picked.top_tokens, tops)
+    return Picks(picked.tokens, p, picked.top_tokens, tops, told=picked.told)
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:

@@ -159,7 +159,7 @@ def survey(x, maxima, low, end, width, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["held", "span"])
 def edit_kernel(
-    x, stride, y, maxima, counts, table, words, held, span, width, TILE: tl.constexpr, EDITED: tl.constexpr,
+    x, table, words, stride, y, maxima, counts, held, span, width, TILE: tl.constexpr, EDITED: tl.constexpr,
     SEARCHED: tl.constexpr,
 ):  # fmt: skip
     """Change a span of tiles of a row, in a copy, if any row's logits are EDITED; then look for the maxima.

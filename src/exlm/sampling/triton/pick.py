@@ -55,10 +55,16 @@ FEW = tl.constexpr(128)  # candidates that are sorted quickly
 
 
 @triton.jit
+def column_in(packed):
+    """The column of what was packed."""
+    return (packed & LOW).to(tl.int32) ^ FLIP
+
+
+@triton.jit
 def probabilities(packed, count, t, N: tl.constexpr):
     """The first candidates' probabilities and columns."""
     keys = (packed >> 32).to(tl.int32)
-    columns = (packed & LOW).to(tl.int32) ^ FLIP
+    columns = column_in(packed)
     v = tl.where(keys > LOWEST, value_of(keys), float("-inf")).to(tl.float64)
     below = v - tl.max(v)
     smoothing = tl.load(t + AT_SMOOTHING)
@@ -207,9 +213,30 @@ def among_gathered(
         tl.store(all_p + tl.arange(0, N), p)
         tl.store(all_ids + tl.arange(0, N), columns)
     if (flags & SKEW) == 0:
-        order = (tl.sort((columns.to(tl.int64) << 32) | tl.arange(0, N)) & LOW).to(tl.int32)
-        p, columns = tl.gather(p, order, 0), tl.gather(columns, order, 0)
+        p, columns = as_found(found, count, p, columns, N)
     return walk(p, columns, number, N)
+
+
+@triton.jit
+def as_found(found, count, p, columns, N: tl.constexpr):
+    """Probabilities and columns of at most N candidates in the order in which they were found, of columns.
+
+    What was found is written over. Each looks for its place by halving, because sorting takes long.
+    """
+    places = tl.arange(0, N)
+    inside = places < count
+    ascending = column_in(tl.load(found + places, mask=inside, other=0))
+    place, step = tl.zeros([N], tl.int32), count * 0 + N // 2
+    while step > 0:
+        tried = place + step
+        there = column_in(tl.load(found + tried, mask=tried < count, other=0))
+        place = tl.where((tried < count) & (there <= columns), tried, place)
+        step = step // 2
+    tl.debug_barrier()
+    ordered = found.to(tl.pointer_type(tl.float64))
+    tl.store(ordered + place, p, mask=inside)
+    tl.debug_barrier()
+    return tl.load(ordered + places, mask=inside, other=0.0), ascending
 
 
 @triton.jit
@@ -227,14 +254,18 @@ def the_largest(
 
 @triton.jit(do_not_specialize=["held", "room", "edited", "wanted"])
 def pick_kernel(
-    x, stride, maxima, table, words, scratch, tokens, shares, targets, all_p, all_ids, held, room, edited,
-    wanted, width, RUNS: tl.constexpr, SORT: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr, WIDE:
-    tl.constexpr, SHAPED: tl.constexpr, WANTED: tl.constexpr,
+    x, tokens, shares, told, targets, all_p, all_ids, table, words, stride, maxima, scratch, held, room,
+    edited, wanted, width, RUNS: tl.constexpr, SORT: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr,
+    WIDE: tl.constexpr, SHAPED: tl.constexpr, WANTED: tl.constexpr,
 ):  # fmt: skip
-    """Pick the token of one row; rows without top-k are WIDE, those whose steps go beyond cutting SHAPED."""
+    """Pick the token of one row; rows without top-k are WIDE, those whose steps go beyond cutting SHAPED.
+
+    The host is told the token, too.
+    """
     row = tl.program_id(0).to(tl.int64)
     head, t = words + row * HEAD_WORDS, table + row * TABLE_WORDS
-    x += tl.where(edited != 0, row, tl.load(head)) * stride
+    place = tl.load(head)
+    x += tl.where(edited != 0, row, place) * stride
     number = uniform(tl.load(head + DRAW), tl.load(head + DRAW + 1), tl.load(head + DRAW + 2))
     remembered, spared = tl.load(head + TARGET), tl.load(head + SPARED)
     target = tl.load(head + FIRST_TARGET).to(tl.float64, bitcast=True)
@@ -271,16 +302,17 @@ def pick_kernel(
                 x, maxima, chosen, found, all_p, all_ids, width, t, flags, least, spare, top, number, target,
                 spared, RUNS, SORT, TILE, PART, WIDE, SHAPED, WANTED,
             )  # fmt: skip
-    tl.store(tokens + row, token.to(tl.int64))
-    tl.store(shares + row, p.to(tl.float32))
+    tl.store(tokens + place, token.to(tl.int64))
+    tl.store(told + place, token.to(tl.int64))
+    tl.store(shares + place, p.to(tl.float32))
     if tl.load(t + AT_MIROSTAT) != 0:
         moved = target + tl.load(t + AT_ETA) * (tl.load(t + AT_TAU) + tl.log2(p))
         tl.store(targets + row, moved)
 
 
 @triton.jit
-def largest_kernel(x, stride, tokens, shares, width, TILE: tl.constexpr):
-    """Take the largest logit of one row, the first of equal ones."""
+def largest_kernel(x, tokens, shares, told, stride, width, TILE: tl.constexpr):
+    """Take the largest logit of one row, the first of equal ones; the host is told, too."""
     row = tl.program_id(0).to(tl.int64)
     x += row * stride
     best, found = tl.full([TILE], NOTHING, tl.int32), tl.zeros([TILE], tl.int32)
@@ -296,5 +328,7 @@ def largest_kernel(x, stride, tokens, shares, width, TILE: tl.constexpr):
     top = tl.max(best)
     token = tl.min(tl.where(best == top, found, FLIP))
     token = tl.where(top <= LOWEST, NOTHING_ALLOWED, tl.where(top == HIGHEST, INFINITE, token))
-    tl.store(tokens + row, tl.where(top > HIGHEST, NOT_A_NUMBER, token).to(tl.int64))
+    token = tl.where(top > HIGHEST, NOT_A_NUMBER, token).to(tl.int64)
+    tl.store(tokens + row, token)
+    tl.store(told + row, token)
     tl.store(shares + row, 1.0)
