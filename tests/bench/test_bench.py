@@ -13,9 +13,11 @@ from typer.testing import CliRunner
 from exlm import InputError, MissingExtra
 from exlm.bench import peers, report
 from exlm.bench.benchmark import Plan
+from exlm.bench.benchmark import run as run_plan
 from exlm.bench.measure import prompt_ids, tokens_needed
 from exlm.bench.peaks import peaks
 from exlm.bench.report import Report, Row, bound
+from exlm.bench.synthetic import STATES
 from exlm.cli.__main__ import app
 from tests import tiny
 
@@ -117,15 +119,35 @@ def test_the_bound_is_the_limit_that_is_near() -> None:
     assert report.ENOUGH < 0.5
 
 
-def test_prompts_differ_by_row_and_repeat_with_a_period() -> None:
+def test_prompts_differ_by_row_and_repeat_if_told() -> None:
     a, b = prompt_ids(0, 64, 512), prompt_ids(1, 64, 512)
     assert not torch.equal(a, b)
-    again = prompt_ids(0, 64, 512, period=16)
-    assert torch.equal(again[:, :16], again[:, 16:32])
-    for ids in (a, b, again, prompt_ids(5, 32, 64)):
+    again, other = (prompt_ids(row, 64, 512, repetitive=True) for row in (0, 1))
+    assert torch.equal(again[:, 1 : 1 + STATES], again[:, 1 + STATES : 1 + 2 * STATES])
+    assert torch.equal(again[:, 1:], other[:, 1:])
+    assert int(again[0, 0]) != int(other[0, 0])
+    for ids in (a, b, again, prompt_ids(5, 32, 64), prompt_ids(5, 32, 64, repetitive=True)):
         assert int(ids.min()) >= 0
-    assert int(a.max()) < 512
+        assert int(ids.max()) < (512 if ids.shape[1] == 64 else 64)
     assert tokens_needed(2, 250, 10) == 1024
+
+
+@pytest.mark.parametrize("form", ["exl2", "gptq", "gguf", "dense"])
+def test_guesses_are_right_on_repetitive_text(form: str) -> None:
+    """A made-up model goes round its circle, so that every step makes as many tokens as it may."""
+    plan = Plan(shape="tiny", form=form, device="cpu", contexts=(40,), prompt=16, tokens=40, ngram=True)
+    _, plain, guessed = run_plan(plan).rows
+    assert (plain.work, plain.each) == ("decode", 1)
+    assert (guessed.work, guessed.each) == ("ngram", 8)
+
+
+@pytest.mark.gpu
+def test_guesses_are_right_on_a_gpu() -> None:
+    plan = Plan(
+        shape="tiny", device="cuda", batches=(1, 3), contexts=(40,), prompt=16, tokens=160, ngram=True
+    )
+    rows = run_plan(plan).rows[1:]
+    assert [(row.work, row.each) for row in rows] == [("decode", 1), ("ngram", 8)] * 2
 
 
 def test_a_machine_has_limits() -> None:

@@ -267,13 +267,13 @@ class LoopWalk:
     """One machine's life; the recipes and what they give alone are shared between lives."""
 
     def __init__(self, dice: Random, texts: Tokenizer, cookbook: Cookbook, ahead: bool = False) -> None:
-        """`ahead`: nothing is guessed, and the model runs ahead."""
+        """`ahead`: the model runs ahead, and guesses are rarer."""
         self.dice, self.cookbook = dice, cookbook
         self.witness = Witness()
         self.seen = self.witness.seen
         size, pages = dice.choice((2, 4, 4, 8, 16)), dice.randint(8, 28)
         drafter: Drafter | None = None
-        if dice.random() < 0.6 and not ahead:
+        if dice.random() < (0.3 if ahead else 0.6):
             drafter = (
                 NgramDraft(dice.randint(2, 4))
                 if dice.random() < 0.5

@@ -228,7 +228,8 @@ def test_what_a_generator_tells_of_itself(parts: Any) -> None:
     assert 0 <= machine.padded_vocab_size - model.config.vocab_size < 32
     assert (machine.num_draft_tokens, machine.paged, machine.max_queue) == (0, True, 9)
     assert (machine.pending_jobs, machine.active_jobs) == ([], [])
-    assert generator(parts, use_ngram_draft=True, num_draft_tokens=7).num_draft_tokens == 7
+    assert generator(parts, use_ngram_draft=True, num_draft_tokens=3).num_draft_tokens == 3
+    assert generator(parts, use_ngram_draft=True, max_q_size=16).num_draft_tokens == 15
 
 
 def test_unpaged_means_one_at_a_time(parts: Any, alone: list[str]) -> None:
@@ -251,7 +252,7 @@ def test_unpaged_means_one_at_a_time(parts: Any, alone: list[str]) -> None:
         ({"draft_model": object()}, "Must supply cache"),
         ({"use_ngram_draft": True, "num_draft_tokens": 0}, "num_draft_tokens"),
         ({"use_ngram_draft": True, "num_draft_tokens": 8}, "less than max_q_size, found 8 and 8"),
-        ({"use_ngram_draft": True, "max_q_size": 1}, "less than max_q_size, found 4 and 1"),
+        ({"use_ngram_draft": True, "max_q_size": 1}, "less than max_q_size, found 1 and 1"),
         ({"max_q_size": 0}, "max_q_size"),
         ({"max_queue": 0}, "max_queue"),
         ({"max_batch_size": -1}, "max_batch_size"),

@@ -223,6 +223,49 @@ def test_running_ahead_changes_nothing(
     assert launched > 50
 
 
+def repeated(house: House, **options: Any) -> tuple[list[list[int]], Generator]:
+    """What follows prompts that repeat themselves, one after the other and then together."""
+    generator = house.generator(max_batch_size=4, **options)
+    jobs = [house.job(prompt * 9, 60 + 7 * i) for i, prompt in enumerate(PROMPTS[:3] * 2)]
+    for batch in [jobs[0]], [jobs[1]], [jobs[2]], jobs[3:]:
+        generator.enqueue(batch)
+        while generator.num_remaining_jobs():
+            generator.iterate()
+    assert all(job.new_tokens == job.max_new_tokens for job in jobs)
+    if options:
+        assert sum(job.accepted_draft_tokens for job in jobs) > 100
+    return [job.sequences[0].ids for job in jobs], generator
+
+
+def test_guesses_are_checked_in_passes_of_few_sizes(
+    fixtures_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And where there are none, passes are launched ahead; the text is the same."""
+    house = House(fixtures_dir / MODELS[0], "cpu")
+    plain, _ = repeated(house)
+    make = house.model.runner
+
+    def runner(cache: CacheBase) -> Any:
+        made: Any = make(cache)
+        made.graphs = Graphs(made._logits, made.device)
+        return made
+
+    monkeypatch.setattr(house.model, "runner", runner)
+    guessed, generator = repeated(house, use_ngram_draft=True)
+    assert guessed == plain
+    made: Any = generator._loop.runner
+    assert {size.tokens for size in made.graphs._made} <= {1, 2, 4, 8}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS[:2])
+def test_guesses_are_checked_by_replaying(fixtures_dir: Path, name: str) -> None:
+    _, generator = repeated(House(fixtures_dir / name, "cuda"), use_ngram_draft=True)
+    made: Any = generator._loop.runner
+    assert {size.tokens for size in made.graphs._made} <= {1, 2, 4, 8}
+    assert any(one.graph is not None for size, one in made.graphs._made.items() if size.tokens == 8)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("seed", range(3))

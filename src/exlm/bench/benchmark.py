@@ -28,7 +28,7 @@ from .. import (
 )
 from ..model.devices import free_bytes, pick_device
 from .machine import facts, forget_peak, peak_memory, since_start
-from .measure import PERIOD, Timing, Work, let_go, tokens_needed
+from .measure import ROOM, Timing, Work, let_go, tokens_needed
 from .peaks import Peaks, peaks
 from .report import Report, Row, bound
 from .shapes import SHAPES
@@ -82,7 +82,7 @@ class Plan:
     @property
     def length(self) -> int:
         """The longest sequence."""
-        return max(self.prompt, *self.contexts) + self.tokens + 8
+        return max(self.prompt, *self.contexts) + self.tokens + ROOM
 
     def rows(self) -> list[Row]:
         """What is to be measured, in order."""
@@ -182,7 +182,7 @@ class _Bench:
             work.prompt(row.context, row=1)
             work.prompt(row.context, row=2)  # its token's pass is recorded
             return self._judged(row, work.prompt(row.context, row=0), 0.0, row.context)
-        timing = work.decode(row.batch, row.context, plan.tokens, PERIOD if plan.ngram else 0)
+        timing = work.decode(row.batch, row.context, plan.tokens, plan.ngram)
         seen = row.batch * (row.context + plan.tokens / 2)
         return self._judged(row, timing, held / tokens * seen, row.batch)
 
@@ -205,6 +205,7 @@ class _Bench:
             share,
             idle,
             bound(bandwidth, share, idle, self.device.type == "cuda"),
+            timing.tokens / timing.steps / row.batch,
         )
 
 

@@ -12,14 +12,15 @@ from typing import NamedTuple
 import torch
 
 from .. import CacheBase, Generator, Job, Settings, Tokenizer
+from .synthetic import circle
 from .watch import WatchedModel
 
 PAGE = 256
 WARM = 3
 """Steps of a batch that are not counted: kernels may still be made in them."""
 
-PERIOD = 16
-"""Tokens after which a repetitive prompt starts again."""
+ROOM = 64
+"""Tokens that a row could go on for: at the end of a text passes may be shorter, and are not counted."""
 
 
 class Timing(NamedTuple):
@@ -33,15 +34,17 @@ class Timing(NamedTuple):
 
 def tokens_needed(batch: int, context: int, new: int) -> int:
     """Whole pages of every row."""
-    return batch * -(-(context + new + WARM + 1) // PAGE) * PAGE
+    return batch * -(-(context + new + ROOM) // PAGE) * PAGE
 
 
-def prompt_ids(row: int, count: int, vocab: int, period: int = 0) -> torch.Tensor:
-    """(1, count) plain tokens, others for each row; with a period they repeat."""
+def prompt_ids(row: int, count: int, vocab: int, repetitive: bool = False) -> torch.Tensor:
+    """(1, count) plain tokens, others for each row; or the same few again and again, but for the first."""
     span = max(1, vocab - 300)
     low = min(300, vocab - span)
-    places = ((i % period if period else i) + 1 for i in range(count))
-    return torch.tensor([[low + (7919 * place * (row + 3)) % span for place in places]])
+    if repetitive:
+        said = circle(vocab)
+        return torch.tensor([[low + row % span, *(said[i % len(said)] for i in range(count - 1))]])
+    return torch.tensor([[low + (7919 * (i + 1) * (row + 3)) % span for i in range(count)]])
 
 
 class Work:
@@ -63,9 +66,9 @@ class Work:
             self._step()
         return Timing(time.perf_counter() - start, length, 1, self._watch.seconds())
 
-    def decode(self, batch: int, context: int, new: int, period: int = 0) -> Timing:
-        """About `new` tokens for each row of a full batch, behind prompts of `context` tokens."""
-        jobs = [self._job(row, context, new + WARM + 1, period) for row in range(batch)]
+    def decode(self, batch: int, context: int, new: int, repetitive: bool = False) -> Timing:
+        """At least `new` tokens for each row of a full batch, behind prompts of `context` tokens."""
+        jobs = [self._job(row, context, new + ROOM, repetitive) for row in range(batch)]
         self._generator.enqueue(jobs)
         while not all(job.new_tokens for job in jobs):
             self._step()
@@ -73,8 +76,9 @@ class Work:
             self._step()
         self._watch.reset()
         before, steps = sum(job.new_tokens for job in jobs), 0
+        wanted = min(job.new_tokens for job in jobs) + new
         start = time.perf_counter()
-        while not any(job.is_finished for job in jobs):
+        while min([job.new_tokens for job in jobs]) < wanted:
             self._step()
             steps += 1
         seconds = time.perf_counter() - start
@@ -88,8 +92,8 @@ class Work:
             if result["stage"] == "streaming" and "error" in result:
                 raise result["error"]
 
-    def _job(self, row: int, count: int, new: int, period: int = 0) -> Job:
-        ids = prompt_ids(row, count, self._vocab, period)
+    def _job(self, row: int, count: int, new: int, repetitive: bool = False) -> Job:
+        ids = prompt_ids(row, count, self._vocab, repetitive)
         return Job(ids, new, gen_settings=Settings.greedy())
 
 

@@ -24,6 +24,7 @@ class Row:
     products: float = 0.0  # of what it can multiply
     idle: float = 0.0  # of a step in which the model does not compute
     bound: str = "does not fit"
+    each: float = 1.0  # tokens of a row that a step made, or read
 
 
 @dataclass(frozen=True)

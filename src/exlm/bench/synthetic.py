@@ -16,7 +16,7 @@ from .shapes import Shape
 from .weights import Form, Random
 
 STATES = 16
-"""Different vectors in a repetitive model's embedding: after so many tokens its text goes in circles."""
+"""Tokens that a repetitive model says, one after the other, again and again."""
 
 _FAINT = 1 / 512  # how much of a repetitive model's layers reaches the residual stream
 
@@ -33,7 +33,8 @@ class NoFiles:
 class Synthetic:
     """A source of random weights (`checkpoint.Source`), the same for the same seed, role and device.
 
-    A `repetitive` model says the same few tokens again and again, whatever its width: for speculation.
+    A `repetitive` model, for speculation, goes round a `circle` of tokens whatever came before: each of its
+    embeddings is the head's own vector for the token that follows, and its layers add next to nothing.
     """
 
     def __init__(self, model: spec.Model, form: Form, *, repetitive: bool = False, seed: int = 0) -> None:
@@ -93,7 +94,9 @@ class Synthetic:
         """A random matrix in the form that was chosen."""
         random = self._random(role, device)
         if role == "embed":
-            return DenseWeight(self._table(random, out_features, in_features))
+            if self._repetitive:
+                return DenseWeight(self._round(device))
+            return DenseWeight(random.floats(out_features, in_features, 1.0))
         faint = self._repetitive and role.endswith((".o", ".down"))
         deviation = in_features**-0.5 * (_FAINT if faint else 1.0)
         made = self._form.weight(in_features, out_features, random, role == "head", deviation)
@@ -101,13 +104,23 @@ class Synthetic:
             return DenseWeight(made.data.to(dtype))
         return made
 
-    def _table(self, random: Random, rows: int, width: int) -> Tensor:
-        if not self._repetitive:
-            return random.floats(rows, width, 1.0)
-        return random.floats(STATES, width, 1.0).repeat(-(-rows // STATES), 1)[:rows].contiguous()
+    def _round(self, device: torch.device) -> Tensor:
+        """An embedding that turns every token into the one that follows it in the circle."""
+        inputs, outputs = self._sizes["head"]
+        said = circle(outputs)
+        head = self.weight("head", inputs, outputs, bias=False, dtype=None, device=device)
+        vectors = head.split(1, [(said.start, said.stop)])[0].dequantize().float().T
+        vectors = (vectors / vectors.std()).roll(-1, 0).half()
+        return vectors.repeat(-(-outputs // STATES), 1)[:outputs].contiguous()
 
     def _random(self, role: str, device: torch.device) -> Random:
         return Random(crc32(role.encode()) ^ self._seed, device)
+
+
+def circle(vocab: int) -> range:
+    """The tokens that a repetitive model says; any other token counts as that of the same remainder."""
+    first = vocab // 2 // STATES * STATES
+    return range(first, first + STATES)
 
 
 def describe_in(folder: Path, shape: Shape, positions: int) -> Path:

@@ -133,7 +133,7 @@ def _table(report: Report) -> Table:
     table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False)
     for name in ("work", "cache"):
         table.add_column(name, no_wrap=True)
-    for name in ("context", "rows", "tok/s", "ms", "read", "of copy", "of GEMM", "idle"):
+    for name in ("context", "rows", "tok/s", "ms", "tok", "read", "of copy", "of GEMM", "idle"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("bound", no_wrap=True)
     for row in report.rows:
@@ -147,9 +147,9 @@ def _table(report: Report) -> Table:
 def _cells(row: Row) -> list[str]:
     shape = [row.work, row.cache, str(row.context), str(row.batch)]
     if row.rate is None:
-        return [*shape, *[""] * 6, row.bound]
+        return [*shape, *[""] * 7, row.bound]
     speed = [f"{row.rate:,.{int(row.rate < 1000)}f}", f"{1e3 * row.step:.{3 if row.step < 0.01 else 1}f}"]
-    speed.append(size(row.read))
+    speed += [f"{row.each:.{int(row.each < 100)}f}", size(row.read)]
     return [*shape, *speed, f"{row.bandwidth:.0%}", f"{row.products:.0%}", f"{row.idle:.0%}", row.bound]
 
 

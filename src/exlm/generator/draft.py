@@ -8,11 +8,48 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from typing import Any, Protocol
 
 from ..text import EMBEDDING_INDEX
 from .pages import Copy
 from .sequence import Sequence as Tokens
+
+PATIENCE = 2
+"""Guesses in vain, one after the other, before a job rests: for 2 tokens, 4, 8 …"""
+
+LONGEST_REST = 32
+"""Tokens after which it tries again in any case."""
+
+
+def round_down(count: int, most: int) -> int:
+    """The largest of 1, 3, 7, 15 … and `most` that is not more than `count`; 0 of none.
+
+    Passes of few different sizes are recorded sooner, and rows of equal sizes share one.
+    """
+    return most if count >= most else (1 << (count + 1).bit_length() - 1) - 1
+
+
+class Pace:
+    """How far a job guesses: further while its guesses are right, and not for a while if none are."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._length = most
+        self._misses = 0
+        self._rests_until = 0
+
+    def reach(self, made: int, left: int) -> int:
+        """How many tokens to guess for a text of so many that may have so many more."""
+        return 0 if made < self._rests_until else round_down(min(self._length, left), self.most)
+
+    def learn(self, right: int, guessed: int, made: int) -> None:
+        """Of so many guesses so many were right, and the text has so many tokens now."""
+        further = 2 * guessed if right == guessed else right
+        self._length = round_down(further + 1, self.most)
+        self._misses = 0 if right else self._misses + 1
+        rest = min(1 << max(0, self._misses - PATIENCE), LONGEST_REST)
+        self._rests_until = made + rest if self._misses > PATIENCE else 0
 
 
 class DraftRunner(Protocol):
@@ -44,6 +81,10 @@ class Drafter(Protocol):
         """The prompt as the model sees it."""
         ...
 
+    def expects(self, sequence: Tokens) -> bool:
+        """Whether it has an idea of what comes next; if not, nobody needs to wait for its guess."""
+        ...
+
     def propose(self, sequences: Sequence[Tokens], counts: Sequence[int]) -> list[list[int]]:
         """Up to so many tokens that may come next, for each sequence."""
         ...
@@ -61,6 +102,10 @@ class NoDraft:
 
     def prefill(self, sequence: Tokens, start: int, stop: int) -> None:
         """Has no memory."""
+
+    def expects(self, sequence: Tokens) -> bool:
+        """Never."""
+        return False
 
     def propose(self, sequences: Sequence[Tokens], counts: Sequence[int]) -> list[list[int]]:
         """Nothing, for everybody."""
@@ -85,8 +130,20 @@ class NgramDraft(NoDraft):
         self.longest = max(2, longest)
         self._indexes: dict[int, _Index] = {}
 
+    def prefill(self, sequence: Tokens, start: int, stop: int) -> None:
+        """Reads along, while the model is busy with the prompt."""
+        self._read(sequence)
+
+    def expects(self, sequence: Tokens) -> bool:
+        """Whether the last ids were there before."""
+        return self._seen(sequence) is not None
+
     def propose(self, sequences: Sequence[Tokens], counts: Sequence[int]) -> list[list[int]]:
-        """What followed the latest earlier place that ends in the same run of ids, the longest run first."""
+        """What followed the latest earlier place that ends in the same run of ids, the longest run first.
+
+        Where that place is near, what follows it is the text's end, and then the guess itself: a circle goes
+        on. So there is no guess, or one as long as it may be.
+        """
         return [self._guess(s, count) if count else [] for s, count in zip(sequences, counts, strict=True)]
 
     def forget(self, sequence: Tokens) -> None:
@@ -94,19 +151,28 @@ class NgramDraft(NoDraft):
         self._indexes.pop(id(sequence), None)
 
     def _guess(self, sequence: Tokens, count: int) -> list[int]:
+        at = self._seen(sequence)
+        return [] if at is None else [*islice(cycle(sequence.ids[at : at + count]), count)]
+
+    def _seen(self, sequence: Tokens) -> int | None:
+        """Where the text went on when it last was where it is now."""
+        after, ids = self._read(sequence).after, sequence.ids
+        for size in range(min(self.longest - 1, len(ids)), 0, -1):
+            if (at := after.get(tuple(ids[-size:]))) is not None:
+                return at
+        return None
+
+    def _read(self, sequence: Tokens) -> _Index:
+        """The sequence's index, up to date."""
         ids = sequence.ids
-        index = self._indexes.setdefault(id(sequence), _Index())
-        if index.read > len(ids):  # the sequence was rewound: runs that ended beyond are stale
+        index = self._indexes.get(id(sequence))
+        if index is None or index.read > len(ids):  # it was rewound: runs that ended beyond are stale
             self._indexes[id(sequence)] = index = _Index()
         for end in range(max(index.read, 1), len(ids)):
             for size in range(1, min(self.longest, end + 1)):
                 index.after[tuple(ids[end - size : end])] = end
         index.read = len(ids)
-        for size in range(min(self.longest - 1, len(ids)), 0, -1):
-            at = index.after.get(tuple(ids[-size:]))
-            if at is not None:
-                return [ids[at + i] for i in range(min(count, len(ids) - at))]
-        return []
+        return index
 
 
 class ModelDraft:
@@ -127,6 +193,10 @@ class ModelDraft:
         if start < stop:
             self.runner.prefill(sequence, start, stop)
             self._known[id(sequence)] = stop
+
+    def expects(self, sequence: Tokens) -> bool:
+        """Always."""
+        return True
 
     def propose(self, sequences: Sequence[Tokens], counts: Sequence[int]) -> list[list[int]]:
         """The small model's likeliest tokens, one after the other."""

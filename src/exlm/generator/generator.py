@@ -16,6 +16,7 @@ from .pages import PageTable
 from .results import Result, StreamingResult
 
 PAGE = 256
+DRAFTED = 4  # guesses in a step, of which each is a pass of a draft model
 PADDING = 32  # the old library's logits were a multiple of this wide
 
 
@@ -24,7 +25,8 @@ class Generator:
 
     `cache.max_seq_len` is the budget in tokens for all of them together, a multiple of 256; prompts and their
     completions stay in it for the next request to begin with. `max_queue` is how many jobs may wait to start,
-    None for any number. With `paged=False` one sequence runs at a time, over the same pages.
+    None for any number. With `paged=False` one sequence runs at a time, over the same pages. At most
+    `num_draft_tokens` are guessed in a step: 4 by a draft model, and `max_q_size - 1` from n-grams.
     `max_sampling_threads`, `min_sampling_threads` and `filter_background_eval` are accepted for old scripts.
     """
 
@@ -39,7 +41,7 @@ class Generator:
         max_q_size: int = 8,
         draft_model: Any = None,
         draft_cache: Any = None,
-        num_draft_tokens: int = 4,
+        num_draft_tokens: int | None = None,
         use_ngram_draft: bool = False,
         max_ngram: int = 4,
         max_sampling_threads: int = 16,
@@ -64,7 +66,9 @@ class Generator:
         self.max_pages = self.max_total_tokens // PAGE
         self.max_queue = None if max_queue is None else _at_least("max_queue", max_queue, 1)
         drafter = self._drafter(use_ngram_draft, max_ngram)
-        self.num_draft_tokens = 0 if drafter is None else _guesses(num_draft_tokens, max_q_size)
+        usual = max(1, max_q_size - 1) if use_ngram_draft else DRAFTED
+        wanted = usual if num_draft_tokens is None else num_draft_tokens
+        self.num_draft_tokens = 0 if drafter is None else _guesses(wanted, max_q_size)
         self._loop = Loop(
             model.runner(cache),
             PageTable(self.max_pages, PAGE),

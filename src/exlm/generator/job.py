@@ -15,6 +15,7 @@ from ..filters import FilterStack
 from ..sampling import Row, SamplerState, Settings
 from ..text import EMBEDDING_INDEX
 from .arguments import names, refuse
+from .draft import Pace
 from .output import Output
 from .results import Sampled, labelled, words
 from .sequence import Sequence as Tokens
@@ -145,7 +146,7 @@ class Job:
         self.is_finished = False
         self.shown: list[str] = []
         self.accepted_draft_tokens = self.rejected_draft_tokens = 0
-        self.draft_length = 1
+        self.pace = Pace(0)  # nothing is guessed; the generator that takes it sets its own
         self.place = 0
         """Which row of the batch under way is its first."""
         self.pending: deque[Sampled] = deque()
@@ -272,14 +273,21 @@ class Job:
             return 0
         if self.stack is not None or self.embeddings:
             return 0
-        return min(self.draft_length, self.max_new_tokens - self.new_tokens - 1)
+        made = self.new_tokens
+        return self.pace.reach(made, self.max_new_tokens - made - 1)
 
-    def learn(self, right: int, guessed: int, most: int) -> None:
+    def learn(self, right: int, guessed: int) -> None:
         """Count guesses, and guess further next time if all were right, less far if one was wrong."""
         self.accepted_draft_tokens += right
         self.rejected_draft_tokens += guessed - right
         if guessed:
-            self.draft_length = min(most, self.draft_length + 1) if right == guessed else right + 1
+            self.pace.learn(right, guessed, self.new_tokens)
+
+    @property
+    def unswayed(self) -> bool:
+        """Whether each of its tokens is the one with the largest logit, whatever was said before."""
+        settings = self.gen_settings
+        return self.plain and settings.token_bias is None and settings.plan().bare
 
     @property
     def _asks_for_more(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from ..errors import ExlmError, InputError, QueueFull
 from ..sampling import Sampler, call_hooks
 from . import results
-from .draft import Drafter, NoDraft
+from .draft import Drafter, NoDraft, Pace
 from .job import Job, Texts
 from .lookahead import Launcher, Lookahead
 from .pages import Copy, PageTable
@@ -111,7 +111,7 @@ class Loop:
             raise
         if job.sequences[0].extras is not None:
             self._equipped[id(job)] = job
-        job.draft_length = max(1, self.draft_tokens)
+        job.pace = Pace(self.draft_tokens)
         self._serial += 1
         return job.serial_number
 
@@ -185,13 +185,20 @@ class Loop:
 
     def _decode(self, jobs: Sequence[Job]) -> Sequence[Result]:
         """One pass of the model, and a token for everybody; more for those whose guesses were right."""
-        logits = self._ahead.take(jobs)
-        if logits is not None:
-            return self._sample(jobs, logits, 0, ahead=True)
-        plain = not self.draft_tokens
         guesses: Sequence[Sequence[int]] = [()] * len(jobs)
-        if self.draft_tokens:
-            guesses = self.drafter.propose([job.sequences[0] for job in jobs], [job.reach for job in jobs])
+        logits, plain = self._ahead.take(jobs), True
+        if logits is None:
+            if self.draft_tokens:
+                wanted = [job.reach for job in jobs]
+                guesses = self.drafter.propose([job.sequences[0] for job in jobs], wanted)
+            logits, plain = self._pass(jobs, guesses)
+        if not self.draft_tokens:
+            return self._sample(jobs, logits, 0, ahead=plain)
+        return self._check_guesses(jobs, logits, guesses, plain)
+
+    def _pass(self, jobs: Sequence[Job], guesses: Sequence[Sequence[int]]) -> tuple[Any, bool]:
+        """Everybody's last token and guesses through the model; logits, and whether all jobs are plain."""
+        plain = True
         sequences: list[Tokens] = []
         past: list[int] = []
         fed: list[list[int]] = []
@@ -207,20 +214,26 @@ class Loop:
                 sequences.append(sequence)
                 past.append(sequence.cached)
                 fed.append([sequence.ids[-1], *guess])
-        logits = self.runner.decode(sequences, past, fed)
-        if not self.draft_tokens:
-            return self._sample(jobs, logits, 0, ahead=plain)
-        return self._check_guesses(jobs, logits, guesses)
+        return self.runner.decode(sequences, past, fed), plain
 
     def _check_guesses(
-        self, jobs: Sequence[Job], logits: Any, guesses: Sequence[Sequence[int]]
+        self, jobs: Sequence[Job], logits: Any, guesses: Sequence[Sequence[int]], plain: bool
     ) -> list[Result]:
-        """Sample position after position, for every job whose guesses have been right so far."""
+        """Take position after position, for every job whose guesses have been right so far.
+
+        Without guesses the next pass may be launched, unless somebody hopes to have some by then.
+        """
+        guessed = any(guesses)
+        answers = results.at_once(self.sampler, logits, jobs, guesses) if guessed else None
+        ahead = plain and not guessed and not self._expects(jobs)
         out: list[Result] = []
         going = list(zip(jobs, guesses, strict=True))
         position = 0
         while going:
-            told = self._sample([job for job, _ in going], logits, position)
+            if answers is None:
+                told = self._sample([job for job, _ in going], logits, position, ahead)
+            else:
+                told = [self._flow(job, *answers[id(job)][position]) for job, _ in going]
             out += told
             right = []
             for (job, guess), result in zip(going, told, strict=True):
@@ -229,12 +242,16 @@ class Loop:
                 if agreed and not result["eos"]:
                     right.append((job, guess))
                     continue
-                job.learn(position + agreed, len(guess), self.draft_tokens)
+                job.learn(position + agreed, len(guess))
                 if result["eos"]:
                     results.count_guesses(job, result)
             going = right
             position += 1
         return out
+
+    def _expects(self, jobs: Sequence[Job]) -> bool:
+        """Whether somebody may guess after the next token, which must then be known before the next pass."""
+        return any(job.reach > 0 and self.drafter.expects(job.sequences[0]) for job in jobs)
 
     def _sample(
         self, jobs: Sequence[Job], logits: Any, position: int, ahead: bool = False

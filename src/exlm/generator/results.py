@@ -7,12 +7,14 @@ makes tensors.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NotRequired, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..sampling import Picks
+from ..errors import ExlmError
+from ..sampling import Picks, Sampler
 from .verdicts import Reason, Rewind, Stop
 
 if TYPE_CHECKING:
@@ -220,6 +222,28 @@ def fetched(picks: Picks) -> Fetched:
     """What was picked; waits for the device."""
     tokens = picks.tolist()
     return tokens, _slips(torch.tensor(tokens))
+
+
+def at_once(
+    sampler: Sampler, logits: Any, jobs: Sequence[Job], guesses: Sequence[Sequence[int]]
+) -> dict[int, list[tuple[int, Tensor]]] | None:
+    """Each job's token at every position of a pass, with its slip; None if it may depend on those before it.
+
+    None as well if anything fails: position after position it comes out whose failure it is, if anybody's.
+    """
+    try:
+        if not all([job.unswayed for job in jobs]):
+            return None
+        rows = [job.row for job, guess in zip(jobs, guesses, strict=True) for _ in range(len(guess) + 1)]
+        whole = isinstance(logits, Tensor) and logits.shape[0] == len(jobs)
+        every = logits.flatten(0, 1) if whole else torch.cat([logits[job.place] for job in jobs])
+        tokens, slips = fetched(sampler.sample_batch(every, rows))
+    except ExlmError:
+        return None
+    if min(tokens) < 0:
+        return None
+    told = iter(zip(tokens, slips, strict=True))
+    return {id(job): [*islice(told, len(guess) + 1)] for job, guess in zip(jobs, guesses, strict=True)}
 
 
 class Tray:

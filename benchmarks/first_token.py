@@ -1,0 +1,239 @@
+"""From the start of a process to its first token: `python -m benchmarks.first_token --device cuda`.
+
+Writes a synthetic EXL2 model once, reads its files so that they are in memory, and starts a fresh process
+that loads them and says one token; the first such process may compile kernels, so only those after it count.
+Each tells when it was done with what: a timeline, not a profile, though `--profile` adds one of loading. All
+layers hold the same numbers, and the tokenizer has no merges: nothing in a load depends on either. This
+module imports nothing large by itself, because imports are part of what is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+SHARD = 1 << 30
+DONE = "first_token.json"  # what was written, there once all of it is
+WORDS = "One token"
+TABLE_WIDTH = 28
+
+
+class Timeline:
+    """How long each thing took, one after the other, since a moment of the system's monotonic clock."""
+
+    def __init__(self, start: float) -> None:
+        self.seconds: dict[str, float] = {}
+        self._start = self._last = start
+
+    def mark(self, name: str) -> None:
+        """What went on since the last mark has this name."""
+        now = time.monotonic()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
+        self._last = now
+
+    @property
+    def total(self) -> float:
+        """Seconds since the start."""
+        return self._last - self._start
+
+
+class Tally:
+    """Seconds in some calls, whichever thread makes them."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def around(self, name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        """The same call, counted."""
+
+        def counted(*arguments: Any, **named: Any) -> Any:
+            start = time.monotonic()
+            try:
+                return work(*arguments, **named)
+            finally:
+                self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
+
+        return counted
+
+
+def write(folder: Path, name: str, bits: float) -> Path:
+    """A model of a named shape, unless it is there."""
+    from exlm.bench.shapes import SHAPES
+    from exlm.bench.synthetic import describe_in
+    from exlm.bench.weights import Exl2
+    from exlm.checkpoint import save
+
+    said = {"shape": name, "bits": bits}
+    done = folder / DONE
+    if done.exists() and json.loads(done.read_text()) == said:
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    done.unlink(missing_ok=True)
+    shape, form = SHAPES[name], Exl2(bits)
+    save(folder, _tensors(shape, form), shard_bytes=SHARD, overwrite=True)
+    describe_in(folder, shape, shape.positions)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "exl2", "head_bits": form.head_bits}
+    (folder / "config.json").write_text(json.dumps(config))
+    done.write_text(json.dumps(said))
+    return folder
+
+
+def _tensors(shape: Any, form: Any) -> Iterator[tuple[str, Any]]:
+    """Everything that the files hold; one layer, as often as there are layers."""
+    import torch
+
+    from exlm.bench.weights import Random
+    from exlm.formats import exl2
+
+    random = Random(0, torch.device("cpu"))
+
+    def matrix(name: str, inputs: int, outputs: int, head: bool = False) -> dict[str, Any]:
+        stored = exl2.write(form.weight(inputs, outputs, random, head, inputs**-0.5))
+        return {f"{name}.{suffix}": tensor for suffix, tensor in stored.items()}
+
+    layer = {
+        f"{norm}.weight": torch.ones(shape.hidden).half()
+        for norm in ("input_layernorm", "post_attention_layernorm")
+    }
+    for name, inputs, outputs in shape.matrices():
+        layer |= matrix(name, inputs, outputs)
+    yield "model.embed_tokens.weight", random.floats(shape.vocab, shape.hidden, 1.0)
+    for number in range(shape.layers):
+        for name, tensor in layer.items():
+            yield f"model.layers.{number}.{name}", tensor
+    yield from matrix("lm_head", shape.hidden, shape.vocab, head=True).items()
+    yield "model.norm.weight", torch.ones(shape.hidden).half()
+
+
+def first_token(folder: Path, device: str, start: float, profile: bool) -> dict[str, Any]:
+    """What a fresh process does; `start` is when it was asked for."""
+    times = Timeline(start)
+    times.mark("interpreter")
+    import torch
+
+    times.mark("import torch")
+    import exlm
+
+    times.mark("import exlm")
+    config = exlm.Config(folder)
+    config.device = device
+    tokenizer = exlm.Tokenizer(config)
+    times.mark("config, tokenizer")
+    model = exlm.Model(config)
+    tally = _tallied(model)
+    names = {0: "device, headers", 1: "embedding, head"}
+    with _profiled(profile):
+        model.load(callback=lambda i, n: times.mark(names.get(i, "layers")))
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+    times.mark("waiting for the device")
+    generator = exlm.Generator(model, exlm.Cache(model, max_seq_len=2048), tokenizer, max_batch_size=1)
+    times.mark("cache, generator")
+    generator.generate(WORDS, max_new_tokens=1, gen_settings=exlm.Settings.greedy())
+    times.mark("prompt, first token")
+    return {"total": times.total, "times": times.seconds, "in threads": tally.seconds}
+
+
+def _tallied(model: Any) -> Tally:
+    """Count what loading spends in reading weights and in making kernels' forms of them."""
+    from exlm.kernels.select import Chain
+
+    tally, opened = Tally(), model.source
+
+    def source(frozen: Any) -> Any:
+        inner = opened(frozen)
+        inner.weight = tally.around("weights read, or sent too", inner.weight)
+        return inner
+
+    model.source = source
+    Chain.offer = tally.around("kernels bound", Chain.offer)  # type: ignore[method-assign]
+    return tally
+
+
+@contextmanager
+def _profiled(wanted: bool) -> Iterator[None]:
+    if not wanted:
+        yield
+        return
+    from cProfile import Profile
+    from pstats import Stats
+
+    with Profile() as profile:
+        yield
+    Stats(profile, stream=sys.stderr).strip_dirs().sort_stats("tottime").print_stats(25)
+
+
+def warm(folder: Path) -> int:
+    """Read every file, so that it is in memory; how many bytes there are."""
+    buffer, total = memoryview(bytearray(1 << 24)), 0
+    for path in sorted(folder.iterdir()):
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                total += count
+    return total
+
+
+def started(folder: Path, device: str, profile: bool = False) -> dict[str, Any]:
+    """The answer of a fresh process."""
+    command = [sys.executable, "-m", "benchmarks.first_token", "--folder", str(folder), "--device", device]
+    command += ["--profile"] if profile else []
+    start = time.monotonic()  # the same clock in every process of a machine
+    done = subprocess.run([*command, "--since", str(start)], check=True, stdout=subprocess.PIPE, text=True)
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def show(turns: list[dict[str, Any]], size: int) -> None:
+    """A line for each part, a column for each process."""
+    print(f"{size / 1e9:.2f} GB of files in memory; seconds of {len(turns)} processes, the first may compile")
+    for part in turns[0]["times"]:
+        print(f"{part:{TABLE_WIDTH}}", *(f"{turn['times'].get(part, 0.0):8.2f}" for turn in turns))
+    print(f"{'first token after':{TABLE_WIDTH}}", *(f"{turn['total']:8.2f}" for turn in turns))
+    for part in turns[0]["in threads"]:
+        print(
+            f"({part:{TABLE_WIDTH - 1}}",
+            *(f"{turn['in threads'].get(part, 0.0):8.2f}" for turn in turns),
+            ")",
+        )
+
+
+def main() -> None:
+    """Write, warm, start, print."""
+    parser = argparse.ArgumentParser(description="Seconds from the start of a process to its first token.")
+    parser.add_argument("--shape", default="llama-2-7b")
+    parser.add_argument("--bits", type=float, default=4.1)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--folder", type=Path, help="where the model is, or is to be written")
+    parser.add_argument("--turns", type=int, default=2, help="processes, one after the other")
+    parser.add_argument("--profile", action="store_true", help="and where the main thread's loading went")
+    parser.add_argument("--json", type=Path, help="write every number to a file")
+    parser.add_argument("--since", type=float, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.since is not None:
+        print(json.dumps(first_token(asked.folder, asked.device, asked.since, asked.profile)))
+        return
+    from exlm.settings import cache_folder, staging_wanted
+
+    folder = asked.folder or cache_folder() / "benchmarks" / f"first-{asked.shape}-{asked.bits}"
+    write(folder, asked.shape, asked.bits)
+    size = warm(folder)
+    turns = [started(folder, asked.device) for _ in range(asked.turns)]
+    if asked.profile:
+        started(folder, asked.device, profile=True)
+    if turns:
+        show(turns, size)
+    if asked.json is not None:
+        facts = {"shape": asked.shape, "bytes": size, "device": asked.device, "staging": staging_wanted()}
+        asked.json.write_text(json.dumps({**facts, "turns": turns}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
