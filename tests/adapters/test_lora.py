@@ -16,7 +16,7 @@ from exlm.model.extras import Extras
 from exlm.nn import Active
 from tests import tiny
 from tests.adapters import making
-from tests.model.test_quantized import random_exl2, random_gptq, replace_matrices
+from tests.model.made_up import random_exl2, random_gptq, replace_matrices
 from tests.models import zoo
 
 FAMILIES = [

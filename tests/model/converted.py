@@ -16,7 +16,7 @@ from exlm.formats import Direct, PackedWeight
 from exlm.formats.bits import unpack
 from exlm.spec.roles import Matrix, matrices
 from tests import tiny
-from tests.model.test_quantized import random_gptq, replace_matrices
+from tests.model.made_up import random_gptq, replace_matrices
 
 CPU = torch.device("cpu")
 AWQ_JSON = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}

@@ -30,7 +30,7 @@ from tests.model.converted import (
     write_awq,
     zero_at,
 )
-from tests.model.test_quantized import random_exl2, random_gptq, replace_matrices
+from tests.model.made_up import random_exl2, random_gptq, replace_matrices
 from tests.models import zoo
 
 EXL2 = [f"tiny-lm-exl2-{bits}bpw" for bits in ("2.5", "4.0", "6.0", "8.0")]

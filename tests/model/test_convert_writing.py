@@ -17,7 +17,7 @@ from exlm import CheckpointError, Config, InputError, convert_model
 from exlm.formats import exl2
 from tests import tiny
 from tests.model.converted import assert_same, logits, raw
-from tests.model.test_quantized import random_exl2, replace_matrices
+from tests.model.made_up import random_exl2, replace_matrices
 
 
 def test_what_is_asked_must_make_sense(tmp_path: Path) -> None:

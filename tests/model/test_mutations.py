@@ -16,7 +16,7 @@ from exlm import Config, ExlmError, Model
 from exlm.formats import exl2, gptq
 from tests import tiny
 from tests.checkpoint import gguf_models
-from tests.model.test_quantized import random_exl2, random_gptq, replace_matrices
+from tests.model.made_up import random_exl2, random_gptq, replace_matrices
 
 ROUNDS = 130
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 from functools import partial
@@ -20,10 +19,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from exlm import Cache, Config, Model
-from exlm.formats import Direct, PackedWeight, Segment, Squared, exl2, gptq
-from exlm.formats.bits import pack
+from exlm.formats import Direct, PackedWeight, exl2, gptq
 from tests import tiny
 from tests.checkpoint import gguf_bytes, gguf_models
+from tests.model.made_up import random_exl2, random_gptq, replace_matrices
 from tests.models import zoo
 
 EXL2 = ["2.5bpw", "4.0bpw", "6.0bpw", "8.0bpw"]
@@ -84,43 +83,6 @@ def test_true_files_of_another_tool(fixtures_dir: Path, name: str) -> None:
     assert greedy(model, ids, count) == greedy_ids[-count:]
 
 
-def random_gptq(inputs: int, outputs: int, group: int = 32) -> PackedWeight:
-    codes = torch.randint(0, 16, (inputs, outputs))
-    scales = (torch.rand(inputs // group, outputs) * 0.02 + 0.005).half()
-    zeros = torch.randint(1, 16, scales.shape, dtype=torch.uint8)
-    segment = Segment(4, (group,) * (inputs // group), pack(codes, 4), Direct(scales), zeros)
-    return PackedWeight("gptq", inputs, outputs, (segment,), torch.float16)
-
-
-def random_exl2(inputs: int, outputs: int) -> PackedWeight:
-    """Half the rows in 5 bits, half in 3, in a shuffled order."""
-    half = inputs // 2
-    segments = []
-    for bits in (5, 3):
-        scales = Squared(torch.randint(0, 16, (1, outputs), dtype=torch.uint8), torch.tensor([0.03]).half())
-        codes = pack(torch.randint(0, 1 << bits, (half, outputs)), bits)
-        segments.append(Segment(bits, (half,), codes, scales, zero=1 << (bits - 1)))
-    order = torch.randperm(inputs).int()
-    return PackedWeight("exl2", inputs, outputs, tuple(segments), torch.float16, order)
-
-
-def replace_matrices(folder: Path, twin: Path | None, write: Any, make: Any, pattern: str) -> None:
-    """Quantise every matrix whose name matches; the twin folder, if any, gets the same numbers as floats."""
-    tensors = load_file(folder / "model.safetensors")
-    dense = dict(tensors)
-    for name in [n for n in tensors if re.search(pattern, n)]:
-        key = name.removesuffix(".weight")
-        weight = make(tensors[name].shape[1], tensors[name].shape[0])
-        dense[name] = weight.dequantize().T.contiguous().float() if twin else tensors[name]
-        del tensors[name]
-        tensors |= {f"{key}.{suffix}": tensor.contiguous() for suffix, tensor in write(weight).items()}
-    save_file(tensors, folder / "model.safetensors")
-    if twin:
-        twin.mkdir()
-        (twin / "config.json").write_text((folder / "config.json").read_text())
-        save_file(dense, twin / "model.safetensors")
-
-
 def assert_twins(folder: Path, twin: Path) -> None:
     ids = torch.randint(3, 60, (2, 40))
     got, want = load(folder).forward(ids), load(twin).forward(ids)
@@ -132,6 +94,15 @@ def test_a_quantised_model_is_its_dense_twin(tmp_path: Path, write: Any, make: A
     folder = tiny.make(tmp_path / "model", hidden_size=64, intermediate_size=128)
     replace_matrices(folder, tmp_path / "twin", write, make, r"_proj\.weight|lm_head")
     assert_twins(folder, tmp_path / "twin")
+
+
+def test_who_took_what_is_told_in_the_same_order_each_time(tmp_path: Path) -> None:
+    """Although several threads bind the matrices."""
+    folder = tiny.make(tmp_path, hidden_size=64, intermediate_size=128)
+    replace_matrices(folder, None, exl2.write, random_exl2, r"_proj\.weight")
+    told = [load(folder).explain() for _ in range(5)]
+    assert "layers.1.mlp.down: " in told[0]
+    assert len(set(told)) == 1
 
 
 def test_fused_tensors_are_cut(tmp_path: Path) -> None:

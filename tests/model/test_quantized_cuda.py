@@ -11,7 +11,7 @@ import torch
 from exlm import Cache, Config, Model
 from exlm.formats import exl2, gptq
 from tests import tiny
-from tests.model.test_quantized import random_exl2, random_gptq, replace_matrices
+from tests.model.made_up import random_exl2, random_gptq, replace_matrices
 
 pytestmark = pytest.mark.gpu
 
@@ -37,11 +37,9 @@ def test_a_quantised_model_is_its_dense_twin(tmp_path: Path, write: Any, make: A
         assert float((got - want).norm() / want.norm()) < limit
 
 
-@pytest.mark.parametrize(
-    ("kernels", "most"), [("0", 1.2), ("1", 1.3)]
-)  # kernels hold a matrix twice at first
+@pytest.mark.parametrize("kernels", ["0", "1"])
 def test_peak_memory_is_that_of_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: str, most: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: str
 ) -> None:
     monkeypatch.setenv("EXLM_CUDA", kernels)
     sizes = {"hidden_size": 1024, "intermediate_size": 3584, "vocab_size": 32768, "num_hidden_layers": 12}
@@ -53,4 +51,5 @@ def test_peak_memory_is_that_of_the_file(
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     load(folder, "cuda", "float16")
-    assert torch.cuda.max_memory_allocated() - before < most * file
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak < 1.2 * file, f"{peak / file:.3f} times the file"

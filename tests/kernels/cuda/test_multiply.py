@@ -11,7 +11,7 @@ from exlm import spec
 from exlm.errors import Unsupported
 from exlm.kernels import backend as b
 from exlm.kernels.cuda.backend import MOST, CudaBackend
-from exlm.kernels.cuda.linear import Normal, Plan, Product, expanded
+from exlm.kernels.cuda.linear import Normal, Plan, Product, Unpacker
 from exlm.kernels.cuda.program import Workshop
 from exlm.kernels.cuda.tiles import alike, arrange, expand
 from exlm.kernels.cuda.wide import WideProduct
@@ -34,7 +34,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 @pytest.mark.parametrize("kind", KINDS)
 def test_unpacking_on_the_device_is_exact(workshop: Workshop, kind: str) -> None:
     tiles = arrange(weight(kind).to(workshop.device))
-    assert expanded(workshop, tiles)[: tiles.out_features].equal(expand(tiles))
+    assert Unpacker(workshop, tiles).expanded()[: tiles.out_features].equal(expand(tiles))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from exlm.formats.scales import Direct
 from exlm.kernels.cuda.backend import Ordering, PackedLinear
-from exlm.kernels.cuda.linear import Normal, Plan, Product, expanded, reordered, unsigned
+from exlm.kernels.cuda.linear import Normal, Plan, Product, Unpacker, unsigned
 from exlm.kernels.cuda.tiles import Tiles, alike, arrange, expand
 from tests.kernels.cuda.emulator import EmulatedWorkshop
 from tests.kernels.cuda.oracle import ACTS, LIMIT, gated, off
@@ -59,7 +59,7 @@ def check(
 def test_without_a_norm(workshop: EmulatedWorkshop, kind: str) -> None:
     packed = weight(kind)
     tiles = arrange(packed)
-    assert expanded(workshop, tiles)[: tiles.out_features].equal(expand(tiles))
+    assert Unpacker(workshop, tiles).expanded()[: tiles.out_features].equal(expand(tiles))
     x = torch.randn(8, packed.in_features).half()
     check(Product(workshop, [tiles]), x, [right(x, packed)], None, (2, 7))
 
@@ -127,10 +127,10 @@ def test_small_scales_are_lifted_inside_only(workshop: EmulatedWorkshop) -> None
     packed = replace(plain, segments=(made,), dtype=torch.float32)
     tiles = arrange(packed)
     assert tiles.factor < 1.0
-    unpacked = expanded(workshop, tiles)[: tiles.out_features]
+    unpacked = Unpacker(workshop, tiles).expanded()[: tiles.out_features]
     assert torch.equal(unpacked, (expand(tiles).float() * tiles.factor).half())
     x = torch.randn(100, packed.in_features).half() * 50
-    linear = PackedLinear(workshop, tiles, Ordering(workshop), True)
+    linear = PackedLinear(workshop, tiles, Ordering(), True)
     for rows in (1, 20, 100):
         assert off(linear(x[:rows]), right(x[:rows], packed)) < LIMIT
 
@@ -140,7 +140,7 @@ def test_rows_in_another_order(workshop: EmulatedWorkshop) -> None:
     assert tiles.source is not None
     x = torch.randn(3, tiles.in_features).half()
     want = torch.nn.functional.pad(x, (0, 1))[:, tiles.source.long()]  # -1 is the padding
-    assert reordered(workshop, tiles, unsigned(tiles.source), x).equal(want)
+    assert Unpacker(workshop, tiles).reordered(unsigned(tiles.source), x).equal(want)
 
 
 def test_a_gate_whose_inputs_are_ordered_otherwise(workshop: EmulatedWorkshop) -> None:

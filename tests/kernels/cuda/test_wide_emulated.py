@@ -125,7 +125,7 @@ def test_numbers_of_rows(workshop: EmulatedWorkshop) -> None:
 @pytest.mark.parametrize("rows", [16, 20, 65])
 def test_the_backend_takes_any_number_of_rows(workshop: EmulatedWorkshop, rows: int, wide: bool) -> None:
     packed = weight("short last group", bias=True)
-    product = PackedLinear(workshop, arrange(packed), Ordering(workshop), wide)
+    product = PackedLinear(workshop, arrange(packed), Ordering(), wide)
     x = torch.randn(1, rows, packed.in_features).half()
     assert off(product(x), right(x, packed)) < LIMIT
 

@@ -20,7 +20,7 @@ from .. import backend as b
 from ..reference import ReferenceBackend
 from .attention import HEADS, Attend, Desk
 from .lanes import BLOCK
-from .linear import ACTS, ALIKE, Normal, Product, expanded, plan_for, reordered, unsigned
+from .linear import ACTS, ALIKE, Normal, Product, Unpacker, plan_for, unsigned
 from .program import Workshop, bindings
 from .tiles import Tiles, alike, arrange
 from .wide import MOST, WideProduct
@@ -47,8 +47,7 @@ class Few:
 class Ordering:
     """Rows in the order in which a matrix stores its inputs. The last are kept: matrices often share them."""
 
-    def __init__(self, workshop: Workshop) -> None:
-        self._workshop = workshop
+    def __init__(self) -> None:
         self._known: list[tuple[Tensor, Tensor]] = []  # orders, and the same as the kernel reads them
         self._last: tuple[Tensor, int, Tensor, Tensor] | None = None  # rows, their version, order, answer
 
@@ -60,7 +59,7 @@ class Ordering:
         self._known = [*self._known[-3:], (source, unsigned(source))]
         return self._known[-1][1]
 
-    def __call__(self, tiles: Tiles, words: Tensor, rows: Tensor) -> Tensor:
+    def __call__(self, unpacker: Unpacker, words: Tensor, rows: Tensor) -> Tensor:
         """Rows (…, inputs) rearranged."""
         version = -1 if rows.is_inference() else rows._version
         if self._last is not None:
@@ -68,7 +67,7 @@ class Ordering:
             same = known.data_ptr() == rows.data_ptr() and known.shape == rows.shape and then == version >= 0
             if same and order is words:
                 return answer
-        answer = reordered(self._workshop, tiles, words, rows)
+        answer = unpacker.reordered(words, rows)
         self._last = rows, version, words, answer
         return answer
 
@@ -86,6 +85,7 @@ class PackedLinear:
     def use(self, tiles: Tiles) -> None:
         """Go on with the same numbers in another layout."""
         self.tiles = tiles
+        self._unpacker = Unpacker(self._workshop, tiles)
         plan = plan_for([tiles], processors=self._workshop.processors)
         self._product = Few(Product(self._workshop, [tiles], plan=plan), self._wide)
 
@@ -103,10 +103,10 @@ class PackedLinear:
     def _many(self, rows: Tensor) -> Tensor:
         tiles = self.tiles
         if self._words is not None:
-            rows = self._ordering(tiles, self._words, rows)
+            rows = self._ordering(self._unpacker, self._words, rows)
         elif padding := tiles.blocks * BLOCK - tiles.in_features:
             rows = F.pad(rows, (0, padding))
-        return F.linear(rows, expanded(self._workshop, tiles)[: tiles.out_features], tiles.bias)
+        return F.linear(rows, self._unpacker.expanded()[: tiles.out_features], tiles.bias)
 
 
 class Projection:
@@ -150,7 +150,7 @@ class CudaBackend:
         self.dtype = dtype
         self._others = others or ReferenceBackend(device, dtype)
         self._workshop = Workshop(device, folder)
-        self._ordering = Ordering(self._workshop)
+        self._ordering = Ordering()
         self._wide = wide
         self._desk = Desk(self._workshop, self._workshop.processors)
 

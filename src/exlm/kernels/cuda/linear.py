@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -228,29 +228,38 @@ def plan_for(matrices: Sequence[Tiles], act: str | None = None, processors: int 
     return Plan(3, 8, 2) if tiles <= 3 * 2 * processors else Plan(4, 8, 2)
 
 
-def expanded(workshop: Workshop, tiles: Tiles) -> Tensor:
-    """(16 tiles, 128 blocks) float16, a row for each output: products of it are right without the factor."""
-    device = tiles.main.bricks.device
-    out = torch.empty(tiles.tiles * TILE, tiles.blocks * BLOCK, dtype=torch.float16, device=device)
-    made = workshop.program(SOURCE, **choices(Form((tiles.layout,)), 1, Plan()))
-    grid = (-(-tiles.tiles * tiles.blocks // 8), 1, 1)
-    shares = _Shares(all=tiles.blocks)
-    for place, share in enumerate(tiles.shares):
-        shares.digits[place], shares.blocks[place] = share.digits, share.blocks
-    address = ctypes.c_void_p(out.data_ptr())
-    made.launch("expand", grid, 256, 0, (matrix_of(tiles), shares, address), overlap=False)
-    return out
+class Unpacker:
+    """A matrix in full, and rows in the order of its inputs; what stays the same is made once."""
 
+    def __init__(self, workshop: Workshop, tiles: Tiles) -> None:
+        self._workshop, self.tiles = workshop, tiles
+        self._grid = -(-tiles.tiles * tiles.blocks // 8), 1, 1
+        self._shares = _Shares(all=tiles.blocks)
+        for place, share in enumerate(tiles.shares):
+            self._shares.digits[place], self._shares.blocks[place] = share.digits, share.blocks
+        self._matrix = matrix_of(tiles)
 
-def reordered(workshop: Workshop, tiles: Tiles, source: Tensor, x: Tensor) -> Tensor:
-    """x (rows, inputs) float16 in the order of `source` (16 bits unsigned), zero where that is padding."""
-    rows, inputs = x.shape
-    out = torch.empty(rows, len(source), dtype=torch.float16, device=x.device)
-    made = workshop.program(SOURCE, **choices(Form((tiles.layout,)), 1, Plan()))
-    addresses = [ctypes.c_void_p(one.data_ptr()) for one in (x, source, out)]
-    sizes = [ctypes.c_int(inputs), ctypes.c_int(len(source))]
-    made.launch("reorder", (rows, 1, 1), 256, inputs * 2, (*addresses, *sizes), overlap=False)
-    return out
+    @cached_property
+    def _made(self) -> Program:
+        return self._workshop.program(SOURCE, **choices(Form((self.tiles.layout,)), 1, Plan()))
+
+    def expanded(self) -> Tensor:
+        """(16 tiles, 128 blocks) float16, a row for each output: the factor is in it."""
+        tiles = self.tiles
+        shape = tiles.tiles * TILE, tiles.blocks * BLOCK
+        out = torch.empty(shape, dtype=torch.float16, device=tiles.main.bricks.device)
+        given = self._matrix, self._shares, ctypes.c_void_p(out.data_ptr())
+        self._made.launch("expand", self._grid, 256, 0, given, overlap=False)
+        return out
+
+    def reordered(self, source: Tensor, x: Tensor) -> Tensor:
+        """x (rows, inputs) float16 in the order of `source` (16 bits unsigned), zero where it is padding."""
+        rows, inputs = x.shape
+        out = torch.empty(rows, len(source), dtype=torch.float16, device=x.device)
+        addresses = [ctypes.c_void_p(one.data_ptr()) for one in (x, source, out)]
+        sizes = [ctypes.c_int(inputs), ctypes.c_int(len(source))]
+        self._made.launch("reorder", (rows, 1, 1), 256, inputs * 2, (*addresses, *sizes), overlap=False)
+        return out
 
 
 def unsigned(places: Tensor) -> Tensor:

@@ -29,8 +29,8 @@ from ...formats.bits import unpack
 from ...formats.packed import Segment
 from .lanes import BLOCK, PLANES, TILE, from_lanes, plane, spread, to_lanes, unplane
 
-MOST = 1 << 20  # codes that are rearranged at a time, unless there are very many
-MOST_ON_GPU = 1 << 24  # the same where each step is a launch; about ten bytes for each are held meanwhile
+MOST = 1 << 20  # codes that are rearranged at a time, unless there are very many: each takes ten bytes meanwhile
+MOST_ON_GPU = 1 << 22  # of a large matrix, where each step is a launch
 _LARGEST = 65504.0  # of float16
 
 Zeros = Literal["half", "none", "table"]
@@ -312,7 +312,7 @@ def _run(
         wide = count * blocks[count]
         mine = bricks[:, at : at + wide].view(shape[0], blocks[count], count, shape[2])
         rows = sum(one.rows for one in part)
-        most = MOST_ON_GPU if device.type == "cuda" else MOST
+        most = max(MOST, min(MOST_ON_GPU, rows * columns // 8)) if device.type == "cuda" else MOST
         step = max(TILE, max(most, rows * columns // 32) // rows // TILE * TILE)
         for start in range(
             0, columns, step
