@@ -255,10 +255,10 @@ class Tray:
         self._saved: tuple[Tensor, Tensor] | None = None  # logits, and a copy of them
 
     def put(self, picks: Picks, logits: Tensor) -> None:
-        """Send tokens on their way, before anything is launched that may write over their logits."""
+        """Send tokens on their way, unless the device has, before anything may write over their logits."""
         tokens = picks.tokens
         self._saved = None if picks.again is None else (logits, logits.clone())
-        if tokens.is_cuda:
+        if tokens.is_cuda and picks.told is None:
             cuda: Any = torch.cuda  # its events have no types
             if len(self._host) < len(tokens):
                 self._host = torch.empty(len(tokens), dtype=torch.int64, pin_memory=True)
@@ -272,7 +272,9 @@ class Tray:
         They are not if some had to be picked once more, from logits that are then again what they were.
         """
         host = picks.tokens
-        if host.is_cuda:
+        if picks.told is not None:
+            host = torch.tensor(picks.told.tolist())
+        elif host.is_cuda:
             self._there.synchronize()
             host = self._host[: len(host)].clone()
         tokens: list[int] = host.tolist()

@@ -29,7 +29,7 @@ from ...formats.bits import unpack
 from ...formats.packed import Segment
 from .lanes import BLOCK, PLANES, TILE, from_lanes, plane, spread, to_lanes, unplane
 
-MOST = 1 << 20  # codes that are rearranged at a time, unless there are very many: each takes ten bytes meanwhile
+MOST = 1 << 20  # codes that are rearranged at a time, if not very many: each takes ten bytes meanwhile
 MOST_ON_GPU = 1 << 22  # of a large matrix, where each step is a launch
 _LARGEST = 65504.0  # of float16
 
