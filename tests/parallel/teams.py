@@ -119,6 +119,10 @@ def session(model: Model, kind: type[CacheBase], **options: Any) -> list[Any]:
     return [job.full_completion for job in (*jobs, first, second)]
 
 
+CODED = 4
+"""The first answer of `asked` that a coded cache has to do with."""
+
+
 def asked(model: Model) -> list[Tensor]:
     """Answers of `forward`, with caches that are rewound, cloned, copied and rolled."""
     cache = Cache(model, batch_size=2, max_seq_len=256)

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from exlm import Cache, InputError, Model, Unsupported
 from exlm.parallel.shard import heads, ranges
 from tests.adapters import making
 from tests.parallel.teams import (
+    CODED,
     GREEDY,
     IDS,
     KINDS,
@@ -31,6 +33,11 @@ from tests.parallel.zygote import Zygote
 
 FORMATS = {"dense": "tiny-lm", "exl2": "tiny-lm-exl2-6.0bpw", "gptq": "tiny-lm-gptq-g128-act"}
 Check = Callable[[Model, Model, Sequence[Path]], None]
+
+ROUNDING = 5e-5
+"""Between logits, of 16 at most, where ranks share layers: sums are added in another order."""
+CODES = 1e-3
+"""The same behind a coded cache: what lies between two codes may become the other one."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,18 +57,23 @@ def adapters(fixtures_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> li
     return [adapter.folder for adapter in made]
 
 
+def apart(one: Tensor, two: Tensor) -> float:
+    """How much two tensors differ, where they differ most."""
+    return float((one - two).abs().max())
+
+
 def same_answers(model: Model, whole: Model, adapters: Sequence[Path]) -> None:
-    for got, want in zip(asked(model), asked(whole), strict=True):
-        assert torch.allclose(got, want, atol=1e-3)
+    for place, (got, want) in enumerate(zip(asked(model), asked(whole), strict=True)):
+        assert apart(got, want) < (ROUNDING if place < CODED else CODES)
 
 
-def same_adapters(model: Model, whole: Model, adapters: Sequence[Path]) -> None:
+def same_adapters(model: Model, whole: Model, adapters: Sequence[Path], bound: float = ROUNDING) -> None:
     """Every matrix is adapted, and rows of one batch use one, the other, both or none."""
     (texts, logits), (want_texts, want) = (adapted(one, adapters) for one in (model, whole))
     assert texts == want_texts
     assert len(set(texts)) == 4
     for one, two in zip(logits, want, strict=True):
-        assert torch.allclose(one, two, atol=1e-3)
+        assert apart(one, two) <= bound
 
 
 def caches_are_given_back(model: Model, whole: Model, adapters: Sequence[Path]) -> None:
@@ -156,11 +168,12 @@ def shared_as_it_should_be(model: Model, whole: Model, ranks: int) -> None:
 def test_a_pipeline_says_what_one_process_says(
     fixtures_dir: Path, adapters: list[Path], form: str, ranks: int, victim: int
 ) -> None:
+    """To the bit: every rank does with its layers what one process does with them."""
     folder = fixtures_dir / FORMATS[form]
     whole = alone(folder)
     with team(folder, ranks, "load_pipeline") as model:
-        same_answers(model, whole, adapters)
+        assert all(map(torch.equal, asked(model), asked(whole)))
         for kind in KINDS[::2]:
             assert session(model, kind, use_ngram_draft=True) == session(whole, kind, use_ngram_draft=True)
-        same_adapters(model, whole, adapters)
+        same_adapters(model, whole, adapters, bound=0)
         killed(model, victim - 1, adapters[0])

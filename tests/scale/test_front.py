@@ -73,7 +73,7 @@ def dying(times: int, said: Sequence[Message] = ()) -> tuple[Ask, list[Asked]]:
     return ask, seen
 
 
-@pytest.mark.parametrize("said", [[], [start()], [start(), part(b'{"a', True)]], ids=len)
+@pytest.mark.parametrize("said", [[], [start()], [start(), part(b'{"a', True)], [start(EVENTS)]])
 def test_a_request_whose_replica_dies_is_asked_again(said: list[Message]) -> None:
     ask, seen = dying(TRIES - 1, said)
     assert asyncio.run(post(fronted(ask), prompt="x")) == (200, b'{"a":1}')
@@ -96,6 +96,13 @@ def test_a_stream_that_has_begun_ends_with_an_error() -> None:
     assert (status, first) == (200, "data: {}")
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "replica_lost"
     assert b"[DONE]" not in body
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("kind", [JSON, EVENTS])
+def test_a_replica_that_dies_after_its_answer_is_not_missed(kind: bytes) -> None:
+    ask, seen = dying(1, [start(kind), part(b"{}")])
+    assert asyncio.run(post(fronted(ask), prompt="x")) == (200, b"{}")
     assert len(seen) == 1
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 
 from tests.scale.conftest import PATIENCE, Cluster, kill, waited
 from tests.serve import test_openai as suite
+from tests.serve.house import Served
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -48,6 +49,12 @@ def client(url: str) -> Iterator[openai.OpenAI]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def running(cluster: Cluster, url: str) -> Served:
+    """The service as the tests of one server know theirs; nothing here has an engine to look into."""
+    return Served(cluster.port, engine=None, loop=None)  # type: ignore[arg-type]
+
+
 def complete(client: openai.OpenAI, prompt: str, tokens: int = 8) -> tuple[str, str, int, int]:
     """Text, replica, and tokens of the prompt that were cached and in all."""
     raw = client.completions.with_raw_response.create(
@@ -60,30 +67,8 @@ def complete(client: openai.OpenAI, prompt: str, tokens: int = 8) -> tuple[str, 
     return reply.choices[0].text, raw.headers["x-exlm-replica"], cached, reply.usage.prompt_tokens
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        suite.test_models,
-        suite.test_chat,
-        suite.test_a_stream_says_what_a_whole_answer_says,
-        suite.test_completions_with_several_prompts,
-        suite.test_n_and_seed,
-        suite.test_stop,
-        suite.test_logprobs,
-        suite.test_json_schema,
-        suite.test_json_object,
-    ],
-    ids=lambda check: check.__name__.removeprefix("test_"),
-)
-def test_the_openai_client(client: openai.OpenAI, check: Callable[[openai.OpenAI], None]) -> None:
-    check(client)
-
-
-def test_refusals_are_those_of_the_server(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="No model is called"):
-        client.completions.create(model="other", prompt="x")
-    with pytest.raises(openai.UnprocessableEntityError):
-        client.completions.create(model=MODEL, prompt="x", temperature=-1)
+globals().update({name: check for name, check in vars(suite).items() if name.startswith("test_")})
+"""Every test of the client that one server has to pass, asked of two replicas; none is left out."""
 
 
 def test_prompts_that_begin_alike_go_to_one_replica(client: openai.OpenAI) -> None:

@@ -44,7 +44,7 @@ class Request:
         longest = self.past + stop
         return Batch(
             ids=self.ids[:, start:stop],
-            positions=self.positions[..., start:stop],
+            positions=self.positions[..., start:stop].contiguous(),  # as other ranks will have them
             past=torch.full((self.rows,), self.past + start, device=self.ids.device),
             pages=pages,
             longest=longest,

@@ -53,13 +53,13 @@ class Fronted:
     """The front as Ray Serve has it: an HTTP request in, whatever a replica answers out."""
 
     def __init__(self, replicas: Any, service: Service) -> None:
-        from ray.exceptions import RayActorError, WorkerCrashedError
+        from ray.exceptions import ObjectLostError, RayActorError, WorkerCrashedError
 
         self._replicas = replicas.options(stream=True)
         shape, most = service.shape, service.tenant_requests
         front = Front(
             self._ask,
-            (RayActorError, WorkerCrashedError),
+            (RayActorError, WorkerCrashedError, ObjectLostError),  # the last, with a machine
             service.terms.bounds.requests,
             None if most is None else -(-most // shape.fronts),
             len(service.terms.keys) + len(service.terms.admin_keys) > 1,

@@ -80,6 +80,8 @@ class Front:
                         await reply.take(some)
                 return
             except self._lost as error:
+                if reply.whole:
+                    return
                 log.warning("A replica was lost with a request: %s", error)
                 if reply.begun:
                     await reply.cut()
@@ -99,7 +101,7 @@ class _Reply:
         self._send = send
         self._held: list[Message] = []
         self._flows = False
-        self.begun = False
+        self.begun = self.whole = False
 
     async def take(self, messages: Sequence[Message]) -> None:
         """Some more of the answer."""
@@ -109,7 +111,10 @@ class _Reply:
                 self._flows = kind.startswith(b"text/event-stream")
         self._held += messages
         last = self._held[-1]
-        if self._flows or (last["type"] == "http.response.body" and not last.get("more_body")):
+        if last["type"] != "http.response.body":  # until there is some text, another replica can begin anew
+            return
+        self.whole = not last.get("more_body")
+        if self._flows or self.whole:
             self.begun = True
             for message in self._held:
                 await self._send(message)
