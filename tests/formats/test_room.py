@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from exlm.formats.room import KEPT, LARGE, give_back, room
+from exlm.formats.room import KEPT, LARGE, PIECE, fresh, give_back, room
 
 SIZES = st.sampled_from([8, LARGE - 8, LARGE, LARGE + 8, 2 * LARGE, 5 * LARGE])
 
@@ -74,3 +74,14 @@ def test_from_many_threads() -> None:
 @pytest.mark.parametrize("shape", [(0,), (0, 5), (1,), (3, LARGE)])
 def test_any_shape(shape: tuple[int, ...]) -> None:
     assert room(shape, torch.float16).shape == shape
+
+
+@pytest.mark.parametrize("size", [0, 1, LARGE - 1, LARGE, 3 * PIECE + 5])
+def test_fresh_memory_is_zero_and_nobody_elses(size: int) -> None:
+    spoilt = filled(5 * LARGE, -1)
+    del spoilt
+    first, second = fresh(size), fresh(size)
+    assert first.shape == (size,)
+    assert not bool(first.any())
+    first.fill_(7)
+    assert not bool(second.any())

@@ -33,7 +33,7 @@ class Shelf:
         return DenseWeight(torch.full((1, 1), float(ROLES.index(role))))
 
 
-def ahead_of(shelf: Shelf, roles: list[str] = ROLES, size: int = 1, total: int = 1000) -> ReadAhead:
+def ahead_of(shelf: Shelf, roles: list[str] = ROLES, size: int = 1, total: int = 1000) -> ReadAhead[Weight]:
     return ReadAhead(shelf.read, lambda _: size, roles, total)
 
 
@@ -53,11 +53,14 @@ def test_any_order_gives_every_weight_once(order: list[str]) -> None:
 
 def test_few_are_in_flight() -> None:
     shelf = Shelf()
-    with ahead_of(shelf) as ahead:
-        assert not shelf.read_roles
+    ahead = ahead_of(shelf)
+    assert not shelf.read_roles
+    with ahead:
+        time.sleep(0.05)
+        assert 1 <= len(shelf.read_roles) <= AHEAD + 1, "nobody has asked yet"
         ahead.take(ROLES[0])
         time.sleep(0.05)
-        assert 1 <= len(shelf.read_roles) <= AHEAD + 1
+        assert 2 <= len(shelf.read_roles) <= AHEAD + 1
 
 
 @pytest.mark.parametrize("fit", [1, 2, 3])

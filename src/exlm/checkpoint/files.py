@@ -27,8 +27,8 @@ from .header import DTYPES, damaged, shown
 READERS = 4
 """Threads that load one tensor: enough for a fast disk, and not too many for few cores."""
 
-SHARE = 2 * 2**20
-"""Bytes for which another of them is worth its while."""
+SHARE = 16 * 2**20
+"""Bytes for which another of them is worth its while, where several tensors are loaded at a time anyway."""
 
 
 class TensorFiles:

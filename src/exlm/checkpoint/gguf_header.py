@@ -32,6 +32,7 @@ MAX_DEPTH = 4  # arrays in arrays
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _SMALLEST = {_STRING: 8, _ARRAY: 12} | {kind: struct.calcsize(code) for kind, code in _NUMBERS.items()}
+_LENGTH = struct.Struct("<Q")
 
 ALIGNMENT = "general.alignment"
 
@@ -122,6 +123,23 @@ class _Cursor:
         except UnicodeDecodeError as error:
             raise damaged(self.path, f"the text at byte {start} is not UTF-8 ({error.reason})") from error
 
+    def texts(self, count: int) -> list[str]:
+        """Several strings: a vocabulary has so many that a few calls for each would take most of the time."""
+        data, end, at = self.data, self.end, self.position
+        found: list[str] = []
+        while len(found) < count and at + _LENGTH.size <= end:
+            start = at + _LENGTH.size
+            stop = start + _LENGTH.unpack_from(data, at)[0]
+            if stop > end:
+                break
+            try:
+                found.append(data[start:stop].decode("utf-8"))
+            except UnicodeDecodeError:
+                break
+            at = stop
+        self.position = at
+        return found + [self.text() for _ in range(count - len(found))]  # which says what is wrong
+
     def count(self, what: str, limit: int, smallest: int) -> int:
         """A count that the rest of the header has room for."""
         found: int = self.number(10)
@@ -148,7 +166,7 @@ class _Cursor:
         if inner in _NUMBERS:
             return self.numbers(inner, count)
         if inner == _STRING:
-            return [self.text() for _ in range(count)]
+            return self.texts(count)
         return [self.value(inner, depth + 1) for _ in range(count)]
 
 

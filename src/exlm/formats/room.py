@@ -1,4 +1,4 @@
-"""Memory for numbers that are read, turned into another form and dropped.
+"""Memory for numbers that are read, turned into another form and dropped, and for what they are turned into.
 
 The C library keeps what a thread has freed for later, in places that the next request does not fit into; a
 model that is turned matrix by matrix would end up far larger than it is. So large tensors get maps of their
@@ -14,7 +14,6 @@ import mmap
 import sys
 import threading
 import weakref
-from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -25,6 +24,11 @@ LARGE = 2**16
 
 KEPT = 6
 """Maps that wait to be used again."""
+
+PIECE = 2**20
+"""Bytes of new memory that are asked for at a time."""
+
+_POPULATE_WRITE = 23  # Linux knows it since 5.14; before that pages come when they are touched
 
 _OWN: dict[str, int] = (
     {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
@@ -50,7 +54,9 @@ class _Maps:
     def put(self, one: mmap.mmap) -> None:
         with self._lock:
             self._idle.append(one)
-            del self._idle[:-KEPT]
+            if len(self._idle) > KEPT:
+                # The small ones are soon made again.
+                self._idle.remove(min(self._idle, key=len))
 
     def clear(self) -> None:
         with self._lock:
@@ -71,6 +77,22 @@ def room(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(view, dtype=dtype).view(shape)
 
 
+def fresh(size: int) -> Tensor:
+    """So many bytes, all zero, to be kept: nobody had them before, so nobody has to clear them.
+
+    Where the system gives many pages at a time it is asked to: that costs less than one by one, when each is
+    first written.
+    """
+    if size < LARGE:
+        return torch.zeros(size, dtype=torch.uint8)
+    own = torch.frombuffer(mmap.mmap(-1, size, **_OWN), dtype=torch.uint8)
+    if sys.platform == "linux":
+        # Piece by piece: while the system fills one, no other thread can map or grow anything.
+        for start in range(0, size, PIECE):
+            _libc().madvise(own.data_ptr() + start, min(PIECE, size - start), _POPULATE_WRITE)
+    return own
+
+
 def give_back() -> None:
     """Return to the system what waits to be used again, here and in the C library."""
     _maps.clear()
@@ -79,11 +101,12 @@ def give_back() -> None:
 
 def trim() -> None:
     """Have the C library return to the system what it keeps for later, as far as it can be asked to."""
-    if (found := _trim()) is not None:
+    if sys.platform == "linux" and (found := getattr(_libc(), "malloc_trim", None)):  # the GNU library only
         found(0)
 
 
 @cache
-def _trim() -> Callable[[int], int] | None:
-    """Only the GNU library has it."""
-    return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+def _libc() -> ctypes.CDLL:
+    loaded = ctypes.CDLL(None)
+    loaded.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return loaded

@@ -101,7 +101,7 @@ class Squared:
     def expand(self) -> Tensor:
         """(groups, columns) float16."""
         unit = (self.maxima.float() / 256).half()
-        return ((self.codes.float() + 1).square() * unit.float()[:, None]).half()
+        return self.codes.float().add_(1).square_().mul_(unit.float()[:, None]).half()
 
     def pick(self, groups: Tensor) -> Squared:
         """These rows."""

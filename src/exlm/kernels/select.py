@@ -49,15 +49,18 @@ class Chain:
 
     def bind(self, role: str, detail: str, ask: Callable[[Backend], T]) -> T:
         """The first backend's answer to `ask`, remembered under the role."""
+        bound, choice = self.offer(role, detail, ask)
+        self.choices.append(choice)
+        return bound
+
+    def offer(self, role: str, detail: str, ask: Callable[[Backend], T]) -> tuple[T, Choice]:
+        """The same, to be remembered by the caller: who asks in other threads keeps the record in order."""
         declined: list[str] = []
         for backend in self.backends:
             try:
-                bound = ask(backend)
+                return ask(backend), Choice(role, backend.name, detail, tuple(declined))
             except Unsupported as reason:
                 declined.append(f"{backend.name}: {reason}")
-                continue
-            self.choices.append(Choice(role, backend.name, detail, tuple(declined)))
-            return bound
         raise Unsupported(f"{role} ({detail}) cannot run on {self.device}: {'; '.join(declined)}.")
 
     def fuse(self, role: str, detail: str, ask: Callable[[Fuser], T]) -> T | None:

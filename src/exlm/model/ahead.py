@@ -1,7 +1,7 @@
-"""Weights read by other threads before they are asked for, so that building waits for the disk and not twice.
+"""Weights that other threads make ready before they are asked for, so that no core waits for another.
 
-It knows the order in which weights will be wanted, how to read one and how large it is; what they become is
-the builder's business.
+It knows the order in which weights will be wanted, how to make one and how large it is; what they are made
+into is the builder's business.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from types import TracebackType
-from typing import Self
+from typing import Generic, Self, TypeVar
 
-from ..formats import Weight
+T = TypeVar("T")
 
 READERS = 3
-"""Threads: while one waits for the disk, another unpacks scales."""
+"""Threads: while one waits for the disk, another rearranges."""
 
 AHEAD = 6
 """Weights in flight beside the one that is asked for; as many may be in memory that nobody has taken yet."""
@@ -24,21 +25,22 @@ SHARE = 32
 """Part of the model's bytes that weights in flight may take, where fewer than `AHEAD` of them fit."""
 
 
-class ReadAhead:
+class ReadAhead(Generic[T]):
     """A queue of weights, a few of them always on their way: of the `total` bytes at most a `SHARE`th."""
 
     def __init__(
-        self, read: Callable[[str], Weight], size: Callable[[str], int], roles: Iterable[str], total: int
+        self, make: Callable[[str], T], size: Callable[[str], int], roles: Iterable[str], total: int
     ) -> None:
-        self._read = read
-        self._size = size
+        self._make = make
+        self._size = cache(size)
         self._later = deque(roles)
         self._most = total // SHARE
-        self._coming: dict[str, Future[Weight]] = {}
+        self._coming: dict[str, Future[T]] = {}
         self._bytes: dict[str, int] = {}  # of those that come
         self._threads = ThreadPoolExecutor(READERS, "exlm-read")
 
     def __enter__(self) -> Self:
+        self._fill()
         return self
 
     def __exit__(
@@ -48,19 +50,24 @@ class ReadAhead:
         self._coming.clear()
         self._bytes.clear()
 
-    def take(self, role: str) -> Weight:
-        """The weight of a role, or the error that reading it led to; each role once."""
-        while self._later and (role not in self._coming or self._has_room(self._later[0])):
+    def take(self, role: str) -> T:
+        """The weight of a role, or the error that making it led to; each role once."""
+        while self._later and role not in self._coming:
             self._submit(self._later.popleft())
         if role not in self._coming:
             self._submit(role)
+        self._fill()
         del self._bytes[role]
         return self._coming.pop(role).result()
+
+    def _fill(self) -> None:
+        while self._later and self._has_room(self._later[0]):
+            self._submit(self._later.popleft())
 
     def _has_room(self, role: str) -> bool:
         """Whether another weight may come."""
         return len(self._coming) <= AHEAD and sum(self._bytes.values()) + self._size(role) <= self._most
 
     def _submit(self, role: str) -> None:
-        self._coming[role] = self._threads.submit(self._read, role)
+        self._coming[role] = self._threads.submit(self._make, role)
         self._bytes[role] = self._size(role)

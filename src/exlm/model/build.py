@@ -16,7 +16,7 @@ from ..errors import Unsupported
 from ..formats import DenseWeight, Weight
 from ..formats.room import give_back, trim
 from ..kernels import backend as b
-from ..kernels.select import Chain
+from ..kernels.select import Chain, Choice
 from ..nn import (
     Attention,
     Block,
@@ -82,7 +82,7 @@ class Builder:
         """Know every matrix before reading any."""
         self._matrices: dict[str, Matrix] = {matrix.role: matrix for matrix in matrices(self.model)}
         self._table: Weight | None = None
-        self._ahead: ReadAhead | None = None
+        self._ahead: ReadAhead[Callable[[], Linear]] | None = None
 
     def __len__(self) -> int:
         """Modules in all: the embedding, each layer, the head."""
@@ -97,7 +97,7 @@ class Builder:
         first = ["head"] if self.heads and not self.tied else []
         roles = first + [role for role in self._matrices if role != "head"]
         total = self.checkpoint.files.total_bytes
-        with ReadAhead(self.read, self.stored_bytes, roles, total) as self._ahead:
+        with ReadAhead(self.prepare, self.stored_bytes, roles, total) as self._ahead:
             embedding = self.embedding() if self.embeds else None
             with current(self.at("head").device):
                 head = self.head() if self.heads else None
@@ -167,12 +167,15 @@ class Builder:
     def head(self) -> Head:
         """The final norm and the wide matrix."""
         m = self.model
-        weight = self.tied_weight() if self.tied else self.weight("head")
-        if m.head.unit_rows and isinstance(weight, DenseWeight):
-            weight = DenseWeight(F.normalize(weight.data.float(), dim=1).to(weight.data.dtype), weight.bias)
-        linear = self.bound("head", weight)
+        linear = self.bound("head", self.unit(self.tied_weight())) if self.tied else self.linear("head")
         norm = self.add_norm("final_norm", m.final_norm, m.hidden)
         return Head(norm, linear, m.head.scale, m.head.softcap)
+
+    def unit(self, weight: Weight) -> Weight:
+        """The head's matrix with rows of length one, if the model wants them."""
+        if not self.model.head.unit_rows or not isinstance(weight, DenseWeight):
+            return weight
+        return DenseWeight(F.normalize(weight.data.float(), dim=1).to(weight.data.dtype), weight.bias)
 
     def tied_weight(self) -> Weight:
         """The embedding's matrix as the head's: the same one, or a copy where the head is elsewhere."""
@@ -316,17 +319,33 @@ class Builder:
         return weight, bias
 
     def linear(self, role: str) -> Linear:
-        """A matrix, read and bound."""
-        return self.bound(role, self.weight(role))
+        """A matrix, read and bound; it is on its way already while `build` runs."""
+        finish = self.prepare(role) if self._ahead is None else self._ahead.take(role)
+        return finish()
+
+    def prepare(self, role: str) -> Callable[[], Linear]:
+        """All that another thread can do for a matrix; what is left to do here is returned.
+
+        A processor's kernels are bound there too, which costs more than reading; a GPU's are not: which
+        device and which stream is current is a thread's own.
+        """
+        weight = self.read(role)
+        if self.at(role).device.type != "cpu":
+            return partial(self.bound, role, weight)
+        return partial(self._remembered, self.at(role), *self._offer(role, weight))
 
     def bound(self, role: str, weight: Weight) -> Linear:
         """A weight with the kernel that multiplies it."""
-        kernel = self.at(role).bind(role, weight.describe(), lambda backend: backend.linear(weight))
-        return Linear(kernel, weight.in_features, weight.out_features)
+        return self._remembered(self.at(role), *self._offer(role, weight))
 
-    def weight(self, role: str) -> Weight:
-        """A matrix of this model, which is on its way already while `build` runs."""
-        return self.read(role) if self._ahead is None else self._ahead.take(role)
+    def _offer(self, role: str, weight: Weight) -> tuple[Linear, Choice]:
+        kernel, choice = self.at(role).offer(role, weight.describe(), lambda backend: backend.linear(weight))
+        return Linear(kernel, weight.in_features, weight.out_features), choice
+
+    @staticmethod
+    def _remembered(chain: Chain, linear: Linear, choice: Choice) -> Linear:
+        chain.choices.append(choice)
+        return linear
 
     def stored_bytes(self, role: str) -> int:
         """What the files say of a matrix's size; a head that is not there is the embedding."""
@@ -336,9 +355,10 @@ class Builder:
         """A matrix from the files, on its module's device and in its precision."""
         _, width_in, width_out, bias = self._matrices[role]
         chain = self.at(role)
-        return self.checkpoint.weight(
+        weight = self.checkpoint.weight(
             role, width_in, width_out, bias=bias, dtype=chain.dtype, device=chain.device
         )
+        return self.unit(weight) if role == "head" else weight
 
 
 def _words(part: spec.Attention | spec.Moe) -> str:

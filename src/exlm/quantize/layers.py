@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -60,6 +61,10 @@ class Workshop(Builder):
     """Builds modules whose every matrix is a `Tap`, kept by role until `clear`."""
 
     taps: dict[str, Tap] = field(default_factory=dict)
+
+    def prepare(self, role: str) -> Callable[[], Linear]:
+        """A matrix is read at once and becomes a tap when it is wanted."""
+        return partial(self.bound, role, self.read(role))
 
     def bound(self, role: str, weight: Weight) -> Linear:
         """A matrix, unpacked if it must be."""

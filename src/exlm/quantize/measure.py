@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..errors import InputError
 from ..nn import Batch, Head
 from ..nn.block import BlockLike
 from .layers import Tap, run
@@ -36,16 +37,28 @@ MEASURED = (2, 3, 4, 6)
 PROBE = 3
 """The width whose error tells what other group sizes are worth."""
 
+TOGETHER = 512
+"""Tokens whose logits are held at once."""
+
 COARSE = 8
 """Steps of the scale search while measuring."""
 
 
 class Heard(NamedTuple):
-    """Sums over tokens of one matrix."""
+    """Sums over tokens of one matrix; |g|² is how much a token's answer matters."""
 
-    inputs: Tensor  # (in, in): x xᵀ
+    inputs: Tensor  # (in, in): |g|² x xᵀ
     gradients: Tensor  # (out, out) or, of a wide matrix, (out,): g gᵀ
-    tokens: int
+    care: tuple[Tensor, ...]  # of each pass: every token's |g|²
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that reached it."""
+        return sum(map(len, self.care))
+
+    def covariance(self) -> Tensor:
+        """Of the inputs, tokens weighted by how much they matter."""
+        return self.inputs / torch.cat(self.care).sum().clamp(min=1e-30)
 
 
 class Ear:
@@ -53,43 +66,58 @@ class Ear:
 
     def __init__(self, taps: Mapping[str, Tap]) -> None:
         self.heard: dict[str, Heard] = {}
+        self._asked: dict[str, Tensor] = {}
         for role, tap in taps.items():
             if not role.endswith(".router"):
                 tap.on_input = lambda x, role=role: self._input(role, x)
                 tap.on_output = lambda y, role=role: self._output(role, y)
 
     def _input(self, role: str, x: Tensor) -> None:
-        flat = x.detach().flatten(0, -2)
-        kept = self.heard.get(role)
-        if kept is None:
-            kept = Heard(flat.new_zeros(flat.shape[1], flat.shape[1]), flat.new_zeros(()), 0)
-        kept.inputs.addmm_(flat.T, flat)
-        self.heard[role] = kept._replace(tokens=kept.tokens + len(flat))
+        self._asked[role] = x.detach().flatten(0, -2)
 
     def _output(self, role: str, y: Tensor) -> None:
         if y.requires_grad:
             y.register_hook(partial(self._gradient, role))  # type: ignore[no-untyped-call]
 
     def _gradient(self, role: str, gradient: Tensor) -> None:
-        flat = gradient.flatten(0, -2)
-        energy = flat.square().sum(1)
+        x, flat = self._asked.pop(role), gradient.flatten(0, -2)
+        care = flat.square().sum(1)
         if len(flat):
-            flat = flat * (CAP * energy.median() / energy.clamp(min=1e-30)).clamp(max=1).sqrt()[:, None]
+            factor = (CAP * care.median() / care.clamp(min=1e-30)).clamp(max=1)
+            flat, care = flat * factor.sqrt()[:, None], care * factor
+        kept = self.heard.get(role)
+        if kept is None:
+            kept = Heard(x.new_zeros(x.shape[1], x.shape[1]), flat.new_zeros(()), ())
+        kept.inputs.addmm_((x * care[:, None]).T, x)
         grown = flat.T @ flat if flat.shape[1] <= WIDEST else flat.square().sum(0)
-        self.heard[role] = self.heard[role]._replace(gradients=self.heard[role].gradients + grown)
+        self.heard[role] = Heard(kept.inputs, kept.gradients + grown, (*kept.care, care))
 
 
 def first_slope(head: Head, x: Tensor, batch: Batch, generator: torch.Generator) -> Tensor:
-    """The gradient, at the state before the head, of the log-probability of tokens drawn from the answer."""
-    x = x.detach().requires_grad_(True)
-    with torch.enable_grad():
-        logits, _ = head.forward(x, None, batch)
-        flat = logits.flatten(0, 1)
-        with torch.no_grad():
-            drawn = torch.multinomial(flat.softmax(-1).cpu(), 1, generator=generator)[:, 0]
-        F.cross_entropy(flat, drawn.to(flat.device), reduction="sum").backward()  # type: ignore[no-untyped-call]
-    assert x.grad is not None
-    return x.grad
+    """The gradient, at the state before the head, of the log-probability of tokens drawn from the answer.
+
+    Few tokens at a time: their logits are the largest tensors there are.
+    """
+    chances = torch.rand(x.shape[:2], generator=generator).to(x.device)
+    slopes = torch.empty_like(x)
+    step = max(1, TOGETHER // len(x))
+    for a in range(0, x.shape[1], step):
+        part = x[:, a : a + step].detach().requires_grad_(True)
+        with torch.enable_grad():
+            logits, _ = head.forward(part, None, batch)
+            with torch.no_grad():
+                drawn = _draw(logits.softmax(-1), chances[:, a : a + step])
+            F.cross_entropy(logits.flatten(0, 1), drawn.flatten(), reduction="sum").backward()  # type: ignore[no-untyped-call]
+        assert part.grad is not None
+        slopes[:, a : a + step] = part.grad
+    return slopes
+
+
+def _draw(shares: Tensor, chances: Tensor) -> Tensor:
+    """(rows, tokens) the token each chance (0 to 1) falls on; takes `shares` for its own."""
+    reached = shares.cumsum_(-1)
+    aim = chances[..., None] * reached[..., -1:]
+    return torch.searchsorted(reached, aim, right=True)[..., 0].clamp(max=shares.shape[-1] - 1)
 
 
 def carry_back(block: BlockLike, x: Tensor, batch: Batch, slope: Tensor) -> Tensor:
@@ -123,7 +151,7 @@ def profile(w: Tensor, heard: Heard, damping: float, ridge: float, where: str) -
     if side is not None:  # what is left of an output's curvature once the others make good for it
         care = torch.empty_like(care)
         care[side.order] = side.upper.diagonal().pow(-2) * g.diagonal().mean()
-    f = factors(w, heard.inputs / tokens, damping, where)
+    f = factors(w, heard.covariance(), damping, where)
 
     def blocks(size: int, *widths: int) -> dict[int, Tensor]:
         lost = zip(widths, losses(w, f, size, widths, COARSE), strict=True)
@@ -132,6 +160,11 @@ def profile(w: Tensor, heard: Heard, damping: float, ridge: float, where: str) -
     harms = blocks(MIDDLE, *MEASURED)
     step = harms[6] / harms[4].clamp(min=1e-30)  # what two bits more do, where the grid is fine
     harms |= {5: harms[4] * step.sqrt(), 8: harms[6] * step}
+    if not all(bool(torch.isfinite(harm).all()) for harm in harms.values()):
+        raise InputError(
+            f"{where}: its numbers, inputs or gradients overflow on the calibration text. Calibrate with "
+            "other text, or check the source model with `exlm eval`."
+        )
     whole = float(harms[PROBE].sum()) or 1.0
     sizes = {
         size: 1.0 if size == MIDDLE else float(blocks(size, PROBE)[PROBE].sum()) / whole for size in SIZES

@@ -30,6 +30,9 @@ AHEAD, BACK, ROUND, HEAD_UNITS = 1, 6, 12, 12  # units of the progress bar: how 
 GPTQ_DAMPING = 0.02
 """At least: with few widths to choose from, GPTQ alone follows little text too closely."""
 
+CARE = "|care"
+"""Behind a role: how much each token's answer matters, beside how the outputs matter together."""
+
 LOWER = 0.9
 """How much better than needed a second try is meant to be."""
 
@@ -47,7 +50,7 @@ def listen(work: Work, measures: bool) -> None:
     if job.noted("listened"):
         work.step(depth * (AHEAD + BACK), "measuring")
         return
-    batches = work.batches(measuring=True)
+    batches = work.batches()
     begun = [i for i in range(depth + 1) if job.has(f"slope.{i}")]
     if not begun:
         _go_ahead(work)
@@ -69,7 +72,7 @@ def listen(work: Work, measures: bool) -> None:
 
 def _go_ahead(work: Work) -> None:
     """The float model's states before every layer, each kept until the way back has passed it."""
-    job, batches = work.job, work.batches(measuring=True)
+    job, batches = work.job, work.batches()
     have = [i for i in range(work.depth + 1) if job.has(f"state.{i}")]
     if not have:
         embedding = work.shop.bottom()
@@ -91,13 +94,15 @@ def _go_back(work: Work, layer: int, measures: bool) -> None:
     block = work.shop.layer(layer)
     ear = measure.Ear(work.shop.taps)
     states, slopes, carried = job.load(f"state.{layer}"), job.load(f"slope.{layer + 1}"), {}
-    for key, batch in ((f"{i:04}", b) for i, b in enumerate(work.batches(measuring=True))):
+    for key, batch in ((f"{i:04}", b) for i, b in enumerate(work.batches())):
         device = batch.ids.device
         carried[key] = measure.carry_back(block, states[key].to(device), batch, slopes[key].to(device))
     kept = {}
     for role, heard in ear.heard.items():
         if heard.gradients.dim() == 2:
             kept[role] = (heard.gradients / heard.gradients.diagonal().mean().clamp(min=1e-30)).half()
+        if ".experts." not in role:
+            kept[f"{role}{CARE}"] = torch.cat(heard.care)
         if measures:
             w = work.shop.taps[role].data.T.contiguous()
             found = measure.profile(w, heard, effort.damping, effort.ridge, role)
@@ -195,6 +200,7 @@ def quantise(work: Work, recipes: Mapping[str, Recipe]) -> None:
             s,
             lambda role, w, h, kept=kept: _solved(work, recipes, role, w, h, kept.get(role)),  # type: ignore[misc]
             damping(work),
+            {role.removesuffix(CARE): care for role, care in kept.items() if role.endswith(CARE)},
         )
         streams.advance(shop.taps, exact, lambda x, batch, block=block: run(block, x, batch), s)  # type: ignore[misc]
         streams.check_finite(s, f"layers.{layer}")
@@ -211,6 +217,7 @@ def quantise(work: Work, recipes: Mapping[str, Recipe]) -> None:
             s,
             lambda role, w, h: _solved(work, recipes, role, w, h, None),
             damping(work),
+            {},
         )
         _keep(work, "layer.head", made)
     work.step(HEAD_UNITS, "quantising the head")

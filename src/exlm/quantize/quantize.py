@@ -20,11 +20,12 @@ from .evaluate import Quality, evaluate_model
 from .job import open_job, place_of
 from .layers import workshop
 from .measurement import Measurement, quantised
+from .memory import Shapes
 from .output import CARD, check_space, kept_bytes, new_model, planned
 from .recipe import HEAD, Recipe
 from .report import write_report
 from .wishes import TARGETS, Method, Wishes, calibration_name, parse_size
-from .work import Progress, Work, check_shapes, facts, memory
+from .work import Progress, Work, check_shapes, facts, own_rows
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +127,7 @@ def carry_out(
         work.total = pipeline.units(work.depth, wishes.method == "exl2")
         check_shapes(work.matrices, wishes.method)
         check_space(place_of(folder), _disk(work))
-        most = memory(frozen.spec, wishes.rows * length)
+        most = Shapes(frozen.spec, wishes.rows, length).most(writes=own_rows(frozen.spec, wishes) > 0)
         work.step(0, f"calibrating; at most {most / 1e9:.1f} GB of memory")
         work.calibration()
         if wishes.method == "exl2":
@@ -239,7 +240,7 @@ def _disk(work: Work) -> int:
     """About the bytes a job writes before it is done: states, gradients, the model twice."""
     wishes, model = work.wishes, work.model
     states = 4 * model.hidden * wishes.length
-    held = states * (2 * 2 * wishes.rows + (work.depth + 2) * wishes.measure_rows)
+    held = states * (work.depth + 4) * wishes.rows
     outputs = sum(2 * m.out_features**2 for m in quantised(model) if m.out_features <= 2048)
     matrices = sum(m.in_features * m.out_features for m in work.matrices.values())
     kept = kept_bytes(planned(work.frozen, work.source), model, work.matrices.keys())

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from .tape import TAPE
 
 ATTEMPTS = 12
 
@@ -94,21 +95,14 @@ def feed_back(w: Tensor, f: Factors, sizes: Sequence[int], choose: Choose) -> Ro
     w = w[f.order].clone()
     codes, losses, grids = torch.empty_like(w), torch.empty_like(w), []
     steep = f.upper.diagonal().reciprocal()
-    value = torch.empty_like(w[0], dtype=torch.float16)
     a = 0
     for number, size in enumerate(sizes):
         b = a + size
         importance = steep[a:b].square()
         grid = choose(number, w[a:b], importance / importance.mean())
-        inverse, errors = grid.inverse(), losses[a:b]
-        rows = zip(w[a:b], codes[a:b], errors, steep[a:b], f.upper[a:b, a:b], strict=True)
-        for i, (now, code, error, slope, behind) in enumerate(
-            rows, 1
-        ):  # few calls: each costs more than its work
-            torch.mul(now, inverse, out=code).round_().clamp_(grid.low, grid.high)
-            torch.mul(code, grid.scale, out=value)
-            torch.sub(now, value, out=error).mul_(slope)
-            w[a + i : b].addr_(behind[i:], error, alpha=-1)
+        errors = losses[a:b]
+        block = (w[a:b], f.upper[a:b, a:b], steep[a:b], grid.scale, grid.inverse(), grid.low, grid.high)
+        TAPE.play(_round_rows, block, (codes[a:b], errors))
         w[b:].addmm_(f.upper[a:b, b:].T, errors, alpha=-1)
         errors.square_()
         grids.append(grid)
@@ -116,23 +110,59 @@ def feed_back(w: Tensor, f: Factors, sizes: Sequence[int], choose: Choose) -> Ro
     return Rounded(codes, losses, grids)
 
 
+def _round_rows(
+    w: Tensor,
+    upper: Tensor,
+    steep: Tensor,
+    scale: Tensor,
+    inverse: Tensor,
+    low: Tensor,
+    high: Tensor,
+    codes: Tensor,
+    errors: Tensor,
+) -> None:
+    """The rows of one group; few calls, because each costs more than its work."""
+    value = torch.empty_like(w[0], dtype=torch.float16)
+    rows = zip(w, codes, errors, steep, upper, strict=True)
+    for i, (now, code, error, slope, behind) in enumerate(rows, 1):
+        torch.mul(now, inverse, out=code).round_().clamp_(low, high)
+        torch.mul(code, scale, out=value)
+        torch.sub(now, value, out=error).mul_(slope)
+        w[i:].addr_(behind[i:], error, alpha=-1)
+
+
 def descend(codes: Tensor, gradient: Tensor, h: Tensor, sizes: Sequence[int], grids: Sequence[Grid]) -> None:
     """Give each code in turn the value that is best for all others as they are; changes both tensors.
 
     `gradient` is H times what the rounding leaves of the target, and is kept so.
     """
-    value = torch.empty_like(codes[0], dtype=torch.float16)
     a = 0
     for size, grid in zip(sizes, grids, strict=True):
         b = a + size
-        local, block, inverse = gradient[a:b].clone(), h[a:b, a:b], grid.inverse()
         before = grid.value(codes[a:b])
         change = torch.empty_like(before)
-        rows = zip(codes[a:b], before, local, change, block.diagonal().reciprocal(), block, strict=True)
-        for i, (code, old, slope, moved, flat, beside) in enumerate(rows, 1):
-            torch.addcmul(old, slope, flat, out=code).mul_(inverse).round_().clamp_(grid.low, grid.high)
-            torch.mul(code, grid.scale, out=value)
-            torch.sub(value, old, out=moved)
-            local[i:].addr_(beside[i:], moved, alpha=-1)
+        block = (gradient[a:b].clone(), h[a:b, a:b], before, grid.scale, grid.inverse(), grid.low, grid.high)
+        TAPE.play(_move_rows, block, (codes[a:b], change))
         gradient.addmm_(h[:, a:b], change, alpha=-1)
         a = b
+
+
+def _move_rows(
+    gradient: Tensor,
+    h: Tensor,
+    before: Tensor,
+    scale: Tensor,
+    inverse: Tensor,
+    low: Tensor,
+    high: Tensor,
+    codes: Tensor,
+    change: Tensor,
+) -> None:
+    """The rows of one group, and by how much their values change."""
+    value = torch.empty_like(before[0], dtype=torch.float16)
+    rows = zip(codes, before, gradient, change, h.diagonal().reciprocal(), h, strict=True)
+    for i, (code, old, slope, moved, flat, beside) in enumerate(rows, 1):
+        torch.addcmul(old, slope, flat, out=code).mul_(inverse).round_().clamp_(low, high)
+        torch.mul(code, scale, out=value)
+        torch.sub(value, old, out=moved)
+        gradient[i:].addr_(beside[i:], moved, alpha=-1)

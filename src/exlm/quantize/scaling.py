@@ -20,6 +20,9 @@ TINY = 1e-30
 LOWEST = {2: 0.35, 3: 0.45, 4: 0.6}
 """How far below the largest number a scale is looked for, by width; 0.75 for the others."""
 
+AT_ONCE, IN_CACHE = 2**25, 2**18
+"""Numbers that are tried together on a GPU, and on a processor."""
+
 NEAR = (1.0, 0.94, 0.97, 0.985, 0.995, 1.005, 1.015, 1.03, 1.06)
 """Maxima that are tried around the present one."""
 
@@ -34,9 +37,13 @@ class GroupScale(NamedTuple):
         """(columns,) float32: the factors a reader gets."""
         return Squared(self.codes[None], self.maximum[None]).expand()[0].float()
 
+    def masked(self, real: Tensor) -> GroupScale:
+        """The same if `real`, else the scale of a group of zeros."""
+        return GroupScale(self.codes * real, self.maximum * real)
+
     def grid(self, bits: int) -> Grid:
         """The numbers that rows of this width may be."""
-        half = torch.tensor(float(1 << (bits - 1)), device=self.codes.device)
+        half = torch.full((), float(1 << (bits - 1)), device=self.codes.device)
         return Grid(self.decoded(), -half, half - 1)
 
 
@@ -47,63 +54,65 @@ def choose(w: Tensor, bits: int, importance: Tensor, fine: int) -> GroupScale:
     closest to all of them.
     """
     base = w.abs().amax(0) / ((2**bits - 1) / 2)
-    best, wish = torch.full_like(base, torch.inf), base
-    for p in torch.linspace(1.1, LOWEST.get(bits, 0.75), fine).tolist():
-        error = _error(w, base * p, bits, importance)
-        better = error < best
-        best, wish = torch.where(better, error, best), torch.where(better, base * p, wish)
-    found, least, top = _nothing(w), torch.inf, float(wish.max())
-    for p in torch.linspace(1.08, 0.7, max(4, fine // 2)).tolist():
-        maximum = torch.tensor(min(top * p, LARGEST), device=w.device).half()
-        if not float(maximum) / 256:
-            continue
-        pair = _around(wish, maximum)
-        errors = [_error(w, scale.decoded(), bits, importance) for scale in pair]
-        scale, total = _better(pair, errors)
-        if total < least:
-            found, least = scale, total
-    return found
+    tried = base * _steps(1.1, LOWEST.get(bits, 0.75), fine, w)
+    wish = tried.gather(0, _errors(w, tried, bits, importance).argmin(0, keepdim=True))[0]
+    maxima = (wish.max() * _steps(1.08, 0.7, max(4, fine // 2), w)[:, 0]).clamp(max=LARGEST).half()
+    low, high = _around(wish, maxima)
+    below, above = (_errors(w, Squared(x, maxima).expand().float(), bits, importance) for x in (low, high))
+    total = torch.minimum(below, above).sum(1).masked_fill(_too_small(maxima), torch.inf)
+    at = total.argmin().view(1)
+    found = GroupScale(_one(torch.where(above < below, high, low), at), _one(maxima, at))
+    return found.masked(torch.isfinite(_one(total, at)))
 
 
-def move(now: GroupScale, wish: Tensor, care: Tensor) -> GroupScale | None:
-    """The grid nearest to what each column wishes, squared and weighted by its care; None to stay."""
-    least = float((care * (now.decoded() - wish).square()).sum())
-    found = None
-    for p in NEAR:
-        maximum = (now.maximum.float() * p).clamp(max=LARGEST).half()
-        if not float(maximum) / 256:
-            continue
-        pair = _around(wish.clamp(min=0), maximum)
-        scale, total = _better(pair, [care * (one.decoded() - wish).square() for one in pair])
-        if total < least * (1 - 1e-6):
-            found, least = scale, total
-    return found
+def move(now: GroupScale, wish: Tensor, care: Tensor) -> GroupScale:
+    """The grid nearest to what each column wishes, squared and weighted by its care; or the same as now."""
+
+    def cost(scale: Tensor) -> Tensor:
+        return care * (scale - wish).square()
+
+    least = cost(now.decoded()).sum() * (1 - 1e-6)
+    maxima = (now.maximum.float() * torch.tensor(NEAR, device=wish.device)).clamp(max=LARGEST).half()
+    low, high = _around(wish.clamp(min=0), maxima)
+    below, above = (cost(Squared(x, maxima).expand().float()) for x in (low, high))
+    total = torch.minimum(below, above).sum(1).masked_fill(_too_small(maxima), torch.inf)
+    at = total.argmin().view(1)
+    better = _one(total, at) < least
+    codes = _one(torch.where(above < below, high, low), at)
+    return GroupScale(
+        torch.where(better, codes, now.codes), torch.where(better, _one(maxima, at), now.maximum)
+    )
 
 
-def _error(w: Tensor, scale: Tensor, bits: int, importance: Tensor) -> Tensor:
-    """(columns,) the weighted squared error of rounding rows at this scale."""
+def _errors(w: Tensor, scales: Tensor, bits: int, importance: Tensor) -> Tensor:
+    """(scales, columns) the weighted squared error of rounding rows at each of these scales."""
     half = 1 << (bits - 1)
-    inverse = scale.clamp(min=TINY).reciprocal_()  # where there is no scale, any code means 0
-    error = (w * inverse).round_().clamp_(-half, half - 1).mul_(scale).sub_(w)
-    return importance @ error.square_()
+    found = torch.empty_like(scales)
+    step = max(1, (AT_ONCE if w.is_cuda else IN_CACHE) // w.numel())
+    for a in range(0, len(scales), step):
+        scale = scales[a : a + step, None]
+        inverse = scale.clamp(min=TINY).reciprocal_()  # where there is no scale, any code means 0
+        error = (w * inverse).round_().clamp_(-half, half - 1).mul_(scale).sub_(w)
+        torch.matmul(importance, error.square_(), out=found[a : a + step])
+    return found
 
 
-def _around(wish: Tensor, maximum: Tensor) -> tuple[GroupScale, GroupScale]:
-    """The two grid points around each column's wish."""
-    lower = ((wish / maximum.float()).sqrt() * WIDEST).floor().clamp(1, WIDEST)
+def _steps(first: float, last: float, count: int, like: Tensor) -> Tensor:
+    return torch.linspace(first, last, count, device=like.device)[:, None]
+
+
+def _around(wish: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
+    """(maxima, columns) the codes of the two grid points around each column's wish."""
+    lower = ((wish / maxima.float()[:, None]).sqrt() * WIDEST).floor().clamp(1, WIDEST)
     upper = (lower + 1).clamp(max=WIDEST)
-    low, high = (GroupScale((point - 1).to(torch.uint8), maximum) for point in (lower, upper))
-    return low, high
+    return (lower - 1).to(torch.uint8), (upper - 1).to(torch.uint8)
 
 
-def _better(pair: tuple[GroupScale, GroupScale], errors: list[Tensor]) -> tuple[GroupScale, float]:
-    """Column by column the better of two scales under one maximum, and the error of all."""
-    up = errors[1] < errors[0]
-    codes = torch.where(up, pair[1].codes, pair[0].codes)
-    return GroupScale(codes, pair[0].maximum), float(torch.where(up, errors[1], errors[0]).sum())
+def _too_small(maxima: Tensor) -> Tensor:
+    """Those whose grid float16 cannot hold."""
+    return (maxima.float() / 256).half() == 0
 
 
-def _nothing(w: Tensor) -> GroupScale:
-    """The scale of a group of zeros."""
-    codes = torch.zeros(w.shape[1], dtype=torch.uint8, device=w.device)
-    return GroupScale(codes, torch.zeros((), dtype=torch.float16, device=w.device))
+def _one(of: Tensor, at: Tensor) -> Tensor:
+    """An entry, without waiting for the device to say which."""
+    return of.index_select(0, at)[0]

@@ -49,10 +49,14 @@ class Solution:
         """What each group may hold."""
         return [scale.grid(group.bits) for scale, group in zip(self.scales, self.groups, strict=True)]
 
+    def factors(self) -> Tensor:
+        """(groups, columns) float32: the scales as a reader decodes them."""
+        return torch.stack([scale.decoded() for scale in self.scales])
+
     def spread(self) -> Tensor:
         """(inputs, columns) float32: the scale of every number."""
         sizes = torch.tensor(self.sizes, device=self.codes.device)
-        return torch.stack([scale.decoded() for scale in self.scales]).repeat_interleave(sizes, 0)
+        return self.factors().repeat_interleave(sizes, 0)
 
     def values(self) -> Tensor:
         """(inputs, columns) float32 in stored order, with every rounding a reader makes."""
@@ -134,17 +138,15 @@ def loss(w: Tensor, f: Factors, solution: Solution) -> Tensor:
 
 def _fit_scales(s: Solution, h: Tensor, gradient: Tensor) -> bool:
     """Move each group's scales to the grid points best for the codes as they are; True if any moved."""
-    a, moved = 0, False
+    a, before = 0, s.factors()
     for number, group in enumerate(s.groups):
         b = a + group.rows
         codes, scale = s.codes[a:b], s.scales[number]
         curve = (codes * (h[a:b, a:b] @ codes)).sum(0)
         slope = (codes * gradient[a:b]).sum(0)
         wish = scale.decoded() + torch.where(curve > 0, slope / curve, torch.zeros_like(curve))
-        found = scaling.move(scale, wish, curve)
-        if found is not None:
-            change = found.grid(group.bits).value(codes) - scale.grid(group.bits).value(codes)
-            gradient -= h[:, a:b] @ change
-            s.scales[number], moved = found, True
+        s.scales[number] = found = scaling.move(scale, wish, curve)
+        change = found.grid(group.bits).value(codes) - scale.grid(group.bits).value(codes)
+        gradient.addmm_(h[:, a:b], change, alpha=-1)
         a = b
-    return moved
+    return not torch.equal(before, s.factors())

@@ -68,18 +68,26 @@ def input_sets(roles: Iterable[str]) -> list[list[str]]:
 
 
 def quantise(
-    taps: Mapping[str, Tap], forward: Forward, streams: Streams, solver: Solver, ridge: float
+    taps: Mapping[str, Tap],
+    forward: Forward,
+    streams: Streams,
+    solver: Solver,
+    ridge: float,
+    care: Mapping[str, Tensor],
 ) -> dict[str, PackedWeight]:
-    """Every matrix of a module, the taps left with the rounded ones; the streams stay where they are."""
+    """Every matrix of a module, the taps left with the rounded ones; the streams stay where they are.
+
+    `care` has for some roles how much each token matters; for the others all matter alike.
+    """
     exact = {role: tap.data for role, tap in taps.items()}
     made: dict[str, PackedWeight] = {}
     for together in input_sets(taps):
         shared = [role for role in together if not (".experts." in role and role.endswith(".down"))]
         for roles in [shared] if shared else [[role] for role in together]:
             now = {role: tap.data for role, tap in taps.items()}
-            covariance, cross = _listen(taps, roles, forward, streams, exact, now)
+            heard = _listen(taps, roles, forward, streams, exact, now, care)
             for role in roles:
-                w = exact[role].T
+                w, (covariance, cross) = exact[role].T, heard[role]
                 if cross is not None:
                     w = _moved(w, covariance, cross, ridge)
                 values, made[role] = solver(role, w.contiguous(), covariance)
@@ -115,16 +123,17 @@ def _listen(
     s: Streams,
     exact: Mapping[str, Tensor],
     now: Mapping[str, Tensor],
-) -> tuple[Tensor, Tensor | None]:
-    """The covariance of the rounded stream's inputs, and with how the exact ones differ from them.
+    care: Mapping[str, Tensor],
+) -> dict[str, tuple[Tensor, Tensor | None]]:
+    """For each role the covariance of the rounded stream's inputs, and with how the exact ones differ.
 
     The latter is None for experts: the two streams may send a token to different ones.
     """
     paired = not any(".experts." in role for role in roles)
     ears = [taps[roles[0]]] if paired else [taps[r] for r in roles if not r.endswith(".up")]
-    width = ears[0].data.shape[1]
-    covariance = torch.zeros(width, width, device=ears[0].data.device)
-    cross, tokens = torch.zeros_like(covariance), 0
+    weighted = {role: care[role] for role in roles if role in care and float(care[role].sum())}
+    sums = {role: _Sums(taps[role].data) for role in weighted} | {"": _Sums(taps[roles[0]].data)}
+    past = 0
     for i, batch in enumerate(s.batches):
         heard = []
         for tensors, stream in ((exact, s.exact), (now, s.rounded)):
@@ -132,13 +141,36 @@ def _listen(
                 continue
             _install(taps, tensors)
             heard.append(torch.cat(list(_inputs(ears, forward, stream[i], batch, stop=paired))))
-        covariance.addmm_(heard[-1].T, heard[-1])
-        tokens += len(heard[-1])
-        if paired:
-            cross.addmm_(heard[1].T, heard[0] - heard[1])
-    if not tokens:
-        return torch.eye(width, device=covariance.device), None
-    return covariance / tokens, cross / tokens if paired else None
+        x, off = heard[-1], heard[0] - heard[1] if paired else None
+        for role, each in weighted.items():
+            sums[role].add(x, off, each[past : past + len(x)].to(x.device))
+        if len(weighted) < len(roles):
+            sums[""].add(x, off, x.new_ones(len(x)))
+        past += len(x)
+    return {role: sums[role if role in weighted else ""].means() for role in roles}
+
+
+class _Sums:
+    """Over tokens: of the inputs' products with themselves, and with how they are off."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        width = matrix.shape[1]
+        self.covariance, self.cross = matrix.new_zeros(2, width, width)
+        self.total, self.paired = matrix.new_zeros(()), True
+
+    def add(self, x: Tensor, off: Tensor | None, care: Tensor) -> None:
+        weighted = (x * care[:, None]).T
+        self.covariance.addmm_(weighted, x)
+        self.total += care.sum()
+        if off is None:
+            self.paired = False
+        else:
+            self.cross.addmm_(weighted, off)
+
+    def means(self) -> tuple[Tensor, Tensor | None]:
+        if not float(self.total):
+            return torch.eye(len(self.covariance), device=self.covariance.device), None
+        return self.covariance / self.total, self.cross / self.total if self.paired else None
 
 
 def _inputs(ears: list[Tap], forward: Forward, x: Tensor, batch: Batch, *, stop: bool) -> Iterator[Tensor]:

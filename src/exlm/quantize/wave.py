@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .tape import TAPE
+
 TILE = 32
 
 
@@ -39,56 +41,69 @@ def round_both(w: Tensor, scale: Tensor, half: Tensor, upper: Tensor, outputs: O
     down, right = w.shape[0] // TILE, w.shape[1] // TILE
     wave = _Wave(w, scale, half, upper, across)
     for step in range(down + right - 1):
-        rows = range(max(0, step - right + 1), min(down - 1, step) + 1)
-        wave.round([(row, step - row) for row in rows])
-    return wave.codes[:, outputs.order.argsort()]
+        wave.round(step, max(0, step - right + 1), min(down, step + 1))
+    return wave.codes.transpose(1, 2).reshape(w.shape)[:, outputs.order.argsort()]
 
 
 class _Wave:
-    """What has been rounded so far, and the errors that were made."""
+    """What has been rounded so far, and the errors that were made, cut so that tiles can be picked.
+
+    What is not done yet has errors of zero: sums over everything are sums over what is done.
+    """
 
     def __init__(self, w: Tensor, scale: Tensor, half: Tensor, upper: Tensor, across: Tensor) -> None:
-        self.w, self.half, self.upper, self.across = w, half, upper, across
-        self.scale = scale
-        self.inverse = torch.where(scale > 0, 1 / scale, torch.zeros_like(scale))
-        self.codes = torch.zeros_like(w)
-        self.errors = torch.zeros_like(w)  # divided by both pivots
-        self.carried = torch.zeros_like(w)  # Uᵀ errors, for the tiles that are done
+        down, right = w.shape[0] // TILE, w.shape[1] // TILE
+        self.w, self.scale = (x.view(down, TILE, right, TILE).transpose(1, 2) for x in (w, scale))
+        self.half = half.view(down, TILE)
+        self.upper = upper.T.contiguous().view(down, TILE, -1)
+        self.across = across.view(-1, right, TILE).transpose(0, 1).contiguous()
+        self.u, self.v = _pivots(upper), _pivots(across)
+        self.codes = torch.empty_like(self.w, memory_format=torch.contiguous_format)
+        self.errors = w.new_zeros(right, len(w), TILE)  # divided by both pivots
+        self.carried = w.new_zeros(down, TILE, w.shape[1])  # Uᵀ errors
 
-    def round(self, tiles: list[tuple[int, int]]) -> None:
-        """Tiles of one diagonal, side by side: none depends on another.
-
-        They are turned left to right, so that the numbers that are rounded together lie on a true diagonal
-        and are seen without being copied.
-        """
-        spans = [(slice(i * TILE, (i + 1) * TILE), slice(j * TILE, (j + 1) * TILE)) for i, j in tiles]
-        now = torch.stack([self._arrived(rows, columns) for rows, columns in spans]).flip(2)
-        scale, inverse = (torch.stack([x[at] for at in spans]).flip(2) for x in (self.scale, self.inverse))
-        u = torch.stack([self.upper[rows, rows] for rows, _ in spans])
-        v = torch.stack([self.across[columns, columns] for _, columns in spans]).flip(1, 2)
-        steep = 1 / (u.diagonal(dim1=1, dim2=2)[:, :, None] * v.diagonal(dim1=1, dim2=2)[:, None, :])
-        high = torch.stack([self.half[rows] for rows, _ in spans])
-        low, high = -high, high - 1
+    def round(self, step: int, first: int, end: int) -> None:
+        """The tiles of one diagonal, in the rows `first` to `end`: none depends on another."""
+        i = torch.arange(first, end, device=self.w.device)
+        j = step - i
+        rows, columns = end * TILE, (step - first + 1) * TILE  # what lies behind is not done
+        u, v = self.u[i], self.v[j]
+        above = torch.bmm(self.upper[first:end, :, :rows], self.errors[j, :rows])
+        left = torch.bmm(self.carried[first:end, :, :columns], self.across[j, :columns])
+        now = self.w[i, j] - torch.bmm(above, v) - left
         codes, errors = torch.empty_like(now), torch.empty_like(now)
-        for step in range(2 * TILE - 1):
-            shift = TILE - 1 - step
-            x, q, e, s, r, p = (_diagonal(t, shift) for t in (now, codes, errors, scale, inverse, steep))
-            i = slice(max(0, -shift), TILE - max(0, shift))
-            n = slice(max(0, shift), TILE - max(0, -shift))
-            q.copy_((x * r).round_().clamp_(low[:, i], high[:, i]))
-            e.copy_((x - (q * s).half()).mul_(p))
-            now.baddbmm_(u[:, i].transpose(1, 2) * e[:, None], v[:, n], alpha=-1)
-        for at, tile, error in zip(spans, codes.flip(2), errors.flip(2), strict=True):
-            self.codes[at], self.errors[at] = tile, error
-            self.carried[at] += self.upper[at[0], at[0]].T @ error
-
-    def _arrived(self, rows: slice, columns: slice) -> Tensor:
-        """A tile with all errors above and to the left of it fed back."""
-        above = self.upper[: rows.start, rows].T @ self.errors[: rows.start, columns]
-        self.carried[rows, columns] = above
-        left = self.carried[rows, : columns.start] @ self.across[: columns.start, columns]
-        return self.w[rows, columns] - above @ self.across[columns, columns] - left
+        TAPE.play(_round_tiles, (now, self.scale[i, j], self.half[i], u, v), (codes, errors))
+        self.codes[i, j] = codes
+        self.errors.view(len(self.v), -1, TILE, TILE)[j, i] = errors
+        self.carried.view(len(self.u), TILE, -1, TILE)[i, :, j] = above.baddbmm_(u.transpose(1, 2), errors)
 
 
-def _diagonal(tiles: Tensor, shift: int) -> Tensor:
-    return tiles.diagonal(shift, 1, 2)
+def _pivots(square: Tensor) -> Tensor:
+    """(tiles, TILE, TILE) those on the diagonal."""
+    count = len(square) // TILE
+    return square.view(count, TILE, count, TILE).diagonal(0, 0, 2).permute(2, 0, 1).contiguous()
+
+
+def _round_tiles(
+    now: Tensor, scale: Tensor, half: Tensor, u: Tensor, v: Tensor, codes: Tensor, errors: Tensor
+) -> None:
+    """Tiles side by side, given all errors above and to the left of them.
+
+    They are turned left to right, so that the numbers that are rounded together lie on a true diagonal and
+    are seen without being copied.
+    """
+    now, scale, v = now.flip(2), scale.flip(2), v.flip(1, 2)
+    inverse = torch.where(scale > 0, 1 / scale, torch.zeros_like(scale))
+    steep = 1 / (u.diagonal(dim1=1, dim2=2)[:, :, None] * v.diagonal(dim1=1, dim2=2)[:, None, :])
+    low, high = -half, half - 1
+    turned, made = torch.empty_like(codes), torch.empty_like(errors)
+    for step in range(2 * TILE - 1):
+        shift = TILE - 1 - step
+        x, q, e, s, r, p = (t.diagonal(shift, 1, 2) for t in (now, turned, made, scale, inverse, steep))
+        i = slice(max(0, -shift), TILE - max(0, shift))
+        n = slice(max(0, shift), TILE - max(0, -shift))
+        q.copy_((x * r).round_().clamp_(low[:, i], high[:, i]))
+        e.copy_((x - (q * s).half()).mul_(p))
+        now.baddbmm_(u[:, i].transpose(1, 2) * e[:, None], v[:, n], alpha=-1)
+    codes.copy_(turned.flip(2))
+    errors.copy_(made.flip(2))

@@ -38,7 +38,6 @@ class Wishes:
     calibration: str = "builtin"  # or a file
     rows: int = 128
     length: int = 512
-    measure_rows: int = 64
     seed: int = 1
     effort: Effort = field(default_factory=Effort)
 
@@ -70,7 +69,7 @@ class Wishes:
         self._check_rows()
 
     def _check_rows(self) -> None:
-        for name in ("rows", "length", "measure_rows"):
+        for name in ("rows", "length"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, found {getattr(self, name)}.")
 

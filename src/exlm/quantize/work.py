@@ -20,6 +20,7 @@ from ..config import Config, FrozenConfig
 from ..errors import InputError, Unsupported
 from ..formats import PackedWeight, exl2
 from ..formats import gptq as gptq_format
+from ..formats.room import trim
 from ..nn import Batch
 from ..spec.roles import Matrix, matrices
 from ..tokenizer import Tokenizer
@@ -27,13 +28,11 @@ from . import calibrate
 from .job import Job
 from .layers import Workshop, batch_of
 from .measurement import quantised
+from .memory import AT_ONCE
 from .wishes import Wishes
 
 Progress = Callable[[int, int, str], object]
 """(units done, units in all, what is being done)."""
-
-AT_ONCE = 4096
-"""Tokens that go through a layer together."""
 
 WHOLE = 2 * 10**9
 """Bytes up to which a model may be loaded whole, to write some of its calibration text itself."""
@@ -78,7 +77,8 @@ class Work:
         return found
 
     def step(self, units: int, what: str) -> None:
-        """Tell that so many units are done."""
+        """Tell that so many units are done; what the C library kept of them goes back to the system."""
+        trim()
         self.done += units
         self.progress(min(self.done, self.total), self.total, what)
 
@@ -88,12 +88,9 @@ class Work:
             self.job.save("ids", {"ids": _ids(self.config, self.wishes, self.shop)})
         return self.job.load("ids")["ids"]
 
-    def batches(self, measuring: bool = False) -> list[Batch]:
-        """The calibration as forward passes; for measuring, some rows from all over it."""
+    def batches(self) -> list[Batch]:
+        """The calibration as forward passes."""
         ids = self.calibration()
-        if measuring:
-            count = min(len(ids), self.wishes.measure_rows)
-            ids = ids[torch.linspace(0, len(ids) - 1, count).long()]
         at_once = max(1, AT_ONCE // ids.shape[1])
         device = self.shop.chain.device
         return [batch_of(ids[a : a + at_once].to(device)) for a in range(0, len(ids), at_once)]
@@ -119,16 +116,10 @@ def check_shapes(wanted: Mapping[str, Matrix], method: str) -> None:
             )
 
 
-def memory(model: spec.Model, tokens: int) -> int:
-    """About the most bytes of memory a job holds: one layer and the head several times over, the streams."""
-    sizes: dict[str, int] = {}
-    widest = max(max(m.in_features, m.out_features) for m in quantised(model))
-    for m in matrices(model):
-        key = "head" if m.role == "head" else m.role.split(".")[1]
-        sizes[key] = sizes.get(key, 0) + m.in_features * m.out_features
-    largest = max(size for key, size in sizes.items() if key != "head")
-    module = max(3 * largest, 7 * sizes["head"])
-    return 4 * (module + 6 * widest**2 + 2 * tokens * model.hidden + 4 * AT_ONCE * widest) + 500 * 2**20
+def own_rows(model: spec.Model, wishes: Wishes) -> int:
+    """Rows the model may write itself, in the place of as many of the built-in text."""
+    weights = sum(m.in_features * m.out_features for m in matrices(model))
+    return PATIENCE // weights if wishes.calibration == "builtin" and 4 * weights <= WHOLE else 0
 
 
 def _ids(config: Config, wishes: Wishes, shop: Workshop) -> Tensor:
@@ -138,8 +129,7 @@ def _ids(config: Config, wishes: Wishes, shop: Workshop) -> Tensor:
         found = calibrate.documents(Path(wishes.calibration).expanduser())
         return _known(calibrate.rows_of(found, tokenizer, wishes.rows, length), config)
     text = _known(calibrate.rows_of(calibrate.builtin(), tokenizer, EVERYTHING, length), config)
-    weights = sum(m.in_features * m.out_features for m in matrices(config.spec))
-    own = PATIENCE // weights if 4 * weights <= WHOLE else 0
+    own = own_rows(config.spec, wishes)
     read = min(len(text), wishes.rows - min(own, wishes.rows * 3 // 4))
     text = text[torch.linspace(0, len(text) - 1, read).long()]  # some of every kind
     own = min(own, wishes.rows - read)

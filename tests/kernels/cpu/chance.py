@@ -11,6 +11,7 @@ from torch import Tensor
 from exlm.formats.bits import pack
 from exlm.formats.packed import PackedWeight, Segment
 from exlm.formats.scales import Direct, Nested, Scales, Squared
+from exlm.kernels.cpu.blocks import is_plain
 
 BOOK = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113.0])
 
@@ -87,6 +88,10 @@ def _scales(kind: str, groups: int, columns: int) -> Scales:
     return Direct(table.half() if kind == "half" else table)
 
 
-def slack(weight: PackedWeight, x: Tensor) -> Tensor:
-    """How far a product may be off: float32 sums of numbers that are exact."""
-    return 1e-6 * (x.double().abs() @ weight.dequantize().double().abs()) + 1e-7
+def slack(weight: PackedWeight, x: Tensor, digits: bool) -> Tensor:
+    """How far a product may be off: float32 sums, and with digits each x by half a step of its largest."""
+    sizes = weight.dequantize().double().abs()
+    off = 1e-6 * (x.double().abs() @ sizes) + 1e-7
+    if not digits or not is_plain(weight):
+        return off
+    return off + x.double().abs().amax(1, keepdim=True) * sizes.sum(0) / (2 * 16319)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from exlm.kernels.cpu.building import BuildError, build
+from exlm.kernels.cpu.building import BuildError, build, sets_here
 from tests.kernels.cpu.conftest import skip_without_compiler
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -32,7 +32,7 @@ from exlm.kernels.cpu.project import Together
 from exlm.nn import Batch
 from tests.kernels.cpu.chance import RECIPES, make
 
-made, CPU = Library("plain", Path(sys.argv[1])), torch.device("cpu")
+made, CPU = Library(sys.argv[1], Path(sys.argv[2])), torch.device("cpu")
 
 @settings(max_examples=60, database=None, derandomize=True, deadline=None)
 @given(RECIPES, st.integers(1, 40), st.integers(1, 3))
@@ -77,10 +77,13 @@ look()
 """
 
 
-def test_nothing_is_read_or_written_outside(tmp_path: Path) -> None:
+@pytest.mark.parametrize("instructions", ["plain", "avx512"])
+def test_nothing_is_read_or_written_outside(tmp_path: Path, instructions: str) -> None:
+    if instructions not in sets_here():
+        pytest.skip(f"this processor has no {instructions}")
     target = tmp_path / "sanitized.so"
     try:
-        build("plain", target, ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover"))
+        build(instructions, target, ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover"))
     except BuildError as reason:
         skip_without_compiler(str(reason))
     preload = _runtime("libasan.so")
@@ -91,7 +94,7 @@ def test_nothing_is_read_or_written_outside(tmp_path: Path) -> None:
         "PYTHONPATH": f"{ROOT}/src",
     }
     done = subprocess.run(
-        [sys.executable, "-c", WALK, str(target)],
+        [sys.executable, "-c", WALK, instructions, str(target)],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

@@ -40,17 +40,18 @@ def matrix(backend: CpuBackend, inputs: int, outputs: int, seed: int, kind: str 
 
 @pytest.mark.parametrize("rows", [(1, 1), (3, 2), (16, 1)])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_projections(backend: CpuBackend, rows: tuple[int, int], threads: int) -> None:
+@pytest.mark.parametrize("kind", ["exl2", "gguf"])
+def test_projections(backend: CpuBackend, rows: tuple[int, int], threads: int, kind: str) -> None:
     torch.set_num_threads(threads)
     norm, scale = spec.Norm("rms", 1e-5), torch.rand(96) + 0.5
     x, more = torch.randn(*rows, 96), torch.randn(*rows, 64)
-    three = [matrix(backend, 96, outputs, seed) for seed, outputs in enumerate((64, 32, 37))]
+    three = [matrix(backend, 96, outputs, seed, kind) for seed, outputs in enumerate((64, 32, 37))]
     plain = backend.norm(norm, scale, None)(x)
     got = backend.project(three, b.Entry(norm, scale), None)(x, None)
     assert all(torch.equal(one, kernel(plain)) for one, kernel in zip(got, three, strict=True))
     (summed,) = backend.project(three[:1], None, None)(x, more)
     assert torch.equal(summed, three[0](x) + more)
-    two = [matrix(backend, 96, 48, seed) for seed in (7, 8)]
+    two = [matrix(backend, 96, 48, seed, kind) for seed in (7, 8)]
     (gated,) = backend.project(two, b.Entry(norm, scale), "silu")(x, None)
     assert torch.equal(gated, backend.gated("silu")(two[0](plain), two[1](plain)))
 

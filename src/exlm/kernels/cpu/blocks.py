@@ -1,8 +1,9 @@
-"""A packed weight, rearranged for processors: four outputs together, along them sixteen inputs at a time.
+"""A packed weight, rearranged for processors: outputs side by side, along them sixteen inputs at a time.
 
 A run for each width. Codes stay as small as they are, and so do two-level factors; groups are filled up to
-whole slots of sixteen, outputs to whole tiles of eight. How a block's bits lie is told in native/matrix.h.
-Nothing is rounded here: the numbers are the stored ones.
+whole slots of sixteen. Plain weights lie in bands of 32 outputs where whole numbers are multiplied, others in
+quads, filled up to tiles of eight: how the bits lie is told in native/bands.h and native/matrix.h. Nothing is
+rounded here: the numbers are the stored ones.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ from torch import Tensor
 
 from ...errors import Unsupported
 from ...formats.packed import PackedWeight, Segment
+from ...formats.room import fresh
 from ...formats.scales import Direct, Nested, Scales
 from . import library
 
 SLOT = 16
 QUAD = 4
 TILE = 8
+BAND = 32
+SPAN = 16
+"""Slots whose sums of whole numbers fit 32 bits, whatever their codes."""
 TABLE_BITS = 5
 """Codes up to this width are looked up; wider ones are computed, and cannot stand for anything else."""
 
@@ -61,15 +66,16 @@ class _Part:
 
 def arrange(weight: PackedWeight, made: library.Library, threads: int) -> Blocks:
     """The weight, rearranged by so many threads."""
+    rounded, banded = _is_rounded(weight.dtype), made.digits and is_plain(weight)
     parts: list[_Part] = []
     sources: list[Tensor] = []
-    row, place = 0, 0
+    row, place, spans = 0, 0, 0
     for segment in weight.segments:
-        part = _segment(segment, made, threads)
-        part.run.first = place
+        part = (_banded if banded else _segment)(segment, made, threads)
+        part.run.first, part.run.span = place, spans
         sources.append(torch.where(part.places < 0, -1, part.places + row))
         parts.append(part)
-        row, place = row + segment.rows, place + len(part.places)
+        row, place, spans = row + segment.rows, place + len(part.places), spans + part.run.count
     source = _source(torch.cat(sources), weight.order)
     runs = (library.Run * len(parts))(*(part.run for part in parts))
     bias = None if weight.bias is None else weight.bias.float().contiguous()
@@ -81,7 +87,8 @@ def arrange(weight: PackedWeight, made: library.Library, threads: int) -> Blocks
         inputs=weight.in_features,
         outputs=weight.out_features,
         places=place,
-        rounded=int(_is_rounded(weight.dtype)),
+        rounded=int(rounded),
+        spans=spans,
     )
     held = (runs, source, bias, *(tensor for part in parts for tensor in part.held))
     return Blocks(weight.in_features, weight.out_features, matrix, held)
@@ -93,12 +100,55 @@ def _is_rounded(dtype: torch.dtype) -> bool:
     return dtype is torch.float16
 
 
+def is_plain(weight: PackedWeight) -> bool:
+    """Whether codes stand for themselves and no weight is rounded, so that sums of codes can be scaled."""
+    return weight.dtype is torch.float32 and all(segment.codebook is None for segment in weight.segments)
+
+
+def _banded(segment: Segment, made: library.Library, threads: int) -> _Part:
+    bits = 8 if segment.bits == 7 else segment.bits
+    columns, block = segment.codes.shape[1], SLOT << (bits & 1)
+    places, owners = _places(segment.sizes, block)
+    blocks, codes = len(places) // block, segment.codes.contiguous()
+    out = fresh(-(-columns // BAND) * BAND * len(places) * bits // 8)
+    made.repack_bands(
+        *(codes.data_ptr(), columns, segment.bits, bits, places.data_ptr(), blocks),
+        *(out.data_ptr(), threads),
+    )
+    scales, scale_tables = _factors(segment.scales, BAND)
+    minima, minimum_tables = _factors(segment.minimum, BAND)
+    zeros, zero_tables = _factors(Direct(segment.zero) if isinstance(segment.zero, Tensor) else None, BAND)
+    spans = _spans(owners)
+    run = library.Run(
+        codes=out.data_ptr(),
+        scales=scales,
+        minima=minima,
+        zeros=zeros,
+        spans=spans.data_ptr(),
+        bits=bits,
+        blocks=blocks,
+        groups=len(segment.sizes),
+        zero=segment.zero if isinstance(segment.zero, int) else 0,
+        count=len(spans),
+    )
+    return _Part(run, places, (out, spans, *scale_tables, *minimum_tables, *zero_tables))
+
+
+def _spans(owners: Tensor) -> Tensor:
+    """(spans, 3) the first slot, the slots and the group of each."""
+    sizes = torch.bincount(owners)
+    inside = torch.arange(len(owners)) - (torch.cumsum(sizes, 0) - sizes)[owners]
+    first = (inside % SPAN == 0).nonzero().flatten()
+    slots = torch.diff(first, append=torch.tensor([len(owners)]))
+    return torch.stack((first, slots, owners[first]), 1).int().contiguous()
+
+
 def _segment(segment: Segment, made: library.Library, threads: int) -> _Part:
     bits = 8 if segment.bits == 7 else segment.bits
     columns, block = segment.codes.shape[1], _SLOTS[bits] * SLOT
     places, owners = _places(segment.sizes, block)
     blocks, codes = len(places) // block, segment.codes.contiguous()
-    out = torch.zeros(_padded(columns) * len(places) * bits // 8, dtype=torch.uint8)
+    out = fresh(_padded(columns) * len(places) * bits // 8)
     made.repack(
         *(codes.data_ptr(), columns, segment.bits, bits, places.data_ptr(), blocks),
         *(out.data_ptr(), threads),
@@ -128,10 +178,13 @@ def _places(sizes: Sequence[int], block: int) -> tuple[Tensor, Tensor]:
     rows = torch.tensor(sizes)
     slots = -(-rows // SLOT)
     owners = torch.repeat_interleave(torch.arange(len(sizes)), slots)
-    begins = torch.cumsum(slots, 0) - slots
-    inside = (torch.arange(len(owners)) - begins[owners])[:, None] * SLOT + torch.arange(SLOT)
-    stored = (torch.cumsum(rows, 0) - rows)[owners, None] + inside
-    places = torch.where(inside < rows[owners, None], stored, -1).flatten().int()
+    if any(size % SLOT for size in sizes):
+        begins = torch.cumsum(slots, 0) - slots
+        inside = (torch.arange(len(owners)) - begins[owners])[:, None] * SLOT + torch.arange(SLOT)
+        stored = (torch.cumsum(rows, 0) - rows)[owners, None] + inside
+        places = torch.where(inside < rows[owners, None], stored, -1).flatten().int()
+    else:
+        places = torch.arange(sum(sizes), dtype=torch.int32)
     missing = -len(places) % block
     owners = torch.cat((owners, owners[-1:].expand(missing // SLOT)))
     return torch.nn.functional.pad(places, (0, missing), value=-1), owners.int()
@@ -150,7 +203,7 @@ def _book(segment: Segment) -> Tensor | None:
     return plain.repeat((1 << TABLE_BITS) // count).contiguous()
 
 
-def _factors(scales: Scales | None) -> tuple[library.Factors, tuple[Tensor, ...]]:
+def _factors(scales: Scales | None, side: int = QUAD) -> tuple[library.Factors, tuple[Tensor, ...]]:
     """A table of (groups, columns) as C takes it, and the tensors that hold it."""
     if scales is None:
         return library.Factors(), ()
@@ -159,7 +212,7 @@ def _factors(scales: Scales | None) -> tuple[library.Factors, tuple[Tensor, ...]
         and scales.supers.dtype is torch.float16
         and (each := _even(scales.parents))
     ):
-        table, supers = _by_quads(scales.codes), _by_quads(scales.supers)
+        table, supers = _side_by_side(scales.codes, side), _side_by_side(scales.supers, side)
         factors = library.Factors(
             table=table.data_ptr(),
             supers=supers.data_ptr(),
@@ -169,7 +222,7 @@ def _factors(scales: Scales | None) -> tuple[library.Factors, tuple[Tensor, ...]
         )
         return factors, (table, supers)
     whole = scales.expand()
-    table = _by_quads(whole if whole.dtype in _KINDS else whole.float())
+    table = _side_by_side(whole if whole.dtype in _KINDS else whole.float(), side)
     return library.Factors(table=table.data_ptr(), kind=_KINDS[table.dtype]), (table,)
 
 
@@ -179,13 +232,14 @@ def _even(parents: Tensor) -> int:
     return each if each and torch.equal(parents.long(), torch.arange(len(parents)) // each) else 0
 
 
-def _by_quads(table: Tensor) -> Tensor:
-    """(groups, columns) → (quads, groups, 4), with room behind."""
+def _side_by_side(table: Tensor, side: int) -> Tensor:
+    """(groups, columns) → (quads, groups, 4) or (bands, groups, 32), with room behind."""
     groups, columns = table.shape
-    quads = _padded(columns) // QUAD
-    out = torch.zeros(quads * groups * QUAD + _BEHIND, dtype=table.dtype)
-    padded = torch.nn.functional.pad(table, (0, -columns % TILE))
-    out[:-_BEHIND].view(quads, groups, QUAD).copy_(padded.view(groups, quads, QUAD).transpose(0, 1))
+    missing = -columns % max(side, TILE)
+    padded = torch.nn.functional.pad(table, (0, missing)) if missing else table
+    out = torch.zeros(padded.numel() + _BEHIND, dtype=table.dtype)
+    many = padded.shape[1] // side
+    out[:-_BEHIND].view(many, groups, side).copy_(padded.view(groups, many, side).transpose(0, 1))
     return out
 
 

@@ -42,8 +42,8 @@ class Run(ctypes.Structure):
     _fields_ = (
         ("codes", ctypes.c_void_p),
         *((name, Factors) for name in ("scales", "minima", "zeros")),
-        *((name, ctypes.c_void_p) for name in ("owners", "book")),
-        *((name, ctypes.c_int32) for name in ("bits", "blocks", "groups", "zero", "first")),
+        *((name, ctypes.c_void_p) for name in ("owners", "book", "spans")),
+        *((name, ctypes.c_int32) for name in ("bits", "blocks", "groups", "zero", "first", "count", "span")),
     )
 
 
@@ -52,7 +52,7 @@ class Matrix(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("runs", "source", "bias")),
-        *((name, ctypes.c_int32) for name in ("count", "inputs", "outputs", "places", "rounded")),
+        *((name, ctypes.c_int32) for name in ("count", "inputs", "outputs", "places", "rounded", "spans")),
     )
 
 
@@ -87,6 +87,7 @@ class Library:
 
     def __init__(self, instructions: str, path: Path) -> None:
         self.instructions = instructions
+        self.digits = instructions == "avx512"  # whether it has products of whole numbers
         self.path = path
         try:
             loaded = ctypes.CDLL(str(path))
@@ -96,6 +97,7 @@ class Library:
         self.product = _function(loaded.exlm_product, p, p, i, p, i)
         self.columns = _function(loaded.exlm_columns, p, p, i, p)
         self.repack = _function(loaded.exlm_repack, p, i, i, i, p, i, p, i)
+        self.repack_bands = _function(loaded.exlm_repack_bands, p, i, i, i, p, i, p, i)
         self.norm = _function(loaded.exlm_norm, p, p, p, ctypes.c_float, i, i, p, p, i)
         self.silu = _function(loaded.exlm_silu, p, p, p, ctypes.c_long, i)
         self.attend = _function(loaded.exlm_attend, ctypes.c_char_p, ctypes.c_int64, i)

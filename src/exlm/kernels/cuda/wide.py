@@ -25,7 +25,6 @@ MOST = 64
 
 _PIECES = (1, 2, 3, 4, 6, 8)
 _ADDING = 1.5  # what a piece costs, in bricks
-_SPARE = 32 << 10  # bytes of shared memory for other kernels
 
 
 class _Shared(ctypes.Structure):
@@ -43,7 +42,6 @@ class Plan(linear.Plan):
     stages: int = 3  # units on their way or being worked on
     resident: int = 2  # thread blocks of a multiprocessor
     pieces: int = 0  # into which a group's inputs are cut; zero: as many as keep the device busy
-    overlap: bool = False  # begin while the kernel before still runs
 
 
 class WideProduct:
@@ -72,15 +70,11 @@ class WideProduct:
         sums = groups * self.pieces * plan.warps * plan.tiles * TILE * room if self.pieces > 1 else 0
         left = torch.empty(sums, dtype=torch.float32, device=x.device)
         made = self.workshop.program(SOURCE, **self.choices(rows))
-        kept = self.product.prepare(made, job, rows, room, plan.overlap)
+        kept = self.product.prepare(made, job, rows, room, overlap=False)
         shared = _Shared(left.data_ptr(), self.counts.data_ptr())
-        blocks, memory = groups * self.pieces, self._memory(room, plan)
-        if (
-            plan.overlap
-        ):  # who comes early must not crowd where there is room: each multiprocessor has its share
-            share = min(plan.resident, -(-blocks // self.workshop.processors))
-            memory = max(memory, (self.workshop.memory - _SPARE) // share)
-        made.launch("multiply_wide", (blocks, 1, 1), plan.warps * 32, memory, (job, shared), plan.overlap)
+        grid, memory = (groups * self.pieces, 1, 1), self._memory(room, plan)
+        # no early start: thread blocks would crowd where there is room
+        made.launch("multiply_wide", grid, plan.warps * 32, memory, (job, shared), overlap=False)
         del kept, left  # not before the launch
 
     def choices(self, rows: int) -> dict[str, int]:

@@ -10,10 +10,12 @@
 #define EXPORT __attribute__((visibility("default")))
 
 #include "attention.h"
+#include "banded.h"
 #include "matrix.h"
 #include "pool.h"
 #include "product.h"
 #include "repack.h"
+#include "repack_bands.h"
 #include "small.h"
 #include "unpack.h"
 
@@ -78,6 +80,9 @@ static void product_chunk(void *job, int chunk) {
 
 /* y (rows, outputs) = x (rows, inputs) @ matrix + bias. Returns 0, or 1 if there is no memory. */
 EXPORT int exlm_product(const Matrix *m, const float *x, int rows, float *y, int threads) {
+#if defined(__AVX512VNNI__)
+    if (m->spans) return banded_products(&m, 1, x, rows, &y, threads);
+#endif
     int strip = (int)(STRIP_BYTES / sizeof(float)) / m->places / 3 * 3;
     strip = strip < 12 ? 12 : strip > MOST_STRIP ? MOST_STRIP : strip;
     if (strip > rows) strip = rows;
@@ -101,10 +106,29 @@ EXPORT int exlm_product(const Matrix *m, const float *x, int rows, float *y, int
     return 0;
 }
 
+/* Several products of one x. Returns 0, or 1 if there is no memory. */
+static int multiply_all(const Matrix *const *matrices, int count, const float *x, int rows, float *const *ys,
+                        int threads) {
+    int failed = 0;
+#if defined(__AVX512VNNI__)
+    int banded = 1;
+    for (int n = 0; n < count; n++) banded &= matrices[n]->spans > 0;
+    if (banded) return banded_products(matrices, count, x, rows, ys, threads);
+#endif
+    for (int n = 0; n < count; n++) failed |= exlm_product(matrices[n], x, rows, ys[n], threads);
+    return failed;
+}
+
 /* out (count, inputs): what single columns stand for. */
 EXPORT void exlm_columns(const Matrix *m, const int64_t *ids, int count, float *out) {
     float weights[QUAD * PANEL];
     for (int i = 0; i < count; i++, out += m->inputs) {
+#if defined(__AVX512VNNI__)
+        if (m->spans) {
+            banded_column(m, ids[i], out);
+            continue;
+        }
+#endif
         for (const Run *run = m->runs; run < m->runs + m->count; run++) {
             int slots = slots_of(run->bits), most = MOST_SLOTS / slots;
             for (int block = 0; block < run->blocks; block += most) {

@@ -1,4 +1,5 @@
-/* A packed matrix as the kernels read it: four outputs together, and along them sixteen inputs at a time.
+/* A packed matrix as the kernels read it, in quads: four outputs, and along them sixteen inputs at a time. In bands
+   (bands.h) codes and tables lie otherwise; the rest holds for both.
 
    The stored inputs stand at places, sixteen to a slot; a group is filled up to whole slots, a run to whole
    blocks. A block is the fewest slots whose codes fill whole bytes. Place 16 · s + j of it is slot s of lane j:
@@ -11,6 +12,7 @@
 
 #include <stdint.h>
 
+enum { MOST_TOGETHER = 3 }; /* matrices that are multiplied in one go */
 enum { LANES = 16, QUAD = 4, MOST_TABLE_BITS = 5, PANEL = 768, MOST_SLOTS = PANEL / LANES };
 
 /* Factors of one run, in one of the ways formats have them. */
@@ -22,13 +24,20 @@ typedef struct {
     int32_t kind, each, many; /* group g belongs to super-group g / each */
 } Factors;
 
+/* Neighbouring slots of one group, as many as whole sums have room for. */
+typedef struct {
+    int32_t slot, slots, group;
+} Span;
+
 /* Blocks of one width. */
 typedef struct {
     const uint8_t *codes;     /* (quads, blocks, 4, bytes of a block) */
     Factors scales, minima, zeros;
     const int32_t *owners;    /* (slots) the group each belongs to */
     const float *book;        /* (32) what a code stands for, the shared zero point taken off; up to 5 bits */
+    const Span *spans;        /* in bands only, see bands.h */
     int32_t bits, blocks, groups, zero, first; /* zero: the shared one; first: the place where it begins */
+    int32_t count, span;      /* spans, and how many are in the runs before */
 } Run;
 
 typedef struct {
@@ -36,6 +45,7 @@ typedef struct {
     const int32_t *source;    /* (places) the input at each place, -1 for none; absent if each is its own */
     const float *bias;        /* (outputs), or none */
     int32_t count, inputs, outputs, places, rounded; /* rounded: weights are float16 */
+    int32_t spans;            /* of all runs; 0: the matrix lies in quads */
 } Matrix;
 
 /* Narrow codes are looked up. */

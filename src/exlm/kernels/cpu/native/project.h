@@ -7,8 +7,6 @@
 #include "matrix.h"
 #include "small.h"
 
-enum { MOST_TOGETHER = 3 };
-
 typedef struct {
     const Matrix *matrices[MOST_TOGETHER];
     const float *norm;   /* (inputs) the scale of a root mean square norm, or none */
@@ -32,8 +30,7 @@ EXPORT int exlm_project(const Projection *p, const float *x, const float *residu
         x = scratch;
     }
     if (p->gated) outs[0] = scratch + inputs, outs[1] = scratch + inputs + outputs;
-    int failed = 0;
-    for (int n = 0; n < p->count; n++) failed |= exlm_product(p->matrices[n], x, rows, outs[n], threads);
+    int failed = multiply_all(p->matrices, p->count, x, rows, outs, threads);
     if (p->gated) exlm_silu(outs[0], outs[1], a, outputs, threads);
     if (residual)
         for (long i = 0; i < outputs; i++) a[i] += residual[i];

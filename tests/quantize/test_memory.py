@@ -1,0 +1,48 @@
+"""The memory a job says it takes at most, against what the system says it took, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import exlm
+from tests import tiny
+
+JOB = """
+import resource, sys
+import torch
+from exlm import quantize_model
+
+torch.set_num_threads(1)
+said = []
+quantize_model(
+    sys.argv[1], sys.argv[2], 4.0, rows=4, device="cpu", progress=lambda *step: said.append(step[2])
+)
+print(said[0])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has other units elsewhere")
+def test_a_job_takes_no_more_memory_than_it_says(tmp_path: Path) -> None:
+    shape: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 16384}
+    source = tiny.make(tiny.chatty(tmp_path / "source"), **shape)
+    paths = os.pathsep.join([str(Path(exlm.__file__).parents[1]), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", JOB, str(source), str(tmp_path / "made")],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said, took = done.stdout.splitlines()
+    found = re.search(r"at most ([\d.]+) GB of memory", said)
+    assert found is not None, said
+    assert 0.3 * float(found[1]) < int(took) / 1e9 <= float(found[1])
