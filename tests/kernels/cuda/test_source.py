@@ -35,7 +35,7 @@ CHOICES = {
 WIDE = {
     "exl2": dealt(Form((EXL2,) * 3, norm=True), 8, wide.Plan()),
     "three widths": dealt(Form(MIXED, norm=True), 4, wide.Plan()),
-    "gptq": dealt(Form((GPTQ,) * 2, act=1), 4, wide.Plan()),
+    "gptq": dealt(Form((GPTQ,) * 2, act=1), 4, wide.Plan(2)),
     "gguf": dealt(Form((GGUF,)), 6, wide.Plan(1, 4, 2)),
 }
 
