@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,23 +116,12 @@ def _banded(segment: Segment, made: library.Library, threads: int) -> _Part:
         *(codes.data_ptr(), columns, segment.bits, bits, places.data_ptr(), blocks),
         *(out.data_ptr(), threads),
     )
-    scales, scale_tables = _factors(segment.scales, BAND)
-    minima, minimum_tables = _factors(segment.minimum, BAND)
-    zeros, zero_tables = _factors(Direct(segment.zero) if isinstance(segment.zero, Tensor) else None, BAND)
+    told, tables = _groups(segment, BAND)
     spans = _spans(owners)
     run = library.Run(
-        codes=out.data_ptr(),
-        scales=scales,
-        minima=minima,
-        zeros=zeros,
-        spans=spans.data_ptr(),
-        bits=bits,
-        blocks=blocks,
-        groups=len(segment.sizes),
-        zero=segment.zero if isinstance(segment.zero, int) else 0,
-        count=len(spans),
+        codes=out.data_ptr(), spans=spans.data_ptr(), bits=bits, blocks=blocks, count=len(spans), **told
     )
-    return _Part(run, places, (out, spans, *scale_tables, *minimum_tables, *zero_tables))
+    return _Part(run, places, (out, spans, *tables))
 
 
 def _spans(owners: Tensor) -> Tensor:
@@ -153,24 +143,22 @@ def _segment(segment: Segment, made: library.Library, threads: int) -> _Part:
         *(codes.data_ptr(), columns, segment.bits, bits, places.data_ptr(), blocks),
         *(out.data_ptr(), threads),
     )
-    scales, scale_tables = _factors(segment.scales)
-    minima, minimum_tables = _factors(segment.minimum)
-    zeros, zero_tables = _factors(Direct(segment.zero) if isinstance(segment.zero, Tensor) else None)
+    told, tables = _groups(segment, QUAD)
     book = _book(segment)
     run = library.Run(
-        codes=out.data_ptr(),
-        scales=scales,
-        minima=minima,
-        zeros=zeros,
-        owners=owners.data_ptr(),
-        book=_address(book),
-        bits=bits,
-        blocks=blocks,
-        groups=len(segment.sizes),
-        zero=segment.zero if isinstance(segment.zero, int) else 0,
+        codes=out.data_ptr(), owners=owners.data_ptr(), book=_address(book), bits=bits, blocks=blocks, **told
     )
-    held = (out, owners, *scale_tables, *minimum_tables, *zero_tables, *(() if book is None else (book,)))
-    return _Part(run, places, held)
+    return _Part(run, places, (out, owners, *tables, *(() if book is None else (book,))))
+
+
+def _groups(segment: Segment, side: int) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
+    """What a run says of its groups, and the tensors that hold it."""
+    zero = segment.zero
+    scales, tables = _factors(segment.scales, side)
+    minima, more = _factors(segment.minimum, side)
+    zeros, most = _factors(Direct(zero) if isinstance(zero, Tensor) else None, side)
+    told = {"scales": scales, "minima": minima, "zeros": zeros, "groups": len(segment.sizes)}
+    return {**told, "zero": zero if isinstance(zero, int) else 0}, (*tables, *more, *most)
 
 
 def _places(sizes: Sequence[int], block: int) -> tuple[Tensor, Tensor]:
@@ -203,7 +191,7 @@ def _book(segment: Segment) -> Tensor | None:
     return plain.repeat((1 << TABLE_BITS) // count).contiguous()
 
 
-def _factors(scales: Scales | None, side: int = QUAD) -> tuple[library.Factors, tuple[Tensor, ...]]:
+def _factors(scales: Scales | None, side: int) -> tuple[library.Factors, tuple[Tensor, ...]]:
     """A table of (groups, columns) as C takes it, and the tensors that hold it."""
     if scales is None:
         return library.Factors(), ()
