@@ -22,7 +22,7 @@ struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(8) uint2 { uint32_t x, y; };
 struct alignas(16) uint4 { uint32_t x, y, z, w; };
-struct Copy { uint32_t to; const char* from; int group; };
+struct Copy { uint32_t to; const char* from; int group, size; };
 struct Fibre {
     ucontext_t context;
     std::vector<char> stack;
@@ -137,6 +137,42 @@ static inline void multiply_add(float (&sum)[4], uint32_t a0, uint32_t a1, uint3
         return 0;
     });
 }
+template <class Other> static void multiply_bytes(int (&sum)[4], std::initializer_list<uint32_t> words) {
+    const int g = now % 32 / 4, c = now % 4;
+    shown(words, [&](const Fibre* warp) {
+        for (int i = 0; i < 4; i++)  // row g + i / 2 * 8, column 2c + i % 2
+            for (int k = 0; k < 32; k++) {
+                const int shift = k % 4 * 8, owner = k % 16 / 4;
+                const uint32_t a = warp[g * 4 + owner].bits[i / 2 + k / 16 * 2];
+                const uint32_t b = warp[(2 * c + i % 2) * 4 + owner].bits[4 + k / 16];
+                sum[i] += (uint8_t)(a >> shift) * (Other)(b >> shift);
+            }
+        return 0;
+    });
+}
+template <class... Words> static void multiply_signed(int (&sum)[4], Words... words) {
+    multiply_bytes<int8_t>(sum, {words...});
+}
+template <class... Words> static void multiply_unsigned(int (&sum)[4], Words... words) {
+    multiply_bytes<uint8_t>(sum, {words...});
+}
+static inline int highest(int x) {
+    return shown({(uint32_t)x}, [](const Fibre* warp) {
+        int out = (int)warp[0].bits[0];
+        for (int i = 1; i < 32; i++) out = std::max(out, (int)warp[i].bits[0]);
+        return out;
+    });
+}
+static inline int added(int x) {
+    return shown({(uint32_t)x}, [](const Fibre* warp) {
+        int out = 0;
+        for (int i = 0; i < 32; i++) out += (int)warp[i].bits[0];
+        return out;
+    });
+}
+static inline float inverse(float x) { return 1.0f / x; }
+static inline int as_bits(float x) { int out; memcpy(&out, &x, 4); return out; }
+static inline float from_bits(int x) { float out; memcpy(&out, &x, 4); return out; }
 static inline void load_matrices(uint32_t (&out)[4], uint32_t row) {
     const int g = now % 32 / 4, c = now % 4;
     shown({row}, [&](const Fibre* warp) {
@@ -157,16 +193,17 @@ static inline int arrive(int* at) { return (*at)++; }
 static inline void begin() {}
 
 static inline uint32_t shared_address(const void* at) { return (const char*)at - shared_memory; }
-static inline void copy16(uint32_t to, const char* from) {
-    memset(shared_memory + to, 0xff, 16);
-    fibres[now].copies.push_back({to, from, fibres[now].group});
+template <int BYTES> static inline void copy(uint32_t to, const void* from) {
+    memset(shared_memory + to, 0xff, BYTES);
+    fibres[now].copies.push_back({to, (const char*)from, fibres[now].group, BYTES});
 }
+static inline void copy16(uint32_t to, const char* from) { copy<16>(to, from); }
 static inline void close_group() { fibres[now].group++; }
 template <int LAST> static inline void wait_groups() {
     Fibre& me = fibres[now];
     std::erase_if(me.copies, [&](const Copy& copy) {
         const bool due = copy.group < me.group - LAST;
-        if (due) memcpy(shared_memory + copy.to, copy.from, 16);
+        if (due) memcpy(shared_memory + copy.to, copy.from, copy.size);
         return due;
     });
 }

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from exlm import spec
+from exlm.cache.layer import Layer
 from exlm.kernels.cuda.attention import Attend, Desk, Plan, plan_for
 from exlm.kernels.reference import ReferenceBackend
 from exlm.kernels.reference.rope import Rotation
@@ -68,6 +69,12 @@ EMULATED = [
     (Case("q8", HALF, 1, 1, 128, (70,), 1), SMALL),
     (Case("q6", HALF, 2, 2, 64, (90,), 3), SMALL),
     (Case("q4", HALF, 8, 2, 128, (130, 7), 1), replace(SMALL, steps=4)),
+    (Case("q4", HALF, 2, 2, 128, (300, 64, 5, 0), 1), SMALL),
+    (Case("q4", HALF, 3, 3, 64, (700, 65), 1), replace(SMALL, warps=2, waves=1)),
+    (Case("q4", HALF, 2, 2, 128, (200, 5), 1, window=70), SMALL),
+    (Case("q4", HALF, 1, 1, 128, (200, 5), 1, softcap=5.0, hide=True), SMALL),
+    (Case("q6", HALF, 2, 2, 128, (130, 300), 1), SMALL),
+    (Case("q8", HALF, 1, 1, 64, (130, 300), 1), replace(SMALL, warps=1)),
     (Case("q4", HALF, 2, 1, 64, (200, 5), 16, softcap=5.0, hide=True), SMALL),
     (Case("fp8", HALF, 4, 1, 64, (90, 1), 4), SMALL),
     (Case("fp8", HALF, 1, 1, 128, (90, 64), 1), replace(SMALL, steps=2)),
@@ -101,6 +108,11 @@ def gpu(tmp_path_factory: pytest.TempPathFactory) -> Desk:
     return Desk(Workshop(torch.device("cuda", 0), folder), 132)
 
 
+def planned(case: Case, layer: Layer) -> Plan:
+    assert layer.paged is not None
+    return plan_for(layer.paged, case.tokens * case.heads // case.kv_heads)
+
+
 def name(case: Case) -> str:
     return f"{case.cache}-{case.heads}x{case.kv_heads}x{case.head_dim}-{case.pasts}+{case.tokens}"
 
@@ -128,9 +140,7 @@ def alone(desk: Desk, case: Case, plan: Plan | None, device: torch.device) -> No
     together = attend(q, k, v, layer.clone(), where)
     assert torch.equal(attend(q, k, v, layer.clone(), replace(where, longest=where.longest + 700)), together)
     few = Desk(desk.workshop, 1)
-    attend = replace(
-        attend, desk=few, plan=replace(plan or plan_for(layer.coding[0], attend.attn.kv_heads), waves=1)
-    )
+    attend = replace(attend, desk=few, plan=replace(plan or planned(case, layer), waves=1))
     for row, past in enumerate(case.pasts):
         one = slice(row, row + 1)
         mine = replace(
@@ -143,7 +153,7 @@ def alone(desk: Desk, case: Case, plan: Plan | None, device: torch.device) -> No
         assert torch.equal(attend(q[one], k[one], v[one], layer.clone(), mine), together[one])
 
 
-@pytest.mark.parametrize(("cache", "heads"), [("float", (2, 2)), ("q4", (8, 2))])
+@pytest.mark.parametrize(("cache", "heads"), [("float", (2, 2)), ("q4", (8, 2)), ("q4", (2, 2))])
 def test_a_row_is_the_same_in_any_batch(desk: Desk, cache: str, heads: tuple[int, int]) -> None:
     head = 64 if cache == "float" else 128
     alone(
@@ -240,11 +250,17 @@ TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
 @pytest.mark.parametrize("target", TARGETS)
 def test_it_compiles(target: str) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and nvidia-cuda-nvrtc")
-    from exlm.kernels.cuda.attention import SOURCE, choices
-    from exlm.kernels.cuda.program import compile_source
+    from exlm.kernels.cuda.attention import LONE, SOURCE, choices
+    from exlm.kernels.cuda.program import compile_source, whole
 
-    for case in (Case("float", HALF, 32, 8, 128, (5,), 1), Case("q4", HALF, 4, 4, 64, (5,), 1, hide=True)):
-        pages = cases.step(case, CPU).layer.paged
-        chosen = choices(case.attn, pages, plan_for(pages.coding[0], case.attn.kv_heads), 2, case.hide)
+    for source, columns, case in (
+        (SOURCE, 1, Case("float", HALF, 32, 8, 128, (5,), 1)),
+        (SOURCE, 2, Case("q4", HALF, 4, 4, 64, (5,), 3, hide=True)),
+        (LONE, 1, Case("q4", HALF, 32, 32, 128, (5,), 1)),
+        (LONE, 1, Case("q8", HALF, 4, 4, 64, (5,), 1, hide=True)),
+    ):
+        layer = cases.step(case, CPU).layer
+        assert layer.paged is not None
+        chosen = choices(case.attn, layer.paged, planned(case, layer), columns, case.hide)
         options = [f"--gpu-architecture={target}", "--std=c++17", *(f"-D{k}={v}" for k, v in chosen.items())]
-        assert compile_source(SOURCE.read_bytes(), SOURCE.name, options).startswith(b"\x7fELF")
+        assert compile_source(whole(source), source.name, options).startswith(b"\x7fELF")

@@ -2,9 +2,9 @@
 //
 // A row's past is cut into chunks by its length alone. Thread blocks of one (row, kv head) share the chunks, each
 // leaves its softmax unfinished in memory, and the block that is done last adds the chunks up in order: so a row's
-// answer is the same, bit for bit, in any batch and for any number of thread blocks. A chunk of the smallest size is
-// one warp's, and no warp waits for another; longer ones are shared by the warps of a block. The new tokens are the
-// last chunk, seen as they came; its block turns the keys and writes them and the values to their pages.
+// answer is the same, bit for bit, in any batch and for any number of thread blocks. The warps of a block share a chunk.
+// The new tokens are the last chunk, seen as they came; its block turns the keys and writes them and the values to
+// their pages.
 //
 // Keys and values go from memory into the registers of the tensor cores, and nowhere in between. The order of a
 // head's numbers means nothing to a sum, so each lane takes 16 bytes where they lie: for scores = K·Qᵀ a lane holds a
@@ -15,98 +15,13 @@
 // Lengths and pages are read while the kernel before still runs: it must not be one that writes them. Part 0 of every
 // row has work and waits, so that whoever waits for this kernel has waited for the one before as well.
 //
-// Set when compiling: HEAD (64 or 128), KV (heads of a token), SHARE (query heads of each), PAGE (its tokens), KEYS and
-// VALUES (0: float16, 1: rotated codes of 8 bits, 2: of 4 bits, 3: the upper bytes of float16), COLUMNS (queries / 8 that a block takes), WARPS, STEPS (sixteens of tokens in a tile),
-// RESIDENT (thread blocks of a multiprocessor), UNIT (the smallest chunk), SLOTS (the most chunks, but for powers of
-// two), ALONE (chunks of the smallest size are one warp's), CAPPED, MASKED.
+// Set when compiling, besides what pages.h wants: SHARE (query heads of a kv head), COLUMNS (queries / 8 that a block
+// takes), STEPS (sixteens of tokens in a tile).
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned char u8;
-typedef long long i64;
+#include "pages.h"
 
-#define LOOP _Pragma("unroll")
-
-#ifndef EMULATED  // tests bring their own of these to run the kernel on a processor
-#define DEVICE __device__ __forceinline__
-DEVICE u32 pick(u32 word, u32 mask, u32 rest) {  // (word & mask) | rest
-    u32 out; asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(out) : "r"(word), "r"(mask), "r"(rest)); return out;
-}
-DEVICE u32 add2(u32 a, u32 b) { u32 out; asm("add.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b)); return out; }
-DEVICE u32 mul2(u32 a, u32 b) { u32 out; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b)); return out; }
-DEVICE u32 fma2(u32 a, u32 b, u32 c) {
-    u32 out; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c)); return out;
-}
-DEVICE u32 bytes(u32 a, u32 b, u32 choice) { return __byte_perm(a, b, choice); }
-DEVICE float as_float(u16 half) { float out; asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(half)); return out; }
-DEVICE u16 as_half(float number) { u16 out; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out) : "f"(number)); return out; }
-DEVICE u32 as_halves(float low, float high) {
-    u32 out; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low)); return out;
-}
-DEVICE float power(float x) { float out; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x)); return out; }
-DEVICE float exchange(float x, int distance) { return __shfl_xor_sync(~0u, x, distance); }
-DEVICE bool anybody(bool x) { return __any_sync(~0u, x); }
-DEVICE u32 transposed(u32 x) {  // of 8 × 8 halves
-    u32 out; asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(x)); return out;
-}
-DEVICE void multiply_add(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-// Stored numbers pass by once: they do not displace what is read often.
-DEVICE void read4(u32* to, const char* from) {
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "l"(from));
-}
-DEVICE void read2(u32* to, const char* from) {
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];"
-                 : "=r"(to[0]), "=r"(to[1]) : "l"(from));
-}
-DEVICE void read1(u32* to, const char* from) {
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.u32 %0, [%1];" : "=r"(to[0]) : "l"(from));
-}
-DEVICE u16 read_scale(const u16* from) {
-    u16 out; asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(out) : "l"(from)); return out;
-}
-DEVICE int arrive(int* at) {  // counts; what was written before it is seen by who arrives later
-    int out; asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(out) : "l"(at) : "memory"); return out;
-}
-DEVICE void let_go() {  // the next kernel may start
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-DEVICE void await() {  // the kernel before has ended
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-#endif
-
-struct Job {
-    const u16 *q, *k, *v;        // new heads, side by side in a token
-    char *key, *value;           // (page, token, kv head, number)
-    u16 *key_scale, *value_scale;
-    const i64 *table, *past, *positions;
-    const float *cos, *sin;      // (position, dim / 2)
-    const int* planes;           // which plane of positions each column follows; null: there is one
-    const u8* mask;              // zero hides a key
-    float* left;                 // (row, block of queries, kv head) of unfinished chunks
-    int* counts;                 // thread blocks that are done; zero before and after
-    u16* out;                    // (row, token, head, number)
-    i64 table_step, mask_step, q_row, q_token, k_row, k_token, v_row, v_token, place_row, place_token, place_plane;
-    int tokens, parts, slots, dim, pairs, window;
-    int inside, rooms;           // whether a block leaves its chunks nearby, behind so many floats for the warps
-    float factor, cap;           // on q·k, and on the bent score
-};
-
-#define THREADS (WARPS * 32)
 #define QUERIES (COLUMNS * 8)
 #define TILE (STEPS * 16)
-#define NOTHING -1.0e30f  // a peak below every score
-#define HIDDEN -1.0e38f   // a score below every peak
-#define IN_CODES(coding) ((coding) == 1 || (coding) == 2)
 
 // A lane's part of a stored head: words in runs of up to 16 bytes, runs of PARTS lanes side by side.
 template <int CODING, int PARTS> struct Piece {
@@ -180,29 +95,6 @@ template <int CODING> struct Couples {
             if (IN_CODES(CODING)) out[i] = mul2(out[i], one.scale[w / Lane::run] | (u32)other.scale[w / Lane::run] << 16);
         }
     }
-};
-
-// Where a row stands, and how its past is cut.
-struct Row {
-    i64 number;
-    int behind, first, size, chunks;  // the last chunk is the new tokens
-    bool alone;                       // a chunk is one warp's
-    int crowd;                        // chunks that a thread block has at a time
-
-    DEVICE void read(const Job& job, i64 row) {
-        number = row, behind = (int)job.past[row];
-        first = job.window ? max(behind - job.window + 1, 0) / 64 * 64 : 0;
-        size = UNIT;
-        while (size * SLOTS < behind - first) size *= 2;
-        chunks = (behind - first + size - 1) / size + 1;
-        alone = ALONE && size == UNIT, crowd = alone ? WARPS : 1;
-    }
-    // The thread block of the new tokens, among so many, and how many of them have work.
-    DEVICE int turns() const { return (chunks - 1 + crowd - 1) / crowd; }
-    DEVICE int host(int parts) const { return turns() % parts; }
-    DEVICE int workers(int parts) const { return min(parts, turns() + 1); }
-    DEVICE int start(int chunk) const { return first + chunk * size; }
-    DEVICE int stop(int chunk) const { return min(start(chunk) + size, behind); }
 };
 
 // One warp's tile of stored tokens on their way. A tile never leaves its page; behind `stop` the last token stands in.
@@ -288,69 +180,6 @@ struct Softmax {
         }
     }
 };
-
-// One number of a new head, turned by its token's position.
-struct Turn {
-    int column, partner, token;
-    float cos, sin;
-
-    DEVICE void load(const Job& job, i64 row, int number, int at) {
-        const int half = job.dim / 2;
-        token = at, partner = -1;
-        if (number >= job.dim) return;
-        const bool low = job.pairs ? number % 2 == 0 : number < half;
-        column = job.pairs ? number / 2 : low ? number : number - half;
-        partner = other(job, number);
-        const i64 plane = job.planes ? job.planes[column] : 0;
-        const i64 where = job.positions[row * job.place_row + at * job.place_token + plane * job.place_plane];
-        cos = job.cos[where * half + column], sin = job.sin[where * half + column];
-        if (low) sin = -sin;
-    }
-    static DEVICE int other(const Job& job, int number) {  // the number it is turned with, below zero: none
-        const int half = job.dim / 2;
-        return number >= job.dim ? -1 : job.pairs ? number ^ 1 : number < half ? number + half : number - half;
-    }
-    DEVICE u16 turned(u16 own, u16 other) const {
-        return partner < 0 ? own : as_half(as_float(own) * cos + as_float(other) * sin);
-    }
-    DEVICE u16 apply(const u16* head, int number) const {
-        return turned(head[number], partner < 0 ? 0 : head[partner]);
-    }
-};
-
-DEVICE float clamped(float x) { return as_float(as_half(fminf(fmaxf(x, -65504.0f), 65504.0f))); }
-
-// A warp's 64 numbers of a new head as the pages want them: each lane brings two and gets them back as they are stored,
-// rotated but not rounded to codes.
-template <int CODING> DEVICE void keep(float (&x)[2], char* stored, u16* scales, i64 home, int run, int lane, bool write) {
-    if (CODING == 0) {
-        if (write) ((u32*)stored)[home * (HEAD / 2) + run * 32 + lane] = as_halves(x[0], x[1]);
-        return;
-    }
-    LOOP for (int i = 0; i < 2; i++) x[i] = clamped(x[i]);
-    if (CODING == 3) {
-        const u32 code = as_halves(x[0], x[1]);
-        if (write) ((u16*)stored)[home * (HEAD / 2) + run * 32 + lane] = (u16)bytes(code, 0, 0x4431);
-        return;
-    }
-    LOOP for (int other = 1; other < 32; other *= 2) LOOP for (int i = 0; i < 2; i++) {
-        const float theirs = exchange(x[i], other);
-        x[i] = clamped(lane & other ? theirs - x[i] : x[i] + theirs);
-    }
-    const float centre = CODING == 1 ? 128 : 8;
-    float peak = fmaxf(fabsf(x[0]), fabsf(x[1]));
-    LOOP for (int other = 1; other < 16; other *= 2) peak = fmaxf(peak, exchange(peak, other));
-    u32 code[2];
-    LOOP for (int i = 0; i < 2; i++) {
-        const float share = as_float(as_half(x[i] / (peak == 0 ? 1.0f : peak)));
-        const float level = rintf(as_float(as_half(share * centre + centre)));
-        code[i] = peak == 0 ? 0 : (u32)fminf(fmaxf(level, 0.0f), 2 * centre - 1);
-    }
-    if (!write) return;
-    if (CODING == 1) ((u16*)stored)[home * (HEAD / 2) + run * 32 + lane] = (u16)(code[0] | code[1] << 8);
-    if (CODING == 2) ((u8*)stored)[home * (HEAD / 2) + run * 32 + lane] = (u8)(code[0] | code[1] << 4);
-    if (lane % 16 == 0) scales[home * (HEAD / 32) + run * 2 + lane / 16] = as_half(peak / centre);
-}
 
 // Number `number` of a head in or out of the space of rotated codes.
 template <class Read> DEVICE float rotated(int number, Read read) {
@@ -458,21 +287,6 @@ DEVICE void score(const Block& b, const Pairs<KEYS>::Lane (&keys)[STEPS][2], con
     }
 }
 
-// What a warp has of a chunk of its own, left in memory.
-DEVICE void leave_alone(const Block& b, Softmax& mine, int chunk, int lane) {
-    LOOP for (int n = 0; n < COLUMNS; n++) LOOP for (int i = 0; i < 2; i++) {
-        const int m = n * 8 + lane % 4 * 2 + i;
-        LOOP for (int other = 4; other < 32; other *= 2) mine.total[n][i] += exchange(mine.total[n][i], other);
-        if (m >= b.live) continue;
-        const int at = chunk * b.queries + m;
-        if (lane < 4) b.peaks[at] = mine.peak[n][i], b.totals[at] = mine.total[n][i];
-        LOOP for (int e = 0; e < HEAD / 8; e += 4)
-            *(float4*)(b.answers + (i64)at * HEAD + Couples<VALUES>::Lane::place(lane / 4, e)) =
-                float4{mine.answer[n][e / 2][i], mine.answer[n][e / 2][i + 2], mine.answer[n][e / 2 + 1][i],
-                       mine.answer[n][e / 2 + 1][i + 2]};
-    }
-}
-
 // What the warps have of a chunk, added up in their order and left in memory.
 DEVICE void leave(const Block& b, Memory& memory, Softmax& mine, int chunk, int warp, int lane) {
     LOOP for (int n = 0; n < COLUMNS; n++) LOOP for (int i = 0; i < 2; i++) {
@@ -549,23 +363,6 @@ DEVICE void welcome(const Block& b, Memory& memory, int warp, int lane) {
     }
 }
 
-// Whether this thread block is the last of those that share the row and the head.
-DEVICE bool last(const Block& b) {
-    const int workers = b.row.workers(b.job.parts);
-    __shared__ int done;
-    __syncthreads();
-    if (workers == 1) return true;
-    if (threadIdx.x == 0) {
-        done = arrive(b.job.counts + blockIdx.x) + 1;
-        if (done == workers) b.job.counts[blockIdx.x] = 0;
-    }
-    __syncthreads();
-    return done == workers;
-}
-
-// What other thread blocks have left, or this one nearby.
-template <class T> DEVICE T left_there(const T* at, bool near) { return near ? *at : __ldcg(at); }
-
 // All chunks, added up in order; four numbers of a head at a time.
 DEVICE void finish(const Block& b, Memory& memory, bool near) {
     for (int i = threadIdx.x; i < b.live * HEAD / 4; i += THREADS) {
@@ -603,8 +400,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(const __g
     const Block b(job, near ? (float*)(space + busy) : nullptr);
     const Row& row = b.row;
     if (b.part >= row.workers(job.parts)) return;
-    const int step = job.parts * row.crowd, pace = (row.alone ? 1 : WARPS) * TILE, offset = row.alone ? 0 : warp * TILE;
-    int chunk = row.alone ? b.part * WARPS + warp : b.part;
+    const int step = job.parts, pace = WARPS * TILE, offset = warp * TILE;
+    int chunk = b.part;
     Tile tile;
     int at = row.start(chunk) + offset;
     if (chunk < row.chunks - 1 && at < row.stop(chunk)) {
@@ -641,8 +438,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(const __g
             mine.add(tile.values, weight);
             if (more) tile.load_values(job, home, end - next, lane);
         }
-        if (row.alone) leave_alone(b, mine, chunk, lane);
-        else leave(b, memory, mine, chunk, warp, lane);
+        leave(b, memory, mine, chunk, warp, lane);
     }
-    if (last(b)) finish(b, memory, near);
+    if (last(job, row)) finish(b, memory, near);
 }

@@ -8,6 +8,7 @@ not take (many tokens at once, odd heads, other caches) goes another way, given 
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -19,6 +20,9 @@ from ... import spec
 from .. import backend as b
 
 SOURCE = Path(__file__).with_name("attention.cu")
+LONE = Path(__file__).with_name("lone.cu")
+"""Where each kv head has one query."""
+
 NEW = 16
 """The most new tokens of a row."""
 
@@ -89,21 +93,31 @@ class Plan:
     unit: int = 64  # tokens of the smallest chunk, a multiple of 64
     slots: int = 32  # chunks up to which a past is cut into smallest ones
     waves: int = 64  # thread blocks for each that fits, before one takes several chunks
-    alone: bool = True  # a warp has the smallest chunks to itself
 
 
 PLANS: dict[b.Coding, Plan] = {
-    "float": Plan(waves=2, alone=False),
+    "float": Plan(waves=2),
     "rotated8": Plan(waves=1),
     "rotated4": Plan(steps=2, waves=1),
     "truncated": Plan(steps=2, waves=1),
 }
 """By the coding of the keys, what was quickest on an H200 (`benchmarks.attention`)."""
 
+LONE_PLANS: dict[b.Coding, Plan] = {
+    "rotated8": Plan(resident=2, waves=1),
+    "rotated4": Plan(resident=4, waves=1),
+}
+"""The same, for one query of a kv head; those of other codings are few among many."""
 
-def plan_for(coding: b.Coding, heads: int) -> Plan:
-    """The plan for so many key and value heads: where there are few, their warps share every chunk."""
-    return replace(PLANS[coding], alone=PLANS[coding].alone and heads >= 16)
+
+def plan_for(pages: b.Pages, queries: int) -> Plan:
+    """The plan for so many queries of each kv head."""
+    return (LONE_PLANS if lone(pages, queries) else PLANS)[pages.coding[0]]
+
+
+def lone(pages: b.Pages, queries: int) -> bool:
+    """Whether so many queries of each kv head go the way of whole numbers."""
+    return queries == 1 and all(coding in LONE_PLANS for coding in pages.coding)
 
 
 class Desk:
@@ -156,11 +170,13 @@ class Attend:
         self, q: Tensor, k: Tensor, v: Tensor, pages: b.Pages, where: b.Where, tables: Tables | None
     ) -> Tensor:
         a, rows, tokens = self.attn, *q.shape[:2]
-        plan = self.plan or plan_for(pages.coding[0], a.kv_heads)
-        share = a.heads // a.kv_heads
-        columns = 1 if tokens * share <= 8 else 2
-        programs = rows * a.kv_heads * -(-tokens * share // (8 * columns))
-        queries, slots = min(8 * columns, tokens * share), chunks(where.longest - tokens, plan)
+        asked = tokens * (a.heads // a.kv_heads)
+        plan, alone = self.plan or plan_for(pages, asked), lone(pages, asked)
+        columns = 1 if asked <= 8 else 2
+        programs = rows * a.kv_heads * -(-asked // (8 * columns))
+        queries, slots = min(8 * columns, asked), chunks(where.longest - tokens, plan)
+        if alone:
+            plan = replace(plan, warps=math.gcd(plan.warps, a.kv_heads))
         left = q.new_empty(programs * slots * queries * (a.head_dim + 4), dtype=torch.float32)
         out = torch.empty(rows, tokens, a.heads * a.head_dim, dtype=q.dtype, device=q.device)
         positions, factor, cap = where.positions, *factors(a.scale, a.softcap)
@@ -171,7 +187,7 @@ class Attend:
             table=where.pages.data_ptr(), past=where.past.data_ptr(), counts=self.desk.counts.data_ptr(),
             table_step=where.pages.stride(0), q_row=q.stride(0), q_token=q.stride(1), k_row=k.stride(0),
             k_token=k.stride(1), v_row=v.stride(0), v_token=v.stride(1), tokens=tokens,
-            parts=self._parts(programs, blocks(where.longest - tokens, plan), plan), slots=slots,
+            parts=self._parts(programs, slots, plan, alone), slots=slots,
             window=a.window or 0, factor=factor, cap=cap,
         )  # fmt: skip
         if where.mask is not None:
@@ -185,18 +201,23 @@ class Attend:
             job.positions, job.place_row, job.place_token = positions.data_ptr(), *positions.stride()[-2:]
             if positions.dim() == 3:
                 job.planes, job.place_plane = tables.planes.data_ptr(), positions.stride(0)
-        made = self.desk.workshop.program(SOURCE, **choices(a, pages, plan, columns, where.mask is not None))
+        told = choices(a, pages, plan, columns, where.mask is not None)
+        made = self.desk.workshop.program(LONE if alone else SOURCE, **told)
         job.rooms = plan.warps * queries * a.head_dim
-        shared = 64 * plan.warps * columns + columns * 16 * a.head_dim + job.rooms * 4
+        shared = memory(a.head_dim, columns, job.rooms, plan)
+        if alone:
+            shared = lone_memory(a.head_dim, pages, plan)
         nearby = slots * queries * (a.head_dim + 4) * 4
-        if job.parts == 1 and nearby <= _NEARBY:
+        if not alone and job.parts == 1 and nearby <= _NEARBY:
             job.inside, shared = 1, shared + nearby
-        made.launch("attend", (programs, job.parts, 1), plan.warps * 32, shared, (job,))
+        name, across = ("attend_alone", programs // plan.warps) if alone else ("attend", programs)
+        made.launch(name, (across, job.parts, 1), plan.warps * 32, shared, (job,))
         return out
 
-    def _parts(self, programs: int, most: int, plan: Plan) -> int:
-        """Thread blocks that share the chunks of a row: as many as keep the device busy."""
-        return max(1, min(most, self.desk.processors * plan.resident * plan.waves // programs))
+    def _parts(self, programs: int, most: int, plan: Plan, alone: bool) -> int:
+        """Thread blocks, or warps, that share the chunks of a head: as many as keep the device busy."""
+        room = self.desk.processors * plan.resident * (plan.warps if alone else 1)
+        return max(1, min(most, room * plan.waves // programs))
 
 
 def chunks(past: int, plan: Plan) -> int:
@@ -208,11 +229,17 @@ def chunks(past: int, plan: Plan) -> int:
     return max(most, plan.slots if size > plan.unit else 0) + 1
 
 
-def blocks(past: int, plan: Plan) -> int:
-    """Thread blocks that have work with such a past, if there are enough."""
-    slots = chunks(past, plan)
-    alone = plan.alone and past <= plan.unit * plan.slots
-    return -(-(slots - 1) // plan.warps) + 1 if alone else slots
+def memory(head: int, columns: int, rooms: int, plan: Plan) -> int:
+    """Bytes that a thread block shares, before those of its chunks."""
+    return 64 * plan.warps * columns + columns * 16 * head + rooms * 4
+
+
+def lone_memory(head: int, pages: b.Pages, plan: Plan) -> int:
+    """The same, where each kv head has one query."""
+    bits = sum(4 if coding == "rotated4" else 8 for coding in pages.coding)
+    coming = 64 * (plan.warps * (head * bits // 8 + head // 8) + 64)
+    words = 3 * head + head // 2 + head // 16 + plan.slots + 1
+    return coming + plan.warps * -(-words // 4) * 16
 
 
 def choices(attn: spec.Attention, pages: b.Pages, plan: Plan, columns: int, masked: bool) -> dict[str, int]:
@@ -230,7 +257,6 @@ def choices(attn: spec.Attention, pages: b.Pages, plan: Plan, columns: int, mask
         "RESIDENT": plan.resident if columns == 1 else 1,  # twice as many sums need all registers
         "UNIT": plan.unit,
         "SLOTS": plan.slots,
-        "ALONE": int(plan.alone),
         "CAPPED": int(attn.softcap is not None),
         "MASKED": int(masked),
     }

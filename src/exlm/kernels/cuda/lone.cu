@@ -1,0 +1,448 @@
+// Attention of one new token, each of its query heads with a kv head of its own, over pages of codes.
+//
+// As in attention.cu a row's past is cut into chunks by its length alone, and added up in order. Here a head is one
+// warp's, and a thread block has heads that are neighbours in memory, so that it fetches whole lines of it: the keys of
+// 64 tokens are on their way to shared memory while the values before them are worked on, and the other way round.
+// Loops stay loops: what all warps run must fit where a processor keeps instructions.
+//
+// A code, less the middle of its range, stands for itself times the scale of its 32 neighbours, so products are of whole
+// numbers. What codes are multiplied with is cut into two digits of 8 bits: query numbers, as parts of the largest of 32,
+// and the weights of tokens times the values' scales, as parts of the largest of 64. Each digit of each 32 neighbours is
+// a column of its own; of values, those of a lane's own neighbours count. Sums begin with what the middles bring too much.
+//
+// The tensor cores take bytes as they lie. One with two codes in it is 16 times the upper one and the lower one: the
+// product with the lower ones alone makes up for that.
+//
+// The order of a head's numbers, and of tokens, means nothing to a sum: lanes take keys of tokens 8u + g in quarters
+// (g = lane / 4, c = lane % 4), which leaves a lane the scores of tokens 8c + g and 32 further on; and values of tokens
+// c, 4 + c, and so on, in eighths.
+//
+// Set when compiling: what pages.h wants; KV is a multiple of WARPS.
+
+#include "pages.h"
+
+#define ROLL _Pragma("unroll 1")
+#define RUNS (HEAD / 64)    // that a warp rotates at once, two numbers a lane
+#define GROUPS (HEAD / 32)  // of numbers with one scale
+#define EACH (HEAD / 8)     // numbers of an answer that a lane has
+#define BITS(coding) ((coding) == 2 ? 4 : 8)
+#define KEY_WORDS (HEAD * BITS(KEYS) / 32)
+#define VALUE_WORDS (HEAD * BITS(VALUES) / 32)
+#define MIDDLE(coding) ((coding) == 2 ? 8 : 128)
+#define MOST_KEY 30000.0f  // of numbers cut into digits
+#define MOST_WEIGHT 65000.0f
+
+#ifndef EMULATED
+DEVICE void multiply_signed(int (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {  // only b is
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(sum[0]), "+r"(sum[1]), "+r"(sum[2]), "+r"(sum[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+DEVICE void multiply_unsigned(int (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(sum[0]), "+r"(sum[1]), "+r"(sum[2]), "+r"(sum[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+DEVICE u32 shared_address(const void* at) { return (u32)__cvta_generic_to_shared(at); }
+template <int BYTES> DEVICE void copy(u32 to, const void* from) {  // 16 pass by once, others are wanted by neighbours
+    if (BYTES == 16) asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+    else asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES) : "memory");
+}
+DEVICE void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LAST> DEVICE void wait_groups() { asm volatile("cp.async.wait_group %0;" ::"n"(LAST) : "memory"); }
+DEVICE float inverse(float x) { float out; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x)); return out; }
+DEVICE int added(int x) { return __reduce_add_sync(~0u, x); }
+DEVICE int highest(int x) { return __reduce_max_sync(~0u, x); }
+DEVICE int as_bits(float x) { return __float_as_int(x); }
+DEVICE float from_bits(int x) { return __int_as_float(x); }
+#endif
+
+// The largest of a warp; floats are ordered like whole numbers, those below zero the other way round.
+DEVICE float largest(float x) {
+    const int bits = as_bits(x), top = highest(bits ^ (bits >> 31 & 0x7fffffff));
+    return from_bits(top ^ (top >> 31 & 0x7fffffff));
+}
+DEVICE float largest_above_zero(float x) { return from_bits(highest(as_bits(x))); }
+
+DEVICE float summed(float x) {
+    LOOP for (int other = 16; other; other /= 2) x += exchange(x, other);
+    return x;
+}
+
+// 64 numbers in or out of the space of rotated codes, two of each lane.
+DEVICE void rotate(float (&x)[2], int lane) {
+    LOOP for (int other = 1; other < 32; other *= 2) LOOP for (int i = 0; i < 2; i++) {
+        const float theirs = exchange(x[i], other);
+        x[i] = lane & other ? theirs - x[i] : x[i] + theirs;
+    }
+    LOOP for (int i = 0; i < 2; i++) x[i] *= 0.03125f;
+}
+
+#define SPARE 8  // words between tokens, so that lanes find theirs in different banks
+
+// 64 stored tokens of the thread block's heads, as they come.
+struct alignas(16) Coming {
+    u32 keys[64][WARPS * KEY_WORDS + SPARE], values[64][WARPS * VALUE_WORDS + SPARE];
+    u16 key_scales[64][WARPS][GROUPS], value_scales[64][WARPS][GROUPS];
+};
+
+struct alignas(16) Memory {    // of a warp
+    uint4 query[HEAD / 2];     // digits as the lanes multiply them
+    u32 weights[GROUPS][32];   // of two tokens, 32 apart: the lower digits, then the upper ones
+    u32 digits[2][HEAD / 4];   // of the query, the lower ones first
+    float units[GROUPS];       // what one of them means
+    int middles[GROUPS];       // the sum of them times the middle codes
+    float shares[SLOTS + 1];   // of chunks in the answer
+};
+
+// A warp's row and head, and where it leaves what is unfinished.
+struct Head {
+    const Job& job;
+    Row row;
+    int h, number;  // its own, and among those of all rows
+    float *peaks, *totals, *answers;
+
+    DEVICE Head(const Job& given, int warp) : job(given) {
+        row.read(job, blockIdx.x / (KV / WARPS));
+        h = blockIdx.x % (KV / WARPS) * WARPS + warp, number = (int)row.number * KV + h;
+        answers = job.left + (i64)number * (job.slots * (HEAD + 4));
+        peaks = answers + job.slots * HEAD, totals = peaks + job.slots;
+    }
+    DEVICE float bent(float score) const {
+        return CAPPED ? tanhf(score * job.factor) * job.cap : score * job.factor;
+    }
+    DEVICE bool sees(int key) const {
+        bool seen = !job.window || row.behind - key < job.window;
+        if (MASKED) seen = seen && job.mask[row.number * job.mask_step + key];
+        return seen;
+    }
+    DEVICE i64 home(int token) const {  // among all stored heads
+        const i64 page = job.table[row.number * job.table_step + token / PAGE];
+        return (page * PAGE + token % PAGE) * KV + h;
+    }
+};
+
+// The bytes of neighbouring heads from `home` on, of 64 tokens, to where those lie STEP bytes apart; `left` of the tokens
+// are there, and the last of them stands in for others.
+template <int BYTES, int STEP> DEVICE void fetch(void* to, const void* from, i64 home, int left) {
+    const int piece = BYTES < 16 ? BYTES : 16, each = BYTES / piece, all = 64 * each, whole = BYTES / WARPS * KV;
+    const int part = threadIdx.x % each, token = threadIdx.x / each, pace = THREADS / each;
+    const u32 there = shared_address(to) + token * STEP + part * piece;
+    const char* at = (const char*)from + home * (BYTES / WARPS) + part * piece;
+    LOOP for (int n = 0; n < (all + THREADS - 1) / THREADS; n++) {
+        if (all % THREADS && n * THREADS + threadIdx.x >= all) continue;
+        const int which = n * pace + token;
+        copy<piece>(there + n * pace * STEP, at + (i64)(left >= 64 ? which : min(which, left - 1)) * whole);
+    }
+}
+DEVICE void fetch_keys(Coming& coming, const Job& job, i64 home, int left) {
+    fetch<WARPS * KEY_WORDS * 4, sizeof(coming.keys[0])>(coming.keys, job.key, home, left);
+    fetch<WARPS * GROUPS * 2, sizeof(coming.key_scales[0])>(coming.key_scales, job.key_scale, home, left);
+}
+DEVICE void fetch_values(Coming& coming, const Job& job, i64 home, int left) {
+    fetch<WARPS * VALUE_WORDS * 4, sizeof(coming.values[0])>(coming.values, job.value, home, left);
+    fetch<WARPS * GROUPS * 2, sizeof(coming.value_scales[0])>(coming.value_scales, job.value_scale, home, left);
+}
+template <int WORDS> DEVICE void read(u32* to, const u32* from) {
+    if (WORDS == 1) to[0] = from[0];
+    if (WORDS == 2) *(uint2*)to = *(const uint2*)from;
+    if (WORDS == 4) *(uint4*)to = *(const uint4*)from;
+}
+
+// The query as the columns of a product: digits 2 · group and 2 · group + 1, zero where keys are of other groups.
+struct Query {
+    static const int steps = HEAD / 32;
+    uint4* words;  // the lane's, of two steps each
+    float unit;    // of its group of scores
+    int start;     // of its sums
+
+    DEVICE void load(Memory& memory, int lane) {
+        u32 word[steps][2];
+        words = memory.query + lane;
+        const int column = lane / 4, part = lane % 4, run = KEY_WORDS < 16 ? KEY_WORDS / 4 : 4;  // words side by side
+        const u32* digits = memory.digits[column % 2];
+        unit = memory.units[part % GROUPS], start = part < GROUPS ? -memory.middles[part % GROUPS] : 0;
+        LOOP for (int s = 0; s < steps; s++) {
+            const int at = KEYS == 2 ? s : 2 * s;  // the lane's words of a key
+            const int number = ((at / run * 4 + part) * run + at % run) * (32 / BITS(KEYS));
+            const bool mine = number / 32 == column / 2;
+            const u32 low = mine ? digits[number / 4] : 0, high = mine ? digits[number / 4 + 1] : 0;
+            word[s][0] = KEYS == 2 ? bytes(low, high, 0x7531) : low;
+            word[s][1] = KEYS == 2 ? bytes(low, high, 0x6420) : high;
+        }
+        LOOP for (int s = 0; s < steps; s += 2) words[s * 16] = uint4{word[s][0], word[s][1], word[s + 1][0], word[s + 1][1]};
+    }
+};
+
+// q·k of tokens 8c + g and 32 further on.
+DEVICE void score(const Coming& from, const Query& q, int warp, int lane, float (&out)[2]) {
+    const int g = lane / 4, c = lane % 4, words = KEY_WORDS / 4, run = words < 4 ? words : 4;
+    uint4 both[Query::steps / 2];
+    LOOP for (int s = 0; s < Query::steps; s += 2) both[s / 2] = q.words[s * 16];
+    ROLL for (int u = 0; u < 8; u += 2) {  // tokens 8u + g and 8 behind
+        u32 a[words], b[words];
+        LOOP for (int i = 0; i < words; i += run) {
+            const int at = warp * KEY_WORDS + 4 * i + c * run;
+            read<run>(a + i, from.keys[8 * u + g] + at);
+            read<run>(b + i, from.keys[8 * u + 8 + g] + at);
+        }
+        int sum[4] = {q.start, 0, q.start, 0};
+        LOOP for (int s = 0; s < Query::steps; s++) {
+            const u32 one = s % 2 ? both[s / 2].z : both[s / 2].x, two = s % 2 ? both[s / 2].w : both[s / 2].y;
+            const u32 lower = 0xf0f0f0f0;
+            if (KEYS == 2) multiply_signed(sum, a[s], b[s], a[s] << 4 & lower, b[s] << 4 & lower, one, two);
+            else multiply_signed(sum, a[2 * s], b[2 * s], a[2 * s + 1], b[2 * s + 1], one, two);
+        }
+        float part[2];  // what group c brings
+        LOOP for (int i = 0; i < 2; i++)
+            part[i] = (float)(sum[2 * i] + 256 * sum[2 * i + 1])
+                * (as_float(from.key_scales[8 * u + 8 * i + g][warp][c % GROUPS]) * q.unit);
+        float all = (c % 2 ? part[1] : part[0]) + exchange(c % 2 ? part[0] : part[1], 1);
+        all += exchange(all, 2);
+        if (u / 2 % 2 == c / 2) out[0] = u < 4 ? all : out[0], out[1] = all;
+    }
+}
+
+// A warp's unfinished softmax of a chunk, whose answer is where it will be left. Totals are a lane's own until the end.
+struct Softmax {
+    float peak, total;
+    float* answer;  // the lane's numbers; null: what it has are sums with other groups' weights
+
+    DEVICE void begin(const Head& b, int chunk, int lane) {
+        const int g = lane / 4;
+        peak = NOTHING, total = 0;
+        answer = g * EACH / 32 == lane % 4 ? b.answers + chunk * HEAD + g * EACH : nullptr;
+    }
+    // A stretch whose scores are known.
+    DEVICE void add(const Coming& from, const float (&score)[2], u32 (&weights)[GROUPS][32], bool first) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
+        const float top = fmaxf(peak, largest(fmaxf(score[0], score[1]))), fade = power(peak - top);
+        const float weight[2] = {power(score[0] - top), power(score[1] - top)};
+        peak = top, total = total * fade + weight[0] + weight[1];
+        float unit = 0;  // what one of the lane's sums means
+        int all = 0;     // digits of its group
+        __syncwarp();  // all have read what is there
+        ROLL for (int group = 0; group < GROUPS; group++) {
+            float scaled[2];
+            LOOP for (int i = 0; i < 2; i++) scaled[i] = weight[i]
+                * as_float(from.value_scales[i * 32 + 8 * c + g][warp][group]);
+            const float most = fmaxf(largest_above_zero(fmaxf(scaled[0], scaled[1])), 1.0e-30f);
+            const float factor = MOST_WEIGHT * inverse(most), shift = 8388608.0f;  // whole numbers are its lowest bits
+            const u32 one = as_bits(fmaf(scaled[0], factor, shift)), two = as_bits(fmaf(scaled[1], factor, shift));
+            weights[group][g % 4 * 8 + 2 * c + g / 4] = bytes(one, two, 0x5140);  // in the order of the values
+            const int digits = added((int)(one + two)) - (int)0xc0000000;  // 64 times the bits of `shift`
+            if (group == c) unit = most * (1 / MOST_WEIGHT), all = digits;
+        }
+        __syncwarp();
+        const int words = VALUE_WORDS / 8, count = 32 / BITS(VALUES), upper = VALUES == 2 ? 17 * MIDDLE(VALUES) : MIDDLE(VALUES);
+        int sum[EACH / 2][4];
+        LOOP for (int i = 0; i < EACH / 2; i++)
+            sum[i][0] = -MIDDLE(VALUES) * all, sum[i][2] = -upper * all, sum[i][1] = sum[i][3] = 0;
+        ROLL for (int x = 0; x < 4; x += 2) {
+            u32 digits[2], token[8][words];  // of tokens 8x + c, 32 further on, those four behind both, and so on
+            LOOP for (int i = 0; i < 2; i++) {
+                const uint2 both = *(const uint2*)&weights[g / 2 % GROUPS][8 * c + 2 * x + 2 * i];
+                digits[i] = bytes(both.x, both.y, g % 2 ? 0x7632 : 0x5410);
+            }
+            LOOP for (int i = 0; i < 8; i++)
+                read<words>(token[i], from.values[i % 2 * 32 + 8 * x + i / 2 * 4 + c] + warp * VALUE_WORDS + g * words);
+            LOOP for (int w = 0; w < words; w++) {
+                u32 near[count], far[count];
+                gather(token[0][w], token[1][w], token[2][w], token[3][w], near);
+                gather(token[4][w], token[5][w], token[6][w], token[7][w], far);
+                LOOP for (int i = 0; i < count; i += 2)
+                    multiply_unsigned(sum[(w * count + i) / 2], near[i], near[i + 1], far[i], far[i + 1], digits[0], digits[1]);
+            }
+        }
+        if (answer) add_up(sum, unit, first ? 0.0f : fade);
+    }
+    // Sums to the answer so far.
+    DEVICE void add_up(const int (&sum)[EACH / 2][4], float unit, float fade) {
+        const float last = VALUES == 2 ? unit * 0.0625f : unit;
+        LOOP for (int i = 0; i < EACH; i += 4) {
+            float4* to = (float4*)(answer + i);
+            const float4 old = fade == 0 ? float4{} : *to;
+            float more[4];
+            LOOP for (int k = 0; k < 2; k++) {
+                const int* found = sum[i / 2 + k];
+                const int one = found[0] + 256 * found[1], two = found[2] + 256 * found[3];
+                more[2 * k] = (float)one * unit, more[2 * k + 1] = (float)(VALUES == 2 ? two - one : two) * last;
+            }
+            *to = float4{old.x * fade + more[0], old.y * fade + more[1], old.z * fade + more[2], old.w * fade + more[3]};
+        }
+    }
+    // The numbers in a word, each of four tokens.
+    static DEVICE void gather(u32 a, u32 b, u32 c, u32 d, u32 (&out)[32 / BITS(VALUES)]) {
+        const u32 ab[2] = {bytes(a, b, 0x5140), bytes(a, b, 0x7362)}, cd[2] = {bytes(c, d, 0x5140), bytes(c, d, 0x7362)};
+        LOOP for (int i = 0; i < 4; i++) {
+            const u32 all = bytes(ab[i / 2], cd[i / 2], i % 2 ? 0x7632 : 0x5410);
+            if (VALUES == 2) out[2 * i] = all & 0x0f0f0f0f, out[2 * i + 1] = all;
+            else out[i] = all;
+        }
+    }
+    DEVICE void leave(const Head& b, int chunk, int lane) {
+        const float all = summed(total);
+        if (lane == 0) b.peaks[chunk] = peak, b.totals[chunk] = all;
+    }
+};
+
+// 64 numbers of the turned query, rotated and cut into digits. Even numbers meet the lower codes of bytes, 16 times as
+// large, and odd ones whole bytes.
+DEVICE void cut(Memory& memory, float (&x)[2], int run, int lane) {
+    rotate(x, lane);
+    float most = fmaxf(fabsf(x[0]), fabsf(x[1]));
+    LOOP for (int other = 1; other < 16; other *= 2) most = fmaxf(most, exchange(most, other));
+    const float factor = most == 0 ? 0.0f : MOST_KEY / most, parts[2] = {x[0] - (KEYS == 2 ? x[1] * 0.0625f : 0.0f), x[1]};
+    u32 low = 0, high = 0;
+    int middles = 0;
+    LOOP for (int i = 0; i < 2; i++) {
+        const int whole = (int)rintf(parts[i] * factor), lower = (signed char)whole;
+        low |= (u32)(lower & 255) << 8 * i, high |= (u32)((whole - lower) >> 8 & 255) << 8 * i;
+        middles += whole * (KEYS == 2 && i ? 136 : 128);
+    }
+    LOOP for (int other = 1; other < 16; other *= 2) middles += as_bits(exchange(from_bits(middles), other));
+    ((u16*)memory.digits[0])[run * 32 + lane] = (u16)low;
+    ((u16*)memory.digits[1])[run * 32 + lane] = (u16)high;
+    if (lane % 16) return;
+    memory.units[run * 2 + lane / 16] = most * ((KEYS == 2 ? 0.0625f : 1.0f) / MOST_KEY);
+    memory.middles[run * 2 + lane / 16] = middles;
+}
+
+// The new heads, two numbers of each 64 in a lane.
+struct Fresh {
+    Turn turn[RUNS][2];
+    float q[RUNS][2], k[RUNS][2], v[RUNS][2];
+
+    DEVICE void find(const Head& b, int lane) {
+        LOOP for (int r = 0; r < RUNS; r++) LOOP for (int i = 0; i < 2; i++)
+            turn[r][i].load(b.job, b.row.number, r * 64 + lane * 2 + i, 0);
+    }
+    DEVICE void read(const Head& b, bool host, int lane) {
+        const Job& job = b.job;
+        const i64 row = b.row.number, at = b.h * HEAD;
+        LOOP for (int r = 0; r < RUNS; r++) LOOP for (int i = 0; i < 2; i++) {
+            const int number = r * 64 + lane * 2 + i;
+            q[r][i] = as_float(turn[r][i].apply(job.q + row * job.q_row + at, number));
+            if (!host) continue;
+            k[r][i] = as_float(turn[r][i].apply(job.k + row * job.k_row + at, number));
+            v[r][i] = as_float(job.v[row * job.v_row + at + number]);
+        }
+    }
+    // Stored, and the last chunk: seen as they came. The query has been rotated.
+    DEVICE void welcome(const Head& b, int lane) {
+        const Job& job = b.job;
+        const i64 home = b.home(b.row.behind);
+        const int chunk = b.row.chunks - 1;
+        float sum = 0;
+        LOOP for (int r = 0; r < RUNS; r++) {
+            keep<KEYS>(k[r], job.key, job.key_scale, home, r, lane, true);
+            keep<VALUES>(v[r], job.value, job.value_scale, home, r, lane, true);
+            sum += q[r][0] * k[r][0] + q[r][1] * k[r][1];
+            *(float2*)(b.answers + chunk * HEAD + r * 64 + lane * 2) = float2{v[r][0], v[r][1]};
+        }
+        sum = summed(sum);
+        if (lane == 0) b.peaks[chunk] = b.bent(sum), b.totals[chunk] = 1;
+    }
+};
+
+// Whether this warp is the last of those that share the head.
+DEVICE bool last_of(const Head& b, int lane) {
+    const int workers = b.row.workers(b.job.parts);
+    __syncwarp();
+    if (workers == 1) return true;
+    bool mine = false;
+    if (lane == 0) {
+        mine = arrive(b.job.counts + b.number) + 1 == workers;
+        if (mine) b.job.counts[b.number] = 0;
+    }
+    return anybody(mine);
+}
+
+// All chunks, added up in order, and out of the space of codes. The first are on their way before their shares are known.
+DEVICE void finish(const Head& b, float (&shares)[SLOTS + 1], int lane) {
+    const int chunks = b.row.chunks, many = 8;
+    const float2* found = (const float2*)b.answers + lane;
+    float2 ready[many][RUNS];
+    LOOP for (int c = 0; c < many; c++) LOOP for (int r = 0; r < RUNS; r++)
+        if (c < chunks) ready[c][r] = __ldcg(found + c * (HEAD / 2) + r * 32);
+    float top = NOTHING, total = 0, x[RUNS][2] = {};
+    for (int c = lane; c < chunks; c += 32) top = fmaxf(top, __ldcg(b.peaks + c));
+    top = largest(top);
+    for (int c = lane; c < chunks; c += 32) {
+        shares[c] = power(__ldcg(b.peaks + c) - top);
+        total += __ldcg(b.totals + c) * shares[c];
+    }
+    total = summed(total);
+    __syncwarp();
+    LOOP for (int c = 0; c < many; c++) LOOP for (int r = 0; r < RUNS; r++)
+        if (c < chunks) x[r][0] += ready[c][r].x * shares[c], x[r][1] += ready[c][r].y * shares[c];
+    _Pragma("unroll 4") for (int c = many; c < chunks; c++) LOOP for (int r = 0; r < RUNS; r++) {
+        const float2 more = __ldcg(found + c * (HEAD / 2) + r * 32);
+        x[r][0] += more.x * shares[c], x[r][1] += more.y * shares[c];
+    }
+    LOOP for (int r = 0; r < RUNS; r++) {
+        rotate(x[r], lane);
+        *(u32*)(b.job.out + (i64)b.number * HEAD + r * 64 + lane * 2) = as_halves(x[r][0] / total, x[r][1] / total);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend_alone(const __grid_constant__ Job job) {
+    extern __shared__ __align__(16) char space[];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = blockIdx.y;
+    Coming& coming = *(Coming*)space;
+    Memory& memory = ((Memory*)(space + sizeof(Coming)))[warp];
+    let_go();
+    const Head b(job, warp);
+    const Row& row = b.row;
+    if (part >= row.workers(job.parts)) return;
+    int chunk = part, at = row.start(chunk);
+    if (chunk < row.chunks - 1) {
+        const i64 home = b.home(at) - warp;
+        fetch_keys(coming, job, home, row.stop(chunk) - at);
+        close_group();
+        fetch_values(coming, job, home, row.stop(chunk) - at);
+    }
+    close_group();
+    const bool host = part == row.host(job.parts);
+    Query q;
+    {
+        Fresh fresh;
+        fresh.find(b, lane);
+        await();
+        fresh.read(b, host, lane);
+        LOOP for (int r = 0; r < RUNS; r++) cut(memory, fresh.q[r], r, lane);
+        if (host) fresh.welcome(b, lane);
+        __syncwarp();
+        q.load(memory, lane);
+    }
+    for (; chunk < row.chunks - 1; chunk += job.parts) {
+        Softmax mine;
+        mine.begin(b, chunk, lane);
+        for (at = row.start(chunk); at < row.stop(chunk); at += 64) {
+            int next = at + 64, end = row.stop(chunk);
+            if (next >= end) next = row.start(chunk + job.parts), end = row.stop(chunk + job.parts);
+            const bool more = next < end;
+            const i64 home = more ? b.home(next) - warp : 0;
+            float found[2] = {};
+            wait_groups<1>();
+            __syncthreads();  // all have copied keys
+            score(coming, q, warp, lane, found);
+            __syncthreads();  // all have read them
+            if (more) fetch_keys(coming, job, home, end - next);
+            close_group();
+            LOOP for (int i = 0; i < 2; i++) {
+                const int token = at + i * 32 + lane % 4 * 8 + lane / 4;
+                found[i] = token < row.stop(chunk) && b.sees(token) ? b.bent(found[i]) : HIDDEN;
+            }
+            wait_groups<1>();
+            __syncthreads();
+            mine.add(coming, found, memory.weights, at == row.start(chunk));
+            __syncthreads();
+            if (more) fetch_values(coming, job, home, end - next);
+            close_group();
+        }
+        mine.leave(b, chunk, lane);
+    }
+    wait_groups<0>();
+    if (last_of(b, lane)) finish(b, memory.shares, lane);
+}

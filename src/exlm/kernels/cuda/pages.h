@@ -1,0 +1,191 @@
+// What all attention over pages has in common: a launch's job, how a row's past is cut, and how new heads are turned and
+// stored. Who attends, and how, is said by the sources that include this one.
+//
+// Set when compiling: HEAD (64 or 128), KV (heads of a token), PAGE (its tokens), KEYS and VALUES (0: float16, 1: rotated
+// codes of 8 bits, 2: of 4 bits, 3: the upper bytes of float16), WARPS, RESIDENT (thread blocks of a multiprocessor), UNIT
+// (the smallest chunk), SLOTS (the most chunks), CAPPED, MASKED.
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned char u8;
+typedef long long i64;
+
+#define LOOP _Pragma("unroll")
+
+#ifndef EMULATED  // tests bring their own of these to run the kernel on a processor
+#define DEVICE __device__ __forceinline__
+DEVICE u32 pick(u32 word, u32 mask, u32 rest) {  // (word & mask) | rest
+    u32 out; asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(out) : "r"(word), "r"(mask), "r"(rest)); return out;
+}
+DEVICE u32 add2(u32 a, u32 b) { u32 out; asm("add.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b)); return out; }
+DEVICE u32 mul2(u32 a, u32 b) { u32 out; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b)); return out; }
+DEVICE u32 fma2(u32 a, u32 b, u32 c) {
+    u32 out; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c)); return out;
+}
+DEVICE u32 bytes(u32 a, u32 b, u32 choice) { return __byte_perm(a, b, choice); }
+DEVICE float as_float(u16 half) { float out; asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(half)); return out; }
+DEVICE u16 as_half(float number) { u16 out; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out) : "f"(number)); return out; }
+DEVICE u32 as_halves(float low, float high) {
+    u32 out; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low)); return out;
+}
+DEVICE float power(float x) { float out; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x)); return out; }
+DEVICE float exchange(float x, int distance) { return __shfl_xor_sync(~0u, x, distance); }
+DEVICE bool anybody(bool x) { return __any_sync(~0u, x); }
+DEVICE u32 transposed(u32 x) {  // of 8 × 8 halves
+    u32 out; asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(x)); return out;
+}
+DEVICE void multiply_add(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// Stored numbers pass by once: they do not displace what is read often.
+DEVICE void read4(u32* to, const char* from) {
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "l"(from));
+}
+DEVICE void read2(u32* to, const char* from) {
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];"
+                 : "=r"(to[0]), "=r"(to[1]) : "l"(from));
+}
+DEVICE void read1(u32* to, const char* from) {
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.u32 %0, [%1];" : "=r"(to[0]) : "l"(from));
+}
+DEVICE u16 read_scale(const u16* from) {
+    u16 out; asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(out) : "l"(from)); return out;
+}
+DEVICE int arrive(int* at) {  // counts; what was written before it is seen by who arrives later
+    int out; asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(out) : "l"(at) : "memory"); return out;
+}
+DEVICE void let_go() {  // the next kernel may start
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+DEVICE void await() {  // the kernel before has ended
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+#endif
+
+struct Job {
+    const u16 *q, *k, *v;        // new heads, side by side in a token
+    char *key, *value;           // (page, token, kv head, number)
+    u16 *key_scale, *value_scale;
+    const i64 *table, *past, *positions;
+    const float *cos, *sin;      // (position, dim / 2)
+    const int* planes;           // which plane of positions each column follows; null: there is one
+    const u8* mask;              // zero hides a key
+    float* left;                 // (row, block of queries, kv head) of unfinished chunks
+    int* counts;                 // thread blocks that are done; zero before and after
+    u16* out;                    // (row, token, head, number)
+    i64 table_step, mask_step, q_row, q_token, k_row, k_token, v_row, v_token, place_row, place_token, place_plane;
+    int tokens, parts, slots, dim, pairs, window;
+    int inside, rooms;           // whether a block leaves its chunks nearby, behind so many floats for the warps
+    float factor, cap;           // on q·k, and on the bent score
+};
+
+#define THREADS (WARPS * 32)
+#define NOTHING -1.0e30f  // a peak below every score
+#define HIDDEN -1.0e38f   // a score below every peak
+#define IN_CODES(coding) ((coding) == 1 || (coding) == 2)
+
+// Where a row stands, and how its past is cut.
+struct Row {
+    i64 number;
+    int behind, first, size, chunks;  // the last chunk is the new tokens
+
+    DEVICE void read(const Job& job, i64 row) {
+        number = row, behind = (int)job.past[row];
+        first = job.window ? max(behind - job.window + 1, 0) / 64 * 64 : 0;
+        size = UNIT;
+        while (size * SLOTS < behind - first) size *= 2;
+        chunks = (behind - first + size - 1) / size + 1;
+    }
+    // The thread block of the new tokens, among so many, and how many of them have work.
+    DEVICE int host(int parts) const { return (chunks - 1) % parts; }
+    DEVICE int workers(int parts) const { return min(parts, chunks); }
+    DEVICE int start(int chunk) const { return first + chunk * size; }
+    DEVICE int stop(int chunk) const { return min(start(chunk) + size, behind); }
+};
+
+// One number of a new head, turned by its token's position.
+struct Turn {
+    int column, partner, token;
+    float cos, sin;
+
+    DEVICE void load(const Job& job, i64 row, int number, int at) {
+        const int half = job.dim / 2;
+        token = at, partner = -1;
+        if (number >= job.dim) return;
+        const bool low = job.pairs ? number % 2 == 0 : number < half;
+        column = job.pairs ? number / 2 : low ? number : number - half;
+        partner = other(job, number);
+        const i64 plane = job.planes ? job.planes[column] : 0;
+        const i64 where = job.positions[row * job.place_row + at * job.place_token + plane * job.place_plane];
+        cos = job.cos[where * half + column], sin = job.sin[where * half + column];
+        if (low) sin = -sin;
+    }
+    static DEVICE int other(const Job& job, int number) {  // the number it is turned with, below zero: none
+        const int half = job.dim / 2;
+        return number >= job.dim ? -1 : job.pairs ? number ^ 1 : number < half ? number + half : number - half;
+    }
+    DEVICE u16 turned(u16 own, u16 other) const {
+        return partner < 0 ? own : as_half(as_float(own) * cos + as_float(other) * sin);
+    }
+    DEVICE u16 apply(const u16* head, int number) const {
+        return turned(head[number], partner < 0 ? 0 : head[partner]);
+    }
+};
+
+DEVICE float clamped(float x) { return as_float(as_half(fminf(fmaxf(x, -65504.0f), 65504.0f))); }
+
+// A warp's 64 numbers of a new head as the pages want them: each lane brings two and gets them back as they are stored,
+// rotated but not rounded to codes.
+template <int CODING> DEVICE void keep(float (&x)[2], char* stored, u16* scales, i64 home, int run, int lane, bool write) {
+    if (CODING == 0) {
+        if (write) ((u32*)stored)[home * (HEAD / 2) + run * 32 + lane] = as_halves(x[0], x[1]);
+        return;
+    }
+    LOOP for (int i = 0; i < 2; i++) x[i] = clamped(x[i]);
+    if (CODING == 3) {
+        const u32 code = as_halves(x[0], x[1]);
+        if (write) ((u16*)stored)[home * (HEAD / 2) + run * 32 + lane] = (u16)bytes(code, 0, 0x4431);
+        return;
+    }
+    LOOP for (int other = 1; other < 32; other *= 2) LOOP for (int i = 0; i < 2; i++) {
+        const float theirs = exchange(x[i], other);
+        x[i] = clamped(lane & other ? theirs - x[i] : x[i] + theirs);
+    }
+    const float centre = CODING == 1 ? 128 : 8;
+    float peak = fmaxf(fabsf(x[0]), fabsf(x[1]));
+    LOOP for (int other = 1; other < 16; other *= 2) peak = fmaxf(peak, exchange(peak, other));
+    u32 code[2];
+    LOOP for (int i = 0; i < 2; i++) {
+        const float share = as_float(as_half(x[i] / (peak == 0 ? 1.0f : peak)));
+        const float level = rintf(as_float(as_half(share * centre + centre)));
+        code[i] = peak == 0 ? 0 : (u32)fminf(fmaxf(level, 0.0f), 2 * centre - 1);
+    }
+    if (!write) return;
+    if (CODING == 1) ((u16*)stored)[home * (HEAD / 2) + run * 32 + lane] = (u16)(code[0] | code[1] << 8);
+    if (CODING == 2) ((u8*)stored)[home * (HEAD / 2) + run * 32 + lane] = (u8)(code[0] | code[1] << 4);
+    if (lane % 16 == 0) scales[home * (HEAD / 32) + run * 2 + lane / 16] = as_half(peak / centre);
+}
+
+// Whether this thread block is the last of those that share a row and a head.
+DEVICE bool last(const Job& job, const Row& row) {
+    const int workers = row.workers(job.parts);
+    __shared__ int done;
+    __syncthreads();
+    if (workers == 1) return true;
+    if (threadIdx.x == 0) {
+        done = arrive(job.counts + blockIdx.x) + 1;
+        if (done == workers) job.counts[blockIdx.x] = 0;
+    }
+    __syncthreads();
+    return done == workers;
+}
+
+// What other thread blocks have left, or this one nearby.
+template <class T> DEVICE T left_there(const T* at, bool near) { return near ? *at : __ldcg(at); }
