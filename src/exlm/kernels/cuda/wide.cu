@@ -204,20 +204,35 @@ DEVICE bool gather(const Shared& shared, int group, int piece, int* before, floa
     __syncthreads();
     if (*before < PIECES - 1) return false;
     if (threadIdx.x == 0) shared.counts[group] = 0;
-    const int many = PIECES < 4 ? PIECES : 4;  // on their way at once
-    LOOP for (int t = 0; t < TILES; t++) {
-        LOOP for (int c = 0; c < COLUMNS; c++) LOOP for (int i = 0; i < 4; i++) total[t][c][i] = 0;
-        LOOP for (int first = 0; first < PIECES; first += many) {
-            float4 sums[many][COLUMNS];
-            LOOP for (int p = 0; p < many; p++) LOOP for (int c = 0; c < COLUMNS; c++) if (first + p < PIECES)
-                sums[p][c] = __ldcg(left + (first + p) * size + (t * COLUMNS + c) * THREADS);
-            LOOP for (int p = 0; p < many; p++) LOOP for (int c = 0; c < COLUMNS; c++) if (first + p < PIECES) {
-                float(&to)[4] = total[t][c];
+    const int many = PIECES > 8 ? 1 : PIECES > 4 ? 2 : PIECES > 2 ? 4 : 8;  // columns whose sums are on their way at once
+    LOOP for (int t = 0; t < TILES; t++) LOOP for (int first = 0; first < COLUMNS; first += many) {
+        float4 sums[PIECES][many];
+        LOOP for (int p = 0; p < PIECES; p++) LOOP for (int c = 0; c < many; c++) if (first + c < COLUMNS)
+            sums[p][c] = __ldcg(left + p * size + (t * COLUMNS + first + c) * THREADS);
+        LOOP for (int c = 0; c < many; c++) if (first + c < COLUMNS) {
+            float(&to)[4] = total[t][first + c];
+            LOOP for (int i = 0; i < 4; i++) to[i] = 0;
+            LOOP for (int p = 0; p < PIECES; p++)
                 to[0] += sums[p][c].x, to[1] += sums[p][c].y, to[2] += sums[p][c].z, to[3] += sums[p][c].w;
-            }
         }
     }
     return true;
+}
+
+// Four neighbours of a row of halves, at once if they lie so; those behind `count` are none.
+DEVICE uint2 read_four(const u16* from, bool even, int count) {
+    if (even) return count > 0 ? *(const uint2*)from : uint2{};
+    u32 halves[4];
+    LOOP for (int k = 0; k < 4; k++) halves[k] = k < count ? from[k] : 0;
+    return uint2{halves[0] | halves[1] << 16, halves[2] | halves[3] << 16};
+}
+DEVICE void write_four(u16* to, bool even, int count, const float (&y)[4]) {
+    if (even) {
+        if (count > 0)
+            *(uint2*)to = uint2{as_half(y[0]) | (u32)as_half(y[1]) << 16, as_half(y[2]) | (u32)as_half(y[3]) << 16};
+        return;
+    }
+    LOOP for (int k = 0; k < 4; k++) if (k < count) to[k] = as_half(y[k]);
 }
 
 // Sums to answers, by way of shared memory so that neighbours write to neighbours.
@@ -229,26 +244,32 @@ DEVICE void answer(const Job& job, int at, int group, const float (*total)[COLUM
                 total[s * EACH + t][c][i];
     __syncthreads();
     const Part& part = job.parts[at];
-    const int all = job.rows * WIDTH, many = 8;
-    for (int first = threadIdx.x; first < all; first += many * THREADS) {
-        float rest[many];
-        LOOP for (int n = 0; n < many; n++) {  // fetched together
-            const int i = first + n * THREADS, output = group * WIDTH + i % WIDTH;
-            const bool there = i < all && output < part.outputs;
-            rest[n] = there && job.residual ? as_float(job.residual[(long)(i / WIDTH) * part.stride + output]) : 0.0f;
-        }
-        LOOP for (int n = 0; n < many; n++) {
-            const int i = first + n * THREADS, row = i / WIDTH, output = group * WIDTH + i % WIDTH;
-            if (i >= all || output >= part.outputs) continue;
-            float sides[SIDES];
-            LOOP for (int s = 0; s < SIDES; s++) {
-                const Part& side = job.parts[at + s];
-                const float bias = side.bias ? as_float(side.bias[output]) : 0.0f;
-                sides[s] = fmaf(found[(s * ROWS + row) * step + i % WIDTH], side.matrix.factor, bias);
+    const int fours = WIDTH / 4, many = ROWS * fours / THREADS, column = threadIdx.x % fours * 4;
+    const int first = threadIdx.x / fours, pace = THREADS / fours, output = group * WIDTH + column;
+    const bool even = part.outputs % 4 == 0 && part.stride % 4 == 0 && ((size_t)part.y | (size_t)job.residual) % 8 == 0;
+    uint2 rest[many];  // fetched together
+    LOOP for (int n = 0; n < many; n++) {
+        const int row = first + n * pace;
+        const bool there = job.residual && row < job.rows;
+        rest[n] = there ? read_four(job.residual + (long)row * part.stride + output, even, part.outputs - output) : uint2{};
+    }
+    LOOP for (int n = 0; n < many; n++) {
+        const int row = first + n * pace;
+        if (row >= job.rows) break;
+        float y[4];
+        LOOP for (int s = 0; s < SIDES; s++) {
+            const Part& side = job.parts[at + s];
+            const float4 sums = *(const float4*)(found + (s * ROWS + row) * step + column);
+            const float of[4] = {sums.x, sums.y, sums.z, sums.w};
+            LOOP for (int k = 0; k < 4; k++) {
+                const float bias = side.bias && output + k < part.outputs ? as_float(side.bias[output + k]) : 0.0f;
+                const float sum = fmaf(of[k], side.matrix.factor, bias);
+                y[k] = s ? y[k] * sum : ACT ? bent(sum) : sum;
             }
-            const float y = ACT ? bent(sides[0]) * sides[SIDES - 1] : sides[0];
-            part.y[(long)row * part.stride + output] = as_half(y + rest[n]);
         }
+        const u32 words[2] = {rest[n].x, rest[n].y};
+        LOOP for (int k = 0; k < 4; k++) y[k] += as_float((u16)(words[k / 2] >> k % 2 * 16));
+        write_four(part.y + (long)row * part.stride + output, even, part.outputs - output, y);
     }
 }
 

@@ -44,6 +44,13 @@ class Plan(linear.Plan):
     pieces: int = 0  # into which a group's inputs are cut; zero: as many as keep the device busy
 
 
+def plan_for(product: Product) -> Plan:
+    """Small thread blocks where there is one for every multiprocessor: nothing must be added up then."""
+    tiles, small = sum(one.tiles for one in product.matrices), Plan(1, 4, 3, 4)
+    many = tiles >= small.warps * product.workshop.processors and not product.form.act
+    return small if many and len(product.matrices) > 1 else Plan()
+
+
 class WideProduct:
     """The same as a product, for more rows."""
 
@@ -52,7 +59,7 @@ class WideProduct:
         self.widths = product.widths
         if product.form.apart:
             raise Unsupported("two matrices under one nonlinearity whose inputs are ordered differently")
-        self.plan = self._fitted(plan or Plan())
+        self.plan = self._fitted(plan or plan_for(product))
         group = self.plan.tiles * self.plan.warps // (2 if product.form.act else 1)
         self._groups = [-(-one.tiles // group) for one in product.matrices]
         every = self._groups[0] if product.form.act else sum(self._groups)
@@ -70,7 +77,7 @@ class WideProduct:
         sums = groups * self.pieces * plan.warps * plan.tiles * TILE * room if self.pieces > 1 else 0
         left = torch.empty(sums, dtype=torch.float32, device=x.device)
         made = self.workshop.program(SOURCE, **self.choices(rows))
-        kept = self.product.prepare(made, job, rows, room, overlap=False)
+        kept = self.product.prepare(made, job, rows, room)
         shared = _Shared(left.data_ptr(), self.counts.data_ptr())
         grid, memory = (groups * self.pieces, 1, 1), self._memory(room, plan)
         # no early start: thread blocks would crowd where there is room
