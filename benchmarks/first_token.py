@@ -1,16 +1,18 @@
 """From the start of a process to its first token: `python -m benchmarks.first_token --device cuda`.
 
 Writes a synthetic EXL2 model once, reads its files so that they are in memory, and starts a fresh process
-that loads them and says one token; the first such process may compile kernels, so only those after it count.
-Each tells when it was done with what: a timeline, not a profile, though `--profile` adds one of loading. All
-layers hold the same numbers, and the tokenizer has no merges: nothing in a load depends on either. This
-module imports nothing large by itself, because imports are part of what is measured.
+that loads them and says one token; the first such process may compile kernels, and modules that are not yet
+as an installation has them, so only those after it count. Each tells when it was done with what: a timeline,
+not a profile, though `--profile` adds those of loading and of the token. All layers hold the same numbers,
+and the tokenizer has no merges: nothing in a load depends on either. This module imports nothing large by
+itself, because imports are part of what is measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -52,13 +54,14 @@ class Tally:
 
     def around(self, name: str, work: Callable[..., Any]) -> Callable[..., Any]:
         """The same call, counted."""
+        self.seconds[name] = 0.0
 
         def counted(*arguments: Any, **named: Any) -> Any:
             start = time.monotonic()
             try:
                 return work(*arguments, **named)
             finally:
-                self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
+                self.seconds[name] += time.monotonic() - start
 
         return counted
 
@@ -117,19 +120,26 @@ def first_token(folder: Path, device: str, start: float, profile: bool) -> dict[
     """What a fresh process does; `start` is when it was asked for."""
     times = Timeline(start)
     times.mark("interpreter")
+    if device.startswith("cuda"):
+        from exlm.cli.early import make_context
+
+        make_context()  # as the command line does
     import torch
 
     times.mark("import torch")
-    import exlm
+    import exlm.door
 
     times.mark("import exlm")
     config = exlm.Config(folder)
     config.device = device
     tokenizer = exlm.Tokenizer(config)
     times.mark("config, tokenizer")
+    if device.startswith("cuda"):
+        torch.cuda.mem_get_info()
+        times.mark("CUDA context")
     model = exlm.Model(config)
     tally = _tallied(model)
-    names = {0: "device, headers", 1: "embedding, head"}
+    names = {0: "kernels, headers", 1: "embedding, head"}
     with _profiled(profile):
         model.load(callback=lambda i, n: times.mark(names.get(i, "layers")))
     if device.startswith("cuda"):
@@ -137,14 +147,19 @@ def first_token(folder: Path, device: str, start: float, profile: bool) -> dict[
     times.mark("waiting for the device")
     generator = exlm.Generator(model, exlm.Cache(model, max_seq_len=2048), tokenizer, max_batch_size=1)
     times.mark("cache, generator")
-    generator.generate(WORDS, max_new_tokens=1, gen_settings=exlm.Settings.greedy())
+    with _profiled(profile):
+        generator.generate(WORDS, max_new_tokens=1, gen_settings=exlm.Settings.greedy())
     times.mark("prompt, first token")
-    return {"total": times.total, "times": times.seconds, "in threads": tally.seconds}
+    busy = {name: seconds for name, seconds in tally.seconds.items() if seconds}
+    return {"total": times.total, "times": times.seconds, "in threads": busy}
 
 
 def _tallied(model: Any) -> Tally:
     """Count what loading spends in reading weights and in making kernels' forms of them."""
+    from exlm.checkpoint.files import TensorFiles
+    from exlm.formats import PackedWeight
     from exlm.kernels.select import Chain
+    from exlm.model.staging import Ring
 
     tally, opened = Tally(), model.source
 
@@ -154,7 +169,13 @@ def _tallied(model: Any) -> Tally:
         return inner
 
     model.source = source
-    Chain.offer = tally.around("kernels bound", Chain.offer)  # type: ignore[method-assign]
+    for owner, method, name in (
+        (TensorFiles, "load", "of that: files read"),
+        (PackedWeight, "to", "of that: sent"),
+        (Ring, "move", "sent through buffers"),
+        (Chain, "offer", "kernels bound"),
+    ):
+        setattr(owner, method, tally.around(name, getattr(owner, method)))
     return tally
 
 
@@ -185,8 +206,12 @@ def started(folder: Path, device: str, profile: bool = False) -> dict[str, Any]:
     """The answer of a fresh process."""
     command = [sys.executable, "-m", "benchmarks.first_token", "--folder", str(folder), "--device", device]
     command += ["--profile"] if profile else []
+    environment = dict(os.environ)
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installation has its modules compiled
     start = time.monotonic()  # the same clock in every process of a machine
-    done = subprocess.run([*command, "--since", str(start)], check=True, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [*command, "--since", str(start)], check=True, stdout=subprocess.PIPE, text=True, env=environment
+    )
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer
 
@@ -213,7 +238,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--folder", type=Path, help="where the model is, or is to be written")
     parser.add_argument("--turns", type=int, default=2, help="processes, one after the other")
-    parser.add_argument("--profile", action="store_true", help="and where the main thread's loading went")
+    parser.add_argument("--profile", action="store_true", help="and where the main thread's time went")
     parser.add_argument("--json", type=Path, help="write every number to a file")
     parser.add_argument("--since", type=float, help=argparse.SUPPRESS)
     asked = parser.parse_args()

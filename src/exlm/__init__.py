@@ -1,115 +1,30 @@
 """exlm runs quantised language models locally: a folder of weights in, text out.
 
-This is the front door: every public name, and nothing else.
+Every public name is here, and comes from `door`, which is opened when the first of them is asked for: torch
+takes seconds to import, in which a program may have something else to do.
 """
 
-from .adapters import Lora
-from .cache import Cache, CacheBase, CacheFP8, CacheQ4, CacheQ6, CacheQ8
-from .config import Config
-from .errors import (
-    BadFile,
-    BadLogits,
-    BadTensor,
-    CacheTooSmall,
-    ChatTemplateError,
-    CheckpointError,
-    ConfigError,
-    DoesNotFit,
-    ExlmError,
-    InputError,
-    KernelError,
-    MissingExtra,
-    MissingTensor,
-    ModelNotFound,
-    NotLoaded,
-    QueueFull,
-    TokenizerError,
-    UnknownArchitecture,
-    UnsafeFile,
-    Unsupported,
-    WorkerLost,
-)
-from .filters import Filter, GrammarFilter, JsonSchemaFilter, PrefixFilter, RegexFilter, SelectFilter
-from .generator import (
-    AsyncGenerator,
-    AsyncJob,
-    Generator,
-    Job,
-    PrefillResult,
-    StartedResult,
-    StreamingResult,
-)
-from .hub import find_model
-from .llm import LLM, Completion, Stream
-from .model import MatrixSummary, Model, Summary
-from .model.convert import convert_model
-from .quantize import Quality, evaluate_model, quantize_model, validate_exl2, write_report
-from .sampling import PostSamplingResult, Sampler, Settings
-from .tokenizer import Tokenizer
-from .version import __version__
-from .vision import EMBEDDING_INDEX, MMEmbedding
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "EMBEDDING_INDEX",
-    "LLM",
-    "AsyncGenerator",
-    "AsyncJob",
-    "BadFile",
-    "BadLogits",
-    "BadTensor",
-    "Cache",
-    "CacheBase",
-    "CacheFP8",
-    "CacheQ4",
-    "CacheQ6",
-    "CacheQ8",
-    "CacheTooSmall",
-    "ChatTemplateError",
-    "CheckpointError",
-    "Completion",
-    "Config",
-    "ConfigError",
-    "DoesNotFit",
-    "ExlmError",
-    "Filter",
-    "Generator",
-    "GrammarFilter",
-    "InputError",
-    "Job",
-    "JsonSchemaFilter",
-    "KernelError",
-    "Lora",
-    "MMEmbedding",
-    "MatrixSummary",
-    "MissingExtra",
-    "MissingTensor",
-    "Model",
-    "ModelNotFound",
-    "NotLoaded",
-    "PostSamplingResult",
-    "PrefillResult",
-    "PrefixFilter",
-    "Quality",
-    "QueueFull",
-    "RegexFilter",
-    "Sampler",
-    "SelectFilter",
-    "Settings",
-    "StartedResult",
-    "Stream",
-    "StreamingResult",
-    "Summary",
-    "Tokenizer",
-    "TokenizerError",
-    "UnknownArchitecture",
-    "UnsafeFile",
-    "Unsupported",
-    "WorkerLost",
-    "__version__",
-    "convert_model",
-    "evaluate_model",
-    "find_model",
-    "quantize_model",
-    "validate_exl2",
-    "write_report",
-]
+from .version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from .door import *  # noqa: F403
+    from .door import __all__ as __all__
+else:
+
+    def __getattr__(name: str) -> object:
+        """A part of the package, or a public name; with the first of those come all."""
+        if find_spec(f"{__name__}.{name}") is not None:
+            return import_module(f".{name}", __name__)
+        door = import_module(".door", __name__)
+        globals().update({one: getattr(door, one) for one in door.__all__}, __all__=door.__all__)
+        if name in globals():
+            return globals()[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        """What completion should offer."""
+        return sorted({*globals(), *import_module(".door", __name__).__all__})

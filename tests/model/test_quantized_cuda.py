@@ -37,6 +37,17 @@ def test_a_quantised_model_is_its_dense_twin(tmp_path: Path, write: Any, make: A
         assert float((got - want).norm() / want.norm()) < limit
 
 
+def test_threads_that_read_work_on_the_stream_of_those_who_load(tmp_path: Path) -> None:
+    folder = tiny.make(tmp_path, hidden_size=256, intermediate_size=512, num_hidden_layers=8)
+    replace_matrices(folder, None, exl2.write, random_exl2, r"_proj\.weight|lm_head")
+    ids = torch.randint(3, 60, (1, 9))
+    want = load(folder, "cuda", "float16").forward(ids).cpu()
+    for _ in range(5):
+        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+            torch.cuda._sleep(10_000_000)
+            assert load(folder, "cuda", "float16").forward(ids).cpu().equal(want)
+
+
 @pytest.mark.parametrize("kernels", ["0", "1"])
 def test_peak_memory_is_that_of_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: str

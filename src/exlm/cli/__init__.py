@@ -1,1 +1,15 @@
 """The command line: the only part of exlm that prints."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run a command; what it needs of a GPU is begun before anything large is imported."""
+    from .early import begin
+
+    begin(sys.argv[1:])
+    from .__main__ import main as run
+
+    run()

@@ -47,6 +47,11 @@ class Chain:
         """The precision all of them compute in."""
         return self.backends[0].dtype
 
+    @property
+    def compact(self) -> bool:
+        """Whether binding takes little room besides the weight, so that several threads may bind at once."""
+        return self.device.type == "cpu" or self.backends[0].name == "cuda"
+
     def bind(self, role: str, detail: str, ask: Callable[[Backend], T]) -> T:
         """The first backend's answer to `ask`, remembered under the role."""
         bound, choice = self.offer(role, detail, ask)

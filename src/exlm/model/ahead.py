@@ -6,6 +6,7 @@ into is the builder's business.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,7 +16,7 @@ from typing import Generic, Self, TypeVar
 
 T = TypeVar("T")
 
-READERS = 3
+READERS = min(6, max(3, (os.cpu_count() or 1) // 2))
 """Threads: while one waits for the disk, another rearranges."""
 
 AHEAD = 6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -83,6 +84,7 @@ class Builder:
         self._matrices: dict[str, Matrix] = {matrix.role: matrix for matrix in matrices(self.model)}
         self._table: Weight | None = None
         self._ahead: ReadAhead[Callable[[], Linear]] | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}  # those of the thread that builds
 
     def __len__(self) -> int:
         """Modules in all: the embedding, each layer, the head."""
@@ -97,6 +99,8 @@ class Builder:
         first = ["head"] if self.heads and not self.tied else []
         roles = first + [role for role in self._matrices if role != "head"]
         total = self.checkpoint.files.total_bytes
+        devices = {chain.device for chain in (self.chain, *self.chains)}
+        self._streams = {one: torch.cuda.current_stream(one) for one in devices if one.type == "cuda"}
         with ReadAhead(self.prepare, self.stored_bytes, roles, total) as self._ahead:
             embedding = self.embedding() if self.embeds else None
             with current(self.at("head").device):
@@ -307,16 +311,19 @@ class Builder:
     def norm_tensors(
         self, role: str, norm: spec.Norm, width: int, heads: int | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """A norm's scale, and its bias where it has one."""
-        shapes = ((width,),) if heads is None else ((width,), (heads, width))
-        device = self.at(role).device
-        weight = self.checkpoint.tensor(role, shapes, dtype=torch.float32, device=device, finite=True)
-        bias = None
-        if norm.bias:
-            bias = self.checkpoint.tensor(
-                role, ((width,),), dtype=torch.float32, device=device, suffix="bias", finite=True
+        """A norm's scale, and its bias where it has one.
+
+        They are small: checked on the CPU, and sent without waiting for what is on its way to a GPU.
+        """
+
+        def sent(suffix: str, *shapes: tuple[int, ...]) -> Tensor:
+            stored = self.checkpoint.tensor(
+                role, shapes, dtype=torch.float32, device=torch.device("cpu"), suffix=suffix, finite=True
             )
-        return weight, bias
+            return stored.to(self.at(role).device, non_blocking=True)
+
+        each = ((width,),) if heads is None else ((width,), (heads, width))
+        return sent("weight", *each), sent("bias", (width,)) if norm.bias else None
 
     def linear(self, role: str) -> Linear:
         """A matrix, read and bound; it is on its way already while `build` runs."""
@@ -326,13 +333,17 @@ class Builder:
     def prepare(self, role: str) -> Callable[[], Linear]:
         """All that another thread can do for a matrix; what is left to do here is returned.
 
-        A processor's kernels are bound there too, which costs more than reading; a GPU's are not: which
-        device and which stream is current is a thread's own.
+        Which device and stream are current is a thread's own: there they are the builder's, so that what
+        is done on either side comes in the order in which it is asked for. Kernels that need much room to
+        be bound are left to the builder, one after the other.
         """
-        weight = self.read(role)
-        if self.at(role).device.type != "cpu":
-            return partial(self.bound, role, weight)
-        return partial(self._remembered, self.at(role), *self._offer(role, weight))
+        chain = self.at(role)
+        stream = self._streams.get(chain.device)
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            weight = self.read(role)
+            if not chain.compact:
+                return partial(self.bound, role, weight)
+            return partial(self._remembered, chain, *self._offer(role, weight))
 
     def bound(self, role: str, weight: Weight) -> Linear:
         """A weight with the kernel that multiplies it."""

@@ -19,6 +19,7 @@ from .build import Builder
 from .decoder import Decoder
 from .devices import Slot, current, guard, pick_dtype
 from .progress import Callback
+from .rehearsal import Rehearsal
 
 Yielding = Callable[[int, int], Iterator[Any]]
 
@@ -111,10 +112,14 @@ def load_steps(
     chains = [made[id(slot)] for slot in slots]
     builder = Builder(config.spec, source, chains[0], config.max_seq_len, chains, embeds, heads)
     total, steps = len(builder), builder.build()
-    for i in range(total):
-        callback(i, total)
-        if callback_gen is not None:
-            yield from callback_gen(i, total)
-        with torch.no_grad(), current(slots[i].device):
-            decoder = next(steps)
+    worth = embeds and heads and len(made) == 1 and slots[0].device.type == "cuda" and chains[0].compact
+    with Rehearsal() as rehearsal:
+        for i in range(total):
+            callback(i, total)
+            if callback_gen is not None:
+                yield from callback_gen(i, total)
+            with torch.no_grad(), current(slots[i].device):
+                decoder = next(steps)
+                if i == 0 and worth:
+                    rehearsal.begin(decoder, slots[0].device)
     return Loaded(config, decoder, tuple(slots), tuple(chains))

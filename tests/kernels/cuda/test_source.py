@@ -10,9 +10,10 @@ import torch
 
 from exlm.errors import KernelError, Unsupported
 from exlm.kernels.cuda import wide
+from exlm.kernels.cuda.layout import Layout
 from exlm.kernels.cuda.linear import SOURCE, Form, Plan, Product, choices, dealt
 from exlm.kernels.cuda.program import Workshop, compile_source, compiled, whole
-from exlm.kernels.cuda.tiles import Layout, arrange
+from exlm.kernels.cuda.tiles import arrange
 from tests.kernels.cuda.random_weights import KINDS, weight
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120")

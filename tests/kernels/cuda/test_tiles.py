@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from exlm.errors import Unsupported
 from exlm.formats.packed import PackedWeight
 from exlm.formats.scales import Direct
-from exlm.kernels.cuda import tiles as tiles_module
+from exlm.kernels.cuda import filling
 from exlm.kernels.cuda.lanes import BLOCK, PLANES
-from exlm.kernels.cuda.tiles import Tiles, alike, arrange, digits, expand, stored_source
+from exlm.kernels.cuda.layout import digits
+from exlm.kernels.cuda.tiles import Tiles, alike, arrange, expand, stored_source
 from tests.kernels.cuda.random_weights import KINDS, segment, weight
 
 
@@ -41,7 +42,7 @@ def test_numbers_stay_what_they_are(kind: str, order: bool) -> None:
 def test_in_pieces_or_as_a_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = weight(kind)
     whole = arrange(packed)
-    monkeypatch.setattr(tiles_module, "MOST", 1)
+    monkeypatch.setattr(filling, "MOST", 1)
     pieces = arrange(packed)
     for one, other in ((whole.main, pieces.main), (whole.fine, pieces.fine)):
         assert one.bricks.equal(other.bricks)

@@ -22,6 +22,7 @@ from .attention import HEADS, Attend, Desk
 from .lanes import BLOCK
 from .linear import ACTS, ALIKE, Normal, Product, Unpacker, plan_for, unsigned
 from .program import Workshop, bindings
+from .rearrange import Rearranger
 from .tiles import Tiles, alike, arrange
 from .wide import MOST, WideProduct
 
@@ -51,13 +52,14 @@ class Ordering:
         self._known: list[tuple[Tensor, Tensor]] = []  # orders, and the same as the kernel reads them
         self._last: tuple[Tensor, int, Tensor, Tensor] | None = None  # rows, their version, order, answer
 
-    def register(self, source: Tensor) -> Tensor:
+    def register(self, source: Tensor, device: torch.device) -> Tensor:
         """An order as the kernel reads it, the same tensor for the same order."""
         for order, words in self._known:
-            if torch.equal(order, source):
+            if order.equal(source):
                 return words
-        self._known = [*self._known[-3:], (source, unsigned(source))]
-        return self._known[-1][1]
+        words = unsigned(source).to(device, non_blocking=True)
+        self._known = [*self._known[-3:], (source, words)]  # other threads look at the list as it was
+        return words
 
     def __call__(self, unpacker: Unpacker, words: Tensor, rows: Tensor) -> Tensor:
         """Rows (…, inputs) rearranged."""
@@ -80,14 +82,15 @@ class PackedLinear:
         self._ordering = ordering
         self._wide = wide
         self.use(tiles)
-        self._words = None if tiles.source is None else ordering.register(tiles.source)
+        device = tiles.main.bricks.device
+        self._words = None if tiles.source is None else ordering.register(tiles.source, device)
 
     def use(self, tiles: Tiles) -> None:
         """Go on with the same numbers in another layout."""
         self.tiles = tiles
         self._unpacker = Unpacker(self._workshop, tiles)
         plan = plan_for([tiles], processors=self._workshop.processors)
-        self._product = Few(Product(self._workshop, [tiles], plan=plan), self._wide)
+        self.product = Few(Product(self._workshop, [tiles], plan=plan), self._wide)
 
     def __call__(self, x: Tensor) -> Tensor:
         """(…, inputs) → (…, outputs)."""
@@ -97,7 +100,7 @@ class PackedLinear:
 
     def _few(self, rows: Tensor) -> Tensor:
         out = torch.empty(len(rows), self.tiles.out_features, dtype=rows.dtype, device=rows.device)
-        self._product(rows, [out])
+        self.product(rows, [out])
         return out
 
     def _many(self, rows: Tensor) -> Tensor:
@@ -150,6 +153,7 @@ class CudaBackend:
         self.dtype = dtype
         self._others = others or ReferenceBackend(device, dtype)
         self._workshop = Workshop(device, folder)
+        self._rearranger = Rearranger(self._workshop)
         self._ordering = Ordering()
         self._wide = wide
         self._desk = Desk(self._workshop, self._workshop.processors)
@@ -158,7 +162,7 @@ class CudaBackend:
         """Packed weights, rearranged."""
         if not isinstance(weight, PackedWeight):
             raise Unsupported("only packed matrices")
-        return PackedLinear(self._workshop, arrange(weight), self._ordering, self._wide)
+        return PackedLinear(self._workshop, arrange(weight, self._rearranger), self._ordering, self._wide)
 
     def project(
         self, matrices: Sequence[b.Linear], entry: b.Entry | None, act: spec.Activation | None
@@ -171,6 +175,8 @@ class CudaBackend:
             raise Unsupported(f"{act} between matrices")
         if entry is not None and (entry.norm.kind != "rms" or entry.norm.bias):
             raise Unsupported("a norm with a mean or a bias")
+        if len(mine) == 1 and entry is None and act is None:
+            return Projection(mine[0].product)
         normal = None if entry is None else Normal(entry.weight + entry.norm.offset, entry.norm.eps)
         tiles = alike([one.tiles for one in mine])
         plan = plan_for(tiles, act, self._workshop.processors)

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from ...errors import Unsupported
 from .lanes import BLOCK, TILE
+from .layout import Layout, Zeros
 from .program import Program, Workshop
-from .tiles import Layout, Tiles, Zeros, stored_source
+from .tiles import Tiles, stored_source
 
 SOURCE = Path(__file__).with_name("packed.cu")
 ALIKE = 16
@@ -120,7 +121,8 @@ class Product:
         )
         self._eps = 0.0 if norm is None else norm.eps
         self._bricks = max(one.stored for one in self.matrices)
-        self._orders = [_order(self.matrices[i], sources[i], norm) for i in self._entrances]
+        orders = {i: _order(self.matrices[i], sources[i], norm) for i in set(self._entrances)}
+        self._orders = [orders[i] for i in self._entrances]
         self._job = _job_type(len(self.matrices))
         self.plan = self._fitted(plan or Plan())
         self._parts = (_Part * len(self.matrices))()
@@ -330,10 +332,13 @@ def _order(tiles: Tiles, source: Tensor, norm: Normal | None) -> tuple[Tensor | 
     """Which input each prepared number is, as unsigned 16 bits, and what it is multiplied by."""
     if tiles.source is None and norm is None and tiles.stored == tiles.blocks:
         return None, None
-    lanes = source.view(-1, 4, 2, 4, 4).transpose(2, 3).flatten().long()  # brick, pair, quarter, step, input
+    lanes = source.view(-1, 4, 2, 4, 4).transpose(2, 3).flatten()  # brick, pair, quarter, step, input
+    device = tiles.main.bricks.device
+    words = unsigned(lanes).to(device, non_blocking=True)
     if norm is None:
-        return unsigned(lanes), None
-    return unsigned(lanes), F.pad(norm.weight.float(), (0, 1))[lanes].contiguous()  # -1 is the padding
+        return words, None
+    places = torch.where(lanes < 0, tiles.in_features, lanes).to(device, non_blocking=True)
+    return words, F.pad(norm.weight.float(), (0, 1)).index_select(0, places)
 
 
 def _distinct(entrances: Sequence[tuple[int, Tensor]]) -> list[int]:

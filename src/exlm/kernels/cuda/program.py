@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -63,6 +64,7 @@ class Workshop:
         self.device = device
         self.folder = folder
         self._made: dict[tuple[Path, Defines], Program] = {}
+        self._lock = threading.Lock()
 
     @cached_property
     def memory(self) -> int:
@@ -79,7 +81,9 @@ class Workshop:
         """A source with its choices made."""
         key = source, tuple(sorted(defines.items()))
         if key not in self._made:
-            self._made[key] = Program(source, key[1], self.device, self.folder)
+            with self._lock:  # several threads may want the same, and only one should compile it
+                if key not in self._made:
+                    self._made[key] = Program(source, key[1], self.device, self.folder)
         return self._made[key]
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -25,41 +24,10 @@ from torch import Tensor
 
 from ...errors import Unsupported
 from ...formats import PackedWeight
-from ...formats.bits import unpack
 from ...formats.packed import Segment
-from .lanes import BLOCK, PLANES, TILE, from_lanes, plane, spread, to_lanes, unplane
-
-MOST = 1 << 20  # codes that are rearranged at a time, if not very many: each takes ten bytes meanwhile
-MOST_ON_GPU = 1 << 22  # of a large matrix, where each step is a launch
-_LARGEST = 65504.0  # of float16
-
-Zeros = Literal["half", "none", "table"]
-"""Zero points: half the range of the codes, zero, or one for each group and output."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What the bricks of a matrix have in common."""
-
-    bits: int
-    steps: int  # sixteens of inputs with one scale: 1, 2, 4 or 8
-    fine: int  # the same in the bricks of codes that had another width
-    zeros: Zeros
-    minima: bool
-
-    @property
-    def tables(self) -> int:
-        """Numbers for each group and output."""
-        return 1 + (self.zeros == "table") + self.minima
-
-    def brick(self, fine: bool) -> int:
-        """Bytes of a brick."""
-        return 256 * self.bits + 32 * self.tables * 8 // (self.fine if fine else self.steps)
-
-    @property
-    def largest(self) -> int:
-        """Bytes of the largest brick."""
-        return max(self.brick(False), self.brick(True))
+from .filling import fill as plainly
+from .lanes import BLOCK, PLANES, TILE, from_lanes, spread, unplane
+from .layout import Fill, Layout, Piece, Zeros, digits
 
 
 @dataclass(frozen=True)
@@ -92,7 +60,7 @@ class Tiles:
     main: Run
     in_features: int
     out_features: int
-    source: Tensor | None  # (128 blocks,) int32: the input that stands there, -1 for padding; None: in order
+    source: Tensor | None  # (128 blocks,) int32 on the CPU: the input there, -1 for padding; None: in order
     factor: float  # of every sum: keeps small float32 scales from vanishing in float16
     bias: Tensor | None  # float16
 
@@ -123,13 +91,12 @@ class Tiles:
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
 
-def arrange(weight: PackedWeight) -> Tiles:
+def arrange(weight: PackedWeight, fill: Fill = plainly) -> Tiles:
     """Rearrange a packed weight, where it is; `Unsupported` if it is not known here."""
     zeros = _zeros_of(weight.segments)
     bits = _width(weight.segments, zeros)
-    order, device = weight.order, weight.segments[0].codes.device
-    if order is None:
-        order = torch.arange(weight.in_features, dtype=torch.int32, device=device)
+    natural = torch.arange(weight.in_features, dtype=torch.int32)
+    order = natural if weight.order is None else weight.order.cpu()
     pieces = dict(
         zip(map(id, weight.segments), order.split_with_sizes([s.rows for s in weight.segments]), strict=True)
     )
@@ -141,17 +108,21 @@ def arrange(weight: PackedWeight) -> Tiles:
     minima = any(segment.minimum is not None for segment in weight.segments)
     layout = Layout(bits, steps, fine if others else steps, zeros, minima)
     factor = _factor(weight)
+    like = Piece((), 1, layout, False, factor, weight.out_features)
+    device = weight.segments[0].codes.device
+    fine_run, first = _run(others, like, True, device)
+    main_run, rest = _run({1: main}, like, False, device)
+    fill([*first, *rest])
     source = torch.cat(
         [_padded(torch.cat([pieces[id(s)] for s in part])) for part in [*others.values(), main]]
     )
-    moved = not torch.equal(source, torch.arange(weight.in_features, dtype=torch.int32, device=device))
     return Tiles(
         layout,
-        _run(others, layout, True, factor, weight.out_features, device),
-        _run({1: main}, layout, False, factor, weight.out_features, device),
+        fine_run,
+        main_run,
         weight.in_features,
         weight.out_features,
-        source if moved else None,
+        None if source.equal(natural) else source,
         1.0 / factor,
         None if weight.bias is None else weight.bias.half(),
     )
@@ -191,10 +162,11 @@ def stored_source(tiles: Tiles) -> Tensor:
     """`source` for each brick: a block as often as its codes have digits; -1 for padding."""
     source = tiles.source
     if source is None:
-        source = torch.arange(tiles.blocks * BLOCK, dtype=torch.int32, device=tiles.main.bricks.device)
-        source = torch.where(source < tiles.in_features, source, -1)
-    times = torch.tensor([share.digits for share in tiles.shares for _ in range(share.blocks)])
-    return source.view(-1, BLOCK).repeat_interleave(times.to(source.device), 0).flatten()
+        source = _padded(torch.arange(tiles.in_features, dtype=torch.int32))
+    shares = tiles.shares
+    parts = source.view(-1, BLOCK).split_with_sizes([share.blocks for share in shares])
+    every = [part.repeat_interleave(share.digits, 0) for part, share in zip(parts, shares, strict=True)]
+    return torch.cat(every).flatten()
 
 
 def expand(tiles: Tiles) -> Tensor:
@@ -232,28 +204,6 @@ def _numbers(bricks: Tensor, layout: Layout, fine: bool) -> Tensor:
         if layout.minima:
             total = total + others.pop(0)
     return from_lanes(total.half())
-
-
-def digits(bits: int, width: int, signed: bool) -> int:
-    """Into how many digits of a width codes of so many bits are cut."""
-    if not signed:
-        return -(-bits // width)
-    half, low, high, count = 1 << (width - 1), -(1 << (bits - 1)), (1 << (bits - 1)) - 1, 1
-    while low < -half or high >= half:
-        low, high, count = (low + half) >> width, (high + half) >> width, count + 1
-    return count
-
-
-def _cut(codes: Tensor, bits: int, width: int, signed: bool) -> list[Tensor]:
-    """Codes as digits, the lowest first; signed ones stand half a range too high, as codes do."""
-    rest, out = codes.to(torch.int16), []
-    half = 1 << (width - 1) if signed else 0
-    if signed:
-        rest = rest - (1 << (bits - 1))
-    for _ in range(digits(bits, width, signed)):
-        out.append(((rest + half) & ((1 << width) - 1)).to(torch.uint8))
-        rest = (rest + half) >> width
-    return out
 
 
 def _width(segments: Sequence[Segment], zeros: Zeros) -> int:
@@ -294,93 +244,19 @@ def _padded(order: Tensor) -> Tensor:
 
 
 def _run(
-    parts: dict[int, list[Segment]],
-    layout: Layout,
-    fine: bool,
-    factor: float,
-    columns: int,
-    device: torch.device,
-) -> Run:
-    """The bricks of segments, by the number of their digits."""
-    blocks = {count: -(-sum(one.rows for one in part) // BLOCK) for count, part in parts.items()}
-    shares = tuple(Share(count, blocks[count]) for count in parts)
-    stored = sum(share.digits * share.blocks for share in shares)
-    shape = (-(-columns // TILE), stored, layout.brick(fine))
-    bricks = torch.empty(shape, dtype=torch.uint8, device=device)
-    at = 0
-    for count, part in parts.items():
-        wide = count * blocks[count]
-        mine = bricks[:, at : at + wide].view(shape[0], blocks[count], count, shape[2])
-        rows = sum(one.rows for one in part)
-        most = max(MOST, min(MOST_ON_GPU, rows * columns // 8)) if device.type == "cuda" else MOST
-        step = max(TILE, max(most, rows * columns // 32) // rows // TILE * TILE)
-        for start in range(
-            0, columns, step
-        ):  # a part at a time: codes one by one take several times their space
-            made = _planes(part, layout, count, start, min(start + step, columns))
-            mine[start // TILE : start // TILE + len(made), ..., : 256 * layout.bits] = made
-        mine[..., 256 * layout.bits :] = _tables(part, layout, count, fine, factor, columns)
-        at += wide
-    return Run(bricks, shares)
-
-
-def _tables(
-    part: Sequence[Segment], layout: Layout, count: int, fine: bool, factor: float, columns: int
-) -> Tensor:
-    """Scales and what else groups have, (tiles, blocks, digits, bytes)."""
-    device, groups = part[0].codes.device, 8 // (layout.fine if fine else layout.steps)
-    sizes = [size for segment in part for size in segment.sizes]
-    blocks = -(-sum(sizes) // BLOCK)
-    repeats = torch.tensor([-(-size * groups // BLOCK) for size in sizes], device=device)
-    times = torch.tensor([float(1 << layout.bits * place) for place in range(count)], device=device)
-
-    def table(values: Sequence[Tensor], times: Tensor) -> Tensor:
-        whole = torch.cat([one.float() for one in values]).repeat_interleave(repeats, 0)
-        whole = F.pad(whole, (0, -columns % TILE, 0, blocks * groups - len(whole)))
-        grid = whole.view(blocks, 1, groups, -1, 2, 8) * times.view(1, -1, 1, 1, 1, 1)
-        if float(grid.abs().max()) > _LARGEST:
-            raise Unsupported(f"scales above {_LARGEST / float(times[-1]):.0f}")
-        lanes = grid.half().permute(3, 0, 1, 2, 5, 4)  # tile, block, digit, group, lane's output, eight
-        return lanes.reshape(len(lanes), blocks, count, -1).contiguous().view(torch.uint8)
-
-    tables = [table([segment.scales.expand().float() * factor for segment in part], times)]
-    once = (times == 1).float()
-    if layout.zeros == "table":
-        tables.append(table([-_zeros(segment, columns) for segment in part], once))
-    if layout.minima:
-        tables.append(table([-_minima(segment, columns) * factor for segment in part], once))
-    return torch.cat(tables, -1)
-
-
-def _planes(part: Sequence[Segment], layout: Layout, count: int, start: int, stop: int) -> Tensor:
-    """The codes of some outputs as bricks hold them, (tiles, blocks, digits, bytes)."""
-    signed = layout.zeros == "half"
-    cut = []
-    for segment in part:
-        codes = unpack(segment.codes[:, start:stop], segment.bits, segment.rows)
-        cut.append(torch.stack(_cut(codes, segment.bits, layout.bits, signed)))
-    every = torch.cat(cut, 1)
-    every = F.pad(every, (0, -every.shape[2] % TILE, 0, -every.shape[1] % BLOCK))
-    made = []
-    for codes in every:
-        lanes, low, planes = to_lanes(codes), 0, []
-        for width in PLANES[layout.bits]:
-            planes.append(plane((lanes >> low) & ((1 << width) - 1), width))
-            low += width
-        made.append(torch.cat(planes, -1))
-    return torch.stack(made, 2)
-
-
-def _zeros(segment: Segment, columns: int) -> Tensor:
-    if isinstance(segment.zero, Tensor):
-        return segment.zero.float()
-    return torch.full((len(segment.sizes), columns), float(segment.zero), device=segment.codes.device)
-
-
-def _minima(segment: Segment, columns: int) -> Tensor:
-    if segment.minimum is not None:
-        return segment.minimum.expand().float()
-    return torch.zeros(len(segment.sizes), columns, device=segment.codes.device)
+    parts: dict[int, list[Segment]], like: Piece, fine: bool, device: torch.device
+) -> tuple[Run, list[tuple[Tensor, Piece]]]:
+    """The bricks of segments, by the number of their digits; and what is still to be filled with what."""
+    pieces = [replace(like, segments=tuple(part), digits=n, fine=fine) for n, part in parts.items()]
+    shares = tuple(Share(piece.digits, piece.blocks) for piece in pieces)
+    sizes = [piece.digits * piece.blocks for piece in pieces]
+    size = like.layout.brick(fine)
+    bricks = torch.empty(-(-like.outputs // TILE), sum(sizes), size, dtype=torch.uint8, device=device)
+    rooms = [
+        mine.view(len(bricks), piece.blocks, piece.digits, size)
+        for piece, mine in zip(pieces, bricks.split_with_sizes(sizes, 1), strict=True)
+    ]
+    return Run(bricks, shares), list(zip(rooms, pieces, strict=True))
 
 
 def _factor(weight: PackedWeight) -> float:
