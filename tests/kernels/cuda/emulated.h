@@ -78,6 +78,12 @@ static inline uint32_t mul2(uint32_t a, uint32_t b) {
 static inline uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
     return both(a, b, c, [](double x, double y, double z) { return x * y + z; });
 }
+static inline uint32_t min2(uint32_t a, uint32_t b) {
+    return both(a, b, 0, [](double x, double y, double) { return std::min(x, y); });
+}
+static inline uint32_t max2(uint32_t a, uint32_t b) {
+    return both(a, b, 0, [](double x, double y, double) { return std::max(x, y); });
+}
 static inline uint32_t bytes(uint32_t a, uint32_t b, uint32_t choice) {
     const uint64_t all = a | (uint64_t)b << 32;
     uint32_t out = 0;
@@ -106,6 +112,10 @@ static inline float exchange(float x, int distance) {
     bits = shown({bits}, [=](const Fibre* warp) { return warp[lane ^ distance].bits[0]; });
     memcpy(&x, &bits, 4);
     return x;
+}
+static inline uint32_t exchange_word(uint32_t x, int distance) {
+    const int lane = now % 32;
+    return shown({x}, [=](const Fibre* warp) { return warp[lane ^ distance].bits[0]; });
 }
 static inline bool anybody(bool x) {
     return shown({x}, [](const Fibre* warp) {

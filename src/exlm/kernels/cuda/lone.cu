@@ -72,8 +72,8 @@ DEVICE float summed(float x) {
 // 64 numbers in or out of the space of rotated codes, two of each lane.
 DEVICE void rotate(float (&x)[2], int lane) {
     LOOP for (int other = 1; other < 32; other *= 2) LOOP for (int i = 0; i < 2; i++) {
-        const float theirs = exchange(x[i], other);
-        x[i] = lane & other ? theirs - x[i] : x[i] + theirs;
+        const float theirs = exchange(x[i], other), sign = lane & other ? -1.0f : 1.0f;
+        x[i] = fmaf(x[i], sign, theirs);
     }
     LOOP for (int i = 0; i < 2; i++) x[i] *= 0.03125f;
 }

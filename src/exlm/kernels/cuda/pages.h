@@ -22,6 +22,8 @@ DEVICE u32 mul2(u32 a, u32 b) { u32 out; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(o
 DEVICE u32 fma2(u32 a, u32 b, u32 c) {
     u32 out; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c)); return out;
 }
+DEVICE u32 min2(u32 a, u32 b) { u32 out; asm("min.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b)); return out; }
+DEVICE u32 max2(u32 a, u32 b) { u32 out; asm("max.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b)); return out; }
 DEVICE u32 bytes(u32 a, u32 b, u32 choice) { return __byte_perm(a, b, choice); }
 DEVICE float as_float(u16 half) { float out; asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(half)); return out; }
 DEVICE u16 as_half(float number) { u16 out; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out) : "f"(number)); return out; }
@@ -30,6 +32,7 @@ DEVICE u32 as_halves(float low, float high) {
 }
 DEVICE float power(float x) { float out; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x)); return out; }
 DEVICE float exchange(float x, int distance) { return __shfl_xor_sync(~0u, x, distance); }
+DEVICE u32 exchange_word(u32 x, int distance) { return __shfl_xor_sync(~0u, x, distance); }
 DEVICE bool anybody(bool x) { return __any_sync(~0u, x); }
 DEVICE u32 transposed(u32 x) {  // of 8 × 8 halves
     u32 out; asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(x)); return out;
@@ -154,10 +157,12 @@ template <int CODING> DEVICE void keep(float (&x)[2], char* stored, u16* scales,
         if (write) ((u16*)stored)[home * (HEAD / 2) + run * 32 + lane] = (u16)bytes(code, 0, 0x4431);
         return;
     }
-    LOOP for (int other = 1; other < 32; other *= 2) LOOP for (int i = 0; i < 2; i++) {
-        const float theirs = exchange(x[i], other);
-        x[i] = clamped(lane & other ? theirs - x[i] : x[i] + theirs);
+    u32 both = as_halves(x[0], x[1]);
+    LOOP for (int other = 1; other < 32; other *= 2) {  // theirs less one's own, or the sum, and no infinities
+        const u32 theirs = exchange_word(both, other), sign = lane & other ? 0xbc00bc00 : 0x3c003c00;
+        both = max2(min2(fma2(both, sign, theirs), 0x7bff7bff), 0xfbfffbff);
     }
+    x[0] = as_float((u16)both), x[1] = as_float((u16)(both >> 16));
     const float centre = CODING == 1 ? 128 : 8;
     float peak = fmaxf(fabsf(x[0]), fabsf(x[1]));
     LOOP for (int other = 1; other < 16; other *= 2) peak = fmaxf(peak, exchange(peak, other));
