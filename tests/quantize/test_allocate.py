@@ -6,7 +6,7 @@ import random
 from itertools import pairwise, product
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from exlm.errors import InputError
@@ -59,6 +59,7 @@ def test_many_slots_come_very_close() -> None:
 
 
 @given(slots_of, st.floats(0, 30))
+@example([[(1, 2.0), (2, 1e-9)]], 0.0)
 def test_harm_is_kept_below(raw: list[list[tuple[int, float]]], harm: float) -> None:
     slots = made(raw)
     if sum(min(c.harm for c in slot) for slot in slots) > harm + 1e-9:

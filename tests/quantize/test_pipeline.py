@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+import string
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -196,7 +197,9 @@ def test_a_kill_in_the_second_try_ends_in_the_same_bytes(
 
 
 @pytest.mark.parametrize("group", [32, 128])
-def test_gptq_is_made_too(source: Path, text: Path, tmp_path: Path, group: int) -> None:
+def test_gptq_is_made_too(source: Path, tmp_path: Path, group: int) -> None:
+    text = tmp_path / "text.txt"  # with every letter in it: what is asked below is no text at all
+    text.write_text("".join(random.Random(1).choices(string.printable, k=2600)), encoding="utf-8")
     quantize_model(source, tmp_path / "g", method="gptq", group_size=group, calibration=text, **FEW)
     said = read_json(tmp_path / "g" / "config.json")["quantization_config"]
     assert said == {
@@ -208,7 +211,7 @@ def test_gptq_is_made_too(source: Path, text: Path, tmp_path: Path, group: int) 
         "checkpoint_format": "gptq",
     }
     exact, rounded = logits(source), logits(tmp_path / "g")
-    assert float((exact - rounded).norm() / exact.norm()) < 0.3
+    assert float((exact - rounded).norm() / exact.norm()) < 0.25
 
 
 def test_a_head_that_was_the_embedding_is_made_too(text: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from exlm.quantize.measure import output_side
 from exlm.quantize.measurement import recipes
 from exlm.quantize.recipe import recipe
 from exlm.quantize.rounding import Factors, Grid, factors, feed_back, upper_of_inverse
+from exlm.quantize.settle import RUN, SWEEPS, settle
 from exlm.quantize.solve import Effort, loss, losses, quick, solve
 from exlm.quantize.wave import Outputs, round_both
 
@@ -123,9 +124,56 @@ def test_knowing_the_outputs_helps() -> None:
     assert side is not None
     assert both(side) < 0.8 * both(None)
     order = side.order.flip(0)  # those that matter least first
-    turned = upper_of_inverse(g[order][:, order] + 0.1 * g.diagonal().mean() * torch.eye(64))
+    turned = upper_of_inverse(side.gradients[order][:, order])
     assert turned is not None
-    assert both(side) < 0.95 * both(Outputs(order, turned))
+    assert both(side) < 0.95 * both(Outputs(order, turned, side.gradients))
+
+
+def slow_settle(codes: Tensor, w: Tensor, scale: Tensor, half: Tensor, h: Tensor, g: Tensor) -> Tensor:
+    """Every move tried by itself, the harm computed anew each time."""
+    codes = codes.clone()
+
+    def harm_of(tried: Tensor) -> float:
+        error = w - tried * scale
+        return float((error * (h @ error @ g)).sum())
+
+    for _, row, first in product(range(SWEEPS), range(len(w)), range(0, w.shape[1], RUN)):
+        least, best = harm_of(codes), codes
+        for column, step in product(range(first, min(first + RUN, w.shape[1])), (-1, 1)):
+            tried = codes.clone()
+            tried[row, column] += step
+            if -half[row] <= tried[row, column] < half[row] and harm_of(tried) < least:
+                least, best = harm_of(tried), tried
+        codes = best
+    return codes
+
+
+@pytest.mark.parametrize("columns", [5, 64])
+def test_settling_moves_what_gains_most(columns: int) -> None:
+    w, h = problem(32, columns)
+    _, g = problem(columns, 1, 4)
+    scale, half = torch.full_like(w, 2**-4), torch.full((32,), 4.0)
+    codes = (w / scale).round().clamp(-4, 3)
+    found = settle(codes, w, scale, half, h, g)
+    assert torch.equal(found, slow_settle(*(x.double() for x in (codes, w, scale, half, h, g))).float())
+    assert bool((found != codes).any())
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 4), st.integers(1, 140), st.integers(0, 9))
+def test_settling_never_harms(blocks: int, columns: int, seed: int) -> None:
+    w, h = problem(32 * blocks, columns, seed)
+    _, g = problem(columns, 1, seed + 1)
+    scale, half = torch.rand_like(w) * 0.05 + 0.01, torch.full((len(w),), 8.0)
+    codes = (w / scale).round().clamp(-8, 7)
+    found = settle(codes, w, scale, half, h, g)
+
+    def harm_of(tried: Tensor) -> float:
+        error = (w - (tried * scale).half().float()).double()
+        return float((error * (h.double() @ error @ g.double())).sum())
+
+    assert harm_of(found) <= harm_of(codes) * (1 + 1e-5)
+    assert bool(((found >= -8) & (found <= 7) & (found == found.round())).all())
 
 
 @pytest.mark.parametrize("group", [32, 128])

@@ -49,8 +49,7 @@ def within(slots: Sequence[Slot], budget: int, weights: int) -> Allocation:
             full.add(number)
             continue
         used, at[number] = used + cost, step + 1
-    chosen = [line[place] for line, place in zip(edges, at, strict=True)]
-    return Allocation(tuple(_filled(slots, chosen, budget - used)))
+    return Allocation(tuple(_filled(slots, list(_reached(edges, at).choices), budget - used)))
 
 
 def below(slots: Sequence[Slot], harm: float) -> Allocation:
@@ -59,16 +58,17 @@ def below(slots: Sequence[Slot], harm: float) -> Allocation:
     at = [0] * len(edges)
     left = sum(line[0].harm for line in edges)
     for number, step in _steps(edges):
-        if left <= harm:
+        if left <= harm and _reached(edges, at).harm <= harm:  # a running sum drifts
             break
         left += edges[number][step + 1].harm - edges[number][step].harm
         at[number] = step + 1
-    if left > harm:
+    found = _reached(edges, at)
+    if found.harm > harm:
         raise InputError(
-            f"A divergence of {harm:g} cannot be reached: at the most bits EXL2 has, about {left:.2g} is "
-            "expected. Allow more."
+            f"A divergence of {harm:g} cannot be reached: at the most bits EXL2 has, about {found.harm:.2g} "
+            "is expected. Allow more."
         )
-    return Allocation(tuple(line[place] for line, place in zip(edges, at, strict=True)))
+    return found
 
 
 def least(slots: Sequence[Slot]) -> float:
@@ -86,6 +86,11 @@ def edge(slot: Slot) -> list[Choice]:
             line.pop()
         line.append(choice)
     return line
+
+
+def _reached(edges: Sequence[Sequence[Choice]], at: Sequence[int]) -> Allocation:
+    """The choices at these places of the edges."""
+    return Allocation(tuple(line[place] for line, place in zip(edges, at, strict=True)))
 
 
 def _gain(a: Choice, b: Choice) -> float:

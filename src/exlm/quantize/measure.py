@@ -137,9 +137,9 @@ def output_side(gradients: Tensor, ridge: float) -> Outputs | None:
     if gradients.dim() != 2 or not float(gradients.diagonal().sum()):
         return None
     order = gradients.diagonal().argsort(descending=True, stable=True)
-    g = gradients[order][:, order] / gradients.diagonal().mean()
-    upper = upper_of_inverse(g + ridge * torch.eye(len(g), device=g.device))
-    return None if upper is None else Outputs(order, upper)
+    g = gradients / gradients.diagonal().mean() + ridge * torch.eye(len(gradients), device=gradients.device)
+    upper = upper_of_inverse(g[order][:, order])
+    return None if upper is None else Outputs(order, upper, g)
 
 
 def profile(w: Tensor, heard: Heard, damping: float, ridge: float, where: str) -> Profile:

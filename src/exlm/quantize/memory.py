@@ -23,6 +23,9 @@ PROGRAM = 450 * 2**20
 SOLVING = 9
 """Tensors of a matrix's shape being rounded: target, codes, losses, scales, gradient, and passing ones."""
 
+SETTLING = 4
+"""More of them where the gradients of the outputs are known together."""
+
 
 @dataclass(frozen=True)
 class Shapes:
@@ -84,8 +87,7 @@ class Shapes:
         """A layer three times over, covariances, one matrix being solved, both streams and their copies."""
         return 6 * self.stream + max(
             FLOAT * 3 * sum(map(_size, layer))
-            + FLOAT * max(SOLVING * _size(m) + 10 * m.in_features**2 for m in layer)
-            + FLOAT * max(3 * m.out_features**2 for m in layer if m.out_features <= measure.WIDEST)
+            + FLOAT * max(_solving(m) + 10 * m.in_features**2 for m in layer)
             + self._passing(layer, 2)
             for layer in self.layers()
         )
@@ -107,6 +109,13 @@ class Shapes:
 
 def _size(m: Matrix) -> int:
     return m.in_features * m.out_features
+
+
+def _solving(m: Matrix) -> int:
+    """Numbers held while a matrix is rounded, but for those of its inputs."""
+    if m.out_features > measure.WIDEST:
+        return SOLVING * _size(m)
+    return (SOLVING + SETTLING) * _size(m) + 5 * m.out_features**2
 
 
 def _heard(m: Matrix) -> int:

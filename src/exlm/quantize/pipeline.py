@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from .. import spec
 from ..errors import InputError
 from ..formats import PackedWeight
 from . import measure, streams
@@ -201,6 +202,7 @@ def quantise(work: Work, recipes: Mapping[str, Recipe]) -> None:
             lambda role, w, h, kept=kept: _solved(work, recipes, role, w, h, kept.get(role)),  # type: ignore[misc]
             damping(work),
             {role.removesuffix(CARE): care for role, care in kept.items() if role.endswith(CARE)},
+            _adding(work.model.layers[layer], layer),
         )
         streams.advance(shop.taps, exact, lambda x, batch, block=block: run(block, x, batch), s)  # type: ignore[misc]
         streams.check_finite(s, f"layers.{layer}")
@@ -221,6 +223,14 @@ def quantise(work: Work, recipes: Mapping[str, Recipe]) -> None:
         )
         _keep(work, "layer.head", made)
     work.step(HEAD_UNITS, "quantising the head")
+
+
+def _adding(layer: spec.Layer, number: int) -> list[str]:
+    """Roles whose answers are added to the stream as they are."""
+    if layer.residual_scale != 1.0:
+        return []
+    ends = {"attn.o": layer.attn_post, "mlp.down": layer.mlp_post}
+    return [f"layers.{number}.{end}" for end, norm in ends.items() if norm is None]
 
 
 def damping(work: Work) -> float:

@@ -18,6 +18,7 @@ from . import scaling
 from .recipe import Group
 from .rounding import Factors, Grid, descend, feed_back
 from .scaling import GroupScale
+from .settle import settle
 from .wave import Outputs, round_both
 
 
@@ -126,7 +127,9 @@ def solve(
     if outputs is not None:
         halves = torch.tensor([float(1 << (g.bits - 1)) for g in groups], device=w.device)
         half = halves.repeat_interleave(torch.tensor(solution.sizes, device=w.device))
-        solution.codes = round_both(target, solution.spread(), half, f.upper, outputs)
+        scale = solution.spread()
+        codes = round_both(target, scale, half, f.upper, outputs)
+        solution.codes = settle(codes, target, scale, half, f.hessian, outputs.gradients)
     return solution
 
 

@@ -2,14 +2,16 @@
 
 Two streams of states run side by side, the float model's and the quantised one's. Each matrix is first moved
 so that from the quantised stream's inputs it gives the float stream's answers, then rounded; the matrices
-behind it hear the rounded ones.
+behind it hear the rounded ones. A matrix whose answers are added to the stream also makes good for what the
+stream has lost before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,10 +76,12 @@ def quantise(
     solver: Solver,
     ridge: float,
     care: Mapping[str, Tensor],
+    adding: Collection[str] = (),
 ) -> dict[str, PackedWeight]:
     """Every matrix of a module, the taps left with the rounded ones; the streams stay where they are.
 
-    `care` has for some roles how much each token matters; for the others all matter alike.
+    `care` has for some roles how much each token matters; for the others all matter alike. The answers of
+    roles in `adding` are added to the stream as they are.
     """
     exact = {role: tap.data for role, tap in taps.items()}
     made: dict[str, PackedWeight] = {}
@@ -85,12 +89,11 @@ def quantise(
         shared = [role for role in together if not (".experts." in role and role.endswith(".down"))]
         for roles in [shared] if shared else [[role] for role in together]:
             now = {role: tap.data for role, tap in taps.items()}
-            heard = _listen(taps, roles, forward, streams, exact, now, care)
+            whole = roles[0] in adding
+            heard = _listen(taps, roles, forward, streams, exact, now, care, whole=whole)
             for role in roles:
-                w, (covariance, cross) = exact[role].T, heard[role]
-                if cross is not None:
-                    w = _moved(w, covariance, cross, ridge)
-                values, made[role] = solver(role, w.contiguous(), covariance)
+                w = heard[role].moved(exact[role].T, ridge)
+                values, made[role] = solver(role, w.contiguous(), heard[role].covariance)
                 now[role] = values.T.contiguous()
             _install(taps, now)
     return made
@@ -124,72 +127,119 @@ def _listen(
     exact: Mapping[str, Tensor],
     now: Mapping[str, Tensor],
     care: Mapping[str, Tensor],
-) -> dict[str, tuple[Tensor, Tensor | None]]:
-    """For each role the covariance of the rounded stream's inputs, and with how the exact ones differ.
-
-    The latter is None for experts: the two streams may send a token to different ones.
-    """
+    *,
+    whole: bool,
+) -> dict[str, _Heard]:
+    """For each role what the rounded stream asks it; with `whole`, also what the stream has lost by then."""
     paired = not any(".experts." in role for role in roles)
     ears = [taps[roles[0]]] if paired else [taps[r] for r in roles if not r.endswith(".up")]
     weighted = {role: care[role] for role in roles if role in care and float(care[role].sum())}
     sums = {role: _Sums(taps[role].data) for role in weighted} | {"": _Sums(taps[roles[0]].data)}
+    if whole:
+        exact, now = ({**tensors, **_silent(tensors, roles[0])} for tensors in (exact, now))
     past = 0
     for i, batch in enumerate(s.batches):
-        heard = []
+        heard, behind = [], []
         for tensors, stream in ((exact, s.exact), (now, s.rounded)):
             if tensors is exact and not paired:
                 continue
             _install(taps, tensors)
-            heard.append(torch.cat(list(_inputs(ears, forward, stream[i], batch, stop=paired))))
+            inputs, end = _inputs(ears, forward, stream[i], batch, stop=paired and not whole)
+            heard.append(inputs)
+            behind.append(end)
         x, off = heard[-1], heard[0] - heard[1] if paired else None
+        lost = (behind[0] - behind[1]).flatten(0, -2) if whole else None
         for role, each in weighted.items():
-            sums[role].add(x, off, each[past : past + len(x)].to(x.device))
+            sums[role].add(x, off, lost, each[past : past + len(x)].to(x.device))
         if len(weighted) < len(roles):
-            sums[""].add(x, off, x.new_ones(len(x)))
+            sums[""].add(x, off, lost, x.new_ones(len(x)))
         past += len(x)
     return {role: sums[role if role in weighted else ""].means() for role in roles}
 
 
+class _Heard(NamedTuple):
+    """Means over tokens, of the inputs with themselves, with how they are off, and with what the stream lost.
+
+    `cross` is None for experts: the two streams may send a token to different ones.
+    """
+
+    covariance: Tensor  # (in, in)
+    cross: Tensor | None  # (in, in)
+    lost: Tensor | None  # (in, out), if the answers are added to the stream
+    tokens: int
+
+    def moved(self, w: Tensor, ridge: float) -> Tensor:
+        """The matrix that from the rounded inputs comes closest to the exact answers.
+
+        What the stream lost before it is made good with more care the less text there is: most of that has
+        nothing to do with the inputs.
+        """
+        if self.cross is None:
+            return w
+        off = self.cross @ w
+        moved = self._solved(off, ridge)
+        if self.lost is not None:
+            moved = moved + self._solved(self.lost - off, max(ridge, len(w) / self.tokens))
+        return w + moved if bool(torch.isfinite(moved).all()) else w
+
+    def _solved(self, wanted: Tensor, ridge: float) -> Tensor:
+        eye = torch.eye(len(self.covariance), device=wanted.device)
+        solved: Tensor = torch.linalg.solve(
+            self.covariance + ridge * self.covariance.diagonal().mean() * eye, wanted
+        )
+        return solved
+
+
 class _Sums:
-    """Over tokens: of the inputs' products with themselves, and with how they are off."""
+    """What `_Heard` has the means of."""
 
     def __init__(self, matrix: Tensor) -> None:
         width = matrix.shape[1]
         self.covariance, self.cross = matrix.new_zeros(2, width, width)
-        self.total, self.paired = matrix.new_zeros(()), True
+        self.lost: Tensor | None = None
+        self.total, self.tokens, self.paired = matrix.new_zeros(()), 0, True
 
-    def add(self, x: Tensor, off: Tensor | None, care: Tensor) -> None:
+    def add(self, x: Tensor, off: Tensor | None, lost: Tensor | None, care: Tensor) -> None:
         weighted = (x * care[:, None]).T
         self.covariance.addmm_(weighted, x)
         self.total += care.sum()
+        self.tokens += len(x)
         if off is None:
             self.paired = False
         else:
             self.cross.addmm_(weighted, off)
+        if lost is not None:
+            grown = weighted @ lost
+            self.lost = grown if self.lost is None else self.lost.add_(grown)
 
-    def means(self) -> tuple[Tensor, Tensor | None]:
+    def means(self) -> _Heard:
         if not float(self.total):
-            return torch.eye(len(self.covariance), device=self.covariance.device), None
-        return self.covariance / self.total, self.cross / self.total if self.paired else None
+            return _Heard(torch.eye(len(self.covariance), device=self.covariance.device), None, None, 0)
+        cross = self.cross / self.total if self.paired else None
+        lost = None if self.lost is None else self.lost / self.total
+        return _Heard(self.covariance / self.total, cross, lost, self.tokens)
 
 
-def _inputs(ears: list[Tap], forward: Forward, x: Tensor, batch: Batch, *, stop: bool) -> Iterator[Tensor]:
-    """What the taps are asked in one pass, which ends at the first of them with `stop`."""
+def _inputs(
+    ears: list[Tap], forward: Forward, x: Tensor, batch: Batch, *, stop: bool
+) -> tuple[Tensor, Tensor]:
+    """What the taps are asked in one pass, and its end; with `stop` it ends at the first of them."""
     heard: list[Tensor] = [x.new_zeros(0, ears[0].data.shape[1])]
     for ear in ears:
         ear.on_input, ear.last = lambda y: heard.append(y.flatten(0, -2)), stop
     with suppress(Reached):
-        forward(x, batch)
+        x = forward(x, batch)
     for ear in ears:
         ear.on_input, ear.last = None, False
-    return iter(heard)
+    return torch.cat(heard), x
 
 
-def _moved(w: Tensor, covariance: Tensor, cross: Tensor, ridge: float) -> Tensor:
-    """The matrix that from the rounded inputs comes closest to the exact answers."""
-    damped = covariance + ridge * covariance.diagonal().mean() * torch.eye(len(covariance), device=w.device)
-    moved: Tensor = torch.linalg.solve(damped, cross @ w)
-    return w + moved if bool(torch.isfinite(moved).all()) else w
+def _silent(tensors: Mapping[str, Tensor], role: str) -> dict[str, Tensor]:
+    """With these, what comes behind a role's half of the layer adds nothing to the stream."""
+    if ".attn." not in role:
+        return {}
+    behind = (r for r in tensors if ".mlp." in r and r.endswith(".down"))
+    return {r: tensors[r].new_zeros(()).expand_as(tensors[r]) for r in behind}
 
 
 def _install(taps: Mapping[str, Tap], tensors: Mapping[str, Tensor]) -> None:

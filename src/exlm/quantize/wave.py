@@ -24,6 +24,7 @@ class Outputs(NamedTuple):
 
     order: Tensor  # (columns,)
     upper: Tensor  # V with Vᵀ V = G⁻¹, in that order
+    gradients: Tensor  # G, in the order of the columns
 
 
 def round_both(w: Tensor, scale: Tensor, half: Tensor, upper: Tensor, outputs: Outputs) -> Tensor:
