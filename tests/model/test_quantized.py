@@ -37,6 +37,13 @@ def load(folder: Path) -> Model:
     return model
 
 
+def plain(folder: Path) -> Model:
+    """By plain torch, which multiplies with the very weights that a format defines."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EXLM_CPU", "0")
+        return load(folder)
+
+
 def greedy(model: Model, ids: Tensor, count: int) -> list[int]:
     cache, out = Cache(model, max_seq_len=ids.shape[1] + count), []
     logits = model.forward(ids, cache, last_id_only=True)
@@ -72,12 +79,14 @@ def test_true_files(fixtures_dir: Path, name: str, reference: str, limit: float,
 
 
 @pytest.mark.parametrize("name", GPTQMODEL)
-def test_true_files_of_another_tool(fixtures_dir: Path, name: str) -> None:
+@pytest.mark.parametrize(("way", "limit"), [(plain, 1e-5), (load, 1e-3)])
+def test_true_files_of_another_tool(fixtures_dir: Path, name: str, way: Any, limit: float) -> None:
+    """The kernels for processors leave out the rounding of each weight to float16, 2e-4 of a product."""
     want = load_file(fixtures_dir / "reference" / f"gptqmodel-{name}.safetensors")
-    model = load(fixtures_dir / f"gptqmodel-{name}")
+    model = way(fixtures_dir / f"gptqmodel-{name}")
     ids = want["input_ids"].long().view(1, -1)
     logits = want["logits_dequant_fp32"]
-    assert float((model.forward(ids)[0] - logits).norm() / logits.norm()) < 1e-5
+    assert float((model.forward(ids)[0] - logits).norm() / logits.norm()) < limit
     greedy_ids = want["greedy"].flatten().tolist()
     count = len(greedy_ids) - ids.shape[1]
     assert greedy(model, ids, count) == greedy_ids[-count:]
@@ -85,7 +94,7 @@ def test_true_files_of_another_tool(fixtures_dir: Path, name: str) -> None:
 
 def assert_twins(folder: Path, twin: Path) -> None:
     ids = torch.randint(3, 60, (2, 40))
-    got, want = load(folder).forward(ids), load(twin).forward(ids)
+    got, want = plain(folder).forward(ids), plain(twin).forward(ids)
     assert float((got - want).norm() / want.norm()) < 1e-5
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from hypothesis import strategies as st
@@ -88,9 +88,15 @@ def _scales(kind: str, groups: int, columns: int) -> Scales:
     return Direct(table.half() if kind == "half" else table)
 
 
+def meant(weight: PackedWeight, digits: bool) -> Tensor:
+    """The float32 weights that products use: with digits those before they are rounded to float16."""
+    unrounded = digits and is_plain(weight)
+    return (replace(weight, dtype=torch.float32) if unrounded else weight).dequantize().float()
+
+
 def slack(weight: PackedWeight, x: Tensor, digits: bool) -> Tensor:
     """How far a product may be off: float32 sums, and with digits each x by half a step of its largest."""
-    sizes = weight.dequantize().double().abs()
+    sizes = meant(weight, digits).double().abs()
     off = 1e-6 * (x.double().abs() @ sizes) + 1e-7
     if not digits or not is_plain(weight):
         return off

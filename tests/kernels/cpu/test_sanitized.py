@@ -28,7 +28,9 @@ from exlm.cache.coded import CodedLayer, Rotated
 from exlm.cache.dense import DenseLayer
 from exlm.cache.layer import LayerShape
 from exlm.kernels.cpu.attention import PagedAttention, Standing, TurningTables
+from exlm.kernels.cpu.floats import arrange_floats, narrowed
 from exlm.kernels.cpu.project import Together
+from exlm.kernels.cpu.shelf import Shelf
 from exlm.nn import Batch
 from tests.kernels.cpu.chance import RECIPES, make
 
@@ -45,6 +47,9 @@ def walk(recipe, rows, threads):
     x = torch.randn(rows, recipe.columns)
     AddRmsNorm(made, torch.ones(recipe.columns), 1e-5, None)(x, x)
     SiluGate(made)(x, x)
+    data = torch.randn(8 * threads, 16 * rows).to(torch.float16 if rows % 2 else torch.bfloat16).float()
+    floats = arrange_floats(narrowed(data, made, threads, Shelf()), None)
+    assert PackedLinear(made, floats)(torch.randn(rows, 16 * rows)).isfinite().all()
     linear = PackedLinear(made, blocks)
     for gated, count in ((False, 3), (True, 2)):
         together = Together(made, [linear] * count, torch.ones(weight.in_features), 1e-5, gated)

@@ -1,28 +1,33 @@
 """The CPU backend: packed matrices straight from their codes, and what lies between them, in float32.
 
-Dense matrices, other norms and gates, and attention over many new tokens are left to plain torch.
+Dense matrices stay in sixteen bits if their numbers are such. Other dense ones, other norms and gates, and
+attention over many new tokens are left to plain torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ... import spec
 from ...errors import Unsupported
-from ...formats import PackedWeight, Weight
+from ...formats import DenseWeight, PackedWeight, Weight
 from .. import backend as b
 from ..reference import ReferenceBackend
 from .attention import PagedAttention, Standing, TurningTables
 from .blocks import Blocks, arrange
+from .floats import arrange_floats, narrowed
 from .library import load
 from .linear import PackedLinear, PackedLookup
 from .project import Together
+from .shelf import Shelf
 from .small import AddRmsNorm, RmsNorm, SiluGate
 
 
@@ -41,26 +46,32 @@ class CpuBackend:
         self._library = load(folder, instructions)
         self._reference = ReferenceBackend(device, dtype)
         self._standing = Standing()
-        self._tables: WeakKeyDictionary[PackedWeight, Blocks] = WeakKeyDictionary()  # perhaps also the head
+        self._shelf = Shelf()
+        self._tables: WeakKeyDictionary[Weight, Blocks] = WeakKeyDictionary()  # perhaps also the head
 
     def linear(self, weight: Weight) -> b.Linear:
-        """Packed weights, rearranged."""
-        return PackedLinear(self._library, self._arranged(weight))
+        """Packed weights, rearranged, and dense ones in sixteen bits."""
+        if weight in self._tables:
+            return PackedLinear(self._library, self._tables[weight])
+        threads = torch.get_num_threads()
+        if isinstance(weight, PackedWeight):
+            return PackedLinear(self._library, arrange(weight, self._library, threads, self._shelf))
+        if isinstance(weight, DenseWeight):
+            data = narrowed(weight.data, self._library, threads, self._shelf)
+            return PackedLinear(self._library, arrange_floats(data, weight.bias))
+        raise Unsupported("only packed and dense matrices")
 
     def embedding(self, weight: Weight) -> b.Lookup:
-        """A packed table, which may be the head's matrix as well."""
-        blocks = self._arranged(weight)
-        assert isinstance(weight, PackedWeight)
-        self._tables[weight] = blocks
-        return PackedLookup(self._library, blocks, weight.dtype)
-
-    def _arranged(self, weight: Weight) -> Blocks:
-        """The weight for C; a table that is also the head is rearranged once."""
-        if not isinstance(weight, PackedWeight):
-            raise Unsupported("only packed matrices")
-        if weight in self._tables:
-            return self._tables[weight]
-        return arrange(weight, self._library, torch.get_num_threads())
+        """A table that may be the head's matrix as well: rearranged once."""
+        if isinstance(weight, PackedWeight):
+            blocks = arrange(weight, self._library, torch.get_num_threads(), self._shelf)
+            self._tables[weight] = blocks
+            return PackedLookup(self._library, blocks, weight.dtype)
+        if not isinstance(weight, DenseWeight) or weight.data.dtype is not torch.float32:
+            raise Unsupported("only packed tables, and those of a head")
+        data = narrowed(weight.data, self._library, torch.get_num_threads(), self._shelf)
+        self._tables[weight] = arrange_floats(data, weight.bias)
+        return partial(F.embedding, weight=data)
 
     def norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> b.Norm:
         """Root mean squares with one scale for all."""

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ...errors import Unsupported
 from ...formats.packed import PackedWeight, Segment
-from ...formats.room import fresh
 from ...formats.scales import Direct, Nested, Scales
 from . import library
+from .shelf import Shelf
 
 SLOT = 16
 QUAD = 4
@@ -65,14 +65,15 @@ class _Part:
     held: tuple[Tensor, ...]
 
 
-def arrange(weight: PackedWeight, made: library.Library, threads: int) -> Blocks:
-    """The weight, rearranged by so many threads."""
+def arrange(weight: PackedWeight, made: library.Library, threads: int, shelf: Shelf | None = None) -> Blocks:
+    """The weight, rearranged by so many threads; onto the shelf, where there is one."""
+    shelf = shelf or Shelf()
     rounded, banded = _is_rounded(weight.dtype), made.digits and is_plain(weight)
     parts: list[_Part] = []
     sources: list[Tensor] = []
     row, place, spans = 0, 0, 0
     for segment in weight.segments:
-        part = (_banded if banded else _segment)(segment, made, threads)
+        part = (_banded if banded else _segment)(segment, made, threads, shelf)
         part.run.first, part.run.span = place, spans
         sources.append(torch.where(part.places < 0, -1, part.places + row))
         parts.append(part)
@@ -102,21 +103,21 @@ def _is_rounded(dtype: torch.dtype) -> bool:
 
 
 def is_plain(weight: PackedWeight) -> bool:
-    """Whether codes stand for themselves and no weight is rounded, so that sums of codes can be scaled."""
-    return weight.dtype is torch.float32 and all(segment.codebook is None for segment in weight.segments)
+    """Whether codes stand for themselves, so that sums of them can be scaled."""
+    return all(segment.codebook is None for segment in weight.segments)
 
 
-def _banded(segment: Segment, made: library.Library, threads: int) -> _Part:
+def _banded(segment: Segment, made: library.Library, threads: int, shelf: Shelf) -> _Part:
     bits = 8 if segment.bits == 7 else segment.bits
     columns, block = segment.codes.shape[1], SLOT << (bits & 1)
     places, owners = _places(segment.sizes, block)
     blocks, codes = len(places) // block, segment.codes.contiguous()
-    out = fresh(-(-columns // BAND) * BAND * len(places) * bits // 8)
+    out = shelf.take(-(-columns // BAND) * BAND * len(places) * bits // 8)
     made.repack_bands(
         *(codes.data_ptr(), columns, segment.bits, bits, places.data_ptr(), blocks),
         *(out.data_ptr(), threads),
     )
-    told, tables = _groups(segment, BAND)
+    told, tables = _groups(segment, BAND, shelf)
     spans = _spans(owners)
     run = library.Run(
         codes=out.data_ptr(), spans=spans.data_ptr(), bits=bits, blocks=blocks, count=len(spans), **told
@@ -133,17 +134,17 @@ def _spans(owners: Tensor) -> Tensor:
     return torch.stack((first, slots, owners[first]), 1).int().contiguous()
 
 
-def _segment(segment: Segment, made: library.Library, threads: int) -> _Part:
+def _segment(segment: Segment, made: library.Library, threads: int, shelf: Shelf) -> _Part:
     bits = 8 if segment.bits == 7 else segment.bits
     columns, block = segment.codes.shape[1], _SLOTS[bits] * SLOT
     places, owners = _places(segment.sizes, block)
     blocks, codes = len(places) // block, segment.codes.contiguous()
-    out = fresh(_padded(columns) * len(places) * bits // 8)
+    out = shelf.take(_padded(columns) * len(places) * bits // 8)
     made.repack(
         *(codes.data_ptr(), columns, segment.bits, bits, places.data_ptr(), blocks),
         *(out.data_ptr(), threads),
     )
-    told, tables = _groups(segment, QUAD)
+    told, tables = _groups(segment, QUAD, shelf)
     book = _book(segment)
     run = library.Run(
         codes=out.data_ptr(), owners=owners.data_ptr(), book=_address(book), bits=bits, blocks=blocks, **told
@@ -151,12 +152,12 @@ def _segment(segment: Segment, made: library.Library, threads: int) -> _Part:
     return _Part(run, places, (out, owners, *tables, *(() if book is None else (book,))))
 
 
-def _groups(segment: Segment, side: int) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
+def _groups(segment: Segment, side: int, shelf: Shelf) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
     """What a run says of its groups, and the tensors that hold it."""
     zero = segment.zero
-    scales, tables = _factors(segment.scales, side)
-    minima, more = _factors(segment.minimum, side)
-    zeros, most = _factors(Direct(zero) if isinstance(zero, Tensor) else None, side)
+    scales, tables = _factors(segment.scales, side, shelf)
+    minima, more = _factors(segment.minimum, side, shelf)
+    zeros, most = _factors(Direct(zero) if isinstance(zero, Tensor) else None, side, shelf)
     told = {"scales": scales, "minima": minima, "zeros": zeros, "groups": len(segment.sizes)}
     return {**told, "zero": zero if isinstance(zero, int) else 0}, (*tables, *more, *most)
 
@@ -191,7 +192,7 @@ def _book(segment: Segment) -> Tensor | None:
     return plain.repeat((1 << TABLE_BITS) // count).contiguous()
 
 
-def _factors(scales: Scales | None, side: int) -> tuple[library.Factors, tuple[Tensor, ...]]:
+def _factors(scales: Scales | None, side: int, shelf: Shelf) -> tuple[library.Factors, tuple[Tensor, ...]]:
     """A table of (groups, columns) as C takes it, and the tensors that hold it."""
     if scales is None:
         return library.Factors(), ()
@@ -200,7 +201,7 @@ def _factors(scales: Scales | None, side: int) -> tuple[library.Factors, tuple[T
         and scales.supers.dtype is torch.float16
         and (each := _even(scales.parents))
     ):
-        table, supers = _side_by_side(scales.codes, side), _side_by_side(scales.supers, side)
+        table, supers = (_side_by_side(part, side, shelf) for part in (scales.codes, scales.supers))
         factors = library.Factors(
             table=table.data_ptr(),
             supers=supers.data_ptr(),
@@ -210,7 +211,7 @@ def _factors(scales: Scales | None, side: int) -> tuple[library.Factors, tuple[T
         )
         return factors, (table, supers)
     whole = scales.expand()
-    table = _side_by_side(whole if whole.dtype in _KINDS else whole.float(), side)
+    table = _side_by_side(whole if whole.dtype in _KINDS else whole.float(), side, shelf)
     return library.Factors(table=table.data_ptr(), kind=_KINDS[table.dtype]), (table,)
 
 
@@ -220,12 +221,12 @@ def _even(parents: Tensor) -> int:
     return each if each and torch.equal(parents.long(), torch.arange(len(parents)) // each) else 0
 
 
-def _side_by_side(table: Tensor, side: int) -> Tensor:
+def _side_by_side(table: Tensor, side: int, shelf: Shelf) -> Tensor:
     """(groups, columns) → (quads, groups, 4) or (bands, groups, 32), with room behind."""
     groups, columns = table.shape
     missing = -columns % max(side, TILE)
     padded = torch.nn.functional.pad(table, (0, missing)) if missing else table
-    out = torch.zeros(padded.numel() + _BEHIND, dtype=table.dtype)
+    out = shelf.take((padded.numel() + _BEHIND) * table.itemsize).view(table.dtype)
     many = padded.shape[1] // side
     out[:-_BEHIND].view(many, groups, side).copy_(padded.view(groups, many, side).transpose(0, 1))
     return out

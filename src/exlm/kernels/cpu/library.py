@@ -98,6 +98,7 @@ class Library:
         self.columns = _function(loaded.exlm_columns, p, p, i, p)
         self.repack = _function(loaded.exlm_repack, p, i, i, i, p, i, p, i)
         self.repack_bands = _function(loaded.exlm_repack_bands, p, i, i, i, p, i, p, i)
+        self.narrow = _function(loaded.exlm_narrow, p, ctypes.c_long, i, p, i)
         self.norm = _function(loaded.exlm_norm, p, p, p, ctypes.c_float, i, i, p, p, i)
         self.silu = _function(loaded.exlm_silu, p, p, p, ctypes.c_long, i)
         self.attend = _function(loaded.exlm_attend, ctypes.c_char_p, ctypes.c_int64, i)

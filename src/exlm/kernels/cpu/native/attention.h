@@ -6,10 +6,11 @@
 
 #include <stdlib.h>
 
+#include "lanes.h"
 #include "pool.h"
 #include "vectors.h"
 
-enum { MOST_HEAD = 512 };
+enum { MOST_HEAD = 512, SOON = 12 }; /* tokens that are asked for before they are needed */
 
 /* What a layer is. */
 typedef struct {
@@ -32,7 +33,13 @@ typedef struct {
 static void turn(const Layer *l, const float *x, int64_t position, float *out) {
     const float *cos = l->cos + position * (l->turned / 2), *sin = l->sin + position * (l->turned / 2);
     int halves = l->turned / 2, a_step = l->pairs ? 2 : 1, b_at = l->pairs ? 1 : halves;
-    for (int i = 0; i < halves; i++) {
+    int whole = l->pairs ? 0 : halves / WIDE * WIDE;
+    for (int i = 0; i < whole; i += WIDE) {
+        Sixteen a = get(x + i), b = get(x + halves + i), c = get(cos + i), s = get(sin + i);
+        put(out + i, a * c - b * s);
+        put(out + halves + i, b * c + a * s);
+    }
+    for (int i = whole; i < halves; i++) {
         float a = x[i * a_step], b = x[i * a_step + b_at];
         out[i * a_step] = a * cos[i] - b * sin[i];
         out[i * a_step + b_at] = b * cos[i] + a * sin[i];
@@ -58,19 +65,25 @@ static void store(const Call *c) {
 
 /* The scores of one query head become its shares; answers what they must be divided by. */
 static float soften(float *scores, int64_t count) {
+    int64_t whole = count / WIDE * WIDE;
+    int rest = (int)(count - whole);
+    Sixteen sum = {0}, largest = sum + scores[0];
+    for (int64_t j = 0; j < whole; j += WIDE) {
+        Sixteen own = get(scores + j);
+        largest = where(own > largest, own, largest);
+    }
     float most = scores[0];
-    for (int64_t j = 1; j < count; j++) most = scores[j] > most ? scores[j] : most;
-    Sixteen sum = {0};
-    for (int64_t j = 0; j < count; j += WIDE) {
-        int rest = count - j < WIDE ? (int)(count - j) : WIDE;
-        Sixteen share = power(get_some(scores + j, rest) - most);
-        if (rest < WIDE) {
-            float kept[WIDE] = {0};
-            memcpy(kept, &share, rest * sizeof(float));
-            share = get(kept);
-        }
-        memcpy(scores + j, &share, rest * sizeof(float));
+    for (int n = 0; n < WIDE; n++) most = largest[n] > most ? largest[n] : most;
+    for (int64_t j = whole; j < count; j++) most = scores[j] > most ? scores[j] : most;
+    for (int64_t j = 0; j < whole; j += WIDE) {
+        Sixteen share = power(get(scores + j) - most);
+        put(scores + j, share);
         sum += share;
+    }
+    if (rest) {
+        Sixteen share = power(get_some(scores + whole, rest) - most);
+        memcpy(scores + whole, &share, rest * sizeof(float));
+        sum += get_some(scores + whole, rest);
     }
     return total(sum);
 }
@@ -82,6 +95,70 @@ static int64_t stretch(const Call *c, int row, int64_t slot, int64_t most, int64
     return home(c, row, slot);
 }
 
+/* Scores (shared, count) of some keys, one after the other every `width` floats, four at a time. */
+INLINE void score_keys(const float *q, const float *key, int64_t some, int dim, long width, int shared, float scale,
+                       float *scores, int64_t count) {
+    for (int64_t n = 0; n < some; n += 4) {
+        int many = some - n < 4 ? (int)(some - n) : 4;
+        const float *own[4];
+        for (int k = 0; k < 4; k++) own[k] = key + (n + (k < many ? k : 0)) * width;
+        for (int k = 0; k < 4; k++)
+            for (int d = 0; d < dim; d += WIDE) __builtin_prefetch(own[k] + SOON * width + d);
+        for (int h = 0; h < shared; h++) {
+            Sixteen sum[4] = {{0}};
+            float four[4];
+            for (int d = 0; d < dim; d += WIDE) {
+                Sixteen wanted = get(q + h * dim + d);
+#pragma GCC unroll 4
+                for (int k = 0; k < 4; k++) sum[k] = more(sum[k], wanted, get(own[k] + d));
+            }
+            four_totals(sum[0], sum[1], sum[2], sum[3], four);
+            for (int k = 0; k < many; k++) scores[h * count + n + k] = four[k] * scale;
+        }
+    }
+}
+
+/* sums (heads, dim) += shares (heads, count) · some values, `wide` sixteens of them. */
+INLINE void add_values(const float *value, int64_t some, long width, const float *shares, int64_t count, int heads,
+                       int wide, int dim, float *sums) {
+    Sixteen sum[3][4];
+#define EACH                                                                                                     \
+    _Pragma("GCC unroll 3") for (int h = 0; h < heads; h++)                                                      \
+        _Pragma("GCC unroll 4") for (int d = 0; d < wide; d++)
+    EACH sum[h][d] = get(sums + h * dim + d * WIDE);
+    for (int64_t n = 0; n < some; n++, value += width) {
+        Sixteen own[4];
+#pragma GCC unroll 4
+        for (int d = 0; d < wide; d++) {
+            own[d] = get(value + d * WIDE);
+            __builtin_prefetch(value + SOON * width + d * WIDE);
+        }
+        EACH sum[h][d] = more(sum[h][d], own[d], (Sixteen){0} + shares[h * count + n]);
+    }
+    EACH put(sums + h * dim + d * WIDE, sum[h][d]);
+#undef EACH
+}
+
+/* The same of any number of heads and sixteens. */
+static void add_all_values(const float *value, int64_t some, long width, const float *shares, int64_t count,
+                           int shared, int dim, float *sums) {
+    for (int h = 0; h < shared; h += 3)
+        for (int d = 0; d < dim; d += 4 * WIDE) {
+            int heads = shared - h < 3 ? shared - h : 3, wide = (dim - d) / WIDE < 4 ? (dim - d) / WIDE : 4;
+#define SOME(heads, wide) add_values(value + d, some, width, shares + h * count, count, heads, wide, dim, at)
+            float *at = sums + h * dim + d;
+            if (wide == 4 && heads == 3) SOME(3, 4);
+            else if (wide == 4 && heads == 2) SOME(2, 4);
+            else if (wide == 4) SOME(1, 4);
+            else
+                for (int one = 0; one < heads; one++)
+                    for (int w = 0; w < wide; w++)
+                        add_values(value + d + w * WIDE, some, width, shares + (h + one) * count, count, 1, 1, dim,
+                                   at + one * dim + w * WIDE);
+#undef SOME
+        }
+}
+
 /* One token's query heads that share a key head. */
 static void attend_chunk(void *job, int chunk) {
     const Call *c = job;
@@ -90,30 +167,24 @@ static void attend_chunk(void *job, int chunk) {
     int row = i / c->tokens, width = l->kv_heads * dim;
     int64_t slot = c->past[row] + i % c->tokens, first = l->window && slot >= l->window ? slot - l->window + 1 : 0;
     int64_t count = slot - first + 1, some;
-    float *q = c->scratch + chunk * c->room, *scores = q + shared * dim;
+    float *q = c->scratch + chunk * c->room, *wholes = q + shared * dim, *scores = wholes + shared;
     for (int h = 0; h < shared; h++)
         turn(l, c->q + ((long)i * l->heads + head * shared + h) * dim, c->positions[i], q + h * dim);
     for (int64_t j = 0; j < count; j += some) {
         const float *key = c->keys + stretch(c, row, first + j, count - j, &some) * width + head * dim;
-        for (int64_t n = 0; n < some; n++, key += width) {
-            for (int h = 0; h < shared; h++) {
-                Sixteen sum = {0};
-                for (int d = 0; d < dim; d += WIDE) sum += get(q + h * dim + d) * get(key + d);
-                scores[h * count + j + n] = total(sum) * l->scale;
-            }
-        }
+        if (dim == 64) score_keys(q, key, some, 64, width, shared, l->scale, scores + j, count);
+        else if (dim == 128) score_keys(q, key, some, 128, width, shared, l->scale, scores + j, count);
+        else score_keys(q, key, some, dim, width, shared, l->scale, scores + j, count);
     }
-    for (int h = 0; h < shared; h++) {
-        float *own = scores + h * count, whole = soften(own, count);
-        Sixteen sum[MOST_HEAD / WIDE] = {{0}};
-        for (int64_t j = 0; j < count; j += some) {
-            const float *value = c->values + stretch(c, row, first + j, count - j, &some) * width + head * dim;
-            for (int64_t n = 0; n < some; n++, value += width)
-                for (int d = 0; d < dim; d += WIDE) sum[d / WIDE] += get(value + d) * own[j + n];
-        }
-        float *out = c->out + ((long)i * l->heads + head * shared + h) * dim;
-        for (int d = 0; d < dim; d += WIDE) put(out + d, sum[d / WIDE] / whole);
+    float *out = c->out + ((long)i * l->heads + head * shared) * dim;
+    memset(out, 0, shared * dim * sizeof(float));
+    for (int h = 0; h < shared; h++) wholes[h] = soften(scores + h * count, count);
+    for (int64_t j = 0; j < count; j += some) {
+        const float *value = c->values + stretch(c, row, first + j, count - j, &some) * width + head * dim;
+        add_all_values(value, some, width, scores + j, count, shared, dim, out);
     }
+    for (int h = 0; h < shared; h++)
+        for (int d = 0; d < dim; d += WIDE) put(out + h * dim + d, get(out + h * dim + d) / wholes[h]);
 }
 
 /* Returns 0, or 1 if there is no memory. */
@@ -121,7 +192,7 @@ EXPORT int exlm_attend(const Call *given, int64_t longest, int threads) {
     Call call = *given;
     const Layer *l = call.layer;
     int chunks = call.rows * call.tokens * l->kv_heads;
-    call.room = (int64_t)(l->heads / l->kv_heads) * (l->head_dim + longest) + WIDE;
+    call.room = (int64_t)(l->heads / l->kv_heads) * (l->head_dim + 1 + longest) + WIDE;
     call.scratch = malloc(chunks * call.room * sizeof(float));
     if (!call.scratch) return 1;
     store(&call);

@@ -11,6 +11,7 @@
 
 #include "attention.h"
 #include "banded.h"
+#include "floats.h"
 #include "matrix.h"
 #include "pool.h"
 #include "product.h"
@@ -57,8 +58,9 @@ static void product_tile(const Product *p, const float *x, int tile) {
             const float *from = x + run->first + block * slots * LANES;
             for (int n = 0; n < TILE; n += QUAD) {
                 Panel panel = {run, (tile * TILE + n) / QUAD, block, blocks, m->rounded};
-                if (p->rows == 1) multiply_one(&panel, from, sums + n * LANES);
-                else unpack(&panel, weights + n * PANEL);
+                int plain = run->bits == FLOAT_BITS;
+                if (p->rows == 1) (plain ? multiply_floats : multiply_one)(&panel, from, sums + n * LANES);
+                else (plain ? unpack_floats : unpack)(&panel, weights + n * PANEL);
             }
             if (p->rows > 1) multiply(weights, from, m->places, blocks * slots, p->rows, sums);
         }

@@ -54,7 +54,9 @@ typedef __m512i Whole;
 #define r_sub(a, b) _mm512_sub_ps(a, b)
 #define r_more(a, b, c) _mm512_fmadd_ps(b, c, a)
 #define r_less(a, b, c) _mm512_fmsub_ps(b, c, a)
-#define r_rounded(a) _mm512_cvtph_ps(_mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
+#define NEAREST (_MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
+#define r_rounded(a) _mm512_cvtph_ps(_mm512_cvtps_ph(a, NEAREST))
+#define r_put_halves(p, a) _mm256_storeu_si256((__m256i *)(p), _mm512_cvtps_ph(a, NEAREST))
 
 enum { ENTRIES = 2 };
 
@@ -89,7 +91,9 @@ typedef __m256i Whole;
 #define r_sub(a, b) _mm256_sub_ps(a, b)
 #define r_more(a, b, c) _mm256_fmadd_ps(b, c, a)
 #define r_less(a, b, c) _mm256_fmsub_ps(b, c, a)
-#define r_rounded(a) _mm256_cvtph_ps(_mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
+#define NEAREST (_MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
+#define r_rounded(a) _mm256_cvtph_ps(_mm256_cvtps_ph(a, NEAREST))
+#define r_put_halves(p, a) _mm_storeu_si128((__m128i *)(p), _mm256_cvtps_ph(a, NEAREST))
 
 enum { ENTRIES = 4 };
 
@@ -159,6 +163,17 @@ INLINE float nearest_half(float a) {
     return a;
 }
 
+/* The bits of a float16 that equals a float. */
+INLINE uint16_t half_of(float a) {
+    uint32_t bits, rest;
+    memcpy(&bits, &a, sizeof bits);
+    rest = bits & 0x7fffffff;
+    uint16_t sign = (uint16_t)(bits >> 16 & 0x8000), more = (uint16_t)(rest >> 13 & 0x3ff);
+    if (rest >= 0x7f800000) return sign | 0x7c00 | more;
+    if (rest < 0x38800000) return sign | (uint16_t)((a < 0 ? -a : a) * 0x1p24f);
+    return (uint16_t)(sign | ((rest >> 13) - (112u << 10)));
+}
+
 #define w_words(p) four_words(p)
 #define w_shorts(p) four_shorts(p)
 #define w_bytes(p) FOUR(uint8_t, p)
@@ -182,6 +197,7 @@ INLINE float nearest_half(float a) {
 #endif
 #define r_less(a, b, c) r_more(-(a), b, c)
 #define r_rounded(a) ((Real){nearest_half((a)[0]), nearest_half((a)[1]), nearest_half((a)[2]), nearest_half((a)[3])})
+#define r_put_halves(p, a) for (int n = 0; n < WIDTH; n++) (p)[n] = half_of((a)[n])
 
 enum { ENTRIES = 8 };
 

@@ -13,10 +13,10 @@
 #include <stdint.h>
 
 enum { MOST_TOGETHER = 3 }; /* matrices that are multiplied in one go */
-enum { LANES = 16, QUAD = 4, MOST_TABLE_BITS = 5, PANEL = 768, MOST_SLOTS = PANEL / LANES };
+enum { LANES = 16, QUAD = 4, FLOAT_BITS = 16, MOST_TABLE_BITS = 5, PANEL = 768, MOST_SLOTS = PANEL / LANES };
 
 /* Factors of one run, in one of the ways formats have them. */
-enum { NONE, HALVES, FLOATS, SMALL_CODES, SIGNED_CODES };
+enum { NONE, HALVES, FLOATS, SMALL_CODES, SIGNED_CODES, BRAINS };
 
 typedef struct {
     const void *table;        /* (quads, groups, 4) float16, float32, uint8 or int8 */
@@ -29,7 +29,7 @@ typedef struct {
     int32_t slot, slots, group;
 } Span;
 
-/* Blocks of one width. */
+/* Blocks of one width. 16 bits: plain floats, (outputs, inputs), of the kind that `scales` names (floats.h). */
 typedef struct {
     const uint8_t *codes;     /* (quads, blocks, 4, bytes of a block) */
     Factors scales, minima, zeros;
@@ -51,7 +51,7 @@ typedef struct {
 /* Narrow codes are looked up. */
 static inline int is_tabled(int bits) { return bits <= MOST_TABLE_BITS; }
 
-static inline int slots_of(int bits) { return bits == 8 ? 1 : bits == 4 ? 2 : bits & 1 ? 8 : 4; }
+static inline int slots_of(int bits) { return bits >= 8 ? 1 : bits == 4 ? 2 : bits & 1 ? 8 : 4; }
 
 /* Bytes of one lane's stream in a block. */
 static inline int stream_of(int bits) { return bits * slots_of(bits) / 8; }

@@ -14,7 +14,7 @@
 
 typedef void (*Work)(void *job, int chunk);
 
-enum { MOST_WORKERS = 255, MOST_CHUNKS = 65535, SPINS = 5000, PATIENCE = 2000, SHARES = 4 };
+enum { MOST_WORKERS = 255, MOST_CHUNKS = 65535, SPINS = 5000, PATIENCE = 2000, SHARES = 2 };
 
 static struct {
     pthread_mutex_t busy;           /* held by the caller whose job runs */
@@ -37,15 +37,14 @@ static void breathe(void) {
 
 static int left(uint64_t ticket) { return (int)(ticket & 0xffff) < (int)(ticket >> 16 & 0xffff); }
 
-/* Take chunks until there are none, several at a time: neighbours lie side by side in memory, and taking costs
-   as much as a small one. The job's fields are read only after a chunk of it is ours: it cannot
-   end before that chunk has, so they hold. */
+/* Take chunks until there are none, many at a time and ever fewer: neighbours lie side by side in memory, taking
+   costs as much as a small one, and nobody should wait long for the last. The job's fields are read only after a
+   chunk of it is ours: it cannot end before that chunk has, so they hold. */
 static void serve(void) {
     uint64_t seen = atomic_load(&pool.ticket);
     while (left(seen)) {
         int first = (int)(seen & 0xffff), chunks = (int)(seen >> 16 & 0xffff);
-        int shares = SHARES * (atomic_load(&pool.wanted) + 1), stride = (chunks + shares - 1) / shares;
-        int next = first + stride < chunks ? first + stride : chunks;
+        int shares = SHARES * (atomic_load(&pool.wanted) + 1), next = first + (chunks - first + shares - 1) / shares;
         if (atomic_compare_exchange_weak(&pool.ticket, &seen, seen + (uint64_t)(next - first))) {
             for (int chunk = first; chunk < next; chunk++) pool.work(pool.job, chunk);
             atomic_fetch_add(&pool.done, next - first);

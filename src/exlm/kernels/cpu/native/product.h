@@ -54,18 +54,7 @@ static void multiply(const float *weights, const float *x, long places, int slot
 
 /* The sixteen sums of each output of a quad, added up: halves, quarters, then the last four crosswise. */
 INLINE void add_up(const float *sums, float *out) {
-#if defined(__AVX512F__)
-    Real a = r_load(sums), b = r_load(sums + 16), c = r_load(sums + 32), d = r_load(sums + 48);
-    Real ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
-    Real cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
-    Real all = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
-    all = _mm512_add_ps(all, _mm512_permute_ps(all, 0x4e));
-    all = _mm512_add_ps(all, _mm512_permute_ps(all, 0xb1));
-    __m512i every_fourth = _mm512_castsi128_si512(_mm_setr_epi32(0, 4, 8, 12));
-    _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_permutexvar_ps(every_fourth, all)));
-#else
-    for (int n = 0; n < QUAD; n++) out[n] = total(get(sums + n * LANES));
-#endif
+    four_totals(get(sums), get(sums + LANES), get(sums + 2 * LANES), get(sums + 3 * LANES), out);
 }
 
 #endif

@@ -32,8 +32,11 @@ EXPORT int exlm_project(const Projection *p, const float *x, const float *residu
     if (p->gated) outs[0] = scratch + inputs, outs[1] = scratch + inputs + outputs;
     int failed = multiply_all(p->matrices, p->count, x, rows, outs, threads);
     if (p->gated) exlm_silu(outs[0], outs[1], a, outputs, threads);
-    if (residual)
-        for (long i = 0; i < outputs; i++) a[i] += residual[i];
+    if (residual) {
+        long whole = outputs / WIDE * WIDE;
+        for (long i = 0; i < whole; i += WIDE) put(a + i, get(a + i) + get(residual + i));
+        for (long i = whole; i < outputs; i++) a[i] += residual[i];
+    }
     free(scratch);
     return failed;
 }

@@ -5,6 +5,9 @@
 
 #include <stdint.h>
 #include <string.h>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
 enum { WIDE = 16 };
 
@@ -38,6 +41,40 @@ static inline float total(Sixteen a) {
     memcpy(quarters, &half, sizeof half);
     Four last = quarters[0] + quarters[1];
     return (last[0] + last[2]) + (last[1] + last[3]);
+}
+
+/* The totals of four, which cost little more than one's. */
+static inline void four_totals(Sixteen a, Sixteen b, Sixteen c, Sixteen d, float *out) {
+#if defined(__AVX512F__)
+#define HALVES_OF(a, b, which) _mm512_shuffle_f32x4((__m512)(a), (__m512)(b), which)
+    __m512 ab = _mm512_add_ps(HALVES_OF(a, b, 0x44), HALVES_OF(a, b, 0xee));
+    __m512 cd = _mm512_add_ps(HALVES_OF(c, d, 0x44), HALVES_OF(c, d, 0xee));
+    __m512 all = _mm512_add_ps(HALVES_OF(ab, cd, 0x88), HALVES_OF(ab, cd, 0xdd));
+#undef HALVES_OF
+    all = _mm512_add_ps(all, _mm512_permute_ps(all, 0x4e));
+    all = _mm512_add_ps(all, _mm512_permute_ps(all, 0xb1));
+    __m512i every_fourth = _mm512_castsi128_si512(_mm_setr_epi32(0, 4, 8, 12));
+    _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_permutexvar_ps(every_fourth, all)));
+#else
+    out[0] = total(a), out[1] = total(b), out[2] = total(c), out[3] = total(d);
+#endif
+}
+
+/* a + b · c, rounded once where the processor can. */
+static inline Sixteen more(Sixteen a, Sixteen b, Sixteen c) {
+#if defined(__AVX512F__)
+    return (Sixteen)_mm512_fmadd_ps((__m512)b, (__m512)c, (__m512)a);
+#elif defined(__AVX2__)
+    __m256 own[3][2];
+    Sixteen out;
+    memcpy(own[0], &a, sizeof a), memcpy(own[1], &b, sizeof b), memcpy(own[2], &c, sizeof c);
+    own[0][0] = _mm256_fmadd_ps(own[1][0], own[2][0], own[0][0]);
+    own[0][1] = _mm256_fmadd_ps(own[1][1], own[2][1], own[0][1]);
+    memcpy(&out, own[0], sizeof out);
+    return out;
+#else
+    return a + b * c;
+#endif
 }
 
 static inline Sixteen where(Sixteen_whole condition, Sixteen a, Sixteen b) {
