@@ -73,9 +73,11 @@ def look(past, tokens, heads, bits, threads):
         layer = DenseLayer(pages.numel(), 16, kv, dim, torch.float32, CPU)
     else:
         layer = CodedLayer(pages.numel(), 16, LayerShape(kv, dim), Rotated(bits[0]), Rotated(bits[1]), CPU)
-    attend = PagedAttention(made, attn, TurningTables(rope, 64, CPU), Standing(), None)
+    turn = TurningTables(rope, 64, CPU, made)
+    attend = PagedAttention(made, attn, turn, Standing(), None)
     q, k, v = (torch.randn(len(past), tokens, n, dim) for n in (2 * kv, kv, kv))
     assert attend(q, k, v, layer, where).isfinite().all()
+    assert all(x.isfinite().all() for x in turn(q, k, places))
 
 walk()
 look()

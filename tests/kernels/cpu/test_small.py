@@ -53,6 +53,23 @@ def test_norms(backend: CpuBackend, width: int, rows: int, threads: int) -> None
     close(got[1], want[1])
 
 
+@pytest.mark.parametrize("style", ["neox", "gptj"])
+@pytest.mark.parametrize(("width", "dim"), [(64, 64), (48, 20), (7, 6)])
+@pytest.mark.parametrize(("rows", "tokens", "threads"), [(1, 1, 1), (2, 50, 3), (1, 17, 2)])
+def test_turning(
+    backend: CpuBackend, style: str, width: int, dim: int, rows: int, tokens: int, threads: int
+) -> None:
+    torch.set_num_threads(threads)
+    rope = spec.Rope(1e4, dim, style=style)  # type: ignore[arg-type]
+    turn, right = (b.rotation(rope, 100) for b in (backend, REFERENCE))
+    q, k = torch.randn(rows, tokens, 6, width), torch.randn(rows, 2, tokens, width).transpose(1, 2)
+    positions = torch.randint(0, 100, (rows, tokens))
+    for got, want in zip(turn(q, k, positions), right(q, k, positions), strict=True):
+        close(got, want)
+    with pytest.raises(IndexError, match="100"):
+        turn(q, k, positions.fill_(100))
+
+
 def test_what_it_leaves_to_others(backend: CpuBackend) -> None:
     weight = torch.ones(4)
     with pytest.raises(Unsupported):

@@ -28,11 +28,36 @@ _BITS: dict[Coding, int] = {"rotated8": 8, "rotated4": 4}
 
 
 class TurningTables(Rotation):
-    """The reference's tables, and how they are applied."""
+    """The reference's tables, and how they are applied; where C can, by C."""
 
-    def __init__(self, rope: spec.Rope, length: int, device: torch.device) -> None:
+    def __init__(self, rope: spec.Rope, length: int, device: torch.device, library: Library) -> None:
         super().__init__(rope, length, device)
         self.pairs = rope.style != "neox"
+        self._by_c = library.turn
+        self._told: dict[int, Layer] = {}  # for each width of heads
+
+    def __call__(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Heads in, heads out; only the first `dim` of each head turn."""
+        plain = q.dtype is k.dtype is torch.float32 and positions.dtype is torch.int64
+        if not plain or not positions.shape == q.shape[:2] == k.shape[:2] or not positions.numel():
+            return super().__call__(q, k, positions)
+        least, most = positions.aminmax()
+        if least < 0 or most >= len(self.cos):
+            raise IndexError(f"positions {least} to {most} are not all in 0 to {len(self.cos) - 1}")
+        positions = positions.contiguous()
+        return self._turned(q.contiguous(), positions), self._turned(k.contiguous(), positions)
+
+    def _turned(self, x: Tensor, positions: Tensor) -> Tensor:
+        heads, width = x.shape[2:]
+        if width not in self._told:
+            tables = {"cos": self.cos.data_ptr(), "sin": self.sin.data_ptr()}
+            self._told[width] = Layer(**tables, head_dim=width, turned=self.dim, pairs=int(self.pairs))
+        out = torch.empty_like(x)
+        self._by_c(
+            *(ctypes.addressof(self._told[width]), x.data_ptr(), positions.data_ptr(), positions.numel()),
+            *(heads, out.data_ptr(), torch.get_num_threads()),
+        )
+        return out
 
 
 class Standing:

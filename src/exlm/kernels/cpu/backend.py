@@ -88,8 +88,8 @@ class CpuBackend:
         return SiluGate(self._library)
 
     def rotation(self, rope: spec.Rope, length: int) -> b.Rotation:
-        """Tables for every position; where attention is not ours, they turn as the reference does."""
-        return TurningTables(rope, length, self.device)
+        """Tables for every position."""
+        return TurningTables(rope, length, self.device, self._library)
 
     def attention(self, attn: spec.Attention, rotate: b.Rotation) -> b.Attend:
         """A few new tokens over pages of floats or codes; everything else as the reference does."""

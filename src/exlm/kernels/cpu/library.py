@@ -101,6 +101,7 @@ class Library:
         self.narrow = _function(loaded.exlm_narrow, p, ctypes.c_long, i, p, i)
         self.norm = _function(loaded.exlm_norm, p, p, p, ctypes.c_float, i, i, p, p, i)
         self.silu = _function(loaded.exlm_silu, p, p, p, ctypes.c_long, i)
+        self.turn = _function(loaded.exlm_turn, p, p, p, i, i, p, i)
         self.attend = _function(loaded.exlm_attend, ctypes.c_char_p, ctypes.c_int64, i)
         self.attend_coded = _function(loaded.exlm_attend_coded, ctypes.c_char_p, ctypes.c_int64, i)
         self.project = _function(loaded.exlm_project, p, p, p, i, p, p, p, i)

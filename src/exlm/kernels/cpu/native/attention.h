@@ -47,6 +47,29 @@ static void turn(const Layer *l, const float *x, int64_t position, float *out) {
     memcpy(out + l->turned, x + l->turned, (l->head_dim - l->turned) * sizeof(float));
 }
 
+/* Heads of many tokens, turned. */
+typedef struct {
+    const Layer *layer;
+    const float *x;
+    const int64_t *positions;
+    float *out;
+    int tokens, heads, each; /* `each`: tokens of a chunk */
+} Turning;
+
+static void turn_chunk(void *job, int chunk) {
+    const Turning *t = job;
+    long last = (long)(chunk + 1) * t->each, dim = t->layer->head_dim;
+    for (long i = (long)chunk * t->each; i < last && i < t->tokens; i++)
+        for (long at = i * t->heads * dim, end = at + t->heads * dim; at < end; at += dim)
+            turn(t->layer, t->x + at, t->positions[i], t->out + at);
+}
+
+EXPORT void exlm_turn(const Layer *layer, const float *x, const int64_t *positions, int tokens, int heads, float *out,
+                      int threads) {
+    Turning job = {layer, x, positions, out, tokens, heads, 16};
+    share(turn_chunk, &job, (tokens + job.each - 1) / job.each, threads);
+}
+
 /* Where a token of a row is kept, in tokens of all pages laid end to end. */
 static int64_t home(const Call *c, int row, int64_t slot) {
     return c->pages[(int64_t)row * c->stride + slot / c->size] * c->size + slot % c->size;
