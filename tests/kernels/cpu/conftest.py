@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from typing import NoReturn
 
 import pytest
+import torch
 
 from exlm import settings
 from exlm.errors import Unsupported
+from exlm.kernels.cpu import CpuBackend
 from exlm.kernels.cpu.building import sets_here
 from exlm.kernels.cpu.library import Library, load
 
@@ -28,6 +31,20 @@ def made(request: pytest.FixtureRequest) -> Library:
     if isinstance(found, str):
         skip_without_compiler(found)
     return found
+
+
+@pytest.fixture(scope="session")
+def backend(made: Library) -> CpuBackend:
+    """A backend with that library."""
+    return CpuBackend(torch.device("cpu"), torch.float32, made.path.parent, made.instructions)
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    """What a test sets is its own."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 def skip_without_compiler(reason: str) -> NoReturn:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,24 +10,12 @@ from exlm import spec
 from exlm.cache.coded import CodedLayer, Rotated, Truncated
 from exlm.cache.layer import LayerShape
 from exlm.kernels.cpu import CpuBackend
-from exlm.kernels.cpu.library import Library
 from exlm.kernels.reference import ReferenceBackend
 from exlm.nn import Batch
 
 CPU = torch.device("cpu")
 REFERENCE = ReferenceBackend(CPU, torch.float32)
 PAGE = 16
-
-
-@pytest.fixture(scope="module")
-def backend(made: Library) -> CpuBackend:
-    return CpuBackend(CPU, torch.float32, made.path.parent, made.instructions)
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    yield
-    torch.set_num_threads(1)
 
 
 def standing(past: list[int], tokens: int, pages: torch.Tensor) -> Batch:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,17 +17,6 @@ from exlm.kernels.cpu.shelf import Shelf
 
 CPU = torch.device("cpu")
 DTYPES = st.sampled_from([torch.float16, torch.bfloat16])
-
-
-@pytest.fixture(scope="module")
-def backend(made: Library) -> CpuBackend:
-    return CpuBackend(CPU, torch.float32, made.path.parent, made.instructions)
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    yield
-    torch.set_num_threads(1)
 
 
 @settings(max_examples=30)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,23 +11,11 @@ from exlm import spec
 from exlm.cache.dense import DenseLayer
 from exlm.errors import Unsupported
 from exlm.kernels.cpu import CpuBackend
-from exlm.kernels.cpu.library import Library
 from exlm.kernels.reference import ReferenceBackend
 from exlm.nn import Batch
 
 CPU = torch.device("cpu")
 REFERENCE = ReferenceBackend(CPU, torch.float32)
-
-
-@pytest.fixture(scope="module")
-def backend(made: Library) -> CpuBackend:
-    return CpuBackend(CPU, torch.float32, made.path.parent, made.instructions)
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    yield
-    torch.set_num_threads(1)
 
 
 def close(got: torch.Tensor, want: torch.Tensor) -> None:

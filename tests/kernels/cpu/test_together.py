@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -14,23 +12,11 @@ from exlm.bench.weights import Random, form
 from exlm.errors import Unsupported
 from exlm.kernels import backend as b
 from exlm.kernels.cpu import CpuBackend
-from exlm.kernels.cpu.library import Library
 from exlm.kernels.cpu.linear import PackedLinear
 from exlm.nn import Block
 from exlm.nn.fused import FusedBlock
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def backend(made: Library) -> CpuBackend:
-    return CpuBackend(CPU, torch.float32, made.path.parent, made.instructions)
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    yield
-    torch.set_num_threads(1)
 
 
 def matrix(backend: CpuBackend, inputs: int, outputs: int, seed: int, kind: str = "exl2") -> b.Linear:

@@ -10,8 +10,8 @@
 // divided by its root mean square), ACT (0: matrices answer each for itself; else there are two and the answer is
 // act(first) times second: 1 silu, 2 gelu's approximation, 3 gelu, 4 relu), MATRICES (how activations are prepared).
 
-typedef unsigned int u32;
-typedef unsigned short u16;
+#include "device.h"
+
 #ifndef MATRICES
 #define MATRICES 0
 #endif
@@ -48,7 +48,6 @@ struct Job {
     int rows, inputs;
 };
 
-#define LOOP _Pragma("unroll")
 #define TABLES (1 + (ZEROS == 2) + MINIMA)
 #define BITS_OF(part) (BITS >> 4 * (part) & 15)
 #define BRICK(bits, steps) (256 * (bits) + 32 * TABLES * (8 / (steps)))
@@ -70,25 +69,7 @@ __device__ constexpr bool one_width() {
 }
 #define SLOT BRICK(widest(), FINEST)  // bytes that a brick may have
 
-#ifndef EMULATED  // tests bring their own of these to run the kernels on a processor
-#define DEVICE __device__ __forceinline__
-DEVICE u32 pick(u32 word, u32 mask, u32 rest) {  // (word & mask) | rest
-    u32 out; asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(out) : "r"(word), "r"(mask), "r"(rest)); return out;
-}
-DEVICE u32 add2(u32 a, u32 b) { u32 out; asm("add.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b)); return out; }
-DEVICE u32 mul2(u32 a, u32 b) { u32 out; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b)); return out; }
-DEVICE u32 fma2(u32 a, u32 b, u32 c) {
-    u32 out; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c)); return out;
-}
-DEVICE u32 bytes(u32 a, u32 b, u32 choice) { return __byte_perm(a, b, choice); }
-DEVICE float as_float(u16 half) { float out; asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(half)); return out; }
-DEVICE u16 as_half(float number) { u16 out; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out) : "f"(number)); return out; }
-DEVICE float exchange(float x, int distance) { return __shfl_xor_sync(~0u, x, distance); }
-DEVICE void multiply_add(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
+#ifndef EMULATED
 // Copies into shared memory, which run by themselves until somebody waits for all but the last groups of them.
 DEVICE u32 shared_address(const void* at) { return (u32)__cvta_generic_to_shared(at); }
 DEVICE void copy16(u32 to, const char* from) {

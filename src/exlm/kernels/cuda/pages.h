@@ -5,42 +5,19 @@
 // codes of 8 bits, 2: of 4 bits, 3: the upper bytes of float16), WARPS, RESIDENT (thread blocks of a multiprocessor), UNIT
 // (the smallest chunk), SLOTS (the most chunks), CAPPED, MASKED.
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned char u8;
-typedef long long i64;
+#include "device.h"
 
-#define LOOP _Pragma("unroll")
-
-#ifndef EMULATED  // tests bring their own of these to run the kernel on a processor
-#define DEVICE __device__ __forceinline__
-DEVICE u32 pick(u32 word, u32 mask, u32 rest) {  // (word & mask) | rest
-    u32 out; asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(out) : "r"(word), "r"(mask), "r"(rest)); return out;
-}
-DEVICE u32 add2(u32 a, u32 b) { u32 out; asm("add.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b)); return out; }
-DEVICE u32 mul2(u32 a, u32 b) { u32 out; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b)); return out; }
-DEVICE u32 fma2(u32 a, u32 b, u32 c) {
-    u32 out; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c)); return out;
-}
+#ifndef EMULATED
 DEVICE u32 min2(u32 a, u32 b) { u32 out; asm("min.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b)); return out; }
 DEVICE u32 max2(u32 a, u32 b) { u32 out; asm("max.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b)); return out; }
-DEVICE u32 bytes(u32 a, u32 b, u32 choice) { return __byte_perm(a, b, choice); }
-DEVICE float as_float(u16 half) { float out; asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(half)); return out; }
-DEVICE u16 as_half(float number) { u16 out; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out) : "f"(number)); return out; }
 DEVICE u32 as_halves(float low, float high) {
     u32 out; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low)); return out;
 }
 DEVICE float power(float x) { float out; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x)); return out; }
-DEVICE float exchange(float x, int distance) { return __shfl_xor_sync(~0u, x, distance); }
 DEVICE u32 exchange_word(u32 x, int distance) { return __shfl_xor_sync(~0u, x, distance); }
 DEVICE bool anybody(bool x) { return __any_sync(~0u, x); }
 DEVICE u32 transposed(u32 x) {  // of 8 × 8 halves
     u32 out; asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(x)); return out;
-}
-DEVICE void multiply_add(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 // Stored numbers pass by once: they do not displace what is read often.
 DEVICE void read4(u32* to, const char* from) {

@@ -2,15 +2,7 @@
 // with them. Each thread makes words of a brick, one at a time, from whatever goes into them. Every number is what
 // filling.py makes it, to the last bit; that is read more often than this runs, so it is written as plainly.
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned char u8;
-
-#ifndef EMULATED  // tests bring their own of these to run the kernel on a processor
-#define DEVICE __device__ __forceinline__
-DEVICE float as_float(u16 half) { float out; asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(half)); return out; }
-DEVICE u16 as_half(float number) { u16 out; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out) : "f"(number)); return out; }
-#endif
+#include "device.h"
 
 #define THREADS 128
 
