@@ -20,6 +20,27 @@
 
 #include "pages.h"
 
+#ifndef EMULATED
+DEVICE u32 transposed(u32 x) {  // of 8 × 8 halves
+    u32 out; asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(x)); return out;
+}
+// Stored numbers pass by once: they do not displace what is read often.
+DEVICE void read4(u32* to, const char* from) {
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "l"(from));
+}
+DEVICE void read2(u32* to, const char* from) {
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];"
+                 : "=r"(to[0]), "=r"(to[1]) : "l"(from));
+}
+DEVICE void read1(u32* to, const char* from) {
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.u32 %0, [%1];" : "=r"(to[0]) : "l"(from));
+}
+DEVICE u16 read_scale(const u16* from) {
+    u16 out; asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(out) : "l"(from)); return out;
+}
+#endif
+
 #define QUERIES (COLUMNS * 8)
 #define TILE (STEPS * 16)
 
@@ -362,6 +383,23 @@ DEVICE void welcome(const Block& b, Memory& memory, int warp, int lane) {
         if (lane == 0) b.peaks[chunk * b.queries + m] = peak, b.totals[chunk * b.queries + m] = total;
     }
 }
+
+// Whether this thread block is the last of those that share a row and a head.
+DEVICE bool last(const Job& job, const Row& row) {
+    const int workers = row.workers(job.parts);
+    __shared__ int done;
+    __syncthreads();
+    if (workers == 1) return true;
+    if (threadIdx.x == 0) {
+        done = arrive(job.counts + blockIdx.x) + 1;
+        if (done == workers) job.counts[blockIdx.x] = 0;
+    }
+    __syncthreads();
+    return done == workers;
+}
+
+// What other thread blocks have left, or this one nearby.
+template <class T> DEVICE T left_there(const T* at, bool near) { return near ? *at : __ldcg(at); }
 
 // All chunks, added up in order; four numbers of a head at a time.
 DEVICE void finish(const Block& b, Memory& memory, bool near) {

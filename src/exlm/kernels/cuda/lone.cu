@@ -3,7 +3,7 @@
 // As in attention.cu a row's past is cut into chunks by its length alone, and added up in order. Here a head is one
 // warp's, and a thread block has heads that are neighbours in memory, so that it fetches whole lines of it: the keys of
 // 64 tokens are on their way to shared memory while the values before them are worked on, and the other way round.
-// Loops stay loops: what all warps run must fit where a processor keeps instructions.
+// Loops stay loops: unrolled, they were no faster.
 //
 // A code, less the middle of its range, stands for itself times the scale of its 32 neighbours, so products are of whole
 // numbers. What codes are multiplied with is cut into two digits of 8 bits: query numbers, as parts of the largest of 32,

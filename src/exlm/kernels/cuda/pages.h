@@ -16,24 +16,6 @@ DEVICE u32 as_halves(float low, float high) {
 DEVICE float power(float x) { float out; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x)); return out; }
 DEVICE u32 exchange_word(u32 x, int distance) { return __shfl_xor_sync(~0u, x, distance); }
 DEVICE bool anybody(bool x) { return __any_sync(~0u, x); }
-DEVICE u32 transposed(u32 x) {  // of 8 × 8 halves
-    u32 out; asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(x)); return out;
-}
-// Stored numbers pass by once: they do not displace what is read often.
-DEVICE void read4(u32* to, const char* from) {
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "l"(from));
-}
-DEVICE void read2(u32* to, const char* from) {
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];"
-                 : "=r"(to[0]), "=r"(to[1]) : "l"(from));
-}
-DEVICE void read1(u32* to, const char* from) {
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.u32 %0, [%1];" : "=r"(to[0]) : "l"(from));
-}
-DEVICE u16 read_scale(const u16* from) {
-    u16 out; asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(out) : "l"(from)); return out;
-}
 DEVICE int arrive(int* at) {  // counts; what was written before it is seen by who arrives later
     int out; asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(out) : "l"(at) : "memory"); return out;
 }
@@ -154,20 +136,3 @@ template <int CODING> DEVICE void keep(float (&x)[2], char* stored, u16* scales,
     if (CODING == 2) ((u8*)stored)[home * (HEAD / 2) + run * 32 + lane] = (u8)(code[0] | code[1] << 4);
     if (lane % 16 == 0) scales[home * (HEAD / 32) + run * 2 + lane / 16] = as_half(peak / centre);
 }
-
-// Whether this thread block is the last of those that share a row and a head.
-DEVICE bool last(const Job& job, const Row& row) {
-    const int workers = row.workers(job.parts);
-    __shared__ int done;
-    __syncthreads();
-    if (workers == 1) return true;
-    if (threadIdx.x == 0) {
-        done = arrive(job.counts + blockIdx.x) + 1;
-        if (done == workers) job.counts[blockIdx.x] = 0;
-    }
-    __syncthreads();
-    return done == workers;
-}
-
-// What other thread blocks have left, or this one nearby.
-template <class T> DEVICE T left_there(const T* at, bool near) { return near ? *at : __ldcg(at); }

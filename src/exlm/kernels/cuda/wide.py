@@ -45,7 +45,7 @@ class Plan(linear.Plan):
 
 
 def plan_for(product: Product) -> Plan:
-    """Small thread blocks where there is one for every multiprocessor: nothing must be added up then."""
+    """Small thread blocks for q, k and v, where every multiprocessor has one: they come out more evenly."""
     tiles, small = sum(one.tiles for one in product.matrices), Plan(1, 4, 3, 4)
     many = tiles >= small.warps * product.workshop.processors and not product.form.act
     return small if many and len(product.matrices) > 1 else Plan()
