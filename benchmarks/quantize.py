@@ -1,6 +1,7 @@
 """How long quantising takes: checks the result, then prints time for each phase, memory and quality.
 
 python -m benchmarks.quantize [--shape smollm2-135m | --model NAME] [--bits 4.0] [--rows 128] [--device cuda]
+    [--twice]
 
 Without a model one of random weights is made, of the default model's shape: its times are true, its
 perplexity says nothing.
@@ -52,6 +53,7 @@ def main() -> None:
     parser.add_argument("--bits", type=float, default=4.0)
     parser.add_argument("--rows", type=int, default=128, help="rows of calibration text")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--twice", action="store_true", help="make it again: the weights must be the same")
     args = parser.parse_args()
     clock = Clock()
     with tempfile.TemporaryDirectory() as scratch:
@@ -65,6 +67,10 @@ def main() -> None:
         seconds = time.perf_counter() - begun
         clock(0, 0, "judging the result")
         wrong = validate_exl2(target)
+        if args.twice:
+            again = target.with_name("again")
+            quantize_model(source, again, args.bits, rows=args.rows, device=args.device, report=False)
+            assert _weights(target) == _weights(again), "two runs made different weights"
     assert not wrong, wrong
     assert quality is not None
     for name, spent in clock.phases.items():
@@ -76,6 +82,10 @@ def _made(folder: Path, shape: str) -> Path:
     """A float16 model of random weights."""
     write_dense(folder, SHAPES[shape])
     return describe_in(folder, SHAPES[shape], POSITIONS)
+
+
+def _weights(folder: Path) -> list[bytes]:
+    return [path.read_bytes() for path in sorted(folder.glob("*.safetensors"))]
 
 
 def _show(quality: Quality, seconds: float, device: str) -> None:

@@ -19,7 +19,7 @@ from exlm.quantize.gptq import solve_gptq
 from exlm.quantize.measure import output_side
 from exlm.quantize.measurement import recipes
 from exlm.quantize.recipe import recipe
-from exlm.quantize.rounding import Factors, Grid, factors, feed_back, upper_of_inverse
+from exlm.quantize.rounding import Factors, Grid, Step, factors, feed_back, upper_of_inverse
 from exlm.quantize.settle import RUN, SWEEPS, settle
 from exlm.quantize.solve import Effort, loss, losses, quick, solve
 from exlm.quantize.wave import Outputs, round_both
@@ -77,7 +77,7 @@ def test_two_numbers_are_rounded_as_well_as_can_be() -> None:
         w, h = problem(2, 1, seed)
         w = w * 5
         f = factors(w, h, 0.01)
-        found = feed_back(w, f, [2], lambda *_: grid).codes * 0.5
+        found = feed_back(w, f, [Step(2, lambda *_: grid)]).codes * 0.5
         target = w[f.order]
         every = [torch.tensor(pair)[:, None] * 0.5 for pair in product((-2.0, -1.0, 0.0, 1.0), repeat=2)]
         best = min(harm(target, one, f.hessian) for one in every)

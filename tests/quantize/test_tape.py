@@ -2,21 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
-from exlm.quantize.rounding import factors, feed_back
-from exlm.quantize.scaling import choose
+from exlm import quantize_model
+from exlm.quantize import tape
+from exlm.quantize.gptq import solve_gptq
+from exlm.quantize.measure import output_side
+from exlm.quantize.recipe import recipe
+from exlm.quantize.rounding import Step, factors, feed_back
+from exlm.quantize.scaling import Search, SideBySide
 from exlm.quantize.settle import settle
-from exlm.quantize.tape import Tape
+from exlm.quantize.solve import Effort, losses, solve
+from exlm.quantize.tape import Tape, Work
 from exlm.quantize.wave import Outputs, round_both
+from tests import tiny
 
 
 def double(x: Tensor, out: Tensor) -> None:
     """Spoils what it reads."""
     x.mul_(2)
     out.copy_(x)
+
+
+@dataclass(frozen=True)
+class Times:
+    """What is done depends on a number."""
+
+    factor: int
+
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        torch.mul(x, self.factor, out=out)
+
+
+def plainly(_: Tape, work: Work, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+    """Nothing is recorded; tensors lie as they would in a recording."""
+    own, out = ([t.clone(memory_format=torch.contiguous_format) for t in each] for each in (read, written))
+    work(*own, *out)
+    for now, kept in zip(written, out, strict=True):
+        now.copy_(kept)
+
+
+def test_what_is_recorded_is_told_apart_by_what_it_depends_on() -> None:
+    assert Search(4, 8) == Search(4, 8)
+    assert len({Search(4, 8), Search(3, 8), Search(4, 24), SideBySide((4,), 8), SideBySide((4, 3), 8)}) == 5
 
 
 def test_on_a_processor_things_are_just_done() -> None:
@@ -37,6 +71,60 @@ def test_a_recording_is_replayed_with_what_it_is_given() -> None:
 
 
 @pytest.mark.gpu
+def test_numbers_that_work_depends_on_have_recordings_of_their_own() -> None:
+    tape, out = Tape(), torch.zeros(3, device="cuda")
+    for factor in (2, 3, 2, 5):
+        tape.play(Times(factor), (torch.ones(3, device="cuda"),), (out,))
+        assert out.tolist() == [factor] * 3
+
+
+@pytest.mark.gpu
+def test_the_oldest_recordings_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tape, "HELD", 100)
+    short = Tape()
+    for size in (3, 5, 9, 3, 20, 5):
+        out = torch.zeros(size, device="cuda")
+        short.play(Times(3), (torch.ones(size, device="cuda"),), (out,))
+        assert out.tolist() == [3] * size
+    short.clear()
+    short.play(Times(4), (torch.ones(20, device="cuda"),), (torch.zeros(20, device="cuda"),))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("inputs", "columns"), [(160, 70), (192, 128)])
+def test_recorded_and_plain_are_the_same(inputs: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the same device, to the last bit: every step of the solver, of the measurement and of GPTQ."""
+    generator = torch.Generator().manual_seed(2)
+    w = torch.randn(inputs, columns, generator=generator).cuda()
+    x = torch.randn(500, inputs, generator=generator)
+    slopes = torch.randn(300, columns, generator=generator)
+    f = factors(w, (x.T @ x / len(x)).cuda(), 0.01)
+    side = output_side((slopes.T @ slopes).cuda(), 0.05)
+    groups = recipe((32, 64), (5, 0.3), (3, 0.7)).groups(inputs)
+
+    def everything() -> list[Tensor]:
+        alone, both = (solve(w, f, groups, Effort(), outputs) for outputs in (None, side))
+        found = [t for one in (alone, both) for t in (one.codes, *one.scales.tensors)]
+        return [*found, *losses(w, f, 64, (2, 4), 8), solve_gptq(w, f, 128, 2)[0]]
+
+    first = everything()
+    again = everything()
+    monkeypatch.setattr(Tape, "play", plainly)
+    for recorded, replayed, plain in zip(first, again, everything(), strict=True):
+        assert torch.equal(recorded, replayed)
+        assert torch.equal(recorded, plain)
+
+
+@pytest.mark.gpu
+def test_a_gpu_makes_the_same_model_twice(tmp_path: Path) -> None:
+    source = tiny.chatty(tmp_path / "source", hidden_size=64, intermediate_size=96)
+    for name in "ab":
+        quantize_model(source, tmp_path / name, 5.0, rows=6, length=64, report=False, device="cuda")
+    made = [sorted((tmp_path / name).iterdir()) for name in "ab"]
+    assert [path.read_bytes() for path in made[0]] == [path.read_bytes() for path in made[1]]
+
+
+@pytest.mark.gpu
 def test_a_gpu_rounds_as_a_processor_does() -> None:
     generator = torch.Generator().manual_seed(1)
     w, x = torch.randn(96, 70, generator=generator), torch.randn(400, 96, generator=generator)
@@ -45,7 +133,8 @@ def test_a_gpu_rounds_as_a_processor_does() -> None:
     def rounded(device: str) -> tuple[Tensor, ...]:
         there = w.to(device)
         f = factors(there, (x.T @ x / len(x)).to(device), 0.01)
-        codes = feed_back(there, f, [64, 32], lambda _, rows, care: choose(rows, 4, care, 8).grid(4)).codes
+        steps = [Step(rows, SideBySide((4,), 8)) for rows in (64, 32)]
+        codes = feed_back(there, f, steps).codes
         upper = torch.linalg.cholesky(torch.linalg.inv(g), upper=True).to(device)
         scale, half = torch.full_like(there, 0.3), torch.full((96,), 8.0, device=device)
         side = Outputs(torch.arange(70, device=device), upper, g.to(device))

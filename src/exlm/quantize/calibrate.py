@@ -94,19 +94,19 @@ def written(shop: Workshop, starts: Tensor, length: int, banned: Sequence[int], 
 
     The whole model is in memory meanwhile, as floats. `banned` ids are never written.
     """
-    decoder = deque(shop.build(), maxlen=1).pop()
-    generator = torch.Generator().manual_seed(seed)
+    decoder, device = deque(shop.build(), maxlen=1).pop(), shop.chain.device
+    generator = torch.Generator(device).manual_seed(seed)
+    never = torch.tensor(banned, dtype=torch.long, device=device)
     out = []
     for first in range(0, len(starts), BATCH):
-        ids = fresh = starts[first : first + BATCH].to(shop.chain.device)
+        ids = fresh = starts[first : first + BATCH].to(device)
         layers = [Growing(length) for _ in decoder.blocks]
         while ids.shape[1] < length:
             batch = replace(batch_of(fresh, ids.shape[1] - fresh.shape[1]), outputs="last")
             logits, _ = decoder.forward(batch, layers)
             assert logits is not None
-            logits[:, :, banned] = -torch.inf  # a piece is one text: it may not end early
-            shares = logits[:, -1].softmax(-1).cpu()
-            fresh = torch.multinomial(shares, 1, generator=generator).to(ids.device)
+            last = logits[:, -1].index_fill_(1, never, -torch.inf)  # one text each: none may end early
+            fresh = torch.multinomial(last.softmax(-1), 1, generator=generator)
             ids = torch.cat((ids, fresh), 1)
         out.append(ids.cpu())
     shop.clear()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..formats import Direct, PackedWeight, Segment
 from ..formats.bits import pack
-from .rounding import Factors, Grid, descend, feed_back
+from .rounding import Factors, Grid, Step, descend, feed_back
 
 BITS = 4
 TOP = (1 << BITS) - 1
@@ -23,8 +23,10 @@ def solve_gptq(
     """(inputs, columns) as a reader decodes it in the order of the inputs, and the stored form."""
     inputs, columns = w.shape
     sizes = [min(group, inputs - a) for a in range(0, inputs, group)]
-    rounded = feed_back(w, f, sizes, lambda _, rows, importance: choose(rows, importance))
-    codes, grids = rounded.codes, rounded.grids
+    table = w.new_empty(len(sizes), len(Grid._fields), columns)
+    grids = [Grid(*kept) for kept in table]
+    steps = [Step(rows, choose, tuple(grid)) for rows, grid in zip(sizes, grids, strict=True)]
+    codes = feed_back(w, f, steps).codes
     if sweeps:
         spread = torch.cat(
             [grid.value(c) for grid, c in zip(grids, codes.split_with_sizes(sizes), strict=True)]
@@ -32,9 +34,10 @@ def solve_gptq(
         gradient = f.hessian @ (w[f.order] - spread)
         for _ in range(sweeps):
             descend(codes, gradient, f.hessian, sizes, grids)
-    zeros = torch.stack([-grid.low for grid in grids]).to(torch.uint8)
+    scale, low, _ = table.unbind(1)
+    zeros = (-low).to(torch.uint8)
     above = zeros.repeat_interleave(torch.tensor(sizes, device=w.device), 0)
-    scales = Direct(torch.stack([grid.scale for grid in grids]).half())
+    scales = Direct(scale.half())
     stored = pack(codes.to(torch.int16) + above, BITS)
     segment = Segment(BITS, tuple(sizes), stored, scales, zeros)
     order = f.order.to(torch.int32)
@@ -42,7 +45,7 @@ def solve_gptq(
     return weight.dequantize().float(), weight
 
 
-def choose(w: Tensor, importance: Tensor) -> Grid:
+def choose(w: Tensor, importance: Tensor, *kept: Tensor) -> Grid:
     """The scale and zero point of each column that round its rows best, searched from the full range inwards.
 
     Zero points run from 1 to 15: the older layout stores them less one.
@@ -60,4 +63,6 @@ def choose(w: Tensor, importance: Tensor) -> Grid:
         better = error < best
         best = torch.where(better, error, best)
         found = Grid(*(torch.where(better, new, old) for new, old in zip(grid, found, strict=True)))
+    for place, tensor in zip(kept, found, strict=True):
+        place.copy_(tensor)
     return found

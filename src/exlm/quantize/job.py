@@ -1,7 +1,8 @@
 """The folder of an unfinished job beside its target: every step's result, written whole or not at all.
 
-A step is done when its file is there, so a killed job goes on behind the last one. What the steps are is not
-known here.
+A step is done when its file is there, so a killed job goes on behind the last one. Files come and go in the
+order that was asked for, by a thread of their own, while the next step is under way. What the steps are is
+not known here.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -25,55 +29,101 @@ PARTIAL = ".partial"
 
 
 class Job:
-    """Named results of steps."""
+    """Named results of steps; an error in writing one is raised by whatever is asked for next."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._writer = ThreadPoolExecutor(1, "job")
+        self._asked: dict[str, Future[None]] = {}  # by file: what was asked for last
+        self._saving: Future[None] | None = None
+        self._failed: Exception | None = None
 
     def has(self, name: str) -> bool:
         """Whether a step's tensors are there."""
-        return (self.folder / f"{name}.safetensors").is_file()
+        return self._file(f"{name}.safetensors").is_file()
 
     def save(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Keep the tensors of a step."""
-        kept = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
-        with self._writing(f"{name}.safetensors") as path:
-            save_file(kept, path)
+        """Keep the tensors of a step as they are now; the ones before have been written then."""
+        if self._saving is not None:
+            self._saving.result()  # copies of one step in memory are enough
+        kept = {key: _copied(tensor) for key, tensor in tensors.items()}
+        self._saving = self._later(
+            f"{name}.safetensors", partial(_put, write=lambda path: save_file(kept, path))
+        )
 
     def load(self, name: str) -> dict[str, Tensor]:
         """The tensors of a step."""
-        return load_file(self.folder / f"{name}.safetensors")
+        return load_file(self._file(f"{name}.safetensors"))
 
     def note(self, name: str, value: Any) -> None:
         """Keep a step's plain data."""
-        with self._writing(f"{name}.json") as path:
-            path.write_text(json.dumps(value), encoding="utf-8")
+        text = json.dumps(value)
+        self._later(f"{name}.json", partial(_put, write=lambda path: path.write_text(text, encoding="utf-8")))
 
     def noted(self, name: str) -> Any:
         """A step's plain data, or None."""
-        path = self.folder / f"{name}.json"
+        path = self._file(f"{name}.json")
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
     def drop(self, *names: str) -> None:
         """Let go of tensors nobody needs any more."""
         for name in names:
-            (self.folder / f"{name}.safetensors").unlink(missing_ok=True)
+            self._later(f"{name}.safetensors", partial(Path.unlink, missing_ok=True))
 
-    @contextmanager
-    def _writing(self, name: str) -> Iterator[Path]:
-        partial = self.folder / f"{name}{PARTIAL}"
+    def close(self) -> None:
+        """Wait until everything is done."""
+        self._writer.shutdown()
+
+    def check(self) -> None:
+        """Raise what has failed so far: `CheckpointError` if the disk is full."""
+        if self._failed is not None:
+            raise self._failed
+
+    def _file(self, file: str) -> Path:
+        """A file, when what was asked for is done."""
+        if (asked := self._asked.pop(file, None)) is not None:
+            asked.result()
+        self.check()
+        return self.folder / file
+
+    def _later(self, file: str, act: Callable[[Path], object]) -> Future[None]:
+        """Do something to a file behind everything else, or nothing if that failed."""
+        self.check()
+        self._asked[file] = asked = self._writer.submit(self._do, act, self.folder / file)
+        return asked
+
+    def _do(self, act: Callable[[Path], object], path: Path) -> None:
+        if self._failed is not None:
+            return
         try:
-            yield partial
-            with partial.open("rb+") as file:
-                os.fsync(file.fileno())
-            partial.replace(self.folder / name)
+            act(path)
         except (OSError, SafetensorError) as error:
-            with suppress(OSError):
-                partial.unlink()
-            raise CheckpointError(
-                f"{self.folder / name} could not be written ({error}). Make room on the disk, then run the "
-                "same command again: it goes on from here."
-            ) from error
+            self._failed = CheckpointError(
+                f"{path} could not be written ({error}). Make room on the disk, then run the same command "
+                "again: it goes on from here."
+            )
+            self._failed.__cause__ = error
+        except Exception as error:
+            self._failed = error
+
+
+def _put(path: Path, write: Callable[[Path], object]) -> None:
+    """A file whole or not at all."""
+    begun = path.with_name(f"{path.name}{PARTIAL}")
+    try:
+        write(begun)
+        with begun.open("rb+") as file:
+            os.fsync(file.fileno())
+        begun.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            begun.unlink()
+        raise
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """On the host, and nobody else's; a GPU writes fastest to memory that stays where it is."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor.detach())
 
 
 def place_of(target: Path) -> Path:
@@ -92,7 +142,7 @@ def open_job(
     block ends without an error, or with one before anything was done.
     """
     folder = place_of(target)
-    lock = None
+    lock = job = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = _lock(folder)
@@ -105,10 +155,14 @@ def open_job(
         _compare(job, facts, () if any(folder.glob(f"{mark}*")) else later)
         job.note("job", facts)
         yield job
+        job.close()
+        job.check()
         shutil.rmtree(folder)
     except OSError as error:
         raise CheckpointError(f"{folder} could not be written ({error}).") from error
     finally:
+        if job is not None:
+            job.close()
         if folder.is_dir() and {path.name for path in folder.iterdir()} <= {FACTS}:
             shutil.rmtree(folder, ignore_errors=True)
         if lock is not None:

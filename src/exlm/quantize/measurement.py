@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from .. import spec
 from ..errors import InputError
 from ..spec.names import Names
 from ..spec.roles import Matrix, matrices
-from .recipe import Recipe, recipe
+from .recipe import Group, Recipe, recipe
 
 BLOCK = 32
 """Rows whose harm is summed up."""
@@ -51,15 +52,10 @@ class Profile:
     harms: Mapping[int, Sequence[float]]
     sizes: Mapping[int, float]
 
-    def harm(self, made: Recipe, rows: int) -> float:
-        """What a recipe does to the model's answers."""
-        total, block = 0.0, 0
-        for group in made.groups(rows):
-            count = group.rows // BLOCK
-            near = min(self.sizes, key=lambda size: abs(size - group.rows))
-            total += self.sizes[near] * sum(self.harms[group.bits][block : block + count])
-            block += count
-        return total
+    def harm(self, group: Group, block: int) -> float:
+        """What a group that begins with this block of rows does to the model's answers."""
+        near = min(self.sizes, key=lambda size: abs(size - group.rows))
+        return self.sizes[near] * sum(self.harms[group.bits][block : block + group.rows // BLOCK])
 
 
 @dataclass(frozen=True)
@@ -112,8 +108,13 @@ def quantised(model: spec.Model) -> Iterator[Matrix]:
             yield matrix
 
 
-def recipes() -> Iterator[Recipe]:
+@cache
+def recipes() -> tuple[Recipe, ...]:
     """Everything a matrix may get."""
+    return tuple(_recipes())
+
+
+def _recipes() -> Iterator[Recipe]:
     for size in SIZES:
         for width in (2, 3, 4, 5, 6, 8):
             yield recipe(size, (width, 1.0))
@@ -127,12 +128,16 @@ def recipes() -> Iterator[Recipe]:
 
 def _slot(matrix: Matrix, profile: Profile) -> Slot:
     """Every distinct way to store one matrix."""
-    seen: dict[tuple[Any, ...], Choice] = {}
+    harm = cache(profile.harm)  # recipes share most of their groups
+    seen: dict[tuple[Group, ...], Choice] = {}
     for made in recipes():
-        key = tuple(made.groups(matrix.in_features))
-        if key not in seen:
-            harm = profile.harm(made, matrix.in_features)
-            seen[key] = Choice(made.bits(matrix), harm, {matrix.role: made})
+        groups = made.groups(matrix.in_features)
+        if groups not in seen:
+            total, block = 0.0, 0
+            for group in groups:
+                total += harm(group, block)
+                block += group.rows // BLOCK
+            seen[groups] = Choice(made.bits(matrix), total, {matrix.role: made})
     return tuple(seen.values())
 
 

@@ -24,6 +24,7 @@ from .recipe import HEAD, Recipe
 from .rounding import factors
 from .solve import solve
 from .streams import Streams
+from .tape import TAPE
 from .work import Work
 
 AHEAD, BACK, ROUND, HEAD_UNITS = 1, 6, 12, 12  # units of the progress bar: how long steps take
@@ -51,53 +52,60 @@ def listen(work: Work, measures: bool) -> None:
     if job.noted("listened"):
         work.step(depth * (AHEAD + BACK), "measuring")
         return
-    batches = work.batches()
-    begun = [i for i in range(depth + 1) if job.has(f"slope.{i}")]
-    if not begun:
-        _go_ahead(work)
-        head, states = work.shop.top(), job.load(f"state.{depth}")
-        slopes = {}
-        for i, batch in enumerate(batches):
-            generator = torch.Generator().manual_seed(work.wishes.seed + i)
-            x = states[f"{i:04}"].to(batch.ids.device)
-            slopes[f"{i:04}"] = measure.first_slope(head, x, batch, generator)
-        job.save(f"slope.{depth}", slopes)
-        begun = [depth]
-    work.step(depth * AHEAD + (depth - begun[0]) * BACK, "measuring")
-    for i in reversed(range(begun[0])):
-        _go_back(work, i, measures)
+    begun = next((i for i in range(depth + 1) if job.has(f"slope.{i}")), depth)
+    slopes = job.load(f"slope.{begun}") if job.has(f"slope.{begun}") else _first_slopes(work)
+    work.step(depth * AHEAD + (depth - begun) * BACK, "measuring")
+    for i in reversed(range(begun)):
+        slopes = _go_back(work, i, slopes, measures)
         work.step(BACK, f"measuring layer {i}")
     job.note("listened", True)
     job.drop("slope.0", "state.0")
 
 
-def _go_ahead(work: Work) -> None:
-    """The float model's states before every layer, each kept until the way back has passed it."""
+def _first_slopes(work: Work) -> dict[str, Tensor]:
+    """The gradients behind the last layer."""
+    states, head, slopes = _go_ahead(work), work.shop.top(), {}
+    for i, batch in enumerate(work.batches()):
+        generator = torch.Generator().manual_seed(work.wishes.seed + i)
+        x = states[f"{i:04}"].to(batch.ids.device)
+        slopes[f"{i:04}"] = measure.first_slope(head, x, batch, generator)
+    work.job.save(f"slope.{work.depth}", slopes)
+    return slopes
+
+
+def _go_ahead(work: Work) -> dict[str, Tensor]:
+    """The float model's states before every layer, each kept until the way back has passed it; the last."""
     job, batches = work.job, work.batches()
-    have = [i for i in range(work.depth + 1) if job.has(f"state.{i}")]
-    if not have:
+    begun = max((i for i in range(work.depth + 1) if job.has(f"state.{i}")), default=0)
+    if job.has(f"state.{begun}"):
+        states = job.load(f"state.{begun}")
+    else:
         embedding = work.shop.bottom()
-        job.save("state.0", {f"{i:04}": embedding.forward(b) for i, b in enumerate(batches)})
-        have = [0]
-    for layer in range(have[-1], work.depth):
-        block, states = work.shop.layer(layer), job.load(f"state.{layer}")
-        after = {f"{i:04}": run(block, states[f"{i:04}"].to(b.ids.device), b) for i, b in enumerate(batches)}
-        if not all(bool(torch.isfinite(x).all()) for x in after.values()):
+        states = {f"{i:04}": embedding.forward(b) for i, b in enumerate(batches)}
+        job.save("state.0", states)
+    for layer in range(begun, work.depth):
+        block = work.shop.layer(layer)
+        for key, b in ((f"{i:04}", b) for i, b in enumerate(batches)):
+            states[key] = run(block, states[key].to(b.ids.device), b)
+        if not all(bool(torch.isfinite(x).all()) for x in states.values()):
             raise InputError(
                 f"layers.{layer}: the source model's answers hold NaN or infinity on the calibration text. "
                 "Calibrate with other text, or check the source model with `exlm eval`."
             )
-        job.save(f"state.{layer + 1}", after)
+        job.save(f"state.{layer + 1}", states)
+    return states
 
 
-def _go_back(work: Work, layer: int, measures: bool) -> None:
+def _go_back(work: Work, layer: int, slopes: dict[str, Tensor], measures: bool) -> dict[str, Tensor]:
+    """Through one layer; the gradients before it."""
     job, effort = work.job, work.wishes.effort
     block = work.shop.layer(layer)
     ear = measure.Ear(work.shop.taps)
-    states, slopes, carried = job.load(f"state.{layer}"), job.load(f"slope.{layer + 1}"), {}
+    states, carried = job.load(f"state.{layer}"), {}
     for key, batch in ((f"{i:04}", b) for i, b in enumerate(work.batches())):
         device = batch.ids.device
-        carried[key] = measure.carry_back(block, states[key].to(device), batch, slopes[key].to(device))
+        slope = slopes[key].to(device, copy=True)  # sums may differ with where numbers begin in memory
+        carried[key] = measure.carry_back(block, states[key].to(device), batch, slope)
     kept = {}
     for role, heard in ear.heard.items():
         if heard.gradients.dim() == 2:
@@ -111,6 +119,7 @@ def _go_back(work: Work, layer: int, measures: bool) -> None:
     job.save(f"gradients.{layer}", kept)
     job.save(f"slope.{layer}", carried)
     job.drop(f"slope.{layer + 1}", f"state.{layer + 1}")
+    return carried
 
 
 def measured(work: Work) -> Measurement:
@@ -222,6 +231,7 @@ def quantise(work: Work, recipes: Mapping[str, Recipe]) -> None:
             {},
         )
         _keep(work, "layer.head", made)
+    TAPE.clear()
     work.step(HEAD_UNITS, "quantising the head")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 from ..errors import InputError
@@ -53,20 +54,9 @@ class Recipe:
         shares = "|".join(f"{part.share:g}" for part in self.parts)
         return f"g{sizes} {widths}" + (f" @ {shares}" if len(self.parts) > 1 else "")
 
-    def groups(self, rows: int) -> list[Group]:
+    def groups(self, rows: int) -> tuple[Group, ...]:
         """The groups of a matrix of so many rows, in stored order; the last may be shorter."""
-        if rows < ALIGN or rows % ALIGN:
-            raise InputError(f"EXL2 holds matrices of a multiple of {ALIGN} inputs, found {rows}.")
-        made: list[Group] = []
-        left = rows
-        for part in self.parts:
-            count = -(-min(rows * part.share, left) // part.size)
-            for _ in range(int(count)):
-                made.append(Group(part.bits, min(part.size, left)))
-                left -= made[-1].rows
-        if left:  # shares whose sum was rounded down
-            made.append(Group(self.parts[-1].bits, left))
-        return made
+        return _groups(self, rows)
 
     def bits(self, matrix: Matrix) -> int:
         """Stored bits of a matrix: codes, scales, the table of groups, the order and the bias."""
@@ -96,6 +86,23 @@ class Recipe:
                 f"{where}: not a recipe of widths, shares and group sizes ({error!r})."
             ) from error
         return cls(parts)
+
+
+@cache
+def _groups(made: Recipe, rows: int) -> tuple[Group, ...]:
+    """Asked again and again: many matrices have as many rows."""
+    if rows < ALIGN or rows % ALIGN:
+        raise InputError(f"EXL2 holds matrices of a multiple of {ALIGN} inputs, found {rows}.")
+    groups: list[Group] = []
+    left = rows
+    for part in made.parts:
+        count = -(-min(rows * part.share, left) // part.size)
+        for _ in range(int(count)):
+            groups.append(Group(part.bits, min(part.size, left)))
+            left -= groups[-1].rows
+    if left:  # shares whose sum was rounded down
+        groups.append(Group(made.parts[-1].bits, left))
+    return tuple(groups)
 
 
 def padded(columns: int) -> int:

@@ -7,6 +7,7 @@ them with. Choosing grids is the format's business.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -38,8 +39,19 @@ class Grid(NamedTuple):
         return (codes * self.scale).half().float()
 
 
-Choose = Callable[[int, Tensor, Tensor], Grid]
-"""(number of the group, its rows as they are now, how much each row matters) → its grid."""
+Choose = Callable[..., Grid]
+"""(rows as they are now, how much each matters, *kept) → their grid; fills what is to be kept of it.
+
+It is recorded, as a part of a `tape.Work`: equal ones do the same, and none waits for the device.
+"""
+
+
+class Step(NamedTuple):
+    """One group to be rounded."""
+
+    rows: int
+    choose: Choose
+    kept: tuple[Tensor, ...] = ()
 
 
 class Factors(NamedTuple):
@@ -55,7 +67,6 @@ class Rounded(NamedTuple):
 
     codes: Tensor  # (inputs, columns) float32, whole numbers
     losses: Tensor  # (inputs, columns) what each number adds to the loss
-    grids: list[Grid]
 
 
 def factors(w: Tensor, hessian: Tensor, damping: float, where: str = "") -> Factors:
@@ -90,45 +101,40 @@ def upper_of_inverse(h: Tensor) -> Tensor | None:
     return upper if not int(failed) and bool(torch.isfinite(upper).all()) else None
 
 
-def feed_back(w: Tensor, f: Factors, sizes: Sequence[int], choose: Choose) -> Rounded:
+def feed_back(w: Tensor, f: Factors, steps: Sequence[Step]) -> Rounded:
     """Round `w` (inputs, columns, in the order of the inputs) group by group."""
-    w = w[f.order].clone()
-    codes, losses, grids = torch.empty_like(w), torch.empty_like(w), []
+    w = w[f.order]
+    codes, errors = torch.empty_like(w), torch.empty_like(w)
     steep = f.upper.diagonal().reciprocal()
     a = 0
-    for number, size in enumerate(sizes):
-        b = a + size
-        importance = steep[a:b].square()
-        grid = choose(number, w[a:b], importance / importance.mean())
-        errors = losses[a:b]
-        block = (w[a:b], f.upper[a:b, a:b], steep[a:b], grid.scale, grid.inverse(), grid.low, grid.high)
-        TAPE.play(_round_rows, block, (codes[a:b], errors))
-        w[b:].addmm_(f.upper[a:b, b:].T, errors, alpha=-1)
-        errors.square_()
-        grids.append(grid)
+    for rows, choose, kept in steps:
+        b = a + rows
+        block = (w[a:b], f.upper[a:b, a:b], steep[a:b])
+        TAPE.play(_RoundRows(choose), block, (codes[a:b], errors[a:b], *kept))
+        w[b:].addmm_(f.upper[a:b, b:].T, errors[a:b], alpha=-1)
         a = b
-    return Rounded(codes, losses, grids)
+    return Rounded(codes, errors.square_())
 
 
-def _round_rows(
-    w: Tensor,
-    upper: Tensor,
-    steep: Tensor,
-    scale: Tensor,
-    inverse: Tensor,
-    low: Tensor,
-    high: Tensor,
-    codes: Tensor,
-    errors: Tensor,
-) -> None:
+@dataclass(frozen=True)
+class _RoundRows:
     """The rows of one group; few calls, because each costs more than its work."""
-    value = torch.empty_like(w[0], dtype=torch.float16)
-    rows = zip(w, codes, errors, steep, upper, strict=True)
-    for i, (now, code, error, slope, behind) in enumerate(rows, 1):
-        torch.mul(now, inverse, out=code).round_().clamp_(low, high)
-        torch.mul(code, scale, out=value)
-        torch.sub(now, value, out=error).mul_(slope)
-        w[i:].addr_(behind[i:], error, alpha=-1)
+
+    choose: Choose
+
+    def __call__(
+        self, w: Tensor, upper: Tensor, steep: Tensor, codes: Tensor, errors: Tensor, *kept: Tensor
+    ) -> None:
+        importance = steep.square()
+        grid = self.choose(w, importance / importance.mean(), *kept)
+        scale, inverse = grid.scale, grid.inverse()
+        value = torch.empty_like(w[0], dtype=torch.float16)
+        rows = zip(w, codes, errors, steep, upper, strict=True)
+        for i, (now, code, error, slope, behind) in enumerate(rows, 1):
+            torch.mul(now, inverse, out=code).round_().clamp_(grid.low, grid.high)
+            torch.mul(code, scale, out=value)
+            torch.sub(now, value, out=error).mul_(slope)
+            w[i:].addr_(behind[i:], error, alpha=-1)
 
 
 def descend(codes: Tensor, gradient: Tensor, h: Tensor, sizes: Sequence[int], grids: Sequence[Grid]) -> None:
@@ -139,30 +145,30 @@ def descend(codes: Tensor, gradient: Tensor, h: Tensor, sizes: Sequence[int], gr
     a = 0
     for size, grid in zip(sizes, grids, strict=True):
         b = a + size
-        before = grid.value(codes[a:b])
-        change = torch.empty_like(before)
-        block = (gradient[a:b].clone(), h[a:b, a:b], before, grid.scale, grid.inverse(), grid.low, grid.high)
+        change = torch.empty_like(codes[a:b])
+        block = (codes[a:b], gradient[a:b], h[a:b, a:b], *grid)
         TAPE.play(_move_rows, block, (codes[a:b], change))
         gradient.addmm_(h[:, a:b], change, alpha=-1)
         a = b
 
 
 def _move_rows(
+    old: Tensor,
     gradient: Tensor,
     h: Tensor,
-    before: Tensor,
     scale: Tensor,
-    inverse: Tensor,
     low: Tensor,
     high: Tensor,
     codes: Tensor,
     change: Tensor,
 ) -> None:
-    """The rows of one group, and by how much their values change."""
-    value = torch.empty_like(before[0], dtype=torch.float16)
-    rows = zip(codes, before, gradient, change, h.diagonal().reciprocal(), h, strict=True)
-    for i, (code, old, slope, moved, flat, beside) in enumerate(rows, 1):
-        torch.addcmul(old, slope, flat, out=code).mul_(inverse).round_().clamp_(low, high)
+    """The rows of one group, and by how much their values change; new codes may take the place of `old`."""
+    grid, gradient = Grid(scale, low, high), gradient.clone()
+    values, inverse = grid.value(old), grid.inverse()
+    value = torch.empty_like(scale, dtype=torch.float16)
+    rows = zip(codes, values, gradient, change, h.diagonal().reciprocal(), h, strict=True)
+    for i, (code, before, slope, moved, flat, beside) in enumerate(rows, 1):
+        torch.addcmul(before, slope, flat, out=code).mul_(inverse).round_().clamp_(low, high)
         torch.mul(code, scale, out=value)
-        torch.sub(value, old, out=moved)
+        torch.sub(value, before, out=moved)
         gradient[i:].addr_(beside[i:], moved, alpha=-1)

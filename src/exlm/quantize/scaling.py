@@ -6,6 +6,8 @@ business of `rounding`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -37,6 +39,10 @@ class GroupScale(NamedTuple):
         """(columns,) float32: the factors a reader gets."""
         return Squared(self.codes[None], self.maximum[None]).expand()[0].float()
 
+    def value(self, codes: Tensor) -> Tensor:
+        """What a reader makes of whole numbers (rows, columns)."""
+        return (codes * self.decoded()).half().float()
+
     def masked(self, real: Tensor) -> GroupScale:
         """The same if `real`, else the scale of a group of zeros."""
         return GroupScale(self.codes * real, self.maximum * real)
@@ -45,6 +51,37 @@ class GroupScale(NamedTuple):
         """The numbers that rows of this width may be."""
         half = torch.full((), float(1 << (bits - 1)), device=self.codes.device)
         return Grid(self.decoded(), -half, half - 1)
+
+
+@dataclass(frozen=True)
+class Search:
+    """Looks for the scales of a group, and keeps them; `fine` as in `choose`."""
+
+    bits: int
+    fine: int
+
+    def __call__(self, w: Tensor, importance: Tensor, codes: Tensor, maximum: Tensor) -> Grid:
+        """The grid of these rows."""
+        found = choose(w, self.bits, importance, self.fine)
+        codes.copy_(found.codes)
+        maximum.copy_(found.maximum)
+        return found.grid(self.bits)
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """Looks for the scales of several widths, each for its share of the columns; keeps nothing."""
+
+    widths: tuple[int, ...]
+    fine: int
+
+    def __call__(self, w: Tensor, importance: Tensor) -> Grid:
+        """The grid of these rows."""
+        parts = w.chunk(len(self.widths), 1)
+        pairs = zip(parts, self.widths, strict=True)
+        grids = [choose(part, bits, importance, self.fine).grid(bits) for part, bits in pairs]
+        columns = parts[0].shape[1]
+        return Grid(*(torch.cat([x.expand(columns) for x in each]) for each in zip(*grids, strict=True)))
 
 
 def choose(w: Tensor, bits: int, importance: Tensor, fine: int) -> GroupScale:
@@ -72,7 +109,7 @@ def move(now: GroupScale, wish: Tensor, care: Tensor) -> GroupScale:
         return care * (scale - wish).square()
 
     least = cost(now.decoded()).sum() * (1 - 1e-6)
-    maxima = (now.maximum.float() * torch.tensor(NEAR, device=wish.device)).clamp(max=LARGEST).half()
+    maxima = (now.maximum.float() * _near(wish.device)).clamp(max=LARGEST).half()
     low, high = _around(wish.clamp(min=0), maxima)
     below, above = (cost(Squared(x, maxima).expand().float()) for x in (low, high))
     total = torch.minimum(below, above).sum(1).masked_fill(_too_small(maxima), torch.inf)
@@ -82,6 +119,12 @@ def move(now: GroupScale, wish: Tensor, care: Tensor) -> GroupScale:
     return GroupScale(
         torch.where(better, codes, now.codes), torch.where(better, _one(maxima, at), now.maximum)
     )
+
+
+@cache
+def _near(device: torch.device) -> Tensor:
+    """Made once: bringing it to a device waits for that."""
+    return torch.tensor(NEAR, device=device)
 
 
 def _errors(w: Tensor, scales: Tensor, bits: int, importance: Tensor) -> Tensor:

@@ -64,18 +64,17 @@ def _settle_rows(
     codes: Tensor,
     moved: Tensor,
 ) -> None:
-    """The rows of one block, and by how much their values change, times G."""
-    pull, starts = pull.clone(), torch.arange(0, len(g), RUN, device=g.device)
+    """The rows of one block, and by how much their values change, times G; a row is seen as its runs."""
+    shape = (len(h), -1, RUN)
+    pull, targets, runs = pull.clone(), g.view(-1, RUN, len(g)), torch.arange(len(g) // RUN, device=g.device)
     cost = h.diagonal()[:, None] * g.diagonal() * scale * scale / 2
     codes.copy_(before)
-    rows = zip(pull, codes, scale, cost, half, h, moved, strict=True)
-    for i, (to, code, size, price, limit, beside, change) in enumerate(rows, 1):
-        step = to.sign()
-        aim = code + step
-        gain = (to.abs() * size).sub_(price).masked_fill_((aim < -limit) | (aim > limit - 1), 0)
-        best, at = gain.view(-1, RUN).max(1)
-        at = at + starts
-        made = step[at] * (best > 0)
-        code[at] += made
-        torch.mv(g[at].T, made * size[at], out=change)
+    down, up = (-half)[:, None] - codes, (half - 1)[:, None] - codes  # as far as each may go
+    rows = zip(*(x.view(shape) for x in (pull, codes, scale, cost, down, up)), h, moved, strict=True)
+    for i, (to, code, size, price, low, high, beside, change) in enumerate(rows, 1):
+        step = to.sign().clamp_(low, high)
+        best, at = (to * step).mul_(size).sub_(price).max(1, keepdim=True)
+        made = step.gather(1, at) * (best > 0)
+        code.scatter_add_(1, at, made)
+        torch.mv(targets[runs, at[:, 0]].T, (made * size.gather(1, at))[:, 0], out=change)
         pull[i:].addr_(beside[i:], change, alpha=-1)

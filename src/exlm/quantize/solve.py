@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from ..formats import PackedWeight, Segment, Squared
 from ..formats.bits import pack
-from . import scaling
 from .recipe import Group
-from .rounding import Factors, Grid, descend, feed_back
-from .scaling import GroupScale
+from .rounding import Factors, Grid, Step, descend, feed_back
+from .scaling import GroupScale, Search, SideBySide, move
 from .settle import settle
+from .tape import TAPE
 from .wave import Outputs, round_both
 
 
@@ -39,25 +40,35 @@ class Solution:
     groups: Sequence[Group]
     order: Tensor
     codes: Tensor  # (inputs, columns) float32: whole numbers around zero
-    scales: list[GroupScale]
+    scales: Squared  # of all groups
 
     @property
     def sizes(self) -> list[int]:
         """Rows of each group."""
         return [group.rows for group in self.groups]
 
+    @cached_property
+    def halves(self) -> Tensor:
+        """(groups,) float32: half the range of each group's codes."""
+        return torch.tensor([float(1 << (group.bits - 1)) for group in self.groups]).to(self.codes.device)
+
+    @cached_property
+    def group_of(self) -> Tensor:
+        """(inputs,) the group of every row."""
+        sizes = torch.tensor(self.sizes)
+        return torch.arange(len(sizes)).repeat_interleave(sizes).to(self.codes.device)
+
     def grids(self) -> list[Grid]:
         """What each group may hold."""
-        return [scale.grid(group.bits) for scale, group in zip(self.scales, self.groups, strict=True)]
+        return list(map(Grid, self.factors(), -self.halves, self.halves - 1))
 
     def factors(self) -> Tensor:
         """(groups, columns) float32: the scales as a reader decodes them."""
-        return torch.stack([scale.decoded() for scale in self.scales])
+        return self.scales.expand().float()
 
     def spread(self) -> Tensor:
         """(inputs, columns) float32: the scale of every number."""
-        sizes = torch.tensor(self.sizes, device=self.codes.device)
-        return self.factors().repeat_interleave(sizes, 0)
+        return self.factors()[self.group_of]
 
     def values(self) -> Tensor:
         """(inputs, columns) float32 in stored order, with every rounding a reader makes."""
@@ -75,10 +86,10 @@ class Solution:
         for bits in dict.fromkeys(group.bits for group in self.groups):
             sizes = tuple(group.rows for group in self.groups if group.bits == bits)
             codes = self.codes[row : row + sum(sizes)].to(torch.int16) + (1 << (bits - 1))
-            scales = self.scales[first : first + len(sizes)]
-            table = Squared(torch.stack([s.codes for s in scales]), torch.stack([s.maximum for s in scales]))
+            end = first + len(sizes)
+            table = Squared(self.scales.codes[first:end], self.scales.maxima[first:end])
             segments.append(Segment(bits, sizes, pack(codes, bits), table, 1 << (bits - 1)))
-            row, first = row + sum(sizes), first + len(sizes)
+            row, first = row + sum(sizes), end
         inputs, columns = self.codes.shape
         order = self.order.to(torch.int32)
         return PackedWeight("exl2", inputs, columns, tuple(segments), torch.float16, order, bias)
@@ -86,15 +97,11 @@ class Solution:
 
 def quick(w: Tensor, f: Factors, groups: Sequence[Group], fine: int) -> Solution:
     """GPTQ alone."""
-    scales: list[GroupScale] = []
-
-    def choose(number: int, rows: Tensor, importance: Tensor) -> Grid:
-        bits = groups[number].bits
-        scales.append(scaling.choose(rows, bits, importance, fine))
-        return scales[-1].grid(bits)
-
-    rounded = feed_back(w, f, [group.rows for group in groups], choose)
-    return Solution(groups, f.order, rounded.codes, scales)
+    codes = torch.empty(len(groups), w.shape[1], dtype=torch.uint8, device=w.device)
+    scales = Squared(codes, torch.empty(len(groups), dtype=torch.float16, device=w.device))
+    places = zip(groups, *scales.tensors, strict=True)
+    steps = [Step(group.rows, Search(group.bits, fine), tuple(kept)) for group, *kept in places]
+    return Solution(groups, f.order, feed_back(w, f, steps).codes, scales)
 
 
 def losses(w: Tensor, f: Factors, size: int, widths: Sequence[int], fine: int) -> tuple[Tensor, ...]:
@@ -102,14 +109,9 @@ def losses(w: Tensor, f: Factors, size: int, widths: Sequence[int], fine: int) -
 
     All are rounded side by side, as columns of one matrix.
     """
-
-    def choose(_: int, rows: Tensor, importance: Tensor) -> Grid:
-        parts = zip(rows.chunk(len(widths), 1), widths, strict=True)
-        grids = [scaling.choose(part, bits, importance, fine).grid(bits) for part, bits in parts]
-        return Grid(*(torch.cat([x.expand(w.shape[1]) for x in each]) for each in zip(*grids, strict=True)))
-
-    sizes = [min(size, len(w) - a) for a in range(0, len(w), size)]
-    return feed_back(w.repeat(1, len(widths)), f, sizes, choose).losses.chunk(len(widths), 1)
+    choose = SideBySide(tuple(widths), fine)
+    steps = [Step(min(size, len(w) - a), choose) for a in range(0, len(w), size)]
+    return feed_back(w.repeat(1, len(widths)), f, steps).losses.chunk(len(widths), 1)
 
 
 def solve(
@@ -119,15 +121,13 @@ def solve(
     solution = quick(w, f, groups, effort.fine)
     target = w[f.order]
     gradient = f.hessian @ (target - solution.values())
-    for _ in range(effort.sweeps):
+    for left in reversed(range(effort.sweeps)):
         moved = _fit_scales(solution, f.hessian, gradient)
-        if outputs is not None and not moved:
+        if outputs is not None and not (moved and left):
             break  # codes will be chosen anew: only the scales count
         descend(solution.codes, gradient, f.hessian, solution.sizes, solution.grids())
     if outputs is not None:
-        halves = torch.tensor([float(1 << (g.bits - 1)) for g in groups], device=w.device)
-        half = halves.repeat_interleave(torch.tensor(solution.sizes, device=w.device))
-        scale = solution.spread()
+        half, scale = solution.halves[solution.group_of], solution.spread()
         codes = round_both(target, scale, half, f.upper, outputs)
         solution.codes = settle(codes, target, scale, half, f.hessian, outputs.gradients)
     return solution
@@ -142,14 +142,32 @@ def loss(w: Tensor, f: Factors, solution: Solution) -> Tensor:
 def _fit_scales(s: Solution, h: Tensor, gradient: Tensor) -> bool:
     """Move each group's scales to the grid points best for the codes as they are; True if any moved."""
     a, before = 0, s.factors()
-    for number, group in enumerate(s.groups):
+    for group, *scale in zip(s.groups, *s.scales.tensors, strict=True):
         b = a + group.rows
-        codes, scale = s.codes[a:b], s.scales[number]
-        curve = (codes * (h[a:b, a:b] @ codes)).sum(0)
-        slope = (codes * gradient[a:b]).sum(0)
-        wish = scale.decoded() + torch.where(curve > 0, slope / curve, torch.zeros_like(curve))
-        s.scales[number] = found = scaling.move(scale, wish, curve)
-        change = found.grid(group.bits).value(codes) - scale.grid(group.bits).value(codes)
+        change = torch.empty_like(s.codes[a:b])
+        block = (s.codes[a:b], h[a:b, a:b], gradient[a:b])
+        TAPE.play(_fit_group, (*block, *scale), (*scale, change))
         gradient.addmm_(h[:, a:b], change, alpha=-1)
         a = b
     return not torch.equal(before, s.factors())
+
+
+def _fit_group(
+    codes: Tensor,
+    h: Tensor,
+    gradient: Tensor,
+    factors: Tensor,
+    maximum: Tensor,
+    new_factors: Tensor,
+    new_maximum: Tensor,
+    change: Tensor,
+) -> None:
+    """The scales of one group, and by how much its values change; new ones may take the place of the old."""
+    now = GroupScale(factors, maximum)
+    curve = (codes * (h @ codes)).sum(0)
+    slope = (codes * gradient).sum(0)
+    wish = now.decoded() + torch.where(curve > 0, slope / curve, torch.zeros_like(curve))
+    found = move(now, wish, curve)
+    torch.sub(found.value(codes), now.value(codes), out=change)
+    new_factors.copy_(found.codes)
+    new_maximum.copy_(found.maximum)

@@ -133,7 +133,8 @@ def _listen(
     """For each role what the rounded stream asks it; with `whole`, also what the stream has lost by then."""
     paired = not any(".experts." in role for role in roles)
     ears = [taps[roles[0]]] if paired else [taps[r] for r in roles if not r.endswith(".up")]
-    weighted = {role: care[role] for role in roles if role in care and float(care[role].sum())}
+    device = s.batches[0].ids.device
+    weighted = {role: care[role].to(device) for role in roles if role in care and float(care[role].sum())}
     sums = {role: _Sums(taps[role].data) for role in weighted} | {"": _Sums(taps[roles[0]].data)}
     if whole:
         exact, now = ({**tensors, **_silent(tensors, roles[0])} for tensors in (exact, now))
@@ -150,7 +151,7 @@ def _listen(
         x, off = heard[-1], heard[0] - heard[1] if paired else None
         lost = (behind[0] - behind[1]).flatten(0, -2) if whole else None
         for role, each in weighted.items():
-            sums[role].add(x, off, lost, each[past : past + len(x)].to(x.device))
+            sums[role].add(x, off, lost, each[past : past + len(x)])
         if len(weighted) < len(roles):
             sums[""].add(x, off, lost, x.new_ones(len(x)))
         past += len(x)

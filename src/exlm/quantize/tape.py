@@ -13,16 +13,23 @@ import torch
 from torch import Tensor
 
 Work = Callable[..., None]
-"""(*read, *written): fills what it writes, may spoil what it reads, never waits for the device."""
+"""(*read, *written): fills what it writes, may spoil what it reads, never waits for the device.
 
-KEPT = 64
-"""Recordings that are held; the oldest goes first."""
+Two that are equal do the same: functions do, and frozen dataclasses of whatever numbers they depend on.
+"""
+
+HELD = 2**31
+"""Bytes of what recordings read and write, beyond which the oldest of them go."""
 
 
 class _Recording(NamedTuple):
     graph: torch.cuda.CUDAGraph
     read: Sequence[Tensor]
     written: Sequence[Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (*self.read, *self.written))
 
 
 class Tape:
@@ -31,33 +38,51 @@ class Tape:
     def __init__(self) -> None:
         self._recordings: dict[Hashable, _Recording] = {}
         self._pool: Any = None
+        self._sides: dict[torch.device, torch.cuda.Stream] = {}  # nothing runs there: it is where one records
 
     def play(self, work: Work, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
         """`work(*read, *written)`."""
         if not written[0].is_cuda:
             work(*read, *written)
             return
-        shapes = tuple((tuple(t.shape), t.dtype, t.device) for t in (*read, *written))
-        found = self._recordings.get((work, shapes))
+        key = (work, *((t.shape, t.dtype, t.device) for t in (*read, *written)))
+        found = self._recordings.get(key)
         if found is None:
-            if len(self._recordings) == KEPT:
-                del self._recordings[next(iter(self._recordings))]
-            found = self._recordings[work, shapes] = self._record(work, read, written)
+            found = self._recordings[key] = self._record(work, read, written)
+            self._shorten()
         for kept, now in zip(found.read, read, strict=True):
             kept.copy_(now)
         found.graph.replay()
         for now, kept in zip(written, found.written, strict=True):
             now.copy_(kept)
 
+    def clear(self) -> None:
+        """Let go of all recordings and their memory."""
+        self._recordings.clear()
+        self._pool = None  # an empty one cannot be used again
+
+    def _shorten(self) -> None:
+        held = sum(one.nbytes for one in self._recordings.values())
+        while held > HELD and len(self._recordings) > 1:
+            held -= self._recordings.pop(next(iter(self._recordings))).nbytes
+
     def _record(self, work: Work, read: Sequence[Tensor], written: Sequence[Tensor]) -> _Recording:
         own = [t.clone(memory_format=torch.contiguous_format) for t in read]
         out = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in written]
         work(*own, *out)  # libraries set themselves up the first time, which cannot be recorded
         graph = torch.cuda.CUDAGraph()
+        device = out[0].device
+        if device not in self._sides:
+            self._sides[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()  # one for all: they never run side by side
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="relaxed"):
-            work(*own, *out)
+        with torch.cuda.stream(self._sides[device]):
+            # Not torch.cuda.graph: that gives all free memory back first, which costs more than recording.
+            graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
+            try:
+                work(*own, *out)
+            finally:
+                graph.capture_end()
         return _Recording(graph, own, out)
 
 

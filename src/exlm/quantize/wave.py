@@ -98,13 +98,16 @@ def _round_tiles(
     steep = 1 / (u.diagonal(dim1=1, dim2=2)[:, :, None] * v.diagonal(dim1=1, dim2=2)[:, None, :])
     low, high = -half, half - 1
     turned, made = torch.empty_like(codes), torch.empty_like(errors)
+    values = torch.empty_like(codes[:, 0], dtype=torch.float16)
     for step in range(2 * TILE - 1):
         shift = TILE - 1 - step
         x, q, e, s, r, p = (t.diagonal(shift, 1, 2) for t in (now, turned, made, scale, inverse, steep))
         i = slice(max(0, -shift), TILE - max(0, shift))
         n = slice(max(0, shift), TILE - max(0, -shift))
-        q.copy_((x * r).round_().clamp_(low[:, i], high[:, i]))
-        e.copy_((x - (q * s).half()).mul_(p))
+        value = values[:, : x.shape[1]]
+        torch.mul(x, r, out=q).round_().clamp_(low[:, i], high[:, i])
+        torch.mul(q, s, out=value)
+        torch.sub(x, value, out=e).mul_(p)
         now.baddbmm_(u[:, i].transpose(1, 2) * e[:, None], v[:, n], alpha=-1)
     codes.copy_(turned.flip(2))
     errors.copy_(made.flip(2))

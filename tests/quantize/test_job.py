@@ -1,0 +1,87 @@
+"""What a job was asked to keep is seen at once, written in order, and nothing comes behind a failure."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from exlm.errors import CheckpointError
+from exlm.quantize import job as jobs
+from exlm.quantize.job import Job, open_job, place_of
+
+ACTS = st.tuples(st.sampled_from(["save", "note", "drop", "has", "load", "noted"]), st.sampled_from("ab"))
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that takes its time."""
+    sync = jobs.os.fsync
+    monkeypatch.setattr(jobs.os, "fsync", lambda file: (time.sleep(0.002), sync(file)))
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(ACTS, max_size=12))
+def test_what_was_asked_for_is_seen_at_once(
+    slow: None, tmp_path_factory: pytest.TempPathFactory, acts: list[tuple[str, str]]
+) -> None:
+    folder = tmp_path_factory.mktemp("job")
+    job, tensors, notes = Job(folder), {}, {}
+    for number, (act, name) in enumerate(acts):
+        match act:
+            case "save":
+                x = torch.full((3,), float(number))
+                tensors[name] = x.clone()
+                job.save(name, {"x": x, "y": x})
+                x.zero_()  # the caller's own again
+            case "note":
+                notes[name] = number
+                job.note(name, number)
+            case "drop":
+                tensors.pop(name, None)
+                job.drop(name)
+            case "has":
+                assert job.has(name) == (name in tensors)
+            case "load" if name in tensors:
+                assert all(torch.equal(found, tensors[name]) for found in job.load(name).values())
+            case "noted":
+                assert job.noted(name) == notes.get(name)
+    job.close()
+    kept = {f"{name}.safetensors" for name in tensors} | {f"{name}.json" for name in notes}
+    assert {path.name for path in folder.iterdir()} == kept
+
+
+def test_nothing_is_written_behind_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(tmp_path)
+    job.note("before", 1)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(jobs, "save_file", full)
+    job.save("a", {"x": torch.ones(2)})
+    with suppress(CheckpointError):  # whether this is already refused depends on the disk
+        job.note("behind", 1)
+    job.close()
+    with pytest.raises(CheckpointError, match=r"a\.safetensors .*Make room"):
+        job.has("a")
+    assert [path.name for path in tmp_path.iterdir()] == ["before.json"]
+
+
+def test_a_failure_in_the_last_write_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(jobs, "save_file", broken)
+    with (
+        pytest.raises(ZeroDivisionError),
+        open_job(tmp_path / "model", {}, restart=False) as job,
+    ):
+        job.save("a", {"x": torch.ones(2)})
+    assert not place_of(tmp_path / "model").exists()
