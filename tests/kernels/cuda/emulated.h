@@ -95,6 +95,7 @@ static inline uint16_t as_half(float number) { return half_bits(number); }
 static inline uint32_t as_halves(float low, float high) { return half_bits(low) | (uint32_t)half_bits(high) << 16; }
 static inline float power(float x) { return exp2f(x); }
 #define __expf expf
+static inline float __fdividef(float x, float y) { return x / y; }
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 
 // All show, all meet, all read, all meet again.
@@ -200,7 +201,6 @@ static inline uint16_t read_scale(const uint16_t* from) { return *from; }
 static inline void let_go() {}
 static inline void await() {}
 static inline int arrive(int* at) { return (*at)++; }
-static inline void begin() {}
 
 static inline uint32_t shared_address(const void* at) { return (const char*)at - shared_memory; }
 template <int BYTES> static inline void copy(uint32_t to, const void* from) {

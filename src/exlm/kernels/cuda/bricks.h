@@ -25,7 +25,7 @@ struct Matrix {
 
 // How a row of x becomes what the lanes expect. `source` and `norm` lie in the order of the prepared numbers.
 struct Entrance {
-    const u16* source;  // (brick, pair of steps, quarter, 8) which input stands there, 65535 for none; null: in order
+    const u16* source;  // (brick, pair of steps, quarter, 8) which input stands there, behind the last for none; null: in order
     const float* norm;  // the same, its factor
     uint4* words;       // prepared by `prepare`: (brick, pair of steps, row, quarter) 8 halves, or with MATRICES
                         // (brick, step, half of it, row) 8 halves: eight rows are one matrix of the tensor cores
@@ -91,12 +91,6 @@ DEVICE uint2 read8(const char* from) {
 }
 DEVICE u32 read4(const char* from) {
     u32 out; asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(out) : "l"(from)); return out;
-}
-DEVICE void begin() {  // let the next kernel start, then wait for the one before
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
 }
 #endif
 
@@ -172,10 +166,12 @@ template <int BITS_, int STEPS_> struct Brick {
     }
 };
 
-// A row of x into shared memory, and the sum of squares of each 256 numbers of it.
+// A row of x into shared memory, a zero behind it, and the sum of squares of each 256 numbers of it.
+#define BEHIND 8  // room for the zero, in halves
 DEVICE void fetch(const Job& job, int row, u16* raw, float* squares, int warps) {
     const int lane = threadIdx.x % 32;
     const uint4* x = (const uint4*)(job.x + (long)row * job.inputs);
+    if (threadIdx.x == 0) raw[job.inputs] = 0;
     for (int chunk = threadIdx.x / 32; chunk * 256 < job.inputs; chunk += warps) {
         const int at = chunk * 32 + lane;
         uint4 piece = {0, 0, 0, 0};
@@ -205,35 +201,37 @@ struct Item {
     uint4 source;
     float4 norm[2];
 
-    DEVICE void load(const Part& part, int unit) {
-        const bool there = unit < part.matrix.bricks * 16;
-        source = there && part.entrance.source ? ((const uint4*)part.entrance.source)[unit] : uint4{~0u, ~0u, ~0u, ~0u};
-        LOOP for (int i = 0; i < 2; i++)
-            norm[i] = NORM && there ? ((const float4*)part.entrance.norm)[unit * 2 + i] : float4{1, 1, 1, 1};
+    DEVICE void load(const Job& job, const Part& part, int unit) {
+        if (unit >= part.matrix.bricks * 16) return;
+        if (part.entrance.source) {
+            source = ((const uint4*)part.entrance.source)[unit];
+        } else {
+            const int first = unit / 4 * 32 + unit % 4 * 4;
+            source = {order(job, first), order(job, first + 2), order(job, first + 16), order(job, first + 18)};
+        }
+        LOOP for (int i = 0; i < 2; i++) if (NORM) norm[i] = ((const float4*)part.entrance.norm)[unit * 2 + i];
+    }
+    DEVICE static u32 order(const Job& job, int input) {
+        return min(input, job.inputs) | (u32)min(input + 1, job.inputs) << 16;
     }
 
-    DEVICE u32 number(const Job& job, const Part& part, const u16* raw, float measure, int unit, int i) const {
-        const u32 pairs[4] = {source.x, source.y, source.z, source.w};
-        const float factors[8] = {norm[0].x, norm[0].y, norm[0].z, norm[0].w, norm[1].x, norm[1].y, norm[1].z, norm[1].w};
-        int input = pairs[i / 2] >> i % 2 * 16 & 65535;
-        if (!part.entrance.source) input = (unit / 4 * 2 + i / 4) * 16 + unit % 4 * 4 + i % 4;
-        if (input >= job.inputs) return 0;
-        return NORM ? as_half(as_float(raw[input]) * measure * factors[i]) : raw[input];
-    }
-
+    // All numbers are fetched before the first is needed: no branches.
     DEVICE void put(const Job& job, const Part& part, int unit, int row, const u16* raw, float measure, uint4* words) const {
         if (unit >= part.matrix.bricks * 16) return;
-        u32 out[4];
-        LOOP for (int w = 0; w < 4; w++)
-            out[w] = number(job, part, raw, measure, unit, 2 * w) | number(job, part, raw, measure, unit, 2 * w + 1) << 16;
+        const u32 pairs[4] = {source.x, source.y, source.z, source.w};
+        const float factors[8] = {norm[0].x, norm[0].y, norm[0].z, norm[0].w, norm[1].x, norm[1].y, norm[1].z, norm[1].w};
+        u32 numbers[8], out[4];
+        LOOP for (int i = 0; i < 8; i++) numbers[i] = raw[pairs[i / 2] >> i % 2 * 16 & 65535];
+        LOOP for (int i = 0; i < 8; i++) if (NORM) numbers[i] = as_half(as_float((u16)numbers[i]) * measure * factors[i]);
+        LOOP for (int w = 0; w < 4; w++) out[w] = numbers[2 * w] | numbers[2 * w + 1] << 16;
         if (!MATRICES) words[(unit / 4 * job.rows + row) * 4 + unit % 4] = uint4{out[0], out[1], out[2], out[3]};
         else LOOP for (int w = 0; w < 4; w++) ((u32*)words)[((unit / 4 * 4 + w) * job.rows + row) * 4 + unit % 4] = out[w];
     }
 };
 
 DEVICE float bent(float x) {
-    if (ACT == 1) return x / (1.0f + __expf(-x));
-    if (ACT == 2) return x / (1.0f + __expf(-1.5957691216057308f * (x + 0.044715f * x * x * x)));
+    if (ACT == 1) return __fdividef(x, 1.0f + __expf(-x));
+    if (ACT == 2) return __fdividef(x, 1.0f + __expf(-1.5957691216057308f * (x + 0.044715f * x * x * x)));
     if (ACT == 3) return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f));
     return fmaxf(x, 0.0f);
 }
@@ -245,10 +243,11 @@ extern "C" __global__ void __launch_bounds__(256) prepare(const __grid_constant_
     const Part& part = job.parts[blockIdx.z];
     const int row = blockIdx.x, unit = blockIdx.y * 256 + threadIdx.x;
     u16* raw = (u16*)memory;
-    float* squares = (float*)(raw + job.inputs);
+    float* squares = (float*)(raw + job.inputs + BEHIND);
     Item item;
-    item.load(part, unit);
-    begin();
+    item.load(job, part, unit);
+    let_go();
+    await();
     fetch(job, row, raw, squares, 8);
     __syncthreads();
     const float measure = measured(job, squares);

@@ -1,4 +1,5 @@
-// What all kernels have in common: pairs of halves in a word, lanes that exchange numbers, and the tensor cores' product.
+// What all kernels have in common: pairs of halves in a word, lanes that exchange numbers, the tensor cores' product, and who
+// waits for whom.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -25,5 +26,15 @@ DEVICE void multiply_add(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+DEVICE void let_go() {  // the next kernel may start
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+DEVICE void await() {  // the kernel before has ended
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 #endif

@@ -176,7 +176,7 @@ class Product:
     def _memory(self, rows: int, plan: Plan) -> int:
         """Bytes of shared memory: bricks, and one row as it comes and as it enters; in the end the sums."""
         ring = plan.warps * plan.stages * plan.tiles * slot(self.form)
-        raw = self.inputs * 2 + -(-self.inputs // 256) * 4 + 15
+        raw = entering(self.inputs) + 15
         entered = (2 if self.form.apart else 1) * self._bricks * BLOCK * 2
         return max(ring + (raw + entered if rows == 1 else 0), plan.warps * plan.tiles * TILE * rows * 4)
 
@@ -211,8 +211,7 @@ class Product:
         entry.rows = room
         most = max(self.matrices[first].stored for first in firsts)
         grid = (rows, -(-most * 16 // _PREPARERS), len(firsts))
-        shared = self.inputs * 2 + -(-self.inputs // 256) * 4
-        made.launch("prepare", grid, _PREPARERS, shared, (entry,), overlap)
+        made.launch("prepare", grid, _PREPARERS, entering(self.inputs), (entry,), overlap)
         return kept
 
 
@@ -227,7 +226,7 @@ def plan_for(matrices: Sequence[Tiles], act: str | None = None, processors: int 
     each = -(-tiles // processors)
     if each <= 4:  # few outputs: many warps share the inputs
         return Plan(each, 12 if matrices[0].stored <= 48 else 16, 2)
-    return Plan(3, 8, 2) if tiles <= 3 * 2 * processors else Plan(4, 8, 2)
+    return Plan(3, 8, 2) if tiles <= 3 * 2 * processors else Plan(4, 4, 3)
 
 
 class Unpacker:
@@ -279,6 +278,11 @@ def matrix_of(tiles: Tiles) -> _Matrix:
         tiles=tiles.tiles,
         factor=tiles.factor,
     )
+
+
+def entering(inputs: int) -> int:
+    """Bytes of shared memory for a row as it comes, a zero behind it, and the sums of its squares."""
+    return (inputs + 8) * 2 + -(-inputs // 256) * 4
 
 
 def slot(form: Form) -> int:
@@ -334,11 +338,12 @@ def _order(tiles: Tiles, source: Tensor, norm: Normal | None) -> tuple[Tensor | 
         return None, None
     lanes = source.view(-1, 4, 2, 4, 4).transpose(2, 3).flatten()  # brick, pair, quarter, step, input
     device = tiles.main.bricks.device
-    words = unsigned(lanes).to(device, non_blocking=True)
+    places = torch.where(lanes < 0, tiles.in_features, lanes)  # padding: a zero lies behind the last
+    words = unsigned(places).to(device, non_blocking=True)
     if norm is None:
         return words, None
-    places = torch.where(lanes < 0, tiles.in_features, lanes).to(device, non_blocking=True)
-    return words, F.pad(norm.weight.float(), (0, 1)).index_select(0, places)
+    factors = F.pad(norm.weight.float(), (0, 1))
+    return words, factors.index_select(0, places.to(device, non_blocking=True))
 
 
 def _distinct(entrances: Sequence[tuple[int, Tensor]]) -> list[int]:

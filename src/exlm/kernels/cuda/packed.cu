@@ -177,11 +177,12 @@ struct Added {
 // x as matrices want it, in shared memory; the warps' first bricks are on their way meanwhile.
 DEVICE void prepare_here(const Job& job, int at, int tile, char* memory, Prepared* x, Added& added) {
     u16* raw = (u16*)memory;
-    float* squares = (float*)(raw + job.inputs);
-    char* here = memory + (job.inputs * 2 + (job.inputs + 255) / 256 * 4 + 15) / 16 * 16;
+    float* squares = (float*)(raw + job.inputs + BEHIND);
+    char* here = memory + ((job.inputs + BEHIND) * 2 + (job.inputs + 255) / 256 * 4 + 15) / 16 * 16;
     Item items[ITEMS];
-    LOOP for (int i = 0; i < ITEMS; i++) items[i].load(job.parts[at], i * THREADS + threadIdx.x);
-    begin();
+    LOOP for (int i = 0; i < ITEMS; i++) items[i].load(job, job.parts[at], i * THREADS + threadIdx.x);
+    await();
+    let_go();  // not before: the next matrix's first bricks would be in the way of this one's
     added.load(job, at, tile);
     fetch(job, 0, raw, squares, WARPS);
     __syncthreads();
@@ -189,7 +190,7 @@ DEVICE void prepare_here(const Job& job, int at, int tile, char* memory, Prepare
     LOOP for (int e = 0; e < ENTRANCES; e++) {
         const Part& part = job.parts[at + e];
         uint4* words = (uint4*)here;
-        if (e) LOOP for (int i = 0; i < ITEMS; i++) items[i].load(part, i * THREADS + threadIdx.x);
+        if (e) LOOP for (int i = 0; i < ITEMS; i++) items[i].load(job, part, i * THREADS + threadIdx.x);
         LOOP for (int i = 0; i < ITEMS; i++) items[i].put(job, part, i * THREADS + threadIdx.x, 0, raw, measure, words);
         x[e] = {words, 1};
         here += part.matrix.bricks * 256;
@@ -218,7 +219,8 @@ DEVICE void sum_up(const Job& job, int at, int tile, char* memory, float (*total
     if (INSIDE) {
         prepare_here(job, at, tile, memory + WARPS * STAGES * STAGE_BYTES, x, added);
     } else {
-        begin();
+        await();
+        let_go();
         added.load(job, at, tile);
         LOOP for (int e = 0; e < ENTRANCES; e++) x[e] = {job.parts[at + e].entrance.words, job.rows};
     }

@@ -19,16 +19,6 @@ DEVICE bool anybody(bool x) { return __any_sync(~0u, x); }
 DEVICE int arrive(int* at) {  // counts; what was written before it is seen by who arrives later
     int out; asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(out) : "l"(at) : "memory"); return out;
 }
-DEVICE void let_go() {  // the next kernel may start
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-DEVICE void await() {  // the kernel before has ended
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
 #endif
 
 struct Job {

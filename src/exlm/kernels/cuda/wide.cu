@@ -244,32 +244,39 @@ DEVICE void answer(const Job& job, int at, int group, const float (*total)[COLUM
                 total[s * EACH + t][c][i];
     __syncthreads();
     const Part& part = job.parts[at];
-    const int fours = WIDTH / 4, many = ROWS * fours / THREADS, column = threadIdx.x % fours * 4;
-    const int first = threadIdx.x / fours, pace = THREADS / fours, output = group * WIDTH + column;
+    const int fours = WIDTH / 4, column = threadIdx.x % fours * 4;
+    const int pace = THREADS / fours, output = group * WIDTH + column, count = part.outputs - output;
     const bool even = part.outputs % 4 == 0 && part.stride % 4 == 0 && ((size_t)part.y | (size_t)job.residual) % 8 == 0;
-    uint2 rest[many];  // fetched together
-    LOOP for (int n = 0; n < many; n++) {
-        const int row = first + n * pace;
-        const bool there = job.residual && row < job.rows;
-        rest[n] = there ? read_four(job.residual + (long)row * part.stride + output, even, part.outputs - output) : uint2{};
+    float bias[SIDES][4];
+    LOOP for (int s = 0; s < SIDES; s++) LOOP for (int k = 0; k < 4; k++) {
+        const u16* added = job.parts[at + s].bias;
+        bias[s][k] = added && k < count ? as_float(added[output + k]) : 0.0f;
     }
-    LOOP for (int n = 0; n < many; n++) {
-        const int row = first + n * pace;
-        if (row >= job.rows) break;
-        float y[4];
-        LOOP for (int s = 0; s < SIDES; s++) {
-            const Part& side = job.parts[at + s];
-            const float4 sums = *(const float4*)(found + (s * ROWS + row) * step + column);
-            const float of[4] = {sums.x, sums.y, sums.z, sums.w};
-            LOOP for (int k = 0; k < 4; k++) {
-                const float bias = side.bias && output + k < part.outputs ? as_float(side.bias[output + k]) : 0.0f;
-                const float sum = fmaf(of[k], side.matrix.factor, bias);
-                y[k] = s ? y[k] * sum : ACT ? bent(sum) : sum;
-            }
+    // Code that runs once comes slowly: a loop, with some rows at a time so that what they add is fetched together.
+    const int many = ROWS * fours / THREADS, some = many % 4 ? many % 2 ? 1 : 2 : 4;
+    _Pragma("unroll 1") for (int n = 0, row = threadIdx.x / fours; n < many; n += some, row += some * pace) {
+        uint2 rest[some];
+        LOOP for (int i = 0; i < some; i++) {
+            const int here = row + i * pace;
+            const bool there = job.residual && here < job.rows;
+            rest[i] = there ? read_four(job.residual + (long)here * part.stride + output, even, count) : uint2{};
         }
-        const u32 words[2] = {rest[n].x, rest[n].y};
-        LOOP for (int k = 0; k < 4; k++) y[k] += as_float((u16)(words[k / 2] >> k % 2 * 16));
-        write_four(part.y + (long)row * part.stride + output, even, part.outputs - output, y);
+        LOOP for (int i = 0; i < some; i++) {
+            const int here = row + i * pace;
+            if (here >= job.rows) return;
+            float y[4];
+            LOOP for (int s = 0; s < SIDES; s++) {
+                const float4 sums = *(const float4*)(found + (s * ROWS + here) * step + column);
+                const float of[4] = {sums.x, sums.y, sums.z, sums.w};
+                LOOP for (int k = 0; k < 4; k++) {
+                    const float sum = fmaf(of[k], job.parts[at + s].matrix.factor, bias[s][k]);
+                    y[k] = s ? y[k] * sum : ACT ? bent(sum) : sum;
+                }
+            }
+            const u32 words[2] = {rest[i].x, rest[i].y};
+            LOOP for (int k = 0; k < 4; k++) y[k] += as_float((u16)(words[k / 2] >> k % 2 * 16));
+            write_four(part.y + (long)here * part.stride + output, even, count, y);
+        }
     }
 }
 
@@ -291,7 +298,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) multiply_wide(
         ahead.send_bricks(ring + stage * STAGE_BYTES);
         ahead.advance(job, part, group);
     }
-    begin();
+    let_go();
+    await();
     const char* words = ahead.words;
     ahead.words -= (long)(ahead.brick - start) * (ROWS * 256);
     LOOP for (int stage = 0; stage < STAGES - 1; stage++) {
