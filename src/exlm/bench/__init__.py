@@ -6,6 +6,7 @@ from .peers import ENGINES, compare
 from .plot import draw
 from .report import Peer, Report, Row
 from .shapes import SHAPES, Shape
+from .tuning import Tuned, tune
 from .weights import FORMS
 
 __all__ = [
@@ -18,9 +19,11 @@ __all__ = [
     "Report",
     "Row",
     "Shape",
+    "Tuned",
     "compare",
     "draw",
     "facts",
     "run",
     "system",
+    "tune",
 ]

@@ -106,7 +106,7 @@ def run(plan: Plan, tell: Tell = lambda *_: None) -> Report:
     asked = plan.rows()
     total = len(asked) + 3
     tell("loading", 0, total)
-    with _model(plan, device) as (model, load):
+    with opened(plan, device) as (model, load):
         tokenizer = Tokenizer(model.config)
         first = _first_token(model, tokenizer)
         loading = peak_memory(device)
@@ -125,7 +125,7 @@ def run(plan: Plan, tell: Tell = lambda *_: None) -> Report:
 
 
 @contextmanager
-def _model(plan: Plan, device: torch.device) -> Iterator[tuple[WatchedModel, float]]:
+def opened(plan: Plan, device: torch.device) -> Iterator[tuple[WatchedModel, float]]:
     """The model in memory, and the seconds until it was."""
     with tempfile.TemporaryDirectory(prefix="exlm-bench-") as folder:
         path = plan.model

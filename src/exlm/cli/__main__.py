@@ -22,6 +22,7 @@ from .info import info
 from .plan import plan
 from .quantize import quantize
 from .serve import serve
+from .tune import tune
 
 app = typer.Typer(
     help="Runs quantised language models: a folder of weights in, text out.",
@@ -39,6 +40,7 @@ app.command()(plan)
 app.command()(serve)
 app.command()(batch)
 app.command()(bench)
+app.command()(tune)
 
 
 def _version(wanted: bool) -> None:

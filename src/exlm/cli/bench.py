@@ -99,7 +99,7 @@ def bench(
         ngram=draft == "ngram",
     )
     console = Console() if Console().is_terminal else Console(width=110)
-    with _bar() as tell:
+    with bar() as tell:
         report = run(plan, tell)
     console.print(_table(report))
     if peers and path is not None:
@@ -118,7 +118,8 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
 
 
 @contextmanager
-def _bar() -> Iterator[Callable[[str, int, int], object]]:
+def bar() -> Iterator[Callable[[str, int, int], object]]:
+    """A line that says how far something is."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("starting", total=None)
@@ -158,7 +159,7 @@ def _beside(console: Console, report: Report, path: Path, turns: int, named: lis
     pythons = dict(one.split("=", 1) for one in named if "=" in one)
     if len(pythons) != len(named):
         raise InputError("--peer must be an engine and its interpreter, as in llama.cpp=/venv/bin/python.")
-    with _bar() as tell:
+    with bar() as tell:
         peers, left = compare(path, report.threads, turns, pythons, tell)
     for reason in left:
         console.print(f"left out: {reason}", soft_wrap=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from .. import settings
 
-USING = ("generate", "chat", "serve", "bench")
+USING = ("generate", "chat", "serve", "bench", "tune")
 """Commands that run a model."""
 
 

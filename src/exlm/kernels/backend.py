@@ -7,6 +7,7 @@ are (rows, tokens, features), heads are (rows, tokens, heads, head_dim).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -185,4 +186,39 @@ class Fuser(Protocol):
 
         With `act` there are two, and the answer is act(first) · second.
         """
+        ...
+
+
+class Knob(Protocol):
+    """Work of one kind, and how it is dealt out: a setting is a few whole numbers."""
+
+    @property
+    def name(self) -> str:
+        """What kind of work it is."""
+        ...
+
+    @property
+    def setting(self) -> tuple[int, ...]:
+        """How it is dealt out now."""
+        ...
+
+    def nearby(self) -> list[tuple[int, ...]]:
+        """Settings that are one step away."""
+        ...
+
+    def turn(self, setting: tuple[int, ...]) -> None:
+        """Deal it out so from now on."""
+        ...
+
+
+@runtime_checkable
+class Tunable(Protocol):
+    """A backend that can be told what is quickest on its device."""
+
+    def used(self, run: Callable[[], object]) -> Sequence[Knob]:
+        """The kinds of work that a run consists of."""
+        ...
+
+    def keep(self, knobs: Sequence[Knob]) -> Path | None:
+        """Remember how they are set, for models that are loaded later; the file, if there is one."""
         ...

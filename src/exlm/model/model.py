@@ -13,7 +13,7 @@ from ..adapters import Open, activate, chosen
 from ..cache import CacheBase, LayerShape, Mirror, Passing
 from ..config import FrozenConfig
 from ..errors import InputError, NotLoaded
-from ..kernels.backend import KeyValues
+from ..kernels.backend import Backend, KeyValues
 from ..kernels.select import Chain
 from ..nn.batch import Outputs
 from ..vision import MMEmbedding
@@ -98,6 +98,11 @@ class Model(Loader):
         frozen, decoder, chain = self._ready()
         assert self._loaded is not None
         return Runner(decoder, cache, chain.device, turns_in_planes(frozen.spec), self._loaded.recordable)
+
+    @property
+    def backends(self) -> Sequence[Backend]:
+        """Who computes, the quickest first."""
+        return self._ready()[2].backends
 
     # Asking
 

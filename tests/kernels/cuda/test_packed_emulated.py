@@ -14,6 +14,7 @@ from torch import Tensor
 from exlm.formats.scales import Direct
 from exlm.kernels.cuda.backend import Ordering, PackedLinear
 from exlm.kernels.cuda.linear import Normal, Plan, Product, Unpacker, unsigned
+from exlm.kernels.cuda.planner import Planner
 from exlm.kernels.cuda.tiles import Tiles, alike, arrange, expand
 from tests.kernels.cuda.emulator import EmulatedWorkshop
 from tests.kernels.cuda.oracle import ACTS, LIMIT, gated, off
@@ -130,7 +131,7 @@ def test_small_scales_are_lifted_inside_only(workshop: EmulatedWorkshop) -> None
     unpacked = Unpacker(workshop, tiles).expanded()[: tiles.out_features]
     assert torch.equal(unpacked, (expand(tiles).float() * tiles.factor).half())
     x = torch.randn(100, packed.in_features).half() * 50
-    linear = PackedLinear(workshop, tiles, Ordering(), True)
+    linear = PackedLinear(Planner(workshop), tiles, Ordering(), True)
     for rows in (1, 20, 100):
         assert off(linear(x[:rows]), right(x[:rows], packed)) < LIMIT
 

@@ -5,7 +5,7 @@ A few rows are multiplied straight from codes; for many, the matrix is unpacked 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from .. import backend as b
 from ..reference import ReferenceBackend
 from .attention import HEADS, Attend, Desk
 from .lanes import BLOCK
-from .linear import ACTS, ALIKE, Normal, Product, Unpacker, plan_for, unsigned
+from .linear import ACTS, ALIKE, Normal, Product, Unpacker, unsigned
+from .planner import Kind, Planner, plans_file
 from .program import Workshop, bindings
 from .rearrange import Rearranger
 from .tiles import Tiles, alike, arrange
@@ -77,8 +78,8 @@ class Ordering:
 class PackedLinear:
     """x @ W + bias for any number of rows."""
 
-    def __init__(self, workshop: Workshop, tiles: Tiles, ordering: Ordering, wide: bool) -> None:
-        self._workshop = workshop
+    def __init__(self, planner: Planner, tiles: Tiles, ordering: Ordering, wide: bool) -> None:
+        self._planner = planner
         self._ordering = ordering
         self._wide = wide
         self.use(tiles)
@@ -88,9 +89,8 @@ class PackedLinear:
     def use(self, tiles: Tiles) -> None:
         """Go on with the same numbers in another layout."""
         self.tiles = tiles
-        self._unpacker = Unpacker(self._workshop, tiles)
-        plan = plan_for([tiles], processors=self._workshop.processors)
-        self.product = Few(Product(self._workshop, [tiles], plan=plan), self._wide)
+        self._unpacker = Unpacker(self._planner.workshop, tiles)
+        self.product = Few(self._planner.product([tiles]), self._wide)
 
     def __call__(self, x: Tensor) -> Tensor:
         """(…, inputs) → (…, outputs)."""
@@ -153,6 +153,7 @@ class CudaBackend:
         self.dtype = dtype
         self._others = others or ReferenceBackend(device, dtype)
         self._workshop = Workshop(device, folder)
+        self._planner = Planner(self._workshop, plans_file(folder, torch.cuda.get_device_name(device)))
         self._rearranger = Rearranger(self._workshop)
         self._ordering = Ordering()
         self._wide = wide
@@ -162,7 +163,7 @@ class CudaBackend:
         """Packed weights, rearranged."""
         if not isinstance(weight, PackedWeight):
             raise Unsupported("only packed matrices")
-        return PackedLinear(self._workshop, arrange(weight, self._rearranger), self._ordering, self._wide)
+        return PackedLinear(self._planner, arrange(weight, self._rearranger), self._ordering, self._wide)
 
     def project(
         self, matrices: Sequence[b.Linear], entry: b.Entry | None, act: spec.Activation | None
@@ -179,8 +180,7 @@ class CudaBackend:
             return Projection(mine[0].product)
         normal = None if entry is None else Normal(entry.weight + entry.norm.offset, entry.norm.eps)
         tiles = alike([one.tiles for one in mine])
-        plan = plan_for(tiles, act, self._workshop.processors)
-        product = Product(self._workshop, tiles, normal, act, plan)
+        product = self._planner.product(tiles, normal, act)
         for linear, same in zip(mine, tiles, strict=True):
             if same.layout != linear.tiles.layout:
                 linear.use(same)
@@ -191,6 +191,14 @@ class CudaBackend:
         if attn.head_dim not in HEADS:
             raise Unsupported(f"heads of {attn.head_dim} numbers, only of {HEADS[0]} and {HEADS[1]}")
         return Attend(self._desk, attn, rotate, self._others.attention(attn, rotate))
+
+    def used(self, run: Callable[[], object]) -> list[Kind]:
+        """The kinds of products that something uses."""
+        return self._planner.used(run)
+
+    def keep(self, knobs: Sequence[b.Knob]) -> Path | None:
+        """Write down how they are set."""
+        return self._planner.keep([one for one in knobs if isinstance(one, Kind)])
 
     def _declined(self, *_: Any, **__: Any) -> Any:
         raise Unsupported("only packed matrices and attention")

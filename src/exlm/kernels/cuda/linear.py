@@ -124,7 +124,8 @@ class Product:
         orders = {i: _order(self.matrices[i], sources[i], norm) for i in set(self._entrances)}
         self._orders = [orders[i] for i in self._entrances]
         self._job = _job_type(len(self.matrices))
-        self.plan = self._fitted(plan or Plan())
+        self.plan = self.fitted(plan or Plan())
+        self.launches = 0
         self._parts = (_Part * len(self.matrices))()
         for place, (tiles, (source, factors)) in enumerate(zip(self.matrices, self._orders, strict=True)):
             self._parts[place] = _Part(
@@ -144,6 +145,7 @@ class Product:
     def __call__(self, x: Tensor, out: Sequence[Tensor], residual: Tensor | None = None) -> None:
         """Fill out[i] (rows, outputs) with x (rows, inputs) @ matrix i + residual; all contiguous float16."""
         rows = len(x)
+        self.launches += 1
         if not 1 <= rows <= ALIKE:
             raise Unsupported(f"{rows} rows are not multiplied straight from codes, only 1 to {ALIKE}")
         plan = self.plan
@@ -180,7 +182,7 @@ class Product:
         entered = (2 if self.form.apart else 1) * self._bricks * BLOCK * 2
         return max(ring + (raw + entered if rows == 1 else 0), plan.warps * plan.tiles * TILE * rows * 4)
 
-    def _fitted(self, plan: Plan) -> Plan:
+    def fitted(self, plan: Plan) -> Plan:
         """A plan that fits for any number of rows: sums depend on its warps, so all rows have as many."""
         if self.form.act:
             plan = replace(plan, tiles=max(2, plan.tiles // 2 * 2))
@@ -213,20 +215,6 @@ class Product:
         grid = (rows, -(-most * 16 // _PREPARERS), len(firsts))
         made.launch("prepare", grid, _PREPARERS, entering(self.inputs), (entry,), overlap)
         return kept
-
-
-def plan_for(matrices: Sequence[Tiles], act: str | None = None, processors: int = 132) -> Plan:
-    """What was quickest for matrices of this shape on an H200 (`benchmarks.matrices`).
-
-    All thread blocks should run at once, on as many multiprocessors as there are.
-    """
-    tiles = sum(one.tiles for one in matrices)
-    if act:  # a thread block has half of its tiles from each matrix
-        return Plan(4, 5, 2) if tiles <= 4 * 3 * processors else Plan(4, 4, 2)
-    each = -(-tiles // processors)
-    if each <= 4:  # few outputs: many warps share the inputs
-        return Plan(each, 12 if matrices[0].stored <= 48 else 16, 2)
-    return Plan(3, 8, 2) if tiles <= 3 * 2 * processors else Plan(4, 4, 3)
 
 
 class Unpacker:

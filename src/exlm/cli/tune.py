@@ -1,0 +1,50 @@
+"""`exlm tune`: the quickest settings of the GPU kernels for a model, found here and kept for later."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from exlm import InputError, find_model
+from exlm.bench import FORMS, SHAPES, Plan, Tuned
+from exlm.bench import tune as run
+
+from .bench import bar
+
+
+def tune(
+    model: Annotated[
+        str | None, typer.Argument(help="A folder, a .gguf file or a Hub name; a synthetic one if left out.")
+    ] = None,
+    shape: Annotated[str | None, typer.Option(help=f"Sizes to make up: {', '.join(SHAPES)}.")] = None,
+    format: Annotated[str, typer.Option(help=f"Its stored form: {', '.join(FORMS)}.")] = "exl2",
+    bits: Annotated[
+        float | None, typer.Option(help="Bits for each weight; 4.1 for exl2, 4 for gptq, 4.5 for gguf.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="A GPU, as in cuda or cuda:1.")] = None,
+) -> None:
+    """Find the quickest settings of the kernels for a model on this GPU; takes a few minutes, once."""
+    if model is not None and shape is not None:
+        raise InputError("Name a model or a --shape, not both.")
+    path = None if model is None else find_model(model, progress=True)
+    plan = Plan(model=path, shape=shape or "llama-2-7b", form=format, bits=bits, device=device, prompt=512)
+    with bar() as tell:
+        found = run(plan, tell)
+    Console().print(_table(found) if found.changes else "The usual settings are the quickest here.")
+    if found.file is not None:
+        Console().print(
+            f"A step takes {found.after / found.before:.1%} of what it took. Kept in {found.file}."
+        )
+
+
+def _table(found: Tuned) -> Table:
+    table = Table(title="tiles, warps, stages", box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("inputs / 128 x outputs / 16", "before", "now"):
+        table.add_column(name)
+    for name, before, after in found.changes:
+        table.add_row(name, *(", ".join(map(str, setting)) for setting in (before, after)))
+    return table

@@ -1,0 +1,170 @@
+"""By which plan each product runs: what was quickest on this device if that was measured, else on an H200.
+
+A plan decides in which order a row's sums are added, so answers may differ in their last bits from one plan
+to another; on one device with one file they never do. How plans are compared is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from weakref import WeakSet
+
+from ...errors import CheckpointError
+from ...version import __version__
+from .linear import Normal, Plan, Product
+from .program import Workshop
+from .tiles import Tiles
+
+Setting = tuple[int, ...]
+
+_TILES = (1, 2, 3, 4, 5, 6, 8)
+_WARPS = (2, 3, 4, 5, 6, 8, 10, 12, 16)
+_STAGES = (2, 3, 4)
+
+
+@dataclass
+class Kind:
+    """Products of one shape, which run by one plan."""
+
+    name: str
+    products: Sequence[Product]
+
+    @property
+    def setting(self) -> Setting:
+        """Tiles, warps and stages."""
+        return astuple(self.products[0].plan)
+
+    def nearby(self) -> list[Setting]:
+        """Settings that are one step away."""
+        found = []
+        paced = [even for even in _TILES if even % 2 == 0] if self.products[0].form.act else _TILES
+        for place, known in enumerate((paced, _WARPS, _STAGES)):
+            now = self.setting[place]
+            below = [value for value in known if value < now][-1:]
+            above = [value for value in known if value > now][:1]
+            found += [(*self.setting[:place], value, *self.setting[place + 1 :]) for value in below + above]
+        return [one for one in found if astuple(self.products[0].fitted(Plan(*one))) == one]
+
+    def turn(self, setting: Setting) -> None:
+        """Let all of them run so from now on."""
+        for product in self.products:
+            product.plan = product.fitted(Plan(*setting))
+
+
+class Planner:
+    """The plans of one device."""
+
+    def __init__(self, workshop: Workshop, file: Path | None = None) -> None:
+        """`file` holds what was measured; there need not be one."""
+        self.workshop = workshop
+        self.file = file
+        self._known = {} if file is None else _read(file)
+        self._made: WeakSet[Product] = WeakSet()
+
+    def product(
+        self, matrices: Sequence[Tiles], norm: Normal | None = None, act: str | None = None
+    ) -> Product:
+        """Matrices that are multiplied together, by their plan."""
+        setting = self._known.get(kind_of(matrices, act))
+        plan = plan_for(matrices, act, self.workshop.processors) if setting is None else Plan(*setting)
+        made = Product(self.workshop, matrices, norm, act, plan)
+        self._made.add(made)
+        return made
+
+    def used(self, run: Callable[[], object]) -> list[Kind]:
+        """The kinds of products that something uses, the largest first."""
+        before = {id(one): one.launches for one in self._made}
+        run()
+        kinds: dict[str, list[Product]] = {}
+        for one in self._made:
+            if one.launches > before.get(id(one), 0):
+                act = "act" if one.form.act else None
+                kinds.setdefault(kind_of(one.matrices, act), []).append(one)
+        sizes = {name: sum(m.nbytes for one in found for m in one.matrices) for name, found in kinds.items()}
+        return [Kind(name, kinds[name]) for name in sorted(kinds, key=lambda name: (-sizes[name], name))]
+
+    def keep(self, kinds: Sequence[Kind]) -> Path | None:
+        """Write down how these are set, for products to come; None if there is no file."""
+        if self.file is None:
+            return None
+        self._known = _read(self.file) | {kind.name: kind.setting for kind in kinds}
+        _write(self.file, self._known)
+        return self.file
+
+
+def plans_file(folder: Path, device: str) -> Path:
+    """Where the plans of a device of this name are."""
+    return folder / f"plans-{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
+
+
+def kind_of(matrices: Sequence[Tiles], act: str | None) -> str:
+    """What decides which plan is quickest, in words."""
+    parts = []
+    for one in matrices:
+        layout = one.layout
+        groups = f"{layout.bits} bits in {16 * layout.steps}s"
+        fine = f" and {16 * layout.fine}s" if one.fine.stored else ""
+        tables = f", {layout.tables} tables" if layout.tables > 1 else ""
+        parts.append(f"{one.stored} x {one.tiles} of {groups}{fine}{tables}")
+    return (" * " if act else " + ").join(parts)
+
+
+def plan_for(matrices: Sequence[Tiles], act: str | None = None, processors: int = 132) -> Plan:
+    """What was quickest for matrices of this shape on an H200 (`benchmarks.matrices`).
+
+    All thread blocks should run at once, on as many multiprocessors as there are.
+    """
+    tiles = sum(one.tiles for one in matrices)
+    if act:  # a thread block has half of its tiles from each matrix
+        return Plan(4, 5, 2) if tiles <= 4 * 3 * processors else Plan(4, 4, 2)
+    each = -(-tiles // processors)
+    if each <= 4:  # few outputs: many warps share the inputs
+        return Plan(each, 12 if matrices[0].stored <= 48 else 16, 2)
+    return Plan(3, 8, 2) if tiles <= 3 * 2 * processors else Plan(4, 4, 3)
+
+
+def _read(file: Path) -> dict[str, Setting]:
+    """The plans in a file, if they are of this version; none, with a warning, if it cannot be read."""
+    try:
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        if kept["exlm"] != __version__:
+            return {}
+        found = {str(kind): tuple(map(int, setting)) for kind, setting in kept["plans"].items()}
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        warnings.warn(
+            f"{file} cannot be read ({type(error).__name__}: {error}), so usual plans are used: delete it, "
+            "or run `exlm tune` again.",
+            stacklevel=2,
+        )
+        return {}
+    usual = (_TILES, _WARPS, _STAGES)
+    return {
+        kind: setting
+        for kind, setting in found.items()
+        if len(setting) == len(usual)
+        and all(value in known for value, known in zip(setting, usual, strict=True))
+    }
+
+
+def _write(file: Path, plans: dict[str, Setting]) -> None:
+    """The file whole or not at all."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=file.parent)
+        with os.fdopen(handle, "w", encoding="utf-8") as opened:
+            json.dump({"exlm": __version__, "plans": plans}, opened, indent=1)
+        Path(name).replace(file)
+    except OSError as error:
+        raise CheckpointError(
+            f"{file} could not be written ({error}). Make room on the disk, or set EXLM_CACHE to a folder "
+            "that can be written."
+        ) from error
