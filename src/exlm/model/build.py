@@ -37,7 +37,7 @@ from ..nn import (
 )
 from ..nn.attention import HeadPair, Qkv, leave
 from ..nn.block import BlockLike, MlpLike
-from ..nn.fused import FusedBlock
+from ..nn.fused import FusedBlock, FusedHead
 from ..nn.hop import Crossing, Hop, stay
 from ..spec.roles import Matrix, matrices
 from .ahead import ReadAhead
@@ -173,7 +173,17 @@ class Builder:
         m = self.model
         linear = self.bound("head", self.unit(self.tied_weight())) if self.tied else self.linear("head")
         norm = self.add_norm("final_norm", m.final_norm, m.hidden)
-        return Head(norm, linear, m.head.scale, m.head.softcap)
+        head = Head(norm, linear, m.head.scale, m.head.softcap)
+        fused = self.at("head").fuse("head.block", "a few rows", lambda fuser: self.fused_head(head, fuser))
+        return fused or head
+
+    def fused_head(self, head: Head, fuser: b.Fuser) -> FusedHead:
+        """The head for few rows; `Unsupported` if it is not of the common kind."""
+        if self.model.wide_residual:
+            raise Unsupported("a wider residual stream")
+        norm = self.model.final_norm
+        entry = b.Entry(norm, self.norm_tensors("final_norm", norm, self.model.hidden)[0])
+        return FusedHead(head, fuser.project([head.linear.kernel], entry, None), b.FEW)
 
     def unit(self, weight: Weight) -> Weight:
         """The head's matrix with rows of length one, if the model wants them."""

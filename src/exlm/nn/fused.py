@@ -1,4 +1,4 @@
-"""A decoder layer of few rows in few launches: norms, additions and nonlinearities inside the matrices."""
+"""Layers and the head for few rows in few launches: norms, sums and nonlinearities inside the matrices."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from ..kernels import backend as b
 from .attention import Attention, leave
 from .batch import Batch
 from .block import Block, MlpLike
+from .head import Head
 
 
 class FusedBlock:
@@ -55,3 +56,25 @@ class FusedBlock:
         (hidden,) = self.gate(x, None)
         (x,) = self.down(hidden, x)
         return x, None
+
+
+class FusedHead(Head):
+    """A head whose norm is inside its matrix for few rows.
+
+    Many rows and rows with adapters go the plain way, and so does everybody once a part was replaced.
+    """
+
+    def __init__(self, head: Head, project: b.Project, most: int) -> None:
+        super().__init__(head.norm, head.linear, head.scale, head.softcap)
+        self.project, self.most = project, most
+        self._parts = head.norm, head.linear
+
+    def forward(self, x: Tensor, more: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The residual stream → logits, and the state that enters the norm."""
+        norm, linear = self._parts
+        whole = self.norm is norm and self.linear is linear
+        if not whole or x.shape[0] * x.shape[1] > self.most or batch.adapters:
+            return super().forward(x, more, batch)
+        state = x if more is None else x + more
+        (answer,) = self.project(state, None)
+        return self.finish(answer), state

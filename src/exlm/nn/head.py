@@ -22,9 +22,13 @@ class Head:
     def forward(self, x: Tensor, more: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         """The residual stream → (rows, tokens, vocabulary) in float32, and the state that enters the norm."""
         state, n = self.norm(x, more)
-        logits = self.linear.forward(n, batch).float()
+        return self.finish(self.linear.forward(n, batch)), state
+
+    def finish(self, answer: Tensor) -> Tensor:
+        """What the matrix answers, as logits."""
+        logits = answer.float()
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
-        return logits, state
+        return logits

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -14,7 +17,8 @@ from exlm.kernels import backend as b
 from exlm.kernels.cpu import CpuBackend
 from exlm.kernels.cpu.linear import PackedLinear
 from exlm.nn import Block
-from exlm.nn.fused import FusedBlock
+from exlm.nn.fused import FusedBlock, FusedHead
+from exlm.nn.head import Head
 
 CPU = torch.device("cpu")
 
@@ -66,6 +70,7 @@ def test_whole_layers_say_what_plain_blocks_say(
     if not isinstance(decoder.blocks[0], FusedBlock):
         pytest.skip(f"no C kernels here: {model.explain().splitlines()[0]}")
     assert all(isinstance(block, FusedBlock) and block.whole is not None for block in decoder.blocks)
+    assert isinstance(decoder.head, FusedHead)
     answers = []
     for fused in (True, False):
         cache, ids = kind(model, max_seq_len=256), torch.arange(40)[None] * 7 % 512
@@ -74,4 +79,17 @@ def test_whole_layers_say_what_plain_blocks_say(
         if fused:
             decoder.blocks = [block.block for block in decoder.blocks if isinstance(block, FusedBlock)]
             assert all(isinstance(block, Block) for block in decoder.blocks)
+            head = decoder.head
+            decoder.head = Head(head.norm, head.linear, head.scale, head.softcap)
     assert torch.equal(answers[0], answers[1])
+
+
+def test_a_head_whose_matrix_was_replaced_uses_the_new_one() -> None:
+    x, batch, same = torch.randn(2, 1, 8), SimpleNamespace(adapters=()), SimpleNamespace()
+    same.forward = lambda x, _: x
+    made: Any = (lambda x, _: (x, 2 * x), same, 3.0, None)
+    fused: Any = FusedHead(Head(*made), lambda x, _: [2 * x], 4)
+    assert torch.equal(fused.forward(x, x, batch)[0], 12 * x)
+    assert torch.equal(fused.forward(x, x, batch)[1], 2 * x)
+    fused.linear = SimpleNamespace(forward=lambda x, _: -x)
+    assert torch.equal(fused.forward(x, None, batch)[0], -6 * x)
