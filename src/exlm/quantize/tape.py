@@ -6,6 +6,7 @@ is done is not known here.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -38,17 +39,22 @@ class Tape:
     def __init__(self) -> None:
         self._recordings: dict[Hashable, _Recording] = {}
         self._pool: Any = None
+        self._refused = False
         self._sides: dict[torch.device, torch.cuda.Stream] = {}  # nothing runs there: it is where one records
 
     def play(self, work: Work, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
         """`work(*read, *written)`."""
-        if not written[0].is_cuda:
+        if self._refused or not written[0].is_cuda:
             work(*read, *written)
             return
         key = (work, *((t.shape, t.dtype, t.device) for t in (*read, *written)))
         found = self._recordings.get(key)
         if found is None:
-            found = self._recordings[key] = self._record(work, read, written)
+            found = self._record(work, read, written)
+            if found is None:
+                work(*read, *written)
+                return
+            self._recordings[key] = found
             self._shorten()
         for kept, now in zip(found.read, read, strict=True):
             kept.copy_(now)
@@ -66,10 +72,22 @@ class Tape:
         while held > HELD and len(self._recordings) > 1:
             held -= self._recordings.pop(next(iter(self._recordings))).nbytes
 
-    def _record(self, work: Work, read: Sequence[Tensor], written: Sequence[Tensor]) -> _Recording:
+    def _record(self, work: Work, read: Sequence[Tensor], written: Sequence[Tensor]) -> _Recording | None:
+        """The work recorded; None, with a warning, if that cannot be done here."""
         own = [t.clone(memory_format=torch.contiguous_format) for t in read]
         out = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in written]
         work(*own, *out)  # libraries set themselves up the first time, which cannot be recorded
+        try:
+            return _Recording(self._captured(work, own, out), own, out)
+        except RuntimeError as error:
+            self._refused = True
+            warnings.warn(
+                f"Quantising goes on launch by launch, which is slower: nothing could be recorded ({error}).",
+                stacklevel=2,
+            )
+            return None
+
+    def _captured(self, work: Work, own: Sequence[Tensor], out: Sequence[Tensor]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         device = out[0].device
         if device not in self._sides:
@@ -83,7 +101,7 @@ class Tape:
                 work(*own, *out)
             finally:
                 graph.capture_end()
-        return _Recording(graph, own, out)
+        return graph
 
 
 TAPE = Tape()
