@@ -93,24 +93,27 @@ class Ear:
         self.heard[role] = Heard(kept.inputs, kept.gradients + grown, (*kept.care, care))
 
 
-def first_slope(head: Head, x: Tensor, batch: Batch, generator: torch.Generator) -> Tensor:
+def first_slope(head: Head, x: Tensor, batch: Batch, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """The gradient, at the state before the head, of the log-probability of tokens drawn from the answer.
 
-    Few tokens at a time: their logits are the largest tensors there are.
+    And (rows, tokens) how much each token's logits matter: the trace of their curvature. Few tokens at a
+    time: their logits are the largest tensors there are.
     """
     chances = torch.rand(x.shape[:2], generator=generator).to(x.device)
-    slopes = torch.empty_like(x)
+    slopes, care = torch.empty_like(x), torch.empty_like(x[..., 0])
     step = max(1, TOGETHER // len(x))
     for a in range(0, x.shape[1], step):
         part = x[:, a : a + step].detach().requires_grad_(True)
         with torch.enable_grad():
             logits, _ = head.forward(part, None, batch)
             with torch.no_grad():
-                drawn = _draw(logits.softmax(-1), chances[:, a : a + step])
+                shares = logits.softmax(-1)
+                care[:, a : a + step] = (1 - shares.norm(dim=-1).square()).clamp(min=0)
+                drawn = _draw(shares, chances[:, a : a + step])
             F.cross_entropy(logits.flatten(0, 1), drawn.flatten(), reduction="sum").backward()  # type: ignore[no-untyped-call]
         assert part.grad is not None
         slopes[:, a : a + step] = part.grad
-    return slopes
+    return slopes, care
 
 
 def _draw(shares: Tensor, chances: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ is killed goes on behind its last step and ends with the same bytes. One layer i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -63,12 +64,14 @@ def listen(work: Work, measures: bool) -> None:
 
 
 def _first_slopes(work: Work) -> dict[str, Tensor]:
-    """The gradients behind the last layer."""
-    states, head, slopes = _go_ahead(work), work.shop.top(), {}
+    """The gradients behind the last layer; how much each token matters to the head is kept."""
+    states, head, slopes, care = _go_ahead(work), work.shop.top(), {}, []
     for i, batch in enumerate(work.batches()):
         generator = torch.Generator().manual_seed(work.wishes.seed + i)
         x = states[f"{i:04}"].to(batch.ids.device)
-        slopes[f"{i:04}"] = measure.first_slope(head, x, batch, generator)
+        slopes[f"{i:04}"], mattering = measure.first_slope(head, x, batch, generator)
+        care.append(mattering.flatten())
+    work.job.save("gradients.head", {f"head{CARE}": torch.cat(care)})
     work.job.save(f"slope.{work.depth}", slopes)
     return slopes
 
@@ -203,14 +206,14 @@ def quantise(work: Work, recipes: Mapping[str, Recipe]) -> None:
     for layer in range(begun[-1], work.depth):
         block = shop.layer(layer)
         exact = {role: tap.data for role, tap in shop.taps.items()}
-        kept = job.load(f"gradients.{layer}") if job.has(f"gradients.{layer}") else {}
+        kept = _gradients(work, str(layer))
         made = streams.quantise(
             shop.taps,
             lambda x, batch, block=block: run(block, x, batch),  # type: ignore[misc]
             s,
             lambda role, w, h, kept=kept: _solved(work, recipes, role, w, h, kept.get(role)),  # type: ignore[misc]
             damping(work),
-            {role.removesuffix(CARE): care for role, care in kept.items() if role.endswith(CARE)},
+            _cares(kept),
             _adding(work.model.layers[layer], layer),
         )
         streams.advance(shop.taps, exact, lambda x, batch, block=block: run(block, x, batch), s)  # type: ignore[misc]
@@ -221,18 +224,33 @@ def quantise(work: Work, recipes: Mapping[str, Recipe]) -> None:
         job.drop(f"streams.{layer}")
         work.step(ROUND, f"quantising layer {layer}")
     if "head" in work.matrices and not job.has("layer.head"):
-        head = shop.top()
-        made = streams.quantise(
-            shop.taps,
-            lambda x, batch: head.forward(x, None, batch)[0],
-            s,
-            lambda role, w, h: _solved(work, recipes, role, w, h, None),
-            damping(work),
-            {},
-        )
-        _keep(work, "layer.head", made)
+        _quantise_head(work, recipes, s)
     TAPE.clear()
     work.step(HEAD_UNITS, "quantising the head")
+
+
+def _quantise_head(work: Work, recipes: Mapping[str, Recipe], s: Streams) -> None:
+    """Each output alone, and descended longer: heeding how logits matter together makes it worse."""
+    head = work.shop.top()
+    made = streams.quantise(
+        work.shop.taps,
+        lambda x, batch: head.forward(x, None, batch)[0],
+        s,
+        lambda role, w, h: _solved(work, recipes, role, w, h, None),
+        damping(work),
+        _cares(_gradients(work, "head")),
+    )
+    _keep(work, "layer.head", made)
+
+
+def _gradients(work: Work, name: str) -> dict[str, Tensor]:
+    """What `listen` kept of a layer or the head; nothing if it was not asked to."""
+    return work.job.load(f"gradients.{name}") if work.job.has(f"gradients.{name}") else {}
+
+
+def _cares(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """By role, how much each token's answer matters."""
+    return {role.removesuffix(CARE): care for role, care in kept.items() if role.endswith(CARE)}
 
 
 def _adding(layer: spec.Layer, number: int) -> list[str]:
@@ -258,6 +276,8 @@ def _solved(
     f = factors(w, h, damping(work), role)
     if work.wishes.method == "gptq":
         return solve_gptq(w, f, work.wishes.group_size, effort.sweeps, half)
+    if role == "head":
+        effort = replace(effort, sweeps=2 * effort.sweeps)
     outputs = None
     if gradients is not None:
         outputs = measure.output_side(gradients.to(w.device).float(), effort.ridge)

@@ -117,11 +117,11 @@ def recipe(sizes: int | Sequence[int], *parts: tuple[int, float]) -> Recipe:
 
 
 HEAD: dict[int, Recipe] = {
-    2: recipe(32, (4, 0.3), (2, 0.7)),
+    2: recipe(32, (3, 0.68), (2, 0.32)),
     3: recipe(32, (4, 0.15), (3, 0.85)),
-    4: recipe(32, (6, 0.15), (4, 0.85)),
-    5: recipe(128, (6, 0.15), (5, 0.85)),
-    6: recipe(128, (8, 0.15), (6, 0.85)),
-    8: recipe(128, (8, 1.0)),
+    4: recipe(32, (5, 0.38), (4, 0.62)),
+    5: recipe((128, 32), (6, 0.15), (5, 0.85)),
+    6: recipe((128, 32), (8, 0.15), (6, 0.85)),
+    8: recipe(64, (8, 1.0)),
 }
-"""What the head gets, by the bits asked for."""
+"""What the head gets, by the bits asked for: widths near each other, and small groups, harm it least."""

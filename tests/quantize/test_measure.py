@@ -1,0 +1,36 @@
+"""Gradients at the head, against the curvature of the divergence written out."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from exlm.quantize import measure
+from exlm.quantize.layers import batch_of
+
+ROWS, TOKENS, WIDTH, VOCABULARY = 3, 400, 6, 11
+
+
+class Plain:
+    """A head without a norm."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        self.matrix = matrix
+
+    def forward(self, x: Tensor, more: Tensor | None, batch: Any) -> tuple[Tensor, Tensor]:
+        return x @ self.matrix, x
+
+
+def test_tokens_matter_by_the_trace_of_their_curvature() -> None:
+    generator = torch.Generator().manual_seed(3)
+    matrix = torch.randn(WIDTH, VOCABULARY, generator=generator)
+    x = torch.randn(ROWS, TOKENS, WIDTH, generator=generator)
+    batch = batch_of(torch.zeros(ROWS, TOKENS, dtype=torch.long))
+    slopes, care = measure.first_slope(cast(Any, Plain(matrix)), x, batch, generator)
+    shares = (x @ matrix).softmax(-1)
+    curvature = torch.diag_embed(shares) - shares[..., :, None] * shares[..., None, :]
+    assert torch.allclose(care, curvature.diagonal(dim1=-2, dim2=-1).sum(-1), atol=1e-6)
+    ends = (shares[..., None, :] - torch.eye(VOCABULARY)) @ matrix.T  # for each token that may be drawn
+    assert torch.allclose((slopes[..., None, :] - ends).norm(dim=-1).amin(-1), torch.zeros(()), atol=1e-5)
