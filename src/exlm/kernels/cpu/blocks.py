@@ -1,9 +1,9 @@
 """A packed weight, rearranged for processors: outputs side by side, along them sixteen inputs at a time.
 
 A run for each width. Codes stay as small as they are, and so do two-level factors; groups are filled up to
-whole slots of sixteen. Plain weights lie in bands of 32 outputs where whole numbers are multiplied, others in
-quads, filled up to tiles of eight: how the bits lie is told in native/bands.h and native/matrix.h. Nothing is
-rounded here: the numbers are the stored ones.
+whole slots of sixteen. Plain weights lie in bands of 48 and 32 outputs where whole numbers are multiplied,
+others in quads, filled up to tiles of eight: how the bits lie is told in native/bands.h and native/matrix.h.
+Nothing is rounded here: the numbers are the stored ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from .shelf import Shelf
 SLOT = 16
 QUAD = 4
 TILE = 8
-BAND = 32
+BAND, NARROW = 48, 32
+"""Outputs of a band, and of the last one or two, so that no more than to a multiple of 32 is filled up."""
 SPAN = 16
 """Slots whose sums of whole numbers fit 32 bits, whatever their codes."""
 TABLE_BITS = 5
@@ -112,12 +113,12 @@ def _banded(segment: Segment, made: library.Library, threads: int, shelf: Shelf)
     columns, block = segment.codes.shape[1], SLOT << (bits & 1)
     places, owners = _places(segment.sizes, block)
     blocks, codes = len(places) // block, segment.codes.contiguous()
-    out = shelf.take(-(-columns // BAND) * BAND * len(places) * bits // 8)
+    out = shelf.take(_padded(columns, NARROW) * len(places) * bits // 8)
     made.repack_bands(
         *(codes.data_ptr(), columns, segment.bits, bits, places.data_ptr(), blocks),
         *(out.data_ptr(), threads),
     )
-    told, tables = _groups(segment, BAND, shelf)
+    told, tables = _groups(segment, True, shelf)
     spans = _spans(owners)
     run = library.Run(
         codes=out.data_ptr(), spans=spans.data_ptr(), bits=bits, blocks=blocks, count=len(spans), **told
@@ -139,12 +140,12 @@ def _segment(segment: Segment, made: library.Library, threads: int, shelf: Shelf
     columns, block = segment.codes.shape[1], _SLOTS[bits] * SLOT
     places, owners = _places(segment.sizes, block)
     blocks, codes = len(places) // block, segment.codes.contiguous()
-    out = shelf.take(_padded(columns) * len(places) * bits // 8)
+    out = shelf.take(_padded(columns, TILE) * len(places) * bits // 8)
     made.repack(
         *(codes.data_ptr(), columns, segment.bits, bits, places.data_ptr(), blocks),
         *(out.data_ptr(), threads),
     )
-    told, tables = _groups(segment, QUAD, shelf)
+    told, tables = _groups(segment, False, shelf)
     book = _book(segment)
     run = library.Run(
         codes=out.data_ptr(), owners=owners.data_ptr(), book=_address(book), bits=bits, blocks=blocks, **told
@@ -152,12 +153,12 @@ def _segment(segment: Segment, made: library.Library, threads: int, shelf: Shelf
     return _Part(run, places, (out, owners, *tables, *(() if book is None else (book,))))
 
 
-def _groups(segment: Segment, side: int, shelf: Shelf) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
+def _groups(segment: Segment, banded: bool, shelf: Shelf) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
     """What a run says of its groups, and the tensors that hold it."""
     zero = segment.zero
-    scales, tables = _factors(segment.scales, side, shelf)
-    minima, more = _factors(segment.minimum, side, shelf)
-    zeros, most = _factors(Direct(zero) if isinstance(zero, Tensor) else None, side, shelf)
+    scales, tables = _factors(segment.scales, banded, shelf)
+    minima, more = _factors(segment.minimum, banded, shelf)
+    zeros, most = _factors(Direct(zero) if isinstance(zero, Tensor) else None, banded, shelf)
     told = {"scales": scales, "minima": minima, "zeros": zeros, "groups": len(segment.sizes)}
     return {**told, "zero": zero if isinstance(zero, int) else 0}, (*tables, *more, *most)
 
@@ -192,7 +193,7 @@ def _book(segment: Segment) -> Tensor | None:
     return plain.repeat((1 << TABLE_BITS) // count).contiguous()
 
 
-def _factors(scales: Scales | None, side: int, shelf: Shelf) -> tuple[library.Factors, tuple[Tensor, ...]]:
+def _factors(scales: Scales | None, banded: bool, shelf: Shelf) -> tuple[library.Factors, tuple[Tensor, ...]]:
     """A table of (groups, columns) as C takes it, and the tensors that hold it."""
     if scales is None:
         return library.Factors(), ()
@@ -201,7 +202,7 @@ def _factors(scales: Scales | None, side: int, shelf: Shelf) -> tuple[library.Fa
         and scales.supers.dtype is torch.float16
         and (each := _even(scales.parents))
     ):
-        table, supers = (_side_by_side(part, side, shelf) for part in (scales.codes, scales.supers))
+        table, supers = (_side_by_side(part, banded, shelf) for part in (scales.codes, scales.supers))
         factors = library.Factors(
             table=table.data_ptr(),
             supers=supers.data_ptr(),
@@ -211,7 +212,7 @@ def _factors(scales: Scales | None, side: int, shelf: Shelf) -> tuple[library.Fa
         )
         return factors, (table, supers)
     whole = scales.expand()
-    table = _side_by_side(whole if whole.dtype in _KINDS else whole.float(), side, shelf)
+    table = _side_by_side(whole if whole.dtype in _KINDS else whole.float(), banded, shelf)
     return library.Factors(table=table.data_ptr(), kind=_KINDS[table.dtype]), (table,)
 
 
@@ -221,19 +222,22 @@ def _even(parents: Tensor) -> int:
     return each if each and torch.equal(parents.long(), torch.arange(len(parents)) // each) else 0
 
 
-def _side_by_side(table: Tensor, side: int, shelf: Shelf) -> Tensor:
-    """(groups, columns) → (quads, groups, 4) or (bands, groups, 32), with room behind."""
+def _side_by_side(table: Tensor, banded: bool, shelf: Shelf) -> Tensor:
+    """(groups, columns) → (quads, groups, 4) or, band by band, (groups, 48 or 32), with room behind."""
     groups, columns = table.shape
-    missing = -columns % max(side, TILE)
-    padded = torch.nn.functional.pad(table, (0, missing)) if missing else table
+    whole = _padded(columns, NARROW if banded else TILE)
+    padded = torch.nn.functional.pad(table, (0, whole - columns)) if whole > columns else table
     out = shelf.take((padded.numel() + _BEHIND) * table.itemsize).view(table.dtype)
-    many = padded.shape[1] // side
-    out[:-_BEHIND].view(many, groups, side).copy_(padded.view(groups, many, side).transpose(0, 1))
+    wide = whole - -(whole // SLOT) % 3 * NARROW  # columns in bands of three sides
+    parts = [(0, wide, BAND), (wide, whole, NARROW)] if banded else [(0, whole, QUAD)]
+    for first, stop, side in parts:
+        part = padded[:, first:stop].reshape(groups, -1, side).transpose(0, 1)
+        out[first * groups : stop * groups].view(part.shape).copy_(part)
     return out
 
 
-def _padded(columns: int) -> int:
-    return -(-columns // TILE) * TILE
+def _padded(columns: int, whole: int) -> int:
+    return -(-columns // whole) * whole
 
 
 def _source(places: Tensor, order: Tensor | None) -> Tensor | None:

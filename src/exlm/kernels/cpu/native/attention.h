@@ -10,7 +10,7 @@
 #include "pool.h"
 #include "vectors.h"
 
-enum { MOST_HEAD = 512, SOON = 12 }; /* tokens that are asked for before they are needed */
+enum { MOST_HEAD = 512, BLOCK = 16, SOON = 12 }; /* SOON: tokens that are asked for before they are needed */
 
 /* What a layer is. */
 typedef struct {
@@ -182,45 +182,63 @@ static void add_all_values(const float *value, int64_t some, long width, const f
         }
 }
 
-/* One token's query heads that share a key head. */
+typedef struct {
+    Call call;
+    int each; /* key heads of a chunk */
+} Attending;
+
+/* Where some of a row's tokens begin that lie side by side, at most a block of them, and how many they are. */
+static int64_t block(const Call *c, int row, int64_t slot, int64_t most, int64_t *count) {
+    return stretch(c, row, slot, most < BLOCK ? most : BLOCK, count) * c->layer->kv_heads * c->layer->head_dim;
+}
+
+/* One token's query heads that share some key heads: each block of tokens for all of them, as it lies in memory. */
 static void attend_chunk(void *job, int chunk) {
-    const Call *c = job;
+    const Attending *a = job;
+    const Call *c = &a->call;
     const Layer *l = c->layer;
-    int shared = l->heads / l->kv_heads, dim = l->head_dim, head = chunk % l->kv_heads, i = chunk / l->kv_heads;
-    int row = i / c->tokens, width = l->kv_heads * dim;
+    int shared = l->heads / l->kv_heads, dim = l->head_dim, pieces = l->kv_heads / a->each, i = chunk / pieces;
+    int row = i / c->tokens, width = l->kv_heads * dim, head = chunk % pieces * a->each, own = a->each * shared;
     int64_t slot = c->past[row] + i % c->tokens, first = l->window && slot >= l->window ? slot - l->window + 1 : 0;
     int64_t count = slot - first + 1, some;
-    float *q = c->scratch + chunk * c->room, *wholes = q + shared * dim, *scores = wholes + shared;
-    for (int h = 0; h < shared; h++)
+    float *q = c->scratch + (int64_t)chunk * a->each * c->room, *wholes = q + own * dim, *scores = wholes + own;
+    float *out = c->out + ((long)i * l->heads + head * shared) * dim;
+    for (int h = 0; h < own; h++)
         turn(l, c->q + ((long)i * l->heads + head * shared + h) * dim, c->positions[i], q + h * dim);
     for (int64_t j = 0; j < count; j += some) {
-        const float *key = c->keys + stretch(c, row, first + j, count - j, &some) * width + head * dim;
-        if (dim == 64) score_keys(q, key, some, 64, width, shared, l->scale, scores + j, count);
-        else if (dim == 128) score_keys(q, key, some, 128, width, shared, l->scale, scores + j, count);
-        else score_keys(q, key, some, dim, width, shared, l->scale, scores + j, count);
+        const float *key = c->keys + block(c, row, first + j, count - j, &some) + head * dim;
+        for (int h = 0; h < own; h += shared, key += dim) {
+#define SCORE(dim) score_keys(q + h * dim, key, some, dim, width, shared, l->scale, scores + h * count + j, count)
+            if (dim == 64) SCORE(64);
+            else if (dim == 128) SCORE(128);
+            else SCORE(dim);
+#undef SCORE
+        }
     }
-    float *out = c->out + ((long)i * l->heads + head * shared) * dim;
-    memset(out, 0, shared * dim * sizeof(float));
-    for (int h = 0; h < shared; h++) wholes[h] = soften(scores + h * count, count);
+    memset(out, 0, own * dim * sizeof(float));
+    for (int h = 0; h < own; h++) wholes[h] = soften(scores + h * count, count);
     for (int64_t j = 0; j < count; j += some) {
-        const float *value = c->values + stretch(c, row, first + j, count - j, &some) * width + head * dim;
-        add_all_values(value, some, width, scores + j, count, shared, dim, out);
+        const float *value = c->values + block(c, row, first + j, count - j, &some) + head * dim;
+        for (int h = 0; h < own; h += shared, value += dim)
+            add_all_values(value, some, width, scores + h * count + j, count, shared, dim, out + h * dim);
     }
-    for (int h = 0; h < shared; h++)
+    for (int h = 0; h < own; h++)
         for (int d = 0; d < dim; d += WIDE) put(out + h * dim + d, get(out + h * dim + d) / wholes[h]);
 }
 
 /* Returns 0, or 1 if there is no memory. */
 EXPORT int exlm_attend(const Call *given, int64_t longest, int threads) {
-    Call call = *given;
-    const Layer *l = call.layer;
-    int chunks = call.rows * call.tokens * l->kv_heads;
-    call.room = (int64_t)(l->heads / l->kv_heads) * (l->head_dim + 1 + longest) + WIDE;
-    call.scratch = malloc(chunks * call.room * sizeof(float));
-    if (!call.scratch) return 1;
-    store(&call);
-    share(attend_chunk, &call, chunks, longest * chunks < 512 ? 1 : threads);
-    free(call.scratch);
+    Attending job = {.call = *given};
+    Call *c = &job.call;
+    const Layer *l = c->layer;
+    int tokens = c->rows * c->tokens, many = tokens * l->kv_heads;
+    job.each = tokens < 2 * threads ? 1 : l->kv_heads;
+    c->room = (int64_t)(l->heads / l->kv_heads) * (l->head_dim + 1 + longest) + WIDE;
+    c->scratch = malloc(many * c->room * sizeof(float));
+    if (!c->scratch) return 1;
+    store(c);
+    share(attend_chunk, &job, many / job.each, longest * many < 512 ? 1 : threads);
+    free(c->scratch);
     return 0;
 }
 

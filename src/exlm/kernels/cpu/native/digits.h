@@ -67,6 +67,12 @@ static void digits_of_span(const Matrix *m, const float *x, int place, int slots
     level->sum = level->unit * (float)level->whole;
 }
 
+INLINE Whole four_digits(const uint8_t *at) {
+    int32_t four;
+    memcpy(&four, at, sizeof four);
+    return w_all(four);
+}
+
 static void digits_chunk(void *job, int chunk) {
     const Banded *p = job;
     const Matrix *m = p->matrix;

@@ -35,16 +35,16 @@ INLINE void slot_words(const Repacking *p, int place, int stored, int first, Wor
 }
 
 /* A slot's share of the block at `out`, sixteen columns wide. */
-INLINE void put_slot(const Words *quads, int bits, int second, uint8_t *out) {
+INLINE void put_slot(const Words *quads, int bits, int sides, int second, uint8_t *out) {
     int wide = bits == 8 ? 8 : bits >= 4 ? 4 : 2, rows = wide / 2, each = QUADS / rows;
     uint32_t mask = 0x01010101u * ((1u << wide) - 1);
     for (int row = 0; row < rows; row++) {
         Words all = {0};
         for (int n = 0; n < each; n++) all |= (quads[row * each + n] & mask) << (n * wide);
-        memcpy(out + (second * rows + row) * ROW_BYTES, &all, sizeof all);
+        memcpy(out + (second * rows + row) * 64 * sides, &all, sizeof all);
     }
     if (bits == wide) return;
-    uint8_t *last = out + (rows << (bits & 1)) * ROW_BYTES;
+    uint8_t *last = out + (rows << (bits & 1)) * 64 * sides;
     int narrow = bits - wide;
     Words more = {0};
     if (second) memcpy(&more, last, sizeof more);
@@ -54,14 +54,15 @@ INLINE void put_slot(const Words *quads, int bits, int second, uint8_t *out) {
 }
 
 /* A band. */
-static void band_repack_chunk(void *job, int band) {
+static void band_repack_chunk(void *job, int number) {
     const Repacking *p = job;
-    int bits = p->bits, odd = bits & 1, size = block_bytes(bits);
-    uint8_t *out = p->out + (long)band * p->blocks * size;
+    Band band = band_of(p->columns, number);
+    int bits = p->bits, odd = bits & 1, size = block_bytes(bits) * band.sides;
+    uint8_t *out = p->out + (long)band.first * p->blocks * block_bytes(bits);
     for (int slot = 0; slot < p->blocks << odd; slot++) {
         const int32_t *places = p->places + slot * LANES;
-        for (int side = 0; side < SIDES; side++) {
-            int first = band * BAND + side * SIDE, width = p->columns - first < SIDE ? p->columns - first : SIDE;
+        for (int side = 0; side < band.sides; side++) {
+            int first = (band.first + side) * SIDE, width = p->columns - first < SIDE ? p->columns - first : SIDE;
             int plain = width == SIDE && *places >= 0 && *places % 8 == 0 && places[LANES - 1] - *places == LANES - 1;
             Words quads[QUADS] = {{0}};
             ask_for(p, *places, (p->stored + 1) / 2, width > 0 ? first : 0);
@@ -71,16 +72,16 @@ static void band_repack_chunk(void *job, int band) {
             else if (width > 0)
                 switch (p->stored) { OWN(2) OWN(3) OWN(4) OWN(5) OWN(6) OWN(7) OWN(8) }
 #undef OWN
-            put_slot(quads, bits, slot & odd, out + (slot >> odd) * (long)size + side * 64);
+            put_slot(quads, bits, band.sides, slot & odd, out + (slot >> odd) * (long)size + side * 64);
         }
     }
 }
 
-/* Codes of `stored` bits, of rows `places` (-1: none) of each column → (bands, blocks, bytes of a block). */
+/* Codes of `stored` bits, of rows `places` (-1: none) of each column → band by band, (blocks, bytes of a block). */
 EXPORT void exlm_repack_bands(const uint32_t *codes, int columns, int stored, int bits, const int32_t *places,
                               int blocks, uint8_t *out, int threads) {
     Repacking job = {codes, places, out, columns, stored, bits, blocks};
-    share(band_repack_chunk, &job, (columns + BAND - 1) / BAND, threads);
+    share(band_repack_chunk, &job, bands_of(columns), threads);
 }
 
 #endif
