@@ -47,16 +47,21 @@ _TINY, _CPU, _GPU = (
     _Usual("1,8,32,64", "512,8000", 2048, 256),
 )
 
+ModelArgument = Annotated[
+    str | None, typer.Argument(help="A folder, a .gguf file or a Hub name; a synthetic one if left out.")
+]
+ShapeOption = Annotated[str | None, typer.Option(help=f"Sizes to make up: {', '.join(SHAPES)}.")]
+FormOption = Annotated[str, typer.Option(help=f"Its stored form: {', '.join(FORMS)}.")]
+BitsOption = Annotated[
+    float | None, typer.Option(help="Bits for each weight; 4.1 for exl2, 4 for gptq, 4.5 for gguf.")
+]
+
 
 def bench(
-    model: Annotated[
-        str | None, typer.Argument(help="A folder, a .gguf file or a Hub name; a synthetic one if left out.")
-    ] = None,
-    shape: Annotated[str | None, typer.Option(help=f"Sizes to make up: {', '.join(SHAPES)}.")] = None,
-    format: Annotated[str, typer.Option(help=f"Its stored form: {', '.join(FORMS)}.")] = "exl2",
-    bits: Annotated[
-        float | None, typer.Option(help="Bits for each weight; 4.1 for exl2, 4 for gptq, 4.5 for gguf.")
-    ] = None,
+    model: ModelArgument = None,
+    shape: ShapeOption = None,
+    format: FormOption = "exl2",
+    bits: BitsOption = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
     batch: Annotated[str | None, typer.Option(help="Rows at the first context, as in 1,8,32,64.")] = None,
     context: Annotated[str | None, typer.Option(help="Tokens in the cache, as in 512,8000.")] = None,

@@ -10,21 +10,17 @@ from rich.console import Console
 from rich.table import Table
 
 from exlm import InputError, find_model
-from exlm.bench import FORMS, SHAPES, Plan, Tuned
+from exlm.bench import Plan, Tuned
 from exlm.bench import tune as run
 
-from .bench import bar
+from .bench import BitsOption, FormOption, ModelArgument, ShapeOption, bar
 
 
 def tune(
-    model: Annotated[
-        str | None, typer.Argument(help="A folder, a .gguf file or a Hub name; a synthetic one if left out.")
-    ] = None,
-    shape: Annotated[str | None, typer.Option(help=f"Sizes to make up: {', '.join(SHAPES)}.")] = None,
-    format: Annotated[str, typer.Option(help=f"Its stored form: {', '.join(FORMS)}.")] = "exl2",
-    bits: Annotated[
-        float | None, typer.Option(help="Bits for each weight; 4.1 for exl2, 4 for gptq, 4.5 for gguf.")
-    ] = None,
+    model: ModelArgument = None,
+    shape: ShapeOption = None,
+    format: FormOption = "exl2",
+    bits: BitsOption = None,
     device: Annotated[str | None, typer.Option(help="A GPU, as in cuda or cuda:1.")] = None,
 ) -> None:
     """Find the quickest settings of the kernels for a model on this GPU; takes a few minutes, once."""
