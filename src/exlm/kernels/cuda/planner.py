@@ -7,9 +7,7 @@ to another; on one device with one file they never do. How plans are compared is
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
@@ -19,7 +17,7 @@ from weakref import WeakSet
 from ...errors import CheckpointError
 from ...version import __version__
 from .linear import Normal, Plan, Product
-from .program import Workshop
+from .program import Workshop, put_whole
 from .tiles import Tiles
 
 Setting = tuple[int, ...]
@@ -156,13 +154,10 @@ def _read(file: Path) -> dict[str, Setting]:
 
 
 def _write(file: Path, plans: dict[str, Setting]) -> None:
-    """The file whole or not at all."""
+    """`CheckpointError` if that cannot be done."""
+    text = json.dumps({"exlm": __version__, "plans": plans}, indent=1)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=file.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as opened:
-            json.dump({"exlm": __version__, "plans": plans}, opened, indent=1)
-        Path(name).replace(file)
+        put_whole(file, text.encode())
     except OSError as error:
         raise CheckpointError(
             f"{file} could not be written ({error}). Make room on the disk, or set EXLM_CACHE to a folder "

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
@@ -160,7 +161,8 @@ def compiled(source: Path, defines: Defines, target: str, folder: Path) -> bytes
     if path.is_file():
         return path.read_bytes()
     image = compile_source(text, source.name, [f"--gpu-architecture={target}", "--std=c++17", *choices])
-    _keep(path, image)
+    with suppress(OSError):  # a cache that cannot be written is no error
+        put_whole(path, image)
     return image
 
 
@@ -196,16 +198,17 @@ def compile_source(text: bytes, name: str, options: Sequence[str]) -> bytes:
         nvrtc.nvrtcDestroyProgram(made)
 
 
-def _keep(path: Path, image: bytes) -> None:
-    """Put a file in place whole, whoever else does the same; a cache that cannot be written is no error."""
+def put_whole(path: Path, data: bytes) -> None:
+    """A file in its place, whole or not at all, whoever else does the same."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent)
         with os.fdopen(handle, "wb") as file:
-            file.write(image)
+            file.write(data)
         Path(name).replace(path)
-    except OSError:
-        return
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
 
 
 def bindings() -> Any:
