@@ -54,6 +54,8 @@ static inline void __syncthreads() { meet(&Fibre::met, 0, (int)fibres.size()); }
 static inline void __syncwarp() { meet_warp(); }
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 template <class T> static inline T __ldcg(const T* at) { return *at; }
+static inline float left_there(const float* at) { return *at; }
+static inline float4 left_there4(const float* at) { return *(const float4*)at; }
 
 static float half_value(uint16_t bits) { _Float16 x; memcpy(&x, &bits, 2); return (float)x; }
 template <class T> static uint16_t half_bits(T x) {
@@ -191,6 +193,16 @@ static inline void load_matrices(uint32_t (&out)[4], uint32_t row) {
         return 0;
     });
 }
+static inline void store_turned(uint32_t to, const uint32_t (&a)[4]) {
+    const int g = now % 32 / 4, c = now % 4;
+    shown({to}, [&](const Fibre* warp) {
+        for (int i = 0; i < 8; i++) {  // row g, column 2c + i % 2 of matrix i / 2
+            const uint16_t half = a[i / 2] >> i % 2 * 16;
+            memcpy(shared_memory + warp[i / 2 * 8 + 2 * c + i % 2].bits[0] + g * 2, &half, 2);
+        }
+        return 0;
+    });
+}
 static inline void read4(uint32_t* to, const char* from) { memcpy(to, from, 16); }
 static inline void read2(uint32_t* to, const char* from) { memcpy(to, from, 8); }
 static inline void read1(uint32_t* to, const char* from) { memcpy(to, from, 4); }
@@ -198,6 +210,7 @@ static inline uint4 read16(const char* from) { return *(const uint4*)from; }
 static inline uint2 read8(const char* from) { return *(const uint2*)from; }
 static inline uint32_t read4(const char* from) { return *(const uint32_t*)from; }
 static inline uint16_t read_scale(const uint16_t* from) { return *from; }
+static inline void soon(const void*) {}
 static inline void let_go() {}
 static inline void await() {}
 static inline int arrive(int* at) { return (*at)++; }

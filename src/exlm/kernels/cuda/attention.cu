@@ -18,147 +18,24 @@
 // Set when compiling, besides what pages.h wants: SHARE (query heads of a kv head), COLUMNS (queries / 8 that a block
 // takes), STEPS (sixteens of tokens in a tile).
 
-#include "pages.h"
+#include "stored.h"
 
 #ifndef EMULATED
 DEVICE u32 transposed(u32 x) {  // of 8 × 8 halves
     u32 out; asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(x)); return out;
 }
-// Stored numbers pass by once: they do not displace what is read often.
-DEVICE void read4(u32* to, const char* from) {
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "l"(from));
+// What other thread blocks have left, or this one nearby.
+DEVICE float left_there(const float* at) {
+    float out; asm volatile("ld.relaxed.gpu.f32 %0, [%1];" : "=f"(out) : "l"(at)); return out;
 }
-DEVICE void read2(u32* to, const char* from) {
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];"
-                 : "=r"(to[0]), "=r"(to[1]) : "l"(from));
-}
-DEVICE void read1(u32* to, const char* from) {
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.u32 %0, [%1];" : "=r"(to[0]) : "l"(from));
-}
-DEVICE u16 read_scale(const u16* from) {
-    u16 out; asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(out) : "l"(from)); return out;
+DEVICE float4 left_there4(const float* at) {
+    float4 out;
+    asm volatile("ld.relaxed.gpu.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(out.x), "=f"(out.y), "=f"(out.z), "=f"(out.w) : "l"(at));
+    return out;
 }
 #endif
 
 #define QUERIES (COLUMNS * 8)
-#define TILE (STEPS * 16)
-
-// A lane's part of a stored head: words in runs of up to 16 bytes, runs of PARTS lanes side by side.
-template <int CODING, int PARTS> struct Piece {
-    static const int bits = CODING == 0 ? 16 : CODING == 2 ? 4 : 8, each = 32 / bits;
-    static const int words = HEAD / each / PARTS, run = words < 4 ? words : 4, runs = words / run;
-    u32 word[words];
-    u16 scale[runs];
-
-    static DEVICE int place(int part, int number) {  // in the head, of a number of the lane
-        return (number / (run * each) * PARTS + part) * (run * each) + number % (run * each);
-    }
-    // From pointers to the lane's own first run of some head, `heads` heads further on.
-    DEVICE void load(const char* from, const u16* scales, int heads) {
-        LOOP for (int r = 0; r < runs; r++) {
-            const char* at = from + heads * (HEAD / each * 4) + r * PARTS * run * 4;
-            if (run == 4) read4(word + r * run, at);
-            if (run == 2) read2(word + r * run, at);
-            if (run == 1) read1(word + r * run, at);
-            if (IN_CODES(CODING)) scale[r] = read_scale(scales + heads * (HEAD / 32) + r * PARTS * run * each / 32);
-        }
-    }
-    static DEVICE const char* run_of(const char* stored, i64 home, int part) {
-        return stored + home * (HEAD / each * 4) + part * run * 4;
-    }
-    static DEVICE const u16* scale_of(const u16* scales, i64 home, int part) {
-        return scales + home * (HEAD / 32) + part * run * each / 32;
-    }
-};
-
-// Codes of 8 bits or the upper bytes of halves, two of a word, as halves; of codes of 4 bits those at `up` (0 or 4).
-template <int CODING> DEVICE u32 from_bytes(u32 word, int second) {
-    if (CODING == 3) return bytes(word, 0, second ? 0x3424 : 0x1404);
-    return add2(bytes(word, 0x64646464, second ? 0x4342 : 0x4140), 0xe480e480);  // 1024 + code - 1152
-}
-DEVICE u32 from_fours(u32 word, bool up) {
-    if (up) return fma2(pick(word, 0x00f000f0, 0x64006400), 0x2c002c00, 0xd480d480);  // (1024 + 16 code) / 16 - 72
-    return add2(pick(word, 0x000f000f, 0x64006400), 0xe408e408);                     // 1024 + code - 1032
-}
-
-// Of one token: pairs of numbers. `first` and `second` say which.
-template <int CODING> struct Pairs {
-    typedef Piece<CODING, 4> Lane;
-    static const int count = HEAD / 8;
-    static DEVICE int first(int pair) { return CODING == 2 ? pair / 4 * 8 + pair % 4 : pair * 2; }
-    static DEVICE int second(int pair) { return CODING == 2 ? first(pair) + 4 : pair * 2 + 1; }
-    static DEVICE void unpack(const Lane& lane, u32 (&out)[count]) {
-        LOOP for (int i = 0; i < count; i++) {
-            const int w = first(i) / Lane::each;
-            if (CODING == 0) out[i] = lane.word[w];
-            if (CODING == 1 || CODING == 3) out[i] = from_bytes<CODING>(lane.word[w], i % 2);
-            if (CODING == 2) out[i] = from_fours(i % 4 < 2 ? lane.word[w] : lane.word[w] >> 8, i % 2);
-            if (IN_CODES(CODING)) out[i] = mul2(out[i], bytes(lane.scale[w / Lane::run], 0, 0x1010));
-        }
-    }
-};
-
-// Of two tokens: the same number of both.
-template <int CODING> struct Couples {
-    typedef Piece<CODING, 8> Lane;
-    static const int count = HEAD / 8;
-    static DEVICE void unpack(const Lane& one, const Lane& other, u32 (&out)[count]) {
-        LOOP for (int i = 0; i < count; i++) {
-            const int w = i / Lane::each;
-            const u32 a = one.word[w], b = other.word[w];
-            if (CODING == 0) out[i] = bytes(a, b, i % 2 ? 0x7632 : 0x5410);
-            if (CODING == 1 || CODING == 3) out[i] = from_bytes<CODING>(bytes(a, b, i % 4 < 2 ? 0x5140 : 0x7362), i % 2);
-            if (CODING == 2) {
-                const u32 both = bytes(a, b, i % 8 < 4 ? 0x5410 : 0x7632);
-                out[i] = from_fours(i % 4 < 2 ? both : both >> 8, i % 2);
-            }
-            if (IN_CODES(CODING)) out[i] = mul2(out[i], one.scale[w / Lane::run] | (u32)other.scale[w / Lane::run] << 16);
-        }
-    }
-};
-
-// One warp's tile of stored tokens on their way. A tile never leaves its page; behind `stop` the last token stands in.
-struct Tile {
-    Pairs<KEYS>::Lane keys[STEPS][2];
-    Couples<VALUES>::Lane values[STEPS][4];
-
-    // Among all stored heads, of a row's token.
-    static DEVICE i64 home(const Job& job, i64 row, int token, int h) {
-        return (job.table[row * job.table_step + token / PAGE] * PAGE + token % PAGE) * KV + h;
-    }
-    // `left` tokens are there, perhaps more than a tile.
-    DEVICE void load_keys(const Job& job, i64 home, int left, int lane) {
-        const int g = lane / 4, c = lane % 4;
-        typedef Pairs<KEYS>::Lane Lane;
-        if (left >= TILE) {
-            const char* from = Lane::run_of(job.key, home + g * KV, c);
-            const u16* scales = Lane::scale_of(job.key_scale, home + g * KV, c);
-            LOOP for (int s = 0; s < STEPS; s++) LOOP for (int i = 0; i < 2; i++)
-                keys[s][i].load(from, scales, (s * 16 + i * 8) * KV);
-        } else {
-            const char* from = Lane::run_of(job.key, home, c);
-            const u16* scales = Lane::scale_of(job.key_scale, home, c);
-            LOOP for (int s = 0; s < STEPS; s++) LOOP for (int i = 0; i < 2; i++)
-                keys[s][i].load(from, scales, min(s * 16 + i * 8 + g, left - 1) * KV);
-        }
-    }
-    DEVICE void load_values(const Job& job, i64 home, int left, int lane) {
-        const int g = lane / 4, c = lane % 4;
-        typedef Couples<VALUES>::Lane Lane;
-        if (left >= TILE) {
-            const char* from = Lane::run_of(job.value, home + 2 * c * KV, g);
-            const u16* scales = Lane::scale_of(job.value_scale, home + 2 * c * KV, g);
-            LOOP for (int s = 0; s < STEPS; s++) LOOP for (int i = 0; i < 4; i++)
-                values[s][i].load(from, scales, (s * 16 + i / 2 * 8 + i % 2) * KV);
-        } else {
-            const char* from = Lane::run_of(job.value, home, g);
-            const u16* scales = Lane::scale_of(job.value_scale, home, g);
-            LOOP for (int s = 0; s < STEPS; s++) LOOP for (int i = 0; i < 4; i++)
-                values[s][i].load(from, scales, min(s * 16 + i / 2 * 8 + 2 * c + i % 2, left - 1) * KV);
-        }
-    }
-};
 
 // A warp's unfinished softmax: of queries 2c and 2c + 1 of each eight. Sums are a lane's own until the end.
 struct Softmax {
@@ -202,14 +79,17 @@ struct Softmax {
     }
 };
 
-// Number `number` of a head in or out of the space of rotated codes.
-template <class Read> DEVICE float rotated(int number, Read read) {
-    float sum = 0;
-    LOOP for (int i = 0; i < 32; i++) {
-        const float x = read(number / 64 * 64 + 2 * i + number % 2);
-        sum += __popc(i & (number / 2 % 32)) % 2 ? -x : x;
+// Four neighbours of a head, in or out of the space of rotated codes; 16 lanes have 64 of them.
+DEVICE void rotate(float (&x)[4], int lane) {
+    LOOP for (int k = 0; k < 2; k++) {
+        const float one = x[k], other = x[k + 2];
+        x[k] = one + other, x[k + 2] = one - other;
     }
-    return sum * 0.03125f;
+    LOOP for (int away = 1; away < 16; away *= 2) LOOP for (int k = 0; k < 4; k++) {
+        const float theirs = exchange(x[k], away);
+        x[k] = lane & away ? theirs - x[k] : theirs + x[k];
+    }
+    LOOP for (int k = 0; k < 4; k++) x[k] *= 0.03125f;
 }
 
 // A thread block's view of the job: its row, its kv head, its queries, and where they leave what is unfinished.
@@ -246,42 +126,47 @@ struct Block {
 struct Memory {  // shared by a thread block
     float peaks[WARPS][QUERIES], totals[WARPS][QUERIES];
     u16 q[QUERIES][HEAD];
-    float answers[1];  // (WARPS, queries, HEAD); also for new heads, and for queries and answers being rotated
+    float answers[1];  // (WARPS, queries, HEAD); also for queries and new heads as they come, and weights of chunks
 };
 
-// Queries, turned, into shared memory; zeros where there are none. All are on their way before the first is turned.
-DEVICE void enter(const Block& b, Memory& memory, Turn turn) {
+// Queries, turned, into shared memory. Most of this code runs once, and comes slowly: it is kept short.
+DEVICE void enter(const Block& b, Memory& memory, Turn turn, int lane) {
     const Job& job = b.job;
-    const int each = (QUERIES * HEAD + THREADS - 1) / THREADS;
-    u16* plain = IN_CODES(KEYS) ? (u16*)memory.answers : memory.q[0];
-    u16 own[each], partner[each];
-    LOOP for (int n = 0; n < each; n++) {
-        const int i = n * THREADS + threadIdx.x, m = i / HEAD;
-        own[n] = partner[n] = 0;
-        if (i >= QUERIES * HEAD || m >= b.live) continue;
-        const int at = i % HEAD;
+    u16 *came = (u16*)memory.answers, *plain = IN_CODES(KEYS) ? came + b.queries * HEAD : memory.q[0];
+    for (int i = threadIdx.x; i < b.live * HEAD / 8; i += THREADS) {
+        const int m = i / (HEAD / 8);
         const u16* head = job.q + b.row.number * job.q_row + b.token(m) * job.q_token + b.head(m) * HEAD;
-        own[n] = head[at];
-        const int other = Turn::other(job, at);
-        if (other >= 0) partner[n] = head[other];
-    }
-    LOOP for (int n = 0; n < each; n++) {
-        const int i = n * THREADS + threadIdx.x, m = i / HEAD;
-        if (i >= QUERIES * HEAD) continue;
-        if (m >= b.live) {
-            memory.q[m][i % HEAD] = 0;
-            continue;
-        }
-        const int at = i % HEAD;
-        if (b.token(m) != turn.token || THREADS % HEAD) turn.load(job, b.row.number, at, b.token(m));
-        plain[i] = turn.turned(own[n], partner[n]);
+        *(uint4*)(came + i * 8) = *(const uint4*)(head + i % (HEAD / 8) * 8);
     }
     __syncthreads();
-    if (IN_CODES(KEYS)) {
-        for (int i = threadIdx.x; i < b.live * HEAD; i += THREADS)
-            memory.q[i / HEAD][i % HEAD] =
-                as_half(rotated(i % HEAD, [=](int other) { return as_float(plain[i / HEAD * HEAD + other]); }));
-        __syncthreads();
+    _Pragma("unroll 1") for (int i = threadIdx.x; i < b.live * HEAD; i += THREADS) {
+        const int at = i % HEAD, token = b.token(i / HEAD);
+        if (token != turn.token || THREADS % HEAD) turn.load(job, b.row.number, at, token);
+        plain[i] = turn.apply(came + (i - at), at);
+    }
+    __syncthreads();
+    if (!IN_CODES(KEYS)) return;
+    const int fours = b.live * HEAD / 4;
+    for (int i = threadIdx.x; i - lane < fours; i += THREADS) {  // whole warps
+        const uint2 four = *(const uint2*)(plain + min(i, fours - 1) * 4);
+        float x[4] = {as_float((u16)four.x), as_float((u16)(four.x >> 16)), as_float((u16)four.y), as_float((u16)(four.y >> 16))};
+        rotate(x, lane);
+        if (i < fours) *(uint2*)(memory.q[0] + i * 4) = uint2{as_halves(x[0], x[1]), as_halves(x[2], x[3])};
+    }
+    __syncthreads();
+}
+
+// The lane's part of a query, as the keys' numbers lie; zeros where there is none.
+DEVICE void take(const Block& b, const Memory& memory, int m, int lane, u32 (&q)[HEAD / 8]) {
+    LOOP for (int i = 0; i < HEAD / 8; i += 4) {
+        uint4 eight = {};
+        if (m < b.live) eight = *(const uint4*)(memory.q[m] + Pairs<KEYS>::Lane::place(lane % 4, Pairs<KEYS>::first(i)));
+        const u32 low[2] = {eight.x, eight.y}, high[2] = {eight.z, eight.w};
+        if (KEYS == 2) {
+            LOOP for (int k = 0; k < 4; k++) q[i + k] = bytes(low[k / 2], high[k / 2], k % 2 ? 0x7632 : 0x5410);
+        } else {
+            LOOP for (int k = 0; k < 2; k++) q[i + k] = low[k], q[i + 2 + k] = high[k];
+        }
     }
 }
 
@@ -322,17 +207,21 @@ DEVICE void leave(const Block& b, Memory& memory, Softmax& mine, int chunk, int 
                        mine.answer[n][e / 2 + 1][i + 2]};
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < b.live * HEAD; i += THREADS) {
-        const int m = i / HEAD;
-        float peak = NOTHING, total = 0, answer = 0;
+    float4* left = (float4*)(b.answers + (i64)chunk * b.queries * HEAD);
+    for (int i = threadIdx.x; i < b.live * HEAD / 4; i += THREADS) {
+        const int m = i / (HEAD / 4);
+        float peak = NOTHING, total = 0;
+        float4 answer = {};
         LOOP for (int w = 0; w < WARPS; w++) peak = fmaxf(peak, memory.peaks[w][m]);
         LOOP for (int w = 0; w < WARPS; w++) {
             const float weight = power(memory.peaks[w][m] - peak);
+            const float4 more = ((const float4*)memory.answers)[w * b.queries * (HEAD / 4) + i];
             total += memory.totals[w][m] * weight;
-            answer += memory.answers[w * b.queries * HEAD + i] * weight;
+            answer.x += more.x * weight, answer.y += more.y * weight;
+            answer.z += more.z * weight, answer.w += more.w * weight;
         }
-        b.answers[(i64)chunk * b.queries * HEAD + i] = answer;
-        if (i % HEAD == 0) b.peaks[chunk * b.queries + m] = peak, b.totals[chunk * b.queries + m] = total;
+        left[i] = answer;
+        if (i % (HEAD / 4) == 0) b.peaks[chunk * b.queries + m] = peak, b.totals[chunk * b.queries + m] = total;
     }
     __syncthreads();
 }
@@ -398,33 +287,41 @@ DEVICE bool last(const Job& job, const Row& row) {
     return done == workers;
 }
 
-// What other thread blocks have left, or this one nearby.
-template <class T> DEVICE T left_there(const T* at, bool near) { return near ? *at : __ldcg(at); }
+#define AHEAD 12  // chunks whose sums are on their way at once
 
-// All chunks, added up in order; four numbers of a head at a time.
-DEVICE void finish(const Block& b, Memory& memory, bool near) {
-    for (int i = threadIdx.x; i < b.live * HEAD / 4; i += THREADS) {
-        const int m = i / (HEAD / 4), number = i % (HEAD / 4) * 4;
-        float peak = NOTHING, total = 0, answer[4] = {};
-        _Pragma("unroll 8") for (int c = 0; c < b.row.chunks; c++) {
-            const float next = left_there(b.peaks + c * b.queries + m, near), top = fmaxf(peak, next);
-            const float fade = power(peak - top), weight = power(next - top);
-            const float4 more = left_there((const float4*)(b.answers + (i64)c * b.queries * HEAD) + i, near);
-            total = total * fade + left_there(b.totals + c * b.queries + m, near) * weight;
-            answer[0] = answer[0] * fade + more.x * weight, answer[1] = answer[1] * fade + more.y * weight;
-            answer[2] = answer[2] * fade + more.z * weight, answer[3] = answer[3] * fade + more.w * weight;
-            peak = top;
+// All chunks, added up in order; four numbers of a query at a time.
+DEVICE void finish(const Block& b, Memory& memory, int lane) {
+    const int chunks = b.row.chunks, count = chunks * b.queries, fours = b.live * HEAD / 4;
+    float *peaks = memory.answers, *totals = peaks + count;
+    float peak = NOTHING, total = 0, answer[4] = {};
+    bool known = false;
+    for (int base = 0, chunk = 0; base < fours;) {  // which numbers, and the first of some chunks
+        const int i = min(base + (int)threadIdx.x, fours - 1), m = i / (HEAD / 4);
+        float4 next[AHEAD];
+        LOOP for (int k = 0; k < AHEAD; k++) if (chunk + k < chunks)
+            next[k] = left_there4(b.answers + ((chunk + k) * b.queries * (HEAD / 4) + i) * 4);
+        if (!known) {
+            for (int n = threadIdx.x; n < count; n += THREADS)
+                peaks[n] = left_there(b.peaks + n), totals[n] = left_there(b.totals + n);
+            __syncthreads();
+            known = true;
         }
-        LOOP for (int k = 0; k < 4; k++) answer[k] /= total;
-        if (IN_CODES(VALUES)) *(float4*)(memory.answers + i * 4) = float4{answer[0], answer[1], answer[2], answer[3]};
-        else *(uint2*)(b.out(m) + number) = uint2{as_halves(answer[0], answer[1]), as_halves(answer[2], answer[3])};
-    }
-    if (!IN_CODES(VALUES)) return;
-    __syncthreads();
-    for (int i = threadIdx.x; i < b.live * HEAD; i += THREADS) {
-        const int m = i / HEAD, number = i % HEAD;
-        const float* whole = memory.answers + m * HEAD;
-        b.out(m)[number] = as_half(rotated(number, [=](int other) { return whole[other]; }));
+        if (chunk == 0) _Pragma("unroll 4") for (int c = 0; c < chunks; c++) peak = fmaxf(peak, peaks[c * b.queries + m]);
+        LOOP for (int k = 0; k < AHEAD; k++) if (chunk + k < chunks) {
+            const float weight = power(peaks[(chunk + k) * b.queries + m] - peak);
+            total += totals[(chunk + k) * b.queries + m] * weight;
+            answer[0] += next[k].x * weight, answer[1] += next[k].y * weight;
+            answer[2] += next[k].z * weight, answer[3] += next[k].w * weight;
+        }
+        chunk += AHEAD;
+        if (chunk < chunks) continue;
+        const float share = 1.0f / total;
+        LOOP for (int k = 0; k < 4; k++) answer[k] *= share;
+        if (IN_CODES(VALUES)) rotate(answer, lane);
+        if (base + (int)threadIdx.x < fours)
+            *(uint2*)(b.out(m) + i % (HEAD / 4) * 4) = uint2{as_halves(answer[0], answer[1]), as_halves(answer[2], answer[3])};
+        base += THREADS, chunk = 0, peak = NOTHING, total = 0;
+        LOOP for (int k = 0; k < 4; k++) answer[k] = 0;
     }
 }
 
@@ -450,17 +347,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(const __g
     Turn turn;
     turn.load(job, row.number, threadIdx.x % HEAD, b.token(0));
     await();
-    enter(b, memory, turn);
+    enter(b, memory, turn, lane);
     if (b.part == row.host(job.parts)) {
         welcome(b, memory, warp, lane);
         __syncthreads();
     }
     u32 q[COLUMNS][HEAD / 8];
-    LOOP for (int n = 0; n < COLUMNS; n++) LOOP for (int i = 0; i < HEAD / 8; i++) {
-        const u16* from = memory.q[n * 8 + lane / 4];
-        q[n][i] = from[Pairs<KEYS>::Lane::place(lane % 4, Pairs<KEYS>::first(i))] |
-                  (u32)from[Pairs<KEYS>::Lane::place(lane % 4, Pairs<KEYS>::second(i))] << 16;
-    }
+    LOOP for (int n = 0; n < COLUMNS; n++) take(b, memory, n * 8 + lane / 4, lane, q[n]);
     for (; chunk < row.chunks - 1; chunk += step) {
         Softmax mine;
         mine.clear();
@@ -478,5 +371,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(const __g
         }
         leave(b, memory, mine, chunk, warp, lane);
     }
-    if (last(job, row)) finish(b, memory, near);
+    if (last(job, row)) finish(b, memory, lane);
 }

@@ -203,7 +203,7 @@ class Attend:
                 job.planes, job.place_plane = tables.planes.data_ptr(), positions.stride(0)
         told = choices(a, pages, plan, columns, where.mask is not None)
         made = self.desk.workshop.program(LONE if alone else SOURCE, **told)
-        job.rooms = plan.warps * queries * a.head_dim
+        job.rooms = queries * max(plan.warps * a.head_dim, 2 * slots)
         shared = memory(a.head_dim, columns, job.rooms, plan)
         if alone:
             shared = lone_memory(a.head_dim, pages, plan)
@@ -269,8 +269,10 @@ def factors(scale: float, softcap: float | None) -> tuple[float, float]:
 
 
 def headwise(x: Tensor) -> Tensor:
-    """Heads of a token side by side, as the kernel reads them; tokens and rows may be apart."""
-    return x if x.stride(3) == 1 and x.stride(2) == x.shape[3] else x.contiguous()
+    """Heads of a token side by side, as the kernel reads them, 16 bytes at a time; tokens may be apart."""
+    even = x.data_ptr() % 16 == x.stride(0) % 8 == x.stride(1) % 8 == 0
+    fits = even and x.stride(3) == 1 and x.stride(2) == x.shape[3]
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
 def addresses(*tensors: Tensor) -> tuple[int, ...]:

@@ -358,31 +358,36 @@ DEVICE bool last_of(const Head& b, int lane) {
     return anybody(mine);
 }
 
-// All chunks, added up in order, and out of the space of codes. The first are on their way before their shares are known.
+// All chunks, added up in order, and out of the space of codes. Some are on their way before their shares are known.
 DEVICE void finish(const Head& b, float (&shares)[SLOTS + 1], int lane) {
-    const int chunks = b.row.chunks, many = 8;
-    const float2* found = (const float2*)b.answers + lane;
-    float2 ready[many][RUNS];
-    LOOP for (int c = 0; c < many; c++) LOOP for (int r = 0; r < RUNS; r++)
-        if (c < chunks) ready[c][r] = __ldcg(found + c * (HEAD / 2) + r * 32);
-    float top = NOTHING, total = 0, x[RUNS][2] = {};
-    for (int c = lane; c < chunks; c += 32) top = fmaxf(top, __ldcg(b.peaks + c));
-    top = largest(top);
-    for (int c = lane; c < chunks; c += 32) {
-        shares[c] = power(__ldcg(b.peaks + c) - top);
-        total += __ldcg(b.totals + c) * shares[c];
+    const int chunks = b.row.chunks, many = 12, each = SLOTS / 32 + 1;  // chunks of a lane, whose shares it finds
+    float peak[each], part[each], top = NOTHING, total = 0, x[RUNS][2] = {};
+    LOOP for (int n = 0; n < each; n++) {
+        const bool there = n * 32 + lane < chunks;
+        peak[n] = there ? __ldcg(b.peaks + n * 32 + lane) : NOTHING, part[n] = there ? __ldcg(b.totals + n * 32 + lane) : 0;
     }
-    total = summed(total);
-    __syncwarp();
-    LOOP for (int c = 0; c < many; c++) LOOP for (int r = 0; r < RUNS; r++)
-        if (c < chunks) x[r][0] += ready[c][r].x * shares[c], x[r][1] += ready[c][r].y * shares[c];
-    _Pragma("unroll 4") for (int c = many; c < chunks; c++) LOOP for (int r = 0; r < RUNS; r++) {
-        const float2 more = __ldcg(found + c * (HEAD / 2) + r * 32);
-        x[r][0] += more.x * shares[c], x[r][1] += more.y * shares[c];
+    for (int first = 0; first < chunks; first += many) {
+        float2 more[many][RUNS];
+        LOOP for (int c = 0; c < many; c++) LOOP for (int r = 0; r < RUNS; r++) if (first + c < chunks)
+            more[c][r] = __ldcg((const float2*)b.answers + (first + c) * (HEAD / 2) + r * 32 + lane);
+        if (first == 0) {
+            LOOP for (int n = 0; n < each; n++) top = fmaxf(top, peak[n]);
+            top = largest(top);
+            LOOP for (int n = 0; n < each; n++) {
+                const float share = power(peak[n] - top);
+                if (n * 32 + lane < chunks) shares[n * 32 + lane] = share;
+                total += part[n] * share;
+            }
+            total = summed(total);
+            __syncwarp();
+        }
+        LOOP for (int c = 0; c < many; c++) LOOP for (int r = 0; r < RUNS; r++) if (first + c < chunks)
+            x[r][0] += more[c][r].x * shares[first + c], x[r][1] += more[c][r].y * shares[first + c];
     }
     LOOP for (int r = 0; r < RUNS; r++) {
         rotate(x[r], lane);
-        *(u32*)(b.job.out + (i64)b.number * HEAD + r * 64 + lane * 2) = as_halves(x[r][0] / total, x[r][1] / total);
+        const float share = 1.0f / total;
+        *(u32*)(b.job.out + (i64)b.number * HEAD + r * 64 + lane * 2) = as_halves(x[r][0] * share, x[r][1] * share);
     }
 }
 
