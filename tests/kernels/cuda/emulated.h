@@ -1,10 +1,11 @@
 // A CUDA source as C++ for a processor: each thread of a thread block is a fibre, and whoever meets others waits.
-// Blocks run one after the other. Shared memory is NaNs at first, and so is what a copy on its way will overwrite.
+// Blocks run one after the other, as far as they can. Shared memory is NaNs at first, and so is what a copy on its way will overwrite.
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 #include <ucontext.h>
 #include <algorithm>
+#include <list>
 #include <vector>
 
 #define EMULATED
@@ -213,7 +214,15 @@ static inline uint16_t read_scale(const uint16_t* from) { return *from; }
 static inline void soon(const void*) {}
 static inline void let_go() {}
 static inline void await() {}
-static inline int arrive(int* at) { return (*at)++; }
+static inline int arrive(int* at) { progress++; return (*at)++; }
+static inline void wait_until(int* at, int count) {  // another thread block may have to run first
+    const int me = now;
+    while (*at < count) {
+        swapcontext(&fibres[me].context, &home);
+        threadIdx = {me, 0, 0};
+    }
+    progress++;
+}
 
 static inline uint32_t shared_address(const void* at) { return (const char*)at - shared_memory; }
 template <int BYTES> static inline void copy(uint32_t to, const void* from) {

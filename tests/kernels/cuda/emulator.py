@@ -33,11 +33,12 @@ class Emulated:
         shared: int,
         arguments: Sequence[Any],
         overlap: bool = True,
+        together: bool = False,
     ) -> None:
-        """Blocks one after the other."""
+        """Blocks one after the other; those that wait for others go on later."""
         places = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(one) for one in arguments))
         fine = self._library[f"launch_{name}"](*grid, threads, shared, places)
-        assert fine & 255, f"{name} wrote behind its {shared} bytes, or did not wait for copies"
+        assert fine & 255, f"{name} wrote behind its {shared} bytes, did not wait for copies, or waits for ever"
 
 
 class EmulatedWorkshop:

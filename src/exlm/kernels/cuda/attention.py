@@ -222,11 +222,7 @@ class Attend:
 
 def chunks(past: int, plan: Plan) -> int:
     """Into how many a past and the new tokens are cut, at most, if it is not longer than this."""
-    size = plan.unit
-    while size * plan.slots < past:
-        size *= 2
-    most = -(-past // size)
-    return max(most, plan.slots if size > plan.unit else 0) + 1
+    return min(-(-past // plan.unit), plan.slots) + 1
 
 
 def memory(head: int, columns: int, rooms: int, plan: Plan) -> int:

@@ -51,8 +51,7 @@ struct Row {
     DEVICE void read(const Job& job, i64 row) {
         number = row, behind = (int)job.past[row];
         first = job.window ? max(behind - job.window + 1, 0) / 64 * 64 : 0;
-        size = UNIT;
-        while (size * SLOTS < behind - first) size *= 2;
+        size = max((behind - first + UNIT * SLOTS - 1) / (UNIT * SLOTS), 1) * UNIT;
         chunks = (behind - first + size - 1) / size + 1;
     }
     // The thread block of the new tokens, among so many, and how many of them have work.

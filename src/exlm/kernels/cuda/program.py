@@ -56,6 +56,7 @@ class _Config(ctypes.Structure):
 
 
 _OVERLAP = _Attribute(6, 0, 1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, allowed
+_TOGETHER = _Attribute(2, 0, 1)  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 
 
 class Workshop:
@@ -122,16 +123,24 @@ class Program:
         return self._kernels[name]
 
     def launch(
-        self, name: str, grid: Grid, threads: int, shared: int, arguments: Sequence[Any], overlap: bool = True
+        self,
+        name: str,
+        grid: Grid,
+        threads: int,
+        shared: int,
+        arguments: Sequence[Any],
+        overlap: bool = True,
+        together: bool = False,
     ) -> None:
         """Start a kernel on the current stream; `arguments` are ctypes objects.
 
         With `overlap` it may begin while the kernel before it still runs, which it must wait for by itself.
+        With `together` all its thread blocks run at once, and may wait for each other.
         """
         places = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(one) for one in arguments))
         config = _Config(*grid, threads, 1, 1, shared, torch.cuda.current_stream(self.device).cuda_stream)
-        if overlap and self._overlaps:
-            config.attributes, config.count = ctypes.pointer(_OVERLAP), 1
+        if together or (overlap and self._overlaps):
+            config.attributes, config.count = ctypes.pointer(_TOGETHER if together else _OVERLAP), 1
         error = self._launch(ctypes.byref(config), self.kernel(name), places, None)
         if error:
             self._fail("cuLaunchKernelEx", self._driver.CUresult(error))

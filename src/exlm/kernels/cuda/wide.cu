@@ -5,9 +5,9 @@
 // in shared memory, several ahead; the first bricks are on their way before the kernel that computes the activations has
 // ended. Codes become the numbers that the formats mean, rounded as they say, and the tensor cores multiply those.
 //
-// Where a group's inputs are cut into PIECES, each thread block leaves its sums in memory, and the one that is done last
-// adds them up in the order of the inputs. Nothing of this depends on the rows: a row's answer is the same bits in any
-// company of 17 to 64.
+// Where a group's inputs are cut into PIECES, each thread block leaves its sums in memory, waits for the others, and adds
+// up those of its share of the rows, in the order of the inputs: all must be running at once. Nothing of the sums depends
+// on the rows: a row's answer is the same bits in any company of 17 to 64.
 //
 // Set when compiling, besides what bricks.h wants: RESIDENT (thread blocks of a multiprocessor), PIECES.
 
@@ -20,6 +20,10 @@
 #ifndef EMULATED
 DEVICE int arrive(int* at) {  // counts; what was written before it is seen by who arrives later
     int out; asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(out) : "l"(at) : "memory"); return out;
+}
+DEVICE void wait_until(int* at, int count) {  // and see what those have written who arrived
+    int found;
+    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(at) : "memory"); while (found < count);
 }
 DEVICE void load_matrices(u32 (&out)[4], u32 row) {  // four of 8 x 8 halves; a lane says where a row of one is
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -76,9 +80,11 @@ struct Tensor {
 #define ROWS_AT (TILES * WARPS * SLOT)
 #define STAGE_BYTES (ROWS_AT + ROWS * 256)
 
+#define SHARE ((COLUMNS + PIECES - 1) / PIECES)  // eights of rows that a thread block answers for, at most
+
 struct Shared {
     float4* left;  // (group, piece, TILES, COLUMNS, THREADS) sums
-    int* counts;   // of each group: thread blocks that have left theirs; zero before and after
+    int* counts;   // of each group: thread blocks that have left theirs, and that have seen all; zero before and after
 };
 
 // Bricks of a group that are next, and what its threads copy of them.
@@ -192,31 +198,30 @@ DEVICE void work_on(int part, bool fine, const char* bricks, u32 rows, float (*t
     }
 }
 
-// The sums of all pieces, in the order of the inputs; false if somebody else will have them.
-DEVICE bool gather(const Shared& shared, int group, int piece, int* before, float (*total)[COLUMNS][4]) {
+// The sums of all pieces, in the order of the inputs, of eights of rows `first` to `end`.
+DEVICE void gather(const Shared& shared, int group, int piece, int first, int end, const float (*total)[COLUMNS][4],
+                   float (*mine)[SHARE][4]) {
     const int size = TILES * COLUMNS * THREADS;
     float4* left = shared.left + (long)group * PIECES * size + threadIdx.x;
     LOOP for (int t = 0; t < TILES; t++) LOOP for (int c = 0; c < COLUMNS; c++)
         left[piece * size + (t * COLUMNS + c) * THREADS] =
             float4{total[t][c][0], total[t][c][1], total[t][c][2], total[t][c][3]};
     __syncthreads();
-    if (threadIdx.x == 0) *before = arrive(shared.counts + group);
+    int* counts = shared.counts + 2 * group;
+    if (threadIdx.x == 0 && arrive(counts) < PIECES - 1 && first < end) wait_until(counts, PIECES);
     __syncthreads();
-    if (*before < PIECES - 1) return false;
-    if (threadIdx.x == 0) shared.counts[group] = 0;
-    const int many = PIECES > 8 ? 1 : PIECES > 4 ? 2 : PIECES > 2 ? 4 : 8;  // columns whose sums are on their way at once
-    LOOP for (int t = 0; t < TILES; t++) LOOP for (int first = 0; first < COLUMNS; first += many) {
-        float4 sums[PIECES][many];
-        LOOP for (int p = 0; p < PIECES; p++) LOOP for (int c = 0; c < many; c++) if (first + c < COLUMNS)
-            sums[p][c] = __ldcg(left + p * size + (t * COLUMNS + first + c) * THREADS);
-        LOOP for (int c = 0; c < many; c++) if (first + c < COLUMNS) {
-            float(&to)[4] = total[t][first + c];
-            LOOP for (int i = 0; i < 4; i++) to[i] = 0;
-            LOOP for (int p = 0; p < PIECES; p++)
-                to[0] += sums[p][c].x, to[1] += sums[p][c].y, to[2] += sums[p][c].z, to[3] += sums[p][c].w;
+    if (threadIdx.x == 32 % THREADS && arrive(counts + 1) == PIECES - 1) counts[0] = counts[1] = 0;  // nobody looks any more
+    LOOP for (int t = 0; t < TILES; t++) {
+        float4 sums[SHARE][PIECES];
+        LOOP for (int c = 0; c < SHARE; c++) if (first + c < end) LOOP for (int p = 0; p < PIECES; p++)
+            sums[c][p] = __ldcg(left + p * size + (t * COLUMNS + first + c) * THREADS);
+        LOOP for (int c = 0; c < SHARE; c++) {
+            LOOP for (int i = 0; i < 4; i++) mine[t][c][i] = 0;
+            if (first + c < end) LOOP for (int p = 0; p < PIECES; p++)
+                mine[t][c][0] += sums[c][p].x, mine[t][c][1] += sums[c][p].y,
+                mine[t][c][2] += sums[c][p].z, mine[t][c][3] += sums[c][p].w;
         }
     }
-    return true;
 }
 
 // Four neighbours of a row of halves, at once if they lie so; those behind `count` are none.
@@ -235,12 +240,14 @@ DEVICE void write_four(u16* to, bool even, int count, const float (&y)[4]) {
     LOOP for (int k = 0; k < 4; k++) if (k < count) to[k] = as_half(y[k]);
 }
 
-// Sums to answers, by way of shared memory so that neighbours write to neighbours.
-DEVICE void answer(const Job& job, int at, int group, const float (*total)[COLUMNS][4], float* found) {
+// Sums to answers, by way of shared memory so that neighbours write to neighbours; of some eights of rows.
+template <int EIGHTS>
+DEVICE void answer(const Job& job, int at, int group, int first, int end, const float (*total)[EIGHTS][4], float* found) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, step = WIDTH + 4;  // from row to row: other banks
-    LOOP for (int s = 0; s < SIDES; s++) LOOP for (int t = 0; t < EACH; t++) LOOP for (int c = 0; c < COLUMNS; c++)
+    const int rows = EIGHTS * 8;
+    LOOP for (int s = 0; s < SIDES; s++) LOOP for (int t = 0; t < EACH; t++) LOOP for (int c = 0; c < EIGHTS; c++)
         LOOP for (int i = 0; i < 4; i++)
-            found[(s * ROWS + c * 8 + lane % 4 * 2 + i % 2) * step + (warp * EACH + t) * 16 + lane / 4 + i / 2 * 8] =
+            found[(s * rows + c * 8 + lane % 4 * 2 + i % 2) * step + (warp * EACH + t) * 16 + lane / 4 + i / 2 * 8] =
                 total[s * EACH + t][c][i];
     __syncthreads();
     const Part& part = job.parts[at];
@@ -253,20 +260,20 @@ DEVICE void answer(const Job& job, int at, int group, const float (*total)[COLUM
         bias[s][k] = added && k < count ? as_float(added[output + k]) : 0.0f;
     }
     // Code that runs once comes slowly: a loop, with some rows at a time so that what they add is fetched together.
-    const int many = ROWS * fours / THREADS, some = many % 4 ? many % 2 ? 1 : 2 : 4;
+    const int many = rows * fours / THREADS, last = min(end * 8, job.rows) - first * 8, some = many % 4 ? many % 2 ? 1 : 2 : 4;
     _Pragma("unroll 1") for (int n = 0, row = threadIdx.x / fours; n < many; n += some, row += some * pace) {
         uint2 rest[some];
         LOOP for (int i = 0; i < some; i++) {
             const int here = row + i * pace;
-            const bool there = job.residual && here < job.rows;
-            rest[i] = there ? read_four(job.residual + (long)here * part.stride + output, even, count) : uint2{};
+            const u16* from = job.residual + (long)(first * 8 + here) * part.stride + output;
+            rest[i] = job.residual && here < last ? read_four(from, even, count) : uint2{};
         }
         LOOP for (int i = 0; i < some; i++) {
             const int here = row + i * pace;
-            if (here >= job.rows) return;
+            if (here >= last) return;
             float y[4];
             LOOP for (int s = 0; s < SIDES; s++) {
-                const float4 sums = *(const float4*)(found + (s * ROWS + here) * step + column);
+                const float4 sums = *(const float4*)(found + (s * rows + here) * step + column);
                 const float of[4] = {sums.x, sums.y, sums.z, sums.w};
                 LOOP for (int k = 0; k < 4; k++) {
                     const float sum = fmaf(of[k], job.parts[at + s].matrix.factor, bias[s][k]);
@@ -275,7 +282,7 @@ DEVICE void answer(const Job& job, int at, int group, const float (*total)[COLUM
             }
             const u32 words[2] = {rest[i].x, rest[i].y};
             LOOP for (int k = 0; k < 4; k++) y[k] += as_float((u16)(words[k / 2] >> k % 2 * 16));
-            write_four(part.y + (long)here * part.stride + output, even, count, y);
+            write_four(part.y + (long)(first * 8 + here) * part.stride + output, even, count, y);
         }
     }
 }
@@ -324,8 +331,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) multiply_wide(
     }
     wait_groups<0>();
     __syncthreads();
-    if (PIECES == 1 || gather(shared, number, piece, (int*)memory, total)) {
-        if (PIECES > 1) __syncthreads();
-        answer(job, part, group, total, (float*)memory);
-    }
+    if (PIECES == 1) return answer(job, part, group, 0, COLUMNS, total, (float*)memory);
+    const int first = COLUMNS * piece / PIECES, last = COLUMNS * (piece + 1) / PIECES;
+    float mine[TILES][SHARE][4];
+    gather(shared, number, piece, first, last, total, mine);
+    answer(job, part, group, first, last, mine, (float*)memory);
 }

@@ -25,6 +25,7 @@ MOST = 64
 
 _PIECES = (1, 2, 3, 4, 6, 8)
 _ADDING = 1.5  # what a piece costs, in bricks
+_KEPT = 1024  # bytes of shared memory that the device keeps for itself, for each thread block
 
 
 class _Shared(ctypes.Structure):
@@ -64,8 +65,8 @@ class WideProduct:
         self._groups = [-(-one.tiles // group) for one in product.matrices]
         every = self._groups[0] if product.form.act else sum(self._groups)
         self.pieces = self.plan.pieces or self._cut(every)
-        self.counts = torch.zeros(every, dtype=torch.int32, device=product.device)
-        """Thread blocks that have left a group's sums; all zero between launches."""
+        self.counts = torch.zeros(2 * every, dtype=torch.int32, device=product.device)
+        """Thread blocks that have left a group's sums, and that have seen all; zero between launches."""
 
     def __call__(self, x: Tensor, out: Sequence[Tensor], residual: Tensor | None = None) -> None:
         """Fill out[i] (rows, outputs) with x (rows, inputs) @ matrix i + residual; all contiguous float16."""
@@ -81,7 +82,8 @@ class WideProduct:
         shared = _Shared(left.data_ptr(), self.counts.data_ptr())
         grid, memory = (groups * self.pieces, 1, 1), self._memory(room, plan)
         # no early start: thread blocks would crowd where there is room
-        made.launch("multiply_wide", grid, plan.warps * 32, memory, (job, shared), overlap=False)
+        threads, together = plan.warps * 32, self.pieces > 1
+        made.launch("multiply_wide", grid, threads, memory, (job, shared), overlap=False, together=together)
         del kept, left  # not before the launch
 
     def choices(self, rows: int) -> dict[str, int]:
@@ -96,7 +98,8 @@ class WideProduct:
         def cost(pieces: int) -> float:
             return -(-groups * pieces // processors) * -(-bricks // pieces) + (pieces > 1) * _ADDING * pieces
 
-        return min((n for n in _PIECES if n <= bricks), key=cost)
+        room = processors * self.plan.resident  # pieces wait for each other, so all must run at once
+        return min((n for n in _PIECES if n == 1 or (n <= bricks and groups * n <= room)), key=cost)
 
     def _room(self, rows: int) -> int:
         """Rows that are computed: few programs serve all numbers of them."""
@@ -112,7 +115,7 @@ class WideProduct:
         """A plan that fits for any number of rows: where sums are cut depends on it, so all have the same."""
         if self.product.form.act:
             plan = replace(plan, tiles=max(2, plan.tiles // 2 * 2))
-        while self._memory(MOST, plan) * plan.resident > self.workshop.memory:
+        while (self._memory(MOST, plan) + _KEPT) * plan.resident > self.workshop.memory + _KEPT:
             if plan.resident > 1:
                 plan = replace(plan, resident=plan.resident - 1)
             elif plan.stages > 2:
