@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +47,25 @@ def test_preprocessing_fills_the_cache_and_says_nothing(model: Model) -> None:
     assert model.forward(x[:, :-1], cache, preprocess_only=True) is None
     assert cache.current_seq_len == 39
     assert close(model.forward(x[:, -1:], cache), model.forward(x)[:, -1:])
+
+
+def test_preprocessing_stops_where_nobody_listens(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last layer's keys and values are all that is wanted of it."""
+    blocks = model._ready()[1].blocks
+    computed: list[int] = []
+    for place, block in enumerate(blocks):
+        plain = block.mlp.forward
+
+        def counted(*given: Any, place: int = place, plain: Any = plain) -> torch.Tensor:
+            computed.append(place)
+            return plain(*given)
+
+        monkeypatch.setattr(block.mlp, "forward", counted)
+    x = ids(1, 100)
+    model.forward(x, Cache(model, max_seq_len=256), preprocess_only=True)
+    assert computed == [*range(len(blocks) - 1)]
+    model.forward(x, Cache(model, max_seq_len=256), last_id_only=True)
+    assert computed[len(blocks) - 1 :] == [*range(len(blocks))]
 
 
 def test_rewinding(model: Model) -> None:

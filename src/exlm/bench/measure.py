@@ -60,8 +60,9 @@ class Work:
     def prompt(self, length: int, row: int = 0) -> Timing:
         """From a prompt to its first token."""
         self._watch.reset()
+        job = self._job(row, length, 1)
         start = time.perf_counter()
-        self._generator.enqueue(self._job(row, length, 1))
+        self._generator.enqueue(job)
         while self._generator.num_remaining_jobs():
             self._step()
         return Timing(time.perf_counter() - start, length, 1, self._watch.seconds())

@@ -48,14 +48,77 @@ class Shape:
 
     def matrices(self) -> Iterator[tuple[str, int, int]]:
         """(name within a layer, in, out), as files order them."""
-        hidden, kv = self.hidden, self.kv_heads * self.head_dim
-        yield "mlp.down_proj", self.mlp, hidden
-        yield "mlp.gate_proj", hidden, self.mlp
-        yield "mlp.up_proj", hidden, self.mlp
+        yield "mlp.down_proj", self.mlp, self.hidden
+        yield "mlp.gate_proj", self.hidden, self.mlp
+        yield "mlp.up_proj", self.hidden, self.mlp
+        yield from self.attention()
+
+    def attention(self) -> Iterator[tuple[str, int, int]]:
+        """The same, of attention alone."""
+        hidden, wide, kv = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
         yield "self_attn.k_proj", hidden, kv
-        yield "self_attn.o_proj", hidden, hidden
-        yield "self_attn.q_proj", hidden, hidden
+        yield "self_attn.o_proj", wide, hidden
+        yield "self_attn.q_proj", hidden, wide
         yield "self_attn.v_proj", hidden, kv
+
+
+@dataclass(frozen=True)
+class Mixtral(Shape):
+    """The sizes of a Mixtral: of its experts, each `mlp` wide, some answer a token."""
+
+    experts: int = 8
+    active: int = 2
+
+    def config(self) -> dict[str, Any]:
+        """config.json."""
+        return super().config() | {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "num_local_experts": self.experts,
+            "num_experts_per_tok": self.active,
+        }
+
+    def matrices(self) -> Iterator[tuple[str, int, int]]:
+        """(name within a layer, in, out), as files order them."""
+        for e in range(self.experts):
+            yield f"block_sparse_moe.experts.{e}.w1", self.hidden, self.mlp
+            yield f"block_sparse_moe.experts.{e}.w2", self.mlp, self.hidden
+            yield f"block_sparse_moe.experts.{e}.w3", self.hidden, self.mlp
+        yield "block_sparse_moe.gate", self.hidden, self.experts
+        yield from self.attention()
+
+
+@dataclass(frozen=True)
+class Qwen3Moe(Mixtral):
+    """The sizes of a sparse Qwen3: many narrow experts, and heads of a width of their own."""
+
+    head: int = 128
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.head
+
+    def config(self) -> dict[str, Any]:
+        """config.json."""
+        return super().config() | {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "head_dim": self.head,
+            "num_experts": self.experts,
+            "moe_intermediate_size": self.mlp,
+            "norm_topk_prob": True,
+            "rms_norm_eps": 1e-6,
+        }
+
+    def matrices(self) -> Iterator[tuple[str, int, int]]:
+        """(name within a layer, in, out), as files order them."""
+        for e in range(self.experts):
+            yield f"mlp.experts.{e}.down_proj", self.mlp, self.hidden
+            yield f"mlp.experts.{e}.gate_proj", self.hidden, self.mlp
+            yield f"mlp.experts.{e}.up_proj", self.hidden, self.mlp
+        yield "mlp.gate", self.hidden, self.experts
+        yield from self.attention()
 
 
 SHAPES: dict[str, Shape] = {
@@ -65,6 +128,9 @@ SHAPES: dict[str, Shape] = {
     "llama-3-70b": Shape(8192, 80, 28672, 64, 8, 128256, 8192, 500000.0),
     "mistral-7b": Shape(4096, 32, 14336, 32, 8, 32000, 32768),
     "tinyllama-1.1b": Shape(2048, 22, 5632, 32, 4, 32000, 2048),
+    "mixtral-8x7b": Mixtral(4096, 32, 14336, 32, 8, 32000, 32768, 1000000.0),
+    "qwen3-30b-a3b": Qwen3Moe(2048, 48, 768, 32, 4, 151936, 40960, 1000000.0, 128, 8),
     "smollm2-135m": Shape(576, 30, 1536, 9, 3, 49152, 8192, 100000.0),
     "tiny": Shape(256, 2, 512, 4, 2, 512, 2048),
+    "tiny-moe": Mixtral(256, 2, 160, 4, 2, 512, 2048, 10000.0, 4, 2),
 }

@@ -13,7 +13,7 @@ from .. import spec
 from ..formats import DenseWeight, Weight
 from ..spec.roles import matrices
 from .shapes import Shape
-from .weights import Form, Random
+from .weights import Dense, Form, Random
 
 STATES = 16
 """Tokens that a repetitive model says, one after the other, again and again."""
@@ -56,7 +56,7 @@ class Synthetic:
     def describe(self, role: str, fallback: str | None = None) -> tuple[str, int]:
         """The form's name and the bytes its files would have."""
         inputs, outputs = self._sizes[role]
-        if role == "embed":
+        if role == "embed" or role.endswith(".router"):  # which no tool quantises
             return "dense float16", 2 * inputs * outputs
         return type(self._form).__name__.lower(), self._form.nbytes(inputs, outputs, role == "head")
 
@@ -99,7 +99,8 @@ class Synthetic:
             return DenseWeight(random.floats(out_features, in_features, 1.0))
         faint = self._repetitive and role.endswith((".o", ".down"))
         deviation = in_features**-0.5 * (_FAINT if faint else 1.0)
-        made = self._form.weight(in_features, out_features, random, role == "head", deviation)
+        form = Dense() if role.endswith(".router") else self._form
+        made = form.weight(in_features, out_features, random, role == "head", deviation)
         if isinstance(made, DenseWeight) and dtype is not None:
             return DenseWeight(made.data.to(dtype))
         return made

@@ -356,7 +356,7 @@ def _ids(prompt: Any) -> list[int]:
         raise InputError("Input IDs cannot be empty: a prompt needs a token (add_bos=True gives one).")
     if "int" not in str(prompt.dtype):
         raise InputError(f"input_ids must be whole numbers, found {prompt.dtype}: call .long() on it.")
-    return [int(number) for number in prompt[0].tolist()]
+    return list(prompt[0].tolist())
 
 
 def _whole(name: str, value: Any, least: int) -> int:

@@ -176,6 +176,15 @@ class Composer(Protocol):
 
 
 @runtime_checkable
+class Broad(Protocol):
+    """A projection that is quick for more than FEW rows too, but then does nothing besides the matrices."""
+
+    def plainly(self, x: Tensor) -> list[Tensor]:
+        """What each matrix makes of x; they may be parts of wider rows."""
+        ...
+
+
+@runtime_checkable
 class Fuser(Protocol):
     """A backend that can also do several things as one."""
 

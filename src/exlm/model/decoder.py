@@ -26,13 +26,24 @@ class Decoder:
     hops: list[Crossing]  # before each block and before the head: a border between devices, or none
 
     def forward(self, batch: Batch, layers: Sequence[KeyValues]) -> tuple[Tensor | None, Tensor]:
-        """Logits for the positions the batch asks for, or None; and the state before the head."""
+        """Logits for the positions the batch asks for, or None; and the state before the head.
+
+        If none are asked for, the last block does no more than its cache needs, and the state is unfinished.
+        """
         x, more = self.enter(batch)
         *before, last = self.hops
+        unheard = [] if self.heard(batch) else self.blocks[-1:]
         for hop, block, kv in zip(before, self.blocks, layers, strict=True):
             x, more, batch = hop(x, more, batch)
-            x, more = block.forward(x, more, batch, kv)
+            if block in unheard:
+                block.remember(x, more, batch, kv)
+            else:
+                x, more = block.forward(x, more, batch, kv)
         return self.leave(*last(x, more, batch))
+
+    def heard(self, batch: Batch) -> bool:
+        """Whether anybody asks for the last block's answer; keys and values are wanted in any case."""
+        return batch.outputs != "none"
 
     def enter(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """What the first block gets: a sum, and what belongs to it."""
@@ -41,7 +52,7 @@ class Decoder:
     def leave(self, x: Tensor, more: Tensor | None, batch: Batch) -> tuple[Tensor | None, Tensor]:
         """What becomes of the last block's answer."""
         if batch.outputs == "none":
-            return None, x if more is None else x + more
+            return None, x
         if batch.outputs == "last":
             x, more = x[:, -1:], None if more is None else more[:, -1:]
         return self.head.forward(x, more, batch)

@@ -22,6 +22,9 @@ ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 MOST = 16  # new tokens of a row: guesses, no prompts
 
+LARGEST = ROWS[-1] * MOST
+"""Tokens of any recording."""
+
 Pass = Callable[[Batch], Tensor]
 
 
@@ -100,10 +103,14 @@ class Recording:
 class Graphs:
     """The recordings of one decoder over one cache, made as they are needed."""
 
-    def __init__(self, forward: Pass, device: torch.device) -> None:
-        """`forward` launches the same kernels for every batch of a bucket, and waits for none of them."""
+    def __init__(self, forward: Pass, device: torch.device, most: int = LARGEST) -> None:
+        """`forward` launches the same kernels for every batch of a bucket, and waits for none of them.
+
+        So it is with up to `most` tokens.
+        """
         self._forward = forward
         self._device = device
+        self._most = most
         self._made: dict[Bucket, Recording] = {}
         self._pool: Any = None
         self._refused = device.type != "cuda"
@@ -121,7 +128,7 @@ class Graphs:
         """
         rows, tokens = len(past), 1 if isinstance(fed, Tensor) else len(fed[0])
         size = Bucket.of(rows, tokens, (max(past) + tokens - 1) // PAGE + 1)
-        if size is None:
+        if size is None or size.rows * size.tokens > self._most:
             return None
         recording = self._made.get(size)
         if recording is None:

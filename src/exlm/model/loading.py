@@ -12,12 +12,14 @@ from .. import spec
 from ..cache import LayerShape, Mirror
 from ..checkpoint import Source, open_source
 from ..config import FrozenConfig
+from ..kernels.backend import FEW
 from ..kernels.select import Chain, choose
 from ..parallel import Leader
 from ..settings import legacy_switches
 from .build import Builder
 from .decoder import Decoder
 from .devices import Slot, current, guard, pick_dtype
+from .graphs import LARGEST
 from .progress import Callback
 from .rehearsal import Rehearsal
 
@@ -59,12 +61,19 @@ class Loaded:
         return self.chains[-1].device
 
     @property
-    def recordable(self) -> bool:
-        """Whether decode passes can be recorded: they wait for nothing and launch the same each time."""
-        attention = {one.backend for one in self.chains[0].choices if one.role.endswith(".attn")}
-        sparse = any(isinstance(layer.mlp, spec.Moe) for layer in self.config.spec.layers)
+    def recordable(self) -> int:
+        """Tokens up to which decode passes can be recorded: they wait for nothing, always launch the same.
+
+        Of many tokens the host must know how many each expert gets.
+        """
+        chosen = {one.role: one.backend for one in self.chains[0].choices}
+        attention = {backend for role, backend in chosen.items() if role.endswith(".attn")}
+        sparse = [i for i, one in enumerate(self.config.spec.layers) if isinstance(one.mlp, spec.Moe)]
+        experts = {chosen.get(f"layers.{i}.mlp") for i in sparse}
         alone = len(set(map(id, self.chains))) == 1 and not self.ranks
-        return alone and attention <= {"cuda", "triton"} and not sparse and not legacy_switches().no_graphs
+        if not alone or attention - {"cuda", "triton"} or experts - {"cuda"} or legacy_switches().no_graphs:
+            return 0
+        return FEW if experts else LARGEST
 
     def explain(self) -> str:
         """Which backend runs each part, and why; device by device, where there are several."""

@@ -10,7 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..cache import PAGE, CacheBase
@@ -51,14 +53,14 @@ class Runner:
         cache: CacheBase,
         device: torch.device,
         planes: bool = False,
-        recorded: bool = False,
+        recorded: int = 0,
     ) -> None:
-        """`planes`: positions may have three. `recorded`: decode passes are recorded and replayed."""
+        """`planes`: positions may have three. `recorded`: tokens up to which decode passes are recorded."""
         self.decoder = decoder
         self.cache = cache
         self.device = device
         self.planes = planes
-        self.graphs = Graphs(self._logits, device) if recorded else None
+        self.graphs = Graphs(self._logits, device, recorded) if recorded else None
 
     def copy(self, orders: Iterable[tuple[int, int, int]]) -> None:
         """Duplicate the leading tokens of pages: (source, target, tokens)."""
@@ -133,12 +135,14 @@ class Runner:
         longest = max(past) + count
         width = -(-longest // PAGE)
         table = [[*sequence.pages[:width], *[0] * (width - len(sequence.pages))] for sequence in sequences]
-        starts = torch.tensor(past, device=self.device)
+        before = np.array(past, np.int64)
+        given = np.array(fed, np.int64), before[:, None] + np.arange(count), before, np.array(table, np.int64)
+        ids, positions, starts, pages = sent(given, self.device)
         batch = Batch(
-            ids=torch.tensor([list(row) for row in fed], device=self.device),
-            positions=starts[:, None] + torch.arange(count, device=self.device),
+            ids=ids,
+            positions=positions,
             past=starts,
-            pages=torch.tensor(table, device=self.device),
+            pages=pages,
             longest=longest,
             even=len(set(past)) == 1,
             outputs=outputs,
@@ -163,3 +167,13 @@ class Runner:
             adapters=tuple(one.adapters for one in extras) if any(one.adapters for one in extras) else (),
             spans=tuple(replace(span, vectors=span.vectors.to(self.device)) for span in spans),
         )
+
+
+def sent(arrays: Sequence[NDArray[np.int64]], device: torch.device) -> list[Tensor]:
+    """Whole numbers on a device, in one copy that waits for nothing that the device still does."""
+    sizes = [-(-array.size // 2) * 2 for array in arrays]  # each begins at a multiple of 16 bytes
+    whole = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
+    for part, array in zip(whole.split_with_sizes(sizes), arrays, strict=True):
+        part.numpy()[: array.size] = array.ravel()
+    there = whole.to(device, non_blocking=True).split_with_sizes(sizes)
+    return [part[: array.size].view(array.shape) for part, array in zip(there, arrays, strict=True)]

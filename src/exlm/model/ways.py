@@ -140,6 +140,10 @@ class Stage(Decoder):
         super().__init__(decoder.embedding, decoder.blocks, decoder.head, decoder.hops)
         self.group, self.hidden, self.vocab, self.stream = group, hidden, vocab, stream
 
+    def heard(self, batch: Batch) -> bool:
+        """The next rank always asks."""
+        return self.group.rank < self.group.size - 1 or super().heard(batch)
+
     def enter(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """The embedding's answer, or the state that the rank before hands on."""
         if self.group.rank == 0:

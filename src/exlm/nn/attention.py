@@ -85,7 +85,11 @@ class Attention:
 
     def forward(self, x: Tensor, batch: Batch, kv: b.KeyValues) -> Tensor:
         """(rows, tokens, hidden) → the same shape; the layer's cache grows by the new tokens."""
+        return self.o.forward(self.seen(x, batch, kv), batch)
+
+    def seen(self, x: Tensor, batch: Batch, kv: b.KeyValues) -> Tensor:
+        """The same without the last matrix: (rows, tokens, heads · head_dim)."""
         shape = (*x.shape[:2], -1, self.head_dim)
         q, k, v = (part.view(shape) for part in self.qkv.forward(x, batch))
         q, k = self.norm(q, k)
-        return self.o.forward(self.attend(q, k, v, kv, batch), batch)
+        return self.attend(q, k, v, kv, batch)

@@ -49,6 +49,10 @@ class BlockLike(Protocol):
         """The residual stream in and out, (rows, tokens, hidden): the sum so far, and what belongs to it."""
         ...
 
+    def remember(self, x: Tensor, more: Tensor | None, batch: Batch, kv: b.KeyValues) -> None:
+        """What `forward` leaves in the layer's cache, when nobody asks for its answer."""
+        ...
+
 
 class Block:
     """Attention, then MLP, each added to what came in."""
@@ -72,6 +76,10 @@ class Block:
         x, n = self.mlp_norm(x, self.attn_post(self.attn.forward(n, batch, kv)))
         return x, self.mlp_post(self.mlp.forward(n, batch))
 
+    def remember(self, x: Tensor, more: Tensor | None, batch: Batch, kv: b.KeyValues) -> None:
+        """Attention alone."""
+        self.attn.seen(self.attn_norm(x, more)[1], batch, kv)
+
 
 class ParallelBlock:
     """Attention and MLP on the same normalised input."""
@@ -84,3 +92,7 @@ class ParallelBlock:
         """The residual stream in, the residual stream out."""
         x, n = self.norm(x, more)
         return x, self.post(self.attn.forward(n, batch, kv) + self.mlp.forward(n, batch))
+
+    def remember(self, x: Tensor, more: Tensor | None, batch: Batch, kv: b.KeyValues) -> None:
+        """Attention alone."""
+        self.attn.seen(self.norm(x, more)[1], batch, kv)

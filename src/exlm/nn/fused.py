@@ -1,4 +1,8 @@
-"""Layers and the head for few rows in few launches: norms, sums and nonlinearities inside the matrices."""
+"""Layers and the head in few launches.
+
+For few rows norms, sums and nonlinearities are inside the matrices; for many, matrices that share an input
+are one.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,48 @@ from .attention import Attention, leave
 from .batch import Batch
 from .block import Block, MlpLike
 from .head import Head
+from .mlp import GatedMlp
+
+
+class JoinedProjection:
+    """Queries, keys and values of many rows, in one product."""
+
+    def __init__(self, matrices: b.Broad) -> None:
+        self.matrices = matrices
+
+    def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """All at once."""
+        q, k, v = self.matrices.plainly(x)
+        return q, k, v
+
+
+class JoinedMlp:
+    """down(act(gate) · up) of many rows, gate and up in one product."""
+
+    def __init__(self, mlp: GatedMlp, matrices: b.Broad) -> None:
+        self.mlp, self.matrices = mlp, matrices
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """(rows, tokens, hidden) → the same shape."""
+        gate, up = self.matrices.plainly(x)
+        return self.mlp.down.forward(self.mlp.act(gate, up), batch)
+
+
+def joined(block: Block, qkv: b.Project, gate: b.Project) -> Block:
+    """The block for many rows: matrices that share an input are one, where their backend can do that."""
+    attn, mlp = block.attn, block.mlp
+    if isinstance(qkv, b.Broad):
+        attn = Attention(attn.head_dim, JoinedProjection(qkv), attn.norm, attn.attend, attn.o)
+    if isinstance(gate, b.Broad) and isinstance(mlp, GatedMlp):
+        mlp = JoinedMlp(mlp, gate)
+    return Block(attn, mlp, block.attn_norm, block.mlp_norm, block.attn_post, block.mlp_post)
 
 
 class FusedBlock:
-    """A `Block` that runs otherwise where that is quicker, and as itself where it is not.
+    """A `Block` that runs otherwise where that is quicker, and as itself for rows with adapters.
 
-    Many rows and rows with adapters go the plain way. Whoever replaces a module of the layer must put the
-    plain block back in its place: what is fused does not look at modules.
+    Whoever replaces a module of the layer must put the plain block back in its place: what is fused does not
+    look at modules.
     """
 
     def __init__(
@@ -25,6 +64,7 @@ class FusedBlock:
         self.block = block
         self.qkv, self.o, self.gate, self.down = qkv, o, gate, down
         self.most = most
+        self.many = joined(block, qkv, gate)
         self.whole: b.Whole | None = None
         if isinstance(qkv, b.Composer) and block.attn.norm is leave:
             self.whole = qkv.compose(block.attn.attend, o, gate, down)
@@ -42,9 +82,9 @@ class FusedBlock:
     def forward(
         self, x: Tensor, more: Tensor | None, batch: Batch, kv: b.KeyValues
     ) -> tuple[Tensor, Tensor | None]:
-        """The residual stream in, the residual stream out; nothing is left to be added."""
-        if batch.ids.numel() > self.most or batch.adapters:
-            return self.block.forward(x, more, batch, kv)
+        """The residual stream in, the residual stream out."""
+        if (plain := self._plain(batch)) is not None:
+            return plain.forward(x, more, batch, kv)
         x = x if more is None else x + more
         if self.whole is not None and (done := self.whole(x, kv, batch)) is not None:
             return done, None
@@ -56,6 +96,19 @@ class FusedBlock:
         (hidden,) = self.gate(x, None)
         (x,) = self.down(hidden, x)
         return x, None
+
+    def remember(self, x: Tensor, more: Tensor | None, batch: Batch, kv: b.KeyValues) -> None:
+        """What `forward` leaves in the cache. Few rows go all the way: it is hardly longer."""
+        if (plain := self._plain(batch)) is not None:
+            plain.remember(x, more, batch, kv)
+        else:
+            self.forward(x, more, batch, kv)
+
+    def _plain(self, batch: Batch) -> Block | None:
+        """Whose batch it is, if it is not one of few rows without adapters."""
+        if batch.adapters:
+            return self.block
+        return self.many if batch.ids.numel() > self.most else None
 
 
 class FusedHead(Head):

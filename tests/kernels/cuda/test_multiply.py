@@ -11,9 +11,10 @@ from exlm import spec
 from exlm.errors import Unsupported
 from exlm.kernels import backend as b
 from exlm.kernels.cuda.backend import MOST, CudaBackend
-from exlm.kernels.cuda.linear import Normal, Plan, Product, Unpacker
+from exlm.kernels.cuda.linear import Normal, Plan, Product
 from exlm.kernels.cuda.program import Workshop
-from exlm.kernels.cuda.tiles import alike, arrange, expand
+from exlm.kernels.cuda.tiles import alike, arrange
+from exlm.kernels.cuda.unpack import Many, Unpacker
 from exlm.kernels.cuda.wide import WideProduct
 from tests.kernels.cuda.oracle import ACTS, LIMIT, entered, gated, off
 from tests.kernels.cuda.oracle import product as right
@@ -33,8 +34,10 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_unpacking_on_the_device_is_exact(workshop: Workshop, kind: str) -> None:
-    tiles = arrange(weight(kind).to(workshop.device))
-    assert Unpacker(workshop, tiles).expanded()[: tiles.out_features].equal(expand(tiles))
+    packed = [weight(kind, order=order).to(workshop.device) for order in (True, False)]
+    whole = Many([Unpacker(workshop, arrange(one)) for one in packed]).unpacked()
+    for one, got in zip(packed, whole.chunk(2, 1), strict=True):
+        assert got[:, : one.out_features].equal(one.dequantize())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from exlm.formats.scales import Direct
-from exlm.kernels.cuda.backend import Ordering, PackedLinear
-from exlm.kernels.cuda.linear import Normal, Plan, Product, Unpacker, unsigned
+from exlm.kernels.cuda.backend import PackedLinear
+from exlm.kernels.cuda.linear import Normal, Plan, Product
 from exlm.kernels.cuda.planner import Planner
 from exlm.kernels.cuda.tiles import Tiles, alike, arrange, expand
+from exlm.kernels.cuda.unpack import Many, Unpacker
 from tests.kernels.cuda.emulator import EmulatedWorkshop
 from tests.kernels.cuda.oracle import ACTS, LIMIT, gated, off
 from tests.kernels.cuda.oracle import product as right
@@ -59,10 +60,8 @@ def check(
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_a_norm(workshop: EmulatedWorkshop, kind: str) -> None:
     packed = weight(kind)
-    tiles = arrange(packed)
-    assert Unpacker(workshop, tiles).expanded()[: tiles.out_features].equal(expand(tiles))
     x = torch.randn(8, packed.in_features).half()
-    check(Product(workshop, [tiles]), x, [right(x, packed)], None, (2, 7))
+    check(Product(workshop, [arrange(packed)]), x, [right(x, packed)], None, (2, 7))
 
 
 @pytest.mark.parametrize(("kind", "plan"), PLANNED)
@@ -128,20 +127,12 @@ def test_small_scales_are_lifted_inside_only(workshop: EmulatedWorkshop) -> None
     packed = replace(plain, segments=(made,), dtype=torch.float32)
     tiles = arrange(packed)
     assert tiles.factor < 1.0
-    unpacked = Unpacker(workshop, tiles).expanded()[: tiles.out_features]
+    (unpacked,) = Many([Unpacker(workshop, tiles)]).unpacked().T.split(tiles.out_features)
     assert torch.equal(unpacked, (expand(tiles).float() * tiles.factor).half())
     x = torch.randn(100, packed.in_features).half() * 50
-    linear = PackedLinear(Planner(workshop), tiles, Ordering(), True)
+    linear = PackedLinear(Planner(workshop), tiles, True)
     for rows in (1, 20, 100):
         assert off(linear(x[:rows]), right(x[:rows], packed)) < LIMIT
-
-
-def test_rows_in_another_order(workshop: EmulatedWorkshop) -> None:
-    tiles = arrange(weight("all widths, odd columns"))
-    assert tiles.source is not None
-    x = torch.randn(3, tiles.in_features).half()
-    want = torch.nn.functional.pad(x, (0, 1))[:, tiles.source.long()]  # -1 is the padding
-    assert Unpacker(workshop, tiles).reordered(unsigned(tiles.source), x).equal(want)
 
 
 def test_a_gate_whose_inputs_are_ordered_otherwise(workshop: EmulatedWorkshop) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from exlm.errors import KernelError, Unsupported
-from exlm.kernels.cuda import wide
+from exlm.kernels.cuda import unpack, wide
 from exlm.kernels.cuda.layout import Layout
 from exlm.kernels.cuda.linear import SOURCE, Form, Plan, Product, choices, dealt
 from exlm.kernels.cuda.program import Workshop, compile_source, compiled, whole
@@ -55,15 +55,22 @@ def _compiler() -> None:
 def test_it_compiles(target: str, name: str) -> None:
     image = compile_source(whole(SOURCE), SOURCE.name, options(target, CHOICES[name]))
     assert image.startswith(b"\x7fELF")
-    assert all(kernel in image for kernel in (b"multiply", b"prepare", b"expand"))
+    assert all(kernel in image for kernel in (b"multiply", b"prepare"))
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", WIDE)
 def test_the_wide_one_compiles(target: str, name: str) -> None:
-    chosen = {**WIDE[name], "RESIDENT": 1, "PIECES": 2}
+    chosen = {**WIDE[name], "RESIDENT": 1, "PIECES": 2, "TOGETHER": int(WIDE[name]["COLUMNS"] > 4)}
     image = compile_source(whole(wide.SOURCE), wide.SOURCE.name, options(target, chosen))
     assert all(kernel in image for kernel in (b"multiply_wide", b"prepare"))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("layout", [EXL2, GPTQ, GGUF])
+def test_unpacking_compiles(target: str, layout: Layout) -> None:
+    chosen = {**dealt(Form((layout,)), 1, Plan()), "ABREAST": 4}
+    assert b"expand" in compile_source(whole(unpack.SOURCE), unpack.SOURCE.name, options(target, chosen))
 
 
 def test_machine_code_is_kept(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from exlm.errors import Unsupported
-from exlm.kernels.cuda.backend import Ordering, PackedLinear
+from exlm.kernels.cuda.backend import PackedLinear
 from exlm.kernels.cuda.linear import Normal, Product
 from exlm.kernels.cuda.planner import Planner
 from exlm.kernels.cuda.tiles import alike, arrange
@@ -126,7 +126,7 @@ def test_numbers_of_rows(workshop: EmulatedWorkshop) -> None:
 @pytest.mark.parametrize("rows", [16, 20, 65])
 def test_the_backend_takes_any_number_of_rows(workshop: EmulatedWorkshop, rows: int, wide: bool) -> None:
     packed = weight("short last group", bias=True)
-    product = PackedLinear(Planner(workshop), arrange(packed), Ordering(), wide)
+    product = PackedLinear(Planner(workshop), arrange(packed), wide)
     x = torch.randn(1, rows, packed.in_features).half()
     assert off(product(x), right(x, packed)) < LIMIT
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ... import spec
@@ -19,12 +18,13 @@ from ...formats import PackedWeight, Weight
 from .. import backend as b
 from ..reference import ReferenceBackend
 from .attention import HEADS, Attend, Desk
-from .lanes import BLOCK
-from .linear import ACTS, ALIKE, Normal, Product, Unpacker, unsigned
+from .experts import Crew, PackedExperts
+from .linear import ACTS, ALIKE, Normal, Product
 from .planner import Kind, Planner, plans_file
 from .program import Workshop, bindings
 from .rearrange import Rearranger
 from .tiles import Tiles, alike, arrange
+from .unpack import Many, Unpacker, together
 from .wide import MOST, WideProduct
 
 
@@ -46,84 +46,51 @@ class Few:
             self._product(x[part], [one[part] for one in out], rest)
 
 
-class Ordering:
-    """Rows in the order in which a matrix stores its inputs. The last are kept: matrices often share them."""
-
-    def __init__(self) -> None:
-        self._known: list[tuple[Tensor, Tensor]] = []  # orders, and the same as the kernel reads them
-        self._last: tuple[Tensor, int, Tensor, Tensor] | None = None  # rows, their version, order, answer
-
-    def register(self, source: Tensor, device: torch.device) -> Tensor:
-        """An order as the kernel reads it, the same tensor for the same order."""
-        for order, words in self._known:
-            if order.equal(source):
-                return words
-        words = unsigned(source).to(device, non_blocking=True)
-        self._known = [*self._known[-3:], (source, words)]  # other threads look at the list as it was
-        return words
-
-    def __call__(self, unpacker: Unpacker, words: Tensor, rows: Tensor) -> Tensor:
-        """Rows (…, inputs) rearranged."""
-        version = -1 if rows.is_inference() else rows._version
-        if self._last is not None:
-            known, then, order, answer = self._last
-            same = known.data_ptr() == rows.data_ptr() and known.shape == rows.shape and then == version >= 0
-            if same and order is words:
-                return answer
-        answer = unpacker.reordered(words, rows)
-        self._last = rows, version, words, answer
-        return answer
-
-
 class PackedLinear:
     """x @ W + bias for any number of rows."""
 
-    def __init__(self, planner: Planner, tiles: Tiles, ordering: Ordering, wide: bool) -> None:
+    def __init__(self, planner: Planner, tiles: Tiles, wide: bool) -> None:
         self._planner = planner
-        self._ordering = ordering
         self._wide = wide
         self.use(tiles)
-        device = tiles.main.bricks.device
-        self._words = None if tiles.source is None else ordering.register(tiles.source, device)
 
     def use(self, tiles: Tiles) -> None:
         """Go on with the same numbers in another layout."""
         self.tiles = tiles
-        self._unpacker = Unpacker(self._planner.workshop, tiles)
+        self.unpacker = Unpacker(self._planner.workshop, tiles)
         self.product = Few(self._planner.product([tiles]), self._wide)
+        self._many = Many([self.unpacker])
 
     def __call__(self, x: Tensor) -> Tensor:
         """(…, inputs) → (…, outputs)."""
         rows = x.reshape(-1, x.shape[-1])
-        y = self._few(rows) if len(rows) <= MOST else self._many(rows)
+        (y,) = self._few(rows) if len(rows) <= MOST else self._many(rows)
         return y.view(*x.shape[:-1], self.tiles.out_features)
 
-    def _few(self, rows: Tensor) -> Tensor:
-        out = torch.empty(len(rows), self.tiles.out_features, dtype=rows.dtype, device=rows.device)
-        self.product(rows, [out])
+    def _few(self, rows: Tensor) -> list[Tensor]:
+        out = [rows.new_empty(len(rows), self.tiles.out_features)]
+        self.product(rows.contiguous(), out)
         return out
-
-    def _many(self, rows: Tensor) -> Tensor:
-        tiles = self.tiles
-        if self._words is not None:
-            rows = self._ordering(self._unpacker, self._words, rows)
-        elif padding := tiles.blocks * BLOCK - tiles.in_features:
-            rows = F.pad(rows, (0, padding))
-        return F.linear(rows, self._unpacker.expanded()[: tiles.out_features], tiles.bias)
 
 
 class Projection:
     """Several matrices in one launch, with what comes before and behind them."""
 
-    def __init__(self, product: Few) -> None:
+    def __init__(self, product: Few, matrices: Sequence[PackedLinear]) -> None:
         self._product = product
+        self._many = together([one.unpacker for one in matrices])
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> list[Tensor]:
         """(…, inputs) → (…, outputs) of each."""
-        shape, rows = x.shape[:-1], x.reshape(-1, x.shape[-1])
+        shape, rows = x.shape[:-1], x.reshape(-1, x.shape[-1]).contiguous()
         out = [x.new_empty(len(rows), width) for width in self._product.widths]
         self._product(rows, out, residual)
         return [one.view(*shape, -1) for one in out]
+
+    def plainly(self, x: Tensor) -> list[Tensor]:
+        """(…, inputs) → (…, outputs) of each, of many rows and with nothing before or behind."""
+        rows = x.reshape(-1, x.shape[-1])
+        return [y.view(*x.shape[:-1], y.shape[1]) for many in self._many for y in many(rows)]
 
 
 class CudaBackend:
@@ -155,7 +122,6 @@ class CudaBackend:
         self._workshop = Workshop(device, folder)
         self._planner = Planner(self._workshop, plans_file(folder, torch.cuda.get_device_name(device)))
         self._rearranger = Rearranger(self._workshop)
-        self._ordering = Ordering()
         self._wide = wide
         self._desk = Desk(self._workshop, self._workshop.processors)
 
@@ -163,7 +129,7 @@ class CudaBackend:
         """Packed weights, rearranged."""
         if not isinstance(weight, PackedWeight):
             raise Unsupported("only packed matrices")
-        return PackedLinear(self._planner, arrange(weight, self._rearranger), self._ordering, self._wide)
+        return PackedLinear(self._planner, arrange(weight, self._rearranger), self._wide)
 
     def project(
         self, matrices: Sequence[b.Linear], entry: b.Entry | None, act: spec.Activation | None
@@ -177,20 +143,41 @@ class CudaBackend:
         if entry is not None and (entry.norm.kind != "rms" or entry.norm.bias):
             raise Unsupported("a norm with a mean or a bias")
         if len(mine) == 1 and entry is None and act is None:
-            return Projection(mine[0].product)
+            return Projection(mine[0].product, mine)
         normal = None if entry is None else Normal(entry.weight + entry.norm.offset, entry.norm.eps)
         tiles = alike([one.tiles for one in mine])
         product = self._planner.product(tiles, normal, act)
         for linear, same in zip(mine, tiles, strict=True):
             if same.layout != linear.tiles.layout:
                 linear.use(same)
-        return Projection(Few(product, self._wide))
+        return Projection(Few(product, self._wide), mine)
 
     def attention(self, attn: spec.Attention, rotate: b.Rotation) -> b.Attend:
         """Few tokens here, many elsewhere."""
         if attn.head_dim not in HEADS:
             raise Unsupported(f"heads of {attn.head_dim} numbers, only of {HEADS[0]} and {HEADS[1]}")
         return Attend(self._desk, attn, rotate, self._others.attention(attn, rotate))
+
+    def experts(
+        self, moe: spec.Moe, gate: list[b.Linear], up: list[b.Linear], down: list[b.Linear]
+    ) -> b.Experts:
+        """Packed experts, those of a layer in one layout."""
+        mine = [one for one in (*gate, *up, *down) if isinstance(one, PackedLinear)]
+        if len(mine) < 3 * moe.experts:
+            raise Unsupported("experts that are not packed")
+        if moe.act not in ACTS:
+            raise Unsupported(f"{moe.act} between matrices")
+        tiles = [one.tiles for one in mine]
+        inner, outer = alike(tiles[: 2 * moe.experts]), alike(tiles[2 * moe.experts :])
+        pairs = list(zip(inner[: moe.experts], inner[moe.experts :], strict=True))
+        crews = (
+            Crew(self._workshop, pairs, moe.active, moe.act),
+            Crew(self._workshop, [(one,) for one in outer], moe.active),
+        )
+        for linear, same in zip(mine, (*inner, *outer), strict=True):
+            if same.layout != linear.tiles.layout:
+                linear.use(same)
+        return PackedExperts(moe, crews, (gate, up, down), self._others.gated(moe.act))
 
     def used(self, run: Callable[[], object]) -> list[Kind]:
         """The kinds of products that something uses."""
@@ -203,4 +190,4 @@ class CudaBackend:
     def _declined(self, *_: Any, **__: Any) -> Any:
         raise Unsupported("only packed matrices and attention")
 
-    embedding = norm = add_norm = activation = gated = rotation = experts = _declined
+    embedding = norm = add_norm = activation = gated = rotation = _declined

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,6 @@ SOURCE = Path(__file__).with_name("packed.cu")
 ALIKE = 16
 ACTS = {"silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4}
 _ZEROS: dict[Zeros, int] = {"half": 0, "none": 1, "table": 2}
-_SHARES = 6
 _PREPARERS = 256
 _NOWHERE = 65535
 
@@ -40,14 +39,6 @@ class _Matrix(ctypes.Structure):
         ("bricks", ctypes.c_int),
         ("tiles", ctypes.c_int),
         ("factor", ctypes.c_float),
-    )
-
-
-class _Shares(ctypes.Structure):
-    _fields_ = (
-        ("digits", ctypes.c_int * _SHARES),
-        ("blocks", ctypes.c_int * _SHARES),
-        ("all", ctypes.c_int),
     )
 
 
@@ -120,15 +111,16 @@ class Product:
             tuple(one.layout for one in self.matrices), norm is not None, ACTS[act] if act else 0, apart
         )
         self._eps = 0.0 if norm is None else norm.eps
-        self._bricks = max(one.stored for one in self.matrices)
+        self.bricks = max(one.stored for one in self.matrices)
         orders = {i: _order(self.matrices[i], sources[i], norm) for i in set(self._entrances)}
         self._orders = [orders[i] for i in self._entrances]
         self._job = _job_type(len(self.matrices))
         self.plan = self.fitted(plan or Plan())
         self.launches = 0
-        self._parts = (_Part * len(self.matrices))()
+        self.parts = (_Part * len(self.matrices))()
+        """The matrices as kernels take them, but for where answers go."""
         for place, (tiles, (source, factors)) in enumerate(zip(self.matrices, self._orders, strict=True)):
-            self._parts[place] = _Part(
+            self.parts[place] = _Part(
                 matrix=matrix_of(tiles),
                 source=_address(source),
                 norm=_address(factors),
@@ -153,14 +145,14 @@ class Product:
         job, grid = self.job(x, out, residual, [-(-one.tiles // each) for one in self.matrices])
         made = self.workshop.program(SOURCE, **self.choices(rows))
         kept = () if rows == 1 else self.prepare(made, job, rows, rows)
-        made.launch("multiply", (grid, 1, 1), plan.warps * 32, self._memory(rows, plan), (job,))
+        made.launch("multiply", (grid, 1, 1), plan.warps * 32, self.memory(rows, plan), (job,))
         del kept  # not before the launch: later work on the stream may use their memory, earlier work may not
 
     def job(
         self, x: Tensor, out: Sequence[Tensor], residual: Tensor | None, shares: Sequence[int]
     ) -> tuple[Any, int]:
         """All that the kernels are given, but x prepared; and the sum of the matrices' shares in the work."""
-        job = self._job(parts=self._parts, x=x.data_ptr(), residual=_address(residual))
+        job = self._job(parts=self.parts, x=x.data_ptr(), residual=_address(residual))
         job.eps, job.rows, job.inputs = self._eps, len(x), self.inputs
         whole = 0
         for place, share in enumerate(shares):
@@ -172,21 +164,21 @@ class Product:
 
     def choices(self, rows: int) -> dict[str, int]:
         """What the kernels' source is told for so many rows."""
-        items = -(-self._bricks * 16 // (self.plan.warps * 32)) if rows == 1 else 0
+        items = -(-self.bricks * 16 // (self.plan.warps * 32)) if rows == 1 else 0
         return choices(self.form, -(-rows // 8), self.plan, items)
 
-    def _memory(self, rows: int, plan: Plan) -> int:
+    def memory(self, rows: int, plan: Plan) -> int:
         """Bytes of shared memory: bricks, and one row as it comes and as it enters; in the end the sums."""
         ring = plan.warps * plan.stages * plan.tiles * slot(self.form)
         raw = entering(self.inputs) + 15
-        entered = (2 if self.form.apart else 1) * self._bricks * BLOCK * 2
+        entered = (2 if self.form.apart else 1) * self.bricks * BLOCK * 2
         return max(ring + (raw + entered if rows == 1 else 0), plan.warps * plan.tiles * TILE * rows * 4)
 
     def fitted(self, plan: Plan) -> Plan:
         """A plan that fits for any number of rows: sums depend on its warps, so all rows have as many."""
         if self.form.act:
             plan = replace(plan, tiles=max(2, plan.tiles // 2 * 2))
-        while max(self._memory(rows, plan) for rows in (1, ALIKE)) > self.workshop.memory:
+        while max(self.memory(rows, plan) for rows in (1, ALIKE)) > self.workshop.memory:
             if plan.stages > 2:
                 plan = replace(plan, stages=plan.stages - 1)
             elif plan.warps > 1:
@@ -215,40 +207,6 @@ class Product:
         grid = (rows, -(-most * 16 // _PREPARERS), len(firsts))
         made.launch("prepare", grid, _PREPARERS, entering(self.inputs), (entry,), overlap)
         return kept
-
-
-class Unpacker:
-    """A matrix in full, and rows in the order of its inputs; what stays the same is made once."""
-
-    def __init__(self, workshop: Workshop, tiles: Tiles) -> None:
-        self._workshop, self.tiles = workshop, tiles
-        self._grid = -(-tiles.tiles * tiles.blocks // 8), 1, 1
-        self._shares = _Shares(all=tiles.blocks)
-        for place, share in enumerate(tiles.shares):
-            self._shares.digits[place], self._shares.blocks[place] = share.digits, share.blocks
-        self._matrix = matrix_of(tiles)
-
-    @cached_property
-    def _made(self) -> Program:
-        return self._workshop.program(SOURCE, **choices(Form((self.tiles.layout,)), 1, Plan()))
-
-    def expanded(self) -> Tensor:
-        """(16 tiles, 128 blocks) float16, a row for each output: the factor is in it."""
-        tiles = self.tiles
-        shape = tiles.tiles * TILE, tiles.blocks * BLOCK
-        out = torch.empty(shape, dtype=torch.float16, device=tiles.main.bricks.device)
-        given = self._matrix, self._shares, ctypes.c_void_p(out.data_ptr())
-        self._made.launch("expand", self._grid, 256, 0, given, overlap=False)
-        return out
-
-    def reordered(self, source: Tensor, x: Tensor) -> Tensor:
-        """x (rows, inputs) float16 in the order of `source` (16 bits unsigned), zero where it is padding."""
-        rows, inputs = x.shape
-        out = torch.empty(rows, len(source), dtype=torch.float16, device=x.device)
-        addresses = [ctypes.c_void_p(one.data_ptr()) for one in (x, source, out)]
-        sizes = [ctypes.c_int(inputs), ctypes.c_int(len(source))]
-        self._made.launch("reorder", (rows, 1, 1), 256, inputs * 2, (*addresses, *sizes), overlap=False)
-        return out
 
 
 def unsigned(places: Tensor) -> Tensor:

@@ -5,11 +5,12 @@
 // in shared memory, several ahead; the first bricks are on their way before the kernel that computes the activations has
 // ended. Codes become the numbers that the formats mean, rounded as they say, and the tensor cores multiply those.
 //
-// Where a group's inputs are cut into PIECES, each thread block leaves its sums in memory, waits for the others, and adds
-// up those of its share of the rows, in the order of the inputs: all must be running at once. Nothing of the sums depends
-// on the rows: a row's answer is the same bits in any company of 17 to 64.
+// Where a group's inputs are cut into PIECES, each thread block leaves its sums in memory. Then they are added up in the
+// order of the inputs: by the one that is done last; or, TOGETHER, each waits for the others and takes a share of the
+// rows, for which all must be running at once. Nothing of the sums depends on the rows: a row's answer is the same bits
+// in any company of 17 to 64.
 //
-// Set when compiling, besides what bricks.h wants: RESIDENT (thread blocks of a multiprocessor), PIECES.
+// Set when compiling, besides what bricks.h wants: RESIDENT (thread blocks of a multiprocessor), PIECES, TOGETHER.
 
 #define MATRICES 1
 #include "bricks.h"
@@ -80,7 +81,7 @@ struct Tensor {
 #define ROWS_AT (TILES * WARPS * SLOT)
 #define STAGE_BYTES (ROWS_AT + ROWS * 256)
 
-#define SHARE ((COLUMNS + PIECES - 1) / PIECES)  // eights of rows that a thread block answers for, at most
+#define SHARE (TOGETHER ? (COLUMNS + PIECES - 1) / PIECES : COLUMNS)  // eights of rows that one answers for, at most
 
 struct Shared {
     float4* left;  // (group, piece, TILES, COLUMNS, THREADS) sums
@@ -198,9 +199,9 @@ DEVICE void work_on(int part, bool fine, const char* bricks, u32 rows, float (*t
     }
 }
 
-// The sums of all pieces, in the order of the inputs, of eights of rows `first` to `end`.
-DEVICE void gather(const Shared& shared, int group, int piece, int first, int end, const float (*total)[COLUMNS][4],
-                   float (*mine)[SHARE][4]) {
+// The sums of all pieces, in the order of the inputs, of eights of rows `first` to `end`; false if they are another's.
+DEVICE bool gather(const Shared& shared, int group, int piece, int first, int end, const float (*total)[COLUMNS][4],
+                   float (*mine)[SHARE][4], int* before) {
     const int size = TILES * COLUMNS * THREADS;
     float4* left = shared.left + (long)group * PIECES * size + threadIdx.x;
     LOOP for (int t = 0; t < TILES; t++) LOOP for (int c = 0; c < COLUMNS; c++)
@@ -208,20 +209,26 @@ DEVICE void gather(const Shared& shared, int group, int piece, int first, int en
             float4{total[t][c][0], total[t][c][1], total[t][c][2], total[t][c][3]};
     __syncthreads();
     int* counts = shared.counts + 2 * group;
-    if (threadIdx.x == 0 && arrive(counts) < PIECES - 1 && first < end) wait_until(counts, PIECES);
+    if (threadIdx.x == 0) {
+        *before = arrive(counts);
+        if (TOGETHER && *before < PIECES - 1 && first < end) wait_until(counts, PIECES);
+    }
     __syncthreads();
-    if (threadIdx.x == 32 % THREADS && arrive(counts + 1) == PIECES - 1) counts[0] = counts[1] = 0;  // nobody looks any more
-    LOOP for (int t = 0; t < TILES; t++) {
-        float4 sums[SHARE][PIECES];
-        LOOP for (int c = 0; c < SHARE; c++) if (first + c < end) LOOP for (int p = 0; p < PIECES; p++)
-            sums[c][p] = __ldcg(left + p * size + (t * COLUMNS + first + c) * THREADS);
-        LOOP for (int c = 0; c < SHARE; c++) {
-            LOOP for (int i = 0; i < 4; i++) mine[t][c][i] = 0;
-            if (first + c < end) LOOP for (int p = 0; p < PIECES; p++)
-                mine[t][c][0] += sums[c][p].x, mine[t][c][1] += sums[c][p].y,
-                mine[t][c][2] += sums[c][p].z, mine[t][c][3] += sums[c][p].w;
+    if (!TOGETHER && *before < PIECES - 1) return false;
+    if (threadIdx.x == 0 && (!TOGETHER || arrive(counts + 1) == PIECES - 1)) counts[0] = counts[1] = 0;  // nobody looks any more
+    const int many = PIECES * SHARE <= 16 ? SHARE : PIECES <= 8 ? 16 / PIECES : 1;  // columns on their way at once
+    LOOP for (int t = 0; t < TILES; t++) LOOP for (int start = 0; start < SHARE; start += many) {
+        float4 sums[many][PIECES];
+        LOOP for (int c = 0; c < many; c++) if (first + start + c < end) LOOP for (int p = 0; p < PIECES; p++)
+            sums[c][p] = __ldcg(left + p * size + (t * COLUMNS + first + start + c) * THREADS);
+        LOOP for (int c = 0; c < many && start + c < SHARE; c++) {
+            float(&to)[4] = mine[t][start + c];
+            LOOP for (int i = 0; i < 4; i++) to[i] = 0;
+            if (first + start + c < end) LOOP for (int p = 0; p < PIECES; p++)
+                to[0] += sums[c][p].x, to[1] += sums[c][p].y, to[2] += sums[c][p].z, to[3] += sums[c][p].w;
         }
     }
+    return true;
 }
 
 // Four neighbours of a row of halves, at once if they lie so; those behind `count` are none.
@@ -332,8 +339,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) multiply_wide(
     wait_groups<0>();
     __syncthreads();
     if (PIECES == 1) return answer(job, part, group, 0, COLUMNS, total, (float*)memory);
-    const int first = COLUMNS * piece / PIECES, last = COLUMNS * (piece + 1) / PIECES;
+    const int first = TOGETHER ? COLUMNS * piece / PIECES : 0, last = TOGETHER ? COLUMNS * (piece + 1) / PIECES : COLUMNS;
     float mine[TILES][SHARE][4];
-    gather(shared, number, piece, first, last, total, mine);
+    if (!gather(shared, number, piece, first, last, total, mine, (int*)memory)) return;
+    __syncthreads();  // all know
     answer(job, part, group, first, last, mine, (float*)memory);
 }

@@ -25,6 +25,7 @@ MOST = 64
 
 _PIECES = (1, 2, 3, 4, 6, 8)
 _ADDING = 1.5  # what a piece costs, in bricks
+_MUCH = 32  # rows
 _KEPT = 1024  # bytes of shared memory that the device keeps for itself, for each thread block
 
 
@@ -82,14 +83,19 @@ class WideProduct:
         shared = _Shared(left.data_ptr(), self.counts.data_ptr())
         grid, memory = (groups * self.pieces, 1, 1), self._memory(room, plan)
         # no early start: thread blocks would crowd where there is room
-        threads, together = plan.warps * 32, self.pieces > 1
+        threads, together = plan.warps * 32, self._together(rows)
         made.launch("multiply_wide", grid, threads, memory, (job, shared), overlap=False, together=together)
         del kept, left  # not before the launch
 
     def choices(self, rows: int) -> dict[str, int]:
         """What the kernels' source is told for so many rows."""
         told = linear.dealt(self.product.form, self._room(rows) // 8, self.plan)
-        return {**told, "RESIDENT": self.plan.resident, "PIECES": self.pieces}
+        together = int(self._together(rows))
+        return {**told, "RESIDENT": self.plan.resident, "PIECES": self.pieces, "TOGETHER": together}
+
+    def _together(self, rows: int) -> bool:
+        """Whether pieces share the adding up: it is quicker where there is much of it."""
+        return self.pieces > 1 and self._room(rows) > _MUCH
 
     def _cut(self, groups: int) -> int:
         """The pieces with which the busiest multiprocessor is done soonest; adding them up costs too."""

@@ -13,7 +13,7 @@ from .rope import turned
 from .softmax import NOTHING, fold
 
 
-@triton.jit(do_not_specialize=["tokens", "table_step"])
+@triton.jit(do_not_specialize=["tokens", "table_step", "row_step"])
 def place_kernel(
     q, k, v, q_out, k_out, v_out, key, key_scale, value, value_scale, table, past, cos, sin, planes,
     positions, tokens, table_step, q_row, q_token, k_row, k_token, v_row, v_token, row_step, token_step,

@@ -1,0 +1,99 @@
+"""Packed matrices in full, on a processor: every number where it belongs, and nothing anywhere else."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exlm.formats.packed import PackedWeight
+from exlm.kernels.cuda import unpack
+from exlm.kernels.cuda.backend import Few, PackedLinear, Projection
+from exlm.kernels.cuda.planner import Planner
+from exlm.kernels.cuda.tiles import alike, arrange
+from exlm.kernels.cuda.unpack import Many, Unpacker, together
+from tests.kernels.cuda.emulator import EmulatedWorkshop
+from tests.kernels.cuda.oracle import LIMIT, off, product
+from tests.kernels.cuda.random_weights import KINDS, matrix, segment, weight
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> EmulatedWorkshop:
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    return EmulatedWorkshop(tmp_path_factory.mktemp("emulated"))
+
+
+@pytest.mark.parametrize("order", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind(workshop: EmulatedWorkshop, kind: str, order: bool) -> None:
+    packed = weight(kind, order=order)
+    got = Many([Unpacker(workshop, arrange(packed))]).unpacked()
+    assert got.shape == (packed.in_features, -(-packed.out_features // 16) * 16)
+    assert got[:, : packed.out_features].equal(packed.dequantize())
+
+
+@st.composite
+def odd(draw: st.DrawFn) -> PackedWeight:
+    """A matrix of any width, perhaps with some wider and narrower codes, and a last group cut short."""
+    torch.manual_seed(draw(st.integers(0, 1000)))
+    bits, outputs = draw(st.sampled_from([2, 3, 4, 5, 6, 8])), draw(st.integers(1, 150))
+    zeros, minima = draw(st.sampled_from([(False, False), (True, False), (False, True)]))
+    size = draw(st.sampled_from([16, 32, 64, 128]))
+    sizes = [size] * draw(st.integers(1, 384 // size))
+    if size > 16 and draw(st.booleans()):
+        sizes.append(draw(st.integers(1, size // 16 - 1)) * 16)
+    parts = [(bits, sizes)]
+    if not minima:
+        parts += [(other, [16] * draw(st.integers(1, 2))) for other in draw(st.permutations([3, 5, 6]))[:2]]
+    segments = tuple(segment(width, each, outputs, zeros, minima) for width, each in parts)
+    return matrix(segments, outputs, draw(st.booleans()))
+
+
+@settings(max_examples=20)
+@given(packed=odd(), abreast=st.sampled_from([4, 8]), before=st.integers(0, 3))
+def test_odd_shapes_between_other_columns(
+    workshop: EmulatedWorkshop, packed: PackedWeight, abreast: int, before: int
+) -> None:
+    unpacker = Unpacker(workshop, arrange(packed), abreast)
+    widths = [before * 16, unpacker.columns, 16]
+    whole = torch.full((packed.in_features, sum(widths)), float("nan")).half()
+    left, mine, right = whole.split_with_sizes(widths, 1)
+    unpacker.fill(mine)
+    assert mine[:, : packed.out_features].equal(packed.dequantize())
+    assert left.isnan().all()
+    assert right.isnan().all()
+
+
+def test_side_by_side(workshop: EmulatedWorkshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kinds, orders, widths and biases of their own; with too little room each by itself, and the same."""
+    kinds = {"4 bits": True, "6 and 4 bits": False, "4 bits in small groups": True}
+    packed = [weight(kind, bias=bias, order=kind != "4 bits") for kind, bias in kinds.items()]
+    unpackers = [Unpacker(workshop, arrange(one)) for one in packed]
+    x = torch.randn(70, 512).half()
+    for room, count in ((unpack.ROOM, 1), (512 * 192, 3)):
+        monkeypatch.setattr(unpack, "ROOM", room)
+        products = together(unpackers)
+        assert len(products) == count
+        answers = [y for one in products for y in one(x)]
+        for got, one in zip(answers, packed, strict=True):
+            assert got.shape == (70, one.out_features)
+            assert off(got, product(x, one)) < LIMIT
+
+
+def test_rows_may_lie_apart(workshop: EmulatedWorkshop) -> None:
+    """The last tokens of some rows, by themselves or through matrices side by side; few of them and many."""
+    planner = Planner(workshop)
+    packed = [weight(kind) for kind in ("short last group", "4 bits in small groups")]
+    linear, other = (PackedLinear(planner, arrange(one), False) for one in packed)
+    every = torch.randn(70, 2, 512).half()
+    for rows in (3, 70):
+        x = every[:rows, 1:, : packed[0].in_features]
+        assert off(linear(x), product(x, packed[0])) < LIMIT
+    pair = Projection(Few(planner.product(alike([other.tiles] * 2)), False), [other, other])
+    for rows, answers in ((3, pair(every[:3, 1:], None)), (70, pair.plainly(every[:, 1:]))):
+        for got in answers:
+            assert off(got, product(every[:rows, 1:], packed[1])) < LIMIT

@@ -1,0 +1,139 @@
+"""Layers whose matrices are joined for many rows: the same answers and the same cache, by fewer products."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from exlm import spec
+from exlm.formats import DenseWeight
+from exlm.kernels import backend as b
+from exlm.kernels.reference import ReferenceBackend
+from exlm.nn import Active, Attention, Batch, Block, GatedMlp, Linear, ParallelBlock, Projection
+from exlm.nn.attention import leave
+from exlm.nn.block import BlockLike
+from exlm.nn.fused import FusedBlock
+
+PLAIN = ReferenceBackend(torch.device("cpu"), torch.float32)
+HIDDEN, WIDTH = 32, 40
+ATTN = spec.Attention(heads=4, kv_heads=2, head_dim=8, rope=None, scale=8**-0.5)
+NORM = spec.Norm()
+MOST = 4
+
+
+class Counted(Linear):
+    """A matrix that knows how often it was asked."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        self.weight = torch.randn(outputs, inputs) / inputs**0.5
+        super().__init__(PLAIN.linear(DenseWeight(self.weight)), inputs, outputs)
+        self.asked = 0
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        self.asked += 1
+        return super().forward(x, batch)
+
+
+class Joined:
+    """Several of them as one, for many rows only."""
+
+    def __init__(self, *parts: Counted) -> None:
+        self.sizes, self.whole = [part.out_features for part in parts], torch.cat([p.weight for p in parts])
+        self.asked = 0
+
+    def __call__(self, x: Tensor, residual: Tensor | None) -> list[Tensor]:
+        raise AssertionError("these are many rows")
+
+    def plainly(self, x: Tensor) -> list[Tensor]:
+        self.asked += 1
+        return list((x @ self.whole.T).split_with_sizes(self.sizes, -1))
+
+
+class Kept:
+    """A cache of what was stored last."""
+
+    paged = None
+
+    def update(self, k: Tensor, v: Tensor, where: b.Where) -> tuple[Tensor, Tensor]:
+        self.k, self.v = k, v
+        return k, v
+
+
+def add_norm() -> b.AddNorm:
+    return PLAIN.add_norm(NORM, torch.rand(HIDDEN), None)
+
+
+class Layer:
+    """A layer of either shape, and its matrices."""
+
+    def __init__(self, parallel: bool = False) -> None:
+        torch.manual_seed(7)
+        self.q, self.k, self.v = (Counted(HIDDEN, heads * 8) for heads in (4, 2, 2))
+        self.o, self.down = Counted(32, HIDDEN), Counted(WIDTH, HIDDEN)
+        self.gate, self.up = Counted(HIDDEN, WIDTH), Counted(HIDDEN, WIDTH)
+        attend = PLAIN.attention(ATTN, b.stand)
+        attn = Attention(8, Projection(self.q, self.k, self.v), leave, attend, self.o)
+        mlp = GatedMlp(PLAIN.gated("silu"), self.gate, self.up, self.down)
+        same = lambda x: x  # noqa: E731
+        self.block: Any = (
+            ParallelBlock(attn, mlp, add_norm(), same)
+            if parallel
+            else Block(attn, mlp, add_norm(), add_norm(), same, same)
+        )
+
+    def asked(self) -> list[int]:
+        return [one.asked for one in (self.q, self.k, self.v, self.o, self.gate, self.up, self.down)]
+
+
+def batch(tokens: int, adapters: Sequence[tuple[Active, ...]] = ()) -> Batch:
+    ids, none = torch.zeros(2, tokens, dtype=torch.long), torch.zeros(2, dtype=torch.long)
+    return Batch(ids, ids, none, ids[:, :1], tokens, even=True, adapters=tuple(adapters))
+
+
+def run(block: BlockLike, x: Tensor, given: Batch) -> tuple[Tensor, Kept]:
+    kept = Kept()
+    total, more = block.forward(x, x, given, kept)
+    return total if more is None else total + more, kept
+
+
+def test_many_rows_are_joined() -> None:
+    layer = Layer()
+    qkv, gate = Joined(layer.q, layer.k, layer.v), Joined(layer.gate, layer.up)
+    fused = FusedBlock(layer.block, qkv, qkv, gate, gate, MOST)
+    x = torch.randn(2, 6, HIDDEN)
+    want, want_kept = run(layer.block, x, batch(6))
+    assert layer.asked() == [1] * 7
+    got, kept = run(fused, x, batch(6))
+    assert layer.asked() == [1, 1, 1, 2, 1, 1, 2]
+    assert (qkv.asked, gate.asked) == (1, 1)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close((kept.k, kept.v), (want_kept.k, want_kept.v))
+
+
+def test_adapters_see_every_matrix() -> None:
+    layer = Layer()
+    joined = Joined(layer.q, layer.k, layer.v)
+    fused = FusedBlock(layer.block, joined, joined, joined, joined, MOST)
+    run(fused, torch.randn(2, 6, HIDDEN), batch(6, [(Active(1, 1.0),)] * 2))
+    assert layer.asked() == [1] * 7
+    assert joined.asked == 0
+
+
+@pytest.mark.parametrize("shape", ["plain", "parallel", "fused"])
+def test_what_nobody_asks_for_is_not_computed(shape: str) -> None:
+    layer = Layer(shape == "parallel")
+    block = layer.block
+    if shape == "fused":
+        plain = lambda x, residual: [x]  # noqa: E731
+        block = FusedBlock(block, plain, plain, plain, plain, MOST)
+    x = torch.randn(2, 6, HIDDEN)
+    _, want = run(block, x, batch(6))
+    before, kept = layer.asked(), Kept()
+    block.remember(x, x, batch(6), kept)
+    assert torch.equal(kept.k, want.k)
+    assert torch.equal(kept.v, want.v)
+    assert [now - then for now, then in zip(layer.asked(), before, strict=True)] == [1, 1, 1, 0, 0, 0, 0]
