@@ -100,6 +100,30 @@ def test_any_size_of_x(made: Library, size: float) -> None:
     assert float((linear(made, weight)(x).double() - want).norm() / want.norm()) < 4e-5
 
 
+@settings(max_examples=30)
+@given(
+    sizes=st.lists(st.sampled_from([0.0, 1e-41, 1e-30, 1.0, 3e30]), min_size=4, max_size=11),
+    rows=st.integers(1, 9),
+    minima=st.booleans(),
+)
+def test_every_group_of_32_has_a_size_of_its_own(
+    made: Library, sizes: list[float], rows: int, minima: bool
+) -> None:
+    weight = make(Recipe(((4, (32,) * len(sizes)),), 50, minima=minima))
+    multiply, exact = linear(made, weight), weight.dequantize().double()
+    x = torch.randn(rows, len(sizes), 32) * torch.tensor(sizes)[:, None]
+    for group in range(len(sizes)):
+        alone = torch.zeros_like(x)
+        alone[:, group] = x[:, group]
+        want = alone.flatten(1).double() @ exact
+        error = (multiply(alone.flatten(1)).double() - want).abs().max()
+        assert float(error) <= max(1e-4 * float(want.abs().max()), 1e-35)
+    x[-1, len(sizes) // 2, 5] = float("nan")
+    got = multiply(x.flatten(1))
+    assert bool(got[-1].isnan().all())
+    assert bool(got[:-1].isfinite().all())
+
+
 @settings(max_examples=20)
 @given(recipe=RECIPES, dtype=DTYPES, rows=st.integers(2, 33), seed=st.integers(0, 9999))
 def test_a_row_is_the_same_bits_alone_and_in_company(

@@ -28,7 +28,7 @@ def matrix(backend: CpuBackend, inputs: int, outputs: int, seed: int, kind: str 
     return backend.linear(weight)
 
 
-@pytest.mark.parametrize("rows", [(1, 1), (3, 2), (16, 1)])
+@pytest.mark.parametrize("rows", [(1, 1), (3, 2), (16, 1), (50, 2)])
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("kind", ["exl2", "gguf"])
 def test_projections(backend: CpuBackend, rows: tuple[int, int], threads: int, kind: str) -> None:

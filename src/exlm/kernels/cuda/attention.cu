@@ -287,7 +287,7 @@ DEVICE bool last(const Job& job, const Row& row) {
     return done == workers;
 }
 
-#define AHEAD 17  // chunks whose sums are on their way at once: half of the most there are
+#define AHEAD 12  // chunks whose sums are on their way at once
 
 // All chunks, added up in order; four numbers of a query at a time.
 DEVICE void finish(const Block& b, Memory& memory, int lane) {
@@ -344,7 +344,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(const __g
         tile.load_keys(job, home, row.stop(chunk) - at, lane);
         tile.load_values(job, home, row.stop(chunk) - at, lane);
     }
-    if (chunk < row.chunks - 1) Tile::announce(job, row.number, row.start(chunk) + pace, row.stop(chunk), b.h);
     Turn turn;
     turn.load(job, row.number, threadIdx.x % HEAD, b.token(0));
     await();

@@ -18,7 +18,6 @@ DEVICE void read2(u32* to, const char* from) {
 DEVICE void read1(u32* to, const char* from) {
     asm volatile("ld.global.nc.L1::no_allocate.L2::128B.u32 %0, [%1];" : "=r"(to[0]) : "l"(from));
 }
-DEVICE void soon(const char* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 DEVICE u16 read_scale(const u16* from) {
     u16 out; asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(out) : "l"(from)); return out;
 }
@@ -108,15 +107,6 @@ struct Tile {
     // Among all stored heads, of a row's token.
     static DEVICE i64 home(const Job& job, i64 row, int token, int h) {
         return (job.table[row * job.table_step + token / PAGE] * PAGE + token % PAGE) * KV + h;
-    }
-    // Tokens that will be wanted come at least as far as the second cache.
-    static DEVICE void announce(const Job& job, i64 row, int token, int stop, int h) {
-        const int key = HEAD * Pairs<KEYS>::Lane::bits / 8, value = HEAD * Couples<VALUES>::Lane::bits / 8;
-        for (token += threadIdx.x; token < stop; token += THREADS) {
-            const i64 at = home(job, row, token, h);
-            LOOP for (int i = 0; i < key; i += 128) soon(job.key + at * key + i);
-            LOOP for (int i = 0; i < value; i += 128) soon(job.value + at * value + i);
-        }
     }
     // `left` tokens are there, perhaps more than a tile.
     DEVICE void load_keys(const Job& job, i64 home, int left, int lane) {

@@ -10,7 +10,7 @@
 #include "pool.h"
 #include "vectors.h"
 
-enum { MOST_HEAD = 512, BLOCK = 16, SOON = 12 }; /* SOON: tokens that are asked for before they are needed */
+enum { MOST_HEAD = 512, BLOCK = 16 };
 
 /* What a layer is. */
 typedef struct {
@@ -75,15 +75,13 @@ static int64_t home(const Call *c, int row, int64_t slot) {
     return c->pages[(int64_t)row * c->stride + slot / c->size] * c->size + slot % c->size;
 }
 
-static void store(const Call *c) {
+static void store(const Call *c, int i) {
     const Layer *l = c->layer;
     int width = l->kv_heads * l->head_dim;
-    for (int i = 0; i < c->rows * c->tokens; i++) {
-        int64_t at = home(c, i / c->tokens, c->past[i / c->tokens] + i % c->tokens) * width;
-        for (int head = 0; head < l->kv_heads; head++)
-            turn(l, c->k + (long)i * width + head * l->head_dim, c->positions[i], c->keys + at + head * l->head_dim);
-        memcpy(c->values + at, c->v + (long)i * width, width * sizeof(float));
-    }
+    int64_t at = home(c, i / c->tokens, c->past[i / c->tokens] + i % c->tokens) * width;
+    for (int head = 0; head < l->kv_heads; head++)
+        turn(l, c->k + (long)i * width + head * l->head_dim, c->positions[i], c->keys + at + head * l->head_dim);
+    memcpy(c->values + at, c->v + (long)i * width, width * sizeof(float));
 }
 
 /* The scores of one query head become its shares; answers what they must be divided by. */
@@ -118,15 +116,16 @@ static int64_t stretch(const Call *c, int row, int64_t slot, int64_t most, int64
     return home(c, row, slot);
 }
 
-/* Scores (shared, count) of some keys, one after the other every `width` floats, four at a time. */
-INLINE void score_keys(const float *q, const float *key, int64_t some, int dim, long width, int shared, float scale,
-                       float *scores, int64_t count) {
+/* Scores (shared, count) of some keys, one after the other every `width` floats, four at a time. `soon` is what will be
+   needed next, as many tokens. */
+INLINE void score_keys(const float *q, const float *key, const float *soon, int64_t some, int dim, long width,
+                       int shared, float scale, float *scores, int64_t count) {
     for (int64_t n = 0; n < some; n += 4) {
         int many = some - n < 4 ? (int)(some - n) : 4;
         const float *own[4];
         for (int k = 0; k < 4; k++) own[k] = key + (n + (k < many ? k : 0)) * width;
         for (int k = 0; k < 4; k++)
-            for (int d = 0; d < dim; d += WIDE) __builtin_prefetch(own[k] + SOON * width + d);
+            for (int d = 0; d < dim; d += WIDE) __builtin_prefetch(soon + (n + k) * width + d);
         for (int h = 0; h < shared; h++) {
             Sixteen sum[4] = {{0}};
             float four[4];
@@ -136,25 +135,27 @@ INLINE void score_keys(const float *q, const float *key, int64_t some, int dim, 
                 for (int k = 0; k < 4; k++) sum[k] = more(sum[k], wanted, get(own[k] + d));
             }
             four_totals(sum[0], sum[1], sum[2], sum[3], four);
-            for (int k = 0; k < many; k++) scores[h * count + n + k] = four[k] * scale;
+            for (int k = 0; k < 4; k++) four[k] *= scale;
+            if (many == 4) memcpy(scores + h * count + n, four, sizeof four);
+            else memcpy(scores + h * count + n, four, many * sizeof(float));
         }
     }
 }
 
 /* sums (heads, dim) += shares (heads, count) · some values, `wide` sixteens of them. */
-INLINE void add_values(const float *value, int64_t some, long width, const float *shares, int64_t count, int heads,
-                       int wide, int dim, float *sums) {
+INLINE void add_values(const float *value, const float *soon, int64_t some, long width, const float *shares,
+                       int64_t count, int heads, int wide, int dim, float *sums) {
     Sixteen sum[3][4];
 #define EACH                                                                                                     \
     _Pragma("GCC unroll 3") for (int h = 0; h < heads; h++)                                                      \
         _Pragma("GCC unroll 4") for (int d = 0; d < wide; d++)
     EACH sum[h][d] = get(sums + h * dim + d * WIDE);
-    for (int64_t n = 0; n < some; n++, value += width) {
+    for (int64_t n = 0; n < some; n++, value += width, soon += width) {
         Sixteen own[4];
 #pragma GCC unroll 4
         for (int d = 0; d < wide; d++) {
             own[d] = get(value + d * WIDE);
-            __builtin_prefetch(value + SOON * width + d * WIDE);
+            __builtin_prefetch(soon + d * WIDE);
         }
         EACH sum[h][d] = more(sum[h][d], own[d], (Sixteen){0} + shares[h * count + n]);
     }
@@ -163,12 +164,12 @@ INLINE void add_values(const float *value, int64_t some, long width, const float
 }
 
 /* The same of any number of heads and sixteens. */
-static void add_all_values(const float *value, int64_t some, long width, const float *shares, int64_t count,
-                           int shared, int dim, float *sums) {
+static void add_all_values(const float *value, const float *soon, int64_t some, long width, const float *shares,
+                           int64_t count, int shared, int dim, float *sums) {
     for (int h = 0; h < shared; h += 3)
         for (int d = 0; d < dim; d += 4 * WIDE) {
             int heads = shared - h < 3 ? shared - h : 3, wide = (dim - d) / WIDE < 4 ? (dim - d) / WIDE : 4;
-#define SOME(heads, wide) add_values(value + d, some, width, shares + h * count, count, heads, wide, dim, at)
+#define SOME(heads, wide) add_values(value + d, soon + d, some, width, shares + h * count, count, heads, wide, dim, at)
             float *at = sums + h * dim + d;
             if (wide == 4 && heads == 3) SOME(3, 4);
             else if (wide == 4 && heads == 2) SOME(2, 4);
@@ -176,20 +177,20 @@ static void add_all_values(const float *value, int64_t some, long width, const f
             else
                 for (int one = 0; one < heads; one++)
                     for (int w = 0; w < wide; w++)
-                        add_values(value + d + w * WIDE, some, width, shares + (h + one) * count, count, 1, 1, dim,
-                                   at + one * dim + w * WIDE);
+                        add_values(value + d + w * WIDE, soon + d + w * WIDE, some, width, shares + (h + one) * count,
+                                   count, 1, 1, dim, at + one * dim + w * WIDE);
 #undef SOME
         }
 }
 
 typedef struct {
     Call call;
-    int each; /* key heads of a chunk */
+    int each, alone; /* key heads of a chunk; alone: all of a row's only token, which is not stored yet */
 } Attending;
 
-/* Where some of a row's tokens begin that lie side by side, at most a block of them, and how many they are. */
-static int64_t block(const Call *c, int row, int64_t slot, int64_t most, int64_t *count) {
-    return stretch(c, row, slot, most < BLOCK ? most : BLOCK, count) * c->layer->kv_heads * c->layer->head_dim;
+/* Where a token's key or value begins, in floats. */
+static int64_t place(const Call *c, int row, int64_t slot) {
+    return home(c, row, slot) * c->layer->kv_heads * c->layer->head_dim;
 }
 
 /* One token's query heads that share some key heads: each block of tokens for all of them, as it lies in memory. */
@@ -203,12 +204,17 @@ static void attend_chunk(void *job, int chunk) {
     int64_t count = slot - first + 1, some;
     float *q = c->scratch + (int64_t)chunk * a->each * c->room, *wholes = q + own * dim, *scores = wholes + own;
     float *out = c->out + ((long)i * l->heads + head * shared) * dim;
+    if (a->alone) store(c, i);
     for (int h = 0; h < own; h++)
         turn(l, c->q + ((long)i * l->heads + head * shared + h) * dim, c->positions[i], q + h * dim);
     for (int64_t j = 0; j < count; j += some) {
-        const float *key = c->keys + block(c, row, first + j, count - j, &some) + head * dim;
-        for (int h = 0; h < own; h += shared, key += dim) {
-#define SCORE(dim) score_keys(q + h * dim, key, some, dim, width, shared, l->scale, scores + h * count + j, count)
+        stretch(c, row, first + j, count - j < BLOCK ? count - j : BLOCK, &some);
+        const float *key = c->keys + place(c, row, first + j) + head * dim, *soon = c->values + place(c, row, first);
+        if (j + some < count) soon = c->keys + place(c, row, first + j + some);
+        soon += head * dim;
+        for (int h = 0; h < own; h += shared, key += dim, soon += dim) {
+#define SCORE(dim)                                                                                               \
+    score_keys(q + h * dim, key, soon, some, dim, width, shared, l->scale, scores + h * count + j, count)
             if (dim == 64) SCORE(64);
             else if (dim == 128) SCORE(128);
             else SCORE(dim);
@@ -218,9 +224,13 @@ static void attend_chunk(void *job, int chunk) {
     memset(out, 0, own * dim * sizeof(float));
     for (int h = 0; h < own; h++) wholes[h] = soften(scores + h * count, count);
     for (int64_t j = 0; j < count; j += some) {
-        const float *value = c->values + block(c, row, first + j, count - j, &some) + head * dim;
-        for (int h = 0; h < own; h += shared, value += dim)
-            add_all_values(value, some, width, scores + h * count + j, count, shared, dim, out + h * dim);
+        stretch(c, row, first + j, count - j < BLOCK ? count - j : BLOCK, &some);
+        const float *value = c->values + place(c, row, first + j) + head * dim;
+        const float *soon = c->keys + place(c, row + 1 < c->rows ? row + 1 : row, first);
+        if (j + some < count) soon = c->values + place(c, row, first + j + some);
+        soon += head * dim;
+        for (int h = 0; h < own; h += shared, value += dim, soon += dim)
+            add_all_values(value, soon, some, width, scores + h * count + j, count, shared, dim, out + h * dim);
     }
     for (int h = 0; h < own; h++)
         for (int d = 0; d < dim; d += WIDE) put(out + h * dim + d, get(out + h * dim + d) / wholes[h]);
@@ -236,7 +246,8 @@ EXPORT int exlm_attend(const Call *given, int64_t longest, int threads) {
     c->room = (int64_t)(l->heads / l->kv_heads) * (l->head_dim + 1 + longest) + WIDE;
     c->scratch = malloc(many * c->room * sizeof(float));
     if (!c->scratch) return 1;
-    store(c);
+    job.alone = c->tokens == 1 && job.each == l->kv_heads;
+    for (int i = 0; i < tokens && !job.alone; i++) store(c, i);
     share(attend_chunk, &job, many / job.each, longest * many < 512 ? 1 : threads);
     free(c->scratch);
     return 0;

@@ -54,11 +54,11 @@ INLINE void one_row(const Run *run, int bits, int way, Band band, const uint8_t 
     }
 }
 
-static void product_of_band(const Banded *p, int number) {
+/* sums (rows, 48 or 32): rows · a band, and the bias. */
+static void product_of_band(const Banded *p, int number, float *sums) {
     const Matrix *m = p->matrix;
     Band band = band_of(m->outputs, number);
     int first = band.first * LANES, wide = band.sides * LANES;
-    float sums[MANY * BAND] __attribute__((aligned(64)));
     memset(sums, 0, (size_t)p->rows * wide * sizeof(float));
     for (const Run *run = m->runs; run < m->runs + m->count; run++) {
         if (p->rows > 1 || band.sides < SIDES) {
@@ -77,19 +77,34 @@ static void product_of_band(const Banded *p, int number) {
         }
 #undef OWN
     }
-    int width = m->outputs - first < wide ? m->outputs - first : wide;
-    for (int row = 0; row < p->rows; row++) {
-        float *y = p->y + (long)row * m->outputs + first, *own = sums + row * wide;
-        for (int n = 0; m->bias && n < width; n++) own[n] += m->bias[first + n];
-        if (width == BAND) memcpy(y, own, BAND * sizeof(float));
-        else memcpy(y, own, width * sizeof(float));
-    }
+    for (int row = 0; m->bias && row < p->rows; row++)
+        for (int n = 0; n < wide && first + n < m->outputs; n++) sums[row * wide + n] += m->bias[first + n];
 }
 
 typedef struct {
     Banded parts[MOST_TOGETHER];
-    int bands, each; /* of all of them, and of a chunk */
+    int bands, each, gated; /* of all of them, and of a chunk; gated: of the first, whose answer goes through a gate */
 } Bands;
+
+/* A band of the answers: of a product, or of silu(first) · second. */
+static void answer_band(const Bands *all, const Banded *p, int number) {
+    float sums[MANY * BAND] __attribute__((aligned(64))), others[MANY * BAND] __attribute__((aligned(64)));
+    Band band = band_of(p->matrix->outputs, number);
+    int first = band.first * LANES, wide = band.sides * LANES, outputs = p->matrix->outputs;
+    int width = outputs - first < wide ? outputs - first : wide;
+    product_of_band(p, number, sums);
+    if (all->gated) {
+        product_of_band(p + 1, number, others);
+        for (int n = 0; n < p->rows * wide; n += LANES) put(sums + n, silu(get(sums + n)) * get(others + n));
+    }
+    for (int row = 0; row < p->rows; row++) {
+        float *y = p->y + (long)row * outputs + first, *own = sums + row * wide;
+        const float *more = p->residual ? p->residual + (long)row * outputs + first : NULL;
+        for (int n = 0; more && n < width; n++) own[n] += more[n];
+        if (width == BAND) memcpy(y, own, BAND * sizeof(float));
+        else memcpy(y, own, width * sizeof(float));
+    }
+}
 
 static void bands_chunk(void *job, int chunk) {
     const Bands *all = job;
@@ -97,7 +112,7 @@ static void bands_chunk(void *job, int chunk) {
         const Banded *p = all->parts;
         int band = n;
         while (band >= p->bands) band -= p->bands, p++;
-        product_of_band(p, band);
+        answer_band(all, p, band);
     }
 }
 
@@ -107,31 +122,40 @@ static int same_spans(const Matrix *a, const Matrix *b) {
            a->places == b->places && !memcmp(a->runs->spans, b->runs->spans, a->spans * sizeof(Span));
 }
 
-static void take_rows(Bands *all, const Matrix *const *matrices, int count, const float *x, int rows, int threads) {
+/* The next rows of x as digits; what matrices share is made once, for the first. */
+static void take_rows(Bands *all, int count, int first, int rows, int threads) {
     for (int n = 0; n < count; n++) {
-        const Matrix *m = matrices[n];
         Banded *p = all->parts + n;
-        p->x = x, p->rows = rows;
-        if (n && same_spans(m, matrices[0])) {
+        p->first = first, p->rows = rows;
+        if (n && same_spans(p->matrix, all->parts->matrix)) {
             p->digits = all->parts->digits, p->levels = all->parts->levels;
             continue;
         }
-        p->each = 1 + (1 << 11) / m->places;
+        p->each = 1 + (1 << 14) / p->matrix->places;
         share(digits_chunk, p, (rows + p->each - 1) / p->each, threads);
     }
 }
 
-/* ys: one for each matrix, (rows, outputs) = x (rows, inputs) @ matrix + bias. Returns 0, or 1 if there is no
+/* What stands around products: a norm, whose answer is their x, what is added to the first, and whether the answer of
+   two is silu(first) · second. */
+typedef struct {
+    const Norm *norm;
+    const float *residual;
+    int gated;
+} Around;
+
+/* ys: one for each answer, (rows, outputs), of x (rows, inputs) @ matrix + bias. Returns 0, or 1 if there is no
    memory. */
 static int banded_products(const Matrix *const *matrices, int count, const float *x, int rows, float *const *ys,
-                           int threads) {
+                           Around around, int threads) {
     int strip = rows < MANY ? rows : MANY;
     size_t room = 1;
-    Bands all = {.bands = 0};
+    Bands all = {.gated = around.gated};
+    if (around.norm) x = around.norm->out;
     for (int n = 0; n < count; n++) {
         const Matrix *m = matrices[n];
-        all.parts[n] = (Banded){.matrix = m, .bands = bands_of(m->outputs)};
-        all.bands += all.parts[n].bands;
+        all.parts[n] = (Banded){.matrix = m, .norm = n ? NULL : around.norm, .bands = bands_of(m->outputs)};
+        if (!n || !all.gated) all.bands += all.parts[n].bands;
         room += (size_t)strip * (m->spans * sizeof(Level) + m->places * 2);
     }
     uint8_t *memory = malloc(room), *free_at = memory;
@@ -143,9 +167,13 @@ static int banded_products(const Matrix *const *matrices, int count, const float
     }
     all.each = 1 + all.bands / (1 << 12);
     for (int row = 0; row < rows; row += strip) {
-        take_rows(&all, matrices, count, x + (long)row * matrices[0]->inputs,
-                  rows - row < strip ? rows - row : strip, threads);
-        for (int n = 0; n < count; n++) all.parts[n].y = ys[n] + (long)row * matrices[n]->outputs;
+        for (int n = 0; n < count; n++) {
+            Banded *p = all.parts + n;
+            p->x = x + (long)row * p->matrix->inputs;
+            if (!n || !all.gated) p->y = ys[n] + (long)row * p->matrix->outputs;
+            if (!n && around.residual) p->residual = around.residual + (long)row * p->matrix->outputs;
+        }
+        take_rows(&all, count, row, rows - row < strip ? rows - row : strip, threads);
         share(bands_chunk, &all, (all.bands + all.each - 1) / all.each, threads);
     }
     free(memory);
@@ -162,20 +190,21 @@ static void banded_column(const Matrix *m, int64_t id, float *out) {
         for (const Span *span = run->spans; span < run->spans + run->count; span++) {
             Meaning g;
             meaning(&g, run, ANY_WAY, band, span->group);
-            float scales[LANES], minima[LANES];
-            int32_t zeros[LANES];
-            memcpy(scales, &g.scale[side], sizeof scales);
-            if (g.lowered) memcpy(minima, &g.minimum[side], sizeof minima);
-            if (g.moved) memcpy(zeros, &g.zero[side], sizeof zeros);
-            int lane = side * LANES + at, zero = g.moved ? zeros[at] : g.shared;
-            for (int n = 0; n < span->slots * LANES; n++) {
-                int place = run->first + span->slot * LANES + n, input = m->source ? m->source[place] : place;
-                int slot = span->slot + n / LANES;
-                int code = single_code(band_codes(run, band), run->bits, band.sides, slot, lane, n % LANES);
-                float value = (float)(code - zero) * scales[at];
-                if (g.lowered) value -= minima[at];
-                if (m->rounded) value = _cvtsh_ss(_cvtss_sh(value, NEAREST));
-                if (input >= 0) out[input] = value;
+            Real scale = r_all(g.scale[side][at]), minimum = r_all(g.lowered ? g.minimum[side][at] : 0);
+            Whole zero = w_all(g.moved ? ((const int32_t *)&g.zero[side])[at] : g.shared);
+            for (int slot = span->slot; slot < span->slot + span->slots; slot++) {
+                Whole quads[QUADS];
+                uint32_t codes[QUADS];
+                any_codes(band_codes(run, band) + side * 64, run->bits, band.sides, slot, quads);
+                for (int q = 0; q < QUADS; q++) codes[q] = ((const uint32_t *)&quads[q])[at];
+                Real values = r_mul(r_from(_mm512_sub_epi32(w_bytes(codes), zero)), scale);
+                if (g.lowered) values = _mm512_sub_ps(values, minimum);
+                if (m->rounded) values = r_rounded(values);
+                int place = run->first + slot * LANES;
+                for (int n = 0; n < LANES; n++) {
+                    int input = m->source ? m->source[place + n] : place + n;
+                    if (input >= 0) out[input] = values[n];
+                }
             }
         }
 }

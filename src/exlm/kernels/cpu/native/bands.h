@@ -57,14 +57,11 @@ INLINE void slot_codes(const uint8_t *band, int bits, int sides, int slot, Whole
     }
 }
 
-/* A single code: of output `lane` of the band, input `place` of the slot. */
-static int single_code(const uint8_t *band, int bits, int sides, int slot, int lane, int place) {
-    int odd = bits & 1, second = slot & odd, wide = bits == 8 ? 8 : bits >= 4 ? 4 : 2, rows = wide / 2, q = place / 4;
-    const uint8_t *at = band + (long)(slot >> odd) * block_bytes(bits) * sides + lane * 4 + place % 4;
-    int code = at[(second * rows + q * rows / QUADS) * 64 * sides] >> q * wide % 8 & ((1 << wide) - 1);
-    if (bits == wide) return code;
-    int more = at[(rows << odd) * 64 * sides];
-    return code | (bits == 6 ? more >> 2 * q & 3 : more >> (4 * second + q) & 1) << wide;
+/* The same of codes of any width. */
+static void any_codes(const uint8_t *band, int bits, int sides, int slot, Whole *quads) {
+#define OWN(own) case own: slot_codes(band, own, sides, slot, quads); break;
+    switch (bits) { OWN(2) OWN(3) OWN(4) OWN(5) OWN(6) OWN(8) }
+#undef OWN
 }
 
 /* sums + bytes · digits, four to a sum; written out, because the compiler copies sums to and fro otherwise. */

@@ -83,7 +83,7 @@ static void product_chunk(void *job, int chunk) {
 /* y (rows, outputs) = x (rows, inputs) @ matrix + bias. Returns 0, or 1 if there is no memory. */
 EXPORT int exlm_product(const Matrix *m, const float *x, int rows, float *y, int threads) {
 #if defined(__AVX512VNNI__)
-    if (m->spans) return banded_products(&m, 1, x, rows, &y, threads);
+    if (m->spans) return banded_products(&m, 1, x, rows, &y, (Around){0}, threads);
 #endif
     int strip = (int)(STRIP_BYTES / sizeof(float)) / m->places / 3 * 3;
     strip = strip < 12 ? 12 : strip > MOST_STRIP ? MOST_STRIP : strip;
@@ -106,19 +106,6 @@ EXPORT int exlm_product(const Matrix *m, const float *x, int rows, float *y, int
     }
     free(p.placed);
     return 0;
-}
-
-/* Several products of one x. Returns 0, or 1 if there is no memory. */
-static int multiply_all(const Matrix *const *matrices, int count, const float *x, int rows, float *const *ys,
-                        int threads) {
-    int failed = 0;
-#if defined(__AVX512VNNI__)
-    int banded = 1;
-    for (int n = 0; n < count; n++) banded &= matrices[n]->spans > 0;
-    if (banded) return banded_products(matrices, count, x, rows, ys, threads);
-#endif
-    for (int n = 0; n < count; n++) failed |= exlm_product(matrices[n], x, rows, ys[n], threads);
-    return failed;
 }
 
 /* out (count, inputs): what single columns stand for. */

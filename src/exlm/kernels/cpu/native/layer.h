@@ -20,16 +20,16 @@ EXPORT int exlm_layer(const Parts *parts, const CodedCall *given, const float *x
     long rows = (long)c->rows * c->tokens, width = parts->o.matrices[0]->outputs;
     long hidden = parts->gate.matrices[0]->outputs;
     long heads = parts->o.matrices[0]->inputs, narrow = parts->qkv.matrices[1]->outputs;
-    float *q = malloc(rows * (2 * heads + 2 * narrow + width + hidden) * sizeof(float));
+    float *q = malloc(rows * (2 * heads + 2 * narrow + 2 * width + 3 * hidden) * sizeof(float));
     if (!q) return 1;
     float *k = q + rows * heads, *v = k + rows * narrow, *seen = v + rows * narrow, *sum = seen + rows * heads;
-    float *inner = sum + rows * width;
-    int n = (int)rows, failed = exlm_project(&parts->qkv, x, NULL, n, q, k, v, threads);
+    float *inner = sum + rows * width, *room = inner + rows * hidden;
+    int n = (int)rows, failed = project(&parts->qkv, x, NULL, n, (float *[]){q, k, v}, room, threads);
     c->q = q, c->k = k, c->v = v, c->out = seen;
     failed |= coded.keys.bits ? exlm_attend_coded(&coded, longest, threads) : exlm_attend(c, longest, threads);
-    failed |= exlm_project(&parts->o, seen, x, n, sum, NULL, NULL, threads);
-    failed |= exlm_project(&parts->gate, sum, NULL, n, inner, NULL, NULL, threads);
-    failed |= exlm_project(&parts->down, inner, sum, n, y, NULL, NULL, threads);
+    failed |= project(&parts->o, seen, x, n, &sum, room, threads);
+    failed |= project(&parts->gate, sum, NULL, n, &inner, room, threads);
+    failed |= project(&parts->down, inner, sum, n, &y, room, threads);
     free(q);
     return failed;
 }
