@@ -189,11 +189,15 @@ class Fuser(Protocol):
     """A backend that can also do several things as one."""
 
     def project(
-        self, matrices: Sequence[Linear], entry: Entry | None, act: spec.Activation | None
+        self,
+        matrices: Sequence[Linear],
+        entry: Entry | None,
+        act: spec.Activation | None,
+        full: bool = False,
     ) -> Project:
         """Matrices that it bound before, together, for up to FEW rows, behind a norm if there is one.
 
-        With `act` there are two, and the answer is act(first) · second.
+        With `act` there are two, and the answer is act(first) · second. With `full` it is in float32.
         """
         ...
 

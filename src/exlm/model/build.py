@@ -183,7 +183,7 @@ class Builder:
             raise Unsupported("a wider residual stream")
         norm = self.model.final_norm
         entry = b.Entry(norm, self.norm_tensors("final_norm", norm, self.model.hidden)[0])
-        return FusedHead(head, fuser.project([head.linear.kernel], entry, None), b.FEW)
+        return FusedHead(head, fuser.project([head.linear.kernel], entry, None, full=True), b.FEW)
 
     def unit(self, weight: Weight) -> Weight:
         """The head's matrix with rows of length one, if the model wants them."""

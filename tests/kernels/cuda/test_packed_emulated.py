@@ -74,6 +74,20 @@ def test_behind_a_norm_with_bias_and_residual(workshop: EmulatedWorkshop, kind: 
     check(product, x, [right(x, packed, norm) + rest.double()], rest, (1, 2, 7, 8, 9))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_full_answers_are_the_same_before_they_are_rounded(workshop: EmulatedWorkshop, kind: str) -> None:
+    packed = weight(kind, bias=True)
+    norm, x = normal(packed.in_features), torch.randn(9, packed.in_features).half()
+    product = Product(workshop, [arrange(packed)], norm, None, Plan(2, 4, 2), full=True)
+    rounded = Product(workshop, [arrange(packed)], norm, None, Plan(2, 4, 2))
+    for rows in (1, 9):
+        (out,) = (one.fill_(float("nan")) for one in product.answers(rows))
+        product(x[:rows], [out])
+        assert out.dtype is torch.float32
+        assert torch.equal(out.half(), answer(rounded, x[:rows])[0])
+        assert not torch.equal(out, out.half().float())
+
+
 @pytest.mark.parametrize(("kind", "act", "plan"), GATES)
 def test_a_gate_and_what_it_lets_through(workshop: EmulatedWorkshop, kind: str, act: str, plan: Plan) -> None:
     gate, up = (weight(kind, bias=True, seed=seed) for seed in (1, 2))

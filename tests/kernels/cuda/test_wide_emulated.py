@@ -96,9 +96,22 @@ def test_matrices_of_different_kinds_together(workshop: EmulatedWorkshop) -> Non
     norm, x = Normal(torch.rand(512), 1e-5), torch.randn(64, 512).half()
     tiles = alike([arrange(one) for one in packed])
     want = [right(x, one, norm) for one in packed]
-    for pieces in (1, 2, 4):
+    for pieces, rows in ((1, 49), (2, 49), (4, 20)):  # 20 are added up by one thread block, 64 by all
         product = WideProduct(Product(workshop, tiles, norm), Plan(2, 1, 3, pieces=pieces))
-        check(product, x, want, None, 49)
+        check(product, x, want, None, rows)
+
+
+@pytest.mark.parametrize("kind", ["4 bits", "all widths, odd columns"])
+def test_full_answers_are_the_same_before_they_are_rounded(workshop: EmulatedWorkshop, kind: str) -> None:
+    packed = weight(kind, bias=True)
+    x, plan = torch.randn(40, packed.in_features).half(), Plan(1, 4, 2, 2, 2)
+    full = Product(workshop, [arrange(packed)], full=True)
+    rounded = WideProduct(Product(workshop, [arrange(packed)]), plan)
+    for rows in (17, 40):
+        (out,) = (one.fill_(float("nan")) for one in full.answers(rows))
+        WideProduct(full, plan)(x[:rows], [out])
+        assert torch.equal(out.half(), answer(rounded, x[:rows])[0])
+        assert not torch.equal(out, out.half().float())
 
 
 def test_inputs_are_cut_where_outputs_are_few(workshop: EmulatedWorkshop) -> None:

@@ -101,9 +101,13 @@ class CpuBackend:
         return PagedAttention(self._library, attn, rotate, self._standing, other)
 
     def project(
-        self, matrices: Sequence[b.Linear], entry: b.Entry | None, act: spec.Activation | None
+        self,
+        matrices: Sequence[b.Linear],
+        entry: b.Entry | None,
+        act: spec.Activation | None,
+        full: bool = False,
     ) -> b.Project:
-        """Packed matrices behind a root mean square norm, or two of them behind silu."""
+        """Packed matrices behind a root mean square norm, or two of them behind silu; always in full."""
         packed = [one for one in matrices if isinstance(one, PackedLinear)]
         if len(packed) != len(matrices) or act not in (None, "silu"):
             raise Unsupported("only packed matrices, and silu")

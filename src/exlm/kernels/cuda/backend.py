@@ -32,12 +32,12 @@ class Few:
     """A product for up to MOST rows: ALIKE of them at a time, or with `wide` more of them at once."""
 
     def __init__(self, product: Product, wide: bool) -> None:
-        self.widths = product.widths
+        self.answers = product.answers
         self._product = product
         self._wide = WideProduct(product) if wide and not product.form.apart else None
 
     def __call__(self, x: Tensor, out: Sequence[Tensor], residual: Tensor | None = None) -> None:
-        """Fill out[i] (rows, outputs) with x (rows, inputs) @ matrix i + residual; all contiguous float16."""
+        """Fill `out`, the product's `answers`, with x (rows, inputs) @ each matrix + residual."""
         if len(x) > ALIKE and self._wide is not None:
             return self._wide(x, out, residual)
         for start in range(0, len(x), ALIKE):
@@ -68,7 +68,7 @@ class PackedLinear:
         return y.view(*x.shape[:-1], self.tiles.out_features)
 
     def _few(self, rows: Tensor) -> list[Tensor]:
-        out = [rows.new_empty(len(rows), self.tiles.out_features)]
+        out = self.product.answers(len(rows))
         self.product(rows.contiguous(), out)
         return out
 
@@ -83,7 +83,7 @@ class Projection:
     def __call__(self, x: Tensor, residual: Tensor | None) -> list[Tensor]:
         """(…, inputs) → (…, outputs) of each."""
         shape, rows = x.shape[:-1], x.reshape(-1, x.shape[-1]).contiguous()
-        out = [x.new_empty(len(rows), width) for width in self._product.widths]
+        out = self._product.answers(len(rows))
         self._product(rows, out, residual)
         return [one.view(*shape, -1) for one in out]
 
@@ -132,7 +132,11 @@ class CudaBackend:
         return PackedLinear(self._planner, arrange(weight, self._rearranger), self._wide)
 
     def project(
-        self, matrices: Sequence[b.Linear], entry: b.Entry | None, act: spec.Activation | None
+        self,
+        matrices: Sequence[b.Linear],
+        entry: b.Entry | None,
+        act: spec.Activation | None,
+        full: bool = False,
     ) -> b.Project:
         """Packed matrices in one layout."""
         mine = [one for one in matrices if isinstance(one, PackedLinear)]
@@ -142,11 +146,11 @@ class CudaBackend:
             raise Unsupported(f"{act} between matrices")
         if entry is not None and (entry.norm.kind != "rms" or entry.norm.bias):
             raise Unsupported("a norm with a mean or a bias")
-        if len(mine) == 1 and entry is None and act is None:
+        if len(mine) == 1 and entry is None and act is None and not full:
             return Projection(mine[0].product, mine)
         normal = None if entry is None else Normal(entry.weight + entry.norm.offset, entry.norm.eps)
         tiles = alike([one.tiles for one in mine])
-        product = self._planner.product(tiles, normal, act)
+        product = self._planner.product(tiles, normal, act, full)
         for linear, same in zip(mine, tiles, strict=True):
             if same.layout != linear.tiles.layout:
                 linear.use(same)

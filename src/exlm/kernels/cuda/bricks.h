@@ -8,7 +8,8 @@
 // the codes' range, 1: none, 2: a table), MINIMA (there are tables of them), TILES (of 16 outputs that a warp works on),
 // WARPS, STAGES (bricks on their way), COLUMNS (rows of activations / 8), PARTS (matrices side by side), NORM (x is first
 // divided by its root mean square), ACT (0: matrices answer each for itself; else there are two and the answer is
-// act(first) times second: 1 silu, 2 gelu's approximation, 3 gelu, 4 relu), MATRICES (how activations are prepared).
+// act(first) times second: 1 silu, 2 gelu's approximation, 3 gelu, 4 relu), FULL (answers are floats, not halves), MATRICES
+// (how activations are prepared).
 
 #include "device.h"
 
@@ -35,7 +36,7 @@ struct Part {
     Matrix matrix;
     Entrance entrance;
     const u16* bias;  // (outputs) or null
-    u16* y;           // (rows, stride)
+    u16* y;           // (rows, stride); with FULL they are floats
     int outputs, stride;
     int first;        // of its thread blocks, or units of work
 };

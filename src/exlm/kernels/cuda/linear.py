@@ -80,12 +80,13 @@ class Form:
     norm: bool = False
     act: int = 0  # see ACTS; 0: none
     apart: bool = False  # under one act, two matrices whose inputs are ordered differently
+    full: bool = False  # answers in float32
 
 
 class Product:
     """Matrices of one layout that are multiplied by the same rows, in one launch.
 
-    With `act` there are two, and the answer is act(first) · second.
+    With `act` there are two, and the answer is act(first) · second. With `full` it is in float32.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Product:
         norm: Normal | None = None,
         act: str | None = None,
         plan: Plan | None = None,
+        full: bool = False,
     ) -> None:
         self.workshop = workshop
         self.matrices = tuple(matrices)
@@ -108,7 +110,7 @@ class Product:
         )
         apart = act is not None and len(set(self._entrances)) > 1
         self.form = Form(
-            tuple(one.layout for one in self.matrices), norm is not None, ACTS[act] if act else 0, apart
+            tuple(one.layout for one in self.matrices), norm is not None, ACTS[act] if act else 0, apart, full
         )
         self._eps = 0.0 if norm is None else norm.eps
         self.bricks = max(one.stored for one in self.matrices)
@@ -134,8 +136,16 @@ class Product:
         every = tuple(one.out_features for one in self.matrices)
         return every[:1] if self.form.act else every
 
+    def answers(self, rows: int) -> list[Tensor]:
+        """Room for the answers to so many rows."""
+        dtype = torch.float32 if self.form.full else torch.float16
+        return [torch.empty(rows, width, dtype=dtype, device=self.device) for width in self.widths]
+
     def __call__(self, x: Tensor, out: Sequence[Tensor], residual: Tensor | None = None) -> None:
-        """Fill out[i] (rows, outputs) with x (rows, inputs) @ matrix i + residual; all contiguous float16."""
+        """Fill `out`, `answers` of as many rows, with x (rows, inputs) @ each matrix + residual, like them.
+
+        All are contiguous, and float16 but for full answers.
+        """
         rows = len(x)
         self.launches += 1
         if not 1 <= rows <= ALIKE:
@@ -262,6 +272,7 @@ def dealt(form: Form, columns: int, plan: Plan) -> dict[str, int]:
         "PARTS": len(form.layouts),
         "NORM": int(form.norm),
         "ACT": form.act,
+        "FULL": int(form.full),
     }
 
 

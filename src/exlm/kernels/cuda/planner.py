@@ -67,12 +67,16 @@ class Planner:
         self._made: WeakSet[Product] = WeakSet()
 
     def product(
-        self, matrices: Sequence[Tiles], norm: Normal | None = None, act: str | None = None
+        self,
+        matrices: Sequence[Tiles],
+        norm: Normal | None = None,
+        act: str | None = None,
+        full: bool = False,
     ) -> Product:
         """Matrices that are multiplied together, by their plan."""
         setting = self._known.get(kind_of(matrices, act))
         plan = plan_for(matrices, act, self.workshop.processors) if setting is None else Plan(*setting)
-        made = Product(self.workshop, matrices, norm, act, plan)
+        made = Product(self.workshop, matrices, norm, act, plan, full)
         self._made.add(made)
         return made
 

@@ -308,6 +308,7 @@ DEVICE void product(const Job& job, char* memory, int widths = 0) {
             answer[s] = sum * job.parts[at + s].matrix.factor + added.bias[n][s];
         }
         const float y = ACT ? bent(answer[0]) * answer[SIDES - 1] : answer[0];
-        part.y[(long)row * part.stride + output] = as_half(y + added.rest[n]);
+        if (FULL) ((float*)part.y)[(long)row * part.stride + output] = y + added.rest[n];
+        else part.y[(long)row * part.stride + output] = as_half(y + added.rest[n]);
     }
 }

@@ -238,7 +238,14 @@ DEVICE uint2 read_four(const u16* from, bool even, int count) {
     LOOP for (int k = 0; k < 4; k++) halves[k] = k < count ? from[k] : 0;
     return uint2{halves[0] | halves[1] << 16, halves[2] | halves[3] << 16};
 }
-DEVICE void write_four(u16* to, bool even, int count, const float (&y)[4]) {
+DEVICE void write_four(u16* from, long at, bool even, int count, const float (&y)[4]) {
+    if (FULL) {
+        float* to = (float*)from + at;
+        if (even && count > 0) *(float4*)to = float4{y[0], y[1], y[2], y[3]};
+        LOOP for (int k = 0; k < 4; k++) if (!even && k < count) to[k] = y[k];
+        return;
+    }
+    u16* to = from + at;
     if (even) {
         if (count > 0)
             *(uint2*)to = uint2{as_half(y[0]) | (u32)as_half(y[1]) << 16, as_half(y[2]) | (u32)as_half(y[3]) << 16};
@@ -260,7 +267,7 @@ DEVICE void answer(const Job& job, int at, int group, int first, int end, const 
     const Part& part = job.parts[at];
     const int fours = WIDTH / 4, column = threadIdx.x % fours * 4;
     const int pace = THREADS / fours, output = group * WIDTH + column, count = part.outputs - output;
-    const bool even = part.outputs % 4 == 0 && part.stride % 4 == 0 && ((size_t)part.y | (size_t)job.residual) % 8 == 0;
+    const bool even = part.outputs % 4 == 0 && part.stride % 4 == 0 && ((size_t)part.y | (size_t)job.residual) % (FULL ? 16 : 8) == 0;
     float bias[SIDES][4];
     LOOP for (int s = 0; s < SIDES; s++) LOOP for (int k = 0; k < 4; k++) {
         const u16* added = job.parts[at + s].bias;
@@ -289,7 +296,7 @@ DEVICE void answer(const Job& job, int at, int group, int first, int end, const 
             }
             const u32 words[2] = {rest[i].x, rest[i].y};
             LOOP for (int k = 0; k < 4; k++) y[k] += as_float((u16)(words[k / 2] >> k % 2 * 16));
-            write_four(part.y + (long)(first * 8 + here) * part.stride + output, even, count, y);
+            write_four(part.y, (long)(first * 8 + here) * part.stride + output, even, count, y);
         }
     }
 }

@@ -70,7 +70,7 @@ class WideProduct:
         """Thread blocks that have left a group's sums, and that have seen all; zero between launches."""
 
     def __call__(self, x: Tensor, out: Sequence[Tensor], residual: Tensor | None = None) -> None:
-        """Fill out[i] (rows, outputs) with x (rows, inputs) @ matrix i + residual; all contiguous float16."""
+        """Fill `out`, the product's `answers`, with x (rows, inputs) @ each matrix + residual."""
         rows, plan = len(x), self.plan
         if not 1 <= rows <= MOST:
             raise Unsupported(f"{rows} rows are not multiplied straight from codes, only 1 to {MOST}")
