@@ -16,7 +16,7 @@ from exlm.kernels.reference import ReferenceBackend
 from exlm.nn import Active, Attention, Batch, Block, GatedMlp, Linear, ParallelBlock, Projection
 from exlm.nn.attention import leave
 from exlm.nn.block import BlockLike
-from exlm.nn.fused import FusedBlock
+from exlm.nn.fused import FusedBlock, Gated
 
 PLAIN = ReferenceBackend(torch.device("cpu"), torch.float32)
 HIDDEN, WIDTH = 32, 40
@@ -103,7 +103,7 @@ def run(block: BlockLike, x: Tensor, given: Batch) -> tuple[Tensor, Kept]:
 def test_many_rows_are_joined() -> None:
     layer = Layer()
     qkv, gate = Joined(layer.q, layer.k, layer.v), Joined(layer.gate, layer.up)
-    fused = FusedBlock(layer.block, qkv, qkv, gate, gate, MOST)
+    fused = FusedBlock(layer.block, qkv, qkv, Gated(gate, gate), MOST)
     x = torch.randn(2, 6, HIDDEN)
     want, want_kept = run(layer.block, x, batch(6))
     assert layer.asked() == [1] * 7
@@ -117,10 +117,34 @@ def test_many_rows_are_joined() -> None:
 def test_adapters_see_every_matrix() -> None:
     layer = Layer()
     joined = Joined(layer.q, layer.k, layer.v)
-    fused = FusedBlock(layer.block, joined, joined, joined, joined, MOST)
+    fused = FusedBlock(layer.block, joined, joined, Gated(joined, joined), MOST)
     run(fused, torch.randn(2, 6, HIDDEN), batch(6, [(Active(1, 1.0),)] * 2))
     assert layer.asked() == [1] * 7
     assert joined.asked == 0
+
+
+def test_attention_alone_is_fused_where_the_mlp_cannot_be() -> None:
+    layer = Layer()
+    weight, attn = torch.rand(HIDDEN), layer.block.attn
+    layer.block.attn_norm = PLAIN.add_norm(NORM, weight, None)
+    norm = PLAIN.norm(NORM, weight, None)
+
+    def qkv(x: Tensor, residual: Tensor | None) -> list[Tensor]:
+        assert residual is None
+        return [norm(x) @ one.weight.T for one in (layer.q, layer.k, layer.v)]
+
+    def o(x: Tensor, residual: Tensor | None) -> list[Tensor]:
+        assert residual is not None
+        return [x @ layer.o.weight.T + residual]
+
+    fused = FusedBlock(layer.block, qkv, o, None, MOST)
+    x = torch.randn(2, 2, HIDDEN)
+    want, want_kept = run(layer.block, x, batch(2))
+    got, kept = run(fused, x, batch(2))
+    assert layer.asked() == [1, 1, 1, 1, 2, 2, 2]
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close((kept.k, kept.v), (want_kept.k, want_kept.v))
+    assert fused.attn is attn
 
 
 @pytest.mark.parametrize("shape", ["plain", "parallel", "fused"])
@@ -129,7 +153,7 @@ def test_what_nobody_asks_for_is_not_computed(shape: str) -> None:
     block = layer.block
     if shape == "fused":
         plain = lambda x, residual: [x]  # noqa: E731
-        block = FusedBlock(block, plain, plain, plain, plain, MOST)
+        block = FusedBlock(block, plain, plain, Gated(plain, plain), MOST)
     x = torch.randn(2, 6, HIDDEN)
     _, want = run(block, x, batch(6))
     before, kept = layer.asked(), Kept()

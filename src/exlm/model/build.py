@@ -37,7 +37,7 @@ from ..nn import (
 )
 from ..nn.attention import HeadPair, Qkv, leave
 from ..nn.block import BlockLike, MlpLike
-from ..nn.fused import FusedBlock, FusedHead
+from ..nn.fused import FusedBlock, FusedHead, Gated
 from ..nn.hop import Crossing, Hop, stay
 from ..spec.roles import Matrix, matrices
 from .ahead import ReadAhead
@@ -227,11 +227,7 @@ class Builder:
             raise Unsupported("a residual stream that is wider or scaled")
         if first is None or second is None or layer.attn_post or layer.mlp_post:
             raise Unsupported("norms in other places")
-        if (
-            not isinstance(mlp, GatedMlp)
-            or not isinstance(qkv, Projection)
-            or isinstance(layer.mlp, spec.Moe)
-        ):
+        if not isinstance(mlp, GatedMlp | SparseMlp) or not isinstance(qkv, Projection):
             raise Unsupported("another MLP, or clamped projections")
 
         def entry(role: str, norm: spec.Norm) -> b.Entry:
@@ -243,12 +239,14 @@ class Builder:
             return fuser.project([part.kernel for part in parts], behind, act)
 
         start, end = project(qkv.q, qkv.k, qkv.v, behind=entry("attn_norm", first)), project(block.attn.o)
+        if not isinstance(mlp, GatedMlp) or isinstance(layer.mlp, spec.Moe):
+            return FusedBlock(block, start, end, None, b.FEW)
         pair = partial(project, mlp.gate, mlp.up, behind=entry("mlp_norm", second))
         try:
             gate = pair(act=layer.mlp.act)
         except Unsupported:  # as two matrices, and what lies between them by itself
             gate = gated(pair(), mlp.act)
-        return FusedBlock(block, start, end, gate, project(mlp.down), b.FEW)
+        return FusedBlock(block, start, end, Gated(gate, project(mlp.down)), b.FEW)
 
     def attention(self, at: str, attn: spec.Attention) -> Attention:
         """Projections, head norms, rotation and the attention kernel of one layer."""

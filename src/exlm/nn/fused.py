@@ -6,6 +6,8 @@ are one.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from ..kernels import backend as b
@@ -40,13 +42,20 @@ class JoinedMlp:
         return self.mlp.down.forward(self.mlp.act(gate, up), batch)
 
 
-def joined(block: Block, qkv: b.Project, gate: b.Project) -> Block:
+class Gated(NamedTuple):
+    """An MLP in two launches: act(gate) · up, and what is made of it."""
+
+    gate: b.Project
+    down: b.Project
+
+
+def joined(block: Block, qkv: b.Project, gated: Gated | None) -> Block:
     """The block for many rows: matrices that share an input are one, where their backend can do that."""
     attn, mlp = block.attn, block.mlp
     if isinstance(qkv, b.Broad):
         attn = Attention(attn.head_dim, JoinedProjection(qkv), attn.norm, attn.attend, attn.o)
-    if isinstance(gate, b.Broad) and isinstance(mlp, GatedMlp):
-        mlp = JoinedMlp(mlp, gate)
+    if gated is not None and isinstance(gated.gate, b.Broad) and isinstance(mlp, GatedMlp):
+        mlp = JoinedMlp(mlp, gated.gate)
     return Block(attn, mlp, block.attn_norm, block.mlp_norm, block.attn_post, block.mlp_post)
 
 
@@ -57,17 +66,18 @@ class FusedBlock:
     look at modules.
     """
 
-    def __init__(
-        self, block: Block, qkv: b.Project, o: b.Project, gate: b.Project, down: b.Project, most: int
-    ) -> None:
-        """`most` rows go the quick way, and all of it at once where the parts can be put together."""
+    def __init__(self, block: Block, qkv: b.Project, o: b.Project, gated: Gated | None, most: int) -> None:
+        """`most` rows go the quick way, and all of it at once where the parts can be put together.
+
+        Without `gated`, where there are experts, the MLP is the block's own.
+        """
         self.block = block
-        self.qkv, self.o, self.gate, self.down = qkv, o, gate, down
+        self.qkv, self.o, self.gated = qkv, o, gated
         self.most = most
-        self.many = joined(block, qkv, gate)
+        self.many = joined(block, qkv, gated)
         self.whole: b.Whole | None = None
-        if isinstance(qkv, b.Composer) and block.attn.norm is leave:
-            self.whole = qkv.compose(block.attn.attend, o, gate, down)
+        if gated is not None and isinstance(qkv, b.Composer) and block.attn.norm is leave:
+            self.whole = qkv.compose(block.attn.attend, o, *gated)
 
     @property
     def attn(self) -> Attention:
@@ -93,8 +103,11 @@ class FusedBlock:
         q, k, v = (part.view(shape) for part in self.qkv(x, None))
         q, k = attn.norm(q, k)
         (x,) = self.o(attn.attend(q, k, v, kv, batch), x)
-        (hidden,) = self.gate(x, None)
-        (x,) = self.down(hidden, x)
+        if self.gated is None:
+            x, n = self.block.mlp_norm(x, None)
+            return x, self.block.mlp.forward(n, batch)
+        (hidden,) = self.gated.gate(x, None)
+        (x,) = self.gated.down(hidden, x)
         return x, None
 
     def remember(self, x: Tensor, more: Tensor | None, batch: Batch, kv: b.KeyValues) -> None:
