@@ -23,7 +23,8 @@ def test_the_processor_decides() -> None:
     assert building.usable_sets(flags.replace("avx512_vnni", ""), "x86_64") == ["avx2", "plain"]
     assert building.usable_sets(flags.replace(" fma", ""), "x86_64") == ["plain"]
     assert building.usable_sets("", "x86_64") == ["plain"]
-    assert building.usable_sets(flags, "aarch64") == ["plain"]
+    for arm in ("aarch64", "arm64"):
+        assert building.usable_sets(flags, arm) == ["plain"]
 
 
 def test_without_a_compiler_the_reference_does_it_all(

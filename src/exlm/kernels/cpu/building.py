@@ -28,7 +28,9 @@ SETS: dict[str, tuple[str, ...]] = {
     "avx2": ("avx2", "fma", "f16c"),
     "plain": (),
 }
-"""What each instruction set is told the compiler, the best first. `plain` is for every processor."""
+"""What each instruction set is told the compiler, the best first.
+
+`plain` is for every processor; on 64-bit ARM it has NEON, which is part of all of them."""
 
 
 class BuildError(Exception):

@@ -193,8 +193,8 @@ typedef struct {
 } Looking;
 
 /* The shares of one query head become its answer. */
-static void answer_head(const Looking *job, int row, int i, int head, int64_t first, int64_t old, int64_t count,
-                   float *shares, float *out) {
+static void answer_head(const Looking *job, int row, int head, int64_t first, int64_t old, int64_t count,
+                        float *shares, float *out) {
     const CodedCall *coded = job->coded;
     const Call *c = &coded->call;
     const Layer *l = c->layer;
@@ -256,8 +256,8 @@ static void look_chunk(void *given, int chunk) {
         }
     }
     for (int h = 0; h < shared; h++)
-        answer_head(job, row, i, head, first, old, count, scores + h * count,
-               c->out + ((long)i * l->heads + head * shared + h) * dim);
+        answer_head(job, row, head, first, old, count, scores + h * count,
+                    c->out + ((long)i * l->heads + head * shared + h) * dim);
 }
 
 /* Returns 0, or 1 if there is no memory. */

@@ -18,7 +18,7 @@ INLINE void walk_floats(const Panel *p, int kind, const float *x, float *out) {
 #define EACH                                                                                                     \
     _Pragma("GCC unroll 4") for (int n = 0; n < QUAD; n++)                                                       \
         _Pragma("GCC unroll 4") for (int part = 0; part < PARTS; part++)
-    EACH if (x) sum[n][part] = r_load(out + n * LANES + part * WIDTH);
+    EACH sum[n][part] = x ? r_load(out + n * LANES + part * WIDTH) : r_all(0);
     for (int i = 0; i < p->blocks * LANES; i += LANES) {
         EACH {
             const uint16_t *from = at + n * inputs + i + part * WIDTH;

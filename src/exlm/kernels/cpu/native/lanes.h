@@ -1,6 +1,7 @@
 /* The few operations the kernels are made of, in the instruction set this library is compiled for.
 
-   Real and Whole are vectors of WIDTH floats and of 32-bit whole numbers, PARTS of them for sixteen lanes. */
+   Real and Whole are vectors of WIDTH floats and of 32-bit whole numbers, PARTS of them for sixteen lanes.
+   EXLM_PORTABLE leaves NEON out, for tests: every 64-bit ARM has it. */
 
 #ifndef EXLM_LANES_H
 #define EXLM_LANES_H
@@ -13,6 +14,8 @@
 /* Keeps the compiler from loading a number again each time it is used. */
 #if defined(__x86_64__)
 #define HOLD(a) __asm__("" : "+v"(a))
+#elif defined(__aarch64__)
+#define HOLD(a) __asm__("" : "+w"(a))
 #else
 #define HOLD(a) ((void)0)
 #endif
@@ -108,10 +111,63 @@ INLINE Real pick(const Real *table, Whole index, int bits) {
     return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(w_left(index, 27)));
 }
 
-#else /* what the compiler makes of short vectors */
-#if defined(__aarch64__)
+#elif defined(__aarch64__) && !defined(EXLM_PORTABLE)
 #include <arm_neon.h>
-#endif
+
+enum { PARTS = 4, WIDTH = 4, MOST_ROWS = 3, TOGETHER = 1 };
+#define OUTPUTS(rows) ((rows) == 1 ? 4 : (rows) == 2 ? 2 : 1)
+
+typedef float32x4_t Real;
+typedef uint32x4_t Whole;
+
+INLINE uint8x8_t four_bytes(const void *p) {
+    uint32_t four;
+    memcpy(&four, p, sizeof four);
+    return vcreate_u8(four);
+}
+
+#define w_words(p) vreinterpretq_u32_u8(vld1q_u8((const uint8_t *)(p)))
+#define w_shorts(p) vmovl_u16(vld1_u16((const uint16_t *)(p)))
+#define w_bytes(p) vmovl_u16(vget_low_u16(vmovl_u8(four_bytes(p))))
+#define w_signed(p) \
+    vreinterpretq_u32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(four_bytes(p))))))
+#define w_all(n) vdupq_n_u32((uint32_t)(n))
+#define w_and(a, b) vandq_u32(a, b)
+#define w_or(a, b) vorrq_u32(a, b)
+#define w_left(a, n) ((a) << (n))
+#define w_right(a, n) ((a) >> (n))
+#define r_all(a) vdupq_n_f32(a)
+#define r_load(p) vld1q_f32(p)
+#define r_store(p, a) vst1q_f32(p, a)
+#define r_from(a) vcvtq_f32_s32(vreinterpretq_s32_u32(a))
+#define r_halves(p) vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)))
+#define r_mul(a, b) vmulq_f32(a, b)
+#define r_sub(a, b) vsubq_f32(a, b)
+#define r_more(a, b, c) vfmaq_f32(a, b, c)
+#define r_less(a, b, c) vfmaq_f32(vnegq_f32(a), b, c)
+#define r_rounded(a) vcvt_f32_f16(vcvt_f16_f32(a))
+#define r_put_halves(p, a) vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a)))
+
+enum { ENTRIES = 8 };
+
+/* Tables are looked up byte by byte: the four of number n are 4n to 4n + 3. Beyond a table's end vqtbl gives nothing
+   and vqtbx leaves what is there. */
+INLINE Real pick(const Real *table, Whole index, int bits) {
+    Whole bytes = vmlaq_u32(w_all(0x03020100), w_and(index, w_all((1u << bits) - 1)), w_all(0x04040404));
+    uint8x16_t at = vreinterpretq_u8_u32(bytes), found;
+#define SIXTEEN_BYTES(n) vreinterpretq_u8_f32(table[n])
+#define FOUR_ENTRIES(n) \
+    ((uint8x16x4_t){{SIXTEEN_BYTES(n), SIXTEEN_BYTES(n + 1), SIXTEEN_BYTES(n + 2), SIXTEEN_BYTES(n + 3)}})
+    if (bits == 2) found = vqtbl1q_u8(SIXTEEN_BYTES(0), at);
+    else if (bits == 3) found = vqtbl2q_u8((uint8x16x2_t){{SIXTEEN_BYTES(0), SIXTEEN_BYTES(1)}}, at);
+    else found = vqtbl4q_u8(FOUR_ENTRIES(0), at);
+    if (bits == 5) found = vqtbx4q_u8(found, FOUR_ENTRIES(4), vsubq_u8(at, vdupq_n_u8(64)));
+#undef FOUR_ENTRIES
+#undef SIXTEEN_BYTES
+    return vreinterpretq_f32_u8(found);
+}
+
+#else /* what the compiler makes of short vectors */
 
 enum { PARTS = 4, WIDTH = 4, MOST_ROWS = 3, TOGETHER = 1 };
 #define OUTPUTS(rows) ((rows) == 1 ? 2 : 1)
@@ -190,8 +246,9 @@ INLINE uint16_t half_of(float a) {
 #define r_halves(p) ((Real){half((p)[0]), half((p)[1]), half((p)[2]), half((p)[3])})
 #define r_mul(a, b) ((a) * (b))
 #define r_sub(a, b) ((a) - (b))
-#if defined(__aarch64__)
-#define r_more(a, b, c) ((Real)vfmaq_f32((float32x4_t)(a), (float32x4_t)(b), (float32x4_t)(c)))
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+#define MORE(a, b, c, n) __builtin_fmaf((b)[n], (c)[n], (a)[n])
+#define r_more(a, b, c) ((Real){MORE(a, b, c, 0), MORE(a, b, c, 1), MORE(a, b, c, 2), MORE(a, b, c, 3)})
 #else
 #define r_more(a, b, c) ((a) + (b) * (c))
 #endif

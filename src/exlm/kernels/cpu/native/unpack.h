@@ -110,7 +110,7 @@ INLINE void walk(const Panel *p, int bits, int way, int fused, const Groups *g, 
     out += from * (fused ? LANES : PANEL);
 #define EACH_OUTPUT _Pragma("GCC unroll 4") for (int n = 0; n < TOGETHER; n++)
 #define EACH_PART _Pragma("GCC unroll 4") for (int part = 0; part < PARTS; part++)
-    EACH_OUTPUT EACH_PART if (fused) sum[n][part] = r_load(out + n * LANES + part * WIDTH);
+    EACH_OUTPUT EACH_PART sum[n][part] = fused ? r_load(out + n * LANES + part * WIDTH) : r_all(0);
     for (; owner < end; owner += slots, at += QUAD * stream * LANES) {
         Whole words[TOGETHER][PARTS][2];
         EACH_OUTPUT __builtin_prefetch(at + n * stream * LANES + AHEAD);
@@ -174,6 +174,8 @@ static void multiply_one(const Panel *p, const float *x, float *sums) {
 #define ANY(bits) case bits: walk(p, bits, way, 1, &g, from, x, sums); break;
 #define OWN(bits, own) case (own) << 4 | bits: walk(p, bits, own, 1, &g, from, x, sums); break;
     for (int from = 0; from < QUAD; from += TOGETHER) BY_WAY(ANY, OWN)
+#undef ANY
+#undef OWN
 }
 
 #endif

@@ -7,6 +7,8 @@
 #include <string.h>
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__) && !defined(EXLM_PORTABLE)
+#include <arm_neon.h>
 #endif
 
 enum { WIDE = 16 };
@@ -72,6 +74,16 @@ static inline Sixteen more(Sixteen a, Sixteen b, Sixteen c) {
     own[0][1] = _mm256_fmadd_ps(own[1][1], own[2][1], own[0][1]);
     memcpy(&out, own[0], sizeof out);
     return out;
+#elif defined(__aarch64__) && !defined(EXLM_PORTABLE)
+    float32x4_t own[3][4];
+    Sixteen out;
+    memcpy(own[0], &a, sizeof a), memcpy(own[1], &b, sizeof b), memcpy(own[2], &c, sizeof c);
+    for (int n = 0; n < 4; n++) own[0][n] = vfmaq_f32(own[0][n], own[1][n], own[2][n]);
+    memcpy(&out, own[0], sizeof out);
+    return out;
+#elif defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+    for (int n = 0; n < WIDE; n++) a[n] = __builtin_fmaf(b[n], c[n], a[n]);
+    return a;
 #else
     return a + b * c;
 #endif
