@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -125,7 +126,10 @@ def test_the_command_itself_interrupted(fixtures_dir: Path, tmp_path: Path) -> N
     journal = tmp_path / "out.jsonl.journal"
     command = [sys.executable, "-m", "exlm.cli", "batch", str(source), str(target), "--device", "cpu"]
     command += ["--model", str(fixtures_dir / "tiny-lm"), "--max-batch-size", "1"]
-    with subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as process:
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs are deaf to it
+    with subprocess.Popen(
+        command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, preexec_fn=heard
+    ) as process:
         deadline = time.monotonic() + 60
         while not (journal.exists() and journal.read_bytes().count(b"\n") > 2):
             assert process.poll() is None
