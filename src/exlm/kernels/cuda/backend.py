@@ -1,4 +1,4 @@
-"""The CUDA backend: packed matrices and the attention of few tokens, in float16, and nothing else.
+"""The CUDA backend: packed matrices, experts made of them and the attention of few tokens, in float16.
 
 A few rows are multiplied straight from codes; for many, the matrix is unpacked and multiplied as any other.
 """
@@ -94,7 +94,7 @@ class Projection:
 
 
 class CudaBackend:
-    """Packed matrices and the attention of few tokens on one GPU; everything else is declined."""
+    """Packed matrices, experts and the attention of few tokens on one GPU; everything else is declined."""
 
     name = "cuda"
 
@@ -151,9 +151,7 @@ class CudaBackend:
         normal = None if entry is None else Normal(entry.weight + entry.norm.offset, entry.norm.eps)
         tiles = alike([one.tiles for one in mine])
         product = self._planner.product(tiles, normal, act, full)
-        for linear, same in zip(mine, tiles, strict=True):
-            if same.layout != linear.tiles.layout:
-                linear.use(same)
+        _adopt(mine, tiles)
         return Projection(Few(product, self._wide), mine)
 
     def attention(self, attn: spec.Attention, rotate: b.Rotation) -> b.Attend:
@@ -178,9 +176,7 @@ class CudaBackend:
             Crew(self._workshop, pairs, moe.active, moe.act),
             Crew(self._workshop, [(one,) for one in outer], moe.active),
         )
-        for linear, same in zip(mine, (*inner, *outer), strict=True):
-            if same.layout != linear.tiles.layout:
-                linear.use(same)
+        _adopt(mine, (*inner, *outer))
         return PackedExperts(moe, crews, (gate, up, down), self._others.gated(moe.act))
 
     def used(self, run: Callable[[], object]) -> list[Kind]:
@@ -192,6 +188,13 @@ class CudaBackend:
         return self._planner.keep([one for one in knobs if isinstance(one, Kind)])
 
     def _declined(self, *_: Any, **__: Any) -> Any:
-        raise Unsupported("only packed matrices and attention")
+        raise Unsupported("only packed matrices, experts and attention")
 
     embedding = norm = add_norm = activation = gated = rotation = _declined
+
+
+def _adopt(linears: Sequence[PackedLinear], tiles: Sequence[Tiles]) -> None:
+    """Let matrices that were put in one layout go on in it, so that it is held once."""
+    for linear, same in zip(linears, tiles, strict=True):
+        if same.layout != linear.tiles.layout:
+            linear.use(same)

@@ -36,7 +36,6 @@ DEVICE void close_group() { asm volatile("cp.async.commit_group;" ::: "memory");
 template <int LAST> DEVICE void wait_groups() { asm volatile("cp.async.wait_group %0;" ::"n"(LAST) : "memory"); }
 DEVICE float inverse(float x) { float out; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x)); return out; }
 DEVICE int added(int x) { return __reduce_add_sync(~0u, x); }
-DEVICE int highest(int x) { return __reduce_max_sync(~0u, x); }
 DEVICE int as_bits(float x) { return __float_as_int(x); }
 DEVICE float from_bits(int x) { return __int_as_float(x); }
 #endif

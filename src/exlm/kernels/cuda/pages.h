@@ -16,9 +16,6 @@ DEVICE u32 as_halves(float low, float high) {
 DEVICE float power(float x) { float out; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x)); return out; }
 DEVICE u32 exchange_word(u32 x, int distance) { return __shfl_xor_sync(~0u, x, distance); }
 DEVICE bool anybody(bool x) { return __any_sync(~0u, x); }
-DEVICE int arrive(int* at) {  // counts; what was written before it is seen by who arrives later
-    int out; asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(out) : "l"(at) : "memory"); return out;
-}
 #endif
 
 struct Job {

@@ -19,9 +19,6 @@
 #define MATRIX_BYTES (ROWS * 16)  // eight inputs of all rows
 
 #ifndef EMULATED
-DEVICE int arrive(int* at) {  // counts; what was written before it is seen by who arrives later
-    int out; asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(out) : "l"(at) : "memory"); return out;
-}
 DEVICE void wait_until(int* at, int count) {  // and see what those have written who arrived
     int found;
     do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(at) : "memory"); while (found < count);
