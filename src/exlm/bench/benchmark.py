@@ -43,6 +43,9 @@ CACHES: dict[str, type[CacheBase]] = {
     "q6": CacheQ6,
     "q4": CacheQ4,
 }
+PROMPTS = 3
+"""Before the one that is timed: passes are recorded, and experts meet products of sizes that are new."""
+
 _FLOATS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 SPARE = 1 << 30
@@ -111,7 +114,7 @@ def run(plan: Plan, tell: Tell = lambda *_: None) -> Report:
         first = _first_token(model, tokenizer)
         loading = peak_memory(device)
         tell("the machine", 2, total)
-        summary, limits = model.summary(), peaks(device, model.cache_dtype)
+        summary, limits = model.summary(), peaks(device, model.backends[0].dtype)
         forget_peak(device)  # of what measuring the machine took
         bench = _Bench(model, tokenizer, summary, limits, device, *_costs(model, summary))
         rows = []
@@ -169,8 +172,9 @@ class _Bench:
     def measured(self, row: Row, plan: Plan) -> Row:
         """The row with its numbers; as it is, if its cache does not fit."""
         kind = CACHES[row.cache]
-        # A prompt is read three times, and later times must not be found in the cache.
-        tokens = tokens_needed(row.batch, row.context, plan.tokens) * (3 if row.work == "prompt" else 1)
+        # A prompt is read several times, and later times must not be found in the cache.
+        times = PROMPTS + 1 if row.work == "prompt" else 1
+        tokens = tokens_needed(row.batch, row.context, plan.tokens) * times
         held = sum(kind(self.model, max_seq_len=tokens, lazy=True).sizes())
         let_go(self.device)
         if held + SPARE > free_bytes(self.device):
@@ -179,8 +183,8 @@ class _Bench:
             self.model, self.tokenizer, kind(self.model, max_seq_len=tokens), row.batch, row.work == "ngram"
         )
         if row.work == "prompt":
-            work.prompt(row.context, row=1)
-            work.prompt(row.context, row=2)  # its token's pass is recorded
+            for other in range(1, PROMPTS + 1):
+                work.prompt(row.context, row=other)
             return self._judged(row, work.prompt(row.context, row=0), 0.0, row.context)
         timing = work.decode(row.batch, row.context, plan.tokens, plan.ngram)
         seen = row.batch * (row.context + plan.tokens / 2)
@@ -227,7 +231,7 @@ def _costs(model: WatchedModel, summary: Summary) -> tuple[int, int]:
 
 
 def _cache_name(name: str, dtype: torch.dtype) -> str:
-    """The precision of a plain cache is the model's own."""
+    """The precision of a plain cache is what the model asks for."""
     return _FLOATS.get(dtype, str(dtype)) if name == "fp16" else name
 
 

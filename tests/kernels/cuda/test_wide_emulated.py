@@ -144,6 +144,21 @@ def test_the_backend_takes_any_number_of_rows(workshop: EmulatedWorkshop, rows: 
     assert off(product(x), right(x, packed)) < LIMIT
 
 
+def test_few_thread_blocks_start_early_and_find_even_room(workshop: EmulatedWorkshop) -> None:
+    product = WideProduct(Product(workshop, [arrange(weight("6 and 4 bits"))]), Plan(1, 2, 3))
+    kept, processors, seen = 1024, workshop.processors, []
+    for blocks in range(1, 4 * processors):
+        memory, early = product._spread(blocks, 5000)
+        seen.append(early)
+        if not early:
+            assert memory == 5000
+            continue
+        fit = (workshop.memory + kept) // (memory + kept)
+        assert fit == -(-blocks // processors)  # no more than come out evenly
+        assert product._spread(blocks, memory + 8) == (memory + 8, True)
+    assert seen == [True] * 2 * processors + [False] * (2 * processors - 1)
+
+
 def test_plans_fit(workshop: EmulatedWorkshop) -> None:
     """As many warps and stages as there is shared memory for."""
     product = Product(workshop, [arrange(weight("all widths, odd columns"))] * 2, None, "silu")

@@ -173,17 +173,24 @@ DEVICE void fetch(const Job& job, int row, u16* raw, float* squares, int warps) 
     const int lane = threadIdx.x % 32;
     const uint4* x = (const uint4*)(job.x + (long)row * job.inputs);
     if (threadIdx.x == 0) raw[job.inputs] = 0;
-    for (int chunk = threadIdx.x / 32; chunk * 256 < job.inputs; chunk += warps) {
-        const int at = chunk * 32 + lane;
-        uint4 piece = {0, 0, 0, 0};
-        if (at * 8 < job.inputs) ((uint4*)raw)[at] = piece = x[at];
-        if (!NORM) continue;
-        const u32 words[4] = {piece.x, piece.y, piece.z, piece.w};
-        float sum = 0;
-        LOOP for (int w = 0; w < 4; w++)
-            sum = fmaf(low_half(words[w]), low_half(words[w]), fmaf(high_half(words[w]), high_half(words[w]), sum));
-        LOOP for (int other = 16; other; other /= 2) sum += exchange(sum, other);
-        if (lane == 0) squares[chunk] = sum;
+    const int many = NORM ? 2 : 3;  // chunks of a warp on their way at once
+    for (int first = threadIdx.x / 32; first * 256 < job.inputs; first += many * warps) {
+        uint4 piece[many];
+        LOOP for (int n = 0; n < many; n++) {
+            const int at = (first + n * warps) * 32 + lane;
+            piece[n] = at * 8 < job.inputs ? x[at] : uint4{0, 0, 0, 0};
+        }
+        LOOP for (int n = 0; n < many; n++) {
+            const int chunk = first + n * warps, at = chunk * 32 + lane;
+            if (at * 8 < job.inputs) ((uint4*)raw)[at] = piece[n];
+            if (!NORM || chunk * 256 >= job.inputs) continue;
+            const u32 words[4] = {piece[n].x, piece[n].y, piece[n].z, piece[n].w};
+            float sum = 0;
+            LOOP for (int w = 0; w < 4; w++)
+                sum = fmaf(low_half(words[w]), low_half(words[w]), fmaf(high_half(words[w]), high_half(words[w]), sum));
+            LOOP for (int other = 16; other; other /= 2) sum += exchange(sum, other);
+            if (lane == 0) squares[chunk] = sum;
+        }
     }
 }
 
@@ -247,8 +254,9 @@ extern "C" __global__ void __launch_bounds__(256) prepare(const __grid_constant_
     float* squares = (float*)(raw + job.inputs + BEHIND);
     Item item;
     item.load(job, part, unit);
-    let_go();
+    if (!MATRICES) let_go();
     await();
+    if (MATRICES) let_go();  // not before: thread blocks of 17 to 64 rows would crowd where others have left room
     fetch(job, row, raw, squares, 8);
     __syncthreads();
     const float measure = measured(job, squares);

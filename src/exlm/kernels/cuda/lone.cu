@@ -342,6 +342,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend_alone(con
     let_go();
     const Head b(job, warp);
     const Row& row = b.row;
+    Fresh fresh;
+    fresh.find(b, lane);  // before much else is on its way
     if (part >= row.workers(job.parts)) return;
     int chunk = part, at = row.start(chunk);
     if (chunk < row.chunks - 1) {
@@ -353,16 +355,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend_alone(con
     close_group();
     const bool host = part == row.host(job.parts);
     Query q;
-    {
-        Fresh fresh;
-        fresh.find(b, lane);
-        await();
-        fresh.read(b, host, lane);
-        LOOP for (int r = 0; r < RUNS; r++) cut(memory, fresh.q[r], r, lane);
-        if (host) fresh.welcome(b, lane);
-        __syncwarp();
-        q.load(memory, lane);
-    }
+    await();
+    fresh.read(b, host, lane);
+    LOOP for (int r = 0; r < RUNS; r++) cut(memory, fresh.q[r], r, lane);
+    if (host) fresh.welcome(b, lane);
+    __syncwarp();
+    q.load(memory, lane);
     for (; chunk < row.chunks - 1; chunk += job.parts) {
         Softmax mine;
         mine.begin(b, chunk, lane);

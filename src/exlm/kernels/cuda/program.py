@@ -57,6 +57,7 @@ class _Config(ctypes.Structure):
 
 _OVERLAP = _Attribute(6, 0, 1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, allowed
 _TOGETHER = _Attribute(2, 0, 1)  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+_ATTRIBUTES = (_Attribute * 2)(_OVERLAP, _TOGETHER)
 
 
 class Workshop:
@@ -139,8 +140,9 @@ class Program:
         """
         places = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(one) for one in arguments))
         config = _Config(*grid, threads, 1, 1, shared, torch.cuda.current_stream(self.device).cuda_stream)
-        if together or (overlap and self._overlaps):
-            config.attributes, config.count = ctypes.pointer(_TOGETHER if together else _OVERLAP), 1
+        first, last = 0 if overlap and self._overlaps else 1, 2 if together else 1
+        if first < last:
+            config.attributes, config.count = ctypes.pointer(_ATTRIBUTES[first]), last - first
         error = self._launch(ctypes.byref(config), self.kernel(name), places, None)
         if error:
             self._fail("cuLaunchKernelEx", self._driver.CUresult(error))

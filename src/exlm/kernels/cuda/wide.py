@@ -26,6 +26,7 @@ MOST = 64
 _PIECES = (1, 2, 3, 4, 6, 8)
 _ADDING = 1.5  # what a piece costs, in bricks
 _MUCH = 32  # rows
+_EARLY = 2  # thread blocks of a multiprocessor
 _KEPT = 1024  # bytes of shared memory that the device keeps for itself, for each thread block
 
 
@@ -81,10 +82,9 @@ class WideProduct:
         made = self.workshop.program(SOURCE, **self.choices(rows))
         kept = self.product.prepare(made, job, rows, room)
         shared = _Shared(left.data_ptr(), self.counts.data_ptr())
-        grid, memory = (groups * self.pieces, 1, 1), self._memory(room, plan)
-        # no early start: thread blocks would crowd where there is room
-        threads, together = plan.warps * 32, self._together(rows)
-        made.launch("multiply_wide", grid, threads, memory, (job, shared), overlap=False, together=together)
+        memory, early = self._spread(groups * self.pieces, self._memory(room, plan))
+        grid, threads = (groups * self.pieces, 1, 1), plan.warps * 32
+        made.launch("multiply_wide", grid, threads, memory, (job, shared), early, self._together(rows))
         del kept, left  # not before the launch
 
     def choices(self, rows: int) -> dict[str, int]:
@@ -116,6 +116,16 @@ class WideProduct:
         tiles = plan.tiles * plan.warps
         ring = plan.stages * (tiles * linear.slot(self.product.form) + room * BLOCK * 2)
         return max(ring, room * (tiles * TILE + 8) * 4)
+
+    def _spread(self, blocks: int, memory: int) -> tuple[int, bool]:
+        """Shared memory of a thread block, and whether they may start early: then where there is room.
+
+        So there must be none for more of them than come out evenly; not even then are many quicker.
+        """
+        each = -(-blocks // self.workshop.processors)
+        if each > _EARLY:
+            return memory, False
+        return max(memory, (self.workshop.memory + _KEPT) // (each + 1) - _KEPT + 16), True
 
     def _fitted(self, plan: Plan) -> Plan:
         """A plan that fits for any number of rows: where sums are cut depends on it, so all have the same."""

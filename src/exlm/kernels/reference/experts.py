@@ -12,7 +12,10 @@ from ..backend import Activation, Linear
 
 @dataclass(frozen=True, eq=False)
 class Experts:
-    """Softmax over all experts in float32, the best `active`, and their shares as weights."""
+    """Softmax over all experts in float32, the best `active`, and their shares as weights.
+
+    Of equal experts the first are chosen, on every device.
+    """
 
     active: int
     renormalize: bool
@@ -24,7 +27,8 @@ class Experts:
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
         """(rows, tokens, hidden) and (rows, tokens, experts) → (rows, tokens, hidden)."""
         flat = x.flatten(0, 1)
-        shares, chosen = logits.flatten(0, 1).float().softmax(-1).topk(self.active, -1)
+        ranked = logits.flatten(0, 1).float().softmax(-1).sort(dim=-1, descending=True, stable=True)
+        shares, chosen = (part[:, : self.active] for part in ranked)
         if self.renormalize:
             shares = shares / shares.sum(-1, keepdim=True)
         out = torch.zeros_like(flat)
