@@ -1,7 +1,7 @@
 """The front door: every public name, and nothing else. `exlm` itself opens it when one is asked for."""
 
 from .adapters import Lora
-from .cache import Cache, CacheBase, CacheFP8, CacheQ4, CacheQ6, CacheQ8
+from .cache import Cache, CacheBase, CacheFP8, CacheFP16, CacheQ4, CacheQ6, CacheQ8
 from .config import Config
 from .errors import (
     BadFile,
@@ -57,6 +57,7 @@ __all__ = [
     "Cache",
     "CacheBase",
     "CacheFP8",
+    "CacheFP16",
     "CacheQ4",
     "CacheQ6",
     "CacheQ8",

@@ -36,13 +36,13 @@ def test_a_tiny_shape_is_measured_end_to_end(tmp_path: Path) -> None:
     file = tmp_path / "numbers.json"
     options = ("--batch", "1,3", "--cache", "fp16,q4", "--draft", "ngram", "--json", str(file))
     text = run("bench", "--shape", "tiny", *SHORT, *options)
-    for words in ("tiny", "exl2 4.10 bit", "prompt", "decode", "ngram", "fp32", "q4", "of copy", "loaded in"):
+    for words in ("tiny", "exl2 4.10 bit", "prompt", "decode", "ngram", "fp16", "q4", "of copy", "loaded in"):
         assert words in text
     found = json.loads(file.read_text())
     rows = [(row["work"], row["cache"], row["context"], row["batch"]) for row in found["rows"]]
-    assert rows == [("prompt", "fp32", 16, 1)] + [
+    assert rows == [("prompt", "fp16", 16, 1)] + [
         (work, cache, 8, batch)
-        for cache in ("fp32", "q4")
+        for cache in ("fp16", "q4")
         for batch in (1, 3)
         for work in ("decode", "ngram")
     ]

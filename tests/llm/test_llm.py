@@ -17,6 +17,7 @@ from exlm import (
     LLM,
     Cache,
     CacheFP8,
+    CacheFP16,
     CacheQ4,
     CacheQ6,
     CacheQ8,
@@ -293,7 +294,7 @@ def test_a_request_whose_job_is_gone_says_so(llm: LLM) -> None:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("fp16", Cache), ("q8", CacheQ8), ("q6", CacheQ6), ("q4", CacheQ4), ("fp8", CacheFP8)],
+    [("fp16", CacheFP16), ("q8", CacheQ8), ("q6", CacheQ6), ("q4", CacheQ4), ("fp8", CacheFP8)],
 )
 def test_caches_of_every_kind(fixtures_dir: Path, name: Any, kind: type) -> None:
     with LLM(fixtures_dir / "tiny-lm", cache_type=name, cache_tokens=700) as llm:

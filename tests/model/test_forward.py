@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exlm import Cache, CacheTooSmall, Config, InputError, Model, NotLoaded
+from exlm import Cache, CacheFP16, CacheTooSmall, Config, InputError, Model, NotLoaded
 from tests import tiny
 
 
@@ -82,6 +82,19 @@ def test_any_cutting_gives_the_same_answer(model: Model, cuts: list[int], rows: 
     cache = Cache(model, batch_size=rows, max_seq_len=sum(cuts))
     parts = [model.forward(piece, cache) for piece in x.split(cuts, 1)]
     assert close(torch.cat(parts, 1), model.forward(x))
+
+
+def test_sixteen_bits_are_kept_by_who_asks_for_them(model: Model) -> None:
+    assert model.cache_dtype is Cache(model, max_seq_len=64).key_states[0].dtype is torch.float32
+    cache = CacheFP16(model, max_seq_len=64)
+    assert cache.dtype is cache.value_states[0].dtype is cache.clone().dtype is torch.float16
+    assert CacheFP16(model, max_seq_len=64, dtype="bfloat16").dtype is torch.bfloat16
+    x = ids(1, 40)
+    whole = model.forward(x)
+    cut = torch.cat([model.forward(piece, cache) for piece in x.split(9, 1)], 1)
+    at_once = model.forward(x, CacheFP16(model, max_seq_len=64))
+    assert close(cut, at_once)  # tokens are seen as they are stored
+    assert 0 < float((cut - whole).norm() / whole.norm()) < 1e-3
 
 
 def test_long_inputs_are_cut_inside(model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from .. import (
     Cache,
     CacheBase,
     CacheFP8,
+    CacheFP16,
     CacheQ4,
     CacheQ6,
     CacheQ8,
@@ -37,7 +38,7 @@ from .watch import WatchedModel
 from .weights import form
 
 CACHES: dict[str, type[CacheBase]] = {
-    "fp16": Cache,
+    "fp16": CacheFP16,
     "fp8": CacheFP8,
     "q8": CacheQ8,
     "q6": CacheQ6,
@@ -46,7 +47,6 @@ CACHES: dict[str, type[CacheBase]] = {
 PROMPTS = 3
 """Before the one that is timed: passes are recorded, and experts meet products of sizes that are new."""
 
-_FLOATS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 SPARE = 1 << 30
 """Bytes of a device's memory that a cache must leave for the model's workspace."""
@@ -231,8 +231,8 @@ def _costs(model: WatchedModel, summary: Summary) -> tuple[int, int]:
 
 
 def _cache_name(name: str, dtype: torch.dtype) -> str:
-    """The precision of a plain cache is what the model asks for."""
-    return _FLOATS.get(dtype, str(dtype)) if name == "fp16" else name
+    """Sixteen bits are those that the model computes in, if it does."""
+    return "bf16" if name == "fp16" and dtype is torch.bfloat16 else name
 
 
 def _report(

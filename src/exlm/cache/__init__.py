@@ -2,7 +2,7 @@
 
 from .base import CacheBase, Mirror
 from .coded import CodedLayer
-from .dense import Cache, DenseLayer, Passing
+from .dense import Cache, CacheFP16, DenseLayer, Passing
 from .layer import PAGE, Layer, LayerShape
 from .quant import CacheFP8, CacheQ4, CacheQ6, CacheQ8
 
@@ -11,6 +11,7 @@ __all__ = [
     "Cache",
     "CacheBase",
     "CacheFP8",
+    "CacheFP16",
     "CacheQ4",
     "CacheQ6",
     "CacheQ8",

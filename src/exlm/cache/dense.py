@@ -10,6 +10,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..kernels.backend import Where
 from .base import CacheBase, Cached
+from .hadamard import halves
 from .layer import PAGE, Layer, LayerShape, homes
 
 FLOATS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -39,11 +40,12 @@ class DenseLayer(Layer):
     def update(self, k: Tensor, v: Tensor, where: Where) -> tuple[Tensor, Tensor]:
         """Write the new heads behind each row's past; return every head up to the longest row's end.
 
-        New tokens are read back as stored, so the answer does not depend on how a prompt was cut.
+        New tokens are read back as stored, so the answer does not depend on how a prompt was cut. What is too
+        large for float16 is stored as its largest number.
         """
         home = homes(where, k.shape[1], self.page)
-        self.k.flatten(0, 1)[home] = k.flatten(0, 1).to(self.k.dtype)
-        self.v.flatten(0, 1)[home] = v.flatten(0, 1).to(self.v.dtype)
+        self.k.flatten(0, 1)[home] = _stored(k.flatten(0, 1), self.k.dtype)
+        self.v.flatten(0, 1)[home] = _stored(v.flatten(0, 1), self.v.dtype)
         width = -(-where.longest // self.page)
         table = where.pages[:, :width].long()
         keys = self.k[table].flatten(1, 2)[:, : where.longest]  # (rows, longest, kv_heads, head_dim)
@@ -81,6 +83,19 @@ class Cache(CacheBase):
         return DenseLayer(self.num_pages, PAGE, shape.kv_heads, shape.head_dim, self.dtype, device)
 
 
+class CacheFP16(Cache):
+    """Keys and values of sixteen bits: the model's own float16 or bfloat16, else float16.
+
+    So a CPU, which computes in float32, keeps what a GPU keeps: a step reads half as much.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision of the stored numbers."""
+        own = super().dtype
+        return torch.float16 if own is torch.float32 else own
+
+
 class Passing:
     """No cache: what comes in is all there is."""
 
@@ -89,6 +104,11 @@ class Passing:
     def update(self, k: Tensor, v: Tensor, where: Where) -> tuple[Tensor, Tensor]:
         """Return the new heads unchanged."""
         return k, v
+
+
+def _stored(heads: Tensor, dtype: torch.dtype) -> Tensor:
+    wider = dtype is torch.float16 and heads.dtype is not dtype
+    return halves(heads) if wider else heads.to(dtype)
 
 
 def _float(wish: str | torch.dtype) -> torch.dtype:

@@ -65,7 +65,7 @@ def bench(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
     batch: Annotated[str | None, typer.Option(help="Rows at the first context, as in 1,8,32,64.")] = None,
     context: Annotated[str | None, typer.Option(help="Tokens in the cache, as in 512,8000.")] = None,
-    cache: Annotated[str, typer.Option(help="Of fp16, fp8, q8, q6, q4; fp16 is the model's own.")] = "fp16",
+    cache: Annotated[str, typer.Option(help="Of fp16, fp8, q8, q6, q4, with commas between.")] = "fp16",
     prompt: Annotated[int | None, typer.Option(help="Tokens of the prompt that is timed.")] = None,
     tokens: Annotated[int | None, typer.Option(help="Tokens to decode for each row.")] = None,
     draft: Annotated[str | None, typer.Option(help="ngram: also with guesses, on repetitive text.")] = None,

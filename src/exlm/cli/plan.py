@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from exlm import (
-    Cache,
     CacheBase,
     CacheFP8,
+    CacheFP16,
     CacheQ4,
     CacheQ6,
     CacheQ8,
@@ -25,7 +25,7 @@ from exlm import (
 from .info import size
 
 CACHES: dict[str, type[CacheBase]] = {
-    "fp16": Cache,
+    "fp16": CacheFP16,
     "fp8": CacheFP8,
     "q8": CacheQ8,
     "q6": CacheQ6,

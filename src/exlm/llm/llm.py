@@ -14,7 +14,7 @@ from typing import Any, Literal, Self, TypeAlias, overload
 
 from torch import Tensor
 
-from ..cache import PAGE, Cache, CacheBase, CacheFP8, CacheQ4, CacheQ6, CacheQ8
+from ..cache import PAGE, CacheBase, CacheFP8, CacheFP16, CacheQ4, CacheQ6, CacheQ8
 from ..config import Config
 from ..errors import InputError, NotLoaded
 from ..filters import Filter, GrammarFilter, JsonSchemaFilter, RegexFilter
@@ -34,7 +34,7 @@ ANSWER = 512
 
 CacheType = Literal["fp16", "q8", "q6", "q4", "fp8"]
 CACHES: Mapping[str, type[CacheBase]] = MappingProxyType(
-    {"fp16": Cache, "q8": CacheQ8, "q6": CacheQ6, "q4": CacheQ4, "fp8": CacheFP8}
+    {"fp16": CacheFP16, "q8": CacheQ8, "q6": CacheQ6, "q4": CacheQ4, "fp8": CacheFP8}
 )
 
 Prompt: TypeAlias = str | tuple[str, str]
@@ -51,8 +51,8 @@ class LLM:
     of your own, whose length is then taken as it is. `max_seq_len` bounds a prompt and its answer together;
     without it, what the model was made for but at most 8192. `cache_tokens` is the room that all requests
     share, in whole pages of 256; without it, one sequence of that length. `cache_type` says how it is stored:
-    "fp16" is the model's own precision (float32 on a CPU), the others are smaller. `draft` is a smaller model
-    with the same vocabulary that guesses ahead, or "ngram"; both change the speed and never a greedy text.
+    "fp16" is sixteen bits, on a CPU too, the others are smaller. `draft` is a smaller model with the same
+    vocabulary that guesses ahead, or "ngram"; both change the speed and never a greedy text.
     `device` and `dtype` are as in `Config`, `max_batch_size` as in `Generator`; `progress` shows bars.
 
     Calls from several threads take turns.

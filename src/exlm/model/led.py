@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..adapters import Install, Remove
-from ..cache import Cache, CacheBase, CacheFP8, CacheQ4, CacheQ6, CacheQ8, Layer
+from ..cache import Cache, CacheBase, CacheFP8, CacheFP16, CacheQ4, CacheQ6, CacheQ8, Layer
 from ..errors import InputError, Unsupported
 from ..kernels.backend import KeyValues
 from ..nn import Active, Batch
@@ -29,7 +29,7 @@ Holding = Callable[[str, int], Held | None]
 """Role and rank → what the rank has of it."""
 
 KINDS: dict[str, type[CacheBase]] = {
-    kind.__name__: kind for kind in (Cache, CacheQ8, CacheQ6, CacheQ4, CacheFP8)
+    kind.__name__: kind for kind in (Cache, CacheFP16, CacheQ8, CacheQ6, CacheQ4, CacheFP8)
 }
 
 

@@ -8,9 +8,9 @@ from types import MappingProxyType
 from typing import Any
 
 from exlm import (
-    Cache,
     CacheBase,
     CacheFP8,
+    CacheFP16,
     CacheQ4,
     CacheQ6,
     CacheQ8,
@@ -25,7 +25,7 @@ from exlm import (
 PAGE = 256
 LONGEST = 8192
 CACHES: Mapping[str, type[CacheBase]] = MappingProxyType(
-    {"fp16": Cache, "q8": CacheQ8, "q6": CacheQ6, "q4": CacheQ4, "fp8": CacheFP8}
+    {"fp16": CacheFP16, "q8": CacheQ8, "q6": CacheQ6, "q4": CacheQ4, "fp8": CacheFP8}
 )
 
 

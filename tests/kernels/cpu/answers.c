@@ -88,7 +88,7 @@ int main(void) {
     for (int n = 0; n < 8; n++, clear()) try_floats(n);
     for (int n = 0; n < 20; n++, clear()) try_norm(n);
     for (int n = 0; n < 6; n++, clear()) try_gate(n);
-    for (int n = 0; n < 40; n++, clear()) try_attention(n);
-    for (int n = 0; n < 12; n++, clear()) try_layer(n);
+    for (int n = 0; n < 60; n++, clear()) try_attention(n);
+    for (int n = 0; n < 16; n++, clear()) try_layer(n);
     return 0;
 }

@@ -1,4 +1,4 @@
-/* What lies between matrices, attention over pages of floats and of codes, and whole layers. */
+/* What lies between matrices, attention over pages of float32, float16 and codes, and whole layers. */
 
 typedef struct {
     const float *x, *more, *weight;
@@ -36,7 +36,7 @@ static void try_gate(int n) {
     tell("gate", count, 0, 0, gate_answer, &job);
 }
 
-/* Pages of tokens, of floats (bits 0) or of codes, and some new tokens. */
+/* Pages of tokens, of float32 (bits 0), of float16 (16) or of codes, and some new tokens. */
 typedef struct {
     Layer layer;
     CodedCall call;
@@ -48,6 +48,12 @@ enum { PAGE = 16, MOST_PAST = 50, POSITIONS = 64 };
 static Codes some_codes(long count, int bits) {
     Codes out = {.codes = bytes(count * bits / 8, 255), .bits = bits};
     out.scales = halves(count / GROUP);
+    return out;
+}
+
+static uint16_t *signed_halves(long count) {
+    uint16_t *out = halves(count);
+    for (long i = 0; i < count; i++) out[i] |= (uint16_t)(any(0, 1) << 15);
     return out;
 }
 
@@ -68,10 +74,13 @@ static void a_cache(Looked *l, int rows, int tokens, int keys, int values) {
     *c = (Call){.layer = &l->layer, .pages = table, .past = past, .positions = at, .rows = rows, .tokens = tokens};
     c->size = PAGE, c->stride = pages;
     c->q = reals((long)rows * tokens * l->layer.heads * l->layer.head_dim, 2);
-    c->k = reals((long)rows * tokens * width, 2), c->v = reals((long)rows * tokens * width, any(0, 4) ? 2 : 3e3f);
-    c->keys = reals(l->tokens * width, 1), c->values = reals(l->tokens * width, 1);
+    c->narrow = keys == 16;
+    float size = any(0, 4) ? 2 : c->narrow ? 1e5f : 3e3f;
+    c->k = reals((long)rows * tokens * width, 2), c->v = reals((long)rows * tokens * width, size);
+    if (c->narrow) c->keys = signed_halves(l->tokens * width), c->values = signed_halves(l->tokens * width);
+    else c->keys = reals(l->tokens * width, 1), c->values = reals(l->tokens * width, 1);
     c->out = room((size_t)(rows * tokens * l->layer.heads * l->layer.head_dim) * sizeof(float));
-    if (!keys) return;
+    if (!keys || c->narrow) return;
     l->call.keys = some_codes(l->tokens * width, keys), l->call.values = some_codes(l->tokens * width, values);
     l->call.ways = width % 64 == 0 && l->layer.head_dim % 64 == 0 ? 2 : 1;
 }
@@ -88,6 +97,7 @@ static Layer a_layer(int kv_heads, int shared, int dim, int number) {
 static uint64_t stored(const Looked *l, uint64_t found) {
     const CodedCall *c = &l->call;
     long width = l->layer.kv_heads * l->layer.head_dim, count = l->tokens * width;
+    if (c->call.narrow) return digest_bytes(digest_bytes(found, c->call.keys, 2 * count), c->call.values, 2 * count);
     if (!c->keys.bits) return digest(digest(found, c->call.keys, count), c->call.values, count);
     const Codes both[] = {c->keys, c->values};
     for (const Codes *own = both; own < both + 2; own++)
@@ -107,8 +117,9 @@ static uint64_t attention_answer(void *job, int threads) {
 }
 
 static void try_attention(int n) {
-    int bits[][2] = {{0, 0}, {8, 8}, {8, 4}, {4, 4}}, *own = bits[n % 4], rows = any(1, 4), tokens = any(1, 5);
-    int dims[] = {16, 64, 80, 128, 32, 64, 96, 128, 64}, dim = dims[own[0] ? any(4, 8) : any(0, 3)];
+    int bits[][2] = {{0, 0}, {8, 8}, {8, 4}, {4, 4}, {16, 16}}, *own = bits[n / 12 % 5], coded = own[0] && own[0] < 16;
+    int dims[] = {16, 64, 80, 128, 32, 64, 96, 128, 64}, dim = dims[coded ? any(4, 8) : any(0, 3)];
+    int rows = any(1, 4), tokens = any(1, 5);
     int kv_heads = any(1, 3), shared = any(1, 4);
     Looked job = {.layer = a_layer(kv_heads, shared, dim, n)};
     a_cache(&job, rows, tokens, own[0], own[1]);
@@ -136,18 +147,18 @@ static uint64_t layer_answer(void *job, int threads) {
 }
 
 static void try_layer(int n) {
-    int bits[] = {0, 8, 4}, kv_heads = any(1, 2), shared = any(1, 3), width = any(40, 130), hidden = any(40, 200);
+    int bits[] = {0, 8, 4, 16}, kv_heads = any(1, 2), shared = any(1, 3), width = any(40, 130), hidden = any(40, 200);
     int rows = any(1, 4), tokens = any(1, 4), heads = kv_heads * shared * 64;
     int inputs[] = {width, width, width, heads, width, width, hidden};
     int outputs[] = {heads, kv_heads * 64, kv_heads * 64, width, hidden, hidden, width};
     Matrix m[7];
     for (int i = 0; i < 7; i++) m[i] = a_matrix(inputs[i], outputs[i], n + i);
     Whole_layer job = {.looked = {.layer = a_layer(kv_heads, shared, 64, n)}, .rows = rows * tokens, .width = width};
-    a_cache(&job.looked, rows, tokens, bits[n % 3], bits[n % 3]);
+    a_cache(&job.looked, rows, tokens, bits[n % 4], bits[n % 4]);
     job.x = reals((long)rows * tokens * width, 1);
     job.parts.qkv = (Projection){{m, m + 1, m + 2}, reals(width, 1), 1e-5f, 3, 0};
     job.parts.o = (Projection){{m + 3}, NULL, 0, 1, 0};
     job.parts.gate = (Projection){{m + 4, m + 5}, reals(width, 1), 1e-5f, 2, 1};
     job.parts.down = (Projection){{m + 6}, NULL, 0, 1, 0};
-    tell("layer", bits[n % 3], rows * tokens, width, layer_answer, &job);
+    tell("layer", bits[n % 4], rows * tokens, width, layer_answer, &job);
 }

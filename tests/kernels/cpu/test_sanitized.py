@@ -58,7 +58,7 @@ def walk(recipe, rows, threads):
 @settings(max_examples=40, database=None, derandomize=True, deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=3), st.integers(1, 4),
        st.sampled_from([(2, 64), (3, 32)]),
-       st.sampled_from([None, (8, 8), (8, 4), (4, 4)]), st.integers(1, 3))
+       st.sampled_from([torch.float32, torch.float16, (8, 8), (8, 4), (4, 4)]), st.integers(1, 3))
 def look(past, tokens, heads, bits, threads):
     torch.set_num_threads(threads)
     kv, dim = heads
@@ -69,8 +69,8 @@ def look(past, tokens, heads, bits, threads):
     start = torch.tensor(past)
     places = start[:, None] + torch.arange(tokens)
     where = Batch(places, places, start, pages, max(past) + tokens, False)
-    if bits is None:
-        layer = DenseLayer(pages.numel(), 16, kv, dim, torch.float32, CPU)
+    if isinstance(bits, torch.dtype):
+        layer = DenseLayer(pages.numel(), 16, kv, dim, bits, CPU)
     else:
         layer = CodedLayer(pages.numel(), 16, LayerShape(kv, dim), Rotated(bits[0]), Rotated(bits[1]), CPU)
     turn = TurningTables(rope, 64, CPU, made)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,13 +59,20 @@ def test_what_does_not_go_together_is_declined(backend: CpuBackend) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "kind"), [("tiny", Cache), ("tiny", CacheQ8), ("tiny", CacheQ4), ("tiny-moe", Cache)]
+    ("shape", "kind"),
+    [
+        ("tiny", Cache),
+        ("tiny", partial(Cache, dtype="float32")),
+        ("tiny", CacheQ8),
+        ("tiny", CacheQ4),
+        ("tiny-moe", Cache),
+    ],
 )
 def test_whole_layers_say_what_plain_blocks_say(
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
     shape: str,
-    kind: type[CacheBase],
+    kind: Callable[..., CacheBase],
 ) -> None:
     monkeypatch.setenv("EXLM_CPU", "1")
     config = Config(describe_in(tmp_path_factory.mktemp("tiny"), SHAPES[shape], 512))

@@ -19,12 +19,13 @@ from .library import Layer, Library, check
 FEW = 8
 """New tokens of a row up to which this is faster than torch's kernel for many."""
 
-_CALL = Struct("11Pq4i")  # what C calls a Call
+_CALL = Struct("11Pq5i4x")  # what C calls a Call
 _CODES = Struct("2Pq2Pqq")  # what follows it in a CodedCall
 FLOATS = bytes(_CODES.size)
 """What follows it where nothing is coded."""
 
 _BITS: dict[Coding, int] = {"rotated8": 8, "rotated4": 4}
+_NARROW = {torch.float32: 0, torch.float16: 1}
 
 
 class TurningTables(Rotation):
@@ -143,12 +144,13 @@ class PagedAttention:
         keys, values = pages.keys, pages.values
         coding, other = pages.coding
         if coding == "float":
-            if other != "float" or keys[0].dtype is not torch.float32:
+            if other != "float" or keys[0].dtype not in _NARROW:
                 return None
-            return _CALL.pack(self._address, *heads, keys[0].data_ptr(), values[0].data_ptr(), *rest)
+            own = keys[0].data_ptr(), values[0].data_ptr()
+            return _CALL.pack(self._address, *heads, *own, *rest, _NARROW[keys[0].dtype])
         if not (self._codable and coding in _BITS and other in _BITS):
             return None
-        return _CALL.pack(self._address, *heads, 0, 0, *rest) + _CODES.pack(
+        return _CALL.pack(self._address, *heads, 0, 0, *rest, 0) + _CODES.pack(
             *(keys[0].data_ptr(), keys[1].data_ptr(), _BITS[coding]),
             *(values[0].data_ptr(), values[1].data_ptr(), _BITS[other], self._ways),
         )

@@ -1,16 +1,17 @@
-/* Attention of a few new tokens over float pages: turn, store, look back. Each head of each token is computed
-   by itself, in the order of the keys, whatever its company. */
+/* Attention of a few new tokens over pages of float32 or float16: turn, store, look back. Each head of each token is
+   computed by itself, in the order of the keys, whatever its company. All tokens, new ones too, are seen as they are
+   stored; float16 becomes float32 in registers, and sums are float32 either way. */
 
 #ifndef EXLM_ATTENTION_H
 #define EXLM_ATTENTION_H
 
 #include <stdlib.h>
 
-#include "lanes.h"
+#include "looking.h"
 #include "pool.h"
 #include "vectors.h"
 
-enum { MOST_HEAD = 512, BLOCK = 16 };
+enum { MOST_HEAD = 512, BLOCK = 8 };
 
 /* What a layer is. */
 typedef struct {
@@ -23,11 +24,12 @@ typedef struct {
 typedef struct {
     const Layer *layer;
     const float *q, *k, *v;            /* (rows, tokens, heads or kv_heads, head_dim) */
-    float *keys, *values;              /* (pages, size, kv_heads, head_dim) */
+    void *keys, *values;               /* (pages, size, kv_heads, head_dim) */
     const int64_t *pages, *past, *positions;
     float *out, *scratch;              /* scratch: (rows · tokens · kv_heads, room) */
     int64_t room;
     int32_t rows, tokens, size, stride; /* stride: from one row's pages to the next's */
+    int32_t narrow;                     /* whether keys and values are float16, not float32 */
 } Call;
 
 static void turn(const Layer *l, const float *x, int64_t position, float *out) {
@@ -75,13 +77,23 @@ static int64_t home(const Call *c, int row, int64_t slot) {
     return c->pages[(int64_t)row * c->stride + slot / c->size] * c->size + slot % c->size;
 }
 
+/* Numbers from `at` on, as they are stored. */
+static void keep(const Call *c, void *pages, int64_t at, const float *x, int count) {
+    if (!c->narrow) memcpy((float *)pages + at, x, count * sizeof(float));
+    else
+        for (int n = 0; n < count; n += WIDE) put_halves((uint16_t *)pages + at + n, get(x + n));
+}
+
 static void store(const Call *c, int i) {
     const Layer *l = c->layer;
-    int width = l->kv_heads * l->head_dim;
+    int dim = l->head_dim, width = l->kv_heads * dim;
     int64_t at = home(c, i / c->tokens, c->past[i / c->tokens] + i % c->tokens) * width;
-    for (int head = 0; head < l->kv_heads; head++)
-        turn(l, c->k + (long)i * width + head * l->head_dim, c->positions[i], c->keys + at + head * l->head_dim);
-    memcpy(c->values + at, c->v + (long)i * width, width * sizeof(float));
+    float turned[MOST_HEAD];
+    for (int n = 0; n < width; n += dim) {
+        turn(l, c->k + (long)i * width + n, c->positions[i], turned);
+        keep(c, c->keys, at + n, turned, dim);
+    }
+    keep(c, c->values, at, c->v + (long)i * width, width);
 }
 
 /* The scores of one query head become its shares; answers what they must be divided by. */
@@ -116,92 +128,26 @@ static int64_t stretch(const Call *c, int row, int64_t slot, int64_t most, int64
     return home(c, row, slot);
 }
 
-/* Scores (shared, count) of some keys, one after the other every `width` floats, four at a time. `soon` is what will be
-   needed next, as many tokens. */
-INLINE void score_keys(const float *q, const float *key, const float *soon, int64_t some, int dim, long width,
-                       int shared, float scale, float *scores, int64_t count) {
-    for (int64_t n = 0; n < some; n += 4) {
-        int many = some - n < 4 ? (int)(some - n) : 4;
-        const float *own[4];
-        for (int k = 0; k < 4; k++) own[k] = key + (n + (k < many ? k : 0)) * width;
-        for (int k = 0; k < 4; k++)
-            for (int d = 0; d < dim; d += WIDE) __builtin_prefetch(soon + (n + k) * width + d);
-        for (int h = 0; h < shared; h++) {
-            Sixteen sum[4] = {{0}};
-            float four[4];
-            for (int d = 0; d < dim; d += WIDE) {
-                Sixteen wanted = get(q + h * dim + d);
-#pragma GCC unroll 4
-                for (int k = 0; k < 4; k++) sum[k] = more(sum[k], wanted, get(own[k] + d));
-            }
-            four_totals(sum[0], sum[1], sum[2], sum[3], four);
-            for (int k = 0; k < 4; k++) four[k] *= scale;
-            if (many == 4) memcpy(scores + h * count + n, four, sizeof four);
-            else memcpy(scores + h * count + n, four, many * sizeof(float));
-        }
-    }
-}
-
-/* sums (heads, dim) += shares (heads, count) · some values, `wide` sixteens of them. */
-INLINE void add_values(const float *value, const float *soon, int64_t some, long width, const float *shares,
-                       int64_t count, int heads, int wide, int dim, float *sums) {
-    Sixteen sum[3][4];
-#define EACH                                                                                                     \
-    _Pragma("GCC unroll 3") for (int h = 0; h < heads; h++)                                                      \
-        _Pragma("GCC unroll 4") for (int d = 0; d < wide; d++)
-    EACH sum[h][d] = get(sums + h * dim + d * WIDE);
-    for (int64_t n = 0; n < some; n++, value += width, soon += width) {
-        Sixteen own[4];
-#pragma GCC unroll 4
-        for (int d = 0; d < wide; d++) {
-            own[d] = get(value + d * WIDE);
-            __builtin_prefetch(soon + d * WIDE);
-        }
-        EACH sum[h][d] = more(sum[h][d], own[d], (Sixteen){0} + shares[h * count + n]);
-    }
-    EACH put(sums + h * dim + d * WIDE, sum[h][d]);
-#undef EACH
-}
-
-/* The same of any number of heads and sixteens. */
-static void add_all_values(const float *value, const float *soon, int64_t some, long width, const float *shares,
-                           int64_t count, int shared, int dim, float *sums) {
-    for (int h = 0; h < shared; h += 3)
-        for (int d = 0; d < dim; d += 4 * WIDE) {
-            int heads = shared - h < 3 ? shared - h : 3, wide = (dim - d) / WIDE < 4 ? (dim - d) / WIDE : 4;
-#define SOME(heads, wide) add_values(value + d, soon + d, some, width, shares + h * count, count, heads, wide, dim, at)
-            float *at = sums + h * dim + d;
-            if (wide == 4 && heads == 3) SOME(3, 4);
-            else if (wide == 4 && heads == 2) SOME(2, 4);
-            else if (wide == 4) SOME(1, 4);
-            else
-                for (int one = 0; one < heads; one++)
-                    for (int w = 0; w < wide; w++)
-                        add_values(value + d + w * WIDE, soon + d + w * WIDE, some, width, shares + (h + one) * count,
-                                   count, 1, 1, dim, at + one * dim + w * WIDE);
-#undef SOME
-        }
-}
-
 typedef struct {
     Call call;
     int each, alone; /* key heads of a chunk; alone: all of a row's only token, which is not stored yet */
 } Attending;
 
-/* Where a token's key or value begins, in floats. */
-static int64_t place(const Call *c, int row, int64_t slot) {
-    return home(c, row, slot) * c->layer->kv_heads * c->layer->head_dim;
+/* Where a token's key or value begins, of its heads from `head` on. */
+INLINE const char *begin(const Call *c, const void *pages, int row, int64_t slot, int head, int narrow) {
+    const Layer *l = c->layer;
+    return (const char *)pages + bytes_of((home(c, row, slot) * l->kv_heads + head) * l->head_dim, narrow);
 }
 
 /* One token's query heads that share some key heads: each block of tokens for all of them, as it lies in memory. */
-static void attend_chunk(void *job, int chunk) {
-    const Attending *a = job;
+INLINE void attend_to(const Attending *a, int chunk, int narrow) {
     const Call *c = &a->call;
     const Layer *l = c->layer;
     int shared = l->heads / l->kv_heads, dim = l->head_dim, pieces = l->kv_heads / a->each, i = chunk / pieces;
     int row = i / c->tokens, width = l->kv_heads * dim, head = chunk % pieces * a->each, own = a->each * shared;
     int64_t slot = c->past[row] + i % c->tokens, first = l->window && slot >= l->window ? slot - l->window + 1 : 0;
     int64_t count = slot - first + 1, some;
+    long wide = bytes_of(dim, narrow);
     float *q = c->scratch + (int64_t)chunk * a->each * c->room, *wholes = q + own * dim, *scores = wholes + own;
     float *out = c->out + ((long)i * l->heads + head * shared) * dim;
     if (a->alone) store(c, i);
@@ -209,31 +155,31 @@ static void attend_chunk(void *job, int chunk) {
         turn(l, c->q + ((long)i * l->heads + head * shared + h) * dim, c->positions[i], q + h * dim);
     for (int64_t j = 0; j < count; j += some) {
         stretch(c, row, first + j, count - j < BLOCK ? count - j : BLOCK, &some);
-        const float *key = c->keys + place(c, row, first + j) + head * dim, *soon = c->values + place(c, row, first);
-        if (j + some < count) soon = c->keys + place(c, row, first + j + some);
-        soon += head * dim;
-        for (int h = 0; h < own; h += shared, key += dim, soon += dim) {
-#define SCORE(dim)                                                                                               \
-    score_keys(q + h * dim, key, soon, some, dim, width, shared, l->scale, scores + h * count + j, count)
-            if (dim == 64) SCORE(64);
-            else if (dim == 128) SCORE(128);
-            else SCORE(dim);
-#undef SCORE
-        }
+        const char *key = begin(c, c->keys, row, first + j, head, narrow), *soon;
+        soon = j + some < count ? begin(c, c->keys, row, first + j + some, head, narrow)
+                                : begin(c, c->values, row, first, head, narrow);
+        for (int h = 0; h < own; h += shared, key += wide, soon += wide)
+            score_keys(q + h * dim, key, soon, some, dim, width, shared, narrow, l->scale, scores + h * count + j,
+                       count);
     }
     memset(out, 0, own * dim * sizeof(float));
     for (int h = 0; h < own; h++) wholes[h] = soften(scores + h * count, count);
     for (int64_t j = 0; j < count; j += some) {
         stretch(c, row, first + j, count - j < BLOCK ? count - j : BLOCK, &some);
-        const float *value = c->values + place(c, row, first + j) + head * dim;
-        const float *soon = c->keys + place(c, row + 1 < c->rows ? row + 1 : row, first);
-        if (j + some < count) soon = c->values + place(c, row, first + j + some);
-        soon += head * dim;
-        for (int h = 0; h < own; h += shared, value += dim, soon += dim)
-            add_all_values(value, soon, some, width, scores + h * count + j, count, shared, dim, out + h * dim);
+        const char *value = begin(c, c->values, row, first + j, head, narrow), *soon;
+        soon = j + some < count ? begin(c, c->values, row, first + j + some, head, narrow)
+                                : begin(c, c->keys, row + 1 < c->rows ? row + 1 : row, first, head, narrow);
+        for (int h = 0; h < own; h += shared, value += wide, soon += wide)
+            add_all_values(value, soon, some, width, scores + h * count + j, count, shared, narrow, dim, out + h * dim);
     }
     for (int h = 0; h < own; h++)
         for (int d = 0; d < dim; d += WIDE) put(out + h * dim + d, get(out + h * dim + d) / wholes[h]);
+}
+
+static void attend_chunk(void *job, int chunk) {
+    const Attending *a = job;
+    if (a->call.narrow) attend_to(a, chunk, 1);
+    else attend_to(a, chunk, 0);
 }
 
 /* Returns 0, or 1 if there is no memory. */
