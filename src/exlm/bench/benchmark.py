@@ -186,8 +186,9 @@ class _Bench:
             for other in range(1, PROMPTS + 1):
                 work.prompt(row.context, row=other)
             return self._judged(row, work.prompt(row.context, row=0), 0.0, row.context)
-        timing = work.decode(row.batch, row.context, plan.tokens, plan.ngram)
-        seen = row.batch * (row.context + plan.tokens / 2)
+        before = max(1, row.context - plan.tokens // 2)  # so that the steps lie around the context
+        timing = work.decode(row.batch, before, plan.tokens, plan.ngram)
+        seen = row.batch * (before + plan.tokens / 2)
         return self._judged(row, timing, held / tokens * seen, row.batch)
 
     def _judged(self, row: Row, timing: Timing, cached: float, products: int) -> Row:

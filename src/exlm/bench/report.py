@@ -15,7 +15,7 @@ class Row:
 
     work: str  # "prompt", "decode", or "ngram": decode with guesses
     cache: str
-    context: int  # tokens in the cache when the measuring began; of a prompt, its length
+    context: int  # tokens in the cache half way through the steps; of a prompt, its length
     batch: int
     rate: float | None = None  # tokens a second, of all rows together; None: it does not fit
     step: float = 0.0  # seconds

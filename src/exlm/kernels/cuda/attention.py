@@ -96,12 +96,16 @@ class Plan:
 
 
 PLANS: dict[b.Coding, Plan] = {
-    "float": Plan(waves=2),
-    "rotated8": Plan(waves=1),
-    "rotated4": Plan(steps=2, waves=1),
+    "float": Plan(8, resident=1, unit=128, slots=16, waves=1),
+    "rotated8": Plan(8, resident=1, unit=128, slots=16, waves=1),
+    "rotated4": Plan(8, 2, resident=1, unit=128, slots=16, waves=1),
     "truncated": Plan(steps=2, waves=1),
 }
-"""By the coding of the keys, what was quickest on an H200 (`benchmarks.attention`)."""
+"""By the coding of the keys, what was quickest on an H200 (`benchmarks.attention`): a thread block for each
+multiprocessor where there are eight kv heads, and few chunks to add up."""
+
+SINGLE = Plan(waves=2)
+"""The same, for one query of a kv head and floats: many heads, so smaller thread blocks."""
 
 LONE_PLANS: dict[b.Coding, Plan] = {
     "rotated8": Plan(resident=2, waves=1),
@@ -112,7 +116,10 @@ LONE_PLANS: dict[b.Coding, Plan] = {
 
 def plan_for(pages: b.Pages, queries: int) -> Plan:
     """The plan for so many queries of each kv head."""
-    return (LONE_PLANS if lone(pages, queries) else PLANS)[pages.coding[0]]
+    coding = pages.coding[0]
+    if lone(pages, queries):
+        return LONE_PLANS[coding]
+    return SINGLE if queries == 1 and coding == "float" else PLANS[coding]
 
 
 def lone(pages: b.Pages, queries: int) -> bool:
