@@ -22,7 +22,7 @@ READERS = min(6, max(3, (os.cpu_count() or 1) // 2))
 AHEAD = 6
 """Weights in flight beside the one that is asked for; as many may be in memory that nobody has taken yet."""
 
-SHARE = 32
+SHARE = 48
 """Part of the model's bytes that weights in flight may take, where fewer than `AHEAD` of them fit."""
 
 
