@@ -34,6 +34,9 @@ Gated = Callable[[Tensor, Tensor], Tensor]
 Rotation = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(q, k, positions) → (q, k) turned; positions are (rows, tokens), or (3, rows, tokens) for three planes."""
 
+HeadPair = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(q, k) → both normalised, (rows, tokens, heads, head_dim)."""
+
 Experts = Callable[[Tensor, Tensor], Tensor]
 """(x, router logits) → the weighted sum of the chosen experts' answers."""
 
@@ -170,8 +173,19 @@ Whole = Callable[[Tensor, KeyValues, Where], Tensor | None]
 class Composer(Protocol):
     """A layer's first projection, if it can be put together with all that follows it in the layer."""
 
-    def compose(self, attend: Attend, o: Project, gate: Project, down: Project) -> Whole | None:
-        """The layer as one; None if its parts do not fit together."""
+    def compose(
+        self, attend: Attend, norm: HeadPair | None, o: Project, gate: Project, down: Project
+    ) -> Whole | None:
+        """The layer as one; None if its parts do not fit together. `norm` comes before attention."""
+        ...
+
+
+@runtime_checkable
+class Leader(Protocol):
+    """A whole layer that can do some of the following one's work."""
+
+    def lead(self, following: Whole) -> None:
+        """Know who takes its answers."""
         ...
 
 

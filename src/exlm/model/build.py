@@ -17,6 +17,7 @@ from ..errors import Unsupported
 from ..formats import DenseWeight, Weight
 from ..formats.room import give_back, trim
 from ..kernels import backend as b
+from ..kernels.backend import HeadPair
 from ..kernels.select import Chain, Choice
 from ..nn import (
     Attention,
@@ -35,7 +36,7 @@ from ..nn import (
     SparseMlp,
     WideNorm,
 )
-from ..nn.attention import HeadPair, Qkv, leave
+from ..nn.attention import Qkv, leave
 from ..nn.block import BlockLike, MlpLike
 from ..nn.fused import FusedBlock, FusedHead, Gated
 from ..nn.hop import Crossing, Hop, stay
@@ -112,6 +113,9 @@ class Builder:
             for i, layer in enumerate(self.model.layers):
                 decoder.blocks.append(self.block(i, layer))
                 decoder.hops.append(self.hop(i))
+                before, block = decoder.blocks[-2:][0], decoder.blocks[-1]
+                if i and isinstance(before, FusedBlock) and isinstance(block, FusedBlock):
+                    before.lead(block)
                 trim()
                 yield decoder
             decoder.hops.append(self.hop(len(self.model.layers)))

@@ -20,6 +20,9 @@ from ..nn import Batch
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
+FEWEST = 4
+"""Pages of a recording: room for more costs a short text nothing, and another recording some time."""
+
 MOST = 16  # new tokens of a row: guesses, no prompts
 
 LARGEST = ROWS[-1] * MOST
@@ -39,7 +42,9 @@ class Bucket(NamedTuple):
     def of(cls, rows: int, tokens: int, pages: int) -> Bucket | None:
         """The bucket of a batch; None if it is too large to be worth a recording."""
         room = next((size for size in ROWS if size >= rows), None)
-        return None if room is None or tokens > MOST else cls(room, tokens, 1 << (pages - 1).bit_length())
+        if room is None or tokens > MOST:
+            return None
+        return cls(room, tokens, max(FEWEST, 1 << (pages - 1).bit_length()))
 
 
 class Recording:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
 
 from ..kernels import backend as b
+from ..kernels.backend import HeadPair
 from .batch import Batch
 from .linear import Linear
-
-HeadPair = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Qkv(Protocol):

@@ -76,8 +76,14 @@ class FusedBlock:
         self.most = most
         self.many = joined(block, qkv, gated)
         self.whole: b.Whole | None = None
-        if gated is not None and isinstance(qkv, b.Composer) and block.attn.norm is leave:
-            self.whole = qkv.compose(block.attn.attend, o, *gated)
+        if gated is not None and isinstance(qkv, b.Composer):
+            norm = None if block.attn.norm is leave else block.attn.norm
+            self.whole = qkv.compose(block.attn.attend, norm, o, *gated)
+
+    def lead(self, following: FusedBlock) -> None:
+        """Have some of the following block's work done here, where both run as one and can do that."""
+        if isinstance(self.whole, b.Leader) and following.whole is not None:
+            self.whole.lead(following.whole)
 
     @property
     def attn(self) -> Attention:

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import spec
+from ..kernels.backend import HeadPair
 from ..nn import Batch, Embedding, Experts, Linear
-from ..nn.attention import HeadPair
 from .group import Group
 from .shard import first_of_head, ranges
 

@@ -194,6 +194,14 @@ static inline void load_matrices(uint32_t (&out)[4], uint32_t row) {
         return 0;
     });
 }
+static inline void load_turned(uint32_t (&out)[4], uint32_t row) {
+    const int g = now % 32 / 4, c = now % 4;
+    shown({row}, [&](const Fibre* warp) {
+        for (int i = 0; i < 8; i++)  // row 2c + i % 2, column g of matrix i / 2
+            memcpy((char*)&out[i / 2] + i % 2 * 2, shared_memory + warp[i / 2 * 8 + 2 * c + i % 2].bits[0] + g * 2, 2);
+        return 0;
+    });
+}
 static inline void store_turned(uint32_t to, const uint32_t (&a)[4]) {
     const int g = now % 32 / 4, c = now % 4;
     shown({to}, [&](const Fibre* warp) {

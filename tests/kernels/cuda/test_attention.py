@@ -16,6 +16,7 @@ from exlm.kernels.cuda.attention import Attend, Desk, Plan, plan_for
 from exlm.kernels.reference import ReferenceBackend
 from exlm.kernels.reference.rope import Rotation
 from tests.kernels.cuda.emulator import EmulatedWorkshop
+from tests.kernels.cuda.heirs import inlet, read_back
 from tests.kernels.triton import cases
 from tests.kernels.triton.cases import Case
 
@@ -50,8 +51,16 @@ def compare(desk: Desk, case: Case, plan: Plan | None, device: torch.device, sty
         q, k, v, step.layer, step.where
     )
     attend = Attend(desk, case.attn, Tables(case, style, device), refuse, plan)
+    third = twin.clone()
     got = attend(q, k, v, twin, step.where)
     assert float((got - want).float().norm() / want.float().norm()) < 2e-3
+    rows = got.flatten(0, 1)
+    handed = inlet(rows.shape[1], device).open(len(rows), 0)
+    handed.words.fill_(float("nan"))
+    assert third.paged is not None
+    attend.leave(q, k, v, third.paged, step.where, handed)
+    assert torch.equal(read_back(handed), rows.cpu())
+    assert all(torch.equal(a, b) for a, b in zip(third.tensors, twin.tensors, strict=True))
     assert int(desk.counts.abs().sum()) == 0
     for mine, right in zip(twin.tensors, step.layer.tensors, strict=True):
         if mine.dtype is torch.uint8:

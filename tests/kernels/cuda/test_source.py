@@ -27,6 +27,8 @@ CHOICES = {
     "gptq": choices(Form((GPTQ,) * 2, act=1), 2, Plan()),
     "gguf": choices(Form((GGUF,)), 2, Plan(1, 8, 3)),
     "one row": choices(Form(MIXED[:2], norm=True, act=3, apart=True), 1, Plan(2, 16), 3),
+    "handed on": choices(Form((EXL2,) * 2, norm=True, act=1), 2, Plan()) | {"HANDED": 1, "HEIR": 1},
+    "handed over": choices(Form(MIXED, norm=True), 1, Plan()) | {"HANDED": 1, "HEIR": 0},
     "two and eight bits": choices(
         Form(tuple(replace(EXL2, bits=bits, fine=1) for bits in (2, 8))), 1, Plan(), 2
     ),
@@ -38,6 +40,8 @@ WIDE = {
     "three widths": dealt(Form(MIXED, norm=True), 4, wide.Plan()),
     "gptq": dealt(Form((GPTQ,) * 2, act=1), 4, wide.Plan(2)),
     "gguf": dealt(Form((GGUF,)), 6, wide.Plan(1, 4, 2)),
+    "handed on": dealt(Form((EXL2,) * 2, norm=True, act=1), 8, wide.Plan(2)) | {"HANDED": 1, "HEIR": 1},
+    "handed over": dealt(Form((GPTQ,)), 4, wide.Plan()) | {"HANDED": 1, "HEIR": 0},
 }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from exlm.errors import Unsupported
 from exlm.kernels.cuda.backend import PackedLinear
-from exlm.kernels.cuda.linear import Normal, Product
+from exlm.kernels.cuda.linear import KEPT, Normal, Product, evenly
 from exlm.kernels.cuda.planner import Planner
 from exlm.kernels.cuda.tiles import alike, arrange
 from exlm.kernels.cuda.wide import Plan, WideProduct
@@ -146,17 +146,17 @@ def test_the_backend_takes_any_number_of_rows(workshop: EmulatedWorkshop, rows: 
 
 def test_few_thread_blocks_start_early_and_find_even_room(workshop: EmulatedWorkshop) -> None:
     product = WideProduct(Product(workshop, [arrange(weight("6 and 4 bits"))]), Plan(1, 2, 3))
-    kept, processors, seen = 1024, workshop.processors, []
-    for blocks in range(1, 4 * processors):
-        memory, early = product._spread(blocks, 5000)
-        seen.append(early)
-        if not early:
-            assert memory == 5000
-            continue
-        fit = (workshop.memory + kept) // (memory + kept)
-        assert fit == -(-blocks // processors)  # no more than come out evenly
-        assert product._spread(blocks, memory + 8) == (memory + 8, True)
-    assert seen == [True] * 2 * processors + [False] * (2 * processors - 1)
+    processors = workshop.processors
+    for rows, most in ((32, 2), (33, 3)):
+        seen = []
+        for blocks in range(1, 5 * processors):
+            memory, early = product._spread(rows, blocks)
+            seen.append(early)
+            fit = (workshop.memory + KEPT) // (memory + KEPT)
+            assert not early or fit == -(-blocks // processors)  # no more than come out evenly
+            assert early or memory == product._memory(product._room(rows), product.plan)
+        assert seen == [n < most * processors for n in range(len(seen))]
+    assert evenly(workshop, 1, 200 << 10) == 200 << 10
 
 
 def test_plans_fit(workshop: EmulatedWorkshop) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import Unsupported
-from ..backend import Attend, KeyValues, Project, Where
+from ..backend import Attend, HeadPair, KeyValues, Project, Where
 from .attention import FLOATS, PagedAttention
 from .library import Library, Parts, Projection, check
 from .linear import PackedLinear
@@ -55,10 +55,12 @@ class Together:
         )
         return outs
 
-    def compose(self, attend: Attend, o: Project, gate: Project, down: Project) -> WholeLayer | None:
+    def compose(
+        self, attend: Attend, norm: HeadPair | None, o: Project, gate: Project, down: Project
+    ) -> WholeLayer | None:
         """The whole layer that these begin, if every part is of this kind."""
         parts = [part for part in (self, o, gate, down) if isinstance(part, Together)]
-        if len(parts) < 4 or not isinstance(attend, PagedAttention):
+        if norm is not None or len(parts) < 4 or not isinstance(attend, PagedAttention):
             return None
         return WholeLayer(self._library, *parts, attend=attend)
 

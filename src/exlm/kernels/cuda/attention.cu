@@ -295,11 +295,16 @@ DEVICE void finish(const Block& b, Memory& memory, int lane) {
     float *peaks = memory.answers, *totals = peaks + count;
     float peak = NOTHING, total = 0, answer[4] = {};
     bool known = false;
+    const Heir& heir = b.job.heir;
     for (int base = 0, chunk = 0; base < fours;) {  // which numbers, and the first of some chunks
         const int i = min(base + (int)threadIdx.x, fours - 1), m = i / (HEAD / 4);
         float4 next[AHEAD];
         LOOP for (int k = 0; k < AHEAD; k++) if (chunk + k < chunks)
             next[k] = left_there4(b.answers + ((chunk + k) * b.queries * (HEAD / 4) + i) * 4);
+        const i64 row = b.row.number * b.job.tokens + b.token(m);
+        uint4 places[4];
+        LOOP for (int k = 0; k < 4; k++)
+            if (heir.words && chunk + AHEAD >= chunks) places[k] = heir.places[b.head(m) * HEAD + i % (HEAD / 4) * 4 + k];
         if (!known) {
             for (int n = threadIdx.x; n < count; n += THREADS)
                 peaks[n] = left_there(b.peaks + n), totals[n] = left_there(b.totals + n);
@@ -318,8 +323,12 @@ DEVICE void finish(const Block& b, Memory& memory, int lane) {
         const float share = 1.0f / total;
         LOOP for (int k = 0; k < 4; k++) answer[k] *= share;
         if (IN_CODES(VALUES)) rotate(answer, lane);
-        if (base + (int)threadIdx.x < fours)
-            *(uint2*)(b.out(m) + i % (HEAD / 4) * 4) = uint2{as_halves(answer[0], answer[1]), as_halves(answer[2], answer[3])};
+        const u32 pairs[2] = {as_halves(answer[0], answer[1]), as_halves(answer[2], answer[3])};
+        if (base + (int)threadIdx.x < fours) {
+            if (b.job.out) *(uint2*)(b.out(m) + i % (HEAD / 4) * 4) = uint2{pairs[0], pairs[1]};
+            LOOP for (int k = 0; k < 4; k++)
+                if (heir.words) hand(heir, places[k], (int)row, (u16)(pairs[k / 2] >> k % 2 * 16));
+        }
         base += THREADS, chunk = 0, peak = NOTHING, total = 0;
         LOOP for (int k = 0; k < 4; k++) answer[k] = 0;
     }
@@ -335,6 +344,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(const __g
     const Block b(job, near ? (float*)(space + busy) : nullptr);
     const Row& row = b.row;
     if (b.part >= row.workers(job.parts)) return;
+    if (job.heir.words && threadIdx.x < SHARE * HEAD / 8) soon(job.heir.places + b.h * SHARE * HEAD + threadIdx.x * 8);
+    Gap gap;
+    gap.find(job.heir, b.part ? 1 << 30 : blockIdx.x * THREADS + threadIdx.x);
     const int step = job.parts, pace = WARPS * TILE, offset = warp * TILE;
     int chunk = b.part;
     Tile tile;
@@ -347,6 +359,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(const __g
     Turn turn;
     turn.load(job, row.number, threadIdx.x % HEAD, b.token(0));
     await();
+    gap.close(job.heir, gridDim.x * THREADS);
     enter(b, memory, turn, lane);
     if (b.part == row.host(job.parts)) {
         welcome(b, memory, warp, lane);

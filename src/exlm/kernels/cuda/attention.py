@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ... import spec
 from .. import backend as b
+from .handing import Handed, Heir
 
 SOURCE = Path(__file__).with_name("attention.cu")
 LONE = Path(__file__).with_name("lone.cu")
@@ -47,6 +48,7 @@ class _Job(ctypes.Structure):
             (ctypes.c_longlong, "place_row place_token place_plane"),
             (ctypes.c_int, "tokens parts slots dim pairs window inside rooms"),
             (ctypes.c_float, "factor cap"),
+            (Heir, "heir"),
         )
         for name in names.split()
     )
@@ -153,29 +155,47 @@ class Attend:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, kv: b.KeyValues, where: b.Where) -> Tensor:
         """Heads in, (rows, tokens, heads · head_dim) out."""
         pages = kv.paged
-        if pages is None or not self._takes(q, pages, where):
+        if pages is None or q.dtype is not torch.float16 or not self.takes(q.shape[0], q.shape[1], kv, where):
             return self.other(q, k, v, kv, where)
         tables = self.rotate if isinstance(self.rotate, Tables) else None
         if tables is None:
             q, k = self.rotate(q, k, where.positions)
-        return self._launch(headwise(q), headwise(k), headwise(v), pages, where, tables)
+        out = torch.empty(*q.shape[:2], q.shape[2] * q.shape[3], dtype=q.dtype, device=q.device)
+        self._launch(headwise(q), headwise(k), headwise(v), pages, where, tables, out)
+        return out
 
-    def _takes(self, q: Tensor, pages: b.Pages, where: b.Where) -> bool:
-        a, indices = self.attn, (where.past, where.pages, where.positions)
+    def leave(self, q: Tensor, k: Tensor, v: Tensor, pages: b.Pages, where: b.Where, heir: Handed) -> None:
+        """The same answers, of what it takes, to an heir alone."""
+        tables = self.rotate if isinstance(self.rotate, Tables) else None
+        if tables is None:
+            q, k = self.rotate(q, k, where.positions)
+        self._launch(headwise(q), headwise(k), headwise(v), pages, where, tables, None, heir)
+
+    def takes(self, rows: int, tokens: int, kv: b.KeyValues, where: b.Where) -> bool:
+        """Whether the kernel attends to so many new tokens of rows."""
+        a, indices, pages = self.attn, (where.past, where.pages, where.positions), kv.paged
         return (
-            q.shape[1] <= NEW
+            pages is not None
+            and tokens <= NEW
             and a.head_dim in HEADS
-            and q.dtype is torch.float16
             and (pages.coding[0] != "float" or pages.keys[0].dtype is torch.float16)
             and pages.size % 64 == 0
             and all(x.dtype is torch.int64 for x in indices)
             and where.pages.stride(1) == 1
-            and q.shape[0] * a.kv_heads * NEW * (a.heads // a.kv_heads) <= 8 * _COUNTS
+            and rows * a.kv_heads * NEW * (a.heads // a.kv_heads) <= 8 * _COUNTS
         )
 
     def _launch(
-        self, q: Tensor, k: Tensor, v: Tensor, pages: b.Pages, where: b.Where, tables: Tables | None
-    ) -> Tensor:
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        pages: b.Pages,
+        where: b.Where,
+        tables: Tables | None,
+        out: Tensor | None,
+        heir: Handed | None = None,
+    ) -> None:
         a, rows, tokens = self.attn, *q.shape[:2]
         asked = tokens * (a.heads // a.kv_heads)
         plan, alone = self.plan or plan_for(pages, asked), lone(pages, asked)
@@ -185,10 +205,9 @@ class Attend:
         if alone:
             plan = replace(plan, warps=math.gcd(plan.warps, a.kv_heads))
         left = q.new_empty(programs * slots * queries * (a.head_dim + 4), dtype=torch.float32)
-        out = torch.empty(rows, tokens, a.heads * a.head_dim, dtype=q.dtype, device=q.device)
         positions, factor, cap = where.positions, *factors(a.scale, a.softcap)
         job = _Job(
-            q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), left=left.data_ptr(), out=out.data_ptr(),
+            q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), left=left.data_ptr(),
             key=pages.keys[0].data_ptr(), key_scale=pages.keys[-1].data_ptr(),
             value=pages.values[0].data_ptr(), value_scale=pages.values[-1].data_ptr(),
             table=where.pages.data_ptr(), past=where.past.data_ptr(), counts=self.desk.counts.data_ptr(),
@@ -197,6 +216,10 @@ class Attend:
             parts=self._parts(programs, slots, plan, alone), slots=slots,
             window=a.window or 0, factor=factor, cap=cap,
         )  # fmt: skip
+        if out is not None:
+            job.out = out.data_ptr()
+        if heir is not None:
+            job.heir = heir.inlet.heir(heir)
         if where.mask is not None:
             job.mask, job.mask_step = where.mask.data_ptr(), where.mask.stride(0)
         if tables is not None:
@@ -219,7 +242,6 @@ class Attend:
             job.inside, shared = 1, shared + nearby
         name, across = ("attend_alone", programs // plan.warps) if alone else ("attend", programs)
         made.launch(name, (across, job.parts, 1), plan.warps * 32, shared, (job,))
-        return out
 
     def _parts(self, programs: int, most: int, plan: Plan, alone: bool) -> int:
         """Thread blocks, or warps, that share the chunks of a head: as many as keep the device busy."""

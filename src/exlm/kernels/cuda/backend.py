@@ -19,31 +19,15 @@ from .. import backend as b
 from ..reference import ReferenceBackend
 from .attention import HEADS, Attend, Desk
 from .experts import Crew, PackedExperts
-from .linear import ACTS, ALIKE, Normal, Product
+from .few import Few
+from .layer import WholeLayer, compose
+from .linear import ACTS, Normal
 from .planner import Kind, Planner, plans_file
 from .program import Workshop, bindings
 from .rearrange import Rearranger
 from .tiles import Tiles, alike, arrange
 from .unpack import Many, Unpacker, together
-from .wide import MOST, WideProduct
-
-
-class Few:
-    """A product for up to MOST rows: ALIKE of them at a time, or with `wide` more of them at once."""
-
-    def __init__(self, product: Product, wide: bool) -> None:
-        self.answers = product.answers
-        self._product = product
-        self._wide = WideProduct(product) if wide and not product.form.apart else None
-
-    def __call__(self, x: Tensor, out: Sequence[Tensor], residual: Tensor | None = None) -> None:
-        """Fill `out`, the product's `answers`, with x (rows, inputs) @ each matrix + residual."""
-        if len(x) > ALIKE and self._wide is not None:
-            return self._wide(x, out, residual)
-        for start in range(0, len(x), ALIKE):
-            part = slice(start, start + ALIKE)
-            rest = None if residual is None else residual.reshape(len(x), -1)[part]
-            self._product(x[part], [one[part] for one in out], rest)
+from .wide import MOST
 
 
 class PackedLinear:
@@ -77,15 +61,23 @@ class Projection:
     """Several matrices in one launch, with what comes before and behind them."""
 
     def __init__(self, product: Few, matrices: Sequence[PackedLinear]) -> None:
-        self._product = product
+        self.product = product
         self._many = together([one.unpacker for one in matrices])
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> list[Tensor]:
         """(…, inputs) → (…, outputs) of each."""
         shape, rows = x.shape[:-1], x.reshape(-1, x.shape[-1]).contiguous()
-        out = self._product.answers(len(rows))
-        self._product(rows, out, residual)
+        out = self.product.answers(len(rows))
+        self.product(rows, out, residual)
         return [one.view(*shape, -1) for one in out]
+
+    def compose(
+        self, attend: b.Attend, norm: b.HeadPair | None, o: b.Project, gate: b.Project, down: b.Project
+    ) -> WholeLayer | None:
+        """The whole layer that these begin, if every part is of this kind."""
+        if isinstance(o, Projection) and isinstance(gate, Projection) and isinstance(down, Projection):
+            return compose((self.product, o.product, gate.product, down.product), attend, norm)
+        return None
 
     def plainly(self, x: Tensor) -> list[Tensor]:
         """(…, inputs) → (…, outputs) of each, of many rows and with nothing before or behind."""

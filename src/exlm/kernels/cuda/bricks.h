@@ -9,12 +9,17 @@
 // WARPS, STAGES (bricks on their way), COLUMNS (rows of activations / 8), PARTS (matrices side by side), NORM (x is first
 // divided by its root mean square), ACT (0: matrices answer each for itself; else there are two and the answer is
 // act(first) times second: 1 silu, 2 gelu's approximation, 3 gelu, 4 relu), FULL (answers are floats, not halves), MATRICES
-// (how activations are prepared).
+// (how activations are prepared), HANDED (they were left so by the kernel before), HEIR (answers are left so for the next).
 
 #include "device.h"
+#include "handing.h"
 
 #ifndef MATRICES
 #define MATRICES 0
+#endif
+#ifndef HANDED
+#define HANDED 0
+#define HEIR 0
 #endif
 
 // A tile's bricks are first those with FINE groups, then the others.
@@ -47,6 +52,14 @@ struct Job {
     const u16* residual;  // like y, added; or null
     float eps;
     int rows, inputs;
+};
+
+// What a product is handed, and what it leaves to the next.
+struct Link {
+    Heir heir;
+    const float* squares;  // (row, share) of x, if it is to be divided by its root mean square
+    int shares;
+    float lift;            // what x was multiplied by too little
 };
 
 #define TABLES (1 + (ZEROS == 2) + MINIMA)
@@ -203,6 +216,53 @@ DEVICE float measured(const Job& job, const float* squares) {
     LOOP for (int other = 16; other; other /= 2) sum += exchange(sum, other);
     return rsqrtf(sum / job.inputs + job.eps);
 }
+
+// What a thread block keeps at hand for its answers: where they go, and what rows are multiplied by.
+template <int OUTPUTS, int ROOM> struct Ledger {
+    uint4 places[OUTPUTS];
+    float norm[OUTPUTS], measures[ROOM];
+
+    // On its way: of some outputs from `first` on.
+    DEVICE void send(const Heir& heir, int first, int count) {
+        for (int i = threadIdx.x; i < OUTPUTS; i += THREADS) {
+            if (first + i < count) copy16(shared_address(places + i), (const char*)(heir.places + first + i));
+            if (heir.norm && i < OUTPUTS / 4 && first + 4 * i < count)
+                copy16(shared_address(norm + 4 * i), (const char*)(heir.norm + first + 4 * i));
+        }
+    }
+    DEVICE u16 normed(const Heir& heir, int output, float number) const {
+        return as_half(heir.norm ? number * norm[output] : number);
+    }
+};
+
+// What rows are multiplied by, found from their squares, LANES of a warp for each row. The first of those are asked for
+// early: before much else is on its way.
+template <int LANES> struct Squares {
+    static const int many = 8;
+    float more[many];
+
+    DEVICE void ask(const Job& job, const Link& link, int row, int first) {
+        LOOP for (int n = 0; n < many; n++) {
+            const int at = first + threadIdx.x % LANES + n * LANES;
+            more[n] = row < job.rows && at < link.shares ? link.squares[row * link.shares + at] : 0.0f;
+        }
+    }
+    DEVICE void ask(const Job& job, const Link& link) { ask(job, link, threadIdx.x / LANES, 0); }
+    DEVICE void find(const Job& job, const Link& link, float* measures) {
+        for (int first = 0; first < job.rows; first += THREADS / LANES) {
+            const int row = first + threadIdx.x / LANES;
+            if (first) ask(job, link, row, 0);
+            float sum = 0;
+            for (int at = 0; at < link.shares; at += many * LANES) {
+                if (at) ask(job, link, row, at);
+                LOOP for (int n = 0; n < many; n++) sum += more[n];
+            }
+            LOOP for (int other = LANES / 2; other; other /= 2) sum += exchange(sum, other);
+            if (threadIdx.x % LANES == 0 && row < job.rows)
+                measures[row] = rsqrtf(sum / job.inputs + job.eps) * link.lift;
+        }
+    }
+};
 
 // Four stored inputs of each of two steps: which they are, and their factors. Known before x is.
 struct Item {

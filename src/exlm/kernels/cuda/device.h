@@ -27,6 +27,7 @@ DEVICE void multiply_add(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+DEVICE void soon(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 DEVICE int highest(int x) { return __reduce_max_sync(~0u, x); }
 DEVICE int arrive(int* at) {  // counts; what was written before it is seen by who arrives later
     int out; asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(out) : "l"(at) : "memory"); return out;

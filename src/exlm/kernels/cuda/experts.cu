@@ -12,7 +12,6 @@
 #include "products.h"
 
 #ifndef EMULATED
-DEVICE void soon(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 #endif
 
 #define GROUP 8  // rows that are multiplied at once
@@ -188,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) multiply_chosen(
     }
     Job& job = *(Job*)memory;
     describe(given, seat, job);
-    product(job, memory + JOB, WIDTHS ? given.widths[seat.expert] : 0);
+    product(job, memory + JOB, nullptr, WIDTHS ? given.widths[seat.expert] : 0);
 }
 
 // Every token's experts, (tokens, active); a warp for each token.

@@ -59,9 +59,9 @@ class Seating(NamedTuple):
 class _Expert(Product):
     """One expert's matrices, which are multiplied by whatever rows are the expert's."""
 
-    def memory(self, rows: int, plan: Plan) -> int:
+    def memory(self, rows: int, plan: Plan, handed: bool = False) -> int:
         """Bytes of shared memory: before all else, what is to be done."""
-        return super().memory(rows, plan) + _JOB
+        return super().memory(rows, plan, handed) + _JOB
 
 
 class Crew:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import Unsupported
+from .handing import NOWHERE, Handed, Inlet, in_lanes, ledger, link, unsigned
 from .lanes import BLOCK, TILE
 from .layout import Layout, Zeros
 from .program import Program, Workshop
@@ -27,8 +28,11 @@ SOURCE = Path(__file__).with_name("packed.cu")
 ALIKE = 16
 ACTS = {"silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4}
 _ZEROS: dict[Zeros, int] = {"half": 0, "none": 1, "table": 2}
+KEPT = 1024
+"""Bytes of shared memory that a device keeps for itself, for each thread block."""
+
 _PREPARERS = 256
-_NOWHERE = 65535
+_CASES = (1, False), (ALIKE, False), (ALIKE, True)  # rows, and whether they were handed over
 
 
 class _Matrix(ctypes.Structure):
@@ -102,8 +106,8 @@ class Product:
         self.matrices = tuple(matrices)
         first = self.matrices[0]
         self.inputs, self.device = first.in_features, first.main.bricks.device
-        if self.inputs % 8 or self.inputs >= _NOWHERE:
-            raise Unsupported(f"{self.inputs} inputs, which the kernels want in eights and below {_NOWHERE}")
+        if self.inputs % 8 or self.inputs >= NOWHERE:
+            raise Unsupported(f"{self.inputs} inputs, which the kernels want in eights and below {NOWHERE}")
         sources = [stored_source(one) for one in self.matrices]
         self._entrances = _distinct(
             [(one.fine.stored, at) for one, at in zip(self.matrices, sources, strict=True)]
@@ -113,6 +117,7 @@ class Product:
             tuple(one.layout for one in self.matrices), norm is not None, ACTS[act] if act else 0, apart, full
         )
         self._eps = 0.0 if norm is None else norm.eps
+        self._norm = None if norm is None else norm.weight
         self.bricks = max(one.stored for one in self.matrices)
         orders = {i: _order(self.matrices[i], sources[i], norm) for i in set(self._entrances)}
         self._orders = [orders[i] for i in self._entrances]
@@ -141,54 +146,92 @@ class Product:
         dtype = torch.float32 if self.form.full else torch.float16
         return [torch.empty(rows, width, dtype=dtype, device=self.device) for width in self.widths]
 
-    def __call__(self, x: Tensor, out: Sequence[Tensor], residual: Tensor | None = None) -> None:
+    @cached_property
+    def inlet(self) -> Inlet:
+        """Where rows may be left for it."""
+        return Inlet(self.matrices, self._entrances, self._norm)
+
+    @property
+    def shares(self) -> int:
+        """Thread blocks that answer for a row."""
+        return sum(self._shares())
+
+    def _shares(self) -> list[int]:
+        each = self.plan.tiles // 2 if self.form.act else self.plan.tiles
+        return [-(-one.tiles // each) for one in self.matrices]
+
+    def __call__(
+        self,
+        x: Tensor | Handed,
+        out: Sequence[Tensor],
+        residual: Tensor | None = None,
+        heir: Handed | None = None,
+    ) -> None:
         """Fill `out`, `answers` of as many rows, with x (rows, inputs) @ each matrix + residual, like them.
 
-        All are contiguous, and float16 but for full answers.
+        All are contiguous, and float16 but for full answers. An heir gets the answers as well; then `out` may
+        be empty.
         """
         rows = len(x)
         self.launches += 1
         if not 1 <= rows <= ALIKE:
             raise Unsupported(f"{rows} rows are not multiplied straight from codes, only 1 to {ALIKE}")
-        plan = self.plan
-        each = plan.tiles // 2 if self.form.act else plan.tiles
-        job, grid = self.job(x, out, residual, [-(-one.tiles // each) for one in self.matrices])
-        made = self.workshop.program(SOURCE, **self.choices(rows))
-        kept = () if rows == 1 else self.prepare(made, job, rows, rows)
-        made.launch("multiply", (grid, 1, 1), plan.warps * 32, self.memory(rows, plan), (job,))
+        plan, handed = self.plan, x if isinstance(x, Handed) else None
+        job, grid = self.job(x, out, residual, self._shares())
+        made = self.workshop.program(SOURCE, **self.choices(rows, handed is not None, heir is not None))
+        kept = () if rows == 1 or handed is not None else self.prepare(made, job, rows, rows)
+        shared = self.memory(rows, plan, handed is not None)
+        if handed is not None:
+            shared = evenly(self.workshop, grid, shared)
+        made.launch("multiply", (grid, 1, 1), plan.warps * 32, shared, (job, link(handed, heir)))
         del kept  # not before the launch: later work on the stream may use their memory, earlier work may not
 
     def job(
-        self, x: Tensor, out: Sequence[Tensor], residual: Tensor | None, shares: Sequence[int]
+        self, x: Tensor | Handed, out: Sequence[Tensor], residual: Tensor | None, shares: Sequence[int]
     ) -> tuple[Any, int]:
         """All that the kernels are given, but x prepared; and the sum of the matrices' shares in the work."""
-        job = self._job(parts=self.parts, x=x.data_ptr(), residual=_address(residual))
+        job = self._job(parts=self.parts, residual=_address(residual))
+        if isinstance(x, Handed):
+            for part, start in zip(job.parts, x.starts, strict=True):
+                part.words = start
+        else:
+            job.x = x.data_ptr()
         job.eps, job.rows, job.inputs = self._eps, len(x), self.inputs
         whole = 0
         for place, share in enumerate(shares):
-            target = out[0] if self.form.act else out[place]
             part = job.parts[place]
-            part.y, part.stride, part.first = target.data_ptr(), target.shape[1], whole
+            part.stride, part.first = part.outputs, whole
+            if out:
+                target = out[0] if self.form.act else out[place]
+                part.y, part.stride = target.data_ptr(), target.shape[1]
             whole += 0 if self.form.act and place else share
         return job, whole
 
-    def choices(self, rows: int) -> dict[str, int]:
+    def choices(self, rows: int, handed: bool = False, heir: bool = False) -> dict[str, int]:
         """What the kernels' source is told for so many rows."""
-        items = -(-self.bricks * 16 // (self.plan.warps * 32)) if rows == 1 else 0
-        return choices(self.form, -(-rows // 8), self.plan, items)
+        items = -(-self.bricks * 16 // (self.plan.warps * 32)) if rows == 1 and not handed else 0
+        told = choices(self.form, -(-rows // 8), self.plan, items)
+        return {**told, "HANDED": int(handed), "HEIR": int(heir)} if handed or heir else told
 
-    def memory(self, rows: int, plan: Plan) -> int:
-        """Bytes of shared memory: bricks, and one row as it comes and as it enters; in the end the sums."""
+    def memory(self, rows: int, plan: Plan, handed: bool = False) -> int:
+        """Bytes of shared memory: bricks, and one row as it comes and as it enters; in the end the sums.
+
+        With rows that were handed over, what is kept at hand for answers instead.
+        """
         ring = plan.warps * plan.stages * plan.tiles * slot(self.form)
         raw = entering(self.inputs) + 15
         entered = (2 if self.form.apart else 1) * self.bricks * BLOCK * 2
-        return max(ring + (raw + entered if rows == 1 else 0), plan.warps * plan.tiles * TILE * rows * 4)
+        sums = plan.warps * plan.tiles * TILE * 4
+        if handed:
+            room, each = -(-rows // 8) * 8, plan.tiles // 2 if self.form.act else plan.tiles
+            return max(ring, sums * room) + ledger(each * TILE, room)
+        return max(ring + (raw + entered if rows == 1 else 0), sums * rows)
 
     def fitted(self, plan: Plan) -> Plan:
         """A plan that fits for any number of rows: sums depend on its warps, so all rows have as many."""
         if self.form.act:
             plan = replace(plan, tiles=max(2, plan.tiles // 2 * 2))
-        while max(self.memory(rows, plan) for rows in (1, ALIKE)) > self.workshop.memory:
+        while max(self.memory(r, plan, handed) for r, handed in _CASES) > self.workshop.memory:
             if plan.stages > 2:
                 plan = replace(plan, stages=plan.stages - 1)
             elif plan.warps > 1:
@@ -219,9 +262,13 @@ class Product:
         return kept
 
 
-def unsigned(places: Tensor) -> Tensor:
-    """Places as 16 bits unsigned; those below zero become the largest."""
-    return torch.where(places < 0, _NOWHERE, places).to(torch.int32).view(torch.int16)[::2].contiguous()
+def evenly(workshop: Workshop, blocks: int, memory: int) -> int:
+    """Shared memory of a thread block, `memory` or so much that no more of them fit than come out evenly.
+
+    Those that start early are put where there is room, however many there are already.
+    """
+    each = -(-blocks // workshop.processors)
+    return max(memory, (workshop.memory + KEPT) // (each + 1) - KEPT + 16)
 
 
 def matrix_of(tiles: Tiles) -> _Matrix:
@@ -293,7 +340,7 @@ def _order(tiles: Tiles, source: Tensor, norm: Normal | None) -> tuple[Tensor | 
     """Which input each prepared number is, as unsigned 16 bits, and what it is multiplied by."""
     if tiles.source is None and norm is None and tiles.stored == tiles.blocks:
         return None, None
-    lanes = source.view(-1, 4, 2, 4, 4).transpose(2, 3).flatten()  # brick, pair, quarter, step, input
+    lanes = in_lanes(source)
     device = tiles.main.bricks.device
     places = torch.where(lanes < 0, tiles.in_features, lanes)  # padding: a zero lies behind the last
     words = unsigned(places).to(device, non_blocking=True)

@@ -304,6 +304,10 @@ DEVICE bool last_of(const Head& b, int lane) {
 // All chunks, added up in order, and out of the space of codes. Some are on their way before their shares are known.
 DEVICE void finish(const Head& b, float (&shares)[SLOTS + 1], int lane) {
     const int chunks = b.row.chunks, many = 12, each = SLOTS / 32 + 1;  // chunks of a lane, whose shares it finds
+    const Heir& heir = b.job.heir;
+    uint4 places[RUNS][2];
+    LOOP for (int r = 0; r < RUNS; r++) LOOP for (int i = 0; i < 2; i++)
+        if (heir.words) places[r][i] = heir.places[b.h * HEAD + r * 64 + lane * 2 + i];
     float peak[each], part[each], top = NOTHING, total = 0, x[RUNS][2] = {};
     LOOP for (int n = 0; n < each; n++) {
         const bool there = n * 32 + lane < chunks;
@@ -330,7 +334,10 @@ DEVICE void finish(const Head& b, float (&shares)[SLOTS + 1], int lane) {
     LOOP for (int r = 0; r < RUNS; r++) {
         rotate(x[r], lane);
         const float share = 1.0f / total;
-        *(u32*)(b.job.out + (i64)b.number * HEAD + r * 64 + lane * 2) = as_halves(x[r][0] * share, x[r][1] * share);
+        const u32 both = as_halves(x[r][0] * share, x[r][1] * share);
+        if (b.job.out) *(u32*)(b.job.out + (i64)b.number * HEAD + r * 64 + lane * 2) = both;
+        LOOP for (int i = 0; i < 2; i++)
+            if (heir.words) hand(heir, places[r][i], (int)b.row.number, (u16)(both >> 16 * i));
     }
 }
 
@@ -345,6 +352,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend_alone(con
     Fresh fresh;
     fresh.find(b, lane);  // before much else is on its way
     if (part >= row.workers(job.parts)) return;
+    if (job.heir.words && lane < HEAD / 8) soon(job.heir.places + b.h * HEAD + lane * 8);
+    Gap gap;
+    gap.find(job.heir, part ? 1 << 30 : blockIdx.x * THREADS + threadIdx.x);
     int chunk = part, at = row.start(chunk);
     if (chunk < row.chunks - 1) {
         const i64 home = b.home(at) - warp;
@@ -356,6 +366,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend_alone(con
     const bool host = part == row.host(job.parts);
     Query q;
     await();
+    gap.close(job.heir, gridDim.x * THREADS);
     fresh.read(b, host, lane);
     LOOP for (int r = 0; r < RUNS; r++) cut(memory, fresh.q[r], r, lane);
     if (host) fresh.welcome(b, lane);

@@ -6,6 +6,7 @@
 // (the smallest chunk), SLOTS (the most chunks), CAPPED, MASKED.
 
 #include "device.h"
+#include "handing.h"
 
 #ifndef EMULATED
 DEVICE u32 min2(u32 a, u32 b) { u32 out; asm("min.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b)); return out; }
@@ -28,11 +29,12 @@ struct Job {
     const u8* mask;              // zero hides a key
     float* left;                 // (row, block of queries, kv head) of unfinished chunks
     int* counts;                 // thread blocks that are done; zero before and after
-    u16* out;                    // (row, token, head, number)
+    u16* out;                    // (row, token, head, number); null: only the heir gets them
     i64 table_step, mask_step, q_row, q_token, k_row, k_token, v_row, v_token, place_row, place_token, place_plane;
     int tokens, parts, slots, dim, pairs, window;
     int inside, rooms;           // whether a block leaves its chunks nearby, behind so many floats for the warps
     float factor, cap;           // on q·k, and on the bent score
+    Heir heir;
 };
 
 #define THREADS (WARPS * 32)

@@ -27,6 +27,11 @@
 #define EARLY (!INSIDE && !APART && COLUMNS == 1)  // there are registers for rows on their way
 #define HELD (COLUMNS > 1 ? 512 : 576)  // threads of a multiprocessor: fewer have more registers
 #define RESIDENT (THREADS < HELD ? HELD / THREADS : 1)
+#define RING (WARPS * STAGES * STAGE_BYTES)
+#define SUMS (WARPS * TILES * 16 * COLUMNS * 8 * 4)
+#define LEDGER_AT (RING > SUMS ? RING : SUMS)
+
+typedef Ledger<EACH * 16, COLUMNS * 8> Book;
 
 // The bricks of a matrix that a warp will send next: of those of a tile number `warp`, `warp` + WARPS, …
 template <int BITS_> struct Stretch {
@@ -225,7 +230,7 @@ DEVICE void prepare_here(const Job& job, int at, int tile, char* memory, Prepare
 // One warp's sums for the tiles of its thread block; of matrix `at`, and under an ACT of the next.
 template <int FIRST, int SECOND>
 DEVICE void sum_up(
-    const Job& job, int at, int tile, char* memory, float (*total)[COLUMNS][4], Added& added, int widths = 0
+    const Job& job, int at, int tile, char* memory, float (*total)[COLUMNS][4], Added& added, const Link* link, int widths = 0
 ) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const Matrix &first = job.parts[at].matrix, &second = job.parts[at + SIDES - 1].matrix;
@@ -240,13 +245,17 @@ DEVICE void sum_up(
         if (SECOND) others.send(second, tile, lane, to + EACH * SLOT);
         close_group();
     };
+    Book* book = (Book*)(memory + LEDGER_AT);
+    if (HEIR) book->send(link->heir, tile * 16, job.parts[at].outputs);
     LOOP for (int stage = 0; stage < STAGES - 1; stage++) send(ring + stage * STAGE_BYTES);
     Prepared x[ENTRANCES];
+    Squares<32> squares;
     if (INSIDE) {
         prepare_here(job, at, tile, memory + WARPS * STAGES * STAGE_BYTES, x, added);
     } else {
         await();
         let_go();
+        if (HANDED && NORM) squares.ask(job, *link);
         added.load(job, at, tile);
         LOOP for (int e = 0; e < ENTRANCES; e++) x[e] = {job.parts[at + e].entrance.words, job.rows};
     }
@@ -254,6 +263,7 @@ DEVICE void sum_up(
     const int most = APART ? max(first.bricks, second.bricks) : first.bricks;
     Rows rows, next;  // those that are far away are fetched a round ahead
     if (EARLY && warp < most) next.load(x[0], warp, lane);
+    if (HANDED && NORM) squares.find(job, *link, book->measures);
     for (int brick = warp; brick < most; brick += WARPS) {
         if (EARLY) rows = next;
         if (EARLY && brick + WARPS < most) next.load(x[0], brick + WARPS, lane);
@@ -277,20 +287,48 @@ DEVICE void sum_up(
     wait_groups<0>();
 }
 
+// The sums of a thread block's squares; of each row in one and the same order.
+DEVICE void leave_squares(const Job& job, const Heir& heir, float* found, const float (&kept)[Added::most]) {
+    const int lane = threadIdx.x % 32, outputs = EACH * 16;
+    if (job.rows == 1 && outputs <= 32) {  // the first warp has them all
+        float sum = kept[0] * kept[0];
+        LOOP for (int other = 16; other; other /= 2) sum += exchange(sum, other);
+        if (threadIdx.x == 0) heir.squares[blockIdx.x] = sum;
+        return;
+    }
+    __syncthreads();  // all have added up
+    LOOP for (int n = 0; n < Added::most; n++) {
+        const int i = n * THREADS + threadIdx.x;
+        if (i < outputs * job.rows) found[i] = kept[n];
+    }
+    __syncthreads();
+    for (int row = threadIdx.x / 32; row < job.rows; row += WARPS) {
+        float sum = 0;
+        for (int output = lane; output < outputs; output += 32) {
+            const float number = found[output * job.rows + row];
+            sum = fmaf(number, number, sum);
+        }
+        LOOP for (int other = 16; other; other /= 2) sum += exchange(sum, other);
+        if (lane == 0) heir.squares[row * heir.shares + blockIdx.x] = sum;
+    }
+}
+
 // A thread block's tiles: the sums of its warps, added up, and what is done with them. `widths`, a nibble for each side,
 // are heeded if there are WIDTHS.
-DEVICE void product(const Job& job, char* memory, int widths = 0) {
+DEVICE void product(const Job& job, char* memory, const Link* link, int widths = 0) {
     int at = 0;
     if (!ACT) while (at + 1 < PARTS && blockIdx.x >= job.parts[at + 1].first) at++;
     const Part& part = job.parts[at];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, tile = (blockIdx.x - part.first) * EACH;
     float total[TILES][COLUMNS][4] = {};
     Added added;
-    if (WIDTHS) sum_up<ANY, ACT ? ANY : 0>(job, at, tile, memory, total, added, widths);
-    else if (ACT) sum_up<BITS_OF(0), ACT ? BITS_OF(1) : 0>(job, at, tile, memory, total, added);
-    else if (one_width() || at == 0) sum_up<BITS_OF(0), 0>(job, at, tile, memory, total, added);
-    else if (PARTS == 2 || at == 1) sum_up<BITS_OF(PARTS > 1 ? 1 : 0), 0>(job, at, tile, memory, total, added);
-    else sum_up<BITS_OF(PARTS > 2 ? 2 : 0), 0>(job, at, tile, memory, total, added);
+    Gap gap;
+    if (HEIR) gap.find(link->heir, blockIdx.x * THREADS + threadIdx.x);
+    if (WIDTHS) sum_up<ANY, ACT ? ANY : 0>(job, at, tile, memory, total, added, link, widths);
+    else if (ACT) sum_up<BITS_OF(0), ACT ? BITS_OF(1) : 0>(job, at, tile, memory, total, added, link);
+    else if (one_width() || at == 0) sum_up<BITS_OF(0), 0>(job, at, tile, memory, total, added, link);
+    else if (PARTS == 2 || at == 1) sum_up<BITS_OF(PARTS > 1 ? 1 : 0), 0>(job, at, tile, memory, total, added, link);
+    else sum_up<BITS_OF(PARTS > 2 ? 2 : 0), 0>(job, at, tile, memory, total, added, link);
     __syncthreads();
     float* found = (float*)memory;  // (warp, tile, output, row)
     LOOP for (int t = 0; t < TILES; t++) LOOP for (int c = 0; c < COLUMNS; c++) LOOP for (int i = 0; i < 4; i++) {
@@ -298,17 +336,27 @@ DEVICE void product(const Job& job, char* memory, int widths = 0) {
         if (row < job.rows) found[((warp * TILES + t) * 16 + lane / 4 + i / 2 * 8) * job.rows + row] = total[t][c][i];
     }
     __syncthreads();
+    const Book* book = (const Book*)(memory + LEDGER_AT);
+    float kept[Added::most] = {};
     LOOP for (int n = 0; n < Added::most; n++) {
         const int i = n * THREADS + threadIdx.x, row = i % job.rows, output = tile * 16 + i / job.rows;
         if (i >= EACH * 16 * job.rows || output >= part.outputs) continue;
+        const float measure = HANDED && NORM ? book->measures[row] : 1.0f;
         float answer[SIDES];
         LOOP for (int s = 0; s < SIDES; s++) {
             float sum = 0;
             LOOP for (int w = 0; w < WARPS; w++) sum += found[(w * TILES + s * EACH) * 16 * job.rows + i];
-            answer[s] = sum * job.parts[at + s].matrix.factor + added.bias[n][s];
+            answer[s] = sum * job.parts[at + s].matrix.factor * measure + added.bias[n][s];
         }
         const float y = ACT ? bent(answer[0]) * answer[SIDES - 1] : answer[0];
+        const u16 half = as_half(y + added.rest[n]);
         if (FULL) ((float*)part.y)[(long)row * part.stride + output] = y + added.rest[n];
-        else part.y[(long)row * part.stride + output] = as_half(y + added.rest[n]);
+        else if (!HEIR || part.y) part.y[(long)row * part.stride + output] = half;
+        if (!HEIR) continue;
+        kept[n] = as_float(half);
+        hand(link->heir, book->places[i / job.rows], row, book->normed(link->heir, i / job.rows, kept[n]));
     }
+    if (!HEIR) return;
+    gap.close(link->heir, gridDim.x * THREADS);
+    if (link->heir.squares) leave_squares(job, link->heir, found, kept);
 }

@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .handing import unsigned
 from .lanes import BLOCK, TILE
-from .linear import Form, Plan, dealt, matrix_of, unsigned
+from .linear import Form, Plan, dealt, matrix_of
 from .program import Program, Workshop
 from .tiles import Tiles
 

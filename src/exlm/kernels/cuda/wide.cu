@@ -16,17 +16,18 @@
 #include "bricks.h"
 
 #define ROWS (COLUMNS * 8)
-#define MATRIX_BYTES (ROWS * 16)  // eight inputs of all rows
+#define MATRIX_BYTES (ROWS * 16)  // eight inputs of all rows: eights of rows side by side, each row by row or, HANDED, by input
 
 #ifndef EMULATED
 DEVICE void wait_until(int* at, int count) {  // and see what those have written who arrived
     int found;
     do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(at) : "memory"); while (found < count);
 }
-DEVICE void load_matrices(u32 (&out)[4], u32 row) {  // four of 8 x 8 halves; a lane says where a row of one is
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3]) : "r"(row) : "memory");
-}
+#define LOAD(how) \
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4" how ".shared.b16 {%0,%1,%2,%3}, [%4];" \
+                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3]) : "r"(row) : "memory")
+DEVICE void load_matrices(u32 (&out)[4], u32 row) { LOAD(""); }  // four of 8 x 8 halves; a lane says where a row of one is
+DEVICE void load_turned(u32 (&out)[4], u32 row) { LOAD(".trans"); }
 #endif
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) && WARPS % 4 == 0
@@ -36,8 +37,13 @@ DEVICE void load_matrices(u32 (&out)[4], u32 row) {  // four of 8 x 8 halves; a 
 #define SUMS16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define SUMS24 SUMS16 ",%16,%17,%18,%19,%20,%21,%22,%23"
 #define SUMS32 SUMS24 ",%24,%25,%26,%27,%28,%29,%30,%31"
+#if HANDED
+#define TURNED "1"
+#else
+#define TURNED "0"
+#endif
 #define ASK(rows, sums, others, ...) \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" rows "k16.f32.f16.f16 {" sums "}, " others ", 1, 1, 1, 0;" \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" rows "k16.f32.f16.f16 {" sums "}, " others ", 1, 1, 1, " TURNED ";" \
                  : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 struct Tensor {
     DEVICE static void multiply_add(float (&sum)[COLUMNS][4], const u32 (&a)[4], u32 rows, int) {
@@ -61,7 +67,8 @@ struct Tensor {
         const u32 row = rows + lane / 8 % 2 * MATRIX_BYTES + (lane / 16 * 8 + lane % 8) * 16;
         LOOP for (int c = 0; c < COLUMNS; c += 2) {
             u32 b[4];
-            load_matrices(b, row + c * 128);
+            if (HANDED) load_turned(b, row + c * 128);
+            else load_matrices(b, row + c * 128);
             ::multiply_add(sum[c], a[0], a[1], a[2], a[3], b[0], b[1]);
             ::multiply_add(sum[c + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
         }
@@ -78,7 +85,12 @@ struct Tensor {
 #define ROWS_AT (TILES * WARPS * SLOT)
 #define STAGE_BYTES (ROWS_AT + ROWS * 256)
 
+#define RING (STAGES * STAGE_BYTES)
+#define SUMS (ROWS * (TILES * WARPS * 16 + 8) * 4)
+#define LEDGER_AT (RING > SUMS ? RING : SUMS)
 #define SHARE (TOGETHER ? (COLUMNS + PIECES - 1) / PIECES : COLUMNS)  // eights of rows that one answers for, at most
+
+typedef Ledger<WIDTH, ROWS> Book;
 
 struct Shared {
     float4* left;  // (group, piece, TILES, COLUMNS, THREADS) sums
@@ -228,78 +240,10 @@ DEVICE bool gather(const Shared& shared, int group, int piece, int first, int en
     return true;
 }
 
-// Four neighbours of a row of halves, at once if they lie so; those behind `count` are none.
-DEVICE uint2 read_four(const u16* from, bool even, int count) {
-    if (even) return count > 0 ? *(const uint2*)from : uint2{};
-    u32 halves[4];
-    LOOP for (int k = 0; k < 4; k++) halves[k] = k < count ? from[k] : 0;
-    return uint2{halves[0] | halves[1] << 16, halves[2] | halves[3] << 16};
-}
-DEVICE void write_four(u16* from, long at, bool even, int count, const float (&y)[4]) {
-    if (FULL) {
-        float* to = (float*)from + at;
-        if (even && count > 0) *(float4*)to = float4{y[0], y[1], y[2], y[3]};
-        LOOP for (int k = 0; k < 4; k++) if (!even && k < count) to[k] = y[k];
-        return;
-    }
-    u16* to = from + at;
-    if (even) {
-        if (count > 0)
-            *(uint2*)to = uint2{as_half(y[0]) | (u32)as_half(y[1]) << 16, as_half(y[2]) | (u32)as_half(y[3]) << 16};
-        return;
-    }
-    LOOP for (int k = 0; k < 4; k++) if (k < count) to[k] = as_half(y[k]);
-}
-
-// Sums to answers, by way of shared memory so that neighbours write to neighbours; of some eights of rows.
-template <int EIGHTS>
-DEVICE void answer(const Job& job, int at, int group, int first, int end, const float (*total)[EIGHTS][4], float* found) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, step = WIDTH + 4;  // from row to row: other banks
-    const int rows = EIGHTS * 8;
-    LOOP for (int s = 0; s < SIDES; s++) LOOP for (int t = 0; t < EACH; t++) LOOP for (int c = 0; c < EIGHTS; c++)
-        LOOP for (int i = 0; i < 4; i++)
-            found[(s * rows + c * 8 + lane % 4 * 2 + i % 2) * step + (warp * EACH + t) * 16 + lane / 4 + i / 2 * 8] =
-                total[s * EACH + t][c][i];
-    __syncthreads();
-    const Part& part = job.parts[at];
-    const int fours = WIDTH / 4, column = threadIdx.x % fours * 4;
-    const int pace = THREADS / fours, output = group * WIDTH + column, count = part.outputs - output;
-    const bool even = part.outputs % 4 == 0 && part.stride % 4 == 0 && ((size_t)part.y | (size_t)job.residual) % (FULL ? 16 : 8) == 0;
-    float bias[SIDES][4];
-    LOOP for (int s = 0; s < SIDES; s++) LOOP for (int k = 0; k < 4; k++) {
-        const u16* added = job.parts[at + s].bias;
-        bias[s][k] = added && k < count ? as_float(added[output + k]) : 0.0f;
-    }
-    // Code that runs once comes slowly: a loop, with some rows at a time so that what they add is fetched together.
-    const int many = rows * fours / THREADS, last = min(end * 8, job.rows) - first * 8, some = many % 4 ? many % 2 ? 1 : 2 : 4;
-    _Pragma("unroll 1") for (int n = 0, row = threadIdx.x / fours; n < many; n += some, row += some * pace) {
-        uint2 rest[some];
-        LOOP for (int i = 0; i < some; i++) {
-            const int here = row + i * pace;
-            const u16* from = job.residual + (long)(first * 8 + here) * part.stride + output;
-            rest[i] = job.residual && here < last ? read_four(from, even, count) : uint2{};
-        }
-        LOOP for (int i = 0; i < some; i++) {
-            const int here = row + i * pace;
-            if (here >= last) return;
-            float y[4];
-            LOOP for (int s = 0; s < SIDES; s++) {
-                const float4 sums = *(const float4*)(found + (s * rows + here) * step + column);
-                const float of[4] = {sums.x, sums.y, sums.z, sums.w};
-                LOOP for (int k = 0; k < 4; k++) {
-                    const float sum = fmaf(of[k], job.parts[at + s].matrix.factor, bias[s][k]);
-                    y[k] = s ? y[k] * sum : ACT ? bent(sum) : sum;
-                }
-            }
-            const u32 words[2] = {rest[i].x, rest[i].y};
-            LOOP for (int k = 0; k < 4; k++) y[k] += as_float((u16)(words[k / 2] >> k % 2 * 16));
-            write_four(part.y, (long)(first * 8 + here) * part.stride + output, even, count, y);
-        }
-    }
-}
+#include "answers.h"
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) multiply_wide(
-    const __grid_constant__ Job job, const __grid_constant__ Shared shared
+    const __grid_constant__ Job job, const __grid_constant__ Shared shared, const __grid_constant__ Link link
 ) {
     extern __shared__ __align__(128) char memory[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -312,12 +256,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) multiply_wide(
     Place ahead;
     ahead.find(job, part, group, (long)matrix.bricks * piece / PIECES);
     const int start = ahead.brick;
+    Book& book = *(Book*)(memory + LEDGER_AT);
+    Gap gap;
+    if (HEIR) book.send(link.heir, group * WIDTH, job.parts[part].outputs), gap.find(link.heir, blockIdx.x * THREADS + threadIdx.x);
     LOOP for (int stage = 0; stage < STAGES - 1; stage++) if (ahead.brick < end) {
         ahead.send_bricks(ring + stage * STAGE_BYTES);
         ahead.advance(job, part, group);
     }
     let_go();
     await();
+    Squares<4> squares;
+    if (HANDED && NORM) squares.ask(job, link);
     const char* words = ahead.words;
     ahead.words -= (long)(ahead.brick - start) * (ROWS * 256);
     LOOP for (int stage = 0; stage < STAGES - 1; stage++) {
@@ -325,6 +274,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) multiply_wide(
         close_group();
     }
     ahead.words = words;
+    if (HEIR) gap.close(link.heir, gridDim.x * THREADS);
+    if (HANDED && NORM) squares.find(job, link, book.measures);
     float total[TILES][COLUMNS][4] = {};
     int stage = 0, before = (STAGES - 1) * STAGE_BYTES;  // where a unit is, and where there is room for one
     for (int brick = start; brick < end; brick++) {
@@ -342,10 +293,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) multiply_wide(
     }
     wait_groups<0>();
     __syncthreads();
-    if (PIECES == 1) return answer(job, part, group, 0, COLUMNS, total, (float*)memory);
+    if (PIECES == 1) return answer(job, link, part, group, 0, COLUMNS, total, memory);
     const int first = TOGETHER ? COLUMNS * piece / PIECES : 0, last = TOGETHER ? COLUMNS * (piece + 1) / PIECES : COLUMNS;
     float mine[TILES][SHARE][4];
     if (!gather(shared, number, piece, first, last, total, mine, (int*)memory)) return;
     __syncthreads();  // all know
-    answer(job, part, group, first, last, mine, (float*)memory);
+    answer(job, link, part, group, first, last, mine, memory);
 }

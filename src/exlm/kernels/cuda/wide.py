@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...errors import Unsupported
 from . import linear
+from .handing import Handed, ledger, link
 from .lanes import BLOCK, TILE
 from .linear import Product
 
@@ -26,8 +27,7 @@ MOST = 64
 _PIECES = (1, 2, 3, 4, 6, 8)
 _ADDING = 1.5  # what a piece costs, in bricks
 _MUCH = 32  # rows
-_EARLY = 2  # thread blocks of a multiprocessor
-_KEPT = 1024  # bytes of shared memory that the device keeps for itself, for each thread block
+_EARLY = (2, 3)  # thread blocks of a multiprocessor, at most, up to _MUCH rows and with more of them
 
 
 class _Shared(ctypes.Structure):
@@ -70,28 +70,44 @@ class WideProduct:
         self.counts = torch.zeros(2 * every, dtype=torch.int32, device=product.device)
         """Thread blocks that have left a group's sums, and that have seen all; zero between launches."""
 
-    def __call__(self, x: Tensor, out: Sequence[Tensor], residual: Tensor | None = None) -> None:
-        """Fill `out`, the product's `answers`, with x (rows, inputs) @ each matrix + residual."""
-        rows, plan = len(x), self.plan
+    def __call__(
+        self,
+        x: Tensor | Handed,
+        out: Sequence[Tensor],
+        residual: Tensor | None = None,
+        heir: Handed | None = None,
+    ) -> None:
+        """Fill `out`, the product's `answers`, with x (rows, inputs) @ each matrix + residual.
+
+        An heir gets the answers as well; then `out` may be empty.
+        """
+        rows, plan, handed = len(x), self.plan, x if isinstance(x, Handed) else None
         if not 1 <= rows <= MOST:
             raise Unsupported(f"{rows} rows are not multiplied straight from codes, only 1 to {MOST}")
         room = self._room(rows)
         job, groups = self.product.job(x, out, residual, self._groups)
         sums = groups * self.pieces * plan.warps * plan.tiles * TILE * room if self.pieces > 1 else 0
-        left = torch.empty(sums, dtype=torch.float32, device=x.device)
-        made = self.workshop.program(SOURCE, **self.choices(rows))
-        kept = self.product.prepare(made, job, rows, room)
+        left = torch.empty(sums, dtype=torch.float32, device=self.product.device)
+        made = self.workshop.program(SOURCE, **self.choices(rows, handed is not None, heir is not None))
+        kept = () if handed is not None else self.product.prepare(made, job, rows, room)
         shared = _Shared(left.data_ptr(), self.counts.data_ptr())
-        memory, early = self._spread(groups * self.pieces, self._memory(room, plan))
+        memory, early = self._spread(rows, groups * self.pieces)
         grid, threads = (groups * self.pieces, 1, 1), plan.warps * 32
-        made.launch("multiply_wide", grid, threads, memory, (job, shared), early, self._together(rows))
+        told = job, shared, link(handed, heir)
+        made.launch("multiply_wide", grid, threads, memory, told, early, self._together(rows))
         del kept, left  # not before the launch
 
-    def choices(self, rows: int) -> dict[str, int]:
+    @property
+    def shares(self) -> int:
+        """Thread blocks that answer for a row."""
+        return sum(self._groups)
+
+    def choices(self, rows: int, handed: bool = False, heir: bool = False) -> dict[str, int]:
         """What the kernels' source is told for so many rows."""
         told = linear.dealt(self.product.form, self._room(rows) // 8, self.plan)
         together = int(self._together(rows))
-        return {**told, "RESIDENT": self.plan.resident, "PIECES": self.pieces, "TOGETHER": together}
+        told |= {"RESIDENT": self.plan.resident, "PIECES": self.pieces, "TOGETHER": together}
+        return {**told, "HANDED": int(handed), "HEIR": int(heir)} if handed or heir else told
 
     def _together(self, rows: int) -> bool:
         """Whether pieces share the adding up: it is quicker where there is much of it."""
@@ -115,23 +131,22 @@ class WideProduct:
         """Bytes of shared memory: bricks and rows of each unit; in the end the sums."""
         tiles = plan.tiles * plan.warps
         ring = plan.stages * (tiles * linear.slot(self.product.form) + room * BLOCK * 2)
-        return max(ring, room * (tiles * TILE + 8) * 4)
+        each = tiles // 2 if self.product.form.act else tiles
+        return max(ring, room * (tiles * TILE + 8) * 4) + ledger(each * TILE, room)
 
-    def _spread(self, blocks: int, memory: int) -> tuple[int, bool]:
-        """Shared memory of a thread block, and whether they may start early: then where there is room.
-
-        So there must be none for more of them than come out evenly; not even then are many quicker.
-        """
-        each = -(-blocks // self.workshop.processors)
-        if each > _EARLY:
+    def _spread(self, rows: int, blocks: int) -> tuple[int, bool]:
+        """Shared memory of a thread block, and whether they may start early: many are not quicker so."""
+        room = self._room(rows)
+        memory = self._memory(room, self.plan)
+        if blocks > _EARLY[room > _MUCH] * self.workshop.processors:
             return memory, False
-        return max(memory, (self.workshop.memory + _KEPT) // (each + 1) - _KEPT + 16), True
+        return linear.evenly(self.workshop, blocks, memory), True
 
     def _fitted(self, plan: Plan) -> Plan:
         """A plan that fits for any number of rows: where sums are cut depends on it, so all have the same."""
         if self.product.form.act:
             plan = replace(plan, tiles=max(2, plan.tiles // 2 * 2))
-        while (self._memory(MOST, plan) + _KEPT) * plan.resident > self.workshop.memory + _KEPT:
+        while (self._memory(MOST, plan) + linear.KEPT) * plan.resident > self.workshop.memory + linear.KEPT:
             if plan.resident > 1:
                 plan = replace(plan, resident=plan.resident - 1)
             elif plan.stages > 2:

@@ -1,0 +1,114 @@
+// Sums of 17 to 64 rows to answers, by way of shared memory.
+
+// Four neighbours of a row of halves, at once if they lie so; those behind `count` are none.
+DEVICE uint2 read_four(const u16* from, bool even, int count) {
+    if (even) return count > 0 ? *(const uint2*)from : uint2{};
+    u32 halves[4];
+    LOOP for (int k = 0; k < 4; k++) halves[k] = k < count ? from[k] : 0;
+    return uint2{halves[0] | halves[1] << 16, halves[2] | halves[3] << 16};
+}
+DEVICE void write_four(u16* from, long at, bool even, int count, const float (&y)[4]) {
+    if (FULL) {
+        float* to = (float*)from + at;
+        if (even && count > 0) *(float4*)to = float4{y[0], y[1], y[2], y[3]};
+        LOOP for (int k = 0; k < 4; k++) if (!even && k < count) to[k] = y[k];
+        return;
+    }
+    u16* to = from + at;
+    if (even) {
+        if (count > 0)
+            *(uint2*)to = uint2{as_half(y[0]) | (u32)as_half(y[1]) << 16, as_half(y[2]) | (u32)as_half(y[3]) << 16};
+        return;
+    }
+    LOOP for (int k = 0; k < 4; k++) if (k < count) to[k] = as_half(y[k]);
+}
+
+// Sums to shared memory, (side, row, output): the lanes of the tensor cores hold them in pieces.
+#define ROW_STEP (WIDTH + 4)  // from row to row: other banks
+template <int EIGHTS> DEVICE void put_down(const float (*total)[EIGHTS][4], float* found) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rows = EIGHTS * 8;
+    LOOP for (int s = 0; s < SIDES; s++) LOOP for (int t = 0; t < EACH; t++) LOOP for (int c = 0; c < EIGHTS; c++)
+        LOOP for (int i = 0; i < 4; i++)
+            found[(s * rows + c * 8 + lane % 4 * 2 + i % 2) * ROW_STEP + (warp * EACH + t) * 16 + lane / 4 + i / 2 * 8] =
+                total[s * EACH + t][c][i];
+    __syncthreads();
+}
+
+// Answers of some eights of rows, `last` of them, to the next product: eight rows of an output lie together there.
+DEVICE void bequeath(
+    const Heir& heir, const Book& book, int group, int first, int eights, int last, int outputs, const float* found
+) {
+    const int lane = threadIdx.x % 32;
+    __syncthreads();
+    for (int i = threadIdx.x; i < WIDTH * eights; i += THREADS) {
+        const int column = i % WIDTH, eight = i / WIDTH;
+        if (group * WIDTH + column >= outputs) continue;
+        u16 halves[8];
+        LOOP for (int r = 0; r < 8; r++)
+            halves[r] = book.normed(heir, column, found[(eight * 8 + r) * ROW_STEP + column]);
+        hand_eight(heir, book.places[column], (first + eight) * 8, halves);
+    }
+    if (!heir.squares) return;
+    for (int row = threadIdx.x / 32; row < last; row += 4 * WARPS) {  // four at a time: exchanging is slow
+        float sum[4] = {};
+        LOOP for (int column = lane; column < (WIDTH + 31) / 32 * 32; column += 32) LOOP for (int n = 0; n < 4; n++) {
+            const int here = row + n * WARPS;
+            const float number = here < last && column < WIDTH ? found[here * ROW_STEP + column] : 0.0f;
+            sum[n] = fmaf(number, number, sum[n]);
+        }
+        LOOP for (int other = 16; other; other /= 2) LOOP for (int n = 0; n < 4; n++) sum[n] += exchange(sum[n], other);
+        LOOP for (int n = 0; n < 4; n++)
+            if (lane == 0 && row + n * WARPS < last) heir.squares[(first * 8 + row + n * WARPS) * heir.shares + group] = sum[n];
+    }
+}
+
+// Sums to answers, so that neighbours write to neighbours; of some eights of rows.
+template <int EIGHTS>
+DEVICE void answer(
+    const Job& job, const Link& link, int at, int group, int first, int end, const float (*total)[EIGHTS][4], char* memory
+) {
+    float* found = (float*)memory;
+    const Book& book = *(const Book*)(memory + LEDGER_AT);
+    const int rows = EIGHTS * 8;
+    put_down<EIGHTS>(total, found);
+    const Part& part = job.parts[at];
+    const int fours = WIDTH / 4, column = threadIdx.x % fours * 4;
+    const int pace = THREADS / fours, output = group * WIDTH + column, count = part.outputs - output;
+    const bool even = part.outputs % 4 == 0 && part.stride % 4 == 0 && ((size_t)part.y | (size_t)job.residual) % (FULL ? 16 : 8) == 0;
+    float bias[SIDES][4];
+    LOOP for (int s = 0; s < SIDES; s++) LOOP for (int k = 0; k < 4; k++) {
+        const u16* added = job.parts[at + s].bias;
+        bias[s][k] = added && k < count ? as_float(added[output + k]) : 0.0f;
+    }
+    // Code that runs once comes slowly: a loop, with some rows at a time so that what they add is fetched together.
+    const int many = rows * fours / THREADS, last = min(end * 8, job.rows) - first * 8, some = many % 4 ? many % 2 ? 1 : 2 : 4;
+    _Pragma("unroll 1") for (int n = 0, row = threadIdx.x / fours; n < many; n += some, row += some * pace) {
+        uint2 rest[some];
+        LOOP for (int i = 0; i < some; i++) {
+            const int here = row + i * pace;
+            const u16* from = job.residual + (long)(first * 8 + here) * part.stride + output;
+            rest[i] = job.residual && here < last ? read_four(from, even, count) : uint2{};
+        }
+        LOOP for (int i = 0; i < some; i++) {
+            const int here = row + i * pace;
+            if (here >= last) break;
+            const float measure = HANDED && NORM ? book.measures[first * 8 + here] : 1.0f;
+            float y[4];
+            LOOP for (int s = 0; s < SIDES; s++) {
+                const float4 sums = *(const float4*)(found + (s * rows + here) * ROW_STEP + column);
+                const float of[4] = {sums.x, sums.y, sums.z, sums.w};
+                LOOP for (int k = 0; k < 4; k++) {
+                    const float sum = fmaf(of[k], job.parts[at + s].matrix.factor * measure, bias[s][k]);
+                    y[k] = s ? y[k] * sum : ACT ? bent(sum) : sum;
+                }
+            }
+            const u32 words[2] = {rest[i].x, rest[i].y};
+            LOOP for (int k = 0; k < 4; k++) y[k] += as_float((u16)(words[k / 2] >> k % 2 * 16));
+            if (!HEIR || part.y) write_four(part.y, (long)(first * 8 + here) * part.stride + output, even, count, y);
+            if (!HEIR) continue;
+            LOOP for (int k = 0; k < 4; k++) y[k] = k < count ? as_float(as_half(y[k])) : 0.0f;
+            *(float4*)(found + here * ROW_STEP + column) = float4{y[0], y[1], y[2], y[3]};
+        }
+    }
+    if (HEIR) bequeath(link.heir, book, group, first, min(end - first, EIGHTS), last, part.outputs, found);
+}

@@ -1,0 +1,166 @@
+"""Rows left by one kernel as the next product takes them, so that nobody need prepare them for it.
+
+A root mean square before the product is divided by only in the end: whoever leaves the rows multiplies them
+by the norm's weights and says how large their squares are. The weights are brought to one at most, so that
+no number becomes too large for float16 on the way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...errors import Unsupported
+from .lanes import BLOCK
+from .tiles import Tiles, stored_source
+
+NOWHERE = 65535
+COPIES = 8
+"""Stored inputs that one input may be: its codes have digits, and matrices orders of their own."""
+
+FEW = 16
+"""Rows up to which they lie side by side."""
+
+
+class Heir(ctypes.Structure):
+    """The kernels' `Heir`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("places", "gaps", "norm", "words", "squares")),
+        *((name, ctypes.c_int) for name in ("empty", "room", "shares", "few")),
+    )
+
+
+class Link(ctypes.Structure):
+    """The kernels' `Link`."""
+
+    _fields_ = (
+        ("heir", Heir),
+        ("squares", ctypes.c_void_p),
+        ("shares", ctypes.c_int),
+        ("lift", ctypes.c_float),
+    )
+
+
+class Inlet:
+    """Where a product takes its inputs: what those must know who leave rows for it."""
+
+    def __init__(self, matrices: Sequence[Tiles], entrances: Sequence[int], norm: Tensor | None) -> None:
+        """`entrances` says for each matrix which one has the same order."""
+        firsts = list(dict.fromkeys(entrances))
+        orders = [in_lanes(stored_source(matrices[first])) for first in firsts]
+        starts = dict(zip(firsts, [0, *torch.tensor([len(one) for one in orders]).cumsum(0)], strict=False))
+        self.starts = [int(starts[entrance]) for entrance in entrances]
+        """Of each matrix, among all stored inputs."""
+        device, lanes = matrices[0].main.bricks.device, torch.cat(orders)
+        self.stored = len(lanes)
+        gaps = torch.nonzero(lanes < 0).flatten()
+        self.empty = len(gaps)
+        self.gaps = unsigned(gaps).to(device, non_blocking=True)
+        self.places = unsigned(_places(lanes, matrices[0].in_features)).to(device, non_blocking=True)
+        self._norm = norm
+
+    @cached_property
+    def lift(self) -> float:
+        """What the norm's weights are divided by. Not asked before all are there: it waits for the device."""
+        return 1.0 if self._norm is None else 2.0 ** math.frexp(float(self._norm.abs().max()))[1]
+
+    @cached_property
+    def norm(self) -> Tensor | None:
+        """What rows are multiplied by, one at most."""
+        return None if self._norm is None else self._norm.float().contiguous() / self.lift
+
+    def open(self, rows: int, shares: int) -> Handed:
+        """Room for rows that are still to come, from so many thread blocks for each of them."""
+        room = rows if rows <= FEW else -(-rows // 16) * 16
+        device = self.places.device
+        words = torch.empty(self.stored * room, dtype=torch.float16, device=device)
+        squares = None
+        if self.norm is not None:
+            squares = torch.empty(rows * shares, dtype=torch.float32, device=device)
+        return Handed(self, rows, room, words, squares, shares)
+
+    def heir(self, handed: Handed) -> Heir:
+        """What a kernel is told that leaves rows there."""
+        return Heir(
+            places=self.places.data_ptr(),
+            gaps=self.gaps.data_ptr(),
+            norm=None if self.norm is None else self.norm.data_ptr(),
+            words=handed.words.data_ptr(),
+            squares=None if handed.squares is None else handed.squares.data_ptr(),
+            empty=self.empty,
+            room=handed.room,
+            shares=handed.shares,
+            few=handed.rows <= FEW,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Handed:
+    """Rows as a product takes them."""
+
+    inlet: Inlet
+    rows: int
+    room: int
+    words: Tensor
+    squares: Tensor | None
+    shares: int
+
+    def __len__(self) -> int:
+        return self.rows
+
+    @property
+    def starts(self) -> list[int]:
+        """The address of what each matrix takes."""
+        return [self.words.data_ptr() + start * self.room * 2 for start in self.inlet.starts]
+
+
+def link(handed: Handed | None, heir: Handed | None) -> Link:
+    """What a product is told of rows that were left for it, and of those it leaves."""
+    made = Link()
+    if handed is not None:
+        made.lift = handed.inlet.lift
+        if handed.squares is not None:
+            made.squares, made.shares = handed.squares.data_ptr(), handed.shares
+    if heir is not None:
+        if handed is None:
+            raise Unsupported("rows that were not handed over, to be handed on")
+        made.heir = heir.inlet.heir(heir)
+    return made
+
+
+def ledger(outputs: int, room: int) -> int:
+    """Bytes of shared memory that a thread block keeps for its answers."""
+    return outputs * (2 * COPIES + 4) + room * 4
+
+
+def in_lanes(source: Tensor) -> Tensor:
+    """Stored inputs in the order of the lanes: brick, pair of steps, quarter, step, input."""
+    return source.view(-1, BLOCK // 32, 2, 4, 4).transpose(2, 3).flatten()
+
+
+def unsigned(places: Tensor) -> Tensor:
+    """Places as 16 bits unsigned; those below zero become the largest."""
+    return torch.where(places < 0, NOWHERE, places).to(torch.int32).view(torch.int16)[..., ::2].contiguous()
+
+
+def _places(lanes: Tensor, inputs: int) -> Tensor:
+    """(inputs, COPIES) which stored inputs each is, -1 for none."""
+    if len(lanes) >= NOWHERE:
+        raise Unsupported(f"{len(lanes)} stored inputs, which must be below {NOWHERE}")
+    there = torch.nonzero(lanes >= 0).flatten()
+    whose, order = lanes[there].long().sort(stable=True)
+    counts = torch.bincount(whose, minlength=inputs)
+    if int(counts.max()) > COPIES:
+        raise Unsupported(f"an input that is stored {int(counts.max())} times, more than {COPIES}")
+    first = F.pad(counts.cumsum(0), (1, 0))[:-1]
+    places = torch.full((inputs, COPIES), -1)
+    places[whose, torch.arange(len(whose)) - first[whose]] = there[order]
+    return places

@@ -1,0 +1,185 @@
+"""Layers whose launches leave their answers for the next: right, and in any company the same bits."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from exlm.cache.layer import Layer
+from exlm.kernels import backend as b
+from exlm.kernels.cuda.attention import Attend, Desk
+from exlm.kernels.cuda.few import Few
+from exlm.kernels.cuda.layer import WholeLayer, compose
+from exlm.kernels.cuda.linear import Normal
+from exlm.kernels.cuda.planner import Planner
+from exlm.kernels.cuda.program import Workshop
+from exlm.kernels.cuda.tiles import alike, arrange
+from exlm.nn import Batch
+from tests.kernels.cuda.emulator import EmulatedWorkshop
+from tests.kernels.cuda.random_weights import matrix, segment
+from tests.kernels.cuda.test_attention import Tables, refuse
+from tests.kernels.triton import cases
+from tests.kernels.triton.cases import Case
+
+HIDDEN, INNER, HEAD = 192, 320, 64
+ROW = slice(0, 1)
+
+
+class Stack:
+    """Two layers, and the same in parts."""
+
+    def __init__(self, workshop: Any, case: Case, norm: b.HeadPair | None = None) -> None:
+        torch.manual_seed(4)
+        self.device, self.case, self.norm = workshop.device, case, norm
+        planner, desk = Planner(workshop), Desk(workshop, 2)
+        q, kv = case.heads * HEAD, case.kv_heads * HEAD
+
+        def few(inputs: int, *outputs: int, normed: bool = False, act: str | None = None) -> Few:
+            made = [self._tiles(inputs, width) for width in outputs]
+            behind = Normal(torch.rand(inputs).to(self.device) * 3, 1e-5) if normed else None
+            return Few(planner.product(alike(made), behind, act), True)
+
+        self.parts = [
+            (
+                few(HIDDEN, q, kv, kv, normed=True),
+                few(q, HIDDEN),
+                few(HIDDEN, INNER, INNER, normed=True, act="silu"),
+                few(INNER, HIDDEN),
+            )
+            for _ in range(2)
+        ]
+        self.attend = Attend(desk, case.attn, Tables(case, "neox", self.device), refuse)
+        self.layers: list[WholeLayer] = []
+        for parts in self.parts:
+            made = compose(parts, self.attend, norm)
+            assert made is not None
+            self.layers.append(made)
+
+    def _tiles(self, inputs: int, outputs: int) -> Any:
+        kinds = (6, [32]), (5, [32]), (4, [32] * (inputs // 32 - 2))
+        parts = tuple(segment(bits, sizes, outputs, False, False) for bits, sizes in kinds)
+        return arrange(matrix(parts, outputs).to(self.device))
+
+    def whole(self, x: Tensor, kvs: list[Layer], where: Batch) -> Tensor:
+        for layer, kv in zip(self.layers, kvs, strict=True):
+            y = layer(x, kv, where)
+            assert y is not None
+            x = y
+        return x
+
+    def plain(self, x: Tensor, kvs: list[Layer], where: Batch) -> Tensor:
+        shape, rows = x.shape, x.flatten(0, 1)
+        for (qkv, o, gate, down), kv in zip(self.parts, kvs, strict=True):
+            q, k, v = (y.view(*shape[:2], -1, HEAD) for y in answer(qkv, rows))
+            q, k = (q, k) if self.norm is None else self.norm(q, k)
+            (rows,) = answer(o, self.attend(q, k, v, kv, where).flatten(0, 1), rows)
+            (rows,) = answer(down, *answer(gate, rows), rows)
+        return rows.view(shape)
+
+
+def answer(few: Few, x: Tensor, residual: Tensor | None = None) -> list[Tensor]:
+    out = few.answers(len(x))
+    few(x.contiguous(), out, residual)
+    return out
+
+
+def close(got: Tensor, want: Tensor) -> bool:
+    return float((got.float() - want.float()).norm() / want.float().norm()) < 3e-3
+
+
+def step(case: Case, device: torch.device) -> tuple[Tensor, list[Layer], Batch]:
+    _, layer, where = cases.step(case, device)
+    x = torch.randn(len(case.pasts), case.tokens, HIDDEN).half().to(device)
+    return x, [layer, layer.clone()], where
+
+
+def copies(kvs: list[Layer]) -> list[Layer]:
+    return [one.clone() for one in kvs]
+
+
+def check(stack: Stack) -> None:
+    x, kvs, where = step(stack.case, stack.device)
+    mine, theirs = copies(kvs), copies(kvs)
+    apart = stack.whole(x, copies(kvs), where)
+    stack.layers[0].lead(stack.layers[1])
+    whole, plain = stack.whole(x, mine, where), stack.plain(x, theirs, where)
+    assert close(whole, plain)
+    assert close(apart, plain)
+    assert torch.equal(stack.whole(x, copies(kvs), where), whole)
+    if len(stack.case.pasts) * stack.case.tokens > 16:
+        return
+    for row, past in enumerate(stack.case.pasts):
+        one = slice(row, row + 1)
+        own = replace(
+            where,
+            positions=where.positions[one],
+            past=where.past[one],
+            pages=where.pages[one],
+            longest=past + stack.case.tokens,
+        )
+        assert torch.equal(stack.whole(x[one], copies(kvs), own), whole[one])
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> EmulatedWorkshop:
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    return EmulatedWorkshop(tmp_path_factory.mktemp("emulated"))
+
+
+CASES = (
+    Case("float", torch.float16, 4, 2, HEAD, (70, 0, 5), 1),
+    Case("q4", torch.float16, 2, 2, HEAD, (70, 5), 1),
+    Case("float", torch.float16, 2, 2, HEAD, (9, 70), 9),
+)
+
+
+def doubled(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    return q * 2, k * 0.5
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.cache}-{case.heads}-{case.tokens}")
+def test_two_layers(workshop: EmulatedWorkshop, case: Case) -> None:
+    check(Stack(workshop, case, doubled if case.cache == "q4" else None))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 7, 16, 17, 64])
+@pytest.mark.parametrize("cache", ["float", "q4"])
+@pytest.mark.parametrize("heads", [(4, 2), (4, 4)])
+def test_two_layers_on_a_gpu(
+    tmp_path_factory: pytest.TempPathFactory, rows: int, cache: str, heads: tuple[int, int]
+) -> None:
+    made = Workshop(torch.device("cuda", 0), tmp_path_factory.getbasetemp() / "kernels")
+    pasts = tuple((137 * row * row + 5 * row) % 900 for row in range(rows))
+    check(Stack(made, Case(cache, torch.float16, *heads, HEAD, pasts, 1)))
+
+
+def test_rows_that_were_changed_are_prepared_anew(workshop: EmulatedWorkshop) -> None:
+    stack = Stack(workshop, CASES[0])
+    x, kvs, where = step(CASES[0], stack.device)
+    first, second = stack.layers
+    first.lead(second)
+    left = first(x, kvs[0], where)
+    assert left is not None
+    unchanged = second(left.clone(), copies(kvs)[1], where)
+    left.mul_(2)
+    doubled, fresh = second(left, copies(kvs)[1], where), second(left.clone(), copies(kvs)[1], where)
+    assert doubled is not None
+    assert fresh is not None
+    assert torch.equal(doubled, fresh)
+    assert unchanged is not None
+    assert not close(doubled, unchanged)
+
+
+def test_what_it_leaves_to_parts(workshop: EmulatedWorkshop) -> None:
+    """More new tokens than its attention takes; parts that are not its own."""
+    stack = Stack(workshop, CASES[0])
+    x, kvs, where = step(replace(CASES[0], tokens=17), stack.device)
+    assert stack.layers[0](x, kvs[0], where) is None
+    assert compose(stack.parts[0], refuse, None) is None
