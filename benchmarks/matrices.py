@@ -19,7 +19,8 @@ from rich.table import Table
 from exlm.bench.weights import Form, Random, form
 from exlm.formats import PackedWeight
 from exlm.kernels.cuda import linear, wide
-from exlm.kernels.cuda.linear import ALIKE, Normal, Plan, Product
+from exlm.kernels.cuda.lanes import ALIKE
+from exlm.kernels.cuda.linear import Normal, Plan, Product
 from exlm.kernels.cuda.program import Workshop, compiled, target
 from exlm.kernels.cuda.tiles import Tiles, arrange
 from exlm.kernels.cuda.wide import WideProduct

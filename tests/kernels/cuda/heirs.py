@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from exlm.kernels.cuda.handing import FEW, NOWHERE, Handed, Inlet
+from exlm.kernels.cuda.handing import NOWHERE, Handed, Inlet
+from exlm.kernels.cuda.lanes import ALIKE
 from exlm.kernels.cuda.tiles import arrange
 from tests.kernels.cuda.random_weights import matrix, segment
 
@@ -20,7 +21,7 @@ def inlet(inputs: int, device: torch.device) -> Inlet:
 def spots(handed: Handed, places: Tensor) -> Tensor:
     """(rows, …) where stored inputs of each row are among the words."""
     rows = torch.arange(handed.rows).view(-1, *[1] * places.dim())
-    if handed.rows <= FEW:
+    if handed.rows <= ALIKE:
         return (places // 32 * handed.room + rows) * 32 + places % 32
     matrix, number = places // 32 * 4 + places % 8 // 2, places % 32 // 8 * 2 + places % 2
     return ((matrix * (handed.room // 8) + rows // 8) * 8 + number) * 8 + rows % 8

@@ -27,7 +27,6 @@ from tests.kernels.triton import cases
 from tests.kernels.triton.cases import Case
 
 HIDDEN, INNER, HEAD = 192, 320, 64
-ROW = slice(0, 1)
 
 
 class Stack:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .linear import ALIKE, Product
+from .lanes import ALIKE
+from .linear import Product
 from .wide import WideProduct
 
 

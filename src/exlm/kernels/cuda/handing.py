@@ -18,15 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import Unsupported
-from .lanes import BLOCK
+from .lanes import ALIKE, BLOCK
 from .tiles import Tiles, stored_source
 
 NOWHERE = 65535
 COPIES = 8
 """Stored inputs that one input may be: its codes have digits, and matrices orders of their own."""
-
-FEW = 16
-"""Rows up to which they lie side by side."""
 
 
 class Heir(ctypes.Structure):
@@ -79,7 +76,7 @@ class Inlet:
 
     def open(self, rows: int, shares: int) -> Handed:
         """Room for rows that are still to come, from so many thread blocks for each of them."""
-        room = rows if rows <= FEW else -(-rows // 16) * 16
+        room = rows if rows <= ALIKE else -(-rows // 16) * 16
         device = self.places.device
         words = torch.empty(self.stored * room, dtype=torch.float16, device=device)
         squares = None
@@ -98,7 +95,7 @@ class Inlet:
             empty=self.empty,
             room=handed.room,
             shares=handed.shares,
-            few=handed.rows <= FEW,
+            few=handed.rows <= ALIKE,
         )
 
 

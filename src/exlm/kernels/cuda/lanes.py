@@ -10,6 +10,7 @@ from torch import Tensor
 
 BLOCK = 128  # inputs
 TILE = 16  # outputs
+ALIKE = 16  # rows up to which all are summed in one and the same way
 
 PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (4, 4)}
 """The bits of each plane, lowest first."""

@@ -19,13 +19,12 @@ from torch import Tensor
 
 from ...errors import Unsupported
 from .handing import NOWHERE, Handed, Inlet, in_lanes, ledger, link, unsigned
-from .lanes import BLOCK, TILE
+from .lanes import ALIKE, BLOCK, TILE
 from .layout import Layout, Zeros
 from .program import Program, Workshop
 from .tiles import Tiles, stored_source
 
 SOURCE = Path(__file__).with_name("packed.cu")
-ALIKE = 16
 ACTS = {"silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4}
 _ZEROS: dict[Zeros, int] = {"half": 0, "none": 1, "table": 2}
 KEPT = 1024
