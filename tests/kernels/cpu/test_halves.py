@@ -133,7 +133,7 @@ def test_a_row_is_the_same_bits_in_any_company(backend: CpuBackend) -> None:
     assert torch.equal(answers[0], answers[4])
 
 
-@pytest.mark.parametrize("tokens", [1, 12])  # in C, and left to the reference
+@pytest.mark.parametrize("tokens", [1, 12])  # few, and many
 def test_what_is_too_large_becomes_the_largest(backend: CpuBackend, tokens: int) -> None:
     rope = spec.Rope(dim=16, theta=100.0)
     attn = spec.Attention(1, 1, 16, scale=0.1, rope=rope)

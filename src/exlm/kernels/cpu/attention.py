@@ -1,6 +1,6 @@
-"""Attention of a few new tokens, in one call: turn, store, look back over pages of floats or codes.
+"""Attention in one call: turn, store, look back over pages of floats or codes.
 
-Prompts, hidden keys, truncated codes and three-plane positions are left to the reference.
+Prompts over codes, hidden keys, truncated codes and three-plane positions are left to the reference.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..reference.rope import Rotation
 from .library import Layer, Library, check
 
 FEW = 8
-"""New tokens of a row up to which this is faster than torch's kernel for many."""
+"""New tokens of a row up to which codes are read where they lie: many unpack them first."""
 
 _CALL = Struct("11Pq5i4x")  # what C calls a Call
 _CODES = Struct("2Pq2Pqq")  # what follows it in a CodedCall
@@ -135,7 +135,7 @@ class PagedAttention:
         self, heads: tuple[int, int, int], out: int, rows: int, tokens: int, kv: KeyValues, where: Where
     ) -> bytes | None:
         """What C is told, given the places of q, k, v and of the answer; None if it cannot do this."""
-        pages = kv.paged if tokens <= FEW else None
+        pages = kv.paged
         places = None if pages is None else self._standing.of(where)
         if pages is None or places is None:
             return None
@@ -148,7 +148,7 @@ class PagedAttention:
                 return None
             own = keys[0].data_ptr(), values[0].data_ptr()
             return _CALL.pack(self._address, *heads, *own, *rest, _NARROW[keys[0].dtype])
-        if not (self._codable and coding in _BITS and other in _BITS):
+        if tokens > FEW or not (self._codable and coding in _BITS and other in _BITS):
             return None
         return _CALL.pack(self._address, *heads, 0, 0, *rest, 0) + _CODES.pack(
             *(keys[0].data_ptr(), keys[1].data_ptr(), _BITS[coding]),

@@ -11,7 +11,7 @@
 #include "pool.h"
 #include "vectors.h"
 
-enum { MOST_HEAD = 512, BLOCK = 8 };
+enum { MOST_HEAD = 512, BLOCK = 8, MOST_FEW = 8 }; /* MOST_FEW: tokens of a row */
 
 /* What a layer is. */
 typedef struct {
@@ -183,7 +183,7 @@ static void attend_chunk(void *job, int chunk) {
 }
 
 /* Returns 0, or 1 if there is no memory. */
-EXPORT int exlm_attend(const Call *given, int64_t longest, int threads) {
+static int attend_few(const Call *given, int64_t longest, int threads) {
     Attending job = {.call = *given};
     Call *c = &job.call;
     const Layer *l = c->layer;

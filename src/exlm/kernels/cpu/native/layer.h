@@ -1,4 +1,4 @@
-/* A decoder layer of a few rows in one call: norm, q, k, v, attention, o, norm, gate and up, down, and the two
+/* A decoder layer in one call: norm, q, k, v, attention, o, norm, gate and up, down, and the two
    additions. Each part is the function that computes it alone, so the bits are the same. */
 
 #ifndef EXLM_LAYER_H
@@ -6,6 +6,7 @@
 
 #include "coded.h"
 #include "project.h"
+#include "prompts.h"
 
 typedef struct {
     Projection qkv, o, gate, down;
