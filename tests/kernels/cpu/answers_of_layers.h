@@ -119,7 +119,7 @@ static uint64_t attention_answer(void *job, int threads) {
 static void try_attention(int n) {
     int bits[][2] = {{0, 0}, {8, 8}, {8, 4}, {4, 4}, {16, 16}}, *own = bits[n / 12 % 5], coded = own[0] && own[0] < 16;
     int dims[] = {16, 64, 80, 128, 32, 64, 96, 128, 64}, dim = dims[coded ? any(4, 8) : any(0, 3)];
-    int rows = any(1, 4), tokens = n % 3 || coded ? any(1, 5) : any(9, 150);
+    int rows = any(1, 4), tokens = n % 3 ? any(1, 5) : any(9, 150);
     int kv_heads = any(1, 3), shared = any(1, 4);
     Looked job = {.layer = a_layer(kv_heads, shared, dim, n)};
     a_cache(&job, rows, tokens, own[0], own[1]);

@@ -28,7 +28,7 @@ def standing(past: list[int], tokens: int, pages: torch.Tensor) -> Batch:
 @settings(max_examples=30)
 @given(
     past=st.lists(st.integers(0, 50), min_size=1, max_size=3),
-    tokens=st.integers(1, 5),
+    tokens=st.integers(1, 5) | st.integers(9, 90),
     shared=st.sampled_from([1, 3]),
     heads=st.sampled_from([(2, 64), (1, 32), (3, 32), (1, 96), (2, 128), (2, 32)]),
     bits=st.sampled_from([(8, 8), (8, 4), (4, 4)]),
@@ -64,7 +64,7 @@ def test_coded_attention(
         for stored, coder, numbers in zip((layer.keys, layer.values), coders, old, strict=True):
             for tensor, part in zip(stored, coder.encode(numbers), strict=True):
                 tensor.flatten(0, 1).copy_(part)
-        attend = chosen.attention(attn, chosen.rotation(rope, 64))
+        attend = chosen.attention(attn, chosen.rotation(rope, 160))
         answers.append(attend(q, k, v, layer, where))
         layers.append(layer)
     for got, want in zip(layers[0].values, layers[1].values, strict=True):

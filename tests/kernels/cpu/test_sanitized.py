@@ -61,7 +61,6 @@ def walk(recipe, rows, threads):
        st.sampled_from([torch.float32, torch.float16, (8, 8), (8, 4), (4, 4)]), st.integers(1, 3))
 def look(past, tokens, heads, bits, threads):
     torch.set_num_threads(threads)
-    tokens = tokens if isinstance(bits, torch.dtype) else min(tokens, 4)
     kv, dim = heads
     rope = spec.Rope(dim=dim, theta=100.0)
     attn = spec.Attention(2 * kv, kv, dim, scale=0.1, rope=rope, window=20 if threads == 2 else None)

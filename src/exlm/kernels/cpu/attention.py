@@ -1,6 +1,6 @@
 """Attention in one call: turn, store, look back over pages of floats or codes.
 
-Prompts over codes, hidden keys, truncated codes and three-plane positions are left to the reference.
+Hidden keys, truncated codes and three-plane positions are left to the reference.
 """
 
 from __future__ import annotations
@@ -15,9 +15,6 @@ from ... import spec
 from ..backend import Attend, Coding, KeyValues, Where
 from ..reference.rope import Rotation
 from .library import Layer, Library, check
-
-FEW = 8
-"""New tokens of a row up to which codes are read where they lie: many unpack them first."""
 
 _CALL = Struct("11Pq5i4x")  # what C calls a Call
 _CODES = Struct("2Pq2Pqq")  # what follows it in a CodedCall
@@ -148,7 +145,7 @@ class PagedAttention:
                 return None
             own = keys[0].data_ptr(), values[0].data_ptr()
             return _CALL.pack(self._address, *heads, *own, *rest, _NARROW[keys[0].dtype])
-        if tokens > FEW or not (self._codable and coding in _BITS and other in _BITS):
+        if not (self._codable and coding in _BITS and other in _BITS):
             return None
         return _CALL.pack(self._address, *heads, 0, 0, *rest, 0) + _CODES.pack(
             *(keys[0].data_ptr(), keys[1].data_ptr(), _BITS[coding]),

@@ -153,7 +153,7 @@ class Product:
     @property
     def shares(self) -> int:
         """Thread blocks that answer for a row."""
-        return sum(self._shares())
+        return sum(self._shares()[: len(self.widths)])
 
     def _shares(self) -> list[int]:
         each = self.plan.tiles // 2 if self.form.act else self.plan.tiles

@@ -100,7 +100,7 @@ class WideProduct:
     @property
     def shares(self) -> int:
         """Thread blocks that answer for a row."""
-        return sum(self._groups)
+        return sum(self._groups[: len(self.widths)])
 
     def choices(self, rows: int, handed: bool = False, heir: bool = False) -> dict[str, int]:
         """What the kernels' source is told for so many rows."""

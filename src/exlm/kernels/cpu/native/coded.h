@@ -96,21 +96,19 @@ static void encode_token(float *x, int count, int ways, const Codes *to, int64_t
     }
 }
 
-/* Encode what is new; `turned` (rows · tokens, kv_heads, head_dim) keeps the keys as they came, turned. */
-static void keep_coded(const CodedCall *coded, float *turned, float *spare) {
+/* Encode a new token; `turned` (rows · tokens, kv_heads, head_dim) keeps its keys as they came, turned. */
+static void keep_coded(const CodedCall *coded, int i, float *turned, float *spare) {
     const Call *c = &coded->call;
     const Layer *l = c->layer;
     int width = l->kv_heads * l->head_dim;
-    for (int i = 0; i < c->rows * c->tokens; i++) {
-        int64_t at = home(c, i / c->tokens, c->past[i / c->tokens] + i % c->tokens);
-        float *key = turned + (long)i * width;
-        for (int head = 0; head < l->kv_heads; head++)
-            turn(l, c->k + (long)i * width + head * l->head_dim, c->positions[i], key + head * l->head_dim);
-        memcpy(spare, key, width * sizeof(float));
-        encode_token(spare, width, (int)coded->ways, &coded->keys, at);
-        memcpy(spare, c->v + (long)i * width, width * sizeof(float));
-        encode_token(spare, width, (int)coded->ways, &coded->values, at);
-    }
+    int64_t at = home(c, i / c->tokens, c->past[i / c->tokens] + i % c->tokens);
+    float *key = turned + (long)i * width;
+    for (int head = 0; head < l->kv_heads; head++)
+        turn(l, c->k + (long)i * width + head * l->head_dim, c->positions[i], key + head * l->head_dim);
+    memcpy(spare, key, width * sizeof(float));
+    encode_token(spare, width, (int)coded->ways, &coded->keys, at);
+    memcpy(spare, c->v + (long)i * width, width * sizeof(float));
+    encode_token(spare, width, (int)coded->ways, &coded->values, at);
 }
 
 static inline Bytes get_bytes(const uint8_t *p) {
@@ -261,7 +259,7 @@ static void look_chunk(void *given, int chunk) {
 }
 
 /* Returns 0, or 1 if there is no memory. */
-EXPORT int exlm_attend_coded(const CodedCall *given, int64_t longest, int threads) {
+static int look_few(const CodedCall *given, int64_t longest, int threads) {
     CodedCall coded = *given;
     Call *c = &coded.call;
     const Layer *l = c->layer;
@@ -271,7 +269,7 @@ EXPORT int exlm_attend_coded(const CodedCall *given, int64_t longest, int thread
     float *memory = malloc((fresh + width + chunks * c->room) * sizeof(float));
     if (!memory) return 1;
     c->scratch = memory + fresh + width;
-    keep_coded(&coded, memory, memory + fresh);
+    for (int i = 0; i < c->rows * c->tokens; i++) keep_coded(&coded, i, memory, memory + fresh);
     Looking job = {&coded, memory};
     share(look_chunk, &job, chunks, longest * chunks < 512 ? 1 : threads);
     free(memory);

@@ -4,7 +4,6 @@
 #ifndef EXLM_LAYER_H
 #define EXLM_LAYER_H
 
-#include "coded.h"
 #include "project.h"
 #include "prompts.h"
 

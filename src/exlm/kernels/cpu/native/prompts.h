@@ -1,12 +1,12 @@
-/* Attention of many new tokens over pages of float32 or float16, a key head at a time: keys and values are laid out
+/* Attention of many new tokens over pages of floats or codes, a key head at a time: keys and values are laid out
    once for all of its queries, then each crew of queries goes over spans of keys, and what it has seen fades as a higher
    score comes. A query's spans begin at multiples of SPAN and are added up in order: its answer depends neither on its
-   company nor on threads. All tokens are seen as they are stored. */
+   company nor on threads. Over floats all tokens are seen as they are stored, over codes new ones as they came. */
 
 #ifndef EXLM_PROMPTS_H
 #define EXLM_PROMPTS_H
 
-#include "attention.h"
+#include "coded.h"
 
 /* Queries of a crew and vectors of keys, or of numbers, whose sums fit the registers. */
 #if defined(__AVX512F__)
@@ -18,18 +18,67 @@ enum { CREW = 4, COLS = 2 };
 #else
 enum { CREW = 2, COLS = 4 };
 #endif
-enum { SPAN = 64, CREWS = 8, STORED = 16 }; /* keys of a span; crews and tokens of a chunk */
+enum { SPAN = 64, CREWS = 8, STORED = 16, MOST_WIDTH = 16384 }; /* keys of a span; crews and tokens of a chunk */
 
 typedef struct {
     const Call *call;
+    const CodedCall *coded; /* none: pages are of floats */
+    const float *turned;    /* the new keys as they came, of codes */
     int row, head;
     int64_t count, queries;  /* keys that anybody sees; queries of the key head */
     float *q, *keys, *values; /* (queries, dim); of each span (dim, SPAN); (spans · SPAN, dim) */
 } Prompt;
 
 static void store_some(void *job, int chunk) {
-    const Call *c = job;
-    for (int i = chunk * STORED; i < (chunk + 1) * STORED && i < c->rows * c->tokens; i++) store(c, i);
+    const Prompt *p = job;
+    const Call *c = p->call;
+    float spare[MOST_WIDTH];
+    for (int i = chunk * STORED; i < (chunk + 1) * STORED && i < c->rows * c->tokens; i++) {
+        if (p->coded) keep_coded(p->coded, i, (float *)p->turned, spare);
+        else store(c, i);
+    }
+}
+
+/* One head of an old token, out of the space of codes; `at`: which number of all is its first. */
+static void recall(const Codes *from, int64_t at, int dim, int ways, float *out) {
+    int bits = (int)from->bits;
+    float folded[MOST_HEAD], centre = (float)(1 << (bits - 1));
+    for (int g = 0; g < dim / GROUP; g++) {
+        Sixteen low, high;
+        float factor = from_half_bits(from->scales[at / GROUP + g]) / (float)GROUP;
+        unfold_group(from->codes + (at + g * GROUP) * bits / 8, bits, &low, &high);
+        put(folded + g * GROUP, (low - centre) * factor);
+        put(folded + g * GROUP + WIDE, (high - centre) * factor);
+    }
+    unfold_all(folded, dim, bits, out);
+    spread_runs(out, dim, ways, 0);
+}
+
+/* The same of any token that there is, key and value. */
+static void recall_both(const Prompt *p, int64_t slot, float *key, float *value) {
+    const Call *c = p->call;
+    const CodedCall *coded = p->coded;
+    int dim = c->layer->head_dim, width = c->layer->kv_heads * dim;
+    if (slot >= c->past[p->row]) {
+        long at = ((long)p->row * c->tokens + (slot - c->past[p->row])) * width + p->head * dim;
+        memcpy(key, p->turned + at, dim * sizeof(float));
+        memcpy(value, c->v + at, dim * sizeof(float));
+        return;
+    }
+    int64_t at = home(c, p->row, slot) * width + p->head * dim;
+    recall(&coded->keys, at, dim, (int)coded->ways, key);
+    recall(&coded->values, at, dim, (int)coded->ways, value);
+}
+
+static void lay_out_coded(const Prompt *p, int64_t span) {
+    int dim = p->call->layer->head_dim;
+    float *keys = p->keys + span * SPAN * dim, *values = p->values + span * SPAN * dim, own[MOST_HEAD];
+    for (int n = 0; n < SPAN; n++) {
+        memset(own, 0, sizeof own);
+        if (span * SPAN + n < p->count) recall_both(p, span * SPAN + n, own, values + n * dim);
+        else memset(values + n * dim, 0, dim * sizeof(float));
+        for (int d = 0; d < dim; d++) keys[d * SPAN + n] = own[d];
+    }
 }
 
 INLINE void lay_out_span(const Prompt *p, int64_t span, int narrow) {
@@ -57,7 +106,8 @@ static void lay_out_some(void *job, int chunk) {
     const Layer *l = c->layer;
     int64_t spans = (p->count + SPAN - 1) / SPAN, first = p->queries * chunk / spans;
     int shared = l->heads / l->kv_heads;
-    if (c->narrow) lay_out_span(p, chunk, 1);
+    if (p->coded) lay_out_coded(p, chunk);
+    else if (c->narrow) lay_out_span(p, chunk, 1);
     else lay_out_span(p, chunk, 0);
     for (int64_t n = first; n < p->queries * (chunk + 1) / spans; n++) {
         int64_t token = (int64_t)p->row * c->tokens + n / shared;
@@ -189,14 +239,15 @@ static void attend_crews(void *job, int chunk) {
 }
 
 /* Returns 0, or 1 if there is no memory. */
-static int attend_many(const Call *c, int64_t longest, int threads) {
+static int attend_many(const Call *c, const CodedCall *coded, int64_t longest, int threads) {
     const Layer *l = c->layer;
-    Prompt p = {.call = c, .queries = (int64_t)c->tokens * (l->heads / l->kv_heads)};
+    Prompt p = {.call = c, .coded = coded, .queries = (int64_t)c->tokens * (l->heads / l->kv_heads)};
     int64_t room = (longest + SPAN - 1) / SPAN * SPAN * l->head_dim;
-    p.keys = malloc((2 * room + p.queries * l->head_dim) * sizeof(float));
+    int64_t fresh = coded ? (int64_t)c->rows * c->tokens * l->kv_heads * l->head_dim : 0;
+    p.keys = malloc((2 * room + p.queries * l->head_dim + fresh) * sizeof(float));
     if (!p.keys) return 1;
-    p.values = p.keys + room, p.q = p.values + room;
-    share(store_some, (void *)c, (c->rows * c->tokens + STORED - 1) / STORED, threads);
+    p.values = p.keys + room, p.q = p.values + room, p.turned = p.q + p.queries * l->head_dim;
+    share(store_some, &p, (c->rows * c->tokens + STORED - 1) / STORED, threads);
     for (p.row = 0; p.row < c->rows; p.row++)
         for (p.head = 0; p.head < l->kv_heads; p.head++) {
             p.count = c->past[p.row] + c->tokens;
@@ -207,9 +258,17 @@ static int attend_many(const Call *c, int64_t longest, int threads) {
     return 0;
 }
 
-/* Attention of any number of new tokens. */
+/* Attention of any number of new tokens, over floats and over codes. Returns 0, or 1 if there is no memory. */
 EXPORT int exlm_attend(const Call *given, int64_t longest, int threads) {
-    return given->tokens > MOST_FEW ? attend_many(given, longest, threads) : attend_few(given, longest, threads);
+    if (given->tokens > MOST_FEW) return attend_many(given, NULL, longest, threads);
+    return attend_few(given, longest, threads);
+}
+
+EXPORT int exlm_attend_coded(const CodedCall *given, int64_t longest, int threads) {
+    const Layer *l = given->call.layer;
+    int wide = l->kv_heads * l->head_dim > MOST_WIDTH; /* of a token's keys */
+    if (given->call.tokens > MOST_FEW && !wide) return attend_many(&given->call, given, longest, threads);
+    return look_few(given, longest, threads);
 }
 
 #endif
