@@ -76,7 +76,32 @@ def test_coded_attention(
     torch.testing.assert_close(answers[0] / scale, answers[1] / scale, rtol=5e-3, atol=5e-3)
 
 
-def test_what_is_not_rotated_is_left_to_the_reference(backend: CpuBackend) -> None:
+@settings(max_examples=15)
+@given(
+    past=st.lists(st.integers(0, 70), min_size=1, max_size=3),
+    tokens=st.integers(9, 80),
+    head=st.sampled_from([16, 80]),
+)
+def test_prompts_over_truncated_codes(backend: CpuBackend, past: list[int], tokens: int, head: int) -> None:
+    rope = spec.Rope(dim=16, theta=100.0)
+    attn = spec.Attention(6, 2, head, scale=0.3, rope=rope)
+    rows, width = len(past), -(-(max(past) + tokens) // PAGE)
+    where = standing(past, tokens, torch.randperm(rows * width).view(rows, width))
+    q, (k, v) = torch.randn(rows, tokens, 6, head), torch.randn(2, rows, tokens, 2, head)
+    old = torch.randn(2, rows * width, PAGE, 2, head)
+    answers, layers = [], []
+    for chosen in (backend, REFERENCE):
+        layer = CodedLayer(rows * width, PAGE, LayerShape(2, head), Truncated(), Truncated(), CPU)
+        for (stored,), numbers in zip((layer.keys, layer.values), old, strict=True):
+            stored.copy_(Truncated().encode(numbers)[0])
+        answers.append(chosen.attention(attn, chosen.rotation(rope, 160))(q, k, v, layer, where))
+        layers.append(layer)
+    assert torch.equal(layers[0].values[0], layers[1].values[0])
+    assert (layers[0].keys[0] != layers[1].keys[0]).float().mean() < 0.01  # one bit apart before they are cut
+    torch.testing.assert_close(*answers, rtol=1e-5, atol=1e-5)
+
+
+def test_few_tokens_over_truncated_codes_are_left_to_the_reference(backend: CpuBackend) -> None:
     rope = spec.Rope(dim=64, theta=100.0)
     attn = spec.Attention(2, 2, 64, scale=0.1, rope=rope)
     where = standing([5], 1, torch.zeros(1, 1, dtype=torch.int64))

@@ -24,7 +24,7 @@ from exlm.kernels.cpu.library import Library
 from exlm.kernels.cpu.linear import PackedLinear, PackedLookup
 from exlm.kernels.cpu.small import AddRmsNorm, SiluGate
 from exlm import spec
-from exlm.cache.coded import CodedLayer, Rotated
+from exlm.cache.coded import CodedLayer, Rotated, Truncated
 from exlm.cache.dense import DenseLayer
 from exlm.cache.layer import LayerShape
 from exlm.kernels.cpu.attention import PagedAttention, Standing, TurningTables
@@ -58,7 +58,7 @@ def walk(recipe, rows, threads):
 @settings(max_examples=40, database=None, derandomize=True, deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=3), st.sampled_from([1, 2, 3, 4, 9, 33, 90]),
        st.sampled_from([(2, 64), (3, 32)]),
-       st.sampled_from([torch.float32, torch.float16, (8, 8), (8, 4), (4, 4)]), st.integers(1, 3))
+       st.sampled_from([torch.float32, torch.float16, (8, 8), (8, 4), (4, 4), None]), st.integers(1, 3))
 def look(past, tokens, heads, bits, threads):
     torch.set_num_threads(threads)
     kv, dim = heads
@@ -69,7 +69,14 @@ def look(past, tokens, heads, bits, threads):
     start = torch.tensor(past)
     places = start[:, None] + torch.arange(tokens)
     where = Batch(places, places, start, pages, max(past) + tokens, False)
-    if isinstance(bits, torch.dtype):
+    if bits is None:
+        tokens = tokens + 8
+        width = -(-(max(past) + tokens) // 16)
+        pages = torch.randperm(len(past) * width).view(len(past), width)
+        places = start[:, None] + torch.arange(tokens)
+        where = Batch(places, places, start, pages, max(past) + tokens, False)
+        layer = CodedLayer(pages.numel(), 16, LayerShape(kv, dim), Truncated(), Truncated(), CPU)
+    elif isinstance(bits, torch.dtype):
         layer = DenseLayer(pages.numel(), 16, kv, dim, bits, CPU)
     else:
         layer = CodedLayer(pages.numel(), 16, LayerShape(kv, dim), Rotated(bits[0]), Rotated(bits[1]), CPU)

@@ -1,6 +1,6 @@
 """Attention in one call: turn, store, look back over pages of floats or codes.
 
-Hidden keys, truncated codes and three-plane positions are left to the reference.
+Hidden keys, few tokens over truncated codes, and three-plane positions are left to the reference.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _CODES = Struct("2Pq2Pqq")  # what follows it in a CodedCall
 FLOATS = bytes(_CODES.size)
 """What follows it where nothing is coded."""
 
-_BITS: dict[Coding, int] = {"rotated8": 8, "rotated4": 4}
+_BITS: dict[Coding, int] = {"rotated8": 8, "rotated4": 4, "truncated": 1}
+_FEW = 8  # new tokens of a row up to which no truncated codes are taken
 _NARROW = {torch.float32: 0, torch.float16: 1}
 
 
@@ -145,9 +146,13 @@ class PagedAttention:
                 return None
             own = keys[0].data_ptr(), values[0].data_ptr()
             return _CALL.pack(self._address, *heads, *own, *rest, _NARROW[keys[0].dtype])
-        if not (self._codable and coding in _BITS and other in _BITS):
+        if coding not in _BITS or other not in _BITS:
+            return None
+        if tokens <= _FEW and "truncated" in pages.coding:
+            return None
+        if not self._codable and pages.coding != ("truncated", "truncated"):
             return None
         return _CALL.pack(self._address, *heads, 0, 0, *rest, 0) + _CODES.pack(
-            *(keys[0].data_ptr(), keys[1].data_ptr(), _BITS[coding]),
-            *(values[0].data_ptr(), values[1].data_ptr(), _BITS[other], self._ways),
+            *(keys[0].data_ptr(), keys[-1].data_ptr(), _BITS[coding]),
+            *(values[0].data_ptr(), values[-1].data_ptr(), _BITS[other], self._ways),
         )

@@ -9,7 +9,7 @@
 
 #include "attention.h"
 
-enum { GROUP = 32 };
+enum { GROUP = 32, TRUNCATED = 1 }; /* TRUNCATED bits: the upper bytes of float16, which only prompts are taken with */
 
 /* Numbers kept as codes: (tokens of all pages, kv_heads, head_dim · bits / 8), and their scales. */
 typedef struct {
@@ -96,6 +96,21 @@ static void encode_token(float *x, int count, int ways, const Codes *to, int64_t
     }
 }
 
+/* The upper bytes of a token's heads as float16. */
+static void truncate_token(const float *x, int count, const Codes *to, int64_t home) {
+    uint8_t *codes = to->codes + home * count;
+    for (int i = 0; i < count; i += WIDE) {
+        uint16_t halves[WIDE];
+        put_halves(halves, get(x + i));
+        for (int n = 0; n < WIDE; n++) codes[i + n] = (uint8_t)(halves[n] >> 8);
+    }
+}
+
+static void encode(float *x, int count, int ways, const Codes *to, int64_t home) {
+    if (to->bits == TRUNCATED) truncate_token(x, count, to, home);
+    else encode_token(x, count, ways, to, home);
+}
+
 /* Encode a new token; `turned` (rows · tokens, kv_heads, head_dim) keeps its keys as they came, turned. */
 static void keep_coded(const CodedCall *coded, int i, float *turned, float *spare) {
     const Call *c = &coded->call;
@@ -106,9 +121,9 @@ static void keep_coded(const CodedCall *coded, int i, float *turned, float *spar
     for (int head = 0; head < l->kv_heads; head++)
         turn(l, c->k + (long)i * width + head * l->head_dim, c->positions[i], key + head * l->head_dim);
     memcpy(spare, key, width * sizeof(float));
-    encode_token(spare, width, (int)coded->ways, &coded->keys, at);
+    encode(spare, width, (int)coded->ways, &coded->keys, at);
     memcpy(spare, c->v + (long)i * width, width * sizeof(float));
-    encode_token(spare, width, (int)coded->ways, &coded->values, at);
+    encode(spare, width, (int)coded->ways, &coded->values, at);
 }
 
 static inline Bytes get_bytes(const uint8_t *p) {

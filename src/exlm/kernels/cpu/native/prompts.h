@@ -43,6 +43,8 @@ static void store_some(void *job, int chunk) {
 static void recall(const Codes *from, int64_t at, int dim, int ways, float *out) {
     int bits = (int)from->bits;
     float folded[MOST_HEAD], centre = (float)(1 << (bits - 1));
+    for (int d = 0; d < dim && bits == TRUNCATED; d++) out[d] = half((uint16_t)(from->codes[at + d] << 8));
+    if (bits == TRUNCATED) return;
     for (int g = 0; g < dim / GROUP; g++) {
         Sixteen low, high;
         float factor = from_half_bits(from->scales[at / GROUP + g]) / (float)GROUP;
