@@ -152,13 +152,7 @@ def alone(desk: Desk, case: Case, plan: Plan | None, device: torch.device) -> No
     attend = replace(attend, desk=few, plan=replace(plan or planned(case, layer), waves=1))
     for row, past in enumerate(case.pasts):
         one = slice(row, row + 1)
-        mine = replace(
-            where,
-            positions=where.positions[one],
-            past=where.past[one],
-            pages=where.pages[one],
-            longest=past + case.tokens,
-        )
+        mine = cases.one_row(where, row, past + case.tokens)
         assert torch.equal(attend(q[one], k[one], v[one], layer.clone(), mine), together[one])
 
 

@@ -114,13 +114,7 @@ def check(stack: Stack) -> None:
         return
     for row, past in enumerate(stack.case.pasts):
         one = slice(row, row + 1)
-        own = replace(
-            where,
-            positions=where.positions[one],
-            past=where.past[one],
-            pages=where.pages[one],
-            longest=past + stack.case.tokens,
-        )
+        own = cases.one_row(where, row, past + stack.case.tokens)
         assert torch.equal(stack.whole(x[one], copies(kvs), own), whole[one])
 
 

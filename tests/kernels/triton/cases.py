@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -86,6 +86,13 @@ def step(case: Case, device: torch.device, spare: int = 1) -> Step:
     both = (case.heads, case.kv_heads, case.kv_heads)
     q, k, v = (_heads(case, heads, tokens).to(device) for heads in both)
     return Step((q, k, v), layer, where)
+
+
+def one_row(where: Batch, row: int, longest: int) -> Batch:
+    """Where one of the rows stands, by itself."""
+    one = slice(row, row + 1)
+    positions, past, pages = (part[one] for part in (where.positions, where.past, where.pages))
+    return replace(where, longest=longest, positions=positions, past=past, pages=pages)
 
 
 def _heads(case: Case, heads: int, tokens: int) -> Tensor:
