@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -53,8 +54,8 @@ class Inlet:
         """`entrances` says for each matrix which one has the same order."""
         firsts = list(dict.fromkeys(entrances))
         orders = [in_lanes(stored_source(matrices[first])) for first in firsts]
-        starts = dict(zip(firsts, [0, *torch.tensor([len(one) for one in orders]).cumsum(0)], strict=False))
-        self.starts = [int(starts[entrance]) for entrance in entrances]
+        starts = dict(zip(firsts, accumulate(map(len, orders[:-1]), initial=0), strict=True))
+        self.starts = [starts[entrance] for entrance in entrances]
         """Of each matrix, among all stored inputs."""
         device, lanes = matrices[0].main.bricks.device, torch.cat(orders)
         self.stored = len(lanes)
@@ -131,6 +132,11 @@ def link(handed: Handed | None, heir: Handed | None) -> Link:
             raise Unsupported("rows that were not handed over, to be handed on")
         made.heir = heir.inlet.heir(heir)
     return made
+
+
+def told(handed: bool, heir: bool) -> dict[str, int]:
+    """What the kernels' source is told of that; nothing if there is nothing to tell."""
+    return {"HANDED": int(handed), "HEIR": int(heir)} if handed or heir else {}
 
 
 def ledger(outputs: int, room: int) -> int:

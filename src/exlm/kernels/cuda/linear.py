@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import Unsupported
-from .handing import NOWHERE, Handed, Inlet, in_lanes, ledger, link, unsigned
+from .handing import NOWHERE, Handed, Inlet, in_lanes, ledger, link, told, unsigned
 from .lanes import ALIKE, BLOCK, TILE
 from .layout import Layout, Zeros
 from .program import Program, Workshop
@@ -209,8 +209,7 @@ class Product:
     def choices(self, rows: int, handed: bool = False, heir: bool = False) -> dict[str, int]:
         """What the kernels' source is told for so many rows."""
         items = -(-self.bricks * 16 // (self.plan.warps * 32)) if rows == 1 and not handed else 0
-        told = choices(self.form, -(-rows // 8), self.plan, items)
-        return {**told, "HANDED": int(handed), "HEIR": int(heir)} if handed or heir else told
+        return {**choices(self.form, -(-rows // 8), self.plan, items), **told(handed, heir)}
 
     def memory(self, rows: int, plan: Plan, handed: bool = False) -> int:
         """Bytes of shared memory: bricks, and one row as it comes and as it enters; in the end the sums.

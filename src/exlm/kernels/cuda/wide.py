@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...errors import Unsupported
 from . import linear
-from .handing import Handed, ledger, link
+from .handing import Handed, ledger, link, told
 from .lanes import BLOCK, TILE
 from .linear import Product
 
@@ -93,8 +93,8 @@ class WideProduct:
         shared = _Shared(left.data_ptr(), self.counts.data_ptr())
         memory, early = self._spread(rows, groups * self.pieces)
         grid, threads = (groups * self.pieces, 1, 1), plan.warps * 32
-        told = job, shared, link(handed, heir)
-        made.launch("multiply_wide", grid, threads, memory, told, early, self._together(rows))
+        given = job, shared, link(handed, heir)
+        made.launch("multiply_wide", grid, threads, memory, given, early, self._together(rows))
         del kept, left  # not before the launch
 
     @property
@@ -104,10 +104,10 @@ class WideProduct:
 
     def choices(self, rows: int, handed: bool = False, heir: bool = False) -> dict[str, int]:
         """What the kernels' source is told for so many rows."""
-        told = linear.dealt(self.product.form, self._room(rows) // 8, self.plan)
+        dealt = linear.dealt(self.product.form, self._room(rows) // 8, self.plan)
         together = int(self._together(rows))
-        told |= {"RESIDENT": self.plan.resident, "PIECES": self.pieces, "TOGETHER": together}
-        return {**told, "HANDED": int(handed), "HEIR": int(heir)} if handed or heir else told
+        own = {"RESIDENT": self.plan.resident, "PIECES": self.pieces, "TOGETHER": together}
+        return {**dealt, **own, **told(handed, heir)}
 
     def _together(self, rows: int) -> bool:
         """Whether pieces share the adding up: it is quicker where there is much of it."""
