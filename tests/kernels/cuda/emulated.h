@@ -223,9 +223,12 @@ static inline void soon(const void*) {}
 static inline void let_go() {}
 static inline void await() {}
 static inline int arrive(int* at) { progress++; return (*at)++; }
-static inline void wait_until(int* at, int count) {  // another thread block may have to run first
+template <int SOME> static inline void meet(uint32_t* at, bool wait) {  // another thread block may have to run first
     const int me = now;
-    while (*at < count) {
+    const uint32_t round = *at / SOME;
+    *at = (*at + 1) % (2 * SOME);
+    progress++;
+    while (wait && *at / SOME == round) {
         swapcontext(&fibres[me].context, &home);
         threadIdx = {me, 0, 0};
     }

@@ -65,7 +65,7 @@ def test_it_compiles(target: str, name: str) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", WIDE)
 def test_the_wide_one_compiles(target: str, name: str) -> None:
-    chosen = {**WIDE[name], "RESIDENT": 1, "PIECES": 2, "TOGETHER": int(WIDE[name]["COLUMNS"] > 4)}
+    chosen = {**WIDE[name], "RESIDENT": 1, "PIECES": 2}
     image = compile_source(whole(wide.SOURCE), wide.SOURCE.name, options(target, chosen))
     assert all(kernel in image for kernel in (b"multiply_wide", b"prepare"))
 

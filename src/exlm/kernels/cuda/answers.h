@@ -34,11 +34,8 @@ template <int EIGHTS> DEVICE void put_down(const float (*total)[EIGHTS][4], floa
     __syncthreads();
 }
 
-// Answers of some eights of rows, `last` of them, to the next product: eight rows of an output lie together there.
-DEVICE void bequeath(
-    const Heir& heir, const Book& book, int group, int first, int eights, int last, int outputs, const float* found
-) {
-    const int lane = threadIdx.x % 32;
+// Answers of some eights of rows to the next product: eight rows of an output lie together there.
+DEVICE void bequeath(const Heir& heir, const Book& book, int group, int first, int eights, int outputs, const float* found) {
     __syncthreads();
     for (int i = threadIdx.x; i < WIDTH * eights; i += THREADS) {
         const int column = i % WIDTH, eight = i / WIDTH;
@@ -48,49 +45,62 @@ DEVICE void bequeath(
             halves[r] = book.normed(heir, column, found[(eight * 8 + r) * ROW_STEP + column]);
         hand_eight(heir, book.places[column], (first + eight) * 8, halves);
     }
-    if (!heir.squares) return;
-    for (int row = threadIdx.x / 32; row < last; row += 4 * WARPS) {  // four at a time: exchanging is slow
-        float sum[4] = {};
-        LOOP for (int column = lane; column < (WIDTH + 31) / 32 * 32; column += 32) LOOP for (int n = 0; n < 4; n++) {
-            const int here = row + n * WARPS;
-            const float number = here < last && column < WIDTH ? found[here * ROW_STEP + column] : 0.0f;
-            sum[n] = fmaf(number, number, sum[n]);
+}
+
+// The threads that have a row, and what each adds to its four outputs of some rows at a time. Those of the first rows are
+// asked for before the sums are there.
+#define FOURS (WIDTH / 4)
+#define PACE (THREADS / FOURS)
+template <int EIGHTS> struct Rest {
+    static const int many = EIGHTS * 8 / PACE, some = many % 4 ? many % 2 ? 1 : 2 : 4;  // rows of a thread, and at a time
+    uint2 halves[some];
+    float bias[SIDES][4];
+    int output, count, first, last;
+    bool even;
+
+    DEVICE void ask(const Job& job, const Part& part, int row) {
+        LOOP for (int i = 0; i < some; i++, row += PACE) {
+            const u16* from = job.residual + (long)(first * 8 + row) * part.stride + output;
+            halves[i] = job.residual && row < last ? read_four(from, even, count) : uint2{};
         }
-        LOOP for (int other = 16; other; other /= 2) LOOP for (int n = 0; n < 4; n++) sum[n] += exchange(sum[n], other);
-        LOOP for (int n = 0; n < 4; n++)
-            if (lane == 0 && row + n * WARPS < last) heir.squares[(first * 8 + row + n * WARPS) * heir.shares + group] = sum[n];
     }
+    DEVICE void ask(const Job& job, int at, int group, int from, int end) {
+        const Part& part = job.parts[at];
+        output = group * WIDTH + threadIdx.x % FOURS * 4, count = part.outputs - output;
+        first = from, last = min(end * 8, job.rows) - first * 8;
+        even = part.outputs % 4 == 0 && part.stride % 4 == 0 && ((size_t)part.y | (size_t)job.residual) % (FULL ? 16 : 8) == 0;
+        LOOP for (int s = 0; s < SIDES; s++) LOOP for (int k = 0; k < 4; k++) {
+            const u16* added = job.parts[at + s].bias;
+            bias[s][k] = added && k < count ? as_float(added[output + k]) : 0.0f;
+        }
+        ask(job, part, threadIdx.x / FOURS);
+    }
+};
+
+// The squares of rows that a warp has, to whom asks for them: of each row in one and the same order.
+template <int SOME> DEVICE void leave_squares(const Heir& heir, float (&squares)[SOME], int group, int row, int last) {
+    const int lanes = FOURS < 32 ? FOURS : 32, parts = FOURS / lanes;
+    LOOP for (int other = lanes / 2; other; other /= 2) LOOP for (int i = 0; i < SOME; i++)
+        squares[i] += exchange(squares[i], other);
+    LOOP for (int i = 0; i < SOME; i++, row += PACE)
+        if (threadIdx.x % lanes == 0 && row < last)
+            heir.squares[row * heir.shares + group * parts + threadIdx.x % FOURS / lanes] = squares[i];
 }
 
 // Sums to answers, so that neighbours write to neighbours; of some eights of rows.
 template <int EIGHTS>
-DEVICE void answer(
-    const Job& job, const Link& link, int at, int group, int first, int end, const float (*total)[EIGHTS][4], char* memory
-) {
+DEVICE void answer(const Job& job, const Link& link, int at, int group, Rest<EIGHTS>& rest, const float (*total)[EIGHTS][4], char* memory) {
     float* found = (float*)memory;
     const Book& book = *(const Book*)(memory + LEDGER_AT);
-    const int rows = EIGHTS * 8;
+    const int rows = EIGHTS * 8, some = Rest<EIGHTS>::some, first = rest.first, last = rest.last, column = threadIdx.x % FOURS * 4;
     put_down<EIGHTS>(total, found);
     const Part& part = job.parts[at];
-    const int fours = WIDTH / 4, column = threadIdx.x % fours * 4;
-    const int pace = THREADS / fours, output = group * WIDTH + column, count = part.outputs - output;
-    const bool even = part.outputs % 4 == 0 && part.stride % 4 == 0 && ((size_t)part.y | (size_t)job.residual) % (FULL ? 16 : 8) == 0;
-    float bias[SIDES][4];
-    LOOP for (int s = 0; s < SIDES; s++) LOOP for (int k = 0; k < 4; k++) {
-        const u16* added = job.parts[at + s].bias;
-        bias[s][k] = added && k < count ? as_float(added[output + k]) : 0.0f;
-    }
     // Code that runs once comes slowly: a loop, with some rows at a time so that what they add is fetched together.
-    const int many = rows * fours / THREADS, last = min(end * 8, job.rows) - first * 8, some = many % 4 ? many % 2 ? 1 : 2 : 4;
-    _Pragma("unroll 1") for (int n = 0, row = threadIdx.x / fours; n < many; n += some, row += some * pace) {
-        uint2 rest[some];
+    _Pragma("unroll 1") for (int n = 0, row = threadIdx.x / FOURS; n < rest.many; n += some, row += some * PACE) {
+        if (n) rest.ask(job, part, row);
+        float squares[some] = {};
         LOOP for (int i = 0; i < some; i++) {
-            const int here = row + i * pace;
-            const u16* from = job.residual + (long)(first * 8 + here) * part.stride + output;
-            rest[i] = job.residual && here < last ? read_four(from, even, count) : uint2{};
-        }
-        LOOP for (int i = 0; i < some; i++) {
-            const int here = row + i * pace;
+            const int here = row + i * PACE;
             if (here >= last) break;
             const float measure = HANDED && NORM ? book.measures[first * 8 + here] : 1.0f;
             float y[4];
@@ -98,17 +108,21 @@ DEVICE void answer(
                 const float4 sums = *(const float4*)(found + (s * rows + here) * ROW_STEP + column);
                 const float of[4] = {sums.x, sums.y, sums.z, sums.w};
                 LOOP for (int k = 0; k < 4; k++) {
-                    const float sum = fmaf(of[k], job.parts[at + s].matrix.factor * measure, bias[s][k]);
+                    const float sum = fmaf(of[k], job.parts[at + s].matrix.factor * measure, rest.bias[s][k]);
                     y[k] = s ? y[k] * sum : ACT ? bent(sum) : sum;
                 }
             }
-            const u32 words[2] = {rest[i].x, rest[i].y};
+            const u32 words[2] = {rest.halves[i].x, rest.halves[i].y};
             LOOP for (int k = 0; k < 4; k++) y[k] += as_float((u16)(words[k / 2] >> k % 2 * 16));
-            if (!HEIR || part.y) write_four(part.y, (long)(first * 8 + here) * part.stride + output, even, count, y);
+            if (!HEIR || part.y) write_four(part.y, (long)(first * 8 + here) * part.stride + rest.output, rest.even, rest.count, y);
             if (!HEIR) continue;
-            LOOP for (int k = 0; k < 4; k++) y[k] = k < count ? as_float(as_half(y[k])) : 0.0f;
+            LOOP for (int k = 0; k < 4; k++) {
+                y[k] = k < rest.count ? as_float(as_half(y[k])) : 0.0f;
+                squares[i] = fmaf(y[k], y[k], squares[i]);
+            }
             *(float4*)(found + here * ROW_STEP + column) = float4{y[0], y[1], y[2], y[3]};
         }
+        if (HEIR && link.heir.squares) leave_squares(link.heir, squares, group, first * 8 + row, first * 8 + last);
     }
-    if (HEIR) bequeath(link.heir, book, group, first, min(end - first, EIGHTS), last, part.outputs, found);
+    if (HEIR) bequeath(link.heir, book, group, first, (last + 7) / 8, part.outputs, found);
 }

@@ -238,7 +238,7 @@ template <int OUTPUTS, int ROOM> struct Ledger {
 // What rows are multiplied by, found from their squares, LANES of a warp for each row. The first of those are asked for
 // early: before much else is on its way.
 template <int LANES> struct Squares {
-    static const int many = 8;
+    static const int many = LANES < 4 ? 32 / LANES : 8;  // at a time
     float more[many];
 
     DEVICE void ask(const Job& job, const Link& link, int row, int first) {

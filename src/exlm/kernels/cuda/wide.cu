@@ -5,12 +5,11 @@
 // in shared memory, several ahead; the first bricks are on their way before the kernel that computes the activations has
 // ended. Codes become the numbers that the formats mean, rounded as they say, and the tensor cores multiply those.
 //
-// Where a group's inputs are cut into PIECES, each thread block leaves its sums in memory. Then they are added up in the
-// order of the inputs: by the one that is done last; or, TOGETHER, each waits for the others and takes a share of the
-// rows, for which all must be running at once. Nothing of the sums depends on the rows: a row's answer is the same bits
-// in any company of 17 to 64.
+// Where a group's inputs are cut into PIECES, each thread block leaves its sums in memory, waits for the others and adds
+// up a share of the rows in the order of the inputs, for which all must be running at once. Nothing of the sums depends
+// on the rows: a row's answer is the same bits in any company of 17 to 64.
 //
-// Set when compiling, besides what bricks.h wants: RESIDENT (thread blocks of a multiprocessor), PIECES, TOGETHER.
+// Set when compiling, besides what bricks.h wants: RESIDENT (thread blocks of a multiprocessor), PIECES.
 
 #define MATRICES 1
 #include "bricks.h"
@@ -19,9 +18,13 @@
 #define MATRIX_BYTES (ROWS * 16)  // eight inputs of all rows: eights of rows side by side, each row by row or, HANDED, by input
 
 #ifndef EMULATED
-DEVICE void wait_until(int* at, int count) {  // and see what those have written who arrived
-    int found;
-    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(at) : "memory"); while (found < count);
+// Counts as one of some, in rounds that go by turns, so that nobody sets the counter back; one that waits sees what the
+// others of its round have written before.
+template <int SOME> DEVICE void meet(u32* at, bool wait) {
+    u32 old, found;
+    asm volatile("atom.inc.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(old) : "l"(at), "n"(2 * SOME - 1) : "memory");
+    if (!wait || old % SOME == SOME - 1) return;
+    do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(found) : "l"(at) : "memory"); while (found / SOME == old / SOME);
 }
 #define LOAD(how) \
     asm volatile("ldmatrix.sync.aligned.m8n8.x4" how ".shared.b16 {%0,%1,%2,%3}, [%4];" \
@@ -88,13 +91,13 @@ struct Tensor {
 #define RING (STAGES * STAGE_BYTES)
 #define SUMS (ROWS * (TILES * WARPS * 16 + 8) * 4)
 #define LEDGER_AT (RING > SUMS ? RING : SUMS)
-#define SHARE (TOGETHER ? (COLUMNS + PIECES - 1) / PIECES : COLUMNS)  // eights of rows that one answers for, at most
+#define SHARE ((COLUMNS + PIECES - 1) / PIECES)  // eights of rows that one answers for, at most
 
 typedef Ledger<WIDTH, ROWS> Book;
 
 struct Shared {
     float4* left;  // (group, piece, TILES, COLUMNS, THREADS) sums
-    int* counts;   // of each group: thread blocks that have left theirs, and that have seen all; zero before and after
+    u32* counts;   // of each group: thread blocks that have left theirs, in rounds of PIECES
 };
 
 // Bricks of a group that are next, and what its threads copy of them.
@@ -208,23 +211,17 @@ DEVICE void work_on(int part, bool fine, const char* bricks, u32 rows, float (*t
     }
 }
 
-// The sums of all pieces, in the order of the inputs, of eights of rows `first` to `end`; false if they are another's.
-DEVICE bool gather(const Shared& shared, int group, int piece, int first, int end, const float (*total)[COLUMNS][4],
-                   float (*mine)[SHARE][4], int* before) {
+// The sums of all pieces, in the order of the inputs, of eights of rows `first` to `end`.
+DEVICE void gather(const Shared& shared, int group, int piece, int first, int end, const float (*total)[COLUMNS][4],
+                   float (*mine)[SHARE][4]) {
     const int size = TILES * COLUMNS * THREADS;
     float4* left = shared.left + (long)group * PIECES * size + threadIdx.x;
     LOOP for (int t = 0; t < TILES; t++) LOOP for (int c = 0; c < COLUMNS; c++)
         left[piece * size + (t * COLUMNS + c) * THREADS] =
             float4{total[t][c][0], total[t][c][1], total[t][c][2], total[t][c][3]};
     __syncthreads();
-    int* counts = shared.counts + 2 * group;
-    if (threadIdx.x == 0) {
-        *before = arrive(counts);
-        if (TOGETHER && *before < PIECES - 1 && first < end) wait_until(counts, PIECES);
-    }
+    if (threadIdx.x == 0) meet<PIECES>(shared.counts + group, first < end);
     __syncthreads();
-    if (!TOGETHER && *before < PIECES - 1) return false;
-    if (threadIdx.x == 0 && (!TOGETHER || arrive(counts + 1) == PIECES - 1)) counts[0] = counts[1] = 0;  // nobody looks any more
     const int many = PIECES * SHARE <= 16 ? SHARE : PIECES <= 8 ? 16 / PIECES : 1;  // columns on their way at once
     LOOP for (int t = 0; t < TILES; t++) LOOP for (int start = 0; start < SHARE; start += many) {
         float4 sums[many][PIECES];
@@ -237,7 +234,6 @@ DEVICE bool gather(const Shared& shared, int group, int piece, int first, int en
                 to[0] += sums[c][p].x, to[1] += sums[c][p].y, to[2] += sums[c][p].z, to[3] += sums[c][p].w;
         }
     }
-    return true;
 }
 
 #include "answers.h"
@@ -265,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) multiply_wide(
     }
     let_go();
     await();
-    Squares<4> squares;
+    Squares<(THREADS > 64 ? THREADS / 64 : 1)> squares;  // all rows at once
     if (HANDED && NORM) squares.ask(job, link);
     const char* words = ahead.words;
     ahead.words -= (long)(ahead.brick - start) * (ROWS * 256);
@@ -293,10 +289,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) multiply_wide(
     }
     wait_groups<0>();
     __syncthreads();
-    if (PIECES == 1) return answer(job, link, part, group, 0, COLUMNS, total, memory);
-    const int first = TOGETHER ? COLUMNS * piece / PIECES : 0, last = TOGETHER ? COLUMNS * (piece + 1) / PIECES : COLUMNS;
+    const int first = COLUMNS * piece / PIECES, last = COLUMNS * (piece + 1) / PIECES;
+    Rest<SHARE> rest;
+    rest.ask(job, part, group, first, last);
+#if PIECES > 1
     float mine[TILES][SHARE][4];
-    if (!gather(shared, number, piece, first, last, total, mine, (int*)memory)) return;
-    __syncthreads();  // all know
-    answer(job, link, part, group, first, last, mine, memory);
+    gather(shared, number, piece, first, last, total, mine);
+    answer(job, link, part, group, rest, mine, memory);
+#else
+    answer(job, link, part, group, rest, total, memory);
+#endif
 }

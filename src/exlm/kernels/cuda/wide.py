@@ -25,9 +25,9 @@ MOST = 64
 """Rows."""
 
 _PIECES = (1, 2, 3, 4, 6, 8)
-_ADDING = 1.5  # what a piece costs, in bricks
-_MUCH = 32  # rows
-_EARLY = (2, 3)  # thread blocks of a multiprocessor, at most, up to _MUCH rows and with more of them
+_ADDING = 4.0  # what it costs to add up pieces, in bricks
+_CROWDED = 0.75  # by how much a thread block is slower for each that shares its multiprocessor
+_EARLY = 3  # thread blocks of a multiprocessor, at most
 
 
 class _Shared(ctypes.Structure):
@@ -63,12 +63,12 @@ class WideProduct:
         if product.form.apart:
             raise Unsupported("two matrices under one nonlinearity whose inputs are ordered differently")
         self.plan = self._fitted(plan or plan_for(product))
-        group = self.plan.tiles * self.plan.warps // (2 if product.form.act else 1)
-        self._groups = [-(-one.tiles // group) for one in product.matrices]
+        self._group = self.plan.tiles * self.plan.warps // (2 if product.form.act else 1)
+        self._groups = [-(-one.tiles // self._group) for one in product.matrices]
         every = self._groups[0] if product.form.act else sum(self._groups)
         self.pieces = self.plan.pieces or self._cut(every)
-        self.counts = torch.zeros(2 * every, dtype=torch.int32, device=product.device)
-        """Thread blocks that have left a group's sums, and that have seen all; zero between launches."""
+        self.counts = torch.zeros(every, dtype=torch.int32, device=product.device)
+        """Thread blocks that have left a group's sums, in rounds of as many as there are pieces."""
 
     def __call__(
         self,
@@ -94,31 +94,26 @@ class WideProduct:
         memory, early = self._spread(rows, groups * self.pieces)
         grid, threads = (groups * self.pieces, 1, 1), plan.warps * 32
         given = job, shared, link(handed, heir)
-        made.launch("multiply_wide", grid, threads, memory, given, early, self._together(rows))
+        made.launch("multiply_wide", grid, threads, memory, given, early, self.pieces > 1)
         del kept, left  # not before the launch
 
     @property
     def shares(self) -> int:
-        """Thread blocks that answer for a row."""
-        return sum(self._groups[: len(self.widths)])
+        """Stretches of outputs, of 128 at most, whose squares are left one by one."""
+        return sum(self._groups[: len(self.widths)]) * max(1, self._group * TILE // 128)
 
     def choices(self, rows: int, handed: bool = False, heir: bool = False) -> dict[str, int]:
         """What the kernels' source is told for so many rows."""
         dealt = linear.dealt(self.product.form, self._room(rows) // 8, self.plan)
-        together = int(self._together(rows))
-        own = {"RESIDENT": self.plan.resident, "PIECES": self.pieces, "TOGETHER": together}
-        return {**dealt, **own, **told(handed, heir)}
-
-    def _together(self, rows: int) -> bool:
-        """Whether pieces share the adding up: it is quicker where there is much of it."""
-        return self.pieces > 1 and self._room(rows) > _MUCH
+        return {**dealt, "RESIDENT": self.plan.resident, "PIECES": self.pieces, **told(handed, heir)}
 
     def _cut(self, groups: int) -> int:
         """The pieces with which the busiest multiprocessor is done soonest; adding them up costs too."""
         bricks, processors = self.product.matrices[0].stored, self.workshop.processors
 
         def cost(pieces: int) -> float:
-            return -(-groups * pieces // processors) * -(-bricks // pieces) + (pieces > 1) * _ADDING * pieces
+            crowd = -(-groups * pieces // processors) - 1
+            return -(-bricks // pieces) * (1 + _CROWDED * crowd) + (pieces > 1) * _ADDING
 
         room = processors * self.plan.resident  # pieces wait for each other, so all must run at once
         return min((n for n in _PIECES if n == 1 or (n <= bricks and groups * n <= room)), key=cost)
@@ -138,7 +133,7 @@ class WideProduct:
         """Shared memory of a thread block, and whether they may start early: many are not quicker so."""
         room = self._room(rows)
         memory = self._memory(room, self.plan)
-        if blocks > _EARLY[room > _MUCH] * self.workshop.processors:
+        if blocks > _EARLY * self.workshop.processors:
             return memory, False
         return linear.evenly(self.workshop, blocks, memory), True
 
