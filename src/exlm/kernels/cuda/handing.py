@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+import numpy as np
+import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import Unsupported
@@ -57,9 +58,9 @@ class Inlet:
         starts = dict(zip(firsts, accumulate(map(len, orders[:-1]), initial=0), strict=True))
         self.starts = [starts[entrance] for entrance in entrances]
         """Of each matrix, among all stored inputs."""
-        device, lanes = matrices[0].main.bricks.device, torch.cat(orders)
+        device, lanes = matrices[0].main.bricks.device, torch.cat(orders).numpy()
         self.stored = len(lanes)
-        gaps = torch.nonzero(lanes < 0).flatten()
+        gaps = torch.from_numpy(np.flatnonzero(lanes < 0))
         self.empty = len(gaps)
         self.gaps = unsigned(gaps).to(device, non_blocking=True)
         self.places = unsigned(_places(lanes, matrices[0].in_features)).to(device, non_blocking=True)
@@ -150,20 +151,24 @@ def in_lanes(source: Tensor) -> Tensor:
 
 
 def unsigned(places: Tensor) -> Tensor:
-    """Places as 16 bits unsigned; those below zero become the largest."""
-    return torch.where(places < 0, NOWHERE, places).to(torch.int32).view(torch.int16)[..., ::2].contiguous()
+    """The lowest 16 bits of places, which torch knows with a sign only; -1 is NOWHERE."""
+    return places.to(torch.int16)
 
 
-def _places(lanes: Tensor, inputs: int) -> Tensor:
-    """(inputs, COPIES) which stored inputs each is, -1 for none."""
+def _places(lanes: npt.NDArray[np.int32], inputs: int) -> Tensor:
+    """(inputs, COPIES) which stored inputs each is, -1 for none.
+
+    In numpy: torch would wake all its threads for so little, once for each matrix that is loaded.
+    """
     if len(lanes) >= NOWHERE:
         raise Unsupported(f"{len(lanes)} stored inputs, which must be below {NOWHERE}")
-    there = torch.nonzero(lanes >= 0).flatten()
-    whose, order = lanes[there].long().sort(stable=True)
-    counts = torch.bincount(whose, minlength=inputs)
+    there = np.flatnonzero(lanes >= 0)
+    whose = lanes[there]
+    order = np.argsort(whose, kind="stable")
+    counts = np.bincount(whose, minlength=inputs)
     if int(counts.max()) > COPIES:
         raise Unsupported(f"an input that is stored {int(counts.max())} times, more than {COPIES}")
-    first = F.pad(counts.cumsum(0), (1, 0))[:-1]
-    places = torch.full((inputs, COPIES), -1)
-    places[whose, torch.arange(len(whose)) - first[whose]] = there[order]
-    return places
+    whose, before = whose[order], counts.cumsum() - counts
+    places = np.full((inputs, COPIES), -1, dtype=np.int32)
+    places[whose, np.arange(len(whose)) - before[whose]] = there[order]
+    return torch.from_numpy(places)
