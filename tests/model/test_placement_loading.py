@@ -27,7 +27,7 @@ from exlm import (
     Tokenizer,
 )
 from exlm.errors import DoesNotFit
-from exlm.model.budget import measure, use
+from exlm.model.budget import Use, measure, use
 from exlm.model.devices import Slot, inventory
 from exlm.model.loading import opened
 from exlm.nn.hop import Hop
@@ -263,3 +263,20 @@ def test_memory_that_is_free_is_read_from_the_system() -> None:
     found = re.search(r"MemAvailable:\s*(\d+)", text)
     assert found is not None
     assert abs(inventory("cpu")[0].free / 1024 - int(found[1])) < 2e6
+
+
+def test_prompts_on_a_gpu_need_room_for_matrices_in_full(
+    fixtures_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen = Config(fixtures_dir / "tiny-lm-exl2-4.0bpw").freeze()
+    source, depth, layer = opened(frozen), len(frozen.spec.layers), frozen.spec.layers[0]
+    hidden, attn, width = frozen.spec.hidden, layer.attn, layer.mlp.width
+    gpu = Use(torch.float16, plain=False)
+    lean = measure(frozen, source, gpu, [0] * depth)
+    joined = 2 * hidden * max(2 * width, (attn.heads + 2 * attn.kv_heads) * attn.head_dim)
+    monkeypatch.setattr("exlm.model.budget.UNPACKED", 1)  # nothing is multiplied as one
+    alone = measure(frozen, source, gpu, [0] * depth)
+    largest = 2 * hidden * max(width, attn.heads * attn.head_dim)
+    more = {one.workspace - other.workspace for one, other in zip(lean[1:-1], alone[1:-1], strict=True)}
+    assert more == {joined - largest}
+    assert lean[-1] == alone[-1]  # the head is asked for few rows

@@ -44,6 +44,9 @@ Experts = Callable[[Tensor, Tensor], Tensor]
 FEW = 64
 """Rows up to which a layer's parts are fused."""
 
+UNPACKED = 1 << 28
+"""Bytes that packed matrices in full may take side by side; larger ones gain nothing by company."""
+
 
 class Entry(NamedTuple):
     """The norm that stands before matrices: root mean square, no bias."""

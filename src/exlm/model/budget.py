@@ -6,7 +6,7 @@ Sizes come from the files' headers, the description and the cache's own layout; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from ..cache import PAGE, LayerShape
 from ..checkpoint import Source
 from ..config import FrozenConfig
 from ..errors import DoesNotFit, InputError
+from ..kernels.backend import UNPACKED
 from ..kernels.select import choose
 from ..spec.roles import Matrix, matrices
 from .devices import Slot, pick_dtype
@@ -23,6 +24,9 @@ from .placement import GB, Load, Part, Space, loads, place
 
 LOGITS = 64
 """Rows of logits a step is taken to ask for."""
+
+JOINED = ("attn.q", "attn.k", "attn.v"), ("mlp.gate", "mlp.up")
+"""Matrices that a GPU multiplies as one, if they are not too large."""
 
 LONGEST = 1 << 24
 """Tokens of a context beyond which nobody asks whether more would fit."""
@@ -94,25 +98,26 @@ def use(config: FrozenConfig, slots: Sequence[Slot], cached: int = 0, *, imagine
 def measure(config: FrozenConfig, source: Source, use: Use, cache: Sequence[int]) -> list[Part]:
     """Every module's needs; `cache` has the bytes of each layer's pages."""
     m, item = config.spec, use.dtype.itemsize
-    widths: dict[str, int] = {}  # of the unpacked matrices a module multiplies with, the largest
+    packed: dict[str, dict[str, int]] = {}  # numbers of each module's packed matrices
     held: dict[str, int] = {}
     for matrix in matrices(m):
         owner = ".".join(matrix.role.split(".")[:2]) if matrix.role != "head" else "head"
         tied = owner == "head" and m.head.tied and not source.has("head")
-        nbytes, packed = _stored(source, matrix, item) if not tied else (0, False)
+        nbytes, codes = _stored(source, matrix, item) if not tied else (0, False)
         held[owner] = held.get(owner, 0) + nbytes
-        numbers = matrix.in_features * matrix.out_features if packed and use.plain else 0
-        widths[owner] = max(widths.get(owner, 0), numbers)
+        own = packed.setdefault(owner, {})
+        if codes:
+            own[matrix.role.removeprefix(owner + ".")] = matrix.in_features * matrix.out_features
     table, shared = _table(source, m, item)
     tokens = min(config.max_input_len, config.max_seq_len)
     parts = [Part("embedding", table + m.embed.positions * m.hidden * item, workspace=tokens * m.hidden * 4)]
     for i, layer in enumerate(m.layers):
         name = f"layers.{i}"
-        unpacked = widths[name] * (item + 8)
-        workspace = unpacked + _scratch(config, layer, use)
+        workspace = _unpacked(packed[name], use) + _scratch(config, layer, use)
         parts.append(Part(name, held[name] + 6 * m.hidden * 4, cache[i], workspace))
-    logits = (config.max_output_len or LOGITS) * m.vocab * 8
-    parts.append(Part("head", held["head"] + m.hidden * 4, 0, logits + widths["head"] * (item + 8), shared))
+    rows = config.max_output_len or LOGITS
+    unpacked = _unpacked(packed["head"], use) if use.plain or rows > LOGITS else 0
+    parts.append(Part("head", held["head"] + m.hidden * 4, 0, rows * m.vocab * 8 + unpacked, shared))
     return parts
 
 
@@ -192,6 +197,15 @@ def _table(source: Source, m: spec.Model, item: int) -> tuple[int, int]:
         return nbytes, 0
     whole = m.vocab * m.hidden * item if words.startswith("dense") else nbytes
     return whole, whole
+
+
+def _unpacked(packed: Mapping[str, int], use: Use) -> int:
+    """Bytes of a module's matrices in full, of which one product of many rows takes some at a time."""
+    item, largest = use.dtype.itemsize, max(packed.values(), default=0)
+    if use.plain:
+        return largest * (item + 8)
+    together = (item * sum(packed.get(role, 0) for role in roles) for roles in JOINED)
+    return max(item * largest, *(nbytes for nbytes in together if nbytes <= UNPACKED), 0)
 
 
 def _scratch(config: FrozenConfig, layer: spec.Layer, use: Use) -> int:

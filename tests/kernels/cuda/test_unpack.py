@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exlm.formats.packed import PackedWeight
-from exlm.kernels.cuda import unpack
+from exlm.kernels import backend
 from exlm.kernels.cuda.backend import Few, PackedLinear, Projection
 from exlm.kernels.cuda.planner import Planner
 from exlm.kernels.cuda.tiles import alike, arrange
@@ -74,8 +74,8 @@ def test_side_by_side(workshop: EmulatedWorkshop, monkeypatch: pytest.MonkeyPatc
     packed = [weight(kind, bias=bias, order=kind != "4 bits") for kind, bias in kinds.items()]
     unpackers = [Unpacker(workshop, arrange(one)) for one in packed]
     x = torch.randn(70, 512).half()
-    for room, count in ((unpack.ROOM, 1), (512 * 192, 3)):
-        monkeypatch.setattr(unpack, "ROOM", room)
+    for room, count in ((backend.UNPACKED, 1), (512 * 192, 3)):
+        monkeypatch.setattr(backend, "UNPACKED", room)
         products = together(unpackers)
         assert len(products) == count
         answers = [y for one in products for y in one(x)]

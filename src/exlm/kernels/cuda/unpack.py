@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import backend as b
 from .handing import unsigned
 from .lanes import BLOCK, TILE
 from .linear import Form, Plan, dealt, matrix_of
@@ -21,9 +22,6 @@ from .program import Program, Workshop
 from .tiles import Tiles
 
 SOURCE = Path(__file__).with_name("unpack.cu")
-ROOM = 1 << 28
-"""Bytes that matrices unpacked side by side may take; larger ones gain nothing by company."""
-
 _SHARES = 6
 
 
@@ -102,7 +100,7 @@ class Many:
 
 def together(unpackers: Sequence[Unpacker]) -> list[Many]:
     """All in one product, or each in its own where that would take too much room."""
-    if sum(one.nbytes for one in unpackers) <= ROOM:
+    if sum(one.nbytes for one in unpackers) <= b.UNPACKED:
         return [Many(unpackers)]
     return [Many([one]) for one in unpackers]
 
