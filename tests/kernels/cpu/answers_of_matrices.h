@@ -132,8 +132,8 @@ static void try_floats(int n) {
     Multiplying job = {&m, reals(33l * inputs, 1), 33};
     printf("narrow %d: %d %016llx\n", kind, lost, (unsigned long long)digest_bytes(0, narrow, 2 * count));
     tell("floats", kind, inputs, outputs, product_answer, &job);
-    job.rows = 1;
-    tell("one row of floats", kind, inputs, outputs, product_answer, &job);
+    for (job.rows = 1; job.rows < 10; job.rows++)
+        tell("few rows of floats", kind, inputs, outputs, product_answer, &job);
     wide[any(0, (int)count - 1)] = n < 4 ? 1.00001f : 1e30f;
     printf("too wide %d: %d\n", kind, exlm_narrow(wide, count, kind, narrow, 2));
 }

@@ -79,7 +79,7 @@ def arrange(weight: PackedWeight, made: library.Library, threads: int, shelf: Sh
         sources.append(torch.where(part.places < 0, -1, part.places + row))
         parts.append(part)
         row, place, spans = row + segment.rows, place + len(part.places), spans + part.run.count
-    source = _source(torch.cat(sources), weight.order)
+    source = _source(torch.cat(sources), weight.order, shelf)
     runs = (library.Run * len(parts))(*(part.run for part in parts))
     bias = None if weight.bias is None else weight.bias.float().contiguous()
     matrix = library.Matrix(
@@ -119,7 +119,7 @@ def _banded(segment: Segment, made: library.Library, threads: int, shelf: Shelf)
         *(out.data_ptr(), threads),
     )
     told, tables = _groups(segment, True, shelf)
-    spans = _spans(owners)
+    spans = _shelved(_spans(owners), shelf)
     run = library.Run(
         codes=out.data_ptr(), spans=spans.data_ptr(), bits=bits, blocks=blocks, count=len(spans), **told
     )
@@ -240,13 +240,18 @@ def _padded(columns: int, whole: int) -> int:
     return -(-columns // whole) * whole
 
 
-def _source(places: Tensor, order: Tensor | None) -> Tensor | None:
+def _source(places: Tensor, order: Tensor | None, shelf: Shelf) -> Tensor | None:
     """The input at each place; None if they are all there and in order."""
     if order is not None:
         places = torch.where(places < 0, -1, order.long()[places.clamp(min=0)])
     if torch.equal(places, torch.arange(len(places))):
         return None
-    return places.int().contiguous()
+    return _shelved(places.int(), shelf)
+
+
+def _shelved(table: Tensor, shelf: Shelf) -> Tensor:
+    """The same beside the codes: small, but read as often, and elsewhere it would have to be looked for."""
+    return shelf.take(table.nbytes).view(table.dtype).view(table.shape).copy_(table)
 
 
 def _address(tensor: Tensor | None) -> int | None:

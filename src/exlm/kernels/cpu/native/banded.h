@@ -16,11 +16,12 @@
 
 enum { MANY = 96 }; /* rows of a strip, whose sums fit the cache */
 
-/* What will be needed in the place of a slot. */
+/* What will be needed in the place of a slot, into the second cache: asking for the first, a processor can wait for too
+   few lines at a time. Codes of 8 bits are a plain stretch of memory, which it foresees better by itself. */
 INLINE void ask_ahead(const uint8_t *band, int bits, int slot) {
     const uint8_t *at = band + (long)slot * bits * BAND * 2 + AHEAD_BYTES;
 #pragma GCC unroll 12
-    for (int line = 0; line < (bits * BAND * 2 + 63) / 64; line++) __builtin_prefetch(at + line * 64);
+    for (int line = 0; line < (bits * BAND * 2 + 63) / 64; line++) __builtin_prefetch(at + line * 64, 0, 2);
 }
 
 /* sums += one row · a run's band, a wide one. */
@@ -35,7 +36,7 @@ INLINE void one_row(const Run *run, int bits, int way, Band band, const uint8_t 
         for (int slot = span->slot; slot < span->slot + span->slots; slot++, digits += DIGITS) {
             Whole quads[SIDES][QUADS];
             EACH_SIDE slot_codes(codes + side * 64, bits, sides, slot, quads[side]);
-            ask_ahead(codes, bits, slot);
+            if (bits < 8) ask_ahead(codes, bits, slot);
             EACH_QUAD {
                 Whole a = four_digits(digits + 4 * q), b = four_digits(digits + LANES + 4 * q);
                 EACH_SIDE {

@@ -53,16 +53,17 @@ static void product_tile(const Product *p, const float *x, int tile) {
     memset(sums, 0, (size_t)p->rows * TILE * LANES * sizeof(float));
     for (const Run *run = m->runs; run < m->runs + m->count; run++) {
         int slots = slots_of(run->bits), panels = panels_of(run), most = (run->blocks + panels - 1) / panels;
+        int plain = run->bits == FLOAT_BITS, put_down = p->rows > (plain ? FEW_ROWS : 1);
         for (int block = 0; block < run->blocks; block += most) {
             int blocks = run->blocks - block < most ? run->blocks - block : most;
             const float *from = x + run->first + block * slots * LANES;
             for (int n = 0; n < TILE; n += QUAD) {
                 Panel panel = {run, (tile * TILE + n) / QUAD, block, blocks, m->rounded};
-                int plain = run->bits == FLOAT_BITS;
-                if (p->rows == 1) (plain ? multiply_floats : multiply_one)(&panel, from, sums + n * LANES);
-                else (plain ? unpack_floats : unpack)(&panel, weights + n * PANEL);
+                if (put_down) (plain ? unpack_floats : unpack)(&panel, weights + n * PANEL);
+                else if (plain) multiply_floats(&panel, from, m->places, p->rows, sums + n * LANES);
+                else multiply_one(&panel, from, sums + n * LANES);
             }
-            if (p->rows > 1) multiply(weights, from, m->places, blocks * slots, p->rows, sums);
+            if (put_down) multiply(weights, from, m->places, blocks * slots, p->rows, sums);
         }
     }
     int first = tile * TILE, width = m->outputs - first < TILE ? m->outputs - first : TILE;
@@ -76,8 +77,10 @@ static void product_tile(const Product *p, const float *x, int tile) {
 static void product_chunk(void *job, int chunk) {
     const Product *p = job;
     const float *x = p->placed ? p->placed : p->x;
-    int last = (chunk + 1) * p->each;
-    for (int tile = chunk * p->each; tile < last && tile < p->tiles; tile++) product_tile(p, x, tile);
+    int first = chunk * p->each, last = first + p->each < p->tiles ? first + p->each : p->tiles;
+    if (p->rows == 1 && p->matrix->runs->bits == FLOAT_BITS)
+        one_row_of_floats(p->matrix, x, (long)first * TILE, (long)(last - first) * TILE, p->y);
+    else for (int tile = first; tile < last; tile++) product_tile(p, x, tile);
 }
 
 /* y (rows, outputs) = x (rows, inputs) @ matrix + bias. Returns 0, or 1 if there is no memory. */
