@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from exlm.kernels.reference import ReferenceBackend
 from exlm.nn import Active, Attention, Batch, Block, GatedMlp, Linear, ParallelBlock, Projection
 from exlm.nn.attention import leave
 from exlm.nn.block import BlockLike
-from exlm.nn.fused import FusedBlock, Gated
+from exlm.nn.fused import FusedBlock, Gated, stacked
 
 PLAIN = ReferenceBackend(torch.device("cpu"), torch.float32)
 HIDDEN, WIDTH = 32, 40
@@ -161,3 +162,44 @@ def test_what_nobody_asks_for_is_not_computed(shape: str) -> None:
     assert torch.equal(kept.k, want.k)
     assert torch.equal(kept.v, want.v)
     assert [now - then for now, then in zip(layer.asked(), before, strict=True)] == [1, 1, 1, 0, 0, 0, 0]
+
+
+class Stackable:
+    """A layer as one that adds one, alone and with others."""
+
+    def __init__(self, stacks: bool = True) -> None:
+        self.stacks = stacks
+
+    def __call__(self, x: Tensor, kv: b.KeyValues, where: b.Where) -> Tensor:
+        return x + 1
+
+    def stack(self, following: Sequence[b.Whole]) -> b.Stack | None:
+        count = 1 + len(following)
+        return (lambda x, layers, where: x + count) if self.stacks else None
+
+
+def fused_block(whole: b.Whole | None) -> FusedBlock:
+    plain = lambda x, residual: [x]  # noqa: E731
+    made = FusedBlock(Layer(False).block, plain, plain, Gated(plain, plain), MOST)
+    made.whole = whole
+    return made
+
+
+def test_blocks_are_stacked_if_every_one_is_whole() -> None:
+    good = [fused_block(Stackable()) for _ in range(3)]
+    stack = stacked(good)
+    assert stack is not None
+    x = torch.randn(2, 2, HIDDEN)
+    got = stack.forward(x, batch(2), [Kept()] * 3)
+    assert got is not None
+    assert torch.equal(got, x + 3)
+    others: list[list[BlockLike]] = [[], [*good, good[0].block], [*good, fused_block(None)]]
+    others += [[fused_block(lambda x, kv, where: x), *good], [fused_block(Stackable(stacks=False)), *good]]
+    assert [stacked(blocks) for blocks in others] == [None] * 5
+
+
+@pytest.mark.parametrize("other", [batch(6), replace(batch(2), outputs="none"), batch(2, [(), ()])])
+def test_a_stack_leaves_what_blocks_do_otherwise(other: Batch) -> None:
+    stack = stacked([fused_block(Stackable())] * 3)
+    assert stack is not None
+    assert stack.forward(torch.randn(2, 2, HIDDEN), other, [Kept()] * 3) is None

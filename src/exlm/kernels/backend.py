@@ -183,6 +183,19 @@ class Composer(Protocol):
         ...
 
 
+Stack = Callable[[Tensor, Sequence[KeyValues], Where], Tensor | None]
+"""(x, each layer's cache, where) → all that layers one behind the other make of x; None as above."""
+
+
+@runtime_checkable
+class Stacker(Protocol):
+    """A whole layer that can be run at once with those behind it."""
+
+    def stack(self, following: Sequence[Whole]) -> Stack | None:
+        """All of them as one; None if they do not fit together."""
+        ...
+
+
 @runtime_checkable
 class Leader(Protocol):
     """A whole layer that can do some of the following one's work."""

@@ -38,7 +38,7 @@ from ..nn import (
 )
 from ..nn.attention import Qkv, leave
 from ..nn.block import BlockLike, MlpLike
-from ..nn.fused import FusedBlock, FusedHead, Gated
+from ..nn.fused import FusedBlock, FusedHead, Gated, stacked
 from ..nn.hop import Crossing, Hop, stay
 from ..spec.roles import Matrix, matrices
 from .ahead import ReadAhead
@@ -119,6 +119,8 @@ class Builder:
                 trim()
                 yield decoder
             decoder.hops.append(self.hop(len(self.model.layers)))
+            if all(hop is stay for hop in decoder.hops):
+                decoder.stack = stacked(decoder.blocks)
         self._ahead = None
         give_back()
         yield decoder

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..kernels.backend import KeyValues
 from ..nn import Batch, Clamped, Embedding, Head
 from ..nn.block import BlockLike
-from ..nn.fused import FusedBlock
+from ..nn.fused import FusedBlock, FusedStack
 from ..nn.hop import Crossing
 from ..parallel import Joint
 
@@ -24,6 +24,7 @@ class Decoder:
     blocks: list[BlockLike]
     head: Head
     hops: list[Crossing]  # before each block and before the head: a border between devices, or none
+    stack: FusedStack | None = None  # all blocks as one, where there are no borders
 
     def forward(self, batch: Batch, layers: Sequence[KeyValues]) -> tuple[Tensor | None, Tensor]:
         """Logits for the positions the batch asks for, or None; and the state before the head.
@@ -31,6 +32,10 @@ class Decoder:
         If none are asked for, the last block does no more than its cache needs, and the state is unfinished.
         """
         x, more = self.enter(batch)
+        if self.stack is not None and more is None:
+            done = self.stack.forward(x, batch, layers)
+            if done is not None:
+                return self.leave(done, None, batch)
         *before, last = self.hops
         unheard = [] if self.heard(batch) else self.blocks[-1:]
         for hop, block, kv in zip(before, self.blocks, layers, strict=True):
@@ -88,4 +93,5 @@ class Decoder:
         block = self.blocks[layer]
         if isinstance(block, FusedBlock):
             self.blocks[layer] = block = block.block
+            self.stack = None
         return block

@@ -6,6 +6,7 @@ are one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from ..kernels import backend as b
 from .attention import Attention, leave
 from .batch import Batch
-from .block import Block, MlpLike
+from .block import Block, BlockLike, MlpLike
 from .head import Head
 from .mlp import GatedMlp
 
@@ -128,6 +129,29 @@ class FusedBlock:
         if batch.adapters:
             return self.block
         return self.many if batch.ids.numel() > self.most else None
+
+
+class FusedStack:
+    """All blocks at once, for the batches that every one of them would take whole."""
+
+    def __init__(self, stack: b.Stack, most: int) -> None:
+        self.stack, self.most = stack, most
+
+    def forward(self, x: Tensor, batch: Batch, layers: Sequence[b.KeyValues]) -> Tensor | None:
+        """The residual stream in and out; None if the blocks must be asked one by one."""
+        if batch.adapters or batch.outputs == "none" or batch.ids.numel() > self.most:
+            return None
+        return self.stack(x, layers, batch)
+
+
+def stacked(blocks: Sequence[BlockLike]) -> FusedStack | None:
+    """The blocks as one, if all are fused and their backend can do that."""
+    fused = [block for block in blocks if isinstance(block, FusedBlock)]
+    first, *others = [block.whole for block in fused] or [None]
+    if len(fused) < len(blocks) or None in others or not isinstance(first, b.Stacker):
+        return None
+    stack = first.stack([one for one in others if one is not None])
+    return None if stack is None else FusedStack(stack, min(block.most for block in fused))
 
 
 class FusedHead(Head):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +59,15 @@ def test_what_does_not_go_together_is_declined(backend: CpuBackend) -> None:
     assert isinstance(one, PackedLinear)
 
 
+def made_up(folder: Path, shape: str) -> Model:
+    config = Config(describe_in(folder, SHAPES[shape], 512))
+    config.device, config.max_seq_len = "cpu", 512
+    model = Model(config)
+    model.source = lambda frozen: Synthetic(frozen.spec, form("gguf"))
+    model.load()
+    return model
+
+
 @pytest.mark.parametrize(
     ("shape", "kind"),
     [
@@ -75,28 +85,45 @@ def test_whole_layers_say_what_plain_blocks_say(
     kind: Callable[..., CacheBase],
 ) -> None:
     monkeypatch.setenv("EXLM_CPU", "1")
-    config = Config(describe_in(tmp_path_factory.mktemp("tiny"), SHAPES[shape], 512))
-    config.device, config.max_seq_len = "cpu", 512
-    model = Model(config)
-    model.source = lambda frozen: Synthetic(frozen.spec, form("gguf"))
-    model.load()
+    model = made_up(tmp_path_factory.mktemp("tiny"), shape)
     _, decoder, _ = model._ready()
     if not isinstance(decoder.blocks[0], FusedBlock):
         pytest.skip(f"no C kernels here: {model.explain().splitlines()[0]}")
     whole = [block.whole is not None for block in decoder.blocks if isinstance(block, FusedBlock)]
     assert whole == [shape == "tiny"] * 2  # of mixtures, attention alone is fused
     assert isinstance(decoder.head, FusedHead)
+    assert (decoder.stack is not None) == (shape == "tiny")
     answers = []
-    for fused in (True, False):
-        cache, ids = kind(model, max_seq_len=256), torch.arange(40)[None] * 7 % 512
-        model.forward(ids[:, :30], cache, preprocess_only=True)
-        answers.append(torch.cat([model.forward(ids[:, i : i + 1], cache) for i in range(30, 40)], 1))
-        if fused:
+    for way in ("at once", "layer by layer", "plainly"):
+        if way == "layer by layer":
+            decoder.stack = None
+        if way == "plainly":
             decoder.blocks = [block.block for block in decoder.blocks if isinstance(block, FusedBlock)]
             assert all(isinstance(block, Block) for block in decoder.blocks)
             head = decoder.head
             decoder.head = Head(head.norm, head.linear, head.scale, head.softcap)
+        cache, ids = kind(model, max_seq_len=256), torch.arange(40)[None] * 7 % 512
+        model.forward(ids[:, :30], cache, preprocess_only=True)
+        answers.append(torch.cat([model.forward(ids[:, i : i + 1], cache) for i in range(30, 40)], 1))
     assert torch.equal(answers[0], answers[1])
+    assert torch.equal(answers[0], answers[2])
+
+
+def test_a_stack_is_gone_once_a_module_was_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXLM_CPU", "1")
+    model = made_up(tmp_path, "tiny")
+    _, decoder, _ = model._ready()
+    if decoder.stack is None:
+        pytest.skip(f"no C kernels here: {model.explain().splitlines()[0]}")
+    ids, seen = torch.arange(1, 5)[None], []
+
+    def changed(module: Any) -> Any:
+        return SimpleNamespace(forward=lambda x, batch: seen.append(x.shape) or module.forward(x, batch))
+
+    before = model.forward(ids, Cache(model, max_seq_len=256))
+    decoder.replace("layers.1.mlp.down", changed)
+    assert torch.equal(model.forward(ids, Cache(model, max_seq_len=256)), before)
+    assert len(seen) == 1
 
 
 def test_a_head_whose_matrix_was_replaced_uses_the_new_one() -> None:

@@ -21,6 +21,9 @@ _CODES = Struct("2Pq2Pqq")  # what follows it in a CodedCall
 FLOATS = bytes(_CODES.size)
 """What follows it where nothing is coded."""
 
+CODED = _CALL.size + _CODES.size
+"""Bytes of a CodedCall."""
+
 _BITS: dict[Coding, int] = {"rotated8": 8, "rotated4": 4, "truncated": 1}
 _FEW = 8  # new tokens of a row up to which no truncated codes are taken
 _NARROW = {torch.float32: 0, torch.float16: 1}

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...errors import Unsupported
-from ..backend import Attend, HeadPair, KeyValues, Project, Where
-from .attention import FLOATS, PagedAttention
+from ..backend import Attend, HeadPair, KeyValues, Project, Where, Whole
+from .attention import CODED, FLOATS, PagedAttention
 from .library import Library, Parts, Projection, check
 from .linear import PackedLinear
 
@@ -79,18 +79,42 @@ class WholeLayer:
         attend: PagedAttention,
     ) -> None:
         self._held = qkv, o, gate, down
-        self._attend = attend
         self._parts = Parts(*(part.projection for part in self._held))
-        self._address = ctypes.addressof(self._parts)
-        self._layer = library.layer
+        self.library, self.attend = library, attend
+        self.address = ctypes.addressof(self._parts)
 
     def __call__(self, x: Tensor, kv: KeyValues, where: Where) -> Tensor | None:
         """The residual stream behind the layer; None if its attention must be done otherwise."""
+        return WholeLayers((self,))(x, (kv,), where)
+
+    def stack(self, following: Sequence[Whole]) -> WholeLayers | None:
+        """This layer and those behind it, if all are of this kind."""
+        layers = [one for one in (self, *following) if isinstance(one, WholeLayer)]
+        same = all(one.library is self.library for one in layers)
+        return WholeLayers(layers) if same and len(layers) == 1 + len(following) else None
+
+
+class WholeLayers:
+    """Layers one behind the other in one call, so that nothing between them waits for the interpreter."""
+
+    def __init__(self, layers: Sequence[WholeLayer]) -> None:
+        self._held = tuple(layers)
+        self._attends = [one.attend for one in layers]
+        self._parts = (ctypes.c_void_p * len(layers))(*(one.address for one in layers))
+        self._layers = layers[0].library.layers
+
+    def __call__(self, x: Tensor, kvs: Sequence[KeyValues], where: Where) -> Tensor | None:
+        """The residual stream behind the last layer; None if some attention must be done otherwise."""
         rows, tokens = x.shape[:2]
-        call = self._attend.call((0, 0, 0), 0, rows, tokens, kv, where)
-        if call is None or not x.is_contiguous():
+        calls = []
+        for attend, kv in zip(self._attends, kvs, strict=True):
+            call = attend.call((0, 0, 0), 0, rows, tokens, kv, where)
+            if call is None:
+                return None
+            calls.append(call if len(call) == CODED else call + FLOATS)
+        if not x.is_contiguous():
             return None
         out = torch.empty_like(x)
-        threads = torch.get_num_threads()
-        check(self._layer(self._address, call + FLOATS, x.data_ptr(), out.data_ptr(), where.longest, threads))
+        told = self._parts, b"".join(calls), len(calls), x.data_ptr(), out.data_ptr()
+        check(self._layers(*told, where.longest, torch.get_num_threads()))
         return out

@@ -1,4 +1,4 @@
-/* A decoder layer in one call: norm, q, k, v, attention, o, norm, gate and up, down, and the two
+/* Decoder layers in one call, each of them norm, q, k, v, attention, o, norm, gate and up, down, and the two
    additions. Each part is the function that computes it alone, so the bits are the same. */
 
 #ifndef EXLM_LAYER_H
@@ -11,10 +11,10 @@ typedef struct {
     Projection qkv, o, gate, down;
 } Parts;
 
-/* y (rows, width) of x, whose rows are the call's. Codes are read if the call's keys have bits. Returns 0, or 1 if
-   there is no memory. */
-EXPORT int exlm_layer(const Parts *parts, const CodedCall *given, const float *x, float *y, int64_t longest,
-                      int threads) {
+/* y (rows, width) of x, whose rows are the call's; they may be the same. Codes are read if the call's keys have bits.
+   Returns 0, or 1 if there is no memory. */
+static int one_layer(const Parts *parts, const CodedCall *given, const float *x, float *y, int64_t longest,
+                     int threads) {
     CodedCall coded = *given;
     Call *c = &coded.call;
     long rows = (long)c->rows * c->tokens, width = parts->o.matrices[0]->outputs;
@@ -31,6 +31,15 @@ EXPORT int exlm_layer(const Parts *parts, const CodedCall *given, const float *x
     failed |= project(&parts->gate, sum, NULL, n, &inner, room, threads);
     failed |= project(&parts->down, inner, sum, n, &y, room, threads);
     free(q);
+    return failed;
+}
+
+/* The same of layers one behind the other, each with its own call. */
+EXPORT int exlm_layers(const Parts *const *parts, const CodedCall *calls, int count, const float *x, float *y,
+                       int64_t longest, int threads) {
+    int failed = 0;
+    for (int n = 0; n < count && !failed; n++)
+        failed = one_layer(parts[n], calls + n, n ? y : x, y, longest, threads);
     return failed;
 }
 
