@@ -16,8 +16,9 @@ from torch import Tensor
 from exlm.errors import BadTensor, MissingExtra
 from exlm.formats import DenseWeight, PackedWeight
 from exlm.formats import gguf as module
+from exlm.formats.bytewise import squeeze
 from exlm.formats.gguf import KINDS, read
-from exlm.formats.gguf_blocks import LAYOUTS, squeeze
+from exlm.formats.gguf_blocks import LAYOUTS
 
 HALVES = {
     "Q4_0": (0,),

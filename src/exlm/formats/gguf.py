@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from ..errors import BadTensor, MissingExtra
+from .bytewise import squeeze
 from .dense import DenseWeight
-from .gguf_blocks import LAYOUTS, Layout, Parts, split, squeeze
+from .gguf_blocks import LAYOUTS, Layout, Parts, split
 from .packed import PackedWeight, Segment
 from .room import room
 from .scales import Direct, Nested, Scales
@@ -129,7 +130,8 @@ def _segment(raw: Tensor, layout: Layout, inputs: int, where: str) -> Segment:
     tables: list[Tensor | None] = []
     for slab in _slabs(outputs, inputs):
         parts = layout.cut(split(raw[slab], layout.size))
-        codes[:, slab] = squeeze(parts.codes.flatten(1), layout.bits).T
+        words = squeeze(parts.codes, layout.bits).permute(2, 3, 0, 4, 1)
+        codes.view(*words.shape[:-1], outputs)[..., slab] = words
         if not tables:
             tables = [None if part is None else _table(part, outputs) for part in parts[1:]]
         for table, part in zip(tables, parts[1:], strict=True):

@@ -6,21 +6,27 @@ a stack of blocks into plain tensors; `gguf` puts those together as a weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .bytewise import joined, shifted, single_bits, taken
+
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """What the sixteen codes of the IQ4 types stand for."""
 
 
 class Parts(NamedTuple):
-    """What a stack of blocks (columns, blocks, bytes) holds; every part begins with (columns, blocks)."""
+    """What a stack of blocks (columns, blocks, bytes) holds; other parts than codes begin like it.
 
-    codes: Tensor  # (…, inputs) uint8
+    Codes are uint8, (turns, columns, blocks, runs, run): a block's inputs are its first run's of the first
+    turn, of the second, and so on; then its second run's.
+    """
+
+    codes: Tensor
     scales: Tensor  # (…, 1) float16
     sub_scales: Tensor | None = None  # (…, groups) uint8 or int8, to be multiplied with `scales`
     minimum: Tensor | None = None  # (…, 1) float16
@@ -47,88 +53,93 @@ def split(values: Tensor, run: int) -> Tensor:
 
 def _half(blocks: Tensor, at: int) -> Tensor:
     """The float16 at a byte of every block, (…, 1)."""
-    return blocks[..., at : at + 2].contiguous().view(torch.float16)
-
-
-def _spread(packed: Tensor, shifts: Sequence[int], mask: int) -> Tensor:
-    """(…, bytes) → (…, shifts, bytes): every byte moved down by each shift, its lowest bits kept."""
-    return torch.stack([(packed >> shift) & mask for shift in shifts], -2)
-
-
-def _bits(packed: Tensor) -> Tensor:
-    """(…, bytes) → (…, 8 · bytes): single bits, the lowest of each byte first."""
-    return _spread(packed.unsqueeze(-1), range(8), 1).flatten(-3)
+    return taken(blocks, at, 2).view(torch.float16)
 
 
 def _nibbles(packed: Tensor, run: int) -> Tensor:
-    """(…, bytes) → (…, 2 · bytes): of each `run` bytes first all low halves, then all high ones."""
-    return _spread(split(packed, run), (0, 4), 15).flatten(-3)
+    """(…, bytes) → (2, …, runs, run): of each run of bytes all low halves, and all high ones."""
+    return shifted(split(packed, run), (0, 4), 15)
 
 
 def _pairs(packed: Tensor) -> Tensor:
-    """(…, bytes) → (…, 4 · bytes): of each 32 bytes the lowest two bits of all, then the next two."""
-    return _spread(split(packed, 32), (0, 2, 4, 6), 3).flatten(-3)
+    """(…, bytes) → (4, …, runs, 32): of each 32 bytes the lowest two bits of all, the next two, and so on."""
+    return shifted(split(packed, 32), (0, 2, 4, 6), 3)
 
 
-def _planes(packed: Tensor) -> Tensor:
-    """(…, 32) → (…, 256): the lowest bit of all 32 bytes, then the second of all, and so on."""
-    return _spread(packed, range(8), 1).flatten(-2)
+def _planes(packed: Tensor, turns: int) -> Tensor:
+    """(columns, blocks, 32) → (turns, columns, blocks, 8 / turns, 32).
+
+    The lowest bit of all 32 bytes is the first turn's of the first run, the second bit the next turn's.
+    """
+    found = shifted(packed, range(8), 1)
+    return found.view(-1, turns, *packed.shape).permute(1, 2, 3, 0, 4).contiguous()
+
+
+def _in_order(codes: Tensor) -> Tensor:
+    """(turns, columns, blocks, runs, run) → (columns, blocks, all of them)."""
+    return codes.permute(1, 2, 3, 0, 4).flatten(2)
 
 
 def _q4_0(blocks: Tensor) -> Parts:
-    return Parts(_nibbles(blocks[..., 2:], 16), _half(blocks, 0))
+    return Parts(_nibbles(taken(blocks, 2, 16), 16), _half(blocks, 0))
 
 
 def _q4_1(blocks: Tensor) -> Parts:
-    return Parts(_nibbles(blocks[..., 4:], 16), _half(blocks, 0), minimum=-_half(blocks, 2))
+    return Parts(_nibbles(taken(blocks, 4, 16), 16), _half(blocks, 0), minimum=-_half(blocks, 2))
+
+
+def _five(blocks: Tensor, at: int) -> Tensor:
+    """Codes of 5 bits in one run: their highest bits lie before the others."""
+    low = _in_order(_nibbles(taken(blocks, at + 4, 16), 16))
+    return split(joined(low, single_bits(taken(blocks, at, 4)), 4), 32)[None]
 
 
 def _q5_0(blocks: Tensor) -> Parts:
-    codes = _nibbles(blocks[..., 6:], 16) | (_bits(blocks[..., 2:6]) << 4)
-    return Parts(codes, _half(blocks, 0))
+    return Parts(_five(blocks, 2), _half(blocks, 0))
 
 
 def _q5_1(blocks: Tensor) -> Parts:
-    codes = _nibbles(blocks[..., 8:], 16) | (_bits(blocks[..., 4:8]) << 4)
-    return Parts(codes, _half(blocks, 0), minimum=-_half(blocks, 2))
+    return Parts(_five(blocks, 4), _half(blocks, 0), minimum=-_half(blocks, 2))
 
 
 def _q8_0(blocks: Tensor) -> Parts:
-    return Parts(blocks[..., 2:] ^ 128, _half(blocks, 0))
+    return Parts(split(taken(blocks, 2, 32) ^ 128, 32)[None], _half(blocks, 0))
 
 
 def _q2_k(blocks: Tensor) -> Parts:
-    both = blocks[..., :16]
-    return Parts(_pairs(blocks[..., 16:80]), _half(blocks, 80), both & 15, _half(blocks, 82), both >> 4)
+    low, high = shifted(taken(blocks, 0, 16), (0, 4), 15)
+    return Parts(_pairs(taken(blocks, 16, 64)), _half(blocks, 80), low, _half(blocks, 82), high)
 
 
 def _q3_k(blocks: Tensor) -> Parts:
-    codes = _pairs(blocks[..., 32:96]) | (_planes(blocks[..., :32]) << 2)
-    low = _nibbles(blocks[..., 96:104], 8)
-    high = _spread(blocks[..., 104:108], (0, 2, 4, 6), 3).flatten(-2)
+    codes = joined(_pairs(taken(blocks, 32, 64)), _planes(taken(blocks, 0, 32), 4), 2)
+    low = _in_order(_nibbles(taken(blocks, 96, 8), 8))
+    high = torch.stack([(taken(blocks, 104, 4) >> shift) & 3 for shift in (0, 2, 4, 6)], -2).flatten(-2)
     return Parts(codes, _half(blocks, 108), _signed(low | (high << 4)))
 
 
 def _q4_k(blocks: Tensor) -> Parts:
-    scales, minimum = _six_bits(blocks[..., 4:16])
-    return Parts(_nibbles(blocks[..., 16:], 32), _half(blocks, 0), scales, _half(blocks, 2), minimum)
+    scales, minimum = _six_bits(blocks)
+    return Parts(_nibbles(taken(blocks, 16, 128), 32), _half(blocks, 0), scales, _half(blocks, 2), minimum)
 
 
 def _q5_k(blocks: Tensor) -> Parts:
-    scales, minimum = _six_bits(blocks[..., 4:16])
-    codes = _nibbles(blocks[..., 48:], 32) | (_planes(blocks[..., 16:48]) << 4)
+    scales, minimum = _six_bits(blocks)
+    codes = joined(_nibbles(taken(blocks, 48, 128), 32), _planes(taken(blocks, 16, 32), 2), 4)
     return Parts(codes, _half(blocks, 0), scales, _half(blocks, 2), minimum)
 
 
 def _q6_k(blocks: Tensor) -> Parts:
-    codes = _nibbles(blocks[..., :128], 64) | (_pairs(blocks[..., 128:192]) << 4)
-    return Parts(codes, _half(blocks, 208), blocks[..., 192:208].view(torch.int8))
+    low = taken(blocks, 0, 128).view(*blocks.shape[:2], 2, 2, 32).permute(3, 0, 1, 2, 4).contiguous()
+    codes = joined(shifted(low, (0, 4), 15).flatten(0, 1), _pairs(taken(blocks, 128, 64)), 4)
+    return Parts(codes, _half(blocks, 208), taken(blocks, 192, 16).view(torch.int8))
 
 
 def _iq4_xs(blocks: Tensor) -> Parts:
-    low = torch.stack((blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4), -1).flatten(-2)
-    high = torch.stack([(blocks[..., 2:4] >> shift) & 3 for shift in (0, 2, 4, 6)], -1).flatten(-2)
-    return Parts(_nibbles(blocks[..., 8:], 16), _half(blocks, 0), _signed(low | (high << 4)))
+    both = taken(blocks, 4, 4)
+    low = torch.stack((both & 15, both >> 4), -1).flatten(-2)
+    high = torch.stack([(taken(blocks, 2, 2) >> shift) & 3 for shift in (0, 2, 4, 6)], -1).flatten(-2)
+    return Parts(_nibbles(taken(blocks, 8, 128), 16), _half(blocks, 0), _signed(low | (high << 4)))
 
 
 def _signed(codes: Tensor) -> Tensor:
@@ -136,15 +147,17 @@ def _signed(codes: Tensor) -> Tensor:
     return codes.view(torch.int8) - 32
 
 
-def _six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Eight scales and eight minimums of six bits from the twelve bytes of Q4_K and Q5_K.
+def _six_bits(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Eight scales and eight minimums of six bits from twelve bytes of Q4_K and Q5_K.
 
-    The first four of each have a byte for themselves, whose top two bits belong to the last four.
+    The first four of each have a byte for themselves, whose top two bits belong to the last four. Four bytes
+    are one number here.
     """
-    scales, minimum, rest = split(packed, 4).unbind(-2)
+    scales, minimum, rest = (taken(blocks, at, 4).view(torch.int32) for at in (4, 8, 12))
+    own, low, top = 0x3F3F3F3F, 0x0F0F0F0F, 0x30303030
     return (
-        torch.cat((scales & 63, (rest & 15) | ((scales >> 2) & 48)), -1),
-        torch.cat((minimum & 63, (rest >> 4) | ((minimum >> 2) & 48)), -1),
+        torch.cat((scales & own, (rest & low) | ((scales >> 2) & top)), -1).view(torch.uint8),
+        torch.cat((minimum & own, ((rest >> 4) & low) | ((minimum >> 2) & top)), -1).view(torch.uint8),
     )
 
 
@@ -163,19 +176,3 @@ LAYOUTS: dict[str, Layout] = {
     "IQ4_XS": Layout(256, 136, 4, 32, _iq4_xs, codebook=IQ4_VALUES),
 }
 """The types that stay packed in memory, by the name GGUF gives them."""
-
-
-def squeeze(codes: Tensor, bits: int) -> Tensor:
-    """(columns, inputs) uint8 → (columns, words) int32: the bit stream of `bits`, one column after the other.
-
-    Eight codes at a time: as one 64-bit number whose bytes move together in three steps.
-    """
-    if bits == 8:
-        return codes.contiguous().view(torch.int32)
-    lanes = codes.contiguous().view(torch.int64)
-    for lane in (8, 16, 32):
-        used = bits * lane // 8
-        even = sum(((1 << used) - 1) << at for at in range(0, 64, 2 * lane))
-        lanes = (lanes & even) | ((lanes >> (lane - used)) & (even << used))
-    stream = split(lanes.view(torch.uint8), 8)[..., :bits]
-    return stream.flatten(-2).view(torch.int32)
