@@ -139,19 +139,39 @@ def test_seeds(model: Model, tokenizer: Tokenizer) -> None:
 
 
 def test_the_end_of_the_cache_is_an_end(toy: Tokenizer) -> None:
+    """The last token that fits is no end, but nothing follows it."""
     machine = streaming(toy, length=40)
     begin(machine, ABC)
     assert not machine.full()
-    chunks = take(machine)
-    assert len(chunks) == 37
-    assert chunks[-1]["eos"]
+    chunks = take(machine, 37)
+    assert not any(chunk["eos"] for chunk in chunks)
     assert machine.full()
+    last = machine.stream_ex()
+    assert (last["chunk"], last["eos"], last["chunk_token_ids"].shape) == ("", True, (1, 0))
     begin(machine, ids("a" * 39))
-    assert len(take(machine)) == 1
+    assert [(len(chunk["chunk"]), chunk["eos"]) for chunk in take(machine)] == [(1, False), (0, True)]
     with pytest.raises(InputError, match="40 tokens leaves no room"):
         begin(machine, ids("a" * 40))
     begin(machine, ABC, max_new_tokens=1000)
+    assert len(take(machine)) == 37 + 1
+    begin(machine, ABC, max_new_tokens=37)
     assert len(take(machine)) == 37
+
+
+def test_a_chat_that_outgrows_the_cache_goes_on(toy: Tokenizer) -> None:
+    """Old chat loops ask `full()` after each token, and then go on with the end of what was said so far."""
+    machine = streaming(toy, length=40)
+    begin(machine, ABC)
+    said = ""
+    while len(said) < 100:
+        chunk = machine.stream_ex()
+        said += chunk["chunk"]
+        if machine.full():
+            begin(machine, machine.sequence_ids[:, -10:])
+        if chunk["eos"]:
+            break
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    assert said == (letters * 5)[3:103]
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 20])
@@ -239,8 +259,9 @@ def test_guidance_compares_both_prompts(toy: Tokenizer) -> None:
 def test_guidance_in_half_a_cache(toy: Tokenizer) -> None:
     machine = streaming(toy, length=512)
     begin(machine, torch.cat((ids("abc"), ids("xyz"))), Settings.greedy(cfg_scale=1.0))
-    assert len(take(machine, 300)) == 256 - 3
+    assert len(take(machine, 256 - 3)) == 256 - 3
     assert machine.full()
+    assert machine.stream_ex()["eos"]
 
 
 def test_adapters(model: Model, tokenizer: Tokenizer, tmp_path: Path, fixtures_dir: Path) -> None:

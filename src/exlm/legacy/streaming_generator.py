@@ -59,6 +59,7 @@ class StreamingGenerator(BaseGenerator):
         self.settings: Settings | None = None
         self._job: StreamJob | None = None
         self._unnamed = 0
+        self._bounded = False  # somebody said how many tokens are enough
         self._ngrams: NgramGuess | None = None
         self._preloaded: list[list[int]] = []
 
@@ -93,9 +94,10 @@ class StreamingGenerator(BaseGenerator):
     ) -> None:
         """Read a prompt (1, n), or a padded pair (2, n) for guidance; what the cache has of it is kept.
 
-        The stream ends by itself after `max_new_tokens`, or when the cache is full. Without a seed Python's
-        `random` gives one. If `abort_event` is set while the prompt is read, the stream is over before it
-        began, and `sequence_ids` is what was read. Unknown arguments are passed over, with a warning.
+        The stream ends by itself after `max_new_tokens`. Where the cache is full first, `full()` says so, and
+        only a further call brings the end. Without a seed Python's `random` gives one. If `abort_event` is
+        set while the prompt is read, the stream is over before it began, and `sequence_ids` is what was read.
+        Unknown arguments are passed over, with a warning.
         """
         pass_over("begin_stream_ex()", unknown, names(self.begin_stream_ex))
         if input_embeddings is not None and self.draft_model is not None:
@@ -122,6 +124,7 @@ class StreamingGenerator(BaseGenerator):
             loras=loras,
         )
         self.abort_event, self.settings = abort_event, gen_settings
+        self._bounded = max_new_tokens is not None and max_new_tokens <= room
         self._begin(job)
 
     def stream_ex(self, ban_tokens: Collection[int] | None = None, **unknown: Any) -> Chunk:
@@ -140,7 +143,7 @@ class StreamingGenerator(BaseGenerator):
         job.banned_now = frozenset(ban_tokens or ())
         healing = job.output.healing
         chunk = self._take(job)
-        if healing and not chunk["eos"] and "suppressed" not in chunk:
+        if healing and not job.is_finished and "suppressed" not in chunk:
             chunk = joined(chunk, self._take(job))
         self.cache.current_seq_len = len(job.sequences[0]) - 1
         return chunk
@@ -289,7 +292,11 @@ class StreamingGenerator(BaseGenerator):
                     shown = result["token_ids"].shape[1] if "token_ids" in result else 0
                     skip = min(shown, self._unnamed)
                     self._unnamed -= skip
-                    return chunk_of(result, self.model.config.vocab_size, skip)
+                    chunk = chunk_of(result, self.model.config.vocab_size, skip)
+                    # Who asks full() after each token goes on with a shorter prompt; the text has not ended.
+                    if result.get("eos_reason") == "max_new_tokens" and not self._bounded:
+                        chunk["eos"] = False
+                    return chunk
 
     def _follow_conditions(self, job: StreamJob) -> None:
         """Let a running job know of stop conditions that were changed; text that is held is judged first."""
