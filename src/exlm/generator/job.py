@@ -17,7 +17,7 @@ from ..text import EMBEDDING_INDEX
 from .arguments import names, refuse
 from .draft import Pace
 from .output import Output
-from .results import Sampled, labelled, words
+from .results import JobSequence, Sampled, labelled, words
 from .sequence import Sequence as Tokens
 from .sequence import salted
 
@@ -137,14 +137,14 @@ class Job:
         """What besides ids the keys and values depend on, by what it is; complete before it is enqueued."""
         self._check()
         healed = 1 if self.token_healing else 0
-        self.sequences = [
-            Tokens(ids=prompt[: len(prompt) - healed], limit=len(prompt) + self.max_new_tokens)
+        self.sequences: list[Tokens] = [
+            JobSequence(prompt[: len(prompt) - healed], len(prompt) + self.max_new_tokens)
             for prompt in self.prompts
         ]
         self.serial_number, self.skips = -1, 0
-        self.times = Times()
-        self.is_finished = False
+        self.times, self.is_finished = Times(), False
         self.shown: list[str] = []
+        self.unshown: str | None = ""  # None while only its output knows
         self.accepted_draft_tokens = self.rejected_draft_tokens = 0
         self.pace = Pace(0)  # nothing is guessed; the generator that takes it sets its own
         self.place = 0
@@ -199,7 +199,7 @@ class Job:
         )
         self.plain = not (self._asks_for_more or self._is_restricted)
         """Whether each token is sampled under the same conditions, and only its text and id are told."""
-        self.serial_number = serial
+        self.serial_number, self.unshown = serial, None
         self.label = labelled(self)
         self.times.asked = time.perf_counter()
 
@@ -221,8 +221,8 @@ class Job:
 
     @property
     def held_text(self) -> str:
-        """Text that may not be shown yet."""
-        return self.output.held_text
+        """Text that may not be shown yet; after the end, text that was never shown."""
+        return self.output.held_text if self.unshown is None else self.unshown
 
     @property
     def cached_pages(self) -> int:

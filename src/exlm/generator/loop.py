@@ -356,6 +356,7 @@ class Loop:
 
     def _stop(self, job: Job, verdict: Stop) -> StreamingResult:
         job.shown.append(verdict.text)
+        job.unshown = verdict.held_text
         shown = self._take(job, verdict.tokens)
         held = self._take(job, len(job.pending))
         self._end(job)

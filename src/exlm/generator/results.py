@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..errors import ExlmError
 from ..sampling import Picks, Sampler
+from .sequence import Sequence as Tokens
 from .verdicts import Reason, Rewind, Stop
 
 if TYPE_CHECKING:
@@ -98,6 +99,47 @@ class Sampled(NamedTuple):
     top_tokens: Sequence[int] | None = None
     top_probs: Sequence[float] | None = None
     logits: Tensor | None = None
+
+
+class Ids:
+    """Ids as old scripts ask a job for them: `job.sequences[0].input_ids.torch()`. A copy, to look at."""
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self._ids = torch.tensor([ids], dtype=torch.long)
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return self._ids.shape[1]
+
+    def torch(self) -> Tensor:
+        """All of them, (1, n)."""
+        return self._ids
+
+    def torch_slice(self, a: int | None, b: int | None) -> Tensor:
+        """Those from `a` to before `b`, (1, n)."""
+        return self._ids[:, a:b]
+
+    def slice(self, a: int | None, b: int | None) -> Tensor:
+        """The same as a copy."""
+        return self._ids[:, a:b].clone()
+
+
+class JobSequence(Tokens):
+    """A sequence of a job, which tells its ids as tensors too."""
+
+    def __init__(self, ids: list[int], limit: int) -> None:
+        super().__init__(ids, limit=limit)
+        self._prompt = len(ids)
+
+    @property
+    def input_ids(self) -> Ids:
+        """The prompt, without a token that is sampled anew."""
+        return Ids(self.ids[: self._prompt])
+
+    @property
+    def sequence_ids(self) -> Ids:
+        """The prompt and what was sampled so far."""
+        return Ids(self.ids)
 
 
 def started(job: Job) -> StartedResult:

@@ -1,0 +1,60 @@
+"""What old scripts read of a job besides its results: before it is enqueued, while it runs, afterwards."""
+
+from __future__ import annotations
+
+import torch
+
+from exllamav2 import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Tokenizer
+from exllamav2.generator import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
+
+GREEDY = ExLlamaV2Sampler.Settings.greedy()
+
+
+def test_the_ids_of_a_job_are_tensors(
+    model: ExLlamaV2, cache: ExLlamaV2Cache, tokenizer: ExLlamaV2Tokenizer
+) -> None:
+    generator = ExLlamaV2DynamicGenerator(model, cache, tokenizer)
+    pair = [tokenizer.encode("Once upon a time"), tokenizer.encode("The city")]
+    guided = ExLlamaV2Sampler.Settings.greedy(cfg_scale=1.5)
+    job = ExLlamaV2DynamicJob(pair, 6, gen_settings=guided)
+    said: list[int] = []
+    generator.enqueue(job)
+    while generator.num_remaining_jobs():
+        for result in generator.iterate():
+            said += result["token_ids"][0].tolist() if "token_ids" in result else []
+    assert len(said) == 6
+    for sequence, prompt in zip(job.sequences, pair, strict=True):
+        assert torch.equal(sequence.input_ids.torch(), prompt)
+        whole = sequence.sequence_ids
+        assert whole.torch().tolist() == [[*prompt[0].tolist(), *said]]
+        assert len(whole) == prompt.shape[1] + 6
+        assert whole.torch_slice(-6, None).tolist() == whole.slice(-6, None).tolist() == [said]
+
+
+def test_a_healed_token_is_not_among_the_input(tokenizer: ExLlamaV2Tokenizer) -> None:
+    prompt = tokenizer.encode("Once upon a tim")
+    job = ExLlamaV2DynamicJob(prompt, 6, token_healing=True)
+    assert torch.equal(job.sequences[0].input_ids.torch(), prompt[:, :-1])
+
+
+def test_held_text_is_what_was_not_shown(
+    model: ExLlamaV2, cache: ExLlamaV2Cache, tokenizer: ExLlamaV2Tokenizer
+) -> None:
+    """The model goes on: ", there was a little girl named Tim.\\n"."""
+    generator = ExLlamaV2DynamicGenerator(model, cache, tokenizer)
+    held = {}
+    for stop in ("girl", "girls", "nothing"):
+        prompt = tokenizer.encode("Once upon a time")
+        job = ExLlamaV2DynamicJob(prompt, 6, gen_settings=GREEDY, stop_conditions=[stop])
+        assert job.held_text == job.full_completion == ""
+        generator.enqueue(job)
+        while generator.num_remaining_jobs():
+            generator.iterate()
+            if not job.is_finished:
+                assert ", there was a little girl".startswith(job.full_completion + job.held_text)
+        held[stop] = (job.full_completion, job.held_text)
+    assert held == {
+        "girl": (", there was a little ", "girl"),
+        "girls": (", there was a little girl", ""),
+        "nothing": (", there was a little girl", ""),
+    }
