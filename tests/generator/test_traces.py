@@ -126,7 +126,7 @@ def test_g14_an_unpaged_pair_is_refused(texts: Tokenizer) -> None:
     """T14: not left to wait for ever."""
     settings = Settings.greedy()
     settings.cfg_scale = 1.5
-    with pytest.raises(InputError, match="batch size of 2"):
+    with pytest.raises(InputError, match=r"batch size of 2.*not with paged=False"):
         generator(texts, paged=False).enqueue(Job([ids("abc"), ids("xyz")], 3, gen_settings=settings))
 
 

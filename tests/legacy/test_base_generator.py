@@ -323,3 +323,8 @@ def test_many_prompts_run_side_by_side(model: Model, tokenizer: Tokenizer) -> No
     machine._runner.decode = counted(machine._runner.decode, calls)  # type: ignore[method-assign]
     machine.generate_simple(PROMPTS, GREEDY, 10)
     assert len(calls) == 10
+
+
+def test_a_completion_needs_settings(toy: Tokenizer) -> None:
+    with pytest.raises(InputError, match="gen_settings must be Settings, found NoneType"):
+        base(toy).generate_simple("abc", None, 5)  # type: ignore[arg-type]

@@ -78,8 +78,14 @@ def test_82_stop_conditions(toy: Tokenizer) -> None:
     for wrong in ([None], [1.5], [ABC]):
         with pytest.raises(ValueError, match="Unsupported type in stop_conditions"):
             machine.set_stop_conditions(wrong)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="must be a list"):
-        machine.set_stop_conditions(3)  # type: ignore[arg-type]
+    for wrong in (3, None, "g"):
+        with pytest.raises(InputError, match="must be a list"):
+            machine.set_stop_conditions(wrong)  # type: ignore[arg-type]
+
+
+def test_a_stream_needs_settings(toy: Tokenizer) -> None:
+    with pytest.raises(InputError, match="gen_settings must be Settings, found NoneType"):
+        streaming(toy).begin_stream_ex(ABC, None)  # type: ignore[arg-type]
 
 
 def test_82_stop_conditions_count_from_the_next_token(toy: Tokenizer) -> None:

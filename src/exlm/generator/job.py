@@ -327,7 +327,7 @@ ARGUMENTS = names(Job)
 
 def split_conditions(conditions: Iterable[int | str]) -> tuple[frozenset[int], tuple[str, ...]]:
     """Stop tokens and stop strings."""
-    if isinstance(conditions, str | bytes | int):
+    if isinstance(conditions, str | bytes) or not isinstance(conditions, Iterable):
         raise InputError(f"stop_conditions must be a list of ids and strings, found {conditions!r}.")
     tokens, strings = set(), []
     for one in conditions:

@@ -161,7 +161,8 @@ class Scheduler(Generic[J]):
         if len(sequences) > self.max_batch_size:
             raise InputError(
                 f"Job requires a minimum batch size of {len(sequences)}, but max_batch_size is "
-                f"{self.max_batch_size}: create the generator with max_batch_size={len(sequences)} or more."
+                f"{self.max_batch_size}: create the generator with max_batch_size={len(sequences)} or more, "
+                "and not with paged=False."
             )
         self._check_size(sequences)
         self._pending[id(job)] = job

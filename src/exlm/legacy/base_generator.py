@@ -20,7 +20,7 @@ from .. import CacheBase, InputError, Model, Settings, Tokenizer
 from ..generator.loop import Loop, Runner
 from ..generator.pages import PageTable
 from .embeddings import into_ids, into_texts
-from .jobs import LegacyJob
+from .jobs import LegacyJob, filtering
 from .rows import TruncationWarning, padded
 
 ROW = 8  # of the tokens that the model computes at once, a row of the batch counts as so many
@@ -94,10 +94,8 @@ class BaseGenerator:
             "token_healing": token_healing,
             "decode_special_tokens": decode_special_tokens,
             "stop_conditions": self._stops(stop_token),
-            "filters": gen_settings.filters if filters is None else filters,
-            "filter_prefer_eos": filter_prefer_eos or gen_settings.filter_prefer_eos,
             "loras": loras,
-        }
+        } | filtering(gen_settings, filters, filter_prefer_eos)
         first = random.getrandbits(63) if seed is None else seed
         jobs = [
             LegacyJob(row, num_tokens, seed=first + i, embeddings=known, **options)

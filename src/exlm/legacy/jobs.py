@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from .. import Job
+from collections.abc import Sequence
+from typing import Any
+
+from .. import InputError, Job, Settings
 from ..filters.bits import contains
 from ..generator.job import Texts
 from ..sampling import Row
@@ -39,3 +42,13 @@ class StreamJob(LegacyJob):
         row = super().next_row()
         row.blocked = self.banned_now.union(row.blocked)
         return row
+
+
+def filtering(settings: Settings, filters: Sequence[Any] | None, prefer_eos: bool) -> dict[str, Any]:
+    """A job's arguments about filters: the call's, or what very old scripts wrote into the settings."""
+    if not isinstance(settings, Settings):
+        raise InputError(f"gen_settings must be Settings, found {type(settings).__name__}.")
+    return {
+        "filters": settings.filters if filters is None else filters,
+        "filter_prefer_eos": prefer_eos or settings.filter_prefer_eos,
+    }

@@ -22,7 +22,7 @@ from .chunks import Chunk, chunk_of, joined, nothing
 from .embeddings import into_ids
 from .foresight import Foresight, Guess
 from .guessing import DraftGuess, NgramGuess, NgramTable
-from .jobs import StreamJob
+from .jobs import StreamJob, filtering
 from .rows import unpadded
 
 
@@ -104,6 +104,7 @@ class StreamingGenerator(BaseGenerator):
             raise InputError("Can not use input embeddings with draft model, which knows nothing of them.")
         ids, embeddings = into_ids(self.model, input_embeddings, input_ids)
         rows = unpadded(ids, input_mask, position_offsets)
+        filtered = filtering(gen_settings, filters, filter_prefer_eos)
         _check(rows, gen_settings)
         room = self._room(rows)
         job = StreamJob(
@@ -116,12 +117,11 @@ class StreamingGenerator(BaseGenerator):
             return_top_tokens=return_top_tokens,
             return_logits=return_logits,
             return_probs=return_probabilities,
-            filters=gen_settings.filters if filters is None else filters,
-            filter_prefer_eos=filter_prefer_eos or gen_settings.filter_prefer_eos,
             token_healing=token_healing,
             banned_strings=banned_strings,
             embeddings=embeddings,
             loras=loras,
+            **filtered,
         )
         self.abort_event, self.settings = abort_event, gen_settings
         self._bounded = max_new_tokens is not None and max_new_tokens <= room
