@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from exllamav2 import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Tokenizer
@@ -58,3 +59,16 @@ def test_held_text_is_what_was_not_shown(
         "girls": (", there was a little girl", ""),
         "nothing": (", there was a little girl", ""),
     }
+
+
+def test_numbers_may_come_from_numpy(
+    model: ExLlamaV2, cache: ExLlamaV2Cache, tokenizer: ExLlamaV2Tokenizer
+) -> None:
+    """Old scripts compute limits, and the old library never asked what kind of number came out."""
+    generator = ExLlamaV2DynamicGenerator(model, cache, tokenizer, max_q_size=np.int64(4))
+    limits = np.array([3, 5])
+    texts, last = generator.generate(
+        ["Once upon", "The city"], limits.max(), limits.min(), gen_settings=GREEDY, return_last_results=True
+    )
+    assert [result["new_tokens"] for result in last] == [5, 5]
+    assert texts == generator.generate(["Once upon", "The city"], 5, gen_settings=GREEDY)

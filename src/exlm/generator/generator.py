@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 from ..errors import InputError
@@ -308,9 +309,9 @@ def _each(values: Any, count: int, name: str) -> list[Any]:
 
 
 def _at_least(name: str, value: int, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise InputError(f"{name} must be a whole number of at least {least}, found {value!r}.")
-    return value
+    return int(value)
 
 
 def _guesses(count: int, rows: int) -> int:

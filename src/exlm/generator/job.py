@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Protocol
 
 from ..errors import InputError
@@ -360,9 +361,10 @@ def _ids(prompt: Any) -> list[int]:
 
 
 def _whole(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < MAX_TOKENS:
+    number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else -1
+    if not least <= number < MAX_TOKENS:
         raise InputError(f"{name} must be a whole number from {least} to {MAX_TOKENS - 1}, found {value!r}.")
-    return value
+    return number
 
 
 def _listed(filters: Any) -> list[Any]:
