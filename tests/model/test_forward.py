@@ -147,6 +147,22 @@ def test_left_padded_rows_go_on_token_by_token(model: Model) -> None:
         assert close(torch.cat(steps, 1)[row], want)
 
 
+def test_a_mask_may_speak_of_tokens_that_come_later(model: Model) -> None:
+    """Old loops read all but the last token of a padded batch with the mask of the whole."""
+    rows, width = [ids(1, n) for n in (4, 9)], 9
+    padded = torch.cat([torch.cat((torch.full((1, width - r.shape[1]), -1), r), 1) for r in rows])
+    mask = torch.where(padded < 0, float("-inf"), 0.0).half()
+    offsets = torch.tensor([r.shape[1] - width for r in rows])
+    cache = Cache(model, batch_size=2, max_seq_len=32)
+    options = {"input_mask": mask, "position_offsets": offsets}
+    model.forward(padded[:, :-1], cache, preprocess_only=True, **options)
+    logits = model.forward(padded[:, -1:], cache, **options)
+    for row, alone in enumerate(rows):
+        assert close(logits[row, -1], model.forward(alone)[0, -1])
+    with pytest.raises(InputError, match=r"input_mask must be \(2, at most 32\)"):
+        model.forward(padded[:, -1:], cache, input_mask=torch.zeros(2, 33))
+
+
 def test_padding_that_cannot_be_seen_does_not_spread(model: Model) -> None:
     x = ids(1, 6)
     mask = torch.full((1, 6), float("-inf"))

@@ -209,7 +209,7 @@ class BaseGenerator:
             self.model.forward(
                 ids[:, :-1],
                 self.cache,
-                input_mask=None if mask is None else mask[:, : ids.shape[1] - 1],
+                input_mask=mask,
                 preprocess_only=True,
                 loras=loras,
                 position_offsets=position_offsets,

@@ -84,7 +84,7 @@ def check(
         ids=ids,
         positions=_positions(ids, plain, position_offsets, positions, config.max_seq_len),
         past=past,
-        mask=None if input_mask is None else _mask(input_mask, rows, past + tokens).to(device),
+        mask=None if input_mask is None else _mask(input_mask, rows, past + tokens, cache).to(device),
         adapters=(adapters,) * rows if adapters else (),
         spans=spans,
     )
@@ -193,10 +193,16 @@ def _positions(
     return moved
 
 
-def _mask(mask: Tensor, rows: int, total: int) -> Tensor:
-    """An additive mask (0 or -inf), or one of True and False, as visibility; True where it ends early."""
-    if mask.dim() != 2 or mask.shape[0] != rows or mask.shape[1] > total:
-        raise InputError(f"input_mask must be ({rows}, at most {total}), found {tuple(mask.shape)}.")
+def _mask(mask: Tensor, rows: int, total: int, cache: CacheBase | None) -> Tensor:
+    """An additive mask (0 or -inf), or one of True and False, as visibility; True where it ends early.
+
+    With a cache it may speak of tokens that are still to come, as one of a whole prompt whose last token is
+    fed later.
+    """
+    most = total if cache is None else max(total, cache.max_seq_len)
+    if mask.dim() != 2 or mask.shape[0] != rows or mask.shape[1] > most:
+        raise InputError(f"input_mask must be ({rows}, at most {most}), found {tuple(mask.shape)}.")
+    mask = mask[:, :total]
     seen = mask if mask.dtype is torch.bool else mask > -1.0
     rest = torch.ones(rows, total - mask.shape[1], dtype=torch.bool, device=mask.device)
     return torch.cat((seen, rest), 1)
