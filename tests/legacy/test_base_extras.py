@@ -9,6 +9,7 @@ import torch
 
 from exlm import (
     Cache,
+    Config,
     InputError,
     JsonSchemaFilter,
     Lora,
@@ -116,3 +117,14 @@ def test_56_filters_hold_for_what_a_healed_token_adds(
         completion_only=True,
     )  # fmt: skip
     assert said in options
+
+
+def test_39_warmup_where_few_positions_may_answer(tokenizer: Tokenizer, fixtures_dir: Path) -> None:
+    """Scripts that complete batches ask the model for one position at a time."""
+    config = Config(fixtures_dir / "tiny-lm")
+    config.max_output_len = 1
+    model = Model(config)
+    model.load()
+    generator = BaseGenerator(model, Cache(model, max_seq_len=100), tokenizer)
+    generator.warmup()
+    assert generator.generate_simple(PROMPTS[:2], GREEDY, 3, completion_only=True) != ["", ""]

@@ -50,7 +50,7 @@ class BaseGenerator:
 
     def warmup(self) -> None:
         """Run a forward pass without a cache, so that kernels are ready."""
-        self.model.forward(torch.zeros((1, 2), dtype=torch.long))
+        self.model.forward(torch.zeros((1, 2), dtype=torch.long), last_id_only=True)
 
     def full(self) -> bool:
         """Whether the running sequence is as long as it may become."""
