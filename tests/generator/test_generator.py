@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from exlm import (
     InputError,
     Job,
     Model,
+    NotLoaded,
     Settings,
     Tokenizer,
 )
@@ -307,3 +310,22 @@ def test_a_cache_that_somebody_else_wrote_to_is_not_believed(parts: tuple[Model,
     fresh_text, fresh = greedy(machine, prompt, 4, return_last_results=True)
     assert cold_text == warm_text == fresh_text
     assert warm["cached_tokens"] > cold["cached_tokens"] == fresh["cached_tokens"] == 0
+
+
+def test_a_generator_does_not_keep_the_weights_of_an_unloaded_model(fixtures_dir: Path) -> None:
+    """Scripts that try one model after the other still hold the last one's generator and cache."""
+    model = Model(Config(fixtures_dir / "tiny-lm"))
+    model.load()
+    cache, tokenizer = Cache(model, max_seq_len=512), Tokenizer(model.config)
+    machine = Generator(model, cache, tokenizer)
+    said = greedy(machine, PROMPTS[0])
+    weights = weakref.ref(model._ready()[1])
+    model.unload()
+    gc.collect()
+    assert weights() is None
+    for _ in range(2):
+        with pytest.raises(NotLoaded, match="The model was unloaded, and this generator went with it"):
+            greedy(machine, PROMPTS[0])
+    assert machine.num_remaining_jobs() == 0
+    model.load()
+    assert greedy(Generator(model, cache, tokenizer), PROMPTS[0]) == said

@@ -6,6 +6,7 @@ What it can be asked once it is there is `Model`'s business.
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,7 @@ from .devices import Slot, imagined, inventory
 from .loading import Loaded, Yielding, load_steps, opened, shapes
 from .placement import Part, place
 from .progress import Callback, bar, silent
+from .runner import Runner
 from .staging import staged
 from .summary import Summary, summarize
 from .team import team_steps
@@ -38,6 +40,7 @@ class Loader:
         self.source: Callable[[FrozenConfig], Source] = opened
         """Where its weights come from: the files of the configuration, unless something else is put here."""
         self._loaded: Loaded | None = None
+        self._runners: weakref.WeakSet[Runner] = weakref.WeakSet()  # who computes with what is loaded
 
     def load(
         self,
@@ -181,10 +184,13 @@ class Loader:
         )
 
     def unload(self) -> None:
-        """Let go of every weight; the model can be loaded again."""
+        """Let go of every weight; the model can be loaded again. Its generators cannot go on."""
         loaded, self._loaded, self.loaded = self._loaded, None, False
         if loaded is None:
             return
+        for runner in self._runners:
+            runner.retire()
+        self._runners.clear()
         if loaded.leader is not None:
             loaded.leader.close()
         used = loaded.devices

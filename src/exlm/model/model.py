@@ -97,7 +97,10 @@ class Model(Loader):
         """The door a generator uses: sequences in pages of this cache."""
         frozen, decoder, chain = self._ready()
         assert self._loaded is not None
-        return Runner(decoder, cache, chain.device, turns_in_planes(frozen.spec), self._loaded.recordable)
+        planes = turns_in_planes(frozen.spec)
+        made = Runner(decoder, cache, chain.device, planes, self._loaded.recordable)
+        self._runners.add(made)
+        return made
 
     @property
     def backends(self) -> Sequence[Backend]:

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..cache import PAGE, CacheBase
+from ..errors import NotLoaded
+from ..kernels.backend import KeyValues
 from ..nn import Batch
 from ..nn.batch import Outputs
 from .decoder import Decoder
@@ -23,6 +25,16 @@ from .extras import Extras
 from .graphs import Graphs
 
 PLAIN = Extras()
+
+
+class Gone:
+    """What stands in a decoder's place when its model has been unloaded."""
+
+    def forward(self, batch: Batch, layers: Sequence[KeyValues]) -> tuple[Tensor | None, Tensor]:
+        """Say so."""
+        raise NotLoaded(
+            "The model was unloaded, and this generator went with it: load the model, make a new one."
+        )
 
 
 class Paged(Protocol):
@@ -56,11 +68,15 @@ class Runner:
         recorded: int = 0,
     ) -> None:
         """`planes`: positions may have three. `recorded`: tokens up to which decode passes are recorded."""
-        self.decoder = decoder
+        self.decoder: Decoder | Gone = decoder
         self.cache = cache
         self.device = device
         self.planes = planes
         self.graphs = Graphs(self._logits, device, recorded) if recorded else None
+
+    def retire(self) -> None:
+        """Let go of the decoder: a generator that somebody still holds must not keep the weights."""
+        self.decoder, self.graphs = Gone(), None
 
     def copy(self, orders: Iterable[tuple[int, int, int]]) -> None:
         """Duplicate the leading tokens of pages: (source, target, tokens)."""
