@@ -14,10 +14,11 @@ def silent(done: int, total: int) -> None:
 
 @contextmanager
 def bar(title: str) -> Iterator[Callback]:
-    """A progress bar that lives as long as the block, fed with (done, total)."""
+    """A progress bar on standard error that lives as long as the block, fed with (done, total)."""
+    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns) as progress:
+    with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(title, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
