@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -130,6 +131,40 @@ def test_errors_are_told_in_one_line_without_a_traceback(tmp_path: Path) -> None
     assert done.returncode == 1
     assert done.stderr.startswith("ModelNotFound: There is no")
     assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_while_everything_is_imported_is_no_traceback() -> None:
+    code = """
+import sys
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Finder())
+from exlm.cli import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full disk to write to")
+def test_a_full_disk_is_told_in_one_line(folder: Path) -> None:
+    command = [sys.executable, "-m", "exlm.cli", "generate", str(folder), "Hi", "-n", "3", "-q"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.startswith("OSError: [Errno 28] No space left")
+    assert "Traceback" not in done.stderr
+
+
+def test_what_the_terminal_cannot_show_is_replaced(folder: Path) -> None:
+    command = [sys.executable, "-m", "exlm.cli", "info", str(folder)]
+    done = subprocess.run(
+        command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "latin-1"}, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"0?1" in done.stdout  # the dash between the first and the last layer
 
 
 def test_version() -> None:

@@ -7,9 +7,12 @@ import sys
 
 def main() -> None:
     """Run a command; what it needs of a GPU is begun before anything large is imported."""
-    from .early import begin
+    try:
+        from .early import begin
 
-    begin(sys.argv[1:])
-    from .__main__ import main as run
+        begin(sys.argv[1:])
+        from .__main__ import main as run
 
-    run()
+        run()
+    except KeyboardInterrupt:  # importing takes a second or two, in which people change their minds
+        sys.exit(130)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 from typing import Annotated
@@ -60,9 +61,12 @@ def _options(
 
 def main() -> None:
     """Run a command; a mistake we foresaw is told in one paragraph, without a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # models write what not every terminal can show
     try:
         app()
-    except ExlmError as error:
+    except (ExlmError, OSError) as error:  # also a disk that is full, or a file that may not be read
+        logging.getLogger(__name__).debug("The way to this error:", exc_info=True)
         Console(stderr=True, soft_wrap=True).print(
             f"[bold red]{type(error).__name__}[/]:", escape(str(error)), markup=True
         )
