@@ -124,7 +124,7 @@ def test_models_come_and_go_by_name(chatty: Path, tmp_path: Path) -> None:
     listings = [
         Listing("tiny", str(chatty), loras={"loud": str(adapter.folder)}),
         Listing("other", str(chatty), draft="ngram"),
-        Listing("lost", str(tmp_path / "nowhere")),
+        Listing("owner/lost", str(tmp_path / "nowhere")),
     ]
     engine = Engine(listings, small)
     engine.preload("tiny")
@@ -141,7 +141,7 @@ def test_models_come_and_go_by_name(chatty: Path, tmp_path: Path) -> None:
         assert text(lora={"loud": 0.0})[0] == plain[0]
         assert text() == plain
         assert server.post("/v1/completions", "k", model="other", **asked)[0] == 503
-        assert server.post("/v1/admin/models/load", "k", model="lost")[0] == 503
+        assert server.post("/v1/admin/models/load", "k", model="owner/lost")[0] == 503
         assert server.post("/v1/admin/models/load", "k", model="other")[1]["loaded"] is True
         assert text(model="other")[0] == plain[0]
         assert text(model="other", speculative=True)[0] == plain[0]
@@ -152,8 +152,10 @@ def test_models_come_and_go_by_name(chatty: Path, tmp_path: Path) -> None:
         assert [(card["id"], card["loaded"]) for card in cards] == [
             ("tiny", True),
             ("other", True),
-            ("lost", False),
+            ("owner/lost", False),
         ]
+        for path in ("/v1/models/owner/lost", "/v1/models/owner%2Flost"):
+            assert server.ask("GET", path, None, "k")[1] == cards[2]
         assert cards[0]["loras"] == ["loud"]
         assert server.post("/v1/admin/models/unload", "k", model="other")[1]["loaded"] is False
         assert server.post("/v1/completions", "k", model="other", **asked)[0] == 503

@@ -66,6 +66,18 @@ def test_nothing_else_is_served(server: Served, path: str) -> None:
     assert server.ask("GET", path)[0] == 404
 
 
+def test_routes_that_are_not_there_are_named(server: Served) -> None:
+    """The pages are mounted at `/` and would answer for everything, each method in its own wrong way."""
+    for method in ("GET", "POST"):
+        status, reply, _ = server.ask(method, "/v1/responses", None if method == "GET" else {})
+        assert (status, reply["error"]["type"]) == (404, "not_found_error")
+        assert "/v1/responses" in reply["error"]["message"]
+    status, reply, headers = server.ask("GET", "/v1/chat/completions")
+    assert (status, headers["allow"]) == (405, "POST")
+    assert reply["error"]["message"] == "/v1/chat/completions takes POST, not GET."
+    assert server.ask("DELETE", "/v1/models")[0] == 405
+
+
 def test_a_file_that_has_not_changed_is_not_sent_again(server: Served) -> None:
     first = server.ask("GET", "/main.js")[2]
     status, text, headers = server.ask("GET", "/main.js", **{"If-None-Match": first["etag"]})

@@ -16,6 +16,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 from starlette.staticfiles import StaticFiles
 
 from exlm import ExlmError, __version__
@@ -54,7 +55,7 @@ from .state import state_of
 WEB = Path(__file__).with_name("web")
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorReply}
-    for status in (400, 401, 403, 404, 408, 413, 415, 422, 429, 431, 500, 501, 503)
+    for status in (400, 401, 403, 404, 405, 408, 413, 415, 422, 429, 431, 500, 501, 503)
 }
 PAGE_TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -156,10 +157,10 @@ def _add_problems(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         return await told(_, invalid(error.errors()))
 
-    async def routed(_: Request, error: Exception) -> Response:
+    async def routed(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         problem = Problem(error.status_code, str(error.detail), headers=error.headers or {})
-        return await told(_, problem)
+        return await told(request, _unrouted(request) if error.status_code in (404, 405) else problem)
 
     async def unheard(_: Request, error: Exception) -> Response:
         return Response(status_code=GONE)
@@ -219,7 +220,7 @@ def _add_models(app: FastAPI, engine: Engine) -> None:
         """Every registered model, loaded or not."""
         return JsonReply({"object": "list", "data": [card(name) for name in engine.listings]})
 
-    @app.get("/v1/models/{name}", response_model=ModelCard)
+    @app.get("/v1/models/{name:path}", response_model=ModelCard)
     async def model(name: str) -> Response:
         """One registered model."""
         if name not in engine.listings:
@@ -265,6 +266,19 @@ def _add_health(
     async def state() -> Response:
         """A live look at cache pages, queue and batch."""
         return JsonReply(state_of(engine, answering.gate))
+
+
+def _unrouted(request: Request) -> Problem:
+    """There is no such route, or not with this method; the pages, mounted at `/`, cannot tell which."""
+    path, routes = request.url.path, request.app.routes
+    fitting = [
+        one for one in routes if isinstance(one, Route) and one.matches(request.scope)[0] != Match.NONE
+    ]
+    methods = sorted({method for one in fitting for method in one.methods or ()})
+    if not methods or request.method in methods:
+        return Problem(404, f"There is no {path} here; /docs lists what there is.")
+    allowed = ", ".join(methods)
+    return Problem(405, f"{path} takes {allowed}, not {request.method}.", headers={"Allow": allowed})
 
 
 def _caller(request: Request) -> Caller:
