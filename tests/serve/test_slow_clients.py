@@ -105,6 +105,24 @@ def test_too_large_a_body_is_refused_in_words(server: Served) -> None:
         assert trickled(line, b"", b"x").endswith(b"}")
 
 
+@pytest.mark.parametrize(("key", "status"), [(b"slow", 413), (b"fast", 401)])
+def test_a_connection_that_is_to_be_closed_is_closed_after_the_body(
+    server: Served, key: bytes, status: int
+) -> None:
+    """Closed before, it would be reset, and the reason lost: so do clients that ask once and go."""
+    with connected(server) as line:
+        head = HEAD.replace(b"slow", key) + b"Connection: close\r\nContent-Length: %d\r\n\r\n"
+        line.sendall(head % (5 << 20))
+        for _ in range(20):
+            time.sleep(0.002)
+            line.sendall(b"x" * (1 << 18))
+        answer = b""
+        while part := line.recv(65536):
+            answer += part
+    assert answer.startswith(b"HTTP/1.1 %d " % status)
+    assert answer.endswith(b"}")
+
+
 def test_an_answer_that_takes_long_is_no_slow_client(server: Served) -> None:
     body = json.dumps({"prompt": "a", "max_tokens": 900, "min_tokens": 900, "stream": True}).encode()
     began = time.monotonic()

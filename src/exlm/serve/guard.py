@@ -10,6 +10,7 @@ import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 from pydantic_core import from_json
@@ -54,11 +55,14 @@ class Guard:
                 self.counted(getattr(scope.get("route"), "path", "other"), message["status"])
             await send(message)
 
+        body_of = _Incoming(receive)
         try:
             self._check_headers(scope)
             self._check_key(scope)
-            body = await self._body(scope, receive)
+            body = await self._body(scope, body_of)
         except Problem as problem:
+            if problem.status != 408 and _closes(scope):
+                await body_of.rest(self.bounds.body_seconds)
             await _refuse(problem, counting)
             return
         if body is not None:
@@ -126,6 +130,32 @@ def _check_json(kind: bytes, body: bytes) -> None:
         from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise Problem(400, f"The body is not JSON: {error}.", code="invalid_json") from None
+
+
+class _Incoming:
+    """What a client sends, and whether there is more of it."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._more = True
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        self._more = message.get("more_body", False)
+        return message
+
+    async def rest(self, seconds: float) -> None:
+        """Let the client finish, for a while, and keep nothing of it."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._more:
+                    await self()
+
+
+def _closes(scope: Scope) -> bool:
+    """Whether the connection ends with the answer: then a client that still sends would never read it."""
+    told = dict(scope["headers"]).get(b"connection", b"").lower()
+    return b"close" in told or scope.get("http_version") == "1.0"
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
