@@ -179,6 +179,13 @@ def test_an_unknown_field_is_named(server: Served) -> None:
         assert repr(name) in reply["error"]["message"]
 
 
+def test_what_is_wrong_is_named_as_the_request_has_it(server: Served) -> None:
+    asked = {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}
+    error = server.post("/v1/completions", KEY, **asked)[1]["error"]
+    assert error["param"] == "response_format.json_schema.schema"
+    assert server.ask("POST", "/v1/completions", b"[]", KEY)[1]["error"]["param"] is None
+
+
 def test_only_json_is_taken(server: Served) -> None:
     assert server.ask("POST", "/v1/completions", b"{}", KEY, **{"Content-Type": "text/plain"})[0] == 415
 

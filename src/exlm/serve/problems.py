@@ -21,6 +21,7 @@ KINDS = {
     503: "service_unavailable_error",
 }
 ROLES = ("system", "developer", "user", "assistant", "tool")
+FORMATS = ("text", "json_object", "json_schema")
 BUILT_IN = ("str", "int", "float", "bool")
 RETRY_SECONDS = 2
 NONE: Mapping[str, str] = MappingProxyType({})
@@ -83,7 +84,7 @@ def invalid(errors: Sequence[Any]) -> Problem:
     if any(one["type"] == "json_invalid" for one in errors):
         return Problem(400, "The body is not JSON.", code="invalid_json")
     told = "; ".join(f"{_place(one['loc']) or 'body'}: {one['msg']}" for one in errors[:8])
-    return Problem(422, told[:2000], param=_place(errors[0]["loc"]) if errors else None)
+    return Problem(422, told[:2000], param=(_place(errors[0]["loc"]) or None) if errors else None)
 
 
 def _place(path: Sequence[Any]) -> str:
@@ -91,6 +92,7 @@ def _place(path: Sequence[Any]) -> str:
     kept: list[str] = []
     for before, part in zip(("", *path), path, strict=False):
         variant = part in BUILT_IN or (isinstance(before, int) and part in ROLES)
+        variant = variant or (before == "response_format" and part in FORMATS)
         if isinstance(part, int) or (part.isidentifier() and part != "body" and not variant):
             kept.append(str(part))
     return ".".join(kept)[:200]
