@@ -32,14 +32,49 @@ from tests.conftest import ROOT
         (["--set", "temperature=warm"], "no number"),
         (["--api-key", "@/no/such/file"], "cannot be read"),
         (["--api-key", ""], "printable"),
+        (["--api-key", "@{blank}"], "There is no key in"),
+        (["--admin-key", "@{blank}"], "There is no key in"),
+        (["--api-key", "@{odd}"], "cannot be read"),
+        (["--set", "temperature=-1"], "temperature: Input should be"),
+        (["--set", 'top_k="many"'], "top_k: Input should be"),
+        (["--set", "min_p=NaN"], "min_p: Input should be"),
+        (["--also", "a=x", "--also", "a=y"], "twice"),
+        (["--reports", "{odd}/reports"], "no folder"),
         (["--also", "model=elsewhere"], "Two models are called"),
         (["--host", "256.1.1.1"], "Cannot listen"),
     ],
 )
-def test_mistakes_are_refused_before_anything_is_loaded(arguments: list[str], complaint: str) -> None:
+def test_mistakes_are_refused_before_anything_is_loaded(
+    arguments: list[str], complaint: str, tmp_path: Path
+) -> None:
+    blank, odd = tmp_path / "blank", tmp_path / "odd"
+    blank.write_text(" \n\n")
+    odd.write_bytes(b"\xff\xfe")
+    arguments = [one.replace("{blank}", str(blank)).replace("{odd}", str(odd)) for one in arguments]
     done = CliRunner().invoke(app, ["serve", "/nowhere/model", "--port", "0", *arguments])
     assert isinstance(done.exception, InputError)
     assert complaint in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        ("--port", ("-1", "65536")),
+        ("--max-seq-len", ("0", "-3")),
+        ("--cache-tokens", ("0", "-1")),
+        ("--max-batch-size", ("0", "-1")),
+        ("--max-requests", ("0", "-1")),
+        ("--max-tokens", ("0",)),
+        ("--max-body", ("0",)),
+        ("--drain-seconds", ("-1", "nan", "inf")),
+        ("--stall-seconds", ("-1", "nan")),
+    ],
+)
+def test_numbers_that_cannot_be(option: str, values: tuple[str, ...]) -> None:
+    for value in values:
+        done = CliRunner(env={"COLUMNS": "160"}).invoke(app, ["serve", "/nowhere/model", option, value])
+        assert done.exit_code == 2, done.output
+        assert option in done.stderr
 
 
 @pytest.mark.parametrize("command", [["serve", "/nowhere/model"], ["batch", "in.jsonl", "out.jsonl"]])

@@ -36,13 +36,13 @@ class Hosting:
 
     name: Name = None
     lora: Adapters = None
-    max_seq_len: Annotated[int | None, typer.Option(help="Longest prompt and answer together.")] = None
-    cache_tokens: Annotated[int | None, typer.Option(help="Room that all requests share.")] = None
+    max_seq_len: Annotated[int | None, typer.Option(min=1, help="Longest prompt and answer together.")] = None
+    cache_tokens: Annotated[int | None, typer.Option(min=1, help="Room that all requests share.")] = None
     cache_type: Annotated[str, typer.Option(help="fp16, q8, q6, q4 or fp8.")] = "fp16"
     device: Device = None
     dtype: Dtype = None
     draft: Annotated[str | None, typer.Option(help="A smaller model that guesses ahead, or ngram.")] = None
-    max_batch_size: Annotated[int | None, typer.Option(help="Sequences that run at once.")] = None
+    max_batch_size: Annotated[int | None, typer.Option(min=1, help="Sequences that run at once.")] = None
 
     def listing(self, model: str | None) -> Listing:
         """The model that was asked for, under its name."""
@@ -90,10 +90,12 @@ def hosts(command: Callable[..., None]) -> Callable[..., None]:
 
 def pairs(option: str, given: list[str] | None, what: str) -> dict[str, str]:
     """NAME=VALUE, as often as it was given."""
-    found = {}
+    found: dict[str, str] = {}
     for one in given or ():
         name, equals, value = one.partition("=")
         if not name or not equals or not value:
             raise InputError(f"{option} takes NAME={what}, found {one!r}.")
+        if name in found:
+            raise InputError(f"{option} names {name!r} twice: {found[name]} and {value}.")
         found[name] = value
     return found

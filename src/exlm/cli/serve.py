@@ -20,7 +20,7 @@ LOCAL = frozenset(("127.0.0.1", "::1", "localhost"))
 
 Model = Annotated[str | None, typer.Argument(help=MODEL_HELP)]
 Host = Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 is all of them.")]
-Port = Annotated[int, typer.Option(help="The port; 0 is any that is free.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 is any that is free.")]
 ApiKey = Annotated[
     list[str] | None, typer.Option(help="A key that clients must show; @FILE reads one from each line.")
 ]
@@ -30,21 +30,22 @@ AdminKey = Annotated[
 Also = Annotated[
     list[str] | None, typer.Option(metavar="NAME=MODEL", help="Another model, for an admin to load.")
 ]
-MaxRequests = Annotated[int, typer.Option(help="Requests under way before 429 is answered.")]
+MaxRequests = Annotated[int, typer.Option(min=1, help="Requests under way before 429 is answered.")]
 TenantRequests = Annotated[
-    int | None, typer.Option(help="With --ray, requests of one key under way before 429 is answered.")
+    int | None, typer.Option(min=1, help="With --ray, requests of one key under way before 429 is answered.")
 ]
-MaxTokens = Annotated[int | None, typer.Option(help="The largest max_tokens a request may have.")]
-MaxBody = Annotated[int, typer.Option(help="Bytes of a request.")]
+MaxTokens = Annotated[int | None, typer.Option(min=1, help="The largest max_tokens a request may have.")]
+MaxBody = Annotated[int, typer.Option(min=1, help="Bytes of a request.")]
 Setting = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="A sampler setting for requests that say nothing."),
 ]
 DrainSeconds = Annotated[
-    float, typer.Option(help="For requests under way when told to stop, or to unload a model.")
+    float,
+    typer.Option(min=0, max=86400, help="For requests under way when told to stop, or to unload a model."),
 ]
 StallSeconds = Annotated[
-    float, typer.Option(help="End with status 70 if the engine is silent for so long; 0 never.")
+    float, typer.Option(min=0, help="End with status 70 if the engine is silent for so long; 0 never.")
 ]
 Reports = Annotated[Path | None, typer.Option(help="A folder for reports of a stuck engine.")]
 Quiet = Annotated[bool, typer.Option("-q", help="No progress.")]
@@ -81,7 +82,7 @@ def serve(
     if first.name in {listing.name for listing in others}:
         raise InputError(f"Two models are called {first.name!r}: name one of them with --name or --also.")
     keyring = server.Keyring(_keys(api_key), _keys(admin_key))
-    sampling = _settings(setting)
+    sampling, reports = _settings(setting), _made(reports)
     bounds = server.Bounds(body=max_body, tokens=max_tokens, requests=max_requests, sampling=sampling)
     answered = None if keyring or host not in LOCAL else LOCAL
     if ray:
@@ -127,9 +128,12 @@ def _keys(given: list[str] | None) -> list[str]:
         if one.startswith("@"):
             try:
                 lines = Path(one[1:]).read_text(encoding="utf-8").splitlines()
-            except OSError as error:
+            except (OSError, UnicodeDecodeError) as error:
                 raise InputError(f"The keys in {one[1:]} cannot be read: {error}.") from None
-            keys += [line.strip() for line in lines if line.strip()]
+            found = [line.strip() for line in lines if line.strip()]
+            if not found:  # without a key everybody would be let in, which nobody means who names a file
+                raise InputError(f"There is no key in {one[1:]}: write one in each line.")
+            keys += found
         else:
             keys.append(one)
     if any(not key or not key.isascii() or not key.isprintable() for key in keys):
@@ -139,6 +143,10 @@ def _keys(given: list[str] | None) -> list[str]:
 
 def _settings(given: list[str] | None) -> dict[str, Any]:
     """Sampler settings, their values as JSON."""
+    from pydantic import ValidationError
+
+    from exlm.serve.problems import invalid
+    from exlm.serve.schema import Sampling
     from exlm.serve.translate import SETTINGS
 
     out: dict[str, Any] = {}
@@ -151,4 +159,18 @@ def _settings(given: list[str] | None) -> dict[str, Any]:
             out[name] = json.loads(value)
         except ValueError:
             raise InputError(f"--set {name}: {value!r} is no number, true or false.") from None
+    try:
+        Sampling(**out)
+    except ValidationError as error:
+        raise InputError(f"--set {invalid(error.errors()).message}.") from None
     return out
+
+
+def _made(reports: Path | None) -> Path | None:
+    """The folder for reports, which must be there before the engine is stuck."""
+    try:
+        if reports is not None:
+            reports.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--reports {reports} is no folder that can be made: {error}.") from None
+    return reports

@@ -72,7 +72,9 @@ def listen(host: str, port: int) -> socket.socket:
         opened.bind(address)
         opened.listen(1024)
     except OSError as error:
-        raise InputError(f"Cannot listen on {host} port {port}: {error}. Choose another --port.") from None
+        raise InputError(
+            f"Cannot listen on {host} port {port}: {error}. Choose another --host or --port."
+        ) from None
     return opened
 
 
