@@ -100,6 +100,8 @@ def test_what_does_not_fit_is_an_error(folder: Path) -> None:
         run("generate", str(folder), "x" * 600)
     with pytest.raises(InputError, match="max-new-tokens"):
         run("generate", str(folder), "x", "-n", "0")
+    with pytest.raises(InputError, match="temperature"):
+        run("generate", str(folder), "x", "-t", "nan")
     with pytest.raises(InputError, match="chat template"):
         run("generate", str(folder), "x", "--raw", "--system", "y")
     with pytest.raises(InputError, match="quote the prompt"):

@@ -44,7 +44,13 @@ def test_what_does_not_fit_says_what_would(folder: Path) -> None:
 
 
 def test_wrong_options_are_named(folder: Path) -> None:
-    for option, value in (("--ctx", "many"), ("--gpu", "24,x"), ("--cache", "q5")):
+    for option, value in (
+        ("--ctx", "many"),
+        ("--gpu", "24,x"),
+        ("--gpu", "24,nan"),
+        ("--gpu", "inf"),
+        ("--cache", "q5"),
+    ):
         with pytest.raises(InputError, match=option):
             run(str(folder), option, value)
 

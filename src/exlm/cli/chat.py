@@ -56,7 +56,7 @@ def chat(
     quiet: Quiet = False,
 ) -> None:
     """Talk with a model; what was said stays in its cache, so each turn costs only itself."""
-    if max_new_tokens < 1 or context < 1 or temperature < 0:
+    if max_new_tokens < 1 or context < 1 or not temperature >= 0:
         raise InputError("--max-new-tokens and --context must be at least 1, the temperature at least 0.")
     wishes = Settings(temperature=temperature, top_k=0, top_p=top_p, token_repetition_penalty=1.0)
     wishes.check()

@@ -32,13 +32,15 @@ def generate(
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt; use no chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="A system message for the chat template.")] = None,
-    max_seq_len: Annotated[int | None, typer.Option(help="Longest sequence, instead of the model's.")] = None,
+    max_seq_len: Annotated[
+        int | None, typer.Option(min=1, help="Longest sequence, instead of the model's.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.")] = None,
     quiet: Annotated[bool, typer.Option("-q", help="Only the text: no progress, no figures.")] = False,
 ) -> None:
     """Answer a prompt, or continue it, on the screen."""
-    if max_new_tokens < 1 or temperature < 0:
+    if max_new_tokens < 1 or not temperature >= 0:  # a temperature may be no number at all
         raise InputError("--max-new-tokens must be at least 1 and the temperature at least 0.")
     if len(words) > 2:
         raise InputError(f"generate takes a model and a prompt, found {len(words)} words: quote the prompt.")

@@ -88,6 +88,6 @@ def _memory(text: str | None) -> list[float] | None:
         memory = [float(part) for part in text.split(",")]
     except ValueError:
         memory = []
-    if not memory or min(memory) <= 0:
+    if not memory or not all(0 < one < float("inf") for one in memory):
         raise InputError(f"--gpu must be GB for each GPU, as in 24,24; found {text!r}.")
     return memory
