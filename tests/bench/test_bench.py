@@ -77,9 +77,13 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
         ("--draft must be", ("--draft", "model")),
         ("not both", (str(tiny.make(tmp_path)), "--shape", "tiny")),
         ("at least 1", ("--shape", "tiny", "--batch", "0")),
+        ("--json .* cannot be written", ("/nowhere/model", "--json", str(tmp_path / "no" / "x.json"))),
+        ("--plot .* cannot be written", ("/nowhere/model", "--plot", str(tmp_path))),
     ):
         with pytest.raises(InputError, match=words):
             run("bench", "--device", "cpu", *options)
+    for option in ("--prompt", "--tokens"):
+        assert CliRunner().invoke(app, ["bench", "--shape", "tiny", option, "0"]).exit_code == 2
     with pytest.raises(InputError, match=r"\.gguf"):
         peers.compare(tmp_path, 1)
 

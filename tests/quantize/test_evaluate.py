@@ -73,6 +73,13 @@ def test_the_command_line_shows_and_writes_it(folder: Path, tmp_path: Path) -> N
     assert (tmp_path / "report" / "quality.md").read_text().startswith("# ")
 
 
+def test_a_report_that_cannot_be_written_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = CliRunner().invoke(app, ["eval", "/nowhere/model", "--report", str(tmp_path / "file" / "report")])
+    assert isinstance(done.exception, InputError)
+    assert "--report" in str(done.exception)
+
+
 def test_a_picture_is_drawn_where_matplotlib_is(folder: Path, tmp_path: Path) -> None:
     quality = evaluate_model(folder, folder, ids=torch.arange(3, 53)[None])
     if find_spec("matplotlib") is None:

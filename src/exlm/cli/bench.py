@@ -66,8 +66,8 @@ def bench(
     batch: Annotated[str | None, typer.Option(help="Rows at the first context, as in 1,8,32,64.")] = None,
     context: Annotated[str | None, typer.Option(help="Tokens in the cache, as in 512,8000.")] = None,
     cache: Annotated[str, typer.Option(help="Of fp16, fp8, q8, q6, q4, with commas between.")] = "fp16",
-    prompt: Annotated[int | None, typer.Option(help="Tokens of the prompt that is timed.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Tokens to decode for each row.")] = None,
+    prompt: Annotated[int | None, typer.Option(min=1, help="Tokens of the prompt that is timed.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to decode for each row.")] = None,
     draft: Annotated[str | None, typer.Option(help="ngram: also with guesses, on repetitive text.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads on the CPU.")] = None,
     peers: Annotated[bool, typer.Option("--peers", help="Other engines on the CPU, as ratios.")] = False,
@@ -81,6 +81,9 @@ def bench(
     """Measure how fast a model loads, reads and writes at several batches, contexts and caches."""
     if draft not in (None, "ngram"):
         raise InputError(f"--draft must be ngram, found {draft!r}.")
+    for option, file in (("--json", json_file), ("--plot", plot)):
+        if file is not None and (file.is_dir() or not file.parent.is_dir()):
+            raise InputError(f"{option} {file} cannot be written: name a file in a folder that is there.")
     if threads is not None:
         torch.set_num_threads(threads)
     on_cpu = device == "cpu" or (device is None and not torch.cuda.is_available())

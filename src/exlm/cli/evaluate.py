@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from exlm import Quality, evaluate_model, find_model, write_report
+from exlm import InputError, Quality, evaluate_model, find_model, write_report
 
 
 def eval_(
@@ -29,6 +29,11 @@ def eval_(
     quiet: Annotated[bool, typer.Option("-q", help="No progress.")] = False,
 ) -> None:
     """Perplexity; against another model also divergence, agreement and the error of every layer."""
+    try:
+        if report is not None:
+            report.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--report {report} is no folder that can be made: {error}.") from None
     path = find_model(model, progress=not quiet)
     other = None if against is None else find_model(against, progress=not quiet)
     with Progress(console=Console(stderr=True), transient=True, disable=quiet) as progress:
@@ -44,7 +49,6 @@ def eval_(
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
     if report is not None:
-        report.mkdir(parents=True, exist_ok=True)
         write_report(report, quality, {"text": str(text or "built-in")})
     if as_json:
         typer.echo(json.dumps(quality.to_json(), indent=2))
