@@ -186,6 +186,12 @@ def test_what_is_wrong_is_named_as_the_request_has_it(server: Served) -> None:
     assert server.ask("POST", "/v1/completions", b"[]", KEY)[1]["error"]["param"] is None
 
 
+def test_tokens_that_are_none_have_no_text(server: Served) -> None:
+    status, reply = server.post("/detokenize", KEY, tokens=[60, 99_999])
+    assert (status, reply["error"]["param"]) == (422, "tokens")
+    assert "99999 is outside the vocabulary" in reply["error"]["message"]
+
+
 def test_only_json_is_taken(server: Served) -> None:
     assert server.ask("POST", "/v1/completions", b"{}", KEY, **{"Content-Type": "text/plain"})[0] == 415
 

@@ -25,7 +25,7 @@ from .limits import Bounds, Gate
 from .metrics import Metrics
 from .problems import Problem, problem_of
 from .schema import Asking, DetokenizeRequest, TokenizeRequest
-from .translate import Order, needs_grammar, order_of
+from .translate import Order, check_ids, needs_grammar, order_of
 
 T = TypeVar("T")
 
@@ -85,6 +85,7 @@ class Answering:
     async def detokenized(self, asked: DetokenizeRequest, salt: str) -> dict[str, Any]:
         """The text of tokens."""
         host = self.engine.find(asked.model).host
+        check_ids(asked.tokens, host.vocab, "tokens")
         ids = torch.tensor(asked.tokens, dtype=torch.long)
 
         def work() -> str:

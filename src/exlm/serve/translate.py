@@ -195,7 +195,7 @@ def _shared(
         raise Problem(422, f"{host.name} was loaded without a draft model.", param="speculative")
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     ends = [number for number in host.tokenizer.eos_token_ids if number < host.vocab]
-    _check_ids(request.stop_token_ids, host.vocab, "stop_token_ids")
+    check_ids(request.stop_token_ids, host.vocab, "stop_token_ids")
     return {
         "gen_settings": settings_of(request, host, bounds),
         "stop_conditions": [*ends, *request.stop_token_ids, *stop],
@@ -285,7 +285,8 @@ def _check_choices(count: int, bounds: Bounds) -> None:
         )
 
 
-def _check_ids(ids: Collection[int], vocab: int, name: str) -> None:
+def check_ids(ids: Collection[int], vocab: int, name: str) -> None:
+    """Refuse ids that the model cannot have."""
     if ids and max(ids) >= vocab:
         raise Problem(422, f"{name}: token {max(ids)} is outside the vocabulary of {vocab}.", param=name)
 
@@ -303,7 +304,7 @@ def _prompts(request: CompletionRequest, host: Host) -> list[torch.Tensor]:
             special = request.encode_special_tokens
             out.append(host.tokenizer.encode(one, add_bos=bos, encode_special_tokens=special))
         else:
-            _check_ids(one, host.vocab, "prompt")
+            check_ids(one, host.vocab, "prompt")
             out.append(torch.tensor([one], dtype=torch.long))
     return out
 
@@ -340,7 +341,7 @@ def _tokens(name: str, given: Sequence[int | str], host: Host) -> set[int]:
         if number is None:
             raise Problem(422, f"{name}: no single token is {one!r}.", param=name)
         out.add(number)
-    _check_ids(out, host.vocab, name)
+    check_ids(out, host.vocab, name)
     return out
 
 
