@@ -42,6 +42,8 @@ from tests.conftest import ROOT
         (["--reports", "{odd}/reports"], "no folder"),
         (["--also", "model=elsewhere"], "Two models are called"),
         (["--host", "256.1.1.1"], "Cannot listen"),
+        (["--replicas", "3"], "--replicas: only with --ray"),
+        (["--gpus", "2", "--tenant-requests", "4"], "--gpus, --tenant-requests: only with --ray"),
     ],
 )
 def test_mistakes_are_refused_before_anything_is_loaded(
@@ -54,6 +56,12 @@ def test_mistakes_are_refused_before_anything_is_loaded(
     done = CliRunner().invoke(app, ["serve", "/nowhere/model", "--port", "0", *arguments])
     assert isinstance(done.exception, InputError)
     assert complaint in str(done.exception)
+
+
+def test_a_batch_on_this_machine_has_one_copy() -> None:
+    done = CliRunner().invoke(app, ["batch", "in.jsonl", "out.jsonl", "--replicas", "3"])
+    assert isinstance(done.exception, InputError)
+    assert "only with --ray" in str(done.exception)
 
 
 @pytest.mark.parametrize(

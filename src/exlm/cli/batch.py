@@ -15,7 +15,7 @@ from rich.progress import Progress as Bars
 
 from exlm import Generator, InputError
 
-from .cluster import Gpus, Ray, Replicas, batch_on_ray, shape_of
+from .cluster import Gpus, Ray, Replicas, batch_on_ray, check_alone, shape_of
 from .hosting import MODEL_HELP, Hosting, hosts
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def batch(
     quiet: Quiet = False,
 ) -> None:
     """Answer a file of requests. If it is stopped, by whatever, the same command goes on from there."""
+    check_alone(ray, replicas, gpus)
     listing = hosting.listing(model)
     console = Console(stderr=True, quiet=quiet, soft_wrap=True)
     if not ray:

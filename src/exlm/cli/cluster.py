@@ -34,6 +34,18 @@ Gpus = Annotated[
 ]
 
 
+def check_alone(ray: bool, replicas: str, gpus: float | None, tenant_requests: int | None = None) -> None:
+    """Refuse what only a cluster can do, where none is asked for."""
+    given = {
+        "--replicas": replicas != "1",
+        "--gpus": gpus is not None,
+        "--tenant-requests": tenant_requests is not None,
+    }
+    if not ray and any(given.values()):
+        named = ", ".join(option for option, found in given.items() if found)
+        raise InputError(f"{named}: only with --ray; without it one copy of the model runs, here.")
+
+
 def shape_of(replicas: str, gpus: float | None, device: str | None, **more: Any) -> Shape:
     """The cluster that was asked for; the machines' GPUs are looked at only if nobody says."""
     from exlm.scale import Shape, need_ray

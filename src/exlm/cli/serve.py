@@ -13,7 +13,7 @@ from rich.console import Console
 
 from exlm import InputError
 
-from .cluster import Gpus, Ray, Replicas, serve_on_ray, shape_of
+from .cluster import Gpus, Ray, Replicas, check_alone, serve_on_ray, shape_of
 from .hosting import MODEL_HELP, Hosting, hosts, pairs
 
 LOCAL = frozenset(("127.0.0.1", "::1", "localhost"))
@@ -77,6 +77,7 @@ def serve(
     """Serve a model over HTTP, with the OpenAI API."""
     from exlm import serve as server
 
+    check_alone(ray, replicas, gpus, tenant_requests)
     first = hosting.listing(model)
     others = [hosting.other(name, path) for name, path in pairs("--also", also, "MODEL").items()]
     if first.name in {listing.name for listing in others}:
