@@ -201,6 +201,14 @@ def test_a_padded_vocabulary_names_both_numbers(tmp_path: Path, role: str) -> No
         tensor_of(checkpoint, role, (60, 3))
 
 
+def test_another_width_is_not_the_vocabularys_fault(tmp_path: Path) -> None:
+    checkpoint = opened(tmp_path, {"model.embed_tokens.weight": torch.randn(64, 3)})
+    with pytest.raises(
+        BadTensor, match=r"expected shape \[64, 5\].*found \[64, 3\]\. config\.json describes"
+    ):
+        tensor_of(checkpoint, "embed", (64, 5))
+
+
 @pytest.mark.parametrize("shape", [(3, 2), (2, 4), (2,), (2, 3, 1), (), (6,), (0, 3)])
 def test_a_matrix_of_another_shape(tmp_path: Path, shape: tuple[int, ...]) -> None:
     checkpoint = opened(tmp_path, {f"{Q}.weight": torch.zeros(shape)})
@@ -233,6 +241,25 @@ class TestQuantised:
         described, size = checkpoint.describe("layers.0.attn.q")
         assert described.startswith(words)
         assert size == 64 + 8
+
+    @pytest.mark.parametrize("shape", [(), (2, 2), (0,)])
+    @pytest.mark.parametrize(
+        ("form", "odd", "beside"), [("exl2", "q_weight", "q_groups"), ("gptq", "qweight", "scales")]
+    )
+    def test_tensors_of_an_odd_rank_are_told_in_fewer_words(
+        self, tmp_path: Path, form: str, odd: str, beside: str, shape: tuple[int, ...]
+    ) -> None:
+        for number, sizes in enumerate([(shape, (4,)), ((4, 4), shape), (shape, shape)]):
+            tensors = {
+                f"{Q}.{name}": torch.ones(size, dtype=torch.int16)
+                for name, size in zip((odd, beside), sizes, strict=True)
+            }
+            checkpoint = opened(tmp_path / str(number), tensors)
+            words, size = checkpoint.describe("layers.0.attn.q")
+            assert words.startswith(form)
+            assert size == sum(tensor.nbytes for tensor in tensors.values())
+            with pytest.raises(BadTensor, match=odd):
+                weight_of(checkpoint, "layers.0.attn.q", 4, 4)
 
     def test_it_comes_before_floats(self, tmp_path: Path) -> None:
         tensors = {f"{Q}.weight": torch.ones(4, 4), f"{Q}.q_weight": torch.ones(4, 4, dtype=torch.int32)}

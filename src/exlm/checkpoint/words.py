@@ -16,10 +16,11 @@ WORD = 32
 
 def exl2_words(lookup: Lookup, place: Place) -> str:
     """`exl2 5/4 bit, groups of 128`."""
-    if key_at(place, "q_groups") not in lookup:
+    table, words = _shape(lookup, place, "q_groups"), _shape(lookup, place, "q_weight")
+    if len(table) != 1 or not words:
         return "exl2"
     pairs = lookup.files.read(lookup.peek(key_at(place, "q_groups")).name).long() & 0xFFFF
-    rows = lookup.peek(key_at(place, "q_weight")).shape[0]
+    rows = words[0]
     bits, starts = pairs[0::2].tolist(), pairs[1::2].tolist()
     sizes = [
         (stop - start) * WORD // width
@@ -32,14 +33,19 @@ def exl2_words(lookup: Lookup, place: Place) -> str:
 def gptq_words(lookup: Lookup, place: Place) -> str:
     """`gptq 4 bit, groups of 128, act-order`."""
     config = lookup.quantization
-    if key_at(place, "scales") not in lookup:
+    words, scales = _shape(lookup, place, "qweight"), _shape(lookup, place, "scales")
+    if not words or not scales:
         return config.method
-    words = lookup.peek(key_at(place, "qweight")).shape
-    groups = lookup.peek(key_at(place, "scales")).shape[0]
     bits = config.bits or 4
     rows = words[0] if config.method == "awq" else words[0] * WORD // bits
     ordered = ", act-order" if config.desc_act else ""
-    return f"{config.method} {bits} bit, groups of {-(-rows // max(1, groups))}{ordered}"
+    return f"{config.method} {bits} bit, groups of {-(-rows // max(1, scales[0]))}{ordered}"
+
+
+def _shape(lookup: Lookup, place: Place, suffix: str) -> tuple[int, ...]:
+    """Of one of its tensors; nothing for one that is not there, or is a single number."""
+    key = key_at(place, suffix)
+    return lookup.peek(key).shape if key in lookup else ()
 
 
 def _slashed(numbers: Iterable[int]) -> str:
