@@ -39,6 +39,12 @@ def test_a_hub_name_goes_to_the_hub(name: str) -> None:
     assert find_model(name) == Path("hub", name)
 
 
+@pytest.mark.parametrize("name", ["x" * 5000, "./" + "x" * 5000])
+def test_a_path_that_cannot_be_looked_at_is_told(name: str) -> None:
+    with pytest.raises(ModelNotFound, match=r"cannot be looked at \(File name too long\)"):
+        find_model(name)
+
+
 @pytest.mark.parametrize(
     "name",
     ["./x", "../x", "/nowhere/x", "~/x", "~nobody-at-all/x", "a/b/c", "a\\b", "x.gguf", "owner/x.gguf"],

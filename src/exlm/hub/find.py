@@ -24,7 +24,7 @@ def find_model(name: str | Path | None = None, *, progress: bool = False) -> Pat
     if name is None:
         return _default_model(progress)
     path = _expanded(name)
-    if path is not None and path.exists():
+    if path is not None and _is_there(path):
         return _usable(path)
     text = str(name)
     if isinstance(name, str) and HUB_NAME.fullmatch(text) and not _is_path(text):
@@ -57,6 +57,13 @@ def _expanded(name: str | Path) -> Path | None:
         return Path(name).expanduser()
     except RuntimeError:  # ~somebody, and there is no such user
         return None
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError as error:
+        raise ModelNotFound(f"{path} cannot be looked at ({error.strerror}).") from error
 
 
 def _usable(path: Path) -> Path:
