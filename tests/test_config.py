@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from exlm import Config, ConfigError, InputError, ModelNotFound
+from tests import tiny
+from tests.checkpoint import gguf_models
 from tests.families.test_hyper import LLAMA
 
 
@@ -109,6 +111,10 @@ def test_folders_that_are_no_models(tmp_path: Path) -> None:
     file.write_bytes(b"x")
     with pytest.raises(ModelNotFound, match=r"only a \.gguf file"):
         Config(file)
+    with pytest.raises(ModelNotFound, match="cannot be looked at"):
+        Config("~nobody-at-all/model")
+    with pytest.raises(ModelNotFound, match=r"cannot be looked at \(File name too long\)"):
+        Config("x" * 5000)
     with pytest.raises(ConfigError, match="No model_dir"):
         Config().prepare()
     with pytest.raises(ConfigError, match="No model has been read"):
@@ -135,6 +141,51 @@ def test_files_that_are_not_text(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00\x01")
     with pytest.raises(ConfigError, match="not valid JSON"):
         Config(tmp_path)
+
+
+def test_files_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    folder(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", refuse)
+        with pytest.raises(ConfigError, match=r"config\.json cannot be read \(Permission denied\)"):
+            Config(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "is_file", refuse)
+        with pytest.raises(ModelNotFound, match=r"cannot be looked at \(Permission denied\)"):
+            Config(tmp_path)
+
+
+def test_a_gguf_file_counts_before_a_stub_of_a_config(tmp_path: Path) -> None:
+    """Folders of GGUF files on the Hub often hold a config.json of one line."""
+    gguf_models.make(tmp_path / "x.Q8_0.gguf", "llama")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    config = Config(tmp_path)
+    assert config.hidden_size == 64
+    assert config.freeze().path == tmp_path / "x.Q8_0.gguf"
+    gguf_models.make(tmp_path / "x.Q4_0.gguf", "llama")
+    with pytest.raises(ModelNotFound, match="holds 2 GGUF models"):
+        Config(tmp_path)
+    tiny.make(tmp_path)
+    assert Config(tmp_path).hidden_size == 32
+
+
+def test_older_files_beside_config_json(tmp_path: Path) -> None:
+    config = Config(folder(tmp_path))
+    assert config.freeze().quantization is None
+    (tmp_path / "quant_config.json").write_text('{"backend": "other"}')
+    assert config.freeze().quantization is None
+    awq = {"zero_point": True, "q_group_size": 64, "w_bit": 4, "version": "GEMM"}
+    (tmp_path / "quant_config.json").write_text(json.dumps(awq))
+    found = config.freeze().quantization
+    assert found is not None
+    assert (found.method, found.bits, found.group_size) == ("awq", 4, 64)
+    (tmp_path / "quantize_config.json").write_text('{"bits": 8, "group_size": 32}')
+    found = config.freeze().quantization
+    assert found is not None
+    assert (found.method, found.bits, found.group_size) == ("gptq", 8, 32)
 
 
 def test_code_in_the_folder_is_never_imported(tmp_path: Path) -> None:

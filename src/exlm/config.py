@@ -272,12 +272,14 @@ class Config:
         return self.spec.layers[0].mlp.width
 
     def _quantization(self) -> GptqConfig | None:
-        """What the folder says of GPTQ or AWQ tensors, in config.json or in the older file of its own."""
+        """What the folder says of GPTQ or AWQ tensors, in config.json or in an older file of its own."""
         folder = self._path()
-        own = folder / "quantize_config.json"
         raw, where = self._raw.get("quantization_config"), f"{folder / 'config.json'}: quantization_config"
-        if raw is None and own.is_file():
-            raw, where = read_json(own), str(own)
+        gptq, awq = folder / "quantize_config.json", folder / "quant_config.json"
+        if raw is None and gptq.is_file():
+            raw, where = read_json(gptq), str(gptq)
+        if raw is None and awq.is_file() and "w_bit" in (said := read_json(awq)):
+            raw, where = said, str(awq)  # AutoAWQ's, not something else of that name
         if not isinstance(raw, Mapping) or raw.get("quant_method") == "exl2":
             return None
         return GptqConfig.from_json(raw, where)
@@ -289,14 +291,25 @@ class Config:
         """The model's folder or GGUF file, if there is one."""
         if not self.model_dir:
             raise ConfigError("No model_dir specified: Config('/path/to/model'), or set config.model_dir.")
-        path = Path(self.model_dir).expanduser()
-        if not path.exists():
-            raise ModelNotFound(f"Can't find {path}: no such file or folder.")
-        if path.is_file():
-            if path.suffix.lower() != ".gguf":
-                raise ModelNotFound(f"{path} is a file, and only a .gguf file is a model by itself.")
-            return path
-        return path if (path / "config.json").is_file() else _only_gguf(path)
+        try:
+            return _found(Path(self.model_dir).expanduser())
+        except ModelNotFound:
+            raise
+        except (OSError, RuntimeError) as error:  # not to be looked at; or the home of nobody
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ModelNotFound(f"{self.model_dir} cannot be looked at ({reason}).") from error
+
+
+def _found(path: Path) -> Path:
+    if not path.exists():
+        raise ModelNotFound(f"Can't find {path}: no such file or folder.")
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ModelNotFound(f"{path} is a file, and only a .gguf file is a model by itself.")
+        return path
+    # Some put a config.json of a line or two beside a GGUF file: its metadata says more.
+    beside = any(path.glob("*.gguf")) and not any(path.glob("*.safetensors"))
+    return path if (path / "config.json").is_file() and not beside else _only_gguf(path)
 
 
 def _only_gguf(folder: Path) -> Path:
@@ -315,11 +328,13 @@ def _only_gguf(folder: Path) -> Path:
 
 def read_json(path: Path) -> Mapping[str, Any]:
     """A JSON object from a file of reasonable size."""
-    size = path.stat().st_size
-    if size > LARGEST_JSON:
-        raise ConfigError(f"{path} has {size} bytes; a configuration has at most {LARGEST_JSON}.")
     try:
+        size = path.stat().st_size
+        if size > LARGEST_JSON:
+            raise ConfigError(f"{path} has {size} bytes; a configuration has at most {LARGEST_JSON}.")
         value = json.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}).") from error
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}. Download it again.") from error
     if not isinstance(value, dict):
