@@ -106,7 +106,13 @@ def written(shop: Workshop, starts: Tensor, length: int, banned: Sequence[int], 
             logits, _ = decoder.forward(batch, layers)
             assert logits is not None
             last = logits[:, -1].index_fill_(1, never, -torch.inf)  # one text each: none may end early
-            fresh = torch.multinomial(last.softmax(-1), 1, generator=generator)
+            chances = last.softmax(-1)
+            if not bool(chances.isfinite().all()):
+                raise InputError(
+                    "The source model's answers hold NaN or infinity as it writes text to calibrate with: a "
+                    "weight of it is damaged, or too large. Download it again, or check it with `exlm eval`."
+                )
+            fresh = torch.multinomial(chances, 1, generator=generator)
             ids = torch.cat((ids, fresh), 1)
         out.append(ids.cpu())
     shop.clear()
