@@ -257,8 +257,8 @@ def test_bad_wishes_are_refused(source: Path, text: Path, measured: Path, tmp_pa
         ({"bits": 9}, "between 2 and 8.5"),
         ({"bits": 4, "size": "1GB"}, "one of bits"),
         ({"size": "much"}, "not a size"),
-        ({"size": "20kB", "calibration": text, "measurement": measured}, "cannot be reached"),
-        ({"bits": 2.0, "calibration": text, "measurement": measured}, "cannot be reached"),
+        ({"size": "20kB", "measurement": measured}, "20,000 bytes cannot be reached: the smallest .* is "),
+        ({"bits": 2.0, "measurement": measured}, "cannot be reached"),
         ({"max_kld": 1e-12, "calibration": text, "measurement": measured}, "cannot be reached"),
         ({"head_bits": 7}, "head_bits"),
         ({"calibration": few}, "at least 2,048 tokens"),
@@ -267,6 +267,9 @@ def test_bad_wishes_are_refused(source: Path, text: Path, measured: Path, tmp_pa
         ({"method": "gptq", "bits": 3}, "4 bits"),
         ({"method": "gptq", "group_size": 48}, "group_size"),
         ({"method": "awq"}, "exl2 or gptq"),
+        ({"shard_bytes": 0}, "shard_bytes must be positive"),
+        ({"save_measurement": tmp_path / "none" / "m.json"}, "save_measurement: .* folder that is not there"),
+        ({"save_measurement": tmp_path}, "save_measurement: .* is a folder"),
     ]
     for wish, words in wrong:
         with pytest.raises(InputError, match=words):
@@ -321,7 +324,7 @@ def test_another_target_goes_on_with_what_was_measured(source: Path, text: Path,
     target = tmp_path / "out"
     steps: list[str] = []
     with pytest.raises(InputError, match="cannot be reached"):
-        quantize_model(source, target, 2.0, calibration=text, **FEW)
+        quantize_model(source, target, max_kld=1e-12, calibration=text, **FEW)
     told = lambda done, total, what: steps.append(what)  # noqa: E731
     quantize_model(source, target, 6.0, calibration=text, **FEW, progress=told)
     assert validate_exl2(target) == []

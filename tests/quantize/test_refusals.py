@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,42 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from exlm import Config, InputError, Model, quantize_model
+from exlm.checkpoint import TensorFiles
 from tests import tiny
 
 SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}
 FEW: dict[str, Any] = {"rows": 6, "length": 64, "report": False}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.chatty(tmp_path_factory.mktemp("source"), **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def measured(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("measured")
+    quantize_model(source, folder / "model", 5.0, save_measurement=folder / "m.json", **FEW)
+    return folder / "m.json"
+
+
+def test_what_is_too_small_is_refused_before_any_work(source: Path, tmp_path: Path) -> None:
+    steps: list[str] = []
+    told = lambda done, total, what: steps.append(what)  # noqa: E731
+    with pytest.raises(InputError, match=r"^2 bits a weight cannot be reached: the smallest .* is 2\.\d+"):
+        quantize_model(source, tmp_path / "out", 2.0, **FEW, progress=told)
+    with pytest.raises(InputError, match=r"^A size of 1,000 bytes cannot be reached") as refused:
+        quantize_model(source, tmp_path / "out", size=1000, **FEW, progress=told)
+    assert not steps
+    assert not list(tmp_path.iterdir())
+    found = re.search(r"model can be is ([\d,]+),", str(refused.value))
+    assert found is not None
+    least = int(found[1].replace(",", ""))
+    with pytest.raises(InputError, match="cannot be reached"):
+        quantize_model(source, tmp_path / "out", size=least - 1, **FEW)
+    quantize_model(source, tmp_path / "out", size=least, **FEW)
+    stored = TensorFiles(tmp_path / "out").total_bytes
+    assert least - 8 < stored <= least
 
 
 def test_weights_that_are_not_finite_are_told(tmp_path: Path) -> None:
@@ -38,3 +72,37 @@ def test_a_layer_that_is_switched_off(tmp_path: Path, method: Any) -> None:
     model = Model(Config(tmp_path / "out"))
     model.load()
     assert bool(model.forward(torch.tensor([[3, 4, 5]])).isfinite().all())
+
+
+def change(table: dict[str, Any], *path: str, value: object) -> None:
+    for key in path[:-1]:
+        table = table[key]
+    table[path[-1]] = value
+
+
+Q = "layers.0.attn.q"
+OLD = "model.layers.0.self_attn"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (("matrices",), None, "what was measured in `matrices`"),
+        (("matrices",), [1], "what was measured in `matrices`"),
+        (("matrices", Q, "sizes"), {}, "not measured as it should be"),
+        (("matrices", Q, "harms"), {"3": [1.0, 1.0]}, r"not measured as it should be .*widths \[3\]"),
+        (("matrices", Q, "harms", "3"), [1.0, float("nan")], "no finite number"),
+        (("measurement",), {OLD: 3}, "layer 0 of this model has no self_attn"),
+        (("measurement",), {OLD: {"a": 3}}, "layer 0 of this model has no self_attn"),
+        (("measurement",), {"model.layers.0.parallel_decoder": 3}, "layer 0 of this model has no self_attn"),
+    ],
+)
+def test_measurements_that_are_none(
+    source: Path, measured: Path, tmp_path: Path, path: tuple[str, ...], value: object, words: str
+) -> None:
+    table = json.loads(measured.read_text())
+    change(table, *path, value=value)
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text(json.dumps(table))
+    with pytest.raises(InputError, match=rf"wrong\.json: .*{words}"):
+        quantize_model(source, tmp_path / "out", 5.0, measurement=wrong, **FEW)

@@ -163,7 +163,7 @@ def open_job(
     finally:
         if job is not None:
             job.close()
-        if folder.is_dir() and {path.name for path in folder.iterdir()} <= {FACTS}:
+        if os.path.isdir(folder) and set(os.listdir(folder)) <= {FACTS}:
             shutil.rmtree(folder, ignore_errors=True)
         if lock is not None:
             os.close(lock)

@@ -8,14 +8,17 @@ is made is said in `measure`.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import spec
 from ..errors import InputError
+from ..formats.exl2 import WIDTHS
 from ..spec.names import Names
 from ..spec.roles import Matrix, matrices
 from .recipe import Group, Recipe, recipe
@@ -90,7 +93,10 @@ class Measurement:
         if not isinstance(raw, dict) or raw.get("exlm_measurement") != 1:
             raise InputError(f"{path}: expected a measurement of exlm or a measurement.json, found neither.")
         wanted = {matrix.role: matrix for matrix in quantised(model)}
-        found = {role: _profile(one, path, role) for role, one in raw["matrices"].items()}
+        table = raw.get("matrices")
+        if not isinstance(table, dict):
+            raise InputError(f"{path}: expected what was measured in `matrices`, found {table!r:.80}.")
+        found = {role: _profile(one, path, role) for role, one in table.items()}
         if found.keys() != wanted.keys():
             odd = sorted(found.keys() ^ wanted.keys())[0]
             raise InputError(f"{path} was made for another model: {odd} is in only one of the two.")
@@ -114,9 +120,14 @@ def recipes() -> tuple[Recipe, ...]:
     return tuple(_recipes())
 
 
+def smallest(model: spec.Model) -> int:
+    """The fewest bits that the matrices of a model's layers can take."""
+    return sum(min(made.bits(matrix) for made in recipes()) for matrix in quantised(model))
+
+
 def _recipes() -> Iterator[Recipe]:
     for size in SIZES:
-        for width in (2, 3, 4, 5, 6, 8):
+        for width in WIDTHS:
             yield recipe(size, (width, 1.0))
         for high, low in PAIRS:
             for share in SHARES:
@@ -144,7 +155,12 @@ def _slot(matrix: Matrix, profile: Profile) -> Slot:
 def _profile(raw: Any, path: Path, role: str) -> Profile:
     try:
         harms = {int(b): tuple(map(float, h)) for b, h in raw["harms"].items()}
-        return Profile(harms, {int(size): float(f) for size, f in raw["sizes"].items()})
+        sizes = {int(size): float(f) for size, f in raw["sizes"].items()}
+        if set(harms) != set(WIDTHS) or not sizes:
+            raise ValueError(f"widths {sorted(harms)}, group sizes {sorted(sizes)}")
+        if not all(map(math.isfinite, chain(sizes.values(), *harms.values()))):
+            raise ValueError("a harm that is no finite number")
+        return Profile(harms, sizes)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{path}: {role} is not measured as it should be ({error!r}).") from error
 
@@ -160,9 +176,9 @@ def _old_slots(table: Mapping[str, Any], model: spec.Model, path: Path) -> Itera
         halves = {"attn": "self_attn", "mlp": "block_sparse_moe" if moe else "mlp"}
         parallel = _ending(table, f"layers.{i}.parallel_decoder")
         for half, name in halves.items():
-            raw = parallel[half] if parallel else _ending(table, f"layers.{i}.{name}")
+            raw = parallel.get(half) if isinstance(parallel, dict) else _ending(table, f"layers.{i}.{name}")
             own = [m for m in quantised(model) if m.role.startswith(f"layers.{i}.{half}.")]
-            if not raw:
+            if not raw or not isinstance(raw, list):
                 raise InputError(f"{path}: layer {i} of this model has no {name}. Measure it again.")
             yield tuple(_old_choice(one, own, model.names, f"{path}: layers.{i}.{name}") for one in raw)
 
@@ -176,6 +192,8 @@ def _old_choice(raw: Mapping[str, Any], own: Sequence[Matrix], names: Names, whe
             key = experts[part] if ".experts." in m.role else f"{part}_proj"
             made[m.role] = Recipe.from_json(raw[key], where)
         error = 1 - float(raw["accuracy"])
+        if not math.isfinite(error):
+            raise ValueError("an accuracy that is no finite number")
     except (KeyError, TypeError, ValueError) as mistake:
         raise InputError(f"{where}: not an option with a recipe for each matrix ({mistake!r}).") from mistake
     return Choice(sum(made[m.role].bits(m) for m in own), error * error, made)

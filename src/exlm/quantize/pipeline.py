@@ -19,7 +19,7 @@ from . import measure, streams
 from .allocate import Allocation, below, least, within
 from .gptq import solve_gptq
 from .layers import run
-from .measurement import Measurement, Profile, quantised
+from .measurement import Measurement, Profile, quantised, smallest
 from .output import kept_bytes, planned
 from .recipe import HEAD, Recipe
 from .rounding import factors
@@ -162,9 +162,35 @@ def allocate(work: Work, measurement: Measurement) -> Allocation:
     if wishes.bits is not None:
         return within(measurement.slots, int(weights * wishes.bits), weights)
     assert wishes.size is not None
-    head = HEAD[wishes.head_bits].bits(work.matrices["head"])
-    kept = kept_bytes(planned(work.frozen, work.source), work.model, work.matrices.keys())
-    return within(measurement.slots, 8 * (wishes.size - kept) - head, weights)
+    return within(measurement.slots, 8 * wishes.size - _beside(work), weights)
+
+
+def check_target(work: Work, known: Measurement | None) -> None:
+    """`InputError` before any work, if the fewest bits that matrices can take are too many."""
+    wishes = work.wishes
+    if known is None:
+        fewest = smallest(work.model)
+    else:
+        fewest = sum(min(choice.bits for choice in slot) for slot in known.slots)
+    weights = sum(m.in_features * m.out_features for m in quantised(work.model))
+    if wishes.bits is not None and fewest > int(weights * wishes.bits):
+        raise InputError(
+            f"{wishes.bits:g} bits a weight cannot be reached: the smallest this model can be is "
+            f"{fewest / weights:.3f}, scales and orders of rows included. Ask for more bits."
+        )
+    if wishes.size is not None and fewest > 8 * wishes.size - _beside(work):
+        beside = -(-_beside(work) // 8)
+        raise InputError(
+            f"A size of {wishes.size:,} bytes cannot be reached: the smallest this model can be is "
+            f"{beside - (-fewest // 8):,}, of which {beside:,} are embedding and norms in float16, and the "
+            f"head in {wishes.head_bits} bits. Ask for more, or for fewer head_bits."
+        )
+
+
+def _beside(work: Work) -> int:
+    """The bits of what is no matrix of a layer: the head, and what stays as it is."""
+    head = HEAD[work.wishes.head_bits].bits(work.matrices["head"])
+    return head + 8 * kept_bytes(planned(work.frozen, work.source), work.model, work.matrices.keys())
 
 
 def aim_again(work: Work, found: float) -> bool:

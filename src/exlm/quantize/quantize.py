@@ -116,6 +116,10 @@ def carry_out(
     opened = open_source(frozen.path, frozen.spec.names, frozen.quantization)
     read = [Path(os.path.realpath(path)) for path in (frozen.path, *opened.files.paths)]
     check_target(folder, read, overwrite=overwrite)
+    if shard_bytes < 1:
+        raise InputError(f"shard_bytes must be positive, found {shard_bytes}.")
+    if save_measurement is not None:
+        _check_place(Path(save_measurement))
     known = None if measurement is None else Measurement.load(Path(measurement), frozen.spec)
     digest = None if measurement is None else hashlib.sha256(Path(measurement).read_bytes()).hexdigest()
     length = min(wishes.length, frozen.max_seq_len)
@@ -126,6 +130,8 @@ def carry_out(
         work = Work(config, frozen, opened, shop, job, wishes, progress)
         work.total = pipeline.units(work.depth, wishes.method == "exl2")
         check_shapes(work.matrices, wishes.method)
+        if wishes.method == "exl2":
+            pipeline.check_target(work, known)
         check_space(place_of(folder), _disk(work))
         most = Shapes(frozen.spec, wishes.rows, length).most(writes=own_rows(frozen.spec, wishes) > 0)
         work.step(0, f"calibrating; at most {most / 1e9:.1f} GB of memory")
@@ -142,6 +148,13 @@ def carry_out(
                 return _written(work, folder, shard_bytes, overwrite, report, source)
             except _Missed as missed:
                 log.info("%s: %s", folder.name, missed)
+
+
+def _check_place(file: Path) -> None:
+    """A file that cannot be written is known before there is something to write."""
+    if file.is_dir() or not file.parent.is_dir():
+        what = "is a folder" if file.is_dir() else "would lie in a folder that is not there"
+        raise InputError(f"save_measurement: {file} {what}. Choose another place for the measurement.")
 
 
 class _Missed(Exception):
