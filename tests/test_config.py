@@ -102,6 +102,14 @@ def test_absurd_options_are_refused(tmp_path: Path, name: str, value: object) ->
         config.freeze()
 
 
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf")])
+def test_a_base_without_powers_is_refused(tmp_path: Path, value: float) -> None:
+    config = Config(folder(tmp_path))
+    config.rotary_embedding_base = value
+    with pytest.raises(InputError, match=r"config\.rotary_embedding_base must be a number above 0"):
+        config.freeze()
+
+
 def test_folders_that_are_no_models(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="no such file or folder"):
         Config(tmp_path / "nowhere")

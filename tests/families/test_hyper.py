@@ -23,6 +23,8 @@ LLAMA: dict[str, Any] = {
 
 LLAMA3 = {"type": "llama3", "factor": 8.0}
 
+QWEN = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
 
 def llama(**changes: Any) -> spec.Model:
     return describe(Hyper({**LLAMA, **changes}))
@@ -70,6 +72,15 @@ def test_a_missing_key_is_named(key: str) -> None:
         ({"head_dim": 7}, "it must be even"),
         ({"rms_norm_eps": "small"}, '"rms_norm_eps" must be a finite number'),
         ({"rms_norm_eps": float("nan")}, '"rms_norm_eps" must be a finite number'),
+        ({"rms_norm_eps": -1}, '"rms_norm_eps" must be a number of at least 0, found -1'),
+        ({"rope_theta": 0}, '"rope_theta" must be a number above 0, found 0'),
+        ({"rope_parameters": {"rope_theta": -1.0}}, '"rope_theta" must be a number above 0, found -1'),
+        ({"logits_scaling": 0}, '"logits_scaling" must be a number above 0'),
+        ({"final_logit_softcapping": 0}, '"final_logit_softcapping" must be a number above 0'),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0}, "original_max_position_embeddings": 1e30},
+            "a length from 1 to 2147483647",
+        ),
         ({"tie_word_embeddings": "yes"}, '"tie_word_embeddings" must be true or false'),
         ({"attention_bias": 1}, '"attention_bias" must be true or false'),
         ({"hidden_act": "snake"}, '"hidden_act" must be one of silu'),
@@ -88,6 +99,33 @@ def test_a_missing_key_is_named(key: str) -> None:
 def test_wrong_and_contradictory_numbers_are_explained(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         llama(**changes)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "message"),
+    [
+        (
+            "Gemma2ForCausalLM",
+            {"query_pre_attn_scalar": 0},
+            '"query_pre_attn_scalar" must be a number above 0',
+        ),
+        (
+            "Gemma2ForCausalLM",
+            {"attn_logit_softcapping": -1},
+            '"attn_logit_softcapping" must be a number above',
+        ),
+        ("Gemma3ForCausalLM", {"rope_local_base_freq": 0}, '"rope_local_base_freq" must be a number above 0'),
+        (
+            "GraniteForCausalLM",
+            {"attention_multiplier": 0},
+            '"attention_multiplier" must be a number above 0',
+        ),
+        ("Qwen3MoeForCausalLM", {"mlp_only_layers": 3, **QWEN}, '"mlp_only_layers" must be a list of layers'),
+    ],
+)
+def test_so_are_those_of_one_family(architecture: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        llama(architectures=[architecture], **changes)
 
 
 def test_whole_floats_count_as_numbers() -> None:

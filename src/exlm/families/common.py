@@ -62,7 +62,10 @@ def head_width(c: Hyper, heads: int, default: int | None = None) -> int:
 
 def norm(c: Hyper, *keys: str, **changes: Any) -> spec.Norm:
     """RMSNorm, or with the given fields changed; `keys` are where the family keeps its eps."""
-    eps = c.real(*keys, default=1e-5) if keys else c.real("rms_norm_eps", default=1e-6)
+    names = keys or ("rms_norm_eps",)
+    eps = c.real(*names, default=1e-5 if keys else 1e-6)
+    if eps < 0:
+        raise c.wrong(c.find(*names)[0], "a number of at least 0", eps)
     return spec.Norm(**({"eps": eps} | changes))
 
 
@@ -133,7 +136,7 @@ def with_windows(model: spec.Model, sizes: list[int | None]) -> spec.Model:
 def decoder(c: Hyper, layers: Iterable[spec.Layer], **changes: Any) -> spec.Model:
     """A decoder of these layers, with the multipliers and caps config.json may name."""
     scale = c.real("embedding_multiplier", "scale_emb", default=1.0)
-    logit_scale = c.real("logit_scale", default=1.0) / c.real("logits_scaling", default=1.0)
+    logit_scale = c.real("logit_scale", default=1.0) / c.positive("logits_scaling", default=1.0)
     tied = changes.pop("tied", False)
     _or(changes, "vocab", lambda: c.size("vocab_size"))
     _or(changes, "final_norm", lambda: norm(c))
@@ -146,7 +149,7 @@ def decoder(c: Hyper, layers: Iterable[spec.Layer], **changes: Any) -> spec.Mode
         "head": spec.Head(
             tied=c.outer_flag("tie_word_embeddings", default=tied),
             scale=logit_scale,
-            softcap=c.real("final_logit_softcapping", default=None),
+            softcap=c.positive("final_logit_softcapping", default=None),
             unit_rows=bool(c.get("norm_head")),
         ),
     }

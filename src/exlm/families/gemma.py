@@ -73,9 +73,9 @@ def _two_ropes(c: Hyper, head_dim: int) -> tuple[spec.Rope, spec.Rope]:
     """Local layers keep the trained rotation; only the global ones are stretched."""
     far = rope(c, head_dim, theta=1_000_000.0, layer_type="full_attention")
     local = Parameters(c, "sliding_attention")
-    base = c.real("rope_local_base_freq", default=10000.0)
+    base = c.positive("rope_local_base_freq", default=10000.0)
     nested = any(isinstance(v, dict) for v in c.table("rope_parameters").values())
-    near = spec.Rope(theta=local.real("rope_theta", base) if nested else base, dim=head_dim)
+    near = spec.Rope(theta=local.base(base) if nested else base, dim=head_dim)
     return near, far
 
 
@@ -89,8 +89,8 @@ def _heads(c: Hyper) -> dict[str, Any]:
 
 def _scores(c: Hyper) -> dict[str, Any]:
     return {
-        "scale": c.real("query_pre_attn_scalar", default=256.0) ** -0.5,
-        "softcap": c.real("attn_logit_softcapping", default=None),
+        "scale": c.positive("query_pre_attn_scalar", default=256.0) ** -0.5,
+        "softcap": c.positive("attn_logit_softcapping", default=None),
     }
 
 

@@ -268,7 +268,7 @@ def _gemma3(k: Keys) -> dict[str, Any]:
         "sliding_window_pattern": None if kinds else k.maybe_size("attention.sliding_window_pattern"),
         "layer_types": kinds,
         "rope_local_base_freq": k.real("rope.freq_base_swa"),
-        "final_logit_softcapping": k.real("final_logit_softcapping"),
+        "final_logit_softcapping": k.real("final_logit_softcapping") or None,
         "query_pre_attn_scalar": _query_scale(k, 62),
     }
 

@@ -97,6 +97,13 @@ class Hyper:
             raise self.wrong(key, "a finite number", value)
         return float(value)
 
+    def positive(self, *keys: str, default: Any = REQUIRED) -> Any:
+        """A finite number above zero."""
+        value = self.real(*keys, default=default)
+        if value is not None and not value > 0:
+            raise self.wrong(self.find(*keys)[0], "a number above 0", value)
+        return value
+
     def flag(self, *keys: str, default: bool) -> bool:
         """True or false."""
         key, value = self._need(keys, default)

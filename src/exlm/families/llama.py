@@ -39,7 +39,7 @@ def orion(c: Hyper) -> spec.Model:
 
 def granite(c: Hyper) -> spec.Model:
     """Llama with four multipliers: embedding, attention, residual, logits."""
-    attn = attention(c, scale=c.real("attention_multiplier", default=1.0))
+    attn = attention(c, scale=c.positive("attention_multiplier", default=1.0))
     residual = c.real("residual_multiplier", default=1.0)
     return layered(llama(c), lambda _, layer: replace(layer, attn=attn, residual_scale=residual))
 

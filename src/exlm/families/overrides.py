@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from .. import spec
@@ -63,6 +64,10 @@ def _rotation(rope: spec.Rope, model: spec.Model, wishes: Overrides) -> spec.Rop
     for name, value in (("scale_pos_emb", wishes.scale_pos_emb), ("scale_alpha_value", wishes.scale_alpha)):
         if not 0 < value < 1e6:
             raise InputError(f"config.{name} must be a number above 0, found {value!r}.")
+    if wishes.rope_theta is not None and not 0 < wishes.rope_theta < math.inf:
+        raise InputError(
+            f"config.rotary_embedding_base must be a number above 0, found {wishes.rope_theta!r}."
+        )
     scaling = rope.scaling
     if isinstance(scaling, spec.Linear):
         scaling = None  # its factor is what scale_pos_emb starts from

@@ -36,6 +36,8 @@ def qwen3_moe(c: Hyper) -> spec.Model:
     """Qwen3 with experts in the layers the file names, plain MLPs in the others."""
     depth = c.depth()
     dense_only = c.get("mlp_only_layers") or []
+    if not isinstance(dense_only, list):
+        raise c.wrong("mlp_only_layers", "a list of layers", dense_only)
     step = c.size("decoder_sparse_step", default=1)
     attn = attention(c, qk_norm=spec.QkNorm(norm(c)))
     experts = moe(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from .. import spec
-from .hyper import Hyper
+from .hyper import LIMIT, Hyper
 
 PLAIN = {"default", "none", "mrope"}
 
@@ -30,8 +30,8 @@ def rope(
     sections = p.integers("mrope_section")
     if sections and (len(sections) != 3 or sum(sections) * 2 != dim):
         raise c.clash(f"mrope_section {list(sections)} must be three numbers that sum to {dim // 2}")
-    base = p.real("rope_theta", c.real("rope_theta", "attn_config.rope_theta", default=theta))
-    return spec.Rope(theta=base, dim=dim, style=style, scaling=scaling(p, dim), sections=sections)
+    base = c.real("rope_theta", "attn_config.rope_theta", default=theta)
+    return spec.Rope(theta=p.base(base), dim=dim, style=style, scaling=scaling(p, dim), sections=sections)
 
 
 def scaling(p: Parameters, dim: int) -> spec.Scaling | None:
@@ -88,9 +88,16 @@ class Parameters:
         value = self.hyper.get(key) or self.get(key)
         if value is None:
             return self.trained
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < 1:
-            raise self.hyper.wrong(key, "a length of at least 1", value)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value < LIMIT:
+            raise self.hyper.wrong(key, f"a length from 1 to {LIMIT - 1}", value)
         return int(value)
+
+    def base(self, default: float) -> float:
+        """The number whose powers the frequencies are."""
+        theta: float = self.real("rope_theta", default)
+        if theta <= 0:
+            raise self.hyper.wrong("rope_theta", "a number above 0", theta)
+        return theta
 
     def get(self, key: str) -> Any:
         """As the file has it, or None."""
