@@ -247,3 +247,19 @@ def test_config_json_of_another_model(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**raw, "num_hidden_layers": 5}))
     with pytest.raises(MissingTensor, match=r"layers\.2"):
         Model(Config(folder)).load()
+
+
+def test_layers_that_nobody_describes_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tiny.make(tmp_path / "folder", num_hidden_layers=3)
+    tensors = load_file(folder / "model.safetensors")
+    tower = {
+        "vision_tower.layers.7.norm.weight": torch.ones(4),
+        "layers.9.attention.wq.weight": torch.ones(4),
+    }
+    save_file({**tensors, **tower}, folder / "model.safetensors")
+    Model(Config(folder)).load()
+    assert not caplog.messages
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    Model(Config(folder)).load()
+    assert "describes 1 layers, and the files hold 3: the last 2 are left out" in caplog.messages[0]

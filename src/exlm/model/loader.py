@@ -20,7 +20,7 @@ from ..errors import InputError, NotLoaded
 from ..formats.room import give_back
 from .budget import FIT_CACHE, FIT_SPLIT, Budget, Planned, budget, measure, spaces, split, use
 from .devices import Slot, imagined, inventory
-from .loading import Loaded, Yielding, load_steps, opened, shapes
+from .loading import Loaded, Yielding, load_steps, opened, shapes, tell_depth
 from .placement import Part, place
 from .progress import Callback, bar, silent
 from .runner import Runner
@@ -268,7 +268,9 @@ class Loader:
     ) -> Generator[Any, None, Loaded]:
         """Everything in this process, each module on its device."""
         frozen = self.config.freeze()
-        return load_steps(frozen, staged(self.source(frozen), slots), slots, tell, callback_gen)
+        source = self.source(frozen)
+        tell_depth(frozen, source)
+        return load_steps(frozen, staged(source, slots), slots, tell, callback_gen)
 
     def _load(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +25,11 @@ from .graphs import LARGEST
 from .progress import Callback
 from .rehearsal import Rehearsal
 
+log = logging.getLogger(__name__)
+
 Yielding = Callable[[int, int], Iterator[Any]]
+
+_LAYER = re.compile(r"(?:model\.layers|blk)\.(\d{1,6})\.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +97,19 @@ def shapes(model: spec.Model) -> list[LayerShape]:
 def opened(config: FrozenConfig) -> Source:
     """The model's files; only headers are read."""
     return open_source(config.path, config.spec.names, config.quantization)
+
+
+def tell_depth(config: FrozenConfig, source: Source) -> None:
+    """Warn of layers that are stored and not described: meant so, or another model's config.json."""
+    depth = len(config.spec.layers)
+    found = map(_LAYER.match, map(config.spec.names.canonical, source.unused()))
+    stored = max((int(one[1]) + 1 for one in found if one is not None), default=0)
+    if stored > depth:
+        log.warning(
+            "%s describes %d layers, and the files hold %d: the last %d are left out. If that is not meant, "
+            "take the description from the model's own page.",
+            *(config.path, depth, stored, stored - depth),
+        )
 
 
 def precision(config: FrozenConfig, slots: Sequence[Slot]) -> torch.dtype:
