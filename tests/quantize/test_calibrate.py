@@ -43,6 +43,24 @@ def test_files_of_every_kind_are_read(folder: Path, tmp_path: Path) -> None:
         list(calibrate.documents(tmp_path / "c.csv"))
 
 
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_files_that_cannot_be_read_are_named(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / f"odd.{kind}"
+    path.write_bytes('{"text": "Käse"}\n'.encode("latin-1"))
+    with pytest.raises(InputError, match=rf"odd\.{kind}: not UTF-8 text"):
+        list(calibrate.documents(path))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(InputError, match=rf"odd\.{kind}: cannot be read \(Permission denied\)"):
+        list(calibrate.documents(path))
+
+
 def test_parquet_is_read_or_its_package_named(tmp_path: Path) -> None:
     path = tmp_path / "d.parquet"
     if find_spec("pyarrow") is None:

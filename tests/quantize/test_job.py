@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from exlm.errors import CheckpointError
+from exlm.errors import CheckpointError, ModelNotFound
 from exlm.quantize import job as jobs
 from exlm.quantize.job import Job, open_job, place_of
 
@@ -85,3 +85,16 @@ def test_a_failure_in_the_last_write_is_told_too(tmp_path: Path, monkeypatch: py
     ):
         job.save("a", {"x": torch.ones(2)})
     assert not place_of(tmp_path / "model").exists()
+
+
+def test_a_model_that_is_not_there_is_no_fault_of_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match="Can't find"), open_job(tmp_path / "model", {}, restart=False):
+        raise ModelNotFound("Can't find the source.")
+
+
+def test_a_name_too_long_is_told(tmp_path: Path) -> None:
+    with (
+        pytest.raises(CheckpointError, match=r"could not be written .*File name too long"),
+        open_job(tmp_path / ("x" * 250), {}, restart=False),
+    ):
+        pass

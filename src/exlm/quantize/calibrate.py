@@ -64,7 +64,12 @@ def documents(path: Path) -> Iterator[str]:
     readers = {".txt": _text, ".md": _text, ".jsonl": _json_lines, ".json": _json_lines, ".parquet": _parquet}
     if path.suffix.lower() not in readers:
         raise InputError(f"{path}: calibration text comes as {', '.join(readers)}.")
-    yield from readers[path.suffix.lower()](path)
+    try:
+        yield from readers[path.suffix.lower()](path)
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text ({error}).") from error
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}).") from error
 
 
 def rows_of(texts: Iterator[str] | list[str], tokenizer: Tokenizer, rows: int, length: int) -> Tensor:
@@ -130,10 +135,7 @@ def starts_of(text: Tensor, pieces: int, bos: int | None) -> Tensor:
 
 
 def _text(path: Path) -> Iterator[str]:
-    try:
-        yield path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 text ({error}).") from error
+    yield path.read_text(encoding="utf-8")
 
 
 def _json_lines(path: Path) -> Iterator[str]:

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..errors import CheckpointError, InputError
+from ..errors import CheckpointError, InputError, ModelNotFound
 
 FACTS = "job.json"
 PARTIAL = ".partial"
@@ -158,6 +158,8 @@ def open_job(
         job.close()
         job.check()
         shutil.rmtree(folder)
+    except ModelNotFound:  # which is an OSError too, and not about this folder
+        raise
     except OSError as error:
         raise CheckpointError(f"{folder} could not be written ({error}).") from error
     finally:
