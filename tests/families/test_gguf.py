@@ -297,6 +297,7 @@ def test_unknown_architectures_are_not_guessed(arch: Any) -> None:
         (metadata("llama", block_count=None), "llama.block_count"),
         (metadata("llama", embedding_length="64"), "llama.embedding_length"),
         (metadata("llama", context_length=0), "llama.context_length"),
+        (metadata("llama", feed_forward_length=None), "llama.feed_forward_length"),
         (metadata("llama", attention__head_count=2.5), "llama.attention.head_count"),
         (metadata("llama", attention__head_count_kv=[1, 2, 1, 2]), "the same for every layer"),
         (metadata("llama", attention__head_count=5), "5 heads cannot share 64"),

@@ -117,11 +117,12 @@ class Keys:
 def _common(k: Keys, tensors: Collection[str]) -> dict[str, Any]:
     """What every architecture has."""
     head_dim, value = k.head_dim, k.maybe_size("attention.value_length")
+    width = k.maybe_size if k.arch == "qwen3moe" else k.size  # whose experts have a width of their own
     if value is not None and value != head_dim:
         raise k.wrong("attention.value_length", f"{head_dim}, as wide as keys", value)
     return {
         "hidden_size": k.size("embedding_length"),
-        "intermediate_size": k.maybe_size("feed_forward_length"),
+        "intermediate_size": width("feed_forward_length"),
         "num_hidden_layers": k.size("block_count"),
         "num_attention_heads": k.size("attention.head_count"),
         "num_key_value_heads": k.maybe_size("attention.head_count_kv"),
