@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import sys
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -62,7 +63,8 @@ def _options(
 def main() -> None:
     """Run a command; a mistake we foresaw is told in one paragraph, without a traceback."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # models write what not every terminal can show
+        with suppress(OSError):  # of a stream whose file has become another one
+            sys.stdout.reconfigure(errors="replace")  # models write what not every terminal can show
     try:
         app()
     except (ExlmError, OSError) as error:  # also a disk that is full, or a file that may not be read
