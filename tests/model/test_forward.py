@@ -235,6 +235,21 @@ def test_what_does_not_fit_is_explained(model: Model) -> None:
     assert cache.current_seq_len == 0
 
 
+def test_a_cache_of_another_model_is_refused(model: Model, tmp_path: Path) -> None:
+    other = Model(Config(tiny.make(tmp_path / "other", num_hidden_layers=3, num_key_value_heads=4)))
+    other.load()
+    cache = Cache(other, max_seq_len=256)
+    for use in (lambda: model.forward(ids(1, 3), cache), lambda: model.runner(cache)):
+        with pytest.raises(
+            InputError, match=r"it has 3 layers with 4 heads of 8, this model 2 .* 2 heads of 8"
+        ):
+            use()
+    twin = Model(model.config)
+    twin.load()
+    x = ids(1, 3)
+    assert close(twin.forward(x, Cache(model, max_seq_len=256)), model.forward(x))
+
+
 def test_an_unloaded_model_says_so(tmp_path: Path) -> None:
     model = Model(Config(tiny.make(tmp_path)))
     with pytest.raises(NotLoaded, match="load"):

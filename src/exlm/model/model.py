@@ -97,6 +97,7 @@ class Model(Loader):
         """The door a generator uses: sequences in pages of this cache."""
         frozen, decoder, chain = self._ready()
         assert self._loaded is not None
+        self._check_fit(cache)
         planes = turns_in_planes(frozen.spec)
         made = Runner(decoder, cache, chain.device, planes, self._loaded.recordable)
         self._runners.add(made)
@@ -136,6 +137,8 @@ class Model(Loader):
         pictures are placed as if the cache held text, so later calls for the same tokens pass `positions`.
         """
         frozen, decoder, chain = self._ready()
+        if cache is not None:
+            self._check_fit(cache)
         request = check(
             frozen,
             input_ids,
@@ -184,7 +187,23 @@ class Model(Loader):
                 cache.tenant = None
             yield answer
 
+    def _check_fit(self, cache: CacheBase) -> None:
+        """Refuse a cache whose layers have other sizes: kernels write where they would be in their own."""
+        own = tuple(self.cache_shapes)
+        if cache.model is not self and cache.shapes != own:
+            raise InputError(
+                f"This cache was made for another model: it has {_sizes(cache.shapes)}, this model "
+                f"{_sizes(own)}. Make one with {type(cache).__name__}(model)."
+            )
+
     def _ready(self) -> tuple[FrozenConfig, Decoder, Chain]:
         if self._loaded is None:
             raise NotLoaded("The model has no weights in memory: call model.load() first.")
         return self._loaded.config, self._loaded.decoder, self._loaded.chains[0]
+
+
+def _sizes(shapes: Sequence[LayerShape]) -> str:
+    """Layers as somebody may recognise them."""
+    heads, sizes = ({getattr(shape, name) for shape in shapes} for name in ("kv_heads", "head_dim"))
+    told = ["/".join(map(str, sorted(found))) for found in (heads, sizes)]
+    return f"{len(shapes)} layers with {told[0]} heads of {told[1]}"
