@@ -302,6 +302,25 @@ def test_a_signal_drains(chatty: Path, tmp_path: Path) -> None:
         assert process.wait(20) == 0
 
 
+def test_a_second_signal_ends_at_once_and_without_a_word(chatty: Path, tmp_path: Path) -> None:
+    with child(chatty, "slow", tmp_path) as (process, port):
+        body = json.dumps({**LONG, "max_tokens": 1000, "min_tokens": 1000, "stream": True})
+        with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as line:
+            line.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            reply = line.getresponse()
+            reply.read(10)
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 0
+            with pytest.raises(
+                (http.client.HTTPException, OSError)
+            ):  # cut off: after 4 s it would be told why
+                reply.read()
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+
+
 def test_a_stuck_process_ends_itself(chatty: Path, tmp_path: Path) -> None:
     with child(chatty, "stuck", tmp_path) as (process, port):
         with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as line:

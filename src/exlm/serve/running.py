@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -60,6 +61,8 @@ class _Server(uvicorn.Server):
 
     def _told(self, number: int, _: FrameType | None) -> None:
         self.force_exit = self.should_exit  # the second time is not asked twice
+        if self.force_exit:  # whatever still runs is cut off, as was wanted: no traceback of each
+            logging.getLogger("uvicorn.error").disabled = True
         self.should_exit = True
 
 
