@@ -61,6 +61,36 @@ def test_weights_that_are_not_finite_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["exl2", "gptq"])
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("model.embed_tokens.weight", float("nan"), "of the source holds NaN or infinity"),
+        ("model.norm.weight", float("inf"), "of the source holds NaN or infinity"),
+        ("model.norm.weight", 1e6, "holds numbers that float16 cannot"),
+    ],
+)
+def test_what_is_to_be_kept_is_looked_at_first(
+    tmp_path: Path, method: Any, name: str, value: float, words: str
+) -> None:
+    folder = tiny.chatty(tmp_path / "odd", **SHAPE)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name][..., -1] = value
+    save_file(tensors, folder / "model.safetensors")
+    steps: list[str] = []
+    told = lambda done, total, what: steps.append(what)  # noqa: E731
+    with pytest.raises(InputError, match=rf"{re.escape(name)} {words}"):
+        quantize_model(folder, tmp_path / "out", method=method, **FEW, progress=told)
+    assert not steps
+
+
+def test_a_model_of_zeros(tmp_path: Path) -> None:
+    folder = tiny.chatty(tmp_path / "zeros", **SHAPE)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: tensor.zero_() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    quantize_model(folder, tmp_path / "out", 5.0, **FEW)
+
+
+@pytest.mark.parametrize("method", ["exl2", "gptq"])
 def test_a_layer_that_is_switched_off(tmp_path: Path, method: Any) -> None:
     """Values of zeros: what o reads is zero on every token, and its covariance singular."""
     folder = tiny.chatty(tmp_path / "off", **SHAPE)

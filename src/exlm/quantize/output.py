@@ -97,14 +97,28 @@ def check_space(folder: Path, needed: int) -> None:
         )
 
 
+def check_kept(plan: Plan, model: spec.Model, roles: Set[str]) -> None:
+    """`InputError` names the first tensor that is to be kept and cannot be; better now than at the end."""
+    halved = _halved(plan, model, roles)
+    for step in plan.steps:
+        if step.what in halved:
+            for name, tensor in step.make():
+                _half(name, tensor)
+
+
+def _halved(plan: Plan, model: spec.Model, roles: Set[str]) -> set[str]:
+    """What is neither quantised nor copied as it is."""
+    return {"embed", *(vector.role for vector in vectors(model)), *plan.fates} - set(roles)
+
+
 def _tensors(
     plan: Plan, model: spec.Model, roles: Set[str], matrices: Matrices
 ) -> Iterator[tuple[str, Tensor]]:
-    known = {"embed", *(vector.role for vector in vectors(model)), *plan.fates}
+    halved = _halved(plan, model, roles)
     for step in plan.steps:
         if step.what in roles:
             yield from matrices(step.what).items()
-        elif step.what in known:
+        elif step.what in halved:
             for name, tensor in step.make():
                 yield name, _half(name, tensor)
         else:
@@ -115,11 +129,13 @@ def _tensors(
 
 def _half(name: str, tensor: Tensor) -> Tensor:
     """The float16 that readers expect."""
-    if not tensor.is_floating_point() or tensor.dtype is torch.float16:
+    if not tensor.is_floating_point():
         return tensor
     half = tensor.half()
     if not bool(torch.isfinite(half).all()):
-        raise InputError(f"{name} holds numbers that float16 cannot: this model cannot be stored as EXL2.")
+        if bool(torch.isfinite(tensor).all()):
+            raise InputError(f"{name} holds numbers that float16 cannot: this model cannot be stored in it.")
+        raise InputError(f"{name} of the source holds NaN or infinity. Download the model again.")
     return half
 
 

@@ -21,7 +21,7 @@ from .job import open_job, place_of
 from .layers import workshop
 from .measurement import Measurement, quantised
 from .memory import Shapes
-from .output import CARD, check_space, kept_bytes, new_model, planned
+from .output import CARD, check_kept, check_space, kept_bytes, new_model, planned
 from .recipe import HEAD, Recipe
 from .report import write_report
 from .wishes import TARGETS, Method, Wishes, calibration_name, parse_size
@@ -133,6 +133,7 @@ def carry_out(
         if wishes.method == "exl2":
             pipeline.check_target(work, known)
         check_space(place_of(folder), _disk(work))
+        check_kept(planned(frozen, opened), frozen.spec, work.matrices.keys())
         most = Shapes(frozen.spec, wishes.rows, length).most(writes=own_rows(frozen.spec, wishes) > 0)
         work.step(0, f"calibrating; at most {most / 1e9:.1f} GB of memory")
         work.calibration()

@@ -53,7 +53,8 @@ class Streams:
     def error(self) -> float:
         """How far apart they are, relative to the exact one."""
         off = sum(float((e - r).square().sum()) for e, r in zip(self.exact, self.rounded, strict=True))
-        return float((off / sum(float(e.square().sum()) for e in self.exact)) ** 0.5)
+        whole = sum(float(e.square().sum()) for e in self.exact)
+        return float((off / whole) ** 0.5) if whole else 0.0
 
 
 def input_sets(roles: Iterable[str]) -> list[list[str]]:
