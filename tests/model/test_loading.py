@@ -47,7 +47,7 @@ def test_a_bar_or_a_callback_but_not_both(tmp_path: Path, capsys: pytest.Capture
     with pytest.raises(InputError, match="not both"):
         model.load(progress=True, callback=lambda i, n: None)
     model.load(progress=True)
-    assert "4/4" in capsys.readouterr().out
+    assert "4/4" in capsys.readouterr().err
 
 
 def test_a_callback_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -222,7 +222,7 @@ def test_item_109_progress(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert seen == [(done, total) for done in range(total + 1)]
     assert total > 4
     model.load(progress=True)
-    assert "Loading" in capsys.readouterr().out
+    assert "Loading" in capsys.readouterr().err
     with pytest.raises(InputError, match="not both"):
         model.load(callback=print, progress=True)
 
