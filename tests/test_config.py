@@ -123,6 +123,8 @@ def test_folders_that_are_no_models(tmp_path: Path) -> None:
         Config("~nobody-at-all/model")
     with pytest.raises(ModelNotFound, match=r"cannot be looked at \(File name too long\)"):
         Config("x" * 5000)
+    with pytest.raises(AssertionError, match="Can't find"):  # as old scripts catch it
+        Config(str(tmp_path / "nothing"))
     with pytest.raises(ConfigError, match="No model_dir"):
         Config().prepare()
     with pytest.raises(ConfigError, match="No model has been read"):

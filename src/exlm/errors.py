@@ -33,7 +33,7 @@ class ExlmError(Exception):
     """The base of every error exlm raises on purpose."""
 
 
-class ConfigError(ExlmError, ValueError):
+class ConfigError(ExlmError, ValueError, AssertionError):
     """config.json, or an override of it, does not describe a model."""
 
 
@@ -41,7 +41,7 @@ class UnknownArchitecture(ConfigError):
     """The architecture is not one we know; it is never guessed."""
 
 
-class ModelNotFound(ExlmError, FileNotFoundError):
+class ModelNotFound(ExlmError, FileNotFoundError, AssertionError):
     """The path is not a model folder."""
 
 
