@@ -26,7 +26,7 @@ from .scales import Direct, Nested, Scales
 
 log = logging.getLogger(__name__)
 
-SLAB = 2**17
+SLAB = 2**18
 """Values repacked at once: what is in the air fits a processor's cache, whatever the matrix."""
 
 

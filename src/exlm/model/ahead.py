@@ -16,8 +16,8 @@ from typing import Generic, Self, TypeVar
 
 T = TypeVar("T")
 
-READERS = min(6, max(3, (os.cpu_count() or 1) // 2))
-"""Threads: while one waits for the disk, another rearranges."""
+READERS = min(6, max(2, (os.cpu_count() or 1) // 2))
+"""Threads: while one waits for the disk, another rearranges. More would wait for each other's interpreter."""
 
 AHEAD = 6
 """Weights in flight beside the one that is asked for; as many may be in memory that nobody has taken yet."""
