@@ -21,11 +21,9 @@ from safetensors.torch import load_file, save_file
 from exlm import (
     CheckpointError,
     Config,
-    ConfigError,
     InputError,
     Model,
     Quality,
-    Unsupported,
     evaluate_model,
     quantize_model,
     validate_exl2,
@@ -36,14 +34,7 @@ from exlm.quantize import output, quantize
 from exlm.quantize.job import Job, place_of
 from exlm.quantize.measurement import quantised
 from tests import tiny
-
-SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}
-FEW: dict[str, Any] = {"rows": 6, "length": 64, "report": False}
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.chatty(tmp_path_factory.mktemp("source"), **SHAPE)
+from tests.quantize.jobs import FEW, SHAPE
 
 
 @pytest.fixture(scope="module")
@@ -279,17 +270,6 @@ def test_bad_wishes_are_refused(source: Path, text: Path, measured: Path, tmp_pa
         quantize_model(source, source, 5.0, **FEW)
 
 
-def test_shapes_that_a_format_cannot_hold_are_named(tmp_path: Path) -> None:
-    folder = tiny.chatty(tmp_path / "odd", hidden_size=64, intermediate_size=72)
-    with pytest.raises(Unsupported, match=r"layers\.0\.mlp\.down has 72 inputs"):
-        quantize_model(folder, tmp_path / "out", 5.0, **FEW)
-    (folder / "config.json").write_text(
-        json.dumps({**read_json(folder / "config.json"), "architectures": ["No"]})
-    )
-    with pytest.raises(ConfigError):
-        quantize_model(folder, tmp_path / "out", 5.0, **FEW)
-
-
 def test_nan_is_named_by_layer(text: Path, tmp_path: Path) -> None:
     folder = tiny.chatty(tmp_path / "nan", **SHAPE)
     tensors = load_file(folder / "model.safetensors")
@@ -330,12 +310,6 @@ def test_another_target_goes_on_with_what_was_measured(source: Path, text: Path,
     assert validate_exl2(target) == []
     assert "measuring layer 1" not in steps
     assert "quantising layer 1" in steps
-
-
-def test_a_refusal_leaves_no_trace(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError):
-        quantize_model(source, tmp_path / "out", 5.0, calibration=tmp_path / "none.txt", **FEW)
-    assert not list(tmp_path.iterdir())
 
 
 def in_a_child(call: Callable[[], object]) -> int:

@@ -11,17 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from exlm import Config, InputError, Model, quantize_model
+from exlm import Config, ConfigError, InputError, Model, Unsupported, quantize_model
 from exlm.checkpoint import TensorFiles
+from exlm.config import read_json
 from tests import tiny
-
-SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}
-FEW: dict[str, Any] = {"rows": 6, "length": 64, "report": False}
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.chatty(tmp_path_factory.mktemp("source"), **SHAPE)
+from tests.quantize.jobs import FEW, SHAPE
 
 
 @pytest.fixture(scope="module")
@@ -136,3 +130,20 @@ def test_measurements_that_are_none(
     wrong.write_text(json.dumps(table))
     with pytest.raises(InputError, match=rf"wrong\.json: .*{words}"):
         quantize_model(source, tmp_path / "out", 5.0, measurement=wrong, **FEW)
+
+
+def test_shapes_that_a_format_cannot_hold_are_named(tmp_path: Path) -> None:
+    folder = tiny.chatty(tmp_path / "odd", hidden_size=64, intermediate_size=72)
+    with pytest.raises(Unsupported, match=r"layers\.0\.mlp\.down has 72 inputs"):
+        quantize_model(folder, tmp_path / "out", 5.0, **FEW)
+    (folder / "config.json").write_text(
+        json.dumps({**read_json(folder / "config.json"), "architectures": ["No"]})
+    )
+    with pytest.raises(ConfigError):
+        quantize_model(folder, tmp_path / "out", 5.0, **FEW)
+
+
+def test_a_refusal_leaves_no_trace(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError):
+        quantize_model(source, tmp_path / "out", 5.0, calibration=tmp_path / "none.txt", **FEW)
+    assert not list(tmp_path.iterdir())

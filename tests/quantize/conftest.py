@@ -1,0 +1,15 @@
+"""A source for small jobs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+from tests.quantize.jobs import SHAPE
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.chatty(tmp_path_factory.mktemp("source"), **SHAPE)

@@ -1,0 +1,8 @@
+"""What small jobs are made of: a model's sizes, and few rows of text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}
+FEW: dict[str, Any] = {"rows": 6, "length": 64, "report": False}
