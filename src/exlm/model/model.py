@@ -189,8 +189,7 @@ class Model(Loader):
 
     def _check_fit(self, cache: CacheBase) -> None:
         """Refuse a cache whose layers have other sizes: kernels write where they would be in their own."""
-        own = tuple(self.cache_shapes)
-        if cache.model is not self and cache.shapes != own:
+        if cache.model is not self and cache.shapes != (own := tuple(self.cache_shapes)):
             raise InputError(
                 f"This cache was made for another model: it has {_sizes(cache.shapes)}, this model "
                 f"{_sizes(own)}. Make one with {type(cache).__name__}(model)."
