@@ -86,6 +86,7 @@ static void tell(const char *what, int one, int two, int three, Answer *answer, 
 int main(void) {
     for (int n = 0; n < 140; n++, clear()) try_matrix(n);
     for (int n = 0; n < 8; n++, clear()) try_floats(n);
+    for (int n = 0; n < 8; n++, clear()) try_lean(n);
     for (int n = 0; n < 20; n++, clear()) try_norm(n);
     for (int n = 0; n < 6; n++, clear()) try_gate(n);
     for (int n = 0; n < 60; n++, clear()) try_attention(n);

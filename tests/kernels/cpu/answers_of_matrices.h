@@ -137,3 +137,34 @@ static void try_floats(int n) {
     wide[any(0, (int)count - 1)] = n < 4 ? 1.00001f : 1e30f;
     printf("too wide %d: %d\n", kind, exlm_narrow(wide, count, kind, narrow, 2));
 }
+
+/* Dense matrices of 12 bits, some numbers zero and some listed, and what is no such matrix. */
+static void try_lean(int n) {
+    int inputs = 64 * any(1, 20), outputs = TILE * any(1, 9), begin = 0;
+    long count = (long)inputs * outputs;
+    float *wide = room((size_t)count * sizeof(float)), *units = room((size_t)outputs * sizeof(float));
+    int32_t *begins = room((size_t)(outputs + 1) * sizeof(int32_t));
+    for (long i = 0; i < count; i++) {
+        uint32_t bits = (uint32_t)any(0x3e00, 0x4000) << 16 | (uint32_t)any(0, 1) << 31;
+        if (!any(0, 30)) bits = any(0, 1) ? 0 : (uint32_t)any(0x3000, 0x3a00) << 16; /* at the edge of codes, and below */
+        memcpy(wide + i, &bits, sizeof bits);
+    }
+    memset(wide + (long)any(0, outputs - 1) * inputs, 0, (size_t)inputs * sizeof(float));
+    int refused = exlm_look_lean(wide, outputs, inputs, units, begins, any(1, 4));
+    for (int i = 0; i <= outputs; i++) {
+        int many = i < outputs ? begins[i] : 0;
+        begins[i] = begin, begin += many;
+    }
+    Lean lean = {units, begins, room((size_t)begin * sizeof(int32_t)), room((size_t)begin * sizeof(float))};
+    uint8_t *codes = room((size_t)count * LEAN_BITS / 8);
+    exlm_repack_lean(wide, outputs, inputs, &lean, codes, any(1, 4));
+    Run run = {.codes = codes, .scales = {.kind = LEAN}, .bits = LEAN_BITS, .blocks = inputs / 64};
+    Matrix m = {.runs = &run, .lean = &lean, .count = 1, .inputs = inputs, .outputs = outputs, .places = inputs};
+    Multiplying job = {&m, reals(101l * inputs, 1), 101};
+    printf("lean: %d %d %016llx\n", refused, begin, (unsigned long long)digest_bytes(0, codes, count * LEAN_BITS / 8));
+    tell("lean", inputs, outputs, job.rows, product_answer, &job);
+    for (job.rows = 1; job.rows < 10; job.rows++) tell("few rows of lean", inputs, outputs, job.rows, product_answer, &job);
+    tell("lean columns", inputs, outputs, begin, column_answer, &m);
+    wide[any(0, (int)count - 1)] = n % 2 ? 1.00001f : 1e30f;
+    printf("not lean: %d\n", exlm_look_lean(wide, outputs, inputs, units, begins, 2));
+}

@@ -29,6 +29,7 @@ from exlm.cache.dense import DenseLayer
 from exlm.cache.layer import LayerShape
 from exlm.kernels.cpu.attention import PagedAttention, Standing, TurningTables
 from exlm.kernels.cpu.floats import arrange_floats, narrowed
+from exlm.kernels.cpu.lean import arrange_lean
 from exlm.kernels.cpu.project import Together
 from exlm.kernels.cpu.shelf import Shelf
 from exlm.nn import Batch
@@ -50,6 +51,11 @@ def walk(recipe, rows, threads):
     data = torch.randn(8 * threads, 16 * rows).to(torch.float16 if rows % 2 else torch.bfloat16).float()
     floats = arrange_floats(narrowed(data, made, threads, Shelf()), None)
     assert PackedLinear(made, floats)(torch.randn(rows, 16 * rows)).isfinite().all()
+    data = torch.randn(64 * threads, 64 * rows).bfloat16().float()
+    data[0, 0], data[1, :2] = 2.0**-30, 0
+    lean = arrange_lean(data, None, made, threads, Shelf())
+    assert PackedLinear(made, lean)(torch.randn(rows, 64 * rows)).isfinite().all()
+    PackedLookup(made, lean, torch.float32)(torch.arange(64 * threads)[None])
     linear = PackedLinear(made, blocks)
     for gated, count in ((False, 3), (True, 2)):
         together = Together(made, [linear] * count, torch.ones(weight.in_features), 1e-5, gated)

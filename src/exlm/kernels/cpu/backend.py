@@ -1,12 +1,13 @@
 """The CPU backend: packed matrices straight from their codes, and what lies between them, in float32.
 
-Dense matrices stay in sixteen bits if their numbers are such. Other dense ones, other norms and gates, and
-attention over many new tokens are left to plain torch.
+Dense matrices take twelve or sixteen bits a number if theirs are such. Other dense ones, other norms and
+gates, and attention over many new tokens are left to plain torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from ..reference import ReferenceBackend
 from .attention import PagedAttention, Standing, TurningTables
 from .blocks import Blocks, arrange
 from .floats import arrange_floats, narrowed
+from .lean import arrange_lean
 from .library import load
 from .linear import PackedLinear, PackedLookup
 from .project import Together
@@ -50,15 +52,14 @@ class CpuBackend:
         self._tables: WeakKeyDictionary[Weight, Blocks] = WeakKeyDictionary()  # perhaps also the head
 
     def linear(self, weight: Weight) -> b.Linear:
-        """Packed weights, rearranged, and dense ones in sixteen bits."""
+        """Packed weights, rearranged, and dense ones in few bits."""
         if weight in self._tables:
             return PackedLinear(self._library, self._tables[weight])
         threads = torch.get_num_threads()
         if isinstance(weight, PackedWeight):
             return PackedLinear(self._library, arrange(weight, self._library, threads, self._shelf))
         if isinstance(weight, DenseWeight):
-            data = narrowed(weight.data, self._library, threads, self._shelf)
-            return PackedLinear(self._library, arrange_floats(data, weight.bias))
+            return PackedLinear(self._library, self._floats(weight)[0])
         raise Unsupported("only packed and dense matrices")
 
     def embedding(self, weight: Weight) -> b.Lookup:
@@ -69,8 +70,9 @@ class CpuBackend:
             return PackedLookup(self._library, blocks, weight.dtype)
         if not isinstance(weight, DenseWeight) or weight.data.dtype is not torch.float32:
             raise Unsupported("only packed tables, and those of a head")
-        data = narrowed(weight.data, self._library, torch.get_num_threads(), self._shelf)
-        self._tables[weight] = arrange_floats(data, weight.bias)
+        self._tables[weight], data = self._floats(weight)
+        if data is None:
+            return PackedLookup(self._library, self._tables[weight], torch.float32)
         return partial(F.embedding, weight=data)
 
     def norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> b.Norm:
@@ -113,6 +115,15 @@ class CpuBackend:
             raise Unsupported("only packed matrices, and silu")
         scale, eps = (None, 0.0) if entry is None else self._rms(entry.norm, entry.weight)[:2]
         return Together(self._library, packed, scale, eps, act is not None)
+
+    def _floats(self, weight: DenseWeight) -> tuple[Blocks, Tensor | None]:
+        """A dense matrix in as few bits as it needs, and its numbers if they lie there as they are."""
+        threads = torch.get_num_threads()
+        if self._library.lean:
+            with suppress(Unsupported):
+                return arrange_lean(weight.data, weight.bias, self._library, threads, self._shelf), None
+        data = narrowed(weight.data, self._library, threads, self._shelf)
+        return arrange_floats(data, weight.bias), data
 
     def _rms(self, norm: spec.Norm, weight: Tensor) -> tuple[Tensor, float, b.Norm]:
         if norm.kind != "rms" or weight.dim() != 1:

@@ -20,7 +20,7 @@ from ...errors import Unsupported
 from ...formats.packed import PackedWeight, Segment
 from ...formats.scales import Direct, Nested, Scales
 from . import library
-from .shelf import Shelf
+from .shelf import Shelf, shelved
 
 SLOT = 16
 QUAD = 4
@@ -119,7 +119,7 @@ def _banded(segment: Segment, made: library.Library, threads: int, shelf: Shelf)
         *(out.data_ptr(), threads),
     )
     told, tables = _groups(segment, True, shelf)
-    spans = _shelved(_spans(owners), shelf)
+    spans = shelved(_spans(owners), shelf)
     run = library.Run(
         codes=out.data_ptr(), spans=spans.data_ptr(), bits=bits, blocks=blocks, count=len(spans), **told
     )
@@ -246,12 +246,7 @@ def _source(places: Tensor, order: Tensor | None, shelf: Shelf) -> Tensor | None
         places = torch.where(places < 0, -1, order.long()[places.clamp(min=0)])
     if torch.equal(places, torch.arange(len(places))):
         return None
-    return _shelved(places.int(), shelf)
-
-
-def _shelved(table: Tensor, shelf: Shelf) -> Tensor:
-    """The same beside the codes: small, but read as often, and elsewhere it would have to be looked for."""
-    return shelf.take(table.nbytes).view(table.dtype).view(table.shape).copy_(table)
+    return shelved(places.int(), shelf)
 
 
 def _address(tensor: Tensor | None) -> int | None:

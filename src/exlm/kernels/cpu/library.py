@@ -47,11 +47,17 @@ class Run(ctypes.Structure):
     )
 
 
+class Lean(ctypes.Structure):
+    """What codes of twelve bits leave out, as C sees it."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("units", "begins", "inputs", "values"))
+
+
 class Matrix(ctypes.Structure):
     """A packed matrix, as C sees it."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("runs", "source", "bias")),
+        *((name, ctypes.c_void_p) for name in ("runs", "source", "bias", "lean")),
         *((name, ctypes.c_int32) for name in ("count", "inputs", "outputs", "places", "rounded", "spans")),
     )
 
@@ -88,19 +94,22 @@ class Library:
     def __init__(self, instructions: str, path: Path) -> None:
         self.instructions = instructions
         self.digits = instructions == "avx512"  # whether it has products of whole numbers
+        self.lean = instructions != "plain"  # whether floats of twelve bits were seen to be faster
         self.path = path
         try:
             loaded = ctypes.CDLL(str(path))
         except OSError as error:
             raise Unsupported(f"its library cannot be loaded ({error})") from error
-        p, i = ctypes.c_void_p, ctypes.c_int
+        p, i, n = ctypes.c_void_p, ctypes.c_int, ctypes.c_long
         self.product = _function(loaded.exlm_product, p, p, i, p, i)
         self.columns = _function(loaded.exlm_columns, p, p, i, p)
         self.repack = _function(loaded.exlm_repack, p, i, i, i, p, i, p, i)
         self.repack_bands = _function(loaded.exlm_repack_bands, p, i, i, i, p, i, p, i)
-        self.narrow = _function(loaded.exlm_narrow, p, ctypes.c_long, i, p, i)
+        self.narrow = _function(loaded.exlm_narrow, p, n, i, p, i)
+        self.look_lean = _function(loaded.exlm_look_lean, p, n, n, p, p, i)
+        self.repack_lean = _function(loaded.exlm_repack_lean, p, n, n, p, p, i)
         self.norm = _function(loaded.exlm_norm, p, p, p, ctypes.c_float, i, i, p, p, i)
-        self.silu = _function(loaded.exlm_silu, p, p, p, ctypes.c_long, i)
+        self.silu = _function(loaded.exlm_silu, p, p, p, n, i)
         self.turn = _function(loaded.exlm_turn, p, p, p, i, i, p, i)
         self.attend = _function(loaded.exlm_attend, ctypes.c_char_p, ctypes.c_int64, i)
         self.attend_coded = _function(loaded.exlm_attend_coded, ctypes.c_char_p, ctypes.c_int64, i)

@@ -50,6 +50,11 @@ class Shelf:
             return taken
 
 
+def shelved(table: Tensor, shelf: Shelf) -> Tensor:
+    """A copy beside the codes: small, but read as often, and elsewhere it would have to be looked for."""
+    return shelf.take(table.nbytes).view(table.dtype).view(table.shape).copy_(table)
+
+
 def _board(size: int) -> Tensor:
     """New memory that begins with a large page."""
     own = mmap.mmap(-1, size + LARGE_PAGE, **_ALONE)

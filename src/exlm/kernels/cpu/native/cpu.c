@@ -11,16 +11,16 @@
 
 #include "attention.h"
 #include "banded.h"
+#include "float_rows.h"
 #include "floats.h"
 #include "matrix.h"
 #include "pool.h"
 #include "product.h"
 #include "repack.h"
 #include "repack_bands.h"
+#include "repack_lean.h"
 #include "small.h"
 #include "unpack.h"
-
-enum { MOST_STRIP = 96, STRIP_BYTES = 1 << 19 };
 
 typedef struct {
     const Matrix *matrix;
@@ -53,17 +53,15 @@ static void product_tile(const Product *p, const float *x, int tile) {
     memset(sums, 0, (size_t)p->rows * TILE * LANES * sizeof(float));
     for (const Run *run = m->runs; run < m->runs + m->count; run++) {
         int slots = slots_of(run->bits), panels = panels_of(run), most = (run->blocks + panels - 1) / panels;
-        int plain = run->bits == FLOAT_BITS, put_down = p->rows > (plain ? FEW_ROWS : 1);
         for (int block = 0; block < run->blocks; block += most) {
             int blocks = run->blocks - block < most ? run->blocks - block : most;
             const float *from = x + run->first + block * slots * LANES;
             for (int n = 0; n < TILE; n += QUAD) {
                 Panel panel = {run, (tile * TILE + n) / QUAD, block, blocks, m->rounded};
-                if (put_down) (plain ? unpack_floats : unpack)(&panel, weights + n * PANEL);
-                else if (plain) multiply_floats(&panel, from, m->places, p->rows, sums + n * LANES);
+                if (p->rows > 1) unpack(&panel, weights + n * PANEL);
                 else multiply_one(&panel, from, sums + n * LANES);
             }
-            if (put_down) multiply(weights, from, m->places, blocks * slots, p->rows, sums);
+            if (p->rows > 1) multiply(weights, from, m->places, blocks * slots, p->rows, sums);
         }
     }
     int first = tile * TILE, width = m->outputs - first < TILE ? m->outputs - first : TILE;
@@ -78,9 +76,7 @@ static void product_chunk(void *job, int chunk) {
     const Product *p = job;
     const float *x = p->placed ? p->placed : p->x;
     int first = chunk * p->each, last = first + p->each < p->tiles ? first + p->each : p->tiles;
-    if (p->rows == 1 && p->matrix->runs->bits == FLOAT_BITS)
-        one_row_of_floats(p->matrix, x, (long)first * TILE, (long)(last - first) * TILE, p->y);
-    else for (int tile = first; tile < last; tile++) product_tile(p, x, tile);
+    for (int tile = first; tile < last; tile++) product_tile(p, x, tile);
 }
 
 /* y (rows, outputs) = x (rows, inputs) @ matrix + bias. Returns 0, or 1 if there is no memory. */
@@ -88,6 +84,7 @@ EXPORT int exlm_product(const Matrix *m, const float *x, int rows, float *y, int
 #if defined(__AVX512VNNI__)
     if (m->spans) return banded_products(&m, 1, x, rows, &y, (Around){0}, threads);
 #endif
+    if (m->runs->bits >= LEAN_BITS) return float_products(m, x, rows, y, threads);
     int strip = (int)(STRIP_BYTES / sizeof(float)) / m->places / 3 * 3;
     strip = strip < 12 ? 12 : strip > MOST_STRIP ? MOST_STRIP : strip;
     if (strip > rows) strip = rows;
@@ -115,6 +112,10 @@ EXPORT int exlm_product(const Matrix *m, const float *x, int rows, float *y, int
 EXPORT void exlm_columns(const Matrix *m, const int64_t *ids, int count, float *out) {
     float weights[QUAD * PANEL];
     for (int i = 0; i < count; i++, out += m->inputs) {
+        if (m->lean) {
+            lean_column(m, ids[i], out);
+            continue;
+        }
 #if defined(__AVX512VNNI__)
         if (m->spans) {
             banded_column(m, ids[i], out);

@@ -13,10 +13,10 @@
 #include <stdint.h>
 
 enum { MOST_TOGETHER = 3 }; /* matrices that are multiplied in one go */
-enum { LANES = 16, QUAD = 4, FLOAT_BITS = 16, MOST_TABLE_BITS = 5, PANEL = 768, MOST_SLOTS = PANEL / LANES };
+enum { LANES = 16, QUAD = 4, FLOAT_BITS = 16, LEAN_BITS = 12, MOST_TABLE_BITS = 5, PANEL = 768, MOST_SLOTS = PANEL / LANES };
 
 /* Factors of one run, in one of the ways formats have them. */
-enum { NONE, HALVES, FLOATS, SMALL_CODES, SIGNED_CODES, BRAINS };
+enum { NONE, HALVES, FLOATS, SMALL_CODES, SIGNED_CODES, BRAINS, LEAN };
 
 typedef struct {
     const void *table;        /* (quads, groups, 4) float16, float32, uint8 or int8 */
@@ -29,7 +29,8 @@ typedef struct {
     int32_t slot, slots, group;
 } Span;
 
-/* Blocks of one width. 16 bits: plain floats, (outputs, inputs), of the kind that `scales` names (floats.h). */
+/* Blocks of one width. 16 bits: plain floats, (outputs, inputs), of the kind that `scales` names (floats.h). 12 bits:
+   floats too, see lean.h. */
 typedef struct {
     const uint8_t *codes;     /* (quads, blocks, 4, bytes of a block) */
     Factors scales, minima, zeros;
@@ -40,10 +41,19 @@ typedef struct {
     int32_t count, span;      /* spans, and how many are in the runs before */
 } Run;
 
+/* What the codes of 12 bits leave out. */
+typedef struct {
+    const float *units;       /* (outputs) what sums of codes are multiplied with: powers of two */
+    const int32_t *begins;    /* (outputs + 1) where each output's list begins */
+    const int32_t *inputs;    /* of numbers that are too small for codes, and which they are */
+    const float *values;
+} Lean;
+
 typedef struct {
     const Run *runs;
     const int32_t *source;    /* (places) the input at each place, -1 for none; absent if each is its own */
     const float *bias;        /* (outputs), or none */
+    const Lean *lean;         /* codes are of 12 bits, or none */
     int32_t count, inputs, outputs, places, rounded; /* rounded: weights are float16 */
     int32_t spans;            /* of all runs; 0: the matrix lies in quads */
 } Matrix;

@@ -9,7 +9,7 @@
 #include "lanes.h"
 #include "vectors.h"
 
-enum { TILE = 8 };
+enum { TILE = 8, MOST_STRIP = 96, STRIP_BYTES = 1 << 19 }; /* rows that are multiplied while weights are at hand */
 
 /* sums (rows, TILE, 16) += x · weights (TILE, PANEL), `slots` of them. */
 INLINE void some_rows(const float *weights, const float *x, long places, int slots, int rows, float *sums) {
