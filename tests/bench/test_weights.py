@@ -54,6 +54,13 @@ def test_gptq_is_as_large_as_it_says() -> None:
     assert stored == made.nbytes(256, 64, head=False)
 
 
+def test_dense_numbers_are_those_of_a_model_trained_in_bfloat16() -> None:
+    weight = form("gptq", 4).weight(256, 64, Random(1, CPU), True, 0.1)
+    assert isinstance(weight, DenseWeight)
+    assert weight.data.dtype is torch.float16
+    assert torch.equal(weight.data.bfloat16().half(), weight.data)
+
+
 @pytest.mark.parametrize(
     "made",
     [form(n, b) for n, b in (("exl2", 4.1), ("gptq", 8), ("gptq", 3), ("dense", 16))]

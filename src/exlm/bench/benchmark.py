@@ -215,7 +215,7 @@ class _Bench:
 
 
 def _costs(model: WatchedModel, summary: Summary) -> tuple[int, int]:
-    """Bytes of matrices that a step reads, and the products of one token; of experts, those of one token.
+    """Bytes of a step's matrices as files have them, and products of a token; of experts, those of one token.
 
     A head that is the embedding's matrix has the embedding's bytes.
     """

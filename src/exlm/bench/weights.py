@@ -40,9 +40,9 @@ class Random:
         return self.whole(rows, columns, -(2**31), 2**31, torch.int32)
 
     def floats(self, rows: int, columns: int, deviation: float) -> Tensor:
-        """(rows, columns) float16."""
-        out = torch.empty(rows, columns, dtype=torch.float16, device=self.device)
-        return out.normal_(0, deviation, generator=self._generator)
+        """(rows, columns) float16, of eight significant bits: most models are trained in bfloat16."""
+        out = torch.empty(rows, columns, dtype=torch.bfloat16, device=self.device)
+        return out.normal_(0, deviation, generator=self._generator).half()
 
     def order(self, length: int) -> Tensor:
         """A permutation, int32: one for each length, as matrices with one input share theirs in files."""
