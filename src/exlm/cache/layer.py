@@ -40,11 +40,15 @@ class Layer(ABC):
         self.page = page
         self.keys = keys
         self.values = values
+        self._paged: Pages | None = None
 
     @property
     def paged(self) -> Pages:
         """The pages, for kernels that read and write in place."""
-        return Pages(self.page, self.keys, self.values, self.coding)
+        found = self._paged
+        if found is None or found.keys is not self.keys or found.values is not self.values:
+            self._paged = found = Pages(self.page, self.keys, self.values, self.coding)
+        return found
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

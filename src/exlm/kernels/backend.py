@@ -7,6 +7,7 @@ are (rows, tokens, features), heads are (rows, tokens, heads, head_dim).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -93,8 +94,12 @@ Coding = Literal["float", "rotated8", "rotated4", "truncated"]
 """How numbers are stored: as they are, in rotated codes of 8 or 4 bits, or as the upper bytes of halves."""
 
 
-class Pages(NamedTuple):
-    """Keys and values that a kernel may read and write in place: (pages, size, kv_heads, …), contiguous."""
+@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
+class Pages:
+    """Keys and values that a kernel may read and write in place: (pages, size, kv_heads, …), contiguous.
+
+    As long as it is the same object, its tensors are the same memory: kernels may keep what they made of it.
+    """
 
     size: int
     keys: tuple[Tensor, ...]  # the stored numbers, then their scales where there are any

@@ -187,6 +187,8 @@ class Runner:
 
 def sent(arrays: Sequence[NDArray[np.int64]], device: torch.device) -> list[Tensor]:
     """Whole numbers on a device, in one copy that waits for nothing that the device still does."""
+    if device.type == "cpu":
+        return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
     sizes = [-(-array.size // 2) * 2 for array in arrays]  # each begins at a multiple of 16 bytes
     whole = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
     for part, array in zip(whole.split_with_sizes(sizes), arrays, strict=True):

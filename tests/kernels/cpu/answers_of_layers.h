@@ -150,10 +150,12 @@ static uint64_t layer_answer(void *job, int threads) {
     long count = (long)l->rows * l->width;
     float *y = room((size_t)count * sizeof(float)), *twice = room((size_t)count * sizeof(float)), *each[3];
     const Parts *parts[] = {&l->parts, &l->parts};
+    const Call *c = &l->looked.call.call;
     CodedCall calls[] = {l->looked.call, l->looked.call};
-    if (exlm_layers(parts, calls, 2, l->x, twice, l->looked.longest, threads)) abort();
-    if (exlm_layers(parts, calls, 1, l->x, y, l->looked.longest, threads)) abort();
-    if (exlm_layers(parts, calls, 1, y, y, l->looked.longest, threads)) abort();
+    Standing standing = {c->pages, c->past, c->positions, c->rows, c->tokens, c->stride};
+    if (exlm_layers(parts, calls, 2, &standing, l->x, twice, l->looked.longest, threads)) abort();
+    if (exlm_layers(parts, calls, 1, &standing, l->x, y, l->looked.longest, threads)) abort();
+    if (exlm_layers(parts, calls, 1, &standing, y, y, l->looked.longest, threads)) abort();
     if (memcmp(y, twice, (size_t)count * sizeof(float))) abort();
     uint64_t found = stored(&l->looked, digest(0, y, count));
     for (int n = 0; n < 3; n++) each[n] = room((size_t)(l->rows * qkv->matrices[n]->outputs) * sizeof(float));

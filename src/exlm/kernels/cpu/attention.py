@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ... import spec
-from ..backend import Attend, Coding, KeyValues, Where
+from ..backend import Attend, Coding, KeyValues, Pages, Where
 from ..reference.rope import Rotation
 from .library import Layer, Library, check
 
@@ -62,13 +62,17 @@ class TurningTables(Rotation):
         return out
 
 
+Places = tuple[int, int, int, int]
+NOWHERE: Places = (0, 0, 0, 0)
+
+
 class Standing:
     """Where the tokens of a step stand, as C is told: worked out once for all layers of a step."""
 
     def __init__(self) -> None:
-        self._last: tuple[Where, tuple[int, ...] | None] | None = None
+        self._last: tuple[Where, Places | None] | None = None
 
-    def of(self, where: Where) -> tuple[int, ...] | None:
+    def of(self, where: Where) -> Places | None:
         """Pages, pasts, positions, and the step between rows of the first; None if C cannot take them."""
         last = self._last
         if last is None or last[0] is not where:
@@ -76,7 +80,7 @@ class Standing:
         return last[1]
 
     @staticmethod
-    def _found(where: Where) -> tuple[int, ...] | None:
+    def _found(where: Where) -> Places | None:
         table, past, positions = where.pages, where.past, where.positions
         if where.mask is not None or positions.dim() != 2 or table.stride(1) != 1:
             return None
@@ -100,7 +104,7 @@ class PagedAttention:
     ) -> None:
         self._attend = library.attend
         self._attend_coded = library.attend_coded
-        self._standing = standing
+        self.standing = standing
         self._other = other
         self._rotate = rotate  # holds the tables
         self._width = attn.heads * attn.head_dim
@@ -125,7 +129,10 @@ class PagedAttention:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         out = torch.empty(rows, tokens, self._width)
         heads = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        call = self.call(heads, out.data_ptr(), rows, tokens, kv, where)
+        pages, places = kv.paged, self.standing.of(where)
+        call = None
+        if pages is not None and places is not None:
+            call = self.call(heads, out.data_ptr(), rows, tokens, pages, places)
         if call is None:
             return self._other(q, k, v, kv, where)
         attend = self._attend if len(call) == _CALL.size else self._attend_coded
@@ -133,13 +140,9 @@ class PagedAttention:
         return out
 
     def call(
-        self, heads: tuple[int, int, int], out: int, rows: int, tokens: int, kv: KeyValues, where: Where
+        self, heads: tuple[int, int, int], out: int, rows: int, tokens: int, pages: Pages, places: Places
     ) -> bytes | None:
         """What C is told, given the places of q, k, v and of the answer; None if it cannot do this."""
-        pages = kv.paged
-        places = None if pages is None else self._standing.of(where)
-        if pages is None or places is None:
-            return None
         table, past, positions, stride = places
         rest = table, past, positions, out, 0, 0, rows, tokens, pages.size, stride
         keys, values = pages.keys, pages.values

@@ -114,7 +114,8 @@ class Library:
         self.attend = _function(loaded.exlm_attend, ctypes.c_char_p, ctypes.c_int64, i)
         self.attend_coded = _function(loaded.exlm_attend_coded, ctypes.c_char_p, ctypes.c_int64, i)
         self.project = _function(loaded.exlm_project, p, p, p, i, p, p, p, i)
-        self.layers = _function(loaded.exlm_layers, p, ctypes.c_char_p, i, p, p, ctypes.c_int64, i)
+        text = ctypes.c_char_p
+        self.layers = _function(loaded.exlm_layers, p, text, i, text, p, p, ctypes.c_int64, i)
 
 
 def _function(found: Any, *types: Any) -> Callable[..., int]:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from struct import Struct
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from ...errors import Unsupported
-from ..backend import Attend, HeadPair, KeyValues, Project, Where, Whole
-from .attention import CODED, FLOATS, PagedAttention
+from ..backend import Attend, HeadPair, KeyValues, Pages, Project, Where, Whole
+from .attention import CODED, FLOATS, NOWHERE, PagedAttention
 from .library import Library, Parts, Projection, check
 from .linear import PackedLinear
+
+_STANDING = Struct("3P3i4x")  # what C calls a Standing
 
 
 class Together:
@@ -102,19 +106,40 @@ class WholeLayers:
         self._attends = [one.attend for one in layers]
         self._parts = (ctypes.c_void_p * len(layers))(*(one.address for one in layers))
         self._layers = layers[0].library.layers
+        self._standing = layers[0].attend.standing
+        self._known: tuple[list[ref[Pages]], int, bytes | None] = [], 0, None
 
     def __call__(self, x: Tensor, kvs: Sequence[KeyValues], where: Where) -> Tensor | None:
         """The residual stream behind the last layer; None if some attention must be done otherwise."""
         rows, tokens = x.shape[:2]
+        calls, places = self._calls(kvs, tokens), self._standing.of(where)
+        if calls is None or places is None or not x.is_contiguous():
+            return None
+        *pointers, stride = places
+        out = torch.empty_like(x)
+        told = self._parts, calls, len(kvs), _STANDING.pack(*pointers, rows, tokens, stride)
+        check(self._layers(*told, x.data_ptr(), out.data_ptr(), where.longest, torch.get_num_threads()))
+        return out
+
+    def _calls(self, kvs: Sequence[KeyValues], tokens: int) -> bytes | None:
+        """What C is told of each layer's cache, from one step to the next the same; None if it cannot do one.
+
+        Nothing is held: pages that are gone are found to be others.
+        """
+        pages = [own for kv in kvs if (own := kv.paged) is not None]
+        if len(pages) < len(self._attends):
+            return None
+        seen, of, calls = self._known
+        if of != tokens or [one() for one in seen] != pages:
+            calls = self._made(pages, tokens)
+            self._known = [ref(own) for own in pages], tokens, calls
+        return calls
+
+    def _made(self, pages: Sequence[Pages], tokens: int) -> bytes | None:
         calls = []
-        for attend, kv in zip(self._attends, kvs, strict=True):
-            call = attend.call((0, 0, 0), 0, rows, tokens, kv, where)
+        for attend, own in zip(self._attends, pages, strict=True):
+            call = attend.call((0, 0, 0), 0, 0, tokens, own, NOWHERE)
             if call is None:
                 return None
             calls.append(call if len(call) == CODED else call + FLOATS)
-        if not x.is_contiguous():
-            return None
-        out = torch.empty_like(x)
-        told = self._parts, b"".join(calls), len(calls), x.data_ptr(), out.data_ptr()
-        check(self._layers(*told, where.longest, torch.get_num_threads()))
-        return out
+        return b"".join(calls)

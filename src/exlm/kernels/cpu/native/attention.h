@@ -11,7 +11,8 @@
 #include "pool.h"
 #include "vectors.h"
 
-enum { MOST_HEAD = 512, BLOCK = 8, MOST_FEW = 8 }; /* MOST_FEW: tokens of a row */
+/* Tokens that are looked at together, how far ahead they are asked for, and how many new ones of a row are few. */
+enum { BLOCK = 8, BLOCKS_AHEAD = 4, MOST_FEW = 8, MOST_HEAD = 512 };
 
 /* What a layer is. */
 typedef struct {
@@ -139,14 +140,31 @@ INLINE const char *begin(const Call *c, const void *pages, int row, int64_t slot
     return (const char *)pages + bytes_of((home(c, row, slot) * l->kv_heads + head) * l->head_dim, narrow);
 }
 
+/* The first token that is seen from a place. */
+INLINE int64_t first_seen(const Layer *l, int64_t slot) {
+    return l->window && slot >= l->window ? slot - l->window + 1 : 0;
+}
+
+/* What will be needed some blocks behind number n: a row's keys are followed by its values, then by the next row's. */
+INLINE const char *later(const Call *c, int row, int64_t first, int64_t count, int64_t n, int head, int narrow) {
+    int64_t blocks = (count + BLOCK - 1) / BLOCK;
+    n += BLOCKS_AHEAD;
+    if (n < blocks) return begin(c, c->keys, row, first + n * BLOCK, head, narrow);
+    if (n < 2 * blocks) return begin(c, c->values, row, first + (n - blocks) * BLOCK, head, narrow);
+    if (row + 1 < c->rows) row++;
+    first = first_seen(c->layer, c->past[row]);
+    n = first + (n - 2 * blocks) * BLOCK;
+    return begin(c, c->keys, row, n < c->past[row] ? n : first, head, narrow);
+}
+
 /* One token's query heads that share some key heads: each block of tokens for all of them, as it lies in memory. */
 INLINE void attend_to(const Attending *a, int chunk, int narrow) {
     const Call *c = &a->call;
     const Layer *l = c->layer;
     int shared = l->heads / l->kv_heads, dim = l->head_dim, pieces = l->kv_heads / a->each, i = chunk / pieces;
     int row = i / c->tokens, width = l->kv_heads * dim, head = chunk % pieces * a->each, own = a->each * shared;
-    int64_t slot = c->past[row] + i % c->tokens, first = l->window && slot >= l->window ? slot - l->window + 1 : 0;
-    int64_t count = slot - first + 1, some;
+    int64_t slot = c->past[row] + i % c->tokens, first = first_seen(l, slot);
+    int64_t count = slot - first + 1, some, block = 0;
     long wide = bytes_of(dim, narrow);
     float *q = c->scratch + (int64_t)chunk * a->each * c->room, *wholes = q + own * dim, *scores = wholes + own;
     float *out = c->out + ((long)i * l->heads + head * shared) * dim;
@@ -155,9 +173,8 @@ INLINE void attend_to(const Attending *a, int chunk, int narrow) {
         turn(l, c->q + ((long)i * l->heads + head * shared + h) * dim, c->positions[i], q + h * dim);
     for (int64_t j = 0; j < count; j += some) {
         stretch(c, row, first + j, count - j < BLOCK ? count - j : BLOCK, &some);
-        const char *key = begin(c, c->keys, row, first + j, head, narrow), *soon;
-        soon = j + some < count ? begin(c, c->keys, row, first + j + some, head, narrow)
-                                : begin(c, c->values, row, first, head, narrow);
+        const char *key = begin(c, c->keys, row, first + j, head, narrow);
+        const char *soon = later(c, row, first, count, block++, head, narrow);
         for (int h = 0; h < own; h += shared, key += wide, soon += wide)
             score_keys(q + h * dim, key, soon, some, dim, width, shared, narrow, l->scale, scores + h * count + j,
                        count);
@@ -166,9 +183,8 @@ INLINE void attend_to(const Attending *a, int chunk, int narrow) {
     for (int h = 0; h < own; h++) wholes[h] = soften(scores + h * count, count);
     for (int64_t j = 0; j < count; j += some) {
         stretch(c, row, first + j, count - j < BLOCK ? count - j : BLOCK, &some);
-        const char *value = begin(c, c->values, row, first + j, head, narrow), *soon;
-        soon = j + some < count ? begin(c, c->values, row, first + j + some, head, narrow)
-                                : begin(c, c->keys, row + 1 < c->rows ? row + 1 : row, first, head, narrow);
+        const char *value = begin(c, c->values, row, first + j, head, narrow);
+        const char *soon = later(c, row, first, count, block++, head, narrow);
         for (int h = 0; h < own; h += shared, value += wide, soon += wide)
             add_all_values(value, soon, some, width, scores + h * count + j, count, shared, narrow, dim, out + h * dim);
     }
@@ -188,13 +204,14 @@ static int attend_few(const Call *given, int64_t longest, int threads) {
     Call *c = &job.call;
     const Layer *l = c->layer;
     int tokens = c->rows * c->tokens, many = tokens * l->kv_heads;
-    job.each = tokens < 2 * threads ? 1 : l->kv_heads;
+    if (longest * many < 512) threads = 1;
+    job.each = tokens < 2 * threads && threads > 1 ? 1 : l->kv_heads;
     c->room = (int64_t)(l->heads / l->kv_heads) * (l->head_dim + 1 + longest) + WIDE;
     c->scratch = malloc(many * c->room * sizeof(float));
     if (!c->scratch) return 1;
     job.alone = c->tokens == 1 && job.each == l->kv_heads;
     for (int i = 0; i < tokens && !job.alone; i++) store(c, i);
-    share(attend_chunk, &job, many / job.each, longest * many < 512 ? 1 : threads);
+    share(attend_chunk, &job, many / job.each, threads);
     free(c->scratch);
     return 0;
 }

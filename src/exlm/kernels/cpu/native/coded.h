@@ -8,15 +8,9 @@
 #define EXLM_CODED_H
 
 #include "attention.h"
+#include "looking_coded.h"
 
-enum { GROUP = 32, TRUNCATED = 1 }; /* TRUNCATED bits: the upper bytes of float16, which only prompts are taken with */
-
-/* Numbers kept as codes: (tokens of all pages, kv_heads, head_dim · bits / 8), and their scales. */
-typedef struct {
-    uint8_t *codes;
-    uint16_t *scales; /* (…, head_dim / 32) */
-    int64_t bits;
-} Codes;
+enum { TRUNCATED = 1 }; /* bits: the upper bytes of float16, which only prompts are taken with */
 
 typedef struct {
     Call call;        /* its keys and values are not used */
@@ -155,80 +149,62 @@ static void unfold_all(const float *from, int count, int bits, float *to) {
         for (int i = 0; i < GROUP; i++) to[at + i] = from[at + (bits == 4 ? i % 2 * WIDE + i / 2 : i)];
 }
 
-/* Scores of some old tokens that lie side by side, of every query head that shares the key head. `q` is turned
-   and folded, `sums` has each group's sum times the centre. */
-static void score_codes(const Codes *keys, int64_t first, int64_t some, int dim, int width, int head, int shared,
-                        const float *q, const float *sums, float *scores, int64_t count, float scale) {
-    int groups = dim / GROUP, bits = (int)keys->bits;
-    for (int64_t n = 0; n < some; n++) {
-        int64_t at = (first + n) * width + (int64_t)head * dim;
-        const uint8_t *codes = keys->codes + at * bits / 8;
-        float key[MOST_HEAD], factors[MOST_HEAD / GROUP];
-        for (int g = 0; g < groups; g++) {
-            Sixteen low, high;
-            factors[g] = from_half_bits(keys->scales[at / GROUP + g]);
-            unfold_group(codes + g * GROUP * bits / 8, bits, &low, &high);
-            put(key + g * GROUP, low * factors[g]);
-            put(key + g * GROUP + WIDE, high * factors[g]);
-        }
-        for (int h = 0; h < shared; h++) {
-            Sixteen sum = {0};
-            float more = 0;
-            for (int d = 0; d < dim; d += WIDE) sum += get(q + h * dim + d) * get(key + d);
-            for (int g = 0; g < groups; g++) more += sums[h * groups + g] * factors[g];
-            scores[h * count + n] = (total(sum) - more) * scale;
-        }
-    }
-}
-
-/* Add some old tokens' values, each times its share: `sum` stays turned and folded, `taken` has what the centre
-   of each group adds too much. */
-static void add_codes(const Codes *values, int64_t first, int64_t some, int dim, int width, int head,
-                      const float *shares, float *sum, float *taken) {
-    int groups = dim / GROUP, bits = (int)values->bits;
-    for (int64_t n = 0; n < some; n++) {
-        int64_t at = (first + n) * width + (int64_t)head * dim;
-        const uint8_t *codes = values->codes + at * bits / 8;
-        for (int g = 0; g < groups; g++) {
-            float factor = from_half_bits(values->scales[at / GROUP + g]) * shares[n], *own = sum + g * GROUP;
-            Sixteen low, high;
-            unfold_group(codes + g * GROUP * bits / 8, bits, &low, &high);
-            put(own, get(own) + low * factor);
-            put(own + WIDE, get(own + WIDE) + high * factor);
-            taken[g] += factor;
-        }
-    }
-}
-
 typedef struct {
     const CodedCall *coded;
-    const float *turned;
+    float *turned, *spare; /* (rows · tokens, kv_heads, head_dim) each */
 } Looking;
 
-/* The shares of one query head become its answer. */
-static void answer_head(const Looking *job, int row, int head, int64_t first, int64_t old, int64_t count,
-                        float *shares, float *out) {
+static void keep_chunk(void *given, int i) {
+    const Looking *job = given;
+    const Layer *l = job->coded->call.layer;
+    keep_coded(job->coded, i, job->turned, job->spare + (long)i * l->kv_heads * l->head_dim);
+}
+
+/* What some query heads of a token see of a key head: from the first token to the last, of which `old` are codes. */
+typedef struct {
+    int row, head, shared;
+    int64_t first, old, count;
+} View;
+
+/* One query head's sum over old values, turned and folded, becomes its answer. */
+static void answer_head(const Looking *job, const View *v, const float *shares, float whole, float *sum,
+                        const float *taken, float *out) {
     const CodedCall *coded = job->coded;
     const Call *c = &coded->call;
     const Layer *l = c->layer;
-    int dim = l->head_dim, width = l->kv_heads * dim, groups = dim / GROUP;
-    float sum[MOST_HEAD] = {0}, plain[MOST_HEAD], taken[MOST_HEAD / GROUP] = {0}, whole = soften(shares, count);
-    int64_t some;
-    for (int64_t j = 0; j < old; j += some) {
-        int64_t at = stretch(c, row, first + j, old - j, &some);
-        add_codes(&coded->values, at, some, dim, width, head, shares + j, sum, taken);
-    }
-    float centre = (float)(1 << (coded->values.bits - 1));
-    for (int g = 0; g < groups; g++)
+    int dim = l->head_dim, width = l->kv_heads * dim;
+    float plain[MOST_HEAD], centre = (float)(1 << (coded->values.bits - 1));
+    for (int g = 0; g < dim / GROUP; g++)
         for (int n = 0; n < GROUP; n++) sum[g * GROUP + n] -= taken[g] * centre;
     unfold_all(sum, dim, (int)coded->values.bits, plain);
     spread_runs(plain, dim, (int)coded->ways, 0);
     for (int d = 0; d < dim; d++) plain[d] /= (float)GROUP;
-    for (int64_t j = old; j < count; j++) {
-        const float *value = c->v + ((long)row * c->tokens + (first + j - c->past[row])) * width + head * dim;
+    for (int64_t j = v->old; j < v->count; j++) {
+        long token = (long)v->row * c->tokens + (v->first + j - c->past[v->row]);
+        const float *value = c->v + token * width + v->head * dim;
         for (int d = 0; d < dim; d++) plain[d] += value[d] * shares[j];
     }
     for (int d = 0; d < dim; d++) out[d] = plain[d] / whole;
+}
+
+/* The scores (shared, count) of query heads, with room for as many more behind them as there are heads, become their
+   answers; `sums` and `taken` are room for (shared, dim) and (shared, groups). */
+static void answer_heads(const Looking *job, const View *v, float *scores, float *sums, float *taken, float *out) {
+    const CodedCall *coded = job->coded;
+    const Call *c = &coded->call;
+    int dim = c->layer->head_dim, width = c->layer->kv_heads * dim, groups = dim / GROUP;
+    float *wholes = scores + v->shared * v->count;
+    int64_t some;
+    for (int h = 0; h < v->shared; h++) wholes[h] = soften(scores + h * v->count, v->count);
+    memset(sums, 0, v->shared * dim * sizeof(float));
+    memset(taken, 0, v->shared * groups * sizeof(float));
+    for (int64_t j = 0; j < v->old; j += some) {
+        int64_t at = stretch(c, v->row, v->first + j, v->old - j, &some);
+        CodedTokens values = coded_tokens(&coded->values, at, some, dim, width, v->head);
+        add_codes(values, v->shared, scores + j, v->count, sums, taken);
+    }
+    for (int h = 0; h < v->shared; h++)
+        answer_head(job, v, scores + h * v->count, wholes[h], sums + h * dim, taken + h * groups, out + h * dim);
 }
 
 /* One token's query heads that share a key head. */
@@ -239,8 +215,9 @@ static void look_chunk(void *given, int chunk) {
     const Layer *l = c->layer;
     int shared = l->heads / l->kv_heads, dim = l->head_dim, head = chunk % l->kv_heads, i = chunk / l->kv_heads;
     int row = i / c->tokens, width = l->kv_heads * dim, groups = dim / GROUP;
-    int64_t slot = c->past[row] + i % c->tokens, first = l->window && slot >= l->window ? slot - l->window + 1 : 0;
+    int64_t slot = c->past[row] + i % c->tokens, first = first_seen(l, slot);
     int64_t count = slot - first + 1, old = c->past[row] > first ? c->past[row] - first : 0, some;
+    View view = {row, head, shared, first, old, count};
     float *q = c->scratch + chunk * c->room, *turned = q + shared * dim, *sums = turned + shared * dim;
     float *scores = sums + shared * groups, centre = (float)(1 << (coded->keys.bits - 1));
     for (int h = 0; h < shared; h++) {
@@ -257,8 +234,8 @@ static void look_chunk(void *given, int chunk) {
     }
     for (int64_t j = 0; j < old; j += some) {
         int64_t at = stretch(c, row, first + j, old - j, &some);
-        score_codes(&coded->keys, at, some, dim, width, head, shared, turned, sums, scores + j, count,
-                    l->scale / (float)GROUP);
+        score_codes(coded_tokens(&coded->keys, at, some, dim, width, head), shared, turned, sums,
+                    l->scale / (float)GROUP, scores + j, count);
     }
     for (int64_t j = old; j < count; j++) {
         const float *key = job->turned + ((long)row * c->tokens + (first + j - c->past[row])) * width + head * dim;
@@ -268,9 +245,7 @@ static void look_chunk(void *given, int chunk) {
             scores[h * count + j] = total(sum) * l->scale;
         }
     }
-    for (int h = 0; h < shared; h++)
-        answer_head(job, row, head, first, old, count, scores + h * count,
-                    c->out + ((long)i * l->heads + head * shared + h) * dim);
+    answer_heads(job, &view, scores, turned, sums, c->out + ((long)i * l->heads + head * shared) * dim);
 }
 
 /* Returns 0, or 1 if there is no memory. */
@@ -280,12 +255,12 @@ static int look_few(const CodedCall *given, int64_t longest, int threads) {
     const Layer *l = c->layer;
     int chunks = c->rows * c->tokens * l->kv_heads, shared = l->heads / l->kv_heads, width = l->kv_heads * l->head_dim;
     long fresh = (long)c->rows * c->tokens * width;
-    c->room = (int64_t)shared * (2 * l->head_dim + l->head_dim / GROUP + longest) + WIDE;
-    float *memory = malloc((fresh + width + chunks * c->room) * sizeof(float));
+    c->room = (int64_t)shared * (2 * l->head_dim + l->head_dim / GROUP + longest + 1) + WIDE;
+    float *memory = malloc((2 * fresh + chunks * c->room) * sizeof(float));
     if (!memory) return 1;
-    c->scratch = memory + fresh + width;
-    for (int i = 0; i < c->rows * c->tokens; i++) keep_coded(&coded, i, memory, memory + fresh);
-    Looking job = {&coded, memory};
+    c->scratch = memory + 2 * fresh;
+    Looking job = {&coded, memory, memory + fresh};
+    share(keep_chunk, &job, c->rows * c->tokens, threads);
     share(look_chunk, &job, chunks, longest * chunks < 512 ? 1 : threads);
     free(memory);
     return 0;

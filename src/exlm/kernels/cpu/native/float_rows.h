@@ -24,7 +24,6 @@ enum { ROWS_AT_ONCE = WIDTH == 16 ? 8 : WIDTH == 8 ? 4 : 2 };
 #define EACH_SLOT _Pragma("GCC unroll 8") for (int slot = 0; slot < slots; slot++)
 #define EACH_OUTPUT _Pragma("GCC unroll 4") for (int n = 0; n < outputs; n++)
 
-
 enum { SOON = 512, SEEN_BYTES = 1 << 18 }; /* how far ahead weights are asked for; and how many all rows see in turn */
 typedef Real Sums[QUAD][ROWS_AT_ONCE][PARTS];
 
@@ -70,7 +69,8 @@ INLINE void add_lean_block(const uint8_t *at, long gap, int slots, const float *
     }
 }
 
-INLINE void add_lean(const uint8_t *at, long gap, int slots, const float *x, long step, int rows, int outputs, Sums sum) {
+INLINE void add_lean(const uint8_t *at, long gap, int slots, const float *x, long step, int rows, int outputs,
+                     Sums sum) {
     for (; slots >= LEAN_SLOTS; slots -= LEAN_SLOTS, at += LEAN_BYTES, x += LEAN_SLOTS * step)
         add_lean_block(at, gap, LEAN_SLOTS, x, step, rows, outputs, sum);
     if (slots) add_lean_block(at, gap, LEAN_SLOTS / 2, x, step, rows, outputs, sum);

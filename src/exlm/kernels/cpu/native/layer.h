@@ -11,12 +11,20 @@ typedef struct {
     Projection qkv, o, gate, down;
 } Parts;
 
-/* y (rows, width) of x, whose rows are the call's; they may be the same. Codes are read if the call's keys have bits.
-   Returns 0, or 1 if there is no memory. */
-static int one_layer(const Parts *parts, const CodedCall *given, const float *x, float *y, int64_t longest,
-                     int threads) {
+/* Where the tokens of a step stand, for all layers: calls have nothing there. */
+typedef struct {
+    const int64_t *pages, *past, *positions;
+    int32_t rows, tokens, stride;
+} Standing;
+
+/* y (rows, width) of x; they may be the same. Codes are read if the call's keys have bits. Returns 0, or 1 if there is
+   no memory. */
+static int one_layer(const Parts *parts, const CodedCall *given, const Standing *s, const float *x, float *y,
+                     int64_t longest, int threads) {
     CodedCall coded = *given;
     Call *c = &coded.call;
+    c->pages = s->pages, c->past = s->past, c->positions = s->positions;
+    c->rows = s->rows, c->tokens = s->tokens, c->stride = s->stride;
     long rows = (long)c->rows * c->tokens, width = parts->o.matrices[0]->outputs;
     long hidden = parts->gate.matrices[0]->outputs;
     long heads = parts->o.matrices[0]->inputs, narrow = parts->qkv.matrices[1]->outputs;
@@ -35,11 +43,11 @@ static int one_layer(const Parts *parts, const CodedCall *given, const float *x,
 }
 
 /* The same of layers one behind the other, each with its own call. */
-EXPORT int exlm_layers(const Parts *const *parts, const CodedCall *calls, int count, const float *x, float *y,
-                       int64_t longest, int threads) {
+EXPORT int exlm_layers(const Parts *const *parts, const CodedCall *calls, int count, const Standing *standing,
+                       const float *x, float *y, int64_t longest, int threads) {
     int failed = 0;
     for (int n = 0; n < count && !failed; n++)
-        failed = one_layer(parts[n], calls + n, n ? y : x, y, longest, threads);
+        failed = one_layer(parts[n], calls + n, standing, n ? y : x, y, longest, threads);
     return failed;
 }
 

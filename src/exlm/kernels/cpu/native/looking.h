@@ -77,8 +77,8 @@ INLINE void score_heads(const float *q, const char *const *keys, int many, int d
 #undef EACH
 }
 
-/* Scores (shared, count) of some keys, one after the other every `width` numbers. `soon` is what will be needed next,
-   as many tokens. */
+/* Scores (shared, count) of some keys, one after the other every `width` numbers. `soon` is what will be needed later,
+   as many tokens, which are asked for into the second cache. */
 INLINE void score_keys(const float *q, const char *key, const char *soon, int64_t some, int dim, long width,
                        int shared, int narrow, float scale, float *scores, int64_t count) {
     long step = bytes_of(width, narrow), wide = bytes_of(dim, narrow);
@@ -87,7 +87,7 @@ INLINE void score_keys(const float *q, const char *key, const char *soon, int64_
         const char *own[KEYS];
         for (int k = 0; k < KEYS; k++) own[k] = key + (n + (k < many ? k : 0)) * step;
         for (int k = 0; k < KEYS; k++)
-            for (long at = 0; at < wide; at += LINE) __builtin_prefetch(soon + (n + k) * step + at);
+            for (long at = 0; at < wide; at += LINE) __builtin_prefetch(soon + (n + k) * step + at, 0, 2);
         for (int h = 0; h < shared; h += HEADS) {
 #define SCORE(heads) score_heads(q + h * dim, own, many, dim, heads, narrow, scale, scores + h * count + n, count)
             if (shared - h > 2) SCORE(3);
@@ -112,7 +112,7 @@ INLINE void add_values(const char *value, const char *soon, int64_t some, long w
 #pragma GCC unroll 4
         for (int d = 0; d < wide; d++) own[d] = recalled(value, d * WIDTH, narrow);
 #pragma GCC unroll 4
-        for (long at = 0; at < whole; at += LINE) __builtin_prefetch(soon + at);
+        for (long at = 0; at < whole; at += LINE) __builtin_prefetch(soon + at, 0, 2);
         EACH sum[h][d] = r_more(sum[h][d], own[d], r_all(shares[h * count + n]));
     }
     EACH r_store(sums + h * dim + d * WIDTH, sum[h][d]);

@@ -13,7 +13,8 @@
 #include <stdint.h>
 
 enum { MOST_TOGETHER = 3 }; /* matrices that are multiplied in one go */
-enum { LANES = 16, QUAD = 4, FLOAT_BITS = 16, LEAN_BITS = 12, MOST_TABLE_BITS = 5, PANEL = 768, MOST_SLOTS = PANEL / LANES };
+enum { LANES = 16, QUAD = 4, PANEL = 768, MOST_SLOTS = PANEL / LANES };
+enum { FLOAT_BITS = 16, LEAN_BITS = 12, MOST_TABLE_BITS = 5 };
 
 /* Factors of one run, in one of the ways formats have them. */
 enum { NONE, HALVES, FLOATS, SMALL_CODES, SIGNED_CODES, BRAINS, LEAN };

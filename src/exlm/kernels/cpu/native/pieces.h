@@ -13,8 +13,9 @@
 
 enum { FEW = 8 }; /* rows whose sums fit the registers */
 
-/* How a piece's codes lie: (slots, quads, sides, 64) a byte for each, or as they are in bands of 4 bits. */
-enum { BYTES, FOURS };
+/* How a piece's codes lie: (slots, quads, sides, 64) a byte for each, put down or as they are in bands of 8 bits, or as
+   they are in bands of 4 bits. */
+enum { BYTES, EIGHTS, FOURS };
 
 /* Neighbouring spans of a band, up to MOST_SPAN slots. */
 typedef struct {
@@ -58,7 +59,7 @@ INLINE void settle_rows(Whole (*whole)[SIDES], const Meaning *g, int lowered, co
 
 /* Quad q of a slot, in bytes. */
 INLINE Whole quad_of(const uint8_t *slot, int kind, int q, int sides, int side) {
-    if (kind == BYTES) return w_words(slot + (q * sides + side) * 64);
+    if (kind != FOURS) return w_words(slot + (q * sides + side) * 64);
     Whole two = w_words(slot + (q / 2 * sides + side) * 64);
     return w_and(q % 2 ? w_right(two, 4) : two, _mm512_set1_epi8(15));
 }
@@ -67,7 +68,7 @@ INLINE Whole quad_of(const uint8_t *slot, int kind, int q, int sides, int side) 
 INLINE void few_rows(const Piece *p, int row, int rows, int kind, int sides, float *sums) {
     const uint8_t *codes = p->codes, *digits = p->digits, *soon = p->soon;
     const Level *level = p->levels + row;
-    long size = (kind == BYTES ? 8 : 4) * sides * 32, line = row ? 0 : p->line;
+    long size = (kind == FOURS ? 4 : 8) * sides * 32, line = row ? 0 : p->line;
     for (int n = 0; n < p->count; n++, level += p->rows) {
         long step = (long)p->spans[n].slots * DIGITS;
         const uint8_t *at, *end = codes + p->spans[n].slots * size;
@@ -82,7 +83,10 @@ INLINE void few_rows(const Piece *p, int row, int rows, int kind, int sides, flo
                         bytes[side] = quad_of(at, kind, q, sides, side);
                         HOLD(bytes[side]);
                     }
-                    __builtin_prefetch(soon);
+                    if (kind == EIGHTS) { /* 96 bytes at a time, and too many for the first cache */
+                        __builtin_prefetch(soon, 0, 2);
+                        __builtin_prefetch(soon + line / 2, 0, 2);
+                    } else __builtin_prefetch(soon);
                     soon += line;
                     EACH_ROW {
                         Whole four = four_digits(own + r * step + 4 * q);
@@ -108,9 +112,10 @@ typedef void Few(const Piece *, int, float *);
 #define ALL(...)                                                                                                 \
     ROWS(1, __VA_ARGS__) ROWS(2, __VA_ARGS__) ROWS(3, __VA_ARGS__) ROWS(4, __VA_ARGS__)                          \
     ROWS(5, __VA_ARGS__) ROWS(6, __VA_ARGS__) ROWS(7, __VA_ARGS__) ROWS(8, __VA_ARGS__)
-ALL(bytes, BYTES, SIDES) ALL(fours, FOURS, SIDES) ALL(narrow, BYTES, 2)
+ALL(bytes, BYTES, SIDES) ALL(eights, EIGHTS, SIDES) ALL(fours, FOURS, SIDES) ALL(narrow, BYTES, 2)
 #define NAMES(name) {name##_1, name##_2, name##_3, name##_4, name##_5, name##_6, name##_7, name##_8}
-static Few *const by_rows[][FEW] = {NAMES(bytes), NAMES(fours)}, *const narrow_by_rows[] = NAMES(narrow);
+static Few *const by_rows[][FEW] = {NAMES(bytes), NAMES(eights), NAMES(fours)};
+static Few *const narrow_by_rows[] = NAMES(narrow);
 #undef ROWS
 #undef ALL
 #undef NAMES
@@ -126,6 +131,13 @@ INLINE void put_codes(const uint8_t *band, int bits, int sides, int first, int s
         }
 }
 
+/* Asks for the factors of some groups. */
+INLINE void ask_for_factors(const Factors *f, Band band, int groups, int group, int count) {
+    int size = f->kind == HALVES ? 2 : f->kind == FLOATS ? 4 : 1;
+    const char *at = (const char *)f->table + factors_at(band, groups, group) * size;
+    for (int line = 0; line < count * band.sides * LANES * size; line += 64) __builtin_prefetch(at + line);
+}
+
 /* A band's next spans, from number n of a run; answers how many. Codes that can be multiplied as they lie stay there,
    others are put down in `room`. */
 static int put_piece(Piece *piece, const Run *run, int n, Band band, int kind, Whole *room) {
@@ -134,13 +146,17 @@ static int put_piece(Piece *piece, const Run *run, int n, Band band, int kind, W
     const uint8_t *codes = band_codes(run, band);
     while (n + count < run->count && slots + span[count].slots <= MOST_SPAN) slots += span[count++].slots;
     piece->codes = codes + (long)span->slot * size, piece->soon = piece->codes + AHEAD_BYTES;
-    if (run->bits != 8 && kind == BYTES) {
+    if (kind == BYTES) {
         piece->codes = (const uint8_t *)room, piece->soon = codes + (long)(span->slot + slots) * size;
 #define OWN(own) case own: put_codes(codes, own, band.sides, span->slot, slots, room); break;
         switch (run->bits) { OWN(2) OWN(3) OWN(4) OWN(5) OWN(6) }
 #undef OWN
     }
     for (int i = 0; i < count; i++) meaning(piece->meanings + i, run, way, band, span[i].group);
+    int next = span[count - 1].group + 1; /* the next band's, behind the last */
+    ask_for_factors(&run->scales, band, run->groups, next, count);
+    if (run->minima.kind) ask_for_factors(&run->minima, band, run->groups, next, count);
+    if (run->zeros.kind) ask_for_factors(&run->zeros, band, run->groups, next, count);
     piece->spans = span, piece->count = count, piece->line = size / (2 * QUADS);
     return count;
 }
@@ -150,7 +166,7 @@ static void many_rows(const Banded *p, const Run *run, Band band, float *sums) {
     Whole room[MOST_SPAN * QUADS * SIDES];
     Piece piece; /* not cleared: its meanings are large */
     int turns = (p->rows + FEW - 1) / FEW, most = (p->rows + turns - 1) / turns;
-    int kind = run->bits == 4 && turns == 1 && band.sides == SIDES ? FOURS : BYTES;
+    int kind = run->bits == 8 ? EIGHTS : run->bits == 4 && turns == 1 && band.sides == SIDES ? FOURS : BYTES;
     Few *const *some = band.sides == SIDES ? by_rows[kind] : narrow_by_rows;
     piece.rows = p->rows;
     for (int n = 0; n < run->count;) {

@@ -120,7 +120,8 @@ EXPORT int exlm_look_lean(const float *from, long outputs, long width, float *un
 }
 
 /* Its codes, and what is listed; begins (outputs + 1) say where. */
-EXPORT void exlm_repack_lean(const float *from, long outputs, long width, const Lean *lean, uint8_t *codes, int threads) {
+EXPORT void exlm_repack_lean(const float *from, long outputs, long width, const Lean *lean, uint8_t *codes,
+                             int threads) {
     Leaning job = {.from = from, .codes = codes, .units = (float *)lean->units, .begins = (int32_t *)lean->begins,
                     .inputs = (int32_t *)lean->inputs, .values = (float *)lean->values, .outputs = outputs,
                     .width = width};
