@@ -109,6 +109,28 @@ def test_whole_layers_say_what_plain_blocks_say(
     assert torch.equal(answers[0], answers[2])
 
 
+def test_a_step_over_another_cache_reads_that_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What C was told of a cache is told again for another, and for one that takes a dead one's place."""
+    monkeypatch.setenv("EXLM_CPU", "1")
+    model = made_up(tmp_path, "tiny")
+    if model._ready()[1].stack is None:
+        pytest.skip(f"no C kernels here: {model.explain().splitlines()[0]}")
+    ids = torch.arange(40)[None] * 7 % 512
+    whole = model.forward(ids, Cache(model, max_seq_len=256))
+    kept, other = Cache(model, max_seq_len=256), Cache(model, max_seq_len=256)
+    for i in range(40):
+        if i == 20:
+            other.current_seq_len = 0
+            for layer in kept.layers:  # what is moved or copied lies elsewhere
+                layer.keys = tuple(tensor.clone() for tensor in layer.keys)
+        fresh = Cache(model, max_seq_len=256)
+        for cache, past in ((kept, i), (other, i % 20), (fresh, 0)):
+            cache.current_seq_len = past
+            said = model.forward(ids[:, past : past + 1], cache)
+            assert torch.allclose(said, whole[:, past : past + 1], atol=1e-3), (i, past)
+        del fresh
+
+
 def test_a_stack_is_gone_once_a_module_was_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXLM_CPU", "1")
     model = made_up(tmp_path, "tiny")
