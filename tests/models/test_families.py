@@ -68,3 +68,15 @@ def test_positions_in_three_planes(architecture: str, tmp_path: Path) -> None:
     model = load(oracle.folder)
     assert worst(model.forward(ids, positions=positions), oracle.logits_mrope(ids, positions)) < 1e-5
     assert worst(model.forward(ids), oracle.logits_mrope(ids, positions)) > 1e-2
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_windowed_layers_may_be_stretched_by_a_table_of_their_own(kind: str, tmp_path: Path) -> None:
+    """Only the new spelling can say so: the old one has a base for these layers and no more."""
+    local = {"rope_type": kind, "factor": 3.0}
+    if kind == "yarn":
+        local["original_max_position_embeddings"] = 32
+    tables = {"full_attention": {"rope_type": "linear", "factor": 2.0}, "sliding_attention": local}
+    oracle = zoo.build("Gemma3ForCausalLM", tmp_path / "model", rope_parameters=tables)
+    ids = torch.randint(0, VOCAB, (1, TOKENS))
+    assert worst(load(oracle.folder).forward(ids), oracle.logits(ids)) < 1e-5

@@ -10,7 +10,7 @@ from ..spec.names import LAYER, Names, Place, Rename
 from .common import activation, attention, decoder, head_width, layered, mlp, moe, norm, windows
 from .hyper import Hyper
 from .mixtral import EXPERTS
-from .rope import Parameters, rope
+from .rope import LOCAL, rope
 
 FOUR_NORMS = {
     "attn_post": Place(LAYER + "post_attention_layernorm"),
@@ -70,12 +70,9 @@ def gemma3(c: Hyper) -> spec.Model:
 
 
 def _two_ropes(c: Hyper, head_dim: int) -> tuple[spec.Rope, spec.Rope]:
-    """Local layers keep the trained rotation; only the global ones are stretched."""
+    """Local layers keep the trained rotation unless they have a table of their own that says otherwise."""
+    near = rope(c, head_dim, layer_type=LOCAL, base_key="rope_local_base_freq")
     far = rope(c, head_dim, theta=1_000_000.0, layer_type="full_attention")
-    local = Parameters(c, "sliding_attention")
-    base = c.positive("rope_local_base_freq", default=10000.0)
-    nested = any(isinstance(v, dict) for v in c.table("rope_parameters").values())
-    near = spec.Rope(theta=local.base(base) if nested else base, dim=head_dim)
     return near, far
 
 

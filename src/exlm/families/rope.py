@@ -11,6 +11,9 @@ from .hyper import LIMIT, Hyper
 
 PLAIN = {"default", "none", "mrope"}
 
+LOCAL = "sliding_attention"
+"""The layers that see a window, by the name rotary settings and `layer_types` give them."""
+
 
 def rope(
     c: Hyper,
@@ -20,8 +23,12 @@ def rope(
     theta: float = 10000.0,
     partial: float = 1.0,
     layer_type: str | None = None,
+    base_key: str = "rope_theta",
 ) -> spec.Rope:
-    """The rotary settings of one layer type; `theta` and `partial` are the family's defaults."""
+    """The rotary settings of one layer type; `theta` and `partial` are the family's defaults.
+
+    `base_key` is where files without a table for each layer type keep this one's base.
+    """
     p = Parameters(c, layer_type)
     share = p.real("partial_rotary_factor", partial)
     dim = int(head_dim * share)
@@ -30,7 +37,7 @@ def rope(
     sections = p.integers("mrope_section")
     if sections and (len(sections) != 3 or sum(sections) * 2 != dim):
         raise c.clash(f"mrope_section {list(sections)} must be three numbers that sum to {dim // 2}")
-    base = c.real("rope_theta", "attn_config.rope_theta", default=theta)
+    base = c.positive(base_key, "attn_config.rope_theta", default=theta)
     return spec.Rope(theta=p.base(base), dim=dim, style=style, scaling=scaling(p, dim), sections=sections)
 
 
@@ -60,10 +67,14 @@ class Parameters:
     def __init__(self, c: Hyper, layer_type: str | None) -> None:
         self.hyper = c
         table: Mapping[str, Any] = c.table("rope_parameters")
-        if layer_type is not None and any(isinstance(v, Mapping) for v in table.values()):
-            nested = table.get(layer_type)
-            table = nested if isinstance(nested, Mapping) else {}
-        self.table = {**c.table("rope_scaling"), **table}
+        shared: Mapping[str, Any] = c.table("rope_scaling")
+        nested = layer_type is not None and any(isinstance(v, Mapping) for v in table.values())
+        if layer_type == LOCAL:  # one table for all was always that of the layers that see everything
+            shared, table = {}, table if nested else {}
+        if nested and layer_type is not None:
+            own = table.get(layer_type)
+            table = own if isinstance(own, Mapping) else {}
+        self.table = {**shared, **table}
 
     @property
     def kind(self) -> str:
@@ -94,6 +105,8 @@ class Parameters:
 
     def base(self, default: float) -> float:
         """The number whose powers the frequencies are."""
+        if self.table.get("rope_theta") is None:
+            return default
         theta: float = self.real("rope_theta", default)
         if theta <= 0:
             raise self.hyper.wrong("rope_theta", "a number above 0", theta)
