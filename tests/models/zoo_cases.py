@@ -120,6 +120,7 @@ CASES: list[Case] = [
     _case("cohere2", "Cohere2ForCausalLM"),
     _case("cohere2-pattern", "Cohere2ForCausalLM", sliding_window_pattern=2),
     _case("dbrx", "DbrxForCausalLM"),
+    _case("dbrx-raw-shares", "DbrxForCausalLM", ffn_config={"moe_normalize_expert_weights": None}),
     _case("phi3", "Phi3ForCausalLM"),
     _case(
         "phi3-partial", "Phi3ForCausalLM", rope_parameters={"partial_rotary_factor": 0.5}, sliding_window=None

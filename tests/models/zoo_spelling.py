@@ -153,10 +153,13 @@ def _qwen_vl(text: Config, top: Config) -> None:
 def _dbrx(text: Config, _: Config) -> None:
     """The base of the rotation is in `attn_config` alone."""
     del text["rope_parameters"], text["num_key_value_heads"]
-    keep = {
+    keep: dict[str, tuple[str, ...]] = {
         "attn_config": ("clip_qkv", "kv_n_heads", "model_type", "rope_theta"),
         "ffn_config": ("ffn_hidden_size", "model_type", "moe_jitter_eps", "moe_num_experts", "moe_top_k"),
     }
+    shares = "moe_normalize_expert_weights"
+    if text["ffn_config"][shares] != 1:
+        keep["ffn_config"] += (shares,)
     for part, keys in keep.items():
         text[part] = {key: text[part][key] for key in keys}
 

@@ -27,15 +27,22 @@ def dbrx(c: Hyper) -> spec.Model:
     n = spec.Norm("layer", 1e-5)
     attn = attention(c, clip=c.real("attn_config.clip_qkv", default=None))
     act = c.text("ffn_config.ffn_act_fn.name", default="silu")
-    power = c.real("ffn_config.moe_normalize_expert_weights", default=1.0)
+    power, raw = _normalisation(c)
     if act not in ACTIVATIONS:
         raise c.wrong("ffn_config.ffn_act_fn.name", f"one of {', '.join(ACTIVATIONS)}", act)
     if power != 1.0:
-        raise c.wrong("ffn_config.moe_normalize_expert_weights", "1", power)
+        raise c.wrong("ffn_config.moe_normalize_expert_weights", "1 or null", power)
     width = c.size("ffn_config.ffn_hidden_size")
-    experts = moe(c, width=width, act=ACTIVATIONS[act])
+    experts = moe(c, width=width, act=ACTIVATIONS[act], renormalize=not raw)
     layer = spec.Layer(attn, experts, n, n)
     return decoder(c, [layer] * c.depth(), final_norm=n, names=_names(attn, width))
+
+
+def _normalisation(c: Hyper) -> tuple[float, bool]:
+    """The norm the chosen experts' shares are divided by, and whether the file says null: by none at all."""
+    key = "moe_normalize_expert_weights"
+    raw = c.table("ffn_config").get(key, 1.0) is None
+    return c.real(f"ffn_config.{key}", default=1.0), raw
 
 
 def _names(attn: spec.Attention, width: int) -> Names:
