@@ -29,6 +29,15 @@ def test_a_mask_may_be_shorter_than_the_row() -> None:
     assert unpadded(ids, torch.tensor([[-torch.inf, 0.0]]))[0].tolist() == [[1, 2]]
 
 
+def test_a_mask_made_by_the_padding_id_may_hide_it_in_prompts_too() -> None:
+    """A BOS, or an EOS between turns, that pads as well: `padding_mask` hides all of them."""
+    bos = PAD
+    ids = torch.tensor([[bos, 1, PAD, 2], [PAD, PAD, bos, 3]])
+    mask = torch.zeros(ids.shape).masked_fill_(ids == PAD, -torch.inf)
+    first, second = unpadded(ids, mask, torch.tensor([[0], [-2]]))
+    assert (first.tolist(), second.tolist()) == ([[bos, 1, PAD, 2]], [[bos, 3]])
+
+
 @pytest.mark.parametrize(
     ("ids", "mask", "offsets", "said"),
     [
@@ -42,6 +51,7 @@ def test_a_mask_may_be_shorter_than_the_row() -> None:
         (torch.tensor([[1, 2]]), None, torch.tensor([-2]), "minus the padding"),
         (torch.tensor([[1, 2]]), None, torch.tensor([0, 0]), "minus the padding"),
         (torch.tensor([[1, 2]]), torch.tensor([[True, True]]), torch.tensor([-1]), "speak of"),
+        (torch.tensor([[1, 2]]), torch.tensor([[False, False]]), torch.tensor([-1]), "speak of"),
     ],
 )
 def test_what_cannot_be_meant(ids: object, mask: object, offsets: object, said: str) -> None:

@@ -25,33 +25,54 @@ def unpadded(ids: Tensor, mask: Tensor | None = None, offsets: Tensor | None = N
     """The rows of ids (rows, n), each (1, its own length).
 
     Padding is on the left; `mask` hides it (0 or minus infinity, or True and False), `offsets` are minus its
-    length in each row.
+    length in each row. Where both are given the offsets say what is padding: a mask made by its id hides the
+    same id in a prompt too, such as a BOS or an EOS between turns that pads as well.
     """
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
         found = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         raise InputError(f"input_ids must be an integer tensor of (rows, tokens), found {found}.")
-    count = len(ids)
-    cuts = None if mask is None else _hidden(mask, count, ids.shape[1])
+    seen = None if mask is None else _seen(mask, *ids.shape)
     if offsets is not None:
-        shifts = [-int(offset) for offset in offsets.flatten().tolist()]
-        if len(shifts) != count or any(not 0 <= shift < ids.shape[1] for shift in shifts):
-            raise InputError(
-                f"position_offsets must be minus the padding of each of {count} rows, found "
-                f"{[-shift for shift in shifts]}."
-            )
-        if cuts is not None and cuts != shifts:
-            raise InputError(f"input_mask hides {cuts} tokens, but position_offsets speak of {shifts}.")
-        cuts = shifts
-    return [ids[row : row + 1, cut:] for row, cut in enumerate(cuts or [0] * count)]
+        cuts = _shifts(offsets, ids)
+        if seen is not None:
+            _agree(ids, seen, cuts)
+    else:
+        cuts = [0] * len(ids) if seen is None else _hidden(seen)
+    return [ids[row : row + 1, cut:] for row, cut in enumerate(cuts)]
 
 
-def _hidden(mask: Tensor, rows: int, width: int) -> list[int]:
-    """How many tokens a mask hides at the beginning of each row; it may hide no others."""
+def _shifts(offsets: Tensor, ids: Tensor) -> list[int]:
+    """The padding of each row."""
+    shifts = [-int(offset) for offset in offsets.flatten().tolist()]
+    if len(shifts) != len(ids) or any(not 0 <= shift < ids.shape[1] for shift in shifts):
+        raise InputError(
+            f"position_offsets must be minus the padding of each of {len(ids)} rows, found "
+            f"{[-shift for shift in shifts]}."
+        )
+    return shifts
+
+
+def _seen(mask: Tensor, rows: int, width: int) -> Tensor:
+    """Which tokens a mask shows (rows, width); those it does not speak of are shown."""
     if mask.dim() != 2 or len(mask) != rows or mask.shape[1] > width:
         raise InputError(f"input_mask must be ({rows}, at most {width}), found {tuple(mask.shape)}.")
     seen = mask if mask.dtype is torch.bool else mask > -1.0
+    rest = torch.ones(rows, width - mask.shape[1], dtype=torch.bool, device=mask.device)
+    return torch.cat((seen, rest), 1)
+
+
+def _agree(ids: Tensor, seen: Tensor, shifts: list[int]) -> None:
+    """Refuse a mask that shows padding, or hides more than one id: then it is not the padding it hides."""
+    shown = any(bool(row[:shift].any()) for row, shift in zip(seen, shifts, strict=True))
+    if shown or len(set(ids[~seen.to(ids.device)].tolist())) > 1:
+        hidden = (~seen).sum(1).tolist()
+        raise InputError(f"input_mask hides {hidden} tokens, but position_offsets speak of {shifts}.")
+
+
+def _hidden(seen: Tensor) -> list[int]:
+    """How many tokens a mask hides at the beginning of each row; it may hide no others."""
     counts: list[int] = (~seen).sum(1).tolist()
     for row, count in zip(seen, counts, strict=True):
-        if count == width or bool(row[:count].any()):
+        if count == len(row) or bool(row[:count].any()):
             raise InputError("input_mask may hide only padding on the left, not tokens of the prompt.")
     return counts
