@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from itertools import pairwise
+
 import numpy as np
 import torch
 
@@ -59,6 +62,25 @@ def test_held_text_is_what_was_not_shown(
         "girls": (", there was a little girl", ""),
         "nothing": (", there was a little girl", ""),
     }
+
+
+def test_when_things_happened(model: ExLlamaV2, cache: ExLlamaV2Cache, tokenizer: ExLlamaV2Tokenizer) -> None:
+    generator = ExLlamaV2DynamicGenerator(model, cache, tokenizer)
+    job = ExLlamaV2DynamicJob(tokenizer.encode("Once upon a time"), 3, gen_settings=GREEDY)
+
+    def moments() -> list[float | None]:
+        return [job.time_enqueue, job.time_first_prefill, job.time_first_token, job.time_last_token]
+
+    assert moments() == [None] * 4
+    before = time.time()
+    generator.enqueue(job)
+    assert moments()[1:] == [None] * 3
+    while generator.num_remaining_jobs():
+        generator.iterate()
+    known = [moment for moment in moments() if moment is not None]
+    assert len(known) == 4
+    passed = [before - 0.01, *known, time.time() + 0.01]
+    assert all(later > earlier - 1e-3 for earlier, later in pairwise(passed))
 
 
 def test_numbers_may_come_from_numpy(

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Protocol
 
@@ -21,6 +20,7 @@ from .output import Output
 from .results import JobSequence, Sampled, labelled, words
 from .sequence import Sequence as Tokens
 from .sequence import salted
+from .times import Timed, Times
 
 MAX_TOKENS = 2**31
 
@@ -52,36 +52,7 @@ class Texts(Protocol):
         ...
 
 
-@dataclass
-class Times:
-    """When things happened; the differences are what results report, in seconds."""
-
-    asked: float | None = None
-    began: float | None = None
-    first: float | None = None
-    ended: float | None = None
-
-    @property
-    def enqueued(self) -> float:
-        """From enqueue to the first prefill."""
-        return (self.began or self._now) - (self.asked or self._now)
-
-    @property
-    def prefill(self) -> float:
-        """From there to the first token's forward pass."""
-        return (self.first or self._now) - (self.began or self._now)
-
-    @property
-    def generate(self) -> float:
-        """From there to the end."""
-        return (self.ended or self._now) - (self.first or self._now)
-
-    @property
-    def _now(self) -> float:
-        return self.ended or time.perf_counter()
-
-
-class Job:
+class Job(Timed):
     """A request for a completion; single-use.
 
     `input_ids` is a (1, n) tensor of ids in system memory, or a pair of them for classifier-free guidance.
