@@ -114,6 +114,10 @@ def test_wrong_and_contradictory_numbers_are_explained(changes: dict[str, Any], 
             {"attn_logit_softcapping": -1},
             '"attn_logit_softcapping" must be a number above',
         ),
+        *(
+            (f"{name}ForCausalLM", {"use_bidirectional_attention": True}, "attention. must be false")
+            for name in ("Gemma", "Gemma2", "Gemma3")
+        ),
         ("Gemma3ForCausalLM", {"rope_local_base_freq": 0}, '"rope_local_base_freq" must be a number above 0'),
         (
             "GraniteForCausalLM",

@@ -97,5 +97,7 @@ def _mlp(c: Hyper) -> spec.Mlp:
 
 
 def _decoder(c: Hyper, layers: list[spec.Layer], n: spec.Norm, **changes: object) -> spec.Model:
+    if c.flag("use_bidirectional_attention", default=False):
+        raise c.wrong("use_bidirectional_attention", "false: text is made by seeing what came before", True)
     embed = spec.Embed(scale=c.size("hidden_size") ** 0.5)
     return decoder(c, layers, final_norm=n, tied=True, embed=embed, requires_bos=True, **changes)
