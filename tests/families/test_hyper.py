@@ -183,3 +183,12 @@ def test_qwen3_is_llama_but_for_one_field() -> None:
     qwen = describe(Hyper({**LLAMA, "architectures": ["Qwen3ForCausalLM"]}))
     back = tuple(replace(layer, attn=replace(layer.attn, qk_norm=None)) for layer in qwen.layers)
     assert replace(qwen, layers=back, architecture="LlamaForCausalLM") == llama()
+
+
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+def test_a_rope_scaling_written_beside_the_newer_table_counts(key: str) -> None:
+    table = {"rope_type": "linear", "factor": 3.0, "rope_theta": 5e5, "partial_rotary_factor": 0.5}
+    yarn = {key: "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    rope = llama(rope_parameters=table, rope_scaling=yarn).layers[0].attn.rope
+    assert rope == spec.Rope(theta=5e5, dim=4, scaling=spec.Yarn.of(4.0, 128))
+    assert llama(rope_parameters=table, rope_scaling=None) == llama(rope_parameters=table)

@@ -11,6 +11,9 @@ from .hyper import LIMIT, Hyper
 
 PLAIN = {"default", "none", "mrope"}
 
+UNSCALED = ("rope_theta", "partial_rotary_factor", "mrope_section")
+"""What a rotation has whatever stretches it."""
+
 LOCAL = "sliding_attention"
 """The layers that see a window, by the name rotary settings and `layer_types` give them."""
 
@@ -74,7 +77,7 @@ class Parameters:
         if nested and layer_type is not None:
             own = table.get(layer_type)
             table = own if isinstance(own, Mapping) else {}
-        self.table = {**shared, **table}
+        self.table = _joined(table, shared)
 
     @property
     def kind(self) -> str:
@@ -148,6 +151,19 @@ class Parameters:
         if not good or len(value) != count:  # type: ignore[arg-type]
             raise self.hyper.wrong(f"rope_scaling.{key}", f"a list of {count} numbers above 0", value)
         return tuple(float(n) for n in value)  # type: ignore[union-attr]
+
+
+def _joined(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_parameters` and `rope_scaling` as one.
+
+    Who writes a `rope_scaling` into a file that has the newer table, as the pages of models tell one to for
+    long texts, means it: its method takes the place of the other.
+    """
+    kind = old.get("rope_type") or old.get("type")
+    if kind is None:
+        return {**old, **new}
+    kept = {key: new[key] for key in UNSCALED if key in new}
+    return {**kept, **old, "rope_type": kind}
 
 
 def length(c: Hyper) -> int:
