@@ -170,6 +170,16 @@ def test_a_lean_nested_description_is_filled_with_its_family_defaults() -> None:
     assert (attn.heads, attn.kv_heads, attn.head_dim, attn.window) == (32, 8, 128, None)
 
 
+def test_so_is_that_of_a_llama_which_knows_no_windows() -> None:
+    raw = {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "vision_config": {"model_type": "pixtral"},
+        "text_config": {"model_type": "llama", "max_position_embeddings": 8192},
+    }
+    layer = describe(Hyper(raw)).layers[0]
+    assert (layer.attn.kv_heads, layer.attn.window, layer.mlp.width) == (32, None, 11008)
+
+
 def test_another_vision_tower_is_refused() -> None:
     clip = {"model_type": "clip"}
     raw = {**LLAMA, "architectures": ["LlavaForConditionalGeneration"], "vision_config": clip}

@@ -10,6 +10,16 @@ from .gemma import VISION_PREFIXES
 from .hyper import Hyper
 from .llama import mistral
 
+LLAMA_DEFAULTS = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 2048,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 32000,
+}
+
 MISTRAL_DEFAULTS = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -33,4 +43,5 @@ def pixtral(c: Hyper) -> spec.Model:
     kind = c.text("text_config.model_type", default="mistral")
     if kind not in {"mistral", "llama"}:
         raise c.wrong("text_config.model_type", '"mistral"', kind)
-    return replace(mistral(c.filled(MISTRAL_DEFAULTS)), names=Names(rename=VISION_PREFIXES))
+    defaults = LLAMA_DEFAULTS if kind == "llama" else MISTRAL_DEFAULTS
+    return replace(mistral(c.filled(defaults)), names=Names(rename=VISION_PREFIXES))
