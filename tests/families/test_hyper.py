@@ -170,6 +170,13 @@ def test_a_lean_nested_description_is_filled_with_its_family_defaults() -> None:
     assert (attn.heads, attn.kv_heads, attn.head_dim, attn.window) == (32, 8, 128, None)
 
 
+@pytest.mark.parametrize("name", ["Gemma2", "Gemma3", "Cohere2"])
+def test_a_family_of_windows_has_one_even_if_the_file_says_nothing(name: str) -> None:
+    windows = [layer.attn.window for layer in llama(architectures=[f"{name}ForCausalLM"]).layers]
+    assert windows[0] == 4096
+    assert llama(architectures=[f"{name}ForCausalLM"], sliding_window=8).layers[0].attn.window == 8
+
+
 def test_so_is_that_of_a_llama_which_knows_no_windows() -> None:
     raw = {
         "architectures": ["LlavaForConditionalGeneration"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,26 @@ def test_windowed_layers_may_be_stretched_by_a_table_of_their_own(kind: str, tmp
     oracle = zoo.build("Gemma3ForCausalLM", tmp_path / "model", rope_parameters=tables)
     ids = torch.randint(0, VOCAB, (1, TOKENS))
     assert worst(load(oracle.folder).forward(ids), oracle.logits(ids)) < 1e-5
+
+
+SILENT = [
+    ("MixtralForCausalLM", "rope_parameters"),
+    ("MixtralForCausalLM", "rms_norm_eps"),
+    ("SmolLM3ForCausalLM", "rope_parameters"),
+    ("Olmo2ForCausalLM", "rms_norm_eps"),
+    ("Phi3ForCausalLM", "rms_norm_eps"),
+    ("Glm4ForCausalLM", "rms_norm_eps"),
+    ("Gemma3ForCausalLM", "sliding_window"),
+    ("Cohere2ForCausalLM", "sliding_window"),
+]
+
+
+@pytest.mark.parametrize(("architecture", "key"), SILENT)
+def test_what_a_file_leaves_out_is_what_the_family_means(architecture: str, key: str, tmp_path: Path) -> None:
+    oracle = zoo.build(architecture, tmp_path / "model")
+    config = oracle.config()
+    del config[key]
+    (oracle.folder / "config.json").write_text(json.dumps(config))
+    again = zoo.reread(oracle)
+    ids = torch.randint(0, VOCAB, (1, TOKENS))
+    assert worst(load(oracle.folder).forward(ids), again.logits(ids)) < 5e-6

@@ -26,7 +26,7 @@ from .zoo_recipes import TEXT_VOCAB, VOCAB, Config, Draft, Tensors, plain
 from .zoo_spelling import old
 from .zoo_weights import enliven
 
-__all__ = ["CASES", "TEXT_VOCAB", "VOCAB", "Case", "Oracle", "build", "legacy_config", "respell"]
+__all__ = ["CASES", "TEXT_VOCAB", "VOCAB", "Case", "Oracle", "build", "legacy_config", "reread", "respell"]
 
 Spelling = Literal["old", "new"]
 Layout = Literal["published", "native", "bare", "stray"]
@@ -111,6 +111,15 @@ def respell(oracle: Oracle, spelling: Spelling) -> Config:
     config = oracle.modern if spelling == "new" else old(oracle.modern)
     (oracle.folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     return config
+
+
+def reread(oracle: Oracle) -> Oracle:
+    """The oracle of what the folder says now, with what the library makes of keys that are not there."""
+    library = importlib.import_module("transformers")
+    with quiet():
+        kind = getattr(library, oracle.architecture)
+        model = kind.from_pretrained(oracle.folder, attn_implementation="eager", dtype=torch.float32)
+    return Oracle(oracle.architecture, oracle.folder, model.eval(), oracle.config())
 
 
 def legacy_config(oracle: Oracle) -> Config:

@@ -26,6 +26,7 @@ def cohere(c: Hyper) -> spec.Model:
 
 def cohere2(c: Hyper) -> spec.Model:
     """Three layers in a window with rotations, then one that sees all and knows no positions."""
+    c = c.meaning(sliding_window=4096)  # without one, no layer would know positions
     pattern = c.size("sliding_window_pattern", "_sliding_window_pattern", default=4)
     sizes = windows(c, c.depth(), lambda i: (i + 1) % pattern != 0)
 

@@ -41,6 +41,7 @@ def gemmoe(c: Hyper) -> spec.Model:
 
 def gemma2(c: Hyper) -> spec.Model:
     """Every other layer sees a window; norms before and after; caps on scores and logits."""
+    c = c.meaning(sliding_window=4096)
     n, depth = norm(c, offset=1.0), c.depth()
     sizes = windows(c, depth, lambda i: i % 2 == 0)
 
@@ -54,6 +55,7 @@ def gemma2(c: Hyper) -> spec.Model:
 
 def gemma3(c: Hyper) -> spec.Model:
     """Five layers in a window, then one that sees all and turns more slowly; normalised q and k."""
+    c = c.meaning(sliding_window=4096)  # without one, no layer would know that it is a local one
     n, depth = norm(c, offset=1.0), c.depth()
     pattern = c.size("sliding_window_pattern", "_sliding_window_pattern", default=6)
     sizes = windows(c, depth, lambda i: (i + 1) % pattern != 0)

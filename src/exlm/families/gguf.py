@@ -225,6 +225,7 @@ def _llama(k: Keys) -> dict[str, Any]:
         return {"architectures": [name], "sliding_window": window}
     return {
         "architectures": ["MixtralForCausalLM"],
+        "rope_theta": k.real("rope.freq_base") or 10000.0,  # GGUF's own default, not the family's
         "sliding_window": window,
         "num_local_experts": experts,
         "num_experts_per_tok": k.size("expert_used_count"),

@@ -14,6 +14,7 @@ from .rope import rope
 
 def glm4(c: Hyper) -> spec.Model:
     """Four norms a layer; a bias on q, k and v unless the file says no, never on the output."""
+    c = c.meaning(rms_norm_eps=1.5625e-7)
     n = norm(c)
     bias = c.flag("attention_bias", default=True)
     attn = attention(c, qkv_bias=bias, out_bias=False)

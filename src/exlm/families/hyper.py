@@ -19,8 +19,14 @@ MAX_LAYERS = 4096
 class Hyper:
     """Typed look-ups in config.json: the first key that is not null wins, `text_config` before the top."""
 
-    def __init__(self, raw: Mapping[str, Any], source: str = "config.json") -> None:
+    def __init__(
+        self,
+        raw: Mapping[str, Any],
+        source: str = "config.json",
+        defaults: Mapping[str, Any] | None = None,
+    ) -> None:
         self.source = source
+        self._defaults = dict(defaults or {})
         self._top = raw
         text = raw.get("text_config")
         if text is not None and not isinstance(text, Mapping):
@@ -34,7 +40,11 @@ class Hyper:
         """
         if not self._text:
             return self
-        return Hyper({**self._top, "text_config": {**defaults, **self._text}}, self.source)
+        return Hyper({**self._top, "text_config": {**defaults, **self._text}}, self.source, self._defaults)
+
+    def meaning(self, **defaults: Any) -> Hyper:
+        """With what the family means by a key that the file leaves out or has as null."""
+        return Hyper(self._top, self.source, {**self._defaults, **defaults})
 
     @property
     def architecture(self) -> str:
@@ -56,7 +66,7 @@ class Hyper:
                     value = value.get(part) if isinstance(value, Mapping) else None
                 if value is not None:
                     return key, value
-        return keys[0], None
+        return next(((key, self._defaults[key]) for key in keys if key in self._defaults), (keys[0], None))
 
     def get(self, *keys: str) -> Any:
         """The value as the file has it, or None."""

@@ -56,7 +56,7 @@ def minicpm(c: Hyper) -> spec.Model:
 
 def smollm3(c: Hyper) -> spec.Model:
     """Llama in which every so many layers know no positions."""
-    depth, model = c.depth(), llama(c)
+    depth, model = c.depth(), llama(c.meaning(rope_theta=2e6))
     model = replace(model, head=replace(model.head, tied=c.outer_flag("tie_word_embeddings", default=True)))
     every = c.size("no_rope_layer_interval", default=4)
     turning = c.get("no_rope_layers")
@@ -76,6 +76,7 @@ def smollm3(c: Hyper) -> spec.Model:
 
 def olmo2(c: Hyper) -> spec.Model:
     """Llama with its norms behind attention and MLP, and queries and keys normalised across all heads."""
+    c = c.meaning(rms_norm_eps=1e-5)
     n = norm(c)
     attn = attention(c, qk_norm=spec.QkNorm(n, scope="all"))
     names = Names().with_places(

@@ -20,5 +20,6 @@ EXPERTS = {
 
 def mixtral(c: Hyper) -> spec.Model:
     """Two of eight experts for each token, unless the file says otherwise."""
+    c = c.meaning(rms_norm_eps=1e-5, rope_theta=1e6)
     model = layered(mistral(c), lambda _, layer: replace(layer, mlp=moe(c)))
     return replace(model, names=Names().with_places(**EXPERTS))

@@ -13,7 +13,7 @@ from .llama import mistral
 
 def phi3(c: Hyper) -> spec.Model:
     """Mistral's shape in fused tensors."""
-    model = mistral(c)
+    model = mistral(c.meaning(rms_norm_eps=1e-5))
     names = Names().with_places(
         **qkv(model.layers[0].attn, "self_attn.qkv_proj"), **gate_up(model.layers[0].mlp.width)
     )

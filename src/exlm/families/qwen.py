@@ -61,4 +61,5 @@ def qwen2_vl(c: Hyper) -> spec.Model:
         Rename("model.language_model.", "model.", start=True),
         Rename("model.visual.", "visual.", start=True),
     )
+    c = c.meaning(rms_norm_eps=1e-5, rope_theta=1e6)
     return replace(qwen2(c), names=Names(rename=rename))

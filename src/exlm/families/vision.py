@@ -42,6 +42,6 @@ def pixtral(c: Hyper) -> spec.Model:
         )
     kind = c.text("text_config.model_type", default="mistral")
     if kind not in {"mistral", "llama"}:
-        raise c.wrong("text_config.model_type", '"mistral"', kind)
+        raise c.wrong("text_config.model_type", '"mistral" or "llama"', kind)
     defaults = LLAMA_DEFAULTS if kind == "llama" else MISTRAL_DEFAULTS
     return replace(mistral(c.filled(defaults)), names=Names(rename=VISION_PREFIXES))
