@@ -90,6 +90,8 @@ SILENT = [
     ("Olmo2ForCausalLM", "rms_norm_eps"),
     ("Phi3ForCausalLM", "rms_norm_eps"),
     ("Glm4ForCausalLM", "rms_norm_eps"),
+    ("Gemma2ForCausalLM", "attn_logit_softcapping"),
+    ("Gemma2ForCausalLM", "final_logit_softcapping"),
     ("Gemma3ForCausalLM", "sliding_window"),
     ("Cohere2ForCausalLM", "sliding_window"),
 ]

@@ -18,6 +18,9 @@ FOUR_NORMS = {
     "mlp_post": Place(LAYER + "post_feedforward_layernorm"),
 }
 
+CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+"""Of a Gemma 2 whose file does not mention them; null is none."""
+
 VISION_PREFIXES = (
     Rename("model.language_model.", "model.", start=True),
     Rename("language_model.model.", "model.", start=True),
@@ -41,7 +44,7 @@ def gemmoe(c: Hyper) -> spec.Model:
 
 def gemma2(c: Hyper) -> spec.Model:
     """Every other layer sees a window; norms before and after; caps on scores and logits."""
-    c = c.meaning(sliding_window=4096)
+    c = c.filled(CAPS).meaning(sliding_window=4096)
     n, depth = norm(c, offset=1.0), c.depth()
     sizes = windows(c, depth, lambda i: i % 2 == 0)
 

@@ -34,12 +34,12 @@ class Hyper:
         self._text: Mapping[str, Any] = text or {}
 
     def filled(self, defaults: Mapping[str, Any]) -> Hyper:
-        """With the text part's missing keys set: nested descriptions leave their family's defaults out.
+        """With the missing keys of the text part set, or of a file that has none.
 
-        A key that is there but null stays null.
+        A key that is there but null stays null: what can be switched off is off.
         """
         if not self._text:
-            return self
+            return Hyper({**defaults, **self._top}, self.source, self._defaults)
         return Hyper({**self._top, "text_config": {**defaults, **self._text}}, self.source, self._defaults)
 
     def meaning(self, **defaults: Any) -> Hyper:

@@ -44,4 +44,5 @@ def pixtral(c: Hyper) -> spec.Model:
     if kind not in {"mistral", "llama"}:
         raise c.wrong("text_config.model_type", '"mistral" or "llama"', kind)
     defaults = LLAMA_DEFAULTS if kind == "llama" else MISTRAL_DEFAULTS
-    return replace(mistral(c.filled(defaults)), names=Names(rename=VISION_PREFIXES))
+    nested = c.filled(defaults) if c.table("text_config") else c
+    return replace(mistral(nested), names=Names(rename=VISION_PREFIXES))
