@@ -25,6 +25,7 @@ from exlm import (
 )
 from tests import tiny
 from tests.adapters import making
+from tests.models import zoo
 
 UP, DOWN, Q = "model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj", "model.layers.1.self_attn.q_proj"
 SHAPES = {UP: (32, 48), DOWN: (48, 32), Q: (32, 32)}
@@ -154,6 +155,16 @@ def test_wrong_tensors(
         Lora.from_directory(model, adapter.folder)
     assert "adapter_model.safetensors" in str(raised.value)
     assert repr(model._ready()[1].blocks[0].mlp.up) == before  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("module", ["model.visual.blocks.0.attn.qkv", "visual.merger.mlp.0"])
+def test_the_half_that_sees(module: str, tmp_path: Path) -> None:
+    folder = zoo.build("Qwen2VLForConditionalGeneration", tmp_path / "model").folder
+    adapter = making.write(tmp_path / "lora", {module: (32, 32)})
+    model = Model(Config(folder))
+    model.load()
+    with pytest.raises(Unsupported, match=r"half of the model that sees.*Merge it"):
+        Lora.from_directory(model, adapter.folder)
 
 
 WRONG_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [

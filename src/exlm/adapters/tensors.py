@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ ENDINGS = {
     ".lora_embedding_B": B,
 }
 PREFIX = "base_model.model."
+SEEING = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\.")
 OWN = ".base_layer.weight"  # the model's own weights, which PEFT saves along with an embedding's adapter
 
 
@@ -138,6 +140,12 @@ class Reader:
             return Unsupported(f"{self._at(name)} is a trained bias; only bias none is supported. {MERGE}")
         if ".modules_to_save." in name or targets.find(name.removeprefix(PREFIX).removesuffix(".weight")):
             return Unsupported(f"{self._at(name)} replaces a whole module, which is not supported. {MERGE}")
+        if self.model.architecture.endswith("ConditionalGeneration") and SEEING.match(
+            name.removeprefix(PREFIX)
+        ):
+            return Unsupported(
+                f"{self._at(name)} changes the half of the model that sees, which exlm does not run. {MERGE}"
+            )
         return BadTensor(
             f"{self._at(name)}: expected {PREFIX}<module>.lora_A.weight or lora_B.weight for a module of "
             f"{self.model.architecture}, found no such module. The adapter was made for another model."
