@@ -125,6 +125,19 @@ def test_stages_in_order(texts: Tokenizer) -> None:
     play(texts, act)
 
 
+def test_enqueueing_what_is_queued_already_is_harmless(texts: Tokenizer) -> None:
+    async def act(machine: AsyncGenerator) -> None:
+        job = start(machine)
+        machine.enqueue(job)
+        assert await read(job) == "defghi"
+        other = AsyncGenerator(SlowModel(), ScriptedCache(), texts)
+        with pytest.raises(InputError, match="another generator"):
+            other.enqueue(job)
+        await other.close()
+
+    play(texts, act)
+
+
 def test_cancel_midway(texts: Tokenizer) -> None:
     """By its own consumer, who then listens in vain; the neighbours go on."""
 

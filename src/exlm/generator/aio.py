@@ -26,6 +26,11 @@ class AsyncGenerator:
         self._closed = False
         self.iteration_task = asyncio.get_running_loop().create_task(self._run())
 
+    def enqueue(self, job: AsyncJob) -> None:
+        """For old scripts: a job is queued when it is made, so there is nothing left to do."""
+        if job.generator is not self:
+            raise InputError("This job was made for another generator, which has it: make one for this.")
+
     async def cancel(self, job: AsyncJob) -> None:
         """Drop a job and end its iteration; harmless for a finished one."""
         job.cancelled = True
