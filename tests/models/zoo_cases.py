@@ -82,6 +82,7 @@ CASES: list[Case] = [
         "qwen3-window", "Qwen3ForCausalLM", use_sliding_window=True, sliding_window=40, max_window_layers=2
     ),
     _case("qwen3-moe", "Qwen3MoeForCausalLM", norm_topk_prob=True),
+    _case("qwen3-moe-native", "Qwen3MoeForCausalLM", norm_topk_prob=True, layout="native"),
     _case("qwen3-moe-raw-shares", "Qwen3MoeForCausalLM", norm_topk_prob=False),
     _case(
         "qwen3-moe-mixed",
@@ -92,6 +93,7 @@ CASES: list[Case] = [
     ),
     _case("qwen3-moe-some-dense", "Qwen3MoeForCausalLM", norm_topk_prob=True, mlp_only_layers=[0, 2]),
     _case("mixtral", "MixtralForCausalLM"),
+    _case("mixtral-native", "MixtralForCausalLM", layout="native"),
     _case("mixtral-window", "MixtralForCausalLM", sliding_window=40),
     _case("gemma", "GemmaForCausalLM"),
     _case("gemma2", "Gemma2ForCausalLM"),

@@ -43,7 +43,7 @@ def copy_rows(
     for first, last in spans:
         part = target[at : at + last - first]
         if as_stored:
-            files.load_rows(info.name, first, part)
+            files.load_rows(info, first, part)
             _inspect(part, part, misfits, check)
         else:
             _convert_rows(files, info, (first, last), part, misfits, check)
@@ -57,14 +57,14 @@ def copy_columns(
     """Fill `target` with the transpose of these columns of some rows, one span after the other."""
     misfits = Misfits()
     for start, stop in _chunks(info, *rows):
-        source = files.read_rows(info.name, start, stop).to(target.device)
+        source = files.read_rows(info, start, stop).to(target.device)
         at = 0
         for first, last in spans:
             part = target[at : at + last - first, start - rows[0] : stop - rows[0]]
             _put(source[:, first:last].T, part, misfits, check=False)
             at += last - first
-        files.release(info.name, start, stop)
-    files.release(info.name)
+        files.release(info, start, stop)
+    files.release(info)
     return misfits
 
 
@@ -73,9 +73,9 @@ def _convert_rows(
 ) -> None:
     for start, stop in _chunks(info, *rows):
         part = target[start - rows[0] : stop - rows[0]]
-        _put(files.read_rows(info.name, start, stop), part, misfits, check)
-        files.release(info.name, start, stop)
-    files.release(info.name)
+        _put(files.read_rows(info, start, stop), part, misfits, check)
+        files.release(info, start, stop)
+    files.release(info)
 
 
 def _chunks(info: TensorInfo, first: int, last: int) -> Iterator[Span]:

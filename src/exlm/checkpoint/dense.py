@@ -13,7 +13,7 @@ from ..errors import BadTensor
 from ..formats import DenseWeight
 from ..spec.names import Span
 from .convert import Misfits, copy_columns, copy_rows
-from .folder import TensorInfo
+from .folder import TensorInfo, flat
 from .header import DTYPES
 from .lookup import Lookup, Wanted, height, key_at
 
@@ -22,6 +22,7 @@ def read_dense(lookup: Lookup, wanted: Wanted) -> DenseWeight:
     """A matrix of plain floats: a whole tensor or some of its rows, turned round if stored the other way."""
     place, n, k = wanted.place, wanted.out_features, wanted.in_features
     info = lookup.ask_floats(key_at(place, "weight"))
+    info = flat(info) if place.slab else info
     outputs = lookup.outputs(wanted.role, place, n)
     rows, columns = (k, outputs) if place.transposed else (outputs, k)
     spans = place.rows or ((0, n),)

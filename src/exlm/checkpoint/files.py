@@ -93,9 +93,12 @@ class TensorFiles:
         self._fill(info, info.offset, target)
         return target
 
-    def load_rows(self, name: str, start: int, target: torch.Tensor) -> None:
-        """Fill `target`, contiguous, on the CPU and of the stored type, with the rows from `start` on."""
-        info = self.info(name)
+    def load_rows(self, of: str | TensorInfo, start: int, target: torch.Tensor) -> None:
+        """Fill `target`, contiguous, on the CPU and of the stored type, with the rows from `start` on.
+
+        Whose rows is said by name, or by what the header says, perhaps in another shape (`flat`).
+        """
+        info = self.info(of) if isinstance(of, str) else of
         first, _ = self._row_bytes(info, start, start + len(target))
         self._fill(info, first, target)
 
@@ -108,18 +111,18 @@ class TensorFiles:
         info = self.info(name)
         return self._view(info, info.offset, info.shape)
 
-    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+    def read_rows(self, of: str | TensorInfo, start: int, stop: int) -> torch.Tensor:
         """Rows `start` to `stop` along the first dimension; the others are not touched."""
-        info = self.info(name)
+        info = self.info(of) if isinstance(of, str) else of
         first, _ = self._row_bytes(info, start, stop)
         return self._view(info, first, (stop - start, *info.shape[1:]))
 
-    def release(self, name: str, start: int = 0, stop: int | None = None) -> None:
+    def release(self, of: str | TensorInfo, start: int = 0, stop: int | None = None) -> None:
         """Give back the memory of a tensor, or of some of its rows; a later read gets it from the file again.
 
         What was written into views of it is lost.
         """
-        info = self.info(name)
+        info = self.info(of) if isinstance(of, str) else of
         mapped = self._maps.get(info.file)
         if mapped is None or not hasattr(mmap, "MADV_DONTNEED"):
             return

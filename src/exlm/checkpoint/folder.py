@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PureWindowsPath
 
 from ..errors import BadFile, CheckpointError, ModelNotFound, UnsafeFile
@@ -33,6 +33,14 @@ class TensorInfo:
 
     def __str__(self) -> str:
         return f"{self.file}: tensor {shown(self.name)}"
+
+
+def flat(info: TensorInfo) -> TensorInfo:
+    """Experts stacked in a third dimension, as rows that follow each other: the bytes are the same."""
+    if len(info.shape) != 3:
+        return info
+    experts, rows, columns = info.shape
+    return replace(info, shape=(experts * rows, columns))
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from ..formats.gptq_config import GptqConfig
 from ..spec.names import Names, Place
 from .dense import copy, read_dense
 from .files import TensorFiles
+from .folder import flat
 from .header import DTYPES
 from .lookup import Lookup, Wanted, height, key_at
 from .packed import read_exl2, read_gptq
@@ -89,7 +90,7 @@ class Checkpoint:
         info = self._lookup.peek(key_at(place, "weight"))
         total = info.nbytes
         if place.slab:
-            total = total * place.stack // max((1, *info.shape[:1]))
+            total = total * place.stack // max((1, *flat(info).shape[:1]))
         if f"{place.key}.bias" in self._lookup:
             total += self._lookup.peek(f"{place.key}.bias").nbytes
         if place.rows:

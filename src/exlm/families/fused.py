@@ -1,6 +1,8 @@
-"""Where several matrices share one stored tensor: q, k, v in a row, or gate and up."""
+"""Where several matrices share one stored tensor: q, k, v in a row, gate and up, or all experts."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from .. import spec
 from ..spec.names import LAYER, Place, Span
@@ -41,3 +43,15 @@ def interleaved_qkv(attn: spec.Attention, key: str) -> dict[str, tuple[Place, ..
         f"attn__{role}": (Place(f"{LAYER}self_attn.{role}_proj"), Place(LAYER + key, rows=span))
         for role, span in spans.items()
     }
+
+
+def stacked(alone: Mapping[str, Place], width: int, hidden: int) -> dict[str, tuple[Place, ...]]:
+    """Places for router and experts: alone, or as transformers 5 holds them, in two tensors for a layer."""
+    both, down = LAYER + "mlp.experts.gate_up_proj", LAYER + "mlp.experts.down_proj"
+    together = {
+        "mlp__router": Place(LAYER + "mlp.gate"),
+        "mlp__experts__gate": Place(both, rows=((0, width),), stack=2 * width, bare=True),
+        "mlp__experts__up": Place(both, rows=((width, 2 * width),), stack=2 * width, bare=True),
+        "mlp__experts__down": Place(down, stack=hidden, bare=True),
+    }
+    return {role: tuple(dict.fromkeys((place, together[role]))) for role, place in alone.items()}

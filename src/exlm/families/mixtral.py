@@ -7,6 +7,7 @@ from dataclasses import replace
 from .. import spec
 from ..spec.names import LAYER, Names, Place
 from .common import layered, moe
+from .fused import stacked
 from .hyper import Hyper
 from .llama import mistral
 
@@ -21,5 +22,6 @@ EXPERTS = {
 def mixtral(c: Hyper) -> spec.Model:
     """Two of eight experts for each token, unless the file says otherwise."""
     c = c.meaning(rms_norm_eps=1e-5, rope_theta=1e6)
-    model = layered(mistral(c), lambda _, layer: replace(layer, mlp=moe(c)))
-    return replace(model, names=Names().with_places(**EXPERTS))
+    experts = moe(c)
+    model = layered(mistral(c), lambda _, layer: replace(layer, mlp=experts))
+    return replace(model, names=Names().with_places(**stacked(EXPERTS, experts.width, model.hidden)))

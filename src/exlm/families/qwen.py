@@ -7,6 +7,7 @@ from dataclasses import replace
 from .. import spec
 from ..spec.names import LAYER, Names, Place, Rename
 from .common import attention, layered, mlp, moe, norm, switched_windows, windows, with_windows
+from .fused import stacked
 from .hyper import Hyper
 from .llama import llama
 
@@ -50,7 +51,9 @@ def qwen3_moe(c: Hyper) -> spec.Model:
         sparse = i not in dense_only and (i + 1) % step == 0
         return replace(layer, attn=attn, mlp=experts if sparse else mlp(c))
 
-    model = replace(layered(llama(c), change), names=Names().with_places(**EXPERTS))
+    model = layered(llama(c), change)
+    names = Names().with_places(**stacked(EXPERTS, experts.width, model.hidden))
+    model = replace(model, names=names)
     used = c.flag("use_sliding_window", default=False)
     return with_windows(model, windows(c, depth, lambda _: True)) if used else model
 
