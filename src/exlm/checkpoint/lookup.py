@@ -122,7 +122,10 @@ class Lookup:
         """The error for a role whose keys are in none of the files."""
         indexed = {self.names.canonical(name): name for name in self.files.index}
         hints = (self.files.hint(indexed[key]) for key in keys if key in indexed)
-        hint = next(hints, "The folder is incomplete, or config.json describes another model.")
+        remedy = "The folder is incomplete, or config.json describes another model."
+        if what == "head":
+            remedy += ' A model whose head is its embedding says so: "tie_word_embeddings": true.'
+        hint = next(hints, remedy)
         looked = f"{len(self._stored)} tensors in {len(self.files.paths)} files"
         return MissingTensor(
             f"{self.files.folder}: {what} is missing: expected {' or '.join(map(shown, keys))}, found no "
