@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from exlm.errors import ChatTemplateError, TokenizerError
+from exlm.errors import ChatTemplateError, TokenizerError, TokenizerNotFound
 from exlm.text.json_backend import JsonBackend
 from exlm.text.spm_backend import SpmBackend
 from exlm.tokenizer import Tokenizer
@@ -268,8 +268,13 @@ def test_a_stream(ours: Tokenizer) -> None:
     assert stream.feed(ids) + stream.flush() == "<|im_start|>h\u00e9"
 
 
+def test_text_is_not_decoded(ours: Tokenizer) -> None:
+    with pytest.raises(AssertionError, match="ids must be Tensor"):  # as old scripts expect it
+        ours.decode("abc")  # type: ignore[arg-type]
+
+
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match="No supported tokenizer found"):
+    with pytest.raises(TokenizerNotFound, match="No supported tokenizer found"):
         Tokenizer(config(tmp_path))
     with pytest.raises(TokenizerError, match="exclude each other"):
         Tokenizer(config(tmp_path), force_json=True, force_spm=True)

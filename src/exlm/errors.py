@@ -10,6 +10,7 @@
     │   ├── BadTensor          a tensor has the wrong shape, type or contents
     │   └── UnsafeFile         a pickle: never opened
     ├── TokenizerError         the tokenizer files are missing or malformed
+    │   ├── TokenizerNotFound  there are none
     │   └── ChatTemplateError  a chat template failed, ran too long or reached for what it may not
     ├── InputError             a call's arguments cannot be served
     │   ├── BadLogits          there is no token to choose: all excluded, not numbers, or infinite
@@ -65,8 +66,12 @@ class UnsafeFile(CheckpointError):
     """A file that could run code when opened; we do not open it."""
 
 
-class TokenizerError(ExlmError, ValueError):
+class TokenizerError(ExlmError, ValueError, AssertionError):
     """The tokenizer files are missing or malformed, or a call on the tokenizer makes no sense."""
+
+
+class TokenizerNotFound(TokenizerError, FileNotFoundError):
+    """There is no tokenizer beside the model."""
 
 
 class ChatTemplateError(TokenizerError):

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, Protocol
 
-from ..errors import TokenizerError
+from ..errors import TokenizerError, TokenizerNotFound
 from .backend import Backend, prefix_ids
 from .detokenize import ByteDecoding, Decoding, Detokenizer, LibraryDecoding
 from .finding import Finder
@@ -266,7 +266,7 @@ def _choose(folder: Path, kind: Kind, vocab_file: str | Path | None) -> Path:
     for name in names:
         if (folder / name).is_file():
             return folder / name
-    raise TokenizerError(
+    raise TokenizerNotFound(
         f"No supported tokenizer found: {folder} has no {' and no '.join(names)}. "
         "Copy the tokenizer's files from the original model."
     )

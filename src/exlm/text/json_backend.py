@@ -19,7 +19,7 @@ from typing import Any
 
 import tokenizers
 
-from ..errors import TokenizerError
+from ..errors import TokenizerError, TokenizerNotFound
 from .backend import lone_surrogate, middle_pieces
 from .folder import MAX_GAP, AddedToken, Folder, read_text
 from .pieces import BYTE_TOKEN, TokenBytes, from_decoder
@@ -63,7 +63,7 @@ class JsonBackend:
         """Read a tokenizer.json."""
         text = read_text(path)
         if text is None:
-            raise TokenizerError(f"No supported tokenizer found: there is no {path}.")
+            raise TokenizerNotFound(f"No supported tokenizer found: there is no {path}.")
         return cls(text, folder, str(path))
 
     @cached_property

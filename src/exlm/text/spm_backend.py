@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import MissingExtra, TokenizerError
+from ..errors import MissingExtra, TokenizerError, TokenizerNotFound
 from .backend import lone_surrogate, middle_pieces
 from .finding import Finder
 from .folder import MAX_GAP, AddedToken, Folder
@@ -65,7 +65,7 @@ class SpmBackend:
         try:
             data = path.read_bytes()
         except FileNotFoundError:
-            raise TokenizerError(f"No supported tokenizer found: there is no {path}.") from None
+            raise TokenizerNotFound(f"No supported tokenizer found: there is no {path}.") from None
         except OSError as error:
             raise TokenizerError(f"{path} cannot be read: {error}") from None
         return cls(data, folder, str(path))
