@@ -12,6 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from exlm import LLM, Config, InputError, Model, ModelNotFound, Tokenizer, Unsupported
+from exlm.cli import generate as generating
 from exlm.cli.__main__ import app
 from tests import tiny
 
@@ -108,6 +109,16 @@ def test_what_does_not_fit_is_an_error(folder: Path) -> None:
         run("generate", str(folder), "x", "y")
     with pytest.raises(ModelNotFound):
         run("info", str(folder / "nowhere"))
+
+
+def test_a_model_without_a_prompt_is_not_taken_for_one(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "x.gguf"
+    file.write_bytes(b"GGUF")
+    for model in (folder, file, tmp_path):
+        with pytest.raises(InputError, match="is a model, and there is no prompt"):
+            run("generate", str(model))
+    assert not generating._is_model(str(folder / "nowhere"))
+    assert not generating._is_model("Why is the sky blue? " * 1000)
 
 
 def test_convert_rewrites_a_model(folder: Path, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from glob import escape, glob
 from typing import Annotated
 
 import typer
@@ -44,6 +46,11 @@ def generate(
         raise InputError("--max-new-tokens must be at least 1 and the temperature at least 0.")
     if len(words) > 2:
         raise InputError(f"generate takes a model and a prompt, found {len(words)} words: quote the prompt.")
+    if len(words) == 1 and _is_model(words[0]):
+        raise InputError(
+            f"{words[0]} is a model, and there is no prompt: put what to say after it, in quotes. To say "
+            "these very words to the default model, give - and write them to standard input."
+        )
     model, prompt = words if len(words) == 2 else (None, words[0])
     session = Session.open(model, max_seq_len=max_seq_len, device=device, dtype=dtype, quiet=quiet)
     text = sys.stdin.read() if prompt == "-" else prompt
@@ -64,3 +71,11 @@ def generate(
     sys.stdout.write("\n")
     if not quiet:
         Console(stderr=True).print(f"[dim]{session.figures}[/]")
+
+
+def _is_model(word: str) -> bool:
+    """Whether a word is the path of a model; any text may come here, also one too long for a path."""
+    path = os.path.expanduser(word)
+    if os.path.isdir(path):
+        return os.path.isfile(os.path.join(path, "config.json")) or bool(glob(f"{escape(path)}/*.gguf"))
+    return path.lower().endswith(".gguf") and os.path.isfile(path)
