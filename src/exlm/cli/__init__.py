@@ -9,7 +9,9 @@ def main() -> None:
     """Run a command; what it needs of a GPU is begun before anything large is imported."""
     try:
         from .early import begin
+        from .streams import open_streams
 
+        open_streams()
         begin(sys.argv[1:])
         from .__main__ import main as run
 

@@ -24,6 +24,7 @@ from .info import info
 from .plan import plan
 from .quantize import quantize
 from .serve import serve
+from .streams import open_streams
 from .tune import tune
 
 app = typer.Typer(
@@ -62,6 +63,7 @@ def _options(
 
 def main() -> None:
     """Run a command; a mistake we foresaw is told in one paragraph, without a traceback."""
+    open_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         with suppress(OSError):  # of a stream whose file has become another one
             sys.stdout.reconfigure(errors="replace")  # models write what not every terminal can show

@@ -1,0 +1,52 @@
+"""Commands whose standard streams were closed before they began."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="closes streams as a shell does")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.chatty(tmp_path_factory.mktemp("chatty"))
+
+
+def closed(how: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a command as a shell does that was told to close a stream."""
+    words = [sys.executable, "-m", "exlm.cli", *map(str, arguments)]
+    return subprocess.run(
+        ["/bin/sh", "-c", f'"$@" {how}', "sh", *words], capture_output=True, text=True, timeout=120
+    )
+
+
+def test_without_standard_input_a_chat_is_at_its_end(folder: Path) -> None:
+    done = closed("<&-", "chat", folder, "-q")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_without_standard_input_a_prompt_is_empty(folder: Path) -> None:
+    done = closed("<&-", "generate", folder, "-", "-n", "4", "-q")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == closed("</dev/null", "generate", folder, "-", "-n", "4", "-q").stdout
+
+
+@pytest.mark.parametrize("command", [("generate", "Hi", "-n", "4", "-q"), ("info",)])
+def test_without_standard_output_the_text_is_not_lost_unsaid(folder: Path, command: tuple[str, ...]) -> None:
+    done = closed(">&-", command[0], folder, *command[1:])
+    assert done.returncode == 1
+    assert done.stderr.startswith("OSError: [Errno 9] standard output is closed")
+    assert done.stderr.count("\n") == 1
+
+
+def test_without_standard_error_nothing_changes(folder: Path) -> None:
+    done = closed("<&- 2>&-", "generate", folder, "Hi", "-n", "4")
+    assert done.returncode == 0
+    assert done.stdout == closed("", "generate", folder, "Hi", "-n", "4", "-q").stdout
