@@ -21,6 +21,7 @@ from .talk import Talk
 
 GREETING = "/help lists the commands. Ctrl-C stops an answer; twice at the prompt, it leaves."
 MULTILINE = 'A message goes on in the next line after a \\, or until """ if it began with """.'
+CONTEXT = 4096
 RESERVED = 4
 """A fourth of the context is kept for the answer, if it may be as long as that."""
 
@@ -34,7 +35,10 @@ MaxNewTokens = Annotated[int, typer.Option("-n", "--max-new-tokens", help="Longe
 Temperature = Annotated[float, typer.Option("-t", help="0 always takes the likeliest token.")]
 TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens that make up this share.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same conversation.")]
-Context = Annotated[int, typer.Option(help="Tokens the conversation may have in all.")]
+Context = Annotated[
+    int | None,
+    typer.Option(help=f"Tokens the conversation may have in all; else {CONTEXT}, or what the model has."),
+]
 Stats = Annotated[bool, typer.Option("--stats", help="Say after each answer how fast it was.")]
 NoHistory = Annotated[bool, typer.Option("--no-history", help="Remember nothing that is typed.")]
 Quiet = Annotated[bool, typer.Option("-q", help="No progress, no greeting.")]
@@ -48,7 +52,7 @@ def chat(
     temperature: Temperature = 0.7,
     top_p: TopP = 0.95,
     seed: Seed = None,
-    context: Context = 4096,
+    context: Context = None,
     device: Device = None,
     dtype: Dtype = None,
     stats: Stats = False,
@@ -56,7 +60,8 @@ def chat(
     quiet: Quiet = False,
 ) -> None:
     """Talk with a model; what was said stays in its cache, so each turn costs only itself."""
-    if max_new_tokens < 1 or context < 1 or not temperature >= 0:
+    length = CONTEXT if context is None else context
+    if max_new_tokens < 1 or length < 1 or not temperature >= 0:
         raise InputError("--max-new-tokens and --context must be at least 1, the temperature at least 0.")
     wishes = Settings(temperature=temperature, top_k=0, top_p=top_p, token_repetition_penalty=1.0)
     wishes.check()
@@ -64,10 +69,10 @@ def chat(
     _choose(session, template)
     if system is None and session.format is not None:
         system = session.format.default_system
-    session.load(1, context - 1)
+    session.load(1, length - 1)
     history = None if no_history else settings.cache_folder() / "chat-history.jsonl"
     talk = Talk(wishes, max_new_tokens, seed, system)
-    Chat(session, talk, Lines(history), stats=stats, quiet=quiet).run()
+    Chat(session, talk, Lines(history), stats=stats, quiet=quiet).run(context)
 
 
 class Chat:
@@ -91,10 +96,12 @@ class Chat:
             "quit": (self._quit, "leaves, as does the end of input"),
         }
 
-    def run(self) -> None:
-        """Until the user leaves."""
+    def run(self, wished: int | None = None) -> None:
+        """Until the user leaves; `wished` is the context that was asked for, if one was."""
         if not self.quiet:
             self._tell(GREETING)
+        if (wished or 0) > self.session.room:
+            self._tell(f"(--context {wished} is more than this model has: {self.session.room} tokens.)")
         with self.interrupts.caught():
             while not self.leaving and (text := self._heard()) is not None:
                 try:

@@ -26,6 +26,8 @@ class Session:
         self.generator: Generator | None = None
         self.template: str | None = None
         """A chat template or format by name, instead of the model's own."""
+        self.room = config.max_seq_len
+        """Tokens that a prompt and its answer may have together; `load` makes it what was asked for."""
         self.figures = ""
 
     @classmethod
@@ -61,12 +63,6 @@ class Session:
         return None if self.template is None else self.tokenizer.chat_templates.choose(self.template).format
 
     @property
-    def room(self) -> int:
-        """Tokens that a prompt and its answer may have together."""
-        assert self.generator is not None
-        return min(self.config.max_seq_len, self.generator.max_total_tokens)
-
-    @property
     def stops(self) -> list[int | str]:
         """What ends an answer: the model's own ends, and those of the chat format."""
         ends: list[int | str] = list(self.tokenizer.eos_token_ids)
@@ -86,8 +82,9 @@ class Session:
             )
         model = Model(self.config)
         model.load(progress=not self.quiet)
-        budget = -(-min(length, prompt + new) // PAGE) * PAGE
-        self.generator = Generator(model, Cache(model, max_seq_len=budget), self.tokenizer)
+        self.room = min(length, prompt + new)
+        pages = -(-self.room // PAGE)
+        self.generator = Generator(model, Cache(model, max_seq_len=pages * PAGE), self.tokenizer)
 
     def answer(
         self, ids: torch.Tensor, limit: int, *, temperature: float, top_p: float, seed: int | None

@@ -1,0 +1,34 @@
+"""How long a conversation on the terminal may be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from exlm.cli.__main__ import app
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.chatty(tmp_path_factory.mktemp("chatty"))
+
+
+def told(folder: Path, context: int, *lines: str) -> str:
+    """What is said beside the answers."""
+    command = ["chat", str(folder), "-q", "-t", "0", "-n", "4", "--context", str(context)]
+    done = CliRunner(env={"COLUMNS": "160"}).invoke(app, command, input="".join(f"{x}\n" for x in lines))
+    assert done.exit_code == 0, done.output
+    return done.stderr
+
+
+def test_the_context_is_what_was_asked_for_and_not_whole_pages(folder: Path) -> None:
+    assert "and the context has 100: say less" in told(folder, 100, "x" * 150)
+    assert told(folder, 100, "x" * 50) == ""
+
+
+def test_a_context_that_the_model_does_not_have_is_said_so(folder: Path) -> None:
+    assert "--context 600 is more than this model has: 512 tokens" in told(folder, 600)
+    assert told(folder, 512) == ""
