@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from exlm.errors import ChatTemplateError, TokenizerError, TokenizerNotFound
+from exlm.errors import ChatTemplateError, InputError, TokenizerError, TokenizerNotFound
 from exlm.text.json_backend import JsonBackend
 from exlm.text.spm_backend import SpmBackend
 from exlm.tokenizer import Tokenizer
@@ -53,6 +53,22 @@ def test_encodes_as_the_reference_does(tiny: Tokenizer, fixtures_dir: Path) -> N
         begun = tiny.encode(case["text"], encode_special_tokens=True, add_bos=True)
         assert begun[0].tolist() == case["ids_bos"]
         assert tiny.decode(tiny.encode(case["text"])) == [case["text"]]
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(
+    ours: Tokenizer, tiny: Tokenizer, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=r"another vocabulary, of 2,048 tokens; the model's has \d+, and"):
+        ours.check_draft(tiny.config)
+    with pytest.raises(InputError, match=r"another vocabulary, of \d+ tokens; the model's has 2,048"):
+        tiny.check_draft(ours.config)
+    ours.check_draft(ours.config)
+    more = json.loads(byte_level_json())
+    more["added_tokens"].append({**more["added_tokens"][-1], "id": 600, "content": "<|more|>"})
+    larger = write_folder(tmp_path / "larger", tokenizer=json.dumps(more))
+    ours.check_draft(config(larger, vocab_size=700))
+    (tmp_path / "none").mkdir()
+    ours.check_draft(config(tmp_path / "none", vocab_size=640))  # says nothing of its tokens
 
 
 def test_knows_its_special_tokens(ours: Tokenizer) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Literal, overload
 
 import torch
 
-from .errors import TokenizerError
+from .errors import InputError, TokenizerError
 from .text import ChatTemplates, Codec, Detokenizer, Limits, ModelIds, Renderer, render_chat
 from .text import Trie as _Trie
 from .text.backend import Backend
@@ -48,6 +48,7 @@ class Tokenizer:
     char_trie_ci: _Trie | None = None
 
     CACHED_STRINGS = 100
+    ALIKE = 0.9  # of the ids that two vocabularies share, so many mean the same where they are one
 
     def __init__(
         self,
@@ -272,6 +273,25 @@ class Tokenizer:
         """The lower-cased pieces, letter by letter."""
         self.char_trie_ci = self.codec.vocab.trie(ignore_case=True)
         return self.char_trie_ci
+
+    def check_draft(self, config: TokenizerConfig) -> None:
+        """Refuse a draft model to which ids mean other texts: hardly a guess of it would be right.
+
+        One may go on behind the other, to twice its size. A folder without a tokenizer is believed.
+        """
+        try:
+            theirs = Tokenizer(config).get_id_to_piece_list()
+        except TokenizerError:
+            return
+        ours = self.get_id_to_piece_list()
+        both = list(zip(ours, theirs, strict=False))
+        alike = sum(one == other for one, other in both)
+        if alike < self.ALIKE * len(both) or 2 * len(both) < max(len(ours), len(theirs)):
+            raise InputError(
+                f"The draft model {config.model_dir} has another vocabulary, of {len(theirs):,} tokens; the "
+                f"model's has {len(ours):,}, and {alike:,} are the same in both. Its guesses "
+                "would be of no use: take a smaller model of the same family, or ngram."
+            )
 
     def build_tables(self) -> None:
         """Build every lookup table now."""

@@ -346,6 +346,11 @@ def test_a_draft_made_for_less_is_stretched(tmp_path: Path) -> None:
         assert llm.generate("a" * 500, max_new_tokens=20, settings=GREEDY, add_bos=False).new_tokens <= 20
 
 
+def test_a_draft_of_another_vocabulary_is_refused(tmp_path: Path, fixtures_dir: Path) -> None:
+    with pytest.raises(InputError, match="another vocabulary, of 259 tokens; the model's has 2,048"):
+        LLM(fixtures_dir / "tiny-lm", draft=tiny.chatty(tmp_path / "other"))
+
+
 def test_closing_lets_go_of_everything(tmp_path: Path) -> None:
     llm = LLM(tiny.chatty(tmp_path / "m"))
     stream = llm.stream("a", max_new_tokens=50)

@@ -210,3 +210,10 @@ def test_a_listing_is_loaded_as_it_says(chatty: Path) -> None:
     loaded.unload()
     with pytest.raises(InputError, match="cache type"):
         load(Listing("tiny", str(chatty), cache_type="q3"))
+
+
+def test_a_draft_model_that_could_not_guess_is_refused_before_anything_is_loaded(
+    chatty: Path, fixtures_dir: Path
+) -> None:
+    with pytest.raises(InputError, match="has another vocabulary, of 2,048 tokens; the model's has 259"):
+        load(Listing("tiny", str(chatty), draft=str(fixtures_dir / "tiny-lm")))

@@ -81,6 +81,7 @@ class LLM:
         if draft is not None and draft != "ngram":
             # A guess beyond the length a small model was made for costs a little time and nothing else.
             small = _configured(draft, self.config.max_seq_len, device, dtype, progress)
+            self.tokenizer.check_draft(small)
             parts = _loaded(small, CACHES[cache_type], tokens, progress)
             guesser = dict(zip(("draft_model", "draft_cache"), parts, strict=True))
         loaded, cache = _loaded(self.config, CACHES[cache_type], tokens, progress)

@@ -81,6 +81,7 @@ def load(listing: Listing, progress: bool = False) -> Loaded:
         options["use_ngram_draft"] = True
     elif listing.draft is not None:
         small = _configured(listing, listing.draft, config.max_seq_len, progress)
+        tokenizer.check_draft(small)
         options["draft_model"], options["draft_cache"] = _parts(small, listing, tokens, progress)
     model, cache = _parts(config, listing, tokens, progress)
     loras = {name: Lora.from_directory(model, folder) for name, folder in listing.loras.items()}
