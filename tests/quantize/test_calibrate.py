@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -87,6 +88,18 @@ def test_rows_are_whole_and_begin_with_a_bos(folder: Path) -> None:
     assert int(rows[0, 0]) == 1
     with pytest.raises(InputError, match="has 6:"):
         calibrate.rows_of(["short"], tokenizer, 4, 600)
+
+
+def test_few_rows_of_many_short_texts_are_enough_text(folder: Path) -> None:
+    read = []
+
+    def texts() -> Iterator[str]:
+        for i in range(100):
+            read.append(i)
+            yield "x" * 99
+
+    assert calibrate.rows_of(texts(), Tokenizer(Config(folder)), 1, 512).shape == (1, 512)
+    assert len(read) == 21  # as many as make 2,048 tokens
 
 
 def test_what_the_model_writes_is_repeatable_and_goes_on_from_its_start(folder: Path) -> None:

@@ -96,9 +96,19 @@ def test_a_picture_is_drawn_where_matplotlib_is(folder: Path, tmp_path: Path) ->
     assert "](quality.png)" in (tmp_path / "quality.md").read_text()
 
 
+def test_text_that_is_not_there_or_too_little_is_said_of_this_text(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("Short.")
+    (tmp_path / "x.pdf").write_text("Long." * 1000)
+    found = {"none.txt": "no such file", "x.pdf": "files that end in", "x.txt": "2,048 tokens of text are"}
+    for name, words in found.items():
+        with pytest.raises(InputError, match=words) as told:
+            evaluate_model(folder, text=tmp_path / name)
+        assert "calibrat" not in str(told.value).lower()
+
+
 def test_models_that_cannot_be_compared_are_refused(folder: Path, tmp_path: Path) -> None:
     other = tiny.make(tmp_path / "other", num_hidden_layers=1)
-    with pytest.raises(InputError, match="cannot be compared"):
+    with pytest.raises(InputError, match=r"2 layers and .*other has 1 and .*: they cannot be compared"):
         evaluate_model(folder, other, ids=torch.zeros(1, 8, dtype=torch.long))
     with pytest.raises(InputError, match="at least two"):
         evaluate_model(folder, ids=torch.zeros(1, 1, dtype=torch.long))

@@ -60,10 +60,10 @@ def builtin(held_out: bool = False) -> list[str]:
 def documents(path: Path) -> Iterator[str]:
     """The documents of a .txt, .jsonl or .parquet file."""
     if not path.is_file():
-        raise InputError(f"{path}: no such file to calibrate with.")
+        raise InputError(f"{path}: there is no such file of text.")
     readers = {".txt": _text, ".md": _text, ".jsonl": _json_lines, ".json": _json_lines, ".parquet": _parquet}
     if path.suffix.lower() not in readers:
-        raise InputError(f"{path}: calibration text comes as {', '.join(readers)}.")
+        raise InputError(f"{path}: text comes in files that end in {', '.join(readers)}.")
     try:
         yield from readers[path.suffix.lower()](path)
     except UnicodeDecodeError as error:
@@ -78,16 +78,16 @@ def rows_of(texts: Iterator[str] | list[str], tokenizer: Tokenizer, rows: int, l
     `InputError` if there is too little text.
     """
     ids: list[Tensor] = []
-    have = 0
+    have, least = 0, max(LEAST, length)
     for text in texts:
         ids.append(tokenizer.encode(text, add_bos=tokenizer.bos_token_id is not None)[0])
         have += len(ids[-1])
-        if have >= rows * length:
+        if have >= max(rows * length, least):
             break
-    if have < max(LEAST, length):
+    if have < least:
         raise InputError(
-            f"Calibration needs at least {max(LEAST, length):,} tokens, and the text has {have:,}: give more "
-            "text, or use the built-in one."
+            f"At least {least:,} tokens of text are needed, and this has {have:,}: give more of it, or use "
+            "the built-in text."
         )
     count = min(rows, have // length)
     return torch.cat(ids)[: count * length].view(count, length)

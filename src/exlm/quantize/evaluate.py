@@ -124,11 +124,8 @@ def evaluate_model(
         raise InputError(f"ids must be rows of at least two tokens, found shape {tuple(ids.shape)}.")
     lines = [row[None].to(place) for row in ids]
     sides = [_Side(path, ids.shape[1], place) for path in (model, against) if path is not None]
-    depths = {len(side.frozen.spec.layers) for side in sides}
-    if len(depths) > 1 or len({side.frozen.spec.vocab for side in sides}) > 1:
-        raise InputError("The two models differ in layers or vocabulary: they cannot be compared.")
+    depth = _comparable(sides)
     errors = []
-    depth = depths.pop()
     for side in sides:
         side.begin(lines)
     for i in range(depth):
@@ -206,6 +203,18 @@ def stored_bits(path: Path) -> tuple[float, tuple[float, ...]]:
         used[layer] += 8 * source.describe(m.role)[1]
         have[layer] += m.in_features * m.out_features
     return sum(used) / sum(have), tuple(u / h for u, h in zip(used, have, strict=True))
+
+
+def _comparable(sides: list[_Side]) -> int:
+    """How many layers the models have, which must be as many."""
+    sizes = [(len(side.frozen.spec.layers), side.frozen.spec.vocab) for side in sides]
+    if len(set(sizes)) > 1:
+        (layers, vocab), (other_layers, other_vocab) = sizes
+        raise InputError(
+            f"{sides[0].frozen.path} has {layers} layers and {vocab:,} tokens, {sides[1].frozen.path} has "
+            f"{other_layers} and {other_vocab:,}: they cannot be compared."
+        )
+    return sizes[0][0]
 
 
 def held_out(model: str | Path) -> Tensor:
