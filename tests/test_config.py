@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from exlm import Config, ConfigError, InputError, ModelNotFound
 from tests import tiny
@@ -100,6 +101,21 @@ def test_absurd_options_are_refused(tmp_path: Path, name: str, value: object) ->
     setattr(config, name, value)
     with pytest.raises(InputError, match=f"config.{name} must be a whole number"):
         config.freeze()
+
+
+@pytest.mark.parametrize("name", ["scale_pos_emb", "scale_alpha_value", "yarn_rope_factor"])
+def test_what_is_no_number_is_refused(tmp_path: Path, name: str) -> None:
+    config = Config(folder(tmp_path))
+    setattr(config, name, "2")
+    with pytest.raises(InputError, match=f"config.{name} must be .*, found '2'"):
+        config.freeze()
+
+
+def test_torch_names_devices_and_precisions_too(tmp_path: Path) -> None:
+    config: Any = Config(folder(tmp_path))
+    config.device, config.dtype = torch.device("cuda", 1), torch.float16
+    frozen = config.freeze()
+    assert (frozen.device, frozen.dtype) == ("cuda:1", "torch.float16")
 
 
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf")])

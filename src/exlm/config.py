@@ -157,8 +157,8 @@ class Config:
             max_input_len=self.max_input_len,
             max_output_len=self.max_output_len,
             max_attention_size=self.max_attention_size,
-            device=self.device,
-            dtype=self.dtype,
+            device=None if self.device is None else str(self.device),  # torch's own objects are names too
+            dtype=None if self.dtype is None else str(self.dtype),
             stored_dtype=None if packed else self.stored_dtype,  # packed weights are halves
             quantization=quantization,
         )

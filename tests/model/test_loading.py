@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -104,6 +105,11 @@ def test_devices_and_precisions_are_checked(tmp_path: Path) -> None:
     config.device, config.dtype = "cpu", "float8"
     with pytest.raises(InputError, match=r"config\.dtype must be one of"):
         Model(config).load()
+    torchs: Any = config
+    torchs.device, torchs.dtype = torch.device("cpu"), torch.bfloat16
+    model = Model(config)
+    model.load()
+    assert model.cache_dtype is torch.bfloat16
 
 
 def test_explain_names_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,13 +61,14 @@ def override(model: spec.Model, wishes: Overrides) -> spec.Model:
 
 
 def _rotation(rope: spec.Rope, model: spec.Model, wishes: Overrides) -> spec.Rope:
-    for name, value in (("scale_pos_emb", wishes.scale_pos_emb), ("scale_alpha_value", wishes.scale_alpha)):
-        if not 0 < value < 1e6:
+    theta = rope.theta if wishes.rope_theta is None else wishes.rope_theta
+    for name, value, most in (
+        ("scale_pos_emb", wishes.scale_pos_emb, 1e6),
+        ("scale_alpha_value", wishes.scale_alpha, 1e6),
+        ("rotary_embedding_base", theta, math.inf),
+    ):
+        if not isinstance(value, int | float) or not 0 < value < most:
             raise InputError(f"config.{name} must be a number above 0, found {value!r}.")
-    if wishes.rope_theta is not None and not 0 < wishes.rope_theta < math.inf:
-        raise InputError(
-            f"config.rotary_embedding_base must be a number above 0, found {wishes.rope_theta!r}."
-        )
     scaling = rope.scaling
     if isinstance(scaling, spec.Linear):
         scaling = None  # its factor is what scale_pos_emb starts from
@@ -75,7 +76,7 @@ def _rotation(rope: spec.Rope, model: spec.Model, wishes: Overrides) -> spec.Rop
         scaling = _yarn(scaling, model, wishes)
     return replace(
         rope,
-        theta=rope.theta if wishes.rope_theta is None else wishes.rope_theta,
+        theta=theta,
         scaling=scaling,
         alpha=wishes.scale_alpha,
         divisor=float(wishes.scale_pos_emb),
@@ -84,7 +85,7 @@ def _rotation(rope: spec.Rope, model: spec.Model, wishes: Overrides) -> spec.Rop
 
 def _yarn(current: spec.Scaling | None, model: spec.Model, wishes: Overrides) -> spec.Yarn:
     factor = wishes.yarn_factor
-    if factor is None or not factor >= 1:
+    if not isinstance(factor, int | float) or not factor >= 1:
         raise InputError(f"config.yarn_rope_factor must be at least 1, found {factor!r}.")
     known = current.original if isinstance(current, spec.Yarn) else model.max_positions
     return spec.Yarn.of(float(factor), wishes.yarn_original or known)
