@@ -373,7 +373,7 @@ def test_wrong_wishes_are_refused(tmp_path: Path) -> None:
     folder = tiny.chatty(tmp_path / "m")
     with pytest.raises(InputError, match="fp16, q8, q6, q4, fp8"):
         LLM(folder, cache_type="q5")  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="max_seq_len of at least 1"):
+    with pytest.raises(InputError, match="cache_tokens must be a whole number of at least 1"):
         LLM(folder, cache_tokens=0)
     with LLM(folder) as llm:
         with pytest.raises(InputError, match="A prompt is a string"):

@@ -192,7 +192,7 @@ class Generator:
             "gen_settings": [gen_settings] * count if alone else _each(gen_settings, count, "gen_settings"),
             "filters": [filters] if single else _each(filters, count, "filters"),
             "embeddings": self._embeddings(prompts, embeddings, single),
-            "seed": [None if seed is None else seed + i for i in range(count)],
+            "seed": [seed + i if isinstance(seed, Integral) else seed for i in range(count)],
         }
         jobs = []
         for one, *own in zip(prompts, *each.values(), strict=True):

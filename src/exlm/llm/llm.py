@@ -8,6 +8,7 @@ another generator, and what it does not offer is a `Job` away.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Self, TypeAlias, overload
@@ -39,9 +40,14 @@ CACHES: Mapping[str, type[CacheBase]] = MappingProxyType(
 
 Prompt: TypeAlias = str | tuple[str, str]
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
-Stops: TypeAlias = str | int | Iterable[str | int]
+Stops: TypeAlias = str | int | Iterable[str | int] | None
 
 NONE: Mapping[str, Any] = MappingProxyType({})
+
+OWN: Mapping[str, str] = MappingProxyType(
+    {"gen_settings": "settings", "stop_conditions": "stop", "input_ids": "the prompt"}
+)
+"""Arguments of a `Job` that go by another name here."""
 
 
 class LLM:
@@ -76,6 +82,8 @@ class LLM:
         self.config = _configured(model, max_seq_len, device, dtype, progress)
         self.tokenizer = Tokenizer(self.config)
         room = self.config.max_seq_len if cache_tokens is None else cache_tokens
+        if isinstance(room, bool) or not isinstance(room, int) or room < 1:
+            raise InputError(f"cache_tokens must be a whole number of at least 1, found {room!r}.")
         tokens = -(-room // PAGE) * PAGE
         guesser: dict[str, Any] = {"use_ngram_draft": draft == "ngram"}
         if draft is not None and draft != "ngram":
@@ -184,6 +192,8 @@ class LLM:
         `embeddings` are lists, or for a list of prompts lists of lists.
         """
         single = isinstance(prompts, str | tuple)
+        if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | Mapping):
+            raise InputError(f"Give a prompt or a list of them; found {type(prompts).__name__}.")
         texts: list[Any] = [prompts] if single else list(prompts)
         wishes = _each("settings", settings, len(texts))
         own = {name: job_arguments.pop(name, None) for name in ("filters", "embeddings")}
@@ -195,8 +205,8 @@ class LLM:
                 max_new_tokens,
                 wishes[i],
                 stop,
-                None if seed is None else seed + i,
-                [*(each["filters"][i] or ()), *shared],
+                seed + i if isinstance(seed, Integral) else seed,
+                _joined(each["filters"][i], shared),
                 {**job_arguments, "embeddings": each["embeddings"][i]},
             )
             for i, text in enumerate(texts)
@@ -224,7 +234,7 @@ class LLM:
         said before is found in the cache, so a turn costs only itself. `template` holds variables for the
         chat template, such as `tools` or `enable_thinking`; the rest is as in `generate`.
         """
-        filters = [*(job_arguments.pop("filters", None) or ()), *self._filters(json_schema, regex, grammar)]
+        filters = _joined(job_arguments.pop("filters", None), self._filters(json_schema, regex, grammar))
         ids = self._said(messages, template, job_arguments.get("embeddings"))
         job = self._job(ids, max_new_tokens, settings, stop, seed, filters, job_arguments)
         return self._open().finish([job])[0]
@@ -247,9 +257,9 @@ class LLM:
     ) -> Stream:
         """The answer piece by piece, as it is made: a str is continued, a list of messages is answered.
 
-        Wrong arguments are refused here; nothing runs before the first piece is asked for.
+        Nothing runs before the first piece is asked for; what does not fit the model is refused then.
         """
-        filters = [*(job_arguments.pop("filters", None) or ()), *self._filters(json_schema, regex, grammar)]
+        filters = _joined(job_arguments.pop("filters", None), self._filters(json_schema, regex, grammar))
         if isinstance(prompt, str | tuple):
             ids = self._encode(prompt, add_bos, encode_special_tokens, job_arguments.get("embeddings"))
         else:
@@ -282,6 +292,11 @@ class LLM:
         self, messages: str | Messages, template: Mapping[str, Any], embeddings: Sequence[Any] | None
     ) -> list[Tensor]:
         """The ids of a conversation."""
+        if not isinstance(template, Mapping):
+            raise InputError(
+                f"template holds variables for the chat template, as in {{'tools': []}}; found {template!r}. "
+                "Another template is one of them: {'chat_template': 'chatml'}."
+            )
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         text = self.tokenizer.apply_chat_template(messages, **template)
@@ -311,12 +326,14 @@ class LLM:
         filters: list[Any],
         job_arguments: Mapping[str, Any],
     ) -> Job:
+        if twice := [name for name in OWN if name in job_arguments]:
+            raise InputError(f"{twice[0]} is given as {OWN[twice[0]]} here.")
         if max_new_tokens is None:
             length = min(self.generator.max_seq_len, self.generator.max_total_tokens // len(ids))
             # Where nothing is left the generator refuses the job, and says how long the prompt is.
             max_new_tokens = max(1, min(ANSWER, length - max(half.shape[1] for half in ids)))
         ends = [number for number in self.tokenizer.eos_token_ids if number < self.config.vocab_size]
-        more = [stop] if isinstance(stop, str | int) else stop
+        more = [stop] if isinstance(stop, str | int) else () if stop is None else stop
         return Job(
             ids,
             max_new_tokens,
@@ -341,6 +358,7 @@ def _configured(
         config.max_seq_len = max_seq_len
     elif config is not model:
         config.max_seq_len = min(config.max_seq_len, LONGEST)
+    config.freeze()  # refuses what cannot be, before anything is made of it
     return config
 
 
@@ -355,6 +373,17 @@ def _each(name: str, values: Any, count: int) -> list[Any]:
     """One value for each prompt; settings, and nothing at all, are for all of them."""
     if values is None or isinstance(values, Settings):
         return [values] * count
-    if not isinstance(values, Sequence) or len(values) != count:
-        raise InputError(f"{name} must be a list with one entry for each of {count} prompts.")
+    if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != count:
+        one = "Settings, or " if name == "settings" else ""
+        found = len(values) if isinstance(values, list | tuple) else type(values).__name__
+        raise InputError(
+            f"{name} must be {one}a list with one entry for each of {count} prompts, found {found}."
+        )
     return list(values)
+
+
+def _joined(own: Any, shared: list[Filter]) -> list[Any]:
+    """The filters that were given, and those that were made."""
+    if own is not None and not isinstance(own, list | tuple):
+        raise InputError(f"filters must be a list, found {type(own).__name__}: write [filter].")
+    return [*(own or ()), *shared]

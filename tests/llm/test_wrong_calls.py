@@ -1,0 +1,79 @@
+"""What cannot be meant is told in the words of `LLM`, and nothing stays behind of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from exlm import LLM, InputError, RegexFilter, Settings
+from tests import tiny
+
+GREEDY = Settings.greedy()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.chatty(tmp_path_factory.mktemp("chatty"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with LLM(folder) as loaded:
+        yield loaded
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"stop_conditions": ["x"]}, "stop_conditions is given as stop here"),
+        ({"gen_settings": GREEDY}, "gen_settings is given as settings here"),
+        ({"input_ids": 1}, "input_ids is given as the prompt here"),
+        ({"seed": "one"}, "seed must be an integer or None, found 'one'"),
+        ({"filters": "x"}, r"filters must be a list, found str: write \[filter\]"),
+    ],
+)
+def test_arguments(llm: LLM, wrong: dict[str, Any], message: str) -> None:
+    for ask in (llm.generate, llm.chat, lambda *a, **b: list(llm.stream(*a, **b))):
+        with pytest.raises(InputError, match=message):
+            ask("Hi", max_new_tokens=2, **wrong)
+    assert llm.generator.num_remaining_jobs() == 0
+
+
+def test_a_filter_must_be_in_a_list_for_each_of_several_prompts(llm: LLM) -> None:
+    with pytest.raises(InputError, match=r"found RegexFilter: write \[filter\]"):
+        llm.generate(["a", "b"], filters=[RegexFilter(llm.tokenizer, "a+")] * 2, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("prompts", [None, 5, b"Hi", {"role": "user", "content": "Hi"}])
+def test_prompts(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(InputError, match=f"a list of them; found {type(prompts).__name__}"):
+        llm.generate(prompts, max_new_tokens=2)
+
+
+def test_settings(llm: LLM) -> None:
+    wrong: Any = {"temperature": 0.5}
+    with pytest.raises(InputError, match=r"settings must be Settings, or a list .*, found dict"):
+        llm.generate("Hi", settings=wrong, max_new_tokens=2)
+    with pytest.raises(InputError, match="for each of 2 prompts, found 1"):
+        llm.generate(["Hi", "Ho"], settings=[GREEDY], max_new_tokens=2)
+
+
+def test_a_template_by_name(llm: LLM) -> None:
+    name: Any = "chatml"
+    with pytest.raises(InputError, match=r"\{'chat_template': 'chatml'\}"):
+        llm.chat("Hi", template=name, max_new_tokens=2)
+
+
+def test_no_stop_is_none(llm: LLM) -> None:
+    plain = llm.generate("Hi", settings=GREEDY, max_new_tokens=4)
+    assert llm.generate("Hi", settings=GREEDY, stop=None, max_new_tokens=4).token_ids == plain.token_ids
+
+
+def test_sizes(folder: Path) -> None:
+    with pytest.raises(InputError, match="cache_tokens must be a whole number of at least 1, found 0"):
+        LLM(folder, cache_tokens=0)
+    with pytest.raises(InputError, match="max_seq_len must be a whole number of at least 1, found -5"):
+        LLM(folder, max_seq_len=-5)
