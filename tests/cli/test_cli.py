@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from exlm import LLM, Config, InputError, Model, ModelNotFound, Tokenizer, Unsupported
@@ -87,6 +88,15 @@ def test_the_same_seed_gives_the_same_text(folder: Path) -> None:
     texts = [run("generate", str(folder), "Hi", "-n", "20", "-t", "1.5", "--seed", s, "-q") for s in "001"]
     assert texts[0] == texts[1]
     assert texts[0] != texts[2]
+
+
+def test_every_option_has_a_name_in_full(folder: Path) -> None:
+    short = run("generate", str(folder), "Hi", "-n", "9", "-t", "1.5", "-q")
+    assert run("generate", str(folder), "Hi", "-n", "9", "--temperature", "1.5", "--quiet") == short
+    for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]
+        for one in command.params:
+            said = one.param_type_name == "argument" or any(word[:2] == "--" for word in one.opts)
+            assert said, (name, one.name)
 
 
 def test_progress_and_figures_unless_quiet(folder: Path) -> None:

@@ -30,7 +30,7 @@ Output = Annotated[
     str, typer.Argument(metavar="OUT.jsonl", help="The answers, in the same order. It appears at the end.")
 ]
 Model = Annotated[str | None, typer.Option(help=MODEL_HELP)]
-Quiet = Annotated[bool, typer.Option("-q", help="No progress, no figures.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No progress, no figures.")]
 
 
 @hosts

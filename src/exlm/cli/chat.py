@@ -16,7 +16,7 @@ from exlm import ExlmError, InputError, Settings, settings
 from .hosting import MODEL_HELP, Device, Dtype
 from .knobs import check_name
 from .lines import Interrupts, Lines
-from .session import Session
+from .session import Session, Temperature, TopP
 from .talk import Talk
 
 GREETING = "/help lists the commands. Ctrl-C stops an answer; twice at the prompt, it leaves."
@@ -32,8 +32,6 @@ Template = Annotated[
     typer.Option(help="A chat template of the model, or a format (llama3, chatml, …), by name."),
 ]
 MaxNewTokens = Annotated[int, typer.Option("-n", "--max-new-tokens", help="Longest answer in tokens.")]
-Temperature = Annotated[float, typer.Option("-t", help="0 always takes the likeliest token.")]
-TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens that make up this share.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same conversation.")]
 Context = Annotated[
     int | None,
@@ -41,7 +39,7 @@ Context = Annotated[
 ]
 Stats = Annotated[bool, typer.Option("--stats", help="Say after each answer how fast it was.")]
 NoHistory = Annotated[bool, typer.Option("--no-history", help="Remember nothing that is typed.")]
-Quiet = Annotated[bool, typer.Option("-q", help="No progress, no greeting.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No progress, no greeting.")]
 
 
 def chat(
@@ -210,7 +208,8 @@ class Chat:
 
     def _load(self, text: str) -> None:
         self.talk = self.talk.loaded(_path("/load", text), self.session.tokenizer)
-        self._tell(f"({len(self.talk.turns)} turns)")
+        count = len(self.talk.turns)
+        self._tell(f"({count} turn{'' if count == 1 else 's'})")
 
     def _quit(self, _: str) -> None:
         self.leaving = True

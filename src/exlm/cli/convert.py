@@ -25,7 +25,7 @@ def convert(
     ] = "safetensors",
     shard_size: Annotated[int, typer.Option(min=1, help="Largest weight file, in MiB.")] = 2048,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model that is there.")] = False,
-    quiet: Annotated[bool, typer.Option("-q", help="No progress, no figures.")] = False,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress, no figures.")] = False,
 ) -> None:
     """Rewrite a model in another form or container; refused where a single number would change."""
     path = find_model(source, progress=not quiet)

@@ -26,7 +26,7 @@ def eval_(
     speed: Annotated[bool, typer.Option(help="Time it too.")] = True,
     report: Annotated[Path | None, typer.Option(help="A folder for the report.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    quiet: Annotated[bool, typer.Option("-q", help="No progress.")] = False,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress.")] = False,
 ) -> None:
     """Perplexity; against another model also divergence, agreement and the error of every layer."""
     try:

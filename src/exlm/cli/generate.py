@@ -12,7 +12,10 @@ from rich.console import Console
 
 from exlm import InputError
 
-from .session import Session
+from .hosting import Device, Dtype
+from .session import Session, Temperature, TopP
+
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Only the text: no progress, no figures.")]
 
 
 def generate(
@@ -27,19 +30,17 @@ def generate(
     max_new_tokens: Annotated[
         int, typer.Option("-n", "--max-new-tokens", help="Stop after so many tokens.")
     ] = 256,
-    temperature: Annotated[float, typer.Option("-t", help="0 always takes the likeliest token.")] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(help="Sample from the likeliest tokens that make up this share.")
-    ] = 1.0,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt; use no chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="A system message for the chat template.")] = None,
     max_seq_len: Annotated[
         int | None, typer.Option(min=1, help="Longest sequence, instead of the model's.")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.")] = None,
-    quiet: Annotated[bool, typer.Option("-q", help="Only the text: no progress, no figures.")] = False,
+    device: Device = None,
+    dtype: Dtype = None,
+    quiet: Quiet = False,
 ) -> None:
     """Answer a prompt, or continue it, on the screen."""
     if max_new_tokens < 1 or not temperature >= 0:  # a temperature may be no number at all

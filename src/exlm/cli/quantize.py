@@ -47,7 +47,7 @@ def quantize(
         bool, typer.Option("--restart", help="Throw away an unfinished job instead of going on with it.")
     ] = False,
     report: Annotated[bool, typer.Option(help="Compare the result with its source.")] = True,
-    quiet: Annotated[bool, typer.Option("-q", help="No progress, no figures.")] = False,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress, no figures.")] = False,
 ) -> None:
     """Quantise a model; a run that was interrupted goes on where it stopped when it is started again."""
     path = find_model(source, progress=not quiet)

@@ -48,7 +48,7 @@ StallSeconds = Annotated[
     float, typer.Option(min=0, help="End with status 70 if the engine is silent for so long; 0 never.")
 ]
 Reports = Annotated[Path | None, typer.Option(help="A folder for reports of a stuck engine.")]
-Quiet = Annotated[bool, typer.Option("-q", help="No progress.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No progress.")]
 
 
 @hosts

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from rich.console import Console
 from rich.progress import Progress
 
@@ -14,6 +15,12 @@ from exlm import Cache, Config, Generator, InputError, Job, Model, Settings, Tok
 PAGE = 256
 LONG_PROMPT = 2048
 """Prompts of more tokens than this get a progress bar."""
+
+
+Temperature = Annotated[
+    float, typer.Option("-t", "--temperature", help="0 always takes the likeliest token.")
+]
+TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens that make up this share.")]
 
 
 class Session:
@@ -77,8 +84,8 @@ class Session:
         length = self.config.max_seq_len
         if prompt >= length:
             raise InputError(
-                f"The prompt has {prompt} tokens and the context {length}: shorten the prompt, or give "
-                "--max-seq-len."
+                f"The prompt has {prompt} tokens and the context {length}: shorten the prompt, or give a "
+                "larger --max-seq-len."
             )
         model = Model(self.config)
         model.load(progress=not self.quiet)
