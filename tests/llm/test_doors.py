@@ -212,3 +212,16 @@ def test_embeddings_go_where_their_alias_stands(llm: LLM) -> None:
     assert "".join(alone) == answers[1].text
     said = llm.chat(f"{one.text_alias}?", embeddings=[one], max_new_tokens=1)
     assert said.prompt_tokens == llm.chat("?", max_new_tokens=1).prompt_tokens + 5
+
+
+def test_a_job_of_ones_own_runs_along_and_its_results_are_kept(llm: LLM) -> None:
+    ids = llm.tokenizer.encode(PROMPT)
+    llm.generator.enqueue(Job(ids, COUNT, gen_settings=GREEDY, identifier="mine"))
+    llm.generate("Once upon a time", max_new_tokens=COUNT // 2, settings=GREEDY)
+    results: list[Any] = []
+    while more := llm.generator.iterate():
+        results += more
+    assert [one["stage"] for one in results[:1]] == ["started"]
+    assert "".join(one.get("text", "") for one in results) == results[-1]["full_completion"]
+    assert results[-1]["new_tokens"] == COUNT
+    assert llm.generator.num_remaining_jobs() == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -112,6 +112,13 @@ class Generator:
         """One round of the loop and its results; [] if there is nothing to do. For one thread at a time."""
         waiting, self._backlog = self._backlog, []
         return waiting + (self._loop.step() if self._loop.busy else [])
+
+    def results_of(self, jobs: Collection[Job]) -> list[Result]:
+        """One round, and what became of these jobs in it; what became of others is kept for `iterate`."""
+        found: list[Result] = []
+        for result in self._loop.step() if self._loop.busy else ():
+            (found if result["job"] in jobs else self._backlog).append(result)
+        return found
 
     def cancel(self, job: Job) -> None:
         """Drop a job, waiting or running; no result is given for it. Harmless for a finished one."""
@@ -226,18 +233,16 @@ class Generator:
 
         Other jobs run along; their results are kept for `iterate`.
         """
-        done: dict[int, StreamingResult] = {}
-        own = {id(job) for job in jobs}
+        done: dict[Job, StreamingResult] = {}
+        own = set(jobs)
         try:
             for job in jobs:
                 self._take(job)
             while len(done) < len(jobs):
                 error: Exception | None = None
-                for result in self._loop.step():
-                    if id(result["job"]) not in own:
-                        self._backlog.append(result)
-                    elif result["stage"] == "streaming" and result["eos"]:
-                        done[id(result["job"])] = result
+                for result in self.results_of(own):
+                    if result["stage"] == "streaming" and result["eos"]:
+                        done[result["job"]] = result
                         error = error or result.get("error")
                 if error is not None:
                     raise error
@@ -246,7 +251,7 @@ class Generator:
         finally:
             for job in jobs:
                 self._loop.cancel(job)
-        return [done[id(job)] for job in jobs]
+        return [done[job] for job in jobs]
 
     def _take(self, job: Job) -> int:
         """Queue a job; what the cache held is forgotten if somebody else has written to it since."""

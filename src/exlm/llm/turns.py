@@ -69,9 +69,9 @@ class Turns:
                     self.generator.cancel(job)
 
     def _round(self) -> None:
-        results = self.generator.iterate()
+        results = self.generator.results_of(self._inboxes)
         if not results and not self.generator.num_remaining_jobs():
             raise InputError("The request was dropped before its end: the generator's queue was cleared.")
         for result in results:
-            if result["stage"] == "streaming" and result["job"] in self._inboxes:
+            if result["stage"] == "streaming":
                 self._inboxes[result["job"]].append(result)
