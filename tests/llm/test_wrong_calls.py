@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,3 +78,37 @@ def test_sizes(folder: Path) -> None:
         LLM(folder, cache_tokens=0)
     with pytest.raises(InputError, match="max_seq_len must be a whole number of at least 1, found -5"):
         LLM(folder, max_seq_len=-5)
+
+
+def test_a_hook_that_asks_the_llm_it_runs_in_is_an_error_and_no_deadlock(llm: LLM) -> None:
+    asking = Settings(post_sampling_hooks=[lambda _: llm.generate("Ho", max_new_tokens=1)])
+    with pytest.raises(InputError, match="asks the LLM that waits for it"):
+        llm.generate("Hi", settings=asking, max_new_tokens=2)
+    assert llm.generate("Hi", settings=GREEDY, max_new_tokens=2).new_tokens <= 2
+
+
+def test_a_stream_that_is_collected_in_the_middle_of_a_round_is_dropped(llm: LLM) -> None:
+    def let_go() -> None:
+        stream: Any = llm.stream("Hi", max_new_tokens=200)
+        next(stream)
+        stream.itself = stream  # so that only the collector finds it
+
+    gc.disable()
+    try:
+        let_go()
+        assert llm.generator.num_remaining_jobs() == 1
+        collecting = Settings.greedy(post_sampling_hooks=[lambda _: gc.collect()])
+        llm.generate("Ho", settings=collecting, max_new_tokens=4)
+    finally:
+        gc.enable()
+    assert llm.generator.num_remaining_jobs() == 0
+
+
+def test_a_queue_that_is_cleared_meanwhile_ends_a_call(llm: LLM) -> None:
+    clearing = Settings(post_sampling_hooks=[lambda _: llm.generator.clear_queue()])
+    for ask in (
+        lambda: llm.generate("Hi", settings=clearing, max_new_tokens=3),
+        lambda: llm.generator.generate("Hi", gen_settings=clearing, max_new_tokens=3),
+    ):
+        with pytest.raises(InputError, match="dropped before its end"):
+            ask()

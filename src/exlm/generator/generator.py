@@ -248,6 +248,8 @@ class Generator:
                     raise error
                 if abort is not None and abort.is_set():
                     return None
+                if len(done) < len(jobs) and not self._loop.busy:
+                    raise InputError("The request was dropped before its end: the queue was cleared.")
         finally:
             for job in jobs:
                 self._loop.cancel(job)

@@ -12,13 +12,39 @@ from ..generator import Generator, Job, StreamingResult
 from .answers import Completion, completed, ids_of
 
 
+class Turn:
+    """Whose turn it is: one thread's at a time, and not the same one's twice, which would wait for itself."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._whose: int | None = None
+
+    @property
+    def mine(self) -> bool:
+        """Whether it is this thread's."""
+        return self._whose == threading.get_ident()
+
+    def __enter__(self) -> None:
+        if self.mine:
+            raise InputError(
+                "A hook or a filter asks the LLM that waits for it: make another LLM for that, or ask later."
+            )
+        self._lock.acquire()
+        self._whose = threading.get_ident()
+
+    def __exit__(self, *_: object) -> None:
+        self._whose = None
+        self._lock.release()
+
+
 class Turns:
     """Runs jobs to their ends; calls may be nested, and may come from several threads."""
 
     def __init__(self, generator: Generator) -> None:
         self.generator = generator
         self._inboxes: dict[Job, deque[StreamingResult]] = {}
-        self._turn = threading.Lock()
+        self._left: deque[Job] = deque()  # done with, or let go of: to be dropped between two rounds
+        self._turn = Turn()
 
     def finish(self, jobs: Sequence[Job]) -> list[Completion]:
         """Run these jobs in one batch; returns when all are done."""
@@ -63,12 +89,19 @@ class Turns:
                     left -= result["eos"]
                     yield result
         finally:
-            with self._turn:
-                for job in jobs:
-                    self._inboxes.pop(job, None)
-                    self.generator.cancel(job)
+            self._left.extend(jobs)
+            if not self._turn.mine:  # else a stream is collected in the midst of a round, which goes on
+                with self._turn:
+                    self._sweep()
+
+    def _sweep(self) -> None:
+        while self._left:
+            job = self._left.popleft()
+            self._inboxes.pop(job, None)
+            self.generator.cancel(job)
 
     def _round(self) -> None:
+        self._sweep()
         results = self.generator.results_of(self._inboxes)
         if not results and not self.generator.num_remaining_jobs():
             raise InputError("The request was dropped before its end: the generator's queue was cleared.")
