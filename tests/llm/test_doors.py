@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from exlm import LLM, AsyncGenerator, AsyncJob, Cache, Job, Lora, MMEmbedding, Settings, Tokenizer
+from exlm import LLM, AsyncGenerator, AsyncJob, Cache, InputError, Job, Lora, MMEmbedding, Settings, Tokenizer
 from exlm.legacy.base_generator import BaseGenerator
 from exlm.legacy.streaming_generator import StreamingGenerator
 from tests.docs.places import adapter
@@ -225,3 +225,24 @@ def test_a_job_of_ones_own_runs_along_and_its_results_are_kept(llm: LLM) -> None
     assert "".join(one.get("text", "") for one in results) == results[-1]["full_completion"]
     assert results[-1]["new_tokens"] == COUNT
     assert llm.generator.num_remaining_jobs() == 0
+
+
+def test_bare_vectors_stand_where_the_prompt_says(llm: LLM) -> None:
+    vectors = torch.randn(6, llm.config.hidden_size) * 0.3
+    named = MMEmbedding(llm.model, vectors)
+    options: dict[str, Any] = {"settings": GREEDY, "max_new_tokens": COUNT}
+
+    def said(place: str, one: Any) -> list[str]:
+        prompt = f"See {place} and"
+        texts = [
+            llm.generate(prompt, embeddings=[one], **options).text,
+            "".join(llm.stream(prompt, embeddings=[one], **options)),
+            llm.chat(prompt, embeddings=[one], **options).text,
+            llm.generate([prompt], embeddings=[[one]], **options)[0].text,
+        ]
+        assert texts[0] == texts[1] == texts[3]
+        return texts
+
+    assert said("{{EMBED_HERE}}", vectors) == said(named.text_alias, named)
+    with pytest.raises(InputError, match="embeddings must be MMEmbedding or vectors, found str"):
+        llm.generate("See", embeddings=["picture"], **options)

@@ -25,6 +25,7 @@ from ..model import Model
 from ..sampling import Settings
 from ..tokenizer import Tokenizer
 from .answers import Completion, Stream
+from .given import each, joined, placed
 from .turns import Turns
 
 LONGEST = 8192
@@ -195,19 +196,20 @@ class LLM:
         if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | Mapping):
             raise InputError(f"Give a prompt or a list of them; found {type(prompts).__name__}.")
         texts: list[Any] = [prompts] if single else list(prompts)
-        wishes = _each("settings", settings, len(texts))
+        wishes = each("settings", settings, len(texts))
         own = {name: job_arguments.pop(name, None) for name in ("filters", "embeddings")}
-        each = {name: [own[name]] if single else _each(name, own[name], len(texts)) for name in own}
+        lists = {name: [own[name]] if single else each(name, own[name], len(texts)) for name in own}
+        vectors = [placed(self.model, *pair) for pair in zip(texts, lists["embeddings"], strict=True)]
         shared = self._filters(json_schema, regex, grammar)
         jobs = [
             self._job(
-                self._encode(text, add_bos, encode_special_tokens, each["embeddings"][i]),
+                self._encode(text, add_bos, encode_special_tokens, vectors[i]),
                 max_new_tokens,
                 wishes[i],
                 stop,
                 seed + i if isinstance(seed, Integral) else seed,
-                _joined(each["filters"][i], shared),
-                {**job_arguments, "embeddings": each["embeddings"][i]},
+                joined(lists["filters"][i], shared),
+                {**job_arguments, "embeddings": vectors[i]},
             )
             for i, text in enumerate(texts)
         ]
@@ -234,8 +236,8 @@ class LLM:
         said before is found in the cache, so a turn costs only itself. `template` holds variables for the
         chat template, such as `tools` or `enable_thinking`; the rest is as in `generate`.
         """
-        filters = _joined(job_arguments.pop("filters", None), self._filters(json_schema, regex, grammar))
-        ids = self._said(messages, template, job_arguments.get("embeddings"))
+        filters = joined(job_arguments.pop("filters", None), self._filters(json_schema, regex, grammar))
+        ids = self._said(messages, template, job_arguments)
         job = self._job(ids, max_new_tokens, settings, stop, seed, filters, job_arguments)
         return self._open().finish([job])[0]
 
@@ -259,11 +261,13 @@ class LLM:
 
         Nothing runs before the first piece is asked for; what does not fit the model is refused then.
         """
-        filters = _joined(job_arguments.pop("filters", None), self._filters(json_schema, regex, grammar))
+        filters = joined(job_arguments.pop("filters", None), self._filters(json_schema, regex, grammar))
         if isinstance(prompt, str | tuple):
-            ids = self._encode(prompt, add_bos, encode_special_tokens, job_arguments.get("embeddings"))
+            vectors = placed(self.model, prompt, job_arguments.get("embeddings"))
+            job_arguments["embeddings"] = vectors
+            ids = self._encode(prompt, add_bos, encode_special_tokens, vectors)
         else:
-            ids = self._said(prompt, template, job_arguments.get("embeddings"))
+            ids = self._said(prompt, template, job_arguments)
         job = self._job(ids, max_new_tokens, settings, stop, seed, filters, job_arguments)
         return Stream(self._open().pieces(job))
 
@@ -289,9 +293,9 @@ class LLM:
         ]
 
     def _said(
-        self, messages: str | Messages, template: Mapping[str, Any], embeddings: Sequence[Any] | None
+        self, messages: str | Messages, template: Mapping[str, Any], job_arguments: dict[str, Any]
     ) -> list[Tensor]:
-        """The ids of a conversation."""
+        """The ids of a conversation; vectors among the job's arguments are put in their place."""
         if not isinstance(template, Mapping):
             raise InputError(
                 f"template holds variables for the chat template, as in {{'tools': []}}; found {template!r}. "
@@ -300,7 +304,8 @@ class LLM:
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         text = self.tokenizer.apply_chat_template(messages, **template)
-        return [self.tokenizer.encode(text, encode_special_tokens=True, embeddings=embeddings)]
+        vectors = job_arguments["embeddings"] = placed(self.model, text, job_arguments.get("embeddings"))
+        return [self.tokenizer.encode(text, encode_special_tokens=True, embeddings=vectors)]
 
     def _filters(self, json_schema: Any, regex: str | None, grammar: str | None) -> list[Filter]:
         """Compiled once for a call: every job works on a copy of its own.
@@ -367,23 +372,3 @@ def _loaded(config: Config, kind: type[CacheBase], tokens: int, progress: bool) 
     cache = kind(model, max_seq_len=tokens, lazy=True)
     model.load_autosplit(cache, progress=progress)
     return model, cache
-
-
-def _each(name: str, values: Any, count: int) -> list[Any]:
-    """One value for each prompt; settings, and nothing at all, are for all of them."""
-    if values is None or isinstance(values, Settings):
-        return [values] * count
-    if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != count:
-        one = "Settings, or " if name == "settings" else ""
-        found = len(values) if isinstance(values, list | tuple) else type(values).__name__
-        raise InputError(
-            f"{name} must be {one}a list with one entry for each of {count} prompts, found {found}."
-        )
-    return list(values)
-
-
-def _joined(own: Any, shared: list[Filter]) -> list[Any]:
-    """The filters that were given, and those that were made."""
-    if own is not None and not isinstance(own, list | tuple):
-        raise InputError(f"filters must be a list, found {type(own).__name__}: write [filter].")
-    return [*(own or ()), *shared]

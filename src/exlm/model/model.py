@@ -84,6 +84,8 @@ class Model(Loader):
     def injected(self, text: str, embeddings: Any) -> list[MMEmbedding]:
         """The embeddings a prompt may name. Bare vectors (n, hidden) stand where it says {{EMBED_HERE}}."""
         given = embeddings if isinstance(embeddings, list | tuple) else [embeddings]
+        if other := [one for one in given if not isinstance(one, Tensor) and not hasattr(one, "get_ids")]:
+            raise InputError(f"embeddings must be MMEmbedding or vectors, found {type(other[0]).__name__}.")
         bare = sum(isinstance(one, Tensor) for one in given)
         if bare and (bare > 1 or text.count(EMBED_HERE) != 1):
             raise InputError(

@@ -1,0 +1,39 @@
+"""What a call is given besides its prompts: one for all or one for each, a list or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import InputError
+from ..filters import Filter
+from ..model import Model
+from ..sampling import Settings
+
+
+def each(name: str, values: Any, count: int) -> list[Any]:
+    """One value for each prompt; settings, and nothing at all, are for all of them."""
+    if values is None or isinstance(values, Settings):
+        return [values] * count
+    if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != count:
+        one = "Settings, or " if name == "settings" else ""
+        found = len(values) if isinstance(values, list | tuple) else type(values).__name__
+        raise InputError(
+            f"{name} must be {one}a list with one entry for each of {count} prompts, found {found}."
+        )
+    return list(values)
+
+
+def joined(own: Any, shared: list[Filter]) -> list[Any]:
+    """The filters that were given, and those that were made."""
+    if own is not None and not isinstance(own, list | tuple):
+        raise InputError(f"filters must be a list, found {type(own).__name__}: write [filter].")
+    return [*(own or ()), *shared]
+
+
+def placed(model: Model, prompt: Any, embeddings: Any) -> list[Any] | None:
+    """What a prompt may name in place of tokens, bare vectors wrapped; None if there is nothing."""
+    if embeddings is None:
+        return None
+    text = prompt[0] if isinstance(prompt, tuple) and prompt else prompt
+    return list(model.injected(text, embeddings))
