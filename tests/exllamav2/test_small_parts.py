@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from typing import Any
 
@@ -54,12 +55,17 @@ def test_an_intervention_runs_around_a_module(before: Any, after: Any, expected:
         _ = exllamav2.Intervention.__new__(exllamav2.Intervention).name
 
 
+def test_the_old_converter_is_said_to_have_a_successor() -> None:
+    with pytest.raises(ImportError, match=r"`exlm quantize`, or with exlm\.quantize_model"):
+        importlib.import_module("exllamav2.conversion.convert_exl2")
+
+
 @pytest.mark.parametrize(
     ("made", "remedy"),
     [
         (exllamav2.ExLlamaV2VisionTower, "ExLlamaV2MMEmbedding"),
         (exllamav2.ExLlamaV2MultimodalProjector, "ExLlamaV2MMEmbedding"),
-        (ExLlamaV2WebSocketServer, "ExLlamaV2DynamicGeneratorAsync"),
+        (ExLlamaV2WebSocketServer, r"`exlm serve` .* ExLlamaV2DynamicGeneratorAsync"),
         (ExLlamaV2Attention, "model.forward"),
         (ExLlamaV2Attention.Params, "model.forward"),
         (ExLlamaV2Attention.PagedParams, "ExLlamaV2DynamicGenerator"),

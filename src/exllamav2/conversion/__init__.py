@@ -1,6 +1,6 @@
 """Refused: quantising is not a module to import."""
 
 raise ImportError(
-    "exllamav2.conversion does not exist in exlm: there is no converter to call. "
-    "Convert files with exlm.convert_model; load them with exlm.Model."
+    "exllamav2.conversion does not exist in exlm: make EXL2 models with `exlm quantize`, or with "
+    "exlm.quantize_model, where a measurement.json of the old converter works too; load them with exlm.Model."
 )

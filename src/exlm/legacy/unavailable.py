@@ -37,8 +37,8 @@ class WebSocketServer(_Unavailable):
     """Would serve the old JSON protocol over a web socket."""
 
     remedy = (
-        "This version has no web-socket server. Stream from ExLlamaV2DynamicGeneratorAsync in a server of "
-        "your own."
+        "This version has no web-socket server. `exlm serve` streams over HTTP, with the OpenAI API; or use "
+        "ExLlamaV2DynamicGeneratorAsync in a server of your own."
     )
 
 
