@@ -68,6 +68,15 @@ def test_a_template_by_name(llm: LLM) -> None:
         llm.chat("Hi", template=name, max_new_tokens=2)
 
 
+def test_tools_that_the_template_would_leave_out(llm: LLM) -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    with pytest.raises(InputError, match="has no place for tools: tell of them in a system message"):
+        llm.chat("Hi", template={"tools": tools}, max_new_tokens=2)
+    told = {"tools": tools, "chat_template": "{{ tools[0].function.name }}: {{ messages[0].content }}"}
+    assert llm.chat("Hi", template=told, max_new_tokens=2).prompt_tokens == len("add: Hi")
+    assert llm.chat("Hi", template={"tools": []}, max_new_tokens=2).new_tokens <= 2
+
+
 def test_no_stop_is_none(llm: LLM) -> None:
     plain = llm.generate("Hi", settings=GREEDY, max_new_tokens=4)
     assert llm.generate("Hi", settings=GREEDY, stop=None, max_new_tokens=4).token_ids == plain.token_ids

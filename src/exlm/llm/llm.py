@@ -301,6 +301,10 @@ class LLM:
                 f"template holds variables for the chat template, as in {{'tools': []}}; found {template!r}. "
                 "Another template is one of them: {'chat_template': 'chatml'}."
             )
+        if template.get("tools"):
+            chosen = self.tokenizer.chat_templates.choose(template.get("chat_template"), tools=True)
+            if "tools" not in chosen.source:
+                raise InputError(f"{chosen.origin} has no place for tools: tell of them in a system message.")
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         text = self.tokenizer.apply_chat_template(messages, **template)
