@@ -80,6 +80,13 @@ def test_a_report_that_cannot_be_written_is_refused_before_anything_is_read(tmp_
     assert "--report" in str(done.exception)
 
 
+def test_how_much_of_a_text_to_read_needs_a_text() -> None:
+    for option in ("--rows", "--length"):
+        done = CliRunner().invoke(app, ["eval", "/nowhere/model", option, "4"])
+        assert isinstance(done.exception, InputError)
+        assert "go with --text" in str(done.exception)
+
+
 def test_a_picture_is_drawn_where_matplotlib_is(folder: Path, tmp_path: Path) -> None:
     quality = evaluate_model(folder, folder, ids=torch.arange(3, 53)[None])
     if find_spec("matplotlib") is None:

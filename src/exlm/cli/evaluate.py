@@ -20,8 +20,8 @@ def eval_(
     text: Annotated[
         Path | None, typer.Option(help="A .txt, .jsonl or .parquet file to read; else built-in text.")
     ] = None,
-    rows: Annotated[int, typer.Option(min=1, help="Rows of text, with --text.")] = 16,
-    length: Annotated[int, typer.Option(min=2, help="Tokens of a row, with --text.")] = 512,
+    rows: Annotated[int | None, typer.Option(min=1, help="Rows of text, with --text; else 16.")] = None,
+    length: Annotated[int | None, typer.Option(min=2, help="Tokens of a row, with --text; else 512.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1.")] = None,
     speed: Annotated[bool, typer.Option(help="Time it too.")] = True,
     report: Annotated[Path | None, typer.Option(help="A folder for the report.")] = None,
@@ -29,6 +29,8 @@ def eval_(
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress.")] = False,
 ) -> None:
     """Perplexity; against another model also divergence, agreement and the error of every layer."""
+    if text is None and (rows, length) != (None, None):
+        raise InputError("--rows and --length go with --text: the built-in text is read whole.")
     try:
         if report is not None:
             report.mkdir(parents=True, exist_ok=True)
@@ -42,8 +44,8 @@ def eval_(
             path,
             other,
             text=text,
-            rows=rows,
-            length=length,
+            rows=rows or 16,
+            length=length or 512,
             device=device,
             speed=speed,
             progress=lambda done, total: progress.update(task, completed=done, total=total),
