@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from exlm import Config, ConfigError, InputError, Model, Unsupported, quantize_model
 from exlm.checkpoint import TensorFiles
+from exlm.cli.__main__ import app
 from exlm.config import read_json
 from tests import tiny
 from tests.quantize.jobs import FEW, SHAPE
@@ -42,6 +44,22 @@ def test_what_is_too_small_is_refused_before_any_work(source: Path, tmp_path: Pa
     quantize_model(source, tmp_path / "out", size=least, **FEW)
     stored = TensorFiles(tmp_path / "out").total_bytes
     assert least - 8 < stored <= least
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--group-size", "64"), "--group-size goes with --method gptq"),
+        (("--method", "gptq", "--head-bits", "4"), "--head-bits goes with --method exl2"),
+    ],
+)
+def test_an_option_of_the_other_method_is_not_passed_over(
+    source: Path, tmp_path: Path, options: tuple[str, ...], words: str
+) -> None:
+    done = CliRunner().invoke(app, ["quantize", str(source), str(tmp_path / "out"), "-q", *options])
+    assert isinstance(done.exception, InputError)
+    assert words in str(done.exception)
+    assert not list(tmp_path.iterdir())
 
 
 def test_weights_that_are_not_finite_are_told(tmp_path: Path) -> None:

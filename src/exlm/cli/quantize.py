@@ -15,6 +15,9 @@ from exlm import InputError, Quality, find_model, quantize_model
 
 from .evaluate import show
 
+HeadBits = Annotated[int | None, typer.Option(help="Bits of the head: 2, 3, 4, 5, 6 or 8; 6 if not given.")]
+GroupSize = Annotated[int | None, typer.Option(help="Rows of a GPTQ group: 32, 64 or 128; 128 if not given.")]
+
 
 def quantize(
     source: Annotated[str, typer.Argument(help="A model folder, a .gguf file, or a name on the Hub.")],
@@ -22,7 +25,7 @@ def quantize(
     bits: Annotated[
         float | None, typer.Option(help="Bits a weight of the layers, scales included; 4.0 if not given.")
     ] = None,
-    head_bits: Annotated[int, typer.Option(help="Bits of the head: 2, 3, 4, 5, 6 or 8.")] = 6,
+    head_bits: HeadBits = None,
     size: Annotated[str | None, typer.Option(help="Instead of bits: size of the weights, as 5.2GB.")] = None,
     max_kld: Annotated[
         float | None, typer.Option(help="Instead of bits: the most it may diverge from its source, in nats.")
@@ -31,7 +34,7 @@ def quantize(
         str, typer.Option(help="builtin, or a .txt, .jsonl or .parquet file.")
     ] = "builtin",
     method: Annotated[str, typer.Option(help="exl2, or gptq (4 bit, act-order).")] = "exl2",
-    group_size: Annotated[int, typer.Option(help="Rows of a GPTQ group: 32, 64 or 128.")] = 128,
+    group_size: GroupSize = None,
     rows: Annotated[int, typer.Option(min=1, help="Rows of calibration text.")] = 128,
     length: Annotated[int, typer.Option(min=1, help="Tokens of a row.")] = 512,
     measurement: Annotated[
@@ -58,9 +61,9 @@ def quantize(
             bits,
             size=size,
             max_kld=max_kld,
-            head_bits=head_bits,
-            method=_method(method),
-            group_size=group_size,
+            head_bits=6 if head_bits is None else head_bits,
+            method=_method(method, group_size, head_bits),
+            group_size=128 if group_size is None else group_size,
             calibration=calibration,
             rows=rows,
             length=length,
@@ -86,10 +89,15 @@ def _tell(quality: Quality, max_kld: float | None, quiet: bool) -> None:
         raise typer.Exit(1)
 
 
-def _method(name: str) -> Literal["exl2", "gptq"]:
+def _method(name: str, group_size: int | None, head_bits: int | None) -> Literal["exl2", "gptq"]:
+    """The method, which must have a use for what was said of groups and of the head."""
     if name == "exl2":
+        if group_size is not None:
+            raise InputError("--group-size goes with --method gptq: EXL2 chooses the sizes of its groups.")
         return "exl2"
     if name == "gptq":
+        if head_bits is not None:
+            raise InputError("--head-bits goes with --method exl2: the head of a GPTQ model stays float.")
         return "gptq"
     raise InputError(f"--method is exl2 or gptq, found {name!r}.")
 
