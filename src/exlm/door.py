@@ -1,7 +1,7 @@
 """The front door: every public name, and nothing else. `exlm` itself opens it when one is asked for."""
 
 from .adapters import Lora
-from .cache import Cache, CacheBase, CacheFP8, CacheFP16, CacheQ4, CacheQ6, CacheQ8
+from .cache import CACHES, Cache, CacheBase, CacheFP8, CacheFP16, CacheQ4, CacheQ6, CacheQ8
 from .config import Config
 from .errors import (
     BadFile,
@@ -48,6 +48,7 @@ from .version import __version__
 from .vision import EMBEDDING_INDEX, MMEmbedding
 
 __all__ = [
+    "CACHES",
     "EMBEDDING_INDEX",
     "LLM",
     "AsyncGenerator",

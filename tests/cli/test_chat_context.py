@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from exlm import CacheFP16
 from exlm.cli.__main__ import app
+from exlm.cli.session import Session
 from tests import tiny
 
 
@@ -22,6 +24,13 @@ def told(folder: Path, context: int, *lines: str) -> str:
     done = CliRunner(env={"COLUMNS": "160"}).invoke(app, command, input="".join(f"{x}\n" for x in lines))
     assert done.exit_code == 0, done.output
     return done.stderr
+
+
+def test_keys_and_values_take_sixteen_bits(folder: Path) -> None:
+    session = Session.open(str(folder), max_seq_len=None, device="cpu", dtype=None, quiet=True)
+    session.load(1, 99)
+    assert session.generator is not None
+    assert isinstance(session.generator.cache, CacheFP16)
 
 
 def test_the_context_is_what_was_asked_for_and_not_whole_pages(folder: Path) -> None:

@@ -13,13 +13,8 @@ from pathlib import Path
 import torch
 
 from .. import (
+    CACHES,
     Cache,
-    CacheBase,
-    CacheFP8,
-    CacheFP16,
-    CacheQ4,
-    CacheQ6,
-    CacheQ8,
     Config,
     InputError,
     Summary,
@@ -37,13 +32,6 @@ from .synthetic import Synthetic, describe_in
 from .watch import WatchedModel
 from .weights import form
 
-CACHES: dict[str, type[CacheBase]] = {
-    "fp16": CacheFP16,
-    "fp8": CacheFP8,
-    "q8": CacheQ8,
-    "q6": CacheQ6,
-    "q4": CacheQ4,
-}
 PROMPTS = 3
 """Before those that are timed, and again so many of these, of which the one in the middle counts: passes are
 recorded at first, and experts meet products of sizes that are new."""

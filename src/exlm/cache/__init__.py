@@ -3,10 +3,12 @@
 from .base import CacheBase, Mirror
 from .coded import CodedLayer
 from .dense import Cache, CacheFP16, DenseLayer, Passing
+from .kinds import CACHES
 from .layer import PAGE, Layer, LayerShape
 from .quant import CacheFP8, CacheQ4, CacheQ6, CacheQ8
 
 __all__ = [
+    "CACHES",
     "PAGE",
     "Cache",
     "CacheBase",

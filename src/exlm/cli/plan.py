@@ -10,12 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from exlm import (
-    CacheBase,
-    CacheFP8,
-    CacheFP16,
-    CacheQ4,
-    CacheQ6,
-    CacheQ8,
+    CACHES,
     Config,
     InputError,
     Model,
@@ -23,14 +18,6 @@ from exlm import (
 )
 
 from .info import size
-
-CACHES: dict[str, type[CacheBase]] = {
-    "fp16": CacheFP16,
-    "fp8": CacheFP8,
-    "q8": CacheQ8,
-    "q6": CacheQ6,
-    "q4": CacheQ4,
-}
 
 
 def plan(

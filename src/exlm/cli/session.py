@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from exlm import Cache, Config, Generator, InputError, Job, Model, Settings, Tokenizer, find_model
+from exlm import CACHES, Config, Generator, InputError, Job, Model, Settings, Tokenizer, find_model
 
 PAGE = 256
 LONG_PROMPT = 2048
@@ -91,7 +91,7 @@ class Session:
         model.load(progress=not self.quiet)
         self.room = min(length, prompt + new)
         pages = -(-self.room // PAGE)
-        self.generator = Generator(model, Cache(model, max_seq_len=pages * PAGE), self.tokenizer)
+        self.generator = Generator(model, CACHES["fp16"](model, max_seq_len=pages * PAGE), self.tokenizer)
 
     def answer(
         self, ids: torch.Tensor, limit: int, *, temperature: float, top_p: float, seed: int | None

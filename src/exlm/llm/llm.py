@@ -15,7 +15,7 @@ from typing import Any, Literal, Self, TypeAlias, overload
 
 from torch import Tensor
 
-from ..cache import PAGE, CacheBase, CacheFP8, CacheFP16, CacheQ4, CacheQ6, CacheQ8
+from ..cache import CACHES, PAGE, CacheBase
 from ..config import Config
 from ..errors import InputError, NotLoaded
 from ..filters import Filter, GrammarFilter, JsonSchemaFilter, RegexFilter
@@ -35,10 +35,6 @@ ANSWER = 512
 """The longest answer in tokens, unless the user says otherwise or the context has less left."""
 
 CacheType = Literal["fp16", "q8", "q6", "q4", "fp8"]
-CACHES: Mapping[str, type[CacheBase]] = MappingProxyType(
-    {"fp16": CacheFP16, "q8": CacheQ8, "q6": CacheQ6, "q4": CacheQ4, "fp8": CacheFP8}
-)
-
 Prompt: TypeAlias = str | tuple[str, str]
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 Stops: TypeAlias = str | int | Iterable[str | int] | None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from exlm import Config, InputError, Lora, Model, Tokenizer, find_model
+from exlm import CACHES, Config, InputError, Lora, Model, Tokenizer, find_model
 from exlm.serve import Listing, Loaded, load
-from exlm.serve.hosting import CACHES, LONGEST, PAGE
+from exlm.serve.hosting import LONGEST, PAGE
 
 ANY = 1 << 19
 """GB of a device that a rank may have: as many as it needs."""

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from exlm import (
+    CACHES,
     CacheBase,
-    CacheFP8,
-    CacheFP16,
-    CacheQ4,
-    CacheQ6,
-    CacheQ8,
     Config,
     InputError,
     Lora,
@@ -24,9 +19,6 @@ from exlm import (
 
 PAGE = 256
 LONGEST = 8192
-CACHES: Mapping[str, type[CacheBase]] = MappingProxyType(
-    {"fp16": CacheFP16, "q8": CacheQ8, "q6": CacheQ6, "q4": CacheQ4, "fp8": CacheFP8}
-)
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ def tokenizer_json(v: Vocabulary) -> str:
         "byte_fallback": False,
         "ignore_merges": splits.whole_words,
         "vocab": vocab,
-        "merges": [_pair(v, merge) for merge in v.merges],
+        "merges": _merges(v),
     }
     decoder = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
     state = {
@@ -228,6 +228,13 @@ def _templates(v: Vocabulary) -> str | list[dict[str, str]] | None:
 def _added(text: str, number: int, *, special: bool) -> dict[str, Any]:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"id": number, "content": text, **flags, "special": special}
+
+
+def _merges(v: Vocabulary) -> list[Any]:
+    """As they are, which is read twice as fast, if it is plain where each is to be cut; else in halves."""
+    if all([merge.count(" ") == 1 and merge[0] != " " and merge[-1] != " " for merge in v.merges]):
+        return v.merges
+    return [_pair(v, merge) for merge in v.merges]
 
 
 def _pair(v: Vocabulary, merge: str) -> list[str]:
