@@ -106,7 +106,7 @@ def test_a_picture_is_drawn_where_matplotlib_is(folder: Path, tmp_path: Path) ->
 def test_text_that_is_not_there_or_too_little_is_said_of_this_text(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("Short.")
     (tmp_path / "x.pdf").write_text("Long." * 1000)
-    found = {"none.txt": "no such file", "x.pdf": "files that end in", "x.txt": "2,048 tokens of text are"}
+    found = {"none.txt": "no such file", "x.pdf": "files that end in", "x.txt": "at least 2,048 tokens is"}
     for name, words in found.items():
         with pytest.raises(InputError, match=words) as told:
             evaluate_model(folder, text=tmp_path / name)

@@ -86,7 +86,7 @@ def rows_of(texts: Iterator[str] | list[str], tokenizer: Tokenizer, rows: int, l
             break
     if have < least:
         raise InputError(
-            f"At least {least:,} tokens of text are needed, and this has {have:,}: give more of it, or use "
+            f"Text of at least {least:,} tokens is needed, and this has {have:,}: give more of it, or use "
             "the built-in text."
         )
     count = min(rows, have // length)
