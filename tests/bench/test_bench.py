@@ -148,11 +148,11 @@ def test_guesses_are_right_on_repetitive_text(form: str) -> None:
 @pytest.mark.gpu
 def test_guesses_are_right_on_a_gpu() -> None:
     plan = Plan(
-        shape="tiny", device="cuda", batches=(1, 3), contexts=(40,), prompt=16, tokens=160, ngram=True
+        shape="tiny", device="cuda", batches=(1, 3), contexts=(120,), prompt=16, tokens=160, ngram=True
     )
     rows = run_plan(plan).rows[1:]
     assert [row.work for row in rows] == ["decode", "ngram"] * 2
-    assert all(row.each > 7 for row in rows[1::2])  # the first pass of a text may have fewer guesses
+    assert all(row.each > 7 for row in rows[1::2])  # behind 40 tokens, which have gone round twice already
 
 
 def test_a_machine_has_limits() -> None:
