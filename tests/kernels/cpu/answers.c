@@ -1,7 +1,8 @@
 /* What the kernels answer on random odd shapes, a line for each call: what it was, and a digest of its bits.
 
-   Compiled with the library itself, once for each instruction set; the lines must be the same. Matrices lie in quads:
-   products of whole numbers exist in one set only. Every call is made with 1 to 4 threads and must not care. */
+   Compiled with the library itself, once for each instruction set; the lines must be the same. Where a set has no
+   products of whole numbers, their answers are worked out one by one, by their definition. Every call is made with 1 to
+   4 threads and must not care. */
 
 #include <stdio.h>
 
@@ -81,10 +82,13 @@ static void tell(const char *what, int one, int two, int three, Answer *answer, 
 
 #include "answers_of_matrices.h"
 
+#include "answers_of_bands.h"
+
 #include "answers_of_layers.h"
 
 int main(void) {
     for (int n = 0; n < 140; n++, clear()) try_matrix(n);
+    for (int n = 0; n < 70; n++, clear()) try_bands(n);
     for (int n = 0; n < 8; n++, clear()) try_floats(n);
     for (int n = 0; n < 8; n++, clear()) try_lean(n);
     for (int n = 0; n < 20; n++, clear()) try_norm(n);

@@ -97,7 +97,7 @@ look()
 """
 
 
-@pytest.mark.parametrize("instructions", ["plain", "avx512"])
+@pytest.mark.parametrize("instructions", ["plain", "avx2", "avx512"])
 def test_nothing_is_read_or_written_outside(tmp_path: Path, instructions: str) -> None:
     if instructions not in sets_here():
         pytest.skip(f"this processor has no {instructions}")

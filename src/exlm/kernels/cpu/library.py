@@ -93,7 +93,6 @@ class Library:
 
     def __init__(self, instructions: str, path: Path) -> None:
         self.instructions = instructions
-        self.digits = instructions == "avx512"  # whether it has products of whole numbers
         self.lean = instructions != "plain"  # whether floats of twelve bits were seen to be faster
         self.path = path
         try:
@@ -101,6 +100,7 @@ class Library:
         except OSError as error:
             raise Unsupported(f"its library cannot be loaded ({error})") from error
         p, i, n = ctypes.c_void_p, ctypes.c_int, ctypes.c_long
+        self.digits = bool(_function(loaded.exlm_has_whole_numbers)())  # products of them
         self.product = _function(loaded.exlm_product, p, p, i, p, i)
         self.columns = _function(loaded.exlm_columns, p, p, i, p)
         self.repack = _function(loaded.exlm_repack, p, i, i, i, p, i, p, i)

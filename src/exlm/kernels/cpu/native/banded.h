@@ -8,52 +8,12 @@
 
 #include <stdlib.h>
 
-#include "meaning.h"
 #include "pieces.h"
 #include "pool.h"
 
-#if defined(__AVX512VNNI__)
+#if defined(WHOLE_NUMBERS)
 
 enum { MANY = 96 }; /* rows of a strip, whose sums fit the cache */
-
-/* What will be needed in the place of a slot, into the second cache: asking for the first, a processor can wait for too
-   few lines at a time. Codes of 8 bits are a plain stretch of memory, which it foresees better by itself. */
-INLINE void ask_ahead(const uint8_t *band, int bits, int slot) {
-    const uint8_t *at = band + (long)slot * bits * BAND * 2 + AHEAD_BYTES;
-#pragma GCC unroll 12
-    for (int line = 0; line < (bits * BAND * 2 + 63) / 64; line++) __builtin_prefetch(at + line * 64, 0, 2);
-}
-
-/* sums += one row · a run's band, a wide one. */
-INLINE void one_row(const Run *run, int bits, int way, Band band, const uint8_t *digits, const Level *level,
-                    Real *sums) {
-    enum { sides = SIDES };
-    const uint8_t *codes = band_codes(run, band);
-    band.sides = sides;
-    for (const Span *span = run->spans; span < run->spans + run->count; span++, level++) {
-        Whole high[SIDES], low[SIDES];
-        EACH_SIDE high[side] = low[side] = w_all(0);
-        for (int slot = span->slot; slot < span->slot + span->slots; slot++, digits += DIGITS) {
-            Whole quads[SIDES][QUADS];
-            EACH_SIDE slot_codes(codes + side * 64, bits, sides, slot, quads[side]);
-            if (bits < 8) ask_ahead(codes, bits, slot);
-            EACH_QUAD {
-                Whole a = four_digits(digits + 4 * q), b = four_digits(digits + LANES + 4 * q);
-                EACH_SIDE {
-                    ADD_PRODUCTS(high[side], quads[side][q], a);
-                    ADD_PRODUCTS(low[side], quads[side][q], b);
-                }
-            }
-        }
-        Meaning g;
-        meaning(&g, run, way, band, span->group);
-        EACH_SIDE {
-            Whole whole = _mm512_add_epi32(w_left(high[side], 8), low[side]);
-            if (g.moved || g.shared) whole = _mm512_add_epi32(whole, beginning(&g, side, level));
-            sums[side] = settle(sums[side], whole, &g, side, level);
-        }
-    }
-}
 
 /* sums (rows, 48 or 32): rows · a band, and the bias. */
 static void product_of_band(const Banded *p, int number, float *sums) {
@@ -183,28 +143,31 @@ static int banded_products(const Matrix *const *matrices, int count, const float
 
 /* out (inputs): what a single column stands for. */
 static void banded_column(const Matrix *m, int64_t id, float *out) {
-    int side = (int)(id / LANES), at = (int)(id % LANES), number = side / SIDES;
+    int side = (int)(id / LANES), number = side / SIDES;
     Band band = band_of(m->outputs, number);
     if (side >= band.first + band.sides) band = band_of(m->outputs, number + 1);
-    side -= band.first;
+    int output = (int)(id - (int64_t)band.first * LANES), v = output / WIDTH, at = output % WIDTH;
     for (const Run *run = m->runs; run < m->runs + m->count; run++)
         for (const Span *span = run->spans; span < run->spans + run->count; span++) {
             Meaning g;
             meaning(&g, run, ANY_WAY, band, span->group);
-            Real scale = r_all(g.scale[side][at]), minimum = r_all(g.lowered ? g.minimum[side][at] : 0);
-            Whole zero = w_all(g.moved ? ((const int32_t *)&g.zero[side])[at] : g.shared);
+            Real scale = r_all(g.scale[v][at]), minimum = r_all(g.lowered ? g.minimum[v][at] : 0);
+            int32_t zero = g.moved ? ((const int32_t *)&g.zero[v])[at] : g.shared;
             for (int slot = span->slot; slot < span->slot + span->slots; slot++) {
                 Whole quads[QUADS];
                 uint32_t codes[QUADS];
-                any_codes(band_codes(run, band) + side * 64, run->bits, band.sides, slot, quads);
+                any_codes(band_codes(run, band) + v * VECTOR, run->bits, band.sides, slot, quads);
                 for (int q = 0; q < QUADS; q++) codes[q] = ((const uint32_t *)&quads[q])[at];
-                Real values = r_mul(r_from(_mm512_sub_epi32(w_bytes(codes), zero)), scale);
-                if (g.lowered) values = _mm512_sub_ps(values, minimum);
-                if (m->rounded) values = r_rounded(values);
-                int place = run->first + slot * LANES;
-                for (int n = 0; n < LANES; n++) {
-                    int input = m->source ? m->source[place + n] : place + n;
-                    if (input >= 0) out[input] = values[n];
+                for (int part = 0; part < PARTS; part++) {
+                    Whole plain = w_add(w_bytes((const uint8_t *)codes + part * WIDTH), w_all(-zero));
+                    Real values = r_mul(r_from(plain), scale);
+                    if (g.lowered) values = r_sub(values, minimum);
+                    if (m->rounded) values = r_rounded(values);
+                    int place = run->first + slot * LANES + part * WIDTH;
+                    for (int n = 0; n < WIDTH; n++) {
+                        int input = m->source ? m->source[place + n] : place + n;
+                        if (input >= 0) out[input] = values[n];
+                    }
                 }
             }
         }

@@ -79,9 +79,18 @@ static void product_chunk(void *job, int chunk) {
     for (int tile = first; tile < last; tile++) product_tile(p, x, tile);
 }
 
+/* Whether matrices in bands can be multiplied here. */
+EXPORT int exlm_has_whole_numbers(void) {
+#if defined(WHOLE_NUMBERS)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
 /* y (rows, outputs) = x (rows, inputs) @ matrix + bias. Returns 0, or 1 if there is no memory. */
 EXPORT int exlm_product(const Matrix *m, const float *x, int rows, float *y, int threads) {
-#if defined(__AVX512VNNI__)
+#if defined(WHOLE_NUMBERS)
     if (m->spans) return banded_products(&m, 1, x, rows, &y, (Around){0}, threads);
 #endif
     if (m->runs->bits >= LEAN_BITS) return float_products(m, x, rows, y, threads);
@@ -116,7 +125,7 @@ EXPORT void exlm_columns(const Matrix *m, const int64_t *ids, int count, float *
             lean_column(m, ids[i], out);
             continue;
         }
-#if defined(__AVX512VNNI__)
+#if defined(WHOLE_NUMBERS)
         if (m->spans) {
             banded_column(m, ids[i], out);
             continue;

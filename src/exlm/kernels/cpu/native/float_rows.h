@@ -17,6 +17,7 @@
 
 /* Rows that are multiplied in one go, and outputs: their sums fit the registers. */
 enum { ROWS_AT_ONCE = WIDTH == 16 ? 8 : WIDTH == 8 ? 4 : 2 };
+#define TAKEN(rows) ((rows) > 4 ? ROWS_AT_ONCE : (rows)) /* 5 to 7 are filled up: code for each takes seconds to build */
 #define BESIDE(rows) ((rows) == 1 ? QUAD : WIDTH < 16 ? 1 : (rows) > 4 ? 2 : QUAD)
 
 #define EACH_PART _Pragma("GCC unroll 4") for (int part = 0; part < PARTS; part++)
@@ -88,8 +89,9 @@ INLINE float finished(const Matrix *m, long output, float sum, const float *x, l
     return sum + (m->bias ? m->bias[output] : 0);
 }
 
-/* y (rows, outputs) for `count` outputs from the first on. */
-INLINE void some_rows_of_floats(const Matrix *m, int kind, const float *x, int rows, long first, long count, float *y) {
+/* y (real, outputs) for `count` outputs from the first on; behind the real rows there are some that fill up. */
+INLINE void some_rows_of_floats(const Matrix *m, int kind, const float *x, int rows, int real, long first, long count,
+                                float *y) {
     int outputs = BESIDE(rows), many = outputs * rows, slots = m->inputs / LANES;
     long step = rows * LANES, bytes = (long)m->inputs * m->runs->bits / 8, apart = count / outputs;
     for (long output = first; output < first + apart; output++) {
@@ -104,7 +106,7 @@ INLINE void some_rows_of_floats(const Matrix *m, int kind, const float *x, int r
         for (int i = 0; i < many; i += QUAD) add_up(sums + i * LANES, out + i);
         EACH_OUTPUT EACH_ROW {
             long own = output + n * apart;
-            y[r * (long)m->outputs + own] = finished(m, own, out[n * rows + r], x + r * LANES, step);
+            if (r < real) y[r * (long)m->outputs + own] = finished(m, own, out[n * rows + r], x + r * LANES, step);
         }
     }
 }
@@ -113,20 +115,20 @@ static void rows_of_stretch(const Matrix *m, const float *x, int rows, long firs
     int kind = m->runs->scales.kind;
     for (int some; rows; rows -= some, x += (long)some * m->inputs, y += (long)some * m->outputs) {
         some = rows < ROWS_AT_ONCE ? rows : ROWS_AT_ONCE;
-#define KIND(own, as) some_rows_of_floats(m, as, x, own, first, count, y)
+#define KIND(own, as) some_rows_of_floats(m, as, x, own, some, first, count, y)
 #define OWN(own)                                                                                                 \
     case own:                                                                                                    \
         if (kind == LEAN) KIND(own, LEAN);                                                                       \
         else if (kind == HALVES) KIND(own, HALVES);                                                              \
         else KIND(own, BRAINS);                                                                                  \
         break;
-        switch (some) {
+        switch (TAKEN(some)) {
             OWN(1) OWN(2)
 #if defined(__AVX2__)
             OWN(3) OWN(4)
 #endif
 #if defined(__AVX512F__)
-            OWN(5) OWN(6) OWN(7) OWN(8)
+            OWN(8)
 #endif
         }
 #undef OWN
@@ -153,7 +155,8 @@ static void place_some(void *job, int chunk) {
     long rows = p->rows - first < ROWS_AT_ONCE ? p->rows - first : ROWS_AT_ONCE;
     float raised = p->matrix->lean ? LEAN_RAISED : 1, *to = p->placed + first * width;
     for (long i = 0; i < width; i += LANES)
-        for (long r = 0; r < rows; r++, to += LANES) put(to, get(p->x + (first + r) * width + i) * raised);
+        for (long r = 0; r < TAKEN(rows); r++, to += LANES)
+            put(to, r < rows ? get(p->x + (first + r) * width + i) * raised : (Sixteen){0});
 }
 
 /* A chunk's outputs: as many at a time as stay in the second cache until all rows have seen them. */
@@ -174,7 +177,7 @@ static int float_products(const Matrix *m, const float *x, int rows, float *y, i
     int strip = (int)(STRIP_BYTES / sizeof(float)) / m->inputs / ROWS_AT_ONCE * ROWS_AT_ONCE, tiles = m->outputs / TILE;
     strip = strip < ROWS_AT_ONCE ? ROWS_AT_ONCE : strip > MOST_STRIP ? MOST_STRIP : strip;
     if (strip > rows) strip = rows;
-    FloatProduct p = {.matrix = m, .placed = malloc((size_t)strip * m->inputs * sizeof(float))};
+    FloatProduct p = {.matrix = m, .placed = malloc((size_t)(strip + ROWS_AT_ONCE) * m->inputs * sizeof(float))};
     if (!p.placed) return 1;
     for (int row = 0; row < rows; row += strip) {
         p.rows = rows - row < strip ? rows - row : strip;

@@ -49,6 +49,13 @@ typedef __m512i Whole;
 #define w_select(which, a, b) _mm512_ternarylogic_epi32(a, which, b, 0xe2)
 #define w_left(a, n) _mm512_slli_epi32(a, n)
 #define w_right(a, n) _mm512_srli_epi32(a, n)
+#define w_add(a, b) _mm512_add_epi32(a, b)
+#define w_times(a, b) _mm512_mullo_epi32(a, b)
+#define w_larger(a, b) _mm512_max_epu32(a, b)
+#define w_every_byte(n) _mm512_set1_epi8(n)
+#define w_or_and(a, b, c) _mm512_ternarylogic_epi32(a, b, c, 0xf8)
+#define w_most(a) _mm512_reduce_max_epu32(a)
+#define w_total(a) _mm512_reduce_add_epi32(a)
 #define r_all(a) _mm512_set1_ps(a)
 #define r_load(p) _mm512_loadu_ps(p)
 #define r_store(p, a) _mm512_storeu_ps(p, a)
@@ -57,10 +64,21 @@ typedef __m512i Whole;
 #define r_mul(a, b) _mm512_mul_ps(a, b)
 #define r_sub(a, b) _mm512_sub_ps(a, b)
 #define r_more(a, b, c) _mm512_fmadd_ps(b, c, a)
+#define r_lower(a, b, c) _mm512_fnmadd_ps(b, c, a)
+#define r_whole(a) _mm512_cvtps_epi32(a)
 #define r_less(a, b, c) _mm512_fmsub_ps(b, c, a)
 #define NEAREST (_MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
 #define r_rounded(a) _mm512_cvtph_ps(_mm512_cvtps_ph(a, NEAREST))
 #define r_put_halves(p, a) _mm256_storeu_si256((__m256i *)(p), _mm512_cvtps_ph(a, NEAREST))
+
+#if defined(__AVX512VNNI__)
+#define WHOLE_NUMBERS /* products of them are faster than those of floats: see banded.h */
+
+/* The floats at sixteen places, 0 where there is none. */
+INLINE Real r_gather(const float *x, Whole from) {
+    return _mm512_mask_i32gather_ps(r_all(0), _mm512_cmpge_epi32_mask(from, w_all(0)), from, x, 4);
+}
+#endif
 
 enum { ENTRIES = 2 };
 
@@ -87,6 +105,11 @@ typedef __m256i Whole;
 #define w_select(which, a, b) w_or(w_and(which, a), _mm256_andnot_si256(which, b))
 #define w_left(a, n) _mm256_slli_epi32(a, n)
 #define w_right(a, n) _mm256_srli_epi32(a, n)
+#define w_add(a, b) _mm256_add_epi32(a, b)
+#define w_times(a, b) _mm256_mullo_epi32(a, b)
+#define w_larger(a, b) _mm256_max_epu32(a, b)
+#define w_every_byte(n) _mm256_set1_epi8(n)
+#define w_or_and(a, b, c) w_or(a, w_and(b, c))
 #define r_all(a) _mm256_set1_ps(a)
 #define r_load(p) _mm256_loadu_ps(p)
 #define r_store(p, a) _mm256_storeu_ps(p, a)
@@ -95,10 +118,29 @@ typedef __m256i Whole;
 #define r_mul(a, b) _mm256_mul_ps(a, b)
 #define r_sub(a, b) _mm256_sub_ps(a, b)
 #define r_more(a, b, c) _mm256_fmadd_ps(b, c, a)
+#define r_lower(a, b, c) _mm256_fnmadd_ps(b, c, a)
+#define r_whole(a) _mm256_cvtps_epi32(a)
 #define r_less(a, b, c) _mm256_fmsub_ps(b, c, a)
 #define NEAREST (_MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
 #define r_rounded(a) _mm256_cvtph_ps(_mm256_cvtps_ph(a, NEAREST))
 #define r_put_halves(p, a) _mm_storeu_si128((__m128i *)(p), _mm256_cvtps_ph(a, NEAREST))
+
+#define WHOLE_NUMBERS
+
+INLINE Real r_gather(const float *x, Whole from) {
+    Whole there = _mm256_cmpgt_epi32(from, w_all(-1));
+    return _mm256_mask_i32gather_ps(r_all(0), x, from, _mm256_castsi256_ps(there), 4);
+}
+
+#define FOLDED(name, op)                                                                                         \
+    INLINE int32_t name(Whole a) {                                                                               \
+        __m128i half = op(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));                            \
+        half = op(half, _mm_shuffle_epi32(half, 0x4e));                                                          \
+        return _mm_cvtsi128_si32(op(half, _mm_shuffle_epi32(half, 0xb1)));                                       \
+    }
+FOLDED(w_total, _mm_add_epi32)
+FOLDED(w_most, _mm_max_epu32)
+#undef FOLDED
 
 enum { ENTRIES = 4 };
 

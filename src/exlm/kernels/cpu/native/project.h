@@ -21,7 +21,7 @@ static int project(const Projection *p, const float *x, const float *residual, i
     int width = p->matrices[0]->inputs, failed = 0;
     long outputs = (long)rows * p->matrices[0]->outputs, whole = outputs / WIDE * WIDE;
     float *out = outs[0], *gate = room + (long)rows * width, *pair[] = {gate, gate + outputs};
-#if defined(__AVX512VNNI__)
+#if defined(WHOLE_NUMBERS)
     Norm norm = {.x = x, .weight = p->norm, .eps = p->eps, .out = room, .rows = rows, .width = width};
     int banded = 1;
     for (int n = 0; n < p->count; n++) banded &= p->matrices[n]->spans > 0;

@@ -6,19 +6,14 @@
 #include "bands.h"
 #include "repack.h"
 
-/* A byte for each of a slot's codes, of sixteen columns: four inputs to a word. */
+/* A byte for each of a slot's codes, of sixteen columns: four inputs to a word. Loops stay loops: unrolled, they take
+   seconds to build. */
 INLINE void slot_bytes(const Repacking *p, const int32_t *places, int stored, int first, int width, Words *quads) {
-    int whole = places[LANES - 1] - places[0] == LANES - 1;
-#pragma GCC unroll 4
-    for (int q = 0; q < QUADS; q++) {
-        quads[q] = (Words){0};
-#pragma GCC unroll 4
-        for (int b = 0; b < 4; b++) {
-            int place = q * 4 + b;
-            if (!whole && places[place] < 0) continue;
-            quads[q] |= codes_of(p, whole ? places[0] + place : places[place], stored, first, width) << (8 * b);
-        }
-    }
+#pragma GCC unroll 1
+    for (int q = 0; q < QUADS; q++, places += 4)
+#pragma GCC unroll 1
+        for (int b = 0; b < 4; b++)
+            if (places[b] >= 0) quads[q] |= codes_of(p, places[b], stored, first, width) << (8 * b);
 }
 
 /* The same of 4 and 8 bits, where words are whole quads or pairs of them. */
@@ -66,11 +61,12 @@ static void band_repack_chunk(void *job, int number) {
             int plain = width == SIDE && *places >= 0 && *places % 8 == 0 && places[LANES - 1] - *places == LANES - 1;
             Words quads[QUADS] = {{0}};
             ask_for(p, *places, (p->stored + 1) / 2, width > 0 ? first : 0);
-#define OWN(own) case own: slot_bytes(p, places, own, first, width, quads); break;
+#define OWN(own) case own: slot_bytes(p, places, own, first, SIDE, quads); break;
             if (plain && p->stored == 4) slot_words(p, *places, 4, first, quads);
             else if (plain && p->stored == 8) slot_words(p, *places, 8, first, quads);
-            else if (width > 0)
+            else if (width == SIDE)
                 switch (p->stored) { OWN(2) OWN(3) OWN(4) OWN(5) OWN(6) OWN(7) OWN(8) }
+            else if (width > 0) slot_bytes(p, places, p->stored, first, width, quads);
 #undef OWN
             put_slot(quads, bits, band.sides, slot & odd, out + (slot >> odd) * (long)size + side * 64);
         }
