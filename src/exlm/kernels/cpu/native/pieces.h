@@ -18,8 +18,8 @@ typedef struct {
 
 /* What will be needed in the place of a slot, into the second cache: asking for the first, a processor can wait for too
    few lines at a time. Codes of 8 bits are a plain stretch of memory, which it foresees better by itself. */
-INLINE void ask_ahead(const uint8_t *band, int bits, int slot) {
-    const uint8_t *at = band + (long)slot * bits * BAND * 2 + AHEAD_BYTES;
+INLINE void ask_ahead(const uint8_t *band, int bits, int slot, int ahead) {
+    const uint8_t *at = band + (long)slot * bits * BAND * 2 + ahead;
 #pragma GCC unroll 12
     for (int line = 0; line < (bits * BAND * 2 + 63) / 64; line++) __builtin_prefetch(at + line * 64, 0, 2);
 }

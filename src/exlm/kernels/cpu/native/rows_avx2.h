@@ -8,7 +8,8 @@
 #define EXLM_ROWS_AVX2_H
 
 enum { FEW = 4, PAIR = 2, TURNS = 2 * QUADS }; /* rows and registers whose sums fit; products of a slot */
-enum { PIECE_SLOTS = 8 }; /* of a piece, unless a span has more: widened, they stay in the first cache */
+enum { PIECE_SLOTS = 8, PIECE_BYTES = PIECE_SLOTS * BAND * LANES }; /* unless a span has more; as bytes. Widened, twice
+                                                                        that, they stay in the first cache */
 
 #define ADD_PRODUCTS(sums, shorts, digits) (sums) = w_add(sums, _mm256_madd_epi16(shorts, digits))
 #define SHORTS(a, n) _mm256_and_si256(n ? _mm256_srli_epi16(a, n) : a, _mm256_set1_epi16(15))
@@ -54,7 +55,7 @@ INLINE void one_row(const Run *run, int bits, int way, Band band, const uint8_t 
         Whole whole[VECTORS];
         EACH_VECTOR whole[v] = w_all(0);
         for (int slot = span->slot; slot < span->slot + span->slots; slot++, digits += DIGITS) {
-            if (bits < 8) ask_ahead(codes, bits, slot);
+            if (bits < 8) ask_ahead(codes, bits, slot, AHEAD_BYTES);
             if (bits == 4) slot_of_fours(codes + (long)slot * BAND * 8, digits, whole);
             else slot_of_codes(codes, bits, slot, digits, whole);
         }
@@ -123,7 +124,8 @@ static Few *const by_rows[] = {rows_1, rows_2, rows_3, rows_4};
 
 /* A band's codes as 16-bit numbers, (pairs of registers, slots, turns, 2). */
 INLINE void put_codes(const uint8_t *band, int bits, int sides, int first, int slots, Whole *to) {
-    for (int slot = 0; slot < slots; slot++)
+    for (int slot = 0; slot < slots; slot++) {
+        ask_ahead(band, bits, first + slot, PIECE_BYTES);
         for (int v = 0; v < sides * PARTS; v++) {
             Whole quads[QUADS], *own = to + ((long)(v / PAIR * slots + slot) * TURNS) * PAIR + v % PAIR;
             slot_codes(band + v * VECTOR, bits, sides, first + slot, quads);
@@ -132,6 +134,7 @@ INLINE void put_codes(const uint8_t *band, int bits, int sides, int first, int s
                 own[(2 * q + 1) * PAIR] = _mm256_srli_epi16(quads[q], 8);
             }
         }
+    }
 }
 
 /* sums (rows, outputs of the band) += rows · a run's band; one row too, if the band is a narrow one. */

@@ -21,7 +21,7 @@ INLINE void one_row(const Run *run, int bits, int way, Band band, const uint8_t 
         for (int slot = span->slot; slot < span->slot + span->slots; slot++, digits += DIGITS) {
             Whole quads[VECTORS][QUADS];
             EACH_VECTOR slot_codes(codes + v * 64, bits, sides, slot, quads[v]);
-            if (bits < 8) ask_ahead(codes, bits, slot);
+            if (bits < 8) ask_ahead(codes, bits, slot, AHEAD_BYTES);
             EACH_QUAD {
                 Whole a = four_digits(digits + 4 * q), b = four_digits(digits + LANES + 4 * q);
                 EACH_VECTOR {
