@@ -23,9 +23,8 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         if self.target_name != "wheel" or version == "editable":
             return
         building = _building(Path(self.root))
-        names = building.SETS if platform.machine() in ("x86_64", "AMD64") else ("plain",)
         try:
-            for name in names:
+            for name in building.sets_of(platform.machine()):
                 made = building.prebuilt(name)
                 building.build(name, made)
                 inside = made.relative_to(Path(self.root) / "src").as_posix()

@@ -62,11 +62,13 @@ def test_each_set_of_this_machine(compiler: str, right: list[str], tmp_path: Pat
     assert answers(compiler, tmp_path / "it", "-O0", *(f"-m{flag}" for flag in SETS[instructions])) == right
 
 
-def test_neon(right: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("instructions", ["plain", "dotprod"])
+def test_neon(right: list[str], tmp_path: Path, instructions: str) -> None:
     cross, emulator = shutil.which(CROSS), next(filter(None, map(shutil.which, EMULATORS)), None)
     if cross is None or emulator is None:
         pytest.skip(f"needs {CROSS} and {EMULATORS[0]}: Debian's gcc-aarch64-linux-gnu and qemu-user-static")
     asked = subprocess.run([cross, "-print-file-name=libc.a"], capture_output=True, text=True, check=True)
     if not Path(asked.stdout.strip()).is_absolute():
         pytest.skip(f"{CROSS} has no C library: Debian's libc6-dev-arm64-cross")
-    assert answers(cross, tmp_path / "it", "-static", by=(emulator,)) == right
+    flags = (f"-m{flag}" for flag in SETS[instructions])
+    assert answers(cross, tmp_path / "it", "-static", *flags, by=(emulator,)) == right

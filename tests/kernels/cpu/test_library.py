@@ -23,8 +23,11 @@ def test_the_processor_decides() -> None:
     assert building.usable_sets(flags.replace("avx512_vnni", ""), "x86_64") == ["avx2", "plain"]
     assert building.usable_sets(flags.replace(" fma", ""), "x86_64") == ["plain"]
     assert building.usable_sets("", "x86_64") == ["plain"]
-    for arm in ("aarch64", "arm64"):
-        assert building.usable_sets(flags, arm) == ["plain"]
+    features = "processor\t: 0\nFeatures\t: fp asimd evtstrm atomics fphp asimdhp asimddp\n"
+    assert building.usable_sets(features, "aarch64") == ["dotprod", "plain"]
+    assert building.usable_sets(features.replace(" asimddp", ""), "aarch64") == ["plain"]
+    assert building.usable_sets("", "arm64") == ["plain"]  # compilers there know dotprod without being told
+    assert building.usable_sets("", "riscv64") == ["plain"]
 
 
 def test_without_a_compiler_the_reference_does_it_all(

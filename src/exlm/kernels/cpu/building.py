@@ -26,24 +26,31 @@ FLAGS = (
 SETS: dict[str, tuple[str, ...]] = {
     "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni", "avx2", "fma", "f16c"),
     "avx2": ("avx2", "fma", "f16c"),
+    "dotprod": ("arch=armv8.2-a+dotprod",),
     "plain": (),
 }
 """What each instruction set is told the compiler, the best first.
 
-`plain` is for every processor; on 64-bit ARM it has NEON, which is part of all of them."""
+`plain` is for every processor; on 64-bit ARM it has NEON, which is part of all of them, and `dotprod` its
+products of bytes, which compilers for Apple's processors take for granted."""
 
 
 class BuildError(Exception):
     """Why there is no library."""
 
 
+def sets_of(machine: str) -> list[str]:
+    """The sets this kind of processor may have, the best first."""
+    others = {"x86_64": ("dotprod",), "AMD64": ("dotprod",), "aarch64": ("avx512", "avx2")}
+    return [name for name in SETS if name not in others[machine]] if machine in others else ["plain"]
+
+
 def usable_sets(cpuinfo: str, machine: str) -> list[str]:
     """The sets a processor can run, the best first, by the text of /proc/cpuinfo."""
-    if machine not in ("x86_64", "AMD64"):
-        return ["plain"]
-    found = re.search(r"^flags\s*:(.*)$", cpuinfo, re.MULTILINE)
+    found = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo, re.MULTILINE)
     flags = {flag.replace("_", "") for flag in found[1].split()} if found else set()
-    return [name for name, needed in SETS.items() if flags.issuperset(needed)]
+    needed = {**SETS, "dotprod": ("asimddp",)}
+    return [name for name in sets_of(machine) if flags.issuperset(needed[name])]
 
 
 def sets_here() -> list[str]:

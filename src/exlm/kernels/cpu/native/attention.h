@@ -102,10 +102,7 @@ static float soften(float *scores, int64_t count) {
     int64_t whole = count / WIDE * WIDE;
     int rest = (int)(count - whole);
     Sixteen sum = {0}, largest = sum + scores[0];
-    for (int64_t j = 0; j < whole; j += WIDE) {
-        Sixteen own = get(scores + j);
-        largest = where(own > largest, own, largest);
-    }
+    for (int64_t j = 0; j < whole; j += WIDE) largest = larger(get(scores + j), largest);
     float most = scores[0];
     for (int n = 0; n < WIDE; n++) most = largest[n] > most ? largest[n] : most;
     for (int64_t j = whole; j < count; j++) most = scores[j] > most ? scores[j] : most;

@@ -152,7 +152,7 @@ static void banded_column(const Matrix *m, int64_t id, float *out) {
             Meaning g;
             meaning(&g, run, ANY_WAY, band, span->group);
             Real scale = r_all(g.scale[v][at]), minimum = r_all(g.lowered ? g.minimum[v][at] : 0);
-            int32_t zero = g.moved ? ((const int32_t *)&g.zero[v])[at] : g.shared;
+            int32_t zero = (g.moved ? ((const int32_t *)&g.zero[v])[at] : g.shared) + RAISED(run->bits);
             for (int slot = span->slot; slot < span->slot + span->slots; slot++) {
                 Whole quads[QUADS];
                 uint32_t codes[QUADS];

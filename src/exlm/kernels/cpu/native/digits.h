@@ -30,8 +30,10 @@ typedef struct {
 
 #if defined(__AVX512VNNI__)
 #include "digits_avx512.h"
-#else
+#elif defined(__AVX2__)
 #include "digits_avx2.h"
+#else
+#include "digits_neon.h"
 #endif
 
 /* The exponent's bits of the largest number decide: above 32639 a high digit would not fit. What is not finite makes

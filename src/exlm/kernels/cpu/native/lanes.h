@@ -73,6 +73,7 @@ typedef __m512i Whole;
 
 #if defined(__AVX512VNNI__)
 #define WHOLE_NUMBERS /* products of them are faster than those of floats: see banded.h */
+#define RAISED(bits) 0 /* how much less than they are codes are multiplied as */
 
 /* The floats at sixteen places, 0 where there is none. */
 INLINE Real r_gather(const float *x, Whole from) {
@@ -126,6 +127,7 @@ typedef __m256i Whole;
 #define r_put_halves(p, a) _mm_storeu_si128((__m128i *)(p), _mm256_cvtps_ph(a, NEAREST))
 
 #define WHOLE_NUMBERS
+#define RAISED(bits) 0
 
 INLINE Real r_gather(const float *x, Whole from) {
     Whole there = _mm256_cmpgt_epi32(from, w_all(-1));
@@ -181,6 +183,13 @@ INLINE uint8x8_t four_bytes(const void *p) {
 #define w_select(which, a, b) vbslq_u32(which, a, b)
 #define w_left(a, n) ((a) << (n))
 #define w_right(a, n) ((a) >> (n))
+#define w_add(a, b) vaddq_u32(a, b)
+#define w_times(a, b) vmulq_u32(a, b)
+#define w_larger(a, b) vmaxq_u32(a, b)
+#define w_every_byte(n) vreinterpretq_u32_u8(vdupq_n_u8(n))
+#define w_or_and(a, b, c) w_or(a, w_and(b, c))
+#define w_most(a) vmaxvq_u32(a)
+#define w_total(a) ((int32_t)vaddvq_u32(a))
 #define r_all(a) vdupq_n_f32(a)
 #define r_load(p) vld1q_f32(p)
 #define r_store(p, a) vst1q_f32(p, a)
@@ -189,9 +198,22 @@ INLINE uint8x8_t four_bytes(const void *p) {
 #define r_mul(a, b) vmulq_f32(a, b)
 #define r_sub(a, b) vsubq_f32(a, b)
 #define r_more(a, b, c) vfmaq_f32(a, b, c)
+#define r_lower(a, b, c) vfmsq_f32(a, b, c)
+#define r_whole(a) vreinterpretq_u32_s32(vcvtnq_s32_f32(a))
 #define r_less(a, b, c) vfmaq_f32(vnegq_f32(a), b, c)
 #define r_rounded(a) vcvt_f32_f16(vcvt_f16_f32(a))
 #define r_put_halves(p, a) vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a)))
+
+#if defined(__ARM_FEATURE_DOTPROD)
+#define WHOLE_NUMBERS
+#define RAISED(bits) ((bits) == 8 ? 128 : 0) /* products are of signed bytes: such codes are taken as less */
+
+INLINE Real r_gather(const float *x, Whole from) {
+    Real out = r_all(0);
+    for (int n = 0; n < WIDTH; n++) out[n] = (int32_t)from[n] < 0 ? 0 : x[from[n]];
+    return out;
+}
+#endif
 
 enum { ENTRIES = 8 };
 

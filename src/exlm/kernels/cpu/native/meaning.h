@@ -28,17 +28,18 @@ static int way_of(const Run *run) {
 INLINE void meaning_of(Meaning *out, const Run *run, int way, Band band, int group, int v) {
     int moved = run->zeros.kind, lowered = run->minima.kind;
     if (way) moved = way == SCALED_MOVED, lowered = way == SCALED_LOWERED;
-    out->moved = moved, out->lowered = lowered, out->shared = run->zero;
+    out->moved = moved, out->lowered = lowered, out->shared = run->zero - RAISED(run->bits);
     if (way) {
         long at = factors_at(band, run->groups, group) + v * WIDTH;
         out->scale[v] = r_halves((const uint16_t *)run->scales.table + at);
         if (lowered) out->minimum[v] = r_halves((const uint16_t *)run->minima.table + at);
         if (moved) out->zero[v] = w_bytes((const uint8_t *)run->zeros.table + at);
-        return;
+    } else {
+        out->scale[v] = some_factors(&run->scales, band, run->groups, group, v);
+        if (lowered) out->minimum[v] = some_factors(&run->minima, band, run->groups, group, v);
+        if (moved) out->zero[v] = r_whole(some_factors(&run->zeros, band, run->groups, group, v));
     }
-    out->scale[v] = some_factors(&run->scales, band, run->groups, group, v);
-    if (lowered) out->minimum[v] = some_factors(&run->minima, band, run->groups, group, v);
-    if (moved) out->zero[v] = r_whole(some_factors(&run->zeros, band, run->groups, group, v));
+    if (moved && RAISED(run->bits)) out->zero[v] = w_add(out->zero[v], w_all(-RAISED(run->bits)));
 }
 
 INLINE void meaning(Meaning *out, const Run *run, int way, Band band, int group) {

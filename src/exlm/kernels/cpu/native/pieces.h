@@ -50,7 +50,7 @@ static int take_spans(Piece *piece, const Banded *p, const Run *run, int n, Band
 #if defined(__AVX512VNNI__)
 #include "rows_avx512.h"
 #else
-#include "rows_avx2.h"
+#include "rows_put.h"
 #endif
 
 #endif

@@ -179,7 +179,7 @@ static void weigh_span(float *scores, int low, int high, Seen *seen, float *out,
     for (int n = 0; n < low; n++) scores[n] = -__builtin_inff();
     for (int n = high; n < SPAN; n++) scores[n] = -__builtin_inff();
     Sixteen largest = get(scores), sum = {0};
-    for (int n = WIDE; n < SPAN; n += WIDE) largest = where(get(scores + n) > largest, get(scores + n), largest);
+    for (int n = WIDE; n < SPAN; n += WIDE) largest = larger(get(scores + n), largest);
     float most = seen->peak, fade = 1;
     for (int n = 0; n < WIDE; n++) most = largest[n] > most ? largest[n] : most;
     if (most > seen->peak) {

@@ -20,6 +20,19 @@ typedef float Eight __attribute__((vector_size(32)));
 typedef float Sixteen __attribute__((vector_size(64)));
 typedef int32_t Sixteen_whole __attribute__((vector_size(64)));
 
+/* What one register holds. The compiler cuts sums and products of longer vectors well, comparisons of them number by
+   number. */
+#if defined(__AVX512F__)
+enum { NATIVE = 64 };
+#elif defined(__AVX2__)
+enum { NATIVE = 32 };
+#else
+enum { NATIVE = 16 };
+#endif
+typedef float Native __attribute__((vector_size(NATIVE)));
+typedef int32_t Native_whole __attribute__((vector_size(NATIVE)));
+#define EACH_NATIVE _Pragma("GCC unroll 4") for (int n = 0; n < 64 / NATIVE; n++)
+
 static inline Sixteen get(const float *p) {
     Sixteen out;
     memcpy(&out, p, sizeof out);
@@ -93,24 +106,45 @@ static inline Sixteen where(Sixteen_whole condition, Sixteen a, Sixteen b) {
     return (Sixteen)((condition & (Sixteen_whole)a) | (~condition & (Sixteen_whole)b));
 }
 
+static inline Native native_where(Native_whole condition, Native a, Native b) {
+    return (Native)((condition & (Native_whole)a) | (~condition & (Native_whole)b));
+}
+
+/* The larger of each two; the second where one is not a number. */
+static inline Sixteen larger(Sixteen a, Sixteen b) {
+    Native one[64 / NATIVE], other[64 / NATIVE];
+    memcpy(one, &a, sizeof a), memcpy(other, &b, sizeof b);
+    EACH_NATIVE other[n] = native_where(one[n] > other[n], one[n], other[n]);
+    memcpy(&b, other, sizeof b);
+    return b;
+}
+
 /* e to the power of each, to 2e-7: 2^n times a polynomial on ±ln 2 / 2. Below -87 it is 0, above 88 infinite. */
-static inline Sixteen power(Sixteen x) {
-    Sixteen top = {0}, low = top - 87.0f;
-    Sixteen_whole small = x < low, big = x > top + 88.0f, odd = x != x;
-    Sixteen held = where(small, low, where(big, top + 88.0f, where(odd, top, x)));
-    Sixteen moved = held * 1.44269504f + 12582912.0f; /* 1.5 · 2^23: the lowest bits are the rounded number */
-    Sixteen_whole n = (Sixteen_whole)moved - 0x4b400000;
-    Sixteen turns = moved - 12582912.0f;
-    Sixteen r = held - turns * 0.693359375f;
+static inline Native native_power(Native x) {
+    Native top = {0}, low = top - 87.0f;
+    Native_whole small = x < low, big = x > top + 88.0f, odd = x != x;
+    Native held = native_where(small, low, native_where(big, top + 88.0f, native_where(odd, top, x)));
+    Native moved = held * 1.44269504f + 12582912.0f; /* 1.5 · 2^23: the lowest bits are the rounded number */
+    Native_whole n = (Native_whole)moved - 0x4b400000;
+    Native turns = moved - 12582912.0f;
+    Native r = held - turns * 0.693359375f;
     r = r + turns * 2.12194440e-4f;
-    Sixteen p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    Native p = r * 1.9875691500e-4f + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    Sixteen out = (Sixteen)((Sixteen_whole)p + (n << 23));
-    return where(odd, x, where(small, top, where(big, top + __builtin_inff(), out)));
+    Native out = (Native)((Native_whole)p + (n << 23));
+    return native_where(odd, x, native_where(small, top, native_where(big, top + __builtin_inff(), out)));
+}
+
+static inline Sixteen power(Sixteen x) {
+    Native own[64 / NATIVE];
+    memcpy(own, &x, sizeof x);
+    EACH_NATIVE own[n] = native_power(own[n]);
+    memcpy(&x, own, sizeof x);
+    return x;
 }
 
 #endif
