@@ -31,7 +31,7 @@ def test_the_processor_decides() -> None:
 
 
 def test_without_a_compiler_the_reference_does_it_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("EXLM_CPU", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -40,6 +40,7 @@ def test_without_a_compiler_the_reference_does_it_all(
     chain = choose(torch.device("cpu"), torch.float32)
     assert [backend.name for backend in chain.backends] == ["reference"]
     assert "absent: cpu: there is no C compiler" in chain.explain()
+    assert "compiling" not in caplog.text
 
 
 def test_a_switch_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +60,9 @@ def test_a_library_of_the_wheel_comes_first(tmp_path: Path, monkeypatch: pytest.
         library.load(tmp_path / "none", "plain")
 
 
-def test_a_failed_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_build_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     broken = tmp_path / "cc"
     broken.write_text("#!/bin/sh\necho sorry >&2\nexit 1\n")
     broken.chmod(0o755)
@@ -67,6 +70,7 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(building.BuildError, match="sorry"):
         building.build("plain", tmp_path / "made" / "x.so")
     assert list((tmp_path / "made").iterdir()) == []
+    assert "compiling the kernels for processors with plain" in caplog.text  # so that nobody wonders
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ Standard library only, and nothing of the package: the build of a wheel runs thi
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import platform
 import re
@@ -13,6 +14,8 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).with_name("native")
 CPUINFO = Path("/proc/cpuinfo")
@@ -75,6 +78,7 @@ def build(instructions: str, target: Path, extra: tuple[str, ...] = ()) -> None:
             f"there is no C compiler ({', '.join(COMPILERS)}) on the PATH and this installation brings no "
             "library: install one of them, or a wheel of exlm for this platform"
         )
+    log.warning("compiling the kernels for processors with %s, once: about ten seconds", instructions)
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=target.parent, suffix=".so")
     os.close(handle)
