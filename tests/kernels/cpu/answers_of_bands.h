@@ -190,8 +190,8 @@ static uint64_t banded_columns(void *job, int threads) {
 
 static void try_bands(int n) {
     int inputs = n % 4 ? any(1, 200) : any(300, 900), outputs = any(1, 110), rows = n == 40 ? 100 : 1 + n % 19;
-    int row = 0, parts = any(1, 3), ordered = any(0, 1), same = 1;
-    int32_t *source = room(65536 * sizeof(int32_t)), *order = room((size_t)inputs * sizeof(int32_t));
+    int32_t *source = room(65536 * sizeof(int32_t));
+    int row = 0, parts = any(1, 3);
     Run *runs = room(3 * sizeof(Run));
     Banding b = {.matrix = {.runs = runs, .inputs = inputs, .outputs = outputs, .rounded = any(0, 1)}};
     Matrix *m = &b.matrix;
@@ -201,16 +201,7 @@ static void try_bands(int n) {
         runs[k] = a_banded_run(&b, k, some, 2 + (n + 3 * k) % 7, row, source);
         m->count++, row += some;
     }
-    for (int i = 0; i < inputs; i++) {
-        int other = any(0, i);
-        order[i] = order[other], order[other] = i;
-    }
-    for (int i = 0; i < m->places; i++) {
-        if (ordered && source[i] >= 0) source[i] = order[source[i]];
-        same &= source[i] == i;
-    }
-    if (!same) m->source = source;
-    if (any(0, 1)) m->bias = reals(outputs, 1);
+    take_inputs(m, source);
     float *x = reals((long)rows * inputs, n % 3 ? 1 : 1e-3f);
     for (int i = 0; i < rows * inputs; i += any(1, 400)) x[i] *= 300;
     Multiplying_bands job = {&b, x, rows};

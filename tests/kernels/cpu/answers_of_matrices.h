@@ -56,27 +56,34 @@ static Run a_run(int inputs, int columns, int stored, int row, int32_t *source, 
     return run;
 }
 
+/* The inputs at the matrix's places, in an order of chance or as they come, and perhaps a bias. */
+static void take_inputs(Matrix *m, int32_t *source) {
+    int32_t *order = room((size_t)m->inputs * sizeof(int32_t));
+    int ordered = any(0, 1), same = 1;
+    for (int i = 0; i < m->inputs; i++) {
+        int other = any(0, i);
+        order[i] = order[other], order[other] = i;
+    }
+    for (int i = 0; i < m->places; i++) {
+        if (ordered && source[i] >= 0) source[i] = order[source[i]];
+        same &= source[i] == i;
+    }
+    if (!same) m->source = source;
+    if (any(0, 1)) m->bias = reals(m->outputs, 1);
+}
+
 /* A matrix of one run, or of some. Widths 2 to 8 come in turn. */
 static Matrix a_matrix(int inputs, int outputs, int number) {
-    int32_t *source = room(65536 * sizeof(int32_t)), *order = room((size_t)inputs * sizeof(int32_t));
+    int32_t *source = room(65536 * sizeof(int32_t));
     Run *runs = room(3 * sizeof(Run));
     Matrix m = {.runs = runs, .inputs = inputs, .outputs = outputs, .rounded = any(0, 1)};
-    int row = 0, parts = any(1, 3), ordered = any(0, 1), same = 1;
+    int row = 0, parts = any(1, 3);
     for (int n = 0; n < parts && row < inputs; n++) {
         int some = n + 1 < parts ? any(1, inputs - row) : inputs - row;
         runs[m.count++] = a_run(some, outputs, 2 + (number + 3 * n) % 7, row, source, &m.places);
         row += some;
     }
-    for (int i = 0; i < inputs; i++) {
-        int other = any(0, i);
-        order[i] = order[other], order[other] = i;
-    }
-    for (int i = 0; i < m.places; i++) {
-        if (ordered && source[i] >= 0) source[i] = order[source[i]];
-        same &= source[i] == i;
-    }
-    if (!same) m.source = source;
-    if (any(0, 1)) m.bias = reals(outputs, 1);
+    take_inputs(&m, source);
     return m;
 }
 
