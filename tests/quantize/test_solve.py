@@ -15,12 +15,13 @@ from exlm.formats import exl2
 from exlm.formats import gptq as gptq_format
 from exlm.formats.gptq_config import GptqConfig
 from exlm.quantize import scaling
+from exlm.quantize import settle as settling
 from exlm.quantize.gptq import solve_gptq
 from exlm.quantize.measure import output_side
 from exlm.quantize.measurement import recipes
 from exlm.quantize.recipe import recipe
 from exlm.quantize.rounding import Factors, Grid, Step, factors, feed_back, upper_of_inverse
-from exlm.quantize.settle import RUN, SWEEPS, settle
+from exlm.quantize.settle import RUN, SWEEPS, WORTH, settle
 from exlm.quantize.solve import Effort, loss, losses, quick, solve
 from exlm.quantize.wave import Outputs, round_both
 
@@ -137,14 +138,18 @@ def slow_settle(codes: Tensor, w: Tensor, scale: Tensor, half: Tensor, h: Tensor
         error = w - tried * scale
         return float((error * (h @ error @ g)).sum())
 
-    for _, row, first in product(range(SWEEPS), range(len(w)), range(0, w.shape[1], RUN)):
-        least, best = harm_of(codes), codes
-        for column, step in product(range(first, min(first + RUN, w.shape[1])), (-1, 1)):
-            tried = codes.clone()
-            tried[row, column] += step
-            if -half[row] <= tried[row, column] < half[row] and harm_of(tried) < least:
-                least, best = harm_of(tried), tried
-        codes = best
+    for _ in range(SWEEPS):
+        begun = harm_of(codes)
+        for row, first in product(range(len(w)), range(0, w.shape[1], RUN)):
+            least, best = harm_of(codes), codes
+            for column, step in product(range(first, min(first + RUN, w.shape[1])), (-1, 1)):
+                tried = codes.clone()
+                tried[row, column] += step
+                if -half[row] <= tried[row, column] < half[row] and harm_of(tried) < least:
+                    least, best = harm_of(tried), tried
+            codes = best
+        if begun - harm_of(codes) < WORTH * harm_of(codes):
+            break
     return codes
 
 
@@ -174,6 +179,39 @@ def test_settling_never_harms(blocks: int, columns: int, seed: int) -> None:
 
     assert harm_of(found) <= harm_of(codes) * (1 + 1e-5)
     assert bool(((found >= -8) & (found <= 7) & (found == found.round())).all())
+
+
+def test_settling_goes_on_while_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    w, h = problem(64, 100)
+    _, g = problem(100, 1, 4)
+    scale, half = torch.full_like(w, 2**-4), torch.full((64,), 4.0)
+    begun = (w / scale).round().clamp(-4, 3)
+
+    def harms(sweeps: int) -> tuple[float, Tensor]:
+        monkeypatch.setattr(settling, "SWEEPS", sweeps)
+        codes = settle(begun, w, scale, half, h, g)
+        error = w - codes * scale
+        return float((error * (h @ error @ g)).sum()), codes
+
+    (one, _), (two, _), (many, _) = map(harms, (1, 2, SWEEPS))
+    assert many < 0.99 * two < 0.99 * one
+    assert torch.equal(harms(500)[1], harms(1000)[1])  # it has ended by itself
+
+
+def test_where_codes_harm_together_fewer_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    w, h = problem(32, 200)
+    g = torch.ones(200, 200) + 0.01 * torch.eye(200)  # all make good for the same error
+    scale, half = torch.full_like(w, 2**-4), torch.full((32,), 4.0)
+    begun = (w / scale).round().clamp(-4, 3)
+    monkeypatch.setattr(settling, "RUN", 1)
+
+    def harm_after(sweeps: int) -> float:
+        monkeypatch.setattr(settling, "SWEEPS", sweeps)
+        error = w - settle(begun, w, scale, half, h, g) * scale
+        return float((error * (h @ error @ g)).sum())
+
+    assert harm_after(1) == harm_after(0)
+    assert harm_after(SWEEPS) < 0.5 * harm_after(0)
 
 
 @pytest.mark.parametrize("group", [32, 128])

@@ -23,7 +23,7 @@ PROGRAM = 450 * 2**20
 SOLVING = 9
 """Tensors of a matrix's shape being rounded: target, codes, losses, scales, gradient, and passing ones."""
 
-SETTLING = 4
+SETTLING = 5
 """More of them where the gradients of the outputs are known together."""
 
 

@@ -6,6 +6,8 @@ moves that gains most; what it changes is at once seen by all others. Scales sta
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,12 +15,16 @@ from torch import Tensor
 from .tape import TAPE
 
 RUN = 64
-"""Columns of which at most one moves at a time: more, and they would make good for the same error twice."""
+"""Columns of which at most one moves at a time, at first: more would make good for the same error twice."""
 
 ROWS = 32
 """Rows whose moves are carried to the others together."""
 
-SWEEPS = 2
+SWEEPS, RECORDED = 32, 8
+"""At most, on a processor and on a GPU, where a row is many launches whatever its length."""
+
+WORTH = 5e-4
+"""A sweep that takes off less than this share of the harm is the last."""
 
 
 def settle(
@@ -26,23 +32,40 @@ def settle(
 ) -> Tensor:
     """Better codes (inputs, columns) for `w`, or the same; inputs are a multiple of ROWS.
 
-    `scale` has the factor of every number, `half` the half range of every row.
+    `scale` has the factor of every number, `half` the half range of every row. A sweep in which codes that
+    moved together did harm is taken back, and half as many move from then on.
     """
-    g, begun = gradients, codes
-    if padding := -w.shape[1] % RUN:
-        g = F.pad(gradients, (0, padding, 0, padding))
-        begun, w, scale = (F.pad(x, (0, padding)) for x in (codes, w, scale))
-    now, pull = begun.clone(), _pull(begun, w, scale, hessian, g)
-    least = _harm(begun, w, scale, pull)
-    for _ in range(SWEEPS):
-        for a in range(0, len(w), ROWS):
-            rows = slice(a, a + ROWS)
-            block = (pull[rows], hessian[rows, rows], g, scale[rows], half[rows], now[rows].clone())
-            moved = torch.empty_like(w[rows])
-            TAPE.play(_settle_rows, block, (now[rows], moved))
-            pull.addmm_(hessian[:, rows], moved, alpha=-1)
-    found = _harm(now, w, scale, _pull(now, w, scale, hessian, g))
-    return torch.where(found < least, now, begun)[:, : codes.shape[1]]
+    best, run, pull = codes, RUN, _pull(codes, w, scale, hessian, gradients)
+    least = _harm(codes, w, scale, pull)
+    for _ in range(RECORDED if w.is_cuda else SWEEPS):
+        now = _swept(best, pull, scale, half, hessian, gradients, run)
+        after = _pull(now, w, scale, hessian, gradients)
+        found = _harm(now, w, scale, after)
+        if bool(found < least):
+            gained, best, pull, least = least - found, now, after, found
+            if bool(gained < WORTH * found):
+                break
+        elif run >= w.shape[1]:
+            break
+        else:
+            run *= 2
+    return best
+
+
+def _swept(
+    codes: Tensor, pull: Tensor, scale: Tensor, half: Tensor, hessian: Tensor, g: Tensor, run: int
+) -> Tensor:
+    """New codes, every row looked at once."""
+    columns, padding = codes.shape[1], -codes.shape[1] % run
+    g = F.pad(g, (0, padding, 0, padding))
+    now, pull, scale = (F.pad(x, (0, padding)) if padding else x.clone() for x in (codes, pull, scale))
+    for a in range(0, len(now), ROWS):
+        rows = slice(a, a + ROWS)
+        block = (pull[rows], hessian[rows, rows], g, scale[rows], half[rows], now[rows].clone())
+        moved = torch.empty_like(now[rows])
+        TAPE.play(_SettleRows(run), block, (now[rows], moved))
+        pull.addmm_(hessian[:, rows], moved, alpha=-1)
+    return now[:, :columns].contiguous()
 
 
 def _pull(codes: Tensor, w: Tensor, scale: Tensor, hessian: Tensor, g: Tensor) -> Tensor:
@@ -54,27 +77,33 @@ def _harm(codes: Tensor, w: Tensor, scale: Tensor, pull: Tensor) -> Tensor:
     return ((w - (codes * scale).half().float()) * pull).sum()
 
 
-def _settle_rows(
-    pull: Tensor,
-    h: Tensor,
-    g: Tensor,
-    scale: Tensor,
-    half: Tensor,
-    before: Tensor,
-    codes: Tensor,
-    moved: Tensor,
-) -> None:
+@dataclass(frozen=True)
+class _SettleRows:
     """The rows of one block, and by how much their values change, times G; a row is seen as its runs."""
-    shape = (len(h), -1, RUN)
-    pull, targets, runs = pull.clone(), g.view(-1, RUN, len(g)), torch.arange(len(g) // RUN, device=g.device)
-    cost = h.diagonal()[:, None] * g.diagonal() * scale * scale / 2
-    codes.copy_(before)
-    down, up = (-half)[:, None] - codes, (half - 1)[:, None] - codes  # as far as each may go
-    rows = zip(*(x.view(shape) for x in (pull, codes, scale, cost, down, up)), h, moved, strict=True)
-    for i, (to, code, size, price, low, high, beside, change) in enumerate(rows, 1):
-        step = to.sign().clamp_(low, high)
-        best, at = (to * step).mul_(size).sub_(price).max(1, keepdim=True)
-        made = step.gather(1, at) * (best > 0)
-        code.scatter_add_(1, at, made)
-        torch.mv(targets[runs, at[:, 0]].T, (made * size.gather(1, at))[:, 0], out=change)
-        pull[i:].addr_(beside[i:], change, alpha=-1)
+
+    run: int
+
+    def __call__(
+        self,
+        pull: Tensor,
+        h: Tensor,
+        g: Tensor,
+        scale: Tensor,
+        half: Tensor,
+        before: Tensor,
+        codes: Tensor,
+        moved: Tensor,
+    ) -> None:
+        shape, runs = (len(h), -1, self.run), torch.arange(len(g) // self.run, device=g.device)
+        pull, targets = pull.clone(), g.view(-1, self.run, len(g))
+        cost = h.diagonal()[:, None] * g.diagonal() * scale * scale / 2
+        codes.copy_(before)
+        down, up = (-half)[:, None] - codes, (half - 1)[:, None] - codes  # as far as each may go
+        rows = zip(*(x.view(shape) for x in (pull, codes, scale, cost, down, up)), h, moved, strict=True)
+        for i, (to, code, size, price, low, high, beside, change) in enumerate(rows, 1):
+            step = to.sign().clamp_(low, high)
+            best, at = (to * step).mul_(size).sub_(price).max(1, keepdim=True)
+            made = step.gather(1, at) * (best > 0)
+            code.scatter_add_(1, at, made)
+            torch.mv(targets[runs, at[:, 0]].T, (made * size.gather(1, at))[:, 0], out=change)
+            pull[i:].addr_(beside[i:], change, alpha=-1)
