@@ -20,8 +20,8 @@ RUN = 64
 ROWS = 32
 """Rows whose moves are carried to the others together."""
 
-SWEEPS, RECORDED = 32, 8
-"""At most, on a processor and on a GPU, where a row is many launches whatever its length."""
+SWEEPS = 8
+"""At most: more gain less and less, and a large matrix takes a second for each."""
 
 WORTH = 5e-4
 """A sweep that takes off less than this share of the harm is the last."""
@@ -37,7 +37,7 @@ def settle(
     """
     best, run, pull = codes, RUN, _pull(codes, w, scale, hessian, gradients)
     least = _harm(codes, w, scale, pull)
-    for _ in range(RECORDED if w.is_cuda else SWEEPS):
+    for _ in range(SWEEPS):
         now = _swept(best, pull, scale, half, hessian, gradients, run)
         after = _pull(now, w, scale, hessian, gradients)
         found = _harm(now, w, scale, after)
