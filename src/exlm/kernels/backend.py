@@ -223,6 +223,9 @@ class Broad(Protocol):
 class Fuser(Protocol):
     """A backend that can also do several things as one."""
 
+    most: int
+    """Rows up to which that is quicker; beyond, each part is asked by itself."""
+
     def project(
         self,
         matrices: Sequence[Linear],
@@ -230,7 +233,7 @@ class Fuser(Protocol):
         act: spec.Activation | None,
         full: bool = False,
     ) -> Project:
-        """Matrices that it bound before, together, for up to FEW rows, behind a norm if there is one.
+        """Matrices that it bound before, together, for up to `most` rows, behind a norm if there is one.
 
         With `act` there are two, and the answer is act(first) · second. With `full` it is in float32.
         """

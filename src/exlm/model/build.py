@@ -189,7 +189,7 @@ class Builder:
             raise Unsupported("a wider residual stream")
         norm = self.model.final_norm
         entry = b.Entry(norm, self.norm_tensors("final_norm", norm, self.model.hidden)[0])
-        return FusedHead(head, fuser.project([head.linear.kernel], entry, None, full=True), b.FEW)
+        return FusedHead(head, fuser.project([head.linear.kernel], entry, None, full=True), fuser.most)
 
     def unit(self, weight: Weight) -> Weight:
         """The head's matrix with rows of length one, if the model wants them."""
@@ -246,13 +246,13 @@ class Builder:
 
         start, end = project(qkv.q, qkv.k, qkv.v, behind=entry("attn_norm", first)), project(block.attn.o)
         if not isinstance(mlp, GatedMlp) or isinstance(layer.mlp, spec.Moe):
-            return FusedBlock(block, start, end, None, b.FEW)
+            return FusedBlock(block, start, end, None, fuser.most)
         pair = partial(project, mlp.gate, mlp.up, behind=entry("mlp_norm", second))
         try:
             gate = pair(act=layer.mlp.act)
         except Unsupported:  # as two matrices, and what lies between them by itself
             gate = gated(pair(), mlp.act)
-        return FusedBlock(block, start, end, Gated(gate, project(mlp.down)), b.FEW)
+        return FusedBlock(block, start, end, Gated(gate, project(mlp.down)), fuser.most)
 
     def attention(self, at: str, attn: spec.Attention) -> Attention:
         """Projections, head norms, rotation and the attention kernel of one layer."""

@@ -119,8 +119,8 @@ class FusedBlock:
 
     def remember(self, x: Tensor, more: Tensor | None, batch: Batch, kv: b.KeyValues) -> None:
         """What `forward` leaves in the cache. Few rows go all the way: it is hardly longer."""
-        if (plain := self._plain(batch)) is not None:
-            plain.remember(x, more, batch, kv)
+        if batch.ids.numel() > b.FEW or self._plain(batch) is not None:
+            (self.block if batch.adapters else self.many).remember(x, more, batch, kv)
         else:
             self.forward(x, more, batch, kv)
 

@@ -109,6 +109,36 @@ def test_whole_layers_say_what_plain_blocks_say(
     assert torch.equal(answers[0], answers[2])
 
 
+@pytest.mark.parametrize("kind", [Cache, partial(Cache, dtype="float16"), CacheQ8])
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 230), (3, 70)])
+def test_prompts_are_whole_layers_too(
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: Callable[..., CacheBase],
+    rows: int,
+    tokens: int,
+) -> None:
+    monkeypatch.setenv("EXLM_CPU", "1")
+    model = made_up(tmp_path_factory.mktemp("tiny"), "tiny")
+    _, decoder, _ = model._ready()
+    fused = [block for block in decoder.blocks if isinstance(block, FusedBlock)]
+    if not fused:
+        pytest.skip(f"no C kernels here: {model.explain().splitlines()[0]}")
+    ids = torch.arange(rows * tokens).view(rows, -1) * 7 % 512
+    answers = []
+    for way in ("at once", "layer by layer", "plainly"):
+        if way == "layer by layer":
+            decoder.stack = None
+        if way == "plainly":
+            decoder.blocks = [block.block for block in fused]
+        cache = kind(model, batch_size=rows, max_seq_len=256)
+        model.forward(ids[:, :-2], cache, preprocess_only=True)
+        behind = model.forward(ids[:, -2:], cache)
+        answers.append((behind, model.forward(ids, kind(model, batch_size=rows, max_seq_len=256))))
+    for other in answers[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(answers[0], other, strict=True))
+
+
 def test_a_step_over_another_cache_reads_that_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What C was told of a cache is told again for another, and for one that takes a dead one's place."""
     monkeypatch.setenv("EXLM_CPU", "1")

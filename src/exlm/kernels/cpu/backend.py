@@ -6,6 +6,7 @@ gates, and attention over many new tokens are left to plain torch.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -37,6 +38,7 @@ class CpuBackend:
     """Packed matrices on this machine's processor."""
 
     name = "cpu"
+    most = sys.maxsize  # rows: prompts gain by it too
 
     def __init__(
         self, device: torch.device, dtype: torch.dtype, folder: Path, instructions: str | None = None

@@ -89,6 +89,7 @@ class CudaBackend:
     """Packed matrices, experts and the attention of few tokens on one GPU; everything else is declined."""
 
     name = "cuda"
+    most = b.FEW
 
     def __init__(
         self,

@@ -81,35 +81,37 @@ INLINE Whole four_digits(const uint8_t *at) {
     return w_all(four);
 }
 
-/* A row's digits, of all runs. Groups of 32 are usual, and are taken four at a time. */
-static void digits_of_row(const Banded *p, long row) {
+/* Digits of rows, of all runs, span by span: those of neighbouring rows lie side by side. Groups of 32 are usual, and
+   are taken four at a time. */
+static void digits_of_rows(const Banded *p, long first, long end) {
     const Matrix *m = p->matrix;
-    const float *x = p->x + row * m->inputs;
-    for (const Run *run = m->runs; run < m->runs + m->count; run++) {
-        Level *level = p->levels + (long)run->span * p->rows + row;
-        for (int n = 0, some; n < run->count; n += some, level += some * p->rows) {
+    for (const Run *run = m->runs; run < m->runs + m->count; run++)
+        for (int n = 0, some; n < run->count; n += some) {
             const Span *span = run->spans + n;
             int place = run->first + span->slot * LANES, slots = span->slots;
-            uint8_t *digits = p->digits + 2l * place * p->rows + row * slots * DIGITS;
+            Level *levels = p->levels + (long)(run->span + n) * p->rows;
+            uint8_t *digits = p->digits + 2l * place * p->rows;
             some = 1;
 #if defined(__AVX512VNNI__)
             if (!m->source && n + 4 <= run->count && four_pairs(span)) {
-                digits_of_four(x + place, digits, 2l * DIGITS * p->rows, level, p->rows);
+                for (long row = first; row < end; row++)
+                    digits_of_four(p->x + row * m->inputs + place, digits + row * 2 * DIGITS, 2l * DIGITS * p->rows,
+                                   levels + row, p->rows);
                 some = 4;
                 continue;
             }
 #endif
-            digits_of_span(m->source, x, place, slots, digits, level);
+            for (long row = first; row < end; row++)
+                digits_of_span(m->source, p->x + row * m->inputs, place, slots, digits + row * slots * DIGITS,
+                               levels + row);
         }
-    }
 }
 
 static void digits_chunk(void *job, int chunk) {
     const Banded *p = job;
-    for (long row = chunk * p->each; row < (long)(chunk + 1) * p->each && row < p->rows; row++) {
-        if (p->norm) norm_row(p->norm, p->first + (int)row);
-        digits_of_row(p, row);
-    }
+    long first = chunk * p->each, end = first + p->each < p->rows ? first + p->each : p->rows;
+    for (long row = first; p->norm && row < end; row++) norm_row(p->norm, p->first + (int)row);
+    digits_of_rows(p, first, end);
 }
 
 #endif
