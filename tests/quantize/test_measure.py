@@ -28,9 +28,12 @@ def test_tokens_matter_by_the_trace_of_their_curvature() -> None:
     matrix = torch.randn(WIDTH, VOCABULARY, generator=generator)
     x = torch.randn(ROWS, TOKENS, WIDTH, generator=generator)
     batch = batch_of(torch.zeros(ROWS, TOKENS, dtype=torch.long))
-    slopes, care = measure.first_slope(cast(Any, Plain(matrix)), x, batch, generator)
+    belongs = torch.eye(3)[torch.arange(VOCABULARY) % 3]
+    slopes, care = measure.first_slope(cast(Any, Plain(matrix)), x, batch, generator, belongs)
     shares = (x @ matrix).softmax(-1)
     curvature = torch.diag_embed(shares) - shares[..., :, None] * shares[..., None, :]
-    assert torch.allclose(care, curvature.diagonal(dim1=-2, dim2=-1).sum(-1), atol=1e-6)
+    each = curvature.diagonal(dim1=-2, dim2=-1)
+    for kind in range(3):
+        assert torch.allclose(care[..., kind], each[..., kind::3].sum(-1), atol=1e-6)
     ends = (shares[..., None, :] - torch.eye(VOCABULARY)) @ matrix.T  # for each token that may be drawn
     assert torch.allclose((slopes[..., None, :] - ends).norm(dim=-1).amin(-1), torch.zeros(()), atol=1e-5)

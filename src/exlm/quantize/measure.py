@@ -19,8 +19,9 @@ from torch import Tensor
 from ..errors import InputError
 from ..nn import Batch, Head
 from ..nn.block import BlockLike
+from .kinds import care_of
 from .layers import Tap, run
-from .measurement import BLOCK, MIDDLE, SIZES, Profile
+from .measurement import BLOCK, MIDDLE, PROBES, SIZES, Profile
 from .rounding import factors, upper_of_inverse
 from .solve import losses
 from .wave import Outputs
@@ -33,9 +34,6 @@ WIDEST = 2048
 
 MEASURED = (2, 3, 4, 6)
 """Widths that matrices are really rounded at: from 4 bits on, harm falls evenly, so the others follow."""
-
-PROBE = 3
-"""The width whose error tells what other group sizes are worth."""
 
 TOGETHER = 512
 """Tokens whose logits are held at once."""
@@ -93,14 +91,16 @@ class Ear:
         self.heard[role] = Heard(kept.inputs, kept.gradients + grown, (*kept.care, care))
 
 
-def first_slope(head: Head, x: Tensor, batch: Batch, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def first_slope(
+    head: Head, x: Tensor, batch: Batch, generator: torch.Generator, belongs: Tensor
+) -> tuple[Tensor, Tensor]:
     """The gradient, at the state before the head, of the log-probability of tokens drawn from the answer.
 
-    And (rows, tokens) how much each token's logits matter: the trace of their curvature. Few tokens at a
-    time: their logits are the largest tensors there are.
+    And (rows, tokens, kinds) how much each token's logits matter to each kind that they belong to. Few tokens
+    at a time: their logits are the largest tensors there are.
     """
     chances = torch.rand(x.shape[:2], generator=generator).to(x.device)
-    slopes, care = torch.empty_like(x), torch.empty_like(x[..., 0])
+    slopes, care = torch.empty_like(x), x.new_empty(*x.shape[:2], belongs.shape[1])
     step = max(1, TOGETHER // len(x))
     for a in range(0, x.shape[1], step):
         part = x[:, a : a + step].detach().requires_grad_(True)
@@ -108,7 +108,7 @@ def first_slope(head: Head, x: Tensor, batch: Batch, generator: torch.Generator)
             logits, _ = head.forward(part, None, batch)
             with torch.no_grad():
                 shares = logits.softmax(-1)
-                care[:, a : a + step] = (1 - shares.norm(dim=-1).square()).clamp(min=0)
+                care[:, a : a + step] = care_of(shares, belongs)
                 drawn = _draw(shares, chances[:, a : a + step])
             F.cross_entropy(logits.flatten(0, 1), drawn.flatten(), reduction="sum").backward()  # type: ignore[no-untyped-call]
         assert part.grad is not None
@@ -168,8 +168,10 @@ def profile(w: Tensor, heard: Heard, damping: float, ridge: float, where: str) -
             f"{where}: its numbers, inputs or gradients overflow on the calibration text. Calibrate with "
             "other text, or check the source model with `exlm eval`."
         )
-    whole = float(harms[PROBE].sum()) or 1.0
-    sizes = {
-        size: 1.0 if size == MIDDLE else float(blocks(size, PROBE)[PROBE].sum()) / whole for size in SIZES
-    }
+    wholes = {width: float(harms[width].sum()) or 1.0 for width in PROBES}
+    sizes = {width: {MIDDLE: 1.0} for width in PROBES}
+    for size in SIZES:
+        others = blocks(size, *PROBES) if size != MIDDLE else {}
+        for width, harm in others.items():
+            sizes[width][size] = float(harm.sum()) / wholes[width]
     return Profile({width: harms[width].tolist() for width in sorted(harms)}, sizes)

@@ -28,6 +28,9 @@ BLOCK = 32
 
 SIZES = (32, 64, 128)
 MIDDLE = 64
+PROBES = (2, 3, 4)
+"""Widths whose error tells what other group sizes are worth; wider ones are as the widest of these."""
+
 PAIRS = ((3, 2), (4, 3), (5, 4), (6, 5), (8, 6))
 TRIPLES = ((4, 3, 2), (5, 3, 2), (6, 3, 2), (5, 4, 3), (6, 4, 3), (8, 4, 3), (6, 5, 4), (8, 5, 4), (8, 6, 5))
 SHARES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9)
@@ -49,16 +52,33 @@ Slot = Sequence[Choice]
 class Profile:
     """One matrix: for each width, the harm of every block of rows in stored order, in groups of 64.
 
-    `sizes` has the factor by which other group sizes change it.
+    `sizes` has, for some widths, the factor by which each group size changes it.
     """
 
     harms: Mapping[int, Sequence[float]]
-    sizes: Mapping[int, float]
+    sizes: Mapping[int, Mapping[int, float]]
 
     def harm(self, group: Group, block: int) -> float:
         """What a group that begins with this block of rows does to the model's answers."""
-        near = min(self.sizes, key=lambda size: abs(size - group.rows))
-        return self.sizes[near] * sum(self.harms[group.bits][block : block + group.rows // BLOCK])
+        factors = self.sizes[min(self.sizes, key=lambda width: abs(width - group.bits))]
+        factor = factors[min(factors, key=lambda size: abs(size - group.rows))]
+        return factor * sum(self.harms[group.bits][block : block + group.rows // BLOCK])
+
+    def to_json(self) -> dict[str, Any]:
+        """As files have it."""
+        sizes = {str(width): _keys(factors) for width, factors in self.sizes.items()}
+        return {"harms": {str(width): list(harm) for width, harm in self.harms.items()}, "sizes": sizes}
+
+    @classmethod
+    def from_json(cls, raw: Any) -> Profile:
+        """Out of a file; one of the first version has factors of group sizes for all widths together."""
+        harms = {int(width): tuple(map(float, harm)) for width, harm in raw["harms"].items()}
+        sizes = raw["sizes"]
+        if not any(isinstance(one, dict) for one in sizes.values()):
+            sizes = {PROBES[0]: sizes}
+        return cls(
+            harms, {int(w): {int(size): float(f) for size, f in one.items()} for w, one in sizes.items()}
+        )
 
 
 @dataclass(frozen=True)
@@ -75,11 +95,8 @@ class Measurement:
 
     def save(self, path: Path) -> None:
         """Write it for other targets."""
-        table = {
-            role: {"harms": {str(b): list(h) for b, h in p.harms.items()}, "sizes": _keys(p.sizes)}
-            for role, p in self.profiles.items()
-        }
-        path.write_text(json.dumps({"exlm_measurement": 1, "matrices": table}) + "\n", encoding="utf-8")
+        table = {role: profile.to_json() for role, profile in self.profiles.items()}
+        path.write_text(json.dumps({"exlm_measurement": 2, "matrices": table}) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path, model: spec.Model) -> Measurement:
@@ -90,7 +107,7 @@ class Measurement:
             raise InputError(f"{path}: not a measurement that can be read ({error}).") from error
         if isinstance(raw, dict) and isinstance(raw.get("measurement"), dict):
             return cls(tuple(_old_slots(raw["measurement"], model, path)), {})
-        if not isinstance(raw, dict) or raw.get("exlm_measurement") != 1:
+        if not isinstance(raw, dict) or raw.get("exlm_measurement") not in (1, 2):
             raise InputError(f"{path}: expected a measurement of exlm or a measurement.json, found neither.")
         wanted = {matrix.role: matrix for matrix in quantised(model)}
         table = raw.get("matrices")
@@ -154,13 +171,13 @@ def _slot(matrix: Matrix, profile: Profile) -> Slot:
 
 def _profile(raw: Any, path: Path, role: str) -> Profile:
     try:
-        harms = {int(b): tuple(map(float, h)) for b, h in raw["harms"].items()}
-        sizes = {int(size): float(f) for size, f in raw["sizes"].items()}
-        if set(harms) != set(WIDTHS) or not sizes:
-            raise ValueError(f"widths {sorted(harms)}, group sizes {sorted(sizes)}")
-        if not all(map(math.isfinite, chain(sizes.values(), *harms.values()))):
+        found = Profile.from_json(raw)
+        if set(found.harms) != set(WIDTHS) or not found.sizes or not all(found.sizes.values()):
+            raise ValueError(f"widths {sorted(found.harms)}, group sizes {found.sizes}")
+        factors = chain.from_iterable(one.values() for one in found.sizes.values())
+        if not all(map(math.isfinite, chain(factors, *found.harms.values()))):
             raise ValueError("a harm that is no finite number")
-        return Profile(harms, sizes)
+        return found
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{path}: {role} is not measured as it should be ({error!r}).") from error
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from .. import spec
 from ..spec.roles import Matrix, matrices
 from . import calibrate, evaluate, measure
+from .kinds import kinds_count
 from .measurement import quantised
 
 FLOAT = 4
@@ -70,9 +71,16 @@ class Shapes:
         kept = FLOAT * calibrate.BATCH * min(calibrate.PIECE, self.length) * heads
         return whole + table + kept + 4 * FLOAT * calibrate.BATCH * self.model.vocab
 
+    @property
+    def kinds(self) -> int:
+        """Of the head's columns."""
+        return kinds_count(self.model.hidden, self.model.vocab)
+
     def answering(self) -> int:
-        """The head, the logits of some tokens with their gradients, states and slopes of all."""
-        return self.head + 5 * FLOAT * measure.TOGETHER * self.model.vocab + 3 * self.stream
+        """The head, the logits of some tokens with their gradients, states and slopes of all, and kinds."""
+        mattering = self.kinds * (2 * self.model.vocab + 2 * self.rows * self.length)
+        logits = 6 * measure.TOGETHER * self.model.vocab
+        return self.head + FLOAT * (logits + mattering) + 3 * self.stream
 
     def measuring(self) -> int:
         """A layer, what passes through it there and back, what is heard, one matrix at several widths."""
@@ -93,8 +101,9 @@ class Shapes:
         )
 
     def rounding_head(self) -> int:
-        """The last matrix being solved."""
-        return (SOLVING + 1) * self.head + 3 * self.stream
+        """The last matrix being solved, and its kinds' covariances."""
+        kinds = self.kinds * (2 * self.model.hidden**2 + self.model.vocab + self.rows * self.length)
+        return (SOLVING + 2) * self.head + 3 * self.stream + FLOAT * kinds
 
     def judging(self) -> int:
         """Both heads, the logits of some tokens of both, and states."""

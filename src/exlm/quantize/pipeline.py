@@ -18,6 +18,8 @@ from ..formats import PackedWeight
 from . import measure, streams
 from .allocate import Allocation, below, least, within
 from .gptq import solve_gptq
+from .head import solve_head
+from .kinds import kinds_count, kinds_of
 from .layers import run
 from .measurement import Measurement, Profile, quantised, smallest
 from .output import kept_bytes, planned
@@ -64,13 +66,14 @@ def listen(work: Work, measures: bool) -> None:
 
 
 def _first_slopes(work: Work) -> dict[str, Tensor]:
-    """The gradients behind the last layer; how much each token matters to the head is kept."""
+    """The gradients behind the last layer; how much each token matters to each kind of logits is kept."""
     states, head, slopes, care = _go_ahead(work), work.shop.top(), {}, []
+    belongs = _head_kinds(work)
     for i, batch in enumerate(work.batches()):
         generator = torch.Generator().manual_seed(work.wishes.seed + i)
         x = states[f"{i:04}"].to(batch.ids.device)
-        slopes[f"{i:04}"], mattering = measure.first_slope(head, x, batch, generator)
-        care.append(mattering.flatten())
+        slopes[f"{i:04}"], mattering = measure.first_slope(head, x, batch, generator, belongs)
+        care.append(mattering.flatten(0, 1))
     work.job.save("gradients.head", {f"head{CARE}": torch.cat(care)})
     work.job.save(f"slope.{work.depth}", slopes)
     return slopes
@@ -118,7 +121,7 @@ def _go_back(work: Work, layer: int, slopes: dict[str, Tensor], measures: bool) 
         if measures:
             w = work.shop.taps[role].data.T.contiguous()
             found = measure.profile(w, heard, effort.damping, effort.ridge, role)
-            job.note(f"profile.{role}", {"harms": dict(found.harms), "sizes": dict(found.sizes)})
+            job.note(f"profile.{role}", found.to_json())
     job.save(f"gradients.{layer}", kept)
     job.save(f"slope.{layer}", carried)
     job.drop(f"slope.{layer + 1}", f"state.{layer + 1}")
@@ -132,8 +135,7 @@ def measured(work: Work) -> Measurement:
     for role in roles:
         raw = work.job.noted(f"profile.{role}")
         if raw is not None:
-            harms = {int(b): h for b, h in raw["harms"].items()}
-            profiles[role] = Profile(harms, {int(s): f for s, f in raw["sizes"].items()})
+            profiles[role] = Profile.from_json(raw)
     for role in roles:
         if role not in profiles:
             profiles[role] = _like(role, profiles)
@@ -256,17 +258,21 @@ def quantise(work: Work, recipes: Mapping[str, Recipe]) -> None:
 
 
 def _quantise_head(work: Work, recipes: Mapping[str, Recipe], s: Streams) -> None:
-    """Each output alone, and descended longer: heeding how logits matter together makes it worse."""
-    head = work.shop.top()
-    made = streams.quantise(
-        work.shop.taps,
-        lambda x, batch: head.forward(x, None, batch)[0],
-        s,
-        lambda role, w, h: _solved(work, recipes, role, w, h, None),
-        damping(work),
-        _cares(_gradients(work, "head")),
-    )
-    _keep(work, "layer.head", made)
+    """The last matrix, its columns in the kinds that `listen` put them into."""
+    head, effort = work.shop.top(), work.wishes.effort
+    tap, care = work.shop.taps["head"], _gradients(work, "head")[f"head{CARE}"]
+    heard = streams.hear_kinds(tap, lambda x, batch: head.forward(x, None, batch)[0], s, care)
+    exact = tap.data.T.contiguous()
+    groups = recipes["head"].groups(len(exact))
+    effort = replace(effort, sweeps=2 * effort.sweeps)
+    made = solve_head(exact, *heard, _head_kinds(work), groups, effort, damping(work))
+    _keep(work, "layer.head", {"head": made.pack(None if tap.bias is None else tap.bias.half())})
+
+
+def _head_kinds(work: Work) -> Tensor:
+    """(columns, kinds) of the head that was built last."""
+    matrix = work.shop.taps["head"].data
+    return kinds_of(matrix, kinds_count(matrix.shape[1], len(matrix)), work.wishes.seed)
 
 
 def _gradients(work: Work, name: str) -> dict[str, Tensor]:
@@ -302,8 +308,6 @@ def _solved(
     f = factors(w, h, damping(work), role)
     if work.wishes.method == "gptq":
         return solve_gptq(w, f, work.wishes.group_size, effort.sweeps, half)
-    if role == "head":
-        effort = replace(effort, sweeps=2 * effort.sweeps)
     outputs = None
     if gradients is not None:
         outputs = measure.output_side(gradients.to(w.device).float(), effort.ridge)

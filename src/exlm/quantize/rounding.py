@@ -92,6 +92,12 @@ def factors(w: Tensor, hessian: Tensor, damping: float, where: str = "") -> Fact
     raise InputError(f"{where}: its inputs have no usable covariance. Calibrate with more or other text.")
 
 
+def damped(hessian: Tensor, damping: float) -> Tensor:
+    """With a share of its diagonal's mean added to that."""
+    step = max(damping * float(hessian.diagonal().mean()), 1e-8)
+    return hessian + step * torch.eye(len(hessian), device=hessian.device, dtype=hessian.dtype)
+
+
 def upper_of_inverse(h: Tensor) -> Tensor | None:
     """U with Uᵀ U = H⁻¹, or None if H is not safely positive definite."""
     lower, failed = torch.linalg.cholesky_ex(h)

@@ -100,6 +100,26 @@ def quantise(
     return made
 
 
+def hear_kinds(tap: Tap, forward: Forward, s: Streams, care: Tensor) -> tuple[Sums, list[Sums]]:
+    """What a module with one matrix is asked, for all its columns and for each kind of them.
+
+    `care` (tokens, kinds) has how much each token matters to each kind.
+    """
+    whole, kinds = Sums(tap.data), [Sums(tap.data) for _ in range(care.shape[1])]
+    past = 0
+    for i, batch in enumerate(s.batches):
+        exact, x = (
+            _inputs([tap], forward, stream[i], batch, stop=True)[0] for stream in (s.exact, s.rounded)
+        )
+        own = care[past : past + len(x)].to(x.device)
+        off = exact - x
+        whole.add(x, off, None, own.sum(1))
+        for kind, each in zip(kinds, own.T, strict=True):
+            kind.add(x, off, None, each)
+        past += len(x)
+    return whole, kinds
+
+
 def advance(taps: Mapping[str, Tap], exact: Mapping[str, Tensor], forward: Forward, s: Streams) -> None:
     """Both streams through the module, each with its own matrices; the rounded ones stay in the taps."""
     rounded = {role: tap.data for role, tap in taps.items()}
@@ -130,13 +150,13 @@ def _listen(
     care: Mapping[str, Tensor],
     *,
     whole: bool,
-) -> dict[str, _Heard]:
+) -> dict[str, Means]:
     """For each role what the rounded stream asks it; with `whole`, also what the stream has lost by then."""
     paired = not any(".experts." in role for role in roles)
     ears = [taps[roles[0]]] if paired else [taps[r] for r in roles if not r.endswith(".up")]
     device = s.batches[0].ids.device
     weighted = {role: care[role].to(device) for role in roles if role in care and float(care[role].sum())}
-    sums = {role: _Sums(taps[role].data) for role in weighted} | {"": _Sums(taps[roles[0]].data)}
+    sums = {role: Sums(taps[role].data) for role in weighted} | {"": Sums(taps[roles[0]].data)}
     if whole:
         exact, now = ({**tensors, **_silent(tensors, roles[0])} for tensors in (exact, now))
     past = 0
@@ -159,7 +179,7 @@ def _listen(
     return {role: sums[role if role in weighted else ""].means() for role in roles}
 
 
-class _Heard(NamedTuple):
+class Means(NamedTuple):
     """Means over tokens, of the inputs with themselves, with how they are off, and with what the stream lost.
 
     `cross` is None for experts: the two streams may send a token to different ones.
@@ -169,6 +189,7 @@ class _Heard(NamedTuple):
     cross: Tensor | None  # (in, in)
     lost: Tensor | None  # (in, out), if the answers are added to the stream
     tokens: int
+    worth: float  # tokens that would tell as much if all mattered alike
 
     def moved(self, w: Tensor, ridge: float) -> Tensor:
         """The matrix that from the rounded inputs comes closest to the exact answers.
@@ -184,6 +205,19 @@ class _Heard(NamedTuple):
             moved = moved + self._solved(self.lost - off, max(ridge, len(w) / self.tokens))
         return w + moved if bool(torch.isfinite(moved).all()) else w
 
+    def moved_on(self, w: Tensor, so_far: Tensor, ridge: float) -> Tensor:
+        """Columns that were moved with others, further to where these means want them."""
+        if self.cross is None:
+            return so_far
+        moved = self._solved(
+            self.cross @ w - self.covariance @ (so_far - w), max(ridge, len(w) / max(self.worth, 1.0))
+        )
+        return so_far + moved if bool(torch.isfinite(moved).all()) else so_far
+
+    def joined(self, others: Means, tokens: float) -> Tensor:
+        """The covariance, with that of others as if so many of their tokens were heard as well."""
+        return (self.worth * self.covariance + tokens * others.covariance) / (self.worth + tokens)
+
     def _solved(self, wanted: Tensor, ridge: float) -> Tensor:
         eye = torch.eye(len(self.covariance), device=wanted.device)
         solved, failed = torch.linalg.solve_ex(
@@ -193,19 +227,21 @@ class _Heard(NamedTuple):
         return torch.zeros_like(wanted) if int(failed) else solved
 
 
-class _Sums:
-    """What `_Heard` has the means of."""
+class Sums:
+    """What `Means` has the means of."""
 
     def __init__(self, matrix: Tensor) -> None:
         width = matrix.shape[1]
         self.covariance, self.cross = matrix.new_zeros(2, width, width)
         self.lost: Tensor | None = None
-        self.total, self.tokens, self.paired = matrix.new_zeros(()), 0, True
+        self.total, self.squares = matrix.new_zeros(2)
+        self.tokens, self.paired = 0, True
 
     def add(self, x: Tensor, off: Tensor | None, lost: Tensor | None, care: Tensor) -> None:
         weighted = (x * care[:, None]).T
         self.covariance.addmm_(weighted, x)
         self.total += care.sum()
+        self.squares += care.square().sum()
         self.tokens += len(x)
         if off is None:
             self.paired = False
@@ -215,12 +251,13 @@ class _Sums:
             grown = weighted @ lost
             self.lost = grown if self.lost is None else self.lost.add_(grown)
 
-    def means(self) -> _Heard:
+    def means(self) -> Means:
         if not float(self.total):
-            return _Heard(torch.eye(len(self.covariance), device=self.covariance.device), None, None, 0)
+            return Means(torch.eye(len(self.covariance), device=self.covariance.device), None, None, 0, 0.0)
         cross = self.cross / self.total if self.paired else None
         lost = None if self.lost is None else self.lost / self.total
-        return _Heard(self.covariance / self.total, cross, lost, self.tokens)
+        worth = float(self.total.square() / self.squares)
+        return Means(self.covariance / self.total, cross, lost, self.tokens, worth)
 
 
 def _inputs(

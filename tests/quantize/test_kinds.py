@@ -1,0 +1,139 @@
+"""Columns in kinds: who belongs together, what is heard for each kind, and what that is good for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from exlm.formats import DenseWeight
+from exlm.quantize.head import solve_head
+from exlm.quantize.kinds import MOST, ROOM, care_of, kinds_count, kinds_of
+from exlm.quantize.layers import Tap, batch_of
+from exlm.quantize.recipe import recipe
+from exlm.quantize.rounding import factors
+from exlm.quantize.solve import Effort, solve
+from exlm.quantize.streams import Streams, Sums, hear_kinds
+
+TOKENS, WIDTH, COLUMNS, KINDS = 4096, 32, 48, 3
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 5), st.integers(0, 99))
+def test_every_column_has_one_kind(columns: int, inputs: int, count: int, seed: int) -> None:
+    count = min(count, columns)
+    matrix = torch.randn(columns, inputs, generator=torch.Generator().manual_seed(seed))
+    belongs = kinds_of(matrix, count, seed)
+    assert belongs.shape == (columns, count)
+    assert torch.equal(belongs.sum(1), torch.ones(columns))
+    assert torch.equal(belongs, kinds_of(matrix, count, seed))
+
+
+def test_columns_that_point_the_same_way_go_together() -> None:
+    generator = torch.Generator().manual_seed(5)
+    ways = torch.nn.functional.normalize(torch.randn(KINDS, WIDTH, generator=generator), dim=1)
+    own = torch.arange(COLUMNS) % KINDS
+    lengths = torch.rand(COLUMNS, 1, generator=generator) * 9 + 0.1
+    matrix = lengths * (ways[own] + 0.02 * torch.randn(COLUMNS, WIDTH, generator=generator))
+    found = next(
+        kinds_of(matrix, KINDS, seed) for seed in range(9) if len(set(_firsts(seed) % KINDS)) == KINDS
+    )
+    together = found @ found.T > 0
+    assert torch.equal(together, own[:, None] == own)
+
+
+def _firsts(seed: int) -> Any:
+    return torch.randperm(COLUMNS, generator=torch.Generator().manual_seed(seed))[:KINDS].numpy()
+
+
+def test_there_are_fewer_kinds_where_they_are_large() -> None:
+    assert kinds_count(576, 49152) == MOST
+    assert 1 < kinds_count(4096, 128000) < MOST
+    assert kinds_count(4096, 128000) * 8 * 4096**2 <= ROOM
+    assert kinds_count(16384, 128000) == kinds_count(64, 7) == 1
+
+
+def test_care_is_chance_times_its_rest() -> None:
+    shares = torch.randn(2, 3, 8).softmax(-1)
+    belongs = torch.eye(2)[torch.arange(8) % 2]
+    slow = [
+        sum(float(p) * (1 - float(p)) for p in row[kind::2]) for row in shares.view(6, 8) for kind in (0, 1)
+    ]
+    torch.testing.assert_close(care_of(shares, belongs).flatten(), torch.tensor(slow))
+
+
+class Heard:
+    """A head, and kinds of tokens whose inputs differ: each kind of columns matters for one of them."""
+
+    def __init__(self, seed: int, noise: float) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.matrix = torch.randn(COLUMNS, WIDTH, generator=generator)
+        self.belongs = torch.eye(KINDS)[torch.arange(COLUMNS) % KINDS]
+        kind = torch.arange(TOKENS) % KINDS
+        spread = torch.randn(KINDS, WIDTH, WIDTH, generator=generator)
+        x = torch.bmm(torch.randn(TOKENS, 1, WIDTH, generator=generator), spread[kind])[:, 0]
+        rounded = x + noise * torch.tanh(x.roll(1, -1))
+        self.care = torch.eye(KINDS)[kind] + 0.01 * torch.rand(TOKENS, KINDS, generator=generator)
+        self.x, self.rounded = x, rounded
+        batch = batch_of(torch.zeros(2, TOKENS // 2, dtype=torch.long))
+        shape = (2, TOKENS // 2, WIDTH)
+        self.streams = Streams([x.view(shape)], [rounded.view(shape)], [batch])
+
+    def sums(self) -> tuple[Sums, list[Sums]]:
+        tap = Tap(DenseWeight(self.matrix, None))
+        return hear_kinds(tap, lambda x, batch: tap(x), self.streams, self.care)
+
+    def harm(self, made: Tensor) -> float:
+        """Squared errors of answers, each as far as its token matters to its kind."""
+        off = (self.x @ self.matrix.T - self.rounded @ made).square()
+        return float((off * (self.care @ self.belongs.T)).sum())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_each_kind_is_moved_to_where_its_own_tokens_want_it(seed: int) -> None:
+    heard = Heard(seed, 0.1)
+    whole, kinds = heard.sums()
+    exact = heard.matrix.T.contiguous()
+    together = whole.means().moved(exact, 1e-6)
+    for kind, sums in enumerate(kinds):
+        columns = heard.belongs[:, kind].nonzero()[:, 0]
+        means, weight = sums.means(), heard.care[:, kind]
+        torch.testing.assert_close(
+            means.worth, float(weight.sum() ** 2 / weight.square().sum()), rtol=1e-4, atol=0
+        )
+        moved = means.moved_on(exact[:, columns], together[:, columns], 1e-6)
+        inputs, wanted = heard.rounded, heard.x @ exact[:, columns]
+        covariance = (inputs * weight[:, None]).T @ inputs / weight.sum()
+        left = (inputs * weight[:, None]).T @ (wanted - inputs @ together[:, columns]) / weight.sum()
+        ridge = WIDTH / means.worth * covariance.diagonal().mean() * torch.eye(WIDTH)
+        slow = together[:, columns] + torch.linalg.solve(covariance + ridge, left)
+        torch.testing.assert_close(moved, slow, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_a_head_in_kinds_does_less_harm(noise: float) -> None:
+    heard = Heard(1, noise)
+    whole, kinds = heard.sums()
+    exact, groups = heard.matrix.T.contiguous(), recipe(32, (4, 1.0)).groups(WIDTH)
+    effort = replace(Effort(), sweeps=4)
+    means = whole.means()
+    wanted = means.moved(exact, 0.01)
+    plain = solve(wanted, factors(wanted, means.covariance, 0.01), groups, effort)
+    made = solve_head(exact, whole, kinds, heard.belongs, groups, effort, 0.01)
+    assert heard.harm(made.dequantize()) < 0.85 * heard.harm(plain.dequantize())
+    alone = solve_head(exact, whole, [whole], torch.ones(COLUMNS, 1), groups, effort, 0.01)
+    assert torch.equal(alone.dequantize(), plain.dequantize())
+
+
+def test_a_kind_that_nobody_cares_for_is_as_all_are() -> None:
+    heard = Heard(2, 0.1)
+    heard.care[:, 0] = 0
+    exact, groups = heard.matrix.T.contiguous(), recipe(32, (4, 1.0)).groups(WIDTH)
+    whole, kinds = heard.sums()
+    made = solve_head(exact, whole, kinds, heard.belongs, groups, Effort(), 0.01)
+    assert bool(torch.isfinite(made.dequantize()).all())
+    assert kinds[0].means().worth == 0
