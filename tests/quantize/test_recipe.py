@@ -9,8 +9,9 @@ import pytest
 
 from exlm.config import Config
 from exlm.errors import InputError
-from exlm.quantize.measurement import Measurement, quantised, recipes
-from exlm.quantize.recipe import HEAD, Recipe, recipe
+from exlm.formats.exl2 import WIDTHS
+from exlm.quantize.measurement import Measurement, Profile, quantised, recipes
+from exlm.quantize.recipe import HEAD, Group, Recipe, recipe
 from exlm.spec.roles import Matrix
 
 SQUARE = Matrix("m", 4096, 4096)
@@ -95,3 +96,20 @@ def test_measurements_of_other_models_are_refused(fixtures_dir: Path, tmp_path: 
         odd.write_text(text)
         with pytest.raises(InputError):
             Measurement.load(odd, model)
+
+
+def test_group_sizes_are_worth_something_else_at_each_width() -> None:
+    harms = {width: (1.0, 10.0, 100.0, 1000.0) for width in WIDTHS}
+    found = Profile(harms, {2: {32: 0.5, 64: 1.0, 128: 2.0}, 4: {32: 0.9, 64: 1.0, 128: 1.1}})
+    assert found.harm(Group(2, 32), 1) == 5
+    assert found.harm(Group(2, 128), 0) == 2222
+    assert found.harm(Group(4, 32), 1) == 9
+    assert found.harm(Group(8, 64), 2) == 1100  # no width is nearer than 4, no size than 64
+    assert found.harm(Group(3, 96), 0) in (111 * 1.0, 111 * 2.0)
+    assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+def test_files_that_tell_of_group_sizes_once_for_all_widths_are_read() -> None:
+    harms = {str(width): [1.0, 2.0] for width in WIDTHS}
+    old = Profile.from_json({"harms": harms, "sizes": {"32": 0.7, "64": 1.0, "128": 1.5}})
+    assert [old.harm(Group(width, 32), 1) for width in WIDTHS] == [1.4] * len(WIDTHS)

@@ -132,6 +132,8 @@ OLD = "model.layers.0.self_attn"
         (("matrices",), None, "what was measured in `matrices`"),
         (("matrices",), [1], "what was measured in `matrices`"),
         (("matrices", Q, "sizes"), {}, "not measured as it should be"),
+        (("matrices", Q, "sizes"), {"3": {}}, "not measured as it should be"),
+        (("matrices", Q, "sizes"), {"3": {"64": 1.0}, "4": 2.0}, "not measured as it should be"),
         (("matrices", Q, "harms"), {"3": [1.0, 1.0]}, r"not measured as it should be .*widths \[3\]"),
         (("matrices", Q, "harms", "3"), [1.0, float("nan")], "no finite number"),
         (("measurement",), {OLD: 3}, "layer 0 of this model has no self_attn"),
