@@ -177,6 +177,14 @@ def test_a_family_of_windows_has_one_even_if_the_file_says_nothing(name: str) ->
     assert llama(architectures=[f"{name}ForCausalLM"], sliding_window=8).layers[0].attn.window == 8
 
 
+def test_gemma3_is_as_long_as_the_family_where_the_file_says_nothing() -> None:
+    text = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "sliding_window": 8}
+    published = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    assert describe(Hyper(published)).max_positions == 131072
+    told = {**published, "text_config": {**text, "max_position_embeddings": 512}}
+    assert describe(Hyper(told)).max_positions == 512
+
+
 def test_so_is_that_of_a_llama_which_knows_no_windows() -> None:
     raw = {
         "architectures": ["LlavaForConditionalGeneration"],

@@ -58,7 +58,8 @@ def gemma2(c: Hyper) -> spec.Model:
 
 def gemma3(c: Hyper) -> spec.Model:
     """Five layers in a window, then one that sees all and turns more slowly; normalised q and k."""
-    c = c.meaning(sliding_window=4096)  # without one, no layer would know that it is a local one
+    # Without a window no layer would know that it is a local one; published files leave the length out too.
+    c = c.meaning(sliding_window=4096, max_position_embeddings=131072)
     n, depth = norm(c, offset=1.0), c.depth()
     pattern = c.size("sliding_window_pattern", "_sliding_window_pattern", default=6)
     sizes = windows(c, depth, lambda i: (i + 1) % pattern != 0)
