@@ -154,6 +154,14 @@ def test_a_stale_index_is_no_obstacle(tmp_path: Path) -> None:
         files.read("z")
 
 
+@pytest.mark.parametrize("size", [b"24.0", b"1.4e+10", b"NaN"])
+def test_the_size_an_index_states_is_nobodys_business(tmp_path: Path, size: bytes) -> None:
+    write(tmp_path, {"a": A})
+    content = b'{"metadata": {"total_size": %s}, "weight_map": {"a": "model.safetensors"}}' % size
+    (tmp_path / "model.safetensors.index.json").write_bytes(content)
+    assert same(TensorFiles(tmp_path).read("a"), A)
+
+
 def test_an_index_that_names_a_file_without_the_tensor(tmp_path: Path) -> None:
     write(tmp_path, {"a": A})
     write_index(tmp_path, {"z": "model.safetensors"})

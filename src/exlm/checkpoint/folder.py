@@ -93,7 +93,8 @@ def read_index(folder: Path) -> dict[str, str]:
     refuse_pointer(path, raw)
     remedy = "Delete it: the weights are found without it."
     try:
-        table = load_json(raw.decode("utf-8"))
+        # Some writers count parts of bytes: `total_size` may be 14483464192.0, and nobody needs it.
+        table = load_json(raw.decode("utf-8"), fractions=True)
     except (ValueError, RecursionError) as error:
         raise BadFile(f"{path}: not the JSON it should be ({error}). {remedy}") from error
     files = table.get("weight_map") if isinstance(table, dict) else None

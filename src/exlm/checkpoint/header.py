@@ -121,9 +121,10 @@ def refuse_pointer(path: Path, start: bytes) -> None:
         )
 
 
-def load_json(text: str) -> Any:
-    """JSON with each key at most once and no fractions; ValueError or RecursionError otherwise."""
-    return json.loads(text, object_pairs_hook=_unique, parse_float=_fraction, parse_constant=_fraction)
+def load_json(text: str, *, fractions: bool = False) -> Any:
+    """JSON with each key at most once and perhaps no fractions; ValueError or RecursionError otherwise."""
+    number = float if fractions else _fraction
+    return json.loads(text, object_pairs_hook=_unique, parse_float=number, parse_constant=number)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
