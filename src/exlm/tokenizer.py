@@ -89,6 +89,7 @@ class Tokenizer:
         self.tokenizer_model = codec.backend
         self.tokenizer_config_dict = codec.folder.config
         self.bos_token_id = codec.bos_id
+        self.wants_bos = codec.wants_bos
         self.eos_token_id = codec.eos_id
         self.eos_token_ids = list(codec.eos_ids)
         self.pad_token_id = codec.pad_id

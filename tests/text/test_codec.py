@@ -84,6 +84,41 @@ def test_bos_and_eos_come_only_when_asked_and_known() -> None:
     assert none.encode("hi", add_bos=True, add_eos=True) == plain
 
 
+def _with_start(*ids: int) -> str:
+    """The byte-level vocabulary, whose file puts these special tokens before a text and EOS behind it."""
+    state = json.loads(byte_level_json())
+    names = {token["id"]: token["content"] for token in state["added_tokens"]}
+    used = {names[number]: number for number in (*ids, 0)}
+    start, end = ([{"SpecialToken": {"id": names[n], "type_id": 0}} for n in some] for some in (ids, (0,)))
+    state["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [*start, {"Sequence": {"id": "A", "type_id": 0}}, *end],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {name: {"id": name, "ids": [n], "tokens": [name]} for name, n in used.items()},
+    }
+    return json.dumps(state)
+
+
+@pytest.mark.parametrize(
+    ("text", "config", "wanted"),
+    [
+        (byte_level_json(), None, True),
+        (byte_level_json(), {"tokenizer_class": "PreTrainedTokenizerFast"}, False),
+        (byte_level_json(), {"tokenizer_class": "GPT2Tokenizer"}, False),
+        (byte_level_json(), {"add_bos_token": True}, True),
+        (byte_level_json(), {"tokenizer_class": "LlamaTokenizerFast"}, True),
+        (_with_start(1), {"tokenizer_class": "PreTrainedTokenizerFast"}, True),
+        (_with_start(1), {"add_bos_token": None}, True),
+        (_with_start(1), {"add_bos_token": False}, False),
+        (_with_start(2), {}, False),
+        (_with_start(), {}, False),
+    ],
+)
+def test_a_bos_comes_first_where_the_files_put_one(text: str, config: Any, wanted: bool) -> None:
+    folder = Folder(Path("folder"), config=config)
+    assert Codec(JsonBackend(text, folder), folder, ModelIds(bos=1, eos=0)).wants_bos is wanted
+
+
 def test_decoding_leaves_out_what_is_not_text() -> None:
     ours = codec(ModelIds(bos=1, eos=2, pad=0))
     a, b = ours.encode("a")[0], ours.encode("b")[0]

@@ -214,6 +214,13 @@ def test_roles_and_flags_come_along() -> None:
     assert ours.folder.config["add_bos_token"] is False
 
 
+@pytest.mark.parametrize(("pre", "wanted"), [("qwen2", False), ("smollm", False), ("llama-bpe", True)])
+def test_a_file_without_the_flag_means_what_its_kind_does(pre: str, wanted: bool) -> None:
+    metadata = from_json(byte_level_json(), bos_token_id=1) | {"tokenizer.ggml.pre": pre}
+    assert codec(metadata).wants_bos is wanted
+    assert codec(metadata | {"tokenizer.ggml.add_bos_token": not wanted}).wants_bos is not wanted
+
+
 def test_chat_templates() -> None:
     metadata = from_json(byte_level_json())
     assert ChatTemplates.from_folder(codec(metadata).folder).templates == {}

@@ -49,8 +49,7 @@ class Session:
 
     def encode_raw(self, text: str) -> torch.Tensor:
         """A text to go on from, with a BOS if the model wants one."""
-        wants_bos = (self.tokenizer.tokenizer_config_dict or {}).get("add_bos_token", True)
-        return self.tokenizer.encode(text, add_bos=bool(wants_bos), encode_special_tokens=True)
+        return self.tokenizer.encode(text, add_bos=self.tokenizer.wants_bos, encode_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> torch.Tensor:
         """A conversation as the model's template writes it."""

@@ -282,7 +282,7 @@ class LLM:
         if not all(isinstance(half, str) for half in halves):
             raise InputError(f"A prompt is a string, or a pair of strings for guidance; found {prompt!r}.")
         if add_bos is None:
-            add_bos = bool((self.tokenizer.tokenizer_config_dict or {}).get("add_bos_token", True))
+            add_bos = self.tokenizer.wants_bos
         return [
             self.tokenizer.encode(half, add_bos=add_bos, encode_special_tokens=special, embeddings=embeddings)
             for half in halves

@@ -297,7 +297,7 @@ def _prompts(request: CompletionRequest, host: Host) -> list[torch.Tensor]:
     listed: list[Any] = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
     bos = request.add_bos
     if bos is None:
-        bos = bool((host.tokenizer.tokenizer_config_dict or {}).get("add_bos_token", True))
+        bos = host.tokenizer.wants_bos
     out = []
     for one in listed:
         if isinstance(one, str):

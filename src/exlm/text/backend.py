@@ -72,6 +72,9 @@ class Backend(Protocol):
     def own_ids(self) -> tuple[int | None, int | None]:
         """The ids of BOS and EOS, where the vocabulary file itself names them."""
 
+    def own_start(self) -> list[int] | None:
+        """The ids the vocabulary file itself puts before a text; None where it does not say."""
+
 
 def middle_pieces(backend: Backend) -> list[str]:
     """The text of each token in the middle of a text; a token that is part of a character gives U+FFFD."""

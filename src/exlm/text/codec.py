@@ -94,6 +94,10 @@ class ModelIds:
         )
 
 
+BOS_FIRST = ("CodeLlamaTokenizer", "GemmaTokenizer", "LlamaTokenizer")
+"""Classes of tokenizers that put a BOS before a text where their files do not say."""
+
+
 class Codec:
     """One model's text: encode, decode, special ids.
 
@@ -138,6 +142,21 @@ class Codec:
             JsonBackend.from_file(file, folder) if as_json else SpmBackend.from_file(file, folder)
         )
         return cls(backend, folder, model)
+
+    @cached_property
+    def wants_bos(self) -> bool:
+        """Whether a text starts with a BOS, by what the files say: in so many words, or by what they add."""
+        config = self.folder.config or {}
+        said = config.get("add_bos_token")
+        if isinstance(said, bool):
+            return said
+        own = self.backend.own_start()
+        if own is not None:
+            return self.bos_id in own
+        kind = config.get("tokenizer_class")
+        if not isinstance(kind, str) or not isinstance(self.backend, JsonBackend):
+            return True  # nobody says, and a model that has a BOS has mostly seen it first
+        return kind.removesuffix("Fast") in BOS_FIRST
 
     @property
     def size(self) -> int:

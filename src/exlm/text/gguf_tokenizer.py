@@ -36,6 +36,10 @@ KEPT_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 """The special tokens of Phi-3 that leave the white space behind them alone."""
 
 
+BOS_FIRST = ("llama-bpe", "llama-v3", "llama3", "tekken")
+"""Byte-level vocabularies whose texts start with a BOS where the file does not say."""
+
+
 class GgufTokenizer(NamedTuple):
     """A vocabulary and what is declared beside it: `Codec(*tokenizer_from_metadata(…), ids)`."""
 
@@ -192,6 +196,8 @@ def _folder(v: Vocabulary) -> Folder:
     for flag in ("add_bos_token", "add_eos_token"):
         if v.get(flag) is not None:
             config[flag] = v.flag(flag, False)
+    if v.model == "gpt2":
+        config.setdefault("add_bos_token", v.get("pre") in BOS_FIRST)
     return Folder(
         path=Path(v.source),
         config={key: value for key, value in config.items() if value is not None},

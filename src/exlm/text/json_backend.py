@@ -14,6 +14,7 @@ import secrets
 import threading
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,15 @@ class JsonBackend:
     def own_ids(self) -> tuple[int | None, int | None]:
         """The file does not say which tokens begin and end a text."""
         return None, None
+
+    def own_start(self) -> list[int] | None:
+        """What the file's post-processor puts before a letter."""
+        if self._library.post_processor is None:
+            return None
+        with self._lock:
+            found = self._library.encode("a")
+        pairs = zip(found.ids, found.special_tokens_mask, strict=True)
+        return [number for number, _ in takewhile(lambda pair: pair[1], pairs)]
 
     @cached_property
     def _token_bytes(self) -> TokenBytes | None:

@@ -140,6 +140,10 @@ class SpmBackend:
         bos, eos = int(self._library.bos_id()), int(self._library.eos_id())
         return (bos if bos >= 0 else None), (eos if eos >= 0 else None)
 
+    def own_start(self) -> list[int] | None:
+        """The model file does not say."""
+        return None
+
     @cached_property
     def _token_bytes(self) -> TokenBytes:
         table = metaspace(self._pieces, byte_fallback=True)
