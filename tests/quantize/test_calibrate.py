@@ -13,8 +13,10 @@ import torch
 from exlm import Config, InputError, MissingExtra, Tokenizer
 from exlm.checkpoint import open_source
 from exlm.quantize import calibrate
+from exlm.quantize.evaluate import _file_ids, held_out
 from exlm.quantize.layers import Growing, batch_of, workshop
 from exlm.quantize.wishes import Wishes, parse_size
+from exlm.quantize.work import _ids
 from tests import tiny
 
 
@@ -88,6 +90,26 @@ def test_rows_are_whole_and_begin_with_a_bos(folder: Path) -> None:
     assert int(rows[0, 0]) == 1
     with pytest.raises(InputError, match="has 6:"):
         calibrate.rows_of(["short"], tokenizer, 4, 600)
+
+
+@pytest.mark.parametrize(("family", "every"), [("Gemma", True), ("Llama", False)])
+def test_models_that_are_lost_without_a_bos_read_every_row_behind_one(
+    family: str, every: bool, tmp_path: Path
+) -> None:
+    folder = tiny.chatty(tmp_path / "m", architectures=[f"{family}ForCausalLM"], head_dim=8)
+    config = Config(folder)
+    tokenizer = Tokenizer(config)
+    rows = calibrate.rows_of(["x" * 3000], tokenizer, 4, 100)
+    found = calibrate.headed(rows, config, tokenizer)
+    assert found[0].equal(rows[0]), "it has one already"
+    assert found[1].tolist() == ([1, *rows[1, :-1].tolist()] if every else rows[1].tolist())
+    (tmp_path / "text.txt").write_text("x" * 3000)
+    wishes = Wishes(bits=4.0, calibration=str(tmp_path / "text.txt"), rows=4, length=100)
+    frozen = config.freeze()
+    shop = workshop(frozen, open_source(folder, frozen.spec.names), 100, torch.device("cpu"))
+    assert _ids(config, wishes, shop).equal(found)
+    assert bool((held_out(folder)[:, 0] == 1).all()) is every
+    assert bool((_file_ids(folder, tmp_path / "text.txt", 4, 100)[:, 0] == 1).all()) is every
 
 
 def test_few_rows_of_many_short_texts_are_enough_text(folder: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config import Config
 from ..errors import InputError, MissingExtra
 from ..tokenizer import Tokenizer
 from .layers import Growing, Workshop, batch_of
@@ -91,6 +92,15 @@ def rows_of(texts: Iterator[str] | list[str], tokenizer: Tokenizer, rows: int, l
         )
     count = min(rows, have // length)
     return torch.cat(ids)[: count * length].view(count, length)
+
+
+def headed(rows: Tensor, config: Config, tokenizer: Tokenizer) -> Tensor:
+    """The same rows, each behind a BOS if the model is lost without one; the last token goes for it."""
+    bos = tokenizer.bos_token_id
+    if not config.spec.requires_bos or bos is None:
+        return rows
+    moved = torch.cat((torch.full_like(rows[:, :1], bos), rows[:, :-1]), 1)
+    return torch.where(rows[:, :1] == bos, rows, moved)
 
 
 @torch.no_grad()

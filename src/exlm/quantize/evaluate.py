@@ -224,13 +224,15 @@ def held_out(model: str | Path) -> Tensor:
     length = min(calibrate.LENGTH, config.max_seq_len)
     ids = torch.cat([tokenizer.encode(text)[0] for text in calibrate.builtin(held_out=True)])
     length = min(length, len(ids))
-    return ids[: len(ids) // length * length].view(-1, length)
+    return calibrate.headed(ids[: len(ids) // length * length].view(-1, length), config, tokenizer)
 
 
 def _file_ids(model: str | Path, path: Path, rows: int, length: int) -> Tensor:
     config = Config(model)
+    tokenizer = Tokenizer(config)
     found = calibrate.documents(path.expanduser())
-    return calibrate.rows_of(found, Tokenizer(config), rows, min(length, config.max_seq_len))
+    ids = calibrate.rows_of(found, tokenizer, rows, min(length, config.max_seq_len))
+    return calibrate.headed(ids, config, tokenizer)
 
 
 def timed(model: str | Path, device: str | None) -> dict[str, float]:

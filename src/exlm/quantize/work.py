@@ -127,11 +127,13 @@ def _ids(config: Config, wishes: Wishes, shop: Workshop) -> Tensor:
     length = min(wishes.length, config.max_seq_len)
     if wishes.calibration != "builtin":
         found = calibrate.documents(Path(wishes.calibration).expanduser())
-        return _known(calibrate.rows_of(found, tokenizer, wishes.rows, length), config)
+        text = _known(calibrate.rows_of(found, tokenizer, wishes.rows, length), config)
+        return calibrate.headed(text, config, tokenizer)
     text = _known(calibrate.rows_of(calibrate.builtin(), tokenizer, EVERYTHING, length), config)
     own = own_rows(config.spec, wishes)
     read = min(len(text), wishes.rows - min(own, wishes.rows * 3 // 4))
     text = text[torch.linspace(0, len(text) - 1, read).long()]  # some of every kind
+    text = calibrate.headed(text, config, tokenizer)
     own = min(own, wishes.rows - read)
     if not own:
         return text
