@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -111,6 +112,17 @@ def test_text_that_is_not_there_or_too_little_is_said_of_this_text(folder: Path,
         with pytest.raises(InputError, match=words) as told:
             evaluate_model(folder, text=tmp_path / name)
         assert "calibrat" not in str(told.value).lower()
+
+
+def test_another_models_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
+    small = tiny.make(tmp_path / "small", vocab_size=40)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(folder / name, small / name)
+    text = tmp_path / "text.txt"
+    text.write_text("The river rose, and the bridge held. " * 80)
+    for options in ({}, {"text": text}):
+        with pytest.raises(InputError, match=r"small: the tokenizer gives id \d+, and the model knows 40"):
+            evaluate_model(small, **options)  # type: ignore[arg-type]
 
 
 def test_models_that_cannot_be_compared_are_refused(folder: Path, tmp_path: Path) -> None:

@@ -94,6 +94,17 @@ def rows_of(texts: Iterator[str] | list[str], tokenizer: Tokenizer, rows: int, l
     return torch.cat(ids)[: count * length].view(count, length)
 
 
+def known(ids: Tensor, config: Config) -> Tensor:
+    """The same ids, all of them tokens that the model has; `InputError` otherwise."""
+    if int(ids.max()) >= config.vocab_size:
+        raise InputError(
+            f"{config.model_dir}: the tokenizer gives id {int(ids.max())}, and the model knows "
+            f"{config.vocab_size} tokens: they do not belong together. Copy the tokenizer's files from the "
+            "original model."
+        )
+    return ids
+
+
 def headed(rows: Tensor, config: Config, tokenizer: Tokenizer) -> Tensor:
     """The same rows, each behind a BOS if the model is lost without one; the last token goes for it."""
     bos = tokenizer.bos_token_id

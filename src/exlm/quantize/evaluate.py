@@ -223,6 +223,7 @@ def held_out(model: str | Path) -> Tensor:
     tokenizer = Tokenizer(config)
     length = min(calibrate.LENGTH, config.max_seq_len)
     ids = torch.cat([tokenizer.encode(text)[0] for text in calibrate.builtin(held_out=True)])
+    ids = calibrate.known(ids, config)
     length = min(length, len(ids))
     return calibrate.headed(ids[: len(ids) // length * length].view(-1, length), config, tokenizer)
 
@@ -232,7 +233,7 @@ def _file_ids(model: str | Path, path: Path, rows: int, length: int) -> Tensor:
     tokenizer = Tokenizer(config)
     found = calibrate.documents(path.expanduser())
     ids = calibrate.rows_of(found, tokenizer, rows, min(length, config.max_seq_len))
-    return calibrate.headed(ids, config, tokenizer)
+    return calibrate.headed(calibrate.known(ids, config), config, tokenizer)
 
 
 def timed(model: str | Path, device: str | None) -> dict[str, float]:

@@ -17,7 +17,7 @@ from .. import spec
 from ..checkpoint import Source
 from ..checkpoint.lookup import key_at
 from ..config import Config, FrozenConfig
-from ..errors import InputError, Unsupported
+from ..errors import Unsupported
 from ..formats import PackedWeight, exl2
 from ..formats import gptq as gptq_format
 from ..formats.room import trim
@@ -127,9 +127,9 @@ def _ids(config: Config, wishes: Wishes, shop: Workshop) -> Tensor:
     length = min(wishes.length, config.max_seq_len)
     if wishes.calibration != "builtin":
         found = calibrate.documents(Path(wishes.calibration).expanduser())
-        text = _known(calibrate.rows_of(found, tokenizer, wishes.rows, length), config)
+        text = calibrate.known(calibrate.rows_of(found, tokenizer, wishes.rows, length), config)
         return calibrate.headed(text, config, tokenizer)
-    text = _known(calibrate.rows_of(calibrate.builtin(), tokenizer, EVERYTHING, length), config)
+    text = calibrate.known(calibrate.rows_of(calibrate.builtin(), tokenizer, EVERYTHING, length), config)
     own = own_rows(config.spec, wishes)
     read = min(len(text), wishes.rows - min(own, wishes.rows * 3 // 4))
     text = text[torch.linspace(0, len(text) - 1, read).long()]  # some of every kind
@@ -142,15 +142,6 @@ def _ids(config: Config, wishes: Wishes, shop: Workshop) -> Tensor:
     banned = [i for i in tokenizer.eos_token_ids if 0 <= i < config.vocab_size]
     ids = calibrate.written(shop, starts, piece, banned, wishes.seed).flatten()
     return torch.cat((text, ids[: own * length].view(own, length)))
-
-
-def _known(ids: Tensor, config: Config) -> Tensor:
-    if int(ids.max()) >= config.vocab_size:
-        raise InputError(
-            f"The tokenizer gives id {int(ids.max())}, and the model knows {config.vocab_size} tokens: they "
-            "do not belong together."
-        )
-    return ids
 
 
 def facts(wishes: Wishes, source: Source, measurement: str | None, device: torch.device) -> dict[str, Any]:
