@@ -112,6 +112,7 @@ def test_text_that_is_not_there_or_too_little_is_said_of_this_text(folder: Path,
         with pytest.raises(InputError, match=words) as told:
             evaluate_model(folder, text=tmp_path / name)
         assert "calibrat" not in str(told.value).lower()
+        assert name in str(told.value)
 
 
 def test_another_models_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:

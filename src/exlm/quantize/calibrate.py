@@ -73,10 +73,12 @@ def documents(path: Path) -> Iterator[str]:
         raise InputError(f"{path}: cannot be read ({error.strerror}).") from error
 
 
-def rows_of(texts: Iterator[str] | list[str], tokenizer: Tokenizer, rows: int, length: int) -> Tensor:
+def rows_of(
+    texts: Iterator[str] | list[str], tokenizer: Tokenizer, rows: int, length: int, name: str = "this"
+) -> Tensor:
     """(at most rows, length) ids: documents one after the other, each behind a BOS if the model has one.
 
-    `InputError` if there is too little text.
+    `InputError` if there is too little text, which it calls `name`.
     """
     ids: list[Tensor] = []
     have, least = 0, max(LEAST, length)
@@ -87,8 +89,8 @@ def rows_of(texts: Iterator[str] | list[str], tokenizer: Tokenizer, rows: int, l
             break
     if have < least:
         raise InputError(
-            f"Text of at least {least:,} tokens is needed, and this has {have:,}: give more of it, or use "
-            "the built-in text."
+            f"Text of at least {least:,} tokens is needed, and {name} has {have:,}: give more of it, or "
+            "use the built-in text."
         )
     count = min(rows, have // length)
     return torch.cat(ids)[: count * length].view(count, length)

@@ -232,7 +232,7 @@ def _file_ids(model: str | Path, path: Path, rows: int, length: int) -> Tensor:
     config = Config(model)
     tokenizer = Tokenizer(config)
     found = calibrate.documents(path.expanduser())
-    ids = calibrate.rows_of(found, tokenizer, rows, min(length, config.max_seq_len))
+    ids = calibrate.rows_of(found, tokenizer, rows, min(length, config.max_seq_len), str(path))
     return calibrate.headed(calibrate.known(ids, config), config, tokenizer)
 
 

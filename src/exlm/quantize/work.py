@@ -127,7 +127,8 @@ def _ids(config: Config, wishes: Wishes, shop: Workshop) -> Tensor:
     length = min(wishes.length, config.max_seq_len)
     if wishes.calibration != "builtin":
         found = calibrate.documents(Path(wishes.calibration).expanduser())
-        text = calibrate.known(calibrate.rows_of(found, tokenizer, wishes.rows, length), config)
+        text = calibrate.rows_of(found, tokenizer, wishes.rows, length, wishes.calibration)
+        text = calibrate.known(text, config)
         return calibrate.headed(text, config, tokenizer)
     text = calibrate.known(calibrate.rows_of(calibrate.builtin(), tokenizer, EVERYTHING, length), config)
     own = own_rows(config.spec, wishes)
