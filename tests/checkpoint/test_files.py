@@ -235,6 +235,14 @@ def test_an_index_that_is_none(tmp_path: Path, content: bytes) -> None:
         TensorFiles(tmp_path)
 
 
+def test_numbers_may_begin_with_nought(tmp_path: Path) -> None:
+    write(tmp_path, {"a": A}, "model-00000-of-00002.safetensors")
+    with pytest.raises(BadFile, match=r"model-00001-of-00002\.safetensors missing; expected 2 files"):
+        TensorFiles(tmp_path)
+    write(tmp_path, {"b": B}, "model-00001-of-00002.safetensors")
+    assert set(TensorFiles(tmp_path).names()) == {"a", "b"}
+
+
 def test_a_gap_in_the_numbers_names_the_missing_files(tmp_path: Path) -> None:
     for n in (1, 3):
         write(tmp_path, {f"t{n}": A}, f"model-{n:05}-of-00005.safetensors")

@@ -137,7 +137,8 @@ def _check_numbers(folder: Path, names: list[str]) -> None:
             sets.setdefault((match[1], match[3]), {})[int(match[2])] = match[2]
     for (prefix, total), present in sets.items():
         width = len(next(iter(present.values())))
-        expected = range(1, int(total) + 1)
+        first = min(1, *present)  # some writers begin with 00000
+        expected = range(first, first + int(total))
         count = len(expected) - sum(number in expected for number in present)
         if count:
             # A name may claim a billion files: look no further than the first few gaps.
