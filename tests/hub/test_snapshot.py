@@ -14,12 +14,26 @@ from typing import Any
 import pytest
 
 from exlm.errors import MissingExtra, ModelNotFound
-from exlm.hub.snapshot import UNWANTED, WANTED, download_snapshot
+from exlm.hub.snapshot import UNWANTED, WANTED, _listed, download_snapshot
 
 hub = pytest.importorskip("huggingface_hub")
 errors = pytest.importorskip("huggingface_hub.errors")
 
 Answer = Callable[..., str]
+
+
+@pytest.fixture(autouse=True)
+def listing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the Hub says a repository holds; while it is empty, the Hub does not answer."""
+    names: list[str] = []
+
+    def listed(repository: str, revision: str | None) -> list[str]:
+        if not names:
+            raise OSError("no network")
+        return names
+
+    monkeypatch.setattr("exlm.hub.snapshot._listed", listed)
+    return names
 
 
 @pytest.fixture
@@ -93,6 +107,45 @@ def test_of_several_ggufs_the_user_chooses(tmp_path: Path, answer: Any) -> None:
     answer(lambda *a, **k: str(filled(tmp_path, "a.gguf", "b.gguf")))
     with pytest.raises(ModelNotFound, match=r"holds 2 GGUF files; .*a\.gguf\. They are: a\.gguf, b\.gguf"):
         download_snapshot("owner/name", False)
+
+
+def test_the_list_is_that_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    def model_info(self: Any, repository: str, *, revision: str | None, timeout: float) -> Any:
+        assert (repository, revision, timeout) == ("owner/name", "v1", 10)
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename="x.gguf")])
+
+    monkeypatch.setattr(hub.HfApi, "model_info", model_info)
+    assert _listed("owner/name", "v1") == ["x.gguf"]
+
+
+def test_of_several_ggufs_none_is_fetched_before_that(listing: list[str], answer: Any) -> None:
+    listing += ["README.md", "x.Q8_0.gguf", "x.Q4_0.gguf", "BF16/x.gguf"]
+    answer(failing(AssertionError("it was downloaded")))
+    with pytest.raises(
+        ModelNotFound, match=r"2 GGUF models: x\.Q4_0\.gguf, .*`hf download owner/name x\.Q4_0"
+    ):
+        download_snapshot("owner/name", False)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_gguf_in_parts_is_one_model(tmp_path: Path, listing: list[str], answer: Any, known: bool) -> None:
+    parts = [f"x-0000{n}-of-00002.gguf" for n in (1, 2)]
+    listing += parts if known else []
+    answer(lambda *a, **k: str(filled(tmp_path, *parts)))
+    assert download_snapshot("owner/name", False) == tmp_path / parts[0]
+
+
+def test_a_folder_of_tensors_comes_without_its_gguf(tmp_path: Path, listing: list[str], answer: Any) -> None:
+    refused: list[str] = []
+
+    def snapshot_download(repository: str, **kwargs: Any) -> str:
+        refused.extend(kwargs["ignore_patterns"])
+        return str(filled(tmp_path, "config.json", "model.safetensors"))
+
+    answer(snapshot_download)
+    listing += ["config.json", "model.safetensors", "x.gguf"]
+    assert download_snapshot("owner/name", False) == tmp_path
+    assert any(fnmatch("x.gguf", pattern) for pattern in refused)
 
 
 def test_a_repository_without_weights_we_read_is_told(tmp_path: Path, answer: Any) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,11 @@ HUB_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))
 WANTED = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.gguf", "*.txt")
 # Folders hold the same weights for other programs, and so do the files that Mistral calls consolidated.
 UNWANTED = ("*/*", "consolidated*")
+GGUF = "*.gguf"
+
+_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
+PATIENCE = 10.0
+"""Seconds to wait for the list of a repository's files, which only saves downloading too much."""
 
 
 def download_snapshot(name: str, progress: bool) -> Path:
@@ -42,16 +48,55 @@ def download_snapshot(name: str, progress: bool) -> Path:
         ValueError,
     )
     try:
+        listed = _listed(repository, revision)
+    except failures:
+        listed = []  # it may be in the cache all the same; else the next call says what is wrong
+    unwanted = _refused(name, repository, listed)
+    try:
         folder = huggingface_hub.snapshot_download(
             repository,
             revision=revision,
             allow_patterns=list(WANTED),
-            ignore_patterns=list(UNWANTED),
+            ignore_patterns=unwanted,
             tqdm_class=None if progress else _invisible(),
         )
     except failures as error:
         raise ModelNotFound(_explain(repository, revision, error)) from error
     return _weights(name, Path(folder))
+
+
+def _listed(repository: str, revision: str | None) -> list[str]:
+    """The names of a repository's files, as the Hub says."""
+    from huggingface_hub import HfApi
+
+    info = HfApi().model_info(repository, revision=revision, timeout=PATIENCE)
+    return [sibling.rfilename for sibling in info.siblings or ()]
+
+
+def _refused(name: str, repository: str, listed: list[str]) -> list[str]:
+    """The patterns of files to leave where they are; of several GGUF models none is fetched unasked.
+
+    Such a repository often holds one model twenty times over, hundreds of gigabytes of it.
+    """
+    ggufs = _models([file for file in listed if "/" not in file and file.endswith(".gguf")])
+    tensors = any(fnmatch(file, "*.safetensors") and not _unwanted(file) for file in listed)
+    if tensors and "config.json" in listed:
+        return [*UNWANTED, GGUF]  # the same model again
+    if len(ggufs) > 1:
+        raise ModelNotFound(
+            f"{name} holds {len(ggufs)} GGUF models: {', '.join(ggufs)}. Fetch one of them, as in "
+            f"`hf download {repository} {ggufs[0]}`, and name the path that this prints."
+        )
+    return list(UNWANTED)
+
+
+def _unwanted(file: str) -> bool:
+    return any(fnmatch(file, pattern) for pattern in UNWANTED)
+
+
+def _models(ggufs: list[str]) -> list[str]:
+    """The files that stand for a model: of one in several parts, the first."""
+    return sorted(file for file in ggufs if not _LATER_PART.search(file))
 
 
 def _invisible() -> Any:
@@ -67,7 +112,7 @@ def _invisible() -> Any:
 
 def _weights(name: str, folder: Path) -> Path:
     """The folder, if exlm can make something of it."""
-    ggufs = sorted(folder.glob("*.gguf"))
+    ggufs = [folder / file for file in _models([path.name for path in folder.glob(GGUF)])]
     if (folder / "config.json").is_file() and (ggufs or any(folder.glob("*.safetensors"))):
         return folder
     if len(ggufs) == 1:
