@@ -90,6 +90,10 @@ def test_a_missing_key_is_named(key: str) -> None:
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope_scaling.factor"),
         ({"rope_scaling": {**LLAMA3, "low_freq_factor": 4, "high_freq_factor": 1}}, "below"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": 1, "mscale_all_dim": [1]}},
+            '"mscale_all_dim" must be a finite number',
+        ),
         ({"rope_scaling": {"type": "su", "short_factor": [1], "long_factor": [1]}}, "a list of 4 numbers"),
         ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 1]}}, "sum to 4"),
         ({"partial_rotary_factor": 2.0}, "it must be even"),

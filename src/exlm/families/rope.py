@@ -189,7 +189,7 @@ def _yarn(p: Parameters) -> spec.Yarn:
     factor = p.positive("factor") if p.get("factor") is not None else p.trained / p.original
     magnitude = p.real("attention_factor", None)
     if magnitude is None:
-        over, under = p.get("mscale"), p.get("mscale_all_dim")
+        over, under = p.real("mscale", None), p.real("mscale_all_dim", None)
         sharpness = spec.Yarn.sharpness
         magnitude = (
             sharpness(factor, over) / sharpness(factor, under) if over and under else sharpness(factor)
