@@ -55,6 +55,12 @@ def test_every_closing_id_is_known(tmp_path: Path) -> None:
     assert config.generation_config == {"eos_token_id": [2, 7, 9]}
 
 
+def test_an_id_below_zero_is_none(tmp_path: Path) -> None:
+    config = Config(tiny.make(tmp_path, eos_token_id=[-1, 7], pad_token_id=-1, bos_token_id=-1))
+    assert (config.eos_token_ids, config.pad_token_id, config.bos_token_id) == ([7], None, None)
+    assert Config(tiny.make(tmp_path, eos_token_id=-1)).eos_token_id is None
+
+
 def test_both_names_of_the_precision(tmp_path: Path) -> None:
     assert Config(folder(tmp_path, torch_dtype="bfloat16")).stored_dtype == "bfloat16"
     assert Config(folder(tmp_path, dtype="float16")).stored_dtype == "float16"

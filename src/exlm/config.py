@@ -343,9 +343,9 @@ def read_json(path: Path) -> Mapping[str, Any]:
 
 
 def _ids(value: object) -> list[int]:
-    """One id or a list of them, as a list."""
+    """One id or a list of them, as a list; some files write -1 where there is none."""
     items = value if isinstance(value, list) else [value]
-    return [item for item in items if type(item) is int]
+    return [item for item in items if type(item) is int and item >= 0]
 
 
 def _first(ids: list[int]) -> int | None:
