@@ -79,6 +79,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
         ("at least 1", ("--shape", "tiny", "--batch", "0")),
         ("--json .* cannot be written", ("/nowhere/model", "--json", str(tmp_path / "no" / "x.json"))),
         ("--plot .* cannot be written", ("/nowhere/model", "--plot", str(tmp_path))),
+        ("--peer must be", ("/nowhere/model", "--peers", "--peer", "llama.cpp")),
     ):
         with pytest.raises(InputError, match=words):
             run("bench", "--device", "cpu", *options)
@@ -100,6 +101,12 @@ def test_without_matplotlib_a_plot_names_the_extra(tmp_path: Path) -> None:
     else:
         draw(made, target)
         assert target.read_bytes().startswith(b"\x89PNG")
+
+
+def test_that_is_said_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("exlm.bench.plot.find_spec", lambda name: None)
+    with pytest.raises(MissingExtra, match=r"exlm\[bench\]"):
+        run("bench", "/nowhere/model", "--plot", str(tmp_path / "plot.png"))
 
 
 def test_every_batch_at_the_first_context_and_every_context_with_the_first_batch() -> None:

@@ -3,7 +3,7 @@
 from .benchmark import Plan, run
 from .machine import Fact, facts, system
 from .peers import ENGINES, compare
-from .plot import draw
+from .plot import check_drawing, draw
 from .report import Peer, Report, Row
 from .shapes import SHAPES, Shape
 from .tuning import Tuned, tune
@@ -20,6 +20,7 @@ __all__ = [
     "Row",
     "Shape",
     "Tuned",
+    "check_drawing",
     "compare",
     "draw",
     "facts",

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from ..errors import MissingExtra
 from .report import Report
 
 
+def check_drawing() -> None:
+    """Say what is missing for a picture, before anything is measured that it would show."""
+    if find_spec("matplotlib") is None:
+        raise MissingExtra("A plot needs matplotlib: pip install 'exlm[bench]'.")
+
+
 def draw(report: Report, path: Path) -> None:
     """Write a PNG: tokens a second of every row as bars, and how near each is to the machine's limit."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtra("A plot needs matplotlib: pip install 'exlm[bench]'.") from error
+    check_drawing()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     rows = [row for row in report.rows if row.rate is not None]
     names = [f"{row.work} {row.cache}\n{row.batch} × {row.context}" for row in rows]
     figure = Figure(figsize=(max(6.0, 1.1 * len(rows)), 6.0), layout="constrained")

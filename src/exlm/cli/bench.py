@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from exlm import InputError, find_model
-from exlm.bench import FORMS, SHAPES, Peer, Plan, Report, Row, compare, draw, run
+from exlm.bench import FORMS, SHAPES, Peer, Plan, Report, Row, check_drawing, compare, draw, run
 
 from .info import size
 
@@ -81,9 +81,8 @@ def bench(
     """Measure how fast a model loads, reads and writes at several batches, contexts and caches."""
     if draft not in (None, "ngram"):
         raise InputError(f"--draft must be ngram, found {draft!r}.")
-    for option, file in (("--json", json_file), ("--plot", plot)):
-        if file is not None and (file.is_dir() or not file.parent.is_dir()):
-            raise InputError(f"{option} {file} cannot be written: name a file in a folder that is there.")
+    _check_files(json_file, plot)
+    pythons = _pythons(peer or [])
     if threads is not None:
         torch.set_num_threads(threads)
     on_cpu = device == "cpu" or (device is None and not torch.cuda.is_available())
@@ -111,11 +110,20 @@ def bench(
         report = run(plan, tell)
     console.print(_table(report))
     if peers and path is not None:
-        report = _beside(console, report, path, turns, peer or [])
+        report = _beside(console, report, path, turns, pythons)
     if json_file is not None:
         json_file.write_text(json.dumps(report.json(), indent=1))
     if plot is not None:
         draw(report, plot)
+
+
+def _check_files(json_file: Path | None, plot: Path | None) -> None:
+    """Refuse what could not be written once everything is measured."""
+    for option, file in (("--json", json_file), ("--plot", plot)):
+        if file is not None and (file.is_dir() or not file.parent.is_dir()):
+            raise InputError(f"{option} {file} cannot be written: name a file in a folder that is there.")
+    if plot is not None:
+        check_drawing()
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:
@@ -169,11 +177,16 @@ def _cells(row: Row) -> list[str]:
     return [*shape, *speed, f"{row.bandwidth:.0%}", f"{row.products:.0%}", f"{row.idle:.0%}", row.bound]
 
 
-def _beside(console: Console, report: Report, path: Path, turns: int, named: list[str]) -> Report:
-    """The report with what other engines did, which is printed as well."""
+def _pythons(named: list[str]) -> dict[str, str]:
+    """Interpreters by the engine they have."""
     pythons = dict(one.split("=", 1) for one in named if "=" in one)
     if len(pythons) != len(named):
         raise InputError("--peer must be an engine and its interpreter, as in llama.cpp=/venv/bin/python.")
+    return pythons
+
+
+def _beside(console: Console, report: Report, path: Path, turns: int, pythons: dict[str, str]) -> Report:
+    """The report with what other engines did, which is printed as well."""
     with bar() as tell:
         peers, left = compare(path, report.threads, turns, pythons, tell)
     for reason in left:
