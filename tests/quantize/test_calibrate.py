@@ -12,11 +12,12 @@ import torch
 
 from exlm import Config, InputError, MissingExtra, Tokenizer
 from exlm.checkpoint import open_source
-from exlm.quantize import calibrate
+from exlm.quantize import calibrate, work
 from exlm.quantize.evaluate import _file_ids, held_out
 from exlm.quantize.layers import Growing, batch_of, workshop
 from exlm.quantize.wishes import Wishes, parse_size
 from exlm.quantize.work import _ids
+from exlm.spec.roles import matrices
 from tests import tiny
 
 
@@ -160,3 +161,14 @@ def test_sizes_are_read_as_people_write_them() -> None:
 
 def test_wishes_say_all_that_matters() -> None:
     assert Wishes(bits=4.0).facts() != Wishes(bits=4.0, seed=2).facts()
+
+
+def test_a_processor_reads_fewer_rows_of_a_large_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Config(folder).spec
+    weights = sum(m.in_features * m.out_features for m in matrices(model))
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    found = []
+    for rows in (1000, 77, 5):
+        monkeypatch.setattr(work, "READING", rows * weights)
+        found.append((work.usual_rows(model, cpu), work.usual_rows(model, cuda)))
+    assert found == [(128, 128), (77, 128), (48, 128)]

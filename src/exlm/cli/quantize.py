@@ -35,7 +35,10 @@ def quantize(
     ] = "builtin",
     method: Annotated[str, typer.Option(help="exl2, or gptq (4 bit, act-order).")] = "exl2",
     group_size: GroupSize = None,
-    rows: Annotated[int, typer.Option(min=1, help="Rows of calibration text.")] = 128,
+    rows: Annotated[
+        int | None,
+        typer.Option(min=1, help="Rows of calibration text; usually 128, fewer of a large model on a CPU."),
+    ] = None,
     length: Annotated[int, typer.Option(min=1, help="Tokens of a row.")] = 512,
     measurement: Annotated[
         Path | None, typer.Option(help="A measurement to reuse: ours, or a measurement.json.")

@@ -28,6 +28,9 @@ from . import calibrate
 from .layers import Workshop, batch_of, run, workshop
 from .measurement import quantised
 
+JUDGED = 16
+"""Rows of the built-in text that models are compared on."""
+
 AT_ONCE = 1024
 """Tokens whose logits are held together."""
 
@@ -218,14 +221,16 @@ def _comparable(sides: list[_Side]) -> int:
 
 
 def held_out(model: str | Path) -> Tensor:
-    """(rows, length) ids of the built-in text that nothing is calibrated with."""
+    """(rows, length) ids of the built-in text that nothing is calibrated with, some of every kind."""
     config = Config(model)
     tokenizer = Tokenizer(config)
     length = min(calibrate.LENGTH, config.max_seq_len)
     ids = torch.cat([tokenizer.encode(text)[0] for text in calibrate.builtin(held_out=True)])
     ids = calibrate.known(ids, config)
     length = min(length, len(ids))
-    return calibrate.headed(ids[: len(ids) // length * length].view(-1, length), config, tokenizer)
+    rows = ids[: len(ids) // length * length].view(-1, length)
+    rows = rows[torch.linspace(0, len(rows) - 1, min(JUDGED, len(rows))).long()]
+    return calibrate.headed(rows, config, tokenizer)
 
 
 def _file_ids(model: str | Path, path: Path, rows: int, length: int) -> Tensor:

@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..checkpoint import open_source
 from ..config import Config
 from ..errors import InputError
@@ -25,7 +27,7 @@ from .output import CARD, check_kept, check_space, kept_bytes, new_model, planne
 from .recipe import HEAD, Recipe
 from .report import write_report
 from .wishes import TARGETS, Method, Wishes, calibration_name, parse_size
-from .work import Progress, Work, check_shapes, facts, own_rows
+from .work import Progress, Work, check_shapes, facts, own_rows, usual_rows
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ def quantize_model(
     method: Method = "exl2",
     group_size: int = 128,
     calibration: str | Path = "builtin",
-    rows: int = 128,
+    rows: int | None = None,
     length: int = 512,
     measurement: str | Path | None = None,
     save_measurement: str | Path | None = None,
@@ -59,7 +61,8 @@ def quantize_model(
     The target is one of `bits` (a weight of the layers, scales and orders included; 4 if none is given),
     `size` (of the weights, in bytes or as "5.2GB") and `max_kld` (the divergence in nats a token; a model
     found to diverge more is made once again with more bits, and the card says whether that was enough). GPTQ
-    has 4 bits and no target. `calibration` is "builtin" or a .txt, .jsonl or .parquet file.
+    has 4 bits and no target. `calibration` is "builtin" or a .txt, .jsonl or .parquet file, of which `rows`
+    rows of `length` tokens are read; 128 if nothing is said, fewer of a large model on a processor.
 
     A job that was killed goes on where it stopped when the same call is made again, and ends with the same
     weights; `restart` begins anew. `measurement` is a file `save_measurement` wrote for this model, or the
@@ -68,6 +71,7 @@ def quantize_model(
     """
     if method == "exl2" and bits is None and size is None and max_kld is None:
         bits = 4.0
+    config, device_ = Config(source), pick_device(device)
     wishes = Wishes(
         bits=bits,
         size=parse_size(size) if isinstance(size, str) else size,
@@ -76,16 +80,16 @@ def quantize_model(
         method=method,
         group_size=group_size,
         calibration=str(calibration),
-        rows=rows,
+        rows=usual_rows(config.spec, device_) if rows is None else rows,
         length=length,
     )
     return carry_out(
-        source,
+        config,
         target,
         wishes,
         measurement=measurement,
         save_measurement=save_measurement,
-        device=device,
+        device=device_,
         shard_bytes=shard_bytes,
         overwrite=overwrite,
         restart=restart,
@@ -95,13 +99,13 @@ def quantize_model(
 
 
 def carry_out(
-    source: str | Path,
+    config: Config,
     target: str | Path,
     wishes: Wishes,
     *,
     measurement: str | Path | None,
     save_measurement: str | Path | None,
-    device: str | None,
+    device: torch.device,
     shard_bytes: int,
     overwrite: bool,
     restart: bool,
@@ -109,9 +113,8 @@ def carry_out(
     progress: Progress,
 ) -> Quality | None:
     """`quantize_model` with its wishes in one piece."""
-    place, device_ = Path(target).expanduser(), pick_device(device)
+    place = Path(target).expanduser()
     folder = Path(os.path.realpath(place))
-    config = Config(source)
     frozen = config.freeze()
     opened = open_source(frozen.path, frozen.spec.names, frozen.quantization)
     read = [Path(os.path.realpath(path)) for path in (frozen.path, *opened.files.paths)]
@@ -123,8 +126,8 @@ def carry_out(
     known = None if measurement is None else Measurement.load(Path(measurement), frozen.spec)
     digest = None if measurement is None else hashlib.sha256(Path(measurement).read_bytes()).hexdigest()
     length = min(wishes.length, frozen.max_seq_len)
-    shop = workshop(frozen, opened, length, device_)
-    about = facts(wishes, opened, digest, device_)
+    shop = workshop(frozen, opened, length, device)
+    about = facts(wishes, opened, digest, device)
     measures = wishes.method == "exl2" and known is None
     with open_job(folder, about, later=TARGETS, mark="streams.", restart=restart) as job:
         work = Work(config, frozen, opened, shop, job, wishes, progress)
@@ -146,7 +149,7 @@ def carry_out(
             pipeline.quantise(work, _recipes(work, known))
             work.step(0, "writing")
             try:
-                return _written(work, folder, shard_bytes, overwrite, report, source)
+                return _written(work, folder, shard_bytes, overwrite, report, frozen.path)
             except _Missed as missed:
                 log.info("%s: %s", folder.name, missed)
 

@@ -40,6 +40,9 @@ WHOLE = 2 * 10**9
 EVERYTHING = 10**6
 """More rows than any text has."""
 
+ROWS, FEWEST_ROWS, READING = 128, 48, 86 * 10**8
+"""Rows that are usual, and on a processor: the fewest, and as many as times the weights make this."""
+
 PATIENCE = 22 * 10**8
 """Rows it may then write, times its weights: writing is slow where weights are many."""
 
@@ -114,6 +117,14 @@ def check_shapes(wanted: Mapping[str, Matrix], method: str) -> None:
             raise Unsupported(
                 f"{role} has {m.out_features} outputs, and GPTQ holds multiples of {unit} only."
             )
+
+
+def usual_rows(model: spec.Model, device: torch.device) -> int:
+    """Rows of calibration where nobody says how many: on a processor reading is what takes long."""
+    if device.type != "cpu":
+        return ROWS
+    weights = sum(m.in_features * m.out_features for m in matrices(model))
+    return max(FEWEST_ROWS, min(ROWS, READING // weights))
 
 
 def own_rows(model: spec.Model, wishes: Wishes) -> int:
