@@ -136,6 +136,14 @@ def test_the_arguments_of_the_documents(parts: Any) -> None:
     assert machine.num_remaining_jobs() == 0
 
 
+def test_strings_that_can_be_read_only_once_are_for_every_prompt(parts: Any) -> None:
+    machine, twice = generator(parts), [PROMPTS[0]] * 2
+    texts = greedy(machine, twice, banned_strings=map(str.upper, ["soviet"]), completion_only=True)
+    assert all("soviet" not in text.lower() for text in texts)
+    texts = greedy(machine, twice, stop_conditions=(one for one in ["ov"]), completion_only=True)
+    assert all("ov" not in text for text in texts)
+
+
 def test_guidance_at_one_is_plain_text(parts: Any) -> None:
     machine = generator(parts)
     settings = Settings.greedy()

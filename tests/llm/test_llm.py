@@ -213,6 +213,8 @@ def test_further_arguments_are_those_of_a_job(llm: LLM) -> None:
     tamed = llm.generate(PROMPTS[0], settings=GREEDY, max_new_tokens=12, banned_strings=["soviet"])
     assert "Soviet" in free.text
     assert "soviet" not in tamed.text.lower()
+    twice = llm.generate([PROMPTS[0]] * 2, settings=GREEDY, stop=iter(["ov"]), banned_strings=iter(["the"]))
+    assert all("ov" not in one.text and "the" not in one.text for one in twice)
     with pytest.raises(InputError, match="max_new_tokens"):
         llm.generate(PROMPTS[0], max_tokens=12)
 

@@ -11,7 +11,7 @@ from ..errors import InputError
 from ..sampling import Settings
 from .arguments import names, pass_over, refuse
 from .draft import Drafter, ModelDraft, NgramDraft
-from .job import ARGUMENTS, Job
+from .job import ARGUMENTS, Job, lasting
 from .loop import Loop
 from .pages import PageTable
 from .results import Result, StreamingResult
@@ -188,11 +188,11 @@ class Generator:
         options: dict[str, Any] = {
             "max_new_tokens": max_new_tokens,
             "min_new_tokens": min_new_tokens,
-            "stop_conditions": stop_conditions,
+            "stop_conditions": lasting(stop_conditions),
             "decode_special_tokens": decode_special_tokens,
             "filter_prefer_eos": filter_prefer_eos,
             "token_healing": token_healing,
-            "banned_strings": banned_strings,
+            "banned_strings": lasting(banned_strings),
         } | job_arguments
         count, alone = len(prompts), gen_settings is None or isinstance(gen_settings, Settings)
         each: dict[str, list[Any]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from numbers import Integral
 from typing import Any, Protocol
@@ -102,7 +102,7 @@ class Job(Timed):
         self.return_top_tokens = _whole("return_top_tokens", return_top_tokens, 0)
         self.return_logits, self.return_probs = return_logits, return_probs
         self.filters, self.filter_prefer_eos = _listed(filters), filter_prefer_eos
-        self.banned_strings = _strings(banned_strings or ())
+        self.banned_strings = _strings(lasting(banned_strings) or ())
         self.token_healing = token_healing and all(map(_healable, self.prompts))
         self.identifier, self.embeddings, self.loras = identifier, list(embeddings or ()), loras
         self.key = {"salt": salt.encode() if isinstance(salt, str) else salt}
@@ -295,6 +295,11 @@ class Job(Timed):
 
 
 ARGUMENTS = names(Job)
+
+
+def lasting(values: Any) -> Any:
+    """A list of what can be read only once, such as a generator expression; anything else as it is."""
+    return [*values] if isinstance(values, Iterator) else values
 
 
 def split_conditions(conditions: Iterable[int | str]) -> tuple[frozenset[int], tuple[str, ...]]:

@@ -20,6 +20,7 @@ from ..config import Config
 from ..errors import InputError, NotLoaded
 from ..filters import Filter, GrammarFilter, JsonSchemaFilter, RegexFilter
 from ..generator import Generator, Job
+from ..generator.job import lasting
 from ..hub import find_model
 from ..model import Model
 from ..sampling import Settings
@@ -196,7 +197,8 @@ class LLM:
         own = {name: job_arguments.pop(name, None) for name in ("filters", "embeddings")}
         lists = {name: [own[name]] if single else each(name, own[name], len(texts)) for name in own}
         vectors = [placed(self.model, *pair) for pair in zip(texts, lists["embeddings"], strict=True)]
-        shared = self._filters(json_schema, regex, grammar)
+        shared, stop = self._filters(json_schema, regex, grammar), lasting(stop)
+        common = {name: lasting(value) for name, value in job_arguments.items()}
         jobs = [
             self._job(
                 self._encode(text, add_bos, encode_special_tokens, vectors[i]),
@@ -205,7 +207,7 @@ class LLM:
                 stop,
                 seed + i if isinstance(seed, Integral) else seed,
                 joined(lists["filters"][i], shared),
-                {**job_arguments, "embeddings": vectors[i]},
+                {**common, "embeddings": vectors[i]},
             )
             for i, text in enumerate(texts)
         ]
