@@ -161,10 +161,42 @@ def test_other_peoples_jobs_run_along_and_lose_nothing(parts: Any) -> None:
     machine.enqueue(other)
     greedy(machine, PROMPTS[0], 5)
     results = []
-    while machine.num_remaining_jobs() or not results or not results[-1]["eos"]:
+    while machine.num_remaining_jobs():
         results += machine.iterate()
     assert {result["identifier"] for result in results} == {"other"}
     assert len([r for r in results if r["stage"] == "streaming"]) == 12
+
+
+def test_a_job_that_ended_beside_generate_remains_until_its_end_is_told(parts: Any) -> None:
+    machine = generator(parts)
+    _, tokenizer = parts
+    machine.enqueue(Job(tokenizer.encode(PROMPTS[1]), 3, gen_settings=Settings.greedy()))
+    greedy(machine, PROMPTS[0], 12)
+    assert machine.num_remaining_jobs() == 1
+    machine.reset_page_table()  # it has left the cache
+    results = []
+    while machine.num_remaining_jobs():
+        results += machine.iterate()
+    assert results[-1]["eos"]
+
+
+@pytest.mark.parametrize("new", [3, 30], ids=["ended", "running"])
+@pytest.mark.parametrize("everything", [False, True])
+def test_a_job_cancelled_after_it_ran_along_gives_no_result(parts: Any, new: int, everything: bool) -> None:
+    machine = generator(parts)
+    _, tokenizer = parts
+    dropped, kept = (Job(tokenizer.encode(prompt), new, identifier=prompt) for prompt in PROMPTS[1:3])
+    machine.enqueue([dropped, kept])
+    greedy(machine, PROMPTS[0], 12)
+    if everything:
+        machine.clear_queue()
+    else:
+        machine.cancel(dropped)
+    told = set()
+    while machine.num_remaining_jobs():
+        told |= {result["identifier"] for result in machine.iterate()}
+    assert told == (set() if everything else {PROMPTS[2]})
+    assert machine.iterate() == []
 
 
 def test_abort(parts: Any) -> None:

@@ -122,20 +122,22 @@ class Generator:
 
     def cancel(self, job: Job) -> None:
         """Drop a job, waiting or running; no result is given for it. Harmless for a finished one."""
+        self._backlog = [result for result in self._backlog if result["job"] is not job]
         self._loop.cancel(job)
 
     def clear_queue(self) -> None:
         """Drop every job."""
+        self._backlog = []
         self._loop.clear()
 
     def num_remaining_jobs(self) -> int:
-        """Jobs that wait or run."""
-        return self._loop.scheduler.remaining
+        """Jobs that wait or run, and those whose end `iterate` has not told yet."""
+        return self._loop.scheduler.remaining + sum(result["eos"] for result in self._backlog)
 
     def reset_page_table(self) -> None:
         """Forget every cached prompt."""
-        if self.num_remaining_jobs():
-            raise InputError(f"{self.num_remaining_jobs()} jobs use the cache: finish or clear them first.")
+        if remaining := self._loop.scheduler.remaining:
+            raise InputError(f"{remaining} jobs use the cache: finish or clear them first.")
         self._loop.pages.clear()
 
     def set_loras(self, loras: Any) -> None:
