@@ -208,6 +208,14 @@ def test_a_pair_of_prompts_is_guided(llm: LLM) -> None:
     assert guided.text == llm.generate(pair[0], settings=GREEDY, max_new_tokens=8).text
 
 
+def test_a_pair_without_a_number_fits_a_cache_of_an_odd_number_of_pages(tmp_path: Path) -> None:
+    with LLM(tiny.chatty(tmp_path / "m"), max_seq_len=512, cache_tokens=768) as llm:
+        stream = llm.stream(("ab", "cd"), settings=Settings.greedy(cfg_scale=1.5), add_bos=False)
+        next(stream)
+        assert [job.max_new_tokens for job in llm.generator.active_jobs] == [256 - 2]
+        stream.close()
+
+
 def test_further_arguments_are_those_of_a_job(llm: LLM) -> None:
     free = llm.generate(PROMPTS[0], settings=GREEDY, max_new_tokens=12)
     tamed = llm.generate(PROMPTS[0], settings=GREEDY, max_new_tokens=12, banned_strings=["soviet"])

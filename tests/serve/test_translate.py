@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,19 @@ def test_the_answer_is_as_long_as_it_may_be(host: Host) -> None:
     assert new(Bounds(answer=100), max_tokens=200) == 200
     with pytest.raises(Problem, match="exceed the context"):
         new(Bounds(), max_tokens=host.length)
+
+
+def test_a_guided_pair_may_be_as_long_as_the_cache_has_room(generator: Generator, host: Host) -> None:
+    hosted = replace(host, length=generator.longest(), pair=generator.longest(2))
+    assert hosted.pair == min(generator.max_seq_len, generator.max_total_tokens // 2)
+    asked = {"prompt": "a" * (host.length - 8), "negative_prompt": "b", "cfg_scale": 1.5, "max_tokens": 4}
+    order = order_of(CompletionRequest.model_validate(asked), hosted, Bounds())
+    job = Job(**order.jobs[0])
+    assert job.prompt_tokens > host.length // 2
+    generator.enqueue(job)
+    generator.clear_queue()
+    with pytest.raises(Problem, match=f"the context {host.length // 2}"):
+        order_of(CompletionRequest.model_validate(asked), replace(host, pair=host.length // 2), Bounds())
 
 
 def test_a_template_that_knows_tools_gets_them(templated: Callable[[str], Host]) -> None:

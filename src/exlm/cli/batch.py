@@ -89,7 +89,8 @@ def _run(listing: Listing, rows: Rows, journal: Journal, console: Console) -> No
     host = Host(
         name=listing.name,
         tokenizer=loaded.tokenizer,
-        length=min(generator.max_seq_len, generator.max_total_tokens),
+        length=generator.longest(),
+        pair=generator.longest(2),
         vocab=loaded.model.config.vocab_size,
         loras=loaded.loras,
         drafts=generator.num_draft_tokens > 0,

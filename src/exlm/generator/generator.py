@@ -134,6 +134,10 @@ class Generator:
         """Jobs that wait or run, and those whose end `iterate` has not told yet."""
         return self._loop.scheduler.remaining + sum(result["eos"] for result in self._backlog)
 
+    def longest(self, sequences: int = 1) -> int:
+        """How long, prompt and answer together, so many sequences of one job may become in an empty cache."""
+        return min(self.max_seq_len, self.max_pages // sequences * PAGE)
+
     def reset_page_table(self) -> None:
         """Forget every cached prompt."""
         if remaining := self._loop.scheduler.remaining:

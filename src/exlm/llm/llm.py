@@ -336,7 +336,7 @@ class LLM:
         if twice := [name for name in OWN if name in job_arguments]:
             raise InputError(f"{twice[0]} is given as {OWN[twice[0]]} here.")
         if max_new_tokens is None:
-            length = min(self.generator.max_seq_len, self.generator.max_total_tokens // len(ids))
+            length = self.generator.longest(len(ids))
             # Where nothing is left the generator refuses the job, and says how long the prompt is.
             max_new_tokens = max(1, min(ANSWER, length - max(half.shape[1] for half in ids)))
         ends = [number for number in self.tokenizer.eos_token_ids if number < self.config.vocab_size]

@@ -43,7 +43,8 @@ class Hosted:
         self.host = Host(
             name=listing.name,
             tokenizer=loaded.tokenizer,
-            length=min(inner.max_seq_len, inner.max_total_tokens),
+            length=inner.longest(),
+            pair=inner.longest(2),
             vocab=loaded.model.config.vocab_size,
             loras=loaded.loras,
             drafts=inner.num_draft_tokens > 0,

@@ -55,6 +55,8 @@ class Host:
     vocab: int
     loras: Mapping[str, Any] = field(default_factory=dict)
     drafts: bool = False
+    pair: int | None = None
+    """The longest sequences of a guided pair, which share the cache; None is half the length."""
 
 
 @dataclass(frozen=True)
@@ -218,11 +220,14 @@ def _own(request: Asking, host: Host, bounds: Bounds, ids: torch.Tensor, place: 
     if request.negative_prompt is not None:
         halves.append(host.tokenizer.encode(request.negative_prompt, encode_special_tokens=True))
     longest = max(half.shape[1] for half in halves)
-    left = host.length // len(halves) - longest
+    room = host.length
+    if len(halves) == 2:
+        room = host.length // 2 if host.pair is None else host.pair
+    left = room - longest
     if left < 1:
         raise Problem(
             400,
-            f"The prompt has {longest} tokens and the context {host.length // len(halves)}: shorten it.",
+            f"The prompt has {longest} tokens and the context {room}: shorten it.",
             code="context_length_exceeded",
         )
     asked = getattr(request, "max_completion_tokens", None) or request.max_tokens
@@ -231,7 +236,7 @@ def _own(request: Asking, host: Host, bounds: Bounds, ids: torch.Tensor, place: 
     if asked is not None and asked > left:
         raise Problem(
             400,
-            f"{longest} prompt and {asked} new tokens exceed the context of {host.length}: {left} fit.",
+            f"{longest} prompt and {asked} new tokens exceed the context of {room}: {left} fit.",
             param="max_tokens",
             code="context_length_exceeded",
         )
