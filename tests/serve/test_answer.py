@@ -132,3 +132,25 @@ def test_probabilities_are_the_models_own() -> None:
     assert abs(token.top[0][1] - float(torch.log_softmax(logits[0, 0], -1)[1])) < 1e-6
     assert piece_of({"stage": "started"}, order(None)) is None
     assert piece_of({"stage": "streaming", "eos": False}, order(None)) is None
+
+
+def test_tokens_are_where_their_text_is_in_streams_and_whole() -> None:
+    """Tokens may stand for more than is shown: a healed one, the parts of a character, a hidden one."""
+
+    def tokens(*texts: str) -> tuple[Token, ...]:
+        return tuple(Token(text, -1.0, ()) for text in texts)
+
+    asked = Order("completion", "m", Words(), jobs=({},), top=0, prefixes=("ab",))  # type: ignore[arg-type]
+    answer = Answer(asked)
+    pieces = [
+        Piece("r", tokens("or")),
+        Piece("ical", tokens("ical")),
+        Piece("é", tokens("\ufffd", "\ufffd")),
+        Piece("", tokens("<|hidden|>")),
+        Piece("x", tokens("x"), END),
+    ]
+    events = [event for piece in pieces for event in answer.push(0, piece)]
+    places = [place for event in events for place in event["choices"][0]["logprobs"]["text_offset"]]
+    (choice,) = answer.body()["choices"]
+    assert choice["text"] == "abricaléx"
+    assert choice["logprobs"]["text_offset"] == places == [2, 3, 7, 8, 8, 8]

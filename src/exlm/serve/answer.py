@@ -173,37 +173,42 @@ class _Text:
         self.place, self.order = place, order
         self.end: End | None = None
         self._texts = [order.prefixes[place]] if order.prefixes else [""]
-        self._tokens: list[Token] = []
-        self._offset = len(self._texts[0])
+        self._tokens: list[tuple[Token, int]] = []  # and where in the text each begins
+        self._length = len(self._texts[0])
 
     def first(self) -> dict[str, Any] | None:
         return self._told(self._texts[0], [], None) if self._texts[0] else None
 
     def push(self, piece: Piece) -> list[dict[str, Any]]:
+        tokens = self._placed(piece)
         self._texts.append(piece.text)
-        self._tokens += piece.tokens
+        self._tokens += tokens
+        self._length += len(piece.text)
         self.end = piece.end
-        reason = piece.end.reason if piece.end else None
-        told = self._told(piece.text, list(piece.tokens), reason)
-        self._offset += len(piece.text)
-        return [told]
+        return [self._told(piece.text, tokens, piece.end.reason if piece.end else None)]
 
     def whole(self) -> dict[str, Any]:
-        self._offset = len(self._texts[0])
         return self._told("".join(self._texts), self._tokens, self.end.reason if self.end else None)
 
-    def _told(self, text: str, tokens: list[Token], reason: str | None) -> dict[str, Any]:
+    def _placed(self, piece: Piece) -> list[tuple[Token, int]]:
+        """Tokens and their places, within what a piece adds: they may stand for more than it shows.
+
+        Such are a healed token, one that is hidden, and the parts of a character.
+        """
+        out, place, end = [], self._length, self._length + len(piece.text)
+        for token in piece.tokens:
+            out.append((token, min(place, end)))
+            place += len(token.text)
+        return out
+
+    def _told(self, text: str, tokens: list[tuple[Token, int]], reason: str | None) -> dict[str, Any]:
         logprobs = None
         if self.order.top is not None:
-            offsets, place = [], self._offset
-            for token in tokens:
-                offsets.append(place)
-                place += len(token.text)
             logprobs = {
-                "tokens": [token.text for token in tokens],
-                "token_logprobs": [token.logprob for token in tokens],
-                "top_logprobs": [dict(token.top) for token in tokens],
-                "text_offset": offsets,
+                "tokens": [token.text for token, _ in tokens],
+                "token_logprobs": [token.logprob for token, _ in tokens],
+                "top_logprobs": [dict(token.top) for token, _ in tokens],
+                "text_offset": [place for _, place in tokens],
             }
         return {"index": self.place, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
