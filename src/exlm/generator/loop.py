@@ -78,6 +78,7 @@ class Loop:
         self._ahead = Lookahead(runner)
         self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="exlm-filter")
         self._serial = 0
+        self._cut = False  # in the midst of a round; after it only if an interrupt or an error has ended it
         self._equipped: dict[int, Job] = {}  # their adapters may be unloaded under them
 
     @property
@@ -103,8 +104,9 @@ class Loop:
             )
         self._equip(job)
         job.seal(self.key)
-        self.scheduler.add(job)
+        self._cut = self._cut and not self.scheduler.tidied()
         try:
+            self.scheduler.add(job)
             job.prepare(self._serial, self.texts, self.vocab)
         except BaseException:
             self.scheduler.cancel(job)
@@ -118,8 +120,14 @@ class Loop:
     def cancel(self, job: Job) -> None:
         """Drop a job, wherever it is; nothing for one that is finished or unknown."""
         if job in self.scheduler:
+            cut, self._cut = self._cut, True
             self._let_go(job)
-            self.scheduler.cancel(job)
+            try:
+                self.scheduler.cancel(job)
+            except LookupError:  # what an interrupt left half done; `tidied` makes it good
+                if not cut:
+                    raise
+            self._cut = cut
 
     def clear(self) -> None:
         """Drop every job."""
@@ -131,15 +139,19 @@ class Loop:
         out = self.read()
         ready = self.scheduler.ready()
         if ready:
+            self._cut = True
             out += self._decode(ready)
+            self._cut = False
         return out
 
     def read(self) -> list[Result]:
         """The first half of a round: start what fits and read a chunk of each prompt; nobody gets a token."""
         out: list[Result] = [*self._orphans()] if self._equipped else []
         if self.scheduler.reading:
+            self._cut = True
             out += map(results.started, self.scheduler.start())
             out += self._prefill()
+            self._cut = False
         return out
 
     def _equip(self, job: Job) -> None:

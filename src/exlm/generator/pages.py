@@ -64,6 +64,10 @@ class Page:
 class PageTable:
     """The owner of every page of one cache (and of its twin, the draft model's cache, page for page)."""
 
+    _named: dict[bytes, Page]
+    _promised: dict[bytes, Page]
+    _leads: dict[Lead, dict[int, Page]]
+
     def __init__(self, num_pages: int, page_size: int = 256) -> None:
         if num_pages < 1 or page_size < 1:
             raise InputError(f"A page table needs pages and rows, found {num_pages} pages of {page_size}.")
@@ -71,12 +75,15 @@ class PageTable:
         self.page_size = page_size
         self.version = 0
         """Changes whenever a sequence that did not fit may fit now."""
-        self._pages = [Page(index) for index in range(num_pages)]
-        self._idle: OrderedDict[int, Page] = OrderedDict((page.index, page) for page in self._pages)
-        self._named: dict[bytes, Page] = {}
-        self._promised: dict[bytes, Page] = {}
-        self._leads: dict[Lead, dict[int, Page]] = {}
         self._clock = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew with empty pages; who had some has none any more."""
+        pages = [Page(index) for index in range(self.num_pages)]
+        idle = OrderedDict((page.index, page) for page in pages)
+        self._pages, self._idle, self._named, self._promised, self._leads = pages, idle, {}, {}, {}
+        self.version += 1
 
     @property
     def free(self) -> int:
@@ -222,6 +229,8 @@ class PageTable:
 
     def clear(self) -> None:
         """Forget what idle pages hold; pages in use are not touched."""
+        if self.free == self.num_pages:
+            self.reset()
         for page in [*self._idle.values()]:
             self._blank(page)
 

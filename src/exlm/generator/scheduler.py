@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from ..errors import CacheTooSmall, InputError
+from .audit import problems
 from .pages import Copy, Lead, PageTable
 from .sequence import Sequence, common_length
 
@@ -221,11 +222,24 @@ class Scheduler(Generic[J]):
 
     def cancel(self, job: J) -> bool:
         """Take a job out wherever it is, at any moment; False if it is neither pending nor active."""
+        self._stuck = None
+        waited = self._pending.pop(id(job), None) is not None  # one that is just starting is in both
         if id(job) in self._active:
             self.finish(job)
             return True
-        self._stuck = None
-        return self._pending.pop(id(job), None) is not None
+        return waited
+
+    def tidied(self) -> bool:
+        """Make good what an interrupt (Ctrl-C) left half done: with no job left, nobody has rows or pages.
+
+        False, and nothing is done, while there are jobs.
+        """
+        if self.remaining:
+            return False
+        self._filling, self._turn, self._rows = {}, [], 0
+        if problems(self.pages, []):
+            self.pages.reset()
+        return True
 
     def clear(self) -> list[J]:
         """Take every job out; returns them."""
@@ -253,6 +267,9 @@ class Scheduler(Generic[J]):
         if self._stuck == (self.pages.version, self._rows):
             return started
         for job in self._pending.values():
+            if id(job) in self._active:  # an interrupt came before it had left the queue
+                started.append(job)
+                continue
             if self._rows >= self.max_batch_size or not self.pages.free or len(skipped) > LOOK_AHEAD:
                 break
             sequences = job.sequences
