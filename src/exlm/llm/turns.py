@@ -4,37 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Generator as Pieces
-from collections.abc import Iterator, Sequence
 
 from ..errors import InputError
 from ..generator import Generator, Job, StreamingResult
 from .answers import Completion, completed, ids_of
-
-
-class Turn:
-    """Whose turn it is: one thread's at a time, and not the same one's twice, which would wait for itself."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._whose: int | None = None
-
-    @property
-    def mine(self) -> bool:
-        """Whether it is this thread's."""
-        return self._whose == threading.get_ident()
-
-    def __enter__(self) -> None:
-        if self.mine:
-            raise InputError(
-                "A hook or a filter asks the LLM that waits for it: make another LLM for that, or ask later."
-            )
-        self._lock.acquire()
-        self._whose = threading.get_ident()
-
-    def __exit__(self, *_: object) -> None:
-        self._whose = None
-        self._lock.release()
 
 
 class Turns:
@@ -44,7 +19,9 @@ class Turns:
         self.generator = generator
         self._inboxes: dict[Job, deque[StreamingResult]] = {}
         self._left: deque[Job] = deque()  # done with, or let go of: to be dropped between two rounds
-        self._turn = Turn()
+        # Entered and left by the interpreter itself: Ctrl-C cannot come between taking it and the block.
+        self._turn = threading.RLock()
+        self._inside = False  # whoever has the turn is in the midst of it
 
     def finish(self, jobs: Sequence[Job]) -> list[Completion]:
         """Run these jobs in one batch; returns when all are done."""
@@ -66,22 +43,26 @@ class Turns:
 
     def close(self) -> None:
         """Drop every job, whoever waits for it."""
-        with self._turn:
-            self.generator.clear_queue()
+        self._alone(self.generator.clear_queue)
 
     def _run(self, jobs: Sequence[Job]) -> Iterator[StreamingResult]:
         """What becomes of these jobs until all are done; what becomes of others is kept for their callers."""
         own: deque[StreamingResult] = deque()
         left = len(jobs)
+
+        def enter() -> None:
+            for job in jobs:
+                self._inboxes[job] = own
+                self.generator.enqueue(job)
+
+        def look() -> None:
+            if not own:
+                self._round()
+
         try:
-            with self._turn:
-                for job in jobs:
-                    self._inboxes[job] = own
-                    self.generator.enqueue(job)
+            self._alone(enter)
             while left:
-                with self._turn:
-                    if not own:
-                        self._round()
+                self._alone(look)
                 while own:
                     result = own.popleft()
                     if "error" in result:
@@ -90,9 +71,23 @@ class Turns:
                     yield result
         finally:
             self._left.extend(jobs)
-            if not self._turn.mine:  # else a stream is collected in the midst of a round, which goes on
-                with self._turn:
-                    self._sweep()
+            with self._turn:
+                if not self._inside:  # else a stream is collected in the midst of a round, which goes on
+                    self._alone(self._sweep)
+
+    def _alone(self, work: Callable[[], None]) -> None:
+        """Do something while no other thread does; not in the midst of such work, which waits for it."""
+        with self._turn:
+            if self._inside:
+                raise InputError(
+                    "A hook or a filter asks the LLM that waits for it: make another LLM for that, or ask "
+                    "later."
+                )
+            try:
+                self._inside = True
+                work()
+            finally:
+                self._inside = False
 
     def _sweep(self) -> None:
         while self._left:
