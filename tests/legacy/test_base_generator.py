@@ -328,3 +328,13 @@ def test_many_prompts_run_side_by_side(model: Model, tokenizer: Tokenizer) -> No
 def test_a_completion_needs_settings(toy: Tokenizer) -> None:
     with pytest.raises(InputError, match="gen_settings must be Settings, found NoneType"):
         base(toy).generate_simple("abc", None, 5)  # type: ignore[arg-type]
+
+
+def test_arguments_of_another_kind_are_named(toy: Tokenizer) -> None:
+    machine: Any = base(toy)
+    with pytest.raises(InputError, match=r"num_tokens must be .* found 5\.0"):
+        machine.generate_simple("abc", GREEDY, 5.0)
+    with pytest.raises(InputError, match="seed must be an integer or None, found '7'"):
+        machine.generate_simple("abc", GREEDY, 5, seed="7")
+    with pytest.raises(InputError, match="prompt must be a string or a list of them, found int"):
+        machine.generate_simple(5, GREEDY, 5)

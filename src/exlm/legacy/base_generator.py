@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Sequence
 from functools import cached_property, partial
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -85,6 +86,8 @@ class BaseGenerator:
         if abort_event is not None:
             abort_event.clear()
         self.abort_event = abort_event
+        if not isinstance(prompt, str | Sequence):
+            raise InputError(f"prompt must be a string or a list of them, found {type(prompt).__name__}.")
         texts = [prompt] if isinstance(prompt, str) else list(prompt)
         prompts = into_texts(self.model, input_embeddings, texts)
         encode = partial(self.tokenizer.encode, add_bos=add_bos, encode_special_tokens=encode_special_tokens)
@@ -98,7 +101,7 @@ class BaseGenerator:
         } | filtering(gen_settings, filters, filter_prefer_eos)
         first = random.getrandbits(63) if seed is None else seed
         jobs = [
-            LegacyJob(row, num_tokens, seed=first + i, embeddings=known, **options)
+            LegacyJob(row, num_tokens, seed=_plus(first, i), embeddings=known, **options)
             for i, (row, (_, known)) in enumerate(zip(rows, prompts, strict=True))
             if num_tokens
         ]
@@ -174,12 +177,12 @@ class BaseGenerator:
 
     def _cut(self, rows: list[Tensor], num_tokens: int) -> list[Tensor]:
         """The ends of the prompts that leave room for so many tokens."""
-        room = self.max_length - num_tokens
-        if num_tokens < 0 or room < 1:
+        if not isinstance(num_tokens, Integral) or not 0 <= num_tokens < self.max_length:
             raise InputError(
-                f"num_tokens must be from 0 to {self.max_length - 1}, which leaves room for one token of the "
-                f"prompt in a sequence of {self.max_length}; found {num_tokens}."
+                f"num_tokens must be from 0 to {self.max_length - 1}, a whole number that leaves room for "
+                f"one token of the prompt in a sequence of {self.max_length}; found {num_tokens!r}."
             )
+        room = self.max_length - num_tokens
         for row in rows:
             if (over := row.shape[1] - room) > 0:
                 warnings.warn(
@@ -216,3 +219,8 @@ class BaseGenerator:
                 abort_event=self.abort_event,
                 indexed_embeddings=embeddings or None,
             )
+
+
+def _plus(seed: Any, place: int) -> Any:
+    """The seed of a prompt; what is no number is left for the job to refuse."""
+    return seed + place if isinstance(seed, Integral) else seed
