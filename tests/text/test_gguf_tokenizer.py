@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from exlm.errors import TokenizerError
+from exlm.errors import ChatTemplateError, TokenizerError
 from exlm.text import ChatTemplates, Codec
 from exlm.text.gguf_splits import SPLITS
 from exlm.text.gguf_tokenizer import tokenizer_from_metadata
@@ -223,11 +223,17 @@ def test_a_file_without_the_flag_means_what_its_kind_does(pre: str, wanted: bool
 
 def test_chat_templates() -> None:
     metadata = from_json(byte_level_json())
-    assert ChatTemplates.from_folder(codec(metadata).folder).templates == {}
+    none = ChatTemplates.from_folder(codec(metadata).folder)
+    assert none.templates == {}
+    with pytest.raises(
+        ChatTemplateError, match=r"model\.gguf has no .* \(looked in tokenizer\.chat_template\)"
+    ):
+        none.choose()
     one = codec(metadata | {"tokenizer.chat_template": "{{ 1 }}"})
     template = ChatTemplates.from_folder(one.folder).default
     assert template is not None
     assert template.source == "{{ 1 }}"
+    assert template.origin == "model.gguf: tokenizer.chat_template"  # and no file beside it
     several = metadata | {"tokenizer.chat_template": "{{ 1 }}", "tokenizer.chat_template.tool_use": "{{ 2 }}"}
     templates = ChatTemplates.from_folder(codec(several).folder)
     assert {name: one.source for name, one in templates.templates.items()} == {

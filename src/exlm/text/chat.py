@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ..errors import ChatTemplateError, TokenizerError
@@ -18,6 +17,8 @@ from .renderer import Limits, Renderer
 
 DEFAULT = "default"
 TOOL_USE = "tool_use"
+FILES = "chat_template.jinja, tokenizer_config.json and chat_template.json"
+GGUF_KEY = "tokenizer.chat_template"
 
 
 @dataclass(frozen=True)
@@ -32,17 +33,24 @@ class Template:
 class ChatTemplates:
     """The templates of one model, by name; most models have one, called "default"."""
 
-    def __init__(self, templates: Mapping[str, Template], where: str = "the model folder") -> None:
-        """`where` is what errors say was searched."""
+    def __init__(
+        self, templates: Mapping[str, Template], where: str = "the model folder", places: str = FILES
+    ) -> None:
+        """`where` is what errors say was searched, `places` what was looked at there."""
         self.templates = dict(templates)
-        self.where = where
+        self.where, self.places = where, places
 
     @classmethod
     def from_folder(cls, folder: Folder) -> ChatTemplates:
-        """Of several files chat_template.jinja wins, then tokenizer_config.json, then chat_template.json."""
+        """Of several files chat_template.jinja wins, then tokenizer_config.json, then chat_template.json.
+
+        A GGUF file has all there is in its own metadata.
+        """
         path = folder.path
-        found = _from_config(read_object(path / "chat_template.json") or {}, path / "chat_template.json")
-        found |= _from_config(folder.config or {}, path / "tokenizer_config.json")
+        if path.suffix == ".gguf" and not path.is_dir():
+            return cls(_from_config(folder.config or {}, f"{path}: {GGUF_KEY}"), str(path), GGUF_KEY)
+        found = _from_config(read_object(path / "chat_template.json") or {}, str(path / "chat_template.json"))
+        found |= _from_config(folder.config or {}, str(path / "tokenizer_config.json"))
         for file in [
             *sorted((path / "additional_chat_templates").glob("*.jinja")),
             path / "chat_template.jinja",
@@ -80,9 +88,8 @@ class ChatTemplates:
                 f"Choose one with chat_template=: {', '.join(sorted(self.templates))}."
             )
         raise ChatTemplateError(
-            f"{self.where} has no chat template (looked in chat_template.jinja, tokenizer_config.json and "
-            "chat_template.json). Pass one as chat_template=, by name "
-            f"({', '.join(FORMATS)}) or as its source, or write the prompt yourself."
+            f"{self.where} has no chat template (looked in {self.places}). Pass one as chat_template=, by "
+            f"name ({', '.join(FORMATS)}) or as its source, or write the prompt yourself."
         )
 
 
@@ -121,13 +128,13 @@ def _check(values: object, name: str) -> None:
             raise ChatTemplateError(f"{name}[{place}] should be an object, found {type(value).__name__}.")
 
 
-def _from_config(config: Mapping[str, Any], path: Path) -> dict[str, Template]:
-    """`chat_template`: one template, or a list or object of named ones."""
+def _from_config(config: Mapping[str, Any], path: str) -> dict[str, Template]:
+    """`chat_template`: one template, or a list or object of named ones; `path` is what errors call it."""
     value = config.get("chat_template")
     if value is None:
         return {}
     if isinstance(value, str):
-        return {DEFAULT: Template(value, str(path))}
+        return {DEFAULT: Template(value, path)}
     pairs: list[tuple[Any, Any]]
     if isinstance(value, dict):
         pairs = list(value.items())
@@ -139,7 +146,7 @@ def _from_config(config: Mapping[str, Any], path: Path) -> dict[str, Template]:
         raise TokenizerError(
             f"{path}: every entry of chat_template needs a `name` and a `template`, both strings."
         )
-    return {name: Template(source, str(path)) for name, source in pairs}
+    return {name: Template(source, path) for name, source in pairs}
 
 
 __all__ = ["ChatTemplates", "Limits", "Renderer", "Template", "render_chat"]
