@@ -29,8 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_built_in_text_is_cut_in_two_that_share_nothing() -> None:
     used, kept = ("\n\n".join(calibrate.builtin(held_out=x)).split("\n\n") for x in (False, True))
     assert not set(used) & set(kept)
-    assert sum(map(len, used)) > 20_000
-    assert 2_000 < sum(map(len, kept)) < sum(map(len, used)) / 3
+    assert sum(map(len, used)) > 280_000
+    assert 40_000 < sum(map(len, kept)) < sum(map(len, used)) / 3
     whole = "".join(used)
     for words in ("def ", "Straße", "école", "¿", "的", "ます", "что", "\\int"):
         assert words.lower() in whole.lower()
@@ -172,3 +172,24 @@ def test_a_processor_reads_fewer_rows_of_a_large_model(folder: Path, monkeypatch
         monkeypatch.setattr(work, "READING", rows * weights)
         found.append((work.usual_rows(model, cpu), work.usual_rows(model, cuda)))
     assert found == [(128, 128), (77, 128), (48, 128)]
+
+
+@pytest.mark.parametrize("rows", [1, 8, 20, 128, 10**6])
+def test_every_kind_of_built_in_text_gives_as_many_rows(folder: Path, rows: int) -> None:
+    tokenizer = Tokenizer(Config(folder))
+    bos = tokenizer.bos_token_id is not None
+    texts = [tokenizer.encode(text, add_bos=bos)[0] for text in calibrate.builtin()]
+    kinds = [{tuple(row.tolist()) for row in ids[: len(ids) // 512 * 512].view(-1, 512)} for ids in texts]
+    found = {tuple(row.tolist()) for row in calibrate.builtin_rows(tokenizer, rows, 512)}
+    assert len(found) == min(rows, sum(map(len, kinds)))
+    counts = [len(found & kind) for kind in kinds]
+    full = [count == len(kind) for count, kind in zip(counts, kinds, strict=True)]
+    open_ = [count for count, all_ in zip(counts, full, strict=True) if not all_]
+    assert max(open_, default=0) - min(open_, default=0) <= 1
+
+
+def test_rows_longer_than_a_kind_go_over_several(folder: Path) -> None:
+    tokenizer = Tokenizer(Config(folder))
+    assert calibrate.builtin_rows(tokenizer, 2, 60_000).shape == (2, 60_000)
+    with pytest.raises(InputError, match="at least 9,000,000 tokens"):
+        calibrate.builtin_rows(tokenizer, 2, 9_000_000)

@@ -96,6 +96,24 @@ def rows_of(
     return torch.cat(ids)[: count * length].view(count, length)
 
 
+def builtin_rows(tokenizer: Tokenizer, rows: int, length: int) -> Tensor:
+    """(at most rows, length) ids of the built-in text, as many of each kind as there are.
+
+    Not as many as a kind has: a language that the tokenizer writes letter by letter would take most of them.
+    """
+    bos = tokenizer.bos_token_id is not None
+    ids = [tokenizer.encode(text, add_bos=bos)[0] for text in builtin()]
+    kinds = [one[: len(one) // length * length].view(-1, length) for one in ids]
+    if not all(map(len, kinds)):  # a row is longer than some kinds are
+        kinds = [rows_of(builtin(), tokenizer, sum(map(len, ids)) // length, length)]
+    counts = [0] * len(kinds)
+    for turn in range(max(map(len, kinds))):
+        for n, kind in enumerate(kinds):
+            counts[n] += turn < len(kind) and sum(counts) < rows
+    pairs = zip(kinds, counts, strict=True)
+    return torch.cat([kind[torch.linspace(0, len(kind) - 1, count).long()] for kind, count in pairs])
+
+
 def known(ids: Tensor, config: Config) -> Tensor:
     """The same ids, all of them tokens that the model has; `InputError` otherwise."""
     if int(ids.max()) >= config.vocab_size:

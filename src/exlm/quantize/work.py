@@ -37,9 +37,6 @@ Progress = Callable[[int, int, str], object]
 WHOLE = 2 * 10**9
 """Bytes up to which a model may be loaded whole, to write some of its calibration text itself."""
 
-EVERYTHING = 10**6
-"""More rows than any text has."""
-
 ROWS, FEWEST_ROWS, READING = 128, 48, 86 * 10**8
 """Rows that are usual, and on a processor: the fewest, and as many as times the weights make this."""
 
@@ -141,12 +138,9 @@ def _ids(config: Config, wishes: Wishes, shop: Workshop) -> Tensor:
         text = calibrate.rows_of(found, tokenizer, wishes.rows, length, wishes.calibration)
         text = calibrate.known(text, config)
         return calibrate.headed(text, config, tokenizer)
-    text = calibrate.known(calibrate.rows_of(calibrate.builtin(), tokenizer, EVERYTHING, length), config)
-    own = own_rows(config.spec, wishes)
-    read = min(len(text), wishes.rows - min(own, wishes.rows * 3 // 4))
-    text = text[torch.linspace(0, len(text) - 1, read).long()]  # some of every kind
+    own = min(own_rows(config.spec, wishes), wishes.rows * 3 // 4)
+    text = calibrate.known(calibrate.builtin_rows(tokenizer, wishes.rows - own, length), config)
     text = calibrate.headed(text, config, tokenizer)
-    own = min(own, wishes.rows - read)
     if not own:
         return text
     piece = min(calibrate.PIECE, length)
