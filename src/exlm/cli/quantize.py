@@ -15,6 +15,10 @@ from exlm import InputError, Quality, find_model, quantize_model
 
 from .evaluate import show
 
+Rows = Annotated[
+    int | None,
+    typer.Option(min=1, help="Rows of calibration text; usually 128, fewer of a large model on a CPU."),
+]
 HeadBits = Annotated[int | None, typer.Option(help="Bits of the head: 2, 3, 4, 5, 6 or 8; 6 if not given.")]
 GroupSize = Annotated[int | None, typer.Option(help="Rows of a GPTQ group: 32, 64 or 128; 128 if not given.")]
 
@@ -35,10 +39,7 @@ def quantize(
     ] = "builtin",
     method: Annotated[str, typer.Option(help="exl2, or gptq (4 bit, act-order).")] = "exl2",
     group_size: GroupSize = None,
-    rows: Annotated[
-        int | None,
-        typer.Option(min=1, help="Rows of calibration text; usually 128, fewer of a large model on a CPU."),
-    ] = None,
+    rows: Rows = None,
     length: Annotated[int, typer.Option(min=1, help="Tokens of a row.")] = 512,
     measurement: Annotated[
         Path | None, typer.Option(help="A measurement to reuse: ours, or a measurement.json.")

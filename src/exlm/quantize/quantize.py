@@ -61,19 +61,17 @@ def quantize_model(
     The target is one of `bits` (a weight of the layers, scales and orders included; 4 if none is given),
     `size` (of the weights, in bytes or as "5.2GB") and `max_kld` (the divergence in nats a token; a model
     found to diverge more is made once again with more bits, and the card says whether that was enough). GPTQ
-    has 4 bits and no target. `calibration` is "builtin" or a .txt, .jsonl or .parquet file, of which `rows`
-    rows of `length` tokens are read; 128 if nothing is said, fewer of a large model on a processor.
-
+    has 4 bits and no target. `calibration` is "builtin" or a .txt, .jsonl or .parquet file; 128 `rows` of it
+    are read, fewer of a large model on a processor.
     A job that was killed goes on where it stopped when the same call is made again, and ends with the same
     weights; `restart` begins anew. `measurement` is a file `save_measurement` wrote for this model, or the
-    old converter's measurement.json. Without `report` nothing is written about the new model's quality. The
-    folder appears when it is complete; the source is never changed.
+    old converter's measurement.json. Without `report` nothing is said of its quality. The folder appears when
+    it is complete; the source is never changed.
     """
-    if method == "exl2" and bits is None and size is None and max_kld is None:
-        bits = 4.0
+    untold = method == "exl2" and bits is None and size is None and max_kld is None
     config, device_ = Config(source), pick_device(device)
     wishes = Wishes(
-        bits=bits,
+        bits=4.0 if untold else bits,
         size=parse_size(size) if isinstance(size, str) else size,
         max_kld=max_kld,
         head_bits=head_bits,

@@ -238,6 +238,7 @@ class Sums:
         self.tokens, self.paired = 0, True
 
     def add(self, x: Tensor, off: Tensor | None, lost: Tensor | None, care: Tensor) -> None:
+        """More tokens: their inputs, how those are off, what the stream lost, and how much each matters."""
         weighted = (x * care[:, None]).T
         self.covariance.addmm_(weighted, x)
         self.total += care.sum()
@@ -252,6 +253,7 @@ class Sums:
             self.lost = grown if self.lost is None else self.lost.add_(grown)
 
     def means(self) -> Means:
+        """Over all tokens so far, as much as each mattered."""
         if not float(self.total):
             return Means(torch.eye(len(self.covariance), device=self.covariance.device), None, None, 0, 0.0)
         cross = self.cross / self.total if self.paired else None
