@@ -97,9 +97,9 @@ def rows_of(
 
 
 def builtin_rows(tokenizer: Tokenizer, rows: int, length: int) -> Tensor:
-    """(at most rows, length) ids of the built-in text, as many of each kind as there are.
+    """(at most rows, length) ids of the built-in text, as many of one kind as of another.
 
-    Not as many as a kind has: a language that the tokenizer writes letter by letter would take most of them.
+    Not by how long they are: a language that the tokenizer writes letter by letter would take most of them.
     """
     bos = tokenizer.bos_token_id is not None
     ids = [tokenizer.encode(text, add_bos=bos)[0] for text in builtin()]

@@ -38,20 +38,21 @@ def solve_head(
         wanted[:, columns] = sums.means().moved_on(exact[:, columns], wanted[:, columns], damping)
     f = factors(wanted, common.covariance, damping, "head")
     solution = solve(wanted, f, groups, effort)
+    target, scales = wanted[f.order], solution.factors()
     for sums, columns in shares:
         own = sums.means()
         if len(columns) and own.worth:
             h = own.joined(common, BORROWED * len(exact))[f.order][:, f.order]
-            _descend(solution, wanted[f.order], columns, damped(h, damping))
+            _descend(solution, target[:, columns], scales[:, columns], columns, damped(h, damping))
     return solution
 
 
-def _descend(solution: Solution, target: Tensor, columns: Tensor, h: Tensor) -> None:
-    """Better codes for some columns under their own covariance; scales stay."""
-    codes, scales = solution.codes[:, columns].contiguous(), solution.factors()[:, columns].contiguous()
+def _descend(solution: Solution, target: Tensor, scales: Tensor, columns: Tensor, h: Tensor) -> None:
+    """Better codes for some columns, whose targets and scales these are, under their own covariance."""
+    codes, scales = solution.codes[:, columns].contiguous(), scales.contiguous()
     grids = list(map(Grid, scales, -solution.halves, solution.halves - 1))
     values = (codes * scales[solution.group_of]).half().float()
-    gradient = h @ (target[:, columns] - values)
+    gradient = h @ (target - values)
     for _ in range(AGAIN):
         descend(codes, gradient, h, solution.sizes, grids)
     solution.codes[:, columns] = codes
