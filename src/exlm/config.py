@@ -75,7 +75,7 @@ class Config:
         self.max_dq_size = 512 * 2**20
         self._raw: Mapping[str, Any] = {}
         self._spec: spec.Model | None = None
-        self._metadata: Mapping[str, Any] | None = None
+        self._gguf: GgufFile | None = None  # held, so that its header need not be read again
         self._generation: Mapping[str, Any] = {}
         if model_dir is not None:
             self.prepare()
@@ -94,7 +94,7 @@ class Config:
         `no_tensors` is accepted for old scripts: weights are never touched here.
         """
         path = self._path()
-        self._metadata = None
+        self._gguf = None
         if path.is_file():
             self._read_gguf(path)
         else:
@@ -122,7 +122,8 @@ class Config:
         )
         self._spec = families.describe(Hyper(self._raw, str(path)))
         self._generation = {}
-        self._metadata = file.metadata
+        file.close()
+        self._gguf = file
 
     def freeze(self) -> FrozenConfig:
         """The folder's description with the user's changes applied and checked."""
@@ -185,7 +186,7 @@ class Config:
     @property
     def metadata(self) -> Mapping[str, Any] | None:
         """A GGUF file's metadata, which holds its tokenizer too; None for a folder."""
-        return self._metadata
+        return None if self._gguf is None else self._gguf.metadata
 
     @property
     def architecture(self) -> str:

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exlm import Cache, CacheBase, CacheFP8, CacheQ4, CacheQ6, CacheQ8, InputError, NotLoaded, Unsupported
+from exlm import (
+    Cache,
+    CacheBase,
+    CacheFP8,
+    CacheQ4,
+    CacheQ6,
+    CacheQ8,
+    DoesNotFit,
+    InputError,
+    NotLoaded,
+    Unsupported,
+)
 from exlm.cache import PAGE, DenseLayer, LayerShape
 from exlm.nn import Batch
 
@@ -27,6 +40,14 @@ class Stub:
     cache_dtype: torch.dtype = torch.float32
     cache_length: int = 300
     cache_mirror: None = None
+
+
+STATUS = Path("/proc/self/statm")
+
+
+def resident() -> int:
+    """Bytes of memory this process has."""
+    return int(STATUS.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 STUB = Stub(cache_shapes=[LayerShape(2, 32)] * 3)
@@ -48,6 +69,27 @@ def test_geometry() -> None:
     assert [k.shape for k in cache.key_states] == [(2, 2 * PAGE, 2, 4)] * 3
     assert cache.footprint() == [3 * 2 * 4 * PAGE * 2 * 4 * 4]
     assert len(cache.all_tensors()) == 6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_is_taken_when_tokens_come(kind: type[CacheBase]) -> None:
+    if not STATUS.exists():
+        pytest.skip("only Linux tells what memory a process has taken (/proc/self/statm)")
+    before = resident()
+    cache = kind(Stub(cache_shapes=[LayerShape(8, 64)] * 3), max_seq_len=2**15)
+    size = sum(cache.footprint())
+    assert resident() - before < size // 16 > 2**20
+    assert all(not int(tensor[-1, -1].count_nonzero()) for tensor in cache.all_tensors())
+    for tensor in cache.all_tensors():
+        tensor.fill_(1)
+    assert resident() - before > size // 2
+    assert all(bool((tensor[-1, -1] == 1).all()) for tensor in cache.all_tensors())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_tokens_than_any_memory_holds_are_refused(kind: type[CacheBase]) -> None:
+    with pytest.raises(DoesNotFit, match=r"256,000,000,000,000 tokens.*CacheQ4"):
+        kind(Stub(cache_shapes=[LayerShape(8, 64)] * 3), max_seq_len=256 * 10**12)
 
 
 def test_the_contiguous_table_is_the_identity() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import struct
@@ -98,6 +99,21 @@ def test_a_closed_file_opens_again_unless_it_changed(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(BadFile, match="as when its header was read"):
         file.raw("x")
+
+
+def test_a_header_that_somebody_holds_is_not_read_again(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", "llama", {"x": np.arange(8, dtype=np.float32)}, METADATA)
+    first, second = GgufFile(path), GgufFile(path)
+    assert all(second.metadata[key] is value for key, value in first.metadata.items())
+    assert torch.equal(first.raw("x"), second.raw("x"))
+    time = path.stat().st_mtime_ns
+    write(path, "llama", {"y": np.arange(16, dtype=np.float32)})
+    os.utime(path, ns=(time, time))
+    assert list(GgufFile(path).tensors) == ["y"]  # another size
+    write(path, "llama", {"z": np.arange(16, dtype=np.float32)})
+    os.utime(path, ns=(time, time + 1))
+    assert list(GgufFile(path).tensors) == ["z"]  # another time
+    assert list(first.tensors) == ["x"]
 
 
 def test_rotary_factors_are_part_of_the_description(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..kernels.backend import Coding, Where
 from . import hadamard
-from .layer import Layer, LayerShape, homes, slots
+from .layer import Layer, LayerShape, blank, homes, slots
 
 SLAB = 1 << 22
 """Numbers decoded at a time, if that is at least a page of each row."""
@@ -55,8 +55,8 @@ class Rotated:
     def blank(self, pages: int, page: int, shape: LayerShape, device: torch.device) -> tuple[Tensor, ...]:
         """Pages of codes, (…, head_dim · bits / 8), and of scales, (…, head_dim / 32)."""
         size = (pages, page, shape.kv_heads)
-        codes = torch.zeros(*size, shape.head_dim * self.bits // 8, dtype=torch.uint8, device=device)
-        scales = torch.zeros(*size, shape.head_dim // hadamard.GROUP, dtype=torch.float16, device=device)
+        codes = blank((*size, shape.head_dim * self.bits // 8), torch.uint8, device)
+        scales = blank((*size, shape.head_dim // hadamard.GROUP), torch.float16, device)
         return codes, scales
 
     def encode(self, heads: Tensor) -> tuple[Tensor, ...]:
@@ -80,7 +80,7 @@ class Truncated:
     def blank(self, pages: int, page: int, shape: LayerShape, device: torch.device) -> tuple[Tensor, ...]:
         """Pages of bytes, (…, head_dim)."""
         size = (pages, page, shape.kv_heads, shape.head_dim)
-        return (torch.zeros(size, dtype=torch.uint8, device=device),)
+        return (blank(size, torch.uint8, device),)
 
     def encode(self, heads: Tensor) -> tuple[Tensor, ...]:
         """The upper bytes."""

@@ -11,7 +11,7 @@ from ..errors import InputError
 from ..kernels.backend import Where
 from .base import CacheBase, Cached
 from .hadamard import halves
-from .layer import PAGE, Layer, LayerShape, homes
+from .layer import PAGE, Layer, LayerShape, blank, homes
 
 FLOATS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -24,8 +24,8 @@ class DenseLayer(Layer):
     def __init__(
         self, pages: int, page: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        k = torch.zeros(pages, page, heads, head_dim, dtype=dtype, device=device)
-        super().__init__(page, (k,), (torch.zeros_like(k),))
+        size = (pages, page, heads, head_dim)
+        super().__init__(page, (blank(size, dtype, device),), (blank(size, dtype, device),))
 
     @property
     def k(self) -> Tensor:

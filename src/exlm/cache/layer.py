@@ -6,6 +6,8 @@ How numbers are stored is the business of `dense` and `coded`; which page is who
 from __future__ import annotations
 
 import copy
+import math
+import mmap
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Self
@@ -13,6 +15,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from ..errors import DoesNotFit
 from ..kernels.backend import Coding, Pages, Where
 
 PAGE = 256
@@ -25,6 +28,21 @@ class LayerShape:
 
     kv_heads: int
     head_dim: int
+
+
+def blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Pages of zeros. A processor's take memory when tokens come: few caches are ever full."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    try:
+        return torch.frombuffer(mmap.mmap(-1, size, **private), dtype=dtype).view(shape)
+    except (OSError, OverflowError) as error:
+        raise DoesNotFit(
+            f"{shape[0] * shape[1]:,} tokens do not fit this memory: the keys of one layer take {size:,} "
+            "bytes. Ask for fewer tokens (max_seq_len, batch_size) or fewer bits (CacheQ8, CacheQ4)."
+        ) from error
 
 
 class Layer(ABC):

@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import threading
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -30,6 +31,11 @@ MAX_FACTORS = 4096
 
 AROUND = 2**16
 """Bytes that are in memory together, whichever of them was asked for."""
+
+_known: weakref.WeakValueDictionary[tuple[Path, int, int, int, int], GgufHeader] = (
+    weakref.WeakValueDictionary()
+)
+"""Headers that somebody still holds, by their files as those were: a vocabulary takes a while to read."""
 
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
@@ -61,6 +67,7 @@ class GgufFile:
                 tensors[name] = entry
         self.tensors: Mapping[str, TensorEntry] = MappingProxyType(tensors)
         self.paths = tuple(shards)
+        self._headers = headers  # who opens the files again meanwhile gets the same
 
     @property
     def total_bytes(self) -> int:
@@ -133,7 +140,12 @@ class GgufFile:
         if size < 24:
             raise damaged(path, f"expected a GGUF file of at least 24 bytes, found {size}")
         self._sizes[path] = size
-        return read_gguf_header(path, self._map(path))
+        now = path.stat()
+        mark = (path, now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns)
+        header = _known.get(mark)
+        if header is None:
+            header = _known[mark] = read_gguf_header(path, self._map(path))
+        return header
 
     def _map(self, path: Path) -> mmap.mmap:
         with self._lock:
