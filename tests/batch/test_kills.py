@@ -30,7 +30,7 @@ def rows(tokens: int = 4) -> list[dict[str, Any]]:
         ("/v1/completions", {"prompt": ["One", "Two"], "n": 2, "max_tokens": tokens, "temperature": 1.2}),
         ("/v1/completions", {"prompt": "Same", "max_tokens": tokens, "temperature": 0}),
         ("/v1/completions", {"prompt": "Same", "max_tokens": tokens, "seed": 7}),
-        ("/v1/completions", {"prompt": "Nothing", "max_tokens": -1}),
+        ("/v1/completions", {"prompt": "Nothing", "max_tokens": 0}),
     ]
     return [
         {"custom_id": f"row-{i}", "method": "POST", "url": url, "body": body}

@@ -103,8 +103,8 @@ def test_a_rows_name_is_its_seed(run: Any, tmp_path: Path) -> None:
     assert a != b
     assert c == d
     (tmp_path / "out.jsonl").unlink()
-    again = run(row("d", seed=1, **asked), row("a", **asked))
-    assert [texts(one) for one in again] == [d, a]
+    again = run(row("d", seed=1, **asked), row("a", **asked), row("b", seed=-1, **asked))
+    assert [texts(one) for one in again] == [d, a, b]
 
 
 @pytest.mark.parametrize(

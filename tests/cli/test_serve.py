@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from exlm import InputError, MissingExtra
 from exlm.cli.__main__ import app
 from exlm.cli.hosting import Hosting
+from exlm.cli.serve import _settings as set_values
 from tests import tiny
 from tests.conftest import ROOT
 
@@ -56,6 +57,10 @@ def test_mistakes_are_refused_before_anything_is_loaded(
     done = CliRunner().invoke(app, ["serve", "/nowhere/model", "--port", "0", *arguments])
     assert isinstance(done.exception, InputError)
     assert complaint in str(done.exception)
+
+
+def test_settings_mean_what_they_mean_in_requests() -> None:
+    assert set_values(["top_k=-1", "min_p=null", "temperature=0.5"]) == {"top_k": 0, "temperature": 0.5}
 
 
 def test_a_batch_on_this_machine_has_one_copy() -> None:

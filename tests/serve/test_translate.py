@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from exlm import Generator, InputError, Job
 from exlm.serve import (
@@ -110,6 +111,19 @@ def test_the_answer_is_as_long_as_it_may_be(host: Host) -> None:
     assert new(Bounds(answer=100), max_tokens=200) == 200
     with pytest.raises(Problem, match="exceed the context"):
         new(Bounds(), max_tokens=host.length)
+
+
+def test_minus_one_is_off(host: Host) -> None:
+    request = chat(top_k=-1, max_tokens=-1, seed=-1)
+    (job,) = order_of(request, host, Bounds(answer=100)).jobs
+    assert job["gen_settings"].top_k == 0
+    assert job["max_new_tokens"] == host.length - job["input_ids"][0].shape[1]
+    assert job["seed"] is None
+    allowed = order_of(chat(max_completion_tokens=-1), host, Bounds(answer=100, tokens=300))
+    assert allowed.jobs[0]["max_new_tokens"] == 300
+    for wrong in ({"top_k": -2}, {"max_tokens": 0}, {"max_tokens": -2}):
+        with pytest.raises(ValidationError, match="greater than or equal"):
+            chat(**wrong)
 
 
 def test_a_guided_pair_may_be_as_long_as_the_cache_has_room(generator: Generator, host: Host) -> None:

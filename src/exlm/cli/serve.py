@@ -161,10 +161,9 @@ def _settings(given: list[str] | None) -> dict[str, Any]:
         except ValueError:
             raise InputError(f"--set {name}: {value!r} is no number, true or false.") from None
     try:
-        Sampling(**out)
+        return Sampling(**out).model_dump(exclude_none=True)
     except ValidationError as error:
         raise InputError(f"--set {invalid(error.errors()).message}.") from None
-    return out
 
 
 def _made(reports: Path | None) -> Path | None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 LARGE = 2**31 - 1
+OFF = -1
+"""What many clients send for a `top_k` that cuts nothing off, for answers of any length and for any seed."""
 
 Count = Annotated[int, Field(ge=0, le=LARGE)]
 Real = Annotated[float, Field(ge=-1e5, le=1e5)]
@@ -20,6 +22,12 @@ Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 Phrase = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
 Json = dict[str, Any]
+Likeliest = Annotated[int, Field(ge=OFF, le=LARGE), AfterValidator(lambda count: max(count, 0))]
+NewTokens = Literal[-1] | Annotated[int, Field(ge=1, le=LARGE)]
+Seed = Annotated[
+    Annotated[int, Field(ge=-(2**63), lt=2**63)] | None,
+    AfterValidator(lambda seed: None if seed == OFF else seed),
+]
 
 
 class Strict(BaseModel):
@@ -33,7 +41,7 @@ class Sampling(Strict):
 
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Share | None = None
-    top_k: Count | None = None
+    top_k: Likeliest | None = None
     top_a: Share | None = None
     min_p: Share | None = None
     tfs: Share | None = None
@@ -81,9 +89,9 @@ class Asking(Sampling):
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=1024)] = 1
-    max_tokens: Annotated[int, Field(ge=1, le=LARGE)] | None = None
+    max_tokens: NewTokens | None = None
     min_tokens: Count = 0
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: Seed = None
     stop: Phrase | Annotated[list[Phrase], Field(max_length=64)] | None = None
     stop_token_ids: Annotated[list[Id], Field(max_length=64)] = []
     logit_bias: (
@@ -258,7 +266,7 @@ class ChatRequest(Asking):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1, le=LARGE)] | None = None
+    max_completion_tokens: NewTokens | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None

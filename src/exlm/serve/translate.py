@@ -20,7 +20,7 @@ from .conversation import Conversation, conversation
 from .limits import Bounds
 from .parse import Parser
 from .problems import Problem
-from .schema import Asking, ChatRequest, CompletionRequest, JsonObjectFormat, JsonSchemaFormat
+from .schema import OFF, Asking, ChatRequest, CompletionRequest, JsonObjectFormat, JsonSchemaFormat
 
 NEUTRAL: Mapping[str, Any] = MappingProxyType(
     {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "token_repetition_penalty": 1.0}
@@ -231,6 +231,8 @@ def _own(request: Asking, host: Host, bounds: Bounds, ids: torch.Tensor, place: 
             code="context_length_exceeded",
         )
     asked = getattr(request, "max_completion_tokens", None) or request.max_tokens
+    if asked == OFF:
+        asked = min(left, bounds.tokens or left)
     if asked is not None and bounds.tokens is not None and asked > bounds.tokens:
         raise Problem(422, f"max_tokens is {asked}; the server allows {bounds.tokens}.", param="max_tokens")
     if asked is not None and asked > left:
