@@ -246,6 +246,23 @@ def test_a_reply_can_be_given_back_as_it_came(client: openai.OpenAI) -> None:
         assert client.chat.completions.create(**asked, messages=messages).choices
 
 
+def test_what_the_client_has_put_together_and_parsed_can_be_given_back(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "temperature": 0}
+    forced: Any = {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 160}
+    with client.chat.completions.stream(**asked, **forced, messages=HELLO) as stream:
+        called = stream.get_final_completion().choices[0].message
+    assert called.tool_calls
+    told = {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "Sunny."}
+    for said in (called, called.model_dump()):
+        assert client.chat.completions.create(**asked, messages=[*HELLO, said, told], max_tokens=4).choices
+    parsed = client.chat.completions.parse(**asked, messages=HELLO, response_format=Verdict, max_tokens=120)
+    judged = parsed.choices[0].message
+    assert judged.parsed is not None
+    whole = {**judged.model_dump(exclude={"parsed"}), "parsed": judged.parsed.model_dump(), "annotations": []}
+    messages = [*HELLO, whole, {"role": "user", "content": "Go on."}]
+    assert client.chat.completions.create(**asked, messages=messages, max_tokens=4).choices
+
+
 def test_null_is_as_good_as_nothing(client: openai.OpenAI) -> None:
     unused = dict.fromkeys(("n", "stream", "logprobs", "stop", "tools", "seed", "top_p", "banned_strings"))
     reply = client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=2, extra_body=unused)

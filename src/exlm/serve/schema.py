@@ -181,14 +181,16 @@ class CalledFunction(Strict):
 
     name: Annotated[str, StringConstraints(max_length=256)]
     arguments: str = "{}"
+    parsed_arguments: Any = None
 
 
 class ToolCall(Strict):
-    """A call the assistant made in an earlier turn."""
+    """A call the assistant made in an earlier turn; what was put together of a stream has its `index` too."""
 
     id: Annotated[str, StringConstraints(max_length=256)] = ""
     type: Literal["function"] = "function"
     function: CalledFunction
+    index: int | None = None
 
 
 class SystemMessage(Strict):
@@ -208,13 +210,17 @@ class UserMessage(Strict):
 
 
 class AssistantMessage(Strict):
-    """What the model said; clients give back whole replies, with fields that are empty here."""
+    """What the model said; clients give back whole replies, with fields that are empty here.
+
+    What the official client has `parsed` is its own copy of what is in `content` and in `arguments`.
+    """
 
     role: Literal["assistant"]
     content: Content | None = None
     reasoning_content: str | None = None
+    parsed: Any = None
     refusal: None = None
-    annotations: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
     function_call: None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
