@@ -29,6 +29,7 @@ from exlm.serve import (
 )
 from exlm.serve.conversation import conversation, plain_messages
 from exlm.serve.limits import Gate
+from exlm.serve.parse import Said
 from exlm.serve.problems import invalid, problem_of
 from exlm.serve.styles import GENERIC, HERMES, MISTRAL
 from exlm.serve.translate import needs_grammar, settings_of
@@ -182,6 +183,20 @@ def test_thoughts_are_expected_where_the_prompt_opens_them(templated: Callable[[
     ]
     forced = conversation(chat(tools=[TOOL], tool_choice="required"), host.tokenizer)
     assert forced.text.endswith("<think>\n</think>\n\n<tool_call>\n")
+
+
+@pytest.mark.parametrize(
+    "form", [{"response_format": {"type": "json_object"}}, {"regex": "[{].*"}, {"grammar": "start: /[{].*/"}]
+)
+def test_an_answer_of_a_given_form_is_not_taken_for_a_thought(
+    templated: Callable[[str], Host], form: dict[str, Any]
+) -> None:
+    order = order_of(chat(**form), templated(NATIVE + "<think>\n"), Bounds())
+    assert order.talk is not None
+    assert order.talk.text.endswith("<think>\n</think>\n\n")
+    assert order.tokenizer.decode(order.jobs[0]["input_ids"][0][0]).endswith("</think>\n\n")
+    parser = order.parser()
+    assert parser.feed('{"a": 1}') + parser.end() == [Said('{"a": 1}')]
 
 
 def test_what_must_be_compiled_is_known_beforehand() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from exlm import Tokenizer
@@ -55,6 +55,12 @@ class Conversation:
         """Whether the answer begins inside a thought."""
         return self.text.rstrip().endswith(THINK)
 
+    def unthinking(self) -> Conversation:
+        """The same, for an answer that is held to a form from its first letter on: no thought fits in."""
+        if not self.thinking:
+            return self
+        return replace(self, text=f"{self.text.rstrip()}\n{THOUGHT}\n\n")
+
 
 def conversation(request: ChatRequest, tokenizer: Tokenizer) -> Conversation:
     """The prompt of a chat request."""
@@ -77,8 +83,7 @@ def conversation(request: ChatRequest, tokenizer: Tokenizer) -> Conversation:
     names = frozenset(tool["function"]["name"] for tool in tools)
     if request.tool_choice in (None, "auto"):
         return Conversation(text, style, names)
-    if text.rstrip().endswith(THINK):
-        text = f"{text.rstrip()}\n{THOUGHT}\n\n"
+    text = Conversation(text).unthinking().text
     return Conversation(text + style.primer, style, names, call_schema(tools, style))
 
 

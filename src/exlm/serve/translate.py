@@ -150,6 +150,8 @@ def chat_order(request: ChatRequest, host: Host, bounds: Bounds, salt: str = "")
     filters = _filters(request, host.tokenizer, bounds)
     if talk.style is not None and filters:
         raise Problem(422, "tools cannot be combined with response_format, regex or grammar.", param="tools")
+    if filters:
+        talk = talk.unthinking()
     if talk.schema is not None:
         filters = [_schema_filter(host.tokenizer, talk.schema, bounds)]
     ids = host.tokenizer.encode(talk.text, encode_special_tokens=True)
