@@ -196,6 +196,8 @@ def test_an_output_that_is_there_is_never_lost(run: Any, tmp_path: Path) -> None
         run(*rows)
     with pytest.raises(InputError, match="holds something else: move it away"):
         run(*rows, "bad", options=("--name", "other"))
+    with pytest.raises(InputError, match="holds something else: move it away"):
+        run(*rows[:2], row("2", prompt="y", max_tokens=2), "bad")
     (tmp_path / "out.jsonl").write_text("My novel\n")
     with pytest.raises(InputError, match="move it away"):
         run(*rows, "bad")

@@ -90,10 +90,16 @@ def answers(path: Path, rows: Rows, model: str) -> bool:
             found = [_object(line) for line in file]
     except (OSError, BadRow):
         return False
-    names = [one.get("custom_id") for one in found]
+    ids = [one.get("id") for one in found]
     bodies = [(one.get("response") or {}).get("body") or {} for one in found]
     models = {body.get("model", model) for body in bodies}
-    return names == [row.custom_id for row in rows.rows] and models <= {model}
+    wanted = [f"batch_req_{identity(rows.digest, place)}" for place in range(len(rows.rows))]
+    return ids == wanted and models <= {model}
+
+
+def identity(digest: str, place: int, what: str = "") -> str:
+    """A name that is the row's alone, and the same in every run; another one if the file was changed."""
+    return hashlib.sha256(f"{digest} {place} {what}".encode()).hexdigest()[:24]
 
 
 def write_answers(path: Path, journal: Journal, rows: Rows) -> None:

@@ -19,7 +19,7 @@ from exlm.serve import Answer, Bounds, ChatRequest, CompletionRequest, Host, Pro
 from exlm.serve.problems import invalid, problem_of
 from exlm.serve.schema import Asking
 
-from .files import BadRow, Row
+from .files import BadRow, Row, identity
 
 REQUESTS: dict[str, type[Asking]] = {
     "/v1/chat/completions": ChatRequest,
@@ -114,8 +114,7 @@ class Wording:
         return body
 
     def _identity(self, place: int, what: str = "") -> str:
-        """A name that is the row's alone, and the same in every run."""
-        return hashlib.sha256(f"{self.digest} {place} {what}".encode()).hexdigest()[:24]
+        return identity(self.digest, place, what)
 
 
 def _told(row: Row, code: str, reason: str) -> dict[str, Any]:
