@@ -101,6 +101,15 @@ def test_settings_are_neutral_unless_told(host: Host) -> None:
     }
 
 
+def test_a_servers_own_settings_may_name_tokens_by_their_text(host: Host) -> None:
+    default = Bounds(sampling={"dry_sequence_breakers": ["a", 5], "dry_multiplier": 0.8})
+    number = host.tokenizer.single_id("a")
+    assert settings_of(chat(), host, default).dry_sequence_breakers == {number, 5}
+    assert settings_of(chat(dry_sequence_breakers=[7]), host, default).dry_sequence_breakers == {7}
+    with pytest.raises(Problem, match="no single token is 'two words'"):
+        settings_of(chat(), host, Bounds(sampling={"xtc_ignore_tokens": ["two words"]}))
+
+
 def test_the_answer_is_as_long_as_it_may_be(host: Host) -> None:
     def new(bounds: Bounds, **fields: Any) -> int:
         return int(order_of(chat(**fields), host, bounds).jobs[0]["max_new_tokens"])

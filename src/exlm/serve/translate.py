@@ -181,10 +181,11 @@ def settings_of(request: Asking, host: Host, bounds: Bounds) -> Settings:
             if name in said:
                 raise Problem(422, f"{other} and {name} are the same: give one.", param=other)
             said[name] = said.pop(other)
+    said = {**NEUTRAL, **bounds.sampling, **said}
     for name in TOKEN_LISTS:
         if name in said:
             said[name] = _tokens(name, said[name], host)
-    settings = Settings(**{**NEUTRAL, **bounds.sampling, **said})
+    settings = Settings(**said)
     if request.logit_bias:
         settings.token_bias = _bias(request.logit_bias, host.vocab)
     settings.check()
