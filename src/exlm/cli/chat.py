@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -234,4 +235,4 @@ def _choose(session: Session, template: str | None) -> None:
 def _path(command: str, text: str) -> Path:
     if not text:
         raise InputError(f"{command} needs the name of a file.")
-    return Path(text).expanduser()
+    return Path(os.path.expanduser(text))  # Path's own raises where there is no such user

@@ -102,17 +102,17 @@ class Talk:
 
     def save(self, path: Path) -> None:
         """Write everything to a file, which appears whole or not at all; only another chat is overwritten."""
-        if path.exists():
+        if os.path.exists(path):  # Path.exists would raise where nothing may be looked up
             _read(path)
         said = {"format": FORMAT, "messages": self._messages(self.turns), "settings": self.values}
         partial = path.with_name(path.name + ".partial")
         try:
             partial.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
             os.replace(partial, path)
-        except OSError as error:
-            with contextlib.suppress(OSError):
+        except (OSError, ValueError) as error:  # a name with a NUL in it is a ValueError
+            with contextlib.suppress(OSError, ValueError):
                 partial.unlink()
-            raise InputError(f"{path} cannot be written: {error.strerror or error}.") from None
+            raise InputError(f"{path} cannot be written: {getattr(error, 'strerror', error)}.") from None
 
     def loaded(self, path: Path, tokenizer: Tokenizer) -> Talk:
         """The conversation of a file; this one is left as it is."""

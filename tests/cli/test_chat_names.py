@@ -1,0 +1,28 @@
+"""Names that no file can have: a conversation says so and goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from exlm.cli.__main__ import app
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.chatty(tmp_path_factory.mktemp("chatty"))
+
+
+@pytest.mark.parametrize("name", ["~no-such-user/chat", "x" * 300, "a\0b", "/dev/null/chat"])
+def test_a_conversation_survives_a_name_that_cannot_be(folder: Path, tmp_path: Path, name: str) -> None:
+    kept = tmp_path / "kept"
+    lines = ["Hi", f"/save {name}", f"/load {name}", f"/save {kept}"]
+    command = ["chat", str(folder), "-q", "-t", "0", "-n", "4", "--no-history"]
+    done = CliRunner(env={"COLUMNS": "160"}).invoke(app, command, input="".join(f"{x}\n" for x in lines))
+    assert done.exception is None
+    assert "cannot be written" in done.stderr
+    assert "cannot be read" in done.stderr or "is no saved chat" in done.stderr
+    assert '"Hi"' in kept.read_text()
