@@ -69,6 +69,19 @@ def test_a_model_in_files_is_measured(tmp_path: Path) -> None:
     assert "dense float32" in text
 
 
+def test_no_more_is_measured_than_a_model_has(tmp_path: Path) -> None:
+    folder = str(tiny.chatty(tmp_path / "model", max_position_embeddings=24))
+    for words, options in (
+        ("--context 25 is more than this model has: 24 tokens", ("--context", "8,25", "--prompt", "8")),
+        ("--prompt 25 is more than this model has: 24 tokens", ("--context", "8", "--prompt", "25")),
+    ):
+        with pytest.raises(InputError, match=words):
+            run("bench", folder, "--device", "cpu", "--batch", "1", "--tokens", "4", *options)
+    file = tmp_path / "numbers.json"
+    run("bench", folder, "--device", "cpu", "--batch", "1", "--tokens", "4", "--json", str(file))
+    assert [row["context"] for row in json.loads(file.read_text())["rows"]] == [24, 24]
+
+
 def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
     for words, options in (
         ("--shape must be", ("--shape", "huge")),

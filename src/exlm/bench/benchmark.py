@@ -124,8 +124,9 @@ def opened(plan: Plan, device: torch.device) -> Iterator[tuple[WatchedModel, flo
         if path is None:
             path = describe_in(Path(folder), SHAPES[plan.shape], plan.length)
         config = Config(path)
+        _check_length(plan, config)
         config.device = str(device)
-        config.max_seq_len = max(config.max_seq_len, plan.length)
+        config.max_seq_len = max(config.max_seq_len, plan.length)  # a few tokens around the last context
         model = WatchedModel(config)
         if plan.model is None:
             made = form(plan.form, plan.bits)
@@ -138,6 +139,16 @@ def opened(plan: Plan, device: torch.device) -> Iterator[tuple[WatchedModel, flo
             yield model, time.perf_counter() - start
         finally:
             model.unload()
+
+
+def _check_length(plan: Plan, config: Config) -> None:
+    """Refuse sequences that a model was not made for; a shape is made as long as it takes."""
+    for option, longest in (("--context", max(plan.contexts)), ("--prompt", plan.prompt)):
+        if longest > config.max_seq_len:
+            raise InputError(
+                f"{option} {longest} is more than this model has: {config.max_seq_len} tokens. Ask for less, "
+                "or measure a --shape, which has no end."
+            )
 
 
 def _first_token(model: WatchedModel, tokenizer: Tokenizer) -> float | None:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from exlm import InputError, find_model
+from exlm import Config, InputError, find_model
 from exlm.bench import FORMS, SHAPES, Peer, Plan, Report, Row, check_drawing, compare, draw, run
 
 from .info import size
@@ -91,7 +91,7 @@ def bench(
     path = find_model(model, progress=True) if model is not None or (peers and shape is None) else None
     if path is not None and shape is not None:
         raise InputError("Name a model or a --shape, not both; --peers needs a model that is in files.")
-    usual = _TINY if shape == "tiny" else _CPU if on_cpu else _GPU
+    usual = _usual(shape, on_cpu, path)
     plan = Plan(
         model=path,
         shape=shape or ("smollm2-135m" if on_cpu else "llama-2-7b"),
@@ -115,6 +115,16 @@ def bench(
         json_file.write_text(json.dumps(report.json(), indent=1))
     if plot is not None:
         draw(report, plot)
+
+
+def _usual(shape: str | None, on_cpu: bool, path: Path | None) -> _Usual:
+    """What is measured unless something else is asked for; of a model in files, no more than it has."""
+    usual = _TINY if shape == "tiny" else _CPU if on_cpu else _GPU
+    if path is None:
+        return usual
+    longest = Config(path).max_seq_len
+    contexts = [one for one in usual.contexts.split(",") if int(one) <= longest] or [str(longest)]
+    return usual._replace(contexts=",".join(contexts), prompt=min(usual.prompt, longest))
 
 
 def _check_files(json_file: Path | None, plot: Path | None) -> None:
