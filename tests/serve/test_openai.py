@@ -271,6 +271,25 @@ def test_null_is_as_good_as_nothing(client: openai.OpenAI) -> None:
         client.chat.completions.create(model="tiny", messages=HELLO, extra_body={"frequenzy": None})
 
 
+def test_what_has_no_bearing_on_the_answer_is_taken(client: openai.OpenAI) -> None:
+    noted: Any = {
+        "metadata": {"chat": "1"},
+        "store": False,
+        "service_tier": "auto",
+        "user": "u",
+        "extra_body": {"safety_identifier": "u", "prompt_cache_key": "k"},
+    }
+    asked: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 2, "modalities": ["text"]}
+    assert client.chat.completions.create(**asked, **noted).choices
+    unused = dict.fromkeys(("functions", "function_call", "audio", "prediction", "reasoning_effort"))
+    assert client.chat.completions.create(**asked, extra_body=unused).choices
+    plain: Any = {"model": "tiny", "prompt": "The", "max_tokens": 2}
+    assert client.completions.create(**plain, best_of=1, suffix=None, extra_body={"suffix": None}).choices
+    for asks, value in (("suffix", " end"), ("best_of", 3), ("store", True)):
+        with pytest.raises(openai.BadRequestError, match=f"'{asks}'"):
+            client.completions.create(**plain, extra_body={asks: value})
+
+
 def test_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="frequenzy"):
         client.chat.completions.create(model="tiny", messages=HELLO, extra_body={"frequenzy": 1})

@@ -6,6 +6,8 @@ in `translate`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
@@ -28,6 +30,25 @@ Seed = Annotated[
     Annotated[int, Field(ge=-(2**63), lt=2**63)] | None,
     AfterValidator(lambda seed: None if seed == OFF else seed),
 ]
+
+
+NOT_SERVED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "audio": (),
+        "best_of": (1,),
+        "function_call": (),
+        "functions": (),
+        "modalities": (["text"],),
+        "prediction": (),
+        "reasoning_effort": (),
+        "store": (False,),
+        "suffix": (),
+        "verbosity": (),
+        "web_search_options": (),
+    }
+)
+"""What else the OpenAI API has, and the values that ask for nothing; clients that write every field they know
+send those, or null."""
 
 
 class Strict(BaseModel):
@@ -107,6 +128,10 @@ class Asking(Sampling):
     speculative: bool | None = None
     lora: Name | Annotated[list[Name], Field(max_length=16)] | dict[str, Real] | None = None
     user: Annotated[str, StringConstraints(max_length=512)] | None = None
+    safety_identifier: Annotated[str, StringConstraints(max_length=512)] | None = None
+    prompt_cache_key: Annotated[str, StringConstraints(max_length=512)] | None = None
+    metadata: Json | None = None
+    service_tier: Literal["auto", "default"] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -114,8 +139,11 @@ class Asking(Sampling):
         """Clients send null for what they do not use: it is as if it were left out."""
         if not isinstance(given, dict):
             return given
+        known = cls.model_fields.keys() | NOT_SERVED.keys()
         return {
-            name: value for name, value in given.items() if value is not None or name not in cls.model_fields
+            name: value
+            for name, value in given.items()
+            if not (value is None and name in known) and value not in NOT_SERVED.get(name, ())
         }
 
 
