@@ -128,6 +128,16 @@ def test_decoding_leaves_out_what_is_not_text() -> None:
     assert ours.decode([]) == ""
 
 
+def test_an_ordinary_token_that_is_named_as_padding_is_still_text() -> None:
+    number = codec().encode("!")[0]
+    ours = codec(ModelIds(bos=1, eos=2, pad=number))
+    assert ours.pad_id == number
+    ids = ours.encode("Stop! Now!")
+    for special in (False, True):
+        stream = ours.detokenizer(special=special)
+        assert ours.decode(ids, special=special) == stream.feed(ids) + stream.flush() == "Stop! Now!"
+
+
 def test_ordinary_added_tokens_are_shown() -> None:
     ours = codec()
     assert ours.decode(ours.encode("x<tool_call>y")) == "x<tool_call>y"

@@ -205,7 +205,10 @@ class Codec:
         return [*ids, self.eos_id] if add_eos and self.eos_id is not None else ids
 
     def decode(self, ids: Iterable[int], *, special: bool = False, continues: bool = False) -> str:
-        """The text of ids; padding, unknown ids and, unless `special`, special tokens and EOS vanish."""
+        """The text of ids; padding, unknown ids and, unless `special`, special tokens and EOS vanish.
+
+        An ordinary token that config.json pads with (0 is "!" in many vocabularies) is text all the same.
+        """
         return self._decodings[special].decode(ids, continues)
 
     def detokenizer(self, *, special: bool = False, continues: bool = False) -> Detokenizer:
@@ -236,7 +239,9 @@ class Codec:
         return {special: self._decoding(special) for special in (False, True)}
 
     def _decoding(self, special: bool) -> Decoding:
-        hidden = {self.pad_id} if special else {self.pad_id, self.eos_id, *self.special_texts}
+        marks: set[int | None] = {self.eos_id, *self.special_texts}
+        padding = (marks | {self.unk_id}) & {self.pad_id}
+        hidden = padding if special else padding | marks
         known = self.backend.token_bytes()
         if known is None:
             shown = self.backend.defined
