@@ -167,6 +167,15 @@ def test_logit_bias(client: openai.OpenAI, running: Served) -> None:
     assert reply.choices[0].message.content == "aaaa"
 
 
+def test_tokens_spell_the_text_they_came_from(running: Served) -> None:
+    text = "<|im_start|>user\nné 👍<|im_end|>\n<|endoftext|><|endoftext|> x<|im_end|>"
+    tokens = running.post("/tokenize", text=text)[1]["tokens"]
+    assert running.engine.hosted["tiny"].host.tokenizer.pad_token_id in tokens
+    assert running.post("/detokenize", tokens=tokens) == (200, {"text": text})
+    plain = running.post("/detokenize", tokens=tokens, decode_special_tokens=False)
+    assert plain == (200, {"text": "user\nné 👍\n x"})
+
+
 def test_json_schema(client: openai.OpenAI) -> None:
     parsed = client.chat.completions.parse(
         model="tiny", messages=HELLO, response_format=Verdict, max_tokens=120, temperature=0, seed=3

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from itertools import groupby
 from typing import Any, TypeVar
 
 import torch
 from starlette.requests import Request
 from starlette.responses import Response
+
+from exlm import Tokenizer
 
 from .answer import Answer
 from .conversation import plain_messages
@@ -86,10 +89,11 @@ class Answering:
         """The text of tokens."""
         host = self.engine.find(asked.model).host
         check_ids(asked.tokens, host.vocab, "tokens")
-        ids = torch.tensor(asked.tokens, dtype=torch.long)
 
         def work() -> str:
-            return str(host.tokenizer.decode(ids, decode_special_tokens=asked.decode_special_tokens))
+            if not asked.decode_special_tokens:
+                return str(host.tokenizer.decode(torch.tensor(asked.tokens, dtype=torch.long)))
+            return _spelled(host.tokenizer, asked.tokens)
 
         with self.gate.entered(salt):
             return {"text": await self._worked(self._quick, work)}
@@ -138,3 +142,14 @@ class Answering:
             self.metrics.count_answer(answer)
         else:
             self.metrics.cut.inc()
+
+
+def _spelled(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    """The text of every token, also of the one that pads: in many models it is what ends a turn."""
+    stream, pad = tokenizer.detokenizer(decode_special_tokens=True), tokenizer.pad_token_id
+    shown = tokenizer.extended_id_to_piece.get(pad, "")
+    parts: list[str] = []
+    for padding, group in groupby(tokens, key=lambda number: bool(shown) and number == pad):
+        run = list(group)
+        parts.append(stream.flush() + shown * len(run) if padding else stream.feed(run))
+    return "".join(parts) + stream.flush()
