@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from exlm import Generator, InputError, Job
+from exlm import ChatTemplateError, Generator, InputError, Job
 from exlm.serve import (
     Answer,
     Bounds,
@@ -39,6 +39,13 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 NATIVE = (
     "{% if tools %}<tool_call>{% for t in tools %}{{ t.function.name }}{% endfor %}{% endif %}"
     "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
+    "assistant:"
+)
+
+TURNS = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('take turns') }}{% endif %}"
+    "{{ m.role }}:{{ m.content }}\n{% endfor %}"
     "assistant:"
 )
 
@@ -180,6 +187,28 @@ def test_a_template_that_does_not_is_helped(host: Host) -> None:
     native = plain_messages(request.messages)
     assert native[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
     assert native[2] == {"role": "tool", "content": "42", "tool_call_id": "1"}
+
+
+def test_a_template_that_takes_only_turns_is_told_of_tools_in_the_first(
+    templated: Callable[[str], Host],
+) -> None:
+    host = templated(TURNS)
+    calls = [
+        {"id": name, "type": "function", "function": {"name": "f", "arguments": "{}"}} for name in ("1", "2")
+    ]
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "tool_calls": calls},
+        {"role": "tool", "content": "41", "tool_call_id": "1"},
+        {"role": "tool", "content": "42", "tool_call_id": "2"},
+    ]
+    text = conversation(chat(messages=messages, tools=[TOOL]), host.tokenizer).text
+    asked, answers = text.split("user:")[1:]
+    assert '"name": "f"' in asked.partition("\n\nhi\n")[0]
+    assert "<tool_response>\n41\n</tool_response>\n<tool_response>\n42\n</tool_response>" in answers
+    instructed = chat(messages=[{"role": "system", "content": "Be brief."}, *messages], tools=[TOOL])
+    with pytest.raises(ChatTemplateError, match="no system"):
+        conversation(instructed, host.tokenizer)
 
 
 def test_thoughts_are_expected_where_the_prompt_opens_them(templated: Callable[[str], Host]) -> None:

@@ -7,11 +7,11 @@ message, in a form most models understand. Nothing is tokenized here.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from exlm import Tokenizer
+from exlm import ChatTemplateError, Tokenizer
 
 from .parse import THINK, THOUGHT
 from .problems import Problem
@@ -79,7 +79,7 @@ def conversation(request: ChatRequest, tokenizer: Tokenizer) -> Conversation:
     if native:
         text = tokenizer.apply_chat_template(messages, tools=tools, **variables)
     else:
-        text = tokenizer.apply_chat_template(_told(messages, tools), **variables)
+        text = _helped(tokenizer, messages, tools, variables)
     names = frozenset(tool["function"]["name"] for tool in tools)
     if request.tool_choice in (None, "auto"):
         return Conversation(text, style, names)
@@ -90,6 +90,7 @@ def conversation(request: ChatRequest, tokenizer: Tokenizer) -> Conversation:
 def plain_messages(messages: Sequence[Message], native: bool = True) -> list[dict[str, Any]]:
     """Messages as chat templates expect them; calls and tools' answers as text unless it knows those."""
     out: list[dict[str, Any]] = []
+    before: type | None = None
     for message in messages:
         plain: dict[str, Any] = {"role": message.role, "content": _joined(message.content)}
         if message.role == "developer":
@@ -103,6 +104,9 @@ def plain_messages(messages: Sequence[Message], native: bool = True) -> list[dic
                 plain["tool_call_id"] = message.tool_call_id
             else:
                 plain |= {"role": "user", "content": f"<tool_response>\n{plain['content']}\n</tool_response>"}
+                if before is ToolMessage:  # many templates insist that user and assistant take turns
+                    plain["content"] = f"{out.pop()['content']}\n{plain['content']}"
+        before = type(message)
         out.append(plain)
     return out
 
@@ -144,13 +148,29 @@ def _wanted(request: ChatRequest) -> list[dict[str, Any]] | None:
     return tools
 
 
-def _told(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages, with the tools in the first one."""
+def _helped(
+    tokenizer: Tokenizer,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]],
+    variables: Mapping[str, Any],
+) -> str:
+    """The prompt of a template that has no place for tools.
+
+    They are told in the system message, or, where the template takes none, in the user's first message.
+    """
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     told = INSTRUCTIONS.format(tools=listed)
-    if messages[0]["role"] == "system":
-        return [{**messages[0], "content": f"{messages[0]['content']}\n\n{told}"}, *messages[1:]]
-    return [{"role": "system", "content": told}, *messages]
+    first, rest = messages[0], messages[1:]
+    whole = [{"role": "system", "content": told}, *messages]
+    if first["role"] == "system":
+        whole = [{**first, "content": f"{first['content']}\n\n{told}"}, *rest]
+    try:
+        return str(tokenizer.apply_chat_template(whole, **variables))
+    except ChatTemplateError:
+        if first["role"] != "user":
+            raise
+        whole = [{**first, "content": f"{told}\n\n{first['content']}"}, *rest]
+        return str(tokenizer.apply_chat_template(whole, **variables))
 
 
 def _joined(content: Content | None) -> str:
