@@ -1,4 +1,4 @@
-"""Commands whose standard streams were closed before they began."""
+"""Commands whose standard streams were closed before they began, or bring what is not text."""
 
 from __future__ import annotations
 
@@ -50,3 +50,20 @@ def test_without_standard_error_nothing_changes(folder: Path) -> None:
     done = closed("<&- 2>&-", "generate", folder, "Hi", "-n", "4")
     assert done.returncode == 0
     assert done.stdout == closed("", "generate", folder, "Hi", "-n", "4", "-q").stdout
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_input_that_is_not_text_is_told_so_and_a_chat_goes_on(folder: Path, errors: str) -> None:
+    def run(said: bytes, *arguments: str) -> tuple[int, str, str]:
+        words = [sys.executable, "-m", "exlm.cli", arguments[0], str(folder), *arguments[1:], "-q", "-n", "4"]
+        environment = {**os.environ, "PYTHONIOENCODING": f"utf-8:{errors}"}
+        done = subprocess.run(words, input=said, capture_output=True, env=environment, timeout=120)
+        return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+    status, _, told = run(b"caf\xe9", "generate", "-")
+    assert (status, told.count("\n")) == (1, 1)
+    assert told.startswith("InputError: This is not UTF-8 text: what comes after 'caf' is no character")
+    options = ("-t", "0", "--no-history")
+    status, answer, told = run(b"Hi\ncaf\xe9\n/system caf\xe9\n", "chat", *options)
+    assert (status, told.count("iconv")) == (0, 2)
+    assert answer == run(b"Hi\n", "chat", *options)[1]

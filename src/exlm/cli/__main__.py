@@ -67,6 +67,9 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         with suppress(OSError):  # of a stream whose file has become another one
             sys.stdout.reconfigure(errors="replace")  # models write what not every terminal can show
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        with suppress(OSError):
+            sys.stdin.reconfigure(errors="surrogateescape")  # `lines.readable` says what is not text
     try:
         app()
     except (ExlmError, OSError) as error:  # also a disk that is full, or a file that may not be read

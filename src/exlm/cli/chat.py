@@ -16,7 +16,7 @@ from exlm import ExlmError, InputError, Settings, settings
 
 from .hosting import MODEL_HELP, Device, Dtype
 from .knobs import check_name
-from .lines import Interrupts, Lines
+from .lines import Interrupts, Lines, readable
 from .session import Session, Temperature, TopP
 from .talk import Talk
 
@@ -121,7 +121,7 @@ class Chat:
     def _obey(self, text: str) -> None:
         """Do what a message asks: a command, or something to say. // is a message that begins with /."""
         if not text.startswith("/") or text.startswith("//"):
-            self.talk.ask(text.removeprefix("/"))
+            self.talk.ask(readable(text).removeprefix("/"))
             try:
                 self._answer()
             except ExlmError:
@@ -176,7 +176,7 @@ class Chat:
 
     def _system(self, text: str) -> None:
         if text:
-            self.talk.instruct(None if text == "off" else text)
+            self.talk.instruct(None if text == "off" else readable(text))
         else:
             self.console.print(self.talk.system or "There is no system message.")
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from exlm import InputError
 
 from .hosting import Device, Dtype
+from .lines import readable
 from .session import Session, Temperature, TopP
 
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Only the text: no progress, no figures.")]
@@ -54,7 +55,7 @@ def generate(
         )
     model, prompt = words if len(words) == 2 else (None, words[0])
     session = Session.open(model, max_seq_len=max_seq_len, device=device, dtype=dtype, quiet=quiet)
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = readable(sys.stdin.read() if prompt == "-" else prompt)
     if raw or not session.tokenizer.has_chat_template:
         if system is not None:
             raise InputError("--system needs a chat template, and this prompt does not go through one.")

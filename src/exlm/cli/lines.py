@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from exlm import InputError
+
 FENCE = '"""'
 KEPT = 1000
 """Messages of earlier conversations that the up key finds."""
@@ -83,6 +85,19 @@ class Lines:
         sys.stderr.write(prompt)  # what is written to a file is the answers alone
         sys.stderr.flush()
         return input()
+
+
+def readable(text: str) -> str:
+    """The text, if it is one: bytes that are not UTF-8 have become letters that no text has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        before = text[: error.start][-20:]
+        raise InputError(
+            f"This is not UTF-8 text: what comes after {before!r} is no character. Convert it first, as with "
+            "`iconv -f latin1 -t utf-8`."
+        ) from None
+    return text
 
 
 class Interrupts:
