@@ -1,4 +1,4 @@
-"""A server in a process of its own, for tests that end it: FOLDER, slow or stuck, REPORTS."""
+"""A server in a process of its own, for tests that end it: FOLDER, slow, watched or stuck, REPORTS."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def main(folder: str, mode: str, reports: str) -> None:
         Options(),
         opened,
         drain_seconds=4,
-        stall_seconds=1.0 if mode == "stuck" else 60.0,
+        stall_seconds=60.0 if mode == "slow" else 1.0,
         reports=Path(reports),
         started=started,
     )

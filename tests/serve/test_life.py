@@ -332,3 +332,21 @@ def test_a_stuck_process_ends_itself(chatty: Path, tmp_path: Path) -> None:
     text = report.read_text()
     assert "tiny has 1 jobs and gave no result" in text
     assert "job 0 started" in text
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="stops a process as a shell does")
+def test_a_process_that_was_stopped_for_a_while_goes_on(chatty: Path, tmp_path: Path) -> None:
+    with child(chatty, "watched", tmp_path) as (process, port):
+        body = json.dumps({**LONG, "max_tokens": 60, "min_tokens": 60, "stream": True})
+        with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as line:
+            line.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            reply = line.getresponse()
+            text = reply.read(10)
+            for _ in range(2):
+                process.send_signal(signal.SIGSTOP)
+                time.sleep(2.5)  # the server is taken for stuck after 1 s
+                process.send_signal(signal.SIGCONT)
+                time.sleep(0.1)
+            text += reply.read()
+        assert text.endswith(b"data: [DONE]\n\n")
+        assert process.poll() is None

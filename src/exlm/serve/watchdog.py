@@ -7,6 +7,7 @@ answer is of use to nobody; whoever started it starts another.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import threading
@@ -29,6 +30,8 @@ class Watchdog:
     def __init__(self, engine: Engine, seconds: float, bark: Callable[[str], None]) -> None:
         """An engine that has work and does nothing for so many `seconds` is stuck."""
         self.engine, self.seconds, self.bark = engine, seconds, bark
+        self._awake = -math.inf
+        """Since when the process runs, if it was ever stopped."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="exlm-watchdog", daemon=True)
 
@@ -43,15 +46,23 @@ class Watchdog:
 
     def complaint(self) -> str | None:
         """What is stuck; None if nothing is."""
-        if (silent := self.engine.clock() - self.engine.last_tick) > self.seconds + 2 * TICK_SECONDS:
+        now = self.engine.clock()
+        awake = now - self._awake
+        if (silent := min(now - self.engine.last_tick, awake)) > self.seconds + 2 * TICK_SECONDS:
             return f"the event loop has not moved for {silent:.1f} s"
         for name, hosted in list(self.engine.hosted.items()):
-            if (silent := hosted.pulse.silence) > self.seconds:
+            if (silent := min(hosted.pulse.silence, awake)) > self.seconds:
                 return f"{name} has {hosted.pulse.waiting} jobs and gave no result for {silent:.1f} s"
         return None
 
     def _watch(self) -> None:
+        looked = self.engine.clock()
         while not self._stop.wait(min(1.0, self.seconds / 4)):
+            before, looked = looked, self.engine.clock()
+            if (
+                looked - before > self.seconds / 2
+            ):  # this thread stood still too: by Ctrl-Z, or its machine did
+                self._awake = looked
             if (complaint := self.complaint()) is not None:
                 self.bark(report(self.engine, complaint))
                 return
