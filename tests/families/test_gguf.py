@@ -277,6 +277,19 @@ def test_ids_that_begin_and_end() -> None:
     assert config_from_metadata(tokens(eos=9), "m.gguf")["eos_token_id"] == [9]
 
 
+@pytest.mark.parametrize("none", [2**32 - 1, -1])
+def test_minus_one_in_an_id_is_no_token(none: int) -> None:
+    ids = {f"tokenizer.ggml.{name}_token_id": none for name in ("bos", "eos", "eot", "padding")}
+    found = config_from_metadata(metadata("llama") | ids, "m.gguf")
+    assert not {"bos_token_id", "eos_token_id", "pad_token_id"} & set(found)
+
+
+def test_a_padding_beyond_the_vocabulary_is_none() -> None:
+    found = config_from_metadata(metadata("llama") | {"tokenizer.ggml.padding_token_id": 100}, "m.gguf")
+    assert "pad_token_id" not in found
+    assert found["eos_token_id"] == [2]
+
+
 def test_the_vocabulary_may_be_only_a_number() -> None:
     values = metadata("llama", vocab_size=77)
     del values["tokenizer.ggml.tokens"]

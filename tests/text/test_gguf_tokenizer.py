@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -291,6 +292,22 @@ def test_what_is_wrong_is_named(metadata: dict[str, Any], complaint: str) -> Non
     with pytest.raises(TokenizerError, match=complaint) as caught:
         codec(metadata)
     assert SOURCE in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [small, pieces])
+def test_minus_one_without_a_sign_names_no_token(kind: Callable[..., dict[str, Any]]) -> None:
+    """As in the published stories260K, and wherever a converter knew no padding."""
+    keys = ("bos_token_id", "eos_token_id", "padding_token_id", "seperator_token_id")
+    ours = codec(kind(**dict.fromkeys(keys, 2**32 - 1)))
+    assert (ours.bos_id, ours.eos_id, ours.pad_id) == (None, None, -1)
+    assert "pad_token" not in ours.role_texts()
+
+
+def test_a_padding_that_the_vocabulary_does_not_have_is_none() -> None:
+    ours = codec(pieces(eos_token_id=2, padding_token_id=3, seperator_token_id=3))
+    assert (ours.eos_id, ours.pad_id) == (2, 2)
+    with pytest.raises(TokenizerError, match="padding_token_id should be an id below 3, found '<pad>'"):
+        codec(pieces(padding_token_id="<pad>"))
 
 
 def test_the_unknown_piece_may_be_named_by_its_id() -> None:

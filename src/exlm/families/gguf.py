@@ -21,6 +21,9 @@ TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>
 
 CONTROL = 3
 
+NO_TOKEN = 2**32 - 1
+"""-1, as converters write it where an id has no sign: there is no such token."""
+
 
 def config_from_metadata(
     metadata: Mapping[str, Any],
@@ -141,12 +144,16 @@ def _vocabulary(k: Keys) -> dict[str, Any]:
     tokens = k.metadata.get("tokenizer.ggml.tokens")
     size = len(tokens) if isinstance(tokens, list) else k.size("vocab_size")
 
-    def number(name: str) -> int | None:
+    def number(name: str, needed: bool = True) -> int | None:
         key = f"tokenizer.ggml.{name}_token_id"
         value = k.metadata.get(key)
-        if value is not None and (type(value) is not int or not 0 <= value < size):
-            raise k.wrong(key, f"an id below {size}", value)
-        return value
+        if value is None or value in (-1, NO_TOKEN):
+            return None
+        if type(value) is int and 0 <= value < size:
+            return value
+        if type(value) is int and not needed:
+            return None
+        raise k.wrong(key, f"an id below {size}", value)
 
     ends = [number(name) for name in ("eos", "eot", "eom")]
     if ends[1] is None and isinstance(tokens, list):
@@ -155,7 +162,8 @@ def _vocabulary(k: Keys) -> dict[str, Any]:
         "vocab_size": size,
         "bos_token_id": number("bos"),
         "eos_token_id": list(dict.fromkeys(end for end in ends if end is not None)) or None,
-        "pad_token_id": number("padding"),
+        # A padding that was given to the tokenizer but not to the weights is met in no text.
+        "pad_token_id": number("padding", needed=False),
     }
 
 

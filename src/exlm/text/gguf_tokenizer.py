@@ -32,6 +32,12 @@ ROLES = {
     "mask_token": "mask_token_id",
 }
 
+NEEDED = ("bos_token_id", "eos_token_id")
+"""Roles that texts depend on; of the others a token that is not there is simply not there."""
+
+NO_TOKEN = 2**32 - 1
+"""-1, as converters write it where an id has no sign: there is no such token."""
+
 KEPT_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 """The special tokens of Phi-3 that leave the white space behind them alone."""
 
@@ -90,13 +96,15 @@ class Vocabulary:
         return default if value is None else value
 
     def named(self, key: str) -> str | None:
-        """The text of the token whose id a key holds."""
+        """The text of the token whose id a key holds; None if there is no such token."""
         number = self.get(key)
-        if number is None:
+        if number is None or number in (-1, NO_TOKEN):
             return None
-        if type(number) is not int or not 0 <= number < len(self.tokens):
-            raise self.wrong(key, f"an id below {len(self.tokens)}", number)
-        return self.tokens[number]
+        if type(number) is int and 0 <= number < len(self.tokens):
+            return self.tokens[number]
+        if type(number) is int and key not in NEEDED:
+            return None
+        raise self.wrong(key, f"an id below {len(self.tokens)}", number)
 
     def wrong(self, key: str, expected: str, found: object) -> TokenizerError:
         """The error for a value that cannot be, or is not there."""
