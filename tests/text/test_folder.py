@@ -47,6 +47,12 @@ def test_tokens_are_merged_in_order_of_their_ids(tmp_path: Path) -> None:
     assert folder.generation_eos == (7, 8)
 
 
+@pytest.mark.parametrize(("value", "ids"), [(-1, ()), ([-1], ()), ([7, -1], (7,)), (None, ())])
+def test_an_end_below_zero_is_none(tmp_path: Path, value: object, ids: tuple[int, ...]) -> None:
+    write_folder(tmp_path, generation_config={"eos_token_id": value})
+    assert read_folder(tmp_path).generation_eos == ids
+
+
 @pytest.mark.parametrize(
     ("files", "says"),
     [
@@ -61,6 +67,7 @@ def test_tokens_are_merged_in_order_of_their_ids(tmp_path: Path) -> None:
         ({"added_tokens": {"<a>": "one"}}, "added_tokens.json: the id of '<a>'"),
         ({"added_tokens": {"<a>": 1, "<b>": 1}}, "both claim the id 1"),
         ({"generation_config": {"eos_token_id": ["x"]}}, "generation_config.json: eos_token_id"),
+        ({"generation_config": {"eos_token_id": [True]}}, "generation_config.json: eos_token_id"),
     ],
 )
 def test_a_wrong_file_is_named_with_what_is_wrong(

@@ -183,9 +183,9 @@ def _entry(key: str, value: object, source: Path) -> AddedToken:
 def _generation_eos(path: Path) -> tuple[int, ...]:
     value = (read_object(path) or {}).get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(_is_id(number) for number in ids):
+    if not all(type(number) is int for number in ids):
         raise TokenizerError(f"{path}: eos_token_id should be an id or a list of ids, found {value!r}.")
-    return tuple(ids)
+    return tuple(number for number in ids if number >= 0)  # -1 is written where there is none
 
 
 def _is_id(value: object) -> bool:
