@@ -128,6 +128,10 @@ def test_wrong_and_contradictory_numbers_are_explained(changes: dict[str, Any], 
             {"attention_multiplier": 0},
             '"attention_multiplier" must be a number above 0',
         ),
+        *(
+            (f"{name}ForCausalLM", {"sliding_window": -1}, '"sliding_window" must be .* or null .* found -1')
+            for name in ("Mistral", "Gemma2", "Cohere2")
+        ),
         ("Qwen3MoeForCausalLM", {"mlp_only_layers": 3, **QWEN}, '"mlp_only_layers" must be a list of layers'),
     ],
 )

@@ -104,6 +104,8 @@ def windows(c: Hyper, depth: int, local: Callable[[int], bool]) -> list[int | No
     size = c.integer("sliding_window", "sliding_window_size", default=None)
     if not size:
         return [None] * depth
+    if size < 0:
+        raise c.wrong("sliding_window", "a number of tokens, or null for no window", size)
     kinds = c.get("layer_types")
     if kinds is None:
         return [size if local(i) else None for i in range(depth)]
