@@ -84,6 +84,10 @@ class ScriptedModel:
         self.config = SimpleNamespace(max_input_len=2048, max_seq_len=max_seq_len, vocab_size=vocab)
         self.runners: list[FlatRunner] = []
 
+    @property
+    def max_seq_len(self) -> int:
+        return int(self.config.max_seq_len)
+
     def runner(self, cache: ScriptedCache) -> FlatRunner:
         self.runners.append(FlatRunner(self.script, cache.max_seq_len // 256, vocab=self.vocab))
         return self.runners[-1]

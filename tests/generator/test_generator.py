@@ -28,6 +28,7 @@ from exlm import (
     Settings,
     Tokenizer,
 )
+from exlm.legacy import StreamingGenerator
 
 PROMPTS = ["The history of the city", "import os\n\ndef main(", "In 1995, the", "The first season of the ser"]
 
@@ -350,6 +351,32 @@ def test_a_cache_that_somebody_else_wrote_to_is_not_believed(parts: tuple[Model,
     fresh_text, fresh = greedy(machine, prompt, 4, return_last_results=True)
     assert cold_text == warm_text == fresh_text
     assert warm["cached_tokens"] > cold["cached_tokens"] == fresh["cached_tokens"] == 0
+
+
+def test_a_length_raised_after_loading_does_not_count(fixtures_dir: Path) -> None:
+    """There are no rotations for it: texts would run past their tables."""
+    config = Config(fixtures_dir / "tiny-lm")
+    config.max_seq_len = 300
+    model = Model(config)
+    model.load()
+    config.max_seq_len = 4096
+    tokenizer = Tokenizer(config)
+    ids, settings = tokenizer.encode(PROMPTS[0] * 80)[:, :296], Settings.greedy()
+    assert Cache(model).max_seq_len == 300
+    machine = Generator(model, Cache(model, max_seq_len=512), tokenizer)
+    with pytest.raises(InputError, match="296 prompt and 9 new tokens exceed the model's length of 300"):
+        machine.enqueue(Job(ids, 9, gen_settings=settings))
+    stream = StreamingGenerator(model, Cache(model, max_seq_len=512), tokenizer)
+    stream.set_stop_conditions([])
+    stream.begin_stream_ex(ids, settings)
+    for _ in range(9):
+        stream.stream_ex()
+    assert stream.full()
+    model.unload()
+    model.load()
+    assert Generator(model, Cache(model, max_seq_len=512), tokenizer).max_seq_len == 4096
+    config.max_seq_len = 200  # less may be asked for at any time
+    assert Generator(model, Cache(model, max_seq_len=512), tokenizer).max_seq_len == 200
 
 
 def test_a_generator_does_not_keep_the_weights_of_an_unloaded_model(fixtures_dir: Path) -> None:

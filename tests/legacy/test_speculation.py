@@ -34,6 +34,7 @@ def sure(model: Scripted, gap: float = 30.0) -> Any:
 
     class Sure:
         config = model.config
+        max_seq_len = model.max_seq_len
 
         def runner(self, cache: Any) -> Any:
             runner = model.runner(cache)

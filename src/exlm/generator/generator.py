@@ -61,7 +61,7 @@ class Generator:
         self.padded_vocab_size = -(-model.config.vocab_size // PADDING) * PADDING
         rows = max_batch_size or max(1, model.config.max_input_len // _at_least("max_q_size", max_q_size, 1))
         self.max_batch_size = rows if paged else 1
-        self.max_seq_len = _length(max_seq_len, model.config.max_seq_len)
+        self.max_seq_len = _length(max_seq_len, model.max_seq_len)
         self.max_chunk_size = _chunk(max_chunk_size, model.config.max_input_len)
         self.max_total_tokens = _budget(cache)
         self.max_pages = self.max_total_tokens // PAGE
@@ -280,10 +280,10 @@ class Generator:
                 f"Cache and draft cache must be same dimensions, found {self.cache.max_seq_len} and "
                 f"{self.draft_cache.max_seq_len} tokens."
             )
-        if self.draft_model.config.max_seq_len < self.model.config.max_seq_len:
+        if self.draft_model.max_seq_len < self.model.max_seq_len:
             raise InputError(
                 f"Draft model seq len must be >= model seq len, found "
-                f"{self.draft_model.config.max_seq_len} and {self.model.config.max_seq_len}."
+                f"{self.draft_model.max_seq_len} and {self.model.max_seq_len}."
             )
         return ModelDraft(self.draft_model.runner(self.draft_cache))
 

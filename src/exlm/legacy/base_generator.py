@@ -47,7 +47,7 @@ class BaseGenerator:
     @property
     def max_length(self) -> int:
         """The longest a sequence may become: the model's length or the cache's, whichever is less."""
-        return min(self.model.config.max_seq_len, self.cache.max_seq_len)
+        return min(self.model.max_seq_len, self.cache.max_seq_len)
 
     def warmup(self) -> None:
         """Run a forward pass without a cache, so that kernels are ready."""

@@ -70,7 +70,7 @@ class DraftGuess:
         """`vocab` is how many ids the large model knows."""
         self.most, self.least = 0, 0.0
         self._runner = model.runner(cache)
-        self._length = min(model.config.max_seq_len, cache.max_seq_len)
+        self._length = min(model.max_seq_len, cache.max_seq_len)
         self._chunk = model.config.max_input_len
         self._own_vocab, self._vocab = model.config.vocab_size, vocab
         self._sequence = Tokens([], pages=list(range(cache.width)))

@@ -28,6 +28,15 @@ from .runner import Runner
 class Model(Loader):
     """A language model: `Model(config)`, `load()`, then `forward(ids, cache)`."""
 
+    @property
+    def max_seq_len(self) -> int:
+        """The longest a sequence may be: as configured when it was loaded, or less if the config says so now.
+
+        A length raised since counts for the next time it is loaded: there are no rotations for it yet.
+        """
+        wanted = self.config.max_seq_len
+        return wanted if self._loaded is None else min(wanted, self._loaded.config.max_seq_len)
+
     # What a cache asks
 
     @property
@@ -49,8 +58,8 @@ class Model(Loader):
 
     @property
     def cache_length(self) -> int:
-        """The configured sequence length."""
-        return self.config.max_seq_len
+        """The longest a sequence may be."""
+        return self.max_seq_len
 
     @property
     def cache_mirror(self) -> Mirror | None:
