@@ -14,10 +14,14 @@ from .draft import Drafter, ModelDraft, NgramDraft
 from .job import ARGUMENTS, Job, lasting
 from .loop import Loop
 from .pages import PageTable
-from .results import Result, StreamingResult
+from .results import Result, StreamingResult, failed
 
 PAGE = 256
 DRAFTED = 4  # guesses in a step, of which each is a pass of a draft model
+OVERWRITTEN = (
+    "Somebody else has written to the cache while this text was being made, and what it held of it is lost: "
+    "give each generator a cache of its own, or let one finish before the other begins."
+)
 PADDING = 32  # the old library's logits were a multiple of this wide
 
 
@@ -84,6 +88,7 @@ class Generator:
             extras=lambda *asked: model.extras(*asked),
         )
         self._backlog: list[Result] = []  # results of other people's jobs, met while `generate` ran
+        self._tenant: object = None  # who had written to the cache last when a round of ours was over
 
     @property
     def pending_jobs(self) -> list[Job]:
@@ -111,12 +116,12 @@ class Generator:
     def iterate(self) -> list[Result]:
         """One round of the loop and its results; [] if there is nothing to do. For one thread at a time."""
         waiting, self._backlog = self._backlog, []
-        return waiting + (self._loop.step() if self._loop.busy else [])
+        return waiting + self._step()
 
     def results_of(self, jobs: Collection[Job]) -> list[Result]:
         """One round, and what became of these jobs in it; what became of others is kept for `iterate`."""
         found: list[Result] = []
-        for result in self._loop.step() if self._loop.busy else ():
+        for result in self._step():
             (found if result["job"] in jobs else self._backlog).append(result)
         return found
 
@@ -265,8 +270,25 @@ class Generator:
         """Queue a job; what the cache held is forgotten if somebody else has written to it since."""
         if not self._loop.busy and self.cache.tenant is not self._loop.runner:
             self._loop.pages.clear()
-            self.cache.tenant = self._loop.runner
+            self.cache.tenant = self._tenant = self._loop.runner
         return self._loop.enqueue(job)
+
+    def _step(self) -> list[Result]:
+        """A round of the loop, if anybody waits for one."""
+        lost = self._overwritten() if self._loop.busy and self.cache.tenant is not self._tenant else []
+        try:
+            return [*lost, *(self._loop.step() if self._loop.busy else ())]
+        finally:
+            self._tenant = self.cache.tenant
+
+    def _overwritten(self) -> list[Result]:
+        """Somebody else has written to the cache: those who had something in it fail, the others wait on."""
+        out: list[Result] = []
+        for job in self.active_jobs:
+            self._loop.cancel(job)
+            out.append(failed(job, InputError(OVERWRITTEN)))
+        self._loop.pages.clear()
+        return out
 
     def _drafter(self, ngram: bool, longest: int) -> Drafter | None:
         if self.draft_model is None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .. import Cache, CacheBase, InputError, Model, Settings, Tokenizer
 from ..generator.arguments import names, pass_over
+from ..generator.generator import OVERWRITTEN
 from ..generator.job import split_conditions
 from .base_generator import BaseGenerator
 from .chunks import Chunk, chunk_of, joined, nothing
@@ -139,6 +140,10 @@ class StreamingGenerator(BaseGenerator):
         if self._aborted or job.is_finished:
             self._loop.cancel(job)
             return nothing(job, self.model.config.vocab_size, eos=True)
+        if self.cache.tenant is not self._runner.runner:
+            self._loop.cancel(job)
+            self._job = None
+            raise InputError(OVERWRITTEN)
         self._follow_conditions(job)
         job.banned_now = frozenset(ban_tokens or ())
         healing = job.output.healing
