@@ -333,3 +333,52 @@ def test_consumers_that_come_and_go(texts: Tokenizer, seed: int) -> None:
         await works(machine)
 
     play(texts, act)
+
+
+async def works_in_time(machine: AsyncGenerator) -> None:
+    async with asyncio.timeout(PATIENCE):
+        await works(machine)
+
+
+def test_a_generator_goes_on_in_the_next_event_loop(texts: Tokenizer) -> None:
+    """Scripts call asyncio.run once for each request, and each call has a loop of its own."""
+
+    async def begin() -> AsyncGenerator:
+        machine = AsyncGenerator(SlowModel(), ScriptedCache(), texts)
+        await works_in_time(machine)
+        async for result in start(machine, new=4000):  # never finished, nor cancelled
+            if result["stage"] == "streaming":
+                break
+        return machine
+
+    machine = asyncio.run(begin())
+    for _ in range(2):
+        asyncio.run(works_in_time(machine))
+        assert (machine.jobs, machine.generator.num_remaining_jobs()) == ({}, 0)
+    asyncio.run(machine.close())
+    asyncio.run(machine.close())
+    with pytest.raises(InputError, match="closed"):
+        asyncio.run(works_in_time(machine))
+
+
+def test_a_loop_that_is_still_there_keeps_its_generator(texts: Tokenizer) -> None:
+    async def make() -> AsyncGenerator:
+        return AsyncGenerator(SlowModel(), ScriptedCache(), texts)
+
+    home = asyncio.new_event_loop()
+    machine = home.run_until_complete(make())
+    with pytest.raises(InputError, match="at work in another event loop"):
+        asyncio.run(works_in_time(machine))
+    home.run_until_complete(works_in_time(machine))
+    home.run_until_complete(machine.close())
+    home.close()
+
+
+def test_who_cancels_every_task_is_told(texts: Tokenizer) -> None:
+    async def scene(machine: AsyncGenerator) -> None:
+        machine.iteration_task.cancel()
+        await asyncio.wait([machine.iteration_task])
+        with pytest.raises(InputError, match="task of this generator was cancelled"):
+            start(machine)
+
+    play(texts, scene)

@@ -15,16 +15,18 @@ END = object()
 
 
 class AsyncGenerator:
-    """A `Generator` whose jobs are consumed with `async for`; made inside a running event loop."""
+    """A `Generator` whose jobs are consumed with `async for`; made inside a running event loop.
+
+    When that loop has ended, as each `asyncio.run` ends its own, it goes on in the one of the next job.
+    """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         """The arguments are those of `Generator`."""
         self.generator = Generator(*arguments, **options)
         self.jobs: dict[int, AsyncJob] = {}
-        self._wake = asyncio.Event()
-        self._free = asyncio.Lock()  # held while a round runs: the queue is not touched meanwhile
         self._closed = False
-        self.iteration_task = asyncio.get_running_loop().create_task(self._run())
+        self.iteration_task: asyncio.Task[None]
+        self._settle(asyncio.get_running_loop())
 
     def enqueue(self, job: AsyncJob) -> None:
         """For old scripts: a job is queued when it is made, so there is nothing left to do."""
@@ -41,14 +43,35 @@ class AsyncGenerator:
 
     async def close(self) -> None:
         """Drop every job and stop; later jobs are refused."""
+        if self.iteration_task.get_loop() is not asyncio.get_running_loop():
+            self.attend()
         self._closed = True
         self._wake.set()
-        await asyncio.wait([self.iteration_task])
+        if not self.iteration_task.done():
+            await asyncio.wait([self.iteration_task])
         async with self._free:
             self.generator.clear_queue()
         for job in self.jobs.values():
             job.queue.put_nowait(END)
         self.jobs.clear()
+
+    def attend(self) -> None:
+        """Be at work in the event loop that is running; jobs of one that has ended ended with it."""
+        home, loop = self.iteration_task.get_loop(), asyncio.get_running_loop()
+        if self._closed or (home is loop and not self.iteration_task.done()):
+            return
+        if home is loop:  # as those do who cancel every task there is; a round may have been cut short
+            raise InputError("The task of this generator was cancelled: make another generator.")
+        if not home.is_closed():
+            raise InputError("This generator is at work in another event loop: make one for this loop.")
+        self.generator.clear_queue()
+        self.jobs.clear()
+        self._settle(loop)
+
+    def _settle(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._wake = asyncio.Event()
+        self._free = asyncio.Lock()  # held while a round runs: the queue is not touched meanwhile
+        self.iteration_task = loop.create_task(self._run())
 
     async def take(self, job: AsyncJob) -> None:
         """Queue a job that was not cancelled meanwhile; one that cannot run raises here and is forgotten."""
@@ -99,6 +122,7 @@ class AsyncJob:
 
     def __init__(self, generator: AsyncGenerator, *arguments: Any, **options: Any) -> None:
         """The further arguments are those of `Job`; it is queued at once, or refused when iterated."""
+        generator.attend()
         self.generator = generator
         self.job = Job(*arguments, **options)
         self.queue: asyncio.Queue[Any] = asyncio.Queue()
