@@ -27,6 +27,12 @@ def replacing(old: str, new: str) -> Any:
     return hook
 
 
+@pytest.mark.parametrize("none", [None, [], ()])
+def test_none_at_all(none: Any) -> None:
+    settings = Settings.greedy(post_sampling_hooks=none)
+    assert streams(run(loop(), job("abc", 3, settings=settings)))[-1]["full_completion"] == "def"
+
+
 def test_a_hook_sees_what_was_sampled() -> None:
     seen: list[PostSamplingResult] = []
     results = streams(run(loop(), job("abc", 3, settings=hooked(seen.append), return_top_tokens=2)))

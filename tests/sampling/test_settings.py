@@ -94,6 +94,13 @@ def test_clones_share_nothing_that_changes() -> None:
     assert first.plan() is not second.plan()
 
 
+def test_no_hooks_may_be_said_by_none() -> None:
+    found = Settings()
+    found.post_sampling_hooks = None  # type: ignore[assignment]
+    found.check()
+    assert found.clone().post_sampling_hooks == []
+
+
 def test_greedy_clone_keeps_penalties_and_drops_bias_and_guidance() -> None:
     first = Settings(
         token_repetition_penalty=1.2, dry_base=3.0, dry_allowed_length=4, dry_multiplier=0.5, cfg_scale=2.0
@@ -119,6 +126,8 @@ def test_misspelt_fields_are_errors_with_a_suggestion() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
+        {"post_sampling_hooks": print},
+        {"post_sampling_hooks": [None]},
         {"temperature": math.nan},
         {"temperature": math.inf},
         {"temperature": "warm"},

@@ -160,7 +160,7 @@ class Job(Timed):
         self.stack = (
             FilterStack(self.filters, texts, self.filter_prefer_eos, width=vocab) if self.filters else None
         )
-        self.hooks = tuple(self.gen_settings.post_sampling_hooks)
+        self.hooks = tuple(self.gen_settings.post_sampling_hooks or ())
         self.state = SamplerState(self.gen_settings, self.seed, self.sequences[0].ids)
         self.row = Row(
             self.gen_settings,

@@ -122,7 +122,7 @@ class Settings:
     def clone(self) -> Settings:
         """A copy whose fields may be changed without changing these."""
         twin = copy.copy(self)
-        twin.post_sampling_hooks = list(self.post_sampling_hooks)
+        twin.post_sampling_hooks = list(self.post_sampling_hooks or ())
         twin.ngram_history = deque(self.ngram_history)
         twin.mirostat_mu = None if self.mirostat_mu is None else list(self.mirostat_mu)
         return twin
@@ -139,6 +139,9 @@ class Settings:
         if bias is not None and (not isinstance(bias, Tensor) or bias.dim() != 1):
             shape = tuple(bias.shape) if isinstance(bias, Tensor) else type(bias).__name__
             raise InputError(f"token_bias must be None or a tensor of shape (vocab,), found {shape}.")
+        hooks = self.post_sampling_hooks or ()  # old scripts write None for none
+        if not isinstance(hooks, Collection) or not all(map(callable, hooks)):
+            raise InputError(f"post_sampling_hooks must be a list of functions, found {hooks!r:.80}.")
 
     def plan(self) -> Plan:
         """What these settings amount to now; worked out again only after a field was assigned."""
