@@ -161,6 +161,11 @@ def test_46_seeds(generator: BaseGenerator) -> None:
     assert said[0] == said[1]
 
 
+def test_47_healing_may_be_none(toy: Tokenizer) -> None:
+    off: Any = None  # as wrappers pass on what they were not told
+    assert base(toy).generate_simple("abc", GREEDY, 3, token_healing=off) == "abcdef"
+
+
 def test_47_healing(toy: Tokenizer) -> None:
     script = {(2,): [5, ID["Hello"], ID["He"]], (2, ID["He"]): [ID["!"]], (2, ID["Hello"]): [ID[" world"]]}
     machine = base(toy, lambda prefix: script.get(tuple(prefix), [ID["."]]))

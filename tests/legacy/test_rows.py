@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exlm import InputError
-from exlm.legacy.rows import padded, unpadded
+from exlm.legacy.rows import listed, padded, unpadded
 
 PAD = 99
 
@@ -22,6 +22,18 @@ def test_what_was_padded_is_unpadded(rows: list[list[int]], additive: bool) -> N
     for found in (unpadded(table, mask), unpadded(table, None, offsets), unpadded(table, mask, offsets)):
         assert [row.tolist() for row in found] == [[row] for row in rows]
     assert torch.cat(unpadded(table)).tolist() == table.tolist()
+
+
+@pytest.mark.parametrize("given", [[1, 2], (1, 2), torch.tensor([1, 2]), torch.tensor([[1, 2]]), [[1, 2]]])
+def test_ids_come_in_many_shapes(given: object) -> None:
+    assert listed(given) == [[1, 2]]  # type: ignore[arg-type]
+
+
+def test_what_holds_no_ids_is_refused() -> None:
+    assert listed([]) == [[]]
+    for wrong in (None, "text", ["a"], [1.5], 7, [[1], [2, 3]], [None]):
+        with pytest.raises(InputError, match="Expected"):
+            listed(wrong)  # type: ignore[arg-type]
 
 
 def test_a_mask_may_be_shorter_than_the_row() -> None:

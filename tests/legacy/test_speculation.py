@@ -187,14 +187,16 @@ def test_ngrams(toy: Tokenizer) -> None:
     assert max(decodes(machine)) == 1
 
 
-def test_ngrams_may_be_preloaded(toy: Tokenizer) -> None:
+@pytest.mark.parametrize("kind", ["table", "row", "list"])
+def test_ngrams_may_be_preloaded(toy: Tokenizer, kind: str) -> None:
     machine = streaming(toy, cycle)
     machine.speculative_ngram = True
     begin(machine, ids("abcde"), max_new_tokens=5)
     take(machine)
     without = machine.accepted_draft_tokens
     machine.reset_sd_stats()
-    machine.ngram_preload(ids("abcde" * 6))
+    known = ids("abcde" * 6)
+    machine.ngram_preload({"table": known, "row": known[0], "list": known[0].tolist()}[kind])
     begin(machine, ids("abcde"), max_new_tokens=5)
     take(machine)
     assert machine.accepted_draft_tokens == 3 > without

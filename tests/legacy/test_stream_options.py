@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -41,6 +42,22 @@ def test_ban_tokens_hold_for_one_call(toy: Tokenizer) -> None:
     assert machine.stream_ex(ban_tokens=banned)["chunk"] == "q"
     assert banned == [ID["d"]]  # T56
     assert machine.stream_ex()["chunk"] == "r"
+
+
+def test_bans_may_be_any_numbers_and_nothing_else(toy: Tokenizer) -> None:
+    machine = streaming(toy, lambda prefix: [prefix[-1] + 1, ID["q"]])
+    begin(machine, ABC)
+    for wrong in ([None], ["d"], ID["d"], "d"):  # what single_id knows nothing of is None
+        with pytest.raises(InputError, match="ban_tokens must be a list of token ids, found"):
+            machine.stream_ex(ban_tokens=wrong)  # type: ignore[arg-type]
+    assert machine.stream_ex(ban_tokens=torch.tensor([ID["d"], ID["e"]]))["chunk"] == "q"  # type: ignore[arg-type]
+    assert machine.stream_ex(ban_tokens=np.array([ID["r"]]))["chunk"] != "r"  # type: ignore[arg-type]
+
+
+def test_healing_may_be_none(toy: Tokenizer) -> None:
+    machine = streaming(toy)
+    begin(machine, ABC, token_healing=None)
+    assert text(take(machine, 3)) == "def"
 
 
 def test_probabilities_top_tokens_and_logits(toy: Tokenizer) -> None:

@@ -103,7 +103,7 @@ class Job(Timed):
         self.return_logits, self.return_probs = return_logits, return_probs
         self.filters, self.filter_prefer_eos = _listed(filters), filter_prefer_eos
         self.banned_strings = _strings(lasting(banned_strings) or ())
-        self.token_healing = token_healing and all(map(_healable, self.prompts))
+        self.token_healing = bool(token_healing) and all(map(_healable, self.prompts))
         self.identifier, self.embeddings, self.loras = identifier, list(embeddings or ()), loras
         self.key = {"salt": salt.encode() if isinstance(salt, str) else salt}
         """What besides ids the keys and values depend on, by what it is; complete before it is enqueued."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 from .. import InputError, Job, Settings
@@ -42,6 +43,14 @@ class StreamJob(LegacyJob):
         row = super().next_row()
         row.blocked = self.banned_now.union(row.blocked)
         return row
+
+
+def banned(tokens: Any) -> frozenset[int]:
+    """The ids that may not come next: any numbers will do, as in a list or a tensor."""
+    try:
+        return frozenset(map(index, () if tokens is None else tokens))
+    except TypeError as error:
+        raise InputError(f"ban_tokens must be a list of token ids, found {tokens!r:.80}.") from error
 
 
 def filtering(settings: Settings, filters: Sequence[Any] | None, prefer_eos: bool) -> dict[str, Any]:

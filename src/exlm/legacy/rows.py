@@ -21,6 +21,18 @@ def padded(rows: Sequence[Sequence[int]], pad: int) -> Tensor:
     return torch.tensor(table, dtype=torch.long).reshape(len(rows), longest)
 
 
+def listed(ids: Tensor | Sequence[int]) -> list[list[int]]:
+    """Rows of ids as lists, from a tensor or a list of one row or several."""
+    try:
+        table = torch.as_tensor(ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"Expected ids in a tensor or a list, found {ids!r:.80}.") from error
+    if table.dim() not in (1, 2) or (table.is_floating_point() and table.numel()):
+        raise InputError(f"Expected whole numbers in rows, found {table.dtype} {tuple(table.shape)}.")
+    found: list[list[int]] = (table if table.dim() == 2 else table[None]).tolist()
+    return found
+
+
 def unpadded(ids: Tensor, mask: Tensor | None = None, offsets: Tensor | None = None) -> list[Tensor]:
     """The rows of ids (rows, n), each (1, its own length).
 

@@ -23,8 +23,8 @@ from .chunks import Chunk, chunk_of, joined, nothing
 from .embeddings import into_ids
 from .foresight import Foresight, Guess
 from .guessing import DraftGuess, NgramGuess, NgramTable
-from .jobs import StreamJob, filtering
-from .rows import unpadded
+from .jobs import StreamJob, banned, filtering
+from .rows import listed, unpadded
 
 
 class StreamingGenerator(BaseGenerator):
@@ -145,7 +145,7 @@ class StreamingGenerator(BaseGenerator):
             self._job = None
             raise InputError(OVERWRITTEN)
         self._follow_conditions(job)
-        job.banned_now = frozenset(ban_tokens or ())
+        job.banned_now = banned(ban_tokens)
         healing = job.output.healing
         chunk = self._take(job)
         if healing and not job.is_finished and "suppressed" not in chunk:
@@ -192,9 +192,9 @@ class StreamingGenerator(BaseGenerator):
 
     # Speculation
 
-    def ngram_preload(self, input_ids: Tensor) -> None:
-        """Let n-gram guesses know these ids (rows, n) besides the text at hand."""
-        self._preloaded += input_ids.tolist()
+    def ngram_preload(self, input_ids: Tensor | Sequence[int]) -> None:
+        """Let n-gram guesses know these ids, (rows, n) or just one row, besides the text at hand."""
+        self._preloaded += listed(input_ids)
         self._ngrams = None
 
     @property
