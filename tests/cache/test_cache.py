@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -109,10 +110,13 @@ def test_lazy_caches_wait_for_the_model() -> None:
     assert cache.allocated
 
 
-@pytest.mark.parametrize(("batch_size", "length"), [(0, 8), (1, 0), (1, -2), (-1, -1)])
-def test_absurd_sizes(batch_size: int, length: int) -> None:
-    with pytest.raises(InputError, match="at least 1"):
+@pytest.mark.parametrize(
+    ("batch_size", "length"), [(0, 8), (1, 0), (1, -2), (-1, -1), (1, 2048 * 1.5), (1, "2048"), (None, 8)]
+)
+def test_absurd_sizes(batch_size: Any, length: Any) -> None:
+    with pytest.raises(InputError, match="at least 1") as raised:
         Cache(Stub(), batch_size=batch_size, max_seq_len=length)
+    assert f"found {batch_size!r} and {length!r}" in str(raised.value)
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=4), st.integers(1, 9), st.randoms())

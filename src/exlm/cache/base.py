@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import ClassVar, Protocol, Self
 
 import torch
@@ -89,10 +90,11 @@ class CacheBase(ABC):
     ) -> None:
         if lazy and copy_from is not None:
             raise InputError("A lazy cache has no tensors to copy into: use lazy=False with copy_from.")
-        if batch_size < 1 or max_seq_len == 0 or max_seq_len < -1:
+        whole = isinstance(batch_size, Integral) and isinstance(max_seq_len, Integral)
+        if not whole or batch_size < 1 or max_seq_len == 0 or max_seq_len < -1:
             raise InputError(
                 f"A cache needs batch_size of at least 1 and max_seq_len of at least 1 (or -1: the model's "
-                f"own), found {batch_size} and {max_seq_len}."
+                f"own), both whole numbers; found {batch_size!r} and {max_seq_len!r}."
             )
         self.model = model
         self.batch_size = batch_size
