@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import pytest
 
 from exlm import Generator
 from exlm.batch import Journal, read_rows, run_rows
+from exlm.kernels.cpu.building import COMPILERS, SETS, prebuilt
 from exlm.serve import Host, Listing, load
 from tests.scale.conftest import PATIENCE, Cluster, kill, waited
 
@@ -36,7 +38,8 @@ def written(path: Path) -> Path:
     """Requests of many lengths, all of them sampled, and one line that is none.
 
     No two prompts begin alike: what a cache has of a prompt is not computed with the rest, which changes the
-    last bits, and once in 50,000 tokens a random choice. Beside others, rows of packed matrices keep theirs.
+    last bits, and once in 50,000 tokens a random choice. Beside others, rows of packed matrices keep theirs
+    (but see `steady`).
     """
     draw = random.Random(3)
     with path.open("w") as file:
@@ -78,6 +81,15 @@ def alone(source: Path, model: Path) -> list[dict[str, Any]]:
         return answers(journal.answer(place) for place in range(len(rows.rows)))
 
 
+def steady() -> bool:
+    """Whether rows keep their bits beside others: in C they do.
+
+    Where nothing can be compiled plain torch computes, whose sums depend on how many rows there are, and a
+    sixteen-bit cache makes more of that: once in some thousand tokens another one is drawn.
+    """
+    return any(map(shutil.which, COMPILERS)) or any(prebuilt(name).exists() for name in SETS)
+
+
 def done(journal: Path) -> int:
     """Rows that are written down."""
     return max(0, journal.read_bytes().count(b"\n") - 1) if journal.exists() else 0
@@ -109,6 +121,8 @@ def test_every_row_is_done_once_whoever_dies(cluster: Cluster, fixtures_dir: Pat
         progress.append(done(journal))
     found = answers(target.read_bytes().splitlines())
     assert [one["custom_id"] for one in found] == [*(f"row {one}" for one in range(ROWS)), None]
-    assert found == alone(source, model)
+    wanted = alone(source, model)
+    others = [place for place, one in enumerate(found) if one != wanted[place]]
+    assert len(others) <= (0 if steady() else ROWS // 50), [(found[place], wanted[place]) for place in others]
     assert progress[0] < progress[1] < progress[2] <= ROWS
     assert not journal.exists()
