@@ -95,6 +95,19 @@ def test_a_split_over_devices_that_are_not_there(tmp_path: Path) -> None:
         Model(config).load(gpu_split=[8, 8])
 
 
+@pytest.mark.parametrize("wrong", ["auto", "20,24", 24, [8, "8"], [True], [-1], [0, 0]])
+def test_a_split_that_is_no_list_of_gb_is_told_what_it_should_be(tmp_path: Path, wrong: Any) -> None:
+    config = Config(tiny.make(tmp_path))
+    config.device = "cpu"
+    model = Model(config)
+    for load in (model.load, model.load_tp, model.load_pipeline):
+        with pytest.raises(
+            InputError, match=r"gpu_split is a list with GB for each device, as in \[20, 24\]"
+        ):
+            load(gpu_split=wrong)
+    assert not model.loaded
+
+
 def test_devices_and_precisions_are_checked(tmp_path: Path) -> None:
     config = Config(tiny.make(tmp_path))
     wrong = {"toaster": "is not a device", "meta": "not supported", "cuda:99": "not there"}

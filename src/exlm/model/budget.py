@@ -133,16 +133,29 @@ def spaces(slots: Sequence[Slot], reserve: int | Sequence[int] | None) -> list[S
 
 def split(slots: Sequence[Slot], gpu_split: Sequence[float]) -> list[Space]:
     """The devices, with as many GB of each as the user gives for weights."""
+    check_split(gpu_split)
     if len(gpu_split) > len(slots):
         names = ", ".join(slot.name for slot in slots)
         raise InputError(
             f"gpu_split names {len(gpu_split)} devices, but there are {len(slots)} here ({names}): give at "
             'most so many numbers, or name the devices, as in config.device = "cuda:0,cuda:1,cpu".'
         )
-    for number in gpu_split:
-        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < 1 << 20:
-            raise InputError(f"gpu_split has GB for each device, as in [20, 24]; found {number!r}.")
     return [Space(slot.name, int(gb * GB)) for slot, gb in zip(slots, gpu_split, strict=False)]
+
+
+def check_split(gpu_split: object) -> None:
+    """Refuse what is no list of GB, and a list that gives no device any."""
+    found: object = gpu_split
+    if isinstance(gpu_split, Sequence) and not isinstance(gpu_split, str):
+        odd = [n for n in gpu_split if isinstance(n, bool) or not isinstance(n, int | float)]
+        odd += [n for n in gpu_split if n not in odd and not 0 <= n < 1 << 20]
+        if any(gpu_split) and not odd:
+            return
+        found = odd[0] if odd else gpu_split
+    raise InputError(
+        f"gpu_split is a list with GB for each device, as in [20, 24]; found {found!r}. load_autosplit "
+        "divides a model by what is free."
+    )
 
 
 def budget(measured: Callable[[int], list[Part]], devices: Sequence[Space], context: int) -> Budget:

@@ -19,7 +19,7 @@ from ..config import Config, FrozenConfig
 from ..errors import DoesNotFit, Unsupported
 from ..parallel import Group, Leader, Order
 from ..parallel.launch import Seat, accept, call, launched, meeting, start
-from .budget import FIT_SPLIT, measure, split, use
+from .budget import FIT_SPLIT, check_split, measure, split, use
 from .devices import Slot
 from .follower import serve
 from .led import Led, Mirrored
@@ -69,6 +69,7 @@ def taken(slots: Sequence[Slot], gpu_split: Sequence[float] | None) -> list[Slot
     """
     if not gpu_split:
         return list(slots)
+    check_split(gpu_split)
     if len(slots) == 1 and slots[0].device.type == "cpu":
         slots = [slots[0]] * len(gpu_split)
     split(slots, gpu_split)
