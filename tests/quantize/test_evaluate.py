@@ -7,6 +7,7 @@ import math
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -113,6 +114,32 @@ def test_text_that_is_not_there_or_too_little_is_said_of_this_text(folder: Path,
             evaluate_model(folder, text=tmp_path / name)
         assert "calibrat" not in str(told.value).lower()
         assert name in str(told.value)
+
+
+def test_rows_longer_than_a_model_are_refused(folder: Path, tmp_path: Path) -> None:
+    short = tiny.chatty(tmp_path / "short", hidden_size=64, intermediate_size=96, max_position_embeddings=64)
+    text = tmp_path / "text.txt"
+    text.write_text("The river rose, and the bridge held. " * 80)
+    words = r"A row of {} tokens is longer than .*{} can read: take a length of at most {}"
+    with pytest.raises(InputError, match=words.format(65, "short", 64)):
+        evaluate_model(short, text=text, length=65)
+    with pytest.raises(InputError, match=words.format(65, "short", 64)):
+        evaluate_model(folder, short, text=text, length=65)
+    with pytest.raises(InputError, match=words.format(513, "", 512)):
+        evaluate_model(folder, ids=torch.ones(1, 513, dtype=torch.long))
+    done = CliRunner().invoke(app, ["eval", str(short), "--text", str(text), "--length", "9999", "-q"])
+    assert "at most 64" in str(done.exception)
+    assert evaluate_model(short, text=text, rows=3).tokens == 3 * 64  # nobody asked for more
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [[[1, 2]], torch.rand(2, 8), torch.full((2, 8), 259), torch.full((2, 8), -1), torch.ones(0, 8).int()],
+)
+def test_ids_that_a_model_does_not_have_are_refused(folder: Path, ids: Any) -> None:
+    with pytest.raises(InputError, match="ids must be"):
+        evaluate_model(folder, ids=ids)
+    assert evaluate_model(folder, ids=torch.ones(2, 8).int()).tokens == 16
 
 
 def test_another_models_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:

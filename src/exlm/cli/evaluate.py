@@ -21,7 +21,10 @@ def eval_(
         Path | None, typer.Option(help="A .txt, .jsonl or .parquet file to read; else built-in text.")
     ] = None,
     rows: Annotated[int | None, typer.Option(min=1, help="Rows of text, with --text; else 16.")] = None,
-    length: Annotated[int | None, typer.Option(min=2, help="Tokens of a row, with --text; else 512.")] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(min=2, help="Tokens of a row, with --text; else 512, or what the model reads."),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1.")] = None,
     speed: Annotated[bool, typer.Option(help="Time it too.")] = True,
     report: Annotated[Path | None, typer.Option(help="A folder for the report.")] = None,
@@ -45,7 +48,7 @@ def eval_(
             other,
             text=text,
             rows=rows or 16,
-            length=length or 512,
+            length=length,
             device=device,
             speed=speed,
             progress=lambda done, total: progress.update(task, completed=done, total=total),

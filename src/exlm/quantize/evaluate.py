@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ def evaluate_model(
     *,
     text: str | Path | None = None,
     rows: int = 16,
-    length: int = calibrate.LENGTH,
+    length: int | None = None,
     ids: Tensor | None = None,
     device: str | None = None,
     speed: bool = False,
@@ -116,17 +116,19 @@ def evaluate_model(
 ) -> Quality:
     """Read some text with a model and, with `against`, with the one to compare it to.
 
-    The text is that of a file (`rows` of `length` tokens), or `ids` (rows, tokens), or without either the
-    part of the built-in one that nothing is calibrated with. With `speed` the model is also loaded whole and
-    timed.
+    The text is that of a file (`rows` of `length` tokens; 512, or as many as the model reads), or `ids`
+    (rows, tokens), or without either the part of the built-in one that nothing is calibrated with. With
+    `speed` the model is also loaded whole and timed.
     """
     place = pick_device(device)
+    paths = [path for path in (model, against) if path is not None]
     if ids is None:
+        if text is not None and length is not None:
+            _check_length(length, paths)
         ids = held_out(model) if text is None else _file_ids(model, Path(text), rows, length)
-    if ids.dim() != 2 or ids.shape[1] < 2:
-        raise InputError(f"ids must be rows of at least two tokens, found shape {tuple(ids.shape)}.")
+    ids = _checked(ids, paths)
     lines = [row[None].to(place) for row in ids]
-    sides = [_Side(path, ids.shape[1], place) for path in (model, against) if path is not None]
+    sides = [_Side(path, ids.shape[1], place) for path in paths]
     depth = _comparable(sides)
     errors = []
     for side in sides:
@@ -233,11 +235,37 @@ def held_out(model: str | Path) -> Tensor:
     return calibrate.headed(rows, config, tokenizer)
 
 
-def _file_ids(model: str | Path, path: Path, rows: int, length: int) -> Tensor:
+def _checked(ids: Any, models: Sequence[str | Path]) -> Tensor:
+    """Rows of tokens that these models can read."""
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype is torch.bool:
+        found = str(ids.dtype) if isinstance(ids, Tensor) else type(ids).__name__
+        raise InputError(f"ids must be a tensor of whole numbers, (rows, tokens), found {found}.")
+    if ids.dim() != 2 or ids.shape[0] < 1 or ids.shape[1] < 2:
+        raise InputError(f"ids must be rows of at least two tokens, found shape {tuple(ids.shape)}.")
+    _check_length(ids.shape[1], models)
+    last = Config(models[0]).vocab_size - 1  # another model must have as many
+    if int(ids.min()) < 0 or int(ids.max()) > last:
+        raise InputError(f"ids must be from 0 to {last}, found {int(ids.min())} to {int(ids.max())}.")
+    return ids.long()
+
+
+def _check_length(length: int, models: Sequence[str | Path]) -> None:
+    for config in map(Config, models):
+        if length > config.max_seq_len:
+            raise InputError(
+                f"A row of {length:,} tokens is longer than {config.model_dir} can read: take a length of at "
+                f"most {config.max_seq_len:,}."
+            )
+
+
+def _file_ids(model: str | Path, path: Path, rows: int, length: int | None) -> Tensor:
+    if rows < 1:
+        raise InputError(f"rows must be at least 1, found {rows}.")
     config = Config(model)
+    length = min(calibrate.LENGTH, config.max_seq_len) if length is None else max(length, 1)
     tokenizer = Tokenizer(config)
     found = calibrate.documents(path.expanduser())
-    ids = calibrate.rows_of(found, tokenizer, rows, min(length, config.max_seq_len), str(path))
+    ids = calibrate.rows_of(found, tokenizer, rows, length, str(path))
     return calibrate.headed(calibrate.known(ids, config), config, tokenizer)
 
 
