@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from exlm import Config, ConfigError, InputError, Model, Unsupported, quantize_model
+from exlm import CheckpointError, Config, ConfigError, InputError, Model, Unsupported, quantize_model
 from exlm.checkpoint import TensorFiles
 from exlm.cli.__main__ import app
 from exlm.config import read_json
@@ -51,6 +51,8 @@ def test_what_is_too_small_is_refused_before_any_work(source: Path, tmp_path: Pa
     [
         (("--group-size", "64"), "--group-size goes with --method gptq"),
         (("--method", "gptq", "--head-bits", "4"), "--head-bits goes with --method exl2"),
+        (("--method", "gptq", "--measurement", "m.json"), "Measurements go with method exl2"),
+        (("--method", "gptq", "--save-measurement", "m.json"), "Measurements go with method exl2"),
     ],
 )
 def test_an_option_of_the_other_method_is_not_passed_over(
@@ -59,6 +61,26 @@ def test_an_option_of_the_other_method_is_not_passed_over(
     done = CliRunner().invoke(app, ["quantize", str(source), str(tmp_path / "out"), "-q", *options])
     assert isinstance(done.exception, InputError)
     assert words in str(done.exception)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no disk that is always full")
+def test_a_measurement_that_cannot_be_kept_is_told_by_its_name(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"^/dev/full: the measurement could not be written"):
+        quantize_model(source, tmp_path / "out", 5.0, save_measurement="/dev/full", **FEW)
+    steps: list[str] = []
+    told = lambda done, total, what: steps.append(what)  # noqa: E731
+    quantize_model(source, tmp_path / "out", 5.0, save_measurement=tmp_path / "m.json", **FEW, progress=told)
+    assert "measuring layer 0" not in steps  # that was done already
+    assert read_json(tmp_path / "m.json")["exlm_measurement"] == 2
+
+
+def test_an_old_measurement_is_not_kept_as_if_it_were_ours(fixtures_dir: Path, tmp_path: Path) -> None:
+    old, new = fixtures_dir / "reference" / "measurement.json", tmp_path / "m.json"
+    with pytest.raises(InputError, match=r"save_measurement: .* is the old converter's"):
+        quantize_model(
+            fixtures_dir / "tiny-lm", tmp_path / "out", 5.0, measurement=old, save_measurement=new, **FEW
+        )
     assert not list(tmp_path.iterdir())
 
 

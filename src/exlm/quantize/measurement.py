@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import spec
-from ..errors import InputError
+from ..errors import CheckpointError, InputError
 from ..formats.exl2 import WIDTHS
 from ..spec.names import Names
 from ..spec.roles import Matrix, matrices
@@ -96,7 +96,14 @@ class Measurement:
     def save(self, path: Path) -> None:
         """Write it for other targets."""
         table = {role: profile.to_json() for role, profile in self.profiles.items()}
-        path.write_text(json.dumps({"exlm_measurement": 2, "matrices": table}) + "\n", encoding="utf-8")
+        text = json.dumps({"exlm_measurement": 2, "matrices": table}) + "\n"
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: the measurement could not be written ({error}). Run the same command again with "
+                "another place for it: it goes on from here."
+            ) from error
 
     @classmethod
     def load(cls, path: Path, model: spec.Model) -> Measurement:

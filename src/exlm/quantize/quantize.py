@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .. import spec
 from ..checkpoint import open_source
 from ..config import Config
 from ..errors import InputError
@@ -119,10 +120,14 @@ def carry_out(
     check_target(folder, read, overwrite=overwrite)
     if shard_bytes < 1:
         raise InputError(f"shard_bytes must be positive, found {shard_bytes}.")
-    if save_measurement is not None:
-        _check_place(Path(save_measurement))
-    known = None if measurement is None else Measurement.load(Path(measurement), frozen.spec)
-    digest = None if measurement is None else hashlib.sha256(Path(measurement).read_bytes()).hexdigest()
+    if wishes.method != "exl2" and (measurement is not None or save_measurement is not None):
+        raise InputError(
+            "Measurements go with method exl2: GPTQ has 4 bits for every weight, and makes none."
+        )
+    known, digest = (None, None) if measurement is None else _read(Path(measurement), frozen.spec)
+    kept = None if save_measurement is None else Path(save_measurement).expanduser()
+    if kept is not None:
+        _check_place(kept, known)
     length = min(wishes.length, frozen.max_seq_len)
     shop = workshop(frozen, opened, length, device)
     about = facts(wishes, opened, digest, device)
@@ -141,8 +146,8 @@ def carry_out(
         if wishes.method == "exl2":
             pipeline.listen(work, measures)
             known = known or pipeline.measured(work)
-            if save_measurement is not None and known.profiles:
-                known.save(Path(save_measurement))
+            if kept is not None:
+                known.save(kept)
         while True:
             pipeline.quantise(work, _recipes(work, known))
             work.step(0, "writing")
@@ -152,8 +157,19 @@ def carry_out(
                 log.info("%s: %s", folder.name, missed)
 
 
-def _check_place(file: Path) -> None:
-    """A file that cannot be written is known before there is something to write."""
+def _read(file: Path, model: spec.Model) -> tuple[Measurement, str]:
+    """A measurement, and what tells it from others."""
+    file = file.expanduser()
+    return Measurement.load(file, model), hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _check_place(file: Path, known: Measurement | None) -> None:
+    """A measurement that cannot be written is known before there is something to write."""
+    if known is not None and not known.profiles:
+        raise InputError(
+            "save_measurement: the measurement that was given is the old converter's, and nothing else is "
+            "measured. Keep that file, or leave it out to measure anew."
+        )
     if file.is_dir() or not file.parent.is_dir():
         what = "is a folder" if file.is_dir() else "would lie in a folder that is not there"
         raise InputError(f"save_measurement: {file} {what}. Choose another place for the measurement.")
