@@ -43,6 +43,14 @@ def test_what_does_not_fit_says_what_would(folder: Path) -> None:
     assert "does not fit" in run(str(folder), "--ctx", more, "--users", "4", "--gpu", "0.26", code=1)
 
 
+def test_a_context_longer_than_the_model_is_told_whether_it_fits_or_not(folder: Path) -> None:
+    words = "The model itself is made for 512 tokens"
+    assert words in run(str(folder), "--ctx", "32k", "--gpu", "24")
+    assert words in run(str(folder), "--ctx", "32k", "--users", "400", "--gpu", "0.26", code=1)
+    assert words in run(str(folder), "--gpu", "24")  # where the longest that fits is beyond it
+    assert words not in run(str(folder), "--users", "4000", "--gpu", "1.2", code=1)
+
+
 def test_wrong_options_are_named(folder: Path) -> None:
     for option, value in (
         ("--ctx", "many"),

@@ -41,7 +41,8 @@ def plan(
     """Show the memory a model needs on each device: weights, cache, workspace; and what would still fit."""
     config = Config(find_model(model, progress=True))
     config.device, config.dtype = device or config.device, dtype
-    config.max_seq_len = _tokens(ctx) if ctx is not None else config.max_seq_len
+    made_for = config.max_seq_len
+    config.max_seq_len = _tokens(ctx) if ctx is not None else made_for
     if cache not in CACHES:
         raise InputError(f"--cache must be one of {', '.join(CACHES)}, found {cache!r}.")
     found = Model(config).plan(config.max_seq_len, users, CACHES[cache], _memory(gpu))
@@ -55,6 +56,12 @@ def plan(
     console.print(table)
     console.print(f"{users} × {config.max_seq_len:,} tokens: {'fits' if found.fits else 'does not fit'}.")
     console.print(f"The longest context that fits: {found.largest:,} tokens for each of {users}.")
+    if max(config.max_seq_len, found.largest) > made_for:
+        way = (
+            "" if config.spec.embed.positions else ": to read more it also needs its positions stretched, as "
+        )
+        way += "with config.scale_alpha_value" if way else " and has no positions for more"
+        console.print(f"The model itself is made for {made_for:,} tokens{way}.")
     if not found.fits:
         knobs = f"--ctx {found.largest}, " if found.largest else ""
         console.print(f"{found.problem} Here: {knobs}fewer --users, or --cache q4.")
