@@ -189,3 +189,29 @@ def test_a_refusal_leaves_no_trace(source: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError):
         quantize_model(source, tmp_path / "out", 5.0, calibration=tmp_path / "none.txt", **FEW)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("changed", ["config.json", "calibration text"])
+def test_a_job_does_not_go_on_when_what_it_reads_was_changed(
+    measured: Path, tmp_path: Path, changed: str
+) -> None:
+    source, read, target = tiny.chatty(tmp_path / "source", **SHAPE), tmp_path / "own.txt", tmp_path / "out"
+    read.write_text("Nine ships left the harbour; seven came back before the storm. " * 40)
+    options = {"calibration": read, "measurement": measured, **FEW}
+
+    def stop(done: int, total: int, what: str) -> None:
+        if what.startswith("quantising layer"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize_model(source, target, 5.0, **options, progress=stop)
+    file = source / "config.json" if changed == "config.json" else read
+    before = file.read_text()
+    file.write_text(before.replace("1e-05", "1e-06").replace("Nine", "Five"))
+    with pytest.raises(InputError, match=f"an unfinished job with another {changed}"):
+        quantize_model(source, target, 5.0, **options)
+    file.write_text(before)
+    steps: list[str] = []
+    told = lambda done, total, what: steps.append(what)  # noqa: E731
+    quantize_model(source, target, 5.0, **options, progress=told)
+    assert "quantising layer 0" not in steps

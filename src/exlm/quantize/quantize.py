@@ -130,7 +130,7 @@ def carry_out(
         _check_place(kept, known)
     length = min(wishes.length, frozen.max_seq_len)
     shop = workshop(frozen, opened, length, device)
-    about = facts(wishes, opened, digest, device)
+    about = facts(wishes, frozen, opened, digest, device)
     measures = wishes.method == "exl2" and known is None
     with open_job(folder, about, later=TARGETS, mark="streams.", restart=restart) as job:
         work = Work(config, frozen, opened, shop, job, wishes, progress)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,10 +151,28 @@ def _ids(config: Config, wishes: Wishes, shop: Workshop) -> Tensor:
     return torch.cat((text, ids[: own * length].view(own, length)))
 
 
-def facts(wishes: Wishes, source: Source, measurement: str | None, device: torch.device) -> dict[str, Any]:
+def facts(
+    wishes: Wishes, frozen: FrozenConfig, source: Source, measurement: str | None, device: torch.device
+) -> dict[str, Any]:
     """What must be the same for a job to go on."""
     files = {}
     for path in source.files.paths:
         seen = path.stat()
         files[str(path)] = [seen.st_size, seen.st_mtime_ns]
-    return {**wishes.facts(), "source": files, "measurement": measurement, "device": device.type}
+    return {
+        **wishes.facts(),
+        "source": files,
+        "config.json": _digest(frozen.path / "config.json"),
+        "calibration text": _digest(Path(wishes.calibration).expanduser()),
+        "measurement": measurement,
+        "device": device.type,
+    }
+
+
+def _digest(file: Path) -> str | None:
+    """What tells a file's content from others; None where there is no file: who needs it will say so."""
+    try:
+        with file.open("rb") as content:
+            return hashlib.file_digest(content, "sha256").hexdigest()
+    except OSError:
+        return None
