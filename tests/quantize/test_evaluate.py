@@ -142,6 +142,26 @@ def test_ids_that_a_model_does_not_have_are_refused(folder: Path, ids: Any) -> N
     assert evaluate_model(folder, ids=torch.ones(2, 8).int()).tokens == 16
 
 
+def test_a_model_too_large_or_too_short_to_be_timed_is_judged_all_the_same(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    short = tiny.chatty(tmp_path / "short", hidden_size=64, intermediate_size=96, max_position_embeddings=20)
+    assert evaluate_model(short, device="cpu", speed=True).speed is not None
+    short = tiny.chatty(tmp_path / "shorter", hidden_size=64, intermediate_size=96, max_position_embeddings=9)
+    found = evaluate_model(short, device="cpu", speed=True)
+    assert (found.tokens, found.speed) == (16 * 9, None)
+    memory = tmp_path / "meminfo"
+    memory.write_text("MemTotal: 500000 kB\nMemAvailable: 90000 kB\n")
+    monkeypatch.setattr("exlm.model.devices.MEMORY", memory)
+    found = evaluate_model(folder, ids=torch.ones(2, 8).int(), device="cpu", speed=True)
+    assert found.perplexity > 1
+    assert found.speed is None
+    assert [one.rpartition(": ")[2] for one in caplog.messages] == [
+        "it is too short.",
+        "it is too large to load here.",
+    ]
+
+
 def test_another_models_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
     small = tiny.make(tmp_path / "small", vocab_size=40)
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -6,6 +6,7 @@ error is seen. Divergence is that of the float model's next-token distribution f
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,8 @@ from ..tokenizer import Tokenizer
 from . import calibrate
 from .layers import Workshop, batch_of, run, workshop
 from .measurement import quantised
+
+log = logging.getLogger(__name__)
 
 JUDGED = 16
 """Rows of the built-in text that models are compared on."""
@@ -187,8 +190,8 @@ def _answers(sides: list[_Side], rows: list[Tensor]) -> _Answers:
                 for head, side in parts
             ]
             wanted = ids[0, a + 1 : b + 1]
-            for i, log in enumerate(logs):
-                sums[i] += float(F.nll_loss(log[: len(wanted)], wanted, reduction="sum"))
+            for i, one in enumerate(logs):
+                sums[i] += float(F.nll_loss(one[: len(wanted)], wanted, reduction="sum"))
             count += len(wanted)
             if len(logs) == 2:
                 quantised, exact = logs
@@ -269,13 +272,19 @@ def _file_ids(model: str | Path, path: Path, rows: int, length: int | None) -> T
     return calibrate.headed(calibrate.known(ids, config), config, tokenizer)
 
 
-def timed(model: str | Path, device: str | None) -> dict[str, float]:
-    """Tokens a second: reading 256 of them, and then one after the other."""
-    config = Config(model)
-    config.device = device or config.device
+def timed(model: str | Path, device: str | None) -> dict[str, float] | None:
+    """Tokens a second: reading 256 of them, and then one after the other.
+
+    None for a model that cannot be loaded whole: all else was found layer by layer, and must not be lost.
+    """
+    config, steps = Config(model), 16
+    config.device = str(pick_device(device or config.device))
     loaded = Model(config)
+    length = min(256, config.max_seq_len // 2, config.max_seq_len - steps)
+    if length < 1 or not loaded.plan(length + steps).fits:
+        log.warning("%s is not timed: it is too %s.", model, "short" if length < 1 else "large to load here")
+        return None
     loaded.load()
-    length = min(256, config.max_seq_len // 2)
     cache = Cache(loaded, max_seq_len=-(-(length + 32) // 256) * 256)
     ids = (torch.arange(length) * 7 % config.vocab_size)[None]
     loaded.forward(ids, cache, preprocess_only=True)  # warm
@@ -283,7 +292,6 @@ def timed(model: str | Path, device: str | None) -> dict[str, float]:
     begun = time.perf_counter()
     loaded.forward(ids, cache, last_id_only=True, cpu_logits=True)
     read = time.perf_counter()
-    steps = 16
     for _ in range(steps):
         loaded.forward(ids[:, :1], cache, last_id_only=True, cpu_logits=True)
     end = time.perf_counter()
