@@ -47,6 +47,25 @@ def test_files_of_every_kind_are_read(folder: Path, tmp_path: Path) -> None:
         list(calibrate.documents(tmp_path / "c.csv"))
 
 
+def test_json_is_read_as_programs_write_it(folder: Path, tmp_path: Path) -> None:
+    records = [{"text": "one"}, {"text": "Käse"}]
+    path = tmp_path / "indented.json"
+    path.write_text(json.dumps(records, indent=2))
+    assert list(calibrate.documents(path)) == ["one\nKäse"]
+    path.write_text("\n".join(map(json.dumps, records)))
+    assert list(calibrate.documents(path)) == ["one", "Käse"]
+    path.write_text("[1,\n2")
+    with pytest.raises(InputError, match=r"indented\.json, line 1: not JSON"):
+        list(calibrate.documents(path))
+    path = tmp_path / "marked.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(records[0]).encode())
+    assert list(calibrate.documents(path)) == ["one"]
+    path.write_text('{"text": "cut \\ud83d and whole \\ud83d\\ude00"}')
+    found = list(calibrate.documents(path))
+    assert found == ["cut \ufffd and whole 😀"]
+    assert Tokenizer(Config(folder)).encode(found[0]).shape[1] > 10
+
+
 @pytest.mark.parametrize("kind", ["txt", "jsonl"])
 def test_files_that_cannot_be_read_are_named(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch

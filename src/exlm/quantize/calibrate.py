@@ -44,6 +44,9 @@ SHOWN = 8
 
 TEXT_KEYS = ("text", "content", "prompt", "completion", "output", "messages")
 
+JSON = "utf-8-sig"
+"""UTF-8, perhaps behind the mark that some editors begin a file with."""
+
 
 def builtin(held_out: bool = False) -> list[str]:
     """The paragraphs of the built-in text; with `held_out`, those that are kept back instead."""
@@ -62,7 +65,7 @@ def documents(path: Path) -> Iterator[str]:
     """The documents of a .txt, .jsonl or .parquet file."""
     if not path.is_file():
         raise InputError(f"{path}: there is no such file of text.")
-    readers = {".txt": _text, ".md": _text, ".jsonl": _json_lines, ".json": _json_lines, ".parquet": _parquet}
+    readers = {".txt": _text, ".md": _text, ".jsonl": _json_lines, ".json": _json, ".parquet": _parquet}
     if path.suffix.lower() not in readers:
         raise InputError(f"{path}: text comes in files that end in {', '.join(readers)}.")
     try:
@@ -179,8 +182,19 @@ def _text(path: Path) -> Iterator[str]:
     yield path.read_text(encoding="utf-8")
 
 
+def _json(path: Path) -> Iterator[str]:
+    """One value over as many lines as it likes, or, as some call those files too, one on each line."""
+    text = path.read_text(encoding=JSON)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        yield from _json_lines(path)
+    else:
+        yield _words(value)
+
+
 def _json_lines(path: Path) -> Iterator[str]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding=JSON) as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
@@ -203,8 +217,8 @@ def _parquet(path: Path) -> Iterator[str]:
 
 def _words(record: Any) -> str:
     """The text of one record: of its well-known fields if it has any, else of all of them."""
-    if isinstance(record, str):
-        return record
+    if isinstance(record, str):  # JSON can say half a character, as of an emoji that was cut in two
+        return record.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     if isinstance(record, list):
         return "\n".join(_words(one) for one in record)
     if isinstance(record, dict):
