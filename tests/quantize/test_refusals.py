@@ -84,6 +84,20 @@ def test_an_old_measurement_is_not_kept_as_if_it_were_ours(fixtures_dir: Path, t
     assert not list(tmp_path.iterdir())
 
 
+def test_rows_longer_than_the_model_are_refused(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        InputError, match=r"A length of 513 tokens is more than .* can read: take at most 512"
+    ):
+        quantize_model(source, tmp_path / "out", 5.0, rows=6, length=513)
+    done = CliRunner().invoke(app, ["quantize", str(source), str(tmp_path / "out"), "-q", "--length", "4096"])
+    assert "take at most 512" in str(done.exception)
+    assert not list(tmp_path.iterdir())
+    short = tiny.chatty(tmp_path / "short", max_position_embeddings=48, **SHAPE)
+    quantize_model(short, tmp_path / "out", 5.0, rows=6, report=False)  # nobody asked for more
+    said = read_json(tmp_path / "out" / "config.json")["quantization_config"]
+    assert said["calibration"]["length"] == 48
+
+
 def test_weights_that_are_not_finite_are_told(tmp_path: Path) -> None:
     folder = tiny.chatty(tmp_path / "nan", **SHAPE)
     tensors = load_file(folder / "model.safetensors")

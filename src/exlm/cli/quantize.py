@@ -19,6 +19,7 @@ Rows = Annotated[
     int | None,
     typer.Option(min=1, help="Rows of calibration text; usually 128, fewer of a large model on a CPU."),
 ]
+Length = Annotated[int | None, typer.Option(min=1, help="Tokens of a row; 512, or what the model reads.")]
 HeadBits = Annotated[int | None, typer.Option(help="Bits of the head: 2, 3, 4, 5, 6 or 8; 6 if not given.")]
 GroupSize = Annotated[int | None, typer.Option(help="Rows of a GPTQ group: 32, 64 or 128; 128 if not given.")]
 
@@ -40,7 +41,7 @@ def quantize(
     method: Annotated[str, typer.Option(help="exl2, or gptq (4 bit, act-order).")] = "exl2",
     group_size: GroupSize = None,
     rows: Rows = None,
-    length: Annotated[int, typer.Option(min=1, help="Tokens of a row.")] = 512,
+    length: Length = None,
     measurement: Annotated[
         Path | None, typer.Option(help="A measurement to reuse: ours, or a measurement.json.")
     ] = None,

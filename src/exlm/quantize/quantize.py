@@ -19,6 +19,7 @@ from ..model.devices import pick_device
 from ..model.new_folder import check_target
 from ..version import __version__
 from . import pipeline
+from .calibrate import LENGTH
 from .evaluate import Quality, evaluate_model
 from .job import open_job, place_of
 from .layers import workshop
@@ -47,7 +48,7 @@ def quantize_model(
     group_size: int = 128,
     calibration: str | Path = "builtin",
     rows: int | None = None,
-    length: int = 512,
+    length: int | None = None,
     measurement: str | Path | None = None,
     save_measurement: str | Path | None = None,
     device: str | None = None,
@@ -63,7 +64,7 @@ def quantize_model(
     `size` (of the weights, in bytes or as "5.2GB") and `max_kld` (the divergence in nats a token; a model
     found to diverge more is made once again with more bits, and the card says whether that was enough). GPTQ
     has 4 bits and no target. `calibration` is "builtin" or a .txt, .jsonl or .parquet file; 128 `rows` of it
-    are read, fewer of a large model on a processor.
+    are read, fewer of a large model on a processor, of 512 tokens each (`length`), or as many as it reads.
     A job that was killed goes on where it stopped when the same call is made again, and ends with the same
     weights; `restart` begins anew. `measurement` is a file `save_measurement` wrote for this model, or the
     old converter's measurement.json. Without `report` nothing is said of its quality. The folder appears when
@@ -80,7 +81,7 @@ def quantize_model(
         group_size=group_size,
         calibration=str(calibration),
         rows=usual_rows(config.spec, device_) if rows is None else rows,
-        length=length,
+        length=_length(length, config),
     )
     return carry_out(
         config,
@@ -95,6 +96,16 @@ def quantize_model(
         report=report,
         progress=progress,
     )
+
+
+def _length(asked: int | None, config: Config) -> int:
+    """Tokens of a row, which the model must be able to read."""
+    if asked is not None and asked > config.max_seq_len:
+        raise InputError(
+            f"A length of {asked:,} tokens is more than {config.model_dir} can read: take at most "
+            f"{config.max_seq_len:,}."
+        )
+    return min(LENGTH, config.max_seq_len) if asked is None else asked
 
 
 def carry_out(
