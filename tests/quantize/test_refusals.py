@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from exlm import CheckpointError, Config, ConfigError, InputError, Model, Unsupp
 from exlm.checkpoint import TensorFiles
 from exlm.cli.__main__ import app
 from exlm.config import read_json
+from exlm.quantize import quantize
+from exlm.quantize.job import place_of
 from tests import tiny
 from tests.quantize.jobs import FEW, SHAPE
 
@@ -229,3 +232,27 @@ def test_a_job_does_not_go_on_when_what_it_reads_was_changed(
     told = lambda done, total, what: steps.append(what)  # noqa: E731
     quantize_model(source, target, 5.0, **options, progress=told)
     assert "quantising layer 0" not in steps
+
+
+def test_a_job_that_goes_on_needs_no_room_for_what_it_has_written(
+    source: Path, measured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, options = tmp_path / "out", {"measurement": measured, **FEW}
+    asked: list[int] = []
+    check = quantize.check_space
+    monkeypatch.setattr(quantize, "check_space", lambda place, needed: asked.append(needed))
+
+    def stop(done: int, total: int, what: str) -> None:
+        if what.startswith("quantising layer"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize_model(source, target, 5.0, **options, progress=stop)
+    assert sum(path.stat().st_size for path in place_of(target).iterdir()) > 2**17
+    monkeypatch.setattr(quantize, "check_space", check)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=asked[0] - 2**17))
+    with pytest.raises(CheckpointError, match="MiB of disk"):
+        quantize_model(source, tmp_path / "other", 5.0, **options)
+    quantize_model(source, target, 5.0, **options)
+    assert (target / "config.json").is_file()

@@ -279,11 +279,12 @@ def _check_whole(hidden: Path, work: Work) -> None:
 
 
 def _disk(work: Work) -> int:
-    """About the bytes a job writes before it is done: states, gradients, the model twice."""
+    """About the bytes a job has still to write: states, gradients, the model twice, less what is there."""
     wishes, model = work.wishes, work.model
     states = 4 * model.hidden * wishes.length
     held = states * (work.depth + 4) * wishes.rows
     outputs = sum(2 * m.out_features**2 for m in quantised(model) if m.out_features <= 2048)
     matrices = sum(m.in_features * m.out_features for m in work.matrices.values())
     kept = kept_bytes(planned(work.frozen, work.source), model, work.matrices.keys())
-    return held + outputs + 2 * matrices + kept + 2**20
+    there = sum(path.stat().st_size for path in work.job.folder.glob("*.safetensors"))
+    return max(0, held + outputs + 2 * matrices + kept - there) + 2**20
