@@ -235,6 +235,25 @@ def test_what_does_not_fit_is_explained(model: Model) -> None:
     assert cache.current_seq_len == 0
 
 
+def test_masks_and_positions_of_another_kind_are_refused(model: Model) -> None:
+    x = ids(1, 3)
+    hidden = torch.tensor([[0, 1, 1]])
+    for mask in (hidden, [[0, 1, 1]]):
+        with pytest.raises(
+            InputError, match=r"input_mask must be a tensor of True and False.*mask\.bool\(\)"
+        ):
+            model.forward(x, input_mask=mask)  # type: ignore[arg-type]
+    added = torch.where(hidden > 0, 0.0, -torch.inf)
+    assert torch.equal(model.forward(x, input_mask=hidden.bool()), model.forward(x, input_mask=added))
+    for name in ("positions", "position_offsets"):
+        with pytest.raises(InputError, match=f"{name} must be a tensor, found list"):
+            model.forward(x, **{name: [[0, 1, 2]]})  # type: ignore[arg-type]
+    moved = [
+        model.forward(x, position_offsets=torch.tensor([2], dtype=dtype)) for dtype in (None, torch.half)
+    ]
+    assert torch.equal(*moved)
+
+
 def test_a_cache_of_another_model_is_refused(model: Model, tmp_path: Path) -> None:
     other = Model(Config(tiny.make(tmp_path / "other", num_hidden_layers=3, num_key_value_heads=4)))
     other.load()

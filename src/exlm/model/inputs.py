@@ -169,6 +169,9 @@ def _positions(
     ids: Tensor, plain: Tensor, offsets: Tensor | None, given: Tensor | None, length: int
 ) -> Tensor:
     rows, tokens = ids.shape
+    for name, numbers in (("positions", given), ("position_offsets", offsets)):
+        if numbers is not None and not isinstance(numbers, Tensor):
+            raise InputError(f"{name} must be a tensor, found {type(numbers).__name__}.")
     if given is not None:
         if offsets is not None:
             raise InputError("Give positions or position_offsets, not both.")
@@ -187,7 +190,7 @@ def _positions(
         raise InputError(
             f"position_offsets needs one number for each of {rows} rows, found {offsets.numel()}."
         )
-    moved = (plain + offsets.to(ids.device).view(rows, 1)).clamp(min=0)
+    moved = (plain + offsets.to(ids.device).long().view(rows, 1)).clamp(min=0)
     if int(moved.max()) >= length:
         raise InputError(f"position_offsets reach beyond the configured length of {length}.")
     return moved
@@ -199,6 +202,12 @@ def _mask(mask: Tensor, rows: int, total: int, cache: CacheBase | None) -> Tenso
     With a cache it may speak of tokens that are still to come, as one of a whole prompt whose last token is
     fed later.
     """
+    if not isinstance(mask, Tensor) or not (mask.dtype is torch.bool or mask.is_floating_point()):
+        found = f"a tensor of {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise InputError(
+            "input_mask must be a tensor of True and False, or one that is added (0 or -inf); found "
+            f"{found}. One that has 1 where a token is seen becomes the first with mask.bool()."
+        )
     most = total if cache is None else max(total, cache.max_seq_len)
     if mask.dim() != 2 or mask.shape[0] != rows or mask.shape[1] > most:
         raise InputError(f"input_mask must be ({rows}, at most {most}), found {tuple(mask.shape)}.")
