@@ -120,3 +120,20 @@ def test_the_unpacker_reads_what_other_tools_wrote(fixtures_dir: Path) -> None:
             assert torch.equal(unpack(**parts), wanted)
             checked += 1
     assert checked
+
+
+def test_the_head_of_an_exl2_model_becomes_floats(source: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"rows": 6, "length": 64, "report": False}
+    quantize_model(source, tmp_path / "exl2", 6.0, **options)
+    quantize_model(tmp_path / "exl2", tmp_path / "gptq", method="gptq", group_size=32, **options)
+    tensors = load_file(tmp_path / "gptq" / "model.safetensors")
+    heads = {name: tensor.dtype for name, tensor in tensors.items() if name.startswith("lm_head")}
+    assert heads == {"lm_head.weight": torch.float16}
+    assert not [name for name in tensors if name.endswith((".q_weight", ".q_invperm"))]
+    ids = torch.arange(3, 40)[None]
+    logits = []
+    for name in ("exl2", "gptq"):
+        model = Model(Config(tmp_path / name))
+        model.load()
+        logits.append(model.forward(ids))
+    assert (logits[0] - logits[1]).norm() < 0.3 * logits[0].norm()

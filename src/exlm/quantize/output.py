@@ -38,12 +38,17 @@ class Matrices(Protocol):
         ...
 
 
-def planned(frozen: FrozenConfig, source: Source) -> Plan:
-    """What the source holds, as a folder of safetensors would have it; nothing is read yet."""
+def planned(frozen: FrozenConfig, source: Source, roles: Set[str]) -> Plan:
+    """What the source holds, as a folder of safetensors would have it; nothing is read yet.
+
+    A head that is not among the roles to be quantised becomes floats: what the source has packed is in a form
+    that readers of the new one do not know.
+    """
     if isinstance(source, GgufCheckpoint):
         return GgufPlanner(source, frozen.spec, "dense").plan()
     assert isinstance(source, Checkpoint)
-    return FolderPlanner(source, frozen.spec, "safetensors", frozen.quantization).plan()
+    to = "safetensors" if "head" in roles else "dense"
+    return FolderPlanner(source, frozen.spec, to, frozen.quantization).plan()
 
 
 def kept_bytes(plan: Plan, model: spec.Model, roles: Set[str]) -> int:
@@ -76,7 +81,7 @@ def new_model(
 
     `said` becomes config.json's quantization_config.
     """
-    plan = planned(frozen, source)
+    plan = planned(frozen, source, roles)
     with new_folder(target, overwrite=overwrite) as hidden:
         weights = save(hidden, _tensors(plan, frozen.spec, roles, matrices), shard_bytes=shard_bytes)
         with writing(target):

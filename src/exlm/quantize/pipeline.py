@@ -22,7 +22,7 @@ from .head import solve_head
 from .kinds import kinds_count, kinds_of
 from .layers import run
 from .measurement import Measurement, Profile, quantised, smallest
-from .output import kept_bytes, planned
+from .output import kept_bytes
 from .recipe import HEAD, Recipe
 from .rounding import factors
 from .solve import solve
@@ -192,7 +192,7 @@ def check_target(work: Work, known: Measurement | None) -> None:
 def _beside(work: Work) -> int:
     """The bits of what is no matrix of a layer: the head, and what stays as it is."""
     head = HEAD[work.wishes.head_bits].bits(work.matrices["head"])
-    return head + 8 * kept_bytes(planned(work.frozen, work.source), work.model, work.matrices.keys())
+    return head + 8 * kept_bytes(work.plan, work.model, work.matrices.keys())
 
 
 def aim_again(work: Work, found: float) -> bool:

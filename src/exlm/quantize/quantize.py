@@ -25,7 +25,7 @@ from .job import open_job, place_of
 from .layers import workshop
 from .measurement import Measurement, quantised
 from .memory import Shapes
-from .output import CARD, check_kept, check_space, kept_bytes, new_model, planned
+from .output import CARD, check_kept, check_space, kept_bytes, new_model
 from .recipe import HEAD, Recipe
 from .report import write_report
 from .wishes import TARGETS, Method, Wishes, calibration_name, parse_size
@@ -150,7 +150,7 @@ def carry_out(
         if wishes.method == "exl2":
             pipeline.check_target(work, known)
         check_space(place_of(folder), _disk(work))
-        check_kept(planned(frozen, opened), frozen.spec, work.matrices.keys())
+        check_kept(work.plan, frozen.spec, work.matrices.keys())
         most = Shapes(frozen.spec, wishes.rows, length).most(writes=own_rows(frozen.spec, wishes) > 0)
         work.step(0, f"calibrating; at most {most / 1e9:.1f} GB of memory")
         work.calibration()
@@ -285,6 +285,6 @@ def _disk(work: Work) -> int:
     held = states * (work.depth + 4) * wishes.rows
     outputs = sum(2 * m.out_features**2 for m in quantised(model) if m.out_features <= 2048)
     matrices = sum(m.in_features * m.out_features for m in work.matrices.values())
-    kept = kept_bytes(planned(work.frozen, work.source), model, work.matrices.keys())
+    kept = kept_bytes(work.plan, model, work.matrices.keys())
     there = sum(path.stat().st_size for path in work.job.folder.glob("*.safetensors"))
     return max(0, held + outputs + 2 * matrices + kept - there) + 2**20

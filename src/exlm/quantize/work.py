@@ -22,6 +22,7 @@ from ..errors import Unsupported
 from ..formats import PackedWeight, exl2
 from ..formats import gptq as gptq_format
 from ..formats.room import trim
+from ..model.convert_plan import Plan
 from ..nn import Batch
 from ..spec.roles import Matrix, matrices
 from ..tokenizer import Tokenizer
@@ -30,6 +31,7 @@ from .job import Job
 from .layers import Workshop, batch_of
 from .measurement import quantised
 from .memory import AT_ONCE
+from .output import planned
 from .wishes import Wishes
 
 Progress = Callable[[int, int, str], object]
@@ -76,6 +78,11 @@ class Work:
         if self.wishes.method == "exl2":
             found["head"] = next(m for m in matrices(self.model) if m.role == "head")
         return found
+
+    @property
+    def plan(self) -> Plan:
+        """What becomes of everything the source holds."""
+        return planned(self.frozen, self.source, self.matrices.keys())
 
     def step(self, units: int, what: str) -> None:
         """Tell that so many units are done; what the C library kept of them goes back to the system."""
