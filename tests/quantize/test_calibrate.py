@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -142,6 +143,30 @@ def test_few_rows_of_many_short_texts_are_enough_text(folder: Path) -> None:
 
     assert calibrate.rows_of(texts(), Tokenizer(Config(folder)), 1, 512).shape == (1, 512)
     assert len(read) == 21  # as many as make 2,048 tokens
+
+
+def test_of_a_long_text_no_more_is_tokenized_than_is_needed(
+    fixtures_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokens are those of the whole, and memory does not grow with what nobody reads."""
+    tokenizer = Tokenizer(Config(fixtures_dir / "tiny-lm"))
+    text = "".join(f"Ship {n} left at {n % 24}:00 for the {n * 7 % 31}th harbour; " for n in range(30_000))
+    whole = tokenizer.encode(text, add_bos=tokenizer.bos_token_id is not None)[0]
+    sizes: list[int] = []
+    encode = Tokenizer.encode
+
+    def watched(self: Tokenizer, text: str, **options: Any) -> torch.Tensor:
+        sizes.append(len(text))
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", watched)
+    for characters in (16, 1):  # enough at once, or not
+        monkeypatch.setattr(calibrate, "CHARACTERS", characters)
+        sizes.clear()
+        rows = calibrate.rows_of([text], tokenizer, 40, 64)
+        assert torch.equal(rows.flatten(), whole[: 40 * 64])
+        assert max(sizes) < len(text) // 10
+        assert (len(sizes) > 1) == (characters == 1)
 
 
 def test_what_the_model_writes_is_repeatable_and_goes_on_from_its_start(folder: Path) -> None:

@@ -44,6 +44,12 @@ SHOWN = 8
 
 TEXT_KEYS = ("text", "content", "prompt", "completion", "output", "messages")
 
+CHARACTERS = 16
+"""Of a long text, so many are read for each token that is wanted, and more if that was not enough."""
+
+BEYOND = 1024
+"""Tokens between those that are wanted and where a long text is cut."""
+
 JSON = "utf-8-sig"
 """UTF-8, perhaps behind the mark that some editors begin a file with."""
 
@@ -86,7 +92,7 @@ def rows_of(
     ids: list[Tensor] = []
     have, least = 0, max(LEAST, length)
     for text in texts:
-        ids.append(tokenizer.encode(text, add_bos=tokenizer.bos_token_id is not None)[0])
+        ids.append(_beginning(text, tokenizer, max(rows * length, least) - have))
         have += len(ids[-1])
         if have >= max(rows * length, least):
             break
@@ -97,6 +103,20 @@ def rows_of(
         )
     count = min(rows, have // length)
     return torch.cat(ids)[: count * length].view(count, length)
+
+
+def _beginning(text: str, tokenizer: Tokenizer, wanted: int) -> Tensor:
+    """The ids of a text; of a long one only the first, but more than are wanted.
+
+    Tokenizers take a hundred times a text's room.
+    """
+    bos, size = tokenizer.bos_token_id is not None, CHARACTERS * (wanted + BEYOND)
+    while size < len(text):
+        ids = tokenizer.encode(text[:size], add_bos=bos)[0]
+        if len(ids) >= wanted + BEYOND:  # where the text was cut matters only to the last of them
+            return ids
+        size *= 4
+    return tokenizer.encode(text, add_bos=bos)[0]
 
 
 def builtin_rows(tokenizer: Tokenizer, rows: int, length: int) -> Tensor:
