@@ -100,6 +100,16 @@ def test_the_built_in_text_and_the_model_s_own_are_enough(source: Path, tmp_path
         assert words in card
 
 
+def test_the_card_names_a_source_from_the_hub(text: Path, measured: Path, tmp_path: Path) -> None:
+    commit = "0a1b2c3d" * 5
+    source = tiny.chatty(tmp_path / "models--acme--tiny-1" / "snapshots" / commit, **SHAPE)
+    options = {**FEW, "report": True, "calibration": text, "measurement": measured}
+    quality = quantize_model(source, tmp_path / "out", 5.0, **options)
+    assert quality is not None
+    assert quality.against == f"acme/tiny-1@{commit}"
+    assert f"- source: acme/tiny-1@{commit}\n" in (tmp_path / "out" / "README.md").read_text()
+
+
 def test_more_bits_do_less_harm(source: Path, text: Path, measured: Path, tmp_path: Path) -> None:
     found = []
     for bits in (4.0, 7.5):

@@ -228,10 +228,18 @@ def _written(
             if pipeline.aim_again(work, quality.kl):
                 raise _Missed(words)
             log.warning("%s: %s Ask for less, or calibrate with more text.", folder.name, words)
-        quality = replace(quality, model=folder.name, against=Path(source).name)
+        quality = replace(quality, model=folder.name, against=_called(Path(source)))
         if report:
-            write_report(hidden, quality, _words(work, said, quality, Path(source).name), CARD)
+            write_report(hidden, quality, _words(work, said, quality, _called(Path(source))), CARD)
         return quality
+
+
+def _called(source: Path) -> str:
+    """A model's name for people; the folder of a snapshot from the Hub is called by its commit."""
+    kept, repository = source.parent.name, source.parent.parent.name
+    if kept == "snapshots" and repository.startswith("models--"):
+        return f"{repository.removeprefix('models--').replace('--', '/', 1)}@{source.name}"
+    return source.name
 
 
 def _words(work: Work, said: dict[str, Any], quality: Quality, source: str) -> dict[str, str]:
