@@ -125,6 +125,28 @@ def test_gpu_split_has_gb_of_weights(folder: Path) -> None:
         model.load([1] * 4)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"context": 0}, "context must be a whole number of at least 1"),
+        ({"context": 8.5}, "context must be"),
+        ({"users": 0}, "users must be"),
+        ({"memory": []}, r"memory is a list with GB for each GPU, as in \[24, 24\]"),
+        ({"memory": 24}, "memory is a list"),
+        ({"memory": ["24"]}, "memory is a list"),
+        ({"reserve_vram": "1"}, "reserve_vram is a number of bytes"),
+        ({"reserve_vram": ["1"]}, "reserve_vram is"),
+    ],
+)
+def test_a_plan_for_nothing_is_refused(folder: Path, wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        Model(Config(folder)).plan(**{"context": 256, **wrong})
+    model = Model(Config(folder))
+    assert model.plan(256, memory=[1], reserve_vram=5e8) == model.plan(
+        256, memory=[1], reserve_vram=[500000000]
+    )
+
+
 def test_devices_by_name(folder: Path) -> None:
     assert [slot.device for slot in inventory("cpu, cpu")] == [CPU, CPU]
     assert inventory(None)[0].free > 1 << 20

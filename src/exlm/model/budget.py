@@ -123,10 +123,15 @@ def measure(config: FrozenConfig, source: Source, use: Use, cache: Sequence[int]
 
 def spaces(slots: Sequence[Slot], reserve: int | Sequence[int] | None) -> list[Space]:
     """The devices, less what must stay free on them."""
-    if isinstance(reserve, int):
-        kept = [reserve] * len(slots)
+    numbers = reserve if isinstance(reserve, list | tuple) else [0 if reserve is None else reserve]
+    if not all(isinstance(number, int | float) for number in numbers):
+        raise InputError(
+            f"reserve_vram is a number of bytes, or a list with one for each device; found {reserve!r}."
+        )
+    if isinstance(reserve, int | float):
+        kept = [int(reserve)] * len(slots)
     else:
-        given = list(reserve or ())
+        given = [int(one) for one in reserve or ()]
         kept = [given[i] if i < len(given) else RESERVE[min(i, 1)] for i in range(len(slots))]
     return [Space(slot.name, max(0, slot.free - keep)) for slot, keep in zip(slots, kept, strict=True)]
 

@@ -55,6 +55,9 @@ def inventory(wish: str | None) -> list[Slot]:
 
 def imagined(memory: Sequence[float]) -> list[Slot]:
     """GPUs of so many GB each, to plan for without having them."""
+    known = isinstance(memory, Sequence) and all(isinstance(gb, int | float) and gb > 0 for gb in memory)
+    if not known or not memory:
+        raise InputError(f"memory is a list with GB for each GPU, as in [24, 24]; found {memory!r}.")
     return [Slot(f"GPU {i}", torch.device("cuda", i), int(gb * (1 << 30))) for i, gb in enumerate(memory)]
 
 

@@ -212,6 +212,9 @@ class Loader:
 
         `memory` has GB for each of some GPUs to be thought of instead of this machine's devices.
         """
+        for name, count in (("context", context), ("users", users)):
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise InputError(f"{name} must be a whole number of at least 1, found {count!r}.")
         frozen, slots = self._machine() if memory is None else (self.config.freeze(), imagined(memory))
         source, kind = self.source(frozen), use(frozen, slots, imagined=memory is not None)
         pages = cache(Planned(shapes(frozen.spec), kind.dtype), max_seq_len=PAGE, lazy=True).sizes()
