@@ -111,6 +111,12 @@ def test_cache_folder(
     assert settings.cache_folder() == Path(expected)
 
 
+def test_a_cache_folder_in_a_home_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXLM_CACHE", "~no-such-user/models")
+    with pytest.raises(InputError, match=r"~no-such-user is nobody's folder here: set EXLM_CACHE"):
+        settings.cache_folder()
+
+
 def test_log_level(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("EXLM_LOG_LEVEL", raising=False)
     assert settings.log_level() == "WARNING"

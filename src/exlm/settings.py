@@ -44,9 +44,9 @@ class CpuGuard:
 def cache_folder() -> Path:
     """Where downloads are kept: EXLM_CACHE, else `exlm` in XDG_CACHE_HOME, else ~/.cache/exlm."""
     if own := os.environ.get("EXLM_CACHE"):
-        return Path(own).expanduser()
+        return _at_home(Path(own))
     shared = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (shared if shared.is_absolute() else Path.home() / ".cache") / "exlm"
+    return (shared if shared.is_absolute() else _at_home(Path("~/.cache"))) / "exlm"
 
 
 def log_level() -> str:
@@ -126,6 +126,17 @@ def guard_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> CpuGuard:
     if capped:
         os.environ[_ISA_VARIABLE] = _ISA_BELOW_AMX
     return CpuGuard(amx, capped)
+
+
+def _at_home(path: Path) -> Path:
+    """The path with its ~ replaced; in a container there may be no such home."""
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise InputError(
+            f"{path} is where downloads would be kept, and {path.parts[0]} is nobody's folder here: set "
+            "EXLM_CACHE to a folder that can be written."
+        ) from None
 
 
 def _switch(name: str, otherwise: str = "1") -> bool:
