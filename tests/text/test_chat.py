@@ -269,3 +269,37 @@ def test_a_template_of_the_wrong_shape_is_refused(tmp_path: Path, value: object)
 def test_messages_of_the_wrong_shape_are_refused(renderer: Renderer, arguments: Any, says: str) -> None:
     with pytest.raises(ChatTemplateError, match=says):
         render_chat(renderer, Template("x", "x"), **arguments)
+
+
+TEXTS = "{% for one in messages %}{{ one.role }}: {{ one.content }}{{ '\\n' }}{% endfor %}"
+PARTS = """{% for one in messages %}{{ one.role }}: \
+{% for part in one.content | selectattr('type', 'equalto', 'image') %}<image>{% endfor %}\
+{% for part in one.content | selectattr('type', 'equalto', 'text') %}{{ part.text }}{% endfor %}\
+{{ '\\n' }}{% endfor %}"""
+EITHER = """{% for one in messages %}{{ one.role }}: \
+{% if one.content is string %}{{ one.content }}{% else %}\
+{% for part in one.content %}{{ part['text'] if part.type == 'text' else '<image>' }}{% endfor %}\
+{% endif %}{{ '\\n' }}{% endfor %}"""
+
+
+@pytest.mark.parametrize("source", [TEXTS, PARTS, EITHER])
+def test_texts_and_parts_of_text_are_read_alike(renderer: Renderer, source: str) -> None:
+    halves = [{"type": "text", "text": "Is this "}, {"type": "text", "text": "read?"}]
+    for said in ("Is this read?", halves):
+        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": said}]
+        text = render_chat(renderer, Template(source, "it"), messages)
+        assert text.splitlines() == ["system: Be brief.", "user: Is this read?"]
+
+
+def test_pictures_go_to_templates_that_know_them_and_to_no_others(renderer: Renderer) -> None:
+    seen = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}]
+    for source in (PARTS, EITHER):
+        assert render_chat(renderer, Template(source, "it"), seen).strip() == "user: <image>What is it?"
+    with pytest.raises(ChatTemplateError, match=r"messages\[0\] holds a part of type 'image', and it reads"):
+        render_chat(renderer, Template(TEXTS, "it"), seen)
+
+
+def test_a_template_that_cannot_be_tried_gets_the_messages_as_they_are(renderer: Renderer) -> None:
+    strict = "{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}" + TEXTS
+    messages = [{"role": "system", "content": [{"type": "text", "text": "Hi"}]}]
+    assert "'text': 'Hi'" in render_chat(renderer, Template(strict, "it"), messages)

@@ -13,6 +13,7 @@ from typing import Any
 from ..errors import ChatTemplateError, TokenizerError
 from .chat_formats import FORMATS, ChatFormat
 from .folder import Folder, read_object, read_text
+from .parts import fitted
 from .renderer import Limits, Renderer
 
 DEFAULT = "default"
@@ -112,12 +113,15 @@ def render_chat(
             _check(values, name)
     given = {
         **(variables or {}),
-        "messages": messages,
         "tools": tools,
         "documents": documents,
         "add_generation_prompt": add_generation_prompt,
     }
-    return renderer.render(template.source, given, template.origin)
+
+    def render(messages: Sequence[Mapping[str, Any]]) -> str:
+        return renderer.render(template.source, {**given, "messages": messages}, template.origin)
+
+    return render(fitted(messages, template.source, template.origin, render))
 
 
 def _check(values: object, name: str) -> None:
