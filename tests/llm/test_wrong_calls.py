@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from exlm import LLM, InputError, RegexFilter, Settings
@@ -80,6 +81,19 @@ def test_tools_that_the_template_would_leave_out(llm: LLM) -> None:
 def test_no_stop_is_none(llm: LLM) -> None:
     plain = llm.generate("Hi", settings=GREEDY, max_new_tokens=4)
     assert llm.generate("Hi", settings=GREEDY, stop=None, max_new_tokens=4).token_ids == plain.token_ids
+
+
+@pytest.mark.parametrize("wrong", [2.5, b"Hi", True])
+def test_stops(llm: LLM, wrong: Any) -> None:
+    with pytest.raises(InputError, match=f"Unsupported type in stop_conditions: {wrong!r}"):
+        llm.generate("Hi", stop=wrong, max_new_tokens=2)
+
+
+def test_a_stop_token_may_be_a_number_of_numpys(llm: LLM) -> None:
+    first = llm.generate("Hi", settings=GREEDY, max_new_tokens=2).token_ids[0]
+    for stop in (np.int64(first), np.array([first])):
+        ended = llm.generate("Hi", settings=GREEDY, stop=stop, max_new_tokens=2)
+        assert (ended.finish_reason, ended.token_ids) == ("stop_token", ())
 
 
 def test_sizes(folder: Path) -> None:

@@ -306,12 +306,13 @@ def split_conditions(conditions: Iterable[int | str]) -> tuple[frozenset[int], t
     """Stop tokens and stop strings."""
     if isinstance(conditions, str | bytes) or not isinstance(conditions, Iterable):
         raise InputError(f"stop_conditions must be a list of ids and strings, found {conditions!r}.")
-    tokens, strings = set(), []
+    tokens: set[int] = set()
+    strings: list[str] = []
     for one in conditions:
         if isinstance(one, str):
             strings.append(one)
-        elif isinstance(one, int) and not isinstance(one, bool):
-            tokens.add(one)
+        elif isinstance(one, Integral) and not isinstance(one, bool):
+            tokens.add(int(one))
         else:
             raise InputError(f"Unsupported type in stop_conditions: {one!r}; use token ids and strings.")
     return frozenset(tokens), tuple(string for string in strings if string)

@@ -340,7 +340,9 @@ class LLM:
             # Where nothing is left the generator refuses the job, and says how long the prompt is.
             max_new_tokens = max(1, min(ANSWER, length - max(half.shape[1] for half in ids)))
         ends = [number for number in self.tokenizer.eos_token_ids if number < self.config.vocab_size]
-        more = [stop] if isinstance(stop, str | int) else () if stop is None else stop
+        more: Iterable[Any] = () if stop is None else [stop]
+        if isinstance(stop, Iterable) and not isinstance(stop, str | bytes):
+            more = stop
         return Job(
             ids,
             max_new_tokens,
