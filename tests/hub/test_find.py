@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,6 +79,12 @@ def test_anything_else_lists_the_kinds_of_names(name: str) -> None:
         find_model(name)
     for kind in ("./models/llama", "./llama.Q4_K_M.gguf", "HuggingFaceTB/SmolLM2-135M-Instruct"):
         assert kind in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [5, True, b"folder", ["folder"]])
+def test_what_is_no_name_is_told(wrong: Any) -> None:
+    with pytest.raises(ModelNotFound, match=rf"on the Hugging Face Hub, found {type(wrong).__name__}\."):
+        find_model(wrong)
 
 
 def test_no_name_is_the_default_model(

@@ -5,6 +5,7 @@ A name that exists on disk is always that file or folder; only then is it looked
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from .. import settings
@@ -23,6 +24,10 @@ def find_model(name: str | Path | None = None, *, progress: bool = False) -> Pat
     """
     if name is None:
         return _default_model(progress)
+    if not isinstance(name, str | os.PathLike):
+        raise ModelNotFound(
+            f"A model is named by a path or a name on the Hugging Face Hub, found {type(name).__name__}."
+        )
     path = _expanded(name)
     if path is not None and _is_there(path):
         return _usable(path)
