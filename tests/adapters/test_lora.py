@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from exlm import Cache, Config, InputError, Lora, Model, NotLoaded
+from exlm import LLM, Cache, Config, InputError, Lora, Model, NotLoaded
 from exlm.adapters.modules import AdaptedExperts, AdaptedLinear
 from exlm.formats import exl2, gptq
 from exlm.model.extras import Extras
@@ -215,6 +215,14 @@ def test_what_is_no_adapter(wrong: Any, tmp_path: Path) -> None:
     model = load(tiny.make(tmp_path / "model"))
     with pytest.raises(InputError, match="must be adapters"):
         model.forward(torch.tensor([[3, 4]]), loras=wrong)
+
+
+def test_an_llm_is_no_model(tmp_path: Path) -> None:
+    folder = making.write(tmp_path / "a", {"model.layers.0.mlp.up_proj": (32, 48)}).folder
+    with LLM(tiny.chatty(tmp_path / "model")) as llm:
+        wrong: Any = llm
+        with pytest.raises(InputError, match=r"a Model, found LLM: of an LLM, into llm\.model"):
+            Lora.from_directory(wrong, folder)
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), "1", None, True])

@@ -69,6 +69,10 @@ class Lora:
         lora_scaling: float = 1.0,
     ) -> None:
         """Read the adapter's two files, check them against the model, and install it."""
+        if not hasattr(model, "opened"):
+            raise InputError(
+                f"An adapter goes into a Model, found {type(model).__name__}: of an LLM, into llm.model."
+            )
         opened = model.opened()
         self.model = model
         self.lora_config_path, self.lora_path = str(lora_config_path), str(lora_path)
