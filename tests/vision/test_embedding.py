@@ -86,6 +86,24 @@ def test_grids() -> None:
         MMEmbedding(HOST, torch.zeros(6, 8), "")
 
 
+def test_grids_as_processors_give_them() -> None:
+    several = torch.tensor([[1, 2, 3]])  # of one picture
+    for grid in (several[0], tuple(several[0]), several[0].numpy()):
+        assert MMEmbedding(HOST, torch.zeros(6, 8), thw_grid=grid).grid == (1, 2, 3)
+    for wrong in (several, 6, (1, None, 6), (1.0, 2.5, 3.0)):
+        with pytest.raises(InputError, match="thw_grid must be three sizes"):
+            MMEmbedding(HOST, torch.zeros(6, 8), thw_grid=wrong)  # type: ignore[arg-type]
+
+
+def test_wrong_sides_and_aliases() -> None:
+    side: Any = "1"
+    with pytest.raises(InputError, match="post_tokens must be a whole number, found '1'"):
+        MMEmbedding(HOST, torch.zeros(6, 8), post_tokens=side)
+    alias: Any = 5
+    with pytest.raises(InputError, match="text_alias must be a text, found 5"):
+        MMEmbedding(HOST, torch.zeros(6, 8), alias)
+
+
 def test_runs_among_ids() -> None:
     one, two = MMEmbedding(HOST, torch.randn(3, 8)), MMEmbedding(HOST, torch.randn(2, 8))
     a, b = one.first_index, two.first_index

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import Any, Protocol
 
 import torch
@@ -65,6 +66,9 @@ class MMEmbedding:
         self.model = model
         self.embeddings = _vectors(embeddings, model.config.hidden_size)
         self.length = len(self.embeddings)
+        for name, count in (("pre_tokens", pre_tokens), ("post_tokens", post_tokens)):
+            if not isinstance(count, int):
+                raise InputError(f"{name} must be a whole number, found {count!r}.")
         self.pre_tokens, self.post_tokens = pre_tokens, post_tokens
         if min(pre_tokens, post_tokens) < 0 or pre_tokens + post_tokens >= self.length:
             raise InputError(
@@ -73,8 +77,10 @@ class MMEmbedding:
         self.thw_grid = None if thw_grid is None else _grid(thw_grid, self.length - pre_tokens - post_tokens)
         self.first_index = _ids.take(self.length)
         self.text_alias = f"<$EMB_{self.first_index}$>" if text_alias is None else text_alias
-        if not self.text_alias:
-            raise InputError("An embedding's text_alias must not be empty: leave it out to get one.")
+        if not isinstance(self.text_alias, str) or not self.text_alias:
+            raise InputError(
+                f"An embedding's text_alias must be a text, found {text_alias!r}: leave it out to get one."
+            )
         self.metadata: dict[str, Any] = {}
 
     def get_ids(self) -> list[int]:
@@ -123,13 +129,17 @@ def _vectors(given: object, width: int) -> Tensor:
 
 
 def _grid(given: Sequence[int], count: int) -> tuple[int, int, int]:
-    grid = tuple(int(size) for size in given)
-    if len(grid) != 3 or min(grid) < 1 or not _merge(grid, count):
+    found = given.tolist() if isinstance(given, Tensor) else given
+    listed = found if isinstance(found, Iterable) else ()
+    grid = tuple(one.item() if isinstance(one, Tensor) and not one.dim() else one for one in listed)
+    whole = len(grid) == 3 and all(isinstance(size, Integral) and size >= 1 for size in grid)
+    if not whole or not _merge(grid, count):
         raise InputError(
             f"thw_grid must be three sizes whose product, rows and columns perhaps merged, is {count} (the "
-            f"vectors without pre_tokens and post_tokens), found {list(given)}."
+            f"vectors without pre_tokens and post_tokens), found {found!r}."
         )
-    return grid
+    frames, rows, columns = grid
+    return int(frames), int(rows), int(columns)
 
 
 def _merge(grid: tuple[int, ...], count: int) -> int:
