@@ -9,7 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from exlm import AsyncGenerator, AsyncJob, InputError, Job, RegexFilter, SelectFilter, Settings
+from exlm import (
+    AsyncGenerator,
+    AsyncJob,
+    Cache,
+    Config,
+    Generator,
+    InputError,
+    Job,
+    Model,
+    RegexFilter,
+    SelectFilter,
+    Settings,
+)
 from tests.generator import scripted
 from tests.generator.test_loop import TOKENIZER, job
 
@@ -81,6 +93,17 @@ def test_what_other_calls_of_the_old_library_took_may_be_passed_on_empty(tmp_pat
             machine.generate("abc", 3, **{name: value})
     with pytest.raises(InputError, match="embeddings must be a list with one entry for each of 2 prompts"):
         machine.generate(["abc", "def"], 3, embeddings=[None])
+
+
+@pytest.mark.parametrize(
+    "name", ["max_batch_size", "max_seq_len", "max_chunk_size", "max_q_size", "max_ngram"]
+)
+def test_sizes_of_a_generator_that_are_no_whole_numbers(fixtures_dir: Path, name: str) -> None:
+    model = Model(Config(fixtures_dir / "tiny-lm"))
+    model.load()
+    for wrong in ("x", 1.5, -1):
+        with pytest.raises(InputError, match=rf"{name} must be a whole number of .*, found {wrong!r}"):
+            Generator(model, Cache(model, max_seq_len=256), None, use_ngram_draft=True, **{name: wrong})
 
 
 def test_jobs_arguments_reach_the_jobs(tmp_path: Path) -> None:

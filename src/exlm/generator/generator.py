@@ -63,7 +63,8 @@ class Generator:
         self.paged = paged
         self.page_size = PAGE
         self.padded_vocab_size = -(-model.config.vocab_size // PADDING) * PADDING
-        rows = max_batch_size or max(1, model.config.max_input_len // _at_least("max_q_size", max_q_size, 1))
+        usual_rows = max(1, model.config.max_input_len // _at_least("max_q_size", max_q_size, 1))
+        rows = _at_least("max_batch_size", max_batch_size or usual_rows, 1)
         self.max_batch_size = rows if paged else 1
         self.max_seq_len = _length(max_seq_len, model.max_seq_len)
         self.max_chunk_size = _chunk(max_chunk_size, model.config.max_input_len)
@@ -292,7 +293,7 @@ class Generator:
 
     def _drafter(self, ngram: bool, longest: int) -> Drafter | None:
         if self.draft_model is None:
-            return NgramDraft(longest) if ngram else None
+            return NgramDraft(_at_least("max_ngram", longest, 0)) if ngram else None
         if ngram:
             raise InputError("Cannot use both draft model and ngram draft.")
         if self.draft_cache is None:
@@ -360,15 +361,16 @@ def _guesses(count: int, rows: int) -> int:
 
 
 def _length(wanted: int | None, limit: int) -> int:
-    if wanted is not None and wanted > limit:
+    length = _at_least("max_seq_len", wanted or limit, 1)
+    if length > limit:
         raise InputError(f"Model initialized with max seq len {limit}, requested seq len is {wanted}.")
-    return wanted or limit
+    return length
 
 
 def _chunk(wanted: int | None, limit: int) -> int:
     if wanted is None:
         return max(PAGE, limit // PAGE * PAGE)
-    if wanted > limit or wanted < PAGE or wanted % PAGE:
+    if _at_least("max_chunk_size", wanted, 1) > limit or wanted % PAGE:
         raise InputError(
             f"max_chunk_size must be a multiple of {PAGE} and at most the model's max_input_len of {limit}, "
             f"received {wanted}."
