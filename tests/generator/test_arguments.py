@@ -32,6 +32,13 @@ def test_a_job_makes_at_least_one_token(number: Any) -> None:
         job("abc", number)
 
 
+def test_a_salt_is_a_text() -> None:
+    assert job("abc", 3, salt=None).key == job("abc", 3).key != job("abc", 3, salt="0").key
+    for wrong in (0, 7):
+        with pytest.raises(InputError, match=f"salt must be a text or bytes, found {wrong}: write '{wrong}'"):
+            job("abc", 3, salt=wrong)
+
+
 def test_nothing_is_made_with_an_unknown_name(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"Job has no argument 'stop_condition'. Did you mean 'stop_cond"):
         Job(TOKENIZER.encode("abc"), 3, stop_condition=[0])

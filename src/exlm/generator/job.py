@@ -105,7 +105,7 @@ class Job(Timed):
         self.banned_strings = _strings(lasting(banned_strings) or ())
         self.token_healing = bool(token_healing) and all(map(_healable, self.prompts))
         self.identifier, self.embeddings, self.loras = identifier, list(embeddings or ()), loras
-        self.key = {"salt": salt.encode() if isinstance(salt, str) else salt}
+        self.key = {"salt": _salt(salt)}
         """What besides ids the keys and values depend on, by what it is; complete before it is enqueued."""
         self._check()
         healed = 1 if self.token_healing else 0
@@ -316,6 +316,13 @@ def split_conditions(conditions: Iterable[int | str]) -> tuple[frozenset[int], t
         else:
             raise InputError(f"Unsupported type in stop_conditions: {one!r}; use token ids and strings.")
     return frozenset(tokens), tuple(string for string in strings if string)
+
+
+def _salt(given: str | bytes | None) -> bytes:
+    """A number is refused: 0 would be no salt at all."""
+    if given is not None and not isinstance(given, str | bytes):
+        raise InputError(f"salt must be a text or bytes, found {given!r}: write {str(given)!r}.")
+    return given.encode("utf-8", "surrogatepass") if isinstance(given, str) else given or b""
 
 
 def _healable(prompt: list[int]) -> bool:
