@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,22 @@ def test_a_stream_that_is_collected_in_the_middle_of_a_round_is_dropped(llm: LLM
         llm.generate("Ho", settings=collecting, max_new_tokens=4)
     finally:
         gc.enable()
+    assert llm.generator.num_remaining_jobs() == 0
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_a_stream_may_be_closed_while_somebody_waits_for_its_next_piece(llm: LLM, elsewhere: bool) -> None:
+    def close(_: object) -> None:
+        if elsewhere:
+            other = threading.Thread(target=stream.close)
+            other.start()
+            other.join()
+        else:
+            stream.close()
+
+    stream = llm.stream("Hi", settings=Settings.greedy(post_sampling_hooks=[close]), max_new_tokens=200)
+    assert list(stream) == []
+    assert stream.completion is None
     assert llm.generator.num_remaining_jobs() == 0
 
 

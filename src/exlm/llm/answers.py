@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Generator as Pieces
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -39,24 +40,45 @@ class Completion:
 class Stream(Iterator[str]):
     """An answer on its way: iterate for its pieces of text; `completion` is the whole of it at the end.
 
-    To leave early, stop iterating and let go of it, or call `close()`: the request is dropped.
+    To leave early, stop iterating and let go of it, or call `close()`, which another thread may do: the
+    request is dropped.
     """
 
     def __init__(self, pieces: Pieces[str, None, Completion]) -> None:
         """`pieces` returns the completion when it is exhausted."""
         self.completion: Completion | None = None
         self._pieces = pieces
+        self._reading = threading.RLock()
+        self._inside = False  # whoever holds the lock waits for a piece
+        self._closed = False
 
     def __next__(self) -> str:
+        with self._reading:
+            piece = None if self._closed else self._next()
+        if piece is None or self._closed:  # looked at without the lock, so that a close() meanwhile is seen
+            self.close()
+            raise StopIteration
+        return piece
+
+    def close(self) -> None:
+        """Drop the request if it is still running; while a thread waits for a piece, once it has come."""
+        self._closed = True
+        if self._reading.acquire(blocking=False):
+            try:
+                if not self._inside:
+                    self._pieces.close()
+            finally:
+                self._reading.release()
+
+    def _next(self) -> str | None:
         try:
+            self._inside = True
             return next(self._pieces)
         except StopIteration as end:
             self.completion = end.value or self.completion
-            raise
-
-    def close(self) -> None:
-        """Drop the request if it is still running."""
-        self._pieces.close()
+            return None
+        finally:
+            self._inside = False
 
 
 def ids_of(result: StreamingResult) -> list[int]:
