@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from exlm import LLM, InputError, RegexFilter, Settings
+from exlm.llm import Stream
 from tests import tiny
 
 GREEDY = Settings.greedy()
@@ -68,6 +69,31 @@ def test_a_template_by_name(llm: LLM) -> None:
     name: Any = "chatml"
     with pytest.raises(InputError, match=r"\{'chat_template': 'chatml'\}"):
         llm.chat("Hi", template=name, max_new_tokens=2)
+
+
+def test_a_template_of_a_name_that_nobody_knows(llm: LLM) -> None:
+    for ask in (llm.chat, llm.stream):
+        with pytest.raises(
+            InputError, match=r"No chat template is called 'mistral': .* of default, raw, llama"
+        ):
+            ask([{"role": "user", "content": "Hi"}], template={"chat_template": "mistral"}, max_new_tokens=2)
+
+
+def test_a_format_by_name_says_how_it_begins_and_ends(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "</s>"}]
+    for ask in (llm.chat, llm.stream):
+        typed = iter(llm.tokenizer.encode("No.\nU: And why? ")[0].tolist())
+
+        def type_on(result: Any, typed: Iterator[int] = typed) -> None:
+            result.sampled_token[:] = next(typed)
+
+        settings = Settings(post_sampling_hooks=[type_on])
+        answer: Any = ask(messages, template={"chat_template": "raw"}, settings=settings, max_new_tokens=15)
+        if isinstance(answer, Stream):
+            list(answer)
+            answer = answer.completion
+        assert (answer.finish_reason, answer.text) == ("stop_string", "No.\n")
+        assert answer.prompt_tokens == 1 + len("User: </s>\nAssistant:")  # a BOS, and </s> is plain text
 
 
 def test_tools_that_the_template_would_leave_out(llm: LLM) -> None:

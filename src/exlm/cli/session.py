@@ -73,9 +73,7 @@ class Session:
         """What ends an answer: the model's own ends, and those of the chat format."""
         ends: list[int | str] = list(self.tokenizer.eos_token_ids)
         if self.format is not None:
-            ids = {text: self.tokenizer.single_id(text) for text in self.format.stop_tokens}
-            ends += [text if number is None else number for text, number in ids.items()]
-            ends += self.format.stop_strings
+            ends += self.format.ends(self.tokenizer.single_id)
         return ends
 
     def load(self, prompt: int, new: int) -> None:

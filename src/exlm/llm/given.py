@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from ..errors import InputError
 from ..filters import Filter
 from ..model import Model
 from ..sampling import Settings
+from ..text.chat_formats import ChatFormat
+from ..tokenizer import Tokenizer
 
 
 def each(name: str, values: Any, count: int) -> list[Any]:
@@ -37,3 +42,19 @@ def placed(model: Model, prompt: Any, embeddings: Any) -> list[Any] | None:
         return None
     text = prompt[0] if isinstance(prompt, tuple) and prompt else prompt
     return list(model.injected(text, embeddings))
+
+
+def stops(given: Any) -> list[Any]:
+    """What ends an answer: none, one or several."""
+    several = isinstance(given, Iterable) and not isinstance(given, str | bytes)
+    return [*given] if several else [] if given is None else [given]
+
+
+def spoken(tokenizer: Tokenizer, text: str, known: ChatFormat | None, embeddings: Any) -> Tensor:
+    """The ids of a conversation; a format by name also says how its text is encoded."""
+    special = known is None or known.special
+    ids = tokenizer.encode(text, encode_special_tokens=special, embeddings=embeddings)
+    bos = tokenizer.bos_token_id
+    if known is not None and known.bos and bos is not None and ids[0, :1].tolist() != [bos]:
+        ids = torch.cat((torch.tensor([[bos]]), ids), dim=1)
+    return ids

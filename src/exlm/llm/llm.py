@@ -26,7 +26,7 @@ from ..model import Model
 from ..sampling import Settings
 from ..tokenizer import Tokenizer
 from .answers import Completion, Stream
-from .given import each, joined, placed
+from .given import each, joined, placed, spoken, stops
 from .turns import Turns
 
 LONGEST = 8192
@@ -235,8 +235,8 @@ class LLM:
         chat template, such as `tools` or `enable_thinking`; the rest is as in `generate`.
         """
         filters = joined(job_arguments.pop("filters", None), self._filters(json_schema, regex, grammar))
-        ids = self._said(messages, template, job_arguments)
-        job = self._job(ids, max_new_tokens, settings, stop, seed, filters, job_arguments)
+        ids, ends = self._said(messages, template, job_arguments)
+        job = self._job(ids, max_new_tokens, settings, [*ends, *stops(stop)], seed, filters, job_arguments)
         return self._open().finish([job])[0]
 
     def stream(
@@ -265,7 +265,8 @@ class LLM:
             job_arguments["embeddings"] = vectors
             ids = self._encode(prompt, add_bos, encode_special_tokens, vectors)
         else:
-            ids = self._said(prompt, template, job_arguments)
+            ids, ends = self._said(prompt, template, job_arguments)
+            stop = [*ends, *stops(stop)]
         job = self._job(ids, max_new_tokens, settings, stop, seed, filters, job_arguments)
         return Stream(self._open().pieces(job))
 
@@ -292,22 +293,26 @@ class LLM:
 
     def _said(
         self, messages: str | Messages, template: Mapping[str, Any], job_arguments: dict[str, Any]
-    ) -> list[Tensor]:
-        """The ids of a conversation; vectors among the job's arguments are put in their place."""
+    ) -> tuple[list[Tensor], list[int | str]]:
+        """The ids of a conversation, vectors among the job's arguments in their place, and what ends it."""
         if not isinstance(template, Mapping):
             raise InputError(
                 f"template holds variables for the chat template, as in {{'tools': []}}; found {template!r}. "
                 "Another template is one of them: {'chat_template': 'chatml'}."
             )
-        if template.get("tools"):
-            chosen = self.tokenizer.chat_templates.choose(template.get("chat_template"), tools=True)
-            if "tools" not in chosen.source:
-                raise InputError(f"{chosen.origin} has no place for tools: tell of them in a system message.")
+        tools, name = template.get("tools"), template.get("chat_template")
+        chosen = self.tokenizer.chat_templates.choose(name, tools is not None)
+        if "{" not in chosen.source:
+            names = ", ".join(self.tokenizer.chat_templates.names)
+            raise InputError(f"No chat template is called {name!r}: give its source, or one of {names}.")
+        if tools and "tools" not in chosen.source:
+            raise InputError(f"{chosen.origin} has no place for tools: tell of them in a system message.")
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         text = self.tokenizer.apply_chat_template(messages, **template)
         vectors = job_arguments["embeddings"] = placed(self.model, text, job_arguments.get("embeddings"))
-        return [self.tokenizer.encode(text, encode_special_tokens=True, embeddings=vectors)]
+        ends = chosen.format.ends(self.tokenizer.single_id) if chosen.format else []
+        return [spoken(self.tokenizer, text, chosen.format, vectors)], ends
 
     def _filters(self, json_schema: Any, regex: str | None, grammar: str | None) -> list[Filter]:
         """Compiled once for a call: every job works on a copy of its own.
@@ -340,15 +345,12 @@ class LLM:
             # Where nothing is left the generator refuses the job, and says how long the prompt is.
             max_new_tokens = max(1, min(ANSWER, length - max(half.shape[1] for half in ids)))
         ends = [number for number in self.tokenizer.eos_token_ids if number < self.config.vocab_size]
-        more: Iterable[Any] = () if stop is None else [stop]
-        if isinstance(stop, Iterable) and not isinstance(stop, str | bytes):
-            more = stop
         return Job(
             ids,
             max_new_tokens,
             gen_settings=settings,
             seed=seed,
-            stop_conditions=[*ends, *more],
+            stop_conditions=[*ends, *stops(stop)],
             filters=filters,
             **job_arguments,
         )

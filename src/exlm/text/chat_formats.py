@@ -8,7 +8,7 @@ template cannot say: how its text is encoded, and what ends an answer besides th
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -55,6 +55,11 @@ class ChatFormat:
             " ~ message.role ~ '.') -}}{%- endif -%}"
             "{%- endfor -%}"
         )
+
+    def ends(self, single_id: Callable[[str], int | None]) -> list[int | str]:
+        """What ends an answer: ids of tokens, and texts, also of tokens that the model does not have."""
+        tokens = [(text, single_id(text)) for text in self.stop_tokens]
+        return [*(text if number is None else number for text, number in tokens), *self.stop_strings]
 
 
 def _quoted(text: str) -> str:
