@@ -217,6 +217,14 @@ def test_what_is_no_adapter(wrong: Any, tmp_path: Path) -> None:
         model.forward(torch.tensor([[3, 4]]), loras=wrong)
 
 
+def test_a_folder_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model = load(tiny.make(tmp_path / "model"))
+    making.write(tmp_path / "a", {"model.layers.0.mlp.up_proj": (32, 48)})
+    assert Lora.from_directory(model, "~/a").loaded
+    assert Lora(model, "~/a/adapter_config.json", "~/a/adapter_model.safetensors").loaded
+
+
 def test_an_llm_is_no_model(tmp_path: Path) -> None:
     folder = making.write(tmp_path / "a", {"model.layers.0.mlp.up_proj": (32, 48)}).folder
     with LLM(tiny.chatty(tmp_path / "model")) as llm:

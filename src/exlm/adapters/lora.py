@@ -77,11 +77,12 @@ class Lora:
         self.model = model
         self.lora_config_path, self.lora_path = str(lora_config_path), str(lora_path)
         self.lora_scaling = strength(lora_scaling)
-        config = PeftConfig.read(Path(lora_config_path))
+        described, weights = (Path(os.path.expanduser(path)) for path in (lora_config_path, lora_path))
+        config = PeftConfig.read(described)
         self.lora_r, self.lora_alpha = config.r, config.alpha
-        if Path(lora_path).suffix in (".bin", ".pt", ".pth"):
-            raise _pickled(Path(lora_path))
-        reader = Reader(Path(lora_path), config, opened.spec, opened.device, opened.dtype)
+        if weights.suffix in (".bin", ".pt", ".pth"):
+            raise _pickled(weights)
+        reader = Reader(weights, config, opened.spec, opened.device, opened.dtype)
         pairs = reader.read()
         self.number = next(_numbers)
         self.roles = tuple(pairs)
@@ -95,7 +96,7 @@ class Lora:
         cls, model: Adaptable, directory: str | os.PathLike[str], lora_scaling: float = 1.0
     ) -> Lora:
         """The adapter in a folder: adapter_config.json and adapter_model.safetensors."""
-        folder = Path(directory)
+        folder = Path(os.path.expanduser(directory))
         if not (folder / CONFIG).is_file():
             raise CheckpointError(f"No LoRA found in {folder}: expected {CONFIG} and {WEIGHTS}.")
         if not (folder / WEIGHTS).is_file():
