@@ -298,3 +298,8 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     nowhere.model_dir = None
     with pytest.raises(TokenizerError, match="no model_dir"):
         Tokenizer(nowhere)
+    path: Any = "/path/to/model"
+    with pytest.raises(
+        TokenizerError, match=r"for a Config\('/path/to/model'\), found a str that has no model_dir"
+    ):
+        Tokenizer(path)

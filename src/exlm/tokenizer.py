@@ -65,8 +65,9 @@ class Tokenizer:
         `force_json` and `force_spm` choose where a folder has both kinds; `vocab_file` names the file itself.
         `lazy_init=False` builds every lookup table now. `chat_limits` bound what a chat template may use up.
         """
-        if config.model_dir is None:
-            raise TokenizerError("The config has no model_dir to read a tokenizer from.")
+        if not hasattr(config, "model_dir") or config.model_dir is None:
+            found = f"a {type(config).__name__} that has no model_dir"
+            raise TokenizerError(f"A tokenizer is read for a Config('/path/to/model'), found {found}.")
         if force_json and force_spm:
             raise TokenizerError("force_json and force_spm exclude each other.")
         self.config = config
