@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,3 +50,10 @@ def test_no_module_needs_itself_to_load() -> None:
 def test_the_compatibility_package_keeps_the_rule(rule: Callable[[Source], list[str]]) -> None:
     found = complaints(rule, COMPATIBILITY)
     assert not found, f"{rule.__doc__}\n{found}"
+
+
+def test_a_source_distribution_holds_what_the_tests_read() -> None:
+    settings = tomllib.loads((SRC.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    included = settings["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    needed = ("src", "tests", "benchmarks", "deploy", "docs", "examples", "scripts")
+    assert [name for name in needed if f"/{name}" not in included or not (SRC.parent / name).is_dir()] == []
