@@ -71,6 +71,13 @@ def test_a_template_by_name(llm: LLM) -> None:
         llm.chat("Hi", template=name, max_new_tokens=2)
 
 
+def test_a_message_without_a_content_is_an_empty_one(llm: LLM) -> None:
+    said = [{"role": "assistant", "content": None, "tool_calls": []}, {"role": "user", "content": "Hi"}]
+    empty = [{"role": "assistant", "content": ""}, {"role": "user", "content": "Hi"}]
+    written = llm.tokenizer.apply_chat_template(empty, tokenize=True)
+    assert llm.chat(said, max_new_tokens=1).prompt_tokens == written.shape[1]
+
+
 def test_a_template_of_a_name_that_nobody_knows(llm: LLM) -> None:
     for ask in (llm.chat, llm.stream):
         with pytest.raises(

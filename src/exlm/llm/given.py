@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,3 +58,15 @@ def spoken(tokenizer: Tokenizer, text: str, known: ChatFormat | None, embeddings
     if known is not None and known.bos and bos is not None and ids[0, :1].tolist() != [bos]:
         ids = torch.cat((torch.tensor([[bos]]), ids), dim=1)
     return ids
+
+
+def said(messages: Any) -> Any:
+    """A str as the user's message, and no content as an empty one: many templates would write None."""
+    if isinstance(messages, str):
+        return [{"role": "user", "content": messages}]
+    if not isinstance(messages, list | tuple):
+        return messages  # those who render it say what is wrong
+    return [
+        {**one, "content": ""} if isinstance(one, Mapping) and one.get("content", "") is None else one
+        for one in messages
+    ]

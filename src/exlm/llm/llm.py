@@ -26,7 +26,7 @@ from ..model import Model
 from ..sampling import Settings
 from ..tokenizer import Tokenizer
 from .answers import Completion, Stream
-from .given import each, joined, placed, spoken, stops
+from .given import each, joined, placed, said, spoken, stops
 from .turns import Turns
 
 LONGEST = 8192
@@ -307,9 +307,7 @@ class LLM:
             raise InputError(f"No chat template is called {name!r}: give its source, or one of {names}.")
         if tools and "tools" not in chosen.source:
             raise InputError(f"{chosen.origin} has no place for tools: tell of them in a system message.")
-        if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
-        text = self.tokenizer.apply_chat_template(messages, **template)
+        text = self.tokenizer.apply_chat_template(said(messages), **template)
         vectors = job_arguments["embeddings"] = placed(self.model, text, job_arguments.get("embeddings"))
         ends = chosen.format.ends(self.tokenizer.single_id) if chosen.format else []
         return [spoken(self.tokenizer, text, chosen.format, vectors)], ends
