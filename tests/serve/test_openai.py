@@ -28,6 +28,7 @@ WEATHER: Any = {
         },
     },
 }
+PAD = 0  # what the small model pads with
 HELLO: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello, who are you?"}]
 
 
@@ -170,7 +171,8 @@ def test_logit_bias(client: openai.OpenAI, running: Served) -> None:
 def test_tokens_spell_the_text_they_came_from(running: Served) -> None:
     text = "<|im_start|>user\nné 👍<|im_end|>\n<|endoftext|><|endoftext|> x<|im_end|>"
     tokens = running.post("/tokenize", text=text)[1]["tokens"]
-    assert running.engine.hosted["tiny"].host.tokenizer.pad_token_id in tokens
+    assert running.post("/tokenize", text="<|endoftext|>")[1]["tokens"] == [PAD]
+    assert tokens.count(PAD) == 2
     assert running.post("/detokenize", tokens=tokens) == (200, {"text": text})
     plain = running.post("/detokenize", tokens=tokens, decode_special_tokens=False)
     assert plain == (200, {"text": "user\nné 👍\n x"})
