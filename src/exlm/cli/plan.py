@@ -57,11 +57,10 @@ def plan(
     console.print(f"{users} × {config.max_seq_len:,} tokens: {'fits' if found.fits else 'does not fit'}.")
     console.print(f"The longest context that fits: {found.largest:,} tokens for each of {users}.")
     if max(config.max_seq_len, found.largest) > made_for:
-        way = (
-            "" if config.spec.embed.positions else ": to read more it also needs its positions stretched, as "
-        )
-        way += "with config.scale_alpha_value" if way else " and has no positions for more"
-        console.print(f"The model itself is made for {made_for:,} tokens{way}.")
+        more = ": to read more it also needs its positions stretched, as with config.scale_alpha_value"
+        if config.spec.embed.positions:
+            more = " and has no positions for more"
+        console.print(f"The model itself is made for {made_for:,} tokens{more}.")
     if not found.fits:
         knobs = f"--ctx {found.largest}, " if found.largest else ""
         console.print(f"{found.problem} Here: {knobs}fewer --users, or --cache q4.")

@@ -59,9 +59,8 @@ class Watchdog:
         looked = self.engine.clock()
         while not self._stop.wait(min(1.0, self.seconds / 4)):
             before, looked = looked, self.engine.clock()
-            if (
-                looked - before > self.seconds / 2
-            ):  # this thread stood still too: by Ctrl-Z, or its machine did
+            # This thread stood still too: by Ctrl-Z, or its machine did.
+            if looked - before > self.seconds / 2:
                 self._awake = looked
             if (complaint := self.complaint()) is not None:
                 self.bark(report(self.engine, complaint))
