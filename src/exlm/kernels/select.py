@@ -1,12 +1,15 @@
 """Which backend runs what. Chosen while loading; every refusal is kept so that `explain()` can say why.
 
 Nothing falls back silently: a backend that declines gives a reason; if all decline, the model does not load.
+A backend that is missing altogether is told of in the log, unless its owner switched it off.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TypeVar
 
 import torch
@@ -17,6 +20,12 @@ from .backend import Backend, Fuser
 from .reference import ReferenceBackend
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+class SwitchedOff(Unsupported):
+    """A backend that somebody does without on purpose."""
 
 
 @dataclass(frozen=True)
@@ -100,13 +109,21 @@ def choose(device: torch.device, dtype: torch.dtype) -> Chain:
             backends.append(make(device, dtype))
         except Unsupported as reason:
             absent.append(f"{name}: {reason}")
+            if not isinstance(reason, SwitchedOff):
+                _tell(name, str(reason))
     return Chain([*backends, ReferenceBackend(device, dtype)], absent=absent)
+
+
+@cache
+def _tell(name: str, reason: str) -> None:
+    """Once a process and reason: whoever finds a model slow should not have to guess."""
+    log.warning("the %s kernels cannot be used, which makes everything slower: %s", name, reason)
 
 
 def _cpu(device: torch.device, dtype: torch.dtype) -> Backend:
     """The CPU backend, or why not."""
     if not settings.cpu_wanted():
-        raise Unsupported("switched off by EXLM_CPU=0")
+        raise SwitchedOff("switched off by EXLM_CPU=0")
     from .cpu import CpuBackend
 
     return CpuBackend(device, dtype, settings.cache_folder() / "kernels")
@@ -115,7 +132,7 @@ def _cpu(device: torch.device, dtype: torch.dtype) -> Backend:
 def _cuda(device: torch.device, dtype: torch.dtype) -> Backend:
     """The CUDA backend, or why not."""
     if not settings.cuda_wanted():
-        raise Unsupported("switched off by EXLM_CUDA=0")
+        raise SwitchedOff("switched off by EXLM_CUDA=0")
     _check_capability(device)
     from .cuda import CudaBackend
 
@@ -130,7 +147,7 @@ def _cuda(device: torch.device, dtype: torch.dtype) -> Backend:
 def _triton(device: torch.device, dtype: torch.dtype) -> Backend:
     """The Triton backend, or why not."""
     if not settings.triton_wanted():
-        raise Unsupported("switched off by EXLM_TRITON=0")
+        raise SwitchedOff("switched off by EXLM_TRITON=0")
     _check_capability(device)
     try:
         from .triton import TritonBackend

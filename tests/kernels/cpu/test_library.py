@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from exlm.errors import Unsupported
+from exlm.kernels import select
 from exlm.kernels.cpu import building, library
 from exlm.kernels.select import choose
 
@@ -37,19 +38,26 @@ def test_without_a_compiler_the_reference_does_it_all(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("EXLM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(library, "prebuilt", lambda name: tmp_path / name)
-    chain = choose(torch.device("cpu"), torch.float32)
+    select._tell.cache_clear()
+    for _ in range(2):
+        chain = choose(torch.device("cpu"), torch.float32)
     assert [backend.name for backend in chain.backends] == ["reference"]
+    told = "the cpu kernels cannot be used, which makes everything slower: there is no C compiler"
+    assert caplog.text.count(told) == 1
     assert "absent: cpu: there is no C compiler" in chain.explain()
     assert "compiling" not in caplog.text
 
 
-def test_a_switch_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_switch_turns_it_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.delenv("EXLM_CPU", raising=False)
     on = choose(torch.device("cpu"), torch.float32)
     assert on.backends[0].name == "cpu" or "absent: cpu: there is no C compiler" in on.explain()
     monkeypatch.setenv("EXLM_CPU", "0")
+    select._tell.cache_clear()
+    caplog.clear()
     off = choose(torch.device("cpu"), torch.float32)
     assert "absent: cpu: switched off by EXLM_CPU=0" in off.explain()
+    assert not caplog.text
 
 
 def test_a_library_of_the_wheel_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
