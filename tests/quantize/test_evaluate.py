@@ -17,6 +17,8 @@ from typer.testing import CliRunner
 
 from exlm import Config, InputError, MissingExtra, Model, evaluate_model, write_report
 from exlm.cli.__main__ import app
+from exlm.model.runner import Runner
+from exlm.quantize import evaluate
 from exlm.quantize.report import markdown, plot
 from tests import tiny
 
@@ -160,6 +162,24 @@ def test_a_model_too_large_or_too_short_to_be_timed_is_judged_all_the_same(
         "it is too short.",
         "it is too large to load here.",
     ]
+
+
+def test_what_a_model_does_for_the_first_time_is_not_timed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode, now, calls = Runner.decode, [0.0], [0]
+
+    def slow(*args: Any) -> Any:
+        calls[0] += 1
+        now[0] += 100 if calls[0] <= 2 else 0.5  # a GPU compiles, then records
+        return decode(*args)
+
+    monkeypatch.setattr(Runner, "decode", slow)
+    monkeypatch.setattr(evaluate.time, "perf_counter", lambda: now[0])
+    timed = evaluate.timed(folder, "cpu")
+    assert timed is not None
+    assert timed["generation"] == 2
+    assert timed["prompt"] * 0.5 == pytest.approx(256)
 
 
 def test_another_models_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -18,12 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..cache import Cache
+from ..cache import PAGE, Cache
 from ..checkpoint import open_source
 from ..config import Config
 from ..errors import InputError
 from ..model import Model
 from ..model.devices import pick_device
+from ..model.runner import Runner
 from ..tokenizer import Tokenizer
 from . import calibrate
 from .layers import Workshop, batch_of, run, workshop
@@ -285,18 +286,34 @@ def timed(model: str | Path, device: str | None) -> dict[str, float] | None:
         log.warning("%s is not timed: it is too %s.", model, "short" if length < 1 else "large to load here")
         return None
     loaded.load()
-    cache = Cache(loaded, max_seq_len=-(-(length + 32) // 256) * 256)
-    ids = (torch.arange(length) * 7 % config.vocab_size)[None]
-    loaded.forward(ids, cache, preprocess_only=True)  # warm
-    cache.current_seq_len = 0
-    begun = time.perf_counter()
-    loaded.forward(ids, cache, last_id_only=True, cpu_logits=True)
-    read = time.perf_counter()
-    for _ in range(steps):
-        loaded.forward(ids[:, :1], cache, last_id_only=True, cpu_logits=True)
-    end = time.perf_counter()
+    cache = Cache(loaded, max_seq_len=-(-(length + steps) // PAGE) * PAGE)
+    runner = loaded.runner(cache)
+    text = _Text([i * 7 % config.vocab_size for i in range(length)], list(range(cache.max_seq_len // PAGE)))
+    for count in (4, steps):  # once to warm up: a GPU compiles and records what it meets for the first time
+        begun = time.perf_counter()
+        if length > 1:
+            runner.prefill(text, 0, length - 1)
+        token = _said(runner, text, length - 1, text.ids[-1])
+        read = time.perf_counter()
+        for i in range(count):
+            token = _said(runner, text, length + i, token)
+        end = time.perf_counter()
     loaded.unload()
     return {"prompt": length / (read - begun), "generation": steps / (end - read)}
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A prompt in pages, as a generator would have it."""
+
+    ids: list[int]
+    pages: list[int]
+    extras: None = None
+
+
+def _said(runner: Runner, text: _Text, past: int, token: int) -> int:
+    """What follows the token."""
+    return int(runner.decode([text], [past], [[token]])[0].argmax())
 
 
 def _apart(exact: list[Tensor], other: list[Tensor]) -> float:
