@@ -53,16 +53,22 @@ def knows_tools(template: str) -> bool:
 
 
 def call_schema(tools: Sequence[Mapping[str, Any]], style: Style) -> dict[str, Any]:
-    """What a call of one of these tools looks like, as a JSON schema."""
+    """What a call of one of these tools looks like, as a JSON schema.
+
+    A tool's own schema keeps its references (`#/$defs/…`), which are told from where it begins.
+    """
     calls: list[dict[str, Any]] = []
-    for tool in tools:
+    for place, tool in enumerate(tools):
         function = tool["function"]
         calls.append(
             {
                 "type": "object",
                 "properties": {
                     "name": {"const": function["name"]},
-                    style.key: function.get("parameters") or {"type": "object"},
+                    style.key: {
+                        "$id": f"exlm:/tools/{place}",
+                        **(function.get("parameters") or {"type": "object"}),
+                    },
                 },
                 "required": ["name", style.key],
                 "additionalProperties": False,
