@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from exlm import JsonSchemaFilter
 from exlm.serve.styles import GENERIC, HERMES, LLAMA3, MISTRAL, call_schema
 from tests.serve.house import Served
@@ -21,7 +23,6 @@ NESTED = {
     "type": "object",
     "properties": {"via": {"$ref": "#/$defs/Stop"}},
     "required": ["via"],
-    "additionalProperties": False,
 }
 """As pydantic writes a model inside a model."""
 SELF = {
@@ -53,3 +54,17 @@ def test_schemas_refer_to_their_own_definitions(server: Served) -> None:
     tokenizer = server.engine.find(None).host.tokenizer
     for style in (HERMES, LLAMA3, MISTRAL, GENERIC):
         JsonSchemaFilter(tokenizer, call_schema([*tools, tool("h", parameters=SELF)], style))
+
+
+@pytest.mark.parametrize(
+    "parameters", [{}, {"parameters": {}}, {"parameters": {"type": "object", "properties": {}}}]
+)
+def test_what_takes_no_arguments_gets_none(server: Served, parameters: dict[str, Any]) -> None:
+    for seed in range(4):
+        assert called(server, [tool("now", **parameters)], seed=seed) == {}
+
+
+def test_nothing_is_made_up_besides_the_arguments_that_are_named(server: Served) -> None:
+    named = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"]}
+    for seed in range(4):
+        assert called(server, [tool("f", parameters=named)], seed=seed) == {"city": "Rome"}

@@ -30,6 +30,11 @@ class Style:
 BLANK = r"[\x20\x0A]"
 """Whitespace in a call that is forced: what models are used to, but not endlessly."""
 
+OPEN = frozenset(
+    ("additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf")
+)
+"""What says, at the top of a tool's schema, which arguments there may be besides `properties`."""
+
 HERMES = Style("hermes", "<tool_call>", "</tool_call>", primer="<tool_call>\n")
 LLAMA3 = Style("llama3", "<|python_tag|>", bare=True, key="parameters")
 MISTRAL = Style("mistral", "[TOOL_CALLS]", primer="[TOOL_CALLS]", listed=True)
@@ -65,10 +70,7 @@ def call_schema(tools: Sequence[Mapping[str, Any]], style: Style) -> dict[str, A
                 "type": "object",
                 "properties": {
                     "name": {"const": function["name"]},
-                    style.key: {
-                        "$id": f"exlm:/tools/{place}",
-                        **(function.get("parameters") or {"type": "object"}),
-                    },
+                    style.key: {"$id": f"exlm:/tools/{place}", **_arguments(function.get("parameters"))},
                 },
                 "required": ["name", style.key],
                 "additionalProperties": False,
@@ -77,3 +79,15 @@ def call_schema(tools: Sequence[Mapping[str, Any]], style: Style) -> dict[str, A
     one: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
     whole = {"type": "array", "items": one, "minItems": 1, "maxItems": 1} if style.listed else one
     return {**whole, "x-guidance": {"whitespace_pattern": BLANK}}
+
+
+def _arguments(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """What a function's arguments look like: those it names, unless it says that it takes others, too.
+
+    To JSON schema anything else would do as well, and a model that must write a call makes something up.
+    """
+    if not parameters:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    if "properties" not in parameters or OPEN & parameters.keys():
+        return parameters
+    return {**parameters, "additionalProperties": False}
