@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
@@ -51,10 +51,36 @@ NOT_SERVED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 send those, or null."""
 
 
+MESSAGE = frozenset(
+    (
+        "annotations",
+        "audio",
+        "function_call",
+        "name",
+        "reasoning_content",
+        "refusal",
+        "tool_call_id",
+        "tool_calls",
+    )
+)
+PART = frozenset(("file", "image_url", "input_audio", "refusal"))
+
+
 class Strict(BaseModel):
-    """Refuses what it does not know."""
+    """Refuses what it does not know; null is as if it were left out, as clients mean it."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    BESIDE: ClassVar[frozenset[str]] = frozenset()
+    """What other objects of this kind have: clients with one class for all of them send null there."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        known = cls.model_fields.keys() | cls.BESIDE
+        return {name: value for name, value in given.items() if value is not None or name not in known}
 
 
 class Sampling(Strict):
@@ -106,6 +132,8 @@ class StreamOptions(Strict):
 class Asking(Sampling):
     """What completions and chats have in common."""
 
+    BESIDE = frozenset(NOT_SERVED)
+
     model: Name | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -135,16 +163,11 @@ class Asking(Sampling):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        """Clients send null for what they do not use: it is as if it were left out."""
+    def _without_nothings(cls, given: Any) -> Any:
+        """Fields that are not served may say that nothing is asked of them."""
         if not isinstance(given, dict):
             return given
-        known = cls.model_fields.keys() | NOT_SERVED.keys()
-        return {
-            name: value
-            for name, value in given.items()
-            if not (value is None and name in known) and value not in NOT_SERVED.get(name, ())
-        }
+        return {name: value for name, value in given.items() if value not in NOT_SERVED.get(name, ())}
 
 
 class CompletionRequest(Asking):
@@ -166,11 +189,15 @@ class CompletionRequest(Asking):
 class TextFormat(Strict):
     """Any text."""
 
+    BESIDE = frozenset(("json_schema",))
+
     type: Literal["text"]
 
 
 class JsonObjectFormat(Strict):
     """Some JSON object."""
+
+    BESIDE = frozenset(("json_schema",))
 
     type: Literal["json_object"]
 
@@ -196,6 +223,8 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 
 class TextPart(Strict):
     """A piece of a message; the models served here read text only."""
+
+    BESIDE = PART
 
     type: Literal["text"]
     text: str
@@ -224,6 +253,8 @@ class ToolCall(Strict):
 class SystemMessage(Strict):
     """Instructions."""
 
+    BESIDE = MESSAGE
+
     role: Literal["system", "developer"]
     content: Content
     name: Name | None = None
@@ -231,6 +262,8 @@ class SystemMessage(Strict):
 
 class UserMessage(Strict):
     """What the user said."""
+
+    BESIDE = MESSAGE
 
     role: Literal["user"]
     content: Content
@@ -242,6 +275,8 @@ class AssistantMessage(Strict):
 
     What the official client has `parsed` is its own copy of what is in `content` and in `arguments`.
     """
+
+    BESIDE = MESSAGE
 
     role: Literal["assistant"]
     content: Content | None = None
@@ -257,6 +292,8 @@ class AssistantMessage(Strict):
 
 class ToolMessage(Strict):
     """What a tool answered."""
+
+    BESIDE = MESSAGE
 
     role: Literal["tool"]
     content: Content

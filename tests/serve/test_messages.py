@@ -1,0 +1,51 @@
+"""Requests as real clients write them: with every field their classes have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from exlm.serve import ChatRequest
+
+HI = {"role": "user", "content": "hi"}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def chat(*messages: dict[str, Any], **more: Any) -> ChatRequest:
+    return ChatRequest.model_validate({"messages": list(messages), **more})
+
+
+def test_null_is_as_good_as_nothing_inside_too() -> None:
+    unused = dict.fromkeys(("name", "tool_calls", "tool_call_id", "function_call", "refusal", "audio"))
+    part = {"type": "text", "text": "hi", "image_url": None, "input_audio": None}
+    plain = [
+        HI,
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "tool", "content": "", "tool_call_id": "1"},
+    ]
+    assert chat(*({**unused, **one} for one in plain)) == chat(*plain)
+    assert chat({"role": "system", "content": "", **unused}, HI) == chat(
+        {"role": "system", "content": ""}, HI
+    )
+    assert chat({**HI, "content": [part]}) == chat({**HI, "content": [{"type": "text", "text": "hi"}]})
+    more = {"stream": True, "stream_options": {"include_usage": None, "include_obfuscation": None}}
+    assert chat(HI, **more, response_format={"type": "text", "json_schema": None}).stream_options is not None
+    bare = {"id": None, "type": None, "index": None, "function": {"name": "f", "arguments": None}}
+    called = chat(HI, {"role": "assistant", "tool_calls": [bare]})
+    assert called == chat(HI, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]})
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {**HI, "toolcalls": None},
+        {**HI, "tool_calls": [CALL]},
+        {"role": "user", "content": None},
+        {"role": "user"},
+    ],
+)
+def test_what_is_unknown_or_needed_is_still_told(message: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        chat(message)
