@@ -49,3 +49,15 @@ def test_null_is_as_good_as_nothing_inside_too() -> None:
 def test_what_is_unknown_or_needed_is_still_told(message: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         chat(message)
+
+
+def test_litellm_may_give_back_what_it_made_of_a_reply() -> None:
+    notes = {"provider_specific_fields": {"refusal": None}}
+    function = {**CALL["function"], **notes}  # type: ignore[dict-item]
+    said = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{**CALL, "function": function, **notes}],
+        **notes,
+    }
+    assert chat(HI, said, {"role": "tool", "content": "1", "tool_call_id": "1"}).messages

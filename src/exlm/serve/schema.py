@@ -239,6 +239,7 @@ class CalledFunction(Strict):
     name: Annotated[str, StringConstraints(max_length=256)]
     arguments: str = "{}"
     parsed_arguments: Any = None
+    provider_specific_fields: Json | None = None
 
 
 class ToolCall(Strict):
@@ -248,6 +249,7 @@ class ToolCall(Strict):
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None
+    provider_specific_fields: Json | None = None
 
 
 class SystemMessage(Strict):
@@ -273,7 +275,8 @@ class UserMessage(Strict):
 class AssistantMessage(Strict):
     """What the model said; clients give back whole replies, with fields that are empty here.
 
-    What the official client has `parsed` is its own copy of what is in `content` and in `arguments`.
+    What the official client has `parsed` is its own copy of what is in `content` and in `arguments`;
+    `provider_specific_fields` are LiteLLM's notes on whom it asked.
     """
 
     BESIDE = MESSAGE
@@ -282,6 +285,7 @@ class AssistantMessage(Strict):
     content: Content | None = None
     reasoning_content: str | None = None
     parsed: Any = None
+    provider_specific_fields: Json | None = None
     refusal: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
