@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from exlm.serve import ChatRequest
+from tests.serve.house import Served
 
 HI = {"role": "user", "content": "hi"}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -61,3 +62,20 @@ def test_litellm_may_give_back_what_it_made_of_a_reply() -> None:
         **notes,
     }
     assert chat(HI, said, {"role": "tool", "content": "1", "tool_call_id": "1"}).messages
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [HI],
+        [
+            HI,
+            {"role": "assistant", "tool_calls": [CALL]},
+            {"role": "tool", "content": "1", "tool_call_id": "1"},
+        ],
+    ],
+)
+def test_a_conversation_has_as_many_tokens_as_are_counted(server: Served, messages: list[Any]) -> None:
+    counted = server.post("/tokenize", messages=messages)[1]["count"]
+    reply = server.post("/v1/chat/completions", messages=messages, max_tokens=1)[1]
+    assert reply["usage"]["prompt_tokens"] == counted

@@ -21,13 +21,13 @@ from starlette.responses import Response
 from exlm import Tokenizer
 
 from .answer import Answer
-from .conversation import plain_messages
+from .conversation import conversation
 from .engine import Engine, Hosted, Run
 from .events import DONE, WAITING, WAITING_SECONDS, EventStream, JsonReply, event, unless_gone
 from .limits import Bounds, Gate
 from .metrics import Metrics
 from .problems import Problem, problem_of
-from .schema import Asking, DetokenizeRequest, TokenizeRequest
+from .schema import Asking, ChatRequest, DetokenizeRequest, TokenizeRequest
 from .translate import Order, check_ids, needs_grammar, order_of
 
 T = TypeVar("T")
@@ -77,7 +77,7 @@ class Answering:
         def work() -> list[int]:
             text, special = asked.text, asked.encode_special_tokens
             if asked.messages is not None:
-                text, special = host.tokenizer.apply_chat_template(plain_messages(asked.messages)), True
+                text, special = conversation(ChatRequest(messages=asked.messages), host.tokenizer).text, True
             ids = host.tokenizer.encode(text or "", add_bos=asked.add_bos, encode_special_tokens=special)
             return [int(number) for number in ids[0].tolist()]
 
