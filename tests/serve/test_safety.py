@@ -8,7 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,23 @@ def test_every_route_needs_a_key(server: Served, method: str, path: str) -> None
 
 def test_liveness_needs_none(server: Served) -> None:
     assert server.ask("GET", "/health/live")[:2] == (200, {"status": "alive"})
+
+
+def test_probes_may_ask_for_heads(server: Served) -> None:
+    line = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    with closing(line):
+        for path, status in (
+            ("/health/live", 200),
+            ("/health/ready", 200),
+            ("/v1/models", 200),
+            ("/no", 404),
+        ):
+            line.request("HEAD", path, headers={"X-API-Key": KEY})
+            reply = line.getresponse()
+            assert (reply.status, reply.read()) == (status, b"")
+            assert int(reply.headers["Content-Length"]) > 0
+        line.request("HEAD", "/v1/models")
+        assert line.getresponse().status == 401
 
 
 def test_a_key_may_be_shown_in_three_ways(server: Served) -> None:
