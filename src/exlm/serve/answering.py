@@ -62,7 +62,7 @@ class Answering:
             stack.enter_context(hosted.visited())
             answer = Answer(await unless_gone(request, self._translated(asked, hosted, salt)))
             run = stack.enter_context(closing(hosted.run(answer.order)))
-            stack.callback(self._count, answer)
+            stack.callback(self._count, answer, run)
             if not answer.order.stream:
                 return JsonReply(await unless_gone(request, self._whole(answer, run)))
             await unless_gone(request, run.settle(SETTLE_SECONDS))
@@ -137,11 +137,9 @@ class Answering:
             yield event(told)
         yield DONE
 
-    def _count(self, answer: Answer) -> None:
-        if answer.done:
-            self.metrics.count_answer(answer)
-        else:
-            self.metrics.cut.inc()
+    def _count(self, answer: Answer, run: Run) -> None:
+        self.metrics.count_tokens(answer.order.model, run.spent())
+        self.metrics.count_answer(answer)
 
 
 def _spelled(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:

@@ -160,6 +160,7 @@ class Run:
         except BaseException:
             self.close()
             raise
+        self._jobs = [job.job for job in self._alive.values()]
         self._pumps += [asyncio.create_task(self._pump(place)) for place in self._alive]
 
     async def next(self) -> tuple[int, Piece]:
@@ -183,6 +184,15 @@ class Run:
             rest.append(self._inbox.get_nowait())  # type: ignore[arg-type]
         for one in rest:
             self._inbox.put_nowait(one)
+
+    def spent(self) -> tuple[int, int, int]:
+        """Tokens so far: of prompts that were begun, of those found in the cache, and generated."""
+        prompts = [job for job in self._jobs[:: self._order.n] if job.times.began is not None]
+        return (
+            sum(job.prompt_tokens for job in prompts),
+            sum(job.cached_tokens for job in prompts),
+            sum(job.new_tokens for job in self._jobs),
+        )
 
     def close(self) -> None:
         """Drop what still runs."""

@@ -26,7 +26,7 @@ class Metrics:
         )
         self.tokens = Counter(
             "exlm_tokens",
-            "Tokens: of prompts, of those found in the cache, and generated",
+            "Tokens: of prompts, of those found in the cache, and generated; cut answers count",
             ["model", "kind"],
             registry=self.registry,
         )
@@ -48,12 +48,17 @@ class Metrics:
         """A reply went out."""
         self.replies.labels(route, str(status)).inc()
 
+    def count_tokens(self, model: str, spent: tuple[int, int, int]) -> None:
+        """What an answer took, finished or not: tokens of its prompts, of those found, and generated."""
+        for kind, count in zip(("prompt", "cached", "generated"), spent, strict=True):
+            self.tokens.labels(model, kind).inc(count)
+
     def count_answer(self, answer: Answer) -> None:
-        """An answer is finished."""
-        model, usage, timings = answer.order.model, answer.usage(), answer.timings()
-        self.tokens.labels(model, "prompt").inc(usage["prompt_tokens"])
-        self.tokens.labels(model, "cached").inc(usage["prompt_tokens_details"]["cached_tokens"])
-        self.tokens.labels(model, "generated").inc(usage["completion_tokens"])
+        """An answer is finished, or never will be."""
+        if not answer.done:
+            self.cut.inc()
+            return
+        model, timings = answer.order.model, answer.timings()
         for phase in ("queue", "prompt", "generation"):
             self.seconds.labels(model, phase).observe(timings[f"{phase}_seconds"])
 

@@ -1,0 +1,43 @@
+"""The numbers for Prometheus add up to what was answered, and to what was worked for in vain."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import time
+
+from tests.serve.house import Served, slowed
+
+
+def numbers(server: Served) -> dict[str, float]:
+    """Counts of tokens by kind, and of answers that were cut."""
+    text = server.ask("GET", "/metrics")[1]
+    found = re.findall(r'^exlm_tokens_total\{kind="(\w+)",model="tiny"\} (\S+)$', text, re.MULTILINE)
+    found += re.findall(r"^exlm_(cut)_answers_total (\S+)$", text, re.MULTILINE)
+    return {"prompt": 0.0, "cached": 0.0, "generated": 0.0} | {name: float(count) for name, count in found}
+
+
+def test_tokens_are_counted_as_they_are_told(server: Served) -> None:
+    before = numbers(server)
+    usage = server.post("/v1/completions", prompt=["ab" * 40, "c"], n=2, max_tokens=5)[1]["usage"]
+    now = numbers(server)
+    assert now["prompt"] - before["prompt"] == usage["prompt_tokens"]
+    assert now["cached"] - before["cached"] == usage["prompt_tokens_details"]["cached_tokens"]
+    assert now["generated"] - before["generated"] == usage["completion_tokens"]
+    assert now["cut"] == before["cut"]
+
+
+def test_what_nobody_took_is_counted_too(server: Served) -> None:
+    inner = server.engine.hosted["tiny"].generator.generator
+    before = numbers(server)
+    with slowed(server, lambda: time.sleep(0.02)):
+        line = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        body = json.dumps({"prompt": [1] * 30, "max_tokens": 400, "min_tokens": 400, "stream": True})
+        line.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        server.wait(lambda: any(job.new_tokens >= 3 for job in inner.active_jobs))
+        line.close()
+        server.wait(lambda: numbers(server)["cut"] == before["cut"] + 1)
+    now = numbers(server)
+    assert now["prompt"] - before["prompt"] == 30
+    assert 3 <= now["generated"] - before["generated"] < 400
