@@ -36,8 +36,13 @@ class Hosting:
 
     name: Name = None
     lora: Adapters = None
-    max_seq_len: Annotated[int | None, typer.Option(min=1, help="Longest prompt and answer together.")] = None
-    cache_tokens: Annotated[int | None, typer.Option(min=1, help="Room that all requests share.")] = None
+    max_seq_len: Annotated[
+        int | None,
+        typer.Option(min=1, help="Longest prompt and answer together; else the model's, at most 8192."),
+    ] = None
+    cache_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Room that all requests share; else four times the longest.")
+    ] = None
     cache_type: Annotated[str, typer.Option(help="fp16, q8, q6, q4 or fp8.")] = "fp16"
     device: Device = None
     dtype: Dtype = None
