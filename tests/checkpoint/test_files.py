@@ -278,6 +278,17 @@ def test_pickles_beside_safetensors_are_ignored(tmp_path: Path) -> None:
     assert TensorFiles(tmp_path).names() == ("a",)
 
 
+@pytest.mark.parametrize("name", ["consolidated.safetensors", "consolidated-00001-of-00002.safetensors"])
+def test_weights_that_mistral_ships_a_second_time_are_left_out(name: str, tmp_path: Path) -> None:
+    save_file({"tok_embeddings.weight": A}, tmp_path / name)
+    if "-of-" not in name:
+        assert list(TensorFiles(tmp_path).names()) == ["tok_embeddings.weight"]  # better than nothing
+    save_file({"model.embed_tokens.weight": A}, tmp_path / "model.safetensors")
+    files = TensorFiles(tmp_path)
+    assert list(files.names()) == ["model.embed_tokens.weight"]
+    assert files.total_bytes == A.nbytes
+
+
 def test_no_weights_at_all(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="no weights"):

@@ -17,6 +17,9 @@ from .header import MAX_HEADER, load_json, read_header, read_small, refuse_point
 INDEX = "model.safetensors.index.json"
 
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
+_CONSOLIDATED = "consolidated"
+"""How the names of files begin in which Mistral has the same weights again, for another program."""
+
 _SHARD = re.compile(r"(.*)-(\d{1,9})-of-(\d{1,9})\.safetensors", re.DOTALL)
 
 
@@ -70,7 +73,11 @@ def scan(folder: Path) -> Contents:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder, by name, none of a numbered set missing."""
+    """The safetensors files of a folder, by name, none of a numbered set missing.
+
+    Weights that lie there a second time under Mistral's own names are left out: a copy of the model would
+    carry them along.
+    """
     if not folder.is_dir():
         raise ModelNotFound(f"{folder} is not a folder; expected a model folder with *.safetensors files.")
     try:
@@ -80,6 +87,7 @@ def weight_files(folder: Path) -> list[Path]:
     found = [name for name in names if name.endswith(".safetensors")]
     if not found:
         raise _no_weights(folder, names)
+    found = [name for name in found if not name.startswith(_CONSOLIDATED)] or found
     _check_numbers(folder, found)
     return [folder / name for name in found]
 
