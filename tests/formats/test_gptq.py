@@ -16,6 +16,7 @@ from torch import Tensor
 
 from exlm.errors import BadTensor, CheckpointError, MissingTensor, Unsupported
 from exlm.formats import Direct, PackedWeight, Squared, gptq
+from exlm.formats.bits import pack_across
 from exlm.formats.gptq import GptqConfig
 from tests.formats import oracles
 from tests.formats.lies import Lie, drop, put, swap
@@ -176,6 +177,20 @@ def test_the_largest_zero_does_not_wrap(v2: bool, zero: int) -> None:
     assert isinstance(mixed, Tensor)
     assert mixed.dtype is torch.uint8
     assert mixed.tolist() == [[zero] * 7 + [zero - 15]]
+
+
+@pytest.mark.parametrize(("width", "ones"), [(2, 0x55555555), (4, 0x11111111), (8, 0x01010101), (3, None)])
+def test_zeros_that_gptqmodel_took_less_one_by_whole_words(width: int, ones: int | None) -> None:
+    torch.manual_seed(width)
+    tensors = oracles.gptq_tensors(64, 32, width, [k // 16 for k in range(64)], 4)
+    zeros = torch.randint(0, 1 << width, (4, 32))
+    zeros[:, ::5] = 0
+    tensors["qzeros"] = pack_across(zeros, width)
+    wanted = read(tensors, GptqConfig(width, sym=False, checkpoint_format="gptq_v2")).dequantize()
+    less = pack_across((zeros - 1) % (1 << width), width) if ones is None else tensors["qzeros"] - ones
+    raw = {"bits": width, "sym": False, "format": "gptq", "meta": {"quantizer": ["gptqmodel:2.2.0"]}}
+    config = GptqConfig.from_json(raw, "config.json")
+    assert torch.equal(read({**tensors, "qzeros": less}, config).dequantize(), wanted)
 
 
 def test_a_zero_of_eight_bits_that_no_byte_holds() -> None:

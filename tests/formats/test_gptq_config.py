@@ -47,6 +47,23 @@ def test_what_it_means(raw: dict[str, Any], config: GptqConfig) -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "borrows"),
+    [
+        ({}, True),
+        ({"meta": {"quantizer": "GPTQModel:0.9.1"}}, True),
+        ({"sym": True}, False),
+        ({"checkpoint_format": "gptq_v2"}, False),
+        ({"meta": {"quantizer": ["optimum:1.2", None]}}, False),
+        ({"meta": None}, False),
+        ({"meta": []}, False),
+    ],
+)
+def test_whose_zero_points_borrow(changes: dict[str, Any], borrows: bool) -> None:
+    raw = {"bits": 4, "sym": False, "meta": {"quantizer": ["gptqmodel:1.9.0"]}, **changes}
+    assert GptqConfig.from_json(raw, "config.json").borrows == borrows
+
+
+@pytest.mark.parametrize(
     ("raw", "named"),
     [
         ({"checkpoint_format": "marlin"}, "marlin"),

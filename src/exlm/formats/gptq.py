@@ -45,7 +45,10 @@ def read(
     scales = read_scales(tensors, out_features, where)
     groups = scales.shape[0]
     packed = fetch(tensors, "qzeros", where, (torch.int32,), (groups, out_features * bits // WORD))
+    shift = 1 if config.checkpoint_format == "gptq" else 0
     zeros = unpack_across(packed, bits, out_features)
+    if config.borrows:
+        shift, zeros = 0, _given_back(packed, bits, out_features)
     owner = _owner(tensors, in_features, groups, where)
     order = None
     if owner is None:
@@ -57,7 +60,7 @@ def read(
         if bool((owner.diff() < 0).any()):
             order = owner.argsort(stable=True)
             words = pack(unpack(words, bits, in_features)[order], bits)
-    zero = shared_zero(zeros, 1 if config.checkpoint_format == "gptq" else 0, where)
+    zero = shared_zero(zeros, shift, where)
     return PackedWeight(
         form="gptq",
         in_features=in_features,
@@ -136,6 +139,14 @@ def shared_zero(codes: Tensor, shift: int, where: str) -> int | Tensor:
             where, "qzeros", f"zero points up to {_MAX_ZERO}, or the same everywhere", f"{low} to {high}"
         )
     return codes + shift if shift else codes
+
+
+def _given_back(packed: Tensor, bits: int, columns: int) -> Tensor:
+    """Zero points that GPTQModel took less one: a word at a time, and those of 3 bits each for itself."""
+    if WORD % bits:
+        return (unpack_across(packed, bits, columns) + 1) & ((1 << bits) - 1)
+    ones = sum(1 << at for at in range(0, WORD, bits))
+    return unpack_across(packed + ones, bits, columns)
 
 
 def _width(rows: int, in_features: int, out_features: int, where: str, config: GptqConfig) -> int:

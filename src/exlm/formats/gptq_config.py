@@ -31,6 +31,7 @@ class GptqConfig:
     desc_act: bool = False
     sym: bool = True
     checkpoint_format: Layout = "gptq"
+    borrows: bool = False  # zero points were taken less one by whole words: one of 0 borrowed from the next
 
     @property
     def method(self) -> Method:
@@ -58,12 +59,14 @@ class GptqConfig:
             if _group_size(change, place) not in (None, group_size):
                 group_size = None
         symmetric = not _flag(raw, "zero_point", True, where) if method == "awq" else True
+        symmetric = _flag(raw, "sym", symmetric, where)
         return cls(
             bits=bits,
             group_size=group_size,
             desc_act=_flag(raw, "desc_act", False, where),
-            sym=_flag(raw, "sym", symmetric, where),
+            sym=symmetric,
             checkpoint_format=layout,
+            borrows=layout == "gptq" and not symmetric and _by_gptqmodel(raw),
         )
 
 
@@ -80,6 +83,14 @@ def _method(raw: Mapping[str, Any], where: str) -> Method:
         f"{where}: quant_method: expected gptq or awq, found {', '.join(sorted(said))}, whose tensors lie "
         "differently. Take a GPTQ, AWQ, EXL2 or GGUF version of the model."
     )
+
+
+def _by_gptqmodel(raw: Mapping[str, Any]) -> bool:
+    """Whether GPTQModel wrote the file, as its `meta` says: one name with a version, or a list of them."""
+    meta = raw.get("meta")
+    made = meta.get("quantizer") if isinstance(meta, Mapping) else None
+    names = made if isinstance(made, list) else [made]
+    return any(isinstance(name, str) and name.lower().startswith("gptqmodel") for name in names)
 
 
 def _layout(raw: Mapping[str, Any], method: Method, where: str) -> Layout:

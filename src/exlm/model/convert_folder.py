@@ -51,7 +51,8 @@ class FolderPlanner(Planner):
         self.stored = {model.names.canonical(name): name for name in self.files.names()}
         self.claimed: set[str] = set()
         self.changed: list[tuple[str, Place]] = []  # matrices that get tensors of another form
-        layout = (quantization or GptqConfig()).checkpoint_format
+        self.quantization = quantization or GptqConfig()
+        layout = self.quantization.checkpoint_format
         self.forms = {
             **{form.suffix: form.words for form in FORMS},
             "weight": "dense",
@@ -192,7 +193,7 @@ class FolderPlanner(Planner):
 
     def _surely(self, m: Matrix, form: str, parts: Parts) -> bool:
         """Whether headers and zero points alone tell that GPTQ can say this matrix; if not, it is tried."""
-        if not {"qweight", "qzeros", "scales"} <= parts.keys():
+        if not {"qweight", "qzeros", "scales"} <= parts.keys() or self.quantization.borrows:
             return False
         bits = 4 if form == "awq" else parts["qweight"].shape[0] * WORD // m.in_features
         zeros = self.files.read(parts["qzeros"].name)
