@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from exlm.checkpoint import Checkpoint, convert
 from exlm.errors import BadFile, BadTensor, MissingTensor, Unsupported
 from exlm.formats import DenseWeight
+from exlm.formats.gptq_config import GptqConfig
 from exlm.spec.names import LAYER, Names, Place, Rename, Span
 from tests.checkpoint.raw import same, write, write_index
 from tests.checkpoint.roles import FLOATS, Q, opened, tensor_of, weight_of
@@ -260,6 +261,15 @@ class TestQuantised:
             assert size == sum(tensor.nbytes for tensor in tensors.values())
             with pytest.raises(BadTensor, match=odd):
                 weight_of(checkpoint, "layers.0.attn.q", 4, 4)
+
+    @pytest.mark.parametrize("bits", [2, 3, 4, 8])
+    @pytest.mark.parametrize("told", [False, True])
+    def test_a_width_of_its_own_is_told(self, tmp_path: Path, bits: int, told: bool) -> None:
+        """`dynamic` gives matrices their own widths: then what the whole file says of them is nothing."""
+        shapes = {"qweight": (64 * bits // 32, 32), "qzeros": (2, bits), "scales": (2, 32)}
+        write(tmp_path, {f"{Q}.{name}": torch.ones(size, dtype=torch.int32) for name, size in shapes.items()})
+        checkpoint = Checkpoint.open(tmp_path, Names(), GptqConfig(bits if told else None))
+        assert checkpoint.describe("layers.0.attn.q")[0] == f"gptq {bits} bit, groups of 32"
 
     def test_it_comes_before_floats(self, tmp_path: Path) -> None:
         tensors = {f"{Q}.weight": torch.ones(4, 4), f"{Q}.q_weight": torch.ones(4, 4, dtype=torch.int32)}

@@ -36,7 +36,9 @@ def gptq_words(lookup: Lookup, place: Place) -> str:
     words, scales = _shape(lookup, place, "qweight"), _shape(lookup, place, "scales")
     if not words or not scales:
         return config.method
-    bits = config.bits or 4
+    zeros = _shape(lookup, place, "qzeros")
+    # Matrices may differ in their widths: one zero point for each scale tells this one's.
+    bits = config.bits or (zeros[-1] * WORD // max(1, scales[-1]) if zeros else 0) or 4
     rows = words[0] if config.method == "awq" else words[0] * WORD // bits
     ordered = ", act-order" if config.desc_act else ""
     return f"{config.method} {bits} bit, groups of {-(-rows // max(1, scales[0]))}{ordered}"
