@@ -168,6 +168,8 @@ LIES = {
     "size zero": (whole(infos=[info(dims=(8, 0))], data=F8), r"found \[0, 8\]"),
     "broken block": (whole(infos=[info(dims=(33,), kind=8)], data=F8 * 2), "whole Q8_0 blocks of 32"),
     "unknown type": (whole(infos=[info(kind=99)], data=F8), "unknown type 99"),
+    "type given up": (whole(infos=[info(kind=31)], data=F8), r"'x' is stored as Q4_0_4_4, .* the Q4_0 file"),
+    "other given up": (whole(infos=[info(kind=36)], data=F8), "IQ4_NL_4_4, .* the IQ4_NL file"),
     "huge sizes": (whole(infos=[info(dims=(2**40, 2**40, 2**40))], data=F8), "cut short"),
     "offset outside": (whole(infos=[info(offset=2**63)], data=F8), "cut short"),
     "odd offset": (whole(infos=[info(offset=4)], data=F8 * 2), "multiple of 32, found 4"),

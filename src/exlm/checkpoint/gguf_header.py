@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BadFile
-from ..formats.gguf import KINDS
+from ..formats.gguf import KINDS, REMOVED
 from .header import damaged, refuse_pointer, shown
 
 MAGIC = b"GGUF"
@@ -218,6 +218,12 @@ def _entry(cursor: _Cursor) -> TensorEntry:
     shape = tuple(reversed(cursor.numbers(10, rank)))
     number = cursor.number(4)
     offset = cursor.number(10)
+    if number in REMOVED:
+        other = "Q4_0" if REMOVED[number].startswith("Q4") else "IQ4_NL"
+        raise BadFile(
+            f"{path}: tensor {shown(name)} is stored as {REMOVED[number]}, which llama.cpp has given up. "
+            f"Take the {other} file of the same model."
+        )
     if number not in KINDS:
         raise BadFile(
             f"{path}: tensor {shown(name)} has the unknown type {number}. The file is damaged, or made by "

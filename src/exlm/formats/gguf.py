@@ -76,6 +76,18 @@ KINDS: dict[int, Kind] = {
 }
 """Every type by the number files give it."""
 
+REMOVED: dict[int, str] = {
+    4: "Q4_2",
+    5: "Q4_3",
+    31: "Q4_0_4_4",
+    32: "Q4_0_4_8",
+    33: "Q4_0_8_8",
+    36: "IQ4_NL_4_4",
+    37: "IQ4_NL_4_8",
+    38: "IQ4_NL_8_8",
+}
+"""Types that files had once and llama.cpp has given up, by their numbers."""
+
 FLOATS: dict[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 _BY_NAME = {kind.name: kind for kind in KINDS.values()}
