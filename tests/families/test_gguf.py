@@ -95,6 +95,24 @@ TWINS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024},
         },
     ),
+    "qwen2 with yarn and a factor of its own": (
+        metadata(
+            "qwen2",
+            rope__scaling__type="yarn",
+            rope__scaling__factor=4.0,
+            rope__scaling__original_context_length=1024,
+            rope__scaling__yarn_attn_factor=1.0,
+        ),
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 1024,
+                "attention_factor": 1.0,
+            },
+        },
+    ),
     "qwen3": (metadata("qwen3", **HEADS), {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32}),
     "qwen3moe": (
         metadata("qwen3moe", **HEADS, **EXPERTS, expert_feed_forward_length=48),

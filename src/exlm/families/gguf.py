@@ -215,9 +215,11 @@ def _scaling(k: Keys, original: int | None) -> dict[str, Any] | None:
     }
     for ours in ("beta_fast", "beta_slow"):
         table[ours] = k.real(f"rope.scaling.yarn_{ours}")
+    # What config.json says in place of the usual factor is copied; the other key is multiplied with it.
+    table["attention_factor"] = k.real("rope.scaling.yarn_attn_factor")
     if (magnitude := k.real("rope.scaling.attn_factor")) is not None:
-        # llama.cpp multiplies this with the usual factor, config.json replaces that by its own.
-        table["attention_factor"] = magnitude * spec.Yarn.sharpness(factor)
+        usual = table["attention_factor"]
+        table["attention_factor"] = magnitude * (spec.Yarn.sharpness(factor) if usual is None else usual)
     return {key: value for key, value in table.items() if value is not None}
 
 
