@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,6 +17,7 @@ from exlm import Cache, CacheQ4, CacheQ8, Config, Generator, Job, Model, Setting
 from exlm.cache import PAGE, CacheBase
 from exlm.generator.results import Result
 from exlm.model.graphs import FEWEST, MOST, ROWS, Bucket, Graphs
+from exlm.model.runner import all_logits
 from exlm.nn import Batch
 
 
@@ -207,7 +209,7 @@ def test_running_ahead_changes_nothing(
 
     def runner(cache: CacheBase) -> Any:
         made: Any = make(cache)
-        made.graphs = Graphs(made._logits, made.device)
+        made.graphs = Graphs(partial(all_logits, made.decoder, made.cache), made.device)
         ahead = made.ahead
 
         def counted(*arguments: Any) -> Any:
@@ -247,7 +249,7 @@ def test_guesses_are_checked_in_passes_of_few_sizes(
 
     def runner(cache: CacheBase) -> Any:
         made: Any = make(cache)
-        made.graphs = Graphs(made._logits, made.device)
+        made.graphs = Graphs(partial(all_logits, made.decoder, made.cache), made.device)
         return made
 
     monkeypatch.setattr(house.model, "runner", runner)

@@ -8,6 +8,7 @@ numbers are stored is left to the subclasses.
 from __future__ import annotations
 
 import copy
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from numbers import Integral
@@ -101,8 +102,7 @@ class CacheBase(ABC):
         self.max_seq_len = model.cache_length if max_seq_len == -1 else max_seq_len
         self.shapes = tuple(model.cache_shapes)
         self.current_seq_len = 0
-        self.tenant: object = None
-        """Which runner wrote to its pages last; None if rows were written in order, or nothing at all."""
+        self._tenant: weakref.ref[object] | None = None
         self._fixed = None if fixed_device is None else _device(fixed_device)
         self._layers: list[Layer] | None = None
         self._check_shapes(num_key_value_heads)
@@ -224,6 +224,18 @@ class CacheBase(ABC):
         return [_rows(scales, self.batch_size) for layer in self.layers for scales in layer.values[1:]]
 
     # Moving tokens
+
+    @property
+    def tenant(self) -> object:
+        """Which runner wrote to its pages last; None if rows were written in order, or nothing at all.
+
+        It is not held: runners hold their cache, and a circle would keep it in memory, and the weights.
+        """
+        return None if self._tenant is None else (self._tenant() or self._tenant)
+
+    @tenant.setter
+    def tenant(self, runner: object) -> None:
+        self._tenant = None if runner is None else weakref.ref(runner)
 
     def reset(self) -> None:
         """Forget the sequence; the tensors stay."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -72,7 +73,8 @@ class Runner:
         self.cache = cache
         self.device = device
         self.planes = planes
-        self.graphs = Graphs(self._logits, device, recorded) if recorded else None
+        # What runs knows the decoder, not this runner: a circle would keep the weights when all let go of it.
+        self.graphs = Graphs(partial(all_logits, decoder, cache), device, recorded) if recorded else None
 
     def retire(self) -> None:
         """Let go of the decoder: a generator that somebody still holds must not keep the weights."""
@@ -137,12 +139,6 @@ class Runner:
         self.cache.tenant = self
         return self.graphs.decode(fed, past, [sequence.pages for sequence in sequences])
 
-    def _logits(self, batch: Batch) -> Tensor:
-        """All logits of a batch."""
-        logits, _ = self.decoder.forward(batch, self.cache.layers)
-        assert logits is not None
-        return logits
-
     def _run(
         self, sequences: Sequence[Paged], fed: Sequence[Sequence[int]], past: Sequence[int], outputs: Outputs
     ) -> Tensor | None:
@@ -183,6 +179,13 @@ class Runner:
             adapters=tuple(one.adapters for one in extras) if any(one.adapters for one in extras) else (),
             spans=tuple(replace(span, vectors=span.vectors.to(self.device)) for span in spans),
         )
+
+
+def all_logits(decoder: Decoder, cache: CacheBase, batch: Batch) -> Tensor:
+    """All logits of a batch."""
+    logits, _ = decoder.forward(batch, cache.layers)
+    assert logits is not None
+    return logits
 
 
 def sent(arrays: Sequence[NDArray[np.int64]], device: torch.device) -> list[Tensor]:

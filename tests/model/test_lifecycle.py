@@ -1,0 +1,54 @@
+"""A model comes and goes: what is left of it when nobody holds it any more, and after a failure."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from exlm import LLM, Cache, CacheBase, Config, Generator, Model, Settings, Tokenizer
+from exlm.model.graphs import LARGEST
+from exlm.model.runner import Runner
+from tests import tiny
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Memory is freed only where nothing points in a circle."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def held(model: Model, cache: CacheBase) -> list[weakref.ref[object]]:
+    """What takes the memory."""
+    return [weakref.ref(one) for one in (model, cache, model._ready()[1], cache.all_tensors()[0])]
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_memory_is_free_when_the_last_name_is_gone(tmp_path: Path) -> None:
+    """Whoever writes `del llm` and loads another one must not need room for both."""
+    llm = LLM(tiny.chatty(tmp_path / "m"))
+    llm.generate(["a", "b"], max_new_tokens=3)
+    watched = held(llm.model, llm.cache)
+    del llm
+    assert [one() for one in watched] == [None] * 4
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_memory_is_free_where_passes_are_recorded(tmp_path: Path) -> None:
+    config = Config(tiny.chatty(tmp_path / "m"))
+    model = Model(config)
+    model.load()
+    cache = Cache(model, max_seq_len=256)
+    generator = Generator(model, cache, Tokenizer(config))
+    generator._loop.runner = Runner(model._ready()[1], cache, torch.device("cpu"), recorded=LARGEST)
+    generator.generate("a", max_new_tokens=3, gen_settings=Settings.greedy())
+    watched = held(model, cache)
+    del model, cache, generator
+    assert [one() for one in watched] == [None] * 4
