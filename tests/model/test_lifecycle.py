@@ -6,11 +6,12 @@ import gc
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from exlm import LLM, Cache, CacheBase, Config, Generator, Model, Settings, Tokenizer
+from exlm import LLM, Cache, CacheBase, Config, Generator, InputError, Model, Settings, Tokenizer
 from exlm.model.graphs import LARGEST
 from exlm.model.runner import Runner
 from tests import tiny
@@ -52,3 +53,10 @@ def test_memory_is_free_where_passes_are_recorded(tmp_path: Path) -> None:
     watched = held(model, cache)
     del model, cache, generator
     assert [one() for one in watched] == [None] * 4
+
+
+@pytest.mark.parametrize("wrong", ["/some/model", Path("/some/model"), None, {}])
+def test_what_is_no_config_is_told_so_at_once(wrong: Any) -> None:
+    hint = "/some/model" if wrong else "/path/to/model"
+    with pytest.raises(InputError, match=rf"found {type(wrong).__name__}: write Model\(Config\('{hint}'\)\)"):
+        Model(wrong)

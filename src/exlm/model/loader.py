@@ -9,6 +9,7 @@ import gc
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
+from os import PathLike
 from typing import Any
 
 import torch
@@ -33,6 +34,16 @@ class Loader:
     """A model that can be loaded, unloaded and described."""
 
     def __init__(self, config: Config, lazy_load: bool = False) -> None:
+        if not isinstance(config, Config):
+            wanted = (
+                f"Config({str(config)!r})"
+                if isinstance(config, str | PathLike)
+                else "Config('/path/to/model')"
+            )
+            raise InputError(
+                f"A model is made of a Config, found {type(config).__name__}: write Model({wanted}), or give "
+                "the path to LLM."
+            )
         self.config = config
         self.loaded = False
         self.inventory: Callable[[str | None], list[Slot]] = inventory
