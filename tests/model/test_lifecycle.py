@@ -60,3 +60,40 @@ def test_what_is_no_config_is_told_so_at_once(wrong: Any) -> None:
     hint = "/some/model" if wrong else "/path/to/model"
     with pytest.raises(InputError, match=rf"found {type(wrong).__name__}: write Model\(Config\('{hint}'\)\)"):
         Model(wrong)
+
+
+def test_an_interrupted_autosplit_leaves_the_cache_as_it_was(tmp_path: Path) -> None:
+    """The last callback comes when the cache is there already."""
+
+    def stop(done: int, total: int) -> None:
+        if done == total:
+            raise KeyboardInterrupt
+
+    model = Model(Config(tiny.make(tmp_path)))
+    cache = Cache(model, lazy=True)
+    with pytest.raises(KeyboardInterrupt):
+        model.load_autosplit(cache, callback=stop)
+    assert not model.loaded
+    assert not cache.allocated
+    steps = model.load_autosplit_gen(cache, callback_gen=lambda done, total: iter([(done, total)]))
+    while next(steps) != (4, 4):
+        pass
+    assert cache.allocated
+    del steps  # given up before its end
+    assert not cache.allocated
+    model.load_autosplit(cache)
+    assert model.forward(torch.arange(5)[None], cache).shape == (1, 5, 64)
+
+
+def test_autosplit_refuses_caches_that_it_cannot_allocate(tmp_path: Path) -> None:
+    """And before it reads anything."""
+    model, other = (Model(Config(tiny.make(tmp_path))) for _ in range(2))
+    with pytest.raises(InputError, match=r"found None: give it Cache\(model, lazy=True\)"):
+        model.load_autosplit(None)  # type: ignore[arg-type]
+    cache = Cache(other, lazy=True)
+    with pytest.raises(InputError, match=r"made for another model.*Cache\(model, lazy=True\) of this one"):
+        model.load_autosplit(cache)
+    other.load_autosplit(cache)
+    other.unload()
+    with pytest.raises(InputError, match=r"no tensors yet.* Make a new one"):
+        other.load_autosplit(cache)

@@ -175,6 +175,11 @@ class CacheBase(ABC):
         if (mirror := self.model.cache_mirror) is not None:
             mirror.made(self)
 
+    def release(self) -> None:
+        """Let go of the tensors and what they hold; `allocate` makes new ones."""
+        self._layers = self._tenant = None
+        self.current_seq_len = 0
+
     def update_cache_tensors(self) -> None:
         """Follow the model's layers to where they are now; a lazy cache gets its tensors."""
         if self._layers is None:

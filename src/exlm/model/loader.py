@@ -116,10 +116,7 @@ class Loader:
         callback_gen: Yielding | None = None,
     ) -> Iterator[Any]:
         """`load_autosplit` as a generator: run it to its end."""
-        if cache.allocated:
-            raise InputError(
-                "load_autosplit needs a cache made with lazy=True: it allocates the cache itself."
-            )
+        self._check_lazy(cache)
 
         def slots() -> list[Slot]:
             frozen, found = self._machine()
@@ -127,9 +124,13 @@ class Loader:
             parts = measure(frozen, self.source(frozen), kind, cache.sizes())
             return [found[at] for at in place(parts, spaces(found, reserve_vram), FIT_CACHE)]
 
-        yield from self._load(
-            lambda tell: self._placed(slots(), tell, callback_gen), callback, callback_gen, cache.allocate
-        )
+        try:
+            yield from self._load(
+                lambda tell: self._placed(slots(), tell, callback_gen), callback, callback_gen, cache.allocate
+            )
+        except BaseException:
+            cache.release()
+            raise
 
     def load_tp(
         self,
@@ -276,6 +277,25 @@ class Loader:
             return [slots[at] for at in place(parts, spaces(slots, None), FIT_CACHE)]
         weights = [replace(part, workspace=0) for part in parts]
         return [slots[at] for at in place(weights, split(slots, gpu_split), FIT_SPLIT)]
+
+    def _check_lazy(self, cache: CacheBase) -> None:
+        """Refuse a cache that cannot be allocated beside this model."""
+        if not isinstance(cache, CacheBase):
+            raise InputError(
+                f"load_autosplit allocates a cache, found {cache!r}: give it Cache(model, lazy=True), or "
+                "call load() without one."
+            )
+        owner: object = cache.model
+        if owner is not self:
+            raise InputError(
+                "This cache was made for another model, and would be allocated beside that: give "
+                f"load_autosplit {type(cache).__name__}(model, lazy=True) of this one."
+            )
+        if cache.allocated:
+            raise InputError(
+                "load_autosplit needs a cache made with lazy=True that has no tensors yet: it allocates them "
+                "itself. Make a new one."
+            )
 
     def _placed(
         self, slots: Sequence[Slot], tell: Callback, callback_gen: Yielding | None
