@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def main() -> None:
     """Run a command; what it needs of a GPU is begun before anything large is imported."""
     try:
-        from .early import begin
-        from .streams import open_streams
+        with _ended_by_ctrl_c():
+            from .early import begin
+            from .streams import open_streams
 
-        open_streams()
-        begin(sys.argv[1:])
-        from .__main__ import main as run
+            open_streams()
+            begin(sys.argv[1:])
+            from .__main__ import main as run
 
         run()
-    except KeyboardInterrupt:  # importing takes a second or two, in which people change their minds
+    except KeyboardInterrupt:  # between the two, or from somebody else
         sys.exit(130)
+
+
+@contextmanager
+def _ended_by_ctrl_c() -> Iterator[None]:
+    """Ctrl-C ends the process at once, as nothing is begun yet.
+
+    Importing takes a second or two, in which people change their minds. An exception would not do: in the
+    midst of their imports torch and numpy pass over some, and make other errors of others.
+    """
+    here = threading.current_thread() is threading.main_thread()
+    usual = here and signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not one that is ignored
+    if usual:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    try:
+        yield
+    finally:
+        if usual:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
