@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from exlm import Config, ConfigError, InputError, ModelNotFound
+from exlm import Config, ConfigError, InputError, Model, ModelNotFound, Tokenizer
 from tests import tiny
 from tests.checkpoint import gguf_models
 from tests.families.test_hyper import LLAMA
@@ -39,6 +39,23 @@ def test_reads_the_folder_later(tmp_path: Path) -> None:
     config.model_dir = str(folder(tmp_path))
     config.prepare()
     assert config.hidden_size == 64
+
+
+def test_a_relative_path_means_the_same_wherever_the_program_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.chatty(tmp_path / "m")
+    monkeypatch.chdir(tmp_path)
+    config = Config("m")
+    later = Config()
+    later.model_dir = "m"
+    monkeypatch.chdir("/")
+    with pytest.raises(ModelNotFound, match="Can't find m: no such file or folder"):
+        later.prepare()
+    assert config.model_dir == str(tmp_path / "m")
+    assert config.freeze().path == tmp_path / "m"
+    assert Tokenizer(config).encode("a").shape == (1, 1)
+    Model(config).load()
 
 
 def test_preparing_again_restores_the_models_own_values(tmp_path: Path) -> None:

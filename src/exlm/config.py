@@ -93,6 +93,9 @@ class Config:
 
         `no_tensors` is accepted for old scripts: weights are never touched here.
         """
+        self._path()  # refuses what is not there, in the user's words
+        # A program may change its folder before it loads: from here on the path means the same everywhere.
+        self.model_dir = str(Path(self.model_dir or "").expanduser().absolute())
         path = self._path()
         self._gguf = None
         if path.is_file():
