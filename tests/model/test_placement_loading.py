@@ -134,6 +134,12 @@ def test_gpu_split_has_gb_of_weights(folder: Path) -> None:
         ({"memory": []}, r"memory is a list with GB for each GPU, as in \[24, 24\]"),
         ({"memory": 24}, "memory is a list"),
         ({"memory": ["24"]}, "memory is a list"),
+        ({"memory": [24, float("inf")]}, "memory is a list"),
+        ({"memory": [1e300]}, "memory is a list"),
+        ({"reserve_vram": -5e8}, "reserve_vram is a number of bytes that are left free, 0 or more"),
+        ({"reserve_vram": [0, -1]}, "reserve_vram is"),
+        ({"reserve_vram": float("nan")}, "reserve_vram is"),
+        ({"reserve_vram": [float("inf")]}, "reserve_vram is"),
         ({"reserve_vram": "1"}, "reserve_vram is a number of bytes"),
         ({"reserve_vram": ["1"]}, "reserve_vram is"),
     ],
@@ -145,6 +151,7 @@ def test_a_plan_for_nothing_is_refused(folder: Path, wrong: dict[str, Any], word
     assert model.plan(256, memory=[1], reserve_vram=5e8) == model.plan(
         256, memory=[1], reserve_vram=[500000000]
     )
+    assert not model.plan(10**30, users=10**30, memory=[1]).fits
 
 
 def test_devices_by_name(folder: Path) -> None:

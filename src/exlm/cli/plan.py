@@ -81,6 +81,6 @@ def _memory(text: str | None) -> list[float] | None:
         memory = [float(part) for part in text.split(",")]
     except ValueError:
         memory = []
-    if not memory or not all(0 < one < float("inf") for one in memory):
+    if not memory or not all(0 < one < 1 << 20 for one in memory):
         raise InputError(f"--gpu must be GB for each GPU, as in 24,24; found {text!r}.")
     return memory

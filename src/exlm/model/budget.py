@@ -124,9 +124,10 @@ def measure(config: FrozenConfig, source: Source, use: Use, cache: Sequence[int]
 def spaces(slots: Sequence[Slot], reserve: int | Sequence[int] | None) -> list[Space]:
     """The devices, less what must stay free on them."""
     numbers = reserve if isinstance(reserve, list | tuple) else [0 if reserve is None else reserve]
-    if not all(isinstance(number, int | float) for number in numbers):
+    if not all(isinstance(number, int | float) and 0 <= number < 1 << 50 for number in numbers):
         raise InputError(
-            f"reserve_vram is a number of bytes, or a list with one for each device; found {reserve!r}."
+            "reserve_vram is a number of bytes that are left free, 0 or more, or a list with one for each "
+            f"device; found {reserve!r}."
         )
     if isinstance(reserve, int | float):
         kept = [int(reserve)] * len(slots)
@@ -196,7 +197,8 @@ def budget(measured: Callable[[int], list[Part]], devices: Sequence[Space], cont
 
 def _forced(parts: Sequence[Part], devices: Sequence[Space]) -> list[Load]:
     """What would lie where if the last device took all that fits nowhere."""
-    endless = [*devices[:-1], Space(devices[-1].name, 1 << 62)]
+    whole = sum(part.weights + part.cache + part.workspace + part.shared for part in parts)
+    endless = [*devices[:-1], Space(devices[-1].name, whole)]
     return loads(parts, place(parts, endless, ""), len(devices))
 
 

@@ -55,10 +55,14 @@ def inventory(wish: str | None) -> list[Slot]:
 
 def imagined(memory: Sequence[float]) -> list[Slot]:
     """GPUs of so many GB each, to plan for without having them."""
-    known = isinstance(memory, Sequence) and all(isinstance(gb, int | float) and gb > 0 for gb in memory)
-    if not known or not memory:
+    if not isinstance(memory, Sequence) or not memory or not all(map(_some_gb, memory)):
         raise InputError(f"memory is a list with GB for each GPU, as in [24, 24]; found {memory!r}.")
     return [Slot(f"GPU {i}", torch.device("cuda", i), int(gb * (1 << 30))) for i, gb in enumerate(memory)]
+
+
+def _some_gb(number: object) -> bool:
+    """Whether a GPU may have so much; nobody has more than a PB."""
+    return isinstance(number, int | float) and not isinstance(number, bool) and 0 < number < 1 << 20
 
 
 def pick_device(wish: str | None) -> torch.device:
