@@ -10,9 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from exlm import Unsupported
+from exlm import Unsupported, WorkerLost
 from exlm.errors import DoesNotFit
+from exlm.parallel.launch import start
 from tests import tiny
 from tests.conftest import ROOT
 from tests.parallel.teams import alive, described
@@ -36,6 +38,28 @@ def test_loading_that_fails_leaves_no_process(tmp_path: Path) -> None:
     with pytest.raises(DoesNotFit, match=r"gpu_split gives cpu 0\.0 MB"):
         model.load_tp([1e-5, 1e-5])
     assert not model.loaded
+
+
+def test_a_rank_that_cannot_begin_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = described(tiny.make(tmp_path))
+    with pytest.raises(WorkerLost, match=r"rank 1 failed: ModelNotFound: Can't find .*config\.json"):
+        model.load_tp([1, 1], callback=lambda i, n: (tmp_path / "config.json").unlink(missing_ok=True))
+    assert capfd.readouterr().err == ""
+
+
+def test_processes_end_if_another_cannot_be_started() -> None:
+    before = set(children())
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        start("exlm.model.follower", [{"rank": 1}, {"rank": object()}])
+    assert set(children()) == before
+
+
+def test_torchs_own_names_are_handed_on(tmp_path: Path) -> None:
+    model = described(tiny.make(tmp_path))
+    model.config.device, model.config.dtype = torch.device("cpu"), torch.float32  # type: ignore[assignment]
+    model.load_tp([1, 1])
+    assert model.forward(torch.arange(5)[None]).shape == (1, 5, 64)
+    model.unload()
 
 
 def children() -> list[int]:

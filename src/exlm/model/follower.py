@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import socket
 import sys
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -33,15 +33,15 @@ REPEATED = ("copy", "copy_states", "roll_left")
 
 def main(told: Mapping[str, Any]) -> None:
     """What a process that rank 0 started does, from its first line to its last."""
-    torch.set_num_threads(told["threads"])
-    config = Config(told["config"]["model_dir"])
-    for name, value in told["config"].items():
-        setattr(config, name, value)
     rank, size = told["rank"], told["size"]
-    with socket.socket(fileno=told["line"]) as line:
+    with socket.socket(fileno=told["line"]) as line, _told(channel := Channel(line), rank):
+        torch.set_num_threads(told["threads"])
+        config = Config(told["config"]["model_dir"])
+        for name, value in told["config"].items():
+            setattr(config, name, value)
         store = meeting(told["store"], size)
         slot, way = inventory(told["device"])[0], WAYS[told["way"]]
-        serve(Channel(line), way, config.freeze(), rank, size, slot, store, local=True)
+        serve(channel, way, config.freeze(), rank, size, slot, store, local=True)
 
 
 def serve(
@@ -56,7 +56,7 @@ def serve(
     local: bool,
 ) -> None:
     """Load, meet the other ranks, follow. A failure is told to rank 0 and ends the process."""
-    try:
+    with _told(channel, rank):
         if slot.device.type == "cuda":
             torch.cuda.set_device(slot.device)
         loaded = last(way.load(config, rank, size, slot, silent, None))
@@ -67,11 +67,19 @@ def serve(
         loaded = replace(loaded, decoder=way.connect(loaded, config, group))
         with torch.no_grad(), closing(group):
             follow(channel, loaded, slot.device)
-    except (EOFError, OSError):
+
+
+@contextmanager
+def _told(channel: Channel, rank: int) -> Iterator[None]:
+    """A failure is told to rank 0 and ends the process; where rank 0 is gone, there is nothing to tell."""
+    try:
+        yield
+    except (EOFError, ConnectionError):
         log.debug("rank 0 is gone")  # and with it the reason to be here
     except Exception as error:
         log.debug("rank %d failed", rank, exc_info=True)
-        channel.send(Order("failed", {"why": f"{type(error).__name__}: {error}"}))
+        with suppress(OSError):
+            channel.send(Order("failed", {"why": f"{type(error).__name__}: {error}"}))
         sys.exit(1)
 
 

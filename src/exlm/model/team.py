@@ -81,6 +81,8 @@ def _started(way: str, config: Config, seats: Sequence[Slot]) -> Iterator[tuple[
     """Every other rank's process, at work on its share; none is left if the block fails."""
     count = len(seats)
     wishes = {name: value for name, value in vars(config).items() if not name.startswith("_")}
+    for name in ("device", "dtype"):  # perhaps torch's own objects, whose names say the same
+        wishes[name] = None if wishes[name] is None else str(wishes[name])
     with tempfile.TemporaryDirectory(prefix="exlm-") as folder:
         place = str(Path(folder) / "ranks")
         task = {

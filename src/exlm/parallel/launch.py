@@ -49,23 +49,36 @@ def start(
     """
     channels: list[Channel] = []
     processes: list[subprocess.Popen[bytes]] = []
-    for task in tasks:
-        here, there = socket.socketpair()
-        with there:
-            process = subprocess.Popen(
-                [sys.executable, "-c", FIRST_LINES],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[there.fileno()],
-                start_new_session=True,
-            )
-            assert process.stdin is not None
-            told = {**task, "path": sys.path, "module": module, "line": there.fileno()}
-            with process.stdin as door:
-                door.write(json.dumps(told).encode() + b"\n")
-        channels.append(Channel(here))
-        processes.append(process)
+    try:
+        for task in tasks:
+            here, there = socket.socketpair()
+            channels.append(Channel(here))
+            with there:
+                told = {**task, "path": sys.path, "module": module, "line": there.fileno()}
+                _start(json.dumps(told).encode() + b"\n", there.fileno(), processes)
+    except BaseException:
+        for process in processes:
+            process.kill()
+            process.wait()
+        for channel in channels:
+            channel.close()
+        raise
     return channels, processes
+
+
+def _start(told: bytes, line: int, processes: list[subprocess.Popen[bytes]]) -> None:
+    """One more process, which inherits its end of the line and reads what it is told."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", FIRST_LINES],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        pass_fds=[line],
+        start_new_session=True,
+    )
+    processes.append(process)
+    assert process.stdin is not None
+    with process.stdin as door:
+        door.write(told)
 
 
 def meeting(path: str, size: int) -> Store:
