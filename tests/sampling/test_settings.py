@@ -132,6 +132,8 @@ def test_misspelt_fields_are_errors_with_a_suggestion() -> None:
         {"temperature": math.inf},
         {"temperature": "warm"},
         {"temperature": None},
+        {"temperature": 10**400},
+        {"top_k": -(10**400)},
         {"top_k": 1.5},
         {"top_k": True},
         {"top_p": math.nan},
@@ -179,6 +181,15 @@ def test_absurd_values_are_refused_by_name(wrong: dict[str, Any]) -> None:
 )
 def test_off_values_are_fine(fine: dict[str, Any]) -> None:
     Settings(**fine).check()
+
+
+def test_any_skew_has_a_plan() -> None:
+    """One below -709 was an OverflowError in the midst of a round, for everybody in the batch."""
+    logits = torch.tensor([[[1.0, 3.0, 2.0]]])
+    for skew, likeliest in ((-1e4, True), (-1e308, True), (1e4, False)):
+        settings = neutral(skew=skew)
+        token, *_ = Sampler.sample(logits, settings, torch.tensor([[0]]), 0.999, None)
+        assert (int(token) == 1) is likeliest
 
 
 def test_plans_follow_assignments_and_are_shared_by_equal_settings() -> None:

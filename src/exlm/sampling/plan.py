@@ -48,6 +48,7 @@ LEAST = {
 }
 MOST = {"xtc_probability": 1, "xtc_threshold": 1}
 ABOVE_ZERO = ("token_repetition_penalty", "dry_base")
+LARGEST_EXPONENT = 700.0  # beyond, only the most probable token is chosen anyway, and floats end
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ def _numbers(asked: dict[str, Any], steps: frozenset[Step]) -> Numbers:
     if "xtc" in steps:
         given |= {name: asked[name] for name in ("xtc_probability", "xtc_threshold")}
     if "skew" in steps:
-        given["skew_power"] = math.exp(-asked["skew"])
+        given["skew_power"] = math.exp(min(-asked["skew"], LARGEST_EXPONENT))
     return Numbers(**given)
 
 
@@ -216,12 +217,27 @@ def _check_number(name: str, value: Any, kind: type, expected: str) -> None:
     fits = isinstance(value, kind) and not isinstance(value, bool)
     if not fits:
         raise InputError(f"{name} must be {expected}, found {value!r} ({type(value).__name__}).")
-    if not math.isfinite(value):
-        raise InputError(f"{name} must be {expected}, found {value!r}.")
+    if not _is_finite(value):
+        raise InputError(f"{name} must be {expected}, found {_shown(value)}.")
     least, most = LEAST.get(name), MOST.get(name)
     if (least is not None and value < least) or (most is not None and value > most):
         bounds = f"at least {least}" if most is None else f"from {least} to {most}"
         raise InputError(f"{name} must be {bounds}, found {value!r}.")
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether it is a number that a float can hold."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _shown(value: Any) -> str:
+    """The number, unless it is a very long one."""
+    if not isinstance(value, Integral):
+        return repr(value)
+    return f"one of {int(value).bit_length()} bits, more than a float holds"
 
 
 def _check_ids(name: str, value: Any) -> None:
