@@ -78,6 +78,8 @@ REFUSED: dict[str, Make] = {
     "a circle": schema(
         {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
     ),
+    "half a character": schema('{"const": "\\ud800"}'),
+    "half a character in a name": schema({"properties": {"\ud800": {}}}),
     "deep": schema(nested(300)),
     "too deep for Python": schema(nested(100_000)),
     "deep text": schema('{"items":' * 50_000 + "{}" + "}" * 50_000),
@@ -187,6 +189,7 @@ def test_reasons_name_the_mistake(trained: Codec) -> None:
         ("open group", "unclosed group"),
         ("unsupported keyword", "not"),
         ("itself", "matches no text"),
+        ("half a character", r"lone surrogate \(U\+D800\)"),
         ("ten megabytes", "too large"),
         ("ten thousand properties", "too complex"),
         ("fifty thousand rules", "too complex|nests too deep"),

@@ -212,7 +212,12 @@ def _compiled(codec: Codec, grammar: str, what: str) -> LLMatcher:
 
 def _written(sources: Sequence[Mapping[str, Any]], what: str) -> str:
     try:
-        return json.dumps({"grammars": sources}, ensure_ascii=False, allow_nan=False)
+        written = json.dumps({"grammars": sources}, ensure_ascii=False, allow_nan=False)
+        written.encode()
+        return written
+    except UnicodeEncodeError as error:
+        half = f"U+{ord(error.object[error.start]):04X}"
+        raise InputError(f"The {what} cannot be UTF-8: it has a lone surrogate ({half}).") from None
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"The {what} cannot be written as JSON: {error}.") from None
 
