@@ -10,13 +10,25 @@ from typing import Any
 from ..errors import InputError
 from ..sampling import Settings
 from .arguments import names, pass_over, refuse
+from .asked import (
+    PAGE,
+    all_prompts,
+    at_least,
+    chunk_size,
+    draft_count,
+    halves,
+    one_each,
+    sequence_length,
+    token_budget,
+    told,
+)
+from .backlog import Backlog
 from .draft import Drafter, ModelDraft, NgramDraft
 from .job import ARGUMENTS, Job, lasting
 from .loop import Loop
 from .pages import PageTable
 from .results import Result, StreamingResult, failed
 
-PAGE = 256
 DRAFTED = 4  # guesses in a step, of which each is a pass of a draft model
 OVERWRITTEN = (
     "Somebody else has written to the cache while this text was being made, and what it held of it is lost: "
@@ -63,18 +75,18 @@ class Generator:
         self.paged = paged
         self.page_size = PAGE
         self.padded_vocab_size = -(-model.config.vocab_size // PADDING) * PADDING
-        usual_rows = max(1, model.config.max_input_len // _at_least("max_q_size", max_q_size, 1))
-        rows = _at_least("max_batch_size", max_batch_size or usual_rows, 1)
+        usual_rows = max(1, model.config.max_input_len // at_least("max_q_size", max_q_size, 1))
+        rows = at_least("max_batch_size", max_batch_size or usual_rows, 1)
         self.max_batch_size = rows if paged else 1
-        self.max_seq_len = _length(max_seq_len, model.max_seq_len)
-        self.max_chunk_size = _chunk(max_chunk_size, model.config.max_input_len)
-        self.max_total_tokens = _budget(cache)
+        self.max_seq_len = sequence_length(max_seq_len, model.max_seq_len)
+        self.max_chunk_size = chunk_size(max_chunk_size, model.config.max_input_len)
+        self.max_total_tokens = token_budget(cache)
         self.max_pages = self.max_total_tokens // PAGE
-        self.max_queue = None if max_queue is None else _at_least("max_queue", max_queue, 1)
+        self.max_queue = None if max_queue is None else at_least("max_queue", max_queue, 1)
         drafter = self._drafter(use_ngram_draft, max_ngram)
         usual = max(1, max_q_size - 1) if use_ngram_draft else DRAFTED
         wanted = usual if num_draft_tokens is None else num_draft_tokens
-        self.num_draft_tokens = 0 if drafter is None else _guesses(wanted, max_q_size)
+        self.num_draft_tokens = 0 if drafter is None else draft_count(wanted, max_q_size)
         self._loop = Loop(
             model.runner(cache),
             PageTable(self.max_pages, PAGE),
@@ -88,7 +100,9 @@ class Generator:
             draft_tokens=self.num_draft_tokens,
             extras=lambda *asked: model.extras(*asked),
         )
-        self._backlog: list[Result] = []  # results of other people's jobs, met while `generate` ran
+        self.awaited: set[Job] = set()
+        """Jobs that somebody runs to their ends: what becomes of them is for `results_of`, not `iterate`."""
+        self._backlog = Backlog()  # results that were met by somebody who did not wait for them
         self._tenant: object = None  # who had written to the cache last when a round of ours was over
 
     @property
@@ -116,29 +130,38 @@ class Generator:
 
     def iterate(self) -> list[Result]:
         """One round of the loop and its results; [] if there is nothing to do. For one thread at a time."""
-        waiting, self._backlog = self._backlog, []
-        return waiting + self._step()
+        found = self._backlog.take_others(self.awaited)
+        for result in self._step():
+            if result["job"] in self.awaited:
+                self._backlog.keep(result)
+            else:
+                found.append(result)
+        return found
 
     def results_of(self, jobs: Collection[Job]) -> list[Result]:
-        """One round, and what became of these jobs in it; what became of others is kept for `iterate`."""
-        found: list[Result] = []
+        """What became of these jobs, in rounds for others or else in one more; others' results are kept."""
+        if found := self._backlog.take(jobs):
+            return found
         for result in self._step():
-            (found if result["job"] in jobs else self._backlog).append(result)
+            if result["job"] in jobs:
+                found.append(result)
+            else:
+                self._backlog.keep(result)
         return found
 
     def cancel(self, job: Job) -> None:
         """Drop a job, waiting or running; no result is given for it. Harmless for a finished one."""
-        self._backlog = [result for result in self._backlog if result["job"] is not job]
+        self._backlog.take({job})
         self._loop.cancel(job)
 
     def clear_queue(self) -> None:
         """Drop every job."""
-        self._backlog = []
+        self._backlog.clear()
         self._loop.clear()
 
     def num_remaining_jobs(self) -> int:
         """Jobs that wait or run, and those whose end `iterate` has not told yet."""
-        return self._loop.scheduler.remaining + sum(result["eos"] for result in self._backlog)
+        return self._loop.scheduler.remaining + self._backlog.ends(but=self.awaited)
 
     def longest(self, sequences: int = 1) -> int:
         """How long, prompt and answer together, so many sequences of one job may become in an empty cache."""
@@ -196,7 +219,7 @@ class Generator:
         known = {*names(self.generate), *ARGUMENTS} - {"input_ids"}
         job_arguments = pass_over("generate()", job_arguments, known)
         single = isinstance(prompt, str | tuple)
-        prompts = _prompts(prompt)
+        prompts = all_prompts(prompt)
         options: dict[str, Any] = {
             "max_new_tokens": max_new_tokens,
             "min_new_tokens": min_new_tokens,
@@ -208,8 +231,10 @@ class Generator:
         } | job_arguments
         count, alone = len(prompts), gen_settings is None or isinstance(gen_settings, Settings)
         each: dict[str, list[Any]] = {
-            "gen_settings": [gen_settings] * count if alone else _each(gen_settings, count, "gen_settings"),
-            "filters": [filters] if single else _each(filters, count, "filters"),
+            "gen_settings": [gen_settings] * count
+            if alone
+            else one_each(gen_settings, count, "gen_settings"),
+            "filters": [filters] if single else one_each(filters, count, "filters"),
             "embeddings": self._embeddings(prompts, embeddings, single),
             "seed": [seed + i if isinstance(seed, Integral) else seed for i in range(count)],
         }
@@ -220,7 +245,7 @@ class Generator:
         last = self._finish(jobs, abort_event)
         if last is None:
             return None
-        texts = [_text(one, result, completion_only) for one, result in zip(prompts, last, strict=True)]
+        texts = [told(one, result, completion_only) for one, result in zip(prompts, last, strict=True)]
         answer: Any = texts[0] if single else texts
         return (answer, last[0] if single else last) if return_last_results else answer
 
@@ -229,30 +254,32 @@ class Generator:
         options = {"embeddings": embeddings} if embeddings else {}
         return [
             self.tokenizer.encode(half, add_bos=add_bos, encode_special_tokens=special, **options)
-            for half in _halves(prompt)
+            for half in halves(prompt)
         ]
 
     def _embeddings(self, prompts: list[Any], given: Any, single: bool) -> list[Any]:
         """What each prompt may name, bare vectors wrapped."""
-        lists = [given] if single else _each(given, len(prompts), "embeddings")
+        lists = [given] if single else one_each(given, len(prompts), "embeddings")
         return [
-            [] if own is None else self.model.injected(_halves(prompt)[0], own)
+            [] if own is None else self.model.injected(halves(prompt)[0], own)
             for prompt, own in zip(prompts, lists, strict=True)
         ]
 
     def _finish(self, jobs: list[Job], abort: threading.Event | None) -> list[StreamingResult] | None:
         """Run until these jobs are done, or one of them fails; None if aborted. Whatever is left is dropped.
 
-        Other jobs run along; their results are kept for `iterate`.
+        Other jobs run along; their results are kept for whoever waits for them.
         """
         done: dict[Job, StreamingResult] = {}
         own = set(jobs)
         try:
+            self.awaited |= own
             for job in jobs:
                 self._take(job)
             while len(done) < len(jobs):
                 error: Exception | None = None
-                for result in self.results_of(own):
+                found = self.results_of(own)
+                for result in found:
                     if result["stage"] == "streaming" and result["eos"]:
                         done[result["job"]] = result
                         error = error or result.get("error")
@@ -260,11 +287,12 @@ class Generator:
                     raise error
                 if abort is not None and abort.is_set():
                     return None
-                if len(done) < len(jobs) and not self._loop.busy:
+                if not found and not self._loop.busy:
                     raise InputError("The request was dropped before its end: the queue was cleared.")
         finally:
+            self.awaited -= own
             for job in jobs:
-                self._loop.cancel(job)
+                self.cancel(job)
         return [done[job] for job in jobs]
 
     def _take(self, job: Job) -> int:
@@ -293,7 +321,7 @@ class Generator:
 
     def _drafter(self, ngram: bool, longest: int) -> Drafter | None:
         if self.draft_model is None:
-            return NgramDraft(_at_least("max_ngram", longest, 0)) if ngram else None
+            return NgramDraft(at_least("max_ngram", longest, 0)) if ngram else None
         if ngram:
             raise InputError("Cannot use both draft model and ngram draft.")
         if self.draft_cache is None:
@@ -309,78 +337,3 @@ class Generator:
                 f"{self.draft_model.max_seq_len} and {self.model.max_seq_len}."
             )
         return ModelDraft(self.draft_model.runner(self.draft_cache))
-
-
-def _prompts(prompt: Any) -> list[Any]:
-    """Every prompt that was given, a string or a pair of them each."""
-    if isinstance(prompt, str | tuple):
-        return [prompt]
-    if not isinstance(prompt, Sequence):
-        raise InputError(f"Unexpected type in prompt: {type(prompt).__name__}; give a string or a list.")
-    return list(prompt)
-
-
-def _halves(prompt: Any) -> list[str]:
-    """A prompt, or both of a pair."""
-    halves = list(prompt) if isinstance(prompt, tuple) else [prompt]
-    if not halves or not all(isinstance(half, str) for half in halves):
-        raise InputError(f"Unexpected type in prompt: {prompt!r}; a prompt is a string or a pair of them.")
-    return halves
-
-
-def _text(prompt: Any, result: StreamingResult, completion_only: bool) -> str:
-    """What a finished job said, behind its prompt unless told otherwise."""
-    said: str = prompt[0] if isinstance(prompt, tuple) else prompt
-    return result["full_completion"] if completion_only else said + result["full_completion"]
-
-
-def _each(values: Any, count: int, name: str) -> list[Any]:
-    """One value for each prompt; None for all if there are none."""
-    if values is None:
-        return [None] * count
-    if not isinstance(values, list | tuple) or len(values) != count:
-        found = len(values) if isinstance(values, list | tuple) else type(values).__name__
-        raise InputError(f"{name} must be a list with one entry for each of {count} prompts, found {found}.")
-    return list(values)
-
-
-def _at_least(name: str, value: int, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise InputError(f"{name} must be a whole number of at least {least}, found {value!r}.")
-    return int(value)
-
-
-def _guesses(count: int, rows: int) -> int:
-    """How many tokens to guess; they and the one before them make up a sequence's rows in a pass."""
-    if _at_least("num_draft_tokens", count, 1) >= rows:
-        raise InputError(
-            f"num_draft_tokens must be less than max_q_size, found {count} and {rows}: guess at most "
-            f"{rows - 1} or create the generator with max_q_size={count + 1}."
-        )
-    return count
-
-
-def _length(wanted: int | None, limit: int) -> int:
-    length = _at_least("max_seq_len", wanted or limit, 1)
-    if length > limit:
-        raise InputError(f"Model initialized with max seq len {limit}, requested seq len is {wanted}.")
-    return length
-
-
-def _chunk(wanted: int | None, limit: int) -> int:
-    if wanted is None:
-        return max(PAGE, limit // PAGE * PAGE)
-    if _at_least("max_chunk_size", wanted, 1) > limit or wanted % PAGE:
-        raise InputError(
-            f"max_chunk_size must be a multiple of {PAGE} and at most the model's max_input_len of {limit}, "
-            f"received {wanted}."
-        )
-    return wanted
-
-
-def _budget(cache: Any) -> int:
-    if cache.batch_size != 1:
-        raise InputError(f"Generator requires a cache with batch_size = 1, found {cache.batch_size}.")
-    if cache.max_seq_len % PAGE:
-        raise InputError(f"cache.max_seq_len must be a multiple of {PAGE}, received {cache.max_seq_len}.")
-    return int(cache.max_seq_len)

@@ -53,6 +53,7 @@ class Turns:
         def enter() -> None:
             for job in jobs:
                 self._inboxes[job] = own
+                self.generator.awaited.add(job)
                 self.generator.enqueue(job)
 
         def look() -> None:
@@ -93,6 +94,7 @@ class Turns:
         while self._left:
             job = self._left.popleft()
             self._inboxes.pop(job, None)
+            self.generator.awaited.discard(job)
             self.generator.cancel(job)
 
     def _round(self) -> None:

@@ -1,0 +1,91 @@
+"""What a generator and its calls are asked for: prompts one by one, and numbers that can be meant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
+
+from ..errors import InputError
+from .results import StreamingResult
+
+PAGE = 256
+
+
+def all_prompts(prompt: Any) -> list[Any]:
+    """Every prompt that was given, a string or a pair of them each."""
+    if isinstance(prompt, str | tuple):
+        return [prompt]
+    if not isinstance(prompt, Sequence):
+        raise InputError(f"Unexpected type in prompt: {type(prompt).__name__}; give a string or a list.")
+    return list(prompt)
+
+
+def halves(prompt: Any) -> list[str]:
+    """A prompt, or both of a pair."""
+    found = list(prompt) if isinstance(prompt, tuple) else [prompt]
+    if not found or not all(isinstance(half, str) for half in found):
+        raise InputError(f"Unexpected type in prompt: {prompt!r}; a prompt is a string or a pair of them.")
+    return found
+
+
+def told(prompt: Any, result: StreamingResult, completion_only: bool) -> str:
+    """What a finished job said, behind its prompt unless told otherwise."""
+    said: str = prompt[0] if isinstance(prompt, tuple) else prompt
+    return result["full_completion"] if completion_only else said + result["full_completion"]
+
+
+def one_each(values: Any, count: int, name: str) -> list[Any]:
+    """One value for each prompt; None for all if there are none."""
+    if values is None:
+        return [None] * count
+    if not isinstance(values, list | tuple) or len(values) != count:
+        found = len(values) if isinstance(values, list | tuple) else type(values).__name__
+        raise InputError(f"{name} must be a list with one entry for each of {count} prompts, found {found}.")
+    return list(values)
+
+
+def at_least(name: str, value: int, least: int) -> int:
+    """A whole number that is not too small."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise InputError(f"{name} must be a whole number of at least {least}, found {value!r}.")
+    return int(value)
+
+
+def draft_count(count: int, rows: int) -> int:
+    """How many tokens to guess; they and the one before them make up a sequence's rows in a pass."""
+    if at_least("num_draft_tokens", count, 1) >= rows:
+        raise InputError(
+            f"num_draft_tokens must be less than max_q_size, found {count} and {rows}: guess at most "
+            f"{rows - 1} or create the generator with max_q_size={count + 1}."
+        )
+    return count
+
+
+def sequence_length(wanted: int | None, limit: int) -> int:
+    """How long a sequence may become."""
+    length = at_least("max_seq_len", wanted or limit, 1)
+    if length > limit:
+        raise InputError(f"Model initialized with max seq len {limit}, requested seq len is {wanted}.")
+    return length
+
+
+def chunk_size(wanted: int | None, limit: int) -> int:
+    """How much of a prompt is read in a round."""
+    if wanted is None:
+        return max(PAGE, limit // PAGE * PAGE)
+    if at_least("max_chunk_size", wanted, 1) > limit or wanted % PAGE:
+        raise InputError(
+            f"max_chunk_size must be a multiple of {PAGE} and at most the model's max_input_len of {limit}, "
+            f"received {wanted}."
+        )
+    return wanted
+
+
+def token_budget(cache: Any) -> int:
+    """How many tokens a cache has room for, in whole pages."""
+    if cache.batch_size != 1:
+        raise InputError(f"Generator requires a cache with batch_size = 1, found {cache.batch_size}.")
+    if cache.max_seq_len % PAGE:
+        raise InputError(f"cache.max_seq_len must be a multiple of {PAGE}, received {cache.max_seq_len}.")
+    return int(cache.max_seq_len)

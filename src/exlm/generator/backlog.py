@@ -1,0 +1,43 @@
+"""Backlog: results that were met by somebody who did not wait for them, kept in order for whoever does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from .job import Job
+from .results import Result
+
+
+class Backlog:
+    """Results of jobs that ran along while others were waited for."""
+
+    def __init__(self) -> None:
+        self._results: list[Result] = []
+        self._jobs: set[Job] = set()  # whose they are
+
+    def keep(self, result: Result) -> None:
+        """One more, for later."""
+        self._results.append(result)
+        self._jobs.add(result["job"])
+
+    def take(self, jobs: Collection[Job]) -> list[Result]:
+        """What became of these jobs."""
+        return [] if self._jobs.isdisjoint(jobs) else self._taken(lambda job: job in jobs)
+
+    def take_others(self, jobs: Collection[Job]) -> list[Result]:
+        """What became of all but these jobs."""
+        return self._taken(lambda job: job not in jobs) if self._results else []
+
+    def ends(self, but: Collection[Job]) -> int:
+        """How many ends of other jobs than these are not told yet."""
+        return sum([result["eos"] and result["job"] not in but for result in self._results])
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._results, self._jobs = [], set()
+
+    def _taken(self, wanted: Callable[[Job], bool]) -> list[Result]:
+        taken = [result for result in self._results if wanted(result["job"])]
+        self._results = [result for result in self._results if not wanted(result["job"])]
+        self._jobs = {result["job"] for result in self._results}
+        return taken

@@ -1,0 +1,54 @@
+"""An LLM's generator, used beside the LLM: whoever waits for a job receives what becomes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from exlm import LLM, Job, Settings
+from tests import tiny
+
+GREEDY = Settings.greedy()
+NEW = 12
+
+
+@pytest.fixture
+def llm(tmp_path: Path) -> Iterator[LLM]:
+    with LLM(tiny.chatty(tmp_path / "m"), max_seq_len=512) as made:
+        yield made
+
+
+@pytest.mark.parametrize("new", [3, 40])
+def test_a_stream_loses_nothing_to_a_call_of_the_generator(llm: LLM, new: int) -> None:
+    """It lost what came meanwhile, in silence, or was told that it had been dropped."""
+    expected = str(llm.generate("abc", settings=GREEDY, max_new_tokens=NEW))
+    stream = llm.stream("abc", settings=GREEDY, max_new_tokens=NEW)
+    first = next(stream)
+    llm.generator.generate("xyz", new, gen_settings=GREEDY)
+    assert first + "".join(stream) == expected
+
+
+def test_a_stream_loses_nothing_to_a_loop_over_the_generator(llm: LLM) -> None:
+    expected = str(llm.generate("abc", settings=GREEDY, max_new_tokens=NEW))
+    stream = llm.stream("abc", settings=GREEDY, max_new_tokens=NEW)
+    first, machine = next(stream), llm.generator
+    job = Job(llm.tokenizer.encode("xyz"), 40, gen_settings=GREEDY)
+    machine.enqueue(job)
+    told = []
+    while machine.num_remaining_jobs():
+        told += machine.iterate()
+    assert {result["job"] for result in told} == {job}
+    assert first + "".join(stream) == expected
+    assert not machine.awaited
+
+
+def test_a_job_loses_nothing_to_the_llm(llm: LLM) -> None:
+    machine, ids = llm.generator, llm.tokenizer.encode("abc")
+    machine.enqueue(Job(ids, NEW, gen_settings=GREEDY))
+    llm.generate("xyz", settings=GREEDY, max_new_tokens=40)
+    text = ""
+    while machine.num_remaining_jobs():
+        text += "".join([result.get("text", "") for result in machine.iterate()])
+    assert text == machine.generate("abc", NEW, gen_settings=GREEDY, completion_only=True)
