@@ -103,6 +103,8 @@ class Generator:
         self.awaited: set[Job] = set()
         """Jobs that somebody runs to their ends: what becomes of them is for `results_of`, not `iterate`."""
         self._backlog = Backlog()  # results that were met by somebody who did not wait for them
+        self._stepping = False  # in the midst of a round
+        self._called_off: set[Job] = set()  # cancelled in the midst of it, by a hook or a filter
         self._tenant: object = None  # who had written to the cache last when a round of ours was over
 
     @property
@@ -152,11 +154,15 @@ class Generator:
     def cancel(self, job: Job) -> None:
         """Drop a job, waiting or running; no result is given for it. Harmless for a finished one."""
         self._backlog.take({job})
+        if self._stepping:
+            self._called_off.add(job)
         self._loop.cancel(job)
 
     def clear_queue(self) -> None:
         """Drop every job."""
         self._backlog.clear()
+        if self._stepping:
+            self._called_off |= {*self.active_jobs, *self.pending_jobs}
         self._loop.clear()
 
     def num_remaining_jobs(self) -> int:
@@ -304,10 +310,20 @@ class Generator:
 
     def _step(self) -> list[Result]:
         """A round of the loop, if anybody waits for one."""
+        if self._stepping:
+            raise InputError(
+                "A hook or a filter asks the generator that waits for it: make another generator for that, "
+                "or ask later. It may enqueue and cancel jobs."
+            )
         lost = self._overwritten() if self._loop.busy and self.cache.tenant is not self._tenant else []
         try:
-            return [*lost, *(self._loop.step() if self._loop.busy else ())]
+            self._stepping = True
+            self._called_off.clear()
+            found = [*lost, *(self._loop.step() if self._loop.busy else ())]
+            return [one for one in found if one["job"] not in self._called_off] if self._called_off else found
         finally:
+            self._stepping = False
+            self._called_off.clear()
             self._tenant = self.cache.tenant
 
     def _overwritten(self) -> list[Result]:

@@ -380,8 +380,9 @@ class Loop:
 
     def _end(self, job: Job) -> None:
         job.times.ended = time.perf_counter()
-        self._let_go(job)
-        self.scheduler.finish(job)
+        if job in self.scheduler:  # else a hook or a filter of this round has cancelled it
+            self._let_go(job)
+            self.scheduler.finish(job)
 
     def _let_go(self, job: Job) -> None:
         """Close what a job has opened, while it still has its pages."""
