@@ -109,6 +109,18 @@ def test_a_misspelt_option_is_an_error(tmp_path: Path) -> None:
         config.max_seqlen = 4096
 
 
+def test_what_old_programs_note_on_a_config_is_kept_with_a_warning(tmp_path: Path) -> None:
+    config = Config(folder(tmp_path))
+    for name in ("max_attn_size", "embed_cpu", "rope_alpha", "use_tensorizer"):
+        with pytest.warns(UserWarning, match=f"no option '{name}': it is kept, and nothing reads it"):
+            setattr(config, name, 2048**2)
+        setattr(config, name, 3)  # said once
+        assert getattr(config, name) == 3
+    config.freeze()
+    with pytest.raises(AttributeError, match="vocab_size says what the model is"):
+        config.vocab_size = 3  # type: ignore[misc]
+
+
 def test_low_memory(tmp_path: Path) -> None:
     config = Config(folder(tmp_path))
     config.max_output_len = 4096

@@ -6,7 +6,6 @@ the model loads. `freeze()` turns both into one immutable description, and what 
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from typing import Any
 
 from . import families, settings, spec
 from .checkpoint import GgufFile
-from .errors import ConfigError, InputError, ModelNotFound
+from .errors import ConfigError, InputError, ModelNotFound, unheard_of
 from .families import Hyper
 from .families.gguf import config_from_metadata
 from .families.overrides import Overrides, main_rope, override
@@ -25,6 +24,9 @@ from .formats.gptq_config import GptqConfig
 
 CHUNK = 2048
 """Tokens of a prompt computed at once, unless the user says otherwise."""
+
+HARMLESS = ("max_attn_size",)
+"""Set by programs that took it for an option; the archived library had none of that name either."""
 
 LARGEST_JSON = 32 * 2**20
 """No configuration file is larger; one that is would only exhaust memory."""
@@ -77,15 +79,16 @@ class Config:
         self._spec: spec.Model | None = None
         self._gguf: GgufFile | None = None  # held, so that its header need not be read again
         self._generation: Mapping[str, Any] = {}
+        self._options = frozenset(name for name in self.__dict__ if name[0] != "_")
         if model_dir is not None:
             self.prepare()
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set a known option; a misspelt one is an error, because nobody would ever notice it was ignored."""
-        if not name.startswith("_") and "_generation" in self.__dict__ and name not in self.__dict__:
-            near = difflib.get_close_matches(name, [n for n in self.__dict__ if n[0] != "_"], 1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise AttributeError(f"Config has no option {name!r}.{hint}")
+        if not name.startswith("_") and "_options" in self.__dict__ and name not in self.__dict__:
+            if isinstance(getattr(type(self), name, None), property):
+                raise AttributeError(f"config.{name} says what the model is: it cannot be set.")
+            unheard_of("Config has no option", name, self._options, HARMLESS)
         super().__setattr__(name, value)
 
     def prepare(self, no_tensors: bool = False) -> None:

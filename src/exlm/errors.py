@@ -29,6 +29,13 @@ script's `except ValueError` keeps working.
 
 from __future__ import annotations
 
+import difflib
+import warnings
+from collections.abc import Collection
+
+LIKE = 0.75
+"""How much a name must have in common with another to be meant for it; `stop_tokens` is no slip of any."""
+
 
 class ExlmError(Exception):
     """The base of every error exlm raises on purpose."""
@@ -116,3 +123,16 @@ class MissingExtra(ExlmError, ImportError):
 
 class Unsupported(ExlmError, RuntimeError):
     """No backend can run this layer on this device."""
+
+
+def unheard_of(what: str, name: str, known: Collection[str], harmless: Collection[str] = ()) -> None:
+    """Speak up for an attribute that was assigned and that nobody reads, where it was assigned.
+
+    One that looks like a known name is a slip of the pen, and an AttributeError. Any other is a note of the
+    caller's own, as old programs leave them on our objects: a UserWarning, and so for `harmless` names.
+    """
+    near = difflib.get_close_matches(name, known, 1, LIKE)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    if near and name not in harmless:
+        raise AttributeError(f"{what} {name!r}.{hint}")
+    warnings.warn(f"{what} {name!r}: it is kept, and nothing reads it.{hint}", UserWarning, stacklevel=3)

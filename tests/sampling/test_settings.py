@@ -123,6 +123,15 @@ def test_misspelt_fields_are_errors_with_a_suggestion() -> None:
     found.filter_prefer_eos = True
 
 
+def test_what_old_programs_note_on_settings_is_kept_with_a_warning() -> None:
+    found = Settings()
+    for name in ("stop_sequences", "stop_tokens", "max_new_tokens", "token_repetition_penalty_max"):
+        with pytest.warns(UserWarning, match=f"no field '{name}': it is kept, and nothing reads it"):
+            setattr(found, name, ["###"])
+        assert getattr(found.clone(), name) == ["###"]
+    found.check()
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -3,14 +3,13 @@
 The fields, their order and their defaults are those of exllamav2's `ExLlamaV2Sampler.Settings`, and like
 there they may be changed at any time, also while a job runs. Unlike there an object may be shared by any
 number of jobs: nothing is written into it. A misspelt field is an error, because nobody would notice that it
-did nothing.
+did nothing; what resembles no field is kept, with a warning.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..errors import InputError
+from ..errors import InputError, unheard_of
 from .editions import EDITIONS
 from .plan import Plan, check, make_plan
 
@@ -100,9 +99,7 @@ class Settings:
     def __setattr__(self, name: str, value: object) -> None:
         """Set a field; it counts from the next token on."""
         if name not in FIELDS:
-            near = difflib.get_close_matches(name, FIELDS, 1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise AttributeError(f"Settings has no field {name!r}.{hint}")
+            unheard_of("Settings has no field", name, FIELDS, HARMLESS)
         self.__dict__[name] = value
         self.__dict__["_plan"] = None
         self.__dict__["_edition"] = EDITIONS.new()
@@ -178,6 +175,7 @@ class Settings:
 
 
 FIELDS = tuple(item.name for item in dataclasses.fields(Settings))
+HARMLESS = ("token_repetition_penalty_max",)  # the library before the archived one had it
 
 
 def _known_ids(tokenizer: Pieces, tokens: Iterable[int | str], call: str) -> list[int]:
