@@ -109,6 +109,15 @@ def test_a_misspelt_option_is_an_error(tmp_path: Path) -> None:
         config.max_seqlen = 4096
 
 
+@pytest.mark.parametrize("nothing", [None, 0, 0.0])
+def test_no_scaling_may_be_said_as_old_programs_say_it(tmp_path: Path, nothing: float | None) -> None:
+    config = Config(folder(tmp_path, rope_scaling={"type": "linear", "factor": 4.0}))
+    config.scale_pos_emb = config.scale_alpha_value = nothing
+    rope = config.freeze().spec.layers[0].attn.rope
+    assert rope is not None
+    assert (rope.scaling, rope.divisor, rope.alpha) == (None, 1.0, 1.0)
+
+
 def test_what_old_programs_note_on_a_config_is_kept_with_a_warning(tmp_path: Path) -> None:
     config = Config(folder(tmp_path))
     for name in ("max_attn_size", "embed_cpu", "rope_alpha", "use_tensorizer"):

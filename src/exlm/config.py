@@ -62,8 +62,8 @@ class Config:
         self.max_input_len = CHUNK
         self.max_attention_size = CHUNK**2
         self.max_output_len: int | None = None
-        self.scale_pos_emb = 1.0
-        self.scale_alpha_value = 1.0
+        self.scale_pos_emb: float | None = 1.0  # None, too: no scaling
+        self.scale_alpha_value: float | None = 1.0
         self.rotary_embedding_base: float | None = None
         self.yarn_rope_factor: float | None = None
         self.yarn_rope_original_max_position_embeddings: int | None = None
@@ -147,8 +147,8 @@ class Config:
             )
         wishes = Overrides(
             max_seq_len=self.max_seq_len,
-            scale_pos_emb=self.scale_pos_emb,
-            scale_alpha=self.scale_alpha_value,
+            scale_pos_emb=self.scale_pos_emb or 1.0,  # old programs say None, or 0, for no scaling
+            scale_alpha=self.scale_alpha_value or 1.0,
             rope_theta=self.rotary_embedding_base,
             yarn_factor=self.yarn_rope_factor,
             yarn_original=self.yarn_rope_original_max_position_embeddings,
