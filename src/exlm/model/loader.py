@@ -17,11 +17,12 @@ import torch
 from ..cache import PAGE, Cache, CacheBase
 from ..checkpoint import Source
 from ..config import Config, FrozenConfig
-from ..errors import InputError, NotLoaded
+from ..errors import InputError, NotLoaded, Unsupported
 from ..formats.room import give_back
 from .budget import FIT_CACHE, FIT_SPLIT, Budget, Planned, budget, measure, spaces, split, use
 from .devices import Slot, imagined, inventory
 from .loading import Loaded, Yielding, load_steps, opened, shapes, tell_depth
+from .modules import ListedModule, listed
 from .placement import Part, place
 from .progress import Callback, bar, silent
 from .runner import Runner
@@ -261,6 +262,30 @@ class Loader:
         """The device of each module: the embedding, every layer, the head; empty before loading."""
         return [] if self._loaded is None else [slot.name for slot in self._loaded.slots]
 
+    @property
+    def modules(self) -> list[ListedModule]:
+        """The parts that loading reports, for old programs: to be counted and looked at, not exchanged."""
+        loaded = self._loaded
+        devices = [_number(slot.device) for slot in loaded.slots] if loaded is not None else None
+        depth = len(self.config.spec.layers) if devices is None else len(devices) - 2
+        return listed(depth, devices)
+
+    @modules.setter
+    def modules(self, wanted: object) -> None:
+        raise Unsupported(
+            "Layers cannot be exchanged in a loaded model, since several of them may be one call. Write the "
+            "layers that you want into a model folder and load that."
+        )
+
+    @property
+    def modules_dict(self) -> dict[str, ListedModule]:
+        """The same by their keys."""
+        return {module.key: module for module in self.modules}
+
+    def get_modules(self) -> list[ListedModule]:
+        """The same as `modules`."""
+        return self.modules
+
     def _machine(self) -> tuple[FrozenConfig, list[Slot]]:
         """What is to be loaded, and where it may go."""
         frozen = self.config.freeze()
@@ -344,3 +369,8 @@ class Loader:
     def _drain(steps: Iterator[Any]) -> None:
         for _ in steps:
             pass
+
+
+def _number(device: torch.device) -> int:
+    """A GPU's number; -1 for a processor."""
+    return -1 if device.type == "cpu" else device.index or 0
