@@ -68,6 +68,40 @@ def test_preprocessing_stops_where_nobody_listens(model: Model, monkeypatch: pyt
     assert computed[len(blocks) - 1 :] == [*range(len(blocks))]
 
 
+def test_a_cache_for_each_row(model: Model) -> None:
+    texts = [ids(1, size) for size in (5, 17, 9)]
+    caches = [Cache(model, max_seq_len=64 + 8 * size) for size in range(3)]
+    for text, cache in zip(texts, caches, strict=True):
+        model.forward(text[:, :-2], cache, preprocess_only=True)
+    inputs = torch.cat([text[:, -2:] for text in texts])
+    logits, state = model.forward(inputs, caches, return_last_state=True)
+    assert close(logits, torch.cat([model.forward(text)[:, -2:] for text in texts]))
+    assert state.shape[:2] == (3, 2)
+    assert [cache.current_seq_len for cache in caches] == [5, 17, 9]
+    for cache in caches:
+        cache.current_seq_len -= 2
+    offsets = torch.tensor([[0], [-1], [3]])
+    moved = model.forward(inputs, caches, position_offsets=offsets, last_id_only=True)
+    assert close(moved[:1], logits[:1, -1:])
+    assert not close(moved[1:], logits[1:, -1:])
+    assert model.forward(inputs, caches, preprocess_only=True) is None
+
+
+def test_caches_that_are_not_one_for_each_row(model: Model) -> None:
+    one, small = Cache(model, max_seq_len=64), Cache(model, max_seq_len=4)
+    for caches, why in [
+        ([one], "A list of 1 caches needs as many rows"),
+        ([one, one], "in it twice"),
+        ([one, None], "a list of caches, found list"),
+        ("cache", "a list of caches, found str"),
+        ([one, small], "Total sequence length exceeds"),
+    ]:
+        wrong: Any = caches
+        with pytest.raises(InputError, match=why):
+            model.forward(ids(2, 8), wrong)
+    assert one.current_seq_len == 0
+
+
 def test_rewinding(model: Model) -> None:
     x, cache = ids(1, 30), Cache(model, max_seq_len=64)
     first = model.forward(x, cache)

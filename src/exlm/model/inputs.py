@@ -71,7 +71,7 @@ def check(
     embeddings = checked(indexed_embeddings, config.spec.hidden)
     ids = _ids(config, input_ids, embeddings)
     rows, tokens = ids.shape
-    past = 0 if cache is None else _room(cache, rows, tokens)
+    past = 0 if cache is None else room(cache, rows, tokens)
     if past + tokens > config.max_seq_len:
         raise InputError(
             f"{past} past and {tokens} new tokens exceed the model's configured length of "
@@ -88,6 +88,17 @@ def check(
         adapters=(adapters,) * rows if adapters else (),
         spans=spans,
     )
+
+
+def outputs(config: FrozenConfig, request: Request, preprocess_only: bool, last_id_only: bool) -> Outputs:
+    """Which answers are wanted, if there may be so many."""
+    wanted: Outputs = "none" if preprocess_only else "last" if last_id_only else "all"
+    if wanted == "all" and config.max_output_len is not None and request.tokens > config.max_output_len:
+        raise InputError(
+            f"seq_len {request.tokens} exceeds max_output_len {config.max_output_len}: ask for the last "
+            "token only (last_id_only=True), or raise config.max_output_len."
+        )
+    return wanted
 
 
 def chunks(config: FrozenConfig, request: Request, cached: bool) -> Iterator[tuple[int, int]]:
@@ -141,7 +152,7 @@ def _cut(spans: tuple[Span, ...], start: int, stop: int) -> Iterator[Span]:
             yield replace(span, start=first - start, vectors=vectors)
 
 
-def _room(cache: CacheBase, rows: int, tokens: int) -> int:
+def room(cache: CacheBase, rows: int, tokens: int) -> int:
     """Tokens already in the cache, if the new ones fit behind them."""
     past = cache.current_seq_len
     if rows > cache.batch_size:

@@ -17,9 +17,10 @@ from ..kernels.backend import Backend, KeyValues
 from ..kernels.select import Chain
 from ..nn.batch import Outputs
 from ..vision import MMEmbedding
+from .apart import forward_apart
 from .decoder import Decoder
 from .extras import EMBED_HERE, Extras, check_ids, checked, in_planes, turns_in_planes
-from .inputs import Request, check, chunks
+from .inputs import Request, check, chunks, outputs
 from .loader import Loader
 from .loading import precision, shapes
 from .runner import Runner
@@ -125,7 +126,7 @@ class Model(Loader):
     def forward(
         self,
         input_ids: Tensor,
-        cache: CacheBase | None = None,
+        cache: CacheBase | Sequence[CacheBase] | None = None,
         input_mask: Tensor | None = None,
         preprocess_only: bool = False,
         last_id_only: bool = False,
@@ -146,27 +147,28 @@ class Model(Loader):
         keys (as made by `tokenizer.padding_mask`), `position_offsets` shifts each row's positions,
         `positions` replaces them. `loras` change every row. `indexed_embeddings` are laid over their ids;
         pictures are placed as if the cache held text, so later calls for the same tokens pass `positions`.
+        A list of caches has one for each row.
         """
+        if cache is not None and not isinstance(cache, CacheBase):
+            return forward_apart(
+                self.forward,
+                *(input_ids, cache, input_mask, position_offsets, positions),
+                preprocess_only=preprocess_only,
+                last_id_only=last_id_only,
+                loras=loras,
+                return_last_state=return_last_state,
+                abort_event=abort_event,
+                cpu_logits=cpu_logits,
+                indexed_embeddings=indexed_embeddings,
+            )
         frozen, decoder, chain = self._ready()
         if cache is not None:
             self._check_fit(cache)
         request = check(
-            frozen,
-            input_ids,
-            cache,
-            input_mask,
-            position_offsets,
-            positions,
-            chain.device,
-            activate(decoder, loras),
-            indexed_embeddings,
+            *(frozen, input_ids, cache, input_mask, position_offsets, positions),
+            *(chain.device, activate(decoder, loras), indexed_embeddings),
         )
-        wanted: Outputs = "none" if preprocess_only else "last" if last_id_only else "all"
-        if wanted == "all" and frozen.max_output_len is not None and request.tokens > frozen.max_output_len:
-            raise InputError(
-                f"seq_len {request.tokens} exceeds max_output_len {frozen.max_output_len}: ask for the last "
-                "token only (last_id_only=True), or raise config.max_output_len."
-            )
+        wanted = outputs(frozen, request, preprocess_only, last_id_only)
         collected: list[Tensor] = []
         state: Tensor | None = None
         for logits, state in self._steps(request, cache, wanted, abort_event):
