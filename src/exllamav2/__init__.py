@@ -1,4 +1,7 @@
-"""The names that scripts written for exllamav2 import, each one an exlm class. Nothing is defined here."""
+"""The names that scripts written for exllamav2 import, each one an exlm class. Nothing is defined here.
+
+Its modules are there without being imported, as they were: `import exllamav2; exllamav2.util.…`.
+"""
 
 from exlm import Cache as ExLlamaV2Cache
 from exlm import CacheBase as ExLlamaV2CacheBase
@@ -17,6 +20,8 @@ from exlm.legacy.seq_tensor import SeqTensor
 from exlm.legacy.timer import Timer
 from exlm.legacy.unavailable import MultimodalProjector as ExLlamaV2MultimodalProjector
 from exlm.legacy.unavailable import VisionTower as ExLlamaV2VisionTower
+
+from . import attn, cache, config, embedding, generator, lora, model, tokenizer, util, version, vlm  # noqa: F401
 
 __all__ = [
     "ExLlamaV2",

@@ -1,6 +1,17 @@
 """For `from exllamav2.attn import …`."""
 
 from exlm.legacy.unavailable import AttentionModule as ExLlamaV2Attention
-from exlm.legacy.unavailable import assert_paged_attn
+from exlm.legacy.unavailable import (
+    assert_paged_attn,
+    has_flash_attn,
+    has_flash_attn_with_paged,
+    has_xformers,
+)
 
-__all__ = ["ExLlamaV2Attention", "assert_paged_attn"]
+__all__ = [
+    "ExLlamaV2Attention",
+    "assert_paged_attn",
+    "has_flash_attn",
+    "has_flash_attn_with_paged",
+    "has_xformers",
+]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import subprocess
+import sys
 
 import pytest
 
@@ -74,6 +76,9 @@ LEGACY = [
     ("exllamav2", "Timer", "timer.Timer"),
     ("exllamav2.attn", "ExLlamaV2Attention", "unavailable.AttentionModule"),
     ("exllamav2.attn", "assert_paged_attn", "unavailable.assert_paged_attn"),
+    ("exllamav2.attn", "has_flash_attn", "unavailable.has_flash_attn"),
+    ("exllamav2.attn", "has_flash_attn_with_paged", "unavailable.has_flash_attn_with_paged"),
+    ("exllamav2.attn", "has_xformers", "unavailable.has_xformers"),
     ("exllamav2.cache", "ExLlamaV2Cache_TP", "cache_tp.cache_tp"),
     ("exllamav2.generator", "ExLlamaV2BaseGenerator", "base_generator.BaseGenerator"),
     ("exllamav2.generator", "ExLlamaV2PostSamplingHook", "hook.PostSamplingHook"),
@@ -94,8 +99,15 @@ LEGACY = [
     ("exllamav2.server", "ExLlamaV2WebSocketServer", "unavailable.WebSocketServer"),
     ("exllamav2.tokenizer", "ExLlamaV2TokenizerBase", "vocabulary.Vocabulary"),
     ("exllamav2.tokenizer", "ExLlamaV2TokenizerHF", "unavailable.JsonVocabulary"),
+    ("exllamav2.tokenizer", "ExLlamaV2TokenizerSPM", "unavailable.SentencePieceVocabulary"),
     ("exllamav2.util", "SeqTensor", "seq_tensor.SeqTensor"),
     ("exllamav2.util", "Timer", "timer.Timer"),
+    ("exllamav2.util", "cuda_sync_active", "memory.cuda_sync_active"),
+    ("exllamav2.util", "get_all_gpu_memory", "memory.get_all_gpu_memory"),
+    ("exllamav2.util", "get_basic_progress", "progress.get_basic_progress"),
+    ("exllamav2.util", "list_live_tensors", "memory.list_live_tensors"),
+    ("exllamav2.util", "print_vram_usage", "memory.print_vram_usage"),
+    ("exllamav2.util", "print_vram_usage_peak", "memory.print_vram_usage_peak"),
     ("exllamav2.vlm", "ExLlamaV2MultimodalProjector", "unavailable.MultimodalProjector"),
     ("exllamav2.vlm", "ExLlamaV2VisionTower", "unavailable.VisionTower"),
 ]
@@ -136,6 +148,13 @@ def test_the_tables_are_complete() -> None:
     listed = {(module, old) for module, old, _ in (*SAME, *LEGACY)}
     for module in {"exllamav2", *modules}:
         assert {(module, name) for name in importlib.import_module(module).__all__} <= listed
+
+
+def test_modules_are_there_without_being_imported() -> None:
+    """In a process of its own: this one has imported them all."""
+    names = ("util", "attn", "cache", "config", "generator", "lora", "model", "tokenizer", "version", "vlm")
+    script = "import exllamav2; " + "; ".join(f"exllamav2.{name}" for name in names)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 
 def test_every_package_says_its_version() -> None:

@@ -12,7 +12,7 @@ import torch
 import exllamav2
 from exllamav2.attn import ExLlamaV2Attention, assert_paged_attn
 from exllamav2.server import ExLlamaV2WebSocketServer
-from exllamav2.tokenizer import ExLlamaV2TokenizerBase, ExLlamaV2TokenizerHF
+from exllamav2.tokenizer import ExLlamaV2TokenizerBase, ExLlamaV2TokenizerHF, ExLlamaV2TokenizerSPM
 from exlm import Unsupported
 
 
@@ -70,6 +70,7 @@ def test_the_old_converter_is_said_to_have_a_successor() -> None:
         (ExLlamaV2Attention.Params, "model.forward"),
         (ExLlamaV2Attention.PagedParams, "ExLlamaV2DynamicGenerator"),
         (ExLlamaV2TokenizerHF, "tokenizer_model"),
+        (ExLlamaV2TokenizerSPM, "tokenizer_model"),
     ],
 )
 def test_what_is_missing_says_so_when_it_is_used(made: Any, remedy: str) -> None:
@@ -77,6 +78,25 @@ def test_what_is_missing_says_so_when_it_is_used(made: Any, remedy: str) -> None
         made("model", base=None, tokenizer=None)
     with pytest.raises(RuntimeError):  # the type old scripts catch
         made()
+
+
+def test_a_bar_for_work_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with exllamav2.util.get_basic_progress() as bar:
+        task = bar.add_task("[red]Sample", total=4, name="Creating jobs")
+        bar.update(task, advance=4)
+    assert bar.finished
+    assert "100%" in capsys.readouterr().out
+
+
+def test_what_is_asked_of_gpus_is_answered_without_one(capsys: pytest.CaptureFixture[str]) -> None:
+    held = torch.zeros(3, 77)
+    exllamav2.util.cuda_sync_active()
+    assert len(exllamav2.util.get_all_gpu_memory()) == torch.cuda.device_count()
+    exllamav2.util.print_vram_usage()
+    exllamav2.util.list_live_tensors()
+    said = capsys.readouterr().out
+    assert "Peak memory: " in said
+    assert f"1 : {tuple(held.shape)}, torch.float32, cpu" in said
 
 
 def test_paged_attention_is_always_there() -> None:

@@ -3,6 +3,13 @@
 from exlm import Tokenizer as ExLlamaV2Tokenizer
 from exlm import __version__
 from exlm.legacy.unavailable import JsonVocabulary as ExLlamaV2TokenizerHF
+from exlm.legacy.unavailable import SentencePieceVocabulary as ExLlamaV2TokenizerSPM
 from exlm.legacy.vocabulary import Vocabulary as ExLlamaV2TokenizerBase
 
-__all__ = ["ExLlamaV2Tokenizer", "ExLlamaV2TokenizerBase", "ExLlamaV2TokenizerHF", "__version__"]
+__all__ = [
+    "ExLlamaV2Tokenizer",
+    "ExLlamaV2TokenizerBase",
+    "ExLlamaV2TokenizerHF",
+    "ExLlamaV2TokenizerSPM",
+    "__version__",
+]

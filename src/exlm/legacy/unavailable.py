@@ -61,6 +61,22 @@ class AttentionModule(_Unavailable):
         remedy = "Page tables are not public: use ExLlamaV2DynamicGenerator, which owns them."
 
 
+has_flash_attn = has_flash_attn_with_paged = True
+"""Old scripts ask before they choose a generator: pages, windows and caps work on every device."""
+
+has_xformers = False
+"""Nothing is computed with it."""
+
+
+class SentencePieceVocabulary(_Unavailable):
+    """Was the reader of tokenizer.model."""
+
+    remedy = (
+        "A vocabulary is opened by ExLlamaV2Tokenizer(config), which finds its file: use its "
+        "`tokenizer_model` attribute."
+    )
+
+
 class JsonVocabulary(_Unavailable):
     """Was the reader of tokenizer.json."""
 
