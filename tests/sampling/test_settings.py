@@ -113,6 +113,25 @@ def test_greedy_clone_keeps_penalties_and_drops_bias_and_guidance() -> None:
     assert clone.cfg_scale is None
 
 
+class FewWords(Words):
+    """A tokenizer with fewer pieces than its model has ids."""
+
+    class config:
+        vocab_size = 70
+
+
+def test_ids_that_only_the_model_knows_can_be_named() -> None:
+    found = Settings()
+    found.allow_tokens(FewWords(), [3, *range(60, 70)])
+    assert found.token_bias is not None
+    assert [n for n, bias in enumerate(found.token_bias.tolist()) if bias == 0] == [3, *range(60, 70)]
+    with pytest.raises(InputError, match="the vocabulary has ids 0 to 69, found 70"):
+        found.disallow_tokens(FewWords(), [70])
+    found.token_bias = torch.zeros(FewWords().get_vocab_size())
+    found.disallow_tokens(FewWords(), [69])
+    assert found.token_bias.tolist() == [0.0] * 69 + [-torch.inf]
+
+
 def test_misspelt_fields_are_errors_with_a_suggestion() -> None:
     with pytest.raises(AttributeError, match="Did you mean 'temperature'"):
         Settings().temprature = 1.0

@@ -165,12 +165,12 @@ class Settings:
 
     def _own_bias(self, tokenizer: Pieces, fill: float) -> Tensor:
         """A bias to change: a copy, because clones share the one that is there."""
-        size = tokenizer.get_vocab_size()
+        size, pieces = _size(tokenizer), tokenizer.get_vocab_size()
         if self.token_bias is not None:
-            if len(self.token_bias) < size:
-                raise InputError(f"token_bias has {len(self.token_bias)} entries, the vocabulary {size}.")
-            return self.token_bias.clone()
-        size = max(size, getattr(getattr(tokenizer, "config", None), "vocab_size", None) or 0)
+            if len(self.token_bias) < pieces:
+                raise InputError(f"token_bias has {len(self.token_bias)} entries, the vocabulary {pieces}.")
+            more = self.token_bias.new_zeros(max(0, size - len(self.token_bias)))
+            return torch.cat((self.token_bias, more))
         return torch.full((-(-size // PADDING) * PADDING,), fill)
 
 
@@ -178,8 +178,14 @@ FIELDS = tuple(item.name for item in dataclasses.fields(Settings))
 HARMLESS = ("token_repetition_penalty_max",)  # the library before the archived one had it
 
 
+def _size(tokenizer: Pieces) -> int:
+    """Ids that a model can give: its own, which may be more than the tokenizer has pieces for."""
+    own = getattr(getattr(tokenizer, "config", None), "vocab_size", None)
+    return max(tokenizer.get_vocab_size(), own or 0)
+
+
 def _known_ids(tokenizer: Pieces, tokens: Iterable[int | str], call: str) -> list[int]:
-    ids, size = [], tokenizer.get_vocab_size()
+    ids, size = [], _size(tokenizer)
     for token in tokens:
         found: object = tokenizer.single_id(token) if isinstance(token, str) else token
         if found is None and isinstance(token, str):
