@@ -100,6 +100,30 @@ def test_all_ids_that_end_a_text_are_known(folder: Path) -> None:
     assert (made.eos_token_id, made.eos_token_ids) == (0, [0, 5, 2, 1])
 
 
+def test_ids_with_a_role_may_be_assigned(ours: Tokenizer) -> None:
+    hello = ours.encode("hello")[0].tolist()
+    assert ours.decode(torch.tensor([[*hello, 300]])) != ["hello"]
+    ours.bos_token_id, ours.eos_token_id, ours.pad_token_id = 7, 300, 1
+    assert (ours.bos_token_id, ours.eos_token_id, ours.eos_token_ids, ours.pad_token_id) == (7, 300, [300], 1)
+    assert ours.encode("hello", add_bos=True, add_eos=True)[0].tolist() == [7, *hello, 300]
+    assert ours.encode(["hello", ""])[1].tolist() == [1] * len(hello)
+    assert ours.decode(torch.tensor([[1, *hello, 300]])) == ["hello"]
+    ours.eos_token_ids = [2, 300]
+    assert (ours.eos_token_id, ours.eos_token_ids) == (2, [2, 300])
+    ours.bos_token_id = ours.eos_token_id = ours.pad_token_id = None  # type: ignore[assignment]
+    assert (ours.bos_token_id, ours.eos_token_id, ours.eos_token_ids, ours.pad_token_id) == (
+        None,
+        None,
+        [],
+        -1,
+    )
+    assert ours.encode("hello", add_bos=True, add_eos=True)[0].tolist() == hello
+    for wrong in ("</s>", True, [2]):
+        bad: Any = wrong
+        with pytest.raises(TokenizerError, match="eos_token_id must be a token's id, or None; found"):
+            ours.eos_token_id = bad
+
+
 def test_shapes_of_encoding(ours: Tokenizer) -> None:
     assert ours.encode("").shape == (1, 0)
     assert ours.encode("").dtype == torch.long

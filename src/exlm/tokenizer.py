@@ -19,11 +19,12 @@ from .text import Trie as _Trie
 from .text.backend import Backend
 from .text.codec import Embedding, TokenizerConfig
 from .text.gguf_tokenizer import tokenizer_from_metadata
+from .text.roles import Roles
 
 NONE: Mapping[Any, Any] = MappingProxyType({})
 
 
-class Tokenizer:
+class Tokenizer(Roles):
     """Text to ids and back, lookup tables and chat templates of one model.
 
     The files are found in `config.model_dir`: tokenizer.json, or a SentencePiece tokenizer.model where there
@@ -89,11 +90,7 @@ class Tokenizer:
         self.codec = codec
         self.tokenizer_model = codec.backend
         self.tokenizer_config_dict = codec.folder.config
-        self.bos_token_id = codec.bos_id
         self.wants_bos = codec.wants_bos
-        self.eos_token_id = codec.eos_id
-        self.eos_token_ids = list(codec.eos_ids)
-        self.pad_token_id = codec.pad_id
         self.unk_token_id = codec.unk_id
         self.bos_token = codec.text_of(codec.bos_id)
         self.eos_token = codec.text_of(codec.eos_id)

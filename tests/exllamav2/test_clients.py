@@ -24,10 +24,12 @@ from exllamav2 import (
     ExLlamaV2Tokenizer,
 )
 from exllamav2.generator import (
+    ExLlamaV2BaseGenerator,
     ExLlamaV2DynamicGeneratorAsync,
     ExLlamaV2DynamicJob,
     ExLlamaV2DynamicJobAsync,
     ExLlamaV2Sampler,
+    ExLlamaV2StreamingGenerator,
 )
 from exlm import Generator
 
@@ -285,6 +287,18 @@ def test_tabby_api(folder: Path) -> None:
         "new_tokens",
     ):
         assert last[key] >= 0
+
+
+def test_a_text_ends_where_a_script_says_that_texts_end(model: ExLlamaV2, cache: ExLlamaV2Cache) -> None:
+    own = ExLlamaV2Tokenizer(model.config)
+    greedy = ExLlamaV2Sampler.Settings.greedy()
+    ids = own.encode("Once upon a time")
+    whole = ExLlamaV2BaseGenerator(model, cache, own).generate_simple("Once upon a time", greedy, 8)
+    third = int(own.encode(whole)[0, ids.shape[1] + 2])
+    own.eos_token_id = third
+    short = ExLlamaV2BaseGenerator(model, cache, own).generate_simple("Once upon a time", greedy, 8)
+    assert own.encode(short).shape[1] == ids.shape[1] + 2
+    assert ExLlamaV2StreamingGenerator(model, cache, own).stop_tokens == {third}
 
 
 @pytest.mark.parametrize("kind", CACHES)

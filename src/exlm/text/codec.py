@@ -7,6 +7,7 @@ text, which are special, what an embedding's alias stands for. It holds no tenso
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -162,6 +163,17 @@ class Codec:
     def size(self) -> int:
         """One more than the highest known id."""
         return self.backend.vocab_size()
+
+    def with_ids(self, bos: int | None, eos: Sequence[int], pad: int) -> Codec:
+        """The same text with other ids for BOS, EOS and padding than the files say.
+
+        Another object, since what is derived from one (a grammar's vocabulary, say) is kept by it.
+        """
+        twin = copy.copy(self)
+        twin.__dict__.pop("_decodings", None)  # other ids show nothing
+        twin.bos_id, twin.eos_ids, twin.pad_id = bos, tuple(dict.fromkeys(eos)), pad
+        twin.eos_id = next(iter(twin.eos_ids), None)
+        return twin
 
     def text_of(self, number: int | None) -> str:
         """What a token stands for, special or not; "" for no token."""
