@@ -120,7 +120,7 @@ def test_no_scaling_may_be_said_as_old_programs_say_it(tmp_path: Path, nothing: 
 
 def test_what_old_programs_note_on_a_config_is_kept_with_a_warning(tmp_path: Path) -> None:
     config = Config(folder(tmp_path))
-    for name in ("max_attn_size", "embed_cpu", "rope_alpha", "use_tensorizer"):
+    for name in ("max_attn_size", "no_flash_attn_cross", "embed_cpu", "rope_alpha", "use_tensorizer"):
         with pytest.warns(UserWarning, match=f"no option '{name}': it is kept, and nothing reads it"):
             setattr(config, name, 2048**2)
         setattr(config, name, 3)  # said once

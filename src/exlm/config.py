@@ -25,8 +25,8 @@ from .formats.gptq_config import GptqConfig
 CHUNK = 2048
 """Tokens of a prompt computed at once, unless the user says otherwise."""
 
-HARMLESS = ("max_attn_size",)
-"""Set by programs that took it for an option; the archived library had none of that name either."""
+HARMLESS = ("max_attn_size", "no_flash_attn_cross")
+"""Set by programs that took them for options; the archived library had none of these names either."""
 
 LARGEST_JSON = 32 * 2**20
 """No configuration file is larger; one that is would only exhaust memory."""

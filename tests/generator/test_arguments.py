@@ -50,6 +50,20 @@ def test_nothing_is_made_with_an_unknown_name(tmp_path: Path) -> None:
         scripted.generator(scripted.tokenizer(tmp_path), max_batch=3)
 
 
+def test_what_the_calls_beside_take_is_passed_over_with_a_warning(tmp_path: Path) -> None:
+    """As several published programs give it: the archived library ignored it."""
+    with pytest.warns(
+        UserWarning, match=r"Job has no argument 'completion_only' .*: generate\(\) takes it"
+    ) as seen:
+        Job(TOKENIZER.encode("abc"), 3, completion_only=True)
+    assert seen[0].filename == __file__
+    with pytest.warns(UserWarning, match="'add_bos'"):
+        Job(TOKENIZER.encode("abc"), 3, add_bos=False)
+    with pytest.warns(UserWarning, match="Generator has no argument 'gen_settings' .*: a job, or generate"):
+        made = scripted.generator(scripted.tokenizer(tmp_path), gen_settings=Settings())
+    assert made.generate("abc", 3, gen_settings=Settings.greedy()) == "abcdef"
+
+
 def test_nothing_asynchronous_is_made_with_an_unknown_name(tmp_path: Path) -> None:
     async def ask() -> None:
         machine = scripted.generator(scripted.tokenizer(tmp_path))

@@ -3,7 +3,9 @@
 The archived library took any name and ignored it, so that a misspelt one did nothing and said nothing. Here
 jobs and generators are not made with one, while the blocking calls of old scripts warn of it and go on. What
 another call would have understood is an error in both, unless it asks for nothing: without it the text would
-be a different one. Values of known arguments are checked where they are used, not here.
+be a different one. But what `generate()` takes is often given to a job too, and what jobs take to the
+generator, where it never did anything: that is a warning. Values of known arguments are checked where they
+are used, not here.
 """
 
 from __future__ import annotations
@@ -29,6 +31,11 @@ ELSEWHERE = {
 }
 """What the other calls of a generator take, and what to do instead."""
 
+OF_GENERATE = frozenset(
+    ("prompt", "add_bos", "encode_special_tokens", "completion_only", "abort_event", "return_last_results")
+)
+"""What only `generate()` takes: what becomes of texts before a job has ids, and behind its last result."""
+
 FIELDS = frozenset(field.name for field in dataclasses.fields(Settings))
 
 
@@ -38,10 +45,15 @@ def names(call: Callable[..., Any]) -> list[str]:
     return [one.name for one in every if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
 
 
-def refuse(call: str, given: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raise InputError for the first argument that nobody knows."""
+def refuse(
+    call: str, given: Mapping[str, Any], known: Collection[str], others: Collection[str], owner: str
+) -> None:
+    """Raise InputError for the first argument that nobody knows; a UserWarning for what `owner` takes."""
     for name in _unknown(call, given, known):
-        raise InputError(f"{call} has no argument {name!r}. {_hint(name, known)}")
+        if name not in others:
+            raise InputError(f"{call} has no argument {name!r}. {_hint(name, known)}")
+        message = f"{call} has no argument {name!r} and goes on without it: {owner} takes it."
+        warnings.warn(message, UserWarning, stacklevel=3)
 
 
 def pass_over(call: str, given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..sampling import Settings
-from .arguments import names, pass_over, refuse
+from .arguments import OF_GENERATE, names, pass_over, refuse
 from .asked import (
     PAGE,
     all_prompts,
@@ -68,7 +68,7 @@ class Generator:
         max_queue: int | None = None,
         **unknown: Any,
     ) -> None:
-        refuse("Generator", unknown, names(Generator))
+        refuse("Generator", unknown, names(Generator), {*ARGUMENTS, *OF_GENERATE}, "a job, or generate(),")
         self.model, self.cache, self.tokenizer = model, cache, tokenizer
         self.draft_model, self.draft_cache = draft_model, draft_cache
         self.current_loras: list[Any] | None = None

@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..filters import FilterStack
 from ..sampling import Row, SamplerState, Settings
 from ..text import EMBEDDING_INDEX
-from .arguments import names, refuse
+from .arguments import OF_GENERATE, names, refuse
 from .draft import Pace
 from .output import Output
 from .results import JobSequence, Sampled, labelled, words
@@ -89,7 +89,7 @@ class Job(Timed):
         speculative: bool = True,
         **unknown: Any,
     ) -> None:
-        refuse("Job", unknown, ARGUMENTS)
+        refuse("Job", unknown, ARGUMENTS, OF_GENERATE, "generate()")
         prompts = input_ids if isinstance(input_ids, list | tuple) else [input_ids]
         self.prompts = [_ids(prompt) for prompt in prompts]
         self.gen_settings = gen_settings if gen_settings is not None else Settings()
