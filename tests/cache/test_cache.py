@@ -97,10 +97,20 @@ def test_the_contiguous_table_is_the_identity() -> None:
     assert Cache(Stub(), batch_size=2).table(2, CPU).tolist() == [[0, 1], [2, 3]]
 
 
+def test_a_cache_made_before_the_model_is_loaded_waits_for_it() -> None:
+    """Old scripts make one and hand it to load_autosplit, where it gets its tensors like a lazy one."""
+    model = Stub(cache_devices=None)
+    cache = Cache(model)
+    assert not cache.allocated
+    with pytest.raises(NotLoaded, match=r"call model\.load\(\) first, or make the cache with lazy=True"):
+        _ = cache.layers
+    model.cache_devices = [CPU] * 3
+    assert len(cache.layers) == 3  # when it is first used
+    assert cache.allocated
+
+
 def test_lazy_caches_wait_for_the_model() -> None:
     model = Stub(cache_devices=None)
-    with pytest.raises(NotLoaded, match="lazy=True"):
-        Cache(model)
     cache = Cache(model, lazy=True)
     assert not cache.allocated
     with pytest.raises(NotLoaded, match="load_autosplit"):

@@ -88,6 +88,14 @@ def test_autosplit_places_a_lazy_cache(tmp_path: Path) -> None:
         model.load_autosplit(cache)
 
 
+def test_autosplit_takes_a_cache_that_was_made_before_the_model_was_loaded(tmp_path: Path) -> None:
+    model = Model(Config(tiny.make(tmp_path)))
+    cache = Cache(model)
+    model.load_autosplit(cache)
+    assert cache.allocated
+    assert model.forward(torch.arange(5)[None], cache).shape == (1, 5, 64)
+
+
 def test_a_split_over_devices_that_are_not_there(tmp_path: Path) -> None:
     config = Config(tiny.make(tmp_path))
     config.device = "cpu"

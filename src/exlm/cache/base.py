@@ -69,8 +69,9 @@ class Cached(Protocol):
 class CacheBase(ABC):
     """Keys and values of `batch_size` rows of up to `max_seq_len` tokens, of one precision or another.
 
-    `num_key_value_heads` and `fixed_device` are accepted for old scripts: the model decides both, and a wish
-    that contradicts it is an error.
+    Made before the model is loaded it gets its tensors when the model has its own: from `load_autosplit`, or,
+    unless `lazy`, when it is first used. `num_key_value_heads` and `fixed_device` are accepted for old
+    scripts: the model decides both, and a wish that contradicts it is an error.
     """
 
     has_scales: ClassVar[bool] = False
@@ -105,8 +106,9 @@ class CacheBase(ABC):
         self._tenant: weakref.ref[object] | None = None
         self._fixed = None if fixed_device is None else _device(fixed_device)
         self._layers: list[Layer] | None = None
+        self._lazy = lazy
         self._check_shapes(num_key_value_heads)
-        if not lazy:
+        if not lazy and model.cache_devices is not None:
             self.allocate()
         if copy_from is not None:
             self._copy_all(copy_from)
@@ -157,6 +159,8 @@ class CacheBase(ABC):
     @property
     def layers(self) -> list[Layer]:
         """One for each layer of the model."""
+        if self._layers is None and not self._lazy:
+            self.allocate()  # it was made before the model was loaded
         if self._layers is None:
             raise NotLoaded(
                 "This cache was made with lazy=True and has no tensors yet: pass it to "
