@@ -83,12 +83,28 @@ def test_the_older_calls(toy: Tokenizer) -> None:
     chunk, eos, tokens, probs = machine.stream()
     assert (chunk, eos, tokens.tolist(), probs.tolist()) == ("d", False, [[5]], [[1.0]])
     machine.begin_stream(ABC, GREEDY, return_logits=True)
-    assert machine.stream()[3].shape == (1, 1, 36)
+    assert machine.stream()[3].shape == (1, 36)  # without the row that stream_ex has
     machine.begin_stream(ABC, GREEDY)
     assert len(machine.stream()) == 3
     begin(machine, ABC, return_top_tokens=1)
     with pytest.raises(InputError, match="stream_ex"):
         machine.stream()
+
+
+def test_what_is_returned_may_be_asked_for_while_a_stream_runs(toy: Tokenizer) -> None:
+    machine = streaming(toy)
+    machine.return_logits = True  # a stream begins as its call says
+    machine.begin_stream(ABC, GREEDY)
+    assert len(machine.stream()) == 3
+    machine.return_logits = True
+    chunk, _, tokens, logits = machine.stream()
+    assert (chunk, int(logits[0].argmax())) == ("e", int(tokens[0, 0]))
+    machine.return_logits, machine.return_probabilities = False, True
+    assert machine.stream()[3].tolist() == [[1.0]]
+    machine.return_top_tokens = 2
+    assert machine.stream_ex()["top_tokens"].shape == (1, 1, 2)
+    with pytest.warns(UserWarning, match=r"stream\(\) has no argument 'zzz'"), pytest.raises(InputError):
+        machine.stream(zzz=1)
 
 
 def test_unknown_names_are_passed_over_with_a_warning(toy: Tokenizer) -> None:

@@ -38,6 +38,11 @@ class StreamJob(LegacyJob):
         super().prepare(serial, texts, vocab)
         self.plain = False
 
+    def want(self, probs: bool, top: int, logits: bool) -> None:
+        """Have this told of the tokens that are sampled from now on."""
+        self.return_probs, self.return_top_tokens, self.return_logits = probs, top, logits
+        self.row.want_probs, self.row.want_top = probs or bool(self.hooks), top
+
     def next_row(self) -> Row:
         """What the sampler is told of the next token."""
         row = super().next_row()

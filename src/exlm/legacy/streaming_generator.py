@@ -32,7 +32,9 @@ class StreamingGenerator(BaseGenerator):
 
     The attributes that tune it count from the next stream on: `num_speculative_tokens` and
     `speculative_prob_threshold` for a draft model, `speculative_ngram` and those that begin like it for
-    guesses by n-grams, which come before the draft model. Stop conditions count from the next token on.
+    guesses by n-grams, which come before the draft model. Stop conditions count from the next token on, and
+    so do `return_probabilities`, `return_logits` and `return_top_tokens`, which each stream begins with as
+    its call says.
     """
 
     def __init__(
@@ -58,6 +60,8 @@ class StreamingGenerator(BaseGenerator):
         self.stop_tokens: set[int] = set(tokenizer.eos_token_ids)
         self.stop_strings: set[str] = set()
         self.settings: Settings | None = None
+        self.return_probabilities = self.return_logits = False
+        self.return_top_tokens = 0
         self._job: StreamJob | None = None
         self._unnamed = 0
         self._bounded = False  # somebody said how many tokens are enough
@@ -124,6 +128,8 @@ class StreamingGenerator(BaseGenerator):
             loras=loras,
             **filtered,
         )
+        self.return_probabilities, self.return_logits = return_probabilities, return_logits
+        self.return_top_tokens = return_top_tokens
         self.abort_event, self.settings = abort_event, gen_settings
         self._bounded = max_new_tokens is not None and max_new_tokens <= room
         self._begin(job)
@@ -177,12 +183,17 @@ class StreamingGenerator(BaseGenerator):
             **further,
         )
 
-    def stream(self) -> tuple[Any, ...]:
-        """`stream_ex` as a tuple: chunk, eos, ids, then probabilities and logits if they were asked for."""
-        if self._job is not None and self._job.return_top_tokens:
+    def stream(self, **unknown: Any) -> tuple[Any, ...]:
+        """`stream_ex` as a tuple: chunk, eos, ids, then probabilities and logits if they were asked for.
+
+        Here logits have no dimension for the one row: (tokens, vocabulary).
+        """
+        pass_over("stream()", unknown, [])
+        if self.return_top_tokens:
             raise InputError("stream() has no place for top tokens: call stream_ex().")
         chunk = self.stream_ex()
-        wanted = [chunk[name] for name in ("probs", "logits") if name in chunk]
+        wanted = [chunk["probs"]] if "probs" in chunk else []
+        wanted += [chunk["logits"][0]] if "logits" in chunk else []
         return (chunk["chunk"], chunk["eos"], chunk["chunk_token_ids"], *wanted)
 
     def full(self) -> bool:
@@ -304,7 +315,9 @@ class StreamingGenerator(BaseGenerator):
                     return chunk
 
     def _follow_conditions(self, job: StreamJob) -> None:
-        """Let a running job know of stop conditions that were changed; text that is held is judged first."""
+        """Let a running job know of conditions and wishes that were changed; held text is judged first."""
+        if not job.pending:  # those tokens were sampled without what may be wanted now
+            job.want(self.return_probabilities, self.return_top_tokens, self.return_logits)
         tokens, strings = frozenset(self.stop_tokens), frozenset(self.stop_strings)
         if (job.stop_tokens, frozenset(job.stop_strings)) != (tokens, strings) and not job.output.held:
             job.stop_tokens, job.stop_strings = tokens, tuple(strings)
