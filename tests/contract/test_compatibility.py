@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import pkgutil
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -148,6 +151,15 @@ def test_the_tables_are_complete() -> None:
     listed = {(module, old) for module, old, _ in (*SAME, *LEGACY)}
     for module in {"exllamav2", *modules}:
         assert {(module, name) for name in importlib.import_module(module).__all__} <= listed
+
+
+def test_the_installation_says_which_version_it_stands_for() -> None:
+    """TabbyAPI will not start without, and asks for 0.2.8 at least."""
+    said = importlib.metadata.version("exllamav2")
+    assert said.split("+") == ["0.3.2", "exlm"]
+    config = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    wheel = config["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert "exllamav2.egg-info" in wheel["force-include"].values()
 
 
 def test_modules_are_there_without_being_imported() -> None:
