@@ -167,6 +167,19 @@ def test_special_text_is_text_unless_asked(ours: Tokenizer) -> None:
     assert ours.decode_unspecial(asked[0].tolist()) == "user\nHello\n"
 
 
+def test_special_text_that_nobody_asked_for_is_told_once(
+    ours: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours.encode(["hello", "a < b"])
+    ours.encode("<|im_start|>user", encode_special_tokens=True)
+    assert not caplog.records
+    for _ in range(2):
+        ours.encode(["hello", "<|im_start|>user\nhello<|im_end|>"])
+    (record,) = caplog.records
+    assert "'<|im_start|>', which is taken for plain text" in record.getMessage()
+    assert "encode_special_tokens=True" in record.getMessage()
+
+
 def test_shapes_of_decoding(ours: Tokenizer) -> None:
     ids = ours.encode("hello")
     assert ours.decode(ids[0]) == "hello"

@@ -19,6 +19,7 @@ from .text import Trie as _Trie
 from .text.backend import Backend
 from .text.codec import Embedding, TokenizerConfig
 from .text.gguf_tokenizer import tokenizer_from_metadata
+from .text.overlooked import Overlooked
 from .text.roles import Roles
 
 NONE: Mapping[Any, Any] = MappingProxyType({})
@@ -87,7 +88,7 @@ class Tokenizer(Roles):
             self.build_tables()
 
     def _set_codec(self, codec: Codec) -> None:
-        self.codec = codec
+        self.codec, self._overlooked = codec, Overlooked(codec.special)
         self.tokenizer_model = codec.backend
         self.tokenizer_config_dict = codec.folder.config
         self.wants_bos = codec.wants_bos
@@ -153,6 +154,8 @@ class Tokenizer(Roles):
                 f"Only text, or a list of texts, can be encoded, found {type(text).__name__}."
             )
         texts = [text] if isinstance(text, str) else list(text)
+        if not encode_special_tokens:
+            self._overlooked.tell(texts)
         aliases = _aliases(embeddings or ())
         rows = [
             self.codec.encode(
