@@ -11,6 +11,8 @@ import torch
 
 import exllamav2
 from exllamav2.attn import ExLlamaV2Attention, assert_paged_attn
+from exllamav2.compat import safe_move_tensor
+from exllamav2.model import _torch_device
 from exllamav2.server import ExLlamaV2WebSocketServer
 from exllamav2.tokenizer import ExLlamaV2TokenizerBase, ExLlamaV2TokenizerHF, ExLlamaV2TokenizerSPM
 from exlm import Unsupported
@@ -97,6 +99,15 @@ def test_what_is_asked_of_gpus_is_answered_without_one(capsys: pytest.CaptureFix
     said = capsys.readouterr().out
     assert "Peak memory: " in said
     assert f"1 : {tuple(held.shape)}, torch.float32, cpu" in said
+
+
+def test_tensors_are_moved() -> None:
+    one = torch.zeros(2)
+    assert safe_move_tensor(one, "cpu") is one
+    both = safe_move_tensor((one, [one]), _torch_device(-1), non_blocking=True)
+    assert type(both) is tuple
+    assert both[1][0] is one
+    assert _torch_device(1) == "cuda:1"
 
 
 def test_paged_attention_is_always_there() -> None:

@@ -1,0 +1,5 @@
+"""For `from exllamav2.compat import …`."""
+
+from exlm.legacy.moving import pairwise, safe_move_tensor
+
+__all__ = ["pairwise", "safe_move_tensor"]
