@@ -97,6 +97,21 @@ def test_the_contiguous_table_is_the_identity() -> None:
     assert Cache(Stub(), batch_size=2).table(2, CPU).tolist() == [[0, 1], [2, 3]]
 
 
+def test_what_is_assigned_to_a_layers_states_is_stored() -> None:
+    """As scripts restore a session: the list was the cache's own once, and is a list of views."""
+    cache = Cache(Stub(), max_seq_len=PAGE)
+    saved = torch.arange(5.0)[None, :, None, None].expand(1, 5, *cache.key_states[0].shape[2:])
+    cache.key_states[0] = saved
+    cache.value_states[-2:] = [saved + 1, saved + 2]
+    assert torch.equal(cache.key_states[0][:, :5], saved)
+    assert float(cache.key_states[0][:, 5:].abs().sum()) == 0
+    assert torch.equal(cache.value_states[2][:, :5], saved + 2)
+    for wrong in (saved[:, :, :1], torch.cat([saved] * 99, 1), saved[0], None):
+        bad: Any = wrong
+        with pytest.raises(InputError, match="Layer 1 of this cache stores"):
+            cache.key_states[1] = bad
+
+
 def test_a_cache_made_before_the_model_is_loaded_waits_for_it() -> None:
     """Old scripts make one and hand it to load_autosplit, where it gets its tensors like a lazy one."""
     model = Stub(cache_devices=None)

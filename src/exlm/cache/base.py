@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..errors import InputError, NotLoaded, Unsupported
 from .layer import PAGE, Layer, LayerShape
+from .states import States
 
 
 class Mirror(Protocol):
@@ -213,24 +214,27 @@ class CacheBase(ABC):
         return list(sums.values())
 
     @property
-    def key_states(self) -> list[Tensor]:
-        """For each layer a view of what is stored, (batch, capacity in whole pages, kv_heads, …)."""
-        return [_rows(layer.keys[0], self.batch_size) for layer in self.layers]
+    def key_states(self) -> States:
+        """For each layer a view of what is stored, (batch, capacity in whole pages, kv_heads, …).
+
+        A tensor that is assigned to one of them is copied into it.
+        """
+        return States(_rows(layer.keys[0], self.batch_size) for layer in self.layers)
 
     @property
-    def value_states(self) -> list[Tensor]:
+    def value_states(self) -> States:
         """Like `key_states`."""
-        return [_rows(layer.values[0], self.batch_size) for layer in self.layers]
+        return States(_rows(layer.values[0], self.batch_size) for layer in self.layers)
 
     @property
-    def key_scales(self) -> list[Tensor]:
+    def key_scales(self) -> States:
         """For each layer a view, (batch, capacity, kv_heads, head_dim / 32); empty without scales."""
-        return [_rows(scales, self.batch_size) for layer in self.layers for scales in layer.keys[1:]]
+        return States(_rows(scales, self.batch_size) for layer in self.layers for scales in layer.keys[1:])
 
     @property
-    def value_scales(self) -> list[Tensor]:
+    def value_scales(self) -> States:
         """Like `key_scales`."""
-        return [_rows(scales, self.batch_size) for layer in self.layers for scales in layer.values[1:]]
+        return States(_rows(scales, self.batch_size) for layer in self.layers for scales in layer.values[1:])
 
     # Moving tokens
 
