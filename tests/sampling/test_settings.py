@@ -148,7 +148,16 @@ def test_what_old_programs_note_on_settings_is_kept_with_a_warning() -> None:
         with pytest.warns(UserWarning, match=f"no field '{name}': it is kept, and nothing reads it"):
             setattr(found, name, ["###"])
         assert getattr(found.clone(), name) == ["###"]
+        setattr(found, name, [])  # said once
     found.check()
+
+    @dataclasses.dataclass(eq=False)
+    class More(Settings):
+        mine: int = 3
+
+    more = More(temperature=0.5)
+    more.mine = 4
+    assert (more.clone().mine, more.temperature) == (4, 0.5)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

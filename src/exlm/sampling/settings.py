@@ -98,7 +98,7 @@ class Settings:
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set a field; it counts from the next token on."""
-        if name not in FIELDS:
+        if name not in self.__dataclass_fields__ and name not in self.__dict__:  # a subclass may have its own
             unheard_of("Settings has no field", name, FIELDS, HARMLESS)
         self.__dict__[name] = value
         self.__dict__["_plan"] = None
