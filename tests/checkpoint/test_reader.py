@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from exlm.checkpoint import Checkpoint, convert
 from exlm.errors import BadFile, BadTensor, MissingTensor, Unsupported
@@ -242,6 +243,23 @@ class TestQuantised:
         described, size = checkpoint.describe("layers.0.attn.q")
         assert described.startswith(words)
         assert size == 64 + 8
+
+    @pytest.mark.parametrize(
+        ("dtype", "beside", "words"),
+        [
+            (torch.uint32, "biases", "found 'U32', as MLX stores it"),
+            (torch.uint8, "weight.absmax", "found 'U8', as bitsandbytes stores it"),
+            (torch.float8_e4m3fn, "weight_scale_inv", "found 'F8_E4M3', as 8-bit floats"),
+            (torch.int8, "else", "found 'I8'"),
+        ],
+    )
+    def test_one_that_is_called_like_plain_floats(
+        self, tmp_path: Path, dtype: torch.dtype, beside: str, words: str
+    ) -> None:
+        tensors = {f"{Q}.weight": torch.ones(4, 4).to(dtype), f"{Q}.{beside}": torch.ones(4)}
+        save_file(tensors, tmp_path / "model.safetensors")
+        with pytest.raises(BadTensor, match=rf"{words}[^.]*\. Take a GPTQ, AWQ, EXL2 or GGUF version"):
+            weight_of(Checkpoint.open(tmp_path, Names()), "layers.0.attn.q", 4, 4)
 
     @pytest.mark.parametrize("shape", [(), (2, 2), (0,)])
     @pytest.mark.parametrize(

@@ -20,6 +20,14 @@ from .header import shown
 
 FLOATS = ("F16", "BF16", "F32", "F64")
 
+FOREIGN = {
+    ".biases": "MLX stores it",
+    ".weight.absmax": "bitsandbytes stores it",
+    ".weight_scale_inv": "8-bit floats with scales beside them are",
+    ".weight_scale": "8-bit or 4-bit floats with scales beside them are",
+}
+"""What lies beside a quantised matrix that is called `weight` like plain ones, and whose way that is."""
+
 _VOCABULARY = ("embed", "head")
 _LAYER = re.compile(r"^layers\.(\d+)\.")
 _EXPERT = re.compile(r"\bexperts\.(\d+)\.")
@@ -97,9 +105,19 @@ class Lookup:
         info = self.ask(key)
         if info.dtype not in FLOATS:
             raise BadTensor(
-                f"{info}: expected one of the types {', '.join(FLOATS)}, found {shown(info.dtype)}."
+                f"{info}: expected one of the types {', '.join(FLOATS)}, found {shown(info.dtype)}"
+                f"{self._foreign(key)}. Take a GPTQ, AWQ, EXL2 or GGUF version of the model, or one in plain "
+                "floats."
             )
         return info
+
+    def _foreign(self, key: str) -> str:
+        """Whose way to store a matrix this is, if other tensors beside it give that away."""
+        base = key.removesuffix(".weight")
+        for beside, words in FOREIGN.items():
+            if base + beside in self:
+                return f", as {words}"
+        return ""
 
     def unused(self) -> list[str]:
         """Stored names that nobody has asked for."""
