@@ -93,6 +93,8 @@ SILENT = [
     ("Gemma2ForCausalLM", "attn_logit_softcapping"),
     ("Gemma2ForCausalLM", "final_logit_softcapping"),
     ("Gemma3ForCausalLM", "sliding_window"),
+    ("CohereForCausalLM", "rope_parameters"),
+    ("Cohere2ForCausalLM", "rope_parameters"),
     ("Cohere2ForCausalLM", "sliding_window"),
 ]
 

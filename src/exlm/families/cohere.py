@@ -12,6 +12,11 @@ from .rope import rope
 
 def cohere(c: Hyper) -> spec.Model:
     """One LayerNorm without bias feeds both halves."""
+    return _parallel(c.meaning(rope_theta=5e5))
+
+
+def _parallel(c: Hyper) -> spec.Model:
+    """What both have in common."""
     n = norm(c, "layer_norm_eps", kind="layer")
     attn = attention(c)
     attn = replace(
@@ -34,4 +39,4 @@ def cohere2(c: Hyper) -> spec.Model:
         attn = replace(layer.attn, window=sizes[i], rope=None if sizes[i] is None else layer.attn.rope)
         return replace(layer, attn=attn)
 
-    return layered(cohere(c), change)
+    return layered(_parallel(c), change)
