@@ -280,6 +280,23 @@ class TestQuantised:
             with pytest.raises(BadTensor, match=odd):
                 weight_of(checkpoint, "layers.0.attn.q", 4, 4)
 
+    def test_one_whose_inputs_autoawq_divides_is_refused(self, tmp_path: Path) -> None:
+        mlp = "model.layers.0.mlp"
+        names = Names().with_places(mlp__down=Place(LAYER + "mlp.c_proj"))
+        tensors = {f"{mlp}.c_proj.weight": torch.ones(4, 4), f"{mlp}.act.scales": torch.ones(4)}
+        weight_of(opened(tmp_path / "ones", tensors, names), "layers.0.mlp.down", 4, 4)
+        tensors[f"{mlp}.act.scales"][2] = 1.5
+        checkpoint = opened(tmp_path / "scaled", tensors, names)
+        for ask in (
+            lambda: weight_of(checkpoint, "layers.0.mlp.down", 4, 4),
+            lambda: checkpoint.check("layers.0.mlp.down"),
+        ):
+            with pytest.raises(
+                Unsupported, match=r"act\.scales': the inputs of layers\.0\.mlp\.down are to be"
+            ):
+                ask()
+        checkpoint.check("layers.0.mlp.up")
+
     @pytest.mark.parametrize("bits", [2, 3, 4, 8])
     @pytest.mark.parametrize("told", [False, True])
     def test_a_width_of_its_own_is_told(self, tmp_path: Path, bits: int, told: bool) -> None:

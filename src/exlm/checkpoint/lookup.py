@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import BadFile, BadTensor, MissingTensor
+from ..errors import BadFile, BadTensor, MissingTensor, Unsupported
 from ..formats.gptq_config import GptqConfig
 from ..spec.names import Names, Place, Span
 from .files import TensorFiles
@@ -110,6 +110,23 @@ class Lookup:
                 "floats."
             )
         return info
+
+    def check_unscaled(self, role: str, place: Place) -> None:
+        """`Unsupported` if the inputs of a matrix are divided by numbers of their own.
+
+        So AutoAWQ leaves MLPs without a gate: the matrix is multiplied by what its activation is divided by.
+        """
+        key = f"{place.key.rpartition('.')[0]}.act.scales"
+        if not role.endswith(".mlp.down") or key not in self:
+            return
+        info = self.ask_floats(key)
+        divides = bool((self.files.read(info.name) != 1).any())
+        self.files.release(info.name)
+        if divides:
+            raise Unsupported(
+                f"{info}: the inputs of {role} are to be divided by these numbers, as AutoAWQ has it where "
+                "an MLP has no gate, and this version cannot. Take a GPTQ, EXL2 or plain version instead."
+            )
 
     def _foreign(self, key: str) -> str:
         """Whose way to store a matrix this is, if other tensors beside it give that away."""

@@ -81,6 +81,11 @@ class Checkpoint:
         found = self._lookup.find(role, tuple(_BY_SUFFIX))
         return found and found[0]
 
+    def check(self, role: str) -> None:
+        """`Unsupported` if the matrix that the files hold means more than can be computed here."""
+        if place := self.stored(role):
+            self._lookup.check_unscaled(role, place)
+
     def describe(self, role: str, fallback: str | None = None) -> tuple[str, int]:
         """The stored form in a few words and its stored bytes, bias included, from headers alone."""
         place, form = self._find(role, fallback)
@@ -140,6 +145,7 @@ class Checkpoint:
         `fallback` is the role it is tied to, taken where the files do not hold `role` itself.
         """
         place, form = self._find(role, fallback)
+        self._lookup.check_unscaled(role, place)
         places = self.names.find(role)
         own = () if place in places else tuple(f"{one.key}.bias" for one in places)
         return form.read(

@@ -66,6 +66,7 @@ class FolderPlanner(Planner):
     def matrix(self, m: Matrix) -> Step:
         """Copied, cut, written in the other layout or unpacked."""
         stored, place = self._stored(m.role), self.first(m.role)
+        self.checkpoint.check(m.role)
         form = self.forms[next(s for s in SUFFIXES if key_at(stored, s) in self.stored)]
         fate = self.decide(m.role, form)
         parts = self._claim(stored, form)
