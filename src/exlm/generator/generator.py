@@ -44,6 +44,7 @@ class Generator:
     completions stay in it for the next request to begin with. `max_queue` is how many jobs may wait to start,
     None for any number. With `paged=False` one sequence runs at a time, over the same pages. At most
     `num_draft_tokens` are guessed in a step: 4 by a draft model, and `max_q_size - 1` from n-grams.
+    Calls may come from several threads; one of them runs a round, for everybody, and the others wait for it.
     `max_sampling_threads`, `min_sampling_threads` and `filter_background_eval` are accepted for old scripts.
     """
 
@@ -103,6 +104,8 @@ class Generator:
         self.awaited: set[Job] = set()
         """Jobs that somebody runs to their ends: what becomes of them is for `results_of`, not `iterate`."""
         self._backlog = Backlog()  # results that were met by somebody who did not wait for them
+        # Entered and left by the interpreter itself: Ctrl-C cannot come between taking it and the block.
+        self._turn = threading.RLock()  # held by whoever changes the queue, or is in the midst of a round
         self._stepping = False  # in the midst of a round
         self._called_off: set[Job] = set()  # cancelled in the midst of it, by a hook or a filter
         self._tenant: object = None  # who had written to the cache last when a round of ours was over
@@ -131,43 +134,48 @@ class Generator:
         return [self._take(one) for one in job]
 
     def iterate(self) -> list[Result]:
-        """One round of the loop and its results; [] if there is nothing to do. For one thread at a time."""
-        found = self._backlog.take_others(self.awaited)
-        for result in self._step():
-            if result["job"] in self.awaited:
-                self._backlog.keep(result)
-            else:
-                found.append(result)
-        return found
+        """One round of the loop and its results; [] if there is nothing to do. Other threads wait for it."""
+        with self._turn:
+            found = self._backlog.take_others(self.awaited)
+            for result in self._step():
+                if result["job"] in self.awaited:
+                    self._backlog.keep(result)
+                else:
+                    found.append(result)
+            return found
 
     def results_of(self, jobs: Collection[Job]) -> list[Result]:
         """What became of these jobs, in rounds for others or else in one more; others' results are kept."""
-        if found := self._backlog.take(jobs):
+        with self._turn:
+            if found := self._backlog.take(jobs):
+                return found
+            for result in self._step():
+                if result["job"] in jobs:
+                    found.append(result)
+                else:
+                    self._backlog.keep(result)
             return found
-        for result in self._step():
-            if result["job"] in jobs:
-                found.append(result)
-            else:
-                self._backlog.keep(result)
-        return found
 
     def cancel(self, job: Job) -> None:
         """Drop a job, waiting or running; no result is given for it. Harmless for a finished one."""
-        self._backlog.take({job})
-        if self._stepping:
-            self._called_off.add(job)
-        self._loop.cancel(job)
+        with self._turn:
+            self._backlog.take({job})
+            if self._stepping:
+                self._called_off.add(job)
+            self._loop.cancel(job)
 
     def clear_queue(self) -> None:
         """Drop every job."""
-        self._backlog.clear()
-        if self._stepping:
-            self._called_off |= {*self.active_jobs, *self.pending_jobs}
-        self._loop.clear()
+        with self._turn:
+            self._backlog.clear()
+            if self._stepping:
+                self._called_off |= {*self.active_jobs, *self.pending_jobs}
+            self._loop.clear()
 
     def num_remaining_jobs(self) -> int:
         """Jobs that wait or run, and those whose end `iterate` has not told yet."""
-        return self._loop.scheduler.remaining + self._backlog.ends(but=self.awaited)
+        with self._turn:
+            return self._loop.scheduler.remaining + self._backlog.ends(but=self.awaited)
 
     def longest(self, sequences: int = 1) -> int:
         """How long, prompt and answer together, so many sequences of one job may become in an empty cache."""
@@ -175,9 +183,10 @@ class Generator:
 
     def reset_page_table(self) -> None:
         """Forget every cached prompt."""
-        if remaining := self._loop.scheduler.remaining:
-            raise InputError(f"{remaining} jobs use the cache: finish or clear them first.")
-        self._loop.pages.clear()
+        with self._turn:
+            if remaining := self._loop.scheduler.remaining:
+                raise InputError(f"{remaining} jobs use the cache: finish or clear them first.")
+            self._loop.pages.clear()
 
     def set_loras(self, loras: Any) -> None:
         """The adapters of jobs enqueued from now on that name none themselves: one, a list, or None.
@@ -284,7 +293,9 @@ class Generator:
                 self._take(job)
             while len(done) < len(jobs):
                 error: Exception | None = None
-                found = self.results_of(own)
+                with self._turn:
+                    found = self.results_of(own)
+                    idle = not self._loop.busy
                 for result in found:
                     if result["stage"] == "streaming" and result["eos"]:
                         done[result["job"]] = result
@@ -293,7 +304,7 @@ class Generator:
                     raise error
                 if abort is not None and abort.is_set():
                     return None
-                if not found and not self._loop.busy:
+                if idle and not found:
                     raise InputError("The request was dropped before its end: the queue was cleared.")
         finally:
             self.awaited -= own
@@ -303,10 +314,11 @@ class Generator:
 
     def _take(self, job: Job) -> int:
         """Queue a job; what the cache held is forgotten if somebody else has written to it since."""
-        if not self._loop.busy and self.cache.tenant is not self._loop.runner:
-            self._loop.pages.clear()
-            self.cache.tenant = self._tenant = self._loop.runner
-        return self._loop.enqueue(job)
+        with self._turn:
+            if not self._loop.busy and self.cache.tenant is not self._loop.runner:
+                self._loop.pages.clear()
+                self.cache.tenant = self._tenant = self._loop.runner
+            return self._loop.enqueue(job)
 
     def _step(self) -> list[Result]:
         """A round of the loop, if anybody waits for one."""

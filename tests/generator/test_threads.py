@@ -1,0 +1,115 @@
+"""One generator, several threads: everybody receives its own text, in one batch."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from exlm import Cache, Config, Generator, Job, Model, Settings, Tokenizer
+from tests import tiny
+
+PROMPTS = [f"prompt number {i}" for i in range(8)]
+GREEDY = Settings.greedy()
+NEW = 20
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Tokenizer]:
+    config = Config(tiny.chatty(tmp_path_factory.mktemp("threads") / "m"))
+    model = Model(config)
+    model.load()
+    return model, Tokenizer(config)
+
+
+@pytest.fixture(scope="module")
+def alone(parts: tuple[Model, Tokenizer]) -> list[str]:
+    machine = generator(parts)
+    return [machine.generate(prompt, NEW, gen_settings=GREEDY) for prompt in PROMPTS]
+
+
+@pytest.fixture(autouse=True)
+def _often() -> Iterator[None]:
+    """Threads take turns after every few lines."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+def generator(parts: tuple[Model, Tokenizer]) -> Generator:
+    return Generator(parts[0], Cache(parts[0], max_seq_len=4096), parts[1])
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    """What each gives in a thread of its own; an error is what it gives."""
+    found: dict[int, Any] = {}
+    begin = threading.Barrier(len(calls))
+
+    def run(place: int, call: Callable[[], Any]) -> None:
+        begin.wait()
+        try:
+            found[place] = call()
+        except Exception as error:
+            found[place] = error
+
+    threads = [threading.Thread(target=run, args=each) for each in enumerate(calls)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[place] for place in range(len(calls))]
+
+
+def test_texts_are_the_same_as_one_by_one(parts: tuple[Model, Tokenizer], alone: list[str]) -> None:
+    """Rounds ran into each other: IndexError from the sampler's tables, or worse."""
+    machine = generator(parts)
+
+    def ask(prompt: str) -> Callable[[], str]:
+        return lambda: machine.generate(prompt, NEW, gen_settings=GREEDY)  # type: ignore[no-any-return]
+
+    for _ in range(3):
+        assert at_once(*map(ask, PROMPTS)) == alone
+    assert not machine.num_remaining_jobs()
+    machine.pages.check([])
+
+
+def test_a_loop_beside_calls(parts: tuple[Model, Tokenizer], alone: list[str]) -> None:
+    """Whoever iterates is told of its own jobs only."""
+    machine = generator(parts)
+    jobs = [Job(parts[1].encode(prompt), NEW, gen_settings=GREEDY) for prompt in PROMPTS[:4]]
+    machine.enqueue(jobs)
+
+    def loop() -> list[str]:
+        texts = dict.fromkeys(jobs, "")
+        while not all(job.is_finished for job in jobs) or machine.num_remaining_jobs():
+            for result in machine.iterate():
+                texts[result["job"]] += result.get("text", "")
+        return [prompt + text for prompt, text in zip(PROMPTS, texts.values(), strict=False)]
+
+    def call() -> list[str]:
+        return machine.generate(PROMPTS[4:], NEW, gen_settings=GREEDY)  # type: ignore[no-any-return]
+
+    assert at_once(loop, call) == [alone[:4], alone[4:]]
+
+
+def test_cancelling_from_another_thread(parts: tuple[Model, Tokenizer], alone: list[str]) -> None:
+    machine = generator(parts)
+    jobs = [Job(parts[1].encode(prompt), 200, gen_settings=GREEDY) for prompt in PROMPTS]
+    machine.enqueue(jobs)
+
+    def cancel() -> None:
+        for job in jobs:
+            machine.cancel(job)
+
+    def loop() -> None:
+        while machine.num_remaining_jobs():
+            machine.iterate()
+
+    assert at_once(loop, cancel) == [None, None]
+    assert machine.pages.free == machine.pages.num_pages
+    machine.pages.check([])
+    assert machine.generate(PROMPTS[0], NEW, gen_settings=GREEDY) == alone[0]
