@@ -45,6 +45,19 @@ def one_each(values: Any, count: int, name: str) -> list[Any]:
     return list(values)
 
 
+def check_parts(model: Any, cache: Any) -> None:
+    """Refuse parts that are none, such as two that changed places."""
+    for name, part, kind, has in (
+        ("model", model, "Model", "runner"),
+        ("cache", cache, "Cache", "batch_size"),
+    ):
+        if not hasattr(part, has):
+            raise InputError(
+                f"{name} must be a {kind}, found {type(part).__name__}: a generator is made of a model, a "
+                "cache and a tokenizer, in this order."
+            )
+
+
 def at_least(name: str, value: int, least: int) -> int:
     """A whole number that is not too small."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
@@ -52,8 +65,9 @@ def at_least(name: str, value: int, least: int) -> int:
     return int(value)
 
 
-def draft_count(count: int, rows: int) -> int:
+def draft_count(wanted: int | None, usual: int, rows: int) -> int:
     """How many tokens to guess; they and the one before them make up a sequence's rows in a pass."""
+    count = usual if wanted is None else wanted
     if at_least("num_draft_tokens", count, 1) >= rows:
         raise InputError(
             f"num_draft_tokens must be less than max_q_size, found {count} and {rows}: guess at most "

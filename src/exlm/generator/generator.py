@@ -14,6 +14,7 @@ from .asked import (
     PAGE,
     all_prompts,
     at_least,
+    check_parts,
     chunk_size,
     draft_count,
     halves,
@@ -33,6 +34,10 @@ DRAFTED = 4  # guesses in a step, of which each is a pass of a draft model
 OVERWRITTEN = (
     "Somebody else has written to the cache while this text was being made, and what it held of it is lost: "
     "give each generator a cache of its own, or let one finish before the other begins."
+)
+SAME_CACHE = (
+    "draft_cache is the model's own cache, where the draft model would write over what the model reads: give "
+    "it one of its own, draft_cache=Cache(draft_model, max_seq_len=cache.max_seq_len)."
 )
 PADDING = 32  # the old library's logits were a multiple of this wide
 
@@ -70,11 +75,11 @@ class Generator:
         **unknown: Any,
     ) -> None:
         refuse("Generator", unknown, names(Generator), {*ARGUMENTS, *OF_GENERATE}, "a job, or generate(),")
+        check_parts(model, cache)
         self.model, self.cache, self.tokenizer = model, cache, tokenizer
         self.draft_model, self.draft_cache = draft_model, draft_cache
         self.current_loras: list[Any] | None = None
-        self.paged = paged
-        self.page_size = PAGE
+        self.paged, self.page_size = paged, PAGE
         self.padded_vocab_size = -(-model.config.vocab_size // PADDING) * PADDING
         usual_rows = max(1, model.config.max_input_len // at_least("max_q_size", max_q_size, 1))
         rows = at_least("max_batch_size", max_batch_size or usual_rows, 1)
@@ -86,8 +91,7 @@ class Generator:
         self.max_queue = None if max_queue is None else at_least("max_queue", max_queue, 1)
         drafter = self._drafter(use_ngram_draft, max_ngram)
         usual = max(1, max_q_size - 1) if use_ngram_draft else DRAFTED
-        wanted = usual if num_draft_tokens is None else num_draft_tokens
-        self.num_draft_tokens = 0 if drafter is None else draft_count(wanted, max_q_size)
+        self.num_draft_tokens = 0 if drafter is None else draft_count(num_draft_tokens, usual, max_q_size)
         self._loop = Loop(
             model.runner(cache),
             PageTable(self.max_pages, PAGE),
@@ -244,11 +248,10 @@ class Generator:
             "token_healing": token_healing,
             "banned_strings": lasting(banned_strings),
         } | job_arguments
-        count, alone = len(prompts), gen_settings is None or isinstance(gen_settings, Settings)
+        count, one_for_all = len(prompts), gen_settings is None or isinstance(gen_settings, Settings)
+        settings = [gen_settings] * count if one_for_all else one_each(gen_settings, count, "gen_settings")
         each: dict[str, list[Any]] = {
-            "gen_settings": [gen_settings] * count
-            if alone
-            else one_each(gen_settings, count, "gen_settings"),
+            "gen_settings": settings,
             "filters": [filters] if single else one_each(filters, count, "filters"),
             "embeddings": self._embeddings(prompts, embeddings, single),
             "seed": [seed + i if isinstance(seed, Integral) else seed for i in range(count)],
@@ -354,6 +357,8 @@ class Generator:
             raise InputError("Cannot use both draft model and ngram draft.")
         if self.draft_cache is None:
             raise InputError("Must supply cache for draft model.")
+        if self.draft_cache is self.cache:
+            raise InputError(SAME_CACHE)
         if self.draft_cache.max_seq_len != self.cache.max_seq_len or self.draft_cache.batch_size != 1:
             raise InputError(
                 f"Cache and draft cache must be same dimensions, found {self.cache.max_seq_len} and "

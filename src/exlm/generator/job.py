@@ -97,7 +97,7 @@ class Job(Timed):
         self.max_new_tokens = _whole("max_new_tokens", max_new_tokens, 1)
         self.min_new_tokens = _whole("min_new_tokens", min_new_tokens, 0)
         self.max_skips, self.speculative = max_skips, speculative
-        self.stop_tokens, self.stop_strings = split_conditions(stop_conditions or ())
+        self.stop_tokens, self.stop_strings = split_conditions(lasting(stop_conditions) or ())
         self.decode_special_tokens = decode_special_tokens
         self.return_top_tokens = _whole("return_top_tokens", return_top_tokens, 0)
         self.return_logits, self.return_probs = return_logits, return_probs
@@ -298,7 +298,9 @@ ARGUMENTS = names(Job)
 
 
 def lasting(values: Any) -> Any:
-    """A list of what can be read only once, such as a generator expression; anything else as it is."""
+    """A list of what can be read only once, such as a generator expression, or is an array; else as it is."""
+    if hasattr(values, "dtype"):
+        return values.tolist()
     return [*values] if isinstance(values, Iterator) else values
 
 
@@ -358,6 +360,8 @@ def _listed(filters: Any) -> list[Any]:
 
 
 def _strings(values: Iterable[str]) -> tuple[str, ...]:
-    if isinstance(values, str) or not all(isinstance(value, str) for value in values):
-        raise InputError("banned_strings must be a list of strings.")
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise InputError(f"banned_strings must be a list of strings, found {values!r}.")
+    if wrong := [value for value in values if not isinstance(value, str)]:
+        raise InputError(f"banned_strings must be a list of strings, found {wrong[0]!r} among them.")
     return tuple(value for value in values if value)

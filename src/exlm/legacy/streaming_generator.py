@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import Cache, CacheBase, InputError, Model, Settings, Tokenizer
 from ..generator.arguments import names, pass_over
-from ..generator.generator import OVERWRITTEN
+from ..generator.generator import OVERWRITTEN, SAME_CACHE
 from ..generator.job import split_conditions
 from .base_generator import BaseGenerator
 from .chunks import Chunk, chunk_of, joined, nothing
@@ -50,6 +50,8 @@ class StreamingGenerator(BaseGenerator):
         super().__init__(model, cache, tokenizer)
         if draft_model is not None and draft_cache is None:
             draft_cache = Cache(draft_model, batch_size=cache.batch_size, max_seq_len=cache.max_seq_len)
+        if draft_model is not None and draft_cache is cache:
+            raise InputError(SAME_CACHE)
         self.draft_model, self.draft_cache = draft_model, draft_cache
         self.num_speculative_tokens = num_speculative_tokens
         self.speculative_prob_threshold = 0.25
