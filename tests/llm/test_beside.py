@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -52,3 +54,47 @@ def test_a_job_loses_nothing_to_the_llm(llm: LLM) -> None:
     while machine.num_remaining_jobs():
         text += "".join([result.get("text", "") for result in machine.iterate()])
     assert text == machine.generate("abc", NEW, gen_settings=GREEDY, completion_only=True)
+
+
+def test_streams_that_are_collected_anywhere_stop_nobody(llm: LLM) -> None:
+    """By a thread in the midst of a round of the generator, while another has the LLM's turn."""
+    expected = str(llm.generate("abc", settings=GREEDY, max_new_tokens=NEW))
+    beside = llm.generator.generate("xyz", NEW, gen_settings=GREEDY)
+    wrong: list[object] = []
+
+    def ask() -> None:
+        if str(llm.generate("abc", settings=GREEDY, max_new_tokens=NEW)) != expected:
+            wrong.append("llm")
+
+    def ask_beside() -> None:
+        if llm.generator.generate("xyz", NEW, gen_settings=GREEDY) != beside:
+            wrong.append("generator")
+
+    def leave() -> None:
+        stream = llm.stream("abc", settings=GREEDY, max_new_tokens=NEW)
+        next(stream)
+        ring: list[object] = [stream]
+        ring.append(ring)
+
+    def often(work: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            try:
+                for _ in range(30):
+                    work()
+            except Exception as error:
+                wrong.append(error)
+
+        return run
+
+    before = gc.get_threshold()
+    gc.set_threshold(5, 2, 2)
+    threads = [threading.Thread(target=often(work), daemon=True) for work in (ask, ask_beside, leave)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+    finally:
+        gc.set_threshold(*before)
+    assert not [thread for thread in threads if thread.is_alive()]
+    assert not wrong

@@ -109,8 +109,8 @@ class Generator:
         """Jobs that somebody runs to their ends: what becomes of them is for `results_of`, not `iterate`."""
         self._backlog = Backlog()  # results that were met by somebody who did not wait for them
         # Entered and left by the interpreter itself: Ctrl-C cannot come between taking it and the block.
-        self._turn = threading.RLock()  # held by whoever changes the queue, or is in the midst of a round
-        self._stepping = False  # in the midst of a round
+        self.turn = threading.RLock()  # held by whoever changes the queue, or is in the midst of a round
+        self.stepping = False  # in the midst of a round
         self._called_off: set[Job] = set()  # cancelled in the midst of it, by a hook or a filter
         self._tenant: object = None  # who had written to the cache last when a round of ours was over
 
@@ -139,7 +139,7 @@ class Generator:
 
     def iterate(self) -> list[Result]:
         """One round of the loop and its results; [] if there is nothing to do. Other threads wait for it."""
-        with self._turn:
+        with self.turn:
             found = self._backlog.take_others(self.awaited)
             for result in self._step():
                 if result["job"] in self.awaited:
@@ -150,7 +150,7 @@ class Generator:
 
     def results_of(self, jobs: Collection[Job]) -> list[Result]:
         """What became of these jobs, in rounds for others or else in one more; others' results are kept."""
-        with self._turn:
+        with self.turn:
             if found := self._backlog.take(jobs):
                 return found
             for result in self._step():
@@ -162,23 +162,23 @@ class Generator:
 
     def cancel(self, job: Job) -> None:
         """Drop a job, waiting or running; no result is given for it. Harmless for a finished one."""
-        with self._turn:
+        with self.turn:
             self._backlog.take({job})
-            if self._stepping:
+            if self.stepping:
                 self._called_off.add(job)
             self._loop.cancel(job)
 
     def clear_queue(self) -> None:
         """Drop every job."""
-        with self._turn:
+        with self.turn:
             self._backlog.clear()
-            if self._stepping:
+            if self.stepping:
                 self._called_off |= {*self.active_jobs, *self.pending_jobs}
             self._loop.clear()
 
     def num_remaining_jobs(self) -> int:
         """Jobs that wait or run, and those whose end `iterate` has not told yet."""
-        with self._turn:
+        with self.turn:
             return self._loop.scheduler.remaining + self._backlog.ends(but=self.awaited)
 
     def longest(self, sequences: int = 1) -> int:
@@ -187,7 +187,7 @@ class Generator:
 
     def reset_page_table(self) -> None:
         """Forget every cached prompt."""
-        with self._turn:
+        with self.turn:
             if remaining := self._loop.scheduler.remaining:
                 raise InputError(f"{remaining} jobs use the cache: finish or clear them first.")
             self._loop.pages.clear()
@@ -296,7 +296,7 @@ class Generator:
                 self._take(job)
             while len(done) < len(jobs):
                 error: Exception | None = None
-                with self._turn:
+                with self.turn:
                     found = self.results_of(own)
                     idle = not self._loop.busy
                 for result in found:
@@ -317,7 +317,7 @@ class Generator:
 
     def _take(self, job: Job) -> int:
         """Queue a job; what the cache held is forgotten if somebody else has written to it since."""
-        with self._turn:
+        with self.turn:
             if not self._loop.busy and self.cache.tenant is not self._loop.runner:
                 self._loop.pages.clear()
                 self.cache.tenant = self._tenant = self._loop.runner
@@ -325,19 +325,19 @@ class Generator:
 
     def _step(self) -> list[Result]:
         """A round of the loop, if anybody waits for one."""
-        if self._stepping:
+        if self.stepping:
             raise InputError(
                 "A hook or a filter asks the generator that waits for it: make another generator for that, "
                 "or ask later. It may enqueue and cancel jobs."
             )
         lost = self._overwritten() if self._loop.busy and self.cache.tenant is not self._tenant else []
         try:
-            self._stepping = True
+            self.stepping = True
             self._called_off.clear()
             found = [*lost, *(self._loop.step() if self._loop.busy else ())]
             return [one for one in found if one["job"] not in self._called_off] if self._called_off else found
         finally:
-            self._stepping = False
+            self.stepping = False
             self._called_off.clear()
             self._tenant = self.cache.tenant
 

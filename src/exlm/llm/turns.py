@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Generator as Pieces
@@ -19,8 +18,7 @@ class Turns:
         self.generator = generator
         self._inboxes: dict[Job, deque[StreamingResult]] = {}
         self._left: deque[Job] = deque()  # done with, or let go of: to be dropped between two rounds
-        # Entered and left by the interpreter itself: Ctrl-C cannot come between taking it and the block.
-        self._turn = threading.RLock()
+        self._turn = generator.turn  # the same: with two, each could be held by who waits for the other
         self._inside = False  # whoever has the turn is in the midst of it
 
     def finish(self, jobs: Sequence[Job]) -> list[Completion]:
@@ -73,7 +71,9 @@ class Turns:
         finally:
             self._left.extend(jobs)
             with self._turn:
-                if not self._inside:  # else a stream is collected in the midst of a round, which goes on
+                if not (
+                    self._inside or self.generator.stepping
+                ):  # else a stream is collected in the midst of a round, which goes on
                     self._alone(self._sweep)
 
     def _alone(self, work: Callable[[], None]) -> None:
