@@ -172,6 +172,7 @@ class CacheBase(ABC):
     def allocate(self) -> None:
         """Make the tensors, each beside its layer's weights."""
         devices = self._devices()
+        self.tenant = None  # what was in it is gone
         self.shapes = tuple(self.model.cache_shapes)  # a process may have got fewer heads since
         with torch.inference_mode(False):  # tensors born in that mode could not be written to outside it
             self._layers = [
@@ -240,7 +241,7 @@ class CacheBase(ABC):
 
     @property
     def tenant(self) -> object:
-        """Which runner wrote to its pages last; None if rows were written in order, or nothing at all.
+        """Which runner wrote to its pages last; None if rows were written in order or moved, or none were.
 
         It is not held: runners hold their cache, and a circle would keep it in memory, and the weights.
         """
@@ -259,6 +260,7 @@ class CacheBase(ABC):
         for tensor in self.all_tensors():
             rows = _rows(tensor, self.batch_size)
             rows.copy_(rows.roll(-1, 1))
+        self.tenant = None
         self._tell("roll_left")
         self.current_seq_len = max(0, self.current_seq_len - 1)
 
@@ -308,6 +310,7 @@ class CacheBase(ABC):
             _rows(goal, target.batch_size)[to_row : to_row + to_rows, to_column : to_column + to_columns] = (
                 taken
             )
+        target.tenant = None
         columns = from_column, from_columns, to_column, to_columns
         self._tell("copy_states", *columns, from_row, from_rows, to_row, to_rows, target=target)
 
