@@ -194,6 +194,9 @@ def test_what_old_programs_note_on_settings_is_kept_with_a_warning() -> None:
         {"cfg_scale": math.nan},
         {"token_bias": [0.0]},
         {"token_bias": torch.zeros(2, 2)},
+        {"token_bias": torch.zeros(2).to_sparse()},
+        {"token_bias": torch.zeros(2, device="meta")},
+        {"token_bias": torch.zeros(2, dtype=torch.complex64)},
     ],
 )
 def test_absurd_values_are_refused_by_name(wrong: dict[str, Any]) -> None:

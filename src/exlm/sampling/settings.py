@@ -136,6 +136,11 @@ class Settings:
         if bias is not None and (not isinstance(bias, Tensor) or bias.dim() != 1):
             shape = tuple(bias.shape) if isinstance(bias, Tensor) else type(bias).__name__
             raise InputError(f"token_bias must be None or a tensor of shape (vocab,), found {shape}.")
+        if bias is not None and (bias.is_complex() or bias.is_meta or bias.layout is not torch.strided):
+            raise InputError(
+                f"token_bias must hold a real number for each token, found {bias.dtype} "
+                f"({bias.layout}, {bias.device})."
+            )
         hooks = self.post_sampling_hooks or ()  # old scripts write None for none
         if not isinstance(hooks, Collection) or not all(map(callable, hooks)):
             raise InputError(f"post_sampling_hooks must be a list of functions, found {hooks!r:.80}.")
