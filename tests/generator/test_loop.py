@@ -125,6 +125,23 @@ def test_g6_banned_strings_are_taken_back() -> None:
     assert results[-1]["new_tokens"] == 8
 
 
+@pytest.mark.parametrize("excluded", ["by a bias", "by a hook"])
+def test_a_job_that_may_say_nothing_but_what_is_banned_ends(excluded: str) -> None:
+    """It said and took back the same for ever."""
+    settings = Settings.greedy()
+    if excluded == "by a bias":
+        settings.token_bias = torch.full((VOCAB,), -torch.inf)
+        settings.token_bias[tokens("ef")] = 0.0
+    else:
+        settings.post_sampling_hooks = [lambda result: setattr(result, "sampled_token", tokens("e")[0])]
+    asked = [job("abc", 8, settings=settings, banned_strings=["E", "f"]), job("abc", 30)]
+    ends = [result for result in streams(run(loop(), *asked)) if result["eos"]]
+    assert [result["job"] for result in ends] == asked
+    assert isinstance(ends[0]["error"], InputError)
+    assert "leads to a banned string" in str(ends[0]["error"])
+    assert ends[1]["eos_reason"] == "max_new_tokens"
+
+
 def test_g7_stop_tokens_wait_for_the_minimum() -> None:
     results = streams(run(loop(lambda _: [0, 29]), job("abc", 9, min_new_tokens=3, stop_conditions=[0])))
     last = results[-1]

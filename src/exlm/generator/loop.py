@@ -65,8 +65,7 @@ class Loop:
         """
         self.runner, self.pages, self.texts, self.vocab = runner, pages, texts, vocab
         self.scheduler: Scheduler[Job] = Scheduler(pages, max_batch_size, chunk)
-        self.max_length = max_length
-        self.max_queue = max_queue
+        self.max_length, self.max_queue = max_length, max_queue
         self.drafter = drafter or NoDraft()
         self.draft_tokens = draft_tokens
         self.extras = extras
@@ -311,6 +310,7 @@ class Loop:
         """A token of any job: past the hooks, into the sequences, past filters and output."""
         try:
             sampled, feeds = self._hooked(job, sampled) if job.hooks else (sampled, True)
+            job.output.check(sampled.token)
             for sequence in job.sequences:
                 self.pages.commit(sequence, len(sequence.ids))
                 sequence.ids.append(sampled.token)

@@ -8,8 +8,9 @@ whoever pushes carries out the verdict, above all `Rewind`, before the next toke
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from ..errors import InputError
 from ..text.detokenize import Detokenizer
 from ..text.matching import Match, Strings
 from .held import Found, Held
@@ -17,6 +18,8 @@ from .verdicts import Emit, Hold, Reason, Rewind, Stop, Verdict
 
 HOLD = Hold()
 NOTHING: frozenset[int] = frozenset()
+PATIENCE = 8
+"""How often a token is refused at one place; it is sampled again only if all others are excluded."""
 
 
 class Output:
@@ -88,8 +91,17 @@ class Output:
         stops = self.stop_tokens if self.blocked_stops else NOTHING
         if stops and self.healing:
             stops -= {self._healed}
-        tried = self._tried.get(self._released + len(self._held)) if self._tried else None
+        tried = self._refused()
         return stops.union(tried) if tried else stops
+
+    def check(self, token: int) -> None:
+        """Raise InputError for a token that was refused here time and again, because nothing else is left."""
+        tried = self._refused()
+        if tried and tried.count(token) >= PATIENCE:
+            raise InputError(
+                f"Whatever may come next leads to a banned string: after {self.new_tokens} new tokens "
+                f"{len({*tried})} were tried in vain. Ban less, or exclude fewer others (token_bias, hooks)."
+            )
 
     def set_stops(self, tokens: Collection[int], strings: Iterable[str]) -> None:
         """Other stop conditions from the next token on; only while nothing is held."""
@@ -127,6 +139,10 @@ class Output:
             return Stop(reason, held.text, len(held))
         text, count = held.release()
         return self._emit(text, count) if count else HOLD
+
+    def _refused(self) -> Sequence[int]:
+        """Tokens that led to a banned string from here."""
+        return self._tried.get(self._released + len(self._held), ()) if self._tried else ()
 
     def _heal(self, token: int) -> str:
         """The text that a token adds to that of the removed one, both read from the same state."""
