@@ -11,6 +11,7 @@
     │   └── UnsafeFile         a pickle: never opened
     ├── TokenizerError         the tokenizer files are missing or malformed
     │   ├── TokenizerNotFound  there are none
+    │   ├── BadText            a text that no file could hold: half of a character (an InputError too)
     │   └── ChatTemplateError  a chat template failed, ran too long or reached for what it may not
     ├── InputError             a call's arguments cannot be served
     │   ├── BadLogits          there is no token to choose: all excluded, not numbers, or infinite
@@ -87,6 +88,10 @@ class ChatTemplateError(TokenizerError):
 
 class InputError(ExlmError, ValueError, AssertionError):
     """The arguments of a call cannot be served as given."""
+
+
+class BadText(TokenizerError, InputError):
+    """A text cannot be encoded: it has half of a character, as a text that was cut in the middle of one."""
 
 
 class BadLogits(InputError):

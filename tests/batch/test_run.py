@@ -124,6 +124,8 @@ def test_a_rows_name_is_its_seed(run: Any, tmp_path: Path) -> None:
         (row("x", prompt="y", temprature=1), "unknown_field", "'temprature'"),
         (row("x", prompt="y", stream=True), "invalid_request", "cannot be a stream"),
         (row("x", prompt="y", model="gpt"), "model_not_found", "this batch runs 'tiny'"),
+        (row("x", prompt="cut in half \ud83d"), "invalid_request", "lone surrogate (U+D83D) at character 12"),
+        (row("x", CHAT, messages=[{"role": "user", "content": "\ud83d"}]), "invalid_request", "(U+D83D)"),
         (row("x", prompt="y" * 600), "context_length_exceeded", "shorten it"),
         (row("x", prompt="y", max_tokens=600), "context_length_exceeded", "exceed"),
         (row("x", prompt="y", lora="loud"), "invalid_request", "No adapter"),

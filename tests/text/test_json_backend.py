@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from exlm.errors import TokenizerError
+from exlm.errors import BadText, TokenizerError
 from exlm.text.codec import Codec
 from exlm.text.folder import AddedToken, Folder
 from exlm.text.json_backend import JsonBackend
@@ -261,7 +261,7 @@ def test_ids_without_end_are_refused() -> None:
 
 
 def test_a_lone_surrogate_is_refused_with_its_place() -> None:
-    with pytest.raises(TokenizerError, match=r"U\+D800\) at character 2"):
+    with pytest.raises(BadText, match=r"U\+D800\) at character 2"):
         backend(byte_level_json()).encode("ab\ud800")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from exlm.errors import TokenizerError
+from exlm.errors import BadText, TokenizerError
 from exlm.text.codec import Codec, ModelIds
 from exlm.text.folder import AddedToken, Folder
 from exlm.text.json_backend import JsonBackend
@@ -140,5 +140,5 @@ def test_a_piece_that_is_not_text_is_refused() -> None:
 
 
 def test_a_lone_surrogate_is_refused_with_its_place() -> None:
-    with pytest.raises(TokenizerError, match=r"U\+DFFF\) at character 0"):
+    with pytest.raises(BadText, match=r"U\+DFFF\) at character 0"):
         v1().encode("\udfff")

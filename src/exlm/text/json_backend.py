@@ -20,7 +20,7 @@ from typing import Any
 
 import tokenizers
 
-from ..errors import TokenizerError, TokenizerNotFound
+from ..errors import BadText, TokenizerError, TokenizerNotFound
 from .backend import lone_surrogate, middle_pieces
 from .folder import MAX_GAP, AddedToken, Folder, read_text
 from .pieces import BYTE_TOKEN, TokenBytes, from_decoder
@@ -167,7 +167,7 @@ class JsonBackend:
             try:
                 return list(library.encode(text, add_special_tokens=False).ids)
             except Exception as error:  # the library raises bare Exceptions
-                raise TokenizerError(f"{self.name} cannot encode: {lone_surrogate(text) or error}.") from None
+                raise BadText(f"{self.name} cannot encode: {lone_surrogate(text) or error}.") from None
 
     def _variant(self, continues: bool, plain: bool) -> tokenizers.Tokenizer:
         """The tokenizer without a first-word space (continues), without reachable special tokens (plain)."""

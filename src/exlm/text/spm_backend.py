@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import MissingExtra, TokenizerError, TokenizerNotFound
+from ..errors import BadText, MissingExtra, TokenizerError, TokenizerNotFound
 from .backend import lone_surrogate, middle_pieces
 from .finding import Finder
 from .folder import MAX_GAP, AddedToken, Folder
@@ -114,7 +114,7 @@ class SpmBackend:
         """Encode; special text becomes its id only if asked."""
         wrong = lone_surrogate(text)
         if wrong:
-            raise TokenizerError(f"{self.name} cannot encode: {wrong}.")
+            raise BadText(f"{self.name} cannot encode: {wrong}.")
         ids: list[int] = []
         position = 0
         for start, end, token in self._finders[special].find(text):
