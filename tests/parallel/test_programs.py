@@ -62,6 +62,34 @@ def test_torchs_own_names_are_handed_on(tmp_path: Path) -> None:
     model.unload()
 
 
+FORKING = """
+import os, sys, torch
+torch.set_num_threads(1)
+from exlm import Config, Model, WorkerLost
+config = Config(sys.argv[1])
+config.device = "cpu"
+model = Model(config)
+model.load_tp([1, 1])
+ids = torch.arange(5)[None]
+before = model.forward(ids)
+child = os.fork()
+if child == 0:
+    try:
+        model.forward(ids)
+    except WorkerLost as error:
+        sys.exit(7 if f"process {os.getppid()}, of which this one is a fork" in str(error) else str(error))
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+assert torch.equal(model.forward(ids), before)
+"""
+
+
+def test_a_fork_leaves_the_ranks_to_their_leader(tmp_path: Path) -> None:
+    """It ends as programs do, with everything that is registered for that."""
+    line = [sys.executable, "-c", FORKING, str(tiny.make(tmp_path))]
+    done = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def children() -> list[int]:
     return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
 

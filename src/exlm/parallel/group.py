@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -19,6 +22,9 @@ SECONDS = 300
 """How long a rank waits for the others to arrive at the same step."""
 
 
+_SEATS: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
 class GroupBroken(RuntimeError):
     """A step that all ranks take together could not be taken; the message is the transport's."""
 
@@ -33,6 +39,7 @@ class Group:
             raise Unsupported("This build of torch cannot work in several processes: install another one.")
         self.nccl = device.type == "cuda" and dist.is_nccl_available()
         self._ranks: Any = self._safely(lambda: self._meet(store, local))
+        _SEATS.add(self)
         self.sum(torch.zeros(1, device=device))  # everybody is here, and the store is not needed again
 
     def sum(self, x: Tensor) -> Tensor:
@@ -87,6 +94,10 @@ class Group:
         own._timeout = patience
         return dist.ProcessGroupGloo(store, self.rank, self.size, own)
 
+    def keep(self) -> None:
+        """Never let go of the transport: in a fork it has no threads, and would wait for them to end."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._ranks))
+
     def _wait(self, begin: Callable[[], dist.Work]) -> None:
         self._safely(lambda: begin().wait())
 
@@ -96,3 +107,13 @@ class Group:
             return act()
         except RuntimeError as error:
             raise GroupBroken(str(error)) from error
+
+
+def _forked() -> None:
+    """What a process does that was forked from one with groups."""
+    for seat in _SEATS:
+        seat.keep()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)

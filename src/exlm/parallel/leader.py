@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import subprocess
 import threading
@@ -33,7 +34,8 @@ class Leader:
         self.lost: str | None = None
         self._groups: list[Group] = []
         self._lock = threading.RLock()
-        self._end = weakref.finalize(self, _end, channels, processes, self._groups)
+        self._own = os.getpid()
+        self._end = weakref.finalize(self, _end, channels, processes, self._groups, self._own)
 
     def tell(self, order: Order) -> None:
         """Give an order to everyone."""
@@ -103,6 +105,11 @@ class Leader:
             self._end()
 
     def _check(self) -> None:
+        if self._own != os.getpid():
+            raise WorkerLost(
+                f"The model's processes follow process {self._own}, of which this one is a fork: load the "
+                "model here."
+            )
         if self.lost is not None:
             raise WorkerLost(f"The model's other processes are gone: {self.lost}. {RELOAD}")
 
@@ -121,9 +128,16 @@ class Leader:
 
 
 def _end(
-    channels: Sequence[Channel], processes: Sequence[subprocess.Popen[bytes]], groups: Sequence[Group]
+    channels: Sequence[Channel],
+    processes: Sequence[subprocess.Popen[bytes]],
+    groups: Sequence[Group],
+    own: int,
 ) -> None:
     """Close every line, which ends a follower; end those that do not listen."""
+    if own != os.getpid():  # a fork, which has nobody to send home
+        for channel in channels:
+            channel.close()
+        return
     for channel in channels:
         with contextlib.suppress(OSError):
             channel.send(Order("stop"))
