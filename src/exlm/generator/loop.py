@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from ..errors import ExlmError, InputError, QueueFull
+from ..filters.threads import Threads
 from ..sampling import Sampler, call_hooks
 from . import results
 from .draft import Drafter, NoDraft, Pace
@@ -75,7 +75,7 @@ class Loop:
         """What besides ids the keys and values of every job depend on, by what it is: see `Job.key`."""
         self.sampler = Sampler(texts, vocab)
         self._ahead = Lookahead(runner)
-        self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="exlm-filter")
+        self._pool = Threads()
         self._serial = 0
         self._cut = False  # in the midst of a round; after it only if an interrupt or an error has ended it
         self._equipped: dict[int, Job] = {}  # their adapters may be unloaded under them
