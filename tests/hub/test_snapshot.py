@@ -148,6 +148,15 @@ def test_a_folder_of_tensors_comes_without_its_gguf(tmp_path: Path, listing: lis
     assert any(fnmatch("x.gguf", pattern) for pattern in refused)
 
 
+def test_links_to_what_was_deleted_are_told(tmp_path: Path, answer: Any) -> None:
+    """Without a network the library hands out a folder whose bytes somebody has cleaned away."""
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(tmp_path / "blobs" / name)
+    answer(lambda *_, **__: str(tmp_path))
+    with pytest.raises(ModelNotFound, match=r"bytes: config\.json, model\.safetensors in .* lead nowhere"):
+        download_snapshot("owner/name", False)
+
+
 def test_a_repository_without_weights_we_read_is_told(tmp_path: Path, answer: Any) -> None:
     answer(lambda *a, **k: str(filled(tmp_path, "config.json", "merges.txt")))
     with pytest.raises(ModelNotFound, match=r"found config\.json, merges\.txt.*safetensors version"):

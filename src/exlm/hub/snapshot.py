@@ -122,6 +122,12 @@ def _weights(name: str, folder: Path) -> Path:
             f"{name} holds {len(ggufs)} GGUF files; name one of them by its path, for example {ggufs[0]}. "
             f"They are: {', '.join(path.name for path in ggufs)}."
         )
+    # Files there are links to others that hold the bytes, and people who need room delete the large ones.
+    if dead := sorted(path.name for path in folder.iterdir() if not path.exists()):
+        raise ModelNotFound(
+            f"{name} is in the Hub's cache without all of its bytes: {', '.join(dead[:6])} in {folder} lead "
+            "nowhere. Fetch it again with a network, or delete that folder first if it does not help."
+        )
     found = ", ".join(sorted(path.name for path in folder.iterdir())[:6]) or "nothing"
     raise ModelNotFound(
         f"{name} is on the Hub but not a model that exlm reads: that takes config.json with *.safetensors, "
