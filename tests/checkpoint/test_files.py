@@ -138,6 +138,16 @@ def test_a_file_that_shrank_since_is_not_mapped(tmp_path: Path) -> None:
         files.read("a")
 
 
+def test_a_mapped_file_that_shrinks_is_not_touched_again(tmp_path: Path) -> None:
+    """Somebody downloads it anew while the model loads; touching what is cut off would end the process."""
+    files = TensorFiles(write(tmp_path, {"a": A}))
+    files.read("a")
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.truncate(4)
+    with pytest.raises(BadFile, match="when its header was read, found 4"):
+        files.read("a")
+
+
 def test_a_file_that_is_gone_since(tmp_path: Path) -> None:
     files = TensorFiles(write(tmp_path, {"a": A}))
     (tmp_path / "model.safetensors").unlink()

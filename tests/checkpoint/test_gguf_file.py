@@ -88,6 +88,16 @@ def test_released_memory_comes_back_from_the_file(tmp_path: Path) -> None:
     assert torch.equal(view.view(torch.float32), torch.from_numpy(values))
 
 
+def test_a_file_that_shrinks_is_not_touched_again(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", "llama", {"x": np.arange(8, dtype=np.float32)})
+    file = GgufFile(path)
+    file.raw("x")
+    with path.open("r+b") as opened:
+        opened.truncate(4)
+    with pytest.raises(BadFile, match="as when its header was read, found 4"):
+        file.raw("x")
+
+
 def test_a_closed_file_opens_again_unless_it_changed(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", "llama", {"x": np.arange(8, dtype=np.float32)})
     file = GgufFile(path)

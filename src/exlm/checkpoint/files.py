@@ -183,14 +183,17 @@ class TensorFiles:
         with self._lock:
             if path not in self._maps:
                 self._maps[path] = _mapped(path, self._sizes[path])
-            return self._maps[path]
+            found = self._maps[path]
+        # Whatever was cut off since would take the process down when it is touched.
+        _check_size(path, found.size(), self._sizes[path])
+        return found
 
 
 def _mapped(path: Path, size: int) -> mmap.mmap:
     """The file in memory: pages come when touched, and writes stay with us."""
     try:
         with path.open("rb") as file:
-            _check_size(path, file.fileno(), size)
+            _check_size(path, os.fstat(file.fileno()).st_size, size)
             if sys.platform == "linux":
                 # Private, writable memory is reserved in full unless told otherwise, and a file may be larger
                 # than what there is to reserve. The constant has a name only from Python 3.13 on.
@@ -206,7 +209,7 @@ def _read_into(path: Path, size: int, offset: int, target: memoryview) -> None:
     try:
         # A handle for each reader: those that shared one would have to share its position.
         with path.open("rb", buffering=0) as file:
-            _check_size(path, file.fileno(), size)
+            _check_size(path, os.fstat(file.fileno()).st_size, size)
             file.seek(offset)
             while target:
                 count = file.readinto(target)
@@ -217,7 +220,6 @@ def _read_into(path: Path, size: int, offset: int, target: memoryview) -> None:
         raise BadFile(f"{path}: cannot be read ({error.strerror}).") from error
 
 
-def _check_size(path: Path, file: int, size: int) -> None:
-    found = os.fstat(file).st_size
+def _check_size(path: Path, found: int, size: int) -> None:
     if found != size:
         raise damaged(path, f"expected {size} bytes as when its header was read, found {found}")

@@ -151,16 +151,17 @@ class GgufFile:
         with self._lock:
             if path not in self._maps:
                 self._maps[path] = _mapped(path, self._sizes[path])
-            return self._maps[path]
+            found = self._maps[path]
+        # Whatever was cut off since would take the process down when it is touched.
+        _check_size(path, found.size(), self._sizes[path])
+        return found
 
 
 def _mapped(path: Path, size: int) -> mmap.mmap:
     """The file in memory: pages come when touched, and writes stay with us."""
     try:
         with path.open("rb") as file:
-            found = os.fstat(file.fileno()).st_size
-            if found != size:
-                raise damaged(path, f"expected {size} bytes as when its header was read, found {found}")
+            _check_size(path, os.fstat(file.fileno()).st_size, size)
             if sys.platform == "linux":
                 # Private, writable memory is reserved in full unless told otherwise, and a file may be larger
                 # than what there is to reserve. The constant has a name only from Python 3.13 on.
@@ -169,6 +170,11 @@ def _mapped(path: Path, size: int) -> mmap.mmap:
             return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
     except OSError as error:
         raise BadFile(f"{path}: cannot be mapped into memory ({error.strerror}).") from error
+
+
+def _check_size(path: Path, found: int, size: int) -> None:
+    if found != size:
+        raise damaged(path, f"expected {size} bytes as when its header was read, found {found}")
 
 
 def _shards(path: Path, header: GgufHeader) -> list[Path]:
