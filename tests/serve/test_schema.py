@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -59,6 +60,18 @@ OPERATIONS = [
     ("GET", "/metrics"),
     ("GET", "/v1/internal/state"),
 ]
+
+
+def test_the_description_can_be_read_without_anybody_else(server: Served) -> None:
+    status, page, headers = server.ask("GET", "/docs")
+    assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert "://" not in page
+    assert "<script" not in page
+    for method, path in OPERATIONS:
+        assert f"<code>{method} {path}</code>" in page
+    assert set(re.findall(r'href="#(\w+)"', page)) <= set(re.findall(r'id="(\w+)"', page))
+    assert all(f"<code>{name}</code>" in page for name in Asking.model_fields)
+    assert server.ask("GET", "/redoc")[0] == 404
 
 
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)

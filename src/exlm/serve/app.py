@@ -28,6 +28,7 @@ from .events import ClientGone, JsonReply
 from .guard import Guard, Scope
 from .keys import Caller, Keyring
 from .limits import Bounds
+from .manual import page
 from .metrics import Metrics
 from .problems import Problem, invalid, problem_of
 from .replies import (
@@ -113,6 +114,8 @@ def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
         lifespan=lifespan,
         responses=ERRORS,
         separate_input_output_schemas=False,
+        docs_url=None,  # the library's own pages are scripts of other servers
+        redoc_url=None,
     )
     app.add_middleware(
         Guard,
@@ -126,6 +129,7 @@ def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
     _add_texts(app, answering)
     _add_models(app, engine)
     _add_health(app, engine, metrics, answering, options)
+    _add_manual(app)
     if (options.web / "index.html").is_file():
         app.mount("/", Pages(directory=options.web, html=True), name="web")
     return app
@@ -266,6 +270,13 @@ def _add_health(
     async def state() -> Response:
         """A live look at cache pages, queue and batch."""
         return JsonReply(state_of(engine, answering.gate))
+
+
+def _add_manual(app: FastAPI) -> None:
+    @app.get("/docs", include_in_schema=False)
+    async def manual() -> Response:
+        """What there is to ask, for people."""
+        return Response(page(app.openapi()), media_type="text/html", headers=PAGE_HEADERS)
 
 
 def _unrouted(request: Request) -> Problem:
