@@ -319,4 +319,7 @@ def test_a_local_server_answers_to_local_names(chatty: Path) -> None:
         for name in ("localhost", f"127.0.0.1:{server.port}", "[::1]:80", "LOCALHOST:1"):
             assert server.ask("GET", "/v1/models", Host=name)[0] == 200
         for name in ("evil.example", "localhost.evil.example:5000", ""):
-            assert server.ask("GET", "/v1/models", Host=name)[0] == 403
+            status, reply, _ = server.ask("GET", "/v1/models", Host=name)
+            assert status == 403
+            assert "not to" in reply["error"]["message"]
+            assert "--api-key" in reply["error"]["message"]

@@ -76,7 +76,11 @@ class Guard:
         host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
         name = re.sub(r":\d*$", "", host).strip("[]").lower()
         if self.hosts is not None and name not in self.hosts:
-            raise Problem(403, "Without keys this server answers only to names of the machine it runs on.")
+            raise Problem(
+                403,
+                f"Without keys this server answers only to {', '.join(sorted(self.hosts))}, not to "
+                f"{name[:80]!r}: ask it under one of these, or start it with --api-key.",
+            )
 
     def _check_key(self, scope: Scope) -> None:
         if scope["path"] in OPEN:
