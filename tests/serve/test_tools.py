@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from exlm import JsonSchemaFilter
-from exlm.serve.styles import GENERIC, HERMES, LLAMA3, MISTRAL, call_schema
+from exlm import GrammarFilter, InputError, JsonSchemaFilter, Tokenizer
+from exlm.serve.styles import GENERIC, HERMES, LLAMA3, MISTRAL, Style, call_schema, either
 from tests.serve.house import Served
 
 HI = [{"role": "user", "content": "hi"}]
@@ -68,3 +68,67 @@ def test_nothing_is_made_up_besides_the_arguments_that_are_named(server: Served)
     named = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"]}
     for seed in range(4):
         assert called(server, [tool("f", parameters=named)], seed=seed) == {"city": "Rome"}
+
+
+ANSWER = {
+    "type": "object",
+    "properties": {"yes": {"const": 1}},
+    "required": ["yes"],
+    "additionalProperties": False,
+}
+CALLS = {
+    HERMES: '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>',
+    LLAMA3: '{"name": "f", "parameters": {}}',
+    MISTRAL: '[TOOL_CALLS][{"name": "f", "arguments": {}}]',
+    GENERIC: '{"name": "f", "arguments": {}}',
+}
+
+
+def passes(fits: GrammarFilter, tokenizer: Tokenizer, text: str, **options: Any) -> bool:
+    """Whether a text is all that a filter asks for."""
+    fits.begin()
+    try:
+        for number in tokenizer.encode(text, **options)[0].tolist():
+            fits.feed(number)
+    except InputError:
+        return False
+    return bool(fits.answer().end)
+
+
+def test_an_answer_in_json_may_be_a_call_instead(server: Served) -> None:
+    """As agents ask that have tools and an output type."""
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": ANSWER}}
+    more = {"response_format": form, "parallel_tool_calls": False, "max_tokens": 400}
+    for first, reason in (("<", "tool_calls"), ("{", "stop")):
+        (token,) = server.post("/tokenize", text=first)[1]["tokens"]
+        asked = {"messages": HI, "tools": [tool("f")], "logit_bias": {str(token): 100}, **more}
+        (choice,) = server.post("/v1/chat/completions", **asked)[1]["choices"]
+        assert choice["finish_reason"] == reason
+        if reason == "stop":
+            assert json.loads(choice["message"]["content"]) == {"yes": 1}
+        else:
+            assert choice["message"]["tool_calls"][0]["function"]["name"] == "f"
+    assert called(server, [tool("f")], **more) == {}
+
+
+@pytest.mark.parametrize("style", CALLS)
+@pytest.mark.parametrize("several", [True, False])
+def test_the_grammar_of_answers_and_calls(server: Served, style: Style, several: bool) -> None:
+    tokenizer = server.engine.find(None).host.tokenizer
+    grammar = either(ANSWER, call_schema([tool("f")], style), style, {}, several)
+    fits = GrammarFilter(tokenizer, grammar)
+    assert passes(fits, tokenizer, '{\n  "yes": 1\n}')
+    assert passes(fits, tokenizer, CALLS[style])
+    assert passes(fits, tokenizer, f"{CALLS[style]}\n{CALLS[style]}") == (several and style is HERMES)
+    assert not passes(fits, tokenizer, '{"no": 1}')
+
+
+def test_a_marker_that_is_a_special_token_is_not_spelled(server: Served) -> None:
+    tokenizer = server.engine.find(None).host.tokenizer
+    special = {text: number for number, text in tokenizer.extended_id_to_piece.items()}
+    opens = next(text for text, number in special.items() if number not in tokenizer.eos_token_ids)
+    marked = Style("hermes", opens, "</end>")
+    fits = GrammarFilter(tokenizer, either(ANSWER, call_schema([tool("f")], marked), marked, special))
+    spelled = f'{marked.opens}{{"name": "f", "arguments": {{}}}}{marked.closes}'
+    assert passes(fits, tokenizer, spelled, encode_special_tokens=True)
+    assert not passes(fits, tokenizer, spelled)

@@ -49,6 +49,8 @@ class Conversation:
     names: frozenset[str] = frozenset()
     schema: dict[str, Any] | None = None
     """What the answer must be, where it must be a call."""
+    call: dict[str, Any] | None = None
+    """What a call looks like, where one may be made."""
 
     @property
     def thinking(self) -> bool:
@@ -82,7 +84,7 @@ def conversation(request: ChatRequest, tokenizer: Tokenizer) -> Conversation:
         text = _helped(tokenizer, messages, tools, variables)
     names = frozenset(tool["function"]["name"] for tool in tools)
     if request.tool_choice in (None, "auto"):
-        return Conversation(text, style, names)
+        return Conversation(text, style, names, call=call_schema(tools, style))
     text = Conversation(text).unthinking().text
     return Conversation(text + style.primer, style, names, call_schema(tools, style))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,9 @@ OPEN = frozenset(
     ("additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf")
 )
 """What says, at the top of a tool's schema, which arguments there may be besides `properties`."""
+
+SPREAD = r"[\x20\x0A]{1,100}"
+"""Whitespace in a JSON text that may be indented, but not endlessly."""
 
 HERMES = Style("hermes", "<tool_call>", "</tool_call>", primer="<tool_call>\n")
 LLAMA3 = Style("llama3", "<|python_tag|>", bare=True, key="parameters")
@@ -79,6 +83,38 @@ def call_schema(tools: Sequence[Mapping[str, Any]], style: Style) -> dict[str, A
     one: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
     whole = {"type": "array", "items": one, "minItems": 1, "maxItems": 1} if style.listed else one
     return {**whole, "x-guidance": {"whitespace_pattern": BLANK}}
+
+
+def either(
+    answer: Mapping[str, Any],
+    call: Mapping[str, Any],
+    style: Style,
+    special: Mapping[str, int],
+    several: bool = True,
+) -> str:
+    """A grammar for answers that are a JSON text of one schema, or a call of another, perhaps several.
+
+    `special` has the ids of special tokens: where a marker is one, it cannot be spelled.
+    """
+
+    spacing = {"x-guidance": {"whitespace_pattern": SPREAD}}
+
+    def marker(text: str) -> str:
+        return f"<[{special[text]}]>" if text in special else json.dumps(text)
+
+    if style.bare:  # both begin alike: one schema for them, as a grammar knows only one JSON text at a place
+        kinds = [{"$id": "exlm:/answer", **answer}, call]
+        plain = [{name: value for name, value in kind.items() if name != "x-guidance"} for kind in kinds]
+        return f"start: %json {json.dumps({'anyOf': plain, **spacing})}\n"
+    closes = f" blank? {marker(style.closes)}" if style.closes else ""
+    more = " (blank? call)*" if several and style.closes else ""
+    return (
+        f"start: answer | call{more}\n"
+        f"answer: %json {json.dumps({**spacing, **answer})}\n"
+        f"call: {marker(style.opens)} blank? body{closes}\n"
+        f"body: %json {json.dumps(call)}\n"
+        "blank: /[ \\n]{1,4}/\n"
+    )
 
 
 def _arguments(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -21,6 +21,7 @@ from .limits import Bounds
 from .parse import Parser
 from .problems import Problem
 from .schema import OFF, Asking, ChatRequest, CompletionRequest, JsonObjectFormat, JsonSchemaFormat
+from .styles import Style, either
 
 NEUTRAL: Mapping[str, Any] = MappingProxyType(
     {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "token_repetition_penalty": 1.0}
@@ -147,13 +148,15 @@ def chat_order(request: ChatRequest, host: Host, bounds: Bounds, salt: str = "")
         raise Problem(422, "top_logprobs needs logprobs: true.", param="top_logprobs")
     _check_choices(request.n, bounds)
     talk = conversation(request, host.tokenizer)
+    if talk.style is not None and (request.regex is not None or request.grammar is not None):
+        raise Problem(422, "tools cannot be combined with regex or grammar.", param="tools")
     filters = _filters(request, host.tokenizer, bounds)
-    if talk.style is not None and filters:
-        raise Problem(422, "tools cannot be combined with response_format, regex or grammar.", param="tools")
     if filters:
         talk = talk.unthinking()
     if talk.schema is not None:
         filters = [_schema_filter(host.tokenizer, talk.schema, bounds)]
+    elif talk.style is not None and talk.call is not None and filters:
+        filters = [_either_filter(request, talk.call, talk.style, host.tokenizer, bounds)]
     ids = host.tokenizer.encode(talk.text, encode_special_tokens=True)
     top = (request.top_logprobs or 0) if request.logprobs else None
     shared = _shared(request, host, bounds, salt, filters, top)
@@ -274,6 +277,18 @@ def _filters(request: CompletionRequest | ChatRequest, tokenizer: Tokenizer, bou
     if isinstance(format, JsonSchemaFormat):
         return [_schema_filter(tokenizer, format.json_schema.schema_, bounds)]
     return []
+
+
+def _either_filter(
+    request: ChatRequest, call: dict[str, Any], style: Style, tokenizer: Tokenizer, bounds: Bounds
+) -> Filter:
+    """A call, or the answer that was asked for: agents that answer in JSON leave it to the model."""
+    format = request.response_format
+    answer = format.json_schema.schema_ if isinstance(format, JsonSchemaFormat) else {"type": "object"}
+    special = {text: number for number, text in tokenizer.extended_id_to_piece.items()}
+    grammar = either(answer, call, style, special, several=request.parallel_tool_calls)
+    _check_size(grammar, bounds)
+    return GrammarFilter(tokenizer, grammar)
 
 
 def _schema_filter(tokenizer: Tokenizer, schema: dict[str, Any], bounds: Bounds) -> Filter:
