@@ -202,6 +202,9 @@ def test_what_is_wrong_is_named_as_the_request_has_it(server: Served) -> None:
     error = server.post("/v1/completions", KEY, **asked)[1]["error"]
     assert error["param"] == "response_format.json_schema.schema"
     assert server.ask("POST", "/v1/completions", b"[]", KEY)[1]["error"]["param"] is None
+    choice = {"type": "function", "function": {"name": "f", "mode": "auto"}}
+    error = server.post("/v1/chat/completions", KEY, messages=HELLO, tool_choice=choice)[1]["error"]
+    assert error["param"] == "tool_choice.function.mode"
 
 
 def test_tokens_that_are_none_have_no_text(server: Served) -> None:

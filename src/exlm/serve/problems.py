@@ -22,7 +22,7 @@ KINDS = {
 }
 ROLES = ("system", "developer", "user", "assistant", "tool")
 FORMATS = ("text", "json_object", "json_schema")
-BUILT_IN = ("str", "int", "float", "bool")
+VARIANTS = ("str", "int", "float", "bool", "NamedTool")
 RETRY_SECONDS = 2
 NONE: Mapping[str, str] = MappingProxyType({})
 
@@ -91,7 +91,7 @@ def _place(path: Sequence[Any]) -> str:
     """`messages.0.content`, without the word for the body and the kinds of messages and other variants."""
     kept: list[str] = []
     for before, part in zip(("", *path), path, strict=False):
-        variant = part in BUILT_IN or (isinstance(before, int) and part in ROLES)
+        variant = part in VARIANTS or (isinstance(before, int) and part in ROLES)
         variant = variant or (before == "response_format" and part in FORMATS)
         if isinstance(part, int) or (part.isidentifier() and part != "body" and not variant):
             kept.append(str(part))
