@@ -298,3 +298,18 @@ def test_a_draft_model_that_could_not_guess_is_refused_before_anything_is_loaded
 ) -> None:
     with pytest.raises(InputError, match="has another vocabulary, of 2,048 tokens; the model's has 259"):
         load(Listing("tiny", str(chatty), draft=str(fixtures_dir / "tiny-lm")))
+
+
+def test_where_a_model_lies_is_not_told(templated: Callable[[str], Host], chatty: Path) -> None:
+    host = templated("{{ raise_exception('roles must alternate') }}")
+    template = host.tokenizer.chat_templates.templates["default"]
+    with pytest.MonkeyPatch.context() as patch:
+        placed = replace(template, origin=str(chatty / "tokenizer_config.json"))
+        patch.setitem(host.tokenizer.chat_templates.templates, "default", placed)
+        with pytest.raises(ChatTemplateError, match="roles must alternate") as caught:
+            order_of(chat(), host, Bounds())
+        assert str(chatty) not in str(caught.value)
+        assert str(caught.value).startswith("tiny/tokenizer_config.json")
+        patch.setattr(host.tokenizer.chat_templates, "templates", {})
+        with pytest.raises(Problem, match=r"tiny has no chat template.*/v1/completions"):
+            order_of(chat(), host, Bounds())

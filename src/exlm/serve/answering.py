@@ -77,7 +77,8 @@ class Answering:
         def work() -> list[int]:
             text, special = asked.text, asked.encode_special_tokens
             if asked.messages is not None:
-                text, special = conversation(ChatRequest(messages=asked.messages), host.tokenizer).text, True
+                chat = ChatRequest(messages=asked.messages)
+                text, special = conversation(chat, host.tokenizer, host.name).text, True
             ids = host.tokenizer.encode(text or "", add_bos=asked.add_bos, encode_special_tokens=special)
             return [int(number) for number in ids[0].tolist()]
 

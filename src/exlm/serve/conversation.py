@@ -64,8 +64,22 @@ class Conversation:
         return replace(self, text=f"{self.text.rstrip()}\n{THOUGHT}\n\n")
 
 
-def conversation(request: ChatRequest, tokenizer: Tokenizer) -> Conversation:
-    """The prompt of a chat request."""
+def conversation(request: ChatRequest, tokenizer: Tokenizer, name: str = "The model") -> Conversation:
+    """The prompt of a chat request; in errors the model is called by its `name`, not by where it lies."""
+    try:
+        return _conversation(request, tokenizer)
+    except ChatTemplateError as error:
+        templates = tokenizer.chat_templates
+        if not templates.templates:
+            raise Problem(
+                422,
+                f"{name} has no chat template, so it reads no conversations: ask /v1/completions.",
+                param="messages",
+            ) from error
+        raise ChatTemplateError(str(error).replace(templates.where, name)) from error
+
+
+def _conversation(request: ChatRequest, tokenizer: Tokenizer) -> Conversation:
     variables = request.chat_template_kwargs or {}
     if taken := sorted(RESERVED & variables.keys()):
         raise Problem(

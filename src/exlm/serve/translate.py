@@ -147,7 +147,7 @@ def chat_order(request: ChatRequest, host: Host, bounds: Bounds, salt: str = "")
     if request.top_logprobs is not None and not request.logprobs:
         raise Problem(422, "top_logprobs needs logprobs: true.", param="top_logprobs")
     _check_choices(request.n, bounds)
-    talk = conversation(request, host.tokenizer)
+    talk = conversation(request, host.tokenizer, host.name)
     if talk.style is not None and (request.regex is not None or request.grammar is not None):
         raise Problem(422, "tools cannot be combined with regex or grammar.", param="tools")
     filters = _filters(request, host.tokenizer, bounds)
