@@ -134,6 +134,15 @@ def test_probabilities_are_the_models_own() -> None:
     assert piece_of({"stage": "streaming", "eos": False}, order(None)) is None
 
 
+def test_the_token_that_was_taken_is_among_the_likeliest_of_a_completion() -> None:
+    asked = Order("completion", "m", Words(), jobs=({},), top=1)  # type: ignore[arg-type]
+    answer = Answer(asked)
+    taken = (Token("a", -1.0, (("b", -0.5),)), Token("b", -0.5, (("b", -0.5),)))
+    answer.push(0, Piece("ab", taken, END))
+    told = answer.body()["choices"][0]["logprobs"]
+    assert told["top_logprobs"] == [{"b": -0.5, "a": -1.0}, {"b": -0.5}]
+
+
 def test_tokens_are_where_their_text_is_in_streams_and_whole() -> None:
     """Tokens may stand for more than is shown: a healed one, the parts of a character, a hidden one."""
 

@@ -207,7 +207,7 @@ class _Text:
             logprobs = {
                 "tokens": [token.text for token, _ in tokens],
                 "token_logprobs": [token.logprob for token, _ in tokens],
-                "top_logprobs": [dict(token.top) for token, _ in tokens],
+                "top_logprobs": [_with_own(token) for token, _ in tokens],
                 "text_offset": [place for _, place in tokens],
             }
         return {"index": self.place, "text": text, "logprobs": logprobs, "finish_reason": reason}
@@ -291,6 +291,13 @@ class _Chat:
             told["logprobs"] = _told_tokens(self._untold)
             self._untold = []
         return told
+
+
+def _with_own(token: Token) -> dict[str, float]:
+    """The likeliest tokens by their texts, and the one that was taken, as clients look it up there."""
+    return (
+        dict(token.top) if token.text in dict(token.top) else {**dict(token.top), token.text: token.logprob}
+    )
 
 
 def _told_tokens(tokens: list[Token]) -> dict[str, Any]:
