@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from openai.types import completion_create_params as text_fields
+from openai.types.chat import completion_create_params as chat_fields
 from pydantic import ValidationError
 
-from exlm.serve import ChatRequest
+from exlm.serve import ChatRequest, CompletionRequest
 from tests.serve.house import Served
 
 HI = {"role": "user", "content": "hi"}
@@ -36,6 +38,13 @@ def test_null_is_as_good_as_nothing_inside_too() -> None:
     bare = {"id": None, "type": None, "index": None, "function": {"name": "f", "arguments": None}}
     called = chat(HI, {"role": "assistant", "tool_calls": [bare]})
     assert called == chat(HI, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]})
+
+
+def test_every_field_of_the_official_client_may_be_null() -> None:
+    chats = {name for name in chat_fields.CompletionCreateParamsBase.__annotations__ if name != "messages"}
+    assert chat(HI, **dict.fromkeys(chats)) == chat(HI)
+    texts = {name for name in text_fields.CompletionCreateParamsBase.__annotations__ if name != "prompt"}
+    assert CompletionRequest.model_validate({**dict.fromkeys(texts), "prompt": "a"}).prompt == "a"
 
 
 @pytest.mark.parametrize(

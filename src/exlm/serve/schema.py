@@ -39,7 +39,10 @@ NOT_SERVED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "function_call": (),
         "functions": (),
         "modalities": (["text"],),
+        "moderation": (),
         "prediction": (),
+        "prompt_cache_options": (),
+        "prompt_cache_retention": (),
         "reasoning_effort": (),
         "store": (False,),
         "suffix": (),
@@ -63,7 +66,7 @@ MESSAGE = frozenset(
         "tool_calls",
     )
 )
-PART = frozenset(("file", "image_url", "input_audio", "refusal"))
+PART = frozenset(("file", "image_url", "input_audio", "prompt_cache_breakpoint", "refusal"))
 
 
 class Strict(BaseModel):
