@@ -88,3 +88,11 @@ def test_a_conversation_has_as_many_tokens_as_are_counted(server: Served, messag
     counted = server.post("/tokenize", messages=messages)[1]["count"]
     reply = server.post("/v1/chat/completions", messages=messages, max_tokens=1)[1]
     assert reply["usage"]["prompt_tokens"] == counted
+
+
+def test_a_field_that_is_not_served_may_ask_for_nothing() -> None:
+    asked = {"prompt": "a", "n": 2, "best_of": 2, "suffix": ""}
+    assert CompletionRequest.model_validate(asked).n == 2
+    for more in ({"best_of": 3}, {"suffix": "b"}, {"best_of": 2, "n": 1}):
+        with pytest.raises(ValidationError):
+            CompletionRequest.model_validate({**asked, **more})

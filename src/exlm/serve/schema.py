@@ -45,7 +45,7 @@ NOT_SERVED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "prompt_cache_retention": (),
         "reasoning_effort": (),
         "store": (False,),
-        "suffix": (),
+        "suffix": ("",),
         "verbosity": (),
         "web_search_options": (),
     }
@@ -170,7 +170,8 @@ class Asking(Sampling):
         """Fields that are not served may say that nothing is asked of them."""
         if not isinstance(given, dict):
             return given
-        return {name: value for name, value in given.items() if value not in NOT_SERVED.get(name, ())}
+        nothing = {**NOT_SERVED, "best_of": (1, given.get("n"))}  # the best n of n are all of them
+        return {name: value for name, value in given.items() if value not in nothing.get(name, ())}
 
 
 class CompletionRequest(Asking):
