@@ -12,59 +12,15 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from numbers import Integral
-from typing import ClassVar, Protocol, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError, NotLoaded, Unsupported
 from .layer import PAGE, Layer, LayerShape
+from .owner import Cached
 from .states import States
-
-
-class Mirror(Protocol):
-    """Who repeats what is done to a cache in the processes that keep its other heads."""
-
-    def made(self, cache: CacheBase) -> None:
-        """It has tensors now."""
-        ...
-
-    def cloned(self, cache: CacheBase, twin: CacheBase) -> None:
-        """The twin is a copy of it."""
-        ...
-
-    def done(self, cache: CacheBase, what: str, *values: object, target: CacheBase | None = None) -> None:
-        """This method was called, with these values."""
-        ...
-
-
-class Cached(Protocol):
-    """What a cache must know of a model."""
-
-    @property
-    def cache_shapes(self) -> Sequence[LayerShape]:
-        """One for each layer."""
-        ...
-
-    @property
-    def cache_devices(self) -> Sequence[torch.device] | None:
-        """Where each layer is; None while the model is not loaded."""
-        ...
-
-    @property
-    def cache_dtype(self) -> torch.dtype:
-        """The precision keys and values arrive in."""
-        ...
-
-    @property
-    def cache_length(self) -> int:
-        """The configured sequence length."""
-        ...
-
-    @property
-    def cache_mirror(self) -> Mirror | None:
-        """Who must be told what is done to a cache; None: nobody."""
-        ...
 
 
 class CacheBase(ABC):

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..kernels.backend import Where
-from .base import CacheBase, Cached
+from .base import CacheBase
 from .hadamard import halves
 from .layer import PAGE, Layer, LayerShape, blank, homes
+from .owner import Cached
 
 FLOATS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
