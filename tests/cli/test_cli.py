@@ -211,7 +211,10 @@ def test_what_the_terminal_cannot_show_is_replaced(folder: Path) -> None:
 
 
 def test_version() -> None:
-    assert run("--version").startswith("exlm 0.")
+    said = run("--version")
+    assert said.startswith("exlm 0.")
+    command = [sys.executable, "-m", "exlm", "--version"]  # where `exlm` is not on the PATH
+    assert subprocess.run(command, capture_output=True, text=True, timeout=120).stdout == said
 
 
 def test_the_readme_example(folder: Path) -> None:
