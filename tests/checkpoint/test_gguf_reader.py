@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -102,6 +103,29 @@ def test_bytes_of_parts_add_up_to_the_tensor(tmp_path: Path) -> None:
     checkpoint = GgufCheckpoint.open(tmp_path / "e.gguf")
     assert checkpoint.describe("layers.0.mlp.experts.1.up") == ("dense float32", 4 * model.hidden * 96)
     assert stacked.hidden == model.hidden
+
+
+def test_a_factor_beside_a_matrix_counts(tmp_path: Path) -> None:
+    """NVFP4 has scales of eight bits, and a number for the whole matrix or expert that makes up for it."""
+    model = gguf_models.described("mixtral")
+    roles = gguf_models.by_role(model)
+    arrays = {name: one.numpy() for name, one in gguf_models.stored(model, "llama", roles).items()}
+    kind = gguf.GGMLQuantizationType.NVFP4
+    plain = np.random.default_rng(3).integers(0, 0x70, (32, 36), np.uint8)
+    arrays["blk.0.attn_v.weight"] = plain
+    arrays |= {"blk.0.attn_v.scale": np.array([0.25], np.float32)}
+    arrays |= {"blk.0.ffn_up_exps.scale": np.array([1, 2, 3], np.float32)}
+    arrays |= {"blk.0.ffn_down_exps.scale": np.array([1, 2], np.float32)}
+    values = {key: one for key, one in gguf_models.metadata("mixtral").items() if key[:8] != "general."}
+    write(tmp_path / "m.gguf", "llama", arrays, values, {"blk.0.attn_v.weight": kind})
+    checkpoint = GgufCheckpoint.open(tmp_path / "m.gguf")
+    found = weight(checkpoint, "layers.0.attn.v", 64, 32).dequantize()
+    assert torch.equal(found, 0.25 * torch.from_numpy(gguf.quants.dequantize(plain, kind)).T)
+    for expert in range(3):
+        role = f"layers.0.mlp.experts.{expert}.up"
+        assert torch.equal(weight(checkpoint, role, 64, 96).dequantize(), (expert + 1) * roles[role].T)
+    with pytest.raises(BadTensor, match=r"expected shape \[3\] for the factor of .*found \[2\]"):
+        weight(checkpoint, "layers.0.mlp.experts.0.down", 96, 64)
 
 
 def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:

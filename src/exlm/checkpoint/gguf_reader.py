@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from ..errors import BadTensor, MissingTensor
+from ..errors import BadTensor, MissingTensor, Unsupported
 from ..formats import DenseWeight, PackedWeight, Weight
 from ..formats.gguf import FLOATS, read
 from ..spec.names import Place, Span
@@ -127,9 +127,25 @@ class GgufCheckpoint:
             raw = raw[order]
         weight = read(raw, entry.kind, in_features, out_features, str(entry))
         self.files.release(entry.name)
+        factor = self._factor(place, role)
         if isinstance(weight, DenseWeight):
-            weight = DenseWeight(_converted(weight.data, entry, dtype))
+            data = weight.data if factor == 1.0 else weight.data.float() * factor
+            weight = DenseWeight(_converted(data, entry, dtype))
+        elif factor != 1.0:
+            raise Unsupported(f"{entry}: {entry.kind} with a factor for the whole of {role} cannot be read.")
         return self._biased(weight, role, place, bias, dtype).to(device)
+
+    def _factor(self, place: Place, role: str) -> float:
+        """What the whole of a matrix is to be multiplied by: NVFP4 keeps such a number beside it."""
+        if f"{place.key}.scale" not in self.files.tensors:
+            return 1.0
+        entry = self._ask(place, "scale")
+        values = self._floats(entry, torch.float32).flatten()
+        at = place.slab[0] // place.stack if place.slab else 0
+        experts = 1 if place.slab is None else self._entry(place).shape[0]
+        if len(values) != experts or not bool(values.isfinite().all()):
+            raise self._misshapen(entry, f"the factor of {role}", str([experts]))
+        return float(values[at])
 
     def _biased(
         self,
