@@ -94,6 +94,11 @@ def test_a_missing_key_is_named(key: str) -> None:
             {"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": 1, "mscale_all_dim": [1]}},
             '"mscale_all_dim" must be a finite number',
         ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": -1}},
+            '"beta_fast" must be a number above',
+        ),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_theta": 1}, '"rope_theta" must be another'),
         ({"rope_scaling": {"type": "su", "short_factor": [1], "long_factor": [1]}}, "a list of 4 numbers"),
         ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 1]}}, "sum to 4"),
         ({"partial_rotary_factor": 2.0}, "it must be even"),

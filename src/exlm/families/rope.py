@@ -40,8 +40,11 @@ def rope(
     sections = p.integers("mrope_section")
     if sections and (len(sections) != 3 or sum(sections) * 2 != dim):
         raise c.clash(f"mrope_section {list(sections)} must be three numbers that sum to {dim // 2}")
-    base = c.positive(base_key, "attn_config.rope_theta", default=theta)
-    return spec.Rope(theta=p.base(base), dim=dim, style=style, scaling=scaling(p, dim), sections=sections)
+    base = p.base(c.positive(base_key, "attn_config.rope_theta", default=theta))
+    stretched = scaling(p, dim)
+    if isinstance(stretched, spec.Yarn) and base == 1:
+        raise c.wrong("rope_theta", "another number than 1, at which all dimensions turn alike", base)
+    return spec.Rope(theta=base, dim=dim, style=style, scaling=stretched, sections=sections)
 
 
 def scaling(p: Parameters, dim: int) -> spec.Scaling | None:
@@ -197,11 +200,19 @@ def _yarn(p: Parameters) -> spec.Yarn:
     return spec.Yarn(
         factor,
         p.original,
-        beta_fast=p.real("beta_fast", None) or 32.0,
-        beta_slow=p.real("beta_slow", None) or 1.0,
+        beta_fast=_turns(p, "beta_fast", 32.0),
+        beta_slow=_turns(p, "beta_slow", 1.0),
         magnitude=magnitude,
         truncate=p.get("truncate") is not False,
     )
+
+
+def _turns(p: Parameters, key: str, default: float) -> float:
+    """How often a dimension turns within the original length, where YaRN begins or ends."""
+    found: float = p.real(key, None) or default
+    if found < 0:
+        raise p.hyper.wrong(key, "a number above 0", found)
+    return found
 
 
 def _longrope(p: Parameters, dim: int) -> spec.LongRope:
