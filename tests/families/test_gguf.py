@@ -277,6 +277,18 @@ def test_biases_are_seen_in_the_tensors() -> None:
     assert not described(metadata("llama"), tensors={"blk.0.attn_q.bias"}).layers[0].attn.qkv_bias
 
 
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("adapter", "an adapter"), ("mmproj", "the vision or audio part"), ("imatrix", "what was")],
+)
+def test_what_lies_beside_a_model_is_told_as_such(kind: str, words: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"^model\.gguf is no model but {words}.* Name the model's own file"
+    ):
+        described({"general.architecture": "clip", "general.type": kind})
+    assert described({**metadata("llama"), "general.type": "model"})
+
+
 def tokens(eos: int = 2, **more: Any) -> dict[str, Any]:
     values = metadata("llama") | {f"tokenizer.ggml.{key}": value for key, value in more.items()}
     texts = values["tokenizer.ggml.tokens"]

@@ -19,6 +19,13 @@ Factors = Mapping[str, Sequence[float]]
 TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 """Tokens that end an answer in files that name only the token that ends a text."""
 
+PARTS = {
+    "adapter": "an adapter for one",
+    "imatrix": "what was measured of one",
+    "mmproj": "the vision or audio part of one",
+}
+"""Files that lie beside models and are none, by what they call themselves."""
+
 CONTROL = 3
 
 NO_TOKEN = 2**32 - 1
@@ -37,6 +44,9 @@ def config_from_metadata(
     `tensors` are the names of the stored tensors, `factors` the numbers of those with rotary factors
     (`rope_freqs.weight`, `rope_factors_long.weight`, `rope_factors_short.weight`).
     """
+    beside = PARTS.get(str(metadata.get("general.type")))
+    if beside is not None:
+        raise ConfigError(f"{source} is no model but {beside} (general.type). Name the model's own file.")
     arch = metadata.get("general.architecture")
     if not isinstance(arch, str) or arch not in ARCHITECTURES:
         raise UnknownArchitecture(
