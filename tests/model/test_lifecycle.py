@@ -95,5 +95,8 @@ def test_autosplit_refuses_caches_that_it_cannot_allocate(tmp_path: Path) -> Non
         model.load_autosplit(cache)
     other.load_autosplit(cache)
     other.unload()
-    with pytest.raises(InputError, match=r"no tensors yet.* Make a new one"):
+    with pytest.raises(InputError, match=r"no tensors yet.* Call cache\.release\(\)"):
         other.load_autosplit(cache)
+    cache.release()
+    other.load_autosplit(cache)
+    assert other.forward(torch.arange(5)[None], cache).shape == (1, 5, 64)

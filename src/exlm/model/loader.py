@@ -319,7 +319,7 @@ class Loader:
         if cache.allocated:
             raise InputError(
                 "load_autosplit needs a cache made with lazy=True that has no tensors yet: it allocates them "
-                "itself. Make a new one."
+                "itself. Call cache.release() if what it holds is not needed, or make a new one."
             )
 
     def _placed(
