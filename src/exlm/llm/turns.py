@@ -71,9 +71,8 @@ class Turns:
         finally:
             self._left.extend(jobs)
             with self._turn:
-                if not (
-                    self._inside or self.generator.stepping
-                ):  # else a stream is collected in the midst of a round, which goes on
+                # A stream may be collected in the midst of a round, which then goes on.
+                if not (self._inside or self.generator.stepping):
                     self._alone(self._sweep)
 
     def _alone(self, work: Callable[[], None]) -> None:

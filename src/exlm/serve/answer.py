@@ -295,9 +295,9 @@ class _Chat:
 
 def _with_own(token: Token) -> dict[str, float]:
     """The likeliest tokens by their texts, and the one that was taken, as clients look it up there."""
-    return (
-        dict(token.top) if token.text in dict(token.top) else {**dict(token.top), token.text: token.logprob}
-    )
+    top = dict(token.top)
+    top.setdefault(token.text, token.logprob)
+    return top
 
 
 def _told_tokens(tokens: list[Token]) -> dict[str, Any]:
