@@ -105,3 +105,12 @@ COMPLETE = [
 def test_a_page_names_everything(page: str, names: list[str]) -> None:
     text = (DOCS / page).read_text(encoding="utf-8")
     assert [one for one in names if not re.search(rf"`[^`\n]*\b{re.escape(one)}\b[^`\n]*`", text)] == []
+
+
+def test_every_llama_cpp_row_names_its_build() -> None:
+    """A comparison with a llama.cpp built for AVX2 only flatters; a row must say which build it measured."""
+    text = (DOCS / "performance.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("| llama.cpp")]
+    assert len(rows) >= 10
+    assert [row for row in rows if not re.match(r"\| llama\.cpp \((AVX2 wheel|native)\)", row)] == []
+    assert "docs/performance.md#which-llamacpp" in (ROOT / "README.md").read_text(encoding="utf-8")
