@@ -1,30 +1,217 @@
 """exlm runs quantised language models locally: a folder of weights in, text out.
 
-Every public name is here, and comes from `door`, which is opened when the first of them is asked for: torch
-takes seconds to import, in which a program may have something else to do.
+Every public name is here. A name is imported when it is first used, so that `import exlm` and
+`from exlm import InputError` do not import torch.
 """
 
-from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from .lazy import lazy_exports
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from .door import *  # noqa: F403
-    from .door import __all__ as __all__
-else:
+    from .adapters import Lora
+    from .cache import (
+        CACHES,
+        Cache,
+        CacheBase,
+        CacheFP8,
+        CacheFP16,
+        CacheQ4,
+        CacheQ6,
+        CacheQ8,
+    )
+    from .config import Config
+    from .errors import (
+        BadFile,
+        BadLogits,
+        BadTensor,
+        BadText,
+        CacheTooSmall,
+        ChatTemplateError,
+        CheckpointError,
+        ConfigError,
+        DoesNotFit,
+        ExlmError,
+        InputError,
+        KernelError,
+        MissingExtra,
+        MissingTensor,
+        ModelNotFound,
+        NotLoaded,
+        QueueFull,
+        TokenizerError,
+        TokenizerNotFound,
+        UnknownArchitecture,
+        UnsafeFile,
+        Unsupported,
+        WorkerLost,
+    )
+    from .filters import (
+        Filter,
+        GrammarFilter,
+        JsonSchemaFilter,
+        PrefixFilter,
+        RegexFilter,
+        SelectFilter,
+    )
+    from .generator import (
+        AsyncGenerator,
+        AsyncJob,
+        Generator,
+        Job,
+        PrefillResult,
+        StartedResult,
+        StreamingResult,
+    )
+    from .hub import find_model
+    from .llm import (
+        LLM,
+        Completion,
+        Stream,
+    )
+    from .model import (
+        MatrixSummary,
+        Model,
+        Summary,
+    )
+    from .model.convert import convert_model
+    from .quantize import (
+        Quality,
+        evaluate_model,
+        quantize_model,
+        validate_exl2,
+        write_report,
+    )
+    from .sampling import (
+        PostSamplingResult,
+        Sampler,
+        Settings,
+    )
+    from .tokenizer import Tokenizer
+    from .vision import (
+        EMBEDDING_INDEX,
+        MMEmbedding,
+    )
 
-    def __getattr__(name: str) -> object:
-        """A part of the package, or a public name; with the first of those come all."""
-        if find_spec(f"{__name__}.{name}") is not None:
-            return import_module(f".{name}", __name__)
-        door = import_module(".door", __name__)
-        globals().update({one: getattr(door, one) for one in door.__all__}, __all__=door.__all__)
-        if name in globals():
-            return globals()[name]
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# The same names as above, by submodule; tests/contract/test_public_names.py compares the two.
+_EXPORTS = {
+    "adapters": ("Lora",),
+    "cache": ("CACHES", "Cache", "CacheBase", "CacheFP8", "CacheFP16", "CacheQ4", "CacheQ6", "CacheQ8"),
+    "config": ("Config",),
+    "errors": (
+        "BadFile",
+        "BadLogits",
+        "BadTensor",
+        "BadText",
+        "CacheTooSmall",
+        "ChatTemplateError",
+        "CheckpointError",
+        "ConfigError",
+        "DoesNotFit",
+        "ExlmError",
+        "InputError",
+        "KernelError",
+        "MissingExtra",
+        "MissingTensor",
+        "ModelNotFound",
+        "NotLoaded",
+        "QueueFull",
+        "TokenizerError",
+        "TokenizerNotFound",
+        "UnknownArchitecture",
+        "UnsafeFile",
+        "Unsupported",
+        "WorkerLost",
+    ),
+    "filters": ("Filter", "GrammarFilter", "JsonSchemaFilter", "PrefixFilter", "RegexFilter", "SelectFilter"),
+    "generator": (
+        "AsyncGenerator",
+        "AsyncJob",
+        "Generator",
+        "Job",
+        "PrefillResult",
+        "StartedResult",
+        "StreamingResult",
+    ),
+    "hub": ("find_model",),
+    "llm": ("LLM", "Completion", "Stream"),
+    "model": ("MatrixSummary", "Model", "Summary"),
+    "model.convert": ("convert_model",),
+    "quantize": ("Quality", "evaluate_model", "quantize_model", "validate_exl2", "write_report"),
+    "sampling": ("PostSamplingResult", "Sampler", "Settings"),
+    "tokenizer": ("Tokenizer",),
+    "vision": ("EMBEDDING_INDEX", "MMEmbedding"),
+}
 
-    def __dir__() -> list[str]:
-        """What completion should offer."""
-        return sorted({*globals(), *import_module(".door", __name__).__all__})
+__all__ = [
+    "CACHES",
+    "EMBEDDING_INDEX",
+    "LLM",
+    "AsyncGenerator",
+    "AsyncJob",
+    "BadFile",
+    "BadLogits",
+    "BadTensor",
+    "BadText",
+    "Cache",
+    "CacheBase",
+    "CacheFP8",
+    "CacheFP16",
+    "CacheQ4",
+    "CacheQ6",
+    "CacheQ8",
+    "CacheTooSmall",
+    "ChatTemplateError",
+    "CheckpointError",
+    "Completion",
+    "Config",
+    "ConfigError",
+    "DoesNotFit",
+    "ExlmError",
+    "Filter",
+    "Generator",
+    "GrammarFilter",
+    "InputError",
+    "Job",
+    "JsonSchemaFilter",
+    "KernelError",
+    "Lora",
+    "MMEmbedding",
+    "MatrixSummary",
+    "MissingExtra",
+    "MissingTensor",
+    "Model",
+    "ModelNotFound",
+    "NotLoaded",
+    "PostSamplingResult",
+    "PrefillResult",
+    "PrefixFilter",
+    "Quality",
+    "QueueFull",
+    "RegexFilter",
+    "Sampler",
+    "SelectFilter",
+    "Settings",
+    "StartedResult",
+    "Stream",
+    "StreamingResult",
+    "Summary",
+    "Tokenizer",
+    "TokenizerError",
+    "TokenizerNotFound",
+    "UnknownArchitecture",
+    "UnsafeFile",
+    "Unsupported",
+    "WorkerLost",
+    "__version__",
+    "convert_model",
+    "evaluate_model",
+    "find_model",
+    "quantize_model",
+    "validate_exl2",
+    "write_report",
+]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_exports(__name__, globals(), _EXPORTS)

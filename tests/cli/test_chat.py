@@ -134,7 +134,7 @@ def test_what_commands_say(say: Any) -> None:
 def test_settings_are_listed_shown_and_changed(say: Any) -> None:
     _, told = say("/set")
     listed = dict(line.split(" ", 1) for line in told.splitlines())
-    assert list(listed) == ["max_new_tokens", "seed", *knobs.NAMES]
+    assert list(listed) == ["max_new_tokens", "seed", *knobs.names()]
     assert (listed["temperature"], listed["top_p"], listed["mirostat"]) == ("0.0", "0.95", "false")
     _, told = say(
         "/set temperature 0.25",
@@ -149,14 +149,14 @@ def test_settings_are_listed_shown_and_changed(say: Any) -> None:
 
 def test_every_setting_that_text_can_say_can_be_set(tokenizer: Tokenizer) -> None:
     """And the others are known to be of no use in a conversation."""
-    left_out = {field.name for field in dataclasses.fields(Settings)} - set(knobs.NAMES)
+    left_out = {field.name for field in dataclasses.fields(Settings)} - set(knobs.names())
     assert left_out == {
         "mirostat_mu", "token_bias", "cfg_scale", "post_sampling_hooks", "ngram_trie", "ngram_index",
         "ngram_history", "filters", "filter_prefer_eos",
     }  # fmt: skip
     talk = Talk(Settings())
-    for name in knobs.NAMES:
-        kind = knobs.FIELDS[name]
+    for name in knobs.names():
+        kind = knobs.fields()[name]
         text, want = {bool: ("on", True), int: ("1", 1), float: ("0.5", 0.5)}.get(kind, ('["a", 7]', None))
         talk.set(name, text, tokenizer)
         if kind in knobs.KINDS:

@@ -12,7 +12,7 @@ import torch
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from exlm import LLM, Config, InputError, Model, ModelNotFound, Tokenizer, Unsupported
+from exlm import CACHES, LLM, Config, InputError, Model, ModelNotFound, Tokenizer, Unsupported
 from exlm.cli import generate as generating
 from exlm.cli.__main__ import app
 from tests import tiny
@@ -164,6 +164,7 @@ class Finder:
         if name == "torch":
             raise KeyboardInterrupt
 sys.meta_path.insert(0, Finder())
+sys.argv = ["exlm", "info"]
 from exlm.cli import main
 main()
 """
@@ -184,6 +185,7 @@ class Finder:
             except KeyboardInterrupt:
                 raise ImportError("half of it")
 sys.meta_path.insert(0, Finder())
+sys.argv = ["exlm", "info"]
 from exlm.cli import main
 main()
 """
@@ -223,3 +225,46 @@ def test_the_readme_example(folder: Path) -> None:
     names: dict[str, object] = {}
     exec(compile(code.replace("/path/to/model", str(folder)), "README.md", "exec"), names)
     assert isinstance(names["llm"], LLM)
+
+
+COMMANDS = (
+    "generate",
+    "chat",
+    "serve",
+    "batch",
+    "bench",
+    "tune",
+    "info",
+    "plan",
+    "quantize",
+    "eval",
+    "convert",
+)
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_does_not_import_torch(command: str) -> None:
+    """Importing torch takes one to two seconds, and a help text needs none of it."""
+    code = (
+        "import sys\n"
+        f"sys.argv = ['exlm', *{[command] if command else []!r}, '--help']\n"
+        "from exlm.cli import main\n"
+        "try:\n"
+        "    main()\n"
+        "except SystemExit as done:\n"
+        "    assert not done.code, done.code\n"
+        "assert 'torch' not in sys.modules, 'imported torch'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "Usage" in done.stdout
+
+
+def test_every_command_is_in_the_help_test() -> None:
+    names = {one.name or one.callback.__name__ for one in app.registered_commands if one.callback}
+    assert names == set(COMMANDS)
+
+
+def test_plan_names_every_cache_type() -> None:
+    text = run("plan", "--help")
+    assert all(name in text for name in CACHES)

@@ -1,10 +1,13 @@
-"""Named sizes of models, as config.json says them. No weights, no torch."""
+"""Sizes of known models, as config.json says them, and the formats of synthetic weights. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+
+FORMS = {"exl2": 4.1, "gptq": 4.0, "gguf": 4.5, "dense": 16.0}
+"""Formats that synthetic weights can have, and the default bits per weight of each."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from ..formats import DenseWeight, Direct, Nested, PackedWeight, Scales, Segment
 from ..formats.bits import words_for
 from ..formats.exl2 import WIDTHS
 from ..formats.gguf_blocks import LAYOUTS
+from .shapes import FORMS
 
 GROUP = 128
 FINE = 32  # rows of a group in EXL2's wider segments
@@ -206,9 +207,6 @@ class Dense:
         """Two bytes each."""
         return 2 * inputs * outputs
 
-
-FORMS = {"exl2": 4.1, "gptq": 4.0, "gguf": 4.5, "dense": 16.0}
-"""The formats, and how many bits each has unless told otherwise."""
 
 _KINDS = {4.5: ("Q4_K", "Q4_1"), 5.5: ("Q5_K", "Q5_1"), 6.5625: ("Q6_K", "Q8_0"), 8.5: ("Q8_0", "Q8_0")}
 

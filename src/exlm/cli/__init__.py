@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 
@@ -21,9 +21,17 @@ def main() -> None:
             begin(sys.argv[1:])
             from .__main__ import main as run
 
+            if _runs_a_command(sys.argv[1:]):
+                import torch  # noqa: F401 - here, where Ctrl-C ends the process at once
+
         run()
     except KeyboardInterrupt:  # between the two, or from somebody else
         sys.exit(130)
+
+
+def _runs_a_command(arguments: Sequence[str]) -> bool:
+    """Whether a command line does more than show a help text or the version, which need no torch."""
+    return bool(arguments) and not {"--help", "--version"} & set(arguments)
 
 
 @contextmanager

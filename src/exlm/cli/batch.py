@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from exlm import Generator, InputError
+import exlm
+from exlm import InputError
 
 from .cluster import Gpus, Ray, Replicas, batch_on_ray, check_alone, shape_of
 from .hosting import MODEL_HELP, Hosting, hosts
@@ -85,7 +86,7 @@ def _run(listing: Listing, rows: Rows, journal: Journal, console: Console) -> No
     from exlm.serve import Host, load
 
     loaded = load(listing, progress=not console.quiet)
-    generator = Generator(loaded.model, loaded.cache, loaded.tokenizer, **loaded.options)
+    generator = exlm.Generator(loaded.model, loaded.cache, loaded.tokenizer, **loaded.options)
     host = Host(
         name=listing.name,
         tokenizer=loaded.tokenizer,

@@ -10,15 +10,16 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, NamedTuple
 
-import torch
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from exlm import Config, InputError, find_model
-from exlm.bench import FORMS, SHAPES, Peer, Plan, Report, Row, check_drawing, compare, draw, run
+import exlm
+from exlm import InputError
+from exlm import bench as benchmark
+from exlm.bench.shapes import FORMS, SHAPES
 
 from .info import size
 
@@ -79,6 +80,8 @@ def bench(
     plot: Annotated[Path | None, typer.Option(help="Draw a PNG; needs matplotlib.")] = None,
 ) -> None:
     """Measure how fast a model loads, reads and writes at several batches, contexts and caches."""
+    import torch
+
     if draft not in (None, "ngram"):
         raise InputError(f"--draft must be ngram, found {draft!r}.")
     _check_files(json_file, plot)
@@ -88,11 +91,11 @@ def bench(
     on_cpu = device == "cpu" or (device is None and not torch.cuda.is_available())
     if peers and not on_cpu:
         raise InputError("--peers compares engines on the CPU: use --device cpu.")
-    path = find_model(model, progress=True) if model is not None or (peers and shape is None) else None
+    path = exlm.find_model(model, progress=True) if model is not None or (peers and shape is None) else None
     if path is not None and shape is not None:
         raise InputError("Name a model or a --shape, not both; --peers needs a model that is in files.")
     usual = _usual(shape, on_cpu, path)
-    plan = Plan(
+    plan = benchmark.Plan(
         model=path,
         shape=shape or ("smollm2-135m" if on_cpu else "llama-2-7b"),
         form=format,
@@ -107,14 +110,14 @@ def bench(
     )
     console = Console() if Console().is_terminal else Console(width=110)
     with bar() as tell:
-        report = run(plan, tell)
+        report = benchmark.run(plan, tell)
     console.print(_table(report))
     if peers and path is not None:
         report = _beside(console, report, path, turns, pythons)
     if json_file is not None:
         json_file.write_text(json.dumps(report.json(), indent=1))
     if plot is not None:
-        draw(report, plot)
+        benchmark.draw(report, plot)
 
 
 def _usual(shape: str | None, on_cpu: bool, path: Path | None) -> _Usual:
@@ -122,7 +125,7 @@ def _usual(shape: str | None, on_cpu: bool, path: Path | None) -> _Usual:
     usual = _TINY if shape == "tiny" else _CPU if on_cpu else _GPU
     if path is None:
         return usual
-    longest = Config(path).max_seq_len
+    longest = exlm.Config(path).max_seq_len
     contexts = [one for one in usual.contexts.split(",") if int(one) <= longest] or [str(longest)]
     return usual._replace(contexts=",".join(contexts), prompt=min(usual.prompt, longest))
 
@@ -133,7 +136,7 @@ def _check_files(json_file: Path | None, plot: Path | None) -> None:
         if file is not None and (file.is_dir() or not file.parent.is_dir()):
             raise InputError(f"{option} {file} cannot be written: name a file in a folder that is there.")
     if plot is not None:
-        check_drawing()
+        benchmark.check_drawing()
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:
@@ -159,7 +162,7 @@ def bar() -> Iterator[Callable[[str, int, int], object]]:
         yield tell
 
 
-def _table(report: Report) -> Table:
+def _table(report: benchmark.Report) -> Table:
     """One line for each kind of work."""
     facts = f"{report.parameters / 1e9:.2f} billion parameters, {report.form} {report.bits:.2f} bit"
     where = report.device if report.device != "CPU" else f"CPU, threads: {report.threads}"
@@ -178,7 +181,7 @@ def _table(report: Report) -> Table:
     return table
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: benchmark.Row) -> list[str]:
     shape = [row.work, row.cache, str(row.context), str(row.batch)]
     if row.rate is None:
         return [*shape, *[""] * 7, row.bound]
@@ -195,10 +198,12 @@ def _pythons(named: list[str]) -> dict[str, str]:
     return pythons
 
 
-def _beside(console: Console, report: Report, path: Path, turns: int, pythons: dict[str, str]) -> Report:
+def _beside(
+    console: Console, report: benchmark.Report, path: Path, turns: int, pythons: dict[str, str]
+) -> benchmark.Report:
     """The report with what other engines did, which is printed as well."""
     with bar() as tell:
-        peers, left = compare(path, report.threads, turns, pythons, tell)
+        peers, left = benchmark.compare(path, report.threads, turns, pythons, tell)
     for reason in left:
         console.print(f"left out: {reason}", soft_wrap=True)
     if peers:
@@ -206,7 +211,7 @@ def _beside(console: Console, report: Report, path: Path, turns: int, pythons: d
     return replace(report, peers=tuple(peers))
 
 
-def _ratios(peers: list[Peer], threads: int, turns: int) -> Table:
+def _ratios(peers: list[benchmark.Peer], threads: int, turns: int) -> Table:
     """Medians with their range, and how many times as good the first engine is."""
     own = peers[0]
     table = Table(

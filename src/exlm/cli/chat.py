@@ -6,19 +6,22 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich.console import Console
 
-from exlm import ExlmError, InputError, Settings, settings
+import exlm
+from exlm import ExlmError, InputError, settings
 
 from .hosting import MODEL_HELP, Device, Dtype
 from .knobs import check_name
 from .lines import Interrupts, Lines, readable
 from .session import Session, Temperature, TopP
 from .talk import Talk
+
+if TYPE_CHECKING:
+    import torch
 
 GREETING = "/help lists the commands. Ctrl-C stops an answer; twice at the prompt, it leaves."
 MULTILINE = 'A message goes on in the next line after a \\, or until """ if it began with """.'
@@ -62,7 +65,7 @@ def chat(
     length = CONTEXT if context is None else context
     if max_new_tokens < 1 or length < 1 or not temperature >= 0:
         raise InputError("--max-new-tokens and --context must be at least 1, the temperature at least 0.")
-    wishes = Settings(temperature=temperature, top_k=0, top_p=top_p, token_repetition_penalty=1.0)
+    wishes = exlm.Settings(temperature=temperature, top_k=0, top_p=top_p, token_repetition_penalty=1.0)
     wishes.check()
     session = Session.open(model, max_seq_len=None, device=device, dtype=dtype, quiet=quiet)
     _choose(session, template)

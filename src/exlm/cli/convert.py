@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from exlm import convert_model, find_model
+import exlm
 
 
 def convert(
@@ -28,9 +28,11 @@ def convert(
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress, no figures.")] = False,
 ) -> None:
     """Rewrite a model in another form or container; refused where a single number would change."""
-    path = find_model(source, progress=not quiet)
+    path = exlm.find_model(source, progress=not quiet)
     with _cleaning_up(), _bar(quiet) as shown:
-        convert_model(path, target, to, shard_bytes=shard_size * 2**20, overwrite=overwrite, progress=shown)
+        exlm.convert_model(
+            path, target, to, shard_bytes=shard_size * 2**20, overwrite=overwrite, progress=shown
+        )
     if not quiet:
         files = [file for file in target.iterdir() if file.is_file()]
         total = sum(file.stat().st_size for file in files) / 2**20

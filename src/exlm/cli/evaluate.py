@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from exlm import InputError, Quality, evaluate_model, find_model, write_report
+import exlm
+from exlm import InputError
 
 
 def eval_(
@@ -39,11 +40,11 @@ def eval_(
             report.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--report {report} is no folder that can be made: {error}.") from None
-    path = find_model(model, progress=not quiet)
-    other = None if against is None else find_model(against, progress=not quiet)
+    path = exlm.find_model(model, progress=not quiet)
+    other = None if against is None else exlm.find_model(against, progress=not quiet)
     with Progress(console=Console(stderr=True), transient=True, disable=quiet) as progress:
         task = progress.add_task("Reading", total=None)
-        quality = evaluate_model(
+        quality = exlm.evaluate_model(
             path,
             other,
             text=text,
@@ -54,14 +55,14 @@ def eval_(
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
     if report is not None:
-        write_report(report, quality, {"text": str(text or "built-in")})
+        exlm.write_report(report, quality, {"text": str(text or "built-in")})
     if as_json:
         typer.echo(json.dumps(quality.to_json(), indent=2))
     else:
         show(quality)
 
 
-def show(quality: Quality) -> None:
+def show(quality: exlm.Quality) -> None:
     """The figures as a table, then the layers."""
     console = Console()
     table = Table(show_header=False, box=None)

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from exlm import Config, InputError, MatrixSummary, Model, Summary, bench, find_model
+import exlm
+from exlm import InputError, bench
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
@@ -42,9 +43,9 @@ def info(
             raise InputError("--system is about this machine and takes no model; --json goes with it.")
         _print_system(as_json)
         return
-    config = Config(find_model(model, progress=True))
+    config = exlm.Config(exlm.find_model(model, progress=True))
     config.device, config.dtype = device or config.device, dtype
-    summary = Model(config).summary()
+    summary = exlm.Model(config).summary()
     console = Console()
     console.print(_facts(config, summary))
     console.print(_table(summary.matrices, every=layers))
@@ -63,7 +64,7 @@ def _print_system(as_json: bool) -> None:
     Console().print(table)
 
 
-def _facts(config: Config, s: Summary) -> Table:
+def _facts(config: exlm.Config, s: exlm.Summary) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
     attn = s.spec.layers[0].attn
     windows = sorted({layer.attn.window for layer in s.spec.layers if layer.attn.window is not None})
@@ -84,10 +85,10 @@ def _facts(config: Config, s: Summary) -> Table:
     return table
 
 
-def _table(matrices: Iterable[MatrixSummary], every: bool) -> Table:
+def _table(matrices: Iterable[exlm.MatrixSummary], every: bool) -> Table:
     """One line for each matrix; unless every layer is wanted, equal layers share a line."""
     table = Table("layers", "matrix", "shape", "stored as", "bits", "bytes", "kernel")
-    groups: dict[tuple[object, ...], list[tuple[str, MatrixSummary]]] = {}
+    groups: dict[tuple[object, ...], list[tuple[str, exlm.MatrixSummary]]] = {}
     for m in matrices:
         found = _LAYER.fullmatch(m.role)
         layer, name = (found[1], found[2]) if found else ("", m.role)

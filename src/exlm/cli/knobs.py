@@ -5,19 +5,32 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Collection
+from functools import cache
 from typing import Any, get_type_hints
 
-from exlm import InputError, Settings, Tokenizer
+import exlm
+from exlm import InputError
 
 NOT_HERE = frozenset(("cfg_scale", "ngram_index", "filter_prefer_eos"))
 """Fields of a simple type that a conversation has no use for."""
 
 KINDS: dict[Any, str] = {float: "a number", int: "a whole number", bool: "true or false"}
 TOKENS = Collection[int] | None
-FIELDS = get_type_hints(Settings)
-NAMES = tuple(
-    name for name, kind in FIELDS.items() if (kind in KINDS or kind == TOKENS) and name not in NOT_HERE
-)
+
+
+@cache
+def fields() -> dict[str, Any]:
+    """Every field of the settings and its type."""
+    return get_type_hints(exlm.Settings)
+
+
+@cache
+def names() -> tuple[str, ...]:
+    """The fields that a conversation can set."""
+    kinds = fields().items()
+    return tuple(name for name, kind in kinds if (kind in KINDS or kind == TOKENS) and name not in NOT_HERE)
+
+
 SWITCH = {
     "true": True,
     "on": True,
@@ -30,18 +43,18 @@ SWITCH = {
 }
 
 
-def shown(settings: Settings) -> dict[str, Any]:
+def shown(settings: exlm.Settings) -> dict[str, Any]:
     """Every setting that text can say, as JSON has it."""
-    values = {name: getattr(settings, name) for name in NAMES}
-    return {name: sorted(one) if FIELDS[name] == TOKENS and one else one for name, one in values.items()}
+    values = {name: getattr(settings, name) for name in names()}
+    return {name: sorted(one) if fields()[name] == TOKENS and one else one for name, one in values.items()}
 
 
-def changed(settings: Settings, values: dict[str, Any], tokenizer: Tokenizer) -> Settings:
+def changed(settings: exlm.Settings, values: dict[str, Any], tokenizer: exlm.Tokenizer) -> exlm.Settings:
     """The settings with these values (as JSON has them) in them; what cannot be meant is an InputError."""
     new = settings.clone()
     for name, value in values.items():
         check_name(name)
-        setattr(new, name, _tokens(name, value, tokenizer) if FIELDS[name] == TOKENS else value)
+        setattr(new, name, _tokens(name, value, tokenizer) if fields()[name] == TOKENS else value)
     new.check()
     return new
 
@@ -49,7 +62,7 @@ def changed(settings: Settings, values: dict[str, Any], tokenizer: Tokenizer) ->
 def read(name: str, text: str) -> Any:
     """The value that a text means for a setting."""
     check_name(name)
-    kind = FIELDS[name]
+    kind = fields()[name]
     try:
         if kind is bool:
             return SWITCH[text.lower()]
@@ -63,15 +76,15 @@ def read(name: str, text: str) -> Any:
 
 def check_name(name: str) -> None:
     """Refuse what is no setting, or none that a conversation can have."""
-    if name in NAMES:
+    if name in names():
         return
-    if name in FIELDS:
+    if name in fields():
         raise InputError(f"{name} is for programs: a conversation cannot set it.")
-    near = difflib.get_close_matches(name, NAMES, 1)
+    near = difflib.get_close_matches(name, names(), 1)
     raise InputError(f"There is no setting {name!r}." + (f" Did you mean {near[0]}?" if near else ""))
 
 
-def _tokens(name: str, value: Any, tokenizer: Tokenizer) -> frozenset[int] | None:
+def _tokens(name: str, value: Any, tokenizer: exlm.Tokenizer) -> frozenset[int] | None:
     """Token ids, some of them said as text."""
     if value is None:
         return None

@@ -9,13 +9,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from exlm import (
-    CACHES,
-    Config,
-    InputError,
-    Model,
-    find_model,
-)
+import exlm
+from exlm import InputError
 
 from .info import size
 
@@ -34,18 +29,18 @@ def plan(
     gpu: Annotated[
         str | None, typer.Option(help="GB of GPUs to plan for, as in 24,24; this machine's if left out.")
     ] = None,
-    cache: Annotated[str, typer.Option(help=f"One of {', '.join(CACHES)}.")] = "fp16",
+    cache: Annotated[str, typer.Option(help="One of fp16, q8, q6, q4, fp8.")] = "fp16",
     device: Annotated[str | None, typer.Option(help="Where it would run: cpu, cuda, cuda:0,cuda:1.")] = None,
     dtype: Annotated[str | None, typer.Option(help="The precision it would compute in.")] = None,
 ) -> None:
     """Show the memory a model needs on each device: weights, cache, workspace; and what would still fit."""
-    config = Config(find_model(model, progress=True))
+    config = exlm.Config(exlm.find_model(model, progress=True))
     config.device, config.dtype = device or config.device, dtype
     made_for = config.max_seq_len
     config.max_seq_len = _tokens(ctx) if ctx is not None else made_for
-    if cache not in CACHES:
-        raise InputError(f"--cache must be one of {', '.join(CACHES)}, found {cache!r}.")
-    found = Model(config).plan(config.max_seq_len, users, CACHES[cache], _memory(gpu))
+    if cache not in exlm.CACHES:
+        raise InputError(f"--cache must be one of {', '.join(exlm.CACHES)}, found {cache!r}.")
+    found = exlm.Model(config).plan(config.max_seq_len, users, exlm.CACHES[cache], _memory(gpu))
     table = Table("device", "modules", "weights", "cache", "workspace", "sum", "usable")
     for one in found.devices:
         total = one.weights + one.cache + one.workspace

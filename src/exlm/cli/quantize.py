@@ -11,7 +11,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from exlm import InputError, Quality, find_model, quantize_model
+import exlm
+from exlm import InputError
 
 from .evaluate import show
 
@@ -58,9 +59,9 @@ def quantize(
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress, no figures.")] = False,
 ) -> None:
     """Quantise a model; a run that was interrupted goes on where it stopped when it is started again."""
-    path = find_model(source, progress=not quiet)
+    path = exlm.find_model(source, progress=not quiet)
     with _bar(quiet) as shown:
-        quality = quantize_model(
+        quality = exlm.quantize_model(
             path,
             target,
             bits,
@@ -85,7 +86,7 @@ def quantize(
         _tell(quality, max_kld, quiet)
 
 
-def _tell(quality: Quality, max_kld: float | None, quiet: bool) -> None:
+def _tell(quality: exlm.Quality, max_kld: float | None, quiet: bool) -> None:
     if not quiet:
         show(quality)
     if quality.kl is not None and max_kld is not None and quality.kl > max_kld:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from exlm import CACHES, Config, Generator, InputError, Job, Model, Settings, Tokenizer, find_model
+import exlm
+from exlm import InputError
+
+if TYPE_CHECKING:
+    import torch
 
 PAGE = 256
 LONG_PROMPT = 2048
@@ -26,11 +29,11 @@ TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens that
 class Session:
     """One model and whoever talks to it."""
 
-    def __init__(self, config: Config, quiet: bool) -> None:
+    def __init__(self, config: exlm.Config, quiet: bool) -> None:
         self.config = config
         self.quiet = quiet
-        self.tokenizer = Tokenizer(config)
-        self.generator: Generator | None = None
+        self.tokenizer = exlm.Tokenizer(config)
+        self.generator: exlm.Generator | None = None
         self.template: str | None = None
         """A chat template or format by name, instead of the model's own."""
         self.room = config.max_seq_len
@@ -42,7 +45,7 @@ class Session:
         cls, name: str | None, *, max_seq_len: int | None, device: str | None, dtype: str | None, quiet: bool
     ) -> Session:
         """Find the model and read its description and tokenizer; the weights come with `load`."""
-        config = Config(find_model(name, progress=not quiet))
+        config = exlm.Config(exlm.find_model(name, progress=not quiet))
         config.device, config.dtype = device or config.device, dtype
         config.max_seq_len = max_seq_len or config.max_seq_len
         return cls(config, quiet)
@@ -53,6 +56,8 @@ class Session:
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> torch.Tensor:
         """A conversation as the model's template writes it."""
+        import torch
+
         known = self.format
         if known is None:
             return self.tokenizer.apply_chat_template(messages, tokenize=True, chat_template=self.template)
@@ -84,32 +89,36 @@ class Session:
                 f"The prompt has {prompt} tokens and the context {length}: shorten the prompt, or give a "
                 "larger --max-seq-len."
             )
-        model = Model(self.config)
+        model = exlm.Model(self.config)
         model.load(progress=not self.quiet)
         self.room = min(length, prompt + new)
         pages = -(-self.room // PAGE)
-        self.generator = Generator(model, CACHES["fp16"](model, max_seq_len=pages * PAGE), self.tokenizer)
+        self.generator = exlm.Generator(
+            model, exlm.CACHES["fp16"](model, max_seq_len=pages * PAGE), self.tokenizer
+        )
 
     def answer(
         self, ids: torch.Tensor, limit: int, *, temperature: float, top_p: float, seed: int | None
     ) -> Iterator[str]:
         """The answer of plain settings, as `say` gives it."""
-        settings = Settings.greedy()
+        settings = exlm.Settings.greedy()
         if temperature > 0:
-            settings = Settings(temperature=temperature, top_k=0, top_p=top_p, token_repetition_penalty=1.0)
+            settings = exlm.Settings(
+                temperature=temperature, top_k=0, top_p=top_p, token_repetition_penalty=1.0
+            )
         return self.say(ids, limit, settings, seed)
 
     def say(
         self,
         ids: torch.Tensor,
         limit: int,
-        settings: Settings,
+        settings: exlm.Settings,
         seed: int | None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> Iterator[str]:
         """The answer's text as it comes, until `stopped`; afterwards `figures` says how fast it was."""
         assert self.generator is not None
-        job = Job(
+        job = exlm.Job(
             ids,
             min(limit, self.room - ids.shape[1]),
             gen_settings=settings,

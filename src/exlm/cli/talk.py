@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from exlm import InputError, Settings, Tokenizer
+import exlm
+from exlm import InputError
 
 from . import knobs
 
@@ -32,7 +33,7 @@ class Turn:
 class Talk:
     """One conversation."""
 
-    settings: Settings
+    settings: exlm.Settings
     max_new_tokens: int = 512
     seed: int | None = None
     system: str | None = None
@@ -86,7 +87,7 @@ class Talk:
         self.system = system
         self._remember()
 
-    def set(self, name: str, text: str, tokenizer: Tokenizer) -> None:
+    def set(self, name: str, text: str, tokenizer: exlm.Tokenizer) -> None:
         """Change a setting, the longest answer, or the seed."""
         if name == "max_new_tokens":
             self.max_new_tokens = _whole(name, text, 1)
@@ -114,7 +115,7 @@ class Talk:
                 partial.unlink()
             raise InputError(f"{path} cannot be written: {getattr(error, 'strerror', error)}.") from None
 
-    def loaded(self, path: Path, tokenizer: Tokenizer) -> Talk:
+    def loaded(self, path: Path, tokenizer: exlm.Tokenizer) -> Talk:
         """The conversation of a file; this one is left as it is."""
         found = _read(path)
         values = dict(found.get("settings", {}))

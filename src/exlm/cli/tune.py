@@ -9,9 +9,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from exlm import InputError, find_model
-from exlm.bench import Plan, Tuned
-from exlm.bench import tune as run
+import exlm
+from exlm import InputError
+from exlm import bench as benchmark
 
 from .bench import BitsOption, FormOption, ModelArgument, ShapeOption, bar
 
@@ -26,10 +26,12 @@ def tune(
     """Find the quickest settings of the kernels for a model on this GPU; takes a few minutes, once."""
     if model is not None and shape is not None:
         raise InputError("Name a model or a --shape, not both.")
-    path = None if model is None else find_model(model, progress=True)
-    plan = Plan(model=path, shape=shape or "llama-2-7b", form=format, bits=bits, device=device, prompt=512)
+    path = None if model is None else exlm.find_model(model, progress=True)
+    plan = benchmark.Plan(
+        model=path, shape=shape or "llama-2-7b", form=format, bits=bits, device=device, prompt=512
+    )
     with bar() as tell:
-        found = run(plan, tell)
+        found = benchmark.tune(plan, tell)
     Console().print(_table(found) if found.changes else "The usual settings are the quickest here.")
     if found.file is not None:
         Console().print(
@@ -37,7 +39,7 @@ def tune(
         )
 
 
-def _table(found: Tuned) -> Table:
+def _table(found: benchmark.Tuned) -> Table:
     table = Table(title="tiles, warps, stages", box=SIMPLE_HEAD, pad_edge=False)
     for name in ("inputs / 128 x outputs / 16", "before", "now"):
         table.add_column(name)
