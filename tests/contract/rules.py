@@ -1,6 +1,7 @@
-"""The house rules as functions from source text to complaints. They read code and never run it.
+"""The rules that every file under src/ keeps, as functions from source text to violations.
 
-A checker takes a `Source` and returns one line for each violation: where, what, and what to do instead.
+They read code and never run it. A rule takes a `Source` and returns one line for each violation: where it is,
+what is wrong, and what to do instead.
 """
 
 from __future__ import annotations
@@ -13,12 +14,9 @@ from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path, PurePosixPath
 
-MAX_FILE = 400
-MAX_FUNCTION = 60
-
-DOOR = "exlm"  # the package itself: what `from exlm import …` reads
-FLOOR = frozenset({"errors", "version"})  # every room inside may stand on these
-ROOMS = (  # from the ground up; a room sees only lower lines, and of those only what MAY_IMPORT grants
+PUBLIC = "exlm"  # the package itself: what `from exlm import …` reads
+BASE = frozenset({"errors", "lazy", "version"})  # every package inside may import these
+LEVELS = (  # lowest first; a package imports only from lower levels, and of those only what MAY_IMPORT grants
     ("spec", "settings"),
     ("families", "formats", "sampling", "text"),
     ("kernels", "filters"),
@@ -32,39 +30,40 @@ ROOMS = (  # from the ground up; a room sees only lower lines, and of those only
 
 
 def _below(level: int) -> frozenset[str]:
-    return frozenset(name for line in ROOMS[:level] for name in line)
+    return frozenset(name for line in LEVELS[:level] for name in line)
 
 
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "errors": frozenset(),
+    "lazy": frozenset(),
     "version": frozenset(),
-    "spec": FLOOR,
-    "settings": FLOOR,
-    "families": FLOOR | {"spec"},
-    "formats": FLOOR,
-    "sampling": FLOOR,
-    "text": FLOOR,
-    "testing": FLOOR | {"text"},
-    "kernels": FLOOR | {"formats", "spec", "settings"},
-    "filters": FLOOR | {"text"},
-    "cache": FLOOR | {"kernels", "spec"},
-    "checkpoint": FLOOR | {"formats", "spec"},
-    "nn": FLOOR | {"spec", "kernels", "cache"},
-    **dict.fromkeys(ROOMS[5], FLOOR | _below(5)),
-    "hub": FLOOR | {"settings"},
-    "model": FLOOR | _below(6),
-    "generator": FLOOR | {"text", "sampling", "filters"},
-    "quantize": FLOOR | _below(7),
-    "llm": FLOOR | _below(8),
-    DOOR: FLOOR | _below(9),
-    "legacy": frozenset({DOOR}) | _below(8),
-    "serve": frozenset({DOOR}),
-    "batch": frozenset({DOOR, "serve"}),
-    "scale": frozenset({DOOR, "batch", "serve"}),
-    "bench": frozenset({DOOR}) | FLOOR | _below(8),
-    "cli": frozenset({DOOR, "batch", "bench", "scale", "serve", "settings"}),
+    "spec": BASE,
+    "settings": BASE,
+    "families": BASE | {"spec"},
+    "formats": BASE,
+    "sampling": BASE,
+    "text": BASE,
+    "testing": BASE | {"text"},
+    "kernels": BASE | {"formats", "spec", "settings"},
+    "filters": BASE | {"text"},
+    "cache": BASE | {"kernels", "spec"},
+    "checkpoint": BASE | {"formats", "spec"},
+    "nn": BASE | {"spec", "kernels", "cache"},
+    **dict.fromkeys(LEVELS[5], BASE | _below(5)),
+    "hub": BASE | {"settings"},
+    "model": BASE | _below(6),
+    "generator": BASE | {"text", "sampling", "filters"},
+    "quantize": BASE | _below(7),
+    "llm": BASE | _below(8),
+    PUBLIC: BASE | _below(9),
+    "legacy": frozenset({PUBLIC}) | _below(8),
+    "serve": frozenset({PUBLIC}),
+    "batch": frozenset({PUBLIC, "serve"}),
+    "scale": frozenset({PUBLIC, "batch", "serve"}),
+    "bench": frozenset({PUBLIC}) | BASE | _below(8),
+    "cli": frozenset({PUBLIC, "batch", "bench", "scale", "serve", "settings"}),
     "__main__": frozenset({"cli"}),
-    "exllamav2": frozenset({DOOR, "legacy"}),
+    "exllamav2": frozenset({PUBLIC, "legacy"}),
 }
 
 MAY_READ_SETTINGS = (
@@ -77,12 +76,11 @@ MAY_READ_SETTINGS = (
     "exlm.cli",
 )
 NAMES = ("names", "Names", "Place", "Rename")  # exlm.spec.names, and what exlm.spec re-exports from it
-STANDARD_LIBRARY_ONLY = ("errors", "version", "spec", "settings")
+STANDARD_LIBRARY_ONLY = ("errors", "lazy", "version", "spec", "settings")
 WITHOUT_TORCH = ("spec", "families", "text", "generator")
-TORCH_ALLOWED = ("exlm.generator.results",)  # the one translator from verdicts to public results
+TORCH_ALLOWED = ("exlm.generator.results",)  # makes the tensors of public results
 UNSAFE_MODULES = ("pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib")
 ENVIRONMENT = ("environ", "environb", "getenv", "getenvb", "putenv", "unsetenv")
-VAGUE_NAMES = ("Manager", "Helper", "Handler", "Utils")
 
 
 @dataclass(frozen=True)
@@ -122,14 +120,14 @@ class Source:
         return ".".join((*self.package, *([] if self.path.stem == "__init__" else [self.path.stem])))
 
     @property
-    def room(self) -> str:
-        """`nn`; the door for the package's own __init__."""
-        return room_of(self.module)
+    def top_package(self) -> str:
+        """`nn` for `exlm.nn.linear`; `exlm` for the package's own __init__."""
+        return top_package_of(self.module)
 
-    def at(self, node: ast.AST | int, complaint: str) -> str:
-        """A complaint with its place in front."""
+    def at(self, node: ast.AST | int, message: str) -> str:
+        """A violation with its place in front."""
         line = node if isinstance(node, int) else getattr(node, "lineno", 1)
-        return f"src/{self.path}:{line} {complaint}"
+        return f"src/{self.path}:{line} {message}"
 
     @cached_property
     def imports(self) -> list[Import]:
@@ -172,83 +170,79 @@ def _functions(source: Source) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDe
             yield node
 
 
-def room_of(module: str) -> str:
-    """The room a module (or a name in one) belongs to; empty for modules that are not ours."""
+def top_package_of(module: str) -> str:
+    """The package below exlm that a module (or a name in one) belongs to; empty for third-party modules."""
     top, _, rest = module.partition(".")
     if top == "exllamav2":
         return top
     if top != "exlm":
         return ""
     first = rest.partition(".")[0]
-    return first if first in MAY_IMPORT else DOOR
+    return first if first in MAY_IMPORT else PUBLIC
 
 
-def has_a_place(source: Source) -> list[str]:
-    """Every file belongs to a room with import rules."""
+def belongs_to_a_level(source: Source) -> list[str]:
+    """Every file belongs to a package with import rules."""
     first = source.path.parts[1].removesuffix(".py") if source.path.parts[0] == "exlm" else ""
-    if first in ("", "__init__", "door") or first in MAY_IMPORT:
+    if first in ("", "__init__") or first in MAY_IMPORT:
         return []
     return [source.at(1, f"is in no layer: give {first!r} a line in tests/contract/rules.py, or move it")]
 
 
 def imports_point_down(source: Source) -> list[str]:
-    """A room sees only the rooms below it that it was granted."""
-    here, granted = source.room, MAY_IMPORT[source.room]
+    """A package imports only what MAY_IMPORT grants it."""
+    here, granted = source.top_package, MAY_IMPORT[source.top_package]
     return [
         source.at(
             found.line, f"{here} imports {found.module}: it may import only {sorted(granted) or 'nothing'}"
         )
         for found in source.imports
-        if (there := room_of(found.module)) and there != here and there not in granted
+        if (there := top_package_of(found.module)) and there != here and there not in granted
     ]
 
 
 def names_only_from_spec(source: Source) -> list[str]:
-    """Files know how tensors are called, not what a model is."""
-    if source.room != "checkpoint":
+    """The checkpoint package knows the names of tensors, not what a model is."""
+    if source.top_package != "checkpoint":
         return []
     return [
         source.at(found.line, f"imports {found.module}: checkpoint may use only exlm.spec.names")
         for found in source.imports
-        if room_of(found.module) == "spec" and found.module.split(".")[2] not in NAMES
+        if top_package_of(found.module) == "spec" and found.module.split(".")[2] not in NAMES
     ]
 
 
 def reads_settings_where_allowed(source: Source) -> list[str]:
-    """Only a few modules ask the environment; all others are told."""
+    """Only a few modules read the environment; all others take arguments."""
     if any(source.module == name or source.module.startswith(name + ".") for name in MAY_READ_SETTINGS):
         return []
     return [
         source.at(found.line, "imports settings: pass the value in as an argument")
         for found in source.imports
-        if room_of(found.module) == "settings"
+        if top_package_of(found.module) == "settings"
     ]
 
 
 def needs_only_what_it_may(source: Source) -> list[str]:
-    """The bottom stands on the standard library; the rooms that only decide do without torch."""
+    """The lowest packages use only the standard library; packages that only decide do not import torch."""
     bad = []
     for found in source.imports:
         top = found.module.partition(".")[0]
-        if source.room in STANDARD_LIBRARY_ONLY and top != "exlm" and top not in sys.stdlib_module_names:
-            bad.append(source.at(found.line, f"imports {top}: {source.room} uses only the standard library"))
-        elif top == "torch" and source.room in WITHOUT_TORCH and source.module not in TORCH_ALLOWED:
-            bad.append(source.at(found.line, f"imports torch: {source.room} works without it"))
-    return bad
-
-
-def is_short(source: Source) -> list[str]:
-    """A file fits in the head, a function on the screen."""
-    lines = len(source.text.splitlines())
-    bad = [source.at(1, f"is {lines} lines long, over {MAX_FILE}: split it")] if lines > MAX_FILE else []
-    for node in _functions(source):
-        if (length := (node.end_lineno or node.lineno) - node.lineno + 1) > MAX_FUNCTION:
-            bad.append(source.at(node, f"{node.name} is {length} lines long, over {MAX_FUNCTION}: split it"))
+        if (
+            source.top_package in STANDARD_LIBRARY_ONLY
+            and top != "exlm"
+            and top not in sys.stdlib_module_names
+        ):
+            bad.append(
+                source.at(found.line, f"imports {top}: {source.top_package} uses only the standard library")
+            )
+        elif top == "torch" and source.top_package in WITHOUT_TORCH and source.module not in TORCH_ALLOWED:
+            bad.append(source.at(found.line, f"imports torch: {source.top_package} works without it"))
     return bad
 
 
 def has_no_global(source: Source) -> list[str]:
-    """State has an owner."""
+    """No function changes module state through `global`."""
     return [
         source.at(node, f"global {', '.join(node.names)}: give the state an owner")
         for node in ast.walk(source.tree)
@@ -294,8 +288,8 @@ def runs_no_foreign_code(source: Source) -> list[str]:
 
 
 def prints_nothing(source: Source) -> list[str]:
-    """Only the command line talks to the terminal."""
-    if source.room == "cli":
+    """Only the command line writes to the terminal."""
+    if source.top_package == "cli":
         return []
     bad = []
     for node in ast.walk(source.tree):
@@ -310,28 +304,13 @@ def prints_nothing(source: Source) -> list[str]:
     return bad
 
 
-def is_documented(source: Source) -> list[str]:
-    """Every public module, class, function and method says what it is."""
-    bad = [] if ast.get_docstring(source.tree) else [source.at(1, "has no module docstring")]
-    scopes: list[tuple[str, ast.Module | ast.ClassDef]] = [("", source.tree)]
-    for prefix, scope in scopes:
-        for node in scope.body:
-            if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                continue
-            if node.name.startswith("_") or {_name(mark) for mark in node.decorator_list} & {
-                "overload",
-                "setter",
-            }:
-                continue
-            if not ast.get_docstring(node):
-                bad.append(source.at(node, f"{prefix}{node.name} has no docstring"))
-            if isinstance(node, ast.ClassDef):
-                scopes.append((f"{prefix}{node.name}.", node))
-    return bad
+def has_a_module_docstring(source: Source) -> list[str]:
+    """Every module says what it is for. Public names are checked in test_public_names.py."""
+    return [] if ast.get_docstring(source.tree) else [source.at(1, "has no module docstring")]
 
 
 def forward_reads_no_spec(source: Source) -> list[str]:
-    """Specs are read while loading; a forward pass runs on what they became."""
+    """Specs are read while loading; a forward pass reads attributes set in the constructor."""
     return [
         source.at(node, "forward reads a spec: bind what it says in the constructor")
         for function in _functions(source)
@@ -339,17 +318,6 @@ def forward_reads_no_spec(source: Source) -> list[str]:
         for node in ast.walk(function)
         if isinstance(node, ast.Attribute | ast.Name) and _name(node) == "spec"
     ]
-
-
-def has_clear_names(source: Source) -> list[str]:
-    """A name says what a thing is, not that it manages something."""
-    bad = []
-    if source.path.stem.strip("_") in ("util", "utils", "helper", "helpers", "misc"):
-        bad.append(source.at(1, "is a drawer for anything: name the file after what it holds"))
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.ClassDef) and node.name.endswith(VAGUE_NAMES):
-            bad.append(source.at(node, f"class {node.name}: name it after what it is"))
-    return bad
 
 
 def only_reexports(source: Source) -> list[str]:
@@ -383,17 +351,15 @@ def cycles(sources: list[Source]) -> list[str]:
 
 
 PER_FILE = (
-    has_a_place,
+    belongs_to_a_level,
     imports_point_down,
     names_only_from_spec,
     reads_settings_where_allowed,
     needs_only_what_it_may,
-    is_short,
     has_no_global,
     leaves_environment_alone,
     runs_no_foreign_code,
     prints_nothing,
-    is_documented,
+    has_a_module_docstring,
     forward_reads_no_spec,
-    has_clear_names,
 )

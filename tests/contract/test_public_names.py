@@ -1,8 +1,9 @@
-"""The front door: what `import exlm` offers, and that opening it does nothing else."""
+"""What `import exlm` offers, and that importing it does nothing else."""
 
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import os
 import re
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 import exlm
-from tests.contract.test_house import SRC
+from tests.contract.test_source_rules import SRC
 
 # Installed with exlm or beside it, but imported only by the function that needs it.
 WAITING = {
@@ -34,7 +35,7 @@ WAITING = {
 }
 
 # torch and the other three that exlm is built on come first: what they do is not ours to answer for.
-OPEN_THE_DOOR = """
+IMPORT_EXLM = """
 import json, os, sys, threading
 import numpy, safetensors, tokenizers, torch
 def state():
@@ -54,12 +55,12 @@ with open(sys.argv[1], "w") as report:
 
 
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What changed in a fresh process, without a GPU, that imported exlm."""
-    report = tmp_path_factory.mktemp("door") / "report.json"
+    report = tmp_path_factory.mktemp("import") / "report.json"
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(SRC)}
     ran = subprocess.run(
-        [sys.executable, "-W", "error::DeprecationWarning:exlm", "-c", OPEN_THE_DOOR, str(report)],
+        [sys.executable, "-W", "error::DeprecationWarning:exlm", "-c", IMPORT_EXLM, str(report)],
         env=environment,
         capture_output=True,
         text=True,
@@ -68,16 +69,16 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {**json.loads(report.read_text()), "output": ran.stdout + ran.stderr}
 
 
-def test_importing_changes_nothing(opened: dict[str, Any]) -> None:
-    assert opened["after"] == opened["before"]
+def test_importing_changes_nothing(imported: dict[str, Any]) -> None:
+    assert imported["after"] == imported["before"]
 
 
-def test_importing_prints_nothing(opened: dict[str, Any]) -> None:
-    assert opened["output"] == ""
+def test_importing_prints_nothing(imported: dict[str, Any]) -> None:
+    assert imported["output"] == ""
 
 
-def test_importing_waits_for_nothing_large(opened: dict[str, Any]) -> None:
-    assert [name for name in opened["light"] if name.startswith("exlm.")] == ["exlm.version"]
+def test_importing_waits_for_nothing_large(imported: dict[str, Any]) -> None:
+    assert [name for name in imported["light"] if name.startswith("exlm.")] == ["exlm.lazy", "exlm.version"]
 
 
 def test_names_are_there_when_they_are_asked_for() -> None:
@@ -85,30 +86,38 @@ def test_names_are_there_when_they_are_asked_for() -> None:
 
     assert exlm.settings is settings
     assert set(exlm.__all__) <= set(dir(exlm))
-    assert exlm.Model is exlm.door.Model  # type: ignore[attr-defined]
-    with pytest.raises(AttributeError, match="module 'exlm' has no attribute 'Nobody'"):
-        exlm.Nobody  # type: ignore[attr-defined]  # noqa: B018
+    assert exlm.Model is exlm.model.Model
+    with pytest.raises(AttributeError, match="module 'exlm' has no attribute 'Missing'"):
+        exlm.Missing  # type: ignore[attr-defined]  # noqa: B018
 
 
-def test_importing_touches_no_gpu(opened: dict[str, Any]) -> None:
-    assert opened["cuda"] is False
+def test_importing_touches_no_gpu(imported: dict[str, Any]) -> None:
+    assert imported["cuda"] is False
 
 
-def test_importing_loads_no_optional_package(opened: dict[str, Any]) -> None:
-    early = sorted({name.partition(".")[0] for name in opened["modules"]} & WAITING)
+def test_importing_loads_no_optional_package(imported: dict[str, Any]) -> None:
+    early = sorted({name.partition(".")[0] for name in imported["modules"]} & WAITING)
     assert early == [], "import these inside the function that needs them"
 
 
+def typed_names() -> dict[str, list[str]]:
+    """What a type checker sees: the imports below `if TYPE_CHECKING` in exlm/__init__.py, by submodule."""
+    tree = ast.parse((SRC / "exlm" / "__init__.py").read_text(encoding="utf-8"))
+    found: dict[str, list[str]] = {}
+    for block in tree.body:
+        if isinstance(block, ast.If) and isinstance(block.test, ast.Name):
+            for node in block.body:
+                assert isinstance(node, ast.ImportFrom)
+                found[str(node.module)] = [alias.name for alias in node.names]
+    return found
+
+
 def public_names() -> list[str]:
-    """What exlm/door.py binds for others, from its text: at run time submodules would be among them."""
-    tree = ast.parse((SRC / "exlm" / "door.py").read_text(encoding="utf-8"))
-    names = []
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and node.module != "__future__":
-            names += [alias.asname or alias.name for alias in node.names]
-        elif isinstance(node, ast.Assign):
-            names += [target.id for target in node.targets if isinstance(target, ast.Name)]
-    return [name for name in names if not name.startswith("_") or name == "__version__"]
+    return ["__version__", *(name for names in typed_names().values() for name in names)]
+
+
+def test_the_names_at_run_time_are_those_a_type_checker_sees() -> None:
+    assert {module: list(names) for module, names in exlm._EXPORTS.items()} == typed_names()
 
 
 def test_all_is_every_public_name_in_order() -> None:
@@ -125,7 +134,20 @@ def test_a_public_name_is_documented(name: str) -> None:
     assert name == "__version__" or getattr(exlm, name).__doc__
 
 
-def test_the_door_offers_what_scripts_start_from() -> None:
+@pytest.mark.parametrize("name", [name for name in public_names() if inspect.isclass(getattr(exlm, name))])
+def test_public_methods_are_documented(name: str) -> None:
+    """Those that a class of exlm defines itself; what it inherits from torch or Python is documented there."""
+    members = vars(getattr(exlm, name)).items()
+    methods = {
+        key: one
+        for key, one in members
+        if not key.startswith("_")
+        and (inspect.isroutine(one) or isinstance(one, property | classmethod | staticmethod))
+    }
+    assert [key for key, one in methods.items() if not inspect.getdoc(one)] == []
+
+
+def test_exlm_offers_what_scripts_start_from() -> None:
     assert {"Cache", "Config", "Model", "Tokenizer", "ExlmError", "__version__"} <= set(exlm.__all__)
 
 

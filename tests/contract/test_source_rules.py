@@ -1,4 +1,4 @@
-"""The house rules, over the house."""
+"""The rules of rules.py, applied to every file under src/."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ def read(package: str) -> list[Source]:
     return [Source.read(file, SRC) for file in sorted((SRC / package).rglob("*.py"))]
 
 
-HOUSE = read("exlm")
+EXLM = read("exlm")
 COMPATIBILITY = read("exllamav2")
 
 
-def complaints(rule: Callable[[Source], list[str]], sources: list[Source]) -> str:
+def violations(rule: Callable[[Source], list[str]], sources: list[Source]) -> str:
     return "\n".join(line for source in sources for line in rule(source))
 
 
-def test_there_is_a_house_to_check() -> None:
-    assert len(HOUSE) > 10
+def test_there_are_files_to_check() -> None:
+    assert len(EXLM) > 10
     assert len(COMPATIBILITY) > 5
 
 
 @pytest.mark.parametrize("rule", rules.PER_FILE, ids=lambda rule: rule.__name__)
-def test_the_house_keeps_the_rule(rule: Callable[[Source], list[str]]) -> None:
-    found = complaints(rule, HOUSE)
+def test_every_file_keeps_the_rule(rule: Callable[[Source], list[str]]) -> None:
+    found = violations(rule, EXLM)
     assert not found, f"{rule.__doc__}\n{found}"
 
 
 def test_no_module_needs_itself_to_load() -> None:
-    assert rules.cycles([*HOUSE, *COMPATIBILITY]) == []
+    assert rules.cycles([*EXLM, *COMPATIBILITY]) == []
 
 
 @pytest.mark.parametrize(
     "rule",
-    [rules.only_reexports, rules.imports_point_down, rules.is_short, rules.is_documented],
+    [rules.only_reexports, rules.imports_point_down, rules.has_a_module_docstring],
     ids=lambda rule: rule.__name__,
 )
 def test_the_compatibility_package_keeps_the_rule(rule: Callable[[Source], list[str]]) -> None:
-    found = complaints(rule, COMPATIBILITY)
+    found = violations(rule, COMPATIBILITY)
     assert not found, f"{rule.__doc__}\n{found}"
 
 
