@@ -136,7 +136,7 @@ def test_a_public_name_is_documented(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in public_names() if inspect.isclass(getattr(exlm, name))])
 def test_public_methods_are_documented(name: str) -> None:
-    """Those that a class of exlm defines itself; what it inherits from torch or Python is documented there."""
+    """Only those that exlm defines; inherited ones are documented by torch or Python."""
     members = vars(getattr(exlm, name)).items()
     methods = {
         key: one
