@@ -12,7 +12,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-KERNELS = Path("src/exlm/kernels/cpu")
+KERNELS = Path("src/exlm/kernels")
 
 
 class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
@@ -22,11 +22,14 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         """Build every set this kind of processor may have, and add the libraries."""
         if self.target_name != "wheel" or version == "editable":
             return
-        building = _building(Path(self.root))
+        self._clear()
+        building = _module(Path(self.root) / KERNELS / "cpu" / "building.py")
+        file_name = _module(Path(self.root) / KERNELS / "artifact_cache.py").file_name
         try:
             for name in building.sets_of(platform.machine()):
-                made = building.prebuilt(name)
-                building.build(name, made)
+                built = building.SOURCES / f"exlm-cpu-{name}.so"
+                building.build(name, built)
+                made = built.replace(built.with_name(file_name(built.name, built.read_bytes())))
                 inside = made.relative_to(Path(self.root) / "src").as_posix()
                 build_data["force_include"][str(made)] = inside
         except building.BuildError as reason:
@@ -37,13 +40,16 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Leave the sources as they were."""
-        for made in (Path(self.root) / KERNELS / "native").glob("*.so"):
+        self._clear()
+
+    def _clear(self) -> None:
+        for made in (Path(self.root) / KERNELS / "cpu" / "native").glob("*.so"):
             made.unlink()
 
 
-def _building(root: Path) -> Any:
-    """`exlm.kernels.cpu.building`, by itself: the package needs torch."""
-    spec = importlib.util.spec_from_file_location("building", root / KERNELS / "building.py")
+def _module(file: Path) -> Any:
+    """A module of the package by itself: the package needs torch."""
+    spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -26,6 +26,7 @@ from exlm import spec
 from exlm.cache.coded import CodedLayer, Rotated
 from exlm.cache.dense import DenseLayer
 from exlm.cache.layer import PAGE, Layer, LayerShape
+from exlm.kernels.artifact_cache import ArtifactCache
 from exlm.kernels.backend import Attend
 from exlm.kernels.cuda import attention as cuda
 from exlm.kernels.cuda.program import Workshop, compiled
@@ -176,8 +177,9 @@ def compile_ahead(kernels: Kernels) -> None:
             chosen = cuda.choices(kernels.attn(heads), pages, plan, columns, False)
             if columns == 1 or 5 * heads[0] > 8 * heads[1]:
                 wanted.add(tuple(sorted(chosen.items())))
+    kept = ArtifactCache(FOLDER)
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        made = [pool.submit(compiled, cuda.SOURCE, one, f"sm_{major}{minor}", FOLDER) for one in wanted]
+        made = [pool.submit(compiled, cuda.SOURCE, one, f"sm_{major}{minor}", kept) for one in wanted]
         for one in made:
             one.result()
 

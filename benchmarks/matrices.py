@@ -98,7 +98,7 @@ def compile_ahead(workshop: Workshop, model: dict[str, list[list[Tiles]]], rows:
             product = bound(workshop, layers[0], normal, plan)
             needed.add((source, tuple(sorted(product.choices(number).items()))))
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda one: compiled(one[0], one[1], device, workshop.folder), needed))
+        list(pool.map(lambda one: compiled(one[0], one[1], device, workshop.cache), needed))
 
 
 def main() -> None:

@@ -42,7 +42,10 @@ class CpuGuard:
 
 
 def cache_folder() -> Path:
-    """Where downloads are kept: EXLM_CACHE, else `exlm` in XDG_CACHE_HOME, else ~/.cache/exlm."""
+    """Where downloads and compiled kernels are kept.
+
+    EXLM_CACHE, else `exlm` in XDG_CACHE_HOME, else ~/.cache/exlm.
+    """
     if own := os.environ.get("EXLM_CACHE"):
         return _at_home(Path(own))
     shared = Path(os.environ.get("XDG_CACHE_HOME", ""))

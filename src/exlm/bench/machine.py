@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 
 from .. import __version__, settings
-from ..kernels.cpu.building import COMPILERS, digest, prebuilt, sets_here
+from ..kernels.cpu.building import COMPILERS, SOURCES, sets_here
+from ..kernels.cpu.library import existing
 from ..kernels.select import choose
 from ..model.devices import pick_dtype
 
@@ -131,11 +132,10 @@ def _amx() -> str:
 
 def _library() -> str:
     best = sets_here()[0]
-    if prebuilt(best).exists():
-        return f"{best}, from the installed wheel"
-    made = settings.cache_folder() / "kernels" / f"cpu-{best}-{digest(best)}.so"
-    if made.exists():
-        return f"{best}, built here before ({made.name})"
+    found = next(existing(best, settings.cache_folder() / "kernels"), None)
+    if found is not None:
+        wheel = found.parent == SOURCES
+        return f"{best}, from the installed wheel" if wheel else f"{best}, built here before ({found})"
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         return f"none, and no compiler to build it ({', '.join(COMPILERS)}): plain torch computes"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from exlm.errors import Unsupported
 from exlm.kernels import select
+from exlm.kernels.artifact_cache import ArtifactFolder, file_name
 from exlm.kernels.cpu import building, library
 from exlm.kernels.select import choose
 
@@ -37,6 +39,7 @@ def test_without_a_compiler_the_reference_does_it_all(
     monkeypatch.delenv("EXLM_CPU", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("EXLM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(library, "prebuilt", lambda name: tmp_path / name)
     select._tell.cache_clear()
     for _ in range(2):
@@ -60,12 +63,68 @@ def test_a_switch_turns_it_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     assert not caplog.text
 
 
-def test_a_library_of_the_wheel_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def brought(folder: Path, data: bytes, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A library of an installed wheel."""
+    monkeypatch.setattr(building, "SOURCES", folder)
+    path = folder / file_name("exlm-cpu-plain.so", data)
+    path.write_bytes(data)
+    assert building.prebuilt("plain") == path
+    return path
+
+
+def test_a_library_of_the_wheel_comes_first(
+    made: library.Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = brought(tmp_path, made.path.read_bytes(), monkeypatch)
+    assert library.load(tmp_path / "none", "plain").path == path
+    path.chmod(0o666)  # how it was installed is not looked at, as with the Python code beside it
+    assert library.load(tmp_path / "none", "plain").path == path
+    elsewhere = path.rename(tmp_path / "elsewhere")
+    path.symlink_to(elsewhere)  # as some installers do
+    assert library.load(tmp_path / "none", "plain").path == path
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("length", [0, 100, 5000, -1])
+def test_a_damaged_library_of_the_wheel_is_not_loaded(
+    made: library.Library,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    length: int,
+) -> None:
+    data = made.path.read_bytes()
+    path = brought(tmp_path, data, monkeypatch)
+    path.write_bytes(data[:length])
+    kept = ArtifactFolder(tmp_path / "kernels").put(library._file("plain"), data)
+    assert library.load(tmp_path / "kernels", "plain").path == kept
+    assert f"{path} is not used, because it is damaged" in caplog.text
+    assert "install exlm again" in caplog.text
+
+
+def test_a_library_of_the_wheel_that_was_changed_on_purpose_has_no_checksum_in_its_name(
+    made: library.Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(building, "SOURCES", tmp_path)
+    path = tmp_path / "exlm-cpu-plain.so"
+    path.write_bytes(made.path.read_bytes() + b"\0")
+    assert library.load(tmp_path / "none", "plain").path == path
+
+
+def test_what_cannot_be_loaded_is_no_obstacle(
+    made: library.Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as a library that was compiled on a machine with a newer C library; it stays for that machine."""
     monkeypatch.setattr(library, "prebuilt", lambda name: tmp_path / name)
     (tmp_path / "plain").write_bytes(b"not a library")
-    assert library.built("plain", tmp_path / "none") == tmp_path / "plain"
-    with pytest.raises(Unsupported, match="cannot be loaded"):
-        library.load(tmp_path / "none", "plain")
+    folder = ArtifactFolder(tmp_path / "kernels")
+    good = folder.put(library._file("plain"), made.path.read_bytes())
+    other = folder.put(library._file("plain"), b"no library either")
+    os.utime(good, (0, 0))
+    assert library.load(tmp_path / "kernels", "plain").path == good
+    for path in (tmp_path / "plain", other):
+        assert f"{path} is not used, because its library cannot be loaded" in caplog.text
+        assert path.exists()
 
 
 def test_a_failed_build_leaves_nothing(
@@ -82,9 +141,11 @@ def test_a_failed_build_leaves_nothing(
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the user's nor that for temporary files; `test_damaged_library.py` has the first alone."""
     (tmp_path / "file").touch()
     monkeypatch.setattr(library, "prebuilt", lambda name: tmp_path / name)
-    with pytest.raises(Unsupported, match=r"cannot be|there is no C compiler"):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
+    with pytest.raises(Unsupported, match=r"cannot be compiled.*Not a directory"):
         library.load(tmp_path / "file" / "kernels", "plain")
 
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from collections.abc import Callable
 from dataclasses import astuple
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from exlm.errors import CheckpointError
+from exlm.kernels.artifact_cache import ArtifactFolder, warn_once
 from exlm.kernels.cuda.backend import Few
 from exlm.kernels.cuda.linear import Plan
 from exlm.kernels.cuda.planner import Kind, Planner, kind_of, plan_for, plans_file
 from exlm.kernels.cuda.tiles import alike, arrange
+from exlm.version import __version__
 from tests.kernels.cuda.emulator import EmulatedWorkshop
 from tests.kernels.cuda.oracle import LIMIT, off
 from tests.kernels.cuda.oracle import product as right
@@ -28,6 +33,11 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> EmulatedWorkshop:
     return EmulatedWorkshop(tmp_path_factory.mktemp("emulated"))
 
 
+@pytest.fixture(autouse=True)
+def _anew() -> None:
+    warn_once.cache_clear()
+
+
 def test_what_was_kept_is_used_by_those_of_its_kind_alone(workshop: EmulatedWorkshop, tmp_path: Path) -> None:
     file = plans_file(tmp_path / "kernels", "NVIDIA H200 (80GB)")
     assert file.name == "plans-nvidia-h200-80gb.json"
@@ -37,7 +47,9 @@ def test_what_was_kept_is_used_by_those_of_its_kind_alone(workshop: EmulatedWork
     assert one.plan == one.fitted(plan_for([tiles[0]], None, workshop.processors))
     Kind("", [one]).turn((1, 3, 4))
     assert astuple(one.plan) == (1, 3, 4)
-    assert planner.keep([Kind(kind_of(one.matrices, None), [one])]) == file
+    kept = planner.keep([Kind(kind_of(one.matrices, None), [one])])
+    assert [kept] == [*file.parent.iterdir()]
+    assert json.loads(kept.read_bytes())["plans"] == {kind_of(one.matrices, None): [1, 3, 4]}
     again = Planner(workshop, file)
     assert astuple(again.product([tiles[0]]).plan) == (1, 3, 4)
     assert again.product([tiles[1]]).plan == other.plan
@@ -82,25 +94,91 @@ def test_a_planner_keeps_nothing_alive(workshop: EmulatedWorkshop) -> None:
     assert len(planner._made) == 0
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"exlm": null, "plans": 3}', '{"plans": {}}', "{\x00"])
-def test_a_broken_file_is_told_of(workshop: EmulatedWorkshop, tmp_path: Path, text: str) -> None:
-    from exlm.version import __version__
+BROKEN = {
+    "nothing": "",
+    "a list": "[]",
+    "no version": '{"plans": {}}',
+    "no plans": '{"exlm": VERSION}',
+    "a number of plans": '{"exlm": VERSION, "plans": 3}',
+    "a list of plans": '{"exlm": VERSION, "plans": [[4, 8, 2]]}',
+    "a number for a plan": '{"exlm": VERSION, "plans": {"a": 3}}',
+    "no JSON": "{\x00",
+    "half of it": '{"exlm": VERSION, "plans": {"a": [4, 8',
+    "deep": '{"exlm": VERSION, "plans": {"a": ' + "[" * 100_000 + "]" * 100_000 + "}}",
+    "deep objects": '{"a":' * 100_000 + "1" + "}" * 100_000,
+    "more digits than are read": '{"exlm": VERSION, "plans": {"a": [' + "9" * 5000 + ", 8, 2]}}",
+    "long": '{"exlm": VERSION, "plans": {"a": [4, 8, 2]}}' + " " * (1 << 20),
+    "half of a character": b'{"exlm": VERSION, "plans": {"\xc3": [4, 8, 2]}}',
+}
 
-    file = tmp_path / "plans.json"
-    file.write_text(text.replace("null", json.dumps(__version__)))
-    with pytest.warns(UserWarning, match=r"plans\.json cannot be read .* run `exlm tune` again"):
-        assert Planner(workshop, file)._known == {}
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_a_broken_file_is_told_of(workshop: EmulatedWorkshop, tmp_path: Path, text: str) -> None:
+    content = BROKEN[text] if isinstance(BROKEN[text], bytes) else BROKEN[text].encode()
+    data = content.replace(b"VERSION", json.dumps(__version__).encode())
+    ArtifactFolder(tmp_path).put("plans.json", data)
+    told = r"plans-[0-9a-f]{32}\.json cannot be read .*delete it, or run `exlm tune` again"
+    with pytest.warns(UserWarning, match=told):
+        assert Planner(workshop, tmp_path / "plans.json")._known == {}
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "empty": lambda path: os.truncate(path, 0),
+    "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "another plan": lambda path: path.write_text(path.read_text().replace("3", "8")),
+    "others may write": lambda path: path.chmod(0o666),
+    "a loop": lambda path: (path.unlink(), path.symlink_to(path.name)),
+    "a FIFO": lambda path: (path.unlink(), os.mkfifo(path)),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "no checksum": lambda path: path.rename(path.with_name("plans.json")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_told_of_and_replaced(
+    workshop: EmulatedWorkshop, tmp_path: Path, damage: str
+) -> None:
+    file, tiles = tmp_path / "plans.json", [arrange(weight("4 bits"))]
+    planner = Planner(workshop, file)
+    product = planner.product(tiles)
+    usual = product.plan
+    kind = Kind(kind_of(tiles, None), [product])
+    kind.turn((1, 3, 4))
+    kept = planner.keep([kind])
+    assert kept is not None
+    DAMAGES[damage](kept)
+    with pytest.warns(UserWarning, match=r"plans.*\.json is not used.* run `exlm tune` again"):
+        again = Planner(workshop, file)
+    assert again.product(tiles).plan == usual
+    with pytest.warns(UserWarning, match="is not used"):
+        assert again.keep([kind]) == kept
+    assert astuple(Planner(workshop, file).product(tiles).plan) == (1, 3, 4)
+
+
+def test_a_folder_that_others_may_write_has_no_plans(
+    workshop: EmulatedWorkshop, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    planner = Planner(workshop, tmp_path / "kernels" / "plans.json")
+    kind = Kind("a", [planner.product([arrange(weight("4 bits"))])])
+    planner.keep([kind])
+    (tmp_path / "kernels").chmod(0o777)
+    assert Planner(workshop, tmp_path / "kernels" / "plans.json")._known == {}
+    assert "is not used, because others may write to it" in caplog.text
+    with pytest.raises(CheckpointError, match=r"others may write to it .*mode 0777.*chmod go-w.*EXLM_CACHE"):
+        planner.keep([kind])
 
 
 def test_other_versions_and_impossible_plans_do_not_count(workshop: EmulatedWorkshop, tmp_path: Path) -> None:
-    from exlm.version import __version__
-
-    file = tmp_path / "plans.json"
-    plans = {"a": [4, 8, 2], "b": [0, 8, 2], "c": [4, 99, 2], "d": [4, 8], "e": [4, 8, 2, 1]}
-    file.write_text(json.dumps({"exlm": __version__, "plans": plans}))
+    file, folder = tmp_path / "plans.json", ArtifactFolder(tmp_path)
+    plans: dict[str, Any] = {"a": [4, 8, 2], "b": [0, 8, 2], "c": [4, 99, 2], "d": [4, 8], "e": [4, 8, 2, 1]}
+    plans |= {"f": [4.0, 8, 2], "g": ["4", 8, 2], "h": [True, 8, 2], "i": [1e999, 8, 2], "j": "482"}
+    plans |= {"k": [4, 8, 10**4000], "l": [float("nan"), 8, 2], "m": [[4], 8, 2], "n": [-4, 8, 2], "o": {}}
+    folder.put(file.name, json.dumps({"exlm": __version__, "plans": plans}).encode(), only=True)
     assert Planner(workshop, file)._known == {"a": (4, 8, 2)}
-    file.write_text(json.dumps({"exlm": "0.0.0", "plans": plans}))
-    assert Planner(workshop, file)._known == {}
+    for version in ("0.0.0", None, 1, [], {}):
+        folder.put(file.name, json.dumps({"exlm": version, "plans": plans}).encode(), only=True)
+        assert Planner(workshop, file)._known == {}
 
 
 def test_what_cannot_be_written_is_told(workshop: EmulatedWorkshop, tmp_path: Path) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from exlm.errors import KernelError, Unsupported
-from exlm.kernels.cuda import unpack, wide
+from exlm.kernels.artifact_cache import ArtifactCache, warn_once
+from exlm.kernels.cuda import program, unpack, wide
 from exlm.kernels.cuda.layout import Layout
 from exlm.kernels.cuda.linear import SOURCE, Form, Plan, Product, choices, dealt
 from exlm.kernels.cuda.program import Workshop, compile_source, compiled, whole
@@ -51,6 +56,7 @@ def options(target: str, chosen: dict[str, int]) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _compiler() -> None:
+    warn_once.cache_clear()
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and nvidia-cuda-nvrtc")
 
 
@@ -77,20 +83,104 @@ def test_unpacking_compiles(target: str, layout: Layout) -> None:
     assert b"expand" in compile_source(whole(unpack.SOURCE), unpack.SOURCE.name, options(target, chosen))
 
 
-def test_machine_code_is_kept(tmp_path: Path) -> None:
-    defines = tuple(sorted(CHOICES["gptq"].items()))
-    first = compiled(SOURCE, defines, "sm_90", tmp_path / "kernels")
+class Counting:
+    """A compiler that counts what it compiles, and needs no time for what it has compiled before."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self._known: dict[Any, bytes] = {}
+
+    def __call__(self, text: bytes, name: str, options: Sequence[str]) -> bytes:
+        self.calls += 1
+        key = text, name, tuple(options)
+        if key not in self._known:
+            self._known[key] = compile_source(text, name, options)
+        return self._known[key]
+
+
+@pytest.fixture(scope="module")
+def counted() -> Counting:
+    return Counting()
+
+
+@pytest.fixture
+def compiler(counted: Counting, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Counting:
+    """Counts from 0; the folder for temporary files is the test's own."""
+    monkeypatch.setattr(program, "compile_source", counted)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    counted.calls = 0
+    return counted
+
+
+DEFINES = tuple(sorted(CHOICES["gptq"].items()))
+
+
+def test_machine_code_is_kept(tmp_path: Path, compiler: Counting) -> None:
+    cache = ArtifactCache(tmp_path / "kernels")
+    first = compiled(SOURCE, DEFINES, "sm_90", cache)
     (file,) = (tmp_path / "kernels").iterdir()
     assert file.read_bytes() == first
-    file.write_bytes(b"kept")
-    assert compiled(SOURCE, defines, "sm_90", tmp_path / "kernels") == b"kept"
-    assert compiled(SOURCE, defines, "sm_80", tmp_path / "kernels") != b"kept"
+    assert first.startswith(b"\x7fELF")
+    for known in (cache, ArtifactCache(tmp_path / "kernels")):
+        assert compiled(SOURCE, DEFINES, "sm_90", known) == first
+    assert compiler.calls == 1
+    assert compiled(SOURCE, DEFINES, "sm_80", cache) != first
+    assert compiler.calls == 2
+    assert len([*(tmp_path / "kernels").iterdir()]) == 2
 
 
-def test_a_folder_that_cannot_be_written_is_no_obstacle(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("not a folder")
-    image = compiled(SOURCE, tuple(sorted(CHOICES["gptq"].items())), "sm_90", tmp_path / "file" / "kernels")
-    assert image.startswith(b"\x7fELF")
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "empty": lambda path: os.truncate(path, 0),
+    "one byte": lambda path: os.truncate(path, 1),
+    "half": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "all but one byte": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "something else": lambda path: path.write_bytes(b"something else"),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    "header": lambda path: path.write_bytes(b"\0" + path.read_bytes()[1:]),
+    "code": lambda path: path.write_bytes(path.read_bytes()[:2000] + b"\xff\0" + path.read_bytes()[2002:]),
+    "others may write": lambda path: path.chmod(0o666),
+    "the group may write": lambda path: path.chmod(0o664),
+    "a dangling link": lambda path: (path.unlink(), path.symlink_to("nothing")),
+    "a loop": lambda path: (path.unlink(), path.symlink_to(path.name)),
+    "a FIFO": lambda path: (path.unlink(), os.mkfifo(path)),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_machine_code_is_compiled_again(
+    tmp_path: Path, compiler: Counting, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    first = compiled(SOURCE, DEFINES, "sm_90", ArtifactCache(tmp_path / "kernels"))
+    (file,) = (tmp_path / "kernels").iterdir()
+    DAMAGES[damage](file)
+    for _ in range(2):
+        assert compiled(SOURCE, DEFINES, "sm_90", ArtifactCache(tmp_path / "kernels")) == first
+    assert compiler.calls == 2
+    assert caplog.text.count(f"{file} is not used, because") == 1
+    assert [*(tmp_path / "kernels").iterdir()] == [file]
+    assert file.read_bytes() == first
+
+
+@pytest.mark.parametrize("folder", ["written by others", "no folder"])
+def test_a_folder_that_cannot_be_used_is_no_obstacle(
+    tmp_path: Path, compiler: Counting, caplog: pytest.LogCaptureFixture, folder: str
+) -> None:
+    if folder == "no folder":
+        (tmp_path / "kernels").touch()
+    else:
+        (tmp_path / "kernels").mkdir()
+        (tmp_path / "kernels").chmod(0o777)
+    images = {compiled(SOURCE, DEFINES, "sm_90", ArtifactCache(tmp_path / "kernels")) for _ in range(3)}
+    assert len(images) == compiler.calls == 1
+    assert len(caplog.records) == 1
+    assert "EXLM_CACHE" in caplog.text
+    (private,) = (tmp_path / "tmp").iterdir()
+    private.chmod(0o777)  # then nothing can be kept at all
+    assert {compiled(SOURCE, DEFINES, "sm_90", ArtifactCache(tmp_path / "kernels"))} == images
+    assert compiler.calls == 2
 
 
 def test_the_compiler_says_what_is_wrong() -> None:

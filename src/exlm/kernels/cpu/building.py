@@ -66,8 +66,13 @@ def sets_here() -> list[str]:
 
 
 def prebuilt(instructions: str) -> Path:
-    """Where a wheel keeps the library of a set."""
-    return SOURCES / f"exlm-cpu-{instructions}.so"
+    """The library of a set that a wheel brought; there need not be one.
+
+    Its name ends with a checksum (`exlm-cpu-avx2-<checksum>.so`). Who strips the libraries of a package or
+    changes them otherwise takes the checksum out of the name; such a library is used unchecked.
+    """
+    found = sorted(SOURCES.glob(f"exlm-cpu-{instructions}-*.so"))
+    return found[0] if found else SOURCES / f"exlm-cpu-{instructions}.so"
 
 
 def build(instructions: str, target: Path, extra: tuple[str, ...] = ()) -> None:

@@ -6,25 +6,21 @@ What the functions compute is not known here, and nothing depends on torch's bui
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from ...errors import KernelError, Unsupported
+from ..artifact_cache import (
+    CHECKSUM_DIGITS,
+    ArtifactCache,
+    damage,
+    scratch_folder,
+    warn_once,
+    warn_unwritable,
+)
 from .building import BuildError, build, digest, prebuilt, sets_here
-
-
-def built(instructions: str, folder: Path) -> Path:
-    """The library of a set: the wheel's, or one that was made here before, or a new one."""
-    if (found := prebuilt(instructions)).exists():
-        return found
-    target = folder / f"cpu-{instructions}-{digest(instructions)}.so"
-    if not target.exists():
-        try:
-            build(instructions, target)
-        except BuildError as reason:
-            raise Unsupported(str(reason)) from reason
-    return target
 
 
 class Factors(ctypes.Structure):
@@ -99,6 +95,12 @@ class Library:
             loaded = ctypes.CDLL(str(path))
         except OSError as error:
             raise Unsupported(f"its library cannot be loaded ({error})") from error
+        try:
+            self._bind(loaded)
+        except AttributeError as error:
+            raise Unsupported(f"its library is another one ({error})") from error
+
+    def _bind(self, loaded: ctypes.CDLL) -> None:
         p, i, n = ctypes.c_void_p, ctypes.c_int, ctypes.c_long
         self.digits = bool(_function(loaded.exlm_has_whole_numbers)())  # products of them
         self.product = _function(loaded.exlm_product, p, p, i, p, i)
@@ -125,12 +127,56 @@ def _function(found: Any, *types: Any) -> Callable[..., int]:
 
 
 def load(folder: Path, instructions: str | None = None) -> Library:
-    """The library of a set, by default the best this processor can run."""
+    """The library of a set, by default the best this processor can run.
+
+    It is the wheel's, or one that was compiled before and is intact, or it is compiled now.
+    """
     name = instructions or sets_here()[0]
+    for path in existing(name, folder):
+        try:
+            return Library(name, path)
+        except Unsupported as reason:
+            warn_once(f"{path} is not used, because {reason}: another one is used or compiled.")
+    return _compiled(name, folder)
+
+
+def existing(instructions: str, folder: Path) -> Iterator[Path]:
+    """The intact libraries of a set: the wheel's, then those that were compiled before."""
+    brought = prebuilt(instructions)
+    if brought.exists():
+        checked = re.search(rf"-[0-9a-f]{{{CHECKSUM_DIGITS}}}$", brought.stem)
+        problem = damage(brought) if checked else None
+        if problem is None:
+            yield brought
+        else:
+            warn_once(f"{brought} is not used, because {problem}: install exlm again.")
+    for kept in ArtifactCache(folder).find(_file(instructions)):
+        yield kept.path
+
+
+def _compiled(instructions: str, folder: Path) -> Library:
+    """A new library, kept in the first folder that it can be loaded from."""
     try:
-        return Library(name, built(name, folder))
+        with scratch_folder() as scratch:
+            target = scratch / "library.so"
+            build(instructions, target)
+            data = target.read_bytes()
+    except BuildError as reason:
+        raise Unsupported(str(reason)) from reason
     except OSError as error:
-        raise Unsupported(f"its library cannot be kept in {folder} ({error})") from error
+        raise Unsupported(f"its library cannot be compiled ({error})") from error
+    failures = []
+    for place in ArtifactCache(folder).folders():
+        try:
+            return Library(instructions, place.put(_file(instructions), data))
+        except (OSError, Unsupported) as reason:
+            warn_unwritable(place, reason)
+            failures.append(str(reason))
+    raise Unsupported(f"its library cannot be kept ({'; '.join(failures)})")
+
+
+def _file(instructions: str) -> str:
+    return f"cpu-{instructions}-{digest(instructions)}.so"
 
 
 def check(code: int) -> None:

@@ -7,6 +7,7 @@ to another; on one device with one file they never do. How plans are compared is
 from __future__ import annotations
 
 import json
+import os
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,8 +17,9 @@ from weakref import WeakSet
 
 from ...errors import CheckpointError
 from ...version import __version__
+from ..artifact_cache import ArtifactFolder, UntrustedFolder
 from .linear import Normal, Plan, Product
-from .program import Workshop, put_whole
+from .program import Workshop
 from .tiles import Tiles
 
 Setting = tuple[int, ...]
@@ -25,6 +27,9 @@ Setting = tuple[int, ...]
 _TILES = (1, 2, 3, 4, 5, 6, 8)
 _WARPS = (2, 3, 4, 5, 6, 8, 10, 12, 16)
 _STAGES = (2, 3, 4)
+
+_MAX_FILE_BYTES = 1 << 20  # a model has some ten kinds of products, each a line or so
+_REMEDY = "usual plans are used; delete it, or run `exlm tune` again"
 
 
 @dataclass
@@ -60,7 +65,7 @@ class Planner:
     """The plans of one device."""
 
     def __init__(self, workshop: Workshop, file: Path | None = None) -> None:
-        """`file` holds what was measured; there need not be one."""
+        """`file` holds what was measured, behind a checksum in its name; there need not be one."""
         self.workshop = workshop
         self.file = file
         self._known = {} if file is None else _read(file)
@@ -97,12 +102,11 @@ class Planner:
         if self.file is None:
             return None
         self._known = _read(self.file) | {kind.name: kind.setting for kind in kinds}
-        _write(self.file, self._known)
-        return self.file
+        return _write(self.file, self._known)
 
 
 def plans_file(folder: Path, device: str) -> Path:
-    """Where the plans of a device of this name are."""
+    """Where the plans of a device of this name are, but for the checksum that ends the file's name."""
     return folder / f"plans-{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
 
 
@@ -133,37 +137,48 @@ def plan_for(matrices: Sequence[Tiles], act: str | None = None, processors: int 
 
 
 def _read(file: Path) -> dict[str, Setting]:
-    """The plans in a file, if they are of this version; none, with a warning, if it cannot be read."""
-    try:
-        kept = json.loads(file.read_text(encoding="utf-8"))
-        if kept["exlm"] != __version__:
+    """The plans in the newest intact file; none, with a warning, if it cannot be read."""
+    for kept in ArtifactFolder(file.parent, _REMEDY).find(file.name, _warn):
+        try:
+            return _plans(kept.data)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            _warn(f"{kept.path} cannot be read ({type(error).__name__}: {error}): {_REMEDY}.")
             return {}
-        found = {str(kind): tuple(map(int, setting)) for kind, setting in kept["plans"].items()}
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        warnings.warn(
-            f"{file} cannot be read ({type(error).__name__}: {error}), so usual plans are used: delete it, "
-            "or run `exlm tune` again.",
-            stacklevel=2,
-        )
+    if os.path.exists(file):  # Path.exists would raise where nothing may be looked up
+        _warn(f"{file} is not used, because its name has no checksum: {_REMEDY}.")
+    return {}
+
+
+def _plans(data: bytes) -> dict[str, Setting]:
+    """Those of this version that a product can have; an error if it is not what `_write` writes."""
+    if len(data) > _MAX_FILE_BYTES:
+        raise ValueError(f"it has {len(data)} bytes, more than {_MAX_FILE_BYTES}")
+    kept = json.loads(data.decode())
+    if kept["exlm"] != __version__:
         return {}
     usual = (_TILES, _WARPS, _STAGES)
     return {
-        kind: setting
-        for kind, setting in found.items()
+        kind: tuple(setting)
+        for kind, setting in kept["plans"].items()
         if len(setting) == len(usual)
+        and all(type(value) is int for value in setting)
         and all(value in known for value, known in zip(setting, usual, strict=True))
     }
 
 
-def _write(file: Path, plans: dict[str, Setting]) -> None:
-    """`CheckpointError` if that cannot be done."""
+def _write(file: Path, plans: dict[str, Setting]) -> Path:
+    """The file that has them now; `CheckpointError` if that cannot be done."""
     text = json.dumps({"exlm": __version__, "plans": plans}, indent=1)
     try:
-        put_whole(file, text.encode())
+        return ArtifactFolder(file.parent).put(file.name, text.encode(), only=True)
+    except UntrustedFolder as refused:
+        raise CheckpointError(f"The plans could not be kept: {refused.strerror}") from refused
     except OSError as error:
         raise CheckpointError(
             f"{file} could not be written ({error}). Make room on the disk, or set EXLM_CACHE to a folder "
             "that can be written."
         ) from error
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=4)

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import re
 import sys
-import tempfile
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,6 +20,7 @@ import torch
 
 from ...errors import KernelError, MissingExtra
 from ...version import __version__
+from ..artifact_cache import ArtifactCache
 
 Grid = tuple[int, int, int]
 _INCLUDE = re.compile(rb'^#include "([^"]+)"$', re.MULTILINE)
@@ -65,7 +63,7 @@ class Workshop:
 
     def __init__(self, device: torch.device, folder: Path) -> None:
         self.device = device
-        self.folder = folder
+        self.cache = ArtifactCache(folder)
         self._made: dict[tuple[Path, Defines], Program] = {}
         self._lock = threading.Lock()
 
@@ -86,14 +84,14 @@ class Workshop:
         if key not in self._made:
             with self._lock:  # several threads may want the same, and only one should compile it
                 if key not in self._made:
-                    self._made[key] = Program(source, key[1], self.device, self.folder)
+                    self._made[key] = Program(source, key[1], self.device, self.cache)
         return self._made[key]
 
 
 class Program:
     """One source with its choices made, loaded on one device."""
 
-    def __init__(self, source: Path, defines: Defines, device: torch.device, folder: Path) -> None:
+    def __init__(self, source: Path, defines: Defines, device: torch.device, cache: ArtifactCache) -> None:
         self._driver = bindings().driver
         self._launch: Any = ctypes.CDLL(
             "nvcuda" if sys.platform == "win32" else "libcuda.so.1"
@@ -101,7 +99,7 @@ class Program:
         self.device = device
         major, minor = torch.cuda.get_device_capability(device)
         self._overlaps = major >= 9
-        image = compiled(source, defines, target(major, minor), folder)
+        image = compiled(source, defines, target(major, minor), cache)
         with torch.cuda.device(device):
             torch.cuda.current_stream()  # torch's context is the one to load into
             self._module = self._call("cuModuleLoadData", image)
@@ -163,17 +161,16 @@ def target(major: int, minor: int) -> str:
     return "sm_90a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
 
 
-def compiled(source: Path, defines: Defines, target: str, folder: Path) -> bytes:
-    """The machine code of a source for a target such as `sm_90a`; from the folder if it is there already."""
+def compiled(source: Path, defines: Defines, target: str, cache: ArtifactCache) -> bytes:
+    """The machine code of a source for a target such as `sm_90a`; from the cache if it is there, intact."""
     text = whole(source)
     choices = [f"-D{name}={value}" for name, value in defines]
     key = hashlib.sha256(b"\0".join([text, target.encode(), __version__.encode(), *map(str.encode, choices)]))
-    path = folder / f"{source.stem}-{target}-{key.hexdigest()[:24]}.cubin"
-    if path.is_file():
-        return path.read_bytes()
+    name = f"{source.stem}-{target}-{key.hexdigest()[:24]}.cubin"
+    for kept in cache.find(name):
+        return kept.data
     image = compile_source(text, source.name, [f"--gpu-architecture={target}", "--std=c++17", *choices])
-    with suppress(OSError):  # a cache that cannot be written is no error
-        put_whole(path, image)
+    cache.put(name, image)
     return image
 
 
@@ -207,19 +204,6 @@ def compile_source(text: bytes, name: str, options: Sequence[str]) -> bytes:
         return image
     finally:
         nvrtc.nvrtcDestroyProgram(made)
-
-
-def put_whole(path: Path, data: bytes) -> None:
-    """A file in its place, whole or not at all, whoever else does the same."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def bindings() -> Any:
