@@ -115,12 +115,28 @@ class ArtifactFolder:
         for path in self._candidates(name, status):
             try:
                 data = _read(path)
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 continue
             except (OSError, _Unusable) as problem:
                 report(f"{path} is not used, because {problem}: {self._remedy}.")
                 continue
             yield Artifact(path, data)
+
+    def find_unverified(self, name: str, report: Report = warn_once) -> Artifact | None:
+        """The file of exactly this name, as earlier versions wrote it; its owner and mode are checked.
+
+        Only for content that the caller validates completely, never for machine code.
+        """
+        path = self.path / name
+        try:
+            if _writable_by_others(self.path.stat()):
+                return None  # `find` has said so
+            return Artifact(path, _read(path, verify=False))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, _Unusable) as problem:
+            report(f"{path} is not used, because {problem}: {self._remedy}.")
+            return None
 
     def put(self, name: str, data: bytes, *, only: bool = False) -> Path:
         """Write a file; unusable files of this name are removed, with `only` all others of this name.
@@ -251,11 +267,14 @@ def _writable_by_others(status: os.stat_result) -> str | None:
     return None
 
 
-def _read(path: Path, ours: bool = True) -> bytes:
-    """The content of a file if it may be used; with `ours`, only if no other user can change it."""
+def _read(path: Path, ours: bool = True, verify: bool = True) -> bytes:
+    """The content of a file if it may be used; with `ours`, only if no other user can change it.
+
+    With `verify` the checksum in its name must be that of its content.
+    """
     try:
         handle = os.open(path, _READ | (_NOFOLLOW if ours else 0))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:  # ELOOP: O_NOFOLLOW on a symbolic link
         words = "it is a symbolic link" if error.errno == errno.ELOOP else f"it cannot be opened ({error})"
@@ -272,7 +291,7 @@ def _read(path: Path, ours: bool = True) -> bytes:
         os.close(handle)
     if len(data) > MAX_BYTES:
         raise _Unusable(f"it is damaged ({status.st_size} bytes, more than {MAX_BYTES})")
-    if checksum(data) != path.stem[-CHECKSUM_DIGITS:]:
+    if verify and checksum(data) != path.stem[-CHECKSUM_DIGITS:]:
         raise _Unusable(f"it is damaged (the checksum of its {len(data)} bytes is {checksum(data)})")
     return data
 

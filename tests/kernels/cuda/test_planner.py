@@ -131,7 +131,6 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "a loop": lambda path: (path.unlink(), path.symlink_to(path.name)),
     "a FIFO": lambda path: (path.unlink(), os.mkfifo(path)),
     "a folder": lambda path: (path.unlink(), path.mkdir()),
-    "no checksum": lambda path: path.rename(path.with_name("plans.json")),
 }
 
 
@@ -154,6 +153,27 @@ def test_a_damaged_file_is_told_of_and_replaced(
     with pytest.warns(UserWarning, match="is not used"):
         assert again.keep([kind]) == kept
     assert astuple(Planner(workshop, file).product(tiles).plan) == (1, 3, 4)
+
+
+def test_plans_of_earlier_versions_are_read(workshop: EmulatedWorkshop, tmp_path: Path) -> None:
+    """Their file's name has no checksum; what it says is validated in any case."""
+    file, tiles = tmp_path / "plans.json", [arrange(weight("4 bits"))]
+    name = kind_of(tiles, None)
+    file.write_text(json.dumps({"exlm": __version__, "plans": {name: [1, 3, 4], "b": [0, 8, 2]}}))
+    planner = Planner(workshop, file)
+    assert planner._known == {name: (1, 3, 4)}
+    kept = planner.keep([Kind(name, [planner.product(tiles)])])
+    assert kept is not None
+    assert kept != file
+    file.write_text('{"exlm": "' + __version__ + '", "plans": {"' + name + '": [2, 2, 2]}}')
+    assert Planner(workshop, file)._known == {name: (1, 3, 4)}, "the verified file counts"
+    kept.unlink()
+    file.write_text("{")
+    with pytest.warns(UserWarning, match=r"plans\.json cannot be read .*run `exlm tune` again"):
+        assert Planner(workshop, file)._known == {}
+    file.chmod(0o666)
+    with pytest.warns(UserWarning, match=r"plans\.json is not used, because others may write to it"):
+        assert Planner(workshop, file)._known == {}
 
 
 def test_a_folder_that_others_may_write_has_no_plans(

@@ -7,7 +7,6 @@ to another; on one device with one file they never do. How plans are compared is
 from __future__ import annotations
 
 import json
-import os
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -138,15 +137,15 @@ def plan_for(matrices: Sequence[Tiles], act: str | None = None, processors: int 
 
 def _read(file: Path) -> dict[str, Setting]:
     """The plans in the newest intact file; none, with a warning, if it cannot be read."""
-    for kept in ArtifactFolder(file.parent, _REMEDY).find(file.name, _warn):
-        try:
-            return _plans(kept.data)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            _warn(f"{kept.path} cannot be read ({type(error).__name__}: {error}): {_REMEDY}.")
-            return {}
-    if os.path.exists(file):  # Path.exists would raise where nothing may be looked up
-        _warn(f"{file} is not used, because its name has no checksum: {_REMEDY}.")
-    return {}
+    folder = ArtifactFolder(file.parent, _REMEDY)
+    found = next(folder.find(file.name, _warn), None) or folder.find_unverified(file.name, _warn)
+    if found is None:
+        return {}
+    try:
+        return _plans(found.data)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        _warn(f"{found.path} cannot be read ({type(error).__name__}: {error}): {_REMEDY}.")
+        return {}
 
 
 def _plans(data: bytes) -> dict[str, Setting]:
