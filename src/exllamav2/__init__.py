@@ -21,7 +21,34 @@ from exlm.legacy.timer import Timer
 from exlm.legacy.unavailable import MultimodalProjector as ExLlamaV2MultimodalProjector
 from exlm.legacy.unavailable import VisionTower as ExLlamaV2VisionTower
 
-from . import attn, cache, config, embedding, generator, lora, model, tokenizer, util, version, vlm  # noqa: F401
+from . import (  # noqa: F401
+    architecture,
+    attn,
+    cache,
+    compat,
+    config,
+    device,
+    embedding,
+    ext,
+    generator,
+    headnorm,
+    layernorm,
+    linear,
+    lora,
+    mlp,
+    model,
+    module,
+    moe_mlp,
+    parallel_decoder,
+    pos_embedding,
+    rmsnorm,
+    stloader,
+    tensor_p,
+    tokenizer,
+    util,
+    version,
+    vlm,
+)
 
 __all__ = [
     "ExLlamaV2",

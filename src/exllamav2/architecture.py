@@ -1,6 +1,6 @@
-"""Refused: architectures are data."""
+"""For `from exllamav2.architecture import …`."""
 
-raise ImportError(
-    "exllamav2.architecture does not exist in exlm: a model is described by data, not by a class. "
-    "Read the config of an exlm.Model: config.architecture and config.spec."
-)
+from exlm.legacy.internals import ArchParams as ExLlamaV2ArchParams
+from exlm.legacy.internals import RopeStyle
+
+__all__ = ["ExLlamaV2ArchParams", "RopeStyle"]

@@ -5,6 +5,9 @@ from exlm.legacy.unavailable import (
     assert_paged_attn,
     has_flash_attn,
     has_flash_attn_with_paged,
+    has_flash_attn_with_softcap,
+    has_flash_attn_with_window,
+    has_lower_right_sdpa,
     has_xformers,
 )
 
@@ -13,5 +16,8 @@ __all__ = [
     "assert_paged_attn",
     "has_flash_attn",
     "has_flash_attn_with_paged",
+    "has_flash_attn_with_softcap",
+    "has_flash_attn_with_window",
+    "has_lower_right_sdpa",
     "has_xformers",
 ]

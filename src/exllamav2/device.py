@@ -1,6 +1,6 @@
-"""Refused: there is no context of a device."""
+"""For `from exllamav2.device import …`."""
 
-raise ImportError(
-    "exllamav2.device does not exist in exlm: a model keeps no scratch memory to ask for. "
-    "Load a model with exlm.Model; config.device chooses where."
-)
+from exlm.legacy.internals import DeviceContext as ExLlamaV2DeviceContext
+from exlm.legacy.internals import get_device_stream, global_streams, set_device_streams
+
+__all__ = ["ExLlamaV2DeviceContext", "get_device_stream", "global_streams", "set_device_streams"]

@@ -1,6 +1,19 @@
-"""Refused: there is no compiled extension to import."""
+"""For `from exllamav2.ext import …`: placeholders, which say what to use instead."""
 
-raise ImportError(
-    "exllamav2.ext does not exist in exlm: nothing is compiled and no kernel is called by hand. "
-    "Load a model with exlm.Model and let it choose its kernels."
+from exlm.legacy.internals import (
+    exllamav2_ext,
+    make_c_ext,
+    make_group_map,
+    make_q_matrix,
+    make_q_matrix_split,
+    none_tensor,
 )
+
+__all__ = [
+    "exllamav2_ext",
+    "make_c_ext",
+    "make_group_map",
+    "make_q_matrix",
+    "make_q_matrix_split",
+    "none_tensor",
+]

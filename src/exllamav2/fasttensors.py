@@ -1,6 +1,6 @@
-"""Refused: there is no second way to read files."""
+"""For `from exllamav2.fasttensors import …`: placeholders, which say what to use instead."""
 
-raise ImportError(
-    "exllamav2.fasttensors does not exist in exlm: weights are mapped and read ahead as they are. "
-    "Load a model with exlm.Model; config.fasttensors is accepted and has no effect."
-)
+from exlm.legacy.internals import SafetensorsFile as STFile
+from exlm.legacy.internals import cleanup_stfiles
+
+__all__ = ["STFile", "cleanup_stfiles"]

@@ -5,13 +5,33 @@ from exlm import CacheBase as ExLlamaV2CacheBase
 from exlm import Config as ExLlamaV2Config
 from exlm import Lora as ExLlamaV2Lora
 from exlm import Model as ExLlamaV2
+from exlm.legacy.layers import MLP as ExLlamaV2MLP
+from exlm.legacy.layers import EmbeddingModule as ExLlamaV2Embedding
+from exlm.legacy.layers import LayerModule as ExLlamaV2Module
+from exlm.legacy.layers import LayerNorm as ExLlamaV2LayerNorm
+from exlm.legacy.layers import Linear as ExLlamaV2Linear
+from exlm.legacy.layers import MoEMLP as ExLlamaV2MoEMLP
+from exlm.legacy.layers import ParallelDecoder as ExLlamaV2ParallelDecoder
+from exlm.legacy.layers import PositionEmbedding as ExLlamaV2PosEmbedding
+from exlm.legacy.layers import RMSNorm as ExLlamaV2RMSNorm
 from exlm.legacy.moving import torch_device as _torch_device
+from exlm.legacy.unavailable import AttentionModule as ExLlamaV2Attention
 
 __all__ = [
     "ExLlamaV2",
+    "ExLlamaV2Attention",
     "ExLlamaV2Cache",
     "ExLlamaV2CacheBase",
     "ExLlamaV2Config",
+    "ExLlamaV2Embedding",
+    "ExLlamaV2LayerNorm",
+    "ExLlamaV2Linear",
     "ExLlamaV2Lora",
+    "ExLlamaV2MLP",
+    "ExLlamaV2MoEMLP",
+    "ExLlamaV2Module",
+    "ExLlamaV2ParallelDecoder",
+    "ExLlamaV2PosEmbedding",
+    "ExLlamaV2RMSNorm",
     "_torch_device",
 ]

@@ -1,6 +1,6 @@
-"""Refused: modules are not public."""
+"""For `from exllamav2.module import …`."""
 
-raise ImportError(
-    "exllamav2.module does not exist in exlm: modules are built while loading and are not public. "
-    "Use exlm.Model; its explain() says what runs each part."
-)
+from exlm.legacy.intervention import Intervention
+from exlm.legacy.layers import LayerModule as ExLlamaV2Module
+
+__all__ = ["ExLlamaV2Module", "Intervention"]

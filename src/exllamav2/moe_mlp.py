@@ -1,6 +1,5 @@
-"""Refused: modules are not public."""
+"""For `from exllamav2.moe_mlp import …`: placeholders, which say what to use instead."""
 
-raise ImportError(
-    "exllamav2.moe_mlp does not exist in exlm: modules are built while loading and are not public. "
-    "Use exlm.Model; its explain() says what runs each part."
-)
+from exlm.legacy.layers import MoEMLP as ExLlamaV2MoEMLP
+
+__all__ = ["ExLlamaV2MoEMLP"]

@@ -1,6 +1,5 @@
-"""Refused: modules are not public."""
+"""For `from exllamav2.rmsnorm import …`: placeholders, which say what to use instead."""
 
-raise ImportError(
-    "exllamav2.rmsnorm does not exist in exlm: modules are built while loading and are not public. "
-    "Use exlm.Model; its explain() says what runs each part."
-)
+from exlm.legacy.layers import RMSNorm as ExLlamaV2RMSNorm
+
+__all__ = ["ExLlamaV2RMSNorm"]

@@ -1,6 +1,6 @@
-"""Refused: there is no loader to call by hand."""
+"""For `from exllamav2.stloader import …`: placeholders, which say what to use instead."""
 
-raise ImportError(
-    "exllamav2.stloader does not exist in exlm: files are opened while a model loads. "
-    "Load a model with exlm.Model; read single tensors with the safetensors package."
-)
+from exlm.legacy.internals import SafetensorsFile as STFile
+from exlm.legacy.internals import cleanup_stfiles
+
+__all__ = ["STFile", "cleanup_stfiles"]

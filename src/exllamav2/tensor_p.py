@@ -1,6 +1,12 @@
-"""Refused: how layers are shared among devices is not public."""
+"""For `from exllamav2.tensor_p import …`: placeholders, which say what to use instead."""
 
-raise ImportError(
-    "exllamav2.tensor_p does not exist in exlm: load with exlm.Model.load_tp() and make the cache with "
-    "ExLlamaV2Cache_TP, which need nothing of it."
+from exlm.legacy.internals import (
+    BROADCAST_ID,
+    BROADCAST_KV,
+    BROADCAST_Q,
+    BROADCAST_RS,
+    BROADCAST_VC,
+    TPContext,
 )
+
+__all__ = ["BROADCAST_ID", "BROADCAST_KV", "BROADCAST_Q", "BROADCAST_RS", "BROADCAST_VC", "TPContext"]

@@ -11,13 +11,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType
 from typing import Any
 
 from . import families, settings, spec
-from .checkpoint import GgufFile
+from .checkpoint import GgufFile, TensorFiles
 from .errors import ConfigError, InputError, ModelNotFound, unheard_of
 from .families import Hyper
+from .families.fields import Fields
 from .families.gguf import config_from_metadata
 from .families.overrides import Overrides, main_rope, override
 from .formats.gptq_config import GptqConfig
@@ -49,7 +50,7 @@ class FrozenConfig:
     quantization: GptqConfig | None = None
 
 
-class Config:
+class Config(Fields):
     """A model folder's description, with the user's changes on top."""
 
     def __init__(self, model_dir: str | Path | None = None) -> None:
@@ -79,6 +80,7 @@ class Config:
         self._spec: spec.Model | None = None
         self._gguf: GgufFile | None = None  # held, so that its header need not be read again
         self._generation: Mapping[str, Any] = {}
+        self._files: Mapping[str, str] | None = None  # of each tensor, once somebody has asked
         self._options = frozenset(name for name in self.__dict__ if name[0] != "_")
         if model_dir is not None:
             self.prepare()
@@ -100,7 +102,7 @@ class Config:
         # A program may change its folder before it loads: from here on the path means the same everywhere.
         self.model_dir = str(Path(self.model_dir or "").expanduser().absolute())
         path = self._path()
-        self._gguf = None
+        self._gguf = self._files = None
         if path.is_file():
             self._read_gguf(path)
         else:
@@ -195,16 +197,6 @@ class Config:
         return None if self._gguf is None else self._gguf.metadata
 
     @property
-    def architecture(self) -> str:
-        """The name config.json gives."""
-        return self.spec.architecture
-
-    @property
-    def arch(self) -> SimpleNamespace:
-        """`config.arch.lm.requires_bos`, as old scripts read it."""
-        return SimpleNamespace(lm=SimpleNamespace(requires_bos=self.spec.requires_bos))
-
-    @property
     def stored_dtype(self) -> str | None:
         """The precision the files claim, under either of its names."""
         value = Hyper(self._raw).get("dtype", "torch_dtype")
@@ -244,39 +236,35 @@ class Config:
         return _first(self._token("pad_token_id"))
 
     @property
-    def vocab_size(self) -> int:
-        """Rows of the embedding."""
-        return self.spec.vocab
+    def model_config(self) -> str:
+        """The file that the description was read from: config.json, or the GGUF file itself."""
+        path = self._path()
+        return str(path if path.is_file() else path / "config.json")
 
     @property
-    def hidden_size(self) -> int:
-        """Width of the residual stream."""
-        return self.spec.hidden
+    def tensor_files(self) -> list[str]:
+        """The files of weights, by name."""
+        return list(dict.fromkeys(sorted(self.tensor_file_map.values())))
 
     @property
-    def num_hidden_layers(self) -> int:
-        """Depth."""
-        return len(self.spec.layers)
+    def tensor_file_map(self) -> Mapping[str, str]:
+        """Each stored tensor's file, from headers alone; in a folder under Llama's spelling of its name.
+
+        Read-only: layers cannot be exchanged by pointing their names to other files.
+        """
+        if self._files is None:
+            names, path = self.spec.names, self._path()
+            if self._gguf is not None:
+                found = {name: str(entry.file) for name, entry in self._gguf.tensors.items()}
+            else:
+                files = TensorFiles(path)
+                found = {names.canonical(name): str(files.info(name).file) for name in files.names()}
+            self._files = MappingProxyType(found)
+        return self._files
 
     @property
-    def num_attention_heads(self) -> int:
-        """Query heads of the first layer."""
-        return self.spec.layers[0].attn.heads
-
-    @property
-    def num_key_value_heads(self) -> int:
-        """Key/value heads of the first layer."""
-        return self.spec.layers[0].attn.kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one head."""
-        return self.spec.layers[0].attn.head_dim
-
-    @property
-    def intermediate_size(self) -> int:
-        """Width of the first layer's MLP (of one expert, if it has experts)."""
-        return self.spec.layers[0].mlp.width
+    def _hyper(self) -> Hyper:
+        return Hyper(self._raw)
 
     def _quantization(self) -> GptqConfig | None:
         """What the folder says of GPTQ or AWQ tensors, in config.json or in an older file of its own."""

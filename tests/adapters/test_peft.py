@@ -17,6 +17,7 @@ from exlm import (
     BadTensor,
     CheckpointError,
     Config,
+    InputError,
     Lora,
     MissingTensor,
     Model,
@@ -59,10 +60,49 @@ def test_the_factor_is_alpha_over_rank(model: Model, folder: Path, tmp_path: Pat
     adapter = making.write(tmp_path / "a", SHAPES, r=3, lora_alpha=12, factor=lambda *_: 4.0)
     check(model, folder, adapter, tmp_path)
     lora = Lora.from_directory(model, adapter.folder, 0.5)
-    assert (lora.lora_r, lora.lora_alpha, lora.lora_scaling) == (3, 12.0, 0.5)
+    assert (lora.lora_r, lora.lora_alpha, lora.strength) == (3, 12.0, 0.5)
     assert lora.roles == ("layers.0.mlp.up", "layers.1.mlp.down", "layers.1.attn.q")
     assert lora.lora_path.endswith("adapter_model.safetensors")
     assert lora.model is model
+    lora.unload()
+
+
+def test_lora_scaling_is_the_strength_times_alpha_over_rank(model: Model, tmp_path: Path) -> None:
+    """As the archived library has it; TabbyAPI shows lora_scaling * lora_r / lora_alpha for the strength."""
+    adapter = making.write(tmp_path / "a", SHAPES, r=3, lora_alpha=12, factor=lambda *_: 4.0)
+    plain = Lora.from_directory(model, adapter.folder)
+    assert plain.lora_scaling == 4.0
+    plain.unload()
+    lora = Lora.from_directory(model, adapter.folder, lora_scaling=0.5)
+    assert lora.lora_scaling == 2.0
+    assert lora.lora_scaling * lora.lora_r / lora.lora_alpha == lora.strength == 0.5
+    assert repr(lora).endswith("lora_scaling=0.5)")
+    ids = torch.randint(3, 60, (1, 9))
+    half, whole = model.forward(ids, loras=lora), model.forward(ids, loras=(lora, 1.0))
+    lora.lora_scaling = 4.0
+    assert lora.strength == 1.0
+    assert torch.equal(model.forward(ids, loras=lora), whole)
+    lora.strength = 0.5
+    assert lora.lora_scaling == 2.0
+    assert torch.equal(model.forward(ids, loras=lora), half)
+    assert not torch.allclose(half, whole, atol=1e-3)
+    lora.strength = 0.1
+    lora.lora_scaling = lora.lora_scaling
+    assert lora.strength == 0.1
+    for wrong in ("1", float("nan"), True):
+        with pytest.raises(InputError, match="scaling must be a finite number"):
+            lora.strength = wrong
+        with pytest.raises(InputError, match="scaling must be a finite number"):
+            lora.lora_scaling = wrong
+    lora.unload()
+
+
+def test_lora_scaling_of_a_rank_stabilised_adapter(model: Model, tmp_path: Path) -> None:
+    adapter = making.write(
+        tmp_path / "a", SHAPES, r=4, use_rslora=True, factor=lambda _, rank: 8 / math.sqrt(rank)
+    )
+    lora = Lora.from_directory(model, adapter.folder, 0.5)
+    assert (lora.lora_r, lora.lora_alpha, lora.lora_scaling) == (4, 8.0, 2.0)
     lora.unload()
 
 

@@ -156,43 +156,6 @@ def test_errors_are_told_in_one_line_without_a_traceback(tmp_path: Path) -> None
     assert "Traceback" not in done.stderr
 
 
-def test_ctrl_c_while_everything_is_imported_is_no_traceback() -> None:
-    code = """
-import sys
-class Finder:
-    def find_spec(self, name, *_):
-        if name == "torch":
-            raise KeyboardInterrupt
-sys.meta_path.insert(0, Finder())
-sys.argv = ["exlm", "info"]
-from exlm.cli import main
-main()
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (130, "")
-
-
-@pytest.mark.skipif(os.name != "posix", reason="sends a signal as a terminal does")
-def test_ctrl_c_is_not_lost_in_an_import_that_makes_another_error_of_it() -> None:
-    """As numpy's does, and torch's, which may even go on."""
-    code = """
-import os, signal, sys
-class Finder:
-    def find_spec(self, name, *_):
-        if name == "torch":
-            try:
-                os.kill(os.getpid(), signal.SIGINT)
-            except KeyboardInterrupt:
-                raise ImportError("half of it")
-sys.meta_path.insert(0, Finder())
-sys.argv = ["exlm", "info"]
-from exlm.cli import main
-main()
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (130, "")
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full disk to write to")
 def test_a_full_disk_is_told_in_one_line(folder: Path) -> None:
     command = [sys.executable, "-m", "exlm.cli", "generate", str(folder), "Hi", "-n", "3", "-q"]

@@ -120,22 +120,107 @@ LEGACY = [
     ("exllamav2.util", "print_vram_usage_peak", "memory.print_vram_usage_peak"),
     ("exllamav2.vlm", "ExLlamaV2MultimodalProjector", "unavailable.MultimodalProjector"),
     ("exllamav2.vlm", "ExLlamaV2VisionTower", "unavailable.VisionTower"),
+    ("exllamav2.architecture", "ExLlamaV2ArchParams", "internals.ArchParams"),
+    ("exllamav2.architecture", "RopeStyle", "internals.RopeStyle"),
+    ("exllamav2.attn", "has_flash_attn_with_softcap", "unavailable.has_flash_attn_with_softcap"),
+    ("exllamav2.attn", "has_flash_attn_with_window", "unavailable.has_flash_attn_with_window"),
+    ("exllamav2.attn", "has_lower_right_sdpa", "unavailable.has_lower_right_sdpa"),
+    ("exllamav2.attn_params", "PagedParams", "unavailable.PagedAttentionParams"),
+    ("exllamav2.attn_params", "Params", "unavailable.AttentionParams"),
+    ("exllamav2.conv", "ExLlamaV2Conv", "layers.Convolution"),
+    ("exllamav2.conversion.adaptivegptq", "AdaptiveGPTQ", "converter.AdaptiveGPTQ"),
+    ("exllamav2.conversion.bot_status", "print_stage", "converter.print_stage"),
+    ("exllamav2.conversion.compile", "compile_model", "converter.compile_model"),
+    ("exllamav2.conversion.measure", "embeddings", "converter.embeddings"),
+    ("exllamav2.conversion.measure", "measure_quant", "converter.measure_quant"),
+    ("exllamav2.conversion.optimize", "optimize", "converter.optimize"),
+    ("exllamav2.conversion.qparams", "QParams", "converter.QParams"),
+    ("exllamav2.conversion.qparams", "get_qparams_reduced", "converter.get_qparams_reduced"),
+    ("exllamav2.conversion.qparams", "qparams_attn", "converter.qparams_attn"),
+    ("exllamav2.conversion.qparams", "qparams_headoptions", "converter.qparams_headoptions"),
+    ("exllamav2.conversion.qparams", "qparams_mlp", "converter.qparams_mlp"),
+    ("exllamav2.conversion.quantize", "list_live_tensors", "memory.list_live_tensors"),
+    ("exllamav2.conversion.quantize", "quant", "converter.quant"),
+    ("exllamav2.conversion.tokenize", "get_standard_calibration", "converter.get_standard_calibration"),
+    ("exllamav2.conversion.tokenize", "get_tokens", "converter.get_tokens"),
+    ("exllamav2.conversion.tokenize", "tokenize", "converter.tokenize"),
+    ("exllamav2.device", "ExLlamaV2DeviceContext", "internals.DeviceContext"),
+    ("exllamav2.device", "get_device_stream", "internals.get_device_stream"),
+    ("exllamav2.device", "global_streams", "internals.global_streams"),
+    ("exllamav2.device", "set_device_streams", "internals.set_device_streams"),
+    ("exllamav2.embedding", "ExLlamaV2Embedding", "layers.EmbeddingModule"),
+    ("exllamav2.ext", "exllamav2_ext", "internals.exllamav2_ext"),
+    ("exllamav2.ext", "make_c_ext", "internals.make_c_ext"),
+    ("exllamav2.ext", "make_group_map", "internals.make_group_map"),
+    ("exllamav2.ext", "make_q_matrix", "internals.make_q_matrix"),
+    ("exllamav2.ext", "make_q_matrix_split", "internals.make_q_matrix_split"),
+    ("exllamav2.ext", "none_tensor", "internals.none_tensor"),
+    ("exllamav2.fasttensors", "STFile", "internals.SafetensorsFile"),
+    ("exllamav2.fasttensors", "cleanup_stfiles", "internals.cleanup_stfiles"),
+    ("exllamav2.generator.ngram", "NgramCache", "internals.NgramCache"),
+    ("exllamav2.generator.ngram", "NgramCacheNode", "internals.NgramCacheNode"),
+    ("exllamav2.headnorm", "ExLlamaV2HeadNorm", "layers.HeadNorm"),
+    ("exllamav2.layernorm", "ExLlamaV2LayerNorm", "layers.LayerNorm"),
+    ("exllamav2.linear", "ExLlamaV2Linear", "layers.Linear"),
+    ("exllamav2.linear_attn", "ExLlamaV2LinearAttention", "layers.LinearAttention"),
+    ("exllamav2.mlp", "ExLlamaV2MLP", "layers.MLP"),
+    ("exllamav2.model", "ExLlamaV2Attention", "unavailable.AttentionModule"),
+    ("exllamav2.model", "ExLlamaV2Embedding", "layers.EmbeddingModule"),
+    ("exllamav2.model", "ExLlamaV2LayerNorm", "layers.LayerNorm"),
+    ("exllamav2.model", "ExLlamaV2Linear", "layers.Linear"),
+    ("exllamav2.model", "ExLlamaV2MLP", "layers.MLP"),
+    ("exllamav2.model", "ExLlamaV2MoEMLP", "layers.MoEMLP"),
+    ("exllamav2.model", "ExLlamaV2Module", "layers.LayerModule"),
+    ("exllamav2.model", "ExLlamaV2ParallelDecoder", "layers.ParallelDecoder"),
+    ("exllamav2.model", "ExLlamaV2PosEmbedding", "layers.PositionEmbedding"),
+    ("exllamav2.model", "ExLlamaV2RMSNorm", "layers.RMSNorm"),
+    ("exllamav2.module", "ExLlamaV2Module", "layers.LayerModule"),
+    ("exllamav2.module", "Intervention", "intervention.Intervention"),
+    ("exllamav2.moe_mlp", "ExLlamaV2MoEMLP", "layers.MoEMLP"),
+    ("exllamav2.mrope", "gen_mrope_embed", "internals.gen_mrope_embed"),
+    ("exllamav2.parallel_decoder", "ExLlamaV2ParallelDecoder", "layers.ParallelDecoder"),
+    ("exllamav2.pos_embedding", "ExLlamaV2PosEmbedding", "layers.PositionEmbedding"),
+    ("exllamav2.rmsnorm", "ExLlamaV2RMSNorm", "layers.RMSNorm"),
+    ("exllamav2.rope", "get_rope_params", "internals.get_rope_params"),
+    ("exllamav2.server.websocket", "ExLlamaV2WebSocketServer", "unavailable.WebSocketServer"),
+    ("exllamav2.server.websocket_actions", "dispatch", "internals.dispatch"),
+    ("exllamav2.stloader", "STFile", "internals.SafetensorsFile"),
+    ("exllamav2.stloader", "cleanup_stfiles", "internals.cleanup_stfiles"),
+    ("exllamav2.tensor_p", "BROADCAST_ID", "internals.BROADCAST_ID"),
+    ("exllamav2.tensor_p", "BROADCAST_KV", "internals.BROADCAST_KV"),
+    ("exllamav2.tensor_p", "BROADCAST_Q", "internals.BROADCAST_Q"),
+    ("exllamav2.tensor_p", "BROADCAST_RS", "internals.BROADCAST_RS"),
+    ("exllamav2.tensor_p", "BROADCAST_VC", "internals.BROADCAST_VC"),
+    ("exllamav2.tensor_p", "TPContext", "internals.TPContext"),
+    ("exllamav2.tokenizer.base", "ExLlamaV2TokenizerBase", "vocabulary.Vocabulary"),
+    ("exllamav2.tokenizer.hf", "ExLlamaV2TokenizerHF", "unavailable.JsonVocabulary"),
+    ("exllamav2.tokenizer.spm", "ExLlamaV2TokenizerSPM", "unavailable.SentencePieceVocabulary"),
+    ("exllamav2.vlm.mmprojector", "ExLlamaV2MultimodalProjector", "unavailable.MultimodalProjector"),
+    ("exllamav2.vlm.processor.pixtral", "position_embeddings", "internals.position_embeddings"),
+    ("exllamav2.vlm.processor.pixtral", "postprocess", "internals.postprocess"),
+    ("exllamav2.vlm.processor.pixtral", "preprocess", "internals.preprocess"),
+    ("exllamav2.vlm.processor.qwen2", "position_embeddings", "internals.position_embeddings"),
+    ("exllamav2.vlm.processor.qwen2", "postprocess", "internals.postprocess"),
+    ("exllamav2.vlm.processor.qwen2", "preprocess", "internals.preprocess"),
+    ("exllamav2.vlm.processor.siglip", "position_embeddings", "internals.position_embeddings"),
+    ("exllamav2.vlm.processor.siglip", "postprocess", "internals.postprocess"),
+    ("exllamav2.vlm.processor.siglip", "preprocess", "internals.preprocess"),
+    ("exllamav2.vlm.util", "convert_to_rgb", "internals.convert_to_rgb"),
+    ("exllamav2.vlm.util", "normalize_image", "internals.normalize_image"),
+    (
+        "exllamav2.vlm.util",
+        "size_to_longest_edge_and_patch_size",
+        "internals.size_to_longest_edge_and_patch_size",
+    ),
+    ("exllamav2.vlm.util", "smart_resize", "internals.smart_resize"),
+    ("exllamav2.vlm.vision_tower", "ExLlamaV2VisionTower", "unavailable.VisionTower"),
 ]
-REFUSED = [
-    "exllamav2.architecture",
-    "exllamav2.conversion",
-    "exllamav2.device",
-    "exllamav2.ext",
-    "exllamav2.fasttensors",
-    "exllamav2.layernorm",
-    "exllamav2.linear",
-    "exllamav2.mlp",
-    "exllamav2.module",
-    "exllamav2.moe_mlp",
-    "exllamav2.rmsnorm",
-    "exllamav2.stloader",
-    "exllamav2.tensor_p",
+PACKAGES = [
+    ("exllamav2.vlm.processor", "pixtral"),
+    ("exllamav2.vlm.processor", "qwen2"),
+    ("exllamav2.vlm.processor", "siglip"),
 ]
+REFUSED = ["exllamav2.conversion.convert_exl2"]  # importing it was running it
 
 
 @pytest.mark.parametrize(("module", "old", "new"), SAME)
@@ -155,7 +240,7 @@ def test_an_old_name_is_a_legacy_object(module: str, old: str, new: str) -> None
 
 def test_the_tables_are_complete() -> None:
     modules = {name for _, name, _ in pkgutil.walk_packages(exllamav2.__path__, "exllamav2.")} - set(REFUSED)
-    listed = {(module, old) for module, old, _ in (*SAME, *LEGACY)}
+    listed = {(module, old) for module, old, _ in (*SAME, *LEGACY)} | set(PACKAGES)
     for module in {"exllamav2", *modules}:
         assert {(module, name) for name in importlib.import_module(module).__all__} <= listed
 
@@ -171,7 +256,8 @@ def test_the_installation_says_which_version_it_stands_for() -> None:
 
 def test_modules_are_there_without_being_imported() -> None:
     """In a process of its own: this one has imported them all."""
-    names = ("util", "attn", "cache", "config", "generator", "lora", "model", "tokenizer", "version", "vlm")
+    names = ["util", "attn", "cache", "config", "generator", "lora", "model", "tokenizer", "version", "vlm"]
+    names += ["ext", "linear", "mlp", "module", "embedding", "rmsnorm", "compat", "device", "tensor_p"]
     script = "import exllamav2; " + "; ".join(f"exllamav2.{name}" for name in names)
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 

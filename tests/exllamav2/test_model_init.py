@@ -84,8 +84,6 @@ def test_auto_split_waits_for_the_cache(folder: Path) -> None:
 
 def test_what_cannot_be_honoured_is_an_error(folder: Path) -> None:
     at = ("-m", str(folder))
-    with pytest.raises(InputError, match="gpu_split names 9 devices"):
-        model_init.init(parse(*at, "-gs", ",".join("8" * 9)))
     with pytest.raises(InputError, match="load_in_q4 is not supported: quantise"):
         model_init.init(parse(*at, "-lq4"), skip_load=True)
     with pytest.raises(InputError, match="as in 20,24; found '20;24'"):
@@ -104,6 +102,18 @@ def test_tensor_parallel_over_what_there_is(folder: Path) -> None:
 def test_a_split_over_one_device_loads(folder: Path) -> None:
     model, _ = model_init.init(parse("-m", str(folder), "-gs", "20.5"), benchmark=True)
     assert model.loaded
+
+
+def test_numbers_for_more_gpus_than_there_are_are_ignored(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, _ = model_init.init(parse("-m", str(folder), "-gs", ",".join("8" * 9)))
+    assert model.loaded
+    count = max(1, torch.cuda.device_count())
+    assert [
+        line for line in caplog.messages if f"{[8.0] * (9 - count)} is ignored" in line
+    ] == caplog.messages
+    assert len(caplog.messages) == 1
 
 
 def test_missing_files_end_the_program(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import weakref
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -286,11 +287,31 @@ def test_unpaged_means_one_at_a_time(parts: Any, alone: list[str]) -> None:
     assert greedy(machine, PROMPTS[0]) == alone[0]
 
 
+@pytest.mark.parametrize("chunk", [1, 100, 255, 300])
+def test_chunks_of_any_size_without_pages(parts: Any, chunk: int) -> None:
+    long = " ".join(PROMPTS) * (2 if chunk == 1 else 12)
+    machine = generator(parts, paged=False, max_chunk_size=chunk)
+    assert machine.max_chunk_size == chunk
+    ids = machine.tokenizer.encode(long)
+    machine.enqueue(Job(ids, 8, gen_settings=Settings.greedy()))
+    steps, text = [0], ""
+    while machine.num_remaining_jobs():
+        for result in machine.iterate():
+            steps += [result["curr_progress"]] if result["stage"] == "prefill" else []
+            text += result.get("text", "")
+    read = [later - earlier for earlier, later in pairwise(steps)]
+    assert max(read) == min(chunk, 256)  # as far as the next page begins, where that is within reach
+    assert steps[-1] == ids.shape[1] - 1
+    assert text == greedy(generator(parts), long, 8, completion_only=True)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"max_chunk_size": 100}, "multiple of 256"),
         ({"max_chunk_size": 4096}, "max_input_len"),
+        ({"max_chunk_size": 4096, "paged": False}, "max_chunk_size must be at most the model's max_input"),
+        ({"max_chunk_size": 0, "paged": False}, "max_chunk_size must be a whole number of at least 1"),
         ({"max_seq_len": 10**6}, "requested seq len"),
         ({"use_ngram_draft": True, "draft_model": object()}, "both draft model and ngram"),
         ({"draft_model": object()}, "Must supply cache"),

@@ -23,6 +23,7 @@ from exlm import (
     Model,
     UnsafeFile,
 )
+from exlm.errors import DoesNotFit
 from tests import tiny
 
 
@@ -96,11 +97,57 @@ def test_autosplit_takes_a_cache_that_was_made_before_the_model_was_loaded(tmp_p
     assert model.forward(torch.arange(5)[None], cache).shape == (1, 5, 64)
 
 
-def test_a_split_over_devices_that_are_not_there(tmp_path: Path) -> None:
+SPLITS = [[16, 24], [24, 0], (8, 8.5, 0), [1] * 9]
+
+
+@pytest.mark.parametrize("numbers", SPLITS, ids=str)
+def test_numbers_for_devices_that_are_not_here_are_ignored_with_one_warning(
+    tmp_path: Path, numbers: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As programs for several GPUs give them, on a machine with one device."""
     config = Config(tiny.make(tmp_path))
     config.device = "cpu"
-    with pytest.raises(InputError, match="gpu_split names 2 devices, but there are 1 here"):
-        Model(config).load(gpu_split=[8, 8])
+    model = Model(config)
+    for load in (model.load, lambda split: list(model.load_gen(split))):
+        caplog.clear()
+        load(numbers)
+        [said] = caplog.messages
+        assert said.startswith(f"gpu_split has {len(numbers)} numbers, and only 1 of them for devices")
+        assert f"here (cpu): {list(numbers[1:])} is ignored" in said
+        assert model.placement == ["cpu"] * 4
+    caplog.clear()
+    model.load(numbers[:1])
+    assert not caplog.messages
+
+
+def test_a_split_that_gives_the_devices_here_nothing_or_too_little_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = Config(tiny.make(tmp_path))
+    config.device = "cpu"
+    model = Model(config)
+    with pytest.raises(InputError, match=r"gpu_split \[0, 24\] gives nothing to the devices .* \(cpu\)"):
+        model.load([0, 24])
+    with pytest.raises(
+        DoesNotFit, match=r"usable are cpu 0\.0 MB\. Raise the numbers of gpu_split .*leave it"
+    ):
+        model.load([1e-6, 24])
+    assert "[24] is ignored" in caplog.messages[-1]
+    with pytest.raises(InputError, match="found '24'"):  # what is ignored is checked all the same
+        model.load([16, "24"])  # type: ignore[list-item]
+    assert not model.loaded
+
+
+def test_reserves_for_devices_that_are_not_here_are_ignored_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = Config(tiny.make(tmp_path))
+    config.device = "cpu"
+    model = Model(config)
+    model.load_autosplit(Cache(model, lazy=True), reserve_vram=[1, 2, 3])
+    [said] = caplog.messages
+    assert said.startswith("reserve_vram has 3 numbers, and only 1 of them for devices that are here (cpu)")
+    assert "[2, 3] is ignored" in said
 
 
 @pytest.mark.parametrize("wrong", ["auto", "20,24", 24, [8, "8"], [True], [-1], [0, 0]])

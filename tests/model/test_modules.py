@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from exlm import Config, Model, Unsupported
+from tests.checkpoint import gguf_models
 
 
 @pytest.fixture
@@ -41,3 +42,32 @@ def test_each_says_what_it_is_and_where(model: Model) -> None:
 def test_they_cannot_be_exchanged(model: Model) -> None:
     with pytest.raises(Unsupported, match="Layers cannot be exchanged"):
         model.modules = model.modules[:1]
+
+
+@pytest.mark.parametrize(
+    ("name", "quantised"),
+    [
+        ("tiny-lm", False),
+        ("tiny-lm-exl2-4.0bpw", True),
+        ("tiny-lm-gptq-g128-sym", True),
+        ("tiny-lm-awq-g128", True),
+        ("tiny-lm-gguf-q4_0", True),
+    ],
+)
+def test_whether_a_model_is_quantised(fixtures_dir: Path, name: str, quantised: bool) -> None:
+    model = Model(Config(fixtures_dir / name))
+    assert model.is_quant() is quantised
+    model.load()
+    assert model.is_quant() is quantised
+    model.unload()
+    assert model.is_quant() is quantised
+
+
+def test_a_loaded_model_knows_it_without_its_files(tmp_path: Path) -> None:
+    gguf_models.make(tmp_path / "floats.gguf", "llama")
+    gguf_models.make(tmp_path / "codes.gguf", "llama", kind="Q8_0")
+    models = [Model(Config(tmp_path / f"{name}.gguf")) for name in ("floats", "codes")]
+    for model in models:
+        model.load()
+        Path(model.config.model_dir or "").unlink()
+    assert [model.is_quant() for model in models] == [False, True]

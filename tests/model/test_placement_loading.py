@@ -30,6 +30,8 @@ from exlm.errors import DoesNotFit
 from exlm.model.budget import Use, measure, use
 from exlm.model.devices import Slot, inventory
 from exlm.model.loading import opened
+from exlm.model.placement import Space
+from exlm.model.team import taken
 from exlm.nn.hop import Hop
 from exlm.spec.roles import matrices
 from tests import tiny
@@ -121,8 +123,10 @@ def test_gpu_split_has_gb_of_weights(folder: Path) -> None:
         model.load([0.00001, 0.00001])
     with pytest.raises(InputError, match="GB for each device"):
         model.load([-1, 2])
-    with pytest.raises(InputError, match="gpu_split names 4 devices"):
-        model.load([1] * 4)
+    model.load([0, first, 1, 24])  # there is no fourth device
+    assert model.placement == ["made up 1"] * 4 + ["made up 2"] * 3
+    with pytest.raises(DoesNotFit, match=r"usable are made up 0 0\.0 MB, made up 1 0\.0 MB, made up 2"):
+        model.load([0, 0, 0.00001, 24])
 
 
 @pytest.mark.parametrize(
@@ -207,6 +211,22 @@ def held() -> int:
     gc.collect()
     seen = {o.untyped_storage().data_ptr(): o for o in gc.get_objects() if type(o) is torch.Tensor}
     return sum(o.untyped_storage().nbytes() for o in seen.values() if o.device == CPU)
+
+
+def test_ranks_are_made_of_devices_that_are_here(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    gpus = [Slot(f"cuda:{i}", torch.device("cuda", i), 0) for i in range(2)]
+    assert taken(gpus[:1], [16, 24]) == (gpus[:1], [Space("cuda:0", 16 << 30)])
+    assert taken(gpus, [0, 24, 0, 8]) == (gpus[1:], [Space("cuda:1", 24 << 30)])
+    ignored = [line.rpartition(": ")[2].partition(" is ignored")[0] for line in caplog.messages]
+    assert ignored == ["[24]", "[0, 8]"]
+    with pytest.raises(InputError, match=r"\[0, 0, 8\] gives nothing to the devices .* \(cuda:0, cuda:1\)"):
+        taken(gpus, [0, 0, 8])
+    model = Model(Config(folder))
+    model.inventory = made_up(0, 0)
+    caplog.clear()
+    model.load_tp([1, 0, 24])
+    assert len(caplog.messages) == 1
+    assert (model.tp_context, set(model.placement)) == (1, {"made up 0"})
 
 
 def test_a_generator_over_two_devices(fixtures_dir: Path) -> None:

@@ -1,6 +1,3 @@
-"""Refused: quantising is not a module to import."""
+"""What scripts import of the converter is in its modules; the converter itself is `exlm quantize`."""
 
-raise ImportError(
-    "exllamav2.conversion does not exist in exlm: make EXL2 models with `exlm quantize`, or with "
-    "exlm.quantize_model, where a measurement.json of the old converter works too; load them with exlm.Model."
-)
+__all__: list[str] = []

@@ -56,9 +56,9 @@ class Adaptable(Protocol):
 class Lora:
     """A PEFT adapter in a loaded model.
 
-    It changes only the rows that name it (`loras=` of a job or a call), with strength `lora_scaling`, which
-    may be changed between jobs. Any number of adapters may be installed at once, and come and go between
-    steps. It is gone when `unload()` is called or the model is unloaded.
+    It changes only the rows that name it (`loras=` of a job or a call), with a `strength` of 1 as it was
+    trained, which may be changed between jobs. Any number of adapters may be installed at once, and come and
+    go between steps. It is gone when `unload()` is called or the model is unloaded.
     """
 
     def __init__(
@@ -68,7 +68,10 @@ class Lora:
         lora_path: str | os.PathLike[str],
         lora_scaling: float = 1.0,
     ) -> None:
-        """Read the adapter's two files, check them against the model, and install it."""
+        """Read the adapter's two files, check them against the model, and install it.
+
+        `lora_scaling` is its strength; the attribute of that name is the strength times alpha / r.
+        """
         if not hasattr(model, "opened"):
             raise InputError(
                 f"An adapter goes into a Model, found {type(model).__name__}: of an LLM, into llm.model."
@@ -76,10 +79,10 @@ class Lora:
         opened = model.opened()
         self.model = model
         self.lora_config_path, self.lora_path = str(lora_config_path), str(lora_path)
-        self.lora_scaling = strength(lora_scaling)
+        self._strength = strength(lora_scaling)
         described, weights = (Path(os.path.expanduser(path)) for path in (lora_config_path, lora_path))
         config = PeftConfig.read(described)
-        self.lora_r, self.lora_alpha = config.r, config.alpha
+        self.lora_r, self.lora_alpha, self._scaling = config.r, config.alpha, config.scaling
         if weights.suffix in (".bin", ".pt", ".pth"):
             raise _pickled(weights)
         reader = Reader(weights, config, opened.spec, opened.device, opened.dtype)
@@ -107,7 +110,26 @@ class Lora:
 
     def __repr__(self) -> str:
         """Which file, and how strongly."""
-        return f"Lora({self.lora_path!r}, lora_scaling={self.lora_scaling:g})"
+        return f"Lora({self.lora_path!r}, lora_scaling={self.strength:g})"
+
+    @property
+    def strength(self) -> float:
+        """What its changes are multiplied by; 1 is as it was trained."""
+        return self._strength
+
+    @strength.setter
+    def strength(self, wanted: float) -> None:
+        self._strength = strength(wanted)
+
+    @property
+    def lora_scaling(self) -> float:
+        """The strength times alpha / r (rsLoRA: alpha / √r), as the archived library has it."""
+        return self._strength * self._scaling
+
+    @lora_scaling.setter
+    def lora_scaling(self, wanted: float) -> None:
+        if wanted != self.lora_scaling:  # assigning what it is changes no bit
+            self._strength = strength(wanted) / self._scaling
 
     @property
     def loaded(self) -> bool:
@@ -130,7 +152,7 @@ class Lora:
 def chosen(net: object, loras: Any) -> list[tuple[Lora, float]]:
     """What is asked for as `loras`, None, an adapter, or a list of them: adapters and their strengths.
 
-    Each may come with a strength of its own, as a pair (adapter, strength), instead of its `lora_scaling`.
+    Each may come with a strength of its own, as a pair (adapter, strength), instead of its `strength`.
     """
     if loras is None:
         return []
@@ -144,7 +166,7 @@ def chosen(net: object, loras: Any) -> list[tuple[Lora, float]]:
             raise NotLoaded(
                 f"{lora!r} is not installed in this model: load it again, Lora.from_directory(…)."
             )
-        out.append((lora, strength(lora.lora_scaling if scale is None else scale)))
+        out.append((lora, strength(lora.strength if scale is None else scale)))
     return out
 
 

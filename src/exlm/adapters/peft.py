@@ -84,10 +84,16 @@ class PeftConfig:
         rank: int = _matching(self.rank_pattern, module, self.r)
         return rank
 
+    @property
+    def scaling(self) -> float:
+        """What changes are multiplied by, but for modules with patterns of their own."""
+        return self._factor(self.alpha, self.r)
+
     def factor(self, module: str) -> float:
         """What a module's change is multiplied by."""
-        rank = self.rank(module)
-        alpha: float = _matching(self.alpha_pattern, module, self.alpha)
+        return self._factor(_matching(self.alpha_pattern, module, self.alpha), self.rank(module))
+
+    def _factor(self, alpha: float, rank: int) -> float:
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
 

@@ -34,6 +34,18 @@ def _runs_a_command(arguments: Sequence[str]) -> bool:
     return bool(arguments) and not {"--help", "--version"} & set(arguments)
 
 
+def restore_sigint() -> None:
+    """Give SIGINT Python's own handler if this process was started with the signal ignored.
+
+    A shell without job control, such as one that runs a script, starts `exlm … &` that way, and Python then
+    installs no handler: Ctrl-C and `kill -INT` would be lost wherever a command relies on KeyboardInterrupt.
+    SIGHUP, which nohup has ignored, stays as it is. So does a handler of a program that calls `main`.
+    """
+    here = threading.current_thread() is threading.main_thread()
+    if here and signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @contextmanager
 def _ended_by_ctrl_c() -> Iterator[None]:
     """Ctrl-C ends the process at once, as nothing is begun yet.
@@ -41,8 +53,9 @@ def _ended_by_ctrl_c() -> Iterator[None]:
     Importing takes a second or two, in which people change their minds. An exception would not do: in the
     midst of their imports torch and numpy pass over some, and make other errors of others.
     """
+    restore_sigint()
     here = threading.current_thread() is threading.main_thread()
-    usual = here and signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not one that is ignored
+    usual = here and signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not a program's own
     if usual:
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     try:

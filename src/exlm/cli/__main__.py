@@ -14,6 +14,7 @@ from rich.markup import escape
 
 from exlm import ExlmError, __version__, settings
 
+from . import restore_sigint
 from .batch import batch
 from .bench import bench
 from .chat import chat
@@ -63,6 +64,7 @@ def _options(
 
 def main() -> None:
     """Run a command; a mistake we foresaw is told in one paragraph, without a traceback."""
+    restore_sigint()
     open_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         with suppress(OSError):  # of a stream whose file has become another one

@@ -84,16 +84,17 @@ def sequence_length(wanted: int | None, limit: int) -> int:
     return length
 
 
-def chunk_size(wanted: int | None, limit: int) -> int:
-    """How much of a prompt is read in a round."""
+def chunk_size(wanted: int | None, limit: int, paged: bool) -> int:
+    """How much of a prompt is read in a round: whole pages, unless sequences run one at a time."""
     if wanted is None:
         return max(PAGE, limit // PAGE * PAGE)
-    if at_least("max_chunk_size", wanted, 1) > limit or wanted % PAGE:
+    count = at_least("max_chunk_size", wanted, 1)
+    if count > limit or (paged and count % PAGE):
+        pages = f"a multiple of {PAGE} and " if paged else ""
         raise InputError(
-            f"max_chunk_size must be a multiple of {PAGE} and at most the model's max_input_len of {limit}, "
-            f"received {wanted}."
+            f"max_chunk_size must be {pages}at most the model's max_input_len of {limit}, received {count}."
         )
-    return wanted
+    return count
 
 
 def token_budget(cache: Any) -> int:

@@ -85,7 +85,7 @@ class Generator:
         rows = at_least("max_batch_size", max_batch_size or usual_rows, 1)
         self.max_batch_size = rows if paged else 1
         self.max_seq_len = sequence_length(max_seq_len, model.max_seq_len)
-        self.max_chunk_size = chunk_size(max_chunk_size, model.config.max_input_len)
+        self.max_chunk_size = chunk_size(max_chunk_size, model.config.max_input_len, paged)
         self.max_total_tokens = token_budget(cache)
         self.max_pages = self.max_total_tokens // PAGE
         self.max_queue = None if max_queue is None else at_least("max_queue", max_queue, 1)

@@ -6,6 +6,7 @@ Sizes come from the files' headers, the description and the cache's own layout; 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ from ..spec.roles import Matrix, matrices
 from .devices import Slot, pick_dtype
 from .placement import GB, Load, Part, Space, loads, place
 
+log = logging.getLogger(__name__)
+
 LOGITS = 64
 """Rows of logits a step is taken to ask for."""
 
@@ -36,7 +39,9 @@ RESERVE = 192 << 20, 64 << 20
 
 FIT_CACHE = "Take a cache with a smaller max_seq_len or of fewer bits (CacheQ4), lower reserve_vram, or name "
 FIT_CACHE += 'more devices, as in config.device = "cuda:0,cuda:1,cpu".'
-FIT_SPLIT = "Raise the numbers of gpu_split (GB of weights for each device), or name more devices."
+FIT_SPLIT = (
+    "Raise the numbers of gpu_split (GB of weights for each device), leave it out, or name more devices."
+)
 
 
 @dataclass(frozen=True)
@@ -132,7 +137,7 @@ def spaces(slots: Sequence[Slot], reserve: int | Sequence[int] | None) -> list[S
     if isinstance(reserve, int | float):
         kept = [int(reserve)] * len(slots)
     else:
-        given = [int(one) for one in reserve or ()]
+        given = [int(one) for one in for_devices("reserve_vram", reserve or (), slots)]
         kept = [given[i] if i < len(given) else RESERVE[min(i, 1)] for i in range(len(slots))]
     return [Space(slot.name, max(0, slot.free - keep)) for slot, keep in zip(slots, kept, strict=True)]
 
@@ -140,13 +145,29 @@ def spaces(slots: Sequence[Slot], reserve: int | Sequence[int] | None) -> list[S
 def split(slots: Sequence[Slot], gpu_split: Sequence[float]) -> list[Space]:
     """The devices, with as many GB of each as the user gives for weights."""
     check_split(gpu_split)
-    if len(gpu_split) > len(slots):
+    numbers = for_devices("gpu_split", gpu_split, slots)
+    if not any(numbers):
         names = ", ".join(slot.name for slot in slots)
         raise InputError(
-            f"gpu_split names {len(gpu_split)} devices, but there are {len(slots)} here ({names}): give at "
-            'most so many numbers, or name the devices, as in config.device = "cuda:0,cuda:1,cpu".'
+            f"gpu_split {list(gpu_split)} gives nothing to the devices that are here ({names}): its first "
+            "number is for the first of them. Leave gpu_split out, or give that device a number above 0."
         )
-    return [Space(slot.name, int(gb * GB)) for slot, gb in zip(slots, gpu_split, strict=False)]
+    return [Space(slot.name, int(gb * GB)) for slot, gb in zip(slots, numbers, strict=False)]
+
+
+def for_devices(name: str, numbers: Sequence[float], slots: Sequence[Slot]) -> Sequence[float]:
+    """The numbers of a list that have a device here. Those beyond are ignored, which the log says once.
+
+    Programs written for several GPUs give such lists also where there is one, and nothing else can be meant.
+    """
+    beyond = list(numbers[len(slots) :])
+    if beyond:
+        log.warning(
+            "%s has %d numbers, and only %d of them for devices that are here (%s): %s is ignored. More "
+            'devices are used if they are named, as in config.device = "cuda:0,cuda:1,cpu".',
+            *(name, len(numbers), len(slots), ", ".join(slot.name for slot in slots), beyond),
+        )
+    return numbers[: len(slots)]
 
 
 def check_split(gpu_split: object) -> None:

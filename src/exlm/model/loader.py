@@ -67,6 +67,7 @@ class Loader:
 
         `gpu_split` has GB of weights for each device, which are filled in order; without it everything goes
         to the first device, or, if `config.device` names several, to each as much as it has room for.
+        Numbers for devices that are not here are ignored with a warning in the log.
         `callback(i, n)` is called before module i of n and once with (n, n); `progress=True` shows a bar. If
         anything fails, nothing stays behind. `lazy` and `stats` are accepted for old scripts.
         """
@@ -100,7 +101,7 @@ class Loader:
 
         Each device is filled, but for `reserve_vram` bytes (one number for all, or a list; 192 MB on the
         first and 64 MB on the others if left out), before the next one is begun. The CPU counts if
-        `config.device` names it.
+        `config.device` names it. Numbers for devices that are not here are ignored with a warning.
         """
         self._watch(
             lambda told: self.load_autosplit_gen(cache, reserve_vram, last_id_only, told, callback_gen),
@@ -145,6 +146,7 @@ class Loader:
         """Share every layer among several devices, each in a process of its own.
 
         One rank for each device that `gpu_split` gives more than 0 GB of weights; all of them without it.
+        Numbers for devices that are not here are ignored with a warning.
         On a machine with CPUs only it makes that many processes. Any cache made afterwards is shared in the
         same way. `expect_cache_tokens` and `expect_cache_base` are accepted for old scripts: shares are
         equal, so nothing depends on them. Under torchrun, only rank 0 returns from this call.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from ..errors import InputError, NotLoaded
 from ..kernels.backend import Backend, KeyValues
 from ..kernels.select import Chain
 from ..nn.batch import Outputs
+from ..spec.roles import matrices
 from ..vision import MMEmbedding
 from .apart import forward_apart
 from .decoder import Decoder
@@ -24,6 +26,8 @@ from .inputs import Request, check, chunks, outputs
 from .loader import Loader
 from .loading import precision, shapes
 from .runner import Runner
+
+_ATTENTION = re.compile(r"layers\.\d+\.attn\.[qkvo]")
 
 
 class Model(Loader):
@@ -121,6 +125,18 @@ class Model(Loader):
         return self._ready()[2].backends
 
     # Asking
+
+    def is_quant(self) -> bool:
+        """Whether a matrix of attention is quantised; before loading, whether one is in the files."""
+        if self._loaded is not None:
+            chains = {id(chain): chain for chain in self._loaded.chains}.values()
+            choices = (choice for chain in chains for choice in chain.choices)
+            forms = {choice.detail for choice in choices if _ATTENTION.fullmatch(choice.role)}
+        else:
+            frozen = self.config.freeze()
+            source, roles = self.source(frozen), (matrix.role for matrix in matrices(frozen.spec))
+            forms = {source.describe(role)[0] for role in roles if _ATTENTION.fullmatch(role)}
+        return not all(form.startswith("dense") for form in forms)
 
     @torch.no_grad()
     def forward(

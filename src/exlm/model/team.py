@@ -45,13 +45,13 @@ def team_steps(
     frozen = config.freeze()
     if (seat := launched()) is not None:
         return (yield from _beside(WAYS[way], frozen, seat, slots, callback, callback_gen))
-    seats = taken(slots, gpu_split)
+    seats, spaces = taken(slots, gpu_split)
     WAYS[way].check(frozen, len(seats))
     if len({seat.device.type for seat in seats}) > 1:
         names = ", ".join(seat.name for seat in seats)
         raise Unsupported(f"Ranks must be all on GPUs or all on CPUs, found {names}: change config.device.")
-    if gpu_split:
-        _fits(frozen, slots, split(seats, [gb for gb in gpu_split if gb]))
+    if spaces:
+        _fits(frozen, slots, spaces)
     if len(seats) == 1:
         modules = [seats[0]] * (len(frozen.spec.layers) + 2)
         source = staged(opened(frozen), modules)
@@ -62,18 +62,20 @@ def team_steps(
         return _met(WAYS[way], frozen, loaded, leader, store, len(seats), local=True)
 
 
-def taken(slots: Sequence[Slot], gpu_split: Sequence[float] | None) -> list[Slot]:
-    """One device for each rank: all there are, or those a split gives more than nothing.
+def taken(slots: Sequence[Slot], gpu_split: Sequence[float] | None) -> tuple[list[Slot], list[Space]]:
+    """One device for each rank, and how much of each may be used; no such limits where there is no split.
 
-    Where there is only the CPU, a split makes that many ranks of it.
+    The devices are all there are, or those that a split gives more than nothing. Where there is only the CPU,
+    a split makes that many ranks of it.
     """
     if not gpu_split:
-        return list(slots)
+        return list(slots), []
     check_split(gpu_split)
     if len(slots) == 1 and slots[0].device.type == "cpu":
         slots = [slots[0]] * len(gpu_split)
-    split(slots, gpu_split)
-    return [slot for slot, gb in zip(slots, gpu_split, strict=False) if gb]
+    spaces = split(slots, gpu_split)
+    ranks = [(slot, space) for slot, gb, space in zip(slots, gpu_split, spaces, strict=False) if gb]
+    return [slot for slot, _ in ranks], [space for _, space in ranks]
 
 
 @contextmanager

@@ -1,0 +1,5 @@
+"""For `from exllamav2.conversion.qparams import …`: placeholders, which say what to use instead."""
+
+from exlm.legacy.converter import QParams, get_qparams_reduced, qparams_attn, qparams_headoptions, qparams_mlp
+
+__all__ = ["QParams", "get_qparams_reduced", "qparams_attn", "qparams_headoptions", "qparams_mlp"]

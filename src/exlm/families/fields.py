@@ -1,0 +1,273 @@
+"""A model's description under the names that config.json and the archived library have for its numbers.
+
+`Fields` is the part of `Config` that is computed from the description. Programs read it; what they want to
+change is among the options.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from enum import IntEnum
+
+from .. import spec
+from ..spec import Scaling
+from .hyper import Hyper
+from .overrides import main_rope
+
+
+class RopeStyle(IntEnum):
+    """Which dimensions of a head turn together: none, neighbours, or those half a head apart."""
+
+    NONE = 0
+    GPTJ = 1
+    NEOX = 2
+
+
+@dataclass(frozen=True)
+class Params:
+    """`config.arch.lm`: what is peculiar to the language model."""
+
+    requires_bos: bool  # it is lost without a first BOS token
+    is_moe: bool
+    norm: str  # "rmsnorm" or "layernorm"
+    rope_style: RopeStyle
+    mlp_gate: bool
+    mlp_act_func: str
+    parallel_decoder_blocks: bool  # attention and MLP read the same input
+    swa: bool  # every layer has a sliding window
+    alternating_swa: bool  # some have
+    residual_stream_fp32: bool
+    mrope: bool  # positions in three planes
+
+
+@dataclass(frozen=True)
+class ArchParams:
+    """`config.arch`."""
+
+    arch_string: str
+    lm: Params
+
+    @property
+    def requires_bos(self) -> bool:
+        """Where programs of 2024 look for it."""
+        return self.lm.requires_bos
+
+
+class Fields:
+    """Read-only numbers of a model; where layers differ, those of the first, or as each of them says."""
+
+    @property
+    @abstractmethod
+    def spec(self) -> spec.Model:
+        """The description."""
+
+    @property
+    @abstractmethod
+    def _hyper(self) -> Hyper:
+        """config.json, for what no description needs."""
+
+    @property
+    def architecture(self) -> str:
+        """The name config.json gives."""
+        return self.spec.architecture
+
+    @property
+    def arch(self) -> ArchParams:
+        """What is peculiar to the architecture, as in `config.arch.lm.requires_bos`."""
+        model, first = self.spec, self.spec.layers[0]
+        rope, windows = main_rope(model), [layer.attn.window is not None for layer in model.layers]
+        styles = {"gptj": RopeStyle.GPTJ, "neox": RopeStyle.NEOX}
+        return ArchParams(
+            model.architecture,
+            Params(
+                requires_bos=model.requires_bos,
+                is_moe=self.num_experts is not None,
+                norm="rmsnorm" if model.final_norm.kind == "rms" else "layernorm",
+                rope_style=RopeStyle.NONE if rope is None else styles[rope.style],
+                mlp_gate=not isinstance(first.mlp, spec.Mlp) or first.mlp.gated,
+                mlp_act_func=first.mlp.act,
+                parallel_decoder_blocks=first.parallel,
+                swa=all(windows),
+                alternating_swa=any(windows) and not all(windows),
+                residual_stream_fp32=model.wide_residual,
+                mrope=self.mrope_section is not None,
+            ),
+        )
+
+    # Sizes
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        return self.spec.vocab
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        return self.spec.hidden
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Depth."""
+        return len(self.spec.layers)
+
+    @property
+    def num_attention_heads(self) -> int:
+        """Query heads of the first layer."""
+        return self.spec.layers[0].attn.heads
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Key/value heads of the first layer."""
+        return self.spec.layers[0].attn.kv_heads
+
+    @property
+    def num_key_value_groups(self) -> int:
+        """Query heads that share a key/value head."""
+        return self.num_attention_heads // self.num_key_value_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.spec.layers[0].attn.head_dim
+
+    @property
+    def intermediate_size(self) -> int:
+        """Width of the first layer's MLP (of one expert, if it has experts)."""
+        return self.spec.layers[0].mlp.width
+
+    @property
+    def num_experts(self) -> int | None:
+        """Experts of a layer that has some; None where no layer has. `num_experts_per_token` is an option."""
+        experts = [layer.mlp.experts for layer in self.spec.layers if isinstance(layer.mlp, spec.Moe)]
+        return experts[0] if experts else None
+
+    # Norms, scores, scales
+
+    @property
+    def norm_eps(self) -> float:
+        """What is added to the mean square in norms."""
+        return self.spec.final_norm.eps
+
+    @property
+    def use_qk_norm(self) -> bool:
+        """Whether queries and keys are normalised."""
+        return self.spec.layers[0].attn.qk_norm is not None
+
+    @property
+    def attn_logit_softcapping(self) -> float | None:
+        """The cap on attention scores."""
+        return self.spec.layers[0].attn.softcap
+
+    @property
+    def final_logit_softcapping(self) -> float | None:
+        """The cap on logits."""
+        return self.spec.head.softcap
+
+    @property
+    def logit_scale(self) -> float:
+        """What logits are multiplied by."""
+        return self.spec.head.scale
+
+    @property
+    def scale_emb(self) -> float:
+        """What embeddings are multiplied by."""
+        return self.spec.embed.scale
+
+    @property
+    def scale_depth(self) -> float:
+        """What attention and MLP are multiplied by before they are added."""
+        return self.spec.layers[0].residual_scale
+
+    @property
+    def norm_head(self) -> int | None:
+        """1 if the rows of the head are normalised."""
+        return 1 if self.spec.head.unit_rows else None
+
+    @property
+    def query_pre_attn_scalar(self) -> float | None:
+        """What config.json says; 1 over its root is what scores are multiplied by."""
+        return self._real("query_pre_attn_scalar", None)
+
+    @property
+    def attention_multiplier(self) -> float | None:
+        """What config.json says; what scores are multiplied by instead."""
+        return self._real("attention_multiplier", None)
+
+    @property
+    def initializer_range(self) -> float | None:
+        """What config.json says; of use to those who train."""
+        return self._real("initializer_range", 0.02)
+
+    # Windows and positions
+
+    @property
+    def sliding_window(self) -> int:
+        """Keys that a layer with a window sees; 0 if no layer has one."""
+        return max((layer.attn.window or 0 for layer in self.spec.layers), default=0)
+
+    @property
+    def sliding_window_pattern(self) -> int:
+        """Every so many layers one sees everything; 1 if there is no such rhythm."""
+        wide = [i + 1 for i, layer in enumerate(self.spec.layers) if layer.attn.window is None]
+        if not wide or not self.sliding_window:
+            return 1
+        return wide[0] if wide == list(range(wide[0], self.num_hidden_layers + 1, wide[0])) else 1
+
+    @property
+    def original_max_seq_len(self) -> int:
+        """The length that LongRoPE's short factors are for; else the trained length."""
+        scaling = self._scaling
+        return scaling.original if isinstance(scaling, spec.LongRope) else self.spec.max_positions
+
+    @property
+    def alt_rope_method(self) -> str | None:
+        """How the file stretches rotations: "su" (LongRoPE), "yarn", "llama3", or None of these."""
+        named = {spec.LongRope: "su", spec.Yarn: "yarn", spec.Llama3: "llama3"}
+        return named.get(type(self._scaling))
+
+    @property
+    def scale_short_factor(self) -> list[float] | None:
+        """LongRoPE's factors up to `original_max_seq_len`."""
+        return list(scaling.short) if isinstance(scaling := self._scaling, spec.LongRope) else None
+
+    @property
+    def scale_long_factor(self) -> list[float] | None:
+        """LongRoPE's factors beyond it."""
+        return list(scaling.long) if isinstance(scaling := self._scaling, spec.LongRope) else None
+
+    @property
+    def l3_rope_factor(self) -> float | None:
+        """Llama 3's divisor of long wavelengths."""
+        return scaling.factor if isinstance(scaling := self._scaling, spec.Llama3) else None
+
+    @property
+    def l3_rope_low_freq_factor(self) -> float | None:
+        """Where Llama 3's long wavelengths begin."""
+        return scaling.low if isinstance(scaling := self._scaling, spec.Llama3) else None
+
+    @property
+    def l3_rope_high_freq_factor(self) -> float | None:
+        """Where its short ones end."""
+        return scaling.high if isinstance(scaling := self._scaling, spec.Llama3) else None
+
+    @property
+    def l3_rope_original_max_position_embeddings(self) -> int | None:
+        """The length before it was stretched."""
+        return scaling.original if isinstance(scaling := self._scaling, spec.Llama3) else None
+
+    @property
+    def mrope_section(self) -> list[int] | None:
+        """Frequencies of each plane of positions (time, height, width)."""
+        rope = main_rope(self.spec)
+        return list(rope.sections) if rope is not None and rope.sections else None
+
+    @property
+    def _scaling(self) -> Scaling | None:
+        rope = main_rope(self.spec)
+        return None if rope is None else rope.scaling
+
+    def _real(self, key: str, default: float | None) -> float | None:
+        found: float | None = self._hyper.real(key, default=default)
+        return found

@@ -1,0 +1,279 @@
+"""Every module of the archived package, and what programs import of it: facts, gathered in tables."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import exllamav2
+from exlm import InputError, Unsupported
+
+RELEASED = """
+    architecture attn attn_params cache compat config conv device embedding ext fasttensors headnorm layernorm
+    linear linear_attn lora mlp model model_init module moe_mlp mrope parallel_decoder pos_embedding rmsnorm
+    rope stloader tensor_p util version
+    conversion conversion.adaptivegptq conversion.bot_status conversion.compile conversion.measure
+    conversion.optimize conversion.qparams conversion.quantize conversion.tokenize
+    generator generator.base generator.dynamic generator.dynamic_async generator.dynamic_embeddings
+    generator.filters generator.filters.base generator.filters.prefix generator.filters.select generator.hooks
+    generator.ngram generator.sampler generator.streaming
+    server server.websocket server.websocket_actions
+    tokenizer tokenizer.base tokenizer.hf tokenizer.spm tokenizer.tokenizer
+    vlm vlm.mmprojector vlm.processor vlm.processor.pixtral vlm.processor.qwen2 vlm.processor.siglip vlm.util
+    vlm.vision_tower
+"""
+"""Module paths of 0.3.2, and of releases before it that programs are pinned to; under exllamav2."""
+
+IMPORTED = {  # by module, the names that programs import from it
+    # The package's own examples and tests, test_inference.py, model_diff.py, convert.py; nearly every program
+    "": "ExLlamaV2 ExLlamaV2Cache ExLlamaV2CacheBase ExLlamaV2Cache_8bit ExLlamaV2Cache_Q4 ExLlamaV2Cache_Q6 "
+    "ExLlamaV2Cache_Q8 ExLlamaV2Cache_TP ExLlamaV2Config ExLlamaV2Lora ExLlamaV2MultimodalProjector "
+    "ExLlamaV2Tokenizer ExLlamaV2VisionTower Intervention SeqTensor Timer __version__ attn ext model_init",
+    "attn": "ExLlamaV2Attention assert_paged_attn has_flash_attn has_flash_attn_with_paged "
+    "has_flash_attn_with_softcap has_flash_attn_with_window has_lower_right_sdpa has_xformers",
+    "attn_params": "PagedParams Params",
+    "architecture": "ExLlamaV2ArchParams RopeStyle",
+    "cache": "ExLlamaV2Cache ExLlamaV2CacheBase ExLlamaV2Cache_8bit ExLlamaV2Cache_Q4 ExLlamaV2Cache_Q6 "
+    "ExLlamaV2Cache_Q8 ExLlamaV2Cache_TP",
+    "compat": "pairwise safe_move_tensor",
+    "config": "ExLlamaV2Config",
+    "conv": "ExLlamaV2Conv",
+    "conversion.adaptivegptq": "AdaptiveGPTQ",
+    "conversion.bot_status": "print_stage",
+    "conversion.compile": "compile_model",
+    "conversion.measure": "embeddings measure_quant",
+    "conversion.optimize": "optimize",
+    "conversion.qparams": "QParams get_qparams_reduced qparams_attn qparams_headoptions qparams_mlp",
+    "conversion.quantize": "list_live_tensors quant",
+    "conversion.tokenize": "get_standard_calibration get_tokens tokenize",
+    "device": "ExLlamaV2DeviceContext get_device_stream global_streams set_device_streams",
+    "embedding": "EMBEDDING_INDEX ExLlamaV2Embedding",
+    "ext": "exllamav2_ext make_c_ext make_q_matrix none_tensor",
+    "fasttensors": "STFile cleanup_stfiles",
+    "generator": "ExLlamaV2BaseGenerator ExLlamaV2DynamicGenerator ExLlamaV2DynamicGeneratorAsync "
+    "ExLlamaV2DynamicJob ExLlamaV2DynamicJobAsync ExLlamaV2MMEmbedding ExLlamaV2Sampler "
+    "ExLlamaV2StreamingGenerator",
+    "generator.base": "ExLlamaV2BaseGenerator ExLlamaV2Filter",
+    "generator.dynamic": "ExLlamaV2DynamicGenerator ExLlamaV2DynamicJob",
+    "generator.dynamic_async": "ExLlamaV2DynamicGeneratorAsync ExLlamaV2DynamicJobAsync",
+    "generator.dynamic_embeddings": "ExLlamaV2MMEmbedding",
+    "generator.filters": "ExLlamaV2Filter ExLlamaV2PrefixFilter ExLlamaV2SelectFilter",
+    "generator.hooks": "ExLlamaV2PostSamplingHook ExLlamaV2PostSamplingResult",
+    "generator.ngram": "NgramCache NgramCacheNode",
+    "generator.sampler": "ExLlamaV2Sampler",
+    "generator.streaming": "ExLlamaV2StreamingGenerator",
+    "headnorm": "ExLlamaV2HeadNorm",
+    "layernorm": "ExLlamaV2LayerNorm",
+    "linear": "ExLlamaV2Linear",
+    "linear_attn": "ExLlamaV2LinearAttention",
+    "lora": "ExLlamaV2Lora",
+    "mlp": "ExLlamaV2MLP",
+    "model": "ExLlamaV2 ExLlamaV2Attention ExLlamaV2Cache ExLlamaV2Config ExLlamaV2Embedding "
+    "ExLlamaV2LayerNorm ExLlamaV2Linear ExLlamaV2MLP ExLlamaV2MoEMLP ExLlamaV2ParallelDecoder "
+    "ExLlamaV2PosEmbedding ExLlamaV2RMSNorm _torch_device",
+    "model_init": "add_args check_args init post_init_load print_options",
+    "module": "ExLlamaV2Module Intervention",
+    "moe_mlp": "ExLlamaV2MoEMLP",
+    "mrope": "gen_mrope_embed",
+    "parallel_decoder": "ExLlamaV2ParallelDecoder",
+    "pos_embedding": "ExLlamaV2PosEmbedding",
+    "rmsnorm": "ExLlamaV2RMSNorm",
+    "rope": "get_rope_params",
+    "server": "ExLlamaV2WebSocketServer",
+    "server.websocket": "ExLlamaV2WebSocketServer",
+    "stloader": "STFile cleanup_stfiles",
+    "tensor_p": "BROADCAST_ID BROADCAST_KV BROADCAST_Q BROADCAST_RS BROADCAST_VC TPContext",
+    "tokenizer": "ExLlamaV2Tokenizer ExLlamaV2TokenizerBase ExLlamaV2TokenizerHF ExLlamaV2TokenizerSPM",
+    "tokenizer.tokenizer": "ExLlamaV2Tokenizer",
+    "util": "SeqTensor Timer cuda_sync_active get_all_gpu_memory get_basic_progress list_live_tensors "
+    "print_vram_usage print_vram_usage_peak",
+    "version": "__version__",
+    "vlm": "ExLlamaV2MultimodalProjector ExLlamaV2VisionTower",
+    "vlm.processor": "pixtral qwen2 siglip",
+    "vlm.util": "convert_to_rgb normalize_image size_to_longest_edge_and_patch_size smart_resize",
+    "vlm.vision_tower": "ExLlamaV2VisionTower",
+}
+
+OURS = ["conversion.convert_exl2", "intervention"]  # refuses to be imported; another home of Intervention
+
+
+@pytest.mark.parametrize("path", RELEASED.split())
+def test_a_module_of_the_archived_package_imports(path: str) -> None:
+    importlib.import_module(f"exllamav2.{path}")
+
+
+def test_there_are_no_other_modules() -> None:
+    found = {name for _, name, _ in pkgutil.walk_packages(exllamav2.__path__, "exllamav2.")}
+    assert found == {f"exllamav2.{path}" for path in [*RELEASED.split(), *OURS]}
+
+
+@pytest.mark.parametrize("path", IMPORTED)
+def test_what_programs_import_is_there(path: str) -> None:
+    module = f"exllamav2.{path}".rstrip(".")
+    for name in IMPORTED[path].split():
+        exec(f"from {module} import {name}", {})
+
+
+def test_the_imports_of_the_original_inference_test() -> None:
+    """In a process of its own, in its order: these ended it at once."""
+    script = """
+from exllamav2 import ExLlamaV2, ExLlamaV2Config, ExLlamaV2Cache, ExLlamaV2Cache_8bit, ExLlamaV2Cache_Q4
+from exllamav2 import ExLlamaV2Cache_Q6, ExLlamaV2Cache_Q8, ExLlamaV2Cache_TP, ExLlamaV2Tokenizer, model_init
+from exllamav2.generator import ExLlamaV2BaseGenerator, ExLlamaV2Sampler
+from exllamav2.attn import ExLlamaV2Attention
+from exllamav2.mlp import ExLlamaV2MLP
+from exllamav2.moe_mlp import ExLlamaV2MoEMLP
+from exllamav2.parallel_decoder import ExLlamaV2ParallelDecoder
+from exllamav2.conversion.tokenize import get_tokens
+from exllamav2.conversion.quantize import list_live_tensors
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def used(path: str, name: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = getattr(importlib.import_module(f"exllamav2.{path}"), name)
+    return found
+
+
+PLACEHOLDERS = [  # module, name, and what is told instead
+    ("architecture", "ExLlamaV2ArchParams", r"config\.arch"),
+    ("attn_params", "Params", r"model\.forward"),
+    ("attn_params", "PagedParams", "ExLlamaV2DynamicGenerator"),
+    ("conv", "ExLlamaV2Conv", "model\\.explain"),
+    *(
+        ("conversion." + path, name, "`exlm quantize`")
+        for path, name in [
+            ("adaptivegptq", "AdaptiveGPTQ"),
+            ("bot_status", "print_stage"),
+            ("compile", "compile_model"),
+            ("measure", "embeddings"),
+            ("measure", "measure_quant"),
+            ("optimize", "optimize"),
+            ("qparams", "QParams"),
+            ("qparams", "qparams_attn"),
+            ("quantize", "quant"),
+            ("tokenize", "tokenize"),
+            ("tokenize", "get_standard_calibration"),
+        ]
+    ),
+    ("device", "ExLlamaV2DeviceContext", r"config\.device"),
+    *(
+        (path, name, r"model\.explain\(\)")
+        for path, name in [
+            ("embedding", "ExLlamaV2Embedding"),
+            ("ext", "exllamav2_ext"),
+            ("ext", "make_c_ext"),
+            ("ext", "make_q_matrix"),
+            ("headnorm", "ExLlamaV2HeadNorm"),
+            ("layernorm", "ExLlamaV2LayerNorm"),
+            ("linear", "ExLlamaV2Linear"),
+            ("linear_attn", "ExLlamaV2LinearAttention"),
+            ("mlp", "ExLlamaV2MLP"),
+            ("module", "ExLlamaV2Module"),
+            ("moe_mlp", "ExLlamaV2MoEMLP"),
+            ("parallel_decoder", "ExLlamaV2ParallelDecoder"),
+            ("pos_embedding", "ExLlamaV2PosEmbedding"),
+            ("rmsnorm", "ExLlamaV2RMSNorm"),
+        ]
+    ),
+    ("stloader", "STFile", "safe_open"),
+    ("generator.ngram", "NgramCache", "use_ngram_draft=True"),
+    ("mrope", "gen_mrope_embed", r"config\.scale_pos_emb"),
+    ("rope", "get_rope_params", r"config\.scale_pos_emb"),
+    ("server.websocket_actions", "dispatch", "`exlm serve`"),
+    ("tensor_p", "TPContext", r"Model\.load_tp"),
+    ("vlm.util", "convert_to_rgb", "ExLlamaV2MMEmbedding"),
+    ("vlm.processor.qwen2", "preprocess", "ExLlamaV2MMEmbedding"),
+]
+
+
+@pytest.mark.parametrize(("path", "name", "remedy"), PLACEHOLDERS)
+def test_a_placeholder_explains_when_it_is_used(path: str, name: str, remedy: str) -> None:
+    with pytest.raises(Unsupported, match=remedy):
+        used(path, name)("model", "model.layers.0", layer_idx=0)
+
+
+def test_layers_of_a_kind_may_be_looked_for(model: exllamav2.ExLlamaV2) -> None:
+    kinds = tuple(
+        used(path, name)
+        for path, name in [
+            ("attn", "ExLlamaV2Attention"),
+            ("mlp", "ExLlamaV2MLP"),
+            ("moe_mlp", "ExLlamaV2MoEMLP"),
+            ("parallel_decoder", "ExLlamaV2ParallelDecoder"),
+        ]
+    )
+    assert not any(isinstance(module, kinds) for module in model.modules)  # type: ignore[arg-type]
+
+
+def test_methods_of_a_placeholder_are_neither_there_nor_exchanged() -> None:
+    layer: Any = used("mlp", "ExLlamaV2MLP")
+    assert not hasattr(layer, "forward")
+    with pytest.raises(AttributeError, match=r"MLP\.forward does not exist in exlm\. .* model\.explain\(\)"):
+        _ = layer.forward
+    with pytest.raises(Unsupported, match=r"MLP\.forward cannot be exchanged: nothing calls it"):
+        layer.forward = print
+    with pytest.raises(AttributeError, match=r"SafetensorsFile\.open does not exist in exlm\. .*safe_open"):
+        used("stloader", "STFile").open("model.safetensors")  # type: ignore[attr-defined]
+
+    class Mine(layer):  # type: ignore[misc]
+        """A layer of a script's own, which may be described."""
+
+        scale = 2
+
+    with pytest.raises(Unsupported, match=r"model\.explain"):
+        Mine("model", "model.layers.0")
+
+
+def test_the_extension_can_be_named_and_not_called() -> None:
+    extension: Any = used("ext", "exllamav2_ext")
+    with pytest.raises(
+        Unsupported, match=r"exllamav2_ext\.rms_norm does not exist in exlm\. Nothing is compiled"
+    ):
+        extension.rms_norm(torch.zeros(1))
+    assert not hasattr(extension, "__wrapped__")
+    assert used("ext", "none_tensor").device.type == "meta"  # type: ignore[attr-defined]
+    options: Any = used("conversion.qparams", "qparams_headoptions")
+    for use in (lambda: 6 in options, lambda: options[6], lambda: list(options)):
+        with pytest.raises(Unsupported, match="`exlm quantize`"):
+            use()
+
+
+def test_what_needs_nothing_does_nothing() -> None:
+    assert used("stloader", "cleanup_stfiles")() is None
+    assert used("device", "set_device_streams")() is None
+    assert used("device", "get_device_stream")(0) is None
+    assert used("device", "global_streams") == {}
+    assert [used("tensor_p", f"BROADCAST_{name}") for name in ("KV", "ID", "VC", "RS", "Q")] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
+    assert [int(one) for one in used("architecture", "RopeStyle")] == [0, 1, 2]  # type: ignore[attr-defined]
+
+
+def test_tokens_to_judge_a_model_by(tokenizer: exllamav2.ExLlamaV2Tokenizer, tmp_path: Path) -> None:
+    texts = ["Once upon a time there was a dog.", "The city was old.", "Jack smiled."]
+    (tmp_path / "texts.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
+    ids = used("conversion.tokenize", "get_tokens")(3, 5, tmp_path / "texts.jsonl", tokenizer)
+    assert ids.shape == (3, 5)
+    assert ids.dtype is torch.int64
+    whole = torch.cat([tokenizer.encode(text)[0] for text in texts])
+    assert ids.flatten().tolist() == whole[:15].tolist()
+    with pytest.raises(InputError, match=rf"has {len(whole)} tokens, and 9 rows of 99 take 891"):
+        used("conversion.tokenize", "get_tokens")(9, 99, str(tmp_path / "texts.jsonl"), tokenizer)
+    with pytest.raises(InputError, match="at least 1 row"):
+        used("conversion.tokenize", "get_tokens")(0, 5, tmp_path / "texts.jsonl", tokenizer)
