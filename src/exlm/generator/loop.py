@@ -112,7 +112,7 @@ class Loop:
             raise
         if job.sequences[0].extras is not None:
             self._equipped[id(job)] = job
-        job.pace = Pace(self.draft_tokens)
+        job.pace = Pace(self.draft_tokens) if self.draft_tokens else job.pace
         self._serial += 1
         return job.serial_number
 
@@ -199,6 +199,10 @@ class Loop:
         guesses: Sequence[Sequence[int]] = [()] * len(jobs)
         logits, plain = self._ahead.take(jobs), True
         if logits is None:
+            for job in jobs:
+                if job.times.first is None:
+                    job.begin()
+                    job.times.sampled()
             if self.draft_tokens:
                 wanted = [job.reach for job in jobs]
                 guesses = self.drafter.propose([job.sequences[0] for job in jobs], wanted)
@@ -214,9 +218,6 @@ class Loop:
         past: list[int] = []
         fed: list[list[int]] = []
         for job, guess in zip(jobs, guesses, strict=True):
-            if job.times.first is None:
-                job.times.first = time.perf_counter()
-                job.times.began = job.times.began or job.times.first
             if not job.plain:
                 plain = False
                 job.look_ahead(self._pool)
@@ -345,7 +346,7 @@ class Loop:
             case Emit(text=text, tokens=count):
                 job.shown.append(text)
                 self._settle(job)
-                return results.streamed(job, text, self._take(job, count))
+                return results.streamed(job, text, job.take(count))
             case Stop():
                 return self._stop(job, verdict)
             case Rewind():
@@ -360,8 +361,7 @@ class Loop:
             self.pages.settle(sequence, len(sequence.ids) - job.output.revocable)
 
     def _rewind(self, job: Job, verdict: Rewind) -> None:
-        for _ in range(verdict.count):
-            job.pending.pop()
+        del job.pending[-verdict.count :]
         for sequence in job.sequences:
             self.pages.rewind(sequence, len(sequence.ids) - verdict.count)
         job.state.truncate(len(job.sequences[0].ids))
@@ -369,8 +369,7 @@ class Loop:
     def _stop(self, job: Job, verdict: Stop) -> StreamingResult:
         job.shown.append(verdict.text)
         job.unshown = verdict.held_text
-        shown = self._take(job, verdict.tokens)
-        held = self._take(job, len(job.pending))
+        shown, held = job.take(verdict.tokens), job.take(len(job.pending))
         self._end(job)
         return results.stopped(job, verdict, shown, held)
 
@@ -394,7 +393,3 @@ class Loop:
             self.drafter.forget(sequence)
         if job.stack is not None:
             job.stack.close()
-
-    @staticmethod
-    def _take(job: Job, count: int) -> list[Sampled]:
-        return [job.pending.popleft() for _ in range(count)]
