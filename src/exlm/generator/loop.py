@@ -363,7 +363,9 @@ class Loop:
     def _rewind(self, job: Job, verdict: Rewind) -> None:
         del job.pending[-verdict.count :]
         for sequence in job.sequences:
-            self.pages.rewind(sequence, len(sequence.ids) - verdict.count)
+            length = len(sequence.ids) - verdict.count
+            self.drafter.truncate(sequence, length)
+            self.pages.rewind(sequence, length)
         job.state.truncate(len(job.sequences[0].ids))
 
     def _stop(self, job: Job, verdict: Stop) -> StreamingResult:
