@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import host
+from exlm.errors import NotLoaded
+from exlm.generator.backlog import Backlog
 from exlm.generator.draft import NgramDraft
 from exlm.generator.job import Job
 from exlm.generator.loop import Loop
+from exlm.generator.pages import PageTable
+from exlm.generator.results import streamed
 from exlm.sampling import Settings
 from tests.generator.counting import instructions
-from tests.generator.test_loop import job, loop
+from tests.generator.test_loop import TOKENIZER, alphabet, job, loop, run, streams
+from tests.generator.toy import VOCAB, ToyRunner
 
 SHORT, LONG = 128, 16_000  # they end at the same place of a page
 WAYS: list[dict[str, Any]] = [
@@ -128,6 +133,65 @@ def test_a_waiting_job_is_few_objects() -> None:
     assert made - before < 12 * len(jobs)
     assert enqueued - made < 1 * len(jobs)
     assert (jobs[0].new_tokens, jobs[0].held_text, jobs[0].full_completion) == (0, "", "")
+
+
+class Adapted:
+    """What a sequence with adapters brings."""
+
+    asked = 0
+
+    def __init__(self, salt: bytes, gone: set[bytes]) -> None:
+        self.salt, self.gone = salt, gone
+
+    def lost(self) -> NotLoaded | None:
+        Adapted.asked += 1
+        return NotLoaded(f"{self.salt!r} is gone") if self.salt in self.gone else None
+
+
+def test_adapters_are_looked_after_once_for_all_jobs_that_have_them() -> None:
+    gone: set[bytes] = set()
+    runner = ToyRunner(alphabet, 16)
+    machine = Loop(
+        runner, PageTable(16), TOKENIZER, VOCAB, max_batch_size=2,
+        extras=lambda ids, loras, embeddings: Adapted(loras, gone),
+    )  # fmt: skip
+    jobs = [job("abc", 5, loras=(b"one", b"two", b"three")[n % 3]) for n in range(60)]
+    for one in jobs:
+        machine.enqueue(one)
+    Adapted.asked = 0
+    machine.step()
+    assert Adapted.asked == 3
+    gone.add(b"two")
+    failed = [one for one in machine.step() if "error" in one]
+    assert [one["serial"] for one in failed] == [*range(1, 60, 3)]
+    assert len({id(one["error"]) for one in failed}) == 20  # type: ignore[typeddict-item]
+    ended = [one for one in streams(run(machine)) if one["eos"]]
+    assert sorted(one["serial"] for one in ended) == [n for n in range(60) if n % 3 != 1]
+    assert all(one["eos_reason"] == "max_new_tokens" for one in ended)
+    machine.enqueue(job("abc", 1))
+    machine.step()
+    assert not machine._adapted
+
+
+class Unread(dict[Job, None]):
+    """Many jobs, which may be asked for one and not gone through."""
+
+    def __iter__(self) -> Iterator[Job]:
+        raise AssertionError("all jobs were gone through")
+
+
+def test_results_of_few_are_found_without_going_through_all_who_wait() -> None:
+    machine = loop()
+    jobs = [job("abc", 2) for _ in range(50)]
+    for one in jobs:
+        machine.enqueue(one)
+    machine.step()
+    backlog = Backlog()
+    assert backlog.take(Unread.fromkeys(jobs)) == []
+    backlog.keep(streamed(jobs[0]))
+    assert backlog.take(Unread.fromkeys(jobs[1:])) == []
+    assert [one["job"] for one in backlog.take(Unread.fromkeys(jobs))] == [jobs[0]]
+    assert backlog.take({jobs[0]}) == []
 
 
 def test_the_drafter_of_the_benchmark_is_right_all_the_time() -> None:

@@ -78,7 +78,7 @@ class Loop:
         self._pool = Threads()
         self._serial = 0
         self._cut = False  # in the midst of a round; after it only if an interrupt or an error has ended it
-        self._equipped: dict[int, Job] = {}  # their adapters may be unloaded under them
+        self._adapted: dict[bytes, dict[int, Job]] = {}  # by adapters, which may be unloaded under them
 
     @property
     def busy(self) -> bool:
@@ -110,8 +110,8 @@ class Loop:
         except BaseException:
             self.scheduler.cancel(job)
             raise
-        if job.sequences[0].extras is not None:
-            self._equipped[id(job)] = job
+        if adapters := job.key.get("adapters"):
+            self._adapted.setdefault(adapters, {})[id(job)] = job
         job.pace = Pace(self.draft_tokens) if self.draft_tokens else job.pace
         self._serial += 1
         return job.serial_number
@@ -145,7 +145,7 @@ class Loop:
 
     def read(self) -> list[Result]:
         """The first half of a round: start what fits and read a chunk of each prompt; nobody gets a token."""
-        out: list[Result] = [*self._orphans()] if self._equipped else []
+        out: list[Result] = [*self._orphans()] if self._adapted else []
         if self.scheduler.reading:
             self._cut = True
             out += map(results.started, self.scheduler.start())
@@ -166,10 +166,13 @@ class Loop:
     def _orphans(self) -> list[StreamingResult]:
         """End the jobs whose adapters are gone: they would go on as if they had asked for none."""
         out = []
-        for job in [*self._equipped.values()]:
-            if error := job.sequences[0].extras.lost():
-                self.cancel(job)
-                out.append(results.failed(job, error))
+        for adapters, jobs in [*self._adapted.items()]:
+            if not jobs:
+                del self._adapted[adapters]
+            elif next(iter(jobs.values())).sequences[0].extras.lost():  # and so for all of these
+                for job in [*jobs.values()]:
+                    self.cancel(job)
+                    out.append(results.failed(job, job.sequences[0].extras.lost()))
         return out
 
     def _prefill(self) -> list[Result]:
@@ -388,7 +391,7 @@ class Loop:
     def _let_go(self, job: Job) -> None:
         """Close what a job has opened, while it still has its pages."""
         job.is_finished = True
-        self._equipped.pop(id(job), None)
+        self._adapted.get(job.key.get("adapters", b""), {}).pop(id(job), None)
         if self.scheduler.remaining == 1:
             self._ahead.forget()
         for sequence in job.sequences:
