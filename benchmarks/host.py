@@ -4,13 +4,19 @@ A fake model answers at once with logits prepared beforehand, so that what is le
 scheduling, pages, sampling, text, results. Jobs are plain greedy ones. Machines differ and are shared, so
 times are CPU times, given as multiples of a fixed piece of Python that takes turns with what is measured.
 Turns are short, so that most of them are not interrupted; medians count.
+
+Tables: a decode step of few and many rows against its target; a decode step behind contexts of different
+lengths, without a draft and with n-gram drafting; what a job costs while many others wait. In the latter the
+longest is compared with the shortest, because none of this work should grow.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -19,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from exlm.generator.draft import NgramDraft
 from exlm.generator.job import Job
 from exlm.generator.loop import Loop
 from exlm.generator.pages import PageTable
@@ -42,6 +49,12 @@ class Case(NamedTuple):
 
 
 CASES = (Case(1, 60e-6, 40), Case(64, 12e-6, 4))
+
+CONTEXTS = (128, 2_000, 16_000)
+DRAFTED = 7  # tokens at most that n-gram drafting proposes for a step, as in a generator
+QUEUES = (10, 1_000, 10_000)
+GROWTH = 1.2
+"""How much more than with the shortest context or queue a thing may cost with the longest."""
 
 
 class _Counter:
@@ -123,6 +136,27 @@ class FakeRunner:
         return self._answers[self._step % PREPARED]
 
 
+class PeriodicRunner(FakeRunner):
+    """A model of one row that says the same few tokens over and over, guessed or not."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        period = torch.cat(self._answers, 1)
+        self._round = period.repeat(1, 2 + DRAFTED // PREPARED, 1)
+        self.text: list[int] = period.argmax(2)[0].tolist()
+
+    def decode(
+        self, sequences: Sequence[Any], past: Sequence[int], tokens: Sequence[Sequence[int]]
+    ) -> Tensor:
+        """Logits after each token that is fed."""
+        start = past[0] % PREPARED
+        return self._round[:, start : start + len(tokens[0])]
+
+    def ahead(self, sequences: Sequence[Any], past: Sequence[int], tokens: Tensor) -> Tensor:
+        """Logits after one token."""
+        return self.decode(sequences, past, ((0,),))
+
+
 def prepared(rows: int, steps: int) -> Loop:
     """A loop in which so many jobs are in the middle of their texts."""
     pages = rows * -(-(PROMPT + steps + 4) // 256)
@@ -157,19 +191,100 @@ def measure(case: Case, repeats: int) -> list[tuple[float, float]]:
     return found
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.host", description="The generator's own cost."
+def behind(context: int, steps: int, drafts: bool) -> Loop:
+    """A loop in which one job has read a prompt of so many tokens and goes on as the prompt did."""
+    runner = PeriodicRunner()
+    new = (steps + 4) * (1 + DRAFTED)
+    loop = Loop(
+        runner,
+        PageTable(-(-(context + new) // 256)),
+        FakeTokenizer(),
+        VOCABULARY,
+        max_batch_size=1,
+        drafter=NgramDraft() if drafts else None,
+        draft_tokens=DRAFTED if drafts else 0,
     )
-    parser.add_argument("--repeats", type=int, default=61)
-    chosen = parser.parse_args()
-    torch.set_num_threads(1)
+    prompt = torch.tensor([[runner.text[(place - 1) % PREPARED] for place in range(context)]])
+    loop.enqueue(Job(prompt, new, gen_settings=Settings.greedy(), stop_conditions=[0]))
+    while loop.scheduler.reading:
+        loop.step()
+    return loop
+
+
+def step_behind(context: int, drafts: bool, steps: int) -> dict[str, float]:
+    """Seconds of a decode step behind a context."""
+    loop = behind(context, steps + WARM, drafts)
+    seconds(loop.step, WARM)
+    return {"step": seconds(loop.step, steps)}
+
+
+def queued(count: int) -> dict[str, float]:
+    """Seconds for each of so many jobs to be made, enqueued and cancelled, and of a step while they wait."""
+    loop = prepared(1, 3 * TURN)
+    jobs: list[Job] = []
+    made = iter(range(count))
+
+    def make() -> None:
+        prompt = torch.arange(PROMPT)[None] + next(made) % 1000
+        jobs.append(Job(prompt, 100, gen_settings=Settings.greedy(), stop_conditions=[0]))
+
+    found = {"make": seconds(make, count)}
+    entering, leaving = iter(jobs), iter(jobs)
+    found["enqueue"] = seconds(lambda: loop.enqueue(next(entering)), count)
+    seconds(loop.step, WARM)
+    found["step"] = seconds(loop.step, TURN)
+    found["cancel"] = seconds(lambda: loop.cancel(next(leaving)), count)
+    return found
+
+
+def compared(
+    cases: Sequence[Callable[[], dict[str, float]]], repeats: int
+) -> list[dict[str, tuple[float, float]]]:
+    """Of each case, by what was measured: median of the seconds, and of the multiples of the unit."""
+    turns: list[list[tuple[dict[str, float], float]]] = [[] for _ in cases]
+    for _ in range(repeats):
+        for case, found in zip(cases, turns, strict=True):
+            gc.collect()  # every turn begins alike; what it leaves for the garbage collector is its own
+            before = seconds(unit, TURN)
+            times = case()
+            found.append((times, (before + seconds(unit, TURN)) / 2))
+    return [
+        {
+            name: (
+                median(times[name] for times, _ in found),
+                median(times[name] / one for times, one in found),
+            )
+            for name in found[0][0]
+        }
+        for found in turns
+    ]
+
+
+def growth(title: str, sizes: Sequence[int], found: Sequence[Mapping[str, tuple[float, float]]]) -> Table:
+    """A table of what was measured for each size, and how it grows from the smallest to the largest."""
+    table = Table(title=title)
+    for name in ("", *(f"{size:,}" for size in sizes), "units", "growth", "at most", ""):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in found[0]:
+        ratio = found[-1][name][1] / found[0][name][1]
+        table.add_row(
+            name,
+            *(f"{one[name][0] * 1e6:.1f} µs" for one in found),
+            " ".join(f"{one[name][1]:.3f}" for one in found),
+            f"{ratio:.2f}",
+            f"{GROWTH:.2f}",
+            "flat" if ratio <= GROWTH else "grows",
+        )
+    return table
+
+
+def steps_of_batches(repeats: int) -> Table:
+    """The table of decode steps against their targets."""
     table = Table(title="Python of a decode step, plain greedy jobs")
     for name in ("batch", "µs per row", "unit in µs", "units per row", "at most", ""):
         table.add_column(name, justify="right", no_wrap=True)
     for case in CASES:
-        turns = measure(case, chosen.repeats)
+        turns = measure(case, repeats)
         ratio, most = median(step / one for step, one in turns), case.target / UNIT
         table.add_row(
             str(case.rows),
@@ -179,8 +294,25 @@ def main() -> None:
             f"{most:.2f}",
             "met" if ratio <= most else "missed",
         )
+    return table
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.host", description="The generator's own cost."
+    )
+    parser.add_argument("--repeats", type=int, default=61)
+    repeats = parser.parse_args().repeats
+    torch.set_num_threads(1)
     console = Console()
-    console.print(table)
+    console.print(steps_of_batches(repeats))
+    for drafts in (False, True):
+        cases = [partial(step_behind, context, drafts, CASES[0].steps) for context in CONTEXTS]
+        title = "n-gram drafting, every guess right" if drafts else "no draft"
+        console.print(growth(f"A decode step behind a context, {title}", CONTEXTS, compared(cases, repeats)))
+    waiting = compared([partial(queued, count) for count in QUEUES], -(-repeats // 8))
+    console.print(growth("For each job, while so many wait", QUEUES, waiting))
     console.print(
         f"A unit is a fixed piece of Python: {UNIT * 1e6:.0f} µs on the machine the targets are for."
     )

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from exlm import Filter, Job, PrefixFilter, SelectFilter, Settings, Tokenizer
 from exlm.errors import CacheTooSmall
-from exlm.generator.draft import Drafter, ModelDraft, NgramDraft
+from exlm.generator.draft import Drafter, ModelDraft
 from exlm.generator.loop import Loop
 from exlm.generator.pages import PageTable
+from tests.generator.ngram_oracle import CheckedNgramDraft
 from tests.generator.scripted import ID, PIECES, FlatRunner
 from tests.generator.toy import Eager
 
@@ -275,7 +276,7 @@ class LoopWalk:
         drafter: Drafter | None = None
         if dice.random() < (0.3 if ahead else 0.6):
             drafter = (
-                NgramDraft(dice.randint(2, 4))
+                CheckedNgramDraft(dice.randint(2, 4))
                 if dice.random() < 0.5
                 else ModelDraft(LaxRunner(nearly, pages, size))
             )

@@ -103,12 +103,29 @@ def test_the_benchmark_measures_a_full_batch() -> None:
     assert all(step > 0 and one > 0 for step, one in rows)
 
 
+def test_the_benchmark_measures_queues_and_contexts() -> None:
+    queue = host.queued(7)
+    assert [*queue] == ["make", "enqueue", "step", "cancel"]
+    assert all(seconds > 0 for seconds in queue.values())
+    for drafts in (False, True):
+        machine = host.behind(300, 5, drafts)
+        (job,) = machine.scheduler.active
+        assert (job.prompt_tokens, bool(machine.draft_tokens)) == (300, drafts)
+        assert job.sequences[0].ids[300:] == job.sequences[0].ids[300 - host.PREPARED :][: job.new_tokens]
+    found = host.compared([lambda: {"a": 1.0}, lambda: {"a": 3.0}], repeats=2)
+    assert [one["a"][0] for one in found] == [1.0, 3.0]
+
+
+@pytest.mark.parametrize(("growth", "verdict"), [(1e9, "flat"), (0.0, "grows")])
 def test_the_benchmark_prints_a_verdict(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    growth: float, verdict: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     threads = torch.get_num_threads()
     monkeypatch.setattr(sys, "argv", ["host", "--repeats", "1"])
     monkeypatch.setattr(host, "CASES", (host.Case(1, 1.0, 2), host.Case(2, 0.0, 2)))
+    monkeypatch.setattr(host, "CONTEXTS", (16, 32))
+    monkeypatch.setattr(host, "QUEUES", (2, 4))
+    monkeypatch.setattr(host, "GROWTH", growth)
     try:
         host.main()
     finally:
@@ -116,3 +133,4 @@ def test_the_benchmark_prints_a_verdict(
     printed = capsys.readouterr().out
     assert "met" in printed
     assert "missed" in printed
+    assert printed.count(verdict) == 2 + 4

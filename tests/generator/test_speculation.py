@@ -60,7 +60,7 @@ class Counting:
         self.inner = inner
         self.guessed = 0
         self.copy, self.prefill, self.forget = inner.copy, inner.prefill, inner.forget
-        self.expects = inner.expects
+        self.expects, self.truncate = inner.expects, inner.truncate
 
     def propose(self, sequences: Sequence[Any], counts: Sequence[int]) -> list[list[int]]:
         found = self.inner.propose(sequences, counts)

@@ -22,7 +22,8 @@ class Backlog:
 
     def take(self, jobs: Collection[Job]) -> list[Result]:
         """What became of these jobs."""
-        return [] if self._jobs.isdisjoint(jobs) else self._taken(lambda job: job in jobs)
+        few, many = (jobs, self._jobs) if len(jobs) < len(self._jobs) else (self._jobs, jobs)
+        return self._taken(lambda job: job in jobs) if any([job in many for job in few]) else []
 
     def take_others(self, jobs: Collection[Job]) -> list[Result]:
         """What became of all but these jobs."""

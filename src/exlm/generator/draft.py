@@ -7,11 +7,11 @@ model itself, and the first disagreement ends the guess.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import cycle, islice
 from typing import Any, Protocol
 
 from ..text import EMBEDDING_INDEX
+from .ngram import NgramIndex
 from .pages import Copy
 from .sequence import Sequence as Tokens
 
@@ -89,6 +89,10 @@ class Drafter(Protocol):
         """Up to so many tokens that may come next, for each sequence."""
         ...
 
+    def truncate(self, sequence: Tokens, length: int) -> None:
+        """The sequence loses its ids from this position on; others may follow there."""
+        ...
+
     def forget(self, sequence: Tokens) -> None:
         """The sequence is finished, and about to leave its pages to others."""
         ...
@@ -111,32 +115,26 @@ class NoDraft:
         """Nothing, for everybody."""
         return [[] for _ in sequences]
 
+    def truncate(self, sequence: Tokens, length: int) -> None:
+        """Has no memory."""
+
     def forget(self, sequence: Tokens) -> None:
         """Has no memory."""
 
 
-@dataclass
-class _Index:
-    """Where every short run of one sequence's ids was last followed by something."""
-
-    read: int = 0
-    after: dict[tuple[int, ...], int] = field(default_factory=dict)  # run → position of what followed last
-
-
 class NgramDraft(NoDraft):
-    """Guesses that the text goes on as it did after the same words before."""
+    """Guesses that the text goes on as it did after the same words before.
+
+    The index of a sequence is made when its first guess is wanted, and then follows the sequence.
+    """
 
     def __init__(self, longest: int = 4) -> None:
         self.longest = max(2, longest)
-        self._indexes: dict[int, _Index] = {}
-
-    def prefill(self, sequence: Tokens, start: int, stop: int) -> None:
-        """Reads along, while the model is busy with the prompt."""
-        self._read(sequence)
+        self._indexes: dict[int, NgramIndex] = {}
 
     def expects(self, sequence: Tokens) -> bool:
         """Whether the last ids were there before."""
-        return self._seen(sequence) is not None
+        return self._index(sequence).match is not None
 
     def propose(self, sequences: Sequence[Tokens], counts: Sequence[int]) -> list[list[int]]:
         """What followed the latest earlier place that ends in the same run of ids, the longest run first.
@@ -146,32 +144,37 @@ class NgramDraft(NoDraft):
         """
         return [self._guess(s, count) if count else [] for s, count in zip(sequences, counts, strict=True)]
 
+    def truncate(self, sequence: Tokens, length: int) -> None:
+        """Drop what the index knows of the ids from there on."""
+        index = self._indexes.get(id(sequence))
+        if index is None:
+            return
+        if length > index.base:
+            index.truncate(length)
+        else:
+            del self._indexes[id(sequence)]
+
     def forget(self, sequence: Tokens) -> None:
         """Drop the index."""
         self._indexes.pop(id(sequence), None)
 
     def _guess(self, sequence: Tokens, count: int) -> list[int]:
-        at = self._seen(sequence)
+        at = self._index(sequence).match
         return [] if at is None else [*islice(cycle(sequence.ids[at : at + count]), count)]
 
-    def _seen(self, sequence: Tokens) -> int | None:
-        """Where the text went on when it last was where it is now."""
-        after, ids = self._read(sequence).after, sequence.ids
-        for size in range(min(self.longest - 1, len(ids)), 0, -1):
-            if (at := after.get(tuple(ids[-size:]))) is not None:
-                return at
-        return None
-
-    def _read(self, sequence: Tokens) -> _Index:
+    def _index(self, sequence: Tokens) -> NgramIndex:
         """The sequence's index, up to date."""
         ids = sequence.ids
         index = self._indexes.get(id(sequence))
-        if index is None or index.read > len(ids):  # it was rewound: runs that ended beyond are stale
-            self._indexes[id(sequence)] = index = _Index()
-        for end in range(max(index.read, 1), len(ids)):
-            for size in range(1, min(self.longest, end + 1)):
-                index.after[tuple(ids[end - size : end])] = end
-        index.read = len(ids)
+        if index is not None and len(index) > len(ids):
+            self.truncate(sequence, len(ids))
+            index = self._indexes.get(id(sequence))
+        if index is None:
+            # Only settled ids are never taken back; the last one is read again to find its match.
+            settled = max(0, min(sequence.settled, len(ids)) - 1)
+            index = self._indexes[id(sequence)] = NgramIndex(self.longest - 1, ids[:settled])
+        if len(index) < len(ids):
+            index.extend(ids)
         return index
 
 
@@ -215,6 +218,11 @@ class ModelDraft:
                 out[row].append(int(answer[-1].argmax()))
                 self._known[id(sequences[row])] = len(sequences[row].ids)
         return out
+
+    def truncate(self, sequence: Tokens, length: int) -> None:
+        """What the small model has of the ids from there on is of no use."""
+        if self._known.get(id(sequence), 0) > length:
+            self._known[id(sequence)] = length
 
     def forget(self, sequence: Tokens) -> None:
         """Read what was said since the last guess, so that others find it in the pages, and drop the rest."""

@@ -117,12 +117,22 @@ class Generator:
     @property
     def pending_jobs(self) -> list[Job]:
         """Jobs that wait."""
-        return list(self._loop.scheduler.pending)
+        return self._loop.scheduler.pending
 
     @property
     def active_jobs(self) -> list[Job]:
         """Jobs that run."""
-        return list(self._loop.scheduler.active)
+        return self._loop.scheduler.active
+
+    @property
+    def num_pending_jobs(self) -> int:
+        """How many jobs wait; no list of them is made."""
+        return self._loop.scheduler.waiting
+
+    @property
+    def num_active_jobs(self) -> int:
+        """How many jobs run."""
+        return self._loop.scheduler.running
 
     @property
     def pages(self) -> PageTable:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from numbers import Integral
@@ -13,6 +12,7 @@ from typing import Any, Protocol
 from ..errors import InputError
 from ..filters import FilterStack
 from ..sampling import Row, SamplerState, Settings
+from ..sampling.random import check_seed
 from ..text import EMBEDDING_INDEX
 from .arguments import OF_GENERATE, names, refuse
 from .draft import Pace
@@ -23,6 +23,7 @@ from .sequence import salted
 from .times import Timed, Times
 
 MAX_TOKENS = 2**31
+STILL = Pace(0)  # guesses nothing, and so never changes
 
 
 class Texts(Protocol):
@@ -91,7 +92,7 @@ class Job(Timed):
     ) -> None:
         refuse("Job", unknown, ARGUMENTS, OF_GENERATE, "generate()")
         prompts = input_ids if isinstance(input_ids, list | tuple) else [input_ids]
-        self.prompts = [_ids(prompt) for prompt in prompts]
+        self.prompts = tuple(map(_ids, prompts))
         self.gen_settings = gen_settings if gen_settings is not None else Settings()
         self.seed = random.SystemRandom().getrandbits(63) if seed is None else seed
         self.max_new_tokens = _whole("max_new_tokens", max_new_tokens, 1)
@@ -101,30 +102,28 @@ class Job(Timed):
         self.decode_special_tokens = decode_special_tokens
         self.return_top_tokens = _whole("return_top_tokens", return_top_tokens, 0)
         self.return_logits, self.return_probs = return_logits, return_probs
-        self.filters, self.filter_prefer_eos = _listed(filters), filter_prefer_eos
+        self.filters, self.filter_prefer_eos = _several(filters), filter_prefer_eos
         self.banned_strings = _strings(lasting(banned_strings) or ())
         self.token_healing = bool(token_healing) and all(map(_healable, self.prompts))
-        self.identifier, self.embeddings, self.loras = identifier, list(embeddings or ()), loras
+        self.identifier, self.embeddings, self.loras = identifier, tuple(embeddings or ()), loras
         self.key = {"salt": _salt(salt)}
         """What besides ids the keys and values depend on, by what it is; complete before it is enqueued."""
         self._check()
         healed = 1 if self.token_healing else 0
         self.sequences: list[Tokens] = [
-            JobSequence(prompt[: len(prompt) - healed], len(prompt) + self.max_new_tokens)
+            JobSequence(list(prompt[: len(prompt) - healed]), len(prompt) + self.max_new_tokens)
             for prompt in self.prompts
         ]
         self.serial_number, self.skips = -1, 0
         self.times, self.is_finished = Times(), False
-        self.shown: list[str] = []
         self.unshown: str | None = ""  # None while only its output knows
         self.accepted_draft_tokens = self.rejected_draft_tokens = 0
-        self.pace = Pace(0)  # nothing is guessed; the generator that takes it sets its own
+        self.pace = STILL  # the generator that takes it sets its own if it guesses
         self.place = 0
         """Which row of the batch under way is its first."""
-        self.pending: deque[Sampled] = deque()
-        """Sampled, not yet shown."""
+        self._began = False  # it has what sampling needs
         self._filtering = False  # the filters have begun: not before a healed token is sampled
-        self._pieces: list[str] = []
+        self._pieces: Sequence[str] = ()
 
     def __repr__(self) -> str:
         """The serial number, once it has one."""
@@ -136,7 +135,10 @@ class Job(Timed):
             sequence.resalt(salted({**shared, **self.key}))
 
     def prepare(self, serial: int, texts: Texts, vocab: int) -> None:
-        """Make what running needs; called once, by the generator that takes the job."""
+        """Check it against the model; called once, by the generator that takes the job.
+
+        A job may wait among thousands: what only sampling needs is left to `begin`.
+        """
         for prompt, sequence in zip(self.prompts, self.sequences, strict=True):
             for token in (min(prompt), max(prompt)):
                 if not 0 <= token < vocab and sequence.extras is None:
@@ -144,23 +146,35 @@ class Job(Timed):
         for token in self.stop_tokens:
             if not 0 <= token < vocab:
                 raise InputError(f"Stop token {token} is outside the vocabulary of {vocab}.")
-        self._pieces = texts.get_id_to_piece_list(include_special_tokens=True)
-        healed = self.prompts[0][-1] if self.token_healing else None
+        self._texts, self._pieces = texts, texts.get_id_to_piece_list(include_special_tokens=True)
+        self._healing = texts.get_prefix_id_to_ids_dict()[self.prompts[0][-1]] if self.token_healing else None
+        self.stack = (
+            FilterStack(self.filters, texts, self.filter_prefer_eos, width=vocab) if self.filters else None
+        )
+        self.hooks = tuple(self.gen_settings.post_sampling_hooks or ())
+        check_seed(self.seed)
+        if self.gen_settings.mirostat_mu:
+            self.begin()  # its state takes the first target from there, or refuses it
+        self.plain = not (self._asks_for_more or self._is_restricted)
+        """Whether each token is sampled under the same conditions, and only its text and id are told."""
+        self.serial_number = serial
+        self.label = labelled(self)
+        self.times.asked = time.perf_counter()
+
+    def begin(self) -> None:
+        """Make what sampling needs, once: before its first token is sampled, or earlier."""
+        if self._began:
+            return
         self.output = Output(
-            texts.detokenizer(self.decode_special_tokens, continues=True),
+            self._texts.detokenizer(self.decode_special_tokens, continues=True),
             max_new_tokens=self.max_new_tokens,
             min_new_tokens=self.min_new_tokens,
             stop_tokens=self.stop_tokens,
             stop_strings=self.stop_strings,
             banned_strings=self.banned_strings,
-            special=texts.extended_id_to_piece,
-            healed=healed,
+            special=self._texts.extended_id_to_piece,
+            healed=self.prompts[0][-1] if self.token_healing else None,
         )
-        self._healing = texts.get_prefix_id_to_ids_dict()[healed] if healed is not None else None
-        self.stack = (
-            FilterStack(self.filters, texts, self.filter_prefer_eos, width=vocab) if self.filters else None
-        )
-        self.hooks = tuple(self.gen_settings.post_sampling_hooks or ())
         self.state = SamplerState(self.gen_settings, self.seed, self.sequences[0].ids)
         self.row = Row(
             self.gen_settings,
@@ -169,11 +183,10 @@ class Job(Timed):
             want_top=self.return_top_tokens,
             guided=len(self.sequences) == 2,
         )
-        self.plain = not (self._asks_for_more or self._is_restricted)
-        """Whether each token is sampled under the same conditions, and only its text and id are told."""
-        self.serial_number, self.unshown = serial, None
-        self.label = labelled(self)
-        self.times.asked = time.perf_counter()
+        self.shown: list[str] = []
+        self.pending: list[Sampled] = []
+        """Sampled, not yet shown."""
+        self._began, self.unshown = True, None
 
     @property
     def prompt_tokens(self) -> int:
@@ -183,11 +196,13 @@ class Job(Timed):
     @property
     def new_tokens(self) -> int:
         """Tokens sampled and kept, a stop token included, a healed one not."""
-        return self.output.new_tokens if self.serial_number >= 0 else 0
+        return self.output.new_tokens if self._began else 0
 
     @property
     def full_completion(self) -> str:
         """All text shown so far."""
+        if not self._began:
+            return ""
         self.shown = ["".join(self.shown)]
         return self.shown[0]
 
@@ -209,6 +224,12 @@ class Job(Timed):
     def piece(self, token: int) -> str:
         """A token's text, special ones included."""
         return self._pieces[token] if token < len(self._pieces) else ""
+
+    def take(self, count: int) -> list[Sampled]:
+        """So many of the oldest pending tokens, which are pending no more."""
+        taken = self.pending[:count]
+        del self.pending[:count]
+        return taken
 
     def next_row(self) -> Row:
         """What the sampler is told of the next token; always the same if the job is `plain`."""
@@ -327,13 +348,13 @@ def _salt(given: str | bytes | None) -> bytes:
     return given.encode("utf-8", "surrogatepass") if isinstance(given, str) else given or b""
 
 
-def _healable(prompt: list[int]) -> bool:
+def _healable(prompt: tuple[int, ...]) -> bool:
     """Whether the last id can be taken back: others are left, and it has a text, unlike a vector."""
     return len(prompt) > 1 and prompt[-1] < EMBEDDING_INDEX
 
 
-def _ids(prompt: Any) -> list[int]:
-    """A (1, n) tensor in system memory as a list."""
+def _ids(prompt: Any) -> tuple[int, ...]:
+    """The numbers of a (1, n) tensor in system memory."""
     shape = getattr(prompt, "shape", None)
     if shape is None or len(shape) != 2 or shape[0] != 1:
         raise InputError("input_ids must be a [1, seq_len] tensor, or a list of such tensors.")
@@ -343,7 +364,7 @@ def _ids(prompt: Any) -> list[int]:
         raise InputError("Input IDs cannot be empty: a prompt needs a token (add_bos=True gives one).")
     if "int" not in str(prompt.dtype):
         raise InputError(f"input_ids must be whole numbers, found {prompt.dtype}: call .long() on it.")
-    return list(prompt[0].tolist())
+    return tuple(prompt[0].tolist())
 
 
 def _whole(name: str, value: Any, least: int) -> int:
@@ -353,10 +374,10 @@ def _whole(name: str, value: Any, least: int) -> int:
     return number
 
 
-def _listed(filters: Any) -> list[Any]:
+def _several(filters: Any) -> tuple[Any, ...]:
     if filters is not None and not isinstance(filters, list | tuple):
         raise InputError(f"filters must be a list, found {type(filters).__name__}: write [filter].")
-    return list(filters or ())
+    return tuple(filters or ())
 
 
 def _strings(values: Iterable[str]) -> tuple[str, ...]:

@@ -78,7 +78,7 @@ class Loop:
         self._pool = Threads()
         self._serial = 0
         self._cut = False  # in the midst of a round; after it only if an interrupt or an error has ended it
-        self._equipped: dict[int, Job] = {}  # their adapters may be unloaded under them
+        self._adapted: dict[bytes, dict[int, Job]] = {}  # by adapters, which may be unloaded under them
 
     @property
     def busy(self) -> bool:
@@ -110,9 +110,9 @@ class Loop:
         except BaseException:
             self.scheduler.cancel(job)
             raise
-        if job.sequences[0].extras is not None:
-            self._equipped[id(job)] = job
-        job.pace = Pace(self.draft_tokens)
+        if adapters := job.key.get("adapters"):
+            self._adapted.setdefault(adapters, {})[id(job)] = job
+        job.pace = Pace(self.draft_tokens) if self.draft_tokens else job.pace
         self._serial += 1
         return job.serial_number
 
@@ -145,7 +145,7 @@ class Loop:
 
     def read(self) -> list[Result]:
         """The first half of a round: start what fits and read a chunk of each prompt; nobody gets a token."""
-        out: list[Result] = [*self._orphans()] if self._equipped else []
+        out: list[Result] = [*self._orphans()] if self._adapted else []
         if self.scheduler.reading:
             self._cut = True
             out += map(results.started, self.scheduler.start())
@@ -166,10 +166,13 @@ class Loop:
     def _orphans(self) -> list[StreamingResult]:
         """End the jobs whose adapters are gone: they would go on as if they had asked for none."""
         out = []
-        for job in [*self._equipped.values()]:
-            if error := job.sequences[0].extras.lost():
-                self.cancel(job)
-                out.append(results.failed(job, error))
+        for adapters, jobs in [*self._adapted.items()]:
+            if not jobs:
+                del self._adapted[adapters]
+            elif next(iter(jobs.values())).sequences[0].extras.lost():  # and so for all of these
+                for job in [*jobs.values()]:
+                    self.cancel(job)
+                    out.append(results.failed(job, job.sequences[0].extras.lost()))
         return out
 
     def _prefill(self) -> list[Result]:
@@ -199,6 +202,10 @@ class Loop:
         guesses: Sequence[Sequence[int]] = [()] * len(jobs)
         logits, plain = self._ahead.take(jobs), True
         if logits is None:
+            for job in jobs:
+                if job.times.first is None:
+                    job.begin()
+                    job.times.sampled()
             if self.draft_tokens:
                 wanted = [job.reach for job in jobs]
                 guesses = self.drafter.propose([job.sequences[0] for job in jobs], wanted)
@@ -214,9 +221,6 @@ class Loop:
         past: list[int] = []
         fed: list[list[int]] = []
         for job, guess in zip(jobs, guesses, strict=True):
-            if job.times.first is None:
-                job.times.first = time.perf_counter()
-                job.times.began = job.times.began or job.times.first
             if not job.plain:
                 plain = False
                 job.look_ahead(self._pool)
@@ -345,7 +349,7 @@ class Loop:
             case Emit(text=text, tokens=count):
                 job.shown.append(text)
                 self._settle(job)
-                return results.streamed(job, text, self._take(job, count))
+                return results.streamed(job, text, job.take(count))
             case Stop():
                 return self._stop(job, verdict)
             case Rewind():
@@ -360,17 +364,17 @@ class Loop:
             self.pages.settle(sequence, len(sequence.ids) - job.output.revocable)
 
     def _rewind(self, job: Job, verdict: Rewind) -> None:
-        for _ in range(verdict.count):
-            job.pending.pop()
+        del job.pending[-verdict.count :]
         for sequence in job.sequences:
-            self.pages.rewind(sequence, len(sequence.ids) - verdict.count)
+            length = len(sequence.ids) - verdict.count
+            self.drafter.truncate(sequence, length)
+            self.pages.rewind(sequence, length)
         job.state.truncate(len(job.sequences[0].ids))
 
     def _stop(self, job: Job, verdict: Stop) -> StreamingResult:
         job.shown.append(verdict.text)
         job.unshown = verdict.held_text
-        shown = self._take(job, verdict.tokens)
-        held = self._take(job, len(job.pending))
+        shown, held = job.take(verdict.tokens), job.take(len(job.pending))
         self._end(job)
         return results.stopped(job, verdict, shown, held)
 
@@ -387,14 +391,10 @@ class Loop:
     def _let_go(self, job: Job) -> None:
         """Close what a job has opened, while it still has its pages."""
         job.is_finished = True
-        self._equipped.pop(id(job), None)
+        self._adapted.get(job.key.get("adapters", b""), {}).pop(id(job), None)
         if self.scheduler.remaining == 1:
             self._ahead.forget()
         for sequence in job.sequences:
             self.drafter.forget(sequence)
         if job.stack is not None:
             job.stack.close()
-
-    @staticmethod
-    def _take(job: Job, count: int) -> list[Sampled]:
-        return [job.pending.popleft() for _ in range(count)]

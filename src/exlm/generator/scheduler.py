@@ -146,6 +146,11 @@ class Scheduler(Generic[J]):
         return len(self._pending)
 
     @property
+    def running(self) -> int:
+        """How many jobs are active."""
+        return len(self._active)
+
+    @property
     def remaining(self) -> int:
         """How many jobs are pending or active."""
         return len(self._pending) + len(self._active)

@@ -30,6 +30,11 @@ class Times:
         """From there to the end."""
         return (self.ended or self._now) - (self.first or self._now)
 
+    def sampled(self) -> None:
+        """The forward pass that gives its first token begins."""
+        self.first = time.perf_counter()
+        self.began = self.began or self.first
+
     @property
     def _now(self) -> float:
         return self.ended or time.perf_counter()

@@ -15,6 +15,11 @@ from ..sampling import Row
 class LegacyJob(Job):
     """A job whose filters begin with a healed token: what it adds to the prompt obeys them as well."""
 
+    def prepare(self, serial: int, texts: Texts, vocab: int) -> None:
+        """Check it and make what sampling needs, which the old generators change at once."""
+        super().prepare(serial, texts, vocab)
+        self.begin()
+
     def next_row(self) -> Row:
         """What the sampler is told of the next token."""
         row = super().next_row()

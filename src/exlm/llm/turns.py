@@ -99,7 +99,7 @@ class Turns:
     def _round(self) -> None:
         self._sweep()
         results = self.generator.results_of(self._inboxes)
-        if not results and not (self.generator.active_jobs or self.generator.pending_jobs):
+        if not results and not (self.generator.num_active_jobs or self.generator.num_pending_jobs):
             raise InputError("The request was dropped before its end: the generator's queue was cleared.")
         for result in results:
             if result["stage"] == "streaming":

@@ -78,8 +78,8 @@ class _EngineGauges(Collector):
         pages = GaugeMetricFamily("exlm_cache_pages", "Pages of the cache", labels=["model", "state"])
         for name, hosted in self.engine.hosted.items():
             inner = hosted.generator.generator
-            jobs.add_metric([name, "running"], len(inner.active_jobs))
-            jobs.add_metric([name, "waiting"], len(inner.pending_jobs))
+            jobs.add_metric([name, "running"], inner.num_active_jobs)
+            jobs.add_metric([name, "waiting"], inner.num_pending_jobs)
             pages.add_metric([name, "free"], inner.pages.free)
             pages.add_metric([name, "used"], inner.max_pages - inner.pages.free)
         return [jobs, pages]

@@ -1,0 +1,202 @@
+"""N-gram drafting proposes what it always did, through every rewind, and its index costs little."""
+
+from __future__ import annotations
+
+import gc
+import random
+import tracemalloc
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exlm.generator.draft import ModelDraft, NgramDraft
+from exlm.generator.ngram import NgramIndex
+from exlm.generator.sequence import Sequence as Tokens
+from tests.generator.counting import instructions
+from tests.generator.ngram_oracle import CheckedNgramDraft, oracle
+from tests.generator.test_loop import job, loop, run, streams
+from tests.generator.test_speculation import wandering
+
+letters = st.integers(0, 2)
+changes = st.one_of(
+    st.tuples(st.just("append"), st.lists(letters, max_size=6)),
+    st.tuples(st.just("rewind"), st.integers(1, 8), st.booleans()),
+    st.tuples(st.just("ask"), st.integers(1, 9)),
+    st.tuples(st.just("expect")),
+)
+
+
+def test_the_oracle_goes_on_in_circles() -> None:
+    assert oracle([1, 2, 3, 1, 2], 7, 4) == [3, 1, 2, 3, 1, 2, 3]
+    assert oracle([5, 5], 3, 4) == [5, 5, 5]
+    assert oracle([1, 2, 3], 3, 4) == []
+    assert oracle([1, 2, 9, 3, 2, 8, 1, 2], 1, 2) == [8]
+    assert oracle([1, 2, 9, 3, 2, 8, 1, 2], 1, 3) == [9]
+
+
+@given(
+    st.lists(letters, min_size=1, max_size=20),
+    st.booleans(),
+    st.lists(changes, max_size=40),
+    st.integers(2, 6),
+)
+def test_guesses_are_the_oracles(
+    prompt: list[int], admitted: bool, changes: list[tuple[Any, ...]], longest: int
+) -> None:
+    """Whatever is appended and taken back between two guesses, and whenever the first is asked for.
+
+    A prompt that was `admitted` is settled and never taken back.
+    """
+    sequence, drafter = Tokens(ids=list(prompt), limit=999), NgramDraft(longest)
+    if admitted:
+        sequence.settled = len(prompt)
+    for kind, *how in changes:
+        if kind == "append":
+            sequence.ids += how[0]
+        elif kind == "rewind":
+            length = max(1, sequence.settled, len(sequence.ids) - how[0])
+            if how[1]:
+                drafter.truncate(sequence, length)
+            del sequence.ids[length:]
+            drafter.truncate(sequence, length)
+        elif kind == "ask":
+            assert drafter.propose([sequence], how) == [oracle(sequence.ids, how[0], longest)]
+        else:
+            assert drafter.expects(sequence) == bool(oracle(sequence.ids, 1, longest))
+    drafter.forget(sequence)
+    assert not drafter._indexes
+
+
+def test_what_was_taken_back_and_said_differently_is_not_remembered() -> None:
+    """Nothing was asked for in between, and the text is as long as it was."""
+    sequence, drafter = Tokens(ids=[1, 2, 3, 4, 1, 2], limit=99), NgramDraft(4)
+    assert drafter.propose([sequence], [1]) == [[3]]
+    sequence.ids += [7, 8, 1]
+    assert drafter.propose([sequence], [1]) == [[2]]
+    drafter.truncate(sequence, 6)
+    sequence.ids[6:] = [9, 9, 9, 7]
+    assert drafter.propose([sequence], [3]) == [oracle(sequence.ids, 3, 4)] == [[]]
+
+
+def test_a_small_model_reads_again_what_was_said_differently() -> None:
+    """A rewind, and as many other tokens before it is asked again: it is fed all of those."""
+    fed: list[tuple[int, list[int]]] = []
+
+    class Small:
+        def copy(self, orders: Any) -> None: ...
+
+        def prefill(self, sequence: Tokens, start: int, stop: int) -> None:
+            fed.append((start, sequence.ids[start:stop]))
+
+        def decode(self, sequences: Any, past: Sequence[int], tokens: Sequence[Sequence[int]]) -> Any:
+            fed.append((past[0], [*tokens[0]]))
+            return [NoLogits()]
+
+    class NoLogits:
+        def __getitem__(self, place: int) -> NoLogits:
+            return self
+
+        def argmax(self) -> int:
+            return 0
+
+    sequence, drafter = Tokens(ids=[1, 2, 3], limit=99), ModelDraft(Small())
+    drafter.prefill(sequence, 0, 2)
+    sequence.ids += [4, 5]
+    drafter.propose([sequence], [1])
+    assert fed == [(0, [1, 2]), (2, [3, 4, 5])]
+    drafter.truncate(sequence, 3)
+    sequence.ids[3:] = [6, 7, 8, 9]
+    drafter.propose([sequence], [1])
+    assert fed[2] == (3, [6, 7, 8, 9])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_loop_that_rewinds_is_told_what_the_oracle_tells(seed: int) -> None:
+    """Banned strings take tokens back, a healed token is sampled anew, and wrong guesses end."""
+    dice = random.Random(seed)
+    drafter = CheckedNgramDraft(dice.randint(2, 5))
+    taken_back = []
+
+    def truncate(sequence: Tokens, length: int) -> None:
+        taken_back.append(len(sequence.ids) - length)
+        NgramDraft.truncate(drafter, sequence, length)
+
+    drafter.truncate = truncate  # type: ignore[method-assign]
+    machine = loop(wandering, drafter=drafter, draft_tokens=7)
+    jobs = [
+        job(
+            [dice.randrange(2, 12) for _ in range(dice.choice([1, 7, 40]))],
+            60,
+            banned_strings=dice.choice([None, ["a", "c"], ["bc", "f"]]),
+            token_healing=dice.random() < 0.3,
+            stop_conditions=["xyz"],
+        )
+        for _ in range(6)
+    ]
+    last = [result for result in streams(run(machine, *jobs)) if result["eos"]]
+    assert sum(result["accepted_draft_tokens"] for result in last) > 0
+    assert sum(result["rejected_draft_tokens"] for result in last) > 0
+    assert taken_back
+    assert not drafter._indexes
+
+
+def test_no_index_before_a_guess_is_wanted() -> None:
+    drafter = NgramDraft(4)
+    machine = loop(drafter=drafter, draft_tokens=7)
+    silent, eager = job("abcabc", 4, speculative=False), job("abcabc", 4)
+    for one in (silent, eager):
+        machine.enqueue(one)
+    machine.step()
+    assert [*drafter._indexes] == [id(eager.sequences[0])]
+
+
+def text(length: int) -> list[int]:
+    dice = random.Random(length)
+    return [dice.randrange(500) for _ in range(length)]
+
+
+def work_of_a_round(context: int) -> int:
+    """Instructions of the interpreter: tokens come, a guess is made, some are taken back, another guess."""
+    sequence, drafter = Tokens(ids=text(context), limit=99_999), NgramDraft(4)
+    sequence.settled = context
+    drafter.expects(sequence)
+
+    def work() -> None:
+        sequence.ids.extend([7, 8, 9, 7, 8])
+        drafter.propose([sequence], [7])
+        drafter.truncate(sequence, context + 2)
+        del sequence.ids[context + 2 :]
+        drafter.propose([sequence], [7])
+
+    return instructions(work)
+
+
+def test_a_guess_and_a_rewind_cost_the_same_behind_any_context() -> None:
+    short, long = work_of_a_round(128), work_of_a_round(16_000)
+    assert abs(long - short) < 0.05 * short
+
+
+def test_the_garbage_collector_has_nothing_to_visit() -> None:
+    index = NgramIndex(3, text(1000))
+    index.extend(text(1000) + text(500))
+    assert not any(gc.is_tracked(ends) for ends in index._ends)
+
+
+def test_memory_is_a_small_multiple_of_the_context() -> None:
+    ids = text(4000)
+    tracemalloc.start()
+    try:
+        index = NgramIndex(3, ids)
+        prompt = tracemalloc.get_traced_memory()[0]
+        for n in range(50):  # rewinds leave nothing behind
+            index.extend([*ids, *text(100 + n)])
+            index.truncate(len(ids) + 1)
+        after = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert prompt < 400 * len(ids)
+    assert after < 1.5 * prompt
+    assert len(index) == len(ids) + 1
