@@ -22,8 +22,11 @@ from __future__ import annotations
 import argparse
 import ast
 import fnmatch
+import functools
+import io
 import itertools
 import json
+import keyword
 import os
 import re
 import shutil
@@ -31,6 +34,8 @@ import subprocess
 import sys
 import threading
 import time
+import tokenize
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -376,41 +381,282 @@ def apply_edits(file: Path, edits: list[dict[str, Any]]) -> None:
     file.write_text(text, encoding="utf-8")
 
 
+# -- names that need no language server ---------------------------------------------------------------
+
+
+class Index:
+    """Where every identifier is defined or spelled, over the whole tree, kept up to date file by file."""
+
+    def __init__(self, files: list[Path], trees: Trees) -> None:
+        self.trees = trees
+        self.definitions: dict[str, Counter[Path]] = defaultdict(Counter)
+        self.spelled: dict[str, set[Path]] = defaultdict(set)
+        for file in files:
+            self.add(file)
+
+    def add(self, file: Path) -> None:
+        """Read a file."""
+        text, tree = self.trees.get(file)
+        for name in set(re.findall(r"[A-Za-z_]\w*", text)):
+            self.spelled[name].add(file)
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.ClassDef, *FUNCTIONS)):
+                self.definitions[node.name][file] += 1
+            elif isinstance(node, ast.arg):
+                self.definitions[node.arg][file] += 1
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                self.definitions[node.id][file] += 1
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                self.definitions[node.attr][file] += 1
+            elif isinstance(node, ast.keyword) and node.arg:
+                self.definitions[node.arg][file] += 1
+            elif isinstance(node, ast.alias):
+                self.definitions[node.asname or node.name][file] += int(bool(node.asname))
+
+    def changed(self, file: Path) -> None:
+        """Read a file again."""
+        for counts in self.definitions.values():
+            counts.pop(file, None)
+        self.add(file)
+
+
+@functools.cache
+def foreign_names() -> frozenset[str]:
+    """Attributes of what others wrote, which a replacement by spelling would hit as well."""
+    import asyncio
+    import builtins
+    import collections
+    import logging
+    import threading
+    import typing
+
+    import numpy
+    import torch
+
+    known: list[Any] = [
+        str,
+        bytes,
+        dict,
+        list,
+        set,
+        tuple,
+        int,
+        float,
+        Path,
+        collections.deque,
+        threading,
+        asyncio,
+    ]
+    known += [
+        collections.OrderedDict,
+        collections.Counter,
+        threading.Event,
+        asyncio.Queue,
+        asyncio.Task,
+        builtins,
+    ]
+    known += [
+        torch,
+        torch.Tensor,
+        torch.cuda,
+        torch.nn,
+        torch.nn.functional,
+        torch.nn.Module,
+        torch.device,
+        torch.dtype,
+    ]
+    known += [
+        numpy,
+        numpy.ndarray,
+        os,
+        re,
+        json,
+        subprocess,
+        sys,
+        time,
+        ast,
+        itertools,
+        functools,
+        logging,
+        typing,
+    ]
+    known += [
+        torch.cuda.Event,
+        torch.cuda.Stream,
+        torch.cuda.CUDAGraph,
+        re.Pattern,
+        re.Match,
+        subprocess.Popen,
+    ]
+    return frozenset(name for one in known for name in dir(one)) | {
+        "mark",
+        "fixture",
+        "param",
+        "parametrize",
+        "group",
+    }
+
+
+def spelled_places(file: Path, text: str, name: str) -> list[Place]:
+    """Every NAME token of this spelling; strings and comments are left alone, f-strings are looked into."""
+    found = []
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.NAME and token.string == name:
+            found.append(Place(file, token.start[0] - 1, token.start[1]))
+    lines = text.splitlines()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.JoinedStr):  # one token before Python 3.12
+            for inner in ast.walk(node):
+                ends = {ast.Name: "id", ast.Attribute: "attr", ast.keyword: "arg"}.get(type(inner))
+                if ends is None or getattr(inner, ends) != name:
+                    continue
+                line = getattr(inner, "lineno")  # noqa: B009
+                if isinstance(inner, ast.Attribute):
+                    last = inner.end_lineno or line
+                    start = column(text, last, inner.end_col_offset or 0) - len(name)
+                    line = last
+                else:
+                    start = column(text, line, getattr(inner, "col_offset"))  # noqa: B009
+                place = Place(file, line - 1, start)
+                if lines[place.line][start : start + len(name)] == name and place not in found:
+                    found.append(place)
+    return found
+
+
+def by_spelling(symbol: Symbol, count: int, index: Index) -> list[Place] | None:
+    """The places of a name that only this entry defines anywhere; None if others define it, too."""
+    old = symbol.old
+    if symbol.parameter or old in foreign_names() or len(old) < 4 or keyword.iskeyword(old):
+        return None
+    files = [file for file, number in index.definitions[old].items() if number]
+    if not fnmatch.fnmatch(symbol.file, "*[*]*") and [
+        file for file in files if not fnmatch.fnmatch(str(file.relative_to(ROOT)), symbol.file)
+    ]:
+        return None
+    if len(symbol.path) == 1 and sum(index.definitions[old].values()) != count:
+        return None
+    if len(symbol.path) > 1:
+        # an attribute: everything that defines the name in its file must be a member of the class
+        for file in files:
+            if not only_in_class(index.trees.get(file)[1], symbol.path[:-1], old):
+                return None
+    found: list[Place] = []
+    for file in sorted(index.spelled[old]):
+        if file.exists():
+            found += spelled_places(file, file.read_text(encoding="utf-8"), old)
+    return found
+
+
+def only_in_class(tree: ast.Module, path: tuple[str, ...], name: str) -> bool:
+    """Whether everything that defines a name in a file is a member of that class."""
+    inside = {
+        id(node)
+        for scope in scopes(tree, path)
+        if isinstance(scope, ast.ClassDef)
+        for node in ast.walk(scope)
+    }
+    members = {
+        id(node)
+        for scope in scopes(tree, path)
+        if isinstance(scope, ast.ClassDef)
+        for node in statements(scope)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Store):
+            if id(node) not in inside or not isinstance(node.value, ast.Name) or node.value.id != "self":
+                return False
+        elif isinstance(node, (ast.ClassDef, *FUNCTIONS, ast.Name)):
+            defined_name = node.id if isinstance(node, ast.Name) else node.name
+            if defined_name == name and id(node) not in members:
+                return False
+        elif isinstance(node, (ast.arg, ast.keyword)) and node.arg == name:
+            return False
+    return True
+
+
+def local_places(symbol: Symbol, index: Index, files: list[Path]) -> list[Place] | None:
+    """The places of a local variable; None if the entry is something else."""
+    found: list[Place] = []
+    for file in files:
+        if not fnmatch.fnmatch(str(file.relative_to(ROOT)), symbol.file):
+            continue
+        text, tree = index.trees.get(file)
+        for scope in scopes(tree, symbol.path[:-1] if not symbol.parameter else ("",)):
+            if not isinstance(scope, FUNCTIONS) or any(
+                isinstance(node, FUNCTIONS) and node is not scope and node.name == symbol.old
+                for node in ast.walk(scope)
+            ):
+                return None
+            arguments = [*scope.args.posonlyargs, *scope.args.args, *scope.args.kwonlyargs]
+            if symbol.old in [argument.arg for argument in arguments]:
+                return None
+            for node in ast.walk(scope):
+                if isinstance(node, ast.arg) and node.arg == symbol.old:
+                    return None  # a parameter of an inner function: the language server knows scopes
+                if isinstance(node, ast.Name) and node.id == symbol.old:
+                    found.append(Place(file, node.lineno - 1, column(text, node.lineno, node.col_offset)))
+                elif isinstance(node, (ast.Nonlocal, ast.ExceptHandler, ast.MatchAs, ast.MatchStar)) and (
+                    symbol.old in getattr(node, "names", ()) or getattr(node, "name", None) == symbol.old
+                ):
+                    return None
+    return found or None
+
+
+def edits_at(found: list[Place], old: str, new: str) -> dict[Path, list[dict[str, Any]]]:
+    """Places as the edits of a language server."""
+    edits: dict[Path, list[dict[str, Any]]] = defaultdict(list)
+    for place in dict.fromkeys(found):
+        start = {"line": place.line, "character": place.column}
+        end = {"line": place.line, "character": place.column + len(old)}
+        edits[place.file].append({"range": {"start": start, "end": end}, "newText": new})
+    return edits
+
+
 # -- the passes ------------------------------------------------------------------------------------
 
 
 def rename_symbols(symbols: list[Symbol], server: str) -> list[str]:
     """Rename every symbol; returns what failed."""
     trees, files, failed = Trees(), python_files(), []
-    language = LanguageServer(server)
-    for file in files:
-        language.sync(file)
+    index = Index(files, trees)
+    language: LanguageServer | None = None
+    stale: set[Path] = set()
     ordered = sorted(symbols, key=lambda one: -one.depth)
     for number, symbol in enumerate(ordered, 1):
         found = places(symbol, trees, files)
         if not found:
             failed.append(f"not found: {symbol.line}")
-        count = 0
+        count, how = 0, ""
         while found:
-            place = found[0]
-            try:
-                edits = language.rename(place, symbol.new)
-            except LookupError as error:
-                failed.append(f"refused ({error}): {symbol.line}")
-                break
+            edits: dict[Path, list[dict[str, Any]]] = {}
+            if local := local_places(symbol, index, files):
+                edits, how = edits_at(local, symbol.old, symbol.new), "local"
+            elif spelled := by_spelling(symbol, len(found), index):
+                edits, how = edits_at(spelled, symbol.old, symbol.new), "spelling"
+            else:
+                language, how = language or LanguageServer(server), "server"
+                for file in stale:
+                    language.sync(file)
+                stale.clear()
+                try:
+                    edits = language.rename(found[0], symbol.new)
+                except LookupError as error:
+                    failed.append(f"refused ({error}): {symbol.line}")
+                    break
             inside = {file: changes for file, changes in edits.items() if file.is_relative_to(ROOT)}
             if not inside:
                 failed.append(f"no edits: {symbol.line}")
                 break
             for file, changes in inside.items():
                 apply_edits(file, changes)
-                language.sync(file)
+                index.changed(file)
                 count += len(changes)
+            stale.update(inside)
             rest = places(symbol, trees, files)  # a wildcard may name several
             found = rest if len(rest) < len(found) else []
             if rest and not found:
                 failed.append(f"still there: {symbol.line}")
-        print(f"[{number}/{len(ordered)}] {symbol.line}: {count}", flush=True)
+        print(f"[{number}/{len(ordered)}] {symbol.line}: {count} {how}", flush=True)
     return failed
 
 
