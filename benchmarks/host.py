@@ -25,10 +25,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from exlm.generator.draft import NgramDraft
+from exlm.generator.engine import EngineCore
 from exlm.generator.job import Job
-from exlm.generator.loop import Loop
-from exlm.generator.pages import PageTable
+from exlm.generator.page_table import PageTable
+from exlm.generator.speculative import NgramDrafter
 from exlm.sampling import Settings
 from exlm.text.detokenize import ByteDecoding, Detokenizer
 
@@ -117,7 +117,7 @@ class FakeRunner:
         ]
         self._step = 0
 
-    def copy(self, orders: Iterable[tuple[int, int, int]]) -> None:
+    def copy_pages(self, orders: Iterable[tuple[int, int, int]]) -> None:
         """Has no memory."""
 
     def prefill(self, sequence: Any, start: int, stop: int) -> None:
@@ -130,7 +130,7 @@ class FakeRunner:
         self._step += 1
         return self._answers[self._step % PREPARED]
 
-    def ahead(self, sequences: Sequence[Any], past: Sequence[int], tokens: Tensor) -> Tensor:
+    def decode_next(self, sequences: Sequence[Any], past: Sequence[int], tokens: Tensor) -> Tensor:
         """The same, as on a GPU: asked for before the tokens are looked at."""
         self._step += 1
         return self._answers[self._step % PREPARED]
@@ -152,15 +152,15 @@ class PeriodicRunner(FakeRunner):
         start = past[0] % PREPARED
         return self._round[:, start : start + len(tokens[0])]
 
-    def ahead(self, sequences: Sequence[Any], past: Sequence[int], tokens: Tensor) -> Tensor:
+    def decode_next(self, sequences: Sequence[Any], past: Sequence[int], tokens: Tensor) -> Tensor:
         """Logits after one token."""
         return self.decode(sequences, past, ((0,),))
 
 
-def prepared(rows: int, steps: int) -> Loop:
+def prepared(rows: int, steps: int) -> EngineCore:
     """A loop in which so many jobs are in the middle of their texts."""
     pages = rows * -(-(PROMPT + steps + 4) // 256)
-    loop = Loop(FakeRunner(rows), PageTable(pages), FakeTokenizer(), VOCABULARY, max_batch_size=rows)
+    loop = EngineCore(FakeRunner(rows), PageTable(pages), FakeTokenizer(), VOCABULARY, max_batch_size=rows)
     settings = Settings.greedy()
     for number in range(rows):
         prompt = torch.arange(number, number + PROMPT)[None]
@@ -191,22 +191,22 @@ def measure(case: Case, repeats: int) -> list[tuple[float, float]]:
     return found
 
 
-def behind(context: int, steps: int, drafts: bool) -> Loop:
+def behind(context: int, steps: int, drafts: bool) -> EngineCore:
     """A loop in which one job has read a prompt of so many tokens and goes on as the prompt did."""
     runner = PeriodicRunner()
     new = (steps + 4) * (1 + DRAFTED)
-    loop = Loop(
+    loop = EngineCore(
         runner,
         PageTable(-(-(context + new) // 256)),
         FakeTokenizer(),
         VOCABULARY,
         max_batch_size=1,
-        drafter=NgramDraft() if drafts else None,
-        draft_tokens=DRAFTED if drafts else 0,
+        drafter=NgramDrafter() if drafts else None,
+        num_draft_tokens=DRAFTED if drafts else 0,
     )
     prompt = torch.tensor([[runner.text[(place - 1) % PREPARED] for place in range(context)]])
     loop.enqueue(Job(prompt, new, gen_settings=Settings.greedy(), stop_conditions=[0]))
-    while loop.scheduler.reading:
+    while loop.scheduler.has_prefill:
         loop.step()
     return loop
 

@@ -16,10 +16,10 @@ from exlm import Tokenizer as ExLlamaV2Tokenizer
 from exlm import __version__
 from exlm.legacy.cache_tp import cache_tp as ExLlamaV2Cache_TP
 from exlm.legacy.intervention import Intervention
+from exlm.legacy.placeholders import MultimodalProjector as ExLlamaV2MultimodalProjector
+from exlm.legacy.placeholders import VisionTower as ExLlamaV2VisionTower
 from exlm.legacy.seq_tensor import SeqTensor
 from exlm.legacy.timer import Timer
-from exlm.legacy.unavailable import MultimodalProjector as ExLlamaV2MultimodalProjector
-from exlm.legacy.unavailable import VisionTower as ExLlamaV2VisionTower
 
 from . import (  # noqa: F401
     architecture,

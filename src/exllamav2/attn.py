@@ -1,7 +1,7 @@
 """For `from exllamav2.attn import …`."""
 
-from exlm.legacy.unavailable import AttentionModule as ExLlamaV2Attention
-from exlm.legacy.unavailable import (
+from exlm.legacy.placeholders import AttentionModule as ExLlamaV2Attention
+from exlm.legacy.placeholders import (
     assert_paged_attn,
     has_flash_attn,
     has_flash_attn_with_paged,

@@ -5,6 +5,7 @@ from exlm import CacheBase as ExLlamaV2CacheBase
 from exlm import Config as ExLlamaV2Config
 from exlm import Lora as ExLlamaV2Lora
 from exlm import Model as ExLlamaV2
+from exlm.legacy.devices import torch_device as _torch_device
 from exlm.legacy.layers import MLP as ExLlamaV2MLP
 from exlm.legacy.layers import EmbeddingModule as ExLlamaV2Embedding
 from exlm.legacy.layers import LayerModule as ExLlamaV2Module
@@ -14,8 +15,7 @@ from exlm.legacy.layers import MoEMLP as ExLlamaV2MoEMLP
 from exlm.legacy.layers import ParallelDecoder as ExLlamaV2ParallelDecoder
 from exlm.legacy.layers import PositionEmbedding as ExLlamaV2PosEmbedding
 from exlm.legacy.layers import RMSNorm as ExLlamaV2RMSNorm
-from exlm.legacy.moving import torch_device as _torch_device
-from exlm.legacy.unavailable import AttentionModule as ExLlamaV2Attention
+from exlm.legacy.placeholders import AttentionModule as ExLlamaV2Attention
 
 __all__ = [
     "ExLlamaV2",

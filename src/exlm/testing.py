@@ -22,7 +22,7 @@ class ByteTokenizer:
         return bytes(ids).decode(errors="replace")
 
 
-class Tokens(Protocol):
+class SequenceView(Protocol):
     """What the fake model must know of a sequence."""
 
     @property
@@ -34,7 +34,7 @@ class Tokens(Protocol):
         """Whatever else makes keys and values differ for equal ids."""
 
     @property
-    def cached(self) -> int:
+    def num_computed_tokens(self) -> int:
         """Leading ids whose rows are valid."""
 
     @property
@@ -59,54 +59,54 @@ class ScriptedRunner:
         script: Script,
         num_pages: int,
         page_size: int = 256,
-        vocab: int = 256,
-        answer: Callable[[list[list[float]]], Any] = lambda scores: scores,
+        vocab_size: int = 256,
+        wrap_scores: Callable[[list[list[float]]], Any] = lambda scores: scores,
     ) -> None:
         self.script = script
         self.page_size = page_size
-        self.vocab = vocab
-        self.answer = answer
-        self.computed: list[int] = []
-        self.copied: list[int] = []
-        self.steps: list[int] = []
+        self.vocab_size = vocab_size
+        self.wrap_scores = wrap_scores
+        self.prefill_lengths: list[int] = []
+        self.copied_row_counts: list[int] = []
+        self.decode_batch_sizes: list[int] = []
         self._rows: list[list[int]] = [[-1] * page_size for _ in range(num_pages)]
         self._prefixes: list[tuple[int, int | bytes]] = []  # a row's number → the row before it, its own id
-        self._numbers: dict[tuple[int, int | bytes], int] = {}
+        self._prefix_numbers: dict[tuple[int, int | bytes], int] = {}
 
-    def copy(self, orders: Iterable[tuple[int, int, int]]) -> None:
+    def copy_pages(self, copies: Iterable[tuple[int, int, int]]) -> None:
         """Write the first rows of one page to another: (source, target, tokens)."""
-        for source, target, tokens in orders:
+        for source, target, tokens in copies:
             self._rows[target][:tokens] = self._rows[source][:tokens]
-            self.copied.append(tokens)
+            self.copied_row_counts.append(tokens)
 
-    def prefill(self, sequence: Tokens, start: int, stop: int) -> None:
+    def prefill(self, sequence: SequenceView, start: int, stop: int) -> None:
         """Compute the rows of a stretch of ids."""
-        self.computed.append(stop - start)
+        self.prefill_lengths.append(stop - start)
         self._write(sequence, start, sequence.ids[start:stop])
 
     def decode(
-        self, sequences: Sequence[Tokens], past: Sequence[int], tokens: Sequence[Sequence[int]]
+        self, sequences: Sequence[SequenceView], past: Sequence[int], tokens: Sequence[Sequence[int]]
     ) -> list[Any]:
         """Feed each sequence `tokens` after `past` ids; for each of them a list of scores, in one answer."""
-        self.steps.append(len(sequences))
+        self.decode_batch_sizes.append(len(sequences))
         answers = []
         for sequence, start, fed in zip(sequences, past, tokens, strict=True):
             self._write(sequence, start, fed)
             ids = [*sequence.ids[:start], *fed]
-            answers.append(self.answer([self._scores(ids[: start + n + 1]) for n in range(len(fed))]))
+            answers.append(self.wrap_scores([self._scores(ids[: start + n + 1]) for n in range(len(fed))]))
         return answers
 
-    def spoil(self, sequence: Tokens, start: int, stop: int) -> None:
+    def invalidate_rows(self, sequence: SequenceView, start: int, stop: int) -> None:
         """Leave rows in the state of a computation that failed halfway."""
         for position in range(start, stop):
             page, row = divmod(position, self.page_size)
             self._rows[sequence.pages[page]][row] = -1
 
-    def verify(self, sequence: Tokens, upto: int) -> int:
+    def check_rows(self, sequence: SequenceView, upto: int) -> int:
         """Read the first rows of a sequence; returns what the last one stands for."""
-        number = self._number(-1, sequence.salt)
+        number = self._prefix_number(-1, sequence.salt)
         for position in range(upto):
-            number = self._number(number, sequence.ids[position])
+            number = self._prefix_number(number, sequence.ids[position])
             page, row = divmod(position, self.page_size)
             found = self._rows[sequence.pages[page]][row]
             if found != number:
@@ -116,17 +116,17 @@ class ScriptedRunner:
                 )
         return number
 
-    def _write(self, sequence: Tokens, start: int, fed: Iterable[int]) -> None:
-        number = self.verify(sequence, start)
-        for position, fresh in enumerate(fed, start):
-            number = self._number(number, fresh)
+    def _write(self, sequence: SequenceView, start: int, fed: Iterable[int]) -> None:
+        number = self.check_rows(sequence, start)
+        for position, token in enumerate(fed, start):
+            number = self._prefix_number(number, token)
             page, row = divmod(position, self.page_size)
             self._rows[sequence.pages[page]][row] = number
 
-    def _number(self, before: int, fresh: int | bytes) -> int:
-        number = self._numbers.setdefault((before, fresh), len(self._prefixes))
+    def _prefix_number(self, previous: int, token: int | bytes) -> int:
+        number = self._prefix_numbers.setdefault((previous, token), len(self._prefixes))
         if number == len(self._prefixes):
-            self._prefixes.append((before, fresh))
+            self._prefixes.append((previous, token))
         return number
 
     def _prefix(self, number: int) -> list[int | bytes]:
@@ -138,7 +138,7 @@ class ScriptedRunner:
         return prefix[::-1]
 
     def _scores(self, ids: list[int]) -> list[float]:
-        scores = [0.0] * self.vocab
+        scores = [0.0] * self.vocab_size
         for rank, following in enumerate(self.script(ids)):
             scores[following] = 100.0 - rank
         return scores

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import cycle, islice
 
-from exlm.generator.draft import NgramDraft
-from exlm.generator.sequence import Sequence as Tokens
+from exlm.generator.speculative import NgramDrafter
+from exlm.generator.token_sequence import TokenSequence
 
 
 def oracle(ids: list[int], count: int, longest: int) -> list[int]:
@@ -21,16 +21,16 @@ def oracle(ids: list[int], count: int, longest: int) -> list[int]:
     return []
 
 
-class CheckedNgramDraft(NgramDraft):
+class CheckedNgramDraft(NgramDrafter):
     """The library's, with every guess compared."""
 
-    def expects(self, sequence: Tokens) -> bool:
-        found = super().expects(sequence)
-        assert found == bool(oracle(sequence.ids, 1, self.longest))
+    def expects(self, sequence: TokenSequence) -> bool:
+        found = super().has_candidate(sequence)
+        assert found == bool(oracle(sequence.ids, 1, self.max_ngram))
         return found
 
-    def propose(self, sequences: Sequence[Tokens], counts: Sequence[int]) -> list[list[int]]:
+    def propose(self, sequences: Sequence[TokenSequence], counts: Sequence[int]) -> list[list[int]]:
         found = super().propose(sequences, counts)
         for sequence, count, guess in zip(sequences, counts, found, strict=True):
-            assert guess == (oracle(sequence.ids, count, self.longest) if count else [])
+            assert guess == (oracle(sequence.ids, count, self.max_ngram) if count else [])
         return found

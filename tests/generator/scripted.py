@@ -14,7 +14,7 @@ from torch import Tensor
 
 from exlm import Generator, InputError, Job, Settings, Tokenizer
 from tests.filters import toy as vocabularies
-from tests.generator.toy import ToyRunner
+from tests.generator.toy_model import ToyRunner
 
 PIECES = vocabularies.G16
 ID = {piece: number for number, piece in enumerate(PIECES)}
@@ -32,7 +32,7 @@ def ids(text: str) -> Tensor:
     return torch.tensor([[ID[letter] for letter in text]])
 
 
-def tokenizer(folder: Path, pieces: Sequence[bytes] | None = None) -> Tokenizer:
+def make_tokenizer(folder: Path, pieces: Sequence[bytes] | None = None) -> Tokenizer:
     """A real tokenizer that knows just these pieces, of which the first two are EOS and BOS."""
     given = [piece.encode() for piece in PIECES] if pieces is None else list(pieces)
     vocabularies.byte_codec(folder, given)
@@ -40,13 +40,13 @@ def tokenizer(folder: Path, pieces: Sequence[bytes] | None = None) -> Tokenizer:
     return Tokenizer(SimpleNamespace(model_dir=str(folder), vocab_size=len(given), **facts))
 
 
-class FlatRunner(ToyRunner):
+class HashingRunner(ToyRunner):
     """A scripted model whose rows are fingerprints of all ids up to theirs: as strict, in constant memory."""
 
     def __init__(self, script: Script, pages: int, size: int = 256, vocab: int = len(PIECES)) -> None:
         super().__init__(script, 0, size)
-        self.prints: list[list[int | None]] = [[None] * size for _ in range(pages)]
-        self.rows = self.prints  # type: ignore[assignment]
+        self.row_hashes: list[list[int | None]] = [[None] * size for _ in range(pages)]
+        self.rows = self.row_hashes  # type: ignore[assignment]
         self.log = deque(maxlen=100)  # type: ignore[assignment]
         self.vocab = vocab
 
@@ -54,13 +54,13 @@ class FlatRunner(ToyRunner):
         seen, size, pages = hash(sequence.salt), self.size, sequence.pages
         for at, token in enumerate(prefix):
             seen = hash((seen, token))
-            found = self.prints[pages[at // size]][at % size]
+            found = self.row_hashes[pages[at // size]][at % size]
             assert found == seen, f"row {at} of page {pages[at // size]} was computed from something else"
         for at, token in enumerate(fed, len(prefix)):
             seen = hash((seen, token))
-            self.prints[pages[at // size]][at % size] = seen
+            self.row_hashes[pages[at // size]][at % size] = seen
 
-    def _rank(self, prefix: list[int]) -> Tensor:
+    def _logits(self, prefix: list[int]) -> Tensor:
         row = torch.zeros(self.vocab)
         for rank, token in enumerate(self.script(prefix)):
             row[token] = 10.0 - rank
@@ -73,7 +73,7 @@ class ScriptedCache:
 
     max_seq_len: int = 4096
     batch_size: int = 1
-    tenant: object = None
+    last_writer: object = None
 
 
 class ScriptedModel:
@@ -82,24 +82,26 @@ class ScriptedModel:
     def __init__(self, script: Script = alphabet, vocab: int = len(PIECES), max_seq_len: int = 4096) -> None:
         self.script, self.vocab = script, vocab
         self.config = SimpleNamespace(max_input_len=2048, max_seq_len=max_seq_len, vocab_size=vocab)
-        self.runners: list[FlatRunner] = []
+        self.runners: list[HashingRunner] = []
 
     @property
     def max_seq_len(self) -> int:
         return int(self.config.max_seq_len)
 
-    def runner(self, cache: ScriptedCache) -> FlatRunner:
-        self.runners.append(FlatRunner(self.script, cache.max_seq_len // 256, vocab=self.vocab))
+    def runner(self, cache: ScriptedCache) -> HashingRunner:
+        self.runners.append(HashingRunner(self.script, cache.max_seq_len // 256, vocab=self.vocab))
         return self.runners[-1]
 
     def extras(self, ids: Sequence[int], loras: Any = None, embeddings: Any = None) -> None:
         raise InputError(f"Of {list(ids)[:9]} not all are tokens of {self.vocab}.")
 
 
-def generator(texts: Tokenizer, script: Script = alphabet, tokens: int = 4096, **options: Any) -> Generator:
+def make_generator(
+    tokenizer: Tokenizer, script: Script = alphabet, tokens: int = 4096, **options: Any
+) -> Generator:
     """A generator for a script."""
-    vocab = texts.config.vocab_size
-    return Generator(ScriptedModel(script, vocab), ScriptedCache(tokens), texts, **options)
+    vocab = tokenizer.config.vocab_size
+    return Generator(ScriptedModel(script, vocab), ScriptedCache(tokens), tokenizer, **options)
 
 
 def job(prompt: str | list[int], new: int = 6, **options: Any) -> Job:
@@ -118,11 +120,11 @@ def run(machine: Generator, *jobs: Job) -> list[list[dict[str, Any]]]:
     return rounds
 
 
-def streams(rounds: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def streaming_results(rounds: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """The results for sampled tokens."""
     return [result for results in rounds for result in results if result["stage"] == "streaming"]
 
 
-def forwards(machine: Generator) -> list[tuple[str, int, int]]:
+def forward_passes(machine: Generator) -> list[tuple[str, int, int]]:
     """The model's passes: kind, rows, tokens of each."""
     return list(machine.model.runners[0].log)

@@ -23,7 +23,7 @@ from exlm import (
     Settings,
 )
 from tests.generator import scripted
-from tests.generator.test_loop import TOKENIZER, job
+from tests.generator.test_engine import TOKENIZER, job
 
 
 @pytest.mark.parametrize("number", [0, -1, 2**31, 1.5, True, None, "3"])
@@ -32,14 +32,18 @@ def test_a_job_makes_at_least_one_token(number: Any) -> None:
         job("abc", number)
 
 
-def test_a_salt_is_a_text() -> None:
-    assert job("abc", 3, salt=None).key == job("abc", 3).key != job("abc", 3, salt="0").key
+def test_a_salt_must_be_text_or_bytes() -> None:
+    assert (
+        job("abc", 3, salt=None).cache_key_parts
+        == job("abc", 3).cache_key_parts
+        != job("abc", 3, salt="0").cache_key_parts
+    )
     for wrong in (0, 7):
         with pytest.raises(InputError, match=f"salt must be a text or bytes, found {wrong}: write '{wrong}'"):
             job("abc", 3, salt=wrong)
 
 
-def test_nothing_is_made_with_an_unknown_name(tmp_path: Path) -> None:
+def test_unknown_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"Job has no argument 'stop_condition'. Did you mean 'stop_cond"):
         Job(TOKENIZER.encode("abc"), 3, stop_condition=[0])
     with pytest.raises(InputError, match=r"Job has no argument 'zzz'. Leave it out"):
@@ -47,10 +51,10 @@ def test_nothing_is_made_with_an_unknown_name(tmp_path: Path) -> None:
     with pytest.raises(
         InputError, match=r"Generator has no argument 'max_batch'. Did you mean 'max_batch_size'"
     ):
-        scripted.generator(scripted.tokenizer(tmp_path), max_batch=3)
+        scripted.make_generator(scripted.make_tokenizer(tmp_path), max_batch=3)
 
 
-def test_what_the_calls_beside_take_is_passed_over_with_a_warning(tmp_path: Path) -> None:
+def test_arguments_of_other_calls_warn(tmp_path: Path) -> None:
     """As several published programs give it: the archived library ignored it."""
     with pytest.warns(
         UserWarning, match=r"Job has no argument 'completion_only' .*: generate\(\) takes it"
@@ -60,13 +64,13 @@ def test_what_the_calls_beside_take_is_passed_over_with_a_warning(tmp_path: Path
     with pytest.warns(UserWarning, match="'add_bos'"):
         Job(TOKENIZER.encode("abc"), 3, add_bos=False)
     with pytest.warns(UserWarning, match="Generator has no argument 'gen_settings' .*: a job, or generate"):
-        made = scripted.generator(scripted.tokenizer(tmp_path), gen_settings=Settings())
+        made = scripted.make_generator(scripted.make_tokenizer(tmp_path), gen_settings=Settings())
     assert made.generate("abc", 3, gen_settings=Settings.greedy()) == "abcdef"
 
 
-def test_nothing_asynchronous_is_made_with_an_unknown_name(tmp_path: Path) -> None:
+def test_async_classes_refuse_unknown_arguments(tmp_path: Path) -> None:
     async def ask() -> None:
-        machine = scripted.generator(scripted.tokenizer(tmp_path))
+        machine = scripted.make_generator(scripted.make_tokenizer(tmp_path))
         made = AsyncGenerator(machine.model, machine.cache, machine.tokenizer)
         with pytest.raises(InputError, match=r"Job has no argument 'max_tokens'. Did you mean 'max_new_tok"):
             AsyncJob(made, TOKENIZER.encode("abc"), 3, max_tokens=3)
@@ -84,10 +88,8 @@ def test_nothing_asynchronous_is_made_with_an_unknown_name(tmp_path: Path) -> No
         ({"zzz": None}, "Leave it out."),
     ],
 )
-def test_generate_warns_of_an_unknown_name_and_goes_on(
-    tmp_path: Path, unknown: dict[str, Any], hint: str
-) -> None:
-    machine = scripted.generator(scripted.tokenizer(tmp_path))
+def test_generate_warns_of_unknown_arguments(tmp_path: Path, unknown: dict[str, Any], hint: str) -> None:
+    machine = scripted.make_generator(scripted.make_tokenizer(tmp_path))
     with pytest.warns(UserWarning, match="has no argument") as seen:
         assert machine.generate("abc", 3, gen_settings=Settings.greedy(), **unknown) == "abcdef"
     (name,) = unknown
@@ -99,8 +101,8 @@ def test_generate_warns_of_an_unknown_name_and_goes_on(
     assert len(seen) == 2  # one for each name, not for each prompt
 
 
-def test_what_other_calls_of_the_old_library_took_may_be_passed_on_empty(tmp_path: Path) -> None:
-    machine = scripted.generator(scripted.tokenizer(tmp_path))
+def test_old_arguments_may_be_none(tmp_path: Path) -> None:
+    machine = scripted.make_generator(scripted.make_tokenizer(tmp_path))
     old: dict[str, Any] = {"loras": None, "input_embeddings": None, "embeddings": None}
     assert machine.generate("abc", 3, gen_settings=Settings.greedy(), **old) == "abcdef"
     Job(TOKENIZER.encode("abc"), 3, **old)
@@ -119,7 +121,7 @@ def test_what_other_calls_of_the_old_library_took_may_be_passed_on_empty(tmp_pat
 @pytest.mark.parametrize(
     "name", ["max_batch_size", "max_seq_len", "max_chunk_size", "max_q_size", "max_ngram"]
 )
-def test_sizes_of_a_generator_that_are_no_whole_numbers(fixtures_dir: Path, name: str) -> None:
+def test_generator_sizes_must_be_whole_numbers(fixtures_dir: Path, name: str) -> None:
     model = Model(Config(fixtures_dir / "tiny-lm"))
     model.load()
     for wrong in ("x", 1.5, -1):
@@ -127,8 +129,8 @@ def test_sizes_of_a_generator_that_are_no_whole_numbers(fixtures_dir: Path, name
             Generator(model, Cache(model, max_seq_len=256), None, use_ngram_draft=True, **{name: wrong})
 
 
-def test_jobs_arguments_reach_the_jobs(tmp_path: Path) -> None:
-    machine = scripted.generator(scripted.tokenizer(tmp_path))
+def test_generate_passes_job_arguments_on(tmp_path: Path) -> None:
+    machine = scripted.make_generator(scripted.make_tokenizer(tmp_path))
     options: dict[str, Any] = {"identifier": 7, "max_skips": None, "return_probs": True, "salt": "ann"}
     _, last = machine.generate(
         ["abc", "def"], 2, gen_settings=Settings.greedy(), return_last_results=True, **options
@@ -140,8 +142,8 @@ def test_jobs_arguments_reach_the_jobs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("prefer_eos", [False, True])
 def test_a_finished_grammar_ends_a_text_that_should_be_longer(tmp_path: Path, prefer_eos: bool) -> None:
     """`min_new_tokens` keeps stop tokens away, but where a filter lets nothing else follow, its end wins."""
-    texts = scripted.tokenizer(tmp_path)
-    machine = scripted.generator(texts)
+    texts = scripted.make_tokenizer(tmp_path)
+    machine = scripted.make_generator(texts)
     others = [scripted.job("abc", 12), scripted.job("xyz", 12)]
     options: dict[str, Any] = {
         "min_new_tokens": 10, "stop_conditions": [0], "filter_prefer_eos": prefer_eos,
@@ -149,7 +151,9 @@ def test_a_finished_grammar_ends_a_text_that_should_be_longer(tmp_path: Path, pr
     grammar = scripted.job("abc", 12, filters=[RegexFilter(texts, "[x-z]{2}")], **options)
     option = scripted.job("abc", 12, filters=[SelectFilter(None, texts, ["cat"])], **options)
     last = {
-        r["serial"]: r for r in scripted.streams(scripted.run(machine, *others, grammar, option)) if r["eos"]
+        r["serial"]: r
+        for r in scripted.streaming_results(scripted.run(machine, *others, grammar, option))
+        if r["eos"]
     }
     assert [last[n]["full_completion"] for n in range(2)] == ["defghijklmno", "abcdefghijkl"]
     assert (last[2]["eos_reason"], len(last[2]["full_completion"])) == ("end_filter", 2)

@@ -23,12 +23,21 @@ from exlm import (
     Settings,
     Tokenizer,
 )
-from tests.generator.scripted import PIECES, alphabet, generator, ids, job, run, streams, tokenizer
+from tests.generator.scripted import (
+    PIECES,
+    alphabet,
+    ids,
+    job,
+    make_generator,
+    make_tokenizer,
+    run,
+    streaming_results,
+)
 
-Bad = Callable[[Generator], Any]
+BadCall = Callable[[Generator], Any]
 
 
-class Nothing(Filter):
+class FilterThatRunsDry(Filter):
     """Lets some tokens pass, then none."""
 
     def __init__(self, after: int = 0) -> None:
@@ -46,28 +55,28 @@ class Nothing(Filter):
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return tokenizer(tmp_path_factory.mktemp("toy"))
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return make_tokenizer(tmp_path_factory.mktemp("toy"))
 
 
 @pytest.fixture(scope="module")
-def shared(texts: Tokenizer) -> Generator:
+def shared_generator(tokenizer: Tokenizer) -> Generator:
     """One generator for all the bad requests, four pages long; the model could go on to 4096 tokens."""
-    return generator(texts, tokens=1024, max_batch_size=4)
+    return make_generator(tokenizer, tokens=1024, max_batch_size=4)
 
 
 @pytest.fixture
-def machine(shared: Generator) -> Iterator[Generator]:
+def machine(shared_generator: Generator) -> Iterator[Generator]:
     """The same, emptied should a test fail."""
-    yield shared
-    shared.clear_queue()
+    yield shared_generator
+    shared_generator.clear_queue()
 
 
-def plain(machine: Generator) -> None:
+def check_still_works(machine: Generator) -> None:
     """Nothing is left behind, and a normal job says what it always says."""
     assert machine.num_remaining_jobs() == 0
     assert machine.iterate() == []
-    results = streams(run(machine, job("abc", 6, stop_conditions=["gz"], return_probs=True)))
+    results = streaming_results(run(machine, job("abc", 6, stop_conditions=["gz"], return_probs=True)))
     assert [result.get("text") for result in results] == ["d", "e", "f", None, "gh", "i"]
     assert [result["eos"] for result in results] == [False] * 5 + [True]
     assert machine.generate("xy", 3, gen_settings=Settings.greedy()) == "xyzab"
@@ -79,24 +88,24 @@ def guided(scale: float | None = 1.5) -> Settings:
     return settings
 
 
-def enqueue(*arguments: Any, **options: Any) -> Bad:
+def enqueue(*arguments: Any, **options: Any) -> BadCall:
     """Make a job and queue it."""
     return lambda machine: machine.enqueue(Job(*arguments, **options))
 
 
-def generate(*arguments: Any, **options: Any) -> Bad:
+def generate(*arguments: Any, **options: Any) -> BadCall:
     return lambda machine: machine.generate(*arguments, **options)
 
 
 PAIR = [ids("abc"), ids("xyz")]
-LIMITS: dict[str, Bad] = {
+LIMITS: dict[str, BadCall] = {
     "longer than the cache": enqueue(ids("a" * 1100), 3),
     "no room for the answer": enqueue(ids("abc"), 1100),
     "a pair longer than the cache": enqueue([ids("ab" * 150), ids("ba" * 150)], 400, gen_settings=guided()),
     "generate, longer than the cache": generate("a" * 1100, 3),
     "the second of two": generate(["abc", "a" * 1100], 3),
 }
-WRONG: dict[str, Bad] = {
+INVALID: dict[str, BadCall] = {
     "longer than the model": enqueue(ids("a" * 4000), 200),
     "generate, longer than the model": generate("abc", 5000),
     **{f"max_new_tokens {value!r}": enqueue(ids("abc"), value) for value in (0, -1, 1.5, True, "5", None)},
@@ -134,15 +143,17 @@ WRONG: dict[str, Bad] = {
     "a number among banned strings": generate("abc", 5, banned_strings=["d", 5]),
     "banned strings without a list": generate("abc", 5, banned_strings="d"),
     "banned strings that are ids": enqueue(ids("abc"), 5, banned_strings=[3]),
-    "banned strings with filters": enqueue(ids("abc"), 5, banned_strings=["d"], filters=[Nothing(9)]),
+    "banned strings with filters": enqueue(
+        ids("abc"), 5, banned_strings=["d"], filters=[FilterThatRunsDry(9)]
+    ),
     "top tokens below none": enqueue(ids("abc"), 5, return_top_tokens=-1),
     "max_skips -1": enqueue(ids("abc"), 5, max_skips=-1),
     "no filter": enqueue(ids("abc"), 5, filters=[object()]),
-    "a filter's class": enqueue(ids("abc"), 5, filters=[Nothing]),
-    "a filter without a list": enqueue(ids("abc"), 5, filters=Nothing()),
+    "a filter's class": enqueue(ids("abc"), 5, filters=[FilterThatRunsDry]),
+    "a filter without a list": enqueue(ids("abc"), 5, filters=FilterThatRunsDry()),
     "one filter list for two prompts": generate(["abc", "d"], 5, filters=[[]]),
-    "a filter that allows nothing": generate("abc", 5, filters=[Nothing()]),
-    "a filter that allows nothing in the end": generate("abc", 5, filters=[Nothing(2)]),
+    "a filter that allows nothing": generate("abc", 5, filters=[FilterThatRunsDry()]),
+    "a filter that allows nothing in the end": generate("abc", 5, filters=[FilterThatRunsDry(2)]),
     "a number for a prompt": generate(5, 5),
     "nothing for a prompt": generate(None, 5),
     "bytes for a prompt": generate(b"abc", 5),
@@ -153,33 +164,33 @@ WRONG: dict[str, Bad] = {
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_what_does_not_fit(machine: Generator, name: str) -> None:
+def test_requests_that_do_not_fit(machine: Generator, name: str) -> None:
     with pytest.raises(CacheTooSmall, match="pages"):
         LIMITS[name](machine)
-    plain(machine)
+    check_still_works(machine)
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_what_makes_no_sense(machine: Generator, name: str) -> None:
+@pytest.mark.parametrize("name", INVALID)
+def test_invalid_requests(machine: Generator, name: str) -> None:
     with pytest.raises(InputError) as caught:
-        WRONG[name](machine)
+        INVALID[name](machine)
     assert 20 < len(str(caught.value)) < 500
-    plain(machine)
+    check_still_works(machine)
 
 
 def test_a_filter_that_allows_nothing_fails_its_job_alone(machine: Generator) -> None:
-    jobs = [job("abc", 6), job("abc", 6, filters=[Nothing(2)], identifier="bad"), job("klm", 6)]
-    last = [result for result in streams(run(machine, *jobs)) if result["eos"]]
+    jobs = [job("abc", 6), job("abc", 6, filters=[FilterThatRunsDry(2)], identifier="bad"), job("klm", 6)]
+    last = [result for result in streaming_results(run(machine, *jobs)) if result["eos"]]
     bad = next(result for result in last if result.get("identifier") == "bad")
     assert (bad["eos_reason"], bad["full_completion"], bad["new_tokens"]) == ("error", "de", 2)
     assert isinstance(bad["error"], InputError)
-    assert "Nothing" in str(bad["error"])
+    assert "FilterThatRunsDry" in str(bad["error"])
     good = [result["full_completion"] for result in last if result is not bad]
     assert good == ["defghi", "nopqrs"]
-    plain(machine)
+    check_still_works(machine)
 
 
-def test_a_job_runs_once(machine: Generator, texts: Tokenizer) -> None:
+def test_a_job_runs_once(machine: Generator, tokenizer: Tokenizer) -> None:
     """T26: neither while it waits, nor while it runs, nor afterwards, nor elsewhere."""
     once = job("abc", 6)
     machine.enqueue(once)
@@ -187,24 +198,24 @@ def test_a_job_runs_once(machine: Generator, texts: Tokenizer) -> None:
         with pytest.raises(InputError, match="runs once"):
             machine.enqueue(once)
         machine.iterate()
-    assert streams(run(machine))[-1]["full_completion"] == "defghi"
+    assert streaming_results(run(machine))[-1]["full_completion"] == "defghi"
     with pytest.raises(InputError, match="runs once"):
         machine.enqueue(once)
     with pytest.raises(InputError, match="runs once"):
-        generator(texts).enqueue(once)
+        make_generator(tokenizer).enqueue(once)
     cancelled = job("abc", 6)
     machine.enqueue(cancelled)
     machine.cancel(cancelled)
     with pytest.raises(InputError, match="runs once"):
         machine.enqueue(cancelled)
-    plain(machine)
+    check_still_works(machine)
 
 
-def test_a_refused_job_may_be_tried_where_it_fits(machine: Generator, texts: Tokenizer) -> None:
+def test_a_refused_job_may_be_tried_where_it_fits(machine: Generator, tokenizer: Tokenizer) -> None:
     large = job("abc", 1100)
     with pytest.raises(CacheTooSmall):
         machine.enqueue(large)
-    assert streams(run(generator(texts, alphabet), large))[-1]["new_tokens"] == 1100
+    assert streaming_results(run(make_generator(tokenizer, alphabet), large))[-1]["new_tokens"] == 1100
 
 
 def nested(depth: int) -> Any:
@@ -241,57 +252,59 @@ HEAVY: dict[str, Callable[[Tokenizer], Any]] = {
 
 
 @pytest.fixture(scope="module")
-def every_byte(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+def byte_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """A vocabulary that can write everything."""
     pieces = [b"</s>", b"<s>", *(bytes([byte]) for byte in range(256))]
-    return tokenizer(tmp_path_factory.mktemp("bytes"), pieces)
+    return make_tokenizer(tmp_path_factory.mktemp("bytes"), pieces)
 
 
 @pytest.fixture(scope="module")
-def writer(every_byte: Tokenizer) -> Generator:
+def writer(byte_tokenizer: Tokenizer) -> Generator:
     """Prefers letters; a{…} is to its liking."""
-    return generator(every_byte, lambda prefix: [2 + ord("a"), 2 + ord("["), 2 + ord("b"), 2 + ord("]"), 0])
+    return make_generator(
+        byte_tokenizer, lambda prefix: [2 + ord("a"), 2 + ord("["), 2 + ord("b"), 2 + ord("]"), 0]
+    )
 
 
 @pytest.fixture(scope="module")
-def patience(every_byte: Tokenizer) -> float:
+def time_limit(byte_tokenizer: Tokenizer) -> float:
     """A second; where the machine is busy, ten times what a trivial pattern takes, a tenth of it at rest."""
     pytest.importorskip("llguidance")
-    RegexFilter(every_byte, "warm")
+    RegexFilter(byte_tokenizer, "warm")
     started = time.perf_counter()
-    RegexFilter(every_byte, "trivial")
+    RegexFilter(byte_tokenizer, "trivial")
     return max(1.0, 10 * (time.perf_counter() - started))
 
 
-def write(writer: Generator, every_byte: Tokenizer) -> str:
-    wanted = RegexFilter(every_byte, "b[ab]{3}")
+def write(writer: Generator, byte_tokenizer: Tokenizer) -> str:
+    wanted = RegexFilter(byte_tokenizer, "b[ab]{3}")
     told = writer.generate("ab", 9, filters=[wanted], gen_settings=Settings.greedy(), completion_only=True)
     return str(told)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_refused_when_it_is_made(
-    writer: Generator, every_byte: Tokenizer, patience: float, name: str
+def test_hostile_grammars_are_refused(
+    writer: Generator, byte_tokenizer: Tokenizer, time_limit: float, name: str
 ) -> None:
     started = time.perf_counter()
     with pytest.raises(InputError):
-        HOSTILE[name](every_byte)
-    assert time.perf_counter() - started < patience
-    assert write(writer, every_byte) == "baaa"
+        HOSTILE[name](byte_tokenizer)
+    assert time.perf_counter() - started < time_limit
+    assert write(writer, byte_tokenizer) == "baaa"
 
 
 @pytest.mark.parametrize("name", HEAVY)
-def test_served_or_refused_but_never_slow(
-    writer: Generator, every_byte: Tokenizer, patience: float, name: str
+def test_heavy_grammars_finish_in_time(
+    writer: Generator, byte_tokenizer: Tokenizer, time_limit: float, name: str
 ) -> None:
     started = time.perf_counter()
     try:
-        heavy = HEAVY[name](every_byte)
+        heavy = HEAVY[name](byte_tokenizer)
     except InputError:
         heavy = None
-    assert time.perf_counter() - started < patience
+    assert time.perf_counter() - started < time_limit
     if heavy is not None:
         with suppress(InputError):  # a pattern may turn out too costly on the way: its job's problem alone
             told = writer.generate("ab", 20, filters=[heavy], gen_settings=Settings.greedy())
             assert len(told) > 2
-    assert write(writer, every_byte) == "baaa"
+    assert write(writer, byte_tokenizer) == "baaa"

@@ -45,7 +45,7 @@ Ids = list[int]
 Half = partial(Cache, dtype="float16")
 
 
-class House:
+class GreedyReference:
     """The model, and what it says to each prompt alone, by the plain forward pass without a generator."""
 
     def __init__(self, folder: Path) -> None:
@@ -53,7 +53,7 @@ class House:
         self.model.load()
         self.tokenizer = Tokenizer(self.model.config)
         self.prompts = [self.tokenizer.encode(text) for text in [*STARTS, LONG]]
-        self.wanted = [self.forward(self.model, prompt) for prompt in self.prompts]
+        self.expected = [self.forward(self.model, prompt) for prompt in self.prompts]
 
     @staticmethod
     def forward(model: Model, prompt: torch.Tensor) -> Ids:
@@ -68,96 +68,96 @@ class House:
     def generator(self, kind: Any = Half, tokens: int = 16384, **options: Any) -> Generator:
         return Generator(self.model, kind(self.model, max_seq_len=tokens), self.tokenizer, **options)
 
-    def jobs(self, places: Iterable[int], new: int = NEW) -> list[Job]:
-        return [Job(self.prompts[i], new, gen_settings=Settings.greedy()) for i in places]
+    def jobs(self, indices: Iterable[int], new: int = NEW) -> list[Job]:
+        return [Job(self.prompts[i], new, gen_settings=Settings.greedy()) for i in indices]
 
 
-class Listener:
+class TokenCollector:
     """What jobs have told so far, as ids."""
 
     def __init__(self, machine: Generator, jobs: Sequence[Job]) -> None:
         self.machine = machine
-        self.told: dict[int, Ids] = {id(job): [] for job in jobs}
+        self.tokens: dict[int, Ids] = {id(job): [] for job in jobs}
         machine.enqueue(list(jobs))
 
-    def round(self) -> None:
+    def step(self) -> None:
         for result in self.machine.iterate():
             if result["stage"] == "streaming" and "token_ids" in result:
-                self.told[id(result["job"])] += result["token_ids"][0].tolist()
+                self.tokens[id(result["job"])] += result["token_ids"][0].tolist()
 
-    def of(self, jobs: Sequence[Job]) -> list[Ids]:
-        return [self.told[id(job)] for job in jobs]
+    def tokens_of(self, jobs: Sequence[Job]) -> list[Ids]:
+        return [self.tokens[id(job)] for job in jobs]
 
 
 def finish(machine: Generator, jobs: Sequence[Job]) -> list[Ids]:
     """Run the jobs to their end; the ids each has told."""
-    listener = Listener(machine, jobs)
+    listener = TokenCollector(machine, jobs)
     while machine.num_remaining_jobs():
-        listener.round()
-    return listener.of(jobs)
+        listener.step()
+    return listener.tokens_of(jobs)
 
 
 @pytest.fixture(scope="module")
-def house(fixtures_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> House:
+def reference(fixtures_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> GreedyReference:
     folder = fixtures_dir / "tiny-lm-exl2-4.0bpw"
-    return House(folder)
+    return GreedyReference(folder)
 
 
-def test_alone_then_again_from_a_warm_cache(house: House) -> None:
+def test_single_job_cold_and_from_the_prefix_cache(reference: GreedyReference) -> None:
     """One after the other, in chunks of 256; the second time, all in one batch, nothing is read again."""
-    machine = house.generator(max_chunk_size=256)
-    everybody = range(len(house.prompts))
-    assert [finish(machine, house.jobs([i]))[0] for i in everybody] == house.wanted
-    warm = house.jobs(everybody)
-    assert finish(machine, warm) == house.wanted
-    assert [job.cached_tokens for job in warm] == [prompt.shape[1] - 1 for prompt in house.prompts]
+    machine = reference.generator(max_chunk_size=256)
+    everybody = range(len(reference.prompts))
+    assert [finish(machine, reference.jobs([i]))[0] for i in everybody] == reference.expected
+    warm = reference.jobs(everybody)
+    assert finish(machine, warm) == reference.expected
+    assert [job.cached_tokens for job in warm] == [prompt.shape[1] - 1 for prompt in reference.prompts]
 
 
 @pytest.mark.parametrize("size", [2, 7, 32])
 @pytest.mark.parametrize("chunk", [256, 2048])
-def test_in_batches_of_any_size(house: House, size: int, chunk: int) -> None:
+def test_in_batches_of_any_size(reference: GreedyReference, size: int, chunk: int) -> None:
     """Cold, the long prompt among them, which in chunks of 256 joins a round later."""
-    machine = house.generator(max_chunk_size=chunk)
-    places = [(6 - i) % len(house.prompts) for i in range(size)]
-    assert finish(machine, house.jobs(places)) == [house.wanted[i] for i in places]
+    machine = reference.generator(max_chunk_size=chunk)
+    places = [(6 - i) % len(reference.prompts) for i in range(size)]
+    assert finish(machine, reference.jobs(places)) == [reference.expected[i] for i in places]
 
 
 @pytest.mark.parametrize("drafted", ["ngram", "model"])
-def test_with_guesses(house: House, drafted: str) -> None:
+def test_with_speculative_decoding(reference: GreedyReference, drafted: str) -> None:
     """Alone and in a batch, cold and warm."""
     options: dict[str, Any] = {"use_ngram_draft": True}
     if drafted == "model":
-        options = {"draft_model": house.model, "draft_cache": Half(house.model, max_seq_len=16384)}
-    machine = house.generator(**options)
-    everybody = range(len(house.prompts))
-    assert finish(machine, house.jobs([6])) == [house.wanted[6]]
-    jobs = house.jobs(everybody)
-    assert finish(machine, jobs) == house.wanted
+        options = {"draft_model": reference.model, "draft_cache": Half(reference.model, max_seq_len=16384)}
+    machine = reference.generator(**options)
+    everybody = range(len(reference.prompts))
+    assert finish(machine, reference.jobs([6])) == [reference.expected[6]]
+    jobs = reference.jobs(everybody)
+    assert finish(machine, jobs) == reference.expected
     assert sum(job.accepted_draft_tokens for job in jobs) > (0 if drafted == "ngram" else 4 * len(jobs))
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_with_neighbours_that_vanish(house: House, seed: int) -> None:
+def test_with_cancelled_batch_mates(reference: GreedyReference, seed: int) -> None:
     """They come and go at random moments, some before they started, in a cache that is too small for all."""
     dice = Random(seed)
-    machine = house.generator(tokens=2048, max_batch_size=6, max_chunk_size=256)
-    places = [dice.randrange(len(house.prompts)) for _ in range(6)]
-    staying = house.jobs(places)
-    going = house.jobs((dice.randrange(len(house.prompts)) for _ in range(12)), new=200)
+    machine = reference.generator(tokens=2048, max_batch_size=6, max_chunk_size=256)
+    places = [dice.randrange(len(reference.prompts)) for _ in range(6)]
+    staying = reference.jobs(places)
+    going = reference.jobs((dice.randrange(len(reference.prompts)) for _ in range(12)), new=200)
     everyone = [*staying, *going]
     dice.shuffle(everyone)
-    listener = Listener(machine, everyone)
+    listener = TokenCollector(machine, everyone)
     while not all(job.is_finished for job in staying):
-        listener.round()
+        listener.step()
         if going and dice.random() < 0.5:
             machine.cancel(going.pop(dice.randrange(len(going))))
     machine.clear_queue()
-    assert listener.of(staying) == [house.wanted[i] for i in places]
+    assert listener.tokens_of(staying) == [reference.expected[i] for i in places]
 
 
 @pytest.mark.parametrize("kind", [CacheQ8, CacheQ6, CacheQ4, CacheFP8])
-def test_coded_caches_alone_and_in_a_batch(house: House, kind: Any) -> None:
+def test_quantised_caches_single_and_batched(reference: GreedyReference, kind: Any) -> None:
     places = [0, 2, 6]
-    machine = house.generator(kind, 4096)
-    alone = [finish(machine, house.jobs([i], new=6))[0] for i in places]
-    assert finish(house.generator(kind, 4096), house.jobs(places, new=6)) == alone
+    machine = reference.generator(kind, 4096)
+    alone = [finish(machine, reference.jobs([i], new=6))[0] for i in places]
+    assert finish(reference.generator(kind, 4096), reference.jobs(places, new=6)) == alone

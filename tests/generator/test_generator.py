@@ -35,15 +35,15 @@ PROMPTS = ["The history of the city", "import os\n\ndef main(", "In 1995, the", 
 
 
 @pytest.fixture(scope="module")
-def parts(fixtures_dir: Path) -> tuple[Model, Tokenizer]:
+def loaded(fixtures_dir: Path) -> tuple[Model, Tokenizer]:
     config = Config(fixtures_dir / "tiny-lm")
     model = Model(config)
     model.load()
     return model, Tokenizer(config)
 
 
-def generator(parts: tuple[Model, Tokenizer], tokens: int = 4096, **options: Any) -> Generator:
-    model, tokenizer = parts
+def generator(loaded: tuple[Model, Tokenizer], tokens: int = 4096, **options: Any) -> Generator:
+    model, tokenizer = loaded
     return Generator(model, Cache(model, max_seq_len=tokens), tokenizer, **options)
 
 
@@ -52,9 +52,9 @@ def greedy(machine: Generator, prompt: Any, new: int = 30, **options: Any) -> An
 
 
 @pytest.fixture(scope="module")
-def alone(parts: tuple[Model, Tokenizer]) -> list[str]:
+def single_texts(loaded: tuple[Model, Tokenizer]) -> list[str]:
     """Each prompt by itself, token by token, through the plain forward pass."""
-    model, tokenizer = parts
+    model, tokenizer = loaded
     texts = []
     for prompt in PROMPTS:
         ids = tokenizer.encode(prompt)
@@ -64,33 +64,33 @@ def alone(parts: tuple[Model, Tokenizer]) -> list[str]:
     return texts
 
 
-def test_greedy_text_is_the_same_alone_and_in_batches(parts: Any, alone: list[str]) -> None:
-    machine = generator(parts)
-    assert [greedy(machine, prompt) for prompt in PROMPTS] == alone
+def test_greedy_text_is_the_same_alone_and_in_batches(loaded: Any, single_texts: list[str]) -> None:
+    machine = generator(loaded)
+    assert [greedy(machine, prompt) for prompt in PROMPTS] == single_texts
     for size in (2, 7, 32):
         prompts = [PROMPTS[i % len(PROMPTS)] for i in range(size)]
-        cold = generator(parts, tokens=16384)
-        assert greedy(cold, prompts) == [alone[i % len(PROMPTS)] for i in range(size)]
-    assert greedy(machine, PROMPTS) == alone  # with a warm cache
+        cold = generator(loaded, tokens=16384)
+        assert greedy(cold, prompts) == [single_texts[i % len(PROMPTS)] for i in range(size)]
+    assert greedy(machine, PROMPTS) == single_texts  # with a warm cache
 
 
-def test_speculation_changes_nothing_but_the_number_of_passes(parts: Any, alone: list[str]) -> None:
-    model, _ = parts
-    ngram = generator(parts, use_ngram_draft=True)
+def test_speculation_changes_only_the_number_of_passes(loaded: Any, single_texts: list[str]) -> None:
+    model, _ = loaded
+    ngram = generator(loaded, use_ngram_draft=True)
     texts, last = greedy(ngram, PROMPTS, return_last_results=True)
-    assert texts == alone
+    assert texts == single_texts
     assert all("accepted_draft_tokens" in result for result in last)
-    drafted = generator(parts, draft_model=model, draft_cache=Cache(model, max_seq_len=4096))
+    drafted = generator(loaded, draft_model=model, draft_cache=Cache(model, max_seq_len=4096))
     texts, last = greedy(drafted, PROMPTS, return_last_results=True)
-    assert texts == alone
+    assert texts == single_texts
     assert [result["new_tokens"] for result in last] == [30] * 4
     assert sum(result["accepted_draft_tokens"] for result in last) >= 4 * 20
     assert sum(result["rejected_draft_tokens"] for result in last) == 0
 
 
 @pytest.mark.parametrize("kind", [CacheQ8, CacheQ4, CacheFP8])
-def test_quantised_caches_alone_and_in_a_batch(parts: Any, kind: Any) -> None:
-    model, tokenizer = parts
+def test_quantised_caches_alone_and_in_a_batch(loaded: Any, kind: Any) -> None:
+    model, tokenizer = loaded
     texts = []
     for batch in (False, True):
         machine = Generator(model, kind(model, max_seq_len=4096), tokenizer)
@@ -98,9 +98,9 @@ def test_quantised_caches_alone_and_in_a_batch(parts: Any, kind: Any) -> None:
     assert texts[0] == texts[1]
 
 
-def test_long_prompts_in_chunks_and_from_the_cache(parts: Any) -> None:
+def test_long_prompts_in_chunks_and_from_the_cache(loaded: Any) -> None:
     long = " ".join(PROMPTS) * 12
-    small, large = generator(parts, max_chunk_size=256), generator(parts, max_chunk_size=2048)
+    small, large = generator(loaded, max_chunk_size=256), generator(loaded, max_chunk_size=2048)
     text, first = greedy(small, long, return_last_results=True)
     assert greedy(large, long) == text
     again, second = greedy(small, long, return_last_results=True)
@@ -109,8 +109,8 @@ def test_long_prompts_in_chunks_and_from_the_cache(parts: Any) -> None:
     assert second["cached_tokens"] == second["prompt_tokens"] - 1
 
 
-def test_seeds(parts: Any) -> None:
-    machine = generator(parts)
+def test_seeds(loaded: Any) -> None:
+    machine = generator(loaded)
     settings = Settings(temperature=1.2, top_k=0, top_p=0.95)
     one = machine.generate(PROMPTS, 20, seed=7, gen_settings=settings)
     assert machine.generate(PROMPTS, 20, seed=7, gen_settings=settings) == one
@@ -118,8 +118,8 @@ def test_seeds(parts: Any) -> None:
     assert machine.generate(PROMPTS, 20, seed=8, gen_settings=settings) != one
 
 
-def test_the_arguments_of_the_documents(parts: Any) -> None:
-    machine = generator(parts)
+def test_documented_arguments(loaded: Any) -> None:
+    machine = generator(loaded)
     whole = greedy(machine, PROMPTS[0], 10)
     assert greedy(machine, PROMPTS[0], 10, completion_only=True) == whole[len(PROMPTS[0]) :]
     assert greedy(machine, [], 5) == []
@@ -138,16 +138,16 @@ def test_the_arguments_of_the_documents(parts: Any) -> None:
     assert machine.num_remaining_jobs() == 0
 
 
-def test_strings_that_can_be_read_only_once_are_for_every_prompt(parts: Any) -> None:
-    machine, twice = generator(parts), [PROMPTS[0]] * 2
+def test_stop_iterators_apply_to_every_prompt(loaded: Any) -> None:
+    machine, twice = generator(loaded), [PROMPTS[0]] * 2
     texts = greedy(machine, twice, banned_strings=map(str.upper, ["soviet"]), completion_only=True)
     assert all("soviet" not in text.lower() for text in texts)
     texts = greedy(machine, twice, stop_conditions=(one for one in ["ov"]), completion_only=True)
     assert all("ov" not in text for text in texts)
 
 
-def test_guidance_at_one_is_plain_text(parts: Any) -> None:
-    machine = generator(parts)
+def test_guidance_at_one_is_plain_text(loaded: Any) -> None:
+    machine = generator(loaded)
     settings = Settings.greedy()
     settings.cfg_scale = 1.0
     pair = (PROMPTS[0], PROMPTS[1])
@@ -156,9 +156,9 @@ def test_guidance_at_one_is_plain_text(parts: Any) -> None:
         machine.generate(PROMPTS[0], 5, gen_settings=settings)
 
 
-def test_other_peoples_jobs_run_along_and_lose_nothing(parts: Any) -> None:
-    machine = generator(parts)
-    _, tokenizer = parts
+def test_other_jobs_run_during_generate_and_keep_their_results(loaded: Any) -> None:
+    machine = generator(loaded)
+    _, tokenizer = loaded
     other = Job(tokenizer.encode(PROMPTS[1]), 12, gen_settings=Settings.greedy(), identifier="other")
     machine.enqueue(other)
     greedy(machine, PROMPTS[0], 5)
@@ -169,9 +169,9 @@ def test_other_peoples_jobs_run_along_and_lose_nothing(parts: Any) -> None:
     assert len([r for r in results if r["stage"] == "streaming"]) == 12
 
 
-def test_a_job_that_ended_beside_generate_remains_until_its_end_is_told(parts: Any) -> None:
-    machine = generator(parts)
-    _, tokenizer = parts
+def test_a_job_that_finished_during_generate_counts_until_its_result_is_read(loaded: Any) -> None:
+    machine = generator(loaded)
+    _, tokenizer = loaded
     machine.enqueue(Job(tokenizer.encode(PROMPTS[1]), 3, gen_settings=Settings.greedy()))
     greedy(machine, PROMPTS[0], 12)
     assert machine.num_remaining_jobs() == 1
@@ -184,9 +184,9 @@ def test_a_job_that_ended_beside_generate_remains_until_its_end_is_told(parts: A
 
 @pytest.mark.parametrize("new", [3, 30], ids=["ended", "running"])
 @pytest.mark.parametrize("everything", [False, True])
-def test_a_job_cancelled_after_it_ran_along_gives_no_result(parts: Any, new: int, everything: bool) -> None:
-    machine = generator(parts)
-    _, tokenizer = parts
+def test_a_job_cancelled_after_generate_gives_no_result(loaded: Any, new: int, everything: bool) -> None:
+    machine = generator(loaded)
+    _, tokenizer = loaded
     dropped, kept = (Job(tokenizer.encode(prompt), new, identifier=prompt) for prompt in PROMPTS[1:3])
     machine.enqueue([dropped, kept])
     greedy(machine, PROMPTS[0], 12)
@@ -201,14 +201,14 @@ def test_a_job_cancelled_after_it_ran_along_gives_no_result(parts: Any, new: int
     assert machine.iterate() == []
 
 
-def test_abort(parts: Any) -> None:
-    machine, stop = generator(parts), threading.Event()
+def test_abort(loaded: Any) -> None:
+    machine, stop = generator(loaded), threading.Event()
     stop.set()
     assert greedy(machine, PROMPTS, 50, abort_event=stop) is None
     assert machine.num_remaining_jobs() == 0
 
 
-def test_a_job_that_fails_fails_alone(parts: Any, alone: list[str]) -> None:
+def test_a_job_that_fails_fails_alone(loaded: Any, single_texts: list[str]) -> None:
     """A filter that allows nothing ends its own job, with the reason; the neighbours go on."""
     from exlm import Filter
 
@@ -220,8 +220,8 @@ def test_a_job_that_fails_fails_alone(parts: Any, alone: list[str]) -> None:
         def next(self) -> Any:
             return set(), set()
 
-    model, tokenizer = parts
-    machine = generator(parts)
+    model, tokenizer = loaded
+    machine = generator(loaded)
     good = [Job(tokenizer.encode(p), 30, gen_settings=Settings.greedy()) for p in PROMPTS[:2]]
     bad = Job(tokenizer.encode(PROMPTS[2]), 30, filters=[Nothing(model, tokenizer)])
     machine.enqueue([good[0], bad, good[1]])
@@ -230,21 +230,21 @@ def test_a_job_that_fails_fails_alone(parts: Any, alone: list[str]) -> None:
         errors += [r["error"] for r in machine.iterate() if "error" in r]
     assert len(errors) == 1
     assert isinstance(errors[0], InputError)
-    assert [PROMPTS[i] + job.full_completion for i, job in enumerate(good)] == alone[:2]
+    assert [PROMPTS[i] + job.full_completion for i, job in enumerate(good)] == single_texts[:2]
 
 
-def test_a_refused_generate_leaves_nothing_queued(parts: Any) -> None:
-    machine = generator(parts, tokens=512)
+def test_a_refused_generate_leaves_nothing_queued(loaded: Any) -> None:
+    machine = generator(loaded, tokens=512)
     with pytest.raises(InputError, match="pages"):
         greedy(machine, [PROMPTS[0], PROMPTS[1] * 200], 20)
     assert machine.num_remaining_jobs() == 0
     assert greedy(machine, PROMPTS[0], 3)
 
 
-def test_a_failing_job_of_generate_drops_the_others(parts: Any, alone: list[str]) -> None:
+def test_a_failing_job_of_generate_drops_the_others(loaded: Any, single_texts: list[str]) -> None:
     """The error is raised as soon as it happens; jobs of somebody else lose nothing."""
-    machine = generator(parts)
-    _, tokenizer = parts
+    machine = generator(loaded)
+    _, tokenizer = loaded
     other = Job(tokenizer.encode(PROMPTS[1]), 30, gen_settings=Settings.greedy())
     machine.enqueue(other)
 
@@ -257,13 +257,13 @@ def test_a_failing_job_of_generate_drops_the_others(parts: Any, alone: list[str]
     assert machine.pending_jobs + machine.active_jobs == [other]
     while machine.num_remaining_jobs():
         machine.iterate()
-    assert PROMPTS[1] + other.full_completion == alone[1]
-    assert greedy(machine, PROMPTS) == alone
+    assert PROMPTS[1] + other.full_completion == single_texts[1]
+    assert greedy(machine, PROMPTS) == single_texts
 
 
-def test_what_a_generator_tells_of_itself(parts: Any) -> None:
-    model, tokenizer = parts
-    machine = generator(parts, max_queue=9, num_draft_tokens=3)
+def test_public_attributes(loaded: Any) -> None:
+    model, tokenizer = loaded
+    machine = generator(loaded, max_queue=9, num_draft_tokens=3)
     assert (machine.model, machine.tokenizer, machine.cache.max_seq_len) == (model, tokenizer, 4096)
     assert (machine.draft_model, machine.draft_cache, machine.current_loras) == (None, None, None)
     assert (machine.max_batch_size, machine.max_chunk_size) == (model.config.max_input_len // 8, 2048)
@@ -273,24 +273,24 @@ def test_what_a_generator_tells_of_itself(parts: Any) -> None:
     assert 0 <= machine.padded_vocab_size - model.config.vocab_size < 32
     assert (machine.num_draft_tokens, machine.paged, machine.max_queue) == (0, True, 9)
     assert (machine.pending_jobs, machine.active_jobs) == ([], [])
-    assert generator(parts, use_ngram_draft=True, num_draft_tokens=3).num_draft_tokens == 3
-    assert generator(parts, use_ngram_draft=True, max_q_size=16).num_draft_tokens == 15
+    assert generator(loaded, use_ngram_draft=True, num_draft_tokens=3).num_draft_tokens == 3
+    assert generator(loaded, use_ngram_draft=True, max_q_size=16).num_draft_tokens == 15
 
 
-def test_unpaged_means_one_at_a_time(parts: Any, alone: list[str]) -> None:
-    machine = generator(parts, paged=False)
+def test_unpaged_means_one_at_a_time(loaded: Any, single_texts: list[str]) -> None:
+    machine = generator(loaded, paged=False)
     assert (machine.paged, machine.max_batch_size, machine.page_size) == (False, 1, 256)
-    assert greedy(machine, PROMPTS) == alone
+    assert greedy(machine, PROMPTS) == single_texts
     settings = Settings.greedy(cfg_scale=1.5)
     with pytest.raises(InputError, match="minimum batch size of 2"):
         machine.generate((PROMPTS[0], PROMPTS[1]), 5, gen_settings=settings)
-    assert greedy(machine, PROMPTS[0]) == alone[0]
+    assert greedy(machine, PROMPTS[0]) == single_texts[0]
 
 
 @pytest.mark.parametrize("chunk", [1, 100, 255, 300])
-def test_chunks_of_any_size_without_pages(parts: Any, chunk: int) -> None:
+def test_chunks_of_any_size_without_pages(loaded: Any, chunk: int) -> None:
     long = " ".join(PROMPTS) * (2 if chunk == 1 else 12)
-    machine = generator(parts, paged=False, max_chunk_size=chunk)
+    machine = generator(loaded, paged=False, max_chunk_size=chunk)
     assert machine.max_chunk_size == chunk
     ids = machine.tokenizer.encode(long)
     machine.enqueue(Job(ids, 8, gen_settings=Settings.greedy()))
@@ -302,7 +302,7 @@ def test_chunks_of_any_size_without_pages(parts: Any, chunk: int) -> None:
     read = [later - earlier for earlier, later in pairwise(steps)]
     assert max(read) == min(chunk, 256)  # as far as the next page begins, where that is within reach
     assert steps[-1] == ids.shape[1] - 1
-    assert text == greedy(generator(parts), long, 8, completion_only=True)
+    assert text == greedy(generator(loaded), long, 8, completion_only=True)
 
 
 @pytest.mark.parametrize(
@@ -323,21 +323,21 @@ def test_chunks_of_any_size_without_pages(parts: Any, chunk: int) -> None:
         ({"max_batch_size": -1}, "max_batch_size"),
     ],
 )
-def test_generators_that_cannot_be(parts: Any, options: dict[str, Any], message: str) -> None:
+def test_invalid_generators(loaded: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        generator(parts, **options)
+        generator(loaded, **options)
 
 
-def test_caches_that_do_not_fit(parts: Any) -> None:
-    model, tokenizer = parts
+def test_caches_that_do_not_fit(loaded: Any) -> None:
+    model, tokenizer = loaded
     with pytest.raises(InputError, match="multiple of 256"):
         Generator(model, Cache(model, max_seq_len=300), tokenizer)
     with pytest.raises(InputError, match="batch_size = 1"):
         Generator(model, Cache(model, batch_size=2, max_seq_len=512), tokenizer)
 
 
-def test_async_jobs(parts: Any, alone: list[str]) -> None:
-    model, tokenizer = parts
+def test_async_jobs(loaded: Any, single_texts: list[str]) -> None:
+    model, tokenizer = loaded
 
     async def read(machine: AsyncGenerator, prompt: str) -> str:
         job = AsyncJob(machine, tokenizer.encode(prompt), 30, gen_settings=Settings.greedy())
@@ -345,7 +345,7 @@ def test_async_jobs(parts: Any, alone: list[str]) -> None:
 
     async def everything() -> None:
         machine = AsyncGenerator(model, Cache(model, max_seq_len=4096), tokenizer)
-        assert await asyncio.gather(*(read(machine, prompt) for prompt in PROMPTS)) == alone
+        assert await asyncio.gather(*(read(machine, prompt) for prompt in PROMPTS)) == single_texts
         with pytest.raises(InputError, match="exceed the model's length"):
             await read(machine, PROMPTS[0] * 500)
         waiting = AsyncJob(machine, tokenizer.encode(PROMPTS[0]), 2000, gen_settings=Settings.greedy())
@@ -357,24 +357,24 @@ def test_async_jobs(parts: Any, alone: list[str]) -> None:
         await asyncio.sleep(0.1)
         await waiting.cancel()
         assert await asyncio.wait_for(listener, 10) >= 1
-        assert await read(machine, PROMPTS[1]) == alone[1]
+        assert await read(machine, PROMPTS[1]) == single_texts[1]
         await machine.close()
 
     asyncio.run(everything())
 
 
-def test_a_cache_that_somebody_else_wrote_to_is_not_believed(parts: tuple[Model, Tokenizer]) -> None:
-    machine, prompt = generator(parts), PROMPTS[0] * 40
+def test_a_cache_written_by_another_caller_is_not_reused(loaded: tuple[Model, Tokenizer]) -> None:
+    machine, prompt = generator(loaded), PROMPTS[0] * 40
     cold_text, cold = greedy(machine, prompt, 4, return_last_results=True)
     warm_text, warm = greedy(machine, prompt, 4, return_last_results=True)
-    parts[0].forward(torch.zeros(1, 300, dtype=torch.long), machine.cache, preprocess_only=True)
+    loaded[0].forward(torch.zeros(1, 300, dtype=torch.long), machine.cache, preprocess_only=True)
     machine.cache.current_seq_len = 0
     fresh_text, fresh = greedy(machine, prompt, 4, return_last_results=True)
     assert cold_text == warm_text == fresh_text
     assert warm["cached_tokens"] > cold["cached_tokens"] == fresh["cached_tokens"] == 0
 
 
-def test_a_length_raised_after_loading_does_not_count(fixtures_dir: Path) -> None:
+def test_max_seq_len_raised_after_loading_is_ignored(fixtures_dir: Path) -> None:
     """There are no rotations for it: texts would run past their tables."""
     config = Config(fixtures_dir / "tiny-lm")
     config.max_seq_len = 300

@@ -16,16 +16,16 @@ import torch
 
 from benchmarks import host
 from exlm.errors import NotLoaded
-from exlm.generator.backlog import Backlog
-from exlm.generator.draft import NgramDraft
+from exlm.generator.engine import EngineCore
 from exlm.generator.job import Job
-from exlm.generator.loop import Loop
-from exlm.generator.pages import PageTable
-from exlm.generator.results import streamed
+from exlm.generator.page_table import PageTable
+from exlm.generator.pending_results import PendingResults
+from exlm.generator.results import streaming_result
+from exlm.generator.speculative import NgramDrafter
 from exlm.sampling import Settings
 from tests.generator.counting import instructions
-from tests.generator.test_loop import TOKENIZER, alphabet, job, loop, run, streams
-from tests.generator.toy import VOCAB, ToyRunner
+from tests.generator.test_engine import TOKENIZER, alphabet, job, make_engine, run, streaming_results
+from tests.generator.toy_model import VOCAB, ToyRunner
 
 SHORT, LONG = 128, 16_000  # they end at the same place of a page
 WAYS: list[dict[str, Any]] = [
@@ -38,7 +38,7 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-def behind(context: int, drafts: bool, settings: Settings | None = None, **options: Any) -> Loop:
+def behind(context: int, drafts: bool, settings: Settings | None = None, **options: Any) -> EngineCore:
     """A loop in the middle of a long text."""
     machine = host.behind(context, 30, drafts)
     (known,) = machine.scheduler.active
@@ -50,7 +50,7 @@ def behind(context: int, drafts: bool, settings: Settings | None = None, **optio
     return machine
 
 
-def several(machine: Loop) -> Callable[[], None]:
+def several(machine: EngineCore) -> Callable[[], None]:
     def work() -> None:
         for _ in range(5):
             machine.step()
@@ -80,9 +80,9 @@ def test_a_step_copies_no_context(drafts: bool) -> None:
     assert peaks[1] < peaks[0] + 20_000
 
 
-def waiting(count: int) -> tuple[Loop, list[Job]]:
+def waiting(count: int) -> tuple[EngineCore, list[Job]]:
     """A loop in which one job runs and so many wait."""
-    machine = loop(pages=4, max_batch_size=1)
+    machine = make_engine(pages=4, max_batch_size=1)
     machine.enqueue(job("abc", 500))
     jobs = [job([2 + n % 26, 3], 500, stop_conditions=[0]) for n in range(count)]
     for one in jobs:
@@ -151,9 +151,9 @@ class Adapted:
 def test_adapters_are_looked_after_once_for_all_jobs_that_have_them() -> None:
     gone: set[bytes] = set()
     runner = ToyRunner(alphabet, 16)
-    machine = Loop(
+    machine = EngineCore(
         runner, PageTable(16), TOKENIZER, VOCAB, max_batch_size=2,
-        extras=lambda ids, loras, embeddings: Adapted(loras, gone),
+        make_extras=lambda ids, loras, embeddings: Adapted(loras, gone),
     )  # fmt: skip
     jobs = [job("abc", 5, loras=(b"one", b"two", b"three")[n % 3]) for n in range(60)]
     for one in jobs:
@@ -165,7 +165,7 @@ def test_adapters_are_looked_after_once_for_all_jobs_that_have_them() -> None:
     failed = [one for one in machine.step() if "error" in one]
     assert [one["serial"] for one in failed] == [*range(1, 60, 3)]
     assert len({id(one["error"]) for one in failed}) == 20  # type: ignore[typeddict-item]
-    ended = [one for one in streams(run(machine)) if one["eos"]]
+    ended = [one for one in streaming_results(run(machine)) if one["eos"]]
     assert sorted(one["serial"] for one in ended) == [n for n in range(60) if n % 3 != 1]
     assert all(one["eos_reason"] == "max_new_tokens" for one in ended)
     machine.enqueue(job("abc", 1))
@@ -181,14 +181,14 @@ class Unread(dict[Job, None]):
 
 
 def test_results_of_few_are_found_without_going_through_all_who_wait() -> None:
-    machine = loop()
+    machine = make_engine()
     jobs = [job("abc", 2) for _ in range(50)]
     for one in jobs:
         machine.enqueue(one)
     machine.step()
-    backlog = Backlog()
+    backlog = PendingResults()
     assert backlog.take(Unread.fromkeys(jobs)) == []
-    backlog.keep(streamed(jobs[0]))
+    backlog.add(streaming_result(jobs[0]))
     assert backlog.take(Unread.fromkeys(jobs[1:])) == []
     assert [one["job"] for one in backlog.take(Unread.fromkeys(jobs))] == [jobs[0]]
     assert backlog.take({jobs[0]}) == []
@@ -197,6 +197,6 @@ def test_results_of_few_are_found_without_going_through_all_who_wait() -> None:
 def test_the_drafter_of_the_benchmark_is_right_all_the_time() -> None:
     """Else its line would say little about drafting."""
     machine = host.behind(SHORT, 5, True)
-    assert isinstance(machine.drafter, NgramDraft)
+    assert isinstance(machine.drafter, NgramDrafter)
     for _ in range(3):
         assert len(machine.step()) == 1 + host.DRAFTED

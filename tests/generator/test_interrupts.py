@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from exlm.generator.loop import Loop
-from exlm.generator.pages import PageTable
-from tests.generator.test_loop import TOKENIZER, alphabet, job, run, streams, tokens
-from tests.generator.toy import VOCAB, ToyRunner
+from exlm.generator.engine import EngineCore
+from exlm.generator.page_table import PageTable
+from tests.generator.test_engine import TOKENIZER, alphabet, job, run, streaming_results, tokens
+from tests.generator.toy_model import VOCAB, ToyRunner
 from tests.interrupts import interrupted
 
-ACCOUNTS = {"scheduler.py", "pages.py", "sequence.py"}
+BOOKKEEPING_FILES = {"scheduler.py", "page_table.py", "token_sequence.py"}
 
 
-def loop(pages: int = 16, size: int = 4) -> Loop:
+def loop(pages: int = 16, size: int = 4) -> EngineCore:
     """Jobs of a few letters take several pages."""
-    return Loop(ToyRunner(alphabet, pages, size), PageTable(pages, size), TOKENIZER, VOCAB, max_batch_size=3)
+    return EngineCore(
+        ToyRunner(alphabet, pages, size), PageTable(pages, size), TOKENIZER, VOCAB, max_batch_size=3
+    )
 
 
 def test_an_interrupted_round_leaves_nothing_behind() -> None:
@@ -26,13 +28,13 @@ def test_an_interrupted_round_leaves_nothing_behind() -> None:
         run(machine, job(text[:9]), job(text[3:14]))  # there is something to find and to give up
         jobs = [job(text[:14]), job(text[:10]), job(text[:10], new=2)]
         try:
-            with interrupted(after, ACCOUNTS):
+            with interrupted(after, BOOKKEEPING_FILES):
                 for one in jobs:
                     machine.enqueue(one)
                 machine.step()
                 machine.step()
                 machine.clear()
-                machine.pages.clear()
+                machine.page_table.clear()
                 whole = True
         except KeyboardInterrupt:
             after += 1
@@ -40,8 +42,8 @@ def test_an_interrupted_round_leaves_nothing_behind() -> None:
             machine.cancel(one)
         assert not machine.busy
         again = [job(text[:14]), job(text[:10]), job(text[:10], new=2)]
-        ends = {result["job"]: result for result in streams(run(machine, *again)) if result["eos"]}
+        ends = {result["job"]: result for result in streaming_results(run(machine, *again)) if result["eos"]}
         assert len(ends) == 3
         assert [ends[one]["full_completion"] for one in again[1:]] == [expected[6], expected[2]]
-        assert machine.pages.free == machine.pages.num_pages
+        assert machine.page_table.num_free_pages == machine.page_table.num_pages
     assert after > 100

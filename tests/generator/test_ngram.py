@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exlm.generator.draft import ModelDraft, NgramDraft
 from exlm.generator.ngram import NgramIndex
-from exlm.generator.sequence import Sequence as Tokens
+from exlm.generator.speculative import ModelDrafter, NgramDrafter
+from exlm.generator.token_sequence import TokenSequence
 from tests.generator.counting import instructions
 from tests.generator.ngram_oracle import CheckedNgramDraft, oracle
-from tests.generator.test_loop import job, loop, run, streams
-from tests.generator.test_speculation import wandering
+from tests.generator.test_engine import job, make_engine, run, streaming_results
+from tests.generator.test_speculation import repetitive_script
 
 letters = st.integers(0, 2)
 changes = st.one_of(
@@ -50,14 +50,14 @@ def test_guesses_are_the_oracles(
 
     A prompt that was `admitted` is settled and never taken back.
     """
-    sequence, drafter = Tokens(ids=list(prompt), limit=999), NgramDraft(longest)
+    sequence, drafter = TokenSequence(ids=list(prompt), max_length=999), NgramDrafter(longest)
     if admitted:
-        sequence.settled = len(prompt)
+        sequence.num_final_tokens = len(prompt)
     for kind, *how in changes:
         if kind == "append":
             sequence.ids += how[0]
         elif kind == "rewind":
-            length = max(1, sequence.settled, len(sequence.ids) - how[0])
+            length = max(1, sequence.num_final_tokens, len(sequence.ids) - how[0])
             if how[1]:
                 drafter.truncate(sequence, length)
             del sequence.ids[length:]
@@ -65,14 +65,14 @@ def test_guesses_are_the_oracles(
         elif kind == "ask":
             assert drafter.propose([sequence], how) == [oracle(sequence.ids, how[0], longest)]
         else:
-            assert drafter.expects(sequence) == bool(oracle(sequence.ids, 1, longest))
-    drafter.forget(sequence)
+            assert drafter.has_candidate(sequence) == bool(oracle(sequence.ids, 1, longest))
+    drafter.release(sequence)
     assert not drafter._indexes
 
 
 def test_what_was_taken_back_and_said_differently_is_not_remembered() -> None:
     """Nothing was asked for in between, and the text is as long as it was."""
-    sequence, drafter = Tokens(ids=[1, 2, 3, 4, 1, 2], limit=99), NgramDraft(4)
+    sequence, drafter = TokenSequence(ids=[1, 2, 3, 4, 1, 2], max_length=99), NgramDrafter(4)
     assert drafter.propose([sequence], [1]) == [[3]]
     sequence.ids += [7, 8, 1]
     assert drafter.propose([sequence], [1]) == [[2]]
@@ -88,7 +88,7 @@ def test_a_small_model_reads_again_what_was_said_differently() -> None:
     class Small:
         def copy(self, orders: Any) -> None: ...
 
-        def prefill(self, sequence: Tokens, start: int, stop: int) -> None:
+        def prefill(self, sequence: TokenSequence, start: int, stop: int) -> None:
             fed.append((start, sequence.ids[start:stop]))
 
         def decode(self, sequences: Any, past: Sequence[int], tokens: Sequence[Sequence[int]]) -> Any:
@@ -102,7 +102,7 @@ def test_a_small_model_reads_again_what_was_said_differently() -> None:
         def argmax(self) -> int:
             return 0
 
-    sequence, drafter = Tokens(ids=[1, 2, 3], limit=99), ModelDraft(Small())
+    sequence, drafter = TokenSequence(ids=[1, 2, 3], max_length=99), ModelDrafter(Small())
     drafter.prefill(sequence, 0, 2)
     sequence.ids += [4, 5]
     drafter.propose([sequence], [1])
@@ -120,12 +120,12 @@ def test_a_loop_that_rewinds_is_told_what_the_oracle_tells(seed: int) -> None:
     drafter = CheckedNgramDraft(dice.randint(2, 5))
     taken_back = []
 
-    def truncate(sequence: Tokens, length: int) -> None:
+    def truncate(sequence: TokenSequence, length: int) -> None:
         taken_back.append(len(sequence.ids) - length)
-        NgramDraft.truncate(drafter, sequence, length)
+        NgramDrafter.truncate(drafter, sequence, length)
 
     drafter.truncate = truncate  # type: ignore[method-assign]
-    machine = loop(wandering, drafter=drafter, draft_tokens=7)
+    machine = make_engine(repetitive_script, drafter=drafter, num_draft_tokens=7)
     jobs = [
         job(
             [dice.randrange(2, 12) for _ in range(dice.choice([1, 7, 40]))],
@@ -136,7 +136,7 @@ def test_a_loop_that_rewinds_is_told_what_the_oracle_tells(seed: int) -> None:
         )
         for _ in range(6)
     ]
-    last = [result for result in streams(run(machine, *jobs)) if result["eos"]]
+    last = [result for result in streaming_results(run(machine, *jobs)) if result["eos"]]
     assert sum(result["accepted_draft_tokens"] for result in last) > 0
     assert sum(result["rejected_draft_tokens"] for result in last) > 0
     assert taken_back
@@ -144,8 +144,8 @@ def test_a_loop_that_rewinds_is_told_what_the_oracle_tells(seed: int) -> None:
 
 
 def test_no_index_before_a_guess_is_wanted() -> None:
-    drafter = NgramDraft(4)
-    machine = loop(drafter=drafter, draft_tokens=7)
+    drafter = NgramDrafter(4)
+    machine = make_engine(drafter=drafter, num_draft_tokens=7)
     silent, eager = job("abcabc", 4, speculative=False), job("abcabc", 4)
     for one in (silent, eager):
         machine.enqueue(one)
@@ -160,9 +160,9 @@ def text(length: int) -> list[int]:
 
 def work_of_a_round(context: int) -> int:
     """Instructions of the interpreter: tokens come, a guess is made, some are taken back, another guess."""
-    sequence, drafter = Tokens(ids=text(context), limit=99_999), NgramDraft(4)
-    sequence.settled = context
-    drafter.expects(sequence)
+    sequence, drafter = TokenSequence(ids=text(context), max_length=99_999), NgramDrafter(4)
+    sequence.num_final_tokens = context
+    drafter.has_candidate(sequence)
 
     def work() -> None:
         sequence.ids.extend([7, 8, 9, 7, 8])

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import pytest
 
 from exlm import CacheTooSmall, Generator, InputError, Job, Tokenizer
-from tests.generator.loop_walk import Scripted, Witness, alone, random_recipe, script
-from tests.generator.scripted import ScriptedCache, ScriptedModel, job, tokenizer
+from tests.generator.engine_fuzz import ResultChecker, Scripted, random_job_spec, run_alone, script
+from tests.generator.scripted import ScriptedCache, ScriptedModel, job, make_tokenizer
 
-JOBS, WARM, TRACED, RECIPES = 2000, 200, 300, 120
+JOBS, WARMUP_JOBS, TRACED_JOBS, SPECS = 2000, 200, 300, 120
 
 
 class Model(ScriptedModel):
@@ -62,65 +62,67 @@ class Soak:
     """One generator, and users who do not care."""
 
     def __init__(self, texts: Tokenizer) -> None:
-        self.dice, self.witness = Random(3), Witness()
-        recipes = [random_recipe(self.dice, texts, heads=(0, 3, 20, 60, 300)) for _ in range(RECIPES)]
-        self.cookbook = [(recipe, alone(recipe, texts)) for recipe in recipes]
+        self.dice, self.checker = Random(3), ResultChecker()
+        recipes = [
+            random_job_spec(self.dice, texts, prefix_lengths=(0, 3, 20, 60, 300)) for _ in range(SPECS)
+        ]
+        self.specs = [(recipe, run_alone(recipe, texts)) for recipe in recipes]
         self.machine = Generator(Model(max_seq_len=8192), ScriptedCache(16 * 256), texts, max_batch_size=24)
 
     def jobs(self, count: int) -> None:
         """So many more jobs; at the end nothing is queued."""
         for _ in range(count):
             if self.dice.random() < 0.1:
-                self.bad()
+                self.enqueue_bad()
             else:
-                recipe, wanted = self.dice.choice(self.cookbook)
+                recipe, wanted = self.dice.choice(self.specs)
                 good = recipe.job()
                 self.machine.enqueue(good)
-                self.witness.expect(good, wanted)
-            if self.dice.random() < 0.1 and self.witness.told:
+                self.checker.expect(good, wanted)
+            if self.dice.random() < 0.1 and self.checker.expected:
                 self.cancel()
             while self.machine.num_remaining_jobs() > 60:
-                self.witness.hear(self.machine.iterate())
+                self.checker.check(self.machine.iterate())
         while self.machine.num_remaining_jobs():
-            self.witness.hear(self.machine.iterate())
-        assert not self.witness.told
+            self.checker.check(self.machine.iterate())
+        assert not self.checker.expected
 
-    def bad(self) -> None:
+    def enqueue_bad(self) -> None:
         make, error = self.dice.choice(BAD)
         before = self.machine.num_remaining_jobs()
         with pytest.raises(error):
             self.machine.enqueue(make())
         assert self.machine.num_remaining_jobs() == before
-        self.witness.seen["refused"] += 1
+        self.checker.counts["refused"] += 1
 
     def cancel(self) -> None:
-        victim, _, _ = self.witness.told[self.dice.choice(list(self.witness.told))]
+        victim, _, _ = self.checker.expected[self.dice.choice(list(self.checker.expected))]
         self.machine.cancel(victim)
-        self.witness.forget(victim)
+        self.checker.drop(victim)
 
 
 def test_two_thousand_jobs(tmp_path: Path) -> None:
     """In a process of its own: taking up what other tests have left free in this one looks like a leak."""
     with ProcessPoolExecutor(1, get_context("spawn")) as other:
-        other.submit(soak_up, tmp_path).result()
+        other.submit(run_soak, tmp_path).result()
 
 
-def soak_up(tmp_path: Path) -> None:
+def run_soak(tmp_path: Path) -> None:
     """The process first, then, since tracing costs memory and time itself, what Python allocated."""
-    soak = Soak(tokenizer(tmp_path / "toy"))
-    soak.jobs(WARM)
+    soak = Soak(make_tokenizer(tmp_path / "toy"))
+    soak.jobs(WARMUP_JOBS)
     before = memory()
-    soak.jobs(JOBS - WARM - TRACED)
+    soak.jobs(JOBS - WARMUP_JOBS - TRACED_JOBS)
     after = memory()
     assert after.objects - before.objects < 500
     assert after.own - before.own < 10_000_000
     tracemalloc.start()
     try:
-        soak.jobs(TRACED)
+        soak.jobs(TRACED_JOBS)
         assert memory().traced < 200_000
     finally:
         tracemalloc.stop()
-    seen = soak.witness.seen
+    seen = soak.checker.counts
     assert seen["finished"] + seen["cancels"] + seen["refused"] == JOBS
     at_least = {"finished": 1400, "cancels": 100, "refused": 150, "error": 150, "reused": 500, "rewinds": 100}
     assert {key: seen[key] for key in at_least if seen[key] < at_least[key]} == {}, seen

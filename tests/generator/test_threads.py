@@ -18,7 +18,7 @@ NEW = 20
 
 
 @pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Tokenizer]:
+def components(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Tokenizer]:
     config = Config(tiny.chatty(tmp_path_factory.mktemp("threads") / "m"))
     model = Model(config)
     model.load()
@@ -26,8 +26,8 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Tokenizer]:
 
 
 @pytest.fixture(scope="module")
-def alone(parts: tuple[Model, Tokenizer]) -> list[str]:
-    machine = generator(parts)
+def single_texts(components: tuple[Model, Tokenizer]) -> list[str]:
+    machine = generator(components)
     return [machine.generate(prompt, NEW, gen_settings=GREEDY) for prompt in PROMPTS]
 
 
@@ -40,8 +40,8 @@ def _often() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-def generator(parts: tuple[Model, Tokenizer]) -> Generator:
-    return Generator(parts[0], Cache(parts[0], max_seq_len=4096), parts[1])
+def generator(components: tuple[Model, Tokenizer]) -> Generator:
+    return Generator(components[0], Cache(components[0], max_seq_len=4096), components[1])
 
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
@@ -64,23 +64,27 @@ def at_once(*calls: Callable[[], Any]) -> list[Any]:
     return [found[place] for place in range(len(calls))]
 
 
-def test_texts_are_the_same_as_one_by_one(parts: tuple[Model, Tokenizer], alone: list[str]) -> None:
+def test_texts_are_the_same_as_one_by_one(
+    components: tuple[Model, Tokenizer], single_texts: list[str]
+) -> None:
     """Rounds ran into each other: IndexError from the sampler's tables, or worse."""
-    machine = generator(parts)
+    machine = generator(components)
 
     def ask(prompt: str) -> Callable[[], str]:
         return lambda: machine.generate(prompt, NEW, gen_settings=GREEDY)  # type: ignore[no-any-return]
 
     for _ in range(3):
-        assert at_once(*map(ask, PROMPTS)) == alone
+        assert at_once(*map(ask, PROMPTS)) == single_texts
     assert not machine.num_remaining_jobs()
-    machine.pages.check([])
+    machine.pages.check_invariants([])
 
 
-def test_a_loop_beside_calls(parts: tuple[Model, Tokenizer], alone: list[str]) -> None:
+def test_an_iterate_loop_beside_generate_calls(
+    components: tuple[Model, Tokenizer], single_texts: list[str]
+) -> None:
     """Whoever iterates is told of its own jobs only."""
-    machine = generator(parts)
-    jobs = [Job(parts[1].encode(prompt), NEW, gen_settings=GREEDY) for prompt in PROMPTS[:4]]
+    machine = generator(components)
+    jobs = [Job(components[1].encode(prompt), NEW, gen_settings=GREEDY) for prompt in PROMPTS[:4]]
     machine.enqueue(jobs)
 
     def loop() -> list[str]:
@@ -93,12 +97,12 @@ def test_a_loop_beside_calls(parts: tuple[Model, Tokenizer], alone: list[str]) -
     def call() -> list[str]:
         return machine.generate(PROMPTS[4:], NEW, gen_settings=GREEDY)  # type: ignore[no-any-return]
 
-    assert at_once(loop, call) == [alone[:4], alone[4:]]
+    assert at_once(loop, call) == [single_texts[:4], single_texts[4:]]
 
 
-def test_cancelling_from_another_thread(parts: tuple[Model, Tokenizer], alone: list[str]) -> None:
-    machine = generator(parts)
-    jobs = [Job(parts[1].encode(prompt), 200, gen_settings=GREEDY) for prompt in PROMPTS]
+def test_cancelling_from_another_thread(components: tuple[Model, Tokenizer], single_texts: list[str]) -> None:
+    machine = generator(components)
+    jobs = [Job(components[1].encode(prompt), 200, gen_settings=GREEDY) for prompt in PROMPTS]
     machine.enqueue(jobs)
 
     def cancel() -> None:
@@ -110,6 +114,6 @@ def test_cancelling_from_another_thread(parts: tuple[Model, Tokenizer], alone: l
             machine.iterate()
 
     assert at_once(loop, cancel) == [None, None]
-    assert machine.pages.free == machine.pages.num_pages
-    machine.pages.check([])
-    assert machine.generate(PROMPTS[0], NEW, gen_settings=GREEDY) == alone[0]
+    assert machine.pages.num_free_pages == machine.pages.num_pages
+    machine.pages.check_invariants([])
+    assert machine.generate(PROMPTS[0], NEW, gen_settings=GREEDY) == single_texts[0]

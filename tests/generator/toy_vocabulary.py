@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from exlm.generator.output import Output
-from exlm.generator.verdicts import Emit, Verdict
+from exlm.generator.output import OutputProcessor
+from exlm.generator.output_actions import Emit, OutputAction
 from exlm.text.detokenize import ByteDecoding, Detokenizer
 
 LETTERS = [chr(ord("a") + place) for place in range(26)]
@@ -14,7 +14,7 @@ BYTES = [bytes([value]) for value in range(256)]
 EMOJI = list("\U0001f600".encode())
 
 
-def toy(special: bool = False) -> Detokenizer:
+def toy_detokenizer(special: bool = False) -> Detokenizer:
     """The specification's toy vocabulary."""
     shown = [
         b"" if number in SPECIAL and not special else piece.encode() for number, piece in enumerate(PIECES)
@@ -22,14 +22,14 @@ def toy(special: bool = False) -> Detokenizer:
     return ByteDecoding(shown, False).stream(True)
 
 
-def of(pieces: list[bytes]) -> Detokenizer:
+def detokenizer_of(pieces: list[bytes]) -> Detokenizer:
     return ByteDecoding(pieces, False).stream(True)
 
 
-def push(output: Output, pieces: str | list[str]) -> list[Verdict]:
+def push(output: OutputProcessor, pieces: str | list[str]) -> list[OutputAction]:
     """Push toy tokens, by their text."""
     return [output.push(ID[piece]) for piece in pieces]
 
 
-def emits(text: str) -> list[Verdict]:
+def emit_each(text: str) -> list[OutputAction]:
     return [Emit(letter, 1) for letter in text]

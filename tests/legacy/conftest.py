@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from exlm import Config, Model, Tokenizer
-from tests.generator.scripted import tokenizer as toy_tokenizer
+from tests.generator.scripted import make_tokenizer as toy_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from exlm import Settings, Tokenizer
 from exlm.legacy import BaseGenerator, Chunk, StreamingGenerator
-from tests.generator.scripted import FlatRunner, Script, ScriptedModel, alphabet
+from tests.generator.scripted import HashingRunner, Script, ScriptedModel, alphabet
 
 
 class PagedCache:
@@ -17,7 +17,7 @@ class PagedCache:
 
     def __init__(self, max_seq_len: int = 1024, batch_size: int = 1) -> None:
         self.max_seq_len, self.batch_size, self.current_seq_len = max_seq_len, batch_size, 0
-        self.tenant: object = None
+        self.last_writer: object = None
         self.width = -(-max_seq_len // 256)
         self.num_pages = self.width * batch_size
 
@@ -25,8 +25,8 @@ class PagedCache:
 class Scripted(ScriptedModel):
     """A scripted model whose runner has as many pages as the cache."""
 
-    def runner(self, cache: Any) -> FlatRunner:
-        self.runners.append(FlatRunner(self.script, cache.num_pages, vocab=self.vocab))
+    def runner(self, cache: Any) -> HashingRunner:
+        self.runners.append(HashingRunner(self.script, cache.num_pages, vocab=self.vocab))
         return self.runners[-1]
 
     def extras(self, *_: Any) -> None:
@@ -41,26 +41,28 @@ class Scripted(ScriptedModel):
         return found
 
 
-def told(*said: int | list[int], after: int = 3) -> Script:
+def scripted(*tokens: int | list[int], after: int = 3) -> Script:
     """After a prompt of three tokens, these; a list gives alternatives, best first."""
 
     def script(prefix: list[int]) -> list[int]:
-        one = said[min(len(prefix) - after, len(said) - 1)]
+        one = tokens[min(len(prefix) - after, len(tokens) - 1)]
         return one if isinstance(one, list) else [one]
 
     return script
 
 
-def base(texts: Tokenizer, script: Script = alphabet, length: int = 1024, batch: int = 1) -> BaseGenerator:
+def make_base_generator(
+    tokenizer: Tokenizer, script: Script = alphabet, length: int = 1024, batch: int = 1
+) -> BaseGenerator:
     """A base generator for a script."""
-    return BaseGenerator(Scripted(script), PagedCache(length, batch), texts)  # type: ignore[arg-type]
+    return BaseGenerator(Scripted(script), PagedCache(length, batch), tokenizer)  # type: ignore[arg-type]
 
 
-def streaming(
-    texts: Tokenizer, script: Script = alphabet, length: int = 1024, batch: int = 1, **options: Any
+def make_streaming_generator(
+    tokenizer: Tokenizer, script: Script = alphabet, length: int = 1024, batch: int = 1, **options: Any
 ) -> StreamingGenerator:
     """A streaming generator for a script."""
-    return StreamingGenerator(Scripted(script), PagedCache(length, batch), texts, **options)  # type: ignore[arg-type]
+    return StreamingGenerator(Scripted(script), PagedCache(length, batch), tokenizer, **options)  # type: ignore[arg-type]
 
 
 def passes(machine: Any) -> list[tuple[str, int, int]]:
@@ -69,12 +71,14 @@ def passes(machine: Any) -> list[tuple[str, int, int]]:
     return found
 
 
-def begin(machine: StreamingGenerator, ids: Tensor, settings: Settings | None = None, **options: Any) -> None:
+def begin_stream(
+    machine: StreamingGenerator, ids: Tensor, settings: Settings | None = None, **options: Any
+) -> None:
     """Begin a greedy stream, unless it has its own settings."""
     machine.begin_stream_ex(ids, settings or Settings.greedy(), **options)
 
 
-def take(machine: StreamingGenerator, most: int = 100, **options: Any) -> list[Chunk]:
+def take_chunks(machine: StreamingGenerator, most: int = 100, **options: Any) -> list[Chunk]:
     """Chunks until the end, or so many."""
     chunks: list[Chunk] = []
     while len(chunks) < most and not (chunks and chunks[-1]["eos"]):
@@ -82,12 +86,12 @@ def take(machine: StreamingGenerator, most: int = 100, **options: Any) -> list[C
     return chunks
 
 
-def text(chunks: list[Chunk]) -> str:
+def chunk_text(chunks: list[Chunk]) -> str:
     """What was said."""
     return "".join(chunk["chunk"] for chunk in chunks)
 
 
-def counted(function: Callable[..., Any], calls: list[Any]) -> Callable[..., Any]:
+def recording(function: Callable[..., Any], calls: list[Any]) -> Callable[..., Any]:
     """The function, with every call written down."""
 
     def wrapped(*arguments: Any, **options: Any) -> Any:

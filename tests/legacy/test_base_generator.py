@@ -26,7 +26,7 @@ from exlm import (
 )
 from exlm.legacy import BaseGenerator, TruncationWarning
 from tests.generator.scripted import ID
-from tests.legacy.scripted import base, counted, passes, told
+from tests.legacy.scripted import make_base_generator, passes, recording, scripted
 
 GREEDY = Settings.greedy()
 PROMPTS = ["The history of the city", "In 1995, the", "import os\n\ndef main(", "The first season of the ser"]
@@ -71,7 +71,7 @@ def test_39_warmup_shows_nothing(generator: BaseGenerator) -> None:
 
 
 def test_40_full(toy: Tokenizer) -> None:
-    machine = base(toy, length=40)
+    machine = make_base_generator(toy, length=40)
     machine.generate_simple("abc", GREEDY, 36)
     assert not machine.full()
     machine.generate_simple("abc", GREEDY, 37)
@@ -102,7 +102,7 @@ def test_41_the_signature() -> None:
     assert all(parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
 
 
-def test_42_43_a_batch_says_what_each_prompt_says(generator: BaseGenerator, expected: list[str]) -> None:
+def test_42_43_a_batch_equals_single_prompts(generator: BaseGenerator, expected: list[str]) -> None:
     assert generator.generate_simple(PROMPTS, GREEDY, 24) == expected
     assert [generator.generate_simple(prompt, GREEDY, 24) for prompt in PROMPTS] == expected
     assert generator.generate_simple(PROMPTS[:1], GREEDY, 24) == expected[:1]
@@ -118,7 +118,7 @@ def test_43_any_length_and_batch_size(
 
 
 def test_43_the_ids_are_padded_on_both_sides(toy: Tokenizer) -> None:
-    machine = base(toy, lambda prefix: [prefix[-1] + 1 if prefix[-1] < ID["f"] else 0])
+    machine = make_base_generator(toy, lambda prefix: [prefix[-1] + 1 if prefix[-1] < ID["f"] else 0])
     assert machine.generate_simple(["abc", "de"], GREEDY, 4) == ["abcdef", "def"]
     pad = toy.pad_token_id
     assert machine.sequence_ids is not None
@@ -140,7 +140,7 @@ def test_44_settings_are_honoured(generator: BaseGenerator) -> None:
 
 
 def test_45_never_more_than_num_tokens(toy: Tokenizer) -> None:
-    machine = base(toy)
+    machine = make_base_generator(toy)
     for count in (0, 1, 5):
         said = machine.generate_simple("abc", GREEDY, count, completion_only=True)
         assert said == "defgh"[:count]
@@ -163,12 +163,12 @@ def test_46_seeds(generator: BaseGenerator) -> None:
 
 def test_47_healing_may_be_none(toy: Tokenizer) -> None:
     off: Any = None  # as wrappers pass on what they were not told
-    assert base(toy).generate_simple("abc", GREEDY, 3, token_healing=off) == "abcdef"
+    assert make_base_generator(toy).generate_simple("abc", GREEDY, 3, token_healing=off) == "abcdef"
 
 
 def test_47_healing(toy: Tokenizer) -> None:
     script = {(2,): [5, ID["Hello"], ID["He"]], (2, ID["He"]): [ID["!"]], (2, ID["Hello"]): [ID[" world"]]}
-    machine = base(toy, lambda prefix: script.get(tuple(prefix), [ID["."]]))
+    machine = make_base_generator(toy, lambda prefix: script.get(tuple(prefix), [ID["."]]))
     encode = toy.encode
     try:  # the toy tokenizer spells words in letters
         toy.encode = lambda *_, **__: torch.tensor([[2, ID["He"]]])  # type: ignore[method-assign,assignment]
@@ -198,7 +198,7 @@ def test_48_49_special_tokens(model: Model, tokenizer: Tokenizer, generator: Bas
 
 
 def test_51_stop_tokens(toy: Tokenizer) -> None:
-    machine = base(toy, told(5, 6, 7, 0, 8))
+    machine = make_base_generator(toy, scripted(5, 6, 7, 0, 8))
     assert machine.generate_simple("abc", GREEDY, 10) == "abcdef"
     assert machine.generate_simple("abc", GREEDY, 10, completion_only=True) == "def"
     assert machine.generate_simple("abc", GREEDY, 2) == "abcde"
@@ -209,7 +209,7 @@ def test_51_stop_tokens(toy: Tokenizer) -> None:
 
 
 def test_52_bos(toy: Tokenizer) -> None:
-    machine = base(toy)
+    machine = make_base_generator(toy)
     assert machine.generate_simple("abc", GREEDY, 2, add_bos=True) == "abcde"
     assert machine.sequence_ids is not None
     assert machine.sequence_ids.tolist() == [[1, 2, 3, 4, 5, 6]]
@@ -223,7 +223,7 @@ def test_53_66_an_abort_returns_what_there_is(toy: Tokenizer) -> None:
             event.set()
         return [prefix[-1] + 1]
 
-    machine = base(toy, script)
+    machine = make_base_generator(toy, script)
     event.set()  # has no effect: a call clears it
     assert machine.generate_simple("abc", GREEDY, 20, abort_event=event) == "abcdefg"
     assert machine.abort_event is event
@@ -234,7 +234,7 @@ def test_53_66_an_abort_returns_what_there_is(toy: Tokenizer) -> None:
 
 def test_53_an_abort_while_the_prompt_is_read(toy: Tokenizer) -> None:
     event = threading.Event()
-    machine = base(toy, length=4096)
+    machine = make_base_generator(toy, length=4096)
     machine.model.config.max_input_len = 256
     runner = machine._runner
     read = runner.prefill
@@ -258,14 +258,14 @@ def test_57_hooks_see_and_replace(toy: Tokenizer) -> None:
         if result.token == ID["e"]:
             result.sampled_token = torch.tensor([[ID["x"]]])
 
-    machine = base(toy)
+    machine = make_base_generator(toy)
     settings = Settings.greedy(post_sampling_hooks=[hook])
     assert machine.generate_simple("abc", settings, 4) == "abcdxyz"
     assert seen == [ID["d"], ID["e"], ID["y"], ID["z"]]
 
 
-def test_58_prompts_are_cut_from_the_left_and_it_is_said(toy: Tokenizer) -> None:
-    machine = base(toy, length=40)
+def test_58_prompts_are_truncated_from_the_left_with_a_warning(toy: Tokenizer) -> None:
+    machine = make_base_generator(toy, length=40)
     with pytest.warns(TruncationWarning, match=r"52 tokens was cut to its last 30.*22 tokens are lost"):
         said = machine.generate_simple("abcdefghijklmnopqrstuvwxyz" * 2, GREEDY, 10)
     assert said == ("abcdefghijklmnopqrstuvwxyz" * 3)[22 : 52 + 10]
@@ -281,13 +281,13 @@ def test_58_prompts_are_cut_from_the_left_and_it_is_said(toy: Tokenizer) -> None
 
 
 def test_58_the_model_may_be_shorter_than_the_cache(toy: Tokenizer) -> None:
-    machine = base(toy, length=400)
+    machine = make_base_generator(toy, length=400)
     machine.model.config.max_seq_len = 30
     with pytest.warns(TruncationWarning, match="cut to its last 20"):
         machine.generate_simple("abcdefghijklmnopqrstuvwxyz", GREEDY, 10)
 
 
-def test_59_the_beginning_for_a_loop_of_ones_own(model: Model, tokenizer: Tokenizer) -> None:
+def test_59_gen_begin_base_prepares_a_manual_loop(model: Model, tokenizer: Tokenizer) -> None:
     cache = Cache(model, batch_size=2, max_seq_len=100)
     machine = BaseGenerator(model, cache, tokenizer)
     machine.generate_simple(PROMPTS[:2], GREEDY, 8)
@@ -308,14 +308,14 @@ def test_a_row_that_fails_fails_the_call_and_nothing_stays_behind(toy: Tokenizer
     def broken(result: PostSamplingResult) -> None:
         raise KeyError("hook")
 
-    machine = base(toy)
+    machine = make_base_generator(toy)
     with pytest.raises(InputError, match="hook"):
         machine.generate_simple(["abc", "de"], Settings.greedy(post_sampling_hooks=[broken]), 4)
     assert machine.generate_simple("abc", GREEDY, 3) == "abcdef"
 
 
 def test_nothing_is_kept_between_calls(toy: Tokenizer) -> None:
-    machine = base(toy)
+    machine = make_base_generator(toy)
     machine.generate_simple("abc" * 100, GREEDY, 3)
     first = passes(machine)
     machine.generate_simple("abc" * 100, GREEDY, 3)
@@ -325,18 +325,18 @@ def test_nothing_is_kept_between_calls(toy: Tokenizer) -> None:
 def test_many_prompts_run_side_by_side(model: Model, tokenizer: Tokenizer) -> None:
     machine = BaseGenerator(model, Cache(model, max_seq_len=2048), tokenizer)
     calls: list[Any] = []
-    machine._runner.decode = counted(machine._runner.decode, calls)  # type: ignore[method-assign]
+    machine._runner.decode = recording(machine._runner.decode, calls)  # type: ignore[method-assign]
     machine.generate_simple(PROMPTS, GREEDY, 10)
     assert len(calls) == 10
 
 
 def test_a_completion_needs_settings(toy: Tokenizer) -> None:
     with pytest.raises(InputError, match="gen_settings must be Settings, found NoneType"):
-        base(toy).generate_simple("abc", None, 5)  # type: ignore[arg-type]
+        make_base_generator(toy).generate_simple("abc", None, 5)  # type: ignore[arg-type]
 
 
 def test_arguments_of_another_kind_are_named(toy: Tokenizer) -> None:
-    machine: Any = base(toy)
+    machine: Any = make_base_generator(toy)
     with pytest.raises(InputError, match=r"num_tokens must be .* found 5\.0"):
         machine.generate_simple("abc", GREEDY, 5.0)
     with pytest.raises(InputError, match="seed must be an integer or None, found '7'"):

@@ -12,9 +12,17 @@ from hypothesis import strategies as st
 
 from exlm import Cache, Generator, Model, Settings, Tokenizer
 from exlm.legacy import StreamingGenerator
-from exlm.legacy.guessing import DraftGuess, NgramGuess, NgramTable
+from exlm.legacy.draft_functions import ModelDraftFunction, NgramCounts, NgramDraftFunction
 from tests.generator.scripted import ID, ids
-from tests.legacy.scripted import PagedCache, Scripted, begin, passes, streaming, take, text
+from tests.legacy.scripted import (
+    PagedCache,
+    Scripted,
+    begin_stream,
+    chunk_text,
+    make_streaming_generator,
+    passes,
+    take_chunks,
+)
 
 GREEDY = Settings.greedy()
 
@@ -29,7 +37,7 @@ def wrong(prefix: list[int]) -> list[int]:
     return [ID["x"]]
 
 
-def sure(model: Scripted, gap: float = 30.0) -> Any:
+def confident(model: Scripted, gap: float = 30.0) -> Any:
     """A scripted model that is certain of its first choice."""
 
     class Sure:
@@ -38,34 +46,36 @@ def sure(model: Scripted, gap: float = 30.0) -> Any:
 
         def runner(self, cache: Any) -> Any:
             runner = model.runner(cache)
-            rank = runner._rank
-            runner._rank = lambda prefix: rank(prefix) * gap  # type: ignore[method-assign]
+            rank = runner._logits
+            runner._logits = lambda prefix: rank(prefix) * gap  # type: ignore[method-assign]
             return runner
 
     return Sure()
 
 
-def drafted(toy: Tokenizer, guesses: Any = cycle, count: int = 5, **options: Any) -> StreamingGenerator:
-    return streaming(
+def make_drafting_generator(
+    toy: Tokenizer, guesses: Any = cycle, count: int = 5, **options: Any
+) -> StreamingGenerator:
+    return make_streaming_generator(
         toy,
         cycle,
-        draft_model=sure(Scripted(guesses)),
+        draft_model=confident(Scripted(guesses)),
         draft_cache=PagedCache(),
         num_speculative_tokens=count,
         **options,
     )
 
 
-def decodes(machine: Any) -> list[int]:
+def decode_lengths(machine: Any) -> list[int]:
     """How many tokens each decoding pass fed."""
     return [count for kind, _, count in passes(machine) if kind == "decode"]
 
 
 def test_88_89_a_draft_that_is_right(toy: Tokenizer) -> None:
-    machine = drafted(toy, count=4)
-    begin(machine, ids("abcde" * 3), max_new_tokens=12)
-    assert text(take(machine)) == ("abcde" * 3)[:12]
-    assert decodes(machine) == [5, 5, 2]
+    machine = make_drafting_generator(toy, count=4)
+    begin_stream(machine, ids("abcde" * 3), max_new_tokens=12)
+    assert chunk_text(take_chunks(machine)) == ("abcde" * 3)[:12]
+    assert decode_lengths(machine) == [5, 5, 2]
     efficiency, accuracy, asked, guessed, right = machine.get_sd_stats()
     assert (asked, guessed, right, accuracy) == (12, 9, 9, 1.0)
     assert efficiency == 9 / 12
@@ -75,51 +85,51 @@ def test_88_89_a_draft_that_is_right(toy: Tokenizer) -> None:
 
 
 def test_88_a_draft_that_is_wrong(toy: Tokenizer) -> None:
-    machine = drafted(toy, wrong, count=3)
-    begin(machine, ids("abcde"), max_new_tokens=5)
-    assert text(take(machine)) == "abcde"
-    assert decodes(machine) == [4, 4, 3, 2, 1]
+    machine = make_drafting_generator(toy, wrong, count=3)
+    begin_stream(machine, ids("abcde"), max_new_tokens=5)
+    assert chunk_text(take_chunks(machine)) == "abcde"
+    assert decode_lengths(machine) == [4, 4, 3, 2, 1]
     assert machine.accepted_draft_tokens == 0
 
 
-def test_t55_a_draft_has_no_holes(toy: Tokenizer) -> None:
+def test_t55_a_draft_cache_has_no_gaps(toy: Tokenizer) -> None:
     """The draft's runner fails at rows that were never computed; its last guess is fed next time."""
-    machine = drafted(toy, count=3)
+    machine = make_drafting_generator(toy, count=3)
     for count in (9, 17):
-        begin(machine, ids("abcde" * 2), max_new_tokens=count)
-        take(machine)
+        begin_stream(machine, ids("abcde" * 2), max_new_tokens=count)
+        take_chunks(machine)
     assert machine.get_sd_stats()[1] == 1.0
 
 
 def test_a_draft_that_is_unsure_stops_guessing(toy: Tokenizer) -> None:
-    machine = drafted(toy)
+    machine = make_drafting_generator(toy)
     machine.draft_model = Scripted(cycle)  # type: ignore[assignment]
     machine.speculative_prob_threshold = 0.9999
-    begin(machine, ids("abcde"), max_new_tokens=4)
-    assert text(take(machine)) == "abcd"
+    begin_stream(machine, ids("abcde"), max_new_tokens=4)
+    assert chunk_text(take_chunks(machine)) == "abcd"
     assert machine.total_draft_tokens < 3
     machine.speculative_prob_threshold = 0.0
-    begin(machine, ids("abcde"), max_new_tokens=4)
-    take(machine)
+    begin_stream(machine, ids("abcde"), max_new_tokens=4)
+    take_chunks(machine)
     assert machine.total_draft_tokens >= 3
 
 
 def test_a_draft_may_be_smaller_than_the_text(toy: Tokenizer) -> None:
-    machine = streaming(
-        toy, cycle, length=400, draft_model=sure(Scripted(cycle)), draft_cache=PagedCache(300)
+    machine = make_streaming_generator(
+        toy, cycle, length=400, draft_model=confident(Scripted(cycle)), draft_cache=PagedCache(300)
     )
-    begin(machine, ids("abcde" * 58), max_new_tokens=60)
-    assert text(take(machine)) == "abcde" * 12
+    begin_stream(machine, ids("abcde" * 58), max_new_tokens=60)
+    assert chunk_text(take_chunks(machine)) == "abcde" * 12
     assert 0 < machine.accepted_draft_tokens <= 10
-    begin(machine, ids("abcde" * 70), max_new_tokens=10)
-    assert text(take(machine)) == "abcde" * 2
+    begin_stream(machine, ids("abcde" * 70), max_new_tokens=10)
+    assert chunk_text(take_chunks(machine)) == "abcde" * 2
 
 
 def test_a_draft_of_another_vocabulary(toy: Tokenizer) -> None:
-    small = sure(Scripted(lambda prefix: [min(prefix[-1] + 1, ID["d"])], vocab=ID["e"]))  # knows a to d
-    machine = streaming(toy, cycle, draft_model=small, draft_cache=PagedCache())
-    begin(machine, ids("abcd"), max_new_tokens=10)
-    assert text(take(machine)) == "eabcdeabcd"
+    small = confident(Scripted(lambda prefix: [min(prefix[-1] + 1, ID["d"])], vocab=ID["e"]))  # knows a to d
+    machine = make_streaming_generator(toy, cycle, draft_model=small, draft_cache=PagedCache())
+    begin_stream(machine, ids("abcd"), max_new_tokens=10)
+    assert chunk_text(take_chunks(machine)) == "eabcdeabcd"
 
 
 def test_92_a_draft_cache_is_made(model: Model, draft: Model, tokenizer: Tokenizer) -> None:
@@ -147,10 +157,10 @@ def test_88_greedy_text_is_the_same(how: str, model: Model, draft: Model, tokeni
 
     runner.decode = counted  # type: ignore[method-assign]
     for prompt in prompts:
-        begin(machine, tokenizer.encode(prompt), max_new_tokens=24)
-        chunks = take(machine, 1000)
+        begin_stream(machine, tokenizer.encode(prompt), max_new_tokens=24)
+        chunks = take_chunks(machine, 1000)
         assert sum(chunk["chunk_token_ids"].shape[1] for chunk in chunks) == len(chunks) == 24
-        assert prompt + text(chunks) == whole.generate(prompt, 24, gen_settings=GREEDY)
+        assert prompt + chunk_text(chunks) == whole.generate(prompt, 24, gen_settings=GREEDY)
     assert calls["decode"] == 48 - machine.accepted_draft_tokens
     assert (machine.accepted_draft_tokens > 4) == (how != "plain")
 
@@ -160,62 +170,62 @@ def test_sampled_text_is_the_same_too(model: Model, draft: Model, tokenizer: Tok
     said = []
     for options in ({}, {"draft_model": draft}):
         machine = StreamingGenerator(model, Cache(model, max_seq_len=333), tokenizer, **options)  # type: ignore[arg-type]
-        begin(machine, tokenizer.encode("The history of the city"), warm, seed=5, max_new_tokens=24)
-        said.append(text(take(machine)))
+        begin_stream(machine, tokenizer.encode("The history of the city"), warm, seed=5, max_new_tokens=24)
+        said.append(chunk_text(take_chunks(machine)))
     assert said[0] == said[1]
 
 
 def test_ngrams(toy: Tokenizer) -> None:
-    machine = streaming(toy, cycle)
+    machine = make_streaming_generator(toy, cycle)
     machine.speculative_ngram = True
-    begin(machine, ids("abcde" * 4), max_new_tokens=20)
-    assert text(take(machine)) == "abcde" * 4
-    fed = decodes(machine)
+    begin_stream(machine, ids("abcde" * 4), max_new_tokens=20)
+    assert chunk_text(take_chunks(machine)) == "abcde" * 4
+    fed = decode_lengths(machine)
     assert max(fed) == 3  # the token itself and two guesses: max_inf
     assert len(fed) < 10
     machine.speculative_ngram_max_inf = 6
-    begin(machine, ids("abcde" * 8), max_new_tokens=20)
-    assert text(take(machine)) == "abcde" * 4
-    assert max(decodes(machine)) == 6
+    begin_stream(machine, ids("abcde" * 8), max_new_tokens=20)
+    assert chunk_text(take_chunks(machine)) == "abcde" * 4
+    assert max(decode_lengths(machine)) == 6
     machine.speculative_ngram_threshold = 100
-    begin(machine, ids("abcde" * 8), max_new_tokens=20)
-    take(machine)
-    assert max(decodes(machine)) == 1
+    begin_stream(machine, ids("abcde" * 8), max_new_tokens=20)
+    take_chunks(machine)
+    assert max(decode_lengths(machine)) == 1
     machine.speculative_ngram = False
-    begin(machine, ids("abcde" * 8), max_new_tokens=20)
-    take(machine)
-    assert max(decodes(machine)) == 1
+    begin_stream(machine, ids("abcde" * 8), max_new_tokens=20)
+    take_chunks(machine)
+    assert max(decode_lengths(machine)) == 1
 
 
 @pytest.mark.parametrize("kind", ["table", "row", "list"])
 def test_ngrams_may_be_preloaded(toy: Tokenizer, kind: str) -> None:
-    machine = streaming(toy, cycle)
+    machine = make_streaming_generator(toy, cycle)
     machine.speculative_ngram = True
-    begin(machine, ids("abcde"), max_new_tokens=5)
-    take(machine)
+    begin_stream(machine, ids("abcde"), max_new_tokens=5)
+    take_chunks(machine)
     without = machine.accepted_draft_tokens
     machine.reset_sd_stats()
     known = ids("abcde" * 6)
     machine.ngram_preload({"table": known, "row": known[0], "list": known[0].tolist()}[kind])
-    begin(machine, ids("abcde"), max_new_tokens=5)
-    take(machine)
+    begin_stream(machine, ids("abcde"), max_new_tokens=5)
+    take_chunks(machine)
     assert machine.accepted_draft_tokens == 3 > without
 
 
 def test_bans_and_settings_count_when_a_token_is_asked_for(toy: Tokenizer) -> None:
     """The model has looked ahead, but nothing was decided yet."""
-    machine = drafted(toy, count=8)
-    begin(machine, ids("abcde"))
+    machine = make_drafting_generator(toy, count=8)
+    begin_stream(machine, ids("abcde"))
     assert [machine.stream_ex()["chunk"] for _ in range(2)] == ["a", "b"]
     assert machine.stream_ex(ban_tokens=[ID["c"]])["chunk"] == "z"
     assert machine.stream_ex()["chunk"] == "b"
     machine.set_stop_conditions([ID["e"]])
-    assert text(take(machine)) == "cd"
+    assert chunk_text(take_chunks(machine)) == "cd"
 
 
 @given(st.data())
 @settings(max_examples=40)
-def test_whoever_guesses_nothing_changes(toy: Tokenizer, data: Any) -> None:
+def test_no_draft_changes_the_text(toy: Tokenizer, data: Any) -> None:
     """Banned strings, bans, stop strings and new streams, with guesses that are sometimes right."""
     seed = data.draw(st.integers(0, 2**20), label="the model")
     luck = data.draw(st.sampled_from([0, 2, 5, 10]), label="right guesses of ten")
@@ -229,9 +239,11 @@ def test_whoever_guesses_nothing_changes(toy: Tokenizer, data: Any) -> None:
         return script(prefix) if good else [ID["y"]]
 
     machines = [
-        streaming(toy, script, length=300),
-        streaming(toy, script, 300, draft_model=sure(Scripted(guesser)), draft_cache=PagedCache(270)),
-        streaming(toy, script, length=300),
+        make_streaming_generator(toy, script, length=300),
+        make_streaming_generator(
+            toy, script, 300, draft_model=confident(Scripted(guesser)), draft_cache=PagedCache(270)
+        ),
+        make_streaming_generator(toy, script, length=300),
     ]
     machines[2].speculative_ngram = True
     for _ in range(data.draw(st.integers(1, 3), label="streams")):
@@ -243,7 +255,7 @@ def test_whoever_guesses_nothing_changes(toy: Tokenizer, data: Any) -> None:
         told = []
         for machine in machines:
             machine.set_stop_conditions(stops)
-            begin(machine, prompt, banned_strings=banned, max_new_tokens=most)
+            begin_stream(machine, prompt, banned_strings=banned, max_new_tokens=most)
             chunks = []
             for ban in [*bans, *[()] * 200]:
                 chunks.append(machine.stream_ex(ban_tokens=ban))
@@ -261,9 +273,9 @@ def test_whoever_guesses_nothing_changes(toy: Tokenizer, data: Any) -> None:
 @settings(max_examples=60)
 def test_an_ngram_table_counts_what_a_slow_one_counts(text: list[int], least: int, more: int) -> None:
     longest = least + more
-    table = NgramTable(least, longest)
-    guess = NgramGuess(table)
-    guess.most = 1
+    table = NgramCounts(least, longest)
+    guess = NgramDraftFunction(table)
+    guess.max_tokens = 1
     for end in (len(text) // 2, len(text) // 3 + 1, len(text)):  # goes back in between
         guess(text[:end], 1)
     expected = None
@@ -274,15 +286,15 @@ def test_an_ngram_table_counts_what_a_slow_one_counts(text: list[int], least: in
         )
         if after and expected is None:
             expected = max(after.values())
-            assert table.likeliest(text, 1) in [token for token, n in after.items() if n == expected]
+            assert table.most_frequent(text, 1) in [token for token, n in after.items() if n == expected]
     if expected is None:
-        assert table.likeliest(text, 1) is None
+        assert table.most_frequent(text, 1) is None
 
 
 def test_a_draft_reads_only_what_is_new() -> None:
     model = Scripted(cycle)
-    guess = DraftGuess(sure(model), PagedCache(), vocab=36)
-    guess.most = 2
+    guess = ModelDraftFunction(confident(model), PagedCache(), vocab_size=36)
+    guess.max_tokens = 2
     prompt = ids("abcde" * 20)[0].tolist()
     assert guess(prompt, 5) == [2, 3]
     assert model.passes == [("prefill", 1, 99), ("decode", 1, 1), ("decode", 1, 1)]

@@ -29,24 +29,31 @@ from exlm import (
 from exlm.legacy import StreamingGenerator
 from tests.adapters import making
 from tests.generator.scripted import ID, alphabet, ids
-from tests.legacy.scripted import begin, passes, streaming, take, text, told
+from tests.legacy.scripted import (
+    begin_stream,
+    chunk_text,
+    make_streaming_generator,
+    passes,
+    scripted,
+    take_chunks,
+)
 
 GREEDY = Settings.greedy()
 ABC = ids("abc")
 
 
 def test_ban_tokens_hold_for_one_call(toy: Tokenizer) -> None:
-    machine = streaming(toy, lambda prefix: [prefix[-1] + 1, ID["q"]])
-    begin(machine, ABC)
+    machine = make_streaming_generator(toy, lambda prefix: [prefix[-1] + 1, ID["q"]])
+    begin_stream(machine, ABC)
     banned = [ID["d"]]
     assert machine.stream_ex(ban_tokens=banned)["chunk"] == "q"
     assert banned == [ID["d"]]  # T56
     assert machine.stream_ex()["chunk"] == "r"
 
 
-def test_bans_may_be_any_numbers_and_nothing_else(toy: Tokenizer) -> None:
-    machine = streaming(toy, lambda prefix: [prefix[-1] + 1, ID["q"]])
-    begin(machine, ABC)
+def test_ban_tokens_accept_any_integers_and_refuse_the_rest(toy: Tokenizer) -> None:
+    machine = make_streaming_generator(toy, lambda prefix: [prefix[-1] + 1, ID["q"]])
+    begin_stream(machine, ABC)
     for wrong in ([None], ["d"], ID["d"], "d"):  # what single_id knows nothing of is None
         with pytest.raises(InputError, match="ban_tokens must be a list of token ids, found"):
             machine.stream_ex(ban_tokens=wrong)  # type: ignore[arg-type]
@@ -55,16 +62,16 @@ def test_bans_may_be_any_numbers_and_nothing_else(toy: Tokenizer) -> None:
 
 
 def test_healing_may_be_none(toy: Tokenizer) -> None:
-    machine = streaming(toy)
-    begin(machine, ABC, token_healing=None)
-    assert text(take(machine, 3)) == "def"
+    machine = make_streaming_generator(toy)
+    begin_stream(machine, ABC, token_healing=None)
+    assert chunk_text(take_chunks(machine, 3)) == "def"
 
 
 def test_probabilities_top_tokens_and_logits(toy: Tokenizer) -> None:
-    machine = streaming(toy)
+    machine = make_streaming_generator(toy)
     machine.set_stop_conditions(["ez"])
-    begin(machine, ABC, return_probabilities=True, return_top_tokens=3, return_logits=True)
-    first, held, both = take(machine, 3)
+    begin_stream(machine, ABC, return_probabilities=True, return_top_tokens=3, return_logits=True)
+    first, held, both = take_chunks(machine, 3)
     assert first["probs"].tolist() == [[1.0]]
     assert first["top_tokens"].shape == first["top_probs"].shape == (1, 1, 3)
     assert int(first["top_tokens"][0, 0, 0]) == ID["d"]
@@ -78,7 +85,7 @@ def test_probabilities_top_tokens_and_logits(toy: Tokenizer) -> None:
 
 
 def test_the_older_calls(toy: Tokenizer) -> None:
-    machine = streaming(toy)
+    machine = make_streaming_generator(toy)
     machine.begin_stream(ABC, GREEDY, False, None, None, None, None, return_probabilities=True)
     chunk, eos, tokens, probs = machine.stream()
     assert (chunk, eos, tokens.tolist(), probs.tolist()) == ("d", False, [[5]], [[1.0]])
@@ -86,13 +93,13 @@ def test_the_older_calls(toy: Tokenizer) -> None:
     assert machine.stream()[3].shape == (1, 36)  # without the row that stream_ex has
     machine.begin_stream(ABC, GREEDY)
     assert len(machine.stream()) == 3
-    begin(machine, ABC, return_top_tokens=1)
+    begin_stream(machine, ABC, return_top_tokens=1)
     with pytest.raises(InputError, match="stream_ex"):
         machine.stream()
 
 
 def test_what_is_returned_may_be_asked_for_while_a_stream_runs(toy: Tokenizer) -> None:
-    machine = streaming(toy)
+    machine = make_streaming_generator(toy)
     machine.return_logits = True  # a stream begins as its call says
     machine.begin_stream(ABC, GREEDY)
     assert len(machine.stream()) == 3
@@ -108,7 +115,7 @@ def test_what_is_returned_may_be_asked_for_while_a_stream_runs(toy: Tokenizer) -
 
 
 def test_unknown_names_are_passed_over_with_a_warning(toy: Tokenizer) -> None:
-    machine = streaming(toy)
+    machine = make_streaming_generator(toy)
     calls: dict[str, Callable[..., Any]] = {
         "begin_stream": partial(machine.begin_stream, ABC, GREEDY),
         "begin_stream_ex": partial(machine.begin_stream_ex, ABC, GREEDY),
@@ -128,17 +135,17 @@ def test_unknown_names_are_passed_over_with_a_warning(toy: Tokenizer) -> None:
 
 
 def test_special_tokens_are_shown_on_request(toy: Tokenizer) -> None:
-    machine = streaming(toy, told(5, 1, 6))
-    begin(machine, ABC)
-    assert text(take(machine, 3)) == "de"
-    begin(machine, ABC, decode_special_tokens=True)
-    assert text(take(machine, 3)) == "d<s>e"
+    machine = make_streaming_generator(toy, scripted(5, 1, 6))
+    begin_stream(machine, ABC)
+    assert chunk_text(take_chunks(machine, 3)) == "de"
+    begin_stream(machine, ABC, decode_special_tokens=True)
+    assert chunk_text(take_chunks(machine, 3)) == "d<s>e"
 
 
 def test_settings_are_read_at_every_token(toy: Tokenizer) -> None:
-    machine = streaming(toy, lambda prefix: [ID["a"], ID["b"]])
+    machine = make_streaming_generator(toy, lambda prefix: [ID["a"], ID["b"]])
     settings = Settings.greedy()
-    begin(machine, ABC, settings)
+    begin_stream(machine, ABC, settings)
     assert machine.settings is settings
     assert machine.stream_ex()["chunk"] == "a"
     settings.disallow_tokens(toy, [ID["a"]])
@@ -150,9 +157,9 @@ def test_hooks(toy: Tokenizer) -> None:
         if result.token == ID["e"]:
             result.sampled_token = ID["x"]
 
-    machine = streaming(toy)
-    begin(machine, ABC, Settings.greedy(post_sampling_hooks=[hook]))
-    assert text(take(machine, 3)) == "dxy"
+    machine = make_streaming_generator(toy)
+    begin_stream(machine, ABC, Settings.greedy(post_sampling_hooks=[hook]))
+    assert chunk_text(take_chunks(machine, 3)) == "dxy"
 
 
 def test_seeds(model: Model, tokenizer: Tokenizer) -> None:
@@ -160,8 +167,8 @@ def test_seeds(model: Model, tokenizer: Tokenizer) -> None:
     settings, prompt = Settings(temperature=1.3, top_k=0, top_p=0.95), tokenizer.encode("The history")
 
     def said(**options: Any) -> str:
-        begin(machine, prompt, settings, **options)
-        return text(take(machine, 16))
+        begin_stream(machine, prompt, settings, **options)
+        return chunk_text(take_chunks(machine, 16))
 
     assert said(seed=3) == said(seed=3) != said(seed=4)
     texts = []
@@ -173,34 +180,34 @@ def test_seeds(model: Model, tokenizer: Tokenizer) -> None:
 
 def test_the_end_of_the_cache_is_an_end(toy: Tokenizer) -> None:
     """The last token that fits is no end, but nothing follows it."""
-    machine = streaming(toy, length=40)
-    begin(machine, ABC)
+    machine = make_streaming_generator(toy, length=40)
+    begin_stream(machine, ABC)
     assert not machine.full()
-    chunks = take(machine, 37)
+    chunks = take_chunks(machine, 37)
     assert not any(chunk["eos"] for chunk in chunks)
     assert machine.full()
     last = machine.stream_ex()
     assert (last["chunk"], last["eos"], last["chunk_token_ids"].shape) == ("", True, (1, 0))
-    begin(machine, ids("a" * 39))
-    assert [(len(chunk["chunk"]), chunk["eos"]) for chunk in take(machine)] == [(1, False), (0, True)]
+    begin_stream(machine, ids("a" * 39))
+    assert [(len(chunk["chunk"]), chunk["eos"]) for chunk in take_chunks(machine)] == [(1, False), (0, True)]
     with pytest.raises(InputError, match="40 tokens leaves no room"):
-        begin(machine, ids("a" * 40))
-    begin(machine, ABC, max_new_tokens=1000)
-    assert len(take(machine)) == 37 + 1
-    begin(machine, ABC, max_new_tokens=37)
-    assert len(take(machine)) == 37
+        begin_stream(machine, ids("a" * 40))
+    begin_stream(machine, ABC, max_new_tokens=1000)
+    assert len(take_chunks(machine)) == 37 + 1
+    begin_stream(machine, ABC, max_new_tokens=37)
+    assert len(take_chunks(machine)) == 37
 
 
 def test_a_chat_that_outgrows_the_cache_goes_on(toy: Tokenizer) -> None:
     """Old chat loops ask `full()` after each token, and then go on with the end of what was said so far."""
-    machine = streaming(toy, length=40)
-    begin(machine, ABC)
+    machine = make_streaming_generator(toy, length=40)
+    begin_stream(machine, ABC)
     said = ""
     while len(said) < 100:
         chunk = machine.stream_ex()
         said += chunk["chunk"]
         if machine.full():
-            begin(machine, machine.sequence_ids[:, -10:])
+            begin_stream(machine, machine.sequence_ids[:, -10:])
         if chunk["eos"]:
             break
     letters = "abcdefghijklmnopqrstuvwxyz"
@@ -209,14 +216,14 @@ def test_a_chat_that_outgrows_the_cache_goes_on(toy: Tokenizer) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 7, 20])
 def test_max_new_tokens_are_delivered_exactly(toy: Tokenizer, count: int) -> None:
-    machine = streaming(toy)
-    begin(machine, ABC, max_new_tokens=count)
-    assert text(take(machine)) == "defghijklmnopqrstuvwxyz"[:count]
+    machine = make_streaming_generator(toy)
+    begin_stream(machine, ABC, max_new_tokens=count)
+    assert chunk_text(take_chunks(machine)) == "defghijklmnopqrstuvwxyz"[:count]
 
 
 def test_an_abort_while_the_prompt_is_read(toy: Tokenizer) -> None:
     event = threading.Event()
-    machine = streaming(toy, length=2048)
+    machine = make_streaming_generator(toy, length=2048)
     machine.model.config.max_input_len = 256
     read = machine._runner.prefill
 
@@ -226,28 +233,28 @@ def test_an_abort_while_the_prompt_is_read(toy: Tokenizer) -> None:
 
     machine._runner.prefill = prefill  # type: ignore[method-assign]
     prompt = ids("abcd" * 200)
-    begin(machine, prompt, abort_event=event)
+    begin_stream(machine, prompt, abort_event=event)
     assert passes(machine) == [("prefill", 1, 256)]
     assert machine.sequence_ids is not None
     assert machine.sequence_ids.shape == (1, 256)
     assert machine.cache.current_seq_len == 256
     assert machine.stream_ex()["eos"]
     del machine._runner.prefill  # type: ignore[method-assign]
-    begin(machine, prompt)
+    begin_stream(machine, prompt)
     assert sum(count for _, _, count in passes(machine)) == 799 - 256
-    assert text(take(machine, 2)) == "ef"
+    assert chunk_text(take_chunks(machine, 2)) == "ef"
 
 
 def test_an_abort_between_tokens(toy: Tokenizer) -> None:
     event = threading.Event()
-    machine = streaming(toy)
-    begin(machine, ABC, abort_event=event)
-    assert text(take(machine, 2)) == "de"
+    machine = make_streaming_generator(toy)
+    begin_stream(machine, ABC, abort_event=event)
+    assert chunk_text(take_chunks(machine, 2)) == "de"
     event.set()
     assert machine.stream_ex()["eos"]
     assert machine.stream_ex()["eos"]
-    begin(machine, ABC)
-    assert text(take(machine, 2)) == "de"
+    begin_stream(machine, ABC)
+    assert chunk_text(take_chunks(machine, 2)) == "de"
 
 
 def test_guidance_with_a_padded_pair(model: Model, tokenizer: Tokenizer) -> None:
@@ -255,14 +262,14 @@ def test_guidance_with_a_padded_pair(model: Model, tokenizer: Tokenizer) -> None
     padded, offsets = tokenizer.encode(pair, return_offsets=True)
     settings = Settings.greedy(cfg_scale=1.7)
     machine = StreamingGenerator(model, Cache(model, batch_size=2, max_seq_len=300), tokenizer)
-    begin(
+    begin_stream(
         machine,
         padded,
         settings,
         input_mask=tokenizer.padding_mask(padded),
         position_offsets=offsets,
     )
-    said = text(take(machine, 12))
+    said = chunk_text(take_chunks(machine, 12))
     whole = Generator(model, Cache(model, max_seq_len=2048), tokenizer)
     one: Any = tuple(pair)
     assert said == whole.generate(one, 12, gen_settings=settings, completion_only=True)
@@ -270,29 +277,29 @@ def test_guidance_with_a_padded_pair(model: Model, tokenizer: Tokenizer) -> None
     assert machine.sequence_ids.shape == (2, padded.shape[1] + 12)
     again = torch.cat((tokenizer.encode(pair[0]), tokenizer.encode(pair[0])))
     with pytest.raises(InputError, match="CFG scale"):
-        begin(machine, again)
+        begin_stream(machine, again)
     with pytest.raises(InputError, match="cfg_scale"):
-        begin(machine, tokenizer.encode(pair[0]), settings)
+        begin_stream(machine, tokenizer.encode(pair[0]), settings)
     with pytest.raises(InputError, match="does not support batch size"):
-        begin(machine, again.repeat(2, 1), settings)
+        begin_stream(machine, again.repeat(2, 1), settings)
 
 
 def test_guidance_compares_both_prompts(toy: Tokenizer) -> None:
     """T59: another second prompt is read, not only another first one."""
-    machine = streaming(toy, alphabet, batch=2)
+    machine = make_streaming_generator(toy, alphabet, batch=2)
     settings = Settings.greedy(cfg_scale=1.5)
-    begin(machine, torch.cat((ids("abcdefg"), ids("hijklmn"))), settings)
+    begin_stream(machine, torch.cat((ids("abcdefg"), ids("hijklmn"))), settings)
     passes(machine)
-    begin(machine, torch.cat((ids("abcdefg"), ids("hizzzzz"))), settings)
+    begin_stream(machine, torch.cat((ids("abcdefg"), ids("hizzzzz"))), settings)
     assert passes(machine) == [("prefill", 1, 4)]
-    take(machine, 1)
+    take_chunks(machine, 1)
     assert passes(machine) == [("decode", 2, 1)]
 
 
 def test_guidance_in_half_a_cache(toy: Tokenizer) -> None:
-    machine = streaming(toy, length=512)
-    begin(machine, torch.cat((ids("abc"), ids("xyz"))), Settings.greedy(cfg_scale=1.0))
-    assert len(take(machine, 256 - 3)) == 256 - 3
+    machine = make_streaming_generator(toy, length=512)
+    begin_stream(machine, torch.cat((ids("abc"), ids("xyz"))), Settings.greedy(cfg_scale=1.0))
+    assert len(take_chunks(machine, 256 - 3)) == 256 - 3
     assert machine.full()
     assert machine.stream_ex()["eos"]
 
@@ -305,10 +312,10 @@ def test_adapters(model: Model, tokenizer: Tokenizer, tmp_path: Path, fixtures_d
     lora = Lora.from_directory(model, made.folder)
     try:
         for loras in (None, lora, [lora], None):
-            begin(machine, prompt, loras=loras)
-            said.append(text(take(machine, 12)))
+            begin_stream(machine, prompt, loras=loras)
+            said.append(chunk_text(take_chunks(machine, 12)))
         adapted = machine.generate_simple("The history of the city", GREEDY, 12, loras=lora)
-        begin(machine, prompt, loras=lora)
+        begin_stream(machine, prompt, loras=lora)
     finally:
         lora.unload()
     with pytest.raises(NotLoaded):
@@ -323,36 +330,36 @@ def test_embeddings(model: Model, tokenizer: Tokenizer) -> None:
     before, after = tokenizer.encode("The city"), tokenizer.encode("is old")
     machine = StreamingGenerator(model, Cache(model, max_seq_len=300), tokenizer)
     old = torch.arange(EMBEDDING_INDEX, EMBEDDING_INDEX + 4)[None]
-    begin(machine, torch.cat((before, old, after), 1), input_embeddings=vectors)
-    said = text(take(machine, 8))
+    begin_stream(machine, torch.cat((before, old, after), 1), input_embeddings=vectors)
+    said = chunk_text(take_chunks(machine, 8))
     one = MMEmbedding(model, vectors)
-    begin(machine, torch.cat((before, one.get_ids_tensor(), after), 1), input_embeddings=[one])
-    assert text(take(machine, 8)) == said
+    begin_stream(machine, torch.cat((before, one.get_ids_tensor(), after), 1), input_embeddings=[one])
+    assert chunk_text(take_chunks(machine, 8)) == said
     whole = machine.generate_simple(
         "The city{{EMBED_HERE}}is old", GREEDY, 8, input_embeddings=vectors, completion_only=True
     )
     assert whole == said
     with pytest.raises(InputError, match="must hold 1000000000 to 1000000003"):
-        begin(machine, torch.cat((before, after), 1), input_embeddings=vectors)
+        begin_stream(machine, torch.cat((before, after), 1), input_embeddings=vectors)
     with pytest.raises(InputError):
-        begin(machine, old)
+        begin_stream(machine, old)
     with pytest.raises(InputError, match="begin_stream_ex"):
         machine.stream_ex()
     drafted = StreamingGenerator(model, machine.cache, tokenizer, draft_model=model)
     with pytest.raises(InputError, match="Can not use input embeddings with draft model"):
-        begin(drafted, before, input_embeddings=vectors)
+        begin_stream(drafted, before, input_embeddings=vectors)
 
 
 def test_masks_that_hide_more_than_padding(toy: Tokenizer) -> None:
-    machine = streaming(toy)
+    machine = make_streaming_generator(toy)
     hidden = torch.zeros(1, 3)
     hidden[0, 1] = -torch.inf
     with pytest.raises(InputError, match="only padding"):
-        begin(machine, ABC, input_mask=hidden)
+        begin_stream(machine, ABC, input_mask=hidden)
     with pytest.raises(InputError, match="position_offsets"):
-        begin(machine, ABC, position_offsets=torch.tensor([2]))
+        begin_stream(machine, ABC, position_offsets=torch.tensor([2]))
     seen = torch.tensor([[False, True, True]])
-    begin(machine, ABC, input_mask=seen, position_offsets=torch.tensor([-1]))
+    begin_stream(machine, ABC, input_mask=seen, position_offsets=torch.tensor([-1]))
     assert machine.sequence_ids is not None
     assert machine.sequence_ids.tolist() == [[3, 4]]
 
@@ -361,9 +368,9 @@ def test_a_stream_that_fails_can_begin_again(toy: Tokenizer) -> None:
     def broken(result: PostSamplingResult) -> None:
         raise KeyError("hook")
 
-    machine = streaming(toy)
-    begin(machine, ABC, Settings.greedy(post_sampling_hooks=[broken]))
+    machine = make_streaming_generator(toy)
+    begin_stream(machine, ABC, Settings.greedy(post_sampling_hooks=[broken]))
     with pytest.raises(InputError, match="hook"):
         machine.stream_ex()
-    begin(machine, ABC)
-    assert text(take(machine, 2)) == "de"
+    begin_stream(machine, ABC)
+    assert chunk_text(take_chunks(machine, 2)) == "de"

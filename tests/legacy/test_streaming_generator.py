@@ -26,7 +26,14 @@ from exlm import (
 )
 from exlm.legacy import StreamingGenerator
 from tests.generator.scripted import ID, ids
-from tests.legacy.scripted import begin, passes, streaming, take, text, told
+from tests.legacy.scripted import (
+    begin_stream,
+    chunk_text,
+    make_streaming_generator,
+    passes,
+    scripted,
+    take_chunks,
+)
 
 GREEDY = Settings.greedy()
 ABC = ids("abc")
@@ -56,25 +63,25 @@ def test_79_80_the_constructor(model: Model, tokenizer: Tokenizer) -> None:
 def test_81_cache_types(kind: Any, model: Model, tokenizer: Tokenizer) -> None:
     machine = StreamingGenerator(model, kind(model, max_seq_len=300), tokenizer)
     machine.set_stop_conditions([])
-    begin(machine, tokenizer.encode("The history of"))
-    said = text(take(machine, 16))
+    begin_stream(machine, tokenizer.encode("The history of"))
+    said = chunk_text(take_chunks(machine, 16))
     whole = Generator(model, kind(model, max_seq_len=512), tokenizer)
     assert said == whole.generate("The history of", 16, gen_settings=GREEDY, completion_only=True)
 
 
 def test_82_stop_conditions(toy: Tokenizer) -> None:
-    machine = streaming(toy)
+    machine = make_streaming_generator(toy)
     machine.set_stop_conditions([ID["h"], "fg"])
-    begin(machine, ABC)
-    assert text(take(machine)) == "de"
+    begin_stream(machine, ABC)
+    assert chunk_text(take_chunks(machine)) == "de"
     machine.set_stop_conditions({ID["h"]})
-    begin(machine, ABC)
-    chunks = take(machine)
-    assert text(chunks) == "defg"
+    begin_stream(machine, ABC)
+    chunks = take_chunks(machine)
+    assert chunk_text(chunks) == "defg"
     assert chunks[-1]["chunk_token_ids"].shape == (1, 0)
     machine.set_stop_conditions(())
-    begin(machine, ABC)
-    assert len(take(machine, 60)) == 60
+    begin_stream(machine, ABC)
+    assert len(take_chunks(machine, 60)) == 60
     for wrong in ([None], [1.5], [ABC]):
         with pytest.raises(ValueError, match="Unsupported type in stop_conditions"):
             machine.set_stop_conditions(wrong)  # type: ignore[arg-type]
@@ -85,30 +92,30 @@ def test_82_stop_conditions(toy: Tokenizer) -> None:
 
 def test_a_stream_needs_settings(toy: Tokenizer) -> None:
     with pytest.raises(InputError, match="gen_settings must be Settings, found NoneType"):
-        streaming(toy).begin_stream_ex(ABC, None)  # type: ignore[arg-type]
+        make_streaming_generator(toy).begin_stream_ex(ABC, None)  # type: ignore[arg-type]
 
 
 def test_82_stop_conditions_count_from_the_next_token(toy: Tokenizer) -> None:
-    machine = streaming(toy)
-    begin(machine, ABC)
+    machine = make_streaming_generator(toy)
+    begin_stream(machine, ABC)
     machine.set_stop_conditions(["ef"])
-    assert text(take(machine)) == "d"
-    begin(machine, ABC)
+    assert chunk_text(take_chunks(machine)) == "d"
+    begin_stream(machine, ABC)
     assert [machine.stream_ex()["chunk"] for _ in range(2)] == ["d", ""]
     machine.set_stop_conditions([ID["i"], "hz"])  # "e" is still held for "ef", and that is judged first
-    assert [chunk["chunk"] for chunk in take(machine)] == [""]
+    assert [chunk["chunk"] for chunk in take_chunks(machine)] == [""]
     machine.set_stop_conditions([])
-    begin(machine, ABC)
+    begin_stream(machine, ABC)
     machine.stream_ex()
     machine.stop_tokens.add(ID["g"])
     machine.stop_strings.add("z")
-    assert text(take(machine)) == "ef"
+    assert chunk_text(take_chunks(machine)) == "ef"
 
 
 def test_84_g17_one_token_each_call(toy: Tokenizer) -> None:
-    machine = streaming(toy, told(5, 6, 7, 0))
-    begin(machine, ABC)
-    chunks = take(machine)
+    machine = make_streaming_generator(toy, scripted(5, 6, 7, 0))
+    begin_stream(machine, ABC)
+    chunks = take_chunks(machine)
     assert [(chunk["chunk"], chunk["eos"]) for chunk in chunks] == [
         ("d", False),
         ("e", False),
@@ -123,18 +130,18 @@ def test_84_g17_one_token_each_call(toy: Tokenizer) -> None:
 
 
 def test_85_86_g17_held_text(toy: Tokenizer) -> None:
-    machine = streaming(toy, told(5, 6, 7, 0))
+    machine = make_streaming_generator(toy, scripted(5, 6, 7, 0))
     machine.set_stop_conditions(["fz", 0])
-    begin(machine, ABC)
-    chunks = take(machine)
+    begin_stream(machine, ABC)
+    chunks = take_chunks(machine)
     assert [chunk["chunk"] for chunk in chunks] == ["d", "e", "", "f"]
     assert chunks[2]["chunk_token_ids"].shape == (1, 0)
     assert chunks[3]["eos"]
     assert chunks[3]["chunk_token_ids"].tolist() == [[7]]  # T57: the ids of what is shown are not lost
-    machine = streaming(toy)
+    machine = make_streaming_generator(toy)
     machine.set_stop_conditions(["fgz", "ghi"])
-    begin(machine, ABC)
-    chunks = take(machine)
+    begin_stream(machine, ABC)
+    chunks = take_chunks(machine)
     assert [chunk["chunk"] for chunk in chunks] == ["d", "e", "", "", "f", ""]
     assert chunks[4]["chunk_token_ids"].tolist() == [[ID["f"]]]
     assert chunks[5]["chunk_token_ids"].shape == (1, 0)
@@ -143,8 +150,8 @@ def test_85_86_g17_held_text(toy: Tokenizer) -> None:
 
 def test_83_94_g17_healing(toy: Tokenizer) -> None:
     script = {(2, 3): [5, ID["Hello"]], (2, 3, ID["Hello"]): [ID[" world"]]}
-    machine = streaming(toy, lambda prefix: script.get(tuple(prefix), [ID["."]]))
-    begin(machine, torch.tensor([[2, 3, ID["He"]]]), token_healing=True)
+    machine = make_streaming_generator(toy, lambda prefix: script.get(tuple(prefix), [ID["."]]))
+    begin_stream(machine, torch.tensor([[2, 3, ID["He"]]]), token_healing=True)
     assert passes(machine) == [("prefill", 1, 1)]
     assert machine.sequence_ids is not None
     assert machine.sequence_ids.tolist() == [[2, 3]]
@@ -156,9 +163,9 @@ def test_83_94_g17_healing(toy: Tokenizer) -> None:
 
 def test_83_healing_while_text_is_held(toy: Tokenizer) -> None:
     script = {(2, 3): [ID["Hello"]], (2, 3, ID["Hello"]): [ID[" world"]]}
-    machine = streaming(toy, lambda prefix: script.get(tuple(prefix), [ID["."]]))
+    machine = make_streaming_generator(toy, lambda prefix: script.get(tuple(prefix), [ID["."]]))
     machine.set_stop_conditions(["o world!"])
-    begin(machine, torch.tensor([[2, 3, ID["He"]]]), token_healing=True, return_probabilities=True)
+    begin_stream(machine, torch.tensor([[2, 3, ID["He"]]]), token_healing=True, return_probabilities=True)
     first, second = machine.stream_ex(), machine.stream_ex()
     assert (first["chunk"], first["chunk_token_ids"].tolist()) == ("", [[]])
     assert second["chunk"] == "llo world."
@@ -166,46 +173,48 @@ def test_83_healing_while_text_is_held(toy: Tokenizer) -> None:
     assert second["probs"].shape == (1, 2)
 
 
-def test_87_what_two_streams_have_in_common_is_not_computed_again(toy: Tokenizer) -> None:
-    machine = streaming(toy)
+def test_87_a_common_prefix_is_not_recomputed(toy: Tokenizer) -> None:
+    machine = make_streaming_generator(toy)
     prompt = ids("abcdefgh" * 5)
-    begin(machine, prompt)
+    begin_stream(machine, prompt)
     assert passes(machine) == [("prefill", 1, 39)]
-    take(machine, 2)
+    take_chunks(machine, 2)
     assert passes(machine) == [("decode", 1, 1)] * 2
     assert machine.sequence_ids is not None
-    begin(machine, torch.cat((machine.sequence_ids, ids("bacba")), 1))
+    begin_stream(machine, torch.cat((machine.sequence_ids, ids("bacba")), 1))
     assert passes(machine) == [("prefill", 1, 5)]
-    take(machine, 1)
-    begin(machine, prompt[:, :20])
+    take_chunks(machine, 1)
+    begin_stream(machine, prompt[:, :20])
     assert passes(machine) == [("decode", 1, 1)]
-    begin(machine, torch.cat((prompt[:, :12], ids("zzzz")), 1))
+    begin_stream(machine, torch.cat((prompt[:, :12], ids("zzzz")), 1))
     assert passes(machine) == [("prefill", 1, 3)]
 
 
 def test_87_over_several_pages(toy: Tokenizer) -> None:
-    machine = streaming(toy, length=1000)
+    machine = make_streaming_generator(toy, length=1000)
     prompt = ids("abcdefgh" * 80)
-    begin(machine, prompt)
-    assert text(take(machine, 5)) == "ijklm"
+    begin_stream(machine, prompt)
+    assert chunk_text(take_chunks(machine, 5)) == "ijklm"
     passes(machine)
-    begin(machine, torch.cat((prompt, ids("ijklm"), ids("az")), 1))
+    begin_stream(machine, torch.cat((prompt, ids("ijklm"), ids("az")), 1))
     assert passes(machine) == [("prefill", 1, 2)]
-    assert text(take(machine, 2)) == "ab"
+    assert chunk_text(take_chunks(machine, 2)) == "ab"
     passes(machine)
-    begin(machine, prompt[:, :400])
+    begin_stream(machine, prompt[:, :400])
     assert passes(machine) == []
-    assert text(take(machine, 2)) == "ij"
+    assert chunk_text(take_chunks(machine, 2)) == "ij"
 
 
 @pytest.mark.parametrize("how", ["reset", "forward", "other", "dynamic"])
-def test_87_a_cache_that_others_wrote_to_is_read_again(how: str, model: Model, tokenizer: Tokenizer) -> None:
+def test_87_a_prompt_is_recomputed_after_another_caller_wrote_to_the_cache(
+    how: str, model: Model, tokenizer: Tokenizer
+) -> None:
     cache = Cache(model, max_seq_len=512)
     machine = StreamingGenerator(model, cache, tokenizer)
     prompt = tokenizer.encode("The history of the city of")
 
     def logits() -> torch.Tensor:
-        begin(machine, prompt, return_logits=True)
+        begin_stream(machine, prompt, return_logits=True)
         return machine.stream_ex()["logits"]
 
     expected = logits()
@@ -223,8 +232,8 @@ def test_87_a_cache_that_others_wrote_to_is_read_again(how: str, model: Model, t
             third.iterate()
     else:
         second = StreamingGenerator(model, cache, tokenizer)
-        begin(second, other)
-        take(second, 8)
+        begin_stream(second, other)
+        take_chunks(second, 8)
     torch.testing.assert_close(logits(), expected, rtol=0, atol=1e-4)
     machine.generate_simple("In", GREEDY, 4)
     torch.testing.assert_close(logits(), expected, rtol=0, atol=1e-4)
@@ -237,33 +246,37 @@ def test_90_91_93_lazy_caches_and_a_chat_loop(fixtures_dir: Path) -> None:
     cache = Cache(model, lazy=True)
     machine = StreamingGenerator(model, cache, Tokenizer(config))
     model.load_autosplit(cache)
-    begin(machine, machine.tokenizer.encode("User: Hello!\nAssistant:", add_bos=True), max_new_tokens=20)
-    assert len(take(machine)) == 20
+    begin_stream(
+        machine, machine.tokenizer.encode("User: Hello!\nAssistant:", add_bos=True), max_new_tokens=20
+    )
+    assert len(take_chunks(machine)) == 20
 
 
 def test_94_filters(model: Model, tokenizer: Tokenizer) -> None:
     machine = StreamingGenerator(model, Cache(model, max_seq_len=300), tokenizer)
-    begin(machine, tokenizer.encode("It is a "), filters=[SelectFilter(model, tokenizer, ["dog", "cat"])])
-    chunks = take(machine)
-    assert text(chunks) in ("dog", "cat")
+    begin_stream(
+        machine, tokenizer.encode("It is a "), filters=[SelectFilter(model, tokenizer, ["dog", "cat"])]
+    )
+    chunks = take_chunks(machine)
+    assert chunk_text(chunks) in ("dog", "cat")
     assert chunks[-1]["eos"]
     assert chunks[-1]["chunk_token_ids"].shape[1] > 0
     number = JsonSchemaFilter(tokenizer, {"type": "integer", "minimum": 1000, "maximum": 99999})
-    begin(machine, tokenizer.encode("n ="), filters=[number], filter_prefer_eos=True)
-    assert len(text(take(machine))) == 4
-    begin(
+    begin_stream(machine, tokenizer.encode("n ="), filters=[number], filter_prefer_eos=True)
+    assert len(chunk_text(take_chunks(machine))) == 4
+    begin_stream(
         machine,
         tokenizer.encode("It is a "),
         token_healing=True,
         filters=[SelectFilter(model, tokenizer, ["dog", "cat"])],
     )
-    assert text(take(machine)) in ("dog", "cat")
+    assert chunk_text(take_chunks(machine)) in ("dog", "cat")
 
 
 def test_94_banned_strings(toy: Tokenizer) -> None:
-    machine = streaming(toy, lambda prefix: [prefix[-1] + 1, ID["l"]])
-    begin(machine, ABC, banned_strings=["EF"])
-    chunks = take(machine, 5)
+    machine = make_streaming_generator(toy, lambda prefix: [prefix[-1] + 1, ID["l"]])
+    begin_stream(machine, ABC, banned_strings=["EF"])
+    chunks = take_chunks(machine, 5)
     assert [chunk["chunk"] for chunk in chunks] == ["d", "", "", "l", "m"]
     assert [chunk.get("suppressed") for chunk in chunks] == [None, None, "ef", None, None]
     assert chunks[2]["chunk_token_ids"].shape == (1, 0)

@@ -11,13 +11,13 @@ from tests.interrupts import interrupted
 GREEDY = Settings.greedy()
 
 
-def test_an_interrupted_call_leaves_the_turn_to_others(tmp_path: Path) -> None:
+def test_an_interrupted_call_releases_the_lock(tmp_path: Path) -> None:
     with LLM(tiny.chatty(tmp_path / "m"), max_seq_len=256) as llm:
         expected = llm.generate("abc", settings=GREEDY, max_new_tokens=3).token_ids
         whole, after = False, 0
         while not whole:
             try:
-                with interrupted(after, {"turns.py"}, at="call"):
+                with interrupted(after, {"request_router.py"}, at="call"):
                     llm.generate("abc", settings=GREEDY, max_new_tokens=3)
                     "".join(llm.stream("abcd", settings=GREEDY, max_new_tokens=2))
                     whole = True

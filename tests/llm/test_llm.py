@@ -45,7 +45,7 @@ def llm(fixtures_dir: Path) -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="module")
-def plain(fixtures_dir: Path) -> dict[str, Any]:
+def separate_parts(fixtures_dir: Path) -> dict[str, Any]:
     """What a Generator makes of the prompts: text to last result."""
     config = Config(fixtures_dir / "tiny-lm")
     model = Model(config)
@@ -62,13 +62,13 @@ def plain(fixtures_dir: Path) -> dict[str, Any]:
     return {"texts": texts, "last": last}
 
 
-def test_a_str_gives_a_completion_and_a_list_a_list(llm: LLM, plain: dict[str, Any]) -> None:
+def test_a_str_gives_a_completion_and_a_list_a_list(llm: LLM, separate_parts: dict[str, Any]) -> None:
     alone = llm.generate(PROMPTS[0], max_new_tokens=16, settings=GREEDY)
     assert isinstance(alone, Completion)
-    assert str(alone) == alone.text == plain["texts"][0]
+    assert str(alone) == alone.text == separate_parts["texts"][0]
     together = llm.generate(PROMPTS, max_new_tokens=16, settings=GREEDY)
-    assert [one.text for one in together] == plain["texts"]
-    for one, last in zip(together, plain["last"], strict=True):
+    assert [one.text for one in together] == separate_parts["texts"]
+    for one, last in zip(together, separate_parts["last"], strict=True):
         assert (one.new_tokens, one.prompt_tokens) == (last["new_tokens"], last["prompt_tokens"])
         assert one.finish_reason == last["eos_reason"] == "max_new_tokens"
         assert llm.tokenizer.decode_unspecial(one.token_ids) == one.text
@@ -77,14 +77,14 @@ def test_a_str_gives_a_completion_and_a_list_a_list(llm: LLM, plain: dict[str, A
     assert llm.generate([]) == []
 
 
-def test_a_stream_is_the_completion_in_pieces(llm: LLM, plain: dict[str, Any]) -> None:
+def test_a_stream_is_the_completion_in_pieces(llm: LLM, separate_parts: dict[str, Any]) -> None:
     stream = llm.stream(PROMPTS[0], max_new_tokens=16, settings=GREEDY)
     pieces = list(stream)
     assert len(pieces) > 8
     assert all(pieces)
-    assert "".join(pieces) == plain["texts"][0]
+    assert "".join(pieces) == separate_parts["texts"][0]
     assert stream.completion is not None
-    assert stream.completion.text == plain["texts"][0]
+    assert stream.completion.text == separate_parts["texts"][0]
     assert next(stream, None) is None
     assert stream.completion is not None
 
@@ -168,16 +168,16 @@ def test_seeds_give_the_same_text_and_move_on_in_a_batch(llm: LLM) -> None:
     assert "".join(llm.stream("He was", seed=8, settings=hot, max_new_tokens=8)) == first[1].text
 
 
-def test_settings_for_each_prompt(llm: LLM, plain: dict[str, Any]) -> None:
+def test_settings_for_each_prompt(llm: LLM, separate_parts: dict[str, Any]) -> None:
     hot = Settings(temperature=3.0, top_k=0, top_p=0)
     answers = llm.generate(PROMPTS[:2], settings=[GREEDY, hot], max_new_tokens=16, seed=1)
-    assert answers[0].text == plain["texts"][0]
-    assert answers[1].text != plain["texts"][1]
+    assert answers[0].text == separate_parts["texts"][0]
+    assert answers[1].text != separate_parts["texts"][1]
     with pytest.raises(InputError, match="each of 3 prompts"):
         llm.generate(PROMPTS, settings=[GREEDY], max_new_tokens=4)
 
 
-def test_answers_match_what_they_are_bound_to(llm: LLM) -> None:
+def test_answers_match_schema_regex_and_grammar(llm: LLM) -> None:
     schema = {
         "type": "object",
         "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 99}},
@@ -253,19 +253,19 @@ def test_a_stream_left_early_drops_its_job(llm: LLM) -> None:
     assert stream.completion is None
 
 
-def test_streams_and_calls_may_be_nested(llm: LLM, plain: dict[str, Any]) -> None:
+def test_streams_and_calls_may_be_nested(llm: LLM, separate_parts: dict[str, Any]) -> None:
     streams = [llm.stream(prompt, max_new_tokens=16, settings=GREEDY) for prompt in PROMPTS[:2]]
     texts = ["", ""]
     for _ in range(5):
         for i, stream in enumerate(streams):
             texts[i] += next(stream)
-    assert llm.generate(PROMPTS[2], max_new_tokens=16, settings=GREEDY).text == plain["texts"][2]
+    assert llm.generate(PROMPTS[2], max_new_tokens=16, settings=GREEDY).text == separate_parts["texts"][2]
     for i, stream in enumerate(streams):
         texts[i] += "".join(stream)
-    assert texts == plain["texts"][:2]
+    assert texts == separate_parts["texts"][:2]
 
 
-def test_threads_take_turns(llm: LLM, plain: dict[str, Any]) -> None:
+def test_threads_take_turns(llm: LLM, separate_parts: dict[str, Any]) -> None:
     answers: dict[int, str] = {}
 
     def ask(i: int) -> None:
@@ -276,7 +276,7 @@ def test_threads_take_turns(llm: LLM, plain: dict[str, Any]) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [answers[i] for i in range(len(PROMPTS))] == plain["texts"]
+    assert [answers[i] for i in range(len(PROMPTS))] == separate_parts["texts"]
 
 
 def test_a_job_that_fails_raises_and_leaves_nothing(llm: LLM) -> None:
@@ -294,7 +294,7 @@ def test_a_job_that_fails_raises_and_leaves_nothing(llm: LLM) -> None:
     assert llm.generate("He was", max_new_tokens=2, settings=GREEDY).new_tokens == 2
 
 
-def test_a_request_whose_job_is_gone_says_so(llm: LLM) -> None:
+def test_a_request_whose_job_was_dropped_raises(llm: LLM) -> None:
     stream = llm.stream("He was", max_new_tokens=100)
     next(stream)
     llm.generator.clear_queue()
@@ -338,12 +338,12 @@ def test_device_and_precision_are_passed_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("draft", ["ngram", "tiny-lm-gptq-g128-sym"])
 def test_a_draft_changes_no_greedy_text(
-    fixtures_dir: Path, llm: LLM, plain: dict[str, Any], draft: str
+    fixtures_dir: Path, llm: LLM, separate_parts: dict[str, Any], draft: str
 ) -> None:
     name = draft if draft == "ngram" else fixtures_dir / draft
     with LLM(fixtures_dir / "tiny-lm", max_seq_len=1024, draft=name) as guessing:
         answers = guessing.generate(PROMPTS, max_new_tokens=16, settings=GREEDY)
-    assert [answer.text for answer in answers] == plain["texts"]
+    assert [answer.text for answer in answers] == separate_parts["texts"]
     assert all(answer.new_tokens == 16 for answer in answers)
     assert sum(answer.accepted_draft_tokens for answer in answers) > 0
 
@@ -361,7 +361,7 @@ def test_a_draft_of_another_vocabulary_is_refused(tmp_path: Path, fixtures_dir: 
         LLM(fixtures_dir / "tiny-lm", draft=tiny.chatty(tmp_path / "other"))
 
 
-def test_closing_lets_go_of_everything(tmp_path: Path) -> None:
+def test_close_frees_everything(tmp_path: Path) -> None:
     llm = LLM(tiny.chatty(tmp_path / "m"))
     stream = llm.stream("a", max_new_tokens=50)
     next(stream)
@@ -379,7 +379,7 @@ def test_closing_lets_go_of_everything(tmp_path: Path) -> None:
             call()
 
 
-def test_wrong_wishes_are_refused(tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
     folder = tiny.chatty(tmp_path / "m")
     with pytest.raises(InputError, match="fp16, q8, q6, q4, fp8"):
         LLM(folder, cache_type="q5")  # type: ignore[arg-type]

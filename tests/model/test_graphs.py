@@ -210,14 +210,14 @@ def test_running_ahead_changes_nothing(
     def runner(cache: CacheBase) -> Any:
         made: Any = make(cache)
         made.graphs = Graphs(partial(all_logits, made.decoder, made.cache), made.device)
-        ahead = made.ahead
+        ahead = made.decode_next
 
         def counted(*arguments: Any) -> Any:
             nonlocal launched
             launched += 1
             return ahead(*arguments)
 
-        made.ahead = counted
+        made.decode_next = counted
         return made
 
     monkeypatch.setattr(house.model, "runner", runner)
@@ -255,7 +255,7 @@ def test_guesses_are_checked_in_passes_of_few_sizes(
     monkeypatch.setattr(house.model, "runner", runner)
     guessed, generator = repeated(house, use_ngram_draft=True)
     assert guessed == plain
-    made: Any = generator._loop.runner
+    made: Any = generator._engine.runner
     assert {size.tokens for size in made.graphs._made} <= {1, 2, 4, 8}
 
 
@@ -263,7 +263,7 @@ def test_guesses_are_checked_in_passes_of_few_sizes(
 @pytest.mark.parametrize("name", MODELS[:2])
 def test_guesses_are_checked_by_replaying(fixtures_dir: Path, name: str) -> None:
     _, generator = repeated(House(fixtures_dir / name, "cuda"), use_ngram_draft=True)
-    made: Any = generator._loop.runner
+    made: Any = generator._engine.runner
     assert {size.tokens for size in made.graphs._made} <= {1, 2, 4, 8}
     assert any(one.graph is not None for size, one in made.graphs._made.items() if size.tokens == 8)
 
@@ -290,8 +290,8 @@ def test_results_are_there_while_the_device_is_busy(fixtures_dir: Path, rows: in
     house = House(fixtures_dir / MODELS[0], "cuda")
     generator = house.generator(max_batch_size=8)
     cuda: Any = torch.cuda
-    runner: Any = generator._loop.runner
-    ahead, decode, passes = runner.ahead, runner.decode, []
+    runner: Any = generator._engine.runner
+    ahead, decode, passes = runner.decode_next, runner.decode, []
 
     def slow(*arguments: Any) -> Any:
         passes.append("ahead")
@@ -303,7 +303,7 @@ def test_results_are_there_while_the_device_is_busy(fixtures_dir: Path, rows: in
         passes.append("decode")
         return decode(*arguments)
 
-    runner.ahead, runner.decode = slow, counted
+    runner.decode_next, runner.decode = slow, counted
     generator.enqueue([house.job(PROMPTS[i % len(PROMPTS)], 40) for i in range(rows)])
     out: dict[int, list[Any]] = {}
     for step in range(40):

@@ -48,7 +48,7 @@ def test_memory_is_free_where_passes_are_recorded(tmp_path: Path) -> None:
     model.load()
     cache = Cache(model, max_seq_len=256)
     generator = Generator(model, cache, Tokenizer(config))
-    generator._loop.runner = Runner(model._ready()[1], cache, torch.device("cpu"), recorded=LARGEST)
+    generator._engine.runner = Runner(model._ready()[1], cache, torch.device("cpu"), recorded=LARGEST)
     generator.generate("a", max_new_tokens=3, gen_settings=Settings.greedy())
     watched = held(model, cache)
     del model, cache, generator

@@ -75,7 +75,7 @@ def test_what_nobody_listens_to_is_dropped(listing: Listing) -> None:
 def test_a_stuck_engine_is_not_healthy(listing: Listing) -> None:
     async def use(replica: Replica) -> None:
         await replica.check_health()
-        runner: Any = replica._engine.hosted["tiny"].generator.generator._loop.runner
+        runner: Any = replica._engine.hosted["tiny"].generator.generator._engine.runner
         decode = runner.decode
         runner.decode = lambda *arguments: time.sleep(1.0) or decode(*arguments)
         with pytest.raises(NotReady, match=r"No token came within 0\.2 s"):

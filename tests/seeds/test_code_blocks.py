@@ -96,8 +96,8 @@ def test_item_030_simple_generation(
     code: Code, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator, jobs = names["generator"], []
-    take = generator._take
-    monkeypatch.setattr(generator, "_take", lambda job: (jobs.append(job), take(job))[1])
+    take = generator._enqueue
+    monkeypatch.setattr(generator, "_enqueue", lambda job: (jobs.append(job), take(job))[1])
     made = run(code(0, "Simple Generation"), names)
     assert [job.new_tokens for job in jobs] == [200]
     assert made["output"] == "Once upon a time" + jobs[0].full_completion

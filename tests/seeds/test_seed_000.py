@@ -99,8 +99,8 @@ def test_item_007_prompts_of_a_batch_run_concurrently(
     generator: ExLlamaV2DynamicGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounds: list[int] = []
-    step = generator._loop.step
-    monkeypatch.setattr(generator._loop, "step", lambda: (rounds.append(1), step())[1])
+    step = generator._engine.step
+    monkeypatch.setattr(generator._engine, "step", lambda: (rounds.append(1), step())[1])
     generator.generate([f"{n} little" for n in range(6)], 12)
     assert len(rounds) <= 14
 
@@ -114,8 +114,8 @@ def test_item_008_what_does_not_fit_waits_and_completes(
 ) -> None:
     small = ExLlamaV2DynamicGenerator(model, ExLlamaV2Cache(model, max_seq_len=512), tokenizer)
     running: list[int] = []
-    step = small._loop.step
-    monkeypatch.setattr(small._loop, "step", lambda: (step(), running.append(len(small.active_jobs)))[0])
+    step = small._engine.step
+    monkeypatch.setattr(small._engine, "step", lambda: (step(), running.append(len(small.active_jobs)))[0])
     prompts = [f"Chapter {n}" for n in range(5)]
     texts = small.generate(prompts, 6, gen_settings=greedy)
     assert texts == [prompt + answer(prompt, 6) for prompt in prompts]

@@ -22,7 +22,7 @@ def main(folder: str, mode: str, reports: str) -> None:
     opened = listen("127.0.0.1", 0)
 
     def started() -> None:
-        runner = engine.hosted["tiny"].generator.generator._loop.runner
+        runner = engine.hosted["tiny"].generator.generator._engine.runner
         decode, passes = runner.decode, iter(range(10**9))
 
         def slow(*arguments: object) -> object:

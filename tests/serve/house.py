@@ -91,7 +91,7 @@ class Served:
 @contextmanager
 def slowed(server: Served, before: Callable[[], Any], name: str = "tiny") -> Iterator[None]:
     """Call `before` ahead of every forward pass of a served model."""
-    runner: Any = server.engine.hosted[name].generator.generator._loop.runner
+    runner: Any = server.engine.hosted[name].generator.generator._engine.runner
     decode = runner.decode
 
     def slow(*arguments: Any) -> Any:

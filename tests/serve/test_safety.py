@@ -308,7 +308,7 @@ def test_nothing_is_said_about_what_failed_inside(server: Served, monkeypatch: p
         raise RuntimeError("secret at /home/somebody")
 
     with monkeypatch.context() as patch:
-        patch.setattr(hosted.generator.generator._loop.runner, "decode", broken)
+        patch.setattr(hosted.generator.generator._engine.runner, "decode", broken)
         status, reply = server.post("/v1/completions", KEY, prompt="a")
         events = server.ask("POST", "/v1/completions", {"prompt": "a", "stream": True}, KEY)
     assert status == 500

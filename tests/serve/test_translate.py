@@ -144,7 +144,7 @@ def test_minus_one_is_off(host: Host) -> None:
 
 
 def test_a_guided_pair_may_be_as_long_as_the_cache_has_room(generator: Generator, host: Host) -> None:
-    hosted = replace(host, length=generator.longest(), pair=generator.longest(2))
+    hosted = replace(host, length=generator.max_sequence_length(), pair=generator.max_sequence_length(2))
     assert hosted.pair == min(generator.max_seq_len, generator.max_total_tokens // 2)
     asked = {"prompt": "a" * (host.length - 8), "negative_prompt": "b", "cfg_scale": 1.5, "max_tokens": 4}
     order = order_of(CompletionRequest.model_validate(asked), hosted, Bounds())

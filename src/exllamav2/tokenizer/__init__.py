@@ -2,8 +2,8 @@
 
 from exlm import Tokenizer as ExLlamaV2Tokenizer
 from exlm import __version__
-from exlm.legacy.unavailable import JsonVocabulary as ExLlamaV2TokenizerHF
-from exlm.legacy.unavailable import SentencePieceVocabulary as ExLlamaV2TokenizerSPM
+from exlm.legacy.placeholders import JsonVocabulary as ExLlamaV2TokenizerHF
+from exlm.legacy.placeholders import SentencePieceVocabulary as ExLlamaV2TokenizerSPM
 from exlm.legacy.vocabulary import Vocabulary as ExLlamaV2TokenizerBase
 
 __all__ = [

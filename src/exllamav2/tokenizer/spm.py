@@ -1,5 +1,5 @@
 """For `from exllamav2.tokenizer.spm import …`: placeholders, which say what to use instead."""
 
-from exlm.legacy.unavailable import SentencePieceVocabulary as ExLlamaV2TokenizerSPM
+from exlm.legacy.placeholders import SentencePieceVocabulary as ExLlamaV2TokenizerSPM
 
 __all__ = ["ExLlamaV2TokenizerSPM"]

@@ -1,5 +1,5 @@
 """For `from exllamav2.vlm.vision_tower import …`: placeholders, which say what to use instead."""
 
-from exlm.legacy.unavailable import VisionTower as ExLlamaV2VisionTower
+from exlm.legacy.placeholders import VisionTower as ExLlamaV2VisionTower
 
 __all__ = ["ExLlamaV2VisionTower"]

@@ -12,7 +12,7 @@ from ..cache import CacheBase
 from ..model import Model
 from ..model.runner import Runner
 
-PASSES = ("prefill", "decode", "ahead")
+PASSES = ("prefill", "decode", "decode_next")
 """The runner's methods in which the model computes."""
 
 

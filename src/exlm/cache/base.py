@@ -60,7 +60,7 @@ class CacheBase(ABC):
         self.max_seq_len = model.cache_length if max_seq_len == -1 else max_seq_len
         self.shapes = tuple(model.cache_shapes)
         self.current_seq_len = 0
-        self._tenant: weakref.ref[object] | None = None
+        self._last_writer: weakref.ref[object] | None = None
         self._fixed = None if fixed_device is None else _device(fixed_device)
         self._layers: list[Layer] | None = None
         self._lazy = lazy
@@ -128,7 +128,7 @@ class CacheBase(ABC):
     def allocate(self) -> None:
         """Make the tensors, each beside its layer's weights."""
         devices = self._devices()
-        self.tenant = None  # what was in it is gone
+        self.last_writer = None  # what was in it is gone
         self.shapes = tuple(self.model.cache_shapes)  # a process may have got fewer heads since
         with torch.inference_mode(False):  # tensors born in that mode could not be written to outside it
             self._layers = [
@@ -139,7 +139,7 @@ class CacheBase(ABC):
 
     def release(self) -> None:
         """Let go of the tensors and what they hold; `allocate` makes new ones."""
-        self._layers = self._tenant = None
+        self._layers = self._last_writer = None
         self.current_seq_len = 0
 
     def update_cache_tensors(self) -> None:
@@ -196,16 +196,16 @@ class CacheBase(ABC):
     # Moving tokens
 
     @property
-    def tenant(self) -> object:
+    def last_writer(self) -> object:
         """Which runner wrote to its pages last; None if rows were written in order or moved, or none were.
 
         It is not held: runners hold their cache, and a circle would keep it in memory, and the weights.
         """
-        return None if self._tenant is None else (self._tenant() or self._tenant)
+        return None if self._last_writer is None else (self._last_writer() or self._last_writer)
 
-    @tenant.setter
-    def tenant(self, runner: object) -> None:
-        self._tenant = None if runner is None else weakref.ref(runner)
+    @last_writer.setter
+    def last_writer(self, runner: object) -> None:
+        self._last_writer = None if runner is None else weakref.ref(runner)
 
     def reset(self) -> None:
         """Forget the sequence; the tensors stay."""
@@ -216,7 +216,7 @@ class CacheBase(ABC):
         for tensor in self.all_tensors():
             rows = _rows(tensor, self.batch_size)
             rows.copy_(rows.roll(-1, 1))
-        self.tenant = None
+        self.last_writer = None
         self._tell("roll_left")
         self.current_seq_len = max(0, self.current_seq_len - 1)
 
@@ -266,7 +266,7 @@ class CacheBase(ABC):
             _rows(goal, target.batch_size)[to_row : to_row + to_rows, to_column : to_column + to_columns] = (
                 taken
             )
-        target.tenant = None
+        target.last_writer = None
         columns = from_column, from_columns, to_column, to_columns
         self._tell("copy_states", *columns, from_row, from_rows, to_row, to_rows, target=target)
 

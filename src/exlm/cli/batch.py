@@ -90,8 +90,8 @@ def _run(listing: Listing, rows: Rows, journal: Journal, console: Console) -> No
     host = Host(
         name=listing.name,
         tokenizer=loaded.tokenizer,
-        length=generator.longest(),
-        pair=generator.longest(2),
+        length=generator.max_sequence_length(),
+        pair=generator.max_sequence_length(2),
         vocab=loaded.model.config.vocab_size,
         loras=loaded.loras,
         drafts=generator.num_draft_tokens > 0,

@@ -141,8 +141,8 @@ class Session:
                             yield result.get("text", "")
             finally:
                 self.generator.cancel(job)
-        seconds = job.times.generate or 1e-9
+        seconds = job.metrics.generate_seconds or 1e-9
         self.figures = (
             f"{job.new_tokens} tokens at {job.new_tokens / seconds:.1f} tokens/s, prompt of "
-            f"{job.prompt_tokens} in {job.times.prefill:.1f} s, {job.cached_tokens} of it cached"
+            f"{job.prompt_tokens} in {job.metrics.prefill_seconds:.1f} s, {job.cached_tokens} of it cached"
         )

@@ -5,7 +5,7 @@
 into actions, `generator` is what users hold.
 """
 
-from .aio import AsyncGenerator, AsyncJob
+from .async_generator import AsyncGenerator, AsyncJob
 from .generator import Generator
 from .job import Job
 from .results import PrefillResult, Result, StartedResult, StreamingResult

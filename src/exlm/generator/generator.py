@@ -9,37 +9,37 @@ from typing import Any
 
 from ..errors import InputError
 from ..sampling import Settings
-from .arguments import OF_GENERATE, names, pass_over, refuse
-from .asked import (
+from .call_arguments import GENERATE_ARGUMENTS, argument_names, drop_unknown, reject_unknown
+from .engine import EngineCore
+from .job import JOB_ARGUMENTS, Job, materialize
+from .page_table import PageTable
+from .pending_results import PendingResults
+from .results import Result, StreamingResult, error_result
+from .speculative import Drafter, ModelDrafter, NgramDrafter
+from .validation import (
     PAGE,
-    all_prompts,
     at_least,
-    check_parts,
-    chunk_size,
-    draft_count,
-    halves,
-    one_each,
-    sequence_length,
-    token_budget,
-    told,
+    cache_tokens,
+    check_components,
+    completion_text,
+    one_per_prompt,
+    prompt_list,
+    prompt_texts,
+    resolve_chunk_size,
+    resolve_max_seq_len,
+    resolve_num_draft_tokens,
 )
-from .backlog import Backlog
-from .draft import Drafter, ModelDraft, NgramDraft
-from .job import ARGUMENTS, Job, lasting
-from .loop import Loop
-from .pages import PageTable
-from .results import Result, StreamingResult, failed
 
-DRAFTED = 4  # guesses in a step, of which each is a pass of a draft model
-OVERWRITTEN = (
+DEFAULT_DRAFT_TOKENS = 4  # guesses in a step, of which each is a pass of a draft model
+CACHE_OVERWRITTEN = (
     "Somebody else has written to the cache while this text was being made, and what it held of it is lost: "
     "give each generator a cache of its own, or let one finish before the other begins."
 )
-SAME_CACHE = (
+DRAFT_SHARES_CACHE = (
     "draft_cache is the model's own cache, where the draft model would write over what the model reads: give "
     "it one of its own, draft_cache=Cache(draft_model, max_seq_len=cache.max_seq_len)."
 )
-PADDING = 32  # the old library's logits were a multiple of this wide
+VOCAB_MULTIPLE = 32  # the old library's logits were a multiple of this wide
 
 
 class Generator:
@@ -74,133 +74,147 @@ class Generator:
         max_queue: int | None = None,
         **unknown: Any,
     ) -> None:
-        refuse("Generator", unknown, names(Generator), {*ARGUMENTS, *OF_GENERATE}, "a job, or generate(),")
-        check_parts(model, cache)
+        reject_unknown(
+            "Generator",
+            unknown,
+            argument_names(Generator),
+            {*JOB_ARGUMENTS, *GENERATE_ARGUMENTS},
+            "a job, or generate(),",
+        )
+        check_components(model, cache)
         self.model, self.cache, self.tokenizer = model, cache, tokenizer
         self.draft_model, self.draft_cache = draft_model, draft_cache
         self.current_loras: list[Any] | None = None
         self.paged, self.page_size = paged, PAGE
-        self.padded_vocab_size = -(-model.config.vocab_size // PADDING) * PADDING
-        usual_rows = max(1, model.config.max_input_len // at_least("max_q_size", max_q_size, 1))
-        rows = at_least("max_batch_size", max_batch_size or usual_rows, 1)
+        self.padded_vocab_size = -(-model.config.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        default_rows = max(1, model.config.max_input_len // at_least("max_q_size", max_q_size, 1))
+        rows = at_least("max_batch_size", max_batch_size or default_rows, 1)
         self.max_batch_size = rows if paged else 1
-        self.max_seq_len = sequence_length(max_seq_len, model.max_seq_len)
-        self.max_chunk_size = chunk_size(max_chunk_size, model.config.max_input_len, paged)
-        self.max_total_tokens = token_budget(cache)
+        self.max_seq_len = resolve_max_seq_len(max_seq_len, model.max_seq_len)
+        self.max_chunk_size = resolve_chunk_size(max_chunk_size, model.config.max_input_len, paged)
+        self.max_total_tokens = cache_tokens(cache)
         self.max_pages = self.max_total_tokens // PAGE
         self.max_queue = None if max_queue is None else at_least("max_queue", max_queue, 1)
-        drafter = self._drafter(use_ngram_draft, max_ngram)
-        usual = max(1, max_q_size - 1) if use_ngram_draft else DRAFTED
-        self.num_draft_tokens = 0 if drafter is None else draft_count(num_draft_tokens, usual, max_q_size)
-        self._loop = Loop(
+        drafter = self._make_drafter(use_ngram_draft, max_ngram)
+        default_draft_tokens = max(1, max_q_size - 1) if use_ngram_draft else DEFAULT_DRAFT_TOKENS
+        self.num_draft_tokens = (
+            0
+            if drafter is None
+            else resolve_num_draft_tokens(num_draft_tokens, default_draft_tokens, max_q_size)
+        )
+        self._engine = EngineCore(
             model.runner(cache),
             PageTable(self.max_pages, PAGE),
             tokenizer,
             model.config.vocab_size,
             max_batch_size=self.max_batch_size,
-            chunk=self.max_chunk_size,
+            chunk_size=self.max_chunk_size,
             max_length=self.max_seq_len,
             max_queue=self.max_queue,
             drafter=drafter,
-            draft_tokens=self.num_draft_tokens,
-            extras=lambda *asked: model.extras(*asked),
+            num_draft_tokens=self.num_draft_tokens,
+            make_extras=lambda *asked: model.extras(*asked),
         )
-        self.awaited: set[Job] = set()
+        self.awaited_jobs: set[Job] = set()
         """Jobs that somebody runs to their ends: what becomes of them is for `results_of`, not `iterate`."""
-        self._backlog = Backlog()  # results that were met by somebody who did not wait for them
+        self._pending_results = (
+            PendingResults()
+        )  # results that were met by somebody who did not wait for them
         # Entered and left by the interpreter itself: Ctrl-C cannot come between taking it and the block.
-        self.turn = threading.RLock()  # held by whoever changes the queue, or is in the midst of a round
-        self.stepping = False  # in the midst of a round
-        self._called_off: set[Job] = set()  # cancelled in the midst of it, by a hook or a filter
-        self._tenant: object = None  # who had written to the cache last when a round of ours was over
+        self.lock = threading.RLock()  # held by whoever changes the queue, or is in the midst of a round
+        self.in_step = False  # in the midst of a round
+        self._cancelled_in_step: set[Job] = set()  # cancelled in the midst of it, by a hook or a filter
+        self._last_writer: object = None  # who had written to the cache last when a round of ours was over
 
     @property
     def pending_jobs(self) -> list[Job]:
         """Jobs that wait."""
-        return self._loop.scheduler.pending
+        return self._engine.scheduler.pending
 
     @property
     def active_jobs(self) -> list[Job]:
         """Jobs that run."""
-        return self._loop.scheduler.active
+        return self._engine.scheduler.active
 
     @property
     def num_pending_jobs(self) -> int:
         """How many jobs wait; no list of them is made."""
-        return self._loop.scheduler.waiting
+        return self._engine.scheduler.num_pending
 
     @property
     def num_active_jobs(self) -> int:
         """How many jobs run."""
-        return self._loop.scheduler.running
+        return self._engine.scheduler.running
 
     @property
     def pages(self) -> PageTable:
         """Whose the cache's pages are; to look at, not to change."""
-        return self._loop.pages
+        return self._engine.page_table
 
     def enqueue(self, job: Job | Sequence[Job]) -> int | list[int]:
         """Queue one job or several; their serial numbers. Nothing runs yet."""
         if isinstance(job, Job):
-            return self._take(job)
+            return self._enqueue(job)
         if not isinstance(job, list | tuple) or not all(isinstance(one, Job) for one in job):
             raise InputError(f"A Job, or a list of them, can be enqueued; found {type(job).__name__}.")
-        return [self._take(one) for one in job]
+        return [self._enqueue(one) for one in job]
 
     def iterate(self) -> list[Result]:
         """One round of the loop and its results; [] if there is nothing to do. Other threads wait for it."""
-        with self.turn:
-            found = self._backlog.take_others(self.awaited)
+        with self.lock:
+            found = self._pending_results.take_except(self.awaited_jobs)
             for result in self._step():
-                if result["job"] in self.awaited:
-                    self._backlog.keep(result)
+                if result["job"] in self.awaited_jobs:
+                    self._pending_results.add(result)
                 else:
                     found.append(result)
             return found
 
-    def results_of(self, jobs: Collection[Job]) -> list[Result]:
+    def iterate_for(self, jobs: Collection[Job]) -> list[Result]:
         """What became of these jobs, in rounds for others or else in one more; others' results are kept."""
-        with self.turn:
-            if found := self._backlog.take(jobs):
+        with self.lock:
+            if found := self._pending_results.take(jobs):
                 return found
             for result in self._step():
                 if result["job"] in jobs:
                     found.append(result)
                 else:
-                    self._backlog.keep(result)
+                    self._pending_results.add(result)
             return found
 
     def cancel(self, job: Job) -> None:
         """Drop a job, waiting or running; no result is given for it. Harmless for a finished one."""
-        with self.turn:
-            self._backlog.take({job})
-            if self.stepping:
-                self._called_off.add(job)
-            self._loop.cancel(job)
+        with self.lock:
+            self._pending_results.take({job})
+            if self.in_step:
+                self._cancelled_in_step.add(job)
+            self._engine.cancel(job)
 
     def clear_queue(self) -> None:
         """Drop every job."""
-        with self.turn:
-            self._backlog.clear()
-            if self.stepping:
-                self._called_off |= {*self.active_jobs, *self.pending_jobs}
-            self._loop.clear()
+        with self.lock:
+            self._pending_results.clear()
+            if self.in_step:
+                self._cancelled_in_step |= {*self.active_jobs, *self.pending_jobs}
+            self._engine.clear()
 
     def num_remaining_jobs(self) -> int:
         """Jobs that wait or run, and those whose end `iterate` has not told yet."""
-        with self.turn:
-            return self._loop.scheduler.remaining + self._backlog.ends(but=self.awaited)
+        with self.lock:
+            return self._engine.scheduler.num_unfinished + self._pending_results.num_finished(
+                excluded=self.awaited_jobs
+            )
 
-    def longest(self, sequences: int = 1) -> int:
+    def max_sequence_length(self, num_sequences: int = 1) -> int:
         """How long, prompt and answer together, so many sequences of one job may become in an empty cache."""
-        return min(self.max_seq_len, self.max_pages // sequences * PAGE)
+        return min(self.max_seq_len, self.max_pages // num_sequences * PAGE)
 
     def reset_page_table(self) -> None:
         """Forget every cached prompt."""
-        with self.turn:
-            if remaining := self._loop.scheduler.remaining:
+        with self.lock:
+            if remaining := self._engine.scheduler.num_unfinished:
                 raise InputError(f"{remaining} jobs use the cache: finish or clear them first.")
-            self._loop.pages.clear()
+            self._engine.page_table.clear()
 
     def set_loras(self, loras: Any) -> None:
         """The adapters of jobs enqueued from now on that name none themselves: one, a list, or None.
@@ -209,7 +223,7 @@ class Generator:
         """
         listed = loras if isinstance(loras, list) else [] if loras is None else [loras]
         self.model.extras([], listed)  # refuses what is no adapter of this model
-        self._loop.loras = self.current_loras = listed or None
+        self._engine.default_loras = self.current_loras = listed or None
 
     def warmup(self) -> None:
         """Generate a little, so that kernels are ready; the cache forgets it."""
@@ -245,35 +259,45 @@ class Generator:
         drops the jobs and returns None; a job that fails drops the others and raises. Further arguments are
         `Job`'s; what it does not know either is passed over, with a warning.
         """
-        known = {*names(self.generate), *ARGUMENTS} - {"input_ids"}
-        job_arguments = pass_over("generate()", job_arguments, known)
+        known = {*argument_names(self.generate), *JOB_ARGUMENTS} - {"input_ids"}
+        job_arguments = drop_unknown("generate()", job_arguments, known)
         single = isinstance(prompt, str | tuple)
-        prompts = all_prompts(prompt)
+        prompts = prompt_list(prompt)
         options: dict[str, Any] = {
             "max_new_tokens": max_new_tokens,
             "min_new_tokens": min_new_tokens,
-            "stop_conditions": lasting(stop_conditions),
+            "stop_conditions": materialize(stop_conditions),
             "decode_special_tokens": decode_special_tokens,
             "filter_prefer_eos": filter_prefer_eos,
             "token_healing": token_healing,
-            "banned_strings": lasting(banned_strings),
+            "banned_strings": materialize(banned_strings),
         } | job_arguments
         count, one_for_all = len(prompts), gen_settings is None or isinstance(gen_settings, Settings)
-        settings = [gen_settings] * count if one_for_all else one_each(gen_settings, count, "gen_settings")
-        each: dict[str, list[Any]] = {
+        settings = (
+            [gen_settings] * count if one_for_all else one_per_prompt(gen_settings, count, "gen_settings")
+        )
+        per_prompt: dict[str, list[Any]] = {
             "gen_settings": settings,
-            "filters": [filters] if single else one_each(filters, count, "filters"),
-            "embeddings": self._embeddings(prompts, embeddings, single),
+            "filters": [filters] if single else one_per_prompt(filters, count, "filters"),
+            "embeddings": self._wrap_embeddings(prompts, embeddings, single),
             "seed": [seed + i if isinstance(seed, Integral) else seed for i in range(count)],
         }
         jobs = []
-        for one, *own in zip(prompts, *each.values(), strict=True):
-            mine = options | dict(zip(each, own, strict=True))
-            jobs.append(Job(self._encode(one, add_bos, encode_special_tokens, mine["embeddings"]), **mine))
-        last = self._finish(jobs, abort_event)
+        for single_prompt, *own_values in zip(prompts, *per_prompt.values(), strict=True):
+            job_options = options | dict(zip(per_prompt, own_values, strict=True))
+            jobs.append(
+                Job(
+                    self._encode(single_prompt, add_bos, encode_special_tokens, job_options["embeddings"]),
+                    **job_options,
+                )
+            )
+        last = self._run_to_end(jobs, abort_event)
         if last is None:
             return None
-        texts = [told(one, result, completion_only) for one, result in zip(prompts, last, strict=True)]
+        texts = [
+            completion_text(single_prompt, result, completion_only)
+            for single_prompt, result in zip(prompts, last, strict=True)
+        ]
         answer: Any = texts[0] if single else texts
         return (answer, last[0] if single else last) if return_last_results else answer
 
@@ -282,18 +306,18 @@ class Generator:
         options = {"embeddings": embeddings} if embeddings else {}
         return [
             self.tokenizer.encode(half, add_bos=add_bos, encode_special_tokens=special, **options)
-            for half in halves(prompt)
+            for half in prompt_texts(prompt)
         ]
 
-    def _embeddings(self, prompts: list[Any], given: Any, single: bool) -> list[Any]:
+    def _wrap_embeddings(self, prompts: list[Any], given: Any, single: bool) -> list[Any]:
         """What each prompt may name, bare vectors wrapped."""
-        lists = [given] if single else one_each(given, len(prompts), "embeddings")
+        lists = [given] if single else one_per_prompt(given, len(prompts), "embeddings")
         return [
-            [] if own is None else self.model.injected(halves(prompt)[0], own)
+            [] if own is None else self.model.injected(prompt_texts(prompt)[0], own)
             for prompt, own in zip(prompts, lists, strict=True)
         ]
 
-    def _finish(self, jobs: list[Job], abort: threading.Event | None) -> list[StreamingResult] | None:
+    def _run_to_end(self, jobs: list[Job], abort: threading.Event | None) -> list[StreamingResult] | None:
         """Run until these jobs are done, or one of them fails; None if aborted. Whatever is left is dropped.
 
         Other jobs run along; their results are kept for whoever waits for them.
@@ -301,14 +325,14 @@ class Generator:
         done: dict[Job, StreamingResult] = {}
         own = set(jobs)
         try:
-            self.awaited |= own
+            self.awaited_jobs |= own
             for job in jobs:
-                self._take(job)
+                self._enqueue(job)
             while len(done) < len(jobs):
                 error: Exception | None = None
-                with self.turn:
-                    found = self.results_of(own)
-                    idle = not self._loop.busy
+                with self.lock:
+                    found = self.iterate_for(own)
+                    idle = not self._engine.busy
                 for result in found:
                     if result["stage"] == "streaming" and result["eos"]:
                         done[result["job"]] = result
@@ -320,55 +344,63 @@ class Generator:
                 if idle and not found:
                     raise InputError("The request was dropped before its end: the queue was cleared.")
         finally:
-            self.awaited -= own
+            self.awaited_jobs -= own
             for job in jobs:
                 self.cancel(job)
         return [done[job] for job in jobs]
 
-    def _take(self, job: Job) -> int:
+    def _enqueue(self, job: Job) -> int:
         """Queue a job; what the cache held is forgotten if somebody else has written to it since."""
-        with self.turn:
-            if not self._loop.busy and self.cache.tenant is not self._loop.runner:
-                self._loop.pages.clear()
-                self.cache.tenant = self._tenant = self._loop.runner
-            return self._loop.enqueue(job)
+        with self.lock:
+            if not self._engine.busy and self.cache.last_writer is not self._engine.runner:
+                self._engine.page_table.clear()
+                self.cache.last_writer = self._last_writer = self._engine.runner
+            return self._engine.enqueue(job)
 
     def _step(self) -> list[Result]:
         """A round of the loop, if anybody waits for one."""
-        if self.stepping:
+        if self.in_step:
             raise InputError(
                 "A hook or a filter asks the generator that waits for it: make another generator for that, "
                 "or ask later. It may enqueue and cancel jobs."
             )
-        lost = self._overwritten() if self._loop.busy and self.cache.tenant is not self._tenant else []
+        overwritten = (
+            self._fail_overwritten()
+            if self._engine.busy and self.cache.last_writer is not self._last_writer
+            else []
+        )
         try:
-            self.stepping = True
-            self._called_off.clear()
-            found = [*lost, *(self._loop.step() if self._loop.busy else ())]
-            return [one for one in found if one["job"] not in self._called_off] if self._called_off else found
+            self.in_step = True
+            self._cancelled_in_step.clear()
+            found = [*overwritten, *(self._engine.step() if self._engine.busy else ())]
+            return (
+                [one for one in found if one["job"] not in self._cancelled_in_step]
+                if self._cancelled_in_step
+                else found
+            )
         finally:
-            self.stepping = False
-            self._called_off.clear()
-            self._tenant = self.cache.tenant
+            self.in_step = False
+            self._cancelled_in_step.clear()
+            self._last_writer = self.cache.last_writer
 
-    def _overwritten(self) -> list[Result]:
+    def _fail_overwritten(self) -> list[Result]:
         """Somebody else has written to the cache: those who had something in it fail, the others wait on."""
         out: list[Result] = []
         for job in self.active_jobs:
-            self._loop.cancel(job)
-            out.append(failed(job, InputError(OVERWRITTEN)))
-        self._loop.pages.clear()
+            self._engine.cancel(job)
+            out.append(error_result(job, InputError(CACHE_OVERWRITTEN)))
+        self._engine.page_table.clear()
         return out
 
-    def _drafter(self, ngram: bool, longest: int) -> Drafter | None:
+    def _make_drafter(self, ngram: bool, max_ngram: int) -> Drafter | None:
         if self.draft_model is None:
-            return NgramDraft(at_least("max_ngram", longest, 0)) if ngram else None
+            return NgramDrafter(at_least("max_ngram", max_ngram, 0)) if ngram else None
         if ngram:
             raise InputError("Cannot use both draft model and ngram draft.")
         if self.draft_cache is None:
             raise InputError("Must supply cache for draft model.")
         if self.draft_cache is self.cache:
-            raise InputError(SAME_CACHE)
+            raise InputError(DRAFT_SHARES_CACHE)
         if self.draft_cache.max_seq_len != self.cache.max_seq_len or self.draft_cache.batch_size != 1:
             raise InputError(
                 f"Cache and draft cache must be same dimensions, found {self.cache.max_seq_len} and "
@@ -379,4 +411,4 @@ class Generator:
                 f"Draft model seq len must be >= model seq len, found "
                 f"{self.draft_model.max_seq_len} and {self.model.max_seq_len}."
             )
-        return ModelDraft(self.draft_model.runner(self.draft_cache))
+        return ModelDrafter(self.draft_model.runner(self.draft_cache))

@@ -14,19 +14,18 @@ from ..filters import FilterStack
 from ..sampling import Row, SamplerState, Settings
 from ..sampling.random import check_seed
 from ..text import EMBEDDING_INDEX
-from .arguments import OF_GENERATE, names, refuse
-from .draft import Pace
-from .output import Output
-from .results import JobSequence, Sampled, labelled, words
-from .sequence import Sequence as Tokens
-from .sequence import salted
-from .times import Timed, Times
+from .call_arguments import GENERATE_ARGUMENTS, argument_names, reject_unknown
+from .metrics import LegacyTimestamps, RequestMetrics
+from .output import OutputProcessor
+from .results import JobTokenSequence, SampledToken, common_fields, mask_tensor
+from .speculative import AdaptiveDraftLength
+from .token_sequence import TokenSequence, build_salt
 
 MAX_TOKENS = 2**31
-STILL = Pace(0)  # guesses nothing, and so never changes
+STILL = AdaptiveDraftLength(0)  # guesses nothing, and so never changes
 
 
-class Texts(Protocol):
+class TokenizerLike(Protocol):
     """What a job needs of a tokenizer."""
 
     eos_token_id: int | None
@@ -53,7 +52,7 @@ class Texts(Protocol):
         ...
 
 
-class Job(Timed):
+class Job(LegacyTimestamps):
     """A request for a completion; single-use.
 
     `input_ids` is a (1, n) tensor of ids in system memory, or a pair of them for classifier-free guidance.
@@ -90,103 +89,107 @@ class Job(Timed):
         speculative: bool = True,
         **unknown: Any,
     ) -> None:
-        refuse("Job", unknown, ARGUMENTS, OF_GENERATE, "generate()")
+        reject_unknown("Job", unknown, JOB_ARGUMENTS, GENERATE_ARGUMENTS, "generate()")
         prompts = input_ids if isinstance(input_ids, list | tuple) else [input_ids]
-        self.prompts = tuple(map(_ids, prompts))
+        self.prompts = tuple(map(_prompt_ids, prompts))
         self.gen_settings = gen_settings if gen_settings is not None else Settings()
         self.seed = random.SystemRandom().getrandbits(63) if seed is None else seed
-        self.max_new_tokens = _whole("max_new_tokens", max_new_tokens, 1)
-        self.min_new_tokens = _whole("min_new_tokens", min_new_tokens, 0)
+        self.max_new_tokens = _whole_number("max_new_tokens", max_new_tokens, 1)
+        self.min_new_tokens = _whole_number("min_new_tokens", min_new_tokens, 0)
         self.max_skips, self.speculative = max_skips, speculative
-        self.stop_tokens, self.stop_strings = split_conditions(lasting(stop_conditions) or ())
+        self.stop_tokens, self.stop_strings = split_stop_conditions(materialize(stop_conditions) or ())
         self.decode_special_tokens = decode_special_tokens
-        self.return_top_tokens = _whole("return_top_tokens", return_top_tokens, 0)
+        self.return_top_tokens = _whole_number("return_top_tokens", return_top_tokens, 0)
         self.return_logits, self.return_probs = return_logits, return_probs
         self.filters, self.filter_prefer_eos = _several(filters), filter_prefer_eos
-        self.banned_strings = _strings(lasting(banned_strings) or ())
-        self.token_healing = bool(token_healing) and all(map(_healable, self.prompts))
+        self.banned_strings = _banned_string_tuple(materialize(banned_strings) or ())
+        self.token_healing = bool(token_healing) and all(map(_can_heal, self.prompts))
         self.identifier, self.embeddings, self.loras = identifier, tuple(embeddings or ()), loras
-        self.key = {"salt": _salt(salt)}
+        self.cache_key_parts = {"salt": _salt_bytes(salt)}
         """What besides ids the keys and values depend on, by what it is; complete before it is enqueued."""
         self._check()
         healed = 1 if self.token_healing else 0
-        self.sequences: list[Tokens] = [
-            JobSequence(list(prompt[: len(prompt) - healed]), len(prompt) + self.max_new_tokens)
+        self.sequences: list[TokenSequence] = [
+            JobTokenSequence(list(prompt[: len(prompt) - healed]), len(prompt) + self.max_new_tokens)
             for prompt in self.prompts
         ]
         self.serial_number, self.skips = -1, 0
-        self.times, self.is_finished = Times(), False
-        self.unshown: str | None = ""  # None while only its output knows
+        self.metrics, self.is_finished = RequestMetrics(), False
+        self.final_held_text: str | None = ""  # None while only its output knows
         self.accepted_draft_tokens = self.rejected_draft_tokens = 0
-        self.pace = STILL  # the generator that takes it sets its own if it guesses
-        self.place = 0
+        self.draft_length = STILL  # the generator that takes it sets its own if it guesses
+        self.batch_row = 0
         """Which row of the batch under way is its first."""
         self._began = False  # it has what sampling needs
-        self._filtering = False  # the filters have begun: not before a healed token is sampled
+        self._filters_started = False  # the filters have begun: not before a healed token is sampled
         self._pieces: Sequence[str] = ()
 
     def __repr__(self) -> str:
         """The serial number, once it has one."""
         return f"Job #{self.serial_number}" if self.serial_number >= 0 else "Job (new)"
 
-    def seal(self, shared: Mapping[str, bytes]) -> None:
+    def finalize_cache_salt(self, shared: Mapping[str, bytes]) -> None:
         """Fix what its pages are named by: its own `key` and what all jobs of a generator share."""
         for sequence in self.sequences:
-            sequence.resalt(salted({**shared, **self.key}))
+            sequence.set_salt(build_salt({**shared, **self.cache_key_parts}))
 
-    def prepare(self, serial: int, texts: Texts, vocab: int) -> None:
+    def prepare(self, serial: int, tokenizer: TokenizerLike, vocab_size: int) -> None:
         """Check it against the model; called once, by the generator that takes the job.
 
         A job may wait among thousands: what only sampling needs is left to `begin`.
         """
         for prompt, sequence in zip(self.prompts, self.sequences, strict=True):
             for token in (min(prompt), max(prompt)):
-                if not 0 <= token < vocab and sequence.extras is None:
-                    raise InputError(f"Id {token} of the prompt is outside the vocabulary of {vocab}.")
+                if not 0 <= token < vocab_size and sequence.extras is None:
+                    raise InputError(f"Id {token} of the prompt is outside the vocabulary of {vocab_size}.")
         for token in self.stop_tokens:
-            if not 0 <= token < vocab:
-                raise InputError(f"Stop token {token} is outside the vocabulary of {vocab}.")
-        self._texts, self._pieces = texts, texts.get_id_to_piece_list(include_special_tokens=True)
-        self._healing = texts.get_prefix_id_to_ids_dict()[self.prompts[0][-1]] if self.token_healing else None
-        self.stack = (
-            FilterStack(self.filters, texts, self.filter_prefer_eos, width=vocab) if self.filters else None
+            if not 0 <= token < vocab_size:
+                raise InputError(f"Stop token {token} is outside the vocabulary of {vocab_size}.")
+        self._texts, self._pieces = tokenizer, tokenizer.get_id_to_piece_list(include_special_tokens=True)
+        self._healing_candidates = (
+            tokenizer.get_prefix_id_to_ids_dict()[self.prompts[0][-1]] if self.token_healing else None
+        )
+        self.filter_stack = (
+            FilterStack(self.filters, tokenizer, self.filter_prefer_eos, width=vocab_size)
+            if self.filters
+            else None
         )
         self.hooks = tuple(self.gen_settings.post_sampling_hooks or ())
         check_seed(self.seed)
         if self.gen_settings.mirostat_mu:
             self.begin()  # its state takes the first target from there, or refuses it
-        self.plain = not (self._asks_for_more or self._is_restricted)
+        self.is_simple = not (self._wants_token_details or self._has_varying_limits)
         """Whether each token is sampled under the same conditions, and only its text and id are told."""
         self.serial_number = serial
-        self.label = labelled(self)
-        self.times.asked = time.perf_counter()
+        self.common_fields = common_fields(self)
+        self.metrics.enqueued_at = time.perf_counter()
 
     def begin(self) -> None:
         """Make what sampling needs, once: before its first token is sampled, or earlier."""
         if self._began:
             return
-        self.output = Output(
+        self.output = OutputProcessor(
             self._texts.detokenizer(self.decode_special_tokens, continues=True),
             max_new_tokens=self.max_new_tokens,
             min_new_tokens=self.min_new_tokens,
             stop_tokens=self.stop_tokens,
             stop_strings=self.stop_strings,
             banned_strings=self.banned_strings,
-            special=self._texts.extended_id_to_piece,
-            healed=self.prompts[0][-1] if self.token_healing else None,
+            special_texts=self._texts.extended_id_to_piece,
+            healed_token=self.prompts[0][-1] if self.token_healing else None,
         )
-        self.state = SamplerState(self.gen_settings, self.seed, self.sequences[0].ids)
-        self.row = Row(
+        self.sampler_state = SamplerState(self.gen_settings, self.seed, self.sequences[0].ids)
+        self.sampling_request = Row(
             self.gen_settings,
-            self.state,
+            self.sampler_state,
             want_probs=self.return_probs or bool(self.hooks),
             want_top=self.return_top_tokens,
             guided=len(self.sequences) == 2,
         )
-        self.shown: list[str] = []
-        self.pending: list[Sampled] = []
+        self.emitted_texts: list[str] = []
+        self.pending_tokens: list[SampledToken] = []
         """Sampled, not yet shown."""
-        self._began, self.unshown = True, None
+        self._began, self.final_held_text = True, None
 
     @property
     def prompt_tokens(self) -> int:
@@ -195,7 +198,7 @@ class Job(Timed):
 
     @property
     def new_tokens(self) -> int:
-        """Tokens sampled and kept, a stop token included, a healed one not."""
+        """TokenSequence sampled and kept, a stop token included, a healed one not."""
         return self.output.new_tokens if self._began else 0
 
     @property
@@ -203,13 +206,13 @@ class Job(Timed):
         """All text shown so far."""
         if not self._began:
             return ""
-        self.shown = ["".join(self.shown)]
-        return self.shown[0]
+        self.emitted_texts = ["".join(self.emitted_texts)]
+        return self.emitted_texts[0]
 
     @property
     def held_text(self) -> str:
         """Text that may not be shown yet; after the end, text that was never shown."""
-        return self.output.held_text if self.unshown is None else self.unshown
+        return self.output.held_text if self.final_held_text is None else self.final_held_text
 
     @property
     def cached_pages(self) -> int:
@@ -218,80 +221,80 @@ class Job(Timed):
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the prompt that were found in the cache, on average over the sequences."""
+        """TokenSequence of the prompt that were found in the cache, on average over the sequences."""
         return sum(sequence.cached_tokens for sequence in self.sequences) // len(self.sequences)
 
     def piece(self, token: int) -> str:
         """A token's text, special ones included."""
         return self._pieces[token] if token < len(self._pieces) else ""
 
-    def take(self, count: int) -> list[Sampled]:
+    def take(self, count: int) -> list[SampledToken]:
         """So many of the oldest pending tokens, which are pending no more."""
-        taken = self.pending[:count]
-        del self.pending[:count]
+        taken = self.pending_tokens[:count]
+        del self.pending_tokens[:count]
         return taken
 
-    def next_row(self) -> Row:
+    def next_sampling_request(self) -> Row:
         """What the sampler is told of the next token; always the same if the job is `plain`."""
-        self.row.blocked = self.output.forbidden()
+        self.sampling_request.blocked = self.output.blocked_tokens()
         if self.output.healing:
-            self.row.allowed = self._healing
-        elif self.stack is not None:
-            if not self._filtering:
-                self.stack.begin("")
-                self._filtering = True
-            self.row.allowed = words(self.stack.allowed().mask)
+            self.sampling_request.allowed = self._healing_candidates
+        elif self.filter_stack is not None:
+            if not self._filters_started:
+                self.filter_stack.begin("")
+                self._filters_started = True
+            self.sampling_request.allowed = mask_tensor(self.filter_stack.allowed().mask)
         else:
-            self.row.allowed = None
-        return self.row
+            self.sampling_request.allowed = None
+        return self.sampling_request
 
-    def look_ahead(self, pool: Executor) -> None:
+    def prefetch_filter_masks(self, executor: Executor) -> None:
         """Let the filters think about the next token while the model does."""
-        if self.stack is not None and self._filtering:
-            self.stack.start_background(pool)
+        if self.filter_stack is not None and self._filters_started:
+            self.filter_stack.start_background(executor)
 
-    def feed(self, token: int) -> bool:
+    def advance_filters(self, token: int) -> bool:
         """Tell the filters of a token; whether they let nothing follow it."""
-        if self.stack is None or not self._filtering:
+        if self.filter_stack is None or not self._filters_started:
             return False
-        ends = token in self.stack.allowed().end
+        ends = token in self.filter_stack.allowed().end
         if not ends:
-            self.stack.feed(token)
+            self.filter_stack.feed(token)
         return ends
 
     @property
-    def reach(self) -> int:
+    def num_draft_tokens(self) -> int:
         """How many tokens to guess: none while healing, guided, filtered, embedded; never past the limit."""
         if not self.speculative or len(self.sequences) > 1 or self.output.healing:
             return 0
-        if self.stack is not None or self.embeddings:
+        if self.filter_stack is not None or self.embeddings:
             return 0
-        made = self.new_tokens
-        return self.pace.reach(made, self.max_new_tokens - made - 1)
+        num_generated = self.new_tokens
+        return self.draft_length.num_draft_tokens(num_generated, self.max_new_tokens - num_generated - 1)
 
-    def learn(self, right: int, guessed: int) -> None:
+    def update_acceptance(self, num_accepted: int, num_drafted: int) -> None:
         """Count guesses, and guess further next time if all were right, less far if one was wrong."""
-        self.accepted_draft_tokens += right
-        self.rejected_draft_tokens += guessed - right
-        if guessed:
-            self.pace.learn(right, guessed, self.new_tokens)
+        self.accepted_draft_tokens += num_accepted
+        self.rejected_draft_tokens += num_drafted - num_accepted
+        if num_drafted:
+            self.draft_length.update(num_accepted, num_drafted, self.new_tokens)
 
     @property
-    def unswayed(self) -> bool:
+    def is_stateless_greedy(self) -> bool:
         """Whether each of its tokens is the one with the largest logit, whatever was said before."""
         settings = self.gen_settings
-        return self.plain and settings.token_bias is None and settings.plan().bare
+        return self.is_simple and settings.token_bias is None and settings.plan().bare
 
     @property
-    def _asks_for_more(self) -> bool:
+    def _wants_token_details(self) -> bool:
         return bool(self.return_probs or self.return_top_tokens or self.return_logits or self.hooks)
 
     @property
-    def _is_restricted(self) -> bool:
+    def _has_varying_limits(self) -> bool:
         """Whether what may be sampled changes from token to token, or depends on a second sequence."""
         return bool(
             len(self.sequences) > 1
-            or self.stack is not None
+            or self.filter_stack is not None
             or self.token_healing
             or self.banned_strings
             or self.min_new_tokens
@@ -309,23 +312,23 @@ class Job(Timed):
                 "needs a pair of prompts and a cfg_scale, anything else neither."
             )
         if self.max_skips is not None:
-            _whole("max_skips", self.max_skips, 0)
+            _whole_number("max_skips", self.max_skips, 0)
         if self.banned_strings and self.filters:
             raise InputError("Cannot combine banned strings with filters: a filter cannot be taken back.")
         self.gen_settings.check()
 
 
-ARGUMENTS = names(Job)
+JOB_ARGUMENTS = argument_names(Job)
 
 
-def lasting(values: Any) -> Any:
+def materialize(values: Any) -> Any:
     """A list of what can be read only once, such as a generator expression, or is an array; else as it is."""
     if hasattr(values, "dtype"):
         return values.tolist()
     return [*values] if isinstance(values, Iterator) else values
 
 
-def split_conditions(conditions: Iterable[int | str]) -> tuple[frozenset[int], tuple[str, ...]]:
+def split_stop_conditions(conditions: Iterable[int | str]) -> tuple[frozenset[int], tuple[str, ...]]:
     """Stop tokens and stop strings."""
     if isinstance(conditions, str | bytes) or not isinstance(conditions, Iterable):
         raise InputError(f"stop_conditions must be a list of ids and strings, found {conditions!r}.")
@@ -341,19 +344,19 @@ def split_conditions(conditions: Iterable[int | str]) -> tuple[frozenset[int], t
     return frozenset(tokens), tuple(string for string in strings if string)
 
 
-def _salt(given: str | bytes | None) -> bytes:
+def _salt_bytes(given: str | bytes | None) -> bytes:
     """A number is refused: 0 would be no salt at all."""
     if given is not None and not isinstance(given, str | bytes):
         raise InputError(f"salt must be a text or bytes, found {given!r}: write {str(given)!r}.")
     return given.encode("utf-8", "surrogatepass") if isinstance(given, str) else given or b""
 
 
-def _healable(prompt: tuple[int, ...]) -> bool:
+def _can_heal(prompt: tuple[int, ...]) -> bool:
     """Whether the last id can be taken back: others are left, and it has a text, unlike a vector."""
     return len(prompt) > 1 and prompt[-1] < EMBEDDING_INDEX
 
 
-def _ids(prompt: Any) -> tuple[int, ...]:
+def _prompt_ids(prompt: Any) -> tuple[int, ...]:
     """The numbers of a (1, n) tensor in system memory."""
     shape = getattr(prompt, "shape", None)
     if shape is None or len(shape) != 2 or shape[0] != 1:
@@ -367,7 +370,7 @@ def _ids(prompt: Any) -> tuple[int, ...]:
     return tuple(prompt[0].tolist())
 
 
-def _whole(name: str, value: Any, least: int) -> int:
+def _whole_number(name: str, value: Any, least: int) -> int:
     number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else -1
     if not least <= number < MAX_TOKENS:
         raise InputError(f"{name} must be a whole number from {least} to {MAX_TOKENS - 1}, found {value!r}.")
@@ -380,7 +383,7 @@ def _several(filters: Any) -> tuple[Any, ...]:
     return tuple(filters or ())
 
 
-def _strings(values: Iterable[str]) -> tuple[str, ...]:
+def _banned_string_tuple(values: Iterable[str]) -> tuple[str, ...]:
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise InputError(f"banned_strings must be a list of strings, found {values!r}.")
     if wrong := [value for value in values if not isinstance(value, str)]:

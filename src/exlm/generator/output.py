@@ -13,29 +13,29 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from ..errors import InputError
 from ..text.detokenize import Detokenizer
 from ..text.matching import Match, Strings
-from .held import Found, Held
-from .verdicts import Emit, Hold, Reason, Rewind, Stop, Verdict
+from .output_actions import Emit, Hold, OutputAction, Rewind, Stop, StopReason
+from .stop_strings import StopStringBuffer, StringMatches
 
 HOLD = Hold()
-NOTHING: frozenset[int] = frozenset()
-PATIENCE = 8
+NO_TOKENS: frozenset[int] = frozenset()
+MAX_BANNED_RETRIES = 8
 """How often a token is refused at one place; it is sampled again only if all others are excluded."""
 
 
-class Output:
+class OutputProcessor:
     """One job's way from tokens to text."""
 
     def __init__(
         self,
-        stream: Detokenizer,
+        detokenizer: Detokenizer,
         *,
         max_new_tokens: int,
         min_new_tokens: int = 0,
         stop_tokens: Collection[int] = (),
         stop_strings: Iterable[str] = (),
         banned_strings: Iterable[str] = (),
-        special: Mapping[int, str] | None = None,
-        healed: int | None = None,
+        special_texts: Mapping[int, str] | None = None,
+        healed_token: int | None = None,
     ) -> None:
         """`stream` reads the job's tokens and nothing else; it continues the prompt's text.
 
@@ -46,143 +46,162 @@ class Output:
         self.max_new_tokens = max_new_tokens
         self.min_new_tokens = max(min_new_tokens, 0)
         self.stop_tokens = frozenset(stop_tokens)
-        self._special = special or {}
-        self._healed = healed
-        self._held = Held(stream, Strings(stop_strings), Strings(text.casefold() for text in banned_strings))
-        self._count = 0 if healed is None else -1
-        self._released = 0
-        self._tried: dict[int, list[int]] = {}  # by position: tokens that led to a banned string
+        self._special_texts = special_texts or {}
+        self._healed_token = healed_token
+        self._buffer = StopStringBuffer(
+            detokenizer, Strings(stop_strings), Strings(text.casefold() for text in banned_strings)
+        )
+        self._num_new = 0 if healed_token is None else -1
+        self._num_released = 0
+        self._rejected_tokens: dict[int, list[int]] = {}  # by position: tokens that led to a banned string
 
     @property
     def new_tokens(self) -> int:
         """How many tokens stand and count: not those taken back, not the healed one, but a stop token."""
-        return max(self._count, 0)
+        return max(self._num_new, 0)
 
     @property
     def healing(self) -> bool:
         """Whether the next token takes the place of the removed one; true again after going back to it."""
-        return self._count < 0
+        return self._num_new < 0
 
     @property
-    def blocked_stops(self) -> bool:
+    def below_min_tokens(self) -> bool:
         """Whether stop tokens may not end the job yet."""
-        return self._count < self.min_new_tokens
+        return self._num_new < self.min_new_tokens
 
     @property
-    def held(self) -> int:
+    def num_held(self) -> int:
         """How many of the newest tokens have no fate yet."""
-        return len(self._held)
+        return len(self._buffer)
 
     @property
     def held_text(self) -> str:
         """Their text, without a character that is under way."""
-        return self._held.text
+        return self._buffer.text
 
     @property
-    def revocable(self) -> int:
+    def num_revocable(self) -> int:
         """How many of the newest tokens a `Rewind` may still take back."""
-        return len(self._held) if self._held.returns else 0
+        return len(self._buffer) if self._buffer.can_rewind else 0
 
-    def forbidden(self) -> frozenset[int]:
+    def blocked_tokens(self) -> frozenset[int]:
         """The tokens that must not be sampled next: stop tokens too early, and those already refused here.
 
         The removed token may always be sampled in its own place.
         """
-        stops = self.stop_tokens if self.blocked_stops else NOTHING
+        stops = self.stop_tokens if self.below_min_tokens else NO_TOKENS
         if stops and self.healing:
-            stops -= {self._healed}
-        tried = self._refused()
-        return stops.union(tried) if tried else stops
+            stops -= {self._healed_token}
+        rejected = self._rejected_here()
+        return stops.union(rejected) if rejected else stops
 
-    def check(self, token: int) -> None:
+    def check_retries(self, token: int) -> None:
         """Raise InputError for a token that was refused here time and again, because nothing else is left."""
-        tried = self._refused()
-        if tried and tried.count(token) >= PATIENCE:
+        rejected = self._rejected_here()
+        if rejected and rejected.count(token) >= MAX_BANNED_RETRIES:
             raise InputError(
-                f"Whatever may come next leads to a banned string: after {self.new_tokens} new tokens "
-                f"{len({*tried})} were tried in vain. Ban less, or exclude fewer others (token_bias, hooks)."
+                f"Every allowed next token completes a banned string: after {self.new_tokens} new tokens "
+                f"{len({*rejected})} were tried. Ban fewer strings, or exclude fewer other tokens "
+                "(token_bias, hooks)."
             )
 
-    def set_stops(self, tokens: Collection[int], strings: Iterable[str]) -> None:
+    def set_stop_conditions(self, tokens: Collection[int], strings: Iterable[str]) -> None:
         """Other stop conditions from the next token on; only while nothing is held."""
         self.stop_tokens = frozenset(tokens)
-        self._held = self._held.looking_for(Strings(strings))
+        self._buffer = self._buffer.with_stop_strings(Strings(strings))
 
-    def push(self, token: int, ends: bool = False) -> Verdict:
+    def push(self, token: int, filter_done: bool = False) -> OutputAction:
         """Decide about one more token; `ends` says that a filter lets nothing follow it.
 
         A stop token that comes while stop tokens are blocked is like any other.
         """
-        if token in self.stop_tokens and not self.blocked_stops:
-            return self._stop_on(token)
-        held, hidden = self._held, ""
-        if self._count < 0:
-            text = self._heal(token)
+        if token in self.stop_tokens and not self.below_min_tokens:
+            return self._stop_at_token(token)
+        buffer, special_text = self._buffer, ""
+        if self._num_new < 0:
+            text = self._healed_text(token)
         else:
-            text = held.stream.push(token)
+            text = buffer.detokenizer.push(token)
             if not text:
-                hidden = self._special.get(token, "")
-        self._count += 1
-        reason: Reason | None = None
-        if self._count >= self.max_new_tokens:
+                special_text = self._special_texts.get(token, "")
+        self._num_new += 1
+        reason: StopReason | None = None
+        if self._num_new >= self.max_new_tokens:
             reason = "max_new_tokens"
-        elif ends:
+        elif filter_done:
             reason = "end_filter"
-        elif not hidden and held.passes(text):
+        elif not special_text and buffer.can_emit_now(text):
             return self._emit(text, 1)
         if reason:
-            text += held.stream.flush()
-        verdict = self._judge(held.take(token, text, hidden))
-        if verdict is not None:
-            return verdict
+            text += buffer.detokenizer.flush()
+        action = self._action_for_match(buffer.append(token, text, special_text))
+        if action is not None:
+            return action
         if reason:
-            return Stop(reason, held.text, len(held))
-        text, count = held.release()
+            return Stop(reason, buffer.text, len(buffer))
+        text, count = buffer.release()
         return self._emit(text, count) if count else HOLD
 
-    def _refused(self) -> Sequence[int]:
+    def _rejected_here(self) -> Sequence[int]:
         """Tokens that led to a banned string from here."""
-        return self._tried.get(self._released + len(self._held), ()) if self._tried else ()
+        return (
+            self._rejected_tokens.get(self._num_released + len(self._buffer), ())
+            if self._rejected_tokens
+            else ()
+        )
 
-    def _heal(self, token: int) -> str:
+    def _healed_text(self, token: int) -> str:
         """The text that a token adds to that of the removed one, both read from the same state."""
-        known = "" if self._healed is None else self._held.stream.copy().push(self._healed)
-        return self._held.stream.push(token).removeprefix(known)
+        removed_text = (
+            "" if self._healed_token is None else self._buffer.detokenizer.copy().push(self._healed_token)
+        )
+        return self._buffer.detokenizer.push(token).removeprefix(removed_text)
 
-    def _stop_on(self, token: int) -> Verdict:
-        held = self._held
-        self._count += 1
-        tokens = len(held)
-        tail = held.stream.flush()
+    def _stop_at_token(self, token: int) -> OutputAction:
+        buffer = self._buffer
+        self._num_new += 1
+        tokens = len(buffer)
+        tail = buffer.detokenizer.flush()
         if tail:  # half a character stays half, and may be all that a string lacked
-            verdict = self._judge(held.take(token, tail))
-            if verdict is not None:
-                return verdict
-        text = held.stream.push(token) + held.stream.flush()
-        return Stop("stop_token", held.text, tokens, text, 1, token)
+            action = self._action_for_match(buffer.append(token, tail))
+            if action is not None:
+                return action
+        text = buffer.detokenizer.push(token) + buffer.detokenizer.flush()
+        return Stop("stop_token", buffer.text, tokens, text, 1, token)
 
-    def _judge(self, found: Found) -> Stop | Rewind | None:
+    def _action_for_match(self, found: StringMatches) -> Stop | Rewind | None:
         """What a completed string means; of a stop string and a banned one, the first hides the other."""
-        held = self._held
-        cut = held.cut(found)
-        if found.banned is not None and (cut is None or held.place(found.banned) <= cut.place):
+        buffer = self._buffer
+        stop = buffer.first_stop(found)
+        if found.banned is not None and (
+            stop is None or buffer.offset_of_banned(found.banned) <= stop.offset
+        ):
             return self._rewind(found.banned)
-        if cut is None:
+        if stop is None:
             return None
-        rest = cut.rest + held.stream.flush()
-        return Stop("stop_string", held.text[: cut.place], len(held), rest, 0, cut.string)
+        rest = stop.tail + buffer.detokenizer.flush()
+        return Stop("stop_string", buffer.text[: stop.offset], len(buffer), rest, 0, stop.string)
 
     def _rewind(self, banned: Match) -> Rewind:
-        tokens, text = self._held.go_back(banned)
-        self._count -= len(tokens)
-        position = self._released + len(self._held)
-        self._tried = {place: tried for place, tried in self._tried.items() if place <= position}
-        tried = self._tried.setdefault(position, [])
-        tried.append(tokens[0])
-        return Rewind(len(tokens), tuple(tried), text, tokens)
+        tokens, text = self._buffer.rewind(banned)
+        self._num_new -= len(tokens)
+        position = self._num_released + len(self._buffer)
+        self._rejected_tokens = {
+            kept_position: rejected
+            for kept_position, rejected in self._rejected_tokens.items()
+            if kept_position <= position
+        }
+        rejected = self._rejected_tokens.setdefault(position, [])
+        rejected.append(tokens[0])
+        return Rewind(len(tokens), tuple(rejected), text, tokens)
 
     def _emit(self, text: str, count: int) -> Emit:
-        self._released += count
-        if self._tried:
-            self._tried = {place: tried for place, tried in self._tried.items() if place >= self._released}
+        self._num_released += count
+        if self._rejected_tokens:
+            self._rejected_tokens = {
+                kept_position: rejected
+                for kept_position, rejected in self._rejected_tokens.items()
+                if kept_position >= self._num_released
+            }
         return Emit(text, count)

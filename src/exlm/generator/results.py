@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..errors import ExlmError
 from ..sampling import Picks, Sampler
-from .sequence import Sequence as Tokens
-from .verdicts import Reason, Rewind, Stop
+from .output_actions import Rewind, Stop, StopReason
+from .token_sequence import TokenSequence
 
 if TYPE_CHECKING:
     from .job import Job
@@ -60,7 +60,7 @@ class StreamingResult(TypedDict):
     logits: NotRequired[Tensor]
     suppressed_text: NotRequired[str]
     suppressed_tokens: NotRequired[Tensor]
-    eos_reason: NotRequired[Reason | Literal["error"]]
+    eos_reason: NotRequired[StopReason | Literal["error"]]
     eos_triggering_token_id: NotRequired[int]
     eos_triggering_token_str: NotRequired[str]
     eos_triggering_string: NotRequired[str]
@@ -78,7 +78,7 @@ class StreamingResult(TypedDict):
     error: NotRequired[Exception]
 
 
-class Label(TypedDict):
+class CommonFields(TypedDict):
     """What is the same in all streaming results of a job; made once."""
 
     stage: Literal["streaming"]
@@ -88,10 +88,10 @@ class Label(TypedDict):
 
 
 Result = StartedResult | PrefillResult | StreamingResult
-R = TypeVar("R", StartedResult, PrefillResult, Label)
+R = TypeVar("R", StartedResult, PrefillResult, CommonFields)
 
 
-class Sampled(NamedTuple):
+class SampledToken(NamedTuple):
     """What is kept of a token until its fate is known."""
 
     token: int
@@ -101,7 +101,7 @@ class Sampled(NamedTuple):
     logits: Tensor | None = None
 
 
-class Ids:
+class LegacyTokenIds:
     """Ids as old scripts ask a job for them: `job.sequences[0].input_ids.torch()`. A copy, to look at."""
 
     def __init__(self, ids: Sequence[int]) -> None:
@@ -124,31 +124,31 @@ class Ids:
         return self._ids[:, a:b].clone()
 
 
-class JobSequence(Tokens):
+class JobTokenSequence(TokenSequence):
     """A sequence of a job, which tells its ids as tensors too."""
 
-    def __init__(self, ids: list[int], limit: int) -> None:
-        super().__init__(ids, limit=limit)
-        self._prompt = len(ids)
+    def __init__(self, ids: list[int], max_length: int) -> None:
+        super().__init__(ids, max_length=max_length)
+        self._prompt_length = len(ids)
 
     @property
-    def input_ids(self) -> Ids:
+    def input_ids(self) -> LegacyTokenIds:
         """The prompt, without a token that is sampled anew."""
-        return Ids(self.ids[: self._prompt])
+        return LegacyTokenIds(self.ids[: self._prompt_length])
 
     @property
-    def sequence_ids(self) -> Ids:
+    def sequence_ids(self) -> LegacyTokenIds:
         """The prompt and what was sampled so far."""
-        return Ids(self.ids)
+        return LegacyTokenIds(self.ids)
 
 
-def started(job: Job) -> StartedResult:
+def started_result(job: Job) -> StartedResult:
     """The first result of a job."""
     result: StartedResult = {"job": job, "stage": "started", "eos": False, "serial": job.serial_number}
-    return _named(job, result)
+    return _add_identifier(job, result)
 
 
-def prefilled(job: Job, done: int, total: int) -> PrefillResult:
+def prefill_result(job: Job, done: int, total: int) -> PrefillResult:
     """How far the prompt is."""
     result: PrefillResult = {
         "job": job,
@@ -158,71 +158,73 @@ def prefilled(job: Job, done: int, total: int) -> PrefillResult:
         "curr_progress": done,
         "max_progress": total,
     }
-    return _named(job, result)
+    return _add_identifier(job, result)
 
 
-def labelled(job: Job) -> Label:
+def common_fields(job: Job) -> CommonFields:
     """What every streaming result of a job says besides whose it is."""
-    label: Label = {"stage": "streaming", "eos": False, "serial": job.serial_number}
-    return _named(job, label)
+    fields: CommonFields = {"stage": "streaming", "eos": False, "serial": job.serial_number}
+    return _add_identifier(job, fields)
 
 
-def flowed(job: Job, text: str, slip: Tensor) -> StreamingResult:
+def simple_result(job: Job, text: str, token_ids: Tensor) -> StreamingResult:
     """A sampled token that is shown at once, its id given as a (1, 1) tensor."""
-    result = _opened(job, text)
-    result["token_ids"] = slip
+    result = _new_streaming_result(job, text)
+    result["token_ids"] = token_ids
     return result
 
 
-def streamed(job: Job, text: str = "", shown: Sequence[Sampled] = ()) -> StreamingResult:
+def streaming_result(job: Job, text: str = "", emitted: Sequence[SampledToken] = ()) -> StreamingResult:
     """A sampled token and what it lets be seen, perhaps nothing."""
-    result = _opened(job, text)
-    result.update(tensors(shown))  # type: ignore[typeddict-item]
+    result = _new_streaming_result(job, text)
+    result.update(token_tensors(emitted))  # type: ignore[typeddict-item]
     return result
 
 
-def rewound(job: Job, verdict: Rewind) -> StreamingResult:
+def rewind_result(job: Job, action: Rewind) -> StreamingResult:
     """A banned string was taken back."""
-    result = streamed(job)
-    result["suppressed_text"] = verdict.suppressed_text
-    result["suppressed_tokens"] = torch.tensor([verdict.suppressed_tokens])
+    result = streaming_result(job)
+    result["suppressed_text"] = action.suppressed_text
+    result["suppressed_tokens"] = torch.tensor([action.suppressed_tokens])
     return result
 
 
-def stopped(job: Job, verdict: Stop, shown: Sequence[Sampled], held: Sequence[Sampled]) -> StreamingResult:
+def stop_result(
+    job: Job, action: Stop, emitted: Sequence[SampledToken], held: Sequence[SampledToken]
+) -> StreamingResult:
     """The last result of a job."""
-    result = streamed(job, verdict.text, shown)
+    result = streaming_result(job, action.text, emitted)
     result["eos"] = True
-    result["eos_reason"] = verdict.reason
-    if verdict.reason == "stop_token":
-        assert isinstance(verdict.trigger, int)
-        result["eos_triggering_token_id"] = verdict.trigger
-        result["eos_triggering_token_str"] = job.piece(verdict.trigger)
-    elif verdict.reason == "stop_string":
-        result["eos_triggering_string"] = str(verdict.trigger)
-    kept: dict[str, Any] = {"text": verdict.held_text} if verdict.held_text else {}
-    kept.update(tensors(held))
-    if kept:
-        result["held"] = kept
-    return _closed(job, result)
+    result["eos_reason"] = action.reason
+    if action.reason == "stop_token":
+        assert isinstance(action.trigger, int)
+        result["eos_triggering_token_id"] = action.trigger
+        result["eos_triggering_token_str"] = job.piece(action.trigger)
+    elif action.reason == "stop_string":
+        result["eos_triggering_string"] = str(action.trigger)
+    held_fields: dict[str, Any] = {"text": action.held_text} if action.held_text else {}
+    held_fields.update(token_tensors(held))
+    if held_fields:
+        result["held"] = held_fields
+    return _add_final_fields(job, result)
 
 
-def failed(job: Job, error: Exception) -> StreamingResult:
+def error_result(job: Job, error: Exception) -> StreamingResult:
     """The last result of a job that cannot go on; the others do."""
-    result = streamed(job)
+    result = streaming_result(job)
     result["eos"] = True
     result["eos_reason"] = "error"
     result["error"] = error
-    return _closed(job, result)
+    return _add_final_fields(job, result)
 
 
-def count_guesses(job: Job, result: StreamingResult) -> None:
+def add_draft_counts(job: Job, result: StreamingResult) -> None:
     """Tell how many guesses were right and how many were not, in the last result of a job."""
     result["accepted_draft_tokens"] = job.accepted_draft_tokens
     result["rejected_draft_tokens"] = job.rejected_draft_tokens
 
 
-def tensors(sampled: Sequence[Sampled]) -> dict[str, Tensor]:
+def token_tensors(sampled: Sequence[SampledToken]) -> dict[str, Tensor]:
     """(1, n) tensors of what was asked for; nothing for no tokens."""
     if not sampled:
         return {}
@@ -239,7 +241,7 @@ def tensors(sampled: Sequence[Sampled]) -> dict[str, Tensor]:
     return out
 
 
-def rows(logits: Any, jobs: Sequence[Job], position: int) -> Tensor:
+def logits_of_jobs(logits: Any, jobs: Sequence[Job], position: int) -> Tensor:
     """Of a batch's logits, those of some of its jobs at one of the positions that were fed.
 
     A pair's two halves are next to each other. `logits` is (sequences, tokens, vocabulary), or a list of
@@ -247,68 +249,74 @@ def rows(logits: Any, jobs: Sequence[Job], position: int) -> Tensor:
     """
     if isinstance(logits, Tensor) and logits.shape[0] == len(jobs):
         return logits[:, position]
-    places = [job.place + half for job in jobs for half in range(len(job.sequences))]
-    return torch.stack([logits[place][position] for place in places])
+    batch_rows = [job.batch_row + half for job in jobs for half in range(len(job.sequences))]
+    return torch.stack([logits[row][position] for row in batch_rows])
 
 
-def words(mask: Any) -> Tensor | None:
+def mask_tensor(mask: Any) -> Tensor | None:
     """A filter's packed bits as the sampler takes them."""
     return None if mask is None else torch.from_numpy(mask)
 
 
-Fetched = tuple[list[int], Sequence[Tensor]]
+FetchedTokens = tuple[list[int], Sequence[Tensor]]
 """Picked tokens on the host: as numbers, and each as the (1, 1) tensor that users get."""
 
 
-def fetched(picks: Picks) -> Fetched:
+def fetch_tokens(picks: Picks) -> FetchedTokens:
     """What was picked; waits for the device."""
     tokens = picks.tolist()
-    return tokens, _slips(torch.tensor(tokens))
+    return tokens, _token_id_tensors(torch.tensor(tokens))
 
 
-def at_once(
-    sampler: Sampler, logits: Any, jobs: Sequence[Job], guesses: Sequence[Sequence[int]]
+def sample_all_positions(
+    sampler: Sampler, logits: Any, jobs: Sequence[Job], drafts: Sequence[Sequence[int]]
 ) -> dict[int, list[tuple[int, Tensor]]] | None:
     """Each job's token at every position of a pass, with its slip; None if it may depend on those before it.
 
     None as well if anything fails: position after position it comes out whose failure it is, if anybody's.
     """
     try:
-        if not all([job.unswayed for job in jobs]):
+        if not all([job.is_stateless_greedy for job in jobs]):
             return None
-        rows = [job.row for job, guess in zip(jobs, guesses, strict=True) for _ in range(len(guess) + 1)]
-        whole = isinstance(logits, Tensor) and logits.shape[0] == len(jobs)
-        every = logits.flatten(0, 1) if whole else torch.cat([logits[job.place] for job in jobs])
-        tokens, slips = fetched(sampler.sample_batch(every, rows))
+        requests = [
+            job.sampling_request
+            for job, draft in zip(jobs, drafts, strict=True)
+            for _ in range(len(draft) + 1)
+        ]
+        is_one_tensor = isinstance(logits, Tensor) and logits.shape[0] == len(jobs)
+        flat_logits = (
+            logits.flatten(0, 1) if is_one_tensor else torch.cat([logits[job.batch_row] for job in jobs])
+        )
+        tokens, token_id_tensors = fetch_tokens(sampler.sample_batch(flat_logits, requests))
     except ExlmError:
         return None
     if min(tokens) < 0:
         return None
-    told = iter(zip(tokens, slips, strict=True))
-    return {id(job): [*islice(told, len(guess) + 1)] for job, guess in zip(jobs, guesses, strict=True)}
+    pairs = iter(zip(tokens, token_id_tensors, strict=True))
+    return {id(job): [*islice(pairs, len(draft) + 1)] for job, draft in zip(jobs, drafts, strict=True)}
 
 
-class Tray:
+class AsyncTokenCopy:
     """Where tokens are put for the host, which waits for them and not for what the device does afterwards."""
 
     def __init__(self) -> None:
         self._host = torch.empty(0, dtype=torch.int64)
-        self._there: Any = None  # an event
-        self._saved: tuple[Tensor, Tensor] | None = None  # logits, and a copy of them
+        self._copied: Any = None  # an event
+        self._saved_logits: tuple[Tensor, Tensor] | None = None  # logits, and a copy of them
 
-    def put(self, picks: Picks, logits: Tensor) -> None:
+    def start(self, picks: Picks, logits: Tensor) -> None:
         """Send tokens on their way, unless the device has, before anything may write over their logits."""
         tokens = picks.tokens
-        self._saved = None if picks.again is None else (logits, logits.clone())
+        self._saved_logits = None if picks.again is None else (logits, logits.clone())
         if tokens.is_cuda and picks.told is None:
             cuda: Any = torch.cuda  # its events have no types
             if len(self._host) < len(tokens):
                 self._host = torch.empty(len(tokens), dtype=torch.int64, pin_memory=True)
-                self._there = cuda.Event()
+                self._copied = cuda.Event()
             self._host[: len(tokens)].copy_(tokens, non_blocking=True)
-            self._there.record(cuda.current_stream(tokens.device))
+            self._copied.record(cuda.current_stream(tokens.device))
 
-    def get(self, picks: Picks) -> tuple[Fetched, bool]:
+    def wait(self, picks: Picks) -> tuple[FetchedTokens, bool]:
         """The tokens that were put here, and whether they are those that the device had.
 
         They are not if some had to be picked once more, from logits that are then again what they were.
@@ -317,62 +325,64 @@ class Tray:
         if picks.told is not None:
             host = torch.tensor(picks.told.tolist())
         elif host.is_cuda:
-            self._there.synchronize()
+            self._copied.synchronize()
             host = self._host[: len(host)].clone()
         tokens: list[int] = host.tolist()
-        if self._saved is None or min(tokens) >= 0:
-            return (tokens, _slips(host)), True
-        logits, copy = self._saved
+        if self._saved_logits is None or min(tokens) >= 0:
+            return (tokens, _token_id_tensors(host)), True
+        logits, copy = self._saved_logits
         logits.copy_(copy)
-        return fetched(picks), False
+        return fetch_tokens(picks), False
 
 
-def unpacked(picks: Picks, tokens: Sequence[int], jobs: Sequence[Job], logits: Tensor) -> list[Sampled]:
+def sampled_tokens(
+    picks: Picks, tokens: Sequence[int], jobs: Sequence[Job], logits: Tensor
+) -> list[SampledToken]:
     """What was picked for each job, with what it wants to know; only what somebody wanted is fetched."""
-    probs = picks.probs.tolist() if any(job.row.want_probs for job in jobs) else None
-    tops = picks.top_tokens.tolist() if picks.top_tokens is not None else None
-    shares = picks.top_probs.tolist() if picks.top_probs is not None else None
+    probs = picks.probs.tolist() if any(job.sampling_request.want_probs for job in jobs) else None
+    top_tokens = picks.top_tokens.tolist() if picks.top_tokens is not None else None
+    top_probs = picks.top_probs.tolist() if picks.top_probs is not None else None
     out = []
-    place = 0
+    row = 0
     for i, (token, job) in enumerate(zip(tokens, jobs, strict=True)):
-        k = job.row.want_top
+        k = job.sampling_request.want_top
         out.append(
-            Sampled(
+            SampledToken(
                 token,
-                prob=probs[i] if probs is not None and job.row.want_probs else None,
-                top_tokens=tops[i][:k] if k and tops is not None else None,
-                top_probs=shares[i][:k] if k and shares is not None else None,
-                logits=logits[place].clone() if job.return_logits or job.hooks else None,
+                prob=probs[i] if probs is not None and job.sampling_request.want_probs else None,
+                top_tokens=top_tokens[i][:k] if k and top_tokens is not None else None,
+                top_probs=top_probs[i][:k] if k and top_probs is not None else None,
+                logits=logits[row].clone() if job.return_logits or job.hooks else None,
             )
         )
-        place += len(job.sequences)
+        row += len(job.sequences)
     return out
 
 
-def _slips(host: Tensor) -> Sequence[Tensor]:
+def _token_id_tensors(host: Tensor) -> Sequence[Tensor]:
     return (host.view(1, 1),) if len(host) == 1 else host.view(-1, 1, 1).unbind()
 
 
-def _opened(job: Job, text: str) -> StreamingResult:
-    result: StreamingResult = {"job": job, **job.label}  # type: ignore[typeddict-item]
+def _new_streaming_result(job: Job, text: str) -> StreamingResult:
+    result: StreamingResult = {"job": job, **job.common_fields}  # type: ignore[typeddict-item]
     if text:
         result["text"] = text
     return result
 
 
-def _closed(job: Job, result: StreamingResult) -> StreamingResult:
+def _add_final_fields(job: Job, result: StreamingResult) -> StreamingResult:
     result["full_completion"] = job.full_completion
     result["new_tokens"] = job.new_tokens
     result["prompt_tokens"] = job.prompt_tokens
-    result["time_enqueued"] = job.times.enqueued
-    result["time_prefill"] = job.times.prefill
-    result["time_generate"] = job.times.generate
+    result["time_enqueued"] = job.metrics.queue_seconds
+    result["time_prefill"] = job.metrics.prefill_seconds
+    result["time_generate"] = job.metrics.generate_seconds
     result["cached_pages"] = job.cached_pages
     result["cached_tokens"] = job.cached_tokens
     return result
 
 
-def _named(job: Job, result: R) -> R:
+def _add_identifier(job: Job, result: R) -> R:
     if job.identifier is not None:
         result["identifier"] = job.identifier
     return result

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from ..errors import CacheTooSmall, InputError
-from .audit import problems
-from .pages import Copy, Lead, PageTable
-from .sequence import Sequence, common_length
+from .page_table import PageCopy, PageTable, PrefixKey
+from .page_table_invariants import invariant_violations
+from .token_sequence import TokenSequence, common_prefix_length
 
-LOOK_AHEAD = 64
+MAX_ADMISSION_SCAN = 64
 """How many pending jobs that do not fit are passed by in search of one that does."""
 
 
@@ -35,7 +35,7 @@ class Schedulable(Protocol):
     """How often a younger job started first; the scheduler counts."""
 
     @property
-    def sequences(self) -> list[Sequence]:
+    def sequences(self) -> list[TokenSequence]:
         """One, or two for classifier-free guidance; each takes a row of the batch."""
 
     @property
@@ -47,79 +47,85 @@ J = TypeVar("J", bound=Schedulable)
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk(Generic[J]):
+class PrefillChunk(Generic[J]):
     """Feed the ids from `start` to `end` of a sequence; nothing to feed when they are equal.
 
     Rows before `start` are valid once `copy`, if there is one, was carried out.
     """
 
     job: J
-    sequence: Sequence
+    sequence: TokenSequence
     start: int
     end: int
-    copy: Copy | None = None
+    copy: PageCopy | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Plan(Generic[J]):
+class PrefillBatch(Generic[J]):
     """Chunks that do not depend on each other; every sequence named here gets on with its prompt."""
 
-    prefill: list[Chunk[J]]
+    chunks: list[PrefillChunk[J]]
 
     @property
-    def copies(self) -> list[Copy]:
+    def copies(self) -> list[PageCopy]:
         """To be carried out before any chunk. No page is both a source and a target."""
-        return [chunk.copy for chunk in self.prefill if chunk.copy is not None]
+        return [chunk.copy for chunk in self.chunks if chunk.copy is not None]
 
 
-class _Wave(Generic[J]):
+class _PrefillBatchBuilder(Generic[J]):
     """A plan in the making: which pages it writes, and what prompts may soon find in them."""
 
     def __init__(self) -> None:
-        self.chunks: list[Chunk[J]] = []
-        self.written: set[int] = set()
-        self.leads: dict[Lead | None, list[list[int]]] = {}
+        self.chunks: list[PrefillChunk[J]] = []
+        self.written_pages: set[int] = set()
+        self.ids_by_prefix: dict[PrefixKey | None, list[list[int]]] = {}
 
-    def add(self, chunk: Chunk[J], pages: PageTable) -> None:
+    def add(self, chunk: PrefillChunk[J], page_table: PageTable) -> None:
         """Take a chunk in."""
-        sequence, size = chunk.sequence, pages.page_size
+        sequence, size = chunk.sequence, page_table.page_size
         self.chunks.append(chunk)
-        for i in range(sequence.cached // size, -(-chunk.end // size)):
-            self.written.add(sequence.pages[i])
-            if (lead := pages.lead(sequence, i)) is not None:
-                self.leads.setdefault(lead, []).append(
+        for i in range(sequence.num_computed_tokens // size, -(-chunk.end // size)):
+            self.written_pages.add(sequence.pages[i])
+            if (prefix_key := page_table.prefix_key(sequence, i)) is not None:
+                self.ids_by_prefix.setdefault(prefix_key, []).append(
                     sequence.ids[i * size : min(chunk.end, (i + 1) * size)]
                 )
 
-    def offers(self, pages: PageTable, sequence: Sequence, more: int) -> bool:
+    def provides_more_of(self, page_table: PageTable, sequence: TokenSequence, num_tokens: int) -> bool:
         """Whether this plan leaves a page that holds more than `more` rows of use to the sequence."""
-        slot = sequence.cached // pages.page_size
-        found = self.leads.get(pages.lead(sequence, slot))
+        page_index = sequence.num_computed_tokens // page_table.page_size
+        found = self.ids_by_prefix.get(page_table.prefix_key(sequence, page_index))
         if not found:
             return False
-        rest = pages.opening(sequence, slot)
-        return more < len(rest) and any(
-            len(ids) > more and ids[more] == rest[more] and common_length(ids, rest) > more for ids in found
+        rest = page_table.reusable_ids(sequence, page_index)
+        return num_tokens < len(rest) and any(
+            len(ids) > num_tokens
+            and ids[num_tokens] == rest[num_tokens]
+            and common_prefix_length(ids, rest) > num_tokens
+            for ids in found
         )
 
 
 class Scheduler(Generic[J]):
     """First come, first served, as many at a time as the batch and the cache have room for."""
 
-    def __init__(self, pages: PageTable, max_batch_size: int, chunk: int) -> None:
-        if max_batch_size < 1 or chunk < 1:
+    def __init__(self, page_table: PageTable, max_batch_size: int, chunk_size: int) -> None:
+        if max_batch_size < 1 or chunk_size < 1:
             raise InputError(
-                f"A scheduler needs max_batch_size and chunk of at least 1, found {max_batch_size}, {chunk}."
+                f"A scheduler needs max_batch_size and chunk of at least 1, found {max_batch_size} and "
+                f"{chunk_size}."
             )
-        self.pages = pages
+        self.page_table = page_table
         self.max_batch_size = max_batch_size
-        self.chunk = chunk
+        self.chunk_size = chunk_size
         self._pending: OrderedDict[int, J] = OrderedDict()
         self._active: dict[int, J] = {}
-        self._filling: dict[int, J] = {}  # active jobs whose prompts are not done
-        self._turn: list[tuple[J, Sequence]] = []  # sequences still to be served in this round
-        self._rows = 0
-        self._stuck: tuple[int, int] | None = None  # the state of things in which nothing could start
+        self._prefilling: dict[int, J] = {}  # active jobs whose prompts are not done
+        self._prefill_queue: list[tuple[J, TokenSequence]] = []  # sequences still to be served in this round
+        self._num_rows = 0
+        self._admission_blocked_at: tuple[int, int] | None = (
+            None  # the state of things in which nothing could start
+        )
 
     def __contains__(self, job: J) -> bool:
         """Whether a job is pending or active."""
@@ -136,12 +142,12 @@ class Scheduler(Generic[J]):
         return list(self._active.values())
 
     @property
-    def reading(self) -> bool:
+    def has_prefill(self) -> bool:
         """Whether there are jobs to start, or prompts that are not done."""
-        return bool(self._pending or self._filling)
+        return bool(self._pending or self._prefilling)
 
     @property
-    def waiting(self) -> int:
+    def num_pending(self) -> int:
         """How many jobs are pending."""
         return len(self._pending)
 
@@ -151,7 +157,7 @@ class Scheduler(Generic[J]):
         return len(self._active)
 
     @property
-    def remaining(self) -> int:
+    def num_unfinished(self) -> int:
         """How many jobs are pending or active."""
         return len(self._pending) + len(self._active)
 
@@ -172,78 +178,78 @@ class Scheduler(Generic[J]):
             )
         self._check_size(sequences)
         self._pending[id(job)] = job
-        self._stuck = None
+        self._admission_blocked_at = None
 
-    def start(self) -> list[J]:
+    def admit(self) -> list[J]:
         """Open a round: give pages to pending jobs that fit, and say which.
 
         A job that does not fit may be overtaken by younger ones, `max_skips` times.
         """
-        started = self._admit()
+        started = self._allocate_pending()
         for job in started:
             del self._pending[id(job)]
-            self._filling[id(job)] = job
-        self._turn = [
+            self._prefilling[id(job)] = job
+        self._prefill_queue = [
             (job, sequence)
-            for job in self._filling.values()
+            for job in self._prefilling.values()
             for sequence in job.sequences
-            if not sequence.ready
+            if not sequence.prefill_done
         ]
         return started
 
-    def plan(self) -> Plan[J] | None:
+    def next_prefill_batch(self) -> PrefillBatch[J] | None:
         """The next chunks of this round, None when there are no more. Commit each plan before the next."""
-        if not self._filling:
+        if not self._prefilling:
             return None
-        wave: _Wave[J] = _Wave()
+        builder: _PrefillBatchBuilder[J] = _PrefillBatchBuilder()
         deferred = []
-        for job, sequence in self._turn:
-            if id(job) in self._active and not self._join(wave, job, sequence):
+        for job, sequence in self._prefill_queue:
+            if id(job) in self._active and not self._add_chunk(builder, job, sequence):
                 deferred.append((job, sequence))
-        self._turn = deferred
-        return Plan(wave.chunks) if wave.chunks else None
+        self._prefill_queue = deferred
+        return PrefillBatch(builder.chunks) if builder.chunks else None
 
-    def ready(self) -> list[J]:
+    def decode_batch(self) -> list[J]:
         """Active jobs whose prompts are done, in the order they started."""
         jobs = []
         for job in self._active.values():
             for sequence in job.sequences:
-                if sequence.cached != len(sequence.ids) - 1:
+                if sequence.num_computed_tokens != len(sequence.ids) - 1:
                     break
             else:
                 jobs.append(job)
-        if self._filling:
+        if self._prefilling:
             for job in jobs:
-                self._filling.pop(id(job), None)
+                self._prefilling.pop(id(job), None)
         return jobs
 
     def finish(self, job: J) -> None:
         """Take an active job out; its pages stay as prompt cache until they are needed."""
         del self._active[id(job)]
-        self._filling.pop(id(job), None)
-        self._rows -= len(job.sequences)
+        self._prefilling.pop(id(job), None)
+        self._num_rows -= len(job.sequences)
         for sequence in job.sequences:
-            self.pages.release(sequence)
+            self.page_table.release(sequence)
 
     def cancel(self, job: J) -> bool:
         """Take a job out wherever it is, at any moment; False if it is neither pending nor active."""
-        self._stuck = None
-        waited = self._pending.pop(id(job), None) is not None  # one that is just starting is in both
+        self._admission_blocked_at = None
+        was_pending = self._pending.pop(id(job), None) is not None  # one that is just starting is in both
         if id(job) in self._active:
             self.finish(job)
             return True
-        return waited
+        return was_pending
 
-    def tidied(self) -> bool:
+    def reset_after_interrupt(self) -> bool:
         """Make good what an interrupt (Ctrl-C) left half done: with no job left, nobody has rows or pages.
 
         False, and nothing is done, while there are jobs.
         """
-        if self.remaining:
+        if self.num_unfinished:
             return False
-        self._filling, self._turn, self._rows = {}, [], 0
-        if problems(self.pages, []):
-            self.pages.reset()
+        self._prefilling, self._prefill_queue, self._num_rows = {}, [], 0
+        if invariant_violations(self.page_table, []):
+            self.page_table.reset()
         return True
 
     def clear(self) -> list[J]:
@@ -253,12 +259,16 @@ class Scheduler(Generic[J]):
             self.cancel(job)
         return jobs
 
-    def _check_size(self, sequences: list[Sequence]) -> None:
-        need, have, size = self.pages.pages_for(sequences), self.pages.num_pages, self.pages.page_size
+    def _check_size(self, sequences: list[TokenSequence]) -> None:
+        need, have, size = (
+            self.page_table.count_pages(sequences),
+            self.page_table.num_pages,
+            self.page_table.page_size,
+        )
         if need <= have:
             return
         prompt = sum(map(len, sequences))
-        new = sum(sequence.limit - len(sequence) for sequence in sequences)
+        new = sum(sequence.max_length - len(sequence) for sequence in sequences)
         raise CacheTooSmall(
             f"Job requires {need} pages (only {have} available) and cannot be enqueued. Total cache "
             f"allocated is {have} * {size} = {have * size} tokens; the job has {prompt} prompt tokens and up "
@@ -266,55 +276,61 @@ class Scheduler(Generic[J]):
             f"max_seq_len={need * size} or more."
         )
 
-    def _admit(self) -> list[J]:
+    def _allocate_pending(self) -> list[J]:
         started: list[J] = []
         skipped: list[J] = []
-        if self._stuck == (self.pages.version, self._rows):
+        if self._admission_blocked_at == (self.page_table.version, self._num_rows):
             return started
         for job in self._pending.values():
             if id(job) in self._active:  # an interrupt came before it had left the queue
                 started.append(job)
                 continue
-            if self._rows >= self.max_batch_size or not self.pages.free or len(skipped) > LOOK_AHEAD:
+            if (
+                self._num_rows >= self.max_batch_size
+                or not self.page_table.num_free_pages
+                or len(skipped) > MAX_ADMISSION_SCAN
+            ):
                 break
             sequences = job.sequences
-            if self._rows + len(sequences) > self.max_batch_size or not self.pages.fits(sequences):
+            if self._num_rows + len(sequences) > self.max_batch_size or not self.page_table.fits(sequences):
                 if job.max_skips is not None and job.skips >= job.max_skips:
                     break
                 skipped.append(job)
                 continue
-            for passed in skipped:
-                passed.skips += 1
+            for overtaken in skipped:
+                overtaken.skips += 1
             exhausted = any(p.max_skips is not None and p.skips >= p.max_skips for p in skipped)
-            self.pages.allocate(sequences)
-            self._rows += len(sequences)
+            self.page_table.allocate(sequences)
+            self._num_rows += len(sequences)
             self._active[id(job)] = job
             started.append(job)
             if exhausted:
                 break
         if not started:
-            self._stuck = (self.pages.version, self._rows)
+            self._admission_blocked_at = (self.page_table.version, self._num_rows)
         return started
 
-    def _join(self, wave: _Wave[J], job: J, sequence: Sequence) -> bool:
+    def _add_chunk(self, builder: _PrefillBatchBuilder[J], job: J, sequence: TokenSequence) -> bool:
         """Give a sequence its chunk in this wave; False if it does better to wait for the next one."""
-        self.pages.advance(sequence)
-        if sequence.ready:
+        self.page_table.skip_cached_tokens(sequence)
+        if sequence.prefill_done:
             return True
-        slot, offset = divmod(sequence.cached, self.pages.page_size)
-        if sequence.pages[slot] in wave.written:
+        page_index, offset = divmod(sequence.num_computed_tokens, self.page_table.page_size)
+        if sequence.pages[page_index] in builder.written_pages:
             return False
-        start, copy = sequence.cached, None
+        start, copy = sequence.num_computed_tokens, None
         if offset == 0:
-            copy = self.pages.partial(sequence)
-            start += copy.tokens if copy is not None else 0
-            if wave.offers(self.pages, sequence, start - sequence.cached):
+            copy = self.page_table.plan_partial_copy(sequence)
+            start += copy.num_tokens if copy is not None else 0
+            if builder.provides_more_of(self.page_table, sequence, start - sequence.num_computed_tokens):
                 return False
-        wave.add(Chunk(job, sequence, start, self._end(sequence, start), copy), self.pages)
+        builder.add(
+            PrefillChunk(job, sequence, start, self._chunk_end(sequence, start), copy), self.page_table
+        )
         return True
 
-    def _end(self, sequence: Sequence, start: int) -> int:
+    def _chunk_end(self, sequence: TokenSequence, start: int) -> int:
         """Where a chunk that begins there ends: on a page boundary, if there is one within reach."""
-        size = self.pages.page_size
-        boundary = (start + self.chunk) // size * size
-        return min(boundary if boundary > start else start + self.chunk, len(sequence) - 1)
+        size = self.page_table.page_size
+        boundary = (start + self.chunk_size) // size * size
+        return min(boundary if boundary > start else start + self.chunk_size, len(sequence) - 1)

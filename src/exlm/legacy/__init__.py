@@ -5,8 +5,8 @@ what scripts import from the `exllamav2` package and nothing else needs.
 """
 
 from .base_generator import BaseGenerator
-from .chunks import Chunk
-from .rows import TruncationWarning
+from .padding import TruncationWarning
+from .stream_chunks import Chunk
 from .streaming_generator import StreamingGenerator
 
 __all__ = ["BaseGenerator", "Chunk", "StreamingGenerator", "TruncationWarning"]

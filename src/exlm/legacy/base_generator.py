@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from .. import CacheBase, InputError, Model, Settings, Tokenizer
-from ..generator.loop import Loop, Runner
-from ..generator.pages import PageTable
-from .embeddings import into_ids, into_texts
-from .jobs import LegacyJob, filtering
-from .rows import TruncationWarning, padded
+from ..generator.engine import EngineCore, ModelRunner
+from ..generator.page_table import PageTable
+from .embeddings import embed_in_ids, embed_in_texts
+from .jobs import LegacyJob, filter_arguments
+from .padding import TruncationWarning, pad_left
 
-ROW = 8  # of the tokens that the model computes at once, a row of the batch counts as so many
+TOKENS_PER_ROW = 8  # of the tokens that the model computes at once, a row of the batch counts as so many
 
 
 class BaseGenerator:
@@ -37,12 +37,16 @@ class BaseGenerator:
     def __init__(self, model: Model, cache: CacheBase, tokenizer: Tokenizer) -> None:
         self.model, self.cache, self.tokenizer = model, cache, tokenizer
         self.abort_event: threading.Event | None = None
-        self._rows: list[list[int]] | None = None
+        self._sequence_rows: list[list[int]] | None = None
 
     @property
     def sequence_ids(self) -> Tensor | None:
         """The ids of the running or last sequences (rows, n), padded; None before the first."""
-        return None if self._rows is None else padded(self._rows, self.tokenizer.pad_token_id)
+        return (
+            None
+            if self._sequence_rows is None
+            else pad_left(self._sequence_rows, self.tokenizer.pad_token_id)
+        )
 
     @property
     def max_length(self) -> int:
@@ -55,7 +59,7 @@ class BaseGenerator:
 
     def full(self) -> bool:
         """Whether the running sequence is as long as it may become."""
-        return max(map(len, self._rows or ()), default=0) >= self.max_length
+        return max(map(len, self._sequence_rows or ()), default=0) >= self.max_length
 
     def generate_simple(
         self,
@@ -89,56 +93,60 @@ class BaseGenerator:
         if not isinstance(prompt, str | Sequence):
             raise InputError(f"prompt must be a string or a list of them, found {type(prompt).__name__}.")
         texts = [prompt] if isinstance(prompt, str) else list(prompt)
-        prompts = into_texts(self.model, input_embeddings, texts)
+        prompts = embed_in_texts(self.model, input_embeddings, texts)
         encode = partial(self.tokenizer.encode, add_bos=add_bos, encode_special_tokens=encode_special_tokens)
-        rows = self._cut([encode(text, embeddings=known) for text, known in prompts], num_tokens)
+        rows = self._truncate_prompts(
+            [encode(text, embeddings=embeddings) for text, embeddings in prompts], num_tokens
+        )
         options: dict[str, Any] = {
             "gen_settings": gen_settings,
             "token_healing": token_healing,
             "decode_special_tokens": decode_special_tokens,
-            "stop_conditions": self._stops(stop_token),
+            "stop_conditions": self._stop_token_list(stop_token),
             "loras": loras,
-        } | filtering(gen_settings, filters, filter_prefer_eos)
-        first = random.getrandbits(63) if seed is None else seed
+        } | filter_arguments(gen_settings, filters, filter_prefer_eos)
+        first_seed = random.getrandbits(63) if seed is None else seed
         jobs = [
-            LegacyJob(row, num_tokens, seed=_plus(first, i), embeddings=known, **options)
-            for i, (row, (_, known)) in enumerate(zip(rows, prompts, strict=True))
+            LegacyJob(row, num_tokens, seed=_offset_seed(first_seed, i), embeddings=embeddings, **options)
+            for i, (row, (_, embeddings)) in enumerate(zip(rows, prompts, strict=True))
             if num_tokens
         ]
         replies = self._run(jobs) if num_tokens else [""] * len(rows)
         if not completion_only:
-            said = [self.tokenizer.decode(row[0], decode_special_tokens) for row in rows]
-            replies = [new if new is None else old + new for old, new in zip(said, replies, strict=True)]
+            prompt_texts = [self.tokenizer.decode(row[0], decode_special_tokens) for row in rows]
+            replies = [
+                new if new is None else old + new for old, new in zip(prompt_texts, replies, strict=True)
+            ]
         answers = [reply or "" for reply in replies]
         return answers[0] if isinstance(prompt, str) else answers
 
     def _run(self, jobs: list[LegacyJob]) -> list[str | None]:
         """Run until all are finished or an abort; what each said, None for one that has not begun to."""
-        self._take_over()
+        self._claim_cache()
         prompts = [len(job.sequences[0]) for job in jobs]
         reasons: dict[int, str] = {}
         try:
             for job in jobs:
-                self._loop.enqueue(job)
+                self._engine.enqueue(job)
                 job.output.max_new_tokens -= job.token_healing
-            while self._loop.busy and not self._aborted:
-                for result in self._loop.step():
+            while self._engine.busy and not self._aborted:
+                for result in self._engine.step():
                     if result["stage"] == "streaming" and result["eos"]:
                         if "error" in result:
                             raise result["error"]
                         reasons[id(result["job"])] = result["eos_reason"]
         finally:
             for job in jobs:
-                self._loop.cancel(job)
+                self._engine.cancel(job)
         replies, rows = [], []
         for job, prompt in zip(jobs, prompts, strict=True):
             ids, reason = job.sequences[0].ids, reasons.get(id(job))
-            said = job.full_completion if reason else job.full_completion + job.held_text
-            replies.append(said if len(ids) > prompt else None)
+            text = job.full_completion if reason else job.full_completion + job.held_text
+            replies.append(text if len(ids) > prompt else None)
             rows.append((ids[:prompt], ids[prompt : len(ids) - (reason == "stop_token")]))
         longest = max((len(new) for _, new in rows), default=0)
         pad = self.tokenizer.pad_token_id
-        self._rows = [[*old, *new, *[pad] * (longest - len(new))] for old, new in rows]
+        self._sequence_rows = [[*old, *new, *[pad] * (longest - len(new))] for old, new in rows]
         return replies
 
     @property
@@ -146,52 +154,52 @@ class BaseGenerator:
         return self.abort_event is not None and self.abort_event.is_set()
 
     @cached_property
-    def _loop(self) -> Loop:
+    def _engine(self) -> EngineCore:
         config = self.model.config
         pages = PageTable(self.cache.num_pages)
-        return Loop(
+        return EngineCore(
             self._runner,
             pages,
             self.tokenizer,
             config.vocab_size,
-            max_batch_size=max(2, config.max_input_len // ROW),
-            chunk=max(pages.page_size, config.max_input_len // pages.page_size * pages.page_size),
+            max_batch_size=max(2, config.max_input_len // TOKENS_PER_ROW),
+            chunk_size=max(pages.page_size, config.max_input_len // pages.page_size * pages.page_size),
             max_length=self.max_length,
-            extras=self.model.extras,
+            make_extras=self.model.extras,
         )
 
     @cached_property
-    def _runner(self) -> Runner:
+    def _runner(self) -> ModelRunner:
         return self.model.runner(self.cache)
 
-    def _take_over(self) -> None:
+    def _claim_cache(self) -> None:
         """Make the whole cache free for new jobs: anybody may have written to it since the last ones."""
-        self._loop.clear()
-        self._loop.pages.clear()
+        self._engine.clear()
+        self._engine.page_table.clear()
         self.cache.current_seq_len = 0
 
-    def _stops(self, token: int | None) -> list[int]:
+    def _stop_token_list(self, token: int | None) -> list[int]:
         if token == -1:
             return list(self.tokenizer.eos_token_ids)
         return [] if token is None else [token]
 
-    def _cut(self, rows: list[Tensor], num_tokens: int) -> list[Tensor]:
+    def _truncate_prompts(self, rows: list[Tensor], num_tokens: int) -> list[Tensor]:
         """The ends of the prompts that leave room for so many tokens."""
         if not isinstance(num_tokens, Integral) or not 0 <= num_tokens < self.max_length:
             raise InputError(
                 f"num_tokens must be from 0 to {self.max_length - 1}, a whole number that leaves room for "
                 f"one token of the prompt in a sequence of {self.max_length}; found {num_tokens!r}."
             )
-        room = self.max_length - num_tokens
+        max_prompt = self.max_length - num_tokens
         for row in rows:
-            if (over := row.shape[1] - room) > 0:
+            if (excess := row.shape[1] - max_prompt) > 0:
                 warnings.warn(
-                    f"A prompt of {row.shape[1]} tokens was cut to its last {room}: {num_tokens} new tokens "
-                    f"must fit into {self.max_length} as well, {over} tokens are lost.",
+                    f"A prompt of {row.shape[1]} tokens was cut to its last {max_prompt}: {num_tokens} new "
+                    f"tokens must fit into {self.max_length} as well, {excess} tokens are lost.",
                     TruncationWarning,
                     stacklevel=3,
                 )
-        return [row[:, -room:] for row in rows]
+        return [row[:, -max_prompt:] for row in rows]
 
     def _gen_begin_base(
         self,
@@ -205,9 +213,9 @@ class BaseGenerator:
 
         `input_embeddings` (rows, n, hidden) take the places of 10⁹ and the ids behind it.
         """
-        self._take_over()
-        ids, embeddings = into_ids(self.model, input_embeddings, input_ids)
-        self._rows = ids.tolist()
+        self._claim_cache()
+        ids, embeddings = embed_in_ids(self.model, input_embeddings, input_ids)
+        self._sequence_rows = ids.tolist()
         if ids.shape[1] > 1:
             self.model.forward(
                 ids[:, :-1],
@@ -221,6 +229,6 @@ class BaseGenerator:
             )
 
 
-def _plus(seed: Any, place: int) -> Any:
+def _offset_seed(seed: Any, index: int) -> Any:
     """The seed of a prompt; what is no number is left for the job to refuse."""
-    return seed + place if isinstance(seed, Integral) else seed
+    return seed + index if isinstance(seed, Integral) else seed

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import InputError, Tokenizer
 from ..quantize.calibrate import documents
-from .unavailable import Unavailable, UnavailableObject, unavailable
+from .placeholders import Unavailable, UnavailableObject, unavailable
 
 QUANTIZE = (
     "Make EXL2 models with `exlm quantize`, or with exlm.quantize_model, where a measurement.json of the old "

@@ -14,17 +14,17 @@ EMBED_HERE = "{{EMBED_HERE}}"
 """Where a prompt wants its vectors."""
 
 
-def into_texts(model: Model, given: Any, prompts: Sequence[str]) -> list[tuple[str, list[MMEmbedding]]]:
+def embed_in_texts(model: Model, given: Any, prompts: Sequence[str]) -> list[tuple[str, list[MMEmbedding]]]:
     """Each prompt and the embeddings it may name.
 
     Vectors (prompts, n, hidden) become an embedding for each prompt, named in the place the prompt marks for
     it; whitespace next to the mark goes. Embeddings that exist are named by the prompts themselves.
     """
     if not isinstance(given, Tensor):
-        return [(prompt, _objects(given)) for prompt in prompts]
-    made = _made(model, given, len(prompts))
+        return [(prompt, _embedding_list(given)) for prompt in prompts]
+    embeddings = _embeddings_from_vectors(model, given, len(prompts))
     out = []
-    for prompt, one in zip(prompts, made, strict=True):
+    for prompt, one in zip(prompts, embeddings, strict=True):
         before, *rest = prompt.split(EMBED_HERE)
         if len(rest) != 1:
             raise InputError(
@@ -34,17 +34,17 @@ def into_texts(model: Model, given: Any, prompts: Sequence[str]) -> list[tuple[s
     return out
 
 
-def into_ids(model: Model, given: Any, ids: Tensor) -> tuple[Tensor, list[MMEmbedding]]:
+def embed_in_ids(model: Model, given: Any, ids: Tensor) -> tuple[Tensor, list[MMEmbedding]]:
     """Ids (rows, n) and the embeddings they may hold.
 
     Vectors (rows, n, hidden) become an embedding for each row, and 10⁹ + i in it, the old number of vector i,
     becomes its new number.
     """
     if not isinstance(given, Tensor):
-        return ids, _objects(given)
-    made = _made(model, given, len(ids))
+        return ids, _embedding_list(given)
+    embeddings = _embeddings_from_vectors(model, given, len(ids))
     rows = []
-    for row, one in zip(ids, made, strict=True):
+    for row, one in zip(ids, embeddings, strict=True):
         last = EMBEDDING_INDEX + one.length - 1
         if not EMBEDDING_INDEX <= int(row.max()) <= last:
             raise InputError(
@@ -52,10 +52,10 @@ def into_ids(model: Model, given: Any, ids: Tensor) -> tuple[Tensor, list[MMEmbe
                 f"input_embeddings belong; the highest id is {int(row.max())}."
             )
         rows.append(torch.where(row >= EMBEDDING_INDEX, row + (one.first_index - EMBEDDING_INDEX), row))
-    return torch.stack(rows), made
+    return torch.stack(rows), embeddings
 
 
-def _made(model: Model, vectors: Tensor, rows: int) -> list[MMEmbedding]:
+def _embeddings_from_vectors(model: Model, vectors: Tensor, rows: int) -> list[MMEmbedding]:
     if vectors.dim() != 3 or len(vectors) != rows:
         raise InputError(
             f"input_embeddings must be ({rows}, n, {model.config.hidden_size}), found {tuple(vectors.shape)}."
@@ -63,7 +63,7 @@ def _made(model: Model, vectors: Tensor, rows: int) -> list[MMEmbedding]:
     return [MMEmbedding(model, row) for row in vectors]
 
 
-def _objects(given: Any) -> list[MMEmbedding]:
+def _embedding_list(given: Any) -> list[MMEmbedding]:
     if given is None:
         return []
     return list(given) if isinstance(given, list | tuple) else [given]

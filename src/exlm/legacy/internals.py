@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..families.fields import RopeStyle as RopeStyle
-from .unavailable import Unavailable, UnavailableObject, unavailable
+from .placeholders import Unavailable, UnavailableObject, unavailable
 
 EXTENSION = (
     "Nothing is compiled and no kernel is called by hand: load a model with exlm.Model, which chooses its "

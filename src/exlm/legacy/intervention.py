@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-Edit = Callable[[Tensor], Tensor]
+HiddenStatesHook = Callable[[Tensor], Tensor]
 
 
 class HasForward(Protocol):
@@ -25,7 +25,10 @@ class Intervention:
     """
 
     def __init__(
-        self, inner: HasForward, pre_forward: Edit | None = None, post_forward: Edit | None = None
+        self,
+        inner: HasForward,
+        pre_forward: HiddenStatesHook | None = None,
+        post_forward: HiddenStatesHook | None = None,
     ) -> None:
         self.inner = inner
         self.pre_forward, self.post_forward = pre_forward or _unchanged, post_forward or _unchanged

@@ -5,7 +5,7 @@ There are none here: a layer is bound to its kernels while the model loads, and 
 
 from __future__ import annotations
 
-from .unavailable import Unavailable
+from .placeholders import Unavailable
 
 
 class LayerModule(Unavailable):

@@ -14,7 +14,7 @@ from .. import Config, InputError, Model, Tokenizer
 
 log = logging.getLogger(__name__)
 
-SWITCHES = (
+FLAGS = (
     ("-tp", "--tensor_parallel", "share each layer among the GPUs"),
     ("-nfa", "--no_flash_attn", "no effect: flash attention is not used"),
     ("-nxf", "--no_xformers", "no effect: xformers is not used"),
@@ -25,7 +25,7 @@ SWITCHES = (
     ("-fst", "--fast_safetensors", "no effect: loading is as fast as it gets"),
     ("-ic", "--ignore_compatibility", "no effect: nothing has to be turned off for any model"),
 )
-VALUES = (
+VALUE_OPTIONS = (
     ("-gs", "--gpu_split", str, "'auto', or GB for each GPU, separated by commas"),
     ("-l", "--length", int, "longest sequence, in tokens"),
     ("-rs", "--rope_scale", float, "divide positions by this"),
@@ -39,33 +39,33 @@ VALUES = (
 def add_args(parser: ArgumentParser) -> None:
     """Add every option of `init` to a parser."""
     parser.add_argument("-m", "--model_dir", type=str, help="folder of the model, or a GGUF file")
-    for short, long, kind, text in VALUES:
+    for short, long, kind, text in VALUE_OPTIONS:
         parser.add_argument(short, long, type=kind, help=text)
-    for short, long, text in SWITCHES:
+    for short, long, text in FLAGS:
         parser.add_argument(short, long, action="store_true", help=text)
 
 
 def check_args(args: Namespace) -> None:
     """End the program, saying why, if there is no model where the arguments point."""
     if not args.model_dir:
-        _refuse("No model directory specified: use -m.")
+        _exit_with_error("No model directory specified: use -m.")
     path = Path(args.model_dir).expanduser()
     if path.is_file():
         return
     if not path.is_dir():
-        _refuse(f"Can't find model directory: {path}")
+        _exit_with_error(f"Can't find model directory: {path}")
     if any(path.glob("*.gguf")):
         return
     for pattern in ("config.json", "tokenizer.*", "*.safetensors"):
         if not any(path.glob(pattern)):
-            _refuse(f"Cannot find {pattern} in {path}")
+            _exit_with_error(f"Cannot find {pattern} in {path}")
 
 
 def print_options(args: Namespace) -> None:
     """Show the model and the options that were set."""
     from rich.console import Console
 
-    given = {long[2:]: getattr(args, long[2:]) for _, long, *_ in (*VALUES, *SWITCHES)}
+    given = {long[2:]: getattr(args, long[2:]) for _, long, *_ in (*VALUE_OPTIONS, *FLAGS)}
     options = [
         name if value is True else f"{name}: {value}"
         for name, value in given.items()
@@ -140,14 +140,14 @@ def post_init_load(
         if not allow_auto_split:
             raise InputError("Auto split not allowed: this script makes no lazy cache. Leave -gs out.")
         return
-    split = None if auto else _split(args.gpu_split)
+    split = None if auto else _parse_gpu_split(args.gpu_split)
     began = time.perf_counter()
     (model.load_tp if args.tensor_parallel else model.load)(split, progress=progress)
     if benchmark and not quiet:
         log.info("Loaded in %.2f seconds.", time.perf_counter() - began)
 
 
-def _split(text: str | None) -> list[float] | None:
+def _parse_gpu_split(text: str | None) -> list[float] | None:
     """GB for each device."""
     if text is None:
         return None
@@ -159,5 +159,5 @@ def _split(text: str | None) -> list[float] | None:
         ) from None
 
 
-def _refuse(why: str) -> NoReturn:
+def _exit_with_error(why: str) -> NoReturn:
     raise SystemExit(f" ## Error: {why}")

@@ -15,16 +15,16 @@ from typing import Any
 from torch import Tensor
 
 from .. import Cache, CacheBase, InputError, Model, Settings, Tokenizer
-from ..generator.arguments import names, pass_over
-from ..generator.generator import OVERWRITTEN, SAME_CACHE
-from ..generator.job import split_conditions
+from ..generator.call_arguments import argument_names, drop_unknown
+from ..generator.generator import CACHE_OVERWRITTEN, DRAFT_SHARES_CACHE
+from ..generator.job import split_stop_conditions
 from .base_generator import BaseGenerator
-from .chunks import Chunk, chunk_of, joined, nothing
-from .embeddings import into_ids
-from .foresight import Foresight, Guess
-from .guessing import DraftGuess, NgramGuess, NgramTable
-from .jobs import StreamJob, banned, filtering
-from .rows import listed, unpadded
+from .draft_functions import ModelDraftFunction, NgramCounts, NgramDraftFunction
+from .embeddings import embed_in_ids
+from .jobs import StreamJob, banned_token_set, filter_arguments
+from .padding import id_lists, strip_padding
+from .speculative_runner import DraftFunction, SpeculativeRunner
+from .stream_chunks import Chunk, chunk_from_result, empty_chunk, merge_chunks
 
 
 class StreamingGenerator(BaseGenerator):
@@ -51,7 +51,7 @@ class StreamingGenerator(BaseGenerator):
         if draft_model is not None and draft_cache is None:
             draft_cache = Cache(draft_model, batch_size=cache.batch_size, max_seq_len=cache.max_seq_len)
         if draft_model is not None and draft_cache is cache:
-            raise InputError(SAME_CACHE)
+            raise InputError(DRAFT_SHARES_CACHE)
         self.draft_model, self.draft_cache = draft_model, draft_cache
         self.num_speculative_tokens = num_speculative_tokens
         self.speculative_prob_threshold = 0.25
@@ -65,14 +65,14 @@ class StreamingGenerator(BaseGenerator):
         self.return_probabilities = self.return_logits = False
         self.return_top_tokens = 0
         self._job: StreamJob | None = None
-        self._unnamed = 0
-        self._bounded = False  # somebody said how many tokens are enough
-        self._ngrams: NgramGuess | None = None
-        self._preloaded: list[list[int]] = []
+        self._num_healed_to_skip = 0
+        self._has_token_limit = False  # somebody said how many tokens are enough
+        self._ngram_draft: NgramDraftFunction | None = None
+        self._preloaded_ids: list[list[int]] = []
 
     def set_stop_conditions(self, stop_conditions: Collection[int | str]) -> None:
         """End streams at these token ids and strings, instead of those so far; at EOS if nothing was set."""
-        tokens, strings = split_conditions(stop_conditions)
+        tokens, strings = split_stop_conditions(stop_conditions)
         self.stop_tokens, self.stop_strings = set(tokens), set(strings)
 
     # A stream
@@ -106,17 +106,17 @@ class StreamingGenerator(BaseGenerator):
         set while the prompt is read, the stream is over before it began, and `sequence_ids` is what was read.
         Unknown arguments are passed over, with a warning.
         """
-        pass_over("begin_stream_ex()", unknown, names(self.begin_stream_ex))
+        drop_unknown("begin_stream_ex()", unknown, argument_names(self.begin_stream_ex))
         if input_embeddings is not None and self.draft_model is not None:
             raise InputError("Can not use input embeddings with draft model, which knows nothing of them.")
-        ids, embeddings = into_ids(self.model, input_embeddings, input_ids)
-        rows = unpadded(ids, input_mask, position_offsets)
-        filtered = filtering(gen_settings, filters, filter_prefer_eos)
-        _check(rows, gen_settings)
-        room = self._room(rows)
+        ids, embeddings = embed_in_ids(self.model, input_embeddings, input_ids)
+        rows = strip_padding(ids, input_mask, position_offsets)
+        filter_options = filter_arguments(gen_settings, filters, filter_prefer_eos)
+        _check_row_count(rows, gen_settings)
+        tokens_left = self._tokens_left(rows)
         job = StreamJob(
             rows,
-            room if max_new_tokens is None else min(max_new_tokens, room),
+            tokens_left if max_new_tokens is None else min(max_new_tokens, tokens_left),
             gen_settings=gen_settings,
             seed=random.getrandbits(63) if seed is None else seed,
             stop_conditions=[*self.stop_tokens, *self.stop_strings],
@@ -128,36 +128,36 @@ class StreamingGenerator(BaseGenerator):
             banned_strings=banned_strings,
             embeddings=embeddings,
             loras=loras,
-            **filtered,
+            **filter_options,
         )
         self.return_probabilities, self.return_logits = return_probabilities, return_logits
         self.return_top_tokens = return_top_tokens
         self.abort_event, self.settings = abort_event, gen_settings
-        self._bounded = max_new_tokens is not None and max_new_tokens <= room
-        self._begin(job)
+        self._has_token_limit = max_new_tokens is not None and max_new_tokens <= tokens_left
+        self._start(job)
 
     def stream_ex(self, ban_tokens: Collection[int] | None = None, **unknown: Any) -> Chunk:
         """The next token, except `ban_tokens`, and what it lets be seen; after the end, the end again.
 
         A healed token comes together with the next one and is not among the ids: it was in the prompt.
         """
-        pass_over("stream_ex()", unknown, ["ban_tokens"])
+        drop_unknown("stream_ex()", unknown, ["ban_tokens"])
         job = self._job
         if job is None:
             raise InputError("There is no stream: call begin_stream_ex() first.")
         if self._aborted or job.is_finished:
-            self._loop.cancel(job)
-            return nothing(job, self.model.config.vocab_size, eos=True)
-        if self.cache.tenant is not self._runner.runner:
-            self._loop.cancel(job)
+            self._engine.cancel(job)
+            return empty_chunk(job, self.model.config.vocab_size, eos=True)
+        if self.cache.last_writer is not self._runner.runner:
+            self._engine.cancel(job)
             self._job = None
-            raise InputError(OVERWRITTEN)
-        self._follow_conditions(job)
-        job.banned_now = banned(ban_tokens)
+            raise InputError(CACHE_OVERWRITTEN)
+        self._apply_changed_options(job)
+        job.banned_next = banned_token_set(ban_tokens)
         healing = job.output.healing
-        chunk = self._take(job)
+        chunk = self._next_chunk(job)
         if healing and not job.is_finished and "suppressed" not in chunk:
-            chunk = joined(chunk, self._take(job))
+            chunk = merge_chunks(chunk, self._next_chunk(job))
         self.cache.current_seq_len = len(job.sequences[0]) - 1
         return chunk
 
@@ -173,7 +173,7 @@ class StreamingGenerator(BaseGenerator):
         **options: Any,
     ) -> None:
         """`begin_stream_ex` with its arguments in an older order; further ones by name."""
-        further = pass_over("begin_stream()", options, names(self.begin_stream_ex))
+        further = drop_unknown("begin_stream()", options, argument_names(self.begin_stream_ex))
         self.begin_stream_ex(
             input_ids,
             gen_settings,
@@ -190,7 +190,7 @@ class StreamingGenerator(BaseGenerator):
 
         Here logits have no dimension for the one row: (tokens, vocabulary).
         """
-        pass_over("stream()", unknown, [])
+        drop_unknown("stream()", unknown, [])
         if self.return_top_tokens:
             raise InputError("stream() has no place for top tokens: call stream_ex().")
         chunk = self.stream_ex()
@@ -200,76 +200,79 @@ class StreamingGenerator(BaseGenerator):
 
     def full(self) -> bool:
         """Whether the running sequence is as long as it may become."""
-        rows = self._rows or []
-        return bool(rows) and max(map(len, rows)) >= self._limit(len(rows))
+        rows = self._sequence_rows or []
+        return bool(rows) and max(map(len, rows)) >= self._max_length_of(len(rows))
 
     # Speculation
 
     def ngram_preload(self, input_ids: Tensor | Sequence[int]) -> None:
         """Let n-gram guesses know these ids, (rows, n) or just one row, besides the text at hand."""
-        self._preloaded += listed(input_ids)
-        self._ngrams = None
+        self._preloaded_ids += id_lists(input_ids)
+        self._ngram_draft = None
 
     @property
     def total_tokens(self) -> int:
         """Tokens asked for while guessing."""
-        return self._runner.asked
+        return self._runner.num_requested
 
     @property
     def total_draft_tokens(self) -> int:
         """Tokens guessed."""
-        return self._runner.guessed
+        return self._runner.num_drafted
 
     @property
     def accepted_draft_tokens(self) -> int:
         """Guesses that were right."""
-        return self._runner.right
+        return self._runner.num_accepted
 
     def get_sd_stats(self) -> tuple[float, float, int, int, int]:
         """Guesses that were right, of all tokens and of all guesses; tokens, guesses, and right guesses."""
-        asked, guessed, right = self.total_tokens, self.total_draft_tokens, self.accepted_draft_tokens
-        return right / max(asked, 1), right / max(guessed, 1), asked, guessed, right
+        tokens, drafted, accepted = self.total_tokens, self.total_draft_tokens, self.accepted_draft_tokens
+        return accepted / max(tokens, 1), accepted / max(drafted, 1), tokens, drafted, accepted
 
     def reset_sd_stats(self) -> None:
         """Count from zero again."""
-        self._runner.asked = self._runner.guessed = self._runner.right = 0
+        self._runner.num_requested = self._runner.num_drafted = self._runner.num_accepted = 0
 
     @cached_property
-    def _runner(self) -> Foresight:
-        return Foresight(self.model.runner(self.cache))
+    def _runner(self) -> SpeculativeRunner:
+        return SpeculativeRunner(self.model.runner(self.cache))
 
     @cached_property
-    def _draft(self) -> DraftGuess | None:
+    def _model_draft(self) -> ModelDraftFunction | None:
         if self.draft_model is None or self.draft_cache is None:
             return None
-        return DraftGuess(self.draft_model, self.draft_cache, self.model.config.vocab_size)
+        return ModelDraftFunction(self.draft_model, self.draft_cache, self.model.config.vocab_size)
 
-    def _guess(self) -> Guess | None:
+    def _select_draft(self) -> DraftFunction | None:
         if self.speculative_ngram:
-            return self._ngram_guess()
-        if self._draft is not None:
-            self._draft.most, self._draft.least = self.num_speculative_tokens, self.speculative_prob_threshold
-        return self._draft
+            return self._make_ngram_draft()
+        if self._model_draft is not None:
+            self._model_draft.max_tokens, self._model_draft.min_prob = (
+                self.num_speculative_tokens,
+                self.speculative_prob_threshold,
+            )
+        return self._model_draft
 
-    def _ngram_guess(self) -> NgramGuess:
-        table = NgramTable(self.speculative_ngram_min, self.speculative_ngram_max)
-        if self._ngrams is None or self._ngrams.table.sizes != table.sizes:
-            for ids in self._preloaded:
-                table.count(ids, 0)
-            self._ngrams = NgramGuess(table)
-        self._ngrams.most = self.speculative_ngram_max_inf - 1
-        self._ngrams.threshold = self.speculative_ngram_threshold
-        return self._ngrams
+    def _make_ngram_draft(self) -> NgramDraftFunction:
+        counts = NgramCounts(self.speculative_ngram_min, self.speculative_ngram_max)
+        if self._ngram_draft is None or self._ngram_draft.counts.sizes != counts.sizes:
+            for ids in self._preloaded_ids:
+                counts.count(ids, 0)
+            self._ngram_draft = NgramDraftFunction(counts)
+        self._ngram_draft.max_tokens = self.speculative_ngram_max_inf - 1
+        self._ngram_draft.threshold = self.speculative_ngram_threshold
+        return self._ngram_draft
 
     # Inside
 
-    def _limit(self, rows: int) -> int:
+    def _max_length_of(self, num_rows: int) -> int:
         """How long a sequence may become if the cache has to hold so many."""
-        pages = self._loop.pages
-        return min(self.max_length, pages.num_pages // rows * pages.page_size)
+        pages = self._engine.page_table
+        return min(self.max_length, pages.num_pages // num_rows * pages.page_size)
 
-    def _room(self, rows: list[Tensor]) -> int:
-        longest, limit = max(row.shape[1] for row in rows), self._limit(len(rows))
+    def _tokens_left(self, rows: list[Tensor]) -> int:
+        longest, limit = max(row.shape[1] for row in rows), self._max_length_of(len(rows))
         if longest >= limit:
             raise InputError(
                 f"A prompt of {longest} tokens leaves no room for a reply in {limit}: shorten it, or make "
@@ -277,56 +280,56 @@ class StreamingGenerator(BaseGenerator):
             )
         return limit - longest
 
-    def _begin(self, job: StreamJob) -> None:
-        self._loop.clear()
+    def _start(self, job: StreamJob) -> None:
+        self._engine.clear()
         self._job = None
-        if self.cache.tenant is not self._runner.runner:  # somebody else has written to it
-            self._loop.pages.clear()
-            self.cache.tenant = self._runner.runner
-        self._runner.guess = self._guess()
-        self._loop.enqueue(job)
-        self._job, self._unnamed = job, int(job.token_healing)
-        self._rows = [sequence.ids for sequence in job.sequences]
+        if self.cache.last_writer is not self._runner.runner:  # somebody else has written to it
+            self._engine.page_table.clear()
+            self.cache.last_writer = self._runner.runner
+        self._runner.draft = self._select_draft()
+        self._engine.enqueue(job)
+        self._job, self._num_healed_to_skip = job, int(job.token_healing)
+        self._sequence_rows = [sequence.ids for sequence in job.sequences]
         first = job.sequences[0]
         while not self._aborted:
-            for result in self._loop.read():
-                _raise(result)
-            self.cache.current_seq_len = first.cached
-            if all(sequence.ready for sequence in job.sequences):
+            for result in self._engine.admit_and_prefill():
+                _raise_error(result)
+            self.cache.current_seq_len = first.num_computed_tokens
+            if all(sequence.prefill_done for sequence in job.sequences):
                 return
-        self._rows = [sequence.ids[: sequence.cached] for sequence in job.sequences]
-        self._loop.cancel(job)
+        self._sequence_rows = [sequence.ids[: sequence.num_computed_tokens] for sequence in job.sequences]
+        self._engine.cancel(job)
 
-    def _take_over(self) -> None:
-        super()._take_over()
-        self._job, self._runner.guess = None, None
+    def _claim_cache(self) -> None:
+        super()._claim_cache()
+        self._job, self._runner.draft = None, None
 
-    def _take(self, job: StreamJob) -> Chunk:
+    def _next_chunk(self, job: StreamJob) -> Chunk:
         """Run until the job has one more token."""
         while True:
-            for result in self._loop.step():
-                _raise(result)
+            for result in self._engine.step():
+                _raise_error(result)
                 if result["stage"] == "streaming":
-                    shown = result["token_ids"].shape[1] if "token_ids" in result else 0
-                    skip = min(shown, self._unnamed)
-                    self._unnamed -= skip
-                    chunk = chunk_of(result, self.model.config.vocab_size, skip)
+                    num_emitted = result["token_ids"].shape[1] if "token_ids" in result else 0
+                    skip = min(num_emitted, self._num_healed_to_skip)
+                    self._num_healed_to_skip -= skip
+                    chunk = chunk_from_result(result, self.model.config.vocab_size, skip)
                     # Who asks full() after each token goes on with a shorter prompt; the text has not ended.
-                    if result.get("eos_reason") == "max_new_tokens" and not self._bounded:
+                    if result.get("eos_reason") == "max_new_tokens" and not self._has_token_limit:
                         chunk["eos"] = False
                     return chunk
 
-    def _follow_conditions(self, job: StreamJob) -> None:
+    def _apply_changed_options(self, job: StreamJob) -> None:
         """Let a running job know of conditions and wishes that were changed; held text is judged first."""
-        if not job.pending:  # those tokens were sampled without what may be wanted now
-            job.want(self.return_probabilities, self.return_top_tokens, self.return_logits)
+        if not job.pending_tokens:  # those tokens were sampled without what may be wanted now
+            job.set_token_details(self.return_probabilities, self.return_top_tokens, self.return_logits)
         tokens, strings = frozenset(self.stop_tokens), frozenset(self.stop_strings)
-        if (job.stop_tokens, frozenset(job.stop_strings)) != (tokens, strings) and not job.output.held:
+        if (job.stop_tokens, frozenset(job.stop_strings)) != (tokens, strings) and not job.output.num_held:
             job.stop_tokens, job.stop_strings = tokens, tuple(strings)
-            job.output.set_stops(tokens, strings)
+            job.output.set_stop_conditions(tokens, strings)
 
 
-def _check(rows: list[Tensor], settings: Settings) -> None:
+def _check_row_count(rows: list[Tensor], settings: Settings) -> None:
     """One row, or two for guidance."""
     if len(rows) == 2 and settings.cfg_scale is None:
         raise InputError("Two rows are for guidance, but no CFG scale is set: set gen_settings.cfg_scale.")
@@ -334,7 +337,7 @@ def _check(rows: list[Tensor], settings: Settings) -> None:
         raise InputError(f"Streaming generator does not support batch size > 1, found {len(rows)} rows.")
 
 
-def _raise(result: Any) -> None:
+def _raise_error(result: Any) -> None:
     """A job that cannot go on says so in its last result; a stream says so at once."""
     if "error" in result:
         raise result["error"]

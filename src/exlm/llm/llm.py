@@ -20,19 +20,26 @@ from ..config import Config
 from ..errors import InputError, NotLoaded
 from ..filters import Filter, GrammarFilter, JsonSchemaFilter, RegexFilter
 from ..generator import Generator, Job
-from ..generator.job import lasting
+from ..generator.job import materialize
 from ..hub import find_model
 from ..model import Model
 from ..sampling import Settings
 from ..tokenizer import Tokenizer
-from .answers import Completion, Stream
-from .given import each, joined, placed, said, spoken, stops
-from .turns import Turns
+from .inputs import (
+    combined_filters,
+    encode_chat,
+    normalized_messages,
+    stop_list,
+    values_per_prompt,
+    wrapped_embeddings,
+)
+from .outputs import Completion, Stream
+from .request_router import RequestRouter
 
-LONGEST = 8192
+DEFAULT_MAX_SEQ_LEN = 8192
 """The longest sequence, prompt and answer together, unless the user says otherwise or the model has less."""
 
-ANSWER = 512
+DEFAULT_MAX_NEW_TOKENS = 512
 """The longest answer in tokens, unless the user says otherwise or the context has less left."""
 
 CacheType = Literal["fp16", "q8", "q6", "q4", "fp8"]
@@ -40,9 +47,9 @@ Prompt: TypeAlias = str | tuple[str, str]
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 Stops: TypeAlias = str | int | Iterable[str | int] | None
 
-NONE: Mapping[str, Any] = MappingProxyType({})
+NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 
-OWN: Mapping[str, str] = MappingProxyType(
+RENAMED_ARGUMENTS: Mapping[str, str] = MappingProxyType(
     {"gen_settings": "settings", "stop_conditions": "stop", "input_ids": "the prompt"}
 )
 """Arguments of a `Job` that go by another name here."""
@@ -77,28 +84,28 @@ class LLM:
     ) -> None:
         if cache_type not in CACHES:
             raise InputError(f"cache_type must be one of {', '.join(CACHES)}, found {cache_type!r}.")
-        self.config = _configured(model, max_seq_len, device, dtype, progress)
+        self.config = _make_config(model, max_seq_len, device, dtype, progress)
         self.tokenizer = Tokenizer(self.config)
-        room = self.config.max_seq_len if cache_tokens is None else cache_tokens
-        if isinstance(room, bool) or not isinstance(room, int) or room < 1:
-            raise InputError(f"cache_tokens must be a whole number of at least 1, found {room!r}.")
-        tokens = -(-room // PAGE) * PAGE
-        guesser: dict[str, Any] = {"use_ngram_draft": draft == "ngram"}
+        num_tokens = self.config.max_seq_len if cache_tokens is None else cache_tokens
+        if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or num_tokens < 1:
+            raise InputError(f"cache_tokens must be a whole number of at least 1, found {num_tokens!r}.")
+        tokens = -(-num_tokens // PAGE) * PAGE
+        draft_options: dict[str, Any] = {"use_ngram_draft": draft == "ngram"}
         if draft is not None and draft != "ngram":
             # A guess beyond the length a small model was made for costs a little time and nothing else.
-            small = _configured(draft, self.config.max_seq_len, device, dtype, progress)
-            self.tokenizer.check_draft(small)
-            parts = _loaded(small, CACHES[cache_type], tokens, progress)
-            guesser = dict(zip(("draft_model", "draft_cache"), parts, strict=True))
-        loaded, cache = _loaded(self.config, CACHES[cache_type], tokens, progress)
-        self._turns: Turns | None = Turns(
-            Generator(loaded, cache, self.tokenizer, max_batch_size=max_batch_size, **guesser)
+            draft_config = _make_config(draft, self.config.max_seq_len, device, dtype, progress)
+            self.tokenizer.check_draft(draft_config)
+            draft_parts = _load_model(draft_config, CACHES[cache_type], tokens, progress)
+            draft_options = dict(zip(("draft_model", "draft_cache"), draft_parts, strict=True))
+        loaded, cache = _load_model(self.config, CACHES[cache_type], tokens, progress)
+        self._router: RequestRouter | None = RequestRouter(
+            Generator(loaded, cache, self.tokenizer, max_batch_size=max_batch_size, **draft_options)
         )
 
     @property
     def generator(self) -> Generator:
         """What runs the requests."""
-        return self._open().generator
+        return self._get_router().generator
 
     @property
     def model(self) -> Model:
@@ -114,13 +121,13 @@ class LLM:
 
     def close(self) -> None:
         """Drop every request, the weights and the cache; calling it again does nothing."""
-        if self._turns is None:
+        if self._router is None:
             return
-        self._turns.close()
+        self._router.close()
         for model in (self.generator.model, self.generator.draft_model):
             if model is not None:
                 model.unload()
-        self._turns = None
+        self._router = None
 
     def __enter__(self) -> Self:
         return self
@@ -193,26 +200,31 @@ class LLM:
         if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | Mapping):
             raise InputError(f"Give a prompt or a list of them; found {type(prompts).__name__}.")
         texts: list[Any] = [prompts] if single else list(prompts)
-        wishes = each("settings", settings, len(texts))
-        own = {name: job_arguments.pop(name, None) for name in ("filters", "embeddings")}
-        lists = {name: [own[name]] if single else each(name, own[name], len(texts)) for name in own}
-        vectors = [placed(self.model, *pair) for pair in zip(texts, lists["embeddings"], strict=True)]
-        shared, stop = self._filters(json_schema, regex, grammar), lasting(stop)
-        common = {name: lasting(value) for name, value in job_arguments.items()}
+        settings_list = values_per_prompt("settings", settings, len(texts))
+        per_prompt = {name: job_arguments.pop(name, None) for name in ("filters", "embeddings")}
+        lists = {
+            name: [per_prompt[name]] if single else values_per_prompt(name, per_prompt[name], len(texts))
+            for name in per_prompt
+        }
+        embeddings = [
+            wrapped_embeddings(self.model, *pair) for pair in zip(texts, lists["embeddings"], strict=True)
+        ]
+        compiled, stop = self._make_filters(json_schema, regex, grammar), materialize(stop)
+        common = {name: materialize(value) for name, value in job_arguments.items()}
         jobs = [
-            self._job(
-                self._encode(text, add_bos, encode_special_tokens, vectors[i]),
+            self._make_job(
+                self._encode(text, add_bos, encode_special_tokens, embeddings[i]),
                 max_new_tokens,
-                wishes[i],
+                settings_list[i],
                 stop,
                 seed + i if isinstance(seed, Integral) else seed,
-                joined(lists["filters"][i], shared),
-                {**common, "embeddings": vectors[i]},
+                combined_filters(lists["filters"][i], compiled),
+                {**common, "embeddings": embeddings[i]},
             )
             for i, text in enumerate(texts)
         ]
-        answers = self._open().finish(jobs)
-        return answers[0] if single else answers
+        completions = self._get_router().run_to_end(jobs)
+        return completions[0] if single else completions
 
     def chat(
         self,
@@ -225,7 +237,7 @@ class LLM:
         json_schema: Any = None,
         regex: str | None = None,
         grammar: str | None = None,
-        template: Mapping[str, Any] = NONE,
+        template: Mapping[str, Any] = NO_VARIABLES,
         **job_arguments: Any,
     ) -> Completion:
         """Answer a conversation, written as the model's chat template writes it.
@@ -234,10 +246,14 @@ class LLM:
         said before is found in the cache, so a turn costs only itself. `template` holds variables for the
         chat template, such as `tools` or `enable_thinking`; the rest is as in `generate`.
         """
-        filters = joined(job_arguments.pop("filters", None), self._filters(json_schema, regex, grammar))
-        ids, ends = self._said(messages, template, job_arguments)
-        job = self._job(ids, max_new_tokens, settings, [*ends, *stops(stop)], seed, filters, job_arguments)
-        return self._open().finish([job])[0]
+        filters = combined_filters(
+            job_arguments.pop("filters", None), self._make_filters(json_schema, regex, grammar)
+        )
+        ids, template_stops = self._encode_chat(messages, template, job_arguments)
+        job = self._make_job(
+            ids, max_new_tokens, settings, [*template_stops, *stop_list(stop)], seed, filters, job_arguments
+        )
+        return self._get_router().run_to_end([job])[0]
 
     def stream(
         self,
@@ -252,30 +268,32 @@ class LLM:
         grammar: str | None = None,
         add_bos: bool | None = None,
         encode_special_tokens: bool = False,
-        template: Mapping[str, Any] = NONE,
+        template: Mapping[str, Any] = NO_VARIABLES,
         **job_arguments: Any,
     ) -> Stream:
         """The answer piece by piece, as it is made: a str is continued, a list of messages is answered.
 
         Nothing runs before the first piece is asked for; what does not fit the model is refused then.
         """
-        filters = joined(job_arguments.pop("filters", None), self._filters(json_schema, regex, grammar))
+        filters = combined_filters(
+            job_arguments.pop("filters", None), self._make_filters(json_schema, regex, grammar)
+        )
         if isinstance(prompt, str | tuple):
-            vectors = placed(self.model, prompt, job_arguments.get("embeddings"))
-            job_arguments["embeddings"] = vectors
-            ids = self._encode(prompt, add_bos, encode_special_tokens, vectors)
+            embeddings = wrapped_embeddings(self.model, prompt, job_arguments.get("embeddings"))
+            job_arguments["embeddings"] = embeddings
+            ids = self._encode(prompt, add_bos, encode_special_tokens, embeddings)
         else:
-            ids, ends = self._said(prompt, template, job_arguments)
-            stop = [*ends, *stops(stop)]
-        job = self._job(ids, max_new_tokens, settings, stop, seed, filters, job_arguments)
-        return Stream(self._open().pieces(job))
+            ids, template_stops = self._encode_chat(prompt, template, job_arguments)
+            stop = [*template_stops, *stop_list(stop)]
+        job = self._make_job(ids, max_new_tokens, settings, stop, seed, filters, job_arguments)
+        return Stream(self._get_router().stream_text(job))
 
     # From a wish to a job
 
-    def _open(self) -> Turns:
-        if self._turns is None:
+    def _get_router(self) -> RequestRouter:
+        if self._router is None:
             raise NotLoaded("This LLM was closed: make another one.")
-        return self._turns
+        return self._router
 
     def _encode(
         self, prompt: Prompt, add_bos: bool | None, special: bool, embeddings: Sequence[Any] | None
@@ -291,7 +309,7 @@ class LLM:
             for half in halves
         ]
 
-    def _said(
+    def _encode_chat(
         self, messages: str | Messages, template: Mapping[str, Any], job_arguments: dict[str, Any]
     ) -> tuple[list[Tensor], list[int | str]]:
         """The ids of a conversation, vectors among the job's arguments in their place, and what ends it."""
@@ -301,18 +319,22 @@ class LLM:
                 "Another template is one of them: {'chat_template': 'chatml'}."
             )
         tools, name = template.get("tools"), template.get("chat_template")
-        chosen = self.tokenizer.chat_templates.choose(name, tools is not None)
-        if "{" not in chosen.source:
+        chat_template = self.tokenizer.chat_templates.choose(name, tools is not None)
+        if "{" not in chat_template.source:
             names = ", ".join(self.tokenizer.chat_templates.names)
             raise InputError(f"No chat template is called {name!r}: give its source, or one of {names}.")
-        if tools and "tools" not in chosen.source:
-            raise InputError(f"{chosen.origin} has no place for tools: tell of them in a system message.")
-        text = self.tokenizer.apply_chat_template(said(messages), **template)
-        vectors = job_arguments["embeddings"] = placed(self.model, text, job_arguments.get("embeddings"))
-        ends = chosen.format.ends(self.tokenizer.single_id) if chosen.format else []
-        return [spoken(self.tokenizer, text, chosen.format, vectors)], ends
+        if tools and "tools" not in chat_template.source:
+            raise InputError(
+                f"{chat_template.origin} has no place for tools: tell of them in a system message."
+            )
+        text = self.tokenizer.apply_chat_template(normalized_messages(messages), **template)
+        embeddings = job_arguments["embeddings"] = wrapped_embeddings(
+            self.model, text, job_arguments.get("embeddings")
+        )
+        template_stops = chat_template.format.ends(self.tokenizer.single_id) if chat_template.format else []
+        return [encode_chat(self.tokenizer, text, chat_template.format, embeddings)], template_stops
 
-    def _filters(self, json_schema: Any, regex: str | None, grammar: str | None) -> list[Filter]:
+    def _make_filters(self, json_schema: Any, regex: str | None, grammar: str | None) -> list[Filter]:
         """Compiled once for a call: every job works on a copy of its own.
 
         JSON comes without optional white space, which small models would never stop writing.
@@ -326,7 +348,7 @@ class LLM:
             filters.append(GrammarFilter(self.tokenizer, grammar))
         return filters
 
-    def _job(
+    def _make_job(
         self,
         ids: list[Tensor],
         max_new_tokens: int | None,
@@ -336,25 +358,25 @@ class LLM:
         filters: list[Any],
         job_arguments: Mapping[str, Any],
     ) -> Job:
-        if twice := [name for name in OWN if name in job_arguments]:
-            raise InputError(f"{twice[0]} is given as {OWN[twice[0]]} here.")
+        if duplicates := [name for name in RENAMED_ARGUMENTS if name in job_arguments]:
+            raise InputError(f"{duplicates[0]} is given as {RENAMED_ARGUMENTS[duplicates[0]]} here.")
         if max_new_tokens is None:
-            length = self.generator.longest(len(ids))
+            length = self.generator.max_sequence_length(len(ids))
             # Where nothing is left the generator refuses the job, and says how long the prompt is.
-            max_new_tokens = max(1, min(ANSWER, length - max(half.shape[1] for half in ids)))
-        ends = [number for number in self.tokenizer.eos_token_ids if number < self.config.vocab_size]
+            max_new_tokens = max(1, min(DEFAULT_MAX_NEW_TOKENS, length - max(half.shape[1] for half in ids)))
+        eos_ids = [number for number in self.tokenizer.eos_token_ids if number < self.config.vocab_size]
         return Job(
             ids,
             max_new_tokens,
             gen_settings=settings,
             seed=seed,
-            stop_conditions=[*ends, *stops(stop)],
+            stop_conditions=[*eos_ids, *stop_list(stop)],
             filters=filters,
             **job_arguments,
         )
 
 
-def _configured(
+def _make_config(
     model: str | Path | Config | None,
     max_seq_len: int | None,
     device: str | None,
@@ -366,13 +388,15 @@ def _configured(
     if max_seq_len is not None:
         config.max_seq_len = max_seq_len
     elif config is not model:
-        config.max_seq_len = min(config.max_seq_len, LONGEST)
+        config.max_seq_len = min(config.max_seq_len, DEFAULT_MAX_SEQ_LEN)
     config.freeze()  # refuses what cannot be, before anything is made of it
     return config
 
 
-def _loaded(config: Config, kind: type[CacheBase], tokens: int, progress: bool) -> tuple[Model, CacheBase]:
+def _load_model(
+    config: Config, cache_class: type[CacheBase], tokens: int, progress: bool
+) -> tuple[Model, CacheBase]:
     model = Model(config)
-    cache = kind(model, max_seq_len=tokens, lazy=True)
+    cache = cache_class(model, max_seq_len=tokens, lazy=True)
     model.load_autosplit(cache, progress=progress)
     return model, cache

@@ -213,7 +213,7 @@ class Model(Loader):
             answer = decoder.forward(request.batch(start, stop, pages, "none" if early else wanted), layers)
             if cache is not None:
                 cache.current_seq_len += stop - start
-                cache.tenant = None
+                cache.last_writer = None
             yield answer
 
     def _check_fit(self, cache: CacheBase) -> None:

@@ -80,9 +80,9 @@ class Runner:
         """Let go of the decoder: a generator that somebody still holds must not keep the weights."""
         self.decoder, self.graphs = Gone(), None
 
-    def copy(self, orders: Iterable[tuple[int, int, int]]) -> None:
+    def copy_pages(self, copies: Iterable[tuple[int, int, int]]) -> None:
         """Duplicate the leading tokens of pages: (source, target, tokens)."""
-        self.cache.copy(orders)
+        self.cache.copy(copies)
 
     @torch.no_grad()
     def prefill(self, sequence: Paged, start: int, stop: int) -> None:
@@ -112,7 +112,7 @@ class Runner:
         return [out[row] for row in range(len(sequences))]
 
     @torch.no_grad()
-    def ahead(self, sequences: Sequence[Paged], past: Sequence[int], tokens: Tensor) -> Tensor | None:
+    def decode_next(self, sequences: Sequence[Paged], past: Sequence[int], tokens: Tensor) -> Tensor | None:
         """Launch `decode` of one token each, (sequences,) on the device and not yet known to the host.
 
         None where passes are not recorded: nothing would be gained. What it says of a negative token means
@@ -136,13 +136,13 @@ class Runner:
         """The same from a recording; None if there can be none."""
         if self.graphs is None or any([sequence.extras for sequence in sequences]):
             return None
-        self.cache.tenant = self
+        self.cache.last_writer = self
         return self.graphs.decode(fed, past, [sequence.pages for sequence in sequences])
 
     def _run(
         self, sequences: Sequence[Paged], fed: Sequence[Sequence[int]], past: Sequence[int], outputs: Outputs
     ) -> Tensor | None:
-        self.cache.tenant = self
+        self.cache.last_writer = self
         count = len(fed[0])
         longest = max(past) + count
         width = -(-longest // PAGE)

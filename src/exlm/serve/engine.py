@@ -43,8 +43,8 @@ class Hosted:
         self.host = Host(
             name=listing.name,
             tokenizer=loaded.tokenizer,
-            length=inner.longest(),
-            pair=inner.longest(2),
+            length=inner.max_sequence_length(),
+            pair=inner.max_sequence_length(2),
             vocab=loaded.model.config.vocab_size,
             loras=loaded.loras,
             drafts=inner.num_draft_tokens > 0,
@@ -187,7 +187,7 @@ class Run:
 
     def spent(self) -> tuple[int, int, int]:
         """Tokens so far: of prompts that were begun, of those found in the cache, and generated."""
-        prompts = [job for job in self._jobs[:: self._order.n] if job.times.began is not None]
+        prompts = [job for job in self._jobs[:: self._order.n] if job.metrics.prefill_started_at is not None]
         return (
             sum(job.prompt_tokens for job in prompts),
             sum(job.cached_tokens for job in prompts),

@@ -80,6 +80,6 @@ class _EngineGauges(Collector):
             inner = hosted.generator.generator
             jobs.add_metric([name, "running"], inner.num_active_jobs)
             jobs.add_metric([name, "waiting"], inner.num_pending_jobs)
-            pages.add_metric([name, "free"], inner.pages.free)
-            pages.add_metric([name, "used"], inner.max_pages - inner.pages.free)
+            pages.add_metric([name, "free"], inner.pages.num_free_pages)
+            pages.add_metric([name, "used"], inner.max_pages - inner.pages.num_free_pages)
         return [jobs, pages]

@@ -30,8 +30,8 @@ def _model(hosted: Hosted) -> dict[str, Any]:
         "pages": {
             "size": inner.page_size,
             "total": inner.max_pages,
-            "free": inner.pages.free,
-            "rows": [inner.pages.held(place) for place in range(inner.max_pages)],
+            "free": inner.pages.num_free_pages,
+            "rows": [inner.pages.num_valid_rows(place) for place in range(inner.max_pages)],
             "users": [users[place] for place in range(inner.max_pages)],
         },
         "batch": [_job(job) for job in active],
@@ -44,10 +44,12 @@ def _job(job: Job) -> dict[str, Any]:
         "job": job.serial_number,
         "prompt_tokens": job.prompt_tokens,
         "cached_tokens": job.cached_tokens,
-        "read_tokens": sum(sequence.cached for sequence in job.sequences),
+        "read_tokens": sum(sequence.num_computed_tokens for sequence in job.sequences),
         "new_tokens": job.new_tokens,
         "max_new_tokens": job.max_new_tokens,
         "pages": sorted({page for sequence in job.sequences for page in sequence.pages if page >= 0}),
-        "queue_seconds": round(job.times.enqueued, 3),
-        "seconds": round(job.times.enqueued + job.times.prefill + job.times.generate, 3),
+        "queue_seconds": round(job.metrics.queue_seconds, 3),
+        "seconds": round(
+            job.metrics.queue_seconds + job.metrics.prefill_seconds + job.metrics.generate_seconds, 3
+        ),
     }

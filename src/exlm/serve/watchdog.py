@@ -74,7 +74,7 @@ def report(engine: Engine, complaint: str) -> str:
         inner = hosted.generator.generator
         lines.append(
             f"{name}: {len(inner.active_jobs)} jobs run, {len(inner.pending_jobs)} wait, "
-            f"{inner.pages.free} of {inner.max_pages} pages are free. Last events:"
+            f"{inner.pages.num_free_pages} of {inner.max_pages} pages are free. Last events:"
         )
         lines += [f"  {_when(moment)} {what}" for moment, what in list(hosted.pulse.events)]
     names = {thread.ident: thread.name for thread in threading.enumerate()}

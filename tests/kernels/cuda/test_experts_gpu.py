@@ -90,7 +90,7 @@ def said(folder: Path, form_name: str, together: bool) -> tuple[list[list[int]],
         generator.enqueue(batch)
         while generator.num_remaining_jobs():
             generator.iterate()
-    made: Any = generator._loop.runner
+    made: Any = generator._engine.runner
     return [list(job.sequences[0].ids) for job in jobs], made.graphs
 
 

@@ -1,0 +1,149 @@
+"""The generator in an event loop: rounds run in a worker thread, a job is an async iterator of results."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from ..errors import InputError
+from .generator import Generator
+from .job import Job
+from .results import Result
+
+END_OF_RESULTS = object()
+
+
+class AsyncGenerator:
+    """A `Generator` whose jobs are consumed with `async for`; made inside a running event loop.
+
+    When that loop has ended, as each `asyncio.run` ends its own, it goes on in the one of the next job.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        """The arguments are those of `Generator`."""
+        self.generator = Generator(*arguments, **options)
+        self.jobs: dict[int, AsyncJob] = {}
+        self._closed = False
+        self.iteration_task: asyncio.Task[None]
+        self._bind_event_loop(asyncio.get_running_loop())
+
+    def enqueue(self, job: AsyncJob) -> None:
+        """For old scripts: a job is queued when it is made, so there is nothing left to do."""
+        if job.generator is not self:
+            raise InputError("This job was made for another generator, which has it: make one for this.")
+
+    async def cancel(self, job: AsyncJob) -> None:
+        """Drop a job and end its iteration; harmless for a finished one."""
+        job.cancelled = True
+        async with self._step_lock:
+            self.generator.cancel(job.job)
+        self.jobs.pop(id(job.job), None)
+        job.queue.put_nowait(END_OF_RESULTS)
+
+    async def close(self) -> None:
+        """Drop every job and stop; later jobs are refused."""
+        if self.iteration_task.get_loop() is not asyncio.get_running_loop():
+            self.ensure_running()
+        self._closed = True
+        self._has_jobs.set()
+        if not self.iteration_task.done():
+            await asyncio.wait([self.iteration_task])
+        async with self._step_lock:
+            self.generator.clear_queue()
+        for job in self.jobs.values():
+            job.queue.put_nowait(END_OF_RESULTS)
+        self.jobs.clear()
+
+    def ensure_running(self) -> None:
+        """Be at work in the event loop that is running; jobs of one that has ended ended with it."""
+        bound_loop, loop = self.iteration_task.get_loop(), asyncio.get_running_loop()
+        if self._closed or (bound_loop is loop and not self.iteration_task.done()):
+            return
+        if bound_loop is loop:  # as those do who cancel every task there is; a round may have been cut short
+            raise InputError("The task of this generator was cancelled: make another generator.")
+        if not bound_loop.is_closed():
+            raise InputError("This generator is at work in another event loop: make one for this loop.")
+        self.generator.clear_queue()
+        self.jobs.clear()
+        self._bind_event_loop(loop)
+
+    def _bind_event_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._has_jobs = asyncio.Event()
+        self._step_lock = asyncio.Lock()  # held while a round runs: the queue is not touched meanwhile
+        self.iteration_task = loop.create_task(self._run())
+
+    async def submit(self, job: AsyncJob) -> None:
+        """Queue a job that was not cancelled meanwhile; one that cannot run raises here and is forgotten."""
+        async with self._step_lock:
+            if self._closed:
+                raise InputError("This generator is closed: make another one.")
+            if job.cancelled:
+                return
+            self.generator.enqueue(job.job)
+            self.jobs[id(job.job)] = job
+        self._has_jobs.set()
+
+    async def _run(self) -> None:
+        while not self._closed:
+            if not self.generator.num_remaining_jobs():
+                self._has_jobs.clear()
+                await self._has_jobs.wait()
+                continue
+            async with self._step_lock:
+                try:
+                    results = await asyncio.to_thread(self.generator.iterate)
+                except Exception as error:
+                    self._fail_all(error)
+                    continue
+            for result in results:
+                self._deliver(result)
+            await asyncio.sleep(0)
+
+    def _deliver(self, result: Result) -> None:
+        job = self.jobs.get(id(result["job"]))
+        if job is None:
+            return
+        job.queue.put_nowait(result)
+        if result["eos"]:
+            del self.jobs[id(result["job"])]
+            job.queue.put_nowait(END_OF_RESULTS)
+
+    def _fail_all(self, error: Exception) -> None:
+        """A round failed as a whole: every job hears of it, and later jobs start afresh."""
+        self.generator.clear_queue()
+        for job in self.jobs.values():
+            job.queue.put_nowait(error)
+        self.jobs.clear()
+
+
+class AsyncJob:
+    """A job of an `AsyncGenerator`: `async for result in job`."""
+
+    def __init__(self, generator: AsyncGenerator, *arguments: Any, **options: Any) -> None:
+        """The further arguments are those of `Job`; it is queued at once, or refused when iterated."""
+        generator.ensure_running()
+        self.generator = generator
+        self.job = Job(*arguments, **options)
+        self.queue: asyncio.Queue[Any] = asyncio.Queue()
+        self.cancelled = False
+        self._submit_task = asyncio.get_running_loop().create_task(self._submit())
+
+    async def __aiter__(self) -> AsyncIterator[Result]:
+        """Started, prefill and streaming results, until the last one."""
+        while (item := await self.queue.get()) is not END_OF_RESULTS:
+            if isinstance(item, Exception):
+                self.queue.put_nowait(END_OF_RESULTS)
+                raise item
+            yield item
+        self.queue.put_nowait(END_OF_RESULTS)  # for whoever else listens, or listens again
+
+    async def cancel(self) -> None:
+        """Stop; an iteration that is waiting ends."""
+        await self.generator.cancel(self)
+
+    async def _submit(self) -> None:
+        try:
+            await self.generator.submit(self)
+        except Exception as error:
+            self.queue.put_nowait(error)

@@ -1,0 +1,425 @@
+"""The loop: plan, run, sample, decide. Each stage returns a value; here values become actions.
+
+No tensor is touched in this room: logits come from a `Runner` and go to a `Sampler` unopened.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from ..errors import ExlmError, InputError, QueueFull
+from ..filters.threads import Threads
+from ..sampling import Sampler, call_hooks
+from . import results
+from .async_scheduling import DecodeAhead, InFlightDecode
+from .job import Job, TokenizerLike
+from .output_actions import Emit, OutputAction, Rewind, Stop
+from .page_table import PageCopy, PageTable
+from .results import Result, SampledToken, StreamingResult
+from .scheduler import Scheduler
+from .speculative import AdaptiveDraftLength, Drafter, NoDrafter
+from .token_sequence import TokenSequence
+
+
+class ModelRunner(DecodeAhead, Protocol):
+    """All the loop knows of a model and its cache."""
+
+    def copy_pages(self, copies: Iterable[PageCopy]) -> None:
+        """Duplicate the leading tokens of pages."""
+        ...
+
+    def prefill(self, sequence: TokenSequence, start: int, stop: int) -> None:
+        """Compute keys and values of a stretch of ids."""
+        ...
+
+    def decode(
+        self, sequences: Sequence[TokenSequence], past: Sequence[int], tokens: Sequence[Sequence[int]]
+    ) -> Any:
+        """Logits (tokens, vocabulary) for each sequence: a list, or one tensor if all feed equally many."""
+        ...
+
+
+class EngineCore:
+    """Jobs in, results out, over one runner and one page table."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        page_table: PageTable,
+        tokenizer: TokenizerLike,
+        vocab_size: int,
+        *,
+        max_batch_size: int = 16,
+        chunk_size: int = 2048,
+        max_length: int | None = None,
+        max_queue: int | None = None,
+        drafter: Drafter | None = None,
+        num_draft_tokens: int = 0,
+        make_extras: Callable[[list[int], Any, Any], Any] | None = None,
+    ) -> None:
+        """`max_length` is the longest a sequence may become, `max_queue` how many jobs may wait to start.
+
+        `extras` makes of ids, adapters and embeddings what the runner must know of them.
+        """
+        self.runner, self.page_table, self.tokenizer, self.vocab_size = (
+            runner,
+            page_table,
+            tokenizer,
+            vocab_size,
+        )
+        self.scheduler: Scheduler[Job] = Scheduler(page_table, max_batch_size, chunk_size)
+        self.max_length, self.max_queue = max_length, max_queue
+        self.drafter = drafter or NoDrafter()
+        self.num_draft_tokens = num_draft_tokens
+        self.make_extras = make_extras
+        self.default_loras: Any = None
+        """Adapters of jobs that do not say which they want."""
+        self.cache_key_parts: dict[str, bytes] = {}
+        """What besides ids the keys and values of every job depend on, by what it is: see `Job.key`."""
+        self.sampler = Sampler(tokenizer, vocab_size)
+        self._in_flight = InFlightDecode(runner)
+        self._filter_executor = Threads()
+        self._next_serial = 0
+        self._in_step = (
+            False  # in the midst of a round; after it only if an interrupt or an error has ended it
+        )
+        self._adapted: dict[bytes, dict[int, Job]] = {}  # by adapters, which may be unloaded under them
+
+    @property
+    def busy(self) -> bool:
+        """Whether any job is waiting or running."""
+        return self.scheduler.num_unfinished > 0
+
+    def enqueue(self, job: Job) -> int:
+        """Take a job, or say why it can never run."""
+        for prompt in job.prompts:
+            total = len(prompt) + job.max_new_tokens
+            if self.max_length is not None and total > self.max_length:
+                raise InputError(
+                    f"{len(prompt)} prompt and {job.max_new_tokens} new tokens exceed the model's length of "
+                    f"{self.max_length}: lower max_new_tokens or shorten the prompt."
+                )
+        if job.serial_number >= 0:
+            raise InputError(f"{job!r} was enqueued before: a job runs once, make a new one.")
+        if self.max_queue is not None and self.scheduler.num_pending >= self.max_queue:
+            raise QueueFull(
+                f"{self.scheduler.num_pending} jobs are waiting and max_queue is {self.max_queue}: try again "
+                "when some have started, or create the generator with a longer queue."
+            )
+        self._attach_extras(job)
+        job.finalize_cache_salt(self.cache_key_parts)
+        self._in_step = self._in_step and not self.scheduler.reset_after_interrupt()
+        try:
+            self.scheduler.add(job)
+            job.prepare(self._next_serial, self.tokenizer, self.vocab_size)
+        except BaseException:
+            self.scheduler.cancel(job)
+            raise
+        if adapters := job.cache_key_parts.get("adapters"):
+            self._adapted.setdefault(adapters, {})[id(job)] = job
+        job.draft_length = (
+            AdaptiveDraftLength(self.num_draft_tokens) if self.num_draft_tokens else job.draft_length
+        )
+        self._next_serial += 1
+        return job.serial_number
+
+    def cancel(self, job: Job) -> None:
+        """Drop a job, wherever it is; nothing for one that is finished or unknown."""
+        if job in self.scheduler:
+            was_in_step, self._in_step = self._in_step, True
+            self._release(job)
+            try:
+                self.scheduler.cancel(job)
+            except LookupError:  # what an interrupt left half done; `tidied` makes it good
+                if not was_in_step:
+                    raise
+            self._in_step = was_in_step
+
+    def clear(self) -> None:
+        """Drop every job."""
+        for job in [*self.scheduler.active, *self.scheduler.pending]:
+            self.cancel(job)
+
+    def step(self) -> list[Result]:
+        """One round: start what fits, read a chunk of each prompt, a token or more for everybody ready."""
+        out = self.admit_and_prefill()
+        ready = self.scheduler.decode_batch()
+        if ready:
+            self._in_step = True
+            out += self._decode(ready)
+            self._in_step = False
+        return out
+
+    def admit_and_prefill(self) -> list[Result]:
+        """The first half of a round: start what fits and read a chunk of each prompt; nobody gets a token."""
+        out: list[Result] = [*self._fail_unloaded_loras()] if self._adapted else []
+        if self.scheduler.has_prefill:
+            self._in_step = True
+            out += map(results.started_result, self.scheduler.admit())
+            out += self._prefill_chunks()
+            self._in_step = False
+        return out
+
+    def _attach_extras(self, job: Job) -> None:
+        """Give its sequences what they bring besides tokens, which explains ids that are none."""
+        loras = self.default_loras if job.loras is None else job.loras
+        for sequence in job.sequences:
+            if sequence.extras is None and (loras or job.embeddings or max(sequence.ids) >= self.vocab_size):
+                if self.make_extras is None:
+                    raise InputError(f"This model knows nothing but tokens below {self.vocab_size}.")
+                sequence.extras = self.make_extras(sequence.ids, loras, job.embeddings)
+                job.cache_key_parts["adapters"] = sequence.extras.salt
+
+    def _fail_unloaded_loras(self) -> list[StreamingResult]:
+        """End the jobs whose adapters are gone: they would go on as if they had asked for none."""
+        out = []
+        for adapters, jobs in [*self._adapted.items()]:
+            if not jobs:
+                del self._adapted[adapters]
+            elif next(iter(jobs.values())).sequences[0].extras.lost():  # and so for all of these
+                for job in [*jobs.values()]:
+                    self.cancel(job)
+                    out.append(results.error_result(job, job.sequences[0].extras.lost()))
+        return out
+
+    def _prefill_chunks(self) -> list[Result]:
+        """Run this round's chunks; one result for each job that got further with its prompt."""
+        advanced: dict[int, Job] = {}
+        while batch := self.scheduler.next_prefill_batch():
+            now = time.perf_counter()
+            copies = batch.copies
+            if copies:
+                self.runner.copy_pages(copies)
+                self.drafter.copy_pages(copies)
+            for chunk in batch.chunks:
+                chunk.job.metrics.prefill_started_at = chunk.job.metrics.prefill_started_at or now
+                if chunk.end > chunk.start:
+                    self.runner.prefill(chunk.sequence, chunk.start, chunk.end)
+                    self.drafter.prefill(chunk.sequence, chunk.start, chunk.end)
+                self.page_table.commit(chunk.sequence, chunk.end)
+                advanced[id(chunk.job)] = chunk.job
+        out: list[Result] = []
+        for job in advanced.values():
+            done = sum(sequence.num_computed_tokens for sequence in job.sequences)
+            out.append(results.prefill_result(job, done, sum(len(s.ids) - 1 for s in job.sequences)))
+        return out
+
+    def _decode(self, jobs: Sequence[Job]) -> Sequence[Result]:
+        """One pass of the model, and a token for everybody; more for those whose guesses were right."""
+        drafts: Sequence[Sequence[int]] = [()] * len(jobs)
+        logits, all_simple = self._in_flight.take(jobs), True
+        if logits is None:
+            for job in jobs:
+                if job.metrics.first_decode_at is None:
+                    job.begin()
+                    job.metrics.sampled()
+            if self.num_draft_tokens:
+                draft_lengths = [job.num_draft_tokens for job in jobs]
+                drafts = self.drafter.propose([job.sequences[0] for job in jobs], draft_lengths)
+            logits, all_simple = self._run_decode(jobs, drafts)
+        if not self.num_draft_tokens:
+            return self._sample(jobs, logits, 0, launch_next=all_simple)
+        return self._verify_drafts(jobs, logits, drafts, all_simple)
+
+    def _run_decode(self, jobs: Sequence[Job], drafts: Sequence[Sequence[int]]) -> tuple[Any, bool]:
+        """Everybody's last token and guesses through the model; logits, and whether all jobs are plain."""
+        all_simple = True
+        sequences: list[TokenSequence] = []
+        past: list[int] = []
+        token_rows: list[list[int]] = []
+        for job, draft in zip(jobs, drafts, strict=True):
+            if not job.is_simple:
+                all_simple = False
+                job.prefetch_filter_masks(self._filter_executor)
+            job.batch_row = len(past)
+            for sequence in job.sequences:
+                sequences.append(sequence)
+                past.append(sequence.num_computed_tokens)
+                token_rows.append([sequence.ids[-1], *draft])
+        return self.runner.decode(sequences, past, token_rows), all_simple
+
+    def _verify_drafts(
+        self, jobs: Sequence[Job], logits: Any, drafts: Sequence[Sequence[int]], all_simple: bool
+    ) -> list[Result]:
+        """Take position after position, for every job whose guesses have been right so far.
+
+        Without guesses the next pass may be launched, unless somebody hopes to have some by then.
+        """
+        any_drafts = any(drafts)
+        sampled = results.sample_all_positions(self.sampler, logits, jobs, drafts) if any_drafts else None
+        launch_next = all_simple and not any_drafts and not self._may_draft_next(jobs)
+        out: list[Result] = []
+        unfinished = list(zip(jobs, drafts, strict=True))
+        position = 0
+        while unfinished:
+            if sampled is None:
+                position_results = self._sample([job for job, _ in unfinished], logits, position, launch_next)
+            else:
+                position_results = [
+                    self._append_simple(job, *sampled[id(job)][position]) for job, _ in unfinished
+                ]
+            out += position_results
+            accepted = []
+            for (job, draft), result in zip(unfinished, position_results, strict=True):
+                no_token = (
+                    "error" in result or "suppressed_text" in result
+                )  # nothing new stands at this position
+                agreed = (
+                    position < len(draft) and not no_token and job.sequences[0].ids[-1] == draft[position]
+                )
+                if agreed and not result["eos"]:
+                    accepted.append((job, draft))
+                    continue
+                job.update_acceptance(position + agreed, len(draft))
+                if result["eos"]:
+                    results.add_draft_counts(job, result)
+            unfinished = accepted
+            position += 1
+        return out
+
+    def _may_draft_next(self, jobs: Sequence[Job]) -> bool:
+        """Whether somebody may guess after the next token, which must then be known before the next pass."""
+        return any(job.num_draft_tokens > 0 and self.drafter.has_candidate(job.sequences[0]) for job in jobs)
+
+    def _sample(
+        self, jobs: Sequence[Job], logits: Any, position: int, launch_next: bool = False
+    ) -> list[StreamingResult]:
+        """A token for every job and what it leads to; one job's mistake is not the others'.
+
+        `ahead` if these are all the jobs that the logits are for and the next pass may be launched.
+        """
+        try:
+            requests = [
+                job.sampling_request if job.is_simple else job.next_sampling_request() for job in jobs
+            ]
+            row_logits = results.logits_of_jobs(logits, jobs, position)
+            picks = self.sampler.sample_batch(row_logits, requests)
+        except ExlmError as error:
+            if len(jobs) == 1:
+                return [self._fail(jobs[0], error)]
+            return [self._sample([job], logits, position)[0] for job in jobs]
+        tokens, token_id_tensors = (
+            self._in_flight.launch_next_and_fetch(jobs, picks, row_logits)
+            if launch_next
+            else results.fetch_tokens(picks)
+        )
+        out: list[StreamingResult] = []
+        details: list[SampledToken] = []
+        for i, (job, token, token_ids) in enumerate(zip(jobs, tokens, token_id_tensors, strict=True)):
+            if (problem := picks.error(token)) is not None:
+                out.append(self._fail(job, problem))
+            elif job.is_simple:
+                out.append(self._append_simple(job, token, token_ids))
+            else:
+                details = details or results.sampled_tokens(picks, tokens, jobs, row_logits)
+                out.append(self._append_sampled(job, details[i]))
+        return out
+
+    def _append_simple(self, job: Job, token: int, token_ids: Any) -> StreamingResult:
+        """A token of a plain job: nothing is kept of it unless its text must wait."""
+        sequence = job.sequences[0]
+        self.page_table.commit(sequence, len(sequence.ids))
+        sequence.ids.append(token)
+        self.page_table.finalize(sequence, len(sequence.ids))
+        job.sampler_state.accept(token)
+        action = job.output.push(token)
+        if type(action) is Emit and not job.pending_tokens:
+            job.emitted_texts.append(action.text)
+            return results.simple_result(job, action.text, token_ids)
+        job.pending_tokens.append(SampledToken(token))
+        return self._apply_action(job, action)
+
+    def _append_sampled(self, job: Job, sampled: SampledToken) -> StreamingResult:
+        """A token of any job: past the hooks, into the sequences, past filters and output."""
+        try:
+            sampled, feed_filters = self._apply_hooks(job, sampled) if job.hooks else (sampled, True)
+            job.output.check_retries(sampled.token)
+            for sequence in job.sequences:
+                self.page_table.commit(sequence, len(sequence.ids))
+                sequence.ids.append(sampled.token)
+            job.sampler_state.accept(sampled.token)
+            filter_done = feed_filters and job.advance_filters(sampled.token)
+        except ExlmError as error:
+            return self._fail(job, error)
+        job.pending_tokens.append(sampled)
+        return self._apply_action(job, job.output.push(sampled.token, filter_done))
+
+    def _apply_hooks(self, job: Job, sampled: SampledToken) -> tuple[SampledToken, bool]:
+        """What the hooks made of a token, and whether filters are told of it."""
+        token, prob, top_tokens, top_probs, logits = sampled
+        try:
+            result = call_hooks(
+                job.hooks,
+                token,
+                prob or 0.0,
+                (top_tokens, top_probs) if top_tokens and top_probs else None,
+                logits,
+            )
+            token = result.token
+        except Exception as error:
+            raise InputError(f"A post-sampling hook failed: {type(error).__name__}: {error}") from error
+        if not 0 <= token < self.vocab_size:
+            raise InputError(f"A post-sampling hook chose {token}; tokens are 0 to {self.vocab_size - 1}.")
+        kept = sampled._replace(
+            token=token,
+            prob=prob if job.return_probs else None,
+            logits=logits if job.return_logits else None,
+        )
+        return kept, result.feed_filters
+
+    def _apply_action(self, job: Job, action: OutputAction) -> StreamingResult:
+        match action:
+            case Emit(text=text, num_tokens=count):
+                job.emitted_texts.append(text)
+                self._finalize_tokens(job)
+                return results.streaming_result(job, text, job.take(count))
+            case Stop():
+                return self._stop(job, action)
+            case Rewind():
+                self._rewind(job, action)
+                return results.rewind_result(job, action)
+        self._finalize_tokens(job)
+        return results.streaming_result(job)
+
+    def _finalize_tokens(self, job: Job) -> None:
+        """Name the pages whose text can no longer be taken back."""
+        for sequence in job.sequences:
+            self.page_table.finalize(sequence, len(sequence.ids) - job.output.num_revocable)
+
+    def _rewind(self, job: Job, action: Rewind) -> None:
+        del job.pending_tokens[-action.num_tokens :]
+        for sequence in job.sequences:
+            length = len(sequence.ids) - action.num_tokens
+            self.drafter.truncate(sequence, length)
+            self.page_table.rewind(sequence, length)
+        job.sampler_state.truncate(len(job.sequences[0].ids))
+
+    def _stop(self, job: Job, action: Stop) -> StreamingResult:
+        job.emitted_texts.append(action.text)
+        job.final_held_text = action.held_text
+        emitted, held = job.take(action.num_tokens), job.take(len(job.pending_tokens))
+        self._finish(job)
+        return results.stop_result(job, action, emitted, held)
+
+    def _fail(self, job: Job, error: Exception) -> StreamingResult:
+        self._finish(job)
+        return results.error_result(job, error)
+
+    def _finish(self, job: Job) -> None:
+        job.metrics.finished_at = time.perf_counter()
+        if job in self.scheduler:  # else a hook or a filter of this round has cancelled it
+            self._release(job)
+            self.scheduler.finish(job)
+
+    def _release(self, job: Job) -> None:
+        """Close what a job has opened, while it still has its pages."""
+        job.is_finished = True
+        self._adapted.get(job.cache_key_parts.get("adapters", b""), {}).pop(id(job), None)
+        if self.scheduler.num_unfinished == 1:
+            self._in_flight.discard()
+        for sequence in job.sequences:
+            self.drafter.release(sequence)
+        if job.filter_stack is not None:
+            job.filter_stack.close()

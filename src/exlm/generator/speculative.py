@@ -1,0 +1,245 @@
+"""Guessing ahead: tokens are proposed, checked by the model in one pass, and kept if it would have said them.
+
+A proposal never changes what a job says, only how many passes it takes: every position is sampled from the
+model itself, and the first disagreement ends the guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import cycle, islice
+from typing import Any, Protocol
+
+from ..text import EMBEDDING_INDEX
+from .ngram import NgramIndex
+from .page_table import PageCopy
+from .token_sequence import TokenSequence
+
+MISSES_BEFORE_PAUSE = 2
+"""Guesses in vain, one after the other, before a job rests: for 2 tokens, 4, 8 …"""
+
+MAX_PAUSE = 32
+"""TokenSequence after which it tries again in any case."""
+
+
+def round_draft_length(count: int, max_tokens: int) -> int:
+    """The largest of 1, 3, 7, 15 … and `most` that is not more than `count`; 0 of none.
+
+    Passes of few different sizes are recorded sooner, and rows of equal sizes share one.
+    """
+    return max_tokens if count >= max_tokens else (1 << (count + 1).bit_length() - 1) - 1
+
+
+class AdaptiveDraftLength:
+    """How far a job guesses: further while its guesses are right, and not for a while if none are."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self._length = max_tokens
+        self._misses = 0
+        self._paused_until = 0
+
+    def num_draft_tokens(self, num_generated: int, num_left: int) -> int:
+        """How many tokens to guess for a text of so many that may have so many more."""
+        return (
+            0
+            if num_generated < self._paused_until
+            else round_draft_length(min(self._length, num_left), self.max_tokens)
+        )
+
+    def update(self, num_accepted: int, num_drafted: int, num_generated: int) -> None:
+        """Of so many guesses so many were right, and the text has so many tokens now."""
+        length = 2 * num_drafted if num_accepted == num_drafted else num_accepted
+        self._length = round_draft_length(length + 1, self.max_tokens)
+        self._misses = 0 if num_accepted else self._misses + 1
+        pause = min(1 << max(0, self._misses - MISSES_BEFORE_PAUSE), MAX_PAUSE)
+        self._paused_until = num_generated + pause if self._misses > MISSES_BEFORE_PAUSE else 0
+
+
+class DraftRunner(Protocol):
+    """What is needed of a draft model's runner; logits are whatever answers `argmax`."""
+
+    def copy_pages(self, copies: Iterable[PageCopy]) -> None:
+        """Duplicate the leading tokens of pages."""
+        ...
+
+    def prefill(self, sequence: TokenSequence, start: int, stop: int) -> None:
+        """Compute keys and values of a stretch of ids."""
+        ...
+
+    def decode(
+        self, sequences: Sequence[TokenSequence], past: Sequence[int], tokens: Sequence[Sequence[int]]
+    ) -> Sequence[Any]:
+        """Logits for each fed token of each sequence."""
+        ...
+
+
+class Drafter(Protocol):
+    """Somebody who guesses."""
+
+    def copy_pages(self, copies: Iterable[PageCopy]) -> None:
+        """The same pages are copied in the guesser's own memory, if it has any."""
+        ...
+
+    def prefill(self, sequence: TokenSequence, start: int, stop: int) -> None:
+        """The prompt as the model sees it."""
+        ...
+
+    def has_candidate(self, sequence: TokenSequence) -> bool:
+        """Whether it has an idea of what comes next; if not, nobody needs to wait for its guess."""
+        ...
+
+    def propose(self, sequences: Sequence[TokenSequence], counts: Sequence[int]) -> list[list[int]]:
+        """Up to so many tokens that may come next, for each sequence."""
+        ...
+
+    def truncate(self, sequence: TokenSequence, length: int) -> None:
+        """The sequence loses its ids from this position on; others may follow there."""
+        ...
+
+    def release(self, sequence: TokenSequence) -> None:
+        """The sequence is finished, and about to leave its pages to others."""
+        ...
+
+
+class NoDrafter:
+    """Guesses nothing."""
+
+    def copy_pages(self, copies: Iterable[PageCopy]) -> None:
+        """Has no memory."""
+
+    def prefill(self, sequence: TokenSequence, start: int, stop: int) -> None:
+        """Has no memory."""
+
+    def has_candidate(self, sequence: TokenSequence) -> bool:
+        """Never."""
+        return False
+
+    def propose(self, sequences: Sequence[TokenSequence], counts: Sequence[int]) -> list[list[int]]:
+        """Nothing, for everybody."""
+        return [[] for _ in sequences]
+
+    def truncate(self, sequence: TokenSequence, length: int) -> None:
+        """Has no memory."""
+
+    def release(self, sequence: TokenSequence) -> None:
+        """Has no memory."""
+
+
+class NgramDrafter(NoDrafter):
+    """Guesses that the text goes on as it did after the same words before.
+
+    The index of a sequence is made when its first guess is wanted, and then follows the sequence.
+    """
+
+    def __init__(self, max_ngram: int = 4) -> None:
+        self.max_ngram = max(2, max_ngram)
+        self._indexes: dict[int, NgramIndex] = {}
+
+    def has_candidate(self, sequence: TokenSequence) -> bool:
+        """Whether the last ids were there before."""
+        return self._index(sequence).match is not None
+
+    def propose(self, sequences: Sequence[TokenSequence], counts: Sequence[int]) -> list[list[int]]:
+        """What followed the latest earlier place that ends in the same run of ids, the longest run first.
+
+        Where that place is near, what follows it is the text's end, and then the guess itself: a circle goes
+        on. So there is no guess, or one as long as it may be.
+        """
+        return [
+            self._propose_one(s, count) if count else [] for s, count in zip(sequences, counts, strict=True)
+        ]
+
+    def truncate(self, sequence: TokenSequence, length: int) -> None:
+        """Drop what the index knows of the ids from there on."""
+        index = self._indexes.get(id(sequence))
+        if index is None:
+            return
+        if length > index.base:
+            index.truncate(length)
+        else:
+            del self._indexes[id(sequence)]
+
+    def release(self, sequence: TokenSequence) -> None:
+        """Drop the index."""
+        self._indexes.pop(id(sequence), None)
+
+    def _propose_one(self, sequence: TokenSequence, count: int) -> list[int]:
+        at = self._index(sequence).match
+        return [] if at is None else [*islice(cycle(sequence.ids[at : at + count]), count)]
+
+    def _index(self, sequence: TokenSequence) -> NgramIndex:
+        """The sequence's index, up to date."""
+        ids = sequence.ids
+        index = self._indexes.get(id(sequence))
+        if index is not None and len(index) > len(ids):
+            self.truncate(sequence, len(ids))
+            index = self._indexes.get(id(sequence))
+        if index is None:
+            # Only settled ids are never taken back; the last one is read again to find its match.
+            settled = max(0, min(sequence.num_final_tokens, len(ids)) - 1)
+            index = self._indexes[id(sequence)] = NgramIndex(self.max_ngram - 1, ids[:settled])
+        if len(index) < len(ids):
+            index.extend(ids)
+        return index
+
+
+class ModelDrafter:
+    """Guesses by asking a smaller model, which keeps its own cache in the same pages."""
+
+    def __init__(self, runner: DraftRunner) -> None:
+        self.runner = runner
+        self._num_computed_tokens: dict[
+            int, int
+        ] = {}  # sequence → ids whose keys and values the small model has
+
+    def copy_pages(self, copies: Iterable[PageCopy]) -> None:
+        """The small model's cache is copied alike."""
+        self.runner.copy_pages(copies)
+
+    def prefill(self, sequence: TokenSequence, start: int, stop: int) -> None:
+        """The small model reads the prompt too, up to the first injected embedding: it knows only tokens."""
+        if sequence.extras is not None:
+            stop = next((i for i, n in enumerate(sequence.ids[:stop]) if n >= EMBEDDING_INDEX), stop)
+        if start < stop:
+            self.runner.prefill(sequence, start, stop)
+            self._num_computed_tokens[id(sequence)] = stop
+
+    def has_candidate(self, sequence: TokenSequence) -> bool:
+        """Always."""
+        return True
+
+    def propose(self, sequences: Sequence[TokenSequence], counts: Sequence[int]) -> list[list[int]]:
+        """The small model's likeliest tokens, one after the other."""
+        out: list[list[int]] = [[] for _ in sequences]
+        for step in range(max(counts, default=0)):
+            rows = [i for i, count in enumerate(counts) if count > step]
+            past, token_rows = [], []
+            for row in rows:
+                sequence = sequences[row]
+                num_computed = min(
+                    self._num_computed_tokens.get(id(sequence), sequence.num_computed_tokens),
+                    len(sequence.ids) - 1,
+                )
+                row_tokens = [*sequence.ids[num_computed:], *out[row]] if step == 0 else [out[row][-1]]
+                past.append(num_computed if step == 0 else len(sequence.ids) + step - 1)
+                token_rows.append(row_tokens)
+            logits = self.runner.decode([sequences[row] for row in rows], past, token_rows)
+            for row, row_logits in zip(rows, logits, strict=True):
+                out[row].append(int(row_logits[-1].argmax()))
+                self._num_computed_tokens[id(sequences[row])] = len(sequences[row].ids)
+        return out
+
+    def truncate(self, sequence: TokenSequence, length: int) -> None:
+        """What the small model has of the ids from there on is of no use."""
+        if self._num_computed_tokens.get(id(sequence), 0) > length:
+            self._num_computed_tokens[id(sequence)] = length
+
+    def release(self, sequence: TokenSequence) -> None:
+        """Read what was said since the last guess, so that others find it in the pages, and drop the rest."""
+        self.prefill(
+            sequence,
+            self._num_computed_tokens.get(id(sequence), sequence.num_computed_tokens),
+            sequence.num_computed_tokens,
+        )
+        self._num_computed_tokens.pop(id(sequence), None)

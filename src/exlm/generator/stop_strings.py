@@ -1,0 +1,230 @@
+"""Held: a job's newest tokens, those that nobody has seen yet, and what their text may still become.
+
+It knows which strings are looked for, finds them, says how far the text is out of their reach, and can go
+back to before any of its tokens. It does not know why a job stops or what was tried before: see `output`.
+Places in its text are counted from the first held letter.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..text.detokenize import REPLACEMENT, Detokenizer
+from ..text.matching import Cursor, Match, Strings
+
+
+class _ScanState(NamedTuple):
+    """Where reading stands between two tokens; the lengths count from anywhere, only differences matter."""
+
+    at_char_boundary: bool  # no character is under way
+    visible: Cursor  # through the text as it is shown, looking for stop strings
+    with_special: Cursor  # the same with the hidden tokens' text
+    casefolded: Cursor  # through the shown text without case, looking for banned strings
+    num_releasable: int = 0  # how many tokens ever held nothing can reach from here, nor from further back
+
+
+class _HeldToken(NamedTuple):
+    """A held token."""
+
+    token_id: int
+    text: str  # what it added to the shown text, often with the rest of a character begun before
+    special_text: str  # what it stands for, if that is not shown
+    state_before: _ScanState
+    detokenizer_before: Detokenizer | None  # as it was before, where going back can happen
+
+
+class StringMatches(NamedTuple):
+    """What the newest text completes: a stop string as shown, or as spelled, or a banned string."""
+
+    visible: Match | None
+    with_special: Match | None
+    banned: Match | None
+
+
+class StopMatch(NamedTuple):
+    """Where a stop string ends the held text, which one, and the text from there on."""
+
+    offset: int
+    string: str
+    tail: str
+
+
+class RewoundTokens(NamedTuple):
+    """Tokens taken back, and their text."""
+
+    tokens: tuple[int, ...]
+    text: str
+
+
+class StopStringBuffer:
+    """Tokens without a fate, oldest first; `stream` has read all of them."""
+
+    def __init__(self, detokenizer: Detokenizer, stop_strings: Strings, banned_strings: Strings) -> None:
+        """`bans` are folded strings; without any, nothing is remembered for going back."""
+        self.detokenizer = detokenizer
+        self.can_rewind = bool(banned_strings)
+        self._stop_strings = stop_strings
+        self._banned_strings = banned_strings
+        self._has_strings = bool(stop_strings) or self.can_rewind
+        self._tokens: list[_HeldToken] = []
+        self._num_released = 0  # how many were held and released
+        self._state = _ScanState(True, Cursor(), Cursor(), Cursor())
+        self._detokenizer_checkpoint = (
+            detokenizer.copy() if self.can_rewind else None
+        )  # the stream before the next token
+
+    def __len__(self) -> int:
+        """How many tokens are held."""
+        return len(self._tokens)
+
+    @property
+    def text(self) -> str:
+        """The shown text of all of them, without a character that is under way."""
+        return "".join([token.text for token in self._tokens])
+
+    def with_stop_strings(self, stop_strings: Strings) -> StopStringBuffer:
+        """The same for other stop strings; only while nothing is held."""
+        return StopStringBuffer(self.detokenizer, stop_strings, self._banned_strings)
+
+    def can_emit_now(self, text: str) -> bool:
+        """Whether a token that the stream has just read as this text can go by without being held."""
+        if self._tokens or self.detokenizer.pending:
+            return False
+        if self._has_strings:
+            if self._stop_strings.starts_in(text) or (
+                self.can_rewind and self._banned_strings.starts_in(text.casefold())
+            ):
+                return False
+            if self.can_rewind:
+                self._detokenizer_checkpoint = self.detokenizer.copy()
+        return True
+
+    def append(self, token_id: int, text: str, special_text: str = "") -> StringMatches:
+        """Hold a token that the stream has just read as this text, and look for what it completes."""
+        state = self._state
+        visible, visible_match = self._stop_strings.scan(state.visible, text)
+        if special_text or state.with_special.state != state.visible.state:
+            with_special, special_match = self._stop_strings.scan(state.with_special, special_text + text)
+        else:  # the same state and the same text: they go on alike
+            with_special, special_match = Cursor(state.with_special.length + len(text), visible.state), None
+        casefolded, banned = state.casefolded, None
+        self._tokens.append(_HeldToken(token_id, text, special_text, state, self._detokenizer_checkpoint))
+        if self.can_rewind:
+            casefolded, banned = self._banned_strings.scan(state.casefolded, text.casefold())
+            self._detokenizer_checkpoint = self.detokenizer.copy()
+        self._state = _ScanState(not self.detokenizer.pending, visible, with_special, casefolded)
+        return StringMatches(visible_match, special_match, banned)
+
+    def first_stop(self, matches: StringMatches) -> StopMatch | None:
+        """The first place where a stop string ends the text; with hidden text first, which is longer."""
+        stops = []
+        if matches.with_special is not None:
+            full_text = "".join([token.special_text + token.text for token in self._tokens])
+            start = matches.with_special.start - self._tokens[0].state_before.with_special.length
+            string = full_text[start : start + matches.with_special.length]
+            stops.append(
+                StopMatch(self._visible_offset(matches.with_special.start), string, full_text[start:])
+            )
+        if matches.visible is not None:
+            visible_text = self.text
+            start = matches.visible.start - self._tokens[0].state_before.visible.length
+            stops.append(
+                StopMatch(start, visible_text[start : start + matches.visible.length], visible_text[start:])
+            )
+        return min(stops, key=lambda cut: cut.offset, default=None)
+
+    def offset_of_banned(self, banned: Match) -> int:
+        """Where a banned string starts."""
+        token = self._tokens[self._token_index_at(banned.start)]
+        inside = banned.start - token.state_before.casefolded.length
+        letters = 0
+        while (inside := inside - len(token.text[letters].casefold())) >= 0:  # folding may lengthen
+            letters += 1
+        return token.state_before.visible.length - self._tokens[0].state_before.visible.length + letters
+
+    def rewind(self, banned: Match) -> RewoundTokens:
+        """Drop the token in which a banned string begins and all after it."""
+        index = self._token_index_at(banned.start)
+        first = self._tokens[index]
+        if banned.start < first.state_before.casefolded.length + len(first.text[0].casefold()):
+            while not self._tokens[index].state_before.at_char_boundary:
+                index -= 1
+        dropped = self._tokens[index:]
+        del self._tokens[index:]
+        text = "".join([token.text for token in dropped]) + self.detokenizer.flush()
+        self._state, self._detokenizer_checkpoint = dropped[0].state_before, dropped[0].detokenizer_before
+        if self._detokenizer_checkpoint is not None:
+            self.detokenizer = self._detokenizer_checkpoint.copy()
+        return RewoundTokens(tuple([token.token_id for token in dropped]), text)
+
+    def release(self) -> tuple[str, int]:
+        """Let go of the tokens that no string and no character under way can reach: their text, how many."""
+        self._flush_incomplete_char()
+        self._state = self._count_releasable(len(self._tokens), self._state)
+        count = self._state.num_releasable - self._num_released
+        text = "".join([token.text for token in self._tokens[:count]])
+        del self._tokens[:count]
+        self._num_released += count
+        return text, count
+
+    def _count_releasable(self, index: int, state: _ScanState) -> _ScanState:
+        """Work out how many tokens are settled at the mark before the token at `index`.
+
+        What a token has ruled out is possible again once it is taken back, so where going back may lead
+        decides. The furthest place speaks for all: whatever is open later was open there, as far as it got.
+        """
+        visible, with_special = (
+            self._stop_strings.settled(state.visible),
+            self._stop_strings.settled(state.with_special),
+        )
+        casefolded = self._banned_strings.settled(state.casefolded)
+        count, before = index, state
+        while self.can_rewind and not (before.at_char_boundary and before.casefolded.length <= casefolded):
+            count -= 1
+            before = self._tokens[count].state_before
+        if count < index:
+            return state._replace(num_releasable=before.num_releasable)
+        while not (
+            before.at_char_boundary
+            and before.visible.length <= visible
+            and before.with_special.length <= with_special
+        ):
+            count -= 1
+            before = self._tokens[count].state_before
+        return state._replace(num_releasable=self._num_released + count)
+
+    def _flush_incomplete_char(self) -> None:
+        """Half a character that was not continued is the text of the tokens before, which need not wait."""
+        newest = self._tokens[-1]
+        if newest.state_before.at_char_boundary or not newest.text.startswith(REPLACEMENT):
+            return
+        _, visible, with_special, casefolded, _ = newest.state_before
+        visible, _ = self._stop_strings.scan(visible, REPLACEMENT)
+        with_special, _ = self._stop_strings.scan(with_special, REPLACEMENT)
+        if newest.detokenizer_before is not None:
+            newest.detokenizer_before.flush()
+            casefolded, _ = self._banned_strings.scan(casefolded, REPLACEMENT)
+        before = self._count_releasable(
+            len(self._tokens) - 1, _ScanState(True, visible, with_special, casefolded)
+        )
+        self._tokens[-2] = self._tokens[-2]._replace(text=self._tokens[-2].text + REPLACEMENT)
+        self._tokens[-1] = newest._replace(text=newest.text[1:], state_before=before)
+
+    def _token_index_at(self, casefolded_offset: int) -> int:
+        """The token that added a letter of the folded text."""
+        index = len(self._tokens) - 1
+        while self._tokens[index].state_before.casefolded.length > casefolded_offset:
+            index -= 1
+        return index
+
+    def _visible_offset(self, special_offset: int) -> int:
+        """Where a letter of the spelled text is in the shown text; a hidden one is where the next text is."""
+        token_at = next(
+            token
+            for token in reversed(self._tokens)
+            if token.state_before.with_special.length <= special_offset
+        )
+        inside = max(
+            special_offset - token_at.state_before.with_special.length - len(token_at.special_text), 0
+        )
+        return token_at.state_before.visible.length - self._tokens[0].state_before.visible.length + inside

@@ -1,0 +1,69 @@
+"""A generator's loop with nothing in it but pages, a scheduler and the fake model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Ids
+
+from exlm.generator.page_table import PageTable
+from exlm.generator.scheduler import PrefillBatch, PrefillChunk, Scheduler
+from exlm.generator.token_sequence import TokenSequence
+from exlm.testing import ScriptedRunner
+from tests.generator.scheduler_fuzz import Job
+
+
+def job(*prompts: Ids[int], new: int = 4, max_skips: int | None = 4, salt: bytes = b"") -> Job:
+    return Job([TokenSequence(list(ids), salt, len(ids) + new) for ids in prompts], max_skips)
+
+
+class SchedulerHarness:
+    """A generator's loop with nothing but pages, scheduler and fake model; every token is 7."""
+
+    def __init__(self, pages: int, size: int = 256, batch: int = 8, chunk: int = 2048) -> None:
+        self.page_table = PageTable(pages, size)
+        self.scheduler: Scheduler[Job] = Scheduler(self.page_table, batch, chunk)
+        self.runner = ScriptedRunner(lambda ids: [7], pages, size, vocab_size=8)
+        self.started: list[Job] = []
+        self.chunks: list[PrefillChunk[Job]] = []
+        self.decoded: list[Job] = []
+
+    def add(self, *jobs: Job) -> None:
+        for one in jobs:
+            self.scheduler.add(one)
+
+    def step(self) -> None:
+        """One round."""
+        self.runner.prefill_lengths, self.runner.decode_batch_sizes = [], []
+        self.started = self.scheduler.admit()
+        self.chunks = []
+        while batch := self.scheduler.next_prefill_batch():
+            self.run_prefill_batch(batch)
+        self.decoded = self.scheduler.decode_batch()
+        for one in self.decoded:
+            rows = one.sequences
+            self.runner.decode(
+                rows, [row.num_computed_tokens for row in rows], [[row.ids[-1]] for row in rows]
+            )
+            for row in rows:
+                self.page_table.commit(row, len(row))
+                row.ids.append(7)
+                self.page_table.finalize(row, len(row))
+            if len(rows[0]) >= rows[0].max_length:
+                self.scheduler.finish(one)
+        self.page_table.check_invariants(row for one in self.scheduler.active for row in one.sequences)
+
+    def run_prefill_batch(self, batch: PrefillBatch[Job]) -> None:
+        self.runner.copy_pages(batch.copies)
+        for chunk in batch.chunks:
+            if chunk.end > chunk.start:
+                self.runner.prefill(chunk.sequence, chunk.start, chunk.end)
+        for chunk in batch.chunks:
+            self.page_table.commit(chunk.sequence, chunk.end)
+        self.chunks += batch.chunks
+
+    def run_to_end(self) -> None:
+        while self.scheduler.num_unfinished:
+            self.step()
+
+
+def cached_counts(one: Job) -> tuple[int, int]:
+    return one.sequences[0].cached_pages, one.sequences[0].cached_tokens

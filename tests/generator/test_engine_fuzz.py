@@ -1,0 +1,64 @@
+"""Whatever happens on a machine, a job says what it says alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exlm import Tokenizer
+from tests.generator.engine_fuzz import EngineFuzz, SpecsWithResults, random_job_spec, run_alone
+from tests.generator.scripted import make_tokenizer
+
+RUNS, STEPS, SPECS = 90, 300, 120
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return make_tokenizer(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture(scope="module")
+def specs(tokenizer: Tokenizer) -> SpecsWithResults:
+    """Requests of all kinds, and what each gives alone."""
+    dice = Random(7)
+    recipes = [random_job_spec(dice, tokenizer) for _ in range(SPECS)]
+    return [(recipe, run_alone(recipe, tokenizer)) for recipe in recipes]
+
+
+def run_fuzz(dice: Random, steps: int, tokenizer: Tokenizer, specs: SpecsWithResults) -> Counter[str]:
+    walk = EngineFuzz(dice, tokenizer, specs)
+    for _ in range(steps):
+        walk.step()
+    walk.drain()
+    return walk.counts
+
+
+def test_many_engines(tokenizer: Tokenizer, specs: SpecsWithResults) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(RUNS):
+        seen += run_fuzz(Random(seed), STEPS, tokenizer, specs)
+    at_least = {
+        "rounds": 20_000,
+        "finished": 3000,
+        "reused": 1000,
+        "rewinds": 500,
+        "cancels": 1000,
+        "guesses": 1000,
+        "too large": 200,
+        "error": 200,
+        "max_new_tokens": 1000,
+        "stop_token": 200,
+        "end_filter": 100,
+        "stop_string": 50,
+    }
+    assert {key: seen[key] for key in at_least if seen[key] < at_least[key]} == {}, seen
+
+
+@settings(max_examples=12)
+@given(dice=st.randoms(use_true_random=False), steps=st.integers(1, 30))
+def test_engines_hypothesis(tokenizer: Tokenizer, specs: SpecsWithResults, dice: Random, steps: int) -> None:
+    run_fuzz(dice, steps, tokenizer, specs)

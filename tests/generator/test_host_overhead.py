@@ -1,0 +1,138 @@
+"""What the host does for a token: little, the same whichever way it goes, and measured by a benchmark."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import host
+from exlm.generator.job import Job
+from tests.generator.test_engine import job, make_engine
+from tests.generator.toy_model import VOCAB
+
+
+def wordy(prefix: list[int]) -> list[int]:
+    return random.Random(sum(prefix[-3:])).sample(range(VOCAB), 6)
+
+
+def all_results(jobs: list[Job], is_simple: bool) -> list[dict[str, Any]]:
+    """All results of some jobs, with times left out and tensors as lists."""
+    machine = make_engine(wordy)
+    for one in jobs:
+        machine.enqueue(one)
+        assert one.is_simple
+        one.is_simple = is_simple
+    out = []
+    while machine.busy:
+        out += [
+            {
+                key: value.tolist() if isinstance(value, torch.Tensor) else value
+                for key, value in result.items()
+                if key != "job" and not key.startswith("time")
+            }
+            for result in machine.step()
+        ]
+        machine.page_table.check_invariants(
+            [s for active in machine.scheduler.active for s in active.sequences]
+        )
+    for result in out:
+        if "held" in result:
+            held: Any = result["held"]
+            result["held"] = {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in held.items()}
+    return out
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_simple_path_equals_the_general_path(seed: int) -> None:
+    """Plain jobs have a way of their own; sent the general way they are told the same."""
+
+    def fresh() -> list[Job]:
+        dice = random.Random(seed)
+        return [
+            job(
+                [dice.randrange(2, VOCAB) for _ in range(dice.choice([1, 5, 255, 300]))],
+                dice.randint(1, 40),
+                stop_conditions=dice.choice([None, ["ab", "Hell", "z"], [dice.randrange(VOCAB)], ["</s>"]]),
+                decode_special_tokens=dice.random() < 0.5,
+                identifier=dice.choice([None, 0, "x"]),
+            )
+            for _ in range(6)
+        ]
+
+    assert all_results(fresh(), True) == all_results(fresh(), False)
+
+
+def calls(work: Callable[[], object]) -> int:
+    """How many functions are called, Python's and C's."""
+    count = 0
+
+    def note(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_a_step_takes_few_calls() -> None:
+    """Counted, because times on a shared machine prove little; the benchmark has the times."""
+    one, many = (host.prepared(rows, 8) for rows in (1, 64))
+    for machine in (one, many):
+        machine.step()
+    alone = min(calls(one.step) for _ in range(3))
+    crowd = min(calls(many.step) for _ in range(3))
+    assert alone < 200
+    assert (crowd - alone) / 63 < 45
+
+
+def test_the_benchmark_measures_a_full_batch() -> None:
+    machine = host.prepared(4, 5)
+    results = machine.step()
+    assert [result["serial"] for result in results] == [0, 1, 2, 3]
+    assert all(isinstance(result["job"], Job) and result["job"].is_simple for result in results)
+    assert all(result["text"].startswith(" ") for result in results)  # type: ignore[typeddict-item]
+    rows = host.measure(host.Case(rows=2, target=1.0, steps=3), repeats=2)
+    assert len(rows) == 2
+    assert all(step > 0 and one > 0 for step, one in rows)
+
+
+def test_the_benchmark_measures_queues_and_contexts() -> None:
+    queue = host.queued(7)
+    assert [*queue] == ["make", "enqueue", "step", "cancel"]
+    assert all(seconds > 0 for seconds in queue.values())
+    for drafts in (False, True):
+        machine = host.behind(300, 5, drafts)
+        (job,) = machine.scheduler.active
+        assert (job.prompt_tokens, bool(machine.num_draft_tokens)) == (300, drafts)
+        assert job.sequences[0].ids[300:] == job.sequences[0].ids[300 - host.PREPARED :][: job.new_tokens]
+    found = host.compared([lambda: {"a": 1.0}, lambda: {"a": 3.0}], repeats=2)
+    assert [one["a"][0] for one in found] == [1.0, 3.0]
+
+
+@pytest.mark.parametrize(("growth", "verdict"), [(1e9, "flat"), (0.0, "grows")])
+def test_the_benchmark_prints_a_verdict(
+    growth: float, verdict: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(sys, "argv", ["host", "--repeats", "1"])
+    monkeypatch.setattr(host, "CASES", (host.Case(1, 1.0, 2), host.Case(2, 0.0, 2)))
+    monkeypatch.setattr(host, "CONTEXTS", (16, 32))
+    monkeypatch.setattr(host, "QUEUES", (2, 4))
+    monkeypatch.setattr(host, "GROWTH", growth)
+    try:
+        host.main()
+    finally:
+        torch.set_num_threads(threads)
+    printed = capsys.readouterr().out
+    assert "met" in printed
+    assert "missed" in printed
+    assert printed.count(verdict) == 2 + 4
