@@ -576,12 +576,14 @@ def only_in_class(tree: ast.Module, path: tuple[str, ...], name: str) -> bool:
 
 def local_places(symbol: Symbol, index: Index, files: list[Path]) -> list[Place] | None:
     """The places of a local variable; None if the entry is something else."""
+    if symbol.parameter or len(symbol.path) < 2:
+        return None
     found: list[Place] = []
     for file in files:
         if not fnmatch.fnmatch(str(file.relative_to(ROOT)), symbol.file):
             continue
         text, tree = index.trees.get(file)
-        for scope in scopes(tree, symbol.path[:-1] if not symbol.parameter else ("",)):
+        for scope in scopes(tree, symbol.path[:-1]):
             if not isinstance(scope, FUNCTIONS) or any(
                 isinstance(node, FUNCTIONS) and node is not scope and node.name == symbol.old
                 for node in ast.walk(scope)
@@ -598,6 +600,43 @@ def local_places(symbol: Symbol, index: Index, files: list[Path]) -> list[Place]
                 elif isinstance(node, (ast.Nonlocal, ast.ExceptHandler, ast.MatchAs, ast.MatchStar)) and (
                     symbol.old in getattr(node, "names", ()) or getattr(node, "name", None) == symbol.old
                 ):
+                    return None
+    return found or None
+
+
+def parameter_places(symbol: Symbol, index: Index, files: list[Path]) -> list[Place] | None:
+    """The places of a parameter; None if calls pass it by keyword and it is unclear to which function."""
+    if not symbol.parameter:
+        return None
+    found: list[Place] = []
+    old, name = symbol.parameter, symbol.path[-1]
+    if name == "__init__":
+        name = symbol.path[-2]
+    for file in files:
+        if not fnmatch.fnmatch(str(file.relative_to(ROOT)), symbol.file):
+            continue
+        text, tree = index.trees.get(file)
+        for scope in scopes(tree, symbol.path):
+            if not isinstance(scope, FUNCTIONS):
+                return None
+            every = scope.args
+            outer = [*every.posonlyargs, *every.args, *every.kwonlyargs]
+            outer += [one for one in (every.vararg, every.kwarg) if one]
+            for node in ast.walk(scope):
+                if isinstance(node, ast.arg) and node.arg == old:
+                    if node not in outer:
+                        return None  # also of an inner function
+                    found.append(Place(file, node.lineno - 1, column(text, node.lineno, node.col_offset)))
+                elif isinstance(node, ast.Name) and node.id == old:
+                    found.append(Place(file, node.lineno - 1, column(text, node.lineno, node.col_offset)))
+    for file in index.spelled[old] & index.spelled[name]:
+        if not file.exists():
+            continue
+        _, tree = index.trees.get(file)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and any(one.arg == old for one in node.keywords):
+                called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+                if called in (name, "partial", "super", "cls") or called == "__init__":
                     return None
     return found or None
 
@@ -629,7 +668,7 @@ def rename_symbols(symbols: list[Symbol], server: str) -> list[str]:
         count, how = 0, ""
         while found:
             edits: dict[Path, list[dict[str, Any]]] = {}
-            if local := local_places(symbol, index, files):
+            if local := local_places(symbol, index, files) or parameter_places(symbol, index, files):
                 edits, how = edits_at(local, symbol.old, symbol.new), "local"
             elif spelled := by_spelling(symbol, len(found), index):
                 edits, how = edits_at(spelled, symbol.old, symbol.new), "spelling"
