@@ -196,6 +196,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--suite",
         help=f"of {','.join(SUITES)}, with commas between; host,gpu,load with a GPU, else host,cpu",
     )
+    parser.add_argument("--only", metavar="TEXT", help="leave out measurements without this in their name")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"default: {ROUNDS}")
     parser.add_argument("--json", type=Path, help="write every value to a file, after each round")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="of load, serve and sampler; a GPU if any")
@@ -214,6 +215,15 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if unknown := sorted({*(asked.suite or "host").split(",")} - {*SUITES}):
         parser.error(f"no suite is called {', '.join(unknown)}; there are {', '.join(SUITES)}")
     return asked
+
+
+def chosen(found: Sequence[Probe], only: str | None) -> list[Probe]:
+    """The probes whose name has a text in it."""
+    kept = [probe for probe in found if only is None or only.lower() in probe.name.lower()]
+    if not kept:
+        names = "; ".join(probe.name for probe in found)
+        raise CompareError(f"--only {only!r} leaves nothing to measure. There are: {names}.")
+    return kept
 
 
 def compare(asked: argparse.Namespace, console: Console) -> bool:
@@ -240,7 +250,9 @@ def compare(asked: argparse.Namespace, console: Console) -> bool:
         task = bar.add_task("writing model files", total=None)
         bar.refresh()
         setup = Setup(base, models.expanduser().absolute(), device, asked.threads, asked.timeout)
-        wanted = probes(suites, setup)
+        wanted = chosen(probes(suites, setup), asked.only)
+        for probe in wanted:
+            probe.prepare()
         bar.update(task, total=2 * (asked.rounds + 1) * len(wanted), completed=-1)
 
         def tell(what: str) -> None:

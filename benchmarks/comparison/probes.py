@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,6 +46,8 @@ class Probe:
     name: str
     command: Callable[[Checkout, Path], list[str]]
     read: Callable[[Path], Readings]
+    prepare: Callable[[], object] = lambda: None
+    """Writes the model files that the command needs, unless they are there."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Setup:
 
 
 def probes(suites: Sequence[str], setup: Setup) -> list[Probe]:
-    """The probes of some suites; model files that they need are written now."""
+    """The probes of some suites."""
     makers: dict[str, Callable[[Setup], list[Probe]]] = {
         "host": _host,
         "cpu": _cpu,
@@ -96,7 +98,7 @@ def read_host(file: Path) -> Readings:
 
 
 def _cpu(setup: Setup) -> list[Probe]:
-    file = _written(setup, GGUF_NAME)
+    file = setup.models / GGUF_NAME
     asked = ["--device", "cpu", "--context", "32", "--prompt", "512", "--tokens", "64"]
     asked += ["--threads", str(setup.threads)] if setup.threads is not None else []
     return [
@@ -106,7 +108,10 @@ def _cpu(setup: Setup) -> list[Probe]:
             ["--shape", "smollm2-135m", "--format", "gguf", "--batch", "1,8", *asked],
             (CPU, CPU),
         ),
-        _bench("cpu", "1.1B Q4_K_M, CPU", [str(file), "--batch", "1", *asked], (CPU, CPU)),
+        replace(
+            _bench("cpu", "1.1B Q4_K_M, CPU", [str(file), "--batch", "1", *asked], (CPU, CPU)),
+            prepare=lambda: _write(setup, GGUF_NAME),
+        ),
     ]
 
 
@@ -148,7 +153,7 @@ def _load(setup: Setup) -> list[Probe]:
     folder = setup.models / f"exl2-{shape}"
     # It writes the files unless they are there; without turns it measures nothing.
     write = [sys.executable, "-m", "benchmarks.first_token", "--folder", str(folder), "--shape", shape]
-    setup.base.run([*write, "--device", "cpu", "--turns", "0"], setup.timeout)
+    write += ["--device", "cpu", "--turns", "0"]
     asked = [str(folder), "--device", setup.device, "--batch", "1", "--context", "64", "--prompt", "64"]
     return [
         Probe(
@@ -158,6 +163,7 @@ def _load(setup: Setup) -> list[Probe]:
                 *(sys.executable, "-m", "exlm", "bench", *asked, "--tokens", "8", "--json", str(out))
             ],
             lambda file: read_load(file, f"{name} files, {setup.device}"),
+            lambda: setup.base.run(write, setup.timeout),
         )
     ]
 
@@ -174,7 +180,7 @@ def read_load(file: Path, name: str) -> Readings:
 
 
 def _serve(setup: Setup) -> list[Probe]:
-    folder = _written(setup, CHAT_NAME)
+    folder = setup.models / CHAT_NAME
     script = str(HERE / "serve_client.py")
     return [
         Probe(
@@ -182,6 +188,7 @@ def _serve(setup: Setup) -> list[Probe]:
             f"exlm serve, {setup.device}",
             lambda checkout, out: [sys.executable, "-P", script, str(folder), setup.device, str(out)],
             read_serve,
+            lambda: _write(setup, CHAT_NAME),
         )
     ]
 
@@ -221,13 +228,12 @@ def read_sampler(file: Path, device: str) -> Readings:
     }
 
 
-def _written(setup: Setup, name: str) -> Path:
-    """A model that `model_files.py` writes, unless it is there."""
+def _write(setup: Setup, name: str) -> None:
+    """Have `model_files.py` write a model, unless it is there."""
     target = setup.models / name
     if not target.exists():
         command = [sys.executable, "-P", str(HERE / "model_files.py"), name, str(target)]
         setup.base.run(command, setup.timeout)
-    return target
 
 
 def _json(file: Path) -> Any:

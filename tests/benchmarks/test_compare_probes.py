@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import compare
 from benchmarks.comparison import model_files, probes, serve_client
 from benchmarks.comparison.checkouts import Checkout, CompareError
 from benchmarks.comparison.probes import Probe, Row, Setup
@@ -87,6 +88,17 @@ def test_work_that_does_not_fit_is_told(tmp_path: Path) -> None:
         probes.read_bench(tmp_path / "out.json", "7B", 0.05, 0.02)
 
 
+def test_measurements_are_chosen_by_their_name_and_only_they_write_files(setup: Setup) -> None:
+    names = {probe.name: probe for probe in probes.probes(["cpu", "host"], setup)}
+    assert [*names] == ["SmolLM2-135M shape, Q4_1, CPU", "1.1B Q4_K_M, CPU", "the generator's own Python"]
+    assert compare.chosen([*names.values()], None) == [*names.values()]
+    (kept,) = compare.chosen([*names.values()], "smollm2")
+    kept.prepare()
+    assert list(setup.models.iterdir()) == []
+    with pytest.raises(CompareError, match=r"--only 'moon' leaves nothing .* 1\.1B Q4_K_M, CPU; the"):
+        compare.chosen([*names.values()], "moon")
+
+
 def test_the_rows_of_a_gpu_are_those_that_are_to_be_compared(setup: Setup) -> None:
     command = the_only(probes.probes(["gpu"], setup)).command(HERE, Path("out.json"))
     text = " ".join(command[1:])
@@ -108,6 +120,8 @@ def test_loading_is_measured_from_files_that_the_base_wrote(
 
     monkeypatch.setattr(Checkout, "run", tiny)
     probe, out = the_only(probes.probes(["load"], setup)), tmp_path / "out.json"
+    assert asked == []
+    probe.prepare()
     assert list((tmp_path / "exl2-tinyllama-1.1b").glob("*.safetensors"))
     assert len(asked) == 1
     HERE.run(probe.command(HERE, out), TIMEOUT)
@@ -125,6 +139,9 @@ def test_a_server_is_measured(setup: Setup, tmp_path: Path, monkeypatch: pytest.
         *("-P", str(ROOT / "benchmarks" / "comparison" / "serve_client.py")),
         *(str(tmp_path / "chat"), "cpu", str(out)),
     ]
+    assert not (tmp_path / "chat").exists()
+    for _ in range(2):
+        probe.prepare()
     monkeypatch.setattr(serve_client, "CASES", ((1, 2), (2, 2)))
     monkeypatch.setattr(serve_client, "WARM", 1)
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
