@@ -498,10 +498,16 @@ def foreign_names() -> frozenset[str]:
 
 
 def spelled_places(file: Path, text: str, name: str) -> list[Place]:
-    """Every NAME token of this spelling; strings and comments are left alone, f-strings are looked into."""
+    """Every NAME token of this spelling; strings, comments and the modules of imports are left alone."""
     found = []
+    modules = {
+        (node.lineno, place)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ImportFrom) and name in (node.module or "").split(".")
+        for place in range(node.col_offset, node.col_offset + 6 + node.level + len(node.module or ""))
+    }
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.NAME and token.string == name:
+        if token.type == tokenize.NAME and token.string == name and token.start not in modules:
             found.append(Place(file, token.start[0] - 1, token.start[1]))
     lines = text.splitlines()
     for node in ast.walk(ast.parse(text)):
@@ -836,14 +842,18 @@ def statement(
 
 def leftovers(symbols: list[Symbol]) -> list[str]:
     """Words that a language server does not see: quoted names, keywords of replace()."""
+    new = {one.old: one.new for one in symbols}
+    quoted = re.compile(
+        r"""(?:attr|attrgetter|methodcaller|patch\.object)\((?:[^()"']*, )?["'](\w+)["']|replace\([^()]*\b(\w+)="""
+    )
     found = []
-    files = [(file, file.read_text(encoding="utf-8")) for file in python_files()]
-    for old, new in sorted({(one.old, one.new) for one in symbols}):
-        pattern = re.compile(rf"""["'.]{old}["']|replace\([^()]*\b{old}=""")
-        for file, text in files:
-            for hit in pattern.finditer(text):
+    for file in python_files():
+        text = file.read_text(encoding="utf-8")
+        for hit in quoted.finditer(text):
+            name = hit[1] or hit[2]
+            if name in new:
                 line = text.count("\n", 0, hit.start()) + 1
-                found.append(f"{file.relative_to(ROOT)}:{line}: {hit[0]!r} (now {new})")
+                found.append(f"{file.relative_to(ROOT)}:{line}: {hit[0]!r} (now {new[name]})")
     return found
 
 
