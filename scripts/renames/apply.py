@@ -844,7 +844,8 @@ def leftovers(symbols: list[Symbol]) -> list[str]:
     """Words that a language server does not see: quoted names, keywords of replace()."""
     new = {one.old: one.new for one in symbols}
     quoted = re.compile(
-        r"""(?:attr|attrgetter|methodcaller|patch\.object)\((?:[^()"']*, )?["'](\w+)["']|replace\([^()]*\b(\w+)="""
+        r"""(?:attr|attrgetter|methodcaller|patch\.object)\((?:[^()"']*, )?["'](\w+)["']"""
+        r"""|replace\([^()]*\b(\w+)="""
     )
     found = []
     for file in python_files():

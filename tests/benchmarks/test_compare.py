@@ -287,7 +287,7 @@ def test_the_command_says_what_failed(command: Callable[..., subprocess.Complete
     done = command(0.5, "1/0", "--rounds", "5")  # type: ignore[arg-type]
     assert done.returncode == 2
     assert "ZeroDivisionError" in done.stderr
-    assert "-m benchmarks.host --json" in done.stderr
+    assert "-m benchmarks.host --batches-only --json" in done.stderr
     assert "candidate 1 by 0 ended with status 1" in done.stderr
     assert "Traceback (most recent call last)" not in done.stderr.partition("its output ends with")[0]
 
