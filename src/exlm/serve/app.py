@@ -128,7 +128,8 @@ def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
     _add_generation(app, answering)
     _add_texts(app, answering)
     _add_models(app, engine)
-    _add_health(app, engine, metrics, answering, options)
+    _add_health(app, engine, metrics, options)
+    _add_state(app, engine, answering, options)
     _add_manual(app)
     if (options.web / "index.html").is_file():
         app.mount("/", Pages(directory=options.web, html=True), name="web")
@@ -246,9 +247,7 @@ def _add_models(app: FastAPI, engine: Engine) -> None:
         return JsonReply(card(asked.model))
 
 
-def _add_health(
-    app: FastAPI, engine: Engine, metrics: Metrics, answering: Answering, options: Options
-) -> None:
+def _add_health(app: FastAPI, engine: Engine, metrics: Metrics, options: Options) -> None:
     @app.get("/health/live", response_model=HealthReply)
     async def live() -> Response:
         """Whether the process answers at all; needs no key."""
@@ -266,9 +265,13 @@ def _add_health(
         """Numbers for Prometheus."""
         return Response(metrics.text(), media_type=metrics.content_type)
 
+
+def _add_state(app: FastAPI, engine: Engine, answering: Answering, options: Options) -> None:
     @app.get("/v1/internal/state", response_model=StateReply)
-    async def state() -> Response:
-        """A live look at cache pages, queue and batch."""
+    async def state(request: Request) -> Response:
+        """A live look at cache pages, queue and batch; where there are keys, for admins."""
+        if options.keyring:
+            _check_admin(request)
         return JsonReply(state_of(engine, answering.gate))
 
 
