@@ -79,6 +79,18 @@ class Guard:
             incoming.drop()
 
     def _check_headers(self, scope: Scope) -> None:
+        names = [name for name, _ in scope["headers"]]
+        if b"transfer-encoding" in names and (
+            b"content-length" in names or scope.get("http_version") == "1.0"
+        ):
+            # Two parties that disagree where a body ends take its rest for another request (RFC 9112, 6.1).
+            raise Problem(
+                400,
+                "Where the body ends is not clear: send Content-Length or Transfer-Encoding, not both, and "
+                "Transfer-Encoding with HTTP/1.1 only.",
+                code="ambiguous_length",
+                headers={"Connection": "close"},
+            )
         if sum(len(name) + len(value) for name, value in scope["headers"]) > self.bounds.headers:
             raise Problem(431, f"The headers may have {self.bounds.headers} bytes in all.")
         host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
