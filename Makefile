@@ -12,7 +12,7 @@ WORKERS = 2
 # Extra arguments for pytest, for example: make test ARGS="tests/text -k chat"
 ARGS =
 
-.PHONY: help demo test check format bench bench-cpu bench-gpu bench-host bench-load bench-sampler clean runtime dev
+.PHONY: help demo test check format bench bench-cpu bench-gpu bench-host bench-load bench-sampler bench-compare clean runtime dev
 .DEFAULT_GOAL := help
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo "make bench-host   the generator's own Python, in a decode step of a model that costs nothing"
 	@echo "make bench-load   loading a 7B EXL2 model next to reading its bytes (writes 3.5 GB once)"
 	@echo "make bench-sampler   picking tokens, next to multinomial(softmax)"
+	@echo "make bench-compare BASE=HEAD~1   another revision and this tree in alternation, with intervals"
 	@echo "make clean        remove .venv and every cache"
 
 demo: runtime
@@ -49,6 +50,7 @@ bench:
 	@echo "make bench-host"
 	@echo "make bench-load"
 	@echo "make bench-sampler"
+	@echo "make bench-compare"
 
 # More options, as in: make bench-gpu ARGS="--shape llama-3-8b --cache fp16,q8,q4 --json numbers.json"
 bench-cpu: runtime
@@ -65,6 +67,11 @@ bench-load: runtime
 
 bench-sampler: runtime
 	$(PY) -m benchmarks.sampler
+
+# A revision or a folder to compare this tree with, as in: make bench-compare BASE=../other ARGS="--suite host,serve"
+BASE = HEAD
+bench-compare: runtime
+	$(PY) -m benchmarks.compare $(BASE) . $(ARGS)
 
 clean:
 	rm -rf .venv dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

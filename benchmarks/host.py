@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -278,23 +280,26 @@ def growth(title: str, sizes: Sequence[int], found: Sequence[Mapping[str, tuple[
     return table
 
 
-def steps_of_batches(repeats: int) -> Table:
-    """The table of decode steps against their targets."""
+def steps_of_batches(repeats: int) -> tuple[Table, list[dict[str, float]]]:
+    """The table of decode steps against their targets, and its numbers."""
+    numbers: list[dict[str, float]] = []
     table = Table(title="Python of a decode step, plain greedy jobs")
     for name in ("batch", "µs per row", "unit in µs", "units per row", "at most", ""):
         table.add_column(name, justify="right", no_wrap=True)
     for case in CASES:
         turns = measure(case, repeats)
         ratio, most = median(step / one for step, one in turns), case.target / UNIT
+        seconds_each, unit_seconds = median(step for step, _ in turns), median(one for _, one in turns)
+        numbers.append({"batch": case.rows, "seconds": seconds_each, "unit": unit_seconds, "ratio": ratio})
         table.add_row(
             str(case.rows),
-            f"{median(step for step, _ in turns) * 1e6:.1f}",
-            f"{median(one for _, one in turns) * 1e6:.1f}",
+            f"{seconds_each * 1e6:.1f}",
+            f"{unit_seconds * 1e6:.1f}",
             f"{ratio:.3f}",
             f"{most:.2f}",
             "met" if ratio <= most else "missed",
         )
-    return table
+    return table, numbers
 
 
 def main() -> None:
@@ -303,10 +308,18 @@ def main() -> None:
         prog="python -m benchmarks.host", description="The generator's own cost."
     )
     parser.add_argument("--repeats", type=int, default=61)
-    repeats = parser.parse_args().repeats
+    parser.add_argument("--json", type=Path, help="write the numbers of the first table to a file, too")
+    parser.add_argument("--batches-only", action="store_true", help="measure the first table only")
+    chosen = parser.parse_args()
+    repeats = chosen.repeats
     torch.set_num_threads(1)
     console = Console()
-    console.print(steps_of_batches(repeats))
+    table, numbers = steps_of_batches(repeats)
+    console.print(table)
+    if chosen.json is not None:
+        chosen.json.write_text(json.dumps(numbers, indent=1))
+    if chosen.batches_only:
+        return
     for drafts in (False, True):
         cases = [partial(step_behind, context, drafts, CASES[0].steps) for context in CONTEXTS]
         title = "n-gram drafting, every guess right" if drafts else "no draft"

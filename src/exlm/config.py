@@ -80,7 +80,7 @@ class Config(Fields):
         self._spec: spec.Model | None = None
         self._gguf: GgufFile | None = None  # held, so that its header need not be read again
         self._generation: Mapping[str, Any] = {}
-        self._files: Mapping[str, str] | None = None  # of each tensor, once somebody has asked
+        self._files: Mapping[str, str] | None = None  # by tensor; read when first asked for
         self._options = frozenset(name for name in self.__dict__ if name[0] != "_")
         if model_dir is not None:
             self.prepare()

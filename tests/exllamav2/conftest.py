@@ -11,7 +11,7 @@ import pytest
 from exllamav2 import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer
 
 # formatron 0.5 reads typing's names from pydantic.typing, where pydantic 2.12 stopped showing them.
-vars(pydantic.typing).update({name: getattr(typing, name) for name in ("Any", "Literal", "Type", "Union")})
+vars(pydantic.typing).update({name: getattr(typing, name) for name in typing.__all__})
 
 
 @pytest.fixture(scope="session")

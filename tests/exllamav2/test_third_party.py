@@ -7,8 +7,14 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import pytest
+import torch
 from formatron.formatter import FormatterBuilder
-from formatron.integrations.exllamav2 import create_formatter_filter
+from formatron.integrations.exllamav2 import (
+    FormatterFilter,
+    create_engine_vocabulary,
+    create_formatter_filter,
+)
+from formatron.schemas.json_schema import create_schema
 from formatron.schemas.pydantic import ClassSchema
 from jsonschema import validate
 from lmformatenforcer import JsonSchemaParser
@@ -194,3 +200,70 @@ def test_in_the_settings_of_the_old_generators(
         result = streaming.stream_ex()
         text, ended = text + result["chunk"], result["eos"]
     Hero(**json.loads(text))
+
+
+PET = {
+    "$id": "https://example.com/pet.json",
+    "$schema": "http://json-schema.org/draft-07/schema#",
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "kind": {"enum": ["cat", "dog", "bird"]},
+        "home": {
+            "type": "object",
+            "properties": {"indoor": {"type": "boolean"}, "rooms": {"type": "integer"}},
+            "required": ["indoor", "rooms"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["name", "age", "kind", "home"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture
+def tabby_formatter(model: ExLlamaV2, tokenizer: ExLlamaV2Tokenizer) -> Callable[[], Any]:
+    """The filter that TabbyAPI makes of a request's `json_schema`."""
+
+    def make() -> Any:
+        builder = FormatterBuilder()
+        builder.append_line(f"{builder.json(create_schema(PET))}")
+        engine = builder.build(
+            create_engine_vocabulary(tokenizer), lambda ids: tokenizer.decode(torch.tensor(ids))
+        )
+        return FormatterFilter(model, tokenizer, engine)
+
+    return make
+
+
+@pytest.mark.parametrize(("made_by", "schema"), [("tabby_formatter", PET), ("enforcer", SCHEMA)])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_json_schema_as_tabbyapi_serves_it(
+    generator: ExLlamaV2DynamicGenerator,
+    tokenizer: ExLlamaV2Tokenizer,
+    request: pytest.FixtureRequest,
+    made_by: str,
+    schema: dict[str, Any],
+    seed: int,
+) -> None:
+    """Whitespace may come and EOS is preferred; the text is whole JSON all the same."""
+    settings = ExLlamaV2Sampler.Settings(temperature=1.0, top_k=0, top_p=1.0, token_repetition_penalty=1.0)
+    generator.enqueue(
+        ExLlamaV2DynamicJob(
+            tokenizer.encode("Describe a pet as JSON: ", encode_special_tokens=True),
+            max_new_tokens=960,
+            gen_settings=settings,
+            filters=[request.getfixturevalue(made_by)()],
+            filter_prefer_eos=True,
+            stop_conditions=[tokenizer.eos_token_id],
+            seed=seed,
+        )
+    )
+    text, reason = "", None
+    while generator.num_remaining_jobs():
+        for result in generator.iterate():
+            text += result.get("text", "")
+            reason = result.get("eos_reason", reason)
+    assert reason == "stop_token"
+    validate(json.loads(text), schema)

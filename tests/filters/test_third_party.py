@@ -12,8 +12,9 @@ import torch
 from exllamav2.generator.base import ExLlamaV2Filter
 from exlm.errors import InputError
 from exlm.filters import Filter, FilterStack, PrefixFilter
+from exlm.filters.stack import LONGEST_WHITESPACE
 from exlm.text import Codec
-from tests.filters.toy import Enforcer, numbers
+from tests.filters.toy import G16, Enforcer, numbers
 
 
 class Formatter(ExLlamaV2Filter):
@@ -121,6 +122,60 @@ def test_a_mask_says_nothing_about_ids_without_a_token(g16: Codec) -> None:
     stack = FilterStack([Lax(None, g16, [])], g16, width=64)
     stack.begin()
     assert numbers(stack) == set(range(36)) - {3}
+
+
+class Grammar(Filter):
+    """Takes EOS for its letters, as formatron's engine does, until its text is complete."""
+
+    def __init__(self, tokenizer: Any, passing: list[int]) -> None:
+        super().__init__(None, tokenizer)
+        self.passing, self.completed = passing, False
+
+    def begin(self, prefix_str: Any) -> None:
+        self.completed = False
+
+    def feed(self, token: Any) -> None:
+        self.completed = int(token) == 2
+
+    def next(self) -> Any:
+        return ([0], [0]) if self.completed else (self.passing, [])
+
+    def is_completed(self) -> bool:
+        return self.completed
+
+
+@pytest.mark.parametrize("prefer_eos", [False, True])
+def test_eos_ends_no_text_that_its_filter_calls_incomplete(g16: Codec, prefer_eos: bool) -> None:
+    stack = FilterStack([Grammar(g16, [0, 2, 3])], g16, prefer_eos)
+    stack.begin()
+    assert numbers(stack) == {2, 3}
+    stack.feed(3)
+    assert numbers(stack) == {2, 3}
+    stack.feed(2)
+    assert (stack.allowed().forced, stack.allowed().end) == (0, {0})
+
+
+def test_eos_passes_where_nothing_else_does(g16: Codec) -> None:
+    stack = FilterStack([Grammar(g16, [0])], g16)
+    stack.begin()
+    assert stack.allowed().forced == 0
+
+
+def test_whitespace_ends_in_a_text_that_is_not_complete(g16: Codec) -> None:
+    space, newline = G16.index(" "), G16.index("\n")
+    stack = FilterStack([Grammar(g16, [space, newline, 3])], g16)
+    stack.begin()
+    for step in range(LONGEST_WHITESPACE):
+        assert numbers(stack) == {space, newline, 3}
+        stack.feed(newline if step % 2 else space)
+    assert numbers(stack) == {3}
+    stack.feed(3)
+    assert numbers(stack) == {space, newline, 3}
+    only_space = FilterStack([Grammar(g16, [space])], g16)
+    only_space.begin()
+    for _ in range(2 * LONGEST_WHITESPACE):
+        only_space.feed(space)
+    assert only_space.allowed().forced == space
 
 
 @pytest.mark.parametrize(

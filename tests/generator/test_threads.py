@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from exlm import Cache, Config, Generator, Job, Model, Settings, Tokenizer
+from exlm import AsyncGenerator, AsyncJob, Cache, Config, Filter, Generator, Job, Model, Settings, Tokenizer
 from tests import tiny
 
 PROMPTS = [f"prompt number {i}" for i in range(8)]
@@ -117,3 +118,37 @@ def test_cancelling_from_another_thread(components: tuple[Model, Tokenizer], sin
     assert machine.pages.num_free_pages == machine.pages.num_pages
     machine.pages.check_invariants([])
     assert machine.generate(PROMPTS[0], NEW, gen_settings=GREEDY) == single_texts[0]
+
+
+class Where(Filter):
+    """Remembers in which thread a job first asks it something."""
+
+    thread: threading.Thread | None = None
+
+    def can_mask_logits(self) -> bool:
+        self.thread = self.thread or threading.current_thread()
+        return False
+
+    def begin(self, prefix_str: Any) -> None:
+        return
+
+    def feed(self, token: Any) -> None:
+        return
+
+    def next(self) -> Any:
+        return {5, 6, 7}, set()
+
+
+def test_a_job_with_filters_is_prepared_beside_the_event_loop(components: tuple[Model, Tokenizer]) -> None:
+    """A grammar is compiled anew for each job, which may take a third of a second."""
+
+    async def main() -> Where:
+        where = Where(None, components[1])
+        machine = AsyncGenerator(components[0], Cache(components[0], max_seq_len=4096), components[1])
+        job = AsyncJob(machine, components[1].encode("abc"), max_new_tokens=3, filters=[where])
+        results = [result async for result in job]
+        assert results[-1]["new_tokens"] == 3
+        await machine.close()
+        return where
+
+    assert asyncio.run(main()).thread not in (None, threading.main_thread())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from pathlib import Path
@@ -22,6 +23,9 @@ def main(folder: str, mode: str, reports: str) -> None:
     opened = listen("127.0.0.1", 0)
 
     def started() -> None:
+        assert (
+            gc.get_freeze_count() > 10_000
+        )  # the collector would stop the event loop for as long as that takes
         runner = engine.hosted["tiny"].generator.generator._engine.runner
         decode, passes = runner.decode, iter(range(10**9))
 

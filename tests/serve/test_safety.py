@@ -105,6 +105,14 @@ def test_admin_routes_need_an_admin(server: Served) -> None:
     assert server.post("/v1/admin/models/load", ADMIN, model="tiny")[0] == 200
 
 
+def test_what_all_tenants_do_is_shown_to_admins_only(server: Served) -> None:
+    for key in (KEY, OTHER):
+        status, reply, _ = server.ask("GET", "/v1/internal/state", None, key)
+        assert (status, "models" in reply) == (403, False)
+        assert "admin key" in reply["error"]["message"]
+    assert server.ask("GET", "/v1/internal/state", None, ADMIN)[1]["models"][0]["name"] == "tiny"
+
+
 COSTLY = "start: R0\n" + "".join(f"R{n}: R{n + 1} R{n + 1}\n" for n in range(30)) + 'R30: "x"'
 LOST = {"$ref": "#/nowhere"}
 DEEP = b"[" * 5_000 + b"]" * 5_000
@@ -258,7 +266,7 @@ def inside(server: Served) -> int:
 
 
 def test_a_full_house_answers_429(chatty: Path) -> None:
-    with served(preloaded(chatty), Options(keyring=Keyring([ADMIN]), bounds=BOUNDS)) as server:
+    with served(preloaded(chatty), Options(keyring=Keyring([], [ADMIN]), bounds=BOUNDS)) as server:
         with standing(server) as occupy:
             occupy(ADMIN, BOUNDS.requests)
             for path, body in (("/v1/completions", {"prompt": "a"}), ("/tokenize", {"text": "a"})):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from tokenizers import models, pre_tokenizers
 
 from exlm.errors import BadText, TokenizerError
 from exlm.text.codec import Codec
-from exlm.text.folder import AddedToken, Folder
-from exlm.text.json_backend import JsonBackend
+from exlm.text.folder import AddedToken, Folder, read_folder
+from exlm.text.json_backend import LONG, JsonBackend
 from tests.text.samples import byte_level_json, metaspace_json, random_texts, write_folder
 
 COUNT = 1000
@@ -263,6 +264,32 @@ def test_ids_without_end_are_refused() -> None:
 def test_a_lone_surrogate_is_refused_with_its_place() -> None:
     with pytest.raises(BadText, match=r"U\+D800\) at character 2"):
         backend(byte_level_json()).encode("ab\ud800")
+
+
+def test_long_texts_are_encoded_as_short_ones_are(fixtures_dir: Path) -> None:
+    file = fixtures_dir / "tiny-lm" / "tokenizer.json"
+    library = tokenizers.Tokenizer.from_file(str(file))
+    made = JsonBackend.from_file(file, read_folder(file.parent))
+    text = "The café, <|im_end|> 1234 and 語\n\t  more. " * 400
+    assert len(text) > LONG
+    library.encode_special_tokens = False
+    assert made.ids(text, special=True) == library.encode(text, add_special_tokens=False).ids
+    library.encode_special_tokens = True
+    assert made.ids(text, special=False) == library.encode(text, add_special_tokens=False).ids
+    with pytest.raises(BadText, match=rf"U\+D800\) at character {len(text)}"):
+        made.ids(text + "\ud800", special=False)
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(fixtures_dir: Path) -> None:
+    file = fixtures_dir / "tiny-lm" / "tokenizer.json"
+    made = JsonBackend.from_file(file, read_folder(file.parent))
+    encoding = threading.Thread(target=lambda: made.ids("words and words " * 30_000, special=False))
+    encoding.start()
+    turns = 0
+    while encoding.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert turns > 10
 
 
 def test_threads_that_want_different_things_get_them() -> None:

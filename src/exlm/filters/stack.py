@@ -20,11 +20,16 @@ import torch
 from numpy.typing import NDArray
 
 from ..errors import ExlmError, InputError
-from .bits import Words, contains, count, fit, members, of, only, pack
+from ..text import Codec
+from .bits import WORD, Words, contains, count, fit, members, of, only, pack
 from .filter import Answer, MaskFilter, Prefix
 from .lexicon import codec_of
 
 EVERYTHING = Answer(None)
+
+LONGEST_WHITESPACE = 16
+"""Tokens of whitespace in a row that a filter of another library may let pass before its text is complete:
+small models write whitespace until their tokens run out. Some newlines and an indentation are fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +85,12 @@ class FilterStack:
         """
         given = _listed(filters)
         self.prefer_eos = prefer_eos
-        self._codec = codec_of(tokenizer) if given else None
-        size = self._codec.size if self._codec else 0
+        codec = codec_of(tokenizer) if given else None
+        self._codec = codec
+        size = codec.size if codec else 0
         self._width = size if width is None else width
-        self._eos = tuple(n for n in self._codec.eos_ids if 0 <= n < self._width) if self._codec else ()
-        self._members = [_member(item, self._width, size) for item in given]
+        self._eos = tuple(n for n in codec.eos_ids if 0 <= n < self._width) if codec else ()
+        self._members = [_member(item, self._width, codec) for item in given] if codec else []
         self._pending: list[Future[Answer] | None] = [None] * len(given)
         self._fed: list[int] = []
         self._now: Allowed | None = None
@@ -207,7 +213,7 @@ class _Foreign:
 
     _owners: ClassVar[WeakValueDictionary[int, FilterStack]] = WeakValueDictionary()
 
-    def __init__(self, given: Any, width: int, known: int) -> None:
+    def __init__(self, given: Any, width: int, codec: Codec) -> None:
         self.name = type(given).__name__
         missing = [name for name in ("begin", "feed", "next") if not callable(getattr(given, name, None))]
         if missing or isinstance(given, type):
@@ -216,7 +222,10 @@ class _Foreign:
             raise InputError(f"A filter has methods begin, feed and next; found {found}{lacks}.")
         self._filter = given
         self._width = width
-        self._known = known
+        self._known = codec.size
+        self._codec = codec
+        self._whitespace_run = 0
+        self._tells_completion = callable(getattr(given, "is_completed", None))
         self._masks = self._ask("can_mask_logits")
         self.background = self._ask("use_background_worker")
 
@@ -234,22 +243,40 @@ class _Foreign:
             del self._owners[id(self._filter)]
 
     def begin(self, prefix: Prefix) -> None:
+        self._whitespace_run = 0
         with self._blamed("begin"):
             if callable(drop := getattr(self._filter, "background_drop", None)):
                 drop()
             self._filter.begin(prefix)
 
     def feed(self, number: int) -> None:
+        pieces = self._codec.vocab.pieces()
+        is_whitespace = number < len(pieces) and pieces[number].isspace()
+        self._whitespace_run = self._whitespace_run + 1 if is_whitespace else 0
         with self._blamed("feed"):
             self._filter.feed(torch.tensor([[number]], dtype=torch.long))
 
     def answer(self) -> Answer:
         if self._masks:
             try:
-                return self._masked()
+                return self._narrowed(self._masked())
             except RuntimeError:  # some need pinned memory for masks, which no machine without a GPU has
                 self._masks = False
-        return self._listed()
+        return self._narrowed(self._listed())
+
+    def _narrowed(self, answer: Answer) -> Answer:
+        """Without what would leave a text incomplete, while the filter says that it is; never empty by that.
+
+        formatron's engine knows EOS by its text only ("</s>"), which fits into any JSON string, and its JSON
+        may have whitespace without end between two parts.
+        """
+        if answer.words is None or not self._tells_completion or self._ask("is_completed"):
+            return answer
+        answer = _without(answer, np.array(self._codec.eos_ids, np.int64))
+        if self._whitespace_run < LONGEST_WHITESPACE:
+            return answer
+        pieces = self._codec.vocab.pieces()
+        return _without(answer, np.array([n for n, piece in enumerate(pieces) if piece.isspace()], np.int64))
 
     def _ask(self, question: str) -> bool:
         method = getattr(self._filter, question, None)
@@ -309,8 +336,16 @@ class _Foreign:
             ) from error
 
 
-def _member(given: Any, width: int, known: int) -> _Member:
-    return _Own(given) if isinstance(given, MaskFilter) else _Foreign(given, width, known)
+def _member(given: Any, width: int, codec: Codec) -> _Member:
+    return _Own(given) if isinstance(given, MaskFilter) else _Foreign(given, width, codec)
+
+
+def _without(answer: Answer, numbers: NDArray[np.int64]) -> Answer:
+    """The answer without these tokens, if any other passes."""
+    assert answer.words is not None
+    width = WORD * len(answer.words)
+    others = answer.words & ~of(numbers[(numbers >= 0) & (numbers < width)], width)
+    return Answer(others, answer.end) if others.any() else answer
 
 
 def _listed(filters: Iterable[Any] | None) -> list[Any]:

@@ -80,7 +80,11 @@ class AsyncGenerator:
                 raise InputError("This generator is closed: make another one.")
             if job.cancelled:
                 return
-            self.generator.enqueue(job.job)
+            if job.job.filters or job.job.stop_strings or job.job.banned_strings:
+                # Grammars are compiled and automata built for each job: that may take a third of a second.
+                await asyncio.to_thread(self.generator.enqueue, job.job)
+            else:
+                self.generator.enqueue(job.job)
             self.jobs[id(job.job)] = job
         self._has_jobs.set()
 

@@ -24,21 +24,17 @@ class NgramIndex:
         """An index of `ids`, all at once; only tokens that come later can be removed again."""
         self.base = len(ids)
         """Leading tokens that stay; `match` is known, and `truncate` possible, beyond them."""
-        self._length = len(ids)
+        self.length = len(ids)
+        """How many tokens it has read."""
         self._ends: list[dict[int, int]] = []
         """For each length: the key of a run, and the end of its latest occurrence."""
-        # For each token beyond `base`: keys of the runs that end with it, and where these had ended before.
-        self._keys: list[int] = []
-        self._earlier = array("q")
+        self._earlier = array("i")
+        """For each token beyond `base` and each length: where the run that ends with it had ended before."""
         keys = list(ids)
         for size in range(1, longest + 1):
             if size > 1:  # the newest token is in the highest bits
                 keys = [key << TOKEN_BITS | token for key, token in zip(keys[1:], ids, strict=False)]
             self._ends.append(dict(zip(keys, range(size, len(ids) + 1), strict=False)))
-
-    def __len__(self) -> int:
-        """How many tokens it has read."""
-        return self._length
 
     @property
     def match(self) -> int | None:
@@ -50,27 +46,29 @@ class NgramIndex:
 
     def extend(self, ids: Sequence[int]) -> None:
         """Read what was appended to the sequence, which is `ids` now."""
-        keys, earlier, longest = self._keys, self._earlier, len(self._ends)
-        for end in range(self._length + 1, len(ids) + 1):
+        every, longest, remember = self._ends, len(self._ends), self._earlier.append
+        for end in range(self.length + 1, len(ids) + 1):
             key, place = 0, end
-            for ends in self._ends if end >= longest else self._ends[:end]:
+            for ends in every if end >= longest else every[:end]:
                 place -= 1
                 key = key << TOKEN_BITS | ids[place]
-                keys.append(key)
-                earlier.append(ends.get(key, ABSENT))
+                remember(ends.get(key, ABSENT))
                 ends[key] = end
-            for _ in range(end, longest):  # no run is longer than the sequence
-                keys.append(ABSENT)
-                earlier.append(ABSENT)
-        self._length = max(self._length, len(ids))
+            if end < longest:  # no run is longer than the sequence
+                self._earlier.extend([ABSENT] * (longest - end))
+        self.length = max(self.length, len(ids))
 
-    def truncate(self, length: int) -> None:
-        """Remove all tokens from this position on, which is beyond `base`."""
-        for _ in range(length, self._length):
-            for ends in reversed(self._ends):
-                key, end = self._keys.pop(), self._earlier.pop()
-                if end != ABSENT:
-                    ends[key] = end
+    def truncate(self, ids: Sequence[int], length: int) -> None:
+        """The sequence `ids` is about to lose its tokens from this position on, all of them beyond `base`."""
+        longest = len(self._ends)
+        for end in range(self.length, length, -1):
+            key, place = 0, end
+            for ends, earlier in zip(self._ends[:end], self._earlier[-longest:], strict=False):
+                place -= 1
+                key = key << TOKEN_BITS | ids[place]
+                if earlier == ABSENT:
+                    del ends[key]
                 else:
-                    ends.pop(key, None)
-        self._length = min(self._length, length)
+                    ends[key] = earlier
+            del self._earlier[-longest:]
+        self.length = min(self.length, length)

@@ -94,7 +94,7 @@ class Drafter(Protocol):
         ...
 
     def truncate(self, sequence: TokenSequence, length: int) -> None:
-        """The sequence loses its ids from this position on; others may follow there."""
+        """The sequence is about to lose its ids from this position on; others may follow there."""
         ...
 
     def release(self, sequence: TokenSequence) -> None:
@@ -153,12 +153,10 @@ class NgramDrafter(NoDrafter):
     def truncate(self, sequence: TokenSequence, length: int) -> None:
         """Drop what the index knows of the ids from there on."""
         index = self._indexes.get(id(sequence))
-        if index is None:
-            return
-        if length > index.base:
-            index.truncate(length)
+        if index is not None and index.base < length and index.length <= len(sequence.ids):
+            index.truncate(sequence.ids, length)
         else:
-            del self._indexes[id(sequence)]
+            self.release(sequence)
 
     def release(self, sequence: TokenSequence) -> None:
         """Drop the index."""
@@ -172,15 +170,11 @@ class NgramDrafter(NoDrafter):
         """The sequence's index, up to date."""
         ids = sequence.ids
         index = self._indexes.get(id(sequence))
-        if index is not None and len(index) > len(ids):
-            self.truncate(sequence, len(ids))
-            index = self._indexes.get(id(sequence))
-        if index is None:
+        if index is None or index.length > len(ids):
             # Only settled ids are never taken back; the last one is read again to find its match.
             settled = max(0, min(sequence.num_final_tokens, len(ids)) - 1)
             index = self._indexes[id(sequence)] = NgramIndex(self.max_ngram - 1, ids[:settled])
-        if len(index) < len(ids):
-            index.extend(ids)
+        index.extend(ids)
         return index
 
 

@@ -1,7 +1,8 @@
 """From a request to its reply: in through the gate, translated, run, answered whole or as a stream.
 
-The one place where translation, engine and HTTP meet. Translating is done in threads: the quick kind, and one
-of its own for grammars, so that a hostile one keeps nobody else waiting.
+The one place where translation, engine and HTTP meet. Translating is done in threads: two for most requests,
+two for those with a grammar, and one for those with large bodies, so that neither of these keeps the others
+waiting.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from itertools import groupby
 from typing import Any, TypeVar
@@ -21,14 +22,16 @@ from starlette.responses import Response
 from exlm import Tokenizer
 
 from .answer import Answer
+from .body import Body, LargeBodies
 from .conversation import conversation
 from .engine import Engine, Hosted, Run
 from .events import DONE, WAITING, WAITING_SECONDS, EventStream, JsonReply, event, unless_gone
 from .limits import Bounds, Gate
 from .metrics import Metrics
 from .problems import Problem, problem_of
+from .prompts import check_ids, check_text, countable
 from .schema import Asking, ChatRequest, DetokenizeRequest, TokenizeRequest
-from .translate import Order, check_ids, needs_grammar, order_of
+from .translate import Order, needs_grammar, order_of
 
 T = TypeVar("T")
 
@@ -41,9 +44,11 @@ log = logging.getLogger(__name__)
 class Answering:
     """Replies to requests, within bounds."""
 
-    def __init__(self, engine: Engine, bounds: Bounds, metrics: Metrics, shared: bool = False) -> None:
-        """`shared` is whether there are several callers to be fair to."""
-        self.engine, self.bounds, self.metrics = engine, bounds, metrics
+    def __init__(
+        self, engine: Engine, bounds: Bounds, metrics: Metrics, threads: LargeBodies, shared: bool = False
+    ) -> None:
+        """`shared` is whether there are several callers to be fair to; `threads` is closed by its owner."""
+        self.engine, self.bounds, self.metrics, self.threads = engine, bounds, metrics, threads
         self.gate = Gate(bounds.requests, "requests", shared)
         self._grammars = Gate(bounds.grammars, "schemas and grammars", shared)
         self._quick = ThreadPoolExecutor(2, thread_name_prefix="exlm-translate")
@@ -60,7 +65,7 @@ class Answering:
         with ExitStack() as stack:
             stack.enter_context(self.gate.entered(salt))
             stack.enter_context(hosted.visited())
-            answer = Answer(await unless_gone(request, self._translated(asked, hosted, salt)))
+            answer = Answer(await unless_gone(request, self._translated(request, asked, hosted, salt)))
             run = stack.enter_context(closing(hosted.run(answer.order)))
             stack.callback(self._count, answer, run)
             if not answer.order.stream:
@@ -68,48 +73,58 @@ class Answering:
             await unless_gone(request, run.settle(SETTLE_SECONDS))
             return EventStream(self._events(answer, run), stack.pop_all().close)
 
-    async def tokenized(self, asked: TokenizeRequest, salt: str) -> dict[str, Any]:
+    async def tokenized(self, request: Request, asked: TokenizeRequest, salt: str) -> dict[str, Any]:
         """The tokens of a text, or of a conversation as the model's chat template writes it."""
         host = self.engine.find(asked.model).host
         if (asked.text is None) == (asked.messages is None):
             raise Problem(422, "Give either text or messages.", param="text")
+        most = countable(host.length)
+        refusal = Problem(422, f"The text has more than {most} tokens: ask in parts.", param="text")
 
         def work() -> list[int]:
             text, special = asked.text, asked.encode_special_tokens
             if asked.messages is not None:
                 chat = ChatRequest(messages=asked.messages)
                 text, special = conversation(chat, host.tokenizer, host.name).text, True
+            check_text(text or "", host.tokenizer, most, special, refusal)
             ids = host.tokenizer.encode(text or "", add_bos=asked.add_bos, encode_special_tokens=special)
             return [int(number) for number in ids[0].tolist()]
 
         with self.gate.entered(salt):
-            tokens = await self._worked(self._quick, work)
+            tokens = await self._worked(request, work)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": host.length}
 
-    async def detokenized(self, asked: DetokenizeRequest, salt: str) -> dict[str, Any]:
+    async def detokenized(self, request: Request, asked: DetokenizeRequest, salt: str) -> dict[str, Any]:
         """The text of tokens."""
         host = self.engine.find(asked.model).host
-        check_ids(asked.tokens, host.vocab, "tokens")
 
         def work() -> str:
+            if (found := len(asked.tokens)) > (most := countable(host.length)):
+                raise Problem(
+                    422, f"At most {most} tokens are taken at a time, found {found}.", param="tokens"
+                )
+            check_ids(asked.tokens, host.vocab, "tokens")
             if not asked.decode_special_tokens:
                 return str(host.tokenizer.decode(torch.tensor(asked.tokens, dtype=torch.long)))
             return _spelled(host.tokenizer, asked.tokens)
 
         with self.gate.entered(salt):
-            return {"text": await self._worked(self._quick, work)}
+            return {"text": await self._worked(request, work)}
 
-    async def _translated(self, asked: Asking, hosted: Hosted, salt: str) -> Order:
+    async def _translated(self, request: Request, asked: Asking, hosted: Hosted, salt: str) -> Order:
         def work() -> Order:
             return order_of(asked, hosted.host, self.bounds, salt)
 
         if not needs_grammar(asked):
-            return await self._worked(self._quick, work)
+            return await self._worked(request, work)
         with self._grammars.entered(salt):
-            return await self._worked(self._slow, work)
+            return await asyncio.get_running_loop().run_in_executor(self._slow, work)
 
-    async def _worked(self, pool: Executor, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(pool, work)
+    async def _worked(self, request: Request, work: Callable[[], T]) -> T:
+        body: Body = request.state.body
+        if body.large:
+            return await self.threads.run(work)
+        return await asyncio.get_running_loop().run_in_executor(self._quick, work)
 
     async def _whole(self, answer: Answer, run: Run) -> dict[str, Any]:
         while not answer.done:

@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
@@ -22,7 +22,8 @@ from starlette.staticfiles import StaticFiles
 from exlm import ExlmError, __version__
 
 from .answering import Answering
-from .description import Described, streamed
+from .body import LargeBodies, body_as
+from .description import Described, streamed, taking
 from .engine import Engine
 from .events import ClientGone, JsonReply
 from .guard import Guard, Scope
@@ -76,6 +77,13 @@ PAGE_HEADERS = {
 GONE = 499
 """The status of a reply that nobody reads."""
 
+AskedChat = Annotated[ChatRequest, Depends(body_as(ChatRequest))]
+AskedCompletion = Annotated[CompletionRequest, Depends(body_as(CompletionRequest))]
+AskedEmbeddings = Annotated[EmbeddingsRequest, Depends(body_as(EmbeddingsRequest))]
+AskedTokens = Annotated[TokenizeRequest, Depends(body_as(TokenizeRequest))]
+AskedText = Annotated[DetokenizeRequest, Depends(body_as(DetokenizeRequest))]
+AskedModel = Annotated[ModelRequest, Depends(body_as(ModelRequest))]
+
 log = logging.getLogger(__name__)
 
 
@@ -98,11 +106,13 @@ def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
     """A server for an engine, which it starts and closes."""
     options = options or Options()
     metrics = Metrics(engine)
-    answering = Answering(engine, options.bounds, metrics, shared=len(options.keyring) > 1)
+    threads = LargeBodies()
+    answering = Answering(engine, options.bounds, metrics, threads, shared=len(options.keyring) > 1)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
+            stack.callback(threads.close)
             stack.callback(answering.close)
             stack.push_async_callback(engine.close)
             await engine.start()
@@ -123,12 +133,14 @@ def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
         bounds=options.bounds,
         counted=metrics.count_reply,
         hosts=options.hosts,
+        threads=threads,
     )
     _add_problems(app)
     _add_generation(app, answering)
     _add_texts(app, answering)
     _add_models(app, engine)
-    _add_health(app, engine, metrics, answering, options)
+    _add_health(app, engine, metrics, options)
+    _add_state(app, engine, answering, options)
     _add_manual(app)
     if (options.web / "index.html").is_file():
         app.mount("/", Pages(directory=options.web, html=True), name="web")
@@ -178,32 +190,47 @@ def _add_problems(app: FastAPI) -> None:
 
 
 def _add_generation(app: FastAPI, answering: Answering) -> None:
-    @app.post("/v1/chat/completions", response_model=ChatReply, responses=streamed(ChatChunk))
-    async def chat(request: Request, asked: ChatRequest) -> Response:
+    @app.post(
+        "/v1/chat/completions",
+        response_model=ChatReply,
+        responses=streamed(ChatChunk),
+        openapi_extra=taking(ChatRequest),
+    )
+    async def chat(request: Request, asked: AskedChat) -> Response:
         """Answer a conversation, at once or as a stream of events."""
         return await answering.reply(request, asked, _caller(request).salt)
 
-    @app.post("/v1/completions", response_model=CompletionReply, responses=streamed(CompletionReply))
-    async def complete(request: Request, asked: CompletionRequest) -> Response:
+    @app.post(
+        "/v1/completions",
+        response_model=CompletionReply,
+        responses=streamed(CompletionReply),
+        openapi_extra=taking(CompletionRequest),
+    )
+    async def complete(request: Request, asked: AskedCompletion) -> Response:
         """Continue a text, or several."""
         return await answering.reply(request, asked, _caller(request).salt)
 
-    @app.post("/v1/embeddings", response_model=ErrorReply, status_code=501)
-    async def embed(asked: EmbeddingsRequest) -> Response:
+    @app.post(
+        "/v1/embeddings",
+        response_model=ErrorReply,
+        status_code=501,
+        openapi_extra=taking(EmbeddingsRequest),
+    )
+    async def embed(asked: AskedEmbeddings) -> Response:
         """Refused: the models served here generate text and have no embeddings to give."""
         raise Problem(501, "Embeddings are not supported: the models served here generate text.")
 
 
 def _add_texts(app: FastAPI, answering: Answering) -> None:
-    @app.post("/tokenize", response_model=TokenizeReply)
-    async def tokenize(request: Request, asked: TokenizeRequest) -> Response:
+    @app.post("/tokenize", response_model=TokenizeReply, openapi_extra=taking(TokenizeRequest))
+    async def tokenize(request: Request, asked: AskedTokens) -> Response:
         """The tokens of a text or of a conversation."""
-        return JsonReply(await answering.tokenized(asked, _caller(request).salt))
+        return JsonReply(await answering.tokenized(request, asked, _caller(request).salt))
 
-    @app.post("/detokenize", response_model=DetokenizeReply)
-    async def detokenize(request: Request, asked: DetokenizeRequest) -> Response:
+    @app.post("/detokenize", response_model=DetokenizeReply, openapi_extra=taking(DetokenizeRequest))
+    async def detokenize(request: Request, asked: AskedText) -> Response:
         """The text of tokens."""
-        return JsonReply(await answering.detokenized(asked, _caller(request).salt))
+        return JsonReply(await answering.detokenized(request, asked, _caller(request).salt))
 
 
 def _add_models(app: FastAPI, engine: Engine) -> None:
@@ -228,27 +255,25 @@ def _add_models(app: FastAPI, engine: Engine) -> None:
     async def model(name: str) -> Response:
         """One registered model."""
         if name not in engine.listings:
-            raise Problem(404, f"No model is called {name!r}.", param="model", code="model_not_found")
+            raise Problem(404, f"No model is called {name[:200]!r}.", param="model", code="model_not_found")
         return JsonReply(card(name))
 
-    @app.post("/v1/admin/models/load", response_model=ModelCard)
-    async def load(request: Request, asked: ModelRequest) -> Response:
+    @app.post("/v1/admin/models/load", response_model=ModelCard, openapi_extra=taking(ModelRequest))
+    async def load(request: Request, asked: AskedModel) -> Response:
         """Load a registered model; for admins."""
         _check_admin(request)
         await asyncio.shield(engine.load(asked.model))
         return JsonReply(card(asked.model))
 
-    @app.post("/v1/admin/models/unload", response_model=ModelCard)
-    async def unload(request: Request, asked: ModelRequest) -> Response:
+    @app.post("/v1/admin/models/unload", response_model=ModelCard, openapi_extra=taking(ModelRequest))
+    async def unload(request: Request, asked: AskedModel) -> Response:
         """Unload a registered model, once the requests it has are answered or out of time; for admins."""
         _check_admin(request)
         await asyncio.shield(engine.unload(asked.model))
         return JsonReply(card(asked.model))
 
 
-def _add_health(
-    app: FastAPI, engine: Engine, metrics: Metrics, answering: Answering, options: Options
-) -> None:
+def _add_health(app: FastAPI, engine: Engine, metrics: Metrics, options: Options) -> None:
     @app.get("/health/live", response_model=HealthReply)
     async def live() -> Response:
         """Whether the process answers at all; needs no key."""
@@ -266,9 +291,13 @@ def _add_health(
         """Numbers for Prometheus."""
         return Response(metrics.text(), media_type=metrics.content_type)
 
+
+def _add_state(app: FastAPI, engine: Engine, answering: Answering, options: Options) -> None:
     @app.get("/v1/internal/state", response_model=StateReply)
-    async def state() -> Response:
-        """A live look at cache pages, queue and batch."""
+    async def state(request: Request) -> Response:
+        """A live look at cache pages, queue and batch; where there are keys, for admins."""
+        if options.keyring:
+            _check_admin(request)
         return JsonReply(state_of(engine, answering.gate))
 
 
@@ -287,7 +316,7 @@ def _unrouted(request: Request) -> Problem:
     ]
     methods = sorted({method for one in fitting for method in one.methods or ()})
     if not methods or request.method in methods:
-        return Problem(404, f"There is no {path} here; /docs lists what there is.")
+        return Problem(404, f"There is no {path[:200]} here; /docs lists what there is.")
     allowed = ", ".join(methods)
     return Problem(405, f"{path} takes {allowed}, not {request.method}.", headers={"Allow": allowed})
 

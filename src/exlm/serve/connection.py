@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -17,13 +17,40 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from .limits import Bounds
 from .problems import Problem
 
+Event: TypeAlias = h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]
+
+FREE_CHUNKS = 1024
+"""Chunks of a body of which nothing is asked."""
+CHUNK_BYTES = 256
+"""How much the others must hold on average: to parse one byte as a chunk takes as long as thousands."""
+
+
+class _Parser(h11.Connection):
+    """The library's parser, which refuses bodies in very many very small chunks."""
+
+    def __init__(self, longest: int) -> None:
+        super().__init__(h11.SERVER, longest)
+        self._chunks = self._bytes = 0
+
+    def next_event(self) -> Event:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._chunks = self._bytes = 0
+        elif isinstance(event, h11.Data):
+            self._chunks += event.chunk_start
+            self._bytes += len(event.data)
+            if self._chunks > FREE_CHUNKS + self._bytes // CHUNK_BYTES:
+                raise h11.RemoteProtocolError("too many small chunks")
+        return event
+
 
 class Connection(H11Protocol):
-    """Closed when the client is too slow."""
+    """Closed when the client is too slow, or sends what is not HTTP."""
 
     def __init__(self, *arguments: Any, bounds: Bounds, **options: Any) -> None:
         """The further arguments are the library's own."""
         super().__init__(*arguments, **options)
+        self.conn = _Parser(self.config.h11_max_incomplete_event_size or bounds.headers)
         self._seconds = bounds.header_seconds
         self._asking = _Clock(self.loop, bounds.header_seconds, self._give_up)
         self._taking = _Clock(self.loop, bounds.read_seconds, lambda: self.transport.abort())
@@ -59,6 +86,13 @@ class Connection(H11Protocol):
         super().resume_writing()
         self._taking.stop()
 
+    def send_400_response(self, msg: str) -> None:
+        """Say that this is not HTTP, if no answer has begun, and close: what follows may be anything."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            problem = Problem(400, "This is no valid HTTP/1.1 request, or it has too many small chunks.")
+            self._say("400 Bad Request", problem)
+        self.transport.close()
+
     def _watch(self) -> None:
         """Let the clock run while no request is being answered; a byte now and then does not set it back."""
         if self.cycle is not None and not self.cycle.response_complete:
@@ -69,12 +103,16 @@ class Connection(H11Protocol):
     def _give_up(self) -> None:
         """Say why, if the client has begun to ask, and close."""
         if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
-            body = json.dumps(Problem(408, f"The headers took longer than {self._seconds} s.").body)
-            self.transport.write(
-                b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Type: application/json\r\n"
-                b"Content-Length: %d\r\n\r\n%b" % (len(body), body.encode())
-            )
+            self._say("408 Request Timeout", Problem(408, f"The headers took longer than {self._seconds} s."))
         self.transport.close()
+
+    def _say(self, status: str, problem: Problem) -> None:
+        """Answer without a request."""
+        body = json.dumps(problem.body)
+        self.transport.write(
+            f"HTTP/1.1 {status}\r\nConnection: close\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n{body}".encode("ascii")
+        )
 
 
 class _Clock:

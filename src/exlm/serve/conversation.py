@@ -7,12 +7,13 @@ message, in a form most models understand. Nothing is tokenized here.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from exlm import ChatTemplateError, Tokenizer
 
+from .json_size import SMALLEST, JsonLimits
 from .parse import THINK, THOUGHT
 from .problems import Problem
 from .schema import AssistantMessage, ChatRequest, Content, Message, NamedTool, ToolMessage
@@ -31,6 +32,9 @@ RESERVED = frozenset(
     )
 )
 """What a template is given anyway, or what would change who renders it."""
+
+ARGUMENTS = JsonLimits(SMALLEST, SMALLEST)
+"""How much JSON the arguments of all earlier calls may hold, which templates are given parsed."""
 
 INSTRUCTIONS = """You may call these functions, each described as JSON:
 {tools}
@@ -85,6 +89,7 @@ def _conversation(request: ChatRequest, tokenizer: Tokenizer) -> Conversation:
         raise Problem(
             422, f"chat_template_kwargs may not hold {', '.join(taken)}.", param="chat_template_kwargs"
         )
+    ARGUMENTS.check(*_arguments(request.messages), what="What earlier calls have as arguments")
     tools = _wanted(request)
     source = tokenizer.chat_templates.choose(None, tools is not None).source
     native = knows_tools(source)
@@ -193,6 +198,13 @@ def _joined(content: Content | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(part.text for part in content)
+
+
+def _arguments(messages: Sequence[Message]) -> Iterator[bytes]:
+    """The arguments of the calls there were."""
+    for message in messages:
+        for call in (isinstance(message, AssistantMessage) and message.tool_calls) or ():
+            yield call.function.arguments.encode("utf-8", "surrogatepass")
 
 
 def _parsed(arguments: str) -> Any:

@@ -1,4 +1,7 @@
-"""The published description of the routes, with what its library cannot know: the events of streams."""
+"""The published description of the routes, with what the library cannot know: requests and events of streams.
+
+Requests are validated in `body`, not by the library, which would do it on the event loop.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,31 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from .replies import ChatChunk, CompletionReply, ErrorReply
+from .schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingsRequest,
+    ModelRequest,
+    TokenizeRequest,
+)
 
 PLACE = "#/components/schemas/{model}"
 EVENTS: tuple[type[BaseModel], ...] = (ChatChunk, CompletionReply, ErrorReply)
+REQUESTS: tuple[type[BaseModel], ...] = (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingsRequest,
+    ModelRequest,
+    TokenizeRequest,
+)
+
+
+def taking(kind: type[BaseModel]) -> dict[str, Any]:
+    """What a route that takes requests of a kind says of them."""
+    schema = {"$ref": PLACE.format(model=kind.__name__)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def streamed(event: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
@@ -24,13 +49,14 @@ def streamed(event: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
 
 
 class Described(FastAPI):
-    """An application whose description has the models of events, which no route returns as they are."""
+    """An application whose description has the models of requests and events, which no route declares."""
 
     def openapi(self) -> dict[str, Any]:
         """The description; it is made once."""
         if self.openapi_schema is None:
-            listed = [(model, "serialization") for model in EVENTS]
-            models = models_json_schema(listed, ref_template=PLACE)[1]["$defs"]  # type: ignore[arg-type]
             schemas = super().openapi()["components"]["schemas"]
-            schemas.update({name: model for name, model in models.items() if name not in schemas})
+            for kinds, mode in ((EVENTS, "serialization"), (REQUESTS, "validation")):
+                listed = [(model, mode) for model in kinds]
+                models = models_json_schema(listed, ref_template=PLACE)[1]["$defs"]  # type: ignore[arg-type]
+                schemas.update({name: model for name, model in models.items() if name not in schemas})
         return super().openapi()

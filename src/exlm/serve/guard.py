@@ -1,7 +1,7 @@
 """The door of the server: nobody gets in without a key, with too much luggage, or with what is not JSON.
 
-An ASGI layer around the routes. It reads a request's body, within limits, before any route is asked, and
-counts what goes out. What requests mean is not known here.
+An ASGI layer around the routes. It reads a request's body, within limits, and has it parsed (`body`) before
+any route is asked; and it counts what goes out. What requests mean is not known here.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from contextlib import suppress
 from typing import Any, TypeAlias
 
-from pydantic_core import from_json
-
+from .body import Body, BodyMemory, LargeBodies
 from .keys import Keyring
 from .limits import Bounds
 from .problems import Problem
@@ -39,10 +38,15 @@ class Guard:
         bounds: Bounds,
         counted: Callable[[str, int], None],
         hosts: Collection[str] | None = None,
+        threads: LargeBodies | None = None,
     ) -> None:
-        """`counted` is told the route and the status of every reply; `hosts` are the names it answers to."""
+        """`counted` is told the route and the status of every reply; `hosts` are the names it answers to.
+
+        `threads` parses large bodies; it is closed by its owner.
+        """
         self.app, self.keyring, self.bounds, self.counted = app, keyring, bounds, counted
         self.hosts = hosts
+        self.memory, self.threads = BodyMemory(bounds, len(keyring) > 1), threads or LargeBodies()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request in, or answer it here."""
@@ -57,20 +61,36 @@ class Guard:
                 self.counted(getattr(scope.get("route"), "path", "other"), message["status"])
             await send(message)
 
-        body_of = _Incoming(receive)
+        incoming = _Incoming(receive, self.memory)
         try:
-            self._check_headers(scope)
-            self._check_key(scope)
-            body = await self._body(scope, body_of)
-        except Problem as problem:
-            if problem.status != 408 and _closes(scope):
-                await body_of.rest(self.bounds.body_seconds)
-            await _refuse(problem, counting)
-            return
-        if body is not None:
-            await self.app(scope, _replay(body, receive), counting)
+            try:
+                self._check_headers(scope)
+                incoming.owner = self._check_key(scope)
+                if not await self._received(scope, incoming):
+                    return
+                await self._parse(scope, incoming.body)
+            except Problem as problem:
+                if problem.headers.get("Connection") != "close" and _closes(scope):
+                    await incoming.rest(self.bounds.body_seconds)
+                await _refuse(problem, counting)
+                return
+            await self.app(scope, incoming.replay(), counting)
+        finally:
+            incoming.drop()
 
     def _check_headers(self, scope: Scope) -> None:
+        names = [name for name, _ in scope["headers"]]
+        if b"transfer-encoding" in names and (
+            b"content-length" in names or scope.get("http_version") == "1.0"
+        ):
+            # Two parties that disagree where a body ends take its rest for another request (RFC 9112, 6.1).
+            raise Problem(
+                400,
+                "Where the body ends is not clear: send Content-Length or Transfer-Encoding, not both, and "
+                "Transfer-Encoding with HTTP/1.1 only.",
+                code="ambiguous_length",
+                headers={"Connection": "close"},
+            )
         if sum(len(name) + len(value) for name, value in scope["headers"]) > self.bounds.headers:
             raise Problem(431, f"The headers may have {self.bounds.headers} bytes in all.")
         host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
@@ -82,9 +102,10 @@ class Guard:
                 f"{name[:80]!r}: ask it under one of these, or start it with --api-key.",
             )
 
-    def _check_key(self, scope: Scope) -> None:
+    def _check_key(self, scope: Scope) -> str:
+        """What tells the caller apart from others."""
         if scope["path"] in OPEN:
-            return
+            return ""
         caller = self.keyring.caller(dict(scope["headers"]))
         if caller is None:
             kind = (
@@ -99,63 +120,85 @@ class Guard:
                 headers={"WWW-Authenticate": kind},
             )
         scope.setdefault("state", {})["caller"] = caller
+        return caller.salt
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
-        """All of it, known to be JSON; None if the client left meanwhile."""
+    async def _received(self, scope: Scope, incoming: _Incoming) -> bool:
+        """Take all of the body; whether the client stayed meanwhile."""
         headers, most = dict(scope["headers"]), self.bounds.body
         too_large = Problem(413, f"The body may have {most} bytes.", code="body_too_large")
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or len(length) > 18 or int(length) > most:
             raise too_large
-        parts: list[bytes] = []
-        size, more = 0, True
         try:
             async with asyncio.timeout(self.bounds.body_seconds):
-                while more:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        return None
-                    parts.append(message.get("body", b""))
-                    more = message.get("more_body", False)
-                    size += len(parts[-1])
-                    if size > most:
+                while incoming.more:
+                    if not await incoming.take():
+                        return False
+                    if len(incoming.body) > most:
                         raise too_large
         except TimeoutError:
-            raise Problem(408, f"The body took longer than {self.bounds.body_seconds} s.") from None
-        body = b"".join(parts)
-        if body and scope["method"] not in BODILESS:
-            _check_json(headers.get(b"content-type", b""), body)
-        return body
+            raise Problem(
+                408,  # and what still comes is not waited for
+                f"The body took longer than {self.bounds.body_seconds} s.",
+                headers={"Connection": "close"},
+            ) from None
+        return True
 
-
-def _check_json(kind: bytes, body: bytes) -> None:
-    """Refuse what is not JSON, cannot be UTF-8, or nests too deep; web pages elsewhere cannot send JSON."""
-    if kind.partition(b";")[0].strip().lower() != b"application/json":
-        raise Problem(415, "Send JSON, with `Content-Type: application/json`.")
-    try:
-        from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise Problem(400, f"The body is not JSON: {error}.", code="invalid_json") from None
+    async def _parse(self, scope: Scope, body: bytearray) -> None:
+        """Put the parsed body where routes find it; web pages of other servers cannot send JSON."""
+        if scope["method"] in BODILESS:
+            return
+        kind = dict(scope["headers"]).get(b"content-type", b"")
+        if body and kind.partition(b";")[0].strip().lower() != b"application/json":
+            raise Problem(415, "Send JSON, with `Content-Type: application/json`.")
+        scope.setdefault("state", {})["body"] = await Body.parsed(body, self.bounds, self.threads)
 
 
 class _Incoming:
-    """What a client sends, and whether there is more of it."""
+    """The body that a client sends: kept until it is parsed and handed on, and counted as memory so long."""
 
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._more = True
+    def __init__(self, receive: Receive, memory: BodyMemory) -> None:
+        self._receive, self._memory = receive, memory
+        self.owner = ""
+        self.body = bytearray()
+        self.more = True
+        """Whether the client has not sent all of it."""
 
-    async def __call__(self) -> Message:
+    async def take(self) -> bool:
+        """Receive some of it; False if the client left."""
         message = await self._receive()
-        self._more = message.get("more_body", False)
-        return message
+        part: bytes = message.get("body", b"")
+        self.more = message.get("more_body", False)
+        self._memory.take(len(part), self.owner)
+        self.body += part
+        return bool(message["type"] == "http.request")
 
     async def rest(self, seconds: float) -> None:
         """Let the client finish, for a while, and keep nothing of it."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while self._more:
-                    await self()
+                while self.more:
+                    self.more = (await self._receive()).get("more_body", False)
+
+    def drop(self) -> None:
+        """The body is not kept any longer."""
+        self._memory.give_back(len(self.body), self.owner)
+        self.body = bytearray()
+
+    def replay(self) -> Receive:
+        """What a route receives: the body at once, then what the client does next."""
+        told = False
+
+        async def received() -> Message:
+            nonlocal told
+            if told:
+                return await self._receive()
+            told = True
+            body = bytes(self.body)
+            self.drop()
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        return received
 
 
 def _closes(scope: Scope) -> bool:
@@ -164,21 +207,9 @@ def _closes(scope: Scope) -> bool:
     return b"close" in told or scope.get("http_version") == "1.0"
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """What a route receives: the body at once, then what the client does next."""
-    waiting = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def received() -> Message:
-        return waiting.pop() if waiting else await receive()
-
-    return received
-
-
 async def _refuse(problem: Problem, send: Send) -> None:
     body = json.dumps(problem.body).encode()
     headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), **problem.headers}
-    if problem.status == 408:  # whoever sends too much reads the answer only if the rest is taken, too
-        headers["Connection"] = "close"
     raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": problem.status, "headers": raw})
     await send({"type": "http.response.body", "body": body})

@@ -17,6 +17,8 @@ class Bounds:
 
     body: int = 4 << 20
     """Bytes of a request's body."""
+    bodies: int = 64 << 20
+    """Bytes of all bodies that are being received and parsed; four of the largest size fit in any case."""
     headers: int = 32 << 10
     """Bytes of a request's headers."""
     header_seconds: float = 10.0

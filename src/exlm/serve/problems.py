@@ -76,13 +76,11 @@ def problem_of(error: Exception) -> Problem:
 
 
 def invalid(errors: Sequence[Any]) -> Problem:
-    """What a schema found wrong: 400 for JSON that is none and for unknown fields, 422 for the rest."""
+    """What a schema found wrong: 400 for unknown fields, 422 for the rest."""
     unknown = [_place(one["loc"]) for one in errors if one["type"] == "extra_forbidden"]
     if unknown:
         named = ", ".join(repr(name) for name in unknown[:20])
         return Problem(400, f"Unknown or unsupported: {named}.", param=unknown[0], code="unknown_field")
-    if any(one["type"] == "json_invalid" for one in errors):
-        return Problem(400, "The body is not JSON.", code="invalid_json")
     told = "; ".join(f"{_place(one['loc']) or 'body'}: {one['msg']}" for one in errors[:8])
     return Problem(422, told[:2000], param=(_place(errors[0]["loc"]) or None) if errors else None)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -119,6 +120,8 @@ def serve(
         while not server.started and not serving.done():
             await asyncio.sleep(0.01)
         if server.started:
+            gc.collect()
+            gc.freeze()  # what is there stays: each time Python's collector looked through it, it took 0.2 s
             started()
             if watchdog is not None:
                 watchdog.start()

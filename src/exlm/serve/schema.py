@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, BaseModel, Field, StringConstraints, model_validator
+
+from .strict import AtMost, Strict
 
 LARGE = 2**31 - 1
 OFF = -1
@@ -19,11 +21,12 @@ OFF = -1
 Count = Annotated[int, Field(ge=0, le=LARGE)]
 Real = Annotated[float, Field(ge=-1e5, le=1e5)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Id = Annotated[int, Field(ge=0, le=LARGE)]
+Id = Annotated[int, Field(ge=0, le=LARGE, strict=True)]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 Phrase = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
-Json = dict[str, Any]
+Json = Annotated[dict[str, Any], AtMost(4096)]
+TokenIds = Annotated[list[Id], Field(min_length=1), AtMost(1 << 20)]
 Likeliest = Annotated[int, Field(ge=OFF, le=LARGE), AfterValidator(lambda count: max(count, 0))]
 NewTokens = Literal[-1] | Annotated[int, Field(ge=1, le=LARGE)]
 Seed = Annotated[
@@ -69,23 +72,6 @@ MESSAGE = frozenset(
 PART = frozenset(("file", "image_url", "input_audio", "prompt_cache_breakpoint", "refusal"))
 
 
-class Strict(BaseModel):
-    """Refuses what it does not know; null is as if it were left out, as clients mean it."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
-
-    BESIDE: ClassVar[frozenset[str]] = frozenset()
-    """What other objects of this kind have: clients with one class for all of them send null there."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        known = cls.model_fields.keys() | cls.BESIDE
-        return {name: value for name, value in given.items() if value is not None or name not in known}
-
-
 class Sampling(Strict):
     """Every sampler setting that JSON can say; None is the server's default."""
 
@@ -115,10 +101,10 @@ class Sampling(Strict):
     dry_allowed_length: Count | None = None
     dry_range: Count | None = None
     dry_max_ngram: Annotated[int, Field(ge=1, le=1024)] | None = None
-    dry_sequence_breakers: Annotated[list[Id | Phrase], Field(max_length=256)] | None = None
+    dry_sequence_breakers: Annotated[list[Id | Phrase], AtMost(256)] | None = None
     xtc_probability: Share | None = None
     xtc_threshold: Share | None = None
-    xtc_ignore_tokens: Annotated[list[Id | Phrase], Field(max_length=256)] | None = None
+    xtc_ignore_tokens: Annotated[list[Id | Phrase], AtMost(256)] | None = None
     cfg_scale: Annotated[float, Field(ge=0, le=100)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -144,12 +130,10 @@ class Asking(Sampling):
     max_tokens: NewTokens | None = None
     min_tokens: Count = 0
     seed: Seed = None
-    stop: Phrase | Annotated[list[Phrase], Field(max_length=64)] | None = None
-    stop_token_ids: Annotated[list[Id], Field(max_length=64)] = []
-    logit_bias: (
-        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=4096)] | None
-    ) = None
-    banned_strings: Annotated[list[Phrase], Field(max_length=256)] = []
+    stop: Phrase | Annotated[list[Phrase], AtMost(64)] | None = None
+    stop_token_ids: Annotated[list[Id], AtMost(64)] = Field(default=[])
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], AtMost(4096)] | None = None
+    banned_strings: Annotated[list[Phrase], AtMost(256)] = Field(default=[])
     regex: str | None = None
     grammar: str | None = None
     filter_prefer_eos: bool = False
@@ -157,7 +141,7 @@ class Asking(Sampling):
     token_healing: bool = False
     skip_special_tokens: bool = True
     speculative: bool | None = None
-    lora: Name | Annotated[list[Name], Field(max_length=16)] | dict[str, Real] | None = None
+    lora: Name | Annotated[list[Name], AtMost(16)] | Annotated[dict[str, Real], AtMost(16)] | None = None
     user: Annotated[str, StringConstraints(max_length=512)] | None = None
     safety_identifier: Annotated[str, StringConstraints(max_length=512)] | None = None
     prompt_cache_key: Annotated[str, StringConstraints(max_length=512)] | None = None
@@ -179,9 +163,9 @@ class CompletionRequest(Asking):
 
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1)]
-        | Annotated[list[Id], Field(min_length=1)]
-        | Annotated[list[Annotated[list[Id], Field(min_length=1)]], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1), AtMost(1024)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(min_length=1), AtMost(1024)]
     )
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -234,7 +218,7 @@ class TextPart(Strict):
     text: str
 
 
-Content = str | list[TextPart]
+Content = str | Annotated[list[TextPart], AtMost(1024)]
 
 
 class CalledFunction(Strict):
@@ -291,10 +275,10 @@ class AssistantMessage(Strict):
     parsed: Any = None
     provider_specific_fields: Json | None = None
     refusal: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    annotations: Annotated[list[Any], AtMost(0)] | None = None
     audio: None = None
     function_call: None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+    tool_calls: Annotated[list[ToolCall], AtMost(128)] | None = None
     name: Name | None = None
 
 
@@ -310,6 +294,7 @@ class ToolMessage(Strict):
 
 
 Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+Messages = Annotated[list[Message], Field(min_length=1), AtMost(10_000)]
 
 
 class FunctionDefinition(Strict):
@@ -344,12 +329,12 @@ class NamedTool(Strict):
 class ChatRequest(Asking):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
     max_completion_tokens: NewTokens | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[list[Tool], AtMost(128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
     chat_template_kwargs: Json | None = None
@@ -360,7 +345,7 @@ class TokenizeRequest(Strict):
 
     model: Name | None = None
     text: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     add_bos: bool = False
     encode_special_tokens: bool = True
 
@@ -369,7 +354,7 @@ class DetokenizeRequest(Strict):
     """`POST /detokenize`."""
 
     model: Name | None = None
-    tokens: Annotated[list[Id], Field(max_length=1_000_000)]
+    tokens: Annotated[list[Id], AtMost(1 << 20)]
     decode_special_tokens: bool = True
 
 

@@ -7,7 +7,7 @@ can be refused before a job is queued is refused here.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from .conversation import Conversation, conversation
 from .limits import Bounds
 from .parse import Parser
 from .problems import Problem
+from .prompts import check_ids, check_room, encoded, listed, negative, prompts, text_of
 from .schema import OFF, Asking, ChatRequest, CompletionRequest, JsonObjectFormat, JsonSchemaFormat
 from .styles import Style, either
 
@@ -43,6 +44,10 @@ NOT_IN_JSON = frozenset(
 
 SETTINGS = tuple(one.name for one in fields(Settings) if one.name not in NOT_IN_JSON)
 TOKEN_LISTS = ("dry_sequence_breakers", "xtc_ignore_tokens")
+
+LONGEST_STRINGS = 1 << 15
+"""Characters of all stop and banned strings, times the texts: every job has an automaton of so many states,
+and each of these takes 300 bytes."""
 
 
 @dataclass(frozen=True)
@@ -120,15 +125,15 @@ def completion_order(request: CompletionRequest, host: Host, bounds: Bounds, sal
     """The jobs of a completion: `n` for each prompt."""
     if request.echo and request.logprobs is not None:
         raise Problem(400, "echo with logprobs is not supported: leave one of them out.", param="echo")
-    prompts = _prompts(request, host)
-    _check_choices(len(prompts) * request.n, bounds)
+    _check_choices(request, len(listed(request)) * request.n, bounds)
+    given, guide = prompts(request, host), negative(request, host)
     shared = _shared(request, host, bounds, salt, _filters(request, host.tokenizer, bounds), request.logprobs)
     jobs = [
-        shared | _own(request, host, bounds, ids, place * request.n + i)
-        for place, ids in enumerate(prompts)
+        shared | _own(request, host, bounds, [ids, *guide], place * request.n + i)
+        for place, ids in enumerate(given)
         for i in range(request.n)
     ]
-    echoes = [_text(request, place, ids, host) if request.echo else "" for place, ids in enumerate(prompts)]
+    echoes = [text_of(request, place, ids, host) if request.echo else "" for place, ids in enumerate(given)]
     return Order(
         kind="completion",
         model=host.name,
@@ -146,7 +151,7 @@ def chat_order(request: ChatRequest, host: Host, bounds: Bounds, salt: str = "")
     """The jobs of a chat: `n` answers to one conversation."""
     if request.top_logprobs is not None and not request.logprobs:
         raise Problem(422, "top_logprobs needs logprobs: true.", param="top_logprobs")
-    _check_choices(request.n, bounds)
+    _check_choices(request, request.n, bounds)
     talk = conversation(request, host.tokenizer, host.name)
     if talk.style is not None and (request.regex is not None or request.grammar is not None):
         raise Problem(422, "tools cannot be combined with regex or grammar.", param="tools")
@@ -157,7 +162,7 @@ def chat_order(request: ChatRequest, host: Host, bounds: Bounds, salt: str = "")
         filters = [_schema_filter(host.tokenizer, talk.schema, bounds)]
     elif talk.style is not None and talk.call is not None and filters:
         filters = [_either_filter(request, talk.call, talk.style, host.tokenizer, bounds)]
-    ids = host.tokenizer.encode(talk.text, encode_special_tokens=True)
+    halves = [encoded(talk.text, host, "conversation"), *negative(request, host)]
     top = (request.top_logprobs or 0) if request.logprobs else None
     shared = _shared(request, host, bounds, salt, filters, top)
     if talk.style is not None and talk.style.opens:
@@ -166,7 +171,7 @@ def chat_order(request: ChatRequest, host: Host, bounds: Bounds, salt: str = "")
         kind="chat",
         model=host.name,
         tokenizer=host.tokenizer,
-        jobs=tuple(shared | _own(request, host, bounds, ids, i) for i in range(request.n)),
+        jobs=tuple(shared | _own(request, host, bounds, halves, i) for i in range(request.n)),
         n=request.n,
         stream=request.stream,
         usage=_wants_usage(request),
@@ -201,12 +206,13 @@ def _shared(
     """What all jobs of a request have in common."""
     if request.speculative and not host.drafts:
         raise Problem(422, f"{host.name} was loaded without a draft model.", param="speculative")
-    stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     ends = [number for number in host.tokenizer.eos_token_ids if number < host.vocab]
     check_ids(request.stop_token_ids, host.vocab, "stop_token_ids")
+    if request.token_healing:
+        host.tokenizer.get_prefix_id_to_ids_dict()  # built here, in a thread, before the job asks for it
     return {
         "gen_settings": settings_of(request, host, bounds),
-        "stop_conditions": [*ends, *request.stop_token_ids, *stop],
+        "stop_conditions": [*ends, *request.stop_token_ids, *_stop_strings(request)],
         "min_new_tokens": request.min_tokens,
         "banned_strings": request.banned_strings,
         "filters": filters,
@@ -220,22 +226,15 @@ def _shared(
     }
 
 
-def _own(request: Asking, host: Host, bounds: Bounds, ids: torch.Tensor, place: int) -> dict[str, Any]:
+def _own(
+    request: Asking, host: Host, bounds: Bounds, halves: list[torch.Tensor], place: int
+) -> dict[str, Any]:
     """What is a job's own."""
-    halves = [ids]
-    if request.negative_prompt is not None:
-        halves.append(host.tokenizer.encode(request.negative_prompt, encode_special_tokens=True))
     longest = max(half.shape[1] for half in halves)
     room = host.length
     if len(halves) == 2:
         room = host.length // 2 if host.pair is None else host.pair
-    left = room - longest
-    if left < 1:
-        raise Problem(
-            400,
-            f"The prompt has {longest} tokens and the context {room}: shorten it.",
-            code="context_length_exceeded",
-        )
+    left = check_room(longest, room)
     asked = getattr(request, "max_completion_tokens", None) or request.max_tokens
     if asked == OFF:
         asked = min(left, bounds.tokens or left)
@@ -303,42 +302,24 @@ def _check_size(source: str, bounds: Bounds) -> None:
         )
 
 
-def _check_choices(count: int, bounds: Bounds) -> None:
+def _check_choices(request: Asking, count: int, bounds: Bounds) -> None:
+    """Refuse too many texts, and too much to look for in each of them."""
     if count > bounds.choices:
         raise Problem(
             422, f"The request asks for {count} texts; at most {bounds.choices} at a time.", param="n"
         )
+    found = sum(map(len, [*_stop_strings(request), *request.banned_strings]))
+    if found * count > LONGEST_STRINGS:
+        raise Problem(
+            422,
+            f"stop and banned_strings have {found} characters in all; for {count} texts "
+            f"{LONGEST_STRINGS // count} are taken.",
+            param="banned_strings" if request.banned_strings else "stop",
+        )
 
 
-def check_ids(ids: Collection[int], vocab: int, name: str) -> None:
-    """Refuse ids that the model cannot have."""
-    if ids and max(ids) >= vocab:
-        raise Problem(422, f"{name}: token {max(ids)} is outside the vocabulary of {vocab}.", param=name)
-
-
-def _prompts(request: CompletionRequest, host: Host) -> list[torch.Tensor]:
-    """The ids (1, n) of each prompt."""
-    prompt: Any = request.prompt
-    listed: list[Any] = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
-    bos = request.add_bos
-    if bos is None:
-        bos = host.tokenizer.wants_bos
-    out = []
-    for one in listed:
-        if isinstance(one, str):
-            special = request.encode_special_tokens
-            out.append(host.tokenizer.encode(one, add_bos=bos, encode_special_tokens=special))
-        else:
-            check_ids(one, host.vocab, "prompt")
-            out.append(torch.tensor([one], dtype=torch.long))
-    return out
-
-
-def _text(request: CompletionRequest, place: int, ids: torch.Tensor, host: Host) -> str:
-    """A prompt as it was given, or as its ids read."""
-    prompt = [request.prompt] if isinstance(request.prompt, str) else request.prompt
-    given = prompt[place] if place < len(prompt) else None
-    return given if isinstance(given, str) else str(host.tokenizer.decode(ids[0]))
+def _stop_strings(request: Asking) -> list[str]:
+    return [request.stop] if isinstance(request.stop, str) else request.stop or []
 
 
 def _loras(request: Asking, host: Host) -> list[Any]:

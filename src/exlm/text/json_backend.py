@@ -25,6 +25,10 @@ from .backend import lone_surrogate, middle_pieces
 from .folder import MAX_GAP, AddedToken, Folder, read_text
 from .pieces import BYTE_TOKEN, TokenBytes, from_decoder
 
+LONG = 4096
+"""Letters of a text beyond which it is encoded as a batch of one: then other threads run meanwhile, and no
+offsets are made."""
+
 
 class JsonBackend:
     """A `tokenizer.json` and the tokens that the files beside it add."""
@@ -165,6 +169,9 @@ class JsonBackend:
             if library.encode_special_tokens == special:
                 library.encode_special_tokens = not special
             try:
+                if len(text) > LONG:
+                    (found,) = library.encode_batch_fast([text], add_special_tokens=False)
+                    return list(found.ids)
                 return list(library.encode(text, add_special_tokens=False).ids)
             except Exception as error:  # the library raises bare Exceptions
                 raise BadText(f"{self.name} cannot encode: {lone_surrogate(text) or error}.") from None

@@ -1,0 +1,123 @@
+"""Requests a second that `exlm serve` answers: MODEL DEVICE FILE.
+
+Starts the server of the checkout in whose folder it runs, lets several clients ask for streamed chats at the
+same time, each the next one as soon as it has an answer, and writes the rates to FILE. It needs the standard
+library alone. Every answer must have as many tokens as were asked for, or the measurement fails.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+HOST = "127.0.0.1"
+STARTING, ANSWERING = 180.0, 60.0  # seconds at most: until the server answers, for a socket's next bytes
+TOKENS = 32
+WARM = 8  # requests of each client that are not counted
+CASES = ((1, 60), (8, 30))
+"""(clients at the same time, requests of each that are counted)."""
+
+
+def main(model: str, device: str, file: Path) -> None:
+    """Start, measure, end."""
+    port = _free_port()
+    command = [sys.executable, "-m", "exlm", "serve", model, "--name", "chat", "--device", device]
+    server = subprocess.Popen(
+        [*command, "--host", HOST, "--port", str(port), "--quiet"], stdin=subprocess.DEVNULL
+    )
+    try:
+        _wait(server, port)
+        found: list[dict[str, Any]] = []
+        for clients, requests in CASES:
+            _rate(port, clients, WARM)
+            found.append({"clients": clients, "tokens": TOKENS, "rate": _rate(port, clients, requests)})
+        file.write_text(json.dumps(found))
+    finally:
+        server.terminate()
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind((HOST, 0))
+        return int(found.getsockname()[1])
+
+
+def _wait(server: subprocess.Popen[bytes], port: int) -> None:
+    """Until the server lists its model."""
+    deadline = time.monotonic() + STARTING
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            raise SystemExit(f"exlm serve ended with status {server.returncode} before it answered.")
+        line = http.client.HTTPConnection(HOST, port, timeout=ANSWERING)
+        try:
+            line.request("GET", "/v1/models")
+            if line.getresponse().status == 200:
+                return
+        except OSError:
+            pass
+        finally:
+            line.close()
+        time.sleep(0.05)
+    raise SystemExit(f"exlm serve did not answer within {STARTING:g} seconds.")
+
+
+def _rate(port: int, clients: int, requests: int) -> float:
+    """Requests a second of so many clients, each of which asks so often."""
+    failed: list[str] = []
+
+    def ask(client: int) -> None:
+        line = http.client.HTTPConnection(HOST, port, timeout=ANSWERING)
+        try:
+            for number in range(requests):
+                _ask(line, f"Client {client} asks question {number}: what is the next word?")
+        except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
+            failed.append(f"{type(error).__name__}: {error}")
+        finally:
+            line.close()
+
+    threads = [threading.Thread(target=ask, args=(client,)) for client in range(clients)]
+    start = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seconds = time.perf_counter() - start
+    if failed:
+        raise SystemExit(f"{len(failed)} of {clients} clients failed; the first: {failed[0]}")
+    return clients * requests / seconds
+
+
+def _ask(line: http.client.HTTPConnection, text: str) -> None:
+    """One streamed chat, read to its end."""
+    body = {
+        "model": "chat",
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": TOKENS,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    line.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+    reply = line.getresponse()
+    events = [event.removeprefix("data: ") for event in reply.read().decode().split("\n\n") if event]
+    if reply.status != 200 or events[-1] != "[DONE]":
+        raise ValueError(f"status {reply.status}, {events[-1][:400]}")
+    made = json.loads(events[-2])["usage"]["completion_tokens"]
+    if made != TOKENS:
+        raise ValueError(f"an answer has {made} tokens instead of {TOKENS}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

@@ -1,0 +1,228 @@
+"""Bodies: parsed and validated once, large ones beside the event loop, within bounds that every field has."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+
+from exlm.serve import Bounds, ChatRequest, CompletionRequest, Options, Problem, body
+from exlm.serve.body import LARGE, BodyMemory
+from exlm.serve.description import REQUESTS
+from exlm.serve.schema import DetokenizeRequest
+from tests.serve.house import Served, preloaded, served
+
+WHERE = "exlm-large-body"
+LARGE_PROMPT = {"prompt": "a" * 1000, "max_tokens": 1, "user": "u", "metadata": {"a": "x" * LARGE}}
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """In which threads bodies are parsed and validated, by what is done."""
+    found: dict[str, list[str]] = {"parsed": [], "validated": []}
+
+    def watched(name: str, original: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            found[name].append(threading.current_thread().name)
+            return original(*arguments, **options)
+
+        return call
+
+    monkeypatch.setattr(body, "from_json", watched("parsed", body.from_json))
+    monkeypatch.setattr(body, "_validated", watched("validated", body._validated))
+
+    def unwanted(_: Request) -> Any:
+        raise AssertionError("the body was parsed a second time")
+
+    monkeypatch.setattr(Request, "json", unwanted)
+    monkeypatch.setattr(Request, "body", unwanted)
+    return found
+
+
+PATHS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": "a", "max_tokens": 1}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}),
+    ("/tokenize", {"text": "a"}),
+    ("/detokenize", {"tokens": [60]}),
+    ("/v1/embeddings", {"input": "a"}),
+]
+
+
+@pytest.mark.parametrize(("path", "asked"), PATHS)
+def test_a_body_is_parsed_once_and_validated_once(
+    server: Served, threads: dict[str, list[str]], path: str, asked: dict[str, Any]
+) -> None:
+    for blanks in (0, LARGE):
+        raw = json.dumps(asked).encode() + b" " * blanks
+        status, reply, _ = server.ask("POST", path, raw)
+        assert status == (501 if "embed" in path else 200), reply
+    for done in threads.values():
+        assert [name.startswith(WHERE) for name in done] == [False, True]
+
+
+def test_what_follows_for_a_large_body_is_done_beside_the_event_loop(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = server.engine.hosted["tiny"].host.tokenizer
+    encode, names = tokenizer.encode, []
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        names.append(threading.current_thread().name)
+        return encode(*arguments, **options)
+
+    monkeypatch.setattr(tokenizer, "encode", watched)
+    assert server.post("/v1/completions", **LARGE_PROMPT)[0] == 200
+    assert server.post("/tokenize", text="a" * LARGE)[0] == 200
+    assert [name.startswith(WHERE) for name in names] == [True, True]
+
+
+@pytest.fixture
+def narrow(chatty: Path) -> Iterator[Served]:
+    bounds = Bounds(body=100_000, bodies=0, body_seconds=20.0)
+    with served(preloaded(chatty), Options(bounds=bounds)) as running:
+        yield running
+
+
+def test_bodies_that_are_held_are_bounded(narrow: Served) -> None:
+    head = b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    head += b"Content-Length: 90000\r\n\r\n"
+    with ExitStack() as stack:
+        for _ in range(4):
+            line = stack.enter_context(socket.create_connection(("127.0.0.1", narrow.port), timeout=20))
+            line.sendall(head + b" " * 89_000)
+        line = stack.enter_context(socket.create_connection(("127.0.0.1", narrow.port), timeout=20))
+        line.sendall(head + b" " * 89_000)
+        told = line.recv(65536)
+        assert told.startswith(b"HTTP/1.1 429 "), told
+        assert b"retry-after" in told.lower()
+        assert narrow.post("/tokenize", text="a")[0] == 200
+    narrow.wait(lambda: narrow.post("/tokenize", text="a" * 90_000)[0] == 200)
+
+
+def test_what_a_body_takes_is_given_back() -> None:
+    memory = BodyMemory(Bounds(body=100, bodies=50))
+    assert memory.most == 400  # some of the largest size must fit
+    memory.take(260)
+    with pytest.raises(Problem) as found:
+        memory.take(141)
+    assert (found.value.status, memory.held) == (429, 260)
+    memory.give_back(260)
+    memory.take(400)
+
+
+def test_one_caller_leaves_room_for_another() -> None:
+    memory = BodyMemory(Bounds(body=100), shared=True)
+    half = memory.most // 2
+    memory.take(half, "one")
+    with pytest.raises(Problem):
+        memory.take(1, "one")
+    memory.take(half // 2, "two")
+    with pytest.raises(Problem):
+        memory.take(1, "two")
+    memory.take(100, "three")
+    memory.give_back(half, "one")
+    memory.take(half // 2, "two")
+
+
+def test_memory_is_given_back_however_a_request_ends(narrow: Served) -> None:
+    for path, sent, status in (
+        ("/v1/completions", b'{"prompt":"a","max_tokens":1}', 200),
+        ("/v1/completions", b"{", 400),
+        ("/v1/completions", b'{"prompt":1}', 422),
+        ("/no/such/route", b'{"prompt":"a"}', 404),
+        ("/v1/completions", b'{"prompt":"' + b"a" * 99_000 + b'"}', 400),
+    ):
+        for _ in range(4):
+            assert narrow.ask("POST", path, sent)[0] == status
+    filling = b'{"text":"' + b"a" * 99_000 + b'"}'
+    assert [narrow.ask("POST", "/tokenize", filling)[0] for _ in range(4)] == [200] * 4
+
+
+def boundless(schema: Any, place: str = "") -> Iterator[str]:
+    """Where a schema has lists and objects of any length."""
+    if isinstance(schema, list):
+        for inner in schema:
+            yield from boundless(inner, place)
+    if not isinstance(schema, dict):
+        return
+    if schema.get("type") == "array" and "maxItems" not in schema:
+        yield place
+    if (
+        schema.get("type") == "object"
+        and schema.get("additionalProperties")
+        and "maxProperties" not in schema
+    ):
+        yield place
+    for name, inner in schema.items():
+        yield from boundless(inner, f"{place}.{name}")
+
+
+@pytest.mark.parametrize("kind", REQUESTS)
+def test_every_list_and_object_of_a_request_is_bounded(kind: type[BaseModel]) -> None:
+    assert [*boundless(kind.model_json_schema())] == []
+
+
+def errors(kind: type[BaseModel], **fields: Any) -> list[Any]:
+    with pytest.raises(ValidationError) as found:
+        kind.model_validate(fields)
+    return list(found.value.errors())
+
+
+USER = {"role": "user", "content": "a"}
+WRONG: list[tuple[type[BaseModel], dict[str, Any], str]] = [
+    (ChatRequest, {"messages": [{"role": "x"}] * 5000}, "union_tag_invalid"),
+    (ChatRequest, {"messages": [USER] * 10_001}, "too_long"),
+    (ChatRequest, {"messages": [{**USER, "content": [{"type": "x"}] * 1000}]}, "literal_error"),
+    (ChatRequest, {"messages": [{**USER, "content": [{}] * 1025}]}, "too_long"),
+    (ChatRequest, {"messages": [{**USER, **{f"x{i}": 1 for i in range(9999)}}]}, "extra_forbidden"),
+    (ChatRequest, {"messages": [USER], "tools": [{"type": "x"}] * 128}, "literal_error"),
+    (ChatRequest, {"messages": [USER], "metadata": {f"x{i}": 1 for i in range(5000)}}, "too_long"),
+    (CompletionRequest, {"prompt": [-1] * 100_000}, "greater_than_equal"),
+    (CompletionRequest, {"prompt": [[-1] * 100_000]}, "greater_than_equal"),
+    (CompletionRequest, {"prompt": [[-1]] * 1000}, "greater_than_equal"),
+    (CompletionRequest, {"prompt": [None] * 1000}, "string_type"),
+    (CompletionRequest, {"prompt": "a", "stop": ["" for _ in range(64)]}, "string_too_short"),
+    (CompletionRequest, {"prompt": "a", "logit_bias": {str(i): "x" for i in range(5000)}}, "too_long"),
+    (CompletionRequest, {"prompt": "a", "lora": {str(i): "x" for i in range(5000)}}, "too_long"),
+    (CompletionRequest, {"prompt": "a", **{f"x{i}": 1 for i in range(9999)}}, "extra_forbidden"),
+    (DetokenizeRequest, {"tokens": ["x"] * 100_000}, "int_type"),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields", "expected"), WRONG, ids=[str(i) for i in range(len(WRONG))])
+def test_errors_are_few_however_much_is_wrong(
+    kind: type[BaseModel], fields: dict[str, Any], expected: str
+) -> None:
+    found = errors(kind, **fields)
+    assert expected in [one["type"] for one in found]
+    assert len(found) <= 21
+
+
+def test_texts_are_no_token_ids() -> None:
+    assert CompletionRequest(prompt=["12", "13"]).prompt == ["12", "13"]
+    assert errors(CompletionRequest, prompt=["12"] * 2000)
+    assert errors(CompletionRequest, prompt=[True])
+
+
+def test_unknown_fields_do_not_hide_known_ones() -> None:
+    found = errors(CompletionRequest, **{f"x{i}": 1 for i in range(100)}, n="many", suffix="a", best_of=None)
+    assert {one["loc"][0] for one in found} == {"n", "prompt", *(f"x{i}" for i in range(20))}
+
+
+def test_an_application_lets_its_thread_go(chatty: Path) -> None:
+    def working() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name.startswith(WHERE)}
+
+    before = working()
+    with served(preloaded(chatty)) as running:
+        assert running.post("/v1/completions", **LARGE_PROMPT)[0] == 200
+        assert working() > before
+    running.wait(lambda: working() <= before)
