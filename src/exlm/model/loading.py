@@ -24,6 +24,7 @@ from .devices import Slot, current, guard, pick_dtype
 from .graphs import LARGEST
 from .progress import Callback
 from .rehearsal import Rehearsal
+from .rotary import check_rotary_tables
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +132,7 @@ def load_steps(
 
     Without `embeds` or `heads` the embedding or the head is left out: another process has it.
     """
+    check_rotary_tables(config, slots)
     dtype = precision(config, slots)
     made: dict[int, Chain] = {}
     for slot in slots:
