@@ -16,7 +16,7 @@
     ├── InputError             a call's arguments cannot be served
     │   ├── BadLogits          there is no token to choose: all excluded, not numbers, or infinite
     │   ├── CacheTooSmall
-    │   ├── DoesNotFit         the devices have too little memory for the model and its cache
+    │   ├── DoesNotFit         the devices, or the process, have too little memory for the model and its cache
     │   └── QueueFull
     ├── NotLoaded              the model has no weights yet
     ├── WorkerLost             a process that held a part of the model is gone
@@ -103,7 +103,7 @@ class CacheTooSmall(InputError):
 
 
 class DoesNotFit(InputError, RuntimeError):
-    """The devices have too little memory for the model and its cache."""
+    """The devices, or the process, have too little memory for the model and its cache."""
 
 
 class QueueFull(InputError):

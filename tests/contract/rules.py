@@ -17,7 +17,7 @@ MAX_FILE = 400
 MAX_FUNCTION = 60
 
 DOOR = "exlm"  # the package itself: what `from exlm import …` reads
-FLOOR = frozenset({"errors", "version"})  # every room inside may stand on these
+FLOOR = frozenset({"errors", "memory", "version"})  # every room inside may stand on these
 ROOMS = (  # from the ground up; a room sees only lower lines, and of those only what MAY_IMPORT grants
     ("spec", "settings"),
     ("families", "formats", "sampling", "text"),
@@ -37,6 +37,7 @@ def _below(level: int) -> frozenset[str]:
 
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "errors": frozenset(),
+    "memory": frozenset({"errors"}),
     "version": frozenset(),
     "spec": FLOOR,
     "settings": FLOOR,
@@ -77,7 +78,7 @@ MAY_READ_SETTINGS = (
     "exlm.cli",
 )
 NAMES = ("names", "Names", "Place", "Rename")  # exlm.spec.names, and what exlm.spec re-exports from it
-STANDARD_LIBRARY_ONLY = ("errors", "version", "spec", "settings")
+STANDARD_LIBRARY_ONLY = ("errors", "memory", "version", "spec", "settings")
 WITHOUT_TORCH = ("spec", "families", "text", "generator")
 TORCH_ALLOWED = ("exlm.generator.results",)  # the one translator from verdicts to public results
 UNSAFE_MODULES = ("pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib")
