@@ -270,3 +270,12 @@ def test_packed_models_compute_in_half_precision_on_a_gpu(tmp_path: Path, method
     told = {"quant_method": method, "bits": 4, "group_size": 128}
     packed = Config(folder(tmp_path, torch_dtype="bfloat16", quantization_config=told))
     assert packed.freeze().stored_dtype is None
+
+
+@pytest.mark.parametrize("key", ["bos_token_id", "eos_token_id", "pad_token_id"])
+@pytest.mark.parametrize("value", [2**22, 10**9, 2**63, 10**400])
+def test_an_id_that_no_vocabulary_reaches_is_refused(tmp_path: Path, key: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=rf'config\.json: "{key}" must be below 4,194,304, found \d+'):
+        Config(tiny.make(tmp_path, **{key: [3, value]}))
+    with pytest.raises(ConfigError, match=r'generation_config\.json: "eos_token_id" must be below'):
+        Config(folder(tmp_path, {"eos_token_id": value}))

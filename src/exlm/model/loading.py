@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,6 +99,15 @@ def shapes(model: spec.Model) -> list[LayerShape]:
 def opened(config: FrozenConfig) -> Source:
     """The model's files; only headers are read."""
     return open_source(config.path, config.spec.names, config.quantization)
+
+
+def stored_bytes(path: Path) -> int:
+    """Bytes of a model's weight files; 0 if they cannot be looked at."""
+    files = [path] if path.suffix == ".gguf" else path.glob("*.safetensors")
+    try:
+        return sum(file.stat().st_size for file in files)
+    except OSError:
+        return 0
 
 
 def tell_depth(config: FrozenConfig, source: Source) -> None:
