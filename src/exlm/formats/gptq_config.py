@@ -169,7 +169,7 @@ def _texts(raw: Mapping[str, Any], keys: tuple[str, ...], where: str) -> set[str
             continue
         if not isinstance(value, str):
             raise _nonsense(where, key, "a name", value)
-        said.add(value.lower())
+        said.add(ascii(value.lower())[1:-1][:80])  # fit for a message
     return said
 
 
