@@ -31,6 +31,7 @@ script's `except ValueError` keeps working.
 from __future__ import annotations
 
 import difflib
+import reprlib
 import warnings
 from collections.abc import Collection
 
@@ -128,6 +129,14 @@ class MissingExtra(ExlmError, ImportError):
 
 class Unsupported(ExlmError, RuntimeError):
     """No backend can run this layer on this device."""
+
+
+def shown(value: object) -> str:
+    """A value from a file, fit for a message: escaped, short, and however deep it is nested."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = 80
+    said = short.repr(value)
+    return said if len(said) <= 80 else said[:77] + "..."
 
 
 def unheard_of(what: str, name: str, known: Collection[str], harmless: Collection[str] = ()) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 
 REQUIRED: Final = object()
 """A default that is none: the key must be there."""
@@ -76,7 +76,7 @@ class Hyper:
         names = self._top.get("architectures")
         if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
             raise ConfigError(
-                f'{self.source}: "architectures" must be a list of exactly one name, found {names!r}. '
+                f'{self.source}: "architectures" must be a list of exactly one name, found {shown(names)}. '
                 "Without it the model's family is unknown; take config.json from the model's own page."
             )
         return names[0]
@@ -171,9 +171,7 @@ class Hyper:
 
     def wrong(self, key: str, expected: str, found: object) -> ConfigError:
         """The error for a value that is there but cannot be."""
-        shown = repr(found)
-        shown = shown if len(shown) <= 80 else shown[:77] + "..."
-        return ConfigError(f'{self.source}: "{key}" must be {expected}, found {shown}.')
+        return ConfigError(f'{self.source}: "{key}" must be {expected}, found {shown(found)}.')
 
     def clash(self, problem: str) -> ConfigError:
         """The error for values that contradict each other."""

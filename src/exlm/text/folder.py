@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import TokenizerError
+from ..errors import TokenizerError, shown
 
 NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 """The roles a tokenizer_config.json may name a token for."""
@@ -192,7 +192,7 @@ def _added(path: Path, config: Mapping[str, Any]) -> tuple[AddedToken, ...]:
         if not _is_id(number):
             raise TokenizerError(
                 f"{source}: the id of {content!r} should be a number from 0 to {MAX_ID - 1:,}, found "
-                f"{number!r:.80}."
+                f"{shown(number)}."
             )
         known = found.setdefault(content, AddedToken(content, number, source=source.name))
         if known.id != number:
@@ -237,7 +237,7 @@ def _generation_eos(path: Path) -> tuple[int, ...]:
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(number) is int and number < MAX_ID for number in ids):
         raise TokenizerError(
-            f"{path}: eos_token_id should be an id below {MAX_ID:,} or a list of ids, found {value!r:.80}."
+            f"{path}: eos_token_id should be an id below {MAX_ID:,} or a list of ids, found {shown(value)}."
         )
     return tuple(number for number in ids if number >= 0)  # -1 is written where there is none
 
