@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -201,3 +202,98 @@ def test_space_for_a_vocabulary_is_asked_for_in_its_name() -> None:
         ExlmError, match=r"x/tokenizer\.json: the tokenizer could not be read \(1,000,000,000,000,000 bytes\)"
     ):
         require_space_to_read(10**15, "x/tokenizer.json")
+
+
+HOSTILE: list[Any] = [-1, 0, 10**9, 2**31, 2**63, 1e308, float("nan"), True, "3", "", HALF, [], [10**9], {}]
+
+FILES: dict[str, dict[str, Any]] = {
+    "config.json": {"bos_token_id": 1, "eos_token_id": [2], "pad_token_id": 0},
+    "tokenizer_config.json": {
+        "added_tokens_decoder": {"1": {"content": "<s>", "special": True, "lstrip": False}},
+        "additional_special_tokens": ["<s>"],
+        "bos_token": "<s>",
+        "eos_token": {"content": "</s>"},
+        "add_bos_token": True,
+        "tokenizer_class": "LlamaTokenizer",
+        "chat_template": "x",
+    },
+    "special_tokens_map.json": {"pad_token": {"content": "<pad>"}, "extra_special_tokens": {"x": "<s>"}},
+    "added_tokens.json": {"<pad>": 0, "<new>": 259},
+    "generation_config.json": {"eos_token_id": [2]},
+}
+PIPELINE: dict[str, Any] = {
+    "truncation": {"max_length": 5, "stride": 0, "strategy": "LongestFirst", "direction": "Right"},
+    "padding": {
+        "strategy": {"Fixed": 8},
+        "direction": "Right",
+        "pad_to_multiple_of": 4,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "<pad>",
+    },
+    "normalizer": {"type": "Prepend", "prepend": "_"},
+    "pre_tokenizer": {"type": "FixedLength", "length": 2},
+    "post_processor": {"type": "BertProcessing", "sep": ["</s>", 2], "cls": ["<s>", 1]},
+    "decoder": {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+    "model": {
+        "type": "Unigram",
+        "unk_id": 0,
+        "vocab": [["<unk>", 0.0], ["a", -1.0]],
+        "byte_fallback": False,
+    },
+    "added_tokens": [
+        {
+            "id": 0,
+            "content": "<pad>",
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+    ],
+}
+
+
+def mutants(value: Any) -> Iterator[Any]:
+    """The value with each of its parts exchanged for each hostile one."""
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            for other in [*HOSTILE, *mutants(inner)]:
+                copy = value.copy()
+                copy[key] = other
+                yield copy
+
+
+def tried(folder: Path) -> bool:
+    """Whether it reads and encodes; only our own errors, which can be printed, may say no."""
+    try:
+        made = Tokenizer(Config(folder), lazy_init=False)
+        made.encode(["abc", "a<s>"], add_bos=True, add_eos=True, encode_special_tokens=True)
+        made.codec.role_texts()
+    except ExlmError as error:
+        str(error).encode()
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_hostile_values_in_the_small_files_are_read_or_refused(folder: Path, name: str) -> None:
+    plain = json.loads((folder / name).read_text()) if name == "config.json" else {}
+    (folder / name).write_text(json.dumps({**plain, **FILES[name]}))
+    assert tried(folder)
+    refused = 0
+    for mutant in mutants(FILES[name]):
+        (folder / name).write_text(json.dumps({**plain, **mutant}))
+        refused += not tried(folder)
+    assert refused
+
+
+@pytest.mark.parametrize("part", PIPELINE)
+def test_hostile_values_in_a_pipeline_are_read_or_refused(folder: Path, part: str) -> None:
+    table = json.loads((folder / "tokenizer.json").read_text())
+    refused = 0
+    for mutant in mutants(PIPELINE[part]):
+        (folder / "tokenizer.json").write_text(json.dumps({**table, part: mutant}))
+        refused += not tried(folder)
+    assert refused
