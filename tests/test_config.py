@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from exlm import Config, ConfigError, InputError, Model, ModelNotFound, Tokenizer
+from exlm import Config, ConfigError, ExlmError, InputError, Model, ModelNotFound, Tokenizer
 from tests import tiny
 from tests.checkpoint import gguf_models
 from tests.families.test_hyper import LLAMA
@@ -270,3 +271,66 @@ def test_packed_models_compute_in_half_precision_on_a_gpu(tmp_path: Path, method
     told = {"quant_method": method, "bits": 4, "group_size": 128}
     packed = Config(folder(tmp_path, torch_dtype="bfloat16", quantization_config=told))
     assert packed.freeze().stored_dtype is None
+
+
+@pytest.mark.parametrize("key", ["bos_token_id", "eos_token_id", "pad_token_id"])
+@pytest.mark.parametrize("value", [2**22, 10**9, 2**63, 10**400])
+def test_an_id_that_no_vocabulary_reaches_is_refused(tmp_path: Path, key: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=rf'config\.json: "{key}" must be below 4,194,304, found \d+'):
+        Config(tiny.make(tmp_path, **{key: [3, value]}))
+    with pytest.raises(ConfigError, match=r'generation_config\.json: "eos_token_id" must be below'):
+        Config(folder(tmp_path, {"eos_token_id": value}))
+
+
+@pytest.mark.parametrize(
+    "key", ["hidden_act", "hidden_size", "rope_scaling", "architectures", "eos_token_id"]
+)
+@pytest.mark.parametrize("pair", ["[]", "{}"])
+def test_values_nested_as_deep_as_json_goes_are_refused_in_few_words(
+    tmp_path: Path, key: str, pair: str
+) -> None:
+    opener = '{"a":' if pair == "{}" else "["
+    longest = 0
+    limit, told = sys.getrecursionlimit(), json.dumps({**LLAMA, key: "@"})
+    for depth in range(limit - 250, limit):
+        deep = opener * depth + "1" + pair[1] * depth
+        (tmp_path / "config.json").write_text(told.replace('"@"', deep))
+        try:
+            Config(tmp_path)
+        except ConfigError as error:
+            longest = max(longest, len(str(error)))
+    assert longest < len(str(tmp_path)) + 400
+
+
+HALF = "\ud800"
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"architectures": [HALF]}, r"architecture '\\ud800' is not supported"),
+        ({"architectures": HALF}, r"exactly one name, found '\\ud800'"),
+        ({"hidden_act": HALF}, r"found '\\ud800'"),
+        ({"rope_scaling": {"type": HALF, "factor": 2.0}}, r"found '\\ud800'"),
+        ({"quantization_config": {"quant_method": HALF}}, r"expected gptq or awq, found \\ud800"),
+        ({"quantization_config": {"quant_method": "gptq", "checkpoint_format": HALF}}, r"found \\ud800"),
+        ({"quantization_config": {"quant_method": "gptq", "pack_dtype": HALF}}, r"words of \\ud800"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": HALF}}, r"found '\\ud800'"),
+    ],
+)
+def test_half_a_character_is_escaped_in_messages(tmp_path: Path, changes: dict[str, Any], match: str) -> None:
+    folder(tmp_path, **changes)
+    with pytest.raises(ExlmError, match=match) as raised:
+        Config(tmp_path).freeze()
+    str(raised.value).encode()
+
+
+def test_half_a_character_in_the_index_is_no_harm(tmp_path: Path) -> None:
+    tiny.make(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {HALF: HALF, "lm_head.weight": HALF + ".safetensors"}}))
+    Model(Config(tmp_path)).load()
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": f"../{HALF}"}}))
+    with pytest.raises(ExlmError, match=r"'\.\./\\ud800', outside the folder") as raised:
+        Model(Config(tmp_path)).load()
+    str(raised.value).encode()

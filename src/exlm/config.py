@@ -20,8 +20,10 @@ from .errors import ConfigError, InputError, ModelNotFound, unheard_of
 from .families import Hyper
 from .families.fields import Fields
 from .families.gguf import config_from_metadata
+from .families.hyper import MAX_VOCAB
 from .families.overrides import Overrides, main_rope, override
 from .formats.gptq_config import GptqConfig
+from .memory import memory_errors
 
 CHUNK = 2048
 """Tokens of a prompt computed at once, unless the user says otherwise."""
@@ -103,11 +105,15 @@ class Config(Fields):
         self.model_dir = str(Path(self.model_dir or "").expanduser().absolute())
         path = self._path()
         self._gguf = self._files = None
-        if path.is_file():
-            self._read_gguf(path)
-        else:
-            self._read_folder(path)
+        with memory_errors(lambda: f"{path}: the model's description could not be read"):
+            if path.is_file():
+                self._read_gguf(path)
+            else:
+                self._read_folder(path)
         assert self._spec is not None
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            _check_ids(path / "config.json", key, Hyper(self._raw).get(key))
+        _check_ids(path / "generation_config.json", "eos_token_id", self._generation.get("eos_token_id"))
         self.max_seq_len = self._spec.max_positions
         rope = main_rope(self._spec)
         linear = rope.scaling if rope is not None and isinstance(rope.scaling, spec.Linear) else None
@@ -341,6 +347,12 @@ def _ids(value: object) -> list[int]:
     """One id or a list of them, as a list; some files write -1 where there is none."""
     items = value if isinstance(value, list) else [value]
     return [item for item in items if type(item) is int and item >= 0]
+
+
+def _check_ids(path: Path, key: str, value: object) -> None:
+    """Refuse an id that no vocabulary reaches: one beyond 64 bits would fit no tensor."""
+    if odd := [number for number in _ids(value) if number >= MAX_VOCAB]:
+        raise ConfigError(f'{path}: "{key}" must be below {MAX_VOCAB:,}, found {odd[0]!r:.80}.')
 
 
 def _first(ids: list[int]) -> int | None:

@@ -16,7 +16,7 @@
     ├── InputError             a call's arguments cannot be served
     │   ├── BadLogits          there is no token to choose: all excluded, not numbers, or infinite
     │   ├── CacheTooSmall
-    │   ├── DoesNotFit         the devices have too little memory for the model and its cache
+    │   ├── DoesNotFit         the devices, or the process, have too little memory for the model and its cache
     │   └── QueueFull
     ├── NotLoaded              the model has no weights yet
     ├── WorkerLost             a process that held a part of the model is gone
@@ -31,6 +31,7 @@ script's `except ValueError` keeps working.
 from __future__ import annotations
 
 import difflib
+import reprlib
 import warnings
 from collections.abc import Collection
 
@@ -103,7 +104,7 @@ class CacheTooSmall(InputError):
 
 
 class DoesNotFit(InputError, RuntimeError):
-    """The devices have too little memory for the model and its cache."""
+    """The devices, or the process, have too little memory for the model and its cache."""
 
 
 class QueueFull(InputError):
@@ -128,6 +129,14 @@ class MissingExtra(ExlmError, ImportError):
 
 class Unsupported(ExlmError, RuntimeError):
     """No backend can run this layer on this device."""
+
+
+def shown(value: object) -> str:
+    """A value from a file, fit for a message: escaped, short, and however deep it is nested."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = 80
+    said = short.repr(value)
+    return said if len(said) <= 80 else said[:77] + "..."
 
 
 def unheard_of(what: str, name: str, known: Collection[str], harmless: Collection[str] = ()) -> None:

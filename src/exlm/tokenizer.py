@@ -14,6 +14,7 @@ from typing import Any, Literal, overload
 import torch
 
 from .errors import InputError, TokenizerError
+from .memory import memory_errors
 from .text import ChatTemplates, Codec, Detokenizer, Limits, ModelIds, Renderer, render_chat
 from .text import Trie as _Trie
 from .text.backend import Backend
@@ -74,18 +75,19 @@ class Tokenizer(Roles):
             raise TokenizerError("force_json and force_spm exclude each other.")
         self.config = config
         kind: Literal["auto", "json", "spm"] = "spm" if force_spm else "json" if force_json else "auto"
-        metadata = getattr(config, "metadata", None)
-        if metadata is not None and vocab_file is None:
-            backend, folder = tokenizer_from_metadata(metadata, config.model_dir)
-            self._set_codec(Codec(backend, folder, ModelIds.of(config)))
-        else:
-            self._set_codec(Codec.from_folder(config.model_dir, ModelIds.of(config), kind, vocab_file))
-        self.chat_templates = ChatTemplates.from_folder(self.codec.folder)
         self._renderer = Renderer(chat_limits)
         self._cache: dict[str, torch.Tensor] = {}
         self._cache_lock = threading.Lock()
-        if not lazy_init:
-            self.build_tables()
+        metadata = None if vocab_file is not None else getattr(config, "metadata", None)
+        with memory_errors(lambda: f"{config.model_dir}: the tokenizer could not be read"):
+            if metadata is None:
+                self._set_codec(Codec.from_folder(config.model_dir, ModelIds.of(config), kind, vocab_file))
+            else:
+                read = tokenizer_from_metadata(metadata, config.model_dir)
+                self._set_codec(Codec(read.backend, read.folder, ModelIds.of(config)))
+            self.chat_templates = ChatTemplates.from_folder(self.codec.folder)
+            if not lazy_init:
+                self.build_tables()
 
     def _set_codec(self, codec: Codec) -> None:
         self.codec, self._overlooked = codec, Overlooked(codec.special)
@@ -101,8 +103,7 @@ class Tokenizer(Roles):
         self.newline_token_id = _last(codec.encode("\n"))
         self.space_token_id = _last(codec.encode(" "))
         self.actual_vocab_size = codec.size
-        self.extended_piece_to_id = dict(codec.special)
-        self.extended_id_to_piece = dict(codec.special_texts)
+        self.extended_piece_to_id, self.extended_id_to_piece = dict(codec.special), dict(codec.special_texts)
         self.unspecial_piece_to_id = dict(codec.misread)
         self.unspecial_id_to_piece = {number: text for text, number in codec.misread.items()}
 

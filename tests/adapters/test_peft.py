@@ -226,6 +226,14 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"rank_pattern": {"(": 2}}, BadFile, "no regular expression"),
     ({"rank_pattern": {"(a+)+$": 2}}, Unsupported, "repeats too much"),
     ({"rank_pattern": {".*.*.*.*.*x": 2}}, Unsupported, "repeats too much"),
+    ({"rank_pattern": {f".*.*.*{n}": 2 for n in range(8)}}, Unsupported, "8 patterns in rank_pattern repeat"),
+    ({"rank_pattern": {"q{4294967296}": 2}}, BadFile, "no regular expression"),
+    ({"rank_pattern": {"(?i)q_proj": 2}}, BadFile, "no regular expression"),
+    ({"alpha_pattern": {"a)|(b": 2}}, BadFile, "no regular expression"),
+    ({"r": 10**9}, BadFile, "as r, and below 1e9; found 1000000000"),
+    ({"r": 10**400}, BadFile, "above 0 as r"),
+    ({"lora_alpha": 1e308}, BadFile, "above 0 as lora_alpha"),
+    ({"rank_pattern": {"q_proj": 2**63}}, BadFile, "above 0 as rank_pattern"),
 ]
 
 

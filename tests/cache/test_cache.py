@@ -93,6 +93,18 @@ def test_more_tokens_than_any_memory_holds_are_refused(kind: type[CacheBase]) ->
         kind(Stub(cache_shapes=[LayerShape(8, 64)] * 3), max_seq_len=256 * 10**12)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_so_are_those_that_a_gpu_does_not_hold(
+    kind: type[CacheBase], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **options: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    monkeypatch.setattr(torch, "zeros", full)
+    with pytest.raises(DoesNotFit, match=r"512 tokens do not fit.*CacheQ4"):
+        kind(Stub(cache_shapes=[LayerShape(8, 64)] * 3, cache_devices=[META] * 3), max_seq_len=512)
+
+
 def test_the_contiguous_table_is_the_identity() -> None:
     assert Cache(Stub(), batch_size=2).table(2, CPU).tolist() == [[0, 1], [2, 3]]
 

@@ -15,7 +15,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path, PurePosixPath
 
 PUBLIC = "exlm"  # the package itself: what `from exlm import …` reads
-BASE = frozenset({"errors", "lazy", "version"})  # every package inside may import these
+BASE = frozenset({"errors", "lazy", "memory", "version"})  # every package inside may import these
 LEVELS = (  # lowest first; a package imports only from lower levels, and of those only what MAY_IMPORT grants
     ("spec", "settings"),
     ("families", "formats", "sampling", "text"),
@@ -36,6 +36,7 @@ def _below(level: int) -> frozenset[str]:
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "lazy": frozenset(),
+    "memory": frozenset({"errors"}),
     "version": frozenset(),
     "spec": BASE,
     "settings": BASE,
@@ -76,7 +77,7 @@ MAY_READ_SETTINGS = (
     "exlm.cli",
 )
 NAMES = ("names", "Names", "Place", "Rename")  # exlm.spec.names, and what exlm.spec re-exports from it
-STANDARD_LIBRARY_ONLY = ("errors", "lazy", "version", "spec", "settings")
+STANDARD_LIBRARY_ONLY = ("errors", "lazy", "memory", "version", "spec", "settings")
 WITHOUT_TORCH = ("spec", "families", "text", "generator")
 TORCH_ALLOWED = ("exlm.generator.results",)  # makes the tensors of public results
 UNSAFE_MODULES = ("pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib")

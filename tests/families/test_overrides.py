@@ -59,6 +59,15 @@ def test_only_the_table_that_carries_the_context_is_stretched() -> None:
         (Overrides(2048, scale_pos_emb=0.0), "scale_pos_emb"),
         (Overrides(2048, scale_alpha=-1.0), "scale_alpha_value"),
         (Overrides(2048, yarn_factor=0.5), "yarn_rope_factor"),
+        (
+            Overrides(2048, yarn_factor=10**400),
+            "yarn_rope_factor must be at least 1 and below 1e9, found 10+",
+        ),
+        (Overrides(2048, yarn_factor=float("inf")), "yarn_rope_factor"),
+        (Overrides(2048, yarn_factor=4.0, yarn_original=-1), "a length from 1 to 2147483647, found -1"),
+        (Overrides(2048, yarn_factor=4.0, yarn_original=10**400), "a length from 1 to 2147483647"),
+        (Overrides(2048, rope_theta=10**400), "rotary_embedding_base must be a number above 0"),
+        (Overrides(2048, scale_alpha=10**400), "scale_alpha_value"),
     ],
 )
 def test_absurd_wishes_are_refused(wishes: Overrides, message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -138,3 +139,48 @@ def test_any_json_is_understood_or_refused(raw: dict[str, Any]) -> None:
     except ExlmError:
         return
     assert config.bits in (None, 2, 3, 4, 8)
+
+
+HOSTILE: list[Any] = [
+    -1,
+    0,
+    10**9,
+    2**31,
+    2**63,
+    10**400,
+    1e308,
+    math.nan,
+    True,
+    "3",
+    "\ud800",
+    [],
+    {},
+    [[1]],
+]
+FIELDS = (
+    *(
+        "bits",
+        "w_bit",
+        "group_size",
+        "q_group_size",
+        "desc_act",
+        "sym",
+        "zero_point",
+        "quant_method",
+        "method",
+    ),
+    *("checkpoint_format", "format", "version", "is_marlin_format", "pack_dtype", "dynamic", "meta"),
+)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("field", FIELDS)
+def test_hostile_values_are_read_or_refused_in_words_that_can_be_printed(method: str, field: str) -> None:
+    for value in HOSTILE:
+        for raw in ({field: value}, {"dynamic": {"a": {field: value}}}):
+            try:
+                found = GptqConfig.from_json({"quant_method": method, **raw}, "config.json")
+            except ExlmError as error:
+                str(error).encode()
+            else:
+                assert found.bits in (None, 2, 3, 4, 8)

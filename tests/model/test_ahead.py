@@ -51,6 +51,41 @@ def test_any_order_gives_every_weight_once(order: list[str]) -> None:
     assert sorted(shelf.read_roles) == sorted(ROLES)
 
 
+def test_without_threads_each_is_made_by_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("exlm.model.ahead.readers", lambda total: 0)
+    shelf, before = Shelf(broken=ROLES[2]), threading.active_count()
+    with ahead_of(shelf) as ahead:
+        assert not shelf.read_roles
+        assert [value(ahead.take(role)) for role in ROLES[:2]] == [0, 1]
+        with pytest.raises(BadTensor, match=ROLES[2]):
+            ahead.take(ROLES[2])
+        assert threading.active_count() == before
+    assert shelf.read_roles == ROLES[:3]
+
+
+def test_a_thread_that_cannot_be_started_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = threading.Thread.start, []
+
+    def once(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", once)
+    with pytest.raises(RuntimeError, match="can't start new thread"), ahead_of(SlowShelf()):
+        raise AssertionError("it began")
+    assert not started[0].is_alive()
+
+
+class SlowShelf(Shelf):
+    """One whose readers are never idle, so that each weight asks for another thread."""
+
+    def read(self, role: str) -> Weight:
+        time.sleep(0.05)
+        return super().read(role)
+
+
 def test_few_are_in_flight() -> None:
     shelf = Shelf()
     ahead = ahead_of(shelf)

@@ -260,6 +260,22 @@ def test_a_process_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch
         Renderer().render("x", {}, "x")
 
 
+def test_a_template_that_nothing_could_stop_is_not_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Renderer()
+    assert made.render("x", {}, "x") == "x"
+    with monkeypatch.context() as patched:
+        patched.setattr("threading.Thread.start", _no_thread)
+        for renderer in (made, Renderer()):
+            with pytest.raises(ChatTemplateError, match=r"can't start new thread.*ulimit -v"):
+                renderer.render("x", {}, "x")
+    assert made.render("y", {}, "x") == "y"
+    made.close()
+
+
+def _no_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 def test_the_limits_hold_as_they_come() -> None:
     made = Renderer()
     started = time.monotonic()

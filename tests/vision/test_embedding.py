@@ -76,7 +76,7 @@ def test_grids() -> None:
         2,
         3,
     )
-    for grid in ((1, 2, 4), (2, 3), (6, 1, 0), (1, 5, 5)):
+    for grid in ((1, 2, 4), (2, 3), (6, 1, 0), (1, 5, 5), (1, 2**62, 2**62), (10**30, 1, 1)):
         with pytest.raises(InputError, match="thw_grid"):
             MMEmbedding(HOST, torch.zeros(6, 8), thw_grid=grid)
     for sides in ((3, 3), (-1, 0), (6, 0)):

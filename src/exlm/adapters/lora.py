@@ -18,6 +18,7 @@ import torch
 
 from .. import spec
 from ..errors import CheckpointError, InputError, NotLoaded, UnsafeFile
+from ..memory import memory_errors
 from ..nn import Active
 from .changes import Change, Install, Remove, place
 from .peft import PeftConfig
@@ -86,7 +87,8 @@ class Lora:
         if weights.suffix in (".bin", ".pt", ".pth"):
             raise _pickled(weights)
         reader = Reader(weights, config, opened.spec, opened.device, opened.dtype)
-        pairs = reader.read()
+        with memory_errors(lambda: f"{weights}: the adapter could not be loaded"):
+            pairs = reader.read()
         self.number = next(_numbers)
         self.roles = tuple(pairs)
         self._net: weakref.ref[Net] | None = weakref.ref(opened.net)

@@ -18,6 +18,9 @@ from ..errors import BadFile, Unsupported
 
 LARGEST = 32 * 2**20
 
+EFFORT = 4_000_000
+"""What a table's patterns may cost together: a step each, a hundred times as many for each repetition."""
+
 MERGE = "Merge it into the model with PEFT (merge_and_unload), save that, and load the result."
 
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
@@ -46,8 +49,8 @@ class PeftConfig:
     r: int
     alpha: float
     rslora: bool
-    rank_pattern: Mapping[str, int]
-    alpha_pattern: Mapping[str, float]
+    rank_pattern: Mapping[re.Pattern[str], int]
+    alpha_pattern: Mapping[re.Pattern[str], float]
 
     @classmethod
     def read(cls, path: Path) -> PeftConfig:
@@ -59,16 +62,24 @@ class PeftConfig:
             kind = int if whole else (int, float)
             if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < 1e9:
                 expected = "a whole number" if whole else "a number"
-                raise BadFile(f"{path}: expected {expected} above 0 as {name}, found {shown(value)}.")
+                raise BadFile(
+                    f"{path}: expected {expected} above 0 as {name}, and below 1e9; found {shown(value)}."
+                )
             return value
 
-        def table(name: str, *, whole: bool) -> dict[str, Any]:
+        def table(name: str, *, whole: bool) -> dict[re.Pattern[str], Any]:
             value = raw.get(name) or {}
             if not isinstance(value, dict):
                 raise BadFile(f"{path}: expected numbers by module as {name}, found {shown(value)}.")
-            for key in value:
-                _check_pattern(path, name, key)
-            return {key: number(f"{name}[{shown(key)}]", one, whole=whole) for key, one in value.items()}
+            if sum(100 ** _repeats(path, name, key) for key in value) > EFFORT:
+                raise Unsupported(
+                    f"{path}: the {len(value)} patterns in {name} repeat too much to be matched safely: name "
+                    "the modules plainly."
+                )
+            return {
+                _compiled(path, name, key): number(f"{name}[{shown(key)}]", one, whole=whole)
+                for key, one in value.items()
+            }
 
         return cls(
             path=path,
@@ -126,23 +137,29 @@ def _refuse(path: Path, raw: Mapping[str, Any]) -> None:
         )
 
 
-def _check_pattern(path: Path, name: str, pattern: str) -> None:
-    """Patterns are regular expressions from a stranger: only such as cannot run for ever."""
+def _repeats(path: Path, name: str, pattern: str) -> int:
+    """How often a pattern from a stranger repeats something; refuses one that could run for ever."""
     loops = len(re.findall(r"[*+?{]", pattern))
     if loops > 3 or re.search(r"\)[*+?{]", pattern) or len(pattern) > 500:
         raise Unsupported(
             f"{path}: the pattern {shown(pattern)} in {name} repeats too much to be matched safely: name "
             "the modules plainly."
         )
+    return loops
+
+
+def _compiled(path: Path, name: str, pattern: str) -> re.Pattern[str]:
+    """A pattern that must be the whole name of a module, or the end of it."""
     try:
-        re.compile(pattern)
-    except re.error as error:
+        re.compile(pattern)  # by itself: "a)|(b" is none, and would be one between brackets
+        return re.compile(rf"(?:.*\.)?(?:{pattern})")
+    except (re.error, OverflowError, RecursionError) as error:
         raise BadFile(f"{path}: {shown(pattern)} in {name} is no regular expression ({error}).") from error
 
 
-def _matching(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+def _matching(patterns: Mapping[re.Pattern[str], Any], module: str, default: Any) -> Any:
     """The value of the first pattern that is the module's name or the end of it."""
     for pattern, value in patterns.items():
-        if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", module):
+        if pattern.fullmatch(module):
             return value
     return default

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..errors import DoesNotFit
 from ..kernels.backend import Coding, Pages, Where
+from ..memory import ran_out
 
 PAGE = 256
 """Tokens in a page."""
@@ -32,13 +33,15 @@ class LayerShape:
 
 def blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Pages of zeros. A processor's take memory when tokens come: few caches are ever full."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     try:
+        if device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=device)
         return torch.frombuffer(mmap.mmap(-1, size, **private), dtype=dtype).view(shape)
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not ran_out(error):
+            raise
         raise DoesNotFit(
             f"{shape[0] * shape[1]:,} tokens do not fit this memory: the keys of one layer take {size:,} "
             "bytes. Ask for fewer tokens (max_seq_len, batch_size) or fewer bits (CacheQ8, CacheQ4)."

@@ -21,6 +21,7 @@ import torch
 
 from ..errors import BadFile, BadTensor, MissingTensor
 from ..formats.room import room
+from ..memory import memory_errors
 from .folder import INDEX, TensorInfo, scan
 from .header import DTYPES, damaged, shown
 
@@ -192,7 +193,7 @@ class TensorFiles:
 def _mapped(path: Path, size: int) -> mmap.mmap:
     """The file in memory: pages come when touched, and writes stay with us."""
     try:
-        with path.open("rb") as file:
+        with memory_errors(lambda: f"{path}: {size:,} bytes cannot be mapped"), path.open("rb") as file:
             _check_size(path, os.fstat(file.fileno()).st_size, size)
             if sys.platform == "linux":
                 # Private, writable memory is reserved in full unless told otherwise, and a file may be larger

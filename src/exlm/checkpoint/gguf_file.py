@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from ..errors import BadFile, BadTensor, MissingTensor, ModelNotFound
+from ..memory import memory_errors
 from .gguf_header import GgufHeader, TensorEntry, read_gguf_header
 from .header import damaged, regular_size, shown
 
@@ -160,7 +161,7 @@ class GgufFile:
 def _mapped(path: Path, size: int) -> mmap.mmap:
     """The file in memory: pages come when touched, and writes stay with us."""
     try:
-        with path.open("rb") as file:
+        with memory_errors(lambda: f"{path}: {size:,} bytes cannot be mapped"), path.open("rb") as file:
             _check_size(path, os.fstat(file.fileno()).st_size, size)
             if sys.platform == "linux":
                 # Private, writable memory is reserved in full unless told otherwise, and a file may be larger

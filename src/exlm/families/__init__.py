@@ -7,7 +7,7 @@ from collections.abc import Callable
 from .. import spec
 from ..errors import UnknownArchitecture
 from . import cohere, dbrx, gemma, glm, gpt, internlm, llama, mixtral, phi, qwen, vision
-from .hyper import Hyper
+from .hyper import MAX_ALL_EXPERTS, Hyper
 
 Family = Callable[[Hyper], spec.Model]
 
@@ -52,7 +52,13 @@ def describe(hyper: Hyper) -> spec.Model:
     if name not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise UnknownArchitecture(f"{hyper.source}: architecture {name!r} is not supported. Known: {known}.")
-    return FAMILIES[name](hyper)
+    model = FAMILIES[name](hyper)
+    experts = sum(layer.mlp.experts for layer in model.layers if isinstance(layer.mlp, spec.Moe))
+    if experts > MAX_ALL_EXPERTS:
+        raise hyper.clash(
+            f"{len(model.layers)} layers have {experts} experts together; expected at most {MAX_ALL_EXPERTS}"
+        )
+    return model
 
 
 __all__ = ["FAMILIES", "Hyper", "describe"]

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from .. import spec
 from ..spec.layers import Activation
-from .hyper import Hyper
+from .hyper import LIMIT, MAX_HEAD_DIM, Hyper
 from .rope import length, rope
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -57,6 +57,11 @@ def head_width(c: Hyper, heads: int, default: int | None = None) -> int:
         raise c.clash(
             f"hidden_size {hidden} is not a multiple of num_attention_heads {heads} and head_dim is absent"
         )
+    if hidden // heads > MAX_HEAD_DIM:
+        raise c.clash(
+            f"hidden_size {hidden} and {heads} attention heads make heads of {hidden // heads}; "
+            f"expected at most {MAX_HEAD_DIM}"
+        )
     return hidden // heads
 
 
@@ -104,8 +109,8 @@ def windows(c: Hyper, depth: int, local: Callable[[int], bool]) -> list[int | No
     size = c.integer("sliding_window", "sliding_window_size", default=None)
     if not size:
         return [None] * depth
-    if size < 0:
-        raise c.wrong("sliding_window", "a number of tokens, or null for no window", size)
+    if not 0 < size < LIMIT:
+        raise c.wrong("sliding_window", f"a number of tokens below {LIMIT}, or null for no window", size)
     kinds = c.get("layer_types")
     if kinds is None:
         return [size if local(i) else None for i in range(depth)]

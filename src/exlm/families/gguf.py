@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from .. import spec
-from ..errors import ConfigError, UnknownArchitecture
+from ..errors import ConfigError, UnknownArchitecture, shown
 
 Factors = Mapping[str, Sequence[float]]
 
@@ -121,9 +121,8 @@ class Keys:
     def wrong(self, key: str, expected: str, found: object) -> ConfigError:
         """The error for a value that cannot be, or is not there."""
         full = key if key.startswith("tokenizer.") else f"{self.arch}.{key}"
-        shown = repr(found) if len(repr(found)) <= 80 else repr(found)[:77] + "..."
         return ConfigError(
-            f'{self.source}: "{full}" must be {expected}, found {shown}. Convert the model again.'
+            f'{self.source}: "{full}" must be {expected}, found {shown(found)}. Convert the model again.'
         )
 
 

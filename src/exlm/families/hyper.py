@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 
 REQUIRED: Final = object()
 """A default that is none: the key must be there."""
@@ -14,6 +14,30 @@ LIMIT = 2**31
 """No size in a model description reaches this; a larger one is a damaged or hostile file."""
 
 MAX_LAYERS = 4096
+MAX_HEADS = 2**14
+MAX_HEAD_DIM = 2**16
+MAX_EXPERTS = 4096
+"""Of one layer; the largest published model has 2,048."""
+
+MAX_ALL_EXPERTS = 2**17
+"""Of all layers together: each expert is three matrices, which are listed before any file is opened."""
+
+MAX_VOCAB = 2**22
+"""Rows of the embedding. Lookup tables of the tokenizer have an entry for each; 2**18 is common."""
+
+MOST: Mapping[str, int] = {
+    **dict.fromkeys(("num_attention_heads", "n_heads", "n_head"), MAX_HEADS),
+    **dict.fromkeys(("num_key_value_heads", "attn_config.kv_n_heads"), MAX_HEADS),
+    "head_dim": MAX_HEAD_DIM,
+    **dict.fromkeys(("num_local_experts", "num_experts", "ffn_config.moe_num_experts"), MAX_EXPERTS),
+    "vocab_size": MAX_VOCAB,
+}
+"""The sizes by which something is listed or allocated before any weight is compared with them."""
+
+
+def is_real(value: object) -> bool:
+    """Whether a value from a file is a number that float32 can hold; a whole number may have any length."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e38
 
 
 class Hyper:
@@ -52,7 +76,7 @@ class Hyper:
         names = self._top.get("architectures")
         if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
             raise ConfigError(
-                f'{self.source}: "architectures" must be a list of exactly one name, found {names!r}. '
+                f'{self.source}: "architectures" must be a list of exactly one name, found {shown(names)}. '
                 "Without it the model's family is unknown; take config.json from the model's own page."
             )
         return names[0]
@@ -91,11 +115,12 @@ class Hyper:
         return value
 
     def size(self, *keys: str, default: Any = REQUIRED) -> int:
-        """A whole number of at least one."""
+        """A whole number of at least one, and no larger than `MOST` allows."""
         key, _ = self.find(*keys)
         value = self.integer(*keys, default=default)
-        if not isinstance(value, int) or not 0 < value < LIMIT:
-            raise self.wrong(key, f"a size from 1 to {LIMIT - 1}", value)
+        most = MOST.get(key, LIMIT - 1)
+        if not isinstance(value, int) or not 0 < value <= most:
+            raise self.wrong(key, f"a size from 1 to {most}", value)
         return value
 
     def real(self, *keys: str, default: Any = REQUIRED) -> Any:
@@ -103,7 +128,7 @@ class Hyper:
         key, value = self._need(keys, default)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(float(value)) < 1e38:
+        if not is_real(value):
             raise self.wrong(key, "a finite number", value)
         return float(value)
 
@@ -146,9 +171,7 @@ class Hyper:
 
     def wrong(self, key: str, expected: str, found: object) -> ConfigError:
         """The error for a value that is there but cannot be."""
-        shown = repr(found)
-        shown = shown if len(shown) <= 80 else shown[:77] + "..."
-        return ConfigError(f'{self.source}: "{key}" must be {expected}, found {shown}.')
+        return ConfigError(f'{self.source}: "{key}" must be {expected}, found {shown(found)}.')
 
     def clash(self, problem: str) -> ConfigError:
         """The error for values that contradict each other."""

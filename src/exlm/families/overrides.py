@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from .. import spec
-from ..errors import InputError
+from ..errors import InputError, shown
+from .hyper import LIMIT
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ def _rotation(rope: spec.Rope, model: spec.Model, wishes: Overrides) -> spec.Rop
     for name, value, most in (
         ("scale_pos_emb", wishes.scale_pos_emb, 1e6),
         ("scale_alpha_value", wishes.scale_alpha, 1e6),
-        ("rotary_embedding_base", theta, math.inf),
+        ("rotary_embedding_base", theta, 1e38),
     ):
         if not isinstance(value, int | float) or not 0 < value < most:
-            raise InputError(f"config.{name} must be a number above 0, found {value!r}.")
+            raise InputError(f"config.{name} must be a number above 0, found {shown(value)}.")
     scaling = rope.scaling
     if isinstance(scaling, spec.Linear):
         scaling = None  # its factor is what scale_pos_emb starts from
@@ -85,7 +85,13 @@ def _rotation(rope: spec.Rope, model: spec.Model, wishes: Overrides) -> spec.Rop
 
 def _yarn(current: spec.Scaling | None, model: spec.Model, wishes: Overrides) -> spec.Yarn:
     factor = wishes.yarn_factor
-    if not isinstance(factor, int | float) or not factor >= 1:
-        raise InputError(f"config.yarn_rope_factor must be at least 1, found {factor!r}.")
+    if not isinstance(factor, int | float) or not 1 <= factor < 1e9:
+        raise InputError(f"config.yarn_rope_factor must be at least 1 and below 1e9, found {shown(factor)}.")
     known = current.original if isinstance(current, spec.Yarn) else model.max_positions
-    return spec.Yarn.of(float(factor), wishes.yarn_original or known)
+    original = wishes.yarn_original or known
+    if not isinstance(original, int | float) or not 1 <= original < LIMIT:
+        raise InputError(
+            "config.yarn_rope_original_max_position_embeddings must be a length from 1 to "
+            f"{LIMIT - 1}, found {shown(original)}."
+        )
+    return spec.Yarn.of(float(factor), int(original))

@@ -7,12 +7,15 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from .. import spec
-from .hyper import LIMIT, Hyper
+from .hyper import LIMIT, Hyper, is_real
 
 PLAIN = {"default", "none", "mrope"}
 
 UNSCALED = ("rope_theta", "partial_rotary_factor", "mrope_section")
 """What a rotation has whatever stretches it."""
+
+LEAST_TURNS = 1e-9
+"""YaRN divides the original length by a number of turns: with a smaller one the quotient is infinite."""
 
 LOCAL = "sliding_attention"
 """The layers that see a window, by the name rotary settings and `layer_types` give them."""
@@ -127,7 +130,7 @@ class Parameters:
         value = self.table.get(key)
         if value is None:
             return self.hyper.real(key, default=default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(float(value)) < 1e38:
+        if not is_real(value):
             raise self.hyper.wrong(key, "a finite number", value)
         return float(value)
 
@@ -210,8 +213,8 @@ def _yarn(p: Parameters) -> spec.Yarn:
 def _turns(p: Parameters, key: str, default: float) -> float:
     """How often a dimension turns within the original length, where YaRN begins or ends."""
     found: float = p.real(key, None) or default
-    if found < 0:
-        raise p.hyper.wrong(key, "a number above 0", found)
+    if found < LEAST_TURNS:
+        raise p.hyper.wrong(key, f"a number above {LEAST_TURNS:g}", found)
     return found
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, shown
 
 Layout = Literal["gptq", "gptq_v2", "gemm"]
 Method = Literal["gptq", "awq"]
@@ -169,9 +169,9 @@ def _texts(raw: Mapping[str, Any], keys: tuple[str, ...], where: str) -> set[str
             continue
         if not isinstance(value, str):
             raise _nonsense(where, key, "a name", value)
-        said.add(value.lower())
+        said.add(ascii(value.lower())[1:-1][:80])  # fit for a message
     return said
 
 
 def _nonsense(where: str, key: str, expected: str, found: object) -> ConfigError:
-    return ConfigError(f"{where}: {key}: expected {expected}, found {found!r:.80}.")
+    return ConfigError(f"{where}: {key}: expected {expected}, found {shown(found)}.")

@@ -6,7 +6,6 @@ into is the builder's business.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,10 +13,9 @@ from functools import cache
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
-T = TypeVar("T")
+from .address_space import readers
 
-READERS = min(6, max(2, (os.cpu_count() or 1) // 2))
-"""Threads: while one waits for the disk, another rearranges. More would wait for each other's interpreter."""
+T = TypeVar("T")
 
 AHEAD = 6
 """Weights in flight beside the one that is asked for; as many may be in memory that nobody has taken yet."""
@@ -27,7 +25,10 @@ SHARE = 48
 
 
 class ReadAhead(Generic[T]):
-    """A queue of weights, a few of them always on their way: of the `total` bytes at most a `SHARE`th."""
+    """A queue of weights, a few of them always on their way: of the `total` bytes at most a `SHARE`th.
+
+    Without threads each weight is made when it is asked for, by who asks.
+    """
 
     def __init__(
         self, make: Callable[[str], T], size: Callable[[str], int], roles: Iterable[str], total: int
@@ -38,21 +39,26 @@ class ReadAhead(Generic[T]):
         self._most = total // SHARE
         self._coming: dict[str, Future[T]] = {}
         self._bytes: dict[str, int] = {}  # of those that come
-        self._threads = ThreadPoolExecutor(READERS, "exlm-read")
+        threads = readers(total)
+        self._threads = ThreadPoolExecutor(threads, "exlm-read") if threads else None
 
     def __enter__(self) -> Self:
-        self._fill()
+        try:
+            self._fill()
+        except BaseException:  # a thread that could not be started: `__exit__` is not called
+            self._close()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._threads.shutdown(cancel_futures=True)
-        self._coming.clear()
-        self._bytes.clear()
+        self._close()
 
     def take(self, role: str) -> T:
         """The weight of a role, or the error that making it led to; each role once."""
+        if self._threads is None:
+            return self._make(role)
         while self._later and role not in self._coming:
             self._submit(self._later.popleft())
         if role not in self._coming:
@@ -61,8 +67,14 @@ class ReadAhead(Generic[T]):
         del self._bytes[role]
         return self._coming.pop(role).result()
 
+    def _close(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
+        self._coming.clear()
+        self._bytes.clear()
+
     def _fill(self) -> None:
-        while self._later and self._has_room(self._later[0]):
+        while self._threads is not None and self._later and self._has_room(self._later[0]):
             self._submit(self._later.popleft())
 
     def _has_room(self, role: str) -> bool:
@@ -70,5 +82,6 @@ class ReadAhead(Generic[T]):
         return len(self._coming) <= AHEAD and sum(self._bytes.values()) + self._size(role) <= self._most
 
     def _submit(self, role: str) -> None:
+        assert self._threads is not None
         self._coming[role] = self._threads.submit(self._make, role)
         self._bytes[role] = self._size(role)

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,11 +20,13 @@ from ..checkpoint import Source
 from ..config import Config, FrozenConfig
 from ..errors import InputError, NotLoaded, Unsupported
 from ..formats.room import give_back
+from ..memory import memory_errors
+from .address_space import REMEDY, start_openmp
 from .budget import FIT_CACHE, FIT_SPLIT, Budget, Planned, budget, measure, spaces, split, use
 from .devices import Slot, imagined, inventory
-from .loading import Loaded, Yielding, load_steps, opened, shapes, tell_depth
+from .loading import Loaded, Yielding, load_steps, opened, shapes, stored_bytes, tell_depth
 from .modules import ListedModule, listed
-from .placement import Part, place
+from .placement import Part, place, size
 from .progress import Callback, bar, silent
 from .runner import Runner
 from .staging import staged
@@ -344,9 +347,11 @@ class Loader:
         self.unload()
         tell = callback or silent
         try:
-            self._loaded = yield from steps(tell)
-            self.loaded = True
-            finish()
+            with memory_errors(self._described, REMEDY):
+                start_openmp(self._described())
+                self._loaded = yield from steps(tell)
+                self.loaded = True
+                finish()
             total = len(self._loaded.slots)
             tell(total, total)
             if callback_gen is not None:
@@ -354,6 +359,12 @@ class Loader:
         except BaseException:
             self.unload()
             raise
+
+    def _described(self) -> str:
+        """What is loaded, in the words of an error."""
+        path = self.config.model_dir or "the model"
+        stored = stored_bytes(Path(path))
+        return f"{path}: the model could not be loaded" + (f" ({size(stored)} of weights)" if stored else "")
 
     def _watch(
         self, steps: Callable[[Callback | None], Iterator[Any]], callback: Callback | None, progress: bool

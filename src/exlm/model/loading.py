@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from .devices import Slot, current, guard, pick_dtype
 from .graphs import LARGEST
 from .progress import Callback
 from .rehearsal import Rehearsal
+from .rotary import check_rotary_tables
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +101,15 @@ def opened(config: FrozenConfig) -> Source:
     return open_source(config.path, config.spec.names, config.quantization)
 
 
+def stored_bytes(path: Path) -> int:
+    """Bytes of a model's weight files; 0 if they cannot be looked at."""
+    files = [path] if path.suffix == ".gguf" else path.glob("*.safetensors")
+    try:
+        return sum(file.stat().st_size for file in files)
+    except OSError:
+        return 0
+
+
 def tell_depth(config: FrozenConfig, source: Source) -> None:
     """Warn of layers that are stored and not described: meant so, or another model's config.json."""
     depth = len(config.spec.layers)
@@ -131,6 +142,7 @@ def load_steps(
 
     Without `embeds` or `heads` the embedding or the head is left out: another process has it.
     """
+    check_rotary_tables(config, slots)
     dtype = precision(config, slots)
     made: dict[int, Chain] = {}
     for slot in slots:

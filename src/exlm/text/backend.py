@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
+from ..memory import MB, require_address_space
 from .pieces import TokenBytes
 
 
@@ -74,6 +75,15 @@ class Backend(Protocol):
 
     def own_start(self) -> list[int] | None:
         """The ids the vocabulary file itself puts before a text; None where it does not say."""
+
+
+def require_space_to_read(size: int, name: str) -> None:
+    """DoesNotFit unless a library may take the memory that it needs to read `size` bytes of vocabulary.
+
+    The `tokenizers` library ends the process where it gets none, and `sentencepiece` may. What it takes is 23
+    to 43 times the file.
+    """
+    require_address_space(32 * size + 8 * MB, f"{name}: the tokenizer could not be read ({size:,} bytes)")
 
 
 def middle_pieces(backend: Backend) -> list[str]:

@@ -8,18 +8,28 @@ encodes nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+import stat
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import TokenizerError
+from ..errors import TokenizerError, shown
 
 NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 """The roles a tokenizer_config.json may name a token for."""
 
 MAX_GAP = 65_536
-"""The most undefined ids that may lie between a vocabulary and a token declared above it."""
+"""The most undefined ids that may lie between a vocabulary and the tokens declared above it, all together."""
+
+MAX_ID = 2**22
+"""No vocabulary has so many ids; one that is not below it is a damaged or hostile file."""
+
+LARGEST = 2**28
+"""Bytes of a tokenizer's file; the largest published ones have a tenth of it."""
+
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -58,12 +68,27 @@ class Folder:
 
 def read_text(path: Path) -> str | None:
     """The file's text, or None when there is no such file."""
+    data = read_data(path)
     try:
-        return path.read_text(encoding="utf-8-sig")
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+        return None if data is None else data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise TokenizerError(f"{path} is not UTF-8 text: {error}. Fetch the file again.") from None
+
+
+def read_data(path: Path) -> bytes | None:
+    """The file's bytes, or None when there is no such file; neither a pipe nor a device is read."""
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise TokenizerError(f"{path} should be a file, found a folder, pipe or device. Remove it.")
+        if status.st_size > LARGEST:
+            raise TokenizerError(
+                f"{path} has {status.st_size:,} bytes; a tokenizer's file has at most {LARGEST:,}. "
+                "Fetch the file again."
+            )
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
     except OSError as error:
         raise TokenizerError(f"{path} cannot be read: {error}") from None
 
@@ -79,7 +104,32 @@ def read_object(path: Path) -> dict[str, Any] | None:
         raise TokenizerError(f"{path} is not valid JSON: {error}. Fetch the file again.") from None
     if not isinstance(value, dict):
         raise TokenizerError(f"{path} should hold a JSON object, found {_kind(value)}.")
+    # Only an escape, as in "\ud800", puts half a character into a text that was read as UTF-8.
+    if "\\ud" in text.lower() and (entry := _half_character(value)):
+        raise TokenizerError(
+            f"{path}: {entry} has half a character (a lone surrogate), which is no text. "
+            "Correct the entry, or fetch the file again."
+        )
     return value
+
+
+def _half_character(value: object) -> str | None:
+    """Where in a JSON value a text has a lone surrogate, as `added_tokens_decoder.7.content`; or None."""
+    waiting: list[tuple[str, object]] = [("", value)]
+    while waiting:
+        at, found = waiting.pop()
+        if isinstance(found, str) and _HALF.search(found):
+            return f"{at or 'its text'} ({found!a:.80})"
+        pairs: Iterable[tuple[object, object]] = ()
+        if isinstance(found, dict):
+            for key in found:
+                if _HALF.search(key):
+                    return f"the key {key!a:.80}" + (f" of {at}" if at else "")
+            pairs = found.items()
+        elif isinstance(found, list):
+            pairs = enumerate(found)
+        waiting += [(f"{at}.{key}" if at else str(key), inner) for key, inner in pairs]
+    return None
 
 
 def read_folder(path: str | Path) -> Folder:
@@ -141,7 +191,8 @@ def _added(path: Path, config: Mapping[str, Any]) -> tuple[AddedToken, ...]:
     for content, number in (read_object(source) or {}).items():
         if not _is_id(number):
             raise TokenizerError(
-                f"{source}: the id of {content!r} should be a number >= 0, found {number!r}."
+                f"{source}: the id of {content!r} should be a number from 0 to {MAX_ID - 1:,}, found "
+                f"{shown(number)}."
             )
         known = found.setdefault(content, AddedToken(content, number, source=source.name))
         if known.id != number:
@@ -162,9 +213,10 @@ def _added(path: Path, config: Mapping[str, Any]) -> tuple[AddedToken, ...]:
 
 def _entry(key: str, value: object, source: Path) -> AddedToken:
     content = token_text(value, source, f"added_tokens_decoder[{key!r}]")
-    if not key.isdecimal() or not content:
+    if not key.isdecimal() or len(key) > len(str(MAX_ID)) or not _is_id(int(key)) or not content:
         raise TokenizerError(
-            f"{source}: added_tokens_decoder[{key!r}] should map an id to a non-empty token."
+            f"{source}: added_tokens_decoder[{key!r:.80}] should map an id below {MAX_ID:,} to a non-empty "
+            "token."
         )
     flags = value if isinstance(value, dict) else {}
     special = bool(flags.get("special", False))
@@ -183,13 +235,15 @@ def _entry(key: str, value: object, source: Path) -> AddedToken:
 def _generation_eos(path: Path) -> tuple[int, ...]:
     value = (read_object(path) or {}).get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(number) is int for number in ids):
-        raise TokenizerError(f"{path}: eos_token_id should be an id or a list of ids, found {value!r}.")
+    if not all(type(number) is int and number < MAX_ID for number in ids):
+        raise TokenizerError(
+            f"{path}: eos_token_id should be an id below {MAX_ID:,} or a list of ids, found {shown(value)}."
+        )
     return tuple(number for number in ids if number >= 0)  # -1 is written where there is none
 
 
 def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MAX_ID
 
 
 def _kind(value: object) -> str:

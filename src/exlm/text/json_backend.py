@@ -13,6 +13,7 @@ import json
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
@@ -20,14 +21,17 @@ from typing import Any
 
 import tokenizers
 
-from ..errors import BadText, TokenizerError, TokenizerNotFound
-from .backend import lone_surrogate, middle_pieces
+from ..errors import BadText, ExlmError, TokenizerError, TokenizerNotFound
+from .backend import lone_surrogate, middle_pieces, require_space_to_read
 from .folder import MAX_GAP, AddedToken, Folder, read_text
 from .pieces import BYTE_TOKEN, TokenBytes, from_decoder
 
 LONG = 4096
 """Letters of a text beyond which it is encoded as a batch of one: then other threads run meanwhile, and no
 offsets are made."""
+
+PANIC = "PanicException"
+"""What a panic of the library's Rust code becomes: a BaseException, whose class no module exports."""
 
 
 class JsonBackend:
@@ -36,21 +40,19 @@ class JsonBackend:
     def __init__(self, text: str, folder: Folder, name: str = "tokenizer.json") -> None:
         """Read the JSON text; `name` is what errors call it."""
         self.name = name
-        try:
+        require_space_to_read(len(text), name)
+        with _library_errors(f"{name} is not a tokenizer the tokenizers library can read"):
             self._library = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises bare Exceptions
-            raise TokenizerError(
-                f"{name} is not a tokenizer the tokenizers library can read: {error}."
-            ) from None
-        _make_repeatable(self._library)
+            _make_repeatable(self._library)
+            vocab = self._library.get_vocab()
         self._lock = threading.Lock()
-        vocab = self._library.get_vocab()
         if not vocab:
             raise TokenizerError(f"{name} has an empty vocabulary.")
         self.base_size = 1 + max(vocab.values())
         if self.base_size - len(vocab) > MAX_GAP:
             raise TokenizerError(f"{name} has {len(vocab)} tokens, but ids up to {self.base_size - 1}.")
-        fillers = self._declare(folder)
+        with _library_errors(f"{name} does not take the tokens that the files beside it declare"):
+            fillers = self._declare(folder)
         added = {
             n: token for n, token in self._library.get_added_tokens_decoder().items() if n not in fillers
         }
@@ -149,7 +151,7 @@ class JsonBackend:
         """What the file's post-processor puts before a letter."""
         if self._library.post_processor is None:
             return None
-        with self._lock:
+        with self._lock, _library_errors(f"{self.name} cannot add to a text what its post_processor says"):
             found = self._library.encode("a")
         pairs = zip(found.ids, found.special_tokens_mask, strict=True)
         return [number for number, _ in takewhile(lambda pair: pair[1], pairs)]
@@ -162,7 +164,10 @@ class JsonBackend:
 
     def _decode_run(self, ids: list[int]) -> str:
         with self._lock:
-            return self._library.decode(ids, skip_special_tokens=False) if ids else ""
+            try:
+                return self._library.decode(ids, skip_special_tokens=False) if ids else ""
+            except BaseException as error:
+                raise _typed(error, f"{self.name} cannot decode {len(ids)} ids") from None
 
     def _run(self, library: tokenizers.Tokenizer, text: str, special: bool) -> list[int]:
         with self._lock:
@@ -173,19 +178,26 @@ class JsonBackend:
                     (found,) = library.encode_batch_fast([text], add_special_tokens=False)
                     return list(found.ids)
                 return list(library.encode(text, add_special_tokens=False).ids)
-            except Exception as error:  # the library raises bare Exceptions
-                raise BadText(f"{self.name} cannot encode: {lone_surrogate(text) or error}.") from None
+            except BaseException as error:
+                if isinstance(error, Exception) and not isinstance(error, MemoryError):
+                    why = lone_surrogate(text) or error
+                    raise BadText(f"{self.name} cannot encode: {why}.") from None
+                raise _typed(error, f"{self.name} cannot encode a text") from None
 
     def _variant(self, continues: bool, plain: bool) -> tokenizers.Tokenizer:
         """The tokenizer without a first-word space (continues), without reachable special tokens (plain)."""
         with self._lock:
             key = (continues, plain)
             if key not in self._variants:
-                state = json.loads(self._library.to_str())
+                text = self._library.to_str()
+                require_space_to_read(len(text), self.name)
+                state = json.loads(text)
                 changed = continues and _drop_first_space(state.get("pre_tokenizer"))
                 changed |= plain and _hide(state, self.special)
                 base = self._variants[(False, False)]
-                self._variants[key] = tokenizers.Tokenizer.from_str(json.dumps(state)) if changed else base
+                with _library_errors(f"{self.name} cannot be read with its special tokens as plain text"):
+                    made = tokenizers.Tokenizer.from_str(json.dumps(state)) if changed else base
+                self._variants[key] = made
             return self._variants[key]
 
     def _declare(self, folder: Folder) -> frozenset[int]:
@@ -204,7 +216,7 @@ class JsonBackend:
             if known is not None and known != token.id:
                 raise TokenizerError(self._disagreement(token, f"gives it {known}"))
             if known is None:
-                if token.id - following > MAX_GAP:
+                if len(fillers) + token.id - following > MAX_GAP:
                     raise TokenizerError(self._disagreement(token, f"ends at {self.base_size - 1}"))
                 fillers += range(following, token.id)
                 new += [_filler() for _ in range(following, token.id)]
@@ -223,6 +235,23 @@ class JsonBackend:
             f"{token.source} gives {token.content!r} the id {token.id}, but {self.name} {found}. "
             f"Correct {token.source}."
         )
+
+
+@contextmanager
+def _library_errors(what: str) -> Iterator[None]:
+    """Within it, what the library raises becomes a TokenizerError that begins with `what`."""
+    try:
+        yield
+    except BaseException as error:
+        raise _typed(error, what) from None
+
+
+def _typed(error: BaseException, what: str) -> BaseException:
+    """A TokenizerError for one of the library's, which are bare Exceptions or panics; others as they are."""
+    theirs = isinstance(error, Exception) or type(error).__name__ == PANIC
+    if not theirs or isinstance(error, ExlmError | MemoryError):
+        return error
+    return TokenizerError(f"{what}: {error}. Fetch the file again.")
 
 
 def _added(token: AddedToken) -> tokenizers.AddedToken:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..errors import ChatTemplateError, MissingExtra
+from ..memory import REMEDY
 
 WORKER = Path(__file__).with_name("render_worker.py")
 START_SECONDS = 30.0  # a loaded machine may take its time to start a process
@@ -109,13 +110,17 @@ class _Worker:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
             )
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             raise ChatTemplateError(
-                f"The process that renders chat templates did not start: {error}"
+                f"The process that renders chat templates did not start: {error or 'too little memory'}"
             ) from None
         self._owner = os.getpid()
         self._stop = weakref.finalize(self, _end, self._process, self._owner)
-        hello = self.ask(json.dumps(greeting).encode("ascii"), START_SECONDS)
+        try:
+            hello = self.ask(json.dumps(greeting).encode("ascii"), START_SECONDS)
+        except ChatTemplateError:
+            self.stop()
+            raise
         if hello is None or hello["problem"]:
             self.stop()
             if hello is None:
@@ -135,7 +140,13 @@ class _Worker:
         """The reply, or None when the process ended or had to be ended without one."""
         watchdog = threading.Timer(seconds, self._process.kill)
         watchdog.daemon = True
-        watchdog.start()
+        try:
+            watchdog.start()
+        except (RuntimeError, MemoryError) as error:
+            raise ChatTemplateError(
+                f"No chat template can be rendered: nothing would stop one that runs for ever "
+                f"({error or 'too little memory'}). {REMEDY}"
+            ) from None
         try:
             if self._process.stdin is None or self._process.stdout is None:
                 return None

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import BadText, MissingExtra, TokenizerError, TokenizerNotFound
-from .backend import lone_surrogate, middle_pieces
+from .backend import lone_surrogate, middle_pieces, require_space_to_read
 from .finding import Finder
-from .folder import MAX_GAP, AddedToken, Folder
+from .folder import MAX_GAP, AddedToken, Folder, read_data
 from .pieces import SPACE, TokenBytes, metaspace
 
 if TYPE_CHECKING:
@@ -62,12 +62,9 @@ class SpmBackend:
     @classmethod
     def from_file(cls, path: Path, folder: Folder) -> SpmBackend:
         """Read a tokenizer.model."""
-        try:
-            data = path.read_bytes()
-        except FileNotFoundError:
-            raise TokenizerNotFound(f"No supported tokenizer found: there is no {path}.") from None
-        except OSError as error:
-            raise TokenizerError(f"{path} cannot be read: {error}") from None
+        data = read_data(path)
+        if data is None:
+            raise TokenizerNotFound(f"No supported tokenizer found: there is no {path}.")
         return cls(data, folder, str(path))
 
     @cached_property
@@ -176,8 +173,9 @@ class SpmBackend:
             for number, piece in enumerate(self._pieces)
             if piece and (control[number] or unknown[number])
         }
+        highest = self.base_size + MAX_GAP + len(folder.added)
         for token in folder.added:
-            self._place(token)
+            self._place(token, highest)
             tokens[token.id] = token
         for text in folder.special_names:
             found = self._numbers.get(text)
@@ -185,7 +183,7 @@ class SpmBackend:
                 tokens[found] = replace(tokens.get(found, AddedToken(text, found)), special=True)
         return list(tokens.values())
 
-    def _place(self, token: AddedToken) -> None:
+    def _place(self, token: AddedToken, highest: int) -> None:
         """Give a declared token its id: a new one above the vocabulary, or the name of a reserved piece."""
         known = self._numbers.setdefault(token.content, token.id)
         if known != token.id:
@@ -193,13 +191,12 @@ class SpmBackend:
                 f"{token.source} gives {token.content!r} the id {token.id}, "
                 f"but {self.name} gives it {known}. Correct {token.source}."
             )
-        gap = token.id - len(self._pieces)
-        if gap > MAX_GAP:
+        if token.id > highest:
             raise TokenizerError(
                 f"{token.source} gives {token.content!r} the id {token.id}, but {self.name} ends at "
                 f"{self.base_size - 1}. Correct {token.source}."
             )
-        self._pieces += [None] * (gap + 1)
+        self._pieces += [None] * (token.id + 1 - len(self._pieces))
         self._pieces[token.id] = token.content
 
 
@@ -220,6 +217,7 @@ def _load(data: bytes, name: str) -> SentencePieceProcessor:
         raise TokenizerError(
             f"{name} is not a whole SentencePiece model ({len(data)} bytes). Fetch the file again."
         )
+    require_space_to_read(len(data), name)
     try:
         return sentencepiece.SentencePieceProcessor(model_proto=data)
     except (RuntimeError, ValueError, TypeError) as error:

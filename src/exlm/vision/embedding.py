@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterable, Sequence
 from numbers import Integral
@@ -144,8 +145,7 @@ def _grid(given: Sequence[int], count: int) -> tuple[int, int, int]:
 
 def _merge(grid: tuple[int, ...], count: int) -> int:
     """How many patches in a row make one vector; 0 if no number fits."""
-    frames, rows, columns = grid
-    for merged in range(1, min(rows, columns) + 1):
-        if rows % merged == columns % merged == 0 and frames * rows * columns == count * merged**2:
-            return merged
-    return 0
+    frames, rows, columns = map(int, grid)
+    merged = math.isqrt(frames * rows * columns // count) if count else 0
+    fits = merged and rows % merged == columns % merged == 0 and frames * rows * columns == count * merged**2
+    return merged if fits else 0

@@ -1,0 +1,246 @@
+"""A program that gives every number of every family's description hostile values, one at a time.
+
+It runs in a process of its own (`python -m tests.families.hostile config`), whose memory the system limits,
+and each case has a few seconds: a number that sizes a loop or an allocation shows as MemoryError or as
+`TooLong`. It prints one line for each outcome that is neither a description nor a typed error.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from exlm import Config, ExlmError, Model, spec
+from exlm.checkpoint.gguf_names import gguf_names
+from exlm.families import FAMILIES, Hyper, describe
+from exlm.families.gguf import config_from_metadata
+from exlm.kernels.reference.rope import frequencies
+from exlm.spec.roles import matrices
+from tests.checkpoint.gguf_models import VARIANTS, metadata
+from tests.models.zoo_cases import CASES, Case
+from tests.models.zoo_recipes import GEMMA, LLAMA, RECIPES, merged
+
+MEMORY = 2 << 30
+"""Bytes that a case may add to the process."""
+
+SECONDS = 5
+
+HUGE = 10**9
+HOSTILE: list[Any] = [HUGE, 2**31, 2**63, 10**400, 1e308, 1e-320, float("nan"), -1, 0, True, "3", [], {}]
+
+CUSTOM: dict[str, dict[str, Any]] = {
+    "GemmoeForCausalLM": {**GEMMA, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "IndexForCausalLM": LLAMA,
+    "InternLM2ForCausalLM": {**LLAMA, "bias": False},
+    "MiniCPMForCausalLM": {**LLAMA, "scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 40},
+    "OrionForCausalLM": LLAMA,
+    "YiForCausalLM": LLAMA,
+}
+"""The numbers of families that transformers does not know."""
+
+ROPE_VARIANTS = (
+    "llama-linear",
+    "llama-dynamic",
+    "llama-yarn-mscale",
+    "llama-llama3",
+    "phi3-longrope",
+    "qwen3-moe-mixed",
+    "qwen2-window",
+)
+"""Cases beside the first of each family, for keys that only these have."""
+
+ROPE = (
+    *("rope_theta", "partial_rotary_factor", "mrope_section", "rope_type", "type", "factor", "truncate"),
+    *("original_max_position_embeddings", "attention_factor", "mscale", "mscale_all_dim", "beta_fast"),
+    *("beta_slow", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor"),
+)
+
+GGUF_ROPE: dict[str, Any] = {
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 4.0,
+    "rope.scaling.original_context_length": 64,
+    "rope.scaling.yarn_beta_fast": 32.0,
+    "rope.scaling.yarn_beta_slow": 1.0,
+    "rope.scaling.yarn_attn_factor": 1.0,
+    "rope.scaling.attn_factor": 1.0,
+}
+
+WIDEST = 1 << 17
+"""Dimensions of a rotation beyond which its frequencies are not made here: no weights have that shape."""
+
+
+class TooLong(Exception):
+    """A case ran out of time."""
+
+
+def config_of(case: Case) -> dict[str, Any]:
+    """The config.json of a model of the zoo, in the newer spelling."""
+    overrides = {key: value for key, value in case.overrides.items() if key != "layout"}
+    recipe = RECIPES.get(case.architecture)
+    if recipe is None:
+        numbers = merged(CUSTOM[case.architecture], overrides)
+    elif recipe.part:
+        numbers = merged(recipe.numbers, {recipe.part: overrides})
+    else:
+        numbers = merged(recipe.numbers, overrides)
+    return {"architectures": [case.architecture], **numbers}
+
+
+def cases() -> list[Case]:
+    """The first case of each family, and those with keys of their own."""
+    first: dict[str, Case] = {}
+    for case in CASES:
+        first.setdefault(case.architecture, case)
+    assert set(first) == set(FAMILIES)
+    return [*first.values(), *(case for case in CASES if case.id in ROPE_VARIANTS)]
+
+
+Keys = tuple[str, ...]
+
+
+def paths(table: Mapping[str, Any], at: Keys = ()) -> Iterator[Keys]:
+    """Every key of a nested table."""
+    for key, value in table.items():
+        yield (*at, key)
+        if isinstance(value, Mapping):
+            yield from paths(value, (*at, key))
+
+
+def changed(table: Mapping[str, Any], path: Keys, value: Any) -> dict[str, Any]:
+    """The table with another value at a path, whose tables are made where there are none."""
+    if len(path) == 1:
+        return {**table, path[0]: value}
+    inner = table.get(path[0])
+    return {**table, path[0]: changed(inner if isinstance(inner, Mapping) else {}, path[1:], value)}
+
+
+def asked(config: Mapping[str, Any]) -> set[Keys]:
+    """The keys a family looks up, whether the file has them or not."""
+    found: set[Keys] = set(paths(config))
+    plain = Hyper.find
+
+    def find(self: Hyper, *keys: str) -> tuple[str, Any]:
+        found.update(tuple(key.split(".")) for key in keys)
+        return plain(self, *keys)
+
+    Hyper.find = find  # type: ignore[method-assign]
+    try:
+        describe(Hyper(config))
+    finally:
+        Hyper.find = plain  # type: ignore[method-assign]
+    if config.get("rope_parameters", {}).keys() - ROPE[:1] - {"rope_type"}:  # it says more than a base
+        found |= {(table, key) for table in ("rope_parameters", "rope_scaling") for key in ROPE}
+    if "text_config" in config:
+        inner = {("text_config", *path) for path in found if path[0] not in config}
+        found = {path for path in found if path[0] in config} | inner
+    return found
+
+
+def used(model: spec.Model) -> None:
+    """What loading lists and computes of a description before it compares it with weights."""
+    assert sum(1 for _ in matrices(model)) < 4 * 10**6
+    for rope in {layer.attn.rope for layer in model.layers}:
+        if rope is not None and rope.dim < WIDEST:
+            frequencies(rope, model.max_positions)
+
+
+Outcome = tuple[str, Callable[[], object]]
+
+
+def configs() -> Iterator[Outcome]:
+    """Every key of every family's config.json with every hostile value."""
+    for case in cases():
+        config = config_of(case)
+        used(describe(Hyper(config)))
+        for path in sorted(asked(config)):
+            for value in HOSTILE:
+                mutant = changed(config, path, value)
+                yield f"{case.id} {path} = {value!r:.30}", lambda c=mutant: used(describe(Hyper(c)))
+        for path in sorted(asked(config)):  # sizes that agree with each other
+            if path[-1].endswith("heads") or path[-1] == "n_head":
+                pair = changed(changed(config, path, 10**9), (*path[:-1], "num_key_value_heads"), 10**9)
+                pair = changed(pair, (*path[:-1], "head_dim"), 8)
+                yield f"{case.id} {path} and key/value heads", lambda c=pair: used(describe(Hyper(c)))
+
+
+def ggufs() -> Iterator[Outcome]:
+    """Every key of every GGUF architecture's metadata with every hostile value."""
+
+    def read(table: dict[str, Any]) -> None:
+        used(describe(Hyper(config_from_metadata(table, "x.gguf", tensors=["blk.0.attn_q.bias"]))))
+        gguf_names(table, "x.gguf")
+
+    for variant, (arch, _) in VARIANTS.items():
+        told = Recorded(metadata(variant) | {f"{arch}.{key}": value for key, value in GGUF_ROPE.items()})
+        read(told)
+        for key in sorted(told.asked | set(told)):
+            for value in [*HOSTILE, 2**64 - 1, [2**63] * 4, [True] * 2, ["a"] * 3]:
+                yield f"{variant} {key} = {value!r:.30}", lambda t={**told, key: value}: read(t)
+
+
+class Recorded(dict[str, Any]):
+    """A table that remembers what it was asked for."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.asked: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+
+def loads() -> Iterator[Outcome]:
+    """Every family with hostile sizes, loaded from files that hold none of its weights."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        save_file({"nothing": torch.zeros(1)}, folder / "model.safetensors")
+        for case in cases():
+            config, seen = config_of(case), {describe(Hyper(config_of(case)))}
+            for path in sorted(asked(config)):
+                try:
+                    model = describe(Hyper(mutant := changed(config, path, HUGE)))
+                except ExlmError:
+                    continue
+                if model not in seen:
+                    seen.add(model)
+                    (folder / "config.json").write_text(json.dumps(mutant))
+                    yield f"{case.id} {path} = {HUGE}", lambda: Model(Config(folder)).load()
+
+
+def survey(outcomes: Iterator[Outcome]) -> int:
+    """Try each; print what is neither fine nor a typed error."""
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY, resource.RLIM_INFINITY))
+    signal.signal(signal.SIGALRM, _late)
+    count = 0
+    for words, attempt in outcomes:
+        count += 1
+        signal.setitimer(signal.ITIMER_REAL, SECONDS)
+        try:
+            attempt()
+        except ExlmError:
+            pass
+        except (Exception, MemoryError) as error:
+            print(f"{words}: {type(error).__name__} {str(error)[:100]}")
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    return count
+
+
+def _late(signum: int, frame: FrameType | None) -> None:
+    raise TooLong
+
+
+if __name__ == "__main__":
+    print(survey({"config": configs, "gguf": ggufs, "load": loads}[sys.argv[1]]()), "cases")

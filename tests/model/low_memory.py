@@ -1,0 +1,75 @@
+"""A program that loads a model in processes of less and less address space, and tells what came of each.
+
+`python -m tests.model.low_memory KIND PATH MB...` forks itself for every number of MB, which is what the
+child may map beside what it has. It prints a line for each: ok, the typed error, or what should not be.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from exlm import Config, ExlmError, Model, Tokenizer
+
+SECONDS = 60
+
+
+def model(path: str) -> None:
+    """From a path to logits."""
+    loaded = Model(Config(path))
+    loaded.load()
+    loaded.forward(torch.tensor([[3, 4, 5]]))
+
+
+def tokenizer(path: str) -> None:
+    """All tables of a vocabulary."""
+    read = Tokenizer(Config(path), lazy_init=False)
+    assert read.decode(read.encode("Hello, world!")[0]) == "Hello, world!"
+
+
+KINDS = {"model": model, "tokenizer": tokenizer}
+
+
+def child(kind: str, path: str, room: int) -> None:
+    """Try it with so many bytes of room, and write a line."""
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (held + room, resource.RLIM_INFINITY))
+    try:
+        KINDS[kind](path)
+        words = "ok"
+    except ExlmError as error:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        words = f"{type(error).__name__}: {error}"
+    except BaseException as error:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        words = f"UNTYPED {type(error).__name__}: {error}".replace("\n", " ")
+    os.write(1, f"{room >> 20} {words}\n".encode())
+
+
+def tried(kind: str, path: str, room: int) -> None:
+    """In a fork, which is not waited for without end."""
+    number = os.fork()
+    if not number:
+        child(kind, path, room)
+        os._exit(0)
+    end = time.monotonic() + SECONDS
+    while not (status := os.waitpid(number, os.WNOHANG))[0]:
+        if time.monotonic() > end:
+            os.kill(number, signal.SIGKILL)
+            os.waitpid(number, 0)
+            os.write(1, f"{room >> 20} HUNG\n".encode())
+            return
+        time.sleep(0.005)
+    if status[1]:
+        os.write(1, f"{room >> 20} DIED with status {status[1]}\n".encode())
+
+
+if __name__ == "__main__":
+    for megabytes in sys.argv[3:]:
+        tried(sys.argv[1], sys.argv[2], int(megabytes) << 20)
