@@ -160,7 +160,7 @@ def test_a_plain_model_is_peculiar_in_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [*(set(PLAIN) - OPTIONS), "arch", "tensor_file_map", "tensor_files", "model_config"]
+    "name", [*sorted(set(PLAIN) - OPTIONS), "arch", "tensor_file_map", "tensor_files", "model_config"]
 )
 def test_fields_cannot_be_set(tmp_path: Path, name: str) -> None:
     config = described(tmp_path)
