@@ -10,7 +10,6 @@ from .lazy import lazy_exports
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from .adapters import Lora
     from .cache import (
         CACHES,
         Cache,
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
         CacheQ8,
     )
     from .config import Config
+    from .constrained import Filter, GrammarFilter, JsonSchemaFilter, PrefixFilter, RegexFilter, SelectFilter
     from .errors import (
         BadFile,
         BadLogits,
@@ -47,14 +47,6 @@ if TYPE_CHECKING:
         Unsupported,
         WorkerLost,
     )
-    from .filters import (
-        Filter,
-        GrammarFilter,
-        JsonSchemaFilter,
-        PrefixFilter,
-        RegexFilter,
-        SelectFilter,
-    )
     from .generator import (
         AsyncGenerator,
         AsyncJob,
@@ -70,12 +62,14 @@ if TYPE_CHECKING:
         Completion,
         Stream,
     )
+    from .lora import Lora
     from .model import (
         MatrixSummary,
         Model,
         Summary,
     )
     from .model.convert import convert_model
+    from .multimodal import EMBEDDING_INDEX, MMEmbedding
     from .quantize import (
         Quality,
         evaluate_model,
@@ -89,14 +83,10 @@ if TYPE_CHECKING:
         Settings,
     )
     from .tokenizer import Tokenizer
-    from .vision import (
-        EMBEDDING_INDEX,
-        MMEmbedding,
-    )
 
 # The same names as above, by submodule; tests/contract/test_public_names.py compares the two.
 _EXPORTS = {
-    "adapters": ("Lora",),
+    "lora": ("Lora",),
     "cache": ("CACHES", "Cache", "CacheBase", "CacheFP8", "CacheFP16", "CacheQ4", "CacheQ6", "CacheQ8"),
     "config": ("Config",),
     "errors": (
@@ -124,7 +114,14 @@ _EXPORTS = {
         "Unsupported",
         "WorkerLost",
     ),
-    "filters": ("Filter", "GrammarFilter", "JsonSchemaFilter", "PrefixFilter", "RegexFilter", "SelectFilter"),
+    "constrained": (
+        "Filter",
+        "GrammarFilter",
+        "JsonSchemaFilter",
+        "PrefixFilter",
+        "RegexFilter",
+        "SelectFilter",
+    ),
     "generator": (
         "AsyncGenerator",
         "AsyncJob",
@@ -141,7 +138,7 @@ _EXPORTS = {
     "quantize": ("Quality", "evaluate_model", "quantize_model", "validate_exl2", "write_report"),
     "sampling": ("PostSamplingResult", "Sampler", "Settings"),
     "tokenizer": ("Tokenizer",),
-    "vision": ("EMBEDDING_INDEX", "MMEmbedding"),
+    "multimodal": ("EMBEDDING_INDEX", "MMEmbedding"),
 }
 
 __all__ = [

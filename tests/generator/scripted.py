@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from exlm import Generator, InputError, Job, Settings, Tokenizer
-from tests.filters import toy as vocabularies
+from tests.constrained import toy_vocabularies as vocabularies
 from tests.generator.toy_model import ToyRunner
 
-PIECES = vocabularies.G16
+PIECES = vocabularies.LETTER_PIECES
 ID = {piece: number for number, piece in enumerate(PIECES)}
 Script = Callable[[list[int]], Sequence[int]]
 """From the ids so far to those that may come next, best first."""

@@ -21,7 +21,7 @@ from exlm import (
     Tokenizer,
 )
 from exlm.legacy import BaseGenerator
-from tests.adapters import making
+from tests.lora import peft_folders as making
 
 GREEDY = Settings.greedy()
 PROMPTS = ["The history of the city", "In 1995, the", "import os\n\ndef main(", "The first season of the ser"]
@@ -33,8 +33,8 @@ def generator(model: Model, tokenizer: Tokenizer) -> BaseGenerator:
 
 
 def test_50_65_adapters(model: Model, tokenizer: Tokenizer, tmp_path: Path, fixtures_dir: Path) -> None:
-    shapes = making.modules(fixtures_dir / "tiny-lm")
-    made = making.write(tmp_path / "lora", shapes, size=2.0)
+    shapes = making.matrix_shapes(fixtures_dir / "tiny-lm")
+    made = making.write_adapter(tmp_path / "lora", shapes, size=2.0)
     machine = BaseGenerator(model, Cache(model, max_seq_len=300), tokenizer)
     plain = machine.generate_simple(PROMPTS[:2], GREEDY, 12)
     lora = Lora.from_directory(model, made.folder)

@@ -27,7 +27,6 @@ from exlm import (
     Tokenizer,
 )
 from exlm.legacy import StreamingGenerator
-from tests.adapters import making
 from tests.generator.scripted import ID, alphabet, ids
 from tests.legacy.scripted import (
     begin_stream,
@@ -37,6 +36,7 @@ from tests.legacy.scripted import (
     scripted,
     take_chunks,
 )
+from tests.lora import peft_folders as making
 
 GREEDY = Settings.greedy()
 ABC = ids("abc")
@@ -305,7 +305,7 @@ def test_guidance_in_half_a_cache(toy: Tokenizer) -> None:
 
 
 def test_adapters(model: Model, tokenizer: Tokenizer, tmp_path: Path, fixtures_dir: Path) -> None:
-    made = making.write(tmp_path / "lora", making.modules(fixtures_dir / "tiny-lm"), size=2.0)
+    made = making.write_adapter(tmp_path / "lora", making.matrix_shapes(fixtures_dir / "tiny-lm"), size=2.0)
     machine = StreamingGenerator(model, Cache(model, max_seq_len=300), tokenizer)
     prompt = tokenizer.encode("The history of the city")
     said = []

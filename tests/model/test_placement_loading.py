@@ -35,7 +35,7 @@ from exlm.model.team import taken
 from exlm.nn.hop import Hop
 from exlm.spec.roles import matrices
 from tests import tiny
-from tests.adapters import making
+from tests.lora import peft_folders as making
 
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 40)[None]
@@ -263,7 +263,9 @@ def test_twenty_loads_leave_nothing_behind(folder: Path) -> None:
 def adapter(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A LoRA of every matrix, the embedding's too."""
     table = ("model.embed_tokens", 64, 32)
-    return making.write(tmp_path_factory.mktemp("lora"), making.modules(folder), embedding=table).folder
+    return making.write_adapter(
+        tmp_path_factory.mktemp("lora"), making.matrix_shapes(folder), embedding=table
+    ).folder
 
 
 def test_an_adapter_over_several_devices(folder: Path, adapter: Path) -> None:

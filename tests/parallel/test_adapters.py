@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from exlm import Config, Lora, Model
-from exlm.adapters import Install, Open, Pair, Remove
+from exlm.lora import InstallLora, LoraWeights, ModelHandle, RemoveLora
 from exlm.model import adapting
 from exlm.model.led import Led
 from exlm.model.loading import Loaded
@@ -19,7 +19,7 @@ from exlm.model.ways import Pipeline, Tensors
 from exlm.nn import Active
 from exlm.parallel import Order
 from tests import tiny
-from tests.adapters import making
+from tests.lora import peft_folders as making
 from tests.models import zoo
 from tests.parallel.threads import CPU, logits, shares
 
@@ -52,7 +52,7 @@ class Crew:
     def tell_one(self, rank: int, order: Order) -> None:
         loaded = self.ranks[rank]
         change = adapting.unpack(order, loaded.config.spec, CPU)
-        loaded.decoder.replace(change.place, change)
+        loaded.decoder.replace(change.module_role, change)
 
 
 class Shared:
@@ -64,15 +64,15 @@ class Shared:
         held = partial(Tensors().held, self.frozen, size=size)
         self.net = Led(self.ranks[0].decoder, Crew(self.ranks), held, CPU)  # type: ignore[arg-type]
 
-    def opened(self) -> Open:
-        return Open(self.net, self.frozen.spec, lambda role: CPU, torch.float32)
+    def opened(self) -> ModelHandle:
+        return ModelHandle(self.net, self.frozen.spec, lambda role: CPU, torch.float32)
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_every_family_with_an_adapter(architecture: str, tmp_path: Path) -> None:
     folder = zoo.build(architecture, tmp_path / "model").folder
-    shapes = making.modules(folder, transposed=architecture == "GPT2LMHeadModel")
-    adapter = making.write(tmp_path / "lora", shapes, size=0.5).folder
+    shapes = making.matrix_shapes(folder, transposed=architecture == "GPT2LMHeadModel")
+    adapter = making.write_adapter(tmp_path / "lora", shapes, size=0.5).folder
     config = Config(folder)
     whole, shared = Model(config), Shared(config, 2)
     whole.load()
@@ -112,11 +112,11 @@ def test_a_pipelines_ranks_have_each_matrix_once(tmp_path: Path, size: int) -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_changes_cross_the_line_as_they_are(tmp_path: Path, dtype: torch.dtype) -> None:
     model = Config(tiny.make(tmp_path)).spec
-    pair = Pair(torch.randn(2, 32).to(dtype), torch.randn(2, 48).to(dtype))
-    order = adapting.pack(Install.into(model, 7, "layers.1.mlp.up", pair))
+    pair = LoraWeights(torch.randn(2, 32).to(dtype), torch.randn(2, 48).to(dtype))
+    order = adapting.pack(InstallLora.for_model(model, 7, "layers.1.mlp.up", pair))
     change = adapting.unpack(order, model, CPU)
-    assert isinstance(change, Install)
-    assert (change.number, change.role, change.place) == (7, "layers.1.mlp.up", "layers.1.mlp.up")
-    assert torch.equal(change.pair.up, pair.up)
-    assert change.pair.down.dtype is dtype
-    assert adapting.unpack(adapting.pack(Remove(7, "head")), model, CPU) == Remove(7, "head")
+    assert isinstance(change, InstallLora)
+    assert (change.adapter_id, change.role, change.module_role) == (7, "layers.1.mlp.up", "layers.1.mlp.up")
+    assert torch.equal(change.weights.up, pair.up)
+    assert change.weights.down.dtype is dtype
+    assert adapting.unpack(adapting.pack(RemoveLora(7, "head")), model, CPU) == RemoveLora(7, "head")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from exlm import Cache, InputError, Model, Unsupported
 from exlm.parallel.shard import heads, ranges
-from tests.adapters import making
+from tests.lora import peft_folders as making
 from tests.parallel.teams import (
     CODED,
     GREEDY,
@@ -54,9 +54,11 @@ def _zygote() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def adapters(fixtures_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two adapters of every matrix there is."""
-    shapes, table = making.modules(fixtures_dir / "tiny-lm"), ("model.embed_tokens", 2048, 256)
+    shapes, table = making.matrix_shapes(fixtures_dir / "tiny-lm"), ("model.embed_tokens", 2048, 256)
     folder = tmp_path_factory.mktemp("adapters")
-    made = [making.write(folder / str(n), shapes, embedding=table, seed=n, size=0.5) for n in range(2)]
+    made = [
+        making.write_adapter(folder / str(n), shapes, embedding=table, seed=n, size=0.5) for n in range(2)
+    ]
     return [adapter.folder for adapter in made]
 
 

@@ -26,7 +26,7 @@ from exllamav2.generator import (
     ExLlamaV2StreamingGenerator,
 )
 from exllamav2.generator.filters import ExLlamaV2Filter
-from tests.adapters.making import modules, write
+from tests.lora.peft_folders import matrix_shapes, write_adapter
 from tests.seeds.blocks import BLOCKS, CODE, Code, run
 from tests.seeds.conftest import Seed, loaded
 
@@ -183,7 +183,7 @@ def test_item_064_batched_generation(code: Code, base: dict[str, Any]) -> None:
 
 
 def test_item_066_lora_and_abort(code: Code, base: dict[str, Any], folder: Path, tmp_path: Path) -> None:
-    write(tmp_path / "lora", modules(folder))
+    write_adapter(tmp_path / "lora", matrix_shapes(folder))
     names, tokens = dict(base), []
 
     def third(result: Any) -> None:

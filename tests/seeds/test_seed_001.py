@@ -31,7 +31,7 @@ from exllamav2.generator import (
 )
 from exllamav2.generator.filters import ExLlamaV2PrefixFilter, ExLlamaV2SelectFilter
 from exlm import RegexFilter
-from tests.adapters.making import Adapter, merge, modules, write
+from tests.lora.peft_folders import Adapter, matrix_shapes, merge_into_model, write_adapter
 from tests.seeds.conftest import PROMPT, loaded
 
 Answer = Callable[..., str]
@@ -70,7 +70,7 @@ def base(model: ExLlamaV2, cache: ExLlamaV2Cache, tokenizer: ExLlamaV2Tokenizer)
 @pytest.fixture(scope="module")
 def lora(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Adapter:
     """An adapter of random numbers for every matrix."""
-    return write(tmp_path_factory.mktemp("adapters") / "lora", modules(folder), size=2.0)
+    return write_adapter(tmp_path_factory.mktemp("adapters") / "lora", matrix_shapes(folder), size=2.0)
 
 
 def test_item_036_the_names_resolve() -> None:
@@ -204,7 +204,9 @@ def test_item_050_one_adapter_a_list_or_none(
     model = loaded(folder)
     plain = text(model)
     one = ExLlamaV2Lora.from_directory(model, str(lora.folder))
-    merged = text(loaded(merge(folder, tmp_path / "merged", (lora, 1.0))))  # while reading and generating
+    merged = text(
+        loaded(merge_into_model(folder, tmp_path / "merged", (lora, 1.0)))
+    )  # while reading and generating
     assert merged != plain
     assert [text(model, loras) for loras in (None, one, [one], [])] == [plain, merged, merged, plain]
 
@@ -357,7 +359,7 @@ def test_item_065_an_adapter_from_a_folder_is_its_merged_weights(
 ) -> None:
     model = loaded(folder)
     one = ExLlamaV2Lora.from_directory(model, str(lora.folder))
-    merged = loaded(merge(folder, tmp_path / "merged", (lora, 1.0)))
+    merged = loaded(merge_into_model(folder, tmp_path / "merged", (lora, 1.0)))
     ids = torch.tensor([[5, 300, 17, 42]])
     assert torch.allclose(model.forward(ids, loras=one), merged.forward(ids), atol=2e-3)
     assert not torch.allclose(model.forward(ids), merged.forward(ids), atol=0.1)

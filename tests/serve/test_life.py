@@ -21,8 +21,8 @@ import pytest
 from exlm.serve import Engine, Keyring, Listing, Options
 from exlm.serve.pulse import Pulse
 from exlm.serve.watchdog import STUCK, Watchdog
-from tests.adapters import making
 from tests.conftest import ROOT
+from tests.lora import peft_folders as making
 from tests.serve.house import Served, preloaded, served, slowed, small
 
 LONG = {"prompt": "a", "max_tokens": 400, "min_tokens": 400, "temperature": 0}
@@ -119,8 +119,8 @@ def test_being_asked_whether_it_is_ready_costs_no_cached_prompt(server: Served) 
 
 
 def test_models_come_and_go_by_name(chatty: Path, tmp_path: Path) -> None:
-    shapes = making.modules(chatty)
-    adapter = making.write(tmp_path / "lora", shapes, size=3.0)
+    shapes = making.matrix_shapes(chatty)
+    adapter = making.write_adapter(tmp_path / "lora", shapes, size=3.0)
     listings = [
         Listing("tiny", str(chatty), loras={"loud": str(adapter.folder)}),
         Listing("other", str(chatty), draft="ngram"),

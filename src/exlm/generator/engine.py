@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+from ..constrained.thread_pool import FilterThreadPool
 from ..errors import ExlmError, InputError, QueueFull
-from ..filters.threads import Threads
 from ..sampling import Sampler, call_hooks
 from . import results
 from .async_scheduling import DecodeAhead, InFlightDecode
@@ -80,7 +80,7 @@ class EngineCore:
         """What besides ids the keys and values of every job depend on, by what it is: see `Job.key`."""
         self.sampler = Sampler(tokenizer, vocab_size)
         self._in_flight = InFlightDecode(runner)
-        self._filter_executor = Threads()
+        self._filter_executor = FilterThreadPool()
         self._next_serial = 0
         self._in_step = (
             False  # in the midst of a round; after it only if an interrupt or an error has ended it

@@ -9,8 +9,8 @@ from concurrent.futures import Executor
 from numbers import Integral
 from typing import Any, Protocol
 
+from ..constrained import FilterStack
 from ..errors import InputError
-from ..filters import FilterStack
 from ..sampling import Row, SamplerState, Settings
 from ..sampling.random import check_seed
 from ..text import EMBEDDING_INDEX
@@ -257,7 +257,7 @@ class Job(LegacyTimestamps):
         """Tell the filters of a token; whether they let nothing follow it."""
         if self.filter_stack is None or not self._filters_started:
             return False
-        ends = token in self.filter_stack.allowed().end
+        ends = token in self.filter_stack.allowed().end_ids
         if not ends:
             self.filter_stack.feed(token)
         return ends

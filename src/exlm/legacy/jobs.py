@@ -7,7 +7,7 @@ from operator import index
 from typing import Any
 
 from .. import InputError, Job, Settings
-from ..filters.bits import contains
+from ..constrained.bitmask import contains
 from ..generator.job import TokenizerLike
 from ..sampling import Row
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..constrained import Filter
 from ..errors import InputError
-from ..filters import Filter
 from ..model import Model
 from ..sampling import Settings
 from ..text.chat_formats import ChatFormat

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..cache import CACHES, PAGE, CacheBase
 from ..config import Config
+from ..constrained import Filter, GrammarFilter, JsonSchemaFilter, RegexFilter
 from ..errors import InputError, NotLoaded
-from ..filters import Filter, GrammarFilter, JsonSchemaFilter, RegexFilter
 from ..generator import Generator, Job
 from ..generator.job import materialize
 from ..hub import find_model

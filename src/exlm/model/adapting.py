@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from .. import spec
-from ..adapters import Change, Install, Pair, Remove
+from ..lora import InstallLora, LoraWeights, ModuleChange, RemoveLora
 from ..parallel import Cut, Order
 
 
@@ -22,24 +22,24 @@ class Held(NamedTuple):
     cut: Cut | None = None
 
 
-def part(change: Change, held: Held) -> Change:
+def part(change: ModuleChange, held: Held) -> ModuleChange:
     """What a change means to a rank."""
-    if isinstance(change, Install) and held.cut is not None:
-        change = replace(change, pair=change.pair.part(*held.cut))
+    if isinstance(change, InstallLora) and held.cut is not None:
+        change = replace(change, weights=change.weights.shard(*held.cut))
     return replace(change, role=held.role)
 
 
-def pack(change: Change) -> Order:
+def pack(change: ModuleChange) -> Order:
     """A change as an order."""
-    values = {"dropped": [], "number": change.number, "role": change.role}
-    if isinstance(change, Remove):
+    values = {"dropped": [], "number": change.adapter_id, "role": change.role}
+    if isinstance(change, RemoveLora):
         return Order("restore", values)
-    return Order("adapt", values, change.pair._asdict())
+    return Order("adapt", values, change.weights._asdict())
 
 
-def unpack(order: Order, model: spec.Model, device: torch.device) -> Change:
+def unpack(order: Order, model: spec.Model, device: torch.device) -> ModuleChange:
     """The change of an order, for the part of a model that `model` describes."""
     number, role = order.values["number"], order.values["role"]
     if order.do == "restore":
-        return Remove(number, role)
-    return Install.into(model, number, role, Pair(**order.tensors)).to(device)
+        return RemoveLora(number, role)
+    return InstallLora.for_model(model, number, role, LoraWeights(**order.tensors)).to(device)

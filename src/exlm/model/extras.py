@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from .. import spec
-from ..adapters import Lora
 from ..errors import InputError, NotLoaded
+from ..lora import Lora
+from ..multimodal import EMBEDDING_INDEX, MMEmbedding, embedding_spans, mrope_positions
 from ..nn import Active, Span
-from ..vision import EMBEDDING_INDEX, MMEmbedding, place, planes
 
 EMBED_HERE = "{{EMBED_HERE}}"
 """Where a prompt wants vectors that have no alias of their own."""
@@ -47,7 +47,7 @@ class Extras:
     def spans(self, row: int, ids: Sequence[int]) -> Iterator[Span]:
         """The vectors to lay over these ids of a batch's row."""
         if self.embeddings and max(ids) >= EMBEDDING_INDEX:
-            for run in place(ids, self.embeddings):
+            for run in embedding_spans(ids, self.embeddings):
                 yield Span(row, run.start, run.vectors)
 
     def positions(self, start: int, stop: int) -> Tensor:
@@ -89,7 +89,7 @@ def check_ids(ids: Sequence[int], embeddings: Sequence[MMEmbedding], vocab: int)
             f"Token id {odd} is outside the vocabulary of {vocab}. Was the text encoded with another model's "
             "tokenizer?"
         )
-    for _ in place(ids, embeddings):
+    for _ in embedding_spans(ids, embeddings):
         pass
 
 
@@ -103,4 +103,4 @@ def in_planes(
 ) -> Tensor | None:
     """(3, ids) positions where pictures make them differ from the plain ones; None elsewhere."""
     pictures = any(one.thw_grid is not None for one in embeddings)
-    return planes(ids, embeddings, start) if pictures and turns_in_planes(model) else None
+    return mrope_positions(ids, embeddings, start) if pictures and turns_in_planes(model) else None

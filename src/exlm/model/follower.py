@@ -100,7 +100,7 @@ def follow(channel: Channel, loaded: Loaded, device: torch.device) -> None:
                 caches[values["number"]] = _cache(model, values)
             case "adapt" | "restore":
                 change = adapting.unpack(order, loaded.config.spec, device)
-                loaded.decoder.replace(change.place, change)
+                loaded.decoder.replace(change.module_role, change)
             case "clone":
                 caches[values["number"]] = caches[values["of"]].clone()
             case "did" if values["what"] in REPEATED:

@@ -12,9 +12,9 @@ from torch import Tensor
 from ..cache import CacheBase
 from ..config import FrozenConfig
 from ..errors import CacheTooSmall, InputError
+from ..multimodal import MMEmbedding, embedding_spans
 from ..nn import Active, Batch, Span
 from ..nn.batch import Outputs
-from ..vision import MMEmbedding, place
 from .extras import check_ids, checked, in_planes
 
 
@@ -139,7 +139,7 @@ def _spans(ids: Tensor, embeddings: tuple[MMEmbedding, ...], device: torch.devic
     return tuple(
         Span(row, run.start, run.vectors.to(device))
         for row, numbers in enumerate(ids.tolist())
-        for run in place(numbers, embeddings)
+        for run in embedding_spans(numbers, embeddings)
     )
 
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..adapters import Install, Remove
 from ..cache import Cache, CacheBase, CacheFP8, CacheFP16, CacheQ4, CacheQ6, CacheQ8, Layer
 from ..errors import InputError, Unsupported
 from ..kernels.backend import KeyValues
+from ..lora import InstallLora, RemoveLora
 from ..nn import Active, Batch
 from ..parallel import Leader, Order
 from . import adapting
@@ -104,10 +104,10 @@ class Led(Decoder):
 
     def replace(self, role: str, change: Callable[[Any], Any]) -> None:
         """An adapter goes in or out, on every rank that has a part of the module."""
-        if not isinstance(change, Install | Remove):
+        if not isinstance(change, InstallLora | RemoveLora):
             raise TypeError(f"other processes cannot be handed {change!r}")
         leader = self.mirror.leader
-        if isinstance(change, Remove) and leader.lost is not None:
+        if isinstance(change, RemoveLora) and leader.lost is not None:
             return  # and everything with it
         for rank in range(len(leader.channels) + 1):
             held = self.held(change.role, rank)
@@ -117,7 +117,7 @@ class Led(Decoder):
             if rank > 0:
                 leader.tell_one(rank, adapting.pack(own))
             else:
-                self.inner.replace(own.place, own.to(self.device))
+                self.inner.replace(own.module_role, own.to(self.device))
 
 
 def pack(batch: Batch, cache: int | None, dropped: list[int]) -> Order:

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..adapters import Open, activate, chosen
 from ..cache import CacheBase, LayerShape, Mirror, Passing
 from ..config import FrozenConfig
 from ..errors import InputError, NotLoaded
 from ..kernels.backend import Backend, KeyValues
 from ..kernels.select import Chain
+from ..lora import ModelHandle, active_loras, resolve_loras
+from ..multimodal import MMEmbedding
 from ..nn.batch import Outputs
 from ..spec.roles import matrices
-from ..vision import MMEmbedding
 from .apart import forward_apart
 from .decoder import Decoder
 from .extras import EMBED_HERE, Extras, check_ids, checked, in_planes, turns_in_planes
@@ -73,11 +73,11 @@ class Model(Loader):
 
     # What adapters and injected embeddings ask
 
-    def opened(self) -> Open:
+    def opened(self) -> ModelHandle:
         """The loaded modules, for an adapter to be installed in."""
         frozen, decoder, chain = self._ready()
         assert self._loaded is not None
-        return Open(decoder, self._loaded.whole or frozen.spec, self._loaded.device, chain.dtype)
+        return ModelHandle(decoder, self._loaded.whole or frozen.spec, self._loaded.device, chain.dtype)
 
     def extras(self, ids: Sequence[int], loras: Any = None, embeddings: Any = None) -> Extras:
         """What a prompt brings besides its ids, checked; refuses ids that are neither tokens nor embedded.
@@ -89,9 +89,9 @@ class Model(Loader):
         known = checked(embeddings, frozen.spec.hidden)
         check_ids(ids, known, frozen.spec.vocab)
         return Extras(
-            activate(decoder, loras),
+            active_loras(decoder, loras),
             known,
-            tuple(lora for lora, _ in chosen(decoder, loras)),
+            tuple(lora for lora, _ in resolve_loras(decoder, loras)),
             in_planes(frozen.spec, ids, known),
         )
 
@@ -182,7 +182,7 @@ class Model(Loader):
             self._check_fit(cache)
         request = check(
             *(frozen, input_ids, cache, input_mask, position_offsets, positions),
-            *(chain.device, activate(decoder, loras), indexed_embeddings),
+            *(chain.device, active_loras(decoder, loras), indexed_embeddings),
         )
         wanted = outputs(frozen, request, preprocess_only, last_id_only)
         collected: list[Tensor] = []

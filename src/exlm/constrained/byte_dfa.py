@@ -1,0 +1,204 @@
+"""Texts as paths of bytes, and which tokens walk along them.
+
+The texts become one graph of bytes, so that a character cut in two by the vocabulary is two steps like
+any others. Ignoring case, the spellings of a letter are several ways to the same place. Which tokens fit at
+a place is found by following the graph and the sorted tokens together; nothing is tried that no token starts
+with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..errors import InputError
+from .bitmask import Bitmask, from_ids
+from .token_trie import TokenTrie
+
+MAX_CHARACTERS = 1 << 18
+
+
+class DfaState:
+    """A place in the texts: where each byte leads, and whether a text ends here."""
+
+    __slots__ = ("accepting", "is_dead_end", "transitions")
+
+    def __init__(self) -> None:
+        """A place that leads nowhere."""
+        self.transitions: dict[int, DfaState] = {}
+        self.accepting = False
+        self.is_dead_end = False
+
+
+class TokenTransition(NamedTuple):
+    """The tokens of `lexicon.keys[low:high]` lead to this place (or, past the end of a text, beyond it)."""
+
+    low: int
+    high: int
+    state: DfaState
+
+
+class ByteDfa:
+    """The places of some texts; `open_ended` texts may be followed by anything.
+
+    A place is never changed after construction, so jobs share it freely.
+    """
+
+    def __init__(
+        self, trie: TokenTrie, texts: Sequence[str], *, ignore_case: bool = False, open_ended: bool = False
+    ) -> None:
+        """Refuses texts that cannot be UTF-8, are too long in all, or that no tokens spell."""
+        self.trie = trie
+        self.open_ended = open_ended
+        self.root = DfaState()
+        if (total := sum(map(len, texts))) > MAX_CHARACTERS:
+            raise InputError(
+                f"The texts of a filter may have {MAX_CHARACTERS:,} characters in all, found {total:,}."
+            )
+        for text in texts:
+            self._add_text(text, ignore_case)
+        if not self._alphabet() <= trie.single_bytes:
+            self._mark_dead_ends()
+            self._check_reachable(texts)
+
+    def start_state(self, prefix: str = "") -> DfaState:
+        """The place before the texts, or before a prefix that stands in front of all of them."""
+        state = self.root
+        for byte in reversed(to_utf8(prefix)):
+            previous = DfaState()
+            previous.transitions[byte] = state
+            state = previous
+        return state
+
+    def advance(self, state: DfaState | None, token_id: int) -> DfaState | None:
+        """Where a token leads; None where it leaves every text."""
+        for byte in self.trie.token_bytes[token_id] if 0 <= token_id < self.trie.size else b"":
+            if state is None or (state.accepting and self.open_ended):
+                return state
+            state = state.transitions.get(byte)
+        return state
+
+    def token_transitions(self, state: DfaState) -> list[TokenTransition]:
+        """Every step a token can take from here."""
+        found = []
+        stack = [(state, b"", 0, len(self.trie.keys))]
+        while stack:
+            current, text, low, high = stack.pop()
+            for byte, child in current.transitions.items():
+                longer = text + bytes((byte,))
+                first, stop = self.trie.prefix_range(longer, low, high)
+                if first == stop:
+                    continue
+                if child.accepting and self.open_ended:
+                    found.append(TokenTransition(first, stop, child))
+                    continue
+                if self.trie.keys[first] == longer:
+                    if not child.is_dead_end:
+                        found.append(TokenTransition(first, first + 1, child))
+                    first += 1
+                if first < stop:
+                    stack.append((child, longer, first, stop))
+        return found
+
+    def bitmask(self, transitions: Sequence[TokenTransition], extra_ids: Sequence[int] = ()) -> Bitmask:
+        """The tokens of some steps, and more tokens, as a set."""
+        size = self.trie.size
+        valid_ids = np.array([number for number in extra_ids if 0 <= number < size], np.int64)
+        return from_ids(
+            np.concatenate([valid_ids, *(self.trie.ids_in_range(low, high) for low, high, _ in transitions)]),
+            size,
+        )
+
+    def _add_text(self, text: str, ignore_case: bool) -> None:
+        state = self.root
+        to_utf8(text)
+        for letter in text:
+            state = _add_letter(state, _case_variants(letter) if ignore_case else [letter])
+        state.accepting = True
+
+    def _states_in_order(self) -> list[DfaState]:
+        """Every place, each before those it leads to."""
+        order: list[DfaState] = []
+        seen = {self.root}
+        path: list[tuple[DfaState, Iterator[DfaState]]] = [(self.root, iter(self.root.transitions.values()))]
+        while path:
+            state, rest = path[-1]
+            child = next((child for child in rest if child not in seen), None)
+            if child is None:
+                order.append(state)
+                path.pop()
+            else:
+                seen.add(child)
+                path.append((child, iter(child.transitions.values())))
+        return order[::-1]
+
+    def _alphabet(self) -> set[int]:
+        return {byte for state in self._states_in_order() for byte in state.transitions}
+
+    def _mark_dead_ends(self) -> None:
+        """A vocabulary that cannot write every byte may lead to places with no way on: mark them."""
+        for state in reversed(self._states_in_order()):
+            state.is_dead_end = not state.accepting and not self.token_transitions(state)
+
+    def _check_reachable(self, texts: Sequence[str]) -> None:
+        reached = {self.root}
+        stack = [self.root]
+        while stack:
+            for step in self.token_transitions(stack.pop()):
+                if step.state not in reached:
+                    reached.add(step.state)
+                    stack.append(step.state)
+        for text in texts:
+            if self._end_state(text) not in reached:
+                raise InputError(
+                    f"The vocabulary has no tokens that spell {text!r}, so it cannot be asked for."
+                )
+
+    def _end_state(self, text: str) -> DfaState:
+        state = self.root
+        for byte in text.encode():
+            if state.accepting and self.open_ended:
+                break
+            state = state.transitions[byte]
+        return state
+
+
+def to_utf8(text: str) -> bytes:
+    """UTF-8, or an error that says why not."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"The text of a filter cannot be UTF-8: {error.reason} at character {error.start}: {text[:80]!r}."
+        ) from None
+
+
+def _add_letter(state: DfaState, spellings: Sequence[str]) -> DfaState:
+    """The place one letter further on, by any of its spellings; the first one names it."""
+    target = _add_bytes(state, spellings[0].encode(), None)
+    for spelling in spellings[1:]:
+        _add_bytes(state, spelling.encode(), target)
+    return target
+
+
+def _add_bytes(state: DfaState, raw: bytes, target: DfaState | None) -> DfaState:
+    for byte in raw[:-1]:
+        state = state.transitions.setdefault(byte, DfaState())
+    return state.transitions.setdefault(raw[-1], target or DfaState())
+
+
+def _case_variants(letter: str) -> list[str]:
+    """The letter in every case, always with the same one first."""
+    key = _case_key(letter)
+    others = dict.fromkeys([key, key.lower(), key.upper(), key.title(), letter])
+    return [other for other in others if len(other) == 1 and _case_key(other) == key]
+
+
+def _case_key(letter: str) -> str:
+    """What all cases of a letter have in common, where that is one letter."""
+    for form in (letter.casefold(), letter.lower()):
+        if len(form) == 1:
+            return form
+    return letter

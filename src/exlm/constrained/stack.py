@@ -1,0 +1,370 @@
+"""FilterStack: the filters of one job, as one answer a step.
+
+It intersects what the filters let pass, decides when EOS is taken, and lets those that ask for it think in
+other threads while the device works. It accepts filters written for other libraries: they are fed tensors
+(1, 1), may answer with sets, lists, token lists or masked logits, and need no base class. Applying a mask is
+the sampler's work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..errors import ExlmError, InputError
+from ..text import Codec
+from .bitmask import (
+    BITS_PER_WORD,
+    Bitmask,
+    contains,
+    count_ids,
+    from_bools,
+    from_id,
+    from_ids,
+    resize_to,
+    to_ids,
+)
+from .filter import FilterMask, HealingPrefix, MaskFilter
+from .token_trie import codec_of
+
+NO_LIMIT = FilterMask(None)
+
+LONGEST_WHITESPACE = 16
+"""Tokens of whitespace in a row that a filter of another library may let pass before its text is complete:
+small models write whitespace until their tokens run out. Some newlines and an indentation are fewer."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedTokens:
+    """What may come next.
+
+    `mask` is the set of tokens as packed bits (see `bits`), None when there is no constraint. A token in
+    `end` ends the generation, with its text included. `forced` is the token when there is only one to choose;
+    the mask then holds just that one.
+    """
+
+    mask: Bitmask | None
+    end_ids: frozenset[int] = frozenset()
+    forced_id: int | None = None
+
+
+UNCONSTRAINED = AllowedTokens(None)
+
+
+class _StackedFilter(Protocol):
+    """One filter of a stack, whoever wrote it."""
+
+    name: str
+    background: bool
+
+    def begin(self, prefix: HealingPrefix) -> None: ...
+
+    def feed(self, number: int) -> None: ...
+
+    def answer(self) -> FilterMask: ...
+
+
+class FilterStack:
+    """The filters of one job; used by one thread at a time.
+
+    `begin`, then for each token `allowed` and `feed`; `start_background` may come before `allowed`, and
+    `close` comes last. Errors are typed and concern this job only.
+
+    An EOS that is forced, because nothing else passes or because `prefer_eos` takes it, is an end token.
+    """
+
+    def __init__(
+        self,
+        filters: Iterable[Any] | None,
+        tokenizer: Any,
+        prefer_eos: bool = False,
+        *,
+        width: int | None = None,
+    ) -> None:
+        """`prefer_eos` takes an EOS as soon as one passes.
+
+        `width` is how many tokens the model has, where that differs from the tokenizer's number.
+        """
+        given = _checked_filters(filters)
+        self.prefer_eos = prefer_eos
+        codec = codec_of(tokenizer) if given else None
+        self._codec = codec
+        size = codec.size if codec else 0
+        self._width = size if width is None else width
+        self._eos = tuple(n for n in codec.eos_ids if 0 <= n < self._width) if codec else ()
+        self._filters = [_wrap_filter(item, self._width, codec) for item in given] if codec else []
+        self._futures: list[Future[FilterMask] | None] = [None] * len(given)
+        self._fed_ids: list[int] = []
+        self._allowed: AllowedTokens | None = None
+
+    def __bool__(self) -> bool:
+        """Whether there is any filter."""
+        return bool(self._filters)
+
+    def begin(self, prefix: HealingPrefix = "") -> None:
+        """Start every filter; the prefix, if any, is text that the first token repeats."""
+        self._cancel_background()
+        self._fed_ids.clear()
+        for member in self._filters:
+            if isinstance(member, _ExternalFilter):
+                member.acquire(self)
+            member.begin(prefix)
+
+    def feed(self, token: int) -> None:
+        """Tell every filter which token was chosen."""
+        self._cancel_background()
+        self._fed_ids.append(token)
+        for member in self._filters:
+            member.feed(token)
+
+    def start_background(self, pool: Executor) -> None:
+        """Let the filters that ask for it compute their next answer in the pool; `allowed` collects it."""
+        if self._allowed is not None:
+            return
+        for place, member in enumerate(self._filters):
+            if member.background and self._futures[place] is None:
+                self._futures[place] = pool.submit(member.answer)
+
+    def allowed(self) -> AllowedTokens:
+        """What may come now; the same object until the next token is fed."""
+        if self._allowed is None:
+            self._allowed = self._intersect() if self._filters else UNCONSTRAINED
+        return self._allowed
+
+    def close(self) -> None:
+        """Wait for answers in the making and let go of the filters, so that another job may use them."""
+        self._cancel_background()
+        for member in self._filters:
+            if isinstance(member, _ExternalFilter):
+                member.release(self)
+
+    def _cancel_background(self) -> None:
+        self._allowed = None
+        for place, pending in enumerate(self._futures):
+            self._futures[place] = None
+            if pending is not None and not pending.cancel():
+                pending.exception()
+
+    def _collect_masks(self) -> list[FilterMask]:
+        # Those that no thread works on first: the others go on meanwhile.
+        filters_and_futures = list(zip(self._filters, self._futures, strict=True))
+        masks = [NO_LIMIT if pending else member.answer() for member, pending in filters_and_futures]
+        for place, (_, pending) in enumerate(filters_and_futures):
+            if pending is not None:
+                masks[place] = pending.result()
+                self._futures[place] = None
+        return masks
+
+    def _intersect(self) -> AllowedTokens:
+        answers = self._collect_masks()
+        end_ids = frozenset().union(*(answer.end_ids for answer in answers))
+        mask: Bitmask | None = None
+        for answer in answers:
+            if answer.mask is not None:
+                words = resize_to(answer.mask, self._width)
+                mask = words if mask is None else mask & words
+        if mask is None:
+            return AllowedTokens(None, end_ids)
+        num_allowed = count_ids(mask)
+        if not num_allowed:
+            raise InputError(self._no_token_message(answers))
+        forced_id = self._forced_token(mask, num_allowed)
+        if forced_id is None:
+            return AllowedTokens(mask, end_ids)
+        ends = end_ids | {forced_id} if forced_id in self._eos else end_ids
+        return AllowedTokens(from_id(forced_id, self._width), ends, forced_id)
+
+    def _forced_token(self, mask: Bitmask, num_allowed: int) -> int | None:
+        """The token to take without asking the model, where there is no choice or EOS is preferred."""
+        eos = [number for number in self._eos if contains(mask, number)]
+        if eos and (self.prefer_eos or num_allowed == len(eos)):
+            return eos[0]
+        return int(to_ids(mask)[0]) if num_allowed == 1 else None
+
+    def _no_token_message(self, answers: list[FilterMask]) -> str:
+        counts = [
+            (member.name, count_ids(resize_to(answer.mask, self._width)))
+            for member, answer in zip(self._filters, answers, strict=True)
+            if answer.mask is not None
+        ]
+        names = " and ".join(f"{name} ({passing} of {self._width} tokens)" for name, passing in counts)
+        text = self._codec.decode(self._fed_ids, continues=True) if self._codec else ""
+        shown = repr(text if len(text) <= 200 else "…" + text[-200:])
+        remedy = (
+            "Each lets something pass, but nothing passes all: check that they describe the same text."
+            if all(passing for _, passing in counts)
+            else "Check that it describes a text this model can write."
+        )
+        return f"Filter excluded all tokens: {names} after the text {shown}. {remedy}"
+
+
+class _NativeFilter:
+    """A filter of ours, renewed, so that jobs may share what the user made once."""
+
+    def __init__(self, given: MaskFilter) -> None:
+        self.name = type(given).__name__
+        self._filter = given.renewed()
+        self.background = self._filter.use_background_worker()
+        self.begin = self._filter.begin
+        self.feed = self._filter.feed
+        self.answer = self._filter.answer
+
+
+class _ExternalFilter:
+    """A filter of somebody else's, spoken to in the old library's way. It is not copied: not all can be."""
+
+    _owners: ClassVar[WeakValueDictionary[int, FilterStack]] = WeakValueDictionary()
+
+    def __init__(self, given: Any, width: int, codec: Codec) -> None:
+        self.name = type(given).__name__
+        missing = [name for name in ("begin", "feed", "next") if not callable(getattr(given, name, None))]
+        if missing or isinstance(given, type):
+            found = f"the class {given.__name__} itself" if isinstance(given, type) else self.name
+            lacks = f", which has no {' and no '.join(missing)}" if missing else ""
+            raise InputError(f"A filter has methods begin, feed and next; found {found}{lacks}.")
+        self._filter = given
+        self._width = width
+        self._tokenizer_size = codec.size
+        self._codec = codec
+        self._whitespace_run = 0
+        self._tells_completion = callable(getattr(given, "is_completed", None))
+        self._uses_masks = self._query("can_mask_logits")
+        self.background = self._query("use_background_worker")
+
+    def acquire(self, stack: FilterStack) -> None:
+        """A filter remembers one text: two jobs at a time would spoil it."""
+        owner = self._owners.get(id(self._filter))
+        if owner is not None and owner is not stack:
+            raise InputError(
+                f"The filter {self.name} is still used by another job: give each job a filter of its own."
+            )
+        self._owners[id(self._filter)] = stack
+
+    def release(self, stack: FilterStack) -> None:
+        if self._owners.get(id(self._filter)) is stack:
+            del self._owners[id(self._filter)]
+
+    def begin(self, prefix: HealingPrefix) -> None:
+        self._whitespace_run = 0
+        with self._naming_errors("begin"):
+            if callable(drop := getattr(self._filter, "background_drop", None)):
+                drop()
+            self._filter.begin(prefix)
+
+    def feed(self, number: int) -> None:
+        pieces = self._codec.vocab.pieces()
+        is_whitespace = number < len(pieces) and pieces[number].isspace()
+        self._whitespace_run = self._whitespace_run + 1 if is_whitespace else 0
+        with self._naming_errors("feed"):
+            self._filter.feed(torch.tensor([[number]], dtype=torch.long))
+
+    def answer(self) -> FilterMask:
+        if self._uses_masks:
+            try:
+                return self._narrowed(self._mask_from_logits())
+            except RuntimeError:  # some need pinned memory for masks, which no machine without a GPU has
+                self._uses_masks = False
+        return self._narrowed(self._mask_from_ids())
+
+    def _narrowed(self, answer: FilterMask) -> FilterMask:
+        """Without what would leave a text incomplete, while the filter says that it is; never empty by that.
+
+        formatron's engine knows EOS by its text only ("</s>"), which fits into any JSON string, and its JSON
+        may have whitespace without end between two parts.
+        """
+        if answer.mask is None or not self._tells_completion or self._query("is_completed"):
+            return answer
+        answer = _without(answer, np.array(self._codec.eos_ids, np.int64))
+        if self._whitespace_run < LONGEST_WHITESPACE:
+            return answer
+        pieces = self._codec.vocab.pieces()
+        return _without(answer, np.array([n for n, piece in enumerate(pieces) if piece.isspace()], np.int64))
+
+    def _query(self, method_name: str) -> bool:
+        method = getattr(self._filter, method_name, None)
+        with self._naming_errors(method_name):
+            return bool(method()) if callable(method) else False
+
+    def _mask_from_logits(self) -> FilterMask:
+        with self._naming_errors("prepare_logit_mask"):
+            if not self._filter.prepare_logit_mask():
+                raise InputError(f"The filter {self.name} promises to mask logits, but did not prepare to.")
+        with self._naming_errors("mask_logits", passed_through=RuntimeError):
+            logits = self._filter.mask_logits(torch.zeros(self._width, dtype=torch.float))
+            is_allowed = ~torch.isneginf(logits.reshape(-1))
+        if len(is_allowed) != self._width:
+            raise InputError(
+                f"The filter {self.name} masked {len(is_allowed)} logits, found {self._width} to mask."
+            )
+        is_allowed[self._tokenizer_size :] = False
+        return FilterMask(from_bools(is_allowed.numpy()))
+
+    def _mask_from_ids(self) -> FilterMask:
+        with self._naming_errors("next"):
+            found = self._filter.next()
+        allowed, end = found if isinstance(found, tuple) and len(found) == 2 else (found, ())
+        end_ids = frozenset(self._checked_ids(end).tolist())
+        if allowed is None:
+            return FilterMask(None, end_ids)
+        if getattr(allowed, "use_bitmask", False):
+            return FilterMask(np.asarray(allowed.allowed_tokens, np.int32).copy(), end_ids)
+        token_ids = self._checked_ids(getattr(allowed, "allowed_tokens", allowed))
+        return FilterMask(from_ids(token_ids, max(self._width, self._tokenizer_size)), end_ids)
+
+    def _checked_ids(self, given: Any) -> NDArray[np.int64]:
+        """Any collection of ids as an array; ids that no vocabulary has are refused."""
+        if not isinstance(given, Iterable) or isinstance(given, str | bytes):
+            raise InputError(
+                f"The filter {self.name} must answer with ids of tokens, found {type(given).__name__}."
+            )
+        ids = np.asarray(given if isinstance(given, np.ndarray | torch.Tensor) else list(given)).reshape(-1)
+        if not len(ids):
+            return np.zeros(0, np.int64)
+        highest = max(self._width, self._tokenizer_size) - 1
+        if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() > highest:
+            wrong = next((n for n in ids.tolist() if not isinstance(n, int) or not 0 <= n <= highest), None)
+            raise InputError(f"The filter {self.name} named {wrong!r}; ids of tokens are 0 to {highest}.")
+        return ids.astype(np.int64)
+
+    @contextmanager
+    def _naming_errors(self, method: str, passed_through: type[Exception] = ExlmError) -> Iterator[None]:
+        try:
+            yield
+        except (ExlmError, passed_through):
+            raise
+        except Exception as error:
+            raise InputError(
+                f"The filter {self.name} failed in {method}(): {type(error).__name__}: {error}"
+            ) from error
+
+
+def _wrap_filter(given: Any, width: int, codec: Codec) -> _StackedFilter:
+    return _NativeFilter(given) if isinstance(given, MaskFilter) else _ExternalFilter(given, width, codec)
+
+
+def _without(answer: FilterMask, numbers: NDArray[np.int64]) -> FilterMask:
+    """The answer without these tokens, if any other passes."""
+    assert answer.mask is not None
+    width = BITS_PER_WORD * len(answer.mask)
+    others = answer.mask & ~from_ids(numbers[(numbers >= 0) & (numbers < width)], width)
+    return FilterMask(others, answer.end_ids) if others.any() else answer
+
+
+def _checked_filters(filters: Iterable[Any] | None) -> list[Any]:
+    if filters is None:
+        return []
+    if not isinstance(filters, Iterable):
+        raise InputError(f"Filters are given as a list, found one {type(filters).__name__}: write [filter].")
+    given = list(filters)
+    for place, item in enumerate(given):
+        if any(item is other for other in given[:place]) and not isinstance(item, MaskFilter):
+            raise InputError(f"The filter {type(item).__name__} is in the list twice.")
+    return given

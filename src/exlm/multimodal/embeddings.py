@@ -1,0 +1,153 @@
+"""One stretch of vectors with ids of its own. Nothing changes it: the ids stand for it, also in caches."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterable, Sequence
+from numbers import Integral
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..text import EMBEDDING_INDEX
+
+
+class _HasHiddenSize(Protocol):
+    @property
+    def hidden_size(self) -> int: ...
+
+
+class EmbeddingModel(Protocol):
+    """What an embedding must know of a model."""
+
+    @property
+    def config(self) -> _HasHiddenSize:
+        """Its description."""
+        ...
+
+
+class _IdAllocator:
+    """Hands out ids, each only once in this process."""
+
+    def __init__(self, first: int) -> None:
+        self._next = first
+        self._lock = threading.Lock()
+
+    def allocate(self, count: int) -> int:
+        """The first of so many ids in a row."""
+        with self._lock:
+            first, self._next = self._next, self._next + count
+        return first
+
+
+_id_allocator = _IdAllocator(EMBEDDING_INDEX)
+
+
+class MMEmbedding:
+    """Vectors that take the place of tokens wherever `text_alias` stands in a prompt.
+
+    `embeddings` is (length, hidden_size), in the scale of the model's residual stream (they are copied). With
+    `thw_grid` (frames, rows, columns of patches, perhaps merged k by k) models with positions in three planes
+    place them as a picture; the first `pre_tokens` and last `post_tokens` are text around it. Ids are unique
+    in the process: the same object is cached and shared between prompts, an equal one is not.
+    """
+
+    def __init__(
+        self,
+        model: EmbeddingModel,
+        embeddings: Tensor,
+        text_alias: str | None = None,
+        thw_grid: Sequence[int] | None = None,
+        pre_tokens: int = 0,
+        post_tokens: int = 0,
+    ) -> None:
+        self.model = model
+        self.embeddings = _checked_vectors(embeddings, model.config.hidden_size)
+        self.length = len(self.embeddings)
+        for name, count in (("pre_tokens", pre_tokens), ("post_tokens", post_tokens)):
+            if not isinstance(count, int):
+                raise InputError(f"{name} must be a whole number, found {count!r}.")
+        self.pre_tokens, self.post_tokens = pre_tokens, post_tokens
+        if min(pre_tokens, post_tokens) < 0 or pre_tokens + post_tokens >= self.length:
+            raise InputError(
+                f"{pre_tokens} tokens before and {post_tokens} after a picture leave none of {self.length}."
+            )
+        self.thw_grid = (
+            None if thw_grid is None else _checked_grid(thw_grid, self.length - pre_tokens - post_tokens)
+        )
+        self.first_index = _id_allocator.allocate(self.length)
+        self.text_alias = f"<$EMB_{self.first_index}$>" if text_alias is None else text_alias
+        if not isinstance(self.text_alias, str) or not self.text_alias:
+            raise InputError(
+                f"An embedding's text_alias must be a text, found {text_alias!r}: leave it out to get one."
+            )
+        self.metadata: dict[str, Any] = {}
+
+    def get_ids(self) -> list[int]:
+        """Its ids, in order."""
+        return list(range(self.first_index, self.first_index + self.length))
+
+    def get_ids_tensor(self) -> Tensor:
+        """Its ids as (1, length)."""
+        return torch.tensor([self.get_ids()])
+
+    def get_vision_token_range(self) -> tuple[int, int]:
+        """The ids of the picture itself, without the text around it: first, and one behind the last."""
+        first = self.first_index
+        return first + self.pre_tokens, first + self.length - self.post_tokens
+
+    def get_size_in_bytes(self) -> int:
+        """Memory of the vectors."""
+        return self.embeddings.nbytes
+
+    @property
+    def grid(self) -> tuple[int, int, int] | None:
+        """Frames, rows and columns of vectors: `thw_grid` after merging."""
+        if self.thw_grid is None:
+            return None
+        frames, rows, columns = self.thw_grid
+        first, last = self.get_vision_token_range()
+        merged = _merge_size(self.thw_grid, last - first)
+        return frames, rows // merged, columns // merged
+
+
+def _checked_vectors(given: object, width: int) -> Tensor:
+    if not isinstance(given, Tensor):
+        raise InputError(f"embeddings must be a tensor of (length, {width}), found {type(given).__name__}.")
+    if given.dim() == 3 and given.shape[0] == 1:
+        given = given[0]
+    if given.dim() != 2 or given.shape[1] != width or not len(given):
+        raise InputError(
+            "Embedding dimension doesn't match model hidden dimension: expected shape (length, "
+            f"{width}), found {tuple(given.shape)}."
+        )
+    if not given.is_floating_point():
+        raise InputError(f"embeddings must be floats, found {given.dtype}.")
+    if not bool(given.isfinite().all()):
+        raise InputError("embeddings hold NaN or infinite numbers.")
+    return given.detach().clone()
+
+
+def _checked_grid(given: Sequence[int], count: int) -> tuple[int, int, int]:
+    found = given.tolist() if isinstance(given, Tensor) else given
+    items = found if isinstance(found, Iterable) else ()
+    grid = tuple(one.item() if isinstance(one, Tensor) and not one.dim() else one for one in items)
+    is_valid = len(grid) == 3 and all(isinstance(size, Integral) and size >= 1 for size in grid)
+    if not is_valid or not _merge_size(grid, count):
+        raise InputError(
+            f"thw_grid must be three sizes whose product, rows and columns perhaps merged, is {count} (the "
+            f"vectors without pre_tokens and post_tokens), found {found!r}."
+        )
+    frames, rows, columns = grid
+    return int(frames), int(rows), int(columns)
+
+
+def _merge_size(grid: tuple[int, ...], count: int) -> int:
+    """How many patches in a row make one vector; 0 if no number fits."""
+    frames, rows, columns = map(int, grid)
+    merged = math.isqrt(frames * rows * columns // count) if count else 0
+    fits = merged and rows % merged == columns % merged == 0 and frames * rows * columns == count * merged**2
+    return merged if fits else 0

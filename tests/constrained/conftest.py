@@ -1,0 +1,43 @@
+"""The vocabularies the filters are tested on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from exlm.text.codec import Codec, ModelIds
+from tests import tiny
+from tests.constrained import toy_vocabularies as toy
+
+
+@pytest.fixture(scope="session")
+def g16(tmp_path_factory: pytest.TempPathFactory) -> Codec:
+    """The vocabulary of the golden traces: letters, and a few words; no upper-case letters."""
+    return toy.byte_codec(tmp_path_factory.mktemp("g16"), [piece.encode() for piece in toy.LETTER_PIECES])
+
+
+@pytest.fixture(scope="session")
+def every_byte(tmp_path_factory: pytest.TempPathFactory) -> Codec:
+    """One token for each byte."""
+    return Codec.from_folder(tiny.chatty(tmp_path_factory.mktemp("bytes")), ModelIds(bos=1, eos=2))
+
+
+@pytest.fixture(scope="session")
+def fallback(tmp_path_factory: pytest.TempPathFactory) -> Codec:
+    """A SentencePiece-like vocabulary, where several tokens stand for the same bytes."""
+    words = [*'abcdefghijklmnopqrstuvwxyz{}[]:,"0123456789', "\u2581the", "true", "null", "\u00e9", "er"]
+    return toy.metaspace_codec(tmp_path_factory.mktemp("fallback"), words)
+
+
+@pytest.fixture(scope="session")
+def trained(fixtures_dir: Path) -> Codec:
+    """A real byte-level BPE."""
+    return Codec.from_folder(fixtures_dir / "tiny-lm", ModelIds())
+
+
+@pytest.fixture(params=["every_byte", "fallback", "trained"])
+def codec(request: pytest.FixtureRequest) -> Codec:
+    """Each vocabulary that can write every text."""
+    found: Codec = request.getfixturevalue(request.param)
+    return found

@@ -1,0 +1,149 @@
+"""SelectFilter against its definition: a token passes when an option starts with the text it would make."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exlm.constrained import FilterStack, PrefixFilter, SelectFilter, token_trie
+from exlm.errors import InputError
+from exlm.text import Codec
+from tests.constrained.toy_vocabularies import byte_codec, run_stack
+
+ALPHABET = "abAB éÉß🦙Σσς"
+OPTIONS = st.lists(st.text(ALPHABET, min_size=1, max_size=6), min_size=1, max_size=5)
+
+
+def test_the_trace_of_exllamav2(g16: Codec) -> None:
+    ids = g16.vocab.piece_to_id()
+    stack = FilterStack([SelectFilter(None, g16, ["dog", "do", "cat"])], g16)
+    stack.begin()
+    for letter, ends in (("c", False), ("a", False), ("t", True)):
+        now = stack.allowed()
+        assert (ids[letter] in now.end_ids) is ends
+        assert (now.forced_id == ids[letter]) is (letter != "c")
+        stack.feed(ids[letter])
+
+
+def test_the_shorter_option_ends(g16: Codec) -> None:
+    ids = g16.vocab.piece_to_id()
+    found = SelectFilter(None, g16, ["dog", "do"])
+    found.feed(ids["d"])
+    assert found.next() == ({ids["o"]}, {ids["o"]})
+
+
+def test_a_whole_word_may_be_one_token(g16: Codec) -> None:
+    assert SelectFilter(None, g16, ["Hello", "Helium"]).next() == ({32, 33, 34}, {32})
+
+
+def test_an_empty_option_is_an_end(g16: Codec) -> None:
+    ids = g16.vocab.piece_to_id()
+    assert SelectFilter(None, g16, ["", "a"]).next() == ({0, ids["a"]}, {0, ids["a"]})
+
+
+def test_options_that_tokens_cannot_reach_are_refused(g16: Codec) -> None:
+    with pytest.raises(InputError, match="no tokens that spell 'Hi'"):
+        SelectFilter(None, g16, ["Hello", "Hi"])
+
+
+def test_no_step_leads_to_a_dead_end(g16: Codec) -> None:
+    # "He" and "Hel" start "Hellö", but only "Hello" can be finished
+    found = SelectFilter(None, g16, ["Hello", "He", "hi"])
+    assert found.next()[0] == {32, 33, 34, g16.vocab.piece_to_id()["h"]}
+    with pytest.raises(InputError, match="spell 'Hellö'"):
+        SelectFilter(None, g16, ["Hellö"])
+
+
+@pytest.mark.parametrize("wrong", [[], "yes", 3, None, ["a", 1], ["\udfff"], ["y" * 200_000, "z" * 200_000]])
+def test_invalid_options_are_refused(g16: Codec, wrong: object) -> None:
+    with pytest.raises(InputError):
+        SelectFilter(None, g16, wrong)  # type: ignore[arg-type]
+
+
+def test_the_model_chooses_the_case(trained: Codec) -> None:
+    source = random.Random(1)
+    options = ["Yes, Émile", "NO", "Straße"]
+    seen = set()
+    for _ in range(60):
+        stack = FilterStack([SelectFilter(None, trained, options, case_insensitive=True)], trained)
+        ids, ended = run_stack(stack, lambda passing, _: source.choice(passing))
+        text = trained.decode(ids, continues=True)
+        assert ended
+        assert text.casefold() in {option.casefold() for option in options}
+        seen.add(text)
+    assert len(seen) > 10
+
+
+def expected_step(options: list[str], table: list[bytes], raw: bytes) -> tuple[set[int], set[int]]:
+    passing, end = set(), set()
+    for number, token in enumerate(table):
+        if token and any(option.encode().startswith(raw + token) for option in options):
+            passing.add(number)
+            if raw + token in [option.encode() for option in options]:
+                end.add(number)
+    return passing, end
+
+
+@settings(max_examples=60)
+@given(OPTIONS, st.randoms(use_true_random=False))
+def test_every_step_matches_the_definition(trained: Codec, options: list[str], source: random.Random) -> None:
+    table = token_trie.token_trie_of(trained).token_bytes
+    found = SelectFilter(None, trained, options)
+    raw = b""
+    while True:
+        expected = expected_step(options, list(table), raw)
+        assert found.next() == expected
+        number = source.choice(sorted(expected[0]))
+        found.feed(number)
+        raw += table[number]
+        if number in expected[1]:
+            break
+    assert raw.decode() in options
+
+
+@settings(max_examples=80)
+@given(
+    st.sets(st.text("ab\u00e9", min_size=1, max_size=3).map(str.encode), min_size=1, max_size=8),
+    st.lists(st.text("ab\u00e9", min_size=1, max_size=6), min_size=1, max_size=4),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+)
+def test_a_small_vocabulary_reaches_no_dead_end(
+    tokens: set[bytes], texts: list[str], prefix: bool, source: random.Random
+) -> None:
+    with TemporaryDirectory() as folder:
+        codec = byte_codec(Path(folder), [b"</s>", b"<s>", *sorted(tokens)])
+        try:
+            made = PrefixFilter(None, codec, texts) if prefix else SelectFilter(None, codec, texts)
+        except InputError:
+            assert not all(can_be_spelled(text.encode(), tokens, prefix) for text in texts)
+            return
+        raw = b""
+        while True:
+            passing, end = made.next()
+            if passing is None:
+                break
+            number = source.choice(sorted(passing))
+            raw += token_trie.token_trie_of(codec).token_bytes[number]
+            made.feed(number)
+            if number in end:
+                break
+        done = raw.startswith(tuple(text.encode() for text in texts)) if prefix else raw.decode() in texts
+        assert done
+
+
+def can_be_spelled(text: bytes, tokens: set[bytes], beyond: bool) -> bool:
+    reached = {0}
+    for place in range(len(text)):
+        if place in reached:
+            for token in tokens:
+                if text.startswith(token, place):
+                    reached.add(place + len(token))
+                elif beyond and token.startswith(text[place:]):
+                    reached.add(len(text))
+    return len(text) in reached
