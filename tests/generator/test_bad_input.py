@@ -107,7 +107,7 @@ LIMITS: dict[str, BadCall] = {
 }
 INVALID: dict[str, BadCall] = {
     "longer than the model": enqueue(ids("a" * 4000), 200),
-    "generate, longer than the model": generate("abc", 5000),
+    "generate, a prompt that fills the length": generate("a" * 5000, 1),
     **{f"max_new_tokens {value!r}": enqueue(ids("abc"), value) for value in (0, -1, 1.5, True, "5", None)},
     "max_new_tokens beyond counting": enqueue(ids("abc"), 2**40),
     "generate nothing": generate("abc", 0),

@@ -417,3 +417,27 @@ def test_a_generator_does_not_keep_the_weights_of_an_unloaded_model(fixtures_dir
     assert machine.num_remaining_jobs() == 0
     model.load()
     assert greedy(Generator(model, cache, tokenizer), PROMPTS[0]) == said
+
+
+def test_generate_caps_max_new_tokens_at_the_models_length(fixtures_dir: Path) -> None:
+    config = Config(fixtures_dir / "tiny-lm")
+    config.max_seq_len = 300
+    model = Model(config)
+    model.load()
+    machine = Generator(model, Cache(model, max_seq_len=512), Tokenizer(config))
+    prompt = PROMPTS[0]
+    length = machine.tokenizer.encode(prompt).shape[1]
+    capped = rf"max_new_tokens is 400, and {300 - length} is used: the prompt has {length} tokens .* 300\."
+    with pytest.warns(UserWarning, match=capped):
+        text, last = greedy(machine, prompt, 400, return_last_results=True)
+    assert last["new_tokens"] == 300 - length
+    assert text == greedy(machine, prompt, 300 - length)
+    with pytest.warns(UserWarning, match="is used") as warned:  # only for the prompt that needs it
+        assert greedy(machine, [prompt, "a"], 300 - length + 1)[0] == text
+    assert len(warned) == 1
+    full = PROMPTS[0] * 80
+    with pytest.raises(InputError, match=r"has \d+ tokens and the model's length is 300.* shorten"):
+        greedy(machine, full, 1)
+    with pytest.raises(InputError, match="exceed the model's length"):
+        machine.enqueue(Job(machine.tokenizer.encode(prompt), 400, gen_settings=Settings.greedy()))
+    assert machine.num_remaining_jobs() == 0

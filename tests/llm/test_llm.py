@@ -147,8 +147,9 @@ def test_without_a_number_the_answer_fills_what_is_left_at_most(tmp_path: Path) 
         assert answer.new_tokens == 30
         with pytest.raises(InputError, match="40"):
             llm.generate("0123456789" * 4, add_bos=False)
-        with pytest.raises(InputError, match="40"):
-            llm.generate("0123456789", max_new_tokens=31, add_bos=False)
+        with pytest.warns(UserWarning, match="max_new_tokens is 31, and 30 is used"):
+            answer = llm.generate("0123456789", max_new_tokens=31, settings=settings, add_bos=False)
+        assert answer.new_tokens == 30
 
 
 def test_the_default_answer_has_512_tokens(llm: LLM) -> None:
@@ -390,3 +391,16 @@ def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
             llm.generate([5])  # type: ignore[list-item]
         with pytest.raises(InputError, match="stop_conditions"):
             llm.stream("a", stop=[1.5])  # type: ignore[list-item]
+
+
+def test_max_new_tokens_is_capped_at_the_models_length(fixtures_dir: Path) -> None:
+    config = Config(fixtures_dir / "tiny-lm")
+    config.max_seq_len = 300
+    with LLM(config, max_seq_len=300) as llm:
+        with pytest.warns(UserWarning, match="max_new_tokens is 5000, and 2.. is used"):
+            completion = llm.generate(PROMPTS[0], max_new_tokens=5000, settings=GREEDY)
+        assert completion.prompt_tokens + completion.new_tokens <= 300
+        with pytest.warns(UserWarning, match="max_new_tokens is 5000, and 2.. is used"):
+            assert "".join(llm.stream(PROMPTS[0], max_new_tokens=5000, settings=GREEDY)) == completion.text
+        with pytest.raises(InputError, match="the model's length is 300"):
+            llm.generate(PROMPTS[0] * 100, max_new_tokens=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Collection, Sequence
 from numbers import Integral
 from typing import Any
@@ -209,6 +210,27 @@ class Generator:
         """How long, prompt and answer together, so many sequences of one job may become in an empty cache."""
         return min(self.max_seq_len, self.max_pages // num_sequences * PAGE)
 
+    def cap_new_tokens(self, prompts: Sequence[Any], max_new_tokens: Any) -> Any:
+        """`max_new_tokens`, or with a warning as many as the model's length leaves behind (1, n) prompts.
+
+        The prompts are those of one job. A prompt that fills the length by itself is refused.
+        """
+        prompt = max(ids.shape[-1] for ids in prompts)
+        if not isinstance(max_new_tokens, Integral) or prompt + int(max_new_tokens) <= self.max_seq_len:
+            return max_new_tokens
+        if prompt >= self.max_seq_len:
+            raise InputError(
+                f"The prompt has {prompt} tokens and the model's length is {self.max_seq_len}, which leaves "
+                "no token to generate: shorten the prompt."
+            )
+        left = self.max_seq_len - prompt
+        warnings.warn(
+            f"max_new_tokens is {max_new_tokens}, and {left} is used: the prompt has {prompt} tokens and the "
+            f"model's length is {self.max_seq_len}.",
+            stacklevel=3,
+        )
+        return left
+
     def reset_page_table(self) -> None:
         """Forget every cached prompt."""
         with self.lock:
@@ -254,7 +276,8 @@ class Generator:
         """Complete one prompt or several at once; returns when all are finished.
 
         A str gives a str, a list a list in the same order; a pair of prompts (wanted, unwanted) is guided by
-        `cfg_scale`. Prompt i uses seed + i. Nothing but `stop_conditions` and the limit ends a text. With
+        `cfg_scale`. Prompt i uses seed + i. Nothing but `stop_conditions` and the limit ends a text; a limit
+        beyond the model's length is lowered to it, with a warning. With
         `return_last_results` the answer is (completions, the last result of each job). A set `abort_event`
         drops the jobs and returns None; a job that fails drops the others and raises. Further arguments are
         `Job`'s; what it does not know either is passed over, with a warning.
@@ -285,12 +308,9 @@ class Generator:
         jobs = []
         for single_prompt, *own_values in zip(prompts, *per_prompt.values(), strict=True):
             job_options = options | dict(zip(per_prompt, own_values, strict=True))
-            jobs.append(
-                Job(
-                    self._encode(single_prompt, add_bos, encode_special_tokens, job_options["embeddings"]),
-                    **job_options,
-                )
-            )
+            ids = self._encode(single_prompt, add_bos, encode_special_tokens, job_options["embeddings"])
+            job_options["max_new_tokens"] = self.cap_new_tokens(ids, job_options["max_new_tokens"])
+            jobs.append(Job(ids, **job_options))
         last = self._run_to_end(jobs, abort_event)
         if last is None:
             return None

@@ -364,6 +364,8 @@ class LLM:
             length = self.generator.max_sequence_length(len(ids))
             # Where nothing is left the generator refuses the job, and says how long the prompt is.
             max_new_tokens = max(1, min(DEFAULT_MAX_NEW_TOKENS, length - max(half.shape[1] for half in ids)))
+        else:
+            max_new_tokens = self.generator.cap_new_tokens(ids, max_new_tokens)
         eos_ids = [number for number in self.tokenizer.eos_token_ids if number < self.config.vocab_size]
         return Job(
             ids,
