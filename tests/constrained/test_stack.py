@@ -142,7 +142,7 @@ def test_background_computation_gives_the_same_masks(g16: Codec) -> None:
         stack.start_background(pool)  # the answer is known already
         stack.feed(5)
         stack.start_background(pool)
-        stack.feed(6)  # an answer nobody asked for is dropped
+        stack.feed(6)  # a mask that was not asked for is dropped
         assert allowed_ids(stack) == {5, 6}
         stack.start_background(pool)
         stack.close()

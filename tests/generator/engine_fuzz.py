@@ -63,7 +63,7 @@ def _row(best: tuple[int, ...]) -> Tensor:
 
 
 class UncheckedDraftRunner(Scripted):
-    """A draft model: rows may be missing where nobody guessed, which costs guesses and nothing else."""
+    """A draft model: rows may be missing where no job had a draft, which costs drafts only."""
 
     def _write(self, sequence: Any, prefix: Sequence[int], fed: Sequence[int]) -> None:
         pass
@@ -341,7 +341,7 @@ class EngineFuzz:
         self.checker.check(self.engine.step())
 
     def drain(self) -> None:
-        """Everybody comes to an end, and everything comes back."""
+        """Every job ends, and every page is free again."""
         while self.engine.busy:
             self.round()
         assert not self.checker.expected

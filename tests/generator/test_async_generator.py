@@ -1,4 +1,4 @@
-"""The generator in an event loop: whatever consumers do, nobody waits for ever and nothing stays behind."""
+"""The generator in an event loop: whatever consumers do, no consumer hangs and no job stays behind."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_a_job_that_fails_fails_alone(tokenizer: Tokenizer) -> None:
 
 
 def test_a_refused_job_raises_where_it_is_iterated(tokenizer: Tokenizer) -> None:
-    """T28: and is not left in the queue; if nobody reads it, nothing happens."""
+    """T28: and is not left in the queue; an unread result does no harm."""
 
     async def act(machine: AsyncGenerator) -> None:
         unread = start_job(machine, new=5000)
@@ -266,7 +266,7 @@ def test_a_failed_step_reaches_every_job_and_later_jobs_run(tokenizer: Tokenizer
 
 
 def test_close_while_jobs_run(tokenizer: Tokenizer) -> None:
-    """Consumers end; whoever comes later is told."""
+    """Consumers end; one that comes later gets an error."""
 
     async def act(machine: AsyncGenerator) -> None:
         jobs = [start_job(machine, new=2000) for _ in range(12)]  # eight run, four wait
@@ -307,7 +307,7 @@ def test_the_event_loop_is_not_blocked(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_consumers_that_come_and_go(tokenizer: Tokenizer, seed: int) -> None:
-    """At random some leave early, some are cancelled by others, some fail; whoever stays hears everything."""
+    """At random some leave early, are cancelled or fail; those that stay receive every result."""
     dice = Random(seed)
 
     async def consumer(machine: AsyncGenerator, n: int) -> None:

@@ -1,4 +1,4 @@
-"""The next pass is launched before anybody knows its tokens, and nobody can tell from what is said."""
+"""The next pass is launched before the host has read its tokens, and the text is the same."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def interrupted(*_: object) -> None:
 
 
 def test_a_step_that_is_interrupted_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pass behind it is for tokens that nobody has read."""
+    """The pass behind it is for tokens that the host has not read."""
     machine = make_engine()
     one = job("abc", 8)
     machine.enqueue(one)
@@ -274,7 +274,7 @@ def run_fuzz(dice: Random, steps: int, tokenizer: Tokenizer, specs: SpecsWithRes
 
 
 def test_many_engines(tokenizer: Tokenizer, specs: SpecsWithResults) -> None:
-    """Whoever joins, ends, fails or is cancelled: everybody says what he says alone."""
+    """Jobs join, end, fail and are cancelled: each one's text is the same as alone."""
     seen: Counter[str] = Counter()
     for seed in range(RUNS):
         seen += run_fuzz(Random(seed), STEPS, tokenizer, specs)

@@ -53,5 +53,5 @@ def test_during_a_request_it_fails(
     move(cache)
     (last,) = machine.iterate()
     assert last["eos"]
-    with pytest.raises(InputError, match="Somebody else has written to the cache"):
+    with pytest.raises(InputError, match="Another caller has written to the cache"):
         raise last["error"]  # type: ignore[typeddict-item]

@@ -27,7 +27,7 @@ def test_different_salts_do_not_share() -> None:
 
 
 def test_the_engine_key_is_part_of_the_salt() -> None:
-    """The place for adapters: whoever sets them says so here, and old pages are not found any more."""
+    """A cache key part for adapters: when it changes, earlier pages are no longer found."""
     machine = make_engine()
     assert [cached(machine), cached(machine)] == [0, 299]
     machine.cache_key_parts["adapters"] = b"french"

@@ -106,9 +106,9 @@ def reference(fixtures_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> G
 def test_single_job_cold_and_from_the_prefix_cache(reference: GreedyReference) -> None:
     """One after the other, in chunks of 256; the second time, all in one batch, nothing is read again."""
     machine = reference.generator(max_chunk_size=256)
-    everybody = range(len(reference.prompts))
-    assert [finish(machine, reference.jobs([i]))[0] for i in everybody] == reference.expected
-    warm = reference.jobs(everybody)
+    every_prompt = range(len(reference.prompts))
+    assert [finish(machine, reference.jobs([i]))[0] for i in every_prompt] == reference.expected
+    warm = reference.jobs(every_prompt)
     assert finish(machine, warm) == reference.expected
     assert [job.cached_tokens for job in warm] == [prompt.shape[1] - 1 for prompt in reference.prompts]
 
@@ -129,9 +129,9 @@ def test_with_speculative_decoding(reference: GreedyReference, drafted: str) -> 
     if drafted == "model":
         options = {"draft_model": reference.model, "draft_cache": Half(reference.model, max_seq_len=16384)}
     machine = reference.generator(**options)
-    everybody = range(len(reference.prompts))
+    every_prompt = range(len(reference.prompts))
     assert finish(machine, reference.jobs([6])) == [reference.expected[6]]
-    jobs = reference.jobs(everybody)
+    jobs = reference.jobs(every_prompt)
     assert finish(machine, jobs) == reference.expected
     assert sum(job.accepted_draft_tokens for job in jobs) > (0 if drafted == "ngram" else 4 * len(jobs))
 

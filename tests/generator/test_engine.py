@@ -38,7 +38,7 @@ def job(prompt: str | list[int], new: int = 6, **options: Any) -> Job:
 
 
 def run(machine: EngineCore, *jobs: Job) -> list[list[dict[str, Any]]]:
-    """All rounds until everybody is done."""
+    """All steps until every job is done."""
     for one in jobs:
         machine.enqueue(one)
     rounds = []

@@ -242,7 +242,7 @@ def test_a_refused_generate_leaves_nothing_queued(loaded: Any) -> None:
 
 
 def test_a_failing_job_of_generate_drops_the_others(loaded: Any, single_texts: list[str]) -> None:
-    """The error is raised as soon as it happens; jobs of somebody else lose nothing."""
+    """The error is raised as soon as it happens; other callers' jobs lose nothing."""
     machine = generator(loaded)
     _, tokenizer = loaded
     other = Job(tokenizer.encode(PROMPTS[1]), 30, gen_settings=Settings.greedy())

@@ -1,4 +1,4 @@
-"""One generator, several threads: everybody receives its own text, in one batch."""
+"""One generator, several threads: each receives its own texts, in one batch."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_texts_are_the_same_as_one_by_one(
 def test_an_iterate_loop_beside_generate_calls(
     components: tuple[Model, Tokenizer], single_texts: list[str]
 ) -> None:
-    """Whoever iterates is told of its own jobs only."""
+    """A thread that iterates gets results of its own jobs only."""
     machine = generator(components)
     jobs = [Job(components[1].encode(prompt), NEW, gen_settings=GREEDY) for prompt in PROMPTS[:4]]
     machine.enqueue(jobs)

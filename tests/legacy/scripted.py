@@ -30,7 +30,7 @@ class Scripted(ScriptedModel):
         return self.runners[-1]
 
     def extras(self, *_: Any) -> None:
-        raise AssertionError("nobody asked for adapters or embeddings")
+        raise AssertionError("no job has adapters or embeddings")
 
     @property
     def passes(self) -> list[tuple[str, int, int]]:

@@ -12,7 +12,7 @@ from exlm.legacy import BaseGenerator, StreamingGenerator
 GREEDY = Settings.greedy()
 PROMPT, OTHER = "The history of the city of", "import os\n\ndef main(" * 60
 NEW = 12
-OVERWRITTEN_MESSAGE = "Somebody else has written to the cache"
+OVERWRITTEN_MESSAGE = "Another caller has written to the cache"
 
 OtherWriter = Callable[[Model, Cache, Tokenizer], object]
 

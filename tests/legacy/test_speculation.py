@@ -1,4 +1,4 @@
-"""Guessing ahead: the same text, the same count, fewer passes; whoever guesses, however wrongly."""
+"""Speculative decoding: the same text, the same count, fewer passes, with any drafter."""
 
 from __future__ import annotations
 

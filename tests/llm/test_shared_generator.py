@@ -1,4 +1,4 @@
-"""An LLM's generator, used beside the LLM: whoever waits for a job receives what becomes of it."""
+"""An LLM's generator, used beside the LLM: each caller receives the results of its own jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A LoRA answers as if it had been merged, for the rows that use it and for nobody else."""
+"""A LoRA answers as if it had been merged, for the rows that use it and for no other."""
 
 from __future__ import annotations
 

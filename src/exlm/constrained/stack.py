@@ -60,7 +60,7 @@ UNCONSTRAINED = AllowedTokens(None)
 
 
 class _StackedFilter(Protocol):
-    """One filter of a stack, whoever wrote it."""
+    """One filter of a stack, native or external."""
 
     name: str
     background: bool
@@ -219,7 +219,7 @@ class _NativeFilter:
 
 
 class _ExternalFilter:
-    """A filter of somebody else's, spoken to in the old library's way. It is not copied: not all can be."""
+    """A filter of another library, called in exllamav2's way. It is not copied: not every filter can be."""
 
     _owners: ClassVar[WeakValueDictionary[int, FilterStack]] = WeakValueDictionary()
 

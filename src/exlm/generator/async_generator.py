@@ -140,7 +140,7 @@ class AsyncJob:
                 self.queue.put_nowait(END_OF_RESULTS)
                 raise item
             yield item
-        self.queue.put_nowait(END_OF_RESULTS)  # for whoever else listens, or listens again
+        self.queue.put_nowait(END_OF_RESULTS)  # for another iteration of the same job
 
     async def cancel(self) -> None:
         """Stop; an iteration that is waiting ends."""

@@ -1,10 +1,9 @@
-"""Lookahead: the next pass is under way before the host has read what the last one gave.
+"""Async scheduling: the next decode pass is launched before the host reads the tokens of the last one.
 
-What a pass is fed are the tokens just picked, and those are on the device already. So the host asks for the
-pass first and for the tokens then; text, stop conditions and results are made while the device computes. A
-pass that should not have happened, because somebody ended or joined, is not looked at: it has stored keys and
-values only where no sequence has any yet, and whoever gets there next stores its own. No tensor is opened
-here.
+The next pass takes the tokens from the device, where they were just sampled. The host makes text, stop
+conditions and results while the device computes. If a job has ended or joined in between, the pass is
+dropped: it has written keys and values only to positions that no sequence has reached, and a later pass
+overwrites them. This module opens no tensor.
 """
 
 from __future__ import annotations

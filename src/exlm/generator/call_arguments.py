@@ -48,7 +48,7 @@ def argument_names(call: Callable[..., Any]) -> list[str]:
 def reject_unknown(
     call: str, given: Mapping[str, Any], known: Collection[str], others: Collection[str], owner: str
 ) -> None:
-    """Raise InputError for the first argument that nobody knows; a UserWarning for what `owner` takes."""
+    """Raise InputError for the first unknown argument; a UserWarning for one that `owner` takes."""
     for name in _unknown_names(call, given, known):
         if name not in others:
             raise InputError(f"{call} has no argument {name!r}. {_hint(name, known)}")
@@ -57,7 +57,7 @@ def reject_unknown(
 
 
 def drop_unknown(call: str, given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """The arguments that the call knows; a UserWarning, where it was called, for each that nobody knows."""
+    """The arguments that the call knows; a UserWarning at the call's place for each unknown one."""
     for name in _unknown_names(call, given, known):
         message = f"{call} has no argument {name!r} and goes on without it. {_hint(name, known)}"
         warnings.warn(message, UserWarning, stacklevel=3)
@@ -65,7 +65,7 @@ def drop_unknown(call: str, given: Mapping[str, Any], known: Collection[str]) ->
 
 
 def _unknown_names(call: str, given: Mapping[str, Any], known: Collection[str]) -> list[str]:
-    """The names that nobody knows; InputError for one that another call knows and that asks for something."""
+    """The unknown names; InputError for one that another call knows and whose value asks for something."""
     others = [name for name in given if name not in known]
     for name in others:
         if name in REPLACEMENTS and given[name] is not None:

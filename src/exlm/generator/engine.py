@@ -1,6 +1,7 @@
-"""The loop: plan, run, sample, decide. Each stage returns a value; here values become actions.
+"""The engine: one step admits jobs, runs prefill chunks, decodes, samples and processes the output.
 
-No tensor is touched in this room: logits come from a `Runner` and go to a `Sampler` unopened.
+Each stage returns a value, and the engine acts on it. It opens no tensor: logits go from the `ModelRunner`
+to the `Sampler` as they are.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ class EngineCore:
             self.cancel(job)
 
     def step(self) -> list[Result]:
-        """One round: start what fits, read a chunk of each prompt, a token or more for everybody ready."""
+        """Admit jobs that fit, prefill a chunk of each prompt, decode tokens of each ready job."""
         out = self.admit_and_prefill()
         ready = self.scheduler.decode_batch()
         if ready:
@@ -153,7 +154,7 @@ class EngineCore:
         return out
 
     def admit_and_prefill(self) -> list[Result]:
-        """The first half of a round: start what fits and read a chunk of each prompt; nobody gets a token."""
+        """The first half of a step: admit jobs that fit and prefill a chunk of each prompt."""
         out: list[Result] = [*self._fail_unloaded_loras()] if self._adapted else []
         if self.scheduler.has_prefill:
             self._in_step = True
@@ -207,7 +208,7 @@ class EngineCore:
         return out
 
     def _decode(self, jobs: Sequence[Job]) -> Sequence[Result]:
-        """One pass of the model, and a token for everybody; more for those whose guesses were right."""
+        """One pass of the model: a token for each job, more for jobs whose drafts were right."""
         drafts: Sequence[Sequence[int]] = [()] * len(jobs)
         logits, all_simple = self._in_flight.take(jobs), True
         if logits is None:
@@ -224,7 +225,7 @@ class EngineCore:
         return self._verify_drafts(jobs, logits, drafts, all_simple)
 
     def _run_decode(self, jobs: Sequence[Job], drafts: Sequence[Sequence[int]]) -> tuple[Any, bool]:
-        """Everybody's last token and guesses through the model; logits, and whether all jobs are plain."""
+        """Run each job's last token and drafts; the logits, and whether all jobs are simple."""
         all_simple = True
         sequences: list[TokenSequence] = []
         past: list[int] = []
@@ -245,7 +246,7 @@ class EngineCore:
     ) -> list[Result]:
         """Take position after position, for every job whose guesses have been right so far.
 
-        Without guesses the next pass may be launched, unless somebody hopes to have some by then.
+        Without drafts the next pass may be launched, unless a drafter may find one after this token.
         """
         any_drafts = any(drafts)
         sampled = results.sample_all_positions(self.sampler, logits, jobs, drafts) if any_drafts else None
@@ -280,7 +281,7 @@ class EngineCore:
         return out
 
     def _may_draft_next(self, jobs: Sequence[Job]) -> bool:
-        """Whether somebody may guess after the next token, which must then be known before the next pass."""
+        """Whether a job may have a draft after its next token; the next pass then waits for that token."""
         return any(job.num_draft_tokens > 0 and self.drafter.has_candidate(job.sequences[0]) for job in jobs)
 
     def _sample(

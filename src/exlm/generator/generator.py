@@ -33,8 +33,8 @@ from .validation import (
 
 DEFAULT_DRAFT_TOKENS = 4  # guesses in a step, of which each is a pass of a draft model
 CACHE_OVERWRITTEN = (
-    "Somebody else has written to the cache while this text was being made, and what it held of it is lost: "
-    "give each generator a cache of its own, or let one finish before the other begins."
+    "Another caller has written to the cache while this text was generated, and its keys and values are "
+    "lost: give each generator a cache of its own, or let one finish before the other begins."
 )
 DRAFT_SHARES_CACHE = (
     "draft_cache is the model's own cache, where the draft model would write over what the model reads: give "
@@ -50,7 +50,7 @@ class Generator:
     completions stay in it for the next request to begin with. `max_queue` is how many jobs may wait to start,
     None for any number. With `paged=False` one sequence runs at a time, over the same pages. At most
     `num_draft_tokens` are guessed in a step: 4 by a draft model, and `max_q_size - 1` from n-grams.
-    Calls may come from several threads; one of them runs a round, for everybody, and the others wait for it.
+    Calls may come from several threads; one of them runs a step for all jobs, and the others wait for it.
     `max_sampling_threads`, `min_sampling_threads` and `filter_background_eval` are accepted for old scripts.
     """
 
@@ -117,12 +117,10 @@ class Generator:
             make_extras=lambda *asked: model.extras(*asked),
         )
         self.awaited_jobs: set[Job] = set()
-        """Jobs that somebody runs to their ends: what becomes of them is for `results_of`, not `iterate`."""
-        self._pending_results = (
-            PendingResults()
-        )  # results that were met by somebody who did not wait for them
+        """Jobs that a call runs to their ends: `results_of` returns their results, not `iterate`."""
+        self._pending_results = PendingResults()  # results of jobs that the calling thread did not wait for
         # Entered and left by the interpreter itself: Ctrl-C cannot come between taking it and the block.
-        self.lock = threading.RLock()  # held by whoever changes the queue, or is in the midst of a round
+        self.lock = threading.RLock()  # held while the queue changes and during a step
         self.in_step = False  # in the midst of a round
         self._cancelled_in_step: set[Job] = set()  # cancelled in the midst of it, by a hook or a filter
         self._last_writer: object = None  # who had written to the cache last when a round of ours was over
@@ -340,7 +338,7 @@ class Generator:
     def _run_to_end(self, jobs: list[Job], abort: threading.Event | None) -> list[StreamingResult] | None:
         """Run until these jobs are done, or one of them fails; None if aborted. Whatever is left is dropped.
 
-        Other jobs run along; their results are kept for whoever waits for them.
+        Other jobs run along; their results are kept for the calls that wait for them.
         """
         done: dict[Job, StreamingResult] = {}
         own = set(jobs)
@@ -370,7 +368,7 @@ class Generator:
         return [done[job] for job in jobs]
 
     def _enqueue(self, job: Job) -> int:
-        """Queue a job; what the cache held is forgotten if somebody else has written to it since."""
+        """Queue a job; clear the prefix cache first if another caller has written to the cache."""
         with self.lock:
             if not self._engine.busy and self.cache.last_writer is not self._engine.runner:
                 self._engine.page_table.clear()
@@ -404,7 +402,7 @@ class Generator:
             self._last_writer = self.cache.last_writer
 
     def _fail_overwritten(self) -> list[Result]:
-        """Somebody else has written to the cache: those who had something in it fail, the others wait on."""
+        """Another caller has written to the cache: running jobs fail, pending jobs stay queued."""
         out: list[Result] = []
         for job in self.active_jobs:
             self._engine.cancel(job)

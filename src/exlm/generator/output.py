@@ -1,9 +1,9 @@
-"""Output: which of a job's tokens may be seen as text, and when the job ends or must go back.
+"""Output processing: which sampled tokens may be emitted as text, and when a job ends or must rewind.
 
-Tokens are pushed as they are sampled and answered with a verdict each. A token is held back only while its
-text may still become a stop string, a banned string or a whole character, and tokens are released in order,
-whole. This part decides and does not act: it samples nothing, keeps no probabilities, and moves no sequence;
-whoever pushes carries out the verdict, above all `Rewind`, before the next token.
+`push` takes each token as it is sampled and returns an action. A token is held back only while its text may
+still become a stop string, a banned string or a whole character; tokens are released in order. This module
+decides and does not act: it samples nothing, keeps no probabilities and changes no sequence. The engine
+applies the action, above all `Rewind`, before it pushes the next token.
 """
 
 from __future__ import annotations

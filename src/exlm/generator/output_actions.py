@@ -1,8 +1,8 @@
-"""What may become of a job's tokens: the answers that `Output` gives, one for each token pushed.
+"""Output actions: what the engine is to do with a job's tokens, one action for each token pushed.
 
-A verdict is a value: nothing has been sent, stopped or taken back because it exists. Tokens are counted, not
-listed: `tokens` is how many of the oldest tokens without a fate now have one, so whoever keeps probabilities
-or logits for each token takes that many from the front of a queue.
+An action is a value; nothing has been emitted, stopped or rewound when it exists. `num_tokens` counts the
+oldest unreleased tokens that it releases, so the engine takes the probabilities and logits of that many
+tokens from the front of its queue.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Which page of the cache belongs to whom. Integers and bytes only: no tensors, no model, no text.
+"""The page table: which sequences use which pages of the KV cache, and the prefix cache.
 
-A page that is complete, and whose ids can no longer be taken back, is *named* by a digest of its ids and of
-the name of the page before it; equal names mean equal keys and values, so sequences that begin alike share
-pages. A page that a prompt will fill is *promised* under its name from the start: prompts that arrive
-together share it before it exists, and whoever gets there first fills it. Pages nobody uses keep what they
-hold until they are needed; the least recently used go first. What is only partly equal is copied, by order:
-the table itself never touches the cache.
+It holds integers and bytes only: no tensors, no model, no text. A page is published under its page hash (a
+digest of its ids and of the hash of the page before it) when it is full and its ids are final. Equal hashes
+mean equal keys and values, so sequences with a common prefix share pages. A page that a prompt will fill
+has a pending hash from the start: prompts that arrive together share it before it is filled, and the first
+sequence that gets there fills it. A page without users keeps its content until it is needed; the least
+recently used page is evicted first. Where only a part of a page matches, the table returns a copy to be
+made; it never touches the cache itself.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class PageTable:
 
     @property
     def num_free_pages(self) -> int:
-        """Pages nobody uses."""
+        """Pages that no sequence uses."""
         return len(self._idle)
 
     def num_valid_rows(self, index: int) -> int:
@@ -396,7 +397,7 @@ class PageTable:
             page.page_hash = None
 
     def _drop_pending_hash(self, page: Page) -> None:
-        """A promise ends: the page is there, or nobody waits for it any more."""
+        """The page is filled, or no sequence waits for it any more."""
         if page.pending_hash is not None:
             del self._by_pending_hash[page.pending_hash]
             page.pending_hash = None

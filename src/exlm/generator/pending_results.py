@@ -1,4 +1,4 @@
-"""Backlog: results that were met by somebody who did not wait for them, kept in order for whoever does."""
+"""Results of jobs that no caller has read yet, in order."""
 
 from __future__ import annotations
 

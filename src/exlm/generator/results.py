@@ -338,7 +338,7 @@ class AsyncTokenCopy:
 def sampled_tokens(
     picks: Picks, tokens: Sequence[int], jobs: Sequence[Job], logits: Tensor
 ) -> list[SampledToken]:
-    """What was picked for each job, with what it wants to know; only what somebody wanted is fetched."""
+    """The sampled token of each job with the details it asked for; only requested tensors are fetched."""
     probs = picks.probs.tolist() if any(job.sampling_request.want_probs for job in jobs) else None
     top_tokens = picks.top_tokens.tolist() if picks.top_tokens is not None else None
     top_probs = picks.top_probs.tolist() if picks.top_probs is not None else None

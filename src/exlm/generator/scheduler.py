@@ -1,16 +1,16 @@
-"""Who runs next. It decides and leaves the doing to the generator, one round of which is
+"""The scheduler: admission, chunked prefill and the decode batch. It decides; the engine acts in each step:
 
-    started = scheduler.start()                      # pending jobs that fit now have their pages
-    while plan := scheduler.plan():                  # usually one plan, none when nothing is left to prefill
-        runner.copy(plan.copies)                     # all copies first, in any order
-        runner.prefill(plan.prefill)                 # then the chunks, in any order or all at once
-        for chunk in plan.prefill:
-            pages.commit(chunk.sequence, chunk.end)  # skip this for a chunk that failed, and cancel its job
-    rows = scheduler.ready()                         # one generation step for these
+    started = scheduler.admit()                           # pending jobs that fit have their pages now
+    while batch := scheduler.next_prefill_batch():        # usually one; None when no prompt has a chunk left
+        runner.copy_pages(batch.copies)                   # all copies first, in any order
+        runner.prefill(batch.prefill)                     # then the chunks, in any order or all at once
+        for chunk in batch.prefill:
+            page_table.commit(chunk.sequence, chunk.end)  # not for a chunk that failed: cancel its job
+    jobs = scheduler.decode_batch()                       # one decode pass for these
 
-Prompts that begin alike are prefilled in consecutive plans of one round, so that the later ones find what the
-first has just computed; prompts that differ run in the same plan. A round gives each sequence at most one
-chunk, so that a long prompt delays the others but does not stop them. No model, no text, no tensors.
+Prompts with a common prefix are prefilled in consecutive batches of one step, so that the later ones find
+what the first has computed; prompts without one run in the same batch. A step gives each sequence at most
+one chunk, so that a long prompt delays other jobs but does not stop them. No model, no text, no tensors.
 """
 
 from __future__ import annotations
@@ -241,9 +241,9 @@ class Scheduler(Generic[J]):
         return was_pending
 
     def reset_after_interrupt(self) -> bool:
-        """Make good what an interrupt (Ctrl-C) left half done: with no job left, nobody has rows or pages.
+        """Repair what an interrupt (Ctrl-C) left inconsistent, once no job is left: no rows, no pages in use.
 
-        False, and nothing is done, while there are jobs.
+        Returns False and does nothing while there are jobs. The prefix cache is kept if it is consistent.
         """
         if self.num_unfinished:
             return False

@@ -1,7 +1,7 @@
-"""Guessing ahead: tokens are proposed, checked by the model in one pass, and kept if it would have said them.
+"""Speculative decoding: a drafter proposes tokens, the model verifies them in one pass.
 
-A proposal never changes what a job says, only how many passes it takes: every position is sampled from the
-model itself, and the first disagreement ends the guess.
+Drafts that match what the model samples are kept. They change how many passes a text takes, never the text:
+every position is sampled from the model, and the first mismatch ends the draft.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class DraftRunner(Protocol):
 
 
 class Drafter(Protocol):
-    """Somebody who guesses."""
+    """Proposes draft tokens for sequences."""
 
     def copy_pages(self, copies: Iterable[PageCopy]) -> None:
         """The same pages are copied in the guesser's own memory, if it has any."""
@@ -86,7 +86,7 @@ class Drafter(Protocol):
         ...
 
     def has_candidate(self, sequence: TokenSequence) -> bool:
-        """Whether it has an idea of what comes next; if not, nobody needs to wait for its guess."""
+        """Whether `propose` may find a draft; if not, the next pass need not wait for it."""
         ...
 
     def propose(self, sequences: Sequence[TokenSequence], counts: Sequence[int]) -> list[list[int]]:
@@ -116,7 +116,7 @@ class NoDrafter:
         return False
 
     def propose(self, sequences: Sequence[TokenSequence], counts: Sequence[int]) -> list[list[int]]:
-        """Nothing, for everybody."""
+        """An empty draft for each sequence."""
         return [[] for _ in sequences]
 
     def truncate(self, sequence: TokenSequence, length: int) -> None:

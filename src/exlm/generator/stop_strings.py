@@ -1,8 +1,8 @@
-"""Held: a job's newest tokens, those that nobody has seen yet, and what their text may still become.
+"""The stop-string buffer: sampled tokens whose text is not emitted yet, and the search for strings in it.
 
-It knows which strings are looked for, finds them, says how far the text is out of their reach, and can go
-back to before any of its tokens. It does not know why a job stops or what was tried before: see `output`.
-Places in its text are counted from the first held letter.
+It finds stop strings and banned strings, says how many tokens can no longer be part of one, and can rewind
+to before any token it holds. `output` knows why a job stops and which tokens were tried before. Offsets
+count from the first character in the buffer.
 """
 
 from __future__ import annotations

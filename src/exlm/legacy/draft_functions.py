@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from .. import CacheBase, Model
 from ..generator.token_sequence import TokenSequence, common_prefix_length
 
-MAX_CATCH_UP_DECODE = 32  # ids to catch up with, beyond which nobody needs their logits
+MAX_CATCH_UP_DECODE = 32  # more ids than these are prefilled, without logits
 
 
 class NgramCounts:

@@ -1,7 +1,7 @@
 """Foresight: a runner that computes guessed tokens along with the one it is asked about.
 
-When the next token asked about is the one it guessed, the answer is there and costs no pass. Whoever asks
-notices nothing but the time: every token is still sampled when it is asked for, from the model's own logits,
+When the next token asked about is the one it guessed, the answer is there and costs no pass. A caller
+notices only the time: every token is still sampled when it is asked for, from the model's own logits,
 with the settings and bans of that moment. It guesses for one sequence at a time.
 """
 

@@ -66,7 +66,7 @@ class StreamingGenerator(BaseGenerator):
         self.return_top_tokens = 0
         self._job: StreamJob | None = None
         self._num_healed_to_skip = 0
-        self._has_token_limit = False  # somebody said how many tokens are enough
+        self._has_token_limit = False  # the caller gave a number of tokens
         self._ngram_draft: NgramDraftFunction | None = None
         self._preloaded_ids: list[list[int]] = []
 
@@ -283,7 +283,7 @@ class StreamingGenerator(BaseGenerator):
     def _start(self, job: StreamJob) -> None:
         self._engine.clear()
         self._job = None
-        if self.cache.last_writer is not self._runner.runner:  # somebody else has written to it
+        if self.cache.last_writer is not self._runner.runner:  # another caller has written to it
             self._engine.page_table.clear()
             self.cache.last_writer = self._runner.runner
         self._runner.draft = self._select_draft()

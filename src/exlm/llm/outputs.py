@@ -49,7 +49,7 @@ class Stream(Iterator[str]):
         self.completion: Completion | None = None
         self._pieces = pieces
         self._lock = threading.RLock()
-        self._advancing = False  # whoever holds the lock waits for a piece
+        self._advancing = False  # the thread that holds the lock waits for a piece
         self._closed = False
 
     def __next__(self) -> str:

@@ -19,7 +19,7 @@ class RequestRouter:
         self._result_queues: dict[Job, deque[StreamingResult]] = {}
         self._jobs_to_drop: deque[Job] = deque()  # done with, or let go of: to be dropped between two rounds
         self._lock = generator.lock  # the same: with two, each could be held by who waits for the other
-        self._working = False  # whoever has the turn is in the midst of it
+        self._working = False  # the thread that holds the lock is at work
 
     def run_to_end(self, jobs: Sequence[Job]) -> list[Completion]:
         """Run these jobs in one batch; returns when all are done."""
@@ -31,7 +31,7 @@ class RequestRouter:
         return [completion_from_result(last[job], tokens[job]) for job in jobs]
 
     def stream_text(self, job: Job) -> Pieces[str, None, Completion]:
-        """The text of a job as it comes, then the whole; a job that nobody reads on is dropped."""
+        """The text of a job as it comes, then the whole; a job whose iterator is dropped is cancelled."""
         tokens: list[int] = []
         for result in self._iterate_results([job]):
             tokens += token_ids_of_result(result)
@@ -40,7 +40,7 @@ class RequestRouter:
         return completion_from_result(result, tokens)
 
     def close(self) -> None:
-        """Drop every job, whoever waits for it."""
+        """Drop every job, also those that other threads wait for."""
         self._exclusively(self.generator.clear_queue)
 
     def _iterate_results(self, jobs: Sequence[Job]) -> Iterator[StreamingResult]:
