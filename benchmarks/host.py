@@ -6,8 +6,8 @@ times are CPU times, given as multiples of a fixed piece of Python that takes tu
 Turns are short, so that most of them are not interrupted; medians count.
 
 Tables: a decode step of few and many rows against its target; a decode step behind contexts of different
-lengths, without a draft and with n-gram drafting; what a job costs while many others wait. In the latter the
-longest is compared with the shortest, because none of this work should grow.
+lengths, without a draft and with n-gram drafting; what a job costs while many others wait. In the latter two
+each size is compared with the smaller ones, because none of this work should grow.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -263,12 +264,13 @@ def compared(
 
 
 def growth(title: str, sizes: Sequence[int], found: Sequence[Mapping[str, tuple[float, float]]]) -> Table:
-    """A table of what was measured for each size, and how it grows from the smallest to the largest."""
+    """A table of what was measured for each size, and its largest growth from any size to a larger one."""
     table = Table(title=title)
     for name in ("", *(f"{size:,}" for size in sizes), "units", "growth", "at most", ""):
         table.add_column(name, justify="right", no_wrap=True)
     for name in found[0]:
-        ratio = found[-1][name][1] / found[0][name][1]
+        units = [one[name][1] for one in found]
+        ratio = max(later / earlier for earlier, later in combinations(units, 2))
         table.add_row(
             name,
             *(f"{one[name][0] * 1e6:.1f} µs" for one in found),

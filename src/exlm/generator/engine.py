@@ -348,7 +348,7 @@ class EngineCore:
         return self._apply_action(job, job.output.push(sampled.token, filter_done))
 
     def _apply_hooks(self, job: Job, sampled: SampledToken) -> tuple[SampledToken, bool]:
-        """What the hooks made of a token, and whether filters are told of it."""
+        """The token after the post-sampling hooks, and whether filters are fed with it."""
         token, prob, top_tokens, top_probs, logits = sampled
         try:
             result = call_hooks(

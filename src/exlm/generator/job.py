@@ -159,7 +159,7 @@ class Job(LegacyTimestamps):
         if self.gen_settings.mirostat_mu:
             self.begin()  # its state takes the first target from there, or refuses it
         self.is_simple = not (self._wants_token_details or self._has_varying_limits)
-        """Whether each token is sampled under the same conditions, and only its text and id are told."""
+        """Whether each token is sampled under the same conditions, and results hold only its text and id."""
         self.serial_number = serial
         self.common_fields = common_fields(self)
         self.metrics.enqueued_at = time.perf_counter()

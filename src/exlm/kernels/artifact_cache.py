@@ -104,7 +104,7 @@ class ArtifactFolder:
         self._listed: tuple[int, list[str]] = (-1, [])  # the folder's time of modification, its names
 
     def find(self, name: str, report: Report = warn_once) -> Iterator[Artifact]:
-        """The intact files of a name, the newest first; `report` is told why others are not used."""
+        """The intact files of a name, the newest first; `report` gets the reason for each other one."""
         try:
             status = self.path.stat()
         except OSError:
