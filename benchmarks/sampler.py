@@ -23,7 +23,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from exlm.sampling import Row, Sampler, SamplerState, Settings, fused, launch
+from exlm.sampling import Sampler, SamplerState, SamplingRequest, Settings
+from exlm.sampling import gpu_kernels as fused
+from exlm.sampling import triton_launch as launch
 from exlm.settings import guard_cpu
 
 BATCHES = (1, 16, 64)
@@ -73,7 +75,7 @@ class Cell(NamedTuple):
     unit_device: float | None
 
 
-def make_rows(name: str, batch: int, vocabulary: int) -> list[Row]:
+def make_rows(name: str, batch: int, vocabulary: int) -> list[SamplingRequest]:
     """Rows whose texts have a thousand tokens each, some of them often."""
     settings = Settings(**SETTINGS[name])
     extra: dict[str, Any] = {}
@@ -84,7 +86,7 @@ def make_rows(name: str, batch: int, vocabulary: int) -> list[Row]:
     for seed in range(batch):
         rng = Random(seed)
         text = [int(vocabulary * rng.random() ** 3) for _ in range(HISTORY)]
-        rows.append(Row(settings, SamplerState(settings, seed, text), **extra))
+        rows.append(SamplingRequest(settings, SamplerState(settings, seed, text), **extra))
     return rows
 
 
@@ -179,8 +181,8 @@ def measure(name: str, batch: int, vocabulary: int, device: torch.device) -> Cel
 def measure_host(name: str, batch: int, vocabulary: int) -> float:
     """What a step on a GPU costs the host but for the launches, in microseconds."""
     with (
-        patch.object(fused, "serves", lambda device: True),
-        patch.object(launch.Launch, "__call__", lambda *args: None),
+        patch.object(fused, "has_kernels_for", lambda device: True),
+        patch.object(launch.KernelLaunch, "__call__", lambda *args: None),
     ):
         return timed(Steps(name, batch, vocabulary, torch.device("cpu")).sample, SECONDS)
 

@@ -17,8 +17,8 @@ from exlm import Settings, Tokenizer
 from exlm.generator.engine import EngineCore
 from exlm.generator.page_table import PageTable
 from exlm.generator.results import AsyncTokenCopy
-from exlm.sampling import Picks, Row, Sampler
-from exlm.sampling.rows import TOO_MANY
+from exlm.sampling import Sampler, SamplerOutput, SamplingRequest
+from exlm.sampling.request import TOO_MANY_CANDIDATES
 from tests.generator.engine_fuzz import (
     EngineFuzz,
     SpecsWithResults,
@@ -77,7 +77,7 @@ def test_the_next_pass_is_launched_before_the_tokens_are_fetched(monkeypatch: py
     machine = make_engine()
     fetch = AsyncTokenCopy.wait
 
-    def logged(tray: AsyncTokenCopy, picks: Picks) -> Any:
+    def logged(tray: AsyncTokenCopy, picks: SamplerOutput) -> Any:
         pass_log(machine).append(("fetch", 0, 0))
         return fetch(tray, picks)
 
@@ -195,12 +195,12 @@ def test_a_failed_token_in_flight_harms_no_other_job() -> None:
 class ResamplingSampler(Sampler):
     """Some rows are too much for its kernel; it picks them again, from the logits as they were."""
 
-    def sample_batch(self, logits: Tensor, rows: Sequence[Row]) -> Picks:
+    def sample_batch(self, logits: Tensor, rows: Sequence[SamplingRequest]) -> SamplerOutput:
         picks = super().sample_batch(logits, rows)
         for place in range(len(rows)):
             if len(rows[place].state) % 3 == place:
-                picks.tokens[place] = TOO_MANY
-        picks.again = lambda places: Sampler.sample_batch(self, logits[places], [rows[i] for i in places])
+                picks.tokens[place] = TOO_MANY_CANDIDATES
+        picks.resample = lambda places: Sampler.sample_batch(self, logits[places], [rows[i] for i in places])
         return picks
 
 

@@ -24,7 +24,7 @@ from exlm.generator.speculative import (
     round_draft_length,
 )
 from exlm.generator.token_sequence import TokenSequence
-from exlm.sampling import Picks, Row, Sampler, Settings
+from exlm.sampling import Sampler, SamplerOutput, SamplingRequest, Settings
 from tests.generator.test_engine import TOKENIZER, Script, alphabet, job, make_engine, run, streaming_results
 from tests.generator.toy_model import VOCAB, AsyncToyRunner, ToyRunner
 
@@ -304,7 +304,7 @@ class CountingSampler(Sampler):
         super().__init__(*arguments)
         self.sizes: list[int] = []
 
-    def sample_batch(self, logits: torch.Tensor, rows: Sequence[Row]) -> Picks:
+    def sample_batch(self, logits: torch.Tensor, rows: Sequence[SamplingRequest]) -> SamplerOutput:
         self.sizes.append(len(rows))
         return super().sample_batch(logits, rows)
 

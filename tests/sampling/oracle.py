@@ -10,12 +10,12 @@ from collections.abc import Collection, Mapping, Sequence
 
 from exlm.sampling import Settings
 
-SLACK = 1e-6
-BLOCKED = -1e30
+THRESHOLD_TOLERANCE = 1e-6
+BLOCKED_LOGIT = -1e30
 Probabilities = dict[int, float]
 
 
-def guided(wanted: Sequence[float], unwanted: Sequence[float], scale: float) -> list[float]:
+def apply_cfg(positive: Sequence[float], negative: Sequence[float], scale: float) -> list[float]:
     """Classifier-free guidance."""
 
     def log_softmax(x: Sequence[float]) -> list[float]:
@@ -24,11 +24,11 @@ def guided(wanted: Sequence[float], unwanted: Sequence[float], scale: float) -> 
         return [v - total for v in x]
 
     return [
-        scale * a + (1 - scale) * b for a, b in zip(log_softmax(wanted), log_softmax(unwanted), strict=True)
+        scale * a + (1 - scale) * b for a, b in zip(log_softmax(positive), log_softmax(negative), strict=True)
     ]
 
 
-def penalised(x: Sequence[float], context: Sequence[int], s: Settings) -> list[float]:
+def apply_penalties(x: Sequence[float], context: Sequence[int], s: Settings) -> list[float]:
     """Repetition, frequency and presence penalties: a walk backwards through the context."""
     x = list(x)
     sustain = len(context) if s.token_repetition_range < 0 else s.token_repetition_range
@@ -52,7 +52,7 @@ def penalised(x: Sequence[float], context: Sequence[int], s: Settings) -> list[f
 def dry_costs(context: Sequence[int], s: Settings, breakers: Collection[int], size: int) -> Probabilities:
     """For every earlier place, how long a copy of the context's end ends there; the longest ones count."""
 
-    def plain(token: int) -> bool:
+    def is_matchable(token: int) -> bool:
         return token not in breakers and 0 <= token < size
 
     n = len(context)
@@ -64,10 +64,10 @@ def dry_costs(context: Sequence[int], s: Settings, breakers: Collection[int], si
             length < s.dry_max_ngram
             and place - length >= start
             and context[place - length] == context[n - 1 - length]
-            and plain(context[place - length])
+            and is_matchable(context[place - length])
         ):
             length += 1
-        if length >= max(1, s.dry_allowed_length) and plain(context[place + 1]):
+        if length >= max(1, s.dry_allowed_length) and is_matchable(context[place + 1]):
             lengths[place] = length
     if not lengths:
         return {}
@@ -80,7 +80,7 @@ def dry_costs(context: Sequence[int], s: Settings, breakers: Collection[int], si
     return costs
 
 
-def edited(
+def edit_logits(
     x: Sequence[float],
     s: Settings,
     context: Sequence[int] = (),
@@ -89,9 +89,9 @@ def edited(
     breakers: Collection[int] = (),
 ) -> list[float]:
     """Everything that happens to logits before the softmax, but guidance."""
-    y = penalised(x, context, s)
+    y = apply_penalties(x, context, s)
     for token in blocked:
-        y[token] = BLOCKED
+        y[token] = BLOCKED_LOGIT
     if s.token_bias is not None:
         y = [v + b for v, b in zip(y, s.token_bias.tolist(), strict=False)]
     if s.dry_multiplier > 0:
@@ -102,7 +102,7 @@ def edited(
     return y
 
 
-def normal(p: Mapping[int, float]) -> Probabilities:
+def normalized(p: Mapping[int, float]) -> Probabilities:
     """Candidates with a probability, which add up to 1, most probable first, then lowest id."""
     total = math.fsum(p.values())
     return {t: v / total for t, v in sorted(p.items(), key=lambda item: (-item[1], item[0])) if v > 0}
@@ -115,7 +115,9 @@ def softmax(x: Sequence[float], temperature: float, smoothing: float) -> Probabi
     def exponent(v: float) -> float:
         return -smoothing * (v - top) ** 2 if smoothing > 0 else v - top
 
-    return normal({token: math.exp(exponent(v) / temperature) for token, v in enumerate(x) if v > -math.inf})
+    return normalized(
+        {token: math.exp(exponent(v) / temperature) for token, v in enumerate(x) if v > -math.inf}
+    )
 
 
 def top_p(p: Probabilities, limit: float) -> Probabilities:
@@ -123,34 +125,34 @@ def top_p(p: Probabilities, limit: float) -> Probabilities:
     kept: Probabilities = {}
     before = 0.0
     for token, v in p.items():
-        if kept and before >= limit - SLACK:
+        if kept and before >= limit - THRESHOLD_TOLERANCE:
             break
         kept[token] = v
         before += v
-    return normal(kept)
+    return normalized(kept)
 
 
 def at_least(p: Probabilities, limit: float) -> Probabilities:
     """Tokens with this probability, or the best one."""
-    limit = min(limit * (1 - SLACK), max(p.values()))
-    return normal({token: v for token, v in p.items() if v >= limit})
+    limit = min(limit * (1 - THRESHOLD_TOLERANCE), max(p.values()))
+    return normalized({token: v for token, v in p.items() if v >= limit})
 
 
 def tfs(p: Probabilities, limit: float) -> Probabilities:
     """Tail-free sampling."""
     p = {token: v for token, v in p.items() if v >= 1e-8}
     v = list(p.values())
-    bends = [abs(v[i] - 2 * v[i + 1] + v[i + 2]) for i in range(len(v) - 2)]
-    total = math.fsum(bends)
+    curvature = [abs(v[i] - 2 * v[i + 1] + v[i + 2]) for i in range(len(v) - 2)]
+    total = math.fsum(curvature)
     if total <= 1e-14:
-        return normal(p)
+        return normalized(p)
     kept, spent = 1, 0.0
-    for bend in bends:
-        spent += bend
-        if spent / total > limit + SLACK:
+    for step_curvature in curvature:
+        spent += step_curvature
+        if spent / total > limit + THRESHOLD_TOLERANCE:
             break
         kept += 1
-    return normal(dict(list(p.items())[:kept]))
+    return normalized(dict(list(p.items())[:kept]))
 
 
 def typical(p: Probabilities, limit: float) -> Probabilities:
@@ -159,37 +161,41 @@ def typical(p: Probabilities, limit: float) -> Probabilities:
     kept: Probabilities = {}
     reached = 0.0
     for token, v in sorted(p.items(), key=lambda item: abs(-math.log(item[1]) - entropy)):
-        if kept and reached >= limit - SLACK:
+        if kept and reached >= limit - THRESHOLD_TOLERANCE:
             break
         kept[token] = v
         reached += v
-    return normal(kept)
+    return normalized(kept)
 
 
-def tempered(p: Probabilities, temperature: float) -> Probabilities:
+def apply_temperature(p: Probabilities, temperature: float) -> Probabilities:
     """Probabilities to a power; below 0.01 only the best one."""
     if temperature < 0.01:
         return {next(iter(p)): 1.0}
     top = max(p.values())
-    return normal({token: (v / top) ** (1 / temperature) for token, v in p.items()})
+    return normalized({token: (v / top) ** (1 / temperature) for token, v in p.items()})
 
 
-def dynamic(p: Probabilities, low: float, high: float, exponent: float) -> Probabilities:
+def dynamic_temperature(p: Probabilities, low: float, high: float, exponent: float) -> Probabilities:
     """A temperature that follows entropy."""
     entropy = -math.fsum(v * math.log(v) for v in p.values())
     share = max(0.0, entropy / (math.log(len(p)) if len(p) > 1 else 1.0)) ** exponent
-    return tempered(p, low + (high - low) * min(1.0, share))
+    return apply_temperature(p, low + (high - low) * min(1.0, share))
 
 
 def xtc(p: Probabilities, probability: float, threshold: float, ignored: Collection[int]) -> Probabilities:
     """Exclude top choices, in expectation."""
-    enough = [t for t, v in p.items() if v >= threshold * (1 - SLACK) and t not in ignored]
-    if len(enough) < 2:
+    above_threshold = [
+        t for t, v in p.items() if v >= threshold * (1 - THRESHOLD_TOLERANCE) and t not in ignored
+    ]
+    if len(above_threshold) < 2:
         return p
-    excluded = set(enough[:-1])
+    excluded = set(above_threshold[:-1])
     mass = math.fsum(p[token] for token in excluded)
-    grown = 1 + probability * mass / (1 - mass)
-    return normal({token: v * (1 - probability if token in excluded else grown) for token, v in p.items()})
+    scale_up = 1 + probability * mass / (1 - mass)
+    return normalized(
+        {token: v * (1 - probability if token in excluded else scale_up) for token, v in p.items()}
+    )
 
 
 def distribution(
@@ -200,7 +206,7 @@ def distribution(
         return {max(range(len(x)), key=lambda token: (x[token], -token)): 1.0}
     p = softmax(x, 1.0 if s.temperature_last else s.temperature, s.smoothing_factor)
     if 0 < s.top_k < len(x):
-        p = normal(dict(list(p.items())[: s.top_k]))
+        p = normalized(dict(list(p.items())[: s.top_k]))
     if 0 < s.top_p < 1:
         p = top_p(p, s.top_p)
     if s.top_a > 0:
@@ -214,9 +220,9 @@ def distribution(
     if s.mirostat:
         p = at_least(p, 2.0 ** -(mu or 2 * s.mirostat_tau))
     if s.max_temp > s.min_temp:
-        p = dynamic(p, s.min_temp, s.max_temp, s.temp_exponent)
+        p = dynamic_temperature(p, s.min_temp, s.max_temp, s.temp_exponent)
     elif s.temperature_last:
-        p = tempered(p, s.temperature)
+        p = apply_temperature(p, s.temperature)
     if s.xtc_probability > 0:
         p = xtc(p, s.xtc_probability, s.xtc_threshold, ignored)
     return p

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from exlm.sampling import Row, Sampler, SamplerState, Settings, fused
-from tests.sampling.drawn import Words, neutral
+from exlm.sampling import Sampler, SamplerState, SamplingRequest, Settings
+from exlm.sampling import gpu_kernels as fused
+from tests.sampling.random_inputs import ToyTokenizer, neutral
 
-ALL: list[dict[str, Any]] = [
+ALL_SETTINGS: list[dict[str, Any]] = [
     {"top_k": 1},
     {},
     {"temperature": 0.8, "top_k": 50, "top_p": 0.8},
@@ -37,40 +38,43 @@ ALL: list[dict[str, Any]] = [
 TEXT = [3, 4, 5, 3, 4, 5, 3, 4]
 
 
-def rows(**extra: Any) -> list[Row]:
-    asked = [neutral(**changes) for changes in ALL]
-    return [Row(each, SamplerState(each, seed, TEXT), **extra) for seed, each in enumerate(asked)]
+def rows(**extra: Any) -> list[SamplingRequest]:
+    asked = [neutral(**changes) for changes in ALL_SETTINGS]
+    return [SamplingRequest(each, SamplerState(each, seed, TEXT), **extra) for seed, each in enumerate(asked)]
 
 
-def test_no_step_waits_for_the_device() -> None:
-    x = torch.empty(len(ALL), 500, device="meta")
+def test_no_step_synchronizes() -> None:
+    x = torch.empty(len(ALL_SETTINGS), 500, device="meta")
     sampler = Sampler(vocab_size=500)
-    everyone = rows(want_top=3, blocked=[4], allowed=torch.ones(500, dtype=torch.bool))
-    picks = sampler.sample_batch(x, everyone)
-    assert picks.tokens.shape == picks.probs.shape == (len(ALL),)
-    assert picks.tokens.is_meta
-    assert picks.top_tokens is not None
-    assert picks.top_tokens.shape == (len(ALL), 3)
-    for place, row in enumerate(everyone):
+    all_rows = rows(num_top_tokens=3, blocked=[4], allowed=torch.ones(500, dtype=torch.bool))
+    output = sampler.sample_batch(x, all_rows)
+    assert output.tokens.shape == output.probs.shape == (len(ALL_SETTINGS),)
+    assert output.tokens.is_meta
+    assert output.top_tokens is not None
+    assert output.top_tokens.shape == (len(ALL_SETTINGS), 3)
+    for place, row in enumerate(all_rows):
         alone = sampler.sample_batch(x[place : place + 1], [row])
         assert alone.tokens.is_meta
 
 
-def test_guidance_and_packed_masks_do_not_wait_either() -> None:
+def test_cfg_and_packed_masks_do_not_synchronize() -> None:
     x = torch.empty(3, 500, device="meta")
     settings = Settings.greedy(cfg_scale=1.5)
     words = torch.zeros(16, dtype=torch.int32)
-    asked = [Row(settings, SamplerState(), guided=True), Row(neutral(), SamplerState(), allowed=words)]
-    assert Sampler(Words()).sample_batch(x, asked).tokens.is_meta
+    asked = [
+        SamplingRequest(settings, SamplerState(), uses_cfg=True),
+        SamplingRequest(neutral(), SamplerState(), allowed=words),
+    ]
+    assert Sampler(ToyTokenizer()).sample_batch(x, asked).tokens.is_meta
 
 
 @pytest.mark.gpu
-def test_a_gpu_picks_the_tokens_of_a_cpu() -> None:
-    x = torch.randn(len(ALL), 500, generator=torch.Generator().manual_seed(1)) * 3.0
+def test_gpu_and_cpu_draw_the_same_tokens() -> None:
+    x = torch.randn(len(ALL_SETTINGS), 500, generator=torch.Generator().manual_seed(1)) * 3.0
     for step in (None, 0.25):
         logits = x if step is None else (x / step).round() * step
-        here = Sampler(vocab_size=490).sample_batch(logits, rows(want_top=3))
-        there = Sampler(vocab_size=490).sample_batch(logits.cuda(), rows(want_top=3))
+        here = Sampler(vocab_size=490).sample_batch(logits, rows(num_top_tokens=3))
+        there = Sampler(vocab_size=490).sample_batch(logits.cuda(), rows(num_top_tokens=3))
         assert there.tokens.is_cuda
         assert there.tolist() == here.tolist()
         torch.testing.assert_close(there.probs.cpu(), here.probs, atol=1e-5, rtol=1e-4)
@@ -82,20 +86,20 @@ def test_a_gpu_picks_the_tokens_of_a_cpu() -> None:
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("fast", [True, False])
-def test_a_gpu_is_not_waited_for(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_sampling_never_synchronizes(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not fast:
-        monkeypatch.setattr(fused, "serves", lambda device: False)
+        monkeypatch.setattr(fused, "has_kernels_for", lambda device: False)
     sampler = Sampler(vocab_size=500)
-    x = torch.randn(len(ALL), 500, device="cuda")
-    asked = rows(want_top=3)  # as before: each kernel takes seconds to compile
+    x = torch.randn(len(ALL_SETTINGS), 500, device="cuda")
+    asked = rows(num_top_tokens=3)  # as before: each kernel takes seconds to compile
     sampler.sample_batch(x, asked)
     for row in asked:
         row.state.accept(7)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        picks = sampler.sample_batch(x, asked)
-        greedy = sampler.sample_batch(x[:1], [Row(Settings.greedy(), SamplerState())])
+        output = sampler.sample_batch(x, asked)
+        greedy = sampler.sample_batch(x[:1], [SamplingRequest(Settings.greedy(), SamplerState())])
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert min(picks.tolist()) >= 0
+    assert min(output.tolist()) >= 0
     assert greedy.tolist() == x[0].argmax().unsqueeze(0).tolist()

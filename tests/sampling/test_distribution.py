@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from exlm.sampling import Row, Sampler, SamplerState
+from exlm.sampling import Sampler, SamplerState, SamplingRequest
 from tests.sampling import oracle
-from tests.sampling.drawn import neutral
+from tests.sampling.random_inputs import neutral
 
 MANY, ENOUGH, BATCH, WIDTH = 100_000, 20_000, 10_000, 100
 
@@ -57,7 +57,10 @@ def test_draws_follow_the_distribution(changes: dict[str, Any]) -> None:
     x = torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(5)) * 2.0
     sampler, counts = Sampler(), torch.zeros(WIDTH)
     for start in range(0, MANY if "top_k" in changes else ENOUGH, BATCH):
-        rows = [Row(settings, SamplerState(settings, 1000 + seed)) for seed in range(start, start + BATCH)]
+        rows = [
+            SamplingRequest(settings, SamplerState(settings, 1000 + seed))
+            for seed in range(start, start + BATCH)
+        ]
         counts += sampler.sample_batch(x.expand(BATCH, -1), rows).tokens.bincount(minlength=WIDTH)
     assert excess(counts, oracle.distribution(x[0].tolist(), settings)) < 1.0
 
@@ -68,7 +71,7 @@ def test_one_text_follows_the_distribution_over_its_positions() -> None:
     sampler, counts = Sampler(), torch.zeros(30)
     state = SamplerState(settings, 42)
     for _ in range(4000):
-        (token,) = sampler.sample_batch(x, [Row(settings, state)]).tolist()
+        (token,) = sampler.sample_batch(x, [SamplingRequest(settings, state)]).tolist()
         counts[token] += 1
         state.accept(token)
     assert excess(counts, oracle.distribution(x[0].tolist(), settings)) < 1.0
@@ -79,7 +82,7 @@ def test_skew_favours_or_avoids_unlikely_tokens(skew: float, likelier: bool) -> 
     """u^exp(-skew) along descending probabilities: the share of the first token is p^exp(skew)."""
     settings = neutral(skew=skew)
     x = torch.tensor([[0.1, 0.6, 0.3]]).log()
-    rows = [Row(settings, SamplerState(settings, seed)) for seed in range(20_000)]
+    rows = [SamplingRequest(settings, SamplerState(settings, seed)) for seed in range(20_000)]
     counts = Sampler().sample_batch(x.expand(20_000, -1), rows).tokens.bincount(minlength=3)
     power = float(torch.tensor(skew).exp())
     p = {1: 0.6**power, 2: 0.9**power - 0.6**power, 0: 1.0 - 0.9**power}

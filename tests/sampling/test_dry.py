@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from exlm.sampling.dry import DryIndex, DryRule
 from tests.sampling import oracle
-from tests.sampling.drawn import neutral
+from tests.sampling.random_inputs import neutral
 
 A, B, C, D, X = range(5)
 
@@ -20,9 +20,9 @@ def costs(context: list[int], **changes: Any) -> dict[int, float]:
     settings = neutral(dry_multiplier=1.0, **changes)
     index = DryIndex()
     index.extend(context)
-    rule = settings.plan().dry
+    rule = settings.compiled().dry_rule
     assert rule is not None
-    return index.repeats(rule, rule.breakers or (), 1000)
+    return index.token_costs(rule, rule.breaker_ids or (), 1000)
 
 
 def test_published_numbers() -> None:
@@ -37,7 +37,7 @@ def test_every_occurrence_of_the_longest_match_counts() -> None:
     assert costs(text) == {C: 2.0, D: 1.0}
 
 
-def test_runs_of_one_token_and_matches_of_any_length_are_penalised() -> None:
+def test_repeated_tokens_and_matches_of_any_length_are_penalised() -> None:
     assert costs([A, A, A, A]) == {A: 1.75}
     cycle = [11, 12, 13, 14, 15] * 8
     assert costs(cycle) == {11: pytest.approx(1.75**18 * 4)}
@@ -45,7 +45,7 @@ def test_runs_of_one_token_and_matches_of_any_length_are_penalised() -> None:
     assert costs([A]) == costs([]) == {}
 
 
-def test_breakers_and_strange_ids_end_a_match() -> None:
+def test_breakers_and_out_of_vocab_ids_end_a_match() -> None:
     assert costs([A, B, C, X, A, B], dry_sequence_breakers=frozenset({B})) == {}
     assert costs([A, B, C, X, A, B], dry_sequence_breakers=frozenset({C})) == {}
     assert costs([D, A, B, C, X, D, A, B], dry_sequence_breakers=frozenset({D})) == {C: 1.0}
@@ -82,7 +82,7 @@ def test_index_agrees_with_the_oracle(
 
 
 @given(st.lists(st.one_of(st.lists(st.integers(0, 2), max_size=6), st.integers(0, 20)), max_size=20))
-def test_growing_and_shrinking_leaves_no_traces(changes: list[list[int] | int]) -> None:
+def test_the_index_is_exact_after_appends_and_truncations(changes: list[list[int] | int]) -> None:
     index, text = DryIndex(), list[int]()
     rules = [DryRule(1.0, 1.75, 2, 20, 0, None), DryRule(1.0, 1.75, 0, 3, 4, None)]
     for change in changes:
@@ -96,7 +96,7 @@ def test_growing_and_shrinking_leaves_no_traces(changes: list[list[int] | int]) 
         fresh.extend(text)
         assert len(index) == len(text)
         for rule in rules if len(text) % 3 else rules[1:]:
-            assert index.repeats(rule, (), 10) == fresh.repeats(rule, (), 10)
+            assert index.token_costs(rule, (), 10) == fresh.token_costs(rule, (), 10)
 
 
 def test_a_long_repetitive_text_is_quick() -> None:
@@ -106,7 +106,7 @@ def test_a_long_repetitive_text_is_quick() -> None:
     start = time.perf_counter()
     for token in [1, 2, 3, 4] * 5:
         index.extend([token])
-        assert index.repeats(rule, (), 10)
+        assert index.token_costs(rule, (), 10)
     assert time.perf_counter() - start < 1.0
     index.truncate(20000)
-    assert set(index.repeats(rule, (), 10)) == {1}
+    assert set(index.token_costs(rule, (), 10)) == {1}

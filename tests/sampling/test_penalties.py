@@ -11,20 +11,20 @@ from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from exlm.sampling import Row, Sampler, SamplerState, Settings
-from exlm.sampling.edits import apply, plan_edits
-from exlm.sampling.penalties import Occurrences
-from exlm.sampling.vocabulary import Vocabulary
+from exlm.sampling import Sampler, SamplerState, SamplingRequest, Settings
+from exlm.sampling.logits_processors import apply_edits, compute_edits
+from exlm.sampling.penalties import WindowCounts
+from exlm.sampling.vocabulary import SamplerVocabulary
 from tests.sampling import oracle
-from tests.sampling.drawn import logits, neutral, settings_for_edits
+from tests.sampling.random_inputs import logits, neutral, settings_for_edits
 
 TEXT = st.lists(st.integers(0, 9), max_size=40)
 
 
 def edited(x: torch.Tensor, settings: Settings, context: list[int]) -> torch.Tensor:
-    row = Row(settings, SamplerState(settings, 0, context))
+    row = SamplingRequest(settings, SamplerState(settings, 0, context))
     y = x.clone()
-    apply(y, [plan_edits(row, settings.plan(), Vocabulary(), x.shape[1])])
+    apply_edits(y, [compute_edits(row, settings.compiled(), SamplerVocabulary(), x.shape[1])])
     return y[0]
 
 
@@ -56,7 +56,7 @@ def test_range_and_decay(span: int, decay: int, expected: dict[int, float]) -> N
     torch.testing.assert_close(y, wanted, atol=1e-4, rtol=0)
 
 
-def test_ids_that_are_no_tokens_are_passed_over() -> None:
+def test_ids_outside_the_vocabulary_are_skipped() -> None:
     settings = neutral(token_repetition_penalty=2.0)
     y = edited(torch.ones(1, 4), settings, [10**9, 2, 10**9 + 1, -1])
     assert y.tolist() == [1.0, 1.0, 0.5, 1.0]
@@ -66,21 +66,26 @@ def test_ids_that_are_no_tokens_are_passed_over() -> None:
 def test_edits_agree_with_the_oracle(x: torch.Tensor, context: list[int], settings: Settings) -> None:
     found = edited(x, settings, context)
     wanted = torch.tensor(
-        oracle.edited(x[0].tolist(), settings, context, breakers=settings.dry_sequence_breakers or ())
+        oracle.edit_logits(x[0].tolist(), settings, context, breakers=settings.dry_sequence_breakers or ())
     )
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
 @given(st.lists(st.tuples(TEXT, settings_for_edits()), min_size=1, max_size=6), st.data())
-def test_rows_with_different_rules_do_not_touch_each_other(
+def test_rows_with_different_rules_are_independent(
     rows: list[tuple[list[int], Settings]], data: st.DataObject
 ) -> None:
     x = data.draw(logits(rows=len(rows), width=10))
     y = x.clone()
-    apply(
+    apply_edits(
         y,
         [
-            plan_edits(Row(settings, SamplerState(settings, 0, text)), settings.plan(), Vocabulary(), 10)
+            compute_edits(
+                SamplingRequest(settings, SamplerState(settings, 0, text)),
+                settings.compiled(),
+                SamplerVocabulary(),
+                10,
+            )
             for text, settings in rows
         ],
     )
@@ -89,17 +94,17 @@ def test_rows_with_different_rules_do_not_touch_each_other(
 
 
 @given(TEXT, st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=8))
-def test_windows_move_anywhere(text: list[int], windows: list[tuple[int, int]]) -> None:
-    window = Occurrences()
+def test_a_window_can_move_to_any_range(text: list[int], windows: list[tuple[int, int]]) -> None:
+    window = WindowCounts()
     for low, high in windows:
         start, end = sorted((min(low, len(text)), min(high, len(text))))
-        window.move(text, start, end)
-        ids, counts = window.copies()
+        window.move_to(text, start, end)
+        ids, counts = window.snapshot()
         wanted = {token: text[start:end].count(token) for token in text[start:end]}
         assert dict(zip(ids, map(int, counts), strict=True)) == wanted
 
 
-class History(RuleBasedStateMachine):
+class PenaltyStateMachine(RuleBasedStateMachine):
     """A text that grows and is rewound, asked for its penalties at any time with any settings."""
 
     @initialize(prompt=TEXT)
@@ -125,13 +130,20 @@ class History(RuleBasedStateMachine):
         """The incremental answer is the one from scratch."""
         x = torch.linspace(-2, 2, 10).unsqueeze(0)
         y = x.clone()
-        apply(y, [plan_edits(Row(settings, self.state), settings.plan(), Vocabulary(), 10)])
+        apply_edits(
+            y,
+            [
+                compute_edits(
+                    SamplingRequest(settings, self.state), settings.compiled(), SamplerVocabulary(), 10
+                )
+            ],
+        )
         breakers = settings.dry_sequence_breakers or ()
-        wanted = torch.tensor(oracle.edited(x[0].tolist(), settings, self.text, breakers=breakers))
+        wanted = torch.tensor(oracle.edit_logits(x[0].tolist(), settings, self.text, breakers=breakers))
         torch.testing.assert_close(y[0], wanted, atol=1e-4, rtol=1e-4)
 
 
-TestHistory = History.TestCase
+TestHistory = PenaltyStateMachine.TestCase
 TestHistory.settings = settings_of_hypothesis(max_examples=30, stateful_step_count=20)
 
 
@@ -141,15 +153,15 @@ def test_settings_are_read_live_and_texts_by_reference_or_by_accepting() -> None
     sampler = Sampler()
     by_history, by_accepting = SamplerState(), SamplerState(None, None, [0])
     text = [0]
-    assert sampler.sample_batch(x, [Row(settings, by_history, text)]).tolist() == [1]
-    assert sampler.sample_batch(x, [Row(settings, by_accepting)]).tolist() == [1]
+    assert sampler.sample_batch(x, [SamplingRequest(settings, by_history, text)]).tolist() == [1]
+    assert sampler.sample_batch(x, [SamplingRequest(settings, by_accepting)]).tolist() == [1]
     text.append(1)
     by_accepting.accept(1)
-    assert sampler.sample_batch(x, [Row(settings, by_history, text)]).tolist() == [0]
+    assert sampler.sample_batch(x, [SamplingRequest(settings, by_history, text)]).tolist() == [0]
     settings.token_repetition_range = 1
-    assert sampler.sample_batch(x, [Row(settings, by_history, text)]).tolist() == [0]
+    assert sampler.sample_batch(x, [SamplingRequest(settings, by_history, text)]).tolist() == [0]
     text.append(0)
-    assert sampler.sample_batch(x, [Row(settings, by_history, text)]).tolist() == [1]
+    assert sampler.sample_batch(x, [SamplingRequest(settings, by_history, text)]).tolist() == [1]
     del text[1:]
-    assert sampler.sample_batch(x, [Row(settings, by_history, text)]).tolist() == [1]
+    assert sampler.sample_batch(x, [SamplingRequest(settings, by_history, text)]).tolist() == [1]
     assert by_history.history == [0]

@@ -13,29 +13,37 @@ from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
 
 from exlm.errors import BadLogits, InputError
-from exlm.sampling import Picks, Row, Sampler, SamplerState, Settings
-from exlm.sampling.random import uniform
+from exlm.sampling import Sampler, SamplerOutput, SamplerState, SamplingRequest, Settings
+from exlm.sampling.rng import uniform
 from tests.sampling import oracle
-from tests.sampling.drawn import EDITS, STEPS, WIDTHS, Words, neutral, random_logits, random_settings
+from tests.sampling.random_inputs import (
+    EDIT_VALUES,
+    STEP_VALUES,
+    WIDTHS,
+    ToyTokenizer,
+    neutral,
+    random_logits,
+    random_settings,
+)
 
 
-def row(settings: Settings, seed: int = 0, text: list[int] | None = None, **extra: Any) -> Row:
-    return Row(settings, SamplerState(settings, seed, text or []), **extra)
+def row(settings: Settings, seed: int = 0, text: list[int] | None = None, **extra: Any) -> SamplingRequest:
+    return SamplingRequest(settings, SamplerState(settings, seed, text or []), **extra)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_a_batch_is_its_rows(width: int) -> None:
+def test_a_row_does_not_depend_on_its_batch(width: int) -> None:
     """Token, probability and top tokens are those of the row alone, and what the oracle gives them."""
     rng = Random(width)
     sampler = Sampler()
     for _ in range(10):
         x = random_logits(rng, 12, width)
         before = x.clone()
-        asked = [random_settings(rng, STEPS, EDITS) for _ in range(12)]
+        asked = [random_settings(rng, STEP_VALUES, EDIT_VALUES) for _ in range(12)]
         texts = [[rng.randrange(20) for _ in range(rng.randrange(30))] for _ in range(12)]
 
-        def rows(asked: list[Settings] = asked, texts: list[list[int]] = texts) -> list[Row]:
-            return [row(each, seed, texts[seed], want_top=4) for seed, each in enumerate(asked)]
+        def rows(asked: list[Settings] = asked, texts: list[list[int]] = texts) -> list[SamplingRequest]:
+            return [row(each, seed, texts[seed], num_top_tokens=4) for seed, each in enumerate(asked)]
 
         picks = sampler.sample_batch(x, rows())
         assert torch.equal(x, before)
@@ -46,7 +54,7 @@ def test_a_batch_is_its_rows(width: int) -> None:
             assert picks.top_tokens is not None
             assert alone.top_tokens[0].tolist() == picks.top_tokens[place].tolist()
             breakers = settings.dry_sequence_breakers or ()
-            edited = oracle.edited(x[place].tolist(), settings, texts[place], breakers=breakers)
+            edited = oracle.edit_logits(x[place].tolist(), settings, texts[place], breakers=breakers)
             p = oracle.distribution(edited, settings, ignored=settings.xtc_ignore_tokens or ())
             assert p.get(picks.tolist()[place], 0.0) == pytest.approx(float(picks.probs[place]), abs=1e-3)
 
@@ -55,14 +63,14 @@ def test_a_batch_is_its_rows(width: int) -> None:
 @given(st.randoms(use_true_random=True), st.permutations(range(4)))
 def test_the_order_of_a_batch_does_not_matter(rng: Random, order: list[int]) -> None:
     x = random_logits(rng, 4, rng.choice(WIDTHS))
-    asked = [random_settings(rng, STEPS, EDITS) for _ in range(4)]
+    asked = [random_settings(rng, STEP_VALUES, EDIT_VALUES) for _ in range(4)]
     sampler = Sampler()
     straight = sampler.sample_batch(x, [row(asked[i], i) for i in range(4)]).tolist()
     mixed = sampler.sample_batch(x[order], [row(asked[i], i) for i in order]).tolist()
     assert mixed == [straight[i] for i in order]
 
 
-def test_a_choice_is_a_function_of_seed_and_position() -> None:
+def test_a_draw_is_a_function_of_seed_and_position() -> None:
     x = torch.randn(1, 500).expand(64, -1)
     settings = neutral(top_k=0)
     sampler = Sampler()
@@ -71,12 +79,12 @@ def test_a_choice_is_a_function_of_seed_and_position() -> None:
     for seed in (0, 17, 63):
         state = SamplerState(settings, seed)
         sums = x[0].double().softmax(0).cumsum(0)
-        assert sampler.sample_batch(x[:1], [Row(settings, state)]).tolist() == [batch[seed]]
+        assert sampler.sample_batch(x[:1], [SamplingRequest(settings, state)]).tolist() == [batch[seed]]
         assert batch[seed] == int((sums <= uniform(seed, 0)).sum())
-        assert sampler.sample_batch(x[:1], [Row(settings, state)]).tolist() == [batch[seed]]
+        assert sampler.sample_batch(x[:1], [SamplingRequest(settings, state)]).tolist() == [batch[seed]]
         state.accept(5)
         wanted = int((sums <= uniform(seed, 1)).sum())
-        assert sampler.sample_batch(x[:1], [Row(settings, state)]).tolist() == [wanted]
+        assert sampler.sample_batch(x[:1], [SamplingRequest(settings, state)]).tolist() == [wanted]
 
 
 def test_after_a_rewind_numbers_are_fresh() -> None:
@@ -84,28 +92,30 @@ def test_after_a_rewind_numbers_are_fresh() -> None:
     settings = neutral()
     state = SamplerState(settings, 3, [1, 2])
     sampler = Sampler()
-    first = sampler.sample_batch(x, [Row(settings, state)]).tolist()
+    first = sampler.sample_batch(x, [SamplingRequest(settings, state)]).tolist()
     state.accept(first[0])
-    sampler.sample_batch(x, [Row(settings, state)])
+    sampler.sample_batch(x, [SamplingRequest(settings, state)])
     state.truncate(2)
-    second = sampler.sample_batch(x, [Row(settings, state)]).tolist()
+    second = sampler.sample_batch(x, [SamplingRequest(settings, state)]).tolist()
     assert second != first
     state.truncate(2)
-    assert sampler.sample_batch(x, [Row(settings, state)]).tolist() not in (first, second)
+    assert sampler.sample_batch(x, [SamplingRequest(settings, state)]).tolist() not in (first, second)
     other = SamplerState(settings, 3, [1, 2])
     other.truncate(2)
-    assert sampler.sample_batch(x, [Row(settings, other)]).tolist() == first
+    assert sampler.sample_batch(x, [SamplingRequest(settings, other)]).tolist() == first
 
 
-def test_shared_settings_share_no_memory() -> None:
+def test_shared_settings_share_no_state() -> None:
     x = torch.randn(1, 50).expand(2, -1).contiguous()
     settings = neutral(mirostat=True, mirostat_tau=3.0, dry_multiplier=1.0)
     sampler = Sampler()
     alone, other = SamplerState(settings, 1, [1, 2]), SamplerState(settings, 2, [3, 4, 3, 4, 3])
     fresh = SamplerState(settings, 1, [1, 2])
     for _ in range(5):
-        pair = sampler.sample_batch(x, [Row(settings, alone), Row(settings, other)]).tolist()
-        single = sampler.sample_batch(x[:1], [Row(settings, fresh)]).tolist()
+        pair = sampler.sample_batch(
+            x, [SamplingRequest(settings, alone), SamplingRequest(settings, other)]
+        ).tolist()
+        single = sampler.sample_batch(x[:1], [SamplingRequest(settings, fresh)]).tolist()
         assert single == pair[:1]
         alone.accept(pair[0])
         other.accept(pair[1])
@@ -122,16 +132,16 @@ def test_mirostat_follows_its_target_and_is_rewound() -> None:
     state = SamplerState(settings, seed, [1])
     sampler = Sampler()
     assert state.mirostat_mu is None
-    assert sampler.sample_batch(p.log(), [Row(settings, state)]).tolist() == [0]
+    assert sampler.sample_batch(p.log(), [SamplingRequest(settings, state)]).tolist() == [0]
     assert state.mirostat_mu == pytest.approx(3.0822, abs=1e-4)
     state.accept(0)
-    sampler.sample_batch(p.log(), [Row(settings, state)])
+    sampler.sample_batch(p.log(), [SamplingRequest(settings, state)])
     assert state.mirostat_mu == pytest.approx(3.0822 + 0.1 * (1.5 + math.log2(0.375)), abs=1e-4)
     state.truncate(1)
     assert state.mirostat_mu is None
     greedy = Settings.greedy(mirostat=True)
     state = SamplerState(greedy, 0)
-    sampler.sample_batch(p.log(), [Row(greedy, state)])
+    sampler.sample_batch(p.log(), [SamplingRequest(greedy, state)])
     assert state.mirostat_mu == pytest.approx(3.15)
 
 
@@ -139,7 +149,7 @@ def test_greedy_takes_the_first_of_equal_logits() -> None:
     x = torch.zeros(3, 300)
     x[1, 200:] = 1.0
     x[2, 299] = 1.0
-    picks = Sampler().sample_batch(x, [row(Settings.greedy(), want_top=2) for _ in range(3)])
+    picks = Sampler().sample_batch(x, [row(Settings.greedy(), num_top_tokens=2) for _ in range(3)])
     assert picks.tolist() == [0, 200, 299]
     assert picks.probs.tolist() == [1.0] * 3
     assert picks.top_tokens is not None
@@ -151,20 +161,20 @@ def test_greedy_takes_the_first_of_equal_logits() -> None:
 @pytest.mark.parametrize(
     "changes", [{"top_k": 1}, {}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.5}, {"typical": 0.5}]
 )
-def test_a_broken_row_fails_alone(changes: dict[str, Any]) -> None:
+def test_a_row_with_bad_logits_fails_alone(changes: dict[str, Any]) -> None:
     x = torch.randn(6, 300)
     x[1] = -torch.inf
     x[2, 7] = torch.nan
     x[3, 7] = torch.inf
     settings = neutral(**changes)
     sampler = Sampler()
-    picks = sampler.sample_batch(x, [row(settings, seed, want_top=3) for seed in range(6)])
+    picks = sampler.sample_batch(x, [row(settings, seed, num_top_tokens=3) for seed in range(6)])
     tokens = picks.tolist()
     assert tokens[1:4] == [-1, -2, -3]
     for seed in (0, 4, 5):
-        alone = sampler.sample_batch(x[seed : seed + 1], [row(settings, seed, want_top=3)])
+        alone = sampler.sample_batch(x[seed : seed + 1], [row(settings, seed, num_top_tokens=3)])
         assert alone.tolist() == [tokens[seed]]
-    errors = [Picks.error(token) for token in tokens]
+    errors = [SamplerOutput.error(token) for token in tokens]
     assert [error is None for error in errors] == [True, False, False, False, True, True]
     assert isinstance(errors[1], BadLogits)
     assert "No token is left" in str(errors[1])
@@ -221,7 +231,7 @@ def test_padding_is_never_chosen() -> None:
     for settings in (neutral(), Settings.greedy(), neutral(top_k=5), neutral(min_p=0.5), neutral(top_p=0.5)):
         picks = Sampler(vocab_size=60).sample_batch(x, [row(settings, seed) for seed in range(200)])
         assert max(picks.tolist()) < 60
-    assert Sampler(Words()).vocabulary.width(100) == 15
+    assert Sampler(ToyTokenizer()).vocabulary.width(100) == 15
     assert Sampler().vocabulary.width(100) == 100
 
 
@@ -244,19 +254,19 @@ def test_guidance_mixes_pairs() -> None:
     x = torch.randn(5, 30)
     scale = 1.7
     settings = neutral(cfg_scale=scale)
-    rows = [row(neutral(), 0, want_top=30), row(settings, 1, guided=True, want_top=30)]
-    rows.append(row(settings, 2, guided=True, want_top=30))
+    rows = [row(neutral(), 0, num_top_tokens=30), row(settings, 1, uses_cfg=True, num_top_tokens=30)]
+    rows.append(row(settings, 2, uses_cfg=True, num_top_tokens=30))
     picks = Sampler().sample_batch(x, rows)
-    mixed = oracle.guided(x[1].tolist(), x[2].tolist(), scale)
+    mixed = oracle.apply_cfg(x[1].tolist(), x[2].tolist(), scale)
     wanted = oracle.distribution(mixed, settings)
     assert picks.top_tokens is not None
     assert picks.top_probs is not None
     found = dict(zip(picks.top_tokens[1].tolist(), picks.top_probs[1].tolist(), strict=True))
     assert found == pytest.approx(wanted, abs=1e-5)
-    one = Sampler().sample_batch(x[1:3], [row(neutral(cfg_scale=1.0), 1, guided=True)])
+    one = Sampler().sample_batch(x[1:3], [row(neutral(cfg_scale=1.0), 1, uses_cfg=True)])
     assert one.tolist() == Sampler().sample_batch(x[1:2], [row(neutral(), 1)]).tolist()
     with pytest.raises(InputError, match="cfg_scale"):
-        Sampler().sample_batch(x[:2], [row(neutral(), guided=True)])
+        Sampler().sample_batch(x[:2], [row(neutral(), uses_cfg=True)])
 
 
 def test_guidance_keeps_what_is_excluded_excluded() -> None:
@@ -264,7 +274,7 @@ def test_guidance_keeps_what_is_excluded_excluded() -> None:
     x[:, 3] = -torch.inf
     x[0, 1] = 5.0
     settings = Settings.greedy(cfg_scale=2.0)
-    assert Sampler().sample_batch(x, [row(settings, guided=True)]).tolist() == [1]
+    assert Sampler().sample_batch(x, [row(settings, uses_cfg=True)]).tolist() == [1]
 
 
 @pytest.mark.parametrize("shape", [(2, 8), (1, 1, 8), (8,)])
@@ -286,33 +296,33 @@ def test_an_empty_batch_and_half_precision() -> None:
     )
 
 
-def test_top_tokens_are_final_probabilities_and_filled_up() -> None:
+def test_top_tokens_are_final_probabilities_and_padded() -> None:
     p = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log()
-    picks = Sampler().sample_batch(p, [row(neutral(top_p=0.65), want_top=4)])
+    picks = Sampler().sample_batch(p, [row(neutral(top_p=0.65), num_top_tokens=4)])
     assert picks.top_tokens is not None
     assert picks.top_probs is not None
     assert picks.top_tokens.tolist() == [[3, 2, 0, 1]]
     assert picks.top_probs.tolist()[0] == pytest.approx([4 / 7, 3 / 7, 0.0, 0.0])
-    more = Sampler().sample_batch(p, [row(neutral(), want_top=9)])
+    more = Sampler().sample_batch(p, [row(neutral(), num_top_tokens=9)])
     assert more.top_tokens is not None
     assert more.top_tokens.tolist() == [[3, 2, 1, 0]]
 
 
-def test_default_breakers_and_spared_tokens_come_from_the_tokenizer() -> None:
-    words = Words("abc.!\n\txyz")
+def test_default_breakers_and_xtc_exempt_tokens_come_from_the_tokenizer() -> None:
+    words = ToyTokenizer("abc.!\n\txyz")
     sampler = Sampler(words)
-    assert sampler.vocabulary.breakers == {0, 1, 5, 6, 7, 8}
-    assert sampler.vocabulary.unexcluded == {0, 1, 7}
-    assert Sampler().vocabulary.breakers == frozenset()
+    assert sampler.vocabulary.dry_breaker_ids == {0, 1, 5, 6, 7, 8}
+    assert sampler.vocabulary.xtc_exempt_ids == {0, 1, 7}
+    assert Sampler().vocabulary.dry_breaker_ids == frozenset()
     x = torch.zeros(1, 12)
     x[0, [7, 2, 3]] = 10.0
     settings = neutral(xtc_probability=1.0, xtc_threshold=0.1)
-    picks = sampler.sample_batch(x, [row(settings, want_top=2)])
+    picks = sampler.sample_batch(x, [row(settings, num_top_tokens=2)])
     assert picks.top_tokens is not None
     assert picks.top_tokens.tolist() == [[3, 7]]
 
 
-def test_rows_with_different_spared_tokens() -> None:
+def test_rows_with_different_xtc_exempt_tokens() -> None:
     x = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log().expand(3, -1).contiguous()
     sets = (frozenset({0}), frozenset({1, 2}), None)
     settings = [
@@ -322,7 +332,7 @@ def test_rows_with_different_spared_tokens() -> None:
         for ignored in sets
     ]
     settings[2].min_temp, settings[2].max_temp = 0.9, 1.0
-    picks = Sampler().sample_batch(x, [row(each, want_top=4) for each in settings])
+    picks = Sampler().sample_batch(x, [row(each, num_top_tokens=4) for each in settings])
     assert picks.top_probs is not None
     assert picks.top_probs[0].tolist() == pytest.approx([4 / 7, 2 / 7, 1 / 7, 0.0])
     assert picks.top_probs[1].tolist() == pytest.approx([0.4, 0.3, 0.2, 0.1])

@@ -11,7 +11,7 @@ import torch
 
 from exlm.errors import InputError
 from exlm.sampling import Sampler, Settings
-from tests.sampling.drawn import Words, neutral
+from tests.sampling.random_inputs import ToyTokenizer, neutral
 
 ORDER = [
     "token_repetition_penalty",
@@ -54,7 +54,7 @@ ORDER = [
 ]
 
 
-def test_fields_stand_in_the_old_order_with_the_old_defaults() -> None:
+def test_fields_have_the_order_and_defaults_of_exllamav2() -> None:
     assert [item.name for item in dataclasses.fields(Settings) if item.init] == ORDER
     found = Settings()
     assert (found.token_repetition_penalty, found.temperature, found.top_k, found.top_p) == (
@@ -76,25 +76,25 @@ def test_greedy() -> None:
     assert (found.temperature, found.token_repetition_penalty) == (1.0, 1.0)
     assert (found.top_p, found.top_k) == (0.0, 1)
     assert found.cfg_scale == 1.5
-    assert found.plan().greedy
+    assert found.compiled().greedy
 
 
 def test_clones_share_nothing_that_changes() -> None:
     first = Settings(temperature=0.5, post_sampling_hooks=[print], mirostat_mu=[1.0])
-    first.disallow_tokens(Words(), [3])
+    first.disallow_tokens(ToyTokenizer(), [3])
     second = first.clone()
     second.temperature = 1.5
     second.post_sampling_hooks.clear()
-    second.disallow_tokens(Words(), [4])
+    second.disallow_tokens(ToyTokenizer(), [4])
     assert second.mirostat_mu is not None
     second.mirostat_mu[0] = 2.0
     assert (first.temperature, first.post_sampling_hooks, first.mirostat_mu) == (0.5, [print], [1.0])
     assert first.token_bias is not None
     assert float(first.token_bias[4]) == 0.0
-    assert first.plan() is not second.plan()
+    assert first.compiled() is not second.compiled()
 
 
-def test_no_hooks_may_be_said_by_none() -> None:
+def test_hooks_may_be_none() -> None:
     found = Settings()
     found.post_sampling_hooks = None  # type: ignore[assignment]
     found.check()
@@ -105,7 +105,7 @@ def test_greedy_clone_keeps_penalties_and_drops_bias_and_guidance() -> None:
     first = Settings(
         token_repetition_penalty=1.2, dry_base=3.0, dry_allowed_length=4, dry_multiplier=0.5, cfg_scale=2.0
     )
-    first.disallow_tokens(Words(), [3])
+    first.disallow_tokens(ToyTokenizer(), [3])
     clone = first.greedy_clone()
     assert (clone.top_k, clone.top_p, clone.temperature) == (1, 0.0, 0.8)
     assert (clone.dry_base, clone.dry_allowed_length, clone.token_repetition_penalty) == (3.0, 4, 1.2)
@@ -113,7 +113,7 @@ def test_greedy_clone_keeps_penalties_and_drops_bias_and_guidance() -> None:
     assert clone.cfg_scale is None
 
 
-class FewWords(Words):
+class ToyTokenizerWithConfig(ToyTokenizer):
     """A tokenizer with fewer pieces than its model has ids."""
 
     class config:
@@ -122,13 +122,13 @@ class FewWords(Words):
 
 def test_ids_that_only_the_model_knows_can_be_named() -> None:
     found = Settings()
-    found.allow_tokens(FewWords(), [3, *range(60, 70)])
+    found.allow_tokens(ToyTokenizerWithConfig(), [3, *range(60, 70)])
     assert found.token_bias is not None
     assert [n for n, bias in enumerate(found.token_bias.tolist()) if bias == 0] == [3, *range(60, 70)]
     with pytest.raises(InputError, match="the vocabulary has ids 0 to 69, found 70"):
-        found.disallow_tokens(FewWords(), [70])
-    found.token_bias = torch.zeros(FewWords().get_vocab_size())
-    found.disallow_tokens(FewWords(), [69])
+        found.disallow_tokens(ToyTokenizerWithConfig(), [70])
+    found.token_bias = torch.zeros(ToyTokenizerWithConfig().get_vocab_size())
+    found.disallow_tokens(ToyTokenizerWithConfig(), [69])
     assert found.token_bias.tolist() == [0.0] * 69 + [-torch.inf]
 
 
@@ -142,7 +142,7 @@ def test_misspelt_fields_are_errors_with_a_suggestion() -> None:
     found.filter_prefer_eos = True
 
 
-def test_what_old_programs_note_on_settings_is_kept_with_a_warning() -> None:
+def test_unknown_attributes_of_old_programs_are_kept_with_a_warning() -> None:
     found = Settings()
     for name in ("stop_sequences", "stop_tokens", "max_new_tokens", "token_repetition_penalty_max"):
         with pytest.warns(UserWarning, match=f"no field '{name}': it is kept, and nothing reads it"):
@@ -196,7 +196,7 @@ def test_what_old_programs_note_on_settings_is_kept_with_a_warning() -> None:
         {"token_bias": torch.zeros(2, 2)},
     ],
 )
-def test_absurd_values_are_refused_by_name(wrong: dict[str, Any]) -> None:
+def test_invalid_values_are_refused_by_name(wrong: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=list(wrong)[-1]):
         Settings(**wrong).check()
 
@@ -223,11 +223,11 @@ def test_biases_that_are_no_plain_numbers_are_refused_by_name() -> None:
         {"dry_sequence_breakers": [3, 4]},
     ],
 )
-def test_off_values_are_fine(fine: dict[str, Any]) -> None:
+def test_off_values_are_accepted(fine: dict[str, Any]) -> None:
     Settings(**fine).check()
 
 
-def test_any_skew_has_a_plan() -> None:
+def test_any_skew_compiles() -> None:
     """One below -709 was an OverflowError in the midst of a round, for everybody in the batch."""
     logits = torch.tensor([[[1.0, 3.0, 2.0]]])
     for skew, likeliest in ((-1e4, True), (-1e308, True), (1e4, False)):
@@ -236,26 +236,26 @@ def test_any_skew_has_a_plan() -> None:
         assert (int(token) == 1) is likeliest
 
 
-def test_plans_follow_assignments_and_are_shared_by_equal_settings() -> None:
+def test_compiled_settings_follow_assignments_and_are_shared_by_equal_settings() -> None:
     first, second = neutral(top_p=0.5), neutral(top_p=0.5)
-    assert first.plan() is second.plan()
+    assert first.compiled() is second.compiled()
     second.top_p = 0.6
-    assert first.plan() is not second.plan()
+    assert first.compiled() is not second.compiled()
     second.top_p = 0.5
-    assert first.plan() is second.plan()
+    assert first.compiled() is second.compiled()
     second.temperature = math.nan
     with pytest.raises(InputError):
-        second.plan()
+        second.compiled()
 
 
 def test_temperature_last_without_truncation_is_ordinary_temperature() -> None:
-    assert neutral(temperature=0.5, temperature_last=True).plan() is not None
-    assert not neutral(temperature=0.5, temperature_last=True).plan().steps
-    assert neutral(temperature=0.0, temperature_last=True, top_p=0.5).plan().greedy
+    assert neutral(temperature=0.5, temperature_last=True).compiled() is not None
+    assert not neutral(temperature=0.5, temperature_last=True).compiled().steps
+    assert neutral(temperature=0.0, temperature_last=True, top_p=0.5).compiled().greedy
 
 
 def test_allowed_and_disallowed_tokens() -> None:
-    words = Words()
+    words = ToyTokenizer()
     found = Settings()
     found.allow_tokens(words, [3, "c"])
     assert found.token_bias is not None
@@ -276,11 +276,11 @@ def test_allowed_and_disallowed_tokens() -> None:
 def test_unknown_tokens_are_errors(call: str, wrong: Any) -> None:
     found = Settings()
     with pytest.raises(ValueError, match=call):
-        getattr(found, call)(Words(), [2, wrong])
+        getattr(found, call)(ToyTokenizer(), [2, wrong])
     assert found.token_bias is None
 
 
 def test_a_bias_too_short_for_the_vocabulary_is_refused() -> None:
     found = Settings(token_bias=torch.zeros(3))
     with pytest.raises(InputError, match="3 entries"):
-        found.allow_tokens(Words(), [2])
+        found.allow_tokens(ToyTokenizer(), [2])

@@ -10,8 +10,8 @@ import torch
 
 from exlm.sampling import Settings
 from tests.sampling import oracle
-from tests.sampling.drawn import STEPS, WIDTHS, neutral, random_logits, random_settings
-from tests.sampling.finals import final_probabilities, of_probabilities
+from tests.sampling.final_probs import final_probabilities, from_probabilities
+from tests.sampling.random_inputs import STEP_VALUES, WIDTHS, neutral, random_logits, random_settings
 
 FIVE = [0.5, 0.3, 0.1, 0.06, 0.04]
 
@@ -33,7 +33,7 @@ FIVE = [0.5, 0.3, 0.1, 0.06, 0.04]
     ],
 )
 def test_published_probabilities(p: list[float], changes: dict[str, Any], expected: list[float]) -> None:
-    found = of_probabilities(p, **changes)
+    found = from_probabilities(p, **changes)
     expected += [0.0] * (len(p) - len(expected))
     assert [found.get(token, 0.0) for token in range(len(p))] == pytest.approx(expected, abs=6e-5)
 
@@ -66,22 +66,24 @@ def test_published_probabilities(p: list[float], changes: dict[str, Any], expect
     ],
 )
 def test_what_truncation_keeps(p: list[float], changes: dict[str, Any], kept: set[int]) -> None:
-    assert set(of_probabilities(p, **changes)) == kept
+    assert set(from_probabilities(p, **changes)) == kept
 
 
 def test_a_dynamic_temperature_near_zero_leaves_the_best() -> None:
-    assert of_probabilities([0.999999, 1e-6], min_temp=0.0, max_temp=1.0, temp_exponent=5.0) == {0: 1.0}
+    assert from_probabilities([0.999999, 1e-6], min_temp=0.0, max_temp=1.0, temp_exponent=5.0) == {0: 1.0}
 
 
 def test_dynamic_temperature_comes_in_addition_to_temperature() -> None:
-    once = of_probabilities(FIVE, min_temp=0.5, max_temp=1.5, temperature=0.5)
-    wanted = oracle.dynamic(oracle.softmax(torch.tensor(FIVE).log().tolist(), 0.5, 0.0), 0.5, 1.5, 1.0)
+    once = from_probabilities(FIVE, min_temp=0.5, max_temp=1.5, temperature=0.5)
+    wanted = oracle.dynamic_temperature(
+        oracle.softmax(torch.tensor(FIVE).log().tolist(), 0.5, 0.0), 0.5, 1.5, 1.0
+    )
     assert once == pytest.approx(wanted)
-    last = of_probabilities(FIVE, min_temp=0.5, max_temp=1.5, temperature=0.5, temperature_last=True)
-    assert last == pytest.approx(of_probabilities(FIVE, min_temp=0.5, max_temp=1.5))
+    last = from_probabilities(FIVE, min_temp=0.5, max_temp=1.5, temperature=0.5, temperature_last=True)
+    assert last == pytest.approx(from_probabilities(FIVE, min_temp=0.5, max_temp=1.5))
 
 
-def agrees(found: dict[int, float], x: list[float], settings: Settings) -> bool:
+def agrees_with_oracle(found: dict[int, float], x: list[float], settings: Settings) -> bool:
     """Whether probabilities are the oracle's, or those of a top-p nobody could tell from it."""
     for shift in (0.0, 3e-7, -3e-7):
         near = settings.clone()
@@ -96,10 +98,10 @@ def agrees(found: dict[int, float], x: list[float], settings: Settings) -> bool:
 def test_any_mixture_of_steps_agrees_with_the_oracle(width: int) -> None:
     rng = Random(width)
     for _ in range(100):
-        x, settings = random_logits(rng, 1, width), random_settings(rng, STEPS)
+        x, settings = random_logits(rng, 1, width), random_settings(rng, STEP_VALUES)
         (found,) = final_probabilities(x, [settings])
         assert sum(found.values()) == pytest.approx(1.0)
-        assert agrees(found, x[0].tolist(), settings), settings
+        assert agrees_with_oracle(found, x[0].tolist(), settings), settings
 
 
 ALONE: list[dict[str, Any]] = [
@@ -124,10 +126,10 @@ def test_each_step_alone_on_a_thousand_rows(changes: dict[str, Any]) -> None:
     x = torch.randn(1000, 130, generator=torch.Generator().manual_seed(3)) * scales
     settings = neutral(**changes)
     for found, row in zip(final_probabilities(x, [settings] * len(x)), x.tolist(), strict=True):
-        assert agrees(found, row, settings)
+        assert agrees_with_oracle(found, row, settings)
 
 
-def test_a_large_vocabulary_is_narrowed_without_loss() -> None:
+def test_a_large_vocabulary_is_reduced_without_loss() -> None:
     """Peaked, middling and flat rows: found among 64, 512 or 4096 tokens, or only among all."""
     x = torch.randn(4, 20000, generator=torch.Generator().manual_seed(4)) * torch.tensor(
         [[6.0], [3.0], [1.0], [0.05]]
@@ -135,4 +137,4 @@ def test_a_large_vocabulary_is_narrowed_without_loss() -> None:
     for changes in ({"top_p": 0.9}, {"min_p": 0.05}, {"tfs": 0.9}, {"mirostat": True, "mirostat_tau": 3.0}):
         settings = neutral(**changes)
         for found, row in zip(final_probabilities(x, [settings] * 4), x.tolist(), strict=True):
-            assert agrees(found, row, settings)
+            assert agrees_with_oracle(found, row, settings)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from ..sampling import Picks
+from ..sampling import SamplerOutput
 from .job import Job
 from .results import AsyncTokenCopy, FetchedTokens
 from .token_sequence import TokenSequence
@@ -58,7 +58,7 @@ class InFlightDecode:
             else None
         )
 
-    def launch_next_and_fetch(self, jobs: Sequence[Job], picks: Picks, logits: Any) -> FetchedTokens:
+    def launch_next_and_fetch(self, jobs: Sequence[Job], picks: SamplerOutput, logits: Any) -> FetchedTokens:
         """Launch the pass after the one that gave these logits, then fetch what was picked from them.
 
         For plain jobs; if all of them end here, nothing is launched.

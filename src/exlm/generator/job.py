@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 from ..constrained import FilterStack
 from ..errors import InputError
-from ..sampling import Row, SamplerState, Settings
-from ..sampling.random import check_seed
+from ..sampling import SamplerState, SamplingRequest, Settings
+from ..sampling.rng import check_seed
 from ..text import EMBEDDING_INDEX
 from .call_arguments import GENERATE_ARGUMENTS, argument_names, reject_unknown
 from .metrics import LegacyTimestamps, RequestMetrics
@@ -179,12 +179,12 @@ class Job(LegacyTimestamps):
             healed_token=self.prompts[0][-1] if self.token_healing else None,
         )
         self.sampler_state = SamplerState(self.gen_settings, self.seed, self.sequences[0].ids)
-        self.sampling_request = Row(
+        self.sampling_request = SamplingRequest(
             self.gen_settings,
             self.sampler_state,
-            want_probs=self.return_probs or bool(self.hooks),
-            want_top=self.return_top_tokens,
-            guided=len(self.sequences) == 2,
+            return_probs=self.return_probs or bool(self.hooks),
+            num_top_tokens=self.return_top_tokens,
+            uses_cfg=len(self.sequences) == 2,
         )
         self.emitted_texts: list[str] = []
         self.pending_tokens: list[SampledToken] = []
@@ -234,7 +234,7 @@ class Job(LegacyTimestamps):
         del self.pending_tokens[:count]
         return taken
 
-    def next_sampling_request(self) -> Row:
+    def next_sampling_request(self) -> SamplingRequest:
         """What the sampler is told of the next token; always the same if the job is `plain`."""
         self.sampling_request.blocked = self.output.blocked_tokens()
         if self.output.healing:
@@ -283,7 +283,7 @@ class Job(LegacyTimestamps):
     def is_stateless_greedy(self) -> bool:
         """Whether each of its tokens is the one with the largest logit, whatever was said before."""
         settings = self.gen_settings
-        return self.is_simple and settings.token_bias is None and settings.plan().bare
+        return self.is_simple and settings.token_bias is None and settings.compiled().greedy_only
 
     @property
     def _wants_token_details(self) -> bool:

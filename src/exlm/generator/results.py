@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ExlmError
-from ..sampling import Picks, Sampler
+from ..sampling import Sampler, SamplerOutput
 from .output_actions import Rewind, Stop, StopReason
 from .token_sequence import TokenSequence
 
@@ -262,7 +262,7 @@ FetchedTokens = tuple[list[int], Sequence[Tensor]]
 """Picked tokens on the host: as numbers, and each as the (1, 1) tensor that users get."""
 
 
-def fetch_tokens(picks: Picks) -> FetchedTokens:
+def fetch_tokens(picks: SamplerOutput) -> FetchedTokens:
     """What was picked; waits for the device."""
     tokens = picks.tolist()
     return tokens, _token_id_tensors(torch.tensor(tokens))
@@ -304,11 +304,11 @@ class AsyncTokenCopy:
         self._copied: Any = None  # an event
         self._saved_logits: tuple[Tensor, Tensor] | None = None  # logits, and a copy of them
 
-    def start(self, picks: Picks, logits: Tensor) -> None:
+    def start(self, picks: SamplerOutput, logits: Tensor) -> None:
         """Send tokens on their way, unless the device has, before anything may write over their logits."""
         tokens = picks.tokens
-        self._saved_logits = None if picks.again is None else (logits, logits.clone())
-        if tokens.is_cuda and picks.told is None:
+        self._saved_logits = None if picks.resample is None else (logits, logits.clone())
+        if tokens.is_cuda and picks.host_tokens is None:
             cuda: Any = torch.cuda  # its events have no types
             if len(self._host) < len(tokens):
                 self._host = torch.empty(len(tokens), dtype=torch.int64, pin_memory=True)
@@ -316,14 +316,14 @@ class AsyncTokenCopy:
             self._host[: len(tokens)].copy_(tokens, non_blocking=True)
             self._copied.record(cuda.current_stream(tokens.device))
 
-    def wait(self, picks: Picks) -> tuple[FetchedTokens, bool]:
+    def wait(self, picks: SamplerOutput) -> tuple[FetchedTokens, bool]:
         """The tokens that were put here, and whether they are those that the device had.
 
         They are not if some had to be picked once more, from logits that are then again what they were.
         """
         host = picks.tokens
-        if picks.told is not None:
-            host = torch.tensor(picks.told.tolist())
+        if picks.host_tokens is not None:
+            host = torch.tensor(picks.host_tokens.tolist())
         elif host.is_cuda:
             self._copied.synchronize()
             host = self._host[: len(host)].clone()
@@ -336,20 +336,20 @@ class AsyncTokenCopy:
 
 
 def sampled_tokens(
-    picks: Picks, tokens: Sequence[int], jobs: Sequence[Job], logits: Tensor
+    picks: SamplerOutput, tokens: Sequence[int], jobs: Sequence[Job], logits: Tensor
 ) -> list[SampledToken]:
     """The sampled token of each job with the details it asked for; only requested tensors are fetched."""
-    probs = picks.probs.tolist() if any(job.sampling_request.want_probs for job in jobs) else None
+    probs = picks.probs.tolist() if any(job.sampling_request.return_probs for job in jobs) else None
     top_tokens = picks.top_tokens.tolist() if picks.top_tokens is not None else None
     top_probs = picks.top_probs.tolist() if picks.top_probs is not None else None
     out = []
     row = 0
     for i, (token, job) in enumerate(zip(tokens, jobs, strict=True)):
-        k = job.sampling_request.want_top
+        k = job.sampling_request.num_top_tokens
         out.append(
             SampledToken(
                 token,
-                prob=probs[i] if probs is not None and job.sampling_request.want_probs else None,
+                prob=probs[i] if probs is not None and job.sampling_request.return_probs else None,
                 top_tokens=top_tokens[i][:k] if k and top_tokens is not None else None,
                 top_probs=top_probs[i][:k] if k and top_probs is not None else None,
                 logits=logits[row].clone() if job.return_logits or job.hooks else None,

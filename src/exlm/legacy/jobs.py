@@ -9,7 +9,7 @@ from typing import Any
 from .. import InputError, Job, Settings
 from ..constrained.bitmask import contains
 from ..generator.job import TokenizerLike
-from ..sampling import Row
+from ..sampling import SamplingRequest
 
 
 class LegacyJob(Job):
@@ -20,7 +20,7 @@ class LegacyJob(Job):
         super().prepare(serial, texts, vocab)
         self.begin()
 
-    def next_sampling_request(self) -> Row:
+    def next_sampling_request(self) -> SamplingRequest:
         """What the sampler is told of the next token."""
         request = super().next_sampling_request()
         if self.output.healing and self.filter_stack is not None and self._healing_candidates is not None:
@@ -46,9 +46,12 @@ class StreamJob(LegacyJob):
     def set_token_details(self, probs: bool, top: int, logits: bool) -> None:
         """Have this told of the tokens that are sampled from now on."""
         self.return_probs, self.return_top_tokens, self.return_logits = probs, top, logits
-        self.sampling_request.want_probs, self.sampling_request.want_top = probs or bool(self.hooks), top
+        self.sampling_request.return_probs, self.sampling_request.num_top_tokens = (
+            probs or bool(self.hooks),
+            top,
+        )
 
-    def next_sampling_request(self) -> Row:
+    def next_sampling_request(self) -> SamplingRequest:
         """What the sampler is told of the next token."""
         request = super().next_sampling_request()
         request.blocked = self.banned_next.union(request.blocked)

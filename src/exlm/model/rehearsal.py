@@ -17,7 +17,7 @@ import torch
 
 from ..nn import Batch
 from ..nn.hop import stay
-from ..sampling import Row, Sampler, SamplerState, Settings
+from ..sampling import Sampler, SamplerState, SamplingRequest, Settings
 from .decoder import Decoder
 
 log = logging.getLogger(__name__)
@@ -61,5 +61,5 @@ def one_token(decoder: Decoder, device: torch.device) -> int:
     logits, _ = decoder.forward(batch, [])
     assert logits is not None  # the batch asks for it
     sampler = Sampler(vocab_size=logits.shape[-1])
-    picks = sampler.sample_batch(logits[:, -1], [Row(Settings.greedy(), SamplerState())])
+    picks = sampler.sample_batch(logits[:, -1], [SamplingRequest(Settings.greedy(), SamplerState())])
     return picks.tolist()[0]

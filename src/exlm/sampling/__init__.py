@@ -1,18 +1,18 @@
 """Logits in, tokens out: settings (asked), state (remembered), and the sampler between them."""
 
 from .hooks import PostSamplingHook, PostSamplingResult, call_hooks
-from .rows import Picks, Row
+from .request import SamplerOutput, SamplingRequest
 from .sampler import Sampler
 from .settings import Settings
 from .state import SamplerState
 
 __all__ = [
-    "Picks",
     "PostSamplingHook",
     "PostSamplingResult",
-    "Row",
     "Sampler",
+    "SamplerOutput",
     "SamplerState",
+    "SamplingRequest",
     "Settings",
     "call_hooks",
 ]

@@ -17,72 +17,76 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .order import largest, run_sums, sort_down
-from .plan import Numbers, Plan
+from .deterministic_topk import block_sums, stable_sort_descending, stable_top_k
+from .params import CompiledSettings, StepParams
 
-COLUMNS = tuple(Numbers.__dataclass_fields__)
-ORDERED = frozenset({"top_p", "tfs", "skew"})  # steps that need descending probabilities
-SLACK = 1e-6  # a threshold is met by what float32 logits cannot tell from it
-TFS_LEAST = 1e-8  # tail-free sampling drops less probable tokens before it looks at the tail
-SIZES = (64, 512, 4096)  # how many candidates are tried before the whole vocabulary
-CACHED = 1 << 19  # numbers that fit a CPU's cache; larger temporary tensors are made piece by piece
+PARAM_NAMES = tuple(StepParams.__dataclass_fields__)
+STEPS_NEEDING_SORT = frozenset({"top_p", "tfs", "skew"})  # steps that need descending probabilities
+THRESHOLD_TOLERANCE = 1e-6  # a threshold is met by what float32 logits cannot tell from it
+TFS_MIN_PROB = 1e-8  # tail-free sampling drops less probable tokens before it looks at the tail
+CANDIDATE_COUNTS = (64, 512, 4096)  # how many candidates are tried before the whole vocabulary
+CPU_CACHE_ELEMENTS = (
+    1 << 19
+)  # numbers that fit a CPU's cache; larger temporary tensors are made piece by piece
 
 
-class Params:
+class BatchParams:
     """The numbers of a group's plans as columns (rows, 1), or (1, 1) where the rows agree."""
 
-    def __init__(self, plans: Sequence[Plan], device: torch.device) -> None:
-        table = torch.tensor([plan.row for plan in plans], dtype=torch.float64).to(device, non_blocking=True)
-        self._columns = dict(zip(COLUMNS, torch.split(table, 1, 1), strict=True))
-        self._cooling = self._columns["temperature"].float()
-        self.smooth = any(plan.numbers.smoothing > 0 for plan in plans)
+    def __init__(self, compiled_rows: Sequence[CompiledSettings], device: torch.device) -> None:
+        table = torch.tensor([compiled.param_row for compiled in compiled_rows], dtype=torch.float64).to(
+            device, non_blocking=True
+        )
+        self._columns = dict(zip(PARAM_NAMES, torch.split(table, 1, 1), strict=True))
+        self._temperature = self._columns["temperature"].float()
+        self.has_smoothing = any(compiled.params.smoothing > 0 for compiled in compiled_rows)
 
     def __getitem__(self, name: str) -> Tensor:
         column: Tensor = self._columns[name]
         return column
 
-    def weigh(self, x: Tensor, top: Tensor) -> Tensor:
+    def unnormalized_probs(self, x: Tensor, top: Tensor) -> Tensor:
         """Unnormalised probabilities of logits, 1 for a logit equal to `top`; in float64."""
-        below = x.double() - top
-        if self.smooth:
+        scaled = x.double() - top
+        if self.has_smoothing:
             smoothing = self["smoothing"]
-            below = torch.where(smoothing > 0, -smoothing * below * below, below)
-        return below.div_(self["temperature"]).exp_()
+            scaled = torch.where(smoothing > 0, -smoothing * scaled * scaled, scaled)
+        return scaled.div_(self["temperature"]).exp_()
 
-    def weigh_runs(self, x: Tensor, top: Tensor) -> Tensor:
+    def block_weight_sums(self, x: Tensor, top: Tensor) -> Tensor:
         """Sums of the weights of every 64 neighbouring tokens (rows, runs); the weights in float32."""
-        step = max(1, CACHED // x.shape[1]) if x.device.type == "cpu" else len(x)
-        shared = len(self._cooling) == 1
+        step = max(1, CPU_CACHE_ELEMENTS // x.shape[1]) if x.device.type == "cpu" else len(x)
+        one_temperature = len(self._temperature) == 1
         sums = []
         for start in range(0, len(x), step):
             rows = slice(start, start + step)
-            below = x[rows] - top[rows]
-            own = slice(None) if shared else rows
-            if self.smooth:
-                smoothing = self["smoothing"][own].float()
-                below = torch.where(smoothing > 0, -smoothing * below * below, below)
-            sums.append(run_sums(below.div_(self._cooling[own]).exp_()))
+            scaled = x[rows] - top[rows]
+            param_rows = slice(None) if one_temperature else rows
+            if self.has_smoothing:
+                smoothing = self["smoothing"][param_rows].float()
+                scaled = torch.where(smoothing > 0, -smoothing * scaled * scaled, scaled)
+            sums.append(block_sums(scaled.div_(self._temperature[param_rows]).exp_()))
         return sums[0] if len(sums) == 1 else torch.cat(sums)
 
-    def depth(self, log_ratio: Tensor) -> Tensor:
+    def logit_distance(self, log_ratio: Tensor) -> Tensor:
         """How far below the largest logit a weight of exp(log_ratio) lies, with room to spare."""
-        deep = (-log_ratio).clamp_min(0.0) * self["temperature"]
-        if self.smooth:
+        distance = (-log_ratio).clamp_min(0.0) * self["temperature"]
+        if self.has_smoothing:
             smoothing = self["smoothing"]
-            deep = torch.where(smoothing > 0, (deep / smoothing.clamp_min(1e-30)).sqrt(), deep)
-        return deep * (1.0 + 1e-5) + 1e-3
+            distance = torch.where(smoothing > 0, (distance / smoothing.clamp_min(1e-30)).sqrt(), distance)
+        return distance * (1.0 + 1e-5) + 1e-3
 
 
-def params_of(plans: Sequence[Plan], device: torch.device) -> Params:
+def batch_params(compiled_rows: Sequence[CompiledSettings], device: torch.device) -> BatchParams:
     """The parameters of some rows; remembered for rows that all have the same plan."""
-    if all(plan is plans[0] for plan in plans):
-        return _shared_params(plans[0], device)
-    return Params(plans, device)
+    if all(compiled is compiled_rows[0] for compiled in compiled_rows):
+        return _cached_params(compiled_rows[0], device)
+    return BatchParams(compiled_rows, device)
 
 
 @lru_cache(maxsize=256)
-def _shared_params(plan: Plan, device: torch.device) -> Params:
-    return Params((plan,), device)
+def _cached_params(compiled: CompiledSettings, device: torch.device) -> BatchParams:
+    return BatchParams((compiled,), device)
 
 
 @dataclass
@@ -95,21 +99,21 @@ class Candidates:
 
     p: Tensor
     ids: Tensor | None
-    ordered: bool
+    is_sorted: bool
 
-    def order(self) -> None:
+    def sort_descending(self) -> None:
         """Put the most probable first, if that is not so yet."""
-        if self.ordered:
+        if self.is_sorted:
             return
-        self.p, columns = sort_down(self.p)
+        self.p, columns = stable_sort_descending(self.p)
         self.ids = columns if self.ids is None else self.ids.gather(1, columns)
-        self.ordered = True
+        self.is_sorted = True
 
-    def some(self, rows: list[int]) -> Candidates:
+    def select_rows(self, rows: list[int]) -> Candidates:
         """Some of the rows."""
-        return Candidates(self.p[rows], None if self.ids is None else self.ids[rows], self.ordered)
+        return Candidates(self.p[rows], None if self.ids is None else self.ids[rows], self.is_sorted)
 
-    def keep(self, mask: Tensor, active: Tensor | None) -> None:
+    def keep_and_renormalize(self, mask: Tensor, active: Tensor | None) -> None:
         """Drop what is not in the mask and share its probability out, in the active rows (None: all)."""
         if active is not None:
             mask = mask | ~active
@@ -118,106 +122,125 @@ class Candidates:
         self.p = kept / (total if active is None else torch.where(active, total, 1.0))
 
 
-def most_probable(x: Tensor, plans: Sequence[Plan], params: Params, maxima: Tensor) -> Candidates:
+def top_k_candidates(
+    x: Tensor, compiled_rows: Sequence[CompiledSettings], params: BatchParams, maxima: Tensor
+) -> Candidates:
     """The top-k of each row, k as its plan says; for rows that all have one."""
-    count = min(max(plan.top_k for plan in plans), x.shape[1])
-    values, ids = largest(x, count, maxima)
-    weights = params.weigh(values, values[:, :1])
-    if any(plan.top_k < count for plan in plans):
+    count = min(max(compiled.top_k for compiled in compiled_rows), x.shape[1])
+    values, ids = stable_top_k(x, count, maxima)
+    weights = params.unnormalized_probs(values, values[:, :1])
+    if any(compiled.top_k < count for compiled in compiled_rows):
         weights = torch.where(torch.arange(count, device=x.device) < params["top_k"], weights, 0.0)
     return Candidates(weights / weights.sum(-1, keepdim=True), ids, True)
 
 
-def everything(x: Tensor, plans: Sequence[Plan], params: Params) -> Candidates:
+def all_candidates(x: Tensor, compiled_rows: Sequence[CompiledSettings], params: BatchParams) -> Candidates:
     """Every token of the vocabulary."""
-    ids, ordered = None, any(plan.steps & ORDERED for plan in plans)
-    if ordered:
-        x, ids = sort_down(x)
-    weights = params.weigh(x, x.amax(-1, keepdim=True))
-    return Candidates(weights / weights.sum(-1, keepdim=True), ids, ordered)
+    ids, is_sorted = None, any(compiled.steps & STEPS_NEEDING_SORT for compiled in compiled_rows)
+    if is_sorted:
+        x, ids = stable_sort_descending(x)
+    weights = params.unnormalized_probs(x, x.amax(-1, keepdim=True))
+    return Candidates(weights / weights.sum(-1, keepdim=True), ids, is_sorted)
 
 
-def everything_of(
-    x: Tensor, rows: Sequence[int], plans: Sequence[Plan]
+def all_candidates_in_chunks(
+    x: Tensor, rows: Sequence[int], compiled_rows: Sequence[CompiledSettings]
 ) -> Iterator[tuple[list[int], Candidates]]:
     """`everything` for some of the rows, as many at a time as is good for a CPU."""
-    step = max(1, CACHED // x.shape[1]) if x.device.type == "cpu" else len(rows)
+    step = max(1, CPU_CACHE_ELEMENTS // x.shape[1]) if x.device.type == "cpu" else len(rows)
     for start in range(0, len(rows), step):
         members = list(rows[start : start + step])
-        some = [plans[row] for row in members]
-        yield members, everything(_rows(x, members), some, params_of(some, x.device))
+        row_plans = [compiled_rows[row] for row in members]
+        yield members, all_candidates(_select_rows(x, members), row_plans, batch_params(row_plans, x.device))
 
 
-def needs_total(plan: Plan) -> bool:
+def floor_needs_total(compiled: CompiledSettings) -> bool:
     """Whether a plan asks how probable tokens are among all; min-p alone compares with the most probable."""
-    return "min_p" not in plan.steps or bool(plan.steps & {"top_p", "top_a"})
+    return "min_p" not in compiled.steps or bool(compiled.steps & {"top_p", "top_a"})
 
 
-def floor(plan: Plan, width: int, target: float | None) -> float:
+def log_prob_floor(compiled: CompiledSettings, width: int, mu: float | None) -> float:
     """A logarithm of a probability below which no token can remain; -inf if there is none.
 
     It is relative to all tokens if `needs_total`, else to the most probable. Dropping what lies below must
     not change what the steps decide about the rest: top-p leaves out more than all of it together, and no
     earlier step sums over it. `target` is mirostat's.
     """
-    steps, numbers = plan.steps, plan.numbers
-    if not needs_total(plan):
-        return math.log(numbers.min_p)
+    steps, params = compiled.steps, compiled.params
+    if not floor_needs_total(compiled):
+        return math.log(params.min_p)
     if "top_p" in steps:
-        return math.log((1.0 - numbers.top_p) / width)
+        return math.log((1.0 - params.top_p) / width)
     if "tfs" in steps:
-        return math.log(TFS_LEAST)
-    if "mirostat" in steps and target is not None and not steps & {"top_a", "typical"}:
-        return -target * math.log(2.0)
+        return math.log(TFS_MIN_PROB)
+    if "mirostat" in steps and mu is not None and not steps & {"top_a", "typical"}:
+        return -mu * math.log(2.0)
     return -math.inf
 
 
-def possible(
-    x: Tensor, plans: Sequence[Plan], params: Params, floors: Sequence[float], maxima: Tensor
+def candidates_above_floor(
+    x: Tensor,
+    compiled_rows: Sequence[CompiledSettings],
+    params: BatchParams,
+    floors: Sequence[float],
+    maxima: Tensor,
 ) -> Iterator[tuple[list[int], Candidates]]:
     """The tokens of each row above its floor, rows with similarly many together; for the CPU.
 
     The rows must agree on `needs_total`.
     """
     top = maxima.amax(-1, keepdim=True)
-    total = params.weigh_runs(x, top).sum(-1, keepdim=True) if needs_total(plans[0]) else None
-    ratios = torch.tensor(floors, dtype=torch.float64).unsqueeze(1)
-    least = top - params.depth(ratios if total is None else ratios + total.log())
-    left = list(range(len(x)))
-    for size in SIZES:
-        if not left or size * 4 > x.shape[1]:
+    total = (
+        params.block_weight_sums(x, top).sum(-1, keepdim=True)
+        if floor_needs_total(compiled_rows[0])
+        else None
+    )
+    log_ratios = torch.tensor(floors, dtype=torch.float64).unsqueeze(1)
+    min_logit = top - params.logit_distance(log_ratios if total is None else log_ratios + total.log())
+    remaining = list(range(len(x)))
+    for size in CANDIDATE_COUNTS:
+        if not remaining or size * 4 > x.shape[1]:
             break
-        found, done = _best(size, left, x, plans, maxima, top, least, total)
-        if any(done):
-            rows = [row for row, complete in zip(left, done, strict=True) if complete]
-            yield rows, found if all(done) else found.some([i for i, complete in enumerate(done) if complete])
-            left = [row for row, complete in zip(left, done, strict=True) if not complete]
-    yield from everything_of(x, left, plans)
+        found, complete_rows = _try_top_candidates(
+            size, remaining, x, compiled_rows, maxima, top, min_logit, total
+        )
+        if any(complete_rows):
+            rows = [row for row, complete in zip(remaining, complete_rows, strict=True) if complete]
+            yield (
+                rows,
+                found
+                if all(complete_rows)
+                else found.select_rows([i for i, complete in enumerate(complete_rows) if complete]),
+            )
+            remaining = [row for row, complete in zip(remaining, complete_rows, strict=True) if not complete]
+    yield from all_candidates_in_chunks(x, remaining, compiled_rows)
 
 
-def _best(
+def _try_top_candidates(
     size: int,
     rows: list[int],
     x: Tensor,
-    plans: Sequence[Plan],
+    compiled_rows: Sequence[CompiledSettings],
     maxima: Tensor,
     top: Tensor,
-    least: Tensor,
+    min_logit: Tensor,
     total: Tensor | None,
 ) -> tuple[Candidates, list[bool]]:
     """The `size` most probable tokens of some rows, and for which of them that is all they can need."""
-    some = [plans[row] for row in rows]
-    params = params_of(some, x.device)
-    values, ids = largest(_rows(x, rows), size, _rows(maxima, rows))
-    least = _rows(least, rows)
-    weights = torch.where(values >= least, params.weigh(values, _rows(top, rows)), 0.0)
+    row_plans = [compiled_rows[row] for row in rows]
+    params = batch_params(row_plans, x.device)
+    values, ids = stable_top_k(_select_rows(x, rows), size, _select_rows(maxima, rows))
+    min_logit = _select_rows(min_logit, rows)
+    weights = torch.where(
+        values >= min_logit, params.unnormalized_probs(values, _select_rows(top, rows)), 0.0
+    )
     sums = weights.sum(-1, keepdim=True)
-    p = weights / (sums if total is None else _rows(total, rows))
-    complete = values[:, -1:] < least
+    p = weights / (sums if total is None else _select_rows(total, rows))
+    complete = values[:, -1:] < min_logit
     if total is not None:
         complete |= p.sum(-1, keepdim=True) >= params["top_p"]
     return Candidates(p, ids, True), complete.squeeze(1).tolist()
 
 
-def _rows(x: Tensor, rows: list[int]) -> Tensor:
+def _select_rows(x: Tensor, rows: list[int]) -> Tensor:
     return x if len(rows) == len(x) else x[rows]

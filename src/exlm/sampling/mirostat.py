@@ -8,15 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .candidates import SLACK, Candidates
+from .candidates import THRESHOLD_TOLERANCE, Candidates
 
 
-def mirostat(c: Candidates, targets: Tensor, active: Tensor | None) -> None:
+def mirostat(c: Candidates, mus: Tensor, active: Tensor | None) -> None:
     """Tokens no more surprising, in bits, than each row's target (rows, 1); at least the most probable."""
-    least = torch.exp2(-targets) * (1.0 - SLACK)
-    c.keep(c.p >= torch.minimum(least, c.p.amax(-1, keepdim=True)), active)
+    min_prob = torch.exp2(-mus) * (1.0 - THRESHOLD_TOLERANCE)
+    c.keep_and_renormalize(c.p >= torch.minimum(min_prob, c.p.amax(-1, keepdim=True)), active)
 
 
-def moved(targets: Tensor, tau: Tensor, eta: Tensor, p: Tensor) -> Tensor:
+def updated_mus(mus: Tensor, tau: Tensor, eta: Tensor, p: Tensor) -> Tensor:
     """The targets after tokens of probability p were picked."""
-    return targets + eta * (tau + p.log2())
+    return mus + eta * (tau + p.log2())

@@ -29,13 +29,13 @@ class PenaltyRule:
     decay: int
 
     @property
-    def fades(self) -> bool:
+    def decays(self) -> bool:
         """Whether a token's strength changes while the text grows."""
         return self.decay > 0 and self.sustain is not None
 
 
 @dataclass(frozen=True)
-class Terms:
+class PenaltyTerms:
     """The tokens of one text to penalise, how strongly, and how often each occurred.
 
     Strengths are None if all are 1. Tokens in the fading part of the window count only in part.
@@ -46,7 +46,7 @@ class Terms:
     counts: array[float]
 
 
-class Occurrences:
+class WindowCounts:
     """How often each token occurs between two positions of a text; the positions may move."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Occurrences:
         self._counts = array("f")
         self._slots: dict[int, int] = {}
 
-    def move(self, ids: Sequence[int], start: int, end: int) -> None:
+    def move_to(self, ids: Sequence[int], start: int, end: int) -> None:
         """Count ids[start:end] instead; costs as much as the two windows differ."""
         if start == self.start and end == self.end + 1:
             self._add(ids[self.end])
@@ -82,7 +82,7 @@ class Occurrences:
         del self._ids[:], self._counts[:]
         self._slots.clear()
 
-    def copies(self) -> tuple[array[int], array[float]]:
+    def snapshot(self) -> tuple[array[int], array[float]]:
         """The distinct tokens and their counts, now."""
         return self._ids[:], self._counts[:]
 
@@ -111,34 +111,36 @@ class Occurrences:
             self._slots[last_id] = slot
 
 
-class PenaltyHistory:
+class PenaltyWindow:
     """What the penalties need to know of one text, kept up to date as it grows and shrinks."""
 
     def __init__(self) -> None:
-        self._window = Occurrences()
+        self._window_counts = WindowCounts()
 
     def truncate(self, ids: Sequence[int], length: int) -> None:
         """The text is about to lose everything from this position on; `ids` still has it."""
-        if self._window.end > length:
-            self._window.move(ids, min(self._window.start, length), length)
+        if self._window_counts.end > length:
+            self._window_counts.move_to(ids, min(self._window_counts.start, length), length)
 
-    def terms(self, ids: Sequence[int], rule: PenaltyRule) -> Terms:
+    def terms(self, ids: Sequence[int], rule: PenaltyRule) -> PenaltyTerms:
         """The tokens of the text that a rule penalises."""
         start = 0 if rule.sustain is None else max(0, len(ids) - rule.sustain)
-        self._window.move(ids, start, len(ids))
-        tokens, counts = self._window.copies()
+        self._window_counts.move_to(ids, start, len(ids))
+        tokens, counts = self._window_counts.snapshot()
         if rule.decay == 0 or start == 0:
-            return Terms(tokens, None, counts)
-        return self._fading(ids, rule.decay, tokens, counts)
+            return PenaltyTerms(tokens, None, counts)
+        return self._with_decay(ids, rule.decay, tokens, counts)
 
-    def _fading(self, ids: Sequence[int], decay: int, tokens: array[int], counts: array[float]) -> Terms:
+    def _with_decay(
+        self, ids: Sequence[int], decay: int, tokens: array[int], counts: array[float]
+    ) -> PenaltyTerms:
         """Add the part of the window where penalties fade, from full at its near end to none."""
-        start = self._window.start
+        start = self._window_counts.start
         strengths = array("f", [1.0]) * len(tokens)
         added: dict[int, int] = {}
         for distance, position in enumerate(range(start - 1, max(-1, start - 1 - decay), -1)):
             token, strength = ids[position], 1.0 - distance / decay
-            slot = self._window.slot(token)
+            slot = self._window_counts.slot(token)
             if slot is None:
                 slot = added.setdefault(token, len(tokens))
             if slot == len(tokens):
@@ -146,40 +148,46 @@ class PenaltyHistory:
                 strengths.append(strength)
                 counts.append(0.0)
             counts[slot] += strength
-        return Terms(tokens, strengths, counts)
+        return PenaltyTerms(tokens, strengths, counts)
 
 
-def penalise(logits: Tensor, terms: Sequence[tuple[int, PenaltyRule, Terms]]) -> None:
+def apply_penalties(logits: Tensor, terms: Sequence[tuple[int, PenaltyRule, PenaltyTerms]]) -> None:
     """Apply each row's penalties to contiguous logits (rows, vocab), in place; `terms` names the rows.
 
     Ids outside the vocabulary are passed over.
     """
     ids, counts, strengths = array("q"), array("f"), array("f")
-    fading = any(found.strengths is not None for _, _, found in terms)
-    for _, _, found in terms:
-        ids.extend(found.ids)
-        counts.extend(found.counts)
-        if fading:
-            strengths.extend(found.strengths or array("f", [1.0]) * len(found.ids))
-    sizes = torch.tensor([len(found.ids) for _, _, found in terms])
-    factor, minus = _changes([rule for _, rule, _ in terms], sizes, counts, strengths)
-    places = torch.frombuffer(ids, dtype=torch.int64)
-    known = (places >= 0) & (places < logits.shape[1])
+    has_decay = any(row_terms.strengths is not None for _, _, row_terms in terms)
+    for _, _, row_terms in terms:
+        ids.extend(row_terms.ids)
+        counts.extend(row_terms.counts)
+        if has_decay:
+            strengths.extend(row_terms.strengths or array("f", [1.0]) * len(row_terms.ids))
+    sizes = torch.tensor([len(row_terms.ids) for _, _, row_terms in terms])
+    factor, offset = _penalty_factors([rule for _, rule, _ in terms], sizes, counts, strengths)
+    positions = torch.frombuffer(ids, dtype=torch.int64)
+    in_vocab = (positions >= 0) & (positions < logits.shape[1])
     if len(terms) > 1 or terms[0][0] > 0:
         starts = torch.tensor([row * logits.shape[1] for row, _, _ in terms])
-        places = places + starts.repeat_interleave(sizes)
-    if not bool(known.all()):
-        places, factor, minus = places[known], factor.expand_as(places)[known], minus[known]
-    _change(logits.view(-1), places, factor, minus)
+        positions = positions + starts.repeat_interleave(sizes)
+    if not bool(in_vocab.all()):
+        positions, factor, offset = (
+            positions[in_vocab],
+            factor.expand_as(positions)[in_vocab],
+            offset[in_vocab],
+        )
+    _scatter_penalties(logits.view(-1), positions, factor, offset)
 
 
-def _changes(
+def _penalty_factors(
     rules: Sequence[PenaltyRule], sizes: Tensor, counts: array[float], strengths: array[float]
 ) -> tuple[Tensor, Tensor]:
     """What to divide or multiply by and what to subtract, token by token; one factor if the rows agree."""
-    alike = all(rule is rules[0] for rule in rules)
-    rates = torch.tensor([(r.repetition, r.frequency, r.presence) for r in (rules[:1] if alike else rules)])
-    if not alike:
+    same_rule = all(rule is rules[0] for rule in rules)
+    rates = torch.tensor(
+        [(r.repetition, r.frequency, r.presence) for r in (rules[:1] if same_rule else rules)]
+    )
+    if not same_rule:
         rates = rates.repeat_interleave(sizes, 0)
     factor, frequency, presence = rates.unbind(1)
     if strengths:
@@ -188,8 +196,8 @@ def _changes(
     return factor, frequency * torch.frombuffer(counts, dtype=torch.float32) + presence
 
 
-def _change(flat: Tensor, places: Tensor, factor: Tensor, minus: Tensor) -> None:
-    places = places.to(flat.device, non_blocking=True)
-    factor, minus = factor.to(flat.device, non_blocking=True), minus.to(flat.device, non_blocking=True)
-    old = flat[places]
-    flat[places] = torch.where(old > 0, old / factor, old * factor) - minus
+def _scatter_penalties(flat: Tensor, positions: Tensor, factor: Tensor, offset: Tensor) -> None:
+    positions = positions.to(flat.device, non_blocking=True)
+    factor, offset = factor.to(flat.device, non_blocking=True), offset.to(flat.device, non_blocking=True)
+    old = flat[positions]
+    flat[positions] = torch.where(old > 0, old / factor, old * factor) - offset

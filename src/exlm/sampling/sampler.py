@@ -14,16 +14,18 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from . import direct, fused, guidance
-from .desk import Desk
-from .edits import apply, check_bias, plan_edits
-from .pick import Picked, pick_greedy
-from .pipeline import Task, choose, failures, joined, make_task
-from .rows import Picks, Row
+from . import cfg as guidance
+from . import gpu_kernels as fused
+from . import legacy_sample as direct
+from .draw import GroupOutput, greedy_output
+from .gpu_batch import GpuSampler
+from .group_sampling import SamplingTask, join_groups, make_task, mark_failures, sample_group
+from .logits_processors import apply_edits, check_bias, compute_edits
+from .request import SamplerOutput, SamplingRequest
 from .settings import Settings
-from .vocabulary import TokenizerLike, Vocabulary
+from .vocabulary import SamplerTokenizer, SamplerVocabulary
 
-_THERE = nullcontext()
+_NO_DEVICE_SWITCH = nullcontext()
 
 
 class Sampler:
@@ -34,7 +36,7 @@ class Sampler:
 
     def __init__(
         self,
-        tokenizer: TokenizerLike | None = None,
+        tokenizer: SamplerTokenizer | None = None,
         vocab_size: int | None = None,
         *,
         kernels: bool = True,
@@ -45,68 +47,94 @@ class Sampler:
         spare unless settings do. Without `kernels` everything is plain torch, on any device.
         """
         self.kernels = kernels
-        self.vocabulary = Vocabulary(tokenizer, vocab_size)
-        self._desk = Desk(self.vocabulary)
+        self.vocabulary = SamplerVocabulary(tokenizer, vocab_size)
+        self._gpu_sampler = GpuSampler(self.vocabulary)
 
-    def sample_batch(self, logits: Tensor, rows: Sequence[Row]) -> Picks:
+    def sample_batch(self, logits: Tensor, rows: Sequence[SamplingRequest]) -> SamplerOutput:
         """Pick a token for every row of logits (rows, vocab); of two neighbouring ones if the row is guided.
 
         Settings are read as they are now. A row that cannot be served does not keep the others from their
         tokens (see `Picks.error`); settings that cannot be meant raise InputError before anything is done.
         """
         device = logits.device
-        if rows and self.kernels and fused.serves(device) and logits.dim() == 2:
-            with _on(device):
-                return self._by_kernels(logits.detach() if logits.requires_grad else logits, rows, device)
+        if rows and self.kernels and fused.has_kernels_for(device) and logits.dim() == 2:
+            with _device_context(device):
+                return self._sample_with_kernels(
+                    logits.detach() if logits.requires_grad else logits, rows, device
+                )
         with torch.no_grad():
-            if rows and all(map(_wants_the_largest, rows)):
-                top, picked = pick_greedy(self._tokens(logits, len(rows)), 0)
-                return Picks(failures(top, picked.tokens), picked.p)
-            return self._sample(self._mixed(logits, rows), rows)
+            if rows and all(map(_is_greedy_only, rows)):
+                top, picked = greedy_output(self._checked_logits(logits, len(rows)), 0)
+                return SamplerOutput(mark_failures(top, picked.tokens), picked.probs)
+            return self._sample_with_torch(self._apply_cfg(logits, rows), rows)
 
-    def _by_kernels(self, logits: Tensor, rows: Sequence[Row], device: torch.device) -> Picks:
+    def _sample_with_kernels(
+        self, logits: Tensor, requests: Sequence[SamplingRequest], device: torch.device
+    ) -> SamplerOutput:
         """Have kernels pick, for all rows that have a lane."""
-        batch = self._desk.seat(rows, self.vocabulary.width(logits.shape[1]), device)
-        x = self._mixed(logits, rows) if batch.guided else self._tokens(logits, len(rows))
-        others = self._tasks(x, rows, batch.others) if batch.others else []
-        parts = self._desk.pick(x, batch)
-        parts += [([task.place for task in group], self._choose(x, group, batch.wanted)) for group in others]
-        picks = _picks(parts, device)
-        if batch.parties:
-            picks.again = lambda places: self._sample(x[places], [rows[place] for place in places])
-        return picks
+        batch = self._gpu_sampler.prepare(requests, self.vocabulary.width(logits.shape[1]), device)
+        x = (
+            self._apply_cfg(logits, requests)
+            if batch.uses_cfg
+            else self._checked_logits(logits, len(requests))
+        )
+        fallback_groups = self._group_tasks(x, requests, batch.fallback_rows) if batch.fallback_rows else []
+        parts = self._gpu_sampler.launch(x, batch)
+        parts += [
+            ([task.batch_index for task in group], self._sample_group(x, group, batch.num_top))
+            for group in fallback_groups
+        ]
+        output = _merge_outputs(parts, device)
+        if batch.groups:
+            output.resample = lambda places: self._sample_with_torch(
+                x[places], [requests[index] for index in places]
+            )
+        return output
 
-    def _sample(self, x: Tensor, rows: Sequence[Row]) -> Picks:
+    def _sample_with_torch(self, x: Tensor, requests: Sequence[SamplingRequest]) -> SamplerOutput:
         """Pick from a row of logits for each row, the plain way."""
-        if not rows:
-            return Picks(x.new_empty(0, dtype=torch.int64), x.new_empty(0))
-        wanted = min(x.shape[1], max([row.want_top for row in rows]))
-        groups = self._tasks(x, rows, range(len(rows)))
-        return _picks(
-            [([task.place for task in group], self._choose(x, group, wanted)) for group in groups], x.device
+        if not requests:
+            return SamplerOutput(x.new_empty(0, dtype=torch.int64), x.new_empty(0))
+        num_top = min(x.shape[1], max([request.num_top_tokens for request in requests]))
+        groups = self._group_tasks(x, requests, range(len(requests)))
+        return _merge_outputs(
+            [
+                ([task.batch_index for task in group], self._sample_group(x, group, num_top))
+                for group in groups
+            ],
+            x.device,
         )
 
-    def _tasks(self, x: Tensor, rows: Sequence[Row], places: Iterable[int]) -> list[list[Task]]:
+    def _group_tasks(
+        self, x: Tensor, requests: Sequence[SamplingRequest], indices: Iterable[int]
+    ) -> list[list[SamplingTask]]:
         """What is to be done for some rows, sorted into groups."""
         width, known = x.shape[1], None
-        chosen = [(place, rows[place], rows[place].settings.plan()) for place in places]
-        for _, row, _ in chosen:
-            bias = row.settings.token_bias
+        chosen = [(index, requests[index], requests[index].settings.compiled()) for index in indices]
+        for _, request, _ in chosen:
+            bias = request.settings.token_bias
             if bias is not None and bias is not known:
                 check_bias(bias, width)
                 known = bias
-        groups: dict[object, list[Task]] = {}
-        for place, row, plan in chosen:
-            task = make_task(place, row, plan, plan_edits(row, plan, self.vocabulary, width), width, x.device)
-            groups.setdefault(task.company, []).append(task)
+        groups: dict[object, list[SamplingTask]] = {}
+        for index, request, compiled in chosen:
+            task = make_task(
+                index,
+                request,
+                compiled,
+                compute_edits(request, compiled, self.vocabulary, width),
+                width,
+                x.device,
+            )
+            groups.setdefault(task.group_key, []).append(task)
         return list(groups.values())
 
-    def _tokens(self, logits: Tensor, needed: int) -> Tensor:
+    def _checked_logits(self, logits: Tensor, num_rows: int) -> Tensor:
         """Checked logits in float32, without the padding."""
         shape = logits.shape
-        if len(shape) != 2 or shape[0] != needed or not logits.is_floating_point():
+        if len(shape) != 2 or shape[0] != num_rows or not logits.is_floating_point():
             raise InputError(
-                f"logits must be floating point of shape ({needed}, vocab) for these rows, "
+                f"logits must be floating point of shape ({num_rows}, vocab) for these rows, "
                 f"found {logits.dtype} {tuple(shape)}."
             )
         width = self.vocabulary.width(shape[1])
@@ -115,62 +143,65 @@ class Sampler:
             x = x.float()
         return x if x.stride(1) == 1 else x.contiguous()
 
-    def _mixed(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    def _apply_cfg(self, logits: Tensor, requests: Sequence[SamplingRequest]) -> Tensor:
         """One row of logits for each row; a view where nothing is guided."""
-        needed = sum(2 if row.guided else 1 for row in rows)
-        x = self._tokens(logits, needed)
-        if needed == len(rows):
+        num_logits_rows = sum(2 if request.uses_cfg else 1 for request in requests)
+        x = self._checked_logits(logits, num_logits_rows)
+        if num_logits_rows == len(requests):
             return x
-        sizes = torch.tensor([2 if row.guided else 1 for row in rows])
-        firsts = sizes.cumsum(0) - sizes
-        pairs = torch.tensor([place for place, row in enumerate(rows) if row.guided])
-        scale = torch.tensor([[_scale(row)] for row in rows if row.guided], dtype=x.dtype)
-        firsts, pairs, scale, wanted = (
-            part.to(x.device, non_blocking=True) for part in (firsts, pairs, scale, firsts[pairs])
+        sizes = torch.tensor([2 if request.uses_cfg else 1 for request in requests])
+        first_rows = sizes.cumsum(0) - sizes
+        cfg_rows = torch.tensor([index for index, request in enumerate(requests) if request.uses_cfg])
+        scale = torch.tensor(
+            [[_cfg_scale(request)] for request in requests if request.uses_cfg], dtype=x.dtype
         )
-        mixed = x.index_select(0, firsts)
-        mixed[pairs] = guidance.mix(x[wanted], x[wanted + 1], scale)
+        first_rows, cfg_rows, scale, positive_rows = (
+            part.to(x.device, non_blocking=True)
+            for part in (first_rows, cfg_rows, scale, first_rows[cfg_rows])
+        )
+        mixed = x.index_select(0, first_rows)
+        mixed[cfg_rows] = guidance.mix_logits(x[positive_rows], x[positive_rows + 1], scale)
         return mixed
 
-    def _choose(self, x: Tensor, group: list[Task], wanted: int) -> Picked:
+    def _sample_group(self, x: Tensor, group: list[SamplingTask], num_top: int) -> GroupOutput:
         edited = bool(group[0].edits)
         if len(group) < len(x):
             x = x.index_select(
-                0, torch.tensor([task.place for task in group]).to(x.device, non_blocking=True)
+                0, torch.tensor([task.batch_index for task in group]).to(x.device, non_blocking=True)
             )
         elif edited:
             x = x.clone(memory_format=torch.contiguous_format)
         if edited:
-            apply(x, [task.edits for task in group])
-        return choose(x, group, self.vocabulary, wanted)
+            apply_edits(x, [task.edits for task in group])
+        return sample_group(x, group, self.vocabulary, num_top)
 
 
-def _picks(parts: Sequence[tuple[list[int], Picked]], device: torch.device) -> Picks:
+def _merge_outputs(parts: Sequence[tuple[list[int], GroupOutput]], device: torch.device) -> SamplerOutput:
     """What the groups of a batch got, each with its rows' places, in the order of the batch."""
-    picked = parts[0][1] if len(parts) == 1 else joined(parts, device)
-    tops = None if picked.top_p is None else picked.top_p.float()
-    p = picked.p if picked.p.dtype == torch.float32 else picked.p.float()
-    return Picks(picked.tokens, p, picked.top_tokens, tops, told=picked.told)
+    output = parts[0][1] if len(parts) == 1 else join_groups(parts, device)
+    tops = None if output.top_probs is None else output.top_probs.float()
+    p = output.probs if output.probs.dtype == torch.float32 else output.probs.float()
+    return SamplerOutput(output.tokens, p, output.top_tokens, tops, host_tokens=output.host_tokens)
 
 
-def _on(device: torch.device) -> AbstractContextManager[object]:
+def _device_context(device: torch.device) -> AbstractContextManager[object]:
     """Kernels are launched on the current device."""
-    there = device.type != "cuda" or device.index == torch.cuda.current_device()
-    return _THERE if there else torch.cuda.device(device)
+    is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
+    return _NO_DEVICE_SWITCH if is_current else torch.cuda.device(device)
 
 
-def _wants_the_largest(row: Row) -> bool:
+def _is_greedy_only(request: SamplingRequest) -> bool:
     """Whether a row is answered by its largest logit alone."""
-    settings = row.settings
+    settings = request.settings
     return (
-        settings.plan().bare
+        settings.compiled().greedy_only
         and settings.token_bias is None
-        and row.allowed is None
-        and not (row.blocked or row.want_top or row.guided)
+        and request.allowed is None
+        and not (request.blocked or request.num_top_tokens or request.uses_cfg)
     )
 
 
-def _scale(row: Row) -> float:
-    if row.settings.cfg_scale is None:
+def _cfg_scale(request: SamplingRequest) -> float:
+    if request.settings.cfg_scale is None:
         raise InputError("A guided row needs settings with a cfg_scale.")
-    return float(row.settings.cfg_scale)
+    return float(request.settings.cfg_scale)

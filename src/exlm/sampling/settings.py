@@ -19,19 +19,19 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, unheard_of
-from .editions import EDITIONS
-from .plan import Plan, check, make_plan
+from .params import CompiledSettings, check_settings, compile_settings
+from .version_stamps import VERSION_STAMPS
 
-PADDING = 32  # models pad their vocabularies; a bias made here is long enough for the padded one
+VOCAB_MULTIPLE = 32  # models pad their vocabularies; a bias made here is long enough for the padded one
 
-KEPT_BY_GREEDY_CLONE = (
+GREEDY_CLONE_FIELDS = (
     "token_repetition_penalty", "token_repetition_range", "token_repetition_decay", "token_frequency_penalty",
     "token_presence_penalty", "dry_allowed_length", "dry_base", "dry_multiplier", "dry_sequence_breakers",
     "dry_range", "dry_max_ngram", "xtc_probability", "xtc_threshold", "xtc_ignore_tokens",
 )  # fmt: skip
 
 
-class Pieces(Protocol):
+class PieceLookup(Protocol):
     """What settings ask of a tokenizer: how many ids there are, and which id a piece has."""
 
     def get_vocab_size(self) -> int:
@@ -99,15 +99,15 @@ class Settings:
     def __setattr__(self, name: str, value: object) -> None:
         """Set a field; it counts from the next token on."""
         if name not in self.__dataclass_fields__ and name not in self.__dict__:  # a subclass may have its own
-            unheard_of("Settings has no field", name, FIELDS, HARMLESS)
+            unheard_of("Settings has no field", name, SETTING_NAMES, IGNORED_FIELDS)
         self.__dict__[name] = value
-        self.__dict__["_plan"] = None
-        self.__dict__["_edition"] = EDITIONS.new()
+        self.__dict__["_compiled"] = None
+        self.__dict__["_version_stamp"] = VERSION_STAMPS.new_stamp()
 
     @property
-    def edition(self) -> object:
+    def version_stamp(self) -> object:
         """Another one whenever a field was assigned."""
-        return self.__dict__["_edition"]
+        return self.__dict__["_version_stamp"]
 
     @staticmethod
     def greedy(**kwargs: Any) -> Settings:
@@ -118,20 +118,20 @@ class Settings:
 
     def clone(self) -> Settings:
         """A copy whose fields may be changed without changing these."""
-        twin = copy.copy(self)
-        twin.post_sampling_hooks = list(self.post_sampling_hooks or ())
-        twin.ngram_history = deque(self.ngram_history)
-        twin.mirostat_mu = None if self.mirostat_mu is None else list(self.mirostat_mu)
-        return twin
+        cloned = copy.copy(self)
+        cloned.post_sampling_hooks = list(self.post_sampling_hooks or ())
+        cloned.ngram_history = deque(self.ngram_history)
+        cloned.mirostat_mu = None if self.mirostat_mu is None else list(self.mirostat_mu)
+        return cloned
 
     def greedy_clone(self) -> Settings:
         """Greedy settings with these penalties, DRY and XTC; without token bias and guidance. For drafts."""
-        kept = {name: getattr(self, name) for name in KEPT_BY_GREEDY_CLONE}
+        kept = {name: getattr(self, name) for name in GREEDY_CLONE_FIELDS}
         return Settings(top_k=1, top_p=0.0, **kept)
 
     def check(self) -> None:
         """Raise InputError, naming the field, for a value that cannot be meant."""
-        check(self)
+        check_settings(self)
         bias = self.token_bias
         if bias is not None and (not isinstance(bias, Tensor) or bias.dim() != 1):
             shape = tuple(bias.shape) if isinstance(bias, Tensor) else type(bias).__name__
@@ -145,63 +145,67 @@ class Settings:
         if not isinstance(hooks, Collection) or not all(map(callable, hooks)):
             raise InputError(f"post_sampling_hooks must be a list of functions, found {hooks!r:.80}.")
 
-    def plan(self) -> Plan:
+    def compiled(self) -> CompiledSettings:
         """What these settings amount to now; worked out again only after a field was assigned."""
-        found: Plan | None = self.__dict__["_plan"]
-        if found is None:
+        compiled: CompiledSettings | None = self.__dict__["_compiled"]
+        if compiled is None:
             self.check()
-            found = make_plan(self)
-            self.__dict__["_plan"] = found
-        return found
+            compiled = compile_settings(self)
+            self.__dict__["_compiled"] = compiled
+        return compiled
 
-    def disallow_tokens(self, tokenizer: Pieces, tokens: Iterable[int | str]) -> None:
+    def disallow_tokens(self, tokenizer: PieceLookup, tokens: Iterable[int | str]) -> None:
         """Never sample these tokens: ids, or pieces that are a single token."""
-        ids = _known_ids(tokenizer, tokens, "disallow_tokens")
-        bias = self._own_bias(tokenizer, 0.0)
+        ids = _resolve_ids(tokenizer, tokens, "disallow_tokens")
+        bias = self._bias_copy(tokenizer, 0.0)
         bias[ids] = -torch.inf
         self.token_bias = bias
 
-    def allow_tokens(self, tokenizer: Pieces, tokens: Iterable[int | str]) -> None:
+    def allow_tokens(self, tokenizer: PieceLookup, tokens: Iterable[int | str]) -> None:
         """Sample only these tokens; if there is a bias already, stop excluding them and change no others."""
-        ids = _known_ids(tokenizer, tokens, "allow_tokens")
-        bias = self._own_bias(tokenizer, -torch.inf)
+        ids = _resolve_ids(tokenizer, tokens, "allow_tokens")
+        bias = self._bias_copy(tokenizer, -torch.inf)
         bias[ids] = 0.0
         self.token_bias = bias
 
-    def _own_bias(self, tokenizer: Pieces, fill: float) -> Tensor:
+    def _bias_copy(self, tokenizer: PieceLookup, default: float) -> Tensor:
         """A bias to change: a copy, because clones share the one that is there."""
-        size, pieces = _size(tokenizer), tokenizer.get_vocab_size()
+        size, vocab_size = _vocab_size(tokenizer), tokenizer.get_vocab_size()
         if self.token_bias is not None:
-            if len(self.token_bias) < pieces:
-                raise InputError(f"token_bias has {len(self.token_bias)} entries, the vocabulary {pieces}.")
-            more = self.token_bias.new_zeros(max(0, size - len(self.token_bias)))
-            return torch.cat((self.token_bias, more))
-        return torch.full((-(-size // PADDING) * PADDING,), fill)
+            if len(self.token_bias) < vocab_size:
+                raise InputError(
+                    f"token_bias has {len(self.token_bias)} entries, the vocabulary {vocab_size}."
+                )
+            padding = self.token_bias.new_zeros(max(0, size - len(self.token_bias)))
+            return torch.cat((self.token_bias, padding))
+        return torch.full((-(-size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,), default)
 
 
-FIELDS = tuple(item.name for item in dataclasses.fields(Settings))
-HARMLESS = ("token_repetition_penalty_max",)  # the library before the archived one had it
+SETTING_NAMES = tuple(item.name for item in dataclasses.fields(Settings))
+IGNORED_FIELDS = ("token_repetition_penalty_max",)  # the library before the archived one had it
 
 
-def _size(tokenizer: Pieces) -> int:
+def _vocab_size(tokenizer: PieceLookup) -> int:
     """Ids that a model can give: its own, which may be more than the tokenizer has pieces for."""
-    own = getattr(getattr(tokenizer, "config", None), "vocab_size", None)
-    return max(tokenizer.get_vocab_size(), own or 0)
+    config_size = getattr(getattr(tokenizer, "config", None), "vocab_size", None)
+    return max(tokenizer.get_vocab_size(), config_size or 0)
 
 
-def _known_ids(tokenizer: Pieces, tokens: Iterable[int | str], call: str) -> list[int]:
-    ids, size = [], _size(tokenizer)
+def _resolve_ids(tokenizer: PieceLookup, tokens: Iterable[int | str], method_name: str) -> list[int]:
+    ids, size = [], _vocab_size(tokenizer)
     for token in tokens:
-        found: object = tokenizer.single_id(token) if isinstance(token, str) else token
-        if found is None and isinstance(token, str):
-            raise InputError(f"{call}: no single token is {token!r}; encode it and name its ids instead.")
-        if isinstance(found, bool) or not hasattr(found, "__index__"):
+        token_id: object = tokenizer.single_id(token) if isinstance(token, str) else token
+        if token_id is None and isinstance(token, str):
             raise InputError(
-                f"Incorrect type in {call} list: expected ids or strings, found {token!r} "
+                f"{method_name}: no single token is {token!r}; encode it and name its ids instead."
+            )
+        if isinstance(token_id, bool) or not hasattr(token_id, "__index__"):
+            raise InputError(
+                f"Incorrect type in {method_name} list: expected ids or strings, found {token!r} "
                 f"({type(token).__name__})."
             )
-        number = found.__index__()
+        number = token_id.__index__()
         if not 0 <= number < size:
-            raise InputError(f"{call}: the vocabulary has ids 0 to {size - 1}, found {number}.")
+            raise InputError(f"{method_name}: the vocabulary has ids 0 to {size - 1}, found {number}.")
         ids.append(number)
     return ids

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from .dry import DryIndex, DryRule
-from .editions import EDITIONS
-from .penalties import PenaltyHistory, PenaltyRule, Terms
-from .random import Uniforms, check_seed
+from .penalties import PenaltyRule, PenaltyTerms, PenaltyWindow
+from .rng import PhiloxStream, check_seed
 from .settings import Settings
+from .version_stamps import VERSION_STAMPS
 
-REMEMBERED = 256  # how many mirostat targets a rewind can go back
+MU_HISTORY_LENGTH = 256  # how many mirostat targets a rewind can go back
 
-Target = tuple[int, Tensor, int]
+MuRecord = tuple[int, Tensor, int]
 """A position, and the target that its token led to: a tensor (n,) and the place in it."""
 
 
@@ -34,19 +34,19 @@ class SamplerState:
         Of the settings only a `mirostat_mu` to start from is used.
         """
         self.seed = check_seed(seed)
-        self._seed_word = (self.seed + 2**63) % 2**64 - 2**63
+        self._signed_seed = (self.seed + 2**63) % 2**64 - 2**63
         self._history: list[int] = list(prompt_ids)
-        self.branch = 0
-        self.edition = EDITIONS.new()
+        self.rewind_count = 0
+        self.version_stamp = VERSION_STAMPS.new_stamp()
         """Another one whenever anything changed but by appended tokens, drawn numbers and moved targets."""
-        self.drawn = -1
+        self.last_drawn_position = -1
         """The last position that a random number was drawn for."""
-        self._uniforms = Uniforms(self.seed)
-        self._penalties: PenaltyHistory | None = None
-        self._dry: DryIndex | None = None
-        self.targets: list[Target] = []
+        self._random_numbers = PhiloxStream(self.seed)
+        self._penalty_window: PenaltyWindow | None = None
+        self._dry_index: DryIndex | None = None
+        self.mu_history: list[MuRecord] = []
         """Those that are remembered, ascending; always the same list, changed by the methods below alone."""
-        self._start = 0.0
+        self._initial_mu = 0.0
         if settings is not None and settings.mirostat_mu:
             self.mirostat_mu = settings.mirostat_mu[0]
 
@@ -62,7 +62,7 @@ class SamplerState:
         """The text grew by a token."""
         self._history.append(token)
 
-    def follow(self, ids: Sequence[int]) -> None:
+    def sync_history(self, ids: Sequence[int]) -> None:
         """Take over what was appended to the text since; a text that became shorter was rewound."""
         if len(ids) < len(self._history):
             self.truncate(len(ids))
@@ -74,89 +74,89 @@ class SamplerState:
 
         What is sampled next uses fresh random numbers: those of the rejected tokens are what got them chosen.
         """
-        if length <= self.drawn:
-            self.branch += 1
-            self.drawn = length - 1
-        self._forget_targets(length)
-        if self._penalties is not None:
-            self._penalties.truncate(self._history, length)
-        if self._dry is not None:
-            self._dry.truncate(length)
+        if length <= self.last_drawn_position:
+            self.rewind_count += 1
+            self.last_drawn_position = length - 1
+        self._drop_mus_from(length)
+        if self._penalty_window is not None:
+            self._penalty_window.truncate(self._history, length)
+        if self._dry_index is not None:
+            self._dry_index.truncate(length)
         del self._history[length:]
-        self.edition = EDITIONS.new()
+        self.version_stamp = VERSION_STAMPS.new_stamp()
 
     def uniform(self, position: int) -> float:
         """The random number in [0, 1) for the token at a position; asked again, the same one."""
-        if position > self.drawn:
-            self.drawn = position
-        return self._uniforms.at(position, self.branch)
+        if position > self.last_drawn_position:
+            self.last_drawn_position = position
+        return self._random_numbers.at(position, self.rewind_count)
 
-    def draws(self) -> tuple[int, int]:
+    def philox_words(self) -> tuple[int, int]:
         """What `uniform` is a function of besides the position, as signed 64-bit words: seed and branch.
 
         Whoever computes it elsewhere must say for which position: see `drawn`.
         """
-        return self._seed_word, self.branch
+        return self._signed_seed, self.rewind_count
 
-    def penalty_terms(self, rule: PenaltyRule) -> Terms:
+    def penalty_terms(self, rule: PenaltyRule) -> PenaltyTerms:
         """The tokens of the text that a penalty rule is about."""
-        if self._penalties is None:
-            self._penalties = PenaltyHistory()
-        return self._penalties.terms(self._history, rule)
+        if self._penalty_window is None:
+            self._penalty_window = PenaltyWindow()
+        return self._penalty_window.terms(self._history, rule)
 
-    def repeats(self, rule: DryRule, breakers: Collection[int], limit: int) -> dict[int, float]:
+    def dry_costs(self, rule: DryRule, breaker_ids: Collection[int], vocab_size: int) -> dict[int, float]:
         """What DRY takes off which tokens."""
-        if self._dry is None:
-            self._dry = DryIndex()
-        self._dry.extend(self._history[len(self._dry) :])
-        return self._dry.repeats(rule, breakers, limit)
+        if self._dry_index is None:
+            self._dry_index = DryIndex()
+        self._dry_index.extend(self._history[len(self._dry_index) :])
+        return self._dry_index.token_costs(rule, breaker_ids, vocab_size)
 
     @property
     def mirostat_mu(self) -> float | None:
         """Mirostat's target now; None before the first token."""
-        if self.targets:
-            _, targets, place = self.targets[-1]
-            return float(targets[place])
-        return self._start or None
+        if self.mu_history:
+            _, mus, index = self.mu_history[-1]
+            return float(mus[index])
+        return self._initial_mu or None
 
     @mirostat_mu.setter
-    def mirostat_mu(self, target: float | None) -> None:
-        self.targets.clear()
-        self._start = float(target or 0.0)
-        self.edition = EDITIONS.new()
+    def mirostat_mu(self, mu: float | None) -> None:
+        self.mu_history.clear()
+        self._initial_mu = float(mu or 0.0)
+        self.version_stamp = VERSION_STAMPS.new_stamp()
 
-    def first_target(self, tau: float) -> float:
+    def initial_mu(self, tau: float) -> float:
         """The target for the first token: 2 · tau unless settings said otherwise."""
-        return self._start or 2.0 * tau
+        return self._initial_mu or 2.0 * tau
 
-    def last_target(self, position: int) -> Target | None:
+    def mu_record_before(self, position: int) -> MuRecord | None:
         """The target for the token at a position, that of the last one before it; None at first.
 
         Between steps it stays on the device.
         """
-        for target in reversed(self.targets):
-            if target[0] < position:
-                return target
+        for record in reversed(self.mu_history):
+            if record[0] < position:
+                return record
         return None
 
-    def target(self, position: int, tau: float, device: torch.device) -> Tensor:
+    def mu_at(self, position: int, tau: float, device: torch.device) -> Tensor:
         """The target for the token at a position as a scalar."""
-        found = self.last_target(position)
-        if found is None:
-            return torch.full((), self.first_target(tau), dtype=torch.float64, device=device)
-        _, targets, place = found
-        return targets[place].to(device, non_blocking=True)
+        record = self.mu_record_before(position)
+        if record is None:
+            return torch.full((), self.initial_mu(tau), dtype=torch.float64, device=device)
+        _, mus, index = record
+        return mus[index].to(device, non_blocking=True)
 
-    def set_target(self, position: int, targets: Tensor, place: int) -> Target:
+    def record_mu(self, position: int, mus: Tensor, index: int) -> MuRecord:
         """Remember the target that the token at a position led to: one of some targets (n,)."""
-        known, target = self.targets, (position, targets, place)
-        if known and known[-1][0] >= position:
-            self._forget_targets(position)
-        known.append(target)
-        if len(known) > 2 * REMEMBERED:
-            del known[:REMEMBERED]
-        return target
+        records, record = self.mu_history, (position, mus, index)
+        if records and records[-1][0] >= position:
+            self._drop_mus_from(position)
+        records.append(record)
+        if len(records) > 2 * MU_HISTORY_LENGTH:
+            del records[:MU_HISTORY_LENGTH]
+        return record
 
-    def _forget_targets(self, position: int) -> None:
-        while self.targets and self.targets[-1][0] >= position:
-            self.targets.pop()
+    def _drop_mus_from(self, position: int) -> None:
+        while self.mu_history and self.mu_history[-1][0] >= position:
+            self.mu_history.pop()

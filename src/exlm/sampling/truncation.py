@@ -12,62 +12,70 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .candidates import SLACK, TFS_LEAST, Candidates, Params
+from .candidates import TFS_MIN_PROB, THRESHOLD_TOLERANCE, BatchParams, Candidates
 
 
-def top_p(c: Candidates, params: Params, active: Tensor | None) -> None:
+def top_p(c: Candidates, params: BatchParams, active: Tensor | None) -> None:
     """The smallest set of most probable tokens that reaches p together: the token that reaches it stays."""
-    c.order()
+    c.sort_descending()
     before = c.p.cumsum(-1) - c.p
-    c.keep(before < (params["top_p"] - SLACK).clamp_min(SLACK), active)
+    c.keep_and_renormalize(
+        before < (params["top_p"] - THRESHOLD_TOLERANCE).clamp_min(THRESHOLD_TOLERANCE), active
+    )
 
 
-def top_a(c: Candidates, params: Params, active: Tensor | None) -> None:
+def top_a(c: Candidates, params: BatchParams, active: Tensor | None) -> None:
     """Tokens with at least a times the square of the largest probability."""
     top = c.p.amax(-1, keepdim=True)
-    c.keep(c.p >= torch.minimum(params["top_a"] * top * top * (1.0 - SLACK), top), active)
+    c.keep_and_renormalize(
+        c.p >= torch.minimum(params["top_a"] * top * top * (1.0 - THRESHOLD_TOLERANCE), top), active
+    )
 
 
-def min_p(c: Candidates, params: Params, active: Tensor | None) -> None:
+def min_p(c: Candidates, params: BatchParams, active: Tensor | None) -> None:
     """Tokens with at least a given part of the largest probability."""
-    c.keep(c.p >= params["min_p"] * c.p.amax(-1, keepdim=True) * (1.0 - SLACK), active)
+    c.keep_and_renormalize(
+        c.p >= params["min_p"] * c.p.amax(-1, keepdim=True) * (1.0 - THRESHOLD_TOLERANCE), active
+    )
 
 
-def tfs(c: Candidates, params: Params, active: Tensor | None) -> None:
+def tfs(c: Candidates, params: BatchParams, active: Tensor | None) -> None:
     """Tokens before the tail, which begins where the curve of sorted probabilities has spent its curvature.
 
     Tokens below 1e-8 go in any case; with fewer than three left, or on a straight line, there is no tail.
     """
-    c.order()
-    p = torch.where(c.p >= TFS_LEAST, c.p, 0.0)
+    c.sort_descending()
+    p = torch.where(c.p >= TFS_MIN_PROB, c.p, 0.0)
     columns = torch.arange(p.shape[1], device=p.device)
     count = (p > 0).sum(-1, keepdim=True)
-    inside = columns[:-2] < count - 2
-    bends = torch.where(inside, (p[:, :-2] - 2.0 * p[:, 1:-1] + p[:, 2:]).abs(), 0.0)
-    total = bends.sum(-1, keepdim=True)
-    spent = inside & (bends.cumsum(-1) <= (params["tfs"] + SLACK) * total)
-    tail = torch.where(total > TFS_LEAST * SLACK, spent.sum(-1, keepdim=True) + 1, count)
-    c.keep((p > 0) & (columns < tail), active)
+    has_curvature = columns[:-2] < count - 2
+    curvature = torch.where(has_curvature, (p[:, :-2] - 2.0 * p[:, 1:-1] + p[:, 2:]).abs(), 0.0)
+    total = curvature.sum(-1, keepdim=True)
+    spent = has_curvature & (curvature.cumsum(-1) <= (params["tfs"] + THRESHOLD_TOLERANCE) * total)
+    tail_start = torch.where(
+        total > TFS_MIN_PROB * THRESHOLD_TOLERANCE, spent.sum(-1, keepdim=True) + 1, count
+    )
+    c.keep_and_renormalize((p > 0) & (columns < tail_start), active)
 
 
-def typical(c: Candidates, params: Params, active: Tensor | None) -> None:
+def typical(c: Candidates, params: BatchParams, active: Tensor | None) -> None:
     """Tokens whose surprise is nearest to what is expected, until they reach the given mass together."""
     surprise = -torch.where(c.p > 0, c.p, 1.0).log()
     expected = (c.p * surprise).sum(-1, keepdim=True)
-    away = torch.where(c.p > 0, (surprise - expected).abs(), torch.inf)
-    c.keep(_until(away, c.p, params["typical"]), active)
+    distance = torch.where(c.p > 0, (surprise - expected).abs(), torch.inf)
+    c.keep_and_renormalize(_mask_until_mass(distance, c.p, params["typical"]), active)
 
 
-def _until(keys: Tensor, p: Tensor, mass: Tensor) -> Tensor:
+def _mask_until_mass(keys: Tensor, p: Tensor, mass: Tensor) -> Tensor:
     """Which columns, taken in ascending order of their keys, it takes to reach a mass."""
     _, columns = torch.sort(keys, dim=-1, stable=True)
     sorted_p = p.gather(1, columns)
-    kept = sorted_p.cumsum(-1) - sorted_p < (mass - SLACK).clamp_min(SLACK)
+    kept = sorted_p.cumsum(-1) - sorted_p < (mass - THRESHOLD_TOLERANCE).clamp_min(THRESHOLD_TOLERANCE)
     return torch.zeros_like(kept).scatter_(1, columns, kept)
 
 
-Truncation = Callable[[Candidates, Params, Tensor | None], None]
-TRUNCATIONS: tuple[tuple[str, Truncation], ...] = (
+TruncationFn = Callable[[Candidates, BatchParams, Tensor | None], None]
+TRUNCATIONS: tuple[tuple[str, TruncationFn], ...] = (
     ("top_p", top_p),
     ("top_a", top_a),
     ("min_p", min_p),

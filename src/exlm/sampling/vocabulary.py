@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-BREAKERS = '.,!?<>[](){}"\n\t'
+DRY_BREAKER_CHARACTERS = '.,!?<>[](){}"\n\t'
 
 
-class TokenizerLike(Protocol):
+class SamplerTokenizer(Protocol):
     """What the sampler asks of a tokenizer."""
 
     @property
@@ -30,10 +30,10 @@ class TokenizerLike(Protocol):
         """By id, what a token adds to a text."""
 
 
-class Vocabulary:
+class SamplerVocabulary:
     """The ids of a model that are tokens, and those that end a repetition or are never excluded by XTC."""
 
-    def __init__(self, tokenizer: TokenizerLike | None = None, size: int | None = None) -> None:
+    def __init__(self, tokenizer: SamplerTokenizer | None = None, size: int | None = None) -> None:
         """Ids below `size`, or those the tokenizer knows; without both, every column of logits is a token."""
         self._tokenizer = tokenizer
         self.size = tokenizer.get_vocab_size() if size is None and tokenizer is not None else size
@@ -44,14 +44,14 @@ class Vocabulary:
         return columns if self.size is None else min(columns, self.size)
 
     @cached_property
-    def breakers(self) -> frozenset[int]:
+    def dry_breaker_ids(self) -> frozenset[int]:
         """Tokens with punctuation, brackets, quotes, line breaks or tabs, and all special tokens."""
-        return self._holding(BREAKERS)
+        return self._ids_containing(DRY_BREAKER_CHARACTERS)
 
     @cached_property
-    def unexcluded(self) -> frozenset[int]:
+    def xtc_exempt_ids(self) -> frozenset[int]:
         """Tokens with a line break, and all special tokens."""
-        return self._holding("\n")
+        return self._ids_containing("\n")
 
     def mask(self, ids: frozenset[int], width: int, device: torch.device) -> Tensor:
         """A set of ids as booleans (width,); kept, because the sets that come here stay the same."""
@@ -64,7 +64,7 @@ class Vocabulary:
             self._masks[key] = mask.to(device)
         return self._masks[key]
 
-    def _holding(self, characters: str) -> frozenset[int]:
+    def _ids_containing(self, characters: str) -> frozenset[int]:
         tokenizer: Any = self._tokenizer
         if tokenizer is None:
             return frozenset()

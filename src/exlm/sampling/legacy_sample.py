@@ -1,0 +1,251 @@
+"""The direct call: `Sampler.sample` with exllamav2's signature, for scripts that run their own loop.
+
+It goes through the same steps as a batch, one row after the other, and differs only in what such scripts
+rely on: they bring the random number, mirostat's target is kept in the settings, and filters are asked here.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ..errors import BadLogits, InputError
+from . import cfg as guidance
+from .candidates import THRESHOLD_TOLERANCE, batch_params
+from .deterministic_topk import block_maxima, stable_sort_descending
+from .draw import greedy_output, pad_top_tokens
+from .group_sampling import SamplingTask, final_candidates, make_task, update_mus
+from .legacy_filter_mask import SampleFilterMask
+from .legacy_order import gather_above_threshold, inverse_cdf, partial_quicksort
+from .logits_processors import apply_allowed, apply_edits, check_bias, compute_edits
+from .params import CompiledSettings
+from .request import FAILURE_MESSAGES, INFINITE_LOGITS, NAN_LOGITS, NO_TOKEN_ALLOWED, SamplingRequest
+from .rng import uniform
+from .settings import Settings
+from .state import SamplerState
+from .vocabulary import SamplerVocabulary
+
+MAX_SORTED_TOP_K = 500  # top-k left its candidates in order, up to here
+SORTING_STEPS = frozenset({"tfs", "typical", "mirostat", "skew"})
+
+
+@dataclass
+class _RowSample:
+    token: int
+    prob: float
+    top_tokens: Tensor | None
+    top_probs: Tensor | None
+    mu: float | None = None
+
+
+@dataclass(frozen=True)
+class _SampleCall:
+    """What is the same for all rows of one call."""
+
+    settings: Settings
+    vocabulary: SamplerVocabulary
+    filter_mask: SampleFilterMask
+    blocked_ids: Collection[int]
+    num_top: int
+
+    def sample_row(
+        self, x: Tensor, history: list[int], u: float, index: int, healing_ids: Collection[int] | None
+    ) -> _RowSample:
+        """A token for logits (vocab,) that follow a text; `prefix` are the ids that token healing allows."""
+        state = SamplerState(None, 0, history)
+        mus = self.settings.mirostat_mu
+        state.mirostat_mu = mus[index] if mus and index < len(mus) else None
+        row = SamplingRequest(self.settings, state, blocked=self.blocked_ids)
+        plan = self.settings.compiled()
+        if self.settings.token_bias is not None:
+            check_bias(self.settings.token_bias, len(x))
+        edits = compute_edits(row, plan, self.vocabulary, len(x))
+        x = x.float().clone().unsqueeze(0)
+        apply_edits(x, [edits])
+        self.filter_mask.apply(x[0])
+        if healing_ids is not None:
+            apply_allowed(x[0], healing_ids)
+        maxima = block_maxima(x)
+        _check_max_logit(float(maxima.amax()))
+        task = make_task(0, row, plan, edits, x.shape[1], x.device)
+        sampled = self._greedy(x) if plan.greedy else self._draw(x, maxima, task, u)
+        update_mus([task], torch.tensor([sampled.prob], dtype=torch.float64))
+        sampled.mu = state.mirostat_mu
+        return sampled
+
+    def _greedy(self, x: Tensor) -> _RowSample:
+        _, picked = greedy_output(x, self.num_top)
+        return _RowSample(int(picked.tokens), 1.0, picked.top_tokens, picked.top_probs)
+
+    def _draw(self, x: Tensor, maxima: Tensor, task: SamplingTask, u: float) -> _RowSample:
+        ((_, c),) = final_candidates(x, [task], self.vocabulary, maxima)
+        p = c.p if c.ids is None else torch.zeros_like(x, dtype=c.p.dtype).scatter_(1, c.ids, c.p)
+        sorted_p, ids = stable_sort_descending(p)
+        ordered_ids, weights = _exllamav2_order(x, p[0], ids[0], task.compiled, self.num_top)
+        position = inverse_cdf(weights, u**task.compiled.params.skew_power)
+        while p[0, ordered_ids[position]] == 0:
+            position -= 1
+        token = int(ordered_ids[position])
+        sampled = _RowSample(token, float(p[0, token]), None, None)
+        if self.num_top:
+            sampled.top_tokens, sampled.top_probs = pad_top_tokens(
+                ids[:, : self.num_top], sorted_p[:, : self.num_top], self.num_top
+            )
+        return sampled
+
+
+def _exllamav2_order(
+    x: Tensor, p: Tensor, sorted_ids: Tensor, plan: CompiledSettings, num_top: int
+) -> tuple[Tensor, Tensor]:
+    """The ids of the candidates as the old library walked along them, and how far each step went."""
+    if plan.steps & SORTING_STEPS or 0 < plan.top_k <= MAX_SORTED_TOP_K:
+        members = sorted_ids[: int((p > 0).sum())]
+        return members, p[members]
+    if plan.steps & {"top_a", "min_p"} and not plan.top_k and "top_p" not in plan.steps:
+        members, weights = _above_thresholds(x, p, plan)
+    else:
+        members = (
+            (p > 0).nonzero().squeeze(1) if plan.top_k or "top_p" in plan.steps else torch.arange(len(p))
+        )
+        weights = p[members]
+    if num_top:
+        order = torch.tensor(partial_quicksort(weights.float().tolist(), num_top))
+        members, weights = members[order], weights[order]
+    return members, weights
+
+
+def _above_thresholds(x: Tensor, p: Tensor, plan: CompiledSettings) -> tuple[Tensor, Tensor]:
+    """`_in_order` after top-a and min-p, with a candidate below the threshold if one was walked past."""
+    before = batch_params([plan], x.device).unnormalized_probs(x, x.amax(-1, keepdim=True))[0]
+    top = 1.0 / float(before.sum())
+    threshold = max(plan.params.top_a * top, plan.params.min_p) * (1.0 - THRESHOLD_TOLERANCE)
+    members, extra = gather_above_threshold(before >= threshold)
+    # What else happened to the candidates is a power of their ratios, or (XTC) spared such improbable ones.
+    best = before.argmax()
+    extra_weight = p[best] * before[extra] ** (1.0 / plan.params.final_temperature)
+    return torch.cat((members, extra)), torch.cat((p[members], extra_weight))
+
+
+_vocabulary_cache: WeakKeyDictionary[Any, SamplerVocabulary] = WeakKeyDictionary()
+
+
+def vocabulary_of(tokenizer: Any) -> SamplerVocabulary:
+    """What the sampler knows of a tokenizer, kept as long as the tokenizer is."""
+    if tokenizer is None:
+        return SamplerVocabulary()
+    try:
+        if tokenizer not in _vocabulary_cache:
+            _vocabulary_cache[tokenizer] = SamplerVocabulary(tokenizer)
+        return _vocabulary_cache[tokenizer]
+    except TypeError:  # an object that cannot be a weak key
+        return SamplerVocabulary(tokenizer)
+
+
+@torch.no_grad()
+def sample(
+    logits: Tensor,
+    settings: Settings,
+    sequence_ids: Tensor,
+    random: float,
+    tokenizer: Any,
+    prefix_token: Tensor | None = None,
+    return_top_tokens: int = 0,
+    blocked_tokens: Collection[int] | None = None,
+    filters: Sequence[Any] | None = None,
+    filter_prefer_eos: bool = False,
+    sync: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
+    """Pick a token for each row of logits (rows, 1, vocab) that follow sequence_ids (rows, n).
+
+    `random` in [0, 1) selects the first row's token; further rows derive theirs from it. `prefix_token`
+    (rows, 1) restricts each row to tokens that begin with that token's text. With `cfg_scale` two rows come
+    in and one goes out. Returns tokens (rows, 1), top tokens and their probabilities (rows, 1, k), on the
+    meta device if none are requested, the tokens' final probabilities (rows, 1), and whether a filter ended
+    the text; all on the CPU. `mirostat_mu` of the settings is read and written, a number for each row. `sync`
+    is accepted and has no effect.
+    """
+    x = _logits_rows(logits, settings, sequence_ids, random, prefix_token)
+    filters = (settings.filters if filters is None else filters) or ()
+    if filters and len(x) > 1:
+        raise InputError("Filters not implemented for batch size > 1.")
+    prefer_eos = bool(filters) and (filter_prefer_eos or settings.filter_prefer_eos)
+    vocabulary = vocabulary_of(tokenizer)
+    x = x[:, : vocabulary.width(x.shape[1])]
+    call = _SampleCall(
+        settings,
+        vocabulary,
+        SampleFilterMask(filters, tokenizer.eos_token_id if prefer_eos else None),
+        blocked_tokens or (),
+        min(return_top_tokens, x.shape[1]),
+    )
+    samples = []
+    for index, (row, history) in enumerate(zip(x, sequence_ids.tolist(), strict=False)):
+        u = random if index == 0 else uniform(_seed_from_float(random), index)
+        healing_ids = None
+        if prefix_token is not None:
+            healing_ids = tokenizer.get_prefix_id_to_ids_dict()[int(prefix_token[index, 0])]
+        samples.append(call.sample_row(row, history, u, index, healing_ids))
+    if settings.mirostat:
+        settings.mirostat_mu = [sampled.mu or 0.0 for sampled in samples]
+    ends_text = any(call.filter_mask.ends_text(sampled.token) for sampled in samples)
+    tokens = torch.tensor([[sampled.token] for sampled in samples])
+    return (
+        tokens,
+        *_stack_top_tokens(samples),
+        torch.tensor([[sampled.prob] for sampled in samples]),
+        ends_text,
+    )
+
+
+def _stack_top_tokens(picks: list[_RowSample]) -> tuple[Tensor, Tensor]:
+    tops = [
+        (p.top_tokens, p.top_probs) for p in picks if p.top_tokens is not None and p.top_probs is not None
+    ]
+    if not tops:
+        empty = (len(picks), 1, 0)
+        return torch.empty(empty, dtype=torch.long, device="meta"), torch.empty(empty, device="meta")
+    tokens, p = torch.stack([ids for ids, _ in tops]), torch.stack([p for _, p in tops])
+    return tokens, p.float()
+
+
+def _logits_rows(
+    logits: Tensor, settings: Settings, sequence_ids: Tensor, number: float, prefix_token: Tensor | None
+) -> Tensor:
+    """The rows of logits (rows, vocab) to pick from, mixed if they are guided."""
+    if logits.dim() != 3 or logits.shape[1] != 1:
+        raise InputError(
+            f"Logits tensor is incorrect shape, must be (bsz, 1, vocab_size): found {tuple(logits.shape)}."
+        )
+    if sequence_ids.dim() != 2 or len(sequence_ids) != len(logits):
+        raise InputError(
+            f"sequence_ids must be ({len(logits)}, n), like the logits, found {tuple(sequence_ids.shape)}."
+        )
+    if prefix_token is not None and len(prefix_token) != len(logits):
+        raise InputError("Prefix token list doesn't match batch shape.")
+    if not 0.0 <= number <= 1.0:
+        raise InputError(f"random must be from 0 to 1, found {number!r}.")
+    x = logits[:, 0].float().cpu()
+    if settings.cfg_scale is None:
+        return x
+    if len(x) != 2:
+        raise InputError(f"CFG requires logits to be bsz 2, found {len(x)}.")
+    return guidance.mix_logits(x[:1], x[1:], torch.tensor([[float(settings.cfg_scale)]]))
+
+
+def _check_max_logit(logit: float) -> None:
+    if not math.isfinite(logit):
+        code = NAN_LOGITS if math.isnan(logit) else INFINITE_LOGITS if logit > 0 else NO_TOKEN_ALLOWED
+        raise BadLogits(FAILURE_MESSAGES[code])
+
+
+def _seed_from_float(number: float) -> int:
+    """The bits of a float, as a seed for the rows that derive their number from it."""
+    (bits,) = struct.unpack("<Q", struct.pack("<d", number))
+    return int(bits)

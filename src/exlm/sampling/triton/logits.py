@@ -1,0 +1,212 @@
+"""What happens to logits before they become probabilities, for a span of one row in one program.
+
+What is right is defined by `edits.py`. A row is copied and the copy changed; penalties are read from a list
+of the text's tokens that stays on the device and is told only what changed. A program touches the logits and
+the counts of its own columns alone, so none has to wait for another. Last it looks for the maximum of each
+run of columns, from which `pick.py` goes on.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .. import logits_processors as edits
+from ..kernel_params import HEADER_OFFSETS, HEADER_WORDS, TABLE_COLUMNS, TABLE_WIDTH
+from .dry import apply_dry
+from .topk import VOCAB_BLOCK, load_logits, masked_keys
+
+HEADER_STRIDE, TABLE_STRIDE = tl.constexpr(HEADER_WORDS), tl.constexpr(TABLE_WIDTH)
+AT_COUNTS, AT_NEW_COUNTS, AT_DECAY, AT_BLOCKED = (
+    tl.constexpr(HEADER_OFFSETS[name]) for name in ("token_counts", "new_counts", "decaying", "blocked")
+)
+AT_BIAS, AT_ALLOWED = tl.constexpr(HEADER_OFFSETS["bias"]), tl.constexpr(HEADER_OFFSETS["allowed"])
+PENALTY_COLUMN = tl.constexpr(TABLE_COLUMNS["repetition"])
+BLOCKED_LOGIT = tl.constexpr(edits.BLOCKED_LOGIT)
+LIST_TILE = tl.constexpr(1024)  # entries of a list that are worked on at a time
+
+
+@triton.jit
+def store_token_counts(words, token_counts, start, count):
+    """Write a new list of (token, count). Every program of a row does, the same."""
+    for first in range(0, 2 * count, LIST_TILE):
+        i = first + tl.arange(0, LIST_TILE)
+        tl.store(
+            token_counts + i, tl.load(words + start + i, mask=i < 2 * count).to(tl.int32), mask=i < 2 * count
+        )
+    tl.debug_barrier()
+
+
+@triton.jit
+def update_token_count(token_counts, size, token, change):
+    """Change how often a token is listed; one that is not there gets the last entry."""
+    missing = tl.full([], 1, tl.int32)
+    for first in range(0, size, LIST_TILE):
+        i = first + tl.arange(0, LIST_TILE)
+        here = tl.load(token_counts + i * 2, mask=i < size, other=-1) == token
+        counts = tl.load(token_counts + i * 2 + 1, mask=here, other=0)
+        tl.store(token_counts + i * 2 + 1, counts + change, mask=here)
+        missing -= tl.max(here.to(tl.int32))
+    if missing > 0:
+        tl.store(token_counts + size * 2 - 2, token.to(tl.int32))
+        tl.store(token_counts + size * 2 - 1, change)
+    tl.debug_barrier()
+
+
+@triton.jit
+def apply_penalty(x, y, low, high, tokens, counts, strengths, rates):
+    """Write the penalised logits of those tokens that are between two columns and occur."""
+    inside = (tokens >= low) & (tokens < high) & (counts > 0)
+    old = tl.load(x + tokens, mask=inside, other=0.0).to(tl.float32)
+    repetition = tl.load(rates).to(tl.float32)
+    frequency, presence = tl.load(rates + 1).to(tl.float32), tl.load(rates + 2).to(tl.float32)
+    factor = 1.0 + (repetition - 1.0) * strengths
+    factor = tl.where(strengths == 1.0, repetition, factor)
+    new = tl.where(old > 0, tl.div_rn(old, factor), old * factor)
+    tl.store(y + tokens, new - (frequency * counts + presence * strengths), mask=inside)
+
+
+@triton.jit
+def apply_penalties(x, y, low, high, header, words, rates):
+    """Penalise the tokens listed on the device, after what became of the list, and those that fade."""
+    token_counts, size = (
+        tl.load(header + AT_COUNTS).to(tl.pointer_type(tl.int32)),
+        tl.load(header + AT_COUNTS + 1),
+    )
+    store_token_counts(
+        words, token_counts, tl.load(header + AT_NEW_COUNTS), tl.load(header + AT_NEW_COUNTS + 1)
+    )
+    entered, left = tl.load(header + AT_COUNTS + 2), tl.load(header + AT_COUNTS + 3)
+    if (size > 0) & (entered >= low) & (entered < high):
+        update_token_count(token_counts, size, entered, 1)
+    if (size > 0) & (left >= low) & (left < high):
+        update_token_count(token_counts, size, left, -1)
+    for first in range(0, size, LIST_TILE):
+        i = first + tl.arange(0, LIST_TILE)
+        tokens = tl.load(token_counts + i * 2, mask=i < size, other=-1)
+        counts = tl.load(token_counts + i * 2 + 1, mask=i < size, other=0).to(tl.float32)
+        apply_penalty(x, y, low, high, tokens, counts, tl.full([LIST_TILE], 1.0, tl.float32), rates)
+    decaying, count = words + tl.load(header + AT_DECAY), tl.load(header + AT_DECAY + 1)
+    for first in range(0, count, LIST_TILE):
+        i = first + tl.arange(0, LIST_TILE)
+        tokens = tl.load(decaying + i, mask=i < count, other=-1)
+        counts, strengths = (
+            load_float64_bits(decaying + count, i, count),
+            load_float64_bits(decaying + 2 * count, i, count),
+        )
+        apply_penalty(x, y, low, high, tokens, counts, strengths, rates)
+    tl.debug_barrier()
+
+
+@triton.jit
+def load_float64_bits(words, i, count):
+    """Words that are the bits of float64 numbers."""
+    bits = tl.load(words + i, mask=i < count, other=0)
+    return bits.to(tl.float64, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def apply_blocked(y, low, high, tokens, count):
+    """Leave some tokens for when there is nothing else."""
+    for first in range(0, count, LIST_TILE):
+        i = first + tl.arange(0, LIST_TILE)
+        token = tl.load(tokens + i, mask=i < count, other=-1)
+        tl.store(
+            y + token, tl.full([LIST_TILE], BLOCKED_LOGIT, tl.float32), mask=(token >= low) & (token < high)
+        )
+    tl.debug_barrier()
+
+
+@triton.jit
+def prefetch_logits(x, columns, width, end):
+    """Some columns that are needed next, unless they lie beyond the end of a span."""
+    return tl.load(x + columns, mask=(columns < width) & (columns < end), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def copy_logits(x, y, low, end, width, TILE: tl.constexpr):
+    """Copy the logits of a span."""
+    columns = tl.arange(0, TILE)
+    v = prefetch_logits(x, low + columns, width, end)
+    for start in range(low, end, TILE):
+        ahead = prefetch_logits(x, start + TILE + columns, width, end)
+        tl.store(y + start + columns, v, mask=start + columns < width)
+        v = ahead
+    tl.debug_barrier()
+
+
+@triton.jit
+def apply_bias(y, low, end, width, address, TILE: tl.constexpr):
+    """Add a number to every logit."""
+    if address != 0:
+        added = address.to(tl.pointer_type(tl.float32))
+        for start in range(low, end, TILE):
+            columns = start + tl.arange(0, TILE)
+            v = load_logits(y, columns, width) + load_logits(added, columns, width)
+            tl.store(y + columns, v, mask=columns < width)
+        tl.debug_barrier()
+
+
+@triton.jit
+def apply_allowed_mask(y, low, end, width, words, at, TILE: tl.constexpr):
+    """Exclude what a mask of bits does not allow."""
+    if at != 0:
+        for start in range(low, end, TILE):
+            columns = start + tl.arange(0, TILE)
+            inside = columns < width
+            bits = tl.load(words + at + columns // 64, mask=inside, other=0) >> (columns % 64).to(tl.int64)
+            tl.store(y + columns, tl.full([TILE], float("-inf"), tl.float32), mask=inside & ((bits & 1) == 0))
+        tl.debug_barrier()
+
+
+@triton.jit
+def store_block_maxima(x, maxima, low, end, width, TILE: tl.constexpr):
+    """Store the key of the maximum of every run of a span."""
+    blocks = tl.arange(0, TILE // VOCAB_BLOCK)
+    columns = blocks[:, None] * VOCAB_BLOCK + tl.arange(0, VOCAB_BLOCK)[None, :]
+    v = prefetch_logits(x, low + columns, width, end)
+    for start in range(low, end, TILE):
+        ahead = prefetch_logits(x, start + TILE + columns, width, end)
+        tl.store(maxima + start // VOCAB_BLOCK + blocks, tl.max(masked_keys(v, start + columns, width), 1))
+        v = ahead
+
+
+@triton.jit(do_not_specialize=["blocks_per_row", "tiles_per_program"])
+def edit_logits_kernel(
+    x,
+    table,
+    words,
+    stride,
+    y,
+    maxima,
+    counts,
+    blocks_per_row,
+    tiles_per_program,
+    width,
+    TILE: tl.constexpr,
+    EDIT: tl.constexpr,
+    DRY: tl.constexpr,
+):
+    """Change a span of tiles of a row, in a copy, if any row's logits are EDITED; then look for the maxima.
+
+    The changes come in the order in which the steps are defined. Texts are SEARCHED if any row uses DRY.
+    """
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * tiles_per_program
+    low, end = first * TILE, tl.minimum(first + tiles_per_program, tl.cdiv(width, TILE)) * TILE
+    high = tl.minimum(end, width)
+    header = words + row * HEADER_STRIDE
+    x += tl.load(header) * stride
+    maxima += row * blocks_per_row
+    if EDIT:
+        y += row * width
+        params = table + row * TABLE_STRIDE
+        copy_logits(x, y, low, end, width, TILE)
+        apply_penalties(x, y, low, high, header, words, params + PENALTY_COLUMN)
+        apply_blocked(y, low, high, words + tl.load(header + AT_BLOCKED), tl.load(header + AT_BLOCKED + 1))
+        apply_bias(y, low, end, width, tl.load(header + AT_BIAS), TILE)
+        if DRY:
+            apply_dry(y, counts + row * width, low, high, width, header, params, LIST_TILE)
+        apply_allowed_mask(y, low, end, width, words, tl.load(header + AT_ALLOWED), TILE)
+        store_block_maxima(y, maxima, low, end, width, TILE)
+    else:
+        store_block_maxima(x, maxima, low, end, width, TILE)

@@ -1,0 +1,177 @@
+"""Kernels that the driver launches get the arguments that Triton would have given them, or Triton does it."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from exlm.errors import KernelError
+from exlm.sampling.output_buffers import (
+    ALIGN_ELEMENTS,
+    BUFFERS_PER_BLOCK,
+    HostTokens,
+    MuBufferPool,
+    OutputBufferPool,
+)
+from exlm.sampling.triton_launch import (
+    CUDA_ERROR_INVALID_CONTEXT,
+    DriverLaunch,
+    KernelLaunch,
+    TritonKernel,
+    make_driver_kernel,
+    param_layout,
+)
+
+TYPES = {"x": "*fp32", "other": "*i64", "stride": "i32", "much": "i64", "few": "i32", "TILE": "constexpr"}
+PARAM_FORMAT = "QQiqiQQ"
+METADATA = {
+    "num_warps": 4, "num_ctas": 1, "shared": 256, "launch_cooperative_grid": False, "launch_pdl": False,
+    "global_scratch_size": 0, "profile_scratch_size": 0,
+}  # fmt: skip
+
+
+class FakeDriver:
+    """A driver that describes one function and keeps what it is asked to launch."""
+
+    def __init__(self, kinds: str = PARAM_FORMAT, error: int = 0) -> None:
+        self.described, self.error = param_layout(kinds), error
+        self.launched: list[tuple[Any, ...]] = []
+
+    def cuFuncGetParamInfo(self, function: int, i: int, offset: Any, size: Any) -> int:
+        if i >= len(self.described):
+            return 1
+        offset._obj.value, size._obj.value = self.described[i]
+        return 0
+
+    def cuLaunchKernel(self, *args: Any) -> int:
+        *given, places, extra = args
+        *shape, stream = [part.value for part in given]
+        kinds: list[Any] = [
+            ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32, ctypes.c_int64, ctypes.c_int32,
+            ctypes.c_uint64, ctypes.c_uint64,
+        ]  # fmt: skip
+        values = [kind.from_address(place).value for kind, place in zip(kinds, places, strict=True)]
+        self.launched.append((*shape, stream or 0, extra, values))
+        return self.error
+
+
+def compiled_kernel(types: dict[str, str] = TYPES, **changes: Any) -> Any:
+    metadata = SimpleNamespace(**(METADATA | changes))
+    return SimpleNamespace(
+        src=SimpleNamespace(signature=types), metadata=metadata, function=77, name="a_kernel"
+    )
+
+
+def driver_launcher(compiled: Any, driver: Any) -> Any:
+    """What can be called like a kernel, as the driver launches it."""
+    form = make_driver_kernel(compiled, driver, 2)
+    if form is None:
+        return None
+    return lambda grid, *args: DriverLaunch(driver, form, args, 2, grid, 5).launch(
+        args[0].data_ptr(), args[1].data_ptr()
+    )
+
+
+def test_arguments_are_packed_at_the_drivers_offsets() -> None:
+    driver, x, other = FakeDriver(), torch.zeros(4), torch.zeros(2, dtype=torch.int64)
+    ready = driver_launcher(compiled_kernel(), driver)
+    for much in (-(2**40), 3):
+        ready((5, 2, 1), x, other, -7, much, 9, 1024)
+        values = [x.data_ptr(), other.data_ptr(), -7, much, 9, 0, 0]
+        assert driver.launched[-1] == (77, 5, 2, 1, 128, 1, 1, 256, 5, None, values)
+
+
+def test_addresses_are_repacked_for_each_launch() -> None:
+    driver, x, other = FakeDriver(), torch.zeros(4), torch.zeros(2, dtype=torch.int64)
+    form = make_driver_kernel(compiled_kernel(), driver, 2)
+    assert form is not None
+    direct = DriverLaunch(driver, form, (x, other, 1, 2, 3, 64), 2, (1, 1, 1), 0)
+    for addresses in ((2**63 + 5, 16), (32, 48)):
+        direct.launch(*addresses)
+        assert driver.launched[-1][-1] == [*addresses, 1, 2, 3, 0, 0]
+
+
+def test_an_unsupported_kernel_is_left_to_triton() -> None:
+    assert make_driver_kernel(compiled_kernel(), FakeDriver(), 2) is not None
+    assert make_driver_kernel(compiled_kernel(), None, 2) is None
+    assert make_driver_kernel(compiled_kernel(), FakeDriver(PARAM_FORMAT[:-1]), 2) is None
+    assert make_driver_kernel(compiled_kernel(), FakeDriver("QQqqiQQ"), 2) is None
+    assert make_driver_kernel(compiled_kernel(), FakeDriver(), 3) is None
+    assert make_driver_kernel(compiled_kernel(TYPES | {"few": "fp32"}), FakeDriver(), 2) is None
+    for change in ({"num_ctas": 2}, {"launch_pdl": True}, {"global_scratch_size": 8}):
+        assert make_driver_kernel(compiled_kernel(**change), FakeDriver(), 2) is None
+    assert make_driver_kernel(object(), FakeDriver(), 2) is None
+
+
+def test_a_failed_launch_is_an_error() -> None:
+    ready = driver_launcher(compiled_kernel(), FakeDriver(error=700))
+    with pytest.raises(KernelError, match=r"a_kernel.*700"):
+        ready((1, 1, 1), torch.zeros(1), torch.zeros(1), 1, 2, 3, 4)
+
+
+def test_a_thread_without_a_cuda_context_creates_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, entered = FakeDriver(error=CUDA_ERROR_INVALID_CONTEXT), list[int]()
+
+    def enter() -> None:
+        entered.append(1)
+        driver.error = 0
+
+    monkeypatch.setattr("exlm.sampling.triton_launch.init_cuda_context", enter)
+    ready, x = driver_launcher(compiled_kernel(), driver), torch.zeros(1)
+    for _ in range(2):
+        ready((1, 1, 1), x, x, 1, 2, 3, 4)
+    assert entered == [1]
+    assert len(driver.launched) == 3
+
+
+def test_once_compiled_the_driver_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, times = FakeDriver(), list[int]()
+
+    def compile_and_launch(*args: Any, **options: Any) -> Any:
+        times.append(1)
+        return compiled_kernel()
+
+    monkeypatch.setattr("exlm.sampling.triton_launch.cuda_driver", lambda: driver)
+    kernel = TritonKernel({(2, 1, 1): compile_and_launch, (3, 1, 1): compile_and_launch}, 2)
+    x, others = torch.zeros(8), [torch.zeros(2) for _ in range(3)]
+    for much, rows in ((5, 2), (6, 3)):  # what it was compiled to serves other grids, too
+        launch = KernelLaunch(kernel, (rows, 1, 1), (much, 1), (64,))
+        for other in others:
+            launch(x, 8, (other,), (other.data_ptr(),))
+    assert len(times) == 1
+    found = [(rows, values[1], values[3]) for _, rows, *_, values in driver.launched]
+    expected = [(2, other.data_ptr(), 5) for other in others[1:]]
+    assert found == expected + [(3, other.data_ptr(), 6) for other in others]
+
+
+@pytest.mark.parametrize("count", [1, 3, ALIGN_ELEMENTS, ALIGN_ELEMENTS + 1])
+def test_output_buffers_are_aligned_and_not_shared(count: int) -> None:
+    with torch.inference_mode():
+        sheets = OutputBufferPool(count, torch.device("cpu"), None)
+        found = [sheets.next() for _ in range(2 * BUFFERS_PER_BLOCK + 1)]
+        targets = MuBufferPool(count, torch.device("cpu"))
+        tensors = [tensor for sheet in found for tensor in sheet[:3]] + [targets.next() for _ in found]
+    for i, tensor in enumerate(tensors):
+        assert tensor.shape == (count,)
+        assert tensor.is_contiguous()
+        assert tensor.data_ptr() % 16 == 0
+        tensor.fill_(i)
+    assert [set(tensor.tolist()) for tensor in tensors] == [{i} for i in range(len(tensors))]
+    for i, sheet in enumerate(found):
+        assert sheet.addresses == tuple(tensor.data_ptr() for tensor in sheet[:3])
+        assert set(sheet.host_tokens.tolist()) == {3 * i + 2}
+
+
+def test_host_tokens_wait_for_the_event() -> None:
+    numbers = np.zeros(2, np.int64)
+
+    class Event:
+        def synchronize(self) -> None:
+            numbers[:] = 7
+
+    assert HostTokens(numbers, Event()).tolist() == [7, 7]
