@@ -23,22 +23,22 @@ from rich.console import Console
 from rich.table import Table
 
 from exlm import spec
-from exlm.cache.coded import CodedLayer, Rotated
-from exlm.cache.dense import DenseLayer
-from exlm.cache.layer import PAGE, Layer, LayerShape
 from exlm.kernels.artifact_cache import ArtifactCache
 from exlm.kernels.backend import Attend
 from exlm.kernels.cuda import attention as cuda
 from exlm.kernels.cuda.program import Workshop, compiled
 from exlm.kernels.reference import ReferenceBackend
 from exlm.kernels.triton import TritonBackend
+from exlm.kvcache.dense import DenseLayer
+from exlm.kvcache.layer import PAGE_SIZE, CacheLayer, LayerShape
+from exlm.kvcache.quantized_layer import HadamardQuantizer, QuantizedLayer
 from exlm.nn import Batch
 
 from .gpu import copy_speed, replayed
 
 HEAD = 128
 SHAPES = {"Llama-2-7B": (32, 32), "Llama-3-8B": (32, 8)}
-CODERS = {"Q8": Rotated(8), "Q4": Rotated(4)}
+CODERS = {"Q8": HadamardQuantizer(8), "Q4": HadamardQuantizer(4)}
 CACHES = ("FP16", *CODERS)
 L2 = 256 << 20
 """Bytes of keys and values a replay must pass to miss every processor's cache."""
@@ -58,17 +58,17 @@ class Step(NamedTuple):
     """The new heads of a batch, a cache for each of a few layers, and where the rows stand."""
 
     heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    layers: list[Layer]
+    layers: list[CacheLayer]
     where: Batch
 
 
-def layer(cache: str, pages: int, kv_heads: int, device: torch.device) -> Layer:
+def layer(cache: str, pages: int, kv_heads: int, device: torch.device) -> CacheLayer:
     """A cache layer full of random numbers."""
     if cache == "FP16":
-        made: Layer = DenseLayer(pages, PAGE, kv_heads, HEAD, torch.float16, device)
+        made: CacheLayer = DenseLayer(pages, PAGE_SIZE, kv_heads, HEAD, torch.float16, device)
     else:
         coder = CODERS[cache]
-        made = CodedLayer(pages, PAGE, LayerShape(kv_heads, HEAD), coder, coder, device)
+        made = QuantizedLayer(pages, PAGE_SIZE, LayerShape(kv_heads, HEAD), coder, coder, device)
     for tensor in made.tensors:
         if tensor.dtype is torch.uint8:
             tensor.random_(0, 256)
@@ -80,14 +80,14 @@ def layer(cache: str, pages: int, kv_heads: int, device: torch.device) -> Layer:
 def prepare(cache: str, heads: tuple[int, int], rows: int, past: int, tokens: int, layers: int = 32) -> Step:
     """Rows of `past` stored tokens in shuffled pages, and new tokens for them."""
     device = torch.device("cuda")
-    width = -(-(past + tokens) // PAGE)
+    width = -(-(past + tokens) // PAGE_SIZE)
     one = layer(cache, rows * width, heads[1], device)
     size = sum(tensor.nbytes for tensor in one.tensors)
     more = min(layers - 1, L2 // size)
     before = torch.full((rows,), past, device=device)
     positions = before[:, None] + torch.arange(tokens, device=device)
     pages = torch.randperm(rows * width, device=device).view(rows, width)
-    where = Batch(positions, positions, before, pages, past + tokens, even=True)
+    where = Batch(positions, positions, before, pages, past + tokens, uniform=True)
     q, k, v = (
         torch.randn(rows, tokens, n, HEAD, dtype=torch.float16, device=device) for n in (*heads, heads[1])
     )
@@ -142,8 +142,8 @@ def time_of(step: Step, attend: Attend) -> float:
 def share(step: Step, took: float, speed: float) -> float:
     """Of the copy bandwidth, in bytes for each microsecond."""
     stored = sum(t.nbytes for t in step.layers[0].tensors)
-    past = step.where.longest - step.heads[0].shape[1]
-    return stored * past / (step.where.pages.shape[1] * PAGE) / took / speed
+    past = step.where.max_kv_len - step.heads[0].shape[1]
+    return stored * past / (step.where.pages.shape[1] * PAGE_SIZE) / took / speed
 
 
 def decoding(kernels: Kernels, rows: list[int], pasts: list[int], speed: float) -> Iterator[Table]:

@@ -10,18 +10,9 @@ from .lazy import lazy_exports
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from .cache import (
-        CACHES,
-        Cache,
-        CacheBase,
-        CacheFP8,
-        CacheFP16,
-        CacheQ4,
-        CacheQ6,
-        CacheQ8,
-    )
     from .config import Config
     from .constrained import Filter, GrammarFilter, JsonSchemaFilter, PrefixFilter, RegexFilter, SelectFilter
+    from .convert.api import convert_model
     from .errors import (
         BadFile,
         BadLogits,
@@ -57,6 +48,7 @@ if TYPE_CHECKING:
         StreamingResult,
     )
     from .hub import find_model
+    from .kvcache import CACHES, Cache, CacheBase, CacheFP8, CacheFP16, CacheQ4, CacheQ6, CacheQ8
     from .llm import (
         LLM,
         Completion,
@@ -68,7 +60,6 @@ if TYPE_CHECKING:
         Model,
         Summary,
     )
-    from .model.convert import convert_model
     from .multimodal import EMBEDDING_INDEX, MMEmbedding
     from .quantize import (
         Quality,
@@ -87,7 +78,7 @@ if TYPE_CHECKING:
 # The same names as above, by submodule; tests/contract/test_public_names.py compares the two.
 _EXPORTS = {
     "lora": ("Lora",),
-    "cache": ("CACHES", "Cache", "CacheBase", "CacheFP8", "CacheFP16", "CacheQ4", "CacheQ6", "CacheQ8"),
+    "kvcache": ("CACHES", "Cache", "CacheBase", "CacheFP8", "CacheFP16", "CacheQ4", "CacheQ6", "CacheQ8"),
     "config": ("Config",),
     "errors": (
         "BadFile",
@@ -134,7 +125,7 @@ _EXPORTS = {
     "hub": ("find_model",),
     "llm": ("LLM", "Completion", "Stream"),
     "model": ("MatrixSummary", "Model", "Summary"),
-    "model.convert": ("convert_model",),
+    "convert.api": ("convert_model",),
     "quantize": ("Quality", "evaluate_model", "quantize_model", "validate_exl2", "write_report"),
     "sampling": ("PostSamplingResult", "Sampler", "Settings"),
     "tokenizer": ("Tokenizer",),

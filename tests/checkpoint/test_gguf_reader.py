@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from exlm import spec
-from exlm.cache import Passing
 from exlm.checkpoint import Checkpoint
 from exlm.checkpoint.gguf_reader import GgufCheckpoint
 from exlm.errors import BadFile, BadTensor, MissingTensor
@@ -21,7 +20,8 @@ from exlm.families import Hyper, describe
 from exlm.families.gguf import config_from_metadata
 from exlm.formats import DenseWeight, PackedWeight
 from exlm.kernels.select import choose
-from exlm.model.build import Builder
+from exlm.kvcache import NoCache
+from exlm.model.builder import Builder
 from exlm.model.decoder import Decoder
 from exlm.nn.batch import Batch
 from exlm.spec.roles import matrices
@@ -152,8 +152,8 @@ def _answer(model: spec.Model, decoder: Decoder, ids: torch.Tensor) -> torch.Ten
     """Logits of rows without a past."""
     rows, tokens = ids.shape
     none = torch.zeros(rows, 1, dtype=torch.long)
-    batch = Batch(ids, torch.arange(tokens).expand(rows, tokens), none[:, 0], none, tokens, even=True)
-    logits, _ = decoder.forward(batch, [Passing()] * len(model.layers))
+    batch = Batch(ids, torch.arange(tokens).expand(rows, tokens), none[:, 0], none, tokens, uniform=True)
+    logits, _ = decoder.forward(batch, [NoCache()] * len(model.layers))
     assert logits is not None
     return logits
 

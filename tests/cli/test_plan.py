@@ -69,7 +69,7 @@ def test_a_plan_is_monotone_and_nothing_is_loaded(folder: Path) -> None:
     small = model.plan(4096, 1, CacheQ4, memory=[1, 1])
     assert plain.fits
     assert small.largest > 2 * plain.largest > 0
-    assert plain.devices[0].cache == sum(Cache(Half(), max_seq_len=4096, lazy=True).sizes())
+    assert plain.devices[0].cache == sum(Cache(Half(), max_seq_len=4096, lazy=True).layer_bytes())
     assert model.plan(4096, memory=[1], reserve_vram=1 << 29).largest < model.plan(4096, memory=[1]).largest
     assert not model.loaded
 
@@ -78,12 +78,12 @@ class Half:
     """The same model in sixteen bits, as a cache sees it."""
 
     cache_devices = None
-    cache_length = 512
-    cache_mirror = None
+    cache_max_seq_len = 512
+    cache_replicator = None
 
     def __init__(self) -> None:
         import torch
 
-        from exlm.cache import LayerShape
+        from exlm.kvcache import LayerShape
 
         self.cache_dtype, self.cache_shapes = torch.float16, [LayerShape(2, 32)] * 4

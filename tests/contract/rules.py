@@ -15,16 +15,17 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path, PurePosixPath
 
 PUBLIC = "exlm"  # the package itself: what `from exlm import …` reads
-BASE = frozenset({"errors", "lazy", "memory", "version"})  # every package inside may import these
+BASE = frozenset({"atomic_dir", "errors", "lazy", "memory", "version"})  # what every package may import
 LEVELS = (  # lowest first; a package imports only from lower levels, and of those only what MAY_IMPORT grants
     ("spec", "settings"),
     ("families", "formats", "sampling", "text"),
     ("kernels", "constrained"),
-    ("cache", "checkpoint"),
+    ("kvcache", "checkpoint"),
     ("nn",),
     ("parallel", "lora", "multimodal", "config", "tokenizer", "hub"),
     ("model",),
-    ("generator", "quantize"),
+    ("generator", "convert"),
+    ("quantize",),
     ("llm",),
 )
 
@@ -36,6 +37,7 @@ def _below(level: int) -> frozenset[str]:
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "lazy": frozenset(),
+    "atomic_dir": frozenset({"errors"}),
     "memory": frozenset({"errors"}),
     "version": frozenset(),
     "spec": BASE,
@@ -47,21 +49,22 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "testing": BASE | {"text"},
     "kernels": BASE | {"formats", "spec", "settings"},
     "constrained": BASE | {"text"},
-    "cache": BASE | {"kernels", "spec"},
+    "kvcache": BASE | {"kernels", "spec"},
     "checkpoint": BASE | {"formats", "spec"},
-    "nn": BASE | {"spec", "kernels", "cache"},
+    "nn": BASE | {"spec", "kernels", "kvcache"},
     **dict.fromkeys(LEVELS[5], BASE | _below(5)),
     "hub": BASE | {"settings"},
     "model": BASE | _below(6),
     "generator": BASE | {"text", "sampling", "constrained"},
-    "quantize": BASE | _below(7),
-    "llm": BASE | _below(8),
-    PUBLIC: BASE | _below(9),
-    "legacy": frozenset({PUBLIC}) | _below(8),
+    "convert": BASE | _below(7),
+    "quantize": BASE | _below(7) | {"convert"},
+    "llm": BASE | _below(9),
+    PUBLIC: BASE | _below(10),
+    "legacy": frozenset({PUBLIC}) | _below(9),
     "serve": frozenset({PUBLIC}),
     "batch": frozenset({PUBLIC, "serve"}),
     "scale": frozenset({PUBLIC, "batch", "serve"}),
-    "bench": frozenset({PUBLIC}) | BASE | _below(8),
+    "bench": frozenset({PUBLIC}) | BASE | _below(9),
     "cli": frozenset({PUBLIC, "batch", "bench", "scale", "serve", "settings"}),
     "__main__": frozenset({"cli"}),
     "exllamav2": frozenset({PUBLIC, "legacy"}),

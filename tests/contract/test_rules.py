@@ -28,7 +28,7 @@ BAD: list[tuple[Rule, str, str, str]] = [
     ),
     (rules.imports_point_down, "exlm/text/a.py", "from ..spec.model import Model", "text imports exlm.spec"),
     (rules.imports_point_down, "exlm/formats/a.py", "from ..kernels import select", "formats imports"),
-    (rules.imports_point_down, "exlm/cache/a.py", "from ..checkpoint.files import File", "cache imports"),
+    (rules.imports_point_down, "exlm/kvcache/a.py", "from ..checkpoint.files import File", "kvcache imports"),
     (rules.imports_point_down, "exlm/nn/a.py", "from ..formats import Weight", "nn imports exlm.formats"),
     (rules.imports_point_down, "exlm/nn/a.py", "from ..checkpoint import reader", "nn imports"),
     (
@@ -53,7 +53,7 @@ BAD: list[tuple[Rule, str, str, str]] = [
         "from ..model.runner import Runner",
         "generator imports",
     ),
-    (rules.imports_point_down, "exlm/generator/a.py", "from ..cache import Cache", "generator imports"),
+    (rules.imports_point_down, "exlm/generator/a.py", "from ..kvcache import Cache", "generator imports"),
     (rules.imports_point_down, "exlm/testing.py", "from .nn import Linear", "testing imports"),
     (rules.imports_point_down, "exlm/errors.py", "from .spec import Model", "it may import only nothing"),
     (rules.imports_point_down, "exlm/serve/a.py", "from ..errors import ExlmError", "serve imports"),
@@ -122,7 +122,11 @@ GOOD: list[tuple[Rule, str, str]] = [
     (rules.belongs_to_a_level, "exlm/config.py", ""),
     (rules.imports_point_down, "exlm/families/qwen.py", "from ..spec import Model\nfrom .llama import llama"),
     (rules.imports_point_down, "exlm/families/__init__.py", "from . import llama\nimport torchvision"),
-    (rules.imports_point_down, "exlm/nn/a.py", "from ..cache import Cache\nfrom ..errors import InputError"),
+    (
+        rules.imports_point_down,
+        "exlm/nn/a.py",
+        "from ..kvcache import Cache\nfrom ..errors import InputError",
+    ),
     (rules.imports_point_down, "exlm/model/a.py", "from ..config import Config\nfrom .. import checkpoint"),
     (
         rules.imports_point_down,

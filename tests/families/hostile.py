@@ -28,7 +28,7 @@ from exlm.kernels.reference.rope import frequencies
 from exlm.spec.roles import matrices
 from tests.checkpoint.gguf_models import VARIANTS, metadata
 from tests.models.zoo_cases import CASES, Case
-from tests.models.zoo_recipes import GEMMA, LLAMA, RECIPES, merged
+from tests.models.zoo_recipes import GEMMA, LLAMA, RECIPES, deep_merge
 
 MEMORY = 2 << 30
 """Bytes that a case may add to the process."""
@@ -88,11 +88,11 @@ def config_of(case: Case) -> dict[str, Any]:
     overrides = {key: value for key, value in case.overrides.items() if key != "layout"}
     recipe = RECIPES.get(case.architecture)
     if recipe is None:
-        numbers = merged(CUSTOM[case.architecture], overrides)
-    elif recipe.part:
-        numbers = merged(recipe.numbers, {recipe.part: overrides})
+        numbers = deep_merge(CUSTOM[case.architecture], overrides)
+    elif recipe.sub_config:
+        numbers = deep_merge(recipe.numbers, {recipe.sub_config: overrides})
     else:
-        numbers = merged(recipe.numbers, overrides)
+        numbers = deep_merge(recipe.numbers, overrides)
     return {"architectures": [case.architecture], **numbers}
 
 

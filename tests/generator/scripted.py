@@ -92,7 +92,7 @@ class ScriptedModel:
         self.runners.append(HashingRunner(self.script, cache.max_seq_len // 256, vocab=self.vocab))
         return self.runners[-1]
 
-    def extras(self, ids: Sequence[int], loras: Any = None, embeddings: Any = None) -> None:
+    def make_extras(self, ids: Sequence[int], loras: Any = None, embeddings: Any = None) -> None:
         raise InputError(f"Of {list(ids)[:9]} not all are tokens of {self.vocab}.")
 
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from exlm import spec
-from exlm.cache import Passing
 from exlm.errors import Unsupported
 from exlm.formats import DenseWeight
 from exlm.kernels.backend import stand
 from exlm.kernels.reference import ReferenceBackend
 from exlm.kernels.select import Chain, choose
+from exlm.kvcache import NoCache
 
 CPU = torch.device("cpu")
 PLAIN = ReferenceBackend(CPU, torch.float32)
@@ -36,7 +36,7 @@ class Rows:
     positions: Tensor = field(default_factory=lambda: torch.zeros(1, 1))
 
 
-class Held(Passing):
+class Held(NoCache):
     """A cache that already holds what the test says."""
 
     def __init__(self, k: Tensor, v: Tensor) -> None:

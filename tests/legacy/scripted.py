@@ -18,8 +18,8 @@ class PagedCache:
     def __init__(self, max_seq_len: int = 1024, batch_size: int = 1) -> None:
         self.max_seq_len, self.batch_size, self.current_seq_len = max_seq_len, batch_size, 0
         self.last_writer: object = None
-        self.width = -(-max_seq_len // 256)
-        self.num_pages = self.width * batch_size
+        self.pages_per_row = -(-max_seq_len // 256)
+        self.num_pages = self.pages_per_row * batch_size
 
 
 class Scripted(ScriptedModel):
@@ -29,7 +29,7 @@ class Scripted(ScriptedModel):
         self.runners.append(HashingRunner(self.script, cache.num_pages, vocab=self.vocab))
         return self.runners[-1]
 
-    def extras(self, *_: Any) -> None:
+    def make_extras(self, *_: Any) -> None:
         raise AssertionError("no job has adapters or embeddings")
 
     @property

@@ -12,11 +12,11 @@ from torch import Tensor
 from exlm import LLM, Cache, Config, InputError, Lora, Model, NotLoaded
 from exlm.formats import exl2, gptq
 from exlm.lora.layers import AdaptedExperts, AdaptedLinear
-from exlm.model.extras import Extras
-from exlm.nn import Active
+from exlm.model.extras import SequenceExtras
+from exlm.nn import LoraRef
 from tests import tiny
 from tests.lora import peft_folders as making
-from tests.model.made_up import random_exl2, random_gptq, replace_matrices
+from tests.model.random_quantized import random_exl2, random_gptq, replace_matrices
 from tests.models import zoo
 
 FAMILIES = [
@@ -98,15 +98,15 @@ def test_tied_heads_can_be_adapted_alone(tmp_path: Path) -> None:
     assert max_error(model.forward(ids, loras=loras), load(both).forward(ids)) < 1e-5
 
 
-def runner_logits(model: Model, rows: list[Tensor], active: list[tuple[Active, ...]]) -> list[Tensor]:
+def runner_logits(model: Model, rows: list[Tensor], active: list[tuple[LoraRef, ...]]) -> list[Tensor]:
     """All rows in one batch, each with its own adapters, through the generator's door."""
 
     class Row:
-        def __init__(self, ids: list[int], page: int, extras: Extras) -> None:
+        def __init__(self, ids: list[int], page: int, extras: SequenceExtras) -> None:
             self.ids, self.pages, self.extras = ids, [page], extras
 
     sequences = [
-        Row(ids.tolist(), page, Extras(adapters))
+        Row(ids.tolist(), page, SequenceExtras(adapters))
         for page, (ids, adapters) in enumerate(zip(rows, active, strict=True))
     ]
     cache = Cache(model, max_seq_len=256 * len(rows))
@@ -130,7 +130,7 @@ def test_rows_with_different_adapters_in_one_batch(architecture: str, tmp_path: 
         )
     ]
     rows = [torch.randint(0, VOCAB, (20,)) for _ in sets]
-    active = [model.extras([], loras).adapters for loras in sets]
+    active = [model.make_extras([], loras).adapters for loras in sets]
     got = runner_logits(model, rows, active)
     for row, answer, twin in zip(rows, got, merged, strict=True):
         assert max_error(answer, twin.forward(row[None])[0]) < 1e-5
@@ -144,9 +144,9 @@ def test_a_row_does_not_depend_on_its_batch(tmp_path: Path) -> None:
     model = load(tiny.make(tmp_path / "model"))
     adapter = making.write_adapter(tmp_path / "a", {"model.layers.0.mlp.up_proj": (32, 48)})
     lora = Lora.from_directory(model, adapter.folder)
-    linear: Any = model._ready()[1].blocks[0].mlp.up  # type: ignore[attr-defined]
+    linear: Any = model._require_loaded()[1].blocks[0].mlp.up  # type: ignore[attr-defined]
     assert isinstance(linear, AdaptedLinear)
-    x, on = torch.randn(9, 3, 32), (Active(lora.number, 1.0),)
+    x, on = torch.randn(9, 3, 32), (LoraRef(lora.number, 1.0),)
 
     class Batch:
         def __init__(self, adapters: Any) -> None:
@@ -178,7 +178,7 @@ def test_quantised_matrices(write: Any, make: Any, tmp_path: Path, monkeypatch: 
 
 def test_adapters_can_be_loaded_and_unloaded(tmp_path: Path) -> None:
     model = load(zoo.build("MixtralForCausalLM", tmp_path / "model").folder)
-    decoder = model._ready()[1]
+    decoder = model._require_loaded()[1]
     mlp: Any = decoder.blocks[0].mlp
     kinds = {type(decoder.head.linear), type(mlp.experts), type(decoder.blocks[0].attn.o)}
     shapes = making.matrix_shapes(tmp_path / "model")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from exlm import Config, Lora, Model
 from exlm.lora.layers import AdaptedLinear, LoraWeights
-from exlm.nn import Active, Linear
+from exlm.nn import Linear, LoraRef
 from tests import tiny
 from tests.lora import float64_llama as wide
 from tests.lora import peft_folders as making
@@ -39,7 +39,7 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 class Batch:
     """As much of a batch as a matrix looks at."""
 
-    def __init__(self, *adapters: tuple[Active, ...]) -> None:
+    def __init__(self, *adapters: tuple[LoraRef, ...]) -> None:
         self.adapters = adapters
 
 
@@ -53,7 +53,7 @@ def test_one_matrix(size: float, inputs: int, outputs: int, rank: int) -> None:
     change = down.double().T @ up.double() * size
     exact = x.double() @ (weight.double() + change)
     merged = x @ (weight + down.T @ up * size)
-    found = linear.forward(x, Batch((Active(1, size),), (Active(1, size),)))
+    found = linear.forward(x, Batch((LoraRef(1, size),), (LoraRef(1, size),)))
     assert relative_error(found, exact) <= 1.25 * relative_error(merged, exact)
     assert relative_error(merged, exact) < 1e-6
 
@@ -70,7 +70,7 @@ def test_alone_and_in_a_mixed_batch(size: float, tmp_path: Path) -> None:
     model, ids = load(folder), torch.randint(3, 60, (1, 60))
     loras = {id(one): Lora.from_directory(model, one.folder) for one in (first, second)}
     asked = [[(loras[id(adapter)], strength) for adapter, strength in one] for one in sets]
-    active = [model.extras([], wanted).adapters for wanted in asked]
+    active = [model.make_extras([], wanted).adapters for wanted in asked]
     mixed = runner_logits(model, [ids[0]] * len(sets), active)
     for number, adapters in enumerate(sets):
         exact = wide.logits(folder, ids, *adapters)

@@ -42,16 +42,16 @@ def test_the_last_token_only(model: Model) -> None:
     assert close(model.forward(x, last_id_only=True), model.forward(x)[:, -1:])
 
 
-def test_preprocessing_fills_the_cache_and_says_nothing(model: Model) -> None:
+def test_preprocess_only_fills_the_cache_and_returns_none(model: Model) -> None:
     x, cache = ids(1, 40), Cache(model, max_seq_len=64)
     assert model.forward(x[:, :-1], cache, preprocess_only=True) is None
     assert cache.current_seq_len == 39
     assert close(model.forward(x[:, -1:], cache), model.forward(x)[:, -1:])
 
 
-def test_preprocessing_stops_where_nobody_listens(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preprocess_only_skips_the_last_mlp(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last layer's keys and values are all that is wanted of it."""
-    blocks = model._ready()[1].blocks
+    blocks = model._require_loaded()[1].blocks
     computed: list[int] = []
     for place, block in enumerate(blocks):
         plain = block.mlp.forward
@@ -110,7 +110,7 @@ def test_rewinding(model: Model) -> None:
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(1, 3), st.integers(0, 999))
-def test_any_cutting_gives_the_same_answer(model: Model, cuts: list[int], rows: int, seed: int) -> None:
+def test_any_chunking_gives_the_same_logits(model: Model, cuts: list[int], rows: int, seed: int) -> None:
     torch.manual_seed(seed)
     x = ids(rows, sum(cuts))
     cache = Cache(model, batch_size=rows, max_seq_len=sum(cuts))
@@ -118,7 +118,7 @@ def test_any_cutting_gives_the_same_answer(model: Model, cuts: list[int], rows: 
     assert close(torch.cat(parts, 1), model.forward(x))
 
 
-def test_sixteen_bits_are_kept_by_who_asks_for_them(model: Model) -> None:
+def test_cache_fp16_stores_sixteen_bits(model: Model) -> None:
     assert model.cache_dtype is Cache(model, max_seq_len=64).key_states[0].dtype is torch.float32
     cache = CacheFP16(model, max_seq_len=64)
     assert cache.dtype is cache.value_states[0].dtype is cache.clone().dtype is torch.float16
@@ -131,14 +131,14 @@ def test_sixteen_bits_are_kept_by_who_asks_for_them(model: Model) -> None:
     assert 0 < float((cut - whole).norm() / whole.norm()) < 1e-3
 
 
-def test_long_inputs_are_cut_inside(model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_long_inputs_are_chunked(model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     config = Config(tiny.make(tmp_path))
     config.max_input_len, config.max_attention_size = 16, 900
     small = Model(config)
     small.load()
     x = ids(1, 100)
     steps: list[int] = []
-    decoder = small._ready()[1]
+    decoder = small._require_loaded()[1]
     whole = decoder.forward
     monkeypatch.setattr(decoder, "forward", lambda b, kv: steps.append(b.ids.shape[1]) or whole(b, kv))
     logits = small.forward(x, Cache(small, max_seq_len=128))
@@ -153,7 +153,7 @@ def test_long_inputs_are_cut_inside(model: Model, monkeypatch: pytest.MonkeyPatc
         small.forward(x)
 
 
-def test_left_padded_rows_answer_as_if_alone(model: Model) -> None:
+def test_left_padded_rows_equal_single_rows(model: Model) -> None:
     rows = [ids(1, n) for n in (5, 17, 12)]
     width = 17
     padded = torch.cat([torch.cat((torch.full((1, width - r.shape[1]), -1), r), 1) for r in rows])
@@ -165,7 +165,7 @@ def test_left_padded_rows_answer_as_if_alone(model: Model) -> None:
     assert torch.isfinite(logits).all()
 
 
-def test_left_padded_rows_go_on_token_by_token(model: Model) -> None:
+def test_left_padded_rows_decode_token_by_token(model: Model) -> None:
     rows, width = [ids(1, n) for n in (4, 9)], 9
     padded = torch.cat([torch.cat((torch.full((1, width - r.shape[1]), -1), r), 1) for r in rows])
     mask = torch.where(padded < 0, float("-inf"), 0.0).half()
@@ -181,7 +181,7 @@ def test_left_padded_rows_go_on_token_by_token(model: Model) -> None:
         assert close(torch.cat(steps, 1)[row], want)
 
 
-def test_a_mask_may_speak_of_tokens_that_come_later(model: Model) -> None:
+def test_a_mask_may_cover_future_tokens(model: Model) -> None:
     """Old loops read all but the last token of a padded batch with the mask of the whole."""
     rows, width = [ids(1, n) for n in (4, 9)], 9
     padded = torch.cat([torch.cat((torch.full((1, width - r.shape[1]), -1), r), 1) for r in rows])
@@ -206,7 +206,7 @@ def test_padding_that_cannot_be_seen_does_not_spread(model: Model) -> None:
 def test_the_state_before_the_head(model: Model) -> None:
     logits, state = model.forward(ids(1, 7), return_last_state=True)
     assert state.shape == (1, 7, 32)
-    head = model._ready()[1].head
+    head = model._require_loaded()[1].head
     assert close(head.linear.kernel(head.norm(state, None)[1]), logits)
 
 
@@ -303,7 +303,7 @@ def test_a_cache_of_another_model_is_refused(model: Model, tmp_path: Path) -> No
     assert close(twin.forward(x, Cache(model, max_seq_len=256)), model.forward(x))
 
 
-def test_an_unloaded_model_says_so(tmp_path: Path) -> None:
+def test_an_unloaded_model_raises(tmp_path: Path) -> None:
     model = Model(Config(tiny.make(tmp_path)))
     with pytest.raises(NotLoaded, match="load"):
         model.forward(ids(1, 1))

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from exlm import LLM, Cache, CacheBase, Config, Generator, InputError, Model, Settings, Tokenizer
-from exlm.model.graphs import LARGEST
-from exlm.model.runner import Runner
+from exlm.model.cuda_graphs import MAX_GRAPH_TOKENS
+from exlm.model.model_runner import PagedModelRunner
 from tests import tiny
 
 
 @pytest.fixture
-def no_collector() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     """Memory is freed only where nothing points in a circle."""
     gc.collect()
     gc.disable()
@@ -26,37 +26,39 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-def held(model: Model, cache: CacheBase) -> list[weakref.ref[object]]:
+def weak_references(model: Model, cache: CacheBase) -> list[weakref.ref[object]]:
     """What takes the memory."""
-    return [weakref.ref(one) for one in (model, cache, model._ready()[1], cache.all_tensors()[0])]
+    return [weakref.ref(one) for one in (model, cache, model._require_loaded()[1], cache.all_tensors()[0])]
 
 
-@pytest.mark.usefixtures("no_collector")
-def test_memory_is_free_when_the_last_name_is_gone(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("gc_disabled")
+def test_memory_is_freed_with_the_last_reference(tmp_path: Path) -> None:
     """Whoever writes `del llm` and loads another one must not need room for both."""
     llm = LLM(tiny.chatty(tmp_path / "m"))
     llm.generate(["a", "b"], max_new_tokens=3)
-    watched = held(llm.model, llm.cache)
+    watched = weak_references(llm.model, llm.cache)
     del llm
     assert [one() for one in watched] == [None] * 4
 
 
-@pytest.mark.usefixtures("no_collector")
-def test_memory_is_free_where_passes_are_recorded(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("gc_disabled")
+def test_memory_is_freed_with_cuda_graphs(tmp_path: Path) -> None:
     config = Config(tiny.chatty(tmp_path / "m"))
     model = Model(config)
     model.load()
     cache = Cache(model, max_seq_len=256)
     generator = Generator(model, cache, Tokenizer(config))
-    generator._engine.runner = Runner(model._ready()[1], cache, torch.device("cpu"), recorded=LARGEST)
+    generator._engine.runner = PagedModelRunner(
+        model._require_loaded()[1], cache, torch.device("cpu"), max_graph_tokens=MAX_GRAPH_TOKENS
+    )
     generator.generate("a", max_new_tokens=3, gen_settings=Settings.greedy())
-    watched = held(model, cache)
+    watched = weak_references(model, cache)
     del model, cache, generator
     assert [one() for one in watched] == [None] * 4
 
 
 @pytest.mark.parametrize("wrong", ["/some/model", Path("/some/model"), None, {}])
-def test_what_is_no_config_is_told_so_at_once(wrong: Any) -> None:
+def test_a_non_config_is_refused(wrong: Any) -> None:
     hint = "/some/model" if wrong else "/path/to/model"
     with pytest.raises(InputError, match=rf"found {type(wrong).__name__}: write Model\(Config\('{hint}'\)\)"):
         Model(wrong)

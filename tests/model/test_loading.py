@@ -151,7 +151,7 @@ def test_reserves_for_devices_that_are_not_here_are_ignored_with_one_warning(
 
 
 @pytest.mark.parametrize("wrong", ["auto", "20,24", 24, [8, "8"], [True], [-1], [0, 0]])
-def test_a_split_that_is_no_list_of_gb_is_told_what_it_should_be(tmp_path: Path, wrong: Any) -> None:
+def test_an_invalid_gpu_split_is_explained(tmp_path: Path, wrong: Any) -> None:
     config = Config(tiny.make(tmp_path))
     config.device = "cpu"
     model = Model(config)
@@ -247,7 +247,7 @@ def test_a_tied_head_shares_the_embedding(tmp_path: Path) -> None:
     edit(folder, "lm_head.weight", None)
     model = Model(Config(folder))
     model.load()
-    _, decoder, _ = model._ready()
+    _, decoder, _ = model._require_loaded()
     head, table = decoder.head.linear.kernel, decoder.embedding.lookup
     assert head.keywords["weight"] is table.keywords["weight"]  # type: ignore[attr-defined]
 
@@ -323,7 +323,7 @@ def test_config_json_of_another_model(tmp_path: Path) -> None:
         Model(Config(folder)).load()
 
 
-def test_layers_that_nobody_describes_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_undescribed_layers_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tiny.make(tmp_path / "folder", num_hidden_layers=3)
     tensors = load_file(folder / "model.safetensors")
     tower = {

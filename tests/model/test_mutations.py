@@ -16,7 +16,7 @@ from exlm import Config, ExlmError, Model
 from exlm.formats import exl2, gptq
 from tests import tiny
 from tests.checkpoint import gguf_models
-from tests.model.made_up import random_exl2, random_gptq, replace_matrices
+from tests.model.random_quantized import random_exl2, random_gptq, replace_matrices
 
 ROUNDS = 130
 
@@ -96,7 +96,7 @@ def test_damaged_files_load_or_are_refused(tmp_path: Path, make: Callable[[Path]
     assert attempt(path.parent)
 
 
-LIES: list[tuple[str, Callable[[dict[str, Any]], None]]] = [
+HEADER_EDITS: list[tuple[str, Callable[[dict[str, Any]], None]]] = [
     ("a tensor of 2^60 rows", lambda h: h["lm_head.q_weight"].update(shape=[2**60, 64])),
     ("an offset beyond the end", lambda h: h["lm_head.q_weight"].update(data_offsets=[0, 2**50])),
     ("a negative size", lambda h: h["lm_head.q_weight"].update(shape=[-1, 64])),
@@ -108,13 +108,15 @@ LIES: list[tuple[str, Callable[[dict[str, Any]], None]]] = [
 ]
 
 
-@pytest.mark.parametrize(("lie", "tell"), LIES, ids=[words for words, _ in LIES])
-def test_lying_headers_are_refused(tmp_path: Path, lie: str, tell: Callable[[dict[str, Any]], None]) -> None:
+@pytest.mark.parametrize(("description", "edit"), HEADER_EDITS, ids=[words for words, _ in HEADER_EDITS])
+def test_false_headers_are_refused(
+    tmp_path: Path, description: str, edit: Callable[[dict[str, Any]], None]
+) -> None:
     path = make_exl2(tmp_path / "model")
     data = path.read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + length])
-    tell(header)
+    edit(header)
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
-    assert not attempt(path.parent), lie
+    assert not attempt(path.parent), description

@@ -27,12 +27,12 @@ from exlm import (
     Tokenizer,
 )
 from exlm.errors import DoesNotFit
-from exlm.model.budget import Use, measure, use
-from exlm.model.devices import Slot, inventory
-from exlm.model.loading import opened
-from exlm.model.placement import Space
-from exlm.model.team import taken
-from exlm.nn.hop import Hop
+from exlm.model.devices import DeviceInfo, list_devices
+from exlm.model.instance import open_checkpoint
+from exlm.model.memory import ComputeProfile, compute_profile, estimate_modules
+from exlm.model.parallel_loading import rank_devices
+from exlm.model.placement import DeviceCapacity
+from exlm.nn.device_transfer import DeviceTransfer
 from exlm.spec.roles import matrices
 from tests import tiny
 from tests.lora import peft_folders as making
@@ -41,8 +41,8 @@ CPU = torch.device("cpu")
 IDS = torch.arange(3, 40)[None]
 
 
-def made_up(*free: int) -> Callable[[str | None], list[Slot]]:
-    return lambda wish: [Slot(f"made up {i}", CPU, count) for i, count in enumerate(free)]
+def fake_devices(*free: int) -> Callable[[str | None], list[DeviceInfo]]:
+    return lambda wish: [DeviceInfo(f"made up {i}", CPU, count) for i, count in enumerate(free)]
 
 
 def loaded(folder: Path) -> Model:
@@ -51,10 +51,15 @@ def loaded(folder: Path) -> Model:
     return model
 
 
-def needs(model: Model, cache: CacheBase) -> list[int]:
+def module_bytes(model: Model, cache: CacheBase) -> list[int]:
     """Bytes of each module, its cache and its workspace with it."""
     frozen = model.config.freeze()
-    parts = measure(frozen, opened(frozen), use(frozen, [Slot("", CPU, 0)], cache.max_seq_len), cache.sizes())
+    parts = estimate_modules(
+        frozen,
+        open_checkpoint(frozen),
+        compute_profile(frozen, [DeviceInfo("", CPU, 0)], cache.max_seq_len),
+        cache.layer_bytes(),
+    )
     return [part.weights + part.cache for part in parts] + [max(part.workspace for part in parts)]
 
 
@@ -70,14 +75,14 @@ def test_a_model_over_several_devices_is_the_same_model(
 ) -> None:
     model = Model(Config(folder))
     cache = kind(model, max_seq_len=256, lazy=True)
-    *parts, workspace = needs(model, cache)
+    *parts, workspace = module_bytes(model, cache)
     share = sum(parts) // devices + max(parts) + workspace
-    model.inventory = made_up(*[share] * devices)
+    model.list_devices = fake_devices(*[share] * devices)
     model.load_autosplit(cache, reserve_vram=0)
     used = len(set(model.placement))
     assert used == (devices if devices < 5 else used) >= min(devices, 3)
-    hops = model._ready()[1].hops
-    assert sum(isinstance(hop, Hop) for hop in hops) == used - 1
+    hops = model._require_loaded()[1].transfers
+    assert sum(isinstance(hop, DeviceTransfer) for hop in hops) == used - 1
     alone = loaded(folder)
     reference = kind(alone, max_seq_len=256)
     for ids in (IDS, IDS[:, :1]):
@@ -88,11 +93,11 @@ def test_a_model_over_several_devices_is_the_same_model(
 def test_devices_are_filled_one_after_the_other(folder: Path) -> None:
     model = Model(Config(folder))
     cache = Cache(model, max_seq_len=256, lazy=True)
-    *parts, workspace = needs(model, cache)
-    model.inventory = made_up(sum(parts[:3]) + workspace + 100, 1 << 40)
+    *parts, workspace = module_bytes(model, cache)
+    model.list_devices = fake_devices(sum(parts[:3]) + workspace + 100, 1 << 40)
     model.load_autosplit(cache, reserve_vram=[100])
     assert model.placement == ["made up 0"] * 3 + ["made up 1"] * 4
-    model.inventory = made_up(sum(parts[:3]) + workspace + 99, 1 << 40)
+    model.list_devices = fake_devices(sum(parts[:3]) + workspace + 99, 1 << 40)
     other = Cache(model, max_seq_len=256, lazy=True)
     model.load_autosplit(other, reserve_vram=[100, 0])
     assert model.placement == ["made up 0"] * 2 + ["made up 1"] * 5
@@ -100,7 +105,7 @@ def test_devices_are_filled_one_after_the_other(folder: Path) -> None:
 
 def test_what_does_not_fit_is_refused_before_anything_is_read(folder: Path) -> None:
     model = Model(Config(folder))
-    model.inventory = made_up(1 << 20, 1 << 20)
+    model.list_devices = fake_devices(1 << 20, 1 << 20)
     cache = Cache(model, max_seq_len=1 << 20, lazy=True)
     with pytest.raises(DoesNotFit, match=r"max_seq_len.*CacheQ4.*reserve_vram"):
         model.load_autosplit(cache, callback=lambda i, n: pytest.fail("nothing must be loaded"))
@@ -110,9 +115,11 @@ def test_what_does_not_fit_is_refused_before_anything_is_read(folder: Path) -> N
 
 def test_gpu_split_has_gb_of_weights(folder: Path) -> None:
     model = Model(Config(folder))
-    model.inventory = made_up(0, 0, 0)  # what is free does not matter: the user decides
+    model.list_devices = fake_devices(0, 0, 0)  # what is free does not matter: the user decides
     frozen = model.config.freeze()
-    parts = measure(frozen, opened(frozen), use(frozen, [Slot("", CPU, 0)]), [0] * 5)
+    parts = estimate_modules(
+        frozen, open_checkpoint(frozen), compute_profile(frozen, [DeviceInfo("", CPU, 0)]), [0] * 5
+    )
     first = sum(part.weights for part in parts[:4]) / (1 << 30)
     model.load([first, 1])
     assert model.placement == ["made up 0"] * 4 + ["made up 1"] * 3
@@ -159,8 +166,8 @@ def test_a_plan_for_nothing_is_refused(folder: Path, wrong: dict[str, Any], word
 
 
 def test_devices_by_name(folder: Path) -> None:
-    assert [slot.device for slot in inventory("cpu, cpu")] == [CPU, CPU]
-    assert inventory(None)[0].free > 1 << 20
+    assert [slot.device for slot in list_devices("cpu, cpu")] == [CPU, CPU]
+    assert list_devices(None)[0].free > 1 << 20
     config = Config(folder)
     config.device = "cpu,cpu"
     model = Model(config)
@@ -180,8 +187,10 @@ def test_a_tied_head_gets_its_own_table_elsewhere(tmp_path: Path) -> None:
     del tensors["lm_head.weight"]
     save_file(tensors, folder / "model.safetensors")
     model, frozen = Model(Config(folder)), Config(folder).freeze()
-    model.inventory = made_up(0, 0)
-    parts = measure(frozen, opened(frozen), use(frozen, [Slot("", CPU, 0)]), [0, 0])
+    model.list_devices = fake_devices(0, 0)
+    parts = estimate_modules(
+        frozen, open_checkpoint(frozen), compute_profile(frozen, [DeviceInfo("", CPU, 0)]), [0, 0]
+    )
     assert parts[-1].shared == 64 * 32 * 4
     exact = sum(part.weights for part in parts)  # on one device the table counts once
     model.load([exact / (1 << 30)])
@@ -195,8 +204,10 @@ def test_a_tied_head_gets_its_own_table_elsewhere(tmp_path: Path) -> None:
 )
 def test_the_estimate_is_what_loading_takes(fixtures_dir: Path, name: str) -> None:
     frozen = Config(fixtures_dir / name).freeze()
-    source, hidden, vocab = opened(frozen), frozen.spec.hidden, frozen.spec.vocab
-    parts = measure(frozen, source, use(frozen, [Slot("", CPU, 0)]), [0] * len(frozen.spec.layers))
+    source, hidden, vocab = open_checkpoint(frozen), frozen.spec.hidden, frozen.spec.vocab
+    parts = estimate_modules(
+        frozen, source, compute_profile(frozen, [DeviceInfo("", CPU, 0)]), [0] * len(frozen.spec.layers)
+    )
     taken: dict[str, int] = {}
     for role, wide, high, bias in matrices(frozen.spec):
         weight = source.weight(role, wide, high, bias=bias, dtype=torch.float32, device=CPU)
@@ -206,7 +217,7 @@ def test_the_estimate_is_what_loading_takes(fixtures_dir: Path, name: str) -> No
         assert taken[part.name] * 0.98 <= part.weights <= taken[part.name] * 1.1
 
 
-def held() -> int:
+def live_tensor_bytes() -> int:
     """Bytes of every tensor that is alive."""
     gc.collect()
     seen = {o.untyped_storage().data_ptr(): o for o in gc.get_objects() if type(o) is torch.Tensor}
@@ -214,15 +225,15 @@ def held() -> int:
 
 
 def test_ranks_are_made_of_devices_that_are_here(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    gpus = [Slot(f"cuda:{i}", torch.device("cuda", i), 0) for i in range(2)]
-    assert taken(gpus[:1], [16, 24]) == (gpus[:1], [Space("cuda:0", 16 << 30)])
-    assert taken(gpus, [0, 24, 0, 8]) == (gpus[1:], [Space("cuda:1", 24 << 30)])
+    gpus = [DeviceInfo(f"cuda:{i}", torch.device("cuda", i), 0) for i in range(2)]
+    assert rank_devices(gpus[:1], [16, 24]) == (gpus[:1], [DeviceCapacity("cuda:0", 16 << 30)])
+    assert rank_devices(gpus, [0, 24, 0, 8]) == (gpus[1:], [DeviceCapacity("cuda:1", 24 << 30)])
     ignored = [line.rpartition(": ")[2].partition(" is ignored")[0] for line in caplog.messages]
     assert ignored == ["[24]", "[0, 8]"]
     with pytest.raises(InputError, match=r"\[0, 0, 8\] gives nothing to the devices .* \(cuda:0, cuda:1\)"):
-        taken(gpus, [0, 0, 8])
+        rank_devices(gpus, [0, 0, 8])
     model = Model(Config(folder))
-    model.inventory = made_up(0, 0)
+    model.list_devices = fake_devices(0, 0)
     caplog.clear()
     model.load_tp([1, 0, 24])
     assert len(caplog.messages) == 1
@@ -234,7 +245,7 @@ def test_a_generator_over_two_devices(fixtures_dir: Path) -> None:
     texts = []
     for split in (None, [0.001, 1]):
         model = Model(Config(folder))
-        model.inventory = made_up(0, 0)
+        model.list_devices = fake_devices(0, 0)
         model.load(split)
         generator = Generator(model, CacheQ4(model, max_seq_len=512), Tokenizer(model.config))
         texts.append(generator.generate("Once upon a time", 30, gen_settings=Settings.greedy()))
@@ -244,7 +255,7 @@ def test_a_generator_over_two_devices(fixtures_dir: Path) -> None:
 
 def test_twenty_loads_leave_nothing_behind(folder: Path) -> None:
     model = Model(Config(folder))
-    model.inventory = made_up(1 << 40, 1 << 40)
+    model.list_devices = fake_devices(1 << 40, 1 << 40)
 
     def round_trip() -> None:
         cache = Cache(model, max_seq_len=512, lazy=True)
@@ -253,10 +264,10 @@ def test_twenty_loads_leave_nothing_behind(folder: Path) -> None:
         model.unload()
 
     round_trip()
-    before = held()
+    before = live_tensor_bytes()
     for _ in range(20):
         round_trip()
-    assert held() == before
+    assert live_tensor_bytes() == before
 
 
 @pytest.fixture(scope="module")
@@ -273,8 +284,8 @@ def test_an_adapter_over_several_devices(folder: Path, adapter: Path) -> None:
     for devices in (1, 3):
         model = Model(Config(folder))
         cache = Cache(model, max_seq_len=256, lazy=True)
-        *parts, workspace = needs(model, cache)
-        model.inventory = made_up(*[sum(parts) // devices + max(parts) + workspace] * devices)
+        *parts, workspace = module_bytes(model, cache)
+        model.list_devices = fake_devices(*[sum(parts) // devices + max(parts) + workspace] * devices)
         model.load_autosplit(cache, reserve_vram=0)
         assert len(set(model.placement)) == devices
         plain = model.forward(IDS)
@@ -291,7 +302,7 @@ def test_an_adapter_goes_where_its_layer_is(folder: Path) -> None:
     assert model._loaded is not None
     on = [torch.device("cuda", i) for i in range(7)]
     chains: Any = tuple(SimpleNamespace(device=device) for device in on)
-    where = replace(model._loaded, chains=chains).device
+    where = replace(model._loaded, chains=chains).device_of
     roles = ["embed", *(f"layers.{i}.attn.q" for i in range(5)), "head"]
     assert [where(role) for role in roles] == on
 
@@ -313,20 +324,20 @@ def test_memory_that_is_free_is_read_from_the_system() -> None:
     text = Path("/proc/meminfo").read_text()
     found = re.search(r"MemAvailable:\s*(\d+)", text)
     assert found is not None
-    assert abs(inventory("cpu")[0].free / 1024 - int(found[1])) < 2e6
+    assert abs(list_devices("cpu")[0].free / 1024 - int(found[1])) < 2e6
 
 
 def test_prompts_on_a_gpu_need_room_for_matrices_in_full(
     fixtures_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frozen = Config(fixtures_dir / "tiny-lm-exl2-4.0bpw").freeze()
-    source, depth, layer = opened(frozen), len(frozen.spec.layers), frozen.spec.layers[0]
+    source, depth, layer = open_checkpoint(frozen), len(frozen.spec.layers), frozen.spec.layers[0]
     hidden, attn, width = frozen.spec.hidden, layer.attn, layer.mlp.width
-    gpu = Use(torch.float16, plain=False)
-    lean = measure(frozen, source, gpu, [0] * depth)
+    gpu = ComputeProfile(torch.float16, uses_reference=False)
+    lean = estimate_modules(frozen, source, gpu, [0] * depth)
     joined = 2 * hidden * max(2 * width, (attn.heads + 2 * attn.kv_heads) * attn.head_dim)
-    monkeypatch.setattr("exlm.model.budget.UNPACKED", 1)  # nothing is multiplied as one
-    alone = measure(frozen, source, gpu, [0] * depth)
+    monkeypatch.setattr("exlm.model.memory.UNPACKED", 1)  # nothing is multiplied as one
+    alone = estimate_modules(frozen, source, gpu, [0] * depth)
     largest = 2 * hidden * max(width, attn.heads * attn.head_dim)
     more = {one.workspace - other.workspace for one, other in zip(lean[1:-1], alone[1:-1], strict=True)}
     assert more == {joined - largest}

@@ -22,7 +22,7 @@ from exlm import Cache, Config, Model
 from exlm.formats import Direct, PackedWeight, exl2, gptq
 from tests import tiny
 from tests.checkpoint import gguf_bytes, gguf_models
-from tests.model.made_up import random_exl2, random_gptq, replace_matrices
+from tests.model.random_quantized import random_exl2, random_gptq, replace_matrices
 from tests.models import zoo
 
 EXL2 = ["2.5bpw", "4.0bpw", "6.0bpw", "8.0bpw"]
@@ -92,7 +92,7 @@ def test_true_files_of_another_tool(fixtures_dir: Path, name: str, way: Any, lim
     assert greedy(model, ids, count) == greedy_ids[-count:]
 
 
-def assert_twins(folder: Path, twin: Path) -> None:
+def assert_same_logits(folder: Path, twin: Path) -> None:
     ids = torch.randint(3, 60, (2, 40))
     got, want = plain(folder).forward(ids), plain(twin).forward(ids)
     assert float((got - want).norm() / want.norm()) < 1e-5
@@ -102,10 +102,10 @@ def assert_twins(folder: Path, twin: Path) -> None:
 def test_a_quantised_model_is_its_dense_twin(tmp_path: Path, write: Any, make: Any) -> None:
     folder = tiny.make(tmp_path / "model", hidden_size=64, intermediate_size=128)
     replace_matrices(folder, tmp_path / "twin", write, make, r"_proj\.weight|lm_head")
-    assert_twins(folder, tmp_path / "twin")
+    assert_same_logits(folder, tmp_path / "twin")
 
 
-def test_who_took_what_is_told_in_the_same_order_each_time(tmp_path: Path) -> None:
+def test_explain_has_the_same_order_each_time(tmp_path: Path) -> None:
     """Although several threads bind the matrices."""
     folder = tiny.make(tmp_path, hidden_size=64, intermediate_size=128)
     replace_matrices(folder, None, exl2.write, random_exl2, r"_proj\.weight")
@@ -114,16 +114,16 @@ def test_who_took_what_is_told_in_the_same_order_each_time(tmp_path: Path) -> No
     assert len(set(told)) == 1
 
 
-def test_fused_tensors_are_cut(tmp_path: Path) -> None:
+def test_fused_tensors_are_split(tmp_path: Path) -> None:
     folder = zoo.build("Phi3ForCausalLM", tmp_path / "model").folder
     replace_matrices(folder, tmp_path / "twin", gptq.write, random_gptq, r"(qkv|gate_up|o|down)_proj\.weight")
-    assert_twins(folder, tmp_path / "twin")
+    assert_same_logits(folder, tmp_path / "twin")
 
 
 def test_a_quantised_head_wins_over_the_tie(tmp_path: Path) -> None:
     folder = tiny.make(tmp_path / "model", hidden_size=64, tie_word_embeddings=True)
     replace_matrices(folder, tmp_path / "twin", exl2.write, random_exl2, "lm_head")
-    assert_twins(folder, tmp_path / "twin")
+    assert_same_logits(folder, tmp_path / "twin")
 
 
 def test_head_norms_may_be_stored_for_each_head(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_awq(tmp_path: Path) -> None:
     raw = json.loads((folder / "config.json").read_text())
     quant = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
     (folder / "config.json").write_text(json.dumps({**raw, "quantization_config": quant}))
-    assert_twins(folder, tmp_path / "twin")
+    assert_same_logits(folder, tmp_path / "twin")
 
 
 PEAK = """

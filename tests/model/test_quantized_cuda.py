@@ -11,7 +11,7 @@ import torch
 from exlm import Cache, Config, Model
 from exlm.formats import exl2, gptq
 from tests import tiny
-from tests.model.made_up import random_exl2, random_gptq, replace_matrices
+from tests.model.random_quantized import random_exl2, random_gptq, replace_matrices
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +37,7 @@ def test_a_quantised_model_is_its_dense_twin(tmp_path: Path, write: Any, make: A
         assert float((got - want).norm() / want.norm()) < limit
 
 
-def test_threads_that_read_work_on_the_stream_of_those_who_load(tmp_path: Path) -> None:
+def test_reader_threads_use_the_loading_stream(tmp_path: Path) -> None:
     folder = tiny.make(tmp_path, hidden_size=256, intermediate_size=512, num_hidden_layers=8)
     replace_matrices(folder, None, exl2.write, random_exl2, r"_proj\.weight|lm_head")
     ids = torch.randint(3, 60, (1, 9))

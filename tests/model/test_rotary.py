@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from exlm import Config, DoesNotFit, Model
-from exlm.model.devices import Slot
+from exlm.model.devices import DeviceInfo
 from exlm.model.rotary import SHARE, SMALL, check_rotary_tables
 from tests import tiny
 
@@ -19,7 +19,7 @@ WIDTH = 8  # of a head of the tiny model
 def test_a_length_of_a_thousand_million_is_refused_and_a_shorter_one_loads(tmp_path: Path) -> None:
     folder = tiny.make(tmp_path, max_position_embeddings=10**9)
     model = Model(Config(folder))
-    model.inventory = lambda wish: [Slot("cpu", CPU, 1 << 34)]
+    model.list_devices = lambda wish: [DeviceInfo("cpu", CPU, 1 << 34)]
     assert model.config.max_seq_len == 10**9
     with pytest.raises(
         DoesNotFit, match=r"config\.max_seq_len is 1,000,000,000, .* take 59\.60 GB on cpu"
@@ -35,7 +35,7 @@ def test_a_length_of_a_thousand_million_is_refused_and_a_shorter_one_loads(tmp_p
 def test_what_it_says_would_fit_does(tmp_path: Path) -> None:
     config = Config(tiny.make(tmp_path))
     config.max_seq_len = 10**9
-    slots = [Slot("small", CPU, SHARE * 2 * SMALL)] * 4
+    slots = [DeviceInfo("small", CPU, SHARE * 2 * SMALL)] * 4
     most = 2 * SMALL // (2 * 4 * WIDTH)
     with pytest.raises(DoesNotFit, match=rf"with at most {most:,} the tables leave room"):
         check_rotary_tables(config.freeze(), slots)
@@ -48,13 +48,13 @@ def test_what_it_says_would_fit_does(tmp_path: Path) -> None:
 
 def test_small_tables_are_made_on_full_devices_too(tmp_path: Path) -> None:
     config = Config(tiny.make(tmp_path))
-    check_rotary_tables(config.freeze(), [Slot("full", CPU, 0)] * 4)
+    check_rotary_tables(config.freeze(), [DeviceInfo("full", CPU, 0)] * 4)
 
 
 def test_each_device_has_the_tables_of_its_own_layers(tmp_path: Path) -> None:
     config = Config(tiny.make(tmp_path))
     config.max_seq_len = SMALL  # 64 bytes for each position, while they are made
-    full, empty = Slot("full", CPU, 0), Slot("empty", CPU, 1 << 60)
+    full, empty = DeviceInfo("full", CPU, 0), DeviceInfo("empty", CPU, 1 << 60)
     check_rotary_tables(config.freeze(), [full, empty, empty, full])
     with pytest.raises(DoesNotFit, match="on full"):
         check_rotary_tables(config.freeze(), [empty, empty, full, empty])
@@ -63,4 +63,4 @@ def test_each_device_has_the_tables_of_its_own_layers(tmp_path: Path) -> None:
 def test_a_model_that_does_not_turn_needs_none(tmp_path: Path) -> None:
     config = Config(tiny.make(tmp_path, architectures=["SmolLM3ForCausalLM"], no_rope_layers=[0, 0]))
     config.max_seq_len = 10**9
-    check_rotary_tables(config.freeze(), [Slot("full", CPU, 0)] * 4)
+    check_rotary_tables(config.freeze(), [DeviceInfo("full", CPU, 0)] * 4)

@@ -18,8 +18,8 @@ from torch import Tensor
 from exlm import Config, Model
 from exlm.checkpoint import Source
 from exlm.formats import DenseWeight, PackedWeight, Weight
-from exlm.model.devices import Slot
-from exlm.model.loading import opened
+from exlm.model.devices import DeviceInfo
+from exlm.model.instance import open_checkpoint
 from exlm.model.staging import CudaPort, Ring, StagedSource, staged
 from exlm.spec.roles import matrices
 from tests import tiny
@@ -130,7 +130,7 @@ FORMS = ["tiny-lm", "tiny-lm-exl2-4.0bpw", "tiny-lm-gptq-g128-act"]
 
 @pytest.mark.parametrize("name", FORMS)
 def test_every_format_is_read_as_it_is(fixtures_dir: Path, name: str) -> None:
-    plain = opened(Config(fixtures_dir / name).freeze())
+    plain = open_checkpoint(Config(fixtures_dir / name).freeze())
     stream = Stream()
     for want, got in every(fixtures_dir / name, [plain, StagedSource(plain, Ring(stream, 2, 999))], GPU):
         assert len(got) == len(want)
@@ -166,8 +166,8 @@ def test_numbers_that_are_converted_go_another_way(tmp_path: Path) -> None:
 
 
 def test_only_files_that_go_to_a_gpu_are_staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = opened(Config(tiny.make(tmp_path)).freeze())
-    slots = [Slot("cpu", CPU, 0), Slot("cuda:0", GPU, 0)]
+    source = open_checkpoint(Config(tiny.make(tmp_path)).freeze())
+    slots = [DeviceInfo("cpu", CPU, 0), DeviceInfo("cuda:0", GPU, 0)]
     assert staged(source, slots) is source
     monkeypatch.setenv("EXLM_STAGING", "1")
     assert staged(source, slots[:1]) is source
@@ -177,7 +177,7 @@ def test_only_files_that_go_to_a_gpu_are_staged(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FORMS)
 def test_a_gpu_gets_the_same_tensors(fixtures_dir: Path, name: str) -> None:
-    plain = opened(Config(fixtures_dir / name).freeze())
+    plain = open_checkpoint(Config(fixtures_dir / name).freeze())
     for want, got in every(fixtures_dir / name, [plain, StagedSource(plain, Ring(CudaPort(), 2, 9999))], GPU):
         assert all(one.is_cuda and torch.equal(one.cpu(), two) for one, two in zip(got, want, strict=True))
 

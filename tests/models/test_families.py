@@ -16,10 +16,10 @@ from tests.models.zoo_cases import CASES, Case
 
 TOKENS = 300
 VOCAB = 100
-PLANES = ["Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"]
+MROPE_ARCHITECTURES = ["Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"]
 
 
-def worst(got: Tensor, want: Tensor) -> float:
+def max_difference(got: Tensor, want: Tensor) -> float:
     """The largest relative error of any position's logits."""
     return float(((got - want).norm(dim=-1) / want.norm(dim=-1)).max())
 
@@ -43,11 +43,11 @@ def test_logits_are_those_of_transformers(case: Case, tmp_path: Path) -> None:
     ids = torch.randint(0, VOCAB, (1, TOKENS))
     want = oracle.logits(ids)
     model = load(oracle.folder)
-    assert worst(model.forward(ids), want) < 1e-5
+    assert max_difference(model.forward(ids), want) < 1e-5
     for chunk in (256, 7, 1):
         cache = Cache(model, max_seq_len=TOKENS)
         parts = [model.forward(ids[:, at : at + chunk], cache) for at in range(0, TOKENS, chunk)]
-        assert worst(torch.cat(parts, 1), want) < 1e-5, f"chunks of {chunk}"
+        assert max_difference(torch.cat(parts, 1), want) < 1e-5, f"chunks of {chunk}"
         assert cache.current_seq_len == TOKENS
 
 
@@ -56,23 +56,23 @@ def test_old_and_new_spellings_describe_the_same_model(case: Case, tmp_path: Pat
     oracle = zoo.build(case.architecture, tmp_path / "model", **case.overrides)
     described = {}
     for spelling in ("old", "new"):
-        zoo.respell(oracle, spelling)
+        zoo.rewrite_config(oracle, spelling)
         described[spelling] = Config(oracle.folder).freeze()
     assert described["old"] == described["new"]
 
 
-@pytest.mark.parametrize("architecture", PLANES)
-def test_positions_in_three_planes(architecture: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", MROPE_ARCHITECTURES)
+def test_mrope_positions(architecture: str, tmp_path: Path) -> None:
     oracle = zoo.build(architecture, tmp_path / "model")
     ids = torch.randint(0, VOCAB, (2, 60))
     positions = torch.randint(0, TOKENS, (3, 2, 60))
     model = load(oracle.folder)
-    assert worst(model.forward(ids, positions=positions), oracle.logits_mrope(ids, positions)) < 1e-5
-    assert worst(model.forward(ids), oracle.logits_mrope(ids, positions)) > 1e-2
+    assert max_difference(model.forward(ids, positions=positions), oracle.logits_mrope(ids, positions)) < 1e-5
+    assert max_difference(model.forward(ids), oracle.logits_mrope(ids, positions)) > 1e-2
 
 
 @pytest.mark.parametrize("kind", ["linear", "yarn"])
-def test_windowed_layers_may_be_stretched_by_a_table_of_their_own(kind: str, tmp_path: Path) -> None:
+def test_windowed_layers_may_have_their_own_rope_scaling(kind: str, tmp_path: Path) -> None:
     """Only the new spelling can say so: the old one has a base for these layers and no more."""
     local = {"rope_type": kind, "factor": 3.0}
     if kind == "yarn":
@@ -80,10 +80,10 @@ def test_windowed_layers_may_be_stretched_by_a_table_of_their_own(kind: str, tmp
     tables = {"full_attention": {"rope_type": "linear", "factor": 2.0}, "sliding_attention": local}
     oracle = zoo.build("Gemma3ForCausalLM", tmp_path / "model", rope_parameters=tables)
     ids = torch.randint(0, VOCAB, (1, TOKENS))
-    assert worst(load(oracle.folder).forward(ids), oracle.logits(ids)) < 1e-5
+    assert max_difference(load(oracle.folder).forward(ids), oracle.logits(ids)) < 1e-5
 
 
-SILENT = [
+OMITTED_KEYS = [
     ("MixtralForCausalLM", "rope_parameters"),
     ("MixtralForCausalLM", "rms_norm_eps"),
     ("SmolLM3ForCausalLM", "rope_parameters"),
@@ -99,12 +99,12 @@ SILENT = [
 ]
 
 
-@pytest.mark.parametrize(("architecture", "key"), SILENT)
+@pytest.mark.parametrize(("architecture", "key"), OMITTED_KEYS)
 def test_what_a_file_leaves_out_is_what_the_family_means(architecture: str, key: str, tmp_path: Path) -> None:
     oracle = zoo.build(architecture, tmp_path / "model")
     config = oracle.config()
     del config[key]
     (oracle.folder / "config.json").write_text(json.dumps(config))
-    again = zoo.reread(oracle)
+    again = zoo.reload_oracle(oracle)
     ids = torch.randint(0, VOCAB, (1, TOKENS))
-    assert worst(load(oracle.folder).forward(ids), again.logits(ids)) < 5e-6
+    assert max_difference(load(oracle.folder).forward(ids), again.logits(ids)) < 5e-6

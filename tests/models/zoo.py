@@ -22,11 +22,21 @@ from torch import Tensor
 
 from .zoo_cases import CASES, Case
 from .zoo_custom import CUSTOM
-from .zoo_recipes import TEXT_VOCAB, VOCAB, Config, Draft, Tensors, plain
-from .zoo_spelling import old
-from .zoo_weights import enliven
+from .zoo_recipes import TEXT_VOCAB, VOCAB, Config, Tensors, UnsavedModel, from_recipe
+from .zoo_spelling import old_spelling
+from .zoo_weights import randomize_weights
 
-__all__ = ["CASES", "TEXT_VOCAB", "VOCAB", "Case", "Oracle", "build", "legacy_config", "reread", "respell"]
+__all__ = [
+    "CASES",
+    "TEXT_VOCAB",
+    "VOCAB",
+    "Case",
+    "Oracle",
+    "build",
+    "legacy_config",
+    "reload_oracle",
+    "rewrite_config",
+]
 
 Spelling = Literal["old", "new"]
 Layout = Literal["published", "native", "bare", "stray"]
@@ -62,12 +72,12 @@ class Oracle:
         return result
 
     def _forward(self, ids: Tensor, positions: Tensor | None) -> Tensor:
-        _forget(self.model)
+        _reset_rope_cache(self.model)
         # An explicit mask keeps the library from reading jumps in the positions as several packed sequences.
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
         if positions is not None:
             inputs["position_ids"] = positions
-        with torch.no_grad(), quiet():
+        with torch.no_grad(), silence_transformers():
             result: Tensor = self.model(**inputs).logits
         return result
 
@@ -91,32 +101,32 @@ def build(
     """
     folder.mkdir(parents=True, exist_ok=True)
     custom = architecture in CUSTOM
-    with quiet():
-        draft = CUSTOM[architecture](overrides) if custom else plain(architecture, overrides)
-        enliven(draft.model, seed, embedding=draft.embedding, active=draft.active)
+    with silence_transformers():
+        draft = CUSTOM[architecture](overrides) if custom else from_recipe(architecture, overrides)
+        randomize_weights(draft.model, seed, embedding=draft.embedding, active=draft.active)
         draft.model.save_pretrained(folder, save_original_format=layout != "native")
     (folder / "generation_config.json").unlink(missing_ok=True)
-    _respell_tensors(draft, folder, layout)
+    _rename_tensors(draft, folder, layout)
     config: Config = json.loads((folder / CONFIG).read_text())
-    if draft.recast:
-        config = draft.recast(config)
+    if draft.rewrite_config:
+        config = draft.rewrite_config(config)
     config["architectures"] = [architecture]
     oracle = Oracle(architecture, folder, draft.model, config)
-    respell(oracle, spelling or ("old" if custom else "new"))
+    rewrite_config(oracle, spelling or ("old" if custom else "new"))
     return oracle
 
 
-def respell(oracle: Oracle, spelling: Spelling) -> Config:
+def rewrite_config(oracle: Oracle, spelling: Spelling) -> Config:
     """Rewrite the folder's config.json in the given spelling and return it; the model stays what it is."""
-    config = oracle.modern if spelling == "new" else old(oracle.modern)
+    config = oracle.modern if spelling == "new" else old_spelling(oracle.modern)
     (oracle.folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     return config
 
 
-def reread(oracle: Oracle) -> Oracle:
+def reload_oracle(oracle: Oracle) -> Oracle:
     """The oracle of what the folder says now, with what the library makes of keys that are not there."""
     library = importlib.import_module("transformers")
-    with quiet():
+    with silence_transformers():
         kind = getattr(library, oracle.architecture)
         model = kind.from_pretrained(oracle.folder, attn_implementation="eager", dtype=torch.float32)
     return Oracle(oracle.architecture, oracle.folder, model.eval(), oracle.config())
@@ -124,11 +134,11 @@ def reread(oracle: Oracle) -> Oracle:
 
 def legacy_config(oracle: Oracle) -> Config:
     """Rewrite the folder's config.json the way files were written before transformers 5, and return it."""
-    return respell(oracle, "old")
+    return rewrite_config(oracle, "old")
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_transformers() -> Iterator[None]:
     """transformers without its log lines, progress bars and warnings; everything is as before afterwards."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -144,13 +154,13 @@ def quiet() -> Iterator[None]:
                 logging.enable_progress_bar()
 
 
-def _respell_tensors(draft: Draft, folder: Path, layout: Layout) -> None:
+def _rename_tensors(draft: UnsavedModel, folder: Path, layout: Layout) -> None:
     safetensors = importlib.import_module("safetensors.torch")
     tensors: Tensors = safetensors.load_file(folder / WEIGHTS)
-    if draft.respell and layout != "native":
-        tensors = draft.respell(tensors)
+    if draft.rename_tensors and layout != "native":
+        tensors = draft.rename_tensors(tensors)
     if layout == "bare":
-        tensors = _bare(tensors, draft.model.config)
+        tensors = _without_prefix(tensors, draft.model.config)
     if layout == "stray":
         frequencies = draft.model.model.rotary_emb.inv_freq
         for layer in range(draft.model.config.num_hidden_layers):
@@ -159,7 +169,7 @@ def _respell_tensors(draft: Draft, folder: Path, layout: Layout) -> None:
     safetensors.save_file(contiguous, folder / WEIGHTS, metadata={"format": "pt"})
 
 
-def _bare(tensors: Tensors, config: Any) -> Tensors:
+def _without_prefix(tensors: Tensors, config: Any) -> Tensors:
     """GPT-2's first file: no prefix, and each layer's causal mask under a name that looks like a bias."""
     result = {key.removeprefix("transformer."): tensor for key, tensor in tensors.items()}
     mask = torch.ones(config.n_positions, config.n_positions).tril()[None, None]
@@ -167,7 +177,7 @@ def _bare(tensors: Tensors, config: Any) -> Tensors:
     return result
 
 
-def _forget(model: Any) -> None:
+def _reset_rope_cache(model: Any) -> None:
     """Undo what an earlier, longer sequence did to dynamically scaled rotations."""
     for module in model.modules():
         if hasattr(module, "original_inv_freq") and hasattr(module, "original_max_seq_len"):

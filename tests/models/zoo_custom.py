@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .zoo_recipes import GEMMA, LLAMA, Config, Draft, Tensors, instance, merged
+from .zoo_recipes import GEMMA, LLAMA, Config, Tensors, UnsavedModel, deep_merge, make_transformers_model
 
 Renames = tuple[tuple[str, str], ...]
 
@@ -61,20 +61,20 @@ class Experts(nn.Module):
         return (outputs * weights.unsqueeze(-2)).sum(dim=-1)
 
 
-def index(overrides: Config) -> Draft:
+def index(overrides: Config) -> UnsavedModel:
     """Llama under another name; `norm_head` makes the head's rows unit vectors at use."""
     norm_head = overrides.get("norm_head", 0)
     model = _llama(overrides, "norm_head")
     if norm_head:
         model.lm_head = UnitRowsHead(model.lm_head.in_features, model.lm_head.out_features, bias=False)
-    return Draft(model, recast=_recast("index", norm_head=norm_head))
+    return UnsavedModel(model, rewrite_config=_recast("index", norm_head=norm_head))
 
 
-def minicpm(overrides: Config) -> Draft:
+def minicpm(overrides: Config) -> UnsavedModel:
     """Granite's multipliers, said through the width and depth the model was tuned at. Tied unless told."""
     own: Config = {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 40}
     own.update({key: overrides[key] for key in own if key in overrides})
-    numbers = merged(LLAMA, {k: v for k, v in overrides.items() if k not in own})
+    numbers = deep_merge(LLAMA, {k: v for k, v in overrides.items() if k not in own})
     numbers.setdefault("tie_word_embeddings", True)
     hidden, heads = numbers["hidden_size"], numbers["num_attention_heads"]
     multipliers = {
@@ -83,17 +83,17 @@ def minicpm(overrides: Config) -> Draft:
         "residual_multiplier": own["scale_depth"] / math.sqrt(numbers["num_hidden_layers"]),
         "logits_scaling": hidden / own["dim_model_base"],
     }
-    model = instance("GraniteForCausalLM", "GraniteConfig", {**numbers, **multipliers})
-    return Draft(model, embedding=0.2, recast=_recast("minicpm", *multipliers, **own))
+    model = make_transformers_model("GraniteForCausalLM", "GraniteConfig", {**numbers, **multipliers})
+    return UnsavedModel(model, embedding=0.2, rewrite_config=_recast("minicpm", *multipliers, **own))
 
 
-def yi(overrides: Config) -> Draft:
+def yi(overrides: Config) -> UnsavedModel:
     """Llama whose norms are called ln1 and ln2."""
     renames = ((".input_layernorm.", ".ln1."), (".post_attention_layernorm.", ".ln2."))
-    return Draft(_llama(overrides), respell=_renamed(renames), recast=_recast("Yi"))
+    return UnsavedModel(_llama(overrides), rename_tensors=_renamed(renames), rewrite_config=_recast("Yi"))
 
 
-def orion(overrides: Config) -> Draft:
+def orion(overrides: Config) -> UnsavedModel:
     """Llama with LayerNorm, biased, in every place of RMSNorm."""
     model = _llama(overrides)
     width, eps = model.config.hidden_size, model.config.rms_norm_eps
@@ -101,24 +101,24 @@ def orion(overrides: Config) -> Draft:
         layer.input_layernorm = nn.LayerNorm(width, eps=eps)
         layer.post_attention_layernorm = nn.LayerNorm(width, eps=eps)
     model.model.norm = nn.LayerNorm(width, eps=eps)
-    return Draft(model, recast=_recast("orion"))
+    return UnsavedModel(model, rewrite_config=_recast("orion"))
 
 
-def gemmoe(overrides: Config) -> Draft:
+def gemmoe(overrides: Config) -> UnsavedModel:
     """Gemma with Mixtral's experts for its MLPs."""
     own: Config = {"num_local_experts": 4, "num_experts_per_tok": 2}
     own.update({key: overrides[key] for key in own if key in overrides})
-    numbers = merged(GEMMA, {k: v for k, v in overrides.items() if k not in own})
-    model = instance("GemmaForCausalLM", "GemmaConfig", numbers)
+    numbers = deep_merge(GEMMA, {k: v for k, v in overrides.items() if k not in own})
+    model = make_transformers_model("GemmaForCausalLM", "GemmaConfig", numbers)
     for layer in model.model.layers:
         sizes = (numbers["hidden_size"], numbers["intermediate_size"])
         layer.mlp = Experts(*sizes, own["num_local_experts"], own["num_experts_per_tok"])
-    return Draft(
+    return UnsavedModel(
         model,
         embedding=0.15,
         active=own["num_experts_per_tok"],
-        respell=_renamed(((".mlp.", ".block_sparse_moe."),)),
-        recast=_recast("gemmoe", **own),
+        rename_tensors=_renamed(((".mlp.", ".block_sparse_moe."),)),
+        rewrite_config=_recast("gemmoe", **own),
     )
 
 
@@ -134,7 +134,7 @@ INTERNLM2: Renames = (
 )
 
 
-def internlm2(overrides: Config) -> Draft:
+def internlm2(overrides: Config) -> UnsavedModel:
     """Llama with one matrix for q, k and v, in which each k/v head follows the queries it serves."""
     model = _llama(overrides)
     kv_heads = model.config.num_key_value_heads
@@ -148,12 +148,12 @@ def internlm2(overrides: Config) -> Draft:
             result[f"{key}attention.wqkv.weight"] = torch.cat(groups, dim=1).flatten(0, 1)
         return _renamed(INTERNLM2)(result)
 
-    return Draft(model, respell=respell, recast=_recast("internlm2", bias=False))
+    return UnsavedModel(model, rename_tensors=respell, rewrite_config=_recast("internlm2", bias=False))
 
 
 def _llama(overrides: Config, *own: str) -> Any:
-    numbers = merged(LLAMA, {key: value for key, value in overrides.items() if key not in own})
-    return instance("LlamaForCausalLM", "LlamaConfig", numbers)
+    numbers = deep_merge(LLAMA, {key: value for key, value in overrides.items() if key not in own})
+    return make_transformers_model("LlamaForCausalLM", "LlamaConfig", numbers)
 
 
 def _renamed(renames: Renames) -> Callable[[Tensors], Tensors]:
@@ -179,7 +179,7 @@ def _recast(model_type: str, *dropped: str, **added: Any) -> Callable[[Config], 
     return recast
 
 
-CUSTOM: dict[str, Callable[[Config], Draft]] = {
+CUSTOM: dict[str, Callable[[Config], UnsavedModel]] = {
     "GemmoeForCausalLM": gemmoe,
     "IndexForCausalLM": index,
     "InternLM2ForCausalLM": internlm2,

@@ -47,14 +47,16 @@ LLAMA: Config = {**SIZES, **ROPE, "rms_norm_eps": EPS}
 
 
 @dataclass
-class Draft:
+class UnsavedModel:
     """A model whose weights are still to be filled, and how its folder will be written."""
 
     model: Any
     embedding: float = 0.5  # the spread of the embedding table
     active: int = 0  # experts a token wants
-    respell: Callable[[Tensors], Tensors] | None = None  # what the library saves → what is published
-    recast: Callable[[Config], Config] | None = None  # the library's config.json → this architecture's
+    rename_tensors: Callable[[Tensors], Tensors] | None = None  # what the library saves → what is published
+    rewrite_config: Callable[[Config], Config] | None = (
+        None  # the library's config.json → this architecture's
+    )
 
 
 @dataclass(frozen=True)
@@ -65,21 +67,21 @@ class Recipe:
     numbers: Config
     embedding: float = 0.5
     active: int = 0
-    part: str = ""  # the sub-config overrides are meant for
-    respell: Callable[[Tensors], Tensors] | None = None
+    sub_config: str = ""  # the sub-config overrides are meant for
+    rename_tensors: Callable[[Tensors], Tensors] | None = None
 
 
-def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Config:
+def deep_merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Config:
     """Both tables in one, nested tables merged, the second's word counting."""
     result = dict(base)
     for key, value in changes.items():
         known = result.get(key)
         both = isinstance(known, Mapping) and isinstance(value, Mapping)
-        result[key] = merged(known, value) if both else value  # type: ignore[arg-type]
+        result[key] = deep_merge(known, value) if both else value  # type: ignore[arg-type]
     return result
 
 
-def instance(architecture: str, config: str, numbers: Config) -> Any:
+def make_transformers_model(architecture: str, config: str, numbers: Config) -> Any:
     """The library's model with these numbers, ready to be asked, attention written out in full."""
     library = importlib.import_module("transformers")
     made = getattr(library, config)(**copy.deepcopy(numbers))  # the library writes into nested tables
@@ -90,16 +92,16 @@ def instance(architecture: str, config: str, numbers: Config) -> Any:
     return model.eval()
 
 
-def plain(architecture: str, overrides: Config) -> Draft:
+def from_recipe(architecture: str, overrides: Config) -> UnsavedModel:
     """A draft by recipe; overrides go to the language part unless the recipe names them at the top."""
     recipe = RECIPES[architecture]
     changes = overrides
-    if recipe.part:
+    if recipe.sub_config:
         top = {key: value for key, value in overrides.items() if key in recipe.numbers}
         rest = {key: value for key, value in overrides.items() if key not in top}
-        changes = {**top, recipe.part: rest}
-    model = instance(architecture, recipe.config, merged(recipe.numbers, changes))
-    return Draft(model, recipe.embedding, recipe.active, recipe.respell)
+        changes = {**top, recipe.sub_config: rest}
+    model = make_transformers_model(architecture, recipe.config, deep_merge(recipe.numbers, changes))
+    return UnsavedModel(model, recipe.embedding, recipe.active, recipe.rename_tensors)
 
 
 def _nested_siglip(tensors: Tensors) -> Tensors:
@@ -213,8 +215,8 @@ RECIPES: dict[str, Recipe] = {
             "mm_tokens_per_image": 4,
         },
         embedding=0.15,
-        part="text_config",
-        respell=_nested_siglip,
+        sub_config="text_config",
+        rename_tensors=_nested_siglip,
     ),
     "Starcoder2ForCausalLM": Recipe(
         "Starcoder2Config", {**SIZES, **ROPE, "norm_epsilon": EPS, "sliding_window": WINDOW}
@@ -229,9 +231,9 @@ RECIPES: dict[str, Recipe] = {
     "GPTBigCodeForCausalLM": Recipe("GPTBigCodeConfig", {**GPT, "n_inner": 96}),
     "GPT2LMHeadModel": Recipe("GPT2Config", GPT),
     "LlavaForConditionalGeneration": Recipe(
-        "LlavaConfig", {**PIXTRAL_TOP, "vision_feature_select_strategy": "full"}, part="text_config"
+        "LlavaConfig", {**PIXTRAL_TOP, "vision_feature_select_strategy": "full"}, sub_config="text_config"
     ),
-    "Mistral3ForConditionalGeneration": Recipe("Mistral3Config", PIXTRAL_TOP, part="text_config"),
+    "Mistral3ForConditionalGeneration": Recipe("Mistral3Config", PIXTRAL_TOP, sub_config="text_config"),
     "Qwen2VLForConditionalGeneration": Recipe(
         "Qwen2VLConfig",
         {
@@ -241,7 +243,7 @@ RECIPES: dict[str, Recipe] = {
             **SPAN_IDS,
             "tie_word_embeddings": False,
         },
-        part="text_config",
+        sub_config="text_config",
     ),
     "Qwen2_5_VLForConditionalGeneration": Recipe(
         "Qwen2_5_VLConfig",
@@ -252,7 +254,7 @@ RECIPES: dict[str, Recipe] = {
             **SPAN_IDS,
             "tie_word_embeddings": False,
         },
-        part="text_config",
+        sub_config="text_config",
     ),
     "SmolLM3ForCausalLM": Recipe("SmolLM3Config", LLAMA),
     "Olmo2ForCausalLM": Recipe("Olmo2Config", LLAMA),

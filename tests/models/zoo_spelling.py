@@ -58,7 +58,7 @@ SHORT_TYPE_KEY = {"linear", "dynamic", "yarn", "longrope", "mrope"}
 """Kinds of scaling whose old files say `type`; later ones always said `rope_type`."""
 
 
-def old(config: Config) -> Config:
+def old_spelling(config: Config) -> Config:
     """The same model in the old spelling; the argument is left alone."""
     result = copy.deepcopy(config)
     architecture = result["architectures"][0]

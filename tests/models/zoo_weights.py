@@ -20,19 +20,19 @@ SPREAD = 0.2
 QUERY_GAIN = 1.2
 EMBEDDING = 0.5
 POSITION = 0.3
-CODE = 3.0
+ROUTING_STRENGTH = 3.0
 """How strongly an embedding says which experts its token wants."""
 
-LOUD = ("lm_head", "o_proj", "out_proj", "down_proj", "c_proj", ".w2")
+LARGE_GAIN = ("lm_head", "o_proj", "out_proj", "down_proj", "c_proj", ".w2")
 """What adds to the residual stream or ends it: quiet, and a tied model merely repeats its input."""
 
 INTO_RESIDUAL = ("o_proj.weight", "out_proj.weight", "down_proj.weight", ".w2.weight")
 STACKED_INTO_RESIDUAL = ("experts.down_proj", "mlp.w2")
-HUSH = 0.05
+ROUTING_DAMPING = 0.05
 ROUTERS = (".mlp.gate.weight", ".block_sparse_moe.gate.weight", ".router.layer.weight")
 
 
-def enliven(model: nn.Module, seed: int, *, embedding: float = EMBEDDING, active: int = 0) -> None:
+def randomize_weights(model: nn.Module, seed: int, *, embedding: float = EMBEDDING, active: int = 0) -> None:
     """Fill every parameter; `active` is how many experts a token wants (0: the model has none)."""
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     with torch.no_grad():
@@ -45,7 +45,7 @@ def enliven(model: nn.Module, seed: int, *, embedding: float = EMBEDDING, active
             else:
                 parameter.copy_(noise * _gain(name) / math.sqrt(_inputs(model, name, parameter)))
         if active:
-            _decide(model, seed, embedding, active)
+            _make_routing_decisive(model, seed, embedding, active)
 
 
 def _noise(label: str, like: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def _noise(label: str, like: Tensor) -> Tensor:
 def _gain(name: str) -> float:
     if any(part in name for part in ("q_proj", "k_proj", "qkv", "c_attn")):
         return QUERY_GAIN
-    return 1.6 if any(part in name for part in LOUD) else 1.0
+    return 1.6 if any(part in name for part in LARGE_GAIN) else 1.0
 
 
 def _inputs(model: nn.Module, name: str, parameter: Tensor) -> int:
@@ -67,7 +67,7 @@ def _inputs(model: nn.Module, name: str, parameter: Tensor) -> int:
     return parameter.shape[-1] if parameter.ndim == 3 else math.prod(parameter.shape[1:])
 
 
-def _decide(model: nn.Module, seed: int, embedding: float, active: int) -> None:
+def _make_routing_decisive(model: nn.Module, seed: int, embedding: float, active: int) -> None:
     """Write each token's favourite experts into its embedding; keep them there; let the routers read them."""
     parameters = dict(model.named_parameters())
     routers = [parameter for name, parameter in parameters.items() if name.endswith(ROUTERS)]
@@ -75,12 +75,12 @@ def _decide(model: nn.Module, seed: int, embedding: float, active: int) -> None:
     table = next(m.weight for m in model.modules() if isinstance(m, nn.Embedding))
     taste = _noise(f"{seed}:taste", table[:, :experts])
     wanted = torch.zeros_like(taste).scatter_(1, taste.topk(active, dim=1).indices, 1.0)
-    table[:, :experts] = CODE * embedding * (2 * wanted - 1 + 0.1 * taste)
+    table[:, :experts] = ROUTING_STRENGTH * embedding * (2 * wanted - 1 + 0.1 * taste)
     for name, parameter in parameters.items():
         if name.endswith(INTO_RESIDUAL):
-            parameter[:experts] *= HUSH
+            parameter[:experts] *= ROUTING_DAMPING
         elif name.endswith(STACKED_INTO_RESIDUAL):
-            parameter[:, :experts] *= HUSH
+            parameter[:, :experts] *= ROUTING_DAMPING
     for router in routers:
         router.mul_(0.1)
         router[:, :experts] += 1.5 * torch.eye(experts)

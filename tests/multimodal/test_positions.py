@@ -72,7 +72,7 @@ def test_logits_are_those_of_transformers(chunk: int, tmp_path: Path) -> None:
     pieces: list[Piece] = [(3, 1, 2, 4, 1), (2, 2, 3, 2, 0)]
     tokens = torch.randint(0, 100, (2, len(expected_positions(pieces)) + 4))
     ids, embeddings, at = tokens.clone(), [], 0
-    table = model._ready()[1].embedding.lookup
+    table = model._require_loaded()[1].embedding.lookup
     for text, frames, rows, columns, side in pieces:
         at += text
         count = frames * rows * columns + 2 * side
@@ -89,9 +89,9 @@ def test_logits_are_those_of_transformers(chunk: int, tmp_path: Path) -> None:
     want = oracle.logits_mrope(tokens, positions)
     got = model.forward(ids, Cache(model, batch_size=2, max_seq_len=64), indexed_embeddings=embeddings)
     assert float(((got - want).norm(dim=-1) / want.norm(dim=-1)).max()) < 1e-5
-    extras = model.extras(ids[0].tolist(), None, embeddings)
-    assert torch.equal(extras.positions(5, 40)[:, : ids.shape[1] - 5], positions[:, 0, 5:])
+    extras = model.make_extras(ids[0].tolist(), None, embeddings)
+    assert torch.equal(extras.mrope_slice(5, 40)[:, : ids.shape[1] - 5], positions[:, 0, 5:])
     assert (
-        extras.positions(40, 42).tolist()
+        extras.mrope_slice(40, 42).tolist()
         == [[40 + after + 4 - ids.shape[1], 41 + after + 4 - ids.shape[1]]] * 3
     )

@@ -14,47 +14,50 @@ from exlm import spec
 from exlm.formats import DenseWeight
 from exlm.kernels import backend as b
 from exlm.kernels.reference import ReferenceBackend
-from exlm.nn import Active, Attention, Batch, Block, GatedMlp, Linear, ParallelBlock, Projection
-from exlm.nn.attention import leave
+from exlm.nn import Attention, Batch, Block, GatedMlp, Linear, LoraRef, ParallelBlock, QkvProjection
+from exlm.nn.attention import no_qk_norm
 from exlm.nn.block import BlockLike
-from exlm.nn.fused import FusedBlock, Gated, stacked
+from exlm.nn.fused import FusedBlock, FusedMlp, fuse_stack
 
-PLAIN = ReferenceBackend(torch.device("cpu"), torch.float32)
+REFERENCE = ReferenceBackend(torch.device("cpu"), torch.float32)
 HIDDEN, WIDTH = 32, 40
 ATTN = spec.Attention(heads=4, kv_heads=2, head_dim=8, rope=None, scale=8**-0.5)
 NORM = spec.Norm()
-MOST = 4
+MAX_FUSED_TOKENS = 4
 
 
-class Counted(Linear):
+class CountingLinear(Linear):
     """A matrix that knows how often it was asked."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         self.weight = torch.randn(outputs, inputs) / inputs**0.5
-        super().__init__(PLAIN.linear(DenseWeight(self.weight)), inputs, outputs)
-        self.asked = 0
+        super().__init__(REFERENCE.linear(DenseWeight(self.weight)), inputs, outputs)
+        self.num_calls = 0
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        self.asked += 1
+        self.num_calls += 1
         return super().forward(x, batch)
 
 
-class Joined:
+class MergedMatrices:
     """Several of them as one, for many rows only."""
 
-    def __init__(self, *parts: Counted) -> None:
-        self.sizes, self.whole = [part.out_features for part in parts], torch.cat([p.weight for p in parts])
-        self.asked = 0
+    def __init__(self, *parts: CountingLinear) -> None:
+        self.sizes, self.merged_weight = (
+            [part.out_features for part in parts],
+            torch.cat([p.weight for p in parts]),
+        )
+        self.num_calls = 0
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> list[Tensor]:
         raise AssertionError("these are many rows")
 
     def plainly(self, x: Tensor) -> list[Tensor]:
-        self.asked += 1
-        return list((x @ self.whole.T).split_with_sizes(self.sizes, -1))
+        self.num_calls += 1
+        return list((x @ self.merged_weight.T).split_with_sizes(self.sizes, -1))
 
 
-class Kept:
+class LastKV:
     """A cache of what was stored last."""
 
     paged = None
@@ -65,20 +68,20 @@ class Kept:
 
 
 def add_norm() -> b.AddNorm:
-    return PLAIN.add_norm(NORM, torch.rand(HIDDEN), None)
+    return REFERENCE.add_norm(NORM, torch.rand(HIDDEN), None)
 
 
-class Layer:
+class CountingLayer:
     """A layer of either shape, and its matrices."""
 
     def __init__(self, parallel: bool = False) -> None:
         torch.manual_seed(7)
-        self.q, self.k, self.v = (Counted(HIDDEN, heads * 8) for heads in (4, 2, 2))
-        self.o, self.down = Counted(32, HIDDEN), Counted(WIDTH, HIDDEN)
-        self.gate, self.up = Counted(HIDDEN, WIDTH), Counted(HIDDEN, WIDTH)
-        attend = PLAIN.attention(ATTN, b.stand)
-        attn = Attention(8, Projection(self.q, self.k, self.v), leave, attend, self.o)
-        mlp = GatedMlp(PLAIN.gated("silu"), self.gate, self.up, self.down)
+        self.q, self.k, self.v = (CountingLinear(HIDDEN, heads * 8) for heads in (4, 2, 2))
+        self.o, self.down = CountingLinear(32, HIDDEN), CountingLinear(WIDTH, HIDDEN)
+        self.gate, self.up = CountingLinear(HIDDEN, WIDTH), CountingLinear(HIDDEN, WIDTH)
+        attend = REFERENCE.attention(ATTN, b.stand)
+        attn = Attention(8, QkvProjection(self.q, self.k, self.v), no_qk_norm, attend, self.o)
+        mlp = GatedMlp(REFERENCE.gated("silu"), self.gate, self.up, self.down)
         same = lambda x: x  # noqa: E731
         self.block: Any = (
             ParallelBlock(attn, mlp, add_norm(), same)
@@ -86,49 +89,49 @@ class Layer:
             else Block(attn, mlp, add_norm(), add_norm(), same, same)
         )
 
-    def asked(self) -> list[int]:
-        return [one.asked for one in (self.q, self.k, self.v, self.o, self.gate, self.up, self.down)]
+    def call_counts(self) -> list[int]:
+        return [one.num_calls for one in (self.q, self.k, self.v, self.o, self.gate, self.up, self.down)]
 
 
-def batch(tokens: int, adapters: Sequence[tuple[Active, ...]] = ()) -> Batch:
+def batch(tokens: int, adapters: Sequence[tuple[LoraRef, ...]] = ()) -> Batch:
     ids, none = torch.zeros(2, tokens, dtype=torch.long), torch.zeros(2, dtype=torch.long)
-    return Batch(ids, ids, none, ids[:, :1], tokens, even=True, adapters=tuple(adapters))
+    return Batch(ids, ids, none, ids[:, :1], tokens, uniform=True, adapters=tuple(adapters))
 
 
-def run(block: BlockLike, x: Tensor, given: Batch) -> tuple[Tensor, Kept]:
-    kept = Kept()
-    total, more = block.forward(x, x, given, kept)
-    return total if more is None else total + more, kept
+def run(block: BlockLike, x: Tensor, forward_batch: Batch) -> tuple[Tensor, LastKV]:
+    last_kv = LastKV()
+    total, pending_residual = block.forward(x, x, forward_batch, last_kv)
+    return total if pending_residual is None else total + pending_residual, last_kv
 
 
-def test_many_rows_are_joined() -> None:
-    layer = Layer()
-    qkv, gate = Joined(layer.q, layer.k, layer.v), Joined(layer.gate, layer.up)
-    fused = FusedBlock(layer.block, qkv, qkv, Gated(gate, gate), MOST)
+def test_many_rows_use_merged_matrices() -> None:
+    layer = CountingLayer()
+    qkv, gate = MergedMatrices(layer.q, layer.k, layer.v), MergedMatrices(layer.gate, layer.up)
+    fused = FusedBlock(layer.block, qkv, qkv, FusedMlp(gate, gate), MAX_FUSED_TOKENS)
     x = torch.randn(2, 6, HIDDEN)
     want, want_kept = run(layer.block, x, batch(6))
-    assert layer.asked() == [1] * 7
+    assert layer.call_counts() == [1] * 7
     got, kept = run(fused, x, batch(6))
-    assert layer.asked() == [1, 1, 1, 2, 1, 1, 2]
-    assert (qkv.asked, gate.asked) == (1, 1)
+    assert layer.call_counts() == [1, 1, 1, 2, 1, 1, 2]
+    assert (qkv.num_calls, gate.num_calls) == (1, 1)
     torch.testing.assert_close(got, want)
     torch.testing.assert_close((kept.k, kept.v), (want_kept.k, want_kept.v))
 
 
 def test_adapters_see_every_matrix() -> None:
-    layer = Layer()
-    joined = Joined(layer.q, layer.k, layer.v)
-    fused = FusedBlock(layer.block, joined, joined, Gated(joined, joined), MOST)
-    run(fused, torch.randn(2, 6, HIDDEN), batch(6, [(Active(1, 1.0),)] * 2))
-    assert layer.asked() == [1] * 7
-    assert joined.asked == 0
+    layer = CountingLayer()
+    joined = MergedMatrices(layer.q, layer.k, layer.v)
+    fused = FusedBlock(layer.block, joined, joined, FusedMlp(joined, joined), MAX_FUSED_TOKENS)
+    run(fused, torch.randn(2, 6, HIDDEN), batch(6, [(LoraRef(1, 1.0),)] * 2))
+    assert layer.call_counts() == [1] * 7
+    assert joined.num_calls == 0
 
 
 def test_attention_alone_is_fused_where_the_mlp_cannot_be() -> None:
-    layer = Layer()
+    layer = CountingLayer()
     weight, attn = torch.rand(HIDDEN), layer.block.attn
-    layer.block.attn_norm = PLAIN.add_norm(NORM, weight, None)
-    norm = PLAIN.norm(NORM, weight, None)
+    layer.block.attn_norm = REFERENCE.add_norm(NORM, weight, None)
+    norm = REFERENCE.norm(NORM, weight, None)
 
     def qkv(x: Tensor, residual: Tensor | None) -> list[Tensor]:
         assert residual is None
@@ -138,30 +141,38 @@ def test_attention_alone_is_fused_where_the_mlp_cannot_be() -> None:
         assert residual is not None
         return [x @ layer.o.weight.T + residual]
 
-    fused = FusedBlock(layer.block, qkv, o, None, MOST)
+    fused = FusedBlock(layer.block, qkv, o, None, MAX_FUSED_TOKENS)
     x = torch.randn(2, 2, HIDDEN)
     want, want_kept = run(layer.block, x, batch(2))
     got, kept = run(fused, x, batch(2))
-    assert layer.asked() == [1, 1, 1, 1, 2, 2, 2]
+    assert layer.call_counts() == [1, 1, 1, 1, 2, 2, 2]
     torch.testing.assert_close(got, want)
     torch.testing.assert_close((kept.k, kept.v), (want_kept.k, want_kept.v))
     assert fused.attn is attn
 
 
 @pytest.mark.parametrize("shape", ["plain", "parallel", "fused"])
-def test_what_nobody_asks_for_is_not_computed(shape: str) -> None:
-    layer = Layer(shape == "parallel")
+def test_fill_kv_computes_attention_inputs_only(shape: str) -> None:
+    layer = CountingLayer(shape == "parallel")
     block = layer.block
     if shape == "fused":
         plain = lambda x, residual: [x]  # noqa: E731
-        block = FusedBlock(block, plain, plain, Gated(plain, plain), MOST)
+        block = FusedBlock(block, plain, plain, FusedMlp(plain, plain), MAX_FUSED_TOKENS)
     x = torch.randn(2, 6, HIDDEN)
     _, want = run(block, x, batch(6))
-    before, kept = layer.asked(), Kept()
-    block.remember(x, x, batch(6), kept)
+    before, kept = layer.call_counts(), LastKV()
+    block.fill_kv(x, x, batch(6), kept)
     assert torch.equal(kept.k, want.k)
     assert torch.equal(kept.v, want.v)
-    assert [now - then for now, then in zip(layer.asked(), before, strict=True)] == [1, 1, 1, 0, 0, 0, 0]
+    assert [now - then for now, then in zip(layer.call_counts(), before, strict=True)] == [
+        1,
+        1,
+        1,
+        0,
+        0,
+        0,
+        0,
+    ]
 
 
 class Stackable:
@@ -178,28 +189,28 @@ class Stackable:
         return (lambda x, layers, where: x + count) if self.stacks else None
 
 
-def fused_block(whole: b.Whole | None) -> FusedBlock:
+def fused_block(fused_layer: b.Whole | None) -> FusedBlock:
     plain = lambda x, residual: [x]  # noqa: E731
-    made = FusedBlock(Layer(False).block, plain, plain, Gated(plain, plain), MOST)
-    made.whole = whole
+    made = FusedBlock(CountingLayer(False).block, plain, plain, FusedMlp(plain, plain), MAX_FUSED_TOKENS)
+    made.fused_layer = fused_layer
     return made
 
 
-def test_blocks_are_stacked_if_every_one_is_whole() -> None:
+def test_blocks_are_stacked_if_all_are_fused() -> None:
     good = [fused_block(Stackable()) for _ in range(3)]
-    stack = stacked(good)
+    stack = fuse_stack(good)
     assert stack is not None
     x = torch.randn(2, 2, HIDDEN)
-    got = stack.forward(x, batch(2), [Kept()] * 3)
+    got = stack.forward(x, batch(2), [LastKV()] * 3)
     assert got is not None
     assert torch.equal(got, x + 3)
     others: list[list[BlockLike]] = [[], [*good, good[0].block], [*good, fused_block(None)]]
     others += [[fused_block(lambda x, kv, where: x), *good], [fused_block(Stackable(stacks=False)), *good]]
-    assert [stacked(blocks) for blocks in others] == [None] * 5
+    assert [fuse_stack(blocks) for blocks in others] == [None] * 5
 
 
 @pytest.mark.parametrize("other", [batch(6), replace(batch(2), outputs="none"), batch(2, [(), ()])])
-def test_a_stack_leaves_what_blocks_do_otherwise(other: Batch) -> None:
-    stack = stacked([fused_block(Stackable())] * 3)
+def test_a_stack_declines_other_batches(other: Batch) -> None:
+    stack = fuse_stack([fused_block(Stackable())] * 3)
     assert stack is not None
-    assert stack.forward(torch.randn(2, 2, HIDDEN), other, [Kept()] * 3) is None
+    assert stack.forward(torch.randn(2, 2, HIDDEN), other, [LastKV()] * 3) is None

@@ -12,20 +12,20 @@ import torch.distributed as dist
 
 from exlm import WorkerLost
 from exlm.parallel import launch
-from exlm.parallel.wire import Order
+from exlm.parallel.wire import Message
 
 
-def seats(size: int) -> list[launch.Seat]:
+def rank_infos(size: int) -> list[launch.RankInfo]:
     store = dist.HashStore()
-    return [launch.Seat(store, rank, size) for rank in range(size)]
+    return [launch.RankInfo(store, rank, size) for rank in range(size)]
 
 
-def test_ranks_call_and_strangers_are_shown_out() -> None:
-    ranks = seats(3)
+def test_ranks_connect_and_wrong_tokens_are_refused() -> None:
+    ranks = rank_infos(3)
     lines = {}
 
     def caller(rank: int) -> None:
-        lines[rank] = launch.call(ranks[rank])
+        lines[rank] = launch.connect_to_driver(ranks[rank])
 
     def stranger() -> None:
         while not ranks[0].store.check(["line"]):
@@ -38,7 +38,7 @@ def test_ranks_call_and_strangers_are_shown_out() -> None:
     threads = [threading.Thread(target=stranger)]
     threads += [threading.Thread(target=caller, args=(rank,)) for rank in (2, 1)]
     threads[0].start()
-    accepted = threading.Thread(target=lambda: lines.update({0: launch.accept(ranks[0])}))  # type: ignore[dict-item]
+    accepted = threading.Thread(target=lambda: lines.update({0: launch.accept_workers(ranks[0])}))  # type: ignore[dict-item]
     accepted.start()
     threads[0].join()
     for thread in threads[1:]:
@@ -46,13 +46,13 @@ def test_ranks_call_and_strangers_are_shown_out() -> None:
     for thread in [*threads[1:], accepted]:
         thread.join()
     for rank, channel in enumerate(lines[0], 1):  # type: ignore[arg-type]
-        channel.send(Order("hello", {"rank": rank}))
+        channel.send(Message("hello", {"rank": rank}))
         assert lines[rank].receive().values == {"rank": rank}
         channel.close()
         lines[rank].close()
 
 
-def test_a_rank_that_never_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_never_connects(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "PATIENCE", 0.2)
     with pytest.raises(WorkerLost, match=r"Ranks \[1\] did not call"):
-        launch.accept(seats(2)[0])
+        launch.accept_workers(rank_infos(2)[0])

@@ -16,38 +16,38 @@ from torch import Tensor
 from exlm import Cache, InputError, Model, Unsupported
 from exlm.parallel.shard import heads, ranges
 from tests.lora import peft_folders as making
-from tests.parallel.teams import (
-    CODED,
+from tests.parallel.fork_server import ForkServer
+from tests.parallel.process_models import (
+    FIRST_QUANTIZED,
     GREEDY,
     IDS,
     KINDS,
     PROMPTS,
-    adapted,
-    alone,
-    asked,
-    generator,
-    killed,
-    session,
-    team,
+    forward_outputs,
+    kill_worker,
+    make_generator,
+    parallel_model,
+    run_session,
+    run_with_adapters,
+    single_process_model,
 )
-from tests.parallel.zygote import Zygote
 
 FORMATS = {"dense": "tiny-lm", "exl2": "tiny-lm-exl2-6.0bpw", "gptq": "tiny-lm-gptq-g128-act"}
 Check = Callable[[Model, Model, Sequence[Path]], None]
 
-ROUNDING = 5e-5
+ROUNDING_TOLERANCE = 5e-5
 """Between logits, of 16 at most, where ranks share layers: sums are added in another order."""
-CODES = 1e-3
+QUANTIZED_CACHE_TOLERANCE = 1e-3
 """The same behind a coded cache: what lies between two codes may become the other one."""
-DIGITS = 4e-3
+INT_DOT_TOLERANCE = 4e-3
 """The same where a processor multiplies codes: x has 16 bits within a group, and ranks cut groups."""
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _zygote() -> Iterator[None]:
+def _fork_server() -> Iterator[None]:
     """Ranks are forked: most of the time that a process takes to start is torch's."""
-    with Zygote() as zygote, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("exlm.model.team.start", zygote.start)
+    with ForkServer() as zygote, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("exlm.model.parallel_loading.start_workers", zygote.start)
         yield
 
 
@@ -62,27 +62,31 @@ def adapters(fixtures_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> li
     return [adapter.folder for adapter in made]
 
 
-def apart(one: Tensor, two: Tensor) -> float:
+def max_difference(one: Tensor, two: Tensor) -> float:
     """How much two tensors differ, where they differ most."""
     return float((one - two).abs().max())
 
 
 def same_answers(model: Model, whole: Model, adapters: Sequence[Path]) -> None:
-    for place, (got, want) in enumerate(zip(asked(model), asked(whole), strict=True)):
-        assert apart(got, want) < (ROUNDING if place < CODED else CODES)
+    for place, (got, want) in enumerate(zip(forward_outputs(model), forward_outputs(whole), strict=True)):
+        assert max_difference(got, want) < (
+            ROUNDING_TOLERANCE if place < FIRST_QUANTIZED else QUANTIZED_CACHE_TOLERANCE
+        )
 
 
-def same_adapters(model: Model, whole: Model, adapters: Sequence[Path], bound: float = ROUNDING) -> None:
+def same_adapters(
+    model: Model, whole: Model, adapters: Sequence[Path], bound: float = ROUNDING_TOLERANCE
+) -> None:
     """Every matrix is adapted, and rows of one batch use one, the other, both or none."""
-    (texts, logits), (want_texts, want) = (adapted(one, adapters) for one in (model, whole))
+    (texts, logits), (want_texts, want) = (run_with_adapters(one, adapters) for one in (model, whole))
     assert texts == want_texts
     assert len(set(texts)) == 4
     for one, two in zip(logits, want, strict=True):
-        assert apart(one, two) <= bound
+        assert max_difference(one, two) <= bound
 
 
-def caches_are_given_back(model: Model, whole: Model, adapters: Sequence[Path]) -> None:
-    mirror = model.cache_mirror
+def worker_caches_are_released(model: Model, whole: Model, adapters: Sequence[Path]) -> None:
+    mirror = model.cache_replicator
     assert mirror is not None
     for _ in range(3):
         cache = Cache(model, max_seq_len=512)
@@ -112,54 +116,54 @@ def a_refusal_breaks_nothing(model: Model, whole: Model, adapters: Sequence[Path
 
 
 def the_last_rank_is_killed(model: Model, whole: Model, adapters: Sequence[Path]) -> None:
-    killed(model, -1, adapters[0])
+    kill_worker(model, -1, adapters[0])
 
 
-MORE: dict[tuple[str, int], list[Check]] = {  # what a team of some ranks is also asked
-    ("dense", 2): [same_answers, caches_are_given_back, a_refusal_breaks_nothing],
+EXTRA_CHECKS: dict[tuple[str, int], list[Check]] = {  # what a team of some ranks is also asked
+    ("dense", 2): [same_answers, worker_caches_are_released, a_refusal_breaks_nothing],
     ("dense", 4): [same_answers, same_adapters, the_last_rank_is_killed],
-    ("exl2", 2): [partial(same_adapters, bound=DIGITS)],
+    ("exl2", 2): [partial(same_adapters, bound=INT_DOT_TOLERANCE)],
     ("exl2", 4): [the_last_rank_is_killed],
     ("gptq", 2): [the_last_rank_is_killed],
     ("gptq", 4): [],
 }
 
 
-@pytest.mark.parametrize(("form", "ranks"), MORE)
-def test_a_team_says_what_one_process_says(
+@pytest.mark.parametrize(("form", "ranks"), EXTRA_CHECKS)
+def test_tensor_parallel_equals_one_process(
     fixtures_dir: Path, adapters: list[Path], form: str, ranks: int
 ) -> None:
     """In every cache: batches, cancelling, page copies and a draft model; then guesses from the text."""
     folder = fixtures_dir / FORMATS[form]
-    whole, draft = alone(folder), alone(fixtures_dir / "tiny-lm-exl2-4.0bpw")
-    with team(folder, ranks) as model:
-        shared_as_it_should_be(model, whole, ranks)
+    whole, draft = single_process_model(folder), single_process_model(fixtures_dir / "tiny-lm-exl2-4.0bpw")
+    with parallel_model(folder, ranks) as model:
+        check_shards(model, whole, ranks)
         for kind in KINDS:
             texts = []
             for one in (model, whole):
                 drafting = {"draft_model": draft, "draft_cache": kind(draft, max_seq_len=1280)}
-                texts.append(session(one, kind, **drafting))
+                texts.append(run_session(one, kind, **drafting))
             assert texts[0] == texts[1], kind.__name__
         plain, guessed, led = (
-            generator(model, **options).generate(PROMPTS[0], 10, gen_settings=GREEDY)
+            make_generator(model, **options).generate(PROMPTS[0], 10, gen_settings=GREEDY)
             for options in (
                 {},
                 {"use_ngram_draft": True},
                 {"draft_model": model, "draft_cache": Cache(model, max_seq_len=1280)},
             )
         )
-        assert plain == guessed == led == generator(whole).generate(PROMPTS[0], 10, gen_settings=GREEDY)
-        for check in MORE[form, ranks]:
+        assert plain == guessed == led == make_generator(whole).generate(PROMPTS[0], 10, gen_settings=GREEDY)
+        for check in EXTRA_CHECKS[form, ranks]:
             check(model, whole, adapters)
 
 
-def shared_as_it_should_be(model: Model, whole: Model, ranks: int) -> None:
+def check_shards(model: Model, whole: Model, ranks: int) -> None:
     """Two key/value heads: of four ranks two have the same. The head is cut by words, a cache by heads."""
     spec, loaded = whole.config.spec, model._loaded
     assert loaded is not None
     shares = [heads(spec.layers[0].attn, rank, ranks) for rank in range(ranks)]
     assert [share.kv for share in shares] == ([(0, 1)] * (ranks // 2) + [(1, 2)] * (ranks // 2))
-    assert [shape.kv_heads for shape in loaded.shapes] == [1] * 4
+    assert [shape.kv_heads for shape in loaded.layer_shapes] == [1] * 4
     joined = loaded.decoder.head.linear
     own = joined.inner.out_features  # type: ignore[attr-defined]
     assert (own, joined.out_features) == (ranges(spec.vocab, ranks)[0][1], spec.vocab)
@@ -170,15 +174,17 @@ def shared_as_it_should_be(model: Model, whole: Model, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("form", "ranks", "victim"), [("exl2", 2, 1), ("dense", 3, 1)])
-def test_a_pipeline_says_what_one_process_says(
+def test_pipeline_parallel_equals_one_process(
     fixtures_dir: Path, adapters: list[Path], form: str, ranks: int, victim: int
 ) -> None:
     """To the bit: every rank does with its layers what one process does with them."""
     folder = fixtures_dir / FORMATS[form]
-    whole = alone(folder)
-    with team(folder, ranks, "load_pipeline") as model:
-        assert all(map(torch.equal, asked(model), asked(whole)))
+    whole = single_process_model(folder)
+    with parallel_model(folder, ranks, "load_pipeline") as model:
+        assert all(map(torch.equal, forward_outputs(model), forward_outputs(whole)))
         for kind in KINDS[::2]:
-            assert session(model, kind, use_ngram_draft=True) == session(whole, kind, use_ngram_draft=True)
+            assert run_session(model, kind, use_ngram_draft=True) == run_session(
+                whole, kind, use_ngram_draft=True
+            )
         same_adapters(model, whole, adapters, bound=0)
-        killed(model, victim - 1, adapters[0])
+        kill_worker(model, victim - 1, adapters[0])

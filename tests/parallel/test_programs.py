@@ -14,14 +14,14 @@ import torch
 
 from exlm import Unsupported, WorkerLost
 from exlm.errors import DoesNotFit
-from exlm.parallel.launch import start
+from exlm.parallel.launch import start_workers
 from tests import tiny
 from tests.conftest import ROOT
-from tests.parallel.teams import alive, described
+from tests.parallel.process_models import is_alive, unloaded_model
 
 
 def test_loading_that_fails_leaves_no_process(tmp_path: Path) -> None:
-    model = described(tiny.make(tmp_path))
+    model = unloaded_model(tiny.make(tmp_path))
 
     def stop(i: int, n: int) -> None:
         if i == 2:
@@ -40,8 +40,8 @@ def test_loading_that_fails_leaves_no_process(tmp_path: Path) -> None:
     assert not model.loaded
 
 
-def test_a_rank_that_cannot_begin_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    model = described(tiny.make(tmp_path))
+def test_a_rank_that_cannot_start_reports_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = unloaded_model(tiny.make(tmp_path))
     with pytest.raises(WorkerLost, match=r"rank 1 failed: ModelNotFound: Can't find .*config\.json"):
         model.load_tp([1, 1], callback=lambda i, n: (tmp_path / "config.json").unlink(missing_ok=True))
     assert capfd.readouterr().err == ""
@@ -50,12 +50,12 @@ def test_a_rank_that_cannot_begin_says_why(tmp_path: Path, capfd: pytest.Capture
 def test_processes_end_if_another_cannot_be_started() -> None:
     before = set(children())
     with pytest.raises(TypeError, match="not JSON serializable"):
-        start("exlm.model.follower", [{"rank": 1}, {"rank": object()}])
+        start_workers("exlm.model.parallel_worker", [{"rank": 1}, {"rank": object()}])
     assert set(children()) == before
 
 
-def test_torchs_own_names_are_handed_on(tmp_path: Path) -> None:
-    model = described(tiny.make(tmp_path))
+def test_torch_dtypes_and_devices_reach_the_workers(tmp_path: Path) -> None:
+    model = unloaded_model(tiny.make(tmp_path))
     model.config.device, model.config.dtype = torch.device("cpu"), torch.float32  # type: ignore[assignment]
     model.load_tp([1, 1])
     assert model.forward(torch.arange(5)[None]).shape == (1, 5, 64)
@@ -83,7 +83,7 @@ assert torch.equal(model.forward(ids), before)
 """
 
 
-def test_a_fork_leaves_the_ranks_to_their_leader(tmp_path: Path) -> None:
+def test_a_fork_leaves_the_workers_alone(tmp_path: Path) -> None:
     """It ends as programs do, with everything that is registered for that."""
     line = [sys.executable, "-c", FORKING, str(tiny.make(tmp_path))]
     done = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=60)
@@ -106,7 +106,7 @@ model.load_tp(*eval(sys.argv[2]))
 cache = ExLlamaV2Cache_TP(model, base=ExLlamaV2Cache_Q8, max_seq_len=512)
 generator = ExLlamaV2DynamicGenerator(model, cache, ExLlamaV2Tokenizer(config))
 text = generator.generate("Once upon a time", 8, gen_settings=ExLlamaV2Sampler.Settings.greedy())
-print(repr(text), *[p.pid for p in model._loaded.leader.processes], sep="\\n", flush=True)
+print(repr(text), *[p.pid for p in model._loaded.driver.processes], sep="\\n", flush=True)
 if sys.argv[3:]:
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -126,7 +126,7 @@ def test_an_old_script_that_dies(fixtures_dir: Path, tmp_path: Path) -> None:
     text, pid = done.stdout.splitlines()
     assert text.startswith(EXPECTED[:20])
     for _ in range(100):
-        if not alive(int(pid)):
+        if not is_alive(int(pid)):
             return
         time.sleep(0.1)
     pytest.fail("a worker outlived its leader")

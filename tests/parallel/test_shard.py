@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from exlm import Config, Model, Unsupported, spec
 from exlm.formats import DenseWeight
-from exlm.model.loading import opened
-from exlm.parallel.shard import Cut, check, cut_of, heads, ranges, shard
+from exlm.model.instance import open_checkpoint
+from exlm.parallel.shard import MatrixSlice, check_shardable, heads, ranges, shard, slice_of
 from exlm.parallel.source import ShardedSource, part
 from exlm.spec.roles import matrices
 from tests import tiny
 from tests.models import zoo
 from tests.models.zoo_cases import CASES, Case
-from tests.parallel.threads import CPU, logits, shares
+from tests.parallel.thread_ranks import CPU, load_shards, rank0_logits
 
 FIXTURES = [
     "tiny-lm",
@@ -90,25 +90,25 @@ def test_heads_keep_their_groups(kv_heads: int, group: int, size: int) -> None:
 
 def test_too_many_ranks_are_refused(tmp_path: Path) -> None:
     model = Config(tiny.make(tmp_path)).spec
-    check(model, 4)
+    check_shardable(model, 4)
     with pytest.raises(Unsupported, match=r"has 4 heads, too few to share among 5 ranks.*load_autosplit"):
-        check(model, 5)
+        check_shardable(model, 5)
     layer = model.layers[0]
     for kind, allowed in (("rms", True), ("layer", False)):
         norm = spec.QkNorm(spec.Norm(kind), "all")  # type: ignore[arg-type]
         odd = replace(model, layers=(replace(layer, attn=replace(layer.attn, qk_norm=norm)),))
         if allowed:
-            check(odd, 2)
+            check_shardable(odd, 2)
         else:
             with pytest.raises(Unsupported, match=r"mean of all heads together.*load_autosplit"):
-                check(odd, 2)
+                check_shardable(odd, 2)
 
 
 @pytest.mark.parametrize("name", FIXTURES)
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_parts_of_a_matrix_add_up(fixtures_dir: Path, name: str, size: int) -> None:
     frozen = Config(fixtures_dir / name).freeze()
-    source = opened(frozen)
+    source = open_checkpoint(frozen)
     for role, wide, high, bias in list(matrices(frozen.spec))[:7]:
         whole = source.weight(role, wide, high, bias=bias, dtype=torch.float32, device=CPU).dequantize()
         parts = []
@@ -119,7 +119,7 @@ def test_the_parts_of_a_matrix_add_up(fixtures_dir: Path, name: str, size: int) 
                 role, local.in_features, local.out_features, bias=bias, dtype=torch.float32, device=CPU
             )
             assert (piece.in_features, piece.out_features) == (local.in_features, local.out_features)
-            cut = cut_of(frozen.spec, role, rank, size)
+            cut = slice_of(frozen.spec, role, rank, size)
             assert cut is not None
             rows = slice(cut.start, cut.stop) if cut.dim == 0 else slice(None)
             columns = slice(cut.start, cut.stop) if cut.dim == 1 else slice(None)
@@ -131,12 +131,12 @@ def test_the_parts_of_a_matrix_add_up(fixtures_dir: Path, name: str, size: int) 
 
 def test_a_part_owns_its_memory_and_one_rank_the_bias() -> None:
     weight = DenseWeight(torch.randn(8, 6), torch.randn(8))
-    for cut in (Cut(0, 2, 4), Cut(1, 2, 4)):
+    for cut in (MatrixSlice(0, 2, 4), MatrixSlice(1, 2, 4)):
         piece = part(weight, cut, keep_bias=False)
         assert isinstance(piece, DenseWeight)
         assert piece.data.untyped_storage().nbytes() == piece.data.nbytes
         assert (piece.bias is None) == (cut.dim == 0)
-    assert part(weight, Cut(0, 2, 4), keep_bias=True).bias is not None
+    assert part(weight, MatrixSlice(0, 2, 4), keep_bias=True).bias is not None
 
 
 @pytest.mark.parametrize("name", FIXTURES)
@@ -147,7 +147,7 @@ def test_every_format_gives_the_same_logits(fixtures_dir: Path, name: str) -> No
     ids = torch.arange(10, 50).view(2, 20)
     want = whole.forward(ids)
     for size in (2, 3, 4):  # 2 key/value heads: three ranks get uneven shares, four share heads
-        got = logits(shares(config.freeze(), size), ids)
+        got = rank0_logits(load_shards(config.freeze(), size), ids)
         assert float((got - want).norm() / want.norm()) < 1e-4
 
 
@@ -160,8 +160,8 @@ def test_every_family_gives_the_same_logits(case: Case, tmp_path: Path) -> None:
     whole.load()
     ids = torch.randint(0, 100, (1, 40))
     want = whole.forward(ids)
-    check(frozen.spec, 2)
-    got = logits(shares(frozen, 2), ids)
+    check_shardable(frozen.spec, 2)
+    got = rank0_logits(load_shards(frozen, 2), ids)
     assert float((got - want).norm() / want.norm()) < 1e-5
 
 
@@ -174,5 +174,5 @@ def test_a_norm_over_all_heads_counts_each_head_once(size: int, tmp_path: Path) 
     whole.load()
     ids = torch.randint(0, 100, (2, 20))
     want = whole.forward(ids)
-    got = logits(shares(config.freeze(), size), ids)
+    got = rank0_logits(load_shards(config.freeze(), size), ids)
     assert float((got - want).norm() / want.norm()) < 1e-5

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exlm.parallel.wire import Channel, Order
+from exlm.parallel.wire import Channel, Message
 
 VALUES = st.dictionaries(
     st.text(max_size=8), st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=8)
@@ -20,26 +20,28 @@ TYPES = st.sampled_from([torch.int64, torch.int32, torch.bool, torch.float32])
 
 
 @given(VALUES, st.dictionaries(st.text(max_size=5), st.tuples(SHAPES, TYPES), max_size=4))
-def test_an_order_arrives(values: dict[str, object], kinds: dict[str, tuple[list[int], torch.dtype]]) -> None:
+def test_a_message_arrives(
+    values: dict[str, object], kinds: dict[str, tuple[list[int], torch.dtype]]
+) -> None:
     tensors = {name: torch.randint(0, 2, shape).to(dtype) for name, (shape, dtype) in kinds.items()}
     here, there = socket.socketpair()
     with here, there:
         for _ in range(2):
-            Channel(here).send(Order("do", values, tensors))
+            Channel(here).send(Message("do", values, tensors))
             got = Channel(there).receive()
-            assert (got.do, got.values) == ("do", values)
+            assert (got.action, got.values) == ("do", values)
             assert got.tensors.keys() == tensors.keys()
             for name, tensor in tensors.items():
                 assert got.tensors[name].dtype is tensor.dtype
                 assert torch.equal(got.tensors[name], tensor)
 
 
-def test_a_line_that_ends() -> None:
+def test_a_closed_connection() -> None:
     here, there = socket.socketpair()
     with there:
-        Channel(here).send(Order("last"))
+        Channel(here).send(Message("last"))
         Channel(here).close()
-        assert Channel(there).receive().do == "last"
+        assert Channel(there).receive().action == "last"
         with pytest.raises(EOFError, match="closed"):
             Channel(there).receive()
     here, there = socket.socketpair()

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from exlm import Config, InputError, MissingExtra, Model, evaluate_model, write_report
 from exlm.cli.__main__ import app
-from exlm.model.runner import Runner
+from exlm.model.model_runner import PagedModelRunner
 from exlm.quantize import evaluate
 from exlm.quantize.report import markdown, plot
 from tests import tiny
@@ -154,7 +154,7 @@ def test_a_model_too_large_or_too_short_to_be_timed_is_judged_all_the_same(
     assert (found.tokens, found.speed) == (16 * 9, None)
     memory = tmp_path / "meminfo"
     memory.write_text("MemTotal: 500000 kB\nMemAvailable: 90000 kB\n")
-    monkeypatch.setattr("exlm.model.devices.MEMORY", memory)
+    monkeypatch.setattr("exlm.model.devices.MEMINFO", memory)
     found = evaluate_model(folder, ids=torch.ones(2, 8).int(), device="cpu", speed=True)
     assert found.perplexity > 1
     assert found.speed is None
@@ -167,14 +167,14 @@ def test_a_model_too_large_or_too_short_to_be_timed_is_judged_all_the_same(
 def test_what_a_model_does_for_the_first_time_is_not_timed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode, now, calls = Runner.decode, [0.0], [0]
+    decode, now, calls = PagedModelRunner.decode, [0.0], [0]
 
     def slow(*args: Any) -> Any:
         calls[0] += 1
         now[0] += 100 if calls[0] <= 2 else 0.5  # a GPU compiles, then records
         return decode(*args)
 
-    monkeypatch.setattr(Runner, "decode", slow)
+    monkeypatch.setattr(PagedModelRunner, "decode", slow)
     monkeypatch.setattr(evaluate.time, "perf_counter", lambda: now[0])
     timed = evaluate.timed(folder, "cpu")
     assert timed is not None

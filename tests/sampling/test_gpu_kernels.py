@@ -161,7 +161,11 @@ def test_a_row_with_bad_logits_fails_alone(kind: dict[str, Any]) -> None:
 
 def test_rows_with_too_many_candidates_are_resampled_with_torch() -> None:
     x = torch.randn(3, 5000) * 0.1
-    kinds: list[dict[str, Any]] = [{"min_p": 0.05, "xtc_probability": 0.5, "num_top_tokens": 2}, {"top_k": 5}, {}]
+    kinds: list[dict[str, Any]] = [
+        {"min_p": 0.05, "xtc_probability": 0.5, "num_top_tokens": 2},
+        {"top_k": 5},
+        {},
+    ]
     sampler = Sampler()
     output = sampler.sample_batch(x.to(DEVICE), make_requests(kinds))
     assert int(output.tokens[0]) == TOO_MANY_CANDIDATES

@@ -24,7 +24,7 @@ from exllamav2 import (
 )
 from exllamav2.generator import ExLlamaV2DynamicGenerator, ExLlamaV2Sampler
 from exlm import InputError, NotLoaded, UnknownArchitecture
-from exlm.model.devices import Slot, inventory
+from exlm.model.devices import DeviceInfo, list_devices
 from tests.seeds.conftest import PROMPT, job, loaded, some_ids
 from tests.text.samples import vocabulary_v1
 from tests.tiny import make
@@ -160,10 +160,10 @@ def test_item_105_auto_split_needs_a_lazy_cache(folder: Path, model: ExLlamaV2) 
         fresh.load_autosplit(ExLlamaV2Cache(model, max_seq_len=256))
 
 
-def two_devices(first: int, second: int = 1 << 40) -> Callable[[str | None], list[Slot]]:
+def two_devices(first: int, second: int = 1 << 40) -> Callable[[str | None], list[DeviceInfo]]:
     """A machine with two devices, made up: so many bytes are free on each."""
     return lambda wish: [
-        Slot(f"device {i}", torch.device("cpu"), free) for i, free in enumerate((first, second))
+        DeviceInfo(f"device {i}", torch.device("cpu"), free) for i, free in enumerate((first, second))
     ]
 
 
@@ -173,7 +173,7 @@ def test_item_106_three_ways_to_load(folder: Path, tokenizer: ExLlamaV2Tokenizer
         return made.generate(PROMPT, 10, gen_settings=Settings.greedy(), completion_only=True)
 
     model = ExLlamaV2(ExLlamaV2Config(str(folder)))
-    model.inventory = two_devices(1 << 40)
+    model.list_devices = two_devices(1 << 40)
     model.load([0.01, 24])  # GB of weights
     assert set(model.placement) == {"device 0", "device 1"}
     assert greedy(ExLlamaV2Cache(model, max_seq_len=512)) == answer(PROMPT, 10)
@@ -183,7 +183,7 @@ def test_item_106_three_ways_to_load(folder: Path, tokenizer: ExLlamaV2Tokenizer
     with pytest.raises(NotLoaded, match=r"unless model is loaded with load_tp\(\)"):
         ExLlamaV2Cache_TP(model)
     model.config.device = "cpu"
-    model.inventory = inventory
+    model.list_devices = list_devices
     model.load_tp([1, 1])  # two processes, each with half of every layer
     try:
         assert model.tp_context == 2
@@ -196,13 +196,13 @@ def test_item_107_auto_split_moves_on_when_a_device_is_full(folder: Path) -> Non
     model = ExLlamaV2(ExLlamaV2Config(str(folder)))
     places = []
     for tokens in (256, 2048):  # the longer cache takes the room of layers
-        model.inventory = two_devices(114 << 20)
+        model.list_devices = two_devices(114 << 20)
         cache = ExLlamaV2Cache(model, max_seq_len=tokens, lazy=True)
         model.load_autosplit(cache, reserve_vram=[0])
         places.append(model.placement.count("device 0"))
         assert model.forward(some_ids(4), cache).shape == (1, 4, 2048)
     assert 0 < places[1] < places[0]
-    model.inventory = two_devices(1 << 20, 1 << 20)
+    model.list_devices = two_devices(1 << 20, 1 << 20)
     with pytest.raises(RuntimeError, match="Insufficient memory for model and cache"):
         model.load_autosplit(ExLlamaV2Cache(model, lazy=True))
 

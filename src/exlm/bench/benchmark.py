@@ -130,7 +130,7 @@ def opened(plan: Plan, device: torch.device) -> Iterator[tuple[WatchedModel, flo
         model = WatchedModel(config)
         if plan.model is None:
             made = form(plan.form, plan.bits)
-            model.source = lambda frozen: Synthetic(frozen.spec, made, repetitive=plan.ngram)
+            model.open_checkpoint = lambda frozen: Synthetic(frozen.spec, made, repetitive=plan.ngram)
         start = time.perf_counter()
         model.load()
         if device.type == "cuda":
@@ -175,7 +175,7 @@ class _Bench:
         # A prompt is read several times, and later times must not be found in the cache.
         times = PROMPTS + 1 if row.work == "prompt" else 1
         tokens = tokens_needed(row.batch, row.context, plan.tokens) * times
-        held = sum(kind(self.model, max_seq_len=tokens, lazy=True).sizes())
+        held = sum(kind(self.model, max_seq_len=tokens, lazy=True).layer_bytes())
         let_go(self.device)
         if held + SPARE > free_bytes(self.device):
             return row
@@ -218,7 +218,7 @@ def _costs(model: WatchedModel, summary: Summary) -> tuple[int, int]:
 
     A head that is the embedding's matrix has the embedding's bytes.
     """
-    source = model.source(model.config.freeze())
+    source = model.open_checkpoint(model.config.freeze())
     read = products = 0.0
     for m in summary.matrices:
         share = 1.0

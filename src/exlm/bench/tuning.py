@@ -18,7 +18,7 @@ import torch
 from .. import Cache, InputError, Model, settings
 from ..kernels.backend import Knob, Tunable
 from ..model.devices import pick_device
-from ..model.runner import Runner
+from ..model.model_runner import PagedModelRunner
 from .benchmark import Plan, Tell, opened
 
 ROWS = (1, 8)
@@ -164,5 +164,5 @@ class _Passes:
             total += min(times)
         return total
 
-    def _pass(self, runner: Runner, rows: int) -> None:
+    def _pass(self, runner: PagedModelRunner, rows: int) -> None:
         runner.decode(self._texts[:rows], [CONTEXT - 1] * rows, [[1]] * rows)

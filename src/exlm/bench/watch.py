@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ..cache import CacheBase
+from ..kvcache import CacheBase
 from ..model import Model
-from ..model.runner import Runner
+from ..model.model_runner import PagedModelRunner
 
 PASSES = ("prefill", "decode", "decode_next")
 """The runner's methods in which the model computes."""
@@ -64,10 +64,10 @@ class Watch:
 class WatchedRunner:
     """A runner that does what another does, under a watch."""
 
-    def __init__(self, inner: Runner, watch: Watch) -> None:
+    def __init__(self, inner: PagedModelRunner, watch: Watch) -> None:
         self._inner = inner
-        for name in PASSES:
-            setattr(self, name, watch.around(getattr(inner, name), inner.device))
+        for method_name in PASSES:
+            setattr(self, method_name, watch.around(getattr(inner, method_name), inner.device))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

@@ -179,10 +179,10 @@ class EngineCore:
         for adapters, jobs in [*self._adapted.items()]:
             if not jobs:
                 del self._adapted[adapters]
-            elif next(iter(jobs.values())).sequences[0].extras.lost():  # and so for all of these
+            elif next(iter(jobs.values())).sequences[0].extras.unloaded_error():  # and so for all of these
                 for job in [*jobs.values()]:
                     self.cancel(job)
-                    out.append(results.error_result(job, job.sequences[0].extras.lost()))
+                    out.append(results.error_result(job, job.sequences[0].extras.unloaded_error()))
         return out
 
     def _prefill_chunks(self) -> list[Result]:

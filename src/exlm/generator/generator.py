@@ -114,7 +114,7 @@ class Generator:
             max_queue=self.max_queue,
             drafter=drafter,
             num_draft_tokens=self.num_draft_tokens,
-            make_extras=lambda *asked: model.extras(*asked),
+            make_extras=lambda *args: model.make_extras(*args),
         )
         self.awaited_jobs: set[Job] = set()
         """Jobs that a call runs to their ends: `results_of` returns their results, not `iterate`."""
@@ -242,7 +242,7 @@ class Generator:
         Jobs that wait or run keep theirs, and prompts are reused only by jobs with the same adapters.
         """
         listed = loras if isinstance(loras, list) else [] if loras is None else [loras]
-        self.model.extras([], listed)  # refuses what is no adapter of this model
+        self.model.make_extras([], listed)  # refuses what is no adapter of this model
         self._engine.default_loras = self.current_loras = listed or None
 
     def warmup(self) -> None:
@@ -331,7 +331,7 @@ class Generator:
         """What each prompt may name, bare vectors wrapped."""
         lists = [given] if single else one_per_prompt(given, len(prompts), "embeddings")
         return [
-            [] if own is None else self.model.injected(prompt_texts(prompt)[0], own)
+            [] if own is None else self.model.wrap_embeddings(prompt_texts(prompt)[0], own)
             for prompt, own in zip(prompts, lists, strict=True)
         ]
 

@@ -60,7 +60,7 @@ class Where(Protocol):
     """Where a step's tokens stand: what attention and the cache must know of a batch."""
 
     @property
-    def past(self) -> Tensor:
+    def past_lens(self) -> Tensor:
         """(rows,) tokens each row has in the cache already."""
         ...
 
@@ -75,12 +75,12 @@ class Where(Protocol):
         ...
 
     @property
-    def longest(self) -> int:
+    def max_kv_len(self) -> int:
         """The largest past + new tokens of any row, known without asking the device."""
         ...
 
     @property
-    def even(self) -> bool:
+    def uniform(self) -> bool:
         """Every row has the same past, longest - new tokens, and no key is hidden."""
         ...
 

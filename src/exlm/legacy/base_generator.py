@@ -165,7 +165,7 @@ class BaseGenerator:
             max_batch_size=max(2, config.max_input_len // TOKENS_PER_ROW),
             chunk_size=max(pages.page_size, config.max_input_len // pages.page_size * pages.page_size),
             max_length=self.max_length,
-            make_extras=self.model.extras,
+            make_extras=self.model.make_extras,
         )
 
     @cached_property

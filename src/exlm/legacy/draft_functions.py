@@ -72,7 +72,7 @@ class ModelDraftFunction:
         self._max_length = min(model.max_seq_len, cache.max_seq_len)
         self._chunk_size = model.config.max_input_len
         self._draft_vocab_size, self._vocab_size = model.config.vocab_size, vocab_size
-        self._sequence = TokenSequence([], pages=list(range(cache.width)))
+        self._sequence = TokenSequence([], pages=list(range(cache.pages_per_row)))
         self._num_computed_tokens = 0  # of the sequence's ids, those whose keys and values it has
 
     def __call__(self, ids: list[int], count: int) -> list[int]:

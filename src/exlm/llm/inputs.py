@@ -41,7 +41,7 @@ def wrapped_embeddings(model: Model, prompt: Any, embeddings: Any) -> list[Any] 
     if embeddings is None:
         return None
     text = prompt[0] if isinstance(prompt, tuple) and prompt else prompt
-    return list(model.injected(text, embeddings))
+    return list(model.wrap_embeddings(text, embeddings))
 
 
 def stop_list(given: Any) -> list[Any]:

@@ -15,13 +15,13 @@ from typing import Any, Literal, Self, TypeAlias, overload
 
 from torch import Tensor
 
-from ..cache import CACHES, PAGE, CacheBase
 from ..config import Config
 from ..constrained import Filter, GrammarFilter, JsonSchemaFilter, RegexFilter
 from ..errors import InputError, NotLoaded
 from ..generator import Generator, Job
 from ..generator.job import materialize
 from ..hub import find_model
+from ..kvcache import CACHES, PAGE_SIZE, CacheBase
 from ..model import Model
 from ..sampling import Settings
 from ..tokenizer import Tokenizer
@@ -89,7 +89,7 @@ class LLM:
         num_tokens = self.config.max_seq_len if cache_tokens is None else cache_tokens
         if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or num_tokens < 1:
             raise InputError(f"cache_tokens must be a whole number of at least 1, found {num_tokens!r}.")
-        tokens = -(-num_tokens // PAGE) * PAGE
+        tokens = -(-num_tokens // PAGE_SIZE) * PAGE_SIZE
         draft_options: dict[str, Any] = {"use_ngram_draft": draft == "ngram"}
         if draft is not None and draft != "ngram":
             # A guess beyond the length a small model was made for costs a little time and nothing else.

@@ -19,7 +19,7 @@ import torch
 from .. import spec
 from ..errors import CheckpointError, InputError, NotLoaded, UnsafeFile
 from ..memory import memory_errors
-from ..nn import Active
+from ..nn import LoraRef
 from .changes import InstallLora, ModuleChange, RemoveLora, module_role_of
 from .peft_config import PeftConfig
 from .peft_files import PeftReader
@@ -49,7 +49,7 @@ class ModelHandle(NamedTuple):
 class AdaptableModel(Protocol):
     """What an adapter must know of a model."""
 
-    def opened(self) -> ModelHandle:
+    def model_handle(self) -> ModelHandle:
         """Its modules, description, devices and precision; NotLoaded if it has none."""
         ...
 
@@ -73,11 +73,11 @@ class Lora:
 
         `lora_scaling` is its strength; the attribute of that name is the strength times alpha / r.
         """
-        if not hasattr(model, "opened"):
+        if not hasattr(model, "model_handle"):
             raise InputError(
                 f"An adapter goes into a Model, found {type(model).__name__}: of an LLM, into llm.model."
             )
-        handle = model.opened()
+        handle = model.model_handle()
         self.model = model
         self.lora_config_path, self.lora_path = str(lora_config_path), str(lora_path)
         self._strength = checked_scale(lora_scaling)
@@ -172,9 +172,9 @@ def resolve_loras(modules: object, loras: Any) -> list[tuple[Lora, float]]:
     return out
 
 
-def active_loras(modules: object, loras: Any) -> tuple[Active, ...]:
+def active_loras(modules: object, loras: Any) -> tuple[LoraRef, ...]:
     """What is asked for as `loras`, ready for a row of a batch."""
-    return tuple(Active(lora.number, scale) for lora, scale in resolve_loras(modules, loras))
+    return tuple(LoraRef(lora.number, scale) for lora, scale in resolve_loras(modules, loras))
 
 
 def checked_scale(value: Any) -> float:

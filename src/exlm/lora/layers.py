@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels import backend as b
-from ..nn import Active, Batch, Embedding, Expert, Experts, Linear
+from ..nn import Batch, Embedding, Expert, Experts, Linear, LoraRef
 
 
 class LoraWeights(NamedTuple):
@@ -68,9 +68,9 @@ class AdaptedEmbedding(Embedding):
         self.inner = inner
         self.lora_weights: LoraWeightsById = {}
 
-    def stored(self, batch: Batch) -> Tensor:
+    def table_rows(self, batch: Batch) -> Tensor:
         """The inner table's vectors, changed for the rows that use an adapter."""
-        x = self.inner.stored(batch)
+        x = self.inner.table_rows(batch)
         for row, active in enumerate(batch.adapters):
             for adapter, scale in active:
                 if (weights := self.lora_weights.get(adapter)) is not None:
@@ -100,7 +100,7 @@ class AdaptedExperts(Experts):
     def forward(self, x: Tensor, logits: Tensor, batch: Batch) -> Tensor:
         """The inner experts' answers, those of rows that use an adapter by changed experts."""
         active_by_row = [
-            tuple(one for one in active if one.adapter in self.lora_weights) for active in batch.adapters
+            tuple(one for one in active if one.adapter_id in self.lora_weights) for active in batch.adapters
         ]
         if not any(active_by_row):
             return self.inner.forward(x, logits, batch)
@@ -113,7 +113,7 @@ class AdaptedExperts(Experts):
                 out[row] = kernel(x[row : row + 1], logits[row : row + 1])[0]
         return out
 
-    def _adapted_matrices(self, matrix: str, active: Iterable[Active]) -> list[b.Linear]:
+    def _adapted_matrices(self, matrix: str, active: Iterable[LoraRef]) -> list[b.Linear]:
         """One matrix of every expert, as these adapters have it."""
         out: list[b.Linear] = []
         for number, expert in enumerate(self.experts):

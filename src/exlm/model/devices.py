@@ -16,9 +16,9 @@ from ..errors import InputError
 
 log = logging.getLogger(__name__)
 
-MEMORY = Path("/proc/meminfo")
+MEMINFO = Path("/proc/meminfo")
 
-UNKNOWN = 1 << 62
+UNKNOWN_FREE_BYTES = 1 << 62
 """What is taken to be free where the system does not say: loading then finds out."""
 
 DTYPES = {
@@ -33,7 +33,7 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class Slot:
+class DeviceInfo:
     """A device as placement sees it: what it is called, where its tensors go, how much is free."""
 
     name: str
@@ -41,84 +41,90 @@ class Slot:
     free: int  # bytes
 
 
-def inventory(wish: str | None) -> list[Slot]:
+def list_devices(requested: str | None) -> list[DeviceInfo]:
     """The devices a model may lie on, in order: those asked for; else every GPU, or the CPU if there is none.
 
     A wish names one device or several, as in "cuda:0,cuda:1,cpu". The CPU beside GPUs is used only if named.
     """
-    if wish is not None:
-        devices = [_device(name.strip()) for name in wish.split(",")]
+    if requested is not None:
+        devices = [_parse_device(name.strip()) for name in requested.split(",")]
     else:
         devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-    return [Slot(str(device), device, free_bytes(device)) for device in devices or [torch.device("cpu")]]
+    return [
+        DeviceInfo(str(device), device, free_bytes(device)) for device in devices or [torch.device("cpu")]
+    ]
 
 
-def imagined(memory: Sequence[float]) -> list[Slot]:
+def hypothetical_devices(memory_gb: Sequence[float]) -> list[DeviceInfo]:
     """GPUs of so many GB each, to plan for without having them."""
-    if not isinstance(memory, Sequence) or not memory or not all(map(_some_gb, memory)):
-        raise InputError(f"memory is a list with GB for each GPU, as in [24, 24]; found {memory!r}.")
-    return [Slot(f"GPU {i}", torch.device("cuda", i), int(gb * (1 << 30))) for i, gb in enumerate(memory)]
+    if not isinstance(memory_gb, Sequence) or not memory_gb or not all(map(_is_gb, memory_gb)):
+        raise InputError(f"memory is a list with GB for each GPU, as in [24, 24]; found {memory_gb!r}.")
+    return [
+        DeviceInfo(f"GPU {i}", torch.device("cuda", i), int(gb * (1 << 30))) for i, gb in enumerate(memory_gb)
+    ]
 
 
-def _some_gb(number: object) -> bool:
+def _is_gb(number: object) -> bool:
     """Whether a GPU may have so much; nobody has more than a PB."""
     return isinstance(number, int | float) and not isinstance(number, bool) and 0 < number < 1 << 20
 
 
-def pick_device(wish: str | None) -> torch.device:
+def pick_device(requested: str | None) -> torch.device:
     """The first device asked for; without a wish, the first GPU, else the CPU."""
-    if wish is not None:
-        return _device(wish.split(",")[0].strip())
+    if requested is not None:
+        return _parse_device(requested.split(",")[0].strip())
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def free_bytes(device: torch.device) -> int:
     """Bytes a device can still give, counting what this process keeps in reserve."""
     if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + kept
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
     try:
-        found = re.search(r"^MemAvailable:\s*(\d+) kB$", MEMORY.read_text(encoding="ascii"), re.MULTILINE)
+        found = re.search(r"^MemAvailable:\s*(\d+) kB$", MEMINFO.read_text(encoding="ascii"), re.MULTILINE)
     except OSError:
         found = None
-    return int(found[1]) * 1024 if found else UNKNOWN
+    return int(found[1]) * 1024 if found else UNKNOWN_FREE_BYTES
 
 
-def _device(wish: str) -> torch.device:
+def _parse_device(requested: str) -> torch.device:
     try:
-        device = torch.device(wish)
+        device = torch.device(requested)
     except RuntimeError as error:
         raise InputError(
-            f"{wish!r} is not a device: use 'cpu', 'cuda' or 'cuda:0', or several with commas between."
+            f"{requested!r} is not a device: use 'cpu', 'cuda' or 'cuda:0', or several with commas between."
         ) from error
     if device.type not in ("cpu", "cuda"):
-        raise InputError(f"Device {wish!r} is not supported: use 'cpu' or 'cuda'.")
+        raise InputError(f"Device {requested!r} is not supported: use 'cpu' or 'cuda'.")
     if device.type == "cuda":
         count = torch.cuda.device_count()
         if (device.index or 0) >= count:
-            raise InputError(f"Device {wish!r} is not there: torch sees {count} CUDA devices. Use 'cpu'.")
+            raise InputError(
+                f"Device {requested!r} is not there: torch sees {count} CUDA devices. Use 'cpu'."
+            )
         return torch.device("cuda", device.index or 0)
     return torch.device("cpu")
 
 
-def pick_dtype(wish: str | None, stored: str | None, device: torch.device) -> torch.dtype:
+def pick_dtype(requested: str | None, stored: str | None, device: torch.device) -> torch.dtype:
     """The precision asked for; else float32 on a CPU; on a GPU bfloat16 for bfloat16 files, else float16."""
-    if wish is not None:
-        if wish.removeprefix("torch.") not in DTYPES:
-            raise InputError(f"config.dtype must be one of {', '.join(DTYPES)}, found {wish!r}.")
-        return DTYPES[wish.removeprefix("torch.")]
+    if requested is not None:
+        if requested.removeprefix("torch.") not in DTYPES:
+            raise InputError(f"config.dtype must be one of {', '.join(DTYPES)}, found {requested!r}.")
+        return DTYPES[requested.removeprefix("torch.")]
     if device.type == "cpu":
         return torch.float32
-    wide = stored == "bfloat16" and torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.bfloat16 if wide else torch.float16
+    use_bfloat16 = stored == "bfloat16" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if use_bfloat16 else torch.float16
 
 
-def current(device: torch.device) -> AbstractContextManager[object]:
+def device_context(device: torch.device) -> AbstractContextManager[object]:
     """A block in which kernels are started on this device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def guard(device: torch.device, dtype: torch.dtype) -> None:
+def disable_broken_amx(device: torch.device, dtype: torch.dtype) -> None:
     """Keep bfloat16 on a CPU away from AMX that a virtual machine announces but does not let programs use."""
     if device.type != "cpu":
         return

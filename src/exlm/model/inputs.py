@@ -9,25 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache import CacheBase
 from ..config import FrozenConfig
 from ..errors import CacheTooSmall, InputError
+from ..kvcache import CacheBase
 from ..multimodal import MMEmbedding, embedding_spans
-from ..nn import Active, Batch, Span
+from ..nn import Batch, LoraRef, VectorSpan
 from ..nn.batch import Outputs
-from .extras import check_ids, checked, in_planes
+from .extras import check_embeddings, check_ids, prompt_mrope_positions
 
 
 @dataclass(frozen=True)
-class Request:
+class ForwardRequest:
     """One call of forward, checked: every row, every token, and where they stand."""
 
     ids: Tensor  # (rows, tokens)
     positions: Tensor  # (rows, tokens) or (3, rows, tokens)
     past: int
     mask: Tensor | None  # (rows, past + tokens)
-    adapters: tuple[tuple[Active, ...], ...] = ()  # for each row
-    spans: tuple[Span, ...] = ()
+    adapters: tuple[tuple[LoraRef, ...], ...] = ()  # for each row
+    vector_spans: tuple[VectorSpan, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -39,24 +39,24 @@ class Request:
         """New tokens of each row."""
         return int(self.ids.shape[1])
 
-    def batch(self, start: int, stop: int, pages: Tensor, outputs: Outputs) -> Batch:
+    def chunk_batch(self, start: int, stop: int, pages: Tensor, outputs: Outputs) -> Batch:
         """Tokens `start` to `stop` as one step."""
-        longest = self.past + stop
+        max_kv_len = self.past + stop
         return Batch(
             ids=self.ids[:, start:stop],
             positions=self.positions[..., start:stop].contiguous(),  # as other ranks will have them
-            past=torch.full((self.rows,), self.past + start, device=self.ids.device),
+            past_lens=torch.full((self.rows,), self.past + start, device=self.ids.device),
             pages=pages,
-            longest=longest,
-            even=self.mask is None,
-            mask=None if self.mask is None else self.mask[:, :longest],
-            spans=tuple(_cut(self.spans, start, stop)),
+            max_kv_len=max_kv_len,
+            uniform=self.mask is None,
+            mask=None if self.mask is None else self.mask[:, :max_kv_len],
+            vector_spans=tuple(_slice_spans(self.vector_spans, start, stop)),
             adapters=self.adapters,
             outputs=outputs,
         )
 
 
-def check(
+def check_forward_inputs(
     config: FrozenConfig,
     input_ids: Tensor,
     cache: CacheBase | None,
@@ -64,47 +64,51 @@ def check(
     position_offsets: Tensor | None,
     positions: Tensor | None,
     device: torch.device,
-    adapters: tuple[Active, ...] = (),
+    adapters: tuple[LoraRef, ...] = (),
     indexed_embeddings: Any = None,
-) -> Request:
+) -> ForwardRequest:
     """The call as a `Request` on the model's device, or an error that says what does not fit."""
-    embeddings = checked(indexed_embeddings, config.spec.hidden)
-    ids = _ids(config, input_ids, embeddings)
+    embeddings = check_embeddings(indexed_embeddings, config.spec.hidden)
+    ids = _check_ids(config, input_ids, embeddings)
     rows, tokens = ids.shape
-    past = 0 if cache is None else room(cache, rows, tokens)
+    past = 0 if cache is None else check_cache_room(cache, rows, tokens)
     if past + tokens > config.max_seq_len:
         raise InputError(
             f"{past} past and {tokens} new tokens exceed the model's configured length of "
             f"{config.max_seq_len}. Raise config.max_seq_len before loading, or shorten the input."
         )
-    spans = _spans(ids, embeddings, device)
-    plain = _plain(config, ids, past, embeddings).to(device)
+    spans = _vector_spans(ids, embeddings, device)
+    default_positions = _default_positions(config, ids, past, embeddings).to(device)
     ids = ids.to(device)
-    return Request(
+    return ForwardRequest(
         ids=ids,
-        positions=_positions(ids, plain, position_offsets, positions, config.max_seq_len),
+        positions=_positions(ids, default_positions, position_offsets, positions, config.max_seq_len),
         past=past,
-        mask=None if input_mask is None else _mask(input_mask, rows, past + tokens, cache).to(device),
+        mask=None
+        if input_mask is None
+        else _visibility_mask(input_mask, rows, past + tokens, cache).to(device),
         adapters=(adapters,) * rows if adapters else (),
-        spans=spans,
+        vector_spans=spans,
     )
 
 
-def outputs(config: FrozenConfig, request: Request, preprocess_only: bool, last_id_only: bool) -> Outputs:
+def requested_outputs(
+    config: FrozenConfig, request: ForwardRequest, preprocess_only: bool, last_id_only: bool
+) -> Outputs:
     """Which answers are wanted, if there may be so many."""
-    wanted: Outputs = "none" if preprocess_only else "last" if last_id_only else "all"
-    if wanted == "all" and config.max_output_len is not None and request.tokens > config.max_output_len:
+    requested: Outputs = "none" if preprocess_only else "last" if last_id_only else "all"
+    if requested == "all" and config.max_output_len is not None and request.tokens > config.max_output_len:
         raise InputError(
             f"seq_len {request.tokens} exceeds max_output_len {config.max_output_len}: ask for the last "
             "token only (last_id_only=True), or raise config.max_output_len."
         )
-    return wanted
+    return requested
 
 
-def chunks(config: FrozenConfig, request: Request, cached: bool) -> Iterator[tuple[int, int]]:
+def chunk_ranges(config: FrozenConfig, request: ForwardRequest, has_cache: bool) -> Iterator[tuple[int, int]]:
     """Token ranges small enough for one step; without a cache there is only one step."""
     limit = max(1, config.max_input_len * config.max_batch_size // request.rows)
-    if not cached and request.tokens > limit:
+    if not has_cache and request.tokens > limit:
         raise InputError(
             f"Maximum input length exceeded: {request.tokens} tokens in {request.rows} rows without a cache, "
             f"at most {limit} are computed at once. Pass a cache, or raise config.max_input_len."
@@ -112,13 +116,13 @@ def chunks(config: FrozenConfig, request: Request, cached: bool) -> Iterator[tup
     start = 0
     while start < request.tokens:
         size = min(limit, request.tokens - start)
-        while size > 1 and cached and (request.past + start + size) * size > config.max_attention_size:
+        while size > 1 and has_cache and (request.past + start + size) * size > config.max_attention_size:
             size = max(1, min(size - 1, config.max_attention_size // (request.past + start + size)))
         yield start, start + size
         start += size
 
 
-def _ids(config: FrozenConfig, ids: Tensor, embeddings: tuple[MMEmbedding, ...]) -> Tensor:
+def _check_ids(config: FrozenConfig, ids: Tensor, embeddings: tuple[MMEmbedding, ...]) -> Tensor:
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
         found = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         raise InputError(f"input_ids must be an integer tensor of (rows, tokens), found {found}.")
@@ -132,18 +136,20 @@ def _ids(config: FrozenConfig, ids: Tensor, embeddings: tuple[MMEmbedding, ...])
     return ids.long()
 
 
-def _spans(ids: Tensor, embeddings: tuple[MMEmbedding, ...], device: torch.device) -> tuple[Span, ...]:
+def _vector_spans(
+    ids: Tensor, embeddings: tuple[MMEmbedding, ...], device: torch.device
+) -> tuple[VectorSpan, ...]:
     """The injected vectors of every row, on the model's device."""
     if not embeddings:
         return ()
     return tuple(
-        Span(row, run.start, run.vectors.to(device))
+        VectorSpan(row, span.start, span.vectors.to(device))
         for row, numbers in enumerate(ids.tolist())
-        for run in embedding_spans(numbers, embeddings)
+        for span in embedding_spans(numbers, embeddings)
     )
 
 
-def _cut(spans: tuple[Span, ...], start: int, stop: int) -> Iterator[Span]:
+def _slice_spans(spans: tuple[VectorSpan, ...], start: int, stop: int) -> Iterator[VectorSpan]:
     """What of these spans lies between two tokens, counted from the first of them."""
     for span in spans:
         first, last = max(span.start, start), min(span.start + len(span.vectors), stop)
@@ -152,7 +158,7 @@ def _cut(spans: tuple[Span, ...], start: int, stop: int) -> Iterator[Span]:
             yield replace(span, start=first - start, vectors=vectors)
 
 
-def room(cache: CacheBase, rows: int, tokens: int) -> int:
+def check_cache_room(cache: CacheBase, rows: int, tokens: int) -> int:
     """Tokens already in the cache, if the new ones fit behind them."""
     past = cache.current_seq_len
     if rows > cache.batch_size:
@@ -166,18 +172,20 @@ def room(cache: CacheBase, rows: int, tokens: int) -> int:
     return past
 
 
-def _plain(config: FrozenConfig, ids: Tensor, past: int, embeddings: tuple[MMEmbedding, ...]) -> Tensor:
+def _default_positions(
+    config: FrozenConfig, ids: Tensor, past: int, embeddings: tuple[MMEmbedding, ...]
+) -> Tensor:
     """Where tokens stand that nobody placed: one after the other, pictures in three planes where known."""
     rows, tokens = ids.shape
     if embeddings:
-        turned = [in_planes(config.spec, row, embeddings, past) for row in ids.tolist()]
-        if placed := [one for one in turned if one is not None]:
+        row_positions = [prompt_mrope_positions(config.spec, row, embeddings, past) for row in ids.tolist()]
+        if placed := [one for one in row_positions if one is not None]:
             return torch.stack(placed, 1)
     return torch.arange(past, past + tokens, device=ids.device).expand(rows, tokens)
 
 
 def _positions(
-    ids: Tensor, plain: Tensor, offsets: Tensor | None, given: Tensor | None, length: int
+    ids: Tensor, default: Tensor, offsets: Tensor | None, given: Tensor | None, max_length: int
 ) -> Tensor:
     rows, tokens = ids.shape
     for name, numbers in (("positions", given), ("position_offsets", offsets)):
@@ -190,24 +198,25 @@ def _positions(
             raise InputError(
                 f"positions must be ({rows}, {tokens}) or (3, {rows}, {tokens}), found {tuple(given.shape)}."
             )
-        if int(given.min()) < 0 or int(given.max()) >= length:
+        if int(given.min()) < 0 or int(given.max()) >= max_length:
             raise InputError(
-                f"positions must be from 0 to {length - 1}, found {int(given.min())} to {int(given.max())}."
+                f"positions must be from 0 to {max_length - 1}, found {int(given.min())} "
+                f"to {int(given.max())}."
             )
         return given.to(ids.device).long()
     if offsets is None:
-        return plain
+        return default
     if offsets.numel() != rows:
         raise InputError(
             f"position_offsets needs one number for each of {rows} rows, found {offsets.numel()}."
         )
-    moved = (plain + offsets.to(ids.device).long().view(rows, 1)).clamp(min=0)
-    if int(moved.max()) >= length:
-        raise InputError(f"position_offsets reach beyond the configured length of {length}.")
-    return moved
+    shifted = (default + offsets.to(ids.device).long().view(rows, 1)).clamp(min=0)
+    if int(shifted.max()) >= max_length:
+        raise InputError(f"position_offsets reach beyond the configured length of {max_length}.")
+    return shifted
 
 
-def _mask(mask: Tensor, rows: int, total: int, cache: CacheBase | None) -> Tensor:
+def _visibility_mask(mask: Tensor, rows: int, total: int, cache: CacheBase | None) -> Tensor:
     """An additive mask (0 or -inf), or one of True and False, as visibility; True where it ends early.
 
     With a cache it may speak of tokens that are still to come, as one of a whole prompt whose last token is
@@ -219,10 +228,10 @@ def _mask(mask: Tensor, rows: int, total: int, cache: CacheBase | None) -> Tenso
             "input_mask must be a tensor of True and False, or one that is added (0 or -inf); found "
             f"{found}. One that has 1 where a token is seen becomes the first with mask.bool()."
         )
-    most = total if cache is None else max(total, cache.max_seq_len)
-    if mask.dim() != 2 or mask.shape[0] != rows or mask.shape[1] > most:
-        raise InputError(f"input_mask must be ({rows}, at most {most}), found {tuple(mask.shape)}.")
+    max_width = total if cache is None else max(total, cache.max_seq_len)
+    if mask.dim() != 2 or mask.shape[0] != rows or mask.shape[1] > max_width:
+        raise InputError(f"input_mask must be ({rows}, at most {max_width}), found {tuple(mask.shape)}.")
     mask = mask[:, :total]
-    seen = mask if mask.dtype is torch.bool else mask > -1.0
+    visible = mask if mask.dtype is torch.bool else mask > -1.0
     rest = torch.ones(rows, total - mask.shape[1], dtype=torch.bool, device=mask.device)
-    return torch.cat((seen, rest), 1)
+    return torch.cat((visible, rest), 1)

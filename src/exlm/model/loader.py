@@ -15,23 +15,41 @@ from typing import Any
 
 import torch
 
-from ..cache import PAGE, Cache, CacheBase
 from ..checkpoint import Source
 from ..config import Config, FrozenConfig
 from ..errors import InputError, NotLoaded, Unsupported
 from ..formats.room import give_back
+from ..kvcache import PAGE_SIZE, Cache, CacheBase
 from ..memory import memory_errors
 from .address_space import REMEDY, start_openmp
-from .budget import FIT_CACHE, FIT_SPLIT, Budget, Planned, budget, measure, spaces, split, use
-from .devices import Slot, imagined, inventory
-from .loading import Loaded, Yielding, load_steps, opened, shapes, stored_bytes, tell_depth
-from .modules import ListedModule, listed
-from .placement import Part, place, size
-from .progress import Callback, bar, silent
-from .runner import Runner
+from .devices import DeviceInfo, hypothetical_devices, list_devices
+from .instance import (
+    ModelInstance,
+    ProgressGenerator,
+    kv_shapes,
+    load_steps,
+    open_checkpoint,
+    stored_bytes,
+    warn_about_unused_layers,
+)
+from .legacy_modules import LegacyModule, list_legacy_modules
+from .memory import (
+    CACHE_REMEDY,
+    SPLIT_REMEDY,
+    Budget,
+    CacheOwnerInfo,
+    compute_profile,
+    device_capacities,
+    estimate_budget,
+    estimate_modules,
+    split_capacities,
+)
+from .model_runner import PagedModelRunner
+from .parallel_loading import load_parallel_steps
+from .placement import ModuleMemory, format_bytes, place_modules
+from .progress import ProgressCallback, no_progress, progress_bar
 from .staging import staged
 from .summary import Summary, summarize
-from .team import team_steps
 
 
 class Loader:
@@ -50,20 +68,22 @@ class Loader:
             )
         self.config = config
         self.loaded = False
-        self.inventory: Callable[[str | None], list[Slot]] = inventory
+        self.list_devices: Callable[[str | None], list[DeviceInfo]] = list_devices
         """How it looks at the machine: the devices that a wish (`config.device`) stands for."""
-        self.source: Callable[[FrozenConfig], Source] = opened
+        self.open_checkpoint: Callable[[FrozenConfig], Source] = open_checkpoint
         """Where its weights come from: the files of the configuration, unless something else is put here."""
-        self._loaded: Loaded | None = None
-        self._runners: weakref.WeakSet[Runner] = weakref.WeakSet()  # who computes with what is loaded
+        self._loaded: ModelInstance | None = None
+        self._runners: weakref.WeakSet[PagedModelRunner] = (
+            weakref.WeakSet()
+        )  # who computes with what is loaded
 
     def load(
         self,
         gpu_split: Sequence[float] | None = None,
         lazy: bool = False,
         stats: bool = False,
-        callback: Callback | None = None,
-        callback_gen: Yielding | None = None,
+        callback: ProgressCallback | None = None,
+        callback_gen: ProgressGenerator | None = None,
         progress: bool = False,
     ) -> None:
         """Read the weights and bind their kernels.
@@ -74,7 +94,7 @@ class Loader:
         `callback(i, n)` is called before module i of n and once with (n, n); `progress=True` shows a bar. If
         anything fails, nothing stays behind. `lazy` and `stats` are accepted for old scripts.
         """
-        self._watch(
+        self._run_with_progress(
             lambda told: self.load_gen(gpu_split, lazy, stats, told, callback_gen), callback, progress
         )
 
@@ -83,12 +103,14 @@ class Loader:
         gpu_split: Sequence[float] | None = None,
         lazy: bool = False,
         stats: bool = False,
-        callback: Callback | None = None,
-        callback_gen: Yielding | None = None,
+        callback: ProgressCallback | None = None,
+        callback_gen: ProgressGenerator | None = None,
     ) -> Iterator[Any]:
         """`load` as a generator: what `callback_gen(i, n)` yields is passed on; run it to its end."""
-        yield from self._load(
-            lambda tell: self._placed(self._split(gpu_split), tell, callback_gen), callback, callback_gen
+        yield from self._load_or_unload(
+            lambda tell: self._load_on_devices(self._module_devices(gpu_split), tell, callback_gen),
+            callback,
+            callback_gen,
         )
 
     def load_autosplit(
@@ -96,8 +118,8 @@ class Loader:
         cache: CacheBase,
         reserve_vram: int | Sequence[int] | None = None,
         last_id_only: bool = False,
-        callback: Callback | None = None,
-        callback_gen: Yielding | None = None,
+        callback: ProgressCallback | None = None,
+        callback_gen: ProgressGenerator | None = None,
         progress: bool = False,
     ) -> None:
         """Load the model and allocate a lazy cache beside it, layer for layer.
@@ -106,7 +128,7 @@ class Loader:
         first and 64 MB on the others if left out), before the next one is begun. The CPU counts if
         `config.device` names it. Numbers for devices that are not here are ignored with a warning.
         """
-        self._watch(
+        self._run_with_progress(
             lambda told: self.load_autosplit_gen(cache, reserve_vram, last_id_only, told, callback_gen),
             callback,
             progress,
@@ -117,21 +139,26 @@ class Loader:
         cache: CacheBase,
         reserve_vram: int | Sequence[int] | None = None,
         last_id_only: bool = False,
-        callback: Callback | None = None,
-        callback_gen: Yielding | None = None,
+        callback: ProgressCallback | None = None,
+        callback_gen: ProgressGenerator | None = None,
     ) -> Iterator[Any]:
         """`load_autosplit` as a generator: run it to its end."""
         self._check_lazy(cache)
 
-        def slots() -> list[Slot]:
-            frozen, found = self._machine()
-            kind = use(frozen, found, cache.num_pages * PAGE)
-            parts = measure(frozen, self.source(frozen), kind, cache.sizes())
-            return [found[at] for at in place(parts, spaces(found, reserve_vram), FIT_CACHE)]
+        def module_devices() -> list[DeviceInfo]:
+            frozen, found = self._config_and_devices()
+            kind = compute_profile(frozen, found, cache.num_pages * PAGE_SIZE)
+            parts = estimate_modules(frozen, self.open_checkpoint(frozen), kind, cache.layer_bytes())
+            return [
+                found[at] for at in place_modules(parts, device_capacities(found, reserve_vram), CACHE_REMEDY)
+            ]
 
         try:
-            yield from self._load(
-                lambda tell: self._placed(slots(), tell, callback_gen), callback, callback_gen, cache.allocate
+            yield from self._load_or_unload(
+                lambda tell: self._load_on_devices(module_devices(), tell, callback_gen),
+                callback,
+                callback_gen,
+                cache.allocate,
             )
         except BaseException:
             cache.release()
@@ -140,8 +167,8 @@ class Loader:
     def load_tp(
         self,
         gpu_split: Sequence[float] | None = None,
-        callback: Callback | None = None,
-        callback_gen: Yielding | None = None,
+        callback: ProgressCallback | None = None,
+        callback_gen: ProgressGenerator | None = None,
         progress: bool = False,
         expect_cache_tokens: int = 0,
         expect_cache_base: type[CacheBase] | None = None,
@@ -154,20 +181,22 @@ class Loader:
         same way. `expect_cache_tokens` and `expect_cache_base` are accepted for old scripts: shares are
         equal, so nothing depends on them. Under torchrun, only rank 0 returns from this call.
         """
-        self._watch(lambda told: self.load_tp_gen(gpu_split, told, callback_gen), callback, progress)
+        self._run_with_progress(
+            lambda told: self.load_tp_gen(gpu_split, told, callback_gen), callback, progress
+        )
 
     def load_tp_gen(
         self,
         gpu_split: Sequence[float] | None = None,
-        callback: Callback | None = None,
-        callback_gen: Yielding | None = None,
+        callback: ProgressCallback | None = None,
+        callback_gen: ProgressGenerator | None = None,
         expect_cache_tokens: int = 0,
         expect_cache_base: type[CacheBase] | None = None,
     ) -> Iterator[Any]:
         """`load_tp` as a generator: run it to its end."""
-        yield from self._load(
-            lambda tell: team_steps(
-                "tensors", self.config, self._machine()[1], gpu_split, tell, callback_gen
+        yield from self._load_or_unload(
+            lambda tell: load_parallel_steps(
+                "tensors", self.config, self._config_and_devices()[1], gpu_split, tell, callback_gen
             ),
             callback,
             callback_gen,
@@ -176,26 +205,28 @@ class Loader:
     def load_pipeline(
         self,
         gpu_split: Sequence[float] | None = None,
-        callback: Callback | None = None,
-        callback_gen: Yielding | None = None,
+        callback: ProgressCallback | None = None,
+        callback_gen: ProgressGenerator | None = None,
         progress: bool = False,
     ) -> None:
         """Give each of several processes a run of layers: for models that are larger than one machine.
 
         Ranks are chosen as by `load_tp`. On one machine `load_autosplit` does the same in one process.
         """
-        self._watch(lambda told: self.load_pipeline_gen(gpu_split, told, callback_gen), callback, progress)
+        self._run_with_progress(
+            lambda told: self.load_pipeline_gen(gpu_split, told, callback_gen), callback, progress
+        )
 
     def load_pipeline_gen(
         self,
         gpu_split: Sequence[float] | None = None,
-        callback: Callback | None = None,
-        callback_gen: Yielding | None = None,
+        callback: ProgressCallback | None = None,
+        callback_gen: ProgressGenerator | None = None,
     ) -> Iterator[Any]:
         """`load_pipeline` as a generator: run it to its end."""
-        yield from self._load(
-            lambda tell: team_steps(
-                "pipeline", self.config, self._machine()[1], gpu_split, tell, callback_gen
+        yield from self._load_or_unload(
+            lambda tell: load_parallel_steps(
+                "pipeline", self.config, self._config_and_devices()[1], gpu_split, tell, callback_gen
             ),
             callback,
             callback_gen,
@@ -207,14 +238,14 @@ class Loader:
         if loaded is None:
             return
         for runner in self._runners:
-            runner.retire()
+            runner.release_model()
         self._runners.clear()
-        if loaded.leader is not None:
-            loaded.leader.close()
-        used = loaded.devices
+        if loaded.driver is not None:
+            loaded.driver.close()
+        devices = loaded.devices
         del loaded
         give_back()
-        if any(device.type == "cuda" for device in used):
+        if any(device.type == "cuda" for device in devices):
             gc.collect()
             torch.cuda.empty_cache()
 
@@ -233,23 +264,35 @@ class Loader:
         for name, count in (("context", context), ("users", users)):
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise InputError(f"{name} must be a whole number of at least 1, found {count!r}.")
-        frozen, slots = self._machine() if memory is None else (self.config.freeze(), imagined(memory))
-        source, kind = self.source(frozen), use(frozen, slots, imagined=memory is not None)
-        pages = cache(Planned(shapes(frozen.spec), kind.dtype), max_seq_len=PAGE, lazy=True).sizes()
+        frozen, device_infos = (
+            self._config_and_devices()
+            if memory is None
+            else (self.config.freeze(), hypothetical_devices(memory))
+        )
+        source, profile = (
+            self.open_checkpoint(frozen),
+            compute_profile(frozen, device_infos, hypothetical=memory is not None),
+        )
+        page_bytes = cache(
+            CacheOwnerInfo(kv_shapes(frozen.spec), profile.dtype), max_seq_len=PAGE_SIZE, lazy=True
+        ).layer_bytes()
 
-        def measured(tokens: int) -> list[Part]:
-            count = -(-tokens // PAGE) * users
-            held = [count * page for page in pages]
-            return measure(
-                replace(frozen, max_seq_len=tokens), source, replace(kind, cached=count * PAGE), held
+        def estimate_at(tokens: int) -> list[ModuleMemory]:
+            count = -(-tokens // PAGE_SIZE) * users
+            held = [count * page for page in page_bytes]
+            return estimate_modules(
+                replace(frozen, max_seq_len=tokens),
+                source,
+                replace(profile, num_cached_tokens=count * PAGE_SIZE),
+                held,
             )
 
-        return budget(measured, spaces(slots, reserve_vram), context)
+        return estimate_budget(estimate_at, device_capacities(device_infos, reserve_vram), context)
 
     def summary(self) -> Summary:
         """What the folder holds, from its headers; the model need not be loaded."""
         frozen = self.config.freeze()
-        return summarize(frozen, self.source(frozen))
+        return summarize(frozen, self.open_checkpoint(frozen))
 
     def explain(self) -> str:
         """Which backend runs each part, and why."""
@@ -260,20 +303,26 @@ class Loader:
     @property
     def tp_context(self) -> int | None:
         """Among how many ranks `load_tp` or `load_pipeline` divided it; None if neither did."""
-        return None if self._loaded is None else self._loaded.ranks or None
+        return None if self._loaded is None else self._loaded.num_ranks or None
 
     @property
     def placement(self) -> list[str]:
         """The device of each module: the embedding, every layer, the head; empty before loading."""
-        return [] if self._loaded is None else [slot.name for slot in self._loaded.slots]
+        return (
+            [] if self._loaded is None else [device_info.name for device_info in self._loaded.module_devices]
+        )
 
     @property
-    def modules(self) -> list[ListedModule]:
+    def modules(self) -> list[LegacyModule]:
         """The parts that loading reports, for old programs: to be counted and looked at, not exchanged."""
         loaded = self._loaded
-        devices = [_number(slot.device) for slot in loaded.slots] if loaded is not None else None
+        devices = (
+            [_device_index(device_info.device) for device_info in loaded.module_devices]
+            if loaded is not None
+            else None
+        )
         depth = len(self.config.spec.layers) if devices is None else len(devices) - 2
-        return listed(depth, devices)
+        return list_legacy_modules(depth, devices)
 
     @modules.setter
     def modules(self, wanted: object) -> None:
@@ -283,30 +332,38 @@ class Loader:
         )
 
     @property
-    def modules_dict(self) -> dict[str, ListedModule]:
+    def modules_dict(self) -> dict[str, LegacyModule]:
         """The same by their keys."""
         return {module.key: module for module in self.modules}
 
-    def get_modules(self) -> list[ListedModule]:
+    def get_modules(self) -> list[LegacyModule]:
         """The same as `modules`."""
         return self.modules
 
-    def _machine(self) -> tuple[FrozenConfig, list[Slot]]:
+    def _config_and_devices(self) -> tuple[FrozenConfig, list[DeviceInfo]]:
         """What is to be loaded, and where it may go."""
         frozen = self.config.freeze()
-        return frozen, self.inventory(frozen.device)
+        return frozen, self.list_devices(frozen.device)
 
-    def _split(self, gpu_split: Sequence[float] | None) -> list[Slot]:
+    def _module_devices(self, gpu_split: Sequence[float] | None) -> list[DeviceInfo]:
         """The device of each module when there is no cache to think of."""
-        frozen, slots = self._machine()
+        frozen, device_infos = self._config_and_devices()
         depth = len(frozen.spec.layers)
-        if not gpu_split and (frozen.device is None or len(slots) == 1):
-            return [slots[0]] * (depth + 2)
-        parts = measure(frozen, self.source(frozen), use(frozen, slots), [0] * depth)
+        if not gpu_split and (frozen.device is None or len(device_infos) == 1):
+            return [device_infos[0]] * (depth + 2)
+        parts = estimate_modules(
+            frozen, self.open_checkpoint(frozen), compute_profile(frozen, device_infos), [0] * depth
+        )
         if not gpu_split:
-            return [slots[at] for at in place(parts, spaces(slots, None), FIT_CACHE)]
+            return [
+                device_infos[at]
+                for at in place_modules(parts, device_capacities(device_infos, None), CACHE_REMEDY)
+            ]
         weights = [replace(part, workspace=0) for part in parts]
-        return [slots[at] for at in place(weights, split(slots, gpu_split), FIT_SPLIT)]
+        return [
+            device_infos[at]
+            for at in place_modules(weights, split_capacities(device_infos, gpu_split), SPLIT_REMEDY)
+        ]
 
     def _check_lazy(self, cache: CacheBase) -> None:
         """Refuse a cache that cannot be allocated beside this model."""
@@ -327,33 +384,36 @@ class Loader:
                 "itself. Call cache.release() if what it holds is not needed, or make a new one."
             )
 
-    def _placed(
-        self, slots: Sequence[Slot], tell: Callback, callback_gen: Yielding | None
-    ) -> Generator[Any, None, Loaded]:
+    def _load_on_devices(
+        self,
+        device_infos: Sequence[DeviceInfo],
+        report: ProgressCallback,
+        callback_gen: ProgressGenerator | None,
+    ) -> Generator[Any, None, ModelInstance]:
         """Everything in this process, each module on its device."""
         frozen = self.config.freeze()
-        source = self.source(frozen)
-        tell_depth(frozen, source)
-        return load_steps(frozen, staged(source, slots), slots, tell, callback_gen)
+        source = self.open_checkpoint(frozen)
+        warn_about_unused_layers(frozen, source)
+        return load_steps(frozen, staged(source, device_infos), device_infos, report, callback_gen)
 
-    def _load(
+    def _load_or_unload(
         self,
-        steps: Callable[[Callback], Generator[Any, None, Loaded]],
-        callback: Callback | None,
-        callback_gen: Yielding | None,
+        steps: Callable[[ProgressCallback], Generator[Any, None, ModelInstance]],
+        callback: ProgressCallback | None,
+        callback_gen: ProgressGenerator | None,
         finish: Callable[[], object] = lambda: None,
     ) -> Iterator[Any]:
         """Take the steps, then `finish`; all of it or nothing."""
         self.unload()
-        tell = callback or silent
+        report = callback or no_progress
         try:
             with memory_errors(self._described, REMEDY):
                 start_openmp(self._described())
-                self._loaded = yield from steps(tell)
+                self._loaded = yield from steps(report)
                 self.loaded = True
                 finish()
-            total = len(self._loaded.slots)
-            tell(total, total)
+            total = len(self._loaded.module_devices)
+            report(total, total)
             if callback_gen is not None:
                 yield from callback_gen(total, total)
         except BaseException:
@@ -364,26 +424,31 @@ class Loader:
         """What is loaded, in the words of an error."""
         path = self.config.model_dir or "the model"
         stored = stored_bytes(Path(path))
-        return f"{path}: the model could not be loaded" + (f" ({size(stored)} of weights)" if stored else "")
+        return f"{path}: the model could not be loaded" + (
+            f" ({format_bytes(stored)} of weights)" if stored else ""
+        )
 
-    def _watch(
-        self, steps: Callable[[Callback | None], Iterator[Any]], callback: Callback | None, progress: bool
+    def _run_with_progress(
+        self,
+        steps: Callable[[ProgressCallback | None], Iterator[Any]],
+        callback: ProgressCallback | None,
+        progress: bool,
     ) -> None:
         """Take every step of a loader, telling the callback or a bar."""
         if progress and callback is not None:
             raise InputError("Give a callback or progress=True, not both.")
         if not progress:
-            self._drain(steps(callback))
+            self._run_to_end(steps(callback))
             return
-        with bar("Loading") as shown:
-            self._drain(steps(shown))
+        with progress_bar("Loading") as progress_callback:
+            self._run_to_end(steps(progress_callback))
 
     @staticmethod
-    def _drain(steps: Iterator[Any]) -> None:
+    def _run_to_end(steps: Iterator[Any]) -> None:
         for _ in steps:
             pass
 
 
-def _number(device: torch.device) -> int:
+def _device_index(device: torch.device) -> int:
     """A GPU's number; -1 for a processor."""
     return -1 if device.type == "cpu" else device.index or 0

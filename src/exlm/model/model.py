@@ -10,22 +10,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache import CacheBase, LayerShape, Mirror, Passing
 from ..config import FrozenConfig
 from ..errors import InputError, NotLoaded
 from ..kernels.backend import Backend, KeyValues
 from ..kernels.select import Chain
+from ..kvcache import CacheBase, CacheReplicator, LayerShape, NoCache
 from ..lora import ModelHandle, active_loras, resolve_loras
 from ..multimodal import MMEmbedding
 from ..nn.batch import Outputs
 from ..spec.roles import matrices
-from .apart import forward_apart
 from .decoder import Decoder
-from .extras import EMBED_HERE, Extras, check_ids, checked, in_planes, turns_in_planes
-from .inputs import Request, check, chunks, outputs
+from .extras import (
+    EMBED_HERE,
+    SequenceExtras,
+    check_embeddings,
+    check_ids,
+    prompt_mrope_positions,
+    uses_mrope,
+)
+from .inputs import ForwardRequest, check_forward_inputs, chunk_ranges, requested_outputs
+from .instance import kv_shapes, model_dtype
 from .loader import Loader
-from .loading import precision, shapes
-from .runner import Runner
+from .model_runner import PagedModelRunner
+from .per_row_caches import forward_per_row_caches
 
 _ATTENTION = re.compile(r"layers\.\d+\.attn\.[qkvo]")
 
@@ -47,7 +54,7 @@ class Model(Loader):
     @property
     def cache_shapes(self) -> list[LayerShape]:
         """What each layer stores for a token."""
-        return shapes(self.config.spec) if self._loaded is None else self._loaded.shapes
+        return kv_shapes(self.config.spec) if self._loaded is None else self._loaded.layer_shapes
 
     @property
     def cache_devices(self) -> list[torch.device] | None:
@@ -59,70 +66,76 @@ class Model(Loader):
         """The precision keys and values are computed in; before loading, what it would be."""
         if self._loaded is not None:
             return self._loaded.chains[0].dtype
-        return precision(*self._machine())
+        return model_dtype(*self._config_and_devices())
 
     @property
-    def cache_length(self) -> int:
+    def cache_max_seq_len(self) -> int:
         """The longest a sequence may be."""
         return self.max_seq_len
 
     @property
-    def cache_mirror(self) -> Mirror | None:
+    def cache_replicator(self) -> CacheReplicator | None:
         """Who tells other processes what is done to a cache; None where there are none."""
-        return None if self._loaded is None else self._loaded.mirror
+        return None if self._loaded is None else self._loaded.cache_replicator
 
     # What adapters and injected embeddings ask
 
-    def opened(self) -> ModelHandle:
+    def model_handle(self) -> ModelHandle:
         """The loaded modules, for an adapter to be installed in."""
-        frozen, decoder, chain = self._ready()
+        frozen, decoder, chain = self._require_loaded()
         assert self._loaded is not None
-        return ModelHandle(decoder, self._loaded.whole or frozen.spec, self._loaded.device, chain.dtype)
+        return ModelHandle(
+            decoder, self._loaded.full_spec or frozen.spec, self._loaded.device_of, chain.dtype
+        )
 
-    def extras(self, ids: Sequence[int], loras: Any = None, embeddings: Any = None) -> Extras:
+    def make_extras(self, ids: Sequence[int], loras: Any = None, embeddings: Any = None) -> SequenceExtras:
         """What a prompt brings besides its ids, checked; refuses ids that are neither tokens nor embedded.
 
         `loras` is an adapter or a list of them, each perhaps as a pair with its strength; `embeddings` are
         the `MMEmbedding` objects whose ids the prompt holds.
         """
-        frozen, decoder, _ = self._ready()
-        known = checked(embeddings, frozen.spec.hidden)
-        check_ids(ids, known, frozen.spec.vocab)
-        return Extras(
+        frozen, decoder, _ = self._require_loaded()
+        mm_embeddings = check_embeddings(embeddings, frozen.spec.hidden)
+        check_ids(ids, mm_embeddings, frozen.spec.vocab)
+        return SequenceExtras(
             active_loras(decoder, loras),
-            known,
+            mm_embeddings,
             tuple(lora for lora, _ in resolve_loras(decoder, loras)),
-            in_planes(frozen.spec, ids, known),
+            prompt_mrope_positions(frozen.spec, ids, mm_embeddings),
         )
 
-    def injected(self, text: str, embeddings: Any) -> list[MMEmbedding]:
+    def wrap_embeddings(self, text: str, embeddings: Any) -> list[MMEmbedding]:
         """The embeddings a prompt may name. Bare vectors (n, hidden) stand where it says {{EMBED_HERE}}."""
-        given = embeddings if isinstance(embeddings, list | tuple) else [embeddings]
-        if other := [one for one in given if not isinstance(one, Tensor) and not hasattr(one, "get_ids")]:
+        embedding_list = embeddings if isinstance(embeddings, list | tuple) else [embeddings]
+        if other := [
+            one for one in embedding_list if not isinstance(one, Tensor) and not hasattr(one, "get_ids")
+        ]:
             raise InputError(f"embeddings must be MMEmbedding or vectors, found {type(other[0]).__name__}.")
-        bare = sum(isinstance(one, Tensor) for one in given)
-        if bare and (bare > 1 or text.count(EMBED_HERE) != 1):
+        num_tensors = sum(isinstance(one, Tensor) for one in embedding_list)
+        if num_tensors and (num_tensors > 1 or text.count(EMBED_HERE) != 1):
             raise InputError(
                 f"A prompt with bare vectors must contain {EMBED_HERE} exactly once for the one tensor it "
-                f"may have, found {text.count(EMBED_HERE)} for {bare}. Wrap vectors as MMEmbedding(model, "
-                "vectors) and write their text_alias into the prompt to have several."
+                f"may have, found {text.count(EMBED_HERE)} for {num_tensors}. Wrap vectors as "
+                "MMEmbedding(model, vectors) and write their text_alias into the prompt to have several."
             )
-        return [MMEmbedding(self, one, EMBED_HERE) if isinstance(one, Tensor) else one for one in given]
+        return [
+            MMEmbedding(self, one, EMBED_HERE) if isinstance(one, Tensor) else one for one in embedding_list
+        ]
 
-    def runner(self, cache: CacheBase) -> Runner:
+    def runner(self, cache: CacheBase) -> PagedModelRunner:
         """The door a generator uses: sequences in pages of this cache."""
-        frozen, decoder, chain = self._ready()
+        frozen, decoder, chain = self._require_loaded()
         assert self._loaded is not None
-        self._check_fit(cache)
-        planes = turns_in_planes(frozen.spec)
-        made = Runner(decoder, cache, chain.device, planes, self._loaded.recordable)
-        self._runners.add(made)
-        return made
+        self._check_cache_shapes(cache)
+        mrope = uses_mrope(frozen.spec)
+        runner = PagedModelRunner(decoder, cache, chain.device, mrope, self._loaded.max_graph_tokens)
+        self._runners.add(runner)
+        return runner
 
     @property
     def backends(self) -> Sequence[Backend]:
         """Who computes, the quickest first."""
-        return self._ready()[2].backends
+        return self._require_loaded()[2].backends
 
     # Asking
 
@@ -134,7 +147,7 @@ class Model(Loader):
             forms = {choice.detail for choice in choices if _ATTENTION.fullmatch(choice.role)}
         else:
             frozen = self.config.freeze()
-            source, roles = self.source(frozen), (matrix.role for matrix in matrices(frozen.spec))
+            source, roles = self.open_checkpoint(frozen), (matrix.role for matrix in matrices(frozen.spec))
             forms = {source.describe(role)[0] for role in roles if _ATTENTION.fullmatch(role)}
         return not all(form.startswith("dense") for form in forms)
 
@@ -166,7 +179,7 @@ class Model(Loader):
         A list of caches has one for each row.
         """
         if cache is not None and not isinstance(cache, CacheBase):
-            return forward_apart(
+            return forward_per_row_caches(
                 self.forward,
                 *(input_ids, cache, input_mask, position_offsets, positions),
                 preprocess_only=preprocess_only,
@@ -177,61 +190,67 @@ class Model(Loader):
                 cpu_logits=cpu_logits,
                 indexed_embeddings=indexed_embeddings,
             )
-        frozen, decoder, chain = self._ready()
+        frozen, decoder, chain = self._require_loaded()
         if cache is not None:
-            self._check_fit(cache)
-        request = check(
+            self._check_cache_shapes(cache)
+        request = check_forward_inputs(
             *(frozen, input_ids, cache, input_mask, position_offsets, positions),
             *(chain.device, active_loras(decoder, loras), indexed_embeddings),
         )
-        wanted = outputs(frozen, request, preprocess_only, last_id_only)
+        requested = requested_outputs(frozen, request, preprocess_only, last_id_only)
         collected: list[Tensor] = []
         state: Tensor | None = None
-        for logits, state in self._steps(request, cache, wanted, abort_event):
+        for logits, state in self._forward_chunks(request, cache, requested, abort_event):
             if state is None:
                 return None
             if logits is not None:
                 collected.append(logits.cpu() if cpu_logits else logits)
         if preprocess_only:
             return None
-        answer = collected[0] if len(collected) == 1 else torch.cat(collected, 1)
-        return (answer, state) if return_last_state else answer
+        all_logits = collected[0] if len(collected) == 1 else torch.cat(collected, 1)
+        return (all_logits, state) if return_last_state else all_logits
 
-    def _steps(
-        self, request: Request, cache: CacheBase | None, wanted: Outputs, abort: threading.Event | None
+    def _forward_chunks(
+        self,
+        request: ForwardRequest,
+        cache: CacheBase | None,
+        requested: Outputs,
+        abort: threading.Event | None,
     ) -> Iterator[tuple[Tensor | None, Tensor | None]]:
         """Each chunk's logits and last state; (None, None) ends an aborted call."""
-        frozen, decoder, chain = self._ready()
-        layers: Sequence[KeyValues] = cache.layers if cache is not None else [Passing()] * len(decoder.blocks)
-        width = cache.width if cache is not None else 1
+        frozen, decoder, chain = self._require_loaded()
+        layers: Sequence[KeyValues] = cache.layers if cache is not None else [NoCache()] * len(decoder.blocks)
+        width = cache.pages_per_row if cache is not None else 1
         pages = torch.arange(request.rows * width, device=chain.device).view(request.rows, width)
-        for start, stop in chunks(frozen, request, cache is not None):
+        for start, stop in chunk_ranges(frozen, request, cache is not None):
             if abort is not None and abort.is_set():
                 yield None, None
                 return
-            early = wanted == "last" and stop < request.tokens
-            answer = decoder.forward(request.batch(start, stop, pages, "none" if early else wanted), layers)
+            before_last = requested == "last" and stop < request.tokens
+            output = decoder.forward(
+                request.chunk_batch(start, stop, pages, "none" if before_last else requested), layers
+            )
             if cache is not None:
                 cache.current_seq_len += stop - start
                 cache.last_writer = None
-            yield answer
+            yield output
 
-    def _check_fit(self, cache: CacheBase) -> None:
+    def _check_cache_shapes(self, cache: CacheBase) -> None:
         """Refuse a cache whose layers have other sizes: kernels write where they would be in their own."""
-        if cache.model is not self and cache.shapes != (own := tuple(self.cache_shapes)):
+        if cache.model is not self and cache.layer_shapes != (own := tuple(self.cache_shapes)):
             raise InputError(
-                f"This cache was made for another model: it has {_sizes(cache.shapes)}, this model "
-                f"{_sizes(own)}. Make one with {type(cache).__name__}(model)."
+                f"This cache was made for another model: it has {_describe_shapes(cache.layer_shapes)}, "
+                f"this model {_describe_shapes(own)}. Make one with {type(cache).__name__}(model)."
             )
 
-    def _ready(self) -> tuple[FrozenConfig, Decoder, Chain]:
+    def _require_loaded(self) -> tuple[FrozenConfig, Decoder, Chain]:
         if self._loaded is None:
             raise NotLoaded("The model has no weights in memory: call model.load() first.")
         return self._loaded.config, self._loaded.decoder, self._loaded.chains[0]
 
 
-def _sizes(shapes: Sequence[LayerShape]) -> str:
+def _describe_shapes(shapes: Sequence[LayerShape]) -> str:
     """Layers as somebody may recognise them."""
     heads, sizes = ({getattr(shape, name) for shape in shapes} for name in ("kv_heads", "head_dim"))
-    told = ["/".join(map(str, sorted(found))) for found in (heads, sizes)]
-    return f"{len(shapes)} layers with {told[0]} heads of {told[1]}"
+    described = ["/".join(map(str, sorted(found))) for found in (heads, sizes)]
+    return f"{len(shapes)} layers with {described[0]} heads of {described[1]}"

@@ -15,7 +15,7 @@ MB = 1 << 20
 
 
 @dataclass(frozen=True)
-class Part:
+class ModuleMemory:
     """What one module needs of the device it is on, in bytes."""
 
     name: str
@@ -26,7 +26,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Space:
+class DeviceCapacity:
     """A device, and the bytes of it that may be used."""
 
     name: str
@@ -34,66 +34,78 @@ class Space:
 
 
 @dataclass(frozen=True)
-class Load:
+class DeviceLoad:
     """What a device would hold."""
 
     weights: int = 0
     cache: int = 0
     workspace: int = 0
-    parts: int = 0
+    num_modules: int = 0
 
     @property
     def total(self) -> int:
         """All of it."""
         return self.weights + self.cache + self.workspace
 
-    def plus(self, part: Part, first: bool) -> Load:
+    def with_module(self, module: ModuleMemory, has_first: bool) -> DeviceLoad:
         """With one more module; `first` says whether the model's first module is here."""
-        return Load(
-            self.weights + part.weights + (0 if first else part.shared),
-            self.cache + part.cache,
-            max(self.workspace, part.workspace),
-            self.parts + 1,
+        return DeviceLoad(
+            self.weights + module.weights + (0 if has_first else module.shared),
+            self.cache + module.cache,
+            max(self.workspace, module.workspace),
+            self.num_modules + 1,
         )
 
 
-def place(parts: Sequence[Part], spaces: Sequence[Space], knob: str) -> list[int]:
+def place_modules(
+    modules: Sequence[ModuleMemory], capacities: Sequence[DeviceCapacity], remedy: str
+) -> list[int]:
     """For each module the number of its device: each device is filled before the next one is begun.
 
     That finds a placement whenever there is one. If there is none, the error says how much is missing and
     names the `knob` to turn.
     """
-    places: list[int] = []
-    at, load = 0, Load()
-    for part in parts:
-        while (grown := load.plus(part, first=at == (places[0] if places else at))).total > spaces[at].free:
-            at, load = at + 1, Load()
-            if at == len(spaces):
-                raise _misfit(parts, places, spaces, knob)
+    placement: list[int] = []
+    device_index, load = 0, DeviceLoad()
+    for module in modules:
+        while (
+            grown := load.with_module(
+                module, has_first=device_index == (placement[0] if placement else device_index)
+            )
+        ).total > capacities[device_index].free:
+            device_index, load = device_index + 1, DeviceLoad()
+            if device_index == len(capacities):
+                raise _does_not_fit(modules, placement, capacities, remedy)
         load = grown
-        places.append(at)
-    return places
+        placement.append(device_index)
+    return placement
 
 
-def loads(parts: Sequence[Part], places: Sequence[int], devices: int) -> list[Load]:
+def device_loads(
+    modules: Sequence[ModuleMemory], placement: Sequence[int], num_devices: int
+) -> list[DeviceLoad]:
     """What each device holds under a placement."""
-    out = [Load()] * devices
-    for part, at in zip(parts, places, strict=True):
-        out[at] = out[at].plus(part, first=at == places[0])
+    out = [DeviceLoad()] * num_devices
+    for module, device_index in zip(modules, placement, strict=True):
+        out[device_index] = out[device_index].with_module(module, has_first=device_index == placement[0])
     return out
 
 
-def _misfit(parts: Sequence[Part], placed: Sequence[int], spaces: Sequence[Space], knob: str) -> DoesNotFit:
-    missing = parts[len(placed)]
-    whole = loads(parts, [0] * len(parts), 1)[0]
-    had = ", ".join(f"{space.name} {size(space.free)}" for space in spaces)
+def _does_not_fit(
+    modules: Sequence[ModuleMemory], placed: Sequence[int], capacities: Sequence[DeviceCapacity], remedy: str
+) -> DoesNotFit:
+    missing = modules[len(placed)]
+    total_load = device_loads(modules, [0] * len(modules), 1)[0]
+    available = ", ".join(f"{capacity.name} {format_bytes(capacity.free)}" for capacity in capacities)
     return DoesNotFit(
-        f"Insufficient memory for model and cache: {len(placed)} of {len(parts)} modules fit, {missing.name} "
-        f"does not. All together need {size(whole.total)} (weights {size(whole.weights)}, cache "
-        f"{size(whole.cache)}, workspace {size(whole.workspace)}); usable are {had}. {knob}"
+        f"Insufficient memory for model and cache: {len(placed)} of {len(modules)} modules fit, "
+        f"{missing.name} does not. All together need {format_bytes(total_load.total)} (weights "
+        f"{format_bytes(total_load.weights)}, cache "
+        f"{format_bytes(total_load.cache)}, workspace {format_bytes(total_load.workspace)}); "
+        f"usable are {available}. {remedy}"
     )
 
 
-def size(count: int) -> str:
+def format_bytes(count: int) -> str:
     """Bytes for people."""
     return f"{count / GB:,.2f} GB" if count >= GB // 10 else f"{count / MB:,.1f} MB"

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-Callback = Callable[[int, int], object]
+ProgressCallback = Callable[[int, int], object]
 
 
-def silent(done: int, total: int) -> None:
+def no_progress(done: int, total: int) -> None:
     """Tells nobody."""
 
 
 @contextmanager
-def bar(title: str) -> Iterator[Callback]:
+def progress_bar(title: str) -> Iterator[ProgressCallback]:
     """A progress bar on standard error that lives as long as the block, fed with (done, total)."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

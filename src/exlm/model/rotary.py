@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from .. import spec
 from ..config import FrozenConfig
 from ..errors import DoesNotFit
-from .devices import Slot
-from .placement import size
+from .devices import DeviceInfo
+from .placement import format_bytes
 
 SHARE = 4
 """Of a device's free memory the tables get one part in so many: a cache as long takes more."""
@@ -21,7 +21,7 @@ SMALL = 1 << 28
 """Bytes of tables that are not worth a question; less than two million positions of a common model."""
 
 
-def check_rotary_tables(config: FrozenConfig, slots: Sequence[Slot]) -> None:
+def check_rotary_tables(config: FrozenConfig, slots: Sequence[DeviceInfo]) -> None:
     """DoesNotFit if the tables of a device's layers take too much of it; `slots` has each module's device."""
     length = config.max_seq_len
     for slot in {id(one): one for one in slots}.values():
@@ -29,13 +29,13 @@ def check_rotary_tables(config: FrozenConfig, slots: Sequence[Slot]) -> None:
         if needed > most:
             raise DoesNotFit(
                 f"{config.path}: config.max_seq_len is {length:,}, and rotary tables for so many positions "
-                f"take {size(needed)} on {slot.name}, which has {size(slot.free)} free. Set "
+                f"take {format_bytes(needed)} on {slot.name}, which has {format_bytes(slot.free)} free. Set "
                 "config.max_seq_len to the longest sequence you want before loading: with at most "
                 f"{most * length // needed:,} the tables leave room for weights and cache."
             )
 
 
-def _bytes_for_position(model: spec.Model, slots: Sequence[Slot], slot: Slot) -> int:
+def _bytes_for_position(model: spec.Model, slots: Sequence[DeviceInfo], slot: DeviceInfo) -> int:
     """What one position takes in the tables of a device's layers, each table once, while they are made."""
     at = zip(slots[1:], model.layers, strict=False)
     ropes = {layer.attn.rope for place, layer in at if place is slot and layer.attn.rope is not None}

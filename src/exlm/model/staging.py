@@ -19,7 +19,7 @@ from .. import settings
 from ..checkpoint import Source
 from ..checkpoint.source import Wrapped
 from ..formats import DenseWeight, PackedWeight, Weight
-from .devices import Slot
+from .devices import DeviceInfo
 
 BUFFERS = 6
 """Two for each thread that reads ahead: one is filled while the other is sent."""
@@ -164,9 +164,9 @@ class StagedSource(Wrapped):
         return kind != "dense" or dtype is None or stored == str(dtype).removeprefix("torch.")
 
 
-def staged(source: Source, slots: Sequence[Slot]) -> Source:
+def staged(source: Source, device_infos: Sequence[DeviceInfo]) -> Source:
     """The source itself, or through a ring if that is wanted, it reads files and something goes to a GPU."""
-    to_gpu = any(slot.device.type == "cuda" for slot in slots)
+    to_gpu = any(device_info.device.type == "cuda" for device_info in device_infos)
     if settings.staging_wanted() and source.files.paths and to_gpu:
         return StagedSource(source, Ring(CudaPort()))
     return source

@@ -13,7 +13,7 @@ from ..kernels.select import Chain, choose
 from ..spec.roles import Matrix, matrices
 from .devices import pick_device, pick_dtype
 
-TIED = "tied to the embedding"
+TIED_FORM = "tied to the embedding"
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Summary:
     @property
     def parameters(self) -> int:
         """Numbers in all matrices and the embedding; a tied head counts once."""
-        tied = any(m.role == "head" and m.form == TIED for m in self.matrices)
+        tied = any(m.role == "head" and m.form == TIED_FORM for m in self.matrices)
         total = sum(m.in_features * m.out_features for m in self.matrices)
         return total + (0 if tied else self.spec.vocab * self.spec.hidden)
 
@@ -64,14 +64,14 @@ def summarize(config: FrozenConfig, source: Source) -> Summary:
     described: dict[Matrix, tuple[str, int]] = {}
     for matrix in matrices(config.spec):
         tied = matrix.role == "head" and config.spec.head.tied and not source.has("head")
-        described[matrix] = (TIED, 0) if tied else source.describe(matrix.role)
-    runs = _runners(described, source, choose(device, dtype))
+        described[matrix] = (TIED_FORM, 0) if tied else source.describe(matrix.role)
+    backends = _backend_by_form(described, source, choose(device, dtype))
     return Summary(
         spec=config.spec,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         matrices=tuple(
-            MatrixSummary(matrix.role, matrix.in_features, matrix.out_features, form, nbytes, runs[form])
+            MatrixSummary(matrix.role, matrix.in_features, matrix.out_features, form, nbytes, backends[form])
             for matrix, (form, nbytes) in described.items()
         ),
         file_bytes=source.files.total_bytes,
@@ -79,18 +79,20 @@ def summarize(config: FrozenConfig, source: Source) -> Summary:
     )
 
 
-def _runners(described: Mapping[Matrix, tuple[str, int]], source: Source, chain: Chain) -> dict[str, str]:
+def _backend_by_form(
+    described: Mapping[Matrix, tuple[str, int]], source: Source, chain: Chain
+) -> dict[str, str]:
     """By stored form, the backend that takes it: the chain is asked with the smallest matrix of that form."""
     smallest: dict[str, Matrix] = {}
     for matrix in sorted(described, key=lambda one: one.in_features * one.out_features):
         smallest.setdefault(described[matrix][0], matrix)
-    return {form: _runner(form, matrix, source, chain) for form, matrix in smallest.items()}
+    return {form: _backend_of(form, matrix, source, chain) for form, matrix in smallest.items()}
 
 
-def _runner(form: str, matrix: Matrix, source: Source, chain: Chain) -> str:
+def _backend_of(form: str, matrix: Matrix, source: Source, chain: Chain) -> str:
     role, width_in, width_out, bias = matrix
     weight = source.weight(
-        "embed" if form == TIED else role,
+        "embed" if form == TIED_FORM else role,
         width_in,
         width_out,
         bias=bias,

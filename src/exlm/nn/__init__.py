@@ -1,31 +1,31 @@
 """Modules: weights are their only state, everything else arrives as an argument."""
 
-from .attention import Attention, Clamped, HeadNorm, Projection, WideNorm
-from .batch import Active, Batch, Span
+from .attention import AllHeadsNorm, Attention, ClampedQkv, PerHeadNorm, QkvProjection
+from .batch import Batch, LoraRef, VectorSpan
 from .block import Block, ParallelBlock
 from .embedding import Embedding
 from .head import Head
 from .linear import Linear
 from .mlp import GatedMlp, PlainMlp
-from .moe import Expert, Experts, SparseMlp
+from .moe import Expert, Experts, MoeMlp
 
 __all__ = [
-    "Active",
+    "AllHeadsNorm",
     "Attention",
     "Batch",
     "Block",
-    "Clamped",
+    "ClampedQkv",
     "Embedding",
     "Expert",
     "Experts",
     "GatedMlp",
     "Head",
-    "HeadNorm",
     "Linear",
+    "LoraRef",
+    "MoeMlp",
     "ParallelBlock",
+    "PerHeadNorm",
     "PlainMlp",
-    "Projection",
-    "Span",
-    "SparseMlp",
-    "WideNorm",
+    "QkvProjection",
+    "VectorSpan",
 ]

@@ -20,7 +20,7 @@ class Qkv(Protocol):
         ...
 
 
-class Projection:
+class QkvProjection:
     """Three matrices side by side."""
 
     def __init__(self, q: Linear, k: Linear, v: Linear) -> None:
@@ -31,7 +31,7 @@ class Projection:
         return self.q.forward(x, batch), self.k.forward(x, batch), self.v.forward(x, batch)
 
 
-class Clamped:
+class ClampedQkv:
     """A projection whose answers stay within ±limit."""
 
     def __init__(self, inner: Qkv, limit: float) -> None:
@@ -44,7 +44,7 @@ class Clamped:
         return q.clamp(low, high), k.clamp(low, high), v.clamp(low, high)
 
 
-class HeadNorm:
+class PerHeadNorm:
     """Each head of q and k normalised by itself."""
 
     def __init__(self, q: b.Norm, k: b.Norm) -> None:
@@ -55,7 +55,7 @@ class HeadNorm:
         return self.q(q), self.k(k)
 
 
-class WideNorm:
+class AllHeadsNorm:
     """All heads of a token normalised together."""
 
     def __init__(self, q: b.Norm, k: b.Norm) -> None:
@@ -66,7 +66,7 @@ class WideNorm:
         return self.q(q.flatten(2)).view_as(q), self.k(k.flatten(2)).view_as(k)
 
 
-def leave(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def no_qk_norm(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Queries and keys that are not normalised."""
     return q, k
 
@@ -83,9 +83,9 @@ class Attention:
 
     def forward(self, x: Tensor, batch: Batch, kv: b.KeyValues) -> Tensor:
         """(rows, tokens, hidden) → the same shape; the layer's cache grows by the new tokens."""
-        return self.o.forward(self.seen(x, batch, kv), batch)
+        return self.o.forward(self.head_outputs(x, batch, kv), batch)
 
-    def seen(self, x: Tensor, batch: Batch, kv: b.KeyValues) -> Tensor:
+    def head_outputs(self, x: Tensor, batch: Batch, kv: b.KeyValues) -> Tensor:
         """The same without the last matrix: (rows, tokens, heads · head_dim)."""
         shape = (*x.shape[:2], -1, self.head_dim)
         q, k, v = (part.view(shape) for part in self.qkv.forward(x, batch))

@@ -12,7 +12,7 @@ Outputs = Literal["all", "last", "none"]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class VectorSpan:
     """Vectors laid over a row's embeddings from token `start` of this batch on."""
 
     row: int
@@ -20,10 +20,10 @@ class Span:
     vectors: Tensor  # (tokens, hidden)
 
 
-class Active(NamedTuple):
+class LoraRef(NamedTuple):
     """An adapter at work on a row, and how strongly."""
 
-    adapter: int  # its number, unique in this process
+    adapter_id: int  # its number, unique in this process
     scale: float
 
 
@@ -33,13 +33,13 @@ class Batch:
 
     ids: Tensor  # (rows, tokens)
     positions: Tensor  # (rows, tokens), or (3, rows, tokens)
-    past: Tensor  # (rows,) tokens in the cache already
+    past_lens: Tensor  # (rows,) tokens in the cache already
     pages: Tensor  # (rows, width)
-    longest: int  # largest past + tokens of any row
-    even: bool  # every row's past is longest - tokens, and nothing is hidden
+    max_kv_len: int  # largest past + tokens of any row
+    uniform: bool  # every row's past is longest - tokens, and nothing is hidden
     mask: Tensor | None = None  # (rows, longest) False hides a key
-    spans: tuple[Span, ...] = ()
-    adapters: tuple[tuple[Active, ...], ...] = ()  # for each row; () if no row has any
+    vector_spans: tuple[VectorSpan, ...] = ()
+    adapters: tuple[tuple[LoraRef, ...], ...] = ()  # for each row; () if no row has any
     outputs: Outputs = "all"
 
     def to(self, device: torch.device) -> Batch:
@@ -50,8 +50,8 @@ class Batch:
             self,
             ids=self.ids.to(device),
             positions=self.positions.to(device),
-            past=self.past.to(device),
+            past_lens=self.past_lens.to(device),
             pages=self.pages.to(device),
             mask=None if self.mask is None else self.mask.to(device),
-            spans=tuple(replace(s, vectors=s.vectors.to(device)) for s in self.spans),
+            vector_spans=tuple(replace(s, vectors=s.vectors.to(device)) for s in self.vector_spans),
         )

@@ -44,12 +44,12 @@ class BlockLike(Protocol):
         ...
 
     def forward(
-        self, x: Tensor, more: Tensor | None, batch: Batch, kv: b.KeyValues
+        self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: b.KeyValues
     ) -> tuple[Tensor, Tensor | None]:
         """The residual stream in and out, (rows, tokens, hidden): the sum so far, and what belongs to it."""
         ...
 
-    def remember(self, x: Tensor, more: Tensor | None, batch: Batch, kv: b.KeyValues) -> None:
+    def fill_kv(self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: b.KeyValues) -> None:
         """What `forward` leaves in the layer's cache, when nobody asks for its answer."""
         ...
 
@@ -63,36 +63,40 @@ class Block:
         mlp: MlpLike,
         attn_norm: b.AddNorm,
         mlp_norm: b.AddNorm,
-        attn_post: b.Norm,
-        mlp_post: b.Norm,
+        attn_post_norm: b.Norm,
+        mlp_post_norm: b.Norm,
     ) -> None:
         self.attn, self.mlp = attn, mlp
         self.attn_norm, self.mlp_norm = attn_norm, mlp_norm
-        self.attn_post, self.mlp_post = attn_post, mlp_post
+        self.attn_post_norm, self.mlp_post_norm = attn_post_norm, mlp_post_norm
 
-    def forward(self, x: Tensor, more: Tensor | None, batch: Batch, kv: b.KeyValues) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: b.KeyValues
+    ) -> tuple[Tensor, Tensor]:
         """The residual stream in, the residual stream out."""
-        x, n = self.attn_norm(x, more)
-        x, n = self.mlp_norm(x, self.attn_post(self.attn.forward(n, batch, kv)))
-        return x, self.mlp_post(self.mlp.forward(n, batch))
+        x, normed = self.attn_norm(x, pending_residual)
+        x, normed = self.mlp_norm(x, self.attn_post_norm(self.attn.forward(normed, batch, kv)))
+        return x, self.mlp_post_norm(self.mlp.forward(normed, batch))
 
-    def remember(self, x: Tensor, more: Tensor | None, batch: Batch, kv: b.KeyValues) -> None:
+    def fill_kv(self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: b.KeyValues) -> None:
         """Attention alone."""
-        self.attn.seen(self.attn_norm(x, more)[1], batch, kv)
+        self.attn.head_outputs(self.attn_norm(x, pending_residual)[1], batch, kv)
 
 
 class ParallelBlock:
     """Attention and MLP on the same normalised input."""
 
-    def __init__(self, attn: Attention, mlp: MlpLike, norm: b.AddNorm, post: b.Norm) -> None:
+    def __init__(self, attn: Attention, mlp: MlpLike, norm: b.AddNorm, post_norm: b.Norm) -> None:
         self.attn, self.mlp = attn, mlp
-        self.norm, self.post = norm, post
+        self.norm, self.post_norm = norm, post_norm
 
-    def forward(self, x: Tensor, more: Tensor | None, batch: Batch, kv: b.KeyValues) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: b.KeyValues
+    ) -> tuple[Tensor, Tensor]:
         """The residual stream in, the residual stream out."""
-        x, n = self.norm(x, more)
-        return x, self.post(self.attn.forward(n, batch, kv) + self.mlp.forward(n, batch))
+        x, normed = self.norm(x, pending_residual)
+        return x, self.post_norm(self.attn.forward(normed, batch, kv) + self.mlp.forward(normed, batch))
 
-    def remember(self, x: Tensor, more: Tensor | None, batch: Batch, kv: b.KeyValues) -> None:
+    def fill_kv(self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: b.KeyValues) -> None:
         """Attention alone."""
-        self.attn.seen(self.norm(x, more)[1], batch, kv)
+        self.attn.head_outputs(self.norm(x, pending_residual)[1], batch, kv)

@@ -27,15 +27,15 @@ class Embedding:
 
         Injected vectors are taken as they are, not multiplied; learned positions are added to them as well.
         """
-        x = self.stored(batch)
+        x = self.table_rows(batch)
         if self.scale != 1.0:
             x = x * self.scale
-        for span in batch.spans:
+        for span in batch.vector_spans:
             x[span.row, span.start : span.start + len(span.vectors)] = span.vectors.to(self.dtype)
         if self.positions is not None:
             x = x + F.embedding(batch.positions, self.positions).to(self.dtype)
         return x
 
-    def stored(self, batch: Batch) -> Tensor:
+    def table_rows(self, batch: Batch) -> Tensor:
         """Each token's row of the table, before any factor."""
         return self.lookup(batch.ids.clamp(0, self.vocab - 1)).to(self.dtype)

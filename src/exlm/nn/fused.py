@@ -12,14 +12,14 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..kernels import backend as b
-from .attention import Attention, leave
+from .attention import Attention, no_qk_norm
 from .batch import Batch
 from .block import Block, BlockLike, MlpLike
 from .head import Head
 from .mlp import GatedMlp
 
 
-class JoinedProjection:
+class MergedQkvProjection:
     """Queries, keys and values of many rows, in one product."""
 
     def __init__(self, matrices: b.Broad) -> None:
@@ -31,7 +31,7 @@ class JoinedProjection:
         return q, k, v
 
 
-class JoinedMlp:
+class MergedGateUpMlp:
     """down(act(gate) · up) of many rows, gate and up in one product."""
 
     def __init__(self, mlp: GatedMlp, matrices: b.Broad) -> None:
@@ -43,21 +43,21 @@ class JoinedMlp:
         return self.mlp.down.forward(self.mlp.act(gate, up), batch)
 
 
-class Gated(NamedTuple):
+class FusedMlp(NamedTuple):
     """An MLP in two launches: act(gate) · up, and what is made of it."""
 
     gate: b.Project
     down: b.Project
 
 
-def joined(block: Block, qkv: b.Project, gated: Gated | None) -> Block:
+def merged_block(block: Block, qkv: b.Project, fused_mlp: FusedMlp | None) -> Block:
     """The block for many rows: matrices that share an input are one, where their backend can do that."""
     attn, mlp = block.attn, block.mlp
     if isinstance(qkv, b.Broad):
-        attn = Attention(attn.head_dim, JoinedProjection(qkv), attn.norm, attn.attend, attn.o)
-    if gated is not None and isinstance(gated.gate, b.Broad) and isinstance(mlp, GatedMlp):
-        mlp = JoinedMlp(mlp, gated.gate)
-    return Block(attn, mlp, block.attn_norm, block.mlp_norm, block.attn_post, block.mlp_post)
+        attn = Attention(attn.head_dim, MergedQkvProjection(qkv), attn.norm, attn.attend, attn.o)
+    if fused_mlp is not None and isinstance(fused_mlp.gate, b.Broad) and isinstance(mlp, GatedMlp):
+        mlp = MergedGateUpMlp(mlp, fused_mlp.gate)
+    return Block(attn, mlp, block.attn_norm, block.mlp_norm, block.attn_post_norm, block.mlp_post_norm)
 
 
 class FusedBlock:
@@ -67,24 +67,26 @@ class FusedBlock:
     look at modules.
     """
 
-    def __init__(self, block: Block, qkv: b.Project, o: b.Project, gated: Gated | None, most: int) -> None:
+    def __init__(
+        self, block: Block, qkv: b.Project, o: b.Project, fused_mlp: FusedMlp | None, max_tokens: int
+    ) -> None:
         """`most` rows go the quick way, and all of it at once where the parts can be put together.
 
         Without `gated`, where there are experts, the MLP is the block's own.
         """
         self.block = block
-        self.qkv, self.o, self.gated = qkv, o, gated
-        self.most = most
-        self.many = joined(block, qkv, gated)
-        self.whole: b.Whole | None = None
-        if gated is not None and isinstance(qkv, b.Composer):
-            norm = None if block.attn.norm is leave else block.attn.norm
-            self.whole = qkv.compose(block.attn.attend, norm, o, *gated)
+        self.qkv, self.o, self.fused_mlp = qkv, o, fused_mlp
+        self.max_tokens = max_tokens
+        self.merged = merged_block(block, qkv, fused_mlp)
+        self.fused_layer: b.Whole | None = None
+        if fused_mlp is not None and isinstance(qkv, b.Composer):
+            norm = None if block.attn.norm is no_qk_norm else block.attn.norm
+            self.fused_layer = qkv.compose(block.attn.attend, norm, o, *fused_mlp)
 
-    def lead(self, following: FusedBlock) -> None:
+    def link_next(self, following: FusedBlock) -> None:
         """Have some of the following block's work done here, where both run as one and can do that."""
-        if isinstance(self.whole, b.Leader) and following.whole is not None:
-            self.whole.lead(following.whole)
+        if isinstance(self.fused_layer, b.Leader) and following.fused_layer is not None:
+            self.fused_layer.lead(following.fused_layer)
 
     @property
     def attn(self) -> Attention:
@@ -97,61 +99,61 @@ class FusedBlock:
         return self.block.mlp
 
     def forward(
-        self, x: Tensor, more: Tensor | None, batch: Batch, kv: b.KeyValues
+        self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: b.KeyValues
     ) -> tuple[Tensor, Tensor | None]:
         """The residual stream in, the residual stream out."""
-        if (plain := self._plain(batch)) is not None:
-            return plain.forward(x, more, batch, kv)
-        x = x if more is None else x + more
-        if self.whole is not None and (done := self.whole(x, kv, batch)) is not None:
-            return done, None
+        if (unfused := self._unfused_block(batch)) is not None:
+            return unfused.forward(x, pending_residual, batch, kv)
+        x = x if pending_residual is None else x + pending_residual
+        if self.fused_layer is not None and (output := self.fused_layer(x, kv, batch)) is not None:
+            return output, None
         attn = self.block.attn
         shape = (*x.shape[:2], -1, attn.head_dim)
         q, k, v = (part.view(shape) for part in self.qkv(x, None))
         q, k = attn.norm(q, k)
         (x,) = self.o(attn.attend(q, k, v, kv, batch), x)
-        if self.gated is None:
+        if self.fused_mlp is None:
             x, n = self.block.mlp_norm(x, None)
             return x, self.block.mlp.forward(n, batch)
-        (hidden,) = self.gated.gate(x, None)
-        (x,) = self.gated.down(hidden, x)
+        (hidden,) = self.fused_mlp.gate(x, None)
+        (x,) = self.fused_mlp.down(hidden, x)
         return x, None
 
-    def remember(self, x: Tensor, more: Tensor | None, batch: Batch, kv: b.KeyValues) -> None:
+    def fill_kv(self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: b.KeyValues) -> None:
         """What `forward` leaves in the cache. Few rows go all the way: it is hardly longer."""
-        if batch.ids.numel() > b.FEW or self._plain(batch) is not None:
-            (self.block if batch.adapters else self.many).remember(x, more, batch, kv)
+        if batch.ids.numel() > b.FEW or self._unfused_block(batch) is not None:
+            (self.block if batch.adapters else self.merged).fill_kv(x, pending_residual, batch, kv)
         else:
-            self.forward(x, more, batch, kv)
+            self.forward(x, pending_residual, batch, kv)
 
-    def _plain(self, batch: Batch) -> Block | None:
+    def _unfused_block(self, batch: Batch) -> Block | None:
         """Whose batch it is, if it is not one of few rows without adapters."""
         if batch.adapters:
             return self.block
-        return self.many if batch.ids.numel() > self.most else None
+        return self.merged if batch.ids.numel() > self.max_tokens else None
 
 
 class FusedStack:
     """All blocks at once, for the batches that every one of them would take whole."""
 
-    def __init__(self, stack: b.Stack, most: int) -> None:
-        self.stack, self.most = stack, most
+    def __init__(self, stack: b.Stack, max_tokens: int) -> None:
+        self.stack, self.max_tokens = stack, max_tokens
 
     def forward(self, x: Tensor, batch: Batch, layers: Sequence[b.KeyValues]) -> Tensor | None:
         """The residual stream in and out; None if the blocks must be asked one by one."""
-        if batch.adapters or batch.outputs == "none" or batch.ids.numel() > self.most:
+        if batch.adapters or batch.outputs == "none" or batch.ids.numel() > self.max_tokens:
             return None
         return self.stack(x, layers, batch)
 
 
-def stacked(blocks: Sequence[BlockLike]) -> FusedStack | None:
+def fuse_stack(blocks: Sequence[BlockLike]) -> FusedStack | None:
     """The blocks as one, if all are fused and their backend can do that."""
     fused = [block for block in blocks if isinstance(block, FusedBlock)]
-    first, *others = [block.whole for block in fused] or [None]
+    first, *others = [block.fused_layer for block in fused] or [None]
     if len(fused) < len(blocks) or None in others or not isinstance(first, b.Stacker):
         return None
     stack = first.stack([one for one in others if one is not None])
-    return None if stack is None else FusedStack(stack, min(block.most for block in fused))
+    return None if stack is None else FusedStack(stack, min(block.max_tokens for block in fused))
 
 
 class FusedHead(Head):
@@ -160,17 +162,17 @@ class FusedHead(Head):
     Many rows and rows with adapters go the plain way, and so does everybody once a part was replaced.
     """
 
-    def __init__(self, head: Head, project: b.Project, most: int) -> None:
+    def __init__(self, head: Head, project: b.Project, max_tokens: int) -> None:
         super().__init__(head.norm, head.linear, head.scale, head.softcap)
-        self.project, self.most = project, most
-        self._parts = head.norm, head.linear
+        self.project, self.max_tokens = project, max_tokens
+        self._fused_parts = head.norm, head.linear
 
-    def forward(self, x: Tensor, more: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, pending_residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         """The residual stream → logits, and the state that enters the norm."""
-        norm, linear = self._parts
-        whole = self.norm is norm and self.linear is linear
-        if not whole or x.shape[0] * x.shape[1] > self.most or batch.adapters:
-            return super().forward(x, more, batch)
-        state = x if more is None else x + more
-        (answer,) = self.project(state, None)
-        return self.finish(answer), state
+        norm, linear = self._fused_parts
+        unchanged = self.norm is norm and self.linear is linear
+        if not unchanged or x.shape[0] * x.shape[1] > self.max_tokens or batch.adapters:
+            return super().forward(x, pending_residual, batch)
+        state = x if pending_residual is None else x + pending_residual
+        (output,) = self.project(state, None)
+        return self.scale_logits(output), state

@@ -19,14 +19,14 @@ class Head:
         self.scale = scale
         self.softcap = softcap
 
-    def forward(self, x: Tensor, more: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, pending_residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         """The residual stream → (rows, tokens, vocabulary) in float32, and the state that enters the norm."""
-        state, n = self.norm(x, more)
-        return self.finish(self.linear.forward(n, batch)), state
+        state, normed = self.norm(x, pending_residual)
+        return self.scale_logits(self.linear.forward(normed, batch)), state
 
-    def finish(self, answer: Tensor) -> Tensor:
+    def scale_logits(self, output: Tensor) -> Tensor:
         """What the matrix answers, as logits."""
-        logits = answer.float()
+        logits = output.float()
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:

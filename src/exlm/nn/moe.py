@@ -32,7 +32,7 @@ class Experts:
         return self.kernel(x, logits)
 
 
-class SparseMlp:
+class MoeMlp:
     """Each token is answered by a few of many MLPs."""
 
     def __init__(self, router: Linear, experts: Experts) -> None:

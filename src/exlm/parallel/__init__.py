@@ -5,27 +5,27 @@ tensors, `wire` carries orders. Loading a model and following another process's 
 """
 
 from .group import Group, GroupBroken
-from .leader import Leader
-from .modules import Joint, Received, Sent, join
-from .shard import Cut, check, cut_of, even, shard
+from .leader import RankDriver
+from .modules import BroadcastEmbedding, RankCombiner, ReceivedEmbedding, combine_ranks
+from .shard import MatrixSlice, check_shardable, shard, slice_of, split_evenly
 from .source import LayersSource, ShardedSource
-from .wire import Channel, Order
+from .wire import Channel, Message
 
 __all__ = [
+    "BroadcastEmbedding",
     "Channel",
-    "Cut",
     "Group",
     "GroupBroken",
-    "Joint",
     "LayersSource",
-    "Leader",
-    "Order",
-    "Received",
-    "Sent",
+    "MatrixSlice",
+    "Message",
+    "RankCombiner",
+    "RankDriver",
+    "ReceivedEmbedding",
     "ShardedSource",
-    "check",
-    "cut_of",
-    "even",
-    "join",
+    "check_shardable",
+    "combine_ranks",
     "shard",
+    "slice_of",
+    "split_evenly",
 ]

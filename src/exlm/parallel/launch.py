@@ -32,7 +32,7 @@ GREETING = 5.0
 """Seconds a caller has to say who it is."""
 
 
-class Seat(NamedTuple):
+class RankInfo(NamedTuple):
     """This process's place among those of torchrun."""
 
     store: Store
@@ -40,7 +40,7 @@ class Seat(NamedTuple):
     size: int
 
 
-def start(
+def start_workers(
     module: str, tasks: Sequence[Mapping[str, Any]]
 ) -> tuple[list[Channel], list[subprocess.Popen[bytes]]]:
     """One process for each task, running `module.main(task)`; a channel to each, whose other end is `line`.
@@ -81,32 +81,32 @@ def _start(told: bytes, line: int, processes: list[subprocess.Popen[bytes]]) -> 
         door.write(told)
 
 
-def meeting(path: str, size: int) -> Store:
+def file_store(path: str, size: int) -> Store:
     """Where ranks on one machine find each other: a file, so that no port is open to others."""
     store: Store = dist.FileStore(path, size)  # type: ignore[attr-defined]
     return store
 
 
-def launched() -> Seat | None:
+def torchrun_rank() -> RankInfo | None:
     """This process's seat, if torchrun started it and others."""
     if not dist.is_available() or not dist.is_torchelastic_launched():
         return None
     store, rank, size = next(iter(rendezvous("env://")))
-    return Seat(PrefixStore("exlm", store), rank, size) if size > 1 else None
+    return RankInfo(PrefixStore("exlm", store), rank, size) if size > 1 else None
 
 
-def accept(seat: Seat) -> list[Channel]:
+def accept_workers(rank_info: RankInfo) -> list[Channel]:
     """Rank 0: the channels to all others, in order of rank, once they have called."""
-    host, token = _host(seat.store), secrets.token_hex(16)
+    host, token = _host(rank_info.store), secrets.token_hex(16)
     lines: dict[int, socket.socket] = {}
     with socket.create_server((host, 0)) as server:
         server.settimeout(PATIENCE)
-        seat.store.set("line", json.dumps([host, server.getsockname()[1], token]))
-        while len(lines) < seat.size - 1:
+        rank_info.store.set("line", json.dumps([host, server.getsockname()[1], token]))
+        while len(lines) < rank_info.size - 1:
             try:
                 line, _ = server.accept()
             except TimeoutError:
-                missing = sorted(set(range(1, seat.size)) - set(lines))
+                missing = sorted(set(range(1, rank_info.size)) - set(lines))
                 raise WorkerLost(
                     f"Ranks {missing} did not call within {PATIENCE:g} s: does every rank load the model?"
                 ) from None
@@ -114,14 +114,14 @@ def accept(seat: Seat) -> list[Channel]:
                 line.close()  # a stranger
             else:
                 lines[rank] = line
-    return [Channel(lines[rank]) for rank in range(1, seat.size)]
+    return [Channel(lines[rank]) for rank in range(1, rank_info.size)]
 
 
-def call(seat: Seat) -> Channel:
+def connect_to_driver(rank_info: RankInfo) -> Channel:
     """Any other rank: its channel to rank 0."""
-    host, port, token = json.loads(seat.store.get("line"))
+    host, port, token = json.loads(rank_info.store.get("line"))
     line = socket.create_connection((host, port), timeout=PATIENCE)
-    line.sendall(f"{token}{seat.rank:08}".encode())
+    line.sendall(f"{token}{rank_info.rank:08}".encode())
     line.settimeout(None)
     return Channel(line)
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from ..errors import ExlmError, WorkerLost
 from .group import Group, GroupBroken
-from .wire import Channel, Order
+from .wire import Channel, Message
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ PARTING = 3.0
 RELOAD = "Load the model again."
 
 
-class Leader:
+class RankDriver:
     """The followers of one model, by rank from 1 on. One order at a time, whichever thread gives it."""
 
     def __init__(
@@ -31,77 +31,77 @@ class Leader:
     ) -> None:
         self.channels = channels
         self.processes = processes  # those that were started here
-        self.lost: str | None = None
+        self.lost_reason: str | None = None
         self._groups: list[Group] = []
         self._lock = threading.RLock()
         self._own = os.getpid()
         self._end = weakref.finalize(self, _end, channels, processes, self._groups, self._own)
 
-    def tell(self, order: Order) -> None:
+    def send_all(self, message: Message) -> None:
         """Give an order to everyone."""
         with self._lock:
             self._check()
             for rank in range(1, len(self.channels) + 1):
-                self.tell_one(rank, order)
+                self.send(rank, message)
 
-    def tell_one(self, rank: int, order: Order) -> None:
+    def send(self, rank: int, message: Message) -> None:
         """Give an order to one rank."""
         with self._lock:
             self._check()
             try:
-                self.channels[rank - 1].send(order)
+                self.channels[rank - 1].send(message)
             except OSError as error:
-                raise self.failed(f"rank {rank} is gone ({error})") from error
+                raise self.fail(f"rank {rank} is gone ({error})") from error
 
-    def answers(self) -> list[Order]:
+    def receive_all(self) -> list[Message]:
         """Wait for one answer of each; a rank that failed has its error raised here."""
         self._check()
-        out: list[Order] = []
+        out: list[Message] = []
         for rank, channel in enumerate(self.channels, 1):
             try:
-                order = channel.receive()
+                message = channel.receive()
             except (OSError, EOFError) as error:
-                raise self.failed(f"rank {rank} is gone ({error})") from error
-            if order.do == "failed":
-                raise self.failed(f"rank {rank} failed: {order.values['why']}")
-            out.append(order)
+                raise self.fail(f"rank {rank} is gone ({error})") from error
+            if message.action == "failed":
+                raise self.fail(f"rank {rank} failed: {message.values['why']}")
+            out.append(message)
         return out
 
-    def together(self, order: Order, act: Callable[[], T]) -> T:
+    def run_on_all_ranks(self, message: Message, act: Callable[[], T]) -> T:
         """Give an order and do this rank's part of it; if that is interrupted, the ranks are out of step."""
         with self._lock:
-            self.tell(order)
+            self.send_all(message)
             try:
                 return act()
             except GroupBroken as error:
-                raise self.failed(self._reason(error)) from error
+                raise self.fail(self._reason(error)) from error
             except BaseException as error:
-                self.failed(f"a step was interrupted on rank 0 by {type(error).__name__}")
+                self.fail(f"a step was interrupted on rank 0 by {type(error).__name__}")
                 raise
 
-    def meet(self, make: Callable[[], Group]) -> Group:
+    def open_group(self, make: Callable[[], Group]) -> Group:
         """Open the group, once every rank is ready for it."""
         try:
             group = make()
         except GroupBroken as error:
-            raise self.failed(f"the ranks did not find each other ({error})") from error
+            raise self.fail(f"the ranks did not find each other ({error})") from error
         self._groups.append(group)
         if group.nccl:
             threading.Thread(target=_watch, args=(self.channels, group), daemon=True).start()
         return group
 
-    def failed(self, what: str) -> ExlmError:
+    def fail(self, reason: str) -> ExlmError:
         """Let everybody go; the error to raise."""
-        self.lost = self.lost or what
+        self.lost_reason = self.lost_reason or reason
         for process in self.processes:  # they may wait for a step that this rank will never take
             process.kill()
         self._end()
-        return WorkerLost(f"The model's processes are out of step: {self.lost}. {RELOAD}")
+        return WorkerLost(f"The model's processes are out of step: {self.lost_reason}. {RELOAD}")
 
     def close(self) -> None:
         """Send everybody home."""
         with self._lock:
-            self.lost = self.lost or "it was unloaded"
+            self.lost_reason = self.lost_reason or "it was unloaded"
             self._end()
 
     def _check(self) -> None:
@@ -110,17 +110,17 @@ class Leader:
                 f"The model's processes follow process {self._own}, of which this one is a fork: load the "
                 "model here."
             )
-        if self.lost is not None:
-            raise WorkerLost(f"The model's other processes are gone: {self.lost}. {RELOAD}")
+        if self.lost_reason is not None:
+            raise WorkerLost(f"The model's other processes are gone: {self.lost_reason}. {RELOAD}")
 
     def _reason(self, error: GroupBroken) -> str:
         """What a follower says of its own accord, else what the transport says."""
         for rank, channel in enumerate(self.channels, 1):
             with contextlib.suppress(OSError, EOFError, ValueError):
-                ready, _, _ = select.select([channel.line], [], [], 0.2)
+                ready, _, _ = select.select([channel.connection], [], [], 0.2)
                 if ready:
                     order = channel.receive()
-                    return f"rank {rank} failed: {order.values.get('why', order.do)}"
+                    return f"rank {rank} failed: {order.values.get('why', order.action)}"
         for rank, process in enumerate(self.processes, 1):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return f"rank {rank} ended with status {process.wait(0.5)}"
@@ -140,7 +140,7 @@ def _end(
         return
     for channel in channels:
         with contextlib.suppress(OSError):
-            channel.send(Order("stop"))
+            channel.send(Message("stop"))
         channel.close()
     for group in groups:
         group.close()
@@ -156,7 +156,7 @@ def _watch(channels: Sequence[Channel], group: Group) -> None:
     """Wait until a line ends, then free rank 0 from steps that the lost rank will never take."""
     with contextlib.suppress(OSError, ValueError):
         while True:
-            ready, _, _ = select.select([channel.line for channel in channels], [], [])
+            ready, _, _ = select.select([channel.connection for channel in channels], [], [])
             if ready:
                 break
     group.abort()

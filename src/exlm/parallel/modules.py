@@ -28,13 +28,13 @@ class Net(Protocol):
         ...
 
 
-class Joint:
+class RankCombiner:
     """Something that joins the ranks' parts of one module, around this rank's own."""
 
     inner: Any
 
 
-class Summed(Joint, Linear):
+class Summed(RankCombiner, Linear):
     """A matrix that is cut by inputs: the ranks' answers add up."""
 
     def __init__(self, group: Group, inner: Linear) -> None:
@@ -46,7 +46,7 @@ class Summed(Joint, Linear):
         return self.group.sum(self.inner.forward(x, batch))
 
 
-class SummedExperts(Joint, Experts):
+class SummedExperts(RankCombiner, Experts):
     """Experts that are cut by width: the ranks' answers add up."""
 
     def __init__(self, group: Group, inner: Experts) -> None:
@@ -58,7 +58,7 @@ class SummedExperts(Joint, Experts):
         return self.group.sum(self.inner.forward(x, logits, batch))
 
 
-class Gathered(Joint, Linear):
+class Gathered(RankCombiner, Linear):
     """A matrix that is cut by outputs: rank 0 gets all of them, the others see their own."""
 
     def __init__(self, group: Group, sizes: list[int], inner: Linear) -> None:
@@ -103,7 +103,7 @@ class SharedNorm:
         return (x * factor[..., None, None]).to(x.dtype)
 
 
-class Sent(Joint, Embedding):
+class BroadcastEmbedding(RankCombiner, Embedding):
     """The embedding, on the one rank that has it: its answer goes to all others."""
 
     def __init__(self, group: Group, inner: Embedding) -> None:
@@ -115,7 +115,7 @@ class Sent(Joint, Embedding):
         return self.group.broadcast(self.inner.forward(batch).contiguous())
 
 
-class Received(Embedding):
+class ReceivedEmbedding(Embedding):
     """The embedding as the other ranks see it: what rank 0 sends."""
 
     def __init__(self, group: Group, hidden: int, dtype: torch.dtype) -> None:
@@ -129,7 +129,7 @@ class Received(Embedding):
         )
 
 
-def join(net: Net, model: spec.Model, group: Group) -> None:
+def combine_ranks(net: Net, model: spec.Model, group: Group) -> None:
     """Wrap what a rank computes only a part of; `model` is the whole one."""
     for i, layer in enumerate(model.layers):
         net.replace(f"layers.{i}.attn.o", partial(Summed, group))

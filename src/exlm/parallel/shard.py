@@ -24,7 +24,7 @@ _ROLE = re.compile(
 )
 
 
-class Cut(NamedTuple):
+class MatrixSlice(NamedTuple):
     """A part of a matrix: inputs (dim 0) or outputs (dim 1), from one to another."""
 
     dim: int
@@ -47,7 +47,7 @@ def ranges(length: int, size: int) -> list[Range]:
     return list(zip(starts, [*starts[1:], length], strict=True))
 
 
-def even(count: int, parts: int) -> list[Range]:
+def split_evenly(count: int, parts: int) -> list[Range]:
     """A count in parts, the first ones larger by one where it does not divide."""
     starts = [count // parts * p + min(p, count % parts) for p in range(parts)]
     return list(zip(starts, [*starts[1:], count], strict=True))
@@ -57,12 +57,12 @@ def heads(attn: spec.Attention, rank: int, size: int) -> Heads:
     """The query heads of a rank, and the key/value heads they look at."""
     group = attn.heads // attn.kv_heads
     if size <= attn.kv_heads:
-        start, stop = even(attn.kv_heads, size)[rank]
+        start, stop = split_evenly(attn.kv_heads, size)[rank]
         return Heads((start * group, stop * group), (start, stop))
-    sharing = even(size, attn.kv_heads)  # the ranks of each key/value head
+    sharing = split_evenly(size, attn.kv_heads)  # the ranks of each key/value head
     kv = next(i for i, (first, last) in enumerate(sharing) if first <= rank < last)
     first, last = sharing[kv]
-    start, stop = even(group, last - first)[rank - first]
+    start, stop = split_evenly(group, last - first)[rank - first]
     return Heads((kv * group + start, kv * group + stop), (kv, kv + 1))
 
 
@@ -86,24 +86,24 @@ def shard(model: spec.Model, rank: int, size: int) -> spec.Model:
     return replace(model, layers=tuple(narrow(layer) for layer in model.layers))
 
 
-def cut_of(model: spec.Model, role: str, rank: int, size: int) -> Cut | None:
+def slice_of(model: spec.Model, role: str, rank: int, size: int) -> MatrixSlice | None:
     """The part of a tensor that is a rank's; None if it is everybody's. Head norms are counted in heads."""
     if role == "head":
-        return Cut(1, *ranges(model.vocab, size)[rank])
+        return MatrixSlice(1, *ranges(model.vocab, size)[rank])
     found = _ROLE.fullmatch(role)
     if found is None:
         return None
     layer = model.layers[int(found[1])]
     q, kv = heads(layer.attn, rank, size)
     if part := found[4]:
-        return Cut(0, *(q if part == "q" else kv))
+        return MatrixSlice(0, *(q if part == "q" else kv))
     if part := found[2]:
         start, stop = kv if part in "kv" else q
-        return Cut(0 if part == "o" else 1, start * layer.attn.head_dim, stop * layer.attn.head_dim)
-    return Cut(0 if found[3] == "down" else 1, *ranges(layer.mlp.width, size)[rank])
+        return MatrixSlice(0 if part == "o" else 1, start * layer.attn.head_dim, stop * layer.attn.head_dim)
+    return MatrixSlice(0 if found[3] == "down" else 1, *ranges(layer.mlp.width, size)[rank])
 
 
-def check(model: spec.Model, size: int) -> None:
+def check_shardable(model: spec.Model, size: int) -> None:
     """Refuse what cannot be shared among so many ranks."""
     remedy = "Use fewer ranks, or model.load_autosplit(cache), which gives each device whole layers."
     for i, layer in enumerate(model.layers):

@@ -15,7 +15,7 @@ from ..checkpoint import Source
 from ..checkpoint.source import Shape, Wrapped
 from ..formats import DenseWeight, PackedWeight, Weight
 from ..spec.roles import matrices
-from .shard import Cut, cut_of
+from .shard import MatrixSlice, slice_of
 
 
 class ShardedSource(Wrapped):
@@ -44,7 +44,7 @@ class ShardedSource(Wrapped):
         finite: bool = False,
     ) -> Tensor:
         """A float tensor; of norms that differ from head to head, or go over all, this rank's heads."""
-        cut = cut_of(self.model, role, self.rank, self.size)
+        cut = slice_of(self.model, role, self.rank, self.size)
         if cut is None:
             return super().tensor(role, shape, dtype=dtype, device=device, suffix=suffix, finite=finite)
         attn = self.model.layers[int(role.split(".")[1])].attn
@@ -69,7 +69,7 @@ class ShardedSource(Wrapped):
         fallback: str | None = None,
     ) -> Weight:
         """This rank's part of a matrix."""
-        cut = cut_of(self.model, role, self.rank, self.size)
+        cut = slice_of(self.model, role, self.rank, self.size)
         if cut is None:
             return super().weight(
                 role, in_features, out_features, bias=bias, dtype=dtype, device=device, fallback=fallback
@@ -80,7 +80,7 @@ class ShardedSource(Wrapped):
         return part(whole, cut, keep_bias=self.rank == 0)
 
 
-def part(weight: Weight, cut: Cut, *, keep_bias: bool) -> Weight:
+def part(weight: Weight, cut: MatrixSlice, *, keep_bias: bool) -> Weight:
     """A part of a matrix in memory of its own; what is summed over ranks has its bias on one of them."""
     (piece,) = weight.split(cut.dim, [(cut.start, cut.stop)])
     lose = cut.dim == 0 and not keep_bias

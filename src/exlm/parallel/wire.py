@@ -20,10 +20,10 @@ DTYPES = {str(t).removeprefix("torch."): t for t in (torch.int64, torch.int32, t
 
 
 @dataclass(frozen=True)
-class Order:
+class Message:
     """What to do, with which values and tensors."""
 
-    do: str
+    action: str
     values: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -31,22 +31,22 @@ class Order:
 class Channel:
     """One end of a line between two processes. `EOFError` or `OSError` says that the other end is gone."""
 
-    def __init__(self, line: socket.socket) -> None:
-        self.line = line
-        if line.family != socket.AF_UNIX:
-            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def send(self, order: Order) -> None:
+    def send(self, message: Message) -> None:
         """Hand over an order; it may not have been read yet when this returns."""
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in order.tensors.items()}
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in message.tensors.items()}
         kinds = {
             name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
             for name, tensor in tensors.items()
         }
-        head = json.dumps([order.do, dict(order.values), kinds]).encode()
-        self.line.sendall(b"".join([struct.pack("<Q", len(head)), head, *map(_raw, tensors.values())]))
+        head = json.dumps([message.action, dict(message.values), kinds]).encode()
+        self.connection.sendall(b"".join([struct.pack("<Q", len(head)), head, *map(_raw, tensors.values())]))
 
-    def receive(self) -> Order:
+    def receive(self) -> Message:
         """Wait for an order."""
         head = bytearray(8)
         self._fill(memoryview(head))
@@ -59,15 +59,15 @@ class Channel:
         tensors = {name: torch.empty(shape, dtype=DTYPES[dtype]) for name, (dtype, shape) in kinds.items()}
         for tensor in tensors.values():
             self._fill(_raw(tensor))
-        return Order(do, values, tensors)
+        return Message(do, values, tensors)
 
     def close(self) -> None:
         """End the line: the other end reads EOF."""
-        self.line.close()
+        self.connection.close()
 
     def _fill(self, view: memoryview) -> None:
         while view:
-            got = self.line.recv_into(view)
+            got = self.connection.recv_into(view)
             if got == 0:
                 raise EOFError("the other process has closed the line")
             view = view[got:]

@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..cache import PAGE, Cache
 from ..checkpoint import open_source
 from ..config import Config
 from ..errors import InputError
+from ..kvcache import PAGE_SIZE, Cache
 from ..model import Model
 from ..model.devices import pick_device
-from ..model.runner import Runner
+from ..model.model_runner import PagedModelRunner
 from ..tokenizer import Tokenizer
 from . import calibrate
 from .layers import Workshop, batch_of, run, workshop
@@ -286,9 +286,11 @@ def timed(model: str | Path, device: str | None) -> dict[str, float] | None:
         log.warning("%s is not timed: it is too %s.", model, "short" if length < 1 else "large to load here")
         return None
     loaded.load()
-    cache = Cache(loaded, max_seq_len=-(-(length + steps) // PAGE) * PAGE)
+    cache = Cache(loaded, max_seq_len=-(-(length + steps) // PAGE_SIZE) * PAGE_SIZE)
     runner = loaded.runner(cache)
-    text = _Text([i * 7 % config.vocab_size for i in range(length)], list(range(cache.max_seq_len // PAGE)))
+    text = _Text(
+        [i * 7 % config.vocab_size for i in range(length)], list(range(cache.max_seq_len // PAGE_SIZE))
+    )
     for count in (4, steps):  # once to warm up: a GPU compiles and records what it meets for the first time
         begun = time.perf_counter()
         if length > 1:
@@ -311,7 +313,7 @@ class _Text:
     extras: None = None
 
 
-def _said(runner: Runner, text: _Text, past: int, token: int) -> int:
+def _said(runner: PagedModelRunner, text: _Text, past: int, token: int) -> int:
     """What follows the token."""
     return int(runner.decode([text], [past], [[token]])[0].argmax())
 

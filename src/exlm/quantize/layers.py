@@ -14,15 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..cache.dense import Passing
 from ..checkpoint import Source
 from ..config import FrozenConfig
+from ..convert.plan import dequantize_in_chunks
 from ..formats import DenseWeight, PackedWeight, Weight
 from ..kernels.backend import Where
 from ..kernels.reference import ReferenceBackend
 from ..kernels.select import Chain
-from ..model.build import Builder
-from ..model.convert_plan import unpacked
+from ..kvcache.dense import NoCache
+from ..model.builder import Builder
 from ..nn import Batch, Embedding, Head, Linear
 from ..nn.block import BlockLike
 
@@ -64,14 +64,14 @@ class Workshop(Builder):
 
     def prepare(self, role: str) -> Callable[[], Linear]:
         """A matrix is read at once and becomes a tap when it is wanted."""
-        return partial(self.bound, role, self.read(role))
+        return partial(self.bind_linear, role, self.read_weight(role))
 
-    def bound(self, role: str, weight: Weight) -> Linear:
+    def bind_linear(self, role: str, weight: Weight) -> Linear:
         """A matrix, unpacked if it must be."""
         if isinstance(weight, PackedWeight):
             device, dtype = self.chain.device, self.chain.dtype
             bias = None if weight.bias is None else weight.bias.to(device, dtype)
-            weight = DenseWeight(unpacked(weight).to(device, dtype), bias)
+            weight = DenseWeight(dequantize_in_chunks(weight).to(device, dtype), bias)
         assert isinstance(weight, DenseWeight)
         self.taps[role] = tap = Tap(weight)
         return Linear(tap, weight.in_features, weight.out_features)
@@ -79,7 +79,7 @@ class Workshop(Builder):
     def clear(self) -> None:
         """Let go of all that was built."""
         self.taps.clear()
-        self._table = None
+        self._embedding_weight = None
 
     def layer(self, i: int) -> BlockLike:
         """A layer, and only its taps."""
@@ -93,9 +93,9 @@ class Workshop(Builder):
 
     def bottom(self) -> Embedding:
         """The embedding; its table is read again each time, so that it need not be kept."""
-        self._table = None
+        self._embedding_weight = None
         made = self.embedding()
-        self._table = None
+        self._embedding_weight = None
         return made
 
 
@@ -119,9 +119,9 @@ class Growing:
             shape = (k.shape[0], self.length, *k.shape[2:])
             self.kept = k.new_empty(shape), v.new_empty(shape)
         for kept, new in zip(self.kept, (k, v), strict=True):
-            kept[:, where.longest - new.shape[1] : where.longest] = new
+            kept[:, where.max_kv_len - new.shape[1] : where.max_kv_len] = new
         keys, values = self.kept
-        return keys[:, : where.longest], values[:, : where.longest]
+        return keys[:, : where.max_kv_len], values[:, : where.max_kv_len]
 
 
 def batch_of(ids: Tensor, past: int = 0) -> Batch:
@@ -130,14 +130,14 @@ def batch_of(ids: Tensor, past: int = 0) -> Batch:
     return Batch(
         ids=ids,
         positions=torch.arange(past, past + tokens, device=ids.device).expand(rows, -1),
-        past=torch.full((rows,), past, device=ids.device),
+        past_lens=torch.full((rows,), past, device=ids.device),
         pages=torch.arange(rows, device=ids.device)[:, None],
-        longest=past + tokens,
-        even=True,
+        max_kv_len=past + tokens,
+        uniform=True,
     )
 
 
 def run(block: BlockLike, x: Tensor, batch: Batch) -> Tensor:
     """The residual stream through one layer."""
-    total, more = block.forward(x, None, batch, Passing())
+    total, more = block.forward(x, None, batch, NoCache())
     return total if more is None else total + more

@@ -17,14 +17,20 @@ import torch
 from torch import Tensor
 
 from .. import spec
+from ..atomic_dir import atomic_dir, report_write_errors
 from ..checkpoint import Checkpoint, GgufCheckpoint, Source, save
 from ..config import FrozenConfig
+from ..convert.from_folder import FolderPlanner
+from ..convert.from_gguf import GgufPlanner
+from ..convert.plan import ConversionPlan, vector_specs
+from ..convert.side_files import (
+    CONFIG_FILE,
+    QUANTIZATION_FILES,
+    SideFiles,
+    side_files_of_folder,
+    side_files_of_gguf,
+)
 from ..errors import CheckpointError, InputError
-from ..model.convert_files import CONFIG, QUANTIZATION, Files, folder_files, gguf_files
-from ..model.convert_folder import FolderPlanner
-from ..model.convert_gguf import GgufPlanner
-from ..model.convert_plan import Plan, vectors
-from ..model.new_folder import new_folder, writing
 
 CARD = "README.md"
 SLACK = 2**20
@@ -38,7 +44,7 @@ class Matrices(Protocol):
         ...
 
 
-def planned(frozen: FrozenConfig, source: Source, roles: Set[str]) -> Plan:
+def planned(frozen: FrozenConfig, source: Source, roles: Set[str]) -> ConversionPlan:
     """What the source holds, as a folder of safetensors would have it; nothing is read yet.
 
     A head that is not among the roles to be quantised becomes floats: what the source has packed is in a form
@@ -51,17 +57,17 @@ def planned(frozen: FrozenConfig, source: Source, roles: Set[str]) -> Plan:
     return FolderPlanner(source, frozen.spec, to, frozen.quantization).plan()
 
 
-def kept_bytes(plan: Plan, model: spec.Model, roles: Set[str]) -> int:
+def kept_bytes(plan: ConversionPlan, model: spec.Model, roles: Set[str]) -> int:
     """Bytes of what is not quantised, the floats of roles as float16."""
-    halved = {vector.role for vector in vectors(model)}
+    halved = {vector.role for vector in vector_specs(model)}
     total = 0
     for step in plan.steps:
-        if step.what in roles:
+        if step.label in roles:
             continue
-        if step.what == "embed":
+        if step.label == "embed":
             total += 2 * model.hidden * model.vocab
         else:
-            total += step.nbytes if step.what not in halved else step.nbytes // 2
+            total += step.nbytes if step.label not in halved else step.nbytes // 2
     return total
 
 
@@ -82,12 +88,12 @@ def new_model(
     `said` becomes config.json's quantization_config.
     """
     plan = planned(frozen, source, roles)
-    with new_folder(target, overwrite=overwrite) as hidden:
+    with atomic_dir(target, overwrite=overwrite) as hidden:
         weights = save(hidden, _tensors(plan, frozen.spec, roles, matrices), shard_bytes=shard_bytes)
-        with writing(target):
-            _files(frozen, source, plan, said).put(hidden)
+        with report_write_errors(target):
+            _files(frozen, source, plan, said).write_to(hidden)
             for path in weights:
-                shutil.copymode(hidden / CONFIG, path)
+                shutil.copymode(hidden / CONFIG_FILE, path)
         yield hidden
 
 
@@ -102,33 +108,33 @@ def check_space(folder: Path, needed: int) -> None:
         )
 
 
-def check_kept(plan: Plan, model: spec.Model, roles: Set[str]) -> None:
+def check_kept(plan: ConversionPlan, model: spec.Model, roles: Set[str]) -> None:
     """`InputError` names the first tensor that is to be kept and cannot be; better now than at the end."""
     halved = _halved(plan, model, roles)
     for step in plan.steps:
-        if step.what in halved:
-            for name, tensor in step.make():
+        if step.label in halved:
+            for name, tensor in step.make_tensors():
                 _half(name, tensor)
 
 
-def _halved(plan: Plan, model: spec.Model, roles: Set[str]) -> set[str]:
+def _halved(plan: ConversionPlan, model: spec.Model, roles: Set[str]) -> set[str]:
     """What is neither quantised nor copied as it is."""
-    return {"embed", *(vector.role for vector in vectors(model)), *plan.fates} - set(roles)
+    return {"embed", *(vector.role for vector in vector_specs(model)), *plan.actions} - set(roles)
 
 
 def _tensors(
-    plan: Plan, model: spec.Model, roles: Set[str], matrices: Matrices
+    plan: ConversionPlan, model: spec.Model, roles: Set[str], matrices: Matrices
 ) -> Iterator[tuple[str, Tensor]]:
     halved = _halved(plan, model, roles)
     for step in plan.steps:
-        if step.what in roles:
-            yield from matrices(step.what).items()
-        elif step.what in halved:
-            for name, tensor in step.make():
+        if step.label in roles:
+            yield from matrices(step.label).items()
+        elif step.label in halved:
+            for name, tensor in step.make_tensors():
                 yield name, _half(name, tensor)
         else:
-            yield from step.make()
-    if "head" in roles and all(step.what != "head" for step in plan.steps):
+            yield from step.make_tensors()
+    if "head" in roles and all(step.label != "head" for step in plan.steps):
         yield from matrices("head").items()  # of a model whose head was its embedding
 
 
@@ -144,15 +150,18 @@ def _half(name: str, tensor: Tensor) -> Tensor:
     return half
 
 
-def _files(frozen: FrozenConfig, source: Source, plan: Plan, said: Mapping[str, Any]) -> Files:
+def _files(frozen: FrozenConfig, source: Source, plan: ConversionPlan, said: Mapping[str, Any]) -> SideFiles:
     if isinstance(source, GgufCheckpoint):
-        files = gguf_files(source.files, source.has("head"))
+        files = side_files_of_gguf(source.files, source.has("head"))
     else:
-        files = folder_files(frozen.path, plan, frozen.quantization)
-    config = json.loads(files.written[CONFIG])
+        files = side_files_of_folder(frozen.path, plan, frozen.quantization)
+    config = json.loads(files.written[CONFIG_FILE])
     config["quantization_config"] = dict(said)
-    written = {**files.written, CONFIG: (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()}
-    copied = {name: path for name, path in files.copied.items() if name not in QUANTIZATION}
+    written = {
+        **files.written,
+        CONFIG_FILE: (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode(),
+    }
+    copied = {name: path for name, path in files.copied.items() if name not in QUANTIZATION_FILES}
     if CARD in copied:
         copied["README-source.md"] = copied.pop(CARD)
-    return Files(written, copied)
+    return SideFiles(written, copied)

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from .. import spec
+from ..atomic_dir import check_output_dir
 from ..checkpoint import open_source
 from ..config import Config
 from ..errors import InputError
 from ..model.devices import pick_device
-from ..model.new_folder import check_target
 from ..version import __version__
 from . import pipeline
 from .calibrate import LENGTH
@@ -128,7 +128,7 @@ def carry_out(
     frozen = config.freeze()
     opened = open_source(frozen.path, frozen.spec.names, frozen.quantization)
     read = [Path(os.path.realpath(path)) for path in (frozen.path, *opened.files.paths)]
-    check_target(folder, read, overwrite=overwrite)
+    check_output_dir(folder, read, overwrite=overwrite)
     if shard_bytes < 1:
         raise InputError(f"shard_bytes must be positive, found {shard_bytes}.")
     if wishes.method != "exl2" and (measurement is not None or save_measurement is not None):

@@ -17,9 +17,9 @@ from ..checkpoint import TensorFiles
 from ..checkpoint.lookup import key_at
 from ..checkpoint.packed import EXL2
 from ..config import Config
+from ..convert.plan import vector_specs
 from ..formats.bits import WORD
 from ..formats.exl2 import ALIGN, WIDTHS
-from ..model.convert_plan import vectors
 from ..spec.roles import Matrix, matrices
 
 TYPES = {
@@ -53,7 +53,7 @@ def validate_exl2(folder: str | Path) -> list[str]:
             wrong += [] if "weight" in present else [f"{place.key}: a router must be plain floats."]
             continue
         wrong += [f"{place.key}: {words}" for words in _matrix(m, present)]
-    for role in ("embed", *(vector.role for vector in vectors(model))):
+    for role in ("embed", *(vector.role for vector in vector_specs(model))):
         name = key_at(model.names.find(role)[0], "weight")
         expected |= {name, f"{name.removesuffix('weight')}bias"}
         if name not in stored:

@@ -18,11 +18,11 @@ from .. import spec
 from ..checkpoint import Source
 from ..checkpoint.lookup import key_at
 from ..config import Config, FrozenConfig
+from ..convert.plan import ConversionPlan
 from ..errors import Unsupported
 from ..formats import PackedWeight, exl2
 from ..formats import gptq as gptq_format
 from ..formats.room import trim
-from ..model.convert_plan import Plan
 from ..nn import Batch
 from ..spec.roles import Matrix, matrices
 from ..tokenizer import Tokenizer
@@ -80,7 +80,7 @@ class Work:
         return found
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> ConversionPlan:
         """What becomes of everything the source holds."""
         return planned(self.frozen, self.source, self.matrices.keys())
 

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exlm import spec
-from exlm.cache.coded import CodedLayer, Rotated, Truncated
-from exlm.cache.layer import LayerShape
 from exlm.kernels.cpu import CpuBackend
 from exlm.kernels.reference import ReferenceBackend
+from exlm.kvcache.layer import LayerShape
+from exlm.kvcache.quantized_layer import HadamardQuantizer, QuantizedLayer, TruncatedFP8
 from exlm.nn import Batch
 
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ def standing(past: list[int], tokens: int, pages: torch.Tensor) -> Batch:
     start = torch.tensor(past)
     positions = start[:, None] + torch.arange(tokens)
     longest = max(past) + tokens
-    return Batch(positions, positions, start, pages, longest, even=len(set(past)) == 1)
+    return Batch(positions, positions, start, pages, longest, uniform=len(set(past)) == 1)
 
 
 @settings(max_examples=30)
@@ -59,10 +59,10 @@ def test_coded_attention(
     old = torch.randn(2, rows * width * PAGE, kv, head_dim)
     answers, layers = [], []
     for chosen in (backend, REFERENCE):
-        coders = Rotated(bits[0]), Rotated(bits[1])  # type: ignore[arg-type]
-        layer = CodedLayer(rows * width, PAGE, LayerShape(kv, head_dim), *coders, CPU)
+        coders = HadamardQuantizer(bits[0]), HadamardQuantizer(bits[1])  # type: ignore[arg-type]
+        layer = QuantizedLayer(rows * width, PAGE, LayerShape(kv, head_dim), *coders, CPU)
         for stored, coder, numbers in zip((layer.keys, layer.values), coders, old, strict=True):
-            for tensor, part in zip(stored, coder.encode(numbers), strict=True):
+            for tensor, part in zip(stored, coder.quantize(numbers), strict=True):
                 tensor.flatten(0, 1).copy_(part)
         attend = chosen.attention(attn, chosen.rotation(rope, 160))
         answers.append(attend(q, k, v, layer, where))
@@ -91,9 +91,9 @@ def test_prompts_over_truncated_codes(backend: CpuBackend, past: list[int], toke
     old = torch.randn(2, rows * width, PAGE, 2, head)
     answers, layers = [], []
     for chosen in (backend, REFERENCE):
-        layer = CodedLayer(rows * width, PAGE, LayerShape(2, head), Truncated(), Truncated(), CPU)
+        layer = QuantizedLayer(rows * width, PAGE, LayerShape(2, head), TruncatedFP8(), TruncatedFP8(), CPU)
         for (stored,), numbers in zip((layer.keys, layer.values), old, strict=True):
-            stored.copy_(Truncated().encode(numbers)[0])
+            stored.copy_(TruncatedFP8().quantize(numbers)[0])
         answers.append(chosen.attention(attn, chosen.rotation(rope, 160))(q, k, v, layer, where))
         layers.append(layer)
     assert torch.equal(layers[0].values[0], layers[1].values[0])
@@ -108,7 +108,7 @@ def test_few_tokens_over_truncated_codes_are_left_to_the_reference(backend: CpuB
     q, k, v = torch.randn(3, 1, 1, 2, 64)
     answers = []
     for chosen in (backend, REFERENCE):
-        layer = CodedLayer(1, PAGE, LayerShape(2, 64), Truncated(), Truncated(), CPU)
+        layer = QuantizedLayer(1, PAGE, LayerShape(2, 64), TruncatedFP8(), TruncatedFP8(), CPU)
         answers.append(chosen.attention(attn, chosen.rotation(rope, 64))(q, k, v, layer, where))
     assert torch.equal(answers[0], answers[1])
 
@@ -123,7 +123,9 @@ def test_a_row_is_the_same_bits_in_any_company(backend: CpuBackend) -> None:
     for threads in (1, 3):
         torch.set_num_threads(threads)
         for rows in ([0, 1, 2], [0], [1], [2]):
-            layer = CodedLayer(6, PAGE, LayerShape(2, 64), Rotated(8), Rotated(4), CPU)
+            layer = QuantizedLayer(
+                6, PAGE, LayerShape(2, 64), HadamardQuantizer(8), HadamardQuantizer(4), CPU
+            )
             for tensor in layer.tensors:
                 tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) * 37 % 200)
             where = standing([past[row] for row in rows], 1, table[rows])

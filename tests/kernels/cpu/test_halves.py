@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exlm import spec
-from exlm.cache.dense import DenseLayer
 from exlm.kernels.backend import Where
 from exlm.kernels.cpu import CpuBackend
 from exlm.kernels.reference import ReferenceBackend
+from exlm.kvcache.dense import DenseLayer
 from exlm.nn import Batch
 
 CPU = torch.device("cpu")
@@ -25,7 +25,9 @@ class Written(DenseLayer):
 
     def update(self, k: torch.Tensor, v: torch.Tensor, where: Where) -> tuple[torch.Tensor, torch.Tensor]:
         table = where.pages
-        keys, values = (pages[table].flatten(1, 2)[:, : where.longest].float() for pages in (self.k, self.v))
+        keys, values = (
+            pages[table].flatten(1, 2)[:, : where.max_kv_len].float() for pages in (self.k, self.v)
+        )
         return keys, values
 
 
@@ -33,7 +35,7 @@ def standing(past: list[int], tokens: int, pages: torch.Tensor) -> Batch:
     start = torch.tensor(past)
     positions = start[:, None] + torch.arange(tokens)
     longest = max(past) + tokens
-    return Batch(positions, positions, start, pages, longest, even=len(set(past)) == 1)
+    return Batch(positions, positions, start, pages, longest, uniform=len(set(past)) == 1)
 
 
 def filled(kind: type[DenseLayer], old: torch.Tensor) -> DenseLayer:

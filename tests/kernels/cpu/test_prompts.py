@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exlm import spec
-from exlm.cache.dense import DenseLayer
 from exlm.kernels.cpu.backend import CpuBackend
 from exlm.kernels.reference import ReferenceBackend
+from exlm.kvcache.dense import DenseLayer
 from exlm.nn import Batch
 
 CPU = torch.device("cpu")
@@ -23,7 +23,7 @@ ATTN = spec.Attention(6, 2, 64, scale=0.1, rope=ROPE)
 def standing(past: list[int], tokens: int, pages: torch.Tensor) -> Batch:
     start = torch.tensor(past)
     positions = start[:, None] + torch.arange(tokens)
-    return Batch(positions, positions, start, pages, max(past) + tokens, even=len(set(past)) == 1)
+    return Batch(positions, positions, start, pages, max(past) + tokens, uniform=len(set(past)) == 1)
 
 
 def filled(old: torch.Tensor, dtype: torch.dtype) -> DenseLayer:

@@ -24,9 +24,9 @@ from exlm.kernels.cpu.library import Library
 from exlm.kernels.cpu.linear import PackedLinear, PackedLookup
 from exlm.kernels.cpu.small import AddRmsNorm, SiluGate
 from exlm import spec
-from exlm.cache.coded import CodedLayer, Rotated, Truncated
-from exlm.cache.dense import DenseLayer
-from exlm.cache.layer import LayerShape
+from exlm.kvcache.quantized_layer import CodedLayer, Rotated, Truncated
+from exlm.kvcache.dense import DenseLayer
+from exlm.kvcache.layer import LayerShape
 from exlm.kernels.cpu.attention import PagedAttention, Standing, TurningTables
 from exlm.kernels.cpu.floats import arrange_floats, narrowed
 from exlm.kernels.cpu.lean import arrange_lean

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exlm import spec
-from exlm.cache.dense import DenseLayer
 from exlm.errors import Unsupported
 from exlm.kernels.cpu import CpuBackend
 from exlm.kernels.reference import ReferenceBackend
+from exlm.kvcache.dense import DenseLayer
 from exlm.nn import Batch
 
 CPU = torch.device("cpu")
@@ -85,7 +85,7 @@ def batch(past: list[int], tokens: int, pages: torch.Tensor) -> Batch:
     start = torch.tensor(past)
     positions = start[:, None] + torch.arange(tokens)
     longest = max(past) + tokens
-    return Batch(positions, positions, start, pages, longest, even=len(set(past)) == 1)
+    return Batch(positions, positions, start, pages, longest, uniform=len(set(past)) == 1)
 
 
 @settings(max_examples=25)

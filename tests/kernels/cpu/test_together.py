@@ -63,7 +63,7 @@ def made_up(folder: Path, shape: str) -> Model:
     config = Config(describe_in(folder, SHAPES[shape], 512))
     config.device, config.max_seq_len = "cpu", 512
     model = Model(config)
-    model.source = lambda frozen: Synthetic(frozen.spec, form("gguf"))
+    model.open_checkpoint = lambda frozen: Synthetic(frozen.spec, form("gguf"))
     model.load()
     return model
 
@@ -86,17 +86,17 @@ def test_whole_layers_say_what_plain_blocks_say(
 ) -> None:
     monkeypatch.setenv("EXLM_CPU", "1")
     model = made_up(tmp_path_factory.mktemp("tiny"), shape)
-    _, decoder, _ = model._ready()
+    _, decoder, _ = model._require_loaded()
     if not isinstance(decoder.blocks[0], FusedBlock):
         pytest.skip(f"no C kernels here: {model.explain().splitlines()[0]}")
-    whole = [block.whole is not None for block in decoder.blocks if isinstance(block, FusedBlock)]
+    whole = [block.fused_layer is not None for block in decoder.blocks if isinstance(block, FusedBlock)]
     assert whole == [shape == "tiny"] * 2  # of mixtures, attention alone is fused
     assert isinstance(decoder.head, FusedHead)
-    assert (decoder.stack is not None) == (shape == "tiny")
+    assert (decoder.fused_stack is not None) == (shape == "tiny")
     answers = []
     for way in ("at once", "layer by layer", "plainly"):
         if way == "layer by layer":
-            decoder.stack = None
+            decoder.fused_stack = None
         if way == "plainly":
             decoder.blocks = [block.block for block in decoder.blocks if isinstance(block, FusedBlock)]
             assert all(isinstance(block, Block) for block in decoder.blocks)
@@ -120,7 +120,7 @@ def test_prompts_are_whole_layers_too(
 ) -> None:
     monkeypatch.setenv("EXLM_CPU", "1")
     model = made_up(tmp_path_factory.mktemp("tiny"), "tiny")
-    _, decoder, _ = model._ready()
+    _, decoder, _ = model._require_loaded()
     fused = [block for block in decoder.blocks if isinstance(block, FusedBlock)]
     if not fused:
         pytest.skip(f"no C kernels here: {model.explain().splitlines()[0]}")
@@ -128,7 +128,7 @@ def test_prompts_are_whole_layers_too(
     answers = []
     for way in ("at once", "layer by layer", "plainly"):
         if way == "layer by layer":
-            decoder.stack = None
+            decoder.fused_stack = None
         if way == "plainly":
             decoder.blocks = [block.block for block in fused]
         cache = kind(model, batch_size=rows, max_seq_len=256)
@@ -143,7 +143,7 @@ def test_a_step_over_another_cache_reads_that_one(tmp_path: Path, monkeypatch: p
     """What C was told of a cache is told again for another, and for one that takes a dead one's place."""
     monkeypatch.setenv("EXLM_CPU", "1")
     model = made_up(tmp_path, "tiny")
-    if model._ready()[1].stack is None:
+    if model._require_loaded()[1].fused_stack is None:
         pytest.skip(f"no C kernels here: {model.explain().splitlines()[0]}")
     ids = torch.arange(40)[None] * 7 % 512
     whole = model.forward(ids, Cache(model, max_seq_len=256))
@@ -164,8 +164,8 @@ def test_a_step_over_another_cache_reads_that_one(tmp_path: Path, monkeypatch: p
 def test_a_stack_is_gone_once_a_module_was_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXLM_CPU", "1")
     model = made_up(tmp_path, "tiny")
-    _, decoder, _ = model._ready()
-    if decoder.stack is None:
+    _, decoder, _ = model._require_loaded()
+    if decoder.fused_stack is None:
         pytest.skip(f"no C kernels here: {model.explain().splitlines()[0]}")
     ids, seen = torch.arange(1, 5)[None], []
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from exlm import spec
-from exlm.cache.layer import Layer
 from exlm.kernels.cuda.attention import Attend, Desk, Plan, plan_for
 from exlm.kernels.reference import ReferenceBackend
 from exlm.kernels.reference.rope import Rotation
+from exlm.kvcache.layer import CacheLayer
 from tests.kernels.cuda.emulator import EmulatedWorkshop
 from tests.kernels.cuda.heirs import inlet, read_back
 from tests.kernels.triton import cases
@@ -117,7 +117,7 @@ def gpu(tmp_path_factory: pytest.TempPathFactory) -> Desk:
     return Desk(Workshop(torch.device("cuda", 0), folder), 132)
 
 
-def planned(case: Case, layer: Layer) -> Plan:
+def planned(case: Case, layer: CacheLayer) -> Plan:
     assert layer.paged is not None
     return plan_for(layer.paged, case.tokens * case.heads // case.kv_heads)
 
@@ -147,7 +147,9 @@ def alone(desk: Desk, case: Case, plan: Plan | None, device: torch.device) -> No
     (q, k, v), layer, where = cases.step(case, device, spare=3)
     attend = Attend(desk, case.attn, Tables(case, "neox", device), refuse, plan)
     together = attend(q, k, v, layer.clone(), where)
-    assert torch.equal(attend(q, k, v, layer.clone(), replace(where, longest=where.longest + 700)), together)
+    assert torch.equal(
+        attend(q, k, v, layer.clone(), replace(where, max_kv_len=where.max_kv_len + 700)), together
+    )
     few = Desk(desk.workshop, 1)
     attend = replace(attend, desk=few, plan=replace(plan or planned(case, layer), waves=1))
     for row, past in enumerate(case.pasts):
@@ -231,19 +233,24 @@ def test_replayed_from_a_graph(gpu: Desk, cache: str) -> None:
     plain, tables = ReferenceBackend(device, HALF), Tables(case, "neox", device)
     right = plain.attention(case.attn, plain.rotation(rope(case, "neox"), 8192))
     attend = Attend(gpu, case.attn, tables, refuse)
-    bound = replace(where, longest=2048)
+    bound = replace(where, max_kv_len=2048)
     attend(q, k, v, layer.clone(), bound)
     twin, graph = layer.clone(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = attend(q, k, v, twin, bound)
     for grown in range(0, 600, 150):
-        now = replace(where, past=where.past + grown, positions=where.positions + grown, longest=1001 + grown)
-        where.past.copy_(now.past)
+        now = replace(
+            where,
+            past_lens=where.past_lens + grown,
+            positions=where.positions + grown,
+            max_kv_len=1001 + grown,
+        )
+        where.past_lens.copy_(now.past_lens)
         where.positions.copy_(now.positions)
         graph.replay()
-        want = right(q, k, v, layer, replace(now, even=False))
+        want = right(q, k, v, layer, replace(now, uniform=False))
         assert float((got - want).float().norm() / want.float().norm()) < 2e-3
-        where.past.sub_(grown)
+        where.past_lens.sub_(grown)
         where.positions.sub_(grown)
 
 

@@ -79,7 +79,7 @@ def said(folder: Path, form_name: str, together: bool) -> tuple[list[list[int]],
     config = Config(describe_in(folder, SHAPES["tiny-moe"], 512))
     config.device, config.dtype = "cuda", "float16"
     model = Model(config)
-    model.source = lambda frozen: Synthetic(frozen.spec, form(form_name))
+    model.open_checkpoint = lambda frozen: Synthetic(frozen.spec, form(form_name))
     model.load()
     generator = Generator(model, Cache(model, max_seq_len=4096), Tokenizer(config), max_batch_size=8)
     jobs = [
@@ -99,11 +99,11 @@ def test_passes_of_a_model_are_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form_name: str
 ) -> None:
     alone, graphs = said(tmp_path, form_name, together=False)
-    assert any(one.graph is not None for one in graphs._made.values())
+    assert any(one.graph is not None for one in graphs._captured.values())
     together, graphs = said(tmp_path, form_name, together=True)
     agreed = sum(one == other for one, other in zip(together, alone, strict=True))
     assert agreed >= len(alone) - 1  # the router is dense, and its sums differ with the company
-    assert any(one.graph is not None for size, one in graphs._made.items() if size.rows > 1)
+    assert any(one.graph is not None for size, one in graphs._captured.items() if size.rows > 1)
     monkeypatch.setenv("EXLLAMA_NO_GRAPHS", "1")
     plain, graphs = said(tmp_path, form_name, together=False)
     assert graphs is None

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from exlm.cache.layer import Layer
 from exlm.kernels import backend as b
 from exlm.kernels.cuda.attention import Attend, Desk
 from exlm.kernels.cuda.few import Few
@@ -19,6 +18,7 @@ from exlm.kernels.cuda.linear import Normal
 from exlm.kernels.cuda.planner import Planner
 from exlm.kernels.cuda.program import Workshop
 from exlm.kernels.cuda.tiles import alike, arrange
+from exlm.kvcache.layer import CacheLayer
 from exlm.nn import Batch
 from tests.kernels.cuda.emulator import EmulatedWorkshop
 from tests.kernels.cuda.random_weights import matrix, segment
@@ -64,14 +64,14 @@ class Stack:
         parts = tuple(segment(bits, sizes, outputs, False, False) for bits, sizes in kinds)
         return arrange(matrix(parts, outputs).to(self.device))
 
-    def whole(self, x: Tensor, kvs: list[Layer], where: Batch) -> Tensor:
+    def whole(self, x: Tensor, kvs: list[CacheLayer], where: Batch) -> Tensor:
         for layer, kv in zip(self.layers, kvs, strict=True):
             y = layer(x, kv, where)
             assert y is not None
             x = y
         return x
 
-    def plain(self, x: Tensor, kvs: list[Layer], where: Batch) -> Tensor:
+    def plain(self, x: Tensor, kvs: list[CacheLayer], where: Batch) -> Tensor:
         shape, rows = x.shape, x.flatten(0, 1)
         for (qkv, o, gate, down), kv in zip(self.parts, kvs, strict=True):
             q, k, v = (y.view(*shape[:2], -1, HEAD) for y in answer(qkv, rows))
@@ -91,13 +91,13 @@ def close(got: Tensor, want: Tensor) -> bool:
     return float((got.float() - want.float()).norm() / want.float().norm()) < 3e-3
 
 
-def step(case: Case, device: torch.device) -> tuple[Tensor, list[Layer], Batch]:
+def step(case: Case, device: torch.device) -> tuple[Tensor, list[CacheLayer], Batch]:
     _, layer, where = cases.step(case, device)
     x = torch.randn(len(case.pasts), case.tokens, HIDDEN).half().to(device)
     return x, [layer, layer.clone()], where
 
 
-def copies(kvs: list[Layer]) -> list[Layer]:
+def copies(kvs: list[CacheLayer]) -> list[CacheLayer]:
     return [one.clone() for one in kvs]
 
 

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from exlm import spec
-from exlm.cache.coded import CodedLayer, Rotated, Truncated
-from exlm.cache.dense import DenseLayer
-from exlm.cache.layer import Layer, LayerShape
+from exlm.kvcache.dense import DenseLayer
+from exlm.kvcache.layer import CacheLayer, LayerShape
+from exlm.kvcache.quantized_layer import HadamardQuantizer, QuantizedLayer, TruncatedFP8
 from exlm.nn import Batch
 
 CODERS = {
-    "q8": (Rotated(8), Rotated(8)),
-    "q6": (Rotated(8), Rotated(4)),
-    "q4": (Rotated(4), Rotated(4)),
-    "fp8": (Truncated(), Truncated()),
+    "q8": (HadamardQuantizer(8), HadamardQuantizer(8)),
+    "q6": (HadamardQuantizer(8), HadamardQuantizer(4)),
+    "q4": (HadamardQuantizer(4), HadamardQuantizer(4)),
+    "fp8": (TruncatedFP8(), TruncatedFP8()),
 }
 PAGE = 256
 
@@ -56,16 +56,16 @@ class Step(NamedTuple):
     """What an attention kernel is called with."""
 
     heads: tuple[Tensor, Tensor, Tensor]
-    layer: Layer
+    layer: CacheLayer
     where: Batch
 
 
-def blank(case: Case, pages: int, device: torch.device) -> Layer:
+def blank(case: Case, pages: int, device: torch.device) -> CacheLayer:
     """An empty cache layer."""
     if case.cache == "float":
         return DenseLayer(pages, PAGE, case.kv_heads, case.head_dim, case.dtype, device)
     shape = LayerShape(case.kv_heads, case.head_dim)
-    return CodedLayer(pages, PAGE, shape, *CODERS[case.cache], device)
+    return QuantizedLayer(pages, PAGE, shape, *CODERS[case.cache], device)
 
 
 def step(case: Case, device: torch.device, spare: int = 1) -> Step:
@@ -91,8 +91,8 @@ def step(case: Case, device: torch.device, spare: int = 1) -> Step:
 def one_row(where: Batch, row: int, longest: int) -> Batch:
     """Where one of the rows stands, by itself."""
     one = slice(row, row + 1)
-    positions, past, pages = (part[one] for part in (where.positions, where.past, where.pages))
-    return replace(where, longest=longest, positions=positions, past=past, pages=pages)
+    positions, past, pages = (part[one] for part in (where.positions, where.past_lens, where.pages))
+    return replace(where, max_kv_len=longest, positions=positions, past_lens=past, pages=pages)
 
 
 def _heads(case: Case, heads: int, tokens: int) -> Tensor:

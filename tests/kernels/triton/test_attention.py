@@ -127,9 +127,9 @@ def alone(case: Case, device: torch.device) -> None:
         mine = replace(
             where,
             positions=where.positions[one],
-            past=where.past[one],
+            past_lens=where.past_lens[one],
             pages=where.pages[one, :width].contiguous(),
-            longest=past + case.tokens,
+            max_kv_len=past + case.tokens,
         )
         assert torch.equal(attend(q[one], k[one], v[one], layer.clone(), mine), together[one])
 
@@ -150,7 +150,7 @@ def test_a_row_is_the_same_in_any_batch_on_a_gpu(cache: str, heads: tuple[int, i
 
 def strided(case: Case, device: torch.device) -> None:
     """Heads that are parts of one wide tensor, as a joint projection leaves them; and no cache at all."""
-    from exlm.cache import Passing
+    from exlm.kvcache import NoCache
 
     plain, fast = ReferenceBackend(device, case.dtype), TritonBackend(device, case.dtype)
     _, layer, where = cases.step(case, device)
@@ -158,7 +158,7 @@ def strided(case: Case, device: torch.device) -> None:
     wide = torch.randn(rows, tokens, (case.heads + 2 * case.kv_heads) * d, device=device).to(case.dtype)
     parts = wide.split([case.heads * d, case.kv_heads * d, case.kv_heads * d], -1)
     q, k, v = (part.unflatten(-1, (-1, d)) for part in parts)
-    for kv in (layer, Passing()) if max(case.pasts) == 0 else (layer,):
+    for kv in (layer, NoCache()) if max(case.pasts) == 0 else (layer,):
         twin = kv.clone() if kv is layer else kv
         want = plain.attention(case.attn, turn(plain, case, "gptj"))(q, k, v, kv, where)
         got = fast.attention(case.attn, turn(fast, case, "gptj"))(q, k, v, twin, where)
@@ -193,11 +193,16 @@ def test_replayed_from_a_graph(cache: str) -> None:
     with torch.cuda.graph(graph):
         got = attend(q, k, v, twin, where)
     for grown in range(0, 600, 150):
-        now = replace(where, past=where.past + grown, positions=where.positions + grown, longest=1001 + grown)
-        where.past.copy_(now.past)
+        now = replace(
+            where,
+            past_lens=where.past_lens + grown,
+            positions=where.positions + grown,
+            max_kv_len=1001 + grown,
+        )
+        where.past_lens.copy_(now.past_lens)
         where.positions.copy_(now.positions)
         graph.replay()
-        want = right(q, k, v, layer, replace(now, even=False))
+        want = right(q, k, v, layer, replace(now, uniform=False))
         assert float((got - want).float().norm() / want.float().norm()) < 2e-3
-        where.past.sub_(grown)
+        where.past_lens.sub_(grown)
         where.positions.sub_(grown)

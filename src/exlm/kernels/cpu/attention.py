@@ -81,7 +81,7 @@ class Standing:
 
     @staticmethod
     def _found(where: Where) -> Places | None:
-        table, past, positions = where.pages, where.past, where.positions
+        table, past, positions = where.pages, where.past_lens, where.positions
         if where.mask is not None or positions.dim() != 2 or table.stride(1) != 1:
             return None
         if not (table.dtype is past.dtype is positions.dtype is torch.int64):
@@ -136,7 +136,7 @@ class PagedAttention:
         if call is None:
             return self._other(q, k, v, kv, where)
         attend = self._attend if len(call) == _CALL.size else self._attend_coded
-        check(attend(call, where.longest, torch.get_num_threads()))
+        check(attend(call, where.max_kv_len, torch.get_num_threads()))
         return out
 
     def call(

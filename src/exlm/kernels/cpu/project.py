@@ -118,7 +118,7 @@ class WholeLayers:
         *pointers, stride = places
         out = torch.empty_like(x)
         told = self._parts, calls, len(kvs), _STANDING.pack(*pointers, rows, tokens, stride)
-        check(self._layers(*told, x.data_ptr(), out.data_ptr(), where.longest, torch.get_num_threads()))
+        check(self._layers(*told, x.data_ptr(), out.data_ptr(), where.max_kv_len, torch.get_num_threads()))
         return out
 
     def _calls(self, kvs: Sequence[KeyValues], tokens: int) -> bytes | None:

@@ -173,7 +173,7 @@ class Attend:
 
     def takes(self, rows: int, tokens: int, kv: b.KeyValues, where: b.Where) -> bool:
         """Whether the kernel attends to so many new tokens of rows."""
-        a, indices, pages = self.attn, (where.past, where.pages, where.positions), kv.paged
+        a, indices, pages = self.attn, (where.past_lens, where.pages, where.positions), kv.paged
         return (
             pages is not None
             and tokens <= NEW
@@ -201,7 +201,7 @@ class Attend:
         plan, alone = self.plan or plan_for(pages, asked), lone(pages, asked)
         columns = 1 if asked <= 8 else 2
         programs = rows * a.kv_heads * -(-asked // (8 * columns))
-        queries, slots = min(8 * columns, asked), chunks(where.longest - tokens, plan)
+        queries, slots = min(8 * columns, asked), chunks(where.max_kv_len - tokens, plan)
         if alone:
             plan = replace(plan, warps=math.gcd(plan.warps, a.kv_heads))
         left = q.new_empty(programs * slots * queries * (a.head_dim + 4), dtype=torch.float32)
@@ -210,7 +210,7 @@ class Attend:
             q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), left=left.data_ptr(),
             key=pages.keys[0].data_ptr(), key_scale=pages.keys[-1].data_ptr(),
             value=pages.values[0].data_ptr(), value_scale=pages.values[-1].data_ptr(),
-            table=where.pages.data_ptr(), past=where.past.data_ptr(), counts=self.desk.counts.data_ptr(),
+            table=where.pages.data_ptr(), past=where.past_lens.data_ptr(), counts=self.desk.counts.data_ptr(),
             table_step=where.pages.stride(0), q_row=q.stride(0), q_token=q.stride(1), k_row=k.stride(0),
             k_token=k.stride(1), v_row=v.stride(0), v_token=v.stride(1), tokens=tokens,
             parts=self._parts(programs, slots, plan, alone), slots=slots,

@@ -54,16 +54,16 @@ def visible(tokens: int, where: Where, window: int | None) -> Tensor | None:
 
     A query always sees itself: padding that saw nothing would turn into NaN and spoil its neighbours.
     """
-    total = where.longest
+    total = where.max_kv_len
     reach = total if window is None else min(window, total)
-    if where.even and reach == total and (tokens == 1 or tokens == total):
+    if where.uniform and reach == total and (tokens == 1 or tokens == total):
         return None
-    device = where.past.device
+    device = where.past_lens.device
     keys = torch.arange(total, device=device)
-    if where.even:
+    if where.uniform:
         query = torch.arange(total - tokens, total, device=device)[None]  # (1, tokens)
     else:
-        query = where.past[:, None] + torch.arange(tokens, device=device)  # (rows, tokens)
+        query = where.past_lens[:, None] + torch.arange(tokens, device=device)  # (rows, tokens)
     distance = query[:, :, None] - keys  # (rows, tokens, longest)
     seen = distance >= 0
     if reach < total:

@@ -163,7 +163,7 @@ class Step:
             self._split(pages, parts)
         out = torch.empty(rows, tokens, a.heads * a.head_dim, dtype=self.dtype, device=self.q.device)
         decode.join_kernel[(rows * tokens * a.heads,)](
-            *parts, self.where.past, out, tokens, self.window,
+            *parts, self.where.past_lens, out, tokens, self.window,
             HEADS=a.heads, HEAD=a.head_dim, D=self.width, ROTATED=pages.coding[0].startswith("rotated"),
             WAYS=ways(a), WINDOW=self.seeing["WINDOW"], **chunks._asdict(),
         )  # fmt: skip
@@ -174,12 +174,36 @@ class Step:
         parts = self._parts(programs, pages, SINGLE)
         row, _, plane = steps(self.where.positions)
         single.single_kernel[(programs, parts)](
-            self.q, self.k, self.v, *stored(pages), table, self.where.past, self.mask, *self.tables, *left,
-            parts, table.stride(0), self.mask_step, *self.strides[::2], row, plane, self.factor, self.cap,
-            self.window, KV=a.kv_heads, HEAD=a.head_dim, D=self.width, **self.rope, **coding(pages),
-            **self.seeing, PAGE=pages.size, **SINGLE._asdict(), N=1024 // self.width, num_warps=1,
+            self.q,
+            self.k,
+            self.v,
+            *stored(pages),
+            table,
+            self.where.past_lens,
+            self.mask,
+            *self.tables,
+            *left,
+            parts,
+            table.stride(0),
+            self.mask_step,
+            *self.strides[::2],
+            row,
+            plane,
+            self.factor,
+            self.cap,
+            self.window,
+            KV=a.kv_heads,
+            HEAD=a.head_dim,
+            D=self.width,
+            **self.rope,
+            **coding(pages),
+            **self.seeing,
+            PAGE=pages.size,
+            **SINGLE._asdict(),
+            N=1024 // self.width,
+            num_warps=1,
             num_stages=1,
-        )  # fmt: skip
+        )
 
     def _split(self, pages: b.Pages, left: tuple[Tensor, Tensor, Tensor]) -> None:
         a, tokens, table, machine = self.attn, self.tokens, self.where.pages, self.machine
@@ -189,12 +213,35 @@ class Step:
         programs = self.rows * a.kv_heads * -(-queries // blocks.M)
         parts = self._parts(programs, pages, SPLIT)
         decode.split_kernel[(programs, parts)](
-            self.q, self.k, self.v, *stored(pages), table, self.where.past, self.mask, *self.tables, *left,
-            tokens, parts, table.stride(0), self.mask_step, *self.strides, *steps(self.where.positions),
-            self.factor, self.cap, self.window, KV=a.kv_heads, SHARE=self.share, HEAD=a.head_dim,
-            D=self.width, **self.rope, **coding(pages), **self.seeing, PAGE=pages.size, **SPLIT._asdict(),
+            self.q,
+            self.k,
+            self.v,
+            *stored(pages),
+            table,
+            self.where.past_lens,
+            self.mask,
+            *self.tables,
+            *left,
+            tokens,
+            parts,
+            table.stride(0),
+            self.mask_step,
+            *self.strides,
+            *steps(self.where.positions),
+            self.factor,
+            self.cap,
+            self.window,
+            KV=a.kv_heads,
+            SHARE=self.share,
+            HEAD=a.head_dim,
+            D=self.width,
+            **self.rope,
+            **coding(pages),
+            **self.seeing,
+            PAGE=pages.size,
+            **SPLIT._asdict(),
             **blocks._asdict(),
-        )  # fmt: skip
+        )
 
     def _parts(self, programs: int, pages: b.Pages, chunks: Chunks) -> int:
         """Programs that share the chunks of a row: enough to fill the device, as far as a row may be long."""
@@ -209,18 +256,39 @@ class Step:
         q, k, *v = (torch.empty(x.shape, dtype=dtype, device=x.device) for x in made)
         run = min(16, triton.next_power_of_2(tokens))
         prefill.place_kernel[(-(-tokens // run), a.heads + 2 * a.kv_heads, rows)](
-            self.q, self.k, self.v, q, k, v[0] if v else q, *stored(pages), self.where.pages, self.where.past,
-            *self.tables, tokens, self.where.pages.stride(0), *self.strides, *steps(self.where.positions),
-            HEADS=a.heads, KV=a.kv_heads, HEAD=a.head_dim, D=self.width, **self.rope, **coding(pages),
-            WAYS=ways(a), PAGE=pages.size, TOKENS=run, INSIDE=inside, num_warps=1 if run == 1 else 4,
-        )  # fmt: skip
+            self.q,
+            self.k,
+            self.v,
+            q,
+            k,
+            v[0] if v else q,
+            *stored(pages),
+            self.where.pages,
+            self.where.past_lens,
+            *self.tables,
+            tokens,
+            self.where.pages.stride(0),
+            *self.strides,
+            *steps(self.where.positions),
+            HEADS=a.heads,
+            KV=a.kv_heads,
+            HEAD=a.head_dim,
+            D=self.width,
+            **self.rope,
+            **coding(pages),
+            WAYS=ways(a),
+            PAGE=pages.size,
+            TOKENS=run,
+            INSIDE=inside,
+            num_warps=1 if run == 1 else 4,
+        )
         return q, k, v[0] if v else self.v
 
     def prefill(self, pages: b.Pages) -> Tensor:
         """Many tokens: turn and store, decode the past where it is in codes, attend."""
-        a, rows, tokens, length = self.attn, self.rows, self.tokens, self.where.longest
+        a, rows, tokens, length = self.attn, self.rows, self.tokens, self.where.max_kv_len
         q, k, _ = self.place(pages, inside=False)
-        coded, fresh = pages.coding[0] != "float", self.where.even and length == tokens
+        coded, fresh = pages.coding[0] != "float", self.where.uniform and length == tokens
         if fresh and (coded or pages.keys[0].dtype == k.dtype):
             return self.flash(q, k, self.v, None, 0)
         if not coded:
@@ -232,7 +300,7 @@ class Step:
             KV=a.kv_heads, HEAD=a.head_dim, D=self.width, **coding(pages), WAYS=ways(a), PAGE=pages.size,
             N=64,
         )  # fmt: skip
-        slots = self.where.past[:, None] + torch.arange(tokens, device=k.device)
+        slots = self.where.past_lens[:, None] + torch.arange(tokens, device=k.device)
         row = torch.arange(rows, device=k.device)[:, None]
         keys[row, slots], values[row, slots] = k, self.v
         return self.flash(q, keys, values, None, 0)
@@ -246,7 +314,7 @@ class Step:
         if page:
             spaces = (0, k.stride(0), 0, v.stride(0))
         prefill.flash_kernel[(-(-self.tokens // blocks.M), a.heads, self.rows)](
-            q, k, v, q if table is None else table, self.where.past, self.mask, out, self.tokens,
+            q, k, v, q if table is None else table, self.where.past_lens, self.mask, out, self.tokens,
             0 if table is None else table.stride(0), self.mask_step, q.stride(0), q.stride(1), *spaces,
             self.factor, self.cap, self.window,
             HEADS=a.heads, SHARE=self.share, HEAD=a.head_dim, D=self.width, **self.seeing,

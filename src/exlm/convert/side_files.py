@@ -1,0 +1,166 @@
+"""What lies beside the weights of a converted model: config.json, the tokenizer, chat templates.
+
+A folder's files are copied, and what they say of a form that is gone is changed or left out; a GGUF file's
+metadata becomes the files it was made from. Code, pickles and indexes are never copied. Weights are not
+looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..checkpoint import GgufFile
+from ..config import read_json
+from ..families.gguf import config_from_metadata
+from ..formats.gptq_config import GptqConfig
+from ..text.gguf_tokenizer import Vocabulary, tokenizer_from_metadata, tokenizer_json, tokenizer_model
+from .plan import ConversionPlan
+
+CONFIG_FILE = "config.json"
+GPTQ_FILE = "quantize_config.json"
+QUANTIZATION_FILES = (GPTQ_FILE, "quant_config.json")
+
+COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".md", ".tiktoken", ".bpe", ".spm")
+"""How the files that are copied end."""
+
+COPIED_PREFIXES = ("LICENSE", "NOTICE", "tokenizer.model")
+"""How the names of others that are copied begin; they may end as they like."""
+
+NEVER_COPIED = (".py", ".pyc", ".so", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".safetensors", ".gguf")
+TEMPLATE_DIR = "additional_chat_templates"
+
+MODEL_TYPES = {
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "GemmaForCausalLM": "gemma",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
+    "Phi3ForCausalLM": "phi3",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
+"""The second name config.json gives a family, which other programs go by."""
+
+
+class SideFiles(NamedTuple):
+    """The small files of a new model: those to write, and those to copy, by their names in it."""
+
+    written: dict[str, bytes]
+    copied: dict[str, Path]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in all."""
+        return sum(map(len, self.written.values())) + sum(p.stat().st_size for p in self.copied.values())
+
+    def write_to(self, folder: Path) -> None:
+        """Write and copy them all."""
+        for name, content in self.written.items():
+            (folder / name).write_bytes(content)
+        for name, source in self.copied.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(source, folder / name)
+        for name in (*self.written, *self.copied):
+            with (folder / name).open("rb+") as file:
+                os.fsync(file.fileno())
+
+
+def side_files_of_folder(folder: Path, plan: ConversionPlan, quantization: GptqConfig | None) -> SideFiles:
+    """The files of a folder, brought up to date with what becomes of its weights."""
+    config = dict(read_json(folder / CONFIG_FILE))
+    copied = _files_to_copy(folder)
+    written: dict[str, bytes] = {}
+    if plan.to == "dense" or plan.has_action("rewrite"):
+        for name in QUANTIZATION_FILES:
+            copied.pop(name, None)
+        quantization_config = config.pop("quantization_config", None)
+        if plan.has_action("rewrite"):
+            gptq_path = folder / GPTQ_FILE
+            if quantization_config is None and gptq_path.is_file():
+                quantization_config = read_json(gptq_path)
+            config["quantization_config"] = _gptq_config(
+                quantization_config or {}, plan, quantization or GptqConfig()
+            )
+            if gptq_path.is_file():
+                written[GPTQ_FILE] = _json_bytes(config["quantization_config"])
+    if "head" in plan.actions and plan.actions["head"][1] == "unpack":
+        # A packed head is used as it is. Of floats the description would ask for unit rows, or for the
+        # embedding in their place.
+        for table in (config, config.get("text_config")):
+            if isinstance(table, dict):
+                table.pop("norm_head", None)
+        config["tie_word_embeddings"] = False
+    return SideFiles({CONFIG_FILE: _json_bytes(config), **written}, copied)
+
+
+def side_files_of_gguf(file: GgufFile, has_head: bool) -> SideFiles:
+    """The files that a GGUF file's metadata stands for."""
+    source = str(file.path)
+    config = config_from_metadata(file.metadata, source, tensors=file.tensors, factors=file.rope_factors())
+    config["model_type"] = MODEL_TYPES[config["architectures"][0]]
+    config["tie_word_embeddings"] = not has_head
+    return SideFiles({CONFIG_FILE: _json_bytes(config), **_tokenizer_files(file.metadata, source)}, {})
+
+
+def _tokenizer_files(metadata: Mapping[str, Any], source: str) -> dict[str, bytes]:
+    """The vocabulary, the special tokens and the chat templates; nothing where the file has no tokenizer."""
+    if "tokenizer.ggml.model" not in metadata:
+        return {}
+    folder = tokenizer_from_metadata(metadata, source).folder
+    vocabulary = Vocabulary(metadata, source)
+    tokenizer_config: dict[str, Any] = dict(folder.config or {})
+    if folder.added:
+        flags = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+        tokenizer_config["added_tokens_decoder"] = {
+            str(token.id): {flag: getattr(token, flag) for flag in flags} for token in folder.added
+        }
+    if vocabulary.model == "gpt2":
+        tokenizer_config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        name, content = "tokenizer.json", tokenizer_json(vocabulary).encode()
+    else:
+        tokenizer_config["tokenizer_class"] = "LlamaTokenizer"
+        name, content = "tokenizer.model", tokenizer_model(vocabulary)
+    return {name: content, "tokenizer_config.json": _json_bytes(tokenizer_config)}
+
+
+def _files_to_copy(folder: Path) -> dict[str, Path]:
+    """Every small file but config.json; indexes would be stale, and code is never run."""
+    found = {}
+    for path in sorted(folder.iterdir()):
+        name, suffix = path.name, path.suffix.lower()
+        fits = suffix in COPIED_SUFFIXES or (name.startswith(COPIED_PREFIXES) and suffix not in NEVER_COPIED)
+        if (
+            fits
+            and name[0] != "."
+            and name != CONFIG_FILE
+            and not name.endswith(".index.json")
+            and path.is_file()
+        ):
+            found[name] = path
+    if (folder / TEMPLATE_DIR).is_dir():
+        templates = sorted((folder / TEMPLATE_DIR).glob("*.jinja"))
+        found |= {f"{TEMPLATE_DIR}/{path.name}": path for path in templates if path.is_file()}
+    return found
+
+
+def _gptq_config(known: Mapping[str, Any], plan: ConversionPlan, source_config: GptqConfig) -> dict[str, Any]:
+    """What config.json says of matrices that were written anew."""
+    layout = "gptq_v2" if plan.to == "gptq-v2" else "gptq"
+    if source_config.method == "awq":
+        facts = {"bits": source_config.bits or 4, "group_size": source_config.group_size}
+        known = {key: value for key, value in facts.items() if value is not None}
+        known |= {"desc_act": False, "sym": source_config.sym}
+    elif "format" in known:
+        known = {**known, "format": layout}
+    return {**known, "quant_method": "gptq", "checkpoint_format": layout}
+
+
+def _json_bytes(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,420 @@
+"""Description + files + backend → modules. Quirks end here, as constructor arguments or other modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import spec
+from ..checkpoint import Source
+from ..errors import Unsupported
+from ..formats import DenseWeight, Weight
+from ..formats.room import give_back, trim
+from ..kernels import backend as b
+from ..kernels.backend import HeadPair
+from ..kernels.select import Chain, Choice
+from ..nn import (
+    AllHeadsNorm,
+    Attention,
+    Block,
+    ClampedQkv,
+    Embedding,
+    Expert,
+    Experts,
+    GatedMlp,
+    Head,
+    Linear,
+    MoeMlp,
+    ParallelBlock,
+    PerHeadNorm,
+    PlainMlp,
+    QkvProjection,
+)
+from ..nn.attention import Qkv, no_qk_norm
+from ..nn.block import BlockLike, MlpLike
+from ..nn.device_transfer import DeviceTransfer, TransferFn, no_transfer
+from ..nn.fused import FusedBlock, FusedHead, FusedMlp, fuse_stack
+from ..spec.roles import Matrix, matrices
+from .decoder import Decoder
+from .devices import device_context
+from .prefetch import WeightPrefetcher
+
+
+def identity_norm(x: Tensor) -> Tensor:
+    """The norm that is not there."""
+    return x
+
+
+def add_without_norm(x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The addition whose norm is not there."""
+    total = x if y is None else x + y
+    return total, total
+
+
+def gated_projection(gate_up: b.Project, act: b.Gated) -> b.Project:
+    """Two matrices, then the nonlinearity of one's answer times the other's."""
+    return lambda x, residual: [act(*gate_up(x, residual))]
+
+
+def scaled_norm(inner: b.Norm, factor: float) -> b.Norm:
+    """A norm whose answer is multiplied; the inner one itself when the factor is one."""
+    return inner if factor == 1.0 else lambda x: inner(x) * factor
+
+
+@dataclass
+class Builder:
+    """Builds a model's modules one by one, so that the loader can report progress and stop between them."""
+
+    model: spec.Model
+    checkpoint: Source
+    chain: Chain
+    max_seq_len: int
+    chains: Sequence[Chain] = ()  # one for each module, where they differ; () has all of them on `chain`
+    has_embedding: bool = True  # whether the embedding is to be built, or left to another process
+    has_head: bool = True  # the same of the head
+    _ropes: dict[tuple[int, spec.Rope], b.Rotation] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Know every matrix before reading any."""
+        self._matrices: dict[str, Matrix] = {matrix.role: matrix for matrix in matrices(self.model)}
+        self._embedding_weight: Weight | None = None
+        self._prefetcher: WeightPrefetcher[Callable[[], Linear]] | None = None
+        self._cuda_streams: dict[torch.device, torch.cuda.Stream] = {}  # those of the thread that builds
+
+    def __len__(self) -> int:
+        """Modules in all: the embedding, each layer, the head."""
+        return len(self.model.layers) + 2
+
+    def build(self) -> Iterator[Decoder]:
+        """Yield the growing decoder after each module; the last one yielded is whole.
+
+        The head is made with the embedding. It is the largest matrix, and may be in memory twice while it is
+        bound: better when there is nothing else yet than on top of everything.
+        """
+        first_roles = ["head"] if self.has_head and not self.tied else []
+        roles = first_roles + [role for role in self._matrices if role != "head"]
+        total = self.checkpoint.files.total_bytes
+        devices = {chain.device for chain in (self.chain, *self.chains)}
+        self._cuda_streams = {one: torch.cuda.current_stream(one) for one in devices if one.type == "cuda"}
+        with WeightPrefetcher(self.prepare, self.stored_bytes, roles, total) as self._prefetcher:
+            embedding = self.embedding() if self.has_embedding else None
+            with device_context(self.chain_for("head").device):
+                head = self.head() if self.has_head else None
+            self._embedding_weight = None  # it is bound, perhaps in another form
+            give_back()
+            decoder = Decoder(embedding, [], head, [])  # type: ignore[arg-type]  # another process has it
+            yield decoder
+            for i, layer in enumerate(self.model.layers):
+                decoder.blocks.append(self.block(i, layer))
+                decoder.transfers.append(self.transfer_before(i))
+                previous, block = decoder.blocks[-2:][0], decoder.blocks[-1]
+                if i and isinstance(previous, FusedBlock) and isinstance(block, FusedBlock):
+                    previous.link_next(block)
+                trim()
+                yield decoder
+            decoder.transfers.append(self.transfer_before(len(self.model.layers)))
+            if all(hop is no_transfer for hop in decoder.transfers):
+                decoder.fused_stack = fuse_stack(decoder.blocks)
+        self._prefetcher = None
+        give_back()
+        yield decoder
+
+    def chain_for(self, role: str) -> Chain:
+        """The backends of the module a role belongs to."""
+        if not self.chains:
+            return self.chain
+        match role.split("."):
+            case ["embed"]:
+                return self.chains[0]
+            case ["layers", layer, *_]:
+                return self.chains[int(layer) + 1]
+        return self.chains[-1]
+
+    def transfer_before(self, i: int) -> TransferFn:
+        """What lies before block i, or before the head: a border, if the module before it is elsewhere.
+
+        There is one before the first block too, if a pass could begin with another GPU than its own current.
+        """
+        chains = self.chains or [self.chain] * len(self)
+        first, devices = chains[0].device, {chain.device for chain in chains}
+        starts_elsewhere = i == 0 and first.type == "cuda" and (len(devices) > 1 or first.index != 0)
+        return (
+            DeviceTransfer(chains[i + 1].device)
+            if starts_elsewhere or chains[i + 1] is not chains[i]
+            else no_transfer
+        )
+
+    def embedding(self) -> Embedding:
+        """The token table, and the position table where there is one."""
+        m, chain = self.model, self.chain_for("embed")
+        weight = self.embedding_weight()
+        lookup = chain.bind("embed", weight.describe(), lambda backend: backend.embedding(weight))
+        rows = m.embed.positions
+        positions = None
+        if rows:
+            shape = (rows, m.hidden)
+            positions = self.checkpoint.tensor("positions", shape, dtype=chain.dtype, device=chain.device)
+        residual_dtype = torch.float32 if m.wide_residual else chain.dtype
+        return Embedding(lookup, m.vocab, positions, m.embed.scale, residual_dtype)
+
+    def embedding_weight(self) -> Weight:
+        """The embedding's matrix, read once: kept as stored, unless it is also the head and must multiply."""
+        if self._embedding_weight is None:
+            m, chain = self.model, self.chain_for("embed")
+            dtype = chain.dtype if self.tied and self.chain_for("head") is chain else None
+            self._embedding_weight = self.checkpoint.weight(
+                "embed", m.hidden, m.vocab, bias=False, dtype=dtype, device=chain.device
+            )
+        return self._embedding_weight
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head is the embedding's matrix: so described, and no head of its own in the files."""
+        return self.model.head.tied and not self.checkpoint.has("head")
+
+    def head(self) -> Head:
+        """The final norm and the wide matrix."""
+        m = self.model
+        linear = (
+            self.bind_linear("head", self.with_unit_rows(self.tied_weight()))
+            if self.tied
+            else self.linear("head")
+        )
+        norm = self.add_norm("final_norm", m.final_norm, m.hidden)
+        head = Head(norm, linear, m.head.scale, m.head.softcap)
+        fused = self.chain_for("head").fuse(
+            "head.block", "a few rows", lambda fuser: self.fused_head(head, fuser)
+        )
+        return fused or head
+
+    def fused_head(self, head: Head, fuser: b.Fuser) -> FusedHead:
+        """The head for few rows; `Unsupported` if it is not of the common kind."""
+        if self.model.wide_residual:
+            raise Unsupported("a wider residual stream")
+        norm = self.model.final_norm
+        entry = b.Entry(norm, self.norm_tensors("final_norm", norm, self.model.hidden)[0])
+        return FusedHead(head, fuser.project([head.linear.kernel], entry, None, full=True), fuser.most)
+
+    def with_unit_rows(self, weight: Weight) -> Weight:
+        """The head's matrix with rows of length one, if the model wants them."""
+        if not self.model.head.unit_rows or not isinstance(weight, DenseWeight):
+            return weight
+        return DenseWeight(F.normalize(weight.data.float(), dim=1).to(weight.data.dtype), weight.bias)
+
+    def tied_weight(self) -> Weight:
+        """The embedding's matrix as the head's: the same one, or a copy where the head is elsewhere."""
+        m, chain = self.model, self.chain_for("head")
+        if chain is self.chain_for("embed"):
+            return self.embedding_weight()
+        return self.checkpoint.weight(
+            "embed", m.hidden, m.vocab, bias=False, dtype=chain.dtype, device=chain.device
+        )
+
+    def block(self, i: int, layer: spec.Layer) -> BlockLike:
+        """One decoder layer of either shape."""
+        prefix, hidden, scale = f"layers.{i}.", self.model.hidden, layer.residual_scale
+        attn, mlp = self.attention(prefix, layer.attn), self.mlp(prefix, layer.mlp)
+        attn_norm = self.add_norm(prefix + "attn_norm", layer.attn_norm, hidden)
+        if layer.parallel:
+            return ParallelBlock(attn, mlp, attn_norm, scaled_norm(identity_norm, scale))
+        block = Block(
+            attn,
+            mlp,
+            attn_norm=attn_norm,
+            mlp_norm=self.add_norm(prefix + "mlp_norm", layer.mlp_norm, hidden),
+            attn_post_norm=scaled_norm(self.norm(prefix + "attn_post", layer.attn_post, hidden), scale),
+            mlp_post_norm=scaled_norm(self.norm(prefix + "mlp_post", layer.mlp_post, hidden), scale),
+        )
+        fused = self.chain_for(prefix).fuse(
+            prefix + "block", "a few rows", lambda fuser: self.fused_block(prefix, layer, block, fuser)
+        )
+        return fused or block
+
+    def fused_block(self, prefix: str, layer: spec.Layer, block: Block, fuser: b.Fuser) -> FusedBlock:
+        """The layer for few rows; `Unsupported` if anything in it is not of the common kind."""
+        mlp, qkv, (attn_norm, mlp_norm) = block.mlp, block.attn.qkv, (layer.attn_norm, layer.mlp_norm)
+        if self.model.wide_residual or layer.residual_scale != 1.0:
+            raise Unsupported("a residual stream that is wider or scaled")
+        if attn_norm is None or mlp_norm is None or layer.attn_post or layer.mlp_post:
+            raise Unsupported("norms in other places")
+        if not isinstance(mlp, GatedMlp | MoeMlp) or not isinstance(qkv, QkvProjection):
+            raise Unsupported("another MLP, or clamped projections")
+
+        def entry(role: str, norm: spec.Norm) -> b.Entry:
+            return b.Entry(norm, self.norm_tensors(prefix + role, norm, self.model.hidden)[0])
+
+        def project(
+            *parts: Linear, behind: b.Entry | None = None, act: spec.Activation | None = None
+        ) -> b.Project:
+            return fuser.project([part.kernel for part in parts], behind, act)
+
+        fused_qkv, fused_o = (
+            project(qkv.q, qkv.k, qkv.v, behind=entry("attn_norm", attn_norm)),
+            project(block.attn.o),
+        )
+        if not isinstance(mlp, GatedMlp) or isinstance(layer.mlp, spec.Moe):
+            return FusedBlock(block, fused_qkv, fused_o, None, fuser.most)
+        gate_up = partial(project, mlp.gate, mlp.up, behind=entry("mlp_norm", mlp_norm))
+        try:
+            gate = gate_up(act=layer.mlp.act)
+        except Unsupported:  # as two matrices, and what lies between them by itself
+            gate = gated_projection(gate_up(), mlp.act)
+        return FusedBlock(block, fused_qkv, fused_o, FusedMlp(gate, project(mlp.down)), fuser.most)
+
+    def attention(self, prefix: str, attn: spec.Attention) -> Attention:
+        """Projections, head norms, rotation and the attention kernel of one layer."""
+        qkv: Qkv = QkvProjection(*(self.linear(f"{prefix}attn.{part}") for part in "qkv"))
+        if attn.clip is not None:
+            qkv = ClampedQkv(qkv, attn.clip)
+        chain = self.chain_for(prefix)
+        rotate = self.rope(chain, attn.rope)
+        attend = chain.bind(prefix + "attn", _describe(attn), lambda backend: backend.attention(attn, rotate))
+        return Attention(
+            attn.head_dim, qkv, self.head_norms(prefix, attn), attend, self.linear(prefix + "attn.o")
+        )
+
+    def head_norms(self, prefix: str, attn: spec.Attention) -> HeadPair:
+        """How q and k are normalised, if at all."""
+        if attn.qk_norm is None:
+            return no_qk_norm
+        q, k = prefix + "attn.q_norm", prefix + "attn.k_norm"
+        norm, d = attn.qk_norm.norm, attn.head_dim
+        if attn.qk_norm.scope == "all":
+            return AllHeadsNorm(self.norm(q, norm, attn.heads * d), self.norm(k, norm, attn.kv_heads * d))
+        return PerHeadNorm(
+            self.norm(q, norm, d, heads=attn.heads), self.norm(k, norm, d, heads=attn.kv_heads)
+        )
+
+    def mlp(self, prefix: str, mlp: spec.Mlp | spec.Moe) -> MlpLike:
+        """Gated, plain or sparse."""
+        if isinstance(mlp, spec.Moe):
+            return self.experts(prefix, mlp)
+        up, down = self.linear(prefix + "mlp.up"), self.linear(prefix + "mlp.down")
+        if not mlp.gated:
+            plain = self.chain_for(prefix).bind(
+                prefix + "mlp", mlp.act, lambda backend: backend.activation(mlp.act)
+            )
+            return PlainMlp(plain, up, down)
+        act = self.chain_for(prefix).bind(prefix + "mlp", mlp.act, lambda backend: backend.gated(mlp.act))
+        return GatedMlp(act, self.linear(prefix + "mlp.gate"), up, down)
+
+    def experts(self, prefix: str, moe: spec.Moe) -> MoeMlp:
+        """A router and every expert's three matrices."""
+
+        def expert_linears(part: str) -> list[Linear]:
+            return [self.linear(f"{prefix}mlp.experts.{e}.{part}") for e in range(moe.experts)]
+
+        parts = expert_linears("gate"), expert_linears("up"), expert_linears("down")
+        gate, up, down = ([linear.kernel for linear in part] for part in parts)
+        kernel = self.chain_for(prefix).bind(
+            prefix + "mlp", _describe(moe), lambda x: x.experts(moe, gate, up, down)
+        )
+        experts = Experts(kernel, [Expert(*three) for three in zip(*parts, strict=True)])
+        return MoeMlp(self.linear(prefix + "mlp.router"), experts)
+
+    def rope(self, chain: Chain, rope: spec.Rope | None) -> b.Rotation:
+        """One table for all layers of a device that turn alike."""
+        if rope is None:
+            return b.stand
+        key = id(chain), rope
+        if key not in self._ropes:
+            detail = f"{rope.dim} dimensions, {self.max_seq_len} positions"
+            make: Callable[[b.Backend], b.Rotation] = lambda x: x.rotation(rope, self.max_seq_len)  # noqa: E731
+            self._ropes[key] = chain.bind("rope", detail, make)
+        return self._ropes[key]
+
+    def norm(self, role: str, norm: spec.Norm | None, width: int, heads: int | None = None) -> b.Norm:
+        """A bound norm, or the identity. Head norms are stored once, or once for each head."""
+        if norm is None:
+            return identity_norm
+        weight, bias = self.norm_tensors(role, norm, width, heads)
+        return self.chain_for(role).bind(role, norm.kind, lambda backend: backend.norm(norm, weight, bias))
+
+    def add_norm(self, role: str, norm: spec.Norm | None, width: int) -> b.AddNorm:
+        """A bound norm with the addition before it, or the addition alone."""
+        if norm is None:
+            return add_without_norm
+        weight, bias = self.norm_tensors(role, norm, width)
+        return self.chain_for(role).bind(
+            role, norm.kind, lambda backend: backend.add_norm(norm, weight, bias)
+        )
+
+    def norm_tensors(
+        self, role: str, norm: spec.Norm, width: int, heads: int | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """A norm's scale, and its bias where it has one.
+
+        They are small: checked on the CPU, and sent without waiting for what is on its way to a GPU.
+        """
+
+        def load_tensor(suffix: str, *shapes: tuple[int, ...]) -> Tensor:
+            stored = self.checkpoint.tensor(
+                role, shapes, dtype=torch.float32, device=torch.device("cpu"), suffix=suffix, finite=True
+            )
+            return stored.to(self.chain_for(role).device, non_blocking=True)
+
+        allowed_shapes = ((width,),) if heads is None else ((width,), (heads, width))
+        return load_tensor("weight", *allowed_shapes), load_tensor("bias", (width,)) if norm.bias else None
+
+    def linear(self, role: str) -> Linear:
+        """A matrix, read and bound; it is on its way already while `build` runs."""
+        finish = self.prepare(role) if self._prefetcher is None else self._prefetcher.take(role)
+        return finish()
+
+    def prepare(self, role: str) -> Callable[[], Linear]:
+        """All that another thread can do for a matrix; what is left to do here is returned.
+
+        Which device and stream are current is a thread's own: there they are the builder's, so that what
+        is done on either side comes in the order in which it is asked for. Kernels that need much room to
+        be bound are left to the builder, one after the other.
+        """
+        chain = self.chain_for(role)
+        stream = self._cuda_streams.get(chain.device)
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            weight = self.read_weight(role)
+            if not chain.compact:
+                return partial(self.bind_linear, role, weight)
+            return partial(self._record_choice, chain, *self._bind(role, weight))
+
+    def bind_linear(self, role: str, weight: Weight) -> Linear:
+        """A weight with the kernel that multiplies it."""
+        return self._record_choice(self.chain_for(role), *self._bind(role, weight))
+
+    def _bind(self, role: str, weight: Weight) -> tuple[Linear, Choice]:
+        kernel, choice = self.chain_for(role).offer(
+            role, weight.describe(), lambda backend: backend.linear(weight)
+        )
+        return Linear(kernel, weight.in_features, weight.out_features), choice
+
+    @staticmethod
+    def _record_choice(chain: Chain, linear: Linear, choice: Choice) -> Linear:
+        chain.choices.append(choice)
+        return linear
+
+    def stored_bytes(self, role: str) -> int:
+        """What the files say of a matrix's size; a head that is not there is the embedding."""
+        return self.checkpoint.describe(role, "embed" if role == "head" else None)[1]
+
+    def read_weight(self, role: str) -> Weight:
+        """A matrix from the files, on its module's device and in its precision."""
+        _, width_in, width_out, bias = self._matrices[role]
+        chain = self.chain_for(role)
+        weight = self.checkpoint.weight(
+            role, width_in, width_out, bias=bias, dtype=chain.dtype, device=chain.device
+        )
+        return self.with_unit_rows(weight) if role == "head" else weight
+
+
+def _describe(part: spec.Attention | spec.Moe) -> str:
+    """A few words for `explain()`."""
+    if isinstance(part, spec.Moe):
+        return f"{part.active} of {part.experts} experts"
+    window = f", window {part.window}" if part.window is not None else ""
+    cap = f", cap {part.softcap:g}" if part.softcap is not None else ""
+    return f"{part.heads}/{part.kv_heads} heads of {part.head_dim}{window}{cap}"

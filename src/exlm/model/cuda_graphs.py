@@ -1,0 +1,175 @@
+"""Decode passes recorded once and replayed: the device goes from kernel to kernel without asking the host.
+
+A recording serves every batch of its bucket: so many rows, so many new tokens and pages of each. A smaller
+batch is filled up with copies of its last row, which compute and store once more what that row does. What a
+step is given lies in one tensor that the recording reads; what it answers lies where the recording put it,
+until the next step.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kvcache import PAGE_SIZE
+from ..nn import Batch
+
+ROW_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+
+MIN_PAGES = 4
+"""Pages of a recording: room for more costs a short text nothing, and another recording some time."""
+
+MAX_TOKENS_PER_ROW = 16  # new tokens of a row: guesses, no prompts
+
+MAX_GRAPH_TOKENS = ROW_BUCKETS[-1] * MAX_TOKENS_PER_ROW
+"""Tokens of any recording."""
+
+ForwardFn = Callable[[Batch], Tensor]
+
+
+class Bucket(NamedTuple):
+    """The sizes of a recording."""
+
+    rows: int
+    tokens: int
+    pages: int
+
+    @classmethod
+    def of(cls, rows: int, tokens: int, pages: int) -> Bucket | None:
+        """The bucket of a batch; None if it is too large to be worth a recording."""
+        padded_rows = next((size for size in ROW_BUCKETS if size >= rows), None)
+        if padded_rows is None or tokens > MAX_TOKENS_PER_ROW:
+            return None
+        return cls(padded_rows, tokens, max(MIN_PAGES, 1 << (pages - 1).bit_length()))
+
+
+class CapturedDecode:
+    """One bucket's: what it reads, what it writes, and the graph itself once there is one."""
+
+    def __init__(self, size: Bucket, device: torch.device) -> None:
+        self.size = size
+        self.warmed_up = False
+        """Whether a pass of this size was ever run."""
+        self.logits: Tensor | None = None
+        self.graph: torch.cuda.CUDAGraph | None = None
+        count = size.rows * (1 + size.tokens + size.pages)
+        self._device_inputs = torch.zeros(
+            count, dtype=torch.int64, device=device
+        )  # before, new ids, page numbers
+        self._pinned_inputs = torch.zeros(count, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._copy_done = _make_event(device)  # since when `_staged` may be written again
+        self._past, self._ids, self._page_table = (
+            part.numpy() for part in self._split_inputs(self._pinned_inputs)
+        )
+        self._device_ids = self._split_inputs(self._device_inputs)[1]
+        self._last_pages: list[Sequence[int]] = []
+
+    def batch(self) -> Batch:
+        """The batch that was sent to the device."""
+        past, ids, table = self._split_inputs(self._device_inputs)
+        positions = past[:, None]
+        if self.size.tokens > 1:
+            positions = positions + torch.arange(self.size.tokens, device=past.device)
+        return Batch(ids, positions, past, table, self.size.pages * PAGE_SIZE, uniform=False)
+
+    def copy_inputs(
+        self, new_ids: Sequence[Sequence[int]] | Tensor, past: Sequence[int], pages: Sequence[Sequence[int]]
+    ) -> None:
+        """Give the device its next batch; `fed` is a tensor (rows,) if it is there already."""
+        rows = len(past)
+        if self._copy_done is not None:
+            self._copy_done.synchronize()
+        self._past[:rows] = past
+        self._past[rows:] = past[-1]
+        used_pages = [row_pages[: self.size.pages] for row_pages in pages]
+        if used_pages != self._last_pages:
+            for row, row_pages in enumerate(used_pages):
+                self._page_table[row, : len(row_pages)] = row_pages
+            self._page_table[rows:] = self._page_table[rows - 1]
+            self._last_pages = used_pages
+        if not isinstance(new_ids, Tensor):
+            self._ids[:rows] = new_ids
+            self._ids[rows:] = new_ids[-1]
+        self._device_inputs.copy_(self._pinned_inputs, non_blocking=True)
+        if self._copy_done is not None:
+            self._copy_done.record()
+        if isinstance(new_ids, Tensor):
+            torch.clamp_min(new_ids, 0, out=self._device_ids[:rows, 0])  # failures are negative
+            if rows < self.size.rows:
+                self._device_ids[rows:] = self._device_ids[rows - 1]
+
+    def _split_inputs(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The three parts of what is given: (rows,), (rows, tokens) and (rows, pages)."""
+        rows, tokens, pages = self.size
+        past, ids, table = inputs.split_with_sizes([rows, rows * tokens, rows * pages])
+        return past, ids.view(rows, tokens), table.view(rows, pages)
+
+
+class CudaGraphRunner:
+    """The recordings of one decoder over one cache, made as they are needed."""
+
+    def __init__(self, forward: ForwardFn, device: torch.device, max_tokens: int = MAX_GRAPH_TOKENS) -> None:
+        """`forward` launches the same kernels for every batch of a bucket, and waits for none of them.
+
+        So it is with up to `most` tokens.
+        """
+        self._forward = forward
+        self._device = device
+        self._max_tokens = max_tokens
+        self._captured: dict[Bucket, CapturedDecode] = {}
+        self._pool: Any = None
+        self._disabled = device.type != "cuda"
+
+    def decode(
+        self,
+        new_ids: Sequence[Sequence[int]] | Tensor,
+        past: Sequence[int],
+        pages: Sequence[Sequence[int]],
+    ) -> Tensor | None:
+        """Logits (rows, tokens, vocabulary) of equally many ids in each row, to be used before the next call.
+
+        `fed` may be a tensor (rows,) of one id each that the device is still computing; what it says of a
+        negative one means nothing. None if the batch is too large to be recorded.
+        """
+        rows, tokens = len(past), 1 if isinstance(new_ids, Tensor) else len(new_ids[0])
+        bucket = Bucket.of(rows, tokens, (max(past) + tokens - 1) // PAGE_SIZE + 1)
+        if bucket is None or bucket.rows * bucket.tokens > self._max_tokens:
+            return None
+        captured = self._captured.get(bucket)
+        if captured is None:
+            captured = self._captured[bucket] = CapturedDecode(bucket, self._device)
+        captured.copy_inputs(new_ids, past, pages)
+        if captured.graph is None and captured.warmed_up and not self._disabled:
+            self._capture(captured)
+        captured.warmed_up = True  # kernels are compiled and tables made, which no recording would survive
+        if captured.graph is None or captured.logits is None:
+            return self._forward(captured.batch())[:rows]
+        captured.graph.replay()
+        return captured.logits[:rows]
+
+    def _capture(self, captured: CapturedDecode) -> None:
+        graph = torch.cuda.CUDAGraph()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="relaxed"):
+                captured.logits = self._forward(captured.batch())
+        except RuntimeError as error:
+            self._disabled = True
+            warnings.warn(
+                f"Decoding goes on launch by launch, which is slower: no pass could be recorded ({error}). "
+                "EXLLAMA_NO_GRAPHS=1 asks for that without this warning.",
+                stacklevel=2,
+            )
+            return
+        captured.graph = graph
+
+
+def _make_event(device: torch.device) -> Any:
+    """Something to wait for; None where nothing is ever under way."""
+    cuda: Any = torch.cuda  # its events have no types
+    return cuda.Event() if device.type == "cuda" else None

@@ -1,0 +1,312 @@
+"""What a model will need before anything is loaded: bytes of each module, and of each device they go to.
+
+Sizes come from the files' headers, the description and the cache's own layout; which module goes where is
+`placement`'s answer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .. import spec
+from ..checkpoint import Source
+from ..config import FrozenConfig
+from ..errors import DoesNotFit, InputError
+from ..kernels.backend import UNPACKED
+from ..kernels.select import choose
+from ..kvcache import PAGE_SIZE, LayerShape
+from ..spec.roles import Matrix, matrices
+from .devices import DeviceInfo, pick_dtype
+from .placement import GB, DeviceCapacity, DeviceLoad, ModuleMemory, device_loads, place_modules
+
+log = logging.getLogger(__name__)
+
+ASSUMED_LOGITS_ROWS = 64
+"""Rows of logits a step is taken to ask for."""
+
+MERGED_MATRICES = ("attn.q", "attn.k", "attn.v"), ("mlp.gate", "mlp.up")
+"""Matrices that a GPU multiplies as one, if they are not too large."""
+
+MAX_CONTEXT = 1 << 24
+"""Tokens of a context beyond which nobody asks whether more would fit."""
+
+DEFAULT_RESERVE = 192 << 20, 64 << 20
+"""Left free on the first device and on each other one, if the user says nothing."""
+
+CACHE_REMEDY = (
+    "Take a cache with a smaller max_seq_len or of fewer bits (CacheQ4), lower reserve_vram, or name "
+)
+CACHE_REMEDY += 'more devices, as in config.device = "cuda:0,cuda:1,cpu".'
+SPLIT_REMEDY = (
+    "Raise the numbers of gpu_split (GB of weights for each device), leave it out, or name more devices."
+)
+
+
+@dataclass(frozen=True)
+class ComputeProfile:
+    """How a model will be used: what its workspace depends on."""
+
+    dtype: torch.dtype
+    uses_reference: bool  # plain torch computes: weights are unpacked and pages gathered for each call
+    num_cached_tokens: int = 0  # tokens in the cache, all sequences together
+
+
+@dataclass(frozen=True)
+class CacheOwnerInfo:
+    """A model that is only thought of, as a cache sees it."""
+
+    cache_shapes: Sequence[LayerShape]
+    cache_dtype: torch.dtype
+    cache_devices: Sequence[torch.device] | None = None
+    cache_max_seq_len: int = PAGE_SIZE
+    cache_replicator: None = None
+
+
+@dataclass(frozen=True)
+class DeviceBudget:
+    """What one device would hold, in bytes."""
+
+    name: str
+    usable: int
+    weights: int
+    cache: int
+    workspace: int
+    modules: int
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a model would need: on each device, whether that fits, and how long contexts could be."""
+
+    devices: tuple[DeviceBudget, ...]
+    fits: bool
+    context: int  # tokens of each user
+    largest: int  # the longest context that would fit; 0 if not even one page does
+    problem: str  # why it does not fit, and what to change; empty if it does
+
+
+def compute_profile(
+    config: FrozenConfig,
+    device_infos: Sequence[DeviceInfo],
+    num_cached_tokens: int = 0,
+    *,
+    hypothetical: bool = False,
+) -> ComputeProfile:
+    """How these devices would run it."""
+    first = device_infos[0].device
+    if hypothetical:
+        return ComputeProfile(pick_dtype(config.dtype or "float16", None, first), False, num_cached_tokens)
+    dtype = pick_dtype(config.dtype, config.stored_dtype, first)
+    uses_reference = any(
+        device_info.device.type == "cpu" or choose(device_info.device, dtype).backends[0].name == "reference"
+        for device_info in device_infos
+    )
+    return ComputeProfile(dtype, uses_reference, num_cached_tokens)
+
+
+def estimate_modules(
+    config: FrozenConfig, source: Source, profile: ComputeProfile, cache_bytes: Sequence[int]
+) -> list[ModuleMemory]:
+    """Every module's needs; `cache` has the bytes of each layer's pages."""
+    m, item_bytes = config.spec, profile.dtype.itemsize
+    packed_sizes: dict[str, dict[str, int]] = {}  # numbers of each module's packed matrices
+    weight_bytes: dict[str, int] = {}
+    for matrix in matrices(m):
+        owner = ".".join(matrix.role.split(".")[:2]) if matrix.role != "head" else "head"
+        tied = owner == "head" and m.head.tied and not source.has("head")
+        nbytes, codes = _matrix_bytes(source, matrix, item_bytes) if not tied else (0, False)
+        weight_bytes[owner] = weight_bytes.get(owner, 0) + nbytes
+        owner_sizes = packed_sizes.setdefault(owner, {})
+        if codes:
+            owner_sizes[matrix.role.removeprefix(owner + ".")] = matrix.in_features * matrix.out_features
+    table_bytes, shared_bytes = _embedding_bytes(source, m, item_bytes)
+    tokens = min(config.max_input_len, config.max_seq_len)
+    parts = [
+        ModuleMemory(
+            "embedding",
+            table_bytes + m.embed.positions * m.hidden * item_bytes,
+            workspace=tokens * m.hidden * 4,
+        )
+    ]
+    for i, layer in enumerate(m.layers):
+        name = f"layers.{i}"
+        workspace = _dequantized_bytes(packed_sizes[name], profile) + _activation_bytes(
+            config, layer, profile
+        )
+        parts.append(ModuleMemory(name, weight_bytes[name] + 6 * m.hidden * 4, cache_bytes[i], workspace))
+    rows = config.max_output_len or ASSUMED_LOGITS_ROWS
+    dequantized = (
+        _dequantized_bytes(packed_sizes["head"], profile)
+        if profile.uses_reference or rows > ASSUMED_LOGITS_ROWS
+        else 0
+    )
+    parts.append(
+        ModuleMemory(
+            "head", weight_bytes["head"] + m.hidden * 4, 0, rows * m.vocab * 8 + dequantized, shared_bytes
+        )
+    )
+    return parts
+
+
+def device_capacities(
+    device_infos: Sequence[DeviceInfo], reserve: int | Sequence[int] | None
+) -> list[DeviceCapacity]:
+    """The devices, less what must stay free on them."""
+    numbers = reserve if isinstance(reserve, list | tuple) else [0 if reserve is None else reserve]
+    if not all(isinstance(number, int | float) and 0 <= number < 1 << 50 for number in numbers):
+        raise InputError(
+            "reserve_vram is a number of bytes that are left free, 0 or more, or a list with one for each "
+            f"device; found {reserve!r}."
+        )
+    if isinstance(reserve, int | float):
+        reserved = [int(reserve)] * len(device_infos)
+    else:
+        given = [int(one) for one in for_devices("reserve_vram", reserve or (), device_infos)]
+        reserved = [
+            given[i] if i < len(given) else DEFAULT_RESERVE[min(i, 1)] for i in range(len(device_infos))
+        ]
+    return [
+        DeviceCapacity(device_info.name, max(0, device_info.free - keep))
+        for device_info, keep in zip(device_infos, reserved, strict=True)
+    ]
+
+
+def split_capacities(device_infos: Sequence[DeviceInfo], gpu_split: Sequence[float]) -> list[DeviceCapacity]:
+    """The devices, with as many GB of each as the user gives for weights."""
+    check_gpu_split(gpu_split)
+    numbers = for_devices("gpu_split", gpu_split, device_infos)
+    if not any(numbers):
+        names = ", ".join(device_info.name for device_info in device_infos)
+        raise InputError(
+            f"gpu_split {list(gpu_split)} gives nothing to the devices that are here ({names}): its first "
+            "number is for the first of them. Leave gpu_split out, or give that device a number above 0."
+        )
+    return [
+        DeviceCapacity(device_info.name, int(gb * GB))
+        for device_info, gb in zip(device_infos, numbers, strict=False)
+    ]
+
+
+def for_devices(name: str, numbers: Sequence[float], slots: Sequence[DeviceInfo]) -> Sequence[float]:
+    """The numbers of a list that have a device here. Those beyond are ignored, which the log says once.
+
+    Programs written for several GPUs give such lists also where there is one, and nothing else can be meant.
+    """
+    beyond = list(numbers[len(slots) :])
+    if beyond:
+        log.warning(
+            "%s has %d numbers, and only %d of them for devices that are here (%s): %s is ignored. More "
+            'devices are used if they are named, as in config.device = "cuda:0,cuda:1,cpu".',
+            *(name, len(numbers), len(slots), ", ".join(slot.name for slot in slots), beyond),
+        )
+    return numbers[: len(slots)]
+
+
+def check_gpu_split(gpu_split: object) -> None:
+    """Refuse what is no list of GB, and a list that gives no device any."""
+    found: object = gpu_split
+    if isinstance(gpu_split, Sequence) and not isinstance(gpu_split, str):
+        odd = [n for n in gpu_split if isinstance(n, bool) or not isinstance(n, int | float)]
+        odd += [n for n in gpu_split if n not in odd and not 0 <= n < 1 << 20]
+        if any(gpu_split) and not odd:
+            return
+        found = odd[0] if odd else gpu_split
+    raise InputError(
+        f"gpu_split is a list with GB for each device, as in [20, 24]; found {found!r}. load_autosplit "
+        "divides a model by what is free."
+    )
+
+
+def estimate_budget(
+    estimate_at: Callable[[int], list[ModuleMemory]], capacities: Sequence[DeviceCapacity], context: int
+) -> Budget:
+    """What a context means for each device, and the longest one that would fit.
+
+    `measured` gives the modules for a number of tokens of each user.
+    """
+
+    def try_context(count: int) -> tuple[list[int] | None, str]:
+        try:
+            return place_modules(estimate_at(count), capacities, CACHE_REMEDY), ""
+        except DoesNotFit as error:
+            return None, str(error)
+
+    places, problem = try_context(context)
+    low, high = 0, max(MAX_CONTEXT, context) // PAGE_SIZE
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if try_context(middle * PAGE_SIZE)[0] is not None else (low, middle - 1)
+    parts = estimate_at(context)
+    loads_by_device = (
+        device_loads(parts, places, len(capacities))
+        if places is not None
+        else _overcommitted_loads(parts, capacities)
+    )
+    return Budget(
+        tuple(
+            DeviceBudget(
+                capacity.name, capacity.free, load.weights, load.cache, load.workspace, load.num_modules
+            )
+            for capacity, load in zip(capacities, loads_by_device, strict=True)
+        ),
+        places is not None,
+        context,
+        low * PAGE_SIZE,
+        problem,
+    )
+
+
+def _overcommitted_loads(
+    parts: Sequence[ModuleMemory], capacities: Sequence[DeviceCapacity]
+) -> list[DeviceLoad]:
+    """What would lie where if the last device took all that fits nowhere."""
+    total = sum(part.weights + part.cache + part.workspace + part.shared for part in parts)
+    enlarged = [*capacities[:-1], DeviceCapacity(capacities[-1].name, total)]
+    return device_loads(parts, place_modules(parts, enlarged, ""), len(capacities))
+
+
+def _matrix_bytes(source: Source, matrix: Matrix, item_bytes: int) -> tuple[int, bool]:
+    """Bytes of a matrix in memory, and whether it is packed."""
+    words, nbytes = source.describe(matrix.role)
+    if words.startswith("dense"):
+        return (matrix.in_features + matrix.bias) * matrix.out_features * item_bytes, False
+    return nbytes, True
+
+
+def _embedding_bytes(source: Source, m: spec.Model, item_bytes: int) -> tuple[int, int]:
+    """Bytes of the embedding's table: where it is looked up, and what the head shares of it."""
+    words, nbytes = source.describe("embed")
+    if not m.head.tied or source.has("head"):
+        return nbytes, 0
+    total = m.vocab * m.hidden * item_bytes if words.startswith("dense") else nbytes
+    return total, total
+
+
+def _dequantized_bytes(packed_sizes: Mapping[str, int], profile: ComputeProfile) -> int:
+    """Bytes of a module's matrices in full, of which one product of many rows takes some at a time."""
+    item_bytes, largest = profile.dtype.itemsize, max(packed_sizes.values(), default=0)
+    if profile.uses_reference:
+        return largest * (item_bytes + 8)
+    merged = (item_bytes * sum(packed_sizes.get(role, 0) for role in roles) for roles in MERGED_MATRICES)
+    return max(item_bytes * largest, *(nbytes for nbytes in merged if nbytes <= UNPACKED), 0)
+
+
+def _activation_bytes(config: FrozenConfig, layer: spec.Layer, profile: ComputeProfile) -> int:
+    """Bytes that one layer's step takes for a while, and the tables it turns by."""
+    attn, mlp, item_bytes = layer.attn, layer.mlp, profile.dtype.itemsize
+    active = mlp.active if isinstance(mlp, spec.Moe) else 1
+    wide = 6 * config.spec.hidden + 2 * (attn.heads + 2 * attn.kv_heads) * attn.head_dim
+    total = min(config.max_input_len, config.max_seq_len) * (wide + 3 * mlp.width * active) * item_bytes
+    if attn.rope is not None:
+        total += config.max_seq_len * attn.rope.dim * 4
+    if profile.uses_reference:
+        seen = min(config.max_attention_size, config.max_input_len * config.max_seq_len)
+        total += (
+            attn.heads * seen * item_bytes
+            + 2 * profile.num_cached_tokens * attn.kv_heads * attn.head_dim * item_bytes
+        )
+    return total

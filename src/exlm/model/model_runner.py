@@ -1,0 +1,227 @@
+"""The small door between the generator and the model: pages in, logits out.
+
+A `Runner` turns sequences (their ids and pages) into batches and runs them. It decides nothing: what to run
+next is the scheduler's business, what a row of logits becomes the sampler's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..errors import NotLoaded
+from ..kernels.backend import KeyValues
+from ..kvcache import PAGE_SIZE, CacheBase
+from ..nn import Batch
+from ..nn.batch import Outputs
+from .cuda_graphs import CudaGraphRunner
+from .decoder import Decoder
+from .extras import SequenceExtras
+
+NO_EXTRAS = SequenceExtras()
+
+
+class UnloadedDecoder:
+    """What stands in a decoder's place when its model has been unloaded."""
+
+    def forward(self, batch: Batch, layers: Sequence[KeyValues]) -> tuple[Tensor | None, Tensor]:
+        """Say so."""
+        raise NotLoaded(
+            "The model was unloaded, and this generator went with it: load the model, make a new one."
+        )
+
+
+class PagedSequence(Protocol):
+    """What a runner must know of a sequence."""
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """Every token so far."""
+        ...
+
+    @property
+    def pages(self) -> Sequence[int]:
+        """The page numbers that hold its keys and values, in order."""
+        ...
+
+    @property
+    def extras(self) -> SequenceExtras | None:
+        """What it brings besides its ids."""
+        ...
+
+
+class PagedModelRunner:
+    """A loaded decoder over a paged cache."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: CacheBase,
+        device: torch.device,
+        uses_mrope: bool = False,
+        max_graph_tokens: int = 0,
+    ) -> None:
+        """`planes`: positions may have three. `recorded`: tokens up to which decode passes are recorded."""
+        self.decoder: Decoder | UnloadedDecoder = decoder
+        self.cache = cache
+        self.device = device
+        self.uses_mrope = uses_mrope
+        # What runs knows the decoder, not this runner: a circle would keep the weights when all let go of it.
+        self.graphs = (
+            CudaGraphRunner(partial(all_logits, decoder, cache), device, max_graph_tokens)
+            if max_graph_tokens
+            else None
+        )
+
+    def release_model(self) -> None:
+        """Let go of the decoder: a generator that somebody still holds must not keep the weights."""
+        self.decoder, self.graphs = UnloadedDecoder(), None
+
+    def copy_pages(self, copies: Iterable[tuple[int, int, int]]) -> None:
+        """Duplicate the leading tokens of pages: (source, target, tokens)."""
+        self.cache.copy(copies)
+
+    @torch.no_grad()
+    def prefill(self, sequence: PagedSequence, start: int, stop: int) -> None:
+        """Compute keys and values of ids `start` to `stop`; everything before is in the pages already."""
+        self._forward_batch([sequence], [sequence.ids[start:stop]], [start], "none")
+
+    @torch.no_grad()
+    def decode(
+        self, sequences: Sequence[PagedSequence], past: Sequence[int], tokens: Sequence[Sequence[int]]
+    ) -> list[Tensor] | Tensor:
+        """Feed each sequence its tokens behind `past`; for each, logits (tokens, vocabulary) in float32.
+
+        Rows that feed the same number of tokens run as one batch. If all do, the answer is one tensor, which
+        the next call may write over.
+        """
+        lengths: dict[int, list[int]] = {}
+        for row, row_tokens in enumerate(tokens):
+            lengths.setdefault(len(row_tokens), []).append(row)
+        if len(lengths) == 1:
+            return self._decode_batch(sequences, tokens, past)
+        out: dict[int, Tensor] = {}
+        for rows in lengths.values():
+            part = self._decode_batch(
+                [sequences[r] for r in rows], [tokens[r] for r in rows], [past[r] for r in rows]
+            )
+            out.update(zip(rows, part if self.graphs is None else part.clone(), strict=True))
+        return [out[row] for row in range(len(sequences))]
+
+    @torch.no_grad()
+    def decode_next(
+        self, sequences: Sequence[PagedSequence], past: Sequence[int], tokens: Tensor
+    ) -> Tensor | None:
+        """Launch `decode` of one token each, (sequences,) on the device and not yet known to the host.
+
+        None where passes are not recorded: nothing would be gained. What it says of a negative token means
+        nothing. The answer may be written over by the next call, and writes over the last one.
+        """
+        return self._decode_with_graph(sequences, tokens, past)
+
+    def _decode_batch(
+        self, sequences: Sequence[PagedSequence], token_rows: Sequence[Sequence[int]], past: Sequence[int]
+    ) -> Tensor:
+        """Logits (rows, tokens, vocabulary) of rows that feed equally many tokens."""
+        logits = self._decode_with_graph(sequences, token_rows, past)
+        if logits is None:
+            logits = self._forward_batch(sequences, token_rows, past, "all")
+        assert logits is not None
+        return logits
+
+    def _decode_with_graph(
+        self,
+        sequences: Sequence[PagedSequence],
+        token_rows: Sequence[Sequence[int]] | Tensor,
+        past: Sequence[int],
+    ) -> Tensor | None:
+        """The same from a recording; None if there can be none."""
+        if self.graphs is None or any([sequence.extras for sequence in sequences]):
+            return None
+        self.cache.last_writer = self
+        return self.graphs.decode(token_rows, past, [sequence.pages for sequence in sequences])
+
+    def _forward_batch(
+        self,
+        sequences: Sequence[PagedSequence],
+        token_rows: Sequence[Sequence[int]],
+        past: Sequence[int],
+        outputs: Outputs,
+    ) -> Tensor | None:
+        self.cache.last_writer = self
+        count = len(token_rows[0])
+        max_kv_len = max(past) + count
+        max_pages = -(-max_kv_len // PAGE_SIZE)
+        table = [
+            [*sequence.pages[:max_pages], *[0] * (max_pages - len(sequence.pages))] for sequence in sequences
+        ]
+        past_array = np.array(past, np.int64)
+        arrays = (
+            np.array(token_rows, np.int64),
+            past_array[:, None] + np.arange(count),
+            past_array,
+            np.array(table, np.int64),
+        )
+        ids, positions, past_lens, pages = copy_to_device(arrays, self.device)
+        batch = Batch(
+            ids=ids,
+            positions=positions,
+            past_lens=past_lens,
+            pages=pages,
+            max_kv_len=max_kv_len,
+            uniform=len(set(past)) == 1,
+            outputs=outputs,
+        )
+        extras = [sequence.extras for sequence in sequences]
+        if any(extras):
+            batch = self._with_extras(batch, [one or NO_EXTRAS for one in extras], token_rows, past)
+        return self.decoder.forward(batch, self.cache.layers)[0]
+
+    def _with_extras(
+        self,
+        batch: Batch,
+        extras: Sequence[SequenceExtras],
+        token_rows: Sequence[Sequence[int]],
+        past: Sequence[int],
+    ) -> Batch:
+        """The batch with what its rows bring besides their ids."""
+        positions = batch.positions
+        if self.uses_mrope and any(one.mrope_positions is not None for one in extras):
+            rows = [
+                one.mrope_slice(at, at + len(row))
+                for one, at, row in zip(extras, past, token_rows, strict=True)
+            ]
+            positions = torch.stack(rows, 1).to(self.device)
+        spans = (span for row, one in enumerate(extras) for span in one.vector_spans(row, token_rows[row]))
+        return replace(
+            batch,
+            positions=positions,
+            adapters=tuple(one.adapters for one in extras) if any(one.adapters for one in extras) else (),
+            vector_spans=tuple(replace(span, vectors=span.vectors.to(self.device)) for span in spans),
+        )
+
+
+def all_logits(decoder: Decoder, cache: CacheBase, batch: Batch) -> Tensor:
+    """All logits of a batch."""
+    logits, _ = decoder.forward(batch, cache.layers)
+    assert logits is not None
+    return logits
+
+
+def copy_to_device(arrays: Sequence[NDArray[np.int64]], device: torch.device) -> list[Tensor]:
+    """Whole numbers on a device, in one copy that waits for nothing that the device still does."""
+    if device.type == "cpu":
+        return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
+    sizes = [-(-array.size // 2) * 2 for array in arrays]  # each begins at a multiple of 16 bytes
+    pinned = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
+    for part, array in zip(pinned.split_with_sizes(sizes), arrays, strict=True):
+        part.numpy()[: array.size] = array.ravel()
+    on_device = pinned.to(device, non_blocking=True).split_with_sizes(sizes)
+    return [part[: array.size].view(array.shape) for part, array in zip(on_device, arrays, strict=True)]

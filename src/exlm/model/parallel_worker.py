@@ -1,0 +1,132 @@
+"""A rank other than 0: it loads its share, then does what rank 0 orders until the line to it ends."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import Store
+
+from ..config import Config, FrozenConfig
+from ..kvcache import CacheBase, NoCache
+from ..parallel import Channel, Group, Message
+from ..parallel.launch import file_store
+from . import lora_shards as adapting
+from .devices import DeviceInfo, list_devices
+from .instance import ModelInstance
+from .memory import CacheOwnerInfo
+from .parallel_driver import CACHE_CLASSES, decode_batch
+from .progress import no_progress
+from .strategies import STRATEGIES, LoadSteps, ParallelStrategy
+
+log = logging.getLogger(__name__)
+
+REPLICATED_METHODS = ("copy", "copy_states", "roll_left")
+"""What is done to a cache on every rank."""
+
+
+def main(task: Mapping[str, Any]) -> None:
+    """What a process that rank 0 started does, from its first line to its last."""
+    rank, size = task["rank"], task["size"]
+    with (
+        socket.socket(fileno=task["line"]) as connection,
+        _report_failure(channel := Channel(connection), rank),
+    ):
+        torch.set_num_threads(task["threads"])
+        config = Config(task["config"]["model_dir"])
+        for name, value in task["config"].items():
+            setattr(config, name, value)
+        store = file_store(task["store"], size)
+        device_info, strategy = list_devices(task["device"])[0], STRATEGIES[task["strategy"]]
+        run_worker(channel, strategy, config.freeze(), rank, size, device_info, store, local=True)
+
+
+def run_worker(
+    channel: Channel,
+    strategy: ParallelStrategy,
+    config: FrozenConfig,
+    rank: int,
+    size: int,
+    device_info: DeviceInfo,
+    store: Store,
+    *,
+    local: bool,
+) -> None:
+    """Load, meet the other ranks, follow. A failure is told to rank 0 and ends the process."""
+    with _report_failure(channel, rank):
+        if device_info.device.type == "cuda":
+            torch.cuda.set_device(device_info.device)
+        loaded = run_to_end(strategy.load(config, rank, size, device_info, no_progress, None))
+        channel.send(Message("loaded"))
+        if channel.receive().action != "meet":
+            return
+        group = Group(store, rank, size, device_info.device, local)
+        loaded = replace(loaded, decoder=strategy.connect(loaded, config, group))
+        with torch.no_grad(), closing(group):
+            worker_loop(channel, loaded, device_info.device)
+
+
+@contextmanager
+def _report_failure(channel: Channel, rank: int) -> Iterator[None]:
+    """A failure is told to rank 0 and ends the process; where rank 0 is gone, there is nothing to tell."""
+    try:
+        yield
+    except (EOFError, ConnectionError):
+        log.debug("rank 0 is gone")  # and with it the reason to be here
+    except Exception as error:
+        log.debug("rank %d failed", rank, exc_info=True)
+        with suppress(OSError):
+            channel.send(Message("failed", {"why": f"{type(error).__name__}: {error}"}))
+        sys.exit(1)
+
+
+def worker_loop(channel: Channel, loaded: ModelInstance, device: torch.device) -> None:
+    """Take every pass that rank 0 takes, and do to the caches what it does."""
+    model = CacheOwnerInfo(loaded.layer_shapes, loaded.chains[0].dtype, [device] * len(loaded.layer_shapes))
+    caches: dict[int, CacheBase] = {}
+    while (message := channel.receive()).action != "stop":
+        values = message.values
+        for cache_id in values["dropped"]:
+            caches.pop(cache_id, None)
+        match message.action:
+            case "forward":
+                cache_id = values["number"]
+                layers = (
+                    [NoCache()] * len(loaded.layer_shapes) if cache_id is None else caches[cache_id].layers
+                )
+                loaded.decoder.forward(decode_batch(message, device), layers)
+            case "cache":
+                caches[values["number"]] = _make_cache(model, values)
+            case "adapt" | "restore":
+                change = adapting.decode_change(message, loaded.config.spec, device)
+                loaded.decoder.replace(change.module_role, change)
+            case "clone":
+                caches[values["number"]] = caches[values["of"]].clone()
+            case "did" if values["what"] in REPLICATED_METHODS:
+                target = () if values["target"] is None else (caches[values["target"]],)
+                getattr(caches[values["number"]], values["what"])(*target, *values["values"])
+            case unknown:
+                raise ValueError(f"rank 0 ordered {unknown!r} with {values}, which is not known here")
+
+
+def _make_cache(model: CacheOwnerInfo, values: Mapping[str, Any]) -> CacheBase:
+    kind, options = CACHE_CLASSES[values["kind"]], {}
+    if kind is CACHE_CLASSES["Cache"]:
+        options["dtype"] = values["dtype"]
+    return kind(model, values["batch_size"], values["max_seq_len"], **options)
+
+
+def run_to_end(steps: LoadSteps) -> ModelInstance:
+    """What the steps of a load return."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            loaded: ModelInstance = end.value
+            return loaded

@@ -1,0 +1,49 @@
+"""Which passes may be recorded: all of them where nobody waits, few tokens where experts are chosen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from exlm import Config
+from exlm.bench.shapes import SHAPES
+from exlm.bench.synthetic import describe_in
+from exlm.kernels.backend import FEW
+from exlm.kernels.reference import ReferenceBackend
+from exlm.kernels.select import Chain, Choice
+from exlm.model.cuda_graphs import MAX_GRAPH_TOKENS, CudaGraphRunner
+from exlm.model.instance import ModelInstance
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("shape", "experts", "attention", "tokens"),
+    [
+        ("tiny", "", "triton", MAX_GRAPH_TOKENS),
+        ("tiny", "", "reference", 0),
+        ("tiny-moe", "cuda", "cuda", FEW),
+        ("tiny-moe", "reference", "cuda", 0),
+        ("tiny-moe", "", "cuda", 0),
+    ],
+)
+def test_backends_decide_whether_graphs_are_captured(
+    tmp_path: Path, shape: str, experts: str, attention: str, tokens: int
+) -> None:
+    config = Config(describe_in(tmp_path, SHAPES[shape], 64)).freeze()
+    roles = [
+        (f"layers.{i}.{part}", by) for i in (0, 1) for part, by in (("attn", attention), ("mlp", experts))
+    ]
+    choices = [Choice(role, by, "") for role, by in roles if by]
+    chain = Chain([ReferenceBackend(CPU, torch.float16)], choices)
+    assert ModelInstance(config, cast(Any, None), (), (chain,) * 4).max_graph_tokens == tokens
+
+
+def test_larger_batches_are_not_captured() -> None:
+    graphs = CudaGraphRunner(lambda batch: batch.ids[..., None], CPU, max_tokens=4)
+    for rows, tokens, recorded in ((4, 1, True), (2, 2, True), (5, 1, False), (2, 3, False)):
+        logits = graphs.decode([[7] * tokens] * rows, [1] * rows, [[0]] * rows)
+        assert (logits is not None) == recorded

@@ -1,0 +1,102 @@
+"""Processes of ranks without waiting for each to import torch: one that has done so forks them.
+
+They are as real as those that `launch.start` makes, whose own tests are in `test_programs`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from exlm.parallel import Channel
+from tests.conftest import ROOT
+
+MESSAGE = 1 << 16
+
+
+class ForkedProcess:
+    """A process that is somebody else's child, as `Popen` would have it; how it ended is not known."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, timeout: float = 60.0) -> int:
+        end = time.monotonic() + timeout
+        while Path(f"/proc/{self.pid}").exists():
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired("a rank", timeout)
+            time.sleep(0.01)
+        return 0
+
+
+class ForkServer:
+    """The process that forks."""
+
+    def __init__(self) -> None:
+        self._connection, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+        with there:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.parallel.fork_server", str(there.fileno())],
+                pass_fds=[there.fileno()],
+                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.DEVNULL,
+            )
+
+    def start(
+        self, module: str, tasks: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[Channel], list[ForkedProcess]]:
+        """What `launch.start` does."""
+        assert module == "exlm.model.parallel_worker"
+        channels, processes = [], []
+        for task in tasks:
+            here, there = socket.socketpair()
+            with there:
+                socket.send_fds(self._connection, [json.dumps(dict(task)).encode()], [there.fileno()])
+            channels.append(Channel(here))
+            processes.append(ForkedProcess(int(self._connection.recv(MESSAGE))))
+        return channels, processes
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+        self._process.wait(30)
+
+
+def main(connection: socket.socket) -> None:
+    """Fork a rank for each message, until the line ends."""
+    from exlm.model import parallel_worker as follower
+
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
+    while True:
+        message, files, _, _ = socket.recv_fds(connection, MESSAGE, 1)
+        if not message:
+            return
+        child = os.fork()
+        if child == 0:
+            connection.close()
+            os.setsid()
+            with contextlib.suppress(SystemExit):
+                follower.main({**json.loads(message), "line": files[0]})
+            os._exit(0)
+        os.close(files[0])
+        connection.send(str(child).encode())
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,176 @@
+"""Models in real processes over gloo, and what is asked of them next to the same model in one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from exlm import (
+    Cache,
+    CacheBase,
+    CacheFP8,
+    CacheQ4,
+    CacheQ6,
+    CacheQ8,
+    Config,
+    Generator,
+    Job,
+    Lora,
+    Model,
+    Settings,
+    Tokenizer,
+)
+from exlm.errors import WorkerLost
+
+KINDS = (Cache, CacheFP8, CacheQ8, CacheQ6, CacheQ4)
+PROMPTS = ("Once upon a time", "The dog", "Jack smiled and said")
+GREEDY = Settings.greedy()
+IDS = torch.arange(20, 60)[None]
+LONG = (torch.arange(300) * 7 % 1900 + 10)[None]
+
+
+def unloaded_model(folder: Path) -> Model:
+    """A model of a folder, on the CPU, not loaded yet."""
+    config = Config(folder)
+    config.device = "cpu"
+    return Model(config)
+
+
+def single_process_model(folder: Path) -> Model:
+    """The model in one process."""
+    model = unloaded_model(folder)
+    model.load()
+    return model
+
+
+@contextmanager
+def parallel_model(folder: Path, ranks: int, load_method: str = "load_tp") -> Iterator[Model]:
+    """The model in several processes, of which none is left afterwards, nor anything of the lines to them."""
+    open_before = len(os.listdir("/proc/self/fd"))
+    progress: list[tuple[int, int]] = []
+    model = unloaded_model(folder)
+    getattr(model, load_method)([1] * ranks, callback=lambda i, n: progress.append((i, n)))
+    modules = len(model.placement)  # of this rank
+    assert progress == [(i, modules) for i in range(modules + 1)]
+    pids = worker_pids(model)
+    assert len(pids) == ranks - 1
+    try:
+        yield model
+    finally:
+        model.unload()
+    assert not any(map(is_alive, pids))
+    assert len(os.listdir("/proc/self/fd")) <= open_before
+
+
+def worker_pids(model: Model) -> list[int]:
+    """The processes of the other ranks."""
+    assert model._loaded is not None
+    assert model._loaded.driver is not None
+    return [process.pid for process in model._loaded.driver.processes]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process still runs."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+
+
+def make_generator(model: Model, kind: type[CacheBase] = Cache, **options: Any) -> Generator:
+    """A generator over a new cache."""
+    return Generator(model, kind(model, max_seq_len=1280), Tokenizer(model.config), **options)
+
+
+def run_to_end(generator: Generator) -> list[str]:
+    """Every piece of text until nothing is left to do."""
+    text = []
+    while generator.num_remaining_jobs():
+        text += [str(result.get("text", "")) for result in generator.iterate()]
+    return text
+
+
+def run_session(model: Model, kind: type[CacheBase], **options: Any) -> list[Any]:
+    """A batch, a job that is cancelled in its midst, and a prompt that shares a page and more with one."""
+    made = make_generator(model, kind, **options)
+    encode = made.tokenizer.encode
+    jobs = [Job(encode(prompt), 6, gen_settings=GREEDY) for prompt in PROMPTS]
+    first, second = (Job(LONG[:, :n], 3, gen_settings=GREEDY) for n in (300, 290))
+    cancelled = Job(LONG[:, 100:140], 200, gen_settings=GREEDY)
+    made.enqueue([*jobs, first, cancelled])
+    while first.new_tokens < 1:
+        made.iterate()
+    made.cancel(cancelled)
+    run_to_end(made)
+    made.enqueue(second)
+    run_to_end(made)
+    assert second.cached_tokens > 256
+    return [job.full_completion for job in (*jobs, first, second)]
+
+
+FIRST_QUANTIZED = 4
+"""The first answer of `asked` that a coded cache has to do with."""
+
+
+def forward_outputs(model: Model) -> list[Tensor]:
+    """Answers of `forward`, with caches that are rewound, cloned, copied and rolled."""
+    cache = Cache(model, batch_size=2, max_seq_len=256)
+    found = [model.forward(IDS.repeat(2, 1), cache)]
+    cache.current_seq_len = 10
+    found.append(model.forward(IDS[:, :5].repeat(2, 1), cache))
+    twin = cache.clone()
+    cache.copy_states(twin, 0, 4, 2, 4, 0, 1, 1, 1)
+    twin.roll_left()
+    found.append(model.forward(IDS[:, :3].repeat(2, 1), twin))
+    hidden = torch.cat([torch.full((1, 3), -1e4), torch.zeros(1, 37)], 1)
+    found.append(model.forward(IDS, input_mask=hidden))
+    coded = CacheQ6(model, max_seq_len=256)
+    assert model.forward(IDS[:, :20], coded, preprocess_only=True) is None
+    found += model.forward(IDS[:, 20:], coded, last_id_only=True, return_last_state=True)
+    return found
+
+
+def run_with_adapters(model: Model, adapters: Sequence[Path]) -> tuple[list[str], list[Tensor]]:
+    """Texts of one batch with different adapters, and logits with both, with one, and with none any more."""
+    first, second = (Lora.from_directory(model, folder) for folder in adapters)
+    made = make_generator(model)
+    ids = made.tokenizer.encode(PROMPTS[0])
+    chosen = (None, first, (second, 0.5), [first, second])
+    jobs = [Job(ids, 6, gen_settings=GREEDY, loras=loras) for loras in chosen]
+    made.enqueue(jobs)
+    run_to_end(made)
+    logits = [model.forward(IDS, loras=[first, (second, -0.3)])]
+    first.unload()
+    logits.append(model.forward(IDS, loras=second))
+    second.unload()
+    return [job.full_completion for job in jobs], [*logits, model.forward(IDS)]
+
+
+def kill_worker(model: Model, victim: int, adapter: Path) -> None:
+    """One of the other ranks goes in the midst of a step: rank 0 says so within ten seconds."""
+    pids, lora = worker_pids(model), Lora.from_directory(model, adapter)
+    made = make_generator(model)
+    made.enqueue(Job(IDS, 200, gen_settings=GREEDY))
+    for _ in range(3):
+        made.iterate()
+    os.kill(pids[victim], signal.SIGSTOP)
+    threading.Timer(0.3, os.kill, (pids[victim], signal.SIGKILL)).start()
+    began = time.monotonic()
+    with pytest.raises(WorkerLost, match="Load the model again"):
+        run_to_end(made)
+    assert 0.2 < time.monotonic() - began < 10
+    with pytest.raises(WorkerLost, match="are gone"):
+        model.forward(IDS)
+    assert not any(map(is_alive, pids))
+    lora.unload()  # harmless: there is nobody to be told
