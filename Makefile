@@ -9,7 +9,7 @@ PY = .venv/bin/python
 # Two pytest workers on two cores, one thread each; more would only fight over them. Tests of one group, such as
 # those that share a Ray, run in one worker.
 WORKERS = 2
-# Extra arguments for pytest, for example: make test ARGS="tests/text -k chat"
+# Extra arguments for pytest, for example: make test ARGS="tests/tokenizer -k chat"
 ARGS =
 
 .PHONY: help demo test check format bench bench-cpu bench-gpu bench-host bench-load bench-sampler bench-compare clean runtime dev

@@ -246,7 +246,7 @@ def main() -> None:
     if asked.since is not None:
         print(json.dumps(first_token(asked.folder, asked.device, asked.since, asked.profile)))
         return
-    from exlm.settings import cache_folder, staging_wanted
+    from exlm.env import cache_folder, staging_enabled
 
     folder = asked.folder or cache_folder() / "benchmarks" / f"first-{asked.shape}-{asked.bits}"
     write(folder, asked.shape, asked.bits)
@@ -257,7 +257,7 @@ def main() -> None:
     if turns:
         show(turns, size)
     if asked.json is not None:
-        facts = {"shape": asked.shape, "bytes": size, "device": asked.device, "staging": staging_wanted()}
+        facts = {"shape": asked.shape, "bytes": size, "device": asked.device, "staging": staging_enabled()}
         asked.json.write_text(json.dumps({**facts, "turns": turns}, indent=1))
 
 

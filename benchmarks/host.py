@@ -33,7 +33,7 @@ from exlm.generator.job import Job
 from exlm.generator.page_table import PageTable
 from exlm.generator.speculative import NgramDrafter
 from exlm.sampling import Settings
-from exlm.text.detokenize import ByteDecoding, Detokenizer
+from exlm.tokenizer.detokenizer import ByteTokenDecoder, Detokenizer
 
 VOCABULARY = 2048
 PROMPT = 16
@@ -90,11 +90,11 @@ class FakeTokenizer:
 
     def __init__(self) -> None:
         self.pieces = ["", *(f" {number:x}" for number in range(1, VOCABULARY))]
-        self._decoding = ByteDecoding([piece.encode() for piece in self.pieces], False)
+        self._decoding = ByteTokenDecoder([piece.encode() for piece in self.pieces], False)
 
     def detokenizer(self, decode_special_tokens: bool = False, continues: bool = False) -> Detokenizer:
         """The library's own stream of text."""
-        return self._decoding.stream(continues)
+        return self._decoding.detokenizer(continues)
 
     def get_vocab_size(self) -> int:
         """How many words there are."""

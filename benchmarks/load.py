@@ -25,7 +25,7 @@ from rich.table import Table
 
 from exlm import Config, Model
 from exlm.bench.shapes import Shape
-from exlm.settings import cache_folder
+from exlm.env import cache_folder
 
 from .synthetic import LLAMA_7B, write_dense, write_exl2
 

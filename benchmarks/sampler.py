@@ -23,10 +23,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from exlm.env import cap_onednn_isa
 from exlm.sampling import Sampler, SamplerState, SamplingRequest, Settings
 from exlm.sampling import gpu_kernels as fused
 from exlm.sampling import triton_launch as launch
-from exlm.settings import guard_cpu
 
 BATCHES = (1, 16, 64)
 VOCABULARIES = (32_000, 152_064)
@@ -235,7 +235,7 @@ def main() -> None:
     parser.add_argument("--vocabularies", nargs="*", type=int, default=list(VOCABULARIES))
     parser.add_argument("--threads", type=int, default=2, help="torch's threads on the CPU (default: 2)")
     chosen = parser.parse_args()
-    guard_cpu()
+    cap_onednn_isa()
     torch.set_num_threads(chosen.threads)
     console, cells = Console(width=110), []
     if chosen.host:

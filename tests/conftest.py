@@ -12,10 +12,10 @@ import pytest
 import torch
 from hypothesis import settings
 
+from exlm.env import cap_onednn_isa
 from exlm.kernels.cpu.building import COMPILERS, prebuilt, sets_here
-from exlm.settings import guard_cpu
 
-guard_cpu()  # must come before torch computes anything
+cap_onednn_isa()  # must come before torch computes anything
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # must come before Triton is imported
 torch.set_num_threads(1)

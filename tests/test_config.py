@@ -13,10 +13,10 @@ import torch
 from exlm import Config, ConfigError, ExlmError, InputError, Model, ModelNotFound, Tokenizer
 from tests import tiny
 from tests.checkpoint import gguf_models
-from tests.families.test_hyper import LLAMA
+from tests.families.test_config_reader import LLAMA
 
 
-def folder(path: Path, generation: object = None, **changes: Any) -> Path:
+def make_folder(path: Path, generation: object = None, **changes: Any) -> Path:
     (path / "config.json").write_text(json.dumps({**LLAMA, **changes}))
     if generation is not None:
         (path / "generation_config.json").write_text(json.dumps(generation))
@@ -24,7 +24,7 @@ def folder(path: Path, generation: object = None, **changes: Any) -> Path:
 
 
 def test_reads_the_folder_at_once(tmp_path: Path) -> None:
-    config = Config(folder(tmp_path, max_position_embeddings=4096, bos_token_id=1, eos_token_id=2))
+    config = Config(make_folder(tmp_path, max_position_embeddings=4096, bos_token_id=1, eos_token_id=2))
     assert (config.architecture, config.max_seq_len, config.hidden_size) == ("LlamaForCausalLM", 4096, 64)
     assert (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads) == (4, 8, 2)
     assert (config.head_dim, config.intermediate_size, config.vocab_size) == (8, 128, 100)
@@ -37,15 +37,13 @@ def test_reads_the_folder_at_once(tmp_path: Path) -> None:
 
 def test_reads_the_folder_later(tmp_path: Path) -> None:
     config = Config()
-    config.model_dir = str(folder(tmp_path))
+    config.model_dir = str(make_folder(tmp_path))
     config.prepare()
     assert config.hidden_size == 64
 
 
-def test_a_relative_path_means_the_same_wherever_the_program_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tiny.chatty(tmp_path / "m")
+def test_a_relative_path_survives_chdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.make_chat_folder(tmp_path / "m")
     monkeypatch.chdir(tmp_path)
     config = Config("m")
     later = Config()
@@ -60,14 +58,14 @@ def test_a_relative_path_means_the_same_wherever_the_program_goes(
 
 
 def test_preparing_again_restores_the_models_own_values(tmp_path: Path) -> None:
-    config = Config(folder(tmp_path))
+    config = Config(make_folder(tmp_path))
     config.max_seq_len, config.scale_alpha_value = 99, 2.0
     config.prepare()
     assert (config.max_seq_len, config.scale_alpha_value) == (2048, 1.0)
 
 
-def test_every_closing_id_is_known(tmp_path: Path) -> None:
-    config = Config(folder(tmp_path, {"eos_token_id": [2, 7, 9]}, eos_token_id=[7, 8]))
+def test_all_eos_ids_are_read(tmp_path: Path) -> None:
+    config = Config(make_folder(tmp_path, {"eos_token_id": [2, 7, 9]}, eos_token_id=[7, 8]))
     assert config.eos_token_id == 7
     assert config.eos_token_ids == [7, 8, 2, 9]
     assert config.generation_config == {"eos_token_id": [2, 7, 9]}
@@ -79,13 +77,13 @@ def test_an_id_below_zero_is_none(tmp_path: Path) -> None:
     assert Config(tiny.make(tmp_path, eos_token_id=-1)).eos_token_id is None
 
 
-def test_both_names_of_the_precision(tmp_path: Path) -> None:
-    assert Config(folder(tmp_path, torch_dtype="bfloat16")).stored_dtype == "bfloat16"
-    assert Config(folder(tmp_path, dtype="float16")).stored_dtype == "float16"
+def test_both_names_of_the_dtype(tmp_path: Path) -> None:
+    assert Config(make_folder(tmp_path, torch_dtype="bfloat16")).stored_dtype == "bfloat16"
+    assert Config(make_folder(tmp_path, dtype="float16")).stored_dtype == "float16"
 
 
 def test_overrides_reach_the_frozen_description(tmp_path: Path) -> None:
-    config = Config(folder(tmp_path))
+    config = Config(make_folder(tmp_path))
     config.max_seq_len, config.scale_alpha_value, config.scale_pos_emb = 8192, 2.5, 2.0
     config.rotary_embedding_base = 1e6
     frozen = config.freeze()
@@ -95,7 +93,7 @@ def test_overrides_reach_the_frozen_description(tmp_path: Path) -> None:
 
 
 def test_the_files_linear_scaling_is_visible_and_can_be_replaced(tmp_path: Path) -> None:
-    config = Config(folder(tmp_path, rope_scaling={"type": "linear", "factor": 4.0}))
+    config = Config(make_folder(tmp_path, rope_scaling={"type": "linear", "factor": 4.0}))
     assert config.scale_pos_emb == 4.0
     config.scale_pos_emb = 1.0
     rope = config.freeze().spec.layers[0].attn.rope
@@ -105,22 +103,22 @@ def test_the_files_linear_scaling_is_visible_and_can_be_replaced(tmp_path: Path)
 
 
 def test_a_misspelt_option_is_an_error(tmp_path: Path) -> None:
-    config = Config(folder(tmp_path))
+    config = Config(make_folder(tmp_path))
     with pytest.raises(AttributeError, match=r"'max_seqlen'\. Did you mean 'max_seq_len'"):
         config.max_seqlen = 4096
 
 
 @pytest.mark.parametrize("nothing", [None, 0, 0.0])
-def test_no_scaling_may_be_said_as_old_programs_say_it(tmp_path: Path, nothing: float | None) -> None:
-    config = Config(folder(tmp_path, rope_scaling={"type": "linear", "factor": 4.0}))
+def test_none_and_zero_mean_no_scaling(tmp_path: Path, nothing: float | None) -> None:
+    config = Config(make_folder(tmp_path, rope_scaling={"type": "linear", "factor": 4.0}))
     config.scale_pos_emb = config.scale_alpha_value = nothing
     rope = config.freeze().spec.layers[0].attn.rope
     assert rope is not None
     assert (rope.scaling, rope.divisor, rope.alpha) == (None, 1.0, 1.0)
 
 
-def test_what_old_programs_note_on_a_config_is_kept_with_a_warning(tmp_path: Path) -> None:
-    config = Config(folder(tmp_path))
+def test_unknown_attributes_of_old_programs_are_kept_with_a_warning(tmp_path: Path) -> None:
+    config = Config(make_folder(tmp_path))
     for name in ("max_attn_size", "no_flash_attn_cross", "embed_cpu", "rope_alpha", "use_tensorizer"):
         with pytest.warns(UserWarning, match=f"no option '{name}': it is kept, and nothing reads it"):
             setattr(config, name, 2048**2)
@@ -132,7 +130,7 @@ def test_what_old_programs_note_on_a_config_is_kept_with_a_warning(tmp_path: Pat
 
 
 def test_low_memory(tmp_path: Path) -> None:
-    config = Config(folder(tmp_path))
+    config = Config(make_folder(tmp_path))
     config.max_output_len = 4096
     config.set_low_mem()
     assert (config.max_input_len, config.max_attention_size, config.max_output_len) == (1024, 1024**2, 1024)
@@ -141,31 +139,31 @@ def test_low_memory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["max_seq_len", "max_batch_size", "max_input_len", "max_attention_size"])
 @pytest.mark.parametrize("value", [0, -5, 1.5, True, "8"])
-def test_absurd_options_are_refused(tmp_path: Path, name: str, value: object) -> None:
-    config = Config(folder(tmp_path))
+def test_invalid_options_are_refused(tmp_path: Path, name: str, value: object) -> None:
+    config = Config(make_folder(tmp_path))
     setattr(config, name, value)
     with pytest.raises(InputError, match=f"config.{name} must be a whole number"):
         config.freeze()
 
 
 @pytest.mark.parametrize("name", ["scale_pos_emb", "scale_alpha_value", "yarn_rope_factor"])
-def test_what_is_no_number_is_refused(tmp_path: Path, name: str) -> None:
-    config = Config(folder(tmp_path))
+def test_options_that_are_not_numbers_are_refused(tmp_path: Path, name: str) -> None:
+    config = Config(make_folder(tmp_path))
     setattr(config, name, "2")
     with pytest.raises(InputError, match=f"config.{name} must be .*, found '2'"):
         config.freeze()
 
 
-def test_torch_names_devices_and_precisions_too(tmp_path: Path) -> None:
-    config: Any = Config(folder(tmp_path))
+def test_torch_devices_and_dtypes_are_accepted(tmp_path: Path) -> None:
+    config: Any = Config(make_folder(tmp_path))
     config.device, config.dtype = torch.device("cuda", 1), torch.float16
     frozen = config.freeze()
     assert (frozen.device, frozen.dtype) == ("cuda:1", "torch.float16")
 
 
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf")])
-def test_a_base_without_powers_is_refused(tmp_path: Path, value: float) -> None:
-    config = Config(folder(tmp_path))
+def test_an_invalid_rope_base_is_refused(tmp_path: Path, value: float) -> None:
+    config = Config(make_folder(tmp_path))
     config.rotary_embedding_base = value
     with pytest.raises(InputError, match=r"config\.rotary_embedding_base must be a number above 0"):
         config.freeze()
@@ -218,7 +216,7 @@ def test_files_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    folder(tmp_path)
+    make_folder(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_text", refuse)
         with pytest.raises(ConfigError, match=r"config\.json cannot be read \(Permission denied\)"):
@@ -229,7 +227,7 @@ def test_files_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             Config(tmp_path)
 
 
-def test_a_gguf_file_counts_before_a_stub_of_a_config(tmp_path: Path) -> None:
+def test_a_gguf_file_takes_precedence_over_a_stub_config(tmp_path: Path) -> None:
     """Folders of GGUF files on the Hub often hold a config.json of one line."""
     gguf_models.make(tmp_path / "x.Q8_0.gguf", "llama")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
@@ -244,7 +242,7 @@ def test_a_gguf_file_counts_before_a_stub_of_a_config(tmp_path: Path) -> None:
 
 
 def test_older_files_beside_config_json(tmp_path: Path) -> None:
-    config = Config(folder(tmp_path))
+    config = Config(make_folder(tmp_path))
     assert config.freeze().quantization is None
     (tmp_path / "quant_config.json").write_text('{"backend": "other"}')
     assert config.freeze().quantization is None
@@ -262,14 +260,14 @@ def test_older_files_beside_config_json(tmp_path: Path) -> None:
 def test_code_in_the_folder_is_never_imported(tmp_path: Path) -> None:
     (tmp_path / "evil.py").write_text("raise SystemExit('imported')")
     auto_map = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
-    assert Config(folder(tmp_path, auto_map=auto_map)).architecture == "LlamaForCausalLM"
+    assert Config(make_folder(tmp_path, auto_map=auto_map)).architecture == "LlamaForCausalLM"
 
 
 @pytest.mark.parametrize("method", ["exl2", "gptq"])
 def test_packed_models_compute_in_half_precision_on_a_gpu(tmp_path: Path, method: str) -> None:
-    assert Config(folder(tmp_path, torch_dtype="bfloat16")).freeze().stored_dtype == "bfloat16"
+    assert Config(make_folder(tmp_path, torch_dtype="bfloat16")).freeze().stored_dtype == "bfloat16"
     told = {"quant_method": method, "bits": 4, "group_size": 128}
-    packed = Config(folder(tmp_path, torch_dtype="bfloat16", quantization_config=told))
+    packed = Config(make_folder(tmp_path, torch_dtype="bfloat16", quantization_config=told))
     assert packed.freeze().stored_dtype is None
 
 
@@ -279,7 +277,7 @@ def test_an_id_that_no_vocabulary_reaches_is_refused(tmp_path: Path, key: str, v
     with pytest.raises(ConfigError, match=rf'config\.json: "{key}" must be below 4,194,304, found \d+'):
         Config(tiny.make(tmp_path, **{key: [3, value]}))
     with pytest.raises(ConfigError, match=r'generation_config\.json: "eos_token_id" must be below'):
-        Config(folder(tmp_path, {"eos_token_id": value}))
+        Config(make_folder(tmp_path, {"eos_token_id": value}))
 
 
 @pytest.mark.parametrize(
@@ -319,7 +317,7 @@ HALF = "\ud800"
     ],
 )
 def test_half_a_character_is_escaped_in_messages(tmp_path: Path, changes: dict[str, Any], match: str) -> None:
-    folder(tmp_path, **changes)
+    make_folder(tmp_path, **changes)
     with pytest.raises(ExlmError, match=match) as raised:
         Config(tmp_path).freeze()
     str(raised.value).encode()

@@ -14,7 +14,7 @@ from exlm import CheckpointError, Config
 from exlm.families.fields import RopeStyle
 from tests import tiny
 from tests.checkpoint import gguf_models
-from tests.families.test_hyper import LLAMA
+from tests.families.test_config_reader import LLAMA
 
 PLAIN: dict[str, Any] = {  # of LLAMA: what a model has that is peculiar in nothing
     "architecture": "LlamaForCausalLM",

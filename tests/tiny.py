@@ -63,7 +63,7 @@ def make(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Pa
     return folder
 
 
-def chatty(folder: Path, **changes: Any) -> Path:
+def make_chat_folder(folder: Path, **changes: Any) -> Path:
     """A model folder with a byte-level tokenizer and a chat template beside the weights."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 

@@ -14,24 +14,24 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from . import families, settings, spec
+from . import env, families, spec
 from .checkpoint import GgufFile, TensorFiles
-from .errors import ConfigError, InputError, ModelNotFound, unheard_of
-from .families import Hyper
+from .errors import ConfigError, InputError, ModelNotFound, report_unknown_attribute
+from .families import ConfigReader
+from .families.config_reader import MAX_VOCAB
 from .families.fields import Fields
 from .families.gguf import config_from_metadata
-from .families.hyper import MAX_VOCAB
-from .families.overrides import Overrides, main_rope, override
+from .families.overrides import Overrides, apply_overrides, primary_rope
 from .formats.gptq_config import GptqConfig
 from .memory import memory_errors
 
-CHUNK = 2048
+DEFAULT_CHUNK_SIZE = 2048
 """Tokens of a prompt computed at once, unless the user says otherwise."""
 
-HARMLESS = ("max_attn_size", "no_flash_attn_cross")
+IGNORED_OPTIONS = ("max_attn_size", "no_flash_attn_cross")
 """Set by programs that took them for options; the archived library had none of these names either."""
 
-LARGEST_JSON = 32 * 2**20
+MAX_JSON_BYTES = 32 * 2**20
 """No configuration file is larger; one that is would only exhaust memory."""
 
 
@@ -56,14 +56,14 @@ class Config(Fields):
     """A model folder's description, with the user's changes on top."""
 
     def __init__(self, model_dir: str | Path | None = None) -> None:
-        switches = settings.legacy_switches()
+        switches = env.legacy_switches()
         self.model_dir: str | None = None if model_dir is None else str(model_dir)
-        self.device: str | None = settings.default_device()  # None: the first GPU, else the CPU
+        self.device: str | None = env.default_device()  # None: the first GPU, else the CPU
         self.dtype: str | None = None  # None: what suits the device
         self.max_seq_len = 2048
         self.max_batch_size = 1
-        self.max_input_len = CHUNK
-        self.max_attention_size = CHUNK**2
+        self.max_input_len = DEFAULT_CHUNK_SIZE
+        self.max_attention_size = DEFAULT_CHUNK_SIZE**2
         self.max_output_len: int | None = None
         self.scale_pos_emb: float | None = 1.0  # None, too: no scaling
         self.scale_alpha_value: float | None = 1.0
@@ -78,10 +78,10 @@ class Config(Fields):
         self.fasttensors = False
         self.load_in_q4 = False
         self.max_dq_size = 512 * 2**20
-        self._raw: Mapping[str, Any] = {}
+        self._config_json: Mapping[str, Any] = {}
         self._spec: spec.Model | None = None
-        self._gguf: GgufFile | None = None  # held, so that its header need not be read again
-        self._generation: Mapping[str, Any] = {}
+        self._gguf_file: GgufFile | None = None  # held, so that its header need not be read again
+        self._generation_json: Mapping[str, Any] = {}
         self._files: Mapping[str, str] | None = None  # by tensor; read when first asked for
         self._options = frozenset(name for name in self.__dict__ if name[0] != "_")
         if model_dir is not None:
@@ -92,7 +92,7 @@ class Config(Fields):
         if not name.startswith("_") and "_options" in self.__dict__ and name not in self.__dict__:
             if isinstance(getattr(type(self), name, None), property):
                 raise AttributeError(f"config.{name} says what the model is: it cannot be set.")
-            unheard_of("Config has no option", name, self._options, HARMLESS)
+            report_unknown_attribute("Config has no option", name, self._options, IGNORED_OPTIONS)
         super().__setattr__(name, value)
 
     def prepare(self, no_tensors: bool = False) -> None:
@@ -100,11 +100,11 @@ class Config(Fields):
 
         `no_tensors` is accepted for old scripts: weights are never touched here.
         """
-        self._path()  # refuses what is not there, in the user's words
+        self._resolve_path()  # refuses what is not there, in the user's words
         # A program may change its folder before it loads: from here on the path means the same everywhere.
         self.model_dir = str(Path(self.model_dir or "").expanduser().absolute())
-        path = self._path()
-        self._gguf = self._files = None
+        path = self._resolve_path()
+        self._gguf_file = self._files = None
         with memory_errors(lambda: f"{path}: the model's description could not be read"):
             if path.is_file():
                 self._read_gguf(path)
@@ -112,11 +112,11 @@ class Config(Fields):
                 self._read_folder(path)
         assert self._spec is not None
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            _check_ids(path / "config.json", key, Hyper(self._raw).get(key))
-        _check_ids(path / "generation_config.json", "eos_token_id", self._generation.get("eos_token_id"))
+            _check_ids(path / "config.json", key, ConfigReader(self._config_json).get(key))
+        _check_ids(path / "generation_config.json", "eos_token_id", self._generation_json.get("eos_token_id"))
         self.max_seq_len = self._spec.max_positions
-        rope = main_rope(self._spec)
-        linear = rope.scaling if rope is not None and isinstance(rope.scaling, spec.Linear) else None
+        rope = primary_rope(self._spec)
+        linear = rope.scaling if rope is not None and isinstance(rope.scaling, spec.LinearScaling) else None
         self.scale_pos_emb = linear.factor if linear else 1.0
         self.scale_alpha_value = 1.0
         self.rotary_embedding_base = rope.theta if rope is not None else None
@@ -124,20 +124,20 @@ class Config(Fields):
         self.num_experts_per_token = experts[0] if experts else None
 
     def _read_folder(self, folder: Path) -> None:
-        self._raw = read_json(folder / "config.json")
-        self._spec = families.describe(Hyper(self._raw, str(folder / "config.json")))
+        self._config_json = read_json(folder / "config.json")
+        self._spec = families.build_spec(ConfigReader(self._config_json, str(folder / "config.json")))
         generation = folder / "generation_config.json"
-        self._generation = read_json(generation) if generation.is_file() else {}
+        self._generation_json = read_json(generation) if generation.is_file() else {}
 
     def _read_gguf(self, path: Path) -> None:
         file = GgufFile(path)
-        self._raw = config_from_metadata(
+        self._config_json = config_from_metadata(
             file.metadata, str(path), tensors=file.tensors, factors=file.rope_factors()
         )
-        self._spec = families.describe(Hyper(self._raw, str(path)))
-        self._generation = {}
+        self._spec = families.build_spec(ConfigReader(self._config_json, str(path)))
+        self._generation_json = {}
         file.close()
-        self._gguf = file
+        self._gguf_file = file
 
     def freeze(self) -> FrozenConfig:
         """The folder's description with the user's changes applied and checked."""
@@ -153,7 +153,7 @@ class Config(Fields):
             raise InputError(
                 "config.load_in_q4 is not supported: quantise the model to a real 4-bit format instead."
             )
-        wishes = Overrides(
+        overrides = Overrides(
             max_seq_len=self.max_seq_len,
             scale_pos_emb=self.scale_pos_emb or 1.0,  # old programs say None, or 0, for no scaling
             scale_alpha=self.scale_alpha_value or 1.0,
@@ -162,11 +162,11 @@ class Config(Fields):
             yarn_original=self.yarn_rope_original_max_position_embeddings,
             active_experts=self.num_experts_per_token,
         )
-        quantization = self._quantization()
-        packed = quantization is not None or "quantization_config" in self._raw
+        quantization = self._read_quantization()
+        is_quantized = quantization is not None or "quantization_config" in self._config_json
         return FrozenConfig(
-            path=self._path(),
-            spec=override(self.spec, wishes),
+            path=self._resolve_path(),
+            spec=apply_overrides(self.spec, overrides),
             max_seq_len=self.max_seq_len,
             max_batch_size=self.max_batch_size,
             max_input_len=self.max_input_len,
@@ -174,7 +174,7 @@ class Config(Fields):
             max_attention_size=self.max_attention_size,
             device=None if self.device is None else str(self.device),  # torch's own objects are names too
             dtype=None if self.dtype is None else str(self.dtype),
-            stored_dtype=None if packed else self.stored_dtype,  # packed weights are halves
+            stored_dtype=None if is_quantized else self.stored_dtype,  # packed weights are halves
             quantization=quantization,
         )
 
@@ -200,51 +200,53 @@ class Config(Fields):
     @property
     def metadata(self) -> Mapping[str, Any] | None:
         """A GGUF file's metadata, which holds its tokenizer too; None for a folder."""
-        return None if self._gguf is None else self._gguf.metadata
+        return None if self._gguf_file is None else self._gguf_file.metadata
 
     @property
     def stored_dtype(self) -> str | None:
         """The precision the files claim, under either of its names."""
-        value = Hyper(self._raw).get("dtype", "torch_dtype")
+        value = ConfigReader(self._config_json).get("dtype", "torch_dtype")
         return value.removeprefix("torch.") if isinstance(value, str) else None
 
     @property
     def vision_model_type(self) -> str | None:
         """The kind of vision tower beside the language model, or None."""
-        vision = self._raw.get("vision_config")
+        vision = self._config_json.get("vision_config")
         return str(vision.get("model_type", "unknown")) if isinstance(vision, Mapping) else None
 
     @property
     def generation_config(self) -> dict[str, Any]:
         """What generation_config.json says about stopping."""
-        return {"eos_token_id": _ids(self._generation.get("eos_token_id")) or None}
+        return {"eos_token_id": _id_list(self._generation_json.get("eos_token_id")) or None}
 
     @property
     def bos_token_id(self) -> int | None:
         """The id that opens a text."""
-        return _first(self._token("bos_token_id"))
+        return _first(self._token_ids("bos_token_id"))
 
     @property
     def eos_token_id(self) -> int | None:
         """The first id that closes a text; `eos_token_ids` has all of them."""
-        return _first(self._token("eos_token_id"))
+        return _first(self._token_ids("eos_token_id"))
 
     @property
     def eos_token_ids(self) -> list[int]:
         """Every id that closes a text: config.json's first, then generation_config.json's."""
         return list(
-            dict.fromkeys([*self._token("eos_token_id"), *_ids(self._generation.get("eos_token_id"))])
+            dict.fromkeys(
+                [*self._token_ids("eos_token_id"), *_id_list(self._generation_json.get("eos_token_id"))]
+            )
         )
 
     @property
     def pad_token_id(self) -> int | None:
         """The id that fills short rows of a batch."""
-        return _first(self._token("pad_token_id"))
+        return _first(self._token_ids("pad_token_id"))
 
     @property
     def model_config(self) -> str:
         """The file that the description was read from: config.json, or the GGUF file itself."""
-        path = self._path()
+        path = self._resolve_path()
         return str(path if path.is_file() else path / "config.json")
 
     @property
@@ -259,41 +261,44 @@ class Config(Fields):
         Read-only: layers cannot be exchanged by pointing their names to other files.
         """
         if self._files is None:
-            names, path = self.spec.names, self._path()
-            if self._gguf is not None:
-                found = {name: str(entry.file) for name, entry in self._gguf.tensors.items()}
+            names, path = self.spec.names, self._resolve_path()
+            if self._gguf_file is not None:
+                found = {name: str(entry.file) for name, entry in self._gguf_file.tensors.items()}
             else:
                 files = TensorFiles(path)
-                found = {names.canonical(name): str(files.info(name).file) for name in files.names()}
+                found = {names.to_llama_key(name): str(files.info(name).file) for name in files.names()}
             self._files = MappingProxyType(found)
         return self._files
 
     @property
-    def _hyper(self) -> Hyper:
-        return Hyper(self._raw)
+    def _hyper(self) -> ConfigReader:
+        return ConfigReader(self._config_json)
 
-    def _quantization(self) -> GptqConfig | None:
+    def _read_quantization(self) -> GptqConfig | None:
         """What the folder says of GPTQ or AWQ tensors, in config.json or in an older file of its own."""
-        folder = self._path()
-        raw, where = self._raw.get("quantization_config"), f"{folder / 'config.json'}: quantization_config"
+        folder = self._resolve_path()
+        raw, source = (
+            self._config_json.get("quantization_config"),
+            f"{folder / 'config.json'}: quantization_config",
+        )
         gptq, awq = folder / "quantize_config.json", folder / "quant_config.json"
         if raw is None and gptq.is_file():
-            raw, where = read_json(gptq), str(gptq)
-        if raw is None and awq.is_file() and "w_bit" in (said := read_json(awq)):
-            raw, where = said, str(awq)  # AutoAWQ's, not something else of that name
+            raw, source = read_json(gptq), str(gptq)
+        if raw is None and awq.is_file() and "w_bit" in (awq_config := read_json(awq)):
+            raw, source = awq_config, str(awq)  # AutoAWQ's, not something else of that name
         if not isinstance(raw, Mapping) or raw.get("quant_method") == "exl2":
             return None
-        return GptqConfig.from_json(raw, where)
+        return GptqConfig.from_json(raw, source)
 
-    def _token(self, key: str) -> list[int]:
-        return _ids(Hyper(self._raw).get(key))
+    def _token_ids(self, key: str) -> list[int]:
+        return _id_list(ConfigReader(self._config_json).get(key))
 
-    def _path(self) -> Path:
+    def _resolve_path(self) -> Path:
         """The model's folder or GGUF file, if there is one."""
         if not self.model_dir:
             raise ConfigError("No model_dir specified: Config('/path/to/model'), or set config.model_dir.")
         try:
-            return _found(Path(self.model_dir).expanduser())
+            return _model_path(Path(self.model_dir).expanduser())
         except ModelNotFound:
             raise
         except (OSError, RuntimeError) as error:  # not to be looked at; or the home of nobody
@@ -301,7 +306,7 @@ class Config(Fields):
             raise ModelNotFound(f"{self.model_dir} cannot be looked at ({reason}).") from error
 
 
-def _found(path: Path) -> Path:
+def _model_path(path: Path) -> Path:
     if not path.exists():
         raise ModelNotFound(f"Can't find {path}: no such file or folder.")
     if path.is_file():
@@ -309,11 +314,11 @@ def _found(path: Path) -> Path:
             raise ModelNotFound(f"{path} is a file, and only a .gguf file is a model by itself.")
         return path
     # Some put a config.json of a line or two beside a GGUF file: its metadata says more.
-    beside = any(path.glob("*.gguf")) and not any(path.glob("*.safetensors"))
-    return path if (path / "config.json").is_file() and not beside else _only_gguf(path)
+    has_gguf_only = any(path.glob("*.gguf")) and not any(path.glob("*.safetensors"))
+    return path if (path / "config.json").is_file() and not has_gguf_only else _single_gguf(path)
 
 
-def _only_gguf(folder: Path) -> Path:
+def _single_gguf(folder: Path) -> Path:
     """The GGUF model in a folder without config.json; of a split one, its first file."""
     found = sorted(
         p for p in folder.glob("*.gguf") if not re.search(r"-(?!00001)\d{5}-of-\d{5}\.gguf$", p.name)
@@ -323,16 +328,16 @@ def _only_gguf(folder: Path) -> Path:
     if found:
         names = ", ".join(p.name for p in found[:6])
         raise ModelNotFound(f"{folder} holds {len(found)} GGUF models ({names}): name one of them.")
-    held = ", ".join(sorted(p.name for p in folder.iterdir())[:6]) or "nothing"
-    raise ModelNotFound(f"Can't find {folder / 'config.json'}: not a model folder (it holds {held}).")
+    listing = ", ".join(sorted(p.name for p in folder.iterdir())[:6]) or "nothing"
+    raise ModelNotFound(f"Can't find {folder / 'config.json'}: not a model folder (it holds {listing}).")
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
     """A JSON object from a file of reasonable size."""
     try:
         size = path.stat().st_size
-        if size > LARGEST_JSON:
-            raise ConfigError(f"{path} has {size} bytes; a configuration has at most {LARGEST_JSON}.")
+        if size > MAX_JSON_BYTES:
+            raise ConfigError(f"{path} has {size} bytes; a configuration has at most {MAX_JSON_BYTES}.")
         value = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}).") from error
@@ -343,7 +348,7 @@ def read_json(path: Path) -> Mapping[str, Any]:
     return value
 
 
-def _ids(value: object) -> list[int]:
+def _id_list(value: object) -> list[int]:
     """One id or a list of them, as a list; some files write -1 where there is none."""
     items = value if isinstance(value, list) else [value]
     return [item for item in items if type(item) is int and item >= 0]
@@ -351,7 +356,7 @@ def _ids(value: object) -> list[int]:
 
 def _check_ids(path: Path, key: str, value: object) -> None:
     """Refuse an id that no vocabulary reaches: one beyond 64 bits would fit no tensor."""
-    if odd := [number for number in _ids(value) if number >= MAX_VOCAB]:
+    if odd := [number for number in _id_list(value) if number >= MAX_VOCAB]:
         raise ConfigError(f'{path}: "{key}" must be below {MAX_VOCAB:,}, found {odd[0]!r:.80}.')
 
 

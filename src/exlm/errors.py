@@ -35,7 +35,7 @@ import reprlib
 import warnings
 from collections.abc import Collection
 
-LIKE = 0.75
+MIN_SIMILARITY = 0.75
 """How much a name must have in common with another to be meant for it; `stop_tokens` is no slip of any."""
 
 
@@ -139,14 +139,16 @@ def shown(value: object) -> str:
     return said if len(said) <= 80 else said[:77] + "..."
 
 
-def unheard_of(what: str, name: str, known: Collection[str], harmless: Collection[str] = ()) -> None:
+def report_unknown_attribute(
+    what: str, name: str, known: Collection[str], ignored: Collection[str] = ()
+) -> None:
     """Speak up for an attribute that was assigned and that nobody reads, where it was assigned.
 
     One that looks like a known name is a slip of the pen, and an AttributeError. Any other is a note of the
     caller's own, as old programs leave them on our objects: a UserWarning, and so for `harmless` names.
     """
-    near = difflib.get_close_matches(name, known, 1, LIKE)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    if near and name not in harmless:
+    close_matches = difflib.get_close_matches(name, known, 1, MIN_SIMILARITY)
+    hint = f" Did you mean {close_matches[0]!r}?" if close_matches else ""
+    if close_matches and name not in ignored:
         raise AttributeError(f"{what} {name!r}.{hint}")
     warnings.warn(f"{what} {name!r}: it is kept, and nothing reads it.{hint}", UserWarning, stacklevel=3)

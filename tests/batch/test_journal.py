@@ -76,7 +76,9 @@ def test_no_change_of_a_byte_goes_unnoticed(
     path = tmp_path_factory.mktemp("changed") / "journal"
     answers = data.draw(
         st.dictionaries(
-            st.integers(0, ROWS - 1), st.binary(max_size=30).map(lambda b: b.replace(b"\n", b"")), min_size=1
+            st.integers(0, ROWS - 1),
+            st.binary(max_size=30).map(lambda b: b.replace(b"\n", b"")),
+            min_size=1,
         )
     )
     whole = bytearray(written(path, answers))

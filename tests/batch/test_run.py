@@ -27,7 +27,9 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    return small(Listing("tiny", str(tiny.chatty(tmp_path_factory.mktemp("tiny"))), max_batch_size=3))
+    return small(
+        Listing("tiny", str(tiny.make_chat_folder(tmp_path_factory.mktemp("tiny"))), max_batch_size=3)
+    )
 
 
 @pytest.fixture

@@ -63,14 +63,14 @@ def test_every_format_is_measured(form: str) -> None:
 
 
 def test_a_model_in_files_is_measured(tmp_path: Path) -> None:
-    folder = tiny.chatty(tmp_path)
+    folder = tiny.make_chat_folder(tmp_path)
     text = run("bench", str(folder), "--batch", "2", *SHORT)
     assert tmp_path.name in text
     assert "dense float32" in text
 
 
 def test_no_more_is_measured_than_a_model_has(tmp_path: Path) -> None:
-    folder = str(tiny.chatty(tmp_path / "model", max_position_embeddings=24))
+    folder = str(tiny.make_chat_folder(tmp_path / "model", max_position_embeddings=24))
     for words, options in (
         ("--context 25 is more than this model has: 24 tokens", ("--context", "8,25", "--prompt", "8")),
         ("--prompt 25 is more than this model has: 24 tokens", ("--context", "8", "--prompt", "25")),
@@ -194,14 +194,14 @@ def test_info_tells_about_the_machine() -> None:
 
 
 def test_the_machines_quirk_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from exlm import settings
-    from exlm.settings import CpuGuard
+    from exlm import env
+    from exlm.env import OnednnIsaCap
 
     for guard, words in (
-        (CpuGuard("half", True), "told to stay below"),
-        (CpuGuard("half", False), "set already"),
-        (CpuGuard("whole", False), "usable"),
-        (CpuGuard("none", False), "not announced"),
+        (OnednnIsaCap("half", True), "told to stay below"),
+        (OnednnIsaCap("half", False), "set already"),
+        (OnednnIsaCap("whole", False), "usable"),
+        (OnednnIsaCap("none", False), "not announced"),
     ):
-        monkeypatch.setattr(settings, "guard_cpu", lambda guard=guard: guard)
+        monkeypatch.setattr(env, "cap_onednn_isa", lambda guard=guard: guard)
         assert words in json.loads(run("info", "--system", "--json"))["AMX"]

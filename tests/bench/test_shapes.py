@@ -11,7 +11,7 @@ from exlm.bench.benchmark import Plan, run
 from exlm.bench.shapes import SHAPES
 from exlm.bench.synthetic import describe_in
 from exlm.bench.weights import form
-from exlm.spec.roles import matrices
+from exlm.spec.weight_roles import matrices
 
 PUBLISHED = {"llama-2-7b": 6.74, "llama-3-8b": 8.03, "mixtral-8x7b": 46.70, "qwen3-30b-a3b": 30.53}
 """Billions of weights."""

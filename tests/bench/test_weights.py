@@ -78,9 +78,9 @@ def test_numbers_have_the_deviation_asked_for(made: Form, inputs: int) -> None:
 
 
 def test_a_source_gives_the_same_weight_twice_and_repeats_itself_if_told() -> None:
-    from exlm.families import Hyper, describe
+    from exlm.families import ConfigReader, build_spec
 
-    model = describe(Hyper(SHAPES["tiny"].config(), "config.json"))
+    model = build_spec(ConfigReader(SHAPES["tiny"].config(), "config.json"))
     for repetitive in (False, True):
         pair = [Synthetic(model, form("exl2"), repetitive=repetitive) for _ in range(2)]
         a, b = (one.weight("layers.0.mlp.up", 256, 512, bias=False, dtype=None, device=CPU) for one in pair)

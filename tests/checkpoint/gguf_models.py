@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from exlm import spec
-from exlm.families import Hyper, describe
+from exlm.families import ConfigReader, build_spec
 from exlm.families.gguf import config_from_metadata
-from exlm.spec.roles import matrices
+from exlm.spec.weight_roles import matrices
 from tests.checkpoint.gguf_bytes import write
 
 NAMES = {
@@ -66,7 +66,7 @@ def metadata(variant: str, vocab: int = 64) -> dict[str, Any]:
 
 def described(variant: str) -> spec.Model:
     """What that metadata describes."""
-    return describe(Hyper(config_from_metadata(metadata(variant), "tiny.gguf"), "tiny.gguf"))
+    return build_spec(ConfigReader(config_from_metadata(metadata(variant), "tiny.gguf"), "tiny.gguf"))
 
 
 def by_role(model: spec.Model) -> dict[str, Tensor]:

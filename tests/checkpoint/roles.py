@@ -8,7 +8,7 @@ import torch
 
 from exlm.checkpoint import Checkpoint
 from exlm.formats import DenseWeight, Weight
-from exlm.spec.names import Names
+from exlm.spec.tensor_names import TensorNames
 from tests.checkpoint.raw import write
 
 CPU = torch.device("cpu")
@@ -16,9 +16,9 @@ Q = "model.layers.0.self_attn.q_proj"
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def opened(folder: Path, tensors: dict[str, torch.Tensor], names: Names | None = None) -> Checkpoint:
+def opened(folder: Path, tensors: dict[str, torch.Tensor], names: TensorNames | None = None) -> Checkpoint:
     """A checkpoint of these tensors in one file."""
-    return Checkpoint.open(write(folder, tensors), names or Names())
+    return Checkpoint.open(write(folder, tensors), names or TensorNames())
 
 
 def weight_of(

@@ -9,7 +9,7 @@ import torch
 
 from exlm.checkpoint import Checkpoint, convert
 from exlm.errors import BadTensor, MissingTensor
-from exlm.spec.names import LAYER, Names, Place
+from exlm.spec.tensor_names import LAYER_PREFIX, TensorLocation, TensorNames
 from tests.checkpoint.raw import same, write
 from tests.checkpoint.roles import FLOATS, Q, opened, tensor_of, weight_of
 
@@ -27,7 +27,8 @@ class TestBias:
         write(tmp_path, {f"{Q}.weight": torch.randn(2, 3)}, "a-00001-of-00002.safetensors")
         write(tmp_path, {f"{Q}.bias": torch.ones(2)}, "a-00002-of-00002.safetensors")
         assert (
-            weight_of(Checkpoint.open(tmp_path, Names()), "layers.0.attn.q", 3, 2, bias=True).bias is not None
+            weight_of(Checkpoint.open(tmp_path, TensorNames()), "layers.0.attn.q", 3, 2, bias=True).bias
+            is not None
         )
 
     def test_it_is_missing(self, tmp_path: Path) -> None:
@@ -79,7 +80,9 @@ class TestTensor:
             tensor_of(checkpoint, "final_norm", (3,), suffix="other")
 
     def test_rows_and_a_scalar(self, tmp_path: Path) -> None:
-        names = Names().with_places(positions=Place("p", rows=((1, 3),), bare=True), embed=Place("s"))
+        names = TensorNames().with_locations(
+            positions=TensorLocation("p", rows=((1, 3),), without_suffix=True), embed=TensorLocation("s")
+        )
         data = torch.randn(4, 2)
         checkpoint = opened(tmp_path, {"p": data, "s.weight": torch.tensor(2.5)}, names)
         assert same(tensor_of(checkpoint, "positions", (2, 2)), data[1:3])
@@ -117,7 +120,9 @@ class TestOverflow:
     def test_a_matrix(self, tmp_path: Path, stored: torch.dtype, transposed: bool) -> None:
         data = torch.ones(4, 4).to(stored)
         data[1, 2], data[3, 0], data[0, 0] = 70000.0, -1e9, float("inf")
-        names = Names().with_places(attn__q=Place(LAYER + "self_attn.q_proj", transposed=transposed))
+        names = TensorNames().with_locations(
+            attn__q=TensorLocation(LAYER_PREFIX + "self_attn.q_proj", transposed=transposed)
+        )
         checkpoint = opened(tmp_path, {f"{Q}.weight": data}, names)
         with pytest.raises(BadTensor) as caught:
             weight_of(checkpoint, "layers.0.attn.q", 4, 4, dtype=torch.float16)

@@ -16,7 +16,7 @@ from exlm import spec
 from exlm.checkpoint import Checkpoint
 from exlm.checkpoint.gguf_reader import GgufCheckpoint
 from exlm.errors import BadFile, BadTensor, MissingTensor
-from exlm.families import Hyper, describe
+from exlm.families import ConfigReader, build_spec
 from exlm.families.gguf import config_from_metadata
 from exlm.formats import DenseWeight, PackedWeight
 from exlm.kernels.select import choose
@@ -24,7 +24,7 @@ from exlm.kvcache import NoCache
 from exlm.model.builder import Builder
 from exlm.model.decoder import Decoder
 from exlm.nn.batch import Batch
-from exlm.spec.roles import matrices
+from exlm.spec.weight_roles import matrices
 from tests import tiny
 from tests.checkpoint import gguf_models
 from tests.checkpoint.gguf_bytes import write
@@ -160,7 +160,7 @@ def _answer(model: spec.Model, decoder: Decoder, ids: torch.Tensor) -> torch.Ten
 
 def test_a_model_answers_as_its_folder_does(tmp_path: Path) -> None:
     folder = tiny.make(tmp_path / "folder")
-    model = describe(Hyper(tiny.CONFIG))
+    model = build_spec(ConfigReader(tiny.CONFIG))
     files = Checkpoint.open(folder, model.names)
     roles = {
         role: files.weight(role, k, n, bias=b, dtype=F32, device=CPU) for role, k, n, b in matrices(model)
@@ -280,7 +280,7 @@ def test_smollm2(fixtures_dir: Path) -> None:
         pytest.skip("point EXLM_SMOLLM2 at SmolLM2-135M-Instruct.Q4_1.gguf")
     checkpoint = GgufCheckpoint.open(path)
     config = config_from_metadata(checkpoint.files.metadata, path, tensors=checkpoint.files.tensors)
-    model = describe(Hyper(config, path))
+    model = build_spec(ConfigReader(config, path))
     decoder = list(Builder(model, checkpoint, choose(CPU, F32), 256).build())[-1]
     assert checkpoint.unused() == []
     for case in json.loads((fixtures_dir / "reference" / "smollm2.json").read_text())["cases"]:

@@ -14,7 +14,7 @@ import torch
 from exlm.checkpoint import Checkpoint, TensorFiles
 from exlm.checkpoint.header import MAX_HEADER, read_header
 from exlm.errors import BadFile, CheckpointError
-from exlm.spec.names import Names
+from exlm.spec.tensor_names import TensorNames
 from tests.checkpoint.raw import entry, pack, packed, same
 
 E = entry()
@@ -249,7 +249,7 @@ def test_a_mutated_file_is_read_right_or_refused(tmp_path: Path) -> None:
     for what, content in mutations.items():
         path.write_bytes(content)
         try:
-            checkpoint = Checkpoint.open(tmp_path, Names())
+            checkpoint = Checkpoint.open(tmp_path, TensorNames())
             for role, name in roles.items():
                 wanted = tensors[name]
                 read = checkpoint.tensor(

@@ -20,7 +20,7 @@ import json, sys
 from pathlib import Path
 import torch
 from exlm.checkpoint import Checkpoint
-from exlm.spec.names import Names
+from exlm.spec.tensor_names import Names
 
 torch.set_num_threads(1)
 

@@ -15,13 +15,13 @@ from exlm.checkpoint import Checkpoint, convert
 from exlm.errors import BadFile, BadTensor, MissingTensor, Unsupported
 from exlm.formats import DenseWeight
 from exlm.formats.gptq_config import GptqConfig
-from exlm.spec.names import LAYER, Names, Place, Rename, Span
+from exlm.spec.tensor_names import LAYER_PREFIX, KeyRename, RowRange, TensorLocation, TensorNames
 from tests.checkpoint.raw import same, write, write_index
 from tests.checkpoint.roles import FLOATS, Q, opened, tensor_of, weight_of
 
 
 @st.composite
-def _cuts(draw: st.DrawFn) -> tuple[int, tuple[Span, ...]]:
+def _cuts(draw: st.DrawFn) -> tuple[int, tuple[RowRange, ...]]:
     """A number of rows, and spans of them in any order that reach the last row."""
     total = draw(st.integers(1, 9))
     marks = sorted({0, total, *draw(st.lists(st.integers(0, total), max_size=4))})
@@ -42,7 +42,7 @@ def _cuts(draw: st.DrawFn) -> tuple[int, tuple[Span, ...]]:
 )
 def test_rows_are_what_slicing_says(
     tmp_path_factory: pytest.TempPathFactory,
-    cuts: tuple[int, tuple[Span, ...]],
+    cuts: tuple[int, tuple[RowRange, ...]],
     k: int,
     stored: torch.dtype,
     wanted: torch.dtype,
@@ -57,8 +57,10 @@ def test_rows_are_what_slicing_says(
     tensors = {key if bare else f"{key}.weight": whole.T.contiguous() if transposed else whole, "x": whole}
     if bias:
         tensors[f"{key}.bias"] = offsets
-    place = Place(LAYER + "self_attn.packed", rows=spans, transposed=transposed, bare=bare)
-    checkpoint = opened(tmp_path_factory.mktemp("m"), tensors, Names().with_places(attn__q=place))
+    place = TensorLocation(
+        LAYER_PREFIX + "self_attn.packed", rows=spans, transposed=transposed, without_suffix=bare
+    )
+    checkpoint = opened(tmp_path_factory.mktemp("m"), tensors, TensorNames().with_locations(attn__q=place))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(convert, "CHUNK", chunk)
         n = sum(stop - start for start, stop in spans)
@@ -85,8 +87,12 @@ def test_the_copy_is_our_own(tmp_path: Path) -> None:
 def test_stacked_experts(tmp_path: Path, transposed: bool) -> None:
     experts, inner, hidden = 3, 4, 5
     stacked = torch.randn(experts * inner, hidden)
-    place = Place(LAYER + "experts.w", stack=inner, transposed=transposed, bare=True)
-    names = Names().with_places(mlp__experts__up=(Place(LAYER + "experts.{e}.w"), place))
+    place = TensorLocation(
+        LAYER_PREFIX + "experts.w", rows_per_expert=inner, transposed=transposed, without_suffix=True
+    )
+    names = TensorNames().with_locations(
+        mlp__experts__up=(TensorLocation(LAYER_PREFIX + "experts.{e}.w"), place)
+    )
     checkpoint = opened(tmp_path, {"model.layers.1.experts.w": stacked}, names)
     for e in range(experts):
         part = stacked[e * inner : (e + 1) * inner]
@@ -104,10 +110,16 @@ def test_stacked_experts_of_two_parts(tmp_path: Path, transposed: bool) -> None:
     shape = (experts * hidden, 2 * inner) if transposed else (experts * 2 * inner, hidden)
     stacked, stack = torch.randn(shape), hidden if transposed else 2 * inner
 
-    def part(*rows: Span) -> Place:
-        return Place(LAYER + "experts.w", rows=rows, stack=stack, transposed=transposed, bare=True)
+    def part(*rows: RowRange) -> TensorLocation:
+        return TensorLocation(
+            LAYER_PREFIX + "experts.w",
+            rows=rows,
+            rows_per_expert=stack,
+            transposed=transposed,
+            without_suffix=True,
+        )
 
-    names = Names().with_places(
+    names = TensorNames().with_locations(
         mlp__experts__gate=part((0, inner)), mlp__experts__up=part((inner, 2 * inner))
     )
     checkpoint = opened(tmp_path, {"model.layers.1.experts.w": stacked}, names)
@@ -120,13 +132,18 @@ def test_stacked_experts_of_two_parts(tmp_path: Path, transposed: bool) -> None:
 
 
 def test_the_first_place_wins_and_the_form_comes_second(tmp_path: Path) -> None:
-    names = Names().with_places(attn__q=(Place(LAYER + "alone"), Place(LAYER + "packed", rows=((0, 2),))))
+    names = TensorNames().with_locations(
+        attn__q=(
+            TensorLocation(LAYER_PREFIX + "alone"),
+            TensorLocation(LAYER_PREFIX + "packed", rows=((0, 2),)),
+        )
+    )
     alone, packed = torch.randn(2, 3), torch.randn(2, 3)
     both = opened(
         tmp_path / "a", {"model.layers.0.packed.weight": packed, "model.layers.0.alone.weight": alone}, names
     )
     assert same(weight_of(both, "layers.0.attn.q", 3, 2).data, alone)
-    assert both.stored("layers.0.attn.q") == Place("model.layers.0.alone")
+    assert both.stored("layers.0.attn.q") == TensorLocation("model.layers.0.alone")
     one = opened(tmp_path / "b", {"model.layers.0.packed.weight": packed}, names)
     assert same(weight_of(one, "layers.0.attn.q", 3, 2).data, packed)
     quantised = {"model.layers.0.packed.q_weight": packed, "model.layers.0.alone.weight": alone}
@@ -134,10 +151,10 @@ def test_the_first_place_wins_and_the_form_comes_second(tmp_path: Path) -> None:
 
 
 def test_a_fused_tensor_must_be_as_long_as_its_parts(tmp_path: Path) -> None:
-    names = Names().with_places(
-        attn__q=Place(LAYER + "qkv", rows=((0, 4),)),
-        attn__k=Place(LAYER + "qkv", rows=((4, 6),)),
-        attn__v=Place(LAYER + "qkv", rows=((6, 8),)),
+    names = TensorNames().with_locations(
+        attn__q=TensorLocation(LAYER_PREFIX + "qkv", rows=((0, 4),)),
+        attn__k=TensorLocation(LAYER_PREFIX + "qkv", rows=((4, 6),)),
+        attn__v=TensorLocation(LAYER_PREFIX + "qkv", rows=((6, 8),)),
     )
     good = opened(tmp_path / "good", {"model.layers.0.qkv.weight": torch.randn(8, 3)}, names)
     assert weight_of(good, "layers.0.attn.q", 3, 4).data.shape == (4, 3)
@@ -151,7 +168,9 @@ def test_a_fused_tensor_must_be_as_long_as_its_parts(tmp_path: Path) -> None:
 
 
 def test_keys_are_renamed(tmp_path: Path) -> None:
-    names = Names(rename=(Rename("h.", "model.layers.", start=True), Rename(".attn.", ".self_attn.")))
+    names = TensorNames(
+        key_renames=(KeyRename("h.", "model.layers.", prefix_only=True), KeyRename(".attn.", ".self_attn."))
+    )
     data = torch.randn(2, 3)
     checkpoint = opened(tmp_path, {"h.7.attn.q_proj.weight": data, "h.x": data}, names)
     assert same(weight_of(checkpoint, "layers.7.attn.q", 3, 2).data, data)
@@ -159,7 +178,7 @@ def test_keys_are_renamed(tmp_path: Path) -> None:
 
 
 def test_two_keys_for_one_role_are_refused(tmp_path: Path) -> None:
-    names = Names(rename=(Rename("old.", "model.", start=True),))
+    names = TensorNames(key_renames=(KeyRename("old.", "model.", prefix_only=True),))
     with pytest.raises(
         BadFile, match=r"(?s)model\.norm\.weight.*old\.norm\.weight|old.*model\.norm"
     ) as caught:
@@ -259,7 +278,7 @@ class TestQuantised:
         tensors = {f"{Q}.weight": torch.ones(4, 4).to(dtype), f"{Q}.{beside}": torch.ones(4)}
         save_file(tensors, tmp_path / "model.safetensors")
         with pytest.raises(BadTensor, match=rf"{words}[^.]*\. Take a GPTQ, AWQ, EXL2 or GGUF version"):
-            weight_of(Checkpoint.open(tmp_path, Names()), "layers.0.attn.q", 4, 4)
+            weight_of(Checkpoint.open(tmp_path, TensorNames()), "layers.0.attn.q", 4, 4)
 
     @pytest.mark.parametrize("shape", [(), (2, 2), (0,)])
     @pytest.mark.parametrize(
@@ -282,7 +301,7 @@ class TestQuantised:
 
     def test_one_whose_inputs_autoawq_divides_is_refused(self, tmp_path: Path) -> None:
         mlp = "model.layers.0.mlp"
-        names = Names().with_places(mlp__down=Place(LAYER + "mlp.c_proj"))
+        names = TensorNames().with_locations(mlp__down=TensorLocation(LAYER_PREFIX + "mlp.c_proj"))
         tensors = {f"{mlp}.c_proj.weight": torch.ones(4, 4), f"{mlp}.act.scales": torch.ones(4)}
         weight_of(opened(tmp_path / "ones", tensors, names), "layers.0.mlp.down", 4, 4)
         tensors[f"{mlp}.act.scales"][2] = 1.5
@@ -303,7 +322,7 @@ class TestQuantised:
         """`dynamic` gives matrices their own widths: then what the whole file says of them is nothing."""
         shapes = {"qweight": (64 * bits // 32, 32), "qzeros": (2, bits), "scales": (2, 32)}
         write(tmp_path, {f"{Q}.{name}": torch.ones(size, dtype=torch.int32) for name, size in shapes.items()})
-        checkpoint = Checkpoint.open(tmp_path, Names(), GptqConfig(bits if told else None))
+        checkpoint = Checkpoint.open(tmp_path, TensorNames(), GptqConfig(bits if told else None))
         assert checkpoint.describe("layers.0.attn.q")[0] == f"gptq {bits} bit, groups of 32"
 
     def test_it_comes_before_floats(self, tmp_path: Path) -> None:
@@ -321,7 +340,7 @@ class TestQuantised:
 
 
 def test_the_index_tells_which_file_is_missing(tmp_path: Path) -> None:
-    names = Names(rename=(Rename("old.", "model.", start=True),))
+    names = TensorNames(key_renames=(KeyRename("old.", "model.", prefix_only=True),))
     write(tmp_path, {"x": torch.ones(1)}, "a.safetensors")
     write_index(tmp_path, {"old.norm.weight": "b.safetensors", "x": "a.safetensors"})
     with pytest.raises(MissingTensor, match=r"final_norm.*'b\.safetensors', which is not in the folder"):
@@ -340,7 +359,7 @@ def test_asking_is_not_reading(tmp_path: Path) -> None:
 
 
 def test_real_files(fixtures_dir: Path) -> None:
-    checkpoint = Checkpoint.open(fixtures_dir / "tiny-lm", Names())
+    checkpoint = Checkpoint.open(fixtures_dir / "tiny-lm", TensorNames())
     info = checkpoint.files.info("model.embed_tokens.weight")
     vocab, hidden = info.shape
     embed = tensor_of(checkpoint, "embed", (vocab, hidden))
@@ -348,7 +367,7 @@ def test_real_files(fixtures_dir: Path) -> None:
     head = weight_of(checkpoint, "head", hidden, vocab, fallback="embed")
     assert head.data.shape == (vocab, hidden)
     for folder in sorted(fixtures_dir.glob("*-exl2-*")):
-        opened_exl2 = Checkpoint.open(folder, Names())
+        opened_exl2 = Checkpoint.open(folder, TensorNames())
         assert opened_exl2.describe("layers.0.attn.q")[0].startswith("exl2 ")
         cpu = torch.device("cpu")
         head_exl2 = opened_exl2.weight("head", hidden, vocab, bias=False, dtype=None, device=cpu)
@@ -360,7 +379,9 @@ def test_real_files(fixtures_dir: Path) -> None:
 def test_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transposed: bool) -> None:
     monkeypatch.setattr(convert, "CHUNK", 1000)
     data, device = torch.randn(64, 48).bfloat16(), torch.device("cuda")
-    names = Names().with_places(attn__q=Place(LAYER + "self_attn.q_proj", transposed=transposed))
+    names = TensorNames().with_locations(
+        attn__q=TensorLocation(LAYER_PREFIX + "self_attn.q_proj", transposed=transposed)
+    )
     checkpoint = opened(tmp_path, {f"{Q}.weight": data.T.contiguous() if transposed else data}, names)
     weight = checkpoint.weight("layers.0.attn.q", 48, 64, bias=False, dtype=torch.float16, device=device)
     assert isinstance(weight, DenseWeight)

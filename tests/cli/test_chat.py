@@ -25,7 +25,7 @@ from tests import tiny
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.chatty(tmp_path_factory.mktemp("chatty"))
+    return tiny.make_chat_folder(tmp_path_factory.mktemp("chatty"))
 
 
 @pytest.fixture(scope="module")
@@ -372,7 +372,7 @@ def test_a_format_ends_answers(folder: Path) -> None:
 
 
 def test_a_model_without_a_template_needs_a_format(tmp_path: Path) -> None:
-    folder = tiny.chatty(tmp_path / "plain")
+    folder = tiny.make_chat_folder(tmp_path / "plain")
     words = json.loads((folder / "tokenizer_config.json").read_text())
     del words["chat_template"]
     (folder / "tokenizer_config.json").write_text(json.dumps(words))

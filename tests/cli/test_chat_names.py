@@ -13,7 +13,7 @@ from tests import tiny
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.chatty(tmp_path_factory.mktemp("chatty"))
+    return tiny.make_chat_folder(tmp_path_factory.mktemp("chatty"))
 
 
 @pytest.mark.parametrize("name", ["~no-such-user/chat", "x" * 300, "a\0b", "/dev/null/chat"])

@@ -32,7 +32,7 @@ CTRL_C = "\x03"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.chatty(tmp_path_factory.mktemp("chatty"), max_position_embeddings=2048)
+    return tiny.make_chat_folder(tmp_path_factory.mktemp("chatty"), max_position_embeddings=2048)
 
 
 class Endless(Session):

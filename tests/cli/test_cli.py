@@ -20,7 +20,7 @@ from tests import tiny
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.chatty(tmp_path_factory.mktemp("chatty"))
+    return tiny.make_chat_folder(tmp_path_factory.mktemp("chatty"))
 
 
 def run(*arguments: str, input: str | None = None) -> str:

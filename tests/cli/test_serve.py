@@ -129,7 +129,7 @@ def test_a_model_has_the_same_options_wherever_it_is_hosted() -> None:
 
 
 def test_it_serves_until_told_to_stop(tmp_path: Path) -> None:
-    folder = tiny.chatty(tmp_path / "tiny")
+    folder = tiny.make_chat_folder(tmp_path / "tiny")
     (tmp_path / "keys").write_text("one\ntwo\n")
     command = [sys.executable, "-m", "exlm.cli", "serve", str(folder), "--port", "0", "-q"]
     command += ["--api-key", f"@{tmp_path / 'keys'}", "--device", "cpu", "--set", "temperature=0"]

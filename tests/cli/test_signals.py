@@ -119,7 +119,7 @@ def test_a_handler_of_the_program_around_it_stays() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.chatty(tmp_path_factory.mktemp("tiny"))
+    return tiny.make_chat_folder(tmp_path_factory.mktemp("tiny"))
 
 
 def serving(folder: Path) -> list[str]:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="closes streams as a 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.chatty(tmp_path_factory.mktemp("chatty"))
+    return tiny.make_chat_folder(tmp_path_factory.mktemp("chatty"))
 
 
 def closed(how: str, *arguments: object) -> subprocess.CompletedProcess[str]:

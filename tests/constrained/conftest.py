@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from exlm.text.codec import Codec, ModelIds
+from exlm.tokenizer.codec import Codec, ConfigTokenIds
 from tests import tiny
 from tests.constrained import toy_vocabularies as toy
 
@@ -20,7 +20,9 @@ def g16(tmp_path_factory: pytest.TempPathFactory) -> Codec:
 @pytest.fixture(scope="session")
 def every_byte(tmp_path_factory: pytest.TempPathFactory) -> Codec:
     """One token for each byte."""
-    return Codec.from_folder(tiny.chatty(tmp_path_factory.mktemp("bytes")), ModelIds(bos=1, eos=2))
+    return Codec.from_folder(
+        tiny.make_chat_folder(tmp_path_factory.mktemp("bytes")), ConfigTokenIds(bos=1, eos=2)
+    )
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +35,7 @@ def fallback(tmp_path_factory: pytest.TempPathFactory) -> Codec:
 @pytest.fixture(scope="session")
 def trained(fixtures_dir: Path) -> Codec:
     """A real byte-level BPE."""
-    return Codec.from_folder(fixtures_dir / "tiny-lm", ModelIds())
+    return Codec.from_folder(fixtures_dir / "tiny-lm", ConfigTokenIds())
 
 
 @pytest.fixture(params=["every_byte", "fallback", "trained"])

@@ -13,7 +13,7 @@ from exllamav2.generator.base import ExLlamaV2Filter
 from exlm.constrained import Filter, FilterStack, PrefixFilter
 from exlm.constrained.stack import LONGEST_WHITESPACE
 from exlm.errors import InputError
-from exlm.text import Codec
+from exlm.tokenizer import Codec
 from tests.constrained.toy_vocabularies import LETTER_PIECES, Enforcer, allowed_ids
 
 

@@ -18,7 +18,7 @@ import pytest
 from exlm.constrained import FilterStack, GrammarFilter, JsonSchemaFilter, RegexFilter, grammar
 from exlm.constrained import bitmask as bits
 from exlm.errors import InputError, MissingExtra
-from exlm.text import Codec
+from exlm.tokenizer import Codec
 from tests.constrained.toy_vocabularies import allowed_ids, byte_codec, random_then_closing, run_stack
 
 jsonschema = pytest.importorskip("jsonschema")

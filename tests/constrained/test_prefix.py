@@ -8,7 +8,7 @@ import pytest
 
 from exlm.constrained import FilterStack, PrefixFilter, token_trie
 from exlm.errors import InputError
-from exlm.text import Codec
+from exlm.tokenizer import Codec
 from tests.constrained.toy_vocabularies import allowed_ids
 
 

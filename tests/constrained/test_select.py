@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from exlm.constrained import FilterStack, PrefixFilter, SelectFilter, token_trie
 from exlm.errors import InputError
-from exlm.text import Codec
+from exlm.tokenizer import Codec
 from tests.constrained.toy_vocabularies import byte_codec, run_stack
 
 ALPHABET = "abAB éÉß🦙Σσς"

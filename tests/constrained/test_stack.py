@@ -15,7 +15,7 @@ from exlm.constrained import Filter, FilterStack, PrefixFilter, SelectFilter
 from exlm.constrained import bitmask as bits
 from exlm.constrained.stack import UNCONSTRAINED
 from exlm.errors import InputError
-from exlm.text import Codec
+from exlm.tokenizer import Codec
 from tests.constrained.toy_vocabularies import Enforcer, allowed_ids
 
 IDS = st.sets(st.integers(0, 35))

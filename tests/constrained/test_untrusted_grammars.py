@@ -13,7 +13,7 @@ import pytest
 
 from exlm.constrained import FilterStack, GrammarFilter, JsonSchemaFilter, MaskFilter, RegexFilter
 from exlm.errors import InputError
-from exlm.text import Codec
+from exlm.tokenizer import Codec
 from tests.constrained.toy_vocabularies import random_then_closing, run_stack
 
 pytest.importorskip("llguidance")

@@ -13,10 +13,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from exlm.constrained import FilterStack
 from exlm.constrained import bitmask as bits
-from exlm.text.codec import Codec, ModelIds
-from exlm.text.pieces import byte_letters
+from exlm.tokenizer.codec import Codec, ConfigTokenIds
+from exlm.tokenizer.token_bytes import byte_to_unicode
 
-LETTERS = byte_letters()
+LETTERS = byte_to_unicode()
 LETTER_PIECES = [
     "</s>",
     "<s>",
@@ -73,7 +73,7 @@ def _saved(tokenizer: Tokenizer, folder: Path, eos: list[int]) -> Codec:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({}))
-    return Codec.from_folder(folder, ModelIds(eos=eos[0] if eos else None, more_eos=tuple(eos[1:])))
+    return Codec.from_folder(folder, ConfigTokenIds(eos=eos[0] if eos else None, all_eos=tuple(eos[1:])))
 
 
 def allowed_ids(stack: FilterStack) -> set[int]:

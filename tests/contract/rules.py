@@ -16,13 +16,13 @@ from pathlib import Path, PurePosixPath
 
 PUBLIC = "exlm"  # the package itself: what `from exlm import …` reads
 BASE = frozenset({"atomic_dir", "errors", "lazy", "memory", "version"})  # what every package may import
-LEVELS = (  # lowest first; a package imports only from lower levels, and of those only what MAY_IMPORT grants
-    ("spec", "settings"),
-    ("families", "formats", "sampling", "text"),
+LAYERS = (  # lowest first; a package imports only from lower levels, and of those only what MAY_IMPORT grants
+    ("spec", "env"),
+    ("families", "formats", "sampling", "tokenizer"),
     ("kernels", "constrained"),
     ("kvcache", "checkpoint"),
     ("nn",),
-    ("parallel", "lora", "multimodal", "config", "tokenizer", "hub"),
+    ("parallel", "lora", "multimodal", "config", "hub"),
     ("model",),
     ("generator", "convert"),
     ("quantize",),
@@ -31,7 +31,7 @@ LEVELS = (  # lowest first; a package imports only from lower levels, and of tho
 
 
 def _below(level: int) -> frozenset[str]:
-    return frozenset(name for line in LEVELS[:level] for name in line)
+    return frozenset(name for line in LAYERS[:level] for name in line)
 
 
 MAY_IMPORT: dict[str, frozenset[str]] = {
@@ -41,21 +41,22 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "memory": frozenset({"errors"}),
     "version": frozenset(),
     "spec": BASE,
-    "settings": BASE,
+    "env": BASE,
     "families": BASE | {"spec"},
     "formats": BASE,
     "sampling": BASE,
-    "text": BASE,
-    "testing": BASE | {"text"},
-    "kernels": BASE | {"formats", "spec", "settings"},
-    "constrained": BASE | {"text"},
+    "tokenizer": BASE,
+    "testing": BASE | {"tokenizer"},
+    "kernels": BASE | {"formats", "spec", "env"},
+    "constrained": BASE | {"tokenizer"},
     "kvcache": BASE | {"kernels", "spec"},
     "checkpoint": BASE | {"formats", "spec"},
     "nn": BASE | {"spec", "kernels", "kvcache"},
-    **dict.fromkeys(LEVELS[5], BASE | _below(5)),
-    "hub": BASE | {"settings"},
+    **dict.fromkeys(LAYERS[5], BASE | _below(5)),
+    "config": BASE | {"checkpoint", "env", "families", "formats", "spec"},
+    "hub": BASE | {"env"},
     "model": BASE | _below(6),
-    "generator": BASE | {"text", "sampling", "constrained"},
+    "generator": BASE | {"tokenizer", "sampling", "constrained"},
     "convert": BASE | _below(7),
     "quantize": BASE | _below(7) | {"convert"},
     "llm": BASE | _below(9),
@@ -65,13 +66,13 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "batch": frozenset({PUBLIC, "serve"}),
     "scale": frozenset({PUBLIC, "batch", "serve"}),
     "bench": frozenset({PUBLIC}) | BASE | _below(9),
-    "cli": frozenset({PUBLIC, "batch", "bench", "scale", "serve", "settings"}),
+    "cli": frozenset({PUBLIC, "batch", "bench", "scale", "serve", "env"}),
     "__main__": frozenset({"cli"}),
     "exllamav2": frozenset({PUBLIC, "legacy"}),
 }
 
-MAY_READ_SETTINGS = (
-    "exlm.settings",
+MAY_READ_ENV = (
+    "exlm.env",
     "exlm.config",
     "exlm.hub",
     "exlm.kernels.select",
@@ -79,10 +80,16 @@ MAY_READ_SETTINGS = (
     "exlm.bench",
     "exlm.cli",
 )
-NAMES = ("names", "Names", "Place", "Rename")  # exlm.spec.names, and what exlm.spec re-exports from it
-STANDARD_LIBRARY_ONLY = ("errors", "lazy", "memory", "version", "spec", "settings")
-WITHOUT_TORCH = ("spec", "families", "text", "generator")
-TORCH_ALLOWED = ("exlm.generator.results",)  # makes the tensors of public results
+SPEC_NAMES_FOR_CHECKPOINT = (
+    "tensor_names",
+    "KeyRename",
+    "RowRange",
+    "TensorLocation",
+    "TensorNames",
+)  # exlm.spec.tensor_names, and what exlm.spec re-exports from it
+STANDARD_LIBRARY_ONLY = ("errors", "lazy", "memory", "version", "spec", "env")
+WITHOUT_TORCH = ("spec", "families", "tokenizer", "generator")
+TORCH_ALLOWED = ("exlm.generator.results", "exlm.tokenizer.tokenizer")  # make the tensors of public results
 UNSAFE_MODULES = ("pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib")
 ENVIRONMENT = ("environ", "environb", "getenv", "getenvb", "putenv", "unsetenv")
 
@@ -93,7 +100,7 @@ class Import:
 
     module: str
     line: int
-    at_load: bool  # outside functions and `if TYPE_CHECKING:`
+    runs_at_import: bool  # outside functions and `if TYPE_CHECKING:`
 
 
 @dataclass(frozen=True)
@@ -185,7 +192,7 @@ def top_package_of(module: str) -> str:
     return first if first in MAY_IMPORT else PUBLIC
 
 
-def belongs_to_a_level(source: Source) -> list[str]:
+def belongs_to_a_layer(source: Source) -> list[str]:
     """Every file belongs to a package with import rules."""
     first = source.path.parts[1].removesuffix(".py") if source.path.parts[0] == "exlm" else ""
     if first in ("", "__init__") or first in MAY_IMPORT:
@@ -210,20 +217,21 @@ def names_only_from_spec(source: Source) -> list[str]:
     if source.top_package != "checkpoint":
         return []
     return [
-        source.at(found.line, f"imports {found.module}: checkpoint may use only exlm.spec.names")
+        source.at(found.line, f"imports {found.module}: checkpoint may use only exlm.spec.tensor_names")
         for found in source.imports
-        if top_package_of(found.module) == "spec" and found.module.split(".")[2] not in NAMES
+        if top_package_of(found.module) == "spec"
+        and found.module.split(".")[2] not in SPEC_NAMES_FOR_CHECKPOINT
     ]
 
 
-def reads_settings_where_allowed(source: Source) -> list[str]:
+def reads_env_where_allowed(source: Source) -> list[str]:
     """Only a few modules read the environment; all others take arguments."""
-    if any(source.module == name or source.module.startswith(name + ".") for name in MAY_READ_SETTINGS):
+    if any(source.module == name or source.module.startswith(name + ".") for name in MAY_READ_ENV):
         return []
     return [
-        source.at(found.line, "imports settings: pass the value in as an argument")
+        source.at(found.line, "imports env: pass the value in as an argument")
         for found in source.imports
-        if top_package_of(found.module) == "settings"
+        if top_package_of(found.module) == "env"
     ]
 
 
@@ -255,10 +263,10 @@ def has_no_global(source: Source) -> list[str]:
 
 
 def leaves_environment_alone(source: Source) -> list[str]:
-    """Only settings.py reads the environment."""
-    if source.module == "exlm.settings":
+    """Only env.py reads the environment."""
+    if source.module == "exlm.env":
         return []
-    complaint = "uses the environment: only exlm/settings.py may"
+    complaint = "uses the environment: only exlm/env.py may"
     named = [(found.line, found.module) for found in source.imports]
     bad = [source.at(line, complaint) for line, module in named if module in {f"os.{n}" for n in ENVIRONMENT}]
     for node in ast.walk(source.tree):
@@ -267,7 +275,7 @@ def leaves_environment_alone(source: Source) -> list[str]:
     return bad
 
 
-def runs_no_foreign_code(source: Source) -> list[str]:
+def runs_no_untrusted_code(source: Source) -> list[str]:
     """Nothing in a model folder is ever executed."""
     bad = []
     for found in source.imports:
@@ -339,12 +347,12 @@ def only_reexports(source: Source) -> list[str]:
     return bad if raises <= 1 else [*bad, source.at(1, f"raises {raises} times; once is enough")]
 
 
-def cycles(sources: list[Source]) -> list[str]:
+def import_cycles(sources: list[Source]) -> list[str]:
     """Modules that need each other to load, as one path; only imports that run at load count."""
     known = {source.module for source in sources}
     graph: dict[str, set[str]] = {}
     for source in sources:
-        named = (found.module for found in source.imports if found.at_load)
+        named = (found.module for found in source.imports if found.runs_at_import)
         loaded = {name if name in known else name.rpartition(".")[0] for name in named}
         graph[source.module] = loaded & known - {source.module}
     try:
@@ -355,14 +363,14 @@ def cycles(sources: list[Source]) -> list[str]:
 
 
 PER_FILE = (
-    belongs_to_a_level,
+    belongs_to_a_layer,
     imports_point_down,
     names_only_from_spec,
-    reads_settings_where_allowed,
+    reads_env_where_allowed,
     needs_only_what_it_may,
     has_no_global,
     leaves_environment_alone,
-    runs_no_foreign_code,
+    runs_no_untrusted_code,
     prints_nothing,
     has_a_module_docstring,
     forward_reads_no_spec,

@@ -15,7 +15,7 @@ import pytest
 import exllamav2
 import exlm
 
-SAME = [
+ALIASES = [
     ("exllamav2", "ExLlamaV2", "Model"),
     ("exllamav2", "ExLlamaV2Cache", "Cache"),
     ("exllamav2", "ExLlamaV2CacheBase", "CacheBase"),
@@ -223,7 +223,7 @@ PACKAGES = [
 REFUSED = ["exllamav2.conversion.convert_exl2"]  # importing it was running it
 
 
-@pytest.mark.parametrize(("module", "old", "new"), SAME)
+@pytest.mark.parametrize(("module", "old", "new"), ALIASES)
 def test_an_old_name_is_the_new_object(module: str, old: str, new: str) -> None:
     found = importlib.import_module(module)
     assert getattr(found, old) is getattr(exlm, new)
@@ -240,7 +240,7 @@ def test_an_old_name_is_a_legacy_object(module: str, old: str, new: str) -> None
 
 def test_the_tables_are_complete() -> None:
     modules = {name for _, name, _ in pkgutil.walk_packages(exllamav2.__path__, "exllamav2.")} - set(REFUSED)
-    listed = {(module, old) for module, old, _ in (*SAME, *LEGACY)} | set(PACKAGES)
+    listed = {(module, old) for module, old, _ in (*ALIASES, *LEGACY)} | set(PACKAGES)
     for module in {"exllamav2", *modules}:
         assert {(module, name) for name in importlib.import_module(module).__all__} <= listed
 

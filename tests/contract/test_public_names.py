@@ -17,7 +17,7 @@ import exlm
 from tests.contract.test_source_rules import SRC
 
 # Installed with exlm or beside it, but imported only by the function that needs it.
-WAITING = {
+IMPORTED_LATE = {
     "fastapi",
     "gguf",
     "huggingface_hub",
@@ -77,14 +77,14 @@ def test_importing_prints_nothing(imported: dict[str, Any]) -> None:
     assert imported["output"] == ""
 
 
-def test_importing_waits_for_nothing_large(imported: dict[str, Any]) -> None:
+def test_importing_exlm_imports_no_large_module(imported: dict[str, Any]) -> None:
     assert [name for name in imported["light"] if name.startswith("exlm.")] == ["exlm.lazy", "exlm.version"]
 
 
-def test_names_are_there_when_they_are_asked_for() -> None:
-    from exlm import settings
+def test_names_are_imported_on_first_use() -> None:
+    from exlm import env
 
-    assert exlm.settings is settings
+    assert exlm.env is env
     assert set(exlm.__all__) <= set(dir(exlm))
     assert exlm.Model is exlm.model.Model
     with pytest.raises(AttributeError, match="module 'exlm' has no attribute 'Missing'"):
@@ -96,7 +96,7 @@ def test_importing_touches_no_gpu(imported: dict[str, Any]) -> None:
 
 
 def test_importing_loads_no_optional_package(imported: dict[str, Any]) -> None:
-    early = sorted({name.partition(".")[0] for name in imported["modules"]} & WAITING)
+    early = sorted({name.partition(".")[0] for name in imported["modules"]} & IMPORTED_LATE)
     assert early == [], "import these inside the function that needs them"
 
 

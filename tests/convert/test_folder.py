@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from exlm import Config, Unsupported, convert_model
 from exlm.formats import exl2, gptq
-from exlm.spec.roles import matrices
+from exlm.spec.weight_roles import matrices
 from tests import tiny
 from tests.convert.conversion_helpers import (
     AWQ_JSON,
@@ -127,7 +127,7 @@ def test_every_family_gets_its_first_tensor_names(case: zoo.Case, tmp_path: Path
     assert spec == Config(source).spec
     stored = read_tensors(target)
     for m in matrices(spec):
-        name = spec.names.find(m.role)[0].key + ".weight"
+        name = spec.names.locations_of(m.role)[0].key + ".weight"
         assert name in stored or (m.role == "head" and spec.head.tied)
     assert sum(t.nbytes for t in stored.values()) == sum(t.nbytes for t in read_tensors(source).values())
 
@@ -249,7 +249,11 @@ def test_an_exl2_head_with_padding_keeps_its_bytes(tmp_path: Path) -> None:
     assert_same(source, convert_model(source, tmp_path / "floats", "dense"))
 
 
-@given(value=st.integers(0, 16), layout=st.sampled_from(["gptq", "gptq_v2", "gemm"]), at=st.integers(0, 127))
+@given(
+    value=st.integers(0, 16),
+    layout=st.sampled_from(["gptq", "gptq_v2", "gemm"]),
+    at=st.integers(0, 127),
+)
 @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_zero_point_is_kept_or_refused(tmp_path: Path, value: int, layout: str, at: int) -> None:
     """GPTQ says 1 to 16 in its first layout and 0 to 15 in its second, AWQ 0 to 15."""

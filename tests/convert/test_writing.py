@@ -42,7 +42,7 @@ def test_a_full_disk_is_refused_before_writing(tmp_path: Path, monkeypatch: pyte
 
 
 def test_only_what_is_needed_is_copied(tmp_path: Path) -> None:
-    source = tiny.chatty(tmp_path / "old")
+    source = tiny.make_chat_folder(tmp_path / "old")
     kept = [
         "generation_config.json",
         "chat_template.jinja",
@@ -123,7 +123,7 @@ def test_only_a_model_folder_is_replaced(tmp_path: Path) -> None:
 
 
 def test_disk_errors_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = tiny.chatty(tmp_path / "old")
+    source = tiny.make_chat_folder(tmp_path / "old")
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")

@@ -17,16 +17,16 @@ import pytest
 from exlm import LLM, Completion, Config, Generator, Job, Settings, StreamingResult
 from exlm.families import FAMILIES
 from tests.conftest import ROOT
-from tests.docs.places import places
+from tests.docs.path_substitutions import path_substitutions
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([\w-]+))?\)")
-WIDEST = 120
+MAX_LINE_LENGTH = 120
 
 
-def name(page: Path) -> str:
+def page_name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
@@ -37,7 +37,7 @@ def blocks(page: Path) -> Iterator[tuple[int, str]]:
         yield text.count("\n", 0, found.start()) + 1, found[1]
 
 
-def leads_somewhere(page: Path, path: str, heading: str) -> bool:
+def link_target_exists(page: Path, path: str, heading: str) -> bool:
     """Whether a file is there, and the heading in it that the link names, if it names one."""
     target = page.parent / path if path else page
     if not heading or not target.is_file():
@@ -48,10 +48,10 @@ def leads_somewhere(page: Path, path: str, heading: str) -> bool:
 
 @pytest.fixture(scope="module")
 def replaced(fixtures_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return places(fixtures_dir, tmp_path_factory.mktemp("places"))
+    return path_substitutions(fixtures_dir, tmp_path_factory.mktemp("places"))
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if BLOCK.search(page.read_text())], ids=name)
+@pytest.mark.parametrize("page", [page for page in PAGES if BLOCK.search(page.read_text())], ids=page_name)
 def test_a_page_runs(
     page: Path, replaced: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,12 +64,12 @@ def test_a_page_runs(
         exec(code, namespace)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_links_lead_somewhere_and_lines_are_short(page: Path) -> None:
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_links_resolve_and_lines_are_short(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     links = [link for link in LINK.findall(text) if "://" not in link[0]]
-    assert [link for link in links if not leads_somewhere(page, *link)] == []
-    wide = [line for line in text.splitlines() if len(line) > WIDEST and not line.startswith("|")]
+    assert [link for link in links if not link_target_exists(page, *link)] == []
+    wide = [line for line in text.splitlines() if len(line) > MAX_LINE_LENGTH and not line.startswith("|")]
     assert wide == []
 
 
@@ -89,7 +89,7 @@ def options(config: Config) -> list[str]:
     return [field for field in vars(config) if not field.startswith("_")]
 
 
-COMPLETE = [
+DOCUMENTED_NAMES = [
     ("sampling.md", [field.name for field in dataclasses.fields(Settings)]),
     ("configuration.md", options(Config())),
     ("models.md", list(FAMILIES)),
@@ -101,7 +101,7 @@ COMPLETE = [
 ]
 
 
-@pytest.mark.parametrize(("page", "names"), COMPLETE, ids=[page for page, _ in COMPLETE])
+@pytest.mark.parametrize(("page", "names"), DOCUMENTED_NAMES, ids=[page for page, _ in DOCUMENTED_NAMES])
 def test_a_page_names_everything(page: str, names: list[str]) -> None:
     text = (DOCS / page).read_text(encoding="utf-8")
     assert [one for one in names if not re.search(rf"`[^`\n]*\b{re.escape(one)}\b[^`\n]*`", text)] == []

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.docs.places import places
+from tests.docs.path_substitutions import path_substitutions
 
 EXAMPLES = ROOT / "examples"
 MODEL = "/path/to/model"
@@ -45,7 +45,7 @@ def test_every_example_is_run() -> None:
 
 @pytest.fixture(scope="module")
 def replaced(fixtures_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return places(fixtures_dir, tmp_path_factory.mktemp("places"))
+    return path_substitutions(fixtures_dir, tmp_path_factory.mktemp("places"))
 
 
 @pytest.mark.parametrize(("name", "arguments", "shown"), RUNS, ids=[name for name, _, _ in RUNS])

@@ -22,10 +22,10 @@ from safetensors.torch import save_file
 
 from exlm import Config, ExlmError, Model, spec
 from exlm.checkpoint.gguf_names import gguf_names
-from exlm.families import FAMILIES, Hyper, describe
+from exlm.families import FAMILIES, ConfigReader, build_spec
 from exlm.families.gguf import config_from_metadata
 from exlm.kernels.reference.rope import frequencies
-from exlm.spec.roles import matrices
+from exlm.spec.weight_roles import matrices
 from tests.checkpoint.gguf_models import VARIANTS, metadata
 from tests.models.zoo_cases import CASES, Case
 from tests.models.zoo_recipes import GEMMA, LLAMA, RECIPES, deep_merge
@@ -127,17 +127,17 @@ def changed(table: Mapping[str, Any], path: Keys, value: Any) -> dict[str, Any]:
 def asked(config: Mapping[str, Any]) -> set[Keys]:
     """The keys a family looks up, whether the file has them or not."""
     found: set[Keys] = set(paths(config))
-    plain = Hyper.find
+    plain = ConfigReader.find
 
-    def find(self: Hyper, *keys: str) -> tuple[str, Any]:
+    def find(self: ConfigReader, *keys: str) -> tuple[str, Any]:
         found.update(tuple(key.split(".")) for key in keys)
         return plain(self, *keys)
 
-    Hyper.find = find  # type: ignore[method-assign]
+    ConfigReader.find = find  # type: ignore[method-assign]
     try:
-        describe(Hyper(config))
+        build_spec(ConfigReader(config))
     finally:
-        Hyper.find = plain  # type: ignore[method-assign]
+        ConfigReader.find = plain  # type: ignore[method-assign]
     if config.get("rope_parameters", {}).keys() - ROPE[:1] - {"rope_type"}:  # it says more than a base
         found |= {(table, key) for table in ("rope_parameters", "rope_scaling") for key in ROPE}
     if "text_config" in config:
@@ -161,23 +161,26 @@ def configs() -> Iterator[Outcome]:
     """Every key of every family's config.json with every hostile value."""
     for case in cases():
         config = config_of(case)
-        used(describe(Hyper(config)))
+        used(build_spec(ConfigReader(config)))
         for path in sorted(asked(config)):
             for value in HOSTILE:
                 mutant = changed(config, path, value)
-                yield f"{case.id} {path} = {value!r:.30}", lambda c=mutant: used(describe(Hyper(c)))
+                yield f"{case.id} {path} = {value!r:.30}", lambda c=mutant: used(build_spec(ConfigReader(c)))
         for path in sorted(asked(config)):  # sizes that agree with each other
             if path[-1].endswith("heads") or path[-1] == "n_head":
                 pair = changed(changed(config, path, 10**9), (*path[:-1], "num_key_value_heads"), 10**9)
                 pair = changed(pair, (*path[:-1], "head_dim"), 8)
-                yield f"{case.id} {path} and key/value heads", lambda c=pair: used(describe(Hyper(c)))
+                yield (
+                    f"{case.id} {path} and key/value heads",
+                    lambda c=pair: used(build_spec(ConfigReader(c))),
+                )
 
 
 def ggufs() -> Iterator[Outcome]:
     """Every key of every GGUF architecture's metadata with every hostile value."""
 
     def read(table: dict[str, Any]) -> None:
-        used(describe(Hyper(config_from_metadata(table, "x.gguf", tensors=["blk.0.attn_q.bias"]))))
+        used(build_spec(ConfigReader(config_from_metadata(table, "x.gguf", tensors=["blk.0.attn_q.bias"]))))
         gguf_names(table, "x.gguf")
 
     for variant, (arch, _) in VARIANTS.items():
@@ -206,10 +209,10 @@ def loads() -> Iterator[Outcome]:
         folder = Path(name)
         save_file({"nothing": torch.zeros(1)}, folder / "model.safetensors")
         for case in cases():
-            config, seen = config_of(case), {describe(Hyper(config_of(case)))}
+            config, seen = config_of(case), {build_spec(ConfigReader(config_of(case)))}
             for path in sorted(asked(config)):
                 try:
-                    model = describe(Hyper(mutant := changed(config, path, HUGE)))
+                    model = build_spec(ConfigReader(mutant := changed(config, path, HUGE)))
                 except ExlmError:
                     continue
                 if model not in seen:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from exlm.errors import ConfigError
-from exlm.families import Hyper, describe
-from exlm.families.hyper import MAX_ALL_EXPERTS, MAX_EXPERTS, MAX_VOCAB
-from exlm.spec.roles import matrices
+from exlm.families import ConfigReader, build_spec
+from exlm.families.config_reader import MAX_ALL_EXPERTS, MAX_EXPERTS, MAX_VOCAB
+from exlm.spec.weight_roles import matrices
 from tests.conftest import ROOT
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the system limits a process's memory")
@@ -58,22 +58,22 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_experts_are_bounded_as_layers_are(architecture: str) -> None:
     key, more = EXPERTS[architecture]
     raw = {"architectures": [architecture], **NUMBERS, **more}
-    assert sum(1 for _ in matrices(describe(Hyper({**raw, key: MAX_EXPERTS})))) > 12 * MAX_EXPERTS
+    assert sum(1 for _ in matrices(build_spec(ConfigReader({**raw, key: MAX_EXPERTS})))) > 12 * MAX_EXPERTS
     with pytest.raises(ConfigError, match=rf'"{key}" must be a size from 1 to 4096, found 1000000000\.'):
-        describe(Hyper({**raw, key: 10**9}))
+        build_spec(ConfigReader({**raw, key: 10**9}))
 
 
 def test_experts_of_dbrx_are_bounded_too() -> None:
     names = {"d_model": 64, "n_heads": 4, "n_layers": 4, "vocab_size": 128}
     ffn = {"ffn_hidden_size": 96, "moe_num_experts": 10**9, "moe_top_k": 2}
     with pytest.raises(ConfigError, match=r'"ffn_config.moe_num_experts" must be a size from 1 to 4096'):
-        describe(Hyper({"architectures": ["DbrxForCausalLM"], **names, "ffn_config": ffn}))
+        build_spec(ConfigReader({"architectures": ["DbrxForCausalLM"], **names, "ffn_config": ffn}))
 
 
 def test_so_are_those_of_all_layers_together() -> None:
     deep = {**NUMBERS, "num_hidden_layers": 4096, "num_experts_per_tok": 2, "num_local_experts": 4096}
     with pytest.raises(ConfigError, match=rf"16777216 experts together; expected at most {MAX_ALL_EXPERTS}"):
-        describe(Hyper({"architectures": ["MixtralForCausalLM"], **deep}))
+        build_spec(ConfigReader({"architectures": ["MixtralForCausalLM"], **deep}))
 
 
 @pytest.mark.parametrize(
@@ -102,10 +102,10 @@ def test_so_are_those_of_all_layers_together() -> None:
 )
 def test_numbers_beyond_any_model_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        describe(Hyper({"architectures": ["MistralForCausalLM"], **NUMBERS, **changes}))
+        build_spec(ConfigReader({"architectures": ["MistralForCausalLM"], **NUMBERS, **changes}))
 
 
 def test_head_counts_that_agree_are_refused_before_their_rows_are_listed() -> None:
     many = {**NUMBERS, "num_attention_heads": 2**30, "num_key_value_heads": 2**30, "head_dim": 8}
     with pytest.raises(ConfigError, match="num_attention_heads"):
-        describe(Hyper({"architectures": ["InternLM2ForCausalLM"], **many}))
+        build_spec(ConfigReader({"architectures": ["InternLM2ForCausalLM"], **many}))

@@ -11,12 +11,12 @@ import torch
 
 from exlm import spec
 from exlm.errors import ConfigError, UnknownArchitecture
-from exlm.families import Hyper, describe
+from exlm.families import ConfigReader, build_spec
 from exlm.families.gguf import ARCHITECTURES, config_from_metadata
 from exlm.kernels.reference.rope import frequencies
 
 
-def single(value: float) -> float:
+def as_float32(value: float) -> float:
     """A number as 32 bits keep it: what a file holds."""
     return float(struct.unpack("<f", struct.pack("<f", value))[0])
 
@@ -30,7 +30,7 @@ def metadata(arch: str, **changes: Any) -> dict[str, Any]:
         "feed_forward_length": 160,
         "attention.head_count": 4,
         "attention.head_count_kv": 2,
-        "attention.layer_norm_rms_epsilon": single(1e-5),
+        "attention.layer_norm_rms_epsilon": as_float32(1e-5),
         "rope.freq_base": 500000.0,
     }
     own |= {key.replace("__", "."): value for key, value in changes.items()}
@@ -60,7 +60,7 @@ COMMON: dict[str, Any] = {
 HEADS = {"attention__key_length": 32, "attention__value_length": 32}
 EXPERTS = {"expert_count": 8, "expert_used_count": 2}
 
-TWINS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+CONFIG_PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": (metadata("llama", rope__dimension_count=16), {"architectures": ["LlamaForCausalLM"]}),
     "llama, counts by layer": (
         metadata("llama", attention__head_count_kv=[2] * 4, feed_forward_length=[160] * 4),
@@ -199,60 +199,60 @@ TWINS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def described(values: dict[str, Any], **more: Any) -> spec.Model:
+def spec_of(values: dict[str, Any], **more: Any) -> spec.Model:
     config = config_from_metadata(values, "model.gguf", **more)
-    return describe(Hyper(config, "model.gguf"))
+    return build_spec(ConfigReader(config, "model.gguf"))
 
 
-@pytest.mark.parametrize("name", TWINS)
-def test_the_same_model_as_its_folder(name: str) -> None:
-    values, config = TWINS[name]
-    assert described(values) == describe(Hyper(COMMON | config))
+@pytest.mark.parametrize("name", CONFIG_PAIRS)
+def test_gguf_and_config_json_give_the_same_spec(name: str) -> None:
+    values, config = CONFIG_PAIRS[name]
+    assert spec_of(values) == build_spec(ConfigReader(COMMON | config))
 
 
-def test_every_architecture_has_a_twin() -> None:
-    assert {values["general.architecture"] for values, _ in TWINS.values()} == set(ARCHITECTURES)
+def test_every_architecture_has_a_pair() -> None:
+    assert {values["general.architecture"] for values, _ in CONFIG_PAIRS.values()} == set(ARCHITECTURES)
 
 
 def test_phi3s_factors_come_as_tensors() -> None:
     short, long = [1.0 + n / 8 for n in range(8)], [2.0 + n for n in range(8)]
     magnitude = math.sqrt(1 + math.log(4) / math.log(1024))
     values = metadata(
-        "phi3", rope__scaling__original_context_length=1024, rope__scaling__attn_factor=single(magnitude)
+        "phi3", rope__scaling__original_context_length=1024, rope__scaling__attn_factor=as_float32(magnitude)
     )
     factors = {"rope_factors_long.weight": long, "rope_factors_short.weight": short}
-    found = described(values, factors=factors).layers[0].attn.rope
+    found = spec_of(values, factors=factors).layers[0].attn.rope
     assert found is not None
-    assert isinstance(found.scaling, spec.LongRope)
-    assert (found.scaling.short, found.scaling.long) == (tuple(short), tuple(long))
-    assert found.scaling.original == 1024
-    assert found.scaling.magnitude == pytest.approx(magnitude, rel=1e-6)
+    assert isinstance(found.scaling, spec.LongRopeScaling)
+    assert (found.scaling.short_factors, found.scaling.long_factors) == (tuple(short), tuple(long))
+    assert found.scaling.original_max_positions == 1024
+    assert found.scaling.attention_factor == pytest.approx(magnitude, rel=1e-6)
 
 
-def test_llama3s_factors_stretch_at_any_length() -> None:
+def test_llama3_factors_apply_at_any_length() -> None:
     factors = [1.0, 1.0, 1.3, 2.0, 4.0, 8.0, 8.0, 8.0]
-    found = described(metadata("llama"), factors={"rope_freqs.weight": factors}).layers[0].attn.rope
+    found = spec_of(metadata("llama"), factors={"rope_freqs.weight": factors}).layers[0].attn.rope
     assert found is not None
-    assert found.scaling == spec.LongRope(tuple(factors), tuple(factors), 4096, magnitude=1.0)
+    assert found.scaling == spec.LongRopeScaling(tuple(factors), tuple(factors), 4096, attention_factor=1.0)
 
 
-def test_llama3s_factors_are_its_formula_written_out() -> None:
+def test_llama3_factors_match_its_formula() -> None:
     theta, dim, factor, low, high, original = 500000.0, 16, 8.0, 1.0, 4.0, 1024
     factors = []
     for n in range(dim // 2):
         wave = 2 * math.pi * theta ** (2 * n / dim)
         smooth = min(max((original / wave - low) / (high - low), 0.0), 1.0)
-        factors.append(single(1 / ((1 - smooth) / factor + smooth)))
+        factors.append(as_float32(1 / ((1 - smooth) / factor + smooth)))
     assert {1.0, factor} < set(factors)
-    written = described(metadata("llama"), factors={"rope_freqs.weight": factors}).layers[0].attn.rope
-    formula = spec.Rope(theta, dim, scaling=spec.Llama3(factor, low, high, original))
+    written = spec_of(metadata("llama"), factors={"rope_freqs.weight": factors}).layers[0].attn.rope
+    formula = spec.Rope(theta, dim, scaling=spec.Llama3Scaling(factor, low, high, original))
     assert written is not None
     ours, expected = frequencies(written, 4096), frequencies(formula, 4096)
     assert ours[1] == expected[1] == 1.0
     torch.testing.assert_close(ours[0], expected[0], rtol=1e-5, atol=0)
 
 
-def test_yarns_own_numbers() -> None:
+def test_yarn_parameters() -> None:
     values = metadata(
         "llama",
         rope__scaling__type="yarn",
@@ -262,34 +262,36 @@ def test_yarns_own_numbers() -> None:
         rope__scaling__yarn_beta_fast=64.0,
         rope__scaling__yarn_beta_slow=2.0,
     )
-    found = described(values).layers[0].attn.rope
+    found = spec_of(values).layers[0].attn.rope
     assert found is not None
-    expected = spec.Yarn(16.0, 256, beta_fast=64.0, beta_slow=2.0, magnitude=0.5 * spec.Yarn.sharpness(16.0))
+    expected = spec.YarnScaling(
+        16.0, 256, beta_fast=64.0, beta_slow=2.0, attention_factor=0.5 * spec.YarnScaling.mscale(16.0)
+    )
     assert found.scaling == expected
 
 
 def test_biases_are_seen_in_the_tensors() -> None:
     names = {"blk.0.attn_q.bias", "blk.0.attn_output.bias", "blk.0.ffn_down.bias"}
-    layer = described(metadata("llama"), tensors=names).layers[0]
+    layer = spec_of(metadata("llama"), tensors=names).layers[0]
     assert layer.attn.qkv_bias
     assert layer.attn.out_bias
     assert layer.mlp.bias  # type: ignore[union-attr]
-    assert not described(metadata("llama"), tensors={"blk.0.attn_q.bias"}).layers[0].attn.qkv_bias
+    assert not spec_of(metadata("llama"), tensors={"blk.0.attn_q.bias"}).layers[0].attn.qkv_bias
 
 
 @pytest.mark.parametrize(
     ("kind", "words"),
     [("adapter", "an adapter"), ("mmproj", "the vision or audio part"), ("imatrix", "what was")],
 )
-def test_what_lies_beside_a_model_is_told_as_such(kind: str, words: str) -> None:
+def test_gguf_files_that_are_no_models_are_named(kind: str, words: str) -> None:
     with pytest.raises(
         ConfigError, match=rf"^model\.gguf is no model but {words}.* Name the model's own file"
     ):
-        described({"general.architecture": "clip", "general.type": kind})
-    assert described({**metadata("llama"), "general.type": "model"})
+        spec_of({"general.architecture": "clip", "general.type": kind})
+    assert spec_of({**metadata("llama"), "general.type": "model"})
 
 
-def tokens(eos: int = 2, **more: Any) -> dict[str, Any]:
+def token_metadata(eos: int = 2, **more: Any) -> dict[str, Any]:
     values = metadata("llama") | {f"tokenizer.ggml.{key}": value for key, value in more.items()}
     texts = values["tokenizer.ggml.tokens"]
     texts[7], texts[9] = "<end_of_turn>", "<|im_end|>"
@@ -298,13 +300,13 @@ def tokens(eos: int = 2, **more: Any) -> dict[str, Any]:
     return values | {"tokenizer.ggml.token_type": kinds, "tokenizer.ggml.eos_token_id": eos}
 
 
-def test_ids_that_begin_and_end() -> None:
+def test_bos_and_eos_ids() -> None:
     plain = config_from_metadata(metadata("llama") | {"tokenizer.ggml.padding_token_id": 5}, "m.gguf")
     assert (plain["bos_token_id"], plain["eos_token_id"], plain["pad_token_id"]) == (1, [2], 5)
-    stated = config_from_metadata(tokens(eot_token_id=4, eom_token_id=6), "m.gguf")
+    stated = config_from_metadata(token_metadata(eot_token_id=4, eom_token_id=6), "m.gguf")
     assert stated["eos_token_id"] == [2, 4, 6]
-    assert config_from_metadata(tokens(), "m.gguf")["eos_token_id"] == [2, 7, 9]
-    assert config_from_metadata(tokens(eos=9), "m.gguf")["eos_token_id"] == [9]
+    assert config_from_metadata(token_metadata(), "m.gguf")["eos_token_id"] == [2, 7, 9]
+    assert config_from_metadata(token_metadata(eos=9), "m.gguf")["eos_token_id"] == [9]
 
 
 @pytest.mark.parametrize("none", [2**32 - 1, -1])
@@ -357,7 +359,7 @@ def test_unknown_architectures_are_not_guessed(arch: Any) -> None:
         (metadata("llama") | {"tokenizer.ggml.eos_token_id": 100}, "tokenizer.ggml.eos_token_id.*below 100"),
     ],
 )
-def test_what_is_wrong_is_named(values: dict[str, Any], complaint: str) -> None:
+def test_invalid_metadata_is_named(values: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint) as caught:
         config_from_metadata(values, "model.gguf")
     assert "model.gguf" in str(caught.value)
@@ -365,4 +367,4 @@ def test_what_is_wrong_is_named(values: dict[str, Any], complaint: str) -> None:
 
 def test_too_few_factors_are_refused() -> None:
     with pytest.raises(ConfigError, match="a list of 8 numbers"):
-        described(metadata("llama"), factors={"rope_freqs.weight": [1.0, 2.0]})
+        spec_of(metadata("llama"), factors={"rope_freqs.weight": [1.0, 2.0]})

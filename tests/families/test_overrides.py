@@ -8,53 +8,55 @@ import pytest
 
 from exlm import spec
 from exlm.errors import InputError
-from exlm.families.overrides import Overrides, main_rope, override
-from tests.families.test_hyper import llama
+from exlm.families.overrides import Overrides, apply_overrides, primary_rope
+from tests.families.test_config_reader import llama
 
 
 def ropes(model: spec.Model) -> set[spec.Rope | None]:
     return {layer.attn.rope for layer in model.layers}
 
 
-def test_no_wishes_change_nothing() -> None:
-    assert override(llama(), Overrides(max_seq_len=2048)) == llama()
+def test_no_overrides_change_nothing() -> None:
+    assert apply_overrides(llama(), Overrides(max_seq_len=2048)) == llama()
 
 
 def test_alpha_scale_and_base_reach_every_layer() -> None:
-    (rope,) = ropes(override(llama(), Overrides(2048, scale_pos_emb=2.0, scale_alpha=3.0, rope_theta=5e5)))
+    (rope,) = ropes(
+        apply_overrides(llama(), Overrides(2048, scale_pos_emb=2.0, scale_alpha=3.0, rope_theta=5e5))
+    )
     assert rope is not None
     assert (rope.divisor, rope.alpha, rope.theta) == (2.0, 3.0, 5e5)
 
 
 def test_the_files_linear_factor_is_the_start_of_scale_pos_emb() -> None:
     model = llama(rope_scaling={"type": "linear", "factor": 4.0})
-    (rope,) = ropes(override(model, Overrides(2048, scale_pos_emb=4.0)))
+    (rope,) = ropes(apply_overrides(model, Overrides(2048, scale_pos_emb=4.0)))
     assert rope is not None
     assert rope.scaling is None
     assert rope.divisor == 4.0
 
 
 def test_yarn_on_demand() -> None:
-    (rope,) = ropes(override(llama(), Overrides(8192, yarn_factor=4.0)))
+    (rope,) = ropes(apply_overrides(llama(), Overrides(8192, yarn_factor=4.0)))
     assert rope is not None
-    assert isinstance(rope.scaling, spec.Yarn)
-    assert (rope.scaling.factor, rope.scaling.original) == (4.0, 2048)
-    assert rope.scaling.magnitude == pytest.approx(1.1386, abs=1e-4)
+    assert isinstance(rope.scaling, spec.YarnScaling)
+    assert (rope.scaling.factor, rope.scaling.original_max_positions) == (4.0, 2048)
+    assert rope.scaling.attention_factor == pytest.approx(1.1386, abs=1e-4)
 
 
-def test_only_the_table_that_carries_the_context_is_stretched() -> None:
+def test_only_the_rope_of_full_attention_is_scaled() -> None:
     model = llama()
     near = spec.Rope(theta=1.0, dim=8)
     first = replace(model.layers[0], attn=replace(model.layers[0].attn, window=16, rope=near))
     model = replace(model, layers=(first, *model.layers[1:]))
-    assert main_rope(model) == model.layers[1].attn.rope
-    changed = override(model, Overrides(2048, scale_alpha=2.0))
+    assert primary_rope(model) == model.layers[1].attn.rope
+    changed = apply_overrides(model, Overrides(2048, scale_alpha=2.0))
     assert changed.layers[0].attn.rope == near
     assert changed.layers[1].attn.rope != model.layers[1].attn.rope
 
 
 @pytest.mark.parametrize(
-    ("wishes", "message"),
+    ("overrides", "message"),
     [
         (Overrides(2048, scale_pos_emb=0.0), "scale_pos_emb"),
         (Overrides(2048, scale_alpha=-1.0), "scale_alpha_value"),
@@ -70,21 +72,21 @@ def test_only_the_table_that_carries_the_context_is_stretched() -> None:
         (Overrides(2048, scale_alpha=10**400), "scale_alpha_value"),
     ],
 )
-def test_absurd_wishes_are_refused(wishes: Overrides, message: str) -> None:
+def test_invalid_overrides_are_refused(overrides: Overrides, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        override(llama(), wishes)
+        apply_overrides(llama(), overrides)
 
 
 def test_learned_positions_cannot_be_stretched() -> None:
     model = replace(llama(), embed=spec.Embed(positions=1024))
     with pytest.raises(InputError, match="1024 learned positions"):
-        override(model, Overrides(2048))
+        apply_overrides(model, Overrides(2048))
 
 
 def test_experts_for_each_token() -> None:
     moe = spec.Moe(width=8, experts=4, active=2)
     model = replace(llama(), layers=tuple(replace(layer, mlp=moe) for layer in llama().layers))
-    changed = override(model, Overrides(2048, active_experts=3))
+    changed = apply_overrides(model, Overrides(2048, active_experts=3))
     assert {layer.mlp.active for layer in changed.layers if isinstance(layer.mlp, spec.Moe)} == {3}
     with pytest.raises(InputError, match="must be 1 to 4"):
-        override(model, Overrides(2048, active_experts=5))
+        apply_overrides(model, Overrides(2048, active_experts=5))

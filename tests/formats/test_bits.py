@@ -29,7 +29,10 @@ def test_published_vectors(bits: int, values: list[int], hexes: str) -> None:
 
 
 @given(
-    bits=st.integers(2, 8), rows=st.integers(0, 140), columns=st.integers(0, 5), seed=st.integers(0, 2**32)
+    bits=st.integers(2, 8),
+    rows=st.integers(0, 140),
+    columns=st.integers(0, 5),
+    seed=st.integers(0, 2**32),
 )
 def test_unpack_reads_the_stream_and_pack_restores_it(bits: int, rows: int, columns: int, seed: int) -> None:
     torch.manual_seed(seed)
@@ -47,7 +50,12 @@ def test_unpack_reads_the_stream_and_pack_restores_it(bits: int, rows: int, colu
     assert torch.equal(again, words)
 
 
-@given(bits=st.integers(2, 8), rows=st.integers(1, 4), columns=st.integers(1, 70), seed=st.integers(0, 2**32))
+@given(
+    bits=st.integers(2, 8),
+    rows=st.integers(1, 4),
+    columns=st.integers(1, 70),
+    seed=st.integers(0, 2**32),
+)
 def test_streams_along_rows(bits: int, rows: int, columns: int, seed: int) -> None:
     torch.manual_seed(seed)
     values = torch.randint(0, 1 << bits, (rows, columns), dtype=torch.uint8)

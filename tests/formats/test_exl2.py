@@ -78,7 +78,11 @@ def test_published_scales(largest: int, codes: tuple[int, ...], weights: tuple[i
     assert [bits & 0xFFFF for bits in found.view(torch.int16).tolist()] == list(weights)
 
 
-@given(groups=st.lists(group, min_size=1, max_size=8), blocks=st.integers(1, 2), seed=st.integers(0, 2**32))
+@given(
+    groups=st.lists(group, min_size=1, max_size=8),
+    blocks=st.integers(1, 2),
+    seed=st.integers(0, 2**32),
+)
 def test_read_is_the_slow_decoder(groups: list[tuple[int, int]], blocks: int, seed: int) -> None:
     torch.manual_seed(seed)
     tensors = oracles.exl2_tensors(groups, 32 * blocks, permuted=seed % 4 > 0)

@@ -14,7 +14,7 @@ PROMPT, NEW = "hello world, this is a text", 20
 
 @pytest.fixture(scope="module")
 def components(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Tokenizer]:
-    config = Config(tiny.chatty(tmp_path_factory.mktemp("overwritten") / "m"))
+    config = Config(tiny.make_chat_folder(tmp_path_factory.mktemp("overwritten") / "m"))
     model = Model(config)
     model.load()
     return model, Tokenizer(config)

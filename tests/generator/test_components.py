@@ -14,7 +14,7 @@ from tests import tiny
 
 @pytest.fixture(scope="module")
 def components(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Tokenizer]:
-    config = Config(tiny.chatty(tmp_path_factory.mktemp("parts") / "m"))
+    config = Config(tiny.make_chat_folder(tmp_path_factory.mktemp("parts") / "m"))
     model = Model(config)
     model.load()
     return model, Tokenizer(config)

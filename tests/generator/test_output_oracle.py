@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from exlm.generator.output import OutputProcessor
 from exlm.generator.output_actions import Emit, Hold, OutputAction, Rewind, Stop, StopReason
-from exlm.text.detokenize import ByteDecoding
+from exlm.tokenizer.detokenizer import ByteTokenDecoder
 
 REPLACEMENT = "\ufffd"
 
@@ -43,7 +43,7 @@ class Case:
 
     def output(self) -> OutputProcessor:
         return OutputProcessor(
-            ByteDecoding(self.pieces, False).stream(True),
+            ByteTokenDecoder(self.pieces, False).detokenizer(True),
             max_new_tokens=self.limit,
             min_new_tokens=self.min_tokens,
             stop_tokens=self.stop_tokens,

@@ -15,7 +15,7 @@ NEW = 6
 
 @pytest.fixture(scope="module")
 def components(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Tokenizer]:
-    config = Config(tiny.chatty(tmp_path_factory.mktemp("within") / "m"))
+    config = Config(tiny.make_chat_folder(tmp_path_factory.mktemp("within") / "m"))
     model = Model(config)
     model.load()
     return model, Tokenizer(config)

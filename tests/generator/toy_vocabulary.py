@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from exlm.generator.output import OutputProcessor
 from exlm.generator.output_actions import Emit, OutputAction
-from exlm.text.detokenize import ByteDecoding, Detokenizer
+from exlm.tokenizer.detokenizer import ByteTokenDecoder, Detokenizer
 
 LETTERS = [chr(ord("a") + place) for place in range(26)]
 PIECES = ["</s>", "<s>", *LETTERS, " ", "!", ".", "\n", "Hello", "Hel", "He", " world"]
@@ -19,11 +19,11 @@ def toy_detokenizer(special: bool = False) -> Detokenizer:
     shown = [
         b"" if number in SPECIAL and not special else piece.encode() for number, piece in enumerate(PIECES)
     ]
-    return ByteDecoding(shown, False).stream(True)
+    return ByteTokenDecoder(shown, False).detokenizer(True)
 
 
 def detokenizer_of(pieces: list[bytes]) -> Detokenizer:
-    return ByteDecoding(pieces, False).stream(True)
+    return ByteTokenDecoder(pieces, False).detokenizer(True)
 
 
 def push(output: OutputProcessor, pieces: str | list[str]) -> list[OutputAction]:

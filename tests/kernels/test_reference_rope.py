@@ -42,7 +42,7 @@ def test_rotation_is_complex_multiplication(style: str, head: int, dim: int) -> 
 
 def test_three_equal_planes_are_plain_rotation() -> None:
     plain = Rotation(spec.Rope(theta=100.0, dim=8), 32, CPU)
-    planes = Rotation(spec.Rope(theta=100.0, dim=8, sections=(2, 1, 1)), 32, CPU)
+    planes = Rotation(spec.Rope(theta=100.0, dim=8, mrope_sections=(2, 1, 1)), 32, CPU)
     q, k = torch.randn(1, 6, 2, 8), torch.randn(1, 6, 2, 8)
     positions = torch.arange(6)[None]
     for a, b in zip(plain(q, k, positions), planes(q, k, positions.expand(3, 1, 6)), strict=True):
@@ -50,7 +50,7 @@ def test_three_equal_planes_are_plain_rotation() -> None:
 
 
 def test_each_plane_turns_its_own_section() -> None:
-    rotate = Rotation(spec.Rope(theta=100.0, dim=8, sections=(2, 1, 1)), 32, CPU)
+    rotate = Rotation(spec.Rope(theta=100.0, dim=8, mrope_sections=(2, 1, 1)), 32, CPU)
     q = torch.ones(1, 1, 1, 8)
     still = torch.zeros(3, 1, 1, dtype=torch.int64)
     for plane, columns in ((0, [0, 1, 4, 5]), (1, [2, 6]), (2, [3, 7])):
@@ -62,7 +62,7 @@ def test_each_plane_turns_its_own_section() -> None:
 
 
 def test_llama3_frequencies() -> None:
-    rope = spec.Rope(theta=5e5, dim=128, scaling=spec.Llama3(8.0, 1.0, 4.0, 8192))
+    rope = spec.Rope(theta=5e5, dim=128, scaling=spec.Llama3Scaling(8.0, 1.0, 4.0, 8192))
     step, magnitude = frequencies(rope, 131072)
     known = {0: 1.0, 28: 3.211446e-3, 29: 2.166571e-3, 32: 5.248462e-4, 35: 9.556212e-5, 36: 7.784655e-5}
     for i, value in {**known, 63: 3.068926e-7}.items():
@@ -77,14 +77,14 @@ def test_alpha_raises_the_base() -> None:
 
 
 def test_the_divisor_divides_positions_whatever_the_method() -> None:
-    for scaling in (None, spec.Llama3(8.0, 1.0, 4.0, 8192), spec.Yarn.of(4.0, 512)):
+    for scaling in (None, spec.Llama3Scaling(8.0, 1.0, 4.0, 8192), spec.YarnScaling.with_defaults(4.0, 512)):
         plain, _ = frequencies(spec.Rope(theta=1e4, dim=64, scaling=scaling), 2048)
         halved, _ = frequencies(spec.Rope(theta=1e4, dim=64, scaling=scaling, divisor=2.0), 2048)
         assert torch.allclose(halved, plain / 2)
 
 
 def test_dynamic_is_plain_up_to_the_trained_length() -> None:
-    rope = spec.Rope(theta=1e4, dim=64, scaling=spec.Dynamic(2.0, 2048))
+    rope = spec.Rope(theta=1e4, dim=64, scaling=spec.DynamicNtkScaling(2.0, 2048))
     plain, _ = frequencies(spec.Rope(theta=1e4, dim=64), 2048)
     assert torch.equal(frequencies(rope, 2048)[0], plain)
     base = 1e4 * (2.0 * 4096 / 2048 - 1.0) ** (64 / 62)
@@ -92,7 +92,7 @@ def test_dynamic_is_plain_up_to_the_trained_length() -> None:
 
 
 def test_longrope_chooses_by_the_configured_length() -> None:
-    scaling = spec.LongRope((1.0, 2.0), (3.0, 4.0), original=64, magnitude=1.25)
+    scaling = spec.LongRopeScaling((1.0, 2.0), (3.0, 4.0), original_max_positions=64, attention_factor=1.25)
     rope = spec.Rope(theta=1e4, dim=4, scaling=scaling)
     short, magnitude = frequencies(rope, 64)
     long, _ = frequencies(rope, 65)
@@ -102,7 +102,7 @@ def test_longrope_chooses_by_the_configured_length() -> None:
 
 
 def test_yarn_keeps_fast_and_divides_slow_frequencies() -> None:
-    rope = spec.Rope(theta=1e4, dim=128, scaling=spec.Yarn.of(4.0, 4096))
+    rope = spec.Rope(theta=1e4, dim=128, scaling=spec.YarnScaling.with_defaults(4.0, 4096))
     plain, _ = frequencies(spec.Rope(theta=1e4, dim=128), 16384)
     step, magnitude = frequencies(rope, 16384)
     assert float(step[0]) == pytest.approx(float(plain[0]))

@@ -13,7 +13,7 @@ import torch
 from exlm import LLM, AsyncGenerator, AsyncJob, Cache, InputError, Job, Lora, MMEmbedding, Settings, Tokenizer
 from exlm.legacy.base_generator import BaseGenerator
 from exlm.legacy.streaming_generator import StreamingGenerator
-from tests.docs.places import adapter
+from tests.docs.path_substitutions import write_random_lora
 
 PROMPT = "The history of the city"
 COUNT = 8
@@ -190,7 +190,7 @@ def test_every_entry_point_gives_the_same_tokens(llm: LLM, cache: Cache, wish: G
 
 @pytest.mark.parametrize("llm", ["tiny-lm"], indirect=True)
 def test_adapters_are_passed_on(llm: LLM, fixtures_dir: Path, tmp_path: Path) -> None:
-    lora = Lora.from_directory(llm.model, adapter(fixtures_dir / "tiny-lm", tmp_path, 3))
+    lora = Lora.from_directory(llm.model, write_random_lora(fixtures_dir / "tiny-lm", tmp_path, 3))
     plain, changed = (
         llm.generate(PROMPT, max_new_tokens=8, settings=GREEDY, loras=used).text for used in ([], lora)
     )

@@ -12,7 +12,7 @@ GREEDY = Settings.greedy()
 
 
 def test_an_interrupted_call_releases_the_lock(tmp_path: Path) -> None:
-    with LLM(tiny.chatty(tmp_path / "m"), max_seq_len=256) as llm:
+    with LLM(tiny.make_chat_folder(tmp_path / "m"), max_seq_len=256) as llm:
         expected = llm.generate("abc", settings=GREEDY, max_new_tokens=3).token_ids
         whole, after = False, 0
         while not whole:

@@ -20,7 +20,7 @@ GREEDY = Settings.greedy()
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.chatty(tmp_path_factory.mktemp("chatty"))
+    return tiny.make_chat_folder(tmp_path_factory.mktemp("chatty"))
 
 
 @pytest.fixture(scope="module")

@@ -99,7 +99,7 @@ def test_a_str_to_chat_is_a_message_of_the_user(llm: LLM) -> None:
 
 
 def test_the_template_takes_variables(tmp_path: Path) -> None:
-    folder = tiny.chatty(tmp_path / "m")
+    folder = tiny.make_chat_folder(tmp_path / "m")
     with LLM(folder) as llm:
         spoken = llm.chat("a", template={"chat_template": "{{ mood }}:"} | {"mood": "sad"}, max_new_tokens=1)
     assert spoken.prompt_tokens == len("sad:")
@@ -138,7 +138,7 @@ def test_an_eos_of_generation_config_ends_an_answer(tmp_path: Path, fixtures_dir
 
 
 def test_without_a_number_the_answer_fills_what_is_left_at_most(tmp_path: Path) -> None:
-    folder = tiny.chatty(tmp_path / "m", max_position_embeddings=40)
+    folder = tiny.make_chat_folder(tmp_path / "m", max_position_embeddings=40)
     with LLM(folder) as llm:
         settings = Settings()
         settings.disallow_tokens(llm.tokenizer, llm.tokenizer.eos_token_ids)
@@ -210,7 +210,7 @@ def test_a_pair_of_prompts_is_guided(llm: LLM) -> None:
 
 
 def test_a_pair_without_a_number_fits_a_cache_of_an_odd_number_of_pages(tmp_path: Path) -> None:
-    with LLM(tiny.chatty(tmp_path / "m"), max_seq_len=512, cache_tokens=768) as llm:
+    with LLM(tiny.make_chat_folder(tmp_path / "m"), max_seq_len=512, cache_tokens=768) as llm:
         stream = llm.stream(("ab", "cd"), settings=Settings.greedy(cfg_scale=1.5), add_bos=False)
         next(stream)
         assert [job.max_new_tokens for job in llm.generator.active_jobs] == [256 - 2]
@@ -315,7 +315,7 @@ def test_caches_of_every_kind(fixtures_dir: Path, name: Any, kind: type) -> None
 
 
 def test_lengths(tmp_path: Path) -> None:
-    long = tiny.chatty(tmp_path / "long", max_position_embeddings=100_000)
+    long = tiny.make_chat_folder(tmp_path / "long", max_position_embeddings=100_000)
     with LLM(long) as llm:
         assert (llm.config.max_seq_len, llm.cache.max_seq_len) == (8192, 8192)
     with LLM(long, max_seq_len=300) as llm:
@@ -332,7 +332,7 @@ def test_lengths(tmp_path: Path) -> None:
 
 
 def test_device_and_precision_are_passed_on(tmp_path: Path) -> None:
-    with LLM(tiny.chatty(tmp_path / "m"), device="cpu", dtype="bfloat16") as llm:
+    with LLM(tiny.make_chat_folder(tmp_path / "m"), device="cpu", dtype="bfloat16") as llm:
         assert str(llm.model.cache_dtype) == "torch.bfloat16"
         assert llm.generate("a", max_new_tokens=2).new_tokens == 2
 
@@ -350,8 +350,8 @@ def test_a_draft_changes_no_greedy_text(
 
 
 def test_a_draft_made_for_less_is_stretched(tmp_path: Path) -> None:
-    main = tiny.chatty(tmp_path / "main", max_position_embeddings=600)
-    small = tiny.chatty(tmp_path / "small", max_position_embeddings=300)
+    main = tiny.make_chat_folder(tmp_path / "main", max_position_embeddings=600)
+    small = tiny.make_chat_folder(tmp_path / "small", max_position_embeddings=300)
     with LLM(main, draft=small) as llm:
         assert llm.generator.draft_model.config.max_seq_len == 600
         assert llm.generate("a" * 500, max_new_tokens=20, settings=GREEDY, add_bos=False).new_tokens <= 20
@@ -359,11 +359,11 @@ def test_a_draft_made_for_less_is_stretched(tmp_path: Path) -> None:
 
 def test_a_draft_of_another_vocabulary_is_refused(tmp_path: Path, fixtures_dir: Path) -> None:
     with pytest.raises(InputError, match="another vocabulary, of 259 tokens; the model's has 2,048"):
-        LLM(fixtures_dir / "tiny-lm", draft=tiny.chatty(tmp_path / "other"))
+        LLM(fixtures_dir / "tiny-lm", draft=tiny.make_chat_folder(tmp_path / "other"))
 
 
 def test_close_frees_everything(tmp_path: Path) -> None:
-    llm = LLM(tiny.chatty(tmp_path / "m"))
+    llm = LLM(tiny.make_chat_folder(tmp_path / "m"))
     stream = llm.stream("a", max_new_tokens=50)
     next(stream)
     model, tensor = weakref.ref(llm.model), weakref.ref(llm.cache.all_tensors()[0])
@@ -381,7 +381,7 @@ def test_close_frees_everything(tmp_path: Path) -> None:
 
 
 def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
-    folder = tiny.chatty(tmp_path / "m")
+    folder = tiny.make_chat_folder(tmp_path / "m")
     with pytest.raises(InputError, match="fp16, q8, q6, q4, fp8"):
         LLM(folder, cache_type="q5")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="cache_tokens must be a whole number of at least 1"):

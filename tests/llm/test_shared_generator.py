@@ -18,7 +18,7 @@ NEW = 12
 
 @pytest.fixture
 def llm(tmp_path: Path) -> Iterator[LLM]:
-    with LLM(tiny.chatty(tmp_path / "m"), max_seq_len=512) as made:
+    with LLM(tiny.make_chat_folder(tmp_path / "m"), max_seq_len=512) as made:
         yield made
 
 

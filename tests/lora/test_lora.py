@@ -227,7 +227,7 @@ def test_a_folder_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_an_llm_instead_of_a_model_is_refused(tmp_path: Path) -> None:
     folder = making.write_adapter(tmp_path / "a", {"model.layers.0.mlp.up_proj": (32, 48)}).folder
-    with LLM(tiny.chatty(tmp_path / "model")) as llm:
+    with LLM(tiny.make_chat_folder(tmp_path / "model")) as llm:
         wrong: Any = llm
         with pytest.raises(InputError, match=r"a Model, found LLM: of an LLM, into llm\.model"):
             Lora.from_directory(wrong, folder)

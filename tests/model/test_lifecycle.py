@@ -34,7 +34,7 @@ def weak_references(model: Model, cache: CacheBase) -> list[weakref.ref[object]]
 @pytest.mark.usefixtures("gc_disabled")
 def test_memory_is_freed_with_the_last_reference(tmp_path: Path) -> None:
     """Whoever writes `del llm` and loads another one must not need room for both."""
-    llm = LLM(tiny.chatty(tmp_path / "m"))
+    llm = LLM(tiny.make_chat_folder(tmp_path / "m"))
     llm.generate(["a", "b"], max_new_tokens=3)
     watched = weak_references(llm.model, llm.cache)
     del llm
@@ -43,7 +43,7 @@ def test_memory_is_freed_with_the_last_reference(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("gc_disabled")
 def test_memory_is_freed_with_cuda_graphs(tmp_path: Path) -> None:
-    config = Config(tiny.chatty(tmp_path / "m"))
+    config = Config(tiny.make_chat_folder(tmp_path / "m"))
     model = Model(config)
     model.load()
     cache = Cache(model, max_seq_len=256)

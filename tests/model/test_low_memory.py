@@ -49,7 +49,7 @@ def check(found: dict[int, str]) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of 59 MB, and beside it a vocabulary of 15,000 tokens."""
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 8}
-    made = tiny.chatty(tmp_path_factory.mktemp("low") / "m", **sizes)
+    made = tiny.make_chat_folder(tmp_path_factory.mktemp("low") / "m", **sizes)
     table = json.loads((made / "tokenizer.json").read_text())
     vocab, merges = table["model"]["vocab"], table["model"]["merges"]
     letters = [piece for piece in vocab if len(piece) == 1]

@@ -33,7 +33,7 @@ from exlm.model.memory import ComputeProfile, compute_profile, estimate_modules
 from exlm.model.parallel_loading import rank_devices
 from exlm.model.placement import DeviceCapacity
 from exlm.nn.device_transfer import DeviceTransfer
-from exlm.spec.roles import matrices
+from exlm.spec.weight_roles import matrices
 from tests import tiny
 from tests.lora import peft_folders as making
 

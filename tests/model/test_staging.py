@@ -21,7 +21,7 @@ from exlm.formats import DenseWeight, PackedWeight, Weight
 from exlm.model.devices import DeviceInfo
 from exlm.model.instance import open_checkpoint
 from exlm.model.staging import CudaPort, Ring, StagedSource, staged
-from exlm.spec.roles import matrices
+from exlm.spec.weight_roles import matrices
 from tests import tiny
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

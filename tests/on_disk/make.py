@@ -89,7 +89,7 @@ def stopped(events: Sequence[str], arguments: Sequence[str], folder: Path) -> No
 def make_quantize(data: Path, scratch: Path) -> dict[str, Any]:
     """The source, unfinished jobs, finished models, a measurement; what is known of them."""
     place = scratch / "quantize"
-    source = tiny.chatty(place / "source", dtype=torch.float16, **SIZE)
+    source = tiny.make_chat_folder(place / "source", dtype=torch.float16, **SIZE)
     (place / "text.txt").write_text(SENTENCE * 40)
     set_times(place)
     options = {"calibration": place / "text.txt", **FEW}
@@ -141,7 +141,7 @@ def make_batches(data: Path, scratch: Path) -> None:
     run again has another answer.
     """
     place = scratch / "batch"
-    tiny.chatty(place / "model", intermediate_size=48, max_position_embeddings=512)
+    tiny.make_chat_folder(place / "model", intermediate_size=48, max_position_embeddings=512)
     for name, events in {
         "half": ["synced out.jsonl.journal"] * 4,
         "complete": ["before out.jsonl"],
@@ -213,7 +213,7 @@ TYPED = ("/set max_new_tokens 3", "Two\\", "lines", "/set seed 5", "/quit")
 
 def make_chat(data: Path, scratch: Path) -> None:
     """A conversation that was saved, and what was typed on a terminal."""
-    model = tiny.chatty(scratch / "chat", max_position_embeddings=512)
+    model = tiny.make_chat_folder(scratch / "chat", max_position_embeddings=512)
     command = [sys.executable, "-m", "exlm", "chat", str(model)]
     subprocess.run(
         [*command, "--quiet"],

@@ -15,7 +15,7 @@ from exlm.formats import DenseWeight
 from exlm.model.instance import open_checkpoint
 from exlm.parallel.shard import MatrixSlice, check_shardable, heads, ranges, shard, slice_of
 from exlm.parallel.source import ShardedSource, part
-from exlm.spec.roles import matrices
+from exlm.spec.weight_roles import matrices
 from tests import tiny
 from tests.models import zoo
 from tests.models.zoo_cases import CASES, Case

@@ -12,4 +12,4 @@ from tests.quantize.jobs import SHAPE
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.chatty(tmp_path_factory.mktemp("source"), **SHAPE)
+    return tiny.make_chat_folder(tmp_path_factory.mktemp("source"), **SHAPE)

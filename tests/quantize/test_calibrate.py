@@ -18,13 +18,13 @@ from exlm.quantize.evaluate import _file_ids, held_out
 from exlm.quantize.layers import Growing, batch_of, workshop
 from exlm.quantize.wishes import Wishes, parse_size
 from exlm.quantize.work import _ids
-from exlm.spec.roles import matrices
+from exlm.spec.weight_roles import matrices
 from tests import tiny
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.chatty(tmp_path_factory.mktemp("reader"))
+    return tiny.make_chat_folder(tmp_path_factory.mktemp("reader"))
 
 
 def test_the_built_in_text_is_cut_in_two_that_share_nothing() -> None:
@@ -117,7 +117,7 @@ def test_rows_are_whole_and_begin_with_a_bos(folder: Path) -> None:
 def test_models_that_are_lost_without_a_bos_read_every_row_behind_one(
     family: str, every: bool, tmp_path: Path
 ) -> None:
-    folder = tiny.chatty(tmp_path / "m", architectures=[f"{family}ForCausalLM"], head_dim=8)
+    folder = tiny.make_chat_folder(tmp_path / "m", architectures=[f"{family}ForCausalLM"], head_dim=8)
     config = Config(folder)
     tokenizer = Tokenizer(config)
     rows = calibrate.rows_of(["x" * 3000], tokenizer, 4, 100)

@@ -25,7 +25,7 @@ from tests import tiny
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.chatty(tmp_path_factory.mktemp("judged"), hidden_size=64, intermediate_size=96)
+    return tiny.make_chat_folder(tmp_path_factory.mktemp("judged"), hidden_size=64, intermediate_size=96)
 
 
 def test_perplexity_is_that_of_a_forward_pass(folder: Path) -> None:
@@ -119,7 +119,9 @@ def test_text_that_is_not_there_or_too_little_is_said_of_this_text(folder: Path,
 
 
 def test_rows_longer_than_a_model_are_refused(folder: Path, tmp_path: Path) -> None:
-    short = tiny.chatty(tmp_path / "short", hidden_size=64, intermediate_size=96, max_position_embeddings=64)
+    short = tiny.make_chat_folder(
+        tmp_path / "short", hidden_size=64, intermediate_size=96, max_position_embeddings=64
+    )
     text = tmp_path / "text.txt"
     text.write_text("The river rose, and the bridge held. " * 80)
     words = r"A row of {} tokens is longer than .*{} can read: take a length of at most {}"
@@ -147,9 +149,13 @@ def test_ids_that_a_model_does_not_have_are_refused(folder: Path, ids: Any) -> N
 def test_a_model_too_large_or_too_short_to_be_timed_is_judged_all_the_same(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    short = tiny.chatty(tmp_path / "short", hidden_size=64, intermediate_size=96, max_position_embeddings=20)
+    short = tiny.make_chat_folder(
+        tmp_path / "short", hidden_size=64, intermediate_size=96, max_position_embeddings=20
+    )
     assert evaluate_model(short, device="cpu", speed=True).speed is not None
-    short = tiny.chatty(tmp_path / "shorter", hidden_size=64, intermediate_size=96, max_position_embeddings=9)
+    short = tiny.make_chat_folder(
+        tmp_path / "shorter", hidden_size=64, intermediate_size=96, max_position_embeddings=9
+    )
     found = evaluate_model(short, device="cpu", speed=True)
     assert (found.tokens, found.speed) == (16 * 9, None)
     memory = tmp_path / "meminfo"

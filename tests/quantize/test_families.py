@@ -18,7 +18,7 @@ CHOSEN = ("llama-biased", "granite-tied", "mixtral", "gemma2", "cohere", "phi3")
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer whose letters are among the first hundred ids."""
-    return tiny.chatty(tmp_path_factory.mktemp("reader"))
+    return tiny.make_chat_folder(tmp_path_factory.mktemp("reader"))
 
 
 def logits(path: Path) -> torch.Tensor:

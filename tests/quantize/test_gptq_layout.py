@@ -29,7 +29,7 @@ def unpack(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor) -> Te
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """160 inputs make two groups of 128, the second one short."""
-    return tiny.chatty(tmp_path_factory.mktemp("source"), hidden_size=64, intermediate_size=160)
+    return tiny.make_chat_folder(tmp_path_factory.mktemp("source"), hidden_size=64, intermediate_size=160)
 
 
 @pytest.fixture(scope="module", params=[32, 128])

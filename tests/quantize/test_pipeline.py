@@ -102,7 +102,7 @@ def test_the_built_in_text_and_the_model_s_own_are_enough(source: Path, tmp_path
 
 def test_the_card_names_a_source_from_the_hub(text: Path, measured: Path, tmp_path: Path) -> None:
     commit = "0a1b2c3d" * 5
-    source = tiny.chatty(tmp_path / "models--acme--tiny-1" / "snapshots" / commit, **SHAPE)
+    source = tiny.make_chat_folder(tmp_path / "models--acme--tiny-1" / "snapshots" / commit, **SHAPE)
     options = {**FEW, "report": True, "calibration": text, "measurement": measured}
     quality = quantize_model(source, tmp_path / "out", 5.0, **options)
     assert quality is not None
@@ -216,7 +216,7 @@ def test_gptq_is_made_too(source: Path, tmp_path: Path, group: int) -> None:
 
 
 def test_a_head_that_was_the_embedding_is_made_too(text: Path, tmp_path: Path) -> None:
-    folder = tiny.chatty(tmp_path / "tied", tie_word_embeddings=True, **SHAPE)
+    folder = tiny.make_chat_folder(tmp_path / "tied", tie_word_embeddings=True, **SHAPE)
     tensors = load_file(folder / "model.safetensors")
     del tensors["lm_head.weight"]
     save_file(tensors, folder / "model.safetensors")
@@ -281,7 +281,7 @@ def test_bad_wishes_are_refused(source: Path, text: Path, measured: Path, tmp_pa
 
 
 def test_nan_is_named_by_layer(text: Path, tmp_path: Path) -> None:
-    folder = tiny.chatty(tmp_path / "nan", **SHAPE)
+    folder = tiny.make_chat_folder(tmp_path / "nan", **SHAPE)
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = 1e38
     save_file(tensors, folder / "model.safetensors")

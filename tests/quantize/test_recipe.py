@@ -12,7 +12,7 @@ from exlm.errors import InputError
 from exlm.formats.exl2 import WIDTHS
 from exlm.quantize.measurement import Measurement, Profile, quantised, recipes
 from exlm.quantize.recipe import HEAD, Group, Recipe, recipe
-from exlm.spec.roles import Matrix
+from exlm.spec.weight_roles import Matrix
 
 SQUARE = Matrix("m", 4096, 4096)
 

@@ -95,14 +95,14 @@ def test_rows_longer_than_the_model_are_refused(source: Path, tmp_path: Path) ->
     done = CliRunner().invoke(app, ["quantize", str(source), str(tmp_path / "out"), "-q", "--length", "4096"])
     assert "take at most 512" in str(done.exception)
     assert not list(tmp_path.iterdir())
-    short = tiny.chatty(tmp_path / "short", max_position_embeddings=48, **SHAPE)
+    short = tiny.make_chat_folder(tmp_path / "short", max_position_embeddings=48, **SHAPE)
     quantize_model(short, tmp_path / "out", 5.0, rows=6, report=False)  # nobody asked for more
     said = read_json(tmp_path / "out" / "config.json")["quantization_config"]
     assert said["calibration"]["length"] == 48
 
 
 def test_weights_that_are_not_finite_are_told(tmp_path: Path) -> None:
-    folder = tiny.chatty(tmp_path / "nan", **SHAPE)
+    folder = tiny.make_chat_folder(tmp_path / "nan", **SHAPE)
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
     save_file(tensors, folder / "model.safetensors")
@@ -123,7 +123,7 @@ def test_weights_that_are_not_finite_are_told(tmp_path: Path) -> None:
 def test_what_is_to_be_kept_is_looked_at_first(
     tmp_path: Path, method: Any, name: str, value: float, words: str
 ) -> None:
-    folder = tiny.chatty(tmp_path / "odd", **SHAPE)
+    folder = tiny.make_chat_folder(tmp_path / "odd", **SHAPE)
     tensors = load_file(folder / "model.safetensors")
     tensors[name][..., -1] = value
     save_file(tensors, folder / "model.safetensors")
@@ -135,7 +135,7 @@ def test_what_is_to_be_kept_is_looked_at_first(
 
 
 def test_a_model_of_zeros(tmp_path: Path) -> None:
-    folder = tiny.chatty(tmp_path / "zeros", **SHAPE)
+    folder = tiny.make_chat_folder(tmp_path / "zeros", **SHAPE)
     tensors = load_file(folder / "model.safetensors")
     save_file({name: tensor.zero_() for name, tensor in tensors.items()}, folder / "model.safetensors")
     quantize_model(folder, tmp_path / "out", 5.0, **FEW)
@@ -144,7 +144,7 @@ def test_a_model_of_zeros(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["exl2", "gptq"])
 def test_a_layer_that_is_switched_off(tmp_path: Path, method: Any) -> None:
     """Values of zeros: what o reads is zero on every token, and its covariance singular."""
-    folder = tiny.chatty(tmp_path / "off", **SHAPE)
+    folder = tiny.make_chat_folder(tmp_path / "off", **SHAPE)
     tensors = load_file(folder / "model.safetensors")
     for part in ("self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"):
         tensors[f"model.layers.1.{part}.weight"].zero_()
@@ -192,7 +192,7 @@ def test_measurements_that_are_none(
 
 
 def test_shapes_that_a_format_cannot_hold_are_named(tmp_path: Path) -> None:
-    folder = tiny.chatty(tmp_path / "odd", hidden_size=64, intermediate_size=72)
+    folder = tiny.make_chat_folder(tmp_path / "odd", hidden_size=64, intermediate_size=72)
     with pytest.raises(Unsupported, match=r"layers\.0\.mlp\.down has 72 inputs"):
         quantize_model(folder, tmp_path / "out", 5.0, **FEW)
     (folder / "config.json").write_text(
@@ -212,7 +212,11 @@ def test_a_refusal_leaves_no_trace(source: Path, tmp_path: Path) -> None:
 def test_a_job_does_not_go_on_when_what_it_reads_was_changed(
     measured: Path, tmp_path: Path, changed: str
 ) -> None:
-    source, read, target = tiny.chatty(tmp_path / "source", **SHAPE), tmp_path / "own.txt", tmp_path / "out"
+    source, read, target = (
+        tiny.make_chat_folder(tmp_path / "source", **SHAPE),
+        tmp_path / "own.txt",
+        tmp_path / "out",
+    )
     read.write_text("Nine ships left the harbour; seven came back before the storm. " * 40)
     options = {"calibration": read, "measurement": measured, **FEW}
 

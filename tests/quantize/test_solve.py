@@ -43,7 +43,13 @@ def harm(w: Tensor, found: Tensor, h: Tensor) -> float:
 
 
 @settings(max_examples=40)
-@given(st.integers(1, 5), st.integers(1, 70), st.sampled_from(RECIPES), st.integers(0, 9), st.booleans())
+@given(
+    st.integers(1, 5),
+    st.integers(1, 70),
+    st.sampled_from(RECIPES),
+    st.integers(0, 9),
+    st.booleans(),
+)
 def test_what_is_packed_is_what_was_solved(blocks: int, columns: int, made, seed: int, bias: bool) -> None:
     w, h = problem(32 * blocks, columns, seed)
     solution = solve(w, factors(w, h, 0.02), made.groups(len(w)), Effort(sweeps=1, fine=4))

@@ -117,7 +117,7 @@ def test_recorded_and_plain_are_the_same(inputs: int, columns: int, monkeypatch:
 
 @pytest.mark.gpu
 def test_a_gpu_makes_the_same_model_twice(tmp_path: Path) -> None:
-    source = tiny.chatty(tmp_path / "source", hidden_size=64, intermediate_size=96)
+    source = tiny.make_chat_folder(tmp_path / "source", hidden_size=64, intermediate_size=96)
     for name in "ab":
         quantize_model(source, tmp_path / name, 5.0, rows=6, length=64, report=False, device="cuda")
     made = [sorted((tmp_path / name).iterdir()) for name in "ab"]

@@ -28,7 +28,13 @@ def test_one_request_at_a_time_is_the_textbooks_queue(seed: int, rate: float) ->
         assert request.cached == cached
 
 
-@given(st.integers(0, 1000), st.integers(1, 4), st.integers(1, 8), st.integers(500, 20_000), st.booleans())
+@given(
+    st.integers(0, 1000),
+    st.integers(1, 4),
+    st.integers(1, 8),
+    st.integers(500, 20_000),
+    st.booleans(),
+)
 def test_nothing_is_lost_and_nobody_is_early(
     seed: int, replicas: int, batch: int, cache: int, aware: bool
 ) -> None:

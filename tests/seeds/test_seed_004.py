@@ -26,8 +26,8 @@ from exllamav2.generator import ExLlamaV2DynamicGenerator, ExLlamaV2Sampler
 from exlm import InputError, NotLoaded, UnknownArchitecture
 from exlm.model.devices import DeviceInfo, list_devices
 from tests.seeds.conftest import PROMPT, job, loaded, some_ids
-from tests.text.samples import vocabulary_v1
 from tests.tiny import make
+from tests.tokenizer.sample_vocabularies import mistral_v1_model
 
 Answer = Callable[..., str]
 Settings = ExLlamaV2Sampler.Settings
@@ -230,7 +230,7 @@ def test_item_109_progress(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_item_110_both_kinds_of_tokenizer_files(folder: Path, tmp_path: Path) -> None:
     assert ExLlamaV2Tokenizer(ExLlamaV2Config(str(folder))).get_vocab_size() == 2048
     make(tmp_path, vocab_size=32000)
-    shutil.copy(vocabulary_v1(), tmp_path / "tokenizer.model")
+    shutil.copy(mistral_v1_model(), tmp_path / "tokenizer.model")
     made = ExLlamaV2Tokenizer(ExLlamaV2Config(str(tmp_path)))
     assert made.get_vocab_size() == 32000
     assert made.decode(made.encode("Hello, world"))[0] == "Hello, world"

@@ -15,7 +15,7 @@ from tests.serve.house import Served, preloaded, served
 @pytest.fixture(scope="session")
 def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model of 259 bytes and special tokens, with a chat template."""
-    return tiny.chatty(tmp_path_factory.mktemp("chatty"), max_position_embeddings=2048)
+    return tiny.make_chat_folder(tmp_path_factory.mktemp("chatty"), max_position_embeddings=2048)
 
 
 @pytest.fixture(scope="module")

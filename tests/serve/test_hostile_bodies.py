@@ -121,7 +121,7 @@ def asked(port: int, path: str, body: bytes) -> int:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tiny.chatty(tmp_path_factory.mktemp("served"), max_position_embeddings=2048)
+    folder = tiny.make_chat_folder(tmp_path_factory.mktemp("served"), max_position_embeddings=2048)
     command = ["-m", "exlm.cli", "serve", str(folder), "--port", "0", "--device", "cpu", "-q"]
     with process(*command, errors=True) as (pid, lines):
         port = int(next(lines).rpartition(":")[2])

@@ -66,9 +66,9 @@ def templated(host: Host, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Ho
     """The same model with another chat template."""
 
     def change(source: str) -> Host:
-        from exlm.text.chat import Template
+        from exlm.tokenizer.chat_template import ChatTemplate
 
-        monkeypatch.setitem(host.tokenizer.chat_templates.templates, "default", Template(source, "test"))
+        monkeypatch.setitem(host.tokenizer.chat_templates.templates, "default", ChatTemplate(source, "test"))
         return host
 
     return change

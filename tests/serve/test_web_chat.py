@@ -272,7 +272,7 @@ def test_junk_in_storage_breaks_nothing(page: Page, script: Script) -> None:
         "exlm.chat.a": "{", "exlm.chat.b": "null", "exlm.chat.c": "[]", "exlm.chat.d": '{"id": "d"}',
         "exlm.chat.loop": json.dumps(loop), "exlm.chat.other": json.dumps(good),
         "exlm.chat.at": json.dumps({**good, "id": "at", "title": 7, "at": 99, "system": None}),
-        "exlm.settings": '[{"temperature": "hot"}', "exlm.theme": "}", "something": "else",
+        "exlm.env": '[{"temperature": "hot"}', "exlm.theme": "}", "something": "else",
     }  # fmt: skip
     page.evaluate("(junk) => Object.entries(junk).forEach((one) => localStorage.setItem(...one))", junk)
     page.reload()

@@ -12,16 +12,7 @@ from pathlib import Path
 
 import torch
 
-from .. import (
-    CACHES,
-    Cache,
-    Config,
-    InputError,
-    Summary,
-    Tokenizer,
-    settings,
-    spec,
-)
+from .. import CACHES, Cache, Config, InputError, Summary, Tokenizer, env, spec
 from ..model.devices import free_bytes, pick_device
 from .machine import facts, forget_peak, peak_memory, since_start
 from .measure import ROOM, Timing, Work, let_go, tokens_needed
@@ -93,8 +84,8 @@ class Plan:
 
 def run(plan: Plan, tell: Tell = lambda *_: None) -> Report:
     """Measure everything in a plan."""
-    settings.guard_cpu()  # must come before torch computes anything
-    device = pick_device(plan.device or settings.default_device())
+    env.cap_onednn_isa()  # must come before torch computes anything
+    device = pick_device(plan.device or env.default_device())
     asked = plan.rows()
     total = len(asked) + 3
     tell("loading", 0, total)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from .. import __version__, settings
+from .. import __version__, env
 from ..kernels.cpu.building import COMPILERS, SOURCES, sets_here
 from ..kernels.cpu.library import existing
 from ..kernels.select import choose
@@ -58,7 +58,7 @@ def system() -> list[Fact]:
         *(Fact(f"kernels on cuda:{i}", _kernels(torch.device("cuda", i))) for i in _devices()),
         Fact("Triton", _package("triton", "triton")),
         Fact("NVRTC", _nvrtc()),
-        Fact("cache folder", str(settings.cache_folder())),
+        Fact("cache folder", str(env.cache_folder())),
     ]
 
 
@@ -123,7 +123,7 @@ def _gpus() -> Iterator[Fact]:
 
 
 def _amx() -> str:
-    guard = settings.guard_cpu()
+    guard = env.cap_onednn_isa()
     if guard.amx != "half":
         return {"none": "not announced", "whole": "usable"}[guard.amx]
     done = "oneDNN was told to stay below it" if guard.capped else "oneDNN's limit was set already"
@@ -132,7 +132,7 @@ def _amx() -> str:
 
 def _library() -> str:
     best = sets_here()[0]
-    found = next(existing(best, settings.cache_folder() / "kernels"), None)
+    found = next(existing(best, env.cache_folder() / "kernels"), None)
     if found is not None:
         wheel = found.parent == SOURCES
         return f"{best}, from the installed wheel" if wheel else f"{best}, built here before ({found})"

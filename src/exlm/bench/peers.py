@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from .. import convert_model, settings
+from .. import convert_model, env
 from ..errors import InputError
 from . import engines
 from .report import Peer
@@ -79,7 +79,7 @@ def _files(engine: str, model: Path, python: str) -> Path:
     """What an engine reads: the file itself, its numbers unpacked, or what its own builder makes of those."""
     if engine in ("exlm", "llama.cpp"):
         return model
-    kept = settings.cache_folder() / "bench"
+    kept = env.cache_folder() / "bench"
     dense = kept / f"{model.stem}-dense"
     if not dense.exists():
         convert_model(model, dense, "dense")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import spec
 from ..formats import DenseWeight, Weight
-from ..spec.roles import matrices
+from ..spec.weight_roles import matrices
 from .shapes import Shape
 from .weights import Dense, Form, Random
 

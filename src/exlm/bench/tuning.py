@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from .. import Cache, InputError, Model, settings
+from .. import Cache, InputError, Model, env
 from ..kernels.backend import Knob, Tunable
 from ..model.devices import pick_device
 from ..model.model_runner import PagedModelRunner
@@ -61,9 +61,9 @@ class _Text:
 
 def tune(plan: Plan, tell: Tell = lambda *_: None) -> Tuned:
     """Tune the kernels for the model of a plan."""
-    settings.guard_cpu()
+    env.cap_onednn_isa()
     tell("loading", 0, 1)
-    with opened(plan, pick_device(plan.device or settings.default_device())) as (model, _):
+    with opened(plan, pick_device(plan.device or env.default_device())) as (model, _):
         return tuned(model, tell)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..spec.names import Span
+from ..spec.tensor_names import RowRange
 from .files import TensorFiles
 from .folder import TensorInfo
 
@@ -27,7 +27,12 @@ class Misfits:
 
 
 def copy_rows(
-    files: TensorFiles, info: TensorInfo, spans: Sequence[Span], target: torch.Tensor, *, check: bool = False
+    files: TensorFiles,
+    info: TensorInfo,
+    spans: Sequence[RowRange],
+    target: torch.Tensor,
+    *,
+    check: bool = False,
 ) -> Misfits:
     """Fill `target` with these rows of a tensor, one span after the other.
 
@@ -52,7 +57,7 @@ def copy_rows(
 
 
 def copy_columns(
-    files: TensorFiles, info: TensorInfo, rows: Span, spans: Sequence[Span], target: torch.Tensor
+    files: TensorFiles, info: TensorInfo, rows: RowRange, spans: Sequence[RowRange], target: torch.Tensor
 ) -> Misfits:
     """Fill `target` with the transpose of these columns of some rows, one span after the other."""
     misfits = Misfits()
@@ -69,7 +74,7 @@ def copy_columns(
 
 
 def _convert_rows(
-    files: TensorFiles, info: TensorInfo, rows: Span, target: torch.Tensor, misfits: Misfits, check: bool
+    files: TensorFiles, info: TensorInfo, rows: RowRange, target: torch.Tensor, misfits: Misfits, check: bool
 ) -> None:
     for start, stop in _chunks(info, *rows):
         part = target[start - rows[0] : stop - rows[0]]
@@ -78,7 +83,7 @@ def _convert_rows(
     files.release(info)
 
 
-def _chunks(info: TensorInfo, first: int, last: int) -> Iterator[Span]:
+def _chunks(info: TensorInfo, first: int, last: int) -> Iterator[RowRange]:
     rows = info.shape[0]
     step = max(1, CHUNK * rows // max(1, info.nbytes))
     for start in range(first, last, step):

@@ -11,7 +11,7 @@ import torch
 
 from ..errors import BadTensor
 from ..formats import DenseWeight
-from ..spec.names import Span
+from ..spec.tensor_names import RowRange
 from .convert import Misfits, copy_columns, copy_rows
 from .folder import TensorInfo, flat
 from .header import DTYPES
@@ -22,13 +22,13 @@ def read_dense(lookup: Lookup, wanted: Wanted) -> DenseWeight:
     """A matrix of plain floats: a whole tensor or some of its rows, turned round if stored the other way."""
     place, n, k = wanted.place, wanted.out_features, wanted.in_features
     info = lookup.ask_floats(key_at(place, "weight"))
-    info = flat(info) if place.slab else info
+    info = flat(info) if place.expert_rows else info
     outputs = lookup.outputs(wanted.role, place, n)
     rows, columns = (k, outputs) if place.transposed else (outputs, k)
     spans = place.rows or ((0, n),)
-    slab = place.slab or (0, rows)
+    slab = place.expert_rows or (0, rows)
     # How many experts are stacked is not for one of them to know, only that it is among them.
-    stored = max((slab[1], *info.shape[:1])) if place.slab else rows
+    stored = max((slab[1], *info.shape[:1])) if place.expert_rows else rows
     if info.shape != (stored, columns) or height(spans) != n or height([slab]) != rows:
         cut = f" ({height(spans)} of {outputs} outputs)" if place.rows else ""
         raise lookup.misshapen(info, wanted.role, f"{[stored, columns]}{cut}")
@@ -52,7 +52,7 @@ def read_bias(lookup: Lookup, wanted: Wanted) -> torch.Tensor | None:
             raise lookup.missing(f"the bias of {wanted.role}", (beside, *wanted.own_bias))
         return None
     info = lookup.ask_floats(key)
-    spans: tuple[Span, ...] = ((0, n),)
+    spans: tuple[RowRange, ...] = ((0, n),)
     length = n
     if place.rows and key == beside:
         spans, length = place.rows, lookup.outputs(wanted.role, place, n)
@@ -72,7 +72,7 @@ def read_bias(lookup: Lookup, wanted: Wanted) -> torch.Tensor | None:
 def copy(
     lookup: Lookup,
     info: TensorInfo,
-    spans: Sequence[Span],
+    spans: Sequence[RowRange],
     shape: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,

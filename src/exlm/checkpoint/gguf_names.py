@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import BadFile
-from ..spec.names import Names, Place
+from ..spec.tensor_names import TensorLocation, TensorNames
 
 BLOCK = "blk.{i}."
 
@@ -43,7 +43,7 @@ NORMS = ("final_norm", "attn_norm", "attn_post", "mlp_norm", "mlp_post", "attn.q
 class GgufNames:
     """One model's places, and the changes to undo."""
 
-    names: Names
+    names: TensorNames
     head_dim: int
     paired: bool  # the outputs of q and k are ordered for rotary pairs (2i, 2i + 1)
     grown_norms: bool  # norms are stored as w + 1
@@ -65,20 +65,22 @@ def gguf_names(metadata: Mapping[str, Any], source: str) -> GgufNames:
 
     hidden, heads = number("embedding_length"), number("attention.head_count")
     head_dim = number("attention.key_length", hidden // heads)
-    table: dict[str, tuple[Place, ...]] = {role: (Place(key),) for role, key in PLAIN.items()}
+    table: dict[str, tuple[TensorLocation, ...]] = {
+        role: (TensorLocation(key),) for role, key in PLAIN.items()
+    }
     q, kv = heads * head_dim, number("attention.head_count_kv", heads) * head_dim
     for role, span in {"q": (0, q), "k": (q, q + kv), "v": (q + kv, q + 2 * kv)}.items():
-        table[f"attn.{role}"] += (Place(BLOCK + "attn_qkv", rows=(span,)),)
+        table[f"attn.{role}"] += (TensorLocation(BLOCK + "attn_qkv", rows=(span,)),)
     width = number("feed_forward_length", 1)
     if arch == "phi3":
-        table["mlp.gate"] = (Place(BLOCK + "ffn_up", rows=((0, width),)),)
-        table["mlp.up"] = (Place(BLOCK + "ffn_up", rows=((width, 2 * width),)),)
+        table["mlp.gate"] = (TensorLocation(BLOCK + "ffn_up", rows=((0, width),)),)
+        table["mlp.up"] = (TensorLocation(BLOCK + "ffn_up", rows=((width, 2 * width),)),)
     expert = number("expert_feed_forward_length", width)
     for part, rows in {"gate": expert, "up": expert, "down": hidden}.items():
-        stacked = Place(f"{BLOCK}ffn_{part}_exps", stack=rows)
-        table[f"mlp.experts.{part}"] = (stacked, Place(f"{BLOCK}ffn_{part}.{{e}}"))
+        stacked = TensorLocation(f"{BLOCK}ffn_{part}_exps", rows_per_expert=rows)
+        table[f"mlp.experts.{part}"] = (stacked, TensorLocation(f"{BLOCK}ffn_{part}.{{e}}"))
     return GgufNames(
-        Names(places=tuple(table.items())),
+        TensorNames(locations=tuple(table.items())),
         head_dim,
         paired=arch == "llama",
         grown_norms=arch in ("gemma", "gemma2", "gemma3"),

@@ -16,7 +16,7 @@ import torch
 from ..errors import BadTensor, MissingTensor, Unsupported
 from ..formats import DenseWeight, PackedWeight, Weight
 from ..formats.gguf import FLOATS, read
-from ..spec.names import Place, Span
+from ..spec.tensor_names import RowRange, TensorLocation
 from .gguf_file import ROPE_FACTORS, GgufFile
 from .gguf_header import TensorEntry
 from .gguf_names import NORMS, gguf_names, plain_role
@@ -50,7 +50,7 @@ class GgufCheckpoint:
         """Whether the file holds this role."""
         return self.stored(role) is not None
 
-    def stored(self, role: str) -> Place | None:
+    def stored(self, role: str) -> TensorLocation | None:
         """The place where the file holds this role."""
         return self._find(role, "weight")
 
@@ -58,7 +58,7 @@ class GgufCheckpoint:
         """The stored form in a few words and its stored bytes, bias included, from headers alone."""
         place = self._place(role, fallback)
         entry = self._entry(place)
-        rows = height(place.rows) or height([place.slab] if place.slab else []) or entry.rows
+        rows = height(place.rows) or height([place.expert_rows] if place.expert_rows else []) or entry.rows
         total = entry.nbytes * rows // entry.rows
         bias = self.files.tensors.get(f"{place.key}.bias")
         if bias is not None:
@@ -135,14 +135,14 @@ class GgufCheckpoint:
             raise Unsupported(f"{entry}: {entry.kind} with a factor for the whole of {role} cannot be read.")
         return self._biased(weight, role, place, bias, dtype).to(device)
 
-    def _factor(self, place: Place, role: str) -> float:
+    def _factor(self, place: TensorLocation, role: str) -> float:
         """What the whole of a matrix is to be multiplied by: NVFP4 keeps such a number beside it."""
         if f"{place.key}.scale" not in self.files.tensors:
             return 1.0
         entry = self._ask(place, "scale")
         values = self._floats(entry, torch.float32).flatten()
-        at = place.slab[0] // place.stack if place.slab else 0
-        experts = 1 if place.slab is None else self._entry(place).shape[0]
+        at = place.expert_rows[0] // place.rows_per_expert if place.expert_rows else 0
+        experts = 1 if place.expert_rows is None else self._entry(place).shape[0]
         if len(values) != experts or not bool(values.isfinite().all()):
             raise self._misshapen(entry, f"the factor of {role}", str([experts]))
         return float(values[at])
@@ -151,7 +151,7 @@ class GgufCheckpoint:
         self,
         weight: DenseWeight | PackedWeight,
         role: str,
-        place: Place,
+        place: TensorLocation,
         wanted: bool,
         dtype: torch.dtype | None,
     ) -> DenseWeight | PackedWeight:
@@ -180,11 +180,11 @@ class GgufCheckpoint:
         return weight
 
     def _spans(
-        self, entry: TensorEntry, place: Place, role: str, in_features: int, out_features: int
-    ) -> tuple[Span, ...]:
+        self, entry: TensorEntry, place: TensorLocation, role: str, in_features: int, out_features: int
+    ) -> tuple[RowRange, ...]:
         """The stored rows of a matrix, if the tensor's shape is right."""
-        if place.slab is not None:
-            start, stop = place.slab
+        if place.expert_rows is not None:
+            start, stop = place.expert_rows
             experts, rows = (entry.shape[0], entry.shape[1]) if len(entry.shape) == 3 else (0, 0)
             if entry.shape != (experts, out_features, in_features) or stop > experts * rows:
                 raise self._misshapen(entry, role, f"[experts, {out_features}, {in_features}]")
@@ -195,12 +195,12 @@ class GgufCheckpoint:
             raise self._misshapen(entry, role, str(list(expected)))
         return spans
 
-    def _outputs(self, place: Place, width: int) -> int:
+    def _outputs(self, place: TensorLocation, width: int) -> int:
         """How many outputs the stored matrix has: `width`, or as far as the last role in it reaches."""
         if not place.rows:
             return width
         key = _LAYER.sub("blk.{i}.", place.key)
-        kin = (one for _, places in self.names.places for one in places if one.key == key)
+        kin = (one for _, places in self.names.locations for one in places if one.key == key)
         return max(stop for one in kin for _, stop in one.rows)
 
     def _order(self, role: str, outputs: int) -> torch.Tensor | None:
@@ -228,13 +228,13 @@ class GgufCheckpoint:
         self.files.release(entry.name)
         return out
 
-    def _find(self, role: str, suffix: str) -> Place | None:
-        for place in self.names.find(role):
+    def _find(self, role: str, suffix: str) -> TensorLocation | None:
+        for place in self.names.locations_of(role):
             if f"{place.key}.{suffix}" in self.files.tensors:
                 return place
         return None
 
-    def _place(self, role: str, fallback: str | None) -> Place:
+    def _place(self, role: str, fallback: str | None) -> TensorLocation:
         found = self.stored(role)
         if found is None and fallback is not None:
             found = self.stored(fallback)
@@ -242,16 +242,16 @@ class GgufCheckpoint:
             raise self._missing(role, "weight")
         return found
 
-    def _entry(self, place: Place, suffix: str = "weight") -> TensorEntry:
+    def _entry(self, place: TensorLocation, suffix: str = "weight") -> TensorEntry:
         return self.files.entry(f"{place.key}.{suffix}")
 
-    def _ask(self, place: Place, suffix: str = "weight") -> TensorEntry:
+    def _ask(self, place: TensorLocation, suffix: str = "weight") -> TensorEntry:
         entry = self._entry(place, suffix)
         self._asked.add(entry.name)
         return entry
 
     def _missing(self, role: str, suffix: str) -> MissingTensor:
-        keys = " or ".join(shown(f"{place.key}.{suffix}") for place in self.names.find(role))
+        keys = " or ".join(shown(f"{place.key}.{suffix}") for place in self.names.locations_of(role))
         what = role if suffix == "weight" else f"the {suffix} of {role}"
         return MissingTensor(
             f"{self.files.path}: {what} is missing: expected {keys}, found no such name among "

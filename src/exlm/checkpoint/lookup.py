@@ -13,7 +13,7 @@ import torch
 
 from ..errors import BadFile, BadTensor, MissingTensor, Unsupported
 from ..formats.gptq_config import GptqConfig
-from ..spec.names import Names, Place, Span
+from ..spec.tensor_names import RowRange, TensorLocation, TensorNames
 from .files import TensorFiles
 from .folder import TensorInfo
 from .header import shown
@@ -38,7 +38,7 @@ class Wanted:
     """A matrix that is asked for, and the place where it was found."""
 
     role: str
-    place: Place
+    place: TensorLocation
     in_features: int
     out_features: int
     bias: bool
@@ -47,12 +47,12 @@ class Wanted:
     own_bias: tuple[str, ...] = ()  # keys of its bias where the matrix itself is another role's
 
 
-def key_at(place: Place, suffix: str) -> str:
+def key_at(place: TensorLocation, suffix: str) -> str:
     """The key of one tensor of a place."""
-    return place.key if place.bare and suffix == "weight" else f"{place.key}.{suffix}"
+    return place.key if place.without_suffix and suffix == "weight" else f"{place.key}.{suffix}"
 
 
-def height(spans: Iterable[Span]) -> int:
+def height(spans: Iterable[RowRange]) -> int:
     """How many rows these spans hold together."""
     return sum(stop - start for start, stop in spans)
 
@@ -60,14 +60,16 @@ def height(spans: Iterable[Span]) -> int:
 class Lookup:
     """Stored tensors by canonical key, and which of them were asked for."""
 
-    def __init__(self, files: TensorFiles, names: Names, quantization: GptqConfig | None = None) -> None:
+    def __init__(
+        self, files: TensorFiles, names: TensorNames, quantization: GptqConfig | None = None
+    ) -> None:
         self.files = files
         self.names = names
         self.quantization = quantization or GptqConfig()
         self._stored: dict[str, str] = {}  # canonical key → stored name
         self._parts: dict[str, list[str]] = {}  # the same by key without its suffix
         for name in files.names():
-            key = names.canonical(name)
+            key = names.to_llama_key(name)
             if key in self._stored:
                 first, second = files.info(self._stored[key]), files.info(name)
                 raise BadFile(f"{first} and {second} both stand for {shown(key)}; expected one of them.")
@@ -78,9 +80,9 @@ class Lookup:
     def __contains__(self, key: str) -> bool:
         return key in self._stored
 
-    def find(self, role: str, suffixes: Sequence[str]) -> tuple[Place, str] | None:
+    def find(self, role: str, suffixes: Sequence[str]) -> tuple[TensorLocation, str] | None:
         """The best place that holds a role, and by which of these suffixes."""
-        for place in self.names.find(role):
+        for place in self.names.locations_of(role):
             for suffix in suffixes:
                 if key_at(place, suffix) in self._stored:
                     return place, suffix
@@ -90,7 +92,7 @@ class Lookup:
         """What the header says of a tensor that is there."""
         return self.files.info(self._stored[key])
 
-    def parts(self, place: Place) -> list[TensorInfo]:
+    def parts(self, place: TensorLocation) -> list[TensorInfo]:
         """Every tensor whose key is that of a place and a suffix."""
         return [self.files.info(name) for name in self._parts.get(place.key, ())]
 
@@ -111,7 +113,7 @@ class Lookup:
             )
         return info
 
-    def check_unscaled(self, role: str, place: Place) -> None:
+    def check_unscaled(self, role: str, place: TensorLocation) -> None:
         """`Unsupported` if the inputs of a matrix are divided by numbers of their own.
 
         So AutoAWQ leaves MLPs without a gate: the matrix is multiplied by what its activation is divided by.
@@ -140,14 +142,14 @@ class Lookup:
         """Stored names that nobody has asked for."""
         return sorted(name for name in self.files.names() if name not in self._asked)
 
-    def outputs(self, role: str, place: Place, width: int) -> int:
+    def outputs(self, role: str, place: TensorLocation, width: int) -> int:
         """How many outputs the stored matrix has: `width`, or as far as the last role in it reaches."""
         if not place.rows:
             return width
         layer, expert = (found[1] if (found := number.search(role)) else "0" for number in (_LAYER, _EXPERT))
         kin = (
             one
-            for _, places in self.names.places
+            for _, places in self.names.locations
             for one in places
             if one.key.replace("{i}", layer).replace("{e}", expert) == place.key
         )
@@ -155,7 +157,7 @@ class Lookup:
 
     def missing(self, what: str, keys: Sequence[str]) -> MissingTensor:
         """The error for a role whose keys are in none of the files."""
-        indexed = {self.names.canonical(name): name for name in self.files.index}
+        indexed = {self.names.to_llama_key(name): name for name in self.files.index}
         hints = (self.files.hint(indexed[key]) for key in keys if key in indexed)
         remedy = "The folder is incomplete, or config.json describes another model."
         if what == "head":

@@ -16,7 +16,7 @@ import torch
 from ..errors import Unsupported
 from ..formats import Weight
 from ..formats.gptq_config import GptqConfig
-from ..spec.names import Names, Place
+from ..spec.tensor_names import TensorLocation, TensorNames
 from .dense import copy, read_dense
 from .files import TensorFiles
 from .folder import flat
@@ -34,7 +34,7 @@ class Form(NamedTuple):
     suffix: str
     words: str
     read: Callable[[Lookup, Wanted], Weight]
-    tell: Callable[[Lookup, Place], str] | None = None  # more words, for people
+    tell: Callable[[Lookup, TensorLocation], str] | None = None  # more words, for people
 
 
 def _unread(suffix: str, words: str) -> Form:
@@ -59,13 +59,15 @@ _BY_SUFFIX = {form.suffix: form for form in FORMS}
 class Checkpoint:
     """The weights of one model, by role."""
 
-    def __init__(self, files: TensorFiles, names: Names, quantization: GptqConfig | None = None) -> None:
+    def __init__(
+        self, files: TensorFiles, names: TensorNames, quantization: GptqConfig | None = None
+    ) -> None:
         self.files = files
         self.names = names
         self._lookup = Lookup(files, names, quantization)
 
     @classmethod
-    def open(cls, folder: Path, names: Names, quantization: GptqConfig | None = None) -> Checkpoint:
+    def open(cls, folder: Path, names: TensorNames, quantization: GptqConfig | None = None) -> Checkpoint:
         """The checkpoint in a model folder; only headers are read.
 
         `quantization` is what the JSON beside the weights says of GPTQ or AWQ tensors.
@@ -76,7 +78,7 @@ class Checkpoint:
         """Whether the files hold this role, in whatever form."""
         return self.stored(role) is not None
 
-    def stored(self, role: str) -> Place | None:
+    def stored(self, role: str) -> TensorLocation | None:
         """The place where the files hold this role."""
         found = self._lookup.find(role, tuple(_BY_SUFFIX))
         return found and found[0]
@@ -94,8 +96,8 @@ class Checkpoint:
             return words, sum(info.nbytes for info in self._lookup.parts(place))
         info = self._lookup.peek(key_at(place, "weight"))
         total = info.nbytes
-        if place.slab:
-            total = total * place.stack // max((1, *flat(info).shape[:1]))
+        if place.expert_rows:
+            total = total * place.rows_per_expert // max((1, *flat(info).shape[:1]))
         if f"{place.key}.bias" in self._lookup:
             total += self._lookup.peek(f"{place.key}.bias").nbytes
         if place.rows:
@@ -146,21 +148,21 @@ class Checkpoint:
         """
         place, form = self._find(role, fallback)
         self._lookup.check_unscaled(role, place)
-        places = self.names.find(role)
+        places = self.names.locations_of(role)
         own = () if place in places else tuple(f"{one.key}.bias" for one in places)
         return form.read(
             self._lookup, Wanted(role, place, in_features, out_features, bias, dtype, device, own)
         )
 
-    def _find(self, role: str, fallback: str | None) -> tuple[Place, Form]:
+    def _find(self, role: str, fallback: str | None) -> tuple[TensorLocation, Form]:
         roles = (role,) if fallback is None else (role, fallback)
         for one in roles:
             if found := self._lookup.find(one, tuple(_BY_SUFFIX)):
                 return found[0], _BY_SUFFIX[found[1]]
-        keys = [key_at(place, "weight") for one in roles for place in self.names.find(one)]
+        keys = [key_at(place, "weight") for one in roles for place in self.names.locations_of(one)]
         raise self._lookup.missing(role, keys)
 
-    def _place(self, role: str, suffix: str) -> Place:
+    def _place(self, role: str, suffix: str) -> TensorLocation:
         if found := self._lookup.find(role, (suffix,)):
             return found[0]
         if suffix == "weight":
@@ -170,7 +172,7 @@ class Checkpoint:
                 "expected plain floats."
             )
         raise self._lookup.missing(
-            f"the {suffix} of {role}", [key_at(place, suffix) for place in self.names.find(role)]
+            f"the {suffix} of {role}", [key_at(place, suffix) for place in self.names.locations_of(role)]
         )
 
 

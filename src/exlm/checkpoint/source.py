@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..formats import Weight
 from ..formats.gptq_config import GptqConfig
-from ..spec.names import Names
+from ..spec.tensor_names import TensorNames
 from .gguf_reader import GgufCheckpoint
 from .reader import Checkpoint
 
@@ -132,7 +132,7 @@ class Wrapped:
         )
 
 
-def open_source(path: Path, names: Names, quantization: GptqConfig | None = None) -> Source:
+def open_source(path: Path, names: TensorNames, quantization: GptqConfig | None = None) -> Source:
     """The weights at a path: a GGUF file, or a folder of safetensors spelt as `names` says."""
     if path.is_file():
         return GgufCheckpoint.open(path)

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from exlm import ExlmError, __version__, settings
+from exlm import ExlmError, __version__, env
 
 from . import restore_sigint
 from .batch import batch
@@ -59,7 +59,7 @@ def _options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and stop.")
     ] = False,
 ) -> None:
-    logging.basicConfig(level=settings.log_level(), format="%(name)s: %(message)s")
+    logging.basicConfig(level=env.log_level(), format="%(name)s: %(message)s")
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 import exlm
-from exlm import ExlmError, InputError, settings
+from exlm import ExlmError, InputError, env
 
 from .hosting import MODEL_HELP, Device, Dtype
 from .knobs import check_name
@@ -72,7 +72,7 @@ def chat(
     if system is None and session.format is not None:
         system = session.format.default_system
     session.load(1, length - 1)
-    history = None if no_history else settings.cache_folder() / "chat-history.jsonl"
+    history = None if no_history else env.cache_folder() / "chat-history.jsonl"
     talk = Talk(wishes, max_new_tokens, seed, system)
     Chat(session, talk, Lines(history), stats=stats, quiet=quiet).run(context)
 

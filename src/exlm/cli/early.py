@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from threading import Thread
 from typing import Any
 
-from .. import settings
+from .. import env
 
 USING = ("generate", "chat", "serve", "bench", "tune")
 """Commands that run a model."""
@@ -20,7 +20,7 @@ USING = ("generate", "chat", "serve", "bench", "tune")
 
 def begin(arguments: Sequence[str]) -> None:
     """Make the context that a command line will want, if any."""
-    number = wanted(arguments, settings.default_device())
+    number = wanted(arguments, env.default_device())
     if number is not None:
         make_context(number)
 

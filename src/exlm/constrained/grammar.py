@@ -17,8 +17,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from ..errors import InputError, MissingExtra
-from ..text import Codec
-from ..text.backend import Backend
+from ..tokenizer import Codec
+from ..tokenizer.backend import TokenizerBackend
 from .bitmask import contains, num_words
 from .filter import FilterMask, HealingPrefix, MaskFilter, prefix_text
 from .grammar_sandbox import (
@@ -147,17 +147,17 @@ class _LlguidanceVocabulary:
         self.special_token_ids = [number for number in hidden if 0 <= number < codec.size]
         self.tokens = list(trie.token_bytes)
         for number in self.special_token_ids:
-            self.tokens[number] = codec.text_of(number).encode() or b"<special>"
+            self.tokens[number] = codec.token_text(number).encode() or b"<special>"
         self.eos_token_id = codec.eos_ids[0]
         self.bos_token_id = codec.bos_id
-        self._backend: Backend = codec.backend
+        self._backend: TokenizerBackend = codec.backend
         self._trie = trie
 
     def __call__(self, raw: bytes) -> list[int]:
         """The model's own tokens for a text, as long as they spell just this text."""
         start = raw[: self.MAX_TEXT_BYTES]
         text = start.decode("utf-8", "ignore")
-        ids = self._backend.ids(text, special=False, continues=True) if text else []
+        ids = self._backend.tokenize(text, parse_special=False, continues=True) if text else []
         table, size = self._trie.token_bytes, self._trie.size
         spelled = b"".join(table[number] for number in ids if 0 <= number < size)
         return ids if ids and start.startswith(spelled) and spelled else self._longest_match(start)

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..errors import ExlmError, InputError
-from ..text import Codec
+from ..tokenizer import Codec
 from .bitmask import (
     BITS_PER_WORD,
     Bitmask,

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError
-from ..text import Codec
-from ..text.vocab import REPLACEMENT, UNDEFINED
+from ..tokenizer import Codec
+from ..tokenizer.vocab import REPLACEMENT, UNDEFINED
 
 
 class TokenTrie:

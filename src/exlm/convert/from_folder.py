@@ -23,8 +23,8 @@ from ..formats import PackedWeight, Weight, exl2, gptq
 from ..formats.awq import COLUMNS
 from ..formats.bits import WORD, unpack_across
 from ..formats.gptq_config import GptqConfig
-from ..spec.names import Place, Span
-from ..spec.roles import Matrix
+from ..spec.tensor_names import RowRange, TensorLocation
+from ..spec.weight_roles import Matrix
 from .plan import (
     CPU,
     ConversionPlanner,
@@ -56,9 +56,9 @@ class FolderPlanner(ConversionPlanner):
         super().__init__(model, to)
         self.checkpoint = checkpoint
         self.files = checkpoint.files
-        self.names_by_key = {model.names.canonical(name): name for name in self.files.names()}
+        self.names_by_key = {model.names.to_llama_key(name): name for name in self.files.names()}
         self.used_names: set[str] = set()
-        self.reencoded: list[tuple[str, Place]] = []  # matrices that get tensors of another form
+        self.reencoded: list[tuple[str, TensorLocation]] = []  # matrices that get tensors of another form
         self.quantization = quantization or GptqConfig()
         layout = self.quantization.checkpoint_format
         self.form_by_suffix = {
@@ -122,13 +122,13 @@ class FolderPlanner(ConversionPlanner):
                 raise Unsupported(f"{info}: the type {info.dtype} cannot be written.")
             yield self._copy_step(name, {name: name})
 
-    def _source_place(self, role: str) -> Place:
+    def _source_place(self, role: str) -> TensorLocation:
         self.checkpoint.describe(role)  # says what is missing
         place = self.checkpoint.stored(role)
         assert place is not None
         return place
 
-    def _take_tensors(self, place: Place, form: str) -> TensorsBySuffix:
+    def _take_tensors(self, place: TensorLocation, form: str) -> TensorsBySuffix:
         """The tensors at a place that belong to a matrix of this form."""
         keys = {suffix: key_at(place, suffix) for suffix in (*TENSOR_SUFFIXES[form], "bias")}
         parts = {
@@ -137,7 +137,7 @@ class FolderPlanner(ConversionPlanner):
         self.used_names |= {info.name for info in parts.values()}
         return parts
 
-    def _check_floats(self, m: Matrix, stored: Place, parts: TensorsBySuffix) -> None:
+    def _check_floats(self, m: Matrix, stored: TensorLocation, parts: TensorsBySuffix) -> None:
         """Have the reader say what is wrong with a tensor that is not what the description makes it."""
         info = parts["weight"]
         shape = (m.in_features, m.out_features) if stored.transposed else (m.out_features, m.in_features)
@@ -154,7 +154,7 @@ class FolderPlanner(ConversionPlanner):
         nbytes = sum(self.files.info(name).nbytes for name in names)
         return ConversionStep(label, tuple(names.values()), nbytes, make)
 
-    def _read_copy(self, name: str, column_ranges: Sequence[Span] = (), unit: int = 1) -> Tensor:
+    def _read_copy(self, name: str, column_ranges: Sequence[RowRange] = (), unit: int = 1) -> Tensor:
         """A stored tensor in memory of its own, or some of its columns, `unit` of them in each stored one."""
         view = self.files.read(name)
         pieces = [view[..., start // unit : stop // unit] for start, stop in column_ranges]
@@ -163,7 +163,7 @@ class FolderPlanner(ConversionPlanner):
         return owned
 
     def _slice_awq_step(
-        self, m: Matrix, stored: Place, place: Place, parts: TensorsBySuffix
+        self, m: Matrix, stored: TensorLocation, place: TensorLocation, parts: TensorsBySuffix
     ) -> ConversionStep:
         """Columns of an AWQ matrix, eight of which share a word."""
         units = {"qweight": len(COLUMNS), "qzeros": len(COLUMNS), "scales": 1, "bias": 1}
@@ -181,7 +181,7 @@ class FolderPlanner(ConversionPlanner):
         return ConversionStep(m.role, tuple(names), _estimated_bytes(m, parts), make)
 
     def _encode_step(
-        self, m: Matrix, place: Place, parts: TensorsBySuffix, form: str, action: TensorAction
+        self, m: Matrix, place: TensorLocation, parts: TensorsBySuffix, form: str, action: TensorAction
     ) -> ConversionStep:
         """A matrix that is read, and written in the form it is to have."""
         nbytes = _estimated_bytes(m, parts) + 4 * m.in_features
@@ -228,8 +228,8 @@ class FolderPlanner(ConversionPlanner):
         return high < 1 << bits if self._writes_gptq_v2(form) else low >= 1 and high <= 1 << bits
 
 
-def _is_whole_tensor(place: Place) -> bool:
-    return not place.rows and place.slab is None
+def _is_whole_tensor(place: TensorLocation) -> bool:
+    return not place.rows and place.expert_rows is None
 
 
 def _estimated_bytes(m: Matrix, parts: TensorsBySuffix) -> int:

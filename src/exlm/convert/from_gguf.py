@@ -16,8 +16,8 @@ from ..checkpoint import GgufCheckpoint
 from ..checkpoint.gguf_file import ROPE_FACTORS
 from ..checkpoint.lookup import key_at
 from ..errors import Unsupported
-from ..spec.names import Place
-from ..spec.roles import Matrix
+from ..spec.tensor_names import TensorLocation
+from ..spec.weight_roles import Matrix
 from .plan import CPU, ConversionPlanner, ConversionStep, NamedTensors, VectorSpec, dense_tensors
 
 
@@ -71,7 +71,7 @@ class GgufPlanner(ConversionPlanner):
         assert stored is not None
         self.used_names |= {f"{stored.key}.weight", f"{stored.key}.bias"}
 
-    def _dequantized_tensors(self, m: Matrix, place: Place) -> NamedTensors:
+    def _dequantized_tensors(self, m: Matrix, place: TensorLocation) -> NamedTensors:
         weight = self.checkpoint.weight(
             m.role, m.in_features, m.out_features, bias=m.bias, dtype=None, device=CPU
         )

@@ -20,8 +20,8 @@ from .. import spec
 from ..errors import Unsupported
 from ..formats import DenseWeight, PackedWeight, Weight
 from ..formats.gguf_blocks import LAYOUTS
-from ..spec.names import Names, Place
-from ..spec.roles import Matrix, matrices
+from ..spec.tensor_names import TensorLocation, TensorNames
+from ..spec.weight_roles import Matrix, matrices
 
 TensorAction = Literal["keep", "rewrite", "unpack"]
 NamedTensors = Iterable[tuple[str, Tensor]]
@@ -121,9 +121,9 @@ class ConversionPlanner(ABC):
         _check_names(steps, self.model.names)
         return ConversionPlan(self.to, tuple(steps), self.actions)
 
-    def target_place(self, role: str) -> Place:
+    def target_place(self, role: str) -> TensorLocation:
         """Where the new model keeps a role: the family's first choice."""
-        return self.model.names.find(role)[0]
+        return self.model.names.locations_of(role)[0]
 
     def choose_action(self, role: str, form: str) -> TensorAction:
         """What becomes of a matrix stored in this form; `Unsupported` if its numbers would change."""
@@ -171,7 +171,7 @@ def vector_specs(model: spec.Model) -> Iterator[VectorSpec]:
     yield VectorSpec("final_norm", (hidden_shape,), model.final_norm.bias)
 
 
-def dense_tensors(weight: Weight, place: Place) -> dict[str, Tensor]:
+def dense_tensors(weight: Weight, place: TensorLocation) -> dict[str, Tensor]:
     """A matrix as plain floats, the way round its place wants it, with its bias."""
     data = weight.data if isinstance(weight, DenseWeight) else dequantize_in_chunks(weight)
     tensors = {"weight": data.T.contiguous() if place.transposed else data}
@@ -219,11 +219,11 @@ def _sort_key(role: str) -> float:
     return -1 if role in ("embed", "positions") else float("inf")
 
 
-def _check_names(steps: Iterable[ConversionStep], names: Names) -> None:
+def _check_names(steps: Iterable[ConversionStep], names: TensorNames) -> None:
     """Two tensors of one name, or of one meaning to the reader, would hide each other."""
     seen: dict[str, str] = {}
     for step in steps:
         for name in step.names:
-            other = seen.setdefault(names.canonical(name), step.label)
+            other = seen.setdefault(names.to_llama_key(name), step.label)
             if other != step.label:
                 raise Unsupported(f"{other} and {step.label} would both be called {name} in the new model.")

@@ -18,7 +18,7 @@ from ..checkpoint import GgufFile
 from ..config import read_json
 from ..families.gguf import config_from_metadata
 from ..formats.gptq_config import GptqConfig
-from ..text.gguf_tokenizer import Vocabulary, tokenizer_from_metadata, tokenizer_json, tokenizer_model
+from ..tokenizer.gguf import GgufVocabulary, tokenizer_from_metadata, tokenizer_json, tokenizer_model
 from .plan import ConversionPlan
 
 CONFIG_FILE = "config.json"
@@ -113,8 +113,8 @@ def _tokenizer_files(metadata: Mapping[str, Any], source: str) -> dict[str, byte
     """The vocabulary, the special tokens and the chat templates; nothing where the file has no tokenizer."""
     if "tokenizer.ggml.model" not in metadata:
         return {}
-    folder = tokenizer_from_metadata(metadata, source).folder
-    vocabulary = Vocabulary(metadata, source)
+    folder = tokenizer_from_metadata(metadata, source).files
+    vocabulary = GgufVocabulary(metadata, source)
     tokenizer_config: dict[str, Any] = dict(folder.config or {})
     if folder.added:
         flags = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")

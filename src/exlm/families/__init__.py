@@ -7,11 +7,11 @@ from collections.abc import Callable
 from .. import spec
 from ..errors import UnknownArchitecture
 from . import cohere, dbrx, gemma, glm, gpt, internlm, llama, mixtral, phi, qwen, vision
-from .hyper import MAX_ALL_EXPERTS, Hyper
+from .config_reader import MAX_ALL_EXPERTS, ConfigReader
 
-Family = Callable[[Hyper], spec.Model]
+FamilyFunction = Callable[[ConfigReader], spec.Model]
 
-FAMILIES: dict[str, Family] = {
+FAMILIES: dict[str, FamilyFunction] = {
     "Cohere2ForCausalLM": cohere.cohere2,
     "CohereForCausalLM": cohere.cohere,
     "DbrxForCausalLM": dbrx.dbrx,
@@ -46,19 +46,19 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def describe(hyper: Hyper) -> spec.Model:
+def build_spec(config: ConfigReader) -> spec.Model:
     """What this config.json describes; an architecture we do not know is an error, never a guess."""
-    name = hyper.architecture
+    name = config.architecture
     if name not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
-        raise UnknownArchitecture(f"{hyper.source}: architecture {name!r} is not supported. Known: {known}.")
-    model = FAMILIES[name](hyper)
+        raise UnknownArchitecture(f"{config.source}: architecture {name!r} is not supported. Known: {known}.")
+    model = FAMILIES[name](config)
     experts = sum(layer.mlp.experts for layer in model.layers if isinstance(layer.mlp, spec.Moe))
     if experts > MAX_ALL_EXPERTS:
-        raise hyper.clash(
+        raise config.inconsistent(
             f"{len(model.layers)} layers have {experts} experts together; expected at most {MAX_ALL_EXPERTS}"
         )
     return model
 
 
-__all__ = ["FAMILIES", "Hyper", "describe"]
+__all__ = ["FAMILIES", "ConfigReader", "build_spec"]

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .. import spec
-from .common import attention, decoder, layered, mlp, norm, windows
-from .hyper import Hyper
+from .common import attention, decoder, layer_windows, map_layers, mlp, norm
+from .config_reader import ConfigReader
 from .rope import rope
 
 
-def cohere(c: Hyper) -> spec.Model:
+def cohere(c: ConfigReader) -> spec.Model:
     """One LayerNorm without bias feeds both halves."""
-    return _parallel(c.meaning(rope_theta=5e5))
+    return _parallel_decoder(c.with_defaults(rope_theta=5e5))
 
 
-def _parallel(c: Hyper) -> spec.Model:
+def _parallel_decoder(c: ConfigReader) -> spec.Model:
     """What both have in common."""
     n = norm(c, "layer_norm_eps", kind="layer")
     attn = attention(c)
@@ -25,18 +25,18 @@ def _parallel(c: Hyper) -> spec.Model:
         qk_norm=spec.QkNorm(n, per_head=True) if c.flag("use_qk_norm", default=False) else None,
     )
     layer = spec.Layer(attn, mlp(c), n, None, parallel=True)
-    model = decoder(c, [layer] * c.depth(), final_norm=n, tied=True, requires_bos=True)
+    model = decoder(c, [layer] * c.num_layers(), final_norm=n, tied=True, requires_bos=True)
     return replace(model, head=replace(model.head, scale=c.real("logit_scale", default=0.0625)))
 
 
-def cohere2(c: Hyper) -> spec.Model:
+def cohere2(c: ConfigReader) -> spec.Model:
     """Three layers in a window with rotations, then one that sees all and knows no positions."""
-    c = c.meaning(sliding_window=4096)  # without one, no layer would know positions
+    c = c.with_defaults(sliding_window=4096)  # without one, no layer would know positions
     pattern = c.size("sliding_window_pattern", "_sliding_window_pattern", default=4)
-    sizes = windows(c, c.depth(), lambda i: (i + 1) % pattern != 0)
+    sizes = layer_windows(c, c.num_layers(), lambda i: (i + 1) % pattern != 0)
 
     def change(i: int, layer: spec.Layer) -> spec.Layer:
         attn = replace(layer.attn, window=sizes[i], rope=None if sizes[i] is None else layer.attn.rope)
         return replace(layer, attn=attn)
 
-    return layered(_parallel(c), change)
+    return map_layers(_parallel_decoder(c), change)

@@ -8,8 +8,8 @@ from typing import Any, get_args
 
 from .. import spec
 from ..spec.layers import Activation
-from .hyper import LIMIT, MAX_HEAD_DIM, Hyper
-from .rope import length, rope
+from .config_reader import MAX_HEAD_DIM, MAX_SIZE, ConfigReader
+from .rope import max_positions, rope
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -24,140 +24,146 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 
 
-def attention(c: Hyper, **changes: Any) -> spec.Attention:
+def attention(c: ConfigReader, **changes: Any) -> spec.Attention:
     """Llama's attention with the given fields changed; a field that is given is not looked up."""
     fields = dict(changes)
-    heads = _or(fields, "heads", lambda: c.size("num_attention_heads", "n_heads", "n_head"))
-    head_dim = _or(fields, "head_dim", lambda: head_width(c, heads))
+    heads = _get_or_make(fields, "heads", lambda: c.size("num_attention_heads", "n_heads", "n_head"))
+    head_dim = _get_or_make(fields, "head_dim", lambda: resolve_head_dim(c, heads))
     kv_keys = ("num_key_value_heads", "attn_config.kv_n_heads")
-    kv_heads = _or(fields, "kv_heads", lambda: c.size(*kv_keys, default=heads))
+    kv_heads = _get_or_make(fields, "kv_heads", lambda: c.size(*kv_keys, default=heads))
     if heads % kv_heads:
-        raise c.clash(f"{heads} attention heads cannot share {kv_heads} key/value heads evenly")
+        raise c.inconsistent(f"{heads} attention heads cannot share {kv_heads} key/value heads evenly")
     for name in ("qkv_bias", "out_bias"):
-        _or(fields, name, lambda: c.flag("attention_bias", default=False))
-    _or(fields, "scale", lambda: head_dim**-0.5)
-    _or(fields, "rope", lambda: rope(c, head_dim))
+        _get_or_make(fields, name, lambda: c.flag("attention_bias", default=False))
+    _get_or_make(fields, "scale", lambda: head_dim**-0.5)
+    _get_or_make(fields, "rope", lambda: rope(c, head_dim))
     return spec.Attention(**fields)
 
 
-def _or(fields: dict[str, Any], name: str, make: Callable[[], Any]) -> Any:
+def _get_or_make(fields: dict[str, Any], name: str, make: Callable[[], Any]) -> Any:
     """The field, made now if it was not given."""
     if name not in fields:
         fields[name] = make()
     return fields[name]
 
 
-def head_width(c: Hyper, heads: int, default: int | None = None) -> int:
+def resolve_head_dim(c: ConfigReader, heads: int, default: int | None = None) -> int:
     """Stated, or the hidden width shared out among the heads."""
     stated = c.integer("head_dim", default=default)
     if stated is not None:
         return c.size("head_dim", default=default)
     hidden = c.size("hidden_size", "d_model", "n_embd")
     if hidden % heads:
-        raise c.clash(
+        raise c.inconsistent(
             f"hidden_size {hidden} is not a multiple of num_attention_heads {heads} and head_dim is absent"
         )
     if hidden // heads > MAX_HEAD_DIM:
-        raise c.clash(
+        raise c.inconsistent(
             f"hidden_size {hidden} and {heads} attention heads make heads of {hidden // heads}; "
             f"expected at most {MAX_HEAD_DIM}"
         )
     return hidden // heads
 
 
-def norm(c: Hyper, *keys: str, **changes: Any) -> spec.Norm:
+def norm(c: ConfigReader, *keys: str, **changes: Any) -> spec.Norm:
     """RMSNorm, or with the given fields changed; `keys` are where the family keeps its eps."""
     names = keys or ("rms_norm_eps",)
     eps = c.real(*names, default=1e-5 if keys else 1e-6)
     if eps < 0:
-        raise c.wrong(c.find(*names)[0], "a number of at least 0", eps)
+        raise c.invalid_value(c.find(*names)[0], "a number of at least 0", eps)
     return spec.Norm(**({"eps": eps} | changes))
 
 
-def activation(c: Hyper, *keys: str, default: str) -> Activation:
+def activation(c: ConfigReader, *keys: str, default: str) -> Activation:
     """The MLP's activation by the name config.json gives it."""
     name = c.text(*keys, default=default)
     if name in ACTIVATIONS:
         return ACTIVATIONS[name]
-    raise c.wrong(keys[0], f"one of {', '.join(ACTIVATIONS)}", name)
+    raise c.invalid_value(keys[0], f"one of {', '.join(ACTIVATIONS)}", name)
 
 
-def mlp(c: Hyper, **changes: Any) -> spec.Mlp:
+def mlp(c: ConfigReader, **changes: Any) -> spec.Mlp:
     """Llama's gated MLP with the given fields changed; a field that is given is not looked up."""
     fields = dict(changes)
-    _or(fields, "width", lambda: c.size("intermediate_size", "n_inner"))
-    _or(fields, "act", lambda: activation(c, "hidden_act", "hidden_activation", default="silu"))
-    _or(fields, "bias", lambda: c.flag("mlp_bias", default=False))
+    _get_or_make(fields, "width", lambda: c.size("intermediate_size", "n_inner"))
+    _get_or_make(fields, "act", lambda: activation(c, "hidden_act", "hidden_activation", default="silu"))
+    _get_or_make(fields, "bias", lambda: c.flag("mlp_bias", default=False))
     return spec.Mlp(**fields)
 
 
-def moe(c: Hyper, **changes: Any) -> spec.Moe:
+def moe(c: ConfigReader, **changes: Any) -> spec.Moe:
     """Mixtral's experts with the given fields changed; a field that is given is not looked up."""
     fields = dict(changes)
-    _or(fields, "act", lambda: activation(c, "hidden_act", default="silu"))
-    _or(fields, "width", lambda: c.size("intermediate_size"))
-    counts = ("num_local_experts", "num_experts", "ffn_config.moe_num_experts")
-    experts = _or(fields, "experts", lambda: c.size(*counts))
-    active = _or(fields, "active", lambda: c.size("num_experts_per_tok", "ffn_config.moe_top_k"))
+    _get_or_make(fields, "act", lambda: activation(c, "hidden_act", default="silu"))
+    _get_or_make(fields, "width", lambda: c.size("intermediate_size"))
+    count_keys = ("num_local_experts", "num_experts", "ffn_config.moe_num_experts")
+    experts = _get_or_make(fields, "experts", lambda: c.size(*count_keys))
+    active = _get_or_make(fields, "active", lambda: c.size("num_experts_per_tok", "ffn_config.moe_top_k"))
     if active > experts:
-        raise c.clash(f"{active} experts for each token but only {experts} exist")
+        raise c.inconsistent(f"{active} experts for each token but only {experts} exist")
     return spec.Moe(**fields)
 
 
-def windows(c: Hyper, depth: int, local: Callable[[int], bool]) -> list[int | None]:
+def layer_windows(c: ConfigReader, depth: int, is_windowed: Callable[[int], bool]) -> list[int | None]:
     """The window of each layer: by `layer_types` when the file lists them, else by the family's own rule."""
     size = c.integer("sliding_window", "sliding_window_size", default=None)
     if not size:
         return [None] * depth
-    if not 0 < size < LIMIT:
-        raise c.wrong("sliding_window", f"a number of tokens below {LIMIT}, or null for no window", size)
-    kinds = c.get("layer_types")
-    if kinds is None:
-        return [size if local(i) else None for i in range(depth)]
+    if not 0 < size < MAX_SIZE:
+        raise c.invalid_value(
+            "sliding_window", f"a number of tokens below {MAX_SIZE}, or null for no window", size
+        )
+    layer_types = c.get("layer_types")
+    if layer_types is None:
+        return [size if is_windowed(i) else None for i in range(depth)]
     known = {"sliding_attention", "full_attention"}
-    if not isinstance(kinds, list) or len(kinds) != depth or not all(isinstance(k, str) for k in kinds):
-        raise c.wrong("layer_types", f"a list of {depth} names", kinds)
-    if set(kinds) - known:
-        raise c.wrong("layer_types", " or ".join(sorted(known)), sorted(set(kinds) - known))
-    return [size if kind == "sliding_attention" else None for kind in kinds]
+    if (
+        not isinstance(layer_types, list)
+        or len(layer_types) != depth
+        or not all(isinstance(k, str) for k in layer_types)
+    ):
+        raise c.invalid_value("layer_types", f"a list of {depth} names", layer_types)
+    if set(layer_types) - known:
+        raise c.invalid_value("layer_types", " or ".join(sorted(known)), sorted(set(layer_types) - known))
+    return [size if kind == "sliding_attention" else None for kind in layer_types]
 
 
-def switched_windows(c: Hyper, depth: int) -> list[int | None]:
+def qwen_layer_windows(c: ConfigReader, depth: int) -> list[int | None]:
     """Qwen's rule: off unless `use_sliding_window`, and then only from layer `max_window_layers` on."""
     if not c.flag("use_sliding_window", default=False):
         return [None] * depth
     first = c.integer("max_window_layers", default=28)
-    return windows(c, depth, lambda i: i >= first)
+    return layer_windows(c, depth, lambda i: i >= first)
 
 
-def layered(model: spec.Model, change: Callable[[int, spec.Layer], spec.Layer]) -> spec.Model:
+def map_layers(model: spec.Model, change: Callable[[int, spec.Layer], spec.Layer]) -> spec.Model:
     """The model with every layer changed."""
     return replace(model, layers=tuple(change(i, layer) for i, layer in enumerate(model.layers)))
 
 
 def with_windows(model: spec.Model, sizes: list[int | None]) -> spec.Model:
     """The model with each layer's attention narrowed to its window."""
-    return layered(model, lambda i, layer: replace(layer, attn=replace(layer.attn, window=sizes[i])))
+    return map_layers(model, lambda i, layer: replace(layer, attn=replace(layer.attn, window=sizes[i])))
 
 
-def decoder(c: Hyper, layers: Iterable[spec.Layer], **changes: Any) -> spec.Model:
+def decoder(c: ConfigReader, layers: Iterable[spec.Layer], **changes: Any) -> spec.Model:
     """A decoder of these layers, with the multipliers and caps config.json may name."""
     scale = c.real("embedding_multiplier", "scale_emb", default=1.0)
     logit_scale = c.real("logit_scale", default=1.0) / c.positive("logits_scaling", default=1.0)
     tied = changes.pop("tied", False)
-    _or(changes, "vocab", lambda: c.size("vocab_size"))
-    _or(changes, "final_norm", lambda: norm(c))
+    _get_or_make(changes, "vocab", lambda: c.size("vocab_size"))
+    _get_or_make(changes, "final_norm", lambda: norm(c))
     fields: dict[str, Any] = {
         "architecture": c.architecture,
         "hidden": c.size("hidden_size", "d_model", "n_embd"),
         "layers": tuple(layers),
-        "max_positions": length(c),
+        "max_positions": max_positions(c),
         "embed": spec.Embed(scale=scale),
         "head": spec.Head(
-            tied=c.outer_flag("tie_word_embeddings", default=tied),
+            tied=c.top_level_flag("tie_word_embeddings", default=tied),
             scale=logit_scale,
             softcap=c.positive("final_logit_softcapping", default=None),
-            unit_rows=bool(c.get("norm_head")),
+            normalize_rows=bool(c.get("norm_head")),
         ),
     }
     return spec.Model(**(fields | changes))

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from .. import spec
-from ..spec import Scaling
-from .hyper import Hyper
-from .overrides import main_rope
+from ..spec import RopeScaling
+from .config_reader import ConfigReader
+from .overrides import primary_rope
 
 
 class RopeStyle(IntEnum):
@@ -64,7 +64,7 @@ class Fields:
 
     @property
     @abstractmethod
-    def _hyper(self) -> Hyper:
+    def _hyper(self) -> ConfigReader:
         """config.json, for what no description needs."""
 
     @property
@@ -76,7 +76,7 @@ class Fields:
     def arch(self) -> ArchParams:
         """What is peculiar to the architecture, as in `config.arch.lm.requires_bos`."""
         model, first = self.spec, self.spec.layers[0]
-        rope, windows = main_rope(model), [layer.attn.window is not None for layer in model.layers]
+        rope, windows = primary_rope(model), [layer.attn.window is not None for layer in model.layers]
         styles = {"gptj": RopeStyle.GPTJ, "neox": RopeStyle.NEOX}
         return ArchParams(
             model.architecture,
@@ -90,7 +90,7 @@ class Fields:
                 parallel_decoder_blocks=first.parallel,
                 swa=all(windows),
                 alternating_swa=any(windows) and not all(windows),
-                residual_stream_fp32=model.wide_residual,
+                residual_stream_fp32=model.fp32_residual,
                 mrope=self.mrope_section is not None,
             ),
         )
@@ -183,7 +183,7 @@ class Fields:
     @property
     def norm_head(self) -> int | None:
         """1 if the rows of the head are normalised."""
-        return 1 if self.spec.head.unit_rows else None
+        return 1 if self.spec.head.normalize_rows else None
 
     @property
     def query_pre_attn_scalar(self) -> float | None:
@@ -219,53 +219,67 @@ class Fields:
     def original_max_seq_len(self) -> int:
         """The length that LongRoPE's short factors are for; else the trained length."""
         scaling = self._scaling
-        return scaling.original if isinstance(scaling, spec.LongRope) else self.spec.max_positions
+        return (
+            scaling.original_max_positions
+            if isinstance(scaling, spec.LongRopeScaling)
+            else self.spec.max_positions
+        )
 
     @property
     def alt_rope_method(self) -> str | None:
         """How the file stretches rotations: "su" (LongRoPE), "yarn", "llama3", or None of these."""
-        named = {spec.LongRope: "su", spec.Yarn: "yarn", spec.Llama3: "llama3"}
+        named = {spec.LongRopeScaling: "su", spec.YarnScaling: "yarn", spec.Llama3Scaling: "llama3"}
         return named.get(type(self._scaling))
 
     @property
     def scale_short_factor(self) -> list[float] | None:
         """LongRoPE's factors up to `original_max_seq_len`."""
-        return list(scaling.short) if isinstance(scaling := self._scaling, spec.LongRope) else None
+        return (
+            list(scaling.short_factors)
+            if isinstance(scaling := self._scaling, spec.LongRopeScaling)
+            else None
+        )
 
     @property
     def scale_long_factor(self) -> list[float] | None:
         """LongRoPE's factors beyond it."""
-        return list(scaling.long) if isinstance(scaling := self._scaling, spec.LongRope) else None
+        return (
+            list(scaling.long_factors) if isinstance(scaling := self._scaling, spec.LongRopeScaling) else None
+        )
 
     @property
     def l3_rope_factor(self) -> float | None:
         """Llama 3's divisor of long wavelengths."""
-        return scaling.factor if isinstance(scaling := self._scaling, spec.Llama3) else None
+        return scaling.factor if isinstance(scaling := self._scaling, spec.Llama3Scaling) else None
 
     @property
     def l3_rope_low_freq_factor(self) -> float | None:
         """Where Llama 3's long wavelengths begin."""
-        return scaling.low if isinstance(scaling := self._scaling, spec.Llama3) else None
+        return scaling.low_freq_factor if isinstance(scaling := self._scaling, spec.Llama3Scaling) else None
 
     @property
     def l3_rope_high_freq_factor(self) -> float | None:
         """Where its short ones end."""
-        return scaling.high if isinstance(scaling := self._scaling, spec.Llama3) else None
+        return scaling.high_freq_factor if isinstance(scaling := self._scaling, spec.Llama3Scaling) else None
 
     @property
     def l3_rope_original_max_position_embeddings(self) -> int | None:
         """The length before it was stretched."""
-        return scaling.original if isinstance(scaling := self._scaling, spec.Llama3) else None
+        return (
+            scaling.original_max_positions
+            if isinstance(scaling := self._scaling, spec.Llama3Scaling)
+            else None
+        )
 
     @property
     def mrope_section(self) -> list[int] | None:
         """Frequencies of each plane of positions (time, height, width)."""
-        rope = main_rope(self.spec)
-        return list(rope.sections) if rope is not None and rope.sections else None
+        rope = primary_rope(self.spec)
+        return list(rope.mrope_sections) if rope is not None and rope.mrope_sections else None
 
     @property
-    def _scaling(self) -> Scaling | None:
-        rope = main_rope(self.spec)
+    def _scaling(self) -> RopeScaling | None:
+        rope = primary_rope(self.spec)
         return None if rope is None else rope.scaling
 
     def _real(self, key: str, default: float | None) -> float | None:

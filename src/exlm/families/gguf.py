@@ -14,21 +14,21 @@ from typing import Any
 from .. import spec
 from ..errors import ConfigError, UnknownArchitecture, shown
 
-Factors = Mapping[str, Sequence[float]]
+RopeFactors = Mapping[str, Sequence[float]]
 
-TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
+END_OF_TURN_TOKENS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 """Tokens that end an answer in files that name only the token that ends a text."""
 
-PARTS = {
+NON_MODEL_TYPES = {
     "adapter": "an adapter for one",
     "imatrix": "what was measured of one",
     "mmproj": "the vision or audio part of one",
 }
 """Files that lie beside models and are none, by what they call themselves."""
 
-CONTROL = 3
+CONTROL_TOKEN_TYPE = 3
 
-NO_TOKEN = 2**32 - 1
+NO_TOKEN_ID = 2**32 - 1
 """-1, as converters write it where an id has no sign: there is no such token."""
 
 
@@ -37,29 +37,29 @@ def config_from_metadata(
     source: str,
     *,
     tensors: Collection[str] = (),
-    factors: Factors | None = None,
+    factors: RopeFactors | None = None,
 ) -> dict[str, Any]:
     """What config.json would say, as `families.describe(Hyper(config, source))` reads it.
 
     `tensors` are the names of the stored tensors, `factors` the numbers of those with rotary factors
     (`rope_freqs.weight`, `rope_factors_long.weight`, `rope_factors_short.weight`).
     """
-    beside = PARTS.get(str(metadata.get("general.type")))
-    if beside is not None:
-        raise ConfigError(f"{source} is no model but {beside} (general.type). Name the model's own file.")
+    other_kind = NON_MODEL_TYPES.get(str(metadata.get("general.type")))
+    if other_kind is not None:
+        raise ConfigError(f"{source} is no model but {other_kind} (general.type). Name the model's own file.")
     arch = metadata.get("general.architecture")
     if not isinstance(arch, str) or arch not in ARCHITECTURES:
         raise UnknownArchitecture(
             f"{source}: general.architecture {arch!r} is not supported in GGUF. Known: "
             f"{', '.join(sorted(ARCHITECTURES))}."
         )
-    keys = Keys(metadata, arch, source)
-    config = _common(keys, tensors) | _rope(keys, factors or {})
-    config |= ARCHITECTURES[arch](keys)
+    reader = GgufConfigReader(metadata, arch, source)
+    config = _common_keys(reader, tensors) | _rope_keys(reader, factors or {})
+    config |= ARCHITECTURES[arch](reader)
     return {key: value for key, value in config.items() if value is not None}
 
 
-class Keys:
+class GgufConfigReader:
     """Typed look-ups in the part of the metadata that describes the architecture."""
 
     def __init__(self, metadata: Mapping[str, Any], arch: str, source: str) -> None:
@@ -73,21 +73,21 @@ class Keys:
 
     def size(self, key: str) -> int:
         """A whole number of at least one that must be there; a list must give every layer the same."""
-        found = self.maybe_size(key)
+        found = self.optional_size(key)
         if not found:
-            raise self.wrong(key, "a number of at least 1", self.get(key))
+            raise self.invalid_value(key, "a number of at least 1", self.get(key))
         return found
 
-    def maybe_size(self, key: str) -> int | None:
+    def optional_size(self, key: str) -> int | None:
         """The same, or None if it is absent or zero."""
         value = self.get(key)
         if isinstance(value, list) and value:
             if value.count(value[0]) != len(value):
-                raise self.wrong(key, "the same for every layer", value)
+                raise self.invalid_value(key, "the same for every layer", value)
             value = value[0]
         if value is None or (type(value) is int and 0 <= value < 2**31):
             return value or None
-        raise self.wrong(key, "a whole number", value)
+        raise self.invalid_value(key, "a whole number", value)
 
     def real(self, key: str) -> float | None:
         """A finite number, as short as its 32 bits allow: 1e-05 and not 9.999999747378752e-06."""
@@ -95,7 +95,7 @@ class Keys:
         if value is None:
             return None
         if type(value) not in (int, float) or not abs(value) < 1e38:
-            raise self.wrong(key, "a finite number", value)
+            raise self.invalid_value(key, "a finite number", value)
         short = float(f"{value:.7g}")
         same = struct.pack("<f", short) == struct.pack("<f", value)
         return short if same else float(value)
@@ -104,21 +104,23 @@ class Keys:
         """A string."""
         value = self.get(key)
         if value is not None and not isinstance(value, str):
-            raise self.wrong(key, "a string", value)
+            raise self.invalid_value(key, "a string", value)
         return value
 
     @property
     def head_dim(self) -> int:
         """The width of a head, stated or the hidden width shared out."""
-        stated = self.maybe_size("attention.key_length")
+        stated = self.optional_size("attention.key_length")
         if stated is not None:
             return stated
         hidden, heads = self.size("embedding_length"), self.size("attention.head_count")
         if hidden % heads:
-            raise self.wrong("attention.key_length", f"there: {heads} heads cannot share {hidden}", None)
+            raise self.invalid_value(
+                "attention.key_length", f"there: {heads} heads cannot share {hidden}", None
+            )
         return hidden // heads
 
-    def wrong(self, key: str, expected: str, found: object) -> ConfigError:
+    def invalid_value(self, key: str, expected: str, found: object) -> ConfigError:
         """The error for a value that cannot be, or is not there."""
         full = key if key.startswith("tokenizer.") else f"{self.arch}.{key}"
         return ConfigError(
@@ -126,18 +128,18 @@ class Keys:
         )
 
 
-def _common(k: Keys, tensors: Collection[str]) -> dict[str, Any]:
+def _common_keys(k: GgufConfigReader, tensors: Collection[str]) -> dict[str, Any]:
     """What every architecture has."""
-    head_dim, value = k.head_dim, k.maybe_size("attention.value_length")
-    width = k.maybe_size if k.arch == "qwen3moe" else k.size  # whose experts have a width of their own
+    head_dim, value = k.head_dim, k.optional_size("attention.value_length")
+    width = k.optional_size if k.arch == "qwen3moe" else k.size  # whose experts have a width of their own
     if value is not None and value != head_dim:
-        raise k.wrong("attention.value_length", f"{head_dim}, as wide as keys", value)
+        raise k.invalid_value("attention.value_length", f"{head_dim}, as wide as keys", value)
     return {
         "hidden_size": k.size("embedding_length"),
         "intermediate_size": width("feed_forward_length"),
         "num_hidden_layers": k.size("block_count"),
         "num_attention_heads": k.size("attention.head_count"),
-        "num_key_value_heads": k.maybe_size("attention.head_count_kv"),
+        "num_key_value_heads": k.optional_size("attention.head_count_kv"),
         "head_dim": head_dim,
         "max_position_embeddings": k.size("context_length"),
         "rms_norm_eps": k.real("attention.layer_norm_rms_epsilon"),
@@ -145,51 +147,55 @@ def _common(k: Keys, tensors: Collection[str]) -> dict[str, Any]:
         "tie_word_embeddings": True,
         "attention_bias": {"blk.0.attn_q.bias", "blk.0.attn_output.bias"} <= set(tensors) or None,
         "mlp_bias": "blk.0.ffn_down.bias" in tensors or None,
-        **_vocabulary(k),
+        **_vocabulary_keys(k),
     }
 
 
-def _vocabulary(k: Keys) -> dict[str, Any]:
+def _vocabulary_keys(k: GgufConfigReader) -> dict[str, Any]:
     tokens = k.metadata.get("tokenizer.ggml.tokens")
     size = len(tokens) if isinstance(tokens, list) else k.size("vocab_size")
 
-    def number(name: str, needed: bool = True) -> int | None:
+    def token_id(name: str, needed: bool = True) -> int | None:
         key = f"tokenizer.ggml.{name}_token_id"
         value = k.metadata.get(key)
-        if value is None or value in (-1, NO_TOKEN):
+        if value is None or value in (-1, NO_TOKEN_ID):
             return None
         if type(value) is int and 0 <= value < size:
             return value
         if type(value) is int and not needed:
             return None
-        raise k.wrong(key, f"an id below {size}", value)
+        raise k.invalid_value(key, f"an id below {size}", value)
 
-    ends = [number(name) for name in ("eos", "eot", "eom")]
-    if ends[1] is None and isinstance(tokens, list):
-        ends += _turn_ends(k, tokens, ends[0])
+    eos_ids = [token_id(name) for name in ("eos", "eot", "eom")]
+    if eos_ids[1] is None and isinstance(tokens, list):
+        eos_ids += _end_of_turn_ids(k, tokens, eos_ids[0])
     return {
         "vocab_size": size,
-        "bos_token_id": number("bos"),
-        "eos_token_id": list(dict.fromkeys(end for end in ends if end is not None)) or None,
+        "bos_token_id": token_id("bos"),
+        "eos_token_id": list(dict.fromkeys(end for end in eos_ids if end is not None)) or None,
         # A padding that was given to the tokenizer but not to the weights is met in no text.
-        "pad_token_id": number("padding", needed=False),
+        "pad_token_id": token_id("padding", needed=False),
     }
 
 
-def _turn_ends(k: Keys, tokens: list[Any], eos: int | None) -> list[int]:
+def _end_of_turn_ids(k: GgufConfigReader, tokens: list[Any], eos: int | None) -> list[int]:
     """The control tokens that end an answer, unless the one that ends a text is among them."""
-    kinds = k.metadata.get("tokenizer.ggml.token_type")
-    if not isinstance(kinds, list) or len(kinds) != len(tokens):
+    token_types = k.metadata.get("tokenizer.ggml.token_type")
+    if not isinstance(token_types, list) or len(token_types) != len(tokens):
         return []
-    if eos is not None and tokens[eos] in TURN_ENDS:
+    if eos is not None and tokens[eos] in END_OF_TURN_TOKENS:
         return []
-    return [n for n, text in enumerate(tokens) if kinds[n] == CONTROL and text in TURN_ENDS]
+    return [
+        n
+        for n, text in enumerate(tokens)
+        if token_types[n] == CONTROL_TOKEN_TYPE and text in END_OF_TURN_TOKENS
+    ]
 
 
-def _rope(k: Keys, factors: Factors) -> dict[str, Any]:
+def _rope_keys(k: GgufConfigReader, factors: RopeFactors) -> dict[str, Any]:
     """The base, and how the frequencies are stretched."""
     found: dict[str, Any] = {"rope_theta": k.real("rope.freq_base")}
-    original = k.maybe_size("rope.scaling.original_context_length")
+    original = k.optional_size("rope.scaling.original_context_length")
     if "rope_freqs.weight" in factors:
         same = list(factors["rope_freqs.weight"])
         table = {"rope_type": "longrope", "short_factor": same, "long_factor": same, "attention_factor": 1.0}
@@ -203,10 +209,10 @@ def _rope(k: Keys, factors: Factors) -> dict[str, Any]:
         if (magnitude := k.real("rope.scaling.attn_factor")) is not None:
             table["attention_factor"] = magnitude
         return found | {"rope_scaling": table, "original_max_position_embeddings": original}
-    return found | {"rope_scaling": _scaling(k, original)}
+    return found | {"rope_scaling": _rope_scaling(k, original)}
 
 
-def _scaling(k: Keys, original: int | None) -> dict[str, Any] | None:
+def _rope_scaling(k: GgufConfigReader, original: int | None) -> dict[str, Any] | None:
     factor = k.real("rope.scaling.factor") or k.real("rope.scale_linear")
     kind = k.text("rope.scaling.type") or ("linear" if factor else "none")
     if kind == "none" or (kind == "linear" and factor in (None, 1.0)):
@@ -214,31 +220,35 @@ def _scaling(k: Keys, original: int | None) -> dict[str, Any] | None:
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind != "yarn":
-        raise k.wrong("rope.scaling.type", "none, linear, yarn, or longrope with its factor tensors", kind)
+        raise k.invalid_value(
+            "rope.scaling.type", "none, linear, yarn, or longrope with its factor tensors", kind
+        )
     if factor is None:
-        raise k.wrong("rope.scaling.factor", "a number above 0", None)
+        raise k.invalid_value("rope.scaling.factor", "a number above 0", None)
     table: dict[str, Any] = {
         "rope_type": "yarn",
         "factor": factor,
         "original_max_position_embeddings": original,
     }
-    for ours in ("beta_fast", "beta_slow"):
-        table[ours] = k.real(f"rope.scaling.yarn_{ours}")
+    for yarn_key in ("beta_fast", "beta_slow"):
+        table[yarn_key] = k.real(f"rope.scaling.yarn_{yarn_key}")
     # What config.json says in place of the usual factor is copied; the other key is multiplied with it.
     table["attention_factor"] = k.real("rope.scaling.yarn_attn_factor")
     if (magnitude := k.real("rope.scaling.attn_factor")) is not None:
-        usual = table["attention_factor"]
-        table["attention_factor"] = magnitude * (spec.Yarn.sharpness(factor) if usual is None else usual)
+        default_factor = table["attention_factor"]
+        table["attention_factor"] = magnitude * (
+            spec.YarnScaling.mscale(factor) if default_factor is None else default_factor
+        )
     return {key: value for key, value in table.items() if value is not None}
 
 
-def _llama(k: Keys) -> dict[str, Any]:
+def _llama(k: GgufConfigReader) -> dict[str, Any]:
     """Llama, Mistral with a window, Mixtral with experts: one name in GGUF."""
-    turning = k.maybe_size("rope.dimension_count")
-    if turning is not None and turning != k.head_dim:
-        raise k.wrong("rope.dimension_count", f"{k.head_dim}, the whole head", turning)
-    window = k.maybe_size("attention.sliding_window")
-    experts = k.maybe_size("expert_count")
+    rotary_dim = k.optional_size("rope.dimension_count")
+    if rotary_dim is not None and rotary_dim != k.head_dim:
+        raise k.invalid_value("rope.dimension_count", f"{k.head_dim}, the whole head", rotary_dim)
+    window = k.optional_size("attention.sliding_window")
+    experts = k.optional_size("expert_count")
     if experts is None:
         name = "LlamaForCausalLM" if window is None else "MistralForCausalLM"
         return {"architectures": [name], "sliding_window": window}
@@ -251,7 +261,7 @@ def _llama(k: Keys) -> dict[str, Any]:
     }
 
 
-def _qwen3moe(k: Keys) -> dict[str, Any]:
+def _qwen3moe(k: GgufConfigReader) -> dict[str, Any]:
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
         "num_experts": k.size("expert_count"),
@@ -261,49 +271,49 @@ def _qwen3moe(k: Keys) -> dict[str, Any]:
     }
 
 
-def _query_scale(k: Keys, widest: int) -> float:
+def _query_pre_attn_scalar(k: GgufConfigReader, layers_of_largest: int) -> float:
     """Scores are divided by the root of the head's width, in the widest model by that of its share."""
-    if k.size("block_count") == widest:
+    if k.size("block_count") == layers_of_largest:
         return k.size("embedding_length") // k.size("attention.head_count")
     return k.head_dim
 
 
-def _gemma2(k: Keys) -> dict[str, Any]:
+def _gemma2(k: GgufConfigReader) -> dict[str, Any]:
     return {
         "architectures": ["Gemma2ForCausalLM"],
-        "sliding_window": k.maybe_size("attention.sliding_window") or 4096,
+        "sliding_window": k.optional_size("attention.sliding_window") or 4096,
         "attn_logit_softcapping": k.real("attn_logit_softcapping") or 50.0,
         "final_logit_softcapping": k.real("final_logit_softcapping") or 30.0,
-        "query_pre_attn_scalar": _query_scale(k, 46),
+        "query_pre_attn_scalar": _query_pre_attn_scalar(k, 46),
     }
 
 
-def _gemma3(k: Keys) -> dict[str, Any]:
+def _gemma3(k: GgufConfigReader) -> dict[str, Any]:
     pattern = k.get("attention.sliding_window_pattern")
     kinds = None
     if isinstance(pattern, list):
         kinds = ["sliding_attention" if local else "full_attention" for local in pattern]
     return {
         "architectures": ["Gemma3ForCausalLM"],
-        "sliding_window": k.maybe_size("attention.sliding_window"),
-        "sliding_window_pattern": None if kinds else k.maybe_size("attention.sliding_window_pattern"),
+        "sliding_window": k.optional_size("attention.sliding_window"),
+        "sliding_window_pattern": None if kinds else k.optional_size("attention.sliding_window_pattern"),
         "layer_types": kinds,
         "rope_local_base_freq": k.real("rope.freq_base_swa"),
         "final_logit_softcapping": k.real("final_logit_softcapping") or None,
-        "query_pre_attn_scalar": _query_scale(k, 62),
+        "query_pre_attn_scalar": _query_pre_attn_scalar(k, 62),
     }
 
 
-def _phi3(k: Keys) -> dict[str, Any]:
-    turning = k.maybe_size("rope.dimension_count")
+def _phi3(k: GgufConfigReader) -> dict[str, Any]:
+    rotary_dim = k.optional_size("rope.dimension_count")
     return {
         "architectures": ["Phi3ForCausalLM"],
-        "sliding_window": k.maybe_size("attention.sliding_window"),
-        "partial_rotary_factor": None if turning in (None, k.head_dim) else turning / k.head_dim,
+        "sliding_window": k.optional_size("attention.sliding_window"),
+        "partial_rotary_factor": None if rotary_dim in (None, k.head_dim) else rotary_dim / k.head_dim,
     }
 
 
-ARCHITECTURES: dict[str, Callable[[Keys], dict[str, Any]]] = {
+ARCHITECTURES: dict[str, Callable[[GgufConfigReader], dict[str, Any]]] = {
     "gemma": lambda _: {"architectures": ["GemmaForCausalLM"]},
     "gemma2": _gemma2,
     "gemma3": _gemma3,

@@ -5,26 +5,26 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .. import spec
-from ..spec.names import LAYER, Names, Place
+from ..spec.tensor_names import LAYER_PREFIX, TensorLocation, TensorNames
 from .common import attention, decoder, mlp, norm
-from .fused import gate_up
-from .hyper import Hyper
+from .config_reader import ConfigReader
 from .rope import rope
+from .tensor_layouts import fused_gate_up
 
 
-def glm4(c: Hyper) -> spec.Model:
+def glm4(c: ConfigReader) -> spec.Model:
     """Four norms a layer; a bias on q, k and v unless the file says no, never on the output."""
-    c = c.meaning(rms_norm_eps=1.5625e-7)
+    c = c.with_defaults(rms_norm_eps=1.5625e-7)
     n = norm(c)
     bias = c.flag("attention_bias", default=True)
     attn = attention(c, qkv_bias=bias, out_bias=False)
-    attn = replace(attn, rope=rope(c, attn.head_dim, style="gptj", partial=0.5))
+    attn = replace(attn, rope=rope(c, attn.head_dim, style="gptj", rotary_fraction=0.5))
     block = mlp(c)
-    names = Names().with_places(
-        attn_post=Place(LAYER + "post_self_attn_layernorm"),
-        mlp_norm=Place(LAYER + "post_attention_layernorm"),
-        mlp_post=Place(LAYER + "post_mlp_layernorm"),
-        **gate_up(block.width),
+    names = TensorNames().with_locations(
+        attn_post=TensorLocation(LAYER_PREFIX + "post_self_attn_layernorm"),
+        mlp_norm=TensorLocation(LAYER_PREFIX + "post_attention_layernorm"),
+        mlp_post=TensorLocation(LAYER_PREFIX + "post_mlp_layernorm"),
+        **fused_gate_up(block.width),
     )
     layer = spec.Layer(attn, block, n, n, attn_post=n, mlp_post=n)
-    return decoder(c, [layer] * c.depth(), names=names)
+    return decoder(c, [layer] * c.num_layers(), names=names)

@@ -5,30 +5,30 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .. import spec
-from ..spec.names import LAYER, Names, Place, Rename
-from .common import attention, layered
-from .fused import interleaved_qkv
-from .hyper import Hyper
+from ..spec.tensor_names import LAYER_PREFIX, KeyRename, TensorLocation, TensorNames
+from .common import attention, map_layers
+from .config_reader import ConfigReader
 from .llama import llama
+from .tensor_layouts import interleaved_qkv
 
-RENAME = (
-    Rename("output.", "lm_head.", start=True),
-    Rename("model.tok_embeddings.", "model.embed_tokens.", start=True),
-    Rename(".attention.", ".self_attn."),
-    Rename(".wo.", ".o_proj."),
+KEY_RENAMES = (
+    KeyRename("output.", "lm_head.", prefix_only=True),
+    KeyRename("model.tok_embeddings.", "model.embed_tokens.", prefix_only=True),
+    KeyRename(".attention.", ".self_attn."),
+    KeyRename(".wo.", ".o_proj."),
 )
 
 
-def internlm2(c: Hyper) -> spec.Model:
+def internlm2(c: ConfigReader) -> spec.Model:
     """Llama's shape; `bias` puts one on attention."""
     bias = c.flag("bias", default=False)
     attn = attention(c, qkv_bias=bias, out_bias=bias)
-    names = Names(rename=RENAME).with_places(
-        attn_norm=Place(LAYER + "attention_norm"),
-        mlp_norm=Place(LAYER + "ffn_norm"),
-        mlp__gate=Place(LAYER + "feed_forward.w1"),
-        mlp__up=Place(LAYER + "feed_forward.w3"),
-        mlp__down=Place(LAYER + "feed_forward.w2"),
+    names = TensorNames(key_renames=KEY_RENAMES).with_locations(
+        attn_norm=TensorLocation(LAYER_PREFIX + "attention_norm"),
+        mlp_norm=TensorLocation(LAYER_PREFIX + "ffn_norm"),
+        mlp__gate=TensorLocation(LAYER_PREFIX + "feed_forward.w1"),
+        mlp__up=TensorLocation(LAYER_PREFIX + "feed_forward.w3"),
+        mlp__down=TensorLocation(LAYER_PREFIX + "feed_forward.w2"),
         **interleaved_qkv(attn, "self_attn.wqkv"),
     )
-    return replace(layered(llama(c), lambda _, layer: replace(layer, attn=attn)), names=names)
+    return replace(map_layers(llama(c), lambda _, layer: replace(layer, attn=attn)), names=names)

@@ -5,23 +5,26 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .. import spec
-from ..spec.names import LAYER, Names, Place
-from .common import layered, moe
-from .fused import stacked
-from .hyper import Hyper
+from ..spec.tensor_names import LAYER_PREFIX, TensorLocation, TensorNames
+from .common import map_layers, moe
+from .config_reader import ConfigReader
 from .llama import mistral
+from .tensor_layouts import stacked_experts
 
-EXPERTS = {
-    "mlp__router": Place(LAYER + "block_sparse_moe.gate"),
-    "mlp__experts__gate": Place(LAYER + "block_sparse_moe.experts.{e}.w1"),
-    "mlp__experts__up": Place(LAYER + "block_sparse_moe.experts.{e}.w3"),
-    "mlp__experts__down": Place(LAYER + "block_sparse_moe.experts.{e}.w2"),
+EXPERT_LOCATIONS = {
+    "mlp__router": TensorLocation(LAYER_PREFIX + "block_sparse_moe.gate"),
+    "mlp__experts__gate": TensorLocation(LAYER_PREFIX + "block_sparse_moe.experts.{e}.w1"),
+    "mlp__experts__up": TensorLocation(LAYER_PREFIX + "block_sparse_moe.experts.{e}.w3"),
+    "mlp__experts__down": TensorLocation(LAYER_PREFIX + "block_sparse_moe.experts.{e}.w2"),
 }
 
 
-def mixtral(c: Hyper) -> spec.Model:
+def mixtral(c: ConfigReader) -> spec.Model:
     """Two of eight experts for each token, unless the file says otherwise."""
-    c = c.meaning(rms_norm_eps=1e-5, rope_theta=1e6)
+    c = c.with_defaults(rms_norm_eps=1e-5, rope_theta=1e6)
     experts = moe(c)
-    model = layered(mistral(c), lambda _, layer: replace(layer, mlp=experts))
-    return replace(model, names=Names().with_places(**stacked(EXPERTS, experts.width, model.hidden)))
+    model = map_layers(mistral(c), lambda _, layer: replace(layer, mlp=experts))
+    return replace(
+        model,
+        names=TensorNames().with_locations(**stacked_experts(EXPERT_LOCATIONS, experts.width, model.hidden)),
+    )

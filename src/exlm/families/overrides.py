@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from .. import spec
 from ..errors import InputError, shown
-from .hyper import LIMIT
+from .config_reader import MAX_SIZE
 
 
 @dataclass(frozen=True)
@@ -22,76 +22,79 @@ class Overrides:
     active_experts: int | None = None
 
 
-def main_rope(model: spec.Model) -> spec.Rope | None:
+def primary_rope(model: spec.Model) -> spec.Rope | None:
     """The rotation that carries the context: a layer that sees everything, else the first that turns at all.
 
     Models with two tables (Gemma 3) stretch only this one: a windowed layer looks no further than its window.
     """
     ropes = [layer.attn.rope for layer in model.layers if layer.attn.rope is not None]
-    wide = [
+    full_attention = [
         layer.attn.rope for layer in model.layers if layer.attn.rope is not None and layer.attn.window is None
     ]
-    return next(iter(wide or ropes), None)
+    return next(iter(full_attention or ropes), None)
 
 
-def override(model: spec.Model, wishes: Overrides) -> spec.Model:
+def apply_overrides(model: spec.Model, overrides: Overrides) -> spec.Model:
     """The description with the wishes in it; a wish that cannot be granted is an error."""
-    if model.embed.positions and wishes.max_seq_len > model.embed.positions:
+    if model.embed.positions and overrides.max_seq_len > model.embed.positions:
         raise InputError(
-            f"max_seq_len {wishes.max_seq_len} exceeds the {model.embed.positions} learned positions "
+            f"max_seq_len {overrides.max_seq_len} exceeds the {model.embed.positions} learned positions "
             f"of the model, which cannot be stretched. Use at most {model.embed.positions}."
         )
-    old = main_rope(model)
-    new = None if old is None else _rotation(old, model, wishes)
-    if new is None and (wishes.scale_pos_emb != 1.0 or wishes.scale_alpha != 1.0 or wishes.yarn_factor):
+    old = primary_rope(model)
+    new = None if old is None else _override_rope(old, model, overrides)
+    if new is None and (
+        overrides.scale_pos_emb != 1.0 or overrides.scale_alpha != 1.0 or overrides.yarn_factor
+    ):
         raise InputError(f"{model.architecture} has no rotary positions to scale.")
 
     def change(layer: spec.Layer) -> spec.Layer:
         if new is not None and layer.attn.rope == old:
             layer = replace(layer, attn=replace(layer.attn, rope=new))
-        if isinstance(layer.mlp, spec.Moe) and wishes.active_experts is not None:
-            if not 1 <= wishes.active_experts <= layer.mlp.experts:
+        if isinstance(layer.mlp, spec.Moe) and overrides.active_experts is not None:
+            if not 1 <= overrides.active_experts <= layer.mlp.experts:
                 raise InputError(
-                    f"num_experts_per_token must be 1 to {layer.mlp.experts}, found {wishes.active_experts}."
+                    f"num_experts_per_token must be 1 to {layer.mlp.experts}, "
+                    f"found {overrides.active_experts}."
                 )
-            layer = replace(layer, mlp=replace(layer.mlp, active=wishes.active_experts))
+            layer = replace(layer, mlp=replace(layer.mlp, active=overrides.active_experts))
         return layer
 
     return replace(model, layers=tuple(change(layer) for layer in model.layers))
 
 
-def _rotation(rope: spec.Rope, model: spec.Model, wishes: Overrides) -> spec.Rope:
-    theta = rope.theta if wishes.rope_theta is None else wishes.rope_theta
+def _override_rope(rope: spec.Rope, model: spec.Model, overrides: Overrides) -> spec.Rope:
+    theta = rope.theta if overrides.rope_theta is None else overrides.rope_theta
     for name, value, most in (
-        ("scale_pos_emb", wishes.scale_pos_emb, 1e6),
-        ("scale_alpha_value", wishes.scale_alpha, 1e6),
+        ("scale_pos_emb", overrides.scale_pos_emb, 1e6),
+        ("scale_alpha_value", overrides.scale_alpha, 1e6),
         ("rotary_embedding_base", theta, 1e38),
     ):
         if not isinstance(value, int | float) or not 0 < value < most:
             raise InputError(f"config.{name} must be a number above 0, found {shown(value)}.")
     scaling = rope.scaling
-    if isinstance(scaling, spec.Linear):
+    if isinstance(scaling, spec.LinearScaling):
         scaling = None  # its factor is what scale_pos_emb starts from
-    if wishes.yarn_factor is not None:
-        scaling = _yarn(scaling, model, wishes)
+    if overrides.yarn_factor is not None:
+        scaling = _yarn(scaling, model, overrides)
     return replace(
         rope,
         theta=theta,
         scaling=scaling,
-        alpha=wishes.scale_alpha,
-        divisor=float(wishes.scale_pos_emb),
+        alpha=overrides.scale_alpha,
+        divisor=float(overrides.scale_pos_emb),
     )
 
 
-def _yarn(current: spec.Scaling | None, model: spec.Model, wishes: Overrides) -> spec.Yarn:
-    factor = wishes.yarn_factor
+def _yarn(current: spec.RopeScaling | None, model: spec.Model, overrides: Overrides) -> spec.YarnScaling:
+    factor = overrides.yarn_factor
     if not isinstance(factor, int | float) or not 1 <= factor < 1e9:
         raise InputError(f"config.yarn_rope_factor must be at least 1 and below 1e9, found {shown(factor)}.")
-    known = current.original if isinstance(current, spec.Yarn) else model.max_positions
-    original = wishes.yarn_original or known
-    if not isinstance(original, int | float) or not 1 <= original < LIMIT:
+    known = current.original_max_positions if isinstance(current, spec.YarnScaling) else model.max_positions
+    original = overrides.yarn_original or known
+    if not isinstance(original, int | float) or not 1 <= original < MAX_SIZE:
         raise InputError(
             "config.yarn_rope_original_max_position_embeddings must be a length from 1 to "
-            f"{LIMIT - 1}, found {shown(original)}."
+            f"{MAX_SIZE - 1}, found {shown(original)}."
         )
-    return spec.Yarn.of(float(factor), int(original))
+    return spec.YarnScaling.with_defaults(float(factor), int(original))

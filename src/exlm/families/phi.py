@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .. import spec
-from ..spec.names import Names
-from .fused import gate_up, qkv
-from .hyper import Hyper
+from ..spec.tensor_names import TensorNames
+from .config_reader import ConfigReader
 from .llama import mistral
+from .tensor_layouts import fused_gate_up, fused_qkv
 
 
-def phi3(c: Hyper) -> spec.Model:
+def phi3(c: ConfigReader) -> spec.Model:
     """Mistral's shape in fused tensors."""
-    model = mistral(c.meaning(rms_norm_eps=1e-5))
-    names = Names().with_places(
-        **qkv(model.layers[0].attn, "self_attn.qkv_proj"), **gate_up(model.layers[0].mlp.width)
+    model = mistral(c.with_defaults(rms_norm_eps=1e-5))
+    names = TensorNames().with_locations(
+        **fused_qkv(model.layers[0].attn, "self_attn.qkv_proj"), **fused_gate_up(model.layers[0].mlp.width)
     )
     return replace(model, names=names)

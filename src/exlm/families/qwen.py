@@ -5,40 +5,40 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .. import spec
-from ..spec.names import LAYER, Names, Place, Rename
-from .common import attention, layered, mlp, moe, norm, switched_windows, windows, with_windows
-from .fused import stacked
-from .hyper import Hyper
+from ..spec.tensor_names import LAYER_PREFIX, KeyRename, TensorLocation, TensorNames
+from .common import attention, layer_windows, map_layers, mlp, moe, norm, qwen_layer_windows, with_windows
+from .config_reader import ConfigReader
 from .llama import llama
+from .tensor_layouts import stacked_experts
 
-EXPERTS = {
-    "mlp__router": Place(LAYER + "mlp.gate"),
-    "mlp__experts__gate": Place(LAYER + "mlp.experts.{e}.gate_proj"),
-    "mlp__experts__up": Place(LAYER + "mlp.experts.{e}.up_proj"),
-    "mlp__experts__down": Place(LAYER + "mlp.experts.{e}.down_proj"),
+EXPERT_LOCATIONS = {
+    "mlp__router": TensorLocation(LAYER_PREFIX + "mlp.gate"),
+    "mlp__experts__gate": TensorLocation(LAYER_PREFIX + "mlp.experts.{e}.gate_proj"),
+    "mlp__experts__up": TensorLocation(LAYER_PREFIX + "mlp.experts.{e}.up_proj"),
+    "mlp__experts__down": TensorLocation(LAYER_PREFIX + "mlp.experts.{e}.down_proj"),
 }
 
 
-def qwen2(c: Hyper) -> spec.Model:
+def qwen2(c: ConfigReader) -> spec.Model:
     """Llama with biased q, k and v."""
     attn = attention(c, qkv_bias=True, out_bias=False)
-    model = layered(llama(c), lambda _, layer: replace(layer, attn=attn))
-    return with_windows(model, switched_windows(c, c.depth()))
+    model = map_layers(llama(c), lambda _, layer: replace(layer, attn=attn))
+    return with_windows(model, qwen_layer_windows(c, c.num_layers()))
 
 
-def qwen3(c: Hyper) -> spec.Model:
+def qwen3(c: ConfigReader) -> spec.Model:
     """Llama with normalised q and k heads."""
     attn = attention(c, qk_norm=spec.QkNorm(norm(c)))
-    model = layered(llama(c), lambda _, layer: replace(layer, attn=attn))
-    return with_windows(model, switched_windows(c, c.depth()))
+    model = map_layers(llama(c), lambda _, layer: replace(layer, attn=attn))
+    return with_windows(model, qwen_layer_windows(c, c.num_layers()))
 
 
-def qwen3_moe(c: Hyper) -> spec.Model:
+def qwen3_moe(c: ConfigReader) -> spec.Model:
     """Qwen3 with experts in the layers the file names, plain MLPs in the others."""
-    depth = c.depth()
+    depth = c.num_layers()
     dense_only = c.get("mlp_only_layers") or []
     if not isinstance(dense_only, list):
-        raise c.wrong("mlp_only_layers", "a list of layers", dense_only)
+        raise c.invalid_value("mlp_only_layers", "a list of layers", dense_only)
     step = c.size("decoder_sparse_step", default=1)
     attn = attention(c, qk_norm=spec.QkNorm(norm(c)))
     experts = moe(
@@ -51,18 +51,18 @@ def qwen3_moe(c: Hyper) -> spec.Model:
         sparse = i not in dense_only and (i + 1) % step == 0
         return replace(layer, attn=attn, mlp=experts if sparse else mlp(c))
 
-    model = layered(llama(c), change)
-    names = Names().with_places(**stacked(EXPERTS, experts.width, model.hidden))
+    model = map_layers(llama(c), change)
+    names = TensorNames().with_locations(**stacked_experts(EXPERT_LOCATIONS, experts.width, model.hidden))
     model = replace(model, names=names)
-    used = c.flag("use_sliding_window", default=False)
-    return with_windows(model, windows(c, depth, lambda _: True)) if used else model
+    use_windows = c.flag("use_sliding_window", default=False)
+    return with_windows(model, layer_windows(c, depth, lambda _: True)) if use_windows else model
 
 
-def qwen2_vl(c: Hyper) -> spec.Model:
+def qwen2_vl(c: ConfigReader) -> spec.Model:
     """The language half of Qwen2-VL and 2.5-VL: Qwen2 with positions in three planes."""
     rename = (
-        Rename("model.language_model.", "model.", start=True),
-        Rename("model.visual.", "visual.", start=True),
+        KeyRename("model.language_model.", "model.", prefix_only=True),
+        KeyRename("model.visual.", "visual.", prefix_only=True),
     )
-    c = c.meaning(rms_norm_eps=1e-5, rope_theta=1e6)
-    return replace(qwen2(c), names=Names(rename=rename))
+    c = c.with_defaults(rms_norm_eps=1e-5, rope_theta=1e6)
+    return replace(qwen2(c), names=TensorNames(key_renames=rename))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .. import spec
-from ..spec.names import Names
+from ..spec.tensor_names import TensorNames
+from .config_reader import ConfigReader
 from .gemma import VISION_PREFIXES
-from .hyper import Hyper
 from .llama import mistral
 
 LLAMA_DEFAULTS = {
@@ -33,16 +33,16 @@ MISTRAL_DEFAULTS = {
 }
 
 
-def pixtral(c: Hyper) -> spec.Model:
+def pixtral(c: ConfigReader) -> spec.Model:
     """Mistral behind a Pixtral tower: LLaVA and Mistral 3 files."""
     tower = c.text("vision_config.model_type", default=None)
     if tower != "pixtral":
-        raise c.wrong(
+        raise c.invalid_value(
             "vision_config.model_type", '"pixtral" (the only tower known for this architecture)', tower
         )
     kind = c.text("text_config.model_type", default="mistral")
     if kind not in {"mistral", "llama"}:
-        raise c.wrong("text_config.model_type", '"mistral" or "llama"', kind)
+        raise c.invalid_value("text_config.model_type", '"mistral" or "llama"', kind)
     defaults = LLAMA_DEFAULTS if kind == "llama" else MISTRAL_DEFAULTS
-    nested = c.filled(defaults) if c.table("text_config") else c
-    return replace(mistral(nested), names=Names(rename=VISION_PREFIXES))
+    nested = c.with_missing_keys(defaults) if c.table("text_config") else c
+    return replace(mistral(nested), names=TensorNames(key_renames=VISION_PREFIXES))

@@ -13,7 +13,7 @@ from ..constrained import FilterStack
 from ..errors import InputError
 from ..sampling import SamplerState, SamplingRequest, Settings
 from ..sampling.rng import check_seed
-from ..text import EMBEDDING_INDEX
+from ..tokenizer import EMBEDDING_INDEX
 from .call_arguments import GENERATE_ARGUMENTS, argument_names, reject_unknown
 from .metrics import LegacyTimestamps, RequestMetrics
 from .output import OutputProcessor

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ..errors import InputError
-from ..text.detokenize import Detokenizer
-from ..text.matching import Match, Strings
+from ..tokenizer.detokenizer import Detokenizer
+from ..tokenizer.string_matcher import Match, StringMatcher
 from .output_actions import Emit, Hold, OutputAction, Rewind, Stop, StopReason
 from .stop_strings import StopStringBuffer, StringMatches
 
@@ -49,7 +49,9 @@ class OutputProcessor:
         self._special_texts = special_texts or {}
         self._healed_token = healed_token
         self._buffer = StopStringBuffer(
-            detokenizer, Strings(stop_strings), Strings(text.casefold() for text in banned_strings)
+            detokenizer,
+            StringMatcher(stop_strings),
+            StringMatcher(text.casefold() for text in banned_strings),
         )
         self._num_new = 0 if healed_token is None else -1
         self._num_released = 0
@@ -109,7 +111,7 @@ class OutputProcessor:
     def set_stop_conditions(self, tokens: Collection[int], strings: Iterable[str]) -> None:
         """Other stop conditions from the next token on; only while nothing is held."""
         self.stop_tokens = frozenset(tokens)
-        self._buffer = self._buffer.with_stop_strings(Strings(strings))
+        self._buffer = self._buffer.with_stop_strings(StringMatcher(strings))
 
     def push(self, token: int, filter_done: bool = False) -> OutputAction:
         """Decide about one more token; `ends` says that a filter lets nothing follow it.

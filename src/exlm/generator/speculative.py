@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import cycle, islice
 from typing import Any, Protocol
 
-from ..text import EMBEDDING_INDEX
+from ..tokenizer import EMBEDDING_INDEX
 from .ngram import NgramIndex
 from .page_table import PageCopy
 from .token_sequence import TokenSequence

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..text.detokenize import REPLACEMENT, Detokenizer
-from ..text.matching import Cursor, Match, Strings
+from ..tokenizer.detokenizer import REPLACEMENT, Detokenizer
+from ..tokenizer.string_matcher import Match, MatcherCursor, StringMatcher
 
 
 class _ScanState(NamedTuple):
     """Where reading stands between two tokens; the lengths count from anywhere, only differences matter."""
 
     at_char_boundary: bool  # no character is under way
-    visible: Cursor  # through the text as it is shown, looking for stop strings
-    with_special: Cursor  # the same with the hidden tokens' text
-    casefolded: Cursor  # through the shown text without case, looking for banned strings
+    visible: MatcherCursor  # through the text as it is shown, looking for stop strings
+    with_special: MatcherCursor  # the same with the hidden tokens' text
+    casefolded: MatcherCursor  # through the shown text without case, looking for banned strings
     num_releasable: int = 0  # how many tokens ever held nothing can reach from here, nor from further back
 
 
@@ -59,7 +59,9 @@ class RewoundTokens(NamedTuple):
 class StopStringBuffer:
     """Tokens without a fate, oldest first; `stream` has read all of them."""
 
-    def __init__(self, detokenizer: Detokenizer, stop_strings: Strings, banned_strings: Strings) -> None:
+    def __init__(
+        self, detokenizer: Detokenizer, stop_strings: StringMatcher, banned_strings: StringMatcher
+    ) -> None:
         """`bans` are folded strings; without any, nothing is remembered for going back."""
         self.detokenizer = detokenizer
         self.can_rewind = bool(banned_strings)
@@ -68,7 +70,7 @@ class StopStringBuffer:
         self._has_strings = bool(stop_strings) or self.can_rewind
         self._tokens: list[_HeldToken] = []
         self._num_released = 0  # how many were held and released
-        self._state = _ScanState(True, Cursor(), Cursor(), Cursor())
+        self._state = _ScanState(True, MatcherCursor(), MatcherCursor(), MatcherCursor())
         self._detokenizer_checkpoint = (
             detokenizer.copy() if self.can_rewind else None
         )  # the stream before the next token
@@ -82,7 +84,7 @@ class StopStringBuffer:
         """The shown text of all of them, without a character that is under way."""
         return "".join([token.text for token in self._tokens])
 
-    def with_stop_strings(self, stop_strings: Strings) -> StopStringBuffer:
+    def with_stop_strings(self, stop_strings: StringMatcher) -> StopStringBuffer:
         """The same for other stop strings; only while nothing is held."""
         return StopStringBuffer(self.detokenizer, stop_strings, self._banned_strings)
 
@@ -91,8 +93,8 @@ class StopStringBuffer:
         if self._tokens or self.detokenizer.pending:
             return False
         if self._has_strings:
-            if self._stop_strings.starts_in(text) or (
-                self.can_rewind and self._banned_strings.starts_in(text.casefold())
+            if self._stop_strings.may_start_in(text) or (
+                self.can_rewind and self._banned_strings.may_start_in(text.casefold())
             ):
                 return False
             if self.can_rewind:
@@ -106,7 +108,10 @@ class StopStringBuffer:
         if special_text or state.with_special.state != state.visible.state:
             with_special, special_match = self._stop_strings.scan(state.with_special, special_text + text)
         else:  # the same state and the same text: they go on alike
-            with_special, special_match = Cursor(state.with_special.length + len(text), visible.state), None
+            with_special, special_match = (
+                MatcherCursor(state.with_special.length + len(text), visible.state),
+                None,
+            )
         casefolded, banned = state.casefolded, None
         self._tokens.append(_HeldToken(token_id, text, special_text, state, self._detokenizer_checkpoint))
         if self.can_rewind:
@@ -174,10 +179,10 @@ class StopStringBuffer:
         decides. The furthest place speaks for all: whatever is open later was open there, as far as it got.
         """
         visible, with_special = (
-            self._stop_strings.settled(state.visible),
-            self._stop_strings.settled(state.with_special),
+            self._stop_strings.num_final(state.visible),
+            self._stop_strings.num_final(state.with_special),
         )
-        casefolded = self._banned_strings.settled(state.casefolded)
+        casefolded = self._banned_strings.num_final(state.casefolded)
         count, before = index, state
         while self.can_rewind and not (before.at_char_boundary and before.casefolded.length <= casefolded):
             count -= 1

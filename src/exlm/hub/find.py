@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from .. import settings
+from .. import env
 from ..errors import ModelNotFound
 from .bars import steps
 from .snapshot import HUB_NAME, download_snapshot
@@ -47,7 +47,7 @@ def find_model(name: str | Path | None = None, *, progress: bool = False) -> Pat
 
 
 def _default_model(progress: bool) -> Path:
-    models = settings.cache_folder() / "models"
+    models = env.cache_folder() / "models"
     if (found := ready(SMOLLM2, models)) is not None:
         return found
     with steps(progress) as step:

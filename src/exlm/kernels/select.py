@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from .. import settings
+from .. import env
 from ..errors import Unsupported
 from .backend import Backend, Fuser
 from .reference import ReferenceBackend
@@ -122,16 +122,16 @@ def _tell(name: str, reason: str) -> None:
 
 def _cpu(device: torch.device, dtype: torch.dtype) -> Backend:
     """The CPU backend, or why not."""
-    if not settings.cpu_wanted():
+    if not env.cpu_enabled():
         raise SwitchedOff("switched off by EXLM_CPU=0")
     from .cpu import CpuBackend
 
-    return CpuBackend(device, dtype, settings.cache_folder() / "kernels")
+    return CpuBackend(device, dtype, env.cache_folder() / "kernels")
 
 
 def _cuda(device: torch.device, dtype: torch.dtype) -> Backend:
     """The CUDA backend, or why not."""
-    if not settings.cuda_wanted():
+    if not env.cuda_enabled():
         raise SwitchedOff("switched off by EXLM_CUDA=0")
     _check_capability(device)
     from .cuda import CudaBackend
@@ -140,13 +140,13 @@ def _cuda(device: torch.device, dtype: torch.dtype) -> Backend:
         others: Backend | None = _triton(device, dtype)
     except Unsupported:  # which `choose` will tell
         others = None
-    folder = settings.cache_folder() / "kernels"
-    return CudaBackend(device, dtype, folder, others, settings.wide_wanted())
+    folder = env.cache_folder() / "kernels"
+    return CudaBackend(device, dtype, folder, others, env.gemm_m64_enabled())
 
 
 def _triton(device: torch.device, dtype: torch.dtype) -> Backend:
     """The Triton backend, or why not."""
-    if not settings.triton_wanted():
+    if not env.triton_enabled():
         raise SwitchedOff("switched off by EXLM_TRITON=0")
     _check_capability(device)
     try:

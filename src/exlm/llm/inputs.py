@@ -12,8 +12,8 @@ from ..constrained import Filter
 from ..errors import InputError
 from ..model import Model
 from ..sampling import Settings
-from ..text.chat_formats import ChatFormat
 from ..tokenizer import Tokenizer
+from ..tokenizer.prompt_formats import PromptFormat
 
 
 def values_per_prompt(name: str, values: Any, count: int) -> list[Any]:
@@ -50,12 +50,12 @@ def stop_list(given: Any) -> list[Any]:
     return [*given] if is_collection else [] if given is None else [given]
 
 
-def encode_chat(tokenizer: Tokenizer, text: str, chat_format: ChatFormat | None, embeddings: Any) -> Tensor:
+def encode_chat(tokenizer: Tokenizer, text: str, chat_format: PromptFormat | None, embeddings: Any) -> Tensor:
     """The ids of a conversation; a format by name also says how its text is encoded."""
-    special = chat_format is None or chat_format.special
+    special = chat_format is None or chat_format.encode_special_tokens
     ids = tokenizer.encode(text, encode_special_tokens=special, embeddings=embeddings)
     bos = tokenizer.bos_token_id
-    if chat_format is not None and chat_format.bos and bos is not None and ids[0, :1].tolist() != [bos]:
+    if chat_format is not None and chat_format.add_bos and bos is not None and ids[0, :1].tolist() != [bos]:
         ids = torch.cat((torch.tensor([[bos]]), ids), dim=1)
     return ids
 

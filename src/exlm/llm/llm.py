@@ -331,7 +331,9 @@ class LLM:
         embeddings = job_arguments["embeddings"] = wrapped_embeddings(
             self.model, text, job_arguments.get("embeddings")
         )
-        template_stops = chat_template.format.ends(self.tokenizer.single_id) if chat_template.format else []
+        template_stops = (
+            chat_template.format.stop_conditions(self.tokenizer.single_id) if chat_template.format else []
+        )
         return [encode_chat(self.tokenizer, text, chat_template.format, embeddings)], template_stops
 
     def _make_filters(self, json_schema: Any, regex: str | None, grammar: str | None) -> list[Filter]:

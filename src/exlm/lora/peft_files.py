@@ -79,7 +79,7 @@ class PeftReader:
             if half not in halves:
                 (other,) = halves.values()
                 raise MissingTensor(f"{self.path}: {shown(other)} is there, but not its other half, {half}.")
-        if any(part.role == "head" for part in target.matrices) and self.model.head.unit_rows:
+        if any(part.role == "head" for part in target.matrices) and self.model.head.normalize_rows:
             raise Unsupported(
                 f"{self.path}: {shown(module)} is a head that is normalised at load. {MERGE_ADVICE}"
             )

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .. import spec
-from ..spec.names import Span
-from ..spec.roles import Matrix, matrices
+from ..spec.tensor_names import RowRange
+from ..spec.weight_roles import Matrix, matrices
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class TargetMatrix:
     """One matrix of a named module, and which of the module's outputs are its own; () are all."""
 
     role: str
-    output_spans: tuple[Span, ...] = ()
+    output_spans: tuple[RowRange, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class TargetModules:
         # A lookup is a product with the ids' unit vectors.
         embedding = Matrix("embed", model.vocab, model.hidden)
         for matrix in (embedding, *matrices(model)):
-            for location in model.names.find(matrix.role):
-                if not location.slab:  # experts stacked in one tensor are no module
+            for location in model.names.locations_of(matrix.role):
+                if not location.expert_rows:  # experts stacked in one tensor are no module
                     found.setdefault(location.key, []).append(
                         (matrix, TargetMatrix(matrix.role, location.rows))
                     )
@@ -48,7 +48,7 @@ class TargetModules:
 
     def find(self, module: str) -> TargetModule | None:
         """What a module's stored name stands for; None if nothing."""
-        return self._targets.get(self._names.canonical(module + ".weight").removesuffix(".weight"))
+        return self._targets.get(self._names.to_llama_key(module + ".weight").removesuffix(".weight"))
 
 
 def _target(parts: list[tuple[Matrix, TargetMatrix]]) -> TargetModule:

@@ -40,7 +40,7 @@ from ..nn.attention import Qkv, no_qk_norm
 from ..nn.block import BlockLike, MlpLike
 from ..nn.device_transfer import DeviceTransfer, TransferFn, no_transfer
 from ..nn.fused import FusedBlock, FusedHead, FusedMlp, fuse_stack
-from ..spec.roles import Matrix, matrices
+from ..spec.weight_roles import Matrix, matrices
 from .decoder import Decoder
 from .devices import device_context
 from .prefetch import WeightPrefetcher
@@ -160,7 +160,7 @@ class Builder:
         if rows:
             shape = (rows, m.hidden)
             positions = self.checkpoint.tensor("positions", shape, dtype=chain.dtype, device=chain.device)
-        residual_dtype = torch.float32 if m.wide_residual else chain.dtype
+        residual_dtype = torch.float32 if m.fp32_residual else chain.dtype
         return Embedding(lookup, m.vocab, positions, m.embed.scale, residual_dtype)
 
     def embedding_weight(self) -> Weight:
@@ -195,7 +195,7 @@ class Builder:
 
     def fused_head(self, head: Head, fuser: b.Fuser) -> FusedHead:
         """The head for few rows; `Unsupported` if it is not of the common kind."""
-        if self.model.wide_residual:
+        if self.model.fp32_residual:
             raise Unsupported("a wider residual stream")
         norm = self.model.final_norm
         entry = b.Entry(norm, self.norm_tensors("final_norm", norm, self.model.hidden)[0])
@@ -203,7 +203,7 @@ class Builder:
 
     def with_unit_rows(self, weight: Weight) -> Weight:
         """The head's matrix with rows of length one, if the model wants them."""
-        if not self.model.head.unit_rows or not isinstance(weight, DenseWeight):
+        if not self.model.head.normalize_rows or not isinstance(weight, DenseWeight):
             return weight
         return DenseWeight(F.normalize(weight.data.float(), dim=1).to(weight.data.dtype), weight.bias)
 
@@ -239,7 +239,7 @@ class Builder:
     def fused_block(self, prefix: str, layer: spec.Layer, block: Block, fuser: b.Fuser) -> FusedBlock:
         """The layer for few rows; `Unsupported` if anything in it is not of the common kind."""
         mlp, qkv, (attn_norm, mlp_norm) = block.mlp, block.attn.qkv, (layer.attn_norm, layer.mlp_norm)
-        if self.model.wide_residual or layer.residual_scale != 1.0:
+        if self.model.fp32_residual or layer.residual_scale != 1.0:
             raise Unsupported("a residual stream that is wider or scaled")
         if attn_norm is None or mlp_norm is None or layer.attn_post or layer.mlp_post:
             raise Unsupported("norms in other places")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from .. import settings
+from .. import env
 from ..errors import InputError
 
 log = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ def disable_broken_amx(device: torch.device, dtype: torch.dtype) -> None:
     """Keep bfloat16 on a CPU away from AMX that a virtual machine announces but does not let programs use."""
     if device.type != "cpu":
         return
-    found = settings.guard_cpu()
+    found = env.cap_onednn_isa()
     if found.capped and dtype is torch.bfloat16:
         # torch may have started oneDNN before the cap was set, and nothing tells: leave oneDNN out of it.
         torch.backends.mkldnn.set_flags(_enabled=False)  # type: ignore[no-untyped-call]

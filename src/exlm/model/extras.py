@@ -95,7 +95,7 @@ def check_ids(ids: Sequence[int], embeddings: Sequence[MMEmbedding], vocab_size:
 
 def uses_mrope(model: spec.Model) -> bool:
     """Whether positions have three planes in this model."""
-    return any(layer.attn.rope is not None and layer.attn.rope.sections for layer in model.layers)
+    return any(layer.attn.rope is not None and layer.attn.rope.mrope_sections for layer in model.layers)
 
 
 def prompt_mrope_positions(

@@ -14,11 +14,11 @@ import torch
 from .. import spec
 from ..checkpoint import Source, open_source
 from ..config import FrozenConfig
+from ..env import legacy_switches
 from ..kernels.backend import FEW
 from ..kernels.select import Chain, choose
 from ..kvcache import CacheReplicator, LayerShape
 from ..parallel import RankDriver
-from ..settings import legacy_switches
 from .builder import Builder
 from .cuda_graphs import MAX_GRAPH_TOKENS
 from .decoder import Decoder
@@ -123,7 +123,7 @@ def stored_bytes(path: Path) -> int:
 def warn_about_unused_layers(config: FrozenConfig, source: Source) -> None:
     """Warn of layers that are stored and not described: meant so, or another model's config.json."""
     depth = len(config.spec.layers)
-    found = map(_LAYER.match, map(config.spec.names.canonical, source.unused()))
+    found = map(_LAYER.match, map(config.spec.names.to_llama_key, source.unused()))
     stored = max((int(one[1]) + 1 for one in found if one is not None), default=0)
     if stored > depth:
         log.warning(

@@ -19,7 +19,7 @@ from ..errors import DoesNotFit, InputError
 from ..kernels.backend import UNPACKED
 from ..kernels.select import choose
 from ..kvcache import PAGE_SIZE, LayerShape
-from ..spec.roles import Matrix, matrices
+from ..spec.weight_roles import Matrix, matrices
 from .devices import DeviceInfo, pick_dtype
 from .placement import GB, DeviceCapacity, DeviceLoad, ModuleMemory, device_loads, place_modules
 

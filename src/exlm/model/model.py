@@ -18,7 +18,7 @@ from ..kvcache import CacheBase, CacheReplicator, LayerShape, NoCache
 from ..lora import ModelHandle, active_loras, resolve_loras
 from ..multimodal import MMEmbedding
 from ..nn.batch import Outputs
-from ..spec.roles import matrices
+from ..spec.weight_roles import matrices
 from .decoder import Decoder
 from .extras import (
     EMBED_HERE,

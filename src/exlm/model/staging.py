@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .. import settings
+from .. import env
 from ..checkpoint import Source
 from ..checkpoint.source import Wrapped
 from ..formats import DenseWeight, PackedWeight, Weight
@@ -167,7 +167,7 @@ class StagedSource(Wrapped):
 def staged(source: Source, device_infos: Sequence[DeviceInfo]) -> Source:
     """The source itself, or through a ring if that is wanted, it reads files and something goes to a GPU."""
     to_gpu = any(device_info.device.type == "cuda" for device_info in device_infos)
-    if settings.staging_wanted() and source.files.paths and to_gpu:
+    if env.staging_enabled() and source.files.paths and to_gpu:
         return StagedSource(source, Ring(CudaPort()))
     return source
 

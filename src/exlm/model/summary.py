@@ -10,7 +10,7 @@ from ..checkpoint import Source
 from ..config import FrozenConfig
 from ..errors import Unsupported
 from ..kernels.select import Chain, choose
-from ..spec.roles import Matrix, matrices
+from ..spec.weight_roles import Matrix, matrices
 from .devices import pick_device, pick_dtype
 
 TIED_FORM = "tied to the embedding"

@@ -4,7 +4,7 @@ An embedding owns ids that no other has, so that a prompt that holds them is cac
 other. Here is what it is and where its tokens stand; laying it over a batch is `model`'s work.
 """
 
-from ..text import EMBEDDING_INDEX
+from ..tokenizer import EMBEDDING_INDEX
 from .embeddings import MMEmbedding
 from .positions import EmbeddingSpan, embedding_spans, mrope_positions
 

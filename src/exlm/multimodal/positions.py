@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..text import EMBEDDING_INDEX
+from ..tokenizer import EMBEDDING_INDEX
 from .embeddings import MMEmbedding
 
 

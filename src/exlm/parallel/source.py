@@ -14,7 +14,7 @@ from .. import spec
 from ..checkpoint import Source
 from ..checkpoint.source import Shape, Wrapped
 from ..formats import DenseWeight, PackedWeight, Weight
-from ..spec.roles import matrices
+from ..spec.weight_roles import matrices
 from .shard import MatrixSlice, slice_of
 
 

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from .. import spec
 from ..errors import CheckpointError, InputError
 from ..formats.exl2 import WIDTHS
-from ..spec.names import Names
-from ..spec.roles import Matrix, matrices
+from ..spec.tensor_names import TensorNames
+from ..spec.weight_roles import Matrix, matrices
 from .recipe import Group, Recipe, recipe
 
 BLOCK = 32
@@ -207,7 +207,7 @@ def _old_slots(table: Mapping[str, Any], model: spec.Model, path: Path) -> Itera
             yield tuple(_old_choice(one, own, model.names, f"{path}: layers.{i}.{name}") for one in raw)
 
 
-def _old_choice(raw: Mapping[str, Any], own: Sequence[Matrix], names: Names, where: str) -> Choice:
+def _old_choice(raw: Mapping[str, Any], own: Sequence[Matrix], names: TensorNames, where: str) -> Choice:
     experts = {"gate": "w1", "up": "w3", "down": "w2"}
     try:
         made = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .. import spec
-from ..spec.roles import Matrix, matrices
+from ..spec.weight_roles import Matrix, matrices
 from . import calibrate, evaluate, measure
 from .kinds import kinds_count
 from .measurement import quantised

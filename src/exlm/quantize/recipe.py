@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ..errors import InputError
 from ..formats.exl2 import ALIGN, WIDTHS
-from ..spec.roles import Matrix
+from ..spec.weight_roles import Matrix
 
 
 class Group(NamedTuple):

@@ -20,7 +20,7 @@ from ..config import Config
 from ..convert.plan import vector_specs
 from ..formats.bits import WORD
 from ..formats.exl2 import ALIGN, WIDTHS
-from ..spec.roles import Matrix, matrices
+from ..spec.weight_roles import Matrix, matrices
 
 TYPES = {
     "q_weight": torch.int32,
@@ -41,11 +41,11 @@ def validate_exl2(folder: str | Path) -> list[str]:
     if not path.is_dir():
         return [f"{path} is a file: an EXL2 model is a folder."]
     files = TensorFiles(path)
-    stored = {model.names.canonical(name): name for name in files.names()}
+    stored = {model.names.to_llama_key(name): name for name in files.names()}
     wrong: list[str] = []
     expected: set[str] = set()
     for m in matrices(model):
-        place = model.names.find(m.role)[0]
+        place = model.names.locations_of(m.role)[0]
         names = {suffix: key_at(place, suffix) for suffix in (*EXL2, "bias", "weight")}
         present = {s: files.load(stored[n]) for s, n in names.items() if n in stored}
         expected |= {n for s, n in names.items() if s in present}
@@ -54,7 +54,7 @@ def validate_exl2(folder: str | Path) -> list[str]:
             continue
         wrong += [f"{place.key}: {words}" for words in _matrix(m, present)]
     for role in ("embed", *(vector.role for vector in vector_specs(model))):
-        name = key_at(model.names.find(role)[0], "weight")
+        name = key_at(model.names.locations_of(role)[0], "weight")
         expected |= {name, f"{name.removesuffix('weight')}bias"}
         if name not in stored:
             wrong.append(f"{name} is missing.")

@@ -24,7 +24,7 @@ from ..formats import PackedWeight, exl2
 from ..formats import gptq as gptq_format
 from ..formats.room import trim
 from ..nn import Batch
-from ..spec.roles import Matrix, matrices
+from ..spec.weight_roles import Matrix, matrices
 from ..tokenizer import Tokenizer
 from . import calibrate
 from .job import Job
@@ -105,7 +105,7 @@ class Work:
 
     def stored(self, role: str, weight: PackedWeight) -> dict[str, Tensor]:
         """A matrix's tensors by their names in the new model."""
-        place = self.model.names.find(role)[0]
+        place = self.model.names.locations_of(role)[0]
         tensors = exl2.write(weight) if self.wishes.method == "exl2" else gptq_format.write(weight)
         return {key_at(place, suffix): tensor for suffix, tensor in tensors.items()}
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..errors import InputError, unheard_of
+from ..errors import InputError, report_unknown_attribute
 from .params import CompiledSettings, check_settings, compile_settings
 from .version_stamps import VERSION_STAMPS
 
@@ -99,7 +99,7 @@ class Settings:
     def __setattr__(self, name: str, value: object) -> None:
         """Set a field; it counts from the next token on."""
         if name not in self.__dataclass_fields__ and name not in self.__dict__:  # a subclass may have its own
-            unheard_of("Settings has no field", name, SETTING_NAMES, IGNORED_FIELDS)
+            report_unknown_attribute("Settings has no field", name, SETTING_NAMES, IGNORED_FIELDS)
         self.__dict__[name] = value
         self.__dict__["_compiled"] = None
         self.__dict__["_version_stamp"] = VERSION_STAMPS.new_stamp()

@@ -80,7 +80,7 @@ def conversation(request: ChatRequest, tokenizer: Tokenizer, name: str = "The mo
                 f"{name} has no chat template, so it reads no conversations: ask /v1/completions.",
                 param="messages",
             ) from error
-        raise ChatTemplateError(str(error).replace(templates.where, name)) from error
+        raise ChatTemplateError(str(error).replace(templates.source_name, name)) from error
 
 
 def _conversation(request: ChatRequest, tokenizer: Tokenizer) -> Conversation:

@@ -2,28 +2,36 @@
 
 from .layers import Activation, Attention, Layer, Mlp, Moe, Norm, QkNorm
 from .model import Embed, Head, Model
-from .names import Names, Place, Rename
-from .rope import Dynamic, Linear, Llama3, LongRope, Rope, Scaling, Yarn
+from .rope import (
+    DynamicNtkScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    Rope,
+    RopeScaling,
+    YarnScaling,
+)
+from .tensor_names import KeyRename, TensorLocation, TensorNames
 
 __all__ = [
     "Activation",
     "Attention",
-    "Dynamic",
+    "DynamicNtkScaling",
     "Embed",
     "Head",
+    "KeyRename",
     "Layer",
-    "Linear",
-    "Llama3",
-    "LongRope",
+    "LinearScaling",
+    "Llama3Scaling",
+    "LongRopeScaling",
     "Mlp",
     "Model",
     "Moe",
-    "Names",
     "Norm",
-    "Place",
     "QkNorm",
-    "Rename",
     "Rope",
-    "Scaling",
-    "Yarn",
+    "RopeScaling",
+    "TensorLocation",
+    "TensorNames",
+    "YarnScaling",
 ]

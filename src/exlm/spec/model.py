@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .layers import Layer, Norm
-from .names import Names
+from .tensor_names import TensorNames
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Head:
     tied: bool = False  # falls back to the embedding when the files hold no head of its own
     scale: float = 1.0
     softcap: float | None = None
-    unit_rows: bool = False  # a float head's rows are normalised to length one at load
+    normalize_rows: bool = False  # a float head's rows are normalised to length one at load
     bias: bool = False
 
 
@@ -39,6 +39,6 @@ class Model:
     max_positions: int  # the trained length
     embed: Embed = Embed()
     head: Head = Head()
-    names: Names = field(default_factory=Names)
-    wide_residual: bool = False  # keep the residual stream in float32 under 16-bit compute
+    names: TensorNames = field(default_factory=TensorNames)
+    fp32_residual: bool = False  # keep the residual stream in float32 under 16-bit compute
     requires_bos: bool = False  # the model is lost without a first BOS token

@@ -13,63 +13,63 @@ from typing import Literal, Self
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearScaling:
     """Positions divided by `factor`."""
 
     factor: float
 
 
 @dataclass(frozen=True)
-class Dynamic:
+class DynamicNtkScaling:
     """NTK-aware base, raised once the configured length exceeds `original`."""
 
     factor: float
-    original: int
+    original_max_positions: int
 
 
 @dataclass(frozen=True)
-class Llama3:
+class Llama3Scaling:
     """Long wavelengths divided by `factor`, short ones kept, a smooth passage between."""
 
     factor: float
-    low: float
-    high: float
-    original: int
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
 
 
 @dataclass(frozen=True)
-class Yarn:
+class YarnScaling:
     """A ramp from kept to divided frequencies, by how often each turns in `original` positions."""
 
     factor: float
-    original: int
+    original_max_positions: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    magnitude: float = 1.0  # sin and cos are multiplied by it
+    attention_factor: float = 1.0  # sin and cos are multiplied by it
     truncate: bool = True  # round the ramp's ends to whole frequencies
 
     @staticmethod
-    def sharpness(factor: float, weight: float = 1.0) -> float:
+    def mscale(factor: float, weight: float = 1.0) -> float:
         """How much sin and cos must grow to keep attention as sharp as before."""
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     @classmethod
-    def of(cls, factor: float, original: int) -> Self:
+    def with_defaults(cls, factor: float, original_max_positions: int) -> Self:
         """Yarn with its usual numbers."""
-        return cls(factor, original, magnitude=cls.sharpness(factor))
+        return cls(factor, original_max_positions, attention_factor=cls.mscale(factor))
 
 
 @dataclass(frozen=True)
-class LongRope:
+class LongRopeScaling:
     """Each frequency divided by its own factor: one list up to `original` positions, one beyond."""
 
-    short: tuple[float, ...]
-    long: tuple[float, ...]
-    original: int
-    magnitude: float = 1.0
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_max_positions: int
+    attention_factor: float = 1.0
 
 
-Scaling = Linear | Dynamic | Llama3 | Yarn | LongRope
+RopeScaling = LinearScaling | DynamicNtkScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,9 @@ class Rope:
     theta: float
     dim: int  # how many of the head's leading dimensions turn
     style: Literal["neox", "gptj"] = "neox"  # pairs (i, i + dim/2), or (2i, 2i + 1)
-    scaling: Scaling | None = None
+    scaling: RopeScaling | None = None
     alpha: float = 1.0  # the user's NTK factor on theta
     divisor: float = 1.0  # the user's linear factor on positions; replaces the file's linear scaling
-    sections: tuple[int, ...] = ()  # frequencies per position plane (time, height, width); () means one plane
+    mrope_sections: tuple[
+        int, ...
+    ] = ()  # frequencies per position plane (time, height, width); () means one plane

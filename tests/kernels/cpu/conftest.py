@@ -9,7 +9,7 @@ from typing import NoReturn
 import pytest
 import torch
 
-from exlm import settings
+from exlm import env
 from exlm.errors import Unsupported
 from exlm.kernels.cpu import CpuBackend
 from exlm.kernels.cpu.building import sets_here
@@ -19,7 +19,7 @@ from exlm.kernels.cpu.library import Library, load
 @cache
 def _made(instructions: str) -> Library | str:
     try:
-        return load(settings.cache_folder() / "kernels", instructions)
+        return load(env.cache_folder() / "kernels", instructions)
     except Unsupported as reason:
         return str(reason)
 

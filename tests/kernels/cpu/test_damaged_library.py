@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from exlm import settings
+from exlm import env
 from exlm.errors import Unsupported
 from exlm.kernels.cpu.building import prebuilt, sets_here
 from exlm.kernels.cpu.library import load
@@ -105,7 +105,7 @@ def good(root: Path) -> Path:
     if prebuilt(sets_here()[0]).exists():
         pytest.skip("the libraries of an installed wheel come before the cache")
     try:
-        made = load(settings.cache_folder() / "kernels").path
+        made = load(env.cache_folder() / "kernels").path
     except Unsupported as reason:
         skip_without_compiler(str(reason))
     return Path(shutil.copyfile(made, root / "library"))
@@ -114,7 +114,7 @@ def good(root: Path) -> Path:
 @pytest.fixture(scope="module")
 def zygote(root: Path) -> Iterator[subprocess.Popen[str]]:
     """See `starts.py`."""
-    for file in tiny.chatty(root / "model", hidden_size=64, intermediate_size=96).iterdir():
+    for file in tiny.make_chat_folder(root / "model", hidden_size=64, intermediate_size=96).iterdir():
         file.chmod(0o644)
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, str(Path(__file__).with_name("starts.py")), str(root / "model")]

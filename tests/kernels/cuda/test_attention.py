@@ -197,7 +197,7 @@ def test_strided_heads_that_turned_elsewhere(desk: Desk) -> None:
 def test_three_planes(desk: Desk) -> None:
     case = Case("float", HALF, 2, 2, 64, (70, 5), 2)
     (q, k, v), layer, where = cases.step(case, CPU)
-    turn = spec.Rope(1e4, 64, sections=(8, 10, 14))
+    turn = spec.Rope(1e4, 64, mrope_sections=(8, 10, 14))
     tables = Tables(case, "neox", CPU)
     made = Rotation(turn, 8192, CPU)
     tables.cos, tables.sin, tables.planes, tables.dim = made.cos, made.sin, made.planes.int(), 64

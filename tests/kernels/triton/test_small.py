@@ -88,7 +88,7 @@ def test_rotations(
     place: str, dtype: torch.dtype, style: str, head: int, dim: int, sections: tuple[int, ...]
 ) -> None:
     device, plain, fast = both(place, dtype)
-    rope = spec.Rope(1e4, dim, style=style, sections=sections)  # type: ignore[arg-type]
+    rope = spec.Rope(1e4, dim, style=style, mrope_sections=sections)  # type: ignore[arg-type]
     q = torch.randn(2, 21, 4, head, device=device).to(dtype)
     k = torch.randn(2, 21, 5 * head, device=device).to(dtype)[..., head : 3 * head].unflatten(-1, (2, head))
     shapes = [(2, 21), (3, 2, 21)] if sections else [(2, 21)]

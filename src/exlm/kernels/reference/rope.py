@@ -18,21 +18,23 @@ def frequencies(rope: spec.Rope, length: int) -> tuple[Tensor, float]:
     """(dim / 2,) angles for one position step, and the factor on sin and cos, for the configured length."""
     theta, dim, method = rope.theta, rope.dim, rope.scaling
     theta *= rope.alpha ** (dim / (dim - 2)) if dim > 2 else 1.0
-    if isinstance(method, spec.Dynamic) and length > method.original and dim > 2:
-        theta *= (method.factor * length / method.original - (method.factor - 1)) ** (dim / (dim - 2))
+    if isinstance(method, spec.DynamicNtkScaling) and length > method.original_max_positions and dim > 2:
+        theta *= (method.factor * length / method.original_max_positions - (method.factor - 1)) ** (
+            dim / (dim - 2)
+        )
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     plain = 1.0 / theta**exponents
     magnitude = 1.0
     match method:
-        case spec.Linear(factor):
+        case spec.LinearScaling(factor):
             plain = plain / factor
-        case spec.Llama3():
+        case spec.Llama3Scaling():
             plain = _llama3(plain, method)
-        case spec.Yarn():
-            plain, magnitude = _yarn(plain, theta, dim, method), method.magnitude
-        case spec.LongRope():
-            chosen = method.long if length > method.original else method.short
-            plain, magnitude = 1.0 / (torch.tensor(chosen) * theta**exponents), method.magnitude
+        case spec.YarnScaling():
+            plain, magnitude = _yarn(plain, theta, dim, method), method.attention_factor
+        case spec.LongRopeScaling():
+            chosen = method.long_factors if length > method.original_max_positions else method.short_factors
+            plain, magnitude = 1.0 / (torch.tensor(chosen) * theta**exponents), method.attention_factor
     return plain / rope.divisor, magnitude
 
 
@@ -78,21 +80,24 @@ def _turn_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _plane_of_column(rope: spec.Rope) -> Tensor:
     """(dim / 2,) which position plane each frequency follows."""
-    sections = rope.sections or (rope.dim // 2,)
+    sections = rope.mrope_sections or (rope.dim // 2,)
     return torch.repeat_interleave(torch.arange(len(sections)), torch.tensor(sections))
 
 
-def _llama3(plain: Tensor, s: spec.Llama3) -> Tensor:
+def _llama3(plain: Tensor, s: spec.Llama3Scaling) -> Tensor:
     waves = 2 * math.pi / plain
-    blend = (s.original / waves - s.low) / (s.high - s.low)
+    blend = (s.original_max_positions / waves - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
     middle = (1 - blend) * plain / s.factor + blend * plain
-    slow, fast = waves > s.original / s.low, waves < s.original / s.high
+    slow, fast = (
+        waves > s.original_max_positions / s.low_freq_factor,
+        waves < s.original_max_positions / s.high_freq_factor,
+    )
     return torch.where(slow, plain / s.factor, torch.where(fast, plain, middle))
 
 
-def _yarn(plain: Tensor, theta: float, dim: int, s: spec.Yarn) -> Tensor:
+def _yarn(plain: Tensor, theta: float, dim: int, s: spec.YarnScaling) -> Tensor:
     def column(turns: float) -> float:
-        return dim * math.log(s.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        return dim * math.log(s.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = column(s.beta_fast), column(s.beta_slow)
     if s.truncate:

@@ -1,0 +1,150 @@
+"""What the environment says: the only file that reads it, and for one variable writes it.
+
+Every value is read when it is asked for, never at import, and nothing is remembered. What the user chooses in
+code belongs to `Config`, not here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from .errors import InputError
+
+AmxSupport = Literal["none", "whole", "half"]
+
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+_ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
+_ISA_BELOW_AMX = "AVX512_CORE_FP16"
+_AMX_CPUID_LEAF = 0x1D  # the CPUID leaf that describes AMX tiles
+
+
+@dataclass(frozen=True)
+class LegacySwitches:
+    """What the old library's variables turn off. Being set is enough; the value does not matter."""
+
+    no_flash_attn: bool
+    no_xformers: bool
+    no_sdpa: bool
+    no_graphs: bool
+
+
+@dataclass(frozen=True)
+class OnednnIsaCap:
+    """What `guard_cpu` found and did."""
+
+    amx: AmxSupport
+    capped: bool  # this call set the variable; torch heeds it only if it has not computed anything before
+
+
+def cache_folder() -> Path:
+    """Where downloads and compiled kernels are kept.
+
+    EXLM_CACHE, else `exlm` in XDG_CACHE_HOME, else ~/.cache/exlm.
+    """
+    if chosen := os.environ.get("EXLM_CACHE"):
+        return _expand_user(Path(chosen))
+    xdg_cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (xdg_cache if xdg_cache.is_absolute() else _expand_user(Path("~/.cache"))) / "exlm"
+
+
+def log_level() -> str:
+    """EXLM_LOG_LEVEL, one of LOG_LEVELS in any case; WARNING if unset."""
+    level = os.environ.get("EXLM_LOG_LEVEL") or "WARNING"
+    if level.upper() not in LOG_LEVELS:
+        raise InputError(
+            f"EXLM_LOG_LEVEL is {level!r}; set it to one of {', '.join(LOG_LEVELS)}, or unset it."
+        )
+    return level.upper()
+
+
+def default_device() -> str | None:
+    """EXLM_DEVICE: the device to use where the caller names none, as torch spells it; None if unset."""
+    return os.environ.get("EXLM_DEVICE") or None
+
+
+def triton_enabled() -> bool:
+    """EXLM_TRITON: 0 keeps Triton's kernels out."""
+    return _zero_or_one("EXLM_TRITON")
+
+
+def cuda_enabled() -> bool:
+    """EXLM_CUDA: the same for the kernels in CUDA C++."""
+    return _zero_or_one("EXLM_CUDA")
+
+
+def gemm_m64_enabled() -> bool:
+    """EXLM_WIDE: 0 keeps out the kernel for 17 to 64 rows, which then go sixteen at a time."""
+    return _zero_or_one("EXLM_WIDE")
+
+
+def staging_enabled() -> bool:
+    """EXLM_STAGING: 1 loads files to a GPU through pinned buffers; off until it has been measured."""
+    return _zero_or_one("EXLM_STAGING", default="0")
+
+
+def cpu_enabled() -> bool:
+    """EXLM_CPU: the same for the kernels in C for processors."""
+    return _zero_or_one("EXLM_CPU")
+
+
+def legacy_switches() -> LegacySwitches:
+    """The four EXLLAMA_NO_… variables."""
+    return LegacySwitches(
+        no_flash_attn="EXLLAMA_NO_FLASH_ATTN" in os.environ,
+        no_xformers="EXLLAMA_NO_XFORMERS" in os.environ,
+        no_sdpa="EXLLAMA_NO_SDPA" in os.environ,
+        no_graphs="EXLLAMA_NO_GRAPHS" in os.environ,
+    )
+
+
+def detect_amx(cpuinfo: str) -> AmxSupport:
+    """Whether the text of /proc/cpuinfo announces AMX, and whether it also lets a program ask how to use it.
+
+    Some virtual machines show the flag but answer no CPUID leaf beyond a limit below AMX's own: `half`.
+    """
+    flags = re.search(r"^flags\s*:(.*)$", cpuinfo, re.MULTILINE)
+    if flags is None or "amx_tile" not in flags[1].split():
+        return "none"
+    level = re.search(r"^cpuid level\s*:\s*(\d+)\s*$", cpuinfo, re.MULTILINE)
+    return "whole" if level is not None and int(level[1]) >= _AMX_CPUID_LEAF else "half"
+
+
+def cap_onednn_isa(cpuinfo: Path = Path("/proc/cpuinfo")) -> OnednnIsaCap:
+    """Keep oneDNN off half-announced AMX, where a bfloat16 matrix product would kill the process (SIGILL).
+
+    Only a call before torch's first operation takes effect. A caller that cannot know reads `capped`: if this
+    call was the one that set the variable, it may have come too late, and oneDNN must be off for bfloat16 as
+    well. A value of ONEDNN_MAX_CPU_ISA that is already there is left alone.
+    """
+    try:
+        amx = detect_amx(cpuinfo.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        amx = "none"
+    capped = amx == "half" and _ISA_VARIABLE not in os.environ
+    if capped:
+        os.environ[_ISA_VARIABLE] = _ISA_BELOW_AMX
+    return OnednnIsaCap(amx, capped)
+
+
+def _expand_user(path: Path) -> Path:
+    """The path with its ~ replaced; in a container there may be no such home."""
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise InputError(
+            f"{path} is where downloads would be kept, and {path.parts[0]} is nobody's folder here: set "
+            "EXLM_CACHE to a folder that can be written."
+        ) from None
+
+
+def _zero_or_one(name: str, default: str = "1") -> bool:
+    """A variable that is 0 or 1; `otherwise` if unset."""
+    value = os.environ.get(name) or default
+    if value not in ("0", "1"):
+        raise InputError(f"{name} is {value!r}; set it to 0 or 1, or unset it.")
+    return value == "1"

@@ -1,0 +1,110 @@
+"""How files spell our roles.
+
+Inside the house a tensor has a *role*: `embed`, `positions`, `layers.3.attn.q`, `layers.3.attn_norm`,
+`layers.3.mlp.experts.5.down`, `final_norm`, `head`. A file has a *key*: `model.layers.3.self_attn.q_proj`.
+`Names` maps the one to the other in two steps: `rename` brings the keys of a file into Llama's spelling, and
+`places` says, for each role, where it may be found, in order of preference: alone, or as some rows of a
+tensor that holds several.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+RowRange = tuple[int, int]
+
+
+class KeyRename(NamedTuple):
+    """Replace `old` by `new` in a stored key: everywhere, or only where the key starts with it."""
+
+    old: str
+    new: str
+    prefix_only: bool = False
+
+    def __call__(self, key: str) -> str:
+        if self.prefix_only:
+            return self.new + key[len(self.old) :] if key.startswith(self.old) else key
+        return key.replace(self.old, self.new)
+
+
+@dataclass(frozen=True)
+class TensorLocation:
+    """One way a role may be stored; `{i}` is the layer, `{e}` the expert."""
+
+    key: str
+    rows: tuple[RowRange, ...] = ()  # these outputs of the matrix, in this order; () is all of them
+    rows_per_expert: int = 0  # the tensor stacks experts, so many stored rows each; `{e}` picks one
+    expert_rows: RowRange | None = (
+        None  # that expert's stored rows, filled in by `at`; cut before anything is transposed
+    )
+    transposed: bool = False  # stored (in, out) instead of (out, in)
+    without_suffix: bool = False  # stored as `key`, without the `.weight` suffix
+
+    def for_expert(self, layer: int, expert: int) -> TensorLocation:
+        """This place with the layer and the expert filled in."""
+        key = self.key.replace("{i}", str(layer)).replace("{e}", str(expert))
+        expert_rows = (
+            (expert * self.rows_per_expert, (expert + 1) * self.rows_per_expert)
+            if self.rows_per_expert
+            else None
+        )
+        return replace(self, key=key, expert_rows=expert_rows)
+
+
+LAYER_PREFIX = "model.layers.{i}."
+
+LLAMA_LOCATIONS: tuple[tuple[str, tuple[TensorLocation, ...]], ...] = (
+    ("embed", (TensorLocation("model.embed_tokens"),)),
+    ("positions", (TensorLocation("model.wpe"),)),
+    ("final_norm", (TensorLocation("model.norm"),)),
+    ("head", (TensorLocation("lm_head"),)),
+    ("attn_norm", (TensorLocation(LAYER_PREFIX + "input_layernorm"),)),
+    ("mlp_norm", (TensorLocation(LAYER_PREFIX + "post_attention_layernorm"),)),
+    ("attn.q", (TensorLocation(LAYER_PREFIX + "self_attn.q_proj"),)),
+    ("attn.k", (TensorLocation(LAYER_PREFIX + "self_attn.k_proj"),)),
+    ("attn.v", (TensorLocation(LAYER_PREFIX + "self_attn.v_proj"),)),
+    ("attn.o", (TensorLocation(LAYER_PREFIX + "self_attn.o_proj"),)),
+    ("attn.q_norm", (TensorLocation(LAYER_PREFIX + "self_attn.q_norm"),)),
+    ("attn.k_norm", (TensorLocation(LAYER_PREFIX + "self_attn.k_norm"),)),
+    ("mlp.gate", (TensorLocation(LAYER_PREFIX + "mlp.gate_proj"),)),
+    ("mlp.up", (TensorLocation(LAYER_PREFIX + "mlp.up_proj"),)),
+    ("mlp.down", (TensorLocation(LAYER_PREFIX + "mlp.down_proj"),)),
+)
+
+_LAYER_ROLE = re.compile(r"layers\.(\d+)\.(.+)")
+_EXPERT_ROLE = re.compile(r"(.*\bexperts)\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """Where this family's files keep each role: Llama's spelling, and the differences from it."""
+
+    key_renames: tuple[KeyRename, ...] = ()
+    locations: tuple[tuple[str, tuple[TensorLocation, ...]], ...] = LLAMA_LOCATIONS
+
+    def to_llama_key(self, key: str) -> str:
+        """A stored key in Llama's spelling."""
+        for rule in self.key_renames:
+            key = rule(key)
+        return key
+
+    def locations_of(self, role: str) -> tuple[TensorLocation, ...]:
+        """The places a role may be stored, best first. Asking for a role nobody defined is our mistake."""
+        layer, expert, pattern = 0, 0, role
+        if match := _LAYER_ROLE.fullmatch(pattern):
+            layer, pattern = int(match[1]), match[2]
+        if match := _EXPERT_ROLE.fullmatch(pattern):
+            expert, pattern = int(match[2]), f"{match[1]}.{match[3]}"
+        for known_role, candidates in self.locations:
+            if known_role == pattern:
+                return tuple(location.for_expert(layer, expert) for location in candidates)
+        raise KeyError(f"no place is defined for the role {role!r}")
+
+    def with_locations(self, **changes: TensorLocation | tuple[TensorLocation, ...]) -> TensorNames:
+        """These names with some roles elsewhere; `__` in a keyword stands for the role's dot."""
+        table = dict(self.locations)
+        for role, found in changes.items():
+            table[role.replace("__", ".")] = found if isinstance(found, tuple) else (found,)
+        return replace(self, locations=tuple(table.items()))

@@ -1,0 +1,172 @@
+"""Chat templates: where a model folder keeps them, which one to use, and what they are given.
+
+A template is a Jinja program that writes a conversation the way its model was trained to read it. It is found
+here and rendered by `renderer`, in a process with limits; it is never trusted, and never run in this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ChatTemplateError, TokenizerError
+from .content_format import adapt_content_format
+from .prompt_formats import PROMPT_FORMATS, PromptFormat
+from .template_sandbox import TemplateLimits, TemplateSandbox
+from .tokenizer_files import TokenizerFiles, read_json_object, read_text
+
+DEFAULT_NAME = "default"
+TOOL_USE_NAME = "tool_use"
+TEMPLATE_FILES = "chat_template.jinja, tokenizer_config.json and chat_template.json"
+GGUF_TEMPLATE_KEY = "tokenizer.chat_template"
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A template's source and the file it is from; the format it is made of, if it is one of ours."""
+
+    source: str
+    origin: str
+    format: PromptFormat | None = None
+
+
+class ChatTemplates:
+    """The templates of one model, by name; most models have one, called "default"."""
+
+    def __init__(
+        self,
+        templates: Mapping[str, ChatTemplate],
+        source_name: str = "the model folder",
+        searched: str = TEMPLATE_FILES,
+    ) -> None:
+        """`where` is what errors say was searched, `places` what was looked at there."""
+        self.templates = dict(templates)
+        self.source_name, self.searched = source_name, searched
+
+    @classmethod
+    def from_folder(cls, folder: TokenizerFiles) -> ChatTemplates:
+        """Of several files chat_template.jinja wins, then tokenizer_config.json, then chat_template.json.
+
+        A GGUF file has all there is in its own metadata.
+        """
+        path = folder.path
+        if path.suffix == ".gguf" and not path.is_dir():
+            return cls(
+                _templates_from_config(folder.config or {}, f"{path}: {GGUF_TEMPLATE_KEY}"),
+                str(path),
+                GGUF_TEMPLATE_KEY,
+            )
+        found = _templates_from_config(
+            read_json_object(path / "chat_template.json") or {}, str(path / "chat_template.json")
+        )
+        found |= _templates_from_config(folder.config or {}, str(path / "tokenizer_config.json"))
+        for file in [
+            *sorted((path / "additional_chat_templates").glob("*.jinja")),
+            path / "chat_template.jinja",
+        ]:
+            source = read_text(file)
+            if source is not None:
+                found[DEFAULT_NAME if file.parent == path else file.stem] = ChatTemplate(source, str(file))
+        return cls(found, str(path))
+
+    @property
+    def default(self) -> ChatTemplate | None:
+        """The template used when none is named."""
+        if DEFAULT_NAME in self.templates:
+            return self.templates[DEFAULT_NAME]
+        return next(iter(self.templates.values())) if len(self.templates) == 1 else None
+
+    @property
+    def names(self) -> list[str]:
+        """What can be chosen by name: the model's own templates, then the formats known here."""
+        return [*self.templates, *(name for name in PROMPT_FORMATS if name not in self.templates)]
+
+    def choose(self, name_or_source: str | None = None, with_tools: bool = False) -> ChatTemplate:
+        """A template by name, a template given as its own source, or the one these messages call for."""
+        if name_or_source is not None:
+            if name_or_source not in self.templates and name_or_source in PROMPT_FORMATS:
+                return ChatTemplate(
+                    PROMPT_FORMATS[name_or_source].source,
+                    f"the chat format {name_or_source}",
+                    PROMPT_FORMATS[name_or_source],
+                )
+            return self.templates.get(name_or_source) or ChatTemplate(
+                name_or_source, "the given chat_template"
+            )
+        if with_tools and TOOL_USE_NAME in self.templates:
+            return self.templates[TOOL_USE_NAME]
+        if self.default is not None:
+            return self.default
+        if self.templates:
+            raise ChatTemplateError(
+                f"{self.source_name} has several chat templates and no default. "
+                f"Choose one with chat_template=: {', '.join(sorted(self.templates))}."
+            )
+        raise ChatTemplateError(
+            f"{self.source_name} has no chat template (looked in {self.searched}). Pass one as "
+            f"chat_template=, by name ({', '.join(PROMPT_FORMATS)}) or as its source, or write the "
+            "prompt yourself."
+        )
+
+
+def render_chat(
+    renderer: TemplateSandbox,
+    template: ChatTemplate,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
+    """The conversation as the model reads it."""
+    _check_objects(messages, "messages")
+    if not messages:
+        raise ChatTemplateError("A chat template needs at least one message.")
+    for name, values in (("tools", tools), ("documents", documents)):
+        if values is not None:
+            _check_objects(values, name)
+    template_variables = {
+        **(variables or {}),
+        "tools": tools,
+        "documents": documents,
+        "add_generation_prompt": add_generation_prompt,
+    }
+
+    def render(messages: Sequence[Mapping[str, Any]]) -> str:
+        return renderer.render(template.source, {**template_variables, "messages": messages}, template.origin)
+
+    return render(adapt_content_format(messages, template.source, template.origin, render))
+
+
+def _check_objects(values: object, name: str) -> None:
+    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Sequence):
+        raise ChatTemplateError(f"{name} should be a list of objects, found {type(values).__name__}.")
+    for index, value in enumerate(values):
+        if not isinstance(value, Mapping):
+            raise ChatTemplateError(f"{name}[{index}] should be an object, found {type(value).__name__}.")
+
+
+def _templates_from_config(config: Mapping[str, Any], path: str) -> dict[str, ChatTemplate]:
+    """`chat_template`: one template, or a list or object of named ones; `path` is what errors call it."""
+    value = config.get("chat_template")
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {DEFAULT_NAME: ChatTemplate(value, path)}
+    pairs: list[tuple[Any, Any]]
+    if isinstance(value, dict):
+        pairs = list(value.items())
+    elif isinstance(value, list) and all(isinstance(item, dict) for item in value):
+        pairs = [(item.get("name"), item.get("template")) for item in value]
+    else:
+        raise TokenizerError(f"{path}: chat_template should be a string or a list of named templates.")
+    if not all(isinstance(name, str) and isinstance(source, str) for name, source in pairs):
+        raise TokenizerError(
+            f"{path}: every entry of chat_template needs a `name` and a `template`, both strings."
+        )
+    return {name: ChatTemplate(source, path) for name, source in pairs}
+
+
+__all__ = ["ChatTemplate", "ChatTemplates", "TemplateLimits", "TemplateSandbox", "render_chat"]

@@ -1,0 +1,328 @@
+"""Codec: text to lists of ids and back, and the ids that mean something other than text.
+
+It joins a vocabulary (a `Backend`) with what the files beside it declare: which ids begin, end and pad a
+text, which are special, what an embedding's alias stands for. It holds no tensors and builds no lookup tables
+(see `vocab`), and it never adds a BOS or an EOS that it was not asked for.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, Protocol
+
+from ..errors import TokenizerError, TokenizerNotFound
+from .added_tokens import AddedTokenMatcher
+from .backend import TokenizerBackend, decode_context_ids
+from .detokenizer import ByteTokenDecoder, Detokenizer, LibraryTokenDecoder, TokenDecoder
+from .hf import HFBackend
+from .sentencepiece import SentencePieceBackend
+from .tokenizer_files import AddedToken, TokenizerFiles, read_tokenizer_files
+from .vocab import Vocab
+
+TokenizerKind = Literal["auto", "json", "spm"]
+
+EMBEDDING_INDEX = 1_000_000_000
+"""Ids from here on stand for injected vectors, not for text."""
+
+DEFAULT_BOS_ID, DEFAULT_EOS_ID = (
+    1,
+    2,
+)  # where SentencePiece puts them; used when no file says, if the tokens there are special
+
+
+class TokenizerConfig(Protocol):
+    """What a tokenizer needs to know of a model."""
+
+    @property
+    def model_dir(self) -> str | None:
+        """The folder with the tokenizer's files."""
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The id config.json begins a text with."""
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The first id config.json ends a text with."""
+
+    @property
+    def eos_token_ids(self) -> Sequence[int]:
+        """All ids config.json ends a text with."""
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """The id config.json pads with."""
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids the model has, which may be more than the tokenizer knows."""
+
+
+class AliasedEmbedding(Protocol):
+    """Something with ids of its own that a prompt refers to by a text alias."""
+
+    @property
+    def text_alias(self) -> str:
+        """What stands for it in a prompt."""
+
+    def get_ids(self) -> list[int]:
+        """The ids it occupies."""
+
+
+@dataclass(frozen=True)
+class ConfigTokenIds:
+    """What config.json says about ids."""
+
+    bos: int | None = None
+    eos: int | None = None
+    all_eos: Sequence[int] = ()
+    pad: int | None = None
+    vocab_size: int = 0
+
+    @classmethod
+    def from_config(cls, config: TokenizerConfig) -> ConfigTokenIds:
+        """Take them from a model's config."""
+        return cls(
+            bos=config.bos_token_id,
+            eos=config.eos_token_id,
+            all_eos=tuple(config.eos_token_ids),
+            pad=config.pad_token_id,
+            vocab_size=config.vocab_size,
+        )
+
+
+CLASSES_WITH_BOS = ("CodeLlamaTokenizer", "GemmaTokenizer", "LlamaTokenizer")
+"""Classes of tokenizers that put a BOS before a text where their files do not say."""
+
+
+class Codec:
+    """One model's text: encode, decode, special ids.
+
+    `eos_id` is the id that ends a text; `eos_ids` are all ids that any of the files says may. `pad_id` is -1
+    when nothing can serve as padding.
+    """
+
+    def __init__(
+        self, backend: TokenizerBackend, files: TokenizerFiles, config_ids: ConfigTokenIds | None = None
+    ) -> None:
+        """Join a vocabulary with what its folder and the model's config declare."""
+        config_ids = config_ids or ConfigTokenIds()
+        self.backend = backend
+        self.files = files
+        self.special_tokens: dict[str, int] = dict(backend.special_tokens)
+        self.special_texts: dict[int, str] = {
+            token_id: text for text, token_id in self.special_tokens.items()
+        }
+        declared_bos, declared_eos = backend.declared_bos_eos()
+        self.bos_id = self._resolve_special_id("bos_token", config_ids.bos, declared_bos, DEFAULT_BOS_ID)
+        self.eos_id = self._resolve_special_id("eos_token", config_ids.eos, declared_eos, DEFAULT_EOS_ID)
+        named_eos = self._named_id("eos_token")
+        candidates = [self.eos_id, *config_ids.all_eos, *files.generation_eos_ids, named_eos]
+        self.eos_ids = tuple(dict.fromkeys(token_id for token_id in candidates if token_id is not None))
+        self.pad_id = self._resolve_pad_id(config_ids.pad)
+        unk = backend.unk_token or files.token_by_role.get("unk_token")
+        self.unk_id = None if unk is None else backend.piece_to_id(unk)
+        self._model_size = config_ids.vocab_size
+
+    @classmethod
+    def from_folder(
+        cls,
+        path: str | Path,
+        config_ids: ConfigTokenIds | None = None,
+        kind: TokenizerKind = "auto",
+        vocab_file: str | Path | None = None,
+    ) -> Codec:
+        """Read a model folder: tokenizer.json if there is one, else tokenizer.model, unless told which.
+
+        `vocab_file` names a vocabulary explicitly (`tokenizer.model.v3`, say); JSON if it ends in `.json`.
+        """
+        files = read_tokenizer_files(path)
+        vocab_path = _find_vocab_file(files.path, kind, vocab_file)
+        is_json = vocab_path.suffix == ".json"
+        backend: TokenizerBackend = (
+            HFBackend.from_file(vocab_path, files)
+            if is_json
+            else SentencePieceBackend.from_file(vocab_path, files)
+        )
+        return cls(backend, files, config_ids)
+
+    @cached_property
+    def wants_bos(self) -> bool:
+        """Whether a text starts with a BOS, by what the files say: in so many words, or by what they add."""
+        config = self.files.config or {}
+        flag = config.get("add_bos_token")
+        if isinstance(flag, bool):
+            return flag
+        start_ids = self.backend.start_ids()
+        if start_ids is not None:
+            return self.bos_id in start_ids
+        tokenizer_class = config.get("tokenizer_class")
+        if not isinstance(tokenizer_class, str) or not isinstance(self.backend, HFBackend):
+            return True  # nobody says, and a model that has a BOS has mostly seen it first
+        return tokenizer_class.removesuffix("Fast") in CLASSES_WITH_BOS
+
+    @property
+    def size(self) -> int:
+        """One more than the highest known id."""
+        return self.backend.vocab_size()
+
+    def with_ids(self, bos: int | None, eos: Sequence[int], pad: int) -> Codec:
+        """The same text with other ids for BOS, EOS and padding than the files say.
+
+        Another object, since what is derived from one (a grammar's vocabulary, say) is kept by it.
+        """
+        copied = copy.copy(self)
+        copied.__dict__.pop("_decoders", None)  # other ids show nothing
+        copied.bos_id, copied.eos_ids, copied.pad_id = bos, tuple(dict.fromkeys(eos)), pad
+        copied.eos_id = next(iter(copied.eos_ids), None)
+        return copied
+
+    def token_text(self, token_id: int | None) -> str:
+        """What a token stands for, special or not; "" for no token."""
+        if token_id is None or not self.backend.is_defined(token_id):
+            return ""
+        return self.special_texts.get(token_id) or self.backend.vocab[token_id]
+
+    def special_token_texts(self) -> dict[str, str]:
+        """The texts of BOS, EOS and the like, as chat templates name them.
+
+        A role that the files leave out is filled from the ids; one that they say is empty stays out.
+        """
+        ids_by_role = {"bos_token": self.bos_id, "eos_token": self.eos_id, "unk_token": self.unk_id}
+        texts = {role: self.token_text(token_id) for role, token_id in ids_by_role.items()} | dict(
+            self.files.token_by_role
+        )
+        return {role: text for role, text in texts.items() if text}
+
+    def encode(
+        self,
+        text: str,
+        *,
+        add_bos: bool = False,
+        add_eos: bool = False,
+        parse_special: bool = False,
+        aliases: Mapping[str, Sequence[int]] | None = None,
+        continues: bool = False,
+    ) -> list[int]:
+        """Ids of a text.
+
+        `special` makes special text its id, otherwise it is ordinary text. `aliases` are texts that stand for
+        ids of their own. `continues` says that the text goes on after something already encoded.
+        """
+        if not isinstance(text, str):
+            raise TokenizerError(f"Only text can be encoded, found {type(text).__name__}.")
+        ids = [self.bos_id] if add_bos and self.bos_id is not None else []
+        position = 0
+        for start, end, token in _alias_matcher(aliases).find(text) if aliases else ():
+            ids += self._tokenize_part(text[position:start], parse_special, continues or position > 0)
+            ids += aliases[token.content] if aliases else ()
+            position = end
+        ids += self._tokenize_part(text[position:], parse_special, continues or position > 0)
+        return [*ids, self.eos_id] if add_eos and self.eos_id is not None else ids
+
+    def decode(self, ids: Iterable[int], *, show_special: bool = False, continues: bool = False) -> str:
+        """The text of ids; padding, unknown ids and, unless `special`, special tokens and EOS vanish.
+
+        An ordinary token that config.json pads with (0 is "!" in many vocabularies) is text all the same.
+        """
+        return self._decoders[show_special].decode(ids, continues)
+
+    def detokenizer(self, *, show_special: bool = False, continues: bool = False) -> Detokenizer:
+        """The text of ids that are still arriving."""
+        return self._decoders[show_special].detokenizer(continues)
+
+    @cached_property
+    def decode_overrides(self) -> dict[str, int]:
+        """Ordinary added tokens that the vocabulary's own decoder does not give back as written."""
+        return {
+            text: token_id
+            for text, token_id in self.backend.nonspecial_added_tokens.items()
+            if token_id in self.backend.decode_overrides
+        }
+
+    @cached_property
+    def vocab(self) -> Vocab:
+        """The lookup tables."""
+        backend = self.backend
+        return Vocab(
+            pieces=lambda: backend.vocab,
+            token_bytes=lambda: None if (known := backend.token_bytes()) is None else known.table,
+            special=self.special_texts,
+            undefined=[n for n in range(backend.base_vocab_size, self.size) if not backend.is_defined(n)],
+            model_size=self._model_size,
+        )
+
+    @cached_property
+    def _decoders(self) -> dict[bool, TokenDecoder]:
+        return {show_special: self._make_decoder(show_special) for show_special in (False, True)}
+
+    def _make_decoder(self, show_special: bool) -> TokenDecoder:
+        special_ids: set[int | None] = {self.eos_id, *self.special_texts}
+        hidden_padding = (special_ids | {self.unk_id}) & {self.pad_id}
+        hidden = hidden_padding if show_special else hidden_padding | special_ids
+        token_bytes = self.backend.token_bytes()
+        if token_bytes is None:
+            is_defined = self.backend.is_defined
+            context = decode_context_ids(self.backend)
+            return LibraryTokenDecoder(
+                self.backend.decode, lambda n: is_defined(n) and n not in hidden, context
+            )
+        table = [b"" if token_id in hidden else raw for token_id, raw in enumerate(token_bytes.table)]
+        return ByteTokenDecoder(table, token_bytes.strips_leading_space)
+
+    def _tokenize_part(self, text: str, parse_special: bool, continues: bool) -> list[int]:
+        return self.backend.tokenize(text, parse_special=parse_special, continues=continues) if text else []
+
+    def _named_id(self, role: str) -> int | None:
+        text = self.files.token_by_role.get(role)
+        return None if text is None else self.backend.piece_to_id(text)
+
+    def _resolve_special_id(
+        self, role: str, from_config: int | None, from_vocab: int | None, default: int
+    ) -> int | None:
+        """config.json, then the tokenizer's files, then the usual place if a special token is there."""
+        if from_config is not None:
+            return from_config
+        if role in self.files.token_by_role:
+            return self._named_id(role)
+        if from_vocab is not None:
+            return from_vocab
+        return default if default in self.special_texts else None
+
+    def _resolve_pad_id(self, from_config: int | None) -> int:
+        if from_config is not None:
+            return from_config
+        named = self._named_id("pad_token")
+        if named is not None:
+            return named
+        pad = self.backend.piece_to_id("<pad>")
+        if pad:
+            return pad
+        return self.eos_id if self.eos_id is not None and self.eos_id != self.bos_id else -1
+
+
+def _find_vocab_file(folder: Path, kind: TokenizerKind, vocab_file: str | Path | None) -> Path:
+    if vocab_file is not None:
+        return folder / vocab_file
+    names = {
+        "auto": ["tokenizer.json", "tokenizer.model"],
+        "json": ["tokenizer.json"],
+        "spm": ["tokenizer.model"],
+    }[kind]
+    for name in names:
+        if (folder / name).is_file():
+            return folder / name
+    raise TokenizerNotFound(
+        f"No supported tokenizer found: {folder} has no {' and no '.join(names)}. "
+        "Copy the tokenizer's files from the original model."
+    )
+
+
+def _alias_matcher(aliases: Mapping[str, Sequence[int]]) -> AddedTokenMatcher:
+    if "" in aliases:
+        raise TokenizerError("An embedding's text alias must not be empty.")
+    return AddedTokenMatcher(AddedToken(alias, 0) for alias in aliases)

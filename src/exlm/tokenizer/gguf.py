@@ -1,0 +1,274 @@
+"""The tokenizer inside a GGUF file's metadata, as the same backends that read a model folder's files.
+
+Byte-level vocabularies become the tokenizer.json they came from, SentencePiece ones a tokenizer.model, both
+in memory; what the metadata says of special tokens and chat templates becomes a `Folder`. Encoding is the
+backends' business.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import TokenizerError
+from .backend import TokenizerBackend
+from .gguf_pre_tokenizers import PRE_TOKENIZERS
+from .hf import HFBackend
+from .sentencepiece import SentencePieceBackend
+from .sentencepiece_proto import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    SentencePiece,
+    model_proto,
+)
+from .token_bytes import METASPACE
+from .tokenizer_files import AddedToken, TokenizerFiles
+
+ROLE_KEYS = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+    "sep_token": "seperator_token_id",  # GGUF's own spelling
+    "cls_token": "cls_token_id",
+    "mask_token": "mask_token_id",
+}
+
+REQUIRED_ROLE_KEYS = ("bos_token_id", "eos_token_id")
+"""Roles that texts depend on; of the others a token that is not there is simply not there."""
+
+NO_TOKEN_ID = 2**32 - 1
+"""-1, as converters write it where an id has no sign: there is no such token."""
+
+PHI3_WITHOUT_RSTRIP = ("<unk>", "<s>", "<|endoftext|>")
+"""The special tokens of Phi-3 that leave the white space behind them alone."""
+
+
+PRE_TOKENIZERS_WITH_BOS = ("llama-bpe", "llama-v3", "llama3", "tekken")
+"""Byte-level vocabularies whose texts start with a BOS where the file does not say."""
+
+
+class GgufTokenizer(NamedTuple):
+    """A vocabulary and what is declared beside it: `Codec(*tokenizer_from_metadata(…), ids)`."""
+
+    backend: TokenizerBackend
+    files: TokenizerFiles
+
+
+def tokenizer_from_metadata(metadata: Mapping[str, Any], source: str) -> GgufTokenizer:
+    """The tokenizer that a GGUF file describes; `source` is the file, for errors."""
+    vocabulary = GgufVocabulary(metadata, source)
+    if vocabulary.model == "gpt2":
+        files = _tokenizer_files(vocabulary)
+        return GgufTokenizer(HFBackend(tokenizer_json(vocabulary), files, source), files)
+    if vocabulary.model == "llama":
+        files = _tokenizer_files(vocabulary)
+        return GgufTokenizer(SentencePieceBackend(tokenizer_model(vocabulary), files, source), files)
+    raise vocabulary.invalid_value("model", "gpt2 or llama", vocabulary.model)
+
+
+class GgufVocabulary:
+    """The `tokenizer.ggml` part of the metadata, checked."""
+
+    def __init__(self, metadata: Mapping[str, Any], source: str) -> None:
+        self.metadata = metadata
+        self.source = source
+        self.model = self.get("model")
+        self.tokens: list[str] = self._list("tokens", str)
+        if not self.tokens:
+            raise self.invalid_value("tokens", "a list of texts", self.get("tokens"))
+        self.token_types: list[int] = self._list("token_type", int) or [NORMAL] * len(self.tokens)
+        self.scores: list[float] = self._list("scores", float)
+        self.merges: list[str] = self._list("merges", str)
+        for name, values in (("token_type", self.token_types), ("scores", self.scores)):
+            if values and len(values) != len(self.tokens):
+                raise self.invalid_value(
+                    name, f"a list of {len(self.tokens)}, one for each token", len(values)
+                )
+        if not all(math.isfinite(score) for score in self.scores):
+            raise self.invalid_value("scores", "a list of finite numbers", "infinity or NaN")
+
+    def get(self, key: str) -> Any:
+        """As the file has it, or None."""
+        return self.metadata.get(f"tokenizer.ggml.{key}")
+
+    def boolean(self, key: str, default: bool) -> bool:
+        """True or false."""
+        value = self.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise self.invalid_value(key, "true or false", value)
+        return default if value is None else value
+
+    def token_at(self, key: str) -> str | None:
+        """The text of the token whose id a key holds; None if there is no such token."""
+        token_id = self.get(key)
+        if token_id is None or token_id in (-1, NO_TOKEN_ID):
+            return None
+        if type(token_id) is int and 0 <= token_id < len(self.tokens):
+            return self.tokens[token_id]
+        if type(token_id) is int and key not in REQUIRED_ROLE_KEYS:
+            return None
+        raise self.invalid_value(key, f"an id below {len(self.tokens)}", token_id)
+
+    def invalid_value(self, key: str, expected: str, found: object) -> TokenizerError:
+        """The error for a value that cannot be, or is not there."""
+        shown = repr(found) if len(repr(found)) <= 80 else repr(found)[:77] + "..."
+        return TokenizerError(
+            f"{self.source}: tokenizer.ggml.{key} should be {expected}, found {shown}. "
+            "Convert the model again."
+        )
+
+    def _list(self, key: str, kind: type) -> list[Any]:
+        value = self.get(key)
+        if value is None:
+            return []
+        if not isinstance(value, list) or not all(type(item) is kind for item in value):
+            raise self.invalid_value(key, f"a list of {kind.__name__}", value)
+        return value
+
+
+def tokenizer_json(v: GgufVocabulary) -> str:
+    """The tokenizer.json of a byte-level vocabulary."""
+    pre = v.get("pre")
+    if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
+        raise TokenizerError(
+            f"{v.source}: tokenizer.ggml.pre is {pre!r}; how such a tokenizer cuts text is not known here. "
+            f"Known: {', '.join(PRE_TOKENIZERS)}. Convert the model again, or use its original folder."
+        )
+    pre_tokenizer = PRE_TOKENIZERS[pre]
+    vocab: dict[str, int] = {}
+    added = []
+    for token_id, (text, token_type) in enumerate(zip(v.tokens, v.token_types, strict=True)):
+        if not text or token_type == UNUSED:
+            continue
+        if text in vocab:
+            raise v.invalid_value(
+                "tokens", "texts that differ", f"{text!r} as {vocab[text]} and as {token_id}"
+            )
+        vocab[text] = token_id
+        if token_type in (CONTROL, UNKNOWN, USER_DEFINED):
+            added.append(_added_token_entry(text, token_id, special=token_type != USER_DEFINED))
+    model = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": pre_tokenizer.ignore_merges,
+        "vocab": vocab,
+        "merges": _merges(v),
+    }
+    decoder = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    state = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": pre_tokenizer.normalizer(),
+        "pre_tokenizer": pre_tokenizer.pre_tokenizer(),
+        "post_processor": None,
+        "decoder": decoder,
+        "model": model,
+    }
+    return json.dumps(state, ensure_ascii=False)
+
+
+def tokenizer_model(v: GgufVocabulary) -> bytes:
+    """The tokenizer.model of a SentencePiece vocabulary."""
+    if not v.scores:
+        raise v.invalid_value("scores", "there: they decide which pieces are put together", None)
+    unknown = v.get("unknown_token_id") if UNKNOWN not in v.token_types else None
+    pieces: dict[str, SentencePiece] = {}
+    for token_id, (text, score, token_type) in enumerate(zip(v.tokens, v.scores, v.token_types, strict=True)):
+        if token_id == unknown:
+            token_type = UNKNOWN
+        if token_type == USER_DEFINED:
+            text = text.replace(" ", METASPACE)  # as the vocabulary had it: the converter wrote these out
+        if not text:
+            text, token_type = f"\x00{token_id}", UNUSED
+        if text in pieces:
+            raise v.invalid_value("tokens", "texts that differ", f"{text!r} again as {token_id}")
+        if not NORMAL <= token_type <= BYTE:
+            raise v.invalid_value("token_type", f"numbers from {NORMAL} to {BYTE}", token_type)
+        pieces[text] = SentencePiece(text, score, token_type)
+    if sum(piece.kind == UNKNOWN for piece in pieces.values()) != 1:
+        raise v.invalid_value(
+            "token_type", f"{UNKNOWN} (unknown) for exactly one token", "another number of them"
+        )
+    return model_proto(
+        pieces.values(),
+        add_dummy_prefix=v.boolean("add_space_prefix", True),
+        bos=v.token_at("bos_token_id"),
+        eos=v.token_at("eos_token_id"),
+    )
+
+
+def _tokenizer_files(v: GgufVocabulary) -> TokenizerFiles:
+    """What tokenizer_config.json would declare."""
+    token_by_role = {role: v.token_at(key) for role, key in ROLE_KEYS.items() if v.get(key) is not None}
+    config: dict[str, Any] = {**token_by_role, "chat_template": _chat_templates(v)}
+    for flag in ("add_bos_token", "add_eos_token"):
+        if v.get(flag) is not None:
+            config[flag] = v.boolean(flag, False)
+    if v.model == "gpt2":
+        config.setdefault("add_bos_token", v.get("pre") in PRE_TOKENIZERS_WITH_BOS)
+    return TokenizerFiles(
+        path=Path(v.source),
+        config={key: value for key, value in config.items() if value is not None},
+        added=_phi3_added_tokens(v),
+        token_by_role=token_by_role,
+    )
+
+
+def _phi3_added_tokens(v: GgufVocabulary) -> tuple[AddedToken, ...]:
+    """Phi-3's special tokens swallow white space behind them, which GGUF has no way to say."""
+    if v.model != "llama" or v.metadata.get("general.architecture") != "phi3":
+        return ()
+    return tuple(
+        AddedToken(text, token_id, rstrip=text not in PHI3_WITHOUT_RSTRIP, source=v.source)
+        for token_id, (text, kind) in enumerate(zip(v.tokens, v.token_types, strict=True))
+        if kind == CONTROL and text
+    )
+
+
+def _chat_templates(v: GgufVocabulary) -> str | list[dict[str, str]] | None:
+    """`tokenizer.chat_template`, and those with a name behind it."""
+    prefix = "tokenizer.chat_template"
+    found = {}
+    for key, value in v.metadata.items():
+        if key == prefix or key.startswith(prefix + "."):
+            if not isinstance(value, str):
+                raise TokenizerError(f"{v.source}: {key} should be a string, found {type(value).__name__}.")
+            found[key[len(prefix) + 1 :] or "default"] = value
+    if list(found) == ["default"]:
+        return found["default"]
+    return [{"name": name, "template": source} for name, source in found.items()] or None
+
+
+def _added_token_entry(text: str, token_id: int, *, special: bool) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": token_id, "content": text, **flags, "special": special}
+
+
+def _merges(v: GgufVocabulary) -> list[Any]:
+    """As they are, which is read twice as fast, if it is plain where each is to be cut; else in halves."""
+    if all([merge.count(" ") == 1 and merge[0] != " " and merge[-1] != " " for merge in v.merges]):
+        return v.merges
+    return [_split_merge(v, merge) for merge in v.merges]
+
+
+def _split_merge(v: GgufVocabulary, merge: str) -> list[str]:
+    """The two halves of a merge; a space that belongs to a half is its first letter."""
+    space = merge.find(" ", 1)
+    if space < 0 or space == len(merge) - 1:
+        raise v.invalid_value("merges", "two pieces with a space between them", merge)
+    return [merge[:space], merge[space + 1 :]]

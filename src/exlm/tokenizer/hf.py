@@ -1,0 +1,337 @@
+"""A vocabulary from Hugging Face's `tokenizer.json`, run by the `tokenizers` library.
+
+The library is asked for ids and never for BOS or EOS: post-processors, truncation and padding that the file
+brings are not used. Special text is recognised only when asked for. The library can be told to leave it
+alone, but a model that reaches a special token through its own merges or vocabulary would still emit it, so
+ids are checked, and such a text is encoded again by a copy of the tokenizer in which the special tokens have
+other, unguessable names.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from ..errors import BadText, ExlmError, TokenizerError, TokenizerNotFound
+from .backend import describe_lone_surrogate, middle_pieces, require_space_to_read
+from .token_bytes import BYTE_TOKEN, TokenBytes, from_decoder
+from .tokenizer_files import MAX_ID_GAP, AddedToken, TokenizerFiles, read_text
+
+LONG = 4096
+"""Letters of a text beyond which it is encoded as a batch of one: then other threads run meanwhile, and no
+offsets are made."""
+
+PANIC = "PanicException"
+"""What a panic of the library's Rust code becomes: a BaseException, whose class no module exports."""
+
+
+class HFBackend:
+    """A `tokenizer.json` and the tokens that the files beside it add."""
+
+    def __init__(self, text: str, files: TokenizerFiles, name: str = "tokenizer.json") -> None:
+        """Read the JSON text; `name` is what errors call it."""
+        self.name = name
+        require_space_to_read(len(text), name)
+        with _library_errors(f"{name} is not a tokenizer the tokenizers library can read"):
+            self._hf_tokenizer = tokenizers.Tokenizer.from_str(text)
+            _disable_truncation_padding_dropout(self._hf_tokenizer)
+            vocab = self._hf_tokenizer.get_vocab()
+        self._lock = threading.Lock()
+        if not vocab:
+            raise TokenizerError(f"{name} has an empty vocabulary.")
+        self.base_vocab_size = 1 + max(vocab.values())
+        if self.base_vocab_size - len(vocab) > MAX_ID_GAP:
+            raise TokenizerError(f"{name} has {len(vocab)} tokens, but ids up to {self.base_vocab_size - 1}.")
+        with _library_errors(f"{name} does not take the tokens that the files beside it declare"):
+            placeholder_ids = self._add_declared_tokens(files)
+        added = {
+            n: token
+            for n, token in self._hf_tokenizer.get_added_tokens_decoder().items()
+            if n not in placeholder_ids
+        }
+        self.special_tokens = {token.content: token_id for token_id, token in added.items() if token.special}
+        self.nonspecial_added_tokens = {
+            token.content: token_id for token_id, token in added.items() if not token.special
+        }
+        self._special_ids = frozenset(self.special_tokens.values())
+        self._id_by_piece = vocab | self.special_tokens | self.nonspecial_added_tokens
+        self._pieces: list[str | None] = [None] * (1 + max(self._id_by_piece.values()))
+        for piece, token_id in self._id_by_piece.items():
+            self._pieces[token_id] = piece
+        self._hf_variants: dict[tuple[bool, bool], tokenizers.Tokenizer] = {
+            (False, False): self._hf_tokenizer
+        }
+
+    @classmethod
+    def from_file(cls, path: Path, files: TokenizerFiles) -> HFBackend:
+        """Read a tokenizer.json."""
+        text = read_text(path)
+        if text is None:
+            raise TokenizerNotFound(f"No supported tokenizer found: there is no {path}.")
+        return cls(text, files, str(path))
+
+    @cached_property
+    def unk_token(self) -> str | None:
+        """What the model calls a text it cannot write."""
+        model = self._hf_tokenizer.model
+        if isinstance(model, tokenizers.models.Unigram):
+            token_id = json.loads(model.__getstate__()).get("unk_id")
+            return None if token_id is None else self._pieces[token_id]
+        unk: str | None = getattr(model, "unk_token", None)
+        return unk
+
+    @cached_property
+    def vocab(self) -> list[str]:
+        """The text of every token in the middle of a text, by id."""
+        return middle_pieces(self)
+
+    @cached_property
+    def decode_overrides(self) -> dict[int, str]:
+        """Added tokens that the file's decoder would garble."""
+        if self._token_bytes is not None:
+            return self._token_bytes.decode_overrides
+        added = [*self.special_tokens.items(), *self.nonspecial_added_tokens.items()]
+        return {token_id: text for text, token_id in added if self._decode_with_library([token_id]) != text}
+
+    def vocab_size(self) -> int:
+        """One more than the highest id."""
+        return len(self._pieces)
+
+    def is_defined(self, token_id: int) -> bool:
+        """Whether any token has this id."""
+        return 0 <= token_id < len(self._pieces) and self._pieces[token_id] is not None
+
+    def id_to_piece(self, number: int) -> str:
+        """The token as the file writes it, byte letters and all."""
+        return (self._pieces[number] or "") if self.is_defined(number) else ""
+
+    def piece_to_id(self, piece: str) -> int | None:
+        """The id of a token as the file writes it."""
+        return self._id_by_piece.get(piece)
+
+    def enumerate_tokens(self) -> Iterator[tuple[int, str]]:
+        """Pairs of id and `vocab` text."""
+        return enumerate(self.vocab)
+
+    def encode(self, text: str) -> list[int]:
+        """Encode with special text as ordinary text."""
+        return self.tokenize(text, parse_special=False)
+
+    def tokenize(self, text: str, *, parse_special: bool, continues: bool = False) -> list[int]:
+        """Encode; special text becomes its id only if asked."""
+        ids = self._encode_with(self._hf_variant(continues, hide_special=False), text, parse_special)
+        if not parse_special and not self._special_ids.isdisjoint(ids):
+            ids = self._encode_with(self._hf_variant(continues, hide_special=True), text, parse_special)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Decode with every token visible; added tokens read as their text."""
+        texts: list[str] = []
+        run: list[int] = []
+        for token_id in ids:
+            if token_id in self.decode_overrides:
+                texts += [self._decode_with_library(run), self.decode_overrides[token_id]]
+                run = []
+            elif self.is_defined(token_id):
+                run.append(token_id)
+        return "".join([*texts, self._decode_with_library(run)])
+
+    def token_bytes(self) -> TokenBytes | None:
+        """The bytes of every token, where the file's decoder only adds bytes up."""
+        return self._token_bytes
+
+    def declared_bos_eos(self) -> tuple[int | None, int | None]:
+        """The file does not say which tokens begin and end a text."""
+        return None, None
+
+    def start_ids(self) -> list[int] | None:
+        """What the file's post-processor puts before a letter."""
+        if self._hf_tokenizer.post_processor is None:
+            return None
+        with self._lock, _library_errors(f"{self.name} cannot add to a text what its post_processor says"):
+            found = self._hf_tokenizer.encode("a")
+        pairs = zip(found.ids, found.special_tokens_mask, strict=True)
+        return [token_id for token_id, _ in takewhile(lambda pair: pair[1], pairs)]
+
+    @cached_property
+    def _token_bytes(self) -> TokenBytes | None:
+        decoder = self._hf_tokenizer.decoder
+        state = None if decoder is None else json.loads(decoder.__getstate__())
+        return from_decoder(state, self._pieces, self.special_tokens, self.nonspecial_added_tokens)
+
+    def _decode_with_library(self, ids: list[int]) -> str:
+        with self._lock:
+            try:
+                return self._hf_tokenizer.decode(ids, skip_special_tokens=False) if ids else ""
+            except BaseException as error:
+                raise _typed(error, f"{self.name} cannot decode {len(ids)} ids") from None
+
+    def _encode_with(self, hf_tokenizer: tokenizers.Tokenizer, text: str, parse_special: bool) -> list[int]:
+        with self._lock:
+            if hf_tokenizer.encode_special_tokens == parse_special:
+                hf_tokenizer.encode_special_tokens = not parse_special
+            try:
+                if len(text) > LONG:
+                    (found,) = hf_tokenizer.encode_batch_fast([text], add_special_tokens=False)
+                    return list(found.ids)
+                return list(hf_tokenizer.encode(text, add_special_tokens=False).ids)
+            except BaseException as error:
+                if isinstance(error, Exception) and not isinstance(error, MemoryError):
+                    why = describe_lone_surrogate(text) or error
+                    raise BadText(f"{self.name} cannot encode: {why}.") from None
+                raise _typed(error, f"{self.name} cannot encode a text") from None
+
+    def _hf_variant(self, continues: bool, hide_special: bool) -> tokenizers.Tokenizer:
+        """The tokenizer without a first-word space (continues), without reachable special tokens (plain)."""
+        with self._lock:
+            key = (continues, hide_special)
+            if key not in self._hf_variants:
+                text = self._hf_tokenizer.to_str()
+                require_space_to_read(len(text), self.name)
+                state = json.loads(text)
+                changed = continues and _disable_prefix_space(state.get("pre_tokenizer"))
+                changed |= hide_special and _rename_special_tokens(state, self.special_tokens)
+                original = self._hf_variants[(False, False)]
+                with _library_errors(f"{self.name} cannot be read with its special tokens as plain text"):
+                    made = tokenizers.Tokenizer.from_str(json.dumps(state)) if changed else original
+                self._hf_variants[key] = made
+            return self._hf_variants[key]
+
+    def _add_declared_tokens(self, files: TokenizerFiles) -> frozenset[int]:
+        """Teach the library the tokens other files declare; returns the ids used up to reach theirs."""
+        hf_tokenizer = self._hf_tokenizer
+        existing = hf_tokenizer.get_added_tokens_decoder()
+        # tokenizer.json says more about a token than the bare id of added_tokens.json
+        tokens = [
+            token for token in files.added if token.source != "added_tokens.json" or token.id not in existing
+        ]
+        placeholder_ids: list[int] = []
+        new: list[tokenizers.AddedToken] = []
+        next_id = self.base_vocab_size
+        for token in tokens:
+            known = hf_tokenizer.token_to_id(token.content)
+            if known is not None and known != token.id:
+                raise TokenizerError(self._id_conflict_message(token, f"gives it {known}"))
+            if known is None:
+                if len(placeholder_ids) + token.id - next_id > MAX_ID_GAP:
+                    raise TokenizerError(
+                        self._id_conflict_message(token, f"ends at {self.base_vocab_size - 1}")
+                    )
+                placeholder_ids += range(next_id, token.id)
+                new += [_placeholder_token() for _ in range(next_id, token.id)]
+                next_id = token.id + 1
+            new.append(_to_hf_added_token(token))
+        existing_by_text = {token.content: token for token in existing.values()}
+        hf_tokenizer.add_tokens([token for token in new if existing_by_text.get(token.content) != token])
+        for token in tokens:
+            if hf_tokenizer.token_to_id(token.content) != token.id:
+                raise TokenizerError(self._id_conflict_message(token, "uses that id for another"))
+        hf_tokenizer.add_special_tokens(_special_by_role(hf_tokenizer, files.special_token_texts))
+        return frozenset(placeholder_ids)
+
+    def _id_conflict_message(self, token: AddedToken, found: str) -> str:
+        return (
+            f"{token.source} gives {token.content!r} the id {token.id}, but {self.name} {found}. "
+            f"Correct {token.source}."
+        )
+
+
+@contextmanager
+def _library_errors(what: str) -> Iterator[None]:
+    """Within it, what the library raises becomes a TokenizerError that begins with `what`."""
+    try:
+        yield
+    except BaseException as error:
+        raise _typed(error, what) from None
+
+
+def _typed(error: BaseException, what: str) -> BaseException:
+    """A TokenizerError for one of the library's, which are bare Exceptions or panics; others as they are."""
+    theirs = isinstance(error, Exception) or type(error).__name__ == PANIC
+    if not theirs or isinstance(error, ExlmError | MemoryError):
+        return error
+    return TokenizerError(f"{what}: {error}. Fetch the file again.")
+
+
+def _to_hf_added_token(token: AddedToken) -> tokenizers.AddedToken:
+    return tokenizers.AddedToken(
+        token.content,
+        single_word=token.single_word,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        normalized=token.normalized,
+        special=token.special,
+    )
+
+
+def _placeholder_token() -> tokenizers.AddedToken:
+    """A token nobody can write: the library numbers new tokens in a row, so undefined ids must be used up."""
+    return tokenizers.AddedToken("\x00" + secrets.token_hex(16), normalized=False)
+
+
+def _special_by_role(hf_tokenizer: tokenizers.Tokenizer, names: Sequence[str]) -> list[tokenizers.AddedToken]:
+    """Tokens that are special for their role alone: the file has them, but as ordinary text."""
+    special = {token.content for token in hf_tokenizer.get_added_tokens_decoder().values() if token.special}
+    found = [name for name in names if name not in special and hf_tokenizer.token_to_id(name) is not None]
+    return [tokenizers.AddedToken(name, special=True, normalized=False) for name in found]
+
+
+def _disable_truncation_padding_dropout(hf_tokenizer: tokenizers.Tokenizer) -> None:
+    hf_tokenizer.no_truncation()
+    hf_tokenizer.no_padding()
+    if getattr(hf_tokenizer.model, "dropout", None) is not None:
+        hf_tokenizer.model.dropout = None
+
+
+def _disable_prefix_space(pre_tokenizer: dict[str, Any] | None) -> bool:
+    """Edit a pre-tokenizer so that the start of a text is like its middle; False when it already is."""
+    if pre_tokenizer is None:
+        return False
+    if pre_tokenizer.get("type") == "Sequence":
+        return any([_disable_prefix_space(inner) for inner in pre_tokenizer["pretokenizers"]])
+    if pre_tokenizer.get("type") != "Metaspace" or pre_tokenizer.get("prepend_scheme") != "first":
+        return False
+    pre_tokenizer["prepend_scheme"] = "never"
+    return True
+
+
+def _rename_special_tokens(state: dict[str, Any], special: dict[str, int]) -> bool:
+    """Rename the special tokens in a tokenizer's state so that its model cannot spell them; ids stay.
+
+    One-letter tokens keep their names (a model has no other way to write the letter), as do single bytes.
+    """
+    model = state["model"]
+    vocab = model["vocab"]
+    pieces = {entry[0] for entry in vocab} if isinstance(vocab, list) else vocab
+    nonce = secrets.token_hex(16)
+    new_names = {
+        text: f"\x00{nonce}{token_id}"
+        for text, token_id in special.items()
+        if text in pieces and len(text) > 1 and not BYTE_TOKEN.match(text)
+    }
+    if isinstance(vocab, list):
+        model["vocab"] = [[new_names.get(piece, piece), score] for piece, score in vocab]
+    else:
+        model["vocab"] = {new_names.get(piece, piece): token_id for piece, token_id in vocab.items()}
+    if "merges" in model:
+        model["merges"] = [pair for pair in model["merges"] if not _merge_involves(pair, new_names)]
+    if model.get("unk_token") in new_names:
+        model["unk_token"] = new_names[model["unk_token"]]
+    for token in state["added_tokens"]:
+        token["content"] = new_names.get(token["content"], token["content"])
+    state["post_processor"] = None
+    return bool(new_names)
+
+
+def _merge_involves(pair: str | list[str], names: dict[str, str]) -> bool:
+    left, right = pair.split(" ", 1) if isinstance(pair, str) else pair
+    return left in names or right in names or left + right in names

@@ -1,0 +1,225 @@
+"""Renders chat templates in a process of their own, within limits that hold whatever the template does.
+
+The process (`template_sandbox_worker`) is started at the first rendering and kept for the next ones; it ends
+with its owner, and is ended when a rendering exceeds its limits. Everything here works from any thread and
+needs no signals. Which template is rendered, and with what, is decided in `chat_template`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from ..errors import ChatTemplateError, MissingExtra
+from ..memory import REMEDY
+
+WORKER_FILE = Path(__file__).with_name("template_sandbox_worker.py")
+START_SECONDS = 30.0  # a loaded machine may take its time to start a process
+KILL_GRACE_SECONDS = 1.0  # for the worker to end itself before it is ended
+INSTALL_HINT = "Chat templates need jinja2 3.1.6 or newer: pip install 'jinja2>=3.1.6'"
+
+
+@dataclass(frozen=True)
+class TemplateLimits:
+    """How far a template may go: wall-clock time, length of its output, memory of its process (on Linux)."""
+
+    seconds: float = 2.0
+    characters: int = 16_000_000
+    memory: int = 512 * 2**20
+
+
+class TemplateSandbox:
+    """One rendering process and the right to start another; one rendering at a time."""
+
+    def __init__(self, limits: TemplateLimits | None = None) -> None:
+        """Nothing is started before the first rendering."""
+        self.limits = limits or TemplateLimits()
+        self._lock = threading.Lock()
+        self._worker: _WorkerProcess | None = None
+
+    def render(self, source: str, variables: Mapping[str, Any], origin: str) -> str:
+        """The rendered text; `origin` is what errors call the template."""
+        request = {
+            "source": source,
+            "variables": variables,
+            "seconds": self.limits.seconds,
+            "characters": self.limits.characters,
+        }
+        try:
+            body = json.dumps(request, default=_mapping_to_dict).encode("ascii")
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ChatTemplateError(
+                f"Chat templates take only what JSON can say (text, numbers, lists, objects): {error}. "
+                "Replace images and other objects in the messages by text."
+            ) from None
+        with self._lock:
+            reply = self._request(body)
+        if "text" in reply:
+            return str(reply["text"])
+        raise ChatTemplateError(f"{origin}{_line_suffix(reply)} {_failure_message(reply, self.limits)}")
+
+    def close(self) -> None:
+        """End the process; a later rendering starts another."""
+        with self._lock:
+            self._stop_worker()
+
+    def _request(self, message: bytes) -> dict[str, Any]:
+        is_new = self._worker is None or not self._worker.is_usable()
+        if is_new:
+            self._stop_worker()
+        worker = self._worker = self._worker or _WorkerProcess(self.limits)
+        started = time.monotonic()
+        reply = worker.request(message, self.limits.seconds + KILL_GRACE_SECONDS)
+        if reply is not None and reply.get("failed") not in ("memory", "recursion"):
+            return reply
+        self._stop_worker()
+        if reply is not None:
+            return reply
+        if time.monotonic() - started >= self.limits.seconds:
+            return {"failed": "time"}
+        if not is_new:  # it may have died of something else while it waited
+            return self._request(message)
+        return {"failed": "died", "detail": f"exit status {worker.exit_status}"}
+
+    def _stop_worker(self) -> None:
+        if self._worker is not None:
+            self._worker.stop()
+            self._worker = None
+
+
+class _WorkerProcess:
+    """The process at the other end of two pipes."""
+
+    def __init__(self, limits: TemplateLimits) -> None:
+        self._max_reply_bytes = (
+            12 * limits.characters + 65_536
+        )  # JSON writes one character in 12 bytes at most
+        greeting = {"path": _jinja_sys_path(), "memory": limits.memory}
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(WORKER_FILE)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+        except (OSError, MemoryError) as error:
+            raise ChatTemplateError(
+                f"The process that renders chat templates did not start: {error or 'too little memory'}"
+            ) from None
+        self._owner_pid = os.getpid()
+        self._finalizer = weakref.finalize(self, _end_process, self._process, self._owner_pid)
+        try:
+            hello = self.request(json.dumps(greeting).encode("ascii"), START_SECONDS)
+        except ChatTemplateError:
+            self.stop()
+            raise
+        if hello is None or hello["problem"]:
+            self.stop()
+            if hello is None:
+                raise ChatTemplateError("The process that renders chat templates did not start.")
+            raise MissingExtra(f"{INSTALL_HINT} ({hello['problem']})")
+
+    def is_usable(self) -> bool:
+        """Whether the process runs and is ours; after a fork it is the parent's."""
+        return self._owner_pid == os.getpid() and self._process.poll() is None
+
+    @property
+    def exit_status(self) -> int | None:
+        """How the process ended."""
+        return self._process.returncode
+
+    def request(self, message: bytes, seconds: float) -> dict[str, Any] | None:
+        """The reply, or None when the process ended or had to be ended without one."""
+        watchdog = threading.Timer(seconds, self._process.kill)
+        watchdog.daemon = True
+        try:
+            watchdog.start()
+        except (RuntimeError, MemoryError) as error:
+            raise ChatTemplateError(
+                f"No chat template can be rendered: nothing would stop one that runs for ever "
+                f"({error or 'too little memory'}). {REMEDY}"
+            ) from None
+        try:
+            if self._process.stdin is None or self._process.stdout is None:
+                return None
+            self._process.stdin.write(len(message).to_bytes(8, "big") + message)
+            self._process.stdin.flush()
+            return _read_message(self._process.stdout, self._max_reply_bytes)
+        except (OSError, ValueError):
+            return None
+        finally:
+            watchdog.cancel()
+
+    def stop(self) -> None:
+        """End the process if it has not ended."""
+        self._finalizer()
+
+
+def _end_process(process: subprocess.Popen[bytes], owner_pid: int) -> None:
+    is_owner = owner_pid == os.getpid()
+    if is_owner:
+        process.kill()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            try:
+                pipe.close()
+            except OSError:
+                continue
+    if is_owner:
+        process.wait()
+
+
+def _jinja_sys_path() -> list[str]:
+    """The folders jinja2 and what it needs would be imported from here."""
+    found = [importlib.util.find_spec(name) for name in ("jinja2", "markupsafe")]
+    folders = [str(Path(spec.origin).parent.parent) for spec in found if spec is not None and spec.origin]
+    if len(folders) < len(found):
+        raise MissingExtra(INSTALL_HINT)
+    return list(dict.fromkeys(folders))
+
+
+def _mapping_to_dict(value: object) -> dict[Any, Any]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"found a {type(value).__name__}")
+
+
+def _read_message(stream: IO[bytes], max_bytes: int) -> dict[str, Any] | None:
+    header = stream.read(8)
+    size = int.from_bytes(header, "big")
+    if len(header) < 8 or size > max_bytes:
+        return None
+    body = stream.read(size)
+    reply: dict[str, Any] | None = json.loads(body) if len(body) == size else None
+    return reply
+
+
+def _line_suffix(reply: Mapping[str, Any]) -> str:
+    line = reply.get("line")
+    return f", line {line}:" if line else ":"
+
+
+def _failure_message(reply: Mapping[str, Any], limits: TemplateLimits) -> str:
+    detail = reply.get("detail", "")
+    reasons = {
+        "syntax": f"the chat template is not valid: {detail}",
+        "raised": f"the chat template refused these messages: {detail}",
+        "security": f"the chat template reached for what it may not touch: {detail}",
+        "long": f"the chat template wrote more than {limits.characters} characters and was stopped.",
+        "memory": f"the chat template needed more than {limits.memory // 2**20} MiB and was stopped.",
+        "recursion": "the chat template nests or calls itself too deeply and was stopped.",
+        "time": f"the chat template ran longer than {limits.seconds:g} s and was stopped.",
+        "died": f"the process rendering the chat template ended ({detail}), most likely out of memory.",
+        "error": f"the chat template failed: {detail}",
+    }
+    return reasons[str(reply["failed"])]

@@ -1,0 +1,255 @@
+"""What the small JSON files beside a tokenizer say about its tokens.
+
+`tokenizer_config.json`, `added_tokens.json`, `special_tokens_map.json` and `generation_config.json` overlap;
+this module reads them, checks their shapes and merges what they declare. It knows nothing of vocabularies and
+encodes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import TokenizerError, shown
+
+TOKEN_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+"""The roles a tokenizer_config.json may name a token for."""
+
+MAX_ID_GAP = 65_536
+"""The most undefined ids that may lie between a vocabulary and the tokens declared above it, all together."""
+
+MAX_ID = 2**22
+"""No vocabulary has so many ids; one that is not below it is a damaged or hostile file."""
+
+LARGEST = 2**28
+"""Bytes of a tokenizer's file; the largest published ones have a tenth of it."""
+
+_HALF = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class AddedToken:
+    """A token declared beside the vocabulary, with the way it is looked for in text."""
+
+    content: str
+    id: int
+    special: bool = True
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+    normalized: bool = False
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """Everything the small files of one model folder declare.
+
+    `named` maps a role to its text, or to None where a file says that the model has no such token.
+    """
+
+    path: Path
+    config: dict[str, Any] | None = None
+    added: tuple[AddedToken, ...] = ()
+    token_by_role: Mapping[str, str | None] = field(default_factory=dict)
+    additional_special_tokens: tuple[str, ...] = ()
+    generation_eos_ids: tuple[int, ...] = ()
+
+    @property
+    def special_token_texts(self) -> tuple[str, ...]:
+        """The texts that are special because of the role they are named for."""
+        return tuple(text for text in self.token_by_role.values() if text) + self.additional_special_tokens
+
+
+def read_text(path: Path) -> str | None:
+    """The file's text, or None when there is no such file."""
+    data = read_data(path)
+    try:
+        return None if data is None else data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise TokenizerError(f"{path} is not UTF-8 text: {error}. Fetch the file again.") from None
+
+
+def read_data(path: Path) -> bytes | None:
+    """The file's bytes, or None when there is no such file; neither a pipe nor a device is read."""
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise TokenizerError(f"{path} should be a file, found a folder, pipe or device. Remove it.")
+        if status.st_size > LARGEST:
+            raise TokenizerError(
+                f"{path} has {status.st_size:,} bytes; a tokenizer's file has at most {LARGEST:,}. "
+                "Fetch the file again."
+            )
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise TokenizerError(f"{path} cannot be read: {error}") from None
+
+
+def read_json_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file, or None when there is no such file."""
+    text = read_text(path)
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"{path} is not valid JSON: {error}. Fetch the file again.") from None
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{path} should hold a JSON object, found {_json_type_name(value)}.")
+    # Only an escape, as in "\ud800", puts half a character into a text that was read as UTF-8.
+    if "\\ud" in text.lower() and (entry := _half_character(value)):
+        raise TokenizerError(
+            f"{path}: {entry} has half a character (a lone surrogate), which is no text. "
+            "Correct the entry, or fetch the file again."
+        )
+    return value
+
+
+def _half_character(value: object) -> str | None:
+    """Where in a JSON value a text has a lone surrogate, as `added_tokens_decoder.7.content`; or None."""
+    waiting: list[tuple[str, object]] = [("", value)]
+    while waiting:
+        at, found = waiting.pop()
+        if isinstance(found, str) and _HALF.search(found):
+            return f"{at or 'its text'} ({found!a:.80})"
+        pairs: Iterable[tuple[object, object]] = ()
+        if isinstance(found, dict):
+            for key in found:
+                if _HALF.search(key):
+                    return f"the key {key!a:.80}" + (f" of {at}" if at else "")
+            pairs = found.items()
+        elif isinstance(found, list):
+            pairs = enumerate(found)
+        waiting += [(f"{at}.{key}" if at else str(key), inner) for key, inner in pairs]
+    return None
+
+
+def read_tokenizer_files(path: str | Path) -> TokenizerFiles:
+    """Read and merge the small files; those that are absent declare nothing."""
+    path = Path(path)
+    config = read_json_object(path / "tokenizer_config.json")
+    token_by_role, additional = _read_roles(config or {}, path / "tokenizer_config.json")
+    map_roles, map_additional = _read_roles(
+        read_json_object(path / "special_tokens_map.json") or {}, path / "special_tokens_map.json"
+    )
+    return TokenizerFiles(
+        path=path,
+        config=config,
+        added=_read_added_tokens(path, config or {}),
+        token_by_role={**map_roles, **token_by_role},
+        additional_special_tokens=tuple(dict.fromkeys(additional + map_additional)),
+        generation_eos_ids=_read_generation_eos(path / "generation_config.json"),
+    )
+
+
+def token_text(value: object, path: Path, key: str) -> str | None:
+    """A token as the files write one: a string, an object with `content`, or null."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, dict) and isinstance(value.get("content"), str):
+        return str(value["content"])
+    raise TokenizerError(
+        f"{path}: {key} should be a string or an object with a `content` string, "
+        f"found {_json_type_name(value)}."
+    )
+
+
+def _read_roles(config: Mapping[str, Any], path: Path) -> tuple[dict[str, str | None], list[str]]:
+    token_by_role = {role: token_text(config[role], path, role) for role in TOKEN_ROLES if role in config}
+    additional: list[str] = []
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        value = config.get(key)
+        if isinstance(value, dict) and "content" not in value:
+            value = list(value.values())
+        if value is None:
+            continue
+        if not isinstance(value, list):
+            raise TokenizerError(f"{path}: {key} should be a list of tokens, found {_json_type_name(value)}.")
+        additional += [text for item in value if (text := token_text(item, path, key))]
+    return token_by_role, additional
+
+
+def _read_added_tokens(path: Path, config: Mapping[str, Any]) -> tuple[AddedToken, ...]:
+    """Tokens of added_tokens_decoder, then those only added_tokens.json knows, in order of their ids."""
+    source = path / "tokenizer_config.json"
+    decoder = config.get("added_tokens_decoder")
+    if decoder is not None and not isinstance(decoder, dict):
+        raise TokenizerError(
+            f"{source}: added_tokens_decoder should be an object, found {_json_type_name(decoder)}."
+        )
+    by_text = {
+        token.content: token
+        for key, value in (decoder or {}).items()
+        for token in [_parse_added_token(key, value, source)]
+    }
+    source = path / "added_tokens.json"
+    for content, token_id in (read_json_object(source) or {}).items():
+        if not _is_token_id(token_id):
+            raise TokenizerError(
+                f"{source}: the id of {content!r} should be a number from 0 to {MAX_ID - 1:,}, found "
+                f"{shown(token_id)}."
+            )
+        known = by_text.setdefault(content, AddedToken(content, token_id, source=source.name))
+        if known.id != token_id:
+            raise TokenizerError(
+                f"{source} gives {content!r} the id {token_id}, but {known.source} gives it {known.id}. "
+                "Remove the wrong entry."
+            )
+    by_id: dict[int, AddedToken] = {}
+    for token in by_text.values():
+        other = by_id.setdefault(token.id, token)
+        if other is not token:
+            raise TokenizerError(
+                f"{path}: {other.content!r} ({other.source}) and {token.content!r} ({token.source}) "
+                f"both claim the id {token.id}. Remove the wrong entry."
+            )
+    return tuple(by_id[token_id] for token_id in sorted(by_id))
+
+
+def _parse_added_token(key: str, value: object, source: Path) -> AddedToken:
+    content = token_text(value, source, f"added_tokens_decoder[{key!r}]")
+    if not key.isdecimal() or len(key) > len(str(MAX_ID)) or not _is_token_id(int(key)) or not content:
+        raise TokenizerError(
+            f"{source}: added_tokens_decoder[{key!r:.80}] should map an id below {MAX_ID:,} to a non-empty "
+            "token."
+        )
+    flags = value if isinstance(value, dict) else {}
+    special = bool(flags.get("special", False))
+    return AddedToken(
+        content=content,
+        id=int(key),
+        special=special,
+        lstrip=bool(flags.get("lstrip", False)),
+        rstrip=bool(flags.get("rstrip", False)),
+        single_word=bool(flags.get("single_word", False)),
+        normalized=bool(flags.get("normalized", not special)),
+        source=source.name,
+    )
+
+
+def _read_generation_eos(path: Path) -> tuple[int, ...]:
+    value = (read_json_object(path) or {}).get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token_id) is int and token_id < MAX_ID for token_id in ids):
+        raise TokenizerError(
+            f"{path}: eos_token_id should be an id below {MAX_ID:,} or a list of ids, found {shown(value)}."
+        )
+    return tuple(token_id for token_id in ids if token_id >= 0)  # -1 is written where there is none
+
+
+def _is_token_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MAX_ID
+
+
+def _json_type_name(value: object) -> str:
+    """What JSON calls it."""
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")

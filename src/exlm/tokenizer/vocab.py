@@ -1,0 +1,217 @@
+"""What a vocabulary looks like as text: pieces, prefixes and tries, each built once and only when asked for.
+
+Pieces are what a token adds in the middle of a text. Tables keyed by text go by these pieces; the table that
+heals prompts goes by bytes where they are known, because half a character has no text of its own and must not
+be exchanged for another half. Nothing here encodes or decodes.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+REPLACEMENT = "\ufffd"
+"""What a part of a character looks like."""
+
+UNDEFINED = "\ufffd\ufffd_undefined_token_\ufffd\ufffd"
+"""The piece of an id above the vocabulary that no file defines."""
+
+
+class Trie:
+    """A node of a tree of letters; `leaf` holds the ids of the tokens that end here."""
+
+    __slots__ = ("children", "leaf")
+
+    def __init__(self, children: dict[str, Trie] | None = None, leaf: list[int] | None = None) -> None:
+        """An empty node, unless told otherwise."""
+        self.children: dict[str, Trie] = {} if children is None else children
+        self.leaf: list[int] = [] if leaf is None else leaf
+
+    def add(self, text: str, token_id: int) -> None:
+        """Let a token end where the text leads."""
+        node = self
+        for letter in text:
+            child = node.children.get(letter)
+            if child is None:
+                child = node.children[letter] = Trie()
+            node = child
+        node.leaf.append(token_id)
+
+
+class Vocab:
+    """The tables of one vocabulary; safe to ask from several threads.
+
+    `special` marks the ids whose piece is empty unless special tokens are wanted, `undefined` those without a
+    token. The lists and dictionaries are shared: do not change them.
+    """
+
+    def __init__(
+        self,
+        pieces: Callable[[], Sequence[str]],
+        token_bytes: Callable[[], Sequence[bytes] | None],
+        special: Iterable[int],
+        undefined: Iterable[int],
+        model_size: int,
+    ) -> None:
+        """`pieces` and `token_bytes` are called at most once; `model_size` is how many ids the model has."""
+        self._read_pieces = pieces
+        self._read_bytes = token_bytes
+        self._special = frozenset(special)
+        self._undefined = frozenset(undefined)
+        self._model_size = model_size
+        self._lock = threading.RLock()
+        self._cache: dict[str, Any] = {}
+
+    def pieces(self, special: bool = False) -> list[str]:
+        """By id; special tokens are empty, or with `special` their text."""
+        return self._cached(f"pieces {special}", lambda: self._pieces(special))
+
+    def ords(self) -> list[int]:
+        """By id: the value of a token that is one byte, else -1."""
+        return self._cached("ords", self._ords)
+
+    def piece_to_id(self) -> dict[str, int]:
+        """Piece to id; of several tokens with one piece the highest id."""
+        return self._cached(
+            "piece_to_id",
+            lambda: {piece: token_id for token_id, piece in enumerate(self._defined_pieces()) if piece},
+        )
+
+    def prefix_to_ids(self) -> dict[str, list[int]]:
+        """For every piece, the ids of all pieces that start with it, ascending."""
+        return self._cached("prefix_to_ids", self._prefix_to_ids)
+
+    def prefix_id_to_ids(self) -> dict[int, list[int]]:
+        """For every id, the ids of all tokens that may stand where it stood without changing the text before.
+
+        An id without text of its own stands only for itself.
+        """
+        return self._cached("prefix_id_to_ids", self._prefix_id_to_ids)
+
+    def trie(self, ignore_case: bool = False) -> Trie:
+        """The pieces letter by letter, lower-cased if case is ignored."""
+        return self._cached(f"trie {ignore_case}", lambda: self._trie(ignore_case))
+
+    def build(self) -> None:
+        """Build every table now."""
+        self.pieces(special=True)
+        self.ords()
+        self.piece_to_id()
+        self.prefix_to_ids()
+        self.prefix_id_to_ids()
+        self.trie()
+        self.trie(ignore_case=True)
+
+    def _cached(self, name: str, build: Callable[[], T]) -> T:
+        with self._lock:
+            if name not in self._cache:
+                with _gc_paused():
+                    self._cache[name] = build()
+            found: T = self._cache[name]
+            return found
+
+    def _pieces(self, special: bool) -> list[str]:
+        pieces = list(self._cached("raw", self._read_pieces))
+        if not special:
+            for token_id in self._special:
+                pieces[token_id] = ""
+        for token_id in self._undefined:
+            pieces[token_id] = UNDEFINED
+        return pieces
+
+    def _defined_pieces(self) -> list[str]:
+        """The plain pieces, with nothing where nothing is defined."""
+        pieces = list(self.pieces())
+        for token_id in self._undefined:
+            pieces[token_id] = ""
+        return pieces
+
+    def _bytes(self) -> list[bytes] | None:
+        table = self._cached("bytes", self._read_bytes)
+        if table is None:
+            return None
+        hidden = self._special | self._undefined
+        return [b"" if token_id in hidden else raw for token_id, raw in enumerate(table)]
+
+    def _ords(self) -> list[int]:
+        table = self._bytes()
+        if table is None:
+            return [
+                ord(piece) if len(piece) == 1 and piece.isascii() else -1 for piece in self._defined_pieces()
+            ]
+        return [raw[0] if len(raw) == 1 else -1 for raw in table]
+
+    def _ids_by_prefix(self) -> dict[bytes, list[int]]:
+        """By the bytes of a token, or of its piece where they are not known: all tokens that start so."""
+        return self._cached("groups", lambda: starting_with(self._byte_keys()))
+
+    def _byte_keys(self) -> list[bytes]:
+        return self._bytes() or [piece.encode() for piece in self._defined_pieces()]
+
+    def _prefix_to_ids(self) -> dict[str, list[int]]:
+        groups = self._ids_by_prefix()
+        pieces = self._defined_pieces()
+        # Whole characters start a text exactly when they start its bytes; parts of characters all look alike.
+        partial_characters = starting_with([piece if REPLACEMENT in piece else "" for piece in pieces])
+        return {
+            piece: partial_characters[piece] if piece in partial_characters else groups[key]
+            for piece, key in zip(pieces, self._byte_keys(), strict=True)
+            if piece
+        }
+
+    def _prefix_id_to_ids(self) -> dict[int, list[int]]:
+        groups = self._ids_by_prefix()
+        keys = self._byte_keys()
+        size = max(self._model_size, len(keys))
+        return {n: groups[keys[n]] if n < len(keys) and keys[n] else [n] for n in range(size)}
+
+    def _trie(self, ignore_case: bool) -> Trie:
+        pieces = self._defined_pieces()
+        root = Trie()
+        for token_id, piece in enumerate(pieces):
+            if piece:
+                root.add(piece.lower() if ignore_case else piece, token_id)
+        return root
+
+
+@contextmanager
+def _gc_paused() -> Iterator[None]:
+    """Hundreds of thousands of small containers and no cycle: looking for cycles takes most of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+K = TypeVar("K", str, bytes)
+
+
+def starting_with(keys: Sequence[K]) -> dict[K, list[int]]:
+    """For every key that is not empty, the places of all keys that start with it, ascending.
+
+    In sorted order a key comes right before those it is a prefix of, so one pass with a stack finds them all.
+    """
+    indices_by_key: dict[K, list[int]] = {}
+    for index, key in enumerate(keys):
+        if key:
+            indices_by_key.setdefault(key, []).append(index)
+    found: dict[K, list[int]] = {}
+    prefix_stack: list[tuple[K, list[int]]] = []
+    for key in sorted(indices_by_key):
+        while prefix_stack and not key.startswith(prefix_stack[-1][0]):
+            prefix_stack.pop()
+        group = found[key] = []
+        prefix_stack.append((key, group))
+        for _, group in prefix_stack:
+            group += indices_by_key[key]
+    for group in found.values():
+        group.sort()
+    return found
