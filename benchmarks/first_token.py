@@ -162,14 +162,14 @@ def _tallied(model: Any) -> Tally:
     from exlm.kernels.select import Chain
     from exlm.model.staging import Ring
 
-    tally, opened = Tally(), model.source
+    tally, opened = Tally(), model.open_checkpoint
 
     def source(frozen: Any) -> Any:
         inner = opened(frozen)
         inner.weight = tally.around("weights read, or sent too", inner.weight)
         return inner
 
-    model.source = source
+    model.open_checkpoint = source
     for owner, method, name in (
         (TensorFiles, "load", "of that: files read"),
         (PackedWeight, "to", "of that: sent"),

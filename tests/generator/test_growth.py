@@ -143,7 +143,7 @@ class Adapted:
     def __init__(self, salt: bytes, gone: set[bytes]) -> None:
         self.salt, self.gone = salt, gone
 
-    def lost(self) -> NotLoaded | None:
+    def unloaded_error(self) -> NotLoaded | None:
         Adapted.asked += 1
         return NotLoaded(f"{self.salt!r} is gone") if self.salt in self.gone else None
 

@@ -28,9 +28,9 @@ PLAIN = ReferenceBackend(CPU, torch.float32)
 class Rows:
     """A bare `Where`."""
 
-    past: Tensor
-    longest: int
-    even: bool
+    past_lens: Tensor
+    max_kv_len: int
+    uniform: bool
     mask: Tensor | None = None
     pages: Tensor = field(default_factory=lambda: torch.zeros(1, 1))
     positions: Tensor = field(default_factory=lambda: torch.zeros(1, 1))
@@ -53,7 +53,7 @@ def looped(q: Tensor, k: Tensor, v: Tensor, where: Rows, attn: spec.Attention) -
     share = heads // k.shape[2]
     for r in range(rows):
         for t in range(tokens):
-            at = int(where.past[r]) + t
+            at = int(where.past_lens[r]) + t
             first = 0 if attn.window is None else max(0, at - attn.window + 1)
             hidden = set() if where.mask is None else set((~where.mask[r]).nonzero().flatten().tolist())
             seen = [j for j in range(first, at + 1) if j not in hidden or j == at]

@@ -24,7 +24,7 @@ from exlm.kernels.cpu.library import Library
 from exlm.kernels.cpu.linear import PackedLinear, PackedLookup
 from exlm.kernels.cpu.small import AddRmsNorm, SiluGate
 from exlm import spec
-from exlm.kvcache.quantized_layer import CodedLayer, Rotated, Truncated
+from exlm.kvcache.quantized_layer import HadamardQuantizer, QuantizedLayer, TruncatedFP8
 from exlm.kvcache.dense import DenseLayer
 from exlm.kvcache.layer import LayerShape
 from exlm.kernels.cpu.attention import PagedAttention, Standing, TurningTables
@@ -81,11 +81,12 @@ def look(past, tokens, heads, bits, threads):
         pages = torch.randperm(len(past) * width).view(len(past), width)
         places = start[:, None] + torch.arange(tokens)
         where = Batch(places, places, start, pages, max(past) + tokens, False)
-        layer = CodedLayer(pages.numel(), 16, LayerShape(kv, dim), Truncated(), Truncated(), CPU)
+        layer = QuantizedLayer(pages.numel(), 16, LayerShape(kv, dim), TruncatedFP8(), TruncatedFP8(), CPU)
     elif isinstance(bits, torch.dtype):
         layer = DenseLayer(pages.numel(), 16, kv, dim, bits, CPU)
     else:
-        layer = CodedLayer(pages.numel(), 16, LayerShape(kv, dim), Rotated(bits[0]), Rotated(bits[1]), CPU)
+        keys, values = HadamardQuantizer(bits[0]), HadamardQuantizer(bits[1])
+        layer = QuantizedLayer(pages.numel(), 16, LayerShape(kv, dim), keys, values, CPU)
     turn = TurningTables(rope, 160, CPU, made)
     attend = PagedAttention(made, attn, turn, Standing(), None)
     q, k, v = (torch.randn(len(past), tokens, n, dim) for n in (2 * kv, kv, kv))
