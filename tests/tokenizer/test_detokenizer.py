@@ -106,6 +106,17 @@ def _continuations(most: int) -> list[bytes]:
     return [first + b"\x80" * extra for extra in range(most) for first in firsts]
 
 
+def test_two_bytes_of_a_surrogate_are_not_held_back() -> None:
+    ours = codec("byte_level")
+    known = ours.backend.token_bytes()
+    assert known is not None
+    first, second = (known.table.index(bytes([byte])) for byte in (0xED, 0xA1))
+    stream = ours.detokenizer(continues=True)
+    assert stream.push(first) == ""
+    assert stream.push(second) == "\ufffd\ufffd"
+    assert not stream.pending
+
+
 def test_an_invalid_byte_does_not_delay_what_follows() -> None:
     ours = codec("sentencepiece")
     stray, letter = ours.backend.piece_to_id("<0xFF>"), ours.backend.piece_to_id("a")

@@ -80,7 +80,7 @@ class _ByteDetokenizer:
     def push(self, number: int) -> str:
         if not 0 <= number < len(self._table):
             return ""
-        return self._strip_first_space(self._utf8.decode(self._table[number]))
+        return self._strip_first_space(self._decode(self._table[number]))
 
     def feed(self, ids: Iterable[int]) -> str:
         return "".join([self.push(token_id) for token_id in ids])
@@ -95,6 +95,15 @@ class _ByteDetokenizer:
         copied = _ByteDetokenizer(self._table, self._strip_next_space)
         copied._utf8.setstate(self._utf8.getstate())
         return copied
+
+    def _decode(self, data: bytes) -> str:
+        text = self._utf8.decode(data)
+        if data and data[-1] >= 0xA0:
+            held = self._utf8.getstate()[0]
+            if len(held) == 2 and held[0] == 0xED and held[1] >= 0xA0:
+                # CPython's decoder waits for the third byte of a surrogate, which UTF-8 does not allow.
+                text += self._utf8.decode(b"", final=True)
+        return text
 
     def _strip_first_space(self, text: str) -> str:
         if self._strip_next_space and text:
