@@ -87,7 +87,7 @@ def make_transformers_model(architecture: str, config: str, numbers: Config) -> 
     made = getattr(library, config)(**copy.deepcopy(numbers))  # the library writes into nested tables
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model: Any = getattr(library, architecture)._templates_from_config(made, attn_implementation="eager")
+        model: Any = getattr(library, architecture)._from_config(made, attn_implementation="eager")
     assert isinstance(model, nn.Module)
     return model.eval()
 
