@@ -160,12 +160,11 @@ def _tallied(model: Any) -> Tally:
     from exlm.checkpoint.files import TensorFiles
     from exlm.formats import PackedWeight
     from exlm.kernels.select import Chain
-    from exlm.model.staging import Ring
 
-    tally, opened = Tally(), model.open_checkpoint
+    tally, open_checkpoint = Tally(), model.open_checkpoint
 
     def source(frozen: Any) -> Any:
-        inner = opened(frozen)
+        inner = open_checkpoint(frozen)
         inner.weight = tally.around("weights read, or sent too", inner.weight)
         return inner
 
@@ -173,7 +172,6 @@ def _tallied(model: Any) -> Tally:
     for owner, method, name in (
         (TensorFiles, "load", "of that: files read"),
         (PackedWeight, "to", "of that: sent"),
-        (Ring, "move", "sent through buffers"),
         (Chain, "offer", "kernels bound"),
     ):
         setattr(owner, method, tally.around(name, getattr(owner, method)))
@@ -246,7 +244,7 @@ def main() -> None:
     if asked.since is not None:
         print(json.dumps(first_token(asked.folder, asked.device, asked.since, asked.profile)))
         return
-    from exlm.env import cache_folder, staging_enabled
+    from exlm.env import cache_folder
 
     folder = asked.folder or cache_folder() / "benchmarks" / f"first-{asked.shape}-{asked.bits}"
     write(folder, asked.shape, asked.bits)
@@ -257,7 +255,7 @@ def main() -> None:
     if turns:
         show(turns, size)
     if asked.json is not None:
-        facts = {"shape": asked.shape, "bytes": size, "device": asked.device, "staging": staging_enabled()}
+        facts = {"shape": asked.shape, "bytes": size, "device": asked.device}
         asked.json.write_text(json.dumps({**facts, "turns": turns}, indent=1))
 
 

@@ -127,6 +127,15 @@ def test_log_level(monkeypatch: pytest.MonkeyPatch) -> None:
         env.log_level()
 
 
+def test_a_removed_variable_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("0", "1"):
+        monkeypatch.setenv("EXLM_STAGING", value)
+        with pytest.raises(InputError, match=r"EXLM_STAGING is no longer supported: .* Unset it\."):
+            env.refuse_removed_variables()
+    monkeypatch.setenv("EXLM_STAGING", "")
+    env.refuse_removed_variables()
+
+
 def test_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXLM_DEVICE", "cuda:1")
     assert env.default_device() == "cuda:1"

@@ -18,6 +18,11 @@ AmxSupport = Literal["none", "whole", "half"]
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
+REMOVED_VARIABLES = {
+    "EXLM_STAGING": "copying weights through pinned buffers did not make loading faster.",
+}
+"""Variables of earlier versions, each with the reason why it was removed."""
+
 _ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
 _ISA_BELOW_AMX = "AVX512_CORE_FP16"
 _AMX_CPUID_LEAF = 0x1D  # the CPUID leaf that describes AMX tiles
@@ -82,14 +87,16 @@ def gemm_m64_enabled() -> bool:
     return _zero_or_one("EXLM_WIDE")
 
 
-def staging_enabled() -> bool:
-    """EXLM_STAGING: 1 loads files to a GPU through pinned buffers; off until it has been measured."""
-    return _zero_or_one("EXLM_STAGING", default="0")
-
-
 def cpu_enabled() -> bool:
     """EXLM_CPU: the same for the kernels in C for processors."""
     return _zero_or_one("EXLM_CPU")
+
+
+def refuse_removed_variables() -> None:
+    """Raise InputError if a variable is set that an earlier version knew and this one does not."""
+    for name, reason in REMOVED_VARIABLES.items():
+        if os.environ.get(name):
+            raise InputError(f"{name} is no longer supported: {reason} Unset it.")
 
 
 def legacy_switches() -> LegacySwitches:
@@ -142,9 +149,9 @@ def _expand_user(path: Path) -> Path:
         ) from None
 
 
-def _zero_or_one(name: str, default: str = "1") -> bool:
-    """A variable that is 0 or 1; `otherwise` if unset."""
-    value = os.environ.get(name) or default
+def _zero_or_one(name: str) -> bool:
+    """A variable that is 0 or 1; 1 if it is unset."""
+    value = os.environ.get(name) or "1"
     if value not in ("0", "1"):
         raise InputError(f"{name} is {value!r}; set it to 0 or 1, or unset it.")
     return value == "1"

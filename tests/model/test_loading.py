@@ -52,6 +52,18 @@ def test_a_bar_or_a_callback_but_not_both(tmp_path: Path, capsys: pytest.Capture
     assert "4/4" in capsys.readouterr().err
 
 
+def test_a_removed_variable_is_refused_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model(Config(tiny.make(tmp_path)))
+    monkeypatch.setenv("EXLM_STAGING", "1")
+    with pytest.raises(InputError, match="EXLM_STAGING is no longer supported"):
+        model.load()
+    assert not model.loaded
+    monkeypatch.delenv("EXLM_STAGING")
+    model.load()
+
+
 def test_a_callback_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     def stop(i: int, n: int) -> None:
         if i == 2:

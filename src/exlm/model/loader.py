@@ -17,6 +17,7 @@ import torch
 
 from ..checkpoint import Source
 from ..config import Config, FrozenConfig
+from ..env import refuse_removed_variables
 from ..errors import InputError, NotLoaded, Unsupported
 from ..formats.room import give_back
 from ..kvcache import PAGE_SIZE, Cache, CacheBase
@@ -48,7 +49,6 @@ from .model_runner import PagedModelRunner
 from .parallel_loading import load_parallel_steps
 from .placement import ModuleMemory, format_bytes, place_modules
 from .progress import ProgressCallback, no_progress, progress_bar
-from .staging import staged
 from .summary import Summary, summarize
 
 
@@ -394,7 +394,7 @@ class Loader:
         frozen = self.config.freeze()
         source = self.open_checkpoint(frozen)
         warn_about_unused_layers(frozen, source)
-        return load_steps(frozen, staged(source, device_infos), device_infos, report, callback_gen)
+        return load_steps(frozen, source, device_infos, report, callback_gen)
 
     def _load_or_unload(
         self,
@@ -404,6 +404,7 @@ class Loader:
         finish: Callable[[], object] = lambda: None,
     ) -> Iterator[Any]:
         """Take the steps, then `finish`; all of it or nothing."""
+        refuse_removed_variables()
         self.unload()
         report = callback or no_progress
         try:

@@ -33,7 +33,6 @@ from .parallel_driver import DriverDecoder, WorkerCacheReplicator
 from .parallel_worker import run_worker
 from .placement import DeviceCapacity, format_bytes
 from .progress import ProgressCallback
-from .staging import staged
 from .strategies import STRATEGIES, ParallelStrategy
 
 
@@ -65,8 +64,7 @@ def load_parallel_steps(
         _check_rank_memory(frozen, device_infos, spaces)
     if len(devices) == 1:
         modules = [devices[0]] * (len(frozen.spec.layers) + 2)
-        source = staged(open_checkpoint(frozen), modules)
-        single = yield from load_steps(frozen, source, modules, callback, callback_gen)
+        single = yield from load_steps(frozen, open_checkpoint(frozen), modules, callback, callback_gen)
         return replace(single, num_ranks=1)
     with _spawned_workers(strategy, config, devices) as (driver, store):
         loaded = yield from STRATEGIES[strategy].load(

@@ -29,7 +29,6 @@ from .devices import DeviceInfo
 from .instance import ModelInstance, ProgressGenerator, load_steps, open_checkpoint
 from .lora_shards import RoleShard
 from .progress import ProgressCallback
-from .staging import staged
 
 LoadSteps = Generator[Any, None, ModelInstance]
 
@@ -79,7 +78,7 @@ class TensorParallel:
         callback_gen: ProgressGenerator | None,
     ) -> LoadSteps:
         """Narrow layers."""
-        source = ShardedSource(staged(open_checkpoint(config), [device_info]), config.spec, rank, size)
+        source = ShardedSource(open_checkpoint(config), config.spec, rank, size)
         narrow = replace(config, spec=shard(config.spec, rank, size))
         device_infos = [device_info] * (len(config.spec.layers) + 2)
         return load_steps(narrow, source, device_infos, callback, callback_gen, has_embedding=rank == 0)
@@ -124,10 +123,8 @@ class PipelineParallel:
         """Fewer layers."""
         first, last = split_evenly(len(config.spec.layers), size)[rank]
         stage = replace(config, spec=replace(config.spec, layers=config.spec.layers[first:last]))
-        source, device_infos = (
-            LayersSource(staged(open_checkpoint(config), [device_info]), first),
-            [device_info] * (last - first + 2),
-        )
+        source = LayersSource(open_checkpoint(config), first)
+        device_infos = [device_info] * (last - first + 2)
         endpoints = {"has_embedding": rank == 0, "has_head": rank == size - 1}
         return load_steps(stage, source, device_infos, callback, callback_gen, **endpoints)
 
