@@ -1,7 +1,8 @@
-"""FilterStack: intersection, ends, EOS, the background, and errors that concern one job."""
+"""FilterStack: intersection, end tokens, EOS, background threads, and errors that concern one job."""
 
 from __future__ import annotations
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from exlm.constrained import Filter, FilterStack, PrefixFilter, SelectFilter
 from exlm.constrained import bitmask as bits
-from exlm.constrained.stack import UNCONSTRAINED
+from exlm.constrained.stack import UNCONSTRAINED, FilterThreadPool
 from exlm.errors import InputError
 from exlm.tokenizer import Codec
 from tests.constrained.toy_vocabularies import Enforcer, allowed_ids
@@ -213,3 +214,24 @@ def test_masks_are_not_shared(g16: Codec) -> None:
     stack.begin()
     assert allowed_ids(stack) == {2, 4}
     assert bits.count_ids(np.zeros(3, np.int32)) == 0
+
+
+def test_submitted_functions_are_called() -> None:
+    threads = FilterThreadPool()
+    assert threads.submit(pow, 2, 5).result(60) == 32
+    assert threads.submit(lambda: threading.current_thread().name).result(60).startswith("exlm-filter")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
+def test_a_forked_process_creates_its_own_pool() -> None:
+    """A model that was used before `multiprocessing` forks must not wait for threads that are not there."""
+    threads = FilterThreadPool()
+    assert threads.submit(pow, 2, 5).result(60) == 32
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(threads.submit(pow, 2, 5).result(20))
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 32
+    assert threads.submit(pow, 2, 6).result(60) == 64

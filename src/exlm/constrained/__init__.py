@@ -3,15 +3,15 @@
 from .bitmask import Bitmask
 from .filter import Filter, MaskFilter
 from .grammar import GrammarFilter, JsonSchemaFilter, RegexFilter
-from .prefix import PrefixFilter
-from .select import SelectFilter
-from .stack import AllowedTokens, FilterStack
+from .literals import PrefixFilter, SelectFilter
+from .stack import AllowedTokens, FilterStack, FilterThreadPool
 
 __all__ = [
     "AllowedTokens",
     "Bitmask",
     "Filter",
     "FilterStack",
+    "FilterThreadPool",
     "GrammarFilter",
     "JsonSchemaFilter",
     "MaskFilter",

@@ -8,11 +8,12 @@ the sampler's work.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Executor, Future
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, ParamSpec, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -368,3 +369,26 @@ def _checked_filters(filters: Iterable[Any] | None) -> list[Any]:
         if any(item is other for other in given[:place]) and not isinstance(item, MaskFilter):
             raise InputError(f"The filter {type(item).__name__} is in the list twice.")
     return given
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+NUM_THREADS = 4
+
+
+class FilterThreadPool(Executor):
+    """A few of them, made when first needed; a fork, which has none of its parent's, makes its own."""
+
+    def __init__(self) -> None:
+        self._create_pool()
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Have one of them call a function."""
+        if self._owner_pid != os.getpid():
+            self._create_pool()
+        return self._pool.submit(fn, *args, **kwargs)
+
+    def _create_pool(self) -> None:
+        self._owner_pid = os.getpid()
+        self._pool = ThreadPoolExecutor(NUM_THREADS, "exlm-filter")

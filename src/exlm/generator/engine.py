@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from ..constrained.thread_pool import FilterThreadPool
+from ..constrained import FilterThreadPool
 from ..errors import ExlmError, InputError, QueueFull
 from ..sampling import Sampler, call_hooks
 from . import results
