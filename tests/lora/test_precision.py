@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from exlm import Config, Lora, Model
-from exlm.lora.layers import AdaptedLinear, LoraWeights
+from exlm.lora.apply import AdaptedLinear, LoraWeights
 from exlm.nn import Linear, LoraRef
 from tests import tiny
 from tests.lora import float64_llama as wide

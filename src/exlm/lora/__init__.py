@@ -6,8 +6,7 @@ it touches.
 """
 
 from .adapter import Lora, ModelHandle, active_loras, resolve_loras
-from .changes import InstallLora, ModuleChange, RemoveLora
-from .layers import LoraWeights
+from .apply import InstallLora, LoraWeights, ModuleChange, RemoveLora
 
 __all__ = [
     "InstallLora",

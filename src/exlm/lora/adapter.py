@@ -20,9 +20,8 @@ from .. import spec
 from ..errors import CheckpointError, InputError, NotLoaded, UnsafeFile
 from ..memory import memory_errors
 from ..nn import LoraRef
-from .changes import InstallLora, ModuleChange, RemoveLora, module_role_of
-from .peft_config import PeftConfig
-from .peft_files import PeftReader
+from .apply import InstallLora, ModuleChange, RemoveLora, module_role_of
+from .peft_files import PeftConfig, PeftReader
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 

@@ -6,15 +6,19 @@ adapters are at work on a row arrives with the batch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import spec
 from ..kernels import backend as b
+from ..kernels.reference import ReferenceBackend
 from ..nn import Batch, Embedding, Expert, Experts, Linear, LoraRef
 
 
@@ -129,3 +133,77 @@ def _add_lora(kernel: b.Linear, weights: Iterable[tuple[LoraWeights, float]], x:
     for one, scale in weights:
         y = y + one(x, scale)
     return y
+
+
+_EXPERT = re.compile(r"(layers\.(\d+)\.mlp\.experts)\.(\d+)\.(\w+)")
+
+
+@dataclass(frozen=True, eq=False)
+class InstallLora:
+    """A pair goes in beside the matrix of a role."""
+
+    adapter_id: int  # the adapter's
+    role: str
+    weights: LoraWeights
+    moe: spec.Moe | None = None  # the layer's, if the matrix is an expert's
+
+    @classmethod
+    def for_model(cls, model: spec.Model, adapter_id: int, role: str, weights: LoraWeights) -> InstallLora:
+        """The change of one matrix of a model."""
+        found = _EXPERT.fullmatch(role)
+        mlp = model.layers[int(found[2])].mlp if found else None
+        return cls(adapter_id, role, weights, mlp if isinstance(mlp, spec.Moe) else None)
+
+    @property
+    def module_role(self) -> str:
+        """The role of the module that is replaced."""
+        return module_role_of(self.role)
+
+    def to(self, device: torch.device) -> InstallLora:
+        """The same with its numbers on another device."""
+        return replace(self, weights=LoraWeights(*(tensor.to(device) for tensor in self.weights)))
+
+    def __call__(self, inner: Any) -> Any:
+        """The adapted module for `inner`, which may be one already."""
+        if (found := _EXPERT.fullmatch(self.role)) and self.moe is not None:
+            adapted = inner
+            if not isinstance(inner, AdaptedExperts):
+                backend = ReferenceBackend(self.weights.up.device, self.weights.up.dtype)
+                adapted = AdaptedExperts(inner, partial(backend.experts, self.moe))
+            adapted.lora_weights.setdefault(self.adapter_id, {})[int(found[3]), found[4]] = self.weights
+            return adapted
+        kind = AdaptedEmbedding if self.role == "embed" else AdaptedLinear
+        adapted = inner if isinstance(inner, kind) else kind(inner)
+        adapted.lora_weights[self.adapter_id] = self.weights
+        return adapted
+
+
+@dataclass(frozen=True)
+class RemoveLora:
+    """An adapter leaves the module of a role."""
+
+    adapter_id: int
+    role: str
+
+    @property
+    def module_role(self) -> str:
+        """The role of the module that is replaced."""
+        return self.role
+
+    def to(self, device: torch.device) -> RemoveLora:
+        """Itself: it has no numbers."""
+        return self
+
+    def __call__(self, adapted: Any) -> Any:
+        """The module without this adapter: the one inside, if it was the last."""
+        del adapted.lora_weights[self.adapter_id]
+        return adapted if adapted.lora_weights else adapted.inner
+
+
+ModuleChange = InstallLora | RemoveLora
+
+
+def module_role_of(role: str) -> str:
+    """The module to be replaced for a role: experts are adapted a layer at a time."""
+    found = _EXPERT.fullmatch(role)
+    return found[1] if found else role
