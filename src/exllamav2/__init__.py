@@ -14,12 +14,11 @@ from exlm import Lora as ExLlamaV2Lora
 from exlm import Model as ExLlamaV2
 from exlm import Tokenizer as ExLlamaV2Tokenizer
 from exlm import __version__
-from exlm.legacy.cache_tp import cache_tp as ExLlamaV2Cache_TP
-from exlm.legacy.intervention import Intervention
+from exlm.legacy.devices import cache_tp as ExLlamaV2Cache_TP
+from exlm.legacy.hooks import Intervention
 from exlm.legacy.placeholders import MultimodalProjector as ExLlamaV2MultimodalProjector
 from exlm.legacy.placeholders import VisionTower as ExLlamaV2VisionTower
-from exlm.legacy.seq_tensor import SeqTensor
-from exlm.legacy.timer import Timer
+from exlm.legacy.util import SeqTensor, Timer
 
 from . import (  # noqa: F401
     architecture,

@@ -6,7 +6,7 @@ from exlm import CacheFP8 as ExLlamaV2Cache_8bit
 from exlm import CacheQ4 as ExLlamaV2Cache_Q4
 from exlm import CacheQ6 as ExLlamaV2Cache_Q6
 from exlm import CacheQ8 as ExLlamaV2Cache_Q8
-from exlm.legacy.cache_tp import cache_tp as ExLlamaV2Cache_TP
+from exlm.legacy.devices import cache_tp as ExLlamaV2Cache_TP
 
 __all__ = [
     "ExLlamaV2Cache",

@@ -1,6 +1,6 @@
 """For `from exllamav2.ext import …`: placeholders, which say what to use instead."""
 
-from exlm.legacy.internals import (
+from exlm.legacy.placeholders import (
     exllamav2_ext,
     make_c_ext,
     make_group_map,

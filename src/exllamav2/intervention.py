@@ -1,5 +1,5 @@
 """For `from exllamav2.intervention import …`."""
 
-from exlm.legacy.intervention import Intervention
+from exlm.legacy.hooks import Intervention
 
 __all__ = ["Intervention"]

@@ -1,5 +1,5 @@
 """For `from exllamav2.linear import …`: placeholders, which say what to use instead."""
 
-from exlm.legacy.layers import Linear as ExLlamaV2Linear
+from exlm.legacy.placeholders import Linear as ExLlamaV2Linear
 
 __all__ = ["ExLlamaV2Linear"]

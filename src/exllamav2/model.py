@@ -6,16 +6,16 @@ from exlm import Config as ExLlamaV2Config
 from exlm import Lora as ExLlamaV2Lora
 from exlm import Model as ExLlamaV2
 from exlm.legacy.devices import torch_device as _torch_device
-from exlm.legacy.layers import MLP as ExLlamaV2MLP
-from exlm.legacy.layers import EmbeddingModule as ExLlamaV2Embedding
-from exlm.legacy.layers import LayerModule as ExLlamaV2Module
-from exlm.legacy.layers import LayerNorm as ExLlamaV2LayerNorm
-from exlm.legacy.layers import Linear as ExLlamaV2Linear
-from exlm.legacy.layers import MoEMLP as ExLlamaV2MoEMLP
-from exlm.legacy.layers import ParallelDecoder as ExLlamaV2ParallelDecoder
-from exlm.legacy.layers import PositionEmbedding as ExLlamaV2PosEmbedding
-from exlm.legacy.layers import RMSNorm as ExLlamaV2RMSNorm
+from exlm.legacy.placeholders import MLP as ExLlamaV2MLP
 from exlm.legacy.placeholders import AttentionModule as ExLlamaV2Attention
+from exlm.legacy.placeholders import EmbeddingModule as ExLlamaV2Embedding
+from exlm.legacy.placeholders import LayerModule as ExLlamaV2Module
+from exlm.legacy.placeholders import LayerNorm as ExLlamaV2LayerNorm
+from exlm.legacy.placeholders import Linear as ExLlamaV2Linear
+from exlm.legacy.placeholders import MoEMLP as ExLlamaV2MoEMLP
+from exlm.legacy.placeholders import ParallelDecoder as ExLlamaV2ParallelDecoder
+from exlm.legacy.placeholders import PositionEmbedding as ExLlamaV2PosEmbedding
+from exlm.legacy.placeholders import RMSNorm as ExLlamaV2RMSNorm
 
 __all__ = [
     "ExLlamaV2",

@@ -1,6 +1,6 @@
 """For `from exllamav2.module import …`."""
 
-from exlm.legacy.intervention import Intervention
-from exlm.legacy.layers import LayerModule as ExLlamaV2Module
+from exlm.legacy.hooks import Intervention
+from exlm.legacy.placeholders import LayerModule as ExLlamaV2Module
 
 __all__ = ["ExLlamaV2Module", "Intervention"]

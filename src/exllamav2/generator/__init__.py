@@ -9,7 +9,7 @@ from exlm import PostSamplingResult as ExLlamaV2PostSamplingResult
 from exlm import Sampler as ExLlamaV2Sampler
 from exlm import __version__
 from exlm.legacy.base_generator import BaseGenerator as ExLlamaV2BaseGenerator
-from exlm.legacy.post_sampling_hook import PostSamplingHook as ExLlamaV2PostSamplingHook
+from exlm.legacy.hooks import PostSamplingHook as ExLlamaV2PostSamplingHook
 from exlm.legacy.streaming_generator import StreamingGenerator as ExLlamaV2StreamingGenerator
 
 __all__ = [

@@ -1,5 +1,5 @@
 """For `from exllamav2.generator.ngram import …`: placeholders, which say what to use instead."""
 
-from exlm.legacy.internals import NgramCache, NgramCacheNode
+from exlm.legacy.placeholders import NgramCache, NgramCacheNode
 
 __all__ = ["NgramCache", "NgramCacheNode"]

@@ -1,5 +1,5 @@
 """For `from exllamav2.tokenizer.base import …`."""
 
-from exlm.legacy.vocabulary import Vocabulary as ExLlamaV2TokenizerBase
+from exlm.legacy.tokenization import Vocabulary as ExLlamaV2TokenizerBase
 
 __all__ = ["ExLlamaV2TokenizerBase"]

@@ -5,8 +5,7 @@ what scripts import from the `exllamav2` package and nothing else needs.
 """
 
 from .base_generator import BaseGenerator
-from .padding import TruncationWarning
-from .stream_chunks import Chunk
-from .streaming_generator import StreamingGenerator
+from .inputs import TruncationWarning
+from .streaming_generator import Chunk, StreamingGenerator
 
 __all__ = ["BaseGenerator", "Chunk", "StreamingGenerator", "TruncationWarning"]

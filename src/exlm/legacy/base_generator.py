@@ -20,9 +20,8 @@ from torch import Tensor
 from .. import CacheBase, InputError, Model, Settings, Tokenizer
 from ..generator.engine import EngineCore, ModelRunner
 from ..generator.page_table import PageTable
-from .embeddings import embed_in_ids, embed_in_texts
+from .inputs import TruncationWarning, embed_in_ids, embed_in_texts, pad_left
 from .jobs import LegacyJob, filter_arguments
-from .padding import TruncationWarning, pad_left
 
 TOKENS_PER_ROW = 8  # of the tokens that the model computes at once, a row of the batch counts as so many
 
