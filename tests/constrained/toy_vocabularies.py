@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from exlm.constrained import FilterStack
 from exlm.constrained import bitmask as bits
 from exlm.tokenizer.codec import Codec, ConfigTokenIds
-from exlm.tokenizer.token_bytes import byte_to_unicode
+from exlm.tokenizer.vocab import byte_to_unicode
 
 LETTERS = byte_to_unicode()
 LETTER_PIECES = [

@@ -13,8 +13,7 @@ import tokenizers
 
 from exlm.errors import ChatTemplateError, TokenizerError
 from exlm.tokenizer import ChatTemplates, Codec
-from exlm.tokenizer.gguf import tokenizer_from_metadata
-from exlm.tokenizer.gguf_pre_tokenizers import PRE_TOKENIZERS
+from exlm.tokenizer.gguf import PRE_TOKENIZERS, tokenizer_from_metadata
 from tests.tokenizer.sample_vocabularies import (
     CORPUS,
     byte_level_json,

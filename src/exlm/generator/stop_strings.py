@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..tokenizer.detokenizer import REPLACEMENT, Detokenizer
+from ..tokenizer.detokenizer import Detokenizer
 from ..tokenizer.string_matcher import Match, MatcherCursor, StringMatcher
+from ..tokenizer.vocab import REPLACEMENT
 
 
 class _ScanState(NamedTuple):

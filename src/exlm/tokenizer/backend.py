@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from ..memory import MB, require_address_space
-from .token_bytes import TokenBytes
+from .vocab import TokenBytes
 
 
 class TokenizerBackend(Protocol):

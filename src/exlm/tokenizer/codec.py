@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from ..errors import TokenizerError, TokenizerNotFound
-from .added_tokens import AddedTokenMatcher
 from .backend import TokenizerBackend, decode_context_ids
 from .detokenizer import ByteTokenDecoder, Detokenizer, LibraryTokenDecoder, TokenDecoder
 from .hf import HFBackend
 from .sentencepiece import SentencePieceBackend
-from .tokenizer_files import AddedToken, TokenizerFiles, read_tokenizer_files
+from .tokenizer_files import AddedToken, AddedTokenMatcher, TokenizerFiles, read_tokenizer_files
 from .vocab import Vocab
 
 TokenizerKind = Literal["auto", "json", "spm"]

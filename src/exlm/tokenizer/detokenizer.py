@@ -12,8 +12,7 @@ import codecs
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-REPLACEMENT = "\ufffd"
-"""What UTF-8 decoders show for bytes that are not text."""
+from .vocab import REPLACEMENT
 
 
 class Detokenizer(Protocol):

@@ -23,8 +23,8 @@ import tokenizers
 
 from ..errors import BadText, ExlmError, TokenizerError, TokenizerNotFound
 from .backend import describe_lone_surrogate, middle_pieces, require_space_to_read
-from .token_bytes import BYTE_TOKEN, TokenBytes, from_decoder
 from .tokenizer_files import MAX_ID_GAP, AddedToken, TokenizerFiles, read_text
+from .vocab import BYTE_TOKEN, TokenBytes, from_decoder
 
 LONG = 4096
 """Letters of a text beyond which it is encoded as a batch of one: then other threads run meanwhile, and no

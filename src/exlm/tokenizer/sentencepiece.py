@@ -9,27 +9,34 @@ chat prompt say " user" for "user".)
 
 from __future__ import annotations
 
+import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import BadText, MissingExtra, TokenizerError, TokenizerNotFound
-from .added_tokens import AddedTokenMatcher
 from .backend import describe_lone_surrogate, middle_pieces, require_space_to_read
-from .token_bytes import METASPACE, TokenBytes, metaspace_bytes
-from .tokenizer_files import MAX_ID_GAP, AddedToken, TokenizerFiles, read_data
+from .tokenizer_files import MAX_ID_GAP, AddedToken, AddedTokenMatcher, TokenizerFiles, read_data
+from .vocab import METASPACE, TokenBytes, metaspace_bytes
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
+
 
 NORMALIZER_FIELD = 3
 """The field of a SentencePiece model that follows the pieces and every complete file has."""
 
 LENGTH_DELIMITED = 2
 """How a protocol buffer marks a field that states its own length; a model has no others at its top level."""
+
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+"""What a piece is, in SentencePiece's numbers, which are GGUF's too."""
+
+_BPE_MODEL_TYPE = 2
 
 
 class SentencePieceBackend:
@@ -260,3 +267,61 @@ def _read_varint(data: bytes, position: int) -> tuple[int, int]:
         if byte < 0x80:
             break
     return value, position
+
+
+class SentencePiece(NamedTuple):
+    """One entry of a vocabulary."""
+
+    text: str
+    score: float
+    kind: int
+
+
+def model_proto(
+    pieces: Iterable[SentencePiece], *, add_dummy_prefix: bool, bos: str | None = None, eos: str | None = None
+) -> bytes:
+    """The bytes of a tokenizer.model that merges by score; `first_space` is put before the first word."""
+    out = bytearray()
+    byte_fallback = False
+    unknown = ""
+    for text, score, kind in pieces:
+        byte_fallback |= kind == BYTE
+        unknown = text if kind == UNKNOWN else unknown
+        out += _length_delimited_field(
+            1,
+            _length_delimited_field(1, text.encode())
+            + b"\x15"
+            + struct.pack("<f", score)
+            + _varint_field(3, kind),
+        )
+    trainer = (
+        _varint_field(3, _BPE_MODEL_TYPE)
+        + _varint_field(35, int(byte_fallback))
+        + _length_delimited_field(45, unknown.encode())
+    )
+    for number, name in ((46, bos), (47, eos)):
+        trainer += _length_delimited_field(number, name.encode()) if name else b""
+    normalizer = (
+        _length_delimited_field(1, b"identity")
+        + _varint_field(3, int(add_dummy_prefix))
+        + _varint_field(4, 0)
+        + _varint_field(5, 1)
+    )
+    return bytes(out + _length_delimited_field(2, trainer) + _length_delimited_field(3, normalizer))
+
+
+def _encode_varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _length_delimited_field(number: int, content: bytes) -> bytes:
+    return _encode_varint(number << 3 | 2) + _encode_varint(len(content)) + content
+
+
+def _varint_field(number: int, value: int) -> bytes:
+    return _encode_varint(number << 3) + _encode_varint(value)

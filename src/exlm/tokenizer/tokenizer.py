@@ -6,8 +6,11 @@ decode or render a chat is decided in `text`; here are only shapes, names and pa
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from operator import index
 from types import MappingProxyType
 from typing import Any, Literal, overload
 
@@ -20,13 +23,46 @@ from . import Trie as _Trie
 from .backend import TokenizerBackend
 from .codec import AliasedEmbedding, TokenizerConfig
 from .gguf import tokenizer_from_metadata
-from .special_token_ids import SpecialTokenIds
-from .unparsed_special import UnparsedSpecialWarning
+from .tokenizer_files import AddedToken, AddedTokenMatcher
+
+log = logging.getLogger(__name__)
 
 EMPTY_MAPPING: Mapping[Any, Any] = MappingProxyType({})
 
+MAX_CHECKED_LETTERS = 2**16
+"""Letters of a text: a chat format shows at its beginning."""
 
-class Tokenizer(SpecialTokenIds):
+
+class UnparsedSpecialWarning:
+    """Tells once, for one tokenizer."""
+
+    def __init__(self, special: Iterable[str]) -> None:
+        self._special = tuple(special)
+        self._warned = False
+
+    @cached_property
+    def _matcher(self) -> AddedTokenMatcher:
+        return AddedTokenMatcher(AddedToken(text, 0) for text in self._special)
+
+    def check(self, texts: Iterable[str]) -> None:
+        """Warn of the first special token in texts that are encoded as plain ones."""
+        if self._warned:
+            return
+        for text in texts:
+            match = (
+                next(self._matcher.find(text[:MAX_CHECKED_LETTERS]), None) if isinstance(text, str) else None
+            )
+            if match is not None:
+                self._warned = True
+                log.warning(
+                    "A text that is encoded holds %r, which is taken for plain text. If it is meant as that "
+                    "token, as in a chat format, pass encode_special_tokens=True.",
+                    match.token.content,
+                )
+                return
+
+
+class Tokenizer:
     """Text to ids and back, lookup tables and chat templates of one model.
 
     The files are found in `config.model_dir`: tokenizer.json, or a SentencePiece tokenizer.model where there
@@ -111,6 +147,48 @@ class Tokenizer(SpecialTokenIds):
         )
         self.unspecial_piece_to_id = dict(codec.decode_overrides)
         self.unspecial_id_to_piece = {number: text for text, number in codec.decode_overrides.items()}
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The id that `add_bos` puts before a text."""
+        return self.codec.bos_id
+
+    @bos_token_id.setter
+    def bos_token_id(self, token_id: int | None) -> None:
+        self._replace_ids(_checked_token_id("bos_token_id", token_id), self.codec.eos_ids, self.codec.pad_id)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id that ends a text. Assigned, it is the only one that does."""
+        return self.codec.eos_id
+
+    @eos_token_id.setter
+    def eos_token_id(self, token_id: int | None) -> None:
+        self.eos_token_ids = [] if token_id is None else [token_id]
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """Every id that ends a text, the usual one first."""
+        return list(self.codec.eos_ids)
+
+    @eos_token_ids.setter
+    def eos_token_ids(self, numbers: Sequence[int]) -> None:
+        found = [_checked_token_id("eos_token_id", token_id) for token_id in numbers]
+        eos_ids = [token_id for token_id in found if token_id is not None]
+        self._replace_ids(self.codec.bos_id, eos_ids, self.codec.pad_id)
+
+    @property
+    def pad_token_id(self) -> int:
+        """The id that fills up the shorter rows of a batch; -1: nothing can."""
+        return self.codec.pad_id
+
+    @pad_token_id.setter
+    def pad_token_id(self, token_id: int | None) -> None:
+        found = _checked_token_id("pad_token_id", token_id)
+        self._replace_ids(self.codec.bos_id, self.codec.eos_ids, -1 if found is None else found)
+
+    def _replace_ids(self, bos: int | None, eos: Sequence[int], pad: int) -> None:
+        self.codec = self.codec.with_ids(bos, eos, pad)
 
     @property
     def tokenizer(self) -> TokenizerBackend:
@@ -411,3 +489,14 @@ def _ids_by_alias(embeddings: Sequence[AliasedEmbedding]) -> dict[str, list[int]
 
 def _last_or_none(ids: list[int]) -> int | None:
     return ids[-1] if ids else None
+
+
+def _checked_token_id(name: str, token_id: object) -> int | None:
+    if token_id is None:
+        return None
+    try:
+        if isinstance(token_id, bool):
+            raise TypeError
+        return index(token_id)  # type: ignore[arg-type]  # what is no whole number says so
+    except TypeError:
+        raise TokenizerError(f"{name} must be a token's id, or None; found {token_id!r:.80}.") from None
