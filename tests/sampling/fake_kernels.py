@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exlm.kernels.sampling_layout import HEADER_OFFSETS, HEADER_WORDS
 from exlm.sampling.gpu_kernels import KernelOutput, SamplingLaunchKey
-from exlm.sampling.kernel_params import HEADER_OFFSETS, HEADER_WORDS
 from exlm.sampling.output_buffers import OutputBuffer, OutputBufferPool
 
 

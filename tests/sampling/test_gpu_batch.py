@@ -16,7 +16,7 @@ from exlm.sampling import Sampler, SamplerState, SamplingRequest, Settings, devi
 from exlm.sampling import device_token_counts as listed
 from exlm.sampling import gpu_batch as desk_module
 from exlm.sampling import gpu_kernels as fused
-from exlm.sampling.kernel_params import _table_row, variant_of
+from exlm.sampling.kernel_params import param_row_of, variant_of
 from exlm.sampling.penalties import PenaltyWindow
 from tests.sampling.fake_kernels import FakeKernels, ReceivedRow
 from tests.sampling.random_inputs import EDIT_VALUES, ToyTokenizer, neutral
@@ -174,7 +174,7 @@ class Scenario:
             batch_index,
             (state.seed, position, state.rewind_count),
             self.mu_at(row, position) if plan.mirostat and row.history is None else received.mu,
-            tuple(float(number) for number in _table_row(plan)),
+            tuple(float(number) for number in param_row_of(plan)),
             {token: many for token, many in penalised.items() if 0 <= token < self.width},
             decaying,
             [token for token in row.blocked if token < self.width],

@@ -17,13 +17,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ..kernels.sampling_layout import TFS_MIN_PROB
 from .deterministic_topk import block_sums, stable_sort_descending, stable_top_k
 from .params import CompiledSettings, StepParams
 
 PARAM_NAMES = tuple(StepParams.__dataclass_fields__)
 STEPS_NEEDING_SORT = frozenset({"top_p", "tfs", "skew"})  # steps that need descending probabilities
-THRESHOLD_TOLERANCE = 1e-6  # a threshold is met by what float32 logits cannot tell from it
-TFS_MIN_PROB = 1e-8  # tail-free sampling drops less probable tokens before it looks at the tail
 CANDIDATE_COUNTS = (64, 512, 4096)  # how many candidates are tried before the whole vocabulary
 CPU_CACHE_ELEMENTS = (
     1 << 19

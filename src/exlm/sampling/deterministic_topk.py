@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-VOCAB_BLOCK = 64
+from ..kernels.sampling_layout import VOCAB_BLOCK
+
 MAX_UNREDUCED_COLUMNS = 16384  # a row up to here is as quickly searched whole
 MIN_SPARE_BLOCKS = 32  # runs a row must have beyond twice the wanted ones to be worth reducing
 

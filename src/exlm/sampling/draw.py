@@ -11,11 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..kernels.sampling_layout import BELOW_ONE
 from .candidates import BatchParams, Candidates
 from .deterministic_topk import gather_blocks, stable_argmax, stable_sort_descending, stable_top_k
 from .output_buffers import HostTokens
-
-BELOW_ONE = 1.0 - 2.0**-50  # keeps the largest uniform number from rounding up to the end of the walk
 
 
 @dataclass

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
-MAX_PENALTY = 1e30  # finite, so that a repeated token that is the only one allowed can still be chosen
+from ..kernels.sampling_layout import MAX_DRY_PENALTY
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class DryRule:
     def penalty(self, length: int) -> float:
         """The cost of one more token after a match of this length, once."""
         try:
-            return min(self.multiplier * self.base ** (length - self.allowed_length), MAX_PENALTY)
+            return min(self.multiplier * self.base ** (length - self.allowed_length), MAX_DRY_PENALTY)
         except OverflowError:
-            return MAX_PENALTY
+            return MAX_DRY_PENALTY
 
 
 class _SuffixNode:
@@ -162,7 +162,7 @@ class DryIndex:
             return {}
         cost = rule.penalty(length)
         return {
-            token: min(cost * count, MAX_PENALTY)
+            token: min(cost * count, MAX_DRY_PENALTY)
             for token, count in self._next_token_counts(longest_node, start + length - 1).items()
             if token not in breaker_ids and 0 <= token < vocab_size
         }

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.sampling_layout import MAX_TILES, VOCAB_BLOCK
 from .draw import top_tokens_of
-from .kernel_params import MAX_TILES, VOCAB_BLOCK, SamplingKernelVariant
+from .kernel_params import SamplingKernelVariant
 from .output_buffers import MuBufferPool, OutputBuffer, OutputBufferPool
 from .triton_launch import KernelLaunch, TritonKernel
 
@@ -73,8 +74,8 @@ class SamplingKernels:
 
     def __init__(self, width: int, device: torch.device, stream: int = 0) -> None:
         """For logits of this many columns, on the current stream, whose handle is given."""
-        from .triton.draw import draw_kernel, greedy_kernel
-        from .triton.logits import edit_logits_kernel
+        from ..kernels.triton.sampling_draw import draw_kernel, greedy_kernel
+        from ..kernels.triton.sampling_logits import edit_logits_kernel
 
         self.width, self.device, self._stream = width, device, stream
         exact = {"enable_fp_fusion": False}  # sums as the host rounds them

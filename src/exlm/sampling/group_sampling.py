@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.sampling_layout import INFINITE_LOGITS, NAN_LOGITS, NO_TOKEN_ALLOWED
 from . import candidates
 from .candidates import STEPS_NEEDING_SORT, BatchParams, Candidates, batch_params
 from .deterministic_topk import block_maxima
@@ -22,7 +23,7 @@ from .draw import GroupOutput, draw_from_candidates, draw_from_full_vocab, greed
 from .logits_processors import LogitsEdits
 from .mirostat import mirostat, updated_mus
 from .params import CompiledSettings, StepName
-from .request import INFINITE_LOGITS, NAN_LOGITS, NO_TOKEN_ALLOWED, SamplingRequest
+from .request import SamplingRequest
 from .temperature import dynamic_temperature, final_temperature
 from .truncation import TRUNCATIONS
 from .vocabulary import SamplerVocabulary

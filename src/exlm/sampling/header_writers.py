@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..kernels.sampling_layout import HEADER_OFFSETS
 from .device_token_counts import NO_TOKEN, DeviceTokenCounts
 from .device_token_history import DeviceTokenHistory
-from .kernel_params import HEADER_OFFSETS
 from .penalties import PenaltyRule
 from .request import SamplingRequest
 from .state import MuRecord, SamplerState

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels.sampling_layout import HEADER_OFFSETS, HEADER_WORDS
 from .gpu_kernels import KernelOutput, SamplingKernels, SamplingLaunchKey
 from .header_writers import (
     CountedRow,
@@ -24,7 +25,7 @@ from .header_writers import (
     PenaltyWriter,
     RowHeaders,
 )
-from .kernel_params import HEADER_OFFSETS, HEADER_WORDS, SamplingKernelVariant, param_table
+from .kernel_params import SamplingKernelVariant, param_table
 from .output_buffers import OutputBuffer
 from .request import SamplingRequest
 from .row_params import RowParams, RowParamsBuilder

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from ..errors import BadLogits, InputError
+from ..kernels.sampling_layout import INFINITE_LOGITS, NAN_LOGITS, NO_TOKEN_ALLOWED, THRESHOLD_TOLERANCE
 from . import cfg as guidance
-from .candidates import THRESHOLD_TOLERANCE, batch_params
+from .candidates import batch_params
 from .deterministic_topk import block_maxima, stable_sort_descending
 from .draw import greedy_output, pad_top_tokens
 from .group_sampling import SamplingTask, final_candidates, make_task, update_mus
@@ -26,7 +27,7 @@ from .legacy_filter_mask import SampleFilterMask
 from .legacy_order import gather_above_threshold, inverse_cdf, partial_quicksort
 from .logits_processors import apply_allowed, apply_edits, check_bias, compute_edits
 from .params import CompiledSettings
-from .request import FAILURE_MESSAGES, INFINITE_LOGITS, NAN_LOGITS, NO_TOKEN_ALLOWED, SamplingRequest
+from .request import FAILURE_MESSAGES, SamplingRequest
 from .rng import uniform
 from .settings import Settings
 from .state import SamplerState

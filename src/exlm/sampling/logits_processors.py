@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..kernels.sampling_layout import BLOCKED_LOGIT
 from .params import CompiledSettings
 from .penalties import PenaltyRule, PenaltyTerms, apply_penalties
 from .request import SamplingRequest
 from .vocabulary import SamplerVocabulary
 
-BLOCKED_LOGIT = -1e30  # not -inf: where all else is excluded, a blocked token is better than none
 BITS_PER_WORD = 32
 
 

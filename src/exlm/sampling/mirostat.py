@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .candidates import THRESHOLD_TOLERANCE, Candidates
+from ..kernels.sampling_layout import THRESHOLD_TOLERANCE
+from .candidates import Candidates
 
 
 def mirostat(c: Candidates, mus: Tensor, active: Tensor | None) -> None:

@@ -14,13 +14,13 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import InputError
+from ..kernels.sampling_layout import GREEDY_BELOW_TEMPERATURE
 from .dry import DryRule
 from .penalties import PenaltyRule
 
 if TYPE_CHECKING:
     from .settings import Settings
 
-GREEDY_BELOW_TEMPERATURE = 0.01  # temperatures below mean: take the most probable token
 StepName = Literal[
     "top_p",
     "top_a",

@@ -12,13 +12,11 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ..errors import BadLogits
+from ..kernels.sampling_layout import INFINITE_LOGITS, NAN_LOGITS, NO_TOKEN_ALLOWED, TOO_MANY_CANDIDATES
 from .output_buffers import HostTokens
 from .settings import Settings
 from .state import SamplerState
 from .version_stamps import VERSION_STAMPS
-
-NO_TOKEN_ALLOWED, NAN_LOGITS, INFINITE_LOGITS = -1, -2, -3
-TOO_MANY_CANDIDATES = -4  # more candidates than a kernel sorts; `Picks.tolist` picks such a row again
 
 FAILURE_MESSAGES = {
     NO_TOKEN_ALLOWED: (

@@ -13,11 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError
+from ..kernels.sampling_layout import PHILOX_KEY_INCREMENTS, PHILOX_MULTIPLIERS, PHILOX_ROUNDS
 
 MASK32 = 0xFFFFFFFF
-MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
-ROUNDS = 10
 POSITIONS_PER_BLOCK = 64
 SINGLE_DRAWS = 4
 
@@ -29,10 +27,10 @@ def philox(counter: PhiloxWords, key: tuple[int, int]) -> PhiloxWords:
     """Four random 32-bit words for a 128-bit counter and a 64-bit key."""
     a, b, c, d = counter
     low, high = key
-    for _ in range(ROUNDS):
-        left, right = MULTIPLIERS[0] * a, MULTIPLIERS[1] * c
+    for _ in range(PHILOX_ROUNDS):
+        left, right = PHILOX_MULTIPLIERS[0] * a, PHILOX_MULTIPLIERS[1] * c
         a, b, c, d = (right >> 32) ^ b ^ low, right & MASK32, (left >> 32) ^ d ^ high, left & MASK32
-        low, high = (low + KEY_INCREMENTS[0]) & MASK32, (high + KEY_INCREMENTS[1]) & MASK32
+        low, high = (low + PHILOX_KEY_INCREMENTS[0]) & MASK32, (high + PHILOX_KEY_INCREMENTS[1]) & MASK32
     return a, b, c, d
 
 
@@ -40,10 +38,10 @@ def philox_array(counters: Counters, key: tuple[int, int]) -> Counters:
     """`philox` for many counters (4, n) at once; uint64 holding 32-bit words."""
     a, b, c, d = counters
     low, high = key
-    for _ in range(ROUNDS):
-        left, right = a * MULTIPLIERS[0], c * MULTIPLIERS[1]
+    for _ in range(PHILOX_ROUNDS):
+        left, right = a * PHILOX_MULTIPLIERS[0], c * PHILOX_MULTIPLIERS[1]
         a, b, c, d = (right >> 32) ^ b ^ low, right & MASK32, (left >> 32) ^ d ^ high, left & MASK32
-        low, high = (low + KEY_INCREMENTS[0]) & MASK32, (high + KEY_INCREMENTS[1]) & MASK32
+        low, high = (low + PHILOX_KEY_INCREMENTS[0]) & MASK32, (high + PHILOX_KEY_INCREMENTS[1]) & MASK32
     return np.stack((a, b, c, d))
 
 

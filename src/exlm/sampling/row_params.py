@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..kernels.sampling_layout import HEADER_OFFSETS, HEADER_WORDS
 from .device_token_counts import NO_TOKEN, DeviceTokenCounts
 from .device_token_history import DeviceTokenHistory
-from .kernel_params import HEADER_OFFSETS, HEADER_WORDS
 from .logits_processors import check_bias
 from .params import CompiledSettings
 from .request import SamplingRequest

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels.sampling_layout import GREEDY_BELOW_TEMPERATURE
 from .candidates import BatchParams, Candidates
-from .params import GREEDY_BELOW_TEMPERATURE
 
 
 def final_temperature(c: Candidates, params: BatchParams, active: Tensor | None) -> None:

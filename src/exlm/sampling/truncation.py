@@ -12,7 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .candidates import TFS_MIN_PROB, THRESHOLD_TOLERANCE, BatchParams, Candidates
+from ..kernels.sampling_layout import TFS_MIN_PROB, THRESHOLD_TOLERANCE
+from .candidates import BatchParams, Candidates
 
 
 def top_p(c: Candidates, params: BatchParams, active: Tensor | None) -> None:

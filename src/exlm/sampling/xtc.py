@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .candidates import THRESHOLD_TOLERANCE, BatchParams, Candidates
+from ..kernels.sampling_layout import THRESHOLD_TOLERANCE
+from .candidates import BatchParams, Candidates
 
 
 def xtc(c: Candidates, params: BatchParams, exempt: Tensor | None) -> None:

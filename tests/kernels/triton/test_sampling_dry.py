@@ -13,10 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from exlm.kernels.sampling_layout import HEADER_OFFSETS, HEADER_WORDS, MAX_DRY_PENALTY
 from exlm.sampling import Settings, device_token_history
 from exlm.sampling.device_token_history import OUT_OF_VOCAB, DeviceTokenHistory
-from exlm.sampling.dry import MAX_PENALTY
-from exlm.sampling.kernel_params import HEADER_OFFSETS, HEADER_WORDS, _table_row
+from exlm.sampling.kernel_params import param_row_of
 from tests.sampling import oracle
 from tests.sampling.random_inputs import neutral
 
@@ -25,7 +25,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from exlm.sampling.triton.dry import apply_dry
+from exlm.kernels.triton.sampling_logits import apply_dry
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter: overflow
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -42,7 +42,7 @@ def kernel_costs(text: list[int], settings: Settings, breakers: frozenset[int]) 
     """What the kernel takes from each logit, told of the last token by a word."""
     device_history, span = DeviceTokenHistory(WIDTH, DEVICE), 23
     mask = torch.tensor([token in breakers for token in range(WIDTH)], device=DEVICE)
-    table = torch.tensor(_table_row(settings.compiled()), dtype=torch.float64, device=DEVICE)
+    table = torch.tensor(param_row_of(settings.compiled()), dtype=torch.float64, device=DEVICE)
     y, counts = torch.zeros(WIDTH, device=DEVICE), torch.zeros(WIDTH, dtype=torch.int32, device=DEVICE)
     for part in (text[:-1], text):
         words = torch.zeros(HEADER_WORDS, dtype=torch.int64)
@@ -73,7 +73,7 @@ def check_against_oracle(seed: int) -> None:
         dry_sequence_breakers=breakers,
     )
     costs = oracle.dry_costs(text, settings, breakers, WIDTH)
-    wanted = [min(costs.get(token, 0.0), MAX_PENALTY) for token in range(WIDTH)]
+    wanted = [min(costs.get(token, 0.0), MAX_DRY_PENALTY) for token in range(WIDTH)]
     assert kernel_costs(text, settings, breakers) == pytest.approx(wanted, rel=1e-6)
 
 
@@ -93,7 +93,7 @@ def test_costs_stay_finite() -> None:
         dry_multiplier=1.0, dry_base=1e10, dry_max_ngram=100, dry_sequence_breakers=frozenset()
     )
     costs = kernel_costs([1] * 60, settings, frozenset())
-    assert costs[1] == pytest.approx(MAX_PENALTY)
+    assert costs[1] == pytest.approx(MAX_DRY_PENALTY)
 
 
 @pytest.fixture(scope="module", autouse=True)

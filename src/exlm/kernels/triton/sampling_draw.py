@@ -1,8 +1,10 @@
-"""From one row of logits to its token, in one program; the kernel that a batch is picked with.
+"""Sampling kernels, second part: from one row of logits, edited or not, to its token, in one program a row.
 
-What is right is defined by `pipeline.py`. Three ways, as rows' plans say: the k largest logits, through every
-step; all that reach a least logit, walked along where they are; or, if steps follow that look at each of
-them, gathered first. If those are too many to gather, the token says so (TOO_MANY).
+The torch functions in `exlm.sampling` define what is right. There are three ways, chosen by the row's
+settings: with top-k, the k largest logits are sorted and go through every step; without it, a threshold is
+found below which nothing can be drawn, and the token is drawn by walking along the vocabulary; if steps
+follow that must look at each candidate, the logits above the threshold are gathered and sorted first. If
+there are too many to gather, the row's token is TOO_MANY_CANDIDATES.
 """
 
 from __future__ import annotations
@@ -10,80 +12,200 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .. import request as rows
-from ..kernel_params import HEADER_OFFSETS, HEADER_WORDS, STEP_FLAGS, TABLE_COLUMNS, TABLE_WIDTH
-from .philox import uniform
-from .steps import (
-    THRESHOLD_TOLERANCE,
-    apply_temperature,
-    dynamic_temperature,
-    min_p,
-    mirostat,
-    tfs,
-    top_a,
-    top_p,
-    typical,
-    xtc,
-)
-from .topk import (  # fmt: skip
+from .. import sampling_layout as layout
+from .sampling_topk import (
+    BELOW_ONE,
+    KEEP_ALL_TIES,
     LOW_31_BITS,
     MASK32,
+    MAX_TILES,
     NEG_INF_KEY,
     NO_KEY,
     POS_INF_KEY,
+    THRESHOLD_TOLERANCE,
     first_column_with,
-    load_logits,
-    masked_keys,
-    max_key,
-    sort_packed,
-    top_k,
-    value_of,
-)
-from .topp import (
-    BELOW_ONE,
-    KEEP_ALL_TIES,
-    MAX_TILES,
     gather_kept,
     inverse_cdf_full_vocab,
     kept_mass,
+    load_logits,
+    masked_keys,
+    max_key,
     min_key_for_ratio,
+    sort_packed,
+    top_k,
     top_p_threshold,
+    value_of,
 )
 
-NO_TOKEN_ALLOWED = tl.constexpr(rows.NO_TOKEN_ALLOWED)
-NAN_LOGITS = tl.constexpr(rows.NAN_LOGITS)
-INFINITE_LOGITS = tl.constexpr(rows.INFINITE_LOGITS)
-TOO_MANY_CANDIDATES = tl.constexpr(rows.TOO_MANY_CANDIDATES)
-HEADER_STRIDE, TABLE_STRIDE = tl.constexpr(HEADER_WORDS), tl.constexpr(TABLE_WIDTH)
-AT_SEED, AT_MU, AT_XTC_EXEMPT = (tl.constexpr(HEADER_OFFSETS[name]) for name in ("seed", "mu", "xtc_exempt"))
-AT_INITIAL_MU = tl.constexpr(HEADER_OFFSETS["initial_mu"])
-TOP_P, TOP_A, MIN_P = (tl.constexpr(STEP_FLAGS[name]) for name in ("top_p", "top_a", "min_p"))
-TFS, TYPICAL, MIROSTAT = (tl.constexpr(STEP_FLAGS[name]) for name in ("tfs", "typical", "mirostat"))
-GREEDY = tl.constexpr(STEP_FLAGS["greedy"])
-DYNAMIC, FINAL_TEMPERATURE, XTC, SKEW = (
-    tl.constexpr(STEP_FLAGS[name]) for name in ("dynamic_temperature", "final_temperature", "xtc", "skew")
+NO_TOKEN_ALLOWED = tl.constexpr(layout.NO_TOKEN_ALLOWED)
+NAN_LOGITS = tl.constexpr(layout.NAN_LOGITS)
+INFINITE_LOGITS = tl.constexpr(layout.INFINITE_LOGITS)
+TOO_MANY_CANDIDATES = tl.constexpr(layout.TOO_MANY_CANDIDATES)
+GREEDY_BELOW_TEMPERATURE = tl.constexpr(layout.GREEDY_BELOW_TEMPERATURE)
+TFS_MIN_PROB = tl.constexpr(layout.TFS_MIN_PROB)
+INFINITY = tl.constexpr(float("inf"))
+SMALL_SORT_SIZE = tl.constexpr(128)  # candidates that are sorted quickly
+
+MULTIPLIER_FIRST, MULTIPLIER_SECOND = (tl.constexpr(number) for number in layout.PHILOX_MULTIPLIERS)
+KEY_FIRST, KEY_SECOND = (tl.constexpr(number) for number in layout.PHILOX_KEY_INCREMENTS)
+ROUNDS = tl.constexpr(layout.PHILOX_ROUNDS)
+
+HEADER_STRIDE, PARAM_STRIDE = tl.constexpr(layout.HEADER_WORDS), tl.constexpr(layout.PARAM_WIDTH)
+AT_SEED, AT_MU, AT_INITIAL_MU, AT_XTC_EXEMPT = (
+    tl.constexpr(layout.HEADER_OFFSETS[name]) for name in ("seed", "mu", "initial_mu", "xtc_exempt")
 )
-FLAGS_COLUMN, TOP_K_COLUMN = tl.constexpr(TABLE_COLUMNS["flags"]), tl.constexpr(TABLE_COLUMNS["top_k"])
-TEMPERATURE_COLUMN, SMOOTHING_COLUMN = (
-    tl.constexpr(TABLE_COLUMNS[name]) for name in ("temperature", "smoothing")
+TOP_P, TOP_A, MIN_P, TFS, TYPICAL, MIROSTAT = (
+    tl.constexpr(layout.STEP_FLAGS[name])
+    for name in ("top_p", "top_a", "min_p", "tfs", "typical", "mirostat")
 )
-TOP_P_COLUMN, TOP_A_COLUMN, MIN_P_COLUMN = (
-    tl.constexpr(TABLE_COLUMNS[name]) for name in ("top_p", "top_a", "min_p")
+DYNAMIC, FINAL_TEMPERATURE, XTC, SKEW, GREEDY = (
+    tl.constexpr(layout.STEP_FLAGS[name])
+    for name in ("dynamic_temperature", "final_temperature", "xtc", "skew", "greedy")
 )
-TFS_COLUMN, TYPICAL_COLUMN, FINAL_TEMPERATURE_COLUMN = (
-    tl.constexpr(TABLE_COLUMNS[name]) for name in ("tfs", "typical", "final_temperature")
+FLAGS_COLUMN, TOP_K_COLUMN, TEMPERATURE_COLUMN, SMOOTHING_COLUMN = (
+    tl.constexpr(layout.PARAM_COLUMNS[name]) for name in ("flags", "top_k", "temperature", "smoothing")
+)
+TOP_P_COLUMN, TOP_A_COLUMN, MIN_P_COLUMN, TFS_COLUMN, TYPICAL_COLUMN = (
+    tl.constexpr(layout.PARAM_COLUMNS[name]) for name in ("top_p", "top_a", "min_p", "tfs", "typical")
 )
 TAU_COLUMN, ETA_COLUMN, MIROSTAT_COLUMN = (
-    tl.constexpr(TABLE_COLUMNS[name]) for name in ("tau", "eta", "mirostat")
+    tl.constexpr(layout.PARAM_COLUMNS[name]) for name in ("tau", "eta", "mirostat")
 )
-MIN_TEMP_COLUMN, MAX_TEMP_COLUMN, TEMP_EXPONENT_COLUMN = (
-    tl.constexpr(TABLE_COLUMNS[name]) for name in ("min_temp", "max_temp", "exponent")
+MIN_TEMP_COLUMN, MAX_TEMP_COLUMN, TEMP_EXPONENT_COLUMN, FINAL_TEMPERATURE_COLUMN = (
+    tl.constexpr(layout.PARAM_COLUMNS[name])
+    for name in ("min_temp", "max_temp", "exponent", "final_temperature")
 )
-XTC_PROBABILITY_COLUMN, XTC_THRESHOLD_COLUMN = (
-    tl.constexpr(TABLE_COLUMNS[name]) for name in ("xtc_probability", "xtc_threshold")
+XTC_PROBABILITY_COLUMN, XTC_THRESHOLD_COLUMN, SKEW_POWER_COLUMN = (
+    tl.constexpr(layout.PARAM_COLUMNS[name]) for name in ("xtc_probability", "xtc_threshold", "skew_power")
 )
-SKEW_POWER_COLUMN = tl.constexpr(TABLE_COLUMNS["skew_power"])
-SMALL_SORT_SIZE = tl.constexpr(128)  # candidates that are sorted quickly
+
+
+@triton.jit
+def uniform(seed, position, rewind_count):
+    """A float64 in [0, 1) for three int64. The products wrap around; their masked halves are right."""
+    a, b, c, d = position & MASK32, (position >> 32) & MASK32, rewind_count & MASK32, rewind_count & 0
+    low, high = seed & MASK32, (seed >> 32) & MASK32
+    for _ in range(ROUNDS):
+        left, right = a * MULTIPLIER_FIRST, c * MULTIPLIER_SECOND
+        a, b = ((right >> 32) & MASK32) ^ b ^ low, right & MASK32
+        c, d = ((left >> 32) & MASK32) ^ d ^ high, left & MASK32
+        low, high = (low + KEY_FIRST) & MASK32, (high + KEY_SECOND) & MASK32
+    return ((a << 21) | (b >> 11)).to(tl.float64) * 2.0**-53
+
+
+@triton.jit
+def keep_and_renormalize(p, mask):
+    """Drop what is not in the mask and share its probability out."""
+    left = tl.where(mask, p, 0.0)
+    return left / tl.sum(left)
+
+
+@triton.jit
+def top_p(p, limit):
+    """The smallest set of most probable tokens that reaches the limit together."""
+    return keep_and_renormalize(
+        p, tl.cumsum(p, 0) - p < tl.maximum(limit - THRESHOLD_TOLERANCE, THRESHOLD_TOLERANCE)
+    )
+
+
+@triton.jit
+def top_a(p, a):
+    """Tokens with at least a times the square of the largest probability."""
+    top = tl.max(p)
+    return keep_and_renormalize(p, p >= tl.minimum(a * top * top * (1.0 - THRESHOLD_TOLERANCE), top))
+
+
+@triton.jit
+def min_p(p, fraction):
+    """Tokens with at least a given part of the largest probability."""
+    return keep_and_renormalize(p, p >= fraction * tl.max(p) * (1.0 - THRESHOLD_TOLERANCE))
+
+
+@triton.jit
+def tfs(p, z, N: tl.constexpr):
+    """Tokens before the tail, where the curve of sorted probabilities has spent its curvature."""
+    places = tl.arange(0, N)
+    q = tl.where(p >= TFS_MIN_PROB, p, 0.0)
+    count = tl.sum((q > 0).to(tl.int32))
+    inside = places < count - 2
+    second = tl.gather(q, tl.minimum(places + 1, N - 1), 0)
+    third = tl.gather(q, tl.minimum(places + 2, N - 1), 0)
+    curvature = tl.where(inside, tl.abs(q - 2.0 * second + third), 0.0)
+    total = tl.sum(curvature)
+    spent = inside & (tl.cumsum(curvature, 0) <= (z + THRESHOLD_TOLERANCE) * total)
+    tail_start = tl.where(total > TFS_MIN_PROB * THRESHOLD_TOLERANCE, tl.sum(spent.to(tl.int32)) + 1, count)
+    return keep_and_renormalize(p, (q > 0) & (places < tail_start))
+
+
+@triton.jit
+def typical(p, mass):
+    """Tokens whose surprise is nearest to what is expected, until they reach the mass together.
+
+    How near is near enough is found by halving, on the bits of the distance.
+    """
+    limit = tl.maximum(mass - THRESHOLD_TOLERANCE, THRESHOLD_TOLERANCE)
+    surprise = -tl.log(tl.where(p > 0, p, 1.0))
+    expected = tl.sum(p * surprise)
+    distance = tl.where(p > 0, tl.abs(surprise - expected), INFINITY).to(tl.int64, bitcast=True)
+    lo = tl.full([], 0, tl.int64)
+    hi = tl.max(tl.where(p > 0, distance, 0))
+    while lo < hi:
+        middle = lo + (hi - lo) // 2
+        enough = tl.sum(tl.where(distance <= middle, p, 0.0)) >= limit
+        lo = tl.where(enough, lo, middle + 1)
+        hi = tl.where(enough, middle, hi)
+    nearer = tl.sum(tl.where(distance < lo, p, 0.0))
+    equal = tl.where(distance == lo, p, 0.0)
+    return keep_and_renormalize(
+        p, (distance < lo) | ((distance == lo) & (nearer + tl.cumsum(equal, 0) - equal < limit))
+    )
+
+
+@triton.jit
+def mirostat(p, mu):
+    """Tokens no more surprising, in bits, than the target."""
+    return keep_and_renormalize(p, p >= tl.minimum(tl.exp2(-mu) * (1.0 - THRESHOLD_TOLERANCE), tl.max(p)))
+
+
+@triton.jit
+def apply_temperature(p, temperature, N: tl.constexpr):
+    """Probabilities to the power of one over the temperature; only the first of them if it is near zero."""
+    places = tl.arange(0, N)
+    top = tl.max(p)
+    is_top = places == tl.min(tl.where(p == top, places, N))
+    power = tl.log(p / top) / tl.maximum(temperature, GREEDY_BELOW_TEMPERATURE)
+    weights = tl.exp(
+        tl.where(is_top, 0.0, tl.where(temperature >= GREEDY_BELOW_TEMPERATURE, power, float("-inf")))
+    )
+    return weights / tl.sum(weights)
+
+
+@triton.jit
+def dynamic_temperature(p, low, high, exponent, N: tl.constexpr):
+    """A temperature by how near the candidates are to equally probable."""
+    entropy = -tl.sum(p * tl.log(tl.where(p > 0, p, 1.0)))
+    count = tl.sum((p > 0).to(tl.int32))
+    max_entropy = tl.where(count > 1, tl.log(count.to(tl.float64)), 1.0)
+    relative_entropy = tl.minimum(tl.maximum(entropy / max_entropy, 0.0), 1.0)
+    fraction = tl.where(
+        relative_entropy > 0,
+        tl.exp(exponent * tl.log(tl.where(relative_entropy > 0, relative_entropy, 1.0))),
+        tl.where(exponent == 0.0, 1.0, 0.0),
+    )
+    return apply_temperature(p, low + (high - low) * fraction, N)
+
+
+@triton.jit
+def xtc(p, probability, threshold, exempt, N: tl.constexpr):
+    """Scale down all but the least probable token above the threshold; spared ones never count."""
+    places = tl.arange(0, N)
+    above_threshold = (p >= threshold * (1.0 - THRESHOLD_TOLERANCE)) & (p > 0) & (exempt == 0)
+    lowest_prob = tl.min(tl.where(above_threshold, p, INFINITY))
+    kept_place = tl.max(tl.where(above_threshold & (p == lowest_prob), places, -1))
+    excluded = above_threshold & (places != kept_place)
+    mass = tl.sum(tl.where(excluded, p, 0.0))
+    scale_up = 1.0 + probability * mass / tl.maximum(1.0 - mass, 1e-300)
+    return p * tl.where(excluded, 1.0 - probability, scale_up)
 
 
 @triton.jit
@@ -431,7 +553,7 @@ def draw_kernel(
     The host is told the token, too.
     """
     row = tl.program_id(0).to(tl.int64)
-    header, params = words + row * HEADER_STRIDE, table + row * TABLE_STRIDE
+    header, params = words + row * HEADER_STRIDE, table + row * PARAM_STRIDE
     place = tl.load(header)
     x += tl.where(uses_copy != 0, row, place) * stride
     u = uniform(tl.load(header + AT_SEED), tl.load(header + AT_SEED + 1), tl.load(header + AT_SEED + 2))

@@ -1,0 +1,75 @@
+"""What the sampler and its GPU kernels share: constants, and the layout of a row's parameters in memory.
+
+A row is described by two blocks. Its *header* is a line of int64 words that change from token to token: the
+seed and position, addresses of tensors, and where in the same upload lists stand. Its *parameters* are a line
+of float64 numbers that follow from its settings. Nothing here needs torch or Triton.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+NO_TOKEN_ALLOWED, NAN_LOGITS, INFINITE_LOGITS = -1, -2, -3  # what stands for a token where a row failed
+TOO_MANY_CANDIDATES = -4  # more candidates than a kernel sorts: the sampler draws such a row again
+
+GREEDY_BELOW_TEMPERATURE = 0.01  # temperatures below mean: take the most probable token
+BLOCKED_LOGIT = -1e30  # not -inf: where all else is excluded, a blocked token is better than none
+MAX_DRY_PENALTY = 1e30  # finite, so that a repeated token that is the only one allowed can still be chosen
+THRESHOLD_TOLERANCE = 1e-6  # a threshold is met by what float32 logits cannot tell from it
+TFS_MIN_PROB = 1e-8  # tail-free sampling drops less probable tokens before it looks at the tail
+BELOW_ONE = 1.0 - 2.0**-50  # keeps the largest uniform number from rounding up to the end of the distribution
+
+PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+PHILOX_KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
+PHILOX_ROUNDS = 10
+
+VOCAB_BLOCK = 64  # neighbouring columns whose maximum is looked at before they are
+MAX_VOCAB = 1 << 18  # columns that a program can look at
+MAX_TILES = 128
+
+HEADER_FIELDS = {
+    "batch_index": 1,  # of the row's logits in the batch
+    "seed": 3,  # seed, position, rewind count
+    "mu": 1,  # address of mirostat's target, 0 at first
+    "initial_mu": 1,  # the first target, as the bits of a float64
+    "xtc_exempt": 1,  # address of the mask of tokens that XTC never excludes
+    "token_counts": 4,  # penalised tokens: address, size, which token entered, which one left; -1 for none
+    "new_counts": 2,  # a new list of penalised tokens: where it is, how many there are
+    "decaying": 2,  # tokens whose penalty decays: where, how many; their counts and strengths follow
+    "blocked": 2,  # where, how many
+    "history": 3,  # the text that DRY searches: address, length, last token
+    "dry_breakers": 1,  # address of the mask of tokens that end a repetition
+    "bias": 1,  # address
+    "allowed": 1,  # where the bits are
+}
+"""The words of a row's header, and how many each has. 0 stands for none; places count from the first header.
+"""
+
+HEADER_OFFSETS = dict(zip(HEADER_FIELDS, accumulate(HEADER_FIELDS.values(), initial=0), strict=False))
+HEADER_WORDS = sum(HEADER_FIELDS.values())
+
+KERNEL_STEPS = (
+    "top_p",
+    "top_a",
+    "min_p",
+    "tfs",
+    "typical",
+    "mirostat",
+    "dynamic_temperature",
+    "final_temperature",
+    "xtc",
+    "skew",
+)
+"""The steps after the softmax that the kernels know, by name; rows with other steps are sampled with torch.
+"""
+
+STEP_FLAGS = {step: 1 << bit for bit, step in enumerate((*KERNEL_STEPS, "greedy"))}
+
+PARAM_FIELDS = (
+    "temperature", "smoothing", "top_k", "top_p", "top_a", "min_p", "tfs", "typical", "tau", "eta",
+    "min_temp", "max_temp", "exponent", "final_temperature", "xtc_probability", "xtc_threshold", "skew_power",
+    "flags", "mirostat", "repetition", "frequency", "presence",
+    "dry_multiplier", "dry_base", "dry_allowed_length", "dry_max_match_length", "dry_search_range",
+)  # fmt: skip
+PARAM_COLUMNS = {name: column for column, name in enumerate(PARAM_FIELDS)}
+PARAM_WIDTH = len(PARAM_FIELDS)
