@@ -24,9 +24,9 @@ from rich.table import Table
 
 from exlm import spec
 from exlm.kernels.artifact_cache import ArtifactCache
-from exlm.kernels.backend import Attend
 from exlm.kernels.cuda import attention as cuda
 from exlm.kernels.cuda.program import Workshop, compiled
+from exlm.kernels.interface import AttentionFn
 from exlm.kernels.reference import ReferenceBackend
 from exlm.kernels.triton import TritonBackend
 from exlm.kvcache.dense import DenseLayer
@@ -59,7 +59,7 @@ class Step(NamedTuple):
 
     heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     layers: list[CacheLayer]
-    where: Batch
+    metadata: Batch
 
 
 def layer(cache: str, pages: int, kv_heads: int, device: torch.device) -> CacheLayer:
@@ -87,11 +87,13 @@ def prepare(cache: str, heads: tuple[int, int], rows: int, past: int, tokens: in
     before = torch.full((rows,), past, device=device)
     positions = before[:, None] + torch.arange(tokens, device=device)
     pages = torch.randperm(rows * width, device=device).view(rows, width)
-    where = Batch(positions, positions, before, pages, past + tokens, uniform=True)
+    metadata = Batch(positions, positions, before, pages, past + tokens, uniform=True)
     q, k, v = (
         torch.randn(rows, tokens, n, HEAD, dtype=torch.float16, device=device) for n in (*heads, heads[1])
     )
-    return Step((q, k, v), [one, *(layer(cache, rows * width, heads[1], device) for _ in range(more))], where)
+    return Step(
+        (q, k, v), [one, *(layer(cache, rows * width, heads[1], device) for _ in range(more))], metadata
+    )
 
 
 class Kernels:
@@ -102,39 +104,39 @@ class Kernels:
         self.triton = TritonBackend(self.device, torch.float16)
         self.plain = ReferenceBackend(self.device, torch.float16)
         self.rope = spec.Rope(1e4, HEAD)
-        self.turn = self.triton.rotation(self.rope, 1 << 14)
+        self.turn = self.triton.rope(self.rope, 1 << 14)
         self.desk = cuda.Desk(Workshop(self.device, FOLDER), self.triton.machine.processors)
 
     def attn(self, heads: tuple[int, int]) -> spec.Attention:
         """The layer."""
         return spec.Attention(*heads, HEAD, self.rope, HEAD**-0.5)
 
-    def portable(self, heads: tuple[int, int]) -> Attend:
+    def portable(self, heads: tuple[int, int]) -> AttentionFn:
         """Triton's."""
         return self.triton.attention(self.attn(heads), self.turn)
 
-    def fast(self, heads: tuple[int, int], plan: cuda.Plan | None = None) -> Attend:
+    def fast(self, heads: tuple[int, int], plan: cuda.Plan | None = None) -> AttentionFn:
         """CUDA's."""
         return cuda.Attend(self.desk, self.attn(heads), self.turn, self.portable(heads), plan)
 
-    def error(self, heads: tuple[int, int], cache: str, attend: Attend) -> float:
+    def error(self, heads: tuple[int, int], cache: str, attend: AttentionFn) -> float:
         """The largest of a few cases, against plain torch."""
-        right = self.plain.attention(self.attn(heads), self.plain.rotation(self.rope, 1 << 14))
+        right = self.plain.attention(self.attn(heads), self.plain.rope(self.rope, 1 << 14))
         worst = 0.0
         for past, tokens in ((77, 1), (5000, 1), (300, 5)):
-            (q, k, v), (kept,), where = prepare(cache, heads, 2, past, tokens, layers=1)
-            want = right(q, k, v, kept.clone(), where).double()
-            got = attend(q, k, v, kept.clone(), where).double()
+            (q, k, v), (kept,), metadata = prepare(cache, heads, 2, past, tokens, layers=1)
+            want = right(q, k, v, kept.clone(), metadata).double()
+            got = attend(q, k, v, kept.clone(), metadata).double()
             worst = max(worst, float((got - want).norm() / want.norm()))
         return worst
 
 
-def time_of(step: Step, attend: Attend) -> float:
+def time_of(step: Step, attend: AttentionFn) -> float:
     """Microseconds for each layer."""
 
     def work() -> None:
         for one in step.layers:
-            attend(*step.heads, one, step.where)
+            attend(*step.heads, one, step.metadata)
 
     return replayed(work, 20) * 1e6 / len(step.layers)
 
@@ -142,8 +144,8 @@ def time_of(step: Step, attend: Attend) -> float:
 def share(step: Step, took: float, speed: float) -> float:
     """Of the copy bandwidth, in bytes for each microsecond."""
     stored = sum(t.nbytes for t in step.layers[0].tensors)
-    past = step.where.max_kv_len - step.heads[0].shape[1]
-    return stored * past / (step.where.pages.shape[1] * PAGE_SIZE) / took / speed
+    past = step.metadata.max_kv_len - step.heads[0].shape[1]
+    return stored * past / (step.metadata.pages.shape[1] * PAGE_SIZE) / took / speed
 
 
 def decoding(kernels: Kernels, rows: list[int], pasts: list[int], speed: float) -> Iterator[Table]:

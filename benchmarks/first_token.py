@@ -159,7 +159,7 @@ def _tallied(model: Any) -> Tally:
     """Count what loading spends in reading weights and in making kernels' forms of them."""
     from exlm.checkpoint.files import TensorFiles
     from exlm.formats import PackedWeight
-    from exlm.kernels.select import Chain
+    from exlm.kernels.dispatch import BackendList
 
     tally, open_checkpoint = Tally(), model.open_checkpoint
 
@@ -172,7 +172,7 @@ def _tallied(model: Any) -> Tally:
     for owner, method, name in (
         (TensorFiles, "load", "of that: files read"),
         (PackedWeight, "to", "of that: sent"),
-        (Chain, "offer", "kernels bound"),
+        (BackendList, "dispatch", "kernels bound"),
     ):
         setattr(owner, method, tally.around(name, getattr(owner, method)))
     return tally

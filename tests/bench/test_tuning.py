@@ -1,4 +1,4 @@
-"""Tuning: knobs are turned one at a time, and only what is quicker stays."""
+"""Tuning: one config is changed at a time, and only what is quicker stays."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from hypothesis import strategies as st
 
 from exlm import Config, InputError, Model
 from exlm.bench import Plan, tune
-from exlm.bench.tuning import GAIN, settle, tuned
+from exlm.bench.tuning import GAIN, hill_climb, tuned
 from tests import tiny
 
-Setting = tuple[int, ...]
+TuneConfig = tuple[int, ...]
 
 
-class Dial:
-    """A knob of one number, whose neighbours are those next to it."""
+class FakeSpace:
+    """A space of one number, whose neighbours are those next to it."""
 
     def __init__(self, name: str, costs: Sequence[float], at: int) -> None:
-        self.name, self.costs, self.setting = name, costs, (at,)
-        self.turns = 0
+        self.name, self.costs, self.config = name, costs, (at,)
+        self.applied = 0
 
-    def nearby(self) -> list[Setting]:
-        return [(at,) for at in (self.setting[0] - 1, self.setting[0] + 1) if 0 <= at < len(self.costs)]
+    def neighbors(self) -> list[TuneConfig]:
+        return [(at,) for at in (self.config[0] - 1, self.config[0] + 1) if 0 <= at < len(self.costs)]
 
-    def turn(self, setting: Setting) -> None:
-        self.setting = setting
-        self.turns += 1
+    def apply(self, config: TuneConfig) -> None:
+        self.config = config
+        self.applied += 1
 
     @property
     def cost(self) -> float:
-        return self.costs[self.setting[0]]
+        return self.costs[self.config[0]]
 
 
 @given(
@@ -42,13 +42,13 @@ class Dial:
         lambda c: st.tuples(st.just(c), st.integers(0, len(c) - 1))
     )
 )
-def test_a_knob_ends_where_nothing_nearby_is_quicker(drawn: tuple[list[float], int]) -> None:
+def test_hill_climbing_ends_where_no_neighbor_is_quicker(drawn: tuple[list[float], int]) -> None:
     costs, at = drawn
-    dial = Dial("", costs, at)
-    found = settle(dial, lambda: dial.cost, dial.cost)
-    assert found == dial.cost <= costs[at]
-    assert all(costs[near] > found * (1 - GAIN) for (near,) in dial.nearby())
-    assert dial.turns <= 2 * len(costs) + len(costs)
+    space = FakeSpace("", costs, at)
+    found = hill_climb(space, lambda: space.cost, space.cost)
+    assert found == space.cost <= costs[at]
+    assert all(costs[near] > found * (1 - GAIN) for (near,) in space.neighbors())
+    assert space.applied <= 2 * len(costs) + len(costs)
 
 
 class Device:
@@ -56,14 +56,14 @@ class Device:
 
     name = "dials"
 
-    def __init__(self, dials: Sequence[Dial], file: Path) -> None:
-        self.dials, self.file, self.kept = dials, file, 0
+    def __init__(self, spaces: Sequence[FakeSpace], file: Path) -> None:
+        self.spaces, self.file, self.kept = spaces, file, 0
 
-    def used(self, run: Callable[[], object]) -> Sequence[Dial]:
+    def tune_spaces(self, run: Callable[[], object]) -> Sequence[FakeSpace]:
         run()
-        return self.dials
+        return self.spaces
 
-    def keep(self, knobs: Sequence[Dial]) -> Path:
+    def save_tuned(self, spaces: Sequence[FakeSpace]) -> Path:
         self.kept += 1
         return self.file
 
@@ -78,7 +78,7 @@ def worked(monkeypatch: pytest.MonkeyPatch, device: Device, slower: float = 0.0)
         def once(self) -> None: ...
 
         def __call__(self) -> float:
-            return sum(dial.cost for dial in device.dials) + slower * next(passes)
+            return sum(space.cost for space in device.spaces) + slower * next(passes)
 
     monkeypatch.setattr("exlm.bench.tuning._Passes", Passes)
     monkeypatch.setattr(Model, "backends", property(lambda _: [device]))
@@ -86,7 +86,7 @@ def worked(monkeypatch: pytest.MonkeyPatch, device: Device, slower: float = 0.0)
 
 
 def test_what_is_quicker_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    device = Device([Dial("a", [1.0, 1.5, 2.0], 2), Dial("b", [3.0, 4.0], 0)], tmp_path / "plans")
+    device = Device([FakeSpace("a", [1.0, 1.5, 2.0], 2), FakeSpace("b", [3.0, 4.0], 0)], tmp_path / "plans")
     told: list[str] = []
     found = tuned(worked(monkeypatch, device), lambda what, *_: told.append(what))
     assert [change._asdict() for change in found.changes] == [{"name": "a", "before": (2,), "after": (0,)}]
@@ -94,15 +94,17 @@ def test_what_is_quicker_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert told == ["a", "b"]
 
 
-def test_what_is_not_quicker_in_turns_is_taken_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_config_that_is_not_quicker_in_alternation_is_reverted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A device that became quicker while it was tuned has found nothing."""
-    device = Device([Dial("a", [1.0, 1.0], 0)], tmp_path)
+    device = Device([FakeSpace("a", [1.0, 1.0], 0)], tmp_path)
     found = tuned(worked(monkeypatch, device, slower=-0.01))
     assert (found.changes, found.file, device.kept) == ((), None, 0)
-    assert device.dials[0].setting == (0,)
+    assert device.spaces[0].config == (0,)
 
 
-def test_nothing_to_tune_is_told(tmp_path: Path) -> None:
+def test_a_model_without_tunable_kernels_is_refused(tmp_path: Path) -> None:
     model = Model(Config(tiny.make(tmp_path / "model")))
     model.load()
     with pytest.raises(InputError, match="only the CUDA kernels have settings"):

@@ -75,7 +75,7 @@ MAY_READ_ENV = (
     "exlm.env",
     "exlm.config",
     "exlm.hub",
-    "exlm.kernels.select",
+    "exlm.kernels.dispatch",
     "exlm.model",
     "exlm.bench",
     "exlm.cli",

@@ -15,9 +15,9 @@ from torch import Tensor
 from exlm import spec
 from exlm.errors import Unsupported
 from exlm.formats import DenseWeight
-from exlm.kernels.backend import stand
+from exlm.kernels.dispatch import BackendList, backends_for
+from exlm.kernels.interface import no_rope
 from exlm.kernels.reference import ReferenceBackend
-from exlm.kernels.select import Chain, choose
 from exlm.kvcache import NoCache
 
 CPU = torch.device("cpu")
@@ -42,20 +42,20 @@ class Held(NoCache):
     def __init__(self, k: Tensor, v: Tensor) -> None:
         self.k, self.v = k, v
 
-    def update(self, k: Tensor, v: Tensor, where: object) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def update(self, k: Tensor, v: Tensor, metadata: object) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return self.k, self.v
 
 
-def looped(q: Tensor, k: Tensor, v: Tensor, where: Rows, attn: spec.Attention) -> Tensor:
+def looped(q: Tensor, k: Tensor, v: Tensor, metadata: Rows, attn: spec.Attention) -> Tensor:
     """Attention, one query of one head at a time."""
     rows, tokens, heads, _ = q.shape
     out = torch.zeros_like(q)
     share = heads // k.shape[2]
     for r in range(rows):
         for t in range(tokens):
-            at = int(where.past_lens[r]) + t
+            at = int(metadata.past_lens[r]) + t
             first = 0 if attn.window is None else max(0, at - attn.window + 1)
-            hidden = set() if where.mask is None else set((~where.mask[r]).nonzero().flatten().tolist())
+            hidden = set() if metadata.mask is None else set((~metadata.mask[r]).nonzero().flatten().tolist())
             seen = [j for j in range(first, at + 1) if j not in hidden or j == at]
             for h in range(heads):
                 scores = [float(q[r, t, h] @ k[r, j, h // share]) * attn.scale for j in seen]
@@ -91,12 +91,12 @@ def test_attention_is_the_loop(
     longest = int(past.max()) + tokens
     even = len(set(pasts[:rows])) == 1 and not hide
     mask = torch.rand(rows, longest) > 0.5 if hide else None
-    where = Rows(past, longest, even, mask)
+    metadata = Rows(past, longest, even, mask)
     attn = spec.Attention(heads[0], heads[1], 8, None, 0.3, window=window, softcap=cap)
     q = torch.randn(rows, tokens, heads[0], 8)
     k, v = torch.randn(rows, longest, heads[1], 8), torch.randn(rows, longest, heads[1], 8)
-    got = PLAIN.attention(attn, stand)(q, k[:, :tokens], v[:, :tokens], Held(k, v), where)
-    assert torch.allclose(got, looped(q, k, v, where, attn), atol=1e-5)
+    got = PLAIN.attention(attn, no_rope)(q, k[:, :tokens], v[:, :tokens], Held(k, v), metadata)
+    assert torch.allclose(got, looped(q, k, v, metadata, attn), atol=1e-5)
 
 
 @given(st.integers(1, 9), st.integers(2, 6), st.booleans(), st.integers(0, 10**6))
@@ -115,7 +115,7 @@ def test_experts_are_the_loop(tokens: int, experts: int, renormalize: bool, seed
         for e in best:
             answer = down[e] @ (F.silu(gate[e] @ x[0, t]) * (up[e] @ x[0, t]))
             want[0, t] += answer * float(shares[e]) / total
-    assert torch.allclose(PLAIN.experts(moe, *linear)(x, logits), want, atol=1e-4)
+    assert torch.allclose(PLAIN.moe(moe, *linear)(x, logits), want, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -169,7 +169,7 @@ def test_refusals_are_kept_and_explained() -> None:
         def linear(self, weight: object) -> None:  # type: ignore[override]
             raise Unsupported("group size 48 is not a multiple of 32")
 
-    chain = Chain([Picky(CPU, torch.float32), PLAIN])
+    chain = BackendList([Picky(CPU, torch.float32), PLAIN])
     weight = DenseWeight(torch.randn(3, 4))
     kernel = chain.bind("layers.0.attn.q", weight.describe(), lambda backend: backend.linear(weight))
     assert kernel(torch.randn(1, 1, 4)).shape == (1, 1, 3)
@@ -177,5 +177,5 @@ def test_refusals_are_kept_and_explained() -> None:
         "layers.0.attn.q: reference, dense float32  (declined: picky: group size 48 is not a multiple of 32)"
     )
     with pytest.raises(Unsupported, match=r"head \(dense\) cannot run on cpu: picky: group size 48"):
-        Chain([Picky(CPU, torch.float32)]).bind("head", "dense", lambda backend: backend.linear(weight))
-    assert choose(CPU, torch.float32).backends[-1].name == "reference"
+        BackendList([Picky(CPU, torch.float32)]).bind("head", "dense", lambda backend: backend.linear(weight))
+    assert backends_for(CPU, torch.float32).backends[-1].name == "reference"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from exlm import spec
-from exlm.kernels.reference.rope import Rotation, frequencies
+from exlm.kernels.reference.rope import RotaryEmbedding, frequencies
 
 CPU = torch.device("cpu")
 
@@ -35,14 +35,14 @@ def test_rotation_is_complex_multiplication(style: str, head: int, dim: int) -> 
     pairs = [(i, i + half) if style == "neox" else (2 * i, 2 * i + 1) for i in range(half)]
     step = torch.tensor([100.0 ** (-2 * i / dim) for i in range(half)], dtype=torch.float64)
     angles = positions[..., None].double() * step
-    got_q, got_k = Rotation(rope, 32, CPU)(q, k, positions)
+    got_q, got_k = RotaryEmbedding(rope, 32, CPU)(q, k, positions)
     assert torch.allclose(got_q.double(), turned(q, angles, pairs), atol=1e-5)
     assert torch.allclose(got_k.double(), turned(k, angles, pairs), atol=1e-5)
 
 
 def test_three_equal_planes_are_plain_rotation() -> None:
-    plain = Rotation(spec.Rope(theta=100.0, dim=8), 32, CPU)
-    planes = Rotation(spec.Rope(theta=100.0, dim=8, mrope_sections=(2, 1, 1)), 32, CPU)
+    plain = RotaryEmbedding(spec.Rope(theta=100.0, dim=8), 32, CPU)
+    planes = RotaryEmbedding(spec.Rope(theta=100.0, dim=8, mrope_sections=(2, 1, 1)), 32, CPU)
     q, k = torch.randn(1, 6, 2, 8), torch.randn(1, 6, 2, 8)
     positions = torch.arange(6)[None]
     for a, b in zip(plain(q, k, positions), planes(q, k, positions.expand(3, 1, 6)), strict=True):
@@ -50,7 +50,7 @@ def test_three_equal_planes_are_plain_rotation() -> None:
 
 
 def test_each_plane_turns_its_own_section() -> None:
-    rotate = Rotation(spec.Rope(theta=100.0, dim=8, mrope_sections=(2, 1, 1)), 32, CPU)
+    rotate = RotaryEmbedding(spec.Rope(theta=100.0, dim=8, mrope_sections=(2, 1, 1)), 32, CPU)
     q = torch.ones(1, 1, 1, 8)
     still = torch.zeros(3, 1, 1, dtype=torch.int64)
     for plane, columns in ((0, [0, 1, 4, 5]), (1, [2, 6]), (2, [3, 7])):

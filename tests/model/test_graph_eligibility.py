@@ -11,9 +11,9 @@ import torch
 from exlm import Config
 from exlm.bench.shapes import SHAPES
 from exlm.bench.synthetic import describe_in
-from exlm.kernels.backend import FEW
+from exlm.kernels.dispatch import BackendList, DispatchRecord
+from exlm.kernels.interface import FUSE_MAX_TOKENS
 from exlm.kernels.reference import ReferenceBackend
-from exlm.kernels.select import Chain, Choice
 from exlm.model.cuda_graphs import MAX_GRAPH_TOKENS, CudaGraphRunner
 from exlm.model.instance import ModelInstance
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
     [
         ("tiny", "", "triton", MAX_GRAPH_TOKENS),
         ("tiny", "", "reference", 0),
-        ("tiny-moe", "cuda", "cuda", FEW),
+        ("tiny-moe", "cuda", "cuda", FUSE_MAX_TOKENS),
         ("tiny-moe", "reference", "cuda", 0),
         ("tiny-moe", "", "cuda", 0),
     ],
@@ -37,9 +37,9 @@ def test_backends_decide_whether_graphs_are_captured(
     roles = [
         (f"layers.{i}.{part}", by) for i in (0, 1) for part, by in (("attn", attention), ("mlp", experts))
     ]
-    choices = [Choice(role, by, "") for role, by in roles if by]
-    chain = Chain([ReferenceBackend(CPU, torch.float16)], choices)
-    assert ModelInstance(config, cast(Any, None), (), (chain,) * 4).max_graph_tokens == tokens
+    records = [DispatchRecord(role, by, "") for role, by in roles if by]
+    backends = BackendList([ReferenceBackend(CPU, torch.float16)], records)
+    assert ModelInstance(config, cast(Any, None), (), (backends,) * 4).max_graph_tokens == tokens
 
 
 def test_larger_batches_are_not_captured() -> None:

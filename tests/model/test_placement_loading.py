@@ -301,8 +301,8 @@ def test_an_adapter_goes_where_its_layer_is(folder: Path) -> None:
     model = loaded(folder)
     assert model._loaded is not None
     on = [torch.device("cuda", i) for i in range(7)]
-    chains: Any = tuple(SimpleNamespace(device=device) for device in on)
-    where = replace(model._loaded, chains=chains).device_of
+    module_backends: Any = tuple(SimpleNamespace(device=device) for device in on)
+    where = replace(model._loaded, module_backends=module_backends).device_of
     roles = ["embed", *(f"layers.{i}.attn.q" for i in range(5)), "head"]
     assert [where(role) for role in roles] == on
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from exlm import spec
 from exlm.formats import DenseWeight
-from exlm.kernels import backend as b
+from exlm.kernels import interface as b
 from exlm.kernels.reference import ReferenceBackend
 from exlm.nn import Attention, Batch, Block, GatedMlp, Linear, LoraRef, ParallelBlock, QkvProjection
 from exlm.nn.attention import no_qk_norm
@@ -52,7 +52,7 @@ class MergedMatrices:
     def __call__(self, x: Tensor, residual: Tensor | None) -> list[Tensor]:
         raise AssertionError("these are many rows")
 
-    def plainly(self, x: Tensor) -> list[Tensor]:
+    def dequant_gemm(self, x: Tensor) -> list[Tensor]:
         self.num_calls += 1
         return list((x @ self.merged_weight.T).split_with_sizes(self.sizes, -1))
 
@@ -62,12 +62,12 @@ class LastKV:
 
     paged = None
 
-    def update(self, k: Tensor, v: Tensor, where: b.Where) -> tuple[Tensor, Tensor]:
+    def update(self, k: Tensor, v: Tensor, metadata: b.AttnMetadata) -> tuple[Tensor, Tensor]:
         self.k, self.v = k, v
         return k, v
 
 
-def add_norm() -> b.AddNorm:
+def add_norm() -> b.AddNormFn:
     return REFERENCE.add_norm(NORM, torch.rand(HIDDEN), None)
 
 
@@ -79,7 +79,7 @@ class CountingLayer:
         self.q, self.k, self.v = (CountingLinear(HIDDEN, heads * 8) for heads in (4, 2, 2))
         self.o, self.down = CountingLinear(32, HIDDEN), CountingLinear(WIDTH, HIDDEN)
         self.gate, self.up = CountingLinear(HIDDEN, WIDTH), CountingLinear(HIDDEN, WIDTH)
-        attend = REFERENCE.attention(ATTN, b.stand)
+        attend = REFERENCE.attention(ATTN, b.no_rope)
         attn = Attention(8, QkvProjection(self.q, self.k, self.v), no_qk_norm, attend, self.o)
         mlp = GatedMlp(REFERENCE.gated("silu"), self.gate, self.up, self.down)
         same = lambda x: x  # noqa: E731
@@ -181,15 +181,15 @@ class Stackable:
     def __init__(self, stacks: bool = True) -> None:
         self.stacks = stacks
 
-    def __call__(self, x: Tensor, kv: b.KeyValues, where: b.Where) -> Tensor:
+    def __call__(self, x: Tensor, kv: b.LayerKVCache, metadata: b.AttnMetadata) -> Tensor:
         return x + 1
 
-    def stack(self, following: Sequence[b.Whole]) -> b.Stack | None:
+    def fuse_decoder(self, following: Sequence[b.FusedLayer]) -> b.FusedDecoder | None:
         count = 1 + len(following)
-        return (lambda x, layers, where: x + count) if self.stacks else None
+        return (lambda x, layers, metadata: x + count) if self.stacks else None
 
 
-def fused_block(fused_layer: b.Whole | None) -> FusedBlock:
+def fused_block(fused_layer: b.FusedLayer | None) -> FusedBlock:
     plain = lambda x, residual: [x]  # noqa: E731
     made = FusedBlock(CountingLayer(False).block, plain, plain, FusedMlp(plain, plain), MAX_FUSED_TOKENS)
     made.fused_layer = fused_layer
@@ -205,7 +205,7 @@ def test_blocks_are_stacked_if_all_are_fused() -> None:
     assert got is not None
     assert torch.equal(got, x + 3)
     others: list[list[BlockLike]] = [[], [*good, good[0].block], [*good, fused_block(None)]]
-    others += [[fused_block(lambda x, kv, where: x), *good], [fused_block(Stackable(stacks=False)), *good]]
+    others += [[fused_block(lambda x, kv, metadata: x), *good], [fused_block(Stackable(stacks=False)), *good]]
     assert [fuse_stack(blocks) for blocks in others] == [None] * 5
 
 

@@ -19,7 +19,7 @@ import torch
 from .. import __version__, env
 from ..kernels.cpu.building import COMPILERS, SOURCES, sets_here
 from ..kernels.cpu.library import existing
-from ..kernels.select import choose
+from ..kernels.dispatch import backends_for
 from ..model.devices import pick_dtype
 
 _CPUINFO = Path("/proc/cpuinfo")
@@ -143,9 +143,9 @@ def _library() -> str:
 
 
 def _kernels(device: torch.device) -> str:
-    chain = choose(device, pick_dtype(None, None, device))
-    names = ", then ".join(backend.name for backend in chain.backends)
-    return "; not ".join([names, *chain.absent])
+    backends = backends_for(device, pick_dtype(None, None, device))
+    names = ", then ".join(backend.name for backend in backends.backends)
+    return "; not ".join([names, *backends.unavailable])
 
 
 def _nvrtc() -> str:

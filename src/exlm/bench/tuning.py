@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from .. import Cache, InputError, Model, env
-from ..kernels.backend import Knob, Tunable
+from ..kernels.interface import SupportsTuning, TuneSpace
 from ..model.devices import pick_device
 from ..model.model_runner import PagedModelRunner
 from .benchmark import Plan, Tell, opened
@@ -29,15 +29,15 @@ WARM, PASSES, TURNS = 3, 20, 5
 GAIN = 0.002
 """The share of a pass that a change must save: less than that is noise."""
 
-Setting = tuple[int, ...]
+TuneConfig = tuple[int, ...]
 
 
 class Change(NamedTuple):
     """One kind of work, as it was set and as it is now."""
 
     name: str
-    before: Setting
-    after: Setting
+    before: TuneConfig
+    after: TuneConfig
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def tune(plan: Plan, tell: Tell = lambda *_: None) -> Tuned:
 
 def tuned(model: Model, tell: Tell = lambda *_: None) -> Tuned:
     """Settle every kind of work that decode passes of a loaded model consist of; keep what is quicker."""
-    backend = next((one for one in model.backends if isinstance(one, Tunable)), None)
+    backend = next((one for one in model.backends if isinstance(one, SupportsTuning)), None)
     if backend is None:
         names = ", ".join(one.name for one in model.backends)
         raise InputError(
@@ -77,59 +77,59 @@ def tuned(model: Model, tell: Tell = lambda *_: None) -> Tuned:
             "Name a GPU with --device."
         )
     clock = _Passes(model)
-    knobs = backend.used(clock.once)
-    was = [knob.setting for knob in knobs]
+    spaces = backend.tune_spaces(clock.once)
+    initial = [space.config for space in spaces]
     first = clock()
     now = first
-    for done, knob in enumerate(knobs):
-        tell(knob.name, done, len(knobs))
-        now = settle(knob, clock, now)
+    for done, space in enumerate(spaces):
+        tell(space.name, done, len(spaces))
+        now = hill_climb(space, clock, now)
     changes = tuple(
-        Change(knob.name, old, knob.setting)
-        for knob, old in zip(knobs, was, strict=True)
-        if knob.setting != old
+        Change(space.name, old, space.config)
+        for space, old in zip(spaces, initial, strict=True)
+        if space.config != old
     )
-    before, after = _compared(knobs, was, clock) if changes else (first, first)
+    before, after = _compared(spaces, initial, clock) if changes else (first, first)
     if not changes or after > before * (1 - GAIN):
-        _turn(knobs, was)
+        _apply(spaces, initial)
         return Tuned((), before, before, None)
-    return Tuned(changes, before, after, backend.keep(knobs))
+    return Tuned(changes, before, after, backend.save_tuned(spaces))
 
 
-def settle(knob: Knob, clock: Callable[[], float], now: float) -> float:
+def hill_climb(space: TuneSpace, clock: Callable[[], float], now: float) -> float:
     """Turn a knob, step by step, until no setting nearby is quicker; returns how quick that is."""
-    best, known = knob.setting, {knob.setting}
+    best, known = space.config, {space.config}
     while True:
-        times: dict[Setting, float] = {}
-        for setting in knob.nearby():
-            if setting not in known:
-                known.add(setting)
-                knob.turn(setting)
-                times[setting] = clock()
-                knob.turn(best)
-        winner = min(times, key=lambda setting: times[setting], default=best)
+        times: dict[TuneConfig, float] = {}
+        for config in space.neighbors():
+            if config not in known:
+                known.add(config)
+                space.apply(config)
+                times[config] = clock()
+                space.apply(best)
+        winner = min(times, key=lambda config: times[config], default=best)
         if winner == best or times[winner] > now * (1 - GAIN):
             return now
         best, now = winner, times[winner]
-        knob.turn(best)
+        space.apply(best)
 
 
 def _compared(
-    knobs: Sequence[Knob], was: Sequence[Setting], clock: Callable[[], float]
+    spaces: Sequence[TuneSpace], initial: Sequence[TuneConfig], clock: Callable[[], float]
 ) -> tuple[float, float]:
     """Seconds as it was and as it is, in turns: a device may have become quicker or slower meanwhile."""
-    ways = was, [knob.setting for knob in knobs]
+    configs = initial, [space.config for space in spaces]
     times: tuple[list[float], list[float]] = ([], [])
-    for way in (0, 1, 1, 0, 0, 1, 1, 0):
-        _turn(knobs, ways[way])
-        times[way].append(clock())
-    _turn(knobs, ways[1])
+    for which in (0, 1, 1, 0, 0, 1, 1, 0):
+        _apply(spaces, configs[which])
+        times[which].append(clock())
+    _apply(spaces, configs[1])
     return median(times[0]), median(times[1])
 
 
-def _turn(knobs: Sequence[Knob], to: Sequence[Setting]) -> None:
-    for knob, setting in zip(knobs, to, strict=True):
-        knob.turn(setting)
+def _apply(spaces: Sequence[TuneSpace], to: Sequence[TuneConfig]) -> None:
+    for space, config in zip(spaces, to, strict=True):
+        space.apply(config)
 
 
 class _Passes:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..kernels.backend import Where
+from ..kernels.interface import AttnMetadata
 from .base import CacheBase
 from .hadamard import to_float16_saturating
 from .layer import PAGE_SIZE, CacheLayer, LayerShape, empty_pages, slot_mapping
@@ -20,7 +20,7 @@ FLOAT_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32":
 class DenseLayer(CacheLayer):
     """One layer's pages: (pages, page size, kv_heads, head_dim) for keys and for values."""
 
-    coding = ("float", "float")
+    kv_dtype = ("float", "float")
 
     def __init__(
         self, pages: int, page_size: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
@@ -38,19 +38,19 @@ class DenseLayer(CacheLayer):
         """The values' pages."""
         return self.values[0]
 
-    def update(self, k: Tensor, v: Tensor, where: Where) -> tuple[Tensor, Tensor]:
+    def update(self, k: Tensor, v: Tensor, metadata: AttnMetadata) -> tuple[Tensor, Tensor]:
         """Write the new heads behind each row's past; return every head up to the longest row's end.
 
         New tokens are read back as stored, so the answer does not depend on how a prompt was cut. What is too
         large for float16 is stored as its largest number.
         """
-        slots = slot_mapping(where, k.shape[1], self.page_size)
+        slots = slot_mapping(metadata, k.shape[1], self.page_size)
         self.k.flatten(0, 1)[slots] = _to_storage_dtype(k.flatten(0, 1), self.k.dtype)
         self.v.flatten(0, 1)[slots] = _to_storage_dtype(v.flatten(0, 1), self.v.dtype)
-        max_pages = -(-where.max_kv_len // self.page_size)
-        table = where.pages[:, :max_pages].long()
-        keys = self.k[table].flatten(1, 2)[:, : where.max_kv_len]  # (rows, longest, kv_heads, head_dim)
-        values = self.v[table].flatten(1, 2)[:, : where.max_kv_len]
+        max_pages = -(-metadata.max_kv_len // self.page_size)
+        table = metadata.pages[:, :max_pages].long()
+        keys = self.k[table].flatten(1, 2)[:, : metadata.max_kv_len]  # (rows, longest, kv_heads, head_dim)
+        values = self.v[table].flatten(1, 2)[:, : metadata.max_kv_len]
         return keys.to(k.dtype), values.to(v.dtype)
 
 
@@ -102,7 +102,7 @@ class NoCache:
 
     paged = None
 
-    def update(self, k: Tensor, v: Tensor, where: Where) -> tuple[Tensor, Tensor]:
+    def update(self, k: Tensor, v: Tensor, metadata: AttnMetadata) -> tuple[Tensor, Tensor]:
         """Return the new heads unchanged."""
         return k, v
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DoesNotFit
-from ..kernels.backend import Coding, Pages, Where
+from ..kernels.interface import AttnMetadata, KVCacheDtype, KVPages
 from ..memory import ran_out
 
 PAGE_SIZE = 256
@@ -55,20 +55,20 @@ class CacheLayer(ABC):
     for a token depends on that token alone, so tokens and pages may be copied as they are.
     """
 
-    coding: tuple[Coding, Coding]  # of keys and of values
+    kv_dtype: tuple[KVCacheDtype, KVCacheDtype]  # of keys and of values
 
     def __init__(self, page_size: int, keys: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> None:
         self.page_size = page_size
         self.keys = keys
         self.values = values
-        self._paged: Pages | None = None
+        self._paged: KVPages | None = None
 
     @property
-    def paged(self) -> Pages:
+    def paged(self) -> KVPages:
         """The pages, for kernels that read and write in place."""
         found = self._paged
         if found is None or found.keys is not self.keys or found.values is not self.values:
-            self._paged = found = Pages(self.page_size, self.keys, self.values, self.coding)
+            self._paged = found = KVPages(self.page_size, self.keys, self.values, self.kv_dtype)
         return found
 
     @property
@@ -82,7 +82,7 @@ class CacheLayer(ABC):
         return self.keys[0].device
 
     @abstractmethod
-    def update(self, k: Tensor, v: Tensor, where: Where) -> tuple[Tensor, Tensor]:
+    def update(self, k: Tensor, v: Tensor, metadata: AttnMetadata) -> tuple[Tensor, Tensor]:
         """Write the new heads behind each row's past; return every head up to the longest row's end.
 
         Heads are (rows, tokens, kv_heads, head_dim). Behind a shorter row's end anything may stand.
@@ -107,14 +107,14 @@ class CacheLayer(ABC):
         return twin
 
 
-def new_token_positions(where: Where, tokens: int) -> Tensor:
+def new_token_positions(metadata: AttnMetadata, tokens: int) -> Tensor:
     """(rows, tokens) the place of each new token in its own row."""
-    return where.past_lens[:, None] + torch.arange(tokens, device=where.past_lens.device)
+    return metadata.past_lens[:, None] + torch.arange(tokens, device=metadata.past_lens.device)
 
 
-def slot_mapping(where: Where, tokens: int, page_size: int) -> Tensor:
+def slot_mapping(metadata: AttnMetadata, tokens: int, page_size: int) -> Tensor:
     """(rows · tokens,) the place of each new token among all pages laid end to end."""
-    positions = new_token_positions(where, tokens)
+    positions = new_token_positions(metadata, tokens)
     return (
-        where.pages.gather(1, positions // page_size).long() * page_size + positions % page_size
+        metadata.pages.gather(1, positions // page_size).long() * page_size + positions % page_size
     ).flatten()

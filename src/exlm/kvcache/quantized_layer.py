@@ -12,7 +12,7 @@ from typing import ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
-from ..kernels.backend import Coding, Where
+from ..kernels.interface import AttnMetadata, KVCacheDtype
 from . import hadamard
 from .layer import CacheLayer, LayerShape, empty_pages, new_token_positions, slot_mapping
 
@@ -24,7 +24,7 @@ class KVQuantizer(Protocol):
     """How the heads of a token are stored."""
 
     @property
-    def coding(self) -> Coding:
+    def kv_dtype(self) -> KVCacheDtype:
         """Its name among kernels."""
         ...
 
@@ -50,9 +50,9 @@ class HadamardQuantizer:
     bits: Literal[4, 8]
 
     @property
-    def coding(self) -> Coding:
+    def kv_dtype(self) -> KVCacheDtype:
         """Its name among kernels."""
-        return "rotated8" if self.bits == 8 else "rotated4"
+        return "hadamard8" if self.bits == 8 else "hadamard4"
 
     def empty_pages(
         self, pages: int, page_size: int, shape: LayerShape, device: torch.device
@@ -79,7 +79,7 @@ class HadamardQuantizer:
 class TruncatedFP8:
     """The upper byte of each float16: sign, exponent and two bits, the rest cut off."""
 
-    coding: ClassVar[Coding] = "truncated"
+    kv_dtype: ClassVar[KVCacheDtype] = "fp8_e5m2"
 
     def empty_pages(
         self, pages: int, page_size: int, shape: LayerShape, device: torch.device
@@ -116,37 +116,37 @@ class QuantizedLayer(CacheLayer):
         )
         self.key_quantizer = key_quantizer
         self.value_quantizer = value_quantizer
-        self.coding = key_quantizer.coding, value_quantizer.coding
+        self.kv_dtype = key_quantizer.kv_dtype, value_quantizer.kv_dtype
 
-    def update(self, k: Tensor, v: Tensor, where: Where) -> tuple[Tensor, Tensor]:
+    def update(self, k: Tensor, v: Tensor, metadata: AttnMetadata) -> tuple[Tensor, Tensor]:
         """Encode and write the new heads; return the past decoded, with the new heads in their places."""
-        slots = slot_mapping(where, k.shape[1], self.page_size)
+        slots = slot_mapping(metadata, k.shape[1], self.page_size)
         for stored, quantizer, new in (
             (self.keys, self.key_quantizer, k),
             (self.values, self.value_quantizer, v),
         ):
             for tensor, part in zip(stored, quantizer.quantize(new.flatten(0, 1)), strict=True):
                 tensor.flatten(0, 1)[slots] = part
-        return self._dequantized(self.keys, self.key_quantizer, k, where), self._dequantized(
-            self.values, self.value_quantizer, v, where
+        return self._dequantized(self.keys, self.key_quantizer, k, metadata), self._dequantized(
+            self.values, self.value_quantizer, v, metadata
         )
 
     def _dequantized(
-        self, stored: tuple[Tensor, ...], quantizer: KVQuantizer, new: Tensor, where: Where
+        self, stored: tuple[Tensor, ...], quantizer: KVQuantizer, new: Tensor, metadata: AttnMetadata
     ) -> Tensor:
         rows, tokens, *head = new.shape
-        max_past = where.max_kv_len - tokens  # of the longest row
+        max_past = metadata.max_kv_len - tokens  # of the longest row
         if max_past == 0:
             return new
-        heads = new.new_empty(rows, where.max_kv_len, *head)
+        heads = new.new_empty(rows, metadata.max_kv_len, *head)
         heads[:, max_past:] = 0
         pages_at_once = max(
             1, MAX_DEQUANTIZED_NUMBERS // (rows * self.page_size * head[0] * head[1])
         )  # pages of each row
         for first in range(0, -(-max_past // self.page_size), pages_at_once):
             start, stop = first * self.page_size, min(max_past, (first + pages_at_once) * self.page_size)
-            table = where.pages[:, first : first + pages_at_once].long()
+            table = metadata.pages[:, first : first + pages_at_once].long()
             pages = tuple(tensor[table].flatten(1, 2)[:, : stop - start] for tensor in stored)
             heads[:, start:stop] = quantizer.dequantize(pages)
-        heads[torch.arange(rows, device=new.device)[:, None], new_token_positions(where, tokens)] = new
+        heads[torch.arange(rows, device=new.device)[:, None], new_token_positions(metadata, tokens)] = new
         return heads

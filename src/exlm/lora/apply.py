@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import spec
-from ..kernels import backend as b
+from ..kernels import interface as b
 from ..kernels.reference import ReferenceBackend
 from ..nn import Batch, Embedding, Expert, Experts, Linear, LoraRef
 
@@ -82,7 +82,7 @@ class AdaptedEmbedding(Embedding):
         return x
 
 
-ExpertsKernelFactory = Callable[[list[b.Linear], list[b.Linear], list[b.Linear]], b.Experts]
+ExpertsKernelFactory = Callable[[list[b.LinearFn], list[b.LinearFn], list[b.LinearFn]], b.MoeFn]
 """gate, up and down of every expert → a kernel of them."""
 
 
@@ -117,9 +117,9 @@ class AdaptedExperts(Experts):
                 out[row] = kernel(x[row : row + 1], logits[row : row + 1])[0]
         return out
 
-    def _adapted_matrices(self, matrix: str, active: Iterable[LoraRef]) -> list[b.Linear]:
+    def _adapted_matrices(self, matrix: str, active: Iterable[LoraRef]) -> list[b.LinearFn]:
         """One matrix of every expert, as these adapters have it."""
-        out: list[b.Linear] = []
+        out: list[b.LinearFn] = []
         for number, expert in enumerate(self.experts):
             linear: Linear = getattr(expert, matrix)
             found = [(self.lora_weights[adapter].get((number, matrix)), scale) for adapter, scale in active]
@@ -128,7 +128,7 @@ class AdaptedExperts(Experts):
         return out
 
 
-def _add_lora(kernel: b.Linear, weights: Iterable[tuple[LoraWeights, float]], x: Tensor) -> Tensor:
+def _add_lora(kernel: b.LinearFn, weights: Iterable[tuple[LoraWeights, float]], x: Tensor) -> Tensor:
     y = kernel(x)
     for one, scale in weights:
         y = y + one(x, scale)

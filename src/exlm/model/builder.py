@@ -16,9 +16,9 @@ from ..checkpoint import Source
 from ..errors import Unsupported
 from ..formats import DenseWeight, Weight
 from ..formats.room import give_back, trim
-from ..kernels import backend as b
-from ..kernels.backend import HeadPair
-from ..kernels.select import Chain, Choice
+from ..kernels import interface as b
+from ..kernels.dispatch import BackendList, DispatchRecord
+from ..kernels.interface import QKNormFn
 from ..nn import (
     AllHeadsNorm,
     Attention,
@@ -57,12 +57,12 @@ def add_without_norm(x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
     return total, total
 
 
-def gated_projection(gate_up: b.Project, act: b.Gated) -> b.Project:
+def gated_fused_linear(gate_up: b.FusedLinear, act: b.GatedActivationFn) -> b.FusedLinear:
     """Two matrices, then the nonlinearity of one's answer times the other's."""
     return lambda x, residual: [act(*gate_up(x, residual))]
 
 
-def scaled_norm(inner: b.Norm, factor: float) -> b.Norm:
+def scaled_norm(inner: b.NormFn, factor: float) -> b.NormFn:
     """A norm whose answer is multiplied; the inner one itself when the factor is one."""
     return inner if factor == 1.0 else lambda x: inner(x) * factor
 
@@ -73,12 +73,14 @@ class Builder:
 
     model: spec.Model
     checkpoint: Source
-    chain: Chain
+    backends: BackendList
     max_seq_len: int
-    chains: Sequence[Chain] = ()  # one for each module, where they differ; () has all of them on `chain`
+    module_backends: Sequence[
+        BackendList
+    ] = ()  # one for each module, where they differ; () has all of them on `backends`
     has_embedding: bool = True  # whether the embedding is to be built, or left to another process
     has_head: bool = True  # the same of the head
-    _ropes: dict[tuple[int, spec.Rope], b.Rotation] = field(default_factory=dict)
+    _ropes: dict[tuple[int, spec.Rope], b.RopeFn] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Know every matrix before reading any."""
@@ -100,11 +102,11 @@ class Builder:
         first_roles = ["head"] if self.has_head and not self.tied else []
         roles = first_roles + [role for role in self._matrices if role != "head"]
         total = self.checkpoint.files.total_bytes
-        devices = {chain.device for chain in (self.chain, *self.chains)}
+        devices = {backends.device for backends in (self.backends, *self.module_backends)}
         self._cuda_streams = {one: torch.cuda.current_stream(one) for one in devices if one.type == "cuda"}
         with WeightPrefetcher(self.prepare, self.stored_bytes, roles, total) as self._prefetcher:
             embedding = self.embedding() if self.has_embedding else None
-            with device_context(self.chain_for("head").device):
+            with device_context(self.backends_for("head").device):
                 head = self.head() if self.has_head else None
             self._embedding_weight = None  # it is bound, perhaps in another form
             give_back()
@@ -125,51 +127,53 @@ class Builder:
         give_back()
         yield decoder
 
-    def chain_for(self, role: str) -> Chain:
+    def backends_for(self, role: str) -> BackendList:
         """The backends of the module a role belongs to."""
-        if not self.chains:
-            return self.chain
+        if not self.module_backends:
+            return self.backends
         match role.split("."):
             case ["embed"]:
-                return self.chains[0]
+                return self.module_backends[0]
             case ["layers", layer, *_]:
-                return self.chains[int(layer) + 1]
-        return self.chains[-1]
+                return self.module_backends[int(layer) + 1]
+        return self.module_backends[-1]
 
     def transfer_before(self, i: int) -> TransferFn:
         """What lies before block i, or before the head: a border, if the module before it is elsewhere.
 
         There is one before the first block too, if a pass could begin with another GPU than its own current.
         """
-        chains = self.chains or [self.chain] * len(self)
-        first, devices = chains[0].device, {chain.device for chain in chains}
+        module_backends = self.module_backends or [self.backends] * len(self)
+        first, devices = module_backends[0].device, {backends.device for backends in module_backends}
         starts_elsewhere = i == 0 and first.type == "cuda" and (len(devices) > 1 or first.index != 0)
         return (
-            DeviceTransfer(chains[i + 1].device)
-            if starts_elsewhere or chains[i + 1] is not chains[i]
+            DeviceTransfer(module_backends[i + 1].device)
+            if starts_elsewhere or module_backends[i + 1] is not module_backends[i]
             else no_transfer
         )
 
     def embedding(self) -> Embedding:
         """The token table, and the position table where there is one."""
-        m, chain = self.model, self.chain_for("embed")
+        m, backends = self.model, self.backends_for("embed")
         weight = self.embedding_weight()
-        lookup = chain.bind("embed", weight.describe(), lambda backend: backend.embedding(weight))
+        lookup = backends.bind("embed", weight.describe(), lambda backend: backend.embedding(weight))
         rows = m.embed.positions
         positions = None
         if rows:
             shape = (rows, m.hidden)
-            positions = self.checkpoint.tensor("positions", shape, dtype=chain.dtype, device=chain.device)
-        residual_dtype = torch.float32 if m.fp32_residual else chain.dtype
+            positions = self.checkpoint.tensor(
+                "positions", shape, dtype=backends.dtype, device=backends.device
+            )
+        residual_dtype = torch.float32 if m.fp32_residual else backends.dtype
         return Embedding(lookup, m.vocab, positions, m.embed.scale, residual_dtype)
 
     def embedding_weight(self) -> Weight:
         """The embedding's matrix, read once: kept as stored, unless it is also the head and must multiply."""
         if self._embedding_weight is None:
-            m, chain = self.model, self.chain_for("embed")
-            dtype = chain.dtype if self.tied and self.chain_for("head") is chain else None
+            m, backends = self.model, self.backends_for("embed")
+            dtype = backends.dtype if self.tied and self.backends_for("head") is backends else None
             self._embedding_weight = self.checkpoint.weight(
-                "embed", m.hidden, m.vocab, bias=False, dtype=dtype, device=chain.device
+                "embed", m.hidden, m.vocab, bias=False, dtype=dtype, device=backends.device
             )
         return self._embedding_weight
 
@@ -188,18 +192,20 @@ class Builder:
         )
         norm = self.add_norm("final_norm", m.final_norm, m.hidden)
         head = Head(norm, linear, m.head.scale, m.head.softcap)
-        fused = self.chain_for("head").fuse(
+        fused = self.backends_for("head").fuse(
             "head.block", "a few rows", lambda fuser: self.fused_head(head, fuser)
         )
         return fused or head
 
-    def fused_head(self, head: Head, fuser: b.Fuser) -> FusedHead:
+    def fused_head(self, head: Head, fuser: b.SupportsFusion) -> FusedHead:
         """The head for few rows; `Unsupported` if it is not of the common kind."""
         if self.model.fp32_residual:
             raise Unsupported("a wider residual stream")
         norm = self.model.final_norm
-        entry = b.Entry(norm, self.norm_tensors("final_norm", norm, self.model.hidden)[0])
-        return FusedHead(head, fuser.project([head.linear.kernel], entry, None, full=True), fuser.most)
+        entry = b.NormPrologue(norm, self.norm_tensors("final_norm", norm, self.model.hidden)[0])
+        return FusedHead(
+            head, fuser.fused_linear([head.linear.kernel], entry, None, fp32_out=True), fuser.max_fused_tokens
+        )
 
     def with_unit_rows(self, weight: Weight) -> Weight:
         """The head's matrix with rows of length one, if the model wants them."""
@@ -209,11 +215,11 @@ class Builder:
 
     def tied_weight(self) -> Weight:
         """The embedding's matrix as the head's: the same one, or a copy where the head is elsewhere."""
-        m, chain = self.model, self.chain_for("head")
-        if chain is self.chain_for("embed"):
+        m, backends = self.model, self.backends_for("head")
+        if backends is self.backends_for("embed"):
             return self.embedding_weight()
         return self.checkpoint.weight(
-            "embed", m.hidden, m.vocab, bias=False, dtype=chain.dtype, device=chain.device
+            "embed", m.hidden, m.vocab, bias=False, dtype=backends.dtype, device=backends.device
         )
 
     def block(self, i: int, layer: spec.Layer) -> BlockLike:
@@ -231,12 +237,14 @@ class Builder:
             attn_post_norm=scaled_norm(self.norm(prefix + "attn_post", layer.attn_post, hidden), scale),
             mlp_post_norm=scaled_norm(self.norm(prefix + "mlp_post", layer.mlp_post, hidden), scale),
         )
-        fused = self.chain_for(prefix).fuse(
+        fused = self.backends_for(prefix).fuse(
             prefix + "block", "a few rows", lambda fuser: self.fused_block(prefix, layer, block, fuser)
         )
         return fused or block
 
-    def fused_block(self, prefix: str, layer: spec.Layer, block: Block, fuser: b.Fuser) -> FusedBlock:
+    def fused_block(
+        self, prefix: str, layer: spec.Layer, block: Block, fuser: b.SupportsFusion
+    ) -> FusedBlock:
         """The layer for few rows; `Unsupported` if anything in it is not of the common kind."""
         mlp, qkv, (attn_norm, mlp_norm) = block.mlp, block.attn.qkv, (layer.attn_norm, layer.mlp_norm)
         if self.model.fp32_residual or layer.residual_scale != 1.0:
@@ -246,40 +254,44 @@ class Builder:
         if not isinstance(mlp, GatedMlp | MoeMlp) or not isinstance(qkv, QkvProjection):
             raise Unsupported("another MLP, or clamped projections")
 
-        def entry(role: str, norm: spec.Norm) -> b.Entry:
-            return b.Entry(norm, self.norm_tensors(prefix + role, norm, self.model.hidden)[0])
+        def entry(role: str, norm: spec.Norm) -> b.NormPrologue:
+            return b.NormPrologue(norm, self.norm_tensors(prefix + role, norm, self.model.hidden)[0])
 
         def project(
-            *parts: Linear, behind: b.Entry | None = None, act: spec.Activation | None = None
-        ) -> b.Project:
-            return fuser.project([part.kernel for part in parts], behind, act)
+            *parts: Linear, behind: b.NormPrologue | None = None, act: spec.Activation | None = None
+        ) -> b.FusedLinear:
+            return fuser.fused_linear([part.kernel for part in parts], behind, act)
 
         fused_qkv, fused_o = (
             project(qkv.q, qkv.k, qkv.v, behind=entry("attn_norm", attn_norm)),
             project(block.attn.o),
         )
         if not isinstance(mlp, GatedMlp) or isinstance(layer.mlp, spec.Moe):
-            return FusedBlock(block, fused_qkv, fused_o, None, fuser.most)
+            return FusedBlock(block, fused_qkv, fused_o, None, fuser.max_fused_tokens)
         gate_up = partial(project, mlp.gate, mlp.up, behind=entry("mlp_norm", mlp_norm))
         try:
             gate = gate_up(act=layer.mlp.act)
         except Unsupported:  # as two matrices, and what lies between them by itself
-            gate = gated_projection(gate_up(), mlp.act)
-        return FusedBlock(block, fused_qkv, fused_o, FusedMlp(gate, project(mlp.down)), fuser.most)
+            gate = gated_fused_linear(gate_up(), mlp.act)
+        return FusedBlock(
+            block, fused_qkv, fused_o, FusedMlp(gate, project(mlp.down)), fuser.max_fused_tokens
+        )
 
     def attention(self, prefix: str, attn: spec.Attention) -> Attention:
         """Projections, head norms, rotation and the attention kernel of one layer."""
         qkv: Qkv = QkvProjection(*(self.linear(f"{prefix}attn.{part}") for part in "qkv"))
         if attn.clip is not None:
             qkv = ClampedQkv(qkv, attn.clip)
-        chain = self.chain_for(prefix)
-        rotate = self.rope(chain, attn.rope)
-        attend = chain.bind(prefix + "attn", _describe(attn), lambda backend: backend.attention(attn, rotate))
+        backends = self.backends_for(prefix)
+        rope = self.rope(backends, attn.rope)
+        attend = backends.bind(
+            prefix + "attn", _describe(attn), lambda backend: backend.attention(attn, rope)
+        )
         return Attention(
             attn.head_dim, qkv, self.head_norms(prefix, attn), attend, self.linear(prefix + "attn.o")
         )
 
-    def head_norms(self, prefix: str, attn: spec.Attention) -> HeadPair:
+    def head_norms(self, prefix: str, attn: spec.Attention) -> QKNormFn:
         """How q and k are normalised, if at all."""
         if attn.qk_norm is None:
             return no_qk_norm
@@ -297,11 +309,11 @@ class Builder:
             return self.experts(prefix, mlp)
         up, down = self.linear(prefix + "mlp.up"), self.linear(prefix + "mlp.down")
         if not mlp.gated:
-            plain = self.chain_for(prefix).bind(
+            plain = self.backends_for(prefix).bind(
                 prefix + "mlp", mlp.act, lambda backend: backend.activation(mlp.act)
             )
             return PlainMlp(plain, up, down)
-        act = self.chain_for(prefix).bind(prefix + "mlp", mlp.act, lambda backend: backend.gated(mlp.act))
+        act = self.backends_for(prefix).bind(prefix + "mlp", mlp.act, lambda backend: backend.gated(mlp.act))
         return GatedMlp(act, self.linear(prefix + "mlp.gate"), up, down)
 
     def experts(self, prefix: str, moe: spec.Moe) -> MoeMlp:
@@ -312,36 +324,36 @@ class Builder:
 
         parts = expert_linears("gate"), expert_linears("up"), expert_linears("down")
         gate, up, down = ([linear.kernel for linear in part] for part in parts)
-        kernel = self.chain_for(prefix).bind(
-            prefix + "mlp", _describe(moe), lambda x: x.experts(moe, gate, up, down)
+        kernel = self.backends_for(prefix).bind(
+            prefix + "mlp", _describe(moe), lambda x: x.moe(moe, gate, up, down)
         )
         experts = Experts(kernel, [Expert(*three) for three in zip(*parts, strict=True)])
         return MoeMlp(self.linear(prefix + "mlp.router"), experts)
 
-    def rope(self, chain: Chain, rope: spec.Rope | None) -> b.Rotation:
+    def rope(self, backends: BackendList, rope: spec.Rope | None) -> b.RopeFn:
         """One table for all layers of a device that turn alike."""
         if rope is None:
-            return b.stand
-        key = id(chain), rope
+            return b.no_rope
+        key = id(backends), rope
         if key not in self._ropes:
             detail = f"{rope.dim} dimensions, {self.max_seq_len} positions"
-            make: Callable[[b.Backend], b.Rotation] = lambda x: x.rotation(rope, self.max_seq_len)  # noqa: E731
-            self._ropes[key] = chain.bind("rope", detail, make)
+            make: Callable[[b.Backend], b.RopeFn] = lambda x: x.rope(rope, self.max_seq_len)  # noqa: E731
+            self._ropes[key] = backends.bind("rope", detail, make)
         return self._ropes[key]
 
-    def norm(self, role: str, norm: spec.Norm | None, width: int, heads: int | None = None) -> b.Norm:
+    def norm(self, role: str, norm: spec.Norm | None, width: int, heads: int | None = None) -> b.NormFn:
         """A bound norm, or the identity. Head norms are stored once, or once for each head."""
         if norm is None:
             return identity_norm
         weight, bias = self.norm_tensors(role, norm, width, heads)
-        return self.chain_for(role).bind(role, norm.kind, lambda backend: backend.norm(norm, weight, bias))
+        return self.backends_for(role).bind(role, norm.kind, lambda backend: backend.norm(norm, weight, bias))
 
-    def add_norm(self, role: str, norm: spec.Norm | None, width: int) -> b.AddNorm:
+    def add_norm(self, role: str, norm: spec.Norm | None, width: int) -> b.AddNormFn:
         """A bound norm with the addition before it, or the addition alone."""
         if norm is None:
             return add_without_norm
         weight, bias = self.norm_tensors(role, norm, width)
-        return self.chain_for(role).bind(
+        return self.backends_for(role).bind(
             role, norm.kind, lambda backend: backend.add_norm(norm, weight, bias)
         )
 
@@ -357,7 +369,7 @@ class Builder:
             stored = self.checkpoint.tensor(
                 role, shapes, dtype=torch.float32, device=torch.device("cpu"), suffix=suffix, finite=True
             )
-            return stored.to(self.chain_for(role).device, non_blocking=True)
+            return stored.to(self.backends_for(role).device, non_blocking=True)
 
         allowed_shapes = ((width,),) if heads is None else ((width,), (heads, width))
         return load_tensor("weight", *allowed_shapes), load_tensor("bias", (width,)) if norm.bias else None
@@ -374,27 +386,27 @@ class Builder:
         is done on either side comes in the order in which it is asked for. Kernels that need much room to
         be bound are left to the builder, one after the other.
         """
-        chain = self.chain_for(role)
-        stream = self._cuda_streams.get(chain.device)
+        backends = self.backends_for(role)
+        stream = self._cuda_streams.get(backends.device)
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             weight = self.read_weight(role)
-            if not chain.compact:
+            if not backends.can_bind_concurrently:
                 return partial(self.bind_linear, role, weight)
-            return partial(self._record_choice, chain, *self._bind(role, weight))
+            return partial(self._record_dispatch, backends, *self._bind(role, weight))
 
     def bind_linear(self, role: str, weight: Weight) -> Linear:
         """A weight with the kernel that multiplies it."""
-        return self._record_choice(self.chain_for(role), *self._bind(role, weight))
+        return self._record_dispatch(self.backends_for(role), *self._bind(role, weight))
 
-    def _bind(self, role: str, weight: Weight) -> tuple[Linear, Choice]:
-        kernel, choice = self.chain_for(role).offer(
+    def _bind(self, role: str, weight: Weight) -> tuple[Linear, DispatchRecord]:
+        kernel, record = self.backends_for(role).dispatch(
             role, weight.describe(), lambda backend: backend.linear(weight)
         )
-        return Linear(kernel, weight.in_features, weight.out_features), choice
+        return Linear(kernel, weight.in_features, weight.out_features), record
 
     @staticmethod
-    def _record_choice(chain: Chain, linear: Linear, choice: Choice) -> Linear:
-        chain.choices.append(choice)
+    def _record_dispatch(backends: BackendList, linear: Linear, record: DispatchRecord) -> Linear:
+        backends.records.append(record)
         return linear
 
     def stored_bytes(self, role: str) -> int:
@@ -404,9 +416,9 @@ class Builder:
     def read_weight(self, role: str) -> Weight:
         """A matrix from the files, on its module's device and in its precision."""
         _, width_in, width_out, bias = self._matrices[role]
-        chain = self.chain_for(role)
+        backends = self.backends_for(role)
         weight = self.checkpoint.weight(
-            role, width_in, width_out, bias=bias, dtype=chain.dtype, device=chain.device
+            role, width_in, width_out, bias=bias, dtype=backends.dtype, device=backends.device
         )
         return self.with_unit_rows(weight) if role == "head" else weight
 

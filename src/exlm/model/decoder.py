@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..kernels.backend import KeyValues
+from ..kernels.interface import LayerKVCache
 from ..nn import Batch, ClampedQkv, Embedding, Head
 from ..nn.block import BlockLike
 from ..nn.device_transfer import TransferFn
@@ -26,7 +26,7 @@ class Decoder:
     transfers: list[TransferFn]  # before each block and before the head: a border between devices, or none
     fused_stack: FusedStack | None = None  # all blocks as one, where there are no borders
 
-    def forward(self, batch: Batch, layers: Sequence[KeyValues]) -> tuple[Tensor | None, Tensor]:
+    def forward(self, batch: Batch, layers: Sequence[LayerKVCache]) -> tuple[Tensor | None, Tensor]:
         """Logits for the positions the batch asks for, or None; and the state before the head.
 
         If none are asked for, the last block does no more than its cache needs, and the state is unfinished.

@@ -15,8 +15,8 @@ from .. import spec
 from ..checkpoint import Source, open_source
 from ..config import FrozenConfig
 from ..env import legacy_switches
-from ..kernels.backend import FEW
-from ..kernels.select import Chain, choose
+from ..kernels.dispatch import BackendList, backends_for
+from ..kernels.interface import FUSE_MAX_TOKENS
 from ..kvcache import CacheReplicator, LayerShape
 from ..parallel import RankDriver
 from .builder import Builder
@@ -41,7 +41,7 @@ class ModelInstance:
     config: FrozenConfig
     decoder: Decoder
     module_devices: tuple[DeviceInfo, ...]  # of the embedding, each layer, the head
-    chains: tuple[Chain, ...]  # of the same
+    module_backends: tuple[BackendList, ...]  # of the same
     num_ranks: int = 0  # among which it was shared; 0: it was not
     driver: RankDriver | None = None  # of the processes that hold the rest of it
     cache_replicator: CacheReplicator | None = None  # by whom those hear of caches
@@ -55,7 +55,7 @@ class ModelInstance:
     @property
     def devices(self) -> list[torch.device]:
         """Every device in use, the first module's first."""
-        return list(dict.fromkeys(chain.device for chain in self.chains))
+        return list(dict.fromkeys(backends.device for backends in self.module_backends))
 
     def device_of(self, role: str) -> torch.device:
         """Where a role's module takes new numbers: its device, or where they can be cut for several ranks."""
@@ -63,10 +63,10 @@ class ModelInstance:
             return torch.device("cpu")
         match role.split("."):
             case ["embed"]:
-                return self.chains[0].device
+                return self.module_backends[0].device
             case ["layers", layer, *_]:
-                return self.chains[int(layer) + 1].device
-        return self.chains[-1].device
+                return self.module_backends[int(layer) + 1].device
+        return self.module_backends[-1].device
 
     @property
     def max_graph_tokens(self) -> int:
@@ -74,11 +74,11 @@ class ModelInstance:
 
         Of many tokens the host must know how many each expert gets.
         """
-        backend_by_role = {one.role: one.backend for one in self.chains[0].choices}
+        backend_by_role = {one.role: one.backend for one in self.module_backends[0].records}
         attention = {backend for role, backend in backend_by_role.items() if role.endswith(".attn")}
         moe_layers = [i for i, one in enumerate(self.config.spec.layers) if isinstance(one.mlp, spec.Moe)]
         experts = {backend_by_role.get(f"layers.{i}.mlp") for i in moe_layers}
-        one_device = len(set(map(id, self.chains))) == 1 and not self.num_ranks
+        one_device = len(set(map(id, self.module_backends))) == 1 and not self.num_ranks
         if (
             not one_device
             or attention - {"cuda", "triton"}
@@ -86,18 +86,18 @@ class ModelInstance:
             or legacy_switches().no_graphs
         ):
             return 0
-        return FEW if experts else MAX_GRAPH_TOKENS
+        return FUSE_MAX_TOKENS if experts else MAX_GRAPH_TOKENS
 
     def explain(self) -> str:
         """Which backend runs each part, and why; device by device, where there are several."""
         distinct = {
-            id(chain): (device_info, chain)
-            for device_info, chain in zip(self.module_devices, self.chains, strict=True)
+            id(backends): (device_info, backends)
+            for device_info, backends in zip(self.module_devices, self.module_backends, strict=True)
         }
         if len(distinct) == 1:
-            return self.chains[0].explain()
+            return self.module_backends[0].explain()
         return "\n".join(
-            f"on {device_info.name}:\n{chain.explain()}" for device_info, chain in distinct.values()
+            f"on {device_info.name}:\n{backends.explain()}" for device_info, backends in distinct.values()
         )
 
 
@@ -154,20 +154,22 @@ def load_steps(
     """
     check_rotary_tables(config, device_infos)
     dtype = model_dtype(config, device_infos)
-    chain_by_device: dict[int, Chain] = {}
+    backends_by_device: dict[int, BackendList] = {}
     for device_info in device_infos:
-        if id(device_info) not in chain_by_device:
+        if id(device_info) not in backends_by_device:
             disable_broken_amx(device_info.device, dtype)
-            chain_by_device[id(device_info)] = choose(device_info.device, dtype)
-    chains = [chain_by_device[id(device_info)] for device_info in device_infos]
-    builder = Builder(config.spec, source, chains[0], config.max_seq_len, chains, has_embedding, has_head)
+            backends_by_device[id(device_info)] = backends_for(device_info.device, dtype)
+    module_backends = [backends_by_device[id(device_info)] for device_info in device_infos]
+    builder = Builder(
+        config.spec, source, module_backends[0], config.max_seq_len, module_backends, has_embedding, has_head
+    )
     total, steps = len(builder), builder.build()
     should_warm_up = (
         has_embedding
         and has_head
-        and len(chain_by_device) == 1
+        and len(backends_by_device) == 1
         and device_infos[0].device.type == "cuda"
-        and chains[0].compact
+        and module_backends[0].can_bind_concurrently
     )
     with Warmup() as warmup:
         for i in range(total):
@@ -178,4 +180,4 @@ def load_steps(
                 decoder = next(steps)
                 if i == 0 and should_warm_up:
                     warmup.start(decoder, device_infos[0].device)
-    return ModelInstance(config, decoder, tuple(device_infos), tuple(chains))
+    return ModelInstance(config, decoder, tuple(device_infos), tuple(module_backends))

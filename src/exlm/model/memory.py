@@ -16,8 +16,8 @@ from .. import spec
 from ..checkpoint import Source
 from ..config import FrozenConfig
 from ..errors import DoesNotFit, InputError
-from ..kernels.backend import UNPACKED
-from ..kernels.select import choose
+from ..kernels.dispatch import backends_for
+from ..kernels.interface import MAX_DEQUANT_BYTES
 from ..kvcache import PAGE_SIZE, LayerShape
 from ..spec.weight_roles import Matrix, matrices
 from .devices import DeviceInfo, pick_dtype
@@ -102,7 +102,8 @@ def compute_profile(
         return ComputeProfile(pick_dtype(config.dtype or "float16", None, first), False, num_cached_tokens)
     dtype = pick_dtype(config.dtype, config.stored_dtype, first)
     uses_reference = any(
-        device_info.device.type == "cpu" or choose(device_info.device, dtype).backends[0].name == "reference"
+        device_info.device.type == "cpu"
+        or backends_for(device_info.device, dtype).backends[0].name == "reference"
         for device_info in device_infos
     )
     return ComputeProfile(dtype, uses_reference, num_cached_tokens)
@@ -292,7 +293,7 @@ def _dequantized_bytes(packed_sizes: Mapping[str, int], profile: ComputeProfile)
     if profile.uses_reference:
         return largest * (item_bytes + 8)
     merged = (item_bytes * sum(packed_sizes.get(role, 0) for role in roles) for roles in MERGED_MATRICES)
-    return max(item_bytes * largest, *(nbytes for nbytes in merged if nbytes <= UNPACKED), 0)
+    return max(item_bytes * largest, *(nbytes for nbytes in merged if nbytes <= MAX_DEQUANT_BYTES), 0)
 
 
 def _activation_bytes(config: FrozenConfig, layer: spec.Layer, profile: ComputeProfile) -> int:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..config import FrozenConfig
 from ..errors import InputError, NotLoaded
-from ..kernels.backend import Backend, KeyValues
-from ..kernels.select import Chain
+from ..kernels.dispatch import BackendList
+from ..kernels.interface import Backend, LayerKVCache
 from ..kvcache import CacheBase, CacheReplicator, LayerShape, NoCache
 from ..lora import ModelHandle, active_loras, resolve_loras
 from ..multimodal import MMEmbedding
@@ -59,13 +59,17 @@ class Model(Loader):
     @property
     def cache_devices(self) -> list[torch.device] | None:
         """Where each layer is; None before loading."""
-        return None if self._loaded is None else [chain.device for chain in self._loaded.chains[1:-1]]
+        return (
+            None
+            if self._loaded is None
+            else [backends.device for backends in self._loaded.module_backends[1:-1]]
+        )
 
     @property
     def cache_dtype(self) -> torch.dtype:
         """The precision keys and values are computed in; before loading, what it would be."""
         if self._loaded is not None:
-            return self._loaded.chains[0].dtype
+            return self._loaded.module_backends[0].dtype
         return model_dtype(*self._config_and_devices())
 
     @property
@@ -82,10 +86,10 @@ class Model(Loader):
 
     def model_handle(self) -> ModelHandle:
         """The loaded modules, for an adapter to be installed in."""
-        frozen, decoder, chain = self._require_loaded()
+        frozen, decoder, backends = self._require_loaded()
         assert self._loaded is not None
         return ModelHandle(
-            decoder, self._loaded.full_spec or frozen.spec, self._loaded.device_of, chain.dtype
+            decoder, self._loaded.full_spec or frozen.spec, self._loaded.device_of, backends.dtype
         )
 
     def make_extras(self, ids: Sequence[int], loras: Any = None, embeddings: Any = None) -> SequenceExtras:
@@ -124,11 +128,11 @@ class Model(Loader):
 
     def runner(self, cache: CacheBase) -> PagedModelRunner:
         """The door a generator uses: sequences in pages of this cache."""
-        frozen, decoder, chain = self._require_loaded()
+        frozen, decoder, backends = self._require_loaded()
         assert self._loaded is not None
         self._check_cache_shapes(cache)
         mrope = uses_mrope(frozen.spec)
-        runner = PagedModelRunner(decoder, cache, chain.device, mrope, self._loaded.max_graph_tokens)
+        runner = PagedModelRunner(decoder, cache, backends.device, mrope, self._loaded.max_graph_tokens)
         self._runners.add(runner)
         return runner
 
@@ -142,9 +146,9 @@ class Model(Loader):
     def is_quant(self) -> bool:
         """Whether a matrix of attention is quantised; before loading, whether one is in the files."""
         if self._loaded is not None:
-            chains = {id(chain): chain for chain in self._loaded.chains}.values()
-            choices = (choice for chain in chains for choice in chain.choices)
-            forms = {choice.detail for choice in choices if _ATTENTION.fullmatch(choice.role)}
+            distinct = {id(backends): backends for backends in self._loaded.module_backends}.values()
+            records = (record for backends in distinct for record in backends.records)
+            forms = {record.detail for record in records if _ATTENTION.fullmatch(record.role)}
         else:
             frozen = self.config.freeze()
             source, roles = self.open_checkpoint(frozen), (matrix.role for matrix in matrices(frozen.spec))
@@ -190,12 +194,12 @@ class Model(Loader):
                 cpu_logits=cpu_logits,
                 indexed_embeddings=indexed_embeddings,
             )
-        frozen, decoder, chain = self._require_loaded()
+        frozen, decoder, backends = self._require_loaded()
         if cache is not None:
             self._check_cache_shapes(cache)
         request = check_forward_inputs(
             *(frozen, input_ids, cache, input_mask, position_offsets, positions),
-            *(chain.device, active_loras(decoder, loras), indexed_embeddings),
+            *(backends.device, active_loras(decoder, loras), indexed_embeddings),
         )
         requested = requested_outputs(frozen, request, preprocess_only, last_id_only)
         collected: list[Tensor] = []
@@ -218,10 +222,12 @@ class Model(Loader):
         abort: threading.Event | None,
     ) -> Iterator[tuple[Tensor | None, Tensor | None]]:
         """Each chunk's logits and last state; (None, None) ends an aborted call."""
-        frozen, decoder, chain = self._require_loaded()
-        layers: Sequence[KeyValues] = cache.layers if cache is not None else [NoCache()] * len(decoder.blocks)
+        frozen, decoder, backends = self._require_loaded()
+        layers: Sequence[LayerKVCache] = (
+            cache.layers if cache is not None else [NoCache()] * len(decoder.blocks)
+        )
         width = cache.pages_per_row if cache is not None else 1
-        pages = torch.arange(request.rows * width, device=chain.device).view(request.rows, width)
+        pages = torch.arange(request.rows * width, device=backends.device).view(request.rows, width)
         for start, stop in chunk_ranges(frozen, request, cache is not None):
             if abort is not None and abort.is_set():
                 yield None, None
@@ -243,10 +249,10 @@ class Model(Loader):
                 f"this model {_describe_shapes(own)}. Make one with {type(cache).__name__}(model)."
             )
 
-    def _require_loaded(self) -> tuple[FrozenConfig, Decoder, Chain]:
+    def _require_loaded(self) -> tuple[FrozenConfig, Decoder, BackendList]:
         if self._loaded is None:
             raise NotLoaded("The model has no weights in memory: call model.load() first.")
-        return self._loaded.config, self._loaded.decoder, self._loaded.chains[0]
+        return self._loaded.config, self._loaded.decoder, self._loaded.module_backends[0]
 
 
 def _describe_shapes(shapes: Sequence[LayerShape]) -> str:

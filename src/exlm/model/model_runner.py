@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import NotLoaded
-from ..kernels.backend import KeyValues
+from ..kernels.interface import LayerKVCache
 from ..kvcache import PAGE_SIZE, CacheBase
 from ..nn import Batch
 from ..nn.batch import Outputs
@@ -31,7 +31,7 @@ NO_EXTRAS = SequenceExtras()
 class UnloadedDecoder:
     """What stands in a decoder's place when its model has been unloaded."""
 
-    def forward(self, batch: Batch, layers: Sequence[KeyValues]) -> tuple[Tensor | None, Tensor]:
+    def forward(self, batch: Batch, layers: Sequence[LayerKVCache]) -> tuple[Tensor | None, Tensor]:
         """Say so."""
         raise NotLoaded(
             "The model was unloaded, and this generator went with it: load the model, make a new one."

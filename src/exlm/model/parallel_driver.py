@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, Unsupported
-from ..kernels.backend import KeyValues
+from ..kernels.interface import LayerKVCache
 from ..kvcache import Cache, CacheBase, CacheFP8, CacheFP16, CacheLayer, CacheQ4, CacheQ6, CacheQ8
 from ..lora import InstallLora, RemoveLora
 from ..nn import Batch, LoraRef
@@ -42,7 +42,7 @@ class WorkerCacheReplicator:
         self._last_id = 0
         self._dropped: deque[int] = deque()  # by the garbage collector, at a moment when nobody may be told
 
-    def cache_id(self, layers: Sequence[KeyValues]) -> int | None:
+    def cache_id(self, layers: Sequence[LayerKVCache]) -> int | None:
         """Which cache has these layers; None: there is no cache."""
         first = layers[0]
         return self._id_of(first) if isinstance(first, CacheLayer) else None
@@ -110,7 +110,7 @@ class DriverDecoder(Decoder):
             device,
         )
 
-    def forward(self, batch: Batch, layers: Sequence[KeyValues]) -> tuple[Tensor | None, Tensor]:
+    def forward(self, batch: Batch, layers: Sequence[LayerKVCache]) -> tuple[Tensor | None, Tensor]:
         """The pass, on every rank; the answer is complete on this one."""
         message = encode_batch(
             batch, self.cache_replicator.cache_id(layers), self.cache_replicator.take_dropped()

@@ -88,7 +88,9 @@ def _report_failure(channel: Channel, rank: int) -> Iterator[None]:
 
 def worker_loop(channel: Channel, loaded: ModelInstance, device: torch.device) -> None:
     """Take every pass that rank 0 takes, and do to the caches what it does."""
-    model = CacheOwnerInfo(loaded.layer_shapes, loaded.chains[0].dtype, [device] * len(loaded.layer_shapes))
+    model = CacheOwnerInfo(
+        loaded.layer_shapes, loaded.module_backends[0].dtype, [device] * len(loaded.layer_shapes)
+    )
     caches: dict[int, CacheBase] = {}
     while (message := channel.receive()).action != "stop":
         values = message.values

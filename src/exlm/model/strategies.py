@@ -199,4 +199,4 @@ STRATEGIES: dict[str, ParallelStrategy] = {"tensors": TensorParallel(), "pipelin
 
 def _residual_dtype(loaded: ModelInstance) -> torch.dtype:
     """The precision of what flows from block to block."""
-    return torch.float32 if loaded.config.spec.fp32_residual else loaded.chains[0].dtype
+    return torch.float32 if loaded.config.spec.fp32_residual else loaded.module_backends[0].dtype

@@ -9,7 +9,7 @@ from .. import spec
 from ..checkpoint import Source
 from ..config import FrozenConfig
 from ..errors import Unsupported
-from ..kernels.select import Chain, choose
+from ..kernels.dispatch import BackendList, backends_for
 from ..spec.weight_roles import Matrix, matrices
 from .devices import pick_device, pick_dtype
 
@@ -65,7 +65,7 @@ def summarize(config: FrozenConfig, source: Source) -> Summary:
     for matrix in matrices(config.spec):
         tied = matrix.role == "head" and config.spec.head.tied and not source.has("head")
         described[matrix] = (TIED_FORM, 0) if tied else source.describe(matrix.role)
-    backends = _backend_by_form(described, source, choose(device, dtype))
+    backends = _backend_by_form(described, source, backends_for(device, dtype))
     return Summary(
         spec=config.spec,
         device=str(device),
@@ -80,27 +80,27 @@ def summarize(config: FrozenConfig, source: Source) -> Summary:
 
 
 def _backend_by_form(
-    described: Mapping[Matrix, tuple[str, int]], source: Source, chain: Chain
+    described: Mapping[Matrix, tuple[str, int]], source: Source, backends: BackendList
 ) -> dict[str, str]:
     """By stored form, the backend that takes it: the chain is asked with the smallest matrix of that form."""
     smallest: dict[str, Matrix] = {}
     for matrix in sorted(described, key=lambda one: one.in_features * one.out_features):
         smallest.setdefault(described[matrix][0], matrix)
-    return {form: _backend_of(form, matrix, source, chain) for form, matrix in smallest.items()}
+    return {form: _backend_of(form, matrix, source, backends) for form, matrix in smallest.items()}
 
 
-def _backend_of(form: str, matrix: Matrix, source: Source, chain: Chain) -> str:
+def _backend_of(form: str, matrix: Matrix, source: Source, backends: BackendList) -> str:
     role, width_in, width_out, bias = matrix
     weight = source.weight(
         "embed" if form == TIED_FORM else role,
         width_in,
         width_out,
         bias=bias,
-        dtype=chain.dtype,
-        device=chain.device,
+        dtype=backends.dtype,
+        device=backends.device,
     )
     try:
-        chain.bind(role, form, lambda backend: backend.linear(weight))
+        backends.bind(role, form, lambda backend: backend.linear(weight))
     except Unsupported:
         return "none"
-    return chain.choices[-1].backend
+    return backends.records[-1].backend

@@ -6,8 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..kernels import backend as b
-from ..kernels.backend import HeadPair
+from ..kernels import interface as b
+from ..kernels.interface import QKNormFn
 from .batch import Batch
 from .linear import Linear
 
@@ -47,7 +47,7 @@ class ClampedQkv:
 class PerHeadNorm:
     """Each head of q and k normalised by itself."""
 
-    def __init__(self, q: b.Norm, k: b.Norm) -> None:
+    def __init__(self, q: b.NormFn, k: b.NormFn) -> None:
         self.q, self.k = q, k
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,7 +58,7 @@ class PerHeadNorm:
 class AllHeadsNorm:
     """All heads of a token normalised together."""
 
-    def __init__(self, q: b.Norm, k: b.Norm) -> None:
+    def __init__(self, q: b.NormFn, k: b.NormFn) -> None:
         self.q, self.k = q, k
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,18 +74,18 @@ def no_qk_norm(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 class Attention:
     """Grouped-query attention over a layer's cache."""
 
-    def __init__(self, head_dim: int, qkv: Qkv, norm: HeadPair, attend: b.Attend, o: Linear) -> None:
+    def __init__(self, head_dim: int, qkv: Qkv, norm: QKNormFn, attend: b.AttentionFn, o: Linear) -> None:
         self.head_dim = head_dim
         self.qkv = qkv
         self.norm = norm
         self.attend = attend
         self.o = o
 
-    def forward(self, x: Tensor, batch: Batch, kv: b.KeyValues) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch, kv: b.LayerKVCache) -> Tensor:
         """(rows, tokens, hidden) → the same shape; the layer's cache grows by the new tokens."""
         return self.o.forward(self.head_outputs(x, batch, kv), batch)
 
-    def head_outputs(self, x: Tensor, batch: Batch, kv: b.KeyValues) -> Tensor:
+    def head_outputs(self, x: Tensor, batch: Batch, kv: b.LayerKVCache) -> Tensor:
         """The same without the last matrix: (rows, tokens, heads · head_dim)."""
         shape = (*x.shape[:2], -1, self.head_dim)
         q, k, v = (part.view(shape) for part in self.qkv.forward(x, batch))

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..kernels import backend as b
+from ..kernels import interface as b
 from .attention import Attention
 from .batch import Batch
 
@@ -44,12 +44,12 @@ class BlockLike(Protocol):
         ...
 
     def forward(
-        self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: b.KeyValues
+        self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: b.LayerKVCache
     ) -> tuple[Tensor, Tensor | None]:
         """The residual stream in and out, (rows, tokens, hidden): the sum so far, and what belongs to it."""
         ...
 
-    def fill_kv(self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: b.KeyValues) -> None:
+    def fill_kv(self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: b.LayerKVCache) -> None:
         """What `forward` leaves in the layer's cache, when nobody asks for its answer."""
         ...
 
@@ -61,24 +61,24 @@ class Block:
         self,
         attn: Attention,
         mlp: MlpLike,
-        attn_norm: b.AddNorm,
-        mlp_norm: b.AddNorm,
-        attn_post_norm: b.Norm,
-        mlp_post_norm: b.Norm,
+        attn_norm: b.AddNormFn,
+        mlp_norm: b.AddNormFn,
+        attn_post_norm: b.NormFn,
+        mlp_post_norm: b.NormFn,
     ) -> None:
         self.attn, self.mlp = attn, mlp
         self.attn_norm, self.mlp_norm = attn_norm, mlp_norm
         self.attn_post_norm, self.mlp_post_norm = attn_post_norm, mlp_post_norm
 
     def forward(
-        self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: b.KeyValues
+        self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: b.LayerKVCache
     ) -> tuple[Tensor, Tensor]:
         """The residual stream in, the residual stream out."""
         x, normed = self.attn_norm(x, pending_residual)
         x, normed = self.mlp_norm(x, self.attn_post_norm(self.attn.forward(normed, batch, kv)))
         return x, self.mlp_post_norm(self.mlp.forward(normed, batch))
 
-    def fill_kv(self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: b.KeyValues) -> None:
+    def fill_kv(self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: b.LayerKVCache) -> None:
         """Attention alone."""
         self.attn.head_outputs(self.attn_norm(x, pending_residual)[1], batch, kv)
 
@@ -86,17 +86,17 @@ class Block:
 class ParallelBlock:
     """Attention and MLP on the same normalised input."""
 
-    def __init__(self, attn: Attention, mlp: MlpLike, norm: b.AddNorm, post_norm: b.Norm) -> None:
+    def __init__(self, attn: Attention, mlp: MlpLike, norm: b.AddNormFn, post_norm: b.NormFn) -> None:
         self.attn, self.mlp = attn, mlp
         self.norm, self.post_norm = norm, post_norm
 
     def forward(
-        self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: b.KeyValues
+        self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: b.LayerKVCache
     ) -> tuple[Tensor, Tensor]:
         """The residual stream in, the residual stream out."""
         x, normed = self.norm(x, pending_residual)
         return x, self.post_norm(self.attn.forward(normed, batch, kv) + self.mlp.forward(normed, batch))
 
-    def fill_kv(self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: b.KeyValues) -> None:
+    def fill_kv(self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: b.LayerKVCache) -> None:
         """Attention alone."""
         self.attn.head_outputs(self.norm(x, pending_residual)[1], batch, kv)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels import backend as b
+from ..kernels import interface as b
 from .batch import Batch
 
 
@@ -14,7 +14,7 @@ class Embedding:
     """A table of vectors, perhaps a table of positions, and a factor."""
 
     def __init__(
-        self, lookup: b.Lookup, vocab: int, positions: Tensor | None, scale: float, dtype: torch.dtype
+        self, lookup: b.EmbeddingFn, vocab: int, positions: Tensor | None, scale: float, dtype: torch.dtype
     ) -> None:
         self.lookup = lookup
         self.vocab = vocab

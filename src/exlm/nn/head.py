@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels import backend as b
+from ..kernels import interface as b
 from .batch import Batch
 from .linear import Linear
 
@@ -13,7 +13,7 @@ from .linear import Linear
 class Head:
     """Final norm, one wide matrix, then a factor and a cap."""
 
-    def __init__(self, norm: b.AddNorm, linear: Linear, scale: float, softcap: float | None) -> None:
+    def __init__(self, norm: b.AddNormFn, linear: Linear, scale: float, softcap: float | None) -> None:
         self.norm = norm
         self.linear = linear
         self.scale = scale

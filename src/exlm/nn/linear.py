@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..kernels import backend as b
+from ..kernels import interface as b
 from .batch import Batch
 
 
 class Linear:
     """y = x @ W + bias, by whatever kernel the loader bound."""
 
-    def __init__(self, kernel: b.Linear, in_features: int, out_features: int) -> None:
+    def __init__(self, kernel: b.LinearFn, in_features: int, out_features: int) -> None:
         self.kernel = kernel
         self.in_features = in_features
         self.out_features = out_features

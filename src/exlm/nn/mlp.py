@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..kernels import backend as b
+from ..kernels import interface as b
 from .batch import Batch
 from .linear import Linear
 
@@ -12,7 +12,7 @@ from .linear import Linear
 class GatedMlp:
     """down(act(gate) · up)."""
 
-    def __init__(self, act: b.Gated, gate: Linear, up: Linear, down: Linear) -> None:
+    def __init__(self, act: b.GatedActivationFn, gate: Linear, up: Linear, down: Linear) -> None:
         self.act = act
         self.gate, self.up, self.down = gate, up, down
 
@@ -25,7 +25,7 @@ class GatedMlp:
 class PlainMlp:
     """down(act(up))."""
 
-    def __init__(self, act: b.Activation, up: Linear, down: Linear) -> None:
+    def __init__(self, act: b.ActivationFn, up: Linear, down: Linear) -> None:
         self.act = act
         self.up, self.down = up, down
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..kernels import backend as b
+from ..kernels import interface as b
 from .batch import Batch
 from .linear import Linear
 
@@ -23,7 +23,7 @@ class Expert(NamedTuple):
 class Experts:
     """Many MLPs behind one kernel, which sends each token to a few of them."""
 
-    def __init__(self, kernel: b.Experts, experts: Sequence[Expert]) -> None:
+    def __init__(self, kernel: b.MoeFn, experts: Sequence[Expert]) -> None:
         self.kernel = kernel
         self.experts = experts  # what the kernel was bound to
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import spec
-from ..kernels.backend import HeadPair
+from ..kernels.interface import QKNormFn
 from ..nn import Batch, Embedding, Experts, Linear
 from .group import Group
 from .shard import first_of_head, ranges
@@ -82,7 +82,7 @@ class SharedNorm:
     """
 
     def __init__(
-        self, group: Group, attn: spec.Attention, eps: float, counted: bool, inner: HeadPair
+        self, group: Group, attn: spec.Attention, eps: float, counted: bool, inner: QKNormFn
     ) -> None:
         """`attn` is the whole model's; `counted` says whether the keys of this rank are counted."""
         self.group, self.eps, self.counted, self.inner = group, eps, counted, inner

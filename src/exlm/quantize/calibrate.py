@@ -163,7 +163,7 @@ def written(shop: Workshop, starts: Tensor, length: int, banned: Sequence[int], 
 
     The whole model is in memory meanwhile, as floats. `banned` ids are never written.
     """
-    decoder, device = deque(shop.build(), maxlen=1).pop(), shop.chain.device
+    decoder, device = deque(shop.build(), maxlen=1).pop(), shop.backends.device
     generator = torch.Generator(device).manual_seed(seed)
     never = torch.tensor(banned, dtype=torch.long, device=device)
     out = []

@@ -18,9 +18,9 @@ from ..checkpoint import Source
 from ..config import FrozenConfig
 from ..convert.plan import dequantize_in_chunks
 from ..formats import DenseWeight, PackedWeight, Weight
-from ..kernels.backend import Where
+from ..kernels.dispatch import BackendList
+from ..kernels.interface import AttnMetadata
 from ..kernels.reference import ReferenceBackend
-from ..kernels.select import Chain
 from ..kvcache.dense import NoCache
 from ..model.builder import Builder
 from ..nn import Batch, Embedding, Head, Linear
@@ -69,7 +69,7 @@ class Workshop(Builder):
     def bind_linear(self, role: str, weight: Weight) -> Linear:
         """A matrix, unpacked if it must be."""
         if isinstance(weight, PackedWeight):
-            device, dtype = self.chain.device, self.chain.dtype
+            device, dtype = self.backends.device, self.backends.dtype
             bias = None if weight.bias is None else weight.bias.to(device, dtype)
             weight = DenseWeight(dequantize_in_chunks(weight).to(device, dtype), bias)
         assert isinstance(weight, DenseWeight)
@@ -101,7 +101,7 @@ class Workshop(Builder):
 
 def workshop(config: FrozenConfig, source: Source, length: int, device: torch.device) -> Workshop:
     """A builder for rows of at most `length` tokens."""
-    return Workshop(config.spec, source, Chain([ReferenceBackend(device, torch.float32)]), length)
+    return Workshop(config.spec, source, BackendList([ReferenceBackend(device, torch.float32)]), length)
 
 
 class Growing:
@@ -113,15 +113,15 @@ class Growing:
         self.length = length
         self.kept: tuple[Tensor, Tensor] | None = None
 
-    def update(self, k: Tensor, v: Tensor, where: Where) -> tuple[Tensor, Tensor]:
+    def update(self, k: Tensor, v: Tensor, metadata: AttnMetadata) -> tuple[Tensor, Tensor]:
         """Keep the new heads and return all there are."""
         if self.kept is None:
             shape = (k.shape[0], self.length, *k.shape[2:])
             self.kept = k.new_empty(shape), v.new_empty(shape)
         for kept, new in zip(self.kept, (k, v), strict=True):
-            kept[:, where.max_kv_len - new.shape[1] : where.max_kv_len] = new
+            kept[:, metadata.max_kv_len - new.shape[1] : metadata.max_kv_len] = new
         keys, values = self.kept
-        return keys[:, : where.max_kv_len], values[:, : where.max_kv_len]
+        return keys[:, : metadata.max_kv_len], values[:, : metadata.max_kv_len]
 
 
 def batch_of(ids: Tensor, past: int = 0) -> Batch:

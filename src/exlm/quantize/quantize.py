@@ -220,7 +220,7 @@ def _written(
         if not report and wanted is None:
             return None
         work.step(0, "judging the result")
-        device = str(work.shop.chain.device)
+        device = str(work.shop.backends.device)
         quality = evaluate_model(hidden, source, device=device, speed=report)
         assert quality.kl is not None
         if wanted is not None and quality.kl > wanted:

@@ -100,7 +100,7 @@ class Work:
         """The calibration as forward passes."""
         ids = self.calibration()
         at_once = max(1, AT_ONCE // ids.shape[1])
-        device = self.shop.chain.device
+        device = self.shop.backends.device
         return [batch_of(ids[a : a + at_once].to(device)) for a in range(0, len(ids), at_once)]
 
     def stored(self, role: str, weight: PackedWeight) -> dict[str, Tensor]:

@@ -53,7 +53,7 @@ def test_coded_attention(
     attn = spec.Attention(kv * shared, kv, head_dim, scale=0.1, rope=rope, window=window)
     rows = len(past)
     width = -(-(max(past) + tokens) // PAGE)
-    where = standing(past, tokens, torch.randperm(rows * width).view(rows, width))
+    metadata = standing(past, tokens, torch.randperm(rows * width).view(rows, width))
     q = torch.randn(rows, tokens, kv * shared, head_dim)
     k, v = torch.randn(2, rows, tokens, kv, head_dim) * size
     old = torch.randn(2, rows * width * PAGE, kv, head_dim)
@@ -64,8 +64,8 @@ def test_coded_attention(
         for stored, coder, numbers in zip((layer.keys, layer.values), coders, old, strict=True):
             for tensor, part in zip(stored, coder.quantize(numbers), strict=True):
                 tensor.flatten(0, 1).copy_(part)
-        attend = chosen.attention(attn, chosen.rotation(rope, 160))
-        answers.append(attend(q, k, v, layer, where))
+        attend = chosen.attention(attn, chosen.rope(rope, 160))
+        answers.append(attend(q, k, v, layer, metadata))
         layers.append(layer)
     for got, want in zip(layers[0].values, layers[1].values, strict=True):
         assert torch.equal(got, want)
@@ -86,7 +86,7 @@ def test_prompts_over_truncated_codes(backend: CpuBackend, past: list[int], toke
     rope = spec.Rope(dim=16, theta=100.0)
     attn = spec.Attention(6, 2, head, scale=0.3, rope=rope)
     rows, width = len(past), -(-(max(past) + tokens) // PAGE)
-    where = standing(past, tokens, torch.randperm(rows * width).view(rows, width))
+    metadata = standing(past, tokens, torch.randperm(rows * width).view(rows, width))
     q, (k, v) = torch.randn(rows, tokens, 6, head), torch.randn(2, rows, tokens, 2, head)
     old = torch.randn(2, rows * width, PAGE, 2, head)
     answers, layers = [], []
@@ -94,7 +94,7 @@ def test_prompts_over_truncated_codes(backend: CpuBackend, past: list[int], toke
         layer = QuantizedLayer(rows * width, PAGE, LayerShape(2, head), TruncatedFP8(), TruncatedFP8(), CPU)
         for (stored,), numbers in zip((layer.keys, layer.values), old, strict=True):
             stored.copy_(TruncatedFP8().quantize(numbers)[0])
-        answers.append(chosen.attention(attn, chosen.rotation(rope, 160))(q, k, v, layer, where))
+        answers.append(chosen.attention(attn, chosen.rope(rope, 160))(q, k, v, layer, metadata))
         layers.append(layer)
     assert torch.equal(layers[0].values[0], layers[1].values[0])
     assert (layers[0].keys[0] != layers[1].keys[0]).float().mean() < 0.01  # one bit apart before they are cut
@@ -104,19 +104,19 @@ def test_prompts_over_truncated_codes(backend: CpuBackend, past: list[int], toke
 def test_few_tokens_over_truncated_codes_are_left_to_the_reference(backend: CpuBackend) -> None:
     rope = spec.Rope(dim=64, theta=100.0)
     attn = spec.Attention(2, 2, 64, scale=0.1, rope=rope)
-    where = standing([5], 1, torch.zeros(1, 1, dtype=torch.int64))
+    metadata = standing([5], 1, torch.zeros(1, 1, dtype=torch.int64))
     q, k, v = torch.randn(3, 1, 1, 2, 64)
     answers = []
     for chosen in (backend, REFERENCE):
         layer = QuantizedLayer(1, PAGE, LayerShape(2, 64), TruncatedFP8(), TruncatedFP8(), CPU)
-        answers.append(chosen.attention(attn, chosen.rotation(rope, 64))(q, k, v, layer, where))
+        answers.append(chosen.attention(attn, chosen.rope(rope, 64))(q, k, v, layer, metadata))
     assert torch.equal(answers[0], answers[1])
 
 
 def test_a_row_is_the_same_bits_in_any_company(backend: CpuBackend) -> None:
     rope = spec.Rope(dim=64, theta=100.0)
     attn = spec.Attention(6, 2, 64, scale=0.1, rope=rope)
-    attend = backend.attention(attn, backend.rotation(rope, 64))
+    attend = backend.attention(attn, backend.rope(rope, 64))
     q, (k, v) = torch.randn(3, 1, 6, 64), torch.randn(2, 3, 1, 2, 64)
     table, past = torch.arange(6).view(3, 2), [20, 3, 29]
     answers = []
@@ -128,8 +128,8 @@ def test_a_row_is_the_same_bits_in_any_company(backend: CpuBackend) -> None:
             )
             for tensor in layer.tensors:
                 tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) * 37 % 200)
-            where = standing([past[row] for row in rows], 1, table[rows])
-            answers.append(attend(q[rows], k[rows], v[rows], layer, where))
+            metadata = standing([past[row] for row in rows], 1, table[rows])
+            answers.append(attend(q[rows], k[rows], v[rows], layer, metadata))
     for whole, *single in (answers[:4], answers[4:]):
         assert torch.equal(whole, torch.cat(single))
     assert torch.equal(answers[0], answers[4])

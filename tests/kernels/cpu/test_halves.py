@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exlm import spec
-from exlm.kernels.backend import Where
 from exlm.kernels.cpu import CpuBackend
+from exlm.kernels.interface import AttnMetadata
 from exlm.kernels.reference import ReferenceBackend
 from exlm.kvcache.dense import DenseLayer
 from exlm.nn import Batch
@@ -23,10 +23,12 @@ LARGEST = 65504.0
 class Written(DenseLayer):
     """Pages that hold the new tokens already: what a call brings is not looked at."""
 
-    def update(self, k: torch.Tensor, v: torch.Tensor, where: Where) -> tuple[torch.Tensor, torch.Tensor]:
-        table = where.pages
+    def update(
+        self, k: torch.Tensor, v: torch.Tensor, metadata: AttnMetadata
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        table = metadata.pages
         keys, values = (
-            pages[table].flatten(1, 2)[:, : where.max_kv_len].float() for pages in (self.k, self.v)
+            pages[table].flatten(1, 2)[:, : metadata.max_kv_len].float() for pages in (self.k, self.v)
         )
         return keys, values
 
@@ -82,20 +84,20 @@ def test_attention_over_float16(
     attn = spec.Attention(2 * shared, 2, head_dim, scale=0.3, rope=rope, window=window)
     rows = len(past)
     width = -(-(max(past) + tokens) // PAGE)
-    where = standing(past, tokens, torch.randperm(rows * width).view(rows, width))
+    metadata = standing(past, tokens, torch.randperm(rows * width).view(rows, width))
     q = torch.randn(rows, tokens, 2 * shared, head_dim)
     k, v = torch.randn(2, rows, tokens, 2, head_dim) * size
     old = torch.randn(2, rows * width, PAGE, 2, head_dim).half()
     layer, plain = filled(DenseLayer, old), filled(DenseLayer, old)
-    attend, right = (b.attention(attn, b.rotation(rope, 64)) for b in (backend, REFERENCE))
-    got = attend(q, k, v, layer, where)
-    right(q, k, v, plain, where)
+    attend, right = (b.attention(attn, b.rope(rope, 64)) for b in (backend, REFERENCE))
+    got = attend(q, k, v, layer, metadata)
+    right(q, k, v, plain, metadata)
     # A key is turned in float32 on both sides, perhaps one bit apart, and then rounded.
     assert steps_apart(layer.k, plain.k) <= 1
     assert torch.equal(layer.v, plain.v)
     assert layer.k.isfinite().all()
     assert layer.v.isfinite().all()
-    want = right(q, k, v, filled(Written, torch.stack((layer.k, layer.v))), where)
+    want = right(q, k, v, filled(Written, torch.stack((layer.k, layer.v))), metadata)
     scale = max(1.0, float(want.abs().max()))
     if size <= 1:  # beyond, a score is too large for its last bits to say anything
         torch.testing.assert_close(got / scale, want / scale, rtol=1e-5, atol=1e-5)
@@ -105,7 +107,7 @@ def test_attention_over_float16(
 def test_tokens_together_say_what_they_say_one_by_one(backend: CpuBackend) -> None:
     rope = spec.Rope(dim=64, theta=100.0)
     attn = spec.Attention(6, 2, 64, scale=0.1, rope=rope)
-    attend = backend.attention(attn, backend.rotation(rope, 64))
+    attend = backend.attention(attn, backend.rope(rope, 64))
     q, (k, v) = torch.randn(1, 5, 6, 64), torch.randn(2, 1, 5, 2, 64)
     table, old = torch.tensor([[1, 0, 2]]), torch.randn(2, 3, PAGE, 2, 64).half()
     whole, pieces = filled(DenseLayer, old), filled(DenseLayer, old)
@@ -121,15 +123,15 @@ def test_tokens_together_say_what_they_say_one_by_one(backend: CpuBackend) -> No
 def test_a_row_is_the_same_bits_in_any_company(backend: CpuBackend) -> None:
     rope = spec.Rope(dim=64, theta=100.0)
     attn = spec.Attention(6, 2, 64, scale=0.1, rope=rope)
-    attend = backend.attention(attn, backend.rotation(rope, 64))
+    attend = backend.attention(attn, backend.rope(rope, 64))
     q, (k, v) = torch.randn(3, 1, 6, 64), torch.randn(2, 3, 1, 2, 64)
     table, past, old = torch.arange(6).view(3, 2), [20, 3, 29], torch.randn(2, 6, PAGE, 2, 64).half()
     answers = []
     for threads in (1, 3):
         torch.set_num_threads(threads)
         for rows in ([0, 1, 2], [0], [1], [2]):
-            where = standing([past[row] for row in rows], 1, table[rows])
-            answers.append(attend(q[rows], k[rows], v[rows], filled(DenseLayer, old), where))
+            metadata = standing([past[row] for row in rows], 1, table[rows])
+            answers.append(attend(q[rows], k[rows], v[rows], filled(DenseLayer, old), metadata))
     for whole, *single in (answers[:4], answers[4:]):
         assert torch.equal(whole, torch.cat(single))
     assert torch.equal(answers[0], answers[4])
@@ -139,7 +141,7 @@ def test_a_row_is_the_same_bits_in_any_company(backend: CpuBackend) -> None:
 def test_what_is_too_large_becomes_the_largest(backend: CpuBackend, tokens: int) -> None:
     rope = spec.Rope(dim=16, theta=100.0)
     attn = spec.Attention(1, 1, 16, scale=0.1, rope=rope)
-    attend = backend.attention(attn, backend.rotation(rope, 64))
+    attend = backend.attention(attn, backend.rope(rope, 64))
     large = torch.tensor([1e5, -1e5, 65519.0, 65521.0, float("inf"), -float("inf"), 1e-8, -0.0]).repeat(2)
     layer = filled(DenseLayer, torch.zeros(2, 1, PAGE, 1, 16))
     v = large.expand(1, tokens, 1, 16)
@@ -156,10 +158,10 @@ def test_every_float16_is_read_and_written_as_it_is(backend: CpuBackend) -> None
     finite = finite[finite.isfinite()].view(-1, 1, 2, 16)
     rope = spec.Rope(dim=16, theta=100.0)
     attn = spec.Attention(2, 2, 16, scale=0.1, rope=rope)
-    attend = backend.attention(attn, backend.rotation(rope, 64))
+    attend = backend.attention(attn, backend.rope(rope, 64))
     layer = filled(DenseLayer, torch.zeros(2, len(finite), 1, 2, 16))
     pages = torch.arange(len(finite))[:, None]
-    where = standing([0] * len(finite), 1, pages)
-    answer = attend(torch.zeros(finite.shape), torch.zeros(finite.shape), finite.float(), layer, where)
+    metadata = standing([0] * len(finite), 1, pages)
+    answer = attend(torch.zeros(finite.shape), torch.zeros(finite.shape), finite.float(), layer, metadata)
     assert torch.equal(layer.v.view(torch.int16), finite.view(torch.int16))
     assert torch.equal(answer.view(finite.shape), finite.float())  # one token has all of the share

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from exlm.errors import Unsupported
-from exlm.kernels import select
+from exlm.kernels import dispatch as select
 from exlm.kernels.artifact_cache import ArtifactFolder, file_name
 from exlm.kernels.cpu import building, library
-from exlm.kernels.select import choose
+from exlm.kernels.dispatch import backends_for
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -41,9 +41,9 @@ def test_without_a_compiler_the_reference_does_it_all(
     monkeypatch.setenv("EXLM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(library, "prebuilt", lambda name: tmp_path / name)
-    select._tell.cache_clear()
+    select._warn_once.cache_clear()
     for _ in range(2):
-        chain = choose(torch.device("cpu"), torch.float32)
+        chain = backends_for(torch.device("cpu"), torch.float32)
     assert [backend.name for backend in chain.backends] == ["reference"]
     told = "the cpu kernels cannot be used, which makes everything slower: there is no C compiler"
     assert caplog.text.count(told) == 1
@@ -53,12 +53,12 @@ def test_without_a_compiler_the_reference_does_it_all(
 
 def test_a_switch_turns_it_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.delenv("EXLM_CPU", raising=False)
-    on = choose(torch.device("cpu"), torch.float32)
+    on = backends_for(torch.device("cpu"), torch.float32)
     assert on.backends[0].name == "cpu" or "absent: cpu: there is no C compiler" in on.explain()
     monkeypatch.setenv("EXLM_CPU", "0")
-    select._tell.cache_clear()
+    select._warn_once.cache_clear()
     caplog.clear()
-    off = choose(torch.device("cpu"), torch.float32)
+    off = backends_for(torch.device("cpu"), torch.float32)
     assert "absent: cpu: switched off by EXLM_CPU=0" in off.explain()
     assert not caplog.text
 

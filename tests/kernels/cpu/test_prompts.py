@@ -58,14 +58,14 @@ def test_the_reference_says_the_same(
     rope = spec.Rope(dim=turned, theta=100.0, style="neox" if shared > 1 else "gptj")
     attn = spec.Attention(2 * shared, 2, head_dim, scale=0.3, rope=rope, window=window)
     rows, width = len(past), -(-(max(past) + tokens) // PAGE)
-    where = standing(past, tokens, torch.randperm(rows * width).view(rows, width))
+    metadata = standing(past, tokens, torch.randperm(rows * width).view(rows, width))
     q = torch.randn(rows, tokens, 2 * shared, head_dim)
     k, v = torch.randn(2, rows, tokens, 2, head_dim)
     old = torch.randn(2, rows * width, PAGE, 2, head_dim)
     answers, caches = [], []
     for chosen in (backend, REFERENCE):
         layer = filled(old, dtype)
-        answers.append(chosen.attention(attn, chosen.rotation(rope, 300))(q, k, v, layer, where))
+        answers.append(chosen.attention(attn, chosen.rope(rope, 300))(q, k, v, layer, metadata))
         caches.append(layer)
     exact = dtype is torch.float32  # keys at the border between two float16 may be stored as either
     torch.testing.assert_close(*answers, rtol=1e-5 if exact else 2e-3, atol=1e-5 if exact else 2e-3)
@@ -76,7 +76,7 @@ def test_the_reference_says_the_same(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_bits_do_not_depend_on_company_parts_or_threads(backend: CpuBackend, dtype: torch.dtype) -> None:
     tokens, past = 131, [40, 0, 97]
-    attend = backend.attention(ATTN, backend.rotation(ROPE, 300))
+    attend = backend.attention(ATTN, backend.rope(ROPE, 300))
     width = -(-(max(past) + tokens) // PAGE)
     table = torch.randperm(3 * width).view(3, width)
     q, (k, v) = torch.randn(3, tokens, 6, 64), torch.randn(2, 3, tokens, 2, 64)
@@ -91,15 +91,15 @@ def test_bits_do_not_depend_on_company_parts_or_threads(backend: CpuBackend, dty
         layer, parts, start = filled(old, dtype), [], 0
         for size in (9, 64, 33, 25):
             cut = slice(start, start + size)
-            where = standing([past[row] + start], size, table[one])
-            parts.append(attend(q[one, cut], k[one, cut], v[one, cut], layer, where))
+            metadata = standing([past[row] + start], size, table[one])
+            parts.append(attend(q[one, cut], k[one, cut], v[one, cut], layer, metadata))
             start += size
         assert start == tokens
         assert torch.equal(torch.cat(parts, 1), answers[0][one])
 
 
 def test_what_is_not_finite_stays_with_its_query(backend: CpuBackend) -> None:
-    attend = backend.attention(ATTN, backend.rotation(ROPE, 300))
+    attend = backend.attention(ATTN, backend.rope(ROPE, 300))
     q, (k, v) = torch.randn(1, 70, 6, 64), torch.randn(2, 1, 70, 2, 64)
     q[0, 20, 3] = float("nan")
     layer = filled(torch.zeros(2, 5, PAGE, 2, 64), torch.float32)

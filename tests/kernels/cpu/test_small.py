@@ -47,7 +47,7 @@ def test_turning(
 ) -> None:
     torch.set_num_threads(threads)
     rope = spec.Rope(1e4, dim, style=style)  # type: ignore[arg-type]
-    turn, right = (b.rotation(rope, 100) for b in (backend, REFERENCE))
+    turn, right = (b.rope(rope, 100) for b in (backend, REFERENCE))
     q, k = torch.randn(rows, tokens, 6, width), torch.randn(rows, 2, tokens, width).transpose(1, 2)
     positions = torch.randint(0, 100, (rows, tokens))
     for got, want in zip(turn(q, k, positions), right(q, k, positions), strict=True):
@@ -114,7 +114,7 @@ def test_attention(
     attn = spec.Attention(2 * shared, 2, head_dim, scale=0.3, rope=rope, window=window)
     rows, page = len(past), 16
     width = -(-(max(past) + tokens) // page)
-    where = batch(past, tokens, torch.randperm(rows * width).view(rows, width))
+    metadata = batch(past, tokens, torch.randperm(rows * width).view(rows, width))
     q = torch.randn(rows, tokens, 2 * shared, head_dim)
     k, v = torch.randn(2, rows, tokens, 2, head_dim)
     answers, caches = [], []
@@ -123,8 +123,8 @@ def test_attention(
         layer = DenseLayer(rows * width, page, 2, head_dim, torch.float32, CPU)
         layer.k.copy_(old[0])
         layer.v.copy_(old[1])
-        attend = chosen.attention(attn, chosen.rotation(rope, 64))
-        answers.append(attend(q, k, v, layer, where))
+        attend = chosen.attention(attn, chosen.rope(rope, 64))
+        answers.append(attend(q, k, v, layer, metadata))
         caches.append(layer)
     torch.testing.assert_close(answers[0], answers[1], rtol=1e-5, atol=1e-5)
     close(caches[0].k, caches[1].k)

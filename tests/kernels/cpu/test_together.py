@@ -16,7 +16,7 @@ from exlm.bench.shapes import SHAPES
 from exlm.bench.synthetic import Synthetic, describe_in
 from exlm.bench.weights import Random, form
 from exlm.errors import Unsupported
-from exlm.kernels import backend as b
+from exlm.kernels import interface as b
 from exlm.kernels.cpu import CpuBackend
 from exlm.kernels.cpu.linear import PackedLinear
 from exlm.nn import Block
@@ -26,7 +26,7 @@ from exlm.nn.head import Head
 CPU = torch.device("cpu")
 
 
-def matrix(backend: CpuBackend, inputs: int, outputs: int, seed: int, kind: str = "exl2") -> b.Linear:
+def matrix(backend: CpuBackend, inputs: int, outputs: int, seed: int, kind: str = "exl2") -> b.LinearFn:
     weight = form(kind).weight(inputs, outputs, Random(seed, CPU), False, inputs**-0.5)
     return backend.linear(weight)
 
@@ -40,12 +40,12 @@ def test_projections(backend: CpuBackend, rows: tuple[int, int], threads: int, k
     x, more = torch.randn(*rows, 96), torch.randn(*rows, 64)
     three = [matrix(backend, 96, outputs, seed, kind) for seed, outputs in enumerate((64, 32, 37))]
     plain = backend.norm(norm, scale, None)(x)
-    got = backend.project(three, b.Entry(norm, scale), None)(x, None)
+    got = backend.fused_linear(three, b.NormPrologue(norm, scale), None)(x, None)
     assert all(torch.equal(one, kernel(plain)) for one, kernel in zip(got, three, strict=True))
-    (summed,) = backend.project(three[:1], None, None)(x, more)
+    (summed,) = backend.fused_linear(three[:1], None, None)(x, more)
     assert torch.equal(summed, three[0](x) + more)
     two = [matrix(backend, 96, 48, seed, kind) for seed in (7, 8)]
-    (gated,) = backend.project(two, b.Entry(norm, scale), "silu")(x, None)
+    (gated,) = backend.fused_linear(two, b.NormPrologue(norm, scale), "silu")(x, None)
     assert torch.equal(gated, backend.gated("silu")(two[0](plain), two[1](plain)))
 
 
@@ -53,9 +53,9 @@ def test_what_does_not_go_together_is_declined(backend: CpuBackend) -> None:
     one = matrix(backend, 64, 32, 1)
     for matrices, act in (([lambda x: x], None), ([one, one], "gelu"), ([one] * 4, None), ([one], "silu")):
         with pytest.raises(Unsupported):
-            backend.project(matrices, None, act)  # type: ignore[arg-type]
+            backend.fused_linear(matrices, None, act)  # type: ignore[arg-type]
     with pytest.raises(Unsupported):
-        backend.project([one], b.Entry(spec.Norm("layer", 1e-5), torch.ones(64)), None)
+        backend.fused_linear([one], b.NormPrologue(spec.Norm("layer", 1e-5), torch.ones(64)), None)
     assert isinstance(one, PackedLinear)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from exlm import spec
 from exlm.formats.packed import PackedWeight
 from exlm.kernels.reference.backend import ACTIVATIONS
-from exlm.kernels.reference.experts import Experts
+from exlm.kernels.reference.moe import ReferenceMoe
 from tests.kernels.cuda.random_weights import matrix, segment
 
 Parts = list[tuple[int, list[int]]]
@@ -92,9 +92,9 @@ class Mixture:
         return self._reference(x.double(), logits)
 
     @cached_property
-    def _reference(self) -> Experts:
+    def _reference(self) -> ReferenceMoe:
         gate, up, down = ([partial(_product, one.dequantize(), one.bias) for one in p] for p in self.weights)
-        return Experts(self.moe.active, self.moe.renormalize, ACTIVATIONS[self.moe.act], gate, up, down)
+        return ReferenceMoe(self.moe.active, self.moe.renormalize, ACTIVATIONS[self.moe.act], gate, up, down)
 
 
 def mixture(name: str) -> Mixture:

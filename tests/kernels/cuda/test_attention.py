@@ -13,7 +13,7 @@ from torch import Tensor
 from exlm import spec
 from exlm.kernels.cuda.attention import Attend, Desk, Plan, plan_for
 from exlm.kernels.reference import ReferenceBackend
-from exlm.kernels.reference.rope import Rotation
+from exlm.kernels.reference.rope import RotaryEmbedding
 from exlm.kvcache.layer import CacheLayer
 from tests.kernels.cuda.emulator import EmulatedWorkshop
 from tests.kernels.cuda.heirs import inlet, read_back
@@ -31,8 +31,8 @@ class Tables:
     """A rotation that only has tables."""
 
     def __init__(self, case: Case, style: str, device: torch.device) -> None:
-        made = Rotation(rope(case, style), 8192, device)
-        self.cos, self.sin, self.planes = made.cos, made.sin, made.planes.int()
+        made = RotaryEmbedding(rope(case, style), 8192, device)
+        self.cos, self.sin, self.planes = made.cos, made.sin, made.mrope_axis.int()
         self.dim, self.pairs = made.dim, style == "gptj"
 
     def __call__(self, *_: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,18 +47,16 @@ def compare(desk: Desk, case: Case, plan: Plan | None, device: torch.device, sty
     plain = ReferenceBackend(device, case.dtype)
     q, k, v = (step := cases.step(case, device)).heads
     twin = step.layer.clone()
-    want = plain.attention(case.attn, plain.rotation(rope(case, style), 8192))(
-        q, k, v, step.layer, step.where
-    )
+    want = plain.attention(case.attn, plain.rope(rope(case, style), 8192))(q, k, v, step.layer, step.metadata)
     attend = Attend(desk, case.attn, Tables(case, style, device), refuse, plan)
     third = twin.clone()
-    got = attend(q, k, v, twin, step.where)
+    got = attend(q, k, v, twin, step.metadata)
     assert float((got - want).float().norm() / want.float().norm()) < 2e-3
     rows = got.flatten(0, 1)
     handed = inlet(rows.shape[1], device).open(len(rows), 0)
     handed.words.fill_(float("nan"))
     assert third.paged is not None
-    attend.leave(q, k, v, third.paged, step.where, handed)
+    attend.leave(q, k, v, third.paged, step.metadata, handed)
     assert torch.equal(read_back(handed), rows.cpu())
     assert all(torch.equal(a, b) for a, b in zip(third.tensors, twin.tensors, strict=True))
     assert int(desk.counts.abs().sum()) == 0
@@ -144,17 +142,17 @@ def test_on_a_gpu(gpu: Desk, case: Case) -> None:
 
 def alone(desk: Desk, case: Case, plan: Plan | None, device: torch.device) -> None:
     """Each row by itself, shared by other thread blocks and bound by its own length, gives the same bits."""
-    (q, k, v), layer, where = cases.step(case, device, spare=3)
+    (q, k, v), layer, metadata = cases.step(case, device, spare=3)
     attend = Attend(desk, case.attn, Tables(case, "neox", device), refuse, plan)
-    together = attend(q, k, v, layer.clone(), where)
+    together = attend(q, k, v, layer.clone(), metadata)
     assert torch.equal(
-        attend(q, k, v, layer.clone(), replace(where, max_kv_len=where.max_kv_len + 700)), together
+        attend(q, k, v, layer.clone(), replace(metadata, max_kv_len=metadata.max_kv_len + 700)), together
     )
     few = Desk(desk.workshop, 1)
     attend = replace(attend, desk=few, plan=replace(plan or planned(case, layer), waves=1))
     for row, past in enumerate(case.pasts):
         one = slice(row, row + 1)
-        mine = cases.one_row(where, row, past + case.tokens)
+        mine = cases.one_row(metadata, row, past + case.tokens)
         assert torch.equal(attend(q[one], k[one], v[one], layer.clone(), mine), together[one])
 
 
@@ -183,28 +181,28 @@ def test_a_row_is_the_same_in_any_batch_on_a_gpu(
 def test_strided_heads_that_turned_elsewhere(desk: Desk) -> None:
     """Parts of one wide tensor, as a joint projection leaves them; a rotation without tables."""
     case = Case("float", HALF, 2, 2, 64, (70, 5), 1)
-    _, layer, where = cases.step(case, CPU)
+    _, layer, metadata = cases.step(case, CPU)
     wide = torch.randn(2, 1, 6 * 64).to(HALF)
     q, k, v = (part.unflatten(-1, (-1, 64)) for part in wide.chunk(3, -1))
     plain = ReferenceBackend(CPU, HALF)
-    turn = plain.rotation(rope(case, "neox"), 8192)
+    turn = plain.rope(rope(case, "neox"), 8192)
     twin = layer.clone()
-    want = plain.attention(case.attn, turn)(q, k, v, layer, where)
-    got = Attend(desk, case.attn, turn, refuse, SMALL)(q, k, v, twin, where)
+    want = plain.attention(case.attn, turn)(q, k, v, layer, metadata)
+    got = Attend(desk, case.attn, turn, refuse, SMALL)(q, k, v, twin, metadata)
     assert float((got - want).float().norm() / want.float().norm()) < 2e-3
 
 
 def test_three_planes(desk: Desk) -> None:
     case = Case("float", HALF, 2, 2, 64, (70, 5), 2)
-    (q, k, v), layer, where = cases.step(case, CPU)
+    (q, k, v), layer, metadata = cases.step(case, CPU)
     turn = spec.Rope(1e4, 64, mrope_sections=(8, 10, 14))
     tables = Tables(case, "neox", CPU)
-    made = Rotation(turn, 8192, CPU)
-    tables.cos, tables.sin, tables.planes, tables.dim = made.cos, made.sin, made.planes.int(), 64
-    where = replace(where, positions=torch.randint(0, 500, (3, 2, 2)))
+    made = RotaryEmbedding(turn, 8192, CPU)
+    tables.cos, tables.sin, tables.planes, tables.dim = made.cos, made.sin, made.mrope_axis.int(), 64
+    metadata = replace(metadata, positions=torch.randint(0, 500, (3, 2, 2)))
     plain, twin = ReferenceBackend(CPU, HALF), layer.clone()
-    want = plain.attention(case.attn, plain.rotation(turn, 8192))(q, k, v, layer, where)
-    got = Attend(desk, case.attn, tables, refuse, SMALL)(q, k, v, twin, where)
+    want = plain.attention(case.attn, plain.rope(turn, 8192))(q, k, v, layer, metadata)
+    got = Attend(desk, case.attn, tables, refuse, SMALL)(q, k, v, twin, metadata)
     assert float((got - want).float().norm() / want.float().norm()) < 2e-3
 
 
@@ -218,9 +216,9 @@ def test_three_planes(desk: Desk) -> None:
     ids=name,
 )
 def test_what_goes_another_way(desk: Desk, case: Case) -> None:
-    (q, k, v), layer, where = cases.step(case, CPU)
+    (q, k, v), layer, metadata = cases.step(case, CPU)
     attend = Attend(desk, case.attn, Tables(case, "neox", CPU), lambda *_: q.new_full((1,), 7.0))
-    assert attend(q, k, v, layer, where).tolist() == [7.0]
+    assert attend(q, k, v, layer, metadata).tolist() == [7.0]
 
 
 @pytest.mark.gpu
@@ -229,29 +227,29 @@ def test_replayed_from_a_graph(gpu: Desk, cache: str) -> None:
     """A captured step goes on to be right while the rows grow up to the longest it was captured for."""
     device = torch.device("cuda")
     case = Case(cache, HALF, 8, 2, 128, (300, 1000), 1)
-    (q, k, v), layer, where = cases.step(case, device, spare=8)
+    (q, k, v), layer, metadata = cases.step(case, device, spare=8)
     plain, tables = ReferenceBackend(device, HALF), Tables(case, "neox", device)
-    right = plain.attention(case.attn, plain.rotation(rope(case, "neox"), 8192))
+    right = plain.attention(case.attn, plain.rope(rope(case, "neox"), 8192))
     attend = Attend(gpu, case.attn, tables, refuse)
-    bound = replace(where, max_kv_len=2048)
+    bound = replace(metadata, max_kv_len=2048)
     attend(q, k, v, layer.clone(), bound)
     twin, graph = layer.clone(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = attend(q, k, v, twin, bound)
     for grown in range(0, 600, 150):
         now = replace(
-            where,
-            past_lens=where.past_lens + grown,
-            positions=where.positions + grown,
+            metadata,
+            past_lens=metadata.past_lens + grown,
+            positions=metadata.positions + grown,
             max_kv_len=1001 + grown,
         )
-        where.past_lens.copy_(now.past_lens)
-        where.positions.copy_(now.positions)
+        metadata.past_lens.copy_(now.past_lens)
+        metadata.positions.copy_(now.positions)
         graph.replay()
         want = right(q, k, v, layer, replace(now, uniform=False))
         assert float((got - want).float().norm() / want.float().norm()) < 2e-3
-        where.past_lens.sub_(grown)
-        where.positions.sub_(grown)
+        metadata.past_lens.sub_(grown)
+        metadata.positions.sub_(grown)
 
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")

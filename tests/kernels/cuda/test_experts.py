@@ -15,7 +15,7 @@ from torch import Tensor
 
 from exlm.errors import Unsupported
 from exlm.formats import DenseWeight
-from exlm.kernels import backend as b
+from exlm.kernels import interface as b
 from exlm.kernels.cuda import experts
 from exlm.kernels.cuda.backend import CudaBackend, PackedLinear
 from exlm.kernels.cuda.experts import SOURCE, SPARSE, Crew, PackedExperts
@@ -23,8 +23,8 @@ from exlm.kernels.cuda.linear import Form, Plan, choices
 from exlm.kernels.cuda.planner import Planner
 from exlm.kernels.cuda.program import compile_source, whole
 from exlm.kernels.cuda.tiles import arrange
+from exlm.kernels.dispatch import BackendList
 from exlm.kernels.reference import ReferenceBackend
-from exlm.kernels.select import Chain
 from tests.kernels.cuda.emulator import EmulatedWorkshop
 from tests.kernels.cuda.mixtures import RECIPES, Mixture, mixture
 from tests.kernels.cuda.oracle import LIMIT, off
@@ -41,19 +41,19 @@ class Emulated(CudaBackend):
         self.workshop = self._workshop = workshop
         self._planner = Planner(workshop)
         self._others = ReferenceBackend(self.device, self.dtype)
-        self._made: dict[str, tuple[Mixture, b.Experts]] = {}
+        self._made: dict[str, tuple[Mixture, b.MoeFn]] = {}
 
-    def linear(self, weight: b.Weight) -> b.Linear:
+    def linear(self, weight: b.Weight) -> b.LinearFn:
         """Rearranged without kernels of its own."""
         if isinstance(weight, DenseWeight):
             raise Unsupported("only packed matrices")
         return PackedLinear(self._planner, arrange(weight), False)
 
-    def of(self, made: Mixture) -> b.Experts:
+    def of(self, made: Mixture) -> b.MoeFn:
         """A mixture's kernel."""
-        return self.experts(made.moe, *([self.linear(one) for one in part] for part in made.weights))
+        return self.moe(made.moe, *([self.linear(one) for one in part] for part in made.weights))
 
-    def named(self, name: str) -> tuple[Mixture, b.Experts]:
+    def named(self, name: str) -> tuple[Mixture, b.MoeFn]:
         """A mixture of a kind and its kernel, bound once."""
         if name not in self._made:
             made = mixture(name)
@@ -117,9 +117,9 @@ def test_many_tokens_need_one_wait(backend: Emulated, monkeypatch: pytest.Monkey
         Crew(backend.workshop, list(zip(gate, up, strict=True)), made.moe.active, made.moe.act),
         Crew(backend.workshop, [(one,) for one in down], made.moe.active),
     )
-    plain: list[list[b.Linear]] = [[partial(_rounded, one) for one in part] for part in made.weights]
+    plain: list[list[b.LinearFn]] = [[partial(_rounded, one) for one in part] for part in made.weights]
     kernel = PackedExperts(made.moe, crews, plain, backend._others.gated(made.moe.act))
-    x, logits = made.tokens(b.FEW + 7)
+    x, logits = made.tokens(b.FUSE_MAX_TOKENS + 7)
     logits[..., 4] = -20  # nobody chooses this one
     monkeypatch.setattr(experts, "WORTH", 0)
     waits = []
@@ -133,7 +133,7 @@ def test_many_tokens_need_one_wait(backend: Emulated, monkeypatch: pytest.Monkey
 def test_more_than_find_seats_at_once(backend: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small experts are read again and again rather than unpacked."""
     made, kernel = backend.named("gguf")
-    x, logits = made.tokens(b.FEW + 7)
+    x, logits = made.tokens(b.FUSE_MAX_TOKENS + 7)
     monkeypatch.setattr(experts, "_PAIRS", 8)
     got = kernel(x, logits)
     assert off(got, made.right(x, logits)) < LIMIT
@@ -154,11 +154,11 @@ def test_what_does_not_fit_together_is_left_to_others(backend: Emulated) -> None
         ((gate, up, down), replace(made.moe, act="relu2"), "relu2"),
         ((gate, other.weights[0][:9], down), made.moe, "kept in different ways"),
     ):
-        chain = Chain([backend, ReferenceBackend(backend.device, backend.dtype)])
+        chain = BackendList([backend, ReferenceBackend(backend.device, backend.dtype)])
         bound = [[chain.bind("w", "", lambda x, one=one: x.linear(one)) for one in part] for part in parts]
-        chain.bind("mlp", "experts", lambda x, moe=moe, bound=bound: x.experts(moe, *bound))
-        assert chain.choices[-1].backend == "reference"
-        assert reason in chain.choices[-1].declined[0]
+        chain.bind("mlp", "experts", lambda x, moe=moe, bound=bound: x.moe(moe, *bound))
+        assert chain.records[-1].backend == "reference"
+        assert reason in chain.records[-1].declined[0]
 
 
 FORMS = {

@@ -12,7 +12,7 @@ from exlm import Cache, Config, Generator, Job, Model, Settings, Tokenizer
 from exlm.bench.shapes import SHAPES
 from exlm.bench.synthetic import Synthetic, describe_in
 from exlm.bench.weights import form
-from exlm.kernels import backend as b
+from exlm.kernels import interface as b
 from exlm.kernels.cuda import experts
 from exlm.kernels.cuda.backend import CudaBackend
 from tests.kernels.cuda.mixtures import RECIPES, Mixture, mixture
@@ -22,19 +22,19 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-COUNTS = (b.FEW, 1, 2, 3, 5, 8, 16, 17, 33)
+COUNTS = (b.FUSE_MAX_TOKENS, 1, 2, 3, 5, 8, 16, 17, 33)
 
 
-def bound(name: str, folder: Path) -> tuple[Mixture, b.Experts]:
+def bound(name: str, folder: Path) -> tuple[Mixture, b.MoeFn]:
     device = torch.device("cuda", 0)
     made, backend = mixture(name).to(device), CudaBackend(device, torch.float16, folder)
-    return made, backend.experts(made.moe, *([backend.linear(one) for one in p] for p in made.weights))
+    return made, backend.moe(made.moe, *([backend.linear(one) for one in p] for p in made.weights))
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_few_tokens_are_right_and_alone_as_in_company(tmp_path: Path, name: str) -> None:
     made, kernel = bound(name, tmp_path)
-    x, logits = made.tokens(b.FEW)
+    x, logits = made.tokens(b.FUSE_MAX_TOKENS)
     want, whole = made.right(x, logits), None
     for count in COUNTS:
         got = kernel(x[:, -count:], logits[:, -count:])
@@ -45,7 +45,7 @@ def test_few_tokens_are_right_and_alone_as_in_company(tmp_path: Path, name: str)
 
 
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("count", [b.FEW + 1, 300])
+@pytest.mark.parametrize("count", [b.FUSE_MAX_TOKENS + 1, 300])
 @pytest.mark.parametrize("worth", [0, experts.WORTH])
 def test_many_tokens_are_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, count: int, worth: int
@@ -58,7 +58,7 @@ def test_many_tokens_are_right(
     assert kernel(x, logits).equal(got)
 
 
-@pytest.mark.parametrize("count", [1, 16, b.FEW])
+@pytest.mark.parametrize("count", [1, 16, b.FUSE_MAX_TOKENS])
 def test_who_answers_is_found_out_when_replayed(tmp_path: Path, count: int) -> None:
     made, kernel = bound("exl2", tmp_path)
     x, logits = made.tokens(count)

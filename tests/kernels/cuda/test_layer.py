@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from exlm.kernels import backend as b
+from exlm.kernels import interface as b
 from exlm.kernels.cuda.attention import Attend, Desk
 from exlm.kernels.cuda.few import Few
 from exlm.kernels.cuda.layer import WholeLayer, compose
@@ -32,7 +32,7 @@ HIDDEN, INNER, HEAD = 192, 320, 64
 class Stack:
     """Two layers, and the same in parts."""
 
-    def __init__(self, workshop: Any, case: Case, norm: b.HeadPair | None = None) -> None:
+    def __init__(self, workshop: Any, case: Case, norm: b.QKNormFn | None = None) -> None:
         torch.manual_seed(4)
         self.device, self.case, self.norm = workshop.device, case, norm
         planner, desk = Planner(workshop), Desk(workshop, 2)
@@ -64,19 +64,19 @@ class Stack:
         parts = tuple(segment(bits, sizes, outputs, False, False) for bits, sizes in kinds)
         return arrange(matrix(parts, outputs).to(self.device))
 
-    def whole(self, x: Tensor, kvs: list[CacheLayer], where: Batch) -> Tensor:
+    def whole(self, x: Tensor, kvs: list[CacheLayer], metadata: Batch) -> Tensor:
         for layer, kv in zip(self.layers, kvs, strict=True):
-            y = layer(x, kv, where)
+            y = layer(x, kv, metadata)
             assert y is not None
             x = y
         return x
 
-    def plain(self, x: Tensor, kvs: list[CacheLayer], where: Batch) -> Tensor:
+    def plain(self, x: Tensor, kvs: list[CacheLayer], metadata: Batch) -> Tensor:
         shape, rows = x.shape, x.flatten(0, 1)
         for (qkv, o, gate, down), kv in zip(self.parts, kvs, strict=True):
             q, k, v = (y.view(*shape[:2], -1, HEAD) for y in answer(qkv, rows))
             q, k = (q, k) if self.norm is None else self.norm(q, k)
-            (rows,) = answer(o, self.attend(q, k, v, kv, where).flatten(0, 1), rows)
+            (rows,) = answer(o, self.attend(q, k, v, kv, metadata).flatten(0, 1), rows)
             (rows,) = answer(down, *answer(gate, rows), rows)
         return rows.view(shape)
 
@@ -92,9 +92,9 @@ def close(got: Tensor, want: Tensor) -> bool:
 
 
 def step(case: Case, device: torch.device) -> tuple[Tensor, list[CacheLayer], Batch]:
-    _, layer, where = cases.step(case, device)
+    _, layer, metadata = cases.step(case, device)
     x = torch.randn(len(case.pasts), case.tokens, HIDDEN).half().to(device)
-    return x, [layer, layer.clone()], where
+    return x, [layer, layer.clone()], metadata
 
 
 def copies(kvs: list[CacheLayer]) -> list[CacheLayer]:
@@ -102,19 +102,19 @@ def copies(kvs: list[CacheLayer]) -> list[CacheLayer]:
 
 
 def check(stack: Stack) -> None:
-    x, kvs, where = step(stack.case, stack.device)
+    x, kvs, metadata = step(stack.case, stack.device)
     mine, theirs = copies(kvs), copies(kvs)
-    apart = stack.whole(x, copies(kvs), where)
-    stack.layers[0].lead(stack.layers[1])
-    whole, plain = stack.whole(x, mine, where), stack.plain(x, theirs, where)
+    apart = stack.whole(x, copies(kvs), metadata)
+    stack.layers[0].chain_to(stack.layers[1])
+    whole, plain = stack.whole(x, mine, metadata), stack.plain(x, theirs, metadata)
     assert close(whole, plain)
     assert close(apart, plain)
-    assert torch.equal(stack.whole(x, copies(kvs), where), whole)
+    assert torch.equal(stack.whole(x, copies(kvs), metadata), whole)
     if len(stack.case.pasts) * stack.case.tokens > 16:
         return
     for row, past in enumerate(stack.case.pasts):
         one = slice(row, row + 1)
-        own = cases.one_row(where, row, past + stack.case.tokens)
+        own = cases.one_row(metadata, row, past + stack.case.tokens)
         assert torch.equal(stack.whole(x[one], copies(kvs), own), whole[one])
 
 
@@ -155,14 +155,14 @@ def test_two_layers_on_a_gpu(
 
 def test_rows_that_were_changed_are_prepared_anew(workshop: EmulatedWorkshop) -> None:
     stack = Stack(workshop, CASES[0])
-    x, kvs, where = step(CASES[0], stack.device)
+    x, kvs, metadata = step(CASES[0], stack.device)
     first, second = stack.layers
-    first.lead(second)
-    left = first(x, kvs[0], where)
+    first.chain_to(second)
+    left = first(x, kvs[0], metadata)
     assert left is not None
-    unchanged = second(left.clone(), copies(kvs)[1], where)
+    unchanged = second(left.clone(), copies(kvs)[1], metadata)
     left.mul_(2)
-    doubled, fresh = second(left, copies(kvs)[1], where), second(left.clone(), copies(kvs)[1], where)
+    doubled, fresh = second(left, copies(kvs)[1], metadata), second(left.clone(), copies(kvs)[1], metadata)
     assert doubled is not None
     assert fresh is not None
     assert torch.equal(doubled, fresh)
@@ -173,6 +173,6 @@ def test_rows_that_were_changed_are_prepared_anew(workshop: EmulatedWorkshop) ->
 def test_what_it_leaves_to_parts(workshop: EmulatedWorkshop) -> None:
     """More new tokens than its attention takes; parts that are not its own."""
     stack = Stack(workshop, CASES[0])
-    x, kvs, where = step(replace(CASES[0], tokens=17), stack.device)
-    assert stack.layers[0](x, kvs[0], where) is None
+    x, kvs, metadata = step(replace(CASES[0], tokens=17), stack.device)
+    assert stack.layers[0](x, kvs[0], metadata) is None
     assert compose(stack.parts[0], refuse, None) is None

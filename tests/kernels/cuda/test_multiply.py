@@ -9,7 +9,7 @@ import torch
 
 from exlm import spec
 from exlm.errors import Unsupported
-from exlm.kernels import backend as b
+from exlm.kernels import interface as b
 from exlm.kernels.cuda.backend import MOST, CudaBackend
 from exlm.kernels.cuda.linear import Normal, Plan, Product
 from exlm.kernels.cuda.program import Workshop
@@ -104,7 +104,7 @@ def test_matrices_of_different_kinds_together(tmp_path: Path) -> None:
     packed = [weight(kind).to(device) for kind in ("4 bits", "4 bits in small groups", "6 and 4 bits")]
     linears = [backend.linear(one) for one in packed]
     scale = torch.rand(512, device=device)
-    project = backend.project(linears, b.Entry(spec.Norm("rms", 1e-5), scale), None)
+    project = backend.fused_linear(linears, b.NormPrologue(spec.Norm("rms", 1e-5), scale), None)
     x = torch.randn(3, 1, 512, device=device).half()
     entry = entered(x, Normal(scale, 1e-5))
     for got, one in zip(project(x, None), packed, strict=True):

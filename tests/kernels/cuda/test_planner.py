@@ -45,7 +45,7 @@ def test_what_was_kept_is_used_by_those_of_its_kind_alone(workshop: EmulatedWork
     planner = Planner(workshop, file)
     one, other = (planner.product([each]) for each in tiles)
     assert one.plan == one.fitted(plan_for([tiles[0]], None, workshop.processors))
-    Kind("", [one]).turn((1, 3, 4))
+    Kind("", [one]).apply((1, 3, 4))
     assert astuple(one.plan) == (1, 3, 4)
     kept = planner.keep([Kind(kind_of(one.matrices, None), [one])])
     assert [kept] == [*file.parent.iterdir()]
@@ -72,10 +72,10 @@ def test_every_setting_nearby_answers_right(workshop: EmulatedWorkshop) -> None:
     planner, packed = Planner(workshop), weight("6 and 4 bits")
     product = planner.product([arrange(packed)])
     kind, x = Kind("", [product]), torch.randn(1, packed.in_features).half()
-    assert {len(setting) for setting in kind.nearby()} == {3}
-    assert kind.setting not in kind.nearby()
-    for setting in kind.nearby():
-        kind.turn(setting)
+    assert {len(setting) for setting in kind.neighbors()} == {3}
+    assert kind.config not in kind.neighbors()
+    for setting in kind.neighbors():
+        kind.apply(setting)
         out = torch.empty(1, packed.out_features).half()
         product(x, [out])
         assert off(out, right(x, packed)) < LIMIT
@@ -83,7 +83,7 @@ def test_every_setting_nearby_answers_right(workshop: EmulatedWorkshop) -> None:
 
 def test_two_matrices_under_one_act_keep_even_tiles(workshop: EmulatedWorkshop) -> None:
     product = Planner(workshop).product(alike([arrange(weight("4 bits"))] * 2), None, "silu")
-    assert all(setting[0] % 2 == 0 for setting in Kind("", [product]).nearby())
+    assert all(setting[0] % 2 == 0 for setting in Kind("", [product]).neighbors())
 
 
 def test_a_planner_keeps_nothing_alive(workshop: EmulatedWorkshop) -> None:
@@ -124,7 +124,7 @@ def test_a_broken_file_is_told_of(workshop: EmulatedWorkshop, tmp_path: Path, te
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "empty": lambda path: os.truncate(path, 0),
-    "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "fp8_e5m2": lambda path: os.truncate(path, path.stat().st_size // 2),
     "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
     "another plan": lambda path: path.write_text(path.read_text().replace("3", "8")),
     "others may write": lambda path: path.chmod(0o666),
@@ -143,7 +143,7 @@ def test_a_damaged_file_is_told_of_and_replaced(
     product = planner.product(tiles)
     usual = product.plan
     kind = Kind(kind_of(tiles, None), [product])
-    kind.turn((1, 3, 4))
+    kind.apply((1, 3, 4))
     kept = planner.keep([kind])
     assert kept is not None
     DAMAGES[damage](kept)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exlm.formats.packed import PackedWeight
-from exlm.kernels import backend
+from exlm.kernels import interface as backend
 from exlm.kernels.cuda.backend import Few, PackedLinear, Projection
 from exlm.kernels.cuda.planner import Planner
 from exlm.kernels.cuda.tiles import alike, arrange
@@ -74,8 +74,8 @@ def test_side_by_side(workshop: EmulatedWorkshop, monkeypatch: pytest.MonkeyPatc
     packed = [weight(kind, bias=bias, order=kind != "4 bits") for kind, bias in kinds.items()]
     unpackers = [Unpacker(workshop, arrange(one)) for one in packed]
     x = torch.randn(70, 512).half()
-    for room, count in ((backend.UNPACKED, 1), (512 * 192, 3)):
-        monkeypatch.setattr(backend, "UNPACKED", room)
+    for room, count in ((backend.MAX_DEQUANT_BYTES, 1), (512 * 192, 3)):
+        monkeypatch.setattr(backend, "MAX_DEQUANT_BYTES", room)
         products = together(unpackers)
         assert len(products) == count
         answers = [y for one in products for y in one(x)]
@@ -94,6 +94,6 @@ def test_rows_may_lie_apart(workshop: EmulatedWorkshop) -> None:
         x = every[:rows, 1:, : packed[0].in_features]
         assert off(linear(x), product(x, packed[0])) < LIMIT
     pair = Projection(Few(planner.product(alike([other.tiles] * 2)), False), [other, other])
-    for rows, answers in ((3, pair(every[:3, 1:], None)), (70, pair.plainly(every[:, 1:]))):
+    for rows, answers in ((3, pair(every[:3, 1:], None)), (70, pair.dequant_gemm(every[:, 1:]))):
         for got in answers:
             assert off(got, product(every[:rows, 1:], packed[1])) < LIMIT

@@ -57,7 +57,7 @@ class Step(NamedTuple):
 
     heads: tuple[Tensor, Tensor, Tensor]
     layer: CacheLayer
-    where: Batch
+    metadata: Batch
 
 
 def blank(case: Case, pages: int, device: torch.device) -> CacheLayer:
@@ -82,17 +82,17 @@ def step(case: Case, device: torch.device, spare: int = 1) -> Step:
     mask = (torch.rand(rows, longest) > 0.4).to(device) if case.hide else None
     positions = past[:, None] + torch.arange(tokens, device=device)
     even = len(set(case.pasts)) == 1 and not case.hide
-    where = Batch(none, positions, past, pages, longest, even, mask)
+    metadata = Batch(none, positions, past, pages, longest, even, mask)
     both = (case.heads, case.kv_heads, case.kv_heads)
     q, k, v = (_heads(case, heads, tokens).to(device) for heads in both)
-    return Step((q, k, v), layer, where)
+    return Step((q, k, v), layer, metadata)
 
 
-def one_row(where: Batch, row: int, longest: int) -> Batch:
+def one_row(metadata: Batch, row: int, longest: int) -> Batch:
     """Where one of the rows stands, by itself."""
     one = slice(row, row + 1)
-    positions, past, pages = (part[one] for part in (where.positions, where.past_lens, where.pages))
-    return replace(where, max_kv_len=longest, positions=positions, past_lens=past, pages=pages)
+    positions, past, pages = (part[one] for part in (metadata.positions, metadata.past_lens, metadata.pages))
+    return replace(metadata, max_kv_len=longest, positions=positions, past_lens=past, pages=pages)
 
 
 def _heads(case: Case, heads: int, tokens: int) -> Tensor:

@@ -104,14 +104,14 @@ def calls(capability: int) -> None:
     backend.add_norm(spec.Norm(), torch.zeros(4096), None)(x, x)
     backend.norm(spec.Norm("layer", bias=True), torch.zeros(4096), torch.zeros(4096))(x)
     backend.gated("silu")(x, x)
-    rotate = backend.rotation(spec.Rope(1e4, 128), 16)
+    rotate = backend.rope(spec.Rope(1e4, 128), 16)
     steps = [("float", 4, 1), ("float", 1, 16), ("float", 1, 20), ("q4", 1, 20)]
     if capability == 90:
         steps += [("q4", 4, 1), ("q4", 1, 16), ("q8", 4, 1), ("q8", 1, 16), ("fp8", 1, 1)]
     for caching, kv, tokens in steps:
         case = cases.Case(caching, half, 4, kv, 128, (20,), tokens)
         step = cases.step(case, device)
-        backend.attention(case.attn, rotate)(*step.heads, step.layer, step.where)
+        backend.attention(case.attn, rotate)(*step.heads, step.layer, step.metadata)
     none = torch.zeros(1, 2, dtype=torch.int64)
     rotate(torch.zeros(1, 2, 4, 128, dtype=half), torch.zeros(1, 2, 1, 128, dtype=half), none)
 

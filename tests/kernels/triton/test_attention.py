@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from exlm import spec
-from exlm.kernels import backend as b
+from exlm.kernels import interface as b
 from exlm.kernels.reference import ReferenceBackend
 from tests.kernels.triton import cases
 from tests.kernels.triton.cases import Case
@@ -73,10 +73,10 @@ def ids(case: Case) -> str:
     )
 
 
-def turn(backend: b.Backend, case: Case, style: str = "neox") -> b.Rotation:
+def turn(backend: b.Backend, case: Case, style: str = "neox") -> b.RopeFn:
     """Three quarters of each head turn."""
     rope = spec.Rope(1e4, case.head_dim // 4 * 3 // 2 * 2, style=style)  # type: ignore[arg-type]
-    return backend.rotation(rope, 8192)
+    return backend.rope(rope, 8192)
 
 
 def compare(case: Case, device: torch.device) -> None:
@@ -84,8 +84,8 @@ def compare(case: Case, device: torch.device) -> None:
     plain, fast = ReferenceBackend(device, case.dtype), TritonBackend(device, case.dtype)
     q, k, v = (step := cases.step(case, device)).heads
     twin = step.layer.clone()
-    want = plain.attention(case.attn, turn(plain, case))(q, k, v, step.layer, step.where)
-    got = fast.attention(case.attn, turn(fast, case))(q, k, v, twin, step.where)
+    want = plain.attention(case.attn, turn(plain, case))(q, k, v, step.layer, step.metadata)
+    got = fast.attention(case.attn, turn(fast, case))(q, k, v, twin, step.metadata)
     assert got.dtype is case.dtype
     limit = LIMITS[case.dtype] if case.cache == "float" else max(2e-3, LIMITS[case.dtype])
     assert float((got - want).float().norm() / want.float().norm()) < limit
@@ -115,20 +115,20 @@ def test_on_a_gpu(case: Case) -> None:
 def alone(case: Case, device: torch.device) -> None:
     """Each row by itself, with a page table and programs of its own, answers as in the batch, bit for bit."""
     fast = TritonBackend(device, case.dtype)
-    (q, k, v), layer, where = cases.step(case, device, spare=3)
+    (q, k, v), layer, metadata = cases.step(case, device, spare=3)
     attend = fast.attention(case.attn, turn(fast, case))
-    together = attend(q, k, v, layer.clone(), where)
-    assert torch.equal(attend(q, k, v, layer.clone(), where), together)
+    together = attend(q, k, v, layer.clone(), metadata)
+    assert torch.equal(attend(q, k, v, layer.clone(), metadata), together)
     fast.machine = attention.Machine(1, fast.machine.shared)
     attend = fast.attention(case.attn, turn(fast, case))
     for row, past in enumerate(case.pasts):
         one = slice(row, row + 1)
         width = -(-(past + case.tokens) // cases.PAGE)
         mine = replace(
-            where,
-            positions=where.positions[one],
-            past_lens=where.past_lens[one],
-            pages=where.pages[one, :width].contiguous(),
+            metadata,
+            positions=metadata.positions[one],
+            past_lens=metadata.past_lens[one],
+            pages=metadata.pages[one, :width].contiguous(),
             max_kv_len=past + case.tokens,
         )
         assert torch.equal(attend(q[one], k[one], v[one], layer.clone(), mine), together[one])
@@ -153,15 +153,15 @@ def strided(case: Case, device: torch.device) -> None:
     from exlm.kvcache import NoCache
 
     plain, fast = ReferenceBackend(device, case.dtype), TritonBackend(device, case.dtype)
-    _, layer, where = cases.step(case, device)
+    _, layer, metadata = cases.step(case, device)
     rows, tokens, d = len(case.pasts), case.tokens, case.head_dim
     wide = torch.randn(rows, tokens, (case.heads + 2 * case.kv_heads) * d, device=device).to(case.dtype)
     parts = wide.split([case.heads * d, case.kv_heads * d, case.kv_heads * d], -1)
     q, k, v = (part.unflatten(-1, (-1, d)) for part in parts)
     for kv in (layer, NoCache()) if max(case.pasts) == 0 else (layer,):
         twin = kv.clone() if kv is layer else kv
-        want = plain.attention(case.attn, turn(plain, case, "gptj"))(q, k, v, kv, where)
-        got = fast.attention(case.attn, turn(fast, case, "gptj"))(q, k, v, twin, where)
+        want = plain.attention(case.attn, turn(plain, case, "gptj"))(q, k, v, kv, metadata)
+        got = fast.attention(case.attn, turn(fast, case, "gptj"))(q, k, v, twin, metadata)
         assert float((got - want).float().norm() / want.float().norm()) < LIMITS[case.dtype]
 
 
@@ -185,24 +185,24 @@ def test_replayed_from_a_graph(cache: str) -> None:
     device = torch.device("cuda")
     case = Case(cache, HALF, 8, 2, 128, (300, 1000), 1)
     plain, fast = ReferenceBackend(device, HALF), TritonBackend(device, HALF)
-    (q, k, v), layer, where = cases.step(case, device, spare=8)
+    (q, k, v), layer, metadata = cases.step(case, device, spare=8)
     attend, right = fast.attention(case.attn, turn(fast, case)), plain.attention(case.attn, turn(plain, case))
     twin = layer.clone()
-    attend(q, k, v, layer.clone(), where)
+    attend(q, k, v, layer.clone(), metadata)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = attend(q, k, v, twin, where)
+        got = attend(q, k, v, twin, metadata)
     for grown in range(0, 600, 150):
         now = replace(
-            where,
-            past_lens=where.past_lens + grown,
-            positions=where.positions + grown,
+            metadata,
+            past_lens=metadata.past_lens + grown,
+            positions=metadata.positions + grown,
             max_kv_len=1001 + grown,
         )
-        where.past_lens.copy_(now.past_lens)
-        where.positions.copy_(now.positions)
+        metadata.past_lens.copy_(now.past_lens)
+        metadata.positions.copy_(now.positions)
         graph.replay()
         want = right(q, k, v, layer, replace(now, uniform=False))
         assert float((got - want).float().norm() / want.float().norm()) < 2e-3
-        where.past_lens.sub_(grown)
-        where.positions.sub_(grown)
+        metadata.past_lens.sub_(grown)
+        metadata.positions.sub_(grown)

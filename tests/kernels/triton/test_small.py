@@ -11,8 +11,8 @@ from torch import Tensor
 from exlm import spec
 from exlm.errors import InputError, Unsupported
 from exlm.formats import DenseWeight
+from exlm.kernels.dispatch import backends_for
 from exlm.kernels.reference import ReferenceBackend
-from exlm.kernels.select import choose
 
 pytest.importorskip("triton")
 from exlm.kernels.triton import TritonBackend
@@ -94,7 +94,7 @@ def test_rotations(
     shapes = [(2, 21), (3, 2, 21)] if sections else [(2, 21)]
     for shape in shapes:
         positions = torch.randint(0, 500, shape, device=device)
-        mine, right = fast.rotation(rope, 500)(q, k, positions), plain.rotation(rope, 500)(q, k, positions)
+        mine, right = fast.rope(rope, 500)(q, k, positions), plain.rope(rope, 500)(q, k, positions)
         for got, want in zip(mine, right, strict=True):
             assert got.shape == want.shape
             assert close(got, want)
@@ -122,21 +122,21 @@ class TestChoosing:
 
     def test_an_old_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("EXLM_TRITON", "1")
-        chain = choose(torch.device("cuda"), HALF)
+        chain = backends_for(torch.device("cuda"), HALF)
         assert [backend.name for backend in chain.backends][-1] == "reference"
         assert "absent: triton: needs compute capability 8.0, Old One has 7.5" in chain.explain()
 
     def test_the_switch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("EXLM_TRITON", "0")
         monkeypatch.setenv("EXLM_CUDA", "0")
-        told = choose(torch.device("cuda"), HALF).explain()
+        told = backends_for(torch.device("cuda"), HALF).explain()
         assert "absent: triton: switched off by EXLM_TRITON=0" in told
         assert "absent: cuda: switched off by EXLM_CUDA=0" in told
 
     def test_a_switch_that_is_neither(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("EXLM_TRITON", "maybe")
         with pytest.raises(InputError, match="EXLM_TRITON is 'maybe'"):
-            choose(torch.device("cuda"), HALF)
+            backends_for(torch.device("cuda"), HALF)
 
     def test_a_cpu_does_not_miss_it(self) -> None:
-        assert "triton" not in choose(torch.device("cpu"), HALF).explain()
+        assert "triton" not in backends_for(torch.device("cpu"), HALF).explain()

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ... import spec
-from ..backend import Attend, Coding, KeyValues, Pages, Where
-from ..reference.rope import Rotation
+from ..interface import AttentionFn, AttnMetadata, KVCacheDtype, KVPages, LayerKVCache
+from ..reference.rope import RotaryEmbedding
 from .library import Layer, Library, check
 
 _CALL = Struct("11Pq5i4x")  # what C calls a Call
@@ -24,12 +24,12 @@ FLOATS = bytes(_CODES.size)
 CODED = _CALL.size + _CODES.size
 """Bytes of a CodedCall."""
 
-_BITS: dict[Coding, int] = {"rotated8": 8, "rotated4": 4, "truncated": 1}
+_BITS: dict[KVCacheDtype, int] = {"hadamard8": 8, "hadamard4": 4, "fp8_e5m2": 1}
 _FEW = 8  # new tokens of a row up to which no truncated codes are taken
 _NARROW = {torch.float32: 0, torch.float16: 1}
 
 
-class TurningTables(Rotation):
+class TurningTables(RotaryEmbedding):
     """The reference's tables, and how they are applied; where C can, by C."""
 
     def __init__(self, rope: spec.Rope, length: int, device: torch.device, library: Library) -> None:
@@ -70,19 +70,19 @@ class Standing:
     """Where the tokens of a step stand, as C is told: worked out once for all layers of a step."""
 
     def __init__(self) -> None:
-        self._last: tuple[Where, Places | None] | None = None
+        self._last: tuple[AttnMetadata, Places | None] | None = None
 
-    def of(self, where: Where) -> Places | None:
+    def of(self, metadata: AttnMetadata) -> Places | None:
         """Pages, pasts, positions, and the step between rows of the first; None if C cannot take them."""
         last = self._last
-        if last is None or last[0] is not where:
-            self._last = last = where, self._found(where)
+        if last is None or last[0] is not metadata:
+            self._last = last = metadata, self._found(metadata)
         return last[1]
 
     @staticmethod
-    def _found(where: Where) -> Places | None:
-        table, past, positions = where.pages, where.past_lens, where.positions
-        if where.mask is not None or positions.dim() != 2 or table.stride(1) != 1:
+    def _found(metadata: AttnMetadata) -> Places | None:
+        table, past, positions = metadata.pages, metadata.past_lens, metadata.positions
+        if metadata.mask is not None or positions.dim() != 2 or table.stride(1) != 1:
             return None
         if not (table.dtype is past.dtype is positions.dtype is torch.int64):
             return None
@@ -100,7 +100,7 @@ class PagedAttention:
         attn: spec.Attention,
         rotate: TurningTables,
         standing: Standing,
-        other: Attend,
+        other: AttentionFn,
     ) -> None:
         self._attend = library.attend
         self._attend_coded = library.attend_coded
@@ -123,30 +123,30 @@ class PagedAttention:
         )
         self._address = ctypes.addressof(self._layer)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, kv: KeyValues, where: Where) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKVCache, metadata: AttnMetadata) -> Tensor:
         """Heads in, (rows, tokens, heads · head_dim) out."""
         rows, tokens = q.shape[:2]
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         out = torch.empty(rows, tokens, self._width)
         heads = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        pages, places = kv.paged, self.standing.of(where)
+        pages, places = kv.paged, self.standing.of(metadata)
         call = None
         if pages is not None and places is not None:
             call = self.call(heads, out.data_ptr(), rows, tokens, pages, places)
         if call is None:
-            return self._other(q, k, v, kv, where)
+            return self._other(q, k, v, kv, metadata)
         attend = self._attend if len(call) == _CALL.size else self._attend_coded
-        check(attend(call, where.max_kv_len, torch.get_num_threads()))
+        check(attend(call, metadata.max_kv_len, torch.get_num_threads()))
         return out
 
     def call(
-        self, heads: tuple[int, int, int], out: int, rows: int, tokens: int, pages: Pages, places: Places
+        self, heads: tuple[int, int, int], out: int, rows: int, tokens: int, pages: KVPages, places: Places
     ) -> bytes | None:
         """What C is told, given the places of q, k, v and of the answer; None if it cannot do this."""
         table, past, positions, stride = places
-        rest = table, past, positions, out, 0, 0, rows, tokens, pages.size, stride
+        rest = table, past, positions, out, 0, 0, rows, tokens, pages.page_size, stride
         keys, values = pages.keys, pages.values
-        coding, other = pages.coding
+        coding, other = pages.dtypes
         if coding == "float":
             if other != "float" or keys[0].dtype not in _NARROW:
                 return None
@@ -154,9 +154,9 @@ class PagedAttention:
             return _CALL.pack(self._address, *heads, *own, *rest, _NARROW[keys[0].dtype])
         if coding not in _BITS or other not in _BITS:
             return None
-        if tokens <= _FEW and "truncated" in pages.coding:
+        if tokens <= _FEW and "fp8_e5m2" in pages.dtypes:
             return None
-        if not self._codable and pages.coding != ("truncated", "truncated"):
+        if not self._codable and pages.dtypes != ("fp8_e5m2", "fp8_e5m2"):
             return None
         return _CALL.pack(self._address, *heads, 0, 0, *rest, 0) + _CODES.pack(
             *(keys[0].data_ptr(), keys[-1].data_ptr(), _BITS[coding]),

@@ -21,7 +21,7 @@ from torch import Tensor
 from ... import spec
 from ...errors import Unsupported
 from ...formats import DenseWeight, PackedWeight, Weight
-from .. import backend as b
+from .. import interface as b
 from ..reference import ReferenceBackend
 from .attention import PagedAttention, Standing, TurningTables
 from .blocks import Blocks, arrange
@@ -38,7 +38,7 @@ class CpuBackend:
     """Packed matrices on this machine's processor."""
 
     name = "cpu"
-    most = sys.maxsize  # rows: prompts gain by it too
+    max_fused_tokens = sys.maxsize  # rows: prompts gain by it too
 
     def __init__(
         self, device: torch.device, dtype: torch.dtype, folder: Path, instructions: str | None = None
@@ -53,7 +53,7 @@ class CpuBackend:
         self._shelf = Shelf()
         self._tables: WeakKeyDictionary[Weight, Blocks] = WeakKeyDictionary()  # perhaps also the head
 
-    def linear(self, weight: Weight) -> b.Linear:
+    def linear(self, weight: Weight) -> b.LinearFn:
         """Packed weights, rearranged, and dense ones in few bits."""
         if weight in self._tables:
             return PackedLinear(self._library, self._tables[weight])
@@ -64,7 +64,7 @@ class CpuBackend:
             return PackedLinear(self._library, self._floats(weight)[0])
         raise Unsupported("only packed and dense matrices")
 
-    def embedding(self, weight: Weight) -> b.Lookup:
+    def embedding(self, weight: Weight) -> b.EmbeddingFn:
         """A table that may be the head's matrix as well: rearranged once."""
         if isinstance(weight, PackedWeight):
             blocks = arrange(weight, self._library, torch.get_num_threads(), self._shelf)
@@ -77,45 +77,45 @@ class CpuBackend:
             return PackedLookup(self._library, self._tables[weight], torch.float32)
         return partial(F.embedding, weight=data)
 
-    def norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> b.Norm:
+    def norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> b.NormFn:
         """Root mean squares with one scale for all."""
         return RmsNorm(self._library, *self._rms(norm, weight))
 
-    def add_norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> b.AddNorm:
+    def add_norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> b.AddNormFn:
         """The same behind an addition."""
         return AddRmsNorm(self._library, *self._rms(norm, weight))
 
-    def gated(self, act: spec.Activation) -> b.Gated:
+    def gated(self, act: spec.Activation) -> b.GatedActivationFn:
         """Silu."""
         if act != "silu":
             raise Unsupported("only silu")
         return SiluGate(self._library)
 
-    def rotation(self, rope: spec.Rope, length: int) -> b.Rotation:
+    def rope(self, rope: spec.Rope, length: int) -> b.RopeFn:
         """Tables for every position."""
         return TurningTables(rope, length, self.device, self._library)
 
-    def attention(self, attn: spec.Attention, rotate: b.Rotation) -> b.Attend:
+    def attention(self, attn: spec.Attention, rope: b.RopeFn) -> b.AttentionFn:
         """A few new tokens over pages of floats or codes; everything else as the reference does."""
-        if attn.softcap is not None or not isinstance(rotate, TurningTables):
+        if attn.softcap is not None or not isinstance(rope, TurningTables):
             raise Unsupported("only plain scores of heads that turn")
         if attn.head_dim % 16 or attn.head_dim > 512:
             raise Unsupported(f"heads of {attn.head_dim} numbers are no multiple of 16 up to 512")
-        other = self._reference.attention(attn, rotate)
-        return PagedAttention(self._library, attn, rotate, self._standing, other)
+        other = self._reference.attention(attn, rope)
+        return PagedAttention(self._library, attn, rope, self._standing, other)
 
-    def project(
+    def fused_linear(
         self,
-        matrices: Sequence[b.Linear],
-        entry: b.Entry | None,
+        linears: Sequence[b.LinearFn],
+        prologue: b.NormPrologue | None,
         act: spec.Activation | None,
-        full: bool = False,
-    ) -> b.Project:
+        fp32_out: bool = False,
+    ) -> b.FusedLinear:
         """Packed matrices behind a root mean square norm, or two of them behind silu; always in full."""
-        packed = [one for one in matrices if isinstance(one, PackedLinear)]
-        if len(packed) != len(matrices) or act not in (None, "silu"):
+        packed = [one for one in linears if isinstance(one, PackedLinear)]
+        if len(packed) != len(linears) or act not in (None, "silu"):
             raise Unsupported("only packed matrices, and silu")
-        scale, eps = (None, 0.0) if entry is None else self._rms(entry.norm, entry.weight)[:2]
+        scale, eps = (None, 0.0) if prologue is None else self._rms(prologue.norm, prologue.weight)[:2]
         return Together(self._library, packed, scale, eps, act is not None)
 
     def _floats(self, weight: DenseWeight) -> tuple[Blocks, Tensor | None]:
@@ -127,7 +127,7 @@ class CpuBackend:
         data = narrowed(weight.data, self._library, threads, self._shelf)
         return arrange_floats(data, weight.bias), data
 
-    def _rms(self, norm: spec.Norm, weight: Tensor) -> tuple[Tensor, float, b.Norm]:
+    def _rms(self, norm: spec.Norm, weight: Tensor) -> tuple[Tensor, float, b.NormFn]:
         if norm.kind != "rms" or weight.dim() != 1:
             raise Unsupported("only root mean squares with one scale for all")
         scale = (weight.float() + norm.offset).contiguous()
@@ -136,4 +136,4 @@ class CpuBackend:
     def _declined(self, *_: Any, **__: Any) -> Any:
         raise Unsupported("left to plain torch")
 
-    activation = experts = _declined
+    activation = moe = _declined

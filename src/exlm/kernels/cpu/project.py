@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...errors import Unsupported
-from ..backend import Attend, HeadPair, KeyValues, Pages, Project, Where, Whole
+from ..interface import AttentionFn, AttnMetadata, FusedLayer, FusedLinear, KVPages, LayerKVCache, QKNormFn
 from .attention import CODED, FLOATS, NOWHERE, PagedAttention
 from .library import Library, Parts, Projection, check
 from .linear import PackedLinear
@@ -59,8 +59,8 @@ class Together:
         )
         return outs
 
-    def compose(
-        self, attend: Attend, norm: HeadPair | None, o: Project, gate: Project, down: Project
+    def fuse_layer(
+        self, attend: AttentionFn, norm: QKNormFn | None, o: FusedLinear, gate: FusedLinear, down: FusedLinear
     ) -> WholeLayer | None:
         """The whole layer that these begin, if every part is of this kind."""
         parts = [part for part in (self, o, gate, down) if isinstance(part, Together)]
@@ -87,11 +87,11 @@ class WholeLayer:
         self.library, self.attend = library, attend
         self.address = ctypes.addressof(self._parts)
 
-    def __call__(self, x: Tensor, kv: KeyValues, where: Where) -> Tensor | None:
+    def __call__(self, x: Tensor, kv: LayerKVCache, metadata: AttnMetadata) -> Tensor | None:
         """The residual stream behind the layer; None if its attention must be done otherwise."""
-        return WholeLayers((self,))(x, (kv,), where)
+        return WholeLayers((self,))(x, (kv,), metadata)
 
-    def stack(self, following: Sequence[Whole]) -> WholeLayers | None:
+    def fuse_decoder(self, following: Sequence[FusedLayer]) -> WholeLayers | None:
         """This layer and those behind it, if all are of this kind."""
         layers = [one for one in (self, *following) if isinstance(one, WholeLayer)]
         same = all(one.library is self.library for one in layers)
@@ -107,21 +107,21 @@ class WholeLayers:
         self._parts = (ctypes.c_void_p * len(layers))(*(one.address for one in layers))
         self._layers = layers[0].library.layers
         self._standing = layers[0].attend.standing
-        self._known: tuple[list[ref[Pages]], int, bytes | None] = [], 0, None
+        self._known: tuple[list[ref[KVPages]], int, bytes | None] = [], 0, None
 
-    def __call__(self, x: Tensor, kvs: Sequence[KeyValues], where: Where) -> Tensor | None:
+    def __call__(self, x: Tensor, kvs: Sequence[LayerKVCache], metadata: AttnMetadata) -> Tensor | None:
         """The residual stream behind the last layer; None if some attention must be done otherwise."""
         rows, tokens = x.shape[:2]
-        calls, places = self._calls(kvs, tokens), self._standing.of(where)
+        calls, places = self._calls(kvs, tokens), self._standing.of(metadata)
         if calls is None or places is None or not x.is_contiguous():
             return None
         *pointers, stride = places
         out = torch.empty_like(x)
         told = self._parts, calls, len(kvs), _STANDING.pack(*pointers, rows, tokens, stride)
-        check(self._layers(*told, x.data_ptr(), out.data_ptr(), where.max_kv_len, torch.get_num_threads()))
+        check(self._layers(*told, x.data_ptr(), out.data_ptr(), metadata.max_kv_len, torch.get_num_threads()))
         return out
 
-    def _calls(self, kvs: Sequence[KeyValues], tokens: int) -> bytes | None:
+    def _calls(self, kvs: Sequence[LayerKVCache], tokens: int) -> bytes | None:
         """What C is told of each layer's cache, from one step to the next the same; None if it cannot do one.
 
         Nothing is held: pages that are gone are found to be others.
@@ -135,7 +135,7 @@ class WholeLayers:
             self._known = [ref(own) for own in pages], tokens, calls
         return calls
 
-    def _made(self, pages: Sequence[Pages], tokens: int) -> bytes | None:
+    def _made(self, pages: Sequence[KVPages], tokens: int) -> bytes | None:
         calls = []
         for attend, own in zip(self._attends, pages, strict=True):
             call = attend.call((0, 0, 0), 0, 0, tokens, own, NOWHERE)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..backend import Norm
+from ..interface import NormFn
 from .library import Library
 
 
@@ -18,7 +18,7 @@ class RmsNorm:
     library: Library
     scale: Tensor  # (width,)
     eps: float
-    other: Norm  # for x that is not contiguous float32
+    other: NormFn  # for x that is not contiguous float32
 
     def __call__(self, x: Tensor) -> Tensor:
         """Any leading shape."""

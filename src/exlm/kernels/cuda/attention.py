@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ... import spec
-from .. import backend as b
+from .. import interface as b
 from .handing import Handed, Heir
 
 SOURCE = Path(__file__).with_name("attention.cu")
@@ -32,7 +32,7 @@ HEADS = (64, 128)
 
 _COUNTS = 1 << 16
 _NEARBY = 24 << 10  # bytes of shared memory for chunks that nobody else will ask for
-_CODINGS: dict[b.Coding, int] = {"float": 0, "rotated8": 1, "rotated4": 2, "truncated": 3}
+_CODINGS: dict[b.KVCacheDtype, int] = {"float": 0, "hadamard8": 1, "hadamard4": 2, "fp8_e5m2": 3}
 
 
 class _Job(ctypes.Structure):
@@ -97,11 +97,11 @@ class Plan:
     waves: int = 64  # thread blocks for each that fits, before one takes several chunks
 
 
-PLANS: dict[b.Coding, Plan] = {
+PLANS: dict[b.KVCacheDtype, Plan] = {
     "float": Plan(8, resident=1, unit=128, slots=16, waves=1),
-    "rotated8": Plan(8, resident=1, unit=128, slots=16, waves=1),
-    "rotated4": Plan(8, 2, resident=1, unit=128, slots=16, waves=1),
-    "truncated": Plan(steps=2, waves=1),
+    "hadamard8": Plan(8, resident=1, unit=128, slots=16, waves=1),
+    "hadamard4": Plan(8, 2, resident=1, unit=128, slots=16, waves=1),
+    "fp8_e5m2": Plan(steps=2, waves=1),
 }
 """By the coding of the keys, what was quickest on an H200 (`benchmarks.attention`): a thread block for each
 multiprocessor where there are eight kv heads, and few chunks to add up."""
@@ -109,24 +109,24 @@ multiprocessor where there are eight kv heads, and few chunks to add up."""
 SINGLE = Plan(waves=2)
 """The same, for one query of a kv head and floats: many heads, so smaller thread blocks."""
 
-LONE_PLANS: dict[b.Coding, Plan] = {
-    "rotated8": Plan(resident=2, waves=1),
-    "rotated4": Plan(resident=4, waves=1),
+LONE_PLANS: dict[b.KVCacheDtype, Plan] = {
+    "hadamard8": Plan(resident=2, waves=1),
+    "hadamard4": Plan(resident=4, waves=1),
 }
 """The same, for one query of a kv head; those of other codings are few among many."""
 
 
-def plan_for(pages: b.Pages, queries: int) -> Plan:
+def plan_for(pages: b.KVPages, queries: int) -> Plan:
     """The plan for so many queries of each kv head."""
-    coding = pages.coding[0]
+    coding = pages.dtypes[0]
     if lone(pages, queries):
         return LONE_PLANS[coding]
     return SINGLE if queries == 1 and coding == "float" else PLANS[coding]
 
 
-def lone(pages: b.Pages, queries: int) -> bool:
+def lone(pages: b.KVPages, queries: int) -> bool:
     """Whether so many queries of each kv head go the way of whole numbers."""
-    return queries == 1 and all(coding in LONE_PLANS for coding in pages.coding)
+    return queries == 1 and all(coding in LONE_PLANS for coding in pages.dtypes)
 
 
 class Desk:
@@ -148,40 +148,48 @@ class Attend:
 
     desk: Desk
     attn: spec.Attention
-    rotate: b.Rotation
-    other: b.Attend
+    rotate: b.RopeFn
+    other: b.AttentionFn
     plan: Plan | None = None
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, kv: b.KeyValues, where: b.Where) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, kv: b.LayerKVCache, metadata: b.AttnMetadata
+    ) -> Tensor:
         """Heads in, (rows, tokens, heads · head_dim) out."""
         pages = kv.paged
-        if pages is None or q.dtype is not torch.float16 or not self.takes(q.shape[0], q.shape[1], kv, where):
-            return self.other(q, k, v, kv, where)
+        if (
+            pages is None
+            or q.dtype is not torch.float16
+            or not self.takes(q.shape[0], q.shape[1], kv, metadata)
+        ):
+            return self.other(q, k, v, kv, metadata)
         tables = self.rotate if isinstance(self.rotate, Tables) else None
         if tables is None:
-            q, k = self.rotate(q, k, where.positions)
+            q, k = self.rotate(q, k, metadata.positions)
         out = torch.empty(*q.shape[:2], q.shape[2] * q.shape[3], dtype=q.dtype, device=q.device)
-        self._launch(headwise(q), headwise(k), headwise(v), pages, where, tables, out)
+        self._launch(headwise(q), headwise(k), headwise(v), pages, metadata, tables, out)
         return out
 
-    def leave(self, q: Tensor, k: Tensor, v: Tensor, pages: b.Pages, where: b.Where, heir: Handed) -> None:
+    def leave(
+        self, q: Tensor, k: Tensor, v: Tensor, pages: b.KVPages, metadata: b.AttnMetadata, heir: Handed
+    ) -> None:
         """The same answers, of what it takes, to an heir alone."""
         tables = self.rotate if isinstance(self.rotate, Tables) else None
         if tables is None:
-            q, k = self.rotate(q, k, where.positions)
-        self._launch(headwise(q), headwise(k), headwise(v), pages, where, tables, None, heir)
+            q, k = self.rotate(q, k, metadata.positions)
+        self._launch(headwise(q), headwise(k), headwise(v), pages, metadata, tables, None, heir)
 
-    def takes(self, rows: int, tokens: int, kv: b.KeyValues, where: b.Where) -> bool:
+    def takes(self, rows: int, tokens: int, kv: b.LayerKVCache, metadata: b.AttnMetadata) -> bool:
         """Whether the kernel attends to so many new tokens of rows."""
-        a, indices, pages = self.attn, (where.past_lens, where.pages, where.positions), kv.paged
+        a, indices, pages = self.attn, (metadata.past_lens, metadata.pages, metadata.positions), kv.paged
         return (
             pages is not None
             and tokens <= NEW
             and a.head_dim in HEADS
-            and (pages.coding[0] != "float" or pages.keys[0].dtype is torch.float16)
-            and pages.size % 64 == 0
+            and (pages.dtypes[0] != "float" or pages.keys[0].dtype is torch.float16)
+            and pages.page_size % 64 == 0
             and all(x.dtype is torch.int64 for x in indices)
-            and where.pages.stride(1) == 1
+            and metadata.pages.stride(1) == 1
             and rows * a.kv_heads * NEW * (a.heads // a.kv_heads) <= 8 * _COUNTS
         )
 
@@ -190,8 +198,8 @@ class Attend:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        pages: b.Pages,
-        where: b.Where,
+        pages: b.KVPages,
+        metadata: b.AttnMetadata,
         tables: Tables | None,
         out: Tensor | None,
         heir: Handed | None = None,
@@ -201,17 +209,18 @@ class Attend:
         plan, alone = self.plan or plan_for(pages, asked), lone(pages, asked)
         columns = 1 if asked <= 8 else 2
         programs = rows * a.kv_heads * -(-asked // (8 * columns))
-        queries, slots = min(8 * columns, asked), chunks(where.max_kv_len - tokens, plan)
+        queries, slots = min(8 * columns, asked), chunks(metadata.max_kv_len - tokens, plan)
         if alone:
             plan = replace(plan, warps=math.gcd(plan.warps, a.kv_heads))
         left = q.new_empty(programs * slots * queries * (a.head_dim + 4), dtype=torch.float32)
-        positions, factor, cap = where.positions, *factors(a.scale, a.softcap)
+        positions, factor, cap = metadata.positions, *factors(a.scale, a.softcap)
         job = _Job(
             q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), left=left.data_ptr(),
             key=pages.keys[0].data_ptr(), key_scale=pages.keys[-1].data_ptr(),
             value=pages.values[0].data_ptr(), value_scale=pages.values[-1].data_ptr(),
-            table=where.pages.data_ptr(), past=where.past_lens.data_ptr(), counts=self.desk.counts.data_ptr(),
-            table_step=where.pages.stride(0), q_row=q.stride(0), q_token=q.stride(1), k_row=k.stride(0),
+            table=metadata.pages.data_ptr(), past=metadata.past_lens.data_ptr(),
+            counts=self.desk.counts.data_ptr(),
+            table_step=metadata.pages.stride(0), q_row=q.stride(0), q_token=q.stride(1), k_row=k.stride(0),
             k_token=k.stride(1), v_row=v.stride(0), v_token=v.stride(1), tokens=tokens,
             parts=self._parts(programs, slots, plan, alone), slots=slots,
             window=a.window or 0, factor=factor, cap=cap,
@@ -220,8 +229,8 @@ class Attend:
             job.out = out.data_ptr()
         if heir is not None:
             job.heir = heir.inlet.heir(heir)
-        if where.mask is not None:
-            job.mask, job.mask_step = where.mask.data_ptr(), where.mask.stride(0)
+        if metadata.mask is not None:
+            job.mask, job.mask_step = metadata.mask.data_ptr(), metadata.mask.stride(0)
         if tables is not None:
             job.cos, job.sin, job.dim, job.pairs = (
                 *addresses(tables.cos, tables.sin),
@@ -231,7 +240,7 @@ class Attend:
             job.positions, job.place_row, job.place_token = positions.data_ptr(), *positions.stride()[-2:]
             if positions.dim() == 3:
                 job.planes, job.place_plane = tables.planes.data_ptr(), positions.stride(0)
-        told = choices(a, pages, plan, columns, where.mask is not None)
+        told = choices(a, pages, plan, columns, metadata.mask is not None)
         made = self.desk.workshop.program(LONE if alone else SOURCE, **told)
         job.rooms = queries * max(plan.warps * a.head_dim, 2 * slots)
         shared = memory(a.head_dim, columns, job.rooms, plan)
@@ -259,23 +268,23 @@ def memory(head: int, columns: int, rooms: int, plan: Plan) -> int:
     return 64 * plan.warps * columns + columns * 16 * head + rooms * 4
 
 
-def lone_memory(head: int, pages: b.Pages, plan: Plan) -> int:
+def lone_memory(head: int, pages: b.KVPages, plan: Plan) -> int:
     """The same, where each kv head has one query."""
-    bits = sum(4 if coding == "rotated4" else 8 for coding in pages.coding)
+    bits = sum(4 if coding == "hadamard4" else 8 for coding in pages.dtypes)
     coming = 64 * (plan.warps * (head * bits // 8 + head // 8) + 64)
     words = 3 * head + head // 2 + head // 16 + plan.slots + 1
     return coming + plan.warps * -(-words // 4) * 16
 
 
-def choices(attn: spec.Attention, pages: b.Pages, plan: Plan, columns: int, masked: bool) -> dict[str, int]:
+def choices(attn: spec.Attention, pages: b.KVPages, plan: Plan, columns: int, masked: bool) -> dict[str, int]:
     """What the kernel's source is told."""
     return {
         "HEAD": attn.head_dim,
         "KV": attn.kv_heads,
         "SHARE": attn.heads // attn.kv_heads,
-        "PAGE": pages.size,
-        "KEYS": _CODINGS[pages.coding[0]],
-        "VALUES": _CODINGS[pages.coding[1]],
+        "PAGE": pages.page_size,
+        "KEYS": _CODINGS[pages.dtypes[0]],
+        "VALUES": _CODINGS[pages.dtypes[1]],
         "COLUMNS": columns,
         "WARPS": plan.warps,
         "STEPS": plan.steps,

@@ -15,7 +15,7 @@ from torch import Tensor
 from ... import spec
 from ...errors import MissingExtra, Unsupported
 from ...formats import PackedWeight, Weight
-from .. import backend as b
+from .. import interface as b
 from ..reference import ReferenceBackend
 from .attention import HEADS, Attend, Desk
 from .experts import Crew, PackedExperts
@@ -71,15 +71,20 @@ class Projection:
         self.product(rows, out, residual)
         return [one.view(*shape, -1) for one in out]
 
-    def compose(
-        self, attend: b.Attend, norm: b.HeadPair | None, o: b.Project, gate: b.Project, down: b.Project
+    def fuse_layer(
+        self,
+        attend: b.AttentionFn,
+        norm: b.QKNormFn | None,
+        o: b.FusedLinear,
+        gate: b.FusedLinear,
+        down: b.FusedLinear,
     ) -> WholeLayer | None:
         """The whole layer that these begin, if every part is of this kind."""
         if isinstance(o, Projection) and isinstance(gate, Projection) and isinstance(down, Projection):
             return compose((self.product, o.product, gate.product, down.product), attend, norm)
         return None
 
-    def plainly(self, x: Tensor) -> list[Tensor]:
+    def dequant_gemm(self, x: Tensor) -> list[Tensor]:
         """(…, inputs) → (…, outputs) of each, of many rows and with nothing before or behind."""
         rows = x.reshape(-1, x.shape[-1])
         return [y.view(*x.shape[:-1], y.shape[1]) for many in self._many for y in many(rows)]
@@ -89,7 +94,7 @@ class CudaBackend:
     """Packed matrices, experts and the attention of few tokens on one GPU; everything else is declined."""
 
     name = "cuda"
-    most = b.FEW
+    max_fused_tokens = b.FUSE_MAX_TOKENS
 
     def __init__(
         self,
@@ -118,44 +123,46 @@ class CudaBackend:
         self._wide = wide
         self._desk = Desk(self._workshop, self._workshop.processors)
 
-    def linear(self, weight: Weight) -> b.Linear:
+    def linear(self, weight: Weight) -> b.LinearFn:
         """Packed weights, rearranged."""
         if not isinstance(weight, PackedWeight):
             raise Unsupported("only packed matrices")
         return PackedLinear(self._planner, arrange(weight, self._rearranger), self._wide)
 
-    def project(
+    def fused_linear(
         self,
-        matrices: Sequence[b.Linear],
-        entry: b.Entry | None,
+        linears: Sequence[b.LinearFn],
+        prologue: b.NormPrologue | None,
         act: spec.Activation | None,
-        full: bool = False,
-    ) -> b.Project:
+        fp32_out: bool = False,
+    ) -> b.FusedLinear:
         """Packed matrices in one layout."""
-        mine = [one for one in matrices if isinstance(one, PackedLinear)]
-        if len(mine) < len(matrices):
+        mine = [one for one in linears if isinstance(one, PackedLinear)]
+        if len(mine) < len(linears):
             raise Unsupported("matrices that are not packed")
         if act is not None and act not in ACTS:
             raise Unsupported(f"{act} between matrices")
-        if entry is not None and (entry.norm.kind != "rms" or entry.norm.bias):
+        if prologue is not None and (prologue.norm.kind != "rms" or prologue.norm.bias):
             raise Unsupported("a norm with a mean or a bias")
-        if len(mine) == 1 and entry is None and act is None and not full:
+        if len(mine) == 1 and prologue is None and act is None and not fp32_out:
             return Projection(mine[0].product, mine)
-        normal = None if entry is None else Normal(entry.weight + entry.norm.offset, entry.norm.eps)
+        normal = (
+            None if prologue is None else Normal(prologue.weight + prologue.norm.offset, prologue.norm.eps)
+        )
         tiles = alike([one.tiles for one in mine])
-        product = self._planner.product(tiles, normal, act, full)
+        product = self._planner.product(tiles, normal, act, fp32_out)
         _adopt(mine, tiles)
         return Projection(Few(product, self._wide), mine)
 
-    def attention(self, attn: spec.Attention, rotate: b.Rotation) -> b.Attend:
+    def attention(self, attn: spec.Attention, rope: b.RopeFn) -> b.AttentionFn:
         """Few tokens here, many elsewhere."""
         if attn.head_dim not in HEADS:
             raise Unsupported(f"heads of {attn.head_dim} numbers, only of {HEADS[0]} and {HEADS[1]}")
-        return Attend(self._desk, attn, rotate, self._others.attention(attn, rotate))
+        return Attend(self._desk, attn, rope, self._others.attention(attn, rope))
 
-    def experts(
-        self, moe: spec.Moe, gate: list[b.Linear], up: list[b.Linear], down: list[b.Linear]
-    ) -> b.Experts:
+    def moe(
+        self, moe: spec.Moe, gate: list[b.LinearFn], up: list[b.LinearFn], down: list[b.LinearFn]
+    ) -> b.MoeFn:
         """Packed experts, those of a layer in one layout."""
         mine = [one for one in (*gate, *up, *down) if isinstance(one, PackedLinear)]
         if len(mine) < 3 * moe.experts:
@@ -172,18 +179,18 @@ class CudaBackend:
         _adopt(mine, (*inner, *outer))
         return PackedExperts(moe, crews, (gate, up, down), self._others.gated(moe.act))
 
-    def used(self, run: Callable[[], object]) -> list[Kind]:
+    def tune_spaces(self, run: Callable[[], object]) -> list[Kind]:
         """The kinds of products that something uses."""
         return self._planner.used(run)
 
-    def keep(self, knobs: Sequence[b.Knob]) -> Path | None:
+    def save_tuned(self, spaces: Sequence[b.TuneSpace]) -> Path | None:
         """Write down how they are set."""
-        return self._planner.keep([one for one in knobs if isinstance(one, Kind)])
+        return self._planner.keep([one for one in spaces if isinstance(one, Kind)])
 
     def _declined(self, *_: Any, **__: Any) -> Any:
         raise Unsupported("only packed matrices, experts and attention")
 
-    embedding = norm = add_norm = activation = gated = rotation = _declined
+    embedding = norm = add_norm = activation = gated = rope = _declined
 
 
 def _adopt(linears: Sequence[PackedLinear], tiles: Sequence[Tiles]) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ... import spec
-from .. import backend as b
+from .. import interface as b
 from .lanes import BLOCK
 from .linear import Plan, Product, entering
 from .planner import plan_for
@@ -142,7 +142,11 @@ class PackedExperts:
     """Routes each token to its experts, and adds their answers in the order of choice."""
 
     def __init__(
-        self, moe: spec.Moe, crews: tuple[Crew, Crew], matrices: Sequence[Sequence[b.Linear]], gated: b.Gated
+        self,
+        moe: spec.Moe,
+        crews: tuple[Crew, Crew],
+        matrices: Sequence[Sequence[b.LinearFn]],
+        gated: b.GatedActivationFn,
     ) -> None:
         """`crews` are gate with up, and down; `matrices` are gate, up and down, by which many tokens go."""
         self._moe = moe
@@ -154,7 +158,7 @@ class PackedExperts:
         flat, scores = x.flatten(0, 1).contiguous(), logits.flatten(0, 1).to(x.dtype).contiguous()
         if not self._straight(len(flat)):
             return self._many(flat, scores).view_as(x)
-        each = max(b.FEW, _PAIRS // self._moe.active)
+        each = max(b.FUSE_MAX_TOKENS, _PAIRS // self._moe.active)
         cuts = [slice(start, start + each) for start in range(0, len(flat), each)]
         parts = [self._few(flat[cut], scores[cut]) for cut in cuts]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view_as(x)
@@ -162,7 +166,7 @@ class PackedExperts:
     def _straight(self, tokens: int) -> bool:
         """Whether codes are better read again and again than unpacked, expert by expert."""
         held = (self._inner.nbytes + self._outer.nbytes) / self._moe.experts
-        return tokens <= b.FEW or tokens * self._moe.active / self._moe.experts * held <= WORTH
+        return tokens <= b.FUSE_MAX_TOKENS or tokens * self._moe.active / self._moe.experts * held <= WORTH
 
     def _few(self, x: Tensor, logits: Tensor) -> Tensor:
         alone = len(x) == 1 or len(x) * self._moe.active * SPARSE <= self._moe.experts

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...errors import Unsupported
-from .. import backend as b
+from .. import interface as b
 from .attention import Attend
 from .few import Few
 from .handing import Handed
@@ -20,7 +20,7 @@ from .handing import Handed
 class WholeLayer:
     """A layer's norms, matrices, attention and sums, where its attention is a kernel of ours."""
 
-    def __init__(self, parts: tuple[Few, Few, Few, Few], attend: Attend, norm: b.HeadPair | None) -> None:
+    def __init__(self, parts: tuple[Few, Few, Few, Few], attend: Attend, norm: b.QKNormFn | None) -> None:
         """`parts` are q, k and v; o; gate and up; and down. `norm` is that of queries and keys."""
         self.qkv, self.o, self.gate, self.down = self._parts = parts
         self._attend, self._norm = attend, norm
@@ -29,17 +29,17 @@ class WholeLayer:
         self._following: WholeLayer | None = None
         self._left: MutableMapping[Tensor, tuple[Handed, int]] = WeakTensorKeyDictionary()
 
-    def lead(self, following: b.Whole) -> None:
+    def chain_to(self, following: b.FusedLayer) -> None:
         """Leave the answers for this layer as well."""
         if isinstance(following, WholeLayer) and following.qkv.product.device == self.qkv.product.device:
             self._following = following
 
-    def __call__(self, x: Tensor, kv: b.KeyValues, where: b.Where) -> Tensor | None:
+    def __call__(self, x: Tensor, kv: b.LayerKVCache, metadata: b.AttnMetadata) -> Tensor | None:
         """The residual stream behind the layer; None if its attention must be done otherwise."""
         rows, tokens = x.shape[:2]
         count, pages = rows * tokens, kv.paged
         parts = [part.at(count) for part in self._parts]
-        if pages is None or None in parts or not self._attend.takes(rows, tokens, kv, where):
+        if pages is None or None in parts or not self._attend.takes(rows, tokens, kv, metadata):
             return None
         qkv, o, gate, down = (part for part in parts if part is not None)
         stream = x.reshape(count, -1).contiguous()
@@ -49,7 +49,7 @@ class WholeLayer:
         if self._norm is not None:
             q, k = self._norm(q, k)
         heads = self.o.product.inlet.open(count, 0)
-        self._attend.leave(q, k, v, pages, where, heads)
+        self._attend.leave(q, k, v, pages, metadata, heads)
         middle, normed = self.o.answers(count), self.gate.product.inlet.open(count, o.shares)
         o(heads, middle, stream, normed)
         hidden = self.down.product.inlet.open(count, 0)
@@ -75,7 +75,9 @@ class WholeLayer:
         return left if version == _version(x) else None
 
 
-def compose(parts: tuple[Few, Few, Few, Few], attend: b.Attend, norm: b.HeadPair | None) -> WholeLayer | None:
+def compose(
+    parts: tuple[Few, Few, Few, Few], attend: b.AttentionFn, norm: b.QKNormFn | None
+) -> WholeLayer | None:
     """The layer as one, if its parts can leave their answers for each other."""
     if not isinstance(attend, Attend):
         return None

@@ -39,25 +39,25 @@ class Kind:
     products: Sequence[Product]
 
     @property
-    def setting(self) -> Setting:
+    def config(self) -> Setting:
         """Tiles, warps and stages."""
         return astuple(self.products[0].plan)
 
-    def nearby(self) -> list[Setting]:
+    def neighbors(self) -> list[Setting]:
         """Settings that are one step away."""
         found = []
         paced = [even for even in _TILES if even % 2 == 0] if self.products[0].form.act else _TILES
         for place, known in enumerate((paced, _WARPS, _STAGES)):
-            now = self.setting[place]
+            now = self.config[place]
             below = [value for value in known if value < now][-1:]
             above = [value for value in known if value > now][:1]
-            found += [(*self.setting[:place], value, *self.setting[place + 1 :]) for value in below + above]
+            found += [(*self.config[:place], value, *self.config[place + 1 :]) for value in below + above]
         return [one for one in found if astuple(self.products[0].fitted(Plan(*one))) == one]
 
-    def turn(self, setting: Setting) -> None:
+    def apply(self, config: Setting) -> None:
         """Let all of them run so from now on."""
         for product in self.products:
-            product.plan = product.fitted(Plan(*setting))
+            product.plan = product.fitted(Plan(*config))
 
 
 class Planner:
@@ -100,7 +100,7 @@ class Planner:
         """Write down how these are set, for products to come; None if there is no file."""
         if self.file is None:
             return None
-        self._known = _read(self.file) | {kind.name: kind.setting for kind in kinds}
+        self._known = _read(self.file) | {kind.name: kind.config for kind in kinds}
         return _write(self.file, self._known)
 
 

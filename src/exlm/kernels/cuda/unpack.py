@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import backend as b
+from .. import interface as b
 from .handing import unsigned
 from .lanes import BLOCK, TILE
 from .linear import Form, Plan, dealt, matrix_of
@@ -100,7 +100,7 @@ class Many:
 
 def together(unpackers: Sequence[Unpacker]) -> list[Many]:
     """All in one product, or each in its own where that would take too much room."""
-    if sum(one.nbytes for one in unpackers) <= b.UNPACKED:
+    if sum(one.nbytes for one in unpackers) <= b.MAX_DEQUANT_BYTES:
         return [Many(unpackers)]
     return [Many([one]) for one in unpackers]
 

@@ -11,13 +11,13 @@ from torch import Tensor
 from ... import spec
 from ...errors import Unsupported
 from ...formats import DenseWeight, PackedWeight, Weight
-from .. import backend as b
-from .attention import Attend
-from .experts import Experts
+from .. import interface as b
+from .attention import ReferenceAttention
+from .moe import ReferenceMoe
 from .norm import AddNorm, LayerNorm, RmsNorm
-from .rope import Rotation
+from .rope import RotaryEmbedding
 
-ACTIVATIONS: dict[spec.Activation, b.Activation] = {
+ACTIVATIONS: dict[spec.Activation, b.ActivationFn] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
@@ -36,59 +36,59 @@ class ReferenceBackend:
         self.device = device
         self.dtype = dtype
 
-    def linear(self, weight: Weight) -> b.Linear:
+    def linear(self, weight: Weight) -> b.LinearFn:
         """Dense weights multiply as they are; any other form is dequantised for each call."""
         if isinstance(weight, DenseWeight):
             return partial(F.linear, weight=weight.data, bias=weight.bias)
         return partial(_dequantized, weight, self.dtype)
 
-    def embedding(self, weight: Weight) -> b.Lookup:
+    def embedding(self, weight: Weight) -> b.EmbeddingFn:
         """Rows of a dense table; of a packed one, only the vectors asked for are unpacked."""
         if isinstance(weight, DenseWeight):
             return partial(F.embedding, weight=weight.data)
         if isinstance(weight, PackedWeight):
-            return partial(_unpacked_vectors, weight)
+            return partial(_dequantized_columns, weight)
         raise Unsupported(f"an embedding stored as {weight.describe()} is not known")
 
-    def norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> b.Norm:
+    def norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> b.NormFn:
         """In float32, rounded once at the end."""
         scale = weight.float() + norm.offset
         if norm.kind == "rms":
             return RmsNorm(scale, norm.eps, self.dtype)
         return LayerNorm(scale, bias, norm.eps, self.dtype)
 
-    def add_norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> b.AddNorm:
+    def add_norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> b.AddNormFn:
         """One after the other."""
         return AddNorm(self.norm(norm, weight, bias))
 
-    def activation(self, act: spec.Activation) -> b.Activation:
+    def activation(self, act: spec.Activation) -> b.ActivationFn:
         """By name."""
         return ACTIVATIONS[act]
 
-    def gated(self, act: spec.Activation) -> b.Gated:
+    def gated(self, act: spec.Activation) -> b.GatedActivationFn:
         """One after the other."""
         return partial(_gated, self.activation(act))
 
-    def rotation(self, rope: spec.Rope, length: int) -> b.Rotation:
+    def rope(self, rope: spec.Rope, length: int) -> b.RopeFn:
         """Tables for every position, built once."""
-        return Rotation(rope, length, self.device)
+        return RotaryEmbedding(rope, length, self.device)
 
-    def attention(self, attn: spec.Attention, rotate: b.Rotation) -> b.Attend:
+    def attention(self, attn: spec.Attention, rope: b.RopeFn) -> b.AttentionFn:
         """Softmax over all visible keys."""
-        return Attend(rotate, attn.scale, attn.window, attn.softcap)
+        return ReferenceAttention(rope, attn.scale, attn.window, attn.softcap)
 
-    def experts(
-        self, moe: spec.Moe, gate: list[b.Linear], up: list[b.Linear], down: list[b.Linear]
-    ) -> b.Experts:
+    def moe(
+        self, moe: spec.Moe, gate: list[b.LinearFn], up: list[b.LinearFn], down: list[b.LinearFn]
+    ) -> b.MoeFn:
         """One expert after the other, each on the tokens that chose it."""
-        return Experts(moe.active, moe.renormalize, self.activation(moe.act), gate, up, down)
+        return ReferenceMoe(moe.active, moe.renormalize, self.activation(moe.act), gate, up, down)
 
 
-def _gated(act: b.Activation, gate: Tensor, up: Tensor) -> Tensor:
+def _gated(act: b.ActivationFn, gate: Tensor, up: Tensor) -> Tensor:
     return act(gate) * up
 
 
-def _unpacked_vectors(weight: PackedWeight, ids: Tensor) -> Tensor:
+def _dequantized_columns(weight: PackedWeight, ids: Tensor) -> Tensor:
     return weight.columns(ids.flatten()).dequantize().T.view(*ids.shape, -1)
 
 

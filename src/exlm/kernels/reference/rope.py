@@ -23,22 +23,22 @@ def frequencies(rope: spec.Rope, length: int) -> tuple[Tensor, float]:
             dim / (dim - 2)
         )
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
-    plain = 1.0 / theta**exponents
+    inv_freq = 1.0 / theta**exponents
     magnitude = 1.0
     match method:
         case spec.LinearScaling(factor):
-            plain = plain / factor
+            inv_freq = inv_freq / factor
         case spec.Llama3Scaling():
-            plain = _llama3(plain, method)
+            inv_freq = _llama3(inv_freq, method)
         case spec.YarnScaling():
-            plain, magnitude = _yarn(plain, theta, dim, method), method.attention_factor
+            inv_freq, magnitude = _yarn(inv_freq, theta, dim, method), method.attention_factor
         case spec.LongRopeScaling():
             chosen = method.long_factors if length > method.original_max_positions else method.short_factors
-            plain, magnitude = 1.0 / (torch.tensor(chosen) * theta**exponents), method.attention_factor
-    return plain / rope.divisor, magnitude
+            inv_freq, magnitude = 1.0 / (torch.tensor(chosen) * theta**exponents), method.attention_factor
+    return inv_freq / rope.divisor, magnitude
 
 
-class Rotation:
+class RotaryEmbedding:
     """Turns queries and keys by their positions with tables built once."""
 
     def __init__(self, rope: spec.Rope, length: int, device: torch.device) -> None:
@@ -47,8 +47,8 @@ class Rotation:
         self.cos = (angles.cos() * magnitude).to(device)  # (length, dim / 2)
         self.sin = (angles.sin() * magnitude).to(device)
         self.dim = rope.dim
-        self.turn = _turn_halves if rope.style == "neox" else _turn_pairs
-        self.planes = _plane_of_column(rope).to(device)
+        self.rotate = _rotate_neox if rope.style == "neox" else _rotate_gptj
+        self.mrope_axis = _mrope_axes(rope).to(device)
 
     def __call__(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Heads in, heads out; only the first `dim` of each head turn."""
@@ -60,44 +60,46 @@ class Rotation:
         if positions.dim() == 2:
             return table[positions].unsqueeze(2)
         columns = torch.arange(table.shape[1], device=table.device)
-        chosen = positions[self.planes].permute(1, 2, 0)  # (rows, tokens, dim / 2)
+        chosen = positions[self.mrope_axis].permute(1, 2, 0)  # (rows, tokens, dim / 2)
         return table[chosen, columns].unsqueeze(2)
 
     def _apply(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        turned = self.turn(x[..., : self.dim].float(), cos, sin).to(x.dtype)
-        return turned if self.dim == x.shape[-1] else torch.cat((turned, x[..., self.dim :]), -1)
+        rotated = self.rotate(x[..., : self.dim].float(), cos, sin).to(x.dtype)
+        return rotated if self.dim == x.shape[-1] else torch.cat((rotated, x[..., self.dim :]), -1)
 
 
-def _turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate_neox(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
-def _turn_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate_gptj(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x[..., 0::2], x[..., 1::2]
     return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
 
 
-def _plane_of_column(rope: spec.Rope) -> Tensor:
+def _mrope_axes(rope: spec.Rope) -> Tensor:
     """(dim / 2,) which position plane each frequency follows."""
     sections = rope.mrope_sections or (rope.dim // 2,)
     return torch.repeat_interleave(torch.arange(len(sections)), torch.tensor(sections))
 
 
-def _llama3(plain: Tensor, s: spec.Llama3Scaling) -> Tensor:
-    waves = 2 * math.pi / plain
-    blend = (s.original_max_positions / waves - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
-    middle = (1 - blend) * plain / s.factor + blend * plain
-    slow, fast = (
-        waves > s.original_max_positions / s.low_freq_factor,
-        waves < s.original_max_positions / s.high_freq_factor,
+def _llama3(inv_freq: Tensor, s: spec.Llama3Scaling) -> Tensor:
+    wavelengths = 2 * math.pi / inv_freq
+    blend = (s.original_max_positions / wavelengths - s.low_freq_factor) / (
+        s.high_freq_factor - s.low_freq_factor
     )
-    return torch.where(slow, plain / s.factor, torch.where(fast, plain, middle))
+    middle = (1 - blend) * inv_freq / s.factor + blend * inv_freq
+    slow, fast = (
+        wavelengths > s.original_max_positions / s.low_freq_factor,
+        wavelengths < s.original_max_positions / s.high_freq_factor,
+    )
+    return torch.where(slow, inv_freq / s.factor, torch.where(fast, inv_freq, middle))
 
 
-def _yarn(plain: Tensor, theta: float, dim: int, s: spec.YarnScaling) -> Tensor:
-    def column(turns: float) -> float:
-        return dim * math.log(s.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
+def _yarn(inv_freq: Tensor, theta: float, dim: int, s: spec.YarnScaling) -> Tensor:
+    def column(rotations: float) -> float:
+        return dim * math.log(s.original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = column(s.beta_fast), column(s.beta_slow)
     if s.truncate:
@@ -105,4 +107,4 @@ def _yarn(plain: Tensor, theta: float, dim: int, s: spec.YarnScaling) -> Tensor:
     low, high = max(low, 0), min(high, dim - 1)
     high += 0.001 if low == high else 0.0
     ramp = ((torch.arange(dim // 2).float() - low) / (high - low)).clamp(0, 1)
-    return plain / s.factor * ramp + plain * (1 - ramp)
+    return inv_freq / s.factor * ramp + inv_freq * (1 - ramp)

@@ -16,8 +16,8 @@ import triton
 from torch import Tensor
 
 from ... import spec
-from .. import backend as b
-from ..reference.attention import Attend as Reference
+from .. import interface as b
+from ..reference.attention import ReferenceAttention as Reference
 from . import decode, prefill, single
 from .rope import Rotation, headwise, steps
 from .softmax import factors
@@ -82,35 +82,39 @@ class Attend:
     """Turn, store, attend."""
 
     attn: spec.Attention
-    rotate: b.Rotation
+    rotate: b.RopeFn
     machine: Machine
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, kv: b.KeyValues, where: b.Where) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, kv: b.LayerKVCache, metadata: b.AttnMetadata
+    ) -> Tensor:
         """Heads in, (rows, tokens, heads · head_dim) out."""
         with torch.cuda.device_of(q):
-            return self._attend(q, k, v, kv, where)
+            return self._attend(q, k, v, kv, metadata)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, kv: b.KeyValues, where: b.Where) -> Tensor:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, kv: b.LayerKVCache, metadata: b.AttnMetadata
+    ) -> Tensor:
         a, pages = self.attn, kv.paged
         if pages is not None and not self._reads(pages):
-            return Reference(self.rotate, a.scale, a.window, a.softcap)(q, k, v, kv, where)
+            return Reference(self.rotate, a.scale, a.window, a.softcap)(q, k, v, kv, metadata)
         turn = self.rotate if isinstance(self.rotate, Rotation) else None
         if pages is None or turn is None:
-            q, k = self.rotate(q, k, where.positions)
+            q, k = self.rotate(q, k, metadata.positions)
             turn = None
-        step = Step(self, headwise(q), headwise(k), headwise(v), where, turn)
+        step = Step(self, headwise(q), headwise(k), headwise(v), metadata, turn)
         if pages is None:
             return step.flash(step.q, step.k, step.v, None, 0)
         if q.shape[1] > decode.NEW.value:
             return step.prefill(pages)
-        if pages.coding[0] != "float":
-            step = Step(self, *step.place(pages, inside=True), where, None)
+        if pages.dtypes[0] != "float":
+            step = Step(self, *step.place(pages, inside=True), metadata, None)
             step.dtype = q.dtype
         return step.decode(pages)
 
-    def _reads(self, pages: b.Pages) -> bool:
+    def _reads(self, pages: b.KVPages) -> bool:
         run = 32 * ways(self.attn)
-        return not pages.coding[0].startswith("rotated") or self.attn.head_dim % run == 0
+        return not pages.dtypes[0].startswith("rotated") or self.attn.head_dim % run == 0
 
 
 def ways(attn: spec.Attention) -> int:
@@ -122,20 +126,20 @@ class Step:
     """One call: its tensors, and what every kernel must be told about them."""
 
     def __init__(
-        self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, where: b.Where, turn: Rotation | None
+        self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, metadata: b.AttnMetadata, turn: Rotation | None
     ) -> None:
         self.attn, self.machine = attend.attn, attend.machine
         self.dtype = q.dtype  # of the answer
-        self.q, self.k, self.v, self.where = q, k, v, where
+        self.q, self.k, self.v, self.where = q, k, v, metadata
         self.rows, self.tokens = q.shape[:2]
         self.width = max(32, triton.next_power_of_2(self.attn.head_dim))
         self.share = self.attn.heads // self.attn.kv_heads
         reach = self.attn.window
         self.window = 0 if reach is None else reach
         self.factor, self.cap = factors(self.attn.scale, self.attn.softcap)
-        self.mask = q if where.mask is None else where.mask.view(torch.uint8)
-        self.mask_step = 0 if where.mask is None else where.mask.stride(0)
-        place = where.positions
+        self.mask = q if metadata.mask is None else metadata.mask.view(torch.uint8)
+        self.mask_step = 0 if metadata.mask is None else metadata.mask.stride(0)
+        place = metadata.positions
         self.tables = (q, q, q, place) if turn is None else (turn.cos, turn.sin, turn.planes, place)
         self.strides = tuple(x.stride(i) for x in (q, k, v) for i in (0, 1))
         self.rope = {
@@ -146,10 +150,10 @@ class Step:
         self.seeing = {
             "WINDOW": reach is not None,
             "CAPPED": self.attn.softcap is not None,
-            "MASKED": where.mask is not None,
+            "MASKED": metadata.mask is not None,
         }
 
-    def decode(self, pages: b.Pages) -> Tensor:
+    def decode(self, pages: b.KVPages) -> Tensor:
         """A few tokens: chunks, then their sum."""
         a, rows, tokens = self.attn, self.rows, self.tokens
         single = tokens == 1 and self.share == 1
@@ -164,12 +168,12 @@ class Step:
         out = torch.empty(rows, tokens, a.heads * a.head_dim, dtype=self.dtype, device=self.q.device)
         decode.join_kernel[(rows * tokens * a.heads,)](
             *parts, self.where.past_lens, out, tokens, self.window,
-            HEADS=a.heads, HEAD=a.head_dim, D=self.width, ROTATED=pages.coding[0].startswith("rotated"),
+            HEADS=a.heads, HEAD=a.head_dim, D=self.width, ROTATED=pages.dtypes[0].startswith("rotated"),
             WAYS=ways(a), WINDOW=self.seeing["WINDOW"], **chunks._asdict(),
         )  # fmt: skip
         return out
 
-    def _single(self, pages: b.Pages, left: tuple[Tensor, Tensor, Tensor]) -> None:
+    def _single(self, pages: b.KVPages, left: tuple[Tensor, Tensor, Tensor]) -> None:
         a, programs, table = self.attn, self.rows * self.attn.kv_heads, self.where.pages
         parts = self._parts(programs, pages, SINGLE)
         row, _, plane = steps(self.where.positions)
@@ -198,16 +202,16 @@ class Step:
             **self.rope,
             **coding(pages),
             **self.seeing,
-            PAGE=pages.size,
+            PAGE=pages.page_size,
             **SINGLE._asdict(),
             N=1024 // self.width,
             num_warps=1,
             num_stages=1,
         )
 
-    def _split(self, pages: b.Pages, left: tuple[Tensor, Tensor, Tensor]) -> None:
+    def _split(self, pages: b.KVPages, left: tuple[Tensor, Tensor, Tensor]) -> None:
         a, tokens, table, machine = self.attn, self.tokens, self.where.pages, self.machine
-        queries, coded, size = self.share * tokens, pages.coding[0] != "float", self.q.dtype.itemsize
+        queries, coded, size = self.share * tokens, pages.dtypes[0] != "float", self.q.dtype.itemsize
         deep = not coded and self.rows * a.kv_heads < machine.processors and machine.shared > 140_000
         blocks = decode_blocks(queries, self.width, size, coded, deep)
         programs = self.rows * a.kv_heads * -(-queries // blocks.M)
@@ -238,17 +242,17 @@ class Step:
             **self.rope,
             **coding(pages),
             **self.seeing,
-            PAGE=pages.size,
+            PAGE=pages.page_size,
             **SPLIT._asdict(),
             **blocks._asdict(),
         )
 
-    def _parts(self, programs: int, pages: b.Pages, chunks: Chunks) -> int:
+    def _parts(self, programs: int, pages: b.KVPages, chunks: Chunks) -> int:
         """Programs that share the chunks of a row: enough to fill the device, as far as a row may be long."""
-        most = min(chunks.SLOTS, self.where.pages.shape[1] * pages.size // chunks.CHUNK + 1)
+        most = min(chunks.SLOTS, self.where.pages.shape[1] * pages.page_size // chunks.CHUNK + 1)
         return max(1, min(most, self.machine.processors * 32 // programs))
 
-    def place(self, pages: b.Pages, inside: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def place(self, pages: b.KVPages, inside: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Turn queries and keys, store keys and values; return them, `inside` in the space of the codes."""
         a, rows, tokens = self.attn, self.rows, self.tokens
         dtype = torch.float16 if inside and self.q.dtype != torch.float32 else self.q.dtype
@@ -277,27 +281,27 @@ class Step:
             **self.rope,
             **coding(pages),
             WAYS=ways(a),
-            PAGE=pages.size,
+            PAGE=pages.page_size,
             TOKENS=run,
             INSIDE=inside,
             num_warps=1 if run == 1 else 4,
         )
         return q, k, v[0] if v else self.v
 
-    def prefill(self, pages: b.Pages) -> Tensor:
+    def prefill(self, pages: b.KVPages) -> Tensor:
         """Many tokens: turn and store, decode the past where it is in codes, attend."""
         a, rows, tokens, length = self.attn, self.rows, self.tokens, self.where.max_kv_len
         q, k, _ = self.place(pages, inside=False)
-        coded, fresh = pages.coding[0] != "float", self.where.uniform and length == tokens
+        coded, fresh = pages.dtypes[0] != "float", self.where.uniform and length == tokens
         if fresh and (coded or pages.keys[0].dtype == k.dtype):
             return self.flash(q, k, self.v, None, 0)
         if not coded:
             keys, values = pages.keys[0].flatten(0, 1), pages.values[0].flatten(0, 1)
-            return self.flash(q, keys, values, self.where.pages, pages.size)
+            return self.flash(q, keys, values, self.where.pages, pages.page_size)
         keys, values = (k.new_empty(rows, length, a.kv_heads, a.head_dim) for _ in "kv")
         prefill.recall_kernel[(-(-length // 64), 2 * a.kv_heads, rows)](
             *stored(pages), self.where.pages, keys, values, self.where.pages.stride(0), length,
-            KV=a.kv_heads, HEAD=a.head_dim, D=self.width, **coding(pages), WAYS=ways(a), PAGE=pages.size,
+            KV=a.kv_heads, HEAD=a.head_dim, D=self.width, **coding(pages), WAYS=ways(a), PAGE=pages.page_size,
             N=64,
         )  # fmt: skip
         slots = self.where.past_lens[:, None] + torch.arange(tokens, device=k.device)
@@ -323,11 +327,11 @@ class Step:
         return out
 
 
-def stored(pages: b.Pages) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def stored(pages: b.KVPages) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Keys, their scales, values, their scales; what has no scales stands in for them."""
     return pages.keys[0], pages.keys[-1], pages.values[0], pages.values[-1]
 
 
-def coding(pages: b.Pages) -> dict[str, str]:
+def coding(pages: b.KVPages) -> dict[str, str]:
     """What the kernels must know of the codes."""
-    return {"KEYS": pages.coding[0], "VALUES": pages.coding[1]}
+    return {"KEYS": pages.dtypes[0], "VALUES": pages.dtypes[1]}

@@ -8,7 +8,7 @@ from torch import Tensor
 from ... import spec
 from ...errors import Unsupported
 from ...formats import Weight
-from .. import backend as b
+from .. import interface as b
 from .activation import Bend
 from .attention import Attend, Machine
 from .norm import WIDEST, Norm
@@ -27,19 +27,19 @@ class TritonBackend:
         self.dtype = dtype
         self.machine = Machine.of(device)
 
-    def linear(self, weight: Weight) -> b.Linear:
+    def linear(self, weight: Weight) -> b.LinearFn:
         """Not here."""
         raise Unsupported("no kernel for matrices")
 
-    def embedding(self, weight: Weight) -> b.Lookup:
+    def embedding(self, weight: Weight) -> b.EmbeddingFn:
         """Not here."""
         raise Unsupported("no kernel for embeddings")
 
-    def norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> b.Norm:
+    def norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> b.NormFn:
         """In float32, rounded once at the end."""
         return self._norm(norm, weight, bias)
 
-    def add_norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> b.AddNorm:
+    def add_norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> b.AddNormFn:
         """Both in one launch."""
         return self._norm(norm, weight, bias).add
 
@@ -49,26 +49,26 @@ class TritonBackend:
         scale = (weight.float() + norm.offset).contiguous()
         return Norm(scale, bias, norm.eps, norm.kind == "layer", self.dtype)
 
-    def activation(self, act: spec.Activation) -> b.Activation:
+    def activation(self, act: spec.Activation) -> b.ActivationFn:
         """By name."""
         return Bend(act)
 
-    def gated(self, act: spec.Activation) -> b.Gated:
+    def gated(self, act: spec.Activation) -> b.GatedActivationFn:
         """Both in one launch."""
         return Bend(act).gated
 
-    def rotation(self, rope: spec.Rope, length: int) -> b.Rotation:
+    def rope(self, rope: spec.Rope, length: int) -> b.RopeFn:
         """Tables for every position, which attention uses on its way."""
         return Rotation.of(rope, length, self.device)
 
-    def attention(self, attn: spec.Attention, rotate: b.Rotation) -> b.Attend:
+    def attention(self, attn: spec.Attention, rope: b.RopeFn) -> b.AttentionFn:
         """Over pages, read where they are."""
         if attn.head_dim > WIDEST_HEAD:
             raise Unsupported(f"heads of {attn.head_dim} numbers, at most {WIDEST_HEAD} fit a program")
-        return Attend(attn, rotate, self.machine)
+        return Attend(attn, rope, self.machine)
 
-    def experts(
-        self, moe: spec.Moe, gate: list[b.Linear], up: list[b.Linear], down: list[b.Linear]
-    ) -> b.Experts:
+    def moe(
+        self, moe: spec.Moe, gate: list[b.LinearFn], up: list[b.LinearFn], down: list[b.LinearFn]
+    ) -> b.MoeFn:
         """Not here."""
         raise Unsupported("no kernel for experts")

@@ -37,7 +37,7 @@ def spread(x, WAYS: tl.constexpr, ROUND: tl.constexpr):
 @triton.jit
 def prepared(x, CODING: tl.constexpr, WAYS: tl.constexpr):
     """(R, D) float32 heads in the space they are stored in."""
-    if CODING == "rotated8" or CODING == "rotated4":
+    if CODING == "hadamard8" or CODING == "hadamard4":
         x = spread(halves(x), WAYS, True)
     return x
 
@@ -50,11 +50,11 @@ def keep(x, codes, scales, home, ok, CODING: tl.constexpr, HEAD: tl.constexpr):
     d = tl.arange(0, D)[None, :]
     if CODING == "float":
         tl.store(codes + home * HEAD + d, x.to(codes.dtype.element_ty), mask=ok & (d < HEAD))
-    elif CODING == "truncated":
+    elif CODING == "fp8_e5m2":
         upper = (halves(x).to(tl.float16).to(tl.int16, bitcast=True) >> 8).to(tl.uint8)
         tl.store(codes + home * HEAD + d, upper, mask=ok & (d < HEAD))
     else:
-        centre: tl.constexpr = 128 if CODING == "rotated8" else 8
+        centre: tl.constexpr = 128 if CODING == "hadamard8" else 8
         groups = tl.reshape(x, (R, D // GROUP, GROUP))
         peak = tl.max(tl.abs(groups), 2)
         whole = tl.where(peak == 0.0, 1.0, peak)[:, :, None]
@@ -66,7 +66,7 @@ def keep(x, codes, scales, home, ok, CODING: tl.constexpr, HEAD: tl.constexpr):
         g = tl.arange(0, D // GROUP)[None, :]
         tl.store(scales + home * (HEAD // GROUP) + g, (peak / centre).to(tl.float16),
                  mask=ok & (g < HEAD // GROUP))  # fmt: skip
-        if CODING == "rotated8":
+        if CODING == "hadamard8":
             tl.store(codes + home * HEAD + d, tl.reshape(code, (R, D)).to(tl.uint8), mask=ok & (d < HEAD))
         else:
             low, high = tl.split(tl.reshape(code, (R, D // 2, 2)))
@@ -79,10 +79,10 @@ def keep(x, codes, scales, home, ok, CODING: tl.constexpr, HEAD: tl.constexpr):
 def recalled(codes, scales, home, ok, CODING: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr):
     """(N, D) stored heads from (N,) places: floats as they are stored, codes as float16 and still rotated."""
     N: tl.constexpr = home.shape[0]
-    if CODING == "float" or CODING == "truncated":
+    if CODING == "float" or CODING == "fp8_e5m2":
         d = tl.arange(0, D)[None, :]
         stored = tl.load(codes + home[:, None] * HEAD + d, mask=ok[:, None] & (d < HEAD), other=0)
-        if CODING == "truncated":
+        if CODING == "fp8_e5m2":
             stored = (stored.to(tl.int16) << 8).to(tl.float16, bitcast=True)
         return stored
     else:
@@ -90,12 +90,12 @@ def recalled(codes, scales, home, ok, CODING: tl.constexpr, HEAD: tl.constexpr, 
         g = tl.arange(0, G)[None, :]
         there = ok[:, None] & (g < HEAD // GROUP)
         scale = tl.load(scales + home[:, None] * (HEAD // GROUP) + g, mask=there, other=0.0)[:, :, None]
-        BYTES: tl.constexpr = GROUP if CODING == "rotated8" else GROUP // 2
+        BYTES: tl.constexpr = GROUP if CODING == "hadamard8" else GROUP // 2
         at = home[:, None] * (HEAD // GROUP * BYTES) + g * BYTES
         byte = tl.load(
             codes + at[:, :, None] + tl.arange(0, BYTES)[None, None, :], mask=there[:, :, None], other=0
         )
-        if CODING == "rotated8":
+        if CODING == "hadamard8":
             return tl.reshape(_steps(byte, 128) * scale, (N, D))
         else:
             both = tl.join(_steps(byte & 15, 8) * scale, _steps(byte >> 4, 8) * scale)

@@ -34,7 +34,7 @@ def place_kernel(
     if head < HEADS:
         x = turned(q + row * q_row + t * q_token + head * HEAD, d, place, ok, cos, sin, planes, plane_step,
                    HEAD, DIM, PAIRS, PLANES)  # fmt: skip
-        if INSIDE and (KEYS == "rotated8" or KEYS == "rotated4"):
+        if INSIDE and (KEYS == "hadamard8" or KEYS == "hadamard4"):
             x = spread(x.to(q.dtype.element_ty).to(tl.float32), WAYS, False) * 0.03125
         there = ((row * tokens + t) * HEADS + head) * HEAD + d
         tl.store(q_out + there, x.to(q_out.dtype.element_ty), mask=ok & (d < HEAD))
@@ -78,12 +78,12 @@ def recall_kernel(
     mask = ok[:, None] & (d < HEAD)
     if head < KV:
         x = recalled(key, key_scale, home, ok, KEYS, HEAD, D).to(tl.float32)
-        if KEYS != "truncated":
+        if KEYS != "fp8_e5m2":
             x = spread(x, WAYS, True) * 0.03125
         tl.store(k_out + there, x.to(tl.float16).to(k_out.dtype.element_ty), mask=mask)
     else:
         x = recalled(value, value_scale, home, ok, VALUES, HEAD, D).to(tl.float32)
-        if VALUES != "truncated":
+        if VALUES != "fp8_e5m2":
             x = spread(x, WAYS, True) * 0.03125
         tl.store(v_out + there, x.to(tl.float16).to(v_out.dtype.element_ty), mask=mask)
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import spec
-from ..reference.rope import Rotation as Tables
+from ..reference.rope import RotaryEmbedding as Tables
 
 _TOKENS = 16  # of one head in a program
 
@@ -91,7 +91,7 @@ class Rotation:
     def of(cls, rope: spec.Rope, length: int, device: torch.device) -> Rotation:
         """The reference's tables."""
         tables = Tables(rope, length, device)
-        return cls(tables.cos, tables.sin, tables.planes.int(), rope.dim, rope.style == "gptj")
+        return cls(tables.cos, tables.sin, tables.mrope_axis.int(), rope.dim, rope.style == "gptj")
 
     def __call__(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Heads in, heads out, in one launch."""

@@ -22,7 +22,7 @@ def columns(CODING: tl.constexpr, D: tl.constexpr):
     """(1, D / 32, 16) the places in a head of both halves' numbers."""
     g = tl.arange(0, D // 32)[None, :, None]
     i = tl.arange(0, 16)[None, None, :]
-    if CODING == "rotated4":
+    if CODING == "hadamard4":
         return g * 32 + 2 * i, g * 32 + 2 * i + 1
     else:
         return g * 32 + i, g * 32 + i + 16
@@ -39,16 +39,16 @@ def halved(codes, home, ok, CODING: tl.constexpr, HEAD: tl.constexpr, D: tl.cons
     """Two halves (N, D / 32, 16) of the stored heads at places (N, 1, 1), unscaled, as float32."""
     g = tl.arange(0, D // 32)[None, :, None]
     i = tl.arange(0, 16)[None, None, :]
-    if CODING == "rotated4":
+    if CODING == "hadamard4":
         byte = tl.load(codes + home * (HEAD // 2) + g * 16 + i, mask=ok & (g * 32 < HEAD), other=0)
         return number(byte & 15, 8), number(byte >> 4, 8)
     else:
         d = g * 32 + i
         first = tl.load(codes + home * HEAD + d, mask=ok & (d < HEAD), other=0)
         second = tl.load(codes + home * HEAD + d + 16, mask=ok & (d + 16 < HEAD), other=0)
-        if CODING == "rotated8":
+        if CODING == "hadamard8":
             return number(first, 128), number(second, 128)
-        elif CODING == "truncated":
+        elif CODING == "fp8_e5m2":
             low = (first.to(tl.int16) << 8).to(tl.float16, bitcast=True)
             high = (second.to(tl.int16) << 8).to(tl.float16, bitcast=True)
             return low.to(tl.float32), high.to(tl.float32)
@@ -59,7 +59,7 @@ def halved(codes, home, ok, CODING: tl.constexpr, HEAD: tl.constexpr, D: tl.cons
 @triton.jit
 def scaled(x, scales, home, ok, CODING: tl.constexpr, HEAD: tl.constexpr):
     """(N, G) numbers times the scale of their group of stored codes, if the codes have any."""
-    if CODING == "rotated8" or CODING == "rotated4":
+    if CODING == "hadamard8" or CODING == "hadamard4":
         g = tl.arange(0, x.shape[1])[None, :]
         at = tl.reshape(home, (home.shape[0], 1)) * (HEAD // 32) + g
         there = tl.reshape(ok, (ok.shape[0], 1)) & (g < HEAD // 32)

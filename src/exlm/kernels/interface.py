@@ -17,46 +17,46 @@ from torch import Tensor
 from .. import spec
 from ..formats import Weight
 
-Linear = Callable[[Tensor], Tensor]
-Project = Callable[[Tensor, Tensor | None], list[Tensor]]
+LinearFn = Callable[[Tensor], Tensor]
+FusedLinear = Callable[[Tensor, Tensor | None], list[Tensor]]
 """(x, residual) → what one or several matrices make of x, plus the residual; None adds nothing."""
 
-Lookup = Callable[[Tensor], Tensor]
+EmbeddingFn = Callable[[Tensor], Tensor]
 """(rows, tokens) ids → (rows, tokens, hidden) vectors, in the table's own precision."""
 
-Norm = Callable[[Tensor], Tensor]
-AddNorm = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
+NormFn = Callable[[Tensor], Tensor]
+AddNormFn = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 """(x, y) → x + y and its norm; None adds nothing. The sum is in x's precision."""
 
-Activation = Callable[[Tensor], Tensor]
-Gated = Callable[[Tensor, Tensor], Tensor]
+ActivationFn = Callable[[Tensor], Tensor]
+GatedActivationFn = Callable[[Tensor, Tensor], Tensor]
 """(gate, up) → act(gate) · up."""
 
-Rotation = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+RopeFn = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(q, k, positions) → (q, k) turned; positions are (rows, tokens), or (3, rows, tokens) for three planes."""
 
-HeadPair = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+QKNormFn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(q, k) → both normalised, (rows, tokens, heads, head_dim)."""
 
-Experts = Callable[[Tensor, Tensor], Tensor]
+MoeFn = Callable[[Tensor, Tensor], Tensor]
 """(x, router logits) → the weighted sum of the chosen experts' answers."""
 
 
-FEW = 64
+FUSE_MAX_TOKENS = 64
 """Rows up to which a layer's parts are fused."""
 
-UNPACKED = 1 << 28
+MAX_DEQUANT_BYTES = 1 << 28
 """Bytes that packed matrices in full may take side by side; larger ones gain nothing by company."""
 
 
-class Entry(NamedTuple):
+class NormPrologue(NamedTuple):
     """The norm that stands before matrices: root mean square, no bias."""
 
     norm: spec.Norm
     weight: Tensor
 
 
-class Where(Protocol):
+class AttnMetadata(Protocol):
     """Where a step's tokens stand: what attention and the cache must know of a batch."""
 
     @property
@@ -90,41 +90,41 @@ class Where(Protocol):
         ...
 
 
-Coding = Literal["float", "rotated8", "rotated4", "truncated"]
+KVCacheDtype = Literal["float", "hadamard8", "hadamard4", "fp8_e5m2"]
 """How numbers are stored: as they are, in rotated codes of 8 or 4 bits, or as the upper bytes of halves."""
 
 
 @dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
-class Pages:
+class KVPages:
     """Keys and values that a kernel may read and write in place: (pages, size, kv_heads, …), contiguous.
 
     As long as it is the same object, its tensors are the same memory: kernels may keep what they made of it.
     """
 
-    size: int
+    page_size: int
     keys: tuple[Tensor, ...]  # the stored numbers, then their scales where there are any
     values: tuple[Tensor, ...]
-    coding: tuple[Coding, Coding]  # of keys and of values
+    dtypes: tuple[KVCacheDtype, KVCacheDtype]  # of keys and of values
 
 
-class KeyValues(Protocol):
+class LayerKVCache(Protocol):
     """One layer's keys and values."""
 
     @property
-    def paged(self) -> Pages | None:
+    def paged(self) -> KVPages | None:
         """The pages themselves; None if there are none."""
         ...
 
-    def update(self, k: Tensor, v: Tensor, where: Where) -> tuple[Tensor, Tensor]:
+    def update(self, k: Tensor, v: Tensor, metadata: AttnMetadata) -> tuple[Tensor, Tensor]:
         """Store the new tokens' heads; return all of them, (rows, longest, kv_heads, head_dim)."""
         ...
 
 
-Attend = Callable[[Tensor, Tensor, Tensor, KeyValues, Where], Tensor]
+AttentionFn = Callable[[Tensor, Tensor, Tensor, LayerKVCache, AttnMetadata], Tensor]
 """(q, k, v, the layer's cache, where) → (rows, tokens, heads · head_dim)."""
 
 
-def stand(q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def no_rope(q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Queries and keys that do not turn: the layer knows no positions."""
     return q, k
 
@@ -136,103 +136,103 @@ class Backend(Protocol):
     device: torch.device
     dtype: torch.dtype
 
-    def linear(self, weight: Weight) -> Linear:
+    def linear(self, weight: Weight) -> LinearFn:
         """x @ W + bias."""
         ...
 
-    def embedding(self, weight: Weight) -> Lookup:
+    def embedding(self, weight: Weight) -> EmbeddingFn:
         """Columns of W, one for each id."""
         ...
 
-    def norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> Norm:
+    def norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> NormFn:
         """Normalise the last dimension; the answer is in the backend's precision."""
         ...
 
-    def add_norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> AddNorm:
+    def add_norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> AddNormFn:
         """The same behind an addition, whose sum is kept."""
         ...
 
-    def activation(self, act: spec.Activation) -> Activation:
+    def activation(self, act: spec.Activation) -> ActivationFn:
         """The MLP's nonlinearity."""
         ...
 
-    def gated(self, act: spec.Activation) -> Gated:
+    def gated(self, act: spec.Activation) -> GatedActivationFn:
         """The nonlinearity of one half times the other."""
         ...
 
-    def rotation(self, rope: spec.Rope, length: int) -> Rotation:
+    def rope(self, rope: spec.Rope, length: int) -> RopeFn:
         """Turn heads by their positions, up to `length` of them."""
         ...
 
-    def attention(self, attn: spec.Attention, rotate: Rotation) -> Attend:
+    def attention(self, attn: spec.Attention, rope: RopeFn) -> AttentionFn:
         """Turn queries and keys, store keys and values, then attend."""
         ...
 
-    def experts(self, moe: spec.Moe, gate: list[Linear], up: list[Linear], down: list[Linear]) -> Experts:
+    def moe(self, moe: spec.Moe, gate: list[LinearFn], up: list[LinearFn], down: list[LinearFn]) -> MoeFn:
         """Route each token to its experts."""
         ...
 
 
-Whole = Callable[[Tensor, KeyValues, Where], Tensor | None]
+FusedLayer = Callable[[Tensor, LayerKVCache, AttnMetadata], Tensor | None]
 """(x, the layer's cache, where) → all a layer makes of x; None where this time it must go in parts."""
 
 
 @runtime_checkable
-class Composer(Protocol):
+class SupportsLayerFusion(Protocol):
     """A layer's first projection, if it can be put together with all that follows it in the layer."""
 
-    def compose(
-        self, attend: Attend, norm: HeadPair | None, o: Project, gate: Project, down: Project
-    ) -> Whole | None:
+    def fuse_layer(
+        self, attend: AttentionFn, norm: QKNormFn | None, o: FusedLinear, gate: FusedLinear, down: FusedLinear
+    ) -> FusedLayer | None:
         """The layer as one; None if its parts do not fit together. `norm` comes before attention."""
         ...
 
 
-Stack = Callable[[Tensor, Sequence[KeyValues], Where], Tensor | None]
+FusedDecoder = Callable[[Tensor, Sequence[LayerKVCache], AttnMetadata], Tensor | None]
 """(x, each layer's cache, where) → all that layers one behind the other make of x; None as above."""
 
 
 @runtime_checkable
-class Stacker(Protocol):
+class SupportsDecoderFusion(Protocol):
     """A whole layer that can be run at once with those behind it."""
 
-    def stack(self, following: Sequence[Whole]) -> Stack | None:
+    def fuse_decoder(self, following: Sequence[FusedLayer]) -> FusedDecoder | None:
         """All of them as one; None if they do not fit together."""
         ...
 
 
 @runtime_checkable
-class Leader(Protocol):
+class SupportsLayerChaining(Protocol):
     """A whole layer that can do some of the following one's work."""
 
-    def lead(self, following: Whole) -> None:
+    def chain_to(self, following: FusedLayer) -> None:
         """Know who takes its answers."""
         ...
 
 
 @runtime_checkable
-class Broad(Protocol):
+class SupportsDequantGemm(Protocol):
     """A projection that is quick for more than FEW rows too, but then does nothing besides the matrices."""
 
-    def plainly(self, x: Tensor) -> list[Tensor]:
+    def dequant_gemm(self, x: Tensor) -> list[Tensor]:
         """What each matrix makes of x; they may be parts of wider rows."""
         ...
 
 
 @runtime_checkable
-class Fuser(Protocol):
+class SupportsFusion(Protocol):
     """A backend that can also do several things as one."""
 
-    most: int
+    max_fused_tokens: int
     """Rows up to which that is quicker; beyond, each part is asked by itself."""
 
-    def project(
+    def fused_linear(
         self,
-        matrices: Sequence[Linear],
-        entry: Entry | None,
+        linears: Sequence[LinearFn],
+        prologue: NormPrologue | None,
         act: spec.Activation | None,
-        full: bool = False,
-    ) -> Project:
+        fp32_out: bool = False,
+    ) -> FusedLinear:
         """Matrices that it bound before, together, for up to `most` rows, behind a norm if there is one.
 
         With `act` there are two, and the answer is act(first) · second. With `full` it is in float32.
@@ -240,7 +240,7 @@ class Fuser(Protocol):
         ...
 
 
-class Knob(Protocol):
+class TuneSpace(Protocol):
     """Work of one kind, and how it is dealt out: a setting is a few whole numbers."""
 
     @property
@@ -249,27 +249,27 @@ class Knob(Protocol):
         ...
 
     @property
-    def setting(self) -> tuple[int, ...]:
+    def config(self) -> tuple[int, ...]:
         """How it is dealt out now."""
         ...
 
-    def nearby(self) -> list[tuple[int, ...]]:
+    def neighbors(self) -> list[tuple[int, ...]]:
         """Settings that are one step away."""
         ...
 
-    def turn(self, setting: tuple[int, ...]) -> None:
+    def apply(self, config: tuple[int, ...]) -> None:
         """Deal it out so from now on."""
         ...
 
 
 @runtime_checkable
-class Tunable(Protocol):
+class SupportsTuning(Protocol):
     """A backend that can be told what is quickest on its device."""
 
-    def used(self, run: Callable[[], object]) -> Sequence[Knob]:
+    def tune_spaces(self, run: Callable[[], object]) -> Sequence[TuneSpace]:
         """The kinds of work that a run consists of."""
         ...
 
-    def keep(self, knobs: Sequence[Knob]) -> Path | None:
+    def save_tuned(self, spaces: Sequence[TuneSpace]) -> Path | None:
         """Remember how they are set, for models that are loaded later; the file, if there is one."""
         ...

@@ -16,7 +16,7 @@ import torch
 
 from .. import env
 from ..errors import Unsupported
-from .backend import Backend, Fuser
+from .interface import Backend, SupportsFusion
 from .reference import ReferenceBackend
 
 T = TypeVar("T")
@@ -24,12 +24,12 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class SwitchedOff(Unsupported):
+class BackendDisabled(Unsupported):
     """A backend that somebody does without on purpose."""
 
 
 @dataclass(frozen=True)
-class Choice:
+class DispatchRecord:
     """What one part of the model got, and why not something faster."""
 
     role: str
@@ -39,12 +39,12 @@ class Choice:
 
 
 @dataclass
-class Chain:
+class BackendList:
     """The backends of one device in order of preference, and a record of who took what."""
 
     backends: Sequence[Backend]
-    choices: list[Choice] = field(default_factory=list)
-    absent: Sequence[str] = ()  # backends that are not among them, each with its reason
+    records: list[DispatchRecord] = field(default_factory=list)
+    unavailable: Sequence[str] = ()  # backends that are not among them, each with its reason
 
     @property
     def device(self) -> torch.device:
@@ -57,65 +57,65 @@ class Chain:
         return self.backends[0].dtype
 
     @property
-    def compact(self) -> bool:
+    def can_bind_concurrently(self) -> bool:
         """Whether binding takes little room besides the weight, so that several threads may bind at once."""
         return self.device.type == "cpu" or self.backends[0].name == "cuda"
 
-    def bind(self, role: str, detail: str, ask: Callable[[Backend], T]) -> T:
+    def bind(self, role: str, detail: str, make: Callable[[Backend], T]) -> T:
         """The first backend's answer to `ask`, remembered under the role."""
-        bound, choice = self.offer(role, detail, ask)
-        self.choices.append(choice)
+        bound, record = self.dispatch(role, detail, make)
+        self.records.append(record)
         return bound
 
-    def offer(self, role: str, detail: str, ask: Callable[[Backend], T]) -> tuple[T, Choice]:
+    def dispatch(self, role: str, detail: str, make: Callable[[Backend], T]) -> tuple[T, DispatchRecord]:
         """The same, to be remembered by the caller: who asks in other threads keeps the record in order."""
         declined: list[str] = []
         for backend in self.backends:
             try:
-                return ask(backend), Choice(role, backend.name, detail, tuple(declined))
+                return make(backend), DispatchRecord(role, backend.name, detail, tuple(declined))
             except Unsupported as reason:
                 declined.append(f"{backend.name}: {reason}")
         raise Unsupported(f"{role} ({detail}) cannot run on {self.device}: {'; '.join(declined)}.")
 
-    def fuse(self, role: str, detail: str, ask: Callable[[Fuser], T]) -> T | None:
+    def fuse(self, role: str, detail: str, make: Callable[[SupportsFusion], T]) -> T | None:
         """What a backend that fuses makes of parts it bound before; None where none does, with its reason."""
-        fuser = next((backend for backend in self.backends if isinstance(backend, Fuser)), None)
+        fuser = next((backend for backend in self.backends if isinstance(backend, SupportsFusion)), None)
         if fuser is None:
             return None
         try:
-            made = ask(fuser)
+            fused = make(fuser)
         except Unsupported as reason:
-            self.choices.append(Choice(role, "in parts", detail, (f"fused: {reason}",)))
+            self.records.append(DispatchRecord(role, "in parts", detail, (f"fused: {reason}",)))
             return None
-        self.choices.append(Choice(role, "fused", detail))
-        return made
+        self.records.append(DispatchRecord(role, "fused", detail))
+        return fused
 
     def explain(self) -> str:
         """Who is absent and why; then one line for each part: who runs it, who declined with which reason."""
-        lines = [f"absent: {reason}" for reason in self.absent]
-        for choice in self.choices:
-            why = f"  (declined: {'; '.join(choice.declined)})" if choice.declined else ""
-            lines.append(f"{choice.role}: {choice.backend}, {choice.detail}{why}")
+        lines = [f"absent: {reason}" for reason in self.unavailable]
+        for record in self.records:
+            why = f"  (declined: {'; '.join(record.declined)})" if record.declined else ""
+            lines.append(f"{record.role}: {record.backend}, {record.detail}{why}")
         return "\n".join(lines)
 
 
-def choose(device: torch.device, dtype: torch.dtype) -> Chain:
+def backends_for(device: torch.device, dtype: torch.dtype) -> BackendList:
     """The backends for a device, the fastest first; plain torch is always among them."""
     backends: list[Backend] = []
-    absent: list[str] = []
-    makers = (("cuda", _cuda), ("triton", _triton)) if device.type == "cuda" else (("cpu", _cpu),)
-    for name, make in makers:
+    unavailable: list[str] = []
+    factories = (("cuda", _cuda), ("triton", _triton)) if device.type == "cuda" else (("cpu", _cpu),)
+    for name, make in factories:
         try:
             backends.append(make(device, dtype))
         except Unsupported as reason:
-            absent.append(f"{name}: {reason}")
-            if not isinstance(reason, SwitchedOff):
-                _tell(name, str(reason))
-    return Chain([*backends, ReferenceBackend(device, dtype)], absent=absent)
+            unavailable.append(f"{name}: {reason}")
+            if not isinstance(reason, BackendDisabled):
+                _warn_once(name, str(reason))
+    return BackendList([*backends, ReferenceBackend(device, dtype)], unavailable=unavailable)
 
 
 @cache
-def _tell(name: str, reason: str) -> None:
+def _warn_once(name: str, reason: str) -> None:
     """Once a process and reason: whoever finds a model slow should not have to guess."""
     log.warning("the %s kernels cannot be used, which makes everything slower: %s", name, reason)
 
@@ -123,7 +123,7 @@ def _tell(name: str, reason: str) -> None:
 def _cpu(device: torch.device, dtype: torch.dtype) -> Backend:
     """The CPU backend, or why not."""
     if not env.cpu_enabled():
-        raise SwitchedOff("switched off by EXLM_CPU=0")
+        raise BackendDisabled("switched off by EXLM_CPU=0")
     from .cpu import CpuBackend
 
     return CpuBackend(device, dtype, env.cache_folder() / "kernels")
@@ -132,7 +132,7 @@ def _cpu(device: torch.device, dtype: torch.dtype) -> Backend:
 def _cuda(device: torch.device, dtype: torch.dtype) -> Backend:
     """The CUDA backend, or why not."""
     if not env.cuda_enabled():
-        raise SwitchedOff("switched off by EXLM_CUDA=0")
+        raise BackendDisabled("switched off by EXLM_CUDA=0")
     _check_capability(device)
     from .cuda import CudaBackend
 
@@ -147,7 +147,7 @@ def _cuda(device: torch.device, dtype: torch.dtype) -> Backend:
 def _triton(device: torch.device, dtype: torch.dtype) -> Backend:
     """The Triton backend, or why not."""
     if not env.triton_enabled():
-        raise SwitchedOff("switched off by EXLM_TRITON=0")
+        raise BackendDisabled("switched off by EXLM_TRITON=0")
     _check_capability(device)
     try:
         from .triton import TritonBackend

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..backend import Activation, Linear
+from ..interface import ActivationFn, LinearFn
 
 
 @dataclass(frozen=True, eq=False)
-class Experts:
+class ReferenceMoe:
     """Softmax over all experts in float32, the best `active`, and their shares as weights.
 
     Of equal experts the first are chosen, on every device.
@@ -19,23 +19,23 @@ class Experts:
 
     active: int
     renormalize: bool
-    act: Activation
-    gate: list[Linear]
-    up: list[Linear]
-    down: list[Linear]
+    act: ActivationFn
+    gate: list[LinearFn]
+    up: list[LinearFn]
+    down: list[LinearFn]
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
         """(rows, tokens, hidden) and (rows, tokens, experts) → (rows, tokens, hidden)."""
         flat = x.flatten(0, 1)
         ranked = logits.flatten(0, 1).float().softmax(-1).sort(dim=-1, descending=True, stable=True)
-        shares, chosen = (part[:, : self.active] for part in ranked)
+        routing_weights, expert_ids = (rows[:, : self.active] for rows in ranked)
         if self.renormalize:
-            shares = shares / shares.sum(-1, keepdim=True)
+            routing_weights = routing_weights / routing_weights.sum(-1, keepdim=True)
         out = torch.zeros_like(flat)
         for expert in range(len(self.gate)):
-            token, slot = torch.where(chosen == expert)
+            token, slot = torch.where(expert_ids == expert)
             if len(token):
-                part = flat[token]
-                answer = self.down[expert](self.act(self.gate[expert](part)) * self.up[expert](part))
-                out.index_add_(0, token, answer * shares[token, slot, None].to(answer.dtype))
+                rows = flat[token]
+                output = self.down[expert](self.act(self.gate[expert](rows)) * self.up[expert](rows))
+                out.index_add_(0, token, output * routing_weights[token, slot, None].to(output.dtype))
         return out.view_as(x)
