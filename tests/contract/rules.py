@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "env": BASE,
     "families": BASE | {"spec"},
     "formats": BASE,
-    "tokenizer": BASE,
+    "tokenizer": BASE | {"families"},
     "testing": BASE | {"tokenizer"},
     "kernels": BASE | {"formats", "spec", "env"},
     "constrained": BASE | {"tokenizer"},

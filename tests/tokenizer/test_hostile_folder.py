@@ -17,7 +17,7 @@ import pytest
 from exlm import Config, ExlmError, Tokenizer, TokenizerError
 from exlm.tokenizer.backend import require_space_to_read
 from exlm.tokenizer.gguf import GgufVocabulary, tokenizer_model
-from exlm.tokenizer.tokenizer_files import LARGEST, MAX_ID, MAX_ID_GAP
+from exlm.tokenizer.tokenizer_files import MAX_FILE_BYTES, MAX_ID, MAX_ID_GAP
 from tests import tiny
 
 HALF = "\ud800"
@@ -167,7 +167,7 @@ def test_a_pipe_is_not_waited_for(folder: Path, name: str) -> None:
 def test_a_file_without_end_is_not_read(folder: Path, name: str) -> None:
     config = Config(folder)
     with (folder / name).open("r+b") as file:
-        file.truncate(LARGEST + 1)
+        file.truncate(MAX_FILE_BYTES + 1)
     with pytest.raises(TokenizerError, match=rf"{name} has 268,435,457 bytes; .* at most 268,435,456"):
         Tokenizer(config)
 

@@ -19,7 +19,14 @@ from exlm.tokenizer.codec import Codec, ConfigTokenIds
 from exlm.tokenizer.hf import HFBackend
 from exlm.tokenizer.sentencepiece import SentencePieceBackend
 from exlm.tokenizer.tokenizer_files import AddedToken, TokenizerFiles
-from exlm.tokenizer.vocab import UNDEFINED, Trie, Vocab, byte_to_unicode, from_decoder, starting_with
+from exlm.tokenizer.vocab import (
+    UNDEFINED,
+    Trie,
+    Vocab,
+    byte_to_unicode,
+    indices_by_prefix,
+    token_bytes_from_decoder,
+)
 from tests.tokenizer.sample_vocabularies import byte_level_json, metaspace_json, mistral_v1_model
 
 
@@ -43,7 +50,7 @@ KINDS = ["json", "spm"]
 @given(st.lists(st.binary(max_size=4), max_size=40))
 def test_keys_that_start_with_a_key(keys: list[bytes]) -> None:
     expected = {key: [n for n, other in enumerate(keys) if other.startswith(key)] for key in keys if key}
-    assert starting_with(keys) == expected
+    assert indices_by_prefix(keys) == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -228,13 +235,13 @@ def test_the_fixture_is_what_the_definition_says(fixtures_dir: Path) -> None:
 
 def test_letters_outside_the_alphabet_stand_for_themselves() -> None:
     decoder = {"type": "ByteLevel"}
-    found = from_decoder(decoder, ["é", "\u0120a", "日", "é\n", None, "\u00e9\u00a0"], {}, {})
+    found = token_bytes_from_decoder(decoder, ["é", "\u0120a", "日", "é\n", None, "\u00e9\u00a0"], {}, {})
     assert found is not None
     assert found.table == [b"\xe9", b" a", "日".encode(), "é\n".encode(), b"", "é\u00a0".encode()]
 
 
 def test_added_tokens_stand_for_their_text() -> None:
-    found = from_decoder({"type": "ByteLevel"}, ["é", "<x>", "ü"], {"<x>": 1}, {"é": 0})
+    found = token_bytes_from_decoder({"type": "ByteLevel"}, ["é", "<x>", "ü"], {"<x>": 1}, {"é": 0})
     assert found is not None
     assert found.table == ["é".encode(), b"<x>", b"\xfc"]
     assert found.decode_overrides == {0: "é"}
@@ -266,4 +273,4 @@ def test_added_tokens_stand_for_their_text() -> None:
     ],
 )
 def test_a_decoder_of_another_kind_gets_no_table(decoder: dict[str, object] | None) -> None:
-    assert from_decoder(json.loads(json.dumps(decoder)), ["a"], {}, {}) is None
+    assert token_bytes_from_decoder(json.loads(json.dumps(decoder)), ["a"], {}, {}) is None

@@ -1,8 +1,9 @@
-"""Text to token ids and back: vocabularies, detokenizers and chat templates.
+"""Encodes text to token ids, decodes token ids to text and renders chat templates.
 
-It takes the tokenizer files of a model folder (tokenizer.json, SentencePiece, or a GGUF file's metadata) and
-gives `Tokenizer`, and without torch what it is made of: `Codec`, `Detokenizer`, `Vocab`, `ChatTemplates`. Any
-package above `errors` may import it; `Tokenizer` is imported when first used, because its tensors need torch.
+It takes a model folder's tokenizer files (tokenizer.json or a SentencePiece tokenizer.model) or a GGUF file's
+metadata, and gives `Tokenizer`, whose ids are tensors, and beneath it `Codec`, whose ids are lists of int,
+`Detokenizer`, `Vocab` and `ChatTemplates`. constrained, generator, multimodal, testing and every package
+above them may import it; none of it needs torch but `Tokenizer`, which is therefore imported on first use.
 """
 
 from typing import TYPE_CHECKING

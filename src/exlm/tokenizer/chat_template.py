@@ -1,7 +1,10 @@
-"""Chat templates: where a model folder keeps them, which one to use, and what they are given.
+"""Chat templates: reads those of a model, chooses one, and renders messages with it.
 
-A template is a Jinja program that writes a conversation the way its model was trained to read it. It is found
-here and rendered by `renderer`, in a process with limits; it is never trusted, and never run in this one.
+A chat template is a Jinja program that turns messages into the prompt its model was trained on. It comes from
+the model folder and is not trusted: `TemplateSandbox` renders it in a process of its own, with limits. Most
+templates read a message's content as a string, those of some multimodal models as a list of content parts,
+others both ways. With the wrong one, many render Python's lists into the prompt or leave the message out
+without an error, so `adapt_content_format` first renders a probe and converts the messages where that fails.
 """
 
 from __future__ import annotations
@@ -23,15 +26,14 @@ TOOL_USE_NAME = "tool_use"
 TEMPLATE_FILES = "chat_template.jinja, tokenizer_config.json and chat_template.json"
 GGUF_TEMPLATE_KEY = "tokenizer.chat_template"
 
-
 PROBE_TEXT = "What is this?"
 PROBE_PARTS = ({"type": "text", "text": PROBE_TEXT},)
-_MENTIONS_TEXT_KEY = re.compile(r"""['"]text['"]""")  # in a template that looks into parts, and in few others
+_MENTIONS_TEXT_KEY = re.compile(r"""['"]text['"]""")  # templates that read content parts do; few others do
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template's source and the file it is from; the format it is made of, if it is one of ours."""
+    """A template's source, the file it is from, and the prompt format that it was made from, if any."""
 
     source: str
     origin: str
@@ -47,15 +49,16 @@ class ChatTemplates:
         source_name: str = "the model folder",
         searched: str = TEMPLATE_FILES,
     ) -> None:
-        """`where` is what errors say was searched, `places` what was looked at there."""
+        """`source_name` names the model in errors, `searched` the files (or metadata) that were read."""
         self.templates = dict(templates)
         self.source_name, self.searched = source_name, searched
 
     @classmethod
     def from_folder(cls, folder: TokenizerFiles) -> ChatTemplates:
-        """Of several files chat_template.jinja wins, then tokenizer_config.json, then chat_template.json.
+        """Read the templates of a model folder, or of a GGUF file from its metadata alone.
 
-        A GGUF file has all there is in its own metadata.
+        A template in chat_template.jinja overrides one of the same name in tokenizer_config.json, and that
+        one in chat_template.json.
         """
         path = folder.path
         if path.suffix == ".gguf" and not path.is_dir():
@@ -86,11 +89,11 @@ class ChatTemplates:
 
     @property
     def names(self) -> list[str]:
-        """What can be chosen by name: the model's own templates, then the formats known here."""
+        """What `choose` accepts as a name: the model's own templates, then exlm's prompt formats."""
         return [*self.templates, *(name for name in PROMPT_FORMATS if name not in self.templates)]
 
     def choose(self, name_or_source: str | None = None, with_tools: bool = False) -> ChatTemplate:
-        """A template by name, a template given as its own source, or the one these messages call for."""
+        """The template of this name or with this source; None: the model's, for tools if `with_tools`."""
         if name_or_source is not None:
             if name_or_source not in self.templates and name_or_source in PROMPT_FORMATS:
                 return ChatTemplate(
@@ -127,7 +130,7 @@ def render_chat(
     documents: Sequence[Mapping[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """The conversation as the model reads it."""
+    """The prompt that a template makes of a conversation."""
     _check_objects(messages, "messages")
     if not messages:
         raise ChatTemplateError("A chat template needs at least one message.")
@@ -156,7 +159,7 @@ def _check_objects(values: object, name: str) -> None:
 
 
 def _templates_from_config(config: Mapping[str, Any], path: str) -> dict[str, ChatTemplate]:
-    """`chat_template`: one template, or a list or object of named ones; `path` is what errors call it."""
+    """Parse `chat_template`: one template, or a list or object of named ones; errors name `path`."""
     value = config.get("chat_template")
     if value is None:
         return {}
@@ -179,12 +182,13 @@ def _templates_from_config(config: Mapping[str, Any], path: str) -> dict[str, Ch
 def adapt_content_format(
     messages: Messages, source: str, origin: str, render: Callable[[Messages], str]
 ) -> Messages:
-    """The same messages, texts or parts as the template reads them."""
+    """The messages with their contents as the template reads them: as strings or as content parts.
+
+    Where no probe renders, the template's format is unknown and the messages are returned unchanged.
+    """
     num_with_parts = sum(bool(_content_parts(message)) for message in messages)
     if num_with_parts and not _renders_content(PROBE_PARTS, render):
-        reads_other_format = _renders_content(
-            PROBE_TEXT, render
-        )  # else it cannot be tried, and the messages stay as they are
+        reads_other_format = _renders_content(PROBE_TEXT, render)
         return (
             [_parts_to_text(message, index, origin) for index, message in enumerate(messages)]
             if reads_other_format
@@ -201,7 +205,7 @@ def adapt_content_format(
 
 
 def _content_parts(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """A message's parts; none if its content is something else."""
+    """A message's content parts; none if its content is something else."""
     content = message.get("content")
     if isinstance(content, list | tuple) and all(isinstance(part, Mapping) for part in content):
         return content
@@ -209,7 +213,7 @@ def _content_parts(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def _renders_content(content: Any, render: Callable[[Messages], str]) -> bool:
-    """Whether a content comes out as the text it is."""
+    """Whether the template renders this content to its text, not to the Python literal of a list."""
     try:
         text = render([{"role": "user", "content": content}])
     except ChatTemplateError:

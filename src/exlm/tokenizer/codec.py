@@ -1,8 +1,8 @@
-"""Codec: text to lists of ids and back, and the ids that mean something other than text.
+"""Codec: encodes text to lists of ids and decodes them, without tensors.
 
-It joins a vocabulary (a `Backend`) with what the files beside it declare: which ids begin, end and pad a
-text, which are special, what an embedding's alias stands for. It holds no tensors and builds no lookup tables
-(see `vocab`), and it never adds a BOS or an EOS that it was not asked for.
+It combines a vocabulary (a `TokenizerBackend`) with what the files beside it and config.json declare: the ids
+of BOS, EOS and padding, the special tokens, and the ids that an embedding's text alias stands for. It adds
+BOS or EOS only when asked. Lookup tables over the whole vocabulary are in `vocab`.
 """
 
 from __future__ import annotations
@@ -25,56 +25,54 @@ from .vocab import Vocab
 TokenizerKind = Literal["auto", "json", "spm"]
 
 EMBEDDING_INDEX = 1_000_000_000
-"""Ids from here on stand for injected vectors, not for text."""
+"""Ids from here on stand for injected embeddings, not for text."""
 
-DEFAULT_BOS_ID, DEFAULT_EOS_ID = (
-    1,
-    2,
-)  # where SentencePiece puts them; used when no file says, if the tokens there are special
+DEFAULT_BOS_ID, DEFAULT_EOS_ID = 1, 2
+"""SentencePiece's usual ids; used where no file declares them and these tokens are special."""
 
 
 class TokenizerConfig(Protocol):
-    """What a tokenizer needs to know of a model."""
+    """What a tokenizer reads of a model's config; `exlm.Config` has all of it."""
 
     @property
     def model_dir(self) -> str | None:
-        """The folder with the tokenizer's files."""
+        """The folder with the tokenizer's files, or the GGUF file."""
 
     @property
     def bos_token_id(self) -> int | None:
-        """The id config.json begins a text with."""
+        """The BOS id of config.json."""
 
     @property
     def eos_token_id(self) -> int | None:
-        """The first id config.json ends a text with."""
+        """The first EOS id of config.json."""
 
     @property
     def eos_token_ids(self) -> Sequence[int]:
-        """All ids config.json ends a text with."""
+        """All EOS ids of config.json."""
 
     @property
     def pad_token_id(self) -> int | None:
-        """The id config.json pads with."""
+        """The padding id of config.json."""
 
     @property
     def vocab_size(self) -> int:
-        """How many ids the model has, which may be more than the tokenizer knows."""
+        """Rows of the model's embedding; there may be more than the tokenizer has ids."""
 
 
 class AliasedEmbedding(Protocol):
-    """Something with ids of its own that a prompt refers to by a text alias."""
+    """An embedding with ids of its own that a prompt refers to by a text alias; `MMEmbedding` is one."""
 
     @property
     def text_alias(self) -> str:
-        """What stands for it in a prompt."""
+        """The text that stands for the embedding in a prompt."""
 
     def get_ids(self) -> list[int]:
-        """The ids it occupies."""
+        """The ids that replace the alias."""
 
 
 @dataclass(frozen=True)
 class ConfigTokenIds:
-    """What config.json says about ids."""
+    """The special token ids and the vocabulary size that config.json declares."""
 
     bos: int | None = None
     eos: int | None = None
@@ -84,7 +82,7 @@ class ConfigTokenIds:
 
     @classmethod
     def from_config(cls, config: TokenizerConfig) -> ConfigTokenIds:
-        """Take them from a model's config."""
+        """Read them from a model's config."""
         return cls(
             bos=config.bos_token_id,
             eos=config.eos_token_id,
@@ -95,20 +93,20 @@ class ConfigTokenIds:
 
 
 CLASSES_WITH_BOS = ("CodeLlamaTokenizer", "GemmaTokenizer", "LlamaTokenizer")
-"""Classes of tokenizers that put a BOS before a text where their files do not say."""
+"""The `tokenizer_class`es of transformers that put BOS before a text unless the files say otherwise."""
 
 
 class Codec:
-    """One model's text: encode, decode, special ids.
+    """Encodes and decodes the text of one model and holds its special token ids.
 
-    `eos_id` is the id that ends a text; `eos_ids` are all ids that any of the files says may. `pad_id` is -1
-    when nothing can serve as padding.
+    `eos_id` is the id that `add_eos` appends; `eos_ids` are all ids that any of the files declares as EOS.
+    `pad_id` is -1 if no token can serve as padding.
     """
 
     def __init__(
         self, backend: TokenizerBackend, files: TokenizerFiles, config_ids: ConfigTokenIds | None = None
     ) -> None:
-        """Join a vocabulary with what its folder and the model's config declare."""
+        """Combine a vocabulary with what the tokenizer files and config.json declare."""
         config_ids = config_ids or ConfigTokenIds()
         self.backend = backend
         self.files = files
@@ -135,9 +133,10 @@ class Codec:
         kind: TokenizerKind = "auto",
         vocab_file: str | Path | None = None,
     ) -> Codec:
-        """Read a model folder: tokenizer.json if there is one, else tokenizer.model, unless told which.
+        """Read a model folder: tokenizer.json if it has one, else tokenizer.model, unless `kind` chooses.
 
-        `vocab_file` names a vocabulary explicitly (`tokenizer.model.v3`, say); JSON if it ends in `.json`.
+        `vocab_file` names a vocabulary file, such as tokenizer.model.v3; it is read as JSON if it ends in
+        `.json`.
         """
         files = read_tokenizer_files(path)
         vocab_path = _find_vocab_file(files.path, kind, vocab_file)
@@ -151,7 +150,11 @@ class Codec:
 
     @cached_property
     def wants_bos(self) -> bool:
-        """Whether a text starts with a BOS, by what the files say: in so many words, or by what they add."""
+        """Whether a prompt should start with BOS.
+
+        `add_bos_token` decides if it is there, then the post-processor of tokenizer.json, then the
+        tokenizer's class.
+        """
         config = self.files.config or {}
         flag = config.get("add_bos_token")
         if isinstance(flag, bool):
@@ -161,35 +164,37 @@ class Codec:
             return self.bos_id in start_ids
         tokenizer_class = config.get("tokenizer_class")
         if not isinstance(tokenizer_class, str) or not isinstance(self.backend, HFBackend):
-            return True  # nobody says, and a model that has a BOS has mostly seen it first
+            return True  # nothing is declared, and most models that have a BOS were trained with it first
         return tokenizer_class.removesuffix("Fast") in CLASSES_WITH_BOS
 
     @property
     def size(self) -> int:
-        """One more than the highest known id."""
+        """One more than the highest id that a file defines."""
         return self.backend.vocab_size()
 
     def with_ids(self, bos: int | None, eos: Sequence[int], pad: int) -> Codec:
-        """The same text with other ids for BOS, EOS and padding than the files say.
+        """A codec of the same vocabulary with other ids for BOS, EOS and padding.
 
-        Another object, since what is derived from one (a grammar's vocabulary, say) is kept by it.
+        It is a new object because tables that are derived from a codec, such as a grammar's, are cached by
+        it.
         """
         copied = copy.copy(self)
-        copied.__dict__.pop("_decoders", None)  # other ids show nothing
+        copied.__dict__.pop("_decoders", None)  # they leave out EOS and padding
         copied.bos_id, copied.eos_ids, copied.pad_id = bos, tuple(dict.fromkeys(eos)), pad
         copied.eos_id = next(iter(copied.eos_ids), None)
         return copied
 
     def token_text(self, token_id: int | None) -> str:
-        """What a token stands for, special or not; "" for no token."""
+        """The text of a token, special or not; "" for None or an undefined id."""
         if token_id is None or not self.backend.is_defined(token_id):
             return ""
         return self.special_texts.get(token_id) or self.backend.vocab[token_id]
 
     def special_token_texts(self) -> dict[str, str]:
-        """The texts of BOS, EOS and the like, as chat templates name them.
+        """The texts of BOS, EOS and other special token roles, under the names that chat templates use.
 
-        A role that the files leave out is filled from the ids; one that they say is empty stays out.
+        A role that the files do not mention gets the text of its id; one that they declare as null is left
+        out.
         """
         ids_by_role = {"bos_token": self.bos_id, "eos_token": self.eos_id, "unk_token": self.unk_id}
         texts = {role: self.token_text(token_id) for role, token_id in ids_by_role.items()} | dict(
@@ -207,10 +212,11 @@ class Codec:
         aliases: Mapping[str, Sequence[int]] | None = None,
         continues: bool = False,
     ) -> list[int]:
-        """Ids of a text.
+        """The ids of a text.
 
-        `special` makes special text its id, otherwise it is ordinary text. `aliases` are texts that stand for
-        ids of their own. `continues` says that the text goes on after something already encoded.
+        With `parse_special` the text of a special token becomes its id; otherwise it is plain text. `aliases`
+        maps texts to the ids that replace them. `continues` says that the text is a continuation of text that
+        is already encoded.
         """
         if not isinstance(text, str):
             raise TokenizerError(f"Only text can be encoded, found {type(text).__name__}.")
@@ -224,19 +230,20 @@ class Codec:
         return [*ids, self.eos_id] if add_eos and self.eos_id is not None else ids
 
     def decode(self, ids: Iterable[int], *, show_special: bool = False, continues: bool = False) -> str:
-        """The text of ids; padding, unknown ids and, unless `special`, special tokens and EOS vanish.
+        """The text of ids, without padding, undefined ids and, unless `show_special`, special tokens and EOS.
 
-        An ordinary token that config.json pads with (0 is "!" in many vocabularies) is text all the same.
+        If config.json pads with a token that is not special (0 is "!" in many vocabularies), its text is
+        kept.
         """
         return self._decoders[show_special].decode(ids, continues)
 
     def detokenizer(self, *, show_special: bool = False, continues: bool = False) -> Detokenizer:
-        """The text of ids that are still arriving."""
+        """A detokenizer, which decodes ids one by one as they are sampled."""
         return self._decoders[show_special].detokenizer(continues)
 
     @cached_property
     def decode_overrides(self) -> dict[str, int]:
-        """Ordinary added tokens that the vocabulary's own decoder does not give back as written."""
+        """Added tokens, not special, that the library decodes differently from how they are written."""
         return {
             text: token_id
             for text, token_id in self.backend.nonspecial_added_tokens.items()
@@ -283,7 +290,7 @@ class Codec:
     def _resolve_special_id(
         self, role: str, from_config: int | None, from_vocab: int | None, default: int
     ) -> int | None:
-        """config.json, then the tokenizer's files, then the usual place if a special token is there."""
+        """config.json's id, else the tokenizer files', else the default id if that token is special."""
         if from_config is not None:
             return from_config
         if role in self.files.token_by_role:

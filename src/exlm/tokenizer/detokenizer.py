@@ -1,9 +1,9 @@
-"""Ids to text, all at once or as they arrive, whole characters only.
+"""Decodes ids to text, all at once or incrementally, in whole characters.
 
-Most vocabularies are sums of bytes: decoding adds the bytes up and reads them as UTF-8, and a stream holds
-back only bytes that may still become a character. A byte that cannot, shows as U+FFFD at once, so a stray one
-never delays what follows. For the few tokenizers that are not sums of bytes, their library decodes a short
-window of recent ids. Which ids are shown at all is decided by the caller's tables, not here.
+In most vocabularies every token stands for bytes, and a text's bytes are those of its tokens joined. Then an
+incremental decoder buffers only bytes that may still become a character; a byte that cannot is decoded to
+U+FFFD at once, so that it does not delay the text behind it. For other vocabularies the tokenizer's library
+decodes a short window of the latest ids. The caller's tables decide which ids are left out.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ from .vocab import REPLACEMENT
 
 
 class Detokenizer(Protocol):
-    """Text from ids as they arrive: everything `push` and `flush` return, joined, is the decoded text."""
+    """Decodes ids incrementally: what `push` and `flush` return, joined, is the text of all ids."""
 
     @property
     def pending(self) -> bool:
-        """Whether bytes are held back that may still become a character."""
+        """Whether bytes are buffered that may still become a character."""
 
-    def push(self, number: int) -> str:
-        """Take one id; returns the text that is now certain, often none or more than that id's own."""
+    def push(self, token_id: int) -> str:
+        """Decode one id; returns the text that is complete now: none, the id's own, or also buffered text."""
 
     def feed(self, ids: Iterable[int]) -> str:
-        """Take several ids."""
+        """`push` several ids."""
 
     def flush(self) -> str:
-        """The text still held back, as it stands; afterwards the stream goes on in the middle of a text."""
+        """Return the buffered text, U+FFFD for an incomplete character; later ids are a continuation."""
 
     def copy(self) -> Detokenizer:
-        """A stream in the same state, for going back to."""
+        """A detokenizer in the same state, to go back to."""
 
 
 class TokenDecoder(Protocol):
-    """How the ids of one vocabulary become text; `continues` says the text goes on after something else."""
+    """Decodes the ids of one vocabulary; `continues` says that they are a continuation of other text."""
 
     def decode(self, ids: Iterable[int], continues: bool = False) -> str:
         """The text of all these ids."""
 
     def detokenizer(self, continues: bool = False) -> Detokenizer:
-        """The same text, as the ids arrive."""
+        """A detokenizer that gives the same text incrementally."""
 
 
 class ByteTokenDecoder:
-    """Decoding by adding up bytes; ids outside the table, and those with no bytes, show nothing."""
+    """Decodes by joining the bytes of tokens; an id outside the table has none."""
 
     def __init__(self, table: Sequence[bytes], strips_leading_space: bool) -> None:
-        """The bytes by id; `strips_space` drops one leading space from a text that starts here."""
+        """`table` has the bytes by id. `strips_leading_space` drops one unless the text is a continuation."""
         self.table = table
         self.strips_leading_space = strips_leading_space
 
@@ -62,7 +62,7 @@ class ByteTokenDecoder:
         return text.removeprefix(" ") if self.strips_leading_space and not continues else text
 
     def detokenizer(self, continues: bool = False) -> Detokenizer:
-        """The same text, as the ids arrive."""
+        """A detokenizer that gives the same text incrementally."""
         return _ByteDetokenizer(self.table, self.strips_leading_space and not continues)
 
 
@@ -76,10 +76,10 @@ class _ByteDetokenizer:
     def pending(self) -> bool:
         return bool(self._utf8.getstate()[0])
 
-    def push(self, number: int) -> str:
-        if not 0 <= number < len(self._table):
+    def push(self, token_id: int) -> str:
+        if not 0 <= token_id < len(self._table):
             return ""
-        return self._strip_first_space(self._decode(self._table[number]))
+        return self._strip_first_space(self._decode(self._table[token_id]))
 
     def feed(self, ids: Iterable[int]) -> str:
         return "".join([self.push(token_id) for token_id in ids])
@@ -112,10 +112,7 @@ class _ByteDetokenizer:
 
 
 class LibraryTokenDecoder:
-    """Decoding by a library's own function, for vocabularies that are not sums of bytes.
-
-    `before` are ids to put in front so that a text does not count as starting.
-    """
+    """Decodes with the tokenizer's library, for vocabularies whose tokens are not just bytes."""
 
     def __init__(
         self,
@@ -123,7 +120,7 @@ class LibraryTokenDecoder:
         is_shown: Callable[[int], bool],
         context_ids: Sequence[int],
     ) -> None:
-        """`shown` says which ids may be decoded at all."""
+        """Ids for which `is_shown` is false are left out; `context_ids` are decoded before a continuation."""
         self._decode = decode
         self._is_shown = is_shown
         self._context_ids = list(context_ids)
@@ -136,14 +133,14 @@ class LibraryTokenDecoder:
         return self._decode(self._context_ids + shown_ids)[len(self._decode(self._context_ids)) :]
 
     def detokenizer(self, continues: bool = False) -> Detokenizer:
-        """The same text, as the ids arrive."""
+        """A detokenizer that gives the same text incrementally."""
         return _WindowDetokenizer(self._decode, self._is_shown, self._context_ids if continues else [])
 
 
 class _WindowDetokenizer:
-    """Decodes a window: ids whose text is out, kept so that the next are not first, then the new ones."""
+    """Decodes a window of ids: some whose text was returned, as context for the others, then the new ones."""
 
-    MAX_TOKENS_PER_CHARACTER = 4  # in bytes, and so in tokens
+    MAX_TOKENS_PER_CHARACTER = 4  # UTF-8 has at most 4 bytes, and a token at least one
     WINDOW = 8
 
     def __init__(
@@ -153,17 +150,17 @@ class _WindowDetokenizer:
         self._is_shown = is_shown
         self._window = list(window)
         self._emitted = decode(self._window) if self._window else ""
-        self._cut_points = [len(self._window)]  # where the window may be cut: ends of whole characters
+        self._cut_points = [len(self._window)]  # the window may be cut there: a character ends
         self._num_pending = 0
 
     @property
     def pending(self) -> bool:
         return self._num_pending > 0
 
-    def push(self, number: int) -> str:
-        if not self._is_shown(number):
+    def push(self, token_id: int) -> str:
+        if not self._is_shown(token_id):
             return ""
-        self._window.append(number)
+        self._window.append(token_id)
         self._num_pending += 1
         text = self._decode(self._window)
         if text.endswith(REPLACEMENT) and self._num_pending < self.MAX_TOKENS_PER_CHARACTER:

@@ -1,8 +1,11 @@
-"""The tokenizer inside a GGUF file's metadata, as the same backends that read a model folder's files.
+"""Reads the tokenizer in a GGUF file's metadata.
 
-Byte-level vocabularies become the tokenizer.json they came from, SentencePiece ones a tokenizer.model, both
-in memory; what the metadata says of special tokens and chat templates becomes a `Folder`. Encoding is the
-backends' business.
+A byte-level vocabulary becomes the tokenizer.json that it was converted from, a SentencePiece vocabulary a
+tokenizer.model, both in memory and for the same backends that read a model folder. Special tokens and chat
+templates become `TokenizerFiles`.
+
+Of a tokenizer.json's pre-tokenizer GGUF has only the name. `PRE_TOKENIZERS` has the models' own
+pre-tokenizers by these names; an unknown name is an error, since a wrong guess would silently change ids.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import TokenizerError
+from ..errors import TokenizerError, shown
+from ..families.gguf import NO_TOKEN_ID
 from .backend import TokenizerBackend
 from .hf import HFBackend
 from .sentencepiece import (
@@ -42,28 +46,24 @@ ROLE_KEYS = {
 }
 
 REQUIRED_ROLE_KEYS = ("bos_token_id", "eos_token_id")
-"""Roles that texts depend on; of the others a token that is not there is simply not there."""
-
-NO_TOKEN_ID = 2**32 - 1
-"""-1, as converters write it where an id has no sign: there is no such token."""
+"""Roles whose id must be valid; for any other role an invalid id means that there is no such token."""
 
 PHI3_WITHOUT_RSTRIP = ("<unk>", "<s>", "<|endoftext|>")
-"""The special tokens of Phi-3 that leave the white space behind them alone."""
-
+"""The special tokens of Phi-3 that do not strip the white space behind them."""
 
 PRE_TOKENIZERS_WITH_BOS = ("llama-bpe", "llama-v3", "llama3", "tekken")
-"""Byte-level vocabularies whose texts start with a BOS where the file does not say."""
+"""Byte-level vocabularies whose texts start with BOS unless `add_bos_token` says otherwise."""
 
 
 class GgufTokenizer(NamedTuple):
-    """A vocabulary and what is declared beside it: `Codec(*tokenizer_from_metadata(…), ids)`."""
+    """The first two arguments of `Codec`."""
 
     backend: TokenizerBackend
     files: TokenizerFiles
 
 
 def tokenizer_from_metadata(metadata: Mapping[str, Any], source: str) -> GgufTokenizer:
-    """The tokenizer that a GGUF file describes; `source` is the file, for errors."""
+    """Read the tokenizer of a GGUF file; errors call the file `source`."""
     vocabulary = GgufVocabulary(metadata, source)
     if vocabulary.model == "gpt2":
         files = _tokenizer_files(vocabulary)
@@ -75,7 +75,7 @@ def tokenizer_from_metadata(metadata: Mapping[str, Any], source: str) -> GgufTok
 
 
 class GgufVocabulary:
-    """The `tokenizer.ggml` part of the metadata, checked."""
+    """The validated `tokenizer.ggml.*` keys of the metadata."""
 
     def __init__(self, metadata: Mapping[str, Any], source: str) -> None:
         self.metadata = metadata
@@ -96,11 +96,11 @@ class GgufVocabulary:
             raise self.invalid_value("scores", "a list of finite numbers", "infinity or NaN")
 
     def get(self, key: str) -> Any:
-        """As the file has it, or None."""
+        """The value of a key as stored, or None."""
         return self.metadata.get(f"tokenizer.ggml.{key}")
 
     def boolean(self, key: str, default: bool) -> bool:
-        """True or false."""
+        """The value of a boolean key."""
         value = self.get(key)
         if value is not None and not isinstance(value, bool):
             raise self.invalid_value(key, "true or false", value)
@@ -118,10 +118,9 @@ class GgufVocabulary:
         raise self.invalid_value(key, f"an id below {len(self.tokens)}", token_id)
 
     def invalid_value(self, key: str, expected: str, found: object) -> TokenizerError:
-        """The error for a value that cannot be, or is not there."""
-        shown = repr(found) if len(repr(found)) <= 80 else repr(found)[:77] + "..."
+        """The error for an invalid or missing value."""
         return TokenizerError(
-            f"{self.source}: tokenizer.ggml.{key} should be {expected}, found {shown}. "
+            f"{self.source}: tokenizer.ggml.{key} should be {expected}, found {shown(found)}. "
             "Convert the model again."
         )
 
@@ -139,7 +138,7 @@ def tokenizer_json(v: GgufVocabulary) -> str:
     pre = v.get("pre")
     if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
         raise TokenizerError(
-            f"{v.source}: tokenizer.ggml.pre is {pre!r}; how such a tokenizer cuts text is not known here. "
+            f"{v.source}: tokenizer.ggml.pre is {pre!r}, a pre-tokenizer that is not known. "
             f"Known: {', '.join(PRE_TOKENIZERS)}. Convert the model again, or use its original folder."
         )
     pre_tokenizer = PRE_TOKENIZERS[pre]
@@ -185,14 +184,14 @@ def tokenizer_json(v: GgufVocabulary) -> str:
 def tokenizer_model(v: GgufVocabulary) -> bytes:
     """The tokenizer.model of a SentencePiece vocabulary."""
     if not v.scores:
-        raise v.invalid_value("scores", "there: they decide which pieces are put together", None)
+        raise v.invalid_value("scores", "there, because they decide which pieces are merged", None)
     unknown = v.get("unknown_token_id") if UNKNOWN not in v.token_types else None
     pieces: dict[str, SentencePiece] = {}
     for token_id, (text, score, token_type) in enumerate(zip(v.tokens, v.scores, v.token_types, strict=True)):
         if token_id == unknown:
             token_type = UNKNOWN
         if token_type == USER_DEFINED:
-            text = text.replace(" ", METASPACE)  # as the vocabulary had it: the converter wrote these out
+            text = text.replace(" ", METASPACE)  # as in the vocabulary: converters write these with spaces
         if not text:
             text, token_type = f"\x00{token_id}", UNUSED
         if text in pieces:
@@ -213,7 +212,7 @@ def tokenizer_model(v: GgufVocabulary) -> bytes:
 
 
 def _tokenizer_files(v: GgufVocabulary) -> TokenizerFiles:
-    """What tokenizer_config.json would declare."""
+    """What a tokenizer_config.json with the same content would declare."""
     token_by_role = {role: v.token_at(key) for role, key in ROLE_KEYS.items() if v.get(key) is not None}
     config: dict[str, Any] = {**token_by_role, "chat_template": _chat_templates(v)}
     for flag in ("add_bos_token", "add_eos_token"):
@@ -230,18 +229,18 @@ def _tokenizer_files(v: GgufVocabulary) -> TokenizerFiles:
 
 
 def _phi3_added_tokens(v: GgufVocabulary) -> tuple[AddedToken, ...]:
-    """Phi-3's special tokens swallow white space behind them, which GGUF has no way to say."""
+    """Phi-3's special tokens, most of which strip the white space behind them; GGUF has no key for that."""
     if v.model != "llama" or v.metadata.get("general.architecture") != "phi3":
         return ()
     return tuple(
         AddedToken(text, token_id, rstrip=text not in PHI3_WITHOUT_RSTRIP, source=v.source)
-        for token_id, (text, kind) in enumerate(zip(v.tokens, v.token_types, strict=True))
-        if kind == CONTROL and text
+        for token_id, (text, token_type) in enumerate(zip(v.tokens, v.token_types, strict=True))
+        if token_type == CONTROL and text
     )
 
 
 def _chat_templates(v: GgufVocabulary) -> str | list[dict[str, str]] | None:
-    """`tokenizer.chat_template`, and those with a name behind it."""
+    """The chat template, or all of them by name if the file has named ones."""
     prefix = "tokenizer.chat_template"
     found = {}
     for key, value in v.metadata.items():
@@ -260,14 +259,14 @@ def _added_token_entry(text: str, token_id: int, *, special: bool) -> dict[str, 
 
 
 def _merges(v: GgufVocabulary) -> list[Any]:
-    """As they are, which is read twice as fast, if it is plain where each is to be cut; else in halves."""
+    """The merges, unchanged if each has one space, which the library reads twice as fast; else as pairs."""
     if all([merge.count(" ") == 1 and merge[0] != " " and merge[-1] != " " for merge in v.merges]):
         return v.merges
     return [_split_merge(v, merge) for merge in v.merges]
 
 
 def _split_merge(v: GgufVocabulary, merge: str) -> list[str]:
-    """The two halves of a merge; a space that belongs to a half is its first letter."""
+    """The two pieces of a merge; a space within a piece is its first letter."""
     space = merge.find(" ", 1)
     if space < 0 or space == len(merge) - 1:
         raise v.invalid_value("merges", "two pieces with a space between them", merge)
@@ -299,19 +298,19 @@ DEEPSEEK3 = (
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """The parts of a tokenizer.json that stand before its merges."""
+    """How a byte-level tokenizer.json splits a text into words before it merges pieces."""
 
-    patterns: tuple[str, ...]  # each cuts the pieces of the one before
-    individual_digits: bool = False  # first of all, every digit stands alone
-    nfc: bool = False  # text is brought into Unicode's form C
-    ignore_merges: bool = False  # a word that is in the vocabulary is not put together from merges
+    patterns: tuple[str, ...]  # each splits what the previous one left
+    individual_digits: bool = False  # split every digit from its neighbours, before the patterns
+    nfc: bool = False  # normalise to Unicode NFC first
+    ignore_merges: bool = False  # a word that is in the vocabulary is one token, whatever the merges
 
     def normalizer(self) -> dict[str, Any] | None:
-        """As tokenizer.json writes it."""
+        """The `normalizer` of the tokenizer.json."""
         return {"type": "NFC"} if self.nfc else None
 
     def pre_tokenizer(self) -> dict[str, Any]:
-        """As tokenizer.json writes it."""
+        """The `pre_tokenizer` of the tokenizer.json."""
         steps: list[dict[str, Any]] = []
         if self.individual_digits:
             steps.append({"type": "Digits", "individual_digits": True})
@@ -337,7 +336,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     ),
     "deepseek-r1-qwen": _QWEN,
     "deepseek-v3": PreTokenizer((r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", DEEPSEEK3)),
-    # llama.cpp's own, for files that say no more.
+    # llama.cpp's own, for files that name none.
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
     "gpt-2": PreTokenizer((GPT2,)),
     "gpt-4o": PreTokenizer((O200K,)),

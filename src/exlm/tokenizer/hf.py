@@ -1,10 +1,9 @@
-"""A vocabulary from Hugging Face's `tokenizer.json`, run by the `tokenizers` library.
+"""The backend for Hugging Face's `tokenizer.json`, run by the `tokenizers` library.
 
-The library is asked for ids and never for BOS or EOS: post-processors, truncation and padding that the file
-brings are not used. Special text is recognised only when asked for. The library can be told to leave it
-alone, but a model that reaches a special token through its own merges or vocabulary would still emit it, so
-ids are checked, and such a text is encoded again by a copy of the tokenizer in which the special tokens have
-other, unguessable names.
+The file's post-processor, truncation and padding are not used: `Codec` adds BOS and EOS. Special tokens
+written in a text are recognised only when the caller asks for it. The library has a flag for that, but merges
+or the vocabulary can still produce a special token from plain text. So the resulting ids are checked, and a
+text that has some is encoded again by a copy of the tokenizer in which special tokens have random names.
 """
 
 from __future__ import annotations
@@ -24,21 +23,20 @@ import tokenizers
 from ..errors import BadText, ExlmError, TokenizerError, TokenizerNotFound
 from .backend import describe_lone_surrogate, middle_pieces, require_space_to_read
 from .tokenizer_files import MAX_ID_GAP, AddedToken, TokenizerFiles, read_text
-from .vocab import BYTE_TOKEN, TokenBytes, from_decoder
+from .vocab import BYTE_TOKEN, TokenBytes, token_bytes_from_decoder
 
-LONG = 4096
-"""Letters of a text beyond which it is encoded as a batch of one: then other threads run meanwhile, and no
-offsets are made."""
+LONG_TEXT = 4096
+"""Characters; a longer text is encoded as a batch of one, which releases the GIL and makes no offsets."""
 
 PANIC = "PanicException"
-"""What a panic of the library's Rust code becomes: a BaseException, whose class no module exports."""
+"""The class of a panic in the library's Rust code: a BaseException that no module exports."""
 
 
 class HFBackend:
     """A `tokenizer.json` and the tokens that the files beside it add."""
 
     def __init__(self, text: str, files: TokenizerFiles, name: str = "tokenizer.json") -> None:
-        """Read the JSON text; `name` is what errors call it."""
+        """Read the JSON text; errors call it `name`."""
         self.name = name
         require_space_to_read(len(text), name)
         with _library_errors(f"{name} is not a tokenizer the tokenizers library can read"):
@@ -81,7 +79,7 @@ class HFBackend:
 
     @cached_property
     def unk_token(self) -> str | None:
-        """What the model calls a text it cannot write."""
+        """The token that stands for text the vocabulary cannot encode."""
         model = self._hf_tokenizer.model
         if isinstance(model, tokenizers.models.Unigram):
             token_id = json.loads(model.__getstate__()).get("unk_id")
@@ -91,12 +89,12 @@ class HFBackend:
 
     @cached_property
     def vocab(self) -> list[str]:
-        """The text of every token in the middle of a text, by id."""
+        """By id, the text that a token adds when it is not the first of a text."""
         return middle_pieces(self)
 
     @cached_property
     def decode_overrides(self) -> dict[int, str]:
-        """Added tokens that the file's decoder would garble."""
+        """By id, the text of added tokens that the file's decoder would decode differently."""
         if self._token_bytes is not None:
             return self._token_bytes.decode_overrides
         added = [*self.special_tokens.items(), *self.nonspecial_added_tokens.items()]
@@ -110,9 +108,9 @@ class HFBackend:
         """Whether any token has this id."""
         return 0 <= token_id < len(self._pieces) and self._pieces[token_id] is not None
 
-    def id_to_piece(self, number: int) -> str:
-        """The token as the file writes it, byte letters and all."""
-        return (self._pieces[number] or "") if self.is_defined(number) else ""
+    def id_to_piece(self, token_id: int) -> str:
+        """The token as the file writes it, in the byte-level alphabet if it uses that."""
+        return (self._pieces[token_id] or "") if self.is_defined(token_id) else ""
 
     def piece_to_id(self, piece: str) -> int | None:
         """The id of a token as the file writes it."""
@@ -123,18 +121,18 @@ class HFBackend:
         return enumerate(self.vocab)
 
     def encode(self, text: str) -> list[int]:
-        """Encode with special text as ordinary text."""
+        """Encode; the text of special tokens stays plain text."""
         return self.tokenize(text, parse_special=False)
 
     def tokenize(self, text: str, *, parse_special: bool, continues: bool = False) -> list[int]:
-        """Encode; special text becomes its id only if asked."""
+        """Encode; with `parse_special` the text of a special token becomes its id."""
         ids = self._encode_with(self._hf_variant(continues, hide_special=False), text, parse_special)
         if not parse_special and not self._special_ids.isdisjoint(ids):
             ids = self._encode_with(self._hf_variant(continues, hide_special=True), text, parse_special)
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode with every token visible; added tokens read as their text."""
+        """Decode; special and other added tokens decode to their text."""
         texts: list[str] = []
         run: list[int] = []
         for token_id in ids:
@@ -146,15 +144,15 @@ class HFBackend:
         return "".join([*texts, self._decode_with_library(run)])
 
     def token_bytes(self) -> TokenBytes | None:
-        """The bytes of every token, where the file's decoder only adds bytes up."""
+        """The bytes of every token, or None if the file's decoder does more than join them."""
         return self._token_bytes
 
     def declared_bos_eos(self) -> tuple[int | None, int | None]:
-        """The file does not say which tokens begin and end a text."""
+        """(None, None): a tokenizer.json does not declare BOS and EOS."""
         return None, None
 
     def start_ids(self) -> list[int] | None:
-        """What the file's post-processor puts before a letter."""
+        """The ids that the file's post-processor puts before a text; None if it has none."""
         if self._hf_tokenizer.post_processor is None:
             return None
         with self._lock, _library_errors(f"{self.name} cannot add to a text what its post_processor says"):
@@ -166,7 +164,9 @@ class HFBackend:
     def _token_bytes(self) -> TokenBytes | None:
         decoder = self._hf_tokenizer.decoder
         state = None if decoder is None else json.loads(decoder.__getstate__())
-        return from_decoder(state, self._pieces, self.special_tokens, self.nonspecial_added_tokens)
+        return token_bytes_from_decoder(
+            state, self._pieces, self.special_tokens, self.nonspecial_added_tokens
+        )
 
     def _decode_with_library(self, ids: list[int]) -> str:
         with self._lock:
@@ -180,7 +180,7 @@ class HFBackend:
             if hf_tokenizer.encode_special_tokens == parse_special:
                 hf_tokenizer.encode_special_tokens = not parse_special
             try:
-                if len(text) > LONG:
+                if len(text) > LONG_TEXT:
                     (found,) = hf_tokenizer.encode_batch_fast([text], add_special_tokens=False)
                     return list(found.ids)
                 return list(hf_tokenizer.encode(text, add_special_tokens=False).ids)
@@ -191,7 +191,7 @@ class HFBackend:
                 raise _typed(error, f"{self.name} cannot encode a text") from None
 
     def _hf_variant(self, continues: bool, hide_special: bool) -> tokenizers.Tokenizer:
-        """The tokenizer without a first-word space (continues), without reachable special tokens (plain)."""
+        """A copy that adds no space before the first word (`continues`) or renames special tokens, cached."""
         with self._lock:
             key = (continues, hide_special)
             if key not in self._hf_variants:
@@ -207,10 +207,10 @@ class HFBackend:
             return self._hf_variants[key]
 
     def _add_declared_tokens(self, files: TokenizerFiles) -> frozenset[int]:
-        """Teach the library the tokens other files declare; returns the ids used up to reach theirs."""
+        """Add the tokens that other files declare; returns the ids of the placeholders before them."""
         hf_tokenizer = self._hf_tokenizer
         existing = hf_tokenizer.get_added_tokens_decoder()
-        # tokenizer.json says more about a token than the bare id of added_tokens.json
+        # For a token in both, tokenizer.json has flags, added_tokens.json only the id.
         tokens = [
             token for token in files.added if token.source != "added_tokens.json" or token.id not in existing
         ]
@@ -247,7 +247,7 @@ class HFBackend:
 
 @contextmanager
 def _library_errors(what: str) -> Iterator[None]:
-    """Within it, what the library raises becomes a TokenizerError that begins with `what`."""
+    """Turn the library's errors into a TokenizerError whose message begins with `what`."""
     try:
         yield
     except BaseException as error:
@@ -255,9 +255,9 @@ def _library_errors(what: str) -> Iterator[None]:
 
 
 def _typed(error: BaseException, what: str) -> BaseException:
-    """A TokenizerError for one of the library's, which are bare Exceptions or panics; others as they are."""
-    theirs = isinstance(error, Exception) or type(error).__name__ == PANIC
-    if not theirs or isinstance(error, ExlmError | MemoryError):
+    """A TokenizerError for an error of the library (an Exception or a panic); any other error unchanged."""
+    from_library = isinstance(error, Exception) or type(error).__name__ == PANIC
+    if not from_library or isinstance(error, ExlmError | MemoryError):
         return error
     return TokenizerError(f"{what}: {error}. Fetch the file again.")
 
@@ -274,12 +274,12 @@ def _to_hf_added_token(token: AddedToken) -> tokenizers.AddedToken:
 
 
 def _placeholder_token() -> tokenizers.AddedToken:
-    """A token nobody can write: the library numbers new tokens in a row, so undefined ids must be used up."""
+    """A token with a random name for an undefined id: the library numbers new tokens consecutively."""
     return tokenizers.AddedToken("\x00" + secrets.token_hex(16), normalized=False)
 
 
 def _special_by_role(hf_tokenizer: tokenizers.Tokenizer, names: Sequence[str]) -> list[tokenizers.AddedToken]:
-    """Tokens that are special for their role alone: the file has them, but as ordinary text."""
+    """Tokens that are special only because of their role; the file does not mark them as special."""
     special = {token.content for token in hf_tokenizer.get_added_tokens_decoder().values() if token.special}
     found = [name for name in names if name not in special and hf_tokenizer.token_to_id(name) is not None]
     return [tokenizers.AddedToken(name, special=True, normalized=False) for name in found]
@@ -293,7 +293,7 @@ def _disable_truncation_padding_dropout(hf_tokenizer: tokenizers.Tokenizer) -> N
 
 
 def _disable_prefix_space(pre_tokenizer: dict[str, Any] | None) -> bool:
-    """Edit a pre-tokenizer so that the start of a text is like its middle; False when it already is."""
+    """Edit a pre-tokenizer so that it adds no space before the first word; False if it adds none."""
     if pre_tokenizer is None:
         return False
     if pre_tokenizer.get("type") == "Sequence":

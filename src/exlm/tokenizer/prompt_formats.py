@@ -1,8 +1,9 @@
-"""Chat formats by name, for models that bring no template: plain data, each made into a Jinja template.
+"""Prompt formats by name, for models without a chat template: plain data that becomes a Jinja template.
 
-A format writes `first`, perhaps the system message, and for every turn of the user `user` around its text,
-with `later` in front of all but the first; answers stand between them as they are. It also knows what the
-template cannot say: how its text is encoded, and what ends an answer besides the model's own EOS.
+A prompt consists of `prefix`, the system message within `system`, and each of the user's messages within
+`user`, with `turn_separator` before all but the first; the assistant's messages stand between them unchanged.
+A format also has what a template cannot express: how the prompt is encoded, and what stops generation besides
+EOS. Users know prompt formats as chat formats.
 """
 
 from __future__ import annotations
@@ -13,30 +14,30 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 Affixes = tuple[str, str]
-"""What stands before and after a text."""
+"""The strings before and after a message."""
 
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """One way to write a conversation."""
+    """How one kind of model writes a conversation; fields are described in the module's docstring."""
 
     user: Affixes
     system: Affixes | None = ("", "\n")
     prefix: str = ""
     turn_separator: str = ""
     add_bos: bool = False
-    """Whether a BOS goes before everything."""
+    """Whether the prompt starts with BOS."""
     encode_special_tokens: bool = True
-    """Whether special tokens written in the text are such tokens."""
+    """Whether special tokens written in the prompt are encoded as such, not as plain text."""
     stop_tokens: tuple[str, ...] = ()
-    """Special tokens that end an answer."""
+    """Special tokens that end the assistant's message."""
     stop_strings: tuple[str, ...] = ()
     default_system: str | None = None
-    """What a conversation without a system message is told."""
+    """The system message of a conversation that has none."""
 
     @property
     def source(self) -> str:
-        """The Jinja template; it always ends where an answer begins."""
+        """The Jinja template; every prompt it renders ends where the assistant's next message begins."""
         system = "raise_exception('This chat format has no place for a system message.')"
         if self.system is not None:
             system = (
@@ -44,11 +45,11 @@ class PromptFormat:
             )
         return (
             f"{{{{- {_jinja_string(self.prefix)} -}}}}"
-            "{%- set talk = messages -%}"
-            "{%- if messages[0].role == 'system' -%}{%- set talk = messages[1:] -%}"
+            "{%- set turns = messages -%}"
+            "{%- if messages[0].role == 'system' -%}{%- set turns = messages[1:] -%}"
             f"{{{{- {system} -}}}}"
             "{%- endif -%}"
-            "{%- for message in talk -%}"
+            "{%- for message in turns -%}"
             "{%- if message.role == 'user' -%}"
             f"{{{{- '' if loop.first else {_jinja_string(self.turn_separator)} -}}}}"
             f"{{{{- {_jinja_string(self.user[0])} + message.content + {_jinja_string(self.user[1])} -}}}}"
@@ -59,13 +60,12 @@ class PromptFormat:
         )
 
     def stop_conditions(self, single_id: Callable[[str], int | None]) -> list[int | str]:
-        """What ends an answer: ids of tokens, and texts, also of tokens that the model does not have."""
+        """Stop conditions of a job: ids of stop tokens (their text if they have none) and stop strings."""
         tokens = [(text, single_id(text)) for text in self.stop_tokens]
         return [*(text if token_id is None else token_id for text, token_id in tokens), *self.stop_strings]
 
 
 def _jinja_string(text: str) -> str:
-    """A string as Jinja writes it."""
     return json.dumps(text)
 
 
@@ -196,4 +196,4 @@ PROMPT_FORMATS: Mapping[str, PromptFormat] = MappingProxyType(
         ),
     }
 )
-"""The formats of the old library's chat, by the names they had there."""
+"""The prompt formats of exllamav2's chat example, under the names they have there."""

@@ -1,10 +1,11 @@
-"""A vocabulary from a SentencePiece `tokenizer.model`, run by the `sentencepiece` library.
+"""The backend for a SentencePiece `tokenizer.model`, run by the `sentencepiece` library.
 
-SentencePiece knows neither tokens added later nor control symbols written in text, so this module cuts the
-text at them and hands over what lies between. The space that SentencePiece puts before the first word is put
-before the first word of the whole text only: what follows a special token is the middle of a text, as in
-Hugging Face's tokenizers with `legacy=False`. (The older rule, a space after every special token, makes a
-chat prompt say " user" for "user".)
+SentencePiece recognises neither added tokens nor control symbols written in a text, so this module splits the
+text at them and encodes the parts. SentencePiece's dummy prefix, a space before the first word, is added to
+the first part only, as Hugging Face's tokenizers do with `legacy=False`. (The older rule, a space after every
+special token, turns "user" in a chat prompt into " user".)
+
+`model_proto` goes the other way: it serialises pieces, such as those in a GGUF file, as a tokenizer.model.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ if TYPE_CHECKING:
 
 
 NORMALIZER_FIELD = 3
-"""The field of a SentencePiece model that follows the pieces and every complete file has."""
+"""The field of a SentencePiece model that follows the pieces; every complete file has it."""
 
 LENGTH_DELIMITED = 2
-"""How a protocol buffer marks a field that states its own length; a model has no others at its top level."""
+"""The protocol buffer wire type of a field with a length; the top level of a model has no others."""
 
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-"""What a piece is, in SentencePiece's numbers, which are GGUF's too."""
+"""SentencePiece's types of pieces; GGUF's token types have the same numbers."""
 
 _BPE_MODEL_TYPE = 2
 
@@ -43,7 +44,7 @@ class SentencePieceBackend:
     """A SentencePiece model and the tokens that the files beside it add."""
 
     def __init__(self, data: bytes, files: TokenizerFiles, name: str = "tokenizer.model") -> None:
-        """Read the serialised model; `name` is what errors call it."""
+        """Read the serialised model; errors call it `name`."""
         self.name = name
         self._data = data
         self._processor = _load_processor(data, name)
@@ -78,18 +79,18 @@ class SentencePieceBackend:
 
     @cached_property
     def unk_token(self) -> str | None:
-        """What the model calls a text it cannot write."""
+        """The token that stands for text the vocabulary cannot encode."""
         token_id = int(self._processor.unk_id())
         return self._pieces[token_id] if token_id >= 0 else None
 
     @cached_property
     def vocab(self) -> list[str]:
-        """The text of every token in the middle of a text, by id."""
+        """By id, the text that a token adds when it is not the first of a text."""
         return middle_pieces(self)
 
     @property
     def decode_overrides(self) -> dict[int, str]:
-        """SentencePiece itself decodes no added token."""
+        """By id, the text of all added tokens: SentencePiece decodes none of them."""
         return {token_id: text for text, token_id in self.nonspecial_added_tokens.items()}
 
     def vocab_size(self) -> int:
@@ -100,9 +101,9 @@ class SentencePieceBackend:
         """Whether any token has this id."""
         return 0 <= token_id < len(self._pieces) and self._pieces[token_id] is not None
 
-    def id_to_piece(self, number: int) -> str:
-        """The token as the file writes it, with a lower block for a space."""
-        return (self._pieces[number] or "") if self.is_defined(number) else ""
+    def id_to_piece(self, token_id: int) -> str:
+        """The token as the file writes it, with U+2581 for a space."""
+        return (self._pieces[token_id] or "") if self.is_defined(token_id) else ""
 
     def piece_to_id(self, piece: str) -> int | None:
         """The id of a token as the file writes it."""
@@ -113,11 +114,11 @@ class SentencePieceBackend:
         return enumerate(self.vocab)
 
     def encode(self, text: str) -> list[int]:
-        """Encode with special text as ordinary text."""
+        """Encode; the text of special tokens stays plain text."""
         return self.tokenize(text, parse_special=False)
 
     def tokenize(self, text: str, *, parse_special: bool, continues: bool = False) -> list[int]:
-        """Encode; special text becomes its id only if asked."""
+        """Encode; with `parse_special` the text of a special token becomes its id."""
         problem = describe_lone_surrogate(text)
         if problem:
             raise BadText(f"{self.name} cannot encode: {problem}.")
@@ -130,7 +131,7 @@ class SentencePieceBackend:
         return ids + self._encode_part(text[position:], continues or position > 0)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode with every token visible."""
+        """Decode; special tokens decode to their text."""
         table, strips_leading_space, _ = self.token_bytes()
         text = b"".join(table[token_id] for token_id in ids if 0 <= token_id < len(table)).decode(
             "utf-8", "replace"
@@ -138,16 +139,16 @@ class SentencePieceBackend:
         return text.removeprefix(" ") if strips_leading_space else text
 
     def token_bytes(self) -> TokenBytes:
-        """The bytes of every token; always known here."""
+        """The bytes of every token; SentencePiece always joins them."""
         return self._token_bytes
 
     def declared_bos_eos(self) -> tuple[int | None, int | None]:
-        """BOS and EOS as the model file has them."""
+        """The ids of BOS and EOS in the model file; None for each it does not have."""
         bos, eos = int(self._processor.bos_id()), int(self._processor.eos_id())
         return (bos if bos >= 0 else None), (eos if eos >= 0 else None)
 
     def start_ids(self) -> list[int] | None:
-        """The model file does not say."""
+        """None: a model file has no post-processor."""
         return None
 
     @cached_property
@@ -181,7 +182,7 @@ class SentencePieceBackend:
             return self._continuation_processor
 
     def _control_and_added_tokens(self, files: TokenizerFiles) -> list[AddedToken]:
-        """The pieces that are not text, with what the files add or say otherwise."""
+        """The model's control and unknown pieces and the tokens that the files beside it declare."""
         token_ids = list(range(self.base_vocab_size))
         control, unknown = self._processor.is_control(token_ids), self._processor.is_unknown(token_ids)
         tokens = {
@@ -189,9 +190,9 @@ class SentencePieceBackend:
             for token_id, piece in enumerate(self._pieces)
             if piece and (control[token_id] or unknown[token_id])
         }
-        highest = self.base_vocab_size + MAX_ID_GAP + len(files.added)
+        max_id = self.base_vocab_size + MAX_ID_GAP + len(files.added)
         for token in files.added:
-            self._assign_id(token, highest)
+            self._assign_id(token, max_id)
             tokens[token.id] = token
         for text in files.special_token_texts:
             found = self._id_by_piece.get(text)
@@ -199,15 +200,15 @@ class SentencePieceBackend:
                 tokens[found] = replace(tokens.get(found, AddedToken(text, found)), special=True)
         return list(tokens.values())
 
-    def _assign_id(self, token: AddedToken, highest: int) -> None:
-        """Give a declared token its id: a new one above the vocabulary, or the name of a reserved piece."""
+    def _assign_id(self, token: AddedToken, max_id: int) -> None:
+        """Give a declared token its id: a new one above the vocabulary, or that of a piece it renames."""
         assigned = self._id_by_piece.setdefault(token.content, token.id)
         if assigned != token.id:
             raise TokenizerError(
                 f"{token.source} gives {token.content!r} the id {token.id}, "
                 f"but {self.name} gives it {assigned}. Correct {token.source}."
             )
-        if token.id > highest:
+        if token.id > max_id:
             raise TokenizerError(
                 f"{token.source} gives {token.content!r} the id {token.id}, but {self.name} ends at "
                 f"{self.base_vocab_size - 1}. Correct {token.source}."
@@ -217,12 +218,11 @@ class SentencePieceBackend:
 
 
 def _starts_with_one_space(piece: str | None) -> bool:
-    """Whether a piece starts with exactly one space."""
     return piece is not None and len(piece) > 1 and piece[0] == METASPACE != piece[1]
 
 
 def _load_processor(data: bytes, name: str) -> SentencePieceProcessor:
-    """A processor over the model, refused when the file is damaged or ends early."""
+    """The library's processor of a model; TokenizerError if the file is damaged or truncated."""
     try:
         import sentencepiece
     except ImportError:
@@ -243,8 +243,8 @@ def _load_processor(data: bytes, name: str) -> SentencePieceProcessor:
 def _complete_fields(data: bytes) -> set[int]:
     """The numbers of the complete top-level fields of a protocol buffer.
 
-    A file cut off between two pieces still parses, with half a vocabulary; it shows in the fields that are
-    missing.
+    A file that was truncated between two pieces parses with half a vocabulary, but lacks the fields behind
+    them.
     """
     found: set[int] = set()
     position = 0
@@ -270,7 +270,7 @@ def _read_varint(data: bytes, position: int) -> tuple[int, int]:
 
 
 class SentencePiece(NamedTuple):
-    """One entry of a vocabulary."""
+    """One entry of a SentencePiece vocabulary; `kind` is NORMAL, UNKNOWN, …, BYTE."""
 
     text: str
     score: float
@@ -280,7 +280,7 @@ class SentencePiece(NamedTuple):
 def model_proto(
     pieces: Iterable[SentencePiece], *, add_dummy_prefix: bool, bos: str | None = None, eos: str | None = None
 ) -> bytes:
-    """The bytes of a tokenizer.model that merges by score; `first_space` is put before the first word."""
+    """A serialised BPE tokenizer.model with only the fields that encoding and decoding need."""
     out = bytearray()
     byte_fallback = False
     unknown = ""

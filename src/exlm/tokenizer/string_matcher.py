@@ -1,9 +1,8 @@
-"""Finding strings in a text that arrives in parts, without reading any of it twice.
+"""Finds any of several strings in a text that arrives in pieces: an Aho-Corasick automaton.
 
-All strings are looked for at once by an automaton whose state says how much of them the end of the text
-already spells, so a part costs its own length whatever came before, and going back is going back to an old
-`Cursor`. It compares letters as they are: whoever wants to ignore case folds both sides. What a match means
-is not decided here.
+Each character is read once, whatever came before it. The automaton's state after some text is a
+`MatcherCursor`; scanning again from an earlier cursor undoes what was read since. Characters are compared as
+they are: to ignore case, the caller folds the strings and the text.
 """
 
 from __future__ import annotations
@@ -13,26 +12,26 @@ from typing import NamedTuple
 
 
 class MatcherCursor(NamedTuple):
-    """How far a text has been read."""
+    """Where a scan of a text stands: how many characters were read, and the automaton's state."""
 
     length: int = 0
     state: int = 0
 
 
 class Match(NamedTuple):
-    """A string found in full: where in the whole text it starts, and how long it is."""
+    """A complete string: where in the whole text it starts, and its length."""
 
     start: int
     length: int
 
 
 class StringMatcher:
-    """A set of strings to look for; empty ones are ignored. Never changes, so texts may share it."""
+    """A set of strings to search for, without empty ones. It is immutable: many texts may share it."""
 
     __slots__ = ("_children", "_depths", "_fallbacks", "_first_letters", "_match_lengths")
 
     def __init__(self, strings: Iterable[str]) -> None:
-        """Build the automaton, in time and space proportional to the strings' length."""
+        """Build the automaton; time and memory are proportional to the strings' total length."""
         self._children: list[dict[str, int]] = [{}]
         self._depths = [0]
         self._match_lengths = [0]  # by state: the length of the longest string that ends here
@@ -42,15 +41,15 @@ class StringMatcher:
         self._first_letters = frozenset(self._children[0])
 
     def __bool__(self) -> bool:
-        """Whether there is anything to look for."""
+        """Whether there are strings to search for."""
         return bool(self._first_letters)
 
     def may_start_in(self, text: str) -> bool:
-        """Whether any letter of the text may be the first of a match."""
+        """Whether any character of the text may be the first of a match."""
         return not self._first_letters.isdisjoint(text)
 
     def scan(self, cursor: MatcherCursor, text: str) -> tuple[MatcherCursor, Match | None]:
-        """Read on; of all strings completed in this part, the one that starts first, the longest of those."""
+        """Read the next piece; returns the string that ends in it, the first to start, then the longest."""
         length, state = cursor
         if not state and self._first_letters.isdisjoint(text):
             return MatcherCursor(length + len(text), 0), None
@@ -70,7 +69,7 @@ class StringMatcher:
         return MatcherCursor(length, state), best
 
     def num_final(self, cursor: MatcherCursor) -> int:
-        """How many letters from the start of the text no match can reach, whatever is read next."""
+        """How many characters from the start of the text cannot be part of a later match."""
         return cursor.length - self._depths[cursor.state]
 
     def _add(self, string: str) -> None:
@@ -86,10 +85,10 @@ class StringMatcher:
         self._match_lengths[state] = len(string)
 
     def _build_fallbacks(self) -> list[int]:
-        """By state: where the longest proper end of what it spells leads."""
+        """By state, the state of its longest proper suffix (Aho-Corasick's failure links)."""
         fallbacks = [0] * len(self._children)
         states = list(self._children[0].values())
-        for state in states:  # grows while it is read: nearest to the root first
+        for state in states:  # breadth first: the loop appends to the list
             for letter, child in self._children[state].items():
                 fallback = fallbacks[state]
                 while fallback and letter not in self._children[fallback]:

@@ -1,8 +1,8 @@
-"""Renders chat templates in a process of their own, within limits that hold whatever the template does.
+"""Renders chat templates in a worker process, with limits that a template cannot evade.
 
-The process (`template_sandbox_worker`) is started at the first rendering and kept for the next ones; it ends
-with its owner, and is ended when a rendering exceeds its limits. Everything here works from any thread and
-needs no signals. Which template is rendered, and with what, is decided in `chat_template`.
+The process (`template_sandbox_worker`) is started at the first rendering and kept for later ones. It exits
+with its owner, and is killed when a rendering exceeds its limits. `TemplateSandbox` is thread-safe and uses
+no signals.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ..errors import ChatTemplateError, MissingExtra
 from ..memory import REMEDY
 
 WORKER_FILE = Path(__file__).with_name("template_sandbox_worker.py")
-START_SECONDS = 30.0  # a loaded machine may take its time to start a process
-KILL_GRACE_SECONDS = 1.0  # for the worker to end itself before it is ended
+START_SECONDS = 30.0  # a busy machine may start a process slowly
+KILL_GRACE_SECONDS = 1.0  # for the worker to exit by itself before it is killed
 INSTALL_HINT = "Chat templates need jinja2 3.1.6 or newer: pip install 'jinja2>=3.1.6'"
 
 
 @dataclass(frozen=True)
 class TemplateLimits:
-    """How far a template may go: wall-clock time, length of its output, memory of its process (on Linux)."""
+    """Limits of one rendering: wall-clock time, length of the output, memory of the process (on Linux)."""
 
     seconds: float = 2.0
     characters: int = 16_000_000
@@ -39,16 +39,16 @@ class TemplateLimits:
 
 
 class TemplateSandbox:
-    """One rendering process and the right to start another; one rendering at a time."""
+    """Owns the worker process and replaces it when it was killed; renders one template at a time."""
 
     def __init__(self, limits: TemplateLimits | None = None) -> None:
-        """Nothing is started before the first rendering."""
+        """The worker is started at the first rendering."""
         self.limits = limits or TemplateLimits()
         self._lock = threading.Lock()
         self._worker: _WorkerProcess | None = None
 
     def render(self, source: str, variables: Mapping[str, Any], origin: str) -> str:
-        """The rendered text; `origin` is what errors call the template."""
+        """The rendered text; errors call the template `origin`."""
         request = {
             "source": source,
             "variables": variables,
@@ -59,17 +59,17 @@ class TemplateSandbox:
             body = json.dumps(request, default=_mapping_to_dict).encode("ascii")
         except (TypeError, ValueError, RecursionError) as error:
             raise ChatTemplateError(
-                f"Chat templates take only what JSON can say (text, numbers, lists, objects): {error}. "
+                f"Chat templates take only JSON values (strings, numbers, lists, objects): {error}. "
                 "Replace images and other objects in the messages by text."
             ) from None
         with self._lock:
-            reply = self._request(body)
-        if "text" in reply:
-            return str(reply["text"])
-        raise ChatTemplateError(f"{origin}{_line_suffix(reply)} {_failure_message(reply, self.limits)}")
+            response = self._request(body)
+        if "text" in response:
+            return str(response["text"])
+        raise ChatTemplateError(f"{origin}{_line_suffix(response)} {_failure_message(response, self.limits)}")
 
     def close(self) -> None:
-        """End the process; a later rendering starts another."""
+        """Kill the worker; a later rendering starts another."""
         with self._lock:
             self._stop_worker()
 
@@ -79,15 +79,15 @@ class TemplateSandbox:
             self._stop_worker()
         worker = self._worker = self._worker or _WorkerProcess(self.limits)
         started = time.monotonic()
-        reply = worker.request(message, self.limits.seconds + KILL_GRACE_SECONDS)
-        if reply is not None and reply.get("failed") not in ("memory", "recursion"):
-            return reply
+        response = worker.request(message, self.limits.seconds + KILL_GRACE_SECONDS)
+        if response is not None and response.get("failed") not in ("memory", "recursion"):
+            return response
         self._stop_worker()
-        if reply is not None:
-            return reply
+        if response is not None:
+            return response
         if time.monotonic() - started >= self.limits.seconds:
             return {"failed": "time"}
-        if not is_new:  # it may have died of something else while it waited
+        if not is_new:  # it may have died while it was idle
             return self._request(message)
         return {"failed": "died", "detail": f"exit status {worker.exit_status}"}
 
@@ -98,13 +98,11 @@ class TemplateSandbox:
 
 
 class _WorkerProcess:
-    """The process at the other end of two pipes."""
+    """A running worker, to which requests and responses go over two pipes."""
 
     def __init__(self, limits: TemplateLimits) -> None:
-        self._max_reply_bytes = (
-            12 * limits.characters + 65_536
-        )  # JSON writes one character in 12 bytes at most
-        greeting = {"path": _jinja_sys_path(), "memory": limits.memory}
+        self._max_response_bytes = 12 * limits.characters + 65_536  # JSON has at most 12 bytes a character
+        setup = {"path": _jinja_sys_path(), "memory": limits.memory}
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(WORKER_FILE)],
@@ -119,34 +117,34 @@ class _WorkerProcess:
         self._owner_pid = os.getpid()
         self._finalizer = weakref.finalize(self, _end_process, self._process, self._owner_pid)
         try:
-            hello = self.request(json.dumps(greeting).encode("ascii"), START_SECONDS)
+            ready = self.request(json.dumps(setup).encode("ascii"), START_SECONDS)
         except ChatTemplateError:
             self.stop()
             raise
-        if hello is None or hello["problem"]:
+        if ready is None or ready["problem"]:
             self.stop()
-            if hello is None:
+            if ready is None:
                 raise ChatTemplateError("The process that renders chat templates did not start.")
-            raise MissingExtra(f"{INSTALL_HINT} ({hello['problem']})")
+            raise MissingExtra(f"{INSTALL_HINT} ({ready['problem']})")
 
     def is_usable(self) -> bool:
-        """Whether the process runs and is ours; after a fork it is the parent's."""
+        """Whether the worker runs and belongs to this process; after a fork it is the parent's."""
         return self._owner_pid == os.getpid() and self._process.poll() is None
 
     @property
     def exit_status(self) -> int | None:
-        """How the process ended."""
+        """The worker's return code."""
         return self._process.returncode
 
     def request(self, message: bytes, seconds: float) -> dict[str, Any] | None:
-        """The reply, or None when the process ended or had to be ended without one."""
+        """The worker's response, or None if it exited or was killed without one."""
         watchdog = threading.Timer(seconds, self._process.kill)
         watchdog.daemon = True
         try:
             watchdog.start()
         except (RuntimeError, MemoryError) as error:
             raise ChatTemplateError(
-                f"No chat template can be rendered: nothing would stop one that runs for ever "
+                "No chat template can be rendered: the timer that stops an endless one did not start "
                 f"({error or 'too little memory'}). {REMEDY}"
             ) from None
         try:
@@ -154,14 +152,14 @@ class _WorkerProcess:
                 return None
             self._process.stdin.write(len(message).to_bytes(8, "big") + message)
             self._process.stdin.flush()
-            return _read_message(self._process.stdout, self._max_reply_bytes)
+            return _read_message(self._process.stdout, self._max_response_bytes)
         except (OSError, ValueError):
             return None
         finally:
             watchdog.cancel()
 
     def stop(self) -> None:
-        """End the process if it has not ended."""
+        """Kill the worker if it still runs."""
         self._finalizer()
 
 
@@ -180,7 +178,7 @@ def _end_process(process: subprocess.Popen[bytes], owner_pid: int) -> None:
 
 
 def _jinja_sys_path() -> list[str]:
-    """The folders jinja2 and what it needs would be imported from here."""
+    """The folders that jinja2 and markupsafe are imported from in this process."""
     found = [importlib.util.find_spec(name) for name in ("jinja2", "markupsafe")]
     folders = [str(Path(spec.origin).parent.parent) for spec in found if spec is not None and spec.origin]
     if len(folders) < len(found):
@@ -200,21 +198,21 @@ def _read_message(stream: IO[bytes], max_bytes: int) -> dict[str, Any] | None:
     if len(header) < 8 or size > max_bytes:
         return None
     body = stream.read(size)
-    reply: dict[str, Any] | None = json.loads(body) if len(body) == size else None
-    return reply
+    response: dict[str, Any] | None = json.loads(body) if len(body) == size else None
+    return response
 
 
-def _line_suffix(reply: Mapping[str, Any]) -> str:
-    line = reply.get("line")
+def _line_suffix(response: Mapping[str, Any]) -> str:
+    line = response.get("line")
     return f", line {line}:" if line else ":"
 
 
-def _failure_message(reply: Mapping[str, Any], limits: TemplateLimits) -> str:
-    detail = reply.get("detail", "")
+def _failure_message(response: Mapping[str, Any], limits: TemplateLimits) -> str:
+    detail = response.get("detail", "")
     reasons = {
         "syntax": f"the chat template is not valid: {detail}",
         "raised": f"the chat template refused these messages: {detail}",
-        "security": f"the chat template reached for what it may not touch: {detail}",
+        "security": f"the chat template tried to access what the sandbox forbids: {detail}",
         "long": f"the chat template wrote more than {limits.characters} characters and was stopped.",
         "memory": f"the chat template needed more than {limits.memory // 2**20} MiB and was stopped.",
         "recursion": "the chat template nests or calls itself too deeply and was stopped.",
@@ -222,4 +220,4 @@ def _failure_message(reply: Mapping[str, Any], limits: TemplateLimits) -> str:
         "died": f"the process rendering the chat template ended ({detail}), most likely out of memory.",
         "error": f"the chat template failed: {detail}",
     }
-    return reasons[str(reply["failed"])]
+    return reasons[str(response["failed"])]

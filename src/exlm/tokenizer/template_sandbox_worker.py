@@ -1,9 +1,9 @@
-"""The process that renders chat templates. It is started by its path and imports nothing from exlm.
+"""The worker process that renders chat templates. It is started by its path and imports nothing from exlm.
 
-A template is a program from the internet. Jinja's sandbox keeps it from reaching Python; what a sandbox
-cannot limit, time and memory, is limited here by the operating system: the process gets so much memory, and a
-watchdog that needs no cooperation from Python ends it when a rendering takes too long. Requests and replies
-are JSON, each behind its length in eight bytes.
+A chat template is untrusted code. Jinja's sandbox keeps it from Python's internals but limits neither time
+nor memory. So the process sets a resource limit on its memory, and a watchdog thread that does not need the
+GIL (faulthandler's) ends it when a rendering takes too long. Requests and responses are JSON, each preceded
+by its length in eight bytes.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import IO, Any
 
-MIN_JINJA = (3, 1, 6)  # earlier sandboxes have known ways out
-MAX_POWER_BITS = 4096  # of a power
-MAX_REPEATED_ELEMENTS = 10_000_000  # elements of a repeated string or list
+MIN_JINJA = (3, 1, 6)  # earlier versions have known sandbox escapes
+MAX_POWER_BITS = 4096  # of the result of **
+MAX_REPEATED_ELEMENTS = 10_000_000  # of a string or list that * repeats
 
 
 def main() -> None:
-    """Answer requests until the other side closes the pipe."""
+    """Serve requests until the parent closes the pipe."""
     requests = sys.stdin.buffer
-    replies = os.fdopen(os.dup(1), "wb")
+    responses = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    hello = read_message(requests)
-    if hello is None:
+    setup = read_message(requests)
+    if setup is None:
         return
-    sys.path[:0] = hello["path"]
+    sys.path[:0] = setup["path"]
     try:
         jinja_problem = _jinja_problem()
     except ImportError as error:
         jinja_problem = str(error)
-    write_message(replies, {"problem": jinja_problem})
+    write_message(responses, {"problem": jinja_problem})
     if jinja_problem:
         return
-    _limit_resources(hello["memory"])
+    _limit_resources(setup["memory"])
     renderer = TemplateRenderer()
     with open(os.devnull, "w") as nowhere:
         while (request := read_message(requests)) is not None:
             faulthandler.dump_traceback_later(request["seconds"], exit=True, file=nowhere)
-            reply = renderer.reply_to(request)
+            response = renderer.respond(request)
             faulthandler.cancel_dump_traceback_later()
-            write_message(replies, reply)
+            write_message(responses, response)
 
 
 def read_message(stream: IO[bytes]) -> dict[str, Any] | None:
-    """The next message, or None at the end."""
+    """The next message, or None at the end of the stream."""
     header = stream.read(8)
     if len(header) < 8:
         return None
@@ -59,7 +59,7 @@ def read_message(stream: IO[bytes]) -> dict[str, Any] | None:
 
 
 def write_message(stream: IO[bytes], message: Mapping[str, Any]) -> None:
-    """Send a message."""
+    """Write a message and flush the stream."""
     body = json.dumps(message).encode("ascii")
     stream.write(len(body).to_bytes(8, "big") + body)
     stream.flush()
@@ -73,7 +73,7 @@ def _jinja_problem() -> str | None:
 
 
 def _limit_resources(memory: int) -> None:
-    """Bound memory, and forbid files and core dumps, where the system can."""
+    """Limit memory and forbid writing files and core dumps, where the system supports it."""
     try:
         import resource
     except ImportError:
@@ -90,21 +90,21 @@ def _limit_resources(memory: int) -> None:
 
 
 class OutputTooLong(Exception):
-    """The output passed its limit."""
+    """The output exceeds its limit."""
 
 
 class TemplateRenderer:
-    """Compiles templates once and renders them."""
+    """Compiles templates, caches them and renders them."""
 
     MAX_COMPILED = 16
 
     def __init__(self) -> None:
-        """An environment that all templates share; templates cannot change it."""
+        """Make the environment that all templates share; no template can change it."""
         self._environment = make_environment()
         self._compiled: dict[str, Any] = {}
 
-    def reply_to(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The text, or why there is none: `failed` names the kind, `detail` and `line` what and where."""
+    def respond(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The rendered `text`; or the kind of failure, `failed`, with `detail` and the template's `line`."""
         import jinja2
 
         try:
@@ -141,7 +141,7 @@ class TemplateRenderer:
 
 
 def make_environment() -> Any:
-    """A sandbox with what chat templates expect to find in it."""
+    """A Jinja sandbox with the extensions, filters and globals that chat templates use."""
     import jinja2.exceptions
     import jinja2.ext
     import jinja2.nodes
@@ -149,7 +149,7 @@ def make_environment() -> Any:
     import jinja2.utils
 
     class Generation(jinja2.ext.Extension):
-        """Marks what the assistant says; it renders as if the mark were not there."""
+        """`{% generation %}`, which marks the assistant's text for training; renders its body unchanged."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -205,14 +205,14 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as a model should read it: not escaped for HTML, letters left as they are."""
+    """The `tojson` filter, without Jinja's HTML escapes and with non-ASCII letters unchanged."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 def _check_size(operator: str, left: Any, right: Any) -> None:
-    """Refuse products and powers that only an attack would compute."""
+    """Refuse products and powers that are so large that only an attack computes them."""
     if operator == "*":
         for sequence, count in ((left, right), (right, left)):
             if (
@@ -234,7 +234,7 @@ def _message(error: Exception) -> str:
 
 
 def _template_line(error: Exception) -> int | None:
-    """The template's line that was being rendered."""
+    """The line of the template that raised the error."""
     line, trace = None, error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == "<template>":

@@ -1,7 +1,7 @@
-"""Tokenizer: the public face of `text`. Tensors of shape (1, n) outside, lists of ids inside.
+"""Tokenizer: the public class, with ids as tensors of shape (1, n) and the method names of exllamav2.
 
-It keeps the calls and attributes that scripts and integrations of exllamav2 use. What it means to encode,
-decode or render a chat is decided in `text`; here are only shapes, names and padding.
+It adds shapes, padding, caching and old names to `Codec`, which encodes and decodes lists of ids, and
+`ChatTemplates`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,16 @@ log = logging.getLogger(__name__)
 EMPTY_MAPPING: Mapping[Any, Any] = MappingProxyType({})
 
 MAX_CHECKED_LETTERS = 2**16
-"""Letters of a text: a chat format shows at its beginning."""
+"""Characters: a prompt format has a special token near its start."""
 
 
 class UnparsedSpecialWarning:
-    """Tells once, for one tokenizer."""
+    """Warns once per tokenizer of special tokens that are written in a text and encoded as plain text.
+
+    Plain text is the right default: a user's message must not be able to inject special tokens. But many old
+    scripts write a prompt format by hand and pass no flag, since exllamav2 always parsed special tokens;
+    their prompts would silently be wrong.
+    """
 
     def __init__(self, special: Iterable[str]) -> None:
         self._special = tuple(special)
@@ -45,7 +50,7 @@ class UnparsedSpecialWarning:
         return AddedTokenMatcher(AddedToken(text, 0) for text in self._special)
 
     def check(self, texts: Iterable[str]) -> None:
-        """Warn of the first special token in texts that are encoded as plain ones."""
+        """Warn of the first special token in any of these texts."""
         if self._warned:
             return
         for text in texts:
@@ -56,18 +61,18 @@ class UnparsedSpecialWarning:
                 self._warned = True
                 log.warning(
                     "A text that is encoded holds %r, which is taken for plain text. If it is meant as that "
-                    "token, as in a chat format, pass encode_special_tokens=True.",
+                    "token, as in a chat template, pass encode_special_tokens=True.",
                     match.token.content,
                 )
                 return
 
 
 class Tokenizer:
-    """Text to ids and back, lookup tables and chat templates of one model.
+    """Encodes and decodes the text of one model; has its lookup tables and chat templates.
 
-    The files are found in `config.model_dir`: tokenizer.json, or a SentencePiece tokenizer.model where there
-    is none, or the metadata of a GGUF file. Lookup tables are built when first asked for and shared: do not
-    change them.
+    It reads tokenizer.json from `config.model_dir`, or a SentencePiece tokenizer.model if there is none, or a
+    GGUF file's metadata. Lookup tables are built when first asked for; callers share them and must not change
+    them.
     """
 
     Trie = _Trie
@@ -87,7 +92,7 @@ class Tokenizer:
     char_trie_ci: _Trie | None = None
 
     CACHED_STRINGS = 100
-    ALIKE = 0.9  # of the ids that two vocabularies share, so many mean the same where they are one
+    ALIKE = 0.9  # share of the ids that must have the same text in a draft model's vocabulary
 
     def __init__(
         self,
@@ -101,8 +106,8 @@ class Tokenizer:
     ) -> None:
         """Read the tokenizer of a model.
 
-        `force_json` and `force_spm` choose where a folder has both kinds; `vocab_file` names the file itself.
-        `lazy_init=False` builds every lookup table now. `chat_limits` bound what a chat template may use up.
+        `force_json` and `force_spm` choose one kind if the folder has both; `vocab_file` names the file.
+        `lazy_init=False` builds every lookup table now. `chat_limits` bounds what a chat template may use.
         """
         if not hasattr(config, "model_dir") or config.model_dir is None:
             found = f"a {type(config).__name__} that has no model_dir"
@@ -159,7 +164,7 @@ class Tokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        """The id that ends a text. Assigned, it is the only one that does."""
+        """The id that `add_eos` puts behind a text. Assigning it replaces all of `eos_token_ids`."""
         return self.codec.eos_id
 
     @eos_token_id.setter
@@ -168,7 +173,7 @@ class Tokenizer:
 
     @property
     def eos_token_ids(self) -> list[int]:
-        """Every id that ends a text, the usual one first."""
+        """Every EOS id, the one that `add_eos` uses first."""
         return list(self.codec.eos_ids)
 
     @eos_token_ids.setter
@@ -179,7 +184,7 @@ class Tokenizer:
 
     @property
     def pad_token_id(self) -> int:
-        """The id that fills up the shorter rows of a batch; -1: nothing can."""
+        """The id that pads the shorter rows of a batch; -1 if no token can."""
         return self.codec.pad_id
 
     @pad_token_id.setter
@@ -192,7 +197,7 @@ class Tokenizer:
 
     @property
     def tokenizer(self) -> TokenizerBackend:
-        """The vocabulary, under its other name."""
+        """`tokenizer_model`, under the other name it has in exllamav2."""
         return self.tokenizer_model
 
     @overload
@@ -229,9 +234,9 @@ class Tokenizer:
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Ids of a text (1, n), or of several texts (rows, longest), padded on the left; int64 on the CPU.
 
-        Special tokens written in the text are ordinary text unless `encode_special_tokens`. The text aliases
-        of `embeddings` become their ids. With `return_offsets` also minus the padding of each row, int32
-        (rows,).
+        Special tokens written in the text are plain text unless `encode_special_tokens`. The text aliases of
+        `embeddings` become their ids. With `return_offsets` it also returns the offset of each row, minus the
+        length of its padding, int32 (rows,).
         """
         if not isinstance(text, (str, list, tuple)):
             raise TokenizerError(
@@ -259,15 +264,15 @@ class Tokenizer:
         return ids, torch.tensor([len(row) - longest for row in rows], dtype=torch.int)
 
     def encode_special(self, text: str) -> list[int]:
-        """Ids of a text in which special text counts."""
+        """Ids of a text whose special tokens become their ids."""
         return self.codec.encode(text, parse_special=True)
 
     def encode_unspecial(self, text: str) -> list[int]:
-        """Ids of a text in which special text is ordinary text."""
+        """Ids of a text whose special tokens stay plain text."""
         return self.codec.encode(text)
 
     def cached_encode_str(self, text: str) -> torch.Tensor:
-        """`encode(text)`, remembered for the last hundred texts."""
+        """`encode(text)`, cached for the last hundred texts."""
         with self._cache_lock:
             found = self._cache.get(text)
         if found is None:
@@ -279,7 +284,7 @@ class Tokenizer:
         return found
 
     def decode(self, ids: torch.Tensor | list[torch.Tensor], decode_special_tokens: bool = False) -> Any:
-        """Text of a row of ids (n,), texts of a table of ids (rows, n), results for a list of tensors.
+        """The text of ids (n,), the texts of ids (rows, n), or a list of results for a list of tensors.
 
         Padding, unknown ids and, unless special tokens are decoded, special tokens and EOS are left out.
         """
@@ -294,19 +299,19 @@ class Tokenizer:
         raise TokenizerError(f"ids must be Tensor of one or two dimensions, found shape {tuple(ids.shape)}.")
 
     def decode_unspecial(self, ids: Sequence[int]) -> str:
-        """Text of ids in which special tokens show nothing."""
+        """The text of ids, without special tokens."""
         return self.codec.decode(ids)
 
     def detokenizer(self, decode_special_tokens: bool = False, continues: bool = False) -> Detokenizer:
-        """A stream that turns ids into text as they arrive; `continues` if they follow a prompt."""
+        """A detokenizer, which decodes ids one by one; `continues` if they follow a prompt."""
         return self.codec.detokenizer(show_special=decode_special_tokens, continues=continues)
 
     def num_tokens(self, text: str) -> int:
-        """How many ids a text has."""
+        """The number of ids of a text."""
         return len(self.codec.encode(text))
 
     def padding_mask(self, ids: torch.Tensor) -> torch.Tensor:
-        """Minus infinity where ids are padding, else 0; half precision, the shape of ids."""
+        """Minus infinity where an id is padding, else 0; float16, in the shape of ids."""
         mask = torch.zeros(ids.shape, dtype=torch.half, device=ids.device)
         return mask.masked_fill_(ids == self.pad_token_id, float("-inf"))
 
@@ -315,7 +320,7 @@ class Tokenizer:
         return torch.tensor([[token_id]], dtype=torch.long)
 
     def single_id(self, piece: str) -> int | None:
-        """The id of a special text, a piece, or a token as the vocabulary writes it; None if unknown."""
+        """The id of an added token, of a piece, or of a token as the vocabulary file writes it; else None."""
         for table in (
             self.codec.special_tokens,
             self.tokenizer_model.nonspecial_added_tokens,
@@ -330,7 +335,7 @@ class Tokenizer:
         return self.actual_vocab_size
 
     def get_id_to_piece_list(self, include_special_tokens: bool = False) -> list[str]:
-        """By id, what a token adds in the middle of a text; special tokens are "" unless included."""
+        """The piece of every id: the text it adds when not first; "" for special tokens unless included."""
         pieces = self.codec.vocab.pieces(include_special_tokens)
         if include_special_tokens:
             self.id_to_piece_with_special = pieces
@@ -344,7 +349,7 @@ class Tokenizer:
         return self.id_to_ord
 
     def get_piece_to_id_dict(self) -> dict[str, int]:
-        """Piece to id; the highest id of those that share a piece."""
+        """The id of each piece; the highest of tokens with the same piece."""
         self.piece_to_id = self.codec.vocab.piece_to_id()
         return self.piece_to_id
 
@@ -354,37 +359,37 @@ class Tokenizer:
         return self.prefix_to_ids
 
     def get_prefix_id_to_ids_dict(self) -> dict[int, list[int]]:
-        """For every id, the ids of all tokens that start with its bytes, itself too: the healing table."""
+        """For every id, the ids of all tokens that start with its bytes: for token healing."""
         self.prefix_id_to_ids = self.codec.vocab.prefix_id_to_ids()
         return self.prefix_id_to_ids
 
     def get_char_trie(self) -> _Trie:
-        """The pieces, letter by letter."""
+        """A trie of the pieces' characters."""
         self.char_trie = self.codec.vocab.trie()
         return self.char_trie
 
     def get_char_trie_ci(self) -> _Trie:
-        """The lower-cased pieces, letter by letter."""
+        """A trie of the lower-cased pieces' characters."""
         self.char_trie_ci = self.codec.vocab.trie(ignore_case=True)
         return self.char_trie_ci
 
     def check_draft(self, config: TokenizerConfig) -> None:
-        """Refuse a draft model to which ids mean other texts: hardly a guess of it would be right.
+        """InputError if a draft model's ids have other texts: hardly any of its drafts would be accepted.
 
-        One may go on behind the other, to twice its size. A folder without a tokenizer is believed.
+        One vocabulary may extend the other, up to twice its size. A draft model without a tokenizer passes.
         """
         try:
-            theirs = Tokenizer(config).get_id_to_piece_list()
+            draft_pieces = Tokenizer(config).get_id_to_piece_list()
         except TokenizerError:
             return
-        ours = self.get_id_to_piece_list()
-        both = list(zip(ours, theirs, strict=False))
-        alike = sum(one == other for one, other in both)
-        if alike < self.ALIKE * len(both) or 2 * len(both) < max(len(ours), len(theirs)):
+        pieces = self.get_id_to_piece_list()
+        num_common = min(len(pieces), len(draft_pieces))
+        num_equal = sum(one == other for one, other in zip(pieces, draft_pieces, strict=False))
+        if num_equal < self.ALIKE * num_common or 2 * num_common < max(len(pieces), len(draft_pieces)):
             raise InputError(
-                f"The draft model {config.model_dir} has another vocabulary, of {len(theirs):,} tokens; the "
-                f"model's has {len(ours):,}, and {alike:,} are the same in both. Its guesses "
-                "would be of no use: take a smaller model of the same family, or ngram."
+                f"The draft model {config.model_dir} has another vocabulary, of {len(draft_pieces):,} "
+                f"tokens; the model's has {len(pieces):,}, and {num_equal:,} are the same in both. Hardly "
+                "any draft would be accepted: use a smaller model of the same family, or ngram."
             )
 
     def build_tables(self) -> None:
@@ -400,13 +405,13 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The source of the template used when none is named, None if the model has none."""
+        """The source of the default chat template, None if the model has none."""
         template = self.chat_templates.default
         return None if template is None else template.source
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model brings a chat template."""
+        """Whether the model has a chat template."""
         return bool(self.chat_templates.templates)
 
     @overload
@@ -449,10 +454,11 @@ class Tokenizer:
         chat_template: str | None = None,
         **variables: Any,
     ) -> str | torch.Tensor:
-        """The conversation as the model reads it: text or, with `tokenize`, ids (1, n) with special tokens.
+        """The prompt of a conversation: text or, with `tokenize`, ids (1, n) with special tokens.
 
-        `add_bos` puts a BOS before the ids unless the template wrote one. `chat_template` is the name of one
-        of the model's templates or the source of another; further keywords become variables of the template.
+        `add_bos` puts BOS before the ids unless the template wrote one. `chat_template` is the name of one of
+        the model's templates, the name of a prompt format, or a template's source; further keywords become
+        variables of the template.
         """
         if add_bos and not tokenize:
             raise TokenizerError(
@@ -476,7 +482,7 @@ class Tokenizer:
 
 
 def _ids_by_alias(embeddings: Sequence[AliasedEmbedding]) -> dict[str, list[int]]:
-    """What each alias stands for; two embeddings may not share one."""
+    """The ids of each text alias; two embeddings with other ids may not share one."""
     aliases: dict[str, list[int]] = {}
     for embedding in embeddings:
         ids = embedding.get_ids()
@@ -497,6 +503,6 @@ def _checked_token_id(name: str, token_id: object) -> int | None:
     try:
         if isinstance(token_id, bool):
             raise TypeError
-        return index(token_id)  # type: ignore[arg-type]  # what is no whole number says so
+        return index(token_id)  # type: ignore[arg-type]  # it raises TypeError for what is not an integer
     except TypeError:
         raise TokenizerError(f"{name} must be a token's id, or None; found {token_id!r:.80}.") from None

@@ -1,8 +1,8 @@
-"""What the small JSON files beside a tokenizer say about its tokens.
+"""The JSON files beside a vocabulary, and the added tokens that they declare.
 
-`tokenizer_config.json`, `added_tokens.json`, `special_tokens_map.json` and `generation_config.json` overlap;
-this module reads them, checks their shapes and merges what they declare. It knows nothing of vocabularies and
-encodes nothing.
+`tokenizer_config.json`, `added_tokens.json`, `special_tokens_map.json` and `generation_config.json` overlap:
+`read_tokenizer_files` checks them and merges what they declare. `AddedTokenMatcher` finds added tokens in a
+text where no library does: for SentencePiece and for the text aliases of embeddings.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from typing import Any, NamedTuple
 from ..errors import TokenizerError, shown
 
 TOKEN_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-"""The roles a tokenizer_config.json may name a token for."""
+"""The special token roles that a tokenizer_config.json may declare."""
 
 MAX_ID_GAP = 65_536
-"""The most undefined ids that may lie between a vocabulary and the tokens declared above it, all together."""
+"""The most ids that may stay undefined, in total, between a vocabulary and the tokens declared above it."""
 
 MAX_ID = 2**22
-"""No vocabulary has so many ids; one that is not below it is a damaged or hostile file."""
+"""Ids must be below this; a file with higher ones is damaged or hostile."""
 
-LARGEST = 2**28
-"""Bytes of a tokenizer's file; the largest published ones have a tenth of it."""
+MAX_FILE_BYTES = 2**28
+"""Largest size of a tokenizer's file; published ones have at most a tenth of it."""
 
-_HALF = re.compile("[\ud800-\udfff]")
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token declared beside the vocabulary, with the way it is looked for in text."""
+    """A token that is declared beside the vocabulary, with its flags for finding it in a text."""
 
     content: str
     id: int
@@ -48,9 +48,9 @@ class AddedToken:
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """Everything the small files of one model folder declare.
+    """What the files of one model folder declare.
 
-    `named` maps a role to its text, or to None where a file says that the model has no such token.
+    `token_by_role` maps a special token role to a token's text, or to None if a file declares it as null.
     """
 
     path: Path
@@ -62,7 +62,7 @@ class TokenizerFiles:
 
     @property
     def special_token_texts(self) -> tuple[str, ...]:
-        """The texts that are special because of the role they are named for."""
+        """The texts of the tokens that are special because a role names them."""
         return tuple(text for text in self.token_by_role.values() if text) + self.additional_special_tokens
 
 
@@ -76,14 +76,14 @@ def read_text(path: Path) -> str | None:
 
 
 def read_data(path: Path) -> bytes | None:
-    """The file's bytes, or None when there is no such file; neither a pipe nor a device is read."""
+    """The file's bytes, or None if there is no such file; refuses pipes and devices."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise TokenizerError(f"{path} should be a file, found a folder, pipe or device. Remove it.")
-        if status.st_size > LARGEST:
+        if status.st_size > MAX_FILE_BYTES:
             raise TokenizerError(
-                f"{path} has {status.st_size:,} bytes; a tokenizer's file has at most {LARGEST:,}. "
+                f"{path} has {status.st_size:,} bytes; a tokenizer's file has at most {MAX_FILE_BYTES:,}. "
                 "Fetch the file again."
             )
         return path.read_bytes()
@@ -104,8 +104,8 @@ def read_json_object(path: Path) -> dict[str, Any] | None:
         raise TokenizerError(f"{path} is not valid JSON: {error}. Fetch the file again.") from None
     if not isinstance(value, dict):
         raise TokenizerError(f"{path} should hold a JSON object, found {_json_type_name(value)}.")
-    # Only an escape, as in "\ud800", puts half a character into a text that was read as UTF-8.
-    if "\\ud" in text.lower() and (entry := _half_character(value)):
+    # A text that was read as UTF-8 gets a lone surrogate only from an escape such as "\ud800".
+    if "\\ud" in text.lower() and (entry := _find_lone_surrogate(value)):
         raise TokenizerError(
             f"{path}: {entry} has half a character (a lone surrogate), which is no text. "
             "Correct the entry, or fetch the file again."
@@ -113,27 +113,27 @@ def read_json_object(path: Path) -> dict[str, Any] | None:
     return value
 
 
-def _half_character(value: object) -> str | None:
-    """Where in a JSON value a text has a lone surrogate, as `added_tokens_decoder.7.content`; or None."""
-    waiting: list[tuple[str, object]] = [("", value)]
-    while waiting:
-        at, found = waiting.pop()
-        if isinstance(found, str) and _HALF.search(found):
+def _find_lone_surrogate(value: object) -> str | None:
+    """Where a JSON value has a lone surrogate, as `added_tokens_decoder.7.content`, or None."""
+    stack: list[tuple[str, object]] = [("", value)]
+    while stack:
+        at, found = stack.pop()
+        if isinstance(found, str) and _LONE_SURROGATE.search(found):
             return f"{at or 'its text'} ({found!a:.80})"
         pairs: Iterable[tuple[object, object]] = ()
         if isinstance(found, dict):
             for key in found:
-                if _HALF.search(key):
+                if _LONE_SURROGATE.search(key):
                     return f"the key {key!a:.80}" + (f" of {at}" if at else "")
             pairs = found.items()
         elif isinstance(found, list):
             pairs = enumerate(found)
-        waiting += [(f"{at}.{key}" if at else str(key), inner) for key, inner in pairs]
+        stack += [(f"{at}.{key}" if at else str(key), inner) for key, inner in pairs]
     return None
 
 
 def read_tokenizer_files(path: str | Path) -> TokenizerFiles:
-    """Read and merge the small files; those that are absent declare nothing."""
+    """Read and merge the JSON files of a folder; any of them may be absent."""
     path = Path(path)
     config = read_json_object(path / "tokenizer_config.json")
     token_by_role, additional = _read_roles(config or {}, path / "tokenizer_config.json")
@@ -151,7 +151,7 @@ def read_tokenizer_files(path: str | Path) -> TokenizerFiles:
 
 
 def token_text(value: object, path: Path, key: str) -> str | None:
-    """A token as the files write one: a string, an object with `content`, or null."""
+    """The text of a token that a file writes as a string, an object with `content`, or null."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, dict) and isinstance(value.get("content"), str):
@@ -178,7 +178,7 @@ def _read_roles(config: Mapping[str, Any], path: Path) -> tuple[dict[str, str | 
 
 
 def _read_added_tokens(path: Path, config: Mapping[str, Any]) -> tuple[AddedToken, ...]:
-    """Tokens of added_tokens_decoder, then those only added_tokens.json knows, in order of their ids."""
+    """The tokens of added_tokens_decoder and those that only added_tokens.json has, ordered by id."""
     source = path / "tokenizer_config.json"
     decoder = config.get("added_tokens_decoder")
     if decoder is not None and not isinstance(decoder, dict):
@@ -242,7 +242,7 @@ def _read_generation_eos(path: Path) -> tuple[int, ...]:
         raise TokenizerError(
             f"{path}: eos_token_id should be an id below {MAX_ID:,} or a list of ids, found {shown(value)}."
         )
-    return tuple(token_id for token_id in ids if token_id >= 0)  # -1 is written where there is none
+    return tuple(token_id for token_id in ids if token_id >= 0)  # some files write -1 for no EOS
 
 
 def _is_token_id(value: object) -> bool:
@@ -250,13 +250,12 @@ def _is_token_id(value: object) -> bool:
 
 
 def _json_type_name(value: object) -> str:
-    """What JSON calls it."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
 
 
 class TokenMatch(NamedTuple):
-    """A token's place in a text; stripped spaces around it are part of the place."""
+    """A token in a text, from `start` to `end`, including the white space that its flags strip."""
 
     start: int
     end: int
@@ -264,10 +263,10 @@ class TokenMatch(NamedTuple):
 
 
 class AddedTokenMatcher:
-    """Finds any of many tokens, in time that does not depend on how many there are."""
+    """Finds the leftmost longest of many tokens in a text, in time that does not depend on their number."""
 
     def __init__(self, tokens: Iterable[AddedToken]) -> None:
-        """Index the tokens by first letter and length; empty texts are never found."""
+        """Index the tokens by first letter and length; a token without text never matches."""
         self._tokens = {token.content: token for token in tokens if token.content}
         lengths: dict[str, set[int]] = {}
         for content in self._tokens:
@@ -276,7 +275,7 @@ class AddedTokenMatcher:
         self._first_letters = re.compile("|".join(map(re.escape, sorted(lengths))) or r"(?!)")
 
     def find(self, text: str) -> Iterator[TokenMatch]:
-        """Places from left to right; they do not overlap."""
+        """Yield the matches from left to right; they do not overlap."""
         position = 0
         while (candidate := self._first_letters.search(text, position)) is not None:
             start = candidate.start()

@@ -1,8 +1,12 @@
-"""What a vocabulary looks like as text: pieces, prefixes and tries, each built once and only when asked for.
+"""Lookup tables over a whole vocabulary: the bytes and pieces of tokens, prefixes and tries.
 
-Pieces are what a token adds in the middle of a text. Tables keyed by text go by these pieces; the table that
-heals prompts goes by bytes where they are known, because half a character has no text of its own and must not
-be exchanged for another half. Nothing here encodes or decodes.
+A token's piece is the text that it adds when it is not the first of a text. Most tables are keyed by pieces.
+The table for token healing compares bytes where they are known: a part of a character has no text of its own,
+and all parts would look alike. `Vocab` builds each table once, when it is first asked for.
+
+The bytes of tokens come from the vocabulary's alphabet: byte-level vocabularies write each byte as a
+printable letter; SentencePiece vocabularies write U+2581 for a space and `<0xNN>` for a byte that no piece
+covers.
 """
 
 from __future__ import annotations
@@ -18,22 +22,22 @@ T = TypeVar("T")
 K = TypeVar("K", str, bytes)
 
 REPLACEMENT = "\ufffd"
-"""What a part of a character looks like."""
+"""What bytes that are not UTF-8, such as a part of a character, decode to."""
 
 UNDEFINED = "\ufffd\ufffd_undefined_token_\ufffd\ufffd"
 """The piece of an id above the vocabulary that no file defines."""
 
 METASPACE = "\u2581"
-"""How SentencePiece writes a space."""
+"""SentencePiece's letter for a space."""
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
-"""How SentencePiece writes a byte that no piece covers."""
+"""SentencePiece's token for a byte (byte fallback)."""
 
 
 class TokenBytes(NamedTuple):
-    """The bytes by id (none where nothing is defined); whether a decoded text loses one leading space.
+    """The bytes by id (none for undefined ids), and whether decoding strips a text's first space.
 
-    `misread` are the tokens that stand for other bytes than their vocabulary's decoder would say.
+    `decode_overrides` has the text of the tokens that the vocabulary's own decoder decodes to other bytes.
     """
 
     table: list[bytes]
@@ -42,7 +46,7 @@ class TokenBytes(NamedTuple):
 
 
 def byte_to_unicode() -> dict[int, str]:
-    """The letter that byte-level vocabularies write each byte with."""
+    """The letter that byte-level vocabularies (GPT-2's alphabet) write for each byte."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     letters = {byte: chr(byte) for byte in printable}
     rest = [byte for byte in range(256) if byte not in letters]
@@ -50,21 +54,21 @@ def byte_to_unicode() -> dict[int, str]:
 
 
 def _unicode_to_latin1() -> dict[int, str]:
-    """For str.translate: a letter to its byte, every other code point below 256 to one latin-1 lacks."""
+    """For str.translate: a letter to its byte, and any other code point below 256 to one not in latin-1."""
     table = dict.fromkeys(range(256), "\uffff")
     return table | {ord(letter): chr(byte) for byte, letter in byte_to_unicode().items()}
 
 
-def from_decoder(
+def token_bytes_from_decoder(
     decoder: Mapping[str, Any] | None,
     pieces: Sequence[str | None],
     special_tokens: Mapping[str, int],
     nonspecial_added_tokens: Mapping[str, int],
 ) -> TokenBytes | None:
-    """The table of a `tokenizers` vocabulary, or None when its decoder is not a plain sum of bytes.
+    """The bytes of a `tokenizers` vocabulary, or None if its decoder does more than join the bytes of tokens.
 
-    Added tokens stand for their own text, whatever the decoder would make of their letters; but where a lower
-    block means a space it does so in ordinary added tokens too.
+    Added tokens have the bytes of their own text, whatever the decoder would make of their letters; only in
+    vocabularies that write U+2581 for a space do added tokens that are not special follow the decoder.
     """
     decoder_steps = _decoder_steps(decoder)
     if [step.get("type") for step in decoder_steps] == ["ByteLevel"]:
@@ -88,7 +92,7 @@ def from_decoder(
 
 
 def byte_level_bytes(pieces: Sequence[str | None]) -> list[bytes]:
-    """Bytes of pieces written in byte letters; a piece with any other letter stands for its own text."""
+    """Bytes of pieces in the byte-level alphabet; a piece with any other letter has the bytes of its text."""
     letters = _unicode_to_latin1()
     table = []
     for piece in pieces:
@@ -100,7 +104,7 @@ def byte_level_bytes(pieces: Sequence[str | None]) -> list[bytes]:
 
 
 def metaspace_bytes(pieces: Sequence[str | None], byte_fallback: bool) -> list[bytes]:
-    """Bytes of pieces that write spaces as a lower block and, with byte fallback, bytes as `<0xNN>`."""
+    """Bytes of pieces that write U+2581 for a space and, with byte fallback, `<0xNN>` for a byte."""
     table = []
     for piece in pieces:
         text = piece or ""
@@ -116,7 +120,7 @@ def _decoder_steps(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]
 
 
 def _is_metaspace(steps: Sequence[Mapping[str, Any]]) -> bool:
-    """Replace, perhaps ByteFallback, Fuse, perhaps Strip: in this order the result is a sum of bytes."""
+    """Replace, perhaps ByteFallback, Fuse, perhaps Strip: decoders that just join the bytes of tokens."""
     kinds = [step.get("type") for step in steps]
     if kinds not in (
         ["Replace", "Fuse"],
@@ -132,17 +136,17 @@ def _is_metaspace(steps: Sequence[Mapping[str, Any]]) -> bool:
 
 
 class Trie:
-    """A node of a tree of letters; `leaf` holds the ids of the tokens that end here."""
+    """A node of a tree of letters; `leaf` has the ids of the tokens whose text ends here."""
 
     __slots__ = ("children", "leaf")
 
     def __init__(self, children: dict[str, Trie] | None = None, leaf: list[int] | None = None) -> None:
-        """An empty node, unless told otherwise."""
+        """A node with these children and ids, without any by default."""
         self.children: dict[str, Trie] = {} if children is None else children
         self.leaf: list[int] = [] if leaf is None else leaf
 
     def add(self, text: str, token_id: int) -> None:
-        """Let a token end where the text leads."""
+        """Add a token's text and id."""
         node = self
         for letter in text:
             child = node.children.get(letter)
@@ -153,10 +157,10 @@ class Trie:
 
 
 class Vocab:
-    """The tables of one vocabulary; safe to ask from several threads.
+    """The lookup tables of one vocabulary; thread-safe.
 
-    `special` marks the ids whose piece is empty unless special tokens are wanted, `undefined` those without a
-    token. The lists and dictionaries are shared: do not change them.
+    The piece of an id in `special` is empty unless special tokens are asked for; ids in `undefined` have no
+    token. Callers share the lists and dictionaries and must not change them.
     """
 
     def __init__(
@@ -167,7 +171,7 @@ class Vocab:
         undefined: Iterable[int],
         model_size: int,
     ) -> None:
-        """`pieces` and `token_bytes` are called at most once; `model_size` is how many ids the model has."""
+        """`pieces` and `token_bytes` are called at most once; `model_size` is the model's number of ids."""
         self._read_pieces = pieces
         self._read_bytes = token_bytes
         self._special = frozenset(special)
@@ -177,15 +181,15 @@ class Vocab:
         self._cache: dict[str, Any] = {}
 
     def pieces(self, special: bool = False) -> list[str]:
-        """By id; special tokens are empty, or with `special` their text."""
+        """Pieces by id; those of special tokens are empty, or with `special` their text."""
         return self._cached(f"pieces {special}", lambda: self._pieces(special))
 
     def ords(self) -> list[int]:
-        """By id: the value of a token that is one byte, else -1."""
+        """By id, the value of a token that is one byte, else -1."""
         return self._cached("ords", self._ords)
 
     def piece_to_id(self) -> dict[str, int]:
-        """Piece to id; of several tokens with one piece the highest id."""
+        """The id of each piece; the highest of tokens with the same piece."""
         return self._cached(
             "piece_to_id",
             lambda: {piece: token_id for token_id, piece in enumerate(self._defined_pieces()) if piece},
@@ -196,9 +200,9 @@ class Vocab:
         return self._cached("prefix_to_ids", self._prefix_to_ids)
 
     def prefix_id_to_ids(self) -> dict[int, list[int]]:
-        """For every id, the ids of all tokens that may stand where it stood without changing the text before.
+        """For every id, the ids of all tokens whose bytes start with those of its token: for token healing.
 
-        An id without text of its own stands only for itself.
+        An id without text has only itself.
         """
         return self._cached("prefix_id_to_ids", self._prefix_id_to_ids)
 
@@ -234,7 +238,7 @@ class Vocab:
         return pieces
 
     def _defined_pieces(self) -> list[str]:
-        """The plain pieces, with nothing where nothing is defined."""
+        """The pieces, empty for special tokens and undefined ids."""
         pieces = list(self.pieces())
         for token_id in self._undefined:
             pieces[token_id] = ""
@@ -256,8 +260,8 @@ class Vocab:
         return [raw[0] if len(raw) == 1 else -1 for raw in table]
 
     def _ids_by_prefix(self) -> dict[bytes, list[int]]:
-        """By the bytes of a token, or of its piece where they are not known: all tokens that start so."""
-        return self._cached("groups", lambda: starting_with(self._byte_keys()))
+        """For the bytes of a token (of its piece if unknown), the ids of all tokens that start with them."""
+        return self._cached("groups", lambda: indices_by_prefix(self._byte_keys()))
 
     def _byte_keys(self) -> list[bytes]:
         return self._bytes() or [piece.encode() for piece in self._defined_pieces()]
@@ -265,8 +269,9 @@ class Vocab:
     def _prefix_to_ids(self) -> dict[str, list[int]]:
         groups = self._ids_by_prefix()
         pieces = self._defined_pieces()
-        # Whole characters start a text exactly when they start its bytes; parts of characters all look alike.
-        partial_characters = starting_with([piece if REPLACEMENT in piece else "" for piece in pieces])
+        # A piece of whole characters is a prefix of a text exactly if its bytes are; the pieces of parts of
+        # characters are all U+FFFD.
+        partial_characters = indices_by_prefix([piece if REPLACEMENT in piece else "" for piece in pieces])
         return {
             piece: partial_characters[piece] if piece in partial_characters else groups[key]
             for piece, key in zip(pieces, self._byte_keys(), strict=True)
@@ -290,7 +295,7 @@ class Vocab:
 
 @contextmanager
 def _gc_paused() -> Iterator[None]:
-    """Hundreds of thousands of small containers and no cycle: looking for cycles takes most of the time."""
+    """Pause garbage collection, which would take most of the time: the tables are many small containers."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -300,10 +305,10 @@ def _gc_paused() -> Iterator[None]:
             gc.enable()
 
 
-def starting_with(keys: Sequence[K]) -> dict[K, list[int]]:
-    """For every key that is not empty, the places of all keys that start with it, ascending.
+def indices_by_prefix(keys: Sequence[K]) -> dict[K, list[int]]:
+    """For every key that is not empty, the indices of all keys that start with it, ascending.
 
-    In sorted order a key comes right before those it is a prefix of, so one pass with a stack finds them all.
+    Sorted, a key stands right before the keys it is a prefix of, so one pass with a stack finds them all.
     """
     indices_by_key: dict[K, list[int]] = {}
     for index, key in enumerate(keys):
