@@ -169,7 +169,7 @@ class InstallLora:
             adapted = inner
             if not isinstance(inner, AdaptedExperts):
                 backend = ReferenceBackend(self.weights.up.device, self.weights.up.dtype)
-                adapted = AdaptedExperts(inner, partial(backend.experts, self.moe))
+                adapted = AdaptedExperts(inner, partial(backend.moe, self.moe))
             adapted.lora_weights.setdefault(self.adapter_id, {})[int(found[3]), found[4]] = self.weights
             return adapted
         kind = AdaptedEmbedding if self.role == "embed" else AdaptedLinear
