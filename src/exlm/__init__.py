@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     )
     from .hub import find_model
     from .kvcache import CACHES, Cache, CacheBase, CacheFP8, CacheFP16, CacheQ4, CacheQ6, CacheQ8
+    from .legacy.sampler_order import Sampler
     from .llm import (
         LLM,
         Completion,
@@ -70,7 +71,6 @@ if TYPE_CHECKING:
     )
     from .sampling import (
         PostSamplingResult,
-        Sampler,
         Settings,
     )
     from .tokenizer import Tokenizer
@@ -127,7 +127,8 @@ _EXPORTS = {
     "model": ("MatrixSummary", "Model", "Summary"),
     "convert.api": ("convert_model",),
     "quantize": ("Quality", "evaluate_model", "quantize_model", "validate_exl2", "write_report"),
-    "sampling": ("PostSamplingResult", "Sampler", "Settings"),
+    "sampling": ("PostSamplingResult", "Settings"),
+    "legacy.sampler_order": ("Sampler",),
     "tokenizer": ("Tokenizer",),
     "multimodal": ("EMBEDDING_INDEX", "MMEmbedding"),
 }

@@ -60,7 +60,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "convert": BASE | _below(7),
     "quantize": BASE | _below(7) | {"convert"},
     "llm": BASE | _below(9),
-    PUBLIC: BASE | _below(10),
+    PUBLIC: BASE | _below(10) | {"legacy"},
     "legacy": frozenset({PUBLIC}) | _below(9),
     "serve": frozenset({PUBLIC}),
     "batch": frozenset({PUBLIC, "serve"}),

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from exlm import Sampler
 from exlm.errors import InputError
-from exlm.sampling import Sampler, Settings
+from exlm.sampling import Settings
 from tests.sampling.random_inputs import ToyTokenizer, neutral
 
 ORDER = [
@@ -228,7 +229,7 @@ def test_off_values_are_accepted(fine: dict[str, Any]) -> None:
 
 
 def test_any_skew_compiles() -> None:
-    """One below -709 was an OverflowError in the midst of a round, for everybody in the batch."""
+    """One below -709 was an OverflowError in the middle of a step, for the whole batch."""
     logits = torch.tensor([[[1.0, 3.0, 2.0]]])
     for skew, likeliest in ((-1e4, True), (-1e308, True), (1e4, False)):
         settings = neutral(skew=skew)

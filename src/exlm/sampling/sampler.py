@@ -16,7 +16,6 @@ from torch import Tensor
 from ..errors import InputError
 from . import cfg as guidance
 from . import gpu_kernels as fused
-from . import legacy_sample as direct
 from .draw import GroupOutput, greedy_output
 from .gpu_batch import GpuSampler
 from .group_sampling import SamplingTask, join_groups, make_task, mark_failures, sample_group
@@ -32,7 +31,6 @@ class Sampler:
     """Chooses tokens for the rows of a batch. What it remembers of them saves time and changes nothing."""
 
     Settings = Settings
-    sample = staticmethod(direct.sample)
 
     def __init__(
         self,

@@ -1,7 +1,13 @@
-"""The direct call: `Sampler.sample` with exllamav2's signature, for scripts that run their own loop.
+"""`Sampler.sample` with exllamav2's signature, for scripts that run their own loop.
 
-It goes through the same steps as a batch, one row after the other, and differs only in what such scripts
-rely on: they bring the random number, mirostat's target is kept in the settings, and filters are asked here.
+It takes the same steps as a batch, one row after the other, and differs in what such scripts rely on: they
+bring the random number, mirostat's target is kept in the settings, and filters are asked on the spot.
+
+The token that a given random number selects depends on the order in which the old library walked along its
+candidates. Candidates that no step had sorted stood in the order of their ids, those above a threshold were
+gathered at the front by swapping, and asked for k top tokens it ran a quicksort just far enough to have the
+first k right and walked along whatever that left. This module keeps that order, so scripts that pass `random`
+get the same tokens. Distributions do not depend on it.
 """
 
 from __future__ import annotations
@@ -16,25 +22,70 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ..errors import BadLogits, InputError
+from .. import BadLogits, InputError, sampling
 from ..kernels.sampling_layout import INFINITE_LOGITS, NAN_LOGITS, NO_TOKEN_ALLOWED, THRESHOLD_TOLERANCE
-from . import cfg as guidance
-from .candidates import batch_params
-from .deterministic_topk import block_maxima, stable_sort_descending
-from .draw import greedy_output, pad_top_tokens
-from .group_sampling import SamplingTask, final_candidates, make_task, update_mus
-from .legacy_filter_mask import SampleFilterMask
-from .legacy_order import gather_above_threshold, inverse_cdf, partial_quicksort
-from .logits_processors import apply_allowed, apply_edits, check_bias, compute_edits
-from .params import CompiledSettings
-from .request import FAILURE_MESSAGES, SamplingRequest
-from .rng import uniform
-from .settings import Settings
-from .state import SamplerState
-from .vocabulary import SamplerVocabulary
+from ..sampling import SamplerState, SamplingRequest, Settings
+from ..sampling.candidates import batch_params
+from ..sampling.cfg import mix_logits
+from ..sampling.deterministic_topk import block_maxima, stable_sort_descending
+from ..sampling.draw import greedy_output, pad_top_tokens
+from ..sampling.group_sampling import SamplingTask, final_candidates, make_task, update_mus
+from ..sampling.logits_processors import apply_allowed, apply_edits, check_bias, compute_edits
+from ..sampling.params import CompiledSettings
+from ..sampling.request import FAILURE_MESSAGES
+from ..sampling.rng import uniform
+from ..sampling.vocabulary import SamplerVocabulary
 
-MAX_SORTED_TOP_K = 500  # top-k left its candidates in order, up to here
+MAX_SORTED_TOP_K = 500  # up to this k the old library left the candidates of top-k sorted
 SORTING_STEPS = frozenset({"tfs", "typical", "mirostat", "skew"})
+NEGLIGIBLE_PROB = 1e-8  # less probable candidates are moved to the end before sorting
+MAX_PASSES = 100  # passes over all candidates after which the quicksort is given up
+TARGET_MASS_FACTOR = 0.9998  # of the random number: how much of the total probability is walked past
+
+
+class SampleFilterMask:
+    """What filters allow next, and which tokens would end the text."""
+
+    def __init__(self, filters: Sequence[Any], eos: int | None = None) -> None:
+        """Ask the filters. `eos` is the token to insist on as soon as they allow it, None for none."""
+        all_can_mask = bool(filters) and all(_supports_masks(each) for each in filters)
+        self._masking_filters: Sequence[Any] = filters if all_can_mask else ()
+        self._allowed_ids: set[int] | None = None
+        self._end_ids: set[int] = set()
+        for each in self._masking_filters:
+            if not (each.get_next(mask=True) if hasattr(each, "get_next") else each.prepare_logit_mask()):
+                raise InputError(
+                    "Attempting to use precomputed logit mask, but filter is not precomputing mask."
+                )
+        for each in () if all_can_mask else filters:
+            allowed, ends = each.get_next() if hasattr(each, "get_next") else each.next()
+            self._end_ids |= set(ends or ())
+            if allowed is not None:
+                self._allowed_ids = (
+                    set(allowed) if self._allowed_ids is None else self._allowed_ids & set(allowed)
+                )
+        if self._allowed_ids is not None and not self._allowed_ids:
+            raise InputError("Filter excluded all tokens: what the filters allow has nothing in common.")
+        if eos is not None and self._allowed_ids is not None and eos in self._allowed_ids:
+            self._allowed_ids = {eos}
+
+    def apply(self, x: Tensor) -> None:
+        """Exclude from logits (vocab,), in place, what the filters do not allow."""
+        for each in self._masking_filters:
+            masked = each.mask_logits(x)
+            x.copy_(
+                torch.nn.functional.pad(masked, (0, max(0, len(x) - len(masked))), value=-torch.inf)[: len(x)]
+            )
+        if self._allowed_ids is not None:
+            apply_allowed(x, self._allowed_ids)
+
+    def ends_text(self, token: int) -> bool:
+        """Whether a token ends the text."""
+        return token in self._end_ids
+
+
+def _supports_masks(each: Any) -> bool:
+    return hasattr(each, "can_mask_logits") and bool(each.can_mask_logits())
 
 
 @dataclass
@@ -237,7 +288,7 @@ def _logits_rows(
         return x
     if len(x) != 2:
         raise InputError(f"CFG requires logits to be bsz 2, found {len(x)}.")
-    return guidance.mix_logits(x[:1], x[1:], torch.tensor([[float(settings.cfg_scale)]]))
+    return mix_logits(x[:1], x[1:], torch.tensor([[float(settings.cfg_scale)]]))
 
 
 def _check_max_logit(logit: float) -> None:
@@ -250,3 +301,75 @@ def _seed_from_float(number: float) -> int:
     """The bits of a float, as a seed for the rows that derive their number from it."""
     (bits,) = struct.unpack("<Q", struct.pack("<d", number))
     return int(bits)
+
+
+def partial_quicksort(p: list[float], num_top: int) -> list[int]:
+    """Places of the candidates: the `count` most probable in order, then the rest as quicksort leaves it.
+
+    Where the quicksort would take for ever, on what is nearly sorted already, all of them in order.
+    """
+    order = list(range(len(p)))
+    ranges = [(0, _move_negligible_to_end(p, order))]
+    comparisons_left = MAX_PASSES * len(p)
+    while ranges:
+        low, high = ranges.pop()
+        if low < high and low <= num_top:
+            comparisons_left -= high - low
+            if comparisons_left < 0:
+                return sorted(range(len(p)), key=lambda place: -p[place])
+            middle = _partition(p, order, low, high)
+            ranges += ((low, middle - 1), (middle + 1, high))
+    return order
+
+
+def gather_above_threshold(above: Tensor) -> tuple[Tensor, Tensor]:
+    """Places of the candidates above a threshold (n,) in order, and of one below it that got in, if one did.
+
+    Each low candidate among the first was swapped with the last high one there was left. Where the two
+    pointers met nobody looked: if it was at a low candidate, just swapped there or the last of all, that
+    counted, too.
+    """
+    count = int(above.sum())
+    places = torch.arange(count, device=above.device)
+    low = (~above[:count]).nonzero().squeeze(1)
+    places[low] = above[count:].nonzero().squeeze(1).flip(0) + count
+    if count < len(above) and bool(above[count]):
+        return places, low[-1:]
+    return places, torch.full((1 if count == len(above) - 1 else 0,), count, device=above.device)
+
+
+def inverse_cdf(p: Tensor, u: float) -> int:
+    """Where along probabilities (n,) the walk ends for a uniform number; never at one that is 0."""
+    nonzero = p.nonzero().squeeze(1)
+    sums = p.double().cumsum(0)
+    place = int((sums < TARGET_MASS_FACTOR * u * sums[-1]).sum())
+    return min(max(place, int(nonzero[0])), int(nonzero[-1]))
+
+
+def _move_negligible_to_end(p: list[float], order: list[int]) -> int:
+    """Swap negligible candidates to the end; the last place before them."""
+    here, end = 0, len(order) - 1
+    while here <= end:
+        if p[order[here]] < NEGLIGIBLE_PROB:
+            order[here], order[end] = order[end], order[here]
+            end -= 1
+        else:
+            here += 1
+    return end
+
+
+def _partition(p: list[float], order: list[int], low: int, high: int) -> int:
+    """Larger than the last before it, the others after it; its new place."""
+    pivot, border = p[order[high]], low
+    for here in range(low, high):
+        if p[order[here]] > pivot:
+            order[border], order[here] = order[here], order[border]
+            border += 1
+    order[border], order[high] = order[high], order[border]
+    return border
+
+
+class Sampler(sampling.Sampler):
+    """Chooses tokens for the rows of a batch, or for one call of a script that runs its own loop."""
+
+    sample = staticmethod(sample)
