@@ -12,14 +12,17 @@ from typing import Any, Literal
 
 @contextmanager
 def interrupted(after: int, files: Collection[str], at: Literal["line", "call"] = "line") -> Iterator[None]:
-    """In the block; `files` are names without folders. The interpreter itself looks for it at calls."""
+    """In the block; `files` are names without folders. The interpreter itself looks for it at calls.
+
+    Not in finalisers: there the interpreter reports it, and goes on.
+    """
     left = after
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal left
         if event == "call" and Path(frame.f_code.co_filename).name not in files:
             return None
-        if event == at:
+        if event == at and frame.f_code.co_name != "__del__":
             left -= 1
             if left < 0:
                 sys.settrace(None)

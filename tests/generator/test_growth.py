@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +18,12 @@ import torch
 from benchmarks import host
 from exlm.errors import NotLoaded
 from exlm.generator.engine import EngineCore
+from exlm.generator.generator import JobGroup
 from exlm.generator.job import Job
 from exlm.generator.page_table import PageTable
-from exlm.generator.pending_results import PendingResults
-from exlm.generator.results import streaming_result
 from exlm.generator.speculative import NgramDrafter
 from exlm.sampling import Settings
+from tests.generator import scripted
 from tests.generator.counting import instructions
 from tests.generator.test_engine import TOKENIZER, alphabet, job, make_engine, run, streaming_results
 from tests.generator.toy_model import VOCAB, ToyRunner
@@ -173,25 +174,20 @@ def test_adapters_are_looked_after_once_for_all_jobs_that_have_them() -> None:
     assert not machine._adapted
 
 
-class Unread(dict[Job, None]):
-    """Many jobs, which may be asked for one and not gone through."""
-
-    def __iter__(self) -> Iterator[Job]:
-        raise AssertionError("all jobs were gone through")
-
-
-def test_results_of_few_are_found_without_going_through_all_who_wait() -> None:
-    machine = make_engine()
-    jobs = [job("abc", 2) for _ in range(50)]
-    for one in jobs:
-        machine.enqueue(one)
-    machine.step()
-    backlog = PendingResults()
-    assert backlog.take(Unread.fromkeys(jobs)) == []
-    backlog.add(streaming_result(jobs[0]))
-    assert backlog.take(Unread.fromkeys(jobs[1:])) == []
-    assert [one["job"] for one in backlog.take(Unread.fromkeys(jobs))] == [jobs[0]]
-    assert backlog.take({jobs[0]}) == []
+def test_reading_results_is_as_much_work_beside_any_number_of_jobs(tmp_path: Path) -> None:
+    tokenizer = scripted.make_tokenizer(tmp_path)
+    counts = []
+    for count in (10, 3000):
+        machine = scripted.make_generator(tokenizer, max_batch_size=2)
+        own = scripted.job("abc", 500)
+        group = JobGroup(machine, [own])
+        group.enqueue()
+        machine.enqueue([scripted.job([2 + n % 26, 3], 500) for n in range(count)])
+        while own.new_tokens < 5:
+            group.next_result()
+        counts.append([instructions(group.next_result), instructions(machine.num_remaining_jobs)])
+        assert machine.num_pending_jobs == count - 1
+    assert counts[0] == counts[1]
 
 
 def test_the_drafter_of_the_benchmark_is_right_all_the_time() -> None:

@@ -377,3 +377,81 @@ def test_an_async_job_that_nothing_reads_runs_to_its_end(tokenizer: Tokenizer) -
             await machine.close()
 
     asyncio.run(main())
+
+
+# What was lost before each job's results had a queue
+
+
+def test_a_step_that_raises_keeps_the_results_of_earlier_steps(machine: Generator) -> None:
+    own = job("abc", 9)
+    machine.enqueue(own)
+    machine.generate("xyz", 4, gen_settings=GREEDY)
+    runner = machine.model.runners[0]
+    decode = runner.decode
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    runner.decode = fail
+    with pytest.raises(RuntimeError, match="out of memory"):
+        machine.iterate()
+    runner.decode = decode
+    text = "".join([result.get("text", "") for result in streaming_results(run(machine))])
+    assert text == own.full_completion == "defghijkl"
+
+
+def test_a_call_whose_job_was_dropped_raises_while_others_run(machine: Generator) -> None:
+    """It ran steps for the others until they had ended."""
+
+    def replace(_: Any) -> None:
+        machine.clear_queue()
+        machine.enqueue(other)
+
+    other = job("bcd", 200)
+    with pytest.raises(InputError, match="dropped before its end"):
+        machine.generate("abc", 5, gen_settings=hooked(replace))
+    assert other.new_tokens <= 1
+    assert not other.is_finished
+
+
+def test_a_cancelled_job_of_another_generator_keeps_its_results(machine: Generator) -> None:
+    own, other = job("abc", 3), make_generator(machine.tokenizer)
+    machine.enqueue(own)
+    other.cancel(own)
+    assert len(streaming_results(run(machine))) == 3
+
+
+def test_a_job_enqueued_beside_async_jobs_is_read_by_iterate(tokenizer: Tokenizer) -> None:
+    """Its results came to the async generator, which had no consumer for them."""
+
+    async def main() -> None:
+        machine = AsyncGenerator(ScriptedModel(), ScriptedCache(), tokenizer)
+        own = job("abc", 4)
+        async with asyncio.timeout(TIMEOUT):
+            machine.generator.enqueue(own)
+            async for _ in AsyncJob(machine, ids("klm"), 9, gen_settings=GREEDY):
+                pass
+            results = streaming_results([[dict(result) for result in machine.generator.iterate()]])
+            assert "".join([result["text"] for result in results]) == "defg"
+            await machine.close()
+
+    asyncio.run(main())
+
+
+def test_an_async_job_whose_queue_was_cleared_raises(tokenizer: Tokenizer) -> None:
+    """Its consumer waited for ever."""
+
+    async def main() -> None:
+        machine = AsyncGenerator(ScriptedModel(), ScriptedCache(), tokenizer)
+
+        async def read() -> None:
+            async for result in AsyncJob(machine, ids("abc"), 2000, gen_settings=GREEDY):
+                if result["stage"] == "streaming":
+                    machine.generator.clear_queue()
+
+        async with asyncio.timeout(TIMEOUT):
+            with pytest.raises(InputError, match="dropped before its end"):
+                await read()
+            await machine.close()
+
+    asyncio.run(main())

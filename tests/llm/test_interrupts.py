@@ -17,7 +17,7 @@ def test_an_interrupted_call_releases_the_lock(tmp_path: Path) -> None:
         whole, after = False, 0
         while not whole:
             try:
-                with interrupted(after, {"request_router.py"}, at="call"):
+                with interrupted(after, {"llm.py", "generator.py"}, at="call"):
                     llm.generate("abc", settings=GREEDY, max_new_tokens=3)
                     "".join(llm.stream("abcd", settings=GREEDY, max_new_tokens=2))
                     whole = True

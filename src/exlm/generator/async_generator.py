@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any
 
 from ..errors import InputError
 from .generator import Generator
 from .job import Job
-from .results import Result
+from .results import Result, ResultQueue
 
 END_OF_RESULTS = object()
 
@@ -24,6 +25,8 @@ class AsyncGenerator:
         """The arguments are those of `Generator`."""
         self.generator = Generator(*arguments, **options)
         self.jobs: dict[int, AsyncJob] = {}
+        self.results: ResultQueue = deque()
+        """Results of these jobs that no consumer was given yet."""
         self._closed = False
         self.iteration_task: asyncio.Task[None]
         self._bind_event_loop(asyncio.get_running_loop())
@@ -54,6 +57,7 @@ class AsyncGenerator:
         for job in self.jobs.values():
             job.queue.put_nowait(END_OF_RESULTS)
         self.jobs.clear()
+        self.results.clear()
 
     def ensure_running(self) -> None:
         """Be at work in the event loop that is running; jobs of one that has ended ended with it."""
@@ -66,6 +70,7 @@ class AsyncGenerator:
             raise InputError("This generator is at work in another event loop: make one for this loop.")
         self.generator.clear_queue()
         self.jobs.clear()
+        self.results.clear()
         self._bind_event_loop(loop)
 
     def _bind_event_loop(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -90,18 +95,18 @@ class AsyncGenerator:
 
     async def _run(self) -> None:
         while not self._closed:
-            if not self.generator.num_remaining_jobs():
+            if not self.jobs:
                 self._has_jobs.clear()
                 await self._has_jobs.wait()
                 continue
             async with self._step_lock:
                 try:
-                    results = await asyncio.to_thread(self.generator.iterate)
+                    await asyncio.to_thread(self.generator.step_unless_results, self.results)
                 except Exception as error:
                     self._fail_all(error)
                     continue
-            for result in results:
-                self._deliver(result)
+            while self.results:
+                self._deliver(self.results.popleft())
             await asyncio.sleep(0)
 
     def _deliver(self, result: Result) -> None:
@@ -119,6 +124,7 @@ class AsyncGenerator:
         for job in self.jobs.values():
             job.queue.put_nowait(error)
         self.jobs.clear()
+        self.results.clear()
 
 
 class AsyncJob:
@@ -129,6 +135,7 @@ class AsyncJob:
         generator.ensure_running()
         self.generator = generator
         self.job = Job(*arguments, **options)
+        self.job.result_queue = generator.results
         self.queue: asyncio.Queue[Any] = asyncio.Queue()
         self.cancelled = False
         self._submit_task = asyncio.get_running_loop().create_task(self._submit())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Collection, Sequence
+from collections import deque
+from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
@@ -14,8 +15,7 @@ from .call_arguments import GENERATE_ARGUMENTS, argument_names, drop_unknown, re
 from .engine import EngineCore
 from .job import JOB_ARGUMENTS, Job, materialize
 from .page_table import PageTable
-from .pending_results import PendingResults
-from .results import Result, StreamingResult, error_result
+from .results import Result, ResultQueue, StreamingResult, error_result
 from .speculative import Drafter, ModelDrafter, NgramDrafter
 from .validation import (
     PAGE,
@@ -40,6 +40,7 @@ DRAFT_SHARES_CACHE = (
     "draft_cache is the model's own cache, where the draft model would write over what the model reads: give "
     "it one of its own, draft_cache=Cache(draft_model, max_seq_len=cache.max_seq_len)."
 )
+DROPPED = "The request was dropped before its end: the generator's queue was cleared."
 VOCAB_MULTIPLE = 32  # the old library's logits were a multiple of this wide
 
 
@@ -116,14 +117,14 @@ class Generator:
             num_draft_tokens=self.num_draft_tokens,
             make_extras=lambda *args: model.make_extras(*args),
         )
-        self.awaited_jobs: set[Job] = set()
-        """Jobs that a call runs to their ends: `results_of` returns their results, not `iterate`."""
-        self._pending_results = PendingResults()  # results of jobs that the calling thread did not wait for
-        # Entered and left by the interpreter itself: Ctrl-C cannot come between taking it and the block.
-        self.lock = threading.RLock()  # held while the queue changes and during a step
-        self.in_step = False  # in the midst of a round
-        self._cancelled_in_step: set[Job] = set()  # cancelled in the midst of it, by a hook or a filter
-        self._last_writer: object = None  # who had written to the cache last when a round of ours was over
+        self._results: ResultQueue = deque()
+        """Results that `iterate` returns: those of jobs that no call waits for."""
+        self._abandoned: deque[Job] = deque()  # to be cancelled before the next step, or the next look
+        # `with` takes and leaves it, so that Ctrl-C cannot come between taking it and the block.
+        self.lock = threading.RLock()
+        """Held during a step, and while the queue of jobs changes."""
+        self._in_step = False
+        self._last_writer: object = None  # who had written to the cache last when our last step ended
 
     @property
     def pending_jobs(self) -> list[Job]:
@@ -159,50 +160,69 @@ class Generator:
         return [self._enqueue(one) for one in job]
 
     def iterate(self) -> list[Result]:
-        """One round of the loop and its results; [] if there is nothing to do. Other threads wait for it."""
-        with self.lock:
-            found = self._pending_results.take_except(self.awaited_jobs)
-            for result in self._step():
-                if result["job"] in self.awaited_jobs:
-                    self._pending_results.add(result)
-                else:
-                    found.append(result)
-            return found
+        """Run a step for all jobs; the results of those that no other call waits for, earlier steps' first.
 
-    def iterate_for(self, jobs: Collection[Job]) -> list[Result]:
-        """What became of these jobs, in rounds for others or else in one more; others' results are kept."""
+        Other threads wait for the step. [] if there is nothing to do.
+        """
         with self.lock:
-            if found := self._pending_results.take(jobs):
-                return found
-            for result in self._step():
-                if result["job"] in jobs:
-                    found.append(result)
-                else:
-                    self._pending_results.add(result)
-            return found
+            self._step()
+            results = [result for result in self._results if not result["job"].cancelled]
+            self._results.clear()
+            return results
+
+    def step_unless_results(self, results: ResultQueue, owner: str = "generator") -> None:
+        """Run a step if `results`, the queue of some jobs, is empty; other threads wait for it meanwhile.
+
+        A thread that had to wait mostly finds results of its own jobs then, and runs no step. Raises
+        InputError if no job is left that could give any, or in the middle of a step, as `owner`.
+        """
+        with self.lock:
+            if results:
+                return
+            self._step(owner)
+            if not (results or self._engine.busy):
+                raise InputError(DROPPED)
 
     def cancel(self, job: Job) -> None:
-        """Drop a job, waiting or running; no result is given for it. Harmless for a finished one."""
+        """Drop a job, waiting or running, and its results that were not read. Harmless for a finished one."""
         with self.lock:
-            self._pending_results.take({job})
-            if self.in_step:
-                self._cancelled_in_step.add(job)
+            if job in self._engine.scheduler or job.result_queue is self._results:
+                job.cancelled = True
             self._engine.cancel(job)
 
     def clear_queue(self) -> None:
-        """Drop every job."""
+        """Drop every job, and the results that `iterate` would return."""
         with self.lock:
-            self._pending_results.clear()
-            if self.in_step:
-                self._cancelled_in_step |= {*self.active_jobs, *self.pending_jobs}
-            self._engine.clear()
+            self._results.clear()
+            for job in [*self.active_jobs, *self.pending_jobs]:
+                self.cancel(job)
+
+    def cancel_later(self, jobs: Sequence[Job]) -> None:
+        """Drop jobs at the next call. A finaliser may call this at any moment, for it takes no lock."""
+        self._abandoned.extend(jobs)
+
+    def cancel_abandoned(self) -> None:
+        """Drop the jobs given to `cancel_later`."""
+        with self.lock:
+            while self._abandoned:  # Ctrl-C may come before a job has left the list: it is cancelled again
+                self.cancel(self._abandoned[0])
+                self._abandoned.popleft()
 
     def num_remaining_jobs(self) -> int:
-        """Jobs that wait or run, and those whose end `iterate` has not told yet."""
+        """Jobs that wait or run, and those whose last result `iterate` has not returned yet."""
         with self.lock:
-            return self._engine.scheduler.num_unfinished + self._pending_results.num_finished(
-                excluded=self.awaited_jobs
-            )
+            self.cancel_abandoned()
+            unread = [result["eos"] and not result["job"].cancelled for result in self._results]
+            return self._engine.scheduler.num_unfinished + sum(unread)
+
+    def check_not_in_step(self, owner: str) -> None:
+        """Raise InputError if this is called by a hook or a filter of a job, in the middle of a step."""
+        with self.lock:  # held by the thread that runs the step
+            if self._in_step:
+                raise InputError(
+                    f"A hook or a filter asks the {owner} that waits for it: make another {owner} for that, "
+                    "or ask later. It may enqueue and cancel jobs."
+                )
 
     def max_sequence_length(self, num_sequences: int = 1) -> int:
         """How long, prompt and answer together, so many sequences of one job may become in an empty cache."""
@@ -336,69 +356,51 @@ class Generator:
         ]
 
     def _run_to_end(self, jobs: list[Job], abort: threading.Event | None) -> list[StreamingResult] | None:
-        """Run until these jobs are done, or one of them fails; None if aborted. Whatever is left is dropped.
-
-        Other jobs run along; their results are kept for the calls that wait for them.
-        """
-        done: dict[Job, StreamingResult] = {}
-        own = set(jobs)
+        """The last result of each job; None if aborted. If one of them fails the others are dropped."""
+        group = JobGroup(self, jobs)
+        last: dict[Job, StreamingResult] = {}
         try:
-            self.awaited_jobs |= own
-            for job in jobs:
-                self._enqueue(job)
-            while len(done) < len(jobs):
-                error: Exception | None = None
-                with self.lock:
-                    found = self.iterate_for(own)
-                    idle = not self._engine.busy
-                for result in found:
-                    if result["stage"] == "streaming" and result["eos"]:
-                        done[result["job"]] = result
-                        error = error or result.get("error")
-                if error is not None:
-                    raise error
+            group.enqueue()
+            while group.unfinished:
+                result = group.next_result()
+                if result is not None and result["stage"] == "streaming":
+                    last[result["job"]] = result
                 if abort is not None and abort.is_set():
                     return None
-                if idle and not found:
-                    raise InputError("The request was dropped before its end: the queue was cleared.")
         finally:
-            self.awaited_jobs -= own
-            for job in jobs:
-                self.cancel(job)
-        return [done[job] for job in jobs]
+            group.cancel()
+        return [last[job] for job in jobs]
 
     def _enqueue(self, job: Job) -> int:
         """Queue a job; clear the prefix cache first if another caller has written to the cache."""
         with self.lock:
+            self.cancel_abandoned()
             if not self._engine.busy and self.cache.last_writer is not self._engine.runner:
                 self._engine.page_table.clear()
                 self.cache.last_writer = self._last_writer = self._engine.runner
-            return self._engine.enqueue(job)
+            serial = self._engine.enqueue(job)
+            if job.result_queue is None:
+                job.result_queue = self._results
+            return serial
 
-    def _step(self) -> list[Result]:
-        """A round of the loop, if anybody waits for one."""
-        if self.in_step:
-            raise InputError(
-                "A hook or a filter asks the generator that waits for it: make another generator for that, "
-                "or ask later. It may enqueue and cancel jobs."
-            )
-        overwritten = (
-            self._fail_overwritten()
-            if self._engine.busy and self.cache.last_writer is not self._last_writer
-            else []
-        )
+    def _step(self, owner: str = "generator") -> None:
+        """Run a step, if there are jobs, and put each result into its job's queue."""
+        self.check_not_in_step(owner)
+        self.cancel_abandoned()
+        if not self._engine.busy:
+            return
         try:
-            self.in_step = True
-            self._cancelled_in_step.clear()
-            found = [*overwritten, *(self._engine.step() if self._engine.busy else ())]
-            return (
-                [one for one in found if one["job"] not in self._cancelled_in_step]
-                if self._cancelled_in_step
-                else found
-            )
+            self._in_step = True
+            results: list[Result] = []
+            if self.cache.last_writer is not self._last_writer:
+                results += self._fail_overwritten()
+            results += self._engine.step()
+            for result in results:
+                queue = result["job"].result_queue
+                if queue is not None:
+                    queue.append(result)
         finally:
-            self.in_step = False
-            self._cancelled_in_step.clear()
+            self._in_step = False
             self._last_writer = self.cache.last_writer
 
     def _fail_overwritten(self) -> list[Result]:
@@ -430,3 +432,48 @@ class Generator:
                 f"{self.draft_model.max_seq_len} and {self.model.max_seq_len}."
             )
         return ModelDrafter(self.draft_model.runner(self.draft_cache))
+
+
+class JobGroup:
+    """Jobs that one call runs to their ends: they share a result queue and are cancelled together."""
+
+    def __init__(self, generator: Generator, jobs: Sequence[Job], owner: str = "generator") -> None:
+        """`owner` is what an error calls the generator if a hook calls it in the middle of a step."""
+        self.unfinished = set(jobs)
+        """Jobs whose last result was not read yet."""
+        self._generator, self._jobs, self._owner = generator, jobs, owner
+        self._results: ResultQueue = deque()
+        for job in jobs:
+            job.result_queue = self._results
+
+    def enqueue(self) -> None:
+        """Queue all of them. The caller cancels the group, also if this raises."""
+        self._generator.check_not_in_step(self._owner)
+        for job in self._jobs:
+            self._generator.enqueue(job)
+
+    def next_result(self) -> Result | None:
+        """The next result; None if there was none and a step brought none. Raises a failed job's error."""
+        if not self._results:
+            self._generator.step_unless_results(self._results, self._owner)
+        while self._results:
+            result = self._results.popleft()
+            if result["job"].cancelled:
+                continue
+            if result["stage"] == "streaming" and result["eos"]:
+                self.unfinished.discard(result["job"])
+                if "error" in result:
+                    raise result["error"]
+            return result
+        if any(job.cancelled for job in self.unfinished):
+            raise InputError(DROPPED)
+        return None
+
+    def cancel(self) -> None:
+        """Drop the jobs that are not finished."""
+        self.abandon()
+        self._generator.cancel_abandoned()
+
+    def abandon(self) -> None:
+        """Drop them at the next call of the generator; for finalisers."""
+        self._generator.cancel_later(self._jobs)

@@ -17,7 +17,7 @@ from ..tokenizer import EMBEDDING_INDEX
 from .call_arguments import GENERATE_ARGUMENTS, argument_names, reject_unknown
 from .metrics import LegacyTimestamps, RequestMetrics
 from .output import OutputProcessor
-from .results import JobTokenSequence, SampledToken, common_fields, mask_tensor
+from .results import JobTokenSequence, ResultQueue, SampledToken, common_fields, mask_tensor
 from .speculative import AdaptiveDraftLength
 from .token_sequence import TokenSequence, build_salt
 
@@ -114,7 +114,9 @@ class Job(LegacyTimestamps):
             for prompt in self.prompts
         ]
         self.serial_number, self.skips = -1, 0
-        self.metrics, self.is_finished = RequestMetrics(), False
+        self.metrics, self.is_finished, self.cancelled = RequestMetrics(), False, False
+        self.result_queue: ResultQueue | None = None
+        """Where its generator puts its results; the one that `iterate` reads, unless set before enqueue."""
         self.final_held_text: str | None = ""  # None while only its output knows
         self.accepted_draft_tokens = self.rejected_draft_tokens = 0
         self.draft_length = STILL  # the generator that takes it sets its own if it guesses

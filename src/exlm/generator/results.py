@@ -6,9 +6,10 @@ makes tensors.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NotRequired, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NotRequired, TypeAlias, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -88,6 +89,9 @@ class CommonFields(TypedDict):
 
 
 Result = StartedResult | PrefillResult | StreamingResult
+ResultQueue: TypeAlias = "deque[Result]"
+"""Results of jobs that one call reads, oldest first."""
+
 R = TypeVar("R", StartedResult, PrefillResult, CommonFields)
 
 

@@ -7,34 +7,29 @@ another generator, and what it does not offer is a `Job` away.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Self, TypeAlias, overload
 
+import torch
 from torch import Tensor
 
-from ..config import Config
-from ..constrained import Filter, GrammarFilter, JsonSchemaFilter, RegexFilter
-from ..errors import InputError, NotLoaded
-from ..generator import Generator, Job
-from ..generator.job import materialize
-from ..hub import find_model
-from ..kvcache import CACHES, PAGE_SIZE, CacheBase
-from ..model import Model
-from ..sampling import Settings
-from ..tokenizer import Tokenizer
-from .inputs import (
-    combined_filters,
-    encode_chat,
-    normalized_messages,
-    stop_list,
-    values_per_prompt,
-    wrapped_embeddings,
-)
-from .outputs import Completion, Stream
-from .request_router import RequestRouter
+from .config import Config
+from .constrained import Filter, GrammarFilter, JsonSchemaFilter, RegexFilter
+from .errors import InputError, NotLoaded
+from .generator import Generator, Job, StreamingResult
+from .generator.generator import JobGroup
+from .generator.job import materialize
+from .hub import find_model
+from .kvcache import CACHES, PAGE_SIZE, CacheBase
+from .model import Model
+from .sampling import Settings
+from .tokenizer import Tokenizer
+from .tokenizer.prompt_formats import PromptFormat
 
 DEFAULT_MAX_SEQ_LEN = 8192
 """The longest sequence, prompt and answer together, unless the user says otherwise or the model has less."""
@@ -42,6 +37,7 @@ DEFAULT_MAX_SEQ_LEN = 8192
 DEFAULT_MAX_NEW_TOKENS = 512
 """The longest answer in tokens, unless the user says otherwise or the context has less left."""
 
+FinishReason = Literal["stop_token", "stop_string", "max_new_tokens", "end_filter"]
 CacheType = Literal["fp16", "q8", "q6", "q4", "fp8"]
 Prompt: TypeAlias = str | tuple[str, str]
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
@@ -53,6 +49,97 @@ RENAMED_ARGUMENTS: Mapping[str, str] = MappingProxyType(
     {"gen_settings": "settings", "stop_conditions": "stop", "input_ids": "the prompt"}
 )
 """Arguments of a `Job` that go by another name here."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a model said, and what it took; `str()` of it is the text.
+
+    `token_ids` are the tokens behind the text: a stop token is not among them, those of a stop string are.
+    `new_tokens` counts the stop token too. `cached_tokens` of the `prompt_tokens` were already in the cache.
+    Times are in seconds.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    cached_tokens: int
+    new_tokens: int
+    time_prefill: float
+    time_generate: float
+    accepted_draft_tokens: int = 0
+    rejected_draft_tokens: int = 0
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Stream(Iterator[str]):
+    """An answer on its way: iterate for its pieces of text; `completion` is the whole of it at the end.
+
+    To leave early, stop iterating and let go of it, or call `close()`, which another thread may do: the
+    request is dropped.
+    """
+
+    _enqueued = False
+
+    def __init__(self, group: JobGroup) -> None:
+        """`group` is one job, which is enqueued when the first piece is asked for."""
+        self.completion: Completion | None = None
+        self._group = group
+        self._token_ids: list[int] = []
+        self._last: StreamingResult | None = None
+        self._lock = threading.RLock()
+        self._advancing = False  # the thread that holds the lock waits for a piece
+        self._closed = False
+
+    def __next__(self) -> str:
+        with self._lock:
+            piece = None if self._closed else self._next_piece()
+        if piece is None or self._closed:  # looked at without the lock, so that a close() meanwhile is seen
+            self.close()
+            raise StopIteration
+        return piece
+
+    def __del__(self) -> None:
+        """Drop the request at the next call: the garbage collector may come in the middle of a step."""
+        if self._enqueued and self._group.unfinished:
+            self._group.abandon()
+
+    def close(self) -> None:
+        """Drop the request if it is still running; while a thread waits for a piece, once it has come."""
+        self._closed = True
+        if self._lock.acquire(blocking=False):
+            try:
+                if not self._advancing:
+                    self._group.cancel()
+            finally:
+                self._lock.release()
+
+    def _next_piece(self) -> str | None:
+        """The next piece of text, None after the last one."""
+        try:
+            self._advancing = True
+            if not self._enqueued:
+                self._enqueued = True
+                self._group.enqueue()
+            while self._group.unfinished:
+                result = self._group.next_result()
+                if result is not None and result["stage"] == "streaming":
+                    self._last = result
+                    self._token_ids += _token_ids(result)
+                    if text := result.get("text"):
+                        return text
+            if self._last is not None:
+                self.completion = _completion(self._last, self._token_ids)
+            return None
+        except BaseException:
+            self._closed = True
+            self._group.cancel()
+            raise
+        finally:
+            self._advancing = False
 
 
 class LLM:
@@ -98,14 +185,16 @@ class LLM:
             draft_parts = _load_model(draft_config, CACHES[cache_type], tokens, progress)
             draft_options = dict(zip(("draft_model", "draft_cache"), draft_parts, strict=True))
         loaded, cache = _load_model(self.config, CACHES[cache_type], tokens, progress)
-        self._router: RequestRouter | None = RequestRouter(
-            Generator(loaded, cache, self.tokenizer, max_batch_size=max_batch_size, **draft_options)
+        self._generator: Generator | None = Generator(
+            loaded, cache, self.tokenizer, max_batch_size=max_batch_size, **draft_options
         )
 
     @property
     def generator(self) -> Generator:
         """What runs the requests."""
-        return self._get_router().generator
+        if self._generator is None:
+            raise NotLoaded("This LLM was closed: make another one.")
+        return self._generator
 
     @property
     def model(self) -> Model:
@@ -121,13 +210,15 @@ class LLM:
 
     def close(self) -> None:
         """Drop every request, the weights and the cache; calling it again does nothing."""
-        if self._router is None:
+        generator = self._generator
+        if generator is None:
             return
-        self._router.close()
-        for model in (self.generator.model, self.generator.draft_model):
+        generator.check_not_in_step("LLM")
+        generator.clear_queue()
+        for model in (generator.model, generator.draft_model):
             if model is not None:
                 model.unload()
-        self._router = None
+        self._generator = None
 
     def __enter__(self) -> Self:
         return self
@@ -200,14 +291,14 @@ class LLM:
         if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | Mapping):
             raise InputError(f"Give a prompt or a list of them; found {type(prompts).__name__}.")
         texts: list[Any] = [prompts] if single else list(prompts)
-        settings_list = values_per_prompt("settings", settings, len(texts))
+        settings_list = _values_per_prompt("settings", settings, len(texts))
         per_prompt = {name: job_arguments.pop(name, None) for name in ("filters", "embeddings")}
         lists = {
-            name: [per_prompt[name]] if single else values_per_prompt(name, per_prompt[name], len(texts))
+            name: [per_prompt[name]] if single else _values_per_prompt(name, per_prompt[name], len(texts))
             for name in per_prompt
         }
         embeddings = [
-            wrapped_embeddings(self.model, *pair) for pair in zip(texts, lists["embeddings"], strict=True)
+            _wrapped_embeddings(self.model, *pair) for pair in zip(texts, lists["embeddings"], strict=True)
         ]
         compiled, stop = self._make_filters(json_schema, regex, grammar), materialize(stop)
         common = {name: materialize(value) for name, value in job_arguments.items()}
@@ -218,12 +309,12 @@ class LLM:
                 settings_list[i],
                 stop,
                 seed + i if isinstance(seed, Integral) else seed,
-                combined_filters(lists["filters"][i], compiled),
+                _combined_filters(lists["filters"][i], compiled),
                 {**common, "embeddings": embeddings[i]},
             )
             for i, text in enumerate(texts)
         ]
-        completions = self._get_router().run_to_end(jobs)
+        completions = self._run_to_end(jobs)
         return completions[0] if single else completions
 
     def chat(
@@ -246,14 +337,14 @@ class LLM:
         said before is found in the cache, so a turn costs only itself. `template` holds variables for the
         chat template, such as `tools` or `enable_thinking`; the rest is as in `generate`.
         """
-        filters = combined_filters(
+        filters = _combined_filters(
             job_arguments.pop("filters", None), self._make_filters(json_schema, regex, grammar)
         )
         ids, template_stops = self._encode_chat(messages, template, job_arguments)
         job = self._make_job(
-            ids, max_new_tokens, settings, [*template_stops, *stop_list(stop)], seed, filters, job_arguments
+            ids, max_new_tokens, settings, [*template_stops, *_stop_list(stop)], seed, filters, job_arguments
         )
-        return self._get_router().run_to_end([job])[0]
+        return self._run_to_end([job])[0]
 
     def stream(
         self,
@@ -275,25 +366,39 @@ class LLM:
 
         Nothing runs before the first piece is asked for; what does not fit the model is refused then.
         """
-        filters = combined_filters(
+        filters = _combined_filters(
             job_arguments.pop("filters", None), self._make_filters(json_schema, regex, grammar)
         )
         if isinstance(prompt, str | tuple):
-            embeddings = wrapped_embeddings(self.model, prompt, job_arguments.get("embeddings"))
+            embeddings = _wrapped_embeddings(self.model, prompt, job_arguments.get("embeddings"))
             job_arguments["embeddings"] = embeddings
             ids = self._encode(prompt, add_bos, encode_special_tokens, embeddings)
         else:
             ids, template_stops = self._encode_chat(prompt, template, job_arguments)
-            stop = [*template_stops, *stop_list(stop)]
+            stop = [*template_stops, *_stop_list(stop)]
         job = self._make_job(ids, max_new_tokens, settings, stop, seed, filters, job_arguments)
-        return Stream(self._get_router().stream_text(job))
+        return Stream(self._group([job]))
 
     # From a wish to a job
 
-    def _get_router(self) -> RequestRouter:
-        if self._router is None:
-            raise NotLoaded("This LLM was closed: make another one.")
-        return self._router
+    def _group(self, jobs: Sequence[Job]) -> JobGroup:
+        return JobGroup(self.generator, jobs, owner="LLM")
+
+    def _run_to_end(self, jobs: Sequence[Job]) -> list[Completion]:
+        """Run these jobs in one batch; returns when all are finished."""
+        group = self._group(jobs)
+        token_ids: dict[Job, list[int]] = {job: [] for job in jobs}
+        last: dict[Job, StreamingResult] = {}
+        try:
+            group.enqueue()
+            while group.unfinished:
+                result = group.next_result()
+                if result is not None and result["stage"] == "streaming":
+                    last[result["job"]] = result
+                    token_ids[result["job"]] += _token_ids(result)
+        finally:
+            group.cancel()
+        return [_completion(last[job], token_ids[job]) for job in jobs]
 
     def _encode(
         self, prompt: Prompt, add_bos: bool | None, special: bool, embeddings: Sequence[Any] | None
@@ -327,14 +432,14 @@ class LLM:
             raise InputError(
                 f"{chat_template.origin} has no place for tools: tell of them in a system message."
             )
-        text = self.tokenizer.apply_chat_template(normalized_messages(messages), **template)
-        embeddings = job_arguments["embeddings"] = wrapped_embeddings(
+        text = self.tokenizer.apply_chat_template(_normalized_messages(messages), **template)
+        embeddings = job_arguments["embeddings"] = _wrapped_embeddings(
             self.model, text, job_arguments.get("embeddings")
         )
         template_stops = (
             chat_template.format.stop_conditions(self.tokenizer.single_id) if chat_template.format else []
         )
-        return [encode_chat(self.tokenizer, text, chat_template.format, embeddings)], template_stops
+        return [_encode_chat(self.tokenizer, text, chat_template.format, embeddings)], template_stops
 
     def _make_filters(self, json_schema: Any, regex: str | None, grammar: str | None) -> list[Filter]:
         """Compiled once for a call: every job works on a copy of its own.
@@ -374,7 +479,7 @@ class LLM:
             max_new_tokens,
             gen_settings=settings,
             seed=seed,
-            stop_conditions=[*eos_ids, *stop_list(stop)],
+            stop_conditions=[*eos_ids, *_stop_list(stop)],
             filters=filters,
             **job_arguments,
         )
@@ -404,3 +509,85 @@ def _load_model(
     cache = cache_class(model, max_seq_len=tokens, lazy=True)
     model.load_autosplit(cache, progress=progress)
     return model, cache
+
+
+def _values_per_prompt(name: str, values: Any, count: int) -> list[Any]:
+    """One value for each prompt; settings, and nothing at all, are for all of them."""
+    if values is None or isinstance(values, Settings):
+        return [values] * count
+    if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != count:
+        one = "Settings, or " if name == "settings" else ""
+        found = len(values) if isinstance(values, list | tuple) else type(values).__name__
+        raise InputError(
+            f"{name} must be {one}a list with one entry for each of {count} prompts, found {found}."
+        )
+    return list(values)
+
+
+def _combined_filters(given: Any, compiled: list[Filter]) -> list[Any]:
+    """The filters that were given, and those that were made."""
+    if given is not None and not isinstance(given, list | tuple):
+        raise InputError(f"filters must be a list, found {type(given).__name__}: write [filter].")
+    return [*(given or ()), *compiled]
+
+
+def _wrapped_embeddings(model: Model, prompt: Any, embeddings: Any) -> list[Any] | None:
+    """What a prompt may name in place of tokens, bare vectors wrapped; None if there is nothing."""
+    if embeddings is None:
+        return None
+    text = prompt[0] if isinstance(prompt, tuple) and prompt else prompt
+    return list(model.wrap_embeddings(text, embeddings))
+
+
+def _stop_list(given: Any) -> list[Any]:
+    """What ends an answer: none, one or several."""
+    is_collection = isinstance(given, Iterable) and not isinstance(given, str | bytes)
+    return [*given] if is_collection else [] if given is None else [given]
+
+
+def _encode_chat(
+    tokenizer: Tokenizer, text: str, chat_format: PromptFormat | None, embeddings: Any
+) -> Tensor:
+    """The ids of a conversation; a format by name also says how its text is encoded."""
+    special = chat_format is None or chat_format.encode_special_tokens
+    ids = tokenizer.encode(text, encode_special_tokens=special, embeddings=embeddings)
+    bos = tokenizer.bos_token_id
+    if chat_format is not None and chat_format.add_bos and bos is not None and ids[0, :1].tolist() != [bos]:
+        ids = torch.cat((torch.tensor([[bos]]), ids), dim=1)
+    return ids
+
+
+def _normalized_messages(messages: Any) -> Any:
+    """A str as the user's message, and no content as an empty one: many templates would write None."""
+    if isinstance(messages, str):
+        return [{"role": "user", "content": messages}]
+    if not isinstance(messages, list | tuple):
+        return messages  # those who render it say what is wrong
+    return [
+        {**one, "content": ""} if isinstance(one, Mapping) and one.get("content", "") is None else one
+        for one in messages
+    ]
+
+
+def _token_ids(result: StreamingResult) -> list[int]:
+    """The tokens behind the text of one result; often none."""
+    found: list[int] = result["token_ids"][0].tolist() if "token_ids" in result else []
+    return found
+
+
+def _completion(last: StreamingResult, tokens: Iterable[int]) -> Completion:
+    """A job's last result, in short."""
+    reason = last["eos_reason"]
+    assert reason != "error"  # raised where it was read
+    return Completion(
+        text=last["full_completion"],
+        token_ids=tuple(tokens),
+        finish_reason=reason,
+        prompt_tokens=last["prompt_tokens"],
+        cached_tokens=last["cached_tokens"],
+        new_tokens=last["new_tokens"],
+        time_prefill=last["time_prefill"],
+        time_generate=last["time_generate"],
+        accepted_draft_tokens=last.get("accepted_draft_tokens", 0),
+        rejected_draft_tokens=last.get("rejected_draft_tokens", 0),
+    )
