@@ -12,7 +12,7 @@ from torch import Tensor
 from exlm import LLM, Cache, Config, InputError, Lora, Model, NotLoaded
 from exlm.formats import exl2, gptq
 from exlm.lora.apply import AdaptedExperts, AdaptedLinear
-from exlm.model.extras import SequenceExtras
+from exlm.model.inputs import SequenceExtras
 from exlm.nn import LoraRef
 from tests import tiny
 from tests.lora import peft_folders as making

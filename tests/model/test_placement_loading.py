@@ -30,7 +30,7 @@ from exlm.errors import DoesNotFit
 from exlm.model.devices import DeviceInfo, list_devices
 from exlm.model.instance import open_checkpoint
 from exlm.model.memory import ComputeProfile, compute_profile, estimate_modules
-from exlm.model.parallel_loading import rank_devices
+from exlm.model.parallel_driver import rank_devices
 from exlm.model.placement import DeviceCapacity
 from exlm.nn.device_transfer import DeviceTransfer
 from exlm.spec.weight_roles import matrices

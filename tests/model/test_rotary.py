@@ -9,7 +9,7 @@ import torch
 
 from exlm import Config, DoesNotFit, Model
 from exlm.model.devices import DeviceInfo
-from exlm.model.rotary import SHARE, SMALL, check_rotary_tables
+from exlm.model.memory import SHARE, SMALL, check_rotary_tables
 from tests import tiny
 
 CPU = torch.device("cpu")

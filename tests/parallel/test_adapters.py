@@ -12,9 +12,9 @@ import torch
 
 from exlm import Config, Lora, Model
 from exlm.lora import InstallLora, LoraWeights, ModelHandle, RemoveLora
-from exlm.model import lora_shards as adapting
 from exlm.model.instance import ModelInstance
-from exlm.model.parallel_driver import DriverDecoder
+from exlm.model.parallel_driver import DriverDecoder, encode_change
+from exlm.model.parallel_worker import decode_change
 from exlm.model.strategies import PipelineParallel, TensorParallel
 from exlm.nn import LoraRef
 from exlm.parallel import Message
@@ -51,7 +51,7 @@ class ThreadDriver:
 
     def send(self, rank: int, message: Message) -> None:
         loaded = self.ranks[rank]
-        change = adapting.decode_change(message, loaded.config.spec, CPU)
+        change = decode_change(message, loaded.config.spec, CPU)
         loaded.decoder.replace(change.module_role, change)
 
 
@@ -117,12 +117,10 @@ def test_a_pipelines_ranks_have_each_matrix_once(tmp_path: Path, size: int) -> N
 def test_changes_are_sent_unchanged(tmp_path: Path, dtype: torch.dtype) -> None:
     model = Config(tiny.make(tmp_path)).spec
     pair = LoraWeights(torch.randn(2, 32).to(dtype), torch.randn(2, 48).to(dtype))
-    order = adapting.encode_change(InstallLora.for_model(model, 7, "layers.1.mlp.up", pair))
-    change = adapting.decode_change(order, model, CPU)
+    order = encode_change(InstallLora.for_model(model, 7, "layers.1.mlp.up", pair))
+    change = decode_change(order, model, CPU)
     assert isinstance(change, InstallLora)
     assert (change.adapter_id, change.role, change.module_role) == (7, "layers.1.mlp.up", "layers.1.mlp.up")
     assert torch.equal(change.weights.up, pair.up)
     assert change.weights.down.dtype is dtype
-    assert adapting.decode_change(adapting.encode_change(RemoveLora(7, "head")), model, CPU) == RemoveLora(
-        7, "head"
-    )
+    assert decode_change(encode_change(RemoveLora(7, "head")), model, CPU) == RemoveLora(7, "head")

@@ -47,7 +47,7 @@ INT_DOT_TOLERANCE = 4e-3
 def _fork_server() -> Iterator[None]:
     """Ranks are forked: most of the time that a process takes to start is torch's."""
     with ForkServer() as zygote, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("exlm.model.parallel_loading.start_workers", zygote.start)
+        patch.setattr("exlm.model.parallel_driver.start_workers", zygote.start)
         yield
 
 

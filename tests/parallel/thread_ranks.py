@@ -13,9 +13,8 @@ from torch import Tensor
 from exlm.config import FrozenConfig
 from exlm.kvcache import NoCache
 from exlm.model.devices import DeviceInfo
-from exlm.model.instance import ModelInstance
+from exlm.model.instance import ModelInstance, no_progress
 from exlm.model.parallel_worker import run_to_end
-from exlm.model.progress import no_progress
 from exlm.model.strategies import TensorParallel
 from exlm.nn import Batch
 

@@ -17,7 +17,7 @@ from ..atomic_dir import atomic_dir, check_output_dir, report_write_errors
 from ..checkpoint import Checkpoint, GgufCheckpoint, Source, open_source, save
 from ..config import Config, FrozenConfig
 from ..errors import CheckpointError, InputError
-from ..model.progress import ProgressCallback, no_progress
+from ..model.instance import ProgressCallback, no_progress
 from .from_folder import FolderPlanner
 from .from_gguf import GgufPlanner
 from .plan import KEPT_FORMS, ConversionPlan, ConversionStep

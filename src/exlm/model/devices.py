@@ -13,6 +13,7 @@ import torch
 
 from .. import env
 from ..errors import InputError
+from ..memory import require_address_space
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,16 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "bf16": torch.bfloat16,
 }
+
+
+LEAST = 64 << 20
+"""Bytes without which no model is loaded: what C libraries take when a thread first calls them."""
+
+STACK = 8 << 20
+"""Bytes of one thread's stack, as most systems have it."""
+
+_SHARE = 32768
+"""Elements that torch gives to one OpenMP thread at least: its grain size."""
 
 
 @dataclass(frozen=True)
@@ -133,3 +144,22 @@ def disable_broken_amx(device: torch.device, dtype: torch.dtype) -> None:
         # torch may have started oneDNN before the cap was set, and nothing tells: leave oneDNN out of it.
         torch.backends.mkldnn.set_flags(_enabled=False)  # type: ignore[no-untyped-call]
         log.warning("AMX is announced but not usable here: bfloat16 runs without oneDNN, which is slower.")
+
+
+def start_openmp(what: str) -> None:
+    """Have OpenMP start the threads of the calling thread; DoesNotFit if there is no room for them.
+
+    `what` is the beginning of the message. Where there is no limit, the first large operation starts them.
+    """
+    threads = torch.get_num_threads()
+    require_address_space(LEAST + (threads - 1) * STACK, what)
+    if _limited():
+        torch.zeros(threads * _SHARE).add_(1)
+
+
+def _limited() -> bool:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return False
+    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY

@@ -23,15 +23,21 @@ from .builder import Builder
 from .cuda_graphs import MAX_GRAPH_TOKENS
 from .decoder import Decoder
 from .devices import DeviceInfo, device_context, disable_broken_amx, pick_dtype
-from .progress import ProgressCallback
-from .rotary import check_rotary_tables
+from .memory import check_rotary_tables
 from .warmup import Warmup
 
 log = logging.getLogger(__name__)
 
+
+ProgressCallback = Callable[[int, int], object]
+
 ProgressGenerator = Callable[[int, int], Iterator[Any]]
 
 _LAYER = re.compile(r"(?:model\.layers|blk)\.(\d{1,6})\.")
+
+
+def no_progress(done: int, total: int) -> None:
+    """Tells nobody."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -22,18 +23,18 @@ from ..errors import InputError, NotLoaded, Unsupported
 from ..formats.room import give_back
 from ..kvcache import PAGE_SIZE, Cache, CacheBase
 from ..memory import memory_errors
-from .address_space import REMEDY, start_openmp
-from .devices import DeviceInfo, hypothetical_devices, list_devices
+from .devices import DeviceInfo, hypothetical_devices, list_devices, start_openmp
 from .instance import (
     ModelInstance,
+    ProgressCallback,
     ProgressGenerator,
     kv_shapes,
     load_steps,
+    no_progress,
     open_checkpoint,
     stored_bytes,
     warn_about_unused_layers,
 )
-from .legacy_modules import LegacyModule, list_legacy_modules
 from .memory import (
     CACHE_REMEDY,
     SPLIT_REMEDY,
@@ -46,10 +47,14 @@ from .memory import (
     split_capacities,
 )
 from .model_runner import PagedModelRunner
-from .parallel_loading import load_parallel_steps
+from .parallel_driver import load_parallel_steps
 from .placement import ModuleMemory, format_bytes, place_modules
-from .progress import ProgressCallback, no_progress, progress_bar
-from .summary import Summary, summarize
+from .summary import LegacyModule, Summary, list_legacy_modules, summarize
+
+REMEDY = (
+    "Free memory, raise the limit of this process (ulimit -v, or that of its container), or load a smaller "
+)
+REMEDY += "model, one of fewer bits, or fewer tokens (config.max_seq_len)."
 
 
 class Loader:
@@ -453,3 +458,15 @@ class Loader:
 def _device_index(device: torch.device) -> int:
     """A GPU's number; -1 for a processor."""
     return -1 if device.type == "cpu" else device.index or 0
+
+
+@contextmanager
+def progress_bar(title: str) -> Iterator[ProgressCallback]:
+    """A progress bar on standard error that lives as long as the block, fed with (done, total)."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(title, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

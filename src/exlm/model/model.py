@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,19 +20,22 @@ from ..multimodal import MMEmbedding
 from ..nn.batch import Outputs
 from ..spec.weight_roles import matrices
 from .decoder import Decoder
-from .extras import (
+from .inputs import (
     EMBED_HERE,
+    ForwardRequest,
     SequenceExtras,
+    check_cache_room,
     check_embeddings,
+    check_forward_inputs,
     check_ids,
+    chunk_ranges,
     prompt_mrope_positions,
+    requested_outputs,
     uses_mrope,
 )
-from .inputs import ForwardRequest, check_forward_inputs, chunk_ranges, requested_outputs
 from .instance import kv_shapes, model_dtype
 from .loader import Loader
 from .model_runner import PagedModelRunner
-from .per_row_caches import forward_per_row_caches
 
 _ATTENTION = re.compile(r"layers\.\d+\.attn\.[qkvo]")
 
@@ -183,7 +186,7 @@ class Model(Loader):
         A list of caches has one for each row.
         """
         if cache is not None and not isinstance(cache, CacheBase):
-            return forward_per_row_caches(
+            return _forward_per_row_caches(
                 self.forward,
                 *(input_ids, cache, input_mask, position_offsets, positions),
                 preprocess_only=preprocess_only,
@@ -253,6 +256,43 @@ class Model(Loader):
         if self._loaded is None:
             raise NotLoaded("The model has no weights in memory: call model.load() first.")
         return self._loaded.config, self._loaded.decoder, self._loaded.module_backends[0]
+
+
+def _forward_per_row_caches(
+    forward: Callable[..., Any],
+    ids: Tensor,
+    caches: Sequence[CacheBase],
+    input_mask: Tensor | None,
+    position_offsets: Tensor | None,
+    positions: Tensor | None,
+    **options: Any,
+) -> Any:
+    """What `forward` says for each row with its own cache: one row after the other, joined again."""
+    if not isinstance(caches, list | tuple) or not all(isinstance(one, CacheBase) for one in caches):
+        raise InputError(f"cache must be a cache or a list of caches, found {type(caches).__name__}.")
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or len(caches) != len(ids) or len(ids) == 0:
+        found = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
+        raise InputError(f"A list of {len(caches)} caches needs as many rows of input_ids, found {found}.")
+    if len(set(map(id, caches))) < len(caches):
+        raise InputError("A list of caches has one for each row; one of them is in it twice.")
+    for cache in caches:
+        check_cache_room(cache, 1, ids.shape[1])  # all of them first: no row goes on without the others
+    outputs = [
+        forward(
+            ids[i : i + 1],
+            cache,
+            input_mask=None if input_mask is None else input_mask[i : i + 1],
+            position_offsets=None if position_offsets is None else position_offsets[i : i + 1],
+            positions=None if positions is None else positions[..., i : i + 1, :],
+            **options,
+        )
+        for i, cache in enumerate(caches)
+    ]
+    if any(output is None for output in outputs):
+        return None
+    if isinstance(outputs[0], tuple):
+        return tuple(torch.cat(column) for column in zip(*outputs, strict=True))
+    return torch.cat(outputs)
 
 
 def _describe_shapes(shapes: Sequence[LayerShape]) -> str:

@@ -23,7 +23,7 @@ from ..nn import Batch
 from ..nn.batch import Outputs
 from .cuda_graphs import CudaGraphRunner
 from .decoder import Decoder
-from .extras import SequenceExtras
+from .inputs import SequenceExtras
 
 NO_EXTRAS = SequenceExtras()
 

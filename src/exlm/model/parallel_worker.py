@@ -13,22 +13,27 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import Store
 
+from .. import spec
 from ..config import Config, FrozenConfig
-from ..kvcache import CacheBase, NoCache
+from ..kvcache import Cache, CacheBase, CacheFP8, CacheFP16, CacheQ4, CacheQ6, CacheQ8, NoCache
+from ..lora import InstallLora, LoraWeights, ModuleChange, RemoveLora
+from ..nn import Batch, LoraRef
 from ..parallel import Channel, Group, Message
 from ..parallel.launch import file_store
-from . import lora_shards as adapting
 from .devices import DeviceInfo, list_devices
-from .instance import ModelInstance
+from .instance import ModelInstance, no_progress
 from .memory import CacheOwnerInfo
-from .parallel_driver import CACHE_CLASSES, decode_batch
-from .progress import no_progress
 from .strategies import STRATEGIES, LoadSteps, ParallelStrategy
 
 log = logging.getLogger(__name__)
 
 REPLICATED_METHODS = ("copy", "copy_states", "roll_left")
 """What is done to a cache on every rank."""
+
+
+CACHE_CLASSES: dict[str, type[CacheBase]] = {
+    kind.__name__: kind for kind in (Cache, CacheFP16, CacheQ8, CacheQ6, CacheQ4, CacheFP8)
+}
 
 
 def main(task: Mapping[str, Any]) -> None:
@@ -106,7 +111,7 @@ def worker_loop(channel: Channel, loaded: ModelInstance, device: torch.device) -
             case "cache":
                 caches[values["number"]] = _make_cache(model, values)
             case "adapt" | "restore":
-                change = adapting.decode_change(message, loaded.config.spec, device)
+                change = decode_change(message, loaded.config.spec, device)
                 loaded.decoder.replace(change.module_role, change)
             case "clone":
                 caches[values["number"]] = caches[values["of"]].clone()
@@ -132,3 +137,19 @@ def run_to_end(steps: LoadSteps) -> ModelInstance:
         except StopIteration as end:
             loaded: ModelInstance = end.value
             return loaded
+
+
+def decode_change(message: Message, model: spec.Model, device: torch.device) -> ModuleChange:
+    """The change of an order, for the part of a model that `model` describes."""
+    adapter_id, role = message.values["number"], message.values["role"]
+    if message.action == "restore":
+        return RemoveLora(adapter_id, role)
+    return InstallLora.for_model(model, adapter_id, role, LoraWeights(**message.tensors)).to(device)
+
+
+def decode_batch(message: Message, device: torch.device) -> Batch:
+    """The batch of an order, on a device."""
+    fields: dict[str, Any] = {name: tensor.to(device) for name, tensor in message.tensors.items()}
+    fields |= {name: message.values[name] for name in ("max_kv_len", "uniform", "outputs")}
+    adapters = tuple(tuple(LoraRef(*one) for one in row) for row in message.values["adapters"])
+    return Batch(**fields, adapters=adapters)

@@ -6,6 +6,7 @@ into is the builder's business.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,7 +14,7 @@ from functools import cache
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
-from .address_space import readers
+from ..memory import has_address_space
 
 T = TypeVar("T")
 
@@ -22,6 +23,12 @@ MAX_IN_FLIGHT = 6
 
 IN_FLIGHT_DIVISOR = 48
 """Part of the model's bytes that weights in flight may take, where fewer than `AHEAD` of them fit."""
+
+READERS = min(6, max(2, (os.cpu_count() or 1) // 2))
+"""Threads that read ahead: one waits for the disk, another rearranges. More would wait for each other."""
+
+FOR_READER = 256 << 20
+"""Bytes one of them may come to take: its stack, an arena of the C library, OpenMP threads of its own."""
 
 
 class WeightPrefetcher(Generic[T]):
@@ -88,3 +95,8 @@ class WeightPrefetcher(Generic[T]):
         assert self._executor is not None
         self._in_flight[role] = self._executor.submit(self._load, role)
         self._in_flight_bytes[role] = self._size(role)
+
+
+def readers(total: int) -> int:
+    """How many threads may read a model of `total` bytes: none where that much may not fit beside them."""
+    return READERS if has_address_space(2 * total + READERS * FOR_READER) else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from ..parallel import (
     BroadcastEmbedding,
     Group,
     LayersSource,
+    MatrixSlice,
     ReceivedEmbedding,
     ShardedSource,
     combine_ranks,
@@ -26,11 +27,16 @@ from ..parallel import (
 )
 from .decoder import Decoder
 from .devices import DeviceInfo
-from .instance import ModelInstance, ProgressGenerator, load_steps, open_checkpoint
-from .lora_shards import RoleShard
-from .progress import ProgressCallback
+from .instance import ModelInstance, ProgressCallback, ProgressGenerator, load_steps, open_checkpoint
 
 LoadSteps = Generator[Any, None, ModelInstance]
+
+
+class RoleShard(NamedTuple):
+    """What a rank has of a role's matrix: its name there, and which part; None is all of it."""
+
+    role: str
+    cut: MatrixSlice | None = None
 
 
 class ParallelStrategy(Protocol):
