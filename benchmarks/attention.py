@@ -31,7 +31,7 @@ from exlm.kernels.reference import ReferenceBackend
 from exlm.kernels.triton import TritonBackend
 from exlm.kvcache.dense import DenseLayer
 from exlm.kvcache.layer import PAGE_SIZE, CacheLayer, LayerShape
-from exlm.kvcache.quantized_layer import HadamardQuantizer, QuantizedLayer
+from exlm.kvcache.quantized import HadamardQuantizer, QuantizedLayer
 from exlm.nn import Batch
 
 from .gpu import copy_speed, replayed

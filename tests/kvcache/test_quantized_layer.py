@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from exlm.kvcache import LayerShape, QuantizedLayer
-from exlm.kvcache import quantized_layer as coded
-from exlm.kvcache.quantized_layer import HadamardQuantizer, KVQuantizer, TruncatedFP8
+from exlm.kvcache import LayerShape, QuantizedLayer, quantized
+from exlm.kvcache.quantized import HadamardQuantizer, KVQuantizer, TruncatedFP8
 from exlm.nn import Batch
 
 CPU = torch.device("cpu")
@@ -143,7 +142,7 @@ def test_chunked_dequantizing_changes_nothing(kind: str, monkeypatch: pytest.Mon
     k, v = heads(2, 2, 70, 2, 64)
     answers = []
     for slab in (1, 3 * 2 * PAGES * 128, 1 << 22):
-        monkeypatch.setattr(coded, "MAX_DEQUANTIZED_NUMBERS", slab)
+        monkeypatch.setattr(quantized, "MAX_DEQUANTIZED_NUMBERS", slab)
         layer = make(kind, shape, 18)
         layer.update(k[:, :69], v[:, :69], batch([0, 0], 69, pages))
         answers.append(layer.update(k[:, 69:], v[:, 69:], batch([69, 69], 1, pages)))

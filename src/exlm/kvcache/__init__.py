@@ -1,11 +1,9 @@
 """Where keys and values live: tensors on devices, in pages known only by number."""
 
-from .base import CacheBase
+from .base import CacheBase, CacheReplicator
 from .dense import Cache, CacheFP16, DenseLayer, NoCache
 from .layer import PAGE_SIZE, CacheLayer, LayerShape
-from .owner import CacheReplicator
-from .quantized import CacheFP8, CacheQ4, CacheQ6, CacheQ8
-from .quantized_layer import QuantizedLayer
+from .quantized import CacheFP8, CacheQ4, CacheQ6, CacheQ8, QuantizedLayer
 from .registry import CACHES
 
 __all__ = [

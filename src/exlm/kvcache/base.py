@@ -12,15 +12,83 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from numbers import Integral
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError, NotLoaded, Unsupported
 from .layer import PAGE_SIZE, CacheLayer, LayerShape
-from .owner import CacheOwner
-from .views import LayerViews
+
+
+class CacheReplicator(Protocol):
+    """Who repeats what is done to a cache in the processes that keep its other heads."""
+
+    def replicate_allocation(self, cache: CacheBase) -> None:
+        """It has tensors now."""
+        ...
+
+    def replicate_clone(self, cache: CacheBase, twin: CacheBase) -> None:
+        """The twin is a copy of it."""
+        ...
+
+    def replicate_call(
+        self, cache: CacheBase, method: str, *values: object, target: CacheBase | None = None
+    ) -> None:
+        """This method was called, with these values."""
+        ...
+
+
+class CacheOwner(Protocol):
+    """What a cache must know of a model."""
+
+    @property
+    def cache_shapes(self) -> Sequence[LayerShape]:
+        """One for each layer."""
+        ...
+
+    @property
+    def cache_devices(self) -> Sequence[torch.device] | None:
+        """Where each layer is; None while the model is not loaded."""
+        ...
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """The precision keys and values arrive in."""
+        ...
+
+    @property
+    def cache_max_seq_len(self) -> int:
+        """The configured sequence length."""
+        ...
+
+    @property
+    def cache_replicator(self) -> CacheReplicator | None:
+        """Who must be told what is done to a cache; None: nobody."""
+        ...
+
+
+class LayerViews(list[Tensor]):
+    """Views of what each layer stores, (batch, tokens, …). A tensor assigned to one is copied into it.
+
+    It may have fewer tokens than the layer has room for, as one that was saved before.
+    """
+
+    @torch.no_grad()
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Store a tensor in place of what the layer holds; or several, for a slice."""
+        if isinstance(index, slice):
+            for one, tensor in zip(range(*index.indices(len(self))), value, strict=True):
+                self[one] = tensor
+            return
+        view = self[index]
+        fits = isinstance(value, Tensor) and value.dim() == view.dim() and value.shape[1] <= view.shape[1]
+        if not fits or (value.shape[0], *value.shape[2:]) != (view.shape[0], *view.shape[2:]):
+            found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise InputError(
+                f"Layer {index} of this cache stores {tuple(view.shape)}, or fewer tokens; found {found}."
+            )
+        view[:, : value.shape[1]].copy_(value)
 
 
 class CacheBase(ABC):

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..kernels.interface import AttnMetadata
-from .base import CacheBase
+from .base import CacheBase, CacheOwner
 from .hadamard import to_float16_saturating
 from .layer import PAGE_SIZE, CacheLayer, LayerShape, empty_pages, slot_mapping
-from .owner import CacheOwner
 
 FLOAT_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 

@@ -2,14 +2,152 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
 
 import torch
+from torch import Tensor
 
+from ..kernels.interface import AttnMetadata, KVCacheDtype
+from . import hadamard
 from .base import CacheBase
 from .hadamard import GROUP_SIZE
-from .layer import PAGE_SIZE, LayerShape
-from .quantized_layer import HadamardQuantizer, KVQuantizer, QuantizedLayer, TruncatedFP8
+from .layer import PAGE_SIZE, CacheLayer, LayerShape, empty_pages, new_token_positions, slot_mapping
+
+MAX_DEQUANTIZED_NUMBERS = 1 << 22
+"""Numbers decoded at a time, if that is at least a page of each row."""
+
+
+class KVQuantizer(Protocol):
+    """How the heads of a token are stored."""
+
+    @property
+    def kv_dtype(self) -> KVCacheDtype:
+        """Its name among kernels."""
+        ...
+
+    def empty_pages(
+        self, pages: int, page_size: int, shape: LayerShape, device: torch.device
+    ) -> tuple[Tensor, ...]:
+        """Empty pages, (pages, page, kv_heads, …) each: what `encode` returns goes into them."""
+        ...
+
+    def quantize(self, heads: Tensor) -> tuple[Tensor, ...]:
+        """(tokens, kv_heads, head_dim) floats as (tokens, kv_heads, …) each."""
+        ...
+
+    def dequantize(self, stored: tuple[Tensor, ...]) -> Tensor:
+        """(…, kv_heads, head_dim) float16 of (…, kv_heads, …) each."""
+        ...
+
+
+@dataclass(frozen=True)
+class HadamardQuantizer:
+    """Rotated codes of 4 or 8 bits and a float16 scale for each 32, a token's heads taken as one vector."""
+
+    bits: Literal[4, 8]
+
+    @property
+    def kv_dtype(self) -> KVCacheDtype:
+        """Its name among kernels."""
+        return "hadamard8" if self.bits == 8 else "hadamard4"
+
+    def empty_pages(
+        self, pages: int, page_size: int, shape: LayerShape, device: torch.device
+    ) -> tuple[Tensor, ...]:
+        """Pages of codes, (…, head_dim · bits / 8), and of scales, (…, head_dim / 32)."""
+        size = (pages, page_size, shape.kv_heads)
+        codes = empty_pages((*size, shape.head_dim * self.bits // 8), torch.uint8, device)
+        scales = empty_pages((*size, shape.head_dim // GROUP_SIZE), torch.float16, device)
+        return codes, scales
+
+    def quantize(self, heads: Tensor) -> tuple[Tensor, ...]:
+        """Codes and scales of each token alone."""
+        codes, scales = hadamard.quantize(heads.flatten(1), self.bits)
+        return codes.view(*heads.shape[:2], -1), scales.view(*heads.shape[:2], -1)
+
+    def dequantize(self, stored: tuple[Tensor, ...]) -> Tensor:
+        """Heads again."""
+        codes, scales = stored
+        heads = hadamard.dequantize(codes.flatten(-2), scales.flatten(-2), self.bits)
+        return heads.view(*codes.shape[:-1], -1)
+
+
+@dataclass(frozen=True)
+class TruncatedFP8:
+    """The upper byte of each float16: sign, exponent and two bits, the rest cut off."""
+
+    kv_dtype: ClassVar[KVCacheDtype] = "fp8_e5m2"
+
+    def empty_pages(
+        self, pages: int, page_size: int, shape: LayerShape, device: torch.device
+    ) -> tuple[Tensor, ...]:
+        """Pages of bytes, (…, head_dim)."""
+        size = (pages, page_size, shape.kv_heads, shape.head_dim)
+        return (empty_pages(size, torch.uint8, device),)
+
+    def quantize(self, heads: Tensor) -> tuple[Tensor, ...]:
+        """The upper bytes."""
+        return (((hadamard.to_float16_saturating(heads).view(torch.int16) >> 8) & 255).to(torch.uint8),)
+
+    def dequantize(self, stored: tuple[Tensor, ...]) -> Tensor:
+        """The bytes with zeros behind."""
+        return (stored[0].to(torch.int16) << 8).view(torch.float16)
+
+
+class QuantizedLayer(CacheLayer):
+    """One layer's pages in codes: past tokens are seen decoded, the new ones of a call as they came."""
+
+    def __init__(
+        self,
+        pages: int,
+        page_size: int,
+        shape: LayerShape,
+        key_quantizer: KVQuantizer,
+        value_quantizer: KVQuantizer,
+        device: torch.device,
+    ) -> None:
+        super().__init__(
+            page_size,
+            key_quantizer.empty_pages(pages, page_size, shape, device),
+            value_quantizer.empty_pages(pages, page_size, shape, device),
+        )
+        self.key_quantizer = key_quantizer
+        self.value_quantizer = value_quantizer
+        self.kv_dtype = key_quantizer.kv_dtype, value_quantizer.kv_dtype
+
+    def update(self, k: Tensor, v: Tensor, metadata: AttnMetadata) -> tuple[Tensor, Tensor]:
+        """Encode and write the new heads; return the past decoded, with the new heads in their places."""
+        slots = slot_mapping(metadata, k.shape[1], self.page_size)
+        for stored, quantizer, new in (
+            (self.keys, self.key_quantizer, k),
+            (self.values, self.value_quantizer, v),
+        ):
+            for tensor, part in zip(stored, quantizer.quantize(new.flatten(0, 1)), strict=True):
+                tensor.flatten(0, 1)[slots] = part
+        return self._dequantized(self.keys, self.key_quantizer, k, metadata), self._dequantized(
+            self.values, self.value_quantizer, v, metadata
+        )
+
+    def _dequantized(
+        self, stored: tuple[Tensor, ...], quantizer: KVQuantizer, new: Tensor, metadata: AttnMetadata
+    ) -> Tensor:
+        rows, tokens, *head = new.shape
+        max_past = metadata.max_kv_len - tokens  # of the longest row
+        if max_past == 0:
+            return new
+        heads = new.new_empty(rows, metadata.max_kv_len, *head)
+        heads[:, max_past:] = 0
+        pages_at_once = max(
+            1, MAX_DEQUANTIZED_NUMBERS // (rows * self.page_size * head[0] * head[1])
+        )  # pages of each row
+        for first in range(0, -(-max_past // self.page_size), pages_at_once):
+            start, stop = first * self.page_size, min(max_past, (first + pages_at_once) * self.page_size)
+            table = metadata.pages[:, first : first + pages_at_once].long()
+            pages = tuple(tensor[table].flatten(1, 2)[:, : stop - start] for tensor in stored)
+            heads[:, start:stop] = quantizer.dequantize(pages)
+        heads[torch.arange(rows, device=new.device)[:, None], new_token_positions(metadata, tokens)] = new
+        return heads
 
 
 class QuantizedCache(CacheBase):

@@ -1,28 +1,24 @@
-"""The kinds of caches by the names that calls and commands know them by."""
+"""The kinds of caches by name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from .base import CacheBase
-from .dense import CacheFP16
+from .dense import Cache, CacheFP16
 from .quantized import CacheFP8, CacheQ4, CacheQ6, CacheQ8
 
+CACHES: Mapping[str, type[CacheBase]] = {
+    "fp16": CacheFP16,
+    "q8": CacheQ8,
+    "q6": CacheQ6,
+    "q4": CacheQ4,
+    "fp8": CacheFP8,
+}
+"""What `cache_type` and `--cache` may be."""
 
-class CacheRegistry(Mapping[str, type[CacheBase]]):
-    """Kinds of caches by name: what `cache_type` and `--cache` may be."""
-
-    def __init__(self, **kinds: type[CacheBase]) -> None:
-        self._kinds = kinds
-
-    def __getitem__(self, name: str) -> type[CacheBase]:
-        return self._kinds[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._kinds)
-
-    def __len__(self) -> int:
-        return len(self._kinds)
-
-
-CACHES = CacheRegistry(fp16=CacheFP16, q8=CacheQ8, q6=CacheQ6, q4=CacheQ4, fp8=CacheFP8)
+CACHE_CLASSES: Mapping[str, type[CacheBase]] = {
+    "Cache": Cache,
+    **{cache_class.__name__: cache_class for cache_class in CACHES.values()},
+}
+"""Every class by its name, which is how rank 0 tells the other ranks what to allocate."""

@@ -27,6 +27,7 @@ from ..config import Config, FrozenConfig
 from ..errors import DoesNotFit, InputError, Unsupported
 from ..kernels.interface import LayerKVCache
 from ..kvcache import CacheBase, CacheLayer
+from ..kvcache.registry import CACHE_CLASSES
 from ..lora import InstallLora, ModuleChange, RemoveLora
 from ..nn import Batch
 from ..parallel import Group, Message, RankDriver
@@ -42,7 +43,7 @@ from .decoder import Decoder
 from .devices import DeviceInfo
 from .instance import ModelInstance, ProgressCallback, ProgressGenerator, load_steps, open_checkpoint
 from .memory import SPLIT_REMEDY, check_gpu_split, compute_profile, estimate_modules, split_capacities
-from .parallel_worker import CACHE_CLASSES, run_worker
+from .parallel_worker import run_worker
 from .placement import DeviceCapacity, format_bytes
 from .strategies import STRATEGIES, ParallelStrategy, RoleShard
 

@@ -15,7 +15,8 @@ from torch.distributed.distributed_c10d import Store
 
 from .. import spec
 from ..config import Config, FrozenConfig
-from ..kvcache import Cache, CacheBase, CacheFP8, CacheFP16, CacheQ4, CacheQ6, CacheQ8, NoCache
+from ..kvcache import CacheBase, NoCache
+from ..kvcache.registry import CACHE_CLASSES
 from ..lora import InstallLora, LoraWeights, ModuleChange, RemoveLora
 from ..nn import Batch, LoraRef
 from ..parallel import Channel, Group, Message
@@ -29,11 +30,6 @@ log = logging.getLogger(__name__)
 
 REPLICATED_METHODS = ("copy", "copy_states", "roll_left")
 """What is done to a cache on every rank."""
-
-
-CACHE_CLASSES: dict[str, type[CacheBase]] = {
-    kind.__name__: kind for kind in (Cache, CacheFP16, CacheQ8, CacheQ6, CacheQ4, CacheFP8)
-}
 
 
 def main(task: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from exlm import spec
 from exlm.kernels.cpu import CpuBackend
 from exlm.kernels.reference import ReferenceBackend
 from exlm.kvcache.layer import LayerShape
-from exlm.kvcache.quantized_layer import HadamardQuantizer, QuantizedLayer, TruncatedFP8
+from exlm.kvcache.quantized import HadamardQuantizer, QuantizedLayer, TruncatedFP8
 from exlm.nn import Batch
 
 CPU = torch.device("cpu")

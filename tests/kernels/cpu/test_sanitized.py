@@ -24,7 +24,7 @@ from exlm.kernels.cpu.library import Library
 from exlm.kernels.cpu.linear import PackedLinear, PackedLookup
 from exlm.kernels.cpu.small import AddRmsNorm, SiluGate
 from exlm import spec
-from exlm.kvcache.quantized_layer import HadamardQuantizer, QuantizedLayer, TruncatedFP8
+from exlm.kvcache.quantized import HadamardQuantizer, QuantizedLayer, TruncatedFP8
 from exlm.kvcache.dense import DenseLayer
 from exlm.kvcache.layer import LayerShape
 from exlm.kernels.cpu.attention import PagedAttention, Standing, TurningTables

@@ -11,7 +11,7 @@ from torch import Tensor
 from exlm import spec
 from exlm.kvcache.dense import DenseLayer
 from exlm.kvcache.layer import CacheLayer, LayerShape
-from exlm.kvcache.quantized_layer import HadamardQuantizer, QuantizedLayer, TruncatedFP8
+from exlm.kvcache.quantized import HadamardQuantizer, QuantizedLayer, TruncatedFP8
 from exlm.nn import Batch
 
 CODERS = {
