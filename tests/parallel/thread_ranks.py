@@ -13,8 +13,7 @@ from torch import Tensor
 from exlm.config import FrozenConfig
 from exlm.kvcache import NoCache
 from exlm.model.devices import DeviceInfo
-from exlm.model.instance import ModelInstance, no_progress
-from exlm.model.parallel_worker import run_to_end
+from exlm.model.instance import LoadProgress, ModelInstance, run_to_end
 from exlm.model.strategies import TensorParallel
 from exlm.nn import Batch
 
@@ -89,7 +88,7 @@ def load_shards(config: FrozenConfig, size: int) -> list[ModelInstance]:
     """Every rank's share of a model, joined at one table."""
     exchange_barrier, slot, out = ExchangeBarrier(size), DeviceInfo("cpu", CPU, 0), []
     for rank in range(size):
-        loaded = run_to_end(TensorParallel().load(config, rank, size, slot, no_progress, None))
+        loaded = run_to_end(TensorParallel().load(config, rank, size, slot, LoadProgress()))
         TensorParallel().connect(loaded, config, ThreadGroup(exchange_barrier, rank))  # type: ignore[arg-type]
         out.append(loaded)
     return out

@@ -1,12 +1,12 @@
-"""From a settled configuration and a device for each module to modules in memory, one at a time."""
+"""`ModelInstance`, a loaded model, and `load_modules`, which makes one in this process.
+
+A rank of a parallel model is a `ModelInstance` too, of its shard.
+"""
 
 from __future__ import annotations
 
-import logging
-import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,18 +26,29 @@ from .devices import DeviceInfo, device_context, disable_broken_amx, pick_dtype
 from .memory import check_rotary_tables
 from .warmup import Warmup
 
-log = logging.getLogger(__name__)
-
-
 ProgressCallback = Callable[[int, int], object]
+"""Called with the number of modules that are loaded and the number of all."""
 
 ProgressGenerator = Callable[[int, int], Iterator[Any]]
-
-_LAYER = re.compile(r"(?:model\.layers|blk)\.(\d{1,6})\.")
+"""The same; the loader yields what it yields."""
 
 
 def no_progress(done: int, total: int) -> None:
-    """Tells nobody."""
+    """Report nothing."""
+
+
+@dataclass(frozen=True)
+class LoadProgress:
+    """The two callbacks to which loading reports how far it is."""
+
+    callback: ProgressCallback = no_progress
+    callback_gen: ProgressGenerator | None = None
+
+    def report(self, done: int, total: int) -> Iterator[Any]:
+        """Call both; yield what the second one yields."""
+        self.callback(done, total)
+        if self.callback_gen is not None:
+            yield from self.callback_gen(done, total)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +118,10 @@ class ModelInstance:
         )
 
 
+LoadSteps = Generator[Any, None, ModelInstance]
+"""A load in progress: it yields what `callback_gen` yields, and returns what was loaded."""
+
+
 def kv_shapes(model: spec.Model) -> list[LayerShape]:
     """What each layer stores for a token."""
     return [LayerShape(layer.attn.kv_heads, layer.attn.head_dim) for layer in model.layers]
@@ -117,73 +132,53 @@ def open_checkpoint(config: FrozenConfig) -> Source:
     return open_source(config.path, config.spec.names, config.quantization)
 
 
-def stored_bytes(path: Path) -> int:
-    """Bytes of a model's weight files; 0 if they cannot be looked at."""
-    files = [path] if path.suffix == ".gguf" else path.glob("*.safetensors")
-    try:
-        return sum(file.stat().st_size for file in files)
-    except OSError:
-        return 0
-
-
-def warn_about_unused_layers(config: FrozenConfig, source: Source) -> None:
-    """Warn of layers that are stored and not described: meant so, or another model's config.json."""
-    depth = len(config.spec.layers)
-    found = map(_LAYER.match, map(config.spec.names.to_llama_key, source.unused()))
-    stored = max((int(one[1]) + 1 for one in found if one is not None), default=0)
-    if stored > depth:
-        log.warning(
-            "%s describes %d layers, and the files hold %d: the last %d are left out. If that is not meant, "
-            "take the description from the model's own page.",
-            *(config.path, depth, stored, stored - depth),
-        )
-
-
 def model_dtype(config: FrozenConfig, device_infos: Sequence[DeviceInfo]) -> torch.dtype:
     """The one precision of the whole model: the first device's."""
     return pick_dtype(config.dtype, config.stored_dtype, device_infos[0].device)
 
 
-def load_steps(
+def load_modules(
     config: FrozenConfig,
     source: Source,
-    device_infos: Sequence[DeviceInfo],
-    callback: ProgressCallback,
-    callback_gen: ProgressGenerator | None,
+    module_devices: Sequence[DeviceInfo],
+    progress: LoadProgress,
     *,
     has_embedding: bool = True,
     has_head: bool = True,
-) -> Generator[Any, None, ModelInstance]:
-    """Build every module on its slot, telling the callbacks; equal slots share their backends.
+) -> LoadSteps:
+    """Build every module on its device; modules on the same `DeviceInfo` share their backends.
 
-    Without `has_embedding` or `has_head` the embedding or the head is left out: another process has it.
+    Without `has_embedding` or `has_head` the embedding or the head is left out: another rank has it.
     """
-    check_rotary_tables(config, device_infos)
-    dtype = model_dtype(config, device_infos)
+    check_rotary_tables(config, module_devices)
+    dtype = model_dtype(config, module_devices)
     backends_by_device: dict[int, BackendList] = {}
-    for device_info in device_infos:
+    for device_info in module_devices:
         if id(device_info) not in backends_by_device:
             disable_broken_amx(device_info.device, dtype)
             backends_by_device[id(device_info)] = backends_for(device_info.device, dtype)
-    module_backends = [backends_by_device[id(device_info)] for device_info in device_infos]
+    module_backends = [backends_by_device[id(device_info)] for device_info in module_devices]
     builder = Builder(
         config.spec, source, module_backends[0], config.max_seq_len, module_backends, has_embedding, has_head
     )
-    total, steps = len(builder), builder.build()
-    should_warm_up = (
-        has_embedding
-        and has_head
-        and len(backends_by_device) == 1
-        and device_infos[0].device.type == "cuda"
-        and module_backends[0].can_bind_concurrently
-    )
+    total, modules = len(builder), builder.build()
+    has_both_ends = has_embedding and has_head
+    on_one_gpu = len(backends_by_device) == 1 and module_devices[0].device.type == "cuda"
     with Warmup() as warmup:
         for i in range(total):
-            callback(i, total)
-            if callback_gen is not None:
-                yield from callback_gen(i, total)
-            with torch.no_grad(), device_context(device_infos[i].device):
-                decoder = next(steps)
-                if i == 0 and should_warm_up:
-                    warmup.start(decoder, device_infos[0].device)
-    return ModelInstance(config, decoder, tuple(device_infos), tuple(module_backends))
+            yield from progress.report(i, total)
+            with torch.no_grad(), device_context(module_devices[i].device):
+                decoder = next(modules)
+                if i == 0 and has_both_ends and on_one_gpu and module_backends[0].can_bind_concurrently:
+                    warmup.start(decoder, module_devices[0].device)
+    return ModelInstance(config, decoder, tuple(module_devices), tuple(module_backends))
+
+
+def run_to_end(steps: LoadSteps) -> ModelInstance:
+    """Run a load to its end, and return what it loaded."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            loaded: ModelInstance = end.value
+            return loaded

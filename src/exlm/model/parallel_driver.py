@@ -11,7 +11,7 @@ import sys
 import tempfile
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -41,7 +41,7 @@ from ..parallel.launch import (
 )
 from .decoder import Decoder
 from .devices import DeviceInfo
-from .instance import ModelInstance, ProgressCallback, ProgressGenerator, load_steps, open_checkpoint
+from .instance import LoadProgress, LoadSteps, ModelInstance, load_modules, open_checkpoint
 from .memory import SPLIT_REMEDY, check_gpu_split, compute_profile, estimate_modules, split_capacities
 from .parallel_worker import run_worker
 from .placement import DeviceCapacity, format_bytes
@@ -51,14 +51,13 @@ RoleShardFn = Callable[[str, int], RoleShard | None]
 """Role and rank → what the rank has of it."""
 
 
-def load_parallel_steps(
+def load_parallel(
     strategy: str,
     config: Config,
     device_infos: Sequence[DeviceInfo],
     gpu_split: Sequence[float] | None,
-    callback: ProgressCallback,
-    callback_gen: ProgressGenerator | None,
-) -> Generator[Any, None, ModelInstance]:
+    progress: LoadProgress,
+) -> LoadSteps:
     """Load a part of the model in each of several processes, started here unless torchrun did.
 
     Under torchrun every rank calls this, and only rank 0 returns: the others serve it, then end the process.
@@ -66,9 +65,7 @@ def load_parallel_steps(
     frozen = config.freeze()
     if (rank_info := torchrun_rank()) is not None:
         return (
-            yield from _load_under_torchrun(
-                STRATEGIES[strategy], frozen, rank_info, device_infos, callback, callback_gen
-            )
+            yield from _load_under_torchrun(STRATEGIES[strategy], frozen, rank_info, device_infos, progress)
         )
     devices, spaces = rank_devices(device_infos, gpu_split)
     STRATEGIES[strategy].check(frozen, len(devices))
@@ -79,12 +76,10 @@ def load_parallel_steps(
         _check_rank_memory(frozen, device_infos, spaces)
     if len(devices) == 1:
         modules = [devices[0]] * (len(frozen.spec.layers) + 2)
-        single = yield from load_steps(frozen, open_checkpoint(frozen), modules, callback, callback_gen)
+        single = yield from load_modules(frozen, open_checkpoint(frozen), modules, progress)
         return replace(single, num_ranks=1)
     with _spawned_workers(strategy, config, devices) as (driver, store):
-        loaded = yield from STRATEGIES[strategy].load(
-            frozen, 0, len(devices), devices[0], callback, callback_gen
-        )
+        loaded = yield from STRATEGIES[strategy].load(frozen, 0, len(devices), devices[0], progress)
         return _connect_ranks(STRATEGIES[strategy], frozen, loaded, driver, store, len(devices), local=True)
 
 
@@ -142,9 +137,8 @@ def _load_under_torchrun(
     frozen: FrozenConfig,
     rank_info: RankInfo,
     device_infos: Sequence[DeviceInfo],
-    callback: ProgressCallback,
-    callback_gen: ProgressGenerator | None,
-) -> Generator[Any, None, ModelInstance]:
+    progress: LoadProgress,
+) -> LoadSteps:
     """The same among processes that torchrun started."""
     strategy.check(frozen, rank_info.size)
     own_device = device_infos[dist.get_node_local_rank(0) % len(device_infos)]
@@ -168,7 +162,7 @@ def _load_under_torchrun(
         )
     driver = RankDriver(accept_workers(rank_info))
     try:
-        loaded = yield from strategy.load(frozen, 0, rank_info.size, own_device, callback, callback_gen)
+        loaded = yield from strategy.load(frozen, 0, rank_info.size, own_device, progress)
         return _connect_ranks(strategy, frozen, loaded, driver, rank_info.store, rank_info.size, local=False)
     except BaseException:
         driver.close()

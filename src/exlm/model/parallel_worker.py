@@ -22,9 +22,9 @@ from ..nn import Batch, LoraRef
 from ..parallel import Channel, Group, Message
 from ..parallel.launch import file_store
 from .devices import DeviceInfo, list_devices
-from .instance import ModelInstance, no_progress
+from .instance import LoadProgress, ModelInstance, run_to_end
 from .memory import CacheOwnerInfo
-from .strategies import STRATEGIES, LoadSteps, ParallelStrategy
+from .strategies import STRATEGIES, ParallelStrategy
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def run_worker(
     with _report_failure(channel, rank):
         if device_info.device.type == "cuda":
             torch.cuda.set_device(device_info.device)
-        loaded = run_to_end(strategy.load(config, rank, size, device_info, no_progress, None))
+        loaded = run_to_end(strategy.load(config, rank, size, device_info, LoadProgress()))
         channel.send(Message("loaded"))
         if channel.receive().action != "meet":
             return
@@ -123,16 +123,6 @@ def _make_cache(model: CacheOwnerInfo, values: Mapping[str, Any]) -> CacheBase:
     if kind is CACHE_CLASSES["Cache"]:
         options["dtype"] = values["dtype"]
     return kind(model, values["batch_size"], values["max_seq_len"], **options)
-
-
-def run_to_end(steps: LoadSteps) -> ModelInstance:
-    """What the steps of a load return."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            loaded: ModelInstance = end.value
-            return loaded
 
 
 def decode_change(message: Message, model: spec.Model, device: torch.device) -> ModuleChange:

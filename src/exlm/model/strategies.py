@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,9 +26,7 @@ from ..parallel import (
 )
 from .decoder import Decoder
 from .devices import DeviceInfo
-from .instance import ModelInstance, ProgressCallback, ProgressGenerator, load_steps, open_checkpoint
-
-LoadSteps = Generator[Any, None, ModelInstance]
+from .instance import LoadProgress, LoadSteps, ModelInstance, load_modules, open_checkpoint
 
 
 class RoleShard(NamedTuple):
@@ -52,8 +49,7 @@ class ParallelStrategy(Protocol):
         rank: int,
         size: int,
         device_info: DeviceInfo,
-        callback: ProgressCallback,
-        callback_gen: ProgressGenerator | None,
+        progress: LoadProgress,
     ) -> LoadSteps:
         """Read and bind what is a rank's."""
         ...
@@ -80,14 +76,13 @@ class TensorParallel:
         rank: int,
         size: int,
         device_info: DeviceInfo,
-        callback: ProgressCallback,
-        callback_gen: ProgressGenerator | None,
+        progress: LoadProgress,
     ) -> LoadSteps:
         """Narrow layers."""
         source = ShardedSource(open_checkpoint(config), config.spec, rank, size)
         narrow = replace(config, spec=shard(config.spec, rank, size))
         device_infos = [device_info] * (len(config.spec.layers) + 2)
-        return load_steps(narrow, source, device_infos, callback, callback_gen, has_embedding=rank == 0)
+        return load_modules(narrow, source, device_infos, progress, has_embedding=rank == 0)
 
     def connect(self, loaded: ModelInstance, config: FrozenConfig, group: Group) -> Decoder:
         """Sums and gathers where shares meet."""
@@ -123,8 +118,7 @@ class PipelineParallel:
         rank: int,
         size: int,
         device_info: DeviceInfo,
-        callback: ProgressCallback,
-        callback_gen: ProgressGenerator | None,
+        progress: LoadProgress,
     ) -> LoadSteps:
         """Fewer layers."""
         first, last = split_evenly(len(config.spec.layers), size)[rank]
@@ -132,7 +126,7 @@ class PipelineParallel:
         source = LayersSource(open_checkpoint(config), first)
         device_infos = [device_info] * (last - first + 2)
         endpoints = {"has_embedding": rank == 0, "has_head": rank == size - 1}
-        return load_steps(stage, source, device_infos, callback, callback_gen, **endpoints)
+        return load_modules(stage, source, device_infos, progress, **endpoints)
 
     def connect(self, loaded: ModelInstance, config: FrozenConfig, group: Group) -> Decoder:
         """States handed on from rank to rank, and the answer back to the first."""
