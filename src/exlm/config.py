@@ -18,8 +18,8 @@ from . import env, families, spec
 from .checkpoint import GgufFile, TensorFiles
 from .errors import ConfigError, InputError, ModelNotFound, report_unknown_attribute
 from .families import ConfigReader
+from .families.config_attributes import ConfigAttributes
 from .families.config_reader import MAX_VOCAB
-from .families.fields import Fields
 from .families.gguf import config_from_metadata
 from .families.overrides import Overrides, apply_overrides, primary_rope
 from .formats.gptq_config import GptqConfig
@@ -52,7 +52,7 @@ class FrozenConfig:
     quantization: GptqConfig | None = None
 
 
-class Config(Fields):
+class Config(ConfigAttributes):
     """A model folder's description, with the user's changes on top."""
 
     def __init__(self, model_dir: str | Path | None = None) -> None:
@@ -271,7 +271,7 @@ class Config(Fields):
         return self._files
 
     @property
-    def _hyper(self) -> ConfigReader:
+    def _config_reader(self) -> ConfigReader:
         return ConfigReader(self._config_json)
 
     def _read_quantization(self) -> GptqConfig | None:

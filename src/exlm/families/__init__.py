@@ -1,64 +1,11 @@
-"""Every architecture we know, by the name config.json gives it: one pure function from numbers to a spec."""
+"""Turns a model's config.json, or a GGUF file's metadata, into a `spec.Model`.
 
-from __future__ import annotations
+It takes parsed JSON (`ConfigReader`) and gives frozen data: `build_spec` finds the architecture's pure
+function in `FAMILIES`; `overrides` applies a user's changes, such as a longer context. config, tokenizer and
+the packages above them may import it; it imports only errors and spec, and no torch.
+"""
 
-from collections.abc import Callable
-
-from .. import spec
-from ..errors import UnknownArchitecture
-from . import cohere, dbrx, gemma, glm, gpt, internlm, llama, mixtral, phi, qwen, vision
-from .config_reader import MAX_ALL_EXPERTS, ConfigReader
-
-FamilyFunction = Callable[[ConfigReader], spec.Model]
-
-FAMILIES: dict[str, FamilyFunction] = {
-    "Cohere2ForCausalLM": cohere.cohere2,
-    "CohereForCausalLM": cohere.cohere,
-    "DbrxForCausalLM": dbrx.dbrx,
-    "GPT2LMHeadModel": gpt.gpt2,
-    "GPTBigCodeForCausalLM": gpt.bigcode,
-    "Gemma2ForCausalLM": gemma.gemma2,
-    "Gemma3ForCausalLM": gemma.gemma3,
-    "Gemma3ForConditionalGeneration": gemma.gemma3,
-    "GemmaForCausalLM": gemma.gemma,
-    "GemmoeForCausalLM": gemma.gemmoe,
-    "Glm4ForCausalLM": glm.glm4,
-    "GraniteForCausalLM": llama.granite,
-    "IndexForCausalLM": llama.llama,
-    "InternLM2ForCausalLM": internlm.internlm2,
-    "LlamaForCausalLM": llama.llama,
-    "LlavaForConditionalGeneration": vision.pixtral,
-    "MiniCPMForCausalLM": llama.minicpm,
-    "Mistral3ForConditionalGeneration": vision.pixtral,
-    "MistralForCausalLM": llama.mistral,
-    "MixtralForCausalLM": mixtral.mixtral,
-    "Olmo2ForCausalLM": llama.olmo2,
-    "OrionForCausalLM": llama.orion,
-    "Phi3ForCausalLM": phi.phi3,
-    "Qwen2ForCausalLM": qwen.qwen2,
-    "Qwen2VLForConditionalGeneration": qwen.qwen2_vl,
-    "Qwen2_5_VLForConditionalGeneration": qwen.qwen2_vl,
-    "Qwen3ForCausalLM": qwen.qwen3,
-    "Qwen3MoeForCausalLM": qwen.qwen3_moe,
-    "SmolLM3ForCausalLM": llama.smollm3,
-    "Starcoder2ForCausalLM": gpt.starcoder2,
-    "YiForCausalLM": llama.yi,
-}
-
-
-def build_spec(config: ConfigReader) -> spec.Model:
-    """What this config.json describes; an architecture we do not know is an error, never a guess."""
-    name = config.architecture
-    if name not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))
-        raise UnknownArchitecture(f"{config.source}: architecture {name!r} is not supported. Known: {known}.")
-    model = FAMILIES[name](config)
-    experts = sum(layer.mlp.experts for layer in model.layers if isinstance(layer.mlp, spec.Moe))
-    if experts > MAX_ALL_EXPERTS:
-        raise config.inconsistent(
-            f"{len(model.layers)} layers have {experts} experts together; expected at most {MAX_ALL_EXPERTS}"
-        )
-    return model
-
+from .config_reader import ConfigReader
+from .registry import FAMILIES, build_spec
 
 __all__ = ["FAMILIES", "ConfigReader", "build_spec"]

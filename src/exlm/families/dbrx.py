@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from .. import spec
 from ..spec.tensor_names import LAYER_PREFIX, KeyRename, TensorLocation, TensorNames
-from .common import ACTIVATIONS, attention, decoder, moe
+from .common import ACTIVATIONS, attention, decoder, fused_qkv, moe
 from .config_reader import ConfigReader
-from .tensor_layouts import fused_qkv
 
 KEY_RENAMES = (
     KeyRename("transformer.", "model."),

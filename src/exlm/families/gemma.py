@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from .. import spec
-from ..spec.tensor_names import LAYER_PREFIX, KeyRename, TensorLocation, TensorNames
+from ..spec.tensor_names import LAYER_PREFIX, TensorLocation, TensorNames
 from .common import (
+    LANGUAGE_MODEL_PREFIXES,
     activation,
     attention,
     decoder,
@@ -19,7 +20,7 @@ from .common import (
     resolve_head_dim,
 )
 from .config_reader import ConfigReader
-from .mixtral import EXPERT_LOCATIONS
+from .mistral import EXPERT_LOCATIONS
 from .rope import SLIDING_ATTENTION, rope
 
 POST_NORMS = {
@@ -30,12 +31,6 @@ POST_NORMS = {
 
 SOFTCAP_DEFAULTS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 """Of a Gemma 2 whose file does not mention them; null is none."""
-
-VISION_PREFIXES = (
-    KeyRename("model.language_model.", "model.", prefix_only=True),
-    KeyRename("language_model.model.", "model.", prefix_only=True),
-    KeyRename("language_model.lm_head.", "lm_head.", prefix_only=True),
-)
 
 
 def gemma(c: ConfigReader) -> spec.Model:
@@ -80,7 +75,7 @@ def gemma3(c: ConfigReader) -> spec.Model:
         attn = attention(c, **fields, window=sizes[i], rope=global_rope if sizes[i] is None else local_rope)
         return spec.Layer(attn, _mlp(c), n, n, attn_post=n, mlp_post=n)
 
-    names = TensorNames(key_renames=VISION_PREFIXES).with_locations(**POST_NORMS)
+    names = TensorNames(key_renames=LANGUAGE_MODEL_PREFIXES).with_locations(**POST_NORMS)
     model = _decoder(c, [layer(i) for i in range(depth)], n, vocab=c.size("vocab_size", default=262208))
     return replace(model, names=names, fp32_residual=True)
 

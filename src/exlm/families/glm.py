@@ -6,10 +6,9 @@ from dataclasses import replace
 
 from .. import spec
 from ..spec.tensor_names import LAYER_PREFIX, TensorLocation, TensorNames
-from .common import attention, decoder, mlp, norm
+from .common import attention, decoder, fused_gate_up, mlp, norm
 from .config_reader import ConfigReader
 from .rope import rope
-from .tensor_layouts import fused_gate_up
 
 
 def glm4(c: ConfigReader) -> spec.Model:

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 from .. import spec
 from ..spec.tensor_names import LAYER_PREFIX, KeyRename, TensorLocation, TensorNames
-from .common import activation, attention, decoder, layer_windows, mlp, norm, with_windows
+from .common import activation, attention, decoder, fused_qkv, layer_windows, mlp, norm, with_windows
 from .config_reader import ConfigReader
 from .rope import max_positions
-from .tensor_layouts import fused_qkv
 
 GPT2_KEY_RENAMES = (
     KeyRename("transformer.", "", prefix_only=True),

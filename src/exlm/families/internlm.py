@@ -6,10 +6,9 @@ from dataclasses import replace
 
 from .. import spec
 from ..spec.tensor_names import LAYER_PREFIX, KeyRename, TensorLocation, TensorNames
-from .common import attention, map_layers
+from .common import attention, interleaved_qkv, map_layers
 from .config_reader import ConfigReader
 from .llama import llama
-from .tensor_layouts import interleaved_qkv
 
 KEY_RENAMES = (
     KeyRename("output.", "lm_head.", prefix_only=True),

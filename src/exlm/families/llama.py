@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from .. import spec
 from ..spec.tensor_names import LAYER_PREFIX, TensorLocation, TensorNames
-from .common import attention, decoder, layer_windows, map_layers, mlp, norm, with_windows
+from .common import attention, decoder, layer_windows, map_layers, mlp, norm
 from .config_reader import ConfigReader
 
 
@@ -15,11 +15,6 @@ def llama(c: ConfigReader) -> spec.Model:
     """RMSNorm, rotary attention, gated MLP: the shape everybody copied."""
     layer = spec.Layer(attention(c), mlp(c), norm(c), norm(c))
     return decoder(c, [layer] * c.num_layers())
-
-
-def mistral(c: ConfigReader) -> spec.Model:
-    """Llama with every layer's attention in a window, if the file names one."""
-    return with_windows(llama(c), layer_windows(c, c.num_layers(), lambda _: True))
 
 
 def yi(c: ConfigReader) -> spec.Model:

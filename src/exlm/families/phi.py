@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from .. import spec
 from ..spec.tensor_names import TensorNames
+from .common import fused_gate_up, fused_qkv
 from .config_reader import ConfigReader
-from .llama import mistral
-from .tensor_layouts import fused_gate_up, fused_qkv
+from .mistral import mistral
 
 
 def phi3(c: ConfigReader) -> spec.Model:

@@ -6,10 +6,19 @@ from dataclasses import replace
 
 from .. import spec
 from ..spec.tensor_names import LAYER_PREFIX, KeyRename, TensorLocation, TensorNames
-from .common import attention, layer_windows, map_layers, mlp, moe, norm, qwen_layer_windows, with_windows
+from .common import (
+    attention,
+    layer_windows,
+    map_layers,
+    mlp,
+    moe,
+    norm,
+    qwen_layer_windows,
+    stacked_experts,
+    with_windows,
+)
 from .config_reader import ConfigReader
 from .llama import llama
-from .tensor_layouts import stacked_experts
 
 EXPERT_LOCATIONS = {
     "mlp__router": TensorLocation(LAYER_PREFIX + "mlp.gate"),

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 
 from .. import Unsupported
-from ..families.fields import RopeStyle as RopeStyle
+from ..families.config_attributes import RopeStyle as RopeStyle
 
 # What the placeholders are made of
 

@@ -98,8 +98,8 @@ class _ByteDetokenizer:
     def _decode(self, data: bytes) -> str:
         text = self._utf8.decode(data)
         if data and data[-1] >= 0xA0:
-            held = self._utf8.getstate()[0]
-            if len(held) == 2 and held[0] == 0xED and held[1] >= 0xA0:
+            buffered = self._utf8.getstate()[0]
+            if len(buffered) == 2 and buffered[0] == 0xED and buffered[1] >= 0xA0:
                 # CPython's decoder waits for the third byte of a surrogate, which UTF-8 does not allow.
                 text += self._utf8.decode(b"", final=True)
         return text

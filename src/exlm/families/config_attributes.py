@@ -1,7 +1,6 @@
-"""A model's description under the names that config.json and the archived library have for its numbers.
+"""The read-only attributes of `Config`: facts of the spec under the names that exllamav2 and config.json use.
 
-`Fields` is the part of `Config` that is computed from the description. Programs read it; what they want to
-change is among the options.
+Programs read them; what a program may change is an option of `Config`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class RopeStyle(IntEnum):
 
 
 @dataclass(frozen=True)
-class Params:
+class LanguageModelParams:
     """`config.arch.lm`: what is peculiar to the language model."""
 
     requires_bos: bool  # it is lost without a first BOS token
@@ -46,7 +45,7 @@ class ArchParams:
     """`config.arch`."""
 
     arch_string: str
-    lm: Params
+    lm: LanguageModelParams
 
     @property
     def requires_bos(self) -> bool:
@@ -54,7 +53,7 @@ class ArchParams:
         return self.lm.requires_bos
 
 
-class Fields:
+class ConfigAttributes:
     """Read-only numbers of a model; where layers differ, those of the first, or as each of them says."""
 
     @property
@@ -64,7 +63,7 @@ class Fields:
 
     @property
     @abstractmethod
-    def _hyper(self) -> ConfigReader:
+    def _config_reader(self) -> ConfigReader:
         """config.json, for what no description needs."""
 
     @property
@@ -80,7 +79,7 @@ class Fields:
         styles = {"gptj": RopeStyle.GPTJ, "neox": RopeStyle.NEOX}
         return ArchParams(
             model.architecture,
-            Params(
+            LanguageModelParams(
                 requires_bos=model.requires_bos,
                 is_moe=self.num_experts is not None,
                 norm="rmsnorm" if model.final_norm.kind == "rms" else "layernorm",
@@ -283,5 +282,5 @@ class Fields:
         return None if rope is None else rope.scaling
 
     def _real(self, key: str, default: float | None) -> float | None:
-        found: float | None = self._hyper.real(key, default=default)
+        found: float | None = self._config_reader.real(key, default=default)
         return found

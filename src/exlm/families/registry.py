@@ -1,0 +1,61 @@
+"""The table of architectures, by the names that config.json gives them, and `build_spec`, which uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .. import spec
+from ..errors import UnknownArchitecture
+from . import cohere, dbrx, gemma, glm, gpt, internlm, llama, mistral, phi, qwen
+from .config_reader import MAX_ALL_EXPERTS, ConfigReader
+
+FamilyFunction = Callable[[ConfigReader], spec.Model]
+
+FAMILIES: dict[str, FamilyFunction] = {
+    "Cohere2ForCausalLM": cohere.cohere2,
+    "CohereForCausalLM": cohere.cohere,
+    "DbrxForCausalLM": dbrx.dbrx,
+    "GPT2LMHeadModel": gpt.gpt2,
+    "GPTBigCodeForCausalLM": gpt.bigcode,
+    "Gemma2ForCausalLM": gemma.gemma2,
+    "Gemma3ForCausalLM": gemma.gemma3,
+    "Gemma3ForConditionalGeneration": gemma.gemma3,
+    "GemmaForCausalLM": gemma.gemma,
+    "GemmoeForCausalLM": gemma.gemmoe,
+    "Glm4ForCausalLM": glm.glm4,
+    "GraniteForCausalLM": llama.granite,
+    "IndexForCausalLM": llama.llama,
+    "InternLM2ForCausalLM": internlm.internlm2,
+    "LlamaForCausalLM": llama.llama,
+    "LlavaForConditionalGeneration": mistral.pixtral,
+    "MiniCPMForCausalLM": llama.minicpm,
+    "Mistral3ForConditionalGeneration": mistral.pixtral,
+    "MistralForCausalLM": mistral.mistral,
+    "MixtralForCausalLM": mistral.mixtral,
+    "Olmo2ForCausalLM": llama.olmo2,
+    "OrionForCausalLM": llama.orion,
+    "Phi3ForCausalLM": phi.phi3,
+    "Qwen2ForCausalLM": qwen.qwen2,
+    "Qwen2VLForConditionalGeneration": qwen.qwen2_vl,
+    "Qwen2_5_VLForConditionalGeneration": qwen.qwen2_vl,
+    "Qwen3ForCausalLM": qwen.qwen3,
+    "Qwen3MoeForCausalLM": qwen.qwen3_moe,
+    "SmolLM3ForCausalLM": llama.smollm3,
+    "Starcoder2ForCausalLM": gpt.starcoder2,
+    "YiForCausalLM": llama.yi,
+}
+
+
+def build_spec(config: ConfigReader) -> spec.Model:
+    """What this config.json describes; an architecture we do not know is an error, never a guess."""
+    name = config.architecture
+    if name not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        raise UnknownArchitecture(f"{config.source}: architecture {name!r} is not supported. Known: {known}.")
+    model = FAMILIES[name](config)
+    experts = sum(layer.mlp.experts for layer in model.layers if isinstance(layer.mlp, spec.Moe))
+    if experts > MAX_ALL_EXPERTS:
+        raise config.inconsistent(
+            f"{len(model.layers)} layers have {experts} experts together; expected at most {MAX_ALL_EXPERTS}"
+        )
+    return model
