@@ -1,4 +1,4 @@
-"""The vocabularies the filters are tested on."""
+"""Vocabularies for tests of filters."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tests.constrained import toy_vocabularies as toy
 
 
 @pytest.fixture(scope="session")
-def g16(tmp_path_factory: pytest.TempPathFactory) -> Codec:
-    """The vocabulary of the golden traces: letters, and a few words; no upper-case letters."""
-    return toy.byte_codec(tmp_path_factory.mktemp("g16"), [piece.encode() for piece in toy.LETTER_PIECES])
+def letters(tmp_path_factory: pytest.TempPathFactory) -> Codec:
+    """The vocabulary of the traces of exllamav2: lower-case letters and a few words."""
+    return toy.byte_codec(tmp_path_factory.mktemp("letters"), [piece.encode() for piece in toy.LETTER_PIECES])
 
 
 @pytest.fixture(scope="session")
@@ -26,20 +26,20 @@ def every_byte(tmp_path_factory: pytest.TempPathFactory) -> Codec:
 
 
 @pytest.fixture(scope="session")
-def fallback(tmp_path_factory: pytest.TempPathFactory) -> Codec:
-    """A SentencePiece-like vocabulary, where several tokens stand for the same bytes."""
+def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Codec:
+    """A SentencePiece vocabulary with byte fallback, where several tokens have the same bytes."""
     words = [*'abcdefghijklmnopqrstuvwxyz{}[]:,"0123456789', "\u2581the", "true", "null", "\u00e9", "er"]
-    return toy.metaspace_codec(tmp_path_factory.mktemp("fallback"), words)
+    return toy.metaspace_codec(tmp_path_factory.mktemp("byte_fallback"), words)
 
 
 @pytest.fixture(scope="session")
 def trained(fixtures_dir: Path) -> Codec:
-    """A real byte-level BPE."""
+    """A trained byte-level BPE."""
     return Codec.from_folder(fixtures_dir / "tiny-lm", ConfigTokenIds())
 
 
-@pytest.fixture(params=["every_byte", "fallback", "trained"])
+@pytest.fixture(params=["every_byte", "byte_fallback", "trained"])
 def codec(request: pytest.FixtureRequest) -> Codec:
-    """Each vocabulary that can write every text."""
+    """Each vocabulary that can spell every text."""
     found: Codec = request.getfixturevalue(request.param)
     return found

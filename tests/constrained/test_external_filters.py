@@ -11,14 +11,14 @@ import torch
 
 from exllamav2.generator.base import ExLlamaV2Filter
 from exlm.constrained import Filter, FilterStack, PrefixFilter
-from exlm.constrained.stack import LONGEST_WHITESPACE
+from exlm.constrained.stack import MAX_WHITESPACE_RUN
 from exlm.errors import InputError
 from exlm.tokenizer import Codec
-from tests.constrained.toy_vocabularies import LETTER_PIECES, Enforcer, allowed_ids
+from tests.constrained.toy_vocabularies import LETTER_PIECES, DuckTypedFilter, allowed_ids
 
 
-class FormatterFilter(ExLlamaV2Filter):
-    """Masks logits, in the background, and forces EOS when its text is complete."""
+class LogitMaskFilter(ExLlamaV2Filter):
+    """Masks logits in the background, and forces EOS when its text is complete, like formatron's filter."""
 
     def __init__(self, model: Any, tokenizer: Any, wanted: list[int]) -> None:
         super().__init__(model, tokenizer)
@@ -36,7 +36,7 @@ class FormatterFilter(ExLlamaV2Filter):
             assert list(range(100))[token] == self.left.pop(0)  # as an index
 
     def next(self) -> Any:
-        raise AssertionError("masks are preferred")
+        raise AssertionError("mask_logits is preferred")
 
     def use_background_worker(self) -> bool:
         return True
@@ -62,8 +62,8 @@ class FormatterFilter(ExLlamaV2Filter):
         return logits
 
 
-class TokenListAnswer:
-    """What lm-format-enforcer 0.11 answers with."""
+class TokenListResult:
+    """The result type of lm-format-enforcer 0.11."""
 
     def __init__(self, allowed: list[int], packed: bool = False) -> None:
         self.use_bitmask = packed
@@ -75,9 +75,9 @@ class TokenListAnswer:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_masked_logits(g16: Codec, background: bool) -> None:
-    made = FormatterFilter(None, g16, [32, 28, 5])
-    stack = FilterStack([made], g16, width=64)
+def test_masked_logits(letters: Codec, background: bool) -> None:
+    made = LogitMaskFilter(None, letters, [32, 28, 5])
+    stack = FilterStack([made], letters, width=64)
     stack.begin()
     with ThreadPoolExecutor(1) as pool:
         for expected in (32, 28, 5, 0, 0):
@@ -85,21 +85,21 @@ def test_masked_logits(g16: Codec, background: bool) -> None:
                 stack.start_background(pool)
             now = stack.allowed()
             assert now.forced_id == expected
-            assert now.end_ids == ({0} if expected == 0 else set())  # it can only end: no endless EOS
+            assert now.end_ids == ({0} if expected == 0 else set())  # EOS ends the text: it is not repeated
             stack.feed(expected)
     assert made.prepared == 5
 
 
-def test_a_filter_whose_masks_need_a_gpu_falls_back_to_id_lists(g16: Codec) -> None:
-    class Pinned(FormatterFilter):
+def test_a_filter_whose_masks_need_a_gpu_falls_back_to_id_lists(letters: Codec) -> None:
+    class Pinned(LogitMaskFilter):
         def mask_logits(self, logits: torch.Tensor) -> torch.Tensor:
             raise RuntimeError("no pinned memory")
 
         def next(self) -> Any:
             return ([self.left[0]], []) if self.left else ([0], [0])
 
-    made = Pinned(None, g16, [5, 6])
-    stack = FilterStack([made], g16)
+    made = Pinned(None, letters, [5, 6])
+    stack = FilterStack([made], letters)
     stack.begin()
     for expected in (5, 6, 0):
         assert stack.allowed().forced_id == expected
@@ -107,25 +107,28 @@ def test_a_filter_whose_masks_need_a_gpu_falls_back_to_id_lists(g16: Codec) -> N
     assert made.prepared == 1
 
 
-def test_masks_and_lists_together(g16: Codec) -> None:
-    stack = FilterStack([FormatterFilter(None, g16, [32, 28]), PrefixFilter(None, g16, "Hello")], g16)
+def test_masks_and_lists_together(letters: Codec) -> None:
+    stack = FilterStack(
+        [LogitMaskFilter(None, letters, [32, 28]), PrefixFilter(None, letters, "Hello")],
+        letters,
+    )
     stack.begin()
     assert allowed_ids(stack) == {32}
 
 
-def test_mask_bits_above_the_tokenizer_are_cleared(g16: Codec) -> None:
-    class Lax(FormatterFilter):
+def test_mask_bits_above_the_tokenizer_are_cleared(letters: Codec) -> None:
+    class Lax(LogitMaskFilter):
         def mask_logits(self, logits: torch.Tensor) -> torch.Tensor:
             logits[3] = float("-inf")
             return logits
 
-    stack = FilterStack([Lax(None, g16, [])], g16, width=64)
+    stack = FilterStack([Lax(None, letters, [])], letters, width=64)
     stack.begin()
     assert allowed_ids(stack) == set(range(36)) - {3}
 
 
-class Grammar(Filter):
-    """Takes EOS for its letters, as formatron's engine does, until its text is complete."""
+class EosAsTextFilter(Filter):
+    """Allows EOS as ordinary text until its text is complete, as formatron's engine does."""
 
     def __init__(self, tokenizer: Any, passing: list[int]) -> None:
         super().__init__(None, tokenizer)
@@ -145,8 +148,10 @@ class Grammar(Filter):
 
 
 @pytest.mark.parametrize("prefer_eos", [False, True])
-def test_eos_ends_no_text_that_its_filter_calls_incomplete(g16: Codec, prefer_eos: bool) -> None:
-    stack = FilterStack([Grammar(g16, [0, 2, 3])], g16, prefer_eos)
+def test_eos_is_excluded_while_the_text_is_incomplete(
+    letters: Codec, prefer_eos: bool
+) -> None:
+    stack = FilterStack([EosAsTextFilter(letters, [0, 2, 3])], letters, prefer_eos)
     stack.begin()
     assert allowed_ids(stack) == {2, 3}
     stack.feed(3)
@@ -155,25 +160,25 @@ def test_eos_ends_no_text_that_its_filter_calls_incomplete(g16: Codec, prefer_eo
     assert (stack.allowed().forced_id, stack.allowed().end_ids) == (0, {0})
 
 
-def test_eos_passes_where_nothing_else_does(g16: Codec) -> None:
-    stack = FilterStack([Grammar(g16, [0])], g16)
+def test_eos_stays_allowed_where_nothing_else_is(letters: Codec) -> None:
+    stack = FilterStack([EosAsTextFilter(letters, [0])], letters)
     stack.begin()
     assert stack.allowed().forced_id == 0
 
 
-def test_whitespace_ends_in_a_text_that_is_not_complete(g16: Codec) -> None:
+def test_a_whitespace_run_is_bounded_in_an_incomplete_text(letters: Codec) -> None:
     space, newline = LETTER_PIECES.index(" "), LETTER_PIECES.index("\n")
-    stack = FilterStack([Grammar(g16, [space, newline, 3])], g16)
+    stack = FilterStack([EosAsTextFilter(letters, [space, newline, 3])], letters)
     stack.begin()
-    for step in range(LONGEST_WHITESPACE):
+    for step in range(MAX_WHITESPACE_RUN):
         assert allowed_ids(stack) == {space, newline, 3}
         stack.feed(newline if step % 2 else space)
     assert allowed_ids(stack) == {3}
     stack.feed(3)
     assert allowed_ids(stack) == {space, newline, 3}
-    only_space = FilterStack([Grammar(g16, [space])], g16)
+    only_space = FilterStack([EosAsTextFilter(letters, [space])], letters)
     only_space.begin()
-    for _ in range(2 * LONGEST_WHITESPACE):
+    for _ in range(2 * MAX_WHITESPACE_RUN):
         only_space.feed(space)
     assert only_space.allowed().forced_id == space
 
@@ -188,10 +193,10 @@ def test_whitespace_ends_in_a_text_that_is_not_complete(g16: Codec) -> None:
         (np.array([5, 7, 3]), np.array([], np.int64)),
         (torch.tensor([5, 7, 3]), []),
         ({3: "a", 5: "b", 7: "c"}, []),
-        (TokenListAnswer([3, 5, 7]), []),
-        (TokenListAnswer([3, 5, 7], packed=True), []),
-        TokenListAnswer([7, 5, 3]),
-        TokenListAnswer([7, 5, 3], packed=True),
+        (TokenListResult([3, 5, 7]), []),
+        (TokenListResult([3, 5, 7], packed=True), []),
+        TokenListResult([7, 5, 3]),
+        TokenListResult([7, 5, 3], packed=True),
         {3, 5, 7},
     ],
     ids=[
@@ -209,8 +214,8 @@ def test_whitespace_ends_in_a_text_that_is_not_complete(g16: Codec) -> None:
         "bare",
     ],
 )
-def test_every_form_of_an_answer(g16: Codec, answer: Any) -> None:
-    stack = FilterStack([Enforcer(lambda ids: answer)], g16)
+def test_every_form_of_a_result(letters: Codec, answer: Any) -> None:
+    stack = FilterStack([DuckTypedFilter(lambda ids: answer)], letters)
     stack.begin()
     assert allowed_ids(stack) == {3, 5, 7}
     assert stack.allowed().end_ids == set()
@@ -229,49 +234,51 @@ def test_every_form_of_an_answer(g16: Codec, answer: Any) -> None:
         (([], []), "excluded all tokens"),
     ],
 )
-def test_invalid_answers_are_refused(g16: Codec, answer: Any, reason: str) -> None:
-    stack = FilterStack([Enforcer(lambda ids: answer)], g16)
+def test_invalid_results_are_refused(letters: Codec, answer: Any, reason: str) -> None:
+    stack = FilterStack([DuckTypedFilter(lambda ids: answer)], letters)
     stack.begin()
     with pytest.raises(InputError, match=reason):
         stack.allowed()
 
 
-def test_ids_the_model_lacks_are_left_out(g16: Codec) -> None:
-    stack = FilterStack([Enforcer(lambda ids: ([3, 5, 35], [35]))], g16, width=20)
+def test_ids_the_model_lacks_are_left_out(letters: Codec) -> None:
+    stack = FilterStack([DuckTypedFilter(lambda ids: ([3, 5, 35], [35]))], letters, width=20)
     stack.begin()
     assert allowed_ids(stack) == {3, 5}
 
 
 @pytest.mark.parametrize("method", ["begin", "feed", "next"])
-def test_a_filter_that_fails_is_named(g16: Codec, method: str) -> None:
+def test_an_exception_of_a_filter_names_it(letters: Codec, method: str) -> None:
     def fail(*_: Any) -> Any:
         raise KeyError("lost")
 
-    made = Enforcer(lambda ids: ([3, 4], []))
+    made = DuckTypedFilter(lambda ids: ([3, 4], []))
     setattr(made, method, fail)
-    stack = FilterStack([made], g16)
+    stack = FilterStack([made], letters)
 
     def run() -> None:
         stack.begin()
         stack.allowed()
         stack.feed(3)
 
-    with pytest.raises(InputError, match=rf"The filter Enforcer failed in {method}\(\): KeyError: 'lost'"):
+    with pytest.raises(
+        InputError, match=rf"The filter DuckTypedFilter failed in {method}\(\): KeyError: 'lost'"
+    ):
         run()
 
 
-def test_a_filter_that_does_not_prepare_is_named(g16: Codec) -> None:
-    class Unready(FormatterFilter):
+def test_a_filter_that_prepares_no_mask_is_named(letters: Codec) -> None:
+    class Unready(LogitMaskFilter):
         def prepare_logit_mask(self) -> bool:
             return False
 
-    stack = FilterStack([Unready(None, g16, [3])], g16)
+    stack = FilterStack([Unready(None, letters, [3])], letters)
     stack.begin()
     with pytest.raises(InputError, match="Unready promises to mask logits"):
         stack.allowed()
 
 
-def test_the_base_class_has_the_methods_of_exllamav2(g16: Codec) -> None:
+def test_the_base_class_has_the_methods_of_exllamav2(letters: Codec) -> None:
     class Counting(Filter):
         def __init__(self, *a: Any) -> None:
             super().__init__(*a)
@@ -289,8 +296,13 @@ def test_the_base_class_has_the_methods_of_exllamav2(g16: Codec) -> None:
         def prepare_logit_mask(self) -> bool:
             return True
 
-    made = Counting("model", g16)
-    assert (made.model, made.tokenizer, made.sequence_str, made.background_result) == ("model", g16, "", None)
+    made = Counting("model", letters)
+    assert (made.model, made.tokenizer, made.sequence_str, made.background_result) == (
+        "model",
+        letters,
+        "",
+        None,
+    )
     assert made.allow_return_type_list
     assert not made.use_background_worker()
     assert not made.can_mask_logits()
@@ -311,7 +323,7 @@ def test_the_base_class_has_the_methods_of_exllamav2(g16: Codec) -> None:
     assert (made.count, other.count) == (1, 2)
     bare = Counting.__new__(Counting)
     made.clone(bare)
-    assert bare.tokenizer is g16
+    assert bare.tokenizer is letters
     assert bare.background_result is None
 
 

@@ -1,4 +1,4 @@
-"""Whatever is chosen among the tokens that pass, the text fits the grammar."""
+"""Texts of random allowed tokens match the grammar."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ LARK = [
 
 
 def generate_text(stack: FilterStack, codec: Codec, seed: int, after: int = 30) -> str | None:
-    """The text of a random walk that came to an end by itself."""
+    """A text of random allowed tokens, or None if it did not end by itself."""
     ids, ended = run_stack(stack, random_then_closing(random.Random(seed), codec, after))
     return codec.decode(ids, continues=True) if ended else None
 
@@ -91,7 +91,7 @@ def test_text_matches_from_start_to_end(codec: Codec, pattern: str) -> None:
 
 
 @pytest.mark.parametrize(("source", "shape"), LARK)
-def test_text_is_in_the_language(codec: Codec, source: str, shape: str) -> None:
+def test_text_matches_the_grammar(codec: Codec, source: str, shape: str) -> None:
     stack = FilterStack([GrammarFilter(codec, source)], codec)
     texts = [text for seed in range(20) if (text := generate_text(stack, codec, seed)) is not None]
     assert len(texts) >= 5
@@ -100,14 +100,14 @@ def test_text_is_in_the_language(codec: Codec, source: str, shape: str) -> None:
         assert text.count("(") == text.count(")")
 
 
-def test_all_tokens_for_the_same_bytes_pass(fallback: Codec) -> None:
-    stack = FilterStack([RegexFilter(fallback, "[ab]")], fallback)
+def test_all_tokens_of_the_same_bytes_are_allowed(byte_fallback: Codec) -> None:
+    stack = FilterStack([RegexFilter(byte_fallback, "[ab]")], byte_fallback)
     stack.begin()
-    ids = fallback.vocab.piece_to_id()
+    ids = byte_fallback.vocab.piece_to_id()
     assert allowed_ids(stack) == {3 + ord("a"), 3 + ord("b"), ids["a"], ids["b"]}
 
 
-def test_special_tokens_pass_only_where_the_grammar_names_them(tmp_path: Path) -> None:
+def test_special_tokens_are_allowed_only_where_the_grammar_names_them(tmp_path: Path) -> None:
     codec = byte_codec(tmp_path, [b"</s>", b"<|call|>", *(bytes([n]) for n in range(256))])
     stack = FilterStack([GrammarFilter(codec, 'start: "a" <|call|>')], codec)
     stack.begin()
@@ -118,7 +118,7 @@ def test_special_tokens_pass_only_where_the_grammar_names_them(tmp_path: Path) -
     assert 1 not in allowed_ids(stack)
 
 
-def test_eos_passes_when_the_text_may_end_and_is_forced_when_it_must(every_byte: Codec) -> None:
+def test_eos_is_allowed_when_the_text_may_end_and_forced_when_it_must(every_byte: Codec) -> None:
     first = every_byte.encode("a")[0]
     stack = FilterStack([RegexFilter(every_byte, "a{1,2}")], every_byte)
     stack.begin()
@@ -134,7 +134,7 @@ def test_eos_passes_when_the_text_may_end_and_is_forced_when_it_must(every_byte:
     assert stack.allowed().forced_id == every_byte.eos_ids[0]
 
 
-def test_every_eos_passes_and_the_first_is_forced(tmp_path: Path) -> None:
+def test_every_eos_is_allowed_and_the_first_is_forced(tmp_path: Path) -> None:
     codec = byte_codec(tmp_path, [b"</s>", b"<|im_end|>", *(bytes([n]) for n in range(256))], eos=[1, 0])
     stack = FilterStack([RegexFilter(codec, "a?")], codec)
     stack.begin()
@@ -156,7 +156,7 @@ def test_a_text_that_cannot_be_tokenized_as_written_still_ends(tmp_path: Path) -
     codec = byte_codec(tmp_path, pieces, lower=True)
     assert codec.decode(codec.encode("HELLO")) == "hello"
     stack = FilterStack([RegexFilter(codec, "HELLO WORLD")], codec)
-    ids, ended = run_stack(stack, lambda passing, _: passing[0])
+    ids, ended = run_stack(stack, lambda allowed, _: allowed[0])
     assert ended
     assert codec.decode(ids, continues=True) == "HELLO WORLD"
     assert ids[:2] == [258, 259]
@@ -170,13 +170,13 @@ def test_the_healed_prompt_prefix_comes_first(codec: Codec) -> None:
     ):
         made.begin('a"')
         raw = b""
-        while not made.answer().end_ids:
+        while not made.next_mask().end_ids:
             number = sorted(made.next()[0] or ())[0]
             raw += grammar.token_trie_of(codec).token_bytes[number]
             made.feed(number)
         assert raw == b'a""x"'
         made.begin("")
-        assert not made.answer().end_ids
+        assert not made.next_mask().end_ids
 
 
 def test_pydantic_models_and_texts_are_schemas(codec: Codec) -> None:
@@ -190,16 +190,16 @@ def test_pydantic_models_and_texts_are_schemas(codec: Codec) -> None:
             assert all(made.model_validate_json(text) for text in texts)
 
 
-def test_the_schema_may_bring_its_own_spacing(every_byte: Codec) -> None:
+def test_a_schema_may_set_its_own_whitespace(every_byte: Codec) -> None:
     schema = {"const": [1, 2], "x-guidance": {"whitespace_flexible": False, "item_separator": " ;"}}
     text = generate_text(FilterStack([JsonSchemaFilter(every_byte, schema)], every_byte), every_byte, 0)
     assert text == "[1 ;2]"
 
 
-def test_whitespace_comes_to_an_end(every_byte: Codec) -> None:
+def test_whitespace_is_bounded(every_byte: Codec) -> None:
     stack = FilterStack([JsonSchemaFilter(every_byte, {"const": [1]})], every_byte)
     space = every_byte.encode(" ")[0]
-    ids, ended = run_stack(stack, lambda passing, _: space if space in passing else passing[0], limit=500)
+    ids, ended = run_stack(stack, lambda allowed, _: space if space in allowed else allowed[0], limit=500)
     assert ended
     assert json.loads(every_byte.decode(ids, continues=True)) == [1]
     assert ids.count(space) == 200
@@ -258,7 +258,7 @@ def test_a_parser_at_its_limit_does_not_affect_other_jobs(
     assert made.next()[0]
 
 
-def test_answers_are_the_same_from_many_threads(trained: Codec) -> None:
+def test_masks_are_the_same_from_many_threads(trained: Codec) -> None:
     made = JsonSchemaFilter(trained, SCHEMAS[0])
 
     def run(seed: int) -> list[int]:
@@ -271,7 +271,7 @@ def test_answers_are_the_same_from_many_threads(trained: Codec) -> None:
         assert list(pool.map(run, range(16))) == expected
 
 
-def test_the_background_gives_the_same_answers(trained: Codec) -> None:
+def test_background_threads_give_the_same_masks(trained: Codec) -> None:
     made = JsonSchemaFilter(trained, SCHEMAS[0])
     plain, ahead = (FilterStack([made], trained) for _ in range(2))
     choose = random_then_closing(random.Random(3), trained, 20)

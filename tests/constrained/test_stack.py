@@ -17,14 +17,14 @@ from exlm.constrained import bitmask as bits
 from exlm.constrained.stack import UNCONSTRAINED, FilterThreadPool
 from exlm.errors import InputError
 from exlm.tokenizer import Codec
-from tests.constrained.toy_vocabularies import Enforcer, allowed_ids
+from tests.constrained.toy_vocabularies import DuckTypedFilter, allowed_ids
 
 IDS = st.sets(st.integers(0, 35))
 
 
-def filter_answering(*answers: Any) -> Enforcer:
-    """A filter that gives these answers one after the other."""
-    return Enforcer(lambda ids: answers[len(ids)])
+def filter_returning(*answers: Any) -> DuckTypedFilter:
+    """A filter that returns these results one after the other."""
+    return DuckTypedFilter(lambda ids: answers[len(ids)])
 
 
 def started_stack(filters: Any, codec: Codec, prefer_eos: bool = False, **more: Any) -> FilterStack:
@@ -35,9 +35,9 @@ def started_stack(filters: Any, codec: Codec, prefer_eos: bool = False, **more: 
 
 @given(st.lists(st.tuples(st.none() | IDS, IDS), min_size=1, max_size=4), st.booleans())
 def test_allowed_sets_intersect_and_end_sets_unite(
-    g16: Codec, answers: list[tuple[set[int] | None, set[int]]], prefer: bool
+    letters: Codec, answers: list[tuple[set[int] | None, set[int]]], prefer: bool
 ) -> None:
-    stack = started_stack([filter_answering(answer) for answer in answers], g16, prefer)
+    stack = started_stack([filter_returning(answer) for answer in answers], letters, prefer)
     limits = [passing for passing, _ in answers if passing is not None]
     ends = set().union(*(end for _, end in answers))
     if not limits:
@@ -60,8 +60,8 @@ def test_allowed_sets_intersect_and_end_sets_unite(
 
 
 @pytest.mark.parametrize("none", [None, [], ()])
-def test_without_filters_nothing_is_constrained(g16: Codec, none: Any) -> None:
-    stack = started_stack(none, g16)
+def test_without_filters_nothing_is_constrained(letters: Codec, none: Any) -> None:
+    stack = started_stack(none, letters)
     assert not stack
     assert stack.allowed() is UNCONSTRAINED
     stack.feed(3)
@@ -71,11 +71,16 @@ def test_without_filters_nothing_is_constrained(g16: Codec, none: Any) -> None:
     stack.close()
 
 
-def test_filters_of_every_kind_work_together(g16: Codec) -> None:
-    ids = g16.vocab.piece_to_id()
-    enforcer = Enforcer(lambda fed: (set(range(36)) - {32}, set()))
+def test_filters_of_every_kind_work_together(letters: Codec) -> None:
+    ids = letters.vocab.piece_to_id()
+    enforcer = DuckTypedFilter(lambda fed: (set(range(36)) - {32}, set()))
     stack = started_stack(
-        [PrefixFilter(None, g16, ["Hel", "cat"]), SelectFilter(None, g16, ["Hello", "dog"]), enforcer], g16
+        [
+            PrefixFilter(None, letters, ["Hel", "cat"]),
+            SelectFilter(None, letters, ["Hello", "dog"]),
+            enforcer,
+        ],
+        letters,
     )
     assert allowed_ids(stack) == {33, 34}
     stack.feed(33)
@@ -86,12 +91,14 @@ def test_filters_of_every_kind_work_together(g16: Codec) -> None:
     assert enforcer.token_sequence == [33, ids["l"]]
 
 
-def test_the_error_names_filters_and_text(g16: Codec) -> None:
-    stack = started_stack([SelectFilter(None, g16, ["cab"]), filter_answering(([4], []), ([7, 9], []))], g16)
+def test_the_error_names_filters_and_text(letters: Codec) -> None:
+    stack = started_stack(
+        [SelectFilter(None, letters, ["cab"]), filter_returning(([4], []), ([7, 9], []))], letters
+    )
     stack.feed(4)
     with pytest.raises(
         InputError,
-        match=r"excluded all tokens: SelectFilter \(1 of 36 tokens\) and Enforcer \(2 of 36 tokens\) "
+        match=r"excluded all tokens: SelectFilter \(1 of 36 tokens\) and DuckTypedFilter \(2 of 36 tokens\) "
         r"after the text 'c'\. Each lets something pass",
     ):
         stack.allowed()
@@ -101,17 +108,19 @@ def test_the_error_names_filters_and_text(g16: Codec) -> None:
     assert allowed_ids(stack) == {4}
 
 
-def test_prefer_eos_takes_any_eos(g16: Codec) -> None:
-    assert started_stack([filter_answering(([0, 5], []))], g16, True).allowed().forced_id == 0
-    assert started_stack([filter_answering(([0, 5], []))], g16, False).allowed().forced_id is None
-    assert started_stack([filter_answering(([4, 5], []))], g16, True).allowed().forced_id is None
-    assert started_stack([filter_answering((None, []))], g16, True).allowed().mask is None
+def test_prefer_eos_takes_any_eos(letters: Codec) -> None:
+    assert started_stack([filter_returning(([0, 5], []))], letters, True).allowed().forced_id == 0
+    assert started_stack([filter_returning(([0, 5], []))], letters, False).allowed().forced_id is None
+    assert started_stack([filter_returning(([4, 5], []))], letters, True).allowed().forced_id is None
+    assert started_stack([filter_returning((None, []))], letters, True).allowed().mask is None
 
 
-def test_a_model_may_have_more_or_fewer_tokens_than_the_tokenizer(g16: Codec) -> None:
+def test_a_model_may_have_more_or_fewer_tokens_than_the_tokenizer(letters: Codec) -> None:
     for width in (20, 32, 36, 64, 100):
         stack = started_stack(
-            [PrefixFilter(None, g16, ["Hello", "ab"]), filter_answering((range(36), []))], g16, width=width
+            [PrefixFilter(None, letters, ["Hello", "ab"]), filter_returning((range(36), []))],
+            letters,
+            width=width,
         )
         mask = stack.allowed().mask
         assert mask is not None
@@ -119,7 +128,7 @@ def test_a_model_may_have_more_or_fewer_tokens_than_the_tokenizer(g16: Codec) ->
         assert allowed_ids(stack) == {n for n in (2, 32, 33, 34) if n < width}
 
 
-def test_background_computation_gives_the_same_masks(g16: Codec) -> None:
+def test_background_computation_gives_the_same_masks(letters: Codec) -> None:
     threads = []
 
     class Slow(Filter):
@@ -134,16 +143,16 @@ def test_background_computation_gives_the_same_masks(g16: Codec) -> None:
             threads.append(threading.current_thread())
             return {5, 6}, set()
 
-    slow = Slow(None, g16)
+    slow = Slow(None, letters)
     with ThreadPoolExecutor(2) as pool:
-        stack = started_stack([slow, PrefixFilter(None, g16, ["d", "e"])], g16)
+        stack = started_stack([slow, PrefixFilter(None, letters, ["d", "e"])], letters)
         stack.start_background(pool)
         stack.start_background(pool)
         assert allowed_ids(stack) == {5, 6}
-        stack.start_background(pool)  # the answer is known already
+        stack.start_background(pool)  # the mask is known already
         stack.feed(5)
         stack.start_background(pool)
-        stack.feed(6)  # a mask that was not asked for is dropped
+        stack.feed(6)  # a mask that was not fetched is dropped
         assert allowed_ids(stack) == {5, 6}
         stack.start_background(pool)
         stack.close()
@@ -152,12 +161,12 @@ def test_background_computation_gives_the_same_masks(g16: Codec) -> None:
     assert threads[-1] is threading.main_thread()
 
 
-def test_an_error_in_the_background_is_raised_by_allowed(g16: Codec) -> None:
-    class Broken(Enforcer):
+def test_an_error_in_the_background_is_raised_by_allowed(letters: Codec) -> None:
+    class Broken(DuckTypedFilter):
         def use_background_worker(self) -> bool:
             return True
 
-    stack = started_stack([Broken(lambda ids: 1 // 0), PrefixFilter(None, g16, "a")], g16)
+    stack = started_stack([Broken(lambda ids: 1 // 0), PrefixFilter(None, letters, "a")], letters)
     with ThreadPoolExecutor(1) as pool:
         stack.start_background(pool)
         with pytest.raises(InputError, match=r"The filter Broken failed in next\(\): ZeroDivisionError"):
@@ -165,9 +174,9 @@ def test_an_error_in_the_background_is_raised_by_allowed(g16: Codec) -> None:
         stack.close()
 
 
-def test_an_external_filter_serves_one_job_at_a_time(g16: Codec) -> None:
-    shared = filter_answering(([3], []))
-    one, two = FilterStack([shared], g16), FilterStack([shared], g16)
+def test_an_external_filter_serves_one_job_at_a_time(letters: Codec) -> None:
+    shared = filter_returning(([3], []))
+    one, two = FilterStack([shared], letters), FilterStack([shared], letters)
     one.begin()
     with pytest.raises(InputError, match="still used by another job"):
         two.begin()
@@ -178,9 +187,9 @@ def test_an_external_filter_serves_one_job_at_a_time(g16: Codec) -> None:
     one.begin()
 
 
-def test_native_filters_can_be_given_to_many_jobs(g16: Codec) -> None:
-    shared = SelectFilter(None, g16, ["ab", "cd"])
-    one, two = started_stack([shared, shared], g16), started_stack([shared], g16)
+def test_native_filters_can_be_given_to_many_jobs(letters: Codec) -> None:
+    shared = SelectFilter(None, letters, ["ab", "cd"])
+    one, two = started_stack([shared, shared], letters), started_stack([shared], letters)
     one.feed(2)
     assert allowed_ids(one) == {3}
     assert allowed_ids(two) == {2, 4}
@@ -195,19 +204,19 @@ def test_native_filters_can_be_given_to_many_jobs(g16: Codec) -> None:
         ([object()], "has no begin"),
     ],
 )
-def test_objects_that_are_no_filters_are_refused(g16: Codec, wrong: Any, reason: str) -> None:
+def test_objects_that_are_no_filters_are_refused(letters: Codec, wrong: Any, reason: str) -> None:
     with pytest.raises(InputError, match=reason):
-        FilterStack(wrong, g16)
+        FilterStack(wrong, letters)
 
 
-def test_the_same_external_filter_twice_is_refused(g16: Codec) -> None:
-    same = filter_answering(([3], []))
+def test_the_same_external_filter_twice_is_refused(letters: Codec) -> None:
+    same = filter_returning(([3], []))
     with pytest.raises(InputError, match="twice"):
-        FilterStack([same, same], g16)
+        FilterStack([same, same], letters)
 
 
-def test_masks_are_not_shared(g16: Codec) -> None:
-    stack = started_stack([SelectFilter(None, g16, ["ab", "cd"])], g16)
+def test_masks_are_not_shared(letters: Codec) -> None:
+    stack = started_stack([SelectFilter(None, letters, ["ab", "cd"])], letters)
     first = stack.allowed().mask
     assert first is not None
     first[:] = 0
@@ -217,21 +226,21 @@ def test_masks_are_not_shared(g16: Codec) -> None:
 
 
 def test_submitted_functions_are_called() -> None:
-    threads = FilterThreadPool()
-    assert threads.submit(pow, 2, 5).result(60) == 32
-    assert threads.submit(lambda: threading.current_thread().name).result(60).startswith("exlm-filter")
+    pool = FilterThreadPool()
+    assert pool.submit(pow, 2, 5).result(60) == 32
+    assert pool.submit(lambda: threading.current_thread().name).result(60).startswith("exlm-filter")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
 def test_a_forked_process_creates_its_own_pool() -> None:
     """A model that was used before `multiprocessing` forks must not wait for threads that are not there."""
-    threads = FilterThreadPool()
-    assert threads.submit(pow, 2, 5).result(60) == 32
+    pool = FilterThreadPool()
+    assert pool.submit(pow, 2, 5).result(60) == 32
     child = os.fork()
     if child == 0:
         try:
-            os._exit(threads.submit(pow, 2, 5).result(20))
+            os._exit(pool.submit(pow, 2, 5).result(20))
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 32
-    assert threads.submit(pow, 2, 6).result(60) == 64
+    assert pool.submit(pow, 2, 6).result(60) == 64

@@ -1,4 +1,4 @@
-"""Vocabularies small enough to read, a filter as other libraries write them, and walks that choose freely."""
+"""Small vocabularies, a filter as other libraries write them, and decoding with random choices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from exlm.constrained import bitmask as bits
 from exlm.tokenizer.codec import Codec, ConfigTokenIds
 from exlm.tokenizer.vocab import byte_to_unicode
 
-LETTERS = byte_to_unicode()
+BYTE_LETTERS = byte_to_unicode()
 LETTER_PIECES = [
     "</s>",
     "<s>",
@@ -33,14 +33,14 @@ LETTER_PIECES = [
 
 
 def to_byte_level(raw: bytes) -> str:
-    """Bytes as byte-level vocabularies write them."""
-    return "".join(LETTERS[byte] for byte in raw)
+    """Bytes in the alphabet of byte-level vocabularies."""
+    return "".join(BYTE_LETTERS[byte] for byte in raw)
 
 
 def byte_codec(
     folder: Path, pieces: list[bytes], *, eos: list[int] | None = None, special: int = 2, lower: bool = False
 ) -> Codec:
-    """A byte-level vocabulary of just these pieces, the first ones special; it may lower-case its texts."""
+    """A byte-level vocabulary of these pieces, the first `special` of them special tokens."""
     vocab = {to_byte_level(raw) if n >= special else raw.decode(): n for n, raw in enumerate(pieces)}
     assert len(vocab) == len(pieces)
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -53,7 +53,7 @@ def byte_codec(
 
 
 def metaspace_codec(folder: Path, words: list[str]) -> Codec:
-    """A vocabulary as SentencePiece makes them: every byte has a token, and common letters another one."""
+    """A vocabulary like SentencePiece's: a token for every byte, and further tokens for `words`."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *words]
     vocab = {piece: n for n, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
@@ -77,7 +77,7 @@ def _saved(tokenizer: Tokenizer, folder: Path, eos: list[int]) -> Codec:
 
 
 def allowed_ids(stack: FilterStack) -> set[int]:
-    """The tokens that may come now."""
+    """The tokens allowed now."""
     mask = stack.allowed().mask
     assert mask is not None
     return set(bits.to_ids(mask).tolist())
@@ -87,7 +87,7 @@ Choose = Callable[[list[int], int], int]
 
 
 def run_stack(stack: FilterStack, choose: Choose, limit: int = 400) -> tuple[list[int], bool]:
-    """Begin, and choose until an end token; the ids, and whether one was chosen."""
+    """Begin, and choose tokens up to an end token: their ids, and whether an end token was reached."""
     stack.begin()
     ids: list[int] = []
     while len(ids) < limit:
@@ -96,30 +96,30 @@ def run_stack(stack: FilterStack, choose: Choose, limit: int = 400) -> tuple[lis
         allowed_now = bits.to_ids(allowed.mask).tolist()
         if allowed.forced_id is not None:
             assert allowed_now == [allowed.forced_id]
-        number = allowed.forced_id if allowed.forced_id is not None else choose(allowed_now, len(ids))
-        ids.append(number)
-        stack.feed(number)
-        if number in allowed.end_ids:
+        token_id = allowed.forced_id if allowed.forced_id is not None else choose(allowed_now, len(ids))
+        ids.append(token_id)
+        stack.feed(token_id)
+        if token_id in allowed.end_ids:
             return ids, True
     return ids, False
 
 
 def random_then_closing(source: random.Random, codec: Codec, after: int) -> Choose:
-    """Choose anything at first, later what closes: ends, quotes, brackets, one digit."""
+    """Choose any token for `after` steps, then prefer EOS, quotes and closing brackets."""
     closing = {n for n, piece in enumerate(codec.vocab.pieces()) if piece in ('"', "}", "]", "1", ",")}
 
-    def choose(passing: list[int], step: int) -> int:
-        ends = [n for n in passing if n in codec.eos_ids]
+    def choose(allowed: list[int], step: int) -> int:
+        ends = [n for n in allowed if n in codec.eos_ids]
         if step >= after and ends:
             return ends[0]
-        closing_ids = [n for n in passing if n in closing] if step >= after else []
-        return source.choice(closing_ids or passing)
+        closing_ids = [n for n in allowed if n in closing] if step >= after else []
+        return source.choice(closing_ids or allowed)
 
     return choose
 
 
-class Enforcer:
-    """A filter without a base class, as lm-format-enforcer ships it; `allowed` is given the ids so far."""
+class DuckTypedFilter:
+    """A filter without a base class, like lm-format-enforcer's; `allowed` maps ids to its result."""
 
     def __init__(self, allowed: Callable[[list[int]], Any]) -> None:
         self.allowed = allowed

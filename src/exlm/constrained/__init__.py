@@ -1,4 +1,10 @@
-"""What may come next: filters that constrain an answer, and the stack that joins those of a job."""
+"""Constrained decoding: filters decide which tokens may come next, and a stack joins the filters of a job.
+
+A stack takes the tokens of a job as they are sampled and gives, for each step, a packed bitmask of the
+allowed tokens, the tokens that end the generation, and the token that is forced where there is no choice. It
+knows the tokenizer and no model; applying the mask is the sampler's task. `generator`, `llm` and the public
+package import it.
+"""
 
 from .bitmask import Bitmask
 from .filter import Filter, MaskFilter

@@ -1,7 +1,6 @@
-"""Sets of tokens as packed bits: bit i % 32 of word i // 32 says whether token i is in the set.
+"""Token sets as packed bits: bit i % 32 of word i // 32 says whether token i is in the set.
 
-This is the form in which masks are computed, intersected and sent to the device. Only numpy, no torch, and
-nothing about what a token means.
+Masks are computed, intersected and copied to the device in this form. It needs numpy only.
 """
 
 from __future__ import annotations
@@ -12,26 +11,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 Bitmask: TypeAlias = NDArray[np.int32]
-"""The set, 32 tokens a word; bits above the vocabulary are zero."""
+"""A token set, 32 tokens a word; bits beyond the vocabulary are zero."""
 
 BITS_PER_WORD = 32
-MAX_IDS_SET_SINGLY = 1000  # up to here it is quicker to set bits than to pack a whole vocabulary
+MAX_IDS_SET_SINGLY = 1000  # up to this many ids, setting bits is faster than packing bools of a vocabulary
 
 
 def num_words(width: int) -> int:
-    """How many words hold this many tokens."""
+    """The words of a bitmask for `width` tokens."""
     return -(-width // BITS_PER_WORD)
 
 
 def from_bools(is_member: NDArray[np.bool_]) -> Bitmask:
-    """The set of the places that are true."""
+    """The set of the indices that are true."""
     padded = np.zeros(num_words(len(is_member)) * BITS_PER_WORD, np.bool_)
     padded[: len(is_member)] = is_member
     return np.packbits(padded, bitorder="little").view("<i4").astype(np.int32, copy=False)
 
 
 def from_ids(token_ids: NDArray[np.int64], width: int) -> Bitmask:
-    """The set of some tokens."""
+    """The set of these tokens, each below `width`."""
     if len(token_ids) > MAX_IDS_SET_SINGLY:
         is_member = np.zeros(width, np.bool_)
         is_member[token_ids] = True
@@ -57,7 +56,7 @@ def to_ids(words: Bitmask) -> NDArray[np.int64]:
 
 
 def count_ids(words: Bitmask) -> int:
-    """How many tokens a set has."""
+    """The number of tokens in a set."""
     return int(np.bitwise_count(words.view(np.uint32)).sum())
 
 
@@ -68,14 +67,14 @@ def contains(words: Bitmask, token_id: int) -> bool:
 
 
 def resize_to(words: Bitmask, width: int) -> Bitmask:
-    """The same set in a vocabulary of another size, without the tokens that are not in it."""
+    """The set for a vocabulary of `width` tokens, without the tokens beyond it."""
     size = num_words(width)
     if len(words) != size:
         resized = np.zeros(size, np.int32)
         common = min(size, len(words))
         resized[:common] = words[:common]
         words = resized
-    if (used := width % BITS_PER_WORD) and int(words[-1]) >> used:
+    if (used_bits := width % BITS_PER_WORD) and int(words[-1]) >> used_bits:
         words = words.copy()
-        words[-1] &= (1 << used) - 1
+        words[-1] &= (1 << used_bits) - 1
     return words

@@ -1,8 +1,8 @@
-"""Filters for Lark grammars, JSON schemas and regular expressions. The parsing is llguidance's.
+"""Filters for Lark grammars, JSON schemas and regular expressions, parsed by llguidance.
 
-A filter compiles once, when it is made, and refuses then what it cannot serve. While it may still go on, the
-tokens that keep the text valid pass; when the text is valid as it stands, EOS passes as well and ends the
-generation; when it can only end, EOS is all that passes. Masks are applied elsewhere.
+A filter compiles its grammar when it is created, and refuses what it cannot enforce. It allows the tokens
+that keep the text valid. Once the text is complete, EOS is allowed as well and ends the generation; where
+nothing can follow, only EOS is allowed.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,100}"
-"""Between the parts of a JSON text: what JSON allows, but not endlessly, which small models would take up."""
+"""Whitespace between JSON tokens: what JSON allows, but bounded, because small models may never stop it."""
 
 
 class _LlguidanceFilter(MaskFilter):
-    """A filter whose answers come from an llguidance parser."""
+    """A filter whose masks come from an llguidance matcher."""
 
     def __init__(self, tokenizer: Any, source: Mapping[str, Any], kind: str) -> None:
         super().__init__(None, tokenizer)
@@ -48,58 +48,58 @@ class _LlguidanceFilter(MaskFilter):
         grammar = _grammar_json([self._source], kind)
         _SANDBOX.check(GrammarRequest(grammar, self.codec.size, dict(self.codec.special_texts)), kind)
         self._prefix = ""
-        self._parser = _compile_parser(self.codec, grammar, kind)
-        self.answer()
-        self._parser.reset()
+        self._matcher = _compile_matcher(self.codec, grammar, kind)
+        self.next_mask()
+        self._matcher.reset()
 
     def begin(self, prefix_str: HealingPrefix = "") -> None:
-        """Start at the beginning of the grammar."""
+        """Start at the beginning of the grammar, after the prefix."""
         prefix = prefix_text(prefix_str)
-        if prefix != self._prefix or not self._parser.reset():
+        if prefix != self._prefix or not self._matcher.reset():
             self._prefix = prefix
             self._compile()
 
-    def renewed(self) -> Self:
-        """The same filter for another job, with its own parser: copies share one lexer and its limits."""
+    def fresh_copy(self) -> Self:
+        """A copy for another job, its matcher compiled anew: deep copies share a lexer and its limits."""
         other = copy.copy(self)
         other._prefix = ""
         other._compile()
         return other
 
     def _compile(self) -> None:
-        first = {"name": "prefixed", "lark_grammar": f"start: {json.dumps(self._prefix)} @main"}
-        sources = [first, self._source] if self._prefix else [self._source]
-        self._parser = _compile_parser(self.codec, _grammar_json(sources, self._kind), self._kind)
+        prefixed = {"name": "prefixed", "lark_grammar": f"start: {json.dumps(self._prefix)} @main"}
+        sources = [prefixed, self._source] if self._prefix else [self._source]
+        self._matcher = _compile_matcher(self.codec, _grammar_json(sources, self._kind), self._kind)
 
     def feed(self, token: Any) -> None:
-        """Parse on."""
-        number = int(token)
-        if not self._parser.consume_token(number):
-            reason = one_line(self._parser.get_error())
-            raise InputError(f"{type(self).__name__} cannot go on with token {number}: {reason}")
+        """Advance the matcher by the sampled token."""
+        token_id = int(token)
+        if not self._matcher.consume_token(token_id):
+            reason = one_line(self._matcher.get_error())
+            raise InputError(f"{type(self).__name__} cannot go on with token {token_id}: {reason}")
 
     def use_background_worker(self) -> bool:
-        """Yes: the parser works without holding up other threads."""
+        """Yes: llguidance releases the GIL."""
         return True
 
-    def answer(self) -> FilterMask:
-        """What keeps the text valid; every EOS that passes is an end."""
+    def next_mask(self) -> FilterMask:
+        """The tokens that keep the text valid; every allowed EOS ends the generation."""
         words = np.zeros(num_words(self.codec.size), np.int32)
-        self._parser.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        if self._parser.is_error():
-            reason = one_line(self._parser.get_error()).rstrip(".")
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if self._matcher.is_error():
+            reason = one_line(self._matcher.get_error()).rstrip(".")
             raise InputError(f"{type(self).__name__} cannot go on: {reason}. Simplify the {self._kind}.")
         return FilterMask(words, frozenset(n for n in self.codec.eos_ids if contains(words, n)))
 
     def clone(self, c: Any = None) -> Any:
-        """A filter in the same state that parses on by itself, though with the same lexer."""
+        """A copy in the same state with a matcher of its own, which shares the lexer."""
         other = super().clone(c)
-        other._parser = self._parser.deep_copy()
+        other._matcher = self._matcher.deep_copy()
         return other
 
 
 class GrammarFilter(_LlguidanceFilter):
-    """Makes an answer match a context-free grammar, written in llguidance's form of Lark."""
+    """Makes the completion match a context-free grammar in llguidance's dialect of Lark."""
 
     def __init__(self, tokenizer: Any, grammar: str) -> None:
         """`grammar` starts at its rule `start`; special tokens are written `<|name|>`."""
@@ -107,77 +107,82 @@ class GrammarFilter(_LlguidanceFilter):
 
 
 class RegexFilter(_LlguidanceFilter):
-    """Makes an answer match a regular expression from its first character to its last."""
+    """Makes the whole completion match a regular expression."""
 
     def __init__(self, tokenizer: Any, pattern: str) -> None:
-        """`pattern` is a regular expression without back references and looking around."""
+        """`pattern` is a regular expression without backreferences and lookaround."""
         text = _checked_source(pattern, "regular expression")
         grammar = json.loads(_llguidance().LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
         super().__init__(tokenizer, {"lark_grammar": grammar}, "regular expression")
 
 
 class JsonSchemaFilter(_LlguidanceFilter):
-    """Makes an answer a JSON text that a JSON schema describes."""
+    """Makes the completion a JSON text that is valid for a JSON schema."""
 
     def __init__(self, tokenizer: Any, schema: Any, *, compact: bool = False) -> None:
-        """`schema` is a dictionary, JSON text, or a pydantic model; `compact` allows no optional whitespace.
+        """`schema` is a dictionary, JSON text, or a pydantic model; `compact` forbids optional whitespace.
 
-        A keyword that cannot be enforced is refused. Properties come in the order of the schema.
+        A keyword that cannot be enforced is refused. Properties are written in the order of the schema.
         """
         described = _checked_schema(schema)
-        spacing: dict[str, Any] = (
+        whitespace: dict[str, Any] = (
             {"whitespace_flexible": False} if compact else {"whitespace_pattern": JSON_WHITESPACE}
         )
-        own = described.get("x-guidance", {})
-        if isinstance(own, Mapping) and not own.keys() & {"whitespace_flexible", "whitespace_pattern"}:
-            described = {**described, "x-guidance": {**spacing, **own}}
+        options = described.get("x-guidance", {})  # llguidance's own options, in the schema
+        if isinstance(options, Mapping) and not options.keys() & {
+            "whitespace_flexible",
+            "whitespace_pattern",
+        }:
+            described = {**described, "x-guidance": {**whitespace, **options}}
         super().__init__(tokenizer, {"json_schema": described}, "JSON schema")
 
 
 class _LlguidanceVocabulary:
-    """A vocabulary as llguidance asks for it: bytes, special ids, and how text is usually cut into tokens.
+    """A vocabulary in the form that llguidance's TokenizerWrapper reads: token bytes, special ids,
+    tokenization.
 
-    It knows the codec's backend but not the codec, whose parser is forgotten with it.
+    It refers to the codec's backend and not to the codec: llguidance's tokenizer is cached by a weak
+    reference to the codec, and freed with it.
     """
 
-    MAX_TEXT_BYTES = 256  # of a forced text only the first token matters
+    MAX_TEXT_BYTES = 256  # only the first token of a forced text is used
 
     def __init__(self, codec: Codec, trie: TokenTrie) -> None:
-        hidden = {**dict.fromkeys(codec.eos_ids), **dict.fromkeys(codec.special_texts)}
-        self.special_token_ids = [number for number in hidden if 0 <= number < codec.size]
+        special = {**dict.fromkeys(codec.eos_ids), **dict.fromkeys(codec.special_texts)}
+        self.special_token_ids = [token_id for token_id in special if 0 <= token_id < codec.size]
         self.tokens = list(trie.token_bytes)
-        for number in self.special_token_ids:
-            self.tokens[number] = codec.token_text(number).encode() or b"<special>"
+        for token_id in self.special_token_ids:
+            self.tokens[token_id] = codec.token_text(token_id).encode() or b"<special>"
         self.eos_token_id = codec.eos_ids[0]
         self.bos_token_id = codec.bos_id
         self._backend: TokenizerBackend = codec.backend
         self._trie = trie
 
     def __call__(self, raw: bytes) -> list[int]:
-        """The model's own tokens for a text, as long as they spell just this text."""
+        """The tokenizer's own tokens of a text, if they spell exactly its start."""
         start = raw[: self.MAX_TEXT_BYTES]
         text = start.decode("utf-8", "ignore")
         ids = self._backend.tokenize(text, parse_special=False, continues=True) if text else []
         table, size = self._trie.token_bytes, self._trie.size
-        spelled = b"".join(table[number] for number in ids if 0 <= number < size)
+        spelled = b"".join(table[token_id] for token_id in ids if 0 <= token_id < size)
         return ids if ids and start.startswith(spelled) and spelled else self._longest_match(start)
 
     def _longest_match(self, raw: bytes) -> list[int]:
-        """Always the longest token that fits: for texts the tokenizer would change."""
+        """Greedy longest-match tokens, for a text that the tokenizer would normalize."""
         trie = self._trie
         ids: list[int] = []
         while raw:
-            low, high, place = 0, len(trie.keys), -1
+            low, high, longest = 0, len(trie.keys), -1
             for end in range(1, len(raw) + 1):
                 low, high = trie.prefix_range(raw[:end], low, high)
                 if low == high:
                     break
                 if len(trie.keys[low]) == end:
-                    place = low
-            if place < 0:
+                    longest = low
+            if longest < 0:
                 break
-            ids.append(int(trie.ids_in_range(place, place + 1)[0]))
-            raw = raw[len(trie.keys[place]) :]
+            ids.append(int(trie.ids_in_range(longest, longest + 1)[0]))
+            raw = raw[len(trie.keys[longest]) :]
         return ids
 
 
@@ -207,24 +212,24 @@ _SANDBOX = GrammarSandbox()
 _TOKENIZERS = _LlguidanceTokenizers()
 
 
-def _compile_parser(codec: Codec, grammar: str, kind: str) -> LLMatcher:
-    """A parser at its start."""
+def _compile_matcher(codec: Codec, grammar: str, kind: str) -> LLMatcher:
+    """A matcher at the start of its grammar."""
     library = _llguidance()
     limits = library.LLParserLimits(**PARSER_LIMITS)
-    parser: LLMatcher = library.LLMatcher(_TOKENIZERS.get(codec), grammar, log_level=0, limits=limits)
-    if parser.is_error():
-        raise InputError(f"The {kind} is invalid: {one_line(parser.get_error())}")
-    return parser
+    matcher: LLMatcher = library.LLMatcher(_TOKENIZERS.get(codec), grammar, log_level=0, limits=limits)
+    if matcher.is_error():
+        raise InputError(f"The {kind} is invalid: {one_line(matcher.get_error())}")
+    return matcher
 
 
 def _grammar_json(sources: Sequence[Mapping[str, Any]], kind: str) -> str:
     try:
-        written = json.dumps({"grammars": sources}, ensure_ascii=False, allow_nan=False)
-        written.encode()
-        return written
+        text = json.dumps({"grammars": sources}, ensure_ascii=False, allow_nan=False)
+        text.encode()
+        return text
     except UnicodeEncodeError as error:
-        half = f"U+{ord(error.object[error.start]):04X}"
-        raise InputError(f"The {kind} cannot be UTF-8: it has a lone surrogate ({half}).") from None
+        surrogate = f"U+{ord(error.object[error.start]):04X}"
+        raise InputError(f"The {kind} cannot be UTF-8: it has a lone surrogate ({surrogate}).") from None
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"The {kind} cannot be written as JSON: {error}.") from None
 

@@ -1,9 +1,8 @@
-"""Texts as paths of bytes, and which tokens walk along them.
+"""Filters for literal texts: an answer that starts with one of them, or that is exactly one of them.
 
-The texts become one graph of bytes, so that a character cut in two by the vocabulary is two steps like
-any others. Ignoring case, the spellings of a letter are several ways to the same place. Which tokens fit at
-a place is found by following the graph and the sorted tokens together; nothing is tried that no token starts
-with.
+The texts become one automaton over UTF-8 bytes (a DFA), so a character that the vocabulary splits into
+several tokens needs no special case, and ignoring case adds transitions. The tokens allowed in a state are
+found by walking the automaton and the sorted tokens of the vocabulary together.
 """
 
 from __future__ import annotations
@@ -22,19 +21,18 @@ MAX_CHARACTERS = 1 << 18
 
 
 class DfaState:
-    """A place in the texts: where each byte leads, and whether a text ends here."""
+    """A position within the texts: its transitions by byte, and whether a text ends here."""
 
     __slots__ = ("accepting", "is_dead_end", "transitions")
 
     def __init__(self) -> None:
-        """A place that leads nowhere."""
         self.transitions: dict[int, DfaState] = {}
         self.accepting = False
-        self.is_dead_end = False
+        self.is_dead_end = False  # no tokens lead from here to the end of a text
 
 
 class TokenTransition(NamedTuple):
-    """The tokens of `lexicon.keys[low:high]` lead to this place (or, past the end of a text, beyond it)."""
+    """The tokens of `trie.keys[low:high]` lead to `state`, or past the end of an open-ended text."""
 
     low: int
     high: int
@@ -42,15 +40,15 @@ class TokenTransition(NamedTuple):
 
 
 class ByteDfa:
-    """The places of some texts; `open_ended` texts may be followed by anything.
+    """The automaton of some texts; anything may follow a text that is `open_ended`.
 
-    A place is never changed after construction, so jobs share it freely.
+    States do not change after construction, so jobs share them.
     """
 
     def __init__(
         self, trie: TokenTrie, texts: Sequence[str], *, ignore_case: bool = False, open_ended: bool = False
     ) -> None:
-        """Refuses texts that cannot be UTF-8, are too long in all, or that no tokens spell."""
+        """Refuse texts that cannot be UTF-8, are too long in all, or that no tokens spell."""
         self.trie = trie
         self.open_ended = open_ended
         self.root = DfaState()
@@ -65,16 +63,16 @@ class ByteDfa:
             self._check_reachable(texts)
 
     def start_state(self, prefix: str = "") -> DfaState:
-        """The place before the texts, or before a prefix that stands in front of all of them."""
+        """The state before the texts, or before a prefix (of token healing) that precedes all of them."""
         state = self.root
-        for byte in reversed(to_utf8(prefix)):
+        for byte in reversed(_to_utf8(prefix)):
             previous = DfaState()
             previous.transitions[byte] = state
             state = previous
         return state
 
     def advance(self, state: DfaState | None, token_id: int) -> DfaState | None:
-        """Where a token leads; None where it leaves every text."""
+        """The state after a token; None if no text continues with it."""
         for byte in self.trie.token_bytes[token_id] if 0 <= token_id < self.trie.size else b"":
             if state is None or (state.accepting and self.open_ended):
                 return state
@@ -82,7 +80,7 @@ class ByteDfa:
         return state
 
     def token_transitions(self, state: DfaState) -> list[TokenTransition]:
-        """Every step a token can take from here."""
+        """Every transition by a whole token from this state."""
         found = []
         stack = [(state, b"", 0, len(self.trie.keys))]
         while stack:
@@ -104,9 +102,9 @@ class ByteDfa:
         return found
 
     def bitmask(self, transitions: Sequence[TokenTransition], extra_ids: Sequence[int] = ()) -> Bitmask:
-        """The tokens of some steps, and more tokens, as a set."""
+        """The tokens of these transitions and `extra_ids`, as a set."""
         size = self.trie.size
-        valid_ids = np.array([number for number in extra_ids if 0 <= number < size], np.int64)
+        valid_ids = np.array([token_id for token_id in extra_ids if 0 <= token_id < size], np.int64)
         return from_ids(
             np.concatenate([valid_ids, *(self.trie.ids_in_range(low, high) for low, high, _ in transitions)]),
             size,
@@ -114,13 +112,13 @@ class ByteDfa:
 
     def _add_text(self, text: str, ignore_case: bool) -> None:
         state = self.root
-        to_utf8(text)
+        _to_utf8(text)
         for letter in text:
             state = _add_letter(state, _case_variants(letter) if ignore_case else [letter])
         state.accepting = True
 
     def _states_in_order(self) -> list[DfaState]:
-        """Every place, each before those it leads to."""
+        """All states in topological order."""
         order: list[DfaState] = []
         seen = {self.root}
         path: list[tuple[DfaState, Iterator[DfaState]]] = [(self.root, iter(self.root.transitions.values()))]
@@ -139,7 +137,7 @@ class ByteDfa:
         return {byte for state in self._states_in_order() for byte in state.transitions}
 
     def _mark_dead_ends(self) -> None:
-        """A vocabulary that cannot write every byte may lead to places with no way on: mark them."""
+        """Mark states from which no tokens reach the end of a text: not every vocabulary has every byte."""
         for state in reversed(self._states_in_order()):
             state.is_dead_end = not state.accepting and not self.token_transitions(state)
 
@@ -166,8 +164,8 @@ class ByteDfa:
         return state
 
 
-def to_utf8(text: str) -> bytes:
-    """UTF-8, or an error that says why not."""
+def _to_utf8(text: str) -> bytes:
+    """A text as UTF-8; InputError for a lone surrogate."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:
@@ -177,7 +175,7 @@ def to_utf8(text: str) -> bytes:
 
 
 def _add_letter(state: DfaState, spellings: Sequence[str]) -> DfaState:
-    """The place one letter further on, by any of its spellings; the first one names it."""
+    """The state after a letter in any of its spellings; the first spelling identifies it."""
     target = _add_bytes(state, spellings[0].encode(), None)
     for spelling in spellings[1:]:
         _add_bytes(state, spelling.encode(), target)
@@ -191,14 +189,14 @@ def _add_bytes(state: DfaState, raw: bytes, target: DfaState | None) -> DfaState
 
 
 def _case_variants(letter: str) -> list[str]:
-    """The letter in every case, always with the same one first."""
+    """The letter in every case; the first is the same for all of them."""
     key = _case_key(letter)
     others = dict.fromkeys([key, key.lower(), key.upper(), key.title(), letter])
     return [other for other in others if len(other) == 1 and _case_key(other) == key]
 
 
 def _case_key(letter: str) -> str:
-    """What all cases of a letter have in common, where that is one letter."""
+    """The letter that all cases of a letter fold to, where that is a single one."""
     for form in (letter.casefold(), letter.lower()):
         if len(form) == 1:
             return form
@@ -206,17 +204,16 @@ def _case_key(letter: str) -> str:
 
 
 class PrefixFilter(MaskFilter):
-    """Makes an answer start with one of the given texts; after that everything passes.
+    """Makes the completion start with one of the given texts; after that everything is allowed.
 
-    Tokens pass that go along one of the texts, or to its end and beyond. Of two texts, one the start of the
-    other, the shorter suffices.
+    A token may extend beyond the end of a text. Where one text is the start of another, the shorter suffices.
     """
 
     def __init__(self, model: Any, tokenizer: Any, prefix_strings: str | Sequence[str]) -> None:
         """`prefix_strings` is one text or several; `model` is not used and may be None."""
         super().__init__(model, tokenizer)
         several = [prefix_strings] if isinstance(prefix_strings, str) else prefix_strings
-        self.prefix_strings = checked_texts(several, "PrefixFilter")
+        self.prefix_strings = _checked_texts(several, "PrefixFilter")
         self._dfa = ByteDfa(token_trie_of(self.codec), self.prefix_strings, open_ended=True)
         self._state: DfaState | None = self._dfa.root
 
@@ -225,11 +222,11 @@ class PrefixFilter(MaskFilter):
         self._state = self._dfa.start_state(prefix_text(prefix_str))
 
     def feed(self, token: Any) -> None:
-        """Go on to where the token leads."""
+        """Advance the automaton by the sampled token."""
         self._state = self._dfa.advance(self._state, int(token))
 
-    def answer(self) -> FilterMask:
-        """The tokens along the texts, or no limit once one of them is complete."""
+    def next_mask(self) -> FilterMask:
+        """The tokens that continue a text; all tokens once a text is complete."""
         if self._state is None:
             return FilterMask(self._dfa.bitmask([]))
         if self._state.accepting:
@@ -237,35 +234,22 @@ class PrefixFilter(MaskFilter):
         return FilterMask(self._dfa.bitmask(self._dfa.token_transitions(self._state)))
 
 
-def checked_texts(texts: Any, name: str) -> list[str]:
-    """The texts as a list; refuses none at all, and anything among them that is not text."""
-    if not isinstance(texts, Iterable):
-        raise InputError(f"{name} takes a list of texts, found {type(texts).__name__}.")
-    found = list(texts)
-    if not found:
-        raise InputError(f"{name} needs at least one text.")
-    for text in found:
-        if not isinstance(text, str):
-            raise InputError(f"{name} takes texts, found {type(text).__name__}: {str(text)[:80]}.")
-    return found
-
-
 class SelectFilter(MaskFilter):
-    """Makes an answer one of the given options; the token that completes an option ends the generation.
+    """Makes the completion one of the given options; the token that completes an option ends the generation.
 
-    Completing an option ends it even where a longer one goes on. An empty option is chosen by an EOS token.
+    That holds even where a longer option continues. EOS selects an empty option.
     """
 
     def __init__(
         self, model: Any, tokenizer: Any, options: Sequence[str], case_insensitive: bool = False
     ) -> None:
-        """`case_insensitive` leaves the case of every letter open; `model` is not used and may be None."""
+        """`case_insensitive` allows every letter in any case; `model` is not used and may be None."""
         super().__init__(model, tokenizer)
         if isinstance(options, str):
             raise InputError(
                 f"SelectFilter takes a list of options; for one option write [{options[:80]!r}]."
             )
-        self.options = checked_texts(options, "SelectFilter")
+        self.options = _checked_texts(options, "SelectFilter")
         self.case_insensitive = case_insensitive
         self._dfa = ByteDfa(token_trie_of(self.codec), self.options, ignore_case=case_insensitive)
         self._state: DfaState | None = self._dfa.root
@@ -275,22 +259,35 @@ class SelectFilter(MaskFilter):
         self._state = self._dfa.start_state(prefix_text(prefix_str))
 
     def feed(self, token: Any) -> None:
-        """Go on to where the token leads."""
+        """Advance the automaton by the sampled token."""
         self._state = self._dfa.advance(self._state, int(token))
 
-    def answer(self) -> FilterMask:
-        """The tokens along the options; those that complete one are the ends."""
+    def next_mask(self) -> FilterMask:
+        """The tokens that continue an option; those that complete one end the generation."""
         if self._state is None:
             return FilterMask(self._dfa.bitmask([]))
         transitions = self._dfa.token_transitions(self._state)
         eos_if_complete = self.codec.eos_ids if self._state.accepting else ()
         trie = self._dfa.trie
         completing_ids = (
-            number
-            for step in transitions
-            if step.state.accepting
-            for number in trie.ids_in_range(*step[:2]).tolist()
+            token_id
+            for low, high, state in transitions
+            if state.accepting
+            for token_id in trie.ids_in_range(low, high).tolist()
         )
         return FilterMask(
             self._dfa.bitmask(transitions, eos_if_complete), frozenset((*completing_ids, *eos_if_complete))
         )
+
+
+def _checked_texts(texts: Any, name: str) -> list[str]:
+    """The texts as a list; InputError if there are none, or for anything that is not text."""
+    if not isinstance(texts, Iterable):
+        raise InputError(f"{name} takes a list of texts, found {type(texts).__name__}.")
+    found = list(texts)
+    if not found:
+        raise InputError(f"{name} needs at least one text.")
+    for text in found:
+        if not isinstance(text, str):
+            raise InputError(f"{name} takes texts, found {type(text).__name__}: {str(text)[:80]}.")
+    return found

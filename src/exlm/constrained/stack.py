@@ -1,9 +1,8 @@
-"""FilterStack: the filters of one job, as one answer a step.
+"""FilterStack: the filters of one job, combined into one mask per step.
 
-It intersects what the filters let pass, decides when EOS is taken, and lets those that ask for it think in
-other threads while the device works. It accepts filters written for other libraries: they are fed tensors
-(1, 1), may answer with sets, lists, token lists or masked logits, and need no base class. Applying a mask is
-the sampler's work.
+It intersects the masks of the filters, decides when EOS is forced, and computes masks in background threads
+for the filters that ask for it. It accepts filters written for other libraries: they need no base class, are
+fed tensors (1, 1), and may return sets, lists, token lists or masked logits. The sampler applies the mask.
 """
 
 from __future__ import annotations
@@ -36,20 +35,24 @@ from .bitmask import (
 from .filter import FilterMask, HealingPrefix, MaskFilter
 from .token_trie import codec_of
 
-NO_LIMIT = FilterMask(None)
+P = ParamSpec("P")
+T = TypeVar("T")
 
-LONGEST_WHITESPACE = 16
-"""Tokens of whitespace in a row that a filter of another library may let pass before its text is complete:
-small models write whitespace until their tokens run out. Some newlines and an indentation are fewer."""
+NUM_THREADS = 4
+
+ALLOWS_ALL = FilterMask(None)
+
+MAX_WHITESPACE_RUN = 16
+"""Whitespace tokens in a row that an external filter may allow while its text is incomplete. Small models
+would repeat whitespace until `max_new_tokens`; newlines and an indentation need fewer tokens than this."""
 
 
 @dataclass(frozen=True, slots=True)
 class AllowedTokens:
-    """What may come next.
+    """The tokens that may be sampled next.
 
-    `mask` is the set of tokens as packed bits (see `bits`), None when there is no constraint. A token in
-    `end` ends the generation, with its text included. `forced` is the token when there is only one to choose;
-    the mask then holds just that one.
+    `mask` is None when there is no constraint. A token in `end_ids` ends the generation, its text included.
+    `forced_id` is the only allowed token, where there is just one; the mask then holds that one.
     """
 
     mask: Bitmask | None
@@ -61,25 +64,25 @@ UNCONSTRAINED = AllowedTokens(None)
 
 
 class _StackedFilter(Protocol):
-    """One filter of a stack, native or external."""
+    """A filter of a stack, native or external."""
 
     name: str
-    background: bool
+    runs_in_background: bool
 
     def begin(self, prefix: HealingPrefix) -> None: ...
 
-    def feed(self, number: int) -> None: ...
+    def feed(self, token_id: int) -> None: ...
 
-    def answer(self) -> FilterMask: ...
+    def next_mask(self) -> FilterMask: ...
 
 
 class FilterStack:
     """The filters of one job; used by one thread at a time.
 
-    `begin`, then for each token `allowed` and `feed`; `start_background` may come before `allowed`, and
-    `close` comes last. Errors are typed and concern this job only.
+    Call `begin`, then `allowed` and `feed` for each token, and `close` at the end; `start_background` may
+    come before `allowed`. Errors are `ExlmError`s and concern this job only.
 
-    An EOS that is forced, because nothing else passes or because `prefer_eos` takes it, is an end token.
+    An EOS that is forced, because nothing else is allowed or because of `prefer_eos`, is an end token.
     """
 
     def __init__(
@@ -90,9 +93,9 @@ class FilterStack:
         *,
         width: int | None = None,
     ) -> None:
-        """`prefer_eos` takes an EOS as soon as one passes.
+        """`prefer_eos` forces EOS as soon as the filters allow it.
 
-        `width` is how many tokens the model has, where that differs from the tokenizer's number.
+        `width` is the vocabulary size of the model, where that differs from the tokenizer's.
         """
         given = _checked_filters(filters)
         self.prefer_eos = prefer_eos
@@ -111,7 +114,7 @@ class FilterStack:
         return bool(self._filters)
 
     def begin(self, prefix: HealingPrefix = "") -> None:
-        """Start every filter; the prefix, if any, is text that the first token repeats."""
+        """Start every filter; with token healing, `prefix` is the text that the first token repeats."""
         self._cancel_background()
         self._fed_ids.clear()
         for member in self._filters:
@@ -120,28 +123,28 @@ class FilterStack:
             member.begin(prefix)
 
     def feed(self, token: int) -> None:
-        """Tell every filter which token was chosen."""
+        """Pass the sampled token to every filter."""
         self._cancel_background()
         self._fed_ids.append(token)
         for member in self._filters:
             member.feed(token)
 
     def start_background(self, pool: Executor) -> None:
-        """Let the filters that ask for it compute their next answer in the pool; `allowed` collects it."""
+        """Compute the next masks of filters that ask for it in the pool; `allowed` collects them."""
         if self._allowed is not None:
             return
-        for place, member in enumerate(self._filters):
-            if member.background and self._futures[place] is None:
-                self._futures[place] = pool.submit(member.answer)
+        for index, member in enumerate(self._filters):
+            if member.runs_in_background and self._futures[index] is None:
+                self._futures[index] = pool.submit(member.next_mask)
 
     def allowed(self) -> AllowedTokens:
-        """What may come now; the same object until the next token is fed."""
+        """The tokens allowed now; the same object until the next token is fed."""
         if self._allowed is None:
             self._allowed = self._intersect() if self._filters else UNCONSTRAINED
         return self._allowed
 
     def close(self) -> None:
-        """Wait for answers in the making and let go of the filters, so that another job may use them."""
+        """Wait for background threads and release the filters, so that another job may use them."""
         self._cancel_background()
         for member in self._filters:
             if isinstance(member, _ExternalFilter):
@@ -149,19 +152,19 @@ class FilterStack:
 
     def _cancel_background(self) -> None:
         self._allowed = None
-        for place, pending in enumerate(self._futures):
-            self._futures[place] = None
+        for index, pending in enumerate(self._futures):
+            self._futures[index] = None
             if pending is not None and not pending.cancel():
                 pending.exception()
 
     def _collect_masks(self) -> list[FilterMask]:
-        # Those that no thread works on first: the others go on meanwhile.
+        # Filters without a background thread first, while the threads work.
         filters_and_futures = list(zip(self._filters, self._futures, strict=True))
-        masks = [NO_LIMIT if pending else member.answer() for member, pending in filters_and_futures]
-        for place, (_, pending) in enumerate(filters_and_futures):
+        masks = [ALLOWS_ALL if pending else member.next_mask() for member, pending in filters_and_futures]
+        for index, (_, pending) in enumerate(filters_and_futures):
             if pending is not None:
-                masks[place] = pending.result()
-                self._futures[place] = None
+                masks[index] = pending.result()
+                self._futures[index] = None
         return masks
 
     def _intersect(self) -> AllowedTokens:
@@ -184,7 +187,7 @@ class FilterStack:
         return AllowedTokens(from_id(forced_id, self._width), ends, forced_id)
 
     def _forced_token(self, mask: Bitmask, num_allowed: int) -> int | None:
-        """The token to take without asking the model, where there is no choice or EOS is preferred."""
+        """The only allowed token, or EOS where it is preferred; None where the model chooses."""
         eos = [number for number in self._eos if contains(mask, number)]
         if eos and (self.prefer_eos or num_allowed == len(eos)):
             return eos[0]
@@ -208,19 +211,19 @@ class FilterStack:
 
 
 class _NativeFilter:
-    """A filter of ours, renewed, so that jobs may share what the user made once."""
+    """A fresh copy of one of exlm's own filters, so that a user may pass one filter to many jobs."""
 
     def __init__(self, given: MaskFilter) -> None:
         self.name = type(given).__name__
-        self._filter = given.renewed()
-        self.background = self._filter.use_background_worker()
+        self._filter = given.fresh_copy()
+        self.runs_in_background = self._filter.use_background_worker()
         self.begin = self._filter.begin
         self.feed = self._filter.feed
-        self.answer = self._filter.answer
+        self.next_mask = self._filter.next_mask
 
 
 class _ExternalFilter:
-    """A filter of another library, called in exllamav2's way. It is not copied: not every filter can be."""
+    """A filter of another library, called as exllamav2 calls it, and not copied: not every filter can be."""
 
     _owners: ClassVar[WeakValueDictionary[int, FilterStack]] = WeakValueDictionary()
 
@@ -236,12 +239,12 @@ class _ExternalFilter:
         self._tokenizer_size = codec.size
         self._codec = codec
         self._whitespace_run = 0
-        self._tells_completion = callable(getattr(given, "is_completed", None))
-        self._uses_masks = self._query("can_mask_logits")
-        self.background = self._query("use_background_worker")
+        self._has_is_completed = callable(getattr(given, "is_completed", None))
+        self._can_mask_logits = self._query("can_mask_logits")
+        self.runs_in_background = self._query("use_background_worker")
 
     def acquire(self, stack: FilterStack) -> None:
-        """A filter remembers one text: two jobs at a time would spoil it."""
+        """Refuse a filter that another job uses: its state belongs to one text."""
         owner = self._owners.get(id(self._filter))
         if owner is not None and owner is not stack:
             raise InputError(
@@ -260,34 +263,37 @@ class _ExternalFilter:
                 drop()
             self._filter.begin(prefix)
 
-    def feed(self, number: int) -> None:
+    def feed(self, token_id: int) -> None:
         pieces = self._codec.vocab.pieces()
-        is_whitespace = number < len(pieces) and pieces[number].isspace()
+        is_whitespace = token_id < len(pieces) and pieces[token_id].isspace()
         self._whitespace_run = self._whitespace_run + 1 if is_whitespace else 0
         with self._naming_errors("feed"):
-            self._filter.feed(torch.tensor([[number]], dtype=torch.long))
+            self._filter.feed(torch.tensor([[token_id]], dtype=torch.long))
 
-    def answer(self) -> FilterMask:
-        if self._uses_masks:
+    def next_mask(self) -> FilterMask:
+        if self._can_mask_logits:
             try:
-                return self._narrowed(self._mask_from_logits())
-            except RuntimeError:  # some need pinned memory for masks, which no machine without a GPU has
-                self._uses_masks = False
-        return self._narrowed(self._mask_from_ids())
+                return self._exclude_while_incomplete(self._mask_from_logits())
+            except RuntimeError:  # some filters pin memory for their masks, which fails without a GPU
+                self._can_mask_logits = False
+        return self._exclude_while_incomplete(self._mask_from_ids())
 
-    def _narrowed(self, answer: FilterMask) -> FilterMask:
-        """Without what would leave a text incomplete, while the filter says that it is; never empty by that.
+    def _exclude_while_incomplete(self, answer: FilterMask) -> FilterMask:
+        """Without EOS, and without further whitespace after a long run, until the filter reports completion.
 
-        formatron's engine knows EOS by its text only ("</s>"), which fits into any JSON string, and its JSON
-        may have whitespace without end between two parts.
+        formatron's engine knows EOS by its text only ("</s>"), which is valid within any JSON string, and its
+        JSON allows unbounded whitespace between tokens. Tokens stay allowed where the mask would become
+        empty.
         """
-        if answer.mask is None or not self._tells_completion or self._query("is_completed"):
+        if answer.mask is None or not self._has_is_completed or self._query("is_completed"):
             return answer
         answer = _without(answer, np.array(self._codec.eos_ids, np.int64))
-        if self._whitespace_run < LONGEST_WHITESPACE:
+        if self._whitespace_run < MAX_WHITESPACE_RUN:
             return answer
         pieces = self._codec.vocab.pieces()
-        return _without(answer, np.array([n for n, piece in enumerate(pieces) if piece.isspace()], np.int64))
+        return _without(
+            answer, np.array([token_id for token_id, piece in enumerate(pieces) if piece.isspace()], np.int64)
+        )
 
     def _query(self, method_name: str) -> bool:
         method = getattr(self._filter, method_name, None)
@@ -321,7 +327,7 @@ class _ExternalFilter:
         return FilterMask(from_ids(token_ids, max(self._width, self._tokenizer_size)), end_ids)
 
     def _checked_ids(self, given: Any) -> NDArray[np.int64]:
-        """Any collection of ids as an array; ids that no vocabulary has are refused."""
+        """Any collection of ids as an array; ids beyond both vocabularies are an error."""
         if not isinstance(given, Iterable) or isinstance(given, str | bytes):
             raise InputError(
                 f"The filter {self.name} must answer with ids of tokens, found {type(given).__name__}."
@@ -351,11 +357,11 @@ def _wrap_filter(given: Any, width: int, codec: Codec) -> _StackedFilter:
     return _NativeFilter(given) if isinstance(given, MaskFilter) else _ExternalFilter(given, width, codec)
 
 
-def _without(answer: FilterMask, numbers: NDArray[np.int64]) -> FilterMask:
-    """The answer without these tokens, if any other passes."""
+def _without(answer: FilterMask, ids: NDArray[np.int64]) -> FilterMask:
+    """The mask without these tokens, unless that leaves none."""
     assert answer.mask is not None
     width = BITS_PER_WORD * len(answer.mask)
-    others = answer.mask & ~from_ids(numbers[(numbers >= 0) & (numbers < width)], width)
+    others = answer.mask & ~from_ids(ids[(ids >= 0) & (ids < width)], width)
     return FilterMask(others, answer.end_ids) if others.any() else answer
 
 
@@ -365,26 +371,23 @@ def _checked_filters(filters: Iterable[Any] | None) -> list[Any]:
     if not isinstance(filters, Iterable):
         raise InputError(f"Filters are given as a list, found one {type(filters).__name__}: write [filter].")
     given = list(filters)
-    for place, item in enumerate(given):
-        if any(item is other for other in given[:place]) and not isinstance(item, MaskFilter):
+    for index, item in enumerate(given):
+        if any(item is other for other in given[:index]) and not isinstance(item, MaskFilter):
             raise InputError(f"The filter {type(item).__name__} is in the list twice.")
     return given
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-NUM_THREADS = 4
-
-
 class FilterThreadPool(Executor):
-    """A few of them, made when first needed; a fork, which has none of its parent's, makes its own."""
+    """The threads in which filters compute masks while the device works.
+
+    A forked process has none of its parent's threads, so it creates its own.
+    """
 
     def __init__(self) -> None:
         self._create_pool()
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Have one of them call a function."""
+        """Call a function in one of the threads."""
         if self._owner_pid != os.getpid():
             self._create_pool()
         return self._pool.submit(fn, *args, **kwargs)

@@ -1,8 +1,7 @@
-"""The tokens of a vocabulary by the bytes they add to a text, in an order that finds them by their beginning.
+"""The bytes of every token of a vocabulary, indexed by prefix.
 
-Tokens that show nothing (special ones, padding, EOS, ids without a token) have no bytes here, and so does one
-whose bytes are unknown because its vocabulary shows it only as part of a character. Nothing here knows what
-a filter wants.
+Tokens without visible text (special tokens, padding, EOS, unused ids) have no bytes here, nor has a token
+whose vocabulary shows it only as a replacement character, so that its bytes are unknown.
 """
 
 from __future__ import annotations
@@ -23,39 +22,40 @@ from ..tokenizer.vocab import REPLACEMENT, UNDEFINED
 
 
 class TokenTrie:
-    """Token bytes by id, and the ids sorted by those bytes.
+    """Token bytes by id, and the trie of all tokens, stored as a sorted array.
 
-    `keys` are the different byte strings, ascending; the tokens of `keys[low:high]` are
-    `ids[starts[low]:starts[high]]`.
+    `keys` are the distinct byte strings, ascending, so all tokens with a common prefix are one range of them.
+    The tokens of `keys[low:high]` are `ids[key_starts[low]:key_starts[high]]`.
     """
 
     def __init__(self, token_bytes: Sequence[bytes]) -> None:
-        """`table` holds the bytes by id, none where a token shows nothing."""
+        """`token_bytes` holds the bytes by id, empty for tokens without visible text."""
         self.token_bytes = token_bytes
         order = sorted(
-            (number for number, raw in enumerate(token_bytes) if raw), key=lambda number: token_bytes[number]
+            (token_id for token_id, raw in enumerate(token_bytes) if raw),
+            key=lambda token_id: token_bytes[token_id],
         )
         self.ids: NDArray[np.int64] = np.array(order, np.int64)
         self.keys: list[bytes] = []
         starts = []
-        for place, number in enumerate(order):
-            if not self.keys or self.keys[-1] != token_bytes[number]:
-                self.keys.append(token_bytes[number])
-                starts.append(place)
+        for position, token_id in enumerate(order):
+            if not self.keys or self.keys[-1] != token_bytes[token_id]:
+                self.keys.append(token_bytes[token_id])
+                starts.append(position)
         self.key_starts = [*starts, len(order)]
 
     @property
     def size(self) -> int:
-        """One more than the highest id."""
+        """The number of ids: one more than the highest."""
         return len(self.token_bytes)
 
     @cached_property
     def single_bytes(self) -> frozenset[int]:
-        """The bytes that have a token of their own."""
+        """The bytes that are tokens by themselves."""
         return frozenset(key[0] for key in self.keys if len(key) == 1)
 
     def prefix_range(self, prefix: bytes, low: int, high: int) -> tuple[int, int]:
-        """Where in `keys[low:high]` those lie that start with a text of UTF-8 bytes."""
+        """The range of `keys[low:high]` that starts with a prefix of UTF-8 bytes."""
         first = bisect_left(self.keys, prefix, low, high)
         if first == high or not self.keys[first].startswith(prefix):
             return first, first
@@ -63,12 +63,12 @@ class TokenTrie:
         return first, bisect_left(self.keys, next_prefix, first, high)
 
     def ids_in_range(self, low: int, high: int) -> NDArray[np.int64]:
-        """The ids of `keys[low:high]`."""
+        """The ids of the tokens whose bytes are in `keys[low:high]`."""
         return self.ids[self.key_starts[low] : self.key_starts[high]]
 
 
 class _TokenTrieCache:
-    """One lexicon for each vocabulary in use."""
+    """One trie for each vocabulary in use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -86,27 +86,27 @@ _TRIES = _TokenTrieCache()
 
 
 def token_trie_of(codec: Codec) -> TokenTrie:
-    """The lexicon of a vocabulary, built at the first call."""
+    """The trie of a vocabulary, built at the first call."""
     return _TRIES.get(codec)
 
 
 def visible_token_bytes(codec: Codec) -> list[bytes]:
-    """By id, the bytes a token adds in the middle of a text."""
+    """By id, the bytes that a token adds in the middle of a text."""
     pieces = codec.vocab.pieces()
     known = codec.backend.token_bytes()
     if known is None:
         table = [b"" if REPLACEMENT in piece else piece.encode() for piece in pieces]
     else:
         table = [raw if piece else b"" for piece, raw in zip(pieces, known.table, strict=True)]
-    hidden = {number for number, piece in enumerate(pieces) if piece == UNDEFINED}
-    for number in hidden | {codec.pad_id, *codec.eos_ids}:
-        if 0 <= number < len(table):
-            table[number] = b""
+    undefined = {token_id for token_id, piece in enumerate(pieces) if piece == UNDEFINED}
+    for token_id in undefined | {codec.pad_id, *codec.eos_ids}:
+        if 0 <= token_id < len(table):
+            table[token_id] = b""
     return table
 
 
 def codec_of(tokenizer: Any) -> Codec:
-    """The vocabulary behind a tokenizer."""
+    """The codec of an `exlm.Tokenizer`, or the codec itself."""
     codec = getattr(tokenizer, "codec", tokenizer)
     if not all(hasattr(codec, name) for name in ("backend", "eos_ids", "size", "vocab")):
         raise InputError(
