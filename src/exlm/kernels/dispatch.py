@@ -1,7 +1,7 @@
-"""Which backend runs what. Chosen while loading; every refusal is kept so that `explain()` can say why.
+"""Which backend runs each part of a model, decided while it loads and recorded for `explain()`.
 
-Nothing falls back silently: a backend that declines gives a reason; if all decline, the model does not load.
-A backend that is missing altogether is told of in the log, unless its owner switched it off.
+There is no silent fallback: a backend that declines gives a reason; if all decline, the model does not load.
+The log names a backend that cannot be used at all, unless the user disabled it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ log = logging.getLogger(__name__)
 
 
 class BackendDisabled(Unsupported):
-    """A backend that somebody does without on purpose."""
+    """The user disabled a backend in the environment."""
 
 
 @dataclass(frozen=True)
 class DispatchRecord:
-    """What one part of the model got, and why not something faster."""
+    """The backend of one part of the model, and why faster ones declined."""
 
     role: str
     backend: str
@@ -40,35 +40,35 @@ class DispatchRecord:
 
 @dataclass
 class BackendList:
-    """The backends of one device in order of preference, and a record of who took what."""
+    """The backends of one device in order of preference, and a record for each part they were asked for."""
 
     backends: Sequence[Backend]
     records: list[DispatchRecord] = field(default_factory=list)
-    unavailable: Sequence[str] = ()  # backends that are not among them, each with its reason
+    unavailable: Sequence[str] = ()  # backends that cannot be used, each with its reason
 
     @property
     def device(self) -> torch.device:
-        """Where all of them compute."""
+        """The device of all of them."""
         return self.backends[0].device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The precision all of them compute in."""
+        """The precision of all of them."""
         return self.backends[0].dtype
 
     @property
     def can_bind_concurrently(self) -> bool:
-        """Whether binding takes little room besides the weight, so that several threads may bind at once."""
+        """Whether binding needs little memory besides the weight: then several threads may bind at once."""
         return self.device.type == "cpu" or self.backends[0].name == "cuda"
 
     def bind(self, role: str, detail: str, make: Callable[[Backend], T]) -> T:
-        """The first backend's answer to `ask`, remembered under the role."""
+        """`make` by the first backend that does not decline, recorded under the role."""
         bound, record = self.dispatch(role, detail, make)
         self.records.append(record)
         return bound
 
     def dispatch(self, role: str, detail: str, make: Callable[[Backend], T]) -> tuple[T, DispatchRecord]:
-        """The same, to be remembered by the caller: who asks in other threads keeps the record in order."""
+        """The same with its record, which the caller adds, in order even if threads bind out of order."""
         declined: list[str] = []
         for backend in self.backends:
             try:
@@ -78,12 +78,12 @@ class BackendList:
         raise Unsupported(f"{role} ({detail}) cannot run on {self.device}: {'; '.join(declined)}.")
 
     def fuse(self, role: str, detail: str, make: Callable[[SupportsFusion], T]) -> T | None:
-        """What a backend that fuses makes of parts it bound before; None where none does, with its reason."""
-        fuser = next((backend for backend in self.backends if isinstance(backend, SupportsFusion)), None)
-        if fuser is None:
+        """Fuse parts that a backend bound before; None, with the reason recorded, if that is not possible."""
+        backend = next((one for one in self.backends if isinstance(one, SupportsFusion)), None)
+        if backend is None:
             return None
         try:
-            fused = make(fuser)
+            fused = make(backend)
         except Unsupported as reason:
             self.records.append(DispatchRecord(role, "in parts", detail, (f"fused: {reason}",)))
             return None
@@ -91,7 +91,7 @@ class BackendList:
         return fused
 
     def explain(self) -> str:
-        """Who is absent and why; then one line for each part: who runs it, who declined with which reason."""
+        """Backends that cannot be used; then a line for each part: its backend, and why others declined."""
         lines = [f"absent: {reason}" for reason in self.unavailable]
         for record in self.records:
             why = f"  (declined: {'; '.join(record.declined)})" if record.declined else ""
@@ -116,12 +116,12 @@ def backends_for(device: torch.device, dtype: torch.dtype) -> BackendList:
 
 @cache
 def _warn_once(name: str, reason: str) -> None:
-    """Once a process and reason: whoever finds a model slow should not have to guess."""
+    """Log once in a process why a fast backend cannot be used."""
     log.warning("the %s kernels cannot be used, which makes everything slower: %s", name, reason)
 
 
 def _cpu(device: torch.device, dtype: torch.dtype) -> Backend:
-    """The CPU backend, or why not."""
+    """The CPU backend; `Unsupported` says why not."""
     if not env.cpu_enabled():
         raise BackendDisabled("switched off by EXLM_CPU=0")
     from .cpu import CpuBackend
@@ -130,22 +130,22 @@ def _cpu(device: torch.device, dtype: torch.dtype) -> Backend:
 
 
 def _cuda(device: torch.device, dtype: torch.dtype) -> Backend:
-    """The CUDA backend, or why not."""
+    """The CUDA backend; `Unsupported` says why not."""
     if not env.cuda_enabled():
         raise BackendDisabled("switched off by EXLM_CUDA=0")
     _check_capability(device)
     from .cuda import CudaBackend
 
     try:
-        others: Backend | None = _triton(device, dtype)
-    except Unsupported:  # which `choose` will tell
-        others = None
+        fallback: Backend | None = _triton(device, dtype)
+    except Unsupported:  # `backends_for` records it
+        fallback = None
     folder = env.cache_folder() / "kernels"
-    return CudaBackend(device, dtype, folder, others, env.gemm_m64_enabled())
+    return CudaBackend(device, dtype, folder, fallback, env.gemm_m64_enabled())
 
 
 def _triton(device: torch.device, dtype: torch.dtype) -> Backend:
-    """The Triton backend, or why not."""
+    """The Triton backend; `Unsupported` says why not."""
     if not env.triton_enabled():
         raise BackendDisabled("switched off by EXLM_TRITON=0")
     _check_capability(device)

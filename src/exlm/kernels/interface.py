@@ -1,7 +1,7 @@
-"""What a backend offers. It is asked once, while a model loads; it answers with a callable, or `Unsupported`.
+"""The interface of a backend, which is asked while a model loads: it returns a callable or raises `Unsupported`.
 
-A kernel gets tensors and returns tensors; it owns nothing but its weights. Shapes at this border: activations
-are (rows, tokens, features), heads are (rows, tokens, heads, head_dim).
+A kernel takes tensors and returns tensors; it owns nothing but its weights. Shapes: activations are
+(rows, tokens, features), heads are (rows, tokens, heads, head_dim).
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from .. import spec
 from ..formats import Weight
 
 LinearFn = Callable[[Tensor], Tensor]
+"""x → x @ W + bias."""
+
 FusedLinear = Callable[[Tensor, Tensor | None], list[Tensor]]
-"""(x, residual) → what one or several matrices make of x, plus the residual; None adds nothing."""
+"""(x, residual) → the product of x with each of several matrices; a residual is added if there is one."""
 
 EmbeddingFn = Callable[[Tensor], Tensor]
 """(rows, tokens) ids → (rows, tokens, hidden) vectors, in the table's own precision."""
@@ -33,35 +35,35 @@ GatedActivationFn = Callable[[Tensor, Tensor], Tensor]
 """(gate, up) → act(gate) · up."""
 
 RopeFn = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(q, k, positions) → (q, k) turned; positions are (rows, tokens), or (3, rows, tokens) for three planes."""
+"""(q, k, positions) → (q, k) after RoPE; positions are (rows, tokens), or (3, rows, tokens) for M-RoPE."""
 
 QKNormFn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(q, k) → both normalised, (rows, tokens, heads, head_dim)."""
 
 MoeFn = Callable[[Tensor, Tensor], Tensor]
-"""(x, router logits) → the weighted sum of the chosen experts' answers."""
+"""(x, router logits) → the sum of the selected experts' outputs, weighted by their routing weights."""
 
 
 FUSE_MAX_TOKENS = 64
-"""Rows up to which a layer's parts are fused."""
+"""Tokens of a batch up to which the parts of a layer are fused into a few launches."""
 
 MAX_DEQUANT_BYTES = 1 << 28
-"""Bytes that packed matrices in full may take side by side; larger ones gain nothing by company."""
+"""Bytes up to which packed matrices are dequantised side by side for one GEMM; larger ones gain nothing."""
 
 
 class NormPrologue(NamedTuple):
-    """The norm that stands before matrices: root mean square, no bias."""
+    """A norm that the matrices behind it apply to their input."""
 
     norm: spec.Norm
     weight: Tensor
 
 
 class AttnMetadata(Protocol):
-    """Where a step's tokens stand: what attention and the cache must know of a batch."""
+    """What attention and the KV cache must know of a batch."""
 
     @property
     def past_lens(self) -> Tensor:
-        """(rows,) tokens each row has in the cache already."""
+        """(rows,) tokens of each row that the cache holds already."""
         ...
 
     @property
@@ -71,66 +73,67 @@ class AttnMetadata(Protocol):
 
     @property
     def positions(self) -> Tensor:
-        """(rows, tokens) by how much each new token turns, or (3, rows, tokens) for three planes."""
+        """(rows, tokens) the RoPE position of each new token, or (3, rows, tokens) for M-RoPE."""
         ...
 
     @property
     def max_kv_len(self) -> int:
-        """The largest past + new tokens of any row, known without asking the device."""
+        """The largest past + new tokens of any row, known without waiting for the device."""
         ...
 
     @property
     def uniform(self) -> bool:
-        """Every row has the same past, longest - new tokens, and no key is hidden."""
+        """Whether every row has the same past, max_kv_len - new tokens, and no key is masked."""
         ...
 
     @property
     def mask(self) -> Tensor | None:
-        """(rows, longest) False where a key must never be seen; None hides nothing."""
+        """(rows, max_kv_len) False where a key must not be attended to; None masks nothing."""
         ...
 
 
 KVCacheDtype = Literal["float", "hadamard8", "hadamard4", "fp8_e5m2"]
-"""How numbers are stored: as they are, in rotated codes of 8 or 4 bits, or as the upper bytes of halves."""
+"""How the cache stores numbers: as they are; Hadamard-rotated, as integers of 8 or 4 bits with a scale for
+each 32; or as the upper bytes of float16."""
 
 
 @dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class KVPages:
-    """Keys and values that a kernel may read and write in place: (pages, size, kv_heads, …), contiguous.
+    """Keys and values that a kernel may read and write in place: (pages, page_size, kv_heads, …), contiguous.
 
-    As long as it is the same object, its tensors are the same memory: kernels may keep what they made of it.
+    While it is the same object, its tensors are the same memory: kernels may keep addresses.
     """
 
-    page_size: int
+    page_size: int  # tokens
     keys: tuple[Tensor, ...]  # the stored numbers, then their scales where there are any
     values: tuple[Tensor, ...]
     dtypes: tuple[KVCacheDtype, KVCacheDtype]  # of keys and of values
 
 
 class LayerKVCache(Protocol):
-    """One layer's keys and values."""
+    """The keys and values of one layer."""
 
     @property
     def paged(self) -> KVPages | None:
-        """The pages themselves; None if there are none."""
+        """The pages, for kernels that read them in place; None if the layer has no such pages."""
         ...
 
     def update(self, k: Tensor, v: Tensor, metadata: AttnMetadata) -> tuple[Tensor, Tensor]:
-        """Store the new tokens' heads; return all of them, (rows, longest, kv_heads, head_dim)."""
+        """Store the new tokens' heads; return all keys and values, (rows, max_kv_len, kv_heads, head_dim)."""
         ...
 
 
 AttentionFn = Callable[[Tensor, Tensor, Tensor, LayerKVCache, AttnMetadata], Tensor]
-"""(q, k, v, the layer's cache, where) → (rows, tokens, heads · head_dim)."""
+"""(q, k, v, the layer's cache, metadata) → (rows, tokens, heads · head_dim)."""
 
 
 def no_rope(q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys that do not turn: the layer knows no positions."""
+    """Queries and keys of a layer without positions, unchanged."""
     return q, k
 
 
 class Backend(Protocol):
-    """A way to compute, on one device and in one precision."""
+    """Kernels for one device and one precision."""
 
     name: str
     device: torch.device
@@ -145,86 +148,43 @@ class Backend(Protocol):
         ...
 
     def norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> NormFn:
-        """Normalise the last dimension; the answer is in the backend's precision."""
+        """Normalise the last dimension; the result is in the backend's precision."""
         ...
 
     def add_norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> AddNormFn:
-        """The same behind an addition, whose sum is kept."""
+        """The norm of a sum, and the sum."""
         ...
 
     def activation(self, act: spec.Activation) -> ActivationFn:
-        """The MLP's nonlinearity."""
+        """The MLP's activation function."""
         ...
 
     def gated(self, act: spec.Activation) -> GatedActivationFn:
-        """The nonlinearity of one half times the other."""
+        """act(gate) · up."""
         ...
 
     def rope(self, rope: spec.Rope, length: int) -> RopeFn:
-        """Turn heads by their positions, up to `length` of them."""
+        """RoPE for positions below `length`."""
         ...
 
     def attention(self, attn: spec.Attention, rope: RopeFn) -> AttentionFn:
-        """Turn queries and keys, store keys and values, then attend."""
+        """Apply RoPE to queries and keys, store keys and values, attend."""
         ...
 
     def moe(self, moe: spec.Moe, gate: list[LinearFn], up: list[LinearFn], down: list[LinearFn]) -> MoeFn:
-        """Route each token to its experts."""
+        """Route each token to its experts; `gate`, `up` and `down` hold one matrix for each expert."""
         ...
 
 
-FusedLayer = Callable[[Tensor, LayerKVCache, AttnMetadata], Tensor | None]
-"""(x, the layer's cache, where) → all a layer makes of x; None where this time it must go in parts."""
-
-
-@runtime_checkable
-class SupportsLayerFusion(Protocol):
-    """A layer's first projection, if it can be put together with all that follows it in the layer."""
-
-    def fuse_layer(
-        self, attend: AttentionFn, norm: QKNormFn | None, o: FusedLinear, gate: FusedLinear, down: FusedLinear
-    ) -> FusedLayer | None:
-        """The layer as one; None if its parts do not fit together. `norm` comes before attention."""
-        ...
-
-
-FusedDecoder = Callable[[Tensor, Sequence[LayerKVCache], AttnMetadata], Tensor | None]
-"""(x, each layer's cache, where) → all that layers one behind the other make of x; None as above."""
-
-
-@runtime_checkable
-class SupportsDecoderFusion(Protocol):
-    """A whole layer that can be run at once with those behind it."""
-
-    def fuse_decoder(self, following: Sequence[FusedLayer]) -> FusedDecoder | None:
-        """All of them as one; None if they do not fit together."""
-        ...
-
-
-@runtime_checkable
-class SupportsLayerChaining(Protocol):
-    """A whole layer that can do some of the following one's work."""
-
-    def chain_to(self, following: FusedLayer) -> None:
-        """Know who takes its answers."""
-        ...
-
-
-@runtime_checkable
-class SupportsDequantGemm(Protocol):
-    """A projection that is quick for more than FEW rows too, but then does nothing besides the matrices."""
-
-    def dequant_gemm(self, x: Tensor) -> list[Tensor]:
-        """What each matrix makes of x; they may be parts of wider rows."""
-        ...
+# -- what some backends can do besides: `nn` asks by isinstance ------------------------------------
 
 
 @runtime_checkable
 class SupportsFusion(Protocol):
-    """A backend that can also do several things as one."""
+    """A backend that can run several matrices, and what stands before and behind them, in one launch."""
 
     max_fused_tokens: int
-    """Rows up to which that is quicker; beyond, each part is asked by itself."""
+    """Tokens up to which that is quicker; beyond, `nn` calls each part by itself."""
 
     def fused_linear(
         self,
@@ -233,43 +193,94 @@ class SupportsFusion(Protocol):
         act: spec.Activation | None,
         fp32_out: bool = False,
     ) -> FusedLinear:
-        """Matrices that it bound before, together, for up to `most` rows, behind a norm if there is one.
+        """Matrices that this backend bound before, as one, for up to `max_fused_tokens` tokens.
 
-        With `act` there are two, and the answer is act(first) · second. With `full` it is in float32.
+        With `act` there are two, and the output is act(first) · second. With `fp32_out` it is in float32.
         """
         ...
 
 
+@runtime_checkable
+class SupportsDequantGemm(Protocol):
+    """A fused linear that is quick for large batches too, but then without prologue and epilogue."""
+
+    def dequant_gemm(self, x: Tensor) -> list[Tensor]:
+        """The raw product of x with each matrix; results may be views of one wider tensor."""
+        ...
+
+
+FusedLayer = Callable[[Tensor, LayerKVCache, AttnMetadata], Tensor | None]
+"""(x, the layer's cache, metadata) → x behind the whole layer; None for a batch that must go part by part."""
+
+
+@runtime_checkable
+class SupportsLayerFusion(Protocol):
+    """A layer's fused q, k and v projection that can be fused with the rest of the layer."""
+
+    def fuse_layer(
+        self,
+        attend: AttentionFn,
+        norm: QKNormFn | None,
+        o: FusedLinear,
+        gate: FusedLinear,
+        down: FusedLinear,
+    ) -> FusedLayer | None:
+        """The layer as one; None if its parts do not fit together. `norm` is that of queries and keys."""
+        ...
+
+
+@runtime_checkable
+class SupportsLayerChaining(Protocol):
+    """A fused layer that can write its output as the next layer's kernels read it."""
+
+    def chain_to(self, following: FusedLayer) -> None:
+        """Write the output for this layer too."""
+        ...
+
+
+FusedDecoder = Callable[[Tensor, Sequence[LayerKVCache], AttnMetadata], Tensor | None]
+"""(x, each layer's cache, metadata) → x behind all layers; None for a batch that must go layer by layer."""
+
+
+@runtime_checkable
+class SupportsDecoderFusion(Protocol):
+    """A fused layer that can run together with the layers behind it."""
+
+    def fuse_decoder(self, following: Sequence[FusedLayer]) -> FusedDecoder | None:
+        """All of them as one; None if they do not fit together."""
+        ...
+
+
 class TuneSpace(Protocol):
-    """Work of one kind, and how it is dealt out: a setting is a few whole numbers."""
+    """GEMMs of one shape, and the tile configuration that they run with, as a tuple of integers."""
 
     @property
     def name(self) -> str:
-        """What kind of work it is."""
+        """The shape."""
         ...
 
     @property
     def config(self) -> tuple[int, ...]:
-        """How it is dealt out now."""
+        """The configuration in use."""
         ...
 
     def neighbors(self) -> list[tuple[int, ...]]:
-        """Settings that are one step away."""
+        """Configurations that differ from it in one step of one number."""
         ...
 
     def apply(self, config: tuple[int, ...]) -> None:
-        """Deal it out so from now on."""
+        """Use this one from now on."""
         ...
 
 
 @runtime_checkable
 class SupportsTuning(Protocol):
-    """A backend that can be told what is quickest on its device."""
+    """A backend whose tile configurations can be tuned on its device."""
 
     def tune_spaces(self, run: Callable[[], object]) -> Sequence[TuneSpace]:
-        """The kinds of work that a run consists of."""
+        """Those of all GEMMs that `run` launches."""
         ...
 
     def save_tuned(self, spaces: Sequence[TuneSpace]) -> Path | None:
-        """Remember how they are set, for models that are loaded later; the file, if there is one."""
+        """Store their configurations for models that are loaded later; returns the file, if there is one."""
         ...
