@@ -148,9 +148,7 @@ class EosAsTextFilter(Filter):
 
 
 @pytest.mark.parametrize("prefer_eos", [False, True])
-def test_eos_is_excluded_while_the_text_is_incomplete(
-    letters: Codec, prefer_eos: bool
-) -> None:
+def test_eos_is_excluded_while_the_text_is_incomplete(letters: Codec, prefer_eos: bool) -> None:
     stack = FilterStack([EosAsTextFilter(letters, [0, 2, 3])], letters, prefer_eos)
     stack.begin()
     assert allowed_ids(stack) == {2, 3}

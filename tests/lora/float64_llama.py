@@ -1,4 +1,4 @@
-"""A Llama in float64 with adapters merged into its weights: slow, obvious, and exact where float32 rounds."""
+"""A reference Llama in float64 with adapters merged into its weights."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def logits(folder: Path, ids: Tensor, *adapters: tuple[Adapter, float]) -> Tenso
     x = weights["model.embed_tokens.weight"][ids]
     for layer in range(config["num_hidden_layers"]):
         start = f"model.layers.{layer}."
-        own = {name.removeprefix(start): w for name, w in weights.items() if name.startswith(start)}
-        x = x + attention(norm(x, own["input_layernorm.weight"], config), own, config)
-        h = norm(x, own["post_attention_layernorm.weight"], config)
-        gate, up = (h @ own[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        x = x + (F.silu(gate) * up) @ own["mlp.down_proj.weight"].T
+        layer_weights = {name.removeprefix(start): w for name, w in weights.items() if name.startswith(start)}
+        x = x + attention(norm(x, layer_weights["input_layernorm.weight"], config), layer_weights, config)
+        h = norm(x, layer_weights["post_attention_layernorm.weight"], config)
+        gate, up = (h @ layer_weights[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        x = x + (F.silu(gate) * up) @ layer_weights["mlp.down_proj.weight"].T
     return norm(x, weights["model.norm.weight"], config) @ weights["lm_head.weight"].T
 
 
@@ -36,22 +36,22 @@ def norm(x: Tensor, scale: Tensor, config: dict[str, Any]) -> Tensor:
     return x * (x.square().mean(-1, keepdim=True) + config["rms_norm_eps"]).rsqrt() * scale
 
 
-def attention(x: Tensor, own: dict[str, Tensor], config: dict[str, Any]) -> Tensor:
-    heads, shared = config["num_attention_heads"], config["num_key_value_heads"]
+def attention(x: Tensor, weights: dict[str, Tensor], config: dict[str, Any]) -> Tensor:
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     size = config["hidden_size"] // heads
     q, k, v = (
-        (x @ own[f"self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, size)).transpose(1, 2)
+        (x @ weights[f"self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, size)).transpose(1, 2)
         for name in "qkv"
     )
-    q, k = rotate(q), rotate(k)
-    k, v = (part.repeat_interleave(heads // shared, 1) for part in (k, v))
+    q, k = apply_rope(q), apply_rope(k)
+    k, v = (part.repeat_interleave(heads // kv_heads, 1) for part in (k, v))
     future = torch.full((x.shape[1], x.shape[1]), -torch.inf, dtype=x.dtype).triu(1)
     attended = (q @ k.transpose(-1, -2) * size**-0.5 + future).softmax(-1) @ v
-    return attended.transpose(1, 2).flatten(2) @ own["self_attn.o_proj.weight"].T
+    return attended.transpose(1, 2).flatten(2) @ weights["self_attn.o_proj.weight"].T
 
 
-def rotate(x: Tensor) -> Tensor:
-    """Rotated by angles that are float32 by definition: checkpoints were trained with those."""
+def apply_rope(x: Tensor) -> Tensor:
+    """RoPE with angles computed in float32, as checkpoints were trained."""
     half = x.shape[-1] // 2
     steps = 1.0 / 10000.0 ** (torch.arange(half).float() / half)
     angles = torch.outer(torch.arange(x.shape[-2]).float(), steps).double().repeat(1, 2)

@@ -1,4 +1,4 @@
-"""PEFT folders with random numbers, and the oracle: the same change merged into a model's own files."""
+"""PEFT folders with random weights, and the oracle: the adapters merged into a model's own files."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ PREFIX = "base_model.model."
 
 @dataclass
 class Adapter:
-    """A folder, and what is in it by module: A, B and the factor on their product."""
+    """An adapter's folder, and by module its matrices A and B and the scaling of their product."""
 
     folder: Path
     pairs: dict[str, tuple[Tensor, Tensor, float]] = field(default_factory=dict)
 
 
 def matrix_shapes(folder: Path, transposed: bool = False) -> dict[str, tuple[int, int]]:
-    """Every matrix in a model folder by its module's name, as (in, out); embeddings and norms left out."""
+    """The (in, out) shape of every matrix in a model folder but embeddings and norms, by module name."""
     out = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         excluded = any(word in name for word in ("embed", "norm", "wte", "wpe", "ln_", "vis", "experts.mlp"))
@@ -47,7 +47,7 @@ def write_adapter(
     dtype: torch.dtype = torch.float32,
     **config: Any,
 ) -> Adapter:
-    """An adapter for these modules; `factor(module, rank)` says what the configuration makes of each."""
+    """An adapter for these modules; `factor(module, rank)` is the scaling its configuration amounts to."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", **config}
     rng = torch.Generator().manual_seed(seed)
@@ -73,16 +73,16 @@ def write_adapter(
 def merge_into_model(
     model: Path, target: Path, *adapters: tuple[Adapter, float], transposed: bool = False
 ) -> Path:
-    """The model's folder with these adapters, each of some strength, added to its weights.
+    """A copy of a model's folder with (adapter, strength) pairs added to its weights.
 
-    Embeddings, and with `transposed` all matrices but the head, are stored the other way round.
+    Embeddings, and with `transposed` all matrices but the head, are stored transposed.
     """
     shutil.copytree(model, target)
     tensors = load_file(target / "model.safetensors")
     for adapter, strength in adapters:
         for module, (a, b, factor) in adapter.pairs.items():
             key = module + ".weight"
-            if key not in tensors:  # a head that was tied gets weights of its own
+            if key not in tensors:  # a tied head gets weights of its own
                 assert module == "lm_head"
                 embedding_key = next(key for key in tensors if "embed_tokens" in key or "wte" in key)
                 tensors[key] = tensors[embedding_key].clone()

@@ -1,4 +1,4 @@
-"""Adapters in the generator: one for each job, in one batch, and never each other's cached prompts."""
+"""Adapters of jobs: different ones in one batch, and no cached pages shared between them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from exlm import (
     Settings,
     Tokenizer,
 )
-from tests.lora import peft_folders as making
+from tests.lora import peft_folders as peft
 
 LONG = "The cat sat on the mat and looked at the moon. " * 20
 PROMPTS = ["Once upon a time", "In the first season of the", LONG, "He said that"]
@@ -40,20 +40,20 @@ def parts(fixtures_dir: Path) -> tuple[Model, Tokenizer]:
 
 
 @pytest.fixture(scope="module")
-def adapters(fixtures_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[making.Adapter]:
-    shapes = making.matrix_shapes(fixtures_dir / "tiny-lm")
+def adapters(fixtures_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[peft.Adapter]:
+    shapes = peft.matrix_shapes(fixtures_dir / "tiny-lm")
     folder = tmp_path_factory.mktemp("adapters")
-    return [making.write_adapter(folder / str(n), shapes, seed=n, size=0.5, r=2 + n) for n in range(2)]
+    return [peft.write_adapter(folder / str(n), shapes, seed=n, size=0.5, r=2 + n) for n in range(2)]
 
 
 @pytest.fixture(scope="module")
 def merged(fixtures_dir: Path, adapters: Any, tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
-    """Each prompt's greedy text by the plain model, by each merged model, and with both merged at once."""
+    """The greedy text of each prompt from the base model, from each merged model, and with both merged."""
     folder = tmp_path_factory.mktemp("merged")
     sets = [[], [(adapters[0], 1.0)], [(adapters[1], 1.0)], [(adapters[0], 1.0), (adapters[1], 0.5)]]
     texts = []
     for n, chosen in enumerate(sets):
-        model = load(making.merge_into_model(fixtures_dir / "tiny-lm", folder / str(n), *chosen))
+        model = load(peft.merge_into_model(fixtures_dir / "tiny-lm", folder / str(n), *chosen))
         texts.append([greedy(make_generator((model, Tokenizer(model.config))), one) for one in PROMPTS])
     assert len({tuple(row) for row in texts}) == 4
     return texts
@@ -116,7 +116,7 @@ def test_prompts_are_not_shared_between_adapters(parts: Any, adapters: Any, merg
     again.unload()
 
 
-def test_the_generators_own_adapters(parts: Any, adapters: Any, merged: Any) -> None:
+def test_default_adapters_of_a_generator(parts: Any, adapters: Any, merged: Any) -> None:
     one, two = (Lora.from_directory(parts[0], adapter.folder) for adapter in adapters)
     generator = make_generator(parts)
     assert generator.current_loras is None

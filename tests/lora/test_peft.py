@@ -1,4 +1,4 @@
-"""Adapter folders: what their numbers mean, and what is refused, with the file, the key and the remedy."""
+"""Adapter folders: ranks and scaling, and errors that name the file, the key and the remedy."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from exlm import (
     Unsupported,
 )
 from tests import tiny
-from tests.lora import peft_folders as making
+from tests.lora import peft_folders as peft
 from tests.models import zoo
 
 UP, DOWN, Q = "model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj", "model.layers.1.self_attn.q_proj"
 SHAPES = {UP: (32, 48), DOWN: (48, 32), Q: (32, 32)}
-KEY = making.PREFIX + UP + ".lora_A.weight"
+KEY = peft.PREFIX + UP + ".lora_A.weight"
 
 
 @pytest.fixture(scope="module")
@@ -46,20 +46,20 @@ def model(folder: Path) -> Model:
 
 
 def check_equals_merged(
-    model: Model, folder: Path, adapter: making.Adapter, tmp_path: Path, limit: float = 1e-5
+    model: Model, folder: Path, adapter: peft.Adapter, tmp_path: Path, limit: float = 1e-5
 ) -> None:
-    """The adapter answers as its own factors merged say."""
+    """Compare the adapter's logits with those of its matrices merged."""
     ids = torch.randint(3, 60, (1, 30))
-    twin = Model(Config(making.merge_into_model(folder, tmp_path / "merged", (adapter, 1.0))))
-    twin.load()
+    merged = Model(Config(peft.merge_into_model(folder, tmp_path / "merged", (adapter, 1.0))))
+    merged.load()
     lora = Lora.from_directory(model, adapter.folder)
-    want = twin.forward(ids)
+    want = merged.forward(ids)
     assert float((model.forward(ids, loras=lora) - want).norm() / want.norm()) < limit
     lora.unload()
 
 
-def test_the_factor_is_alpha_over_rank(model: Model, folder: Path, tmp_path: Path) -> None:
-    adapter = making.write_adapter(tmp_path / "a", SHAPES, r=3, lora_alpha=12, factor=lambda *_: 4.0)
+def test_the_scaling_is_alpha_over_rank(model: Model, folder: Path, tmp_path: Path) -> None:
+    adapter = peft.write_adapter(tmp_path / "a", SHAPES, r=3, lora_alpha=12, factor=lambda *_: 4.0)
     check_equals_merged(model, folder, adapter, tmp_path)
     lora = Lora.from_directory(model, adapter.folder, 0.5)
     assert (lora.lora_r, lora.lora_alpha, lora.strength) == (3, 12.0, 0.5)
@@ -70,8 +70,8 @@ def test_the_factor_is_alpha_over_rank(model: Model, folder: Path, tmp_path: Pat
 
 
 def test_lora_scaling_is_the_strength_times_alpha_over_rank(model: Model, tmp_path: Path) -> None:
-    """As the archived library has it; TabbyAPI shows lora_scaling * lora_r / lora_alpha for the strength."""
-    adapter = making.write_adapter(tmp_path / "a", SHAPES, r=3, lora_alpha=12, factor=lambda *_: 4.0)
+    """As in exllamav2: TabbyAPI shows lora_scaling * lora_r / lora_alpha as the strength."""
+    adapter = peft.write_adapter(tmp_path / "a", SHAPES, r=3, lora_alpha=12, factor=lambda *_: 4.0)
     plain = Lora.from_directory(model, adapter.folder)
     assert plain.lora_scaling == 4.0
     plain.unload()
@@ -100,7 +100,7 @@ def test_lora_scaling_is_the_strength_times_alpha_over_rank(model: Model, tmp_pa
 
 
 def test_lora_scaling_of_a_rank_stabilised_adapter(model: Model, tmp_path: Path) -> None:
-    adapter = making.write_adapter(
+    adapter = peft.write_adapter(
         tmp_path / "a", SHAPES, r=4, use_rslora=True, factor=lambda _, rank: 8 / math.sqrt(rank)
     )
     lora = Lora.from_directory(model, adapter.folder, 0.5)
@@ -109,7 +109,7 @@ def test_lora_scaling_of_a_rank_stabilised_adapter(model: Model, tmp_path: Path)
 
 
 def test_rank_stabilised_adapters(model: Model, folder: Path, tmp_path: Path) -> None:
-    adapter = making.write_adapter(
+    adapter = peft.write_adapter(
         tmp_path / "a", SHAPES, r=4, use_rslora=True, factor=lambda _, rank: 8 / math.sqrt(rank)
     )
     check_equals_merged(model, folder, adapter, tmp_path)
@@ -124,15 +124,15 @@ def test_rank_stabilised_adapters(model: Model, folder: Path, tmp_path: Path) ->
         ({"^model.layers.0.mlp.up_proj": 2, "proj": 9}, {"up|q_proj": 3}),
     ],
 )
-def test_patterns(
+def test_rank_and_alpha_patterns(
     model: Model, folder: Path, tmp_path: Path, ranks: dict[str, int], alphas: dict[str, float]
 ) -> None:
     def found(patterns: dict[str, Any], module: str, default: float) -> Any:
-        """As PEFT looks them up."""
+        """The first match, as in PEFT."""
         key = next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), None)
         return default if key is None else patterns[key]
 
-    adapter = making.write_adapter(
+    adapter = peft.write_adapter(
         tmp_path / "a",
         SHAPES,
         rank_pattern=ranks,
@@ -145,19 +145,19 @@ def test_patterns(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_stored_precisions(model: Model, folder: Path, tmp_path: Path, dtype: torch.dtype) -> None:
-    check_equals_merged(model, folder, making.write_adapter(tmp_path / "a", SHAPES, dtype=dtype), tmp_path)
+    check_equals_merged(model, folder, peft.write_adapter(tmp_path / "a", SHAPES, dtype=dtype), tmp_path)
 
 
 def test_the_base_embedding_may_be_saved_with_the_adapter(model: Model, tmp_path: Path) -> None:
-    adapter = making.write_adapter(tmp_path / "a", SHAPES, embedding=("model.embed_tokens", 64, 32))
-    edit_tensors(adapter, {making.PREFIX + "model.embed_tokens.base_layer.weight": torch.zeros(64, 32)})
+    adapter = peft.write_adapter(tmp_path / "a", SHAPES, embedding=("model.embed_tokens", 64, 32))
+    edit_tensors(adapter, {peft.PREFIX + "model.embed_tokens.base_layer.weight": torch.zeros(64, 32)})
     Lora.from_directory(model, adapter.folder).unload()
-    edit_tensors(adapter, {making.PREFIX + "model.embed_tokens.base_layer.weight": torch.zeros(65, 32)})
+    edit_tensors(adapter, {peft.PREFIX + "model.embed_tokens.base_layer.weight": torch.zeros(65, 32)})
     with pytest.raises(Unsupported, match=r"\[32, 64\].*\[65, 32\].*resized"):
         Lora.from_directory(model, adapter.folder)
 
 
-def edit_tensors(adapter: making.Adapter, new: dict[str, torch.Tensor], drop: tuple[str, ...] = ()) -> None:
+def edit_tensors(adapter: peft.Adapter, new: dict[str, torch.Tensor], drop: tuple[str, ...] = ()) -> None:
     path = adapter.folder / "adapter_model.safetensors"
     tensors = {name: tensor for name, tensor in load_file(path).items() if name not in drop} | new
     save_file(tensors, path)
@@ -190,7 +190,7 @@ def test_wrong_tensors(
     error: type[Exception],
     match: str,
 ) -> None:
-    adapter = making.write_adapter(tmp_path, SHAPES)
+    adapter = peft.write_adapter(tmp_path, SHAPES)
     edit_tensors(adapter, new, drop)
     before = repr(model._require_loaded()[1].blocks[0].mlp.up)  # type: ignore[attr-defined]
     with pytest.raises(error, match=match) as raised:
@@ -202,7 +202,7 @@ def test_wrong_tensors(
 @pytest.mark.parametrize("module", ["model.visual.blocks.0.attn.qkv", "visual.merger.mlp.0"])
 def test_vision_modules_are_refused(module: str, tmp_path: Path) -> None:
     folder = zoo.build("Qwen2VLForConditionalGeneration", tmp_path / "model").folder
-    adapter = making.write_adapter(tmp_path / "lora", {module: (32, 32)})
+    adapter = peft.write_adapter(tmp_path / "lora", {module: (32, 32)})
     model = Model(Config(folder))
     model.load()
     with pytest.raises(Unsupported, match=r"vision tower.*Merge it"):
@@ -243,7 +243,7 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_wrong_options(
     model: Model, tmp_path: Path, options: dict[str, Any], error: type[Exception], match: str
 ) -> None:
-    adapter = making.write_adapter(tmp_path, SHAPES)
+    adapter = peft.write_adapter(tmp_path, SHAPES)
     config = adapter.folder / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | options))
     with pytest.raises(error, match=match) as raised:
@@ -256,19 +256,19 @@ def test_wrong_options(
 def test_options_that_change_nothing(
     model: Model, folder: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    check_equals_merged(model, folder, making.write_adapter(tmp_path / "a", SHAPES, **options), tmp_path)
+    check_equals_merged(model, folder, peft.write_adapter(tmp_path / "a", SHAPES, **options), tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000, '{"r": "\udcff"}'])
 def test_broken_configurations(model: Model, tmp_path: Path, text: str) -> None:
-    adapter = making.write_adapter(tmp_path, SHAPES)
+    adapter = peft.write_adapter(tmp_path, SHAPES)
     (tmp_path / "adapter_config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(BadFile, match=r"adapter_config\.json"):
         Lora.from_directory(model, adapter.folder)
 
 
 def test_pickles_are_not_opened(model: Model, tmp_path: Path) -> None:
-    adapter = making.write_adapter(tmp_path, SHAPES)
+    adapter = peft.write_adapter(tmp_path, SHAPES)
     (tmp_path / "adapter_model.bin").write_bytes(b"cos\nsystem\n")
     Lora.from_directory(model, adapter.folder).unload()
     (tmp_path / "adapter_model.safetensors").unlink()
@@ -282,14 +282,14 @@ def test_folders_without_an_adapter(model: Model, tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(CheckpointError, match="No LoRA found in"):
             Lora.from_directory(model, path)
-    making.write_adapter(tmp_path, SHAPES)
+    peft.write_adapter(tmp_path, SHAPES)
     (tmp_path / "adapter_model.safetensors").unlink()
     with pytest.raises(ValueError, match="No LoRA found in"):
         Lora.from_directory(model, tmp_path)
 
 
 def test_an_adapter_without_tensors_is_refused(model: Model, tmp_path: Path) -> None:
-    making.write_adapter(tmp_path, {})
+    peft.write_adapter(tmp_path, {})
     with pytest.raises(BadFile, match="found none among 0"):
         Lora.from_directory(model, tmp_path)
 
@@ -300,14 +300,14 @@ def test_fused_and_separate_modules_together_are_refused(tmp_path: Path) -> None
     folder = zoo.build("Phi3ForCausalLM", tmp_path / "model").folder
     phi = Model(Config(folder))
     phi.load()
-    shapes = making.matrix_shapes(folder)
+    shapes = peft.matrix_shapes(folder)
     fused = next(name for name in shapes if name.endswith("qkv_proj"))
     width = phi.config.spec.hidden
     both = {fused: shapes[fused], fused.replace("qkv_proj", "q_proj"): (width, width)}
-    making.write_adapter(tmp_path / "a", both)
+    peft.write_adapter(tmp_path / "a", both)
     with pytest.raises(BadFile, match=r"changes layers\.0\.attn\.q, and so does"):
         Lora.from_directory(phi, tmp_path / "a")
     alone = {fused.replace("qkv_proj", "q_proj"): (width, width)}
-    assert Lora.from_directory(phi, making.write_adapter(tmp_path / "b", alone).folder).roles == (
+    assert Lora.from_directory(phi, peft.write_adapter(tmp_path / "b", alone).folder).roles == (
         "layers.0.attn.q",
     )

@@ -1,4 +1,4 @@
-"""Embedding objects: ids, aliases, sizes, grids, and what is refused."""
+"""MMEmbedding: ids, aliases, sizes, grids, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -86,16 +86,16 @@ def test_grids() -> None:
         MMEmbedding(MODEL, torch.zeros(6, 8), "")
 
 
-def test_grids_as_processors_give_them() -> None:
-    several = torch.tensor([[1, 2, 3]])  # of one picture
-    for grid in (several[0], tuple(several[0]), several[0].numpy()):
+def test_grids_in_the_types_that_image_processors_return() -> None:
+    batched = torch.tensor([[1, 2, 3]])  # of one image
+    for grid in (batched[0], tuple(batched[0]), batched[0].numpy()):
         assert MMEmbedding(MODEL, torch.zeros(6, 8), thw_grid=grid).grid == (1, 2, 3)
-    for wrong in (several, 6, (1, None, 6), (1.0, 2.5, 3.0)):
+    for wrong in (batched, 6, (1, None, 6), (1.0, 2.5, 3.0)):
         with pytest.raises(InputError, match="thw_grid must be three sizes"):
             MMEmbedding(MODEL, torch.zeros(6, 8), thw_grid=wrong)  # type: ignore[arg-type]
 
 
-def test_wrong_sides_and_aliases() -> None:
+def test_wrong_text_counts_and_aliases() -> None:
     side: Any = "1"
     with pytest.raises(InputError, match="post_tokens must be a whole number, found '1'"):
         MMEmbedding(MODEL, torch.zeros(6, 8), post_tokens=side)
@@ -112,13 +112,13 @@ def test_spans_among_ids() -> None:
     assert found == [
         (1, 0, 3, one), (4, 0, 1, one), (6, 2, 1, one), (7, 0, 2, two), (9, 1, 1, one), (10, 1, 1, one),
     ]  # fmt: skip
-    laid = torch.full((len(ids), 8), float("nan"))
+    rows = torch.full((len(ids), 8), float("nan"))
     for run in embedding_spans(ids, [one, two]):
-        laid[run.start : run.start + run.length] = run.vectors
+        rows[run.start : run.start + run.length] = run.vectors
     want = {
         number: vector for e in (one, two) for number, vector in zip(e.get_ids(), e.embeddings, strict=True)
     }
-    for number, vector in zip(ids, laid, strict=True):
+    for number, vector in zip(ids, rows, strict=True):
         assert bool(vector.isnan().all()) if number < 10**9 else torch.equal(vector, want[number])
     with pytest.raises(InputError, match=rf"Id {b} stands for.*given: {a} to {a + 2}"):
         list(embedding_spans([1, b], [one]))

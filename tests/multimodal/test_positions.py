@@ -1,4 +1,4 @@
-"""Positions in three planes, against the rule written out token by token, and against transformers."""
+"""M-RoPE positions against a token-by-token definition, and against transformers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.models import zoo
 
 MODEL: Any = SimpleNamespace(config=SimpleNamespace(hidden_size=2))
 
-Piece = tuple[
-    int, int, int, int, int
-]  # text before, frames, rows, columns, text on both sides of the picture
+# tokens of text before, frames, rows, columns, text tokens of the embedding on each side of the image
+Piece = tuple[int, int, int, int, int]
 
 
 def expected_positions(pieces: list[Piece]) -> list[list[int]]:
+    """Each token's positions, by the definition."""
     out, free = [], 0
     for text, frames, rows, columns, side in pieces:
         for _ in range(text + side):
@@ -47,7 +47,7 @@ sizes = st.integers(1, 4)
     st.lists(st.tuples(st.integers(0, 5), sizes, sizes, sizes, st.integers(0, 2)), max_size=5),
     st.booleans(),
 )
-def test_positions_match_the_written_rule(pieces: list[Piece], merged: bool) -> None:
+def test_positions_match_the_definition(pieces: list[Piece], merged: bool) -> None:
     ids, embeddings = [], []
     for text, frames, rows, columns, side in pieces:
         grid = (frames, rows * (2 if merged else 1), columns * (2 if merged else 1))
@@ -58,7 +58,7 @@ def test_positions_match_the_written_rule(pieces: list[Piece], merged: bool) -> 
     assert mrope_positions(ids, embeddings).T.tolist() == expected_positions(pieces)
 
 
-def test_vectors_without_a_grid_are_text() -> None:
+def test_an_embedding_without_a_grid_has_positions_like_text() -> None:
     one = MMEmbedding(MODEL, torch.zeros(4, 2))
     assert mrope_positions([3, *one.get_ids(), 4], [one], start=10).tolist() == [list(range(10, 16))] * 3
 
@@ -84,9 +84,9 @@ def test_logits_are_those_of_transformers(chunk: int, tmp_path: Path) -> None:
             ids[row, at : at + count] = one.get_ids_tensor()[0]
             embeddings.append(one)
         at += count
-    placed = expected_positions(pieces)
-    after = max(map(max, placed)) + 1
-    positions = torch.tensor([*placed, *([after + i] * 3 for i in range(4))]).T[:, None].expand(3, 2, -1)
+    expected = expected_positions(pieces)
+    after = max(map(max, expected)) + 1
+    positions = torch.tensor([*expected, *([after + i] * 3 for i in range(4))]).T[:, None].expand(3, 2, -1)
     want = oracle.logits_mrope(tokens, positions)
     got = model.forward(ids, Cache(model, batch_size=2, max_seq_len=64), indexed_embeddings=embeddings)
     assert float(((got - want).norm(dim=-1) / want.norm(dim=-1)).max()) < 1e-5

@@ -1,8 +1,9 @@
-"""Small changes to a loaded model, which each row of a batch may use or not.
+"""LoRA adapters, installed in a loaded model and used by the rows of a batch that name them.
 
-`lora` is what users hold, `peft` and `tensors` read an adapter's files, `targets` knows what its names stand
-for, `changes` are the steps that install and remove it, and `modules` are what takes the place of the modules
-it touches.
+It takes a PEFT folder and the modules of a loaded model, checks one against the other, and puts adapted
+modules in the place of those that the adapter changes (`Lora`, what users hold). For a batch it turns the
+`loras` argument of a call into `LoraRef`s, which the adapted modules look up. `model` and the public package
+import it.
 """
 
 from .adapter import Lora, ModelHandle, active_loras, resolve_loras

@@ -1,7 +1,7 @@
-"""A LoRA adapter: what users hold. It is installed in a loaded model and used by those who name it.
+"""`Lora`, an adapter installed in a loaded model, and the `loras` argument of calls and jobs.
 
-Installing puts an adapted module in the place of each module it touches; the last adapter that leaves puts
-the module itself back. A model without adapters contains nothing of this.
+Installing an adapter replaces each module it changes by an adapted one. Removing the last adapter of a module
+restores the original, so a model without adapters has only its own modules.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ _adapter_ids = itertools.count(1)
 
 
 class AdaptableModules(Protocol):
-    """Modules in their places, wherever those are."""
+    """The modules of a loaded model, in one process or several."""
 
     def replace(self, role: str, change: ModuleChange) -> None:
-        """Put what `change` makes of a role's module in its place."""
+        """Replace the module of a role by `change(module)`."""
         ...
 
 
 class ModelHandle(NamedTuple):
-    """A loaded model, laid open."""
+    """The parts of a loaded model that installing an adapter needs."""
 
     modules: AdaptableModules
-    spec: spec.Model  # the whole, also where this process has a part of it
-    device: Callable[[str], torch.device]  # where a role's module takes its numbers
+    spec: spec.Model  # of the whole model, also with tensor or pipeline parallelism
+    device: Callable[[str], torch.device]  # by role: the device of the module's weights
     dtype: torch.dtype
 
 
 class AdaptableModel(Protocol):
-    """What an adapter must know of a model."""
+    """A model that adapters can be installed in."""
 
     def model_handle(self) -> ModelHandle:
-        """Its modules, description, devices and precision; NotLoaded if it has none."""
+        """Its modules, spec, devices and dtype; NotLoaded before it is loaded."""
         ...
 
 
 class Lora:
     """A PEFT adapter in a loaded model.
 
-    It changes only the rows that name it (`loras=` of a job or a call), with a `strength` of 1 as it was
-    trained, which may be changed between jobs. Any number of adapters may be installed at once, and come and
-    go between steps. It is gone when `unload()` is called or the model is unloaded.
+    It changes only the rows that name it (`loras=` of a job or a call). A `strength` of 1 applies it as it
+    was trained; the strength may be changed between jobs. Several adapters may be installed at once, and be
+    installed and removed between steps. `unload()`, or unloading the model, removes it.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Lora:
         handle = model.model_handle()
         self.model = model
         self.lora_config_path, self.lora_path = str(lora_config_path), str(lora_path)
-        self._strength = checked_scale(lora_scaling)
+        self._strength = _checked_strength(lora_scaling)
         config_path, weights_path = (Path(os.path.expanduser(path)) for path in (lora_config_path, lora_path))
         config = PeftConfig.read(config_path)
         self.lora_r, self.lora_alpha, self._scaling = config.r, config.alpha, config.default_scaling
@@ -88,7 +88,7 @@ class Lora:
         reader = PeftReader(weights_path, config, handle.spec, handle.device, handle.dtype)
         with memory_errors(lambda: f"{weights_path}: the adapter could not be loaded"):
             weights_by_role = reader.read()
-        self.number = next(_adapter_ids)
+        self.number = next(_adapter_ids)  # its id in `LoraRef` and in the hash of cached pages
         self.roles = tuple(weights_by_role)
         self._modules: weakref.ref[AdaptableModules] | None = weakref.ref(handle.modules)
         for role, weights in weights_by_role.items():
@@ -110,39 +110,39 @@ class Lora:
         return cls(model, folder / CONFIG, folder / WEIGHTS, lora_scaling)
 
     def __repr__(self) -> str:
-        """Which file, and how strongly."""
+        """The file and the strength."""
         return f"Lora({self.lora_path!r}, lora_scaling={self.strength:g})"
 
     @property
     def strength(self) -> float:
-        """What its changes are multiplied by; 1 is as it was trained."""
+        """The factor on its changes; 1 is as it was trained."""
         return self._strength
 
     @strength.setter
     def strength(self, wanted: float) -> None:
-        self._strength = checked_scale(wanted)
+        self._strength = _checked_strength(wanted)
 
     @property
     def lora_scaling(self) -> float:
-        """The strength times alpha / r (rsLoRA: alpha / √r), as the archived library has it."""
+        """The strength times alpha / r (rsLoRA: alpha / √r), as in exllamav2."""
         return self._strength * self._scaling
 
     @lora_scaling.setter
     def lora_scaling(self, wanted: float) -> None:
-        if wanted != self.lora_scaling:  # assigning what it is changes no bit
-            self._strength = checked_scale(wanted) / self._scaling
+        if wanted != self.lora_scaling:  # assigning the present value must not change a bit of the strength
+            self._strength = _checked_strength(wanted) / self._scaling
 
     @property
     def loaded(self) -> bool:
-        """Whether it can be used: false once it, or the model, was unloaded."""
+        """Whether it can be used: false after it or the model was unloaded."""
         return self._modules is not None and self._modules() is not None
 
-    def installed(self, net: object) -> bool:
-        """Whether it is in these modules."""
-        return self._modules is not None and self._modules() is net
+    def installed(self, modules: object) -> bool:
+        """Whether it is installed in these modules."""
+        return self._modules is not None and self._modules() is modules
 
     def unload(self) -> None:
-        """Take it out of the model; harmless the second time, or when the model is gone."""
+        """Remove it from the model; does nothing if it, or the model, is unloaded already."""
         modules = self._modules() if self._modules is not None else None
         self._modules = None
         if modules is not None:
@@ -151,33 +151,34 @@ class Lora:
 
 
 def resolve_loras(modules: object, loras: Any) -> list[tuple[Lora, float]]:
-    """What is asked for as `loras`, None, an adapter, or a list of them: adapters and their strengths.
+    """The adapters and strengths of a `loras` argument: None, an adapter, or a list of adapters.
 
-    Each may come with a strength of its own, as a pair (adapter, strength), instead of its `strength`.
+    A pair (adapter, strength) overrides the adapter's own `strength`.
     """
     if loras is None:
         return []
-    several = isinstance(loras, list | tuple) and not (len(loras) == 2 and isinstance(loras[1], int | float))
+    is_pair = isinstance(loras, list | tuple) and len(loras) == 2 and isinstance(loras[1], int | float)
+    is_list = isinstance(loras, list | tuple) and not is_pair
     out = []
-    for one in loras if several else [loras]:
-        lora, scale = one if isinstance(one, tuple) and len(one) == 2 else (one, None)
+    for entry in loras if is_list else [loras]:
+        lora, strength = entry if isinstance(entry, tuple) and len(entry) == 2 else (entry, None)
         if not isinstance(lora, Lora):
             raise InputError(f"loras must be adapters (exlm.Lora), found {type(lora).__name__}.")
         if not lora.installed(modules):
             raise NotLoaded(
                 f"{lora!r} is not installed in this model: load it again, Lora.from_directory(…)."
             )
-        out.append((lora, checked_scale(lora.strength if scale is None else scale)))
+        out.append((lora, lora.strength if strength is None else _checked_strength(strength)))
     return out
 
 
 def active_loras(modules: object, loras: Any) -> tuple[LoraRef, ...]:
-    """What is asked for as `loras`, ready for a row of a batch."""
-    return tuple(LoraRef(lora.number, scale) for lora, scale in resolve_loras(modules, loras))
+    """The adapters of a `loras` argument as references for a row of a batch."""
+    return tuple(LoraRef(lora.number, strength) for lora, strength in resolve_loras(modules, loras))
 
 
-def checked_scale(value: Any) -> float:
-    """A factor for an adapter: any finite number."""
+def _checked_strength(value: Any) -> float:
+    """A strength or scaling as float; InputError unless it is a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise InputError(f"An adapter's scaling must be a finite number, found {value!r}.")
     return float(value)

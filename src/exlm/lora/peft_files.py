@@ -26,15 +26,15 @@ from .apply import LoraWeights
 
 MAX_CONFIG_BYTES = 32 * 2**20
 
-EFFORT = 4_000_000
-"""What a table's patterns may cost together: a step each, a hundred times as many for each repetition."""
+MAX_PATTERN_COST = 4_000_000
+"""Bound on the cost of a table's patterns: each costs 100 to the power of its repetition operators."""
 
 MERGE_ADVICE = "Merge it into the model with PEFT (merge_and_unload), save that, and load the result."
 
 INITS_CHANGING_BASE = ("pissa", "olora", "corda", "loftq")
-"""Ways to begin training that also change the model's own weights."""
+"""Values of `init_lora_weights` that also change the base model's weights."""
 
-UNSUPPORTED_OPTIONS = {  # option → what an adapter that uses it does
+UNSUPPORTED_OPTIONS = {  # option → what an adapter with it does, for the error message
     "use_dora": "is a DoRA adapter: it rescales the columns of whole matrices",
     "lora_bias": "adds biases",
     "use_qalora": "averages its inputs in groups (QA-LoRA)",
@@ -51,7 +51,10 @@ UNSUPPORTED_OPTIONS = {  # option → what an adapter that uses it does
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """The numbers of an adapter_config.json."""
+    """The rank and scaling of each module, from adapter_config.json.
+
+    The file's list of target modules is not read: the tensors tell which modules the adapter changes.
+    """
 
     path: Path
     r: int
@@ -62,7 +65,7 @@ class PeftConfig:
 
     @classmethod
     def read(cls, path: Path) -> PeftConfig:
-        """A checked configuration; an option that would be ignored is an error."""
+        """Read and check a configuration; an option that exlm does not support is an error."""
         raw = _load(path)
         _check_supported(path, raw)
 
@@ -79,7 +82,7 @@ class PeftConfig:
             value = raw.get(name) or {}
             if not isinstance(value, dict):
                 raise BadFile(f"{path}: expected numbers by module as {name}, found {shown(value)}.")
-            if sum(100 ** _repeats(path, name, key) for key in value) > EFFORT:
+            if sum(100 ** _count_repetitions(path, name, key) for key in value) > MAX_PATTERN_COST:
                 raise Unsupported(
                     f"{path}: the {len(value)} patterns in {name} repeat too much to be matched safely: name "
                     "the modules plainly."
@@ -99,17 +102,17 @@ class PeftConfig:
         )
 
     def rank(self, module: str) -> int:
-        """The rank of a module's change."""
+        """The rank of a module's low-rank matrices."""
         rank: int = _match_pattern(self.rank_pattern, module, self.r)
         return rank
 
     @property
     def default_scaling(self) -> float:
-        """What changes are multiplied by, but for modules with patterns of their own."""
+        """alpha / r (rsLoRA: alpha / √r), without the patterns of single modules."""
         return self._factor(self.alpha, self.r)
 
     def scaling(self, module: str) -> float:
-        """What a module's change is multiplied by."""
+        """The scaling of a module."""
         return self._factor(_match_pattern(self.alpha_pattern, module, self.alpha), self.rank(module))
 
     def _factor(self, alpha: float, rank: int) -> float:
@@ -141,36 +144,36 @@ def _check_supported(path: Path, raw: Mapping[str, Any]) -> None:
         raise Unsupported(
             f'{path}: expected bias "none", found {shown(bias)}: it trained biases. {MERGE_ADVICE}'
         )
-    start = raw.get("init_lora_weights")
-    if isinstance(start, str) and start.lower().startswith(INITS_CHANGING_BASE):
+    init = raw.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(INITS_CHANGING_BASE):
         raise Unsupported(
-            f"{path}: init_lora_weights {shown(start)} also changed the model's own weights. Convert the "
+            f"{path}: init_lora_weights {shown(init)} also changed the model's own weights. Convert the "
             "adapter with PEFT: save_pretrained(…, path_initial_model_for_weight_conversion=…)."
         )
 
 
-def _repeats(path: Path, name: str, pattern: str) -> int:
-    """How often a pattern from a stranger repeats something; refuses one that could run for ever."""
-    loops = len(re.findall(r"[*+?{]", pattern))
-    if loops > 3 or re.search(r"\)[*+?{]", pattern) or len(pattern) > 500:
+def _count_repetitions(path: Path, name: str, pattern: str) -> int:
+    """Count the repetition operators of an untrusted pattern; refuse exponential matching time."""
+    count = len(re.findall(r"[*+?{]", pattern))
+    if count > 3 or re.search(r"\)[*+?{]", pattern) or len(pattern) > 500:
         raise Unsupported(
             f"{path}: the pattern {shown(pattern)} in {name} repeats too much to be matched safely: name "
             "the modules plainly."
         )
-    return loops
+    return count
 
 
 def _compiled(path: Path, name: str, pattern: str) -> re.Pattern[str]:
-    """A pattern that must be the whole name of a module, or the end of it."""
+    """A pattern that matches the whole name of a module or its end."""
     try:
-        re.compile(pattern)  # by itself: "a)|(b" is none, and would be one between brackets
+        re.compile(pattern)  # alone: "a)|(b" is invalid, but valid within the parentheses below
         return re.compile(rf"(?:.*\.)?(?:{pattern})")
     except (re.error, OverflowError, RecursionError) as error:
         raise BadFile(f"{path}: {shown(pattern)} in {name} is no regular expression ({error}).") from error
 
 
 def _match_pattern(patterns: Mapping[re.Pattern[str], Any], module: str, default: Any) -> Any:
-    """The value of the first pattern that is the module's name or the end of it."""
+    """The value of the first pattern that matches the module's name or its end."""
     for pattern, value in patterns.items():
         if pattern.fullmatch(module):
             return value
@@ -179,7 +182,7 @@ def _match_pattern(patterns: Mapping[re.Pattern[str], Any], module: str, default
 
 @dataclass(frozen=True)
 class TargetMatrix:
-    """One matrix of a named module, and which of the module's outputs are its own; () are all."""
+    """One matrix of a named module, and its rows of the module's outputs; () for all."""
 
     role: str
     output_spans: tuple[RowRange, ...] = ()
@@ -187,7 +190,7 @@ class TargetMatrix:
 
 @dataclass(frozen=True)
 class TargetModule:
-    """A module as an adapter sees it."""
+    """A module under the name that adapters use, and the model's matrices in it."""
 
     in_features: int
     out_features: int
@@ -195,23 +198,27 @@ class TargetModule:
 
 
 class TargetModules:
-    """Every module of a model that an adapter may change, by its name in Llama's spelling."""
+    """Every module of a model that an adapter may change, by its name in Llama's naming scheme.
+
+    A module whose weights a family stores fused (qkv_proj) has several matrices, each some rows of its
+    outputs.
+    """
 
     def __init__(self, model: spec.Model) -> None:
         self._names = model.names
         found: dict[str, list[tuple[Matrix, TargetMatrix]]] = {}
-        # A lookup is a product with the ids' unit vectors.
+        # An embedding is a matrix whose inputs are one-hot vectors.
         embedding = Matrix("embed", model.vocab, model.hidden)
         for matrix in (embedding, *matrices(model)):
             for location in model.names.locations_of(matrix.role):
-                if not location.expert_rows:  # experts stacked in one tensor are no module
+                if not location.expert_rows:  # experts stacked in one tensor are not a module
                     found.setdefault(location.key, []).append(
                         (matrix, TargetMatrix(matrix.role, location.rows))
                     )
         self._targets = {key: _target(parts) for key, parts in found.items()}
 
     def find(self, module: str) -> TargetModule | None:
-        """What a module's stored name stands for; None if nothing."""
+        """The module of a stored name; None if there is none."""
         return self._targets.get(self._names.to_llama_key(module + ".weight").removesuffix(".weight"))
 
 
@@ -222,7 +229,7 @@ def _target(parts: list[tuple[Matrix, TargetMatrix]]) -> TargetModule:
 
 
 A, B = "A", "B"
-HALF_BY_SUFFIX = {
+MATRIX_BY_SUFFIX = {
     ".lora_A.weight": A,
     ".lora_B.weight": B,
     ".lora_embedding_A": A,
@@ -231,34 +238,34 @@ HALF_BY_SUFFIX = {
 PREFIX = "base_model.model."
 VISION_MODULE = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\.")
 BASE_WEIGHT_SUFFIX = (
-    ".base_layer.weight"  # the model's own weights, which PEFT saves along with an embedding's adapter
+    ".base_layer.weight"  # the model's own weights, which PEFT saves with an adapted embedding
 )
 
 
 @dataclass(frozen=True)
 class PeftReader:
-    """Reads one adapter for one model."""
+    """Reads the tensors of one adapter and checks them against one model."""
 
     path: Path
     config: PeftConfig
     model: spec.Model
-    device: Callable[[str], torch.device]  # of a role's module
+    device: Callable[[str], torch.device]  # by role: the device of its module
     dtype: torch.dtype
 
     def read(self) -> dict[str, LoraWeights]:
-        """The change of each matrix it touches, by role."""
+        """The LoRA weights of each matrix the adapter changes, by role."""
         header, targets = read_header(self.path), TargetModules(self.model)
-        found: dict[str, dict[str, str]] = {}  # module → half → stored name
+        found: dict[str, dict[str, str]] = {}  # module → A or B → stored name
         for name, entry in header.entries.items():
-            ending = next((ending for ending in HALF_BY_SUFFIX if name.endswith(ending)), None)
-            module = name.removeprefix(PREFIX).removesuffix(ending or BASE_WEIGHT_SUFFIX)
+            suffix = next((suffix for suffix in MATRIX_BY_SUFFIX if name.endswith(suffix)), None)
+            module = name.removeprefix(PREFIX).removesuffix(suffix or BASE_WEIGHT_SUFFIX)
             target = targets.find(module)
-            if ending is None and name.endswith(BASE_WEIGHT_SUFFIX) and target is not None:
+            if suffix is None and name.endswith(BASE_WEIGHT_SUFFIX) and target is not None:
                 self._check_base_weight(name, entry, target)
                 continue
-            if ending is None or target is None:
+            if suffix is None or target is None:
                 raise self._unknown_tensor_error(name, targets)
-            found.setdefault(module, {})[HALF_BY_SUFFIX[ending]] = name
+            found.setdefault(module, {})[MATRIX_BY_SUFFIX[suffix]] = name
         if not found:
             raise BadFile(f"{self.path}: expected LoRA tensors, found none among {len(header.entries)}.")
         weights_by_role: dict[str, LoraWeights] = {}
@@ -277,7 +284,7 @@ class PeftReader:
     def _split_module(
         self, header: Header, module: str, target: TargetModule, halves: dict[str, str]
     ) -> list[tuple[str, LoraWeights]]:
-        """A module's change, cut into those of its matrices."""
+        """The LoRA weights of a module, split by its matrices."""
         for half in (A, B):
             if half not in halves:
                 (other,) = halves.values()
@@ -298,7 +305,7 @@ class PeftReader:
         return out
 
     def _tensor(self, header: Header, name: str, shape: tuple[int, int]) -> Tensor:
-        """A stored tensor in float32."""
+        """A stored tensor as float32, its type, shape and values checked."""
         entry = header.entries[name]
         if entry.dtype not in FLOATS:
             raise BadTensor(
@@ -323,7 +330,7 @@ class PeftReader:
         return values
 
     def _to_model_dtype(self, name: str, values: Tensor) -> Tensor:
-        """In the model's precision."""
+        """The values in the model's dtype."""
         converted = values.to(self.dtype).contiguous()
         if not bool(converted.isfinite().all()):
             dtype = str(self.dtype).removeprefix("torch.")
@@ -333,7 +340,7 @@ class PeftReader:
         return converted
 
     def _check_base_weight(self, name: str, entry: Entry, target: TargetModule) -> None:
-        """The model's own weights in an adapter are of no use, unless they have grown: then we refuse."""
+        """Ignore a copy of the model's own weights, but refuse one that was resized."""
         shapes = [(target.out_features, target.in_features), (target.in_features, target.out_features)]
         if entry.shape not in shapes:
             raise Unsupported(

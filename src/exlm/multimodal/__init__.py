@@ -1,7 +1,8 @@
-"""Vectors that enter a model in place of tokens: pictures, or anything else that has been embedded.
+"""Embeddings that take the place of tokens in a prompt: images, or anything else that was encoded elsewhere.
 
-An embedding owns ids that no other has, so that a prompt that holds them is cached and compared like any
-other. Here is what it is and where its tokens stand; laying it over a batch is `model`'s work.
+`MMEmbedding` takes vectors in the model's hidden size and reserves token ids that no other embedding has, so
+that the prefix cache treats them like tokens. The functions give the spans of embeddings in a list of ids,
+and M-RoPE positions. `model` and the public package import it; `model` writes the vectors into a batch.
 """
 
 from ..tokenizer import EMBEDDING_INDEX

@@ -1,4 +1,4 @@
-"""One stretch of vectors with ids of its own. Nothing changes it: the ids stand for it, also in caches."""
+"""`MMEmbedding`: vectors with token ids of their own. It is immutable, because caches know it by its ids."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ class _HasHiddenSize(Protocol):
 
 
 class EmbeddingModel(Protocol):
-    """What an embedding must know of a model."""
+    """A model as far as an embedding needs it."""
 
     @property
     def config(self) -> _HasHiddenSize:
-        """Its description."""
+        """The model's configuration."""
         ...
 
 
 class _IdAllocator:
-    """Hands out ids, each only once in this process."""
+    """Allocates ranges of ids, each id only once in this process."""
 
     def __init__(self, first: int) -> None:
         self._next = first
         self._lock = threading.Lock()
 
     def allocate(self, count: int) -> int:
-        """The first of so many ids in a row."""
+        """Reserve `count` consecutive ids; the first of them."""
         with self._lock:
             first, self._next = self._next, self._next + count
         return first
@@ -47,12 +47,12 @@ _id_allocator = _IdAllocator(EMBEDDING_INDEX)
 
 
 class MMEmbedding:
-    """Vectors that take the place of tokens wherever `text_alias` stands in a prompt.
+    """Vectors that take the place of tokens wherever `text_alias` occurs in a prompt.
 
-    `embeddings` is (length, hidden_size), in the scale of the model's residual stream (they are copied). With
-    `thw_grid` (frames, rows, columns of patches, perhaps merged k by k) models with positions in three planes
-    place them as a picture; the first `pre_tokens` and last `post_tokens` are text around it. Ids are unique
-    in the process: the same object is cached and shared between prompts, an equal one is not.
+    `embeddings` is (length, hidden_size), scaled like the model's residual stream; it is copied. `thw_grid`
+    (frames, rows and columns of patches, which may be merged k by k) gives an image its positions in models
+    with M-RoPE; the first `pre_tokens` and last `post_tokens` vectors are text around the image. Ids are
+    unique in the process: prompts share cached pages of the same object, but not of an equal one.
     """
 
     def __init__(
@@ -91,27 +91,27 @@ class MMEmbedding:
         return list(range(self.first_index, self.first_index + self.length))
 
     def get_ids_tensor(self) -> Tensor:
-        """Its ids as (1, length)."""
+        """Its ids as a tensor (1, length)."""
         return torch.tensor([self.get_ids()])
 
     def get_vision_token_range(self) -> tuple[int, int]:
-        """The ids of the picture itself, without the text around it: first, and one behind the last."""
+        """The range of the image's ids, without the text around it: the first, and one past the last."""
         first = self.first_index
         return first + self.pre_tokens, first + self.length - self.post_tokens
 
     def get_size_in_bytes(self) -> int:
-        """Memory of the vectors."""
+        """The size of the vectors in bytes."""
         return self.embeddings.nbytes
 
     @property
     def grid(self) -> tuple[int, int, int] | None:
-        """Frames, rows and columns of vectors: `thw_grid` after merging."""
+        """Frames, rows and columns of vectors: `thw_grid` after patches are merged."""
         if self.thw_grid is None:
             return None
         frames, rows, columns = self.thw_grid
         first, last = self.get_vision_token_range()
-        merged = _merge_size(self.thw_grid, last - first)
-        return frames, rows // merged, columns // merged
+        merge_size = _merge_size(self.thw_grid, last - first)
+        return frames, rows // merge_size, columns // merge_size
 
 
 def _checked_vectors(given: object, width: int) -> Tensor:
@@ -134,7 +134,7 @@ def _checked_vectors(given: object, width: int) -> Tensor:
 def _checked_grid(given: Sequence[int], count: int) -> tuple[int, int, int]:
     found = given.tolist() if isinstance(given, Tensor) else given
     items = found if isinstance(found, Iterable) else ()
-    grid = tuple(one.item() if isinstance(one, Tensor) and not one.dim() else one for one in items)
+    grid = tuple(size.item() if isinstance(size, Tensor) and not size.dim() else size for size in items)
     is_valid = len(grid) == 3 and all(isinstance(size, Integral) and size >= 1 for size in grid)
     if not is_valid or not _merge_size(grid, count):
         raise InputError(
@@ -146,8 +146,8 @@ def _checked_grid(given: Sequence[int], count: int) -> tuple[int, int, int]:
 
 
 def _merge_size(grid: tuple[int, ...], count: int) -> int:
-    """How many patches in a row make one vector; 0 if no number fits."""
+    """The side k of the k × k patches that one vector stands for; 0 if none fits."""
     frames, rows, columns = map(int, grid)
-    merged = math.isqrt(frames * rows * columns // count) if count else 0
-    fits = merged and rows % merged == columns % merged == 0 and frames * rows * columns == count * merged**2
-    return merged if fits else 0
+    side = math.isqrt(frames * rows * columns // count) if count else 0
+    fits = side and rows % side == columns % side == 0 and frames * rows * columns == count * side**2
+    return side if fits else 0

@@ -1,4 +1,4 @@
-"""Where embeddings stand among ids, and where their tokens stand in three planes of positions."""
+"""The spans of embeddings in a list of ids, and the M-RoPE positions of all its tokens."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from .embeddings import MMEmbedding
 
 
 class EmbeddingSpan(NamedTuple):
-    """A run of ids that belong to one embedding."""
+    """A run of consecutive ids of one embedding."""
 
-    start: int  # the index of the run's first id
-    offset: int  # which of the embedding's vectors that is
+    start: int  # index of the run's first id in the list
+    offset: int  # index of that id's vector in the embedding
     length: int
     embedding: MMEmbedding
 
     @property
     def vectors(self) -> Tensor:
-        """(length, hidden)."""
+        """The vectors of the run, (length, hidden)."""
         return self.embedding.embeddings[self.offset : self.offset + self.length]
 
 
 def embedding_spans(ids: Sequence[int], embeddings: Sequence[MMEmbedding]) -> Iterator[EmbeddingSpan]:
-    """The runs of embedded ids, from left to right; an id of none of the embeddings is an error."""
+    """The runs of ids of embeddings, from left to right; InputError for an id of none of them."""
     index = 0
     while index < len(ids):
         if ids[index] < EMBEDDING_INDEX:
@@ -48,10 +48,10 @@ def embedding_spans(ids: Sequence[int], embeddings: Sequence[MMEmbedding]) -> It
 
 
 def mrope_positions(ids: Sequence[int], embeddings: Sequence[MMEmbedding], start: int = 0) -> Tensor:
-    """(3, ids) positions of frame, row and column, the first id at `start`.
+    """M-RoPE positions (3, ids) of frame, row and column; the first id is at `start`.
 
-    Text moves on in all three at once. A picture with a grid begins at the next free position; what follows
-    it begins behind the largest one it used.
+    The positions of text increase in all three at once. An image with a grid starts at the next position, and
+    the text after it starts one past the largest position of the image.
     """
     out = torch.arange(start, start + len(ids)).repeat(3, 1)
     for span in embedding_spans(ids, embeddings):
@@ -71,18 +71,15 @@ def mrope_positions(ids: Sequence[int], embeddings: Sequence[MMEmbedding], start
             (cell_index // (rows * columns), cell_index // columns % rows, cell_index % columns)
         )
         out[:, grid_start:grid_stop] = out[:, grid_start : grid_start + 1] + cells
-        out[:, grid_stop:] += (
-            int(out[:, grid_start:grid_stop].max()) + 1 - int(out[0, grid_stop])
-            if grid_stop < len(ids)
-            else 0
-        )
+        if grid_stop < len(ids):
+            out[:, grid_stop:] += int(out[:, grid_start:grid_stop].max()) + 1 - int(out[0, grid_stop])
     return out
 
 
 def _embedding_of(token_id: int, embeddings: Sequence[MMEmbedding]) -> MMEmbedding:
-    for one in embeddings:
-        if one.first_index <= token_id < one.first_index + one.length:
-            return one
+    for embedding in embeddings:
+        if embedding.first_index <= token_id < embedding.first_index + embedding.length:
+            return embedding
     known = ", ".join(f"{one.first_index} to {one.first_index + one.length - 1}" for one in embeddings)
     raise InputError(
         f"Id {token_id} stands for an injected embedding, but none was given that owns it (given: "
