@@ -1,5 +1,7 @@
-"""Converts a model folder or GGUF file to safetensors: as it is packed, re-encoded, or dequantised.
+"""Converts a model to another format or container without changing a number of its weights.
 
-Users call `convert_model` (`api`). `plan` decides what happens to each tensor, `from_folder` and `from_gguf`
-read the source, `side_files` writes config.json and the tokenizer; `quantize` uses the same plan.
+It takes a model folder or a GGUF file and writes a folder of safetensors, config.json and tokenizer files:
+`convert_model` (`api`) is what users call. `plan` decides from headers what becomes of each tensor,
+`planners` does so for a folder or a GGUF file, and `side_files` makes the files beside the weights. quantize,
+which writes its models with the same plan, and the packages above it may import it.
 """

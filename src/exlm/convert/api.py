@@ -1,7 +1,7 @@
-"""A model rewritten in another form or container where nothing is lost, and refused where something would be.
+"""`convert_model`: writes a model in another format, or refuses where that would change its numbers.
 
-What becomes of each tensor is planned from the headers first, so a refusal comes before anything is written.
-Rounding numbers to make a model smaller is quantising, and not done here.
+The whole conversion is planned from the headers, so that a refusal comes before anything is written. Rounding
+weights to make a model smaller is quantising (`quantize`).
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from ..checkpoint import Checkpoint, GgufCheckpoint, Source, open_source, save
 from ..config import Config, FrozenConfig
 from ..errors import CheckpointError, InputError
 from ..model.instance import ProgressCallback, no_progress
-from .from_folder import FolderPlanner
-from .from_gguf import GgufPlanner
 from .plan import KEPT_FORMS, ConversionPlan, ConversionStep
+from .planners import FolderPlanner, GgufPlanner
 from .side_files import CONFIG_FILE, SideFiles, side_files_of_folder, side_files_of_gguf
 
 DEFAULT_SHARD_BYTES = 2 * 2**30
-"""Bytes of a weight file, and of memory that holds it until it is written."""
+"""Size of a weight file, and of the memory that holds its tensors until it is written."""
 
 DISK_SLACK_BYTES = 2**20
-"""Bytes that headers and folders take beyond what they hold."""
+"""Disk space for headers and directories beyond the tensors' bytes."""
 
 
 def convert_model(
@@ -39,13 +38,13 @@ def convert_model(
     overwrite: bool = False,
     progress: ProgressCallback | None = None,
 ) -> Path:
-    """Write the model at `source` (a folder or a GGUF file) into a new folder and return it.
+    """Convert the model at `source` (a folder or a GGUF file) into a new folder, and return its path.
 
-    `to` is "safetensors" (each matrix in the form it has, renamed and un-fused), "dense" (every matrix as
-    plain floats), "exl2", "gptq" or "gptq-v2". The numbers of every matrix stay the same bit for bit;
-    `Unsupported` names the first one for which they would not, before anything is written. The folder appears
-    when it is complete; one that is there already is replaced only with `overwrite`. `progress(done, total)`
-    counts tensors and matrices.
+    `to` is "safetensors" (each matrix in the format it has, renamed and un-fused), "dense" (every matrix as
+    plain floats), "exl2", "gptq" or "gptq-v2". Every weight keeps its exact value; before anything is
+    written, `Unsupported` names the first matrix for which that is impossible. The folder appears when it is
+    complete; an existing one is replaced only with `overwrite`. `progress(done, total)` counts tensors and
+    matrices.
     """
     if to not in KEPT_FORMS:
         raise InputError(f"A model can be converted to {', '.join(KEPT_FORMS)}; found {to!r}.")
@@ -63,14 +62,14 @@ def convert_model(
         weights = save(temp_dir, _iter_tensors(plan.steps, progress or no_progress), shard_bytes=shard_bytes)
         with report_write_errors(folder):
             files.write_to(temp_dir)
-            for path in weights:  # written for their owner alone; the others are as this user's files are
+            for path in weights:  # safetensors creates them readable by their owner only
                 shutil.copymode(temp_dir / CONFIG_FILE, path)
         _check_result(temp_dir, plan)
     return target_path
 
 
 def _make_plan(frozen: FrozenConfig, checkpoint: Source, to: str) -> tuple[ConversionPlan, SideFiles]:
-    """The work, and the files beside it."""
+    """The plan of the conversion, and the files beside the weights."""
     if isinstance(checkpoint, GgufCheckpoint):
         plan = GgufPlanner(checkpoint, frozen.spec, to).plan()
         return plan, side_files_of_gguf(checkpoint.files, checkpoint.has("head"))
@@ -90,7 +89,7 @@ def _iter_tensors(
 
 
 def _check_space(folder: Path, needed: int) -> None:
-    """A disk that is too small is known before the first byte is written."""
+    """Refuse a disk that is too small before anything is written."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if needed > free:
@@ -101,7 +100,7 @@ def _check_space(folder: Path, needed: int) -> None:
 
 
 def _check_result(folder: Path, plan: ConversionPlan) -> None:
-    """A model that does not say and hold what it should must not get its name."""
+    """Read the written folder's headers as a load would, before it is renamed to its final name."""
     frozen = Config(folder).freeze()
     checkpoint = open_source(frozen.path, frozen.spec.names, frozen.quantization)
     for role in plan.actions:

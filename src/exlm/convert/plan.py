@@ -1,8 +1,8 @@
-"""What each tensor of a model becomes in another form, decided from headers before anything is written.
+"""The plan of a conversion: what becomes of each tensor, decided from headers before anything is written.
 
-A matrix is kept as it lies, written anew, unpacked to floats, or refused with the reason. The work itself is
-put off: a step knows what it will make and how large that is, and makes it when it is run. What lies beside
-the weights is the business of `convert_files`, and the folder that of `convert`.
+A matrix is kept (its tensors are copied), rewritten in another layout of the same numbers, unpacked to
+floats, or refused with the reason. A step knows the names and the size of its tensors, and makes them when it
+is run.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ KEPT_FORMS: dict[str, tuple[str, ...]] = {
     "gptq": ("dense", "gptq"),
     "gptq-v2": ("dense", "gptq_v2"),
 }
-"""The forms that stay as they are, by what a model is converted to."""
+"""By the target of a conversion, the forms (storage formats of a matrix) that are kept."""
 
 REWRITABLE_FORMS: dict[str, tuple[str, ...]] = {"gptq": ("gptq_v2", "awq"), "gptq-v2": ("gptq", "awq")}
-"""The forms whose numbers another one can say, unless a zero point stands in the way."""
+"""By target, the forms that can be rewritten, unless a zero point does not fit."""
 
 DEQUANTIZE_CHUNK = 2**22
-"""Numbers unpacked at once."""
+"""Weights that are dequantised at once."""
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 class ConversionStep(NamedTuple):
-    """One part of the work: the tensors it makes, and about how many bytes they have."""
+    """One step of a conversion: the names of its tensors, their approximate bytes, and how to make them."""
 
     label: str
     names: tuple[str, ...]
@@ -57,7 +57,7 @@ class ConversionStep(NamedTuple):
 
 
 class VectorSpec(NamedTuple):
-    """A tensor that nothing is multiplied with: a norm's weight, perhaps with a bias, or a table."""
+    """A tensor that is no matrix product's: a norm's weight, perhaps with a bias, or a position table."""
 
     role: str
     shapes: tuple[tuple[int, ...], ...]
@@ -66,26 +66,24 @@ class VectorSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """All the work, and what it means for the description of the model."""
+    """All steps, and by role the form in which each matrix is stored and its action."""
 
     to: str
     steps: tuple[ConversionStep, ...]
-    actions: Mapping[
-        str, tuple[str, TensorAction]
-    ]  # of each matrix: the form it is stored in, and what becomes of it
+    actions: Mapping[str, tuple[str, TensorAction]]
 
     @property
     def nbytes(self) -> int:
-        """About what the weights will take."""
+        """The approximate size of the new weights."""
         return sum(step.nbytes for step in self.steps)
 
     def has_action(self, action: TensorAction) -> bool:
-        """Whether this is what becomes of some matrix."""
+        """Whether any matrix has this action."""
         return any(found == action for _, found in self.actions.values())
 
 
 class ConversionPlanner(ABC):
-    """What both containers share. `matrix`, `vector` and `rest` are theirs."""
+    """Makes a `ConversionPlan`; a subclass for each container plans its matrices and other tensors."""
 
     def __init__(self, model: spec.Model, to: str) -> None:
         self.model = model
@@ -98,18 +96,18 @@ class ConversionPlanner(ABC):
 
     @abstractmethod
     def plan_matrix(self, m: Matrix) -> ConversionStep:
-        """What becomes of a matrix; its fate is noted."""
+        """The step for a matrix; records its action."""
 
     @abstractmethod
     def plan_vector(self, v: VectorSpec) -> ConversionStep:
-        """A vector under its new name."""
+        """The step for a vector."""
 
     @abstractmethod
     def plan_unassigned(self) -> Iterable[ConversionStep]:
-        """What becomes of tensors that belong to no role."""
+        """Steps for the tensors that belong to no role."""
 
     def plan(self) -> ConversionPlan:
-        """The whole work, in the order of the layers; `Unsupported` if something would be lost."""
+        """The plan, in the order of the layers; `Unsupported` if it would lose anything."""
         tied = self.model.head.tied and not self.has("head")
         parts: list[VectorSpec | Matrix] = [Matrix("embed", self.model.hidden, self.model.vocab)]
         parts += vector_specs(self.model)
@@ -121,12 +119,12 @@ class ConversionPlanner(ABC):
         _check_names(steps, self.model.names)
         return ConversionPlan(self.to, tuple(steps), self.actions)
 
-    def target_place(self, role: str) -> TensorLocation:
-        """Where the new model keeps a role: the family's first choice."""
+    def target_location(self, role: str) -> TensorLocation:
+        """Where the new model stores a role: the first of the family's locations."""
         return self.model.names.locations_of(role)[0]
 
     def choose_action(self, role: str, form: str) -> TensorAction:
-        """What becomes of a matrix stored in this form; `Unsupported` if its numbers would change."""
+        """The action for a matrix stored in this form; `Unsupported` if its numbers would change."""
         action: TensorAction
         if form in KEPT_FORMS[self.to]:
             action = "keep"
@@ -140,7 +138,7 @@ class ConversionPlanner(ABC):
         return action
 
     def _check_has_quantized(self, role: str) -> None:
-        """A model without one quantised matrix would have to be rounded to become a quantised one."""
+        """Refuse a quantised target for a model without quantised matrices: that would need rounding."""
         stored = {form for form, _ in self.actions.values()}
         if self.to in ("safetensors", "dense") or stored & set(PACKED_FORMS):
             return
@@ -171,15 +169,15 @@ def vector_specs(model: spec.Model) -> Iterator[VectorSpec]:
     yield VectorSpec("final_norm", (hidden_shape,), model.final_norm.bias)
 
 
-def dense_tensors(weight: Weight, place: TensorLocation) -> dict[str, Tensor]:
-    """A matrix as plain floats, the way round its place wants it, with its bias."""
+def dense_tensors(weight: Weight, location: TensorLocation) -> dict[str, Tensor]:
+    """A matrix as plain floats, transposed if the location says so, with its bias."""
     data = weight.data if isinstance(weight, DenseWeight) else dequantize_in_chunks(weight)
-    tensors = {"weight": data.T.contiguous() if place.transposed else data}
+    tensors = {"weight": data.T.contiguous() if location.transposed else data}
     return tensors if weight.bias is None else {**tensors, "bias": weight.bias}
 
 
 def dequantize_in_chunks(weight: Weight) -> Tensor:
-    """(out_features, in_features) in the format's own precision, a few outputs at a time."""
+    """The weight (out_features, in_features) in its own precision, dequantised a few outputs at a time."""
     assert isinstance(weight, PackedWeight)
     out = torch.empty(weight.out_features, weight.in_features, dtype=weight.dtype)
     step = max(1, DEQUANTIZE_CHUNK // weight.in_features)
@@ -202,12 +200,12 @@ def lossy_conversion_error(role: str, form: str, to: str) -> Unsupported:
 def _lossy_reason(form: str, to: str) -> str:
     if form.startswith("gguf "):
         if to == "dense":
-            return "this type has no exact reader here, only one that rounds to float16"
+            return "this type has no exact reader, only one that rounds to float16"
         if to == "safetensors":
-            return "a folder of safetensors has no way to say GGUF's blocks"
-        return "its numbers are float32, and those of the new form would be rounded to float16"
+            return "safetensors has no format for GGUF's blocks"
+        return "its numbers are float32, and those of the new format would be rounded to float16"
     if form not in ("dense", *PACKED_FORMS):
-        return "this version cannot read that form"
+        return "this version cannot read that format"
     if to == "exl2":
         return "EXL2 has squared 4-bit scales, and these are plain 16-bit ones"
     return "GPTQ has one width and plain scales, and this has several widths and squared 4-bit scales"
@@ -220,7 +218,7 @@ def _sort_key(role: str) -> float:
 
 
 def _check_names(steps: Iterable[ConversionStep], names: TensorNames) -> None:
-    """Two tensors of one name, or of one meaning to the reader, would hide each other."""
+    """Refuse two tensors with the same name, or with names that the reader takes for the same role."""
     seen: dict[str, str] = {}
     for step in steps:
         for name in step.names:

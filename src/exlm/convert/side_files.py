@@ -1,8 +1,8 @@
-"""What lies beside the weights of a converted model: config.json, the tokenizer, chat templates.
+"""The files beside the weights of a converted model: config.json, tokenizer files, chat templates.
 
-A folder's files are copied, and what they say of a form that is gone is changed or left out; a GGUF file's
-metadata becomes the files it was made from. Code, pickles and indexes are never copied. Weights are not
-looked at.
+A folder's files are copied; what config.json says of a quantisation that is gone is changed or left out. A
+GGUF file's metadata becomes the files that it was converted from. Code, pickles and weight indexes are never
+copied.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ GPTQ_FILE = "quantize_config.json"
 QUANTIZATION_FILES = (GPTQ_FILE, "quant_config.json")
 
 COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".md", ".tiktoken", ".bpe", ".spm")
-"""How the files that are copied end."""
+"""Suffixes of files that are copied."""
 
 COPIED_PREFIXES = ("LICENSE", "NOTICE", "tokenizer.model")
-"""How the names of others that are copied begin; they may end as they like."""
+"""Prefixes of other files that are copied, unless their suffix is in NEVER_COPIED."""
 
 NEVER_COPIED = (".py", ".pyc", ".so", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".safetensors", ".gguf")
 TEMPLATE_DIR = "additional_chat_templates"
@@ -46,22 +46,22 @@ MODEL_TYPES = {
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
-"""The second name config.json gives a family, which other programs go by."""
+"""By architecture, the `model_type` of config.json, which transformers reads."""
 
 
 class SideFiles(NamedTuple):
-    """The small files of a new model: those to write, and those to copy, by their names in it."""
+    """The files beside a new model's weights, by name: contents to write, and files to copy."""
 
     written: dict[str, bytes]
     copied: dict[str, Path]
 
     @property
     def nbytes(self) -> int:
-        """Bytes in all."""
+        """Their size in bytes."""
         return sum(map(len, self.written.values())) + sum(p.stat().st_size for p in self.copied.values())
 
     def write_to(self, folder: Path) -> None:
-        """Write and copy them all."""
+        """Write and copy them into a folder, and flush them to the disk."""
         for name, content in self.written.items():
             (folder / name).write_bytes(content)
         for name, source in self.copied.items():
@@ -73,7 +73,7 @@ class SideFiles(NamedTuple):
 
 
 def side_files_of_folder(folder: Path, plan: ConversionPlan, quantization: GptqConfig | None) -> SideFiles:
-    """The files of a folder, brought up to date with what becomes of its weights."""
+    """The files of a model folder, with config.json changed as the plan changes the weights."""
     config = dict(read_json(folder / CONFIG_FILE))
     copied = _files_to_copy(folder)
     written: dict[str, bytes] = {}
@@ -91,8 +91,8 @@ def side_files_of_folder(folder: Path, plan: ConversionPlan, quantization: GptqC
             if gptq_path.is_file():
                 written[GPTQ_FILE] = _json_bytes(config["quantization_config"])
     if "head" in plan.actions and plan.actions["head"][1] == "unpack":
-        # A packed head is used as it is. Of floats the description would ask for unit rows, or for the
-        # embedding in their place.
+        # The reader uses a packed head as it is. For one of floats, these keys would make it normalise the
+        # rows again, or use the embedding instead.
         for table in (config, config.get("text_config")):
             if isinstance(table, dict):
                 table.pop("norm_head", None)
@@ -101,7 +101,7 @@ def side_files_of_folder(folder: Path, plan: ConversionPlan, quantization: GptqC
 
 
 def side_files_of_gguf(file: GgufFile, has_head: bool) -> SideFiles:
-    """The files that a GGUF file's metadata stands for."""
+    """The files that a GGUF file's metadata was converted from."""
     source = str(file.path)
     config = config_from_metadata(file.metadata, source, tensors=file.tensors, factors=file.rope_factors())
     config["model_type"] = MODEL_TYPES[config["architectures"][0]]
@@ -110,7 +110,7 @@ def side_files_of_gguf(file: GgufFile, has_head: bool) -> SideFiles:
 
 
 def _tokenizer_files(metadata: Mapping[str, Any], source: str) -> dict[str, bytes]:
-    """The vocabulary, the special tokens and the chat templates; nothing where the file has no tokenizer."""
+    """The vocabulary and tokenizer_config.json; none if the GGUF file has no tokenizer."""
     if "tokenizer.ggml.model" not in metadata:
         return {}
     folder = tokenizer_from_metadata(metadata, source).files
@@ -131,7 +131,7 @@ def _tokenizer_files(metadata: Mapping[str, Any], source: str) -> dict[str, byte
 
 
 def _files_to_copy(folder: Path) -> dict[str, Path]:
-    """Every small file but config.json; indexes would be stale, and code is never run."""
+    """The files to copy, without config.json and weight indexes, by their name in the new folder."""
     found = {}
     for path in sorted(folder.iterdir()):
         name, suffix = path.name, path.suffix.lower()
@@ -151,7 +151,7 @@ def _files_to_copy(folder: Path) -> dict[str, Path]:
 
 
 def _gptq_config(known: Mapping[str, Any], plan: ConversionPlan, source_config: GptqConfig) -> dict[str, Any]:
-    """What config.json says of matrices that were written anew."""
+    """The `quantization_config` of matrices that were rewritten."""
     layout = "gptq_v2" if plan.to == "gptq-v2" else "gptq"
     if source_config.method == "awq":
         facts = {"bits": source_config.bits or 4, "group_size": source_config.group_size}

@@ -20,9 +20,8 @@ from .. import spec
 from ..atomic_dir import atomic_dir, report_write_errors
 from ..checkpoint import Checkpoint, GgufCheckpoint, Source, save
 from ..config import FrozenConfig
-from ..convert.from_folder import FolderPlanner
-from ..convert.from_gguf import GgufPlanner
 from ..convert.plan import ConversionPlan, vector_specs
+from ..convert.planners import FolderPlanner, GgufPlanner
 from ..convert.side_files import (
     CONFIG_FILE,
     QUANTIZATION_FILES,

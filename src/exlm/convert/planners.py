@@ -1,7 +1,10 @@
-"""The plan for a folder of safetensors: what lies alone is copied byte for byte, what is fused is cut.
+"""The planners for the two containers: `FolderPlanner` for safetensors, `GgufPlanner` for a GGUF file.
 
-Every tensor of a role gets the name the family's first choice gives it. Tensors of no role (a vision tower,
-leftovers) are copied under the names they have, so nothing in the folder is lost.
+Both give each role's tensors the name of the family's first location. From a folder, a matrix with tensors of
+its own is copied byte for byte and one in a fused tensor is sliced out; tensors of no role (a vision tower,
+leftovers) are copied under their own names. A GGUF file is read by role, with its converter's changes undone:
+floats are kept, quantised matrices can only be unpacked, and a tensor of no role is refused, since it has no
+name outside GGUF.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ import torch
 from torch import Tensor
 
 from .. import spec
-from ..checkpoint import Checkpoint, TensorInfo
+from ..checkpoint import Checkpoint, GgufCheckpoint, TensorInfo
+from ..checkpoint.gguf_file import ROPE_FACTORS
 from ..checkpoint.header import DTYPES
 from ..checkpoint.lookup import FLOATS, key_at
 from ..checkpoint.packed import EXL2, GPTQ
@@ -40,11 +44,11 @@ TENSOR_SUFFIXES: dict[str, tuple[str, ...]] = {
     "exl2": (*EXL2, "q_perm"),
     **dict.fromkeys(("gptq", "gptq_v2", "awq"), GPTQ),
 }
-"""The tensors of one matrix by its form; any of them may have a bias too."""
+"""By form, the suffixes of a matrix's tensors; any matrix may also have a bias."""
 
 SUFFIXES = tuple(form.suffix for form in FORMS)
 
-TensorsBySuffix = dict[str, TensorInfo]  # by suffix
+TensorsBySuffix = dict[str, TensorInfo]
 
 
 class FolderPlanner(ConversionPlanner):
@@ -58,7 +62,7 @@ class FolderPlanner(ConversionPlanner):
         self.files = checkpoint.files
         self.names_by_key = {model.names.to_llama_key(name): name for name in self.files.names()}
         self.used_names: set[str] = set()
-        self.reencoded: list[tuple[str, TensorLocation]] = []  # matrices that get tensors of another form
+        self.reencoded: list[tuple[str, TensorLocation]] = []  # matrices that are not kept, and where they go
         self.quantization = quantization or GptqConfig()
         layout = self.quantization.checkpoint_format
         self.form_by_suffix = {
@@ -72,8 +76,8 @@ class FolderPlanner(ConversionPlanner):
         return self.checkpoint.has(role)
 
     def plan_matrix(self, m: Matrix) -> ConversionStep:
-        """Copied, cut, written in the other layout or unpacked."""
-        stored, place = self._source_place(m.role), self.target_place(m.role)
+        """Copy, slice, rewrite or unpack a matrix."""
+        stored, location = self._source_location(m.role), self.target_location(m.role)
         self.checkpoint.check(m.role)
         form = self.form_by_suffix[next(s for s in SUFFIXES if key_at(stored, s) in self.names_by_key)]
         action = self.choose_action(m.role, form)
@@ -81,13 +85,13 @@ class FolderPlanner(ConversionPlanner):
         if form == "dense":
             self._check_floats(m, stored, parts)
         if action != "keep":
-            self.reencoded.append((m.role, place))
-        transposes = form == "dense" and stored.transposed != place.transposed
+            self.reencoded.append((m.role, location))
+        transposes = form == "dense" and stored.transposed != location.transposed
         if action == "keep" and _is_whole_tensor(stored) and not transposes:
-            return self._copy_step(m.role, {info.name: key_at(place, s) for s, info in parts.items()})
+            return self._copy_step(m.role, {info.name: key_at(location, s) for s, info in parts.items()})
         if action == "keep" and form == "awq":
-            return self._slice_awq_step(m, stored, place, parts)
-        step = self._encode_step(m, place, parts, form, action)
+            return self._slice_awq_step(m, stored, location, parts)
+        step = self._encode_step(m, location, parts, form, action)
         if (
             action != "unpack"
             and form != "dense"
@@ -97,22 +101,24 @@ class FolderPlanner(ConversionPlanner):
         return step
 
     def plan_vector(self, v: VectorSpec) -> ConversionStep:
-        """Copied."""
-        stored, place = self._source_place(v.role), self.target_place(v.role)
+        """Copy a vector."""
+        stored, location = self._source_location(v.role), self.target_location(v.role)
         if not _is_whole_tensor(stored):
-            raise Unsupported(f"{v.role} is a part of {stored.key}, which cannot be cut here.")
+            raise Unsupported(f"{v.role} is a part of {stored.key}, from which it cannot be sliced.")
         parts = self._take_tensors(stored, "dense")
-        return self._copy_step(v.role, {info.name: key_at(place, suffix) for suffix, info in parts.items()})
+        return self._copy_step(
+            v.role, {info.name: key_at(location, suffix) for suffix, info in parts.items()}
+        )
 
     def plan_unassigned(self) -> Iterable[ConversionStep]:
-        """Copied under the names they have."""
-        for role, place in self.reencoded:
+        """Copy the tensors of no role under their own names."""
+        for role, location in self.reencoded:
             for suffix in SUFFIXES:
-                name = self.names_by_key.get(key_at(place, suffix))
+                name = self.names_by_key.get(key_at(location, suffix))
                 if name is not None and name not in self.used_names:
                     raise Unsupported(
-                        f"{role} is stored twice, and {self.files.info(name)} would hide what is converted: "
-                        "remove one of the two."
+                        f"{role} is stored twice, and a reader of the new model would take "
+                        f"{self.files.info(name)} for it: remove one of the two."
                     )
         for name in self.files.names():
             if name in self.used_names:
@@ -122,15 +128,15 @@ class FolderPlanner(ConversionPlanner):
                 raise Unsupported(f"{info}: the type {info.dtype} cannot be written.")
             yield self._copy_step(name, {name: name})
 
-    def _source_place(self, role: str) -> TensorLocation:
-        self.checkpoint.describe(role)  # says what is missing
-        place = self.checkpoint.stored(role)
-        assert place is not None
-        return place
+    def _source_location(self, role: str) -> TensorLocation:
+        self.checkpoint.describe(role)  # raises if tensors are missing
+        location = self.checkpoint.stored(role)
+        assert location is not None
+        return location
 
-    def _take_tensors(self, place: TensorLocation, form: str) -> TensorsBySuffix:
-        """The tensors at a place that belong to a matrix of this form."""
-        keys = {suffix: key_at(place, suffix) for suffix in (*TENSOR_SUFFIXES[form], "bias")}
+    def _take_tensors(self, location: TensorLocation, form: str) -> TensorsBySuffix:
+        """The tensors at a location that belong to a matrix of this form."""
+        keys = {suffix: key_at(location, suffix) for suffix in (*TENSOR_SUFFIXES[form], "bias")}
         parts = {
             s: self.files.info(self.names_by_key[key]) for s, key in keys.items() if key in self.names_by_key
         }
@@ -138,14 +144,14 @@ class FolderPlanner(ConversionPlanner):
         return parts
 
     def _check_floats(self, m: Matrix, stored: TensorLocation, parts: TensorsBySuffix) -> None:
-        """Have the reader say what is wrong with a tensor that is not what the description makes it."""
+        """Read a tensor whose dtype or shape is not the spec's, because the reader raises the right error."""
         info = parts["weight"]
         shape = (m.in_features, m.out_features) if stored.transposed else (m.out_features, m.in_features)
         if info.dtype not in FLOATS or (_is_whole_tensor(stored) and info.shape != shape):
             self._read_weight(m)
 
     def _copy_step(self, label: str, names: dict[str, str]) -> ConversionStep:
-        """Stored name → new name, bytes untouched."""
+        """A step that copies tensors byte for byte; `names` maps stored names to new ones."""
 
         def make() -> NamedTensors:
             for stored, new in names.items():
@@ -155,7 +161,7 @@ class FolderPlanner(ConversionPlanner):
         return ConversionStep(label, tuple(names.values()), nbytes, make)
 
     def _read_copy(self, name: str, column_ranges: Sequence[RowRange] = (), unit: int = 1) -> Tensor:
-        """A stored tensor in memory of its own, or some of its columns, `unit` of them in each stored one."""
+        """A copy of a stored tensor, or of some of its columns, of which each stored element has `unit`."""
         view = self.files.read(name)
         pieces = [view[..., start // unit : stop // unit] for start, stop in column_ranges]
         owned = torch.cat(pieces, -1) if pieces else view.clone()
@@ -163,16 +169,16 @@ class FolderPlanner(ConversionPlanner):
         return owned
 
     def _slice_awq_step(
-        self, m: Matrix, stored: TensorLocation, place: TensorLocation, parts: TensorsBySuffix
+        self, m: Matrix, stored: TensorLocation, location: TensorLocation, parts: TensorsBySuffix
     ) -> ConversionStep:
-        """Columns of an AWQ matrix, eight of which share a word."""
+        """A step that slices columns out of an AWQ matrix, whose words hold eight columns each."""
         units = {"qweight": len(COLUMNS), "qzeros": len(COLUMNS), "scales": 1, "bias": 1}
         if any(edge % len(COLUMNS) for span in stored.rows for edge in span):
             raise Unsupported(
                 f"{m.role} is a part of {stored.key} that does not begin and end at a multiple of "
-                f'{len(COLUMNS)} columns, as AWQ\'s words do. Convert to "gptq-v2" or "dense".'
+                f'{len(COLUMNS)} columns, as an AWQ word does. Convert to "gptq-v2" or "dense".'
             )
-        names = {key_at(place, suffix): suffix for suffix in units if suffix in parts}
+        names = {key_at(location, suffix): suffix for suffix in units if suffix in parts}
 
         def make() -> NamedTensors:
             for name, suffix in names.items():
@@ -181,11 +187,11 @@ class FolderPlanner(ConversionPlanner):
         return ConversionStep(m.role, tuple(names), _estimated_bytes(m, parts), make)
 
     def _encode_step(
-        self, m: Matrix, place: TensorLocation, parts: TensorsBySuffix, form: str, action: TensorAction
+        self, m: Matrix, location: TensorLocation, parts: TensorsBySuffix, form: str, action: TensorAction
     ) -> ConversionStep:
-        """A matrix that is read, and written in the form it is to have."""
+        """A step that reads a matrix and writes it in its new form."""
         nbytes = _estimated_bytes(m, parts) + 4 * m.in_features
-        writer: Callable[[Weight], dict[str, Tensor]] = partial(dense_tensors, place=place)
+        writer: Callable[[Weight], dict[str, Tensor]] = partial(dense_tensors, location=location)
         suffixes = TENSOR_SUFFIXES["dense"]
         if action == "unpack":
             nbytes = 2 * m.out_features * m.in_features + 4 * m.out_features
@@ -196,10 +202,10 @@ class FolderPlanner(ConversionPlanner):
 
         def make() -> NamedTensors:
             for suffix, tensor in writer(self._read_weight(m)).items():
-                yield key_at(place, suffix), tensor
+                yield key_at(location, suffix), tensor
 
         suffixes += ("bias",) if m.bias else ()
-        return ConversionStep(m.role, tuple(key_at(place, suffix) for suffix in suffixes), nbytes, make)
+        return ConversionStep(m.role, tuple(key_at(location, suffix) for suffix in suffixes), nbytes, make)
 
     def _read_weight(self, m: Matrix) -> Weight:
         return self.checkpoint.weight(
@@ -207,11 +213,11 @@ class FolderPlanner(ConversionPlanner):
         )
 
     def _writes_gptq_v2(self, form: str) -> bool:
-        """Whether zero points are written as they are."""
+        """Whether zero points are written without GPTQ's offset of one (its version 2)."""
         return self.to == "gptq-v2" or (self.to == "safetensors" and form == "gptq_v2")
 
     def _surely_fits_gptq(self, m: Matrix, form: str, parts: TensorsBySuffix) -> bool:
-        """Whether headers and zero points alone tell that GPTQ can say this matrix; if not, it is tried."""
+        """Whether headers and zero points alone prove that GPTQ can encode this matrix exactly."""
         if not {"qweight", "qzeros", "scales"} <= parts.keys() or self.quantization.borrows:
             return False
         bits = 4 if form == "awq" else parts["qweight"].shape[0] * WORD // m.in_features
@@ -228,12 +234,12 @@ class FolderPlanner(ConversionPlanner):
         return high < 1 << bits if self._writes_gptq_v2(form) else low >= 1 and high <= 1 << bits
 
 
-def _is_whole_tensor(place: TensorLocation) -> bool:
-    return not place.rows and place.expert_rows is None
+def _is_whole_tensor(location: TensorLocation) -> bool:
+    return not location.rows and location.expert_rows is None
 
 
 def _estimated_bytes(m: Matrix, parts: TensorsBySuffix) -> int:
-    """About the bytes of a matrix that is a part of what is stored."""
+    """The approximate bytes of a matrix, in proportion if the stored tensors hold others too."""
     total = sum(info.nbytes for info in parts.values())
     if "weight" in parts:
         size = torch.Size(parts["weight"].shape).numel()
@@ -255,9 +261,74 @@ def _write_gptq(weight: Weight, *, v2: bool) -> dict[str, Tensor]:
 
 
 def _check_encodable(step: ConversionStep) -> None:
-    """Make a matrix for nothing, to hear now and not halfway whether it can be made."""
+    """Encode a matrix and drop the result, so that the plan fails and not the conversion half way."""
     try:
         for _ in step.make_tensors():
             pass
     except Unsupported as error:
         raise Unsupported(f'{step.label}: {error} Convert to "dense", which keeps its numbers.') from error
+
+
+class GgufPlanner(ConversionPlanner):
+    """Plans the conversion of a GGUF file."""
+
+    def __init__(self, checkpoint: GgufCheckpoint, model: spec.Model, to: str) -> None:
+        super().__init__(model, to)
+        self.checkpoint = checkpoint
+        self.used_names = set(ROPE_FACTORS)  # their numbers are in config.json
+
+    def has(self, role: str) -> bool:
+        """Whether the file holds this role."""
+        return self.checkpoint.has(role)
+
+    def plan_matrix(self, m: Matrix) -> ConversionStep:
+        """Keep floats; unpack quantised blocks to float32."""
+        description, nbytes = self.checkpoint.describe(m.role)
+        form = "dense" if description.startswith("dense ") else description
+        if self.choose_action(m.role, form) == "unpack":
+            nbytes = 4 * m.out_features * (m.in_features + m.bias)
+        self._mark_used(m.role)
+        location = self.target_location(m.role)
+        names = [key_at(location, suffix) for suffix in ("weight", "bias")[: 1 + m.bias]]
+        return ConversionStep(m.role, tuple(names), nbytes, partial(self._dequantized_tensors, m, location))
+
+    def plan_vector(self, v: VectorSpec) -> ConversionStep:
+        """Write a vector in float32, GGUF's usual type, which holds every other exactly."""
+        self.checkpoint.describe(v.role)
+        self._mark_used(v.role)
+        location = self.target_location(v.role)
+        names = {key_at(location, suffix): suffix for suffix in ("weight", "bias")[: 1 + v.bias]}
+        size = 4 * max(torch.Size(shape).numel() for shape in v.shapes)
+        return ConversionStep(
+            v.role, tuple(names), size * len(names), partial(self._vector_tensors, v, names)
+        )
+
+    def plan_unassigned(self) -> Iterable[ConversionStep]:
+        """No steps; `Unsupported` if there is a tensor of no role, which would be lost."""
+        unassigned = [name for name in self.checkpoint.files.tensors if name not in self.used_names]
+        if unassigned:
+            others = f" and {len(unassigned) - 1} more" if unassigned[1:] else ""
+            raise Unsupported(
+                f"{self.checkpoint.files.entry(unassigned[0])}{others}: no part of this model uses it, and "
+                "it has no name outside GGUF: it would be lost."
+            )
+        return ()
+
+    def _mark_used(self, role: str) -> None:
+        stored = self.checkpoint.stored(role)
+        assert stored is not None
+        self.used_names |= {f"{stored.key}.weight", f"{stored.key}.bias"}
+
+    def _dequantized_tensors(self, m: Matrix, location: TensorLocation) -> NamedTensors:
+        weight = self.checkpoint.weight(
+            m.role, m.in_features, m.out_features, bias=m.bias, dtype=None, device=CPU
+        )
+        for suffix, tensor in dense_tensors(weight, location).items():
+            yield key_at(location, suffix), tensor
+
+    def _vector_tensors(self, v: VectorSpec, names: dict[str, str]) -> NamedTensors:
+        for name, suffix in names.items():
+            yield (
+                name,
+                self.checkpoint.tensor(v.role, v.shapes, dtype=torch.float32, device=CPU, suffix=suffix),
+            )
