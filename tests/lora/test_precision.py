@@ -19,6 +19,7 @@ from exlm.lora.apply import LoraLinear, LoraWeights
 from exlm.nn import Linear, LoraRef
 from tests import tiny
 from tests.lora import float64_llama
+from tests.lora import peft_folders as peft
 from tests.lora.test_lora import runner_logits
 
 MAX_ERROR_RATIO = 4.0

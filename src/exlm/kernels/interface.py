@@ -1,4 +1,4 @@
-"""The interface of a backend, which is asked while a model loads: it returns a callable or raises `Unsupported`.
+"""The interface of a backend, asked while a model loads: it returns a callable or raises `Unsupported`.
 
 A kernel takes tensors and returns tensors; it owns nothing but its weights. Shapes: activations are
 (rows, tokens, features), heads are (rows, tokens, heads, head_dim).
