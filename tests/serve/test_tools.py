@@ -92,7 +92,7 @@ def passes(fits: GrammarFilter, tokenizer: Tokenizer, text: str, **options: Any)
             fits.feed(number)
     except InputError:
         return False
-    return bool(fits.answer().end_ids)
+    return bool(fits.next_mask().end_ids)
 
 
 def test_an_answer_in_json_may_be_a_call_instead(server: Served) -> None:
