@@ -98,3 +98,42 @@ def test_a_name_too_long_is_told(tmp_path: Path) -> None:
         open_job(tmp_path / ("x" * 250), {}, restart=False),
     ):
         pass
+
+
+DAMAGED: dict[str, bytes] = {
+    "empty": b"",
+    "one byte": b"{",
+    "not UTF-8": b"\xff",
+    "deep": b"[" * 100_000,
+    "many digits": b"9" * 5000,
+    "zeros": bytes(8),
+    "a huge header": b"\xff" * 64,
+    "more data than the header names": b"\x02" + bytes(7) + b"{}x",
+}
+
+
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_file_of_a_step_is_named_with_the_remedy(tmp_path: Path, content: bytes) -> None:
+    job = Job(tmp_path)
+    for name in ("a.json", "b.safetensors"):
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"a\.json belongs to an unfinished job .*restart"):
+        job.noted("a")
+    with pytest.raises(CheckpointError, match=r"b\.safetensors belongs to an unfinished job .*restart"):
+        job.load("b")
+    job.close()
+
+
+@pytest.mark.parametrize("facts", ["[]", '"text"', "3", "{"])
+def test_damaged_facts_of_a_job_are_named_and_restart_removes_them(tmp_path: Path, facts: str) -> None:
+    folder = place_of(tmp_path / "model")
+    folder.mkdir()
+    (folder / "job.json").write_text(facts)
+    (folder / "ids.safetensors").touch()
+    with (
+        pytest.raises(CheckpointError, match=r"job\.json belongs to an unfinished job .*restart"),
+        open_job(tmp_path / "model", {"bits": 4}, restart=False),
+    ):
+        pass
+    with open_job(tmp_path / "model", {"bits": 4}, restart=True) as job:
+        assert not job.has("ids")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,6 +80,13 @@ def test_recipes_that_no_reader_takes_are_refused() -> None:
         recipe(32, (4, 1.0)).groups(48)
 
 
+@pytest.mark.parametrize("share", [float("nan"), float("inf"), -1.0, 10**400], ids="abcd")
+def test_shares_that_are_no_shares_are_refused(share: float) -> None:
+    raw = {"group_size": {"4": 32, "3": 32}, "bits": [4, 3], "bits_prop": [share, 0.5]}
+    with pytest.raises(InputError):
+        Recipe.from_json(raw, "here")
+
+
 def test_the_reference_s_measurement_is_read_to_the_bit(fixtures_dir: Path) -> None:
     path = fixtures_dir / "reference" / "measurement.json"
     model = Config(fixtures_dir / "tiny-lm").spec
@@ -96,6 +104,16 @@ def test_measurements_of_other_models_are_refused(fixtures_dir: Path, tmp_path: 
         odd.write_text(text)
         with pytest.raises(InputError):
             Measurement.load(odd, model)
+
+
+@pytest.mark.parametrize("accuracy", [10**400, float("nan"), "much", None], ids="abcd")
+def test_an_accuracy_that_is_no_number_is_refused(fixtures_dir: Path, tmp_path: Path, accuracy: Any) -> None:
+    table = json.loads((fixtures_dir / "reference" / "measurement.json").read_text())
+    next(options for options in table["measurement"].values() if options)[0]["accuracy"] = accuracy
+    odd = tmp_path / "m.json"
+    odd.write_text(json.dumps(table))
+    with pytest.raises(InputError, match="not an option with a recipe for each matrix"):
+        Measurement.load(odd, Config(fixtures_dir / "tiny-lm").spec)
 
 
 def test_group_sizes_are_worth_something_else_at_each_width() -> None:

@@ -175,6 +175,8 @@ OLD = "model.layers.0.self_attn"
         (("matrices", Q, "sizes"), {"3": {"64": 1.0}, "4": 2.0}, "not measured as it should be"),
         (("matrices", Q, "harms"), {"3": [1.0, 1.0]}, r"not measured as it should be .*widths \[3\]"),
         (("matrices", Q, "harms", "3"), [1.0, float("nan")], "no finite number"),
+        (("matrices", Q, "harms", "3"), [1.0, 10**400], "not measured as it should be"),
+        (("matrices", Q, "sizes", "3", "64"), 10**400, "not measured as it should be"),
         (("measurement",), {OLD: 3}, "layer 0 of this model has no self_attn"),
         (("measurement",), {OLD: {"a": 3}}, "layer 0 of this model has no self_attn"),
         (("measurement",), {"model.layers.0.parallel_decoder": 3}, "layer 0 of this model has no self_attn"),

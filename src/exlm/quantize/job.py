@@ -52,8 +52,12 @@ class Job:
         )
 
     def load(self, name: str) -> dict[str, Tensor]:
-        """The tensors of a step."""
-        return load_file(self._file(f"{name}.safetensors"))
+        """The tensors of a step; `CheckpointError` if its file is damaged."""
+        path = self._file(f"{name}.safetensors")
+        try:
+            return load_file(path)
+        except (OSError, SafetensorError, ValueError) as error:
+            raise damaged(path, error) from error
 
     def note(self, name: str, value: Any) -> None:
         """Keep a step's plain data."""
@@ -61,9 +65,12 @@ class Job:
         self._later(f"{name}.json", partial(_put, write=lambda path: path.write_text(text, encoding="utf-8")))
 
     def noted(self, name: str) -> Any:
-        """A step's plain data, or None."""
+        """A step's plain data, or None; `CheckpointError` if its file is damaged."""
         path = self._file(f"{name}.json")
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        try:
+            return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        except (OSError, ValueError, RecursionError) as error:
+            raise damaged(path, error) from error
 
     def drop(self, *names: str) -> None:
         """Let go of tensors nobody needs any more."""
@@ -105,6 +112,14 @@ class Job:
             self._failed.__cause__ = error
         except Exception as error:
             self._failed = error
+
+
+def damaged(path: Path, problem: object) -> CheckpointError:
+    """The error for a file of an unfinished job that cannot be used."""
+    return CheckpointError(
+        f"{path} belongs to an unfinished job and is damaged ({problem!s:.200}). Ask to restart, which "
+        "throws that job's work away, or restore the file."
+    )
 
 
 def _put(path: Path, write: Callable[[Path], object]) -> None:
@@ -175,13 +190,16 @@ def _compare(job: Job, facts: Mapping[str, Any], later: Collection[str]) -> None
     before = job.noted("job")
     if before is None:
         return
+    if not isinstance(before, dict):
+        raise damaged(job.folder / FACTS, f"expected an object, found {type(before).__name__}")
     now = json.loads(json.dumps(facts))
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in later]
     if changed:
         key = sorted(changed)[0]
         raise InputError(
-            f"{job.folder} holds an unfinished job with another {key} ({before.get(key)!r}, now "
-            f"{now.get(key)!r}): give what it was begun with, or ask to restart, which throws its work away."
+            f"{job.folder} holds an unfinished job with another {key} ({before.get(key)!r:.200}, now "
+            f"{now.get(key)!r:.200}): give what it was begun with, or ask to restart, which "
+            "throws its work away."
         )
 
 

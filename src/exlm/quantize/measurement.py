@@ -120,7 +120,7 @@ class Measurement:
         table = raw.get("matrices")
         if not isinstance(table, dict):
             raise InputError(f"{path}: expected what was measured in `matrices`, found {table!r:.80}.")
-        found = {role: _profile(one, path, role) for role, one in table.items()}
+        found = {role: read_profile(one, path, role) for role, one in table.items()}
         if found.keys() != wanted.keys():
             odd = sorted(found.keys() ^ wanted.keys())[0]
             raise InputError(f"{path} was made for another model: {odd} is in only one of the two.")
@@ -176,7 +176,8 @@ def _slot(matrix: Matrix, profile: Profile) -> Slot:
     return tuple(seen.values())
 
 
-def _profile(raw: Any, path: Path, role: str) -> Profile:
+def read_profile(raw: Any, path: Path, role: str) -> Profile:
+    """One matrix's profile out of a file; `InputError` if it is not what `to_json` gives."""
     try:
         found = Profile.from_json(raw)
         if set(found.harms) != set(WIDTHS) or not found.sizes or not all(found.sizes.values()):
@@ -185,7 +186,7 @@ def _profile(raw: Any, path: Path, role: str) -> Profile:
         if not all(map(math.isfinite, chain(factors, *found.harms.values()))):
             raise ValueError("a harm that is no finite number")
         return found
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InputError(f"{path}: {role} is not measured as it should be ({error!r}).") from error
 
 
@@ -218,7 +219,7 @@ def _old_choice(raw: Mapping[str, Any], own: Sequence[Matrix], names: TensorName
         error = 1 - float(raw["accuracy"])
         if not math.isfinite(error):
             raise ValueError("an accuracy that is no finite number")
-    except (KeyError, TypeError, ValueError) as mistake:
+    except (KeyError, TypeError, ValueError, OverflowError) as mistake:
         raise InputError(f"{where}: not an option with a recipe for each matrix ({mistake!r}).") from mistake
     return Choice(sum(made[m.role].bits(m) for m in own), error * error, made)
 

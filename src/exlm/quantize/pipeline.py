@@ -19,9 +19,10 @@ from . import measure, streams
 from .allocate import Allocation, below, least, within
 from .gptq import solve_gptq
 from .head import solve_head
+from .job import damaged
 from .kinds import kinds_count, kinds_of
 from .layers import run
-from .measurement import Measurement, Profile, quantised, smallest
+from .measurement import Measurement, Profile, quantised, read_profile, smallest
 from .output import kept_bytes
 from .recipe import HEAD, Recipe
 from .rounding import factors
@@ -135,7 +136,11 @@ def measured(work: Work) -> Measurement:
     for role in roles:
         raw = work.job.noted(f"profile.{role}")
         if raw is not None:
-            profiles[role] = Profile.from_json(raw)
+            path = work.job.folder / f"profile.{role}.json"
+            try:
+                profiles[role] = read_profile(raw, path, role)
+            except InputError as error:
+                raise damaged(path, error) from error
     for role in roles:
         if role not in profiles:
             profiles[role] = _like(role, profiles)
@@ -215,7 +220,10 @@ def aim_again(work: Work, found: float) -> bool:
 def _aim(work: Work) -> float | None:
     """The harm that is aimed at once the first try has missed."""
     noted = work.job.noted("aim")
-    return noted["harm"] if noted is not None and noted["wanted"] == work.wishes.max_kld else None
+    try:
+        return float(noted["harm"]) if noted is not None and noted["wanted"] == work.wishes.max_kld else None
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise damaged(work.job.folder / "aim.json", repr(error)) from error
 
 
 @torch.no_grad()

@@ -45,8 +45,9 @@ class Recipe:
         sizes = [part.size for part in self.parts]
         if any(size < ALIGN or size % ALIGN for size in sizes):
             raise InputError(f"Groups have a multiple of {ALIGN} rows, found {sizes}.")
-        if any(part.share < 0 for part in self.parts) or abs(sum(p.share for p in self.parts) - 1) > 1e-6:
-            raise InputError(f"Shares must sum to one, found {[part.share for part in self.parts]}.")
+        shares = [part.share for part in self.parts]
+        if not (all(share >= 0 for share in shares) and abs(sum(shares) - 1) <= 1e-6):  # false for NaN too
+            raise InputError(f"Shares must sum to one, found {shares}.")
 
     def __str__(self) -> str:
         widths = "|".join(str(part.bits) for part in self.parts)
@@ -81,7 +82,7 @@ class Recipe:
             sizes = raw["group_size"]
             pairs = zip(raw["bits"], raw["bits_prop"], strict=True)
             parts = tuple(Part(int(b), float(share), int(sizes[str(b)])) for b, share in pairs)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise InputError(
                 f"{where}: not a recipe of widths, shares and group sizes ({error!r})."
             ) from error
