@@ -24,9 +24,8 @@ from rich.table import Table
 from torch import Tensor
 
 from exlm.env import cap_onednn_isa
-from exlm.sampling import Sampler, SamplerState, SamplingRequest, Settings
-from exlm.sampling import gpu_kernels as fused
-from exlm.sampling import triton_launch as launch
+from exlm.kernels.triton_launch import KernelLaunch
+from exlm.sampling import Sampler, SamplerState, SamplingRequest, Settings, gpu_kernels
 
 BATCHES = (1, 16, 64)
 VOCABULARIES = (32_000, 152_064)
@@ -181,8 +180,8 @@ def measure(name: str, batch: int, vocabulary: int, device: torch.device) -> Cel
 def measure_host(name: str, batch: int, vocabulary: int) -> float:
     """What a step on a GPU costs the host but for the launches, in microseconds."""
     with (
-        patch.object(fused, "has_kernels_for", lambda device: True),
-        patch.object(launch.KernelLaunch, "__call__", lambda *args: None),
+        patch.object(gpu_kernels, "has_kernels_for", lambda device: True),
+        patch.object(KernelLaunch, "__call__", lambda *args: None),
     ):
         return timed(Steps(name, batch, vocabulary, torch.device("cpu")).sample, SECONDS)
 

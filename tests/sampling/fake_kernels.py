@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from exlm.kernels.sampling_layout import HEADER_OFFSETS, HEADER_WORDS
-from exlm.sampling.gpu_kernels import KernelOutput, SamplingLaunchKey
-from exlm.sampling.output_buffers import OutputBuffer, OutputBufferPool
+from exlm.sampling.gpu_kernels import KernelOutput, OutputBuffer, OutputBufferPool, SamplingLaunchKey
 
 
 @dataclass

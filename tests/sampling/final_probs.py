@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from exlm.sampling import SamplerState, SamplingRequest, Settings
-from exlm.sampling.deterministic_topk import block_maxima
-from exlm.sampling.group_sampling import SamplingTask, final_candidates, make_task
+from exlm.sampling.candidates import block_maxima
 from exlm.sampling.logits_processors import NO_EDITS
+from exlm.sampling.sampler import SamplingTask, final_candidates, make_task
 from exlm.sampling.vocabulary import SamplerVocabulary
 from tests.sampling.random_inputs import neutral
 

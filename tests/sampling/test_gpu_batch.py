@@ -12,11 +12,8 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from exlm.sampling import Sampler, SamplerState, SamplingRequest, Settings, device_token_history
-from exlm.sampling import device_token_counts as listed
-from exlm.sampling import gpu_batch as desk_module
-from exlm.sampling import gpu_kernels as fused
-from exlm.sampling.kernel_params import param_row_of, variant_of
+from exlm.sampling import Sampler, SamplerState, SamplingRequest, Settings, gpu_batch, gpu_kernels
+from exlm.sampling.gpu_kernels import param_row_of, variant_of
 from exlm.sampling.penalties import PenaltyWindow
 from tests.sampling.fake_kernels import FakeKernels, ReceivedRow
 from tests.sampling.random_inputs import EDIT_VALUES, ToyTokenizer, neutral
@@ -205,7 +202,7 @@ EVENTS = [name for name in vars(Scenario) if not name.startswith("_") and name n
 
 @pytest.fixture(autouse=True)
 def _kernels_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "has_kernels_for", lambda device: True)
+    monkeypatch.setattr(gpu_kernels, "has_kernels_for", lambda device: True)
 
 
 def check_step(scenario: Scenario, sampler: Sampler, kernels: FakeKernels) -> None:
@@ -244,9 +241,9 @@ def test_kernels_receive_the_state_of_every_row(seed: int) -> None:
     rng = Random(seed)
     witness, story = FakeKernels(WIDTH), Scenario(rng, ToyTokenizer())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(desk_module, "SamplingKernels", lambda width, device, stream: witness)
-        patch.setattr(listed, "MIN_CAPACITY", 4)
-        patch.setattr(device_token_history, "MIN_CAPACITY", 4)
+        patch.setattr(gpu_batch, "SamplingKernels", lambda width, device, stream: witness)
+        patch.setattr(gpu_batch, "MIN_COUNTS_CAPACITY", 4)
+        patch.setattr(gpu_batch, "MIN_HISTORY_CAPACITY", 4)
         sampler = Sampler(ToyTokenizer())
         for _ in range(rng.choice((1, 2, 6))):
             story.add_row()
@@ -265,10 +262,10 @@ def test_kernels_receive_the_state_of_every_row(seed: int) -> None:
 def test_kernels_and_torch_draw_the_same_tokens(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels themselves, over texts' ups and downs, on rows of several spans."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(fused, "EDIT_TILE", 64)
-    monkeypatch.setattr(fused, "EDIT_PROGRAMS", 8)
-    monkeypatch.setattr(listed, "MIN_CAPACITY", 4)
-    monkeypatch.setattr(device_token_history, "MIN_CAPACITY", 4)
+    monkeypatch.setattr(gpu_kernels, "EDIT_TILE", 64)
+    monkeypatch.setattr(gpu_kernels, "EDIT_PROGRAMS", 8)
+    monkeypatch.setattr(gpu_batch, "MIN_COUNTS_CAPACITY", 4)
+    monkeypatch.setattr(gpu_batch, "MIN_HISTORY_CAPACITY", 4)
     words = ToyTokenizer("".join(map(chr, range(97, 240))) + ".!\n")
     choices = SETTING_VALUES | {"top_k": (3, 1, 5) if ON_GPU else (1,)}  # the interpreter is slow to sort
     story, sampler = Scenario(Random(seed), words, choices), Sampler(words)

@@ -10,10 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from exlm.sampling import Sampler, SamplerOutput, SamplerState, SamplingRequest, Settings
-from exlm.sampling import gpu_kernels as fused_module
-from exlm.sampling import kernel_params as lanes_module
-from exlm.sampling.kernel_params import variant_of
+from exlm.sampling import Sampler, SamplerOutput, SamplerState, SamplingRequest, Settings, gpu_kernels
+from exlm.sampling.gpu_kernels import variant_of
 from exlm.sampling.request import TOO_MANY_CANDIDATES
 from tests.sampling.random_inputs import EDIT_VALUES, STEP_VALUES, neutral, random_logits, random_settings
 
@@ -56,13 +54,13 @@ LOGITS_EDITS: list[dict[str, Any]] = [
 @pytest.fixture(autouse=True)
 def _force_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Have the kernels serve whatever device there is; the interpreter sorts slowly, so let it sort less."""
-    monkeypatch.setattr(fused_module, "has_kernels_for", lambda device: device.type == DEVICE)
+    monkeypatch.setattr(gpu_kernels, "has_kernels_for", lambda device: device.type == DEVICE)
     if not ON_GPU:
-        monkeypatch.setattr(lanes_module, "SORT_SIZES", (128,))
-        monkeypatch.setattr(lanes_module, "GATHER_SIZE", 128)
-        monkeypatch.setattr(fused_module, "DRAW_TILE", 1024)
-        monkeypatch.setattr(fused_module, "CANDIDATE_TILE", 1024)
-        monkeypatch.setattr(fused_module, "EDIT_TILE", 256)
+        monkeypatch.setattr(gpu_kernels, "SORT_SIZES", (128,))
+        monkeypatch.setattr(gpu_kernels, "GATHER_SIZE", 128)
+        monkeypatch.setattr(gpu_kernels, "DRAW_TILE", 1024)
+        monkeypatch.setattr(gpu_kernels, "CANDIDATE_TILE", 1024)
+        monkeypatch.setattr(gpu_kernels, "EDIT_TILE", 256)
         variant_of.cache_clear()
     yield
     variant_of.cache_clear()

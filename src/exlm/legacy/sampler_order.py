@@ -25,15 +25,13 @@ from torch import Tensor
 from .. import BadLogits, InputError, sampling
 from ..kernels.sampling_layout import INFINITE_LOGITS, NAN_LOGITS, NO_TOKEN_ALLOWED, THRESHOLD_TOLERANCE
 from ..sampling import SamplerState, SamplingRequest, Settings
-from ..sampling.candidates import batch_params
-from ..sampling.cfg import mix_logits
-from ..sampling.deterministic_topk import block_maxima, stable_sort_descending
+from ..sampling.candidates import batch_params, block_maxima, stable_sort_descending
 from ..sampling.draw import greedy_output, pad_top_tokens
-from ..sampling.group_sampling import SamplingTask, final_candidates, make_task, update_mus
-from ..sampling.logits_processors import apply_allowed, apply_edits, check_bias, compute_edits
+from ..sampling.logits_processors import apply_allowed, apply_edits, check_bias, compute_edits, mix_logits
 from ..sampling.params import CompiledSettings
 from ..sampling.request import FAILURE_MESSAGES
 from ..sampling.rng import uniform
+from ..sampling.sampler import SamplingTask, final_candidates, make_task, update_mus
 from ..sampling.vocabulary import SamplerVocabulary
 
 MAX_SORTED_TOP_K = 500  # up to this k the old library left the candidates of top-k sorted

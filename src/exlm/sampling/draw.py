@@ -7,14 +7,23 @@ same token, whatever else is in the batch. Sums are float64.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..kernels.sampling_layout import BELOW_ONE
-from .candidates import BatchParams, Candidates
-from .deterministic_topk import gather_blocks, stable_argmax, stable_sort_descending, stable_top_k
-from .output_buffers import HostTokens
+from .candidates import (
+    BatchParams,
+    Candidates,
+    gather_blocks,
+    stable_argmax,
+    stable_sort_descending,
+    stable_top_k,
+)
+
+if TYPE_CHECKING:
+    from .gpu_kernels import HostTokens
 
 
 @dataclass

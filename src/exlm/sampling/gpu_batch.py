@@ -7,24 +7,644 @@ does. One desk serves one sampler, from one thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from array import array
+from collections.abc import Collection, MutableMapping, Sequence
+from dataclasses import dataclass
+from operator import is_, itemgetter
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..kernels.sampling_layout import HEADER_OFFSETS, HEADER_WORDS
+from ..kernels.triton_launch import raw_stream
 from .draw import GroupOutput
-from .gpu_kernels import SamplingKernels
-from .kernel_group import KernelGroup
-from .kernel_params import SamplingKernelVariant, variant_of
+from .gpu_kernels import (
+    KernelOutput,
+    OutputBuffer,
+    SamplingKernels,
+    SamplingKernelVariant,
+    SamplingLaunchKey,
+    StagingRing,
+    param_table,
+    variant_of,
+)
+from .logits_processors import check_bias
 from .params import CompiledSettings
+from .penalties import PenaltyRule
 from .request import SamplingRequest
-from .row_params import RowParams, RowParamsBuilder, is_device_mask, is_unchanged
-from .staging_ring import StagingRing
-from .state import SamplerState
-from .triton_launch import raw_stream
-from .version_stamps import VERSION_STAMPS
+from .settings import VERSION_STAMPS
+from .state import MuRecord, SamplerState
 from .vocabulary import SamplerVocabulary
+
+MIN_COUNTS_CAPACITY = 256
+NO_TOKEN = -1
+
+TokenCountsWords = tuple[int, int, int, int, int, int]
+"""What the kernels are told: "token_counts" and "new_counts" of `lanes.PLACES`."""
+
+
+class DeviceTokenCounts:
+    """The last `sustain` tokens of a text (None: all of them), as pairs of a token and its count.
+
+    `end` is the length of the text that the list on the device stands for once every word it gave was used.
+    """
+
+    def __init__(self, sustain: int | None, width: int, device: torch.device) -> None:
+        """An empty list; ids that are not below `width` are left out."""
+        self.sustain, self._width, self._device = sustain, width, device
+        self.synced_length = -2  # not even of an empty text
+        self._pairs: Tensor | None = None
+        self._size_minus_length = self._capacity = self._address = 0
+
+    @property
+    def capacity_left(self) -> int:
+        """For how many more tokens there is room."""
+        return self._capacity - self._size_minus_length - self.synced_length
+
+    def extend_words(self, history: Sequence[int]) -> TokenCountsWords:
+        """The words for a text as it is now, if the list need not be made anew; see `follow`."""
+        length, sustain = len(history), self.sustain
+        left = history[length - 1 - sustain] if sustain is not None and length > sustain else NO_TOKEN
+        return self._address, self._size_minus_length + length, history[-1], left, 0, 0
+
+    def sync(self, history: Sequence[int], extra: array[int], extra_start: int) -> TokenCountsWords:
+        """The words for a text as it is now; what else is to be sent is appended to `lists`.
+
+        `first` is the place of its first word.
+        """
+        length = len(history)
+        if length == self.synced_length:
+            return self._address, self._size_minus_length + length, NO_TOKEN, NO_TOKEN, 0, 0
+        if length == self.synced_length + 1 and self.capacity_left > 0:
+            return self.extend_words(history)
+        start = 0 if self.sustain is None else max(0, length - self.sustain)
+        ids, counts = np.unique(np.array(history[start:], np.int64), return_counts=True)
+        in_vocab = (ids >= 0) & (ids < self._width)
+        pairs = np.stack((ids[in_vocab], counts[in_vocab]), 1)
+        self._capacity = MIN_COUNTS_CAPACITY << (2 * len(pairs) // MIN_COUNTS_CAPACITY).bit_length()
+        self._pairs = torch.full((self._capacity, 2), NO_TOKEN, dtype=torch.int32, device=self._device)
+        self._address, self._size_minus_length = self._pairs.data_ptr(), len(pairs) - length
+        self.synced_length = length
+        list_start = extra_start + len(extra)
+        extra.frombytes(pairs.tobytes())
+        return self._address, len(pairs), NO_TOKEN, NO_TOKEN, list_start, len(pairs)
+
+
+MIN_HISTORY_CAPACITY = 1024
+OUT_OF_VOCAB = -1  # stands for every id that the vocabulary does not have
+
+TokenHistoryWords = tuple[int, int, int]
+"""What the kernels are told: "history" of `lanes.PLACES`."""
+
+
+class DeviceTokenHistory:
+    """A text as int32 ids.
+
+    `end` is the length of the text that the device has once every word given was used.
+    """
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        """An empty one; ids that are not below `width` are strange."""
+        self._width, self._device = width, device
+        self.synced_length = 0
+        self._ids: Tensor | None = None
+        self._capacity = self._address = 0
+
+    @property
+    def capacity_left(self) -> int:
+        """For how many more tokens there is room."""
+        return self._capacity - self.synced_length
+
+    def sync(self, history: Sequence[int]) -> TokenHistoryWords:
+        """The words for a text as it is now; all but its last token are sent if the device lacks them."""
+        length = len(history)
+        if length > self._capacity or self._ids is None:
+            self._capacity = max(MIN_HISTORY_CAPACITY, 1 << (2 * length - 1).bit_length())
+            self._ids = torch.empty(self._capacity, dtype=torch.int32, device=self._device)
+            self._address, self.synced_length = self._ids.data_ptr(), 0
+        if length > self.synced_length + 1:
+            ids = np.array(history[self.synced_length :], np.int64)
+            ids[(ids < 0) | (ids >= self._width)] = OUT_OF_VOCAB
+            host_ids = torch.from_numpy(ids.astype(np.int32))
+            if self._device.type == "cuda":
+                host_ids = host_ids.pin_memory()
+            self._ids[self.synced_length : length].copy_(host_ids, non_blocking=True)
+        self.synced_length = length
+        return self._address, length, history[-1] if length else OUT_OF_VOCAB
+
+
+IMMUTABLE_TYPES = (tuple, frozenset)
+UNTRACKED_VERSION = -1  # the version of a bias that does not tell when it changes
+
+
+@dataclass(eq=False)
+class RowParams:
+    """One row's constants: its plan, its head's words as bytes, and what those point to.
+
+    `blocked` are ids within the vocabulary; `watched` are all, if they may change in place.
+    """
+
+    version_stamps: tuple[object, object, object]
+    compiled: CompiledSettings
+    header: bytes
+    blocked_ids: tuple[int, ...]
+    mutable_blocked: tuple[int, ...] | None
+    bias: Tensor | None
+    bias_version: int
+    referenced_tensors: tuple[Tensor | None, ...]
+    token_counts: DeviceTokenCounts | None
+    token_history: DeviceTokenHistory | None
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether logits change before they become probabilities."""
+        compiled = self.compiled
+        return bool(compiled.penalty_rule or compiled.dry_rule or self.blocked_ids or self.bias is not None)
+
+    def is_valid(self, request: SamplingRequest) -> bool:
+        """Whether all this is still so for a row."""
+        request_stamp, settings_stamp, state_stamp = self.version_stamps
+        return (
+            request_stamp is request.version_stamp
+            and settings_stamp is request.settings.version_stamp
+            and state_stamp is request.state.version_stamp
+            and (self.mutable_blocked is None or self.mutable_blocked == tuple(request.blocked))
+            and (self.bias is None or is_unchanged(self.bias, self.bias_version))
+        )
+
+
+class RowParamsBuilder:
+    """Finds seats for rows of one vocabulary on one device."""
+
+    def __init__(self, vocabulary: SamplerVocabulary, width: int, device: torch.device) -> None:
+        self.vocabulary, self.width, self.device = vocabulary, width, device
+        self._biases: MutableMapping[Tensor, tuple[Tensor, int]] = WeakTensorKeyDictionary()
+
+    def build(self, request: SamplingRequest, previous: RowParams | None) -> RowParams:
+        """A new seat; the list of the one before is taken over if it is of the same text."""
+        settings, state = request.settings, request.state
+        compiled = settings.compiled()
+        seed, branch = state.philox_words()
+        header = [0] * HEADER_WORDS
+        header[HEADER_OFFSETS["seed"]], header[HEADER_OFFSETS["seed"] + 2] = seed, branch
+        header[HEADER_OFFSETS["token_counts"] + 2] = header[HEADER_OFFSETS["token_counts"] + 3] = NO_TOKEN
+        if compiled.mirostat:
+            (header[HEADER_OFFSETS["initial_mu"]],) = struct.unpack(
+                "q", struct.pack("d", state.initial_mu(compiled.params.tau))
+            )
+        bias = settings.token_bias
+        device_bias, version = (None, 0) if bias is None else self._device_bias(bias)
+        xtc_exempt_mask = self._xtc_exempt_mask(compiled)
+        header[HEADER_OFFSETS["bias"]] = 0 if device_bias is None else device_bias.data_ptr()
+        header[HEADER_OFFSETS["xtc_exempt"]] = 0 if xtc_exempt_mask is None else xtc_exempt_mask.data_ptr()
+        breaker_mask = self._breaker_mask(compiled)
+        header[HEADER_OFFSETS["dry_breakers"]] = 0 if breaker_mask is None else breaker_mask.data_ptr()
+        reusable = previous if previous and previous.version_stamps[2] is state.version_stamp else None
+        version_stamps = (request.version_stamp, settings.version_stamp, state.version_stamp)
+        blocked = tuple(request.blocked)
+        return RowParams(
+            version_stamps=version_stamps,
+            compiled=compiled,
+            header=struct.pack(f"{HEADER_WORDS}q", *header),
+            blocked_ids=tuple(token for token in blocked if 0 <= token < self.width),
+            mutable_blocked=None if isinstance(request.blocked, IMMUTABLE_TYPES) else blocked,
+            bias=bias,
+            bias_version=version,
+            referenced_tensors=(device_bias, xtc_exempt_mask, breaker_mask),
+            token_counts=self._token_counts(compiled, reusable),
+            token_history=self._token_history(compiled, reusable),
+        )
+
+    def _token_counts(
+        self, compiled: CompiledSettings, previous: RowParams | None
+    ) -> DeviceTokenCounts | None:
+        rule = compiled.penalty_rule
+        if rule is None or rule.decays:
+            return None
+        old = None if previous is None else previous.token_counts
+        if old is not None and old.sustain == rule.sustain:
+            return old
+        return DeviceTokenCounts(rule.sustain, self.width, self.device)
+
+    def _token_history(
+        self, compiled: CompiledSettings, previous: RowParams | None
+    ) -> DeviceTokenHistory | None:
+        if compiled.dry_rule is None:
+            return None
+        old = None if previous is None else previous.token_history
+        return old or DeviceTokenHistory(self.width, self.device)
+
+    def _xtc_exempt_mask(self, compiled: CompiledSettings) -> Tensor | None:
+        """The tokens that XTC spares."""
+        if "xtc" not in compiled.steps:
+            return None
+        return self._mask(
+            self.vocabulary.xtc_exempt_ids if compiled.xtc_exempt_ids is None else compiled.xtc_exempt_ids
+        )
+
+    def _breaker_mask(self, compiled: CompiledSettings) -> Tensor | None:
+        """The tokens that end a repetition."""
+        if compiled.dry_rule is None:
+            return None
+        return self._mask(
+            self.vocabulary.dry_breaker_ids
+            if compiled.dry_rule.breaker_ids is None
+            else compiled.dry_rule.breaker_ids
+        )
+
+    def _mask(self, ids: frozenset[int]) -> Tensor | None:
+        return self.vocabulary.mask(ids, self.width, self.device) if ids else None
+
+    def _device_bias(self, bias: Tensor) -> tuple[Tensor, int]:
+        """A bias on the device, sent again only if it was changed, and its version."""
+        check_bias(bias, self.width)
+        version = tensor_version(bias)
+        known = self._biases.get(bias)
+        if known is None or version == UNTRACKED_VERSION or known[1] != version:
+            device_bias = bias.detach().to(self.device, torch.float32, copy=True).contiguous()
+            known = self._biases[bias] = (device_bias, version)
+        return known
+
+
+def tensor_version(bias: Tensor) -> int:
+    """A number that changes whenever a tensor does; ALTERED if it may have."""
+    return UNTRACKED_VERSION if bias.is_inference() else bias._version
+
+
+def is_unchanged(bias: Tensor, version: int) -> bool:
+    """Whether a bias is certainly what it was at a version."""
+    return tensor_version(bias) == version != UNTRACKED_VERSION
+
+
+def is_device_mask(allowed: Tensor | Collection[int] | None) -> bool:
+    """Whether a mask is where it cannot be packed with what else a row brings along."""
+    return isinstance(allowed, Tensor) and allowed.device.type != "cpu"
+
+
+MU_OFFSET, DECAY_OFFSET, ALLOWED_OFFSET = (
+    HEADER_OFFSETS["mu"],
+    HEADER_OFFSETS["decaying"],
+    HEADER_OFFSETS["allowed"],
+)
+COUNTS_OFFSET, NEW_COUNTS_OFFSET = HEADER_OFFSETS["token_counts"], HEADER_OFFSETS["new_counts"]
+COUNTS_SIZE_OFFSET, ENTERED_OFFSET, LEFT_OFFSET = COUNTS_OFFSET + 1, COUNTS_OFFSET + 2, COUNTS_OFFSET + 3
+HISTORY_OFFSET, LAST_TOKEN_OFFSET = HEADER_OFFSETS["history"], HEADER_OFFSETS["history"] + 2
+WORD_BYTES = 8  # bytes
+LAST_ITEM = itemgetter(-1)
+
+
+class RowHeaders(NamedTuple):
+    """The heads of some rows (rows, HEAD), and how many words are sent before `more`."""
+
+    words: NDArray[np.int64]
+    num_words: int
+
+
+class CountedRow(NamedTuple):
+    """A row whose penalised tokens are listed on the device."""
+
+    row: int
+    counts: DeviceTokenCounts
+    history: list[int]
+
+
+class HistoryRow(NamedTuple):
+    """A row whose text is on the device."""
+
+    row: int
+    device_history: DeviceTokenHistory
+    history: list[int]
+
+
+class LastTokenWriter:
+    """The last token of each text, in one column. They are packed first, because numpy is slow with lists."""
+
+    def __init__(
+        self, headers: RowHeaders, row_numbers: list[int], column: int, histories: list[list[int]]
+    ) -> None:
+        self._words, self._histories = headers.words, histories
+        self._target_cells = row_index(row_numbers, headers), column
+        self._pack, self._bytes = (
+            struct.Struct(f"{len(histories)}q").pack_into,
+            bytearray(WORD_BYTES * len(histories)),
+        )
+        self._tokens = np.frombuffer(self._bytes, np.int64)
+
+    def write(self) -> None:
+        """Write them; no text is empty."""
+        self._pack(self._bytes, 0, *map(LAST_ITEM, self._histories))
+        self._words[self._target_cells] = self._tokens
+
+
+class PenaltyWriter:
+    """Penalised tokens: which one joined the list of each text, and which one left it.
+
+    What can be said of the next token before it is known is written as soon as the device has enough to do.
+    """
+
+    def __init__(self, headers: RowHeaders, members: Sequence[CountedRow]) -> None:
+        self._words, self._size, self._members = headers.words, headers.num_words, members
+        row_numbers = [member.row for member in members]
+        self._rows = row_index(row_numbers, headers)
+        self._histories = [member.history for member in members]
+        self._counts = [member.counts for member in members]
+        self._last_token_writer = LastTokenWriter(headers, row_numbers, ENTERED_OFFSET, self._histories)
+        self._windows = [(row, history, counts.sustain) for row, counts, history in members if counts.sustain]
+        self._empty_windows = [row for row, counts, _ in members if counts.sustain == 0]
+        self._capacity_left = 0
+
+    def write(self, grew_by_one: bool, extra: array[int]) -> None:
+        """Say what became of the lists; `grown` if every text is one token longer than before."""
+        if grew_by_one and self._capacity_left > 0:
+            self._last_token_writer.write()
+            if self._empty_windows:
+                self._words[self._empty_windows, LEFT_OFFSET] = self._words[
+                    self._empty_windows, ENTERED_OFFSET
+                ]
+            return
+        self._words[self._rows, COUNTS_OFFSET : NEW_COUNTS_OFFSET + 2] = [
+            counts.sync(history, extra, self._size) for _, counts, history in self._members
+        ]
+        self._capacity_left = 0
+
+    def after_send(self) -> None:
+        """What was written is on its way."""
+        for counts, history in zip(self._counts, self._histories, strict=True):
+            counts.synced_length = len(history)
+        if self._capacity_left > 0:
+            self._capacity_left -= 1
+        else:
+            self._capacity_left = min([counts.capacity_left for counts in self._counts])
+            self._words[self._rows, NEW_COUNTS_OFFSET + 1] = 0
+        self._words[self._rows, COUNTS_SIZE_OFFSET] += 1
+        for row, history, sustain in self._windows:
+            self._words[row, LEFT_OFFSET] = history[-sustain] if len(history) >= sustain else NO_TOKEN
+
+
+class DecayWriter:
+    """Penalised tokens whose strengths change with every token."""
+
+    def __init__(self, headers: RowHeaders, members: Sequence[tuple[int, SamplerState, PenaltyRule]]) -> None:
+        self._headers, self._members = headers, members
+
+    def write(self, extra: array[int]) -> None:
+        """Say which tokens, how often and how strongly."""
+        for row, state, rule in self._members:
+            terms = state.penalty_terms(rule)
+            self._headers.words[row, DECAY_OFFSET : DECAY_OFFSET + 2] = (
+                self._headers.num_words + len(extra),
+                len(terms.ids),
+            )
+            extra.extend(terms.ids)
+            append_float64(extra, terms.counts)
+            append_float64(extra, terms.strengths or (1.0,) * len(terms.ids))
+
+
+class HistoryWriter:
+    """What DRY searches: which token each text ends with now."""
+
+    def __init__(self, headers: RowHeaders, members: Sequence[HistoryRow]) -> None:
+        self._words, self._members = headers.words, members
+        row_numbers = [member.row for member in members]
+        self._rows = row_index(row_numbers, headers)
+        self._histories = [member.history for member in members]
+        self._last_token_writer = LastTokenWriter(headers, row_numbers, LAST_TOKEN_OFFSET, self._histories)
+        self._device_histories = [member.device_history for member in members]
+        self._capacity_left = 0
+
+    def write(self, grew_by_one: bool) -> None:
+        """Say how the texts end; `grown` if every text is one token longer than before."""
+        if grew_by_one and self._capacity_left > 0:
+            self._last_token_writer.write()
+            return
+        self._words[self._rows, HISTORY_OFFSET : LAST_TOKEN_OFFSET + 1] = [
+            device_history.sync(history) for _, device_history, history in self._members
+        ]
+        self._capacity_left = 0
+
+    def after_send(self) -> None:
+        """What was written is on its way."""
+        for device_history, history in zip(self._device_histories, self._histories, strict=True):
+            device_history.synced_length = len(history)
+        self._capacity_left = (
+            self._capacity_left - 1
+            if self._capacity_left > 0
+            else min([each.capacity_left for each in self._device_histories])
+        )
+        self._words[self._rows, HISTORY_OFFSET + 1] += 1
+
+
+class MaskWriter:
+    """Which tokens a row allows; told anew for each token."""
+
+    def __init__(self, headers: RowHeaders, requests: Sequence[SamplingRequest], width: int) -> None:
+        self._headers, self._requests, self._width = headers, requests, width
+        self._written = False
+
+    def write(self, has_masks: bool, extra: array[int]) -> bool:
+        """Say where the bits of each row's mask are, if rows are `masked`; whether there are any."""
+        words, size = self._headers
+        if self._written:
+            words[:, ALLOWED_OFFSET] = 0
+            self._written = False
+        for row, request in enumerate(self._requests) if has_masks else ():
+            if request.allowed is not None:
+                words[row, ALLOWED_OFFSET] = size + len(extra)
+                extra.extend(pack_allowed(request.allowed, self._width))
+                self._written = True
+        return self._written
+
+
+class MuWriter:
+    """Where mirostat's targets are, and where they will be."""
+
+    def __init__(
+        self, headers: RowHeaders, members: Sequence[tuple[int, SamplerState]], device: torch.device
+    ) -> None:
+        self._words, self._members, self._device = headers.words, members, device
+        row_numbers = [row for row, _ in members]
+        self._rows, self._offsets = row_index(row_numbers, headers), np.array(row_numbers) * WORD_BYTES
+        self._mu_histories = [state.mu_history for _, state in members]
+        self._keep_alive: list[Tensor] = []
+        self._last_records: list[MuRecord] = []
+
+    def write(self, grew_by_one: bool, positions: Sequence[int]) -> None:
+        """Say where the target for each position is; `grown` if all are the next ones."""
+        if grew_by_one and all(
+            map(is_, [previous_mus[-1] for previous_mus in self._mu_histories], self._last_records)
+        ):
+            return
+        self._keep_alive.clear()
+        previous_mus, base = None, 0
+        addresses = [0] * len(self._members)
+        for i, (row, state) in enumerate(self._members):
+            record = state.mu_record_before(positions[row])
+            if record is not None:
+                _, mus, index = record
+                if mus is not previous_mus:
+                    previous_mus, base = mus, self._address_of(mus)
+                addresses[i] = base + WORD_BYTES * index
+        self._words[self._rows, MU_OFFSET] = addresses
+
+    def _address_of(self, mus: Tensor) -> int:
+        if mus.device != self._device:
+            mus = mus.to(self._device, non_blocking=True)
+        self._keep_alive.append(mus)  # it must live until it was read
+        return mus.data_ptr()
+
+    def after_send(self, positions: Sequence[int], mus: Tensor) -> None:
+        """Remember where the targets will be, and say so for the next tokens."""
+        self._last_records = [state.record_mu(positions[row], mus, row) for row, state in self._members]
+        self._words[self._rows, MU_OFFSET] = mus.data_ptr() + self._offsets
+
+
+def row_index(row_numbers: list[int], headers: RowHeaders) -> slice | list[int]:
+    """Some rows as an index; all of them are quicker to write."""
+    return slice(None) if len(row_numbers) == len(headers.words) else row_numbers
+
+
+def append_float64(extra: array[int], values: Collection[float]) -> None:
+    """Append the bits of some numbers as float64."""
+    extra.frombytes(array("d", values).tobytes())
+
+
+def pack_allowed(allowed: Tensor | Collection[int], width: int) -> array[int]:
+    """Allowed tokens as a mask of bits in words of 64, long enough for the vocabulary."""
+    packed = np.zeros(-(-width // 64) * 8, np.uint8)
+    if isinstance(allowed, Tensor) and allowed.dtype == torch.int32:
+        known = allowed.contiguous().numpy().view(np.uint8)
+    else:
+        mask = np.zeros(width, bool)
+        if isinstance(allowed, Tensor) and allowed.dtype == torch.bool:
+            mask[: len(allowed)] = allowed.numpy()[:width]
+        else:
+            ids: Collection[int] = allowed.tolist() if isinstance(allowed, Tensor) else allowed
+            mask[[token for token in ids if 0 <= token < width]] = True
+        known = np.packbits(mask, bitorder="little")
+    packed[: len(known)] = known[: len(packed)]
+    return array("q", packed.tobytes())
+
+
+POSITION_OFFSET, BLOCKED_OFFSET = HEADER_OFFSETS["seed"] + 1, HEADER_OFFSETS["blocked"]
+
+
+class KernelGroup:
+    """Some rows of a batch, all in one lane."""
+
+    def __init__(
+        self,
+        variant: SamplingKernelVariant,
+        num_top: int,
+        batch_indices: list[int],
+        requests: Sequence[SamplingRequest],
+        row_params: Sequence[RowParams],
+        builder: RowParamsBuilder,
+    ) -> None:
+        """Rows with the places of their logits, and their seats; `wanted` top tokens are asked for."""
+        self.batch_indices = batch_indices
+        self._row_params = row_params  # what their words point to must live
+        count = len(requests)
+        blocked = [token for params in row_params for token in params.blocked_ids]
+        self._packed = np.empty(count * HEADER_WORDS + len(blocked), np.int64)
+        self._headers = headers = self._packed[: count * HEADER_WORDS].reshape(count, HEADER_WORDS)
+        headers.reshape(-1)[:] = np.frombuffer(b"".join([params.header for params in row_params]), np.int64)
+        headers[:, HEADER_OFFSETS["batch_index"]] = batch_indices
+        self._packed[count * HEADER_WORDS :] = blocked
+        headers[:, BLOCKED_OFFSET + 1] = counts = np.array([len(params.blocked_ids) for params in row_params])
+        headers[:, BLOCKED_OFFSET] = count * HEADER_WORDS + counts.cumsum() - counts
+        self._param_table = param_table(tuple([params.compiled for params in row_params]), builder.device)
+        edits_logits, updates_mu = (
+            any([params.edits_logits for params in row_params]),
+            any([params.compiled.mirostat for params in row_params]),
+        )
+        uses_dry = any([params.token_history is not None for params in row_params])
+        self._launch_key = SamplingLaunchKey(count, variant, num_top, edits_logits, updates_mu, uses_dry)
+        self._states = [row.state for row in requests]
+        self._histories = [row.state.history if row.history is None else row.history for row in requests]
+        self._next_positions: list[int] = []
+        self._create_writers(requests, row_params, builder)
+
+    def _create_writers(
+        self, requests: Sequence[SamplingRequest], row_params: Sequence[RowParams], builder: RowParamsBuilder
+    ) -> None:
+        """What writes the features that the rows use."""
+        headers, members = RowHeaders(self._headers, len(self._packed)), list(enumerate(row_params))
+        counted = [
+            CountedRow(i, params.token_counts, requests[i].state.history)
+            for i, params in members
+            if params.token_counts is not None
+        ]
+        decaying = [
+            (i, requests[i].state, params.compiled.penalty_rule)
+            for i, params in members
+            if params.compiled.penalty_rule is not None and params.token_counts is None
+        ]
+        with_history = [
+            HistoryRow(i, params.token_history, requests[i].state.history)
+            for i, params in members
+            if params.token_history is not None
+        ]
+        with_mirostat = [(i, requests[i].state) for i, params in members if params.compiled.mirostat]
+        self._mask_writer = MaskWriter(headers, requests, builder.width)
+        self._penalty_writer = PenaltyWriter(headers, counted) if counted else None
+        self._decay_writer = DecayWriter(headers, decaying) if decaying else None
+        self._history_writer = HistoryWriter(headers, with_history) if with_history else None
+        self._mu_writer = MuWriter(headers, with_mirostat, builder.device) if with_mirostat else None
+
+    def launch(
+        self,
+        x: Tensor,
+        kernels: SamplingKernels,
+        staging_ring: StagingRing,
+        has_masks: bool,
+        output: OutputBuffer,
+    ) -> KernelOutput:
+        """Have a token written for each row, from logits of the whole batch; `masked` if any has a mask."""
+        positions = list(map(len, self._histories))
+        grew_by_one = positions == self._next_positions
+        if not grew_by_one:
+            self._headers[:, POSITION_OFFSET] = positions
+        extra = array("q")
+        if self._penalty_writer is not None:
+            self._penalty_writer.write(grew_by_one, extra)
+        if self._decay_writer is not None:
+            self._decay_writer.write(extra)
+        if self._history_writer is not None:
+            self._history_writer.write(grew_by_one)
+        key = self._launch_key
+        if self._mask_writer.write(has_masks, extra) and not key.edits_logits:
+            key = key._replace(edits_logits=True)
+        if self._mu_writer is not None:
+            self._mu_writer.write(grew_by_one, positions)
+        kernel_output = kernels.draw(
+            x, self._param_table, staging_ring.upload(self._packed, extra), key, output
+        )
+        self._after_launch(positions, kernel_output.mus)
+        return kernel_output
+
+    def select_own(self, values: Tensor) -> Tensor:
+        """The rows' own of what is known of the whole batch."""
+        return values[torch.tensor(self.batch_indices).to(values.device, non_blocking=True)]
+
+    def _after_launch(self, positions: list[int], mus: Tensor) -> None:
+        """Make ready for the next tokens, now that the device has enough to do."""
+        self._headers[:, POSITION_OFFSET] += 1
+        self._next_positions = [position + 1 for position in positions]
+        if self._penalty_writer is not None:
+            self._penalty_writer.after_send()
+        if self._history_writer is not None:
+            self._history_writer.after_send()
+        if self._mu_writer is not None:
+            self._mu_writer.after_send(positions, mus)
+        for state, position in zip(self._states, positions, strict=True):
+            if position > state.last_drawn_position:
+                state.last_drawn_position = position
 
 
 class GpuBatch:

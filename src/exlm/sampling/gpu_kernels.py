@@ -6,18 +6,264 @@ missing. What is launched for which rows, and with which words, is decided in `d
 
 from __future__ import annotations
 
+import ctypes
+from array import array
+from collections import deque
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ..kernels.sampling_layout import MAX_TILES, VOCAB_BLOCK
+from ..kernels.sampling_layout import MAX_TILES, MAX_VOCAB, STEP_FLAGS, VOCAB_BLOCK
+from ..kernels.triton_launch import KernelLaunch, TritonKernel, cuda_driver
 from .draw import top_tokens_of
-from .kernel_params import SamplingKernelVariant
-from .output_buffers import MuBufferPool, OutputBuffer, OutputBufferPool
-from .triton_launch import KernelLaunch, TritonKernel
+from .dry import DryRule
+from .params import CompiledSettings, StepName
+
+SORT_SIZES = (
+    128,
+    512,
+    1024,
+    2048,
+)  # how many candidates a program sorts: twice the tokens it can be asked for
+GATHER_SIZE = 1024  # how many it gathers where top-k does not say how many there are
+
+STEPS_IN_TOP_K_VARIANT = frozenset[StepName](
+    {"top_p", "top_a", "min_p", "skew"}
+)  # after top-k not worth a kernel of their own
+THRESHOLD_STEPS = frozenset[StepName]({"top_p", "top_a", "min_p", "mirostat"})
+STEPS_BEFORE_MIROSTAT = frozenset[StepName]({"tfs", "typical"})
+
+
+class SamplingKernelVariant(NamedTuple):
+    """Which kernel a row needs: how many candidates it sorts, for rows without top-k, with every step."""
+
+    sort_size: int
+    full_vocab: bool
+    all_steps: bool
+
+
+@lru_cache(maxsize=1024)
+def variant_of(compiled: CompiledSettings, width: int, num_top: int) -> SamplingKernelVariant | None:
+    """The lane of a plan for a vocabulary; None if it must go another way."""
+    num_sorted, full_vocab, all_steps = num_top, False, False
+    if 0 < compiled.top_k < width:
+        num_sorted, all_steps = max(num_top, compiled.top_k), not compiled.steps <= STEPS_IN_TOP_K_VARIANT
+    elif not compiled.greedy:
+        full_vocab, all_steps = True, not compiled.steps <= THRESHOLD_STEPS
+        thresholds = compiled.steps & (
+            THRESHOLD_STEPS - {"mirostat"} if compiled.steps & STEPS_BEFORE_MIROSTAT else THRESHOLD_STEPS
+        )
+        if all_steps and not thresholds:
+            return None  # those steps are for few tokens, and nothing makes them few
+        num_sorted = max(num_top, GATHER_SIZE // 2 if all_steps else 0)
+    sort_size = next((size for size in SORT_SIZES if size >= 2 * num_sorted), 0)
+    return (
+        SamplingKernelVariant(sort_size, full_vocab, all_steps) if sort_size and width <= MAX_VOCAB else None
+    )
+
+
+@lru_cache(maxsize=64)
+def param_table(plans: tuple[CompiledSettings, ...], device: torch.device) -> Tensor:
+    """The numbers of some plans (rows, TABLE) in float64; kept, because the next step asks for the same."""
+    rows = torch.tensor([param_row_of(compiled) for compiled in plans], dtype=torch.float64)
+    return (rows.pin_memory() if device.type == "cuda" else rows).to(device, non_blocking=True)
+
+
+def param_row_of(compiled: CompiledSettings) -> tuple[float, ...]:
+    flags = sum(STEP_FLAGS[step] for step in compiled.steps) + compiled.greedy * STEP_FLAGS["greedy"]
+    rule = compiled.penalty_rule
+    rates = (1.0, 0.0, 0.0) if rule is None else (rule.repetition, rule.frequency, rule.presence)
+    return (*compiled.param_row, flags, compiled.mirostat, *rates, *_dry_columns(compiled.dry_rule))
+
+
+def _dry_columns(rule: DryRule | None) -> tuple[float, ...]:
+    if rule is None:
+        return (0.0, 1.0, 0.0, 0.0, 0.0)
+    return (rule.multiplier, rule.base, rule.allowed_length, rule.max_match_length, rule.search_range)
+
+
+BUFFERS_PER_BLOCK = 32  # cut at a time
+ALIGN_ELEMENTS = 16  # numbers after which an address is a multiple of 16 bytes
+
+
+def allocate_buffers(count: int, dtype: torch.dtype, device: torch.device, pinned: bool = False) -> Tensor:
+    """Memory for SHEETS times this many numbers (SHEETS, more), whose rows are aligned."""
+    padded = -(-count // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
+    with torch.inference_mode(False):  # it outlives the call that it is made in
+        return torch.empty(BUFFERS_PER_BLOCK, padded, dtype=dtype, device=device, pin_memory=pinned)
+
+
+class HostTokens:
+    """Tokens (rows,) that a kernel writes on the host; to be read after the event."""
+
+    __slots__ = ("_event", "_tokens")
+
+    def __init__(self, tokens: NDArray[np.int64], event: Any) -> None:
+        self._tokens, self._event = tokens, event
+
+    def tolist(self) -> list[int]:
+        """The tokens; waits for the kernel."""
+        if self._event is not None:
+            self._event.synchronize()
+        tokens: list[int] = self._tokens.tolist()
+        return tokens
+
+
+class OutputBuffer(NamedTuple):
+    """Memory for the tokens of a batch, their probabilities, and the tokens once more, for the host."""
+
+    tokens: Tensor
+    probs: Tensor
+    host_copy: Tensor
+    addresses: tuple[int, int, int]
+    host_tokens: HostTokens
+
+
+class OutputBufferPool:
+    """Sheets for batches of one size, on one stream of a device; `event` is recorded after each use."""
+
+    def __init__(self, count: int, device: torch.device, event: Any) -> None:
+        self._count, self._device, self._event = count, device, event
+        self._unused: list[OutputBuffer] = []
+
+    def next(self) -> OutputBuffer:
+        """One that nobody else has."""
+        self.refill()
+        return self._unused.pop()
+
+    def refill(self) -> None:
+        """Have some ready; best done while the device has enough to do."""
+        if not self._unused:
+            self._allocate()
+
+    def _allocate(self) -> None:
+        device, count, pinned = self._device, self._count, self._device.type == "cuda"
+        blocks = [
+            allocate_buffers(count, torch.int64, device),
+            allocate_buffers(count, torch.float32, device),
+        ]
+        blocks.append(allocate_buffers(count, torch.int64, torch.device("cpu"), pinned))
+        blocks[2][0].copy_(blocks[0][0], non_blocking=True)  # torch must know that the stream writes there
+        for tokens, probs, host_copy in zip(*[part[:, :count].unbind() for part in blocks], strict=True):
+            addresses = (tokens.data_ptr(), probs.data_ptr(), host_copy.data_ptr())
+            self._unused.append(
+                OutputBuffer(tokens, probs, host_copy, addresses, HostTokens(host_copy.numpy(), self._event))
+            )
+
+
+class MuBufferPool:
+    """Sheets for mirostat's targets (rows,)."""
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._count, self._device = count, device
+        self._unused: list[Tensor] = []
+
+    def next(self) -> Tensor:
+        """One that nobody else has."""
+        if not self._unused:
+            block = allocate_buffers(self._count, torch.float64, self._device)
+            self._unused.extend(block[:, : self._count].unbind())
+        return self._unused.pop()
+
+
+MIN_BUFFER_WORDS = 1024
+WORD_BYTES = 8  # bytes
+BUFFERS_PER_CHUNK = 8  # buffers for which it is asked at once whether they have arrived
+MAX_CHUNK_WORDS = 1 << 16  # words in a bundle of more than one
+
+WordArray = NDArray[np.int64]
+
+
+class StagingRing:
+    """Sends int64 words to one device, for work that is queued on one stream.
+
+    What is sent replaces what was sent before, when the device comes to it.
+    """
+
+    def __init__(self, device: torch.device, stream: int = 0) -> None:
+        """To a device, on the current stream, whose handle is given."""
+        self._device, self._stream = device, stream
+        self._rings_by_size: dict[int, _SizedRing] = {}
+
+    def upload(self, words: WordArray, extra: array[int]) -> Tensor:
+        """Words and some more on the device, in one tensor that may be longer."""
+        count = words.size + len(extra)
+        size = max(MIN_BUFFER_WORDS, 1 << (count - 1).bit_length())
+        ring = self._rings_by_size.get(size)
+        if ring is None:
+            ring = self._rings_by_size[size] = _SizedRing(size, self._device, self._stream)
+        return ring.upload(words, extra)
+
+
+class _PinnedChunk:
+    """Some buffers on the host, each with its words as numpy has them, and the event that all arrived."""
+
+    def __init__(self, size: int, pinned: bool) -> None:
+        count = max(1, min(BUFFERS_PER_CHUNK, MAX_CHUNK_WORDS // size))
+        buffers = torch.zeros(count, size, dtype=torch.int64, pin_memory=pinned).unbind()
+        cuda: Any = torch.cuda  # its events have no types
+        self.buffers = [(buffer, buffer.numpy(), ctypes.c_void_p(buffer.data_ptr())) for buffer in buffers]
+        self.copied_event: Any = cuda.Event() if pinned else None
+
+    def is_free(self) -> bool:
+        return self.copied_event is None or bool(self.copied_event.query())
+
+
+class _SizedRing:
+    """Buffers of one size: one on the device, and as many on the host as are on their way at a time."""
+
+    def __init__(self, size: int, device: torch.device, stream: int) -> None:
+        self._size, self._pinned = size, device.type == "cuda"
+        self._in_flight: deque[_PinnedChunk] = deque()
+        with torch.inference_mode(False):  # they outlive the call that they are made in
+            self._device_buffer = torch.empty(size, dtype=torch.int64, device=device)
+        self._chunk = self._new_chunk()
+        self._unused = list(self._chunk.buffers)
+        library = cuda_driver() if self._pinned else None
+        self._memcpy_h2d: Any = None if library is None else library.cuMemcpyHtoDAsync_v2
+        self._device_address, self._stream = (
+            ctypes.c_void_p(self._device_buffer.data_ptr()),
+            ctypes.c_void_p(stream),
+        )
+
+    def upload(self, words: WordArray, extra: array[int]) -> Tensor:
+        if not self._unused:
+            self._chunk = self._reusable_chunk()
+            self._unused.extend(self._chunk.buffers)
+        buffer, values, host_address = self._unused.pop()
+        count = words.size
+        values[:count] = words
+        if extra:
+            values[count : count + len(extra)] = np.frombuffer(extra, np.int64)
+            count += len(extra)
+        # Without torch's preparations; what the driver refuses, torch does, or says why not.
+        if self._memcpy_h2d is None or self._memcpy_h2d(
+            self._device_address, host_address, count * WORD_BYTES, self._stream
+        ):
+            self._device_buffer.copy_(buffer, non_blocking=True)
+        if not self._unused:
+            if self._chunk.copied_event is not None:
+                self._chunk.copied_event.record()
+            self._in_flight.append(self._chunk)
+        return self._device_buffer
+
+    def _reusable_chunk(self) -> _PinnedChunk:
+        """The buffers sent longest ago if they have arrived, else new ones."""
+        return self._in_flight.popleft() if self._in_flight[0].is_free() else self._new_chunk()
+
+    def _new_chunk(self) -> _PinnedChunk:
+        with torch.inference_mode(False):
+            chunk = _PinnedChunk(self._size, self._pinned)
+        self._device_buffer.copy_(
+            chunk.buffers[0][0], non_blocking=True
+        )  # torch must know that the stream reads it
+        return chunk
+
 
 EDIT_PROGRAMS = 256  # that edit at a time, about: two for each multiprocessor of a large GPU
 EDIT_TILE = 4096  # columns that one of them loads at a time

@@ -19,6 +19,17 @@ from .penalties import PenaltyRule, PenaltyTerms, apply_penalties
 from .request import SamplingRequest
 from .vocabulary import SamplerVocabulary
 
+
+def mix_logits(positive: Tensor, negative: Tensor, scale: Tensor) -> Tensor:
+    """scale · log p(wanted) + (1 - scale) · log p(unwanted) for rows (rows, vocab) and scales (rows, 1).
+
+    1 is the first prompt alone, 0 the second; more than 1 moves away from the second. What the first
+    excludes stays excluded.
+    """
+    mixed = scale * torch.log_softmax(positive, -1) + (1.0 - scale) * torch.log_softmax(negative, -1)
+    return mixed.masked_fill_(positive == -torch.inf, -torch.inf)
+
+
 BITS_PER_WORD = 32
 
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from ..errors import BadLogits
 from ..kernels.sampling_layout import INFINITE_LOGITS, NAN_LOGITS, NO_TOKEN_ALLOWED, TOO_MANY_CANDIDATES
-from .output_buffers import HostTokens
-from .settings import Settings
+from .settings import VERSION_STAMPS, Settings
 from .state import SamplerState
-from .version_stamps import VERSION_STAMPS
+
+if TYPE_CHECKING:
+    from .gpu_kernels import HostTokens
+
 
 FAILURE_MESSAGES = {
     NO_TOKEN_ALLOWED: (

@@ -20,7 +20,24 @@ from torch import Tensor
 
 from ..errors import InputError, report_unknown_attribute
 from .params import CompiledSettings, check_settings, compile_settings
-from .version_stamps import VERSION_STAMPS
+
+
+class VersionStamps:
+    """Hands out objects that are equal to no other."""
+
+    def __init__(self) -> None:
+        self.latest: object = None
+        self.latest_mask_change: object = None
+        """Another one whenever any row got or lost a mask."""
+
+    def new_stamp(self) -> object:
+        """Another edition; to be asked for when the change is made."""
+        self.latest = stamp = object()
+        return stamp
+
+
+VERSION_STAMPS = VersionStamps()
+
 
 VOCAB_MULTIPLE = 32  # models pad their vocabularies; a bias made here is long enough for the padded one
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from .dry import DryIndex, DryRule
 from .penalties import PenaltyRule, PenaltyTerms, PenaltyWindow
 from .rng import PhiloxStream, check_seed
-from .settings import Settings
-from .version_stamps import VERSION_STAMPS
+from .settings import VERSION_STAMPS, Settings
 
 MU_HISTORY_LENGTH = 256  # how many mirostat targets a rewind can go back
 

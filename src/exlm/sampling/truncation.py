@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..kernels.sampling_layout import TFS_MIN_PROB, THRESHOLD_TOLERANCE
+from ..kernels.sampling_layout import GREEDY_BELOW_TEMPERATURE, TFS_MIN_PROB, THRESHOLD_TOLERANCE
 from .candidates import BatchParams, Candidates
 
 
@@ -83,3 +83,62 @@ TRUNCATIONS: tuple[tuple[str, TruncationFn], ...] = (
     ("tfs", tfs),
     ("typical", typical),
 )
+
+
+def mirostat(c: Candidates, mus: Tensor, active: Tensor | None) -> None:
+    """Tokens no more surprising, in bits, than each row's target (rows, 1); at least the most probable."""
+    min_prob = torch.exp2(-mus) * (1.0 - THRESHOLD_TOLERANCE)
+    c.keep_and_renormalize(c.p >= torch.minimum(min_prob, c.p.amax(-1, keepdim=True)), active)
+
+
+def updated_mus(mus: Tensor, tau: Tensor, eta: Tensor, p: Tensor) -> Tensor:
+    """The targets after tokens of probability p were picked."""
+    return mus + eta * (tau + p.log2())
+
+
+def final_temperature(c: Candidates, params: BatchParams, active: Tensor | None) -> None:
+    """Probabilities to the power of one over the temperature."""
+    _apply_temperature(c, params["final_temperature"].expand(len(c.p), 1), active)
+
+
+def dynamic_temperature(c: Candidates, params: BatchParams, active: Tensor | None) -> None:
+    """A temperature between min_temp and max_temp, by how near the candidates are to equally probable.
+
+    Below 0.01 it leaves only the most probable token, as everywhere.
+    """
+    entropy = -torch.special.xlogy(c.p, c.p).sum(-1, keepdim=True)
+    count = (c.p > 0).sum(-1, keepdim=True)
+    max_entropy = torch.where(count > 1, count.double().log(), 1.0)
+    relative_entropy = (entropy / max_entropy).clamp(0.0, 1.0) ** params["exponent"]
+    _apply_temperature(
+        c, params["min_temp"] + (params["max_temp"] - params["min_temp"]) * relative_entropy, active
+    )
+
+
+def _apply_temperature(c: Candidates, temperature: Tensor, active: Tensor | None) -> None:
+    if active is not None:
+        temperature = torch.where(active, temperature, 1.0)
+    top, top_column = c.p.max(-1, keepdim=True)
+    power = (c.p / top).log() / temperature.clamp_min(GREEDY_BELOW_TEMPERATURE)
+    is_top = torch.arange(c.p.shape[1], device=c.p.device) == top_column
+    weights = torch.where((temperature >= GREEDY_BELOW_TEMPERATURE) | is_top, power, -torch.inf).exp()
+    c.p = weights / weights.sum(-1, keepdim=True)
+
+
+def xtc(c: Candidates, params: BatchParams, exempt: Tensor | None) -> None:
+    """Scale down all but the least probable token above the threshold; `spared` ones (rows, k) never count.
+
+    Rows that do not use it have a probability of exclusion of 0, which changes nothing.
+    """
+    above_threshold = (c.p >= params["xtc_threshold"] * (1.0 - THRESHOLD_TOLERANCE)) & (c.p > 0)
+    if exempt is not None:
+        above_threshold &= ~exempt
+    lowest_prob = torch.where(above_threshold, c.p, torch.inf).amin(-1, keepdim=True)
+    columns = torch.arange(c.p.shape[1], device=c.p.device)
+    # Of equally probable tokens the last one stays, which in descending order is the last of all.
+    kept_column = torch.where(above_threshold & (c.p == lowest_prob), columns, -1).amax(-1, keepdim=True)
+    excluded = above_threshold & (columns != kept_column)
+    mass = torch.where(excluded, c.p, 0.0).sum(-1, keepdim=True)
+    probability = params["xtc_probability"]
+    scale_up = 1.0 + probability * mass / (1.0 - mass).clamp_min(1e-300)
+    c.p = c.p * torch.where(excluded, 1.0 - probability, scale_up)

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exlm.kernels.sampling_layout import HEADER_OFFSETS, HEADER_WORDS, MAX_DRY_PENALTY
-from exlm.sampling import Settings, device_token_history
-from exlm.sampling.device_token_history import OUT_OF_VOCAB, DeviceTokenHistory
-from exlm.sampling.kernel_params import param_row_of
+from exlm.sampling import Settings, gpu_batch
+from exlm.sampling.gpu_batch import OUT_OF_VOCAB, DeviceTokenHistory
+from exlm.sampling.gpu_kernels import param_row_of
 from tests.sampling import oracle
 from tests.sampling.random_inputs import neutral
 
@@ -99,7 +99,7 @@ def test_costs_stay_finite() -> None:
 @pytest.fixture(scope="module", autouse=True)
 def _small_capacity() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_token_history, "MIN_CAPACITY", 4)
+        patch.setattr(gpu_batch, "MIN_HISTORY_CAPACITY", 4)
         yield
 
 

@@ -6,19 +6,11 @@ import ctypes
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from exlm.errors import KernelError
-from exlm.sampling.output_buffers import (
-    ALIGN_ELEMENTS,
-    BUFFERS_PER_BLOCK,
-    HostTokens,
-    MuBufferPool,
-    OutputBufferPool,
-)
-from exlm.sampling.triton_launch import (
+from exlm.kernels.triton_launch import (
     CUDA_ERROR_INVALID_CONTEXT,
     DriverLaunch,
     KernelLaunch,
@@ -121,7 +113,7 @@ def test_a_thread_without_a_cuda_context_creates_it(monkeypatch: pytest.MonkeyPa
         entered.append(1)
         driver.error = 0
 
-    monkeypatch.setattr("exlm.sampling.triton_launch.init_cuda_context", enter)
+    monkeypatch.setattr("exlm.kernels.triton_launch.init_cuda_context", enter)
     ready, x = driver_launcher(compiled_kernel(), driver), torch.zeros(1)
     for _ in range(2):
         ready((1, 1, 1), x, x, 1, 2, 3, 4)
@@ -136,7 +128,7 @@ def test_once_compiled_the_driver_launches(monkeypatch: pytest.MonkeyPatch) -> N
         times.append(1)
         return compiled_kernel()
 
-    monkeypatch.setattr("exlm.sampling.triton_launch.cuda_driver", lambda: driver)
+    monkeypatch.setattr("exlm.kernels.triton_launch.cuda_driver", lambda: driver)
     kernel = TritonKernel({(2, 1, 1): compile_and_launch, (3, 1, 1): compile_and_launch}, 2)
     x, others = torch.zeros(8), [torch.zeros(2) for _ in range(3)]
     for much, rows in ((5, 2), (6, 3)):  # what it was compiled to serves other grids, too
@@ -149,29 +141,52 @@ def test_once_compiled_the_driver_launches(monkeypatch: pytest.MonkeyPatch) -> N
     assert found == expected + [(3, other.data_ptr(), 6) for other in others]
 
 
-@pytest.mark.parametrize("count", [1, 3, ALIGN_ELEMENTS, ALIGN_ELEMENTS + 1])
-def test_output_buffers_are_aligned_and_not_shared(count: int) -> None:
-    with torch.inference_mode():
-        sheets = OutputBufferPool(count, torch.device("cpu"), None)
-        found = [sheets.next() for _ in range(2 * BUFFERS_PER_BLOCK + 1)]
-        targets = MuBufferPool(count, torch.device("cpu"))
-        tensors = [tensor for sheet in found for tensor in sheet[:3]] + [targets.next() for _ in found]
-    for i, tensor in enumerate(tensors):
-        assert tensor.shape == (count,)
-        assert tensor.is_contiguous()
-        assert tensor.data_ptr() % 16 == 0
-        tensor.fill_(i)
-    assert [set(tensor.tolist()) for tensor in tensors] == [{i} for i in range(len(tensors))]
-    for i, sheet in enumerate(found):
-        assert sheet.addresses == tuple(tensor.data_ptr() for tensor in sheet[:3])
-        assert set(sheet.host_tokens.tolist()) == {3 * i + 2}
+class RecordingKernel:
+    """A kernel that tells when it is compiled and when what it was compiled to is launched."""
+
+    def __init__(self, interpreted: bool = False) -> None:
+        self.interpreted = interpreted
+        self.compiled: list[tuple[Any, ...]] = []
+        self.launched: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        def compile_and_launch(*args: Any, **options: Any) -> Any:
+            self.compiled.append((grid, args, options))
+            return None if self.interpreted else CompiledRecordingKernel(self)
+
+        return compile_and_launch
 
 
-def test_host_tokens_wait_for_the_event() -> None:
-    numbers = np.zeros(2, np.int64)
+class CompiledRecordingKernel:
+    """What a `Recorder` was compiled to."""
 
-    class Event:
-        def synchronize(self) -> None:
-            numbers[:] = 7
+    def __init__(self, recorder: RecordingKernel) -> None:
+        self.recorder = recorder
 
-    assert HostTokens(numbers, Event()).tolist() == [7, 7]
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        return lambda *args: self.recorder.launched.append((grid, args))
+
+
+def test_a_kernel_is_compiled_once_for_each_specialization() -> None:
+    recorder = RecordingKernel()
+    kernel, x, other = TritonKernel(recorder, 2, num_warps=4), torch.zeros(8, 64), torch.zeros(2)
+    moves, addresses = (other,), (other.data_ptr(),)
+    first = KernelLaunch(kernel, (8, 1, 1), (3,), (64, 1))
+    first(x, 64, moves, addresses)
+    KernelLaunch(kernel, (5, 1, 1), (4,), (64, 1))(x, 64, moves, addresses)
+    assert recorder.compiled == [((8, 1, 1), (x, other, 64, 3, 64, 1), {"num_warps": 4})]
+    assert recorder.launched == [((5, 1, 1), (x, other, 64, 4, 64, 1))]
+    first(x, 128, moves, addresses)
+    first(x.view(-1)[1:], 64, moves, addresses)
+    KernelLaunch(kernel, (8, 1, 1), (3,), (64, 0))(x, 64, moves, addresses)
+    assert len(recorder.compiled) == 4
+    first(x, 64, moves, addresses)
+    assert len(recorder.compiled) == 4
+
+
+def test_an_interpreted_kernel_is_interpreted_again() -> None:
+    recorder = RecordingKernel(interpreted=True)
+    launch, x = KernelLaunch(TritonKernel(recorder, 1), (2, 1, 1), (), (64,)), torch.zeros(2, 64)
+    for _ in range(3):
+        launch(x, 64, (), ())
+    assert len(recorder.compiled) == 3
