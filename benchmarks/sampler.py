@@ -116,13 +116,13 @@ class Steps:
 
     def sample(self) -> None:
         """Sample, and do not ask what."""
-        self.sampler.sample_batch(self.turn(), self.rows)
+        self.sampler.launch(self.turn(), self.rows)
         for row, token in zip(self.rows, self.likely[self.taken % len(self.likely)], strict=True):
             row.state.accept(token)
 
     def step(self) -> None:
         """Sample, fetch, append."""
-        tokens = self.sampler.sample_batch(self.turn(), self.rows).tolist()
+        tokens = self.sampler.sample_batch(self.turn(), self.rows).tokens
         for row, token in zip(self.rows, tokens, strict=True):
             row.state.accept(token)
 

@@ -16,9 +16,8 @@ from torch import Tensor
 from exlm import Settings, Tokenizer
 from exlm.generator.engine import EngineCore
 from exlm.generator.page_table import PageTable
-from exlm.generator.results import AsyncTokenCopy
-from exlm.sampling import Sampler, SamplerOutput, SamplingRequest
-from exlm.sampling.request import TOO_MANY_CANDIDATES
+from exlm.kernels.sampling_layout import TOO_MANY_CANDIDATES
+from exlm.sampling import PendingOutput, Sampler, SamplerOutput, SamplingRequest
 from tests.generator.engine_fuzz import (
     EngineFuzz,
     SpecsWithResults,
@@ -75,13 +74,13 @@ def test_a_batch_runs_ahead_and_a_finished_job_costs_no_pass() -> None:
 
 def test_the_next_pass_is_launched_before_the_tokens_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = make_engine()
-    fetch = AsyncTokenCopy.wait
+    wait = PendingOutput.wait
 
-    def logged(tray: AsyncTokenCopy, picks: SamplerOutput) -> Any:
+    def logged(pending: PendingOutput) -> SamplerOutput:
         pass_log(machine).append(("fetch", 0, 0))
-        return fetch(tray, picks)
+        return wait(pending)
 
-    monkeypatch.setattr(AsyncTokenCopy, "wait", logged)
+    monkeypatch.setattr(PendingOutput, "wait", logged)
     run(machine, job("abc", 4))
     assert pass_kinds(machine) == ["prefill", "decode", *["ahead", "fetch"] * 3, "fetch"]
 
@@ -150,7 +149,7 @@ def test_a_step_that_is_interrupted_is_taken_again(monkeypatch: pytest.MonkeyPat
     machine.enqueue(one)
     machine.step()
     with monkeypatch.context() as broken:
-        broken.setattr(AsyncTokenCopy, "wait", interrupted)
+        broken.setattr(PendingOutput, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             machine.step()
     assert one.new_tokens == 1
@@ -193,15 +192,15 @@ def test_a_failed_token_in_flight_harms_no_other_job() -> None:
 
 
 class ResamplingSampler(Sampler):
-    """Some rows are too much for its kernel; it picks them again, from the logits as they were."""
+    """Some rows have too many candidates for its kernel and are drawn again from the same logits."""
 
-    def sample_batch(self, logits: Tensor, rows: Sequence[SamplingRequest]) -> SamplerOutput:
-        picks = super().sample_batch(logits, rows)
-        for place in range(len(rows)):
-            if len(rows[place].state) % 3 == place:
-                picks.tokens[place] = TOO_MANY_CANDIDATES
-        picks.resample = lambda places: Sampler.sample_batch(self, logits[places], [rows[i] for i in places])
-        return picks
+    def launch(self, logits: Tensor, requests: Sequence[SamplingRequest]) -> PendingOutput:
+        pending = super().launch(logits, requests)
+        for row, request in enumerate(requests):
+            if len(request.state) % 3 == row:
+                pending.tokens[row] = TOO_MANY_CANDIDATES
+        pending.saved_logits = logits.clone()
+        return pending
 
 
 def test_a_row_is_resampled_from_the_same_logits() -> None:

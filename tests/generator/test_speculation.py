@@ -24,7 +24,7 @@ from exlm.generator.speculative import (
     round_draft_length,
 )
 from exlm.generator.token_sequence import TokenSequence
-from exlm.sampling import Sampler, SamplerOutput, SamplingRequest, Settings
+from exlm.sampling import PendingOutput, Sampler, SamplingRequest, Settings
 from tests.generator.test_engine import TOKENIZER, Script, alphabet, job, make_engine, run, streaming_results
 from tests.generator.toy_model import VOCAB, AsyncToyRunner, ToyRunner
 
@@ -304,9 +304,9 @@ class CountingSampler(Sampler):
         super().__init__(*arguments)
         self.sizes: list[int] = []
 
-    def sample_batch(self, logits: torch.Tensor, rows: Sequence[SamplingRequest]) -> SamplerOutput:
-        self.sizes.append(len(rows))
-        return super().sample_batch(logits, rows)
+    def launch(self, logits: torch.Tensor, requests: Sequence[SamplingRequest]) -> PendingOutput:
+        self.sizes.append(len(requests))
+        return super().launch(logits, requests)
 
 
 def test_greedy_drafts_are_verified_in_one_call() -> None:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from exlm.sampling import Sampler, SamplerState, SamplingRequest, Settings
-from exlm.sampling import gpu_kernels as fused
+from exlm.sampling import Sampler, SamplerState, SamplingRequest, Settings, gpu_kernels
 from tests.sampling.random_inputs import ToyTokenizer, neutral
 
 ALL_SETTINGS: list[dict[str, Any]] = [
@@ -47,13 +46,13 @@ def test_no_step_synchronizes() -> None:
     x = torch.empty(len(ALL_SETTINGS), 500, device="meta")
     sampler = Sampler(vocab_size=500)
     all_rows = rows(num_top_tokens=3, blocked=[4], allowed=torch.ones(500, dtype=torch.bool))
-    output = sampler.sample_batch(x, all_rows)
-    assert output.tokens.shape == output.probs.shape == (len(ALL_SETTINGS),)
-    assert output.tokens.is_meta
-    assert output.top_tokens is not None
-    assert output.top_tokens.shape == (len(ALL_SETTINGS), 3)
+    drawn = sampler.launch(x, all_rows)._drawn
+    assert drawn.tokens.shape == drawn.probs.shape == (len(ALL_SETTINGS),)
+    assert drawn.tokens.is_meta
+    assert drawn.top_tokens is not None
+    assert drawn.top_tokens.shape == (len(ALL_SETTINGS), 3)
     for place, row in enumerate(all_rows):
-        alone = sampler.sample_batch(x[place : place + 1], [row])
+        alone = sampler.launch(x[place : place + 1], [row])
         assert alone.tokens.is_meta
 
 
@@ -65,7 +64,7 @@ def test_cfg_and_packed_masks_do_not_synchronize() -> None:
         SamplingRequest(settings, SamplerState(), uses_cfg=True),
         SamplingRequest(neutral(), SamplerState(), allowed=words),
     ]
-    assert Sampler(ToyTokenizer()).sample_batch(x, asked).tokens.is_meta
+    assert Sampler(ToyTokenizer()).launch(x, asked).tokens.is_meta
 
 
 @pytest.mark.gpu
@@ -74,9 +73,10 @@ def test_gpu_and_cpu_draw_the_same_tokens() -> None:
     for step in (None, 0.25):
         logits = x if step is None else (x / step).round() * step
         here = Sampler(vocab_size=490).sample_batch(logits, rows(num_top_tokens=3))
-        there = Sampler(vocab_size=490).sample_batch(logits.cuda(), rows(num_top_tokens=3))
-        assert there.tokens.is_cuda
-        assert there.tolist() == here.tolist()
+        pending = Sampler(vocab_size=490).launch(logits.cuda(), rows(num_top_tokens=3))
+        there = pending.wait()
+        assert pending.tokens.is_cuda
+        assert there.tokens == here.tokens
         torch.testing.assert_close(there.probs.cpu(), here.probs, atol=1e-5, rtol=1e-4)
         assert here.top_tokens is not None
         assert there.top_tokens is not None
@@ -88,7 +88,7 @@ def test_gpu_and_cpu_draw_the_same_tokens() -> None:
 @pytest.mark.parametrize("fast", [True, False])
 def test_gpu_sampling_never_synchronizes(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not fast:
-        monkeypatch.setattr(fused, "has_kernels_for", lambda device: False)
+        monkeypatch.setattr(gpu_kernels, "has_kernels_for", lambda device: False)
     sampler = Sampler(vocab_size=500)
     x = torch.randn(len(ALL_SETTINGS), 500, device="cuda")
     asked = rows(num_top_tokens=3)  # as before: each kernel takes seconds to compile
@@ -97,9 +97,9 @@ def test_gpu_sampling_never_synchronizes(fast: bool, monkeypatch: pytest.MonkeyP
         row.state.accept(7)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        output = sampler.sample_batch(x, asked)
-        greedy = sampler.sample_batch(x[:1], [SamplingRequest(Settings.greedy(), SamplerState())])
+        pending = sampler.launch(x, asked)
+        greedy = sampler.launch(x[:1], [SamplingRequest(Settings.greedy(), SamplerState())])
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert min(output.tolist()) >= 0
-    assert greedy.tolist() == x[0].argmax().unsqueeze(0).tolist()
+    assert min(pending.wait().tokens) >= 0
+    assert greedy.wait().tokens == x[0].argmax().unsqueeze(0).tolist()

@@ -61,7 +61,8 @@ def test_draws_follow_the_distribution(changes: dict[str, Any]) -> None:
             SamplingRequest(settings, SamplerState(settings, 1000 + seed))
             for seed in range(start, start + BATCH)
         ]
-        counts += sampler.sample_batch(x.expand(BATCH, -1), rows).tokens.bincount(minlength=WIDTH)
+        tokens = sampler.launch(x.expand(BATCH, -1), rows).tokens
+        counts += tokens.bincount(minlength=WIDTH)
     assert excess(counts, oracle.distribution(x[0].tolist(), settings)) < 1.0
 
 
@@ -71,7 +72,7 @@ def test_one_text_follows_the_distribution_over_its_positions() -> None:
     sampler, counts = Sampler(), torch.zeros(30)
     state = SamplerState(settings, 42)
     for _ in range(4000):
-        (token,) = sampler.sample_batch(x, [SamplingRequest(settings, state)]).tolist()
+        (token,) = sampler.sample_batch(x, [SamplingRequest(settings, state)]).tokens
         counts[token] += 1
         state.accept(token)
     assert excess(counts, oracle.distribution(x[0].tolist(), settings)) < 1.0
@@ -83,7 +84,7 @@ def test_skew_favours_or_avoids_unlikely_tokens(skew: float, likelier: bool) -> 
     settings = neutral(skew=skew)
     x = torch.tensor([[0.1, 0.6, 0.3]]).log()
     rows = [SamplingRequest(settings, SamplerState(settings, seed)) for seed in range(20_000)]
-    counts = Sampler().sample_batch(x.expand(20_000, -1), rows).tokens.bincount(minlength=3)
+    counts = Sampler().launch(x.expand(20_000, -1), rows).tokens.bincount(minlength=3)
     power = float(torch.tensor(skew).exp())
     p = {1: 0.6**power, 2: 0.9**power - 0.6**power, 0: 1.0 - 0.9**power}
     assert (p[1] > 0.6) == likelier

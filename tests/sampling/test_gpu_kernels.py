@@ -10,9 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from exlm.sampling import Sampler, SamplerOutput, SamplerState, SamplingRequest, Settings, gpu_kernels
+from exlm.kernels.sampling_layout import TOO_MANY_CANDIDATES
+from exlm.sampling import (
+    PendingOutput,
+    Sampler,
+    SamplerOutput,
+    SamplerState,
+    SamplingRequest,
+    Settings,
+    gpu_kernels,
+)
 from exlm.sampling.gpu_kernels import variant_of
-from exlm.sampling.request import TOO_MANY_CANDIDATES
 from tests.sampling.random_inputs import EDIT_VALUES, STEP_VALUES, neutral, random_logits, random_settings
 
 ON_GPU = torch.cuda.is_available()
@@ -78,7 +86,8 @@ def make_requests(kinds: list[dict[str, Any]], text: list[int] | None = None) ->
 
 
 def sample_with_torch(x: Tensor, rows: list[SamplingRequest], sampler: Sampler) -> SamplerOutput:
-    return sampler._sample_with_torch(sampler._checked_logits(x, len(rows)), rows)
+    drawn = sampler._sample_with_torch(sampler._checked_logits(x, len(rows)), rows)
+    return PendingOutput(sampler, rows, drawn).wait()
 
 
 def compare_with_torch(
@@ -87,7 +96,7 @@ def compare_with_torch(
     """The same rows by kernels and by the plain way on the CPU."""
     sampler = Sampler(vocab_size=width)
     found, wanted = sampler.sample_batch(x.to(DEVICE), rows), sample_with_torch(x, same, sampler)
-    assert found.tolist() == wanted.tolist()
+    assert found.tokens == wanted.tokens
     torch.testing.assert_close(found.probs.cpu(), wanted.probs, atol=1e-6, rtol=1e-5)
     if wanted.top_probs is not None and found.top_probs is not None:
         torch.testing.assert_close(found.top_probs.cpu(), wanted.top_probs, atol=1e-6, rtol=1e-5)
@@ -124,7 +133,7 @@ def test_device_state_follows_the_text() -> None:
                 row.state.accept(token)
         x = torch.randn(3, 400) * 0.5 - torch.linspace(0.0, 3.0, 400)
         found, wanted = sampler.sample_batch(x.to(DEVICE), here), sample_with_torch(x, there, sampler)
-        assert found.tolist() == wanted.tolist()
+        assert found.tokens == wanted.tokens
         assert here[2].state.mirostat_mu == pytest.approx(there[2].state.mirostat_mu)
 
 
@@ -134,7 +143,7 @@ def test_a_changed_bias_counts() -> None:
     sampler, x = Sampler(), torch.zeros(1, 100, device=DEVICE)
     for token in (7, 20):
         bias[token] += token
-        assert sampler.sample_batch(x, [SamplingRequest(settings, SamplerState())]).tolist() == [token]
+        assert sampler.sample_batch(x, [SamplingRequest(settings, SamplerState())]).tokens == [token]
 
 
 @pytest.mark.parametrize(
@@ -147,13 +156,13 @@ def test_a_row_with_bad_logits_fails_alone(kind: dict[str, Any]) -> None:
     x[3, 7] = torch.inf
     x[4, 7] = -torch.nan
     sampler = Sampler()
-    found = sampler.sample_batch(x.to(DEVICE), make_requests([kind] * 6)).tolist()
+    found = sampler.sample_batch(x.to(DEVICE), make_requests([kind] * 6)).tokens
     if "blocked" in kind:
         x[1, 3] = -torch.inf
     assert found[2:5] == [-2, -3, -2]
     assert found[1] == (3 if "blocked" in kind else -1)
     assert [found[0], found[5]] == [
-        sample_with_torch(x, make_requests([kind] * 6), sampler).tolist()[place] for place in (0, 5)
+        sample_with_torch(x, make_requests([kind] * 6), sampler).tokens[place] for place in (0, 5)
     ]
 
 
@@ -161,18 +170,23 @@ def test_rows_with_too_many_candidates_are_resampled_with_torch() -> None:
     x = torch.randn(3, 5000) * 0.1
     kinds: list[dict[str, Any]] = [
         {"min_p": 0.05, "xtc_probability": 0.5, "num_top_tokens": 2},
-        {"top_k": 5},
+        {"top_k": 5, "num_top_tokens": 4},
         {},
     ]
     sampler = Sampler()
-    output = sampler.sample_batch(x.to(DEVICE), make_requests(kinds))
-    assert int(output.tokens[0]) == TOO_MANY_CANDIDATES
+    logits = x.to(DEVICE, copy=True)
+    pending = sampler.launch(logits, make_requests(kinds))
+    assert int(pending.tokens[0]) == TOO_MANY_CANDIDATES
+    logits.zero_()  # as the next pass does
+    output = pending.wait()
+    assert output.resampled
     wanted = sample_with_torch(x, make_requests(kinds), sampler)
-    assert output.tolist() == wanted.tolist() == output.tokens.tolist()
+    assert output.tokens == wanted.tokens == pending.tokens.tolist()
     torch.testing.assert_close(output.probs.cpu(), wanted.probs, atol=1e-6, rtol=1e-5)
     assert output.top_tokens is not None
     assert wanted.top_tokens is not None
-    assert output.top_tokens[0].tolist() == wanted.top_tokens[0].tolist()
+    assert output.top_tokens[0, :2].tolist() == wanted.top_tokens[0, :2].tolist()
+    assert output.top_tokens[1].tolist() == wanted.top_tokens[1].tolist()
 
 
 @pytest.mark.gpu
@@ -198,25 +212,27 @@ def test_random_rows(width: int, top_k: int) -> None:
 
         found, wanted = sampler.sample_batch(x.cuda(), batch()), sampler.sample_batch(x, batch())
         rows += 16
-        other += sum(a != b for a, b in zip(found.tolist(), wanted.tolist(), strict=True))
-        alike = torch.tensor(found.tolist()) == torch.tensor(wanted.tolist())
+        other += sum(a != b for a, b in zip(found.tokens, wanted.tokens, strict=True))
+        alike = torch.tensor(found.tokens) == torch.tensor(wanted.tokens)
         close = torch.isclose(found.probs.cpu(), wanted.probs, atol=1e-6, rtol=1e-3)
         assert bool(close[alike].float().mean() > 0.95)
     assert other <= rows // 100
 
 
 @pytest.mark.gpu
-def test_a_batch_in_steady_state() -> None:
+def test_a_batch_in_steady_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a server sees: step after step of the same rows, none of which want top tokens."""
     chat = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "token_repetition_penalty": 1.1}
     here, there = make_requests([chat] * 5), make_requests([chat] * 5)
     sampler = Sampler()
+    monkeypatch.setattr("exlm.sampling.sampler.copy_to_host", None)  # the kernel writes to the host itself
     for _ in range(40):
         x = torch.randn(5, 152064) * 3.0
-        found, wanted = sampler.sample_batch(x.cuda(), here), sample_with_torch(x, there, sampler)
-        assert found.host_tokens is not None
-        assert found.tolist() == wanted.tolist() == found.tokens.tolist()
-        for row, token in zip(here + there, found.tolist() * 2, strict=True):
+        pending, wanted = sampler.launch(x.cuda(), here), sample_with_torch(x, there, sampler)
+        found = pending.wait()
+        assert not found.resampled
+        assert found.tokens == wanted.tokens == pending.tokens.tolist()
+        for row, token in zip(here + there, found.tokens * 2, strict=True):
             row.state.accept(token)
 
 

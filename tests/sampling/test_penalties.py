@@ -153,15 +153,15 @@ def test_settings_are_read_live_and_texts_by_reference_or_by_accepting() -> None
     sampler = Sampler()
     by_history, by_accepting = SamplerState(), SamplerState(None, None, [0])
     text = [0]
-    assert sampler.sample_batch(x, [SamplingRequest(settings, by_history, text)]).tolist() == [1]
-    assert sampler.sample_batch(x, [SamplingRequest(settings, by_accepting)]).tolist() == [1]
+    assert sampler.sample_batch(x, [SamplingRequest(settings, by_history, text)]).tokens == [1]
+    assert sampler.sample_batch(x, [SamplingRequest(settings, by_accepting)]).tokens == [1]
     text.append(1)
     by_accepting.accept(1)
-    assert sampler.sample_batch(x, [SamplingRequest(settings, by_history, text)]).tolist() == [0]
+    assert sampler.sample_batch(x, [SamplingRequest(settings, by_history, text)]).tokens == [0]
     settings.token_repetition_range = 1
-    assert sampler.sample_batch(x, [SamplingRequest(settings, by_history, text)]).tolist() == [0]
+    assert sampler.sample_batch(x, [SamplingRequest(settings, by_history, text)]).tokens == [0]
     text.append(0)
-    assert sampler.sample_batch(x, [SamplingRequest(settings, by_history, text)]).tolist() == [1]
+    assert sampler.sample_batch(x, [SamplingRequest(settings, by_history, text)]).tokens == [1]
     del text[1:]
-    assert sampler.sample_batch(x, [SamplingRequest(settings, by_history, text)]).tolist() == [1]
+    assert sampler.sample_batch(x, [SamplingRequest(settings, by_history, text)]).tokens == [1]
     assert by_history.history == [0]

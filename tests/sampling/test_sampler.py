@@ -49,14 +49,14 @@ def test_a_row_does_not_depend_on_its_batch(width: int) -> None:
         assert torch.equal(x, before)
         for place, settings in enumerate(asked):
             alone = sampler.sample_batch(x[place : place + 1], [rows()[place]])
-            assert alone.tolist() == picks.tolist()[place : place + 1]
+            assert alone.tokens == picks.tokens[place : place + 1]
             assert alone.top_tokens is not None
             assert picks.top_tokens is not None
             assert alone.top_tokens[0].tolist() == picks.top_tokens[place].tolist()
             breakers = settings.dry_sequence_breakers or ()
             edited = oracle.edit_logits(x[place].tolist(), settings, texts[place], breakers=breakers)
             p = oracle.distribution(edited, settings, ignored=settings.xtc_ignore_tokens or ())
-            assert p.get(picks.tolist()[place], 0.0) == pytest.approx(float(picks.probs[place]), abs=1e-3)
+            assert p.get(picks.tokens[place], 0.0) == pytest.approx(float(picks.probs[place]), abs=1e-3)
 
 
 @settings_of_hypothesis(max_examples=30)
@@ -65,8 +65,8 @@ def test_the_order_of_a_batch_does_not_matter(rng: Random, order: list[int]) -> 
     x = random_logits(rng, 4, rng.choice(WIDTHS))
     asked = [random_settings(rng, STEP_VALUES, EDIT_VALUES) for _ in range(4)]
     sampler = Sampler()
-    straight = sampler.sample_batch(x, [row(asked[i], i) for i in range(4)]).tolist()
-    mixed = sampler.sample_batch(x[order], [row(asked[i], i) for i in order]).tolist()
+    straight = sampler.sample_batch(x, [row(asked[i], i) for i in range(4)]).tokens
+    mixed = sampler.sample_batch(x[order], [row(asked[i], i) for i in order]).tokens
     assert mixed == [straight[i] for i in order]
 
 
@@ -74,17 +74,17 @@ def test_a_draw_is_a_function_of_seed_and_position() -> None:
     x = torch.randn(1, 500).expand(64, -1)
     settings = neutral(top_k=0)
     sampler = Sampler()
-    batch = sampler.sample_batch(x, [row(settings, seed) for seed in range(64)]).tolist()
+    batch = sampler.sample_batch(x, [row(settings, seed) for seed in range(64)]).tokens
     assert len(set(batch)) > 30
     for seed in (0, 17, 63):
         state = SamplerState(settings, seed)
         sums = x[0].double().softmax(0).cumsum(0)
-        assert sampler.sample_batch(x[:1], [SamplingRequest(settings, state)]).tolist() == [batch[seed]]
+        assert sampler.sample_batch(x[:1], [SamplingRequest(settings, state)]).tokens == [batch[seed]]
         assert batch[seed] == int((sums <= uniform(seed, 0)).sum())
-        assert sampler.sample_batch(x[:1], [SamplingRequest(settings, state)]).tolist() == [batch[seed]]
+        assert sampler.sample_batch(x[:1], [SamplingRequest(settings, state)]).tokens == [batch[seed]]
         state.accept(5)
         wanted = int((sums <= uniform(seed, 1)).sum())
-        assert sampler.sample_batch(x[:1], [SamplingRequest(settings, state)]).tolist() == [wanted]
+        assert sampler.sample_batch(x[:1], [SamplingRequest(settings, state)]).tokens == [wanted]
 
 
 def test_after_a_rewind_numbers_are_fresh() -> None:
@@ -92,17 +92,17 @@ def test_after_a_rewind_numbers_are_fresh() -> None:
     settings = neutral()
     state = SamplerState(settings, 3, [1, 2])
     sampler = Sampler()
-    first = sampler.sample_batch(x, [SamplingRequest(settings, state)]).tolist()
+    first = sampler.sample_batch(x, [SamplingRequest(settings, state)]).tokens
     state.accept(first[0])
     sampler.sample_batch(x, [SamplingRequest(settings, state)])
     state.truncate(2)
-    second = sampler.sample_batch(x, [SamplingRequest(settings, state)]).tolist()
+    second = sampler.sample_batch(x, [SamplingRequest(settings, state)]).tokens
     assert second != first
     state.truncate(2)
-    assert sampler.sample_batch(x, [SamplingRequest(settings, state)]).tolist() not in (first, second)
+    assert sampler.sample_batch(x, [SamplingRequest(settings, state)]).tokens not in (first, second)
     other = SamplerState(settings, 3, [1, 2])
     other.truncate(2)
-    assert sampler.sample_batch(x, [SamplingRequest(settings, other)]).tolist() == first
+    assert sampler.sample_batch(x, [SamplingRequest(settings, other)]).tokens == first
 
 
 def test_shared_settings_share_no_state() -> None:
@@ -114,8 +114,8 @@ def test_shared_settings_share_no_state() -> None:
     for _ in range(5):
         pair = sampler.sample_batch(
             x, [SamplingRequest(settings, alone), SamplingRequest(settings, other)]
-        ).tolist()
-        single = sampler.sample_batch(x[:1], [SamplingRequest(settings, fresh)]).tolist()
+        ).tokens
+        single = sampler.sample_batch(x[:1], [SamplingRequest(settings, fresh)]).tokens
         assert single == pair[:1]
         alone.accept(pair[0])
         other.accept(pair[1])
@@ -132,7 +132,7 @@ def test_mirostat_follows_its_target_and_is_rewound() -> None:
     state = SamplerState(settings, seed, [1])
     sampler = Sampler()
     assert state.mirostat_mu is None
-    assert sampler.sample_batch(p.log(), [SamplingRequest(settings, state)]).tolist() == [0]
+    assert sampler.sample_batch(p.log(), [SamplingRequest(settings, state)]).tokens == [0]
     assert state.mirostat_mu == pytest.approx(3.0822, abs=1e-4)
     state.accept(0)
     sampler.sample_batch(p.log(), [SamplingRequest(settings, state)])
@@ -150,7 +150,7 @@ def test_greedy_takes_the_first_of_equal_logits() -> None:
     x[1, 200:] = 1.0
     x[2, 299] = 1.0
     picks = Sampler().sample_batch(x, [row(Settings.greedy(), num_top_tokens=2) for _ in range(3)])
-    assert picks.tolist() == [0, 200, 299]
+    assert picks.tokens == [0, 200, 299]
     assert picks.probs.tolist() == [1.0] * 3
     assert picks.top_tokens is not None
     assert picks.top_probs is not None
@@ -169,11 +169,11 @@ def test_a_row_with_bad_logits_fails_alone(changes: dict[str, Any]) -> None:
     settings = neutral(**changes)
     sampler = Sampler()
     picks = sampler.sample_batch(x, [row(settings, seed, num_top_tokens=3) for seed in range(6)])
-    tokens = picks.tolist()
+    tokens = picks.tokens
     assert tokens[1:4] == [-1, -2, -3]
     for seed in (0, 4, 5):
         alone = sampler.sample_batch(x[seed : seed + 1], [row(settings, seed, num_top_tokens=3)])
-        assert alone.tolist() == [tokens[seed]]
+        assert alone.tokens == [tokens[seed]]
     errors = [SamplerOutput.error(token) for token in tokens]
     assert [error is None for error in errors] == [True, False, False, False, True, True]
     assert isinstance(errors[1], BadLogits)
@@ -186,16 +186,16 @@ def test_all_tokens_excluded_by_a_bias_or_by_allowed_tokens() -> None:
     settings = Settings.greedy(token_bias=torch.full((32,), -torch.inf))
     x = torch.randn(3, 32)
     rows = [row(settings), row(Settings.greedy(), allowed=[]), row(Settings.greedy(), allowed=[40])]
-    assert Sampler().sample_batch(x, rows).tolist() == [-1, -1, -1]
+    assert Sampler().sample_batch(x, rows).tokens == [-1, -1, -1]
 
 
 def test_blocked_tokens_are_a_last_resort() -> None:
     x = torch.tensor([[5.0, 4.0, 3.0, 2.0]])
     greedy = Settings.greedy()
     sampler = Sampler()
-    assert sampler.sample_batch(x, [row(greedy, blocked=[0, 1, 99])]).tolist() == [2]
-    assert sampler.sample_batch(x, [row(greedy, blocked=[1], allowed=[1])]).tolist() == [1]
-    assert sampler.sample_batch(x, [row(neutral(), blocked=[1], allowed=[1])]).tolist() == [1]
+    assert sampler.sample_batch(x, [row(greedy, blocked=[0, 1, 99])]).tokens == [2]
+    assert sampler.sample_batch(x, [row(greedy, blocked=[1], allowed=[1])]).tokens == [1]
+    assert sampler.sample_batch(x, [row(neutral(), blocked=[1], allowed=[1])]).tokens == [1]
 
 
 @pytest.mark.parametrize("kind", ["ids", "set", "tensor", "mask", "short mask", "bits"])
@@ -216,13 +216,13 @@ def test_allowed_tokens_in_every_form(kind: str) -> None:
     }[kind]
     x = torch.randn(400, 100)
     picks = Sampler().sample_batch(x, [row(neutral(), seed, allowed=allowed) for seed in range(400)])
-    assert set(picks.tolist()) == set(ids)
+    assert set(picks.tokens) == set(ids)
 
 
 def test_packed_bits_reach_the_sign_bit() -> None:
     words = torch.tensor([-(2**31), 0, 0], dtype=torch.int32)
     x = torch.randn(1, 70)
-    assert Sampler().sample_batch(x, [row(neutral(), allowed=words)]).tolist() == [31]
+    assert Sampler().sample_batch(x, [row(neutral(), allowed=words)]).tokens == [31]
 
 
 def test_padding_is_never_chosen() -> None:
@@ -230,7 +230,7 @@ def test_padding_is_never_chosen() -> None:
     x[:, 60:] = 50.0
     for settings in (neutral(), Settings.greedy(), neutral(top_k=5), neutral(min_p=0.5), neutral(top_p=0.5)):
         picks = Sampler(vocab_size=60).sample_batch(x, [row(settings, seed) for seed in range(200)])
-        assert max(picks.tolist()) < 60
+        assert max(picks.tokens) < 60
     assert Sampler(ToyTokenizer()).vocabulary.width(100) == 15
     assert Sampler().vocabulary.width(100) == 100
 
@@ -243,9 +243,9 @@ def test_bias_is_added_and_must_be_long_enough() -> None:
     other[9] = 3.0
     sampler = Sampler()
     greedy = [Settings.greedy(token_bias=bias), Settings.greedy(token_bias=other)]
-    assert sampler.sample_batch(x, [row(greedy[0]), row(greedy[0])]).tolist() == [7, 7]
-    assert sampler.sample_batch(x, [row(greedy[0]), row(greedy[1])]).tolist() == [7, 9]
-    assert sampler.sample_batch(x, [row(greedy[1]), row(Settings.greedy())]).tolist() == [9, 0]
+    assert sampler.sample_batch(x, [row(greedy[0]), row(greedy[0])]).tokens == [7, 7]
+    assert sampler.sample_batch(x, [row(greedy[0]), row(greedy[1])]).tokens == [7, 9]
+    assert sampler.sample_batch(x, [row(greedy[1]), row(Settings.greedy())]).tokens == [9, 0]
     with pytest.raises(InputError, match="token_bias has 39 entries"):
         sampler.sample_batch(x[:1], [row(Settings.greedy(token_bias=torch.zeros(39)))])
 
@@ -264,7 +264,7 @@ def test_guidance_mixes_pairs() -> None:
     found = dict(zip(picks.top_tokens[1].tolist(), picks.top_probs[1].tolist(), strict=True))
     assert found == pytest.approx(wanted, abs=1e-5)
     one = Sampler().sample_batch(x[1:3], [row(neutral(cfg_scale=1.0), 1, uses_cfg=True)])
-    assert one.tolist() == Sampler().sample_batch(x[1:2], [row(neutral(), 1)]).tolist()
+    assert one.tokens == Sampler().sample_batch(x[1:2], [row(neutral(), 1)]).tokens
     with pytest.raises(InputError, match="cfg_scale"):
         Sampler().sample_batch(x[:2], [row(neutral(), uses_cfg=True)])
 
@@ -274,7 +274,7 @@ def test_guidance_keeps_what_is_excluded_excluded() -> None:
     x[:, 3] = -torch.inf
     x[0, 1] = 5.0
     settings = Settings.greedy(cfg_scale=2.0)
-    assert Sampler().sample_batch(x, [row(settings, uses_cfg=True)]).tolist() == [1]
+    assert Sampler().sample_batch(x, [row(settings, uses_cfg=True)]).tokens == [1]
 
 
 @pytest.mark.parametrize("shape", [(2, 8), (1, 1, 8), (8,)])
@@ -287,12 +287,12 @@ def test_logits_must_fit_the_rows(shape: tuple[int, ...]) -> None:
 
 def test_an_empty_batch_and_half_precision() -> None:
     picks = Sampler().sample_batch(torch.zeros(0, 8), [])
-    assert picks.tolist() == []
+    assert picks.tokens == []
     x = torch.randn(2, 100).bfloat16()
     found = Sampler().sample_batch(x, [row(neutral(top_k=5), seed) for seed in range(2)])
     assert (
-        found.tolist()
-        == Sampler().sample_batch(x.float(), [row(neutral(top_k=5), seed) for seed in range(2)]).tolist()
+        found.tokens
+        == Sampler().sample_batch(x.float(), [row(neutral(top_k=5), seed) for seed in range(2)]).tokens
     )
 
 

@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from ..sampling import SamplerOutput
 from .job import Job
-from .results import AsyncTokenCopy, FetchedTokens
 from .token_sequence import TokenSequence
 
 
@@ -34,7 +32,6 @@ class InFlightDecode:
 
     def __init__(self, runner: DecodeAhead) -> None:
         self._runner = runner
-        self._token_copy = AsyncTokenCopy()
         self.discard()
 
     def discard(self) -> None:
@@ -58,22 +55,13 @@ class InFlightDecode:
             else None
         )
 
-    def launch_next_and_fetch(self, jobs: Sequence[Job], picks: SamplerOutput, logits: Any) -> FetchedTokens:
-        """Launch the pass after the one that gave these logits, then fetch what was picked from them.
+    def launch_next(self, jobs: Sequence[Job], tokens: Any) -> None:
+        """Launch the pass that begins with these tokens (jobs,), which are still on the device.
 
-        For plain jobs; if all of them end here, nothing is launched.
+        For simple jobs; if all of them end here, nothing is launched.
         """
-        self._token_copy.start(picks, logits)
-        for job in jobs:
-            if job.output.new_tokens + 1 < job.max_new_tokens:
-                self._launch(jobs, picks.tokens)
-                break
-        fetched, unchanged = self._token_copy.wait(picks)
-        if not unchanged:
-            self.discard()
-        return fetched
-
-    def _launch(self, jobs: Sequence[Job], tokens: Any) -> None:
+        if not any(job.output.new_tokens + 1 < job.max_new_tokens for job in jobs):
+            return
         sequences = [job.sequences[0] for job in jobs]
         self._past = [len(sequence.ids) for sequence in sequences]
         self._logits = self._runner.decode_next(sequences, self._past, tokens)

@@ -296,25 +296,26 @@ class EngineCore:
                 job.sampling_request if job.is_simple else job.next_sampling_request() for job in jobs
             ]
             row_logits = results.logits_of_jobs(logits, jobs, position)
-            picks = self.sampler.sample_batch(row_logits, requests)
+            pending = self.sampler.launch(row_logits, requests)
         except ExlmError as error:
             if len(jobs) == 1:
                 return [self._fail(jobs[0], error)]
             return [self._sample([job], logits, position)[0] for job in jobs]
-        tokens, token_id_tensors = (
-            self._in_flight.launch_next_and_fetch(jobs, picks, row_logits)
-            if launch_next
-            else results.fetch_tokens(picks)
-        )
+        if launch_next:
+            self._in_flight.launch_next(jobs, pending.tokens)
+        output = pending.wait()
+        if output.resampled:
+            self._in_flight.discard()  # it computes from tokens that were not kept
         out: list[StreamingResult] = []
         details: list[SampledToken] = []
-        for i, (job, token, token_ids) in enumerate(zip(jobs, tokens, token_id_tensors, strict=True)):
-            if (problem := picks.error(token)) is not None:
+        token_ids = results.token_id_tensors(output.tokens)
+        for i, (job, token) in enumerate(zip(jobs, output.tokens, strict=True)):
+            if (problem := output.error(token)) is not None:
                 out.append(self._fail(job, problem))
             elif job.is_simple:
-                out.append(self._append_simple(job, token, token_ids))
+                out.append(self._append_simple(job, token, token_ids[i]))
             else:
-                details = details or results.sampled_tokens(picks, tokens, jobs, row_logits)
+                details = details or results.sampled_tokens(output, jobs, row_logits)
                 out.append(self._append_sampled(job, details[i]))
         return out
 

@@ -262,16 +262,6 @@ def mask_tensor(mask: Any) -> Tensor | None:
     return None if mask is None else torch.from_numpy(mask)
 
 
-FetchedTokens = tuple[list[int], Sequence[Tensor]]
-"""Picked tokens on the host: as numbers, and each as the (1, 1) tensor that users get."""
-
-
-def fetch_tokens(picks: SamplerOutput) -> FetchedTokens:
-    """What was picked; waits for the device."""
-    tokens = picks.tolist()
-    return tokens, _token_id_tensors(torch.tensor(tokens))
-
-
 def sample_all_positions(
     sampler: Sampler, logits: Any, jobs: Sequence[Job], drafts: Sequence[Sequence[int]]
 ) -> dict[int, list[tuple[int, Tensor]]] | None:
@@ -291,64 +281,23 @@ def sample_all_positions(
         flat_logits = (
             logits.flatten(0, 1) if is_one_tensor else torch.cat([logits[job.batch_row] for job in jobs])
         )
-        tokens, token_id_tensors = fetch_tokens(sampler.sample_batch(flat_logits, requests))
+        tokens = sampler.sample_batch(flat_logits, requests).tokens
     except ExlmError:
         return None
     if min(tokens) < 0:
         return None
-    pairs = iter(zip(tokens, token_id_tensors, strict=True))
+    pairs = iter(zip(tokens, token_id_tensors(tokens), strict=True))
     return {id(job): [*islice(pairs, len(draft) + 1)] for job, draft in zip(jobs, drafts, strict=True)}
 
 
-class AsyncTokenCopy:
-    """Where tokens are put for the host, which waits for them and not for what the device does afterwards."""
-
-    def __init__(self) -> None:
-        self._host = torch.empty(0, dtype=torch.int64)
-        self._copied: Any = None  # an event
-        self._saved_logits: tuple[Tensor, Tensor] | None = None  # logits, and a copy of them
-
-    def start(self, picks: SamplerOutput, logits: Tensor) -> None:
-        """Send tokens on their way, unless the device has, before anything may write over their logits."""
-        tokens = picks.tokens
-        self._saved_logits = None if picks.resample is None else (logits, logits.clone())
-        if tokens.is_cuda and picks.host_tokens is None:
-            cuda: Any = torch.cuda  # its events have no types
-            if len(self._host) < len(tokens):
-                self._host = torch.empty(len(tokens), dtype=torch.int64, pin_memory=True)
-                self._copied = cuda.Event()
-            self._host[: len(tokens)].copy_(tokens, non_blocking=True)
-            self._copied.record(cuda.current_stream(tokens.device))
-
-    def wait(self, picks: SamplerOutput) -> tuple[FetchedTokens, bool]:
-        """The tokens that were put here, and whether they are those that the device had.
-
-        They are not if some had to be picked once more, from logits that are then again what they were.
-        """
-        host = picks.tokens
-        if picks.host_tokens is not None:
-            host = torch.tensor(picks.host_tokens.tolist())
-        elif host.is_cuda:
-            self._copied.synchronize()
-            host = self._host[: len(host)].clone()
-        tokens: list[int] = host.tolist()
-        if self._saved_logits is None or min(tokens) >= 0:
-            return (tokens, _token_id_tensors(host)), True
-        logits, copy = self._saved_logits
-        logits.copy_(copy)
-        return fetch_tokens(picks), False
-
-
-def sampled_tokens(
-    picks: SamplerOutput, tokens: Sequence[int], jobs: Sequence[Job], logits: Tensor
-) -> list[SampledToken]:
+def sampled_tokens(output: SamplerOutput, jobs: Sequence[Job], logits: Tensor) -> list[SampledToken]:
     """The sampled token of each job with the details it asked for; only requested tensors are fetched."""
-    probs = picks.probs.tolist() if any(job.sampling_request.return_probs for job in jobs) else None
-    top_tokens = picks.top_tokens.tolist() if picks.top_tokens is not None else None
-    top_probs = picks.top_probs.tolist() if picks.top_probs is not None else None
+    probs = output.probs.tolist() if any(job.sampling_request.return_probs for job in jobs) else None
+    top_tokens = output.top_tokens.tolist() if output.top_tokens is not None else None
+    top_probs = output.top_probs.tolist() if output.top_probs is not None else None
     out = []
     row = 0
-    for i, (token, job) in enumerate(zip(tokens, jobs, strict=True)):
+    for i, (token, job) in enumerate(zip(output.tokens, jobs, strict=True)):
         k = job.sampling_request.num_top_tokens
         out.append(
             SampledToken(
@@ -363,8 +312,10 @@ def sampled_tokens(
     return out
 
 
-def _token_id_tensors(host: Tensor) -> Sequence[Tensor]:
-    return (host.view(1, 1),) if len(host) == 1 else host.view(-1, 1, 1).unbind()
+def token_id_tensors(tokens: list[int]) -> Sequence[Tensor]:
+    """Each token as the (1, 1) tensor that users get."""
+    ids = torch.tensor(tokens)
+    return (ids.view(1, 1),) if len(tokens) == 1 else ids.view(-1, 1, 1).unbind()
 
 
 def _new_streaming_result(job: Job, text: str) -> StreamingResult:

@@ -63,5 +63,5 @@ def run_one_token(decoder: Decoder, device: torch.device) -> int:
     logits, _ = decoder.forward(batch, [])
     assert logits is not None  # the batch asks for it
     sampler = Sampler(vocab_size=logits.shape[-1])
-    picks = sampler.sample_batch(logits[:, -1], [SamplingRequest(Settings.greedy(), SamplerState())])
-    return picks.tolist()[0]
+    output = sampler.sample_batch(logits[:, -1], [SamplingRequest(Settings.greedy(), SamplerState())])
+    return output.tokens[0]

@@ -2,11 +2,12 @@
 
 from .hooks import PostSamplingHook, PostSamplingResult, call_hooks
 from .request import SamplerOutput, SamplingRequest
-from .sampler import Sampler
+from .sampler import PendingOutput, Sampler
 from .settings import Settings
 from .state import SamplerState
 
 __all__ = [
+    "PendingOutput",
     "PostSamplingHook",
     "PostSamplingResult",
     "Sampler",

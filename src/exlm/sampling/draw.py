@@ -7,7 +7,6 @@ same token, whatever else is in the batch. Sums are float64.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,22 +21,15 @@ from .candidates import (
     stable_top_k,
 )
 
-if TYPE_CHECKING:
-    from .gpu_kernels import HostTokens
-
 
 @dataclass
-class GroupOutput:
-    """Of each row: the token, its probability, and the best tokens with theirs (rows, wanted) or None.
-
-    `told` are the tokens on the host, if a kernel writes them there.
-    """
+class DrawnTokens:
+    """Each row's token and its probability (rows,), and its top tokens and theirs (rows, num_top) or None."""
 
     tokens: Tensor
     probs: Tensor
     top_tokens: Tensor | None = None
     top_probs: Tensor | None = None
-    host_tokens: HostTokens | None = None
 
 
 def _inverse_cdf(p: Tensor, uniforms: Tensor) -> Tensor:
@@ -49,7 +41,7 @@ def _inverse_cdf(p: Tensor, uniforms: Tensor) -> Tensor:
 
 def draw_from_candidates(
     c: Candidates, uniforms: Tensor, num_top: int, descending: Tensor | bool = False
-) -> GroupOutput:
+) -> DrawnTokens:
     """A token of each row for uniform numbers (rows, 1), and `wanted` top tokens.
 
     The walk is in the order of ids, however candidates were found, since that depends on the device; or, in
@@ -64,7 +56,7 @@ def draw_from_candidates(
         p, ids = p.gather(1, permutation), ids.gather(1, permutation)
     column = _inverse_cdf(p, uniforms)
     tokens = column if ids is None else ids.gather(1, column)
-    output = GroupOutput(tokens.squeeze(1), p.gather(1, column).squeeze(1))
+    output = DrawnTokens(tokens.squeeze(1), p.gather(1, column).squeeze(1))
     if num_top:
         output.top_tokens, output.top_probs = top_tokens_of(p, ids, num_top)
     return output
@@ -81,7 +73,7 @@ def top_tokens_of(p: Tensor, ids: Tensor | None, num_top: int) -> tuple[Tensor, 
 
 def draw_from_full_vocab(
     x: Tensor, top: Tensor, params: BatchParams, uniforms: Tensor, num_top: int
-) -> GroupOutput:
+) -> DrawnTokens:
     """`pick` for rows that exclude nothing, from their logits: first a run of columns, then a column."""
     cumulative = params.block_weight_sums(x, top).cumsum_(-1)
     target_mass = uniforms * BELOW_ONE * cumulative[:, -1:]
@@ -91,7 +83,7 @@ def draw_from_full_vocab(
     block_logits, columns = gather_blocks(x, block)
     weights = params.unnormalized_probs(block_logits, top)
     column = _inverse_cdf(weights, fraction.clamp_(0.0, 1.0))
-    output = GroupOutput(
+    output = DrawnTokens(
         columns.gather(1, column).squeeze(1), (weights.gather(1, column) / cumulative[:, -1:]).squeeze(1)
     )
     if num_top:
@@ -102,10 +94,10 @@ def draw_from_full_vocab(
     return output
 
 
-def greedy_output(x: Tensor, num_top: int) -> tuple[Tensor, GroupOutput]:
+def greedy_output(x: Tensor, num_top: int) -> tuple[Tensor, DrawnTokens]:
     """The largest logit of each row (rows,), and its token, the first of equal ones, as a certainty."""
     top, tokens = stable_argmax(x)
-    output = GroupOutput(tokens, torch.ones(len(x), device=x.device))
+    output = DrawnTokens(tokens, torch.ones(len(x), device=x.device))
     if num_top:
         output.top_tokens, output.top_probs = pad_top_tokens(
             tokens.unsqueeze(1), output.probs.unsqueeze(1), num_top

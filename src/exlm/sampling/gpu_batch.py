@@ -23,8 +23,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..kernels.sampling_layout import HEADER_OFFSETS, HEADER_WORDS
 from ..kernels.triton_launch import raw_stream
-from .draw import GroupOutput
+from .draw import DrawnTokens
 from .gpu_kernels import (
+    HostTokens,
     KernelOutput,
     OutputBuffer,
     SamplingKernels,
@@ -666,6 +667,7 @@ class GpuBatch:
         self._mask_stamp, self.has_masks = VERSION_STAMPS.latest_mask_change, _any_masked(requests)
         self.groups: list[KernelGroup] = []
         self.fallback_rows: list[int] = []
+        self.may_overflow = False
         self._latest_stamp = VERSION_STAMPS.latest
         self._rows = list(requests)
         self._states = [request.state for request in requests]
@@ -710,6 +712,7 @@ class GpuBatch:
             )
             for variant, indices in variants.items()
         ]
+        self.may_overflow = any(variant.full_vocab and variant.all_steps for variant in variants)
 
     def is_current(self, requests: Sequence[SamplingRequest]) -> bool:
         """Whether rows are those that were seated, in this order, and nothing changed but that texts grew."""
@@ -771,7 +774,9 @@ class GpuSampler:
             self._batch = batch
         return batch
 
-    def launch(self, x: Tensor, batch: GpuBatch) -> list[tuple[list[int], GroupOutput]]:
+    def launch(
+        self, x: Tensor, batch: GpuBatch
+    ) -> tuple[list[tuple[list[int], DrawnTokens]], HostTokens | None]:
         """The tokens of a batch's parties, each with their places, from its logits (rows, width).
 
         They come as one part, told to the host, too, unless rows are left for others or several parties have
@@ -793,10 +798,10 @@ class GpuSampler:
             raise
         tokens, probs = output.tokens, output.probs
         if batch.fallback_rows or (batch.num_top and len(outputs) > 1):
-            return [
+            parts = [
                 (
                     group.batch_indices,
-                    GroupOutput(
+                    DrawnTokens(
                         group.select_own(tokens),
                         group.select_own(probs),
                         group_output.top_tokens,
@@ -805,8 +810,9 @@ class GpuSampler:
                 )
                 for group, group_output in zip(batch.groups, outputs, strict=True)
             ]
+            return parts, None
         tops = outputs[0][1:] if batch.num_top else (None, None)
-        return [([], GroupOutput(tokens, probs, *tops, output.host_tokens))]
+        return [([], DrawnTokens(tokens, probs, *tops))], output.host_tokens
 
     def _row_params(self, requests: Sequence[SamplingRequest]) -> list[RowParams]:
         """A seat for each row: the one it had if that holds."""

@@ -99,7 +99,7 @@ def allocate_buffers(count: int, dtype: torch.dtype, device: torch.device, pinne
 
 
 class HostTokens:
-    """Tokens (rows,) that a kernel writes on the host; to be read after the event."""
+    """Tokens (rows,) that the device writes into the host's memory; to be read after the event."""
 
     __slots__ = ("_event", "_tokens")
 
@@ -107,11 +107,19 @@ class HostTokens:
         self._tokens, self._event = tokens, event
 
     def tolist(self) -> list[int]:
-        """The tokens; waits for the kernel."""
+        """The tokens; waits for the event."""
         if self._event is not None:
             self._event.synchronize()
         tokens: list[int] = self._tokens.tolist()
         return tokens
+
+
+def copy_to_host(tokens: Tensor) -> HostTokens:
+    """Start copying tokens (rows,) from a CUDA device to the host, behind what is queued now."""
+    cuda: Any = torch.cuda  # its events have no types
+    copied, event = tokens.to("cpu", non_blocking=True), cuda.Event()  # the copy is pinned
+    event.record(cuda.current_stream(tokens.device))
+    return HostTokens(copied.numpy(), event)
 
 
 class OutputBuffer(NamedTuple):

@@ -1,25 +1,20 @@
-"""What the sampler is given and what it gives back: `Row`, `Picks`, and what can be wrong with a row.
+"""What the sampler is given and what it gives back: `SamplingRequest` and `SamplerOutput`.
 
-Plain data. A failure is a row's own: its token is a negative number that says what happened, so that nobody
-has to wait for the device to find out, and the other rows are as if it were not there.
+A row that cannot be sampled does not affect the others: its token is a negative number that says what is
+wrong, so the host need not wait for the device to find out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from ..errors import BadLogits
-from ..kernels.sampling_layout import INFINITE_LOGITS, NAN_LOGITS, NO_TOKEN_ALLOWED, TOO_MANY_CANDIDATES
+from ..kernels.sampling_layout import INFINITE_LOGITS, NAN_LOGITS, NO_TOKEN_ALLOWED
 from .settings import VERSION_STAMPS, Settings
 from .state import SamplerState
-
-if TYPE_CHECKING:
-    from .gpu_kernels import HostTokens
-
 
 FAILURE_MESSAGES = {
     NO_TOKEN_ALLOWED: (
@@ -39,13 +34,13 @@ FAILURE_MESSAGES = {
 
 @dataclass(eq=False)
 class SamplingRequest:
-    """One sequence that wants a token.
+    """One sequence that needs a token.
 
-    `history` are all its ids so far, prompt included; None if the state is told of each token by `accept`.
+    `history` holds all its ids so far, prompt included; None if the state is given each token by `accept`.
     `blocked` ids are taken only if everything else is excluded. `allowed` excludes all others: ids, a mask
-    of booleans (vocab,), or one of bits packed into int32 words, the first id in the lowest bit. A `guided`
-    row stands for two neighbouring rows of logits, which its settings' `cfg_scale` mixes. Of `want_top`
-    tokens the probabilities come back, too.
+    of booleans (vocab,), or one of bits packed into int32 words, the first id in the lowest bit. A request
+    with `uses_cfg` stands for two neighbouring rows of logits, which its settings' `cfg_scale` mixes. The
+    `num_top_tokens` most probable tokens come back with their probabilities.
     """
 
     settings: Settings
@@ -59,7 +54,7 @@ class SamplingRequest:
     version_stamp: object = field(default=None, init=False, repr=False)
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Set a field; that makes another `edition`, but for `allowed`, which is read anew for each token."""
+        """Set a field: a new version stamp, except for `allowed`, which is read anew for each token."""
         fields = self.__dict__
         if fields.get(name, fields) is not value:
             fields[name] = value
@@ -70,47 +65,27 @@ class SamplingRequest:
 
     @property
     def position(self) -> int:
-        """The position of the token that is wanted."""
+        """The position of the token that is to be sampled."""
         return len(self.state) if self.history is None else len(self.history)
 
 
-@dataclass
+@dataclass(frozen=True)
 class SamplerOutput:
-    """The chosen tokens (rows,) as int64 and their final probabilities (rows,), on the logits' device.
+    """The tokens of a batch, on the host; a negative one is a failure (see `error`).
 
-    `top_tokens` and `top_probs` (rows, most wanted) are None unless a row wanted them; a row that wanted
-    fewer uses its first ones. A negative token is a failure: see `error`. `told` are the tokens where the
-    host can read them without asking for a copy.
+    `probs` (rows,) are their final probabilities in float32. `top_tokens` and `top_probs` (rows, most
+    requested) are None unless a row asked for them; a row that asked for fewer uses its first ones. These
+    three are still on the logits' device. `resampled` says that some tokens are not those that the device
+    had first: a row had too many candidates for the kernel and was drawn again.
     """
 
-    tokens: Tensor
+    tokens: list[int]
     probs: Tensor
     top_tokens: Tensor | None = None
     top_probs: Tensor | None = None
-    resample: Callable[[list[int]], SamplerOutput] | None = None
-    host_tokens: HostTokens | None = None
-
-    def tolist(self) -> list[int]:
-        """The tokens as integers; waits for the device, but if they are `told` only for them.
-
-        Rows that had too many candidates for a kernel are picked once more, with `again`, and what is here
-        becomes final; the logits must still be what they were.
-        """
-        tokens: list[int] = self.tokens.tolist() if self.host_tokens is None else self.host_tokens.tolist()
-        if self.resample is not None and TOO_MANY_CANDIDATES in tokens:
-            indices = [index for index, token in enumerate(tokens) if token == TOO_MANY_CANDIDATES]
-            resampled, self.resample, self.host_tokens = self.resample(indices), None, None
-            self.tokens[indices], self.probs[indices] = resampled.tokens, resampled.probs
-            for mine, theirs in (
-                (self.top_tokens, resampled.top_tokens),
-                (self.top_probs, resampled.top_probs),
-            ):
-                if mine is not None and theirs is not None:
-                    mine[indices] = theirs
-            tokens = self.tokens.tolist()
-        return tokens
+    resampled: bool = False
 
     @staticmethod
     def error(token: int) -> BadLogits | None:
-        """What went wrong if a token of `tolist` is a failure; None if it is a token."""
+        """What went wrong if a token is a failure; None if it is a token."""
         return None if token >= 0 else BadLogits(FAILURE_MESSAGES[token])

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..kernels.sampling_layout import INFINITE_LOGITS, NAN_LOGITS, NO_TOKEN_ALLOWED
-from . import gpu_kernels as fused
+from ..kernels.sampling_layout import INFINITE_LOGITS, NAN_LOGITS, NO_TOKEN_ALLOWED, TOO_MANY_CANDIDATES
+from . import gpu_kernels
 from .candidates import (
     STEPS_NEEDING_SORT,
     BatchParams,
@@ -31,8 +31,9 @@ from .candidates import (
     log_prob_floor,
     top_k_candidates,
 )
-from .draw import GroupOutput, draw_from_candidates, draw_from_full_vocab, greedy_output
+from .draw import DrawnTokens, draw_from_candidates, draw_from_full_vocab, greedy_output
 from .gpu_batch import GpuSampler
+from .gpu_kernels import HostTokens, copy_to_host
 from .logits_processors import LogitsEdits, apply_edits, check_bias, compute_edits, mix_logits
 from .params import CompiledSettings, StepName
 from .request import SamplerOutput, SamplingRequest
@@ -64,28 +65,43 @@ class Sampler:
         self.vocabulary = SamplerVocabulary(tokenizer, vocab_size)
         self._gpu_sampler = GpuSampler(self.vocabulary)
 
-    def sample_batch(self, logits: Tensor, rows: Sequence[SamplingRequest]) -> SamplerOutput:
-        """Pick a token for every row of logits (rows, vocab); of two neighbouring ones if the row is guided.
+    def launch(self, logits: Tensor, requests: Sequence[SamplingRequest]) -> PendingOutput:
+        """Start choosing a token for every request from logits (rows, vocab), two rows if it uses CFG.
 
-        Settings are read as they are now. A row that cannot be served does not keep the others from their
-        tokens (see `Picks.error`); settings that cannot be meant raise InputError before anything is done.
+        Does not wait for the device: its tokens can feed the next pass before the host has read them, and
+        the logits may be overwritten by work that is queued later. Settings are read as they are now. A row
+        that cannot be sampled does not affect the others (see `SamplerOutput.error`); invalid settings raise
+        InputError before anything is done. Requests must not change before `wait`.
         """
         device = logits.device
-        if rows and self.kernels and fused.has_kernels_for(device) and logits.dim() == 2:
+        if requests and self.kernels and gpu_kernels.has_kernels_for(device) and logits.dim() == 2:
             with _device_context(device):
-                return self._sample_with_kernels(
-                    logits.detach() if logits.requires_grad else logits, rows, device
+                return self._launch_kernels(
+                    logits.detach() if logits.requires_grad else logits, requests, device
                 )
         with torch.no_grad():
-            if rows and all(map(_is_greedy_only, rows)):
-                top, picked = greedy_output(self._checked_logits(logits, len(rows)), 0)
-                return SamplerOutput(mark_failures(top, picked.tokens), picked.probs)
-            return self._sample_with_torch(self._apply_cfg(logits, rows), rows)
+            if requests and all(map(_is_greedy_only, requests)):
+                top, drawn = greedy_output(self._checked_logits(logits, len(requests)), 0)
+                drawn.tokens = mark_failures(top, drawn.tokens)
+            else:
+                drawn = self._sample_with_torch(self._apply_cfg(logits, requests), requests)
+        return PendingOutput(self, requests, drawn, copy_to_host(drawn.tokens) if logits.is_cuda else None)
 
-    def _sample_with_kernels(
+    def sample_batch(self, logits: Tensor, requests: Sequence[SamplingRequest]) -> SamplerOutput:
+        """`launch`, and wait for the tokens."""
+        return self.launch(logits, requests).wait()
+
+    def resample(
+        self, x: Tensor, requests: Sequence[SamplingRequest], rows: list[int], num_top: int
+    ) -> DrawnTokens:
+        """Choose again for some rows of a batch, from its logits (rows, vocab) after CFG, with torch."""
+        with torch.no_grad():
+            return self._sample_with_torch(x[rows], [requests[row] for row in rows], num_top)
+
+    def _launch_kernels(
         self, logits: Tensor, requests: Sequence[SamplingRequest], device: torch.device
-    ) -> SamplerOutput:
-        """Have kernels pick, for all rows that have a lane."""
+    ) -> PendingOutput:
+        """Launch kernels for the rows that have one, torch for the others."""
         batch = self._gpu_sampler.prepare(requests, self.vocabulary.width(logits.shape[1]), device)
         x = (
             self._apply_cfg(logits, requests)
@@ -93,25 +109,30 @@ class Sampler:
             else self._checked_logits(logits, len(requests))
         )
         fallback_groups = self._group_tasks(x, requests, batch.fallback_rows) if batch.fallback_rows else []
-        parts = self._gpu_sampler.launch(x, batch)
+        parts, host_tokens = self._gpu_sampler.launch(x, batch)
         parts += [
             ([task.batch_index for task in group], self._sample_group(x, group, batch.num_top))
             for group in fallback_groups
         ]
-        output = _merge_outputs(parts, device)
-        if batch.groups:
-            output.resample = lambda places: self._sample_with_torch(
-                x[places], [requests[index] for index in places]
-            )
-        return output
+        drawn = _merge_parts(parts, device)
+        if host_tokens is None and device.type == "cuda":
+            host_tokens = copy_to_host(drawn.tokens)
+        saved_logits = None
+        if batch.may_overflow:
+            is_view = x.untyped_storage().data_ptr() == logits.untyped_storage().data_ptr()
+            saved_logits = x.clone() if is_view else x
+        return PendingOutput(self, requests, drawn, host_tokens, saved_logits)
 
-    def _sample_with_torch(self, x: Tensor, requests: Sequence[SamplingRequest]) -> SamplerOutput:
-        """Pick from a row of logits for each row, the plain way."""
+    def _sample_with_torch(
+        self, x: Tensor, requests: Sequence[SamplingRequest], num_top: int | None = None
+    ) -> DrawnTokens:
+        """Choose a token for each row of logits with torch alone; `num_top` None is what the rows ask for."""
         if not requests:
-            return SamplerOutput(x.new_empty(0, dtype=torch.int64), x.new_empty(0))
-        num_top = min(x.shape[1], max([request.num_top_tokens for request in requests]))
+            return DrawnTokens(x.new_empty(0, dtype=torch.int64), x.new_empty(0))
+        if num_top is None:
+            num_top = min(x.shape[1], max([request.num_top_tokens for request in requests]))
         groups = self._group_tasks(x, requests, range(len(requests)))
-        return _merge_outputs(
+        return _merge_parts(
             [
                 ([task.batch_index for task in group], self._sample_group(x, group, num_top))
                 for group in groups
@@ -177,7 +198,7 @@ class Sampler:
         mixed[cfg_rows] = mix_logits(x[positive_rows], x[positive_rows + 1], scale)
         return mixed
 
-    def _sample_group(self, x: Tensor, group: list[SamplingTask], num_top: int) -> GroupOutput:
+    def _sample_group(self, x: Tensor, group: list[SamplingTask], num_top: int) -> DrawnTokens:
         edited = bool(group[0].edits)
         if len(group) < len(x):
             x = x.index_select(
@@ -190,12 +211,62 @@ class Sampler:
         return sample_group(x, group, self.vocabulary, num_top)
 
 
-def _merge_outputs(parts: Sequence[tuple[list[int], GroupOutput]], device: torch.device) -> SamplerOutput:
-    """What the groups of a batch got, each with its rows' places, in the order of the batch."""
-    output = parts[0][1] if len(parts) == 1 else join_groups(parts, device)
-    tops = None if output.top_probs is None else output.top_probs.float()
-    p = output.probs if output.probs.dtype == torch.float32 else output.probs.float()
-    return SamplerOutput(output.tokens, p, output.top_tokens, tops, host_tokens=output.host_tokens)
+class PendingOutput:
+    """The tokens of a batch that is launched, perhaps not computed yet."""
+
+    __slots__ = ("_drawn", "_host_tokens", "_requests", "_sampler", "saved_logits")
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        requests: Sequence[SamplingRequest],
+        drawn: DrawnTokens,
+        host_tokens: HostTokens | None = None,
+        saved_logits: Tensor | None = None,
+    ) -> None:
+        """Without `host_tokens` the host reads `drawn`; with `saved_logits` rows may be drawn again."""
+        self._sampler, self._requests, self._drawn = sampler, requests, drawn
+        self._host_tokens, self.saved_logits = host_tokens, saved_logits
+
+    @property
+    def tokens(self) -> Tensor:
+        """The tokens (rows,) as int64 on the logits' device; negative ones are failures."""
+        return self._drawn.tokens
+
+    def wait(self) -> SamplerOutput:
+        """The tokens on the host; waits for the sampler's work and not for what was queued after it.
+
+        A row that had too many candidates for the kernel is drawn again from the saved logits.
+        """
+        drawn = self._drawn
+        tokens: list[int] = (drawn.tokens if self._host_tokens is None else self._host_tokens).tolist()
+        resampled = self.saved_logits is not None and TOO_MANY_CANDIDATES in tokens
+        if resampled:
+            tokens = self._resample([row for row, token in enumerate(tokens) if token == TOO_MANY_CANDIDATES])
+        return SamplerOutput(tokens, drawn.probs, drawn.top_tokens, drawn.top_probs, resampled)
+
+    def _resample(self, rows: list[int]) -> list[int]:
+        assert self.saved_logits is not None
+        drawn, num_top = self._drawn, 0 if self._drawn.top_tokens is None else self._drawn.top_tokens.shape[1]
+        again = self._sampler.resample(self.saved_logits, self._requests, rows, num_top)
+        drawn.tokens[rows], drawn.probs[rows] = again.tokens, again.probs
+        if drawn.top_tokens is not None and again.top_tokens is not None:
+            drawn.top_tokens[rows] = again.top_tokens
+        if drawn.top_probs is not None and again.top_probs is not None:
+            drawn.top_probs[rows] = again.top_probs
+        self._host_tokens = self.saved_logits = None
+        tokens: list[int] = drawn.tokens.tolist()
+        return tokens
+
+
+def _merge_parts(parts: Sequence[tuple[list[int], DrawnTokens]], device: torch.device) -> DrawnTokens:
+    """The tokens of several groups, each with its rows' batch indices, in the order of the batch."""
+    drawn = parts[0][1] if len(parts) == 1 else join_groups(parts, device)
+    if drawn.top_probs is not None:
+        drawn.top_probs = drawn.top_probs.float()
+    if drawn.probs.dtype != torch.float32:
+        drawn.probs = drawn.probs.float()
+    return drawn
 
 
 def _device_context(device: torch.device) -> AbstractContextManager[object]:
@@ -289,7 +360,7 @@ def _search_for(
 
 def sample_group(
     x: Tensor, tasks: Sequence[SamplingTask], vocabulary: SamplerVocabulary, num_top: int
-) -> GroupOutput:
+) -> DrawnTokens:
     """Pick a token for every row of logits (rows, vocab) that are not changed any more; all of one kind.
 
     Rows without a usable logit get a negative token. Mirostat's targets move on.
@@ -370,7 +441,7 @@ def _apply_steps(
         c.sort_descending()
 
 
-def _draw(c: Candidates, tasks: Sequence[SamplingTask], num_top: int) -> GroupOutput:
+def _draw(c: Candidates, tasks: Sequence[SamplingTask], num_top: int) -> DrawnTokens:
     uniforms = uniforms_for(tasks, c.p.device)
     descending = tasks[0].search_kind == "top_k"  # found in this order on every device
     if not any("skew" in task.compiled.steps for task in tasks):
@@ -441,11 +512,11 @@ def mark_failures(top: Tensor, tokens: Tensor) -> Tensor:
     return torch.where(top.isnan(), NAN_LOGITS, tokens)
 
 
-def join_groups(parts: Sequence[tuple[Sequence[int], GroupOutput]], device: torch.device) -> GroupOutput:
+def join_groups(parts: Sequence[tuple[Sequence[int], DrawnTokens]], device: torch.device) -> DrawnTokens:
     """Several groups' picks as one; each comes with the numbers of its rows."""
     batch_order = torch.tensor([member for members, _ in parts for member in members]).argsort()
     batch_order = batch_order.to(device, non_blocking=True)
-    output = GroupOutput(
+    output = DrawnTokens(
         torch.cat([part.tokens for _, part in parts])[batch_order],
         torch.cat([part.probs for _, part in parts])[batch_order],
     )
