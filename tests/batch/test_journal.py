@@ -144,15 +144,16 @@ def test_one_that_is_finished_meanwhile_is_not_taken_up(
 ) -> None:
     path = tmp_path / "journal"
     written(path)
-    real = module._lock
+    real = module.lock_handle
 
-    def late(handle: int) -> None:
-        real(handle)
+    def late(handle: int) -> bool:
+        locked = real(handle)
         if path.exists():
             path.unlink()
-            monkeypatch.setattr(module, "_lock", real)
+            monkeypatch.setattr(module, "lock_handle", real)
+        return locked
 
-    monkeypatch.setattr(module, "_lock", late)
+    monkeypatch.setattr(module, "lock_handle", late)
     with opened(path) as journal:
         assert contents(journal) == {}
     assert path.exists()

@@ -15,7 +15,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path, PurePosixPath
 
 PUBLIC = "exlm"  # the package itself: what `from exlm import …` reads
-BASE = frozenset({"atomic_dir", "errors", "lazy", "memory", "version"})  # what every package may import
+BASE = frozenset({"atomic", "errors", "lazy", "memory", "version"})  # what every package may import
 LAYERS = (  # lowest first; a package imports only from lower levels, and of those only what MAY_IMPORT grants
     ("spec", "env"),
     ("families", "formats", "tokenizer"),
@@ -37,7 +37,7 @@ def _below(level: int) -> frozenset[str]:
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "lazy": frozenset(),
-    "atomic_dir": frozenset({"errors"}),
+    "atomic": frozenset({"errors"}),
     "memory": frozenset({"errors"}),
     "version": frozenset(),
     "spec": BASE,
@@ -63,10 +63,10 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     PUBLIC: BASE | _below(10) | {"legacy"},
     "legacy": frozenset({PUBLIC}) | _below(9),
     "serve": frozenset({PUBLIC}),
-    "batch": frozenset({PUBLIC, "serve"}),
+    "batch": frozenset({PUBLIC, "atomic", "serve"}),
     "scale": frozenset({PUBLIC, "batch", "serve"}),
     "bench": frozenset({PUBLIC}) | BASE | _below(9),
-    "cli": frozenset({PUBLIC, "batch", "bench", "scale", "serve", "env"}),
+    "cli": frozenset({PUBLIC, "atomic", "batch", "bench", "scale", "serve", "env"}),
     "__main__": frozenset({"cli"}),
     "exllamav2": frozenset({PUBLIC, "legacy"}),
 }
@@ -87,7 +87,7 @@ SPEC_NAMES_FOR_CHECKPOINT = (
     "TensorLocation",
     "TensorNames",
 )  # exlm.spec.tensor_names, and what exlm.spec re-exports from it
-STANDARD_LIBRARY_ONLY = ("errors", "lazy", "memory", "version", "spec", "env")
+STANDARD_LIBRARY_ONLY = ("atomic", "errors", "lazy", "memory", "version", "spec", "env")
 WITHOUT_TORCH = ("spec", "families", "tokenizer", "generator")
 TORCH_ALLOWED = ("exlm.generator.results", "exlm.tokenizer.tokenizer")  # make the tensors of public results
 UNSAFE_MODULES = ("pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib")

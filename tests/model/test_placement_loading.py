@@ -336,7 +336,7 @@ def test_prompts_on_a_gpu_need_room_for_matrices_in_full(
     gpu = ComputeProfile(torch.float16, uses_reference=False)
     lean = estimate_modules(frozen, source, gpu, [0] * depth)
     joined = 2 * hidden * max(2 * width, (attn.heads + 2 * attn.kv_heads) * attn.head_dim)
-    monkeypatch.setattr("exlm.model.memory.UNPACKED", 1)  # nothing is multiplied as one
+    monkeypatch.setattr("exlm.model.memory.MAX_DEQUANT_BYTES", 1)  # nothing is multiplied as one
     alone = estimate_modules(frozen, source, gpu, [0] * depth)
     largest = 2 * hidden * max(width, attn.heads * attn.head_dim)
     more = {one.workspace - other.workspace for one, other in zip(lean[1:-1], alone[1:-1], strict=True)}

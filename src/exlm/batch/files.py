@@ -6,18 +6,17 @@ noted here, and answered with an error in its place.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from exlm import InputError
+from exlm.atomic import atomic_file
 
-from .journal import Journal, sync_folder, unwritable
+from .journal import Journal, unwritable
 
 URLS = ("/v1/chat/completions", "/v1/completions")
 
@@ -104,18 +103,11 @@ def identity(digest: str, place: int, what: str = "") -> str:
 
 def write_answers(path: Path, journal: Journal, rows: Rows) -> None:
     """Write what became of every row, in the order of the rows; the file appears whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
     try:
-        with partial.open("wb") as file:
+        with atomic_file(path, sync_folder=True) as partial, partial.open("wb") as file:
             for row in range(len(rows.rows)):
                 file.write(journal.answer(row) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-        sync_folder(path.parent)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
         raise unwritable(path, error, f" Every answer is safe in {journal.path}.") from None
 
 

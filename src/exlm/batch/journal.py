@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from exlm import ExlmError
+from exlm.atomic import lock_handle, sync_dir
 
 MAGIC = b"exlm batch journal 1 "
 BINARY = getattr(os, "O_BINARY", 0)  # Windows would change line ends
 FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
-LOCKLESS = frozenset((errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL))
-"""What file systems without locks answer; there too, two runs at once are the user's to avoid."""
 
 
 class JournalError(ExlmError, OSError):
@@ -114,7 +113,7 @@ class Journal:
             os.ftruncate(self._handle, 0)
             _write_all(self._handle, line)
             os.fsync(self._handle)
-            sync_folder(self.path.parent)
+            sync_dir(self.path.parent)
         except OSError as error:
             raise unwritable(self.path, error) from None
         return len(line)
@@ -143,16 +142,6 @@ def unwritable(path: Path, error: OSError, more: str = "") -> JournalError:
     return JournalError(f"{path} cannot be written: {error.strerror or error}.{more}")
 
 
-def sync_folder(folder: Path) -> None:
-    """Make sure that a file that was made or renamed is still there after a loss of power."""
-    with contextlib.suppress(OSError):  # some systems do not open folders; they need no such call
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
 def _open_alone(path: Path) -> int:
     """The file, open for reading and appending, ours until it is closed."""
     while True:
@@ -161,7 +150,7 @@ def _open_alone(path: Path) -> int:
         except OSError as error:
             raise unwritable(path, error) from None
         try:
-            _lock(handle)
+            lock_handle(handle)
             if os.path.samestat(os.fstat(handle), os.stat(path)):
                 return handle
         except BlockingIOError:
@@ -170,18 +159,6 @@ def _open_alone(path: Path) -> int:
         except FileNotFoundError:
             pass
         os.close(handle)  # whoever had it before has finished and removed it
-
-
-def _lock(handle: int) -> None:
-    try:
-        import fcntl
-    except ImportError:  # Windows has none
-        return
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in LOCKLESS:
-            raise
 
 
 def _write_all(handle: int, text: bytes | bytearray) -> None:

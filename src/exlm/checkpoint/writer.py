@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from ..atomic import sync_file
 from ..errors import BadTensor, CheckpointError, InputError
 from .folder import INDEX
 from .header import DTYPES, METADATA, shown
@@ -102,7 +103,7 @@ class _Shards:
         path = self._folder / f"{len(self.files)}"
         with _disk(self._folder.parent):
             save_file(self._held, path, metadata=self._metadata)
-            _settle(path)
+            sync_file(path)
         self.files.append(path)
         self.total += self._size
         self._held, self._storages, self._size = {}, set(), 0
@@ -151,7 +152,7 @@ def _publish(folder: Path, shards: _Shards, old: list[Path]) -> list[Path]:
         index = {"metadata": {"total_size": shards.total}, "weight_map": files}
         written = shards.files[0].parent / INDEX
         written.write_text(json.dumps(index, indent=2), encoding="utf-8")
-        _settle(written)
+        sync_file(written)
         shards.files.append(written)
         names.append(INDEX)
     # The old model goes first, its index before its files: a crash here must not leave a mixture of two.
@@ -161,9 +162,3 @@ def _publish(folder: Path, shards: _Shards, old: list[Path]) -> list[Path]:
     for written, name in zip(shards.files, names, strict=True):
         written.replace(folder / name)
     return [folder / name for name in names[:count]]
-
-
-def _settle(path: Path) -> None:
-    """Have the disk hold what was written before its name says so."""
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())

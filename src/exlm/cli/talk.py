@@ -6,7 +6,6 @@ is not told of them any more.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Any
 
 import exlm
 from exlm import InputError
+from exlm.atomic import atomic_file
 
 from . import knobs
 
@@ -106,13 +106,10 @@ class Talk:
         if os.path.exists(path):  # Path.exists would raise where nothing may be looked up
             _read(path)
         said = {"format": FORMAT, "messages": self._messages(self.turns), "settings": self.values}
-        partial = path.with_name(path.name + ".partial")
         try:
-            partial.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
-            os.replace(partial, path)
+            with atomic_file(path) as partial:
+                partial.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
         except (OSError, ValueError) as error:  # a name with a NUL in it is a ValueError
-            with contextlib.suppress(OSError, ValueError):
-                partial.unlink()
             raise InputError(f"{path} cannot be written: {getattr(error, 'strerror', error)}.") from None
 
     def loaded(self, path: Path, tokenizer: exlm.Tokenizer) -> Talk:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..atomic_dir import atomic_dir, check_output_dir, report_write_errors
+from ..atomic import atomic_dir, check_output_dir, report_write_errors
 from ..checkpoint import Checkpoint, GgufCheckpoint, Source, open_source, save
 from ..config import Config, FrozenConfig
 from ..errors import CheckpointError, InputError

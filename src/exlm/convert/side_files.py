@@ -8,12 +8,12 @@ copied.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..atomic import sync_file
 from ..checkpoint import GgufFile
 from ..config import read_json
 from ..families.gguf import config_from_metadata
@@ -68,8 +68,7 @@ class SideFiles(NamedTuple):
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source, folder / name)
         for name in (*self.written, *self.copied):
-            with (folder / name).open("rb+") as file:
-                os.fsync(file.fileno())
+            sync_file(folder / name)
 
 
 def side_files_of_folder(folder: Path, plan: ConversionPlan, quantization: GptqConfig | None) -> SideFiles:

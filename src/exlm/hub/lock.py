@@ -8,7 +8,6 @@ belongs to nobody. The lock saves work and nothing else: what it protects must s
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import threading
 import time
@@ -17,13 +16,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ..atomic import lock_handle
+
 BEAT = 1.0
 """Seconds between two touches of a lock file that stands for the lock."""
 
 DEAD_AFTER = 10.0
 """Seconds without a touch after which its owner counts as dead."""
-
-_NO_FLOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 @contextmanager
@@ -43,19 +42,10 @@ def only_one(path: Path, waiting: Callable[[], object]) -> Iterator[None]:
 def _flock(handle: int, waiting: Callable[[], object]) -> bool:
     """Take the kernel's lock; False where there is none to take."""
     try:
-        import fcntl
-    except ImportError:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock_handle(handle)
     except BlockingIOError:
         waiting()
-        fcntl.flock(handle, fcntl.LOCK_EX)
-    except OSError as error:
-        if error.errno in _NO_FLOCK:
-            return False
-        raise
-    return True
+        return lock_handle(handle, wait=True)
 
 
 @contextmanager

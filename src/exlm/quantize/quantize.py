@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .. import spec
-from ..atomic_dir import check_output_dir
+from ..atomic import check_output_dir
 from ..checkpoint import open_source
 from ..config import Config
 from ..errors import InputError
