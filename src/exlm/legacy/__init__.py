@@ -1,7 +1,8 @@
-"""Call shapes that we keep for old scripts and would not choose today, thin over the house's own parts.
+"""What only exllamav2 had, for scripts that import it under its old names from the package `exllamav2`.
 
-`base_generator` and `streaming_generator` are the generators from before the dynamic one; the other names are
-what scripts import from the `exllamav2` package and nothing else needs.
+The base and streaming generators and the command line of `model_init` run on exlm's own engine; `util`,
+`devices`, `hooks` and `tokenization` are helpers that scripts use; `placeholders` explain what has no
+counterpart. Only the package `exllamav2` imports it: new code uses `exlm.LLM` or `exlm.Generator`.
 """
 
 from .base_generator import BaseGenerator

@@ -1,7 +1,7 @@
-"""BaseGenerator: one blocking call for one prompt or several, in the old library's shape.
+"""BaseGenerator, exllamav2's blocking generator, on the engine of `exlm.Generator`.
 
-A thin coat over the dynamic generator's loop: prompts become jobs, and their pages are dealt out of whatever
-cache it is given, of any length and batch size. Nothing is kept from one call to the next.
+Each prompt becomes a job. The pages of the given cache, of any length and batch size, are allocated to the
+jobs of one call; nothing is kept for the next call.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ..generator.page_table import PageTable
 from .inputs import TruncationWarning, embed_in_ids, embed_in_texts, pad_left
 from .jobs import LegacyJob, filter_arguments
 
-TOKENS_PER_ROW = 8  # of the tokens that the model computes at once, a row of the batch counts as so many
+TOKENS_PER_ROW = 8  # tokens of `max_input_len` that one row of the batch counts for
 
 
 class BaseGenerator:
-    """Completes prompts with `generate_simple`; returns when all are finished.
+    """Completes prompts with `generate_simple`, which returns when all are finished.
 
-    Whatever the cache holds is lost: its pages are dealt out anew, so a call of `Model.forward` cannot go on
-    from where a generator left it.
+    Each call reallocates the pages of the cache and drops what it holds, so `Model.forward` cannot continue a
+    generator's text.
     """
 
     def __init__(self, model: Model, cache: CacheBase, tokenizer: Tokenizer) -> None:
@@ -40,7 +40,7 @@ class BaseGenerator:
 
     @property
     def sequence_ids(self) -> Tensor | None:
-        """The ids of the running or last sequences (rows, n), padded; None before the first."""
+        """The ids of the running or last call's sequences (rows, n), padded; None before the first call."""
         return (
             None
             if self._sequence_rows is None
@@ -49,15 +49,15 @@ class BaseGenerator:
 
     @property
     def max_length(self) -> int:
-        """The longest a sequence may become: the model's length or the cache's, whichever is less."""
+        """The maximum length of a sequence: the smaller of the model's and the cache's."""
         return min(self.model.max_seq_len, self.cache.max_seq_len)
 
     def warmup(self) -> None:
-        """Run a forward pass without a cache, so that kernels are ready."""
+        """Run a forward pass without a cache, so that kernels are compiled."""
         self.model.forward(torch.zeros((1, 2), dtype=torch.long), last_id_only=True)
 
     def full(self) -> bool:
-        """Whether the running sequence is as long as it may become."""
+        """Whether the running sequence has reached the maximum length."""
         return max(map(len, self._sequence_rows or ()), default=0) >= self.max_length
 
     def generate_simple(
@@ -80,11 +80,11 @@ class BaseGenerator:
     ) -> str | list[str]:
         """Complete a prompt, or several at once; a str gives a str, a list a list.
 
-        At most `num_tokens` are sampled for each, a healed one included. `stop_token` -1 is EOS, None none at
-        all. Prompt i uses seed + i; without a seed Python's `random` gives one. `input_embeddings` (prompts,
-        n, hidden) go where a prompt says {{EMBED_HERE}}. A prompt that leaves too little room is cut from the
-        left, with a `TruncationWarning`. `abort_event` is cleared first; once it is set the text so far is
-        returned, "" for a prompt that was still being read.
+        At most `num_tokens` are sampled for each prompt, including a healed token. `stop_token` -1 means EOS,
+        None no stop token. Prompt i uses seed + i; without a seed, one is drawn from Python's `random`.
+        `input_embeddings` (prompts, n, hidden) replace {{EMBED_HERE}} in the prompts. A prompt that is too
+        long is truncated from the left, with a `TruncationWarning`. `abort_event` is cleared first; when it
+        is set, the text so far is returned, "" for a prompt that was still in prefill.
         """
         if abort_event is not None:
             abort_event.clear()
@@ -110,19 +110,19 @@ class BaseGenerator:
             for i, (row, (_, embeddings)) in enumerate(zip(rows, prompts, strict=True))
             if num_tokens
         ]
-        replies = self._run(jobs) if num_tokens else [""] * len(rows)
+        completions = self._run(jobs) if num_tokens else [""] * len(rows)
         if not completion_only:
             prompt_texts = [self.tokenizer.decode(row[0], decode_special_tokens) for row in rows]
-            replies = [
-                new if new is None else old + new for old, new in zip(prompt_texts, replies, strict=True)
+            completions = [
+                new if new is None else old + new for old, new in zip(prompt_texts, completions, strict=True)
             ]
-        answers = [reply or "" for reply in replies]
-        return answers[0] if isinstance(prompt, str) else answers
+        out = [text or "" for text in completions]
+        return out[0] if isinstance(prompt, str) else out
 
     def _run(self, jobs: list[LegacyJob]) -> list[str | None]:
-        """Run until all are finished or an abort; what each said, None for one that has not begun to."""
+        """Run jobs until all end or an abort; their completions, None for a job that has no token yet."""
         self._claim_cache()
-        prompts = [len(job.sequences[0]) for job in jobs]
+        prompt_lengths = [len(job.sequences[0]) for job in jobs]
         reasons: dict[int, str] = {}
         try:
             for job in jobs:
@@ -137,16 +137,16 @@ class BaseGenerator:
         finally:
             for job in jobs:
                 self._engine.cancel(job)
-        replies, rows = [], []
-        for job, prompt in zip(jobs, prompts, strict=True):
+        completions, rows = [], []
+        for job, prompt_length in zip(jobs, prompt_lengths, strict=True):
             ids, reason = job.sequences[0].ids, reasons.get(id(job))
             text = job.full_completion if reason else job.full_completion + job.held_text
-            replies.append(text if len(ids) > prompt else None)
-            rows.append((ids[:prompt], ids[prompt : len(ids) - (reason == "stop_token")]))
+            completions.append(text if len(ids) > prompt_length else None)
+            rows.append((ids[:prompt_length], ids[prompt_length : len(ids) - (reason == "stop_token")]))
         longest = max((len(new) for _, new in rows), default=0)
         pad = self.tokenizer.pad_token_id
         self._sequence_rows = [[*old, *new, *[pad] * (longest - len(new))] for old, new in rows]
-        return replies
+        return completions
 
     @property
     def _aborted(self) -> bool:
@@ -172,7 +172,7 @@ class BaseGenerator:
         return self.model.runner(self.cache)
 
     def _claim_cache(self) -> None:
-        """Make the whole cache free for new jobs: anybody may have written to it since the last ones."""
+        """Free all pages of the cache for new jobs: other callers may have written to it."""
         self._engine.clear()
         self._engine.page_table.clear()
         self.cache.current_seq_len = 0
@@ -183,7 +183,7 @@ class BaseGenerator:
         return [] if token is None else [token]
 
     def _truncate_prompts(self, rows: list[Tensor], num_tokens: int) -> list[Tensor]:
-        """The ends of the prompts that leave room for so many tokens."""
+        """The prompts, truncated from the left so that `num_tokens` fit after them."""
         if not isinstance(num_tokens, Integral) or not 0 <= num_tokens < self.max_length:
             raise InputError(
                 f"num_tokens must be from 0 to {self.max_length - 1}, a whole number that leaves room for "
@@ -208,9 +208,9 @@ class BaseGenerator:
         position_offsets: Tensor | None = None,
         input_embeddings: Any = None,
     ) -> None:
-        """Reset the cache and read all but the last token of the prompts, for a loop of one's own.
+        """Reset the cache and prefill all but the last token of the prompts, for a script's own loop.
 
-        `input_embeddings` (rows, n, hidden) take the places of 10⁹ and the ids behind it.
+        `input_embeddings` (rows, n, hidden) replace the ids from 10⁹ on.
         """
         self._claim_cache()
         ids, embeddings = embed_in_ids(self.model, input_embeddings, input_ids)
@@ -229,5 +229,5 @@ class BaseGenerator:
 
 
 def _offset_seed(seed: Any, index: int) -> Any:
-    """The seed of a prompt; what is no number is left for the job to refuse."""
+    """The seed of prompt `index`; a seed that is no number is passed on, and refused by the job."""
     return seed + index if isinstance(seed, Integral) else seed

@@ -1,4 +1,4 @@
-"""The jobs of the old generators: the dynamic one's, but for what was different about filters and bans."""
+"""The jobs of the base and streaming generators, which differ from `Job` in filters and banned tokens."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ..sampling import SamplingRequest
 
 
 class LegacyJob(Job):
-    """A job whose filters begin with a healed token: what it adds to the prompt obeys them as well."""
+    """A job whose filters apply to the healed token as well: the text it adds to the prompt must match."""
 
     def prepare(self, serial: int, texts: TokenizerLike, vocab: int) -> None:
-        """Check it and make what sampling needs, which the old generators change at once."""
+        """Prepare the job and its sampling state, which these generators change afterwards."""
         super().prepare(serial, texts, vocab)
         self.begin()
 
     def next_sampling_request(self) -> SamplingRequest:
-        """What the sampler is told of the next token."""
+        """The request for the next token; filters restrict a healed token."""
         request = super().next_sampling_request()
         if self.output.healing and self.filter_stack is not None and self._healing_candidates is not None:
             if not self._filters_started:
@@ -34,17 +34,17 @@ class LegacyJob(Job):
 
 
 class StreamJob(LegacyJob):
-    """A job whose tokens are asked for one by one; `banned_now` may not be the next."""
+    """A job whose tokens are requested one by one; `banned_next` excludes ids from the next one."""
 
     banned_next: frozenset[int] = frozenset()
 
     def prepare(self, serial: int, tokenizer: TokenizerLike, vocab_size: int) -> None:
-        """Make what running needs; no token is like the others, because bans may come with any."""
+        """Prepare the job; its tokens are never sampled ahead, because each call may ban some."""
         super().prepare(serial, tokenizer, vocab_size)
         self.is_simple = False
 
     def set_token_details(self, probs: bool, top: int, logits: bool) -> None:
-        """Have this told of the tokens that are sampled from now on."""
+        """Change which details are returned with the tokens sampled from now on."""
         self.return_probs, self.return_top_tokens, self.return_logits = probs, top, logits
         self.sampling_request.return_probs, self.sampling_request.num_top_tokens = (
             probs or bool(self.hooks),
@@ -52,14 +52,14 @@ class StreamJob(LegacyJob):
         )
 
     def next_sampling_request(self) -> SamplingRequest:
-        """What the sampler is told of the next token."""
+        """The request for the next token, without the banned ids."""
         request = super().next_sampling_request()
         request.blocked = self.banned_next.union(request.blocked)
         return request
 
 
 def banned_token_set(tokens: Any) -> frozenset[int]:
-    """The ids that may not come next: any numbers will do, as in a list or a tensor."""
+    """`ban_tokens` as a set: any iterable of ids, such as a list or a tensor."""
     try:
         return frozenset(map(index, () if tokens is None else tokens))
     except TypeError as error:
@@ -67,7 +67,7 @@ def banned_token_set(tokens: Any) -> frozenset[int]:
 
 
 def filter_arguments(settings: Settings, filters: Sequence[Any] | None, prefer_eos: bool) -> dict[str, Any]:
-    """A job's arguments about filters: the call's, or what very old scripts wrote into the settings."""
+    """A job's filter arguments: those of the call, or `settings.filters`, which early scripts set."""
     if not isinstance(settings, Settings):
         raise InputError(f"gen_settings must be Settings, found {type(settings).__name__}.")
     return {

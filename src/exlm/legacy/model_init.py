@@ -1,6 +1,8 @@
-"""The command line that the old library's scripts share: `add_args(parser)`, then `check_args(args)`,
-`print_options(args)` and `init(args)`. Options become fields of a `Config` and arguments of `load`; whether
-they can be served is decided there."""
+"""The command line that exllamav2's scripts share.
+
+A script calls `add_args(parser)`, then `check_args(args)`, `print_options(args)` and `init(args)`, which maps
+the options to a `Config` and the arguments of `Model.load`; these validate them.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ FLAGS = (
     ("-ng", "--no_graphs", "do not replay graphs"),
     ("-lm", "--low_mem", "smaller chunks: less scratch memory, slower prompts"),
     ("-lq4", "--load_q4", "hold 16-bit layers in 4 bits (not supported: quantise the model instead)"),
-    ("-fst", "--fast_safetensors", "no effect: loading is as fast as it gets"),
-    ("-ic", "--ignore_compatibility", "no effect: nothing has to be turned off for any model"),
+    ("-fst", "--fast_safetensors", "no effect: there is one way of loading"),
+    ("-ic", "--ignore_compatibility", "no effect: no model needs features turned off"),
 )
 VALUE_OPTIONS = (
     ("-gs", "--gpu_split", str, "'auto', or GB for each GPU, separated by commas"),
@@ -46,7 +48,7 @@ def add_args(parser: ArgumentParser) -> None:
 
 
 def check_args(args: Namespace) -> None:
-    """End the program, saying why, if there is no model where the arguments point."""
+    """Exit with a message if there is no model at `--model_dir`."""
     if not args.model_dir:
         _exit_with_error("No model directory specified: use -m.")
     path = Path(args.model_dir).expanduser()
@@ -62,7 +64,7 @@ def check_args(args: Namespace) -> None:
 
 
 def print_options(args: Namespace) -> None:
-    """Show the model and the options that were set."""
+    """Print the model and the options that were set."""
     from rich.console import Console
 
     given = {long[2:]: getattr(args, long[2:]) for _, long, *_ in (*VALUE_OPTIONS, *FLAGS)}
@@ -87,10 +89,11 @@ def init(
     max_output_len: int | None = None,
     progress: bool = False,
 ) -> tuple[Model, Tokenizer]:
-    """The model and tokenizer that the options ask for.
+    """The model and tokenizer for the options.
 
-    With `-gs auto` the model comes back unloaded: make a lazy cache and call `model.load_autosplit(cache)`.
-    With `skip_load` too: call `post_init_load`. `config.max_output_len` is always set, to None if not given.
+    With `-gs auto` the model is returned unloaded: create a lazy cache and call
+    `model.load_autosplit(cache)`. With `skip_load`, call `post_init_load`. `config.max_output_len` is always
+    set, to None if not given.
     """
     config = Config(args.model_dir)
     if args.length is not None:
@@ -104,7 +107,7 @@ def init(
     if args.experts_per_token is not None:
         config.num_experts_per_token = args.experts_per_token
     for name in ("no_flash_attn", "no_xformers", "no_sdpa", "no_graphs"):
-        if getattr(args, name):  # leaves alone what the environment turned off
+        if getattr(args, name):  # False must not override an environment variable
             setattr(config, name, True)
     if args.no_sdpa and not quiet:
         log.warning("--no_sdpa has no effect: kernels are chosen while loading; model.explain() names them.")
@@ -119,7 +122,7 @@ def init(
     if args.chunk_size is not None:
         config.max_input_len, config.max_attention_size = args.chunk_size, args.chunk_size**2
     config.arch_compat_overrides(quiet=quiet, warn_only=args.ignore_compatibility)
-    config.freeze()  # what cannot be is refused now, also if the weights come later
+    config.freeze()  # validate now, also if the weights are loaded later
     model = Model(config)
     if not skip_load:
         post_init_load(model, args, quiet, allow_auto_split, benchmark, progress)
@@ -134,7 +137,7 @@ def post_init_load(
     benchmark: bool = False,
     progress: bool = False,
 ) -> None:
-    """Load a model that `init` made, unless it waits for its cache (`-gs auto`)."""
+    """Load a model of `init`, unless `-gs auto` leaves that to `load_autosplit`."""
     auto = args.gpu_split == "auto"
     if auto and not args.tensor_parallel:
         if not allow_auto_split:
@@ -159,5 +162,5 @@ def _parse_gpu_split(text: str | None) -> list[float] | None:
         ) from None
 
 
-def _exit_with_error(why: str) -> NoReturn:
-    raise SystemExit(f" ## Error: {why}")
+def _exit_with_error(message: str) -> NoReturn:
+    raise SystemExit(f" ## Error: {message}")

@@ -1,7 +1,7 @@
-"""StreamingGenerator: one text, token by token, in the old library's shape.
+"""StreamingGenerator, exllamav2's token-by-token generator, on the engine of `exlm.Generator`.
 
-A stream is a job of the dynamic generator's loop that is asked for one token at a time. What the cache holds
-of the last text is found again by the page table; guessing ahead is `foresight`'s.
+A stream is one job; each `stream_ex` runs the engine until the job has one more token. The page table finds
+the prefix that a new prompt shares with the last text. `SpeculativeRunner` does speculative decoding.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ from .speculative_runner import DraftFunction, SpeculativeRunner
 
 
 class StreamingGenerator(BaseGenerator):
-    """Streams one text: `begin_stream_ex`, then `stream_ex` until its "eos".
+    """Streams one text: call `begin_stream_ex`, then `stream_ex` until its "eos" is true.
 
-    The attributes that tune it count from the next stream on: `num_speculative_tokens` and
-    `speculative_prob_threshold` for a draft model, `speculative_ngram` and those that begin like it for
-    guesses by n-grams, which come before the draft model. Stop conditions count from the next token on, and
-    so do `return_probabilities`, `return_logits` and `return_top_tokens`, which each stream begins with as
-    its call says.
+    Attributes for speculative decoding take effect with the next stream: `num_speculative_tokens` and
+    `speculative_prob_threshold` for a draft model; `speculative_ngram…` for n-gram drafts, which take
+    precedence. Stop conditions take effect with the next token, and so do `return_probabilities`,
+    `return_logits` and `return_top_tokens`, which `begin_stream_ex` sets.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class StreamingGenerator(BaseGenerator):
         draft_cache: CacheBase | None = None,
         num_speculative_tokens: int = 5,
     ) -> None:
-        """A draft model's cache may be of any size; without one, it gets one like the large model's."""
+        """A draft model's cache may have any size; by default it is created like the model's."""
         super().__init__(model, cache, tokenizer)
         if draft_model is not None and draft_cache is None:
             draft_cache = Cache(draft_model, batch_size=cache.batch_size, max_seq_len=cache.max_seq_len)
@@ -65,16 +64,14 @@ class StreamingGenerator(BaseGenerator):
         self.return_top_tokens = 0
         self._job: StreamJob | None = None
         self._num_healed_to_skip = 0
-        self._has_token_limit = False  # the caller gave a number of tokens
+        self._has_token_limit = False  # whether the caller set `max_new_tokens`
         self._ngram_draft: NgramDraftFunction | None = None
         self._preloaded_ids: list[list[int]] = []
 
     def set_stop_conditions(self, stop_conditions: Collection[int | str]) -> None:
-        """End streams at these token ids and strings, instead of those so far; at EOS if nothing was set."""
+        """Set the token ids and strings that end a stream; before the first call, EOS does."""
         tokens, strings = split_stop_conditions(stop_conditions)
         self.stop_tokens, self.stop_strings = set(tokens), set(strings)
-
-    # A stream
 
     def begin_stream_ex(
         self,
@@ -98,12 +95,12 @@ class StreamingGenerator(BaseGenerator):
         seed: int | None = None,
         **unknown: Any,
     ) -> None:
-        """Read a prompt (1, n), or a padded pair (2, n) for guidance; what the cache has of it is kept.
+        """Prefill a prompt (1, n), or a padded pair (2, n) for guidance, reusing its prefix in the cache.
 
-        The stream ends by itself after `max_new_tokens`. Where the cache is full first, `full()` says so, and
-        only a further call brings the end. Without a seed Python's `random` gives one. If `abort_event` is
-        set while the prompt is read, the stream is over before it began, and `sequence_ids` is what was read.
-        Unknown arguments are passed over, with a warning.
+        The stream ends after `max_new_tokens`. When the cache is full first, `full()` is true, and the next
+        call returns the end. Without a seed, one is drawn from Python's `random`. If `abort_event` is set
+        during prefill, the stream has ended, and `sequence_ids` is what was prefilled. Unknown arguments are
+        ignored with a warning.
         """
         drop_unknown("begin_stream_ex()", unknown, argument_names(self.begin_stream_ex))
         if input_embeddings is not None and self.draft_model is not None:
@@ -136,9 +133,11 @@ class StreamingGenerator(BaseGenerator):
         self._start(job)
 
     def stream_ex(self, ban_tokens: Collection[int] | None = None, **unknown: Any) -> Chunk:
-        """The next token, except `ban_tokens`, and what it lets be seen; after the end, the end again.
+        """Sample the next token, excluding `ban_tokens`, and return the text it releases; after the end, an
+        empty chunk.
 
-        A healed token comes together with the next one and is not among the ids: it was in the prompt.
+        A healed token is returned together with the next one; its id is left out, because it was in the
+        prompt.
         """
         drop_unknown("stream_ex()", unknown, ["ban_tokens"])
         job = self._job
@@ -171,7 +170,7 @@ class StreamingGenerator(BaseGenerator):
         abort_event: threading.Event | None = None,
         **options: Any,
     ) -> None:
-        """`begin_stream_ex` with its arguments in an older order; further ones by name."""
+        """`begin_stream_ex` with the older order of arguments; the others by name."""
         further = drop_unknown("begin_stream()", options, argument_names(self.begin_stream_ex))
         self.begin_stream_ex(
             input_ids,
@@ -185,9 +184,9 @@ class StreamingGenerator(BaseGenerator):
         )
 
     def stream(self, **unknown: Any) -> tuple[Any, ...]:
-        """`stream_ex` as a tuple: chunk, eos, ids, then probabilities and logits if they were asked for.
+        """`stream_ex` as a tuple: chunk, eos, ids, then probabilities and logits if requested.
 
-        Here logits have no dimension for the one row: (tokens, vocabulary).
+        Logits are (tokens, vocabulary), without the dimension of the row.
         """
         drop_unknown("stream()", unknown, [])
         if self.return_top_tokens:
@@ -202,35 +201,35 @@ class StreamingGenerator(BaseGenerator):
         rows = self._sequence_rows or []
         return bool(rows) and max(map(len, rows)) >= self._max_length_of(len(rows))
 
-    # Speculation
+    # Speculative decoding
 
     def ngram_preload(self, input_ids: Tensor | Sequence[int]) -> None:
-        """Let n-gram guesses know these ids, (rows, n) or just one row, besides the text at hand."""
+        """Add ids, (rows, n) or one row, to the n-gram counts of all streams, besides the stream's own."""
         self._preloaded_ids += id_lists(input_ids)
         self._ngram_draft = None
 
     @property
     def total_tokens(self) -> int:
-        """Tokens asked for while guessing."""
+        """Tokens requested with speculative decoding."""
         return self._runner.num_requested
 
     @property
     def total_draft_tokens(self) -> int:
-        """Tokens guessed."""
+        """Tokens drafted."""
         return self._runner.num_drafted
 
     @property
     def accepted_draft_tokens(self) -> int:
-        """Guesses that were right."""
+        """Drafted tokens that were accepted."""
         return self._runner.num_accepted
 
     def get_sd_stats(self) -> tuple[float, float, int, int, int]:
-        """Guesses that were right, of all tokens and of all guesses; tokens, guesses, and right guesses."""
+        """Accepted / tokens, accepted / drafted, and the numbers of tokens, drafted and accepted tokens."""
         tokens, drafted, accepted = self.total_tokens, self.total_draft_tokens, self.accepted_draft_tokens
         return accepted / max(tokens, 1), accepted / max(drafted, 1), tokens, drafted, accepted
 
     def reset_sd_stats(self) -> None:
-        """Count from zero again."""
+        """Reset the counts of `get_sd_stats`."""
         self._runner.num_requested = self._runner.num_drafted = self._runner.num_accepted = 0
 
     @cached_property
@@ -263,10 +262,10 @@ class StreamingGenerator(BaseGenerator):
         self._ngram_draft.threshold = self.speculative_ngram_threshold
         return self._ngram_draft
 
-    # Inside
+    # Internals
 
     def _max_length_of(self, num_rows: int) -> int:
-        """How long a sequence may become if the cache has to hold so many."""
+        """The maximum length of a sequence if the cache holds `num_rows` of them."""
         pages = self._engine.page_table
         return min(self.max_length, pages.num_pages // num_rows * pages.page_size)
 
@@ -304,7 +303,7 @@ class StreamingGenerator(BaseGenerator):
         self._job, self._runner.draft = None, None
 
     def _next_chunk(self, job: StreamJob) -> Chunk:
-        """Run until the job has one more token."""
+        """Run the engine until the job has one more token."""
         while True:
             for result in self._engine.step():
                 _raise_error(result)
@@ -313,14 +312,14 @@ class StreamingGenerator(BaseGenerator):
                     skip = min(num_emitted, self._num_healed_to_skip)
                     self._num_healed_to_skip -= skip
                     chunk = chunk_from_result(result, self.model.config.vocab_size, skip)
-                    # Who asks full() after each token goes on with a shorter prompt; the text has not ended.
+                    # A full cache does not end the text: scripts check full() and shorten the prompt.
                     if result.get("eos_reason") == "max_new_tokens" and not self._has_token_limit:
                         chunk["eos"] = False
                     return chunk
 
     def _apply_changed_options(self, job: StreamJob) -> None:
-        """Let a running job know of conditions and wishes that were changed; held text is judged first."""
-        if not job.pending_tokens:  # those tokens were sampled without what may be wanted now
+        """Apply changed stop conditions and returned details to the job, once held text is released."""
+        if not job.pending_tokens:  # pending tokens were sampled without the details
             job.set_token_details(self.return_probabilities, self.return_top_tokens, self.return_logits)
         tokens, strings = frozenset(self.stop_tokens), frozenset(self.stop_strings)
         if (job.stop_tokens, frozenset(job.stop_strings)) != (tokens, strings) and not job.output.num_held:
@@ -329,7 +328,7 @@ class StreamingGenerator(BaseGenerator):
 
 
 def _check_row_count(rows: list[Tensor], settings: Settings) -> None:
-    """One row, or two for guidance."""
+    """Refuse all but one row, or two rows with a CFG scale."""
     if len(rows) == 2 and settings.cfg_scale is None:
         raise InputError("Two rows are for guidance, but no CFG scale is set: set gen_settings.cfg_scale.")
     if len(rows) not in (1, 2):
@@ -337,7 +336,7 @@ def _check_row_count(rows: list[Tensor], settings: Settings) -> None:
 
 
 def _raise_error(result: Any) -> None:
-    """A job that cannot go on says so in its last result; a stream says so at once."""
+    """Raise the error of a failed job, which the engine puts into the job's last result."""
     if "error" in result:
         raise result["error"]
 
@@ -352,7 +351,7 @@ CHUNK_KEYS = {
 
 
 class Chunk(TypedDict):
-    """One step of a stream. Of n tokens that become visible: ids and probs (1, n), tops (1, n, k)."""
+    """The result of one `stream_ex` that releases n tokens: ids and probs (1, n), top tokens (1, n, k)."""
 
     chunk: str
     eos: bool
@@ -365,7 +364,7 @@ class Chunk(TypedDict):
 
 
 def empty_chunk(job: Job, vocab_size: int, text: str = "", eos: bool = False) -> Chunk:
-    """A chunk without tokens, with every tensor the job wants."""
+    """A chunk without tokens, with an empty tensor for each detail that the job returns."""
     out: Chunk = {"chunk": text, "eos": eos, "chunk_token_ids": torch.empty((1, 0), dtype=torch.long)}
     if job.return_probs:
         out["probs"] = torch.empty((1, 0))
@@ -378,9 +377,9 @@ def empty_chunk(job: Job, vocab_size: int, text: str = "", eos: bool = False) ->
 
 
 def chunk_from_result(result: Any, vocab_size: int, skip: int = 0) -> Chunk:
-    """A streaming result as a chunk; the first `skip` tokens stay unnamed.
+    """A streaming result as a chunk, without the ids of its first `skip` tokens.
 
-    The tokens of a stop string are not named either: their text is not shown.
+    The ids of a stop string are left out too, like its text.
     """
     out = empty_chunk(result["job"], vocab_size, result.get("text", ""), result["eos"])
     if result.get("eos_reason") != "stop_string":
@@ -392,7 +391,7 @@ def chunk_from_result(result: Any, vocab_size: int, skip: int = 0) -> Chunk:
 
 
 def merge_chunks(first: Chunk, second: Chunk) -> Chunk:
-    """Two steps as one."""
+    """Two consecutive chunks as one."""
     out: Chunk = {**second, "chunk": first["chunk"] + second["chunk"]}
     for name in CHUNK_KEYS.values():
         if name in second:
