@@ -1,4 +1,4 @@
-"""A small trained model, loaded once, and the toy vocabulary of the golden traces."""
+"""A small trained model, loaded once, and the toy vocabulary of the scripted models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.generator.scripted import make_tokenizer as toy_tokenizer
 
 @pytest.fixture(scope="session")
 def model(fixtures_dir: Path) -> Model:
-    """A Llama of 3.8 million parameters, trained for real."""
+    """A trained Llama of 3.8 million parameters."""
     model = Model(Config(fixtures_dir / "tiny-lm"))
     model.load()
     return model
@@ -22,7 +22,7 @@ def model(fixtures_dir: Path) -> Model:
 
 @pytest.fixture(scope="session")
 def draft(fixtures_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """The same model without its last layer: a guesser that is often right and often wrong."""
+    """The same model without its last layer: a draft model that is often right and often wrong."""
     folder = tmp_path_factory.mktemp("draft") / "model"
     shutil.copytree(fixtures_dir / "tiny-lm", folder, copy_function=shutil.copyfile)
     folder.chmod(0o700)
@@ -35,11 +35,11 @@ def draft(fixtures_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Model
 
 @pytest.fixture(scope="session")
 def tokenizer(model: Model) -> Tokenizer:
-    """The trained model's."""
+    """The tokenizer of the trained model."""
     return Tokenizer(model.config)
 
 
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """The vocabulary of the traces."""
+    """The toy vocabulary."""
     return toy_tokenizer(tmp_path_factory.mktemp("toy"))

@@ -1,4 +1,4 @@
-"""The old generators over a model that follows a script and counts what it is asked for."""
+"""The base and streaming generators over a model that follows a script and logs its passes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from exlm.legacy import BaseGenerator, Chunk, StreamingGenerator
 from tests.generator.scripted import HashingRunner, Script, ScriptedModel, alphabet
 
 
-class PagedCache:
-    """A cache's geometry."""
+class CacheShape:
+    """The sizes of a cache without its tensors."""
 
     def __init__(self, max_seq_len: int = 1024, batch_size: int = 1) -> None:
         self.max_seq_len, self.batch_size, self.current_seq_len = max_seq_len, batch_size, 0
@@ -34,7 +34,7 @@ class Scripted(ScriptedModel):
 
     @property
     def passes(self) -> list[tuple[str, int, int]]:
-        """Passes since the last time: kind, rows, tokens of each."""
+        """The passes since the last call: kind, rows, tokens of each row."""
         log = self.runners[0].log
         found = list(log)
         log.clear()
@@ -42,7 +42,7 @@ class Scripted(ScriptedModel):
 
 
 def scripted(*tokens: int | list[int], after: int = 3) -> Script:
-    """After a prompt of three tokens, these; a list gives alternatives, best first."""
+    """A script that continues a prompt of `after` tokens with these; a list ranks alternatives."""
 
     def script(prefix: list[int]) -> list[int]:
         one = tokens[min(len(prefix) - after, len(tokens) - 1)]
@@ -55,44 +55,44 @@ def make_base_generator(
     tokenizer: Tokenizer, script: Script = alphabet, length: int = 1024, batch: int = 1
 ) -> BaseGenerator:
     """A base generator for a script."""
-    return BaseGenerator(Scripted(script), PagedCache(length, batch), tokenizer)  # type: ignore[arg-type]
+    return BaseGenerator(Scripted(script), CacheShape(length, batch), tokenizer)  # type: ignore[arg-type]
 
 
 def make_streaming_generator(
     tokenizer: Tokenizer, script: Script = alphabet, length: int = 1024, batch: int = 1, **options: Any
 ) -> StreamingGenerator:
     """A streaming generator for a script."""
-    return StreamingGenerator(Scripted(script), PagedCache(length, batch), tokenizer, **options)  # type: ignore[arg-type]
+    return StreamingGenerator(Scripted(script), CacheShape(length, batch), tokenizer, **options)  # type: ignore[arg-type]
 
 
-def passes(machine: Any) -> list[tuple[str, int, int]]:
-    """The model's passes since the last time."""
-    found: list[tuple[str, int, int]] = machine.model.passes
+def passes(generator: Any) -> list[tuple[str, int, int]]:
+    """The model's passes since the last call."""
+    found: list[tuple[str, int, int]] = generator.model.passes
     return found
 
 
 def begin_stream(
-    machine: StreamingGenerator, ids: Tensor, settings: Settings | None = None, **options: Any
+    generator: StreamingGenerator, ids: Tensor, settings: Settings | None = None, **options: Any
 ) -> None:
-    """Begin a greedy stream, unless it has its own settings."""
-    machine.begin_stream_ex(ids, settings or Settings.greedy(), **options)
+    """Begin a stream, greedy by default."""
+    generator.begin_stream_ex(ids, settings or Settings.greedy(), **options)
 
 
-def take_chunks(machine: StreamingGenerator, most: int = 100, **options: Any) -> list[Chunk]:
-    """Chunks until the end, or so many."""
+def take_chunks(generator: StreamingGenerator, most: int = 100, **options: Any) -> list[Chunk]:
+    """The chunks until the end, at most `most`."""
     chunks: list[Chunk] = []
     while len(chunks) < most and not (chunks and chunks[-1]["eos"]):
-        chunks.append(machine.stream_ex(**options))
+        chunks.append(generator.stream_ex(**options))
     return chunks
 
 
 def chunk_text(chunks: list[Chunk]) -> str:
-    """What was said."""
+    """The text of chunks."""
     return "".join(chunk["chunk"] for chunk in chunks)
 
 
 def recording(function: Callable[..., Any], calls: list[Any]) -> Callable[..., Any]:
-    """The function, with every call written down."""
+    """The function, wrapped to append each call's arguments to `calls`."""
 
     def wrapped(*arguments: Any, **options: Any) -> Any:
         calls.append(arguments)

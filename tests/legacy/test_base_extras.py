@@ -32,29 +32,29 @@ def generator(model: Model, tokenizer: Tokenizer) -> BaseGenerator:
     return BaseGenerator(model, Cache(model, max_seq_len=700), tokenizer)
 
 
-def test_50_65_adapters(model: Model, tokenizer: Tokenizer, tmp_path: Path, fixtures_dir: Path) -> None:
+def test_adapters(model: Model, tokenizer: Tokenizer, tmp_path: Path, fixtures_dir: Path) -> None:
     shapes = making.matrix_shapes(fixtures_dir / "tiny-lm")
     made = making.write_adapter(tmp_path / "lora", shapes, size=2.0)
-    machine = BaseGenerator(model, Cache(model, max_seq_len=300), tokenizer)
-    plain = machine.generate_simple(PROMPTS[:2], GREEDY, 12)
+    generator = BaseGenerator(model, Cache(model, max_seq_len=300), tokenizer)
+    plain = generator.generate_simple(PROMPTS[:2], GREEDY, 12)
     lora = Lora.from_directory(model, made.folder)
     try:
-        adapted = machine.generate_simple(PROMPTS[:2], GREEDY, 12, loras=lora)
+        adapted = generator.generate_simple(PROMPTS[:2], GREEDY, 12, loras=lora)
         assert adapted != plain
-        assert machine.generate_simple(PROMPTS[:2], GREEDY, 12, loras=[lora]) == adapted
+        assert generator.generate_simple(PROMPTS[:2], GREEDY, 12, loras=[lora]) == adapted
         ids = tokenizer.encode(PROMPTS[0])
         for _ in range(12):
             logits = model.forward(ids, last_id_only=True, loras=lora)
             ids = torch.cat((ids, logits[:, -1].argmax(-1, keepdim=True)), 1)
         assert tokenizer.decode(ids[0]) == adapted[0]
-        assert machine.generate_simple(PROMPTS[:2], GREEDY, 12) == plain
+        assert generator.generate_simple(PROMPTS[:2], GREEDY, 12) == plain
     finally:
         lora.unload()
     with pytest.raises(InputError, match="loras"):
-        machine.generate_simple("a", GREEDY, 1, loras="a folder")
+        generator.generate_simple("a", GREEDY, 1, loras="a folder")
 
 
-def test_54_embeddings_in_their_place(model: Model, tokenizer: Tokenizer, generator: BaseGenerator) -> None:
+def test_embeddings_replace_the_marker(model: Model, tokenizer: Tokenizer, generator: BaseGenerator) -> None:
     torch.manual_seed(3)
     rows = torch.randn(2, 5, model.config.hidden_size)
     prompts = ["The city {{EMBED_HERE}} is old", "{{EMBED_HERE}} In"]
@@ -70,14 +70,14 @@ def test_54_embeddings_in_their_place(model: Model, tokenizer: Tokenizer, genera
             new.append(int(ids[0, -1]))
         assert said[i] == tokenizer.codec.decode(new, continues=True)
     assert said[0] != generator.generate_simple("The cityis old", GREEDY, 8, completion_only=True)
-    for wrong in ("no place", "{{EMBED_HERE}}{{EMBED_HERE}}"):
+    for wrong in ("no marker", "{{EMBED_HERE}}{{EMBED_HERE}}"):
         with pytest.raises(InputError, match=r"EMBED_HERE.* exactly once"):
             generator.generate_simple(wrong, GREEDY, 8, input_embeddings=rows[:1])
     with pytest.raises(InputError, match="input_embeddings must be"):
         generator.generate_simple(prompts, GREEDY, 8, input_embeddings=rows[:1])
 
 
-def test_54_embeddings_that_exist_are_named_by_their_alias(model: Model, generator: BaseGenerator) -> None:
+def test_mm_embeddings_are_referred_to_by_their_alias(model: Model, generator: BaseGenerator) -> None:
     torch.manual_seed(3)
     vectors = torch.randn(1, 5, model.config.hidden_size)
     one = MMEmbedding(model, vectors)
@@ -85,7 +85,7 @@ def test_54_embeddings_that_exist_are_named_by_their_alias(model: Model, generat
     assert said == generator.generate_simple("A{{EMBED_HERE}}B", GREEDY, 8, input_embeddings=vectors)
 
 
-def test_56_filters(model: Model, tokenizer: Tokenizer, generator: BaseGenerator) -> None:
+def test_filters(model: Model, tokenizer: Tokenizer, generator: BaseGenerator) -> None:
     options = ["yes", "no", "maybe so"]
     chosen = generator.generate_simple(
         ["Is it? ", "Or not? "], GREEDY, 20, filters=[SelectFilter(model, tokenizer, options)],
@@ -102,13 +102,13 @@ def test_56_filters(model: Model, tokenizer: Tokenizer, generator: BaseGenerator
     assert len(short) == 4  # type: ignore[arg-type]
 
 
-def test_56_settings_may_bring_filters(model: Model, tokenizer: Tokenizer, generator: BaseGenerator) -> None:
+def test_filters_of_the_settings_apply(model: Model, tokenizer: Tokenizer, generator: BaseGenerator) -> None:
     settings = Settings.greedy()
     settings.filters = [SelectFilter(model, tokenizer, ["seven"])]
     assert generator.generate_simple("How many? ", settings, 20, completion_only=True) == "seven"
 
 
-def test_56_filters_hold_for_what_a_healed_token_adds(
+def test_filters_apply_to_the_text_that_a_healed_token_adds(
     model: Model, tokenizer: Tokenizer, generator: BaseGenerator
 ) -> None:
     options = ["yes", "no"]
@@ -119,8 +119,8 @@ def test_56_filters_hold_for_what_a_healed_token_adds(
     assert said in options
 
 
-def test_39_warmup_where_few_positions_may_answer(tokenizer: Tokenizer, fixtures_dir: Path) -> None:
-    """Scripts that complete batches ask the model for one position at a time."""
+def test_warmup_with_a_small_max_output_len(tokenizer: Tokenizer, fixtures_dir: Path) -> None:
+    """Scripts that complete batches set `max_output_len` to 1."""
     config = Config(fixtures_dir / "tiny-lm")
     config.max_output_len = 1
     model = Model(config)

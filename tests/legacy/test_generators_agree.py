@@ -1,4 +1,4 @@
-"""The same job through every generator gives the same tokens, and they stop at the same place."""
+"""Every generator gives the same tokens for the same prompt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NEW = 16
 
 
 def oracle(model: Model, ids: torch.Tensor) -> list[int]:
-    """One token after the other through the plain forward pass."""
+    """Greedy tokens, one forward pass over the whole text for each."""
     start = ids.shape[1]
     for _ in range(NEW):
         ids = torch.cat((ids, model.forward(ids, last_id_only=True)[:, -1].argmax(-1, keepdim=True)), 1)
@@ -25,38 +25,38 @@ def oracle(model: Model, ids: torch.Tensor) -> list[int]:
 
 
 def from_base(model: Model, tokenizer: Tokenizer, prompt: str) -> list[int]:
-    machine = BaseGenerator(model, Cache(model, max_seq_len=100), tokenizer)
-    machine.generate_simple(prompt, Settings.greedy(), NEW, stop_token=None)
-    assert machine.sequence_ids is not None
-    found: list[int] = machine.sequence_ids[0, -NEW:].tolist()
+    generator = BaseGenerator(model, Cache(model, max_seq_len=100), tokenizer)
+    generator.generate_simple(prompt, Settings.greedy(), NEW, stop_token=None)
+    assert generator.sequence_ids is not None
+    found: list[int] = generator.sequence_ids[0, -NEW:].tolist()
     return found
 
 
 def from_streaming(model: Model, tokenizer: Tokenizer, prompt: str, **options: Any) -> list[int]:
-    machine = StreamingGenerator(model, Cache(model, max_seq_len=100), tokenizer, **options)
-    machine.set_stop_conditions([])
-    machine.begin_stream_ex(tokenizer.encode(prompt), Settings.greedy())
-    return [int(machine.stream_ex()["chunk_token_ids"]) for _ in range(NEW)]
+    generator = StreamingGenerator(model, Cache(model, max_seq_len=100), tokenizer, **options)
+    generator.set_stop_conditions([])
+    generator.begin_stream_ex(tokenizer.encode(prompt), Settings.greedy())
+    return [int(generator.stream_ex()["chunk_token_ids"]) for _ in range(NEW)]
 
 
 def from_dynamic(model: Model, tokenizer: Tokenizer, prompt: str) -> list[int]:
-    machine = Generator(model, Cache(model, max_seq_len=256), tokenizer)
-    machine.enqueue(Job(tokenizer.encode(prompt), NEW, gen_settings=Settings.greedy()))
+    generator = Generator(model, Cache(model, max_seq_len=256), tokenizer)
+    generator.enqueue(Job(tokenizer.encode(prompt), NEW, gen_settings=Settings.greedy()))
     found: list[int] = []
-    while machine.num_remaining_jobs():
-        for result in machine.iterate():
+    while generator.num_remaining_jobs():
+        for result in generator.iterate():
             if "token_ids" in result:
                 found += result["token_ids"][0].tolist()
     return found
 
 
 async def from_async(model: Model, tokenizer: Tokenizer, prompt: str) -> list[int]:
-    machine = AsyncGenerator(model, Cache(model, max_seq_len=256), tokenizer)
+    generator = AsyncGenerator(model, Cache(model, max_seq_len=256), tokenizer)
     found: list[int] = []
-    async for result in AsyncJob(machine, tokenizer.encode(prompt), NEW, gen_settings=Settings.greedy()):
+    async for result in AsyncJob(generator, tokenizer.encode(prompt), NEW, gen_settings=Settings.greedy()):
         if "token_ids" in result:
             found += result["token_ids"][0].tolist()
-    await machine.close()
+    await generator.close()
     return found
 
 

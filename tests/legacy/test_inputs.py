@@ -1,4 +1,4 @@
-"""Padding on and off again."""
+"""Padded id tensors: padding, stripping, and masks that contradict the offsets."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def test_strip_padding_inverts_pad_left(rows: list[list[int]], additive: bool) -
 
 
 @pytest.mark.parametrize("given", [[1, 2], (1, 2), torch.tensor([1, 2]), torch.tensor([[1, 2]]), [[1, 2]]])
-def test_ids_come_in_many_shapes(given: object) -> None:
+def test_id_lists_accepts_tensors_and_lists(given: object) -> None:
     assert id_lists(given) == [[1, 2]]  # type: ignore[arg-type]
 
 
-def test_what_holds_no_ids_is_refused() -> None:
+def test_id_lists_refuses_other_values() -> None:
     assert id_lists([]) == [[]]
     for wrong in (None, "text", ["a"], [1.5], 7, [[1], [2, 3]], [None]):
         with pytest.raises(InputError, match="Expected"):
@@ -46,7 +46,7 @@ def test_a_mask_may_be_shorter_than_the_row() -> None:
 
 
 def test_a_mask_made_by_the_padding_id_may_hide_it_in_prompts_too() -> None:
-    """A BOS, or an EOS between turns, that pads as well: `padding_mask` hides all of them."""
+    """The padding id may be a BOS, or an EOS between turns: `padding_mask` hides all of them."""
     bos = PAD
     ids = torch.tensor([[bos, 1, PAD, 2], [PAD, PAD, bos, 3]])
     mask = torch.zeros(ids.shape).masked_fill_(ids == PAD, -torch.inf)

@@ -1,4 +1,4 @@
-"""The direct call: the old library's tokens for its own cases, its shapes, and what it keeps in settings."""
+"""`Sampler.sample`: exllamav2's tokens for its own cases, shapes, and state kept in the settings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def call(logits: torch.Tensor, settings: Settings, random: float = 0.5, **extra:
 
 
 def test_the_cases_of_exllamav2(fixtures_dir: Path) -> None:
-    """Exact cases: its token, its probability, its best candidates. The others: the standard definitions."""
+    """Exact cases: exllamav2's token, probability and best candidates. Others: the standard definitions."""
     folder = fixtures_dir / "reference"
     cases = json.loads((folder / "sampler_cases.json").read_text())
     inputs = load_file(folder / "sampler_inputs.safetensors")
@@ -135,18 +135,18 @@ def test_token_healing_restricts_to_tokens_with_the_prefix() -> None:
 
 
 class ListFilter:
-    """Passes what it was made with."""
+    """Allows the tokens it was created with."""
 
     def __init__(self, passes: Any, ends: Any = ()) -> None:
         self.passes, self.ends = passes, ends
 
     def next(self) -> Any:
-        """What may come, and what would end the text."""
+        """The allowed tokens and the end tokens."""
         return self.passes, self.ends
 
 
 class MaskFilter(ListFilter):
-    """Masks the logits itself."""
+    """Masks logits."""
 
     def can_mask_logits(self) -> bool:
         """Yes."""
@@ -157,7 +157,7 @@ class MaskFilter(ListFilter):
         return self.passes is not None
 
     def mask_logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Everything else excluded."""
+        """The logits with all other tokens excluded."""
         mask = torch.full_like(x, -torch.inf)
         mask[self.passes] = 0.0
         return x + mask

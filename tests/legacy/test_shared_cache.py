@@ -1,4 +1,4 @@
-"""Several who write to one cache: each text is right, or its maker is told that the cache was taken."""
+"""Several generators on one cache: each text is correct, or its generator raises an error."""
 
 from __future__ import annotations
 
@@ -46,66 +46,66 @@ def expected(model: Model, tokenizer: Tokenizer) -> str:
     return said
 
 
-def finish(machine: Generator) -> dict[Job, object]:
-    """The end of every job: its text, or what went wrong."""
+def finish(generator: Generator) -> dict[Job, object]:
+    """The end of every job: its text, or its error."""
     ends: dict[Job, object] = {}
-    while machine.num_remaining_jobs():
-        for result in machine.iterate():
+    while generator.num_remaining_jobs():
+        for result in generator.iterate():
             if result["eos"]:
                 ends[result["job"]] = result.get("error") or result["full_completion"]
     return ends
 
 
-def test_running_jobs_end_and_waiting_ones_go_on(
+def test_running_jobs_fail_and_queued_ones_run(
     model: Model, tokenizer: Tokenizer, intrude: OtherWriter
 ) -> None:
     wanted = expected(model, tokenizer)
     cache = Cache(model, max_seq_len=1024)
-    machine = Generator(model, cache, tokenizer, max_batch_size=1)
+    generator = Generator(model, cache, tokenizer, max_batch_size=1)
     running, waiting = make_job(tokenizer), make_job(tokenizer)
-    machine.enqueue([running, waiting])
+    generator.enqueue([running, waiting])
     for _ in range(4):
-        machine.iterate()
+        generator.iterate()
     intrude(model, cache, tokenizer)
-    ends = finish(machine)
+    ends = finish(generator)
     assert isinstance(ends[running], InputError)
     assert str(ends[running]).startswith(OVERWRITTEN_MESSAGE)
     assert ends[waiting] == wanted
-    assert machine.pages.num_free_pages == machine.pages.num_pages
-    assert machine.generate(PROMPT, NEW, gen_settings=GREEDY, completion_only=True) == wanted
+    assert generator.pages.num_free_pages == generator.pages.num_pages
+    assert generator.generate(PROMPT, NEW, gen_settings=GREEDY, completion_only=True) == wanted
 
 
-def test_what_was_cached_when_a_job_was_queued_may_be_gone_when_it_starts(
+def test_a_cached_prefix_may_be_lost_between_enqueue_and_start(
     model: Model, tokenizer: Tokenizer, intrude: OtherWriter
 ) -> None:
     wanted = expected(model, tokenizer)
     cache = Cache(model, max_seq_len=1024)
-    machine = Generator(model, cache, tokenizer)
-    machine.generate(PROMPT, NEW, gen_settings=GREEDY)
+    generator = Generator(model, cache, tokenizer)
+    generator.generate(PROMPT, NEW, gen_settings=GREEDY)
     job = make_job(tokenizer)
-    machine.enqueue(job)
+    generator.enqueue(job)
     intrude(model, cache, tokenizer)
-    assert finish(machine) == {job: wanted}
+    assert finish(generator) == {job: wanted}
     assert job.cached_tokens == 0
 
 
-def test_a_stream_raises_and_the_next_one_is_right(
+def test_an_overwritten_stream_raises_and_the_next_one_is_correct(
     model: Model, tokenizer: Tokenizer, intrude: OtherWriter
 ) -> None:
     wanted = expected(model, tokenizer)
     cache = Cache(model, max_seq_len=1024)
-    machine = StreamingGenerator(model, cache, tokenizer)
-    machine.set_stop_conditions([])
+    generator = StreamingGenerator(model, cache, tokenizer)
+    generator.set_stop_conditions([])
     prompt = tokenizer.encode(PROMPT)
-    machine.begin_stream_ex(prompt, GREEDY)
-    machine.stream_ex()
+    generator.begin_stream_ex(prompt, GREEDY)
+    generator.stream_ex()
     intrude(model, cache, tokenizer)
     length = cache.current_seq_len
     with pytest.raises(InputError, match=OVERWRITTEN_MESSAGE):
-        machine.stream_ex()
+        generator.stream_ex()
     assert cache.current_seq_len == length  # it is the other's now
-    machine.begin_stream_ex(prompt, GREEDY)
-    assert "".join(machine.stream_ex()["chunk"] for _ in range(NEW)) == wanted
+    generator.begin_stream_ex(prompt, GREEDY)
+    assert "".join(generator.stream_ex()["chunk"] for _ in range(NEW)) == wanted
 
 
 def test_callers_that_do_not_overlap_both_succeed(
@@ -113,8 +113,8 @@ def test_callers_that_do_not_overlap_both_succeed(
 ) -> None:
     wanted = expected(model, tokenizer)
     cache = Cache(model, max_seq_len=1024)
-    machine = Generator(model, cache, tokenizer)
+    generator = Generator(model, cache, tokenizer)
     for _ in range(3):
-        assert machine.generate(PROMPT, NEW, gen_settings=GREEDY, completion_only=True) == wanted
+        assert generator.generate(PROMPT, NEW, gen_settings=GREEDY, completion_only=True) == wanted
         intrude(model, cache, tokenizer)
         cache.current_seq_len = 0

@@ -15,7 +15,7 @@ from exlm.legacy import StreamingGenerator
 from exlm.legacy.draft_functions import ModelDraftFunction, NgramCounts, NgramDraftFunction
 from tests.generator.scripted import ID, ids
 from tests.legacy.scripted import (
-    PagedCache,
+    CacheShape,
     Scripted,
     begin_stream,
     chunk_text,
@@ -60,7 +60,7 @@ def make_drafting_generator(
         toy,
         cycle,
         draft_model=confident(Scripted(guesses)),
-        draft_cache=PagedCache(),
+        draft_cache=CacheShape(),
         num_speculative_tokens=count,
         **options,
     )
@@ -116,7 +116,7 @@ def test_a_draft_that_is_unsure_stops_guessing(toy: Tokenizer) -> None:
 
 def test_a_draft_may_be_smaller_than_the_text(toy: Tokenizer) -> None:
     machine = make_streaming_generator(
-        toy, cycle, length=400, draft_model=confident(Scripted(cycle)), draft_cache=PagedCache(300)
+        toy, cycle, length=400, draft_model=confident(Scripted(cycle)), draft_cache=CacheShape(300)
     )
     begin_stream(machine, ids("abcde" * 58), max_new_tokens=60)
     assert chunk_text(take_chunks(machine)) == "abcde" * 12
@@ -127,7 +127,7 @@ def test_a_draft_may_be_smaller_than_the_text(toy: Tokenizer) -> None:
 
 def test_a_draft_of_another_vocabulary(toy: Tokenizer) -> None:
     small = confident(Scripted(lambda prefix: [min(prefix[-1] + 1, ID["d"])], vocab=ID["e"]))  # knows a to d
-    machine = make_streaming_generator(toy, cycle, draft_model=small, draft_cache=PagedCache())
+    machine = make_streaming_generator(toy, cycle, draft_model=small, draft_cache=CacheShape())
     begin_stream(machine, ids("abcd"), max_new_tokens=10)
     assert chunk_text(take_chunks(machine)) == "eabcdeabcd"
 
@@ -241,7 +241,7 @@ def test_no_draft_changes_the_text(toy: Tokenizer, data: Any) -> None:
     machines = [
         make_streaming_generator(toy, script, length=300),
         make_streaming_generator(
-            toy, script, 300, draft_model=confident(Scripted(guesser)), draft_cache=PagedCache(270)
+            toy, script, 300, draft_model=confident(Scripted(guesser)), draft_cache=CacheShape(270)
         ),
         make_streaming_generator(toy, script, length=300),
     ]
@@ -293,7 +293,7 @@ def test_an_ngram_table_counts_what_a_slow_one_counts(text: list[int], least: in
 
 def test_a_draft_reads_only_what_is_new() -> None:
     model = Scripted(cycle)
-    guess = ModelDraftFunction(confident(model), PagedCache(), vocab_size=36)
+    guess = ModelDraftFunction(confident(model), CacheShape(), vocab_size=36)
     guess.max_tokens = 2
     prompt = ids("abcde" * 20)[0].tolist()
     assert guess(prompt, 5) == [2, 3]

@@ -1,4 +1,4 @@
-"""StreamingGenerator: items 79 to 94 of the checklist and the golden trace G17, with its mistakes mended."""
+"""StreamingGenerator: stop conditions, chunks, token healing, prefix reuse and filters."""
 
 from __future__ import annotations
 
@@ -39,55 +39,55 @@ GREEDY = Settings.greedy()
 ABC = ids("abc")
 
 
-def test_79_80_the_constructor(model: Model, tokenizer: Tokenizer) -> None:
+def test_the_constructor(model: Model, tokenizer: Tokenizer) -> None:
     from exllamav2.generator import ExLlamaV2StreamingGenerator
 
     cache = Cache(model, max_seq_len=256)
-    machine = ExLlamaV2StreamingGenerator(model, cache, tokenizer, None, None, 3)
-    assert machine.num_speculative_tokens == 3
+    generator = ExLlamaV2StreamingGenerator(model, cache, tokenizer, None, None, 3)
+    assert generator.num_speculative_tokens == 3
     parameters = inspect.signature(ExLlamaV2StreamingGenerator).parameters
     assert {name: one.default for name, one in list(parameters.items())[3:]} == {
         "draft_model": None,
         "draft_cache": None,
         "num_speculative_tokens": 5,
     }
-    assert machine.stop_tokens == set(tokenizer.eos_token_ids)
-    assert machine.stop_strings == set()
-    assert machine.sequence_ids is None
-    assert machine.speculative_ngram is False
+    assert generator.stop_tokens == set(tokenizer.eos_token_ids)
+    assert generator.stop_strings == set()
+    assert generator.sequence_ids is None
+    assert generator.speculative_ngram is False
     with pytest.raises(InputError, match="begin_stream_ex"):
-        machine.stream_ex()
+        generator.stream_ex()
 
 
 @pytest.mark.parametrize("kind", [Cache, CacheQ4, CacheQ6, CacheQ8])
-def test_81_cache_types(kind: Any, model: Model, tokenizer: Tokenizer) -> None:
-    machine = StreamingGenerator(model, kind(model, max_seq_len=300), tokenizer)
-    machine.set_stop_conditions([])
-    begin_stream(machine, tokenizer.encode("The history of"))
-    said = chunk_text(take_chunks(machine, 16))
+def test_cache_types(kind: Any, model: Model, tokenizer: Tokenizer) -> None:
+    generator = StreamingGenerator(model, kind(model, max_seq_len=300), tokenizer)
+    generator.set_stop_conditions([])
+    begin_stream(generator, tokenizer.encode("The history of"))
+    said = chunk_text(take_chunks(generator, 16))
     whole = Generator(model, kind(model, max_seq_len=512), tokenizer)
     assert said == whole.generate("The history of", 16, gen_settings=GREEDY, completion_only=True)
 
 
-def test_82_stop_conditions(toy: Tokenizer) -> None:
-    machine = make_streaming_generator(toy)
-    machine.set_stop_conditions([ID["h"], "fg"])
-    begin_stream(machine, ABC)
-    assert chunk_text(take_chunks(machine)) == "de"
-    machine.set_stop_conditions({ID["h"]})
-    begin_stream(machine, ABC)
-    chunks = take_chunks(machine)
+def test_stop_conditions(toy: Tokenizer) -> None:
+    generator = make_streaming_generator(toy)
+    generator.set_stop_conditions([ID["h"], "fg"])
+    begin_stream(generator, ABC)
+    assert chunk_text(take_chunks(generator)) == "de"
+    generator.set_stop_conditions({ID["h"]})
+    begin_stream(generator, ABC)
+    chunks = take_chunks(generator)
     assert chunk_text(chunks) == "defg"
     assert chunks[-1]["chunk_token_ids"].shape == (1, 0)
-    machine.set_stop_conditions(())
-    begin_stream(machine, ABC)
-    assert len(take_chunks(machine, 60)) == 60
+    generator.set_stop_conditions(())
+    begin_stream(generator, ABC)
+    assert len(take_chunks(generator, 60)) == 60
     for wrong in ([None], [1.5], [ABC]):
         with pytest.raises(ValueError, match="Unsupported type in stop_conditions"):
-            machine.set_stop_conditions(wrong)  # type: ignore[arg-type]
+            generator.set_stop_conditions(wrong)  # type: ignore[arg-type]
     for wrong in (3, None, "g"):
         with pytest.raises(InputError, match="must be a list"):
-            machine.set_stop_conditions(wrong)  # type: ignore[arg-type]
+            generator.set_stop_conditions(wrong)  # type: ignore[arg-type]
 
 
 def test_a_stream_needs_settings(toy: Tokenizer) -> None:
@@ -95,27 +95,27 @@ def test_a_stream_needs_settings(toy: Tokenizer) -> None:
         make_streaming_generator(toy).begin_stream_ex(ABC, None)  # type: ignore[arg-type]
 
 
-def test_82_stop_conditions_count_from_the_next_token(toy: Tokenizer) -> None:
-    machine = make_streaming_generator(toy)
-    begin_stream(machine, ABC)
-    machine.set_stop_conditions(["ef"])
-    assert chunk_text(take_chunks(machine)) == "d"
-    begin_stream(machine, ABC)
-    assert [machine.stream_ex()["chunk"] for _ in range(2)] == ["d", ""]
-    machine.set_stop_conditions([ID["i"], "hz"])  # "e" is still held for "ef", and that is judged first
-    assert [chunk["chunk"] for chunk in take_chunks(machine)] == [""]
-    machine.set_stop_conditions([])
-    begin_stream(machine, ABC)
-    machine.stream_ex()
-    machine.stop_tokens.add(ID["g"])
-    machine.stop_strings.add("z")
-    assert chunk_text(take_chunks(machine)) == "ef"
+def test_stop_conditions_take_effect_with_the_next_token(toy: Tokenizer) -> None:
+    generator = make_streaming_generator(toy)
+    begin_stream(generator, ABC)
+    generator.set_stop_conditions(["ef"])
+    assert chunk_text(take_chunks(generator)) == "d"
+    begin_stream(generator, ABC)
+    assert [generator.stream_ex()["chunk"] for _ in range(2)] == ["d", ""]
+    generator.set_stop_conditions([ID["i"], "hz"])  # "e" is still held for "ef", which is resolved first
+    assert [chunk["chunk"] for chunk in take_chunks(generator)] == [""]
+    generator.set_stop_conditions([])
+    begin_stream(generator, ABC)
+    generator.stream_ex()
+    generator.stop_tokens.add(ID["g"])
+    generator.stop_strings.add("z")
+    assert chunk_text(take_chunks(generator)) == "ef"
 
 
-def test_84_g17_one_token_each_call(toy: Tokenizer) -> None:
-    machine = make_streaming_generator(toy, scripted(5, 6, 7, 0))
-    begin_stream(machine, ABC)
-    chunks = take_chunks(machine)
+def test_one_token_each_call(toy: Tokenizer) -> None:
+    generator = make_streaming_generator(toy, scripted(5, 6, 7, 0))
+    begin_stream(generator, ABC)
+    chunks = take_chunks(generator)
     assert [(chunk["chunk"], chunk["eos"]) for chunk in chunks] == [
         ("d", False),
         ("e", False),
@@ -125,97 +125,97 @@ def test_84_g17_one_token_each_call(toy: Tokenizer) -> None:
     assert [chunk["chunk_token_ids"].tolist() for chunk in chunks] == [[[5]], [[6]], [[7]], [[]]]
     assert set(chunks[0]) == {"chunk", "eos", "chunk_token_ids"}
     assert chunks[0]["chunk_token_ids"].dtype == torch.long
-    after = machine.stream_ex()
+    after = generator.stream_ex()
     assert (after["chunk"], after["eos"], after["chunk_token_ids"].shape) == ("", True, (1, 0))
 
 
-def test_85_86_g17_held_text(toy: Tokenizer) -> None:
-    machine = make_streaming_generator(toy, scripted(5, 6, 7, 0))
-    machine.set_stop_conditions(["fz", 0])
-    begin_stream(machine, ABC)
-    chunks = take_chunks(machine)
+def test_held_text(toy: Tokenizer) -> None:
+    generator = make_streaming_generator(toy, scripted(5, 6, 7, 0))
+    generator.set_stop_conditions(["fz", 0])
+    begin_stream(generator, ABC)
+    chunks = take_chunks(generator)
     assert [chunk["chunk"] for chunk in chunks] == ["d", "e", "", "f"]
     assert chunks[2]["chunk_token_ids"].shape == (1, 0)
     assert chunks[3]["eos"]
     assert chunks[3]["chunk_token_ids"].tolist() == [[7]]  # T57: the ids of what is shown are not lost
-    machine = make_streaming_generator(toy)
-    machine.set_stop_conditions(["fgz", "ghi"])
-    begin_stream(machine, ABC)
-    chunks = take_chunks(machine)
+    generator = make_streaming_generator(toy)
+    generator.set_stop_conditions(["fgz", "ghi"])
+    begin_stream(generator, ABC)
+    chunks = take_chunks(generator)
     assert [chunk["chunk"] for chunk in chunks] == ["d", "e", "", "", "f", ""]
     assert chunks[4]["chunk_token_ids"].tolist() == [[ID["f"]]]
     assert chunks[5]["chunk_token_ids"].shape == (1, 0)
     assert chunks[5]["eos"]
 
 
-def test_83_94_g17_healing(toy: Tokenizer) -> None:
+def test_token_healing(toy: Tokenizer) -> None:
     script = {(2, 3): [5, ID["Hello"]], (2, 3, ID["Hello"]): [ID[" world"]]}
-    machine = make_streaming_generator(toy, lambda prefix: script.get(tuple(prefix), [ID["."]]))
-    begin_stream(machine, torch.tensor([[2, 3, ID["He"]]]), token_healing=True)
-    assert passes(machine) == [("prefill", 1, 1)]
-    assert machine.sequence_ids is not None
-    assert machine.sequence_ids.tolist() == [[2, 3]]
-    first = machine.stream_ex()
+    generator = make_streaming_generator(toy, lambda prefix: script.get(tuple(prefix), [ID["."]]))
+    begin_stream(generator, torch.tensor([[2, 3, ID["He"]]]), token_healing=True)
+    assert passes(generator) == [("prefill", 1, 1)]
+    assert generator.sequence_ids is not None
+    assert generator.sequence_ids.tolist() == [[2, 3]]
+    first = generator.stream_ex()
     assert (first["chunk"], first["chunk_token_ids"].tolist()) == ("llo world", [[ID[" world"]]])
-    assert machine.sequence_ids.tolist() == [[2, 3, ID["Hello"], ID[" world"]]]
-    assert machine.stream_ex()["chunk"] == "."
+    assert generator.sequence_ids.tolist() == [[2, 3, ID["Hello"], ID[" world"]]]
+    assert generator.stream_ex()["chunk"] == "."
 
 
-def test_83_healing_while_text_is_held(toy: Tokenizer) -> None:
+def test_token_healing_while_text_is_held(toy: Tokenizer) -> None:
     script = {(2, 3): [ID["Hello"]], (2, 3, ID["Hello"]): [ID[" world"]]}
-    machine = make_streaming_generator(toy, lambda prefix: script.get(tuple(prefix), [ID["."]]))
-    machine.set_stop_conditions(["o world!"])
-    begin_stream(machine, torch.tensor([[2, 3, ID["He"]]]), token_healing=True, return_probabilities=True)
-    first, second = machine.stream_ex(), machine.stream_ex()
+    generator = make_streaming_generator(toy, lambda prefix: script.get(tuple(prefix), [ID["."]]))
+    generator.set_stop_conditions(["o world!"])
+    begin_stream(generator, torch.tensor([[2, 3, ID["He"]]]), token_healing=True, return_probabilities=True)
+    first, second = generator.stream_ex(), generator.stream_ex()
     assert (first["chunk"], first["chunk_token_ids"].tolist()) == ("", [[]])
     assert second["chunk"] == "llo world."
     assert second["chunk_token_ids"].tolist() == [[ID[" world"], ID["."]]]
     assert second["probs"].shape == (1, 2)
 
 
-def test_87_a_common_prefix_is_not_recomputed(toy: Tokenizer) -> None:
-    machine = make_streaming_generator(toy)
+def test_a_common_prefix_is_reused(toy: Tokenizer) -> None:
+    generator = make_streaming_generator(toy)
     prompt = ids("abcdefgh" * 5)
-    begin_stream(machine, prompt)
-    assert passes(machine) == [("prefill", 1, 39)]
-    take_chunks(machine, 2)
-    assert passes(machine) == [("decode", 1, 1)] * 2
-    assert machine.sequence_ids is not None
-    begin_stream(machine, torch.cat((machine.sequence_ids, ids("bacba")), 1))
-    assert passes(machine) == [("prefill", 1, 5)]
-    take_chunks(machine, 1)
-    begin_stream(machine, prompt[:, :20])
-    assert passes(machine) == [("decode", 1, 1)]
-    begin_stream(machine, torch.cat((prompt[:, :12], ids("zzzz")), 1))
-    assert passes(machine) == [("prefill", 1, 3)]
+    begin_stream(generator, prompt)
+    assert passes(generator) == [("prefill", 1, 39)]
+    take_chunks(generator, 2)
+    assert passes(generator) == [("decode", 1, 1)] * 2
+    assert generator.sequence_ids is not None
+    begin_stream(generator, torch.cat((generator.sequence_ids, ids("bacba")), 1))
+    assert passes(generator) == [("prefill", 1, 5)]
+    take_chunks(generator, 1)
+    begin_stream(generator, prompt[:, :20])
+    assert passes(generator) == [("decode", 1, 1)]
+    begin_stream(generator, torch.cat((prompt[:, :12], ids("zzzz")), 1))
+    assert passes(generator) == [("prefill", 1, 3)]
 
 
-def test_87_over_several_pages(toy: Tokenizer) -> None:
-    machine = make_streaming_generator(toy, length=1000)
+def test_prefix_reuse_over_several_pages(toy: Tokenizer) -> None:
+    generator = make_streaming_generator(toy, length=1000)
     prompt = ids("abcdefgh" * 80)
-    begin_stream(machine, prompt)
-    assert chunk_text(take_chunks(machine, 5)) == "ijklm"
-    passes(machine)
-    begin_stream(machine, torch.cat((prompt, ids("ijklm"), ids("az")), 1))
-    assert passes(machine) == [("prefill", 1, 2)]
-    assert chunk_text(take_chunks(machine, 2)) == "ab"
-    passes(machine)
-    begin_stream(machine, prompt[:, :400])
-    assert passes(machine) == []
-    assert chunk_text(take_chunks(machine, 2)) == "ij"
+    begin_stream(generator, prompt)
+    assert chunk_text(take_chunks(generator, 5)) == "ijklm"
+    passes(generator)
+    begin_stream(generator, torch.cat((prompt, ids("ijklm"), ids("az")), 1))
+    assert passes(generator) == [("prefill", 1, 2)]
+    assert chunk_text(take_chunks(generator, 2)) == "ab"
+    passes(generator)
+    begin_stream(generator, prompt[:, :400])
+    assert passes(generator) == []
+    assert chunk_text(take_chunks(generator, 2)) == "ij"
 
 
 @pytest.mark.parametrize("how", ["reset", "forward", "other", "dynamic"])
-def test_87_a_prompt_is_recomputed_after_another_caller_wrote_to_the_cache(
+def test_a_prompt_is_recomputed_after_another_caller_wrote_to_the_cache(
     how: str, model: Model, tokenizer: Tokenizer
 ) -> None:
     cache = Cache(model, max_seq_len=512)
-    machine = StreamingGenerator(model, cache, tokenizer)
+    generator = StreamingGenerator(model, cache, tokenizer)
     prompt = tokenizer.encode("The history of the city of")
 
     def logits() -> torch.Tensor:
-        begin_stream(machine, prompt, return_logits=True)
-        return machine.stream_ex()["logits"]
+        begin_stream(generator, prompt, return_logits=True)
+        return generator.stream_ex()["logits"]
 
     expected = logits()
     other = torch.flip(prompt, (1,)).repeat(1, 40)  # in both pages
@@ -235,50 +235,50 @@ def test_87_a_prompt_is_recomputed_after_another_caller_wrote_to_the_cache(
         begin_stream(second, other)
         take_chunks(second, 8)
     torch.testing.assert_close(logits(), expected, rtol=0, atol=1e-4)
-    machine.generate_simple("In", GREEDY, 4)
+    generator.generate_simple("In", GREEDY, 4)
     torch.testing.assert_close(logits(), expected, rtol=0, atol=1e-4)
 
 
-def test_90_91_93_lazy_caches_and_a_chat_loop(fixtures_dir: Path) -> None:
+def test_lazy_caches_and_a_chat_loop(fixtures_dir: Path) -> None:
     config = Config(fixtures_dir / "tiny-lm")
     config.prepare()
     model = Model(config)
     cache = Cache(model, lazy=True)
-    machine = StreamingGenerator(model, cache, Tokenizer(config))
+    generator = StreamingGenerator(model, cache, Tokenizer(config))
     model.load_autosplit(cache)
     begin_stream(
-        machine, machine.tokenizer.encode("User: Hello!\nAssistant:", add_bos=True), max_new_tokens=20
+        generator, generator.tokenizer.encode("User: Hello!\nAssistant:", add_bos=True), max_new_tokens=20
     )
-    assert len(take_chunks(machine)) == 20
+    assert len(take_chunks(generator)) == 20
 
 
-def test_94_filters(model: Model, tokenizer: Tokenizer) -> None:
-    machine = StreamingGenerator(model, Cache(model, max_seq_len=300), tokenizer)
+def test_filters(model: Model, tokenizer: Tokenizer) -> None:
+    generator = StreamingGenerator(model, Cache(model, max_seq_len=300), tokenizer)
     begin_stream(
-        machine, tokenizer.encode("It is a "), filters=[SelectFilter(model, tokenizer, ["dog", "cat"])]
+        generator, tokenizer.encode("It is a "), filters=[SelectFilter(model, tokenizer, ["dog", "cat"])]
     )
-    chunks = take_chunks(machine)
+    chunks = take_chunks(generator)
     assert chunk_text(chunks) in ("dog", "cat")
     assert chunks[-1]["eos"]
     assert chunks[-1]["chunk_token_ids"].shape[1] > 0
     number = JsonSchemaFilter(tokenizer, {"type": "integer", "minimum": 1000, "maximum": 99999})
-    begin_stream(machine, tokenizer.encode("n ="), filters=[number], filter_prefer_eos=True)
-    assert len(chunk_text(take_chunks(machine))) == 4
+    begin_stream(generator, tokenizer.encode("n ="), filters=[number], filter_prefer_eos=True)
+    assert len(chunk_text(take_chunks(generator))) == 4
     begin_stream(
-        machine,
+        generator,
         tokenizer.encode("It is a "),
         token_healing=True,
         filters=[SelectFilter(model, tokenizer, ["dog", "cat"])],
     )
-    assert chunk_text(take_chunks(machine)) in ("dog", "cat")
+    assert chunk_text(take_chunks(generator)) in ("dog", "cat")
 
 
-def test_94_banned_strings(toy: Tokenizer) -> None:
-    machine = make_streaming_generator(toy, lambda prefix: [prefix[-1] + 1, ID["l"]])
-    begin_stream(machine, ABC, banned_strings=["EF"])
-    chunks = take_chunks(machine, 5)
+def test_banned_strings(toy: Tokenizer) -> None:
+    generator = make_streaming_generator(toy, lambda prefix: [prefix[-1] + 1, ID["l"]])
+    begin_stream(generator, ABC, banned_strings=["EF"])
+    chunks = take_chunks(generator, 5)
     assert [chunk["chunk"] for chunk in chunks] == ["d", "", "", "l", "m"]
     assert [chunk.get("suppressed") for chunk in chunks] == [None, None, "ef", None, None]
     assert chunks[2]["chunk_token_ids"].shape == (1, 0)
-    assert machine.sequence_ids is not None
-    assert machine.sequence_ids.tolist() == [[2, 3, 4, 5, ID["l"], ID["m"]]]
+    assert generator.sequence_ids is not None
+    assert generator.sequence_ids.tolist() == [[2, 3, 4, 5, ID["l"], ID["m"]]]
