@@ -1,4 +1,4 @@
-"""One small real model, loaded once; and what formatron misses in today's pydantic."""
+"""A small trained model, loaded once, and the names that formatron imports from older pydantic."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What TabbyAPI and text-generation-webui ask of the package: every attribute, method and keyword they use,
-as tables, and then the way each of them goes from a folder to text."""
+"""The attributes, methods and arguments that TabbyAPI and text-generation-webui use, and their calls."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ CACHES = [
     ExLlamaV2Cache_Q8,
 ]
 
-OPTIONS = {  # of a Config, each set to something both clients set it to
+OPTIONS = {  # of a Config, with values that both clients set
     "max_seq_len": 1024,
     "max_output_len": 16,
     "max_input_len": 512,
@@ -138,7 +137,7 @@ def test_an_option_of_the_config_can_be_set(folder: Path, name: str, value: Any)
 @pytest.mark.parametrize(
     ("owner", "name"), [(owner, name) for owner, names in READ for name in names], ids=str
 )
-def test_an_attribute_is_there(
+def test_an_attribute_exists(
     owner: type, name: str, model: ExLlamaV2, cache: ExLlamaV2Cache, tokenizer: ExLlamaV2Tokenizer
 ) -> None:
     holder = next(one for one in (model, model.config, cache, tokenizer) if type(one) is owner)
@@ -150,7 +149,7 @@ def test_an_attribute_is_there(
     TAKEN,
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_a_call_takes_what_clients_give(
+def test_a_call_accepts_the_arguments_of_clients(
     owner: type, name: str, by_position: int, keywords: list[str]
 ) -> None:
     call = getattr(owner, name)
@@ -165,7 +164,7 @@ def test_a_sampler_setting_can_be_set(name: str, value: Any) -> None:
 
 
 def counting(done: int, total: int) -> Iterator[tuple[int, int]]:
-    """A callback_gen as TabbyAPI gives it."""
+    """A callback_gen like TabbyAPI's."""
     yield done, total
 
 
@@ -201,7 +200,7 @@ def test_the_three_loaders_that_yield(folder: Path) -> None:
 
 
 async def tabby(folder: Path) -> list[Any]:
-    """From a folder to a streamed answer, in TabbyAPI's order."""
+    """TabbyAPI's calls, from a model folder to streamed results."""
 
     @torch.inference_mode()
     def load() -> Iterator[Any]:
@@ -229,7 +228,7 @@ async def tabby(folder: Path) -> list[Any]:
         max_batch_size=None,
         paged=True,
     )
-    generator.speculative_ngram = False  # it sets what nobody reads
+    generator.speculative_ngram = False  # TabbyAPI sets this attribute, which has no effect
     assert generator.generator.max_batch_size >= 1
     assert not generator.generator.current_loras
     settings = ExLlamaV2Sampler.Settings(token_repetition_penalty=1.1, top_k=1)
@@ -255,7 +254,7 @@ async def tabby(folder: Path) -> list[Any]:
     )
     results: list[Any] = []
     async for result in job:
-        settings.token_repetition_range = len(results)  # it widens the range as the answer grows
+        settings.token_repetition_range = len(results)  # TabbyAPI widens the range while the text grows
         results.append(result)
     left = ExLlamaV2DynamicJobAsync(generator, input_ids=ids, max_new_tokens=200)
     async for _ in left:
@@ -289,7 +288,7 @@ def test_tabby_api(folder: Path) -> None:
         assert last[key] >= 0
 
 
-def test_a_text_ends_where_a_script_says_that_texts_end(model: ExLlamaV2, cache: ExLlamaV2Cache) -> None:
+def test_an_assigned_eos_token_id_ends_texts(model: ExLlamaV2, cache: ExLlamaV2Cache) -> None:
     own = ExLlamaV2Tokenizer(model.config)
     greedy = ExLlamaV2Sampler.Settings.greedy()
     ids = own.encode("Once upon a time")

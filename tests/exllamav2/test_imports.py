@@ -1,4 +1,4 @@
-"""Every module of the archived package, and what programs import of it: facts, gathered in tables."""
+"""Every module of exllamav2 and the names that programs import from it, as tables."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ RELEASED = """
     vlm vlm.mmprojector vlm.processor vlm.processor.pixtral vlm.processor.qwen2 vlm.processor.siglip vlm.util
     vlm.vision_tower
 """
-"""Module paths of 0.3.2, and of releases before it that programs are pinned to; under exllamav2."""
+"""Modules of 0.3.2, and of earlier releases that programs are pinned to; paths below exllamav2."""
 
-IMPORTED = {  # by module, the names that programs import from it
+IMPORTED = {  # module → the names that programs import from it
     # The package's own examples and tests, test_inference.py, model_diff.py, convert.py; nearly every program
     "": "ExLlamaV2 ExLlamaV2Cache ExLlamaV2CacheBase ExLlamaV2Cache_8bit ExLlamaV2Cache_Q4 ExLlamaV2Cache_Q6 "
     "ExLlamaV2Cache_Q8 ExLlamaV2Cache_TP ExLlamaV2Config ExLlamaV2Lora ExLlamaV2MultimodalProjector "
@@ -106,7 +106,7 @@ OURS = ["conversion.convert_exl2", "intervention"]  # refuses to be imported; an
 
 
 @pytest.mark.parametrize("path", RELEASED.split())
-def test_a_module_of_the_archived_package_imports(path: str) -> None:
+def test_a_module_of_exllamav2_imports(path: str) -> None:
     importlib.import_module(f"exllamav2.{path}")
 
 
@@ -116,14 +116,14 @@ def test_there_are_no_other_modules() -> None:
 
 
 @pytest.mark.parametrize("path", IMPORTED)
-def test_what_programs_import_is_there(path: str) -> None:
+def test_names_that_programs_import_exist(path: str) -> None:
     module = f"exllamav2.{path}".rstrip(".")
     for name in IMPORTED[path].split():
         exec(f"from {module} import {name}", {})
 
 
 def test_the_imports_of_the_original_inference_test() -> None:
-    """In a process of its own, in its order: these ended it at once."""
+    """In a new process, in the order of test_inference.py."""
     script = """
 from exllamav2 import ExLlamaV2, ExLlamaV2Config, ExLlamaV2Cache, ExLlamaV2Cache_8bit, ExLlamaV2Cache_Q4
 from exllamav2 import ExLlamaV2Cache_Q6, ExLlamaV2Cache_Q8, ExLlamaV2Cache_TP, ExLlamaV2Tokenizer, model_init
@@ -141,12 +141,12 @@ from exllamav2.conversion.quantize import list_live_tensors
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def used(path: str, name: str) -> Callable[..., Any]:
+def imported(path: str, name: str) -> Callable[..., Any]:
     found: Callable[..., Any] = getattr(importlib.import_module(f"exllamav2.{path}"), name)
     return found
 
 
-PLACEHOLDERS = [  # module, name, and what is told instead
+PLACEHOLDERS = [  # module, name, and the remedy in the error
     ("architecture", "ExLlamaV2ArchParams", r"config\.arch"),
     ("attn_params", "Params", r"model\.forward"),
     ("attn_params", "PagedParams", "ExLlamaV2DynamicGenerator"),
@@ -199,14 +199,14 @@ PLACEHOLDERS = [  # module, name, and what is told instead
 
 
 @pytest.mark.parametrize(("path", "name", "remedy"), PLACEHOLDERS)
-def test_a_placeholder_explains_when_it_is_used(path: str, name: str, remedy: str) -> None:
+def test_a_placeholder_names_the_remedy_when_it_is_used(path: str, name: str, remedy: str) -> None:
     with pytest.raises(Unsupported, match=remedy):
-        used(path, name)("model", "model.layers.0", layer_idx=0)
+        imported(path, name)("model", "model.layers.0", layer_idx=0)
 
 
-def test_layers_of_a_kind_may_be_looked_for(model: exllamav2.ExLlamaV2) -> None:
+def test_scripts_may_search_for_layer_classes(model: exllamav2.ExLlamaV2) -> None:
     kinds = tuple(
-        used(path, name)
+        imported(path, name)
         for path, name in [
             ("attn", "ExLlamaV2Attention"),
             ("mlp", "ExLlamaV2MLP"),
@@ -217,18 +217,18 @@ def test_layers_of_a_kind_may_be_looked_for(model: exllamav2.ExLlamaV2) -> None:
     assert not any(isinstance(module, kinds) for module in model.modules)  # type: ignore[arg-type]
 
 
-def test_methods_of_a_placeholder_are_neither_there_nor_exchanged() -> None:
-    layer: Any = used("mlp", "ExLlamaV2MLP")
+def test_methods_of_a_placeholder_cannot_be_read_or_replaced() -> None:
+    layer: Any = imported("mlp", "ExLlamaV2MLP")
     assert not hasattr(layer, "forward")
     with pytest.raises(AttributeError, match=r"MLP\.forward does not exist in exlm\. .* model\.explain\(\)"):
         _ = layer.forward
     with pytest.raises(Unsupported, match=r"MLP\.forward cannot be exchanged: nothing calls it"):
         layer.forward = print
     with pytest.raises(AttributeError, match=r"SafetensorsFile\.open does not exist in exlm\. .*safe_open"):
-        used("stloader", "STFile").open("model.safetensors")  # type: ignore[attr-defined]
+        imported("stloader", "STFile").open("model.safetensors")  # type: ignore[attr-defined]
 
     class Mine(layer):  # type: ignore[misc]
-        """A layer of a script's own, which may be described."""
+        """A subclass in a script, which may be defined but not created."""
 
         scale = 2
 
@@ -236,44 +236,44 @@ def test_methods_of_a_placeholder_are_neither_there_nor_exchanged() -> None:
         Mine("model", "model.layers.0")
 
 
-def test_the_extension_can_be_named_and_not_called() -> None:
-    extension: Any = used("ext", "exllamav2_ext")
+def test_the_extension_can_be_imported_and_not_called() -> None:
+    extension: Any = imported("ext", "exllamav2_ext")
     with pytest.raises(
         Unsupported, match=r"exllamav2_ext\.rms_norm does not exist in exlm\. Nothing is compiled"
     ):
         extension.rms_norm(torch.zeros(1))
     assert not hasattr(extension, "__wrapped__")
-    assert used("ext", "none_tensor").device.type == "meta"  # type: ignore[attr-defined]
-    options: Any = used("conversion.qparams", "qparams_headoptions")
+    assert imported("ext", "none_tensor").device.type == "meta"  # type: ignore[attr-defined]
+    options: Any = imported("conversion.qparams", "qparams_headoptions")
     for use in (lambda: 6 in options, lambda: options[6], lambda: list(options)):
         with pytest.raises(Unsupported, match="`exlm quantize`"):
             use()
 
 
-def test_what_needs_nothing_does_nothing() -> None:
-    assert used("stloader", "cleanup_stfiles")() is None
-    assert used("device", "set_device_streams")() is None
-    assert used("device", "get_device_stream")(0) is None
-    assert used("device", "global_streams") == {}
-    assert [used("tensor_p", f"BROADCAST_{name}") for name in ("KV", "ID", "VC", "RS", "Q")] == [
+def test_functions_without_a_purpose_in_exlm_do_nothing() -> None:
+    assert imported("stloader", "cleanup_stfiles")() is None
+    assert imported("device", "set_device_streams")() is None
+    assert imported("device", "get_device_stream")(0) is None
+    assert imported("device", "global_streams") == {}
+    assert [imported("tensor_p", f"BROADCAST_{name}") for name in ("KV", "ID", "VC", "RS", "Q")] == [
         0,
         1,
         2,
         3,
         4,
     ]
-    assert [int(one) for one in used("architecture", "RopeStyle")] == [0, 1, 2]  # type: ignore[attr-defined]
+    assert [int(one) for one in imported("architecture", "RopeStyle")] == [0, 1, 2]  # type: ignore[attr-defined]
 
 
-def test_tokens_to_judge_a_model_by(tokenizer: exllamav2.ExLlamaV2Tokenizer, tmp_path: Path) -> None:
+def test_get_tokens_reads_a_dataset(tokenizer: exllamav2.ExLlamaV2Tokenizer, tmp_path: Path) -> None:
     texts = ["Once upon a time there was a dog.", "The city was old.", "Jack smiled."]
     (tmp_path / "texts.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
-    ids = used("conversion.tokenize", "get_tokens")(3, 5, tmp_path / "texts.jsonl", tokenizer)
+    ids = imported("conversion.tokenize", "get_tokens")(3, 5, tmp_path / "texts.jsonl", tokenizer)
     assert ids.shape == (3, 5)
     assert ids.dtype is torch.int64
     whole = torch.cat([tokenizer.encode(text)[0] for text in texts])
     assert ids.flatten().tolist() == whole[:15].tolist()
     with pytest.raises(InputError, match=rf"has {len(whole)} tokens, and 9 rows of 99 take 891"):
-        used("conversion.tokenize", "get_tokens")(9, 99, str(tmp_path / "texts.jsonl"), tokenizer)
+        imported("conversion.tokenize", "get_tokens")(9, 99, str(tmp_path / "texts.jsonl"), tokenizer)
     with pytest.raises(InputError, match="at least 1 row"):
-        used("conversion.tokenize", "get_tokens")(0, 5, tmp_path / "texts.jsonl", tokenizer)
+        imported("conversion.tokenize", "get_tokens")(0, 5, tmp_path / "texts.jsonl", tokenizer)

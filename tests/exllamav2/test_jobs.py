@@ -1,4 +1,4 @@
-"""What old scripts read of a job besides its results: before it is enqueued, while it runs, afterwards."""
+"""The attributes of a job that scripts read: before it is enqueued, while it runs, and afterwards."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def test_the_ids_of_a_job_are_tensors(
     pair = [tokenizer.encode("Once upon a time"), tokenizer.encode("The city")]
     guided = ExLlamaV2Sampler.Settings.greedy(cfg_scale=1.5)
     job = ExLlamaV2DynamicJob(pair, 6, gen_settings=guided)
-    said: list[int] = []
+    sampled: list[int] = []
     generator.enqueue(job)
     while generator.num_remaining_jobs():
         for result in generator.iterate():
-            said += result["token_ids"][0].tolist() if "token_ids" in result else []
-    assert len(said) == 6
+            sampled += result["token_ids"][0].tolist() if "token_ids" in result else []
+    assert len(sampled) == 6
     for sequence, prompt in zip(job.sequences, pair, strict=True):
         assert torch.equal(sequence.input_ids.torch(), prompt)
         whole = sequence.sequence_ids
-        assert whole.torch().tolist() == [[*prompt[0].tolist(), *said]]
+        assert whole.torch().tolist() == [[*prompt[0].tolist(), *sampled]]
         assert len(whole) == prompt.shape[1] + 6
-        assert whole.torch_slice(-6, None).tolist() == whole.slice(-6, None).tolist() == [said]
+        assert whole.torch_slice(-6, None).tolist() == whole.slice(-6, None).tolist() == [sampled]
 
 
 def test_a_healed_token_is_not_among_the_input(tokenizer: ExLlamaV2Tokenizer) -> None:
@@ -41,10 +41,10 @@ def test_a_healed_token_is_not_among_the_input(tokenizer: ExLlamaV2Tokenizer) ->
     assert torch.equal(job.sequences[0].input_ids.torch(), prompt[:, :-1])
 
 
-def test_held_text_is_what_was_not_shown(
+def test_held_text_is_what_was_not_returned(
     model: ExLlamaV2, cache: ExLlamaV2Cache, tokenizer: ExLlamaV2Tokenizer
 ) -> None:
-    """The model goes on: ", there was a little girl named Tim.\\n"."""
+    """The model continues: ", there was a little girl named Tim.\\n"."""
     generator = ExLlamaV2DynamicGenerator(model, cache, tokenizer)
     held = {}
     for stop in ("girl", "girls", "nothing"):
@@ -64,29 +64,29 @@ def test_held_text_is_what_was_not_shown(
     }
 
 
-def test_when_things_happened(model: ExLlamaV2, cache: ExLlamaV2Cache, tokenizer: ExLlamaV2Tokenizer) -> None:
+def test_time_attributes(model: ExLlamaV2, cache: ExLlamaV2Cache, tokenizer: ExLlamaV2Tokenizer) -> None:
     generator = ExLlamaV2DynamicGenerator(model, cache, tokenizer)
     job = ExLlamaV2DynamicJob(tokenizer.encode("Once upon a time"), 3, gen_settings=GREEDY)
 
-    def moments() -> list[float | None]:
+    def times() -> list[float | None]:
         return [job.time_enqueue, job.time_first_prefill, job.time_first_token, job.time_last_token]
 
-    assert moments() == [None] * 4
+    assert times() == [None] * 4
     before = time.time()
     generator.enqueue(job)
-    assert moments()[1:] == [None] * 3
+    assert times()[1:] == [None] * 3
     while generator.num_remaining_jobs():
         generator.iterate()
-    known = [moment for moment in moments() if moment is not None]
+    known = [at for at in times() if at is not None]
     assert len(known) == 4
-    passed = [before - 0.01, *known, time.time() + 0.01]
-    assert all(later > earlier - 1e-3 for earlier, later in pairwise(passed))
+    ordered = [before - 0.01, *known, time.time() + 0.01]
+    assert all(later > earlier - 1e-3 for earlier, later in pairwise(ordered))
 
 
 def test_numbers_may_come_from_numpy(
     model: ExLlamaV2, cache: ExLlamaV2Cache, tokenizer: ExLlamaV2Tokenizer
 ) -> None:
-    """Old scripts compute limits, and the old library never asked what kind of number came out."""
+    """Scripts compute limits with numpy, and exllamav2 accepted any integer type."""
     generator = ExLlamaV2DynamicGenerator(model, cache, tokenizer, max_q_size=np.int64(4))
     limits = np.array([3, 5])
     texts, last = generator.generate(

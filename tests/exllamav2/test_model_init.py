@@ -1,4 +1,4 @@
-"""The shared command line of old scripts."""
+"""`model_init`, the command line that exllamav2's scripts share."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_options_become_config(folder: Path) -> None:
         assert model.loaded
 
 
-def test_what_has_no_effect_says_so(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_option_without_effect_is_logged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     args = parse("-m", str(folder), "-nsdpa")
     model_init.init(args, skip_load=True, quiet=True)
     assert not caplog.messages
@@ -70,7 +70,7 @@ def test_yarn_and_low_memory(folder: Path) -> None:
     assert model.config.max_input_len == 1024
 
 
-def test_auto_split_waits_for_the_cache(folder: Path) -> None:
+def test_auto_split_leaves_the_model_unloaded(folder: Path) -> None:
     args = parse("-m", str(folder), "-gs", "auto")
     with pytest.raises(InputError, match="Auto split not allowed"):
         model_init.init(args)
@@ -82,7 +82,7 @@ def test_auto_split_waits_for_the_cache(folder: Path) -> None:
     assert cache.current_seq_len == 3
 
 
-def test_what_cannot_be_honoured_is_an_error(folder: Path) -> None:
+def test_unsupported_options_are_errors(folder: Path) -> None:
     at = ("-m", str(folder))
     with pytest.raises(InputError, match="load_in_q4 is not supported: quantise"):
         model_init.init(parse(*at, "-lq4"), skip_load=True)
@@ -92,7 +92,7 @@ def test_what_cannot_be_honoured_is_an_error(folder: Path) -> None:
         model_init.init(parse(*at, "-chunk", "0"))
 
 
-def test_tensor_parallel_over_what_there_is(folder: Path) -> None:
+def test_tensor_parallel_over_the_available_gpus(folder: Path) -> None:
     for words in (["-tp"], ["-tp", "-gs", "auto"]):
         model, _ = model_init.init(parse("-m", str(folder), *words))
         assert model.tp_context == max(1, torch.cuda.device_count())
@@ -104,7 +104,7 @@ def test_a_split_over_one_device_loads(folder: Path) -> None:
     assert model.loaded
 
 
-def test_numbers_for_more_gpus_than_there_are_are_ignored(
+def test_a_split_ignores_numbers_beyond_the_available_gpus(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, _ = model_init.init(parse("-m", str(folder), "-gs", ",".join("8" * 9)))
@@ -142,7 +142,7 @@ def test_missing_files_end_the_program(tmp_path: Path) -> None:
     model_init.check_args(parse("-m", str(alone.parent)))
 
 
-def test_options_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_options(capsys: pytest.CaptureFixture[str]) -> None:
     model_init.print_options(parse("-m", "/models/[x]", "-l", "4096", "-ng"))
     assert capsys.readouterr().out == " -- Model: /models/[x]\n -- Options: length: 4096, no_graphs\n"
     model_init.print_options(parse("-m", "x"))

@@ -1,4 +1,4 @@
-"""SeqTensor against a plain tensor that is concatenated."""
+"""SeqTensor against concatenation of plain tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = st.lists(
 
 
 @given(steps=STEPS, dim=st.sampled_from([0, 1, -1, -2]), capacity=st.integers(-1, 4))
-def test_it_grows_like_a_plain_tensor(steps: list[tuple[str, float]], dim: int, capacity: int) -> None:
+def test_operations_match_a_plain_tensor(steps: list[tuple[str, float]], dim: int, capacity: int) -> None:
     shape = [3, 3]
     shape[dim] = 0
     made, plain = SeqTensor(shape, torch.long, dim, init_cap=capacity), torch.zeros(shape, dtype=torch.long)
@@ -35,7 +35,7 @@ def test_it_grows_like_a_plain_tensor(steps: list[tuple[str, float]], dim: int, 
             counter += 100
             plain = new.clone() if verb == "set" else torch.cat([plain, new], dim)
             getattr(made, verb)(new)
-            new.fill_(-1)  # it keeps a copy
+            new.fill_(-1)  # SeqTensor keeps a copy
         elif verb == "truncate":
             keep = round(number * plain.shape[dim])
             plain = plain.narrow(dim, 0, keep)
@@ -76,7 +76,7 @@ def test_one_appended_to_another_and_to_itself() -> None:
     assert not made
 
 
-def test_mistakes_are_named() -> None:
+def test_wrong_shapes_and_lengths_are_refused() -> None:
     made = SeqTensor.from_tensor(torch.zeros(2, 3), 1)
     with pytest.raises(InputError, match=r"shape \(2, 1\), free only along dimension 1; found .* \(3, 1\)"):
         made.append(torch.zeros(3, 1))

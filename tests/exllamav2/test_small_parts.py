@@ -1,4 +1,4 @@
-"""Timer, Intervention, and the names that stand for nothing."""
+"""Timer, Intervention, helpers for devices, and placeholders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from exllamav2.tokenizer import ExLlamaV2TokenizerBase, ExLlamaV2TokenizerHF, Ex
 from exlm import Unsupported
 
 
-def test_a_timer_times_also_what_fails() -> None:
+def test_a_timer_times_a_block_that_raises() -> None:
     with exllamav2.Timer() as timer:
         time.sleep(0.01)
     assert 0.01 <= timer.interval == timer.end_time - timer.start_time < 1
@@ -28,12 +28,12 @@ def test_a_timer_times_also_what_fails() -> None:
 
 
 class Double:
-    """A module."""
+    """A layer that doubles its input."""
 
     name = "double"
 
     def forward(self, x: torch.Tensor, batch: str, *, kv: str) -> torch.Tensor:
-        """Twice the states, if the rest arrived."""
+        """Twice the states; the other arguments must arrive."""
         assert (batch, kv) == ("batch", "kv")
         return x * 2
 
@@ -47,7 +47,7 @@ class Double:
         (lambda x: x + 1, lambda x: x + 1, 9),
     ],
 )
-def test_an_intervention_runs_around_a_module(before: Any, after: Any, expected: int) -> None:
+def test_an_intervention_runs_around_a_layer(before: Any, after: Any, expected: int) -> None:
     made = exllamav2.Intervention(Double(), pre_forward=before, post_forward=after)
     assert made.forward(torch.tensor([3]), "batch", kv="kv").tolist() == [expected]
     assert made.name == "double"
@@ -57,7 +57,7 @@ def test_an_intervention_runs_around_a_module(before: Any, after: Any, expected:
         _ = exllamav2.Intervention.__new__(exllamav2.Intervention).name
 
 
-def test_the_old_converter_is_said_to_have_a_successor() -> None:
+def test_importing_the_converter_names_its_successor() -> None:
     with pytest.raises(ImportError, match=r"`exlm quantize`, or with exlm\.quantize_model"):
         importlib.import_module("exllamav2.conversion.convert_exl2")
 
@@ -75,14 +75,14 @@ def test_the_old_converter_is_said_to_have_a_successor() -> None:
         (ExLlamaV2TokenizerSPM, "tokenizer_model"),
     ],
 )
-def test_what_is_missing_says_so_when_it_is_used(made: Any, remedy: str) -> None:
+def test_a_placeholder_class_names_the_remedy(made: Any, remedy: str) -> None:
     with pytest.raises(Unsupported, match=remedy):
         made("model", base=None, tokenizer=None)
-    with pytest.raises(RuntimeError):  # the type old scripts catch
+    with pytest.raises(RuntimeError):  # the type that scripts for exllamav2 catch
         made()
 
 
-def test_a_bar_for_work_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_progress_bar_runs(capsys: pytest.CaptureFixture[str]) -> None:
     with exllamav2.util.get_basic_progress() as bar:
         task = bar.add_task("[red]Sample", total=4, name="Creating jobs")
         bar.update(task, advance=4)
@@ -90,15 +90,15 @@ def test_a_bar_for_work_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert "100%" in capsys.readouterr().out
 
 
-def test_what_is_asked_of_gpus_is_answered_without_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpu_reports_work_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     held = torch.zeros(3, 77)
     exllamav2.util.cuda_sync_active()
     assert len(exllamav2.util.get_all_gpu_memory()) == torch.cuda.device_count()
     exllamav2.util.print_vram_usage()
     exllamav2.util.list_live_tensors()
-    said = capsys.readouterr().out
-    assert "Peak memory: " in said
-    assert f"1 : {tuple(held.shape)}, torch.float32, cpu" in said
+    printed = capsys.readouterr().out
+    assert "Peak memory: " in printed
+    assert f"1 : {tuple(held.shape)}, torch.float32, cpu" in printed
 
 
 def test_tensors_are_moved() -> None:
@@ -110,10 +110,10 @@ def test_tensors_are_moved() -> None:
     assert _torch_device(1) == "cuda:1"
 
 
-def test_paged_attention_is_always_there() -> None:
+def test_assert_paged_attn_passes() -> None:
     assert assert_paged_attn() is None
 
 
-def test_a_vocabulary_is_what_the_old_base_class_promised(tokenizer: exllamav2.ExLlamaV2Tokenizer) -> None:
+def test_tokenizer_model_has_the_methods_of_the_base_class(tokenizer: exllamav2.ExLlamaV2Tokenizer) -> None:
     assert isinstance(tokenizer.tokenizer_model, ExLlamaV2TokenizerBase)
     assert tokenizer.tokenizer is tokenizer.tokenizer_model

@@ -1,4 +1,4 @@
-"""Other people's exllamav2 integrations, as they come from the index, drive our package to valid JSON."""
+"""Released integrations for exllamav2 (lm-format-enforcer, formatron) produce valid JSON with exlm."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from exllamav2.generator.filters import ExLlamaV2PrefixFilter
 
 
 class Hero(ClassSchema):
-    """What the model is made to write."""
+    """The schema of the generated JSON."""
 
     strong: bool
     kind: Literal["wizard", "warrior"]
@@ -62,7 +62,7 @@ def generator(
 
 @pytest.fixture
 def settings(tokenizer: ExLlamaV2Tokenizer) -> ExLlamaV2Sampler.Settings:
-    """Without blanks: both libraries allow them nearly everywhere, and a small model writes little else."""
+    """Settings that exclude spaces, which both libraries allow nearly everywhere."""
     made = ExLlamaV2Sampler.Settings(temperature=0.9, top_p=0.95)
     pieces = tokenizer.get_id_to_piece_list()
     made.disallow_tokens(tokenizer, [n for n, piece in enumerate(pieces) if piece[:1].isspace()])
@@ -71,14 +71,14 @@ def settings(tokenizer: ExLlamaV2Tokenizer) -> ExLlamaV2Sampler.Settings:
 
 @pytest.fixture
 def enforcer(tokenizer: ExLlamaV2Tokenizer) -> Callable[[], Any]:
-    """A new lm-format-enforcer filter each time it is called."""
+    """Returns a new lm-format-enforcer filter at each call."""
     data = build_token_enforcer_tokenizer_data(tokenizer)
     return lambda: ExLlamaV2TokenEnforcerFilter(JsonSchemaParser(SCHEMA), data)
 
 
 @pytest.fixture
 def formatter(model: ExLlamaV2, tokenizer: ExLlamaV2Tokenizer) -> Callable[[], Any]:
-    """A new formatron filter each time it is called."""
+    """Returns a new formatron filter at each call."""
 
     def make() -> Any:
         builder = FormatterBuilder()
@@ -178,7 +178,7 @@ def test_both_in_one_batch(
     Hero(**json.loads(texts["formatter"]))
 
 
-def test_in_the_settings_of_the_old_generators(
+def test_filters_in_the_settings_of_the_base_and_streaming_generators(
     model: ExLlamaV2,
     cache: ExLlamaV2Cache,
     tokenizer: ExLlamaV2Tokenizer,
@@ -224,7 +224,7 @@ PET = {
 
 @pytest.fixture
 def tabby_formatter(model: ExLlamaV2, tokenizer: ExLlamaV2Tokenizer) -> Callable[[], Any]:
-    """The filter that TabbyAPI makes of a request's `json_schema`."""
+    """Creates filters from a request's `json_schema`, as TabbyAPI does."""
 
     def make() -> Any:
         builder = FormatterBuilder()
@@ -239,7 +239,7 @@ def tabby_formatter(model: ExLlamaV2, tokenizer: ExLlamaV2Tokenizer) -> Callable
 
 @pytest.mark.parametrize(("made_by", "schema"), [("tabby_formatter", PET), ("enforcer", SCHEMA)])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_json_schema_as_tabbyapi_serves_it(
+def test_a_json_schema_of_tabbyapi(
     generator: ExLlamaV2DynamicGenerator,
     tokenizer: ExLlamaV2Tokenizer,
     request: pytest.FixtureRequest,
@@ -247,7 +247,7 @@ def test_a_json_schema_as_tabbyapi_serves_it(
     schema: dict[str, Any],
     seed: int,
 ) -> None:
-    """Whitespace may come and EOS is preferred; the text is whole JSON all the same."""
+    """The text is complete JSON, although whitespace is allowed and EOS is preferred."""
     settings = ExLlamaV2Sampler.Settings(temperature=1.0, top_k=0, top_p=1.0, token_repetition_penalty=1.0)
     generator.enqueue(
         ExLlamaV2DynamicJob(
