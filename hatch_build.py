@@ -23,16 +23,16 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         if self.target_name != "wheel" or version == "editable":
             return
         self._clear()
-        building = _module(Path(self.root) / KERNELS / "cpu" / "building.py")
+        compile_ = _module(Path(self.root) / KERNELS / "cpu" / "compile.py")
         file_name = _module(Path(self.root) / KERNELS / "artifact_cache.py").file_name
         try:
-            for name in building.sets_of(platform.machine()):
-                built = building.SOURCES / f"exlm-cpu-{name}.so"
-                building.build(name, built)
+            for name in compile_.sets_for_machine(platform.machine()):
+                built = compile_.SOURCES / f"exlm-cpu-{name}.so"
+                compile_.compile_library(name, built)
                 made = built.replace(built.with_name(file_name(built.name, built.read_bytes())))
                 inside = made.relative_to(Path(self.root) / "src").as_posix()
                 build_data["force_include"][str(made)] = inside
-        except building.BuildError as reason:
+        except compile_.BuildError as reason:
             self.app.display_warning(f"exlm: no kernels for processors in this wheel: {reason}")
             return
         build_data["pure_python"] = False
@@ -43,7 +43,7 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         self._clear()
 
     def _clear(self) -> None:
-        for made in (Path(self.root) / KERNELS / "cpu" / "native").glob("*.so"):
+        for made in (Path(self.root) / KERNELS / "cpu" / "csrc").glob("*.so"):
             made.unlink()
 
 

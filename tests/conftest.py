@@ -13,7 +13,7 @@ import torch
 from hypothesis import settings
 
 from exlm.env import cap_onednn_isa
-from exlm.kernels.cpu.building import COMPILERS, prebuilt, sets_here
+from exlm.kernels.cpu.compile import COMPILERS, prebuilt, sets_here
 
 cap_onednn_isa()  # must come before torch computes anything
 if not torch.cuda.is_available():

@@ -21,7 +21,7 @@ import pytest
 
 from exlm import Generator
 from exlm.batch import Journal, read_rows, run_rows
-from exlm.kernels.cpu.building import COMPILERS, SETS, prebuilt
+from exlm.kernels.cpu.compile import COMPILERS, INSTRUCTION_SETS, prebuilt
 from exlm.serve import Host, Listing, load
 from tests.scale.conftest import PATIENCE, Cluster, kill, waited
 
@@ -87,7 +87,7 @@ def steady() -> bool:
     Where nothing can be compiled plain torch computes, whose sums depend on how many rows there are, and a
     sixteen-bit cache makes more of that: once in some thousand tokens another one is drawn.
     """
-    return any(map(shutil.which, COMPILERS)) or any(prebuilt(name).exists() for name in SETS)
+    return any(map(shutil.which, COMPILERS)) or any(prebuilt(name).exists() for name in INSTRUCTION_SETS)
 
 
 def done(journal: Path) -> int:

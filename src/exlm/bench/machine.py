@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 
 from .. import __version__, env
-from ..kernels.cpu.building import COMPILERS, SOURCES, sets_here
-from ..kernels.cpu.library import existing
+from ..kernels.cpu.bindings import intact_libraries
+from ..kernels.cpu.compile import COMPILERS, SOURCES, sets_here
 from ..kernels.dispatch import backends_for
 from ..model.devices import pick_dtype
 
@@ -132,7 +132,7 @@ def _amx() -> str:
 
 def _library() -> str:
     best = sets_here()[0]
-    found = next(existing(best, env.cache_folder() / "kernels"), None)
+    found = next(intact_libraries(best, env.cache_folder() / "kernels"), None)
     if found is not None:
         wheel = found.parent == SOURCES
         return f"{best}, from the installed wheel" if wheel else f"{best}, built here before ({found})"

@@ -12,12 +12,12 @@ import torch
 from exlm import env
 from exlm.errors import Unsupported
 from exlm.kernels.cpu import CpuBackend
-from exlm.kernels.cpu.building import sets_here
-from exlm.kernels.cpu.library import Library, load
+from exlm.kernels.cpu.bindings import Library, load
+from exlm.kernels.cpu.compile import sets_here
 
 
 @cache
-def _made(instructions: str) -> Library | str:
+def _loaded(instructions: str) -> Library | str:
     try:
         return load(env.cache_folder() / "kernels", instructions)
     except Unsupported as reason:
@@ -25,18 +25,18 @@ def _made(instructions: str) -> Library | str:
 
 
 @pytest.fixture(scope="session", params=sets_here())
-def made(request: pytest.FixtureRequest) -> Library:
+def library(request: pytest.FixtureRequest) -> Library:
     """A library."""
-    found = _made(request.param)
+    found = _loaded(request.param)
     if isinstance(found, str):
         skip_without_compiler(found)
     return found
 
 
 @pytest.fixture(scope="session")
-def backend(made: Library) -> CpuBackend:
+def backend(library: Library) -> CpuBackend:
     """A backend with that library."""
-    return CpuBackend(torch.device("cpu"), torch.float32, made.path.parent, made.instructions)
+    return CpuBackend(torch.device("cpu"), torch.float32, library.path.parent, library.instructions)
 
 
 @pytest.fixture(autouse=True)

@@ -22,11 +22,11 @@ import pytest
 
 from exlm import env
 from exlm.errors import Unsupported
-from exlm.kernels.cpu.building import prebuilt, sets_here
-from exlm.kernels.cpu.library import load
+from exlm.kernels.cpu.bindings import load
+from exlm.kernels.cpu.compile import prebuilt, sets_here
 from tests import tiny
 from tests.kernels.cpu.conftest import skip_without_compiler
-from tests.kernels.cpu.starts import mapped
+from tests.kernels.cpu.model_starts import mapped
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and looks into /proc")
 
@@ -472,7 +472,7 @@ def test_a_killed_compilation_leaves_nothing_for_long(place: Place, text: str) -
     (place.root / "delay").write_text("30")
     environment = {**os.environ, "EXLM_CACHE": str(place.kernels.parent), "TMPDIR": str(place.temporary)}
     environment |= {"PATH": f"{place.root / 'bin'}:{os.defpath}", "PYTHONPATH": str(ROOT / "src")}
-    program = "from pathlib import Path; from exlm.kernels.cpu.library import load; load(Path({!r}))"
+    program = "from pathlib import Path; from exlm.kernels.cpu.bindings import load; load(Path({!r}))"
     command = [sys.executable, "-c", program.format(str(place.kernels))]
     with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as running:
         deadline = time.monotonic() + 60

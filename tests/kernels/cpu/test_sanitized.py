@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from exlm.kernels.cpu.building import BuildError, build, sets_here
+from exlm.kernels.cpu.compile import BuildError, compile_library, sets_here
 from tests.kernels.cpu.conftest import skip_without_compiler
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -19,46 +19,46 @@ WALK = """
 import sys, torch
 from pathlib import Path
 from hypothesis import given, settings, strategies as st
-from exlm.kernels.cpu.blocks import arrange
-from exlm.kernels.cpu.library import Library
-from exlm.kernels.cpu.linear import PackedLinear, PackedLookup
-from exlm.kernels.cpu.small import AddRmsNorm, SiluGate
+from exlm.kernels.cpu.packed import pack_matrix
+from exlm.kernels.cpu.bindings import Library
+from exlm.kernels.cpu.linear import PackedLinear, PackedEmbedding
+from exlm.kernels.cpu.norm_act import AddRmsNorm, SiluMul
 from exlm import spec
 from exlm.kvcache.quantized import HadamardQuantizer, QuantizedLayer, TruncatedFP8
 from exlm.kvcache.dense import DenseLayer
 from exlm.kvcache.layer import LayerShape
-from exlm.kernels.cpu.attention import PagedAttention, Standing, TurningTables
-from exlm.kernels.cpu.floats import arrange_floats, narrowed
-from exlm.kernels.cpu.lean import arrange_lean
-from exlm.kernels.cpu.project import Together
-from exlm.kernels.cpu.shelf import Shelf
+from exlm.kernels.cpu.attention import BatchPointers, PagedAttention, RopeTables
+from exlm.kernels.cpu.narrow16 import narrow, pack_narrow
+from exlm.kernels.cpu.bf12 import pack_bf12
+from exlm.kernels.cpu.fused import FusedLinear
+from exlm.kernels.cpu.arena import HugePageArena
 from exlm.nn import Batch
-from tests.kernels.cpu.chance import RECIPES, make
+from tests.kernels.cpu.random_weights import RECIPES, random_weight
 
-made, CPU = Library(sys.argv[1], Path(sys.argv[2])), torch.device("cpu")
+library, CPU = Library(sys.argv[1], Path(sys.argv[2])), torch.device("cpu")
 
 @settings(max_examples=60, database=None, derandomize=True, deadline=None)
 @given(RECIPES, st.integers(1, 40), st.integers(1, 3))
 def walk(recipe, rows, threads):
     torch.set_num_threads(threads)
-    weight = make(recipe)
-    blocks = arrange(weight, made, threads)
-    assert PackedLinear(made, blocks)(torch.randn(rows, weight.in_features)).isfinite().all()
-    PackedLookup(made, blocks, torch.float32)(torch.arange(recipe.columns)[None])
+    weight = random_weight(recipe)
+    blocks = pack_matrix(weight, library, threads)
+    assert PackedLinear(library, blocks)(torch.randn(rows, weight.in_features)).isfinite().all()
+    PackedEmbedding(library, blocks, torch.float32)(torch.arange(recipe.columns)[None])
     x = torch.randn(rows, recipe.columns)
-    AddRmsNorm(made, torch.ones(recipe.columns), 1e-5, None)(x, x)
-    SiluGate(made)(x, x)
+    AddRmsNorm(library, torch.ones(recipe.columns), 1e-5, None)(x, x)
+    SiluMul(library)(x, x)
     data = torch.randn(8 * threads, 16 * rows).to(torch.float16 if rows % 2 else torch.bfloat16).float()
-    floats = arrange_floats(narrowed(data, made, threads, Shelf()), None)
-    assert PackedLinear(made, floats)(torch.randn(rows, 16 * rows)).isfinite().all()
+    floats = pack_narrow(narrow(data, library, threads, HugePageArena()), None)
+    assert PackedLinear(library, floats)(torch.randn(rows, 16 * rows)).isfinite().all()
     data = torch.randn(64 * threads, 64 * rows).bfloat16().float()
     data[0, 0], data[1, :2] = 2.0**-30, 0
-    lean = arrange_lean(data, None, made, threads, Shelf())
-    assert PackedLinear(made, lean)(torch.randn(rows, 64 * rows)).isfinite().all()
-    PackedLookup(made, lean, torch.float32)(torch.arange(64 * threads)[None])
-    linear = PackedLinear(made, blocks)
+    lean = pack_bf12(data, None, library, threads, HugePageArena())
+    assert PackedLinear(library, lean)(torch.randn(rows, 64 * rows)).isfinite().all()
+    PackedEmbedding(library, lean, torch.float32)(torch.arange(64 * threads)[None])
+    linear = PackedLinear(library, blocks)
     for gated, count in ((False, 3), (True, 2)):
-        together = Together(made, [linear] * count, torch.ones(weight.in_features), 1e-5, gated)
+        together = FusedLinear(library, [linear] * count, torch.ones(weight.in_features), 1e-5, gated)
         together(torch.randn(min(rows, 16), 1, weight.in_features), None)
 
 @settings(max_examples=40, database=None, derandomize=True, deadline=None)
@@ -87,8 +87,8 @@ def look(past, tokens, heads, bits, threads):
     else:
         keys, values = HadamardQuantizer(bits[0]), HadamardQuantizer(bits[1])
         layer = QuantizedLayer(pages.numel(), 16, LayerShape(kv, dim), keys, values, CPU)
-    turn = TurningTables(rope, 160, CPU, made)
-    attend = PagedAttention(made, attn, turn, Standing(), None)
+    turn = RopeTables(rope, 160, CPU, library)
+    attend = PagedAttention(library, attn, turn, BatchPointers(), None)
     q, k, v = (torch.randn(len(past), tokens, n, dim) for n in (2 * kv, kv, kv))
     assert attend(q, k, v, layer, where).isfinite().all()
     assert all(x.isfinite().all() for x in turn(q, k, places))
@@ -104,7 +104,9 @@ def test_nothing_is_read_or_written_outside(tmp_path: Path, instructions: str) -
         pytest.skip(f"this processor has no {instructions}")
     target = tmp_path / "sanitized.so"
     try:
-        build(instructions, target, ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover"))
+        compile_library(
+            instructions, target, ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover")
+        )
     except BuildError as reason:
         skip_without_compiler(str(reason))
     preload = _runtime("libasan.so")

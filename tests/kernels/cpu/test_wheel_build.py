@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from exlm.kernels.artifact_cache import damage, file_name
-from exlm.kernels.cpu.building import sets_of
+from exlm.kernels.cpu.compile import sets_for_machine
 
 ROOT = Path(__file__).resolve().parents[3]
 COMPILER = '#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho code > "$2"\n'
@@ -50,16 +50,16 @@ def hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the compiler is a shell script")
 def test_libraries_carry_their_checksums(hook: Any) -> None:
-    native = Path(hook.root) / "src" / "exlm" / "kernels" / "cpu" / "native"
+    native = Path(hook.root) / "src" / "exlm" / "kernels" / "cpu" / "csrc"
     (native / "exlm-cpu-plain-of-a-build-that-was-killed.so").touch()
     data: dict[str, Any] = {"force_include": {}}
     hook.initialize("standard", data)
-    names = {file_name(f"exlm-cpu-{name}.so", b"code\n") for name in sets_of(platform.machine())}
+    names = {file_name(f"exlm-cpu-{name}.so", b"code\n") for name in sets_for_machine(platform.machine())}
     assert {Path(inside).name for inside in data["force_include"].values()} == names
     assert {path.name for path in native.glob("*.so")} == names
     for made, inside in data["force_include"].items():
         assert damage(Path(made)) is None
-        assert inside == f"exlm/kernels/cpu/native/{Path(made).name}"
+        assert inside == f"exlm/kernels/cpu/csrc/{Path(made).name}"
     assert not data["pure_python"]
     hook.finalize("standard", data, "")
     assert [*native.glob("*.so")] == []

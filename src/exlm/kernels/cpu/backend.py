@@ -23,15 +23,15 @@ from ...errors import Unsupported
 from ...formats import DenseWeight, PackedWeight, Weight
 from .. import interface as b
 from ..reference import ReferenceBackend
-from .attention import PagedAttention, Standing, TurningTables
-from .blocks import Blocks, arrange
-from .floats import arrange_floats, narrowed
-from .lean import arrange_lean
-from .library import load
-from .linear import PackedLinear, PackedLookup
-from .project import Together
-from .shelf import Shelf
-from .small import AddRmsNorm, RmsNorm, SiluGate
+from .arena import HugePageArena
+from .attention import BatchPointers, PagedAttention, RopeTables
+from .bf12 import pack_bf12
+from .bindings import load
+from .fused import FusedLinear
+from .linear import PackedEmbedding, PackedLinear
+from .narrow16 import narrow, pack_narrow
+from .norm_act import AddRmsNorm, RmsNorm, SiluMul
+from .packed import PackedMatrix, pack_matrix
 
 
 class CpuBackend:
@@ -49,9 +49,9 @@ class CpuBackend:
         self.dtype = dtype
         self._library = load(folder, instructions)
         self._reference = ReferenceBackend(device, dtype)
-        self._standing = Standing()
-        self._shelf = Shelf()
-        self._tables: WeakKeyDictionary[Weight, Blocks] = WeakKeyDictionary()  # perhaps also the head
+        self._batch_pointers = BatchPointers()
+        self._arena = HugePageArena()
+        self._tables: WeakKeyDictionary[Weight, PackedMatrix] = WeakKeyDictionary()  # perhaps also the head
 
     def linear(self, weight: Weight) -> b.LinearFn:
         """Packed weights, rearranged, and dense ones in few bits."""
@@ -59,22 +59,22 @@ class CpuBackend:
             return PackedLinear(self._library, self._tables[weight])
         threads = torch.get_num_threads()
         if isinstance(weight, PackedWeight):
-            return PackedLinear(self._library, arrange(weight, self._library, threads, self._shelf))
+            return PackedLinear(self._library, pack_matrix(weight, self._library, threads, self._arena))
         if isinstance(weight, DenseWeight):
-            return PackedLinear(self._library, self._floats(weight)[0])
+            return PackedLinear(self._library, self._pack_dense(weight)[0])
         raise Unsupported("only packed and dense matrices")
 
     def embedding(self, weight: Weight) -> b.EmbeddingFn:
         """A table that may be the head's matrix as well: rearranged once."""
         if isinstance(weight, PackedWeight):
-            blocks = arrange(weight, self._library, torch.get_num_threads(), self._shelf)
-            self._tables[weight] = blocks
-            return PackedLookup(self._library, blocks, weight.dtype)
+            matrix = pack_matrix(weight, self._library, torch.get_num_threads(), self._arena)
+            self._tables[weight] = matrix
+            return PackedEmbedding(self._library, matrix, weight.dtype)
         if not isinstance(weight, DenseWeight) or weight.data.dtype is not torch.float32:
             raise Unsupported("only packed tables, and those of a head")
-        self._tables[weight], data = self._floats(weight)
+        self._tables[weight], data = self._pack_dense(weight)
         if data is None:
-            return PackedLookup(self._library, self._tables[weight], torch.float32)
+            return PackedEmbedding(self._library, self._tables[weight], torch.float32)
         return partial(F.embedding, weight=data)
 
     def norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> b.NormFn:
@@ -89,20 +89,20 @@ class CpuBackend:
         """Silu."""
         if act != "silu":
             raise Unsupported("only silu")
-        return SiluGate(self._library)
+        return SiluMul(self._library)
 
     def rope(self, rope: spec.Rope, length: int) -> b.RopeFn:
         """Tables for every position."""
-        return TurningTables(rope, length, self.device, self._library)
+        return RopeTables(rope, length, self.device, self._library)
 
     def attention(self, attn: spec.Attention, rope: b.RopeFn) -> b.AttentionFn:
         """A few new tokens over pages of floats or codes; everything else as the reference does."""
-        if attn.softcap is not None or not isinstance(rope, TurningTables):
+        if attn.softcap is not None or not isinstance(rope, RopeTables):
             raise Unsupported("only plain scores of heads that turn")
         if attn.head_dim % 16 or attn.head_dim > 512:
             raise Unsupported(f"heads of {attn.head_dim} numbers are no multiple of 16 up to 512")
         other = self._reference.attention(attn, rope)
-        return PagedAttention(self._library, attn, rope, self._standing, other)
+        return PagedAttention(self._library, attn, rope, self._batch_pointers, other)
 
     def fused_linear(
         self,
@@ -116,16 +116,16 @@ class CpuBackend:
         if len(packed) != len(linears) or act not in (None, "silu"):
             raise Unsupported("only packed matrices, and silu")
         scale, eps = (None, 0.0) if prologue is None else self._rms(prologue.norm, prologue.weight)[:2]
-        return Together(self._library, packed, scale, eps, act is not None)
+        return FusedLinear(self._library, packed, scale, eps, act is not None)
 
-    def _floats(self, weight: DenseWeight) -> tuple[Blocks, Tensor | None]:
+    def _pack_dense(self, weight: DenseWeight) -> tuple[PackedMatrix, Tensor | None]:
         """A dense matrix in as few bits as it needs, and its numbers if they lie there as they are."""
         threads = torch.get_num_threads()
-        if self._library.lean:
+        if self._library.prefers_bf12:
             with suppress(Unsupported):
-                return arrange_lean(weight.data, weight.bias, self._library, threads, self._shelf), None
-        data = narrowed(weight.data, self._library, threads, self._shelf)
-        return arrange_floats(data, weight.bias), data
+                return pack_bf12(weight.data, weight.bias, self._library, threads, self._arena), None
+        data = narrow(weight.data, self._library, threads, self._arena)
+        return pack_narrow(data, weight.bias), data
 
     def _rms(self, norm: spec.Norm, weight: Tensor) -> tuple[Tensor, float, b.NormFn]:
         if norm.kind != "rms" or weight.dim() != 1:

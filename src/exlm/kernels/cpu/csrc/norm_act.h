@@ -1,0 +1,88 @@
+/* What lies between the matrices: norms and gates. */
+
+#ifndef EXLM_SMALL_H
+#define EXLM_SMALL_H
+
+#include <math.h>
+
+#include "threadpool.h"
+#include "simd16.h"
+
+enum { MIN_CHUNK_WORK = 1 << 14 }; /* numbers that are not worth waking another thread for */
+
+static int split_chunks(long numbers, int items, int *per_chunk) {
+    long most = numbers / MIN_CHUNK_WORK + 1;
+    int chunks = most > 64 ? 64 : (int)most;
+    if (chunks > items) chunks = items;
+    *per_chunk = (items + chunks - 1) / chunks;
+    return (items + *per_chunk - 1) / *per_chunk;
+}
+
+typedef struct {
+    const float *x, *residual, *weight;
+    float *sum, *out, eps;
+    int rows, width, per_chunk;
+} RmsNorm;
+
+static void rms_norm_row(const RmsNorm *n, int row) {
+    const float *x = n->x + (long)row * n->width;
+    int whole = n->width / LANES * LANES, rest = n->width - whole;
+    f32x16 squares = {0};
+    if (n->residual) {
+        const float *residual = n->residual + (long)row * n->width;
+        float *sum = n->sum + (long)row * n->width;
+        for (int i = 0; i < whole; i += LANES) store16(sum + i, load16(x + i) + load16(residual + i));
+        for (int i = whole; i < n->width; i++) sum[i] = x[i] + residual[i];
+        x = sum;
+    }
+    for (int i = 0; i < whole; i += LANES) squares += load16(x + i) * load16(x + i);
+    if (rest) squares += load16_tail(x + whole, rest) * load16_tail(x + whole, rest);
+    float factor = 1.0f / sqrtf(sum16(squares) / (float)n->width + n->eps), *out = n->out + (long)row * n->width;
+    for (int i = 0; i < whole; i += LANES) store16(out + i, load16(x + i) * factor * load16(n->weight + i));
+    for (int i = whole; i < n->width; i++) out[i] = x[i] * factor * n->weight[i];
+}
+
+static void rms_norm_chunk(void *job, int chunk) {
+    const RmsNorm *n = job;
+    for (int row = chunk * n->per_chunk; row < (chunk + 1) * n->per_chunk && row < n->rows; row++) rms_norm_row(n, row);
+}
+
+/* out = (x + more) / its root mean square · weight; the addition, if there is one, goes to `sum`. */
+EXPORT void exlm_rms_norm(const float *x, const float *residual, const float *weight, float eps, int rows, int width,
+                      float *sum, float *out, int threads) {
+    RmsNorm job = {.x = x, .residual = residual, .weight = weight, .sum = sum, .out = out, .eps = eps, .rows = rows, .width = width};
+    int chunks = split_chunks((long)rows * width, rows, &job.per_chunk);
+    parallel_for(rms_norm_chunk, &job, chunks, threads);
+}
+
+typedef struct {
+    const float *gate, *up;
+    float *out;
+    long count;
+    int per_chunk;
+} SiluMul;
+
+static f32x16 silu(f32x16 x) { return x / (exp16(-x) + 1.0f); }
+
+static void silu_mul_chunk(void *job, int chunk) {
+    const SiluMul *g = job;
+    long stop = (long)(chunk + 1) * g->per_chunk * LANES;
+    for (long i = (long)chunk * g->per_chunk * LANES; i < stop && i < g->count; i += LANES) {
+        if (i + LANES <= g->count) {
+            store16(g->out + i, silu(load16(g->gate + i)) * load16(g->up + i));
+            continue;
+        }
+        int rest = (int)(g->count - i);
+        f32x16 last = silu(load16_tail(g->gate + i, rest)) * load16_tail(g->up + i, rest);
+        memcpy(g->out + i, &last, rest * sizeof(float));
+    }
+}
+
+/* out = silu(gate) · up. */
+EXPORT void exlm_silu_mul(const float *gate, const float *up, float *out, long count, int threads) {
+    SiluMul job = {.gate = gate, .up = up, .out = out, .count = count};
+    int chunks = split_chunks(count * 4, (int)((count + LANES - 1) / LANES), &job.per_chunk);
+    parallel_for(silu_mul_chunk, &job, chunks, threads);
+}
+
+#endif
