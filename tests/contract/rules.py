@@ -14,61 +14,55 @@ from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path, PurePosixPath
 
-PUBLIC = "exlm"  # the package itself: what `from exlm import …` reads
-BASE = frozenset({"atomic", "errors", "lazy", "memory", "version"})  # what every package may import
-LAYERS = (  # lowest first; a package imports only from lower levels, and of those only what MAY_IMPORT grants
-    ("spec", "env"),
-    ("families", "formats", "tokenizer"),
-    ("kernels", "constrained"),
-    ("kvcache", "checkpoint", "sampling"),
-    ("nn",),
-    ("parallel", "lora", "multimodal", "config", "hub"),
-    ("model",),
-    ("generator", "convert"),
-    ("quantize",),
-    ("llm",),
-)
+PUBLIC = "exlm"  # the package's own __init__: what `from exlm import …` reads
+BASE = ("errors", "lazy", "version", "memory", "atomic")  # "base" in the rows below
 
+IMPORT_TABLE = {
+    # package: what it may import of exlm; only packages of earlier rows, so imports go one way.
+    "errors": "",
+    "lazy": "",
+    "version": "",
+    "memory": "errors",
+    "atomic": "errors",
+    "env": "base",
+    "spec": "base",
+    "families": "base spec",
+    "formats": "base",
+    "tokenizer": "base families",
+    "hub": "base env",
+    "checkpoint": "base spec formats",
+    "config": "base env spec families formats checkpoint",
+    "kernels": "base env spec formats",
+    "kvcache": "base spec kernels",
+    "nn": "base spec kernels kvcache",
+    "sampling": "base kernels",
+    "constrained": "base tokenizer",
+    "lora": "base spec formats checkpoint kernels kvcache nn",
+    "multimodal": "base spec tokenizer",
+    "parallel": "base spec formats checkpoint kernels kvcache nn",
+    "model": "base env spec formats checkpoint config kernels kvcache nn sampling lora multimodal parallel",
+    "generator": "base tokenizer sampling constrained",
+    "testing": "base tokenizer",
+    "convert": "base spec families formats tokenizer checkpoint config model",
+    "quantize": "base spec formats tokenizer checkpoint config kernels kvcache nn model convert",
+    "llm": "base tokenizer hub config kvcache sampling constrained lora multimodal model generator",
+    "legacy": "base families tokenizer config kernels kvcache sampling constrained multimodal model "
+    "generator quantize",
+    "exlm": "base tokenizer hub config kvcache sampling constrained lora multimodal model generator convert "
+    "quantize llm legacy",
+    "serve": "exlm",
+    "batch": "atomic exlm serve",
+    "scale": "exlm serve batch",
+    "bench": "base env spec formats checkpoint config kernels kvcache nn sampling model generator exlm",
+    "cli": "atomic env exlm serve batch scale bench",
+    "__main__": "cli",
+    "exllamav2": "exlm legacy",
+}
+"""ARCHITECTURE.md prints this table; test_import_table.py holds the two equal."""
 
-def _below(level: int) -> frozenset[str]:
-    return frozenset(name for line in LAYERS[:level] for name in line)
-
-
-MAY_IMPORT: dict[str, frozenset[str]] = {
-    "errors": frozenset(),
-    "lazy": frozenset(),
-    "atomic": frozenset({"errors"}),
-    "memory": frozenset({"errors"}),
-    "version": frozenset(),
-    "spec": BASE,
-    "env": BASE,
-    "families": BASE | {"spec"},
-    "formats": BASE,
-    "tokenizer": BASE | {"families"},
-    "testing": BASE | {"tokenizer"},
-    "kernels": BASE | {"formats", "spec", "env"},
-    "constrained": BASE | {"tokenizer"},
-    "sampling": BASE | {"kernels"},
-    "kvcache": BASE | {"kernels", "spec"},
-    "checkpoint": BASE | {"formats", "spec"},
-    "nn": BASE | {"spec", "kernels", "kvcache"},
-    **dict.fromkeys(LAYERS[5], BASE | _below(5)),
-    "config": BASE | {"checkpoint", "env", "families", "formats", "spec"},
-    "hub": BASE | {"env"},
-    "model": BASE | _below(6),
-    "generator": BASE | {"tokenizer", "sampling", "constrained"},
-    "convert": BASE | _below(7),
-    "quantize": BASE | _below(7) | {"convert"},
-    "llm": BASE | _below(9),
-    PUBLIC: BASE | _below(10) | {"legacy"},
-    "legacy": frozenset({PUBLIC}) | _below(9),
-    "serve": frozenset({PUBLIC}),
-    "batch": frozenset({PUBLIC, "atomic", "serve"}),
-    "scale": frozenset({PUBLIC, "batch", "serve"}),
-    "bench": frozenset({PUBLIC}) | BASE | _below(9),
-    "cli": frozenset({PUBLIC, "atomic", "batch", "bench", "scale", "serve", "env"}),
-    "__main__": frozenset({"cli"}),
-    "exllamav2": frozenset({PUBLIC, "legacy"}),
+MAY_IMPORT = {
+    package: frozenset(name for word in row.split() for name in (BASE if word == "base" else (word,)))
+    for package, row in IMPORT_TABLE.items()
 }
 
 MAY_READ_ENV = (
@@ -80,14 +74,18 @@ MAY_READ_ENV = (
     "exlm.bench",
     "exlm.cli",
 )
+"""Who may import exlm.env; every other module takes what the environment says as an argument."""
+
 SPEC_NAMES_FOR_CHECKPOINT = (
     "tensor_names",
     "KeyRename",
     "RowRange",
     "TensorLocation",
     "TensorNames",
-)  # exlm.spec.tensor_names, and what exlm.spec re-exports from it
-STANDARD_LIBRARY_ONLY = ("atomic", "errors", "lazy", "memory", "version", "spec", "env")
+)
+"""exlm.spec.tensor_names, and what exlm.spec re-exports from it: all that checkpoint may use of spec."""
+
+STANDARD_LIBRARY_ONLY = ("errors", "lazy", "memory", "version", "spec", "env")
 WITHOUT_TORCH = ("spec", "families", "tokenizer", "generator")
 TORCH_ALLOWED = ("exlm.generator.results", "exlm.tokenizer.tokenizer")  # make the tensors of public results
 UNSAFE_MODULES = ("pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib")
@@ -192,16 +190,21 @@ def top_package_of(module: str) -> str:
     return first if first in MAY_IMPORT else PUBLIC
 
 
-def belongs_to_a_layer(source: Source) -> list[str]:
-    """Every file belongs to a package with import rules."""
+def is_in_the_import_table(source: Source) -> list[str]:
+    """Every file belongs to a package with a row in the import table."""
     first = source.path.parts[1].removesuffix(".py") if source.path.parts[0] == "exlm" else ""
     if first in ("", "__init__") or first in MAY_IMPORT:
         return []
-    return [source.at(1, f"is in no layer: give {first!r} a line in tests/contract/rules.py, or move it")]
+    return [
+        source.at(
+            1,
+            f"is in no package of IMPORT_TABLE: give {first!r} a row in tests/contract/rules.py, or move it",
+        )
+    ]
 
 
 def imports_point_down(source: Source) -> list[str]:
-    """A package imports only what MAY_IMPORT grants it."""
+    """A package imports only what its row of the import table grants."""
     here, granted = source.top_package, MAY_IMPORT[source.top_package]
     return [
         source.at(
@@ -363,7 +366,7 @@ def import_cycles(sources: list[Source]) -> list[str]:
 
 
 PER_FILE = (
-    belongs_to_a_layer,
+    is_in_the_import_table,
     imports_point_down,
     names_only_from_spec,
     reads_env_where_allowed,

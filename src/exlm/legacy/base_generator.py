@@ -17,9 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import CacheBase, InputError, Model, Settings, Tokenizer
+from ..errors import InputError
 from ..generator.engine import EngineCore, ModelRunner
 from ..generator.page_table import PageTable
+from ..kvcache import CacheBase
+from ..model import Model
+from ..sampling import Settings
+from ..tokenizer import Tokenizer
 from .inputs import TruncationWarning, embed_in_ids, embed_in_texts, pad_left
 from .jobs import LegacyJob, filter_arguments
 

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import Cache, CacheBase, Model, NotLoaded
+from ..errors import NotLoaded
+from ..kvcache import Cache, CacheBase
+from ..model import Model
 
 MIB = 2**20
 

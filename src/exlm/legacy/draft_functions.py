@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from .. import CacheBase, Model
 from ..generator.token_sequence import TokenSequence, common_prefix_length
+from ..kvcache import CacheBase
+from ..model import Model
 
 MAX_CATCH_UP_DECODE = 32  # more ids than these are prefilled, without logits
 

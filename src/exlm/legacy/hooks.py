@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from .. import PostSamplingResult
+from ..sampling import PostSamplingResult
 
 HiddenStatesHook = Callable[[Tensor], Tensor]
 

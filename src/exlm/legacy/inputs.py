@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import EMBEDDING_INDEX, InputError, MMEmbedding, Model
+from ..errors import InputError
+from ..model import Model
+from ..multimodal import EMBEDDING_INDEX, MMEmbedding
 
 
 class TruncationWarning(UserWarning):

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from operator import index
 from typing import Any
 
-from .. import InputError, Job, Settings
 from ..constrained.bitmask import contains
+from ..errors import InputError
+from ..generator import Job
 from ..generator.job import TokenizerLike
-from ..sampling import SamplingRequest
+from ..sampling import SamplingRequest, Settings
 
 
 class LegacyJob(Job):

@@ -12,7 +12,10 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import NoReturn
 
-from .. import Config, InputError, Model, Tokenizer
+from ..config import Config
+from ..errors import InputError
+from ..model import Model
+from ..tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

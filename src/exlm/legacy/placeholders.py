@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 
-from .. import Unsupported
+from ..errors import Unsupported
 from ..families.config_attributes import RopeStyle as RopeStyle
 
 # What the placeholders are made of

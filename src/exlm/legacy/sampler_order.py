@@ -22,7 +22,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from .. import BadLogits, InputError, sampling
+from .. import sampling
+from ..errors import BadLogits, InputError
 from ..kernels.sampling_layout import INFINITE_LOGITS, NAN_LOGITS, NO_TOKEN_ALLOWED, THRESHOLD_TOLERANCE
 from ..sampling import SamplerState, SamplingRequest, Settings
 from ..sampling.candidates import batch_params, block_maxima, stable_sort_descending

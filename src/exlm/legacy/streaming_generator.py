@@ -15,10 +15,15 @@ from typing import Any, NotRequired, TypedDict
 import torch
 from torch import Tensor
 
-from .. import Cache, CacheBase, InputError, Job, Model, Settings, Tokenizer
+from ..errors import InputError
+from ..generator import Job
 from ..generator.call_arguments import argument_names, drop_unknown
 from ..generator.generator import CACHE_OVERWRITTEN, DRAFT_SHARES_CACHE
 from ..generator.job import split_stop_conditions
+from ..kvcache import Cache, CacheBase
+from ..model import Model
+from ..sampling import Settings
+from ..tokenizer import Tokenizer
 from .base_generator import BaseGenerator
 from .draft_functions import ModelDraftFunction, NgramCounts, NgramDraftFunction
 from .inputs import embed_in_ids, id_lists, strip_padding

@@ -9,8 +9,9 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from .. import InputError, Tokenizer
+from ..errors import InputError
 from ..quantize.calibrate import documents
+from ..tokenizer import Tokenizer
 
 
 @runtime_checkable

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
-from .. import InputError
+from ..errors import InputError
 
 if TYPE_CHECKING:
     from rich.progress import Progress
