@@ -170,7 +170,7 @@ static void try_layer(int n) {
     int inputs[] = {width, width, width, heads, width, width, hidden};
     int outputs[] = {heads, kv_heads * 64, kv_heads * 64, width, hidden, hidden, width};
     Matrix m[7];
-    for (int i = 0; i < 7; i++) m[i] = a_matrix(inputs[i], outputs[i], n + i);
+    for (int i = 0; i < 7; i++) m[i] = a_matrix(inputs[i], outputs[i], n + i, 0)->matrix;
     Whole_layer job = {.looked = {.layer = a_layer(kv_heads, heads_per_kv, 64, n)}, .rows = rows * tokens, .width = width};
     a_cache(&job.looked, rows, tokens, bits[n % 4], bits[n % 4]);
     job.x = reals((long)rows * tokens * width, 1);

@@ -1,7 +1,7 @@
 /* Random matrices of every width and every kind of factors: rearranged, multiplied, and taken apart by columns. */
 
 static FactorTable factors(int kind, int groups, int columns) {
-    long whole = (long)(columns + OUT_TILE - 1) / OUT_TILE * OUT_TILE, count = whole * groups;
+    long whole = (long)(columns + 7) / 8 * 8, count = whole * groups;
     FactorTable f = {.kind = kind, .groups_per_super = any(1, 3)};
     f.super_groups = (groups + f.groups_per_super - 1) / f.groups_per_super;
     if (kind == F16) f.table = halves(count);
@@ -23,39 +23,6 @@ static int lay_out(const int *sizes, int groups, int block, int32_t *places, int
     return count;
 }
 
-/* What codes stand for, the shared zero point taken off. */
-static const float *book_of(int bits, int zero, int odd) {
-    float *codebook = room(32 * sizeof(float));
-    for (int i = 0; i < 32; i++) codebook[i] = odd ? real() * 100 : (float)(i % (1 << bits) - zero);
-    return codebook;
-}
-
-/* A run of `inputs` rows of chance; its places go to `source`, counted from `row`. */
-static Segment a_run(int inputs, int columns, int stored_bits, int row, int32_t *input_of_k, int *places) {
-    int bits = stored_bits == 7 ? 8 : stored_bits, sizes[600], groups = 0, usual = any(0, 2) ? 16 << any(0, 3) : 0;
-    for (int left = inputs; left; left -= sizes[groups++]) {
-        sizes[groups] = usual ? usual : any(1, 70);
-        if (sizes[groups] > left) sizes[groups] = left;
-    }
-    int32_t *own = room(32768 * sizeof(int32_t)), *group_of_kblock = room(2048 * sizeof(int32_t));
-    int block = kblocks_per_pack(bits) * LANES, count = lay_out(sizes, groups, block, own, group_of_kblock);
-    int words = (inputs * stored_bits + 31) / 32 * columns;
-    uint32_t *codes = bytes(4l * words, 255);
-    int has_zeros = any(0, 2) == 0, odd = bits == 4 && !has_zeros && any(0, 3) == 0;
-    int zero = has_zeros || odd ? 0 : 1 << (bits - 1);
-    long size = (long)(columns + OUT_TILE - 1) / OUT_TILE * OUT_TILE * count * bits / 8;
-    Segment segment = {.codes = room((size_t)size), .group_of_kblock = group_of_kblock, .bits = bits, .packs = count / block};
-    segment.groups = groups, segment.zero = zero;
-    segment.scales = factors(any(F16, I8), groups, columns);
-    if (any(0, 1)) segment.minima = factors(any(F16, U8), groups, columns);
-    if (has_zeros) segment.zeros = (FactorTable){.kind = U8, .table = bytes((columns + 8l) * groups, 1 << (bits - 1))};
-    if (bits <= MAX_LUT_BITS) segment.codebook = book_of(bits, zero, odd);
-    exlm_repack_quads(codes, columns, stored_bits, bits, own, segment.packs, (uint8_t *)segment.codes, any(1, 4));
-    for (int i = 0; i < count; i++) input_of_k[*places + i] = own[i] < 0 ? -1 : own[i] + row;
-    segment.first_k = *places, *places += count;
-    return segment;
-}
-
 /* The inputs at the matrix's places, in an order of chance or as they come, and perhaps a bias. */
 static void take_inputs(Matrix *m, int32_t *input_of_k) {
     int32_t *order = room((size_t)m->inputs * sizeof(int32_t));
@@ -70,21 +37,6 @@ static void take_inputs(Matrix *m, int32_t *input_of_k) {
     }
     if (!same) m->input_of_k = input_of_k;
     if (any(0, 1)) m->bias = reals(m->outputs, 1);
-}
-
-/* A matrix of one run, or of some. Widths 2 to 8 come in turn. */
-static Matrix a_matrix(int inputs, int outputs, int number) {
-    int32_t *input_of_k = room(65536 * sizeof(int32_t));
-    Segment *segments = room(3 * sizeof(Segment));
-    Matrix m = {.segments = segments, .inputs = inputs, .outputs = outputs, .round_f16 = any(0, 1)};
-    int row = 0, parts = any(1, 3);
-    for (int n = 0; n < parts && row < inputs; n++) {
-        int some = n + 1 < parts ? any(1, inputs - row) : inputs - row;
-        segments[m.segment_count++] = a_run(some, outputs, 2 + (number + 3 * n) % 7, row, input_of_k, &m.k_padded);
-        row += some;
-    }
-    take_inputs(&m, input_of_k);
-    return m;
 }
 
 typedef struct {
@@ -109,17 +61,6 @@ static uint64_t column_answer(void *job, int threads) {
     if (threads == 1) exlm_columns(m, ids, m->outputs, out);
     else for (int i = 0; i < m->outputs; i++) exlm_columns(m, ids + i, 1, out + (long)i * m->inputs);
     return digest(0, out, (long)m->outputs * m->inputs);
-}
-
-static void try_matrix(int n) {
-    int inputs = n % 5 ? any(1, 300) : any(800, 1700), outputs = any(1, 70);
-    int rows = n == 66 ? 200 : 1 + n % 33; /* more than are taken at a time, once */
-    Matrix m = a_matrix(inputs, outputs, n);
-    Multiplying job = {&m, reals((long)rows * inputs, 1), rows};
-    tell("product", 2 + n % 7, rows, outputs, product_answer, &job);
-    job.rows = 1;
-    tell("one row", 2 + n % 7, inputs, outputs, product_answer, &job);
-    tell("columns", 2 + n % 7, inputs, outputs, column_answer, &m);
 }
 
 /* Dense matrices of 16 bits, and what becomes of numbers that need more. */

@@ -4,7 +4,7 @@ typedef struct {
     Matrix matrix;
     const uint32_t *codes[3]; /* of each run, as they came */
     const int32_t *places[3];
-    int stored_bits[3];
+    int stored_bits[3], codebooks; /* codebooks: codes of 4 bits stand for other numbers */
 } Banding;
 
 /* A table for whole bands. */
@@ -47,6 +47,8 @@ static Segment a_banded_run(Banding *b, int number, int inputs, int stored_bits,
         segment.zeros = band_factors(U8, groups, m->outputs);
         segment.zeros.super_scales = NULL;
     } else segment.zero = any(0, 1) << (bits - 1);
+    if (b->codebooks && bits == 4) segment.codebook = bytes(16, 255);
+    if (segment.codebook && !segment.zeros.kind && any(0, 2)) segment.zero = 128; /* as signed ones have it */
     exlm_repack_panels(codes, m->outputs, stored_bits, bits, own, segment.packs, (uint8_t *)segment.codes, any(1, 4));
     for (int i = 0; i < count; i++) input_of_k[m->k_padded + i] = own[i] < 0 ? -1 : own[i] + row;
     m->k_padded += count;
@@ -54,7 +56,7 @@ static Segment a_banded_run(Banding *b, int number, int inputs, int stored_bits,
     return segment;
 }
 
-#if !defined(HAVE_INT_DOT)
+#if defined(BY_DEFINITION)
 
 /* Where the factor of an output and a group lies, and what it is. */
 static long factor_at(int outputs, int groups, int group, int output) {
@@ -80,7 +82,7 @@ static int code_at(const Banding *b, int number, int place, int output) {
         long at = (long)row * stored_bits + bit;
         code |= (int)(b->codes[number][at / 32 * b->matrix.outputs + output] >> at % 32 & 1) << bit;
     }
-    return code;
+    return b->matrix.segments[number].codebook ? b->matrix.segments[number].codebook[code] : code;
 }
 
 /* The digits of a span, by the definition; answers the power of two. */
@@ -162,7 +164,7 @@ static uint64_t banded_answer(void *job, int threads) {
     const Multiplying_bands *p = job;
     const Matrix *m = &p->banding->matrix;
     float *y = room((size_t)p->rows * m->outputs * sizeof(float));
-#if defined(HAVE_INT_DOT)
+#if !defined(BY_DEFINITION)
     if (exlm_linear(m, p->x, p->rows, y, threads)) abort();
 #else
     for (int i = 0; threads == 1 && i < p->rows * m->outputs; i++)
@@ -179,7 +181,7 @@ static uint64_t banded_columns(void *job, int threads) {
     const Matrix *m = &b->matrix;
     float *out = room((size_t)m->outputs * m->inputs * sizeof(float));
     for (int64_t i = 0; i < m->outputs; i++) {
-#if defined(HAVE_INT_DOT)
+#if !defined(BY_DEFINITION)
         (void)threads, exlm_columns(m, &i, 1, out + i * m->inputs);
 #else
         (void)threads, column_one_by_one(b, (int)i, out + i * m->inputs);
@@ -188,25 +190,38 @@ static uint64_t banded_columns(void *job, int threads) {
     return digest(0, out, (long)m->outputs * m->inputs);
 }
 
-static void try_bands(int n) {
-    int inputs = n % 4 ? any(1, 200) : any(300, 900), outputs = any(1, 110), rows = n == 40 ? 100 : 1 + n % 19;
+/* A matrix of one to three runs. Widths 2 to 8 come in turn. */
+static Banding *a_matrix(int inputs, int outputs, int number, int codebooks) {
     int32_t *input_of_k = room(65536 * sizeof(int32_t));
     int row = 0, parts = any(1, 3);
     Segment *segments = room(3 * sizeof(Segment));
-    Banding b = {.matrix = {.segments = segments, .inputs = inputs, .outputs = outputs, .round_f16 = any(0, 1)}};
-    Matrix *m = &b.matrix;
-    if (rows > 50) inputs = m->inputs = 70;
+    Banding *b = room(sizeof(Banding));
+    b->matrix = (Matrix){.segments = segments, .inputs = inputs, .outputs = outputs, .round_f16 = any(0, 1)};
+    Matrix *m = &b->matrix;
+    b->codebooks = codebooks;
     for (int k = 0; k < parts && row < inputs; k++) {
         int some = k + 1 < parts ? any(1, inputs - row) : inputs - row;
-        segments[k] = a_banded_run(&b, k, some, 2 + (n + 3 * k) % 7, row, input_of_k);
+        segments[k] = a_banded_run(b, k, some, 2 + (number + 3 * k) % 7, row, input_of_k);
         m->segment_count++, row += some;
     }
     take_inputs(m, input_of_k);
+    return b;
+}
+
+static void try_matrix(int n, int codebooks) {
+    int inputs = n % 4 ? any(1, 200) : any(300, 900), outputs = any(1, 110), rows = n % 70 == 40 ? 100 : 1 + n % 33;
+    if (rows > 50) inputs = 70;
+    Banding *b = a_matrix(inputs, outputs, n, codebooks);
     float *x = reals((long)rows * inputs, n % 3 ? 1 : 1e-3f);
     for (int i = 0; i < rows * inputs; i += any(1, 400)) x[i] *= 300;
-    Multiplying_bands job = {&b, x, rows};
+    Multiplying_bands job = {b, x, rows};
     tell("bands", 2 + n % 7, rows, outputs, banded_answer, &job);
     job.rows = 1;
     tell("one row of bands", 2 + n % 7, inputs, outputs, banded_answer, &job);
-    tell("columns of bands", 2 + n % 7, inputs, outputs, banded_columns, &b);
+    tell("columns of bands", 2 + n % 7, inputs, outputs, banded_columns, b);
 }
+
+static void try_bands(int n) { try_matrix(n, 0); }
+
+/* Every run is of 4 bits, every other one of others. */
+static void try_codebooks(int n) { try_matrix(2 + 7 * n, 1); }

@@ -11,7 +11,6 @@ from torch import Tensor
 from exlm.formats.bits import pack
 from exlm.formats.packed import PackedWeight, Segment
 from exlm.formats.scales import Direct, Nested, Scales, Squared
-from exlm.kernels.cpu.packed import has_linear_codes
 
 IQ4_CODEBOOK = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113.0])
 
@@ -88,16 +87,13 @@ def _scales(kind: str, groups: int, columns: int) -> Scales:
     return Direct(table.half() if kind == "half" else table)
 
 
-def effective_weight(weight: PackedWeight, digits: bool) -> Tensor:
-    """The float32 weights that products use: with digits those before they are rounded to float16."""
-    unrounded = digits and has_linear_codes(weight)
-    return (replace(weight, dtype=torch.float32) if unrounded else weight).dequantize().float()
+def effective_weight(weight: PackedWeight) -> Tensor:
+    """The float32 weights that products use: those before they are rounded to float16."""
+    return replace(weight, dtype=torch.float32).dequantize()
 
 
-def tolerance(weight: PackedWeight, x: Tensor, digits: bool) -> Tensor:
-    """How far a product may be off: float32 sums, and with digits each x by half a step of its largest."""
-    sizes = effective_weight(weight, digits).double().abs()
+def tolerance(weight: PackedWeight, x: Tensor) -> Tensor:
+    """How far a product may be off: float32 sums, and each x by half a step of its largest."""
+    sizes = effective_weight(weight).double().abs()
     off = 1e-6 * (x.double().abs() @ sizes) + 1e-7
-    if not digits or not has_linear_codes(weight):
-        return off
     return off + x.double().abs().amax(1, keepdim=True) * sizes.sum(0) / (2 * 16319)

@@ -1,6 +1,6 @@
 """Products with packed matrices: every weight bit for bit, sums near float32's, the same in any company.
 
-Where codes are multiplied as whole numbers, a weight is the one before it is rounded to float16.
+Products use the weights before they are rounded to float16.
 """
 
 from __future__ import annotations
@@ -19,8 +19,15 @@ from exlm.formats.packed import PackedWeight, Segment
 from exlm.formats.scales import Direct
 from exlm.kernels.cpu.bindings import Library
 from exlm.kernels.cpu.linear import PackedEmbedding, PackedLinear
-from exlm.kernels.cpu.packed import has_linear_codes, pack_matrix
-from tests.kernels.cpu.random_weights import RECIPES, Recipe, effective_weight, random_weight, tolerance
+from exlm.kernels.cpu.packed import pack_matrix
+from tests.kernels.cpu.random_weights import (
+    IQ4_CODEBOOK,
+    RECIPES,
+    Recipe,
+    effective_weight,
+    random_weight,
+    tolerance,
+)
 
 WIDE = Recipe(((5, (32,) * 9), (3, (128, 96))), 333, order=True, bias=True)
 
@@ -53,11 +60,9 @@ def test_any_matrix(
     torch.manual_seed(seed)
     weight = random_weight(recipe, dtype)
     x = torch.randn(rows, weight.in_features) * torch.randn(weight.in_features).exp()
-    want = x.double() @ effective_weight(weight, library.has_int_dot).double() + (
-        0 if weight.bias is None else weight.bias
-    )
+    want = x.double() @ effective_weight(weight).double() + (0 if weight.bias is None else weight.bias)
     error = (linear(library, weight, threads)(x).double() - want).abs()
-    assert bool((error <= tolerance(weight, x, library.has_int_dot)).all())
+    assert bool((error <= tolerance(weight, x)).all())
 
 
 @settings(max_examples=30)
@@ -65,7 +70,7 @@ def test_any_matrix(
 def test_every_weight_is_exact(library: Library, recipe: Recipe, dtype: torch.dtype, seed: int) -> None:
     torch.manual_seed(seed)
     weight = random_weight(replace(recipe, bias=False), dtype)
-    multiply, want = linear(library, weight), effective_weight(weight, library.has_int_dot)
+    multiply, want = linear(library, weight), effective_weight(weight)
     assert torch.equal(multiply(torch.eye(weight.in_features)), want)
     one = torch.zeros(1, weight.in_features)
     one[0, -1] = 1
@@ -77,11 +82,9 @@ def test_every_weight_is_exact(library: Library, recipe: Recipe, dtype: torch.dt
 def test_a_usual_matrix_is_right_to_some_digits(library: Library, bits: int, dtype: torch.dtype) -> None:
     weight = random_weight(Recipe(((bits, (32,) * 48),), 192), dtype)
     x = torch.randn(5, 1536)
-    want = x.double() @ effective_weight(weight, library.has_int_dot).double()
+    want = x.double() @ effective_weight(weight).double()
     got = linear(library, weight)(x)
-    assert float((got - want).norm() / want.norm()) < (
-        4e-5 if library.has_int_dot and has_linear_codes(weight) else 5e-7
-    )
+    assert float((got - want).norm() / want.norm()) < 4e-5
     defined = x.double() @ weight.dequantize().double()
     assert float((got - defined).norm() / defined.norm()) < 5e-4  # 2e-4 of it is the rounding left out
 
@@ -192,9 +195,21 @@ def test_single_columns_are_exact(library: Library, recipe: Recipe, dtype: torch
     assert torch.equal(found, weight.dequantize().T[ids])
 
 
-def test_codes_may_stand_for_any_number_if_they_are_few(library: Library) -> None:
+@pytest.mark.parametrize("zeros", [False, True])
+def test_codes_of_4_bits_may_stand_for_any_bytes(library: Library, zeros: bool) -> None:
+    (old,) = random_weight(Recipe(((4, (32,)),), 16, zeros=zeros)).segments
+    book = torch.arange(16) * 17.0 - (0 if zeros else 128)
+    weight = PackedWeight("x", 32, 16, (replace(old, codebook=book),), torch.float32)
+    assert torch.equal(linear(library, weight)(torch.eye(32)), weight.dequantize())
+    for wrong in (torch.linspace(-1, 1, 16), torch.arange(16) * 20.0, torch.arange(16) * 16.0 - 129):
+        weight = PackedWeight("x", 32, 16, (replace(old, zero=0, codebook=wrong),), torch.float32)
+        with pytest.raises(Unsupported, match="whole ones of eight bits"):
+            pack_matrix(weight, library, 1)
+
+
+def test_other_codes_may_not_stand_for_other_numbers(library: Library) -> None:
     (old,) = random_weight(Recipe(((4, (32,)),), 16)).segments
-    book = torch.linspace(-1, 1, 16)
+    book = IQ4_CODEBOOK
     weight = PackedWeight("x", 32, 16, (replace(old, zero=0, codebook=book),), torch.float32)
     assert torch.equal(linear(library, weight)(torch.eye(32)), weight.dequantize())
     (wide,) = random_weight(Recipe(((8, (32,)),), 16)).segments

@@ -38,7 +38,7 @@ class Segment(ctypes.Structure):
     _fields_ = (
         ("codes", ctypes.c_void_p),
         *((name, FactorTable) for name in ("scales", "minima", "zeros")),
-        *((name, ctypes.c_void_p) for name in ("group_of_kblock", "codebook", "spans")),
+        *((name, ctypes.c_void_p) for name in ("codebook", "spans")),
         *(
             (name, ctypes.c_int32)
             for name in ("bits", "packs", "groups", "zero", "first_k", "span_count", "first_span")
@@ -111,10 +111,8 @@ class Library:
 
     def _bind(self, loaded: ctypes.CDLL) -> None:
         p, i, n = ctypes.c_void_p, ctypes.c_int, ctypes.c_long
-        self.has_int_dot = bool(_function(loaded.exlm_has_int_dot)())  # products of them
         self.linear = _function(loaded.exlm_linear, p, p, i, p, i)
         self.columns = _function(loaded.exlm_columns, p, p, i, p)
-        self.repack_quads = _function(loaded.exlm_repack_quads, p, i, i, i, p, i, p, i)
         self.repack_panels = _function(loaded.exlm_repack_panels, p, i, i, i, p, i, p, i)
         self.narrow = _function(loaded.exlm_narrow, p, n, i, p, i)
         self.bf12_plan = _function(loaded.exlm_bf12_plan, p, n, n, p, p, i)

@@ -23,16 +23,14 @@ from . import bindings
 from .arena import HugePageArena, copy_to_arena
 
 KBLOCK = 16
-OUT4 = 4
 OUT_TILE = 8
 PANEL_N, NARROW_PANEL_N = 48, 32
 """Outputs of a band, and of the last one or two, so that no more than to a multiple of 32 is filled up."""
 MAX_SPAN = 16
 """Slots whose sums of whole numbers fit 32 bits, whatever their codes."""
-MAX_LUT_BITS = 5
-"""Codes up to this width are looked up; wider ones are computed, and cannot stand for anything else."""
+CODEBOOK_BITS = 4
+"""Codes of this width may stand for any bytes: a shuffle of sixteen bytes looks them up."""
 
-_KBLOCKS_PER_PACK = {2: 4, 3: 8, 4: 2, 5: 8, 6: 4, 8: 1}  # the fewest whose codes fill whole bytes
 _TABLE_PADDING = 16  # numbers that C may read behind a table
 _KINDS = {torch.float16: 1, torch.float32: 2, torch.uint8: 3, torch.int8: 4}
 
@@ -71,12 +69,12 @@ def pack_matrix(
 ) -> PackedMatrix:
     """The weight, rearranged by so many threads; onto the arena, where there is one."""
     arena = arena or HugePageArena()
-    round_f16, as_panels = _rounds_to_f16(weight.dtype), library.has_int_dot and has_linear_codes(weight)
+    round_f16 = _rounds_to_f16(weight.dtype)
     parts: list[_PackedSegment] = []
     inputs: list[Tensor] = []
     row, k, spans = 0, 0, 0
     for segment in weight.segments:
-        part = (_pack_panels if as_panels else _pack_quads)(segment, library, threads, arena)
+        part = _pack_panels(segment, library, threads, arena)
         part.struct.first_k, part.struct.first_span = k, spans
         inputs.append(torch.where(part.row_of_k < 0, -1, part.row_of_k + row))
         parts.append(part)
@@ -105,11 +103,6 @@ def _rounds_to_f16(dtype: torch.dtype) -> bool:
     return dtype is torch.float16
 
 
-def has_linear_codes(weight: PackedWeight) -> bool:
-    """Whether codes stand for themselves, so that sums of them can be scaled."""
-    return all(segment.codebook is None for segment in weight.segments)
-
-
 def _pack_panels(
     segment: Segment, library: bindings.Library, threads: int, arena: HugePageArena
 ) -> _PackedSegment:
@@ -122,12 +115,19 @@ def _pack_panels(
         *(codes.data_ptr(), columns, segment.bits, bits, places.data_ptr(), blocks),
         *(out.data_ptr(), threads),
     )
-    told, tables = _groups(segment, True, arena)
+    book, offset = _codebook(segment)
+    told, tables = _groups(segment, offset, arena)
     spans = copy_to_arena(_spans(owners), arena)
     run = bindings.Segment(
-        codes=out.data_ptr(), spans=spans.data_ptr(), bits=bits, packs=blocks, span_count=len(spans), **told
+        codes=out.data_ptr(),
+        codebook=_address(book),
+        spans=spans.data_ptr(),
+        bits=bits,
+        packs=blocks,
+        span_count=len(spans),
+        **told,
     )
-    return _PackedSegment(run, places, (out, spans, *tables))
+    return _PackedSegment(run, places, (out, spans, *tables, *(() if book is None else (book,))))
 
 
 def _spans(owners: Tensor) -> Tensor:
@@ -139,41 +139,14 @@ def _spans(owners: Tensor) -> Tensor:
     return torch.stack((first, slots, owners[first]), 1).int().contiguous()
 
 
-def _pack_quads(
-    segment: Segment, library: bindings.Library, threads: int, arena: HugePageArena
-) -> _PackedSegment:
-    bits = 8 if segment.bits == 7 else segment.bits
-    columns, block = segment.codes.shape[1], _KBLOCKS_PER_PACK[bits] * KBLOCK
-    places, owners = _rows_of_k(segment.sizes, block)
-    blocks, codes = len(places) // block, segment.codes.contiguous()
-    out = arena.allocate(_padded(columns, OUT_TILE) * len(places) * bits // 8)
-    library.repack_quads(
-        *(codes.data_ptr(), columns, segment.bits, bits, places.data_ptr(), blocks),
-        *(out.data_ptr(), threads),
-    )
-    told, tables = _groups(segment, False, arena)
-    book = _codebook(segment)
-    run = bindings.Segment(
-        codes=out.data_ptr(),
-        group_of_kblock=owners.data_ptr(),
-        codebook=_address(book),
-        bits=bits,
-        packs=blocks,
-        **told,
-    )
-    return _PackedSegment(run, places, (out, owners, *tables, *(() if book is None else (book,))))
-
-
-def _groups(
-    segment: Segment, banded: bool, arena: HugePageArena
-) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
+def _groups(segment: Segment, offset: int, arena: HugePageArena) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
     """What a run says of its groups, and the tensors that hold it."""
     zero = segment.zero
-    scales, tables = _factor_table(segment.scales, banded, arena)
-    minima, more = _factor_table(segment.minimum, banded, arena)
-    zeros, most = _factor_table(Direct(zero) if isinstance(zero, Tensor) else None, banded, arena)
+    scales, tables = _factor_table(segment.scales, arena)
+    minima, more = _factor_table(segment.minimum, arena)
+    zeros, most = _factor_table(Direct(zero) if isinstance(zero, Tensor) else None, arena)
     told = {"scales": scales, "minima": minima, "zeros": zeros, "groups": len(segment.sizes)}
-    return {**told, "zero": zero if isinstance(zero, int) else 0}, (*tables, *more, *most)
+    return {**told, "zero": zero + offset if isinstance(zero, int) else 0}, (*tables, *more, *most)
 
 
 def _rows_of_k(sizes: Sequence[int], block: int) -> tuple[Tensor, Tensor]:
@@ -193,21 +166,22 @@ def _rows_of_k(sizes: Sequence[int], block: int) -> tuple[Tensor, Tensor]:
     return torch.nn.functional.pad(places, (0, missing), value=-1), owners.int()
 
 
-def _codebook(segment: Segment) -> Tensor | None:
-    """(32,) what the lowest bits of a number stand for, the zero point that all share taken off."""
-    if segment.bits > MAX_LUT_BITS:
-        if segment.codebook is not None:
-            raise Unsupported(f"its codes of {segment.bits} bits stand for other numbers")
-        return None
-    count = 1 << segment.bits
-    plain = torch.arange(count).float() if segment.codebook is None else segment.codebook.float()
-    if isinstance(segment.zero, int):
-        plain = plain - segment.zero
-    return plain.repeat((1 << MAX_LUT_BITS) // count).contiguous()
+def _codebook(segment: Segment) -> tuple[Tensor | None, int]:
+    """(16,) uint8, what codes of 4 bits stand for, and what was added to make them unsigned bytes."""
+    book = segment.codebook
+    if book is None:
+        return None, 0
+    if segment.bits != CODEBOOK_BITS:
+        raise Unsupported(f"its codes of {segment.bits} bits stand for other numbers")
+    offset = 0 if isinstance(segment.zero, Tensor) or book.min() >= 0 else 128
+    shifted = book.float() + offset
+    if not torch.equal(shifted, shifted.clamp(0, 255).round()):
+        raise Unsupported("its codes stand for numbers that are not whole ones of eight bits")
+    return shifted.to(torch.uint8), offset
 
 
 def _factor_table(
-    scales: Scales | None, banded: bool, arena: HugePageArena
+    scales: Scales | None, arena: HugePageArena
 ) -> tuple[bindings.FactorTable, tuple[Tensor, ...]]:
     """A table of (groups, columns) as C takes it, and the tensors that hold it."""
     if scales is None:
@@ -217,7 +191,7 @@ def _factor_table(
         and scales.supers.dtype is torch.float16
         and (each := _groups_per_super(scales.parents))
     ):
-        table, supers = (_interleaved(part, banded, arena) for part in (scales.codes, scales.supers))
+        table, supers = (_interleaved(part, arena) for part in (scales.codes, scales.supers))
         factors = bindings.FactorTable(
             table=table.data_ptr(),
             super_scales=supers.data_ptr(),
@@ -227,7 +201,7 @@ def _factor_table(
         )
         return factors, (table, supers)
     whole = scales.expand()
-    table = _interleaved(whole if whole.dtype in _KINDS else whole.float(), banded, arena)
+    table = _interleaved(whole if whole.dtype in _KINDS else whole.float(), arena)
     return bindings.FactorTable(table=table.data_ptr(), kind=_KINDS[table.dtype]), (table,)
 
 
@@ -237,14 +211,14 @@ def _groups_per_super(parents: Tensor) -> int:
     return each if each and torch.equal(parents.long(), torch.arange(len(parents)) // each) else 0
 
 
-def _interleaved(table: Tensor, banded: bool, arena: HugePageArena) -> Tensor:
-    """(groups, columns) → (quads, groups, 4) or, band by band, (groups, 48 or 32), with room behind."""
+def _interleaved(table: Tensor, arena: HugePageArena) -> Tensor:
+    """(groups, columns) → band by band, (groups, 48 or 32), with room behind."""
     groups, columns = table.shape
-    whole = _padded(columns, NARROW_PANEL_N if banded else OUT_TILE)
+    whole = _padded(columns, NARROW_PANEL_N)
     padded = torch.nn.functional.pad(table, (0, whole - columns)) if whole > columns else table
     out = arena.allocate((padded.numel() + _TABLE_PADDING) * table.itemsize).view(table.dtype)
     wide = whole - -(whole // KBLOCK) % 3 * NARROW_PANEL_N  # columns in bands of three sides
-    parts = [(0, wide, PANEL_N), (wide, whole, NARROW_PANEL_N)] if banded else [(0, whole, OUT4)]
+    parts = [(0, wide, PANEL_N), (wide, whole, NARROW_PANEL_N)]
     for first, stop, side in parts:
         part = padded[:, first:stop].reshape(groups, -1, side).transpose(0, 1)
         out[first * groups : stop * groups].view(part.shape).copy_(part)

@@ -5,8 +5,6 @@
 
 #include "dequant.h"
 
-#if defined(HAVE_INT_DOT)
-
 /* Neighbouring spans of a band, up to MOST_SPAN slots. */
 typedef struct {
     Dequant dequants[MAX_SPAN]; /* of each span */
@@ -48,10 +46,9 @@ static int next_kc_block(KcBlock *kc, const GemmArgs *p, const Segment *segment,
 }
 
 #if defined(__AVX512VNNI__)
-#include "microkernel_avx512.h"
+#include "microkernel_vnni.h"
 #else
-#include "microkernel_unpacked.h"
+#include "gemm_unpacked.h"
 #endif
 
-#endif
 #endif

@@ -5,8 +5,6 @@
 
 #include "quantize_act.h"
 
-#if defined(HAVE_INT_DOT)
-
 /* What the codes of a span's group are multiplied with, moved and lowered by. */
 typedef struct {
     f32v scale[PANEL_REGS], minimum[PANEL_REGS];
@@ -28,7 +26,7 @@ static int dequant_mode(const Segment *segment) {
 INLINE void load_dequant_reg(Dequant *out, const Segment *segment, int mode, Panel panel, int group, int v) {
     int has_zeros = segment->zeros.kind, has_minima = segment->minima.kind;
     if (mode) has_zeros = mode == DEQUANT_SCALE_ZERO, has_minima = mode == DEQUANT_SCALE_MIN;
-    out->has_zeros = has_zeros, out->has_minima = has_minima, out->shared_zero = segment->zero - SIGNED_OFFSET(segment->bits);
+    out->has_zeros = has_zeros, out->has_minima = has_minima, out->shared_zero = segment->zero - SIGN_OFFSET(segment);
     if (mode) {
         long at = table_offset(panel, segment->groups, group) + v * VLEN;
         out->scale[v] = f32_load_f16((const uint16_t *)segment->scales.table + at);
@@ -39,7 +37,7 @@ INLINE void load_dequant_reg(Dequant *out, const Segment *segment, int mode, Pan
         if (has_minima) out->minimum[v] = load_factors(&segment->minima, panel, segment->groups, group, v);
         if (has_zeros) out->zero[v] = i32_from_f32(load_factors(&segment->zeros, panel, segment->groups, group, v));
     }
-    if (has_zeros && SIGNED_OFFSET(segment->bits)) out->zero[v] = i32_add(out->zero[v], i32_set1(-SIGNED_OFFSET(segment->bits)));
+    if (has_zeros && SIGN_OFFSET(segment)) out->zero[v] = i32_add(out->zero[v], i32_set1(-SIGN_OFFSET(segment)));
 }
 
 INLINE void load_dequant(Dequant *out, const Segment *segment, int mode, Panel panel, int group) {
@@ -59,5 +57,4 @@ INLINE f32v add_dequantized(f32v sum, i32v dot, const Dequant *g, int v, const A
     return g->has_minima ? f32_fnma(sum, g->minimum[v], f32_set1(act_scale->sum)) : sum;
 }
 
-#endif
 #endif

@@ -21,7 +21,6 @@ static int fused_linear(const LinearGroup *p, const float *x, const float *resid
     int width = p->matrices[0]->inputs, failed = 0;
     long outputs = (long)rows * p->matrices[0]->outputs, whole = outputs / LANES * LANES;
     float *out = outs[0], *gate = scratch + (long)rows * width, *pair[] = {gate, gate + outputs};
-#if defined(HAVE_INT_DOT)
     RmsNorm norm = {.x = x, .weight = p->norm, .eps = p->eps, .out = scratch, .rows = rows, .width = width};
     int all_panels = 1;
     for (int n = 0; n < p->count; n++) all_panels &= p->matrices[n]->span_count > 0;
@@ -29,7 +28,6 @@ static int fused_linear(const LinearGroup *p, const float *x, const float *resid
         Fusion fusion = {p->norm ? &norm : NULL, residual, p->gated};
         return gemm_int8(p->matrices, p->count, x, rows, outs, fusion, threads);
     }
-#endif
     if (p->norm) {
         exlm_rms_norm(x, NULL, p->norm, p->eps, rows, width, NULL, scratch, threads);
         x = scratch;

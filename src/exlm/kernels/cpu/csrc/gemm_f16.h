@@ -13,7 +13,9 @@
 #include "narrow16.h"
 #include "bf12.h"
 #include "threadpool.h"
-#include "gemm_f32.h"
+#include "simd16.h"
+
+enum { OUT_TILE = 8, OUT4 = 4, MAX_BLOCK_M = 96, X_BLOCK_BYTES = 1 << 19 }; /* rows that are multiplied while weights are at hand */
 
 /* Rows that are multiplied in one go, and outputs: their sums fit the registers. */
 enum { F16_MR = VLEN == 16 ? 8 : VLEN == 8 ? 4 : 2 };
@@ -103,7 +105,8 @@ INLINE void f16_microkernel(const Matrix *m, int kind, const float *x, int rows,
         else dot_f16(at, spacing * bytes, kind, kblocks, x, step, rows, outputs, sum);
         EACH_OUTPUT EACH_ROW EACH_LANE_REG f32_store(sums + (n * rows + r) * LANES + reg * VLEN, sum[n][r][reg]);
         if (many % OUT4) memset(sums + many * LANES, 0, OUT4 * LANES * sizeof *sums);
-        for (int i = 0; i < many; i += OUT4) sum_out4(sums + i * LANES, out + i);
+        for (int i = 0; i < many; i += OUT4) sum16_x4(load16(sums + i * LANES), load16(sums + (i + 1) * LANES), load16(sums + (i + 2) * LANES),
+                     load16(sums + (i + 3) * LANES), out + i);
         EACH_OUTPUT EACH_ROW {
             long own = output + n * spacing;
             if (r < real_rows) y[r * (long)m->outputs + own] = finish_sum(m, own, out[n * rows + r], x + r * LANES, step);

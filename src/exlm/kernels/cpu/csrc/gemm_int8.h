@@ -11,8 +11,6 @@
 #include "blocking.h"
 #include "threadpool.h"
 
-#if defined(HAVE_INT_DOT)
-
 enum { GEMM_BLOCK_M = 96 }; /* rows of a strip, whose sums fit the cache */
 
 /* sums (rows, 48 or 32): rows · a band, and the bias. */
@@ -26,10 +24,18 @@ static void panel_product(const GemmArgs *p, int index, float *sums) {
             gemm_panel(p, segment, panel, sums);
             continue;
         }
+#define GEMV(own, has_codebook, mode)                                                                             \
+    gemv_panel(segment, own, has_codebook, mode, panel, p->qact + 2l * segment->first_k,                          \
+               p->act_scales + segment->first_span, (f32v *)sums)
 #define OWN(own, mode)                                                                                            \
     case mode << 4 | own:                                                                                         \
-        gemv_panel(segment, own, mode, panel, p->qact + 2l * segment->first_k, p->act_scales + segment->first_span, (f32v *)sums);          \
+        GEMV(own, 0, mode);                                                                                       \
         break;
+        if (segment->codebook) {
+            if (dequant_mode(segment) == DEQUANT_SCALE) GEMV(4, 1, DEQUANT_SCALE);
+            else GEMV(4, 1, DEQUANT_ANY);
+            continue;
+        }
         switch (dequant_mode(segment) << 4 | segment->bits) {
             OWN(2, DEQUANT_SCALE) OWN(3, DEQUANT_SCALE) OWN(4, DEQUANT_SCALE) OWN(5, DEQUANT_SCALE) OWN(6, DEQUANT_SCALE) OWN(8, DEQUANT_SCALE)
             OWN(4, DEQUANT_SCALE_MIN) OWN(4, DEQUANT_SCALE_ZERO)
@@ -37,6 +43,7 @@ static void panel_product(const GemmArgs *p, int index, float *sums) {
             switch (segment->bits) { OWN(2, 0) OWN(3, 0) OWN(4, 0) OWN(5, 0) OWN(6, 0) OWN(8, 0) }
         }
 #undef OWN
+#undef GEMV
     }
     for (int row = 0; m->bias && row < p->rows; row++)
         for (int n = 0; n < panel_n && first + n < m->outputs; n++) sums[row * panel_n + n] += m->bias[first + n];
@@ -152,11 +159,11 @@ static void dequantize_column(const Matrix *m, int64_t id, float *out) {
             Dequant g;
             load_dequant(&g, segment, DEQUANT_ANY, panel, span->group);
             f32v scale = f32_set1(g.scale[v][at]), minimum = f32_set1(g.has_minima ? g.minimum[v][at] : 0);
-            int32_t zero = (g.has_zeros ? ((const int32_t *)&g.zero[v])[at] : g.shared_zero) + SIGNED_OFFSET(segment->bits);
+            int32_t zero = (g.has_zeros ? ((const int32_t *)&g.zero[v])[at] : g.shared_zero) + SIGN_OFFSET(segment);
             for (int kblock = span->kblock; kblock < span->kblock + span->kblocks; kblock++) {
                 i32v quads[QUADS];
                 uint32_t codes[QUADS];
-                unpack_kblock_any(panel_codes(segment, panel) + v * REG_BYTES, segment->bits, panel.tiles, kblock, quads);
+                unpack_kblock_any(segment, panel_codes(segment, panel) + v * REG_BYTES, panel.tiles, kblock, quads);
                 for (int q = 0; q < QUADS; q++) codes[q] = ((const uint32_t *)&quads[q])[at];
                 for (int reg = 0; reg < LANE_REGS; reg++) {
                     i32v plain = i32_add(i32_load_u8((const uint8_t *)codes + reg * VLEN), i32_set1(-zero));
@@ -173,5 +180,4 @@ static void dequantize_column(const Matrix *m, int64_t id, float *out) {
         }
 }
 
-#endif
 #endif

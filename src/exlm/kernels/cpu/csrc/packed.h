@@ -13,8 +13,8 @@
 #include <stdint.h>
 
 enum { MAX_FUSED = 3 }; /* matrices that are multiplied in one go */
-enum { LANES = 16, OUT4 = 4, SLICE_K = 768, SLICE_KBLOCKS = SLICE_K / LANES };
-enum { F16_BITS = 16, BF12_BITS = 12, MAX_LUT_BITS = 5 };
+enum { LANES = 16 };
+enum { F16_BITS = 16, BF12_BITS = 12 };
 
 /* Factors of one run, in one of the ways formats have them. */
 enum { NO_FACTORS, F16, F32, U8, I8, BF16, BF12 };
@@ -35,8 +35,7 @@ typedef struct {
 typedef struct {
     const uint8_t *codes;     /* (quads, blocks, 4, bytes of a block) */
     FactorTable scales, minima, zeros;
-    const int32_t *group_of_kblock;    /* (slots) the group each belongs to */
-    const float *codebook;        /* (32) what a code stands for, the shared zero point taken off; up to 5 bits */
+    const uint8_t *codebook;      /* (16) what codes of 4 bits stand for, or none */
     const GroupSpan *spans;        /* in bands only, see bands.h */
     int32_t bits, packs, groups, zero, first_k; /* zero: the shared one; first: the place where it begins */
     int32_t span_count, first_span;      /* spans, and how many are in the runs before */
@@ -58,14 +57,5 @@ typedef struct {
     int32_t segment_count, inputs, outputs, k_padded, round_f16; /* rounded: weights are float16 */
     int32_t span_count;            /* of all runs; 0: the matrix lies in quads */
 } Matrix;
-
-/* Narrow codes are looked up. */
-static inline int has_lut(int bits) { return bits <= MAX_LUT_BITS; }
-
-static inline int kblocks_per_pack(int bits) { return bits >= 8 ? 1 : bits == 4 ? 2 : bits & 1 ? 8 : 4; }
-
-/* Bytes of one lane's stream in a block. */
-static inline int lane_bytes(int bits) { return bits * kblocks_per_pack(bits) / 8; }
-
 
 #endif

@@ -8,8 +8,6 @@
 #include "w_panels.h"
 #include "norm_act.h"
 
-#if defined(HAVE_INT_DOT)
-
 enum { QACT_BYTES = 32, MAX_SPAN = 16 }; /* bytes of a slot's digits; slots of a span */
 
 /* What a row's span is worth: the power of two, the sum of the whole numbers, and that of the floats. */
@@ -29,11 +27,42 @@ typedef struct {
 } GemmArgs;
 
 #if defined(__AVX512VNNI__)
-#include "quantize_act_avx512.h"
+#include "quantize_act_vnni.h"
+#elif defined(__ARM_FEATURE_DOTPROD) && !defined(EXLM_PORTABLE)
+
+/* The lowest bytes of sixteen numbers. */
+INLINE int8x16_t lowest_bytes(const int32x4_t *ints) {
+    int16x8_t a = vcombine_s16(vmovn_s32(ints[0]), vmovn_s32(ints[1]));
+    int16x8_t b = vcombine_s16(vmovn_s32(ints[2]), vmovn_s32(ints[3]));
+    return vcombine_s8(vmovn_s16(a), vmovn_s16(b));
+}
+
+/* Two signed bytes, 256 * high + low: sixteen high ones, then as many low. */
+INLINE void store_qact(const i32v *ints, uint8_t *to) {
+    int32x4_t low[LANE_REGS], high[LANE_REGS];
+    for (int reg = 0; reg < LANE_REGS; reg++) {
+        low[reg] = vreinterpretq_s32_u32(ints[reg]);
+        high[reg] = vshrq_n_s32(vaddq_s32(low[reg], vdupq_n_s32(128)), 8);
+    }
+    vst1q_s8((int8_t *)to, lowest_bytes(high));
+    vst1q_s8((int8_t *)to + LANES, lowest_bytes(low));
+}
 #elif defined(__AVX2__)
-#include "quantize_act_avx2.h"
+
+/* 16-bit numbers; of four neighbours the first comes before the third, then the second and the fourth, as pairs of
+   codes do. */
+INLINE void store_qact(const i32v *ints, uint8_t *to) {
+    i32v first = _mm256_shuffle_epi32(ints[0], 0xd8), second = _mm256_shuffle_epi32(ints[1], 0xd8);
+    i32v all = _mm256_permute4x64_epi64(_mm256_packs_epi32(first, second), 0xd8);
+    _mm256_storeu_si256((i32v *)to, all);
+}
 #else
-#include "quantize_act_neon.h"
+INLINE void store_qact(const i32v *ints, uint8_t *to) {
+    for (int q = 0; q < QUADS; q++) {
+        int16_t four[] = {(int16_t)ints[q][0], (int16_t)ints[q][2], (int16_t)ints[q][1], (int16_t)ints[q][3]};
+        memcpy(to + q * sizeof four, four, sizeof four);
+    }
+}
 #endif
 
 /* The exponent's bits of the largest number decide: above 32639 a high digit would not fit. What is not finite makes
@@ -114,5 +143,4 @@ static void quantize_chunk(void *job, int chunk) {
     quantize_rows(p, first, end);
 }
 
-#endif
 #endif

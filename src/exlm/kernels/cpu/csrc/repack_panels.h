@@ -4,7 +4,43 @@
 #define EXLM_REPACK_BANDS_H
 
 #include "w_panels.h"
-#include "repack_quads.h"
+#include "threadpool.h"
+
+enum { REPACK_COLUMNS = 16, NEXT = 2 }; /* blocks that are asked for before they are needed */
+
+typedef uint32_t u32x16 __attribute__((vector_size(64))); /* one of each of sixteen columns */
+
+typedef struct {
+    const uint32_t *codes;
+    const int32_t *row_of_k;
+    uint8_t *out;
+    int columns, stored_bits, bits, packs;
+} RepackArgs;
+
+/* Some columns' words; zeros for those that are not there. */
+INLINE u32x16 load_columns(const uint32_t *at, int count) {
+    u32x16 out = {0};
+    if (count == REPACK_COLUMNS) memcpy(&out, at, sizeof out);
+    else memcpy(&out, at, count * sizeof(uint32_t));
+    return out;
+}
+
+/* A row's codes. */
+INLINE u32x16 row_codes(const RepackArgs *p, long row, int stored_bits, int first, int width) {
+    long bit = row * stored_bits;
+    int shift = (int)(bit & 31);
+    const uint32_t *at = p->codes + (bit >> 5) * p->columns + first;
+    u32x16 codes = load_columns(at, width) >> shift;
+    if (32 % stored_bits && shift + stored_bits > 32) codes |= load_columns(at + p->columns, width) << (32 - shift);
+    return codes & ((1u << stored_bits) - 1);
+}
+
+/* Every row is a page of its own, which no processor foresees. */
+INLINE void prefetch_rows(const RepackArgs *p, int row, int words, int first) {
+    long word = (long)(row < 0 ? 0 : row) * p->stored_bits / 32 + NEXT * words;
+    uintptr_t at = (uintptr_t)p->codes + (word * p->columns + first) * 4;
+    for (int w = 0; w < words; w++) __builtin_prefetch((const void *)(at + (long)w * p->columns * 4));
+}
 
 /* A byte for each of a slot's codes, of sixteen columns: four inputs to a word. Loops stay loops: unrolled, they take
    seconds to build. */

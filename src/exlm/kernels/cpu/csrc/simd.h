@@ -34,8 +34,7 @@ INLINE float f16_to_f32(uint16_t bits) {
 #if defined(__AVX512F__)
 #include <immintrin.h>
 
-enum { LANE_REGS = 1, VLEN = 16, F32_MR = 3, QUAD_NR = 4 };
-#define F32_NR(rows) 8
+enum { LANE_REGS = 1, VLEN = 16 };
 
 typedef __m512 f32v;
 typedef __m512i i32v;
@@ -71,28 +70,18 @@ typedef __m512i i32v;
 #define f32_round_f16(a) _mm512_cvtph_ps(_mm512_cvtps_ph(a, NEAREST))
 #define f32_store_f16(p, a) _mm256_storeu_si256((__m256i *)(p), _mm512_cvtps_ph(a, NEAREST))
 
-#if defined(__AVX512VNNI__)
-#define HAVE_INT_DOT /* products of them are faster than those of floats: see banded.h */
-#define SIGNED_OFFSET(bits) 0 /* how much less than they are codes are multiplied as */
+#define i8_lookup16(table, index) _mm512_shuffle_epi8(table, index)
+#define i8_load16(p) _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(p)))
 
 /* The floats at sixteen places, 0 where there is none. */
 INLINE f32v f32_gather(const float *x, i32v from) {
     return _mm512_mask_i32gather_ps(f32_set1(0), _mm512_cmpge_epi32_mask(from, i32_set1(0)), from, x, 4);
 }
-#endif
-
-enum { LUT_REGS = 2 };
-
-/* What the lowest bits of each number stand for; the bits above them do not matter. */
-INLINE f32v lut_f32(const f32v *table, i32v index, int bits) {
-    return bits == 5 ? _mm512_permutex2var_ps(table[0], index, table[1]) : _mm512_permutexvar_ps(index, table[0]);
-}
 
 #elif defined(__AVX2__)
 #include <immintrin.h>
 
-enum { LANE_REGS = 2, VLEN = 8, F32_MR = 3, QUAD_NR = 2 };
-#define F32_NR(rows) ((rows) == 1 ? 4 : 2)
+enum { LANE_REGS = 2, VLEN = 8 };
 
 typedef __m256 f32v;
 typedef __m256i i32v;
@@ -126,8 +115,10 @@ typedef __m256i i32v;
 #define f32_round_f16(a) _mm256_cvtph_ps(_mm256_cvtps_ph(a, NEAREST))
 #define f32_store_f16(p, a) _mm_storeu_si128((__m128i *)(p), _mm256_cvtps_ph(a, NEAREST))
 
-#define HAVE_INT_DOT
-#define SIGNED_OFFSET(bits) 0
+#define i8_lookup16(table, index) _mm256_shuffle_epi8(table, index)
+#define i8_load16(p) _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(p)))
+#define u16_shr(a, n) _mm256_srli_epi16(a, n)
+#define i16_madd(a, b) _mm256_madd_epi16(a, b)
 
 INLINE f32v f32_gather(const float *x, i32v from) {
     i32v there = _mm256_cmpgt_epi32(from, i32_set1(-1));
@@ -144,24 +135,10 @@ FOLD(i32_reduce_add, _mm_add_epi32)
 FOLD(u32_reduce_max, _mm_max_epu32)
 #undef FOLD
 
-enum { LUT_REGS = 4 };
-
-INLINE f32v lut_f32(const f32v *table, i32v index, int bits) {
-    f32v low = _mm256_permutevar8x32_ps(table[0], index);
-    if (bits < 4) return low;
-    f32v fourth = _mm256_castsi256_ps(i32_shl(index, 28));
-    low = _mm256_blendv_ps(low, _mm256_permutevar8x32_ps(table[1], index), fourth);
-    if (bits == 4) return low;
-    f32v high = _mm256_blendv_ps(_mm256_permutevar8x32_ps(table[2], index),
-                                 _mm256_permutevar8x32_ps(table[3], index), fourth);
-    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(i32_shl(index, 27)));
-}
-
 #elif defined(__aarch64__) && !defined(EXLM_PORTABLE)
 #include <arm_neon.h>
 
-enum { LANE_REGS = 4, VLEN = 4, F32_MR = 3, QUAD_NR = 1 };
-#define F32_NR(rows) ((rows) == 1 ? 4 : (rows) == 2 ? 2 : 1)
+enum { LANE_REGS = 4, VLEN = 4 };
 
 typedef float32x4_t f32v;
 typedef uint32x4_t i32v;
@@ -204,40 +181,26 @@ INLINE uint8x8_t load_four_bytes(const void *p) {
 #define f32_round_f16(a) vcvt_f32_f16(vcvt_f16_f32(a))
 #define f32_store_f16(p, a) vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a)))
 
-#if defined(__ARM_FEATURE_DOTPROD)
-#define HAVE_INT_DOT
-#define SIGNED_OFFSET(bits) ((bits) == 8 ? 128 : 0) /* products are of signed bytes: such codes are taken as less */
+#define i8_lookup16(table, index) vreinterpretq_u32_u8(vqtbl1q_u8(vreinterpretq_u8_u32(table), vreinterpretq_u8_u32(index)))
+#define i8_load16(p) i32_load(p)
+#define u16_shr(a, n) vreinterpretq_u32_u16(vreinterpretq_u16_u32(a) >> (n))
+
+/* Products of 16-bit numbers, neighbours added up. */
+INLINE i32v i16_madd(i32v a, i32v b) {
+    int16x8_t x = vreinterpretq_s16_u32(a), y = vreinterpretq_s16_u32(b);
+    int32x4_t low = vmull_s16(vget_low_s16(x), vget_low_s16(y)), high = vmull_high_s16(x, y);
+    return vreinterpretq_u32_s32(vpaddq_s32(low, high));
+}
 
 INLINE f32v f32_gather(const float *x, i32v from) {
     f32v out = f32_set1(0);
     for (int n = 0; n < VLEN; n++) out[n] = (int32_t)from[n] < 0 ? 0 : x[from[n]];
     return out;
 }
-#endif
-
-enum { LUT_REGS = 8 };
-
-/* Tables are looked up byte by byte: the four of number n are 4n to 4n + 3. Beyond a table's end vqtbl gives nothing
-   and vqtbx leaves what is there. */
-INLINE f32v lut_f32(const f32v *table, i32v index, int bits) {
-    i32v bytes = vmlaq_u32(i32_set1(0x03020100), i32_and(index, i32_set1((1u << bits) - 1)), i32_set1(0x04040404));
-    uint8x16_t at = vreinterpretq_u8_u32(bytes), found;
-#define SIXTEEN_BYTES(n) vreinterpretq_u8_f32(table[n])
-#define FOUR_ENTRIES(n) \
-    ((uint8x16x4_t){{SIXTEEN_BYTES(n), SIXTEEN_BYTES(n + 1), SIXTEEN_BYTES(n + 2), SIXTEEN_BYTES(n + 3)}})
-    if (bits == 2) found = vqtbl1q_u8(SIXTEEN_BYTES(0), at);
-    else if (bits == 3) found = vqtbl2q_u8((uint8x16x2_t){{SIXTEEN_BYTES(0), SIXTEEN_BYTES(1)}}, at);
-    else found = vqtbl4q_u8(FOUR_ENTRIES(0), at);
-    if (bits == 5) found = vqtbx4q_u8(found, FOUR_ENTRIES(4), vsubq_u8(at, vdupq_n_u8(64)));
-#undef FOUR_ENTRIES
-#undef SIXTEEN_BYTES
-    return vreinterpretq_f32_u8(found);
-}
 
 #else /* what the compiler makes of short vectors */
 
-enum { LANE_REGS = 4, VLEN = 4, F32_MR = 3, QUAD_NR = 1 };
-#define F32_NR(rows) ((rows) == 1 ? 2 : 1)
+enum { LANE_REGS = 4, VLEN = 4 };
 
 typedef float f32v __attribute__((vector_size(16)));
 typedef uint32_t i32v __attribute__((vector_size(16)));
@@ -329,16 +292,57 @@ INLINE uint16_t f16_from_f32(float a) {
 #define f32_fma(a, b, c) ((a) + (b) * (c))
 #endif
 #define f32_fms(a, b, c) f32_fma(-(a), b, c)
+#define f32_fnma(a, b, c) f32_fma(a, -(b), c)
+#define i32_add(a, b) ((a) + (b))
+#define i32_mul(a, b) ((a) * (b))
+#define i8_set1(n) i32_set1((n) * 0x01010101u)
+#define i32_or_and(a, b, c) ((a) | ((b) & (c)))
+#define i8_load16(p) load_words(p)
+
+/* Nearest whole numbers, ties to even, of floats below 2^22: adding 1.5 * 2^23 puts them into the lowest bits. */
+INLINE i32v i32_from_f32(f32v a) { return (i32v)(a + 12582912.0f) - 0x4b400000u; }
+
+INLINE i32v u32_max(i32v a, i32v b) { return i32_bitselect((i32v)(a > b), a, b); }
+
+INLINE uint32_t u32_reduce_max(i32v a) {
+    uint32_t out = a[0];
+    for (int n = 1; n < VLEN; n++) out = a[n] > out ? a[n] : out;
+    return out;
+}
+
+INLINE int32_t i32_reduce_add(i32v a) { return (int32_t)(a[0] + a[1] + a[2] + a[3]); }
+
+INLINE f32v f32_gather(const float *x, i32v from) {
+    f32v out = f32_set1(0);
+    for (int n = 0; n < VLEN; n++) out[n] = (int32_t)from[n] < 0 ? 0 : x[from[n]];
+    return out;
+}
+
+INLINE i32v i8_lookup16(i32v table, i32v index) {
+    typedef uint8_t Bytes __attribute__((vector_size(16)));
+    Bytes entries = (Bytes)table, at = (Bytes)index, out = {0};
+    for (int n = 0; n < 16; n++) out[n] = entries[at[n]];
+    return (i32v)out;
+}
+
+INLINE i32v u16_shr(i32v a, int n) {
+    typedef uint16_t Shorts __attribute__((vector_size(16)));
+    return (i32v)((Shorts)a >> n);
+}
+
+/* Products of 16-bit numbers, neighbours added up. */
+#if defined(__SSE2__) && !defined(EXLM_PORTABLE)
+#include <emmintrin.h>
+#define i16_madd(a, b) ((i32v)_mm_madd_epi16((__m128i)(a), (__m128i)(b)))
+#else
+INLINE i32v i16_madd(i32v a, i32v b) {
+    typedef int32_t Signed __attribute__((vector_size(16)));
+    Signed x = (Signed)a, y = (Signed)b;
+    return (i32v)((x << 16 >> 16) * (y << 16 >> 16) + (x >> 16) * (y >> 16));
+}
+#endif
 #define f32_round_f16(a) ((f32v){round_f16_scalar((a)[0]), round_f16_scalar((a)[1]), round_f16_scalar((a)[2]), round_f16_scalar((a)[3])})
 #define f32_store_f16(p, a) for (int n = 0; n < VLEN; n++) (p)[n] = f16_from_f32((a)[n])
-
-enum { LUT_REGS = 8 };
-
-INLINE f32v lut_f32(const f32v *table, i32v index, int bits) {
-    index &= i32_set1((1u << bits) - 1);
-    const float *one = (const float *)table;
-    return (f32v){one[index[0]], one[index[1]], one[index[2]], one[index[3]]};
-}
 
 #endif
 #endif

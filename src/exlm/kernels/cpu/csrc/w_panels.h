@@ -31,8 +31,6 @@ INLINE Panel panel_at(int outputs, int number) {
 /* Bytes of a slot's codes in a side; of two slots where they share a row. */
 INLINE int pack_bytes(int bits) { return bits * 32 << (bits & 1); }
 
-#if defined(HAVE_INT_DOT)
-
 INLINE const uint8_t *panel_codes(const Segment *segment, Panel panel) {
     return segment->codes + (long)panel.first * segment->packs * pack_bytes(segment->bits);
 }
@@ -58,15 +56,30 @@ INLINE void unpack_kblock(const uint8_t *panel, int bits, int tiles, int kblock,
     }
 }
 
-/* The same of codes of any width. */
-static void unpack_kblock_any(const uint8_t *panel, int bits, int tiles, int kblock, i32v *quads) {
-#define OWN(own) case own: unpack_kblock(panel, own, tiles, kblock, quads); break;
-    switch (bits) { OWN(2) OWN(3) OWN(4) OWN(5) OWN(6) OWN(8) }
-#undef OWN
-}
-
 #define EACH_REG _Pragma("GCC unroll 6") for (int v = 0; v < regs; v++)
 #define EACH_QUAD _Pragma("GCC unroll 4") for (int q = 0; q < QUADS; q++)
+
+/* What is taken off codes before they are multiplied, where products are of signed bytes and codes need eight bits. */
+#if defined(__ARM_FEATURE_DOTPROD) && !defined(EXLM_PORTABLE)
+#define SIGN_OFFSET(segment) ((segment)->bits == 8 || (segment)->codebook ? 128 : 0)
+#else
+#define SIGN_OFFSET(segment) 0
+#endif
+
+/* The numbers that the codes of 4 bits stand for, in every sixteen bytes of a register. */
+INLINE i32v load_codebook(const Segment *segment) { return i8_load16(segment->codebook); }
+
+INLINE void lookup_quads(i32v codebook, i32v *quads) {
+    EACH_QUAD quads[q] = i8_lookup16(codebook, quads[q]);
+}
+
+/* The same of codes of any width. */
+static void unpack_kblock_any(const Segment *segment, const uint8_t *panel, int tiles, int kblock, i32v *quads) {
+#define OWN(own) case own: unpack_kblock(panel, own, tiles, kblock, quads); break;
+    switch (segment->bits) { OWN(2) OWN(3) OWN(4) OWN(5) OWN(6) OWN(8) }
+#undef OWN
+    if (segment->codebook) lookup_quads(load_codebook(segment), quads);
+}
 
 /* Where the factors of a band's group begin, in a table of so many groups. */
 INLINE long table_offset(Panel panel, int groups, int group) {
@@ -84,5 +97,4 @@ INLINE f32v load_factors(const FactorTable *f, Panel panel, int groups, int grou
     return f32_mul(values, f32_load_f16(f->super_scales + table_offset(panel, f->super_groups, group / f->groups_per_super) + v * VLEN));
 }
 
-#endif
 #endif

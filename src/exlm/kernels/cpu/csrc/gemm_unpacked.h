@@ -7,10 +7,10 @@
 #define EACH_ROW _Pragma("GCC unroll 4") for (int r = 0; r < rows; r++)
 #define EACH_NR_REG _Pragma("GCC unroll 4") for (int v = 0; v < NR_REGS; v++)
 
-#if defined(__AVX2__)
-#include "microkernel_avx2.h"
+#if defined(__ARM_FEATURE_DOTPROD) && !defined(EXLM_PORTABLE)
+#include "microkernel_dotprod.h"
 #else
-#include "microkernel_neon.h"
+#include "microkernel_madd16.h"
 #endif
 
 enum { KC_KBLOCKS = 8, KC_BYTES = KC_KBLOCKS * PANEL_N * LANES }; /* unless a span has more; as bytes. Put down they
@@ -62,13 +62,16 @@ static Microkernel *const microkernels[] = {rows_1, rows_2, rows_3, rows_4};
 #undef EACH_NR_REG
 
 /* A band's codes, (those abreast, slots, steps, abreast). */
-INLINE void unpack_panel(const uint8_t *panel, int bits, int tiles, int first, int kblocks, i32v *to) {
+INLINE void unpack_panel(const uint8_t *panel, int bits, const Segment *lookup, int tiles, int first, int kblocks,
+                         i32v *to) {
+    i32v codebook = lookup ? load_codebook(lookup) : i32_set1(0);
     for (int kblock = 0; kblock < kblocks; kblock++) {
         prefetch_codes(panel, bits, first + kblock, KC_BYTES);
         for (int v = 0; v < tiles * LANE_REGS; v++) {
             i32v quads[QUADS];
             unpack_kblock(panel + v * REG_BYTES, bits, tiles, first + kblock, quads);
-            store_operand(quads, bits, to + (long)(v / NR_REGS * kblocks + kblock) * KBLOCK_REGS * NR_REGS + v % NR_REGS);
+            if (lookup) lookup_quads(codebook, quads);
+            store_operand(quads, bits == 8 || lookup, to + (long)(v / NR_REGS * kblocks + kblock) * KBLOCK_REGS * NR_REGS + v % NR_REGS);
         }
     }
 }
@@ -82,7 +85,9 @@ static void gemm_panel(const GemmArgs *p, const Segment *segment, Panel panel, f
     kc.codes = (const uint8_t *)buffer;
     for (int n = 0; n < segment->span_count;) {
         n += next_kc_block(&kc, p, segment, n, panel, KC_KBLOCKS);
-#define OWN(own) case own: unpack_panel(codes, own, panel.tiles, kc.spans->kblock, kc.kblocks, buffer); break;
+#define OWN(own) case own: unpack_panel(codes, own, NULL, panel.tiles, kc.spans->kblock, kc.kblocks, buffer); break;
+        if (segment->codebook) unpack_panel(codes, 4, segment, panel.tiles, kc.spans->kblock, kc.kblocks, buffer);
+        else
         switch (segment->bits) { OWN(2) OWN(3) OWN(4) OWN(5) OWN(6) OWN(8) }
 #undef OWN
         for (int row = 0; row < p->rows; row += rows_per_pass) {

@@ -10,17 +10,21 @@
 #define INT_DOT(sums, codes_v, qact) __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(codes_v), "v"(qact))
 
 /* sums += one row · a run's band, a wide one. */
-INLINE void gemv_panel(const Segment *segment, int bits, int mode, Panel panel, const uint8_t *qact, const ActScale *act_scale,
+INLINE void gemv_panel(const Segment *segment, int bits, int has_codebook, int mode, Panel panel, const uint8_t *qact, const ActScale *act_scale,
                     f32v *sums) {
     enum { tiles = PANEL_TILES, regs = PANEL_REGS };
     const uint8_t *codes = panel_codes(segment, panel);
+    i32v codebook = has_codebook ? load_codebook(segment) : i32_set1(0);
     panel.tiles = tiles;
     for (const GroupSpan *span = segment->spans; span < segment->spans + segment->span_count; span++, act_scale++) {
         i32v high[PANEL_REGS], low[PANEL_REGS];
         EACH_REG high[v] = low[v] = i32_set1(0);
         for (int kblock = span->kblock; kblock < span->kblock + span->kblocks; kblock++, qact += QACT_BYTES) {
             i32v quads[PANEL_REGS][QUADS];
-            EACH_REG unpack_kblock(codes + v * 64, bits, tiles, kblock, quads[v]);
+            EACH_REG {
+                unpack_kblock(codes + v * 64, bits, tiles, kblock, quads[v]);
+                if (has_codebook) lookup_quads(codebook, quads[v]);
+            }
             if (bits < 8) prefetch_codes(codes, bits, kblock, PREFETCH_BYTES);
             EACH_QUAD {
                 i32v a = broadcast_quad(qact + 4 * q), b = broadcast_quad(qact + LANES + 4 * q);
@@ -143,12 +147,15 @@ static Microkernel *const narrow_microkernels[] = NAMES(narrow);
 #undef EACH_ROW
 
 /* A band's codes as bytes, (slots, quads, sides, 64). */
-INLINE void unpack_panel(const uint8_t *panel, int bits, int tiles, int first, int kblocks, i32v *codes) {
+INLINE void unpack_panel(const uint8_t *panel, int bits, const Segment *lookup, int tiles, int first, int kblocks,
+                         i32v *codes) {
     int regs = tiles;
+    i32v codebook = lookup ? load_codebook(lookup) : i32_set1(0);
     for (int kblock = first; kblock < first + kblocks; kblock++, codes += QUADS * tiles)
         EACH_REG {
             i32v quads[QUADS];
             unpack_kblock(panel + v * 64, bits, tiles, kblock, quads);
+            if (lookup) lookup_quads(codebook, quads);
             EACH_QUAD codes[q * tiles + v] = quads[q];
         }
 }
@@ -161,7 +168,9 @@ static void take_kc_codes(KcBlock *kc, const Segment *segment, Panel panel, int 
     kc->codes = codes + (long)first * size, kc->prefetch = kc->codes + PREFETCH_BYTES;
     if (kind != UNPACKED) return;
     kc->codes = (const uint8_t *)buffer, kc->prefetch = codes + (long)(first + kc->kblocks) * size;
-#define OWN(own) case own: unpack_panel(codes, own, panel.tiles, first, kc->kblocks, buffer); break;
+#define OWN(own) case own: unpack_panel(codes, own, NULL, panel.tiles, first, kc->kblocks, buffer); break;
+    if (segment->codebook) unpack_panel(codes, 4, segment, panel.tiles, first, kc->kblocks, buffer);
+    else
     switch (segment->bits) { OWN(2) OWN(3) OWN(4) OWN(5) OWN(6) }
 #undef OWN
 }
@@ -172,7 +181,7 @@ static void gemm_panel(const GemmArgs *p, const Segment *segment, Panel panel, f
     i32v buffer[MAX_SPAN * QUADS * PANEL_TILES];
     KcBlock kc; /* not cleared: its meanings are large */
     int passes = (p->rows + MR - 1) / MR, rows_per_pass = (p->rows + passes - 1) / passes;
-    int kind = segment->bits == 8 ? STORED_8BIT : segment->bits == 4 && passes == 1 && panel.tiles == PANEL_TILES ? STORED_4BIT : UNPACKED;
+    int kind = segment->bits == 8 ? STORED_8BIT : segment->bits == 4 && !segment->codebook && passes == 1 && panel.tiles == PANEL_TILES ? STORED_4BIT : UNPACKED;
     Microkernel *const *some = panel.tiles == PANEL_TILES ? microkernels[kind] : narrow_microkernels;
     for (int n = 0; n < segment->span_count;) {
         n += next_kc_block(&kc, p, segment, n, panel, MAX_SPAN);

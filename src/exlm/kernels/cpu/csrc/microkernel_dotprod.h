@@ -14,16 +14,20 @@ typedef int8x16_t i8x16v;
         vdotq_laneq_s32(vreinterpretq_s32_u32(sums), vreinterpretq_s8_u32(bytes), qact, quad))
 
 /* Signed bytes of a slot's codes. */
-INLINE void unpack_signed(const uint8_t *at, int bits, int tiles, int kblock, i32v *quads) {
+INLINE void unpack_signed(const uint8_t *at, int bits, int has_codebook, i32v codebook, int tiles, int kblock,
+                          i32v *quads) {
     unpack_kblock(at, bits, tiles, kblock, quads);
-    if (SIGNED_OFFSET(bits)) EACH_QUAD quads[q] = veorq_u32(quads[q], i8_set1(SIGNED_OFFSET(bits)));
+    if (has_codebook) lookup_quads(codebook, quads);
+    else if (bits == 8) EACH_QUAD quads[q] = veorq_u32(quads[q], i8_set1(128));
 }
 
 /* sums += one row · a run's band, a wide one, some registers at a time. */
-INLINE void gemv_regs(const Segment *segment, int bits, int mode, Panel panel, const uint8_t *qact, const ActScale *act_scale,
+INLINE void gemv_regs(const Segment *segment, int bits, int has_codebook, int mode, Panel panel, const uint8_t *qact, const ActScale *act_scale,
                             int first, f32v *sums) {
     enum { regs = GEMV_REGS };
     const uint8_t *codes = panel_codes(segment, panel);
+    i32v codebook = i32_set1(0);
+    if (has_codebook) codebook = veorq_u32(load_codebook(segment), i8_set1(128));
     for (const GroupSpan *span = segment->spans; span < segment->spans + segment->span_count; span++, act_scale++) {
         i32v high[GEMV_REGS], low[GEMV_REGS];
         EACH_REG high[v] = low[v] = i32_set1(0);
@@ -32,7 +36,7 @@ INLINE void gemv_regs(const Segment *segment, int bits, int mode, Panel panel, c
             if (bits < 8 && !first) prefetch_codes(codes, bits, kblock, PREFETCH_BYTES);
             EACH_REG {
                 i32v quads[QUADS];
-                unpack_signed(codes + (first + v) * REG_BYTES, bits, PANEL_TILES, kblock, quads);
+                unpack_signed(codes + (first + v) * REG_BYTES, bits, has_codebook, codebook, PANEL_TILES, kblock, quads);
                 INT_DOT(high[v], quads[0], a, 0);
                 INT_DOT(low[v], quads[0], b, 0);
                 INT_DOT(high[v], quads[1], a, 1);
@@ -53,16 +57,16 @@ INLINE void gemv_regs(const Segment *segment, int bits, int mode, Panel panel, c
     }
 }
 
-INLINE void gemv_panel(const Segment *segment, int bits, int mode, Panel panel, const uint8_t *qact, const ActScale *act_scale,
+INLINE void gemv_panel(const Segment *segment, int bits, int has_codebook, int mode, Panel panel, const uint8_t *qact, const ActScale *act_scale,
                     f32v *sums) {
     panel.tiles = PANEL_TILES;
     for (int first = 0; first < PANEL_REGS; first += GEMV_REGS)
-        gemv_regs(segment, bits, mode, panel, qact, act_scale, first, sums);
+        gemv_regs(segment, bits, has_codebook, mode, panel, qact, act_scale, first, sums);
 }
 
 /* Codes as signed bytes, registers `ABREAST` apart. */
-INLINE void store_operand(const i32v *quads, int bits, i32v *to) {
-    i32v less = i8_set1(SIGNED_OFFSET(bits));
+INLINE void store_operand(const i32v *quads, int is_8bit, i32v *to) {
+    i32v less = i8_set1(is_8bit ? 128 : 0);
     EACH_QUAD to[q * NR_REGS] = veorq_u32(quads[q], less);
 }
 
