@@ -105,7 +105,7 @@ class Kernels:
         self.plain = ReferenceBackend(self.device, torch.float16)
         self.rope = spec.Rope(1e4, HEAD)
         self.turn = self.triton.rope(self.rope, 1 << 14)
-        self.desk = cuda.Desk(Workshop(self.device, FOLDER), self.triton.machine.processors)
+        self.desk = cuda.Desk(Workshop(self.device, FOLDER), self.triton.limits.num_sms)
 
     def attn(self, heads: tuple[int, int]) -> spec.Attention:
         """The layer."""

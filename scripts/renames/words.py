@@ -85,7 +85,7 @@ def read(path: Path) -> list[Section]:
 def scope_span(text: str, name: str) -> list[tuple[int, int]]:
     """Where functions or structs of a name are defined, from the name to the end of the body."""
     spans = []
-    python = re.compile(rf"^([ \t]*)(?:def|class) {name}\b.*?(?=^\1\S|\Z)", re.MULTILINE | re.DOTALL)
+    python = re.compile(rf"^([ \t]*)(?:def|class) {name}\b.*?(?=^\1[^\s)]|\Z)", re.MULTILINE | re.DOTALL)
     for found in python.finditer(text):
         spans.append(found.span())
     for found in re.finditer(rf"\b{name}\b", text):

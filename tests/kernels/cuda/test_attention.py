@@ -79,10 +79,10 @@ EMULATED = [
     (Case("q4", HALF, 2, 2, 128, (300, 64, 5, 0), 1), SMALL),
     (Case("q4", HALF, 3, 3, 64, (700, 65), 1), replace(SMALL, warps=2, waves=1)),
     (Case("q4", HALF, 2, 2, 128, (200, 5), 1, window=70), SMALL),
-    (Case("q4", HALF, 1, 1, 128, (200, 5), 1, softcap=5.0, hide=True), SMALL),
+    (Case("q4", HALF, 1, 1, 128, (200, 5), 1, softcap=5.0, masked=True), SMALL),
     (Case("q6", HALF, 2, 2, 128, (130, 300), 1), SMALL),
     (Case("q8", HALF, 1, 1, 64, (130, 300), 1), replace(SMALL, warps=1)),
-    (Case("q4", HALF, 2, 1, 64, (200, 5), 16, softcap=5.0, hide=True), SMALL),
+    (Case("q4", HALF, 2, 1, 64, (200, 5), 16, softcap=5.0, masked=True), SMALL),
     (Case("fp8", HALF, 4, 1, 64, (90, 1), 4), SMALL),
     (Case("fp8", HALF, 1, 1, 128, (90, 64), 1), replace(SMALL, steps=2)),
 ]
@@ -263,12 +263,12 @@ def test_it_compiles(target: str) -> None:
 
     for source, columns, case in (
         (SOURCE, 1, Case("float", HALF, 32, 8, 128, (5,), 1)),
-        (SOURCE, 2, Case("q4", HALF, 4, 4, 64, (5,), 3, hide=True)),
+        (SOURCE, 2, Case("q4", HALF, 4, 4, 64, (5,), 3, masked=True)),
         (LONE, 1, Case("q4", HALF, 32, 32, 128, (5,), 1)),
-        (LONE, 1, Case("q8", HALF, 4, 4, 64, (5,), 1, hide=True)),
+        (LONE, 1, Case("q8", HALF, 4, 4, 64, (5,), 1, masked=True)),
     ):
         layer = cases.step(case, CPU).layer
         assert layer.paged is not None
-        chosen = choices(case.attn, layer.paged, planned(case, layer), columns, case.hide)
+        chosen = choices(case.attn, layer.paged, planned(case, layer), columns, case.masked)
         options = [f"--gpu-architecture={target}", "--std=c++17", *(f"-D{k}={v}" for k, v in chosen.items())]
         assert compile_source(whole(source), source.name, options).startswith(b"\x7fELF")
