@@ -13,7 +13,7 @@ from ..errors import BadTensor
 from ..formats import DenseWeight
 from ..spec.tensor_names import RowRange
 from .cast_copy import CastErrors, copy_rows, copy_transposed
-from .safetensors_file import DTYPES
+from .safetensors_header import DTYPES
 from .safetensors_index import TensorInfo, flatten_experts
 from .tensor_index import TensorIndex, WeightRequest, key_at, num_rows
 

@@ -23,7 +23,7 @@ import torch
 from ..errors import BadFile, BadTensor, MissingTensor, ModelNotFound
 from ..memory import memory_errors
 from .gguf_header import GgufHeader, GgufTensor, read_gguf_header
-from .safetensors_file import damaged, quoted, regular_size
+from .safetensors_header import damaged, quoted, regular_size
 
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that belong to a model's description, not to its weights."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import BadFile
 from ..formats.gguf import GGUF_TYPES, REMOVED_TYPES
-from .safetensors_file import damaged, quoted, refuse_pointer
+from .safetensors_header import damaged, quoted, refuse_pointer
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

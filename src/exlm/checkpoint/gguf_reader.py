@@ -20,7 +20,7 @@ from ..spec.tensor_names import RowRange, TensorLocation
 from .gguf_file import ROPE_FACTORS, GgufFile
 from .gguf_header import GgufTensor
 from .gguf_tensor_names import NORMS, gguf_tensor_names, role_in_layer
-from .safetensors_file import quoted
+from .safetensors_header import quoted
 from .tensor_index import num_rows
 
 Shape = tuple[int, ...]

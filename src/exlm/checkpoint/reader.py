@@ -19,8 +19,8 @@ from ..formats.gptq_config import GptqConfig
 from ..spec.tensor_names import TensorLocation, TensorNames
 from .dense import copy, read_dense
 from .packed import read_exl2, read_gptq
-from .safetensors_file import DTYPES
 from .safetensors_folder import SafetensorsFolder
+from .safetensors_header import DTYPES
 from .safetensors_index import flatten_experts
 from .tensor_index import TensorIndex, WeightRequest, key_at, num_rows
 from .words import exl2_words, gptq_words

@@ -22,7 +22,7 @@ import torch
 from ..errors import BadFile, BadTensor, MissingTensor
 from ..formats.host_buffers import pooled_empty
 from ..memory import memory_errors
-from .safetensors_file import DTYPES, damaged, quoted
+from .safetensors_header import DTYPES, damaged, quoted
 from .safetensors_index import INDEX, TensorInfo, scan
 
 MAX_THREADS = 4

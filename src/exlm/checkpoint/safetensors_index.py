@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PureWindowsPath
 
 from ..errors import BadFile, CheckpointError, ModelNotFound, UnsafeFile
-from .safetensors_file import MAX_HEADER, load_json, quoted, read_header, read_small, refuse_pointer
+from .safetensors_header import MAX_HEADER, load_json, quoted, read_header, read_small, refuse_pointer
 
 INDEX = "model.safetensors.index.json"
 

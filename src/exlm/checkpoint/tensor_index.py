@@ -14,8 +14,8 @@ import torch
 from ..errors import BadFile, BadTensor, MissingTensor, Unsupported
 from ..formats.gptq_config import GptqConfig
 from ..spec.tensor_names import RowRange, TensorLocation, TensorNames
-from .safetensors_file import quoted
 from .safetensors_folder import SafetensorsFolder
+from .safetensors_header import quoted
 from .safetensors_index import TensorInfo
 
 FLOAT_TYPES = ("F16", "BF16", "F32", "F64")

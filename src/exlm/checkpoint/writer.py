@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from ..atomic import sync_file
 from ..errors import BadTensor, CheckpointError, InputError
-from .safetensors_file import DTYPES, METADATA, quoted
+from .safetensors_header import DTYPES, METADATA, quoted
 from .safetensors_index import INDEX
 
 _WRITTEN_BY_SAVE = re.compile(r"model(-\d+-of-\d+)?\.safetensors")

@@ -20,7 +20,7 @@ from ..checkpoint import GgufCheckpoint, SafetensorsCheckpoint, TensorInfo
 from ..checkpoint.gguf_file import ROPE_FACTORS
 from ..checkpoint.packed import EXL2, GPTQ
 from ..checkpoint.reader import FORMS
-from ..checkpoint.safetensors_file import DTYPES
+from ..checkpoint.safetensors_header import DTYPES
 from ..checkpoint.tensor_index import FLOAT_TYPES, key_at
 from ..errors import Unsupported
 from ..formats import PackedWeight, Weight, exl2, gptq

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import spec
-from ..checkpoint.safetensors_file import (
+from ..checkpoint.safetensors_header import (
     DTYPES,
     HeaderEntry,
     SafetensorsHeader,

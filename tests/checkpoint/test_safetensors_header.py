@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from exlm.checkpoint import SafetensorsCheckpoint, SafetensorsFolder
-from exlm.checkpoint.safetensors_file import MAX_HEADER, read_header
+from exlm.checkpoint.safetensors_header import MAX_HEADER, read_header
 from exlm.errors import BadFile, CheckpointError
 from exlm.spec.tensor_names import TensorNames
 from tests.checkpoint.safetensors_bytes import file_bytes, header_entry, safetensors_bytes, same_bits
