@@ -157,7 +157,7 @@ def first_token(folder: Path, device: str, start: float, profile: bool) -> dict[
 
 def _tallied(model: Any) -> Tally:
     """Count what loading spends in reading weights and in making kernels' forms of them."""
-    from exlm.checkpoint.files import TensorFiles
+    from exlm.checkpoint.safetensors_folder import SafetensorsFolder
     from exlm.formats import PackedWeight
     from exlm.kernels.dispatch import BackendList
 
@@ -170,7 +170,7 @@ def _tallied(model: Any) -> Tally:
 
     model.open_checkpoint = source
     for owner, method, name in (
-        (TensorFiles, "load", "of that: files read"),
+        (SafetensorsFolder, "load", "of that: files read"),
         (PackedWeight, "to", "of that: sent"),
         (BackendList, "dispatch", "kernels bound"),
     ):

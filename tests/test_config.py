@@ -229,12 +229,12 @@ def test_files_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_gguf_file_takes_precedence_over_a_stub_config(tmp_path: Path) -> None:
     """Folders of GGUF files on the Hub often hold a config.json of one line."""
-    gguf_models.make(tmp_path / "x.Q8_0.gguf", "llama")
+    gguf_models.write_model(tmp_path / "x.Q8_0.gguf", "llama")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     config = Config(tmp_path)
     assert config.hidden_size == 64
     assert config.freeze().path == tmp_path / "x.Q8_0.gguf"
-    gguf_models.make(tmp_path / "x.Q4_0.gguf", "llama")
+    gguf_models.write_model(tmp_path / "x.Q4_0.gguf", "llama")
     with pytest.raises(ModelNotFound, match="holds 2 GGUF models"):
         Config(tmp_path)
     tiny.make(tmp_path)

@@ -269,7 +269,7 @@ def test_tensors_have_llamas_names(tmp_path: Path, fixtures_dir: Path) -> None:
 
 
 def test_the_tensors_of_a_gguf_file(tmp_path: Path) -> None:
-    gguf_models.make(tmp_path / "x.gguf", "llama")
+    gguf_models.write_model(tmp_path / "x.gguf", "llama")
     config = Config(tmp_path / "x.gguf")
     assert config.model_config == str(tmp_path / "x.gguf")
     assert config.tensor_files == [config.model_config]

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from . import env, families, spec
-from .checkpoint import GgufFile, TensorFiles
+from .checkpoint import GgufFile, SafetensorsFolder
 from .errors import ConfigError, InputError, ModelNotFound, report_unknown_attribute
 from .families import ConfigReader
 from .families.config_attributes import ConfigAttributes
@@ -265,7 +265,7 @@ class Config(ConfigAttributes):
             if self._gguf_file is not None:
                 found = {name: str(entry.file) for name, entry in self._gguf_file.tensors.items()}
             else:
-                files = TensorFiles(path)
+                files = SafetensorsFolder(path)
                 found = {names.to_llama_key(name): str(files.info(name).file) for name in files.names()}
             self._files = MappingProxyType(found)
         return self._files

@@ -14,30 +14,30 @@ KINDS = {"u8": 0, "u32": 4, "f32": 6, "bool": 7, "string": 8, "array": 9, "u64":
 CODES = {"u8": "B", "u32": "I", "f32": "f", "bool": "B", "u64": "Q"}
 
 
-def text(value: str | bytes) -> bytes:
+def string_bytes(value: str | bytes) -> bytes:
     """A string with its length."""
     raw = value if isinstance(value, bytes) else value.encode()
     return struct.pack("<Q", len(raw)) + raw
 
 
-def key(name: str, kind: str, value: Any) -> bytes:
+def metadata_bytes(name: str, kind: str, value: Any) -> bytes:
     """One entry of metadata; bytes are taken as they are."""
     if isinstance(value, bytes):
         body = value
     elif kind == "string":
-        body = text(value)
+        body = string_bytes(value)
     else:
         body = struct.pack(f"<{CODES[kind]}", value)
-    return text(name) + struct.pack("<I", KINDS[kind]) + body
+    return string_bytes(name) + struct.pack("<I", KINDS[kind]) + body
 
 
-def info(name: str = "x", dims: Sequence[int] = (8,), kind: int = 0, offset: int = 0) -> bytes:
+def tensor_info_bytes(name: str = "x", dims: Sequence[int] = (8,), kind: int = 0, offset: int = 0) -> bytes:
     """One tensor's line; `dims` in the file's order, the innermost first."""
     sizes = struct.pack(f"<{len(dims)}Q", *dims)
-    return text(name) + struct.pack("<I", len(dims)) + sizes + struct.pack("<IQ", kind, offset)
+    return string_bytes(name) + struct.pack("<I", len(dims)) + sizes + struct.pack("<IQ", kind, offset)
 
 
-def whole(
+def gguf_bytes(
     keys: Sequence[bytes] = (),
     infos: Sequence[bytes] = (),
     data: bytes = b"",
@@ -53,7 +53,7 @@ def whole(
     return head + bytes(-len(head) % alignment) + data
 
 
-def write(
+def write_gguf(
     path: Path,
     arch: str,
     tensors: Mapping[str, np.ndarray[Any, Any]],

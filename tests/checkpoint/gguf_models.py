@@ -14,7 +14,7 @@ from exlm import spec
 from exlm.families import ConfigReader, build_spec
 from exlm.families.gguf import config_from_metadata
 from exlm.spec.weight_roles import matrices
-from tests.checkpoint.gguf_bytes import write
+from tests.checkpoint.gguf_bytes import write_gguf
 
 NAMES = {
     "attn.q": "attn_q",
@@ -64,12 +64,12 @@ def metadata(variant: str, vocab: int = 64) -> dict[str, Any]:
     return {"general.architecture": arch, **own, "tokenizer.ggml.tokens": [f"t{n}" for n in range(vocab)]}
 
 
-def described(variant: str) -> spec.Model:
+def model_spec(variant: str) -> spec.Model:
     """What that metadata describes."""
     return build_spec(ConfigReader(config_from_metadata(metadata(variant), "tiny.gguf"), "tiny.gguf"))
 
 
-def by_role(model: spec.Model) -> dict[str, Tensor]:
+def random_tensors(model: spec.Model) -> dict[str, Tensor]:
     """Random numbers for every role: matrices (outputs, inputs), biases as `role:bias`, norms."""
     generator = torch.Generator().manual_seed(5)
 
@@ -90,7 +90,7 @@ def by_role(model: spec.Model) -> dict[str, Tensor]:
     return out
 
 
-def stored(
+def converted_tensors(
     model: spec.Model, arch: str, roles: dict[str, Tensor], *, stack: bool = True
 ) -> dict[str, Tensor]:
     """The tensors as llama.cpp's converter lays them out."""
@@ -118,10 +118,10 @@ def stored(
             tensor = tensor + 1
         out[f"{name}.{suffix}"] = tensor
     out |= {name: torch.stack(parts) for name, parts in experts.items()}
-    return fused(out, model) if arch == "phi3" else out
+    return fuse_projections(out, model) if arch == "phi3" else out
 
 
-def fused(tensors: dict[str, Tensor], model: spec.Model) -> dict[str, Tensor]:
+def fuse_projections(tensors: dict[str, Tensor], model: spec.Model) -> dict[str, Tensor]:
     """Phi-3 keeps q, k, v in one tensor and gate, up in another."""
     for i in range(len(model.layers)):
         at = f"blk.{i}."
@@ -134,13 +134,15 @@ def fused(tensors: dict[str, Tensor], model: spec.Model) -> dict[str, Tensor]:
     return tensors
 
 
-def make(
+def write_model(
     path: Path, variant: str, *, kind: str | None = None, stack: bool = True, leave: tuple[str, ...] = ()
 ) -> tuple[spec.Model, dict[str, Tensor]]:
     """A file of a tiny model, and the tensors it holds by role; matrices quantised if `kind` says how."""
-    model, (arch, _) = described(variant), VARIANTS[variant]
-    roles = by_role(model)
-    tensors = {name: t for name, t in stored(model, arch, roles, stack=stack).items() if name not in leave}
+    model, (arch, _) = model_spec(variant), VARIANTS[variant]
+    roles = random_tensors(model)
+    tensors = {
+        name: t for name, t in converted_tensors(model, arch, roles, stack=stack).items() if name not in leave
+    }
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     kinds = {}
     for name, tensor in tensors.items():
@@ -149,5 +151,5 @@ def make(
             kinds[name] = gguf.GGMLQuantizationType[kind]
             arrays[name] = gguf.quants.quantize(arrays[name], kinds[name])
     values = {key: value for key, value in metadata(variant).items() if key != "general.architecture"}
-    write(path, arch, arrays, values, kinds)
+    write_gguf(path, arch, arrays, values, kinds)
     return model, roles

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from exlm.checkpoint import Checkpoint, convert
+from exlm.checkpoint import SafetensorsCheckpoint, cast_copy
 from exlm.errors import BadTensor, MissingTensor
 from exlm.spec.tensor_names import LAYER_PREFIX, TensorLocation, TensorNames
-from tests.checkpoint.raw import same, write
-from tests.checkpoint.roles import FLOATS, Q, opened, tensor_of, weight_of
+from tests.checkpoint.checkpoint_helpers import FLOATS, Q, open_checkpoint, read_tensor, read_weight
+from tests.checkpoint.safetensors_bytes import same_bits, write_safetensors
 
 
 class TestBias:
@@ -19,38 +19,42 @@ class TestBias:
 
     def test_it_is_read(self, tmp_path: Path) -> None:
         tensors = {f"{Q}.weight": torch.randn(2, 3), f"{Q}.bias": torch.randn(2).half()}
-        weight = weight_of(opened(tmp_path, tensors), "layers.0.attn.q", 3, 2, bias=True)
+        weight = read_weight(open_checkpoint(tmp_path, tensors), "layers.0.attn.q", 3, 2, bias=True)
         assert weight.bias is not None
-        assert same(weight.bias, tensors[f"{Q}.bias"].float())
+        assert same_bits(weight.bias, tensors[f"{Q}.bias"].float())
 
     def test_it_may_be_in_another_file(self, tmp_path: Path) -> None:
-        write(tmp_path, {f"{Q}.weight": torch.randn(2, 3)}, "a-00001-of-00002.safetensors")
-        write(tmp_path, {f"{Q}.bias": torch.ones(2)}, "a-00002-of-00002.safetensors")
+        write_safetensors(tmp_path, {f"{Q}.weight": torch.randn(2, 3)}, "a-00001-of-00002.safetensors")
+        write_safetensors(tmp_path, {f"{Q}.bias": torch.ones(2)}, "a-00002-of-00002.safetensors")
         assert (
-            weight_of(Checkpoint.open(tmp_path, TensorNames()), "layers.0.attn.q", 3, 2, bias=True).bias
+            read_weight(
+                SafetensorsCheckpoint.open(tmp_path, TensorNames()), "layers.0.attn.q", 3, 2, bias=True
+            ).bias
             is not None
         )
 
     def test_it_is_missing(self, tmp_path: Path) -> None:
-        checkpoint = opened(tmp_path, {f"{Q}.weight": torch.randn(2, 3)})
+        checkpoint = open_checkpoint(tmp_path, {f"{Q}.weight": torch.randn(2, 3)})
         with pytest.raises(MissingTensor, match=r"the bias of layers\.0\.attn\.q is missing.*q_proj\.bias"):
-            weight_of(checkpoint, "layers.0.attn.q", 3, 2, bias=True)
+            read_weight(checkpoint, "layers.0.attn.q", 3, 2, bias=True)
 
     def test_zeros_are_dropped(self, tmp_path: Path) -> None:
-        checkpoint = opened(tmp_path, {f"{Q}.weight": torch.randn(2, 3), f"{Q}.bias": torch.zeros(2)})
-        assert weight_of(checkpoint, "layers.0.attn.q", 3, 2).bias is None
+        checkpoint = open_checkpoint(
+            tmp_path, {f"{Q}.weight": torch.randn(2, 3), f"{Q}.bias": torch.zeros(2)}
+        )
+        assert read_weight(checkpoint, "layers.0.attn.q", 3, 2).bias is None
         assert checkpoint.unused() == []
 
     def test_others_are_refused(self, tmp_path: Path) -> None:
         tensors = {f"{Q}.weight": torch.randn(3, 3), f"{Q}.bias": torch.tensor([0.0, 1.0, float("nan")])}
         with pytest.raises(BadTensor, match=r"q_proj\.bias.*found 2 of 3 not zero"):
-            weight_of(opened(tmp_path, tensors), "layers.0.attn.q", 3, 3)
+            read_weight(open_checkpoint(tmp_path, tensors), "layers.0.attn.q", 3, 3)
 
     @pytest.mark.parametrize("shape", [(3,), (2, 1), (), (1,)])
     def test_it_has_another_shape(self, tmp_path: Path, shape: tuple[int, ...]) -> None:
         tensors = {f"{Q}.weight": torch.randn(2, 3), f"{Q}.bias": torch.zeros(shape)}
         with pytest.raises(BadTensor, match=r"q_proj\.bias': expected shape \[2\]"):
-            weight_of(opened(tmp_path, tensors), "layers.0.attn.q", 3, 2, bias=True)
+            read_weight(open_checkpoint(tmp_path, tensors), "layers.0.attn.q", 3, 2, bias=True)
 
 
 class TestTensor:
@@ -60,56 +64,58 @@ class TestTensor:
     @pytest.mark.parametrize("wanted", FLOATS)
     def test_it_is_converted(self, tmp_path: Path, stored: torch.dtype, wanted: torch.dtype) -> None:
         data = torch.randn(9).to(stored)
-        checkpoint = opened(tmp_path, {"model.norm.weight": data})
-        assert same(tensor_of(checkpoint, "final_norm", (9,), dtype=wanted), data.to(wanted))
+        checkpoint = open_checkpoint(tmp_path, {"model.norm.weight": data})
+        assert same_bits(read_tensor(checkpoint, "final_norm", (9,), dtype=wanted), data.to(wanted))
 
     def test_several_shapes_may_do(self, tmp_path: Path) -> None:
         key = "model.layers.0.self_attn.q_norm.weight"
         for n, data in enumerate((torch.randn(4), torch.randn(2, 4))):
-            checkpoint = opened(tmp_path / str(n), {key: data})
-            assert same(tensor_of(checkpoint, "layers.0.attn.q_norm", (4,), (2, 4)), data)
-        other = opened(tmp_path / "other", {key: torch.randn(8)})
+            checkpoint = open_checkpoint(tmp_path / str(n), {key: data})
+            assert same_bits(read_tensor(checkpoint, "layers.0.attn.q_norm", (4,), (2, 4)), data)
+        other = open_checkpoint(tmp_path / "other", {key: torch.randn(8)})
         with pytest.raises(BadTensor, match=r"expected shape \[4\] or \[2, 4\] for .*found \[8\]"):
-            tensor_of(other, "layers.0.attn.q_norm", (4,), (2, 4))
+            read_tensor(other, "layers.0.attn.q_norm", (4,), (2, 4))
 
     def test_a_bias_is_a_suffix(self, tmp_path: Path) -> None:
         tensors = {"model.norm.weight": torch.ones(3), "model.norm.bias": torch.randn(3)}
-        checkpoint = opened(tmp_path, tensors)
-        assert same(tensor_of(checkpoint, "final_norm", (3,), suffix="bias"), tensors["model.norm.bias"])
+        checkpoint = open_checkpoint(tmp_path, tensors)
+        assert same_bits(
+            read_tensor(checkpoint, "final_norm", (3,), suffix="bias"), tensors["model.norm.bias"]
+        )
         with pytest.raises(MissingTensor, match=r"the other of final_norm.*model\.norm\.other"):
-            tensor_of(checkpoint, "final_norm", (3,), suffix="other")
+            read_tensor(checkpoint, "final_norm", (3,), suffix="other")
 
     def test_rows_and_a_scalar(self, tmp_path: Path) -> None:
         names = TensorNames().with_locations(
             positions=TensorLocation("p", rows=((1, 3),), without_suffix=True), embed=TensorLocation("s")
         )
         data = torch.randn(4, 2)
-        checkpoint = opened(tmp_path, {"p": data, "s.weight": torch.tensor(2.5)}, names)
-        assert same(tensor_of(checkpoint, "positions", (2, 2)), data[1:3])
-        assert same(tensor_of(checkpoint, "embed", ()), torch.tensor(2.5))
-        short = opened(tmp_path / "short", {"p": data[:2]}, names)
+        checkpoint = open_checkpoint(tmp_path, {"p": data, "s.weight": torch.tensor(2.5)}, names)
+        assert same_bits(read_tensor(checkpoint, "positions", (2, 2)), data[1:3])
+        assert same_bits(read_tensor(checkpoint, "embed", ()), torch.tensor(2.5))
+        short = open_checkpoint(tmp_path / "short", {"p": data[:2]}, names)
         with pytest.raises(BadTensor, match=r"found \[2, 2\]"):
-            tensor_of(short, "positions", (2, 2))
+            read_tensor(short, "positions", (2, 2))
 
     @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
     def test_a_norm_must_be_finite(self, tmp_path: Path, bad: float) -> None:
-        checkpoint = opened(tmp_path, {"model.norm.weight": torch.tensor([1.0, bad, 2.0, bad])})
-        assert tensor_of(checkpoint, "final_norm", (4,)).shape == (4,)
+        checkpoint = open_checkpoint(tmp_path, {"model.norm.weight": torch.tensor([1.0, bad, 2.0, bad])})
+        assert read_tensor(checkpoint, "final_norm", (4,)).shape == (4,)
         with pytest.raises(BadTensor, match=r"'model\.norm\.weight': expected finite values, found 2 of 4"):
-            tensor_of(checkpoint, "final_norm", (4,), finite=True)
+            read_tensor(checkpoint, "final_norm", (4,), finite=True)
 
     @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.bool, torch.int64])
     def test_integers_are_no_floats(self, tmp_path: Path, dtype: torch.dtype) -> None:
-        checkpoint = opened(tmp_path, {"model.norm.weight": torch.ones(4, dtype=dtype)})
+        checkpoint = open_checkpoint(tmp_path, {"model.norm.weight": torch.ones(4, dtype=dtype)})
         with pytest.raises(BadTensor, match=r"expected one of the types F16, BF16, F32, F64, found '\w+'"):
-            tensor_of(checkpoint, "final_norm", (4,))
+            read_tensor(checkpoint, "final_norm", (4,))
 
     def test_it_is_missing(self, tmp_path: Path) -> None:
-        checkpoint = opened(tmp_path, {"x": torch.ones(1)})
+        checkpoint = open_checkpoint(tmp_path, {"x": torch.ones(1)})
         with pytest.raises(
             MissingTensor, match=r"final_norm is missing: expected 'model\.norm\.weight'.*1 tensors"
         ):
-            tensor_of(checkpoint, "final_norm", (4,))
+            read_tensor(checkpoint, "final_norm", (4,))
 
 
 class TestOverflow:
@@ -123,24 +129,26 @@ class TestOverflow:
         names = TensorNames().with_locations(
             attn__q=TensorLocation(LAYER_PREFIX + "self_attn.q_proj", transposed=transposed)
         )
-        checkpoint = opened(tmp_path, {f"{Q}.weight": data}, names)
+        checkpoint = open_checkpoint(tmp_path, {f"{Q}.weight": data}, names)
         with pytest.raises(BadTensor) as caught:
-            weight_of(checkpoint, "layers.0.attn.q", 4, 4, dtype=torch.float16)
+            read_weight(checkpoint, "layers.0.attn.q", 4, 4, dtype=torch.float16)
         for part in ("2 of 16 values", "float16", "bfloat16 or float32", f"{Q}.weight", "model.safetensors"):
             assert part in str(caught.value)
-        assert weight_of(checkpoint, "layers.0.attn.q", 4, 4, dtype=torch.float32).data.isinf().sum() == 1
+        assert read_weight(checkpoint, "layers.0.attn.q", 4, 4, dtype=torch.float32).data.isinf().sum() == 1
 
     def test_the_largest_that_fits(self, tmp_path: Path) -> None:
-        checkpoint = opened(tmp_path, {"model.norm.weight": torch.tensor([65504.0, -65504.0, 65519.0])})
-        assert tensor_of(checkpoint, "final_norm", (3,), dtype=torch.float16, finite=True).isfinite().all()
+        checkpoint = open_checkpoint(
+            tmp_path, {"model.norm.weight": torch.tensor([65504.0, -65504.0, 65519.0])}
+        )
+        assert read_tensor(checkpoint, "final_norm", (3,), dtype=torch.float16, finite=True).isfinite().all()
 
     def test_a_bias_that_is_not_wanted_may_be_of_any_size(self, tmp_path: Path) -> None:
         tensors = {f"{Q}.weight": torch.ones(2, 2), f"{Q}.bias": torch.tensor([0.0, 1e30])}
         with pytest.raises(BadTensor, match="1 of 2 not zero"):
-            weight_of(opened(tmp_path, tensors), "layers.0.attn.q", 2, 2, dtype=torch.float16)
+            read_weight(open_checkpoint(tmp_path, tensors), "layers.0.attn.q", 2, 2, dtype=torch.float16)
 
     def test_it_is_counted_over_all_chunks(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(convert, "CHUNK", 8)
-        checkpoint = opened(tmp_path, {"model.norm.weight": torch.full((11,), 1e6)})
+        monkeypatch.setattr(cast_copy, "COPY_CHUNK", 8)
+        checkpoint = open_checkpoint(tmp_path, {"model.norm.weight": torch.full((11,), 1e6)})
         with pytest.raises(BadTensor, match="11 of 11 values"):
-            tensor_of(checkpoint, "final_norm", (11,), dtype=torch.float16)
+            read_tensor(checkpoint, "final_norm", (11,), dtype=torch.float16)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from exlm import spec
-from exlm.checkpoint import Checkpoint
+from exlm.checkpoint import SafetensorsCheckpoint
 from exlm.checkpoint.gguf_reader import GgufCheckpoint
 from exlm.errors import BadFile, BadTensor, MissingTensor
 from exlm.families import ConfigReader, build_spec
@@ -27,7 +27,7 @@ from exlm.nn.batch import Batch
 from exlm.spec.weight_roles import matrices
 from tests import tiny
 from tests.checkpoint import gguf_models
-from tests.checkpoint.gguf_bytes import write
+from tests.checkpoint.gguf_bytes import write_gguf
 
 CPU = torch.device("cpu")
 F32 = torch.float32
@@ -40,7 +40,7 @@ def weight(checkpoint: GgufCheckpoint, role: str, inputs: int, outputs: int, **o
 
 @pytest.mark.parametrize("variant", gguf_models.VARIANTS)
 def test_every_role_comes_back(variant: str, tmp_path: Path) -> None:
-    model, roles = gguf_models.make(tmp_path / "m.gguf", variant)
+    model, roles = gguf_models.write_model(tmp_path / "m.gguf", variant)
     checkpoint = GgufCheckpoint.open(tmp_path / "m.gguf")
     for role, inputs, outputs, bias in matrices(model):
         assert checkpoint.has(role)
@@ -71,7 +71,7 @@ def test_biases_of_q_and_k_are_ordered_as_their_matrices(variant: str, turned: b
 
 
 def test_old_files_keep_experts_apart(tmp_path: Path) -> None:
-    model, roles = gguf_models.make(tmp_path / "m.gguf", "mixtral", stack=False)
+    model, roles = gguf_models.write_model(tmp_path / "m.gguf", "mixtral", stack=False)
     checkpoint = GgufCheckpoint.open(tmp_path / "m.gguf")
     for role, inputs, outputs, _ in matrices(model):
         assert torch.equal(weight(checkpoint, role, inputs, outputs).dequantize(), roles[role].T), role
@@ -79,12 +79,12 @@ def test_old_files_keep_experts_apart(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("variant", ["llama", "phi3", "qwen2"])
 def test_quantised_matrices_stay_packed(variant: str, tmp_path: Path) -> None:
-    model, roles = gguf_models.make(tmp_path / "m.gguf", variant, kind="Q8_0")
+    model, roles = gguf_models.write_model(tmp_path / "m.gguf", variant, kind="Q8_0")
     checkpoint = GgufCheckpoint.open(tmp_path / "m.gguf")
     for role, inputs, outputs, bias in matrices(model):
         found = weight(checkpoint, role, inputs, outputs, bias=bias)
         assert isinstance(found, PackedWeight)
-        assert found.form == "gguf Q8_0"
+        assert found.format_name == "gguf Q8_0"
         assert checkpoint.describe(role)[0] == "gguf Q8_0"
         torch.testing.assert_close(found.dequantize(), roles[role].T, rtol=0, atol=5e-3)
     stored, nbytes = checkpoint.describe("embed")
@@ -95,11 +95,11 @@ def test_quantised_matrices_stay_packed(variant: str, tmp_path: Path) -> None:
 
 
 def test_bytes_of_parts_add_up_to_the_tensor(tmp_path: Path) -> None:
-    model, _ = gguf_models.make(tmp_path / "m.gguf", "phi3")
+    model, _ = gguf_models.write_model(tmp_path / "m.gguf", "phi3")
     checkpoint = GgufCheckpoint.open(tmp_path / "m.gguf")
     parts = [checkpoint.describe(f"layers.0.attn.{part}")[1] for part in "qkv"]
     assert sum(parts) == checkpoint.files.tensors["blk.0.attn_qkv.weight"].nbytes
-    stacked, _ = gguf_models.make(tmp_path / "e.gguf", "mixtral")
+    stacked, _ = gguf_models.write_model(tmp_path / "e.gguf", "mixtral")
     checkpoint = GgufCheckpoint.open(tmp_path / "e.gguf")
     assert checkpoint.describe("layers.0.mlp.experts.1.up") == ("dense float32", 4 * model.hidden * 96)
     assert stacked.hidden == model.hidden
@@ -107,9 +107,9 @@ def test_bytes_of_parts_add_up_to_the_tensor(tmp_path: Path) -> None:
 
 def test_a_factor_beside_a_matrix_counts(tmp_path: Path) -> None:
     """NVFP4 has scales of eight bits, and a number for the whole matrix or expert that makes up for it."""
-    model = gguf_models.described("mixtral")
-    roles = gguf_models.by_role(model)
-    arrays = {name: one.numpy() for name, one in gguf_models.stored(model, "llama", roles).items()}
+    model = gguf_models.model_spec("mixtral")
+    roles = gguf_models.random_tensors(model)
+    arrays = {name: one.numpy() for name, one in gguf_models.converted_tensors(model, "llama", roles).items()}
     kind = gguf.GGMLQuantizationType.NVFP4
     plain = np.random.default_rng(3).integers(0, 0x70, (32, 36), np.uint8)
     arrays["blk.0.attn_v.weight"] = plain
@@ -117,7 +117,7 @@ def test_a_factor_beside_a_matrix_counts(tmp_path: Path) -> None:
     arrays |= {"blk.0.ffn_up_exps.scale": np.array([1, 2, 3], np.float32)}
     arrays |= {"blk.0.ffn_down_exps.scale": np.array([1, 2], np.float32)}
     values = {key: one for key, one in gguf_models.metadata("mixtral").items() if key[:8] != "general."}
-    write(tmp_path / "m.gguf", "llama", arrays, values, {"blk.0.attn_v.weight": kind})
+    write_gguf(tmp_path / "m.gguf", "llama", arrays, values, {"blk.0.attn_v.weight": kind})
     checkpoint = GgufCheckpoint.open(tmp_path / "m.gguf")
     found = weight(checkpoint, "layers.0.attn.v", 64, 32).dequantize()
     assert torch.equal(found, 0.25 * torch.from_numpy(gguf.quants.dequantize(plain, kind)).T)
@@ -129,7 +129,9 @@ def test_a_factor_beside_a_matrix_counts(tmp_path: Path) -> None:
 
 
 def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
-    model, roles = gguf_models.make(tmp_path / "m.gguf", "gemma", kind="Q8_0", leave=("output.weight",))
+    model, roles = gguf_models.write_model(
+        tmp_path / "m.gguf", "gemma", kind="Q8_0", leave=("output.weight",)
+    )
     checkpoint = GgufCheckpoint.open(tmp_path / "m.gguf")
     assert model.head.tied
     assert not checkpoint.has("head")
@@ -161,7 +163,7 @@ def _answer(model: spec.Model, decoder: Decoder, ids: torch.Tensor) -> torch.Ten
 def test_a_model_answers_as_its_folder_does(tmp_path: Path) -> None:
     folder = tiny.make(tmp_path / "folder")
     model = build_spec(ConfigReader(tiny.CONFIG))
-    files = Checkpoint.open(folder, model.names)
+    files = SafetensorsCheckpoint.open(folder, model.names)
     roles = {
         role: files.weight(role, k, n, bias=b, dtype=F32, device=CPU) for role, k, n, b in matrices(model)
     }
@@ -169,7 +171,7 @@ def test_a_model_answers_as_its_folder_does(tmp_path: Path) -> None:
     by_role["embed"] = files.tensor("embed", (64, 32), dtype=F32, device=CPU)
     for role in ("final_norm", *(f"layers.{i}.{name}" for i in (0, 1) for name in ("attn_norm", "mlp_norm"))):
         by_role[role] = files.tensor(role, (32,), dtype=F32, device=CPU)
-    tensors = gguf_models.stored(model, "llama", by_role)
+    tensors = gguf_models.converted_tensors(model, "llama", by_role)
     values = {
         "llama.embedding_length": 32,
         "llama.attention.head_count": 4,
@@ -177,18 +179,18 @@ def test_a_model_answers_as_its_folder_does(tmp_path: Path) -> None:
         "llama.feed_forward_length": 48,
     }
     arrays = {name: np.ascontiguousarray(tensor.numpy()) for name, tensor in tensors.items()}
-    converted = GgufCheckpoint.open(write(tmp_path / "m.gguf", "llama", arrays, values))
+    converted = GgufCheckpoint.open(write_gguf(tmp_path / "m.gguf", "llama", arrays, values))
     assert torch.equal(_logits(model, converted), _logits(model, files))
 
 
 def rewritten(path: Path, variant: str, change: Any) -> GgufCheckpoint:
     """A tiny model's file with some tensors changed."""
-    model, roles = gguf_models.make(path, variant)
-    tensors = gguf_models.stored(model, gguf_models.VARIANTS[variant][0], roles)
+    model, roles = gguf_models.write_model(path, variant)
+    tensors = gguf_models.converted_tensors(model, gguf_models.VARIANTS[variant][0], roles)
     change(tensors)
     values = {key: one for key, one in gguf_models.metadata(variant).items() if key != "general.architecture"}
     arrays = {name: np.ascontiguousarray(tensor.numpy()) for name, tensor in tensors.items()}
-    return GgufCheckpoint.open(write(path, gguf_models.VARIANTS[variant][0], arrays, values))
+    return GgufCheckpoint.open(write_gguf(path, gguf_models.VARIANTS[variant][0], arrays, values))
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
@@ -224,7 +226,7 @@ def test_a_bias_nobody_expects_is_refused_unless_zero(tmp_path: Path) -> None:
     ],
 )
 def test_shapes_are_checked(variant: str, role: str, inputs: int, outputs: int, tmp_path: Path) -> None:
-    gguf_models.make(tmp_path / "m.gguf", variant)
+    gguf_models.write_model(tmp_path / "m.gguf", variant)
     with pytest.raises(BadTensor, match="expected shape"):
         weight(GgufCheckpoint.open(tmp_path / "m.gguf"), role, inputs, outputs)
 
@@ -247,10 +249,10 @@ def test_tensors_are_checked(tmp_path: Path) -> None:
 
 
 def test_what_is_read_shares_no_memory_with_the_file(tmp_path: Path) -> None:
-    model, roles = gguf_models.make(tmp_path / "m.gguf", "llama")
+    model, roles = gguf_models.write_model(tmp_path / "m.gguf", "llama")
     checkpoint = GgufCheckpoint.open(tmp_path / "m.gguf")
     up = weight(checkpoint, "layers.0.mlp.up", 64, 96, dtype=None)
-    checkpoint.files.raw("blk.0.ffn_up.weight").zero_()
+    checkpoint.files.read("blk.0.ffn_up.weight").zero_()
     assert torch.equal(up.data, roles["layers.0.mlp.up"])
     assert model.layers[0].mlp.width == 96
 
@@ -267,7 +269,7 @@ def test_unused_tensors_are_known(tmp_path: Path) -> None:
 def test_metadata_without_widths_is_refused(missing: str, tmp_path: Path) -> None:
     values = {"llama.embedding_length": 32, "llama.attention.head_count": 4}
     values.pop(missing)
-    path = write(tmp_path / "m.gguf", "llama", {"x": np.zeros(4, dtype=np.float32)}, values)
+    path = write_gguf(tmp_path / "m.gguf", "llama", {"x": np.zeros(4, dtype=np.float32)}, values)
     with pytest.raises(BadFile, match=missing):
         GgufCheckpoint.open(path)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.raw import entry
+from tests.checkpoint.safetensors_bytes import header_entry
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 MB = 2**20
@@ -19,8 +19,8 @@ LOAD = """
 import json, sys
 from pathlib import Path
 import torch
-from exlm.checkpoint import Checkpoint
-from exlm.spec.tensor_names import Names
+from exlm.checkpoint import SafetensorsCheckpoint
+from exlm.spec.tensor_names import TensorNames
 
 torch.set_num_threads(1)
 
@@ -32,7 +32,7 @@ folder, dtype = Path(sys.argv[1]), getattr(torch, sys.argv[2])
 layers, width, height = map(int, sys.argv[3:])
 torch.ones(4, dtype=torch.bfloat16).to(torch.float16).aminmax()
 before = peak()
-checkpoint = Checkpoint.open(folder, Names())
+checkpoint = SafetensorsCheckpoint.open(folder, TensorNames())
 opened = peak()
 cpu = torch.device("cpu")
 kept = [
@@ -50,7 +50,8 @@ def _model(folder: Path, dtype: str, item: int, layers: int, width: int, height:
     for shard in range(shards):
         names = [f"model.layers.{n}.self_attn.q_proj.weight" for n in range(shard, layers, shards)]
         header = {
-            name: entry(dtype, [height, width], [at * size, (at + 1) * size]) for at, name in enumerate(names)
+            name: header_entry(dtype, [height, width], [at * size, (at + 1) * size])
+            for at, name in enumerate(names)
         }
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8 + odd)

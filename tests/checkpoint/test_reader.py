@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from exlm.checkpoint import Checkpoint, convert
+from exlm.checkpoint import SafetensorsCheckpoint, cast_copy
 from exlm.errors import BadFile, BadTensor, MissingTensor, Unsupported
 from exlm.formats import DenseWeight
 from exlm.formats.gptq_config import GptqConfig
 from exlm.spec.tensor_names import LAYER_PREFIX, KeyRename, RowRange, TensorLocation, TensorNames
-from tests.checkpoint.raw import same, write, write_index
-from tests.checkpoint.roles import FLOATS, Q, opened, tensor_of, weight_of
+from tests.checkpoint.checkpoint_helpers import FLOATS, Q, open_checkpoint, read_tensor, read_weight
+from tests.checkpoint.safetensors_bytes import same_bits, write_index, write_safetensors
 
 
 @st.composite
@@ -60,16 +60,18 @@ def test_rows_are_what_slicing_says(
     place = TensorLocation(
         LAYER_PREFIX + "self_attn.packed", rows=spans, transposed=transposed, without_suffix=bare
     )
-    checkpoint = opened(tmp_path_factory.mktemp("m"), tensors, TensorNames().with_locations(attn__q=place))
+    checkpoint = open_checkpoint(
+        tmp_path_factory.mktemp("m"), tensors, TensorNames().with_locations(attn__q=place)
+    )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(convert, "CHUNK", chunk)
+        patch.setattr(cast_copy, "COPY_CHUNK", chunk)
         n = sum(stop - start for start, stop in spans)
-        weight = weight_of(checkpoint, "layers.2.attn.q", k, n, bias=bias, dtype=wanted)
-    assert same(weight.data, torch.cat([whole[a:b] for a, b in spans]).to(wanted))
+        weight = read_weight(checkpoint, "layers.2.attn.q", k, n, bias=bias, dtype=wanted)
+    assert same_bits(weight.data, torch.cat([whole[a:b] for a, b in spans]).to(wanted))
     assert weight.data.is_contiguous()
     if bias:
         assert weight.bias is not None
-        assert same(weight.bias, torch.cat([offsets[a:b] for a, b in spans]).to(wanted))
+        assert same_bits(weight.bias, torch.cat([offsets[a:b] for a, b in spans]).to(wanted))
     else:
         assert weight.bias is None
     assert checkpoint.unused() == ["x"]
@@ -78,9 +80,9 @@ def test_rows_are_what_slicing_says(
 
 def test_the_copy_is_our_own(tmp_path: Path) -> None:
     data = torch.randn(4, 6)
-    checkpoint = opened(tmp_path, {f"{Q}.weight": data})
-    weight_of(checkpoint, "layers.0.attn.q", 6, 4).data.zero_()
-    assert same(weight_of(checkpoint, "layers.0.attn.q", 6, 4).data, data)
+    checkpoint = open_checkpoint(tmp_path, {f"{Q}.weight": data})
+    read_weight(checkpoint, "layers.0.attn.q", 6, 4).data.zero_()
+    assert same_bits(read_weight(checkpoint, "layers.0.attn.q", 6, 4).data, data)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -93,15 +95,15 @@ def test_stacked_experts(tmp_path: Path, transposed: bool) -> None:
     names = TensorNames().with_locations(
         mlp__experts__up=(TensorLocation(LAYER_PREFIX + "experts.{e}.w"), place)
     )
-    checkpoint = opened(tmp_path, {"model.layers.1.experts.w": stacked}, names)
+    checkpoint = open_checkpoint(tmp_path, {"model.layers.1.experts.w": stacked}, names)
     for e in range(experts):
         part = stacked[e * inner : (e + 1) * inner]
         k, n = (inner, hidden) if transposed else (hidden, inner)
-        weight = weight_of(checkpoint, f"layers.1.mlp.experts.{e}.up", k, n)
-        assert same(weight.data, part.T.contiguous() if transposed else part)
+        weight = read_weight(checkpoint, f"layers.1.mlp.experts.{e}.up", k, n)
+        assert same_bits(weight.data, part.T.contiguous() if transposed else part)
         assert checkpoint.describe(f"layers.1.mlp.experts.{e}.up") == ("dense float32", part.nbytes)
     with pytest.raises(BadTensor, match=r"experts\.w.*expected shape \[16, 5\].*found \[12, 5\]"):
-        weight_of(checkpoint, f"layers.1.mlp.experts.{experts}.up", k, n)
+        read_weight(checkpoint, f"layers.1.mlp.experts.{experts}.up", k, n)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -122,12 +124,14 @@ def test_stacked_experts_of_two_parts(tmp_path: Path, transposed: bool) -> None:
     names = TensorNames().with_locations(
         mlp__experts__gate=part((0, inner)), mlp__experts__up=part((inner, 2 * inner))
     )
-    checkpoint = opened(tmp_path, {"model.layers.1.experts.w": stacked}, names)
+    checkpoint = open_checkpoint(tmp_path, {"model.layers.1.experts.w": stacked}, names)
     for e in range(experts):
         whole = stacked[e * stack : (e + 1) * stack]
         gate, up = (whole.T if transposed else whole).split(inner)
         for role, data in (("gate", gate), ("up", up)):
-            assert same(weight_of(checkpoint, f"layers.1.mlp.experts.{e}.{role}", hidden, inner).data, data)
+            assert same_bits(
+                read_weight(checkpoint, f"layers.1.mlp.experts.{e}.{role}", hidden, inner).data, data
+            )
             assert checkpoint.describe(f"layers.1.mlp.experts.{e}.{role}")[1] == data.nbytes
 
 
@@ -139,15 +143,17 @@ def test_the_first_place_wins_and_the_form_comes_second(tmp_path: Path) -> None:
         )
     )
     alone, packed = torch.randn(2, 3), torch.randn(2, 3)
-    both = opened(
+    both = open_checkpoint(
         tmp_path / "a", {"model.layers.0.packed.weight": packed, "model.layers.0.alone.weight": alone}, names
     )
-    assert same(weight_of(both, "layers.0.attn.q", 3, 2).data, alone)
+    assert same_bits(read_weight(both, "layers.0.attn.q", 3, 2).data, alone)
     assert both.stored("layers.0.attn.q") == TensorLocation("model.layers.0.alone")
-    one = opened(tmp_path / "b", {"model.layers.0.packed.weight": packed}, names)
-    assert same(weight_of(one, "layers.0.attn.q", 3, 2).data, packed)
+    one = open_checkpoint(tmp_path / "b", {"model.layers.0.packed.weight": packed}, names)
+    assert same_bits(read_weight(one, "layers.0.attn.q", 3, 2).data, packed)
     quantised = {"model.layers.0.packed.q_weight": packed, "model.layers.0.alone.weight": alone}
-    assert same(weight_of(opened(tmp_path / "c", quantised, names), "layers.0.attn.q", 3, 2).data, alone)
+    assert same_bits(
+        read_weight(open_checkpoint(tmp_path / "c", quantised, names), "layers.0.attn.q", 3, 2).data, alone
+    )
 
 
 def test_a_fused_tensor_must_be_as_long_as_its_parts(tmp_path: Path) -> None:
@@ -156,15 +162,15 @@ def test_a_fused_tensor_must_be_as_long_as_its_parts(tmp_path: Path) -> None:
         attn__k=TensorLocation(LAYER_PREFIX + "qkv", rows=((4, 6),)),
         attn__v=TensorLocation(LAYER_PREFIX + "qkv", rows=((6, 8),)),
     )
-    good = opened(tmp_path / "good", {"model.layers.0.qkv.weight": torch.randn(8, 3)}, names)
-    assert weight_of(good, "layers.0.attn.q", 3, 4).data.shape == (4, 3)
-    long = opened(tmp_path / "long", {"model.layers.0.qkv.weight": torch.randn(12, 3)}, names)
+    good = open_checkpoint(tmp_path / "good", {"model.layers.0.qkv.weight": torch.randn(8, 3)}, names)
+    assert read_weight(good, "layers.0.attn.q", 3, 4).data.shape == (4, 3)
+    long = open_checkpoint(tmp_path / "long", {"model.layers.0.qkv.weight": torch.randn(12, 3)}, names)
     with pytest.raises(
         BadTensor, match=r"'model\.layers\.0\.qkv\.weight': expected shape \[8, 3\] \(4 of 8 out"
     ):
-        weight_of(long, "layers.0.attn.q", 3, 4)
+        read_weight(long, "layers.0.attn.q", 3, 4)
     with pytest.raises(BadTensor, match="2 of 8 outputs"):
-        weight_of(good, "layers.0.attn.k", 3, 4)
+        read_weight(good, "layers.0.attn.k", 3, 4)
 
 
 def test_keys_are_renamed(tmp_path: Path) -> None:
@@ -172,8 +178,8 @@ def test_keys_are_renamed(tmp_path: Path) -> None:
         key_renames=(KeyRename("h.", "model.layers.", prefix_only=True), KeyRename(".attn.", ".self_attn."))
     )
     data = torch.randn(2, 3)
-    checkpoint = opened(tmp_path, {"h.7.attn.q_proj.weight": data, "h.x": data}, names)
-    assert same(weight_of(checkpoint, "layers.7.attn.q", 3, 2).data, data)
+    checkpoint = open_checkpoint(tmp_path, {"h.7.attn.q_proj.weight": data, "h.x": data}, names)
+    assert same_bits(read_weight(checkpoint, "layers.7.attn.q", 3, 2).data, data)
     assert checkpoint.unused() == ["h.x"]
 
 
@@ -182,59 +188,61 @@ def test_two_keys_for_one_role_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         BadFile, match=r"(?s)model\.norm\.weight.*old\.norm\.weight|old.*model\.norm"
     ) as caught:
-        opened(tmp_path, {"model.norm.weight": torch.ones(2), "old.norm.weight": torch.ones(2)}, names)
+        open_checkpoint(
+            tmp_path, {"model.norm.weight": torch.ones(2), "old.norm.weight": torch.ones(2)}, names
+        )
     assert "both stand for 'model.norm.weight'" in str(caught.value)
 
 
 def test_a_tied_head(tmp_path: Path) -> None:
     embed, head = torch.randn(7, 3), torch.randn(7, 3)
-    tied = opened(tmp_path / "tied", {"model.embed_tokens.weight": embed})
+    tied = open_checkpoint(tmp_path / "tied", {"model.embed_tokens.weight": embed})
     assert not tied.has("head")
-    assert same(weight_of(tied, "head", 3, 7, fallback="embed").data, embed)
+    assert same_bits(read_weight(tied, "head", 3, 7, fallback="embed").data, embed)
     assert tied.describe("head", "embed") == ("dense float32", embed.nbytes)
     with pytest.raises(MissingTensor, match=r"head is missing: expected 'lm_head\.weight'.*tie_word_emb"):
-        weight_of(tied, "head", 3, 7)
-    own = opened(tmp_path / "own", {"model.embed_tokens.weight": embed, "lm_head.weight": head})
+        read_weight(tied, "head", 3, 7)
+    own = open_checkpoint(tmp_path / "own", {"model.embed_tokens.weight": embed, "lm_head.weight": head})
     assert own.has("head")
-    assert same(weight_of(own, "head", 3, 7, fallback="embed").data, head)
-    neither = opened(tmp_path / "neither", {"x": embed})
+    assert same_bits(read_weight(own, "head", 3, 7, fallback="embed").data, head)
+    neither = open_checkpoint(tmp_path / "neither", {"x": embed})
     with pytest.raises(MissingTensor, match=r"'lm_head\.weight' or 'model\.embed_tokens\.weight'"):
-        weight_of(neither, "head", 3, 7, fallback="embed")
+        read_weight(neither, "head", 3, 7, fallback="embed")
 
 
 def test_a_tied_head_with_a_bias_of_its_own(tmp_path: Path) -> None:
     tensors = {"model.embed_tokens.weight": torch.randn(7, 3), "lm_head.bias": torch.randn(7)}
-    checkpoint = opened(tmp_path, tensors)
-    weight = weight_of(checkpoint, "head", 3, 7, bias=True, fallback="embed")
+    checkpoint = open_checkpoint(tmp_path, tensors)
+    weight = read_weight(checkpoint, "head", 3, 7, bias=True, fallback="embed")
     assert weight.bias is not None
-    assert same(weight.bias, tensors["lm_head.bias"])
+    assert same_bits(weight.bias, tensors["lm_head.bias"])
     with pytest.raises(BadTensor, match=r"lm_head\.bias"):
-        weight_of(checkpoint, "head", 3, 7, fallback="embed")
+        read_weight(checkpoint, "head", 3, 7, fallback="embed")
 
 
 @pytest.mark.parametrize("role", ["embed", "head"])
 def test_a_padded_vocabulary_names_both_numbers(tmp_path: Path, role: str) -> None:
     key = {"embed": "model.embed_tokens.weight", "head": "lm_head.weight"}[role]
-    checkpoint = opened(tmp_path, {key: torch.randn(64, 3)})
+    checkpoint = open_checkpoint(tmp_path, {key: torch.randn(64, 3)})
     with pytest.raises(BadTensor, match=r"expected shape \[60, 3\].*found \[64, 3\]\. vocab_size.*64"):
-        weight_of(checkpoint, role, 3, 60)
+        read_weight(checkpoint, role, 3, 60)
     with pytest.raises(BadTensor, match=r"expected shape \[60, 3\].*found \[64, 3\]\. vocab_size.*64"):
-        tensor_of(checkpoint, role, (60, 3))
+        read_tensor(checkpoint, role, (60, 3))
 
 
 def test_another_width_is_not_the_vocabularys_fault(tmp_path: Path) -> None:
-    checkpoint = opened(tmp_path, {"model.embed_tokens.weight": torch.randn(64, 3)})
+    checkpoint = open_checkpoint(tmp_path, {"model.embed_tokens.weight": torch.randn(64, 3)})
     with pytest.raises(
         BadTensor, match=r"expected shape \[64, 5\].*found \[64, 3\]\. config\.json describes"
     ):
-        tensor_of(checkpoint, "embed", (64, 5))
+        read_tensor(checkpoint, "embed", (64, 5))
 
 
 @pytest.mark.parametrize("shape", [(3, 2), (2, 4), (2,), (2, 3, 1), (), (6,), (0, 3)])
 def test_a_matrix_of_another_shape(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    checkpoint = opened(tmp_path, {f"{Q}.weight": torch.zeros(shape)})
+    checkpoint = open_checkpoint(tmp_path, {f"{Q}.weight": torch.zeros(shape)})
     with pytest.raises(BadTensor) as caught:
-        weight_of(checkpoint, "layers.0.attn.q", 3, 2)
+        read_weight(checkpoint, "layers.0.attn.q", 3, 2)
     for part in ("model.safetensors", f"{Q}.weight", "expected shape [2, 3]", f"found {list(shape)}"):
         assert part in str(caught.value)
 
@@ -251,14 +259,14 @@ class TestQuantised:
     )
     def test_it_is_refused_by_name(self, tmp_path: Path, suffix: str, words: str) -> None:
         tensors = {f"{Q}.{suffix}": torch.ones(4, 4, dtype=torch.int32), f"{Q}.scales": torch.ones(4).half()}
-        checkpoint = opened(tmp_path, tensors)
+        checkpoint = open_checkpoint(tmp_path, tensors)
         assert checkpoint.has("layers.0.attn.q")
         with pytest.raises(
             Unsupported, match=rf"layers\.0\.attn\.q is stored as {words}, which this version cannot"
         ):
-            weight_of(checkpoint, "layers.0.attn.q", 4, 4)
+            read_weight(checkpoint, "layers.0.attn.q", 4, 4)
         with pytest.raises(Unsupported, match=f"stored as {words}"):
-            tensor_of(checkpoint, "layers.0.attn.q", (4, 4))
+            read_tensor(checkpoint, "layers.0.attn.q", (4, 4))
         described, size = checkpoint.describe("layers.0.attn.q")
         assert described.startswith(words)
         assert size == 64 + 8
@@ -278,7 +286,7 @@ class TestQuantised:
         tensors = {f"{Q}.weight": torch.ones(4, 4).to(dtype), f"{Q}.{beside}": torch.ones(4)}
         save_file(tensors, tmp_path / "model.safetensors")
         with pytest.raises(BadTensor, match=rf"{words}[^.]*\. Take a GPTQ, AWQ, EXL2 or GGUF version"):
-            weight_of(Checkpoint.open(tmp_path, TensorNames()), "layers.0.attn.q", 4, 4)
+            read_weight(SafetensorsCheckpoint.open(tmp_path, TensorNames()), "layers.0.attn.q", 4, 4)
 
     @pytest.mark.parametrize("shape", [(), (2, 2), (0,)])
     @pytest.mark.parametrize(
@@ -292,22 +300,22 @@ class TestQuantised:
                 f"{Q}.{name}": torch.ones(size, dtype=torch.int16)
                 for name, size in zip((odd, beside), sizes, strict=True)
             }
-            checkpoint = opened(tmp_path / str(number), tensors)
+            checkpoint = open_checkpoint(tmp_path / str(number), tensors)
             words, size = checkpoint.describe("layers.0.attn.q")
             assert words.startswith(form)
             assert size == sum(tensor.nbytes for tensor in tensors.values())
             with pytest.raises(BadTensor, match=odd):
-                weight_of(checkpoint, "layers.0.attn.q", 4, 4)
+                read_weight(checkpoint, "layers.0.attn.q", 4, 4)
 
     def test_one_whose_inputs_autoawq_divides_is_refused(self, tmp_path: Path) -> None:
         mlp = "model.layers.0.mlp"
         names = TensorNames().with_locations(mlp__down=TensorLocation(LAYER_PREFIX + "mlp.c_proj"))
         tensors = {f"{mlp}.c_proj.weight": torch.ones(4, 4), f"{mlp}.act.scales": torch.ones(4)}
-        weight_of(opened(tmp_path / "ones", tensors, names), "layers.0.mlp.down", 4, 4)
+        read_weight(open_checkpoint(tmp_path / "ones", tensors, names), "layers.0.mlp.down", 4, 4)
         tensors[f"{mlp}.act.scales"][2] = 1.5
-        checkpoint = opened(tmp_path / "scaled", tensors, names)
+        checkpoint = open_checkpoint(tmp_path / "scaled", tensors, names)
         for ask in (
-            lambda: weight_of(checkpoint, "layers.0.mlp.down", 4, 4),
+            lambda: read_weight(checkpoint, "layers.0.mlp.down", 4, 4),
             lambda: checkpoint.check("layers.0.mlp.down"),
         ):
             with pytest.raises(
@@ -321,14 +329,16 @@ class TestQuantised:
     def test_a_width_of_its_own_is_told(self, tmp_path: Path, bits: int, told: bool) -> None:
         """`dynamic` gives matrices their own widths: then what the whole file says of them is nothing."""
         shapes = {"qweight": (64 * bits // 32, 32), "qzeros": (2, bits), "scales": (2, 32)}
-        write(tmp_path, {f"{Q}.{name}": torch.ones(size, dtype=torch.int32) for name, size in shapes.items()})
-        checkpoint = Checkpoint.open(tmp_path, TensorNames(), GptqConfig(bits if told else None))
+        write_safetensors(
+            tmp_path, {f"{Q}.{name}": torch.ones(size, dtype=torch.int32) for name, size in shapes.items()}
+        )
+        checkpoint = SafetensorsCheckpoint.open(tmp_path, TensorNames(), GptqConfig(bits if told else None))
         assert checkpoint.describe("layers.0.attn.q")[0] == f"gptq {bits} bit, groups of 32"
 
     def test_it_comes_before_floats(self, tmp_path: Path) -> None:
         tensors = {f"{Q}.weight": torch.ones(4, 4), f"{Q}.q_weight": torch.ones(4, 4, dtype=torch.int32)}
         with pytest.raises(BadTensor, match="q_weight"):
-            weight_of(opened(tmp_path, tensors), "layers.0.attn.q", 4, 4)
+            read_weight(open_checkpoint(tmp_path, tensors), "layers.0.attn.q", 4, 4)
 
     def test_a_quantised_head_comes_before_a_tied_one(self, tmp_path: Path) -> None:
         tensors = {
@@ -336,38 +346,40 @@ class TestQuantised:
             "lm_head.q_weight": torch.ones(4, 4, dtype=torch.int32),
         }
         with pytest.raises(BadTensor, match="q_weight"):
-            weight_of(opened(tmp_path, tensors), "head", 4, 4, fallback="embed")
+            read_weight(open_checkpoint(tmp_path, tensors), "head", 4, 4, fallback="embed")
 
 
 def test_the_index_tells_which_file_is_missing(tmp_path: Path) -> None:
     names = TensorNames(key_renames=(KeyRename("old.", "model.", prefix_only=True),))
-    write(tmp_path, {"x": torch.ones(1)}, "a.safetensors")
+    write_safetensors(tmp_path, {"x": torch.ones(1)}, "a.safetensors")
     write_index(tmp_path, {"old.norm.weight": "b.safetensors", "x": "a.safetensors"})
     with pytest.raises(MissingTensor, match=r"final_norm.*'b\.safetensors', which is not in the folder"):
-        tensor_of(Checkpoint.open(tmp_path, names), "final_norm", (4,))
+        read_tensor(SafetensorsCheckpoint.open(tmp_path, names), "final_norm", (4,))
 
 
 def test_asking_is_not_reading(tmp_path: Path) -> None:
-    checkpoint = opened(tmp_path, {"model.norm.weight": torch.ones(4), "lm_head.weight": torch.ones(4, 4)})
+    checkpoint = open_checkpoint(
+        tmp_path, {"model.norm.weight": torch.ones(4), "lm_head.weight": torch.ones(4, 4)}
+    )
     assert checkpoint.has("final_norm")
     assert not checkpoint.has("embed")
     assert checkpoint.stored("embed") is None
     assert checkpoint.describe("final_norm") == ("dense float32", 16)
     assert checkpoint.unused() == ["lm_head.weight", "model.norm.weight"]
-    tensor_of(checkpoint, "final_norm", (4,))
+    read_tensor(checkpoint, "final_norm", (4,))
     assert checkpoint.unused() == ["lm_head.weight"]
 
 
 def test_real_files(fixtures_dir: Path) -> None:
-    checkpoint = Checkpoint.open(fixtures_dir / "tiny-lm", TensorNames())
+    checkpoint = SafetensorsCheckpoint.open(fixtures_dir / "tiny-lm", TensorNames())
     info = checkpoint.files.info("model.embed_tokens.weight")
     vocab, hidden = info.shape
-    embed = tensor_of(checkpoint, "embed", (vocab, hidden))
-    assert same(embed, checkpoint.files.read(info.name).float())
-    head = weight_of(checkpoint, "head", hidden, vocab, fallback="embed")
+    embed = read_tensor(checkpoint, "embed", (vocab, hidden))
+    assert same_bits(embed, checkpoint.files.read(info.name).float())
+    head = read_weight(checkpoint, "head", hidden, vocab, fallback="embed")
     assert head.data.shape == (vocab, hidden)
     for folder in sorted(fixtures_dir.glob("*-exl2-*")):
-        opened_exl2 = Checkpoint.open(folder, TensorNames())
+        opened_exl2 = SafetensorsCheckpoint.open(folder, TensorNames())
         assert opened_exl2.describe("layers.0.attn.q")[0].startswith("exl2 ")
         cpu = torch.device("cpu")
         head_exl2 = opened_exl2.weight("head", hidden, vocab, bias=False, dtype=None, device=cpu)
@@ -377,13 +389,15 @@ def test_real_files(fixtures_dir: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("transposed", [False, True])
 def test_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transposed: bool) -> None:
-    monkeypatch.setattr(convert, "CHUNK", 1000)
+    monkeypatch.setattr(cast_copy, "COPY_CHUNK", 1000)
     data, device = torch.randn(64, 48).bfloat16(), torch.device("cuda")
     names = TensorNames().with_locations(
         attn__q=TensorLocation(LAYER_PREFIX + "self_attn.q_proj", transposed=transposed)
     )
-    checkpoint = opened(tmp_path, {f"{Q}.weight": data.T.contiguous() if transposed else data}, names)
+    checkpoint = open_checkpoint(
+        tmp_path, {f"{Q}.weight": data.T.contiguous() if transposed else data}, names
+    )
     weight = checkpoint.weight("layers.0.attn.q", 48, 64, bias=False, dtype=torch.float16, device=device)
     assert isinstance(weight, DenseWeight)
     assert weight.data.device.type == "cuda"
-    assert same(weight.data.cpu(), data.half())
+    assert same_bits(weight.data.cpu(), data.half())

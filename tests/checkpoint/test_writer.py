@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from exlm.checkpoint import TensorFiles, save, writer
+from exlm.checkpoint import SafetensorsFolder, save, writer
 from exlm.errors import BadTensor, CheckpointError, InputError
-from tests.checkpoint.raw import TYPES, same, write
+from tests.checkpoint.safetensors_bytes import TYPES, same_bits, write_safetensors
 
 INDEX = "model.safetensors.index.json"
 
@@ -43,10 +43,10 @@ def test_what_is_saved_is_read(
     tensors = {name: torch.randint(0, 2, shape).to(dtype) for name, (dtype, shape) in kinds.items()}
     told: list[tuple[int, int]] = []
     paths = save(folder, tensors.items(), shard_bytes=shard_bytes, progress=lambda *done: told.append(done))
-    files = TensorFiles(folder)
+    files = SafetensorsFolder(folder)
     assert files.paths == tuple(paths)
     assert set(files.names()) == set(tensors)
-    assert all(same(files.read(name), tensor) for name, tensor in tensors.items())
+    assert all(same_bits(files.read(name), tensor) for name, tensor in tensors.items())
     assert told[-1] == (len(tensors), files.total_bytes)
     assert len(told) == len(paths)
     for path in paths:
@@ -85,26 +85,26 @@ def test_views_and_shared_memory(tmp_path: Path) -> None:
         "learned": torch.nn.Parameter(whole[0]),
     }
     save(tmp_path, tensors.items(), shard_bytes=10**6)
-    files = TensorFiles(tmp_path)
-    assert all(same(files.read(name), tensor.detach()) for name, tensor in tensors.items())
+    files = SafetensorsFolder(tmp_path)
+    assert all(same_bits(files.read(name), tensor.detach()) for name, tensor in tensors.items())
 
 
 def test_what_was_read_can_be_saved(tmp_path: Path) -> None:
-    files = TensorFiles(write(tmp_path / "a", _some()))
+    files = SafetensorsFolder(write_safetensors(tmp_path / "a", _some()))
     save(tmp_path / "b", ((name, files.read(name)) for name in files.names()), shard_bytes=100)
-    again = TensorFiles(tmp_path / "b")
-    assert all(same(again.read(name), tensor) for name, tensor in _some().items())
+    again = SafetensorsFolder(tmp_path / "b")
+    assert all(same_bits(again.read(name), tensor) for name, tensor in _some().items())
 
 
 def test_only_one_shard_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     most = [0]
-    real = writer._Shards.add
+    real = writer._ShardWriter.add
 
-    def add(self: writer._Shards, name: str, tensor: torch.Tensor) -> None:
+    def add(self: writer._ShardWriter, name: str, tensor: torch.Tensor) -> None:
         real(self, name, tensor)
         most[0] = max(most[0], sum(held.nbytes for held in self._held.values()))
 
-    monkeypatch.setattr(writer._Shards, "add", add)
+    monkeypatch.setattr(writer._ShardWriter, "add", add)
     save(tmp_path, ((f"t{n}", torch.zeros(10)) for n in range(20)), shard_bytes=120)
     assert most == [120]
 
@@ -156,9 +156,9 @@ def test_a_model_is_replaced_whole(tmp_path: Path, before: int, after: int) -> N
     (tmp_path / "config.json").write_text("{}")
     save(tmp_path, _some(7).items(), shard_bytes=before)
     save(tmp_path, _some(6, add=1).items(), shard_bytes=after, overwrite=True)
-    files = TensorFiles(tmp_path)
+    files = SafetensorsFolder(tmp_path)
     assert set(files.names()) == set(_some(6))
-    assert all(same(files.read(name), tensor) for name, tensor in _some(6, add=1).items())
+    assert all(same_bits(files.read(name), tensor) for name, tensor in _some(6, add=1).items())
     assert (tmp_path / "config.json").exists()
     assert (tmp_path / INDEX).exists() == (after != 10**6)
 
@@ -178,7 +178,7 @@ def test_a_crash_while_writing_leaves_nothing(tmp_path: Path) -> None:
     save(tmp_path, _some().items(), shard_bytes=80)
     with pytest.raises(Crash):
         save(tmp_path, tensors(), shard_bytes=10**6, overwrite=True)
-    assert all(same(TensorFiles(tmp_path).read(name), tensor) for name, tensor in _some().items())
+    assert all(same_bits(SafetensorsFolder(tmp_path).read(name), tensor) for name, tensor in _some().items())
 
 
 @pytest.mark.parametrize("step", range(12))
@@ -206,11 +206,11 @@ def test_a_crash_while_moving_leaves_no_mixture(
         save(tmp_path, new.items(), shard_bytes=after, overwrite=True)
     monkeypatch.undo()
     try:
-        files = TensorFiles(tmp_path)
+        files = SafetensorsFolder(tmp_path)
     except CheckpointError:
         return
     read = {name: files.read(name) for name in files.names()}
     assert any(
-        set(read) == set(model) and all(same(read[name], model[name]) for name in model)
+        set(read) == set(model) and all(same_bits(read[name], model[name]) for name in model)
         for model in (old, new)
     )

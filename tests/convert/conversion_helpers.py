@@ -13,7 +13,7 @@ from torch import Tensor
 
 from exlm import Config, Model, Tokenizer
 from exlm.checkpoint import open_source
-from exlm.formats import Direct, PackedWeight
+from exlm.formats import PackedWeight, PlainScales
 from exlm.formats.bits import unpack
 from exlm.spec.weight_roles import Matrix, matrices
 from tests import tiny
@@ -80,7 +80,7 @@ def write_awq(weight: PackedWeight) -> dict[str, Tensor]:
     """AWQ's words: eight columns of one row, in its own order, lowest nibble first."""
     segment = weight.segments[0]
     assert isinstance(segment.zero, Tensor)
-    assert isinstance(segment.scales, Direct)
+    assert isinstance(segment.scales, PlainScales)
 
     def words(codes: Tensor) -> Tensor:
         nibbles = codes.to(torch.int64).view(codes.shape[0], -1, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]]

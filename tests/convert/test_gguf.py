@@ -12,7 +12,7 @@ import torch
 
 from exlm import Config, Unsupported, convert_model
 from tests.checkpoint import gguf_models
-from tests.checkpoint.gguf_bytes import write as write_gguf
+from tests.checkpoint.gguf_bytes import write_gguf as write_gguf
 from tests.convert.conversion_helpers import (
     assert_same,
     assert_tokenizers,
@@ -25,7 +25,7 @@ from tests.models import zoo
 
 @pytest.mark.parametrize("variant", gguf_models.VARIANTS)
 def test_gguf_floats_become_a_folder(tmp_path: Path, variant: str) -> None:
-    gguf_models.make(tmp_path / "m.gguf", variant)
+    gguf_models.write_model(tmp_path / "m.gguf", variant)
     for to in ("safetensors", "dense"):
         target = convert_model(tmp_path / "m.gguf", tmp_path / to, to)
         assert_same(tmp_path / "m.gguf", target)
@@ -53,9 +53,9 @@ def make_gguf(
     path: Path, variant: str, kind: str, more: dict[str, Any] | None = None, leave: tuple[str, ...] = ()
 ) -> Path:
     """A tiny model with its matrices in any type and anything else in its metadata."""
-    model, (arch, _) = gguf_models.described(variant), gguf_models.VARIANTS[variant]
+    model, (arch, _) = gguf_models.model_spec(variant), gguf_models.VARIANTS[variant]
     arrays, kinds = {}, {}
-    for name, tensor in gguf_models.stored(model, arch, gguf_models.by_role(model)).items():
+    for name, tensor in gguf_models.converted_tensors(model, arch, gguf_models.random_tensors(model)).items():
         if name in leave:
             continue
         array = np.ascontiguousarray(tensor.numpy())
@@ -104,8 +104,8 @@ def test_gguf_types_that_are_only_read_rounded_are_refused(tmp_path: Path) -> No
 
 
 def test_gguf_tensors_without_a_role_would_be_lost(tmp_path: Path) -> None:
-    model = gguf_models.described("llama")
-    tensors = gguf_models.stored(model, "llama", gguf_models.by_role(model))
+    model = gguf_models.model_spec("llama")
+    tensors = gguf_models.converted_tensors(model, "llama", gguf_models.random_tensors(model))
     arrays = {name: np.ascontiguousarray(tensor.numpy()) for name, tensor in tensors.items()}
     values = {k: v for k, v in gguf_models.metadata("llama").items() if k != "general.architecture"}
     write_gguf(
@@ -116,8 +116,8 @@ def test_gguf_tensors_without_a_role_would_be_lost(tmp_path: Path) -> None:
 
 
 def test_rotary_factors_of_gguf_go_into_the_config(tmp_path: Path) -> None:
-    model = gguf_models.described("llama")
-    tensors = gguf_models.stored(model, "llama", gguf_models.by_role(model))
+    model = gguf_models.model_spec("llama")
+    tensors = gguf_models.converted_tensors(model, "llama", gguf_models.random_tensors(model))
     arrays = {name: np.ascontiguousarray(tensor.numpy()) for name, tensor in tensors.items()}
     arrays["rope_freqs.weight"] = np.linspace(1, 7.3, 8, dtype=np.float32)
     values = {k: v for k, v in gguf_models.metadata("llama").items() if k != "general.architecture"}
@@ -175,8 +175,8 @@ def pieces() -> dict[str, Any]:
 )
 def test_the_tokenizer_inside_gguf_becomes_files(tmp_path: Path, variant: str, words: dict[str, Any]) -> None:
     vocab = len(words["tokenizer.ggml.tokens"])
-    model, (arch, _) = gguf_models.described(variant), gguf_models.VARIANTS[variant]
-    tensors = gguf_models.stored(model, arch, gguf_models.by_role(model))
+    model, (arch, _) = gguf_models.model_spec(variant), gguf_models.VARIANTS[variant]
+    tensors = gguf_models.converted_tensors(model, arch, gguf_models.random_tensors(model))
     for name in ("token_embd.weight", "output.weight"):
         tensors[name] = torch.randn(vocab, 64)
     arrays = {name: np.ascontiguousarray(tensor.numpy()) for name, tensor in tensors.items()}

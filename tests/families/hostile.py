@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 from exlm import Config, ExlmError, Model, spec
-from exlm.checkpoint.gguf_names import gguf_names
+from exlm.checkpoint.gguf_tensor_names import gguf_tensor_names
 from exlm.families import FAMILIES, ConfigReader, build_spec
 from exlm.families.gguf import config_from_metadata
 from exlm.kernels.reference.rope import frequencies
@@ -181,7 +181,7 @@ def ggufs() -> Iterator[Outcome]:
 
     def read(table: dict[str, Any]) -> None:
         used(build_spec(ConfigReader(config_from_metadata(table, "x.gguf", tensors=["blk.0.attn_q.bias"]))))
-        gguf_names(table, "x.gguf")
+        gguf_tensor_names(table, "x.gguf")
 
     for variant, (arch, _) in VARIANTS.items():
         told = Recorded(metadata(variant) | {f"{arch}.{key}": value for key, value in GGUF_ROPE.items()})

@@ -20,7 +20,7 @@ Tensors = dict[str, Tensor]
 AWQ_NIBBLE = {0: 0, 1: 4, 2: 1, 3: 5, 4: 2, 5: 6, 6: 3, 7: 7}  # column of the eight → nibble of the word
 
 
-def half(x: float) -> float:
+def round_to_float16(x: float) -> float:
     """The nearest float16, ties to even, subnormals included; infinity past the end."""
     try:
         return float(struct.unpack("<e", struct.pack("<e", x))[0])
@@ -28,7 +28,7 @@ def half(x: float) -> float:
         return math.copysign(math.inf, x)
 
 
-def stream(words: Sequence[int], bits: int, count: int) -> list[int]:
+def read_bit_stream(words: Sequence[int], bits: int, count: int) -> list[int]:
     """The first `count` values of a little-endian bit stream."""
     number = sum((word & 0xFFFFFFFF) << (32 * i) for i, word in enumerate(words))
     return [(number >> (i * bits)) & ((1 << bits) - 1) for i in range(count)]
@@ -45,9 +45,11 @@ def exl2(tensors: Mapping[str, Tensor], columns: Sequence[int]) -> Tensor:
         stored = []
         for g, (bits, start, stop) in enumerate(zip(table[::2], table[1::2], stops, strict=True)):
             code = (int(tensors["q_scale"][g, n // 8]) >> (4 * (n % 8))) & 15
-            scale = half((code + 1) ** 2 * half(tensors["q_scale_max"][g].item() / 256))
-            for value in stream(words[start:stop], bits, (stop - start) * 32 // bits):
-                stored.append(half((value - (1 << (bits - 1))) * scale))
+            scale = round_to_float16(
+                (code + 1) ** 2 * round_to_float16(tensors["q_scale_max"][g].item() / 256)
+            )
+            for value in read_bit_stream(words[start:stop], bits, (stop - start) * 32 // bits):
+                stored.append(round_to_float16((value - (1 << (bits - 1))) * scale))
         out.append([stored[i] for i in inverse])
     return torch.tensor(out, dtype=torch.float64).to(torch.float16).T
 
@@ -63,15 +65,15 @@ def gptq(
     """(inputs, these columns) float16, the group of each input given by `group_of`."""
     rows = tensors["qweight"].shape[0] * 32 // bits
     groups, outputs = tensors["scales"].shape
-    zeros = [stream(tensors["qzeros"][g].tolist(), bits, outputs) for g in range(groups)]
+    zeros = [read_bit_stream(tensors["qzeros"][g].tolist(), bits, outputs) for g in range(groups)]
     scales = tensors["scales"].tolist()
     out = []
     for n in columns:
-        codes = stream(tensors["qweight"][:, n].tolist(), bits, rows)
+        codes = read_bit_stream(tensors["qweight"][:, n].tolist(), bits, rows)
         owners = map(group_of, range(rows))
         out.append(
             [
-                half((code - zeros[g][n] - shift) * half(scales[g][n]))
+                round_to_float16((code - zeros[g][n] - shift) * round_to_float16(scales[g][n]))
                 for code, g in zip(codes, owners, strict=True)
             ]
         )
@@ -88,7 +90,7 @@ def awq(tensors: Mapping[str, Tensor], group_size: int) -> Tensor:
         for n, scale in enumerate(scales[g]):
             nibble = 4 * AWQ_NIBBLE[n % 8]
             code, zero = (row[n // 8] >> nibble) & 15, (zeros[g][n // 8] >> nibble) & 15
-            line.append(half((code - zero) * half(scale)))
+            line.append(round_to_float16((code - zero) * round_to_float16(scale)))
         out.append(line)
     return torch.tensor(out, dtype=torch.float64).to(torch.float16)
 
@@ -129,7 +131,7 @@ def gptq_tensors(inputs: int, outputs: int, bits: int, group_of: Sequence[int], 
     }
 
 
-def same(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
+def same_tensors(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
     """Same names, types, shapes and bits."""
     return left.keys() == right.keys() and all(
         left[name].dtype is right[name].dtype and torch.equal(left[name], right[name]) for name in left

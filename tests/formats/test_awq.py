@@ -14,7 +14,7 @@ from exlm.errors import BadTensor, CheckpointError, MissingTensor, Unsupported
 from exlm.formats import awq, gptq
 from exlm.formats.gptq import GptqConfig
 from tests.formats import oracles
-from tests.formats.lies import Lie, drop, put, swap
+from tests.formats.corrupt_tensors import Corruption, drop_tensor, replace_number, replace_tensor
 from tests.formats.oracles import Tensors, random_scales, random_words
 
 WHERE = "layers.0.q in model.safetensors"
@@ -48,7 +48,7 @@ def test_read_is_the_slow_decoder(size: int, inputs: int, words: int, told: bool
         inputs = -(-inputs // size) * size
     tensors = made(inputs, 8 * words, -(-inputs // size))
     weight = awq.read(tensors, inputs, 8 * words, None, WHERE, config(size if told else None))
-    assert weight.form == "awq"
+    assert weight.format_name == "awq"
     assert torch.equal(weight.dequantize(), oracles.awq(tensors, size))
 
 
@@ -68,7 +68,7 @@ def test_the_order_of_columns() -> None:
 
 
 def test_one_group_for_all() -> None:
-    assert awq.read(made(96, 8, 1), 96, 8, None, WHERE, config(-1)).segments[0].sizes == (96,)
+    assert awq.read(made(96, 8, 1), 96, 8, None, WHERE, config(-1)).segments[0].group_sizes == (96,)
 
 
 def test_a_shared_zero_is_a_number() -> None:
@@ -95,34 +95,34 @@ def test_it_can_be_written_as_gptq() -> None:
         gptq.write(weight)
 
 
-LIES: dict[str, Lie] = {
-    **{f"no {name}": drop(name) for name in ("qweight", "qzeros", "scales")},
-    "codes turned round": swap("qweight", lambda t: t.T),
-    "codes of 64 bits": swap("qweight", lambda t: t.long()),
-    "codes as floats": swap("qweight", lambda t: t.float()),
-    "codes in one line": swap("qweight", lambda t: t.flatten()),
-    "a row too many": swap("qweight", lambda t: torch.cat([t, t[:1]])),
-    "a row too few": swap("qweight", lambda t: t[1:]),
-    "the layout of GPTQ": swap("qweight", lambda t: t.view(20, 32)),
-    "no rows": swap("qweight", lambda t: t[:0]),
-    "a word too many": swap("qweight", lambda t: torch.cat([t, t[:, :1]], 1)),
-    "zeros turned round": swap("qzeros", lambda t: t.T),
-    "zeros as floats": swap("qzeros", lambda t: t.float()),
-    "zeros of a group too few": swap("qzeros", lambda t: t[1:]),
-    "no zeros": swap("qzeros", lambda t: t[:, :0]),
-    "scales turned round": swap("scales", lambda t: t.T),
-    "scales as whole numbers": swap("scales", lambda t: t.int()),
-    "scales for a group too few": swap("scales", lambda t: t[1:]),
-    "scales for a column too few": swap("scales", lambda t: t[:, 1:]),
-    "scales for no group": swap("scales", lambda t: t[:0]),
-    "a scale that is no number": put("scales", lambda r: r.randrange(160), lambda r: float("nan")),
-    "an infinite scale": put("scales", lambda r: r.randrange(160), lambda r: float("-inf")),
+LIES: dict[str, Corruption] = {
+    **{f"no {name}": drop_tensor(name) for name in ("qweight", "qzeros", "scales")},
+    "codes turned round": replace_tensor("qweight", lambda t: t.T),
+    "codes of 64 bits": replace_tensor("qweight", lambda t: t.long()),
+    "codes as floats": replace_tensor("qweight", lambda t: t.float()),
+    "codes in one line": replace_tensor("qweight", lambda t: t.flatten()),
+    "a row too many": replace_tensor("qweight", lambda t: torch.cat([t, t[:1]])),
+    "a row too few": replace_tensor("qweight", lambda t: t[1:]),
+    "the layout of GPTQ": replace_tensor("qweight", lambda t: t.view(20, 32)),
+    "no rows": replace_tensor("qweight", lambda t: t[:0]),
+    "a word too many": replace_tensor("qweight", lambda t: torch.cat([t, t[:, :1]], 1)),
+    "zeros turned round": replace_tensor("qzeros", lambda t: t.T),
+    "zeros as floats": replace_tensor("qzeros", lambda t: t.float()),
+    "zeros of a group too few": replace_tensor("qzeros", lambda t: t[1:]),
+    "no zeros": replace_tensor("qzeros", lambda t: t[:, :0]),
+    "scales turned round": replace_tensor("scales", lambda t: t.T),
+    "scales as whole numbers": replace_tensor("scales", lambda t: t.int()),
+    "scales for a group too few": replace_tensor("scales", lambda t: t[1:]),
+    "scales for a column too few": replace_tensor("scales", lambda t: t[:, 1:]),
+    "scales for no group": replace_tensor("scales", lambda t: t[:0]),
+    "a scale that is no number": replace_number("scales", lambda r: r.randrange(160), lambda r: float("nan")),
+    "an infinite scale": replace_number("scales", lambda r: r.randrange(160), lambda r: float("-inf")),
 }
 
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
 @pytest.mark.parametrize("seed", range(5))
-def test_lies_are_refused(lie: Lie, seed: int) -> None:
+def test_lies_are_refused(lie: Corruption, seed: int) -> None:
     torch.manual_seed(seed)
     tensors = made(160, 32, 5)
     claims = config(32, None if seed % 2 else 4)

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exlm.errors import InputError
-from exlm.formats.bits import pack, pack_across, unpack, unpack_across, words_for
-from tests.formats.oracles import random_words, stream
+from exlm.formats.bits import num_words, pack, pack_rows, unpack, unpack_rows
+from tests.formats.oracles import random_words, read_bit_stream
 
 VECTORS = [
     (2, [i % 4 for i in range(16)], "e4e4e4e4"),
@@ -36,12 +36,12 @@ def test_published_vectors(bits: int, values: list[int], hexes: str) -> None:
 )
 def test_unpack_reads_the_stream_and_pack_restores_it(bits: int, rows: int, columns: int, seed: int) -> None:
     torch.manual_seed(seed)
-    words = random_words(words_for(rows, bits), columns)
+    words = random_words(num_words(rows, bits), columns)
     values = unpack(words, bits, rows)
     assert values.dtype is torch.uint8
     assert values.shape == (rows, columns)
     for n in range(columns):
-        assert values[:, n].tolist() == stream(words[:, n].tolist(), bits, rows)
+        assert values[:, n].tolist() == read_bit_stream(words[:, n].tolist(), bits, rows)
     again = pack(values, bits)
     assert again.dtype is torch.int32
     left = -rows * bits % 32  # the last word's unused bits, which pack leaves empty
@@ -59,10 +59,10 @@ def test_unpack_reads_the_stream_and_pack_restores_it(bits: int, rows: int, colu
 def test_streams_along_rows(bits: int, rows: int, columns: int, seed: int) -> None:
     torch.manual_seed(seed)
     values = torch.randint(0, 1 << bits, (rows, columns), dtype=torch.uint8)
-    words = pack_across(values, bits)
-    assert words.shape == (rows, words_for(columns, bits))
-    assert [stream(line, bits, columns) for line in words.tolist()] == values.tolist()
-    assert torch.equal(unpack_across(words, bits, columns), values)
+    words = pack_rows(values, bits)
+    assert words.shape == (rows, num_words(columns, bits))
+    assert [read_bit_stream(line, bits, columns) for line in words.tolist()] == values.tolist()
+    assert torch.equal(unpack_rows(words, bits, columns), values)
     assert words.is_contiguous()
 
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from exlm.errors import BadTensor, CheckpointError, MissingTensor, Unsupported
-from exlm.formats import Direct, PackedWeight, Segment, Squared, exl2
+from exlm.formats import Exl2Scales, PackedWeight, PlainScales, Segment, exl2
 from exlm.formats.bits import pack
 from tests.formats import oracles
-from tests.formats.lies import Lie, drop, put, swap
+from tests.formats.corrupt_tensors import Corruption, drop_tensor, replace_number, replace_tensor
 from tests.formats.oracles import Tensors
 
 RATES = ("2.5", "4.0", "6.0", "8.0")
@@ -54,7 +54,7 @@ def test_every_matrix_of_real_files(fixtures_dir: Path, rate: str) -> None:
         weight = read(tensors)
         columns = [0, 13, weight.out_features - 1]
         assert torch.equal(weight.dequantize()[:, columns], oracles.exl2(tensors, columns))
-        assert oracles.same(exl2.write(weight), tensors)
+        assert oracles.same_tensors(exl2.write(weight), tensors)
         count += 1
     assert count == 29
 
@@ -89,7 +89,7 @@ def test_read_is_the_slow_decoder(groups: list[tuple[int, int]], blocks: int, se
     outputs = 32 * blocks - seed % 32  # the rest is padding
     weight = read(tensors, outputs)
     assert torch.equal(weight.dequantize(), oracles.exl2(tensors, range(outputs)))
-    assert (weight.order is None) == torch.equal(tensors["q_invperm"], torch.arange(weight.in_features))
+    assert (weight.perm is None) == torch.equal(tensors["q_invperm"], torch.arange(weight.in_features))
     widths = [segment.bits for segment in weight.segments]
     assert all(left != right for left, right in pairwise(widths))
 
@@ -106,7 +106,7 @@ def test_what_was_read_is_written_bit_for_bit(groups: list[tuple[int, int]], see
     tensors = oracles.exl2_tensors(groups, 64, permuted=seed % 4 > 0)
     bias = torch.randn(64).half() if seed % 2 else None
     written = exl2.write(read(tensors, bias=bias))
-    assert oracles.same(written, tensors if bias is None else {**tensors, "bias": bias})
+    assert oracles.same_tensors(written, tensors if bias is None else {**tensors, "bias": bias})
 
 
 @st.composite
@@ -123,7 +123,7 @@ def weights(draw: st.DrawFn) -> PackedWeight:
                 bits,
                 tuple(sizes),
                 pack(torch.randint(0, 1 << bits, (sum(sizes), outputs)), bits),
-                Squared(
+                Exl2Scales(
                     torch.randint(0, 16, (len(sizes), outputs), dtype=torch.uint8),
                     oracles.random_scales(len(sizes)),
                 ),
@@ -144,7 +144,7 @@ def test_what_was_written_reads_the_same(weight: PackedWeight) -> None:
     assert widths == sorted(set(widths), reverse=True)
     padding = read(tensors).dequantize()[:, weight.out_features :]
     assert not padding.any()
-    nibbles = oracles.stream(tensors["q_scale"][0].tolist(), 4, tensors["q_weight"].shape[1])
+    nibbles = oracles.read_bit_stream(tensors["q_scale"][0].tolist(), 4, tensors["q_weight"].shape[1])
     assert set(nibbles[weight.out_features :]) <= {15}
 
 
@@ -161,8 +161,8 @@ def test_short_numbers_are_unsigned() -> None:
     assert int(tensors["q_groups"].min()) < 0
     tensors["q_invperm"] = torch.arange(132256 - 1, -1, -1, dtype=torch.int32)
     weight = read(tensors)
-    assert [segment.rows for segment in weight.segments] == [132000, 256]
-    assert oracles.same(exl2.write(weight), tensors)
+    assert [segment.in_features for segment in weight.segments] == [132000, 256]
+    assert oracles.same_tensors(exl2.write(weight), tensors)
     narrow = oracles.exl2_tensors([(8, 10000)], 32)
     wanted = read(narrow).dequantize()
     narrow["q_invperm"] = narrow["q_invperm"].to(torch.int16)
@@ -189,56 +189,67 @@ def repeat(tensors: Tensors, random: Random) -> None:
     tensors["q_invperm"][first] = tensors["q_invperm"][second]
 
 
-LIES: dict[str, Lie] = {
-    **{f"no {name}": drop(name) for name in ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")},
-    "codes turned round": swap("q_weight", lambda t: t.T),
-    "codes of 64 bits": swap("q_weight", lambda t: t.long()),
-    "codes as floats": swap("q_weight", lambda t: t.float()),
-    "codes in one line": swap("q_weight", lambda t: t.flatten()),
-    "a column too many": swap("q_weight", lambda t: torch.cat([t, t[:, :1]], 1)),
-    "a row too few": swap("q_weight", lambda t: t[:-1]),
-    "a row too many": swap("q_weight", lambda t: torch.cat([t, t[:1]])),
-    "no rows": swap("q_weight", lambda t: t[:0]),
-    "scales turned round": swap("q_scale", lambda t: t.T),
-    "scales as floats": swap("q_scale", lambda t: t.float()),
-    "scales for a group too few": swap("q_scale", lambda t: t[1:]),
-    "scales for eight columns too few": swap("q_scale", lambda t: t[:, 1:]),
-    "maxima of 32 bits": swap("q_scale_max", lambda t: t.float()),
-    "a maximum too many": swap("q_scale_max", lambda t: torch.cat([t, t[:1]])),
-    "a maximum that is no number": put("q_scale_max", lambda r: r.randrange(4), lambda r: float("nan")),
-    "an infinite maximum": put("q_scale_max", lambda r: r.randrange(4), lambda r: float("-inf")),
-    "groups of 32 bits": swap("q_groups", lambda t: t.int()),
-    "no groups": swap("q_groups", lambda t: t[:0]),
-    "half a group": swap("q_groups", lambda t: t[:-1]),
-    "groups in pairs": swap("q_groups", lambda t: t.view(-1, 2)),
-    "groups backwards": swap("q_groups", lambda t: t.view(-1, 2).flip(0).flatten()),
-    "a group too few": swap("q_groups", lambda t: t[:-2]),
-    "a group twice": swap("q_groups", lambda t: torch.cat([t, t[-2:]])),
-    "as many groups as there are numbers": swap("q_groups", lambda t: t.repeat(1000)),
-    "another width": put(
+LIES: dict[str, Corruption] = {
+    **{
+        f"no {name}": drop_tensor(name)
+        for name in ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
+    },
+    "codes turned round": replace_tensor("q_weight", lambda t: t.T),
+    "codes of 64 bits": replace_tensor("q_weight", lambda t: t.long()),
+    "codes as floats": replace_tensor("q_weight", lambda t: t.float()),
+    "codes in one line": replace_tensor("q_weight", lambda t: t.flatten()),
+    "a column too many": replace_tensor("q_weight", lambda t: torch.cat([t, t[:, :1]], 1)),
+    "a row too few": replace_tensor("q_weight", lambda t: t[:-1]),
+    "a row too many": replace_tensor("q_weight", lambda t: torch.cat([t, t[:1]])),
+    "no rows": replace_tensor("q_weight", lambda t: t[:0]),
+    "scales turned round": replace_tensor("q_scale", lambda t: t.T),
+    "scales as floats": replace_tensor("q_scale", lambda t: t.float()),
+    "scales for a group too few": replace_tensor("q_scale", lambda t: t[1:]),
+    "scales for eight columns too few": replace_tensor("q_scale", lambda t: t[:, 1:]),
+    "maxima of 32 bits": replace_tensor("q_scale_max", lambda t: t.float()),
+    "a maximum too many": replace_tensor("q_scale_max", lambda t: torch.cat([t, t[:1]])),
+    "a maximum that is no number": replace_number(
+        "q_scale_max", lambda r: r.randrange(4), lambda r: float("nan")
+    ),
+    "an infinite maximum": replace_number("q_scale_max", lambda r: r.randrange(4), lambda r: float("-inf")),
+    "groups of 32 bits": replace_tensor("q_groups", lambda t: t.int()),
+    "no groups": replace_tensor("q_groups", lambda t: t[:0]),
+    "half a group": replace_tensor("q_groups", lambda t: t[:-1]),
+    "groups in pairs": replace_tensor("q_groups", lambda t: t.view(-1, 2)),
+    "groups backwards": replace_tensor("q_groups", lambda t: t.view(-1, 2).flip(0).flatten()),
+    "a group too few": replace_tensor("q_groups", lambda t: t[:-2]),
+    "a group twice": replace_tensor("q_groups", lambda t: torch.cat([t, t[-2:]])),
+    "as many groups as there are numbers": replace_tensor("q_groups", lambda t: t.repeat(1000)),
+    "another width": replace_number(
         "q_groups", lambda r: 2 * r.randrange(4), lambda r: r.choice([0, 1, 7, 9, 10, 16, 32, -8, -1, 255])
     ),
-    "a first group that is not first": put("q_groups", lambda r: 1, lambda r: r.choice([1, 3, -1])),
-    "a huge offset": put(
+    "a first group that is not first": replace_number(
+        "q_groups", lambda r: 1, lambda r: r.choice([1, 3, -1])
+    ),
+    "a huge offset": replace_number(
         "q_groups", lambda r: 2 * r.randrange(1, 4) + 1, lambda r: r.choice([32767, -1, -9])
     ),
-    "an offset again": put("q_groups", lambda r: 2 * r.randrange(1, 4) + 1, lambda r: 0),
-    "words that end inside a code": put("q_groups", lambda r: 3, lambda r: r.choice([4, 6, 7, 8, 9])),
-    "a permutation of floats": swap("q_invperm", lambda t: t.float()),
-    "a permutation of bytes": swap("q_invperm", lambda t: t.to(torch.uint8)),
-    "a longer permutation": swap("q_invperm", lambda t: torch.cat([t, t[:1]])),
-    "a shorter permutation": swap("q_invperm", lambda t: t[t < len(t) - 1]),
+    "an offset again": replace_number("q_groups", lambda r: 2 * r.randrange(1, 4) + 1, lambda r: 0),
+    "words that end inside a code": replace_number(
+        "q_groups", lambda r: 3, lambda r: r.choice([4, 6, 7, 8, 9])
+    ),
+    "a permutation of floats": replace_tensor("q_invperm", lambda t: t.float()),
+    "a permutation of bytes": replace_tensor("q_invperm", lambda t: t.to(torch.uint8)),
+    "a longer permutation": replace_tensor("q_invperm", lambda t: torch.cat([t, t[:1]])),
+    "a shorter permutation": replace_tensor("q_invperm", lambda t: t[t < len(t) - 1]),
     "a permutation with a hole": repeat,
-    "a row that is not there": put(
+    "a row that is not there": replace_number(
         "q_invperm", lambda r: r.randrange(9), lambda r: r.choice([160, 2**31 - 1])
     ),
-    "a negative row": put("q_invperm", lambda r: r.randrange(9), lambda r: r.choice([-1, -160, -(2**31)])),
+    "a negative row": replace_number(
+        "q_invperm", lambda r: r.randrange(9), lambda r: r.choice([-1, -160, -(2**31)])
+    ),
 }
 
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
 @pytest.mark.parametrize("seed", range(5))
-def test_lies_are_refused(lie: Lie, seed: int) -> None:
+def test_lies_are_refused(lie: Corruption, seed: int) -> None:
     torch.manual_seed(seed)
     tensors = oracles.exl2_tensors([(5, 5), (5, 5), (4, 8), (3, 3)], 64)
     assert exl2.read(tensors, 160, 64, None, WHERE).in_features == 160
@@ -285,9 +296,9 @@ def test_noise_is_read_or_refused(data: st.DataObject) -> None:
 
 def enormous(words: int) -> PackedWeight:
     """Two groups of 8 bits, the second of 32 rows after so many words."""
-    scales = Squared(torch.zeros(2, 1, dtype=torch.uint8), oracles.random_scales(2))
+    scales = Exl2Scales(torch.zeros(2, 1, dtype=torch.uint8), oracles.random_scales(2))
     segment = Segment(8, (4 * words, 32), oracles.random_words(words + 8, 1), scales, 128)
-    return PackedWeight("exl2", segment.rows, 1, (segment,), torch.float16)
+    return PackedWeight("exl2", segment.in_features, 1, (segment,), torch.float16)
 
 
 def spoiled(**change: object) -> PackedWeight:
@@ -300,11 +311,11 @@ def spoiled(**change: object) -> PackedWeight:
 @pytest.mark.parametrize(
     ("weight", "reason"),
     [
-        (lambda: spoiled(minimum=Direct(torch.ones(1, 32))), "minimums"),
+        (lambda: spoiled(minimum=PlainScales(torch.ones(1, 32))), "minimums"),
         (lambda: spoiled(codebook=torch.ones(16)), "codebooks"),
         (lambda: spoiled(zero=7), "zero points other than 8 for 4 bits"),
         (lambda: spoiled(zero=torch.full((1, 32), 8, dtype=torch.uint8)), "zero points other than 8"),
-        (lambda: spoiled(scales=Direct(torch.ones(1, 32))), "Direct scales"),
+        (lambda: spoiled(scales=PlainScales(torch.ones(1, 32))), "Direct scales"),
         (lambda: replace(spoiled(), dtype=torch.float32), "float32"),
         (lambda: spoiled(bits=7, codes=oracles.random_words(14, 32)), "7-bit codes"),
         (lambda: read(oracles.exl2_tensors([(4, 4), (2, 1)], 32)), "48 inputs"),

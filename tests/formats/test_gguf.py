@@ -16,9 +16,9 @@ from torch import Tensor
 from exlm.errors import BadTensor, MissingExtra
 from exlm.formats import DenseWeight, PackedWeight
 from exlm.formats import gguf as module
-from exlm.formats.bytewise import squeeze
-from exlm.formats.gguf import KINDS, read
-from exlm.formats.gguf_blocks import LAYOUTS
+from exlm.formats.gguf import GGUF_TYPES, read
+from exlm.formats.gguf_types import BLOCK_LAYOUTS
+from exlm.formats.swar import pack_codes
 
 HALVES = {
     "Q4_0": (0,),
@@ -62,46 +62,46 @@ def oracle(raw: Tensor, kind: str) -> Tensor:
 
 def test_every_type_has_the_size_the_package_gives_it() -> None:
     theirs = {kind.value: (kind.name, *sizes) for kind, sizes in GGML_QUANT_SIZES.items()}
-    assert {number: tuple(kind) for number, kind in KINDS.items()} == theirs
-    for name, layout in LAYOUTS.items():
-        assert (layout.block, layout.size) == GGML_QUANT_SIZES[GGMLQuantizationType[name]]
+    assert {number: tuple(kind) for number, kind in GGUF_TYPES.items()} == theirs
+    for name, layout in BLOCK_LAYOUTS.items():
+        assert (layout.block_size, layout.block_bytes) == GGML_QUANT_SIZES[GGMLQuantizationType[name]]
 
 
-@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("kind", BLOCK_LAYOUTS)
 @given(outputs=st.integers(1, 40), blocks=st.integers(1, 5), seed=st.integers(0, 2**32))
 def test_equals_the_gguf_package(kind: str, outputs: int, blocks: int, seed: int) -> None:
     raw = random_blocks(kind, outputs, blocks, seed)
-    weight = read(raw, kind, blocks * LAYOUTS[kind].block, outputs, "here")
+    weight = read(raw, kind, blocks * BLOCK_LAYOUTS[kind].block_size, outputs, "here")
     assert isinstance(weight, PackedWeight)
     assert torch.equal(weight.dequantize(), oracle(raw, kind))
 
 
-@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("kind", BLOCK_LAYOUTS)
 def test_a_matrix_of_many_slabs_is_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = random_blocks(kind, 37, 2)
-    monkeypatch.setattr(module, "SLAB", 5 * 2 * LAYOUTS[kind].block)
-    weight = read(raw, kind, 2 * LAYOUTS[kind].block, 37, "here")
+    monkeypatch.setattr(module, "REPACK_CHUNK", 5 * 2 * BLOCK_LAYOUTS[kind].block_size)
+    weight = read(raw, kind, 2 * BLOCK_LAYOUTS[kind].block_size, 37, "here")
     assert torch.equal(weight.dequantize(), oracle(raw, kind))
 
 
-@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("kind", BLOCK_LAYOUTS)
 def test_stays_as_small_as_the_file(kind: str) -> None:
     inputs = 1024
-    raw = random_blocks(kind, 512, inputs // LAYOUTS[kind].block)
+    raw = random_blocks(kind, 512, inputs // BLOCK_LAYOUTS[kind].block_size)
     weight = read(raw, kind, inputs, 512, "here")
     assert weight.nbytes <= 1.2 * raw.nbytes, weight.nbytes / raw.nbytes
     assert weight.describe().startswith(f"gguf {kind} ")
 
 
-@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("kind", BLOCK_LAYOUTS)
 def test_can_be_cut_and_reordered(kind: str) -> None:
-    block = LAYOUTS[kind].block
+    block = BLOCK_LAYOUTS[kind].block_size
     raw = random_blocks(kind, 12, 3)
     weight = read(raw, kind, 3 * block, 12, "here")
     assert isinstance(weight, PackedWeight)
     whole = oracle(raw, kind)
     order = torch.randperm(12)
-    assert torch.equal(weight.columns(order).dequantize(), whole[:, order])
+    assert torch.equal(weight.take_columns(order).dequantize(), whole[:, order])
     left, right = weight.split(0, [(0, block), (block, 3 * block)])
     assert torch.equal(left.dequantize(), whole[:block])
     assert torch.equal(right.dequantize(), whole[block:])
@@ -124,7 +124,7 @@ def test_squeeze_is_the_bit_stream_of_every_other_format(
     seed = data.draw(st.integers(0, 2**32))
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 1 << bits, (columns, 32 * turns), dtype=torch.uint8, generator=generator)
-    assert torch.equal(squeeze(codes, bits).T, pack(codes.T, bits))
+    assert torch.equal(pack_codes(codes, bits).T, pack(codes.T, bits))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_floats_at_odd_addresses() -> None:
 
 @pytest.mark.parametrize("kind", ["IQ2_XXS", "IQ3_S", "TQ1_0", "TQ2_0"])
 def test_rare_types_are_unpacked_with_a_note(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    module._note.cache_clear()
+    module._warn_unpacked.cache_clear()
     raw = random_blocks(kind, 6, 2)
     with caplog.at_level(logging.WARNING):
         weight = read(raw, kind, 512, 6, "here")
@@ -192,10 +192,10 @@ def test_refuses_what_does_not_fit(kind: str, shape: tuple[int, int], inputs: in
     assert "model.gguf: tensor 'x'" in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("kind", BLOCK_LAYOUTS)
 def test_refuses_scales_that_are_not_finite(kind: str) -> None:
     for at in HALVES[kind]:
         raw = random_blocks(kind, 3, 2).view(3, 2, -1)
         raw[1, 1, at : at + 2] = torch.tensor([float("inf")], dtype=torch.float16).view(torch.uint8)
         with pytest.raises(BadTensor, match="finite scales"):
-            read(raw.flatten(1), kind, 2 * LAYOUTS[kind].block, 3, "here")
+            read(raw.flatten(1), kind, 2 * BLOCK_LAYOUTS[kind].block_size, 3, "here")

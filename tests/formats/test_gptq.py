@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from exlm.errors import BadTensor, CheckpointError, MissingTensor, Unsupported
-from exlm.formats import Direct, PackedWeight, Squared, gptq
-from exlm.formats.bits import pack_across
+from exlm.formats import Exl2Scales, PackedWeight, PlainScales, gptq
+from exlm.formats.bits import pack_rows
 from exlm.formats.gptq import GptqConfig
 from tests.formats import oracles
-from tests.formats.lies import Lie, drop, put, swap
+from tests.formats.corrupt_tensors import Corruption, drop_tensor, replace_number, replace_tensor
 from tests.formats.oracles import Tensors
 
 OURS = ("tiny-lm-gptq-g128-act", "tiny-lm-gptq-g128-sym")
@@ -75,7 +75,7 @@ def test_every_matrix_of_real_files(fixtures_dir: Path, name: str) -> None:
         )
         assert torch.equal(weight.dequantize()[:, columns], wanted)
         assert isinstance(weight.segments[0].zero, int) == config.sym
-        assert oracles.same(gptq.write(weight, v2=name.endswith("v2")), tensors)
+        assert oracles.same_tensors(gptq.write(weight, v2=name.endswith("v2")), tensors)
         count += 1
     assert count == (28 if name in OURS else 14)
 
@@ -120,8 +120,8 @@ def test_read_is_the_slow_decoder_and_write_its_inverse(
     outputs = range(weight.out_features)
     wanted = oracles.gptq(tensors, width, shift=not v2, group_of=owners.__getitem__, columns=outputs)
     assert torch.equal(weight.dequantize(), wanted)
-    assert (weight.order is None) == (owners == sorted(owners))
-    assert oracles.same(gptq.write(weight, v2=v2), tensors)
+    assert (weight.perm is None) == (owners == sorted(owners))
+    assert oracles.same_tensors(gptq.write(weight, v2=v2), tensors)
     other = gptq.read(tensors, len(owners), len(outputs), None, WHERE, replace(config, bits=None))
     assert torch.equal(other.dequantize(), wanted)
 
@@ -151,9 +151,9 @@ def test_the_group_size_nobody_told(inputs: int, groups: int, size: int) -> None
 
 def test_one_group_for_all() -> None:
     tensors = oracles.gptq_tensors(64, 8, 4, [0] * 64, 1)
-    assert read(tensors, GptqConfig(4, -1)).segments[0].sizes == (64,)
+    assert read(tensors, GptqConfig(4, -1)).segments[0].group_sizes == (64,)
     del tensors["g_idx"]
-    assert read(tensors, GptqConfig(4, -1)).segments[0].sizes == (64,)
+    assert read(tensors, GptqConfig(4, -1)).segments[0].group_sizes == (64,)
 
 
 def test_an_empty_group_is_forgotten() -> None:
@@ -161,7 +161,7 @@ def test_an_empty_group_is_forgotten() -> None:
     tensors = oracles.gptq_tensors(64, 8, 4, owners, 8)
     weight = read(tensors, GptqConfig(4))
     wanted = oracles.gptq(tensors, 4, shift=1, group_of=owners.__getitem__, columns=range(8))
-    assert weight.segments[0].sizes == (16,) * 4
+    assert weight.segments[0].group_sizes == (16,) * 4
     assert torch.equal(weight.dequantize(), wanted)
     assert torch.equal(read(gptq.write(weight), GptqConfig(4)).dequantize(), wanted)
 
@@ -185,9 +185,9 @@ def test_zeros_that_gptqmodel_took_less_one_by_whole_words(width: int, ones: int
     tensors = oracles.gptq_tensors(64, 32, width, [k // 16 for k in range(64)], 4)
     zeros = torch.randint(0, 1 << width, (4, 32))
     zeros[:, ::5] = 0
-    tensors["qzeros"] = pack_across(zeros, width)
+    tensors["qzeros"] = pack_rows(zeros, width)
     wanted = read(tensors, GptqConfig(width, sym=False, checkpoint_format="gptq_v2")).dequantize()
-    less = pack_across((zeros - 1) % (1 << width), width) if ones is None else tensors["qzeros"] - ones
+    less = pack_rows((zeros - 1) % (1 << width), width) if ones is None else tensors["qzeros"] - ones
     raw = {"bits": width, "sym": False, "format": "gptq", "meta": {"quantizer": ["gptqmodel:2.2.0"]}}
     config = GptqConfig.from_json(raw, "config.json")
     assert torch.equal(read({**tensors, "qzeros": less}, config).dequantize(), wanted)
@@ -228,46 +228,48 @@ def test_codes_are_not_copied_without_act_order() -> None:
     assert read(tensors, GptqConfig(4)).segments[0].codes.data_ptr() == tensors["qweight"].data_ptr()
 
 
-LIES: dict[str, Lie] = {
-    **{f"no {name}": drop(name) for name in ("qweight", "qzeros", "scales")},
-    "codes turned round": swap("qweight", lambda t: t.T),
-    "codes of 64 bits": swap("qweight", lambda t: t.long()),
-    "codes as floats": swap("qweight", lambda t: t.float()),
-    "codes as bytes": swap("qweight", lambda t: t.view(torch.uint8)),
-    "codes in one line": swap("qweight", lambda t: t.flatten()),
-    "a row too many": swap("qweight", lambda t: torch.cat([t, t[:1]])),
-    "a row too few": swap("qweight", lambda t: t[1:]),
-    "codes of another width": swap("qweight", lambda t: torch.cat([t, t])),
-    "no rows": swap("qweight", lambda t: t[:0]),
-    "a column too many": swap("qweight", lambda t: torch.cat([t, t[:, :1]], 1)),
-    "zeros turned round": swap("qzeros", lambda t: t.T),
-    "zeros as floats": swap("qzeros", lambda t: t.float()),
-    "zeros of a group too few": swap("qzeros", lambda t: t[1:]),
-    "zeros of another width": swap("qzeros", lambda t: torch.cat([t, t], 1)),
-    "no zeros": swap("qzeros", lambda t: t[:, :0]),
-    "scales turned round": swap("scales", lambda t: t.T),
-    "scales as whole numbers": swap("scales", lambda t: t.int()),
-    "scales of 64 bits": swap("scales", lambda t: t.double()),
-    "scales for a group too few": swap("scales", lambda t: t[1:]),
-    "scales for a column too few": swap("scales", lambda t: t[:, 1:]),
-    "scales for no group": swap("scales", lambda t: t[:0]),
-    "a scale that is no number": put("scales", lambda r: r.randrange(160), lambda r: float("nan")),
-    "an infinite scale": put("scales", lambda r: r.randrange(160), lambda r: float("inf")),
-    "groups as floats": swap("g_idx", lambda t: t.float()),
-    "groups as bytes": swap("g_idx", lambda t: t.to(torch.uint8)),
-    "a group for a row too many": swap("g_idx", lambda t: torch.cat([t, t[:1]])),
-    "a group for a row too few": swap("g_idx", lambda t: t[1:]),
-    "groups in a column": swap("g_idx", lambda t: t[:, None]),
-    "a group that is not there": put(
+LIES: dict[str, Corruption] = {
+    **{f"no {name}": drop_tensor(name) for name in ("qweight", "qzeros", "scales")},
+    "codes turned round": replace_tensor("qweight", lambda t: t.T),
+    "codes of 64 bits": replace_tensor("qweight", lambda t: t.long()),
+    "codes as floats": replace_tensor("qweight", lambda t: t.float()),
+    "codes as bytes": replace_tensor("qweight", lambda t: t.view(torch.uint8)),
+    "codes in one line": replace_tensor("qweight", lambda t: t.flatten()),
+    "a row too many": replace_tensor("qweight", lambda t: torch.cat([t, t[:1]])),
+    "a row too few": replace_tensor("qweight", lambda t: t[1:]),
+    "codes of another width": replace_tensor("qweight", lambda t: torch.cat([t, t])),
+    "no rows": replace_tensor("qweight", lambda t: t[:0]),
+    "a column too many": replace_tensor("qweight", lambda t: torch.cat([t, t[:, :1]], 1)),
+    "zeros turned round": replace_tensor("qzeros", lambda t: t.T),
+    "zeros as floats": replace_tensor("qzeros", lambda t: t.float()),
+    "zeros of a group too few": replace_tensor("qzeros", lambda t: t[1:]),
+    "zeros of another width": replace_tensor("qzeros", lambda t: torch.cat([t, t], 1)),
+    "no zeros": replace_tensor("qzeros", lambda t: t[:, :0]),
+    "scales turned round": replace_tensor("scales", lambda t: t.T),
+    "scales as whole numbers": replace_tensor("scales", lambda t: t.int()),
+    "scales of 64 bits": replace_tensor("scales", lambda t: t.double()),
+    "scales for a group too few": replace_tensor("scales", lambda t: t[1:]),
+    "scales for a column too few": replace_tensor("scales", lambda t: t[:, 1:]),
+    "scales for no group": replace_tensor("scales", lambda t: t[:0]),
+    "a scale that is no number": replace_number("scales", lambda r: r.randrange(160), lambda r: float("nan")),
+    "an infinite scale": replace_number("scales", lambda r: r.randrange(160), lambda r: float("inf")),
+    "groups as floats": replace_tensor("g_idx", lambda t: t.float()),
+    "groups as bytes": replace_tensor("g_idx", lambda t: t.to(torch.uint8)),
+    "a group for a row too many": replace_tensor("g_idx", lambda t: torch.cat([t, t[:1]])),
+    "a group for a row too few": replace_tensor("g_idx", lambda t: t[1:]),
+    "groups in a column": replace_tensor("g_idx", lambda t: t[:, None]),
+    "a group that is not there": replace_number(
         "g_idx", lambda r: r.randrange(160), lambda r: r.choice([5, 6, 2**31 - 1])
     ),
-    "a negative group": put("g_idx", lambda r: r.randrange(160), lambda r: r.choice([-1, -5, -(2**31)])),
+    "a negative group": replace_number(
+        "g_idx", lambda r: r.randrange(160), lambda r: r.choice([-1, -5, -(2**31)])
+    ),
 }
 
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
 @pytest.mark.parametrize("seed", range(5))
-def test_lies_are_refused(lie: Lie, seed: int) -> None:
+def test_lies_are_refused(lie: Corruption, seed: int) -> None:
     torch.manual_seed(seed)
     owners = torch.randperm(160) // 32 if seed % 2 else torch.arange(160) // 32
     tensors = oracles.gptq_tensors(160, 32, 4, owners.tolist(), 5)
@@ -339,17 +341,17 @@ def two_runs() -> PackedWeight:
 @pytest.mark.parametrize(
     ("weight", "reason"),
     [
-        (lambda: spoiled(minimum=Direct(torch.ones(1, 32))), "minimums"),
+        (lambda: spoiled(minimum=PlainScales(torch.ones(1, 32))), "minimums"),
         (lambda: spoiled(codebook=torch.ones(16)), "codebooks"),
         (lambda: spoiled(zero=0), "zero points from 0 to 0 with 4 bits as gptq"),
         (lambda: spoiled(zero=17), "zero points from 17 to 17"),
         (lambda: spoiled(zero=torch.arange(32, dtype=torch.uint8)[None]), "zero points from 0 to 31"),
-        (lambda: spoiled(scales=Direct(torch.ones(1, 32))), "Direct scales; it has plain float16"),
-        (lambda: spoiled(scales=Squared(torch.zeros(1, 32), torch.ones(1))), "Squared scales"),
+        (lambda: spoiled(scales=PlainScales(torch.ones(1, 32))), "Direct scales; it has plain float16"),
+        (lambda: spoiled(scales=Exl2Scales(torch.zeros(1, 32), torch.ones(1))), "Exl2Scales scales"),
         (lambda: spoiled(bits=5, codes=oracles.random_words(10, 32)), "5-bit codes"),
         (lambda: replace(spoiled(), dtype=torch.float32), "float32"),
         (two_runs, "2 runs"),
-        (lambda: spoiled().columns(torch.arange(31)), "31 outputs"),
+        (lambda: spoiled().take_columns(torch.arange(31)), "31 outputs"),
         (lambda: spoiled().split(0, [(0, 33)])[0], "33 inputs"),
     ],
 )

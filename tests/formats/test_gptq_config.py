@@ -61,7 +61,7 @@ def test_what_it_means(raw: dict[str, Any], config: GptqConfig) -> None:
 )
 def test_whose_zero_points_borrow(changes: dict[str, Any], borrows: bool) -> None:
     raw = {"bits": 4, "sym": False, "meta": {"quantizer": ["gptqmodel:1.9.0"]}, **changes}
-    assert GptqConfig.from_json(raw, "config.json").borrows == borrows
+    assert GptqConfig.from_json(raw, "config.json").zeros_decremented_per_word == borrows
 
 
 @pytest.mark.parametrize(

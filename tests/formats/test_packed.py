@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from exlm.errors import InputError
-from exlm.formats import Direct, Nested, PackedWeight, Scales, Segment, Squared
+from exlm.formats import Exl2Scales, KQuantScales, PackedWeight, PlainScales, Scales, Segment
 from exlm.formats.bits import pack, unpack
-from tests.formats.oracles import half, random_scales
+from tests.formats.oracles import random_scales, round_to_float16
 
 
 def random_table(kind: str, groups: int, columns: int) -> Scales:
     """A table of factors in one of the three ways."""
     if kind == "squared":
-        return Squared(torch.randint(0, 16, (groups, columns), dtype=torch.uint8), random_scales(groups))
+        return Exl2Scales(torch.randint(0, 16, (groups, columns), dtype=torch.uint8), random_scales(groups))
     if kind == "nested":
         parents = torch.randint(0, 2, (groups,)).sort().values
         codes = torch.randint(-32, 32, (groups, columns), dtype=torch.int8)
-        return Nested(codes, random_scales(2, columns), parents)
-    return Direct(random_scales(groups, columns))
+        return KQuantScales(codes, random_scales(2, columns), parents)
+    return PlainScales(random_scales(groups, columns))
 
 
 @st.composite
@@ -40,7 +40,7 @@ def segments(draw: st.DrawFn, columns: int) -> Segment:
     kinds = st.sampled_from(["squared", "nested", "direct"])
     return Segment(
         bits=bits,
-        sizes=sizes,
+        group_sizes=sizes,
         codes=pack(torch.randint(0, 1 << bits, (sum(sizes), columns)), bits),
         scales=random_table(draw(kinds), groups, columns),
         zero=zero,
@@ -55,28 +55,28 @@ def weights(draw: st.DrawFn) -> PackedWeight:
     torch.manual_seed(draw(st.integers(0, 2**32)))
     columns = draw(st.integers(1, 9))
     parts = tuple(draw(st.lists(segments(columns), min_size=1, max_size=3)))
-    rows = sum(part.rows for part in parts)
+    rows = sum(part.in_features for part in parts)
     return PackedWeight(
-        form="made up",
+        format_name="made up",
         in_features=rows,
         out_features=columns,
         segments=parts,
         dtype=draw(st.sampled_from([torch.float16, torch.float32])),
-        order=torch.randperm(rows).to(torch.int32) if draw(st.booleans()) else None,
+        perm=torch.randperm(rows).to(torch.int32) if draw(st.booleans()) else None,
         bias=torch.randn(columns) if draw(st.booleans()) else None,
     )
 
 
 def slowly(weight: PackedWeight) -> Tensor:
     """The formula at the head of packed.py, one number at a time in float32."""
-    order = range(weight.in_features) if weight.order is None else weight.order.tolist()
+    order = range(weight.in_features) if weight.perm is None else weight.perm.tolist()
     out = torch.zeros(weight.in_features, weight.out_features, dtype=weight.dtype)
     stored = 0
     for part in weight.segments:
-        codes = unpack(part.codes, part.bits, part.rows)
+        codes = unpack(part.codes, part.bits, part.in_features)
         scales, row = part.scales.expand().float(), 0
         minimum = None if part.minimum is None else part.minimum.expand().float()
-        for g, size in enumerate(part.sizes):
+        for g, size in enumerate(part.group_sizes):
             for _ in range(size):
                 for n in range(weight.out_features):
                     code = codes[row, n]
@@ -99,7 +99,7 @@ def test_dequantize_is_the_formula(weight: PackedWeight) -> None:
 def test_columns_are_columns(weight: PackedWeight, data: st.DataObject) -> None:
     picks = st.lists(st.integers(0, weight.out_features - 1), min_size=1, max_size=12)
     index = torch.tensor(data.draw(picks))
-    piece = weight.columns(index)
+    piece = weight.take_columns(index)
     assert torch.equal(piece.dequantize(), weight.dequantize()[:, index])
     assert (piece.bias is None) == (weight.bias is None)
     if weight.bias is not None and piece.bias is not None:
@@ -133,15 +133,20 @@ def test_a_moved_weight_is_the_same(weight: PackedWeight) -> None:
 
 @given(codes=st.lists(st.integers(0, 15), min_size=1, max_size=20), largest=st.floats(0, 65504, width=16))
 def test_squared_scales_round_twice(codes: list[int], largest: float) -> None:
-    table = Squared(torch.tensor([codes], dtype=torch.uint8), torch.tensor([largest], dtype=torch.float16))
-    assert table.expand()[0].tolist() == [half((code + 1) ** 2 * half(largest / 256)) for code in codes]
+    table = Exl2Scales(torch.tensor([codes], dtype=torch.uint8), torch.tensor([largest], dtype=torch.float16))
+    assert table.expand()[0].tolist() == [
+        round_to_float16((code + 1) ** 2 * round_to_float16(largest / 256)) for code in codes
+    ]
 
 
 def plain_segment(sizes: tuple[int, ...] = (8, 8), bits: int = 4) -> Segment:
     """A valid segment of three columns to spoil."""
     rows = sum(sizes)
     return Segment(
-        bits, sizes, pack(torch.zeros(rows, 3, dtype=torch.uint8), bits), Direct(torch.ones(len(sizes), 3))
+        bits,
+        sizes,
+        pack(torch.zeros(rows, 3, dtype=torch.uint8), bits),
+        PlainScales(torch.ones(len(sizes), 3)),
     )
 
 
@@ -161,7 +166,7 @@ def test_bits_for_each_weight() -> None:
         {"sizes": (16, 0)},
         {"sizes": (8, 9)},
         {"sizes": (16,)},
-        {"scales": Direct(torch.ones(3, 3))},
+        {"scales": PlainScales(torch.ones(3, 3))},
     ],
 )
 def test_a_segment_refuses_parts_that_do_not_fit(change: dict[str, object]) -> None:

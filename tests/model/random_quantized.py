@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from exlm.formats import Direct, PackedWeight, Segment, Squared
+from exlm.formats import Exl2Scales, PackedWeight, PlainScales, Segment
 from exlm.formats.bits import pack
 
 
@@ -17,7 +17,7 @@ def random_gptq(inputs: int, outputs: int, group: int = 32) -> PackedWeight:
     codes = torch.randint(0, 16, (inputs, outputs))
     scales = (torch.rand(inputs // group, outputs) * 0.02 + 0.005).half()
     zeros = torch.randint(1, 16, scales.shape, dtype=torch.uint8)
-    segment = Segment(4, (group,) * (inputs // group), pack(codes, 4), Direct(scales), zeros)
+    segment = Segment(4, (group,) * (inputs // group), pack(codes, 4), PlainScales(scales), zeros)
     return PackedWeight("gptq", inputs, outputs, (segment,), torch.float16)
 
 
@@ -26,7 +26,9 @@ def random_exl2(inputs: int, outputs: int) -> PackedWeight:
     half = inputs // 2
     segments = []
     for bits in (5, 3):
-        scales = Squared(torch.randint(0, 16, (1, outputs), dtype=torch.uint8), torch.tensor([0.03]).half())
+        scales = Exl2Scales(
+            torch.randint(0, 16, (1, outputs), dtype=torch.uint8), torch.tensor([0.03]).half()
+        )
         codes = pack(torch.randint(0, 1 << bits, (half, outputs)), bits)
         segments.append(Segment(bits, (half,), codes, scales, zero=1 << (bits - 1)))
     order = torch.randperm(inputs).int()

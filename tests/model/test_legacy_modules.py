@@ -64,8 +64,8 @@ def test_whether_a_model_is_quantised(fixtures_dir: Path, name: str, quantised: 
 
 
 def test_a_loaded_model_knows_it_without_its_files(tmp_path: Path) -> None:
-    gguf_models.make(tmp_path / "floats.gguf", "llama")
-    gguf_models.make(tmp_path / "codes.gguf", "llama", kind="Q8_0")
+    gguf_models.write_model(tmp_path / "floats.gguf", "llama")
+    gguf_models.write_model(tmp_path / "codes.gguf", "llama", kind="Q8_0")
     models = [Model(Config(tmp_path / f"{name}.gguf")) for name in ("floats", "codes")]
     for model in models:
         model.load()

@@ -78,7 +78,7 @@ def test_a_tokenizer_is_read_or_does_not_fit(folder: Path) -> None:
 
 def test_a_file_larger_than_the_address_space_is_named_with_its_size(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    gguf_models.make(path, "llama", kind="Q4_0")
+    gguf_models.write_model(path, "llama", kind="Q4_0")
     with path.open("r+b") as file:
         file.truncate(2 << 30)
     found = outcomes("model", path, (256, 4096))

@@ -35,7 +35,7 @@ def make_gptq(folder: Path) -> Path:
 
 def make_gguf(folder: Path) -> Path:
     folder.mkdir()
-    gguf_models.make(folder / "model.gguf", "llama", kind="Q4_0")
+    gguf_models.write_model(folder / "model.gguf", "llama", kind="Q4_0")
     return folder / "model.gguf"
 
 

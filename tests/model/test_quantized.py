@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from exlm import Cache, Config, Model
-from exlm.formats import Direct, PackedWeight, exl2, gptq
+from exlm.formats import PackedWeight, PlainScales, exl2, gptq
 from tests import tiny
 from tests.checkpoint import gguf_bytes, gguf_models
 from tests.model.random_quantized import random_exl2, random_gptq, replace_matrices
@@ -145,7 +145,7 @@ def test_awq(tmp_path: Path) -> None:
 
         segment = weight.segments[0]
         assert isinstance(segment.zero, Tensor)
-        assert isinstance(segment.scales, Direct)
+        assert isinstance(segment.scales, PlainScales)
 
         def words(codes: Tensor) -> Tensor:
             order = [0, 2, 4, 6, 1, 3, 5, 7]
@@ -213,7 +213,7 @@ def large_gguf(path: Path) -> Path:
     sizes |= {"attention.head_count": 8, "attention.head_count_kv": 2, "rope.dimension_count": 128}
     values = {f"llama.{key}": value for key, value in (gguf_models.COMMON | sizes).items()}
     values["tokenizer.ggml.tokens"] = [str(n) for n in range(32768)]
-    return gguf_bytes.write(path, "llama", arrays, values, kinds)
+    return gguf_bytes.write_gguf(path, "llama", arrays, values, kinds)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

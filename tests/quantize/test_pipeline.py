@@ -28,7 +28,7 @@ from exlm import (
     quantize_model,
     validate_exl2,
 )
-from exlm.checkpoint import TensorFiles
+from exlm.checkpoint import SafetensorsFolder
 from exlm.config import read_json
 from exlm.quantize import output, quantize
 from exlm.quantize.job import Job, place_of
@@ -125,7 +125,7 @@ def test_a_size_and_a_divergence_are_targets_too(
 ) -> None:
     made = {"calibration": text, "measurement": measured, **FEW}
     quantize_model(source, tmp_path / "a", size="100kB", **made)
-    assert 98_000 < TensorFiles(tmp_path / "a").total_bytes <= 100_000
+    assert 98_000 < SafetensorsFolder(tmp_path / "a").total_bytes <= 100_000
     quantize_model(source, tmp_path / "b", max_kld=0.01, **made)
     quantize_model(source, tmp_path / "c", max_kld=0.0001, **made)
     loose, tight = (evaluate_model(tmp_path / name, ids=torch.arange(3, 67)[None]).bits for name in "bc")

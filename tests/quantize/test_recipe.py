@@ -10,7 +10,7 @@ import pytest
 
 from exlm.config import Config
 from exlm.errors import InputError
-from exlm.formats.exl2 import WIDTHS
+from exlm.formats.exl2 import BIT_WIDTHS
 from exlm.quantize.measurement import Measurement, Profile, quantised, recipes
 from exlm.quantize.recipe import HEAD, Group, Recipe, recipe
 from exlm.spec.weight_roles import Matrix
@@ -117,7 +117,7 @@ def test_an_accuracy_that_is_no_number_is_refused(fixtures_dir: Path, tmp_path: 
 
 
 def test_group_sizes_are_worth_something_else_at_each_width() -> None:
-    harms = {width: (1.0, 10.0, 100.0, 1000.0) for width in WIDTHS}
+    harms = {width: (1.0, 10.0, 100.0, 1000.0) for width in BIT_WIDTHS}
     found = Profile(harms, {2: {32: 0.5, 64: 1.0, 128: 2.0}, 4: {32: 0.9, 64: 1.0, 128: 1.1}})
     assert found.harm(Group(2, 32), 1) == 5
     assert found.harm(Group(2, 128), 0) == 2222
@@ -128,6 +128,6 @@ def test_group_sizes_are_worth_something_else_at_each_width() -> None:
 
 
 def test_files_that_tell_of_group_sizes_once_for_all_widths_are_read() -> None:
-    harms = {str(width): [1.0, 2.0] for width in WIDTHS}
+    harms = {str(width): [1.0, 2.0] for width in BIT_WIDTHS}
     old = Profile.from_json({"harms": harms, "sizes": {"32": 0.7, "64": 1.0, "128": 1.5}})
-    assert [old.harm(Group(width, 32), 1) for width in WIDTHS] == [1.4] * len(WIDTHS)
+    assert [old.harm(Group(width, 32), 1) for width in BIT_WIDTHS] == [1.4] * len(BIT_WIDTHS)

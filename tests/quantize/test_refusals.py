@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from exlm import CheckpointError, Config, ConfigError, InputError, Model, Unsupported, quantize_model
-from exlm.checkpoint import TensorFiles
+from exlm.checkpoint import SafetensorsFolder
 from exlm.cli.__main__ import app
 from exlm.config import read_json
 from exlm.quantize import quantize
@@ -45,7 +45,7 @@ def test_what_is_too_small_is_refused_before_any_work(source: Path, tmp_path: Pa
     with pytest.raises(InputError, match="cannot be reached"):
         quantize_model(source, tmp_path / "out", size=least - 1, **FEW)
     quantize_model(source, tmp_path / "out", size=least, **FEW)
-    stored = TensorFiles(tmp_path / "out").total_bytes
+    stored = SafetensorsFolder(tmp_path / "out").total_bytes
     assert least - 8 < stored <= least
 
 

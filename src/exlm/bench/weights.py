@@ -13,10 +13,19 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..formats import DenseWeight, Direct, Nested, PackedWeight, Scales, Segment, Squared, Weight
-from ..formats.bits import words_for
-from ..formats.exl2 import WIDTHS
-from ..formats.gguf_blocks import LAYOUTS
+from ..formats import (
+    DenseWeight,
+    Exl2Scales,
+    KQuantScales,
+    PackedWeight,
+    PlainScales,
+    Scales,
+    Segment,
+    Weight,
+)
+from ..formats.bits import num_words
+from ..formats.exl2 import BIT_WIDTHS
+from ..formats.gguf_types import BLOCK_LAYOUTS
 from .shapes import FORMS
 
 GROUP = 128
@@ -76,12 +85,12 @@ class Exl2:
             return [(self.head_bits, groups(inputs, GROUP))]
         total = self.bits * inputs * outputs
         base = max(
-            (w for w in WIDTHS if self._bits([(w, groups(inputs, GROUP))], outputs) <= total), default=0
+            (w for w in BIT_WIDTHS if self._bits([(w, groups(inputs, GROUP))], outputs) <= total), default=0
         )
         if not base:
             raise InputError(f"{self.bits} bits are too few for EXL2: it needs at least 2.1 with its scales.")
         gap = total - self._bits([(base, groups(inputs, GROUP))], outputs)
-        wider = [w for w in WIDTHS if w > base][:2]
+        wider = [w for w in BIT_WIDTHS if w > base][:2]
         found: list[tuple[int, tuple[int, ...]]] = []
         rest = inputs
         for width in reversed(wider):
@@ -98,11 +107,11 @@ class Exl2:
         parts = []
         for bits, sizes in self.segments(inputs, outputs, head):
             largest = deviation * unit(bits) / _SQUARED_MEAN
-            scales = Squared(
+            scales = Exl2Scales(
                 random.whole(len(sizes), outputs, 0, 16, torch.uint8),
                 torch.full((len(sizes),), largest, device=random.device).half(),
             )
-            codes = random.words(words_for(sum(sizes), bits), outputs)
+            codes = random.words(num_words(sum(sizes), bits), outputs)
             parts.append(Segment(bits, sizes, codes, scales, zero=1 << (bits - 1)))
         return PackedWeight("exl2", inputs, outputs, tuple(parts), torch.float16, random.order(inputs))
 
@@ -130,8 +139,8 @@ class Gptq:
         sizes, centre = groups(inputs, GROUP), 1 << (self.bits - 1)
         scales = torch.full((len(sizes), outputs), deviation * unit(self.bits), device=random.device).half()
         zeros = random.whole(len(sizes), outputs, centre - 1, centre + 2, torch.uint8)
-        codes = random.words(words_for(inputs, self.bits), outputs)
-        segment = Segment(self.bits, sizes, codes, Direct(scales), zeros)
+        codes = random.words(num_words(inputs, self.bits), outputs)
+        segment = Segment(self.bits, sizes, codes, PlainScales(scales), zeros)
         return PackedWeight("gptq", inputs, outputs, (segment,), torch.float16)
 
     def nbytes(self, inputs: int, outputs: int, head: bool) -> int:
@@ -159,16 +168,16 @@ class Gguf:
     def weight(self, inputs: int, outputs: int, random: Random, head: bool, deviation: float) -> Weight:
         """Codes and factors random, minimums so that the mean is near zero."""
         name = self.name(inputs, head)
-        layout = LAYOUTS[name]
+        layout = BLOCK_LAYOUTS[name]
         step = deviation * unit(layout.bits)
-        sizes = (layout.group,) * (inputs // layout.group)
+        sizes = (layout.group_size,) * (inputs // layout.group_size)
         minimum = None
         if not layout.zero:
             minimum = self._scales(inputs, outputs, name, step * ((1 << layout.bits) - 1) / 2, random)
         segment = Segment(
             layout.bits,
             sizes,
-            random.words(words_for(inputs, layout.bits), outputs),
+            random.words(num_words(inputs, layout.bits), outputs),
             self._scales(inputs, outputs, name, step, random),
             layout.zero,
             minimum,
@@ -177,20 +186,22 @@ class Gguf:
 
     def nbytes(self, inputs: int, outputs: int, head: bool) -> int:
         """Whole blocks."""
-        layout = LAYOUTS[self.name(inputs, head)]
-        return inputs // layout.block * layout.size * outputs
+        layout = BLOCK_LAYOUTS[self.name(inputs, head)]
+        return inputs // layout.block_size * layout.block_bytes * outputs
 
     @staticmethod
     def _scales(inputs: int, outputs: int, name: str, value: float, random: Random) -> Scales:
-        layout = LAYOUTS[name]
-        inside = layout.block // layout.group
+        layout = BLOCK_LAYOUTS[name]
+        inside = layout.block_size // layout.group_size
         if inside == 1:
-            return Direct(torch.full((inputs // layout.block, outputs), value, device=random.device).half())
+            return PlainScales(
+                torch.full((inputs // layout.block_size, outputs), value, device=random.device).half()
+            )
         dtype = torch.int8 if layout.zero else torch.uint8
-        parents = torch.arange(inputs // layout.block, dtype=torch.int32, device=random.device)
-        return Nested(
-            random.whole(inputs // layout.group, outputs, 32, 64, dtype),
-            torch.full((inputs // layout.block, outputs), value / 48, device=random.device).half(),
+        parents = torch.arange(inputs // layout.block_size, dtype=torch.int32, device=random.device)
+        return KQuantScales(
+            random.whole(inputs // layout.group_size, outputs, 32, 64, dtype),
+            torch.full((inputs // layout.block_size, outputs), value / 48, device=random.device).half(),
             parents.repeat_interleave(inside),
         )
 

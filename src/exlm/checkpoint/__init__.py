@@ -3,21 +3,21 @@
 What a stored matrix means is the business of `formats`, and where it goes that of `model`.
 """
 
-from .files import TensorFiles
-from .folder import TensorInfo
 from .gguf_file import GgufFile
 from .gguf_reader import GgufCheckpoint
-from .reader import Checkpoint
-from .source import Source, open_source
+from .reader import SafetensorsCheckpoint
+from .safetensors_folder import SafetensorsFolder
+from .safetensors_index import TensorInfo
+from .source import WeightSource, open_source
 from .writer import save
 
 __all__ = [
-    "Checkpoint",
     "GgufCheckpoint",
     "GgufFile",
-    "Source",
-    "TensorFiles",
+    "SafetensorsCheckpoint",
+    "SafetensorsFolder",
     "TensorInfo",
+    "WeightSource",
     "open_source",
     "save",
 ]

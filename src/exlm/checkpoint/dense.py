@@ -12,52 +12,52 @@ import torch
 from ..errors import BadTensor
 from ..formats import DenseWeight
 from ..spec.tensor_names import RowRange
-from .convert import Misfits, copy_columns, copy_rows
-from .folder import TensorInfo, flat
-from .header import DTYPES
-from .lookup import Lookup, Wanted, height, key_at
+from .cast_copy import CastErrors, copy_rows, copy_transposed
+from .safetensors_header import DTYPES
+from .safetensors_index import TensorInfo, flatten_experts
+from .tensor_index import TensorIndex, WeightRequest, key_at, num_rows
 
 
-def read_dense(lookup: Lookup, wanted: Wanted) -> DenseWeight:
+def read_dense(lookup: TensorIndex, wanted: WeightRequest) -> DenseWeight:
     """A matrix of plain floats: a whole tensor or some of its rows, turned round if stored the other way."""
-    place, n, k = wanted.place, wanted.out_features, wanted.in_features
-    info = lookup.ask_floats(key_at(place, "weight"))
-    info = flat(info) if place.expert_rows else info
-    outputs = lookup.outputs(wanted.role, place, n)
+    place, n, k = wanted.location, wanted.out_features, wanted.in_features
+    info = lookup.use_floats(key_at(place, "weight"))
+    info = flatten_experts(info) if place.expert_rows else info
+    outputs = lookup.stored_outputs(wanted.role, place, n)
     rows, columns = (k, outputs) if place.transposed else (outputs, k)
     spans = place.rows or ((0, n),)
     slab = place.expert_rows or (0, rows)
     # How many experts are stacked is not for one of them to know, only that it is among them.
     stored = max((slab[1], *info.shape[:1])) if place.expert_rows else rows
-    if info.shape != (stored, columns) or height(spans) != n or height([slab]) != rows:
-        cut = f" ({height(spans)} of {outputs} outputs)" if place.rows else ""
-        raise lookup.misshapen(info, wanted.role, f"{[stored, columns]}{cut}")
+    if info.shape != (stored, columns) or num_rows(spans) != n or num_rows([slab]) != rows:
+        cut = f" ({num_rows(spans)} of {outputs} outputs)" if place.rows else ""
+        raise lookup.wrong_shape(info, wanted.role, f"{[stored, columns]}{cut}")
     dtype = wanted.dtype or DTYPES[info.dtype]
     if place.transposed:
         data = torch.empty((n, k), dtype=dtype, device=wanted.device)
-        _report(info, data, copy_columns(lookup.files, info, slab, spans, data))
+        _report(info, data, copy_transposed(lookup.files, info, slab, spans, data))
     else:
         spans = tuple((slab[0] + start, slab[0] + stop) for start, stop in spans)
         data = copy(lookup, info, spans, (n, k), dtype, wanted.device)
     return DenseWeight(data, read_bias(lookup, wanted))
 
 
-def read_bias(lookup: Lookup, wanted: Wanted) -> torch.Tensor | None:
+def read_bias(lookup: TensorIndex, wanted: WeightRequest) -> torch.Tensor | None:
     """The bias of a matrix, there if the architecture has one; one of zeros may be there in any case."""
-    place, n = wanted.place, wanted.out_features
+    place, n = wanted.location, wanted.out_features
     beside = f"{place.key}.bias"
     key = next((one for one in (beside, *wanted.own_bias) if one in lookup), None)
     if key is None:
         if wanted.bias:
             raise lookup.missing(f"the bias of {wanted.role}", (beside, *wanted.own_bias))
         return None
-    info = lookup.ask_floats(key)
+    info = lookup.use_floats(key)
     spans: tuple[RowRange, ...] = ((0, n),)
     length = n
     if place.rows and key == beside:
-        spans, length = place.rows, lookup.outputs(wanted.role, place, n)
-    if info.shape != (length,) or height(spans) != n:
-        raise lookup.misshapen(info, f"the bias of {wanted.role}", str([length]))
+        spans, length = place.rows, lookup.stored_outputs(wanted.role, place, n)
+    if info.shape != (length,) or num_rows(spans) != n:
+        raise lookup.wrong_shape(info, f"the bias of {wanted.role}", str([length]))
     if wanted.bias:
         return copy(lookup, info, spans, (n,), wanted.dtype or DTYPES[info.dtype], wanted.device)
     stored = copy(lookup, info, spans, (n,), DTYPES[info.dtype], torch.device("cpu"))
@@ -70,7 +70,7 @@ def read_bias(lookup: Lookup, wanted: Wanted) -> torch.Tensor | None:
 
 
 def copy(
-    lookup: Lookup,
+    lookup: TensorIndex,
     info: TensorInfo,
     spans: Sequence[RowRange],
     shape: tuple[int, ...],
@@ -83,15 +83,15 @@ def copy(
     target = torch.empty(shape, dtype=dtype, device=device)
     misfits = copy_rows(lookup.files, info, spans, target, check=finite)
     _report(info, target, misfits)
-    if finite and misfits.unbounded:
+    if finite and misfits.non_finite:
         raise BadTensor(
-            f"{info}: expected finite values, found {misfits.unbounded} of {target.numel()} NaN or infinite. "
-            "Download or convert the file again."
+            f"{info}: expected finite values, found {misfits.non_finite} of {target.numel()} NaN or "
+            "infinite. Download or convert the file again."
         )
     return target
 
 
-def _report(info: TensorInfo, copied: torch.Tensor, misfits: Misfits) -> None:
+def _report(info: TensorInfo, copied: torch.Tensor, misfits: CastErrors) -> None:
     if misfits.overflowed:
         dtype = str(copied.dtype).removeprefix("torch.")
         raise BadTensor(

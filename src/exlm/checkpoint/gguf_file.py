@@ -22,18 +22,18 @@ import torch
 
 from ..errors import BadFile, BadTensor, MissingTensor, ModelNotFound
 from ..memory import memory_errors
-from .gguf_header import GgufHeader, TensorEntry, read_gguf_header
-from .header import damaged, regular_size, shown
+from .gguf_header import GgufHeader, GgufTensor, read_gguf_header
+from .safetensors_header import damaged, quoted, regular_size
 
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that belong to a model's description, not to its weights."""
 
-MAX_FACTORS = 4096
+MAX_ROPE_FACTORS = 4096
 
-AROUND = 2**16
+FAULT_AROUND = 2**16
 """Bytes that are in memory together, whichever of them was asked for."""
 
-_known: weakref.WeakValueDictionary[tuple[Path, int, int, int, int], GgufHeader] = (
+_header_cache: weakref.WeakValueDictionary[tuple[Path, int, int, int, int], GgufHeader] = (
     weakref.WeakValueDictionary()
 )
 """Headers that somebody still holds, by their files as those were: a vocabulary takes a while to read."""
@@ -60,13 +60,13 @@ class GgufFile:
         headers = {one: header if one == self.path else self._header(one) for one in shards}
         _check_shards(headers)
         self.metadata: Mapping[str, Any] = MappingProxyType(headers[shards[0]].metadata)
-        tensors: dict[str, TensorEntry] = {}
+        tensors: dict[str, GgufTensor] = {}
         for one in headers.values():
             for name, entry in one.tensors.items():
                 if name in tensors:
                     raise BadFile(f"{tensors[name]} is also in {entry.file}; expected it once.")
                 tensors[name] = entry
-        self.tensors: Mapping[str, TensorEntry] = MappingProxyType(tensors)
+        self.tensors: Mapping[str, GgufTensor] = MappingProxyType(tensors)
         self.paths = tuple(shards)
         self._headers = headers  # who opens the files again meanwhile gets the same
 
@@ -75,21 +75,21 @@ class GgufFile:
         """Bytes of all tensors."""
         return sum(entry.nbytes for entry in self.tensors.values())
 
-    def entry(self, name: str) -> TensorEntry:
+    def entry(self, name: str) -> GgufTensor:
         """What the header says of a tensor."""
         if name not in self.tensors:
-            raise MissingTensor(f"{self.path}: found no tensor {shown(name)} among {len(self.tensors)}.")
+            raise MissingTensor(f"{self.path}: found no tensor {quoted(name)} among {len(self.tensors)}.")
         return self.tensors[name]
 
-    def raw(self, name: str) -> torch.Tensor:
+    def read(self, name: str) -> torch.Tensor:
         """The bytes of a tensor, (rows, bytes), a view of the file.
 
         Copy what is to be kept, then `release` it: a file that is cut short while a view is in use takes the
         process down.
         """
-        return self.rows(name, 0, self.entry(name).rows)
+        return self.read_rows(name, 0, self.entry(name).rows)
 
-    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """The bytes of rows `start` to `stop`; all dimensions but the innermost count as rows."""
         entry = self.entry(name)
         first, width = self._span(entry, start, stop)
@@ -106,7 +106,10 @@ class GgufFile:
         mapped = self._maps.get(entry.file)
         if mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
             # Neighbours too: the system maps some pages around each that is touched. Nobody writes to these.
-            begin, end = entry.offset // AROUND * AROUND, entry.offset + entry.nbytes + AROUND
+            begin, end = (
+                entry.offset // FAULT_AROUND * FAULT_AROUND,
+                entry.offset + entry.nbytes + FAULT_AROUND,
+            )
             mapped.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def close(self) -> None:
@@ -122,15 +125,15 @@ class GgufFile:
             if name not in self.tensors:
                 continue
             entry = self.entry(name)
-            if entry.kind != "F32" or len(entry.shape) != 1 or entry.shape[0] > MAX_FACTORS:
+            if entry.type_name != "F32" or len(entry.shape) != 1 or entry.shape[0] > MAX_ROPE_FACTORS:
                 raise BadTensor(
-                    f"{entry}: expected at most {MAX_FACTORS} numbers of F32, found {entry.kind} "
+                    f"{entry}: expected at most {MAX_ROPE_FACTORS} numbers of F32, found {entry.type_name} "
                     f"{list(entry.shape)}."
                 )
-            found[name] = [float(one) for one in self.raw(name).clone().view(torch.float32)[0]]
+            found[name] = [float(one) for one in self.read(name).clone().view(torch.float32)[0]]
         return found
 
-    def _span(self, entry: TensorEntry, start: int, stop: int) -> tuple[int, int]:
+    def _span(self, entry: GgufTensor, start: int, stop: int) -> tuple[int, int]:
         if not 0 <= start <= stop <= entry.rows:
             raise BadTensor(f"{entry}: expected at least {stop} rows, found {entry.rows}.")
         width = entry.nbytes // entry.rows
@@ -143,9 +146,9 @@ class GgufFile:
         self._sizes[path] = size
         now = path.stat()
         mark = (path, now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns)
-        header = _known.get(mark)
+        header = _header_cache.get(mark)
         if header is None:
-            header = _known[mark] = read_gguf_header(path, self._map(path))
+            header = _header_cache[mark] = read_gguf_header(path, self._map(path))
         return header
 
     def _map(self, path: Path) -> mmap.mmap:

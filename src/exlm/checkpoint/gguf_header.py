@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BadFile
-from ..formats.gguf import KINDS, REMOVED
-from .header import damaged, refuse_pointer, shown
+from ..formats.gguf import GGUF_TYPES, REMOVED_TYPES
+from .safetensors_header import damaged, quoted, refuse_pointer
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -38,11 +38,11 @@ ALIGNMENT = "general.alignment"
 
 
 @dataclass(frozen=True)
-class TensorEntry:
+class GgufTensor:
     """One stored tensor: what the header of its file says of it."""
 
     name: str
-    kind: str  # as GGUF spells it: F32, Q4_K
+    type_name: str  # as GGUF spells it: F32, Q4_K
     shape: tuple[int, ...]  # the innermost size last, as torch has it
     nbytes: int
     file: Path
@@ -54,7 +54,7 @@ class TensorEntry:
         return math.prod(self.shape[:-1])
 
     def __str__(self) -> str:
-        return f"{self.file}: tensor {shown(self.name)}"
+        return f"{self.file}: tensor {quoted(self.name)}"
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class GgufHeader:
     """A checked header: every tensor lies inside the file, and no two share a byte."""
 
     metadata: dict[str, Any]
-    tensors: dict[str, TensorEntry]
+    tensors: dict[str, GgufTensor]
 
 
 def read_gguf_header(path: Path, data: mmap.mmap | bytes) -> GgufHeader:
@@ -72,14 +72,14 @@ def read_gguf_header(path: Path, data: mmap.mmap | bytes) -> GgufHeader:
     cursor.take(8)
     tensor_count = cursor.count("tensors", MAX_TENSORS, 8 + 4 + 8 + 4 + 8)
     metadata = _metadata(cursor)
-    entries: dict[str, TensorEntry] = {}
+    entries: dict[str, GgufTensor] = {}
     for _ in range(tensor_count):
         entry = _entry(cursor)
         if entry.name in entries:
-            raise damaged(path, f"tensor {shown(entry.name)} is there twice")
+            raise damaged(path, f"tensor {quoted(entry.name)} is there twice")
         entries[entry.name] = entry
     start = _aligned(cursor.position, _alignment(path, metadata))
-    return GgufHeader(metadata, _placed(path, entries, start, metadata, len(data)))
+    return GgufHeader(metadata, _with_file_offsets(path, entries, start, metadata, len(data)))
 
 
 class _Cursor:
@@ -190,7 +190,7 @@ def _metadata(cursor: _Cursor) -> dict[str, Any]:
         key = cursor.text(MAX_NAME)
         kind = cursor.number(4)
         if key in metadata:
-            raise damaged(cursor.path, f"the key {shown(key)} is there twice")
+            raise damaged(cursor.path, f"the key {quoted(key)} is there twice")
         if key == ALIGNMENT and kind != 4:
             raise damaged(cursor.path, f"expected {ALIGNMENT} of kind 4, found {kind}")
         metadata[key] = cursor.value(kind)
@@ -208,56 +208,56 @@ def _aligned(position: int, alignment: int) -> int:
     return -(-position // alignment) * alignment
 
 
-def _entry(cursor: _Cursor) -> TensorEntry:
+def _entry(cursor: _Cursor) -> GgufTensor:
     """One tensor; its offset still counts from where the data starts."""
     path = cursor.path
     name = cursor.text(MAX_NAME)
     rank = cursor.number(4)
     if not 1 <= rank <= MAX_RANK:
-        raise damaged(path, f"tensor {shown(name)}: expected 1 to {MAX_RANK} dimensions, found {rank}")
+        raise damaged(path, f"tensor {quoted(name)}: expected 1 to {MAX_RANK} dimensions, found {rank}")
     shape = tuple(reversed(cursor.numbers(10, rank)))
     number = cursor.number(4)
     offset = cursor.number(10)
-    if number in REMOVED:
-        other = "Q4_0" if REMOVED[number].startswith("Q4") else "IQ4_NL"
+    if number in REMOVED_TYPES:
+        other = "Q4_0" if REMOVED_TYPES[number].startswith("Q4") else "IQ4_NL"
         raise BadFile(
-            f"{path}: tensor {shown(name)} is stored as {REMOVED[number]}, which llama.cpp has given up. "
-            f"Take the {other} file of the same model."
+            f"{path}: tensor {quoted(name)} is stored as {REMOVED_TYPES[number]}, which llama.cpp has given "
+            f"up. Take the {other} file of the same model."
         )
-    if number not in KINDS:
+    if number not in GGUF_TYPES:
         raise BadFile(
-            f"{path}: tensor {shown(name)} has the unknown type {number}. The file is damaged, or made by "
+            f"{path}: tensor {quoted(name)} has the unknown type {number}. The file is damaged, or made by "
             "something newer than this version of exlm."
         )
-    kind, block, size = KINDS[number]
+    kind, block, size = GGUF_TYPES[number]
     if min(shape) < 1 or shape[-1] % block:
         raise damaged(
             path,
-            f"tensor {shown(name)}: expected rows of whole {kind} blocks of {block}, found {list(shape)}",
+            f"tensor {quoted(name)}: expected rows of whole {kind} blocks of {block}, found {list(shape)}",
         )
-    return TensorEntry(name, kind, shape, math.prod(shape) // block * size, path, offset)
+    return GgufTensor(name, kind, shape, math.prod(shape) // block * size, path, offset)
 
 
-def _placed(
-    path: Path, entries: dict[str, TensorEntry], start: int, metadata: dict[str, Any], size: int
-) -> dict[str, TensorEntry]:
+def _with_file_offsets(
+    path: Path, entries: dict[str, GgufTensor], start: int, metadata: dict[str, Any], size: int
+) -> dict[str, GgufTensor]:
     """The entries with offsets from the start of the file, if each has its own bytes there."""
     alignment = _alignment(path, metadata)
     last, end = "", 0
     for entry in sorted(entries.values(), key=lambda entry: entry.offset):
         if entry.offset % alignment:
             raise damaged(
-                path, f"tensor {shown(entry.name)}: expected a multiple of {alignment}, found {entry.offset}"
+                path, f"tensor {quoted(entry.name)}: expected a multiple of {alignment}, found {entry.offset}"
             )
         if entry.offset < end:
-            raise damaged(path, f"tensors {shown(last)} and {shown(entry.name)} overlap")
+            raise damaged(path, f"tensors {quoted(last)} and {quoted(entry.name)} overlap")
         last, end = entry.name, entry.offset + entry.nbytes
         if start + end > size:
             raise damaged(
                 path,
-                f"tensor {shown(entry.name)} ends at byte {start + end} of {size}; the file is cut short",
+                f"tensor {quoted(entry.name)} ends at byte {start + end} of {size}; the file is cut short",
             )
     return {
-        name: TensorEntry(name, entry.kind, entry.shape, entry.nbytes, path, start + entry.offset)
+        name: GgufTensor(name, entry.type_name, entry.shape, entry.nbytes, path, start + entry.offset)
         for name, entry in entries.items()
     }

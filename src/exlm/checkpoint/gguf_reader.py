@@ -15,17 +15,17 @@ import torch
 
 from ..errors import BadTensor, MissingTensor, Unsupported
 from ..formats import DenseWeight, PackedWeight, Weight
-from ..formats.gguf import FLOATS, read
+from ..formats.gguf import FLOAT_TYPES, read
 from ..spec.tensor_names import RowRange, TensorLocation
 from .gguf_file import ROPE_FACTORS, GgufFile
-from .gguf_header import TensorEntry
-from .gguf_names import NORMS, gguf_names, plain_role
-from .header import shown
-from .lookup import height
+from .gguf_header import GgufTensor
+from .gguf_tensor_names import NORMS, gguf_tensor_names, role_in_layer
+from .safetensors_header import quoted
+from .tensor_index import num_rows
 
 Shape = tuple[int, ...]
 
-CHUNK = 2**21
+DEQUANTIZE_CHUNK = 2**21
 """Values unpacked at once."""
 
 _LAYER = re.compile(r"^blk\.\d+\.")
@@ -37,9 +37,9 @@ class GgufCheckpoint:
     def __init__(self, file: GgufFile) -> None:
         """The roles of an open file."""
         self.files = file
-        self._spelling = gguf_names(file.metadata, str(file.path))
-        self.names = self._spelling.names
-        self._asked: set[str] = set(ROPE_FACTORS)
+        self._tensor_names = gguf_tensor_names(file.metadata, str(file.path))
+        self.names = self._tensor_names.names
+        self._used: set[str] = set(ROPE_FACTORS)
 
     @classmethod
     def open(cls, path: str | Path) -> GgufCheckpoint:
@@ -56,21 +56,23 @@ class GgufCheckpoint:
 
     def describe(self, role: str, fallback: str | None = None) -> tuple[str, int]:
         """The stored form in a few words and its stored bytes, bias included, from headers alone."""
-        place = self._place(role, fallback)
+        place = self._locate(role, fallback)
         entry = self._entry(place)
-        rows = height(place.rows) or height([place.expert_rows] if place.expert_rows else []) or entry.rows
+        rows = (
+            num_rows(place.rows) or num_rows([place.expert_rows] if place.expert_rows else []) or entry.rows
+        )
         total = entry.nbytes * rows // entry.rows
         bias = self.files.tensors.get(f"{place.key}.bias")
         if bias is not None:
             total += bias.nbytes * rows // self._outputs(place, rows)
-        words = f"gguf {entry.kind}"
-        if entry.kind in FLOATS:
-            words = f"dense {str(FLOATS[entry.kind]).removeprefix('torch.')}"
+        words = f"gguf {entry.type_name}"
+        if entry.type_name in FLOAT_TYPES:
+            words = f"dense {str(FLOAT_TYPES[entry.type_name]).removeprefix('torch.')}"
         return words, total
 
     def unused(self) -> list[str]:
         """Stored names that nobody has asked for so far."""
-        return sorted(name for name in self.files.tensors if name not in self._asked)
+        return sorted(name for name in self.files.tensors if name not in self._used)
 
     def tensor(
         self,
@@ -89,12 +91,12 @@ class GgufCheckpoint:
         place = self._find(role, suffix)
         if place is None:
             raise self._missing(role, suffix)
-        entry = self._ask(place, suffix)
+        entry = self._use(place, suffix)
         shapes = _alternatives(shape)
         if entry.shape not in shapes:
-            raise self._misshapen(entry, role, " or ".join(str(list(one)) for one in shapes))
-        values = self._floats(entry, dtype)
-        if self._spelling.grown_norms and suffix == "weight" and plain_role(role) in NORMS:
+            raise self._wrong_shape(entry, role, " or ".join(str(list(one)) for one in shapes))
+        values = self._read_floats(entry, dtype)
+        if self._tensor_names.norms_plus_one and suffix == "weight" and role_in_layer(role) in NORMS:
             values = values - 1
         if finite and not bool(values.isfinite().all()):
             raise BadTensor(
@@ -117,37 +119,39 @@ class GgufCheckpoint:
 
         `fallback` is the role it is tied to, taken where the file does not hold `role` itself.
         """
-        place = self._place(role, fallback)
-        entry = self._ask(place)
+        place = self._locate(role, fallback)
+        entry = self._use(place)
         spans = self._spans(entry, place, role, in_features, out_features)
-        parts = [self.files.rows(entry.name, *span) for span in spans]
+        parts = [self.files.read_rows(entry.name, *span) for span in spans]
         raw = parts[0] if len(parts) == 1 else torch.cat(parts)
-        order = self._order(role, out_features)
+        order = self._undo_rope_interleaving(role, out_features)
         if order is not None:
             raw = raw[order]
-        weight = read(raw, entry.kind, in_features, out_features, str(entry))
+        weight = read(raw, entry.type_name, in_features, out_features, str(entry))
         self.files.release(entry.name)
-        factor = self._factor(place, role)
+        factor = self._tensor_scale(place, role)
         if isinstance(weight, DenseWeight):
             data = weight.data if factor == 1.0 else weight.data.float() * factor
-            weight = DenseWeight(_converted(data, entry, dtype))
+            weight = DenseWeight(_cast(data, entry, dtype))
         elif factor != 1.0:
-            raise Unsupported(f"{entry}: {entry.kind} with a factor for the whole of {role} cannot be read.")
-        return self._biased(weight, role, place, bias, dtype).to(device)
+            raise Unsupported(
+                f"{entry}: {entry.type_name} with a factor for the whole of {role} cannot be read."
+            )
+        return self._with_bias(weight, role, place, bias, dtype).to(device)
 
-    def _factor(self, place: TensorLocation, role: str) -> float:
+    def _tensor_scale(self, place: TensorLocation, role: str) -> float:
         """What the whole of a matrix is to be multiplied by: NVFP4 keeps such a number beside it."""
         if f"{place.key}.scale" not in self.files.tensors:
             return 1.0
-        entry = self._ask(place, "scale")
-        values = self._floats(entry, torch.float32).flatten()
+        entry = self._use(place, "scale")
+        values = self._read_floats(entry, torch.float32).flatten()
         at = place.expert_rows[0] // place.rows_per_expert if place.expert_rows else 0
         experts = 1 if place.expert_rows is None else self._entry(place).shape[0]
         if len(values) != experts or not bool(values.isfinite().all()):
-            raise self._misshapen(entry, f"the factor of {role}", str([experts]))
+            raise self._wrong_shape(entry, f"the factor of {role}", str([experts]))
         return float(values[at])
 
-    def _biased(
+    def _with_bias(
         self,
         weight: DenseWeight | PackedWeight,
         role: str,
@@ -160,14 +164,14 @@ class GgufCheckpoint:
             if wanted:
                 raise self._missing(role, "bias")
             return weight
-        entry = self._ask(place, "bias")
+        entry = self._use(place, "bias")
         n = weight.out_features
         spans = place.rows or ((0, n),)
-        if entry.shape != (self._outputs(place, n),) or height(spans) != n:
-            raise self._misshapen(entry, f"the bias of {role}", str([self._outputs(place, n)]))
-        values = self._floats(entry, dtype)[0]
+        if entry.shape != (self._outputs(place, n),) or num_rows(spans) != n:
+            raise self._wrong_shape(entry, f"the bias of {role}", str([self._outputs(place, n)]))
+        values = self._read_floats(entry, dtype)[0]
         values = torch.cat([values[start:stop] for start, stop in spans])
-        order = self._order(role, n)
+        order = self._undo_rope_interleaving(role, n)
         if order is not None:
             values = values[order]
         if wanted:
@@ -180,19 +184,19 @@ class GgufCheckpoint:
         return weight
 
     def _spans(
-        self, entry: TensorEntry, place: TensorLocation, role: str, in_features: int, out_features: int
+        self, entry: GgufTensor, place: TensorLocation, role: str, in_features: int, out_features: int
     ) -> tuple[RowRange, ...]:
         """The stored rows of a matrix, if the tensor's shape is right."""
         if place.expert_rows is not None:
             start, stop = place.expert_rows
             experts, rows = (entry.shape[0], entry.shape[1]) if len(entry.shape) == 3 else (0, 0)
             if entry.shape != (experts, out_features, in_features) or stop > experts * rows:
-                raise self._misshapen(entry, role, f"[experts, {out_features}, {in_features}]")
+                raise self._wrong_shape(entry, role, f"[experts, {out_features}, {in_features}]")
             return ((start, stop),)
         expected = (self._outputs(place, out_features), in_features)
         spans = place.rows or ((0, out_features),)
-        if entry.shape != expected or height(spans) != out_features:
-            raise self._misshapen(entry, role, str(list(expected)))
+        if entry.shape != expected or num_rows(spans) != out_features:
+            raise self._wrong_shape(entry, role, str(list(expected)))
         return spans
 
     def _outputs(self, place: TensorLocation, width: int) -> int:
@@ -203,28 +207,28 @@ class GgufCheckpoint:
         kin = (one for _, places in self.names.locations for one in places if one.key == key)
         return max(stop for one in kin for _, stop in one.rows)
 
-    def _order(self, role: str, outputs: int) -> torch.Tensor | None:
+    def _undo_rope_interleaving(self, role: str, outputs: int) -> torch.Tensor | None:
         """Which stored output is the first, second, … of the model's own order; None if they agree."""
-        if not self._spelling.paired or plain_role(role) not in ("attn.q", "attn.k"):
+        if not self._tensor_names.interleaved_rope or role_in_layer(role) not in ("attn.q", "attn.k"):
             return None
-        half = self._spelling.head_dim // 2
-        if self._spelling.head_dim % 2 or outputs % self._spelling.head_dim:
+        half = self._tensor_names.head_dim // 2
+        if self._tensor_names.head_dim % 2 or outputs % self._tensor_names.head_dim:
             raise BadTensor(
                 f"{self.files.path}: {outputs} outputs of {role} are not whole heads of "
-                f"{self._spelling.head_dim} dimensions."
+                f"{self._tensor_names.head_dim} dimensions."
             )
         return torch.arange(outputs).view(-1, half, 2).transpose(1, 2).flatten()
 
-    def _floats(self, entry: TensorEntry, dtype: torch.dtype | None) -> torch.Tensor:
+    def _read_floats(self, entry: GgufTensor, dtype: torch.dtype | None) -> torch.Tensor:
         """(rows, innermost size) as floats, unpacked a few rows at a time."""
         width = entry.shape[-1]
-        out = torch.empty((entry.rows, width), dtype=dtype or FLOATS.get(entry.kind, torch.float32))
-        step = max(1, CHUNK // width)
+        out = torch.empty((entry.rows, width), dtype=dtype or FLOAT_TYPES.get(entry.type_name, torch.float32))
+        step = max(1, DEQUANTIZE_CHUNK // width)
         for start in range(0, entry.rows, step):
             stop = min(start + step, entry.rows)
-            raw = self.files.rows(entry.name, start, stop)
-            values = read(raw, entry.kind, width, stop - start, str(entry)).dequantize().T
-            out[start:stop] = _converted(values, entry, out.dtype)
+            raw = self.files.read_rows(entry.name, start, stop)
+            values = read(raw, entry.type_name, width, stop - start, str(entry)).dequantize().T
+            out[start:stop] = _cast(values, entry, out.dtype)
         self.files.release(entry.name)
         return out
 
@@ -234,7 +238,7 @@ class GgufCheckpoint:
                 return place
         return None
 
-    def _place(self, role: str, fallback: str | None) -> TensorLocation:
+    def _locate(self, role: str, fallback: str | None) -> TensorLocation:
         found = self.stored(role)
         if found is None and fallback is not None:
             found = self.stored(fallback)
@@ -242,23 +246,23 @@ class GgufCheckpoint:
             raise self._missing(role, "weight")
         return found
 
-    def _entry(self, place: TensorLocation, suffix: str = "weight") -> TensorEntry:
+    def _entry(self, place: TensorLocation, suffix: str = "weight") -> GgufTensor:
         return self.files.entry(f"{place.key}.{suffix}")
 
-    def _ask(self, place: TensorLocation, suffix: str = "weight") -> TensorEntry:
+    def _use(self, place: TensorLocation, suffix: str = "weight") -> GgufTensor:
         entry = self._entry(place, suffix)
-        self._asked.add(entry.name)
+        self._used.add(entry.name)
         return entry
 
     def _missing(self, role: str, suffix: str) -> MissingTensor:
-        keys = " or ".join(shown(f"{place.key}.{suffix}") for place in self.names.locations_of(role))
+        keys = " or ".join(quoted(f"{place.key}.{suffix}") for place in self.names.locations_of(role))
         what = role if suffix == "weight" else f"the {suffix} of {role}"
         return MissingTensor(
             f"{self.files.path}: {what} is missing: expected {keys}, found no such name among "
             f"{len(self.files.tensors)} tensors. The file is incomplete, or its metadata is another model's."
         )
 
-    def _misshapen(self, entry: TensorEntry, role: str, expected: str) -> BadTensor:
+    def _wrong_shape(self, entry: GgufTensor, role: str, expected: str) -> BadTensor:
         return BadTensor(
             f"{entry}: expected shape {expected} for {role}, found {list(entry.shape)}. "
             "The metadata describes another model than these weights are."
@@ -270,7 +274,7 @@ def _alternatives(shape: Shape | tuple[Shape, ...]) -> tuple[Shape, ...]:
     return several or (tuple(size for size in shape if isinstance(size, int)),)
 
 
-def _converted(values: torch.Tensor, entry: TensorEntry, dtype: torch.dtype | None) -> torch.Tensor:
+def _cast(values: torch.Tensor, entry: GgufTensor, dtype: torch.dtype | None) -> torch.Tensor:
     """In memory of its own and perhaps in another precision, if that can hold the values."""
     out = values.to(dtype or values.dtype, copy=True)
     if torch.finfo(out.dtype).max < torch.finfo(values.dtype).max:

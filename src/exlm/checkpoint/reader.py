@@ -18,11 +18,11 @@ from ..formats import Weight
 from ..formats.gptq_config import GptqConfig
 from ..spec.tensor_names import TensorLocation, TensorNames
 from .dense import copy, read_dense
-from .files import TensorFiles
-from .folder import flat
-from .header import DTYPES
-from .lookup import Lookup, Wanted, height, key_at
 from .packed import read_exl2, read_gptq
+from .safetensors_folder import SafetensorsFolder
+from .safetensors_header import DTYPES
+from .safetensors_index import flatten_experts
+from .tensor_index import TensorIndex, WeightRequest, key_at, num_rows
 from .words import exl2_words, gptq_words
 
 Shape = tuple[int, ...]
@@ -33,13 +33,13 @@ class Form(NamedTuple):
 
     suffix: str
     words: str
-    read: Callable[[Lookup, Wanted], Weight]
-    tell: Callable[[Lookup, TensorLocation], str] | None = None  # more words, for people
+    read: Callable[[TensorIndex, WeightRequest], Weight]
+    tell: Callable[[TensorIndex, TensorLocation], str] | None = None  # more words, for people
 
 
 def _unread(suffix: str, words: str) -> Form:
-    def refuse(lookup: Lookup, wanted: Wanted) -> NoReturn:
-        info = lookup.peek(key_at(wanted.place, suffix))
+    def refuse(lookup: TensorIndex, wanted: WeightRequest) -> NoReturn:
+        info = lookup.info(key_at(wanted.location, suffix))
         raise Unsupported(f"{info}: {wanted.role} is stored as {words}, which this version cannot read.")
 
     return Form(suffix, words, refuse)
@@ -56,23 +56,25 @@ FORMS: tuple[Form, ...] = (
 _BY_SUFFIX = {form.suffix: form for form in FORMS}
 
 
-class Checkpoint:
+class SafetensorsCheckpoint:
     """The weights of one model, by role."""
 
     def __init__(
-        self, files: TensorFiles, names: TensorNames, quantization: GptqConfig | None = None
+        self, files: SafetensorsFolder, names: TensorNames, quantization: GptqConfig | None = None
     ) -> None:
         self.files = files
         self.names = names
-        self._lookup = Lookup(files, names, quantization)
+        self._lookup = TensorIndex(files, names, quantization)
 
     @classmethod
-    def open(cls, folder: Path, names: TensorNames, quantization: GptqConfig | None = None) -> Checkpoint:
+    def open(
+        cls, folder: Path, names: TensorNames, quantization: GptqConfig | None = None
+    ) -> SafetensorsCheckpoint:
         """The checkpoint in a model folder; only headers are read.
 
         `quantization` is what the JSON beside the weights says of GPTQ or AWQ tensors.
         """
-        return cls(TensorFiles(folder), names, quantization)
+        return cls(SafetensorsFolder(folder), names, quantization)
 
     def has(self, role: str) -> bool:
         """Whether the files hold this role, in whatever form."""
@@ -93,15 +95,15 @@ class Checkpoint:
         place, form = self._find(role, fallback)
         if form.suffix != "weight":
             words = form.tell(self._lookup, place) if form.tell else form.words
-            return words, sum(info.nbytes for info in self._lookup.parts(place))
-        info = self._lookup.peek(key_at(place, "weight"))
+            return words, sum(info.nbytes for info in self._lookup.tensors_at(place))
+        info = self._lookup.info(key_at(place, "weight"))
         total = info.nbytes
         if place.expert_rows:
-            total = total * place.rows_per_expert // max((1, *flat(info).shape[:1]))
+            total = total * place.rows_per_expert // max((1, *flatten_experts(info).shape[:1]))
         if f"{place.key}.bias" in self._lookup:
-            total += self._lookup.peek(f"{place.key}.bias").nbytes
+            total += self._lookup.info(f"{place.key}.bias").nbytes
         if place.rows:
-            total = total * height(place.rows) // self._lookup.outputs(role, place, 0)
+            total = total * num_rows(place.rows) // self._lookup.stored_outputs(role, place, 0)
         return f"{form.words} {str(DTYPES.get(info.dtype, info.dtype)).removeprefix('torch.')}", total
 
     def unused(self) -> list[str]:
@@ -123,12 +125,12 @@ class Checkpoint:
         `shape` is the only one accepted or several of them; with `finite`, NaN or infinity in it is an error.
         """
         place = self._place(role, suffix)
-        info = self._lookup.ask_floats(key_at(place, suffix))
+        info = self._lookup.use_floats(key_at(place, suffix))
         spans = place.rows or ((0, info.shape[0] if info.shape else 1),)
-        found = (height(spans), *info.shape[1:]) if info.shape else ()
+        found = (num_rows(spans), *info.shape[1:]) if info.shape else ()
         shapes = _alternatives(shape)
         if found not in shapes or any(stop > info.shape[0] for _, stop in place.rows):
-            raise self._lookup.misshapen(info, role, " or ".join(str(list(one)) for one in shapes))
+            raise self._lookup.wrong_shape(info, role, " or ".join(str(list(one)) for one in shapes))
         return copy(self._lookup, info, spans, found, dtype, device, finite=finite)
 
     def weight(
@@ -151,7 +153,7 @@ class Checkpoint:
         places = self.names.locations_of(role)
         own = () if place in places else tuple(f"{one.key}.bias" for one in places)
         return form.read(
-            self._lookup, Wanted(role, place, in_features, out_features, bias, dtype, device, own)
+            self._lookup, WeightRequest(role, place, in_features, out_features, bias, dtype, device, own)
         )
 
     def _find(self, role: str, fallback: str | None) -> tuple[TensorLocation, Form]:
@@ -168,7 +170,7 @@ class Checkpoint:
         if suffix == "weight":
             place, form = self._find(role, None)
             raise Unsupported(
-                f"{self._lookup.peek(key_at(place, form.suffix))}: {role} is stored as {form.words}; "
+                f"{self._lookup.info(key_at(place, form.suffix))}: {role} is stored as {form.words}; "
                 "expected plain floats."
             )
         raise self._lookup.missing(

@@ -12,12 +12,12 @@ from ..formats import Weight
 from ..formats.gptq_config import GptqConfig
 from ..spec.tensor_names import TensorNames
 from .gguf_reader import GgufCheckpoint
-from .reader import Checkpoint
+from .reader import SafetensorsCheckpoint
 
 Shape = tuple[int, ...]
 
 
-class Files(Protocol):
+class WeightFiles(Protocol):
     """The files behind a source."""
 
     @property
@@ -31,11 +31,11 @@ class Files(Protocol):
         ...
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """The weights of one model, by role."""
 
     @property
-    def files(self) -> Files:
+    def files(self) -> WeightFiles:
         """Where they are read from."""
         ...
 
@@ -79,14 +79,14 @@ class Source(Protocol):
         ...
 
 
-class Wrapped:
+class WeightSourceWrapper:
     """A source that asks another: what a wrapper does not say otherwise."""
 
-    def __init__(self, inner: Source) -> None:
+    def __init__(self, inner: WeightSource) -> None:
         self.inner = inner
 
     @property
-    def files(self) -> Files:
+    def files(self) -> WeightFiles:
         """The inner source's."""
         return self.inner.files
 
@@ -132,8 +132,8 @@ class Wrapped:
         )
 
 
-def open_source(path: Path, names: TensorNames, quantization: GptqConfig | None = None) -> Source:
+def open_source(path: Path, names: TensorNames, quantization: GptqConfig | None = None) -> WeightSource:
     """The weights at a path: a GGUF file, or a folder of safetensors spelt as `names` says."""
     if path.is_file():
         return GgufCheckpoint.open(path)
-    return Checkpoint.open(path, names, quantization)
+    return SafetensorsCheckpoint.open(path, names, quantization)

@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..spec.tensor_names import TensorLocation
-from .lookup import Lookup, key_at
+from .tensor_index import TensorIndex, key_at
 
 WORD = 32
 
 
-def exl2_words(lookup: Lookup, place: TensorLocation) -> str:
+def exl2_words(lookup: TensorIndex, place: TensorLocation) -> str:
     """`exl2 5/4 bit, groups of 128`."""
     table, words = _shape(lookup, place, "q_groups"), _shape(lookup, place, "q_weight")
     if len(table) != 1 or not words:
         return "exl2"
-    pairs = lookup.files.read(lookup.peek(key_at(place, "q_groups")).name).long() & 0xFFFF
+    pairs = lookup.files.read(lookup.info(key_at(place, "q_groups")).name).long() & 0xFFFF
     rows = words[0]
     bits, starts = pairs[0::2].tolist(), pairs[1::2].tolist()
     sizes = [
@@ -30,7 +30,7 @@ def exl2_words(lookup: Lookup, place: TensorLocation) -> str:
     return f"exl2 {_slashed(bits)} bit, groups of {_slashed(sizes)}"
 
 
-def gptq_words(lookup: Lookup, place: TensorLocation) -> str:
+def gptq_words(lookup: TensorIndex, place: TensorLocation) -> str:
     """`gptq 4 bit, groups of 128, act-order`."""
     config = lookup.quantization
     words, scales = _shape(lookup, place, "qweight"), _shape(lookup, place, "scales")
@@ -44,10 +44,10 @@ def gptq_words(lookup: Lookup, place: TensorLocation) -> str:
     return f"{config.method} {bits} bit, groups of {-(-rows // max(1, scales[0]))}{ordered}"
 
 
-def _shape(lookup: Lookup, place: TensorLocation, suffix: str) -> tuple[int, ...]:
+def _shape(lookup: TensorIndex, place: TensorLocation, suffix: str) -> tuple[int, ...]:
     """Of one of its tensors; nothing for one that is not there, or is a single number."""
     key = key_at(place, suffix)
-    return lookup.peek(key).shape if key in lookup else ()
+    return lookup.info(key).shape if key in lookup else ()
 
 
 def _slashed(numbers: Iterable[int]) -> str:

@@ -22,10 +22,10 @@ from safetensors.torch import save_file
 
 from ..atomic import sync_file
 from ..errors import BadTensor, CheckpointError, InputError
-from .folder import INDEX
-from .header import DTYPES, METADATA, shown
+from .safetensors_header import DTYPES, METADATA, quoted
+from .safetensors_index import INDEX
 
-_OURS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+_WRITTEN_BY_SAVE = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 
 
 def save(
@@ -46,25 +46,25 @@ def save(
     """
     if shard_bytes <= 0:
         raise InputError(f"shard_bytes must be positive, found {shard_bytes}.")
-    with _disk(folder):
+    with _report_disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        old = _present(folder, overwrite)
+        old = _replaceable_files(folder, overwrite)
         # A folder of its own on the same disk: a rename is then all that is left to do.
         hidden = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder))
     try:
-        shards = _Shards(hidden, shard_bytes, {"format": "pt", **(metadata or {})}, progress)
+        shards = _ShardWriter(hidden, shard_bytes, {"format": "pt", **(metadata or {})}, progress)
         for name, tensor in tensors:
             shards.add(name, tensor)
         shards.flush()
         if not shards.files:
             raise CheckpointError(f"{folder}: no tensors were given to write.")
-        with _disk(folder):
+        with _report_disk_errors(folder):
             return _publish(folder, shards, old)
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
 
 
-class _Shards:
+class _ShardWriter:
     """Files being filled one after the other."""
 
     def __init__(
@@ -87,21 +87,21 @@ class _Shards:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         if name in self.places or name == METADATA:
-            raise CheckpointError(f"The tensor name {shown(name)} is reserved or was given twice.")
+            raise CheckpointError(f"The tensor name {quoted(name)} is reserved or was given twice.")
         if tensor.dtype not in DTYPES.values() or tensor.layout != torch.strided:
             kind = f"{tensor.layout} {tensor.dtype}"
-            raise BadTensor(f"Tensor {shown(name)}: {kind} cannot be stored in a safetensors file.")
+            raise BadTensor(f"Tensor {quoted(name)}: {kind} cannot be stored in a safetensors file.")
         if self._held and self._size + tensor.nbytes > self._limit:
             self.flush()
         self.places[name] = len(self.files)
-        self._held[name] = self._own(tensor)
+        self._held[name] = self._without_shared_memory(tensor)
         self._size += tensor.nbytes
 
     def flush(self) -> None:
         if not self._held:
             return
         path = self._folder / f"{len(self.files)}"
-        with _disk(self._folder.parent):
+        with _report_disk_errors(self._folder.parent):
             save_file(self._held, path, metadata=self._metadata)
             sync_file(path)
         self.files.append(path)
@@ -110,7 +110,7 @@ class _Shards:
         if self._progress:
             self._progress(len(self.places), self.total)
 
-    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _without_shared_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.detach().to("cpu").contiguous()
         # A part of a larger tensor would keep all of it, and the library refuses tensors that share memory.
         storage = tensor.untyped_storage()
@@ -121,18 +121,18 @@ class _Shards:
 
 
 @contextmanager
-def _disk(folder: Path) -> Iterator[None]:
+def _report_disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{folder}: the weights could not be written ({error}).") from error
 
 
-def _present(folder: Path, overwrite: bool) -> list[Path]:
+def _replaceable_files(folder: Path, overwrite: bool) -> list[Path]:
     """What a model already in the folder consists of, if it may be replaced."""
     names = sorted(os.listdir(folder))
     weights = [name for name in names if name.endswith(".safetensors") and not name.startswith(".")]
-    foreign = [name for name in weights if not _OURS.fullmatch(name)]
+    foreign = [name for name in weights if not _WRITTEN_BY_SAVE.fullmatch(name)]
     found = [*weights, *(name for name in names if name == INDEX)]
     if foreign or (found and not overwrite):
         remedy = "Remove it" if foreign else "Ask to overwrite it"
@@ -143,7 +143,7 @@ def _present(folder: Path, overwrite: bool) -> list[Path]:
     return [folder / name for name in found]
 
 
-def _publish(folder: Path, shards: _Shards, old: list[Path]) -> list[Path]:
+def _publish(folder: Path, shards: _ShardWriter, old: list[Path]) -> list[Path]:
     count = len(shards.files)
     names = ["model.safetensors"]
     if count > 1:

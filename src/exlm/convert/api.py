@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ..atomic import atomic_dir, check_output_dir, report_write_errors
-from ..checkpoint import Checkpoint, GgufCheckpoint, Source, open_source, save
+from ..checkpoint import GgufCheckpoint, SafetensorsCheckpoint, WeightSource, open_source, save
 from ..config import Config, FrozenConfig
 from ..errors import CheckpointError, InputError
 from ..model.instance import ProgressCallback, no_progress
@@ -68,12 +68,12 @@ def convert_model(
     return target_path
 
 
-def _make_plan(frozen: FrozenConfig, checkpoint: Source, to: str) -> tuple[ConversionPlan, SideFiles]:
+def _make_plan(frozen: FrozenConfig, checkpoint: WeightSource, to: str) -> tuple[ConversionPlan, SideFiles]:
     """The plan of the conversion, and the files beside the weights."""
     if isinstance(checkpoint, GgufCheckpoint):
         plan = GgufPlanner(checkpoint, frozen.spec, to).plan()
         return plan, side_files_of_gguf(checkpoint.files, checkpoint.has("head"))
-    assert isinstance(checkpoint, Checkpoint)
+    assert isinstance(checkpoint, SafetensorsCheckpoint)
     plan = FolderPlanner(checkpoint, frozen.spec, to, frozen.quantization).plan()
     return plan, side_files_of_folder(frozen.path, plan, frozen.quantization)
 

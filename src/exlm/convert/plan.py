@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import spec
 from ..errors import Unsupported
 from ..formats import DenseWeight, PackedWeight, Weight
-from ..formats.gguf_blocks import LAYOUTS
+from ..formats.gguf_types import BLOCK_LAYOUTS
 from ..spec.tensor_names import TensorLocation, TensorNames
 from ..spec.weight_roles import Matrix, matrices
 
@@ -130,7 +130,7 @@ class ConversionPlanner(ABC):
             action = "keep"
         elif form in REWRITABLE_FORMS.get(self.to, ()):
             action = "rewrite"
-        elif self.to == "dense" and (form in PACKED_FORMS or form.removeprefix("gguf ") in LAYOUTS):
+        elif self.to == "dense" and (form in PACKED_FORMS or form.removeprefix("gguf ") in BLOCK_LAYOUTS):
             action = "unpack"
         else:
             raise lossy_conversion_error(role, form, self.to)
@@ -183,14 +183,14 @@ def dequantize_in_chunks(weight: Weight) -> Tensor:
     step = max(1, DEQUANTIZE_CHUNK // weight.in_features)
     for start in range(0, weight.out_features, step):
         stop = min(start + step, weight.out_features)
-        out[start:stop] = weight.columns(torch.arange(start, stop)).dequantize().T
+        out[start:stop] = weight.take_columns(torch.arange(start, stop)).dequantize().T
     return out
 
 
 def lossy_conversion_error(role: str, form: str, to: str) -> Unsupported:
     """The error for a matrix that cannot be converted without loss."""
     remedy = ""
-    if to != "dense" and (form in PACKED_FORMS or form.removeprefix("gguf ") in LAYOUTS):
+    if to != "dense" and (form in PACKED_FORMS or form.removeprefix("gguf ") in BLOCK_LAYOUTS):
         remedy = ' Convert to "dense", which keeps its numbers as plain floats.'
     return Unsupported(
         f"{role} is stored as {form} and cannot become {to}: {_lossy_reason(form, to)}.{remedy}"

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from .. import spec
-from ..checkpoint import Checkpoint, GgufCheckpoint, TensorInfo
+from ..checkpoint import GgufCheckpoint, SafetensorsCheckpoint, TensorInfo
 from ..checkpoint.gguf_file import ROPE_FACTORS
-from ..checkpoint.header import DTYPES
-from ..checkpoint.lookup import FLOATS, key_at
 from ..checkpoint.packed import EXL2, GPTQ
 from ..checkpoint.reader import FORMS
+from ..checkpoint.safetensors_header import DTYPES
+from ..checkpoint.tensor_index import FLOAT_TYPES, key_at
 from ..errors import Unsupported
 from ..formats import PackedWeight, Weight, exl2, gptq
-from ..formats.awq import COLUMNS
-from ..formats.bits import WORD, unpack_across
+from ..formats.awq import NIBBLE_COLUMNS
+from ..formats.bits import WORD_BITS, unpack_rows
 from ..formats.gptq_config import GptqConfig
 from ..spec.tensor_names import RowRange, TensorLocation
 from ..spec.weight_roles import Matrix
@@ -55,7 +55,7 @@ class FolderPlanner(ConversionPlanner):
     """Plans the conversion of a model folder."""
 
     def __init__(
-        self, checkpoint: Checkpoint, model: spec.Model, to: str, quantization: GptqConfig | None
+        self, checkpoint: SafetensorsCheckpoint, model: spec.Model, to: str, quantization: GptqConfig | None
     ) -> None:
         super().__init__(model, to)
         self.checkpoint = checkpoint
@@ -147,7 +147,7 @@ class FolderPlanner(ConversionPlanner):
         """Read a tensor whose dtype or shape is not the spec's, because the reader raises the right error."""
         info = parts["weight"]
         shape = (m.in_features, m.out_features) if stored.transposed else (m.out_features, m.in_features)
-        if info.dtype not in FLOATS or (_is_whole_tensor(stored) and info.shape != shape):
+        if info.dtype not in FLOAT_TYPES or (_is_whole_tensor(stored) and info.shape != shape):
             self._read_weight(m)
 
     def _copy_step(self, label: str, names: dict[str, str]) -> ConversionStep:
@@ -172,11 +172,11 @@ class FolderPlanner(ConversionPlanner):
         self, m: Matrix, stored: TensorLocation, location: TensorLocation, parts: TensorsBySuffix
     ) -> ConversionStep:
         """A step that slices columns out of an AWQ matrix, whose words hold eight columns each."""
-        units = {"qweight": len(COLUMNS), "qzeros": len(COLUMNS), "scales": 1, "bias": 1}
-        if any(edge % len(COLUMNS) for span in stored.rows for edge in span):
+        units = {"qweight": len(NIBBLE_COLUMNS), "qzeros": len(NIBBLE_COLUMNS), "scales": 1, "bias": 1}
+        if any(edge % len(NIBBLE_COLUMNS) for span in stored.rows for edge in span):
             raise Unsupported(
                 f"{m.role} is a part of {stored.key} that does not begin and end at a multiple of "
-                f'{len(COLUMNS)} columns, as an AWQ word does. Convert to "gptq-v2" or "dense".'
+                f'{len(NIBBLE_COLUMNS)} columns, as an AWQ word does. Convert to "gptq-v2" or "dense".'
             )
         names = {key_at(location, suffix): suffix for suffix in units if suffix in parts}
 
@@ -218,18 +218,21 @@ class FolderPlanner(ConversionPlanner):
 
     def _surely_fits_gptq(self, m: Matrix, form: str, parts: TensorsBySuffix) -> bool:
         """Whether headers and zero points alone prove that GPTQ can encode this matrix exactly."""
-        if not {"qweight", "qzeros", "scales"} <= parts.keys() or self.quantization.borrows:
+        if (
+            not {"qweight", "qzeros", "scales"} <= parts.keys()
+            or self.quantization.zeros_decremented_per_word
+        ):
             return False
-        bits = 4 if form == "awq" else parts["qweight"].shape[0] * WORD // m.in_features
+        bits = 4 if form == "awq" else parts["qweight"].shape[0] * WORD_BITS // m.in_features
         zeros = self.files.read(parts["qzeros"].name)
         width = parts["scales"].shape[-1]
         if (
-            zeros.shape[-1] * WORD != width * bits
-            or m.in_features * bits % WORD
-            or m.out_features * bits % WORD
+            zeros.shape[-1] * WORD_BITS != width * bits
+            or m.in_features * bits % WORD_BITS
+            or m.out_features * bits % WORD_BITS
         ):
             return False
-        low, high = (int(edge) + (form == "gptq") for edge in unpack_across(zeros, bits, width).aminmax())
+        low, high = (int(edge) + (form == "gptq") for edge in unpack_rows(zeros, bits, width).aminmax())
         self.files.release(parts["qzeros"].name)
         return high < 1 << bits if self._writes_gptq_v2(form) else low >= 1 and high <= 1 << bits
 
@@ -246,7 +249,7 @@ def _estimated_bytes(m: Matrix, parts: TensorsBySuffix) -> int:
         return total * m.in_features * m.out_features // max(1, size)
     main = parts.get("scales") or parts.get("q_weight")
     stored = main.shape[-1] if main is not None and main.shape else m.out_features
-    padded = -(-m.out_features // exl2.ALIGN) * exl2.ALIGN
+    padded = -(-m.out_features // exl2.ALIGNMENT) * exl2.ALIGNMENT
     return total * padded // max(1, stored)
 
 

@@ -2,17 +2,17 @@
 
 from .dense import DenseWeight
 from .packed import PackedWeight, Segment
-from .scales import Direct, Nested, Scales, Squared
+from .scales import Exl2Scales, KQuantScales, PlainScales, Scales
 from .weight import Range, Weight
 
 __all__ = [
     "DenseWeight",
-    "Direct",
-    "Nested",
+    "Exl2Scales",
+    "KQuantScales",
     "PackedWeight",
+    "PlainScales",
     "Range",
     "Scales",
     "Segment",
-    "Squared",
     "Weight",
 ]

@@ -13,14 +13,23 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from .bits import pack
-from .gptq import read_scales, sequential, shared_zero
+from .gptq import compact_zeros, read_scales, sequential_group_sizes
 from .gptq_config import AWQ_BITS, GptqConfig
 from .packed import PackedWeight, Segment
-from .scales import Direct
-from .verify import bad, check_bias, check_features, fetch
+from .scales import PlainScales
+from .validation import bad_tensor, check_bias, check_features, require_tensor
 
 BITS = 4
-COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # which of its eight columns each nibble of a word holds, lowest first
+NIBBLE_COLUMNS = (
+    0,
+    2,
+    4,
+    6,
+    1,
+    3,
+    5,
+    7,
+)  # which of its eight columns each nibble of a word holds, lowest first
 
 
 def read(
@@ -39,27 +48,27 @@ def read(
         )
     check_features(in_features, out_features, where)
     check_bias(bias, out_features, where)
-    if out_features % len(COLUMNS):
-        raise bad(where, "qweight", f"outputs in multiples of {len(COLUMNS)}", out_features)
-    across = out_features // len(COLUMNS)
-    words = fetch(tensors, "qweight", where, (torch.int32,), (in_features, across))
+    if out_features % len(NIBBLE_COLUMNS):
+        raise bad_tensor(where, "qweight", f"outputs in multiples of {len(NIBBLE_COLUMNS)}", out_features)
+    across = out_features // len(NIBBLE_COLUMNS)
+    words = require_tensor(tensors, "qweight", where, (torch.int32,), (in_features, across))
     scales = read_scales(tensors, out_features, where)
-    packed = fetch(tensors, "qzeros", where, (torch.int32,), (scales.shape[0], across))
-    sizes = sequential(in_features, scales.shape[0], where, config)
-    zero = shared_zero(_columns(packed), 0, where)
+    packed = require_tensor(tensors, "qzeros", where, (torch.int32,), (scales.shape[0], across))
+    sizes = sequential_group_sizes(in_features, scales.shape[0], where, config)
+    zero = compact_zeros(_unpack_nibbles(packed), 0, where)
     return PackedWeight(
-        form="awq",
+        format_name="awq",
         in_features=in_features,
         out_features=out_features,
-        segments=(Segment(BITS, sizes, pack(_columns(words), BITS), Direct(scales), zero),),
+        segments=(Segment(BITS, sizes, pack(_unpack_nibbles(words), BITS), PlainScales(scales), zero),),
         dtype=torch.float16,
         bias=bias if bias is not None and bool(bias.any()) else None,
     )
 
 
-def _columns(words: Tensor) -> Tensor:
+def _unpack_nibbles(words: Tensor) -> Tensor:
     """(rows, words) → (rows, columns) uint8."""
-    out = torch.empty(*words.shape, len(COLUMNS), dtype=torch.uint8, device=words.device)
-    for nibble, column in enumerate(COLUMNS):
+    out = torch.empty(*words.shape, len(NIBBLE_COLUMNS), dtype=torch.uint8, device=words.device)
+    for nibble, column in enumerate(NIBBLE_COLUMNS):
         out[:, :, column] = (words >> (nibble * BITS)) & ((1 << BITS) - 1)
-    return out.view(words.shape[0], words.shape[1] * len(COLUMNS))
+    return out.view(words.shape[0], words.shape[1] * len(NIBBLE_COLUMNS))

@@ -14,28 +14,28 @@ from torch import Tensor
 
 from ..errors import InputError
 
-WORD = 32
+WORD_BITS = 32
 
 
-def words_for(rows: int, bits: int) -> int:
+def num_words(length: int, bits: int) -> int:
     """Words that `rows` values need in each column."""
-    return -(-rows * bits // WORD)
+    return -(-length * bits // WORD_BITS)
 
 
-def unpack(words: Tensor, bits: int, rows: int) -> Tensor:
+def unpack(words: Tensor, bits: int, length: int) -> Tensor:
     """(words, columns) int32 → (rows, columns) uint8."""
-    _check_words(words, bits, rows)
-    span, each = _pattern(bits)
+    _check_words(words, bits, length)
+    span, each = _repeat_period(bits)
     mask = (1 << bits) - 1
-    out = torch.empty(rows, words.shape[1], dtype=torch.uint8, device=words.device)
-    for i in range(min(each, rows)):
+    out = torch.empty(length, words.shape[1], dtype=torch.uint8, device=words.device)
+    for i in range(min(each, length)):
         target = out[i::each]
-        word, shift = divmod(i * bits, WORD)
+        word, shift = divmod(i * bits, WORD_BITS)
         value = words[word::span][: len(target)] >> shift
-        if shift + bits > WORD:
+        if shift + bits > WORD_BITS:
             # The shift drags the sign along: keep only what the first word really holds.
-            value &= (1 << (WORD - shift)) - 1
-            value |= words[word + 1 :: span][: len(target)] << (WORD - shift)
+            value &= (1 << (WORD_BITS - shift)) - 1
+            value |= words[word + 1 :: span][: len(target)] << (WORD_BITS - shift)
         target.copy_(value.bitwise_and_(mask))
     return out
 
@@ -47,18 +47,18 @@ def pack(values: Tensor, bits: int) -> Tensor:
         low, high = (int(edge) for edge in values.aminmax())
         if low < 0 or high >> bits:
             raise InputError(f"{high if low >= 0 else low} does not fit {bits} bits.")
-    span, each = _pattern(bits)
-    out = torch.zeros(words_for(rows, bits), columns, dtype=torch.int32, device=values.device)
+    span, each = _repeat_period(bits)
+    out = torch.zeros(num_words(rows, bits), columns, dtype=torch.int32, device=values.device)
     for i in range(min(each, rows)):
         source = values[i::each].to(torch.int32)
-        word, shift = divmod(i * bits, WORD)
+        word, shift = divmod(i * bits, WORD_BITS)
         out[word::span][: len(source)] |= source << shift
-        if shift + bits > WORD:
-            out[word + 1 :: span][: len(source)] |= source >> (WORD - shift)
+        if shift + bits > WORD_BITS:
+            out[word + 1 :: span][: len(source)] |= source >> (WORD_BITS - shift)
     return out
 
 
-def unpack_across(words: Tensor, bits: int, columns: int) -> Tensor:
+def unpack_rows(words: Tensor, bits: int, columns: int) -> Tensor:
     """(rows, words) int32 with a bit stream along each row → (rows, columns) uint8."""
     if 8 % bits:
         return unpack(words.T, bits, columns).T.contiguous()
@@ -69,20 +69,20 @@ def unpack_across(words: Tensor, bits: int, columns: int) -> Tensor:
     return values.view(len(words), -1)[:, :columns].contiguous()
 
 
-def pack_across(values: Tensor, bits: int) -> Tensor:
+def pack_rows(values: Tensor, bits: int) -> Tensor:
     """(rows, columns) of whole numbers below 2^bits → (rows, words) int32, a bit stream along each row."""
     return pack(values.T, bits).T.contiguous()
 
 
-def _check_words(words: Tensor, bits: int, rows: int) -> None:
-    if words.dtype is not torch.int32 or words.dim() != 2 or words.shape[0] != words_for(rows, bits):
+def _check_words(words: Tensor, bits: int, length: int) -> None:
+    if words.dtype is not torch.int32 or words.dim() != 2 or words.shape[0] != num_words(length, bits):
         raise InputError(
-            f"{rows} values of {bits} bits need ({words_for(rows, bits)}, columns) words of int32, "
+            f"{length} values of {bits} bits need ({num_words(length, bits)}, columns) words of int32, "
             f"found {words.dtype} of shape {tuple(words.shape)}."
         )
 
 
-def _pattern(bits: int) -> tuple[int, int]:
+def _repeat_period(bits: int) -> tuple[int, int]:
     """After how many words the places of values repeat, and how many values those hold."""
-    span = bits // math.gcd(bits, WORD)
-    return span, span * WORD // bits
+    span = bits // math.gcd(bits, WORD_BITS)
+    return span, span * WORD_BITS // bits

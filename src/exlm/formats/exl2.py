@@ -15,28 +15,36 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import Unsupported
-from .bits import WORD, pack, pack_across, unpack_across
+from .bits import WORD_BITS, pack, pack_rows, unpack_rows
 from .packed import PackedWeight, Segment
-from .scales import Squared
-from .verify import INDICES, bad, check_bias, check_features, check_finite, check_range, fetch
+from .scales import Exl2Scales
+from .validation import (
+    INDEX_DTYPES,
+    bad_tensor,
+    check_bias,
+    check_features,
+    check_finite,
+    check_range,
+    require_tensor,
+)
 
-WIDTHS = (2, 3, 4, 5, 6, 8)
-ALIGN = 32  # stored columns come in multiples of this, and so do the rows of one width in what we write
+BIT_WIDTHS = (2, 3, 4, 5, 6, 8)
+ALIGNMENT = 32  # stored columns come in multiples of this, and so do the rows of one width in what we write
 
 _SCALE_BITS = 4
-_PADDED_SCALE = 15
-_LAST_OFFSET = 0xFFFF
+_PADDING_SCALE = 15
+_MAX_OFFSET = 0xFFFF
 
 
 @dataclass(frozen=True)
-class _Group:
+class _GroupSpan:
     bits: int
     start: int  # first row of q_weight
     stop: int
 
     @property
-    def rows(self) -> int:
-        return (self.stop - self.start) * WORD // self.bits
+    def in_features(self) -> int:
+        return (self.stop - self.start) * WORD_BITS // self.bits
 
 
 def read(
@@ -52,23 +60,25 @@ def read(
     """
     check_features(in_features, out_features, where)
     check_bias(bias, out_features, where)
-    width = -(-out_features // ALIGN) * ALIGN
-    words = fetch(tensors, "q_weight", where, (torch.int32,), (None, width)).contiguous()
+    width = -(-out_features // ALIGNMENT) * ALIGNMENT
+    words = require_tensor(tensors, "q_weight", where, (torch.int32,), (None, width)).contiguous()
     groups = _read_groups(tensors, words.shape[0], in_features, where)
-    packed = fetch(tensors, "q_scale", where, (torch.int32,), (len(groups), width * _SCALE_BITS // WORD))
-    maxima = fetch(tensors, "q_scale_max", where, (torch.float16,), (len(groups),))
+    packed = require_tensor(
+        tensors, "q_scale", where, (torch.int32,), (len(groups), width * _SCALE_BITS // WORD_BITS)
+    )
+    maxima = require_tensor(tensors, "q_scale_max", where, (torch.float16,), (len(groups),))
     check_finite(maxima, "q_scale_max", where)
-    order = _read_order(tensors, in_features, where)
-    scales = Squared(unpack_across(packed, _SCALE_BITS, width)[:, :out_features].contiguous(), maxima)
+    perm = _read_perm(tensors, in_features, where)
+    scales = Exl2Scales(unpack_rows(packed, _SCALE_BITS, width)[:, :out_features].contiguous(), maxima)
     if width != out_features:
         words = words[:, :out_features].contiguous()
     return PackedWeight(
-        form="exl2",
+        format_name="exl2",
         in_features=in_features,
         out_features=out_features,
         segments=_segments(groups, words, scales),
         dtype=torch.float16,
-        order=order,
+        perm=perm,
         bias=bias,
     )
 
@@ -78,84 +88,86 @@ def write(weight: PackedWeight) -> dict[str, Tensor]:
 
     Padded columns stand for zeros. `Unsupported` if EXL2 cannot say this matrix.
     """
-    _refuse(weight)
-    segments, order = _descending(weight)
-    padding = -weight.out_features % ALIGN
-    scales = [_squared(weight, segment) for segment in segments]
+    _check_writable(weight)
+    segments, perm = _sort_by_bits(weight)
+    padding = -weight.out_features % ALIGNMENT
+    scales = [_exl2_scales(weight, segment) for segment in segments]
     codes = torch.cat([scale.codes for scale in scales])
     entries, start = [], 0
     for segment in segments:
-        for size in segment.sizes:
+        for size in segment.group_sizes:
             entries += [segment.bits, start]
-            start += size * segment.bits // WORD
-    if entries[-1] > _LAST_OFFSET:
-        raise _cannot(weight, f"a group that starts at word {entries[-1]}, past {_LAST_OFFSET}")
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(len(order), device=order.device)
+            start += size * segment.bits // WORD_BITS
+    if entries[-1] > _MAX_OFFSET:
+        raise _unsupported(weight, f"a group that starts at word {entries[-1]}, past {_MAX_OFFSET}")
+    inverse = torch.empty_like(perm)
+    inverse[perm] = torch.arange(len(perm), device=perm.device)
     tensors = {
         "q_weight": torch.cat([_pad_words(segment, padding) for segment in segments]),
-        "q_scale": pack_across(F.pad(codes, (0, padding), value=_PADDED_SCALE), _SCALE_BITS),
-        "q_scale_max": torch.cat([scale.maxima for scale in scales]),
-        "q_groups": torch.tensor(entries, dtype=torch.int64, device=order.device).to(torch.int16),
+        "q_scale": pack_rows(F.pad(codes, (0, padding), value=_PADDING_SCALE), _SCALE_BITS),
+        "q_scale_max": torch.cat([scale.group_max for scale in scales]),
+        "q_groups": torch.tensor(entries, dtype=torch.int64, device=perm.device).to(torch.int16),
         "q_invperm": inverse.to(torch.int32),
     }
     return tensors if weight.bias is None else {**tensors, "bias": weight.bias}
 
 
-def _read_groups(tensors: Mapping[str, Tensor], words: int, in_features: int, where: str) -> list[_Group]:
+def _read_groups(tensors: Mapping[str, Tensor], words: int, in_features: int, where: str) -> list[_GroupSpan]:
     """The groups, which tile the rows of q_weight from the first to the last."""
-    table = fetch(tensors, "q_groups", where, (torch.int16,), (None,))
+    table = require_tensor(tensors, "q_groups", where, (torch.int16,), (None,))
     if not len(table) or len(table) % 2:
-        raise bad(where, "q_groups", "pairs of a width and a row", f"{len(table)} numbers")
+        raise bad_tensor(where, "q_groups", "pairs of a width and a row", f"{len(table)} numbers")
     if len(table) // 2 > words:
-        raise bad(where, "q_groups", f"at most {words} groups, as q_weight has rows", len(table) // 2)
+        raise bad_tensor(where, "q_groups", f"at most {words} groups, as q_weight has rows", len(table) // 2)
     numbers = (table.to(torch.int64) & 0xFFFF).tolist()  # unsigned, though the file's type is not
     starts = numbers[1::2]
     if starts[0] != 0:
-        raise bad(where, "q_groups", "the first group at row 0 of q_weight", f"row {starts[0]}")
+        raise bad_tensor(where, "q_groups", "the first group at row 0 of q_weight", f"row {starts[0]}")
     groups = []
     for number, (bits, start, stop) in enumerate(
         zip(numbers[::2], starts, [*starts[1:], words], strict=True)
     ):
-        if bits not in WIDTHS:
-            raise bad(where, "q_groups", f"widths out of {WIDTHS}", f"{bits} bits in group {number}")
+        if bits not in BIT_WIDTHS:
+            raise bad_tensor(
+                where, "q_groups", f"widths out of {BIT_WIDTHS}", f"{bits} bits in group {number}"
+            )
         if not start < stop <= words:
-            raise bad(
+            raise bad_tensor(
                 where, "q_groups", f"ascending rows below {words}", f"group {number} from {start} to {stop}"
             )
-        if (stop - start) * WORD % bits:
-            raise bad(
+        if (stop - start) * WORD_BITS % bits:
+            raise bad_tensor(
                 where,
                 "q_groups",
                 "groups that fill their words",
                 f"{stop - start} words of {bits}-bit values in group {number}",
             )
-        groups.append(_Group(bits, start, stop))
-    rows = sum(group.rows for group in groups)
+        groups.append(_GroupSpan(bits, start, stop))
+    rows = sum(group.in_features for group in groups)
     if rows != in_features:
-        raise bad(where, "q_groups", f"groups of {in_features} rows altogether", f"{rows} rows")
+        raise bad_tensor(where, "q_groups", f"groups of {in_features} rows altogether", f"{rows} rows")
     return groups
 
 
-def _read_order(tensors: Mapping[str, Tensor], in_features: int, where: str) -> Tensor | None:
+def _read_perm(tensors: Mapping[str, Tensor], in_features: int, where: str) -> Tensor | None:
     """The input each stored row belongs to: the file has the inverse."""
-    stored = fetch(tensors, "q_invperm", where, INDICES, (in_features,))
+    stored = require_tensor(tensors, "q_invperm", where, INDEX_DTYPES, (in_features,))
     inverse = stored.to(torch.int64)
     if stored.dtype is torch.int16:
         inverse = inverse & 0xFFFF
     check_range(inverse, in_features, "q_invperm", where)
     counts = torch.bincount(inverse, minlength=in_features)
     if int(counts.max()) > 1:
-        raise bad(where, "q_invperm", "a permutation", f"{int(counts.argmax())} more than once")
+        raise bad_tensor(where, "q_invperm", "a permutation", f"{int(counts.argmax())} more than once")
     natural = torch.arange(in_features, device=inverse.device)
     if torch.equal(inverse, natural):
         return None
-    order = torch.empty_like(natural)
-    order[inverse] = natural
-    return order.to(torch.int32)
+    perm = torch.empty_like(natural)
+    perm[inverse] = natural
+    return perm.to(torch.int32)
 
 
-def _segments(groups: list[_Group], words: Tensor, scales: Squared) -> tuple[Segment, ...]:
+def _segments(groups: list[_GroupSpan], words: Tensor, scales: Exl2Scales) -> tuple[Segment, ...]:
     """Neighbours of one width become one run: whole words each, so their bit streams join."""
     segments, first = [], 0
     for bits, run in groupby(groups, key=lambda group: group.bits):
@@ -164,9 +176,9 @@ def _segments(groups: list[_Group], words: Tensor, scales: Squared) -> tuple[Seg
         segments.append(
             Segment(
                 bits=bits,
-                sizes=tuple(group.rows for group in members),
+                group_sizes=tuple(group.in_features for group in members),
                 codes=words[members[0].start : members[-1].stop],
-                scales=Squared(scales.codes[first:last], scales.maxima[first:last]),
+                scales=Exl2Scales(scales.codes[first:last], scales.group_max[first:last]),
                 zero=1 << (bits - 1),
             )
         )
@@ -174,12 +186,12 @@ def _segments(groups: list[_Group], words: Tensor, scales: Squared) -> tuple[Seg
     return tuple(segments)
 
 
-def _descending(weight: PackedWeight) -> tuple[list[Segment], Tensor]:
+def _sort_by_bits(weight: PackedWeight) -> tuple[list[Segment], Tensor]:
     """The widest rows first, which other readers count on, and the order that goes with it."""
     device = weight.segments[0].codes.device
-    order = weight.order
-    order = torch.arange(weight.in_features, device=device) if order is None else order.to(torch.int64)
-    pieces: tuple[Tensor, ...] = order.split_with_sizes([segment.rows for segment in weight.segments])
+    perm = weight.perm
+    perm = torch.arange(weight.in_features, device=device) if perm is None else perm.to(torch.int64)
+    pieces: tuple[Tensor, ...] = perm.split_with_sizes([segment.in_features for segment in weight.segments])
     pairs = sorted(zip(weight.segments, pieces, strict=True), key=lambda pair: -pair[0].bits)
     return [segment for segment, _ in pairs], torch.cat([piece for _, piece in pairs])
 
@@ -188,40 +200,44 @@ def _pad_words(segment: Segment, padding: int) -> Tensor:
     """The codes with columns added whose every code is the zero point."""
     if not padding:
         return segment.codes
-    zeros = torch.full((segment.rows, 1), 1 << (segment.bits - 1), device=segment.codes.device)
+    zeros = torch.full((segment.in_features, 1), 1 << (segment.bits - 1), device=segment.codes.device)
     return torch.cat([segment.codes, pack(zeros, segment.bits).expand(-1, padding)], 1)
 
 
-def _squared(weight: PackedWeight, segment: Segment) -> Squared:
-    if not isinstance(segment.scales, Squared):
-        raise _cannot(weight, f"{type(segment.scales).__name__} scales; it has squared 4-bit ones")
+def _exl2_scales(weight: PackedWeight, segment: Segment) -> Exl2Scales:
+    if not isinstance(segment.scales, Exl2Scales):
+        raise _unsupported(weight, f"{type(segment.scales).__name__} scales; it has squared 4-bit ones")
     return segment.scales
 
 
-def _refuse(weight: PackedWeight) -> None:
+def _check_writable(weight: PackedWeight) -> None:
     """Say why EXL2 has no way to write this matrix, if so."""
     if weight.dtype is not torch.float16:
-        raise _cannot(weight, f"numbers rounded to {weight.dtype}")
-    if weight.in_features % ALIGN:
-        raise _cannot(weight, f"{weight.in_features} inputs, not a multiple of {ALIGN}")
+        raise _unsupported(weight, f"numbers rounded to {weight.dtype}")
+    if weight.in_features % ALIGNMENT:
+        raise _unsupported(weight, f"{weight.in_features} inputs, not a multiple of {ALIGNMENT}")
     rows: dict[int, int] = {}
     for segment in weight.segments:
         bits = segment.bits
-        if bits not in WIDTHS:
-            raise _cannot(weight, f"{bits}-bit codes; it has {WIDTHS}")
-        _squared(weight, segment)
+        if bits not in BIT_WIDTHS:
+            raise _unsupported(weight, f"{bits}-bit codes; it has {BIT_WIDTHS}")
+        _exl2_scales(weight, segment)
         if segment.minimum is not None or segment.codebook is not None:
-            raise _cannot(weight, "minimums or codebooks")
+            raise _unsupported(weight, "minimums or codebooks")
         if isinstance(segment.zero, Tensor) or segment.zero != 1 << (bits - 1):
-            raise _cannot(weight, f"zero points other than {1 << (bits - 1)} for {bits} bits")
-        if odd := [size for size in segment.sizes if size * bits % WORD]:
-            raise _cannot(weight, f"groups of {odd[0]} rows of {bits} bits, which do not fill whole words")
-        rows[bits] = rows.get(bits, 0) + segment.rows
-    if uneven := [(count, bits) for bits, count in rows.items() if count % ALIGN]:
+            raise _unsupported(weight, f"zero points other than {1 << (bits - 1)} for {bits} bits")
+        if odd := [size for size in segment.group_sizes if size * bits % WORD_BITS]:
+            raise _unsupported(
+                weight, f"groups of {odd[0]} rows of {bits} bits, which do not fill whole words"
+            )
+        rows[bits] = rows.get(bits, 0) + segment.in_features
+    if uneven := [(count, bits) for bits, count in rows.items() if count % ALIGNMENT]:
         count, bits = uneven[0]
-        raise _cannot(weight, f"{count} rows of {bits} bits, not a multiple of {ALIGN}")
+        raise _unsupported(weight, f"{count} rows of {bits} bits, not a multiple of {ALIGNMENT}")
 
 
-def _cannot(weight: PackedWeight, what: str) -> Unsupported:
+def _unsupported(weight: PackedWeight, what: str) -> Unsupported:
     shape = f"{weight.in_features} by {weight.out_features}"
-    return Unsupported(f"This {weight.form} matrix ({shape}) cannot be EXL2, which has no way to say {what}.")
+    return Unsupported(
+        f"This {weight.format_name} matrix ({shape}) cannot be EXL2, which has no way to say {what}."
+    )

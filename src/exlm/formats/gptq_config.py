@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 from ..errors import CheckpointError, ConfigError, shown
 
-Layout = Literal["gptq", "gptq_v2", "gemm"]
-Method = Literal["gptq", "awq"]
+CheckpointFormat = Literal["gptq", "gptq_v2", "gemm"]
+QuantMethod = Literal["gptq", "awq"]
 
 GPTQ_BITS = (2, 3, 4, 8)
 AWQ_BITS = (4,)
 
-_LAYOUTS: dict[str, tuple[Layout, ...]] = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}
+_READABLE: dict[str, tuple[CheckpointFormat, ...]] = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,13 @@ class GptqConfig:
     group_size: int | None = None  # -1: one group for all rows
     desc_act: bool = False
     sym: bool = True
-    checkpoint_format: Layout = "gptq"
-    borrows: bool = False  # zero points were taken less one by whole words: one of 0 borrowed from the next
+    checkpoint_format: CheckpointFormat = "gptq"
+    zeros_decremented_per_word: bool = (
+        False  # zero points were taken less one by whole words: one of 0 borrowed from the next
+    )
 
     @property
-    def method(self) -> Method:
+    def method(self) -> QuantMethod:
         """Whose layout it is."""
         return "awq" if self.checkpoint_format == "gemm" else "gptq"
 
@@ -47,13 +49,13 @@ class GptqConfig:
         all.
         """
         method = _method(raw, where)
-        layout = _layout(raw, method, where)
+        layout = _checkpoint_format(raw, method, where)
         allowed = GPTQ_BITS if method == "gptq" else AWQ_BITS
         bits = _bits(raw, allowed, method, where)
         group_size = _group_size(raw, where)
         for pattern, change in _overrides(raw, where):
             place = f"{where}, dynamic {pattern!r}"
-            _layout({"checkpoint_format": layout, **change}, method, place)
+            _checkpoint_format({"checkpoint_format": layout, **change}, method, place)
             if _bits(change, allowed, method, place) not in (None, bits):
                 bits = None
             if _group_size(change, place) not in (None, group_size):
@@ -66,13 +68,13 @@ class GptqConfig:
             desc_act=_flag(raw, "desc_act", False, where),
             sym=symmetric,
             checkpoint_format=layout,
-            borrows=layout == "gptq" and not symmetric and _by_gptqmodel(raw),
+            zeros_decremented_per_word=layout == "gptq" and not symmetric and _written_by_gptqmodel(raw),
         )
 
 
-def _method(raw: Mapping[str, Any], where: str) -> Method:
+def _method(raw: Mapping[str, Any], where: str) -> QuantMethod:
     """Old files leave the method out: AutoAWQ's are known by their other names for the bits."""
-    said = _texts(raw, ("quant_method", "method"), where)
+    said = _names(raw, ("quant_method", "method"), where)
     if not said:
         return "awq" if "w_bit" in raw else "gptq"
     if said == {"gptq"}:
@@ -85,7 +87,7 @@ def _method(raw: Mapping[str, Any], where: str) -> Method:
     )
 
 
-def _by_gptqmodel(raw: Mapping[str, Any]) -> bool:
+def _written_by_gptqmodel(raw: Mapping[str, Any]) -> bool:
     """Whether GPTQModel wrote the file, as its `meta` says: one name with a version, or a list of them."""
     meta = raw.get("meta")
     made = meta.get("quantizer") if isinstance(meta, Mapping) else None
@@ -93,13 +95,13 @@ def _by_gptqmodel(raw: Mapping[str, Any]) -> bool:
     return any(isinstance(name, str) and name.lower().startswith("gptqmodel") for name in names)
 
 
-def _layout(raw: Mapping[str, Any], method: Method, where: str) -> Layout:
+def _checkpoint_format(raw: Mapping[str, Any], method: QuantMethod, where: str) -> CheckpointFormat:
     keys = ("checkpoint_format", "format") + (("version",) if method == "awq" else ())
-    said = _texts(raw, keys, where)
+    said = _names(raw, keys, where)
     if _flag(raw, "is_marlin_format", False, where):
         said |= {"marlin"}
-    pack = _texts(raw, ("pack_dtype",), where) - {"int32"}
-    readable = _LAYOUTS[method]
+    pack = _names(raw, ("pack_dtype",), where) - {"int32"}
+    readable = _READABLE[method]
     if len(said) > 1 or pack or not said <= set(readable):
         found = " and ".join(sorted(said | {f"words of {kind}" for kind in pack}))
         raise CheckpointError(
@@ -113,18 +115,18 @@ def _overrides(raw: Mapping[str, Any], where: str) -> list[tuple[str, Mapping[st
     """What `dynamic` changes for some modules; those it leaves unquantised have no packed tensors anyway."""
     dynamic = raw.get("dynamic") or {}
     if not isinstance(dynamic, Mapping):
-        raise _nonsense(where, "dynamic", "an object", dynamic)
+        raise _bad_value(where, "dynamic", "an object", dynamic)
     changes = []
     for pattern, change in dynamic.items():
         if str(pattern).startswith("-:"):
             continue
         if not isinstance(change or {}, Mapping):
-            raise _nonsense(where, f"dynamic {pattern!r}", "an object", change)
+            raise _bad_value(where, f"dynamic {pattern!r}", "an object", change)
         changes.append((str(pattern), change or {}))
     return changes
 
 
-def _bits(raw: Mapping[str, Any], allowed: tuple[int, ...], method: Method, where: str) -> int | None:
+def _bits(raw: Mapping[str, Any], allowed: tuple[int, ...], method: QuantMethod, where: str) -> int | None:
     bits = _number(raw, ("bits", "w_bit"), where)
     if bits is not None and bits not in allowed:
         raise CheckpointError(
@@ -136,7 +138,7 @@ def _bits(raw: Mapping[str, Any], allowed: tuple[int, ...], method: Method, wher
 def _group_size(raw: Mapping[str, Any], where: str) -> int | None:
     size = _number(raw, ("group_size", "q_group_size"), where)
     if size is not None and size < 1 and size != -1:
-        raise _nonsense(where, "group_size", "-1 or a positive number", size)
+        raise _bad_value(where, "group_size", "-1 or a positive number", size)
     return size
 
 
@@ -146,7 +148,7 @@ def _number(raw: Mapping[str, Any], keys: tuple[str, ...], where: str) -> int | 
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int):
-            raise _nonsense(where, key, "a whole number", value)
+            raise _bad_value(where, key, "a whole number", value)
         return value
     return None
 
@@ -156,11 +158,11 @@ def _flag(raw: Mapping[str, Any], key: str, default: bool, where: str) -> bool:
     if value is None:
         return default
     if not isinstance(value, bool):
-        raise _nonsense(where, key, "true or false", value)
+        raise _bad_value(where, key, "true or false", value)
     return value
 
 
-def _texts(raw: Mapping[str, Any], keys: tuple[str, ...], where: str) -> set[str]:
+def _names(raw: Mapping[str, Any], keys: tuple[str, ...], where: str) -> set[str]:
     """What these keys say, in lower case; several of them may say the same."""
     said = set()
     for key in keys:
@@ -168,10 +170,10 @@ def _texts(raw: Mapping[str, Any], keys: tuple[str, ...], where: str) -> set[str
         if value is None:
             continue
         if not isinstance(value, str):
-            raise _nonsense(where, key, "a name", value)
+            raise _bad_value(where, key, "a name", value)
         said.add(ascii(value.lower())[1:-1][:80])  # fit for a message
     return said
 
 
-def _nonsense(where: str, key: str, expected: str, found: object) -> ConfigError:
+def _bad_value(where: str, key: str, expected: str, found: object) -> ConfigError:
     return ConfigError(f"{where}: {key}: expected {expected}, found {shown(found)}.")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from .bits import pack, unpack, words_for
+from .bits import num_words, pack, unpack
 from .scales import Scales
 from .weight import Range
 
@@ -28,7 +28,7 @@ class Segment:
     """A run of stored rows of one width."""
 
     bits: int
-    sizes: tuple[int, ...]  # rows of each group, in order
+    group_sizes: tuple[int, ...]  # rows of each group, in order
     codes: Tensor  # (words, columns) int32, a bit stream down each column
     scales: Scales
     zero: int | Tensor = 0  # for all, or (groups, columns) uint8
@@ -37,26 +37,30 @@ class Segment:
 
     def __post_init__(self) -> None:
         """Refuse a segment whose parts contradict each other: it is our reader's mistake or a lying file."""
-        if not 2 <= self.bits <= 8 or not self.sizes or min(self.sizes) < 1:
+        if not 2 <= self.bits <= 8 or not self.group_sizes or min(self.group_sizes) < 1:
             raise InputError(
                 f"A segment needs 2 to 8 bits and groups of at least 1 row, found {self.bits} bits."
             )
-        if self.codes.shape[0] != words_for(self.rows, self.bits) or self.scales.groups != len(self.sizes):
+        if self.codes.shape[0] != num_words(self.in_features, self.bits) or self.scales.groups != len(
+            self.group_sizes
+        ):
             raise InputError(
-                f"A segment of {self.rows} rows of {self.bits} bits in {len(self.sizes)} groups does not "
-                f"match {self.codes.shape[0]} words and {self.scales.groups} scales."
+                f"A segment of {self.in_features} rows of {self.bits} bits in {len(self.group_sizes)} groups "
+                f"does not match {self.codes.shape[0]} words and {self.scales.groups} scales."
             )
         tables = [self.zero.shape[0]] if isinstance(self.zero, Tensor) else []
         tables += [self.minimum.groups] if self.minimum is not None else []
-        if any(rows != len(self.sizes) for rows in tables):
-            raise InputError(f"{len(self.sizes)} groups do not match zero points or minimums of {tables}.")
+        if any(rows != len(self.group_sizes) for rows in tables):
+            raise InputError(
+                f"{len(self.group_sizes)} groups do not match zero points or minimums of {tables}."
+            )
         if self.codebook is not None and len(self.codebook) != 1 << self.bits:
             raise InputError(f"{self.bits} bits do not match a codebook of {len(self.codebook)} entries.")
 
     @property
-    def rows(self) -> int:
+    def in_features(self) -> int:
         """Stored rows."""
-        return sum(self.sizes)
+        return sum(self.group_sizes)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -66,44 +70,46 @@ class Segment:
         book = (self.codebook,) if self.codebook is not None else ()
         return (self.codes, *self.scales.tensors, *zero, *minimum, *book)
 
-    def values(self) -> Tensor:
+    def dequantize(self) -> Tensor:
         """(rows, columns) float32: every number this segment stands for, before the last rounding."""
-        codes = unpack(self.codes, self.bits, self.rows)
+        codes = unpack(self.codes, self.bits, self.in_features)
         plain = codes.float() if self.codebook is None else self.codebook.float()[codes.int()]
-        if self._even:
-            plain = plain.view(len(self.sizes), self.sizes[0], plain.shape[1])
+        if self._has_equal_groups:
+            plain = plain.view(len(self.group_sizes), self.group_sizes[0], plain.shape[1])
         if isinstance(self.zero, Tensor):
-            plain -= self._over_rows(self.zero)
+            plain -= self._broadcast_over_rows(self.zero)
         elif self.zero:
             plain -= self.zero
-        plain *= self._over_rows(self.scales.expand())
+        plain *= self._broadcast_over_rows(self.scales.expand())
         if self.minimum is not None:
-            plain -= self._over_rows(self.minimum.expand())
+            plain -= self._broadcast_over_rows(self.minimum.expand())
         return plain.view(codes.shape)
 
-    def take(self, rows: Tensor) -> Segment:
+    def take_inputs(self, rows: Tensor) -> Segment:
         """Only these stored rows (ascending); groups that lose all their rows vanish."""
-        owner = torch.repeat_interleave(torch.arange(len(self.sizes)), torch.tensor(self.sizes))[rows.cpu()]
+        owner = torch.repeat_interleave(torch.arange(len(self.group_sizes)), torch.tensor(self.group_sizes))[
+            rows.cpu()
+        ]
         kept, counts = torch.unique_consecutive(owner, return_counts=True)
         kept = kept.to(self.codes.device)
-        codes = unpack(self.codes, self.bits, self.rows)[rows.to(self.codes.device)]
+        codes = unpack(self.codes, self.bits, self.in_features)[rows.to(self.codes.device)]
         return replace(
             self,
-            sizes=tuple(counts.tolist()),
+            group_sizes=tuple(counts.tolist()),
             codes=pack(codes, self.bits),
-            scales=self.scales.pick(kept),
+            scales=self.scales.take_groups(kept),
             zero=self.zero[kept] if isinstance(self.zero, Tensor) else self.zero,
-            minimum=None if self.minimum is None else self.minimum.pick(kept),
+            minimum=None if self.minimum is None else self.minimum.take_groups(kept),
         )
 
-    def columns(self, index: Tensor) -> Segment:
+    def take_columns(self, index: Tensor) -> Segment:
         """Only these columns, in this order."""
         return replace(
             self,
             codes=self.codes[:, index].contiguous(),
-            scales=self.scales.columns(index),
+            scales=self.scales.take_columns(index),
             zero=self.zero[:, index] if isinstance(self.zero, Tensor) else self.zero,
-            minimum=None if self.minimum is None else self.minimum.columns(index),
+            minimum=None if self.minimum is None else self.minimum.take_columns(index),
         )
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Segment:
@@ -118,31 +124,31 @@ class Segment:
         )
 
     @property
-    def _even(self) -> bool:
-        return len(set(self.sizes)) == 1
+    def _has_equal_groups(self) -> bool:
+        return len(set(self.group_sizes)) == 1
 
-    def _over_rows(self, table: Tensor) -> Tensor:
+    def _broadcast_over_rows(self, table: Tensor) -> Tensor:
         """(groups, columns) as float32 that lies over the rows: equal groups need no copy for each row."""
-        if self._even:
+        if self._has_equal_groups:
             return table.float()[:, None]
-        return table.float().repeat_interleave(torch.tensor(self.sizes, device=table.device), 0)
+        return table.float().repeat_interleave(torch.tensor(self.group_sizes, device=table.device), 0)
 
 
 @dataclass(frozen=True, eq=False)
 class PackedWeight:
     """A quantised matrix of `in_features` by `out_features`."""
 
-    form: str  # "exl2", "gptq", "awq", "gguf Q4_K": for people
+    format_name: str  # "exl2", "gptq", "awq", "gguf Q4_K": for people
     in_features: int
     out_features: int
     segments: tuple[Segment, ...]
     dtype: torch.dtype  # what dequantised numbers are rounded to: float16, or float32 for GGUF
-    order: Tensor | None = None  # (in_features,) the input feature each stored row belongs to; None: in order
+    perm: Tensor | None = None  # (in_features,) the input feature each stored row belongs to; None: in order
     bias: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Refuse a matrix whose parts contradict each other."""
-        rows = sum(segment.rows for segment in self.segments)
+        rows = sum(segment.in_features for segment in self.segments)
         if rows != self.in_features:
             raise InputError(f"{rows} stored rows cannot be a matrix of {self.in_features} inputs.")
         for segment in self.segments:
@@ -153,7 +159,7 @@ class PackedWeight:
     def tensors(self) -> tuple[Tensor, ...]:
         """Everything held."""
         parts = [tensor for segment in self.segments for tensor in segment.tensors]
-        return (*parts, *(t for t in (self.order, self.bias) if t is not None))
+        return (*parts, *(t for t in (self.perm, self.bias) if t is not None))
 
     @property
     def nbytes(self) -> int:
@@ -168,7 +174,7 @@ class PackedWeight:
 
     def describe(self) -> str:
         """For `exlm info`."""
-        return f"{self.form} {self.bits:.2f} bit"
+        return f"{self.format_name} {self.bits:.2f} bit"
 
     def dequantize(self) -> Tensor:
         """W, (in_features, out_features), in the format's own precision."""
@@ -177,9 +183,9 @@ class PackedWeight:
         )
         start = 0
         for segment in self.segments:
-            stop = start + segment.rows
-            where = slice(start, stop) if self.order is None else self.order[start:stop].long()
-            out[where] = segment.values().to(self.dtype)
+            stop = start + segment.in_features
+            where = slice(start, stop) if self.perm is None else self.perm[start:stop].long()
+            out[where] = segment.dequantize().to(self.dtype)
             start = stop
         return out
 
@@ -191,15 +197,15 @@ class PackedWeight:
                 raise InputError(f"{a} to {b} is no part of the {length} {what} of a matrix.")
         if dim == 1:
             device = self.segments[0].codes.device
-            return [self.columns(torch.arange(a, b, device=device)) for a, b in ranges]
-        return [self._inputs(a, b, keep_bias=n == 0) for n, (a, b) in enumerate(ranges)]
+            return [self.take_columns(torch.arange(a, b, device=device)) for a, b in ranges]
+        return [self._take_inputs(a, b, keep_bias=n == 0) for n, (a, b) in enumerate(ranges)]
 
-    def columns(self, index: Tensor) -> PackedWeight:
+    def take_columns(self, index: Tensor) -> PackedWeight:
         """Only these outputs, in this order."""
         return replace(
             self,
             out_features=len(index),
-            segments=tuple(segment.columns(index) for segment in self.segments),
+            segments=tuple(segment.take_columns(index) for segment in self.segments),
             bias=None if self.bias is None else self.bias[index],
         )
 
@@ -208,7 +214,7 @@ class PackedWeight:
         return replace(
             self,
             segments=tuple(segment.map(change) for segment in self.segments),
-            order=None if self.order is None else change(self.order),
+            perm=None if self.perm is None else change(self.perm),
             bias=None if self.bias is None else change(self.bias),
         )
 
@@ -216,23 +222,23 @@ class PackedWeight:
         """The same weight on another device."""
         return self.map(lambda tensor: tensor.to(device))
 
-    def _inputs(self, a: int, b: int, *, keep_bias: bool) -> PackedWeight:
+    def _take_inputs(self, a: int, b: int, *, keep_bias: bool) -> PackedWeight:
         """Inputs a to b: the stored rows that belong to them, wherever the order put those."""
-        order = torch.arange(self.in_features) if self.order is None else self.order.long().cpu()
+        order = torch.arange(self.in_features) if self.perm is None else self.perm.long().cpu()
         chosen, orders, start = [], [], 0
         for segment in self.segments:
-            here = order[start : start + segment.rows]
+            here = order[start : start + segment.in_features]
             rows = ((here >= a) & (here < b)).nonzero().flatten()
             if len(rows):
-                chosen.append(segment.take(rows))
+                chosen.append(segment.take_inputs(rows))
                 orders.append(here[rows] - a)
-            start += segment.rows
+            start += segment.in_features
         moved = torch.cat(orders)
-        identity = self.order is None
+        identity = self.perm is None
         return replace(
             self,
             in_features=b - a,
             segments=tuple(chosen),
-            order=None if identity else moved.to(torch.int32).to(self.segments[0].codes.device),
+            perm=None if identity else moved.to(torch.int32).to(self.segments[0].codes.device),
             bias=self.bias if keep_bias else None,
         )

@@ -31,11 +31,11 @@ class Scales(Protocol):
         """(groups, columns), float16 or float32 as the format defines."""
         ...
 
-    def pick(self, groups: Tensor) -> Self:
+    def take_groups(self, groups: Tensor) -> Self:
         """These rows of the table, in this order."""
         ...
 
-    def columns(self, index: Tensor) -> Self:
+    def take_columns(self, index: Tensor) -> Self:
         """These columns of the table, in this order."""
         ...
 
@@ -45,7 +45,7 @@ class Scales(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Direct:
+class PlainScales:
     """Factors as they are."""
 
     values: Tensor  # (groups, columns)
@@ -64,21 +64,21 @@ class Direct:
         """The values."""
         return self.values
 
-    def pick(self, groups: Tensor) -> Direct:
+    def take_groups(self, groups: Tensor) -> PlainScales:
         """These rows."""
-        return Direct(self.values[groups])
+        return PlainScales(self.values[groups])
 
-    def columns(self, index: Tensor) -> Direct:
+    def take_columns(self, index: Tensor) -> PlainScales:
         """These columns."""
-        return Direct(self.values[:, index])
+        return PlainScales(self.values[:, index])
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> Direct:
+    def map(self, change: Callable[[Tensor], Tensor]) -> PlainScales:
         """Every tensor changed."""
-        return Direct(change(self.values))
+        return PlainScales(change(self.values))
 
 
 @dataclass(frozen=True, eq=False)
-class Squared:
+class Exl2Scales:
     """EXL2: (code + 1)² / 256 of the group's largest factor, rounded to float16 twice on the way.
 
     The small product is often subnormal, and the quantiser chose its codes knowing the rounded value: the
@@ -86,7 +86,7 @@ class Squared:
     """
 
     codes: Tensor  # (groups, columns) uint8, 0 to 15
-    maxima: Tensor  # (groups,) float16, as the file has it
+    group_max: Tensor  # (groups,) float16, as the file has it
 
     @property
     def groups(self) -> int:
@@ -96,33 +96,33 @@ class Squared:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Everything held."""
-        return (self.codes, self.maxima)
+        return (self.codes, self.group_max)
 
     def expand(self) -> Tensor:
         """(groups, columns) float16."""
-        unit = (self.maxima.float() / 256).half()
+        unit = (self.group_max.float() / 256).half()
         return self.codes.float().add_(1).square_().mul_(unit.float()[:, None]).half()
 
-    def pick(self, groups: Tensor) -> Squared:
+    def take_groups(self, groups: Tensor) -> Exl2Scales:
         """These rows."""
-        return Squared(self.codes[groups], self.maxima[groups])
+        return Exl2Scales(self.codes[groups], self.group_max[groups])
 
-    def columns(self, index: Tensor) -> Squared:
+    def take_columns(self, index: Tensor) -> Exl2Scales:
         """These columns."""
-        return Squared(self.codes[:, index], self.maxima)
+        return Exl2Scales(self.codes[:, index], self.group_max)
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> Squared:
+    def map(self, change: Callable[[Tensor], Tensor]) -> Exl2Scales:
         """Every tensor changed."""
-        return Squared(change(self.codes), change(self.maxima))
+        return Exl2Scales(change(self.codes), change(self.group_max))
 
 
 @dataclass(frozen=True, eq=False)
-class Nested:
+class KQuantScales:
     """GGUF's K family: a small whole number times the float of the super-group it belongs to, in float32."""
 
     codes: Tensor  # (groups, columns) int8 or uint8
-    supers: Tensor  # (super-groups, columns) float16
-    parents: Tensor  # (groups,) which super-group
+    superblock_scales: Tensor  # (super-groups, columns) float16
+    superblock_of_group: Tensor  # (groups,) which super-group
 
     @property
     def groups(self) -> int:
@@ -132,21 +132,25 @@ class Nested:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Everything held."""
-        return (self.codes, self.supers, self.parents)
+        return (self.codes, self.superblock_scales, self.superblock_of_group)
 
     def expand(self) -> Tensor:
         """(groups, columns) float32."""
-        return self.supers.float()[self.parents] * self.codes.float()
+        return self.superblock_scales.float()[self.superblock_of_group] * self.codes.float()
 
-    def pick(self, groups: Tensor) -> Nested:
+    def take_groups(self, groups: Tensor) -> KQuantScales:
         """These rows; super-groups nobody needs any more are dropped."""
-        used, parents = torch.unique(self.parents[groups], return_inverse=True)
-        return Nested(self.codes[groups], self.supers[used], parents.to(self.parents.dtype))
+        used, parents = torch.unique(self.superblock_of_group[groups], return_inverse=True)
+        return KQuantScales(
+            self.codes[groups], self.superblock_scales[used], parents.to(self.superblock_of_group.dtype)
+        )
 
-    def columns(self, index: Tensor) -> Nested:
+    def take_columns(self, index: Tensor) -> KQuantScales:
         """These columns."""
-        return Nested(self.codes[:, index], self.supers[:, index], self.parents)
+        return KQuantScales(self.codes[:, index], self.superblock_scales[:, index], self.superblock_of_group)
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> Nested:
+    def map(self, change: Callable[[Tensor], Tensor]) -> KQuantScales:
         """Every tensor changed."""
-        return Nested(change(self.codes), change(self.supers), change(self.parents))
+        return KQuantScales(
+            change(self.codes), change(self.superblock_scales), change(self.superblock_of_group)
+        )

@@ -17,8 +17,16 @@ import torch
 from torch import Tensor
 
 from .. import spec
-from ..checkpoint.header import DTYPES, Entry, Header, damaged, read_header, read_small, shown
-from ..checkpoint.lookup import FLOATS
+from ..checkpoint.safetensors_header import (
+    DTYPES,
+    HeaderEntry,
+    SafetensorsHeader,
+    damaged,
+    quoted,
+    read_header,
+    read_small,
+)
+from ..checkpoint.tensor_index import FLOAT_TYPES
 from ..errors import BadFile, BadTensor, MissingTensor, Unsupported
 from ..spec.tensor_names import RowRange
 from ..spec.weight_roles import Matrix, matrices
@@ -74,21 +82,21 @@ class PeftConfig:
             if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < 1e9:
                 expected = "a whole number" if whole else "a number"
                 raise BadFile(
-                    f"{path}: expected {expected} above 0 as {name}, and below 1e9; found {shown(value)}."
+                    f"{path}: expected {expected} above 0 as {name}, and below 1e9; found {quoted(value)}."
                 )
             return value
 
         def table(name: str, *, whole: bool) -> dict[re.Pattern[str], Any]:
             value = raw.get(name) or {}
             if not isinstance(value, dict):
-                raise BadFile(f"{path}: expected numbers by module as {name}, found {shown(value)}.")
+                raise BadFile(f"{path}: expected numbers by module as {name}, found {quoted(value)}.")
             if sum(100 ** _count_repetitions(path, name, key) for key in value) > MAX_PATTERN_COST:
                 raise Unsupported(
                     f"{path}: the {len(value)} patterns in {name} repeat too much to be matched safely: name "
                     "the modules plainly."
                 )
             return {
-                _compiled(path, name, key): number(f"{name}[{shown(key)}]", one, whole=whole)
+                _compiled(path, name, key): number(f"{name}[{quoted(key)}]", one, whole=whole)
                 for key, one in value.items()
             }
 
@@ -127,7 +135,7 @@ def _load(path: Path) -> dict[str, Any]:
             raise
         raise BadFile(f"{path} is not valid JSON: {error}. Download it again.") from error
     if not isinstance(raw, dict):
-        raise BadFile(f"{path}: expected a JSON object, found {shown(raw)}.")
+        raise BadFile(f"{path}: expected a JSON object, found {quoted(raw)}.")
     return raw
 
 
@@ -135,19 +143,21 @@ def _check_supported(path: Path, raw: Mapping[str, Any]) -> None:
     kind = raw.get("peft_type", "LORA")
     if str(kind).upper() != "LORA":
         raise Unsupported(
-            f"{path}: expected an adapter of peft_type LORA, found {shown(kind)}. {MERGE_ADVICE}"
+            f"{path}: expected an adapter of peft_type LORA, found {quoted(kind)}. {MERGE_ADVICE}"
         )
     for option, what in UNSUPPORTED_OPTIONS.items():
         if raw.get(option):
-            raise Unsupported(f"{path}: this adapter {what} ({option}: {shown(raw[option])}). {MERGE_ADVICE}")
+            raise Unsupported(
+                f"{path}: this adapter {what} ({option}: {quoted(raw[option])}). {MERGE_ADVICE}"
+            )
     if (bias := raw.get("bias", "none")) != "none":
         raise Unsupported(
-            f'{path}: expected bias "none", found {shown(bias)}: it trained biases. {MERGE_ADVICE}'
+            f'{path}: expected bias "none", found {quoted(bias)}: it trained biases. {MERGE_ADVICE}'
         )
     init = raw.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(INITS_CHANGING_BASE):
         raise Unsupported(
-            f"{path}: init_lora_weights {shown(init)} also changed the model's own weights. Convert the "
+            f"{path}: init_lora_weights {quoted(init)} also changed the model's own weights. Convert the "
             "adapter with PEFT: save_pretrained(…, path_initial_model_for_weight_conversion=…)."
         )
 
@@ -157,7 +167,7 @@ def _count_repetitions(path: Path, name: str, pattern: str) -> int:
     count = len(re.findall(r"[*+?{]", pattern))
     if count > 3 or re.search(r"\)[*+?{]", pattern) or len(pattern) > 500:
         raise Unsupported(
-            f"{path}: the pattern {shown(pattern)} in {name} repeats too much to be matched safely: name "
+            f"{path}: the pattern {quoted(pattern)} in {name} repeats too much to be matched safely: name "
             "the modules plainly."
         )
     return count
@@ -169,7 +179,7 @@ def _compiled(path: Path, name: str, pattern: str) -> re.Pattern[str]:
         re.compile(pattern)  # alone: "a)|(b" is invalid, but valid within the parentheses below
         return re.compile(rf"(?:.*\.)?(?:{pattern})")
     except (re.error, OverflowError, RecursionError) as error:
-        raise BadFile(f"{path}: {shown(pattern)} in {name} is no regular expression ({error}).") from error
+        raise BadFile(f"{path}: {quoted(pattern)} in {name} is no regular expression ({error}).") from error
 
 
 def _match_pattern(patterns: Mapping[re.Pattern[str], Any], module: str, default: Any) -> Any:
@@ -275,23 +285,23 @@ class PeftReader:
             for role, weights in self._split_module(header, module, target, stored_names):
                 if role in weights_by_role:
                     raise BadFile(
-                        f"{self.path}: {shown(module)} changes {role}, and so does another module of the "
+                        f"{self.path}: {quoted(module)} changes {role}, and so does another module of the "
                         "file: expected it fused or alone, not both."
                     )
                 weights_by_role[role] = weights
         return weights_by_role
 
     def _split_module(
-        self, header: Header, module: str, target: TargetModule, halves: dict[str, str]
+        self, header: SafetensorsHeader, module: str, target: TargetModule, halves: dict[str, str]
     ) -> list[tuple[str, LoraWeights]]:
         """The LoRA weights of a module, split by its matrices."""
         for half in (A, B):
             if half not in halves:
                 (other,) = halves.values()
-                raise MissingTensor(f"{self.path}: {shown(other)} is there, but not its other half, {half}.")
+                raise MissingTensor(f"{self.path}: {quoted(other)} is there, but not its other half, {half}.")
         if any(part.role == "head" for part in target.matrices) and self.model.head.normalize_rows:
             raise Unsupported(
-                f"{self.path}: {shown(module)} is a head that is normalised at load. {MERGE_ADVICE}"
+                f"{self.path}: {quoted(module)} is a head that is normalised at load. {MERGE_ADVICE}"
             )
         rank = self.config.rank(module)
         a = self._tensor(header, halves[A], (rank, target.in_features))
@@ -304,12 +314,13 @@ class PeftReader:
             out.append((part.role, LoraWeights(down, self._to_model_dtype(halves[B], rows.T).to(device))))
         return out
 
-    def _tensor(self, header: Header, name: str, shape: tuple[int, int]) -> Tensor:
+    def _tensor(self, header: SafetensorsHeader, name: str, shape: tuple[int, int]) -> Tensor:
         """A stored tensor as float32, its type, shape and values checked."""
         entry = header.entries[name]
-        if entry.dtype not in FLOATS:
+        if entry.dtype not in FLOAT_TYPES:
             raise BadTensor(
-                f"{self._location(name)}: expected one of the types {', '.join(FLOATS)}, found {entry.dtype}."
+                f"{self._location(name)}: expected one of the types {', '.join(FLOAT_TYPES)}, found "
+                f"{entry.dtype}."
             )
         if entry.shape != shape:
             raise BadTensor(
@@ -320,7 +331,7 @@ class PeftReader:
             file.seek(header.data + entry.start)
             raw = bytearray(file.read(entry.stop - entry.start))
         if len(raw) != entry.stop - entry.start:
-            raise damaged(self.path, f"expected {entry.stop - entry.start} bytes of {shown(name)}")
+            raise damaged(self.path, f"expected {entry.stop - entry.start} bytes of {quoted(name)}")
         values = torch.frombuffer(raw, dtype=DTYPES[entry.dtype]).view(shape).float()
         if num_bad := int((~values.isfinite()).sum()):
             raise BadTensor(
@@ -339,7 +350,7 @@ class PeftReader:
             )
         return converted
 
-    def _check_base_weight(self, name: str, entry: Entry, target: TargetModule) -> None:
+    def _check_base_weight(self, name: str, entry: HeaderEntry, target: TargetModule) -> None:
         """Ignore a copy of the model's own weights, but refuse one that was resized."""
         shapes = [(target.out_features, target.in_features), (target.in_features, target.out_features)]
         if entry.shape not in shapes:
@@ -373,4 +384,4 @@ class PeftReader:
         )
 
     def _location(self, name: str) -> str:
-        return f"{self.path}: tensor {shown(name)}"
+        return f"{self.path}: tensor {quoted(name)}"

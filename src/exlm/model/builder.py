@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import spec
-from ..checkpoint import Source
+from ..checkpoint import WeightSource
 from ..errors import Unsupported
 from ..formats import DenseWeight, Weight
-from ..formats.room import give_back, trim
+from ..formats.host_buffers import release_pool, trim_heap
 from ..kernels import interface as b
 from ..kernels.dispatch import BackendList, DispatchRecord
 from ..kernels.interface import QKNormFn
@@ -72,7 +72,7 @@ class Builder:
     """Builds a model's modules one by one, so that the loader can report progress and stop between them."""
 
     model: spec.Model
-    checkpoint: Source
+    checkpoint: WeightSource
     backends: BackendList
     max_seq_len: int
     module_backends: Sequence[
@@ -109,7 +109,7 @@ class Builder:
             with device_context(self.backends_for("head").device):
                 head = self.head() if self.has_head else None
             self._embedding_weight = None  # it is bound, perhaps in another form
-            give_back()
+            release_pool()
             decoder = Decoder(embedding, [], head, [])  # type: ignore[arg-type]  # another process has it
             yield decoder
             for i, layer in enumerate(self.model.layers):
@@ -118,13 +118,13 @@ class Builder:
                 previous, block = decoder.blocks[-2:][0], decoder.blocks[-1]
                 if i and isinstance(previous, FusedBlock) and isinstance(block, FusedBlock):
                     previous.link_next(block)
-                trim()
+                trim_heap()
                 yield decoder
             decoder.transfers.append(self.transfer_before(len(self.model.layers)))
             if all(hop is no_transfer for hop in decoder.transfers):
                 decoder.fused_stack = fuse_stack(decoder.blocks)
         self._prefetcher = None
-        give_back()
+        release_pool()
         yield decoder
 
     def backends_for(self, role: str) -> BackendList:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .. import spec
-from ..checkpoint import Source, open_source
+from ..checkpoint import WeightSource, open_source
 from ..config import FrozenConfig
 from ..env import legacy_switches
 from ..kernels.dispatch import BackendList, backends_for
@@ -127,7 +127,7 @@ def kv_shapes(model: spec.Model) -> list[LayerShape]:
     return [LayerShape(layer.attn.kv_heads, layer.attn.head_dim) for layer in model.layers]
 
 
-def open_checkpoint(config: FrozenConfig) -> Source:
+def open_checkpoint(config: FrozenConfig) -> WeightSource:
     """The model's files; only headers are read."""
     return open_source(config.path, config.spec.names, config.quantization)
 
@@ -139,7 +139,7 @@ def model_dtype(config: FrozenConfig, device_infos: Sequence[DeviceInfo]) -> tor
 
 def load_modules(
     config: FrozenConfig,
-    source: Source,
+    source: WeightSource,
     module_devices: Sequence[DeviceInfo],
     progress: LoadProgress,
     *,

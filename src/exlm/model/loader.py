@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from ..checkpoint import Source
+from ..checkpoint import WeightSource
 from ..config import Config, FrozenConfig
 from ..env import refuse_removed_variables
 from ..errors import InputError, NotLoaded, Unsupported
-from ..formats.room import give_back
+from ..formats.host_buffers import release_pool
 from ..kvcache import PAGE_SIZE, Cache, CacheBase
 from ..memory import memory_errors
 from .devices import DeviceInfo, hypothetical_devices, list_devices, start_openmp
@@ -78,7 +78,7 @@ class Loader:
         self.loaded = False
         self.list_devices: Callable[[str | None], list[DeviceInfo]] = list_devices
         """Lists the devices that `config.device` names; may be replaced."""
-        self.open_checkpoint: Callable[[FrozenConfig], Source] = open_checkpoint
+        self.open_checkpoint: Callable[[FrozenConfig], WeightSource] = open_checkpoint
         """Opens the weights; may be replaced to read them from elsewhere than the configured files."""
         self._loaded: ModelInstance | None = None
         self._runners: weakref.WeakSet[PagedModelRunner] = weakref.WeakSet()  # that use the loaded weights
@@ -312,7 +312,7 @@ class Loader:
             loaded.driver.close()
         devices = loaded.devices
         del loaded
-        give_back()
+        release_pool()
         if any(device.type == "cuda" for device in devices):
             gc.collect()
             torch.cuda.empty_cache()
@@ -415,7 +415,7 @@ def _callback_or_bar(callback: ProgressCallback | None, progress: bool) -> Itera
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _warn_about_unused_layers(config: FrozenConfig, source: Source) -> None:
+def _warn_about_unused_layers(config: FrozenConfig, source: WeightSource) -> None:
     """Warn if the files hold more layers than config.json describes: perhaps it is another model's."""
     described = len(config.spec.layers)
     matches = map(_LAYER_KEY.match, map(config.spec.names.to_llama_key, source.unused()))

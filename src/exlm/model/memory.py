@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from .. import spec
-from ..checkpoint import Source
+from ..checkpoint import WeightSource
 from ..config import FrozenConfig
 from ..errors import DoesNotFit, InputError
 from ..kernels.dispatch import backends_for
@@ -116,7 +116,7 @@ def compute_profile(
 
 
 def estimate_modules(
-    config: FrozenConfig, source: Source, profile: ComputeProfile, cache_bytes: Sequence[int]
+    config: FrozenConfig, source: WeightSource, profile: ComputeProfile, cache_bytes: Sequence[int]
 ) -> list[ModuleMemory]:
     """Every module's needs; `cache` has the bytes of each layer's pages."""
     m, item_bytes = config.spec, profile.dtype.itemsize
@@ -276,7 +276,7 @@ def _overcommitted_loads(
     return device_loads(parts, place_modules(parts, enlarged, ""), len(capacities))
 
 
-def _matrix_bytes(source: Source, matrix: Matrix, item_bytes: int) -> tuple[int, bool]:
+def _matrix_bytes(source: WeightSource, matrix: Matrix, item_bytes: int) -> tuple[int, bool]:
     """Bytes of a matrix in memory, and whether it is packed."""
     words, nbytes = source.describe(matrix.role)
     if words.startswith("dense"):
@@ -284,7 +284,7 @@ def _matrix_bytes(source: Source, matrix: Matrix, item_bytes: int) -> tuple[int,
     return nbytes, True
 
 
-def _embedding_bytes(source: Source, m: spec.Model, item_bytes: int) -> tuple[int, int]:
+def _embedding_bytes(source: WeightSource, m: spec.Model, item_bytes: int) -> tuple[int, int]:
     """Bytes of the embedding's table: where it is looked up, and what the head shares of it."""
     words, nbytes = source.describe("embed")
     if not m.head.tied or source.has("head"):

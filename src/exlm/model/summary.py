@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .. import spec
-from ..checkpoint import Source
+from ..checkpoint import WeightSource
 from ..config import FrozenConfig
 from ..errors import Unsupported
 from ..kernels.dispatch import BackendList, backends_for
@@ -58,7 +58,7 @@ class Summary:
         return sum(4 * layer.attn.kv_heads * layer.attn.head_dim for layer in self.spec.layers)
 
 
-def summarize(config: FrozenConfig, source: Source) -> Summary:
+def summarize(config: FrozenConfig, source: WeightSource) -> Summary:
     """Read the headers of a model's files and say what is in them; nothing of it stays in memory."""
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, config.stored_dtype, device)
@@ -81,7 +81,7 @@ def summarize(config: FrozenConfig, source: Source) -> Summary:
 
 
 def _backend_by_form(
-    described: Mapping[Matrix, tuple[str, int]], source: Source, backends: BackendList
+    described: Mapping[Matrix, tuple[str, int]], source: WeightSource, backends: BackendList
 ) -> dict[str, str]:
     """By stored form, the backend that takes it: the chain is asked with the smallest matrix of that form."""
     smallest: dict[str, Matrix] = {}
@@ -90,7 +90,7 @@ def _backend_by_form(
     return {form: _backend_of(form, matrix, source, backends) for form, matrix in smallest.items()}
 
 
-def _backend_of(form: str, matrix: Matrix, source: Source, backends: BackendList) -> str:
+def _backend_of(form: str, matrix: Matrix, source: WeightSource, backends: BackendList) -> str:
     role, width_in, width_out, bias = matrix
     weight = source.weight(
         "embed" if form == TIED_FORM else role,

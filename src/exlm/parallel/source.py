@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 
 from .. import spec
-from ..checkpoint import Source
-from ..checkpoint.source import Shape, Wrapped
+from ..checkpoint import WeightSource
+from ..checkpoint.source import Shape, WeightSourceWrapper
 from ..formats import DenseWeight, PackedWeight, Weight
 from ..spec.weight_roles import matrices
 from .shard import MatrixSlice, slice_of
 
 
-class ShardedSource(Wrapped):
+class ShardedSource(WeightSourceWrapper):
     """A source whose matrices are one rank's parts.
 
     It holds a head of its own even where that is tied to the embedding: the one is cut, the other is not.
     """
 
-    def __init__(self, inner: Source, model: spec.Model, rank: int, size: int) -> None:
+    def __init__(self, inner: WeightSource, model: spec.Model, rank: int, size: int) -> None:
         super().__init__(inner)
         self.model, self.rank, self.size = model, rank, size
         self._whole = {matrix.role: matrix for matrix in matrices(model)}
@@ -92,10 +92,10 @@ def part(weight: Weight, cut: MatrixSlice, *, keep_bias: bool) -> Weight:
     return piece
 
 
-class LayersSource(Wrapped):
+class LayersSource(WeightSourceWrapper):
     """A source that knows only the layers from `first` on, and counts them from 0."""
 
-    def __init__(self, inner: Source, first: int) -> None:
+    def __init__(self, inner: WeightSource, first: int) -> None:
         super().__init__(inner)
         self.first = first
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..formats import Direct, PackedWeight, Segment
+from ..formats import PackedWeight, PlainScales, Segment
 from ..formats.bits import pack
 from .rounding import Factors, Grid, Step, descend, feed_back
 
@@ -37,7 +37,7 @@ def solve_gptq(
     scale, low, _ = table.unbind(1)
     zeros = (-low).to(torch.uint8)
     above = zeros.repeat_interleave(torch.tensor(sizes, device=w.device), 0)
-    scales = Direct(scale.half())
+    scales = PlainScales(scale.half())
     stored = pack(codes.to(torch.int16) + above, BITS)
     segment = Segment(BITS, tuple(sizes), stored, scales, zeros)
     order = f.order.to(torch.int32)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checkpoint import Source
+from ..checkpoint import WeightSource
 from ..config import FrozenConfig
 from ..convert.plan import dequantize_in_chunks
 from ..formats import DenseWeight, PackedWeight, Weight
@@ -99,7 +99,7 @@ class Workshop(Builder):
         return made
 
 
-def workshop(config: FrozenConfig, source: Source, length: int, device: torch.device) -> Workshop:
+def workshop(config: FrozenConfig, source: WeightSource, length: int, device: torch.device) -> Workshop:
     """A builder for rows of at most `length` tokens."""
     return Workshop(config.spec, source, BackendList([ReferenceBackend(device, torch.float32)]), length)
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from .. import spec
 from ..errors import CheckpointError, InputError
-from ..formats.exl2 import WIDTHS
+from ..formats.exl2 import BIT_WIDTHS
 from ..spec.tensor_names import TensorNames
 from ..spec.weight_roles import Matrix, matrices
 from .recipe import Group, Recipe, recipe
@@ -151,7 +151,7 @@ def smallest(model: spec.Model) -> int:
 
 def _recipes() -> Iterator[Recipe]:
     for size in SIZES:
-        for width in WIDTHS:
+        for width in BIT_WIDTHS:
             yield recipe(size, (width, 1.0))
         for high, low in PAIRS:
             for share in SHARES:
@@ -180,7 +180,7 @@ def read_profile(raw: Any, path: Path, role: str) -> Profile:
     """One matrix's profile out of a file; `InputError` if it is not what `to_json` gives."""
     try:
         found = Profile.from_json(raw)
-        if set(found.harms) != set(WIDTHS) or not found.sizes or not all(found.sizes.values()):
+        if set(found.harms) != set(BIT_WIDTHS) or not found.sizes or not all(found.sizes.values()):
             raise ValueError(f"widths {sorted(found.harms)}, group sizes {found.sizes}")
         factors = chain.from_iterable(one.values() for one in found.sizes.values())
         if not all(map(math.isfinite, chain(factors, *found.harms.values()))):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import spec
 from ..atomic import atomic_dir, report_write_errors
-from ..checkpoint import Checkpoint, GgufCheckpoint, Source, save
+from ..checkpoint import GgufCheckpoint, SafetensorsCheckpoint, WeightSource, save
 from ..config import FrozenConfig
 from ..convert.plan import ConversionPlan, vector_specs
 from ..convert.planners import FolderPlanner, GgufPlanner
@@ -43,7 +43,7 @@ class Matrices(Protocol):
         ...
 
 
-def planned(frozen: FrozenConfig, source: Source, roles: Set[str]) -> ConversionPlan:
+def planned(frozen: FrozenConfig, source: WeightSource, roles: Set[str]) -> ConversionPlan:
     """What the source holds, as a folder of safetensors would have it; nothing is read yet.
 
     A head that is not among the roles to be quantised becomes floats: what the source has packed is in a form
@@ -51,7 +51,7 @@ def planned(frozen: FrozenConfig, source: Source, roles: Set[str]) -> Conversion
     """
     if isinstance(source, GgufCheckpoint):
         return GgufPlanner(source, frozen.spec, "dense").plan()
-    assert isinstance(source, Checkpoint)
+    assert isinstance(source, SafetensorsCheckpoint)
     to = "safetensors" if "head" in roles else "dense"
     return FolderPlanner(source, frozen.spec, to, frozen.quantization).plan()
 
@@ -74,7 +74,7 @@ def kept_bytes(plan: ConversionPlan, model: spec.Model, roles: Set[str]) -> int:
 def new_model(
     target: Path,
     frozen: FrozenConfig,
-    source: Source,
+    source: WeightSource,
     roles: Set[str],
     matrices: Matrices,
     said: Mapping[str, Any],
@@ -149,7 +149,9 @@ def _half(name: str, tensor: Tensor) -> Tensor:
     return half
 
 
-def _files(frozen: FrozenConfig, source: Source, plan: ConversionPlan, said: Mapping[str, Any]) -> SideFiles:
+def _files(
+    frozen: FrozenConfig, source: WeightSource, plan: ConversionPlan, said: Mapping[str, Any]
+) -> SideFiles:
     if isinstance(source, GgufCheckpoint):
         files = side_files_of_gguf(source.files, source.has("head"))
     else:

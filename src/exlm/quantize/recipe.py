@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from ..errors import InputError
-from ..formats.exl2 import ALIGN, WIDTHS
+from ..formats.exl2 import ALIGNMENT, BIT_WIDTHS
 from ..spec.weight_roles import Matrix
 
 
@@ -40,11 +40,11 @@ class Recipe:
     def __post_init__(self) -> None:
         """Refuse what EXL2 cannot say."""
         widths = [part.bits for part in self.parts]
-        if not widths or widths != sorted(set(widths), reverse=True) or not set(widths) <= set(WIDTHS):
-            raise InputError(f"A recipe needs descending widths out of {WIDTHS}, found {widths}.")
+        if not widths or widths != sorted(set(widths), reverse=True) or not set(widths) <= set(BIT_WIDTHS):
+            raise InputError(f"A recipe needs descending widths out of {BIT_WIDTHS}, found {widths}.")
         sizes = [part.size for part in self.parts]
-        if any(size < ALIGN or size % ALIGN for size in sizes):
-            raise InputError(f"Groups have a multiple of {ALIGN} rows, found {sizes}.")
+        if any(size < ALIGNMENT or size % ALIGNMENT for size in sizes):
+            raise InputError(f"Groups have a multiple of {ALIGNMENT} rows, found {sizes}.")
         shares = [part.share for part in self.parts]
         if not (all(share >= 0 for share in shares) and abs(sum(shares) - 1) <= 1e-6):  # false for NaN too
             raise InputError(f"Shares must sum to one, found {shares}.")
@@ -92,8 +92,8 @@ class Recipe:
 @cache
 def _groups(made: Recipe, rows: int) -> tuple[Group, ...]:
     """Asked again and again: many matrices have as many rows."""
-    if rows < ALIGN or rows % ALIGN:
-        raise InputError(f"EXL2 holds matrices of a multiple of {ALIGN} inputs, found {rows}.")
+    if rows < ALIGNMENT or rows % ALIGNMENT:
+        raise InputError(f"EXL2 holds matrices of a multiple of {ALIGNMENT} inputs, found {rows}.")
     groups: list[Group] = []
     left = rows
     for part in made.parts:
@@ -108,7 +108,7 @@ def _groups(made: Recipe, rows: int) -> tuple[Group, ...]:
 
 def padded(columns: int) -> int:
     """Columns as they are stored."""
-    return -(-columns // ALIGN) * ALIGN
+    return -(-columns // ALIGNMENT) * ALIGNMENT
 
 
 def recipe(sizes: int | Sequence[int], *parts: tuple[int, float]) -> Recipe:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..formats.scales import Squared
+from ..formats.scales import Exl2Scales
 from .rounding import Grid
 
 WIDEST = 16  # the largest factor of the grid, before it is squared
@@ -37,7 +37,7 @@ class GroupScale(NamedTuple):
 
     def decoded(self) -> Tensor:
         """(columns,) float32: the factors a reader gets."""
-        return Squared(self.codes[None], self.maximum[None]).expand()[0].float()
+        return Exl2Scales(self.codes[None], self.maximum[None]).expand()[0].float()
 
     def value(self, codes: Tensor) -> Tensor:
         """What a reader makes of whole numbers (rows, columns)."""
@@ -95,7 +95,7 @@ def choose(w: Tensor, bits: int, importance: Tensor, fine: int) -> GroupScale:
     wish = tried.gather(0, _errors(w, tried, bits, importance).argmin(0, keepdim=True))[0]
     maxima = (wish.max() * _steps(1.08, 0.7, max(4, fine // 2), w)[:, 0]).clamp(max=LARGEST).half()
     low, high = _around(wish, maxima)
-    below, above = (_errors(w, Squared(x, maxima).expand().float(), bits, importance) for x in (low, high))
+    below, above = (_errors(w, Exl2Scales(x, maxima).expand().float(), bits, importance) for x in (low, high))
     total = torch.minimum(below, above).sum(1).masked_fill(_too_small(maxima), torch.inf)
     at = total.argmin().view(1)
     found = GroupScale(_one(torch.where(above < below, high, low), at), _one(maxima, at))
@@ -111,7 +111,7 @@ def move(now: GroupScale, wish: Tensor, care: Tensor) -> GroupScale:
     least = cost(now.decoded()).sum() * (1 - 1e-6)
     maxima = (now.maximum.float() * _near(wish.device)).clamp(max=LARGEST).half()
     low, high = _around(wish.clamp(min=0), maxima)
-    below, above = (cost(Squared(x, maxima).expand().float()) for x in (low, high))
+    below, above = (cost(Exl2Scales(x, maxima).expand().float()) for x in (low, high))
     total = torch.minimum(below, above).sum(1).masked_fill(_too_small(maxima), torch.inf)
     at = total.argmin().view(1)
     better = _one(total, at) < least

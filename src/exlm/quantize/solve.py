@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..formats import PackedWeight, Segment, Squared
+from ..formats import Exl2Scales, PackedWeight, Segment
 from ..formats.bits import pack
 from .recipe import Group
 from .rounding import Factors, Grid, Step, descend, feed_back
@@ -40,7 +40,7 @@ class Solution:
     groups: Sequence[Group]
     order: Tensor
     codes: Tensor  # (inputs, columns) float32: whole numbers around zero
-    scales: Squared  # of all groups
+    scales: Exl2Scales  # of all groups
 
     @property
     def sizes(self) -> list[int]:
@@ -87,7 +87,7 @@ class Solution:
             sizes = tuple(group.rows for group in self.groups if group.bits == bits)
             codes = self.codes[row : row + sum(sizes)].to(torch.int16) + (1 << (bits - 1))
             end = first + len(sizes)
-            table = Squared(self.scales.codes[first:end], self.scales.maxima[first:end])
+            table = Exl2Scales(self.scales.codes[first:end], self.scales.group_max[first:end])
             segments.append(Segment(bits, sizes, pack(codes, bits), table, 1 << (bits - 1)))
             row, first = row + sum(sizes), end
         inputs, columns = self.codes.shape
@@ -98,7 +98,7 @@ class Solution:
 def quick(w: Tensor, f: Factors, groups: Sequence[Group], fine: int) -> Solution:
     """GPTQ alone."""
     codes = torch.empty(len(groups), w.shape[1], dtype=torch.uint8, device=w.device)
-    scales = Squared(codes, torch.empty(len(groups), dtype=torch.float16, device=w.device))
+    scales = Exl2Scales(codes, torch.empty(len(groups), dtype=torch.float16, device=w.device))
     places = zip(groups, *scales.tensors, strict=True)
     steps = [Step(group.rows, Search(group.bits, fine), tuple(kept)) for group, *kept in places]
     return Solution(groups, f.order, feed_back(w, f, steps).codes, scales)

@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..checkpoint import TensorFiles
-from ..checkpoint.lookup import key_at
+from ..checkpoint import SafetensorsFolder
 from ..checkpoint.packed import EXL2
+from ..checkpoint.tensor_index import key_at
 from ..config import Config
 from ..convert.plan import vector_specs
-from ..formats.bits import WORD
-from ..formats.exl2 import ALIGN, WIDTHS
+from ..formats.bits import WORD_BITS
+from ..formats.exl2 import ALIGNMENT, BIT_WIDTHS
 from ..spec.weight_roles import Matrix, matrices
 
 TYPES = {
@@ -40,7 +40,7 @@ def validate_exl2(folder: str | Path) -> list[str]:
     path, model = config.freeze().path, config.spec
     if not path.is_dir():
         return [f"{path} is a file: an EXL2 model is a folder."]
-    files = TensorFiles(path)
+    files = SafetensorsFolder(path)
     stored = {model.names.to_llama_key(name): name for name in files.names()}
     wrong: list[str] = []
     expected: set[str] = set()
@@ -80,9 +80,9 @@ def _matrix(m: Matrix, t: dict[str, Tensor]) -> Iterator[str]:
         if t[suffix].dtype is not dtype:
             yield f"{suffix}: expected {dtype}, found {t[suffix].dtype}."
             return
-    if m.in_features % ALIGN or m.in_features > MOST_INPUTS:
-        yield f"{m.in_features} inputs: expected a multiple of {ALIGN} up to {MOST_INPUTS}."
-    width, (words, columns) = -(-m.out_features // ALIGN) * ALIGN, t["q_weight"].shape
+    if m.in_features % ALIGNMENT or m.in_features > MOST_INPUTS:
+        yield f"{m.in_features} inputs: expected a multiple of {ALIGNMENT} up to {MOST_INPUTS}."
+    width, (words, columns) = -(-m.out_features // ALIGNMENT) * ALIGNMENT, t["q_weight"].shape
     if columns != width:
         yield f"q_weight: expected {width} columns, padding included, found {columns}."
     count = t["q_groups"].numel() // 2
@@ -103,8 +103,8 @@ def _matrix(m: Matrix, t: dict[str, Tensor]) -> Iterator[str]:
 def _groups(table: list[int], words: int, inputs: int) -> Iterator[str]:
     """What is wrong with the table of groups."""
     widths, starts = table[::2], table[1::2]
-    if odd := [b for b in widths if b not in WIDTHS]:
-        yield f"q_groups: {odd[0]} is not one of the widths {WIDTHS}."
+    if odd := [b for b in widths if b not in BIT_WIDTHS]:
+        yield f"q_groups: {odd[0]} is not one of the widths {BIT_WIDTHS}."
         return
     if widths != sorted(widths, reverse=True):
         yield f"q_groups: widths must descend, found {[b for b, _ in groupby(widths)]}."
@@ -116,13 +116,13 @@ def _groups(table: list[int], words: int, inputs: int) -> Iterator[str]:
         yield f"q_groups: offset {starts[-1]} is past {LAST_OFFSET}."
     rows = []
     for bits, a, b in zip(widths, starts, stops, strict=True):
-        if (b - a) * WORD % bits:
+        if (b - a) * WORD_BITS % bits:
             yield f"q_groups: {b - a} words are no whole number of {bits}-bit rows."
-        rows.append((b - a) * WORD // bits)
+        rows.append((b - a) * WORD_BITS // bits)
     if sum(rows) != inputs:
         yield f"q_groups: expected {inputs} rows in all, found {sum(rows)}."
     runs = {b: sum(r for w, r in zip(widths, rows, strict=True) if w == b) for b in widths}
     for bits, count in runs.items():
-        unit = 16 if bits == 2 else ALIGN
+        unit = 16 if bits == 2 else ALIGNMENT
         if count % unit:
             yield f"q_groups: {count} rows of {bits} bits are not a multiple of {unit}."

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from .. import spec
-from ..checkpoint import Source
-from ..checkpoint.lookup import key_at
+from ..checkpoint import WeightSource
+from ..checkpoint.tensor_index import key_at
 from ..config import Config, FrozenConfig
 from ..convert.plan import ConversionPlan
 from ..errors import Unsupported
 from ..formats import PackedWeight, exl2
 from ..formats import gptq as gptq_format
-from ..formats.room import trim
+from ..formats.host_buffers import trim_heap
 from ..nn import Batch
 from ..spec.weight_roles import Matrix, matrices
 from ..tokenizer import Tokenizer
@@ -53,7 +53,7 @@ class Work:
 
     config: Config
     frozen: FrozenConfig
-    source: Source
+    source: WeightSource
     shop: Workshop
     job: Job
     wishes: Wishes
@@ -86,7 +86,7 @@ class Work:
 
     def step(self, units: int, what: str) -> None:
         """Tell that so many units are done; what the C library kept of them goes back to the system."""
-        trim()
+        trim_heap()
         self.done += units
         self.progress(min(self.done, self.total), self.total, what)
 
@@ -113,7 +113,7 @@ class Work:
 def check_shapes(wanted: Mapping[str, Matrix], method: str) -> None:
     """`Unsupported` names the first matrix the format cannot hold."""
     for role, m in wanted.items():
-        unit = exl2.ALIGN if method == "exl2" else 8
+        unit = exl2.ALIGNMENT if method == "exl2" else 8
         if m.in_features % unit:
             raise Unsupported(
                 f"{role} has {m.in_features} inputs, and {method.upper()} holds multiples of {unit} only."
@@ -159,7 +159,7 @@ def _ids(config: Config, wishes: Wishes, shop: Workshop) -> Tensor:
 
 
 def facts(
-    wishes: Wishes, frozen: FrozenConfig, source: Source, measurement: str | None, device: torch.device
+    wishes: Wishes, frozen: FrozenConfig, source: WeightSource, measurement: str | None, device: torch.device
 ) -> dict[str, Any]:
     """What must be the same for a job to go on."""
     files = {}

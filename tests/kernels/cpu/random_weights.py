@@ -10,7 +10,7 @@ from torch import Tensor
 
 from exlm.formats.bits import pack
 from exlm.formats.packed import PackedWeight, Segment
-from exlm.formats.scales import Direct, Nested, Scales, Squared
+from exlm.formats.scales import Exl2Scales, KQuantScales, PlainScales, Scales
 
 IQ4_CODEBOOK = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113.0])
 
@@ -51,7 +51,7 @@ RECIPES = st.builds(
 def random_weight(recipe: Recipe, dtype: torch.dtype = torch.float32) -> PackedWeight:
     """A random weight."""
     segments = tuple(_segment(recipe, bits, sizes) for bits, sizes in recipe.segments)
-    inputs = sum(segment.rows for segment in segments)
+    inputs = sum(segment.in_features for segment in segments)
     order = torch.randperm(inputs).int() if recipe.order else None
     bias = torch.randn(recipe.columns) if recipe.bias else None
     return PackedWeight("chance", inputs, recipe.columns, segments, dtype, order, bias)
@@ -79,12 +79,12 @@ def _scales(kind: str, groups: int, columns: int) -> Scales:
     codes = torch.randint(0, 16, (groups, columns), dtype=torch.uint8)
     match kind:
         case "squared":
-            return Squared(codes, torch.rand(groups).half())
+            return Exl2Scales(codes, torch.rand(groups).half())
         case "nested":
             parents = torch.arange(groups, dtype=torch.int32) // 2
-            return Nested(codes, torch.rand(int(parents[-1]) + 1, columns).half(), parents)
+            return KQuantScales(codes, torch.rand(int(parents[-1]) + 1, columns).half(), parents)
     table = torch.rand(groups, columns) * 0.1
-    return Direct(table.half() if kind == "half" else table)
+    return PlainScales(table.half() if kind == "half" else table)
 
 
 def effective_weight(weight: PackedWeight) -> Tensor:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from exlm.errors import Unsupported
 from exlm.formats.bits import pack
 from exlm.formats.packed import PackedWeight, Segment
-from exlm.formats.scales import Direct
+from exlm.formats.scales import PlainScales
 from exlm.kernels.cpu.bindings import Library
 from exlm.kernels.cpu.linear import PackedEmbedding, PackedLinear
 from exlm.kernels.cpu.packed import pack_matrix
@@ -92,7 +92,7 @@ def test_a_usual_matrix_is_right_to_some_digits(library: Library, bits: int, dty
 def test_the_largest_sums_of_whole_numbers_fit(library: Library) -> None:
     """All codes and all x the largest: 300 inputs of one group, more than a span has room for."""
     codes = torch.full((300, 40), 255)
-    segment = Segment(8, (300,), pack(codes, 8), Direct(torch.ones(1, 40)), 0)
+    segment = Segment(8, (300,), pack(codes, 8), PlainScales(torch.ones(1, 40)), 0)
     weight = PackedWeight("x", 300, 40, (segment,), torch.float32)
     for value in (32638.0, -32638.0):
         got = linear(library, weight)(torch.full((7, 300), value))
@@ -222,7 +222,7 @@ def test_halves_at_the_edges(library: Library) -> None:
     """Subnormal, tied and too large: what rounding to float16 makes of them is part of the format."""
     codes = torch.arange(64).view(64, 1).expand(64, 8)
     scales = torch.tensor([[2.0**-24, 2.0**-25, 3 * 2.0**-27, 1.0, 2048.0, 1100.0, 1 + 2.0**-11, 65504.0]])
-    segment = Segment(6, (64,), pack(codes, 6), Direct(scales), 32)
+    segment = Segment(6, (64,), pack(codes, 6), PlainScales(scales), 32)
     weight = PackedWeight("x", 64, 8, (segment,), torch.float16)
     found = PackedEmbedding(library, pack_matrix(weight, library, 1), torch.float16)(torch.arange(8)[None])[0]
     assert torch.equal(found, weight.dequantize().T)

@@ -110,7 +110,7 @@ def mixture(name: str) -> Mixture:
 def _made(recipe: Recipe, parts: Parts, outputs: int) -> PackedWeight:
     segments = tuple(segment(*one, outputs, recipe.zeros, recipe.minima) for one in parts)
     made = matrix(segments, outputs, False, recipe.bias)
-    return replace(made, order=torch.randperm(made.in_features).int()) if recipe.order else made
+    return replace(made, perm=torch.randperm(made.in_features).int()) if recipe.order else made
 
 
 def _product(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:

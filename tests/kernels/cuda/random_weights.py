@@ -6,7 +6,7 @@ import torch
 
 from exlm.formats.bits import pack
 from exlm.formats.packed import PackedWeight, Segment
-from exlm.formats.scales import Direct
+from exlm.formats.scales import PlainScales
 
 KINDS: dict[str, tuple[list[tuple[int, list[int]]], int, bool, bool]] = {
     "4 bits": ([(4, [128] * 4)], 64, False, False),
@@ -32,8 +32,8 @@ KINDS: dict[str, tuple[list[tuple[int, list[int]]], int, bool, bool]] = {
 def segment(bits: int, sizes: list[int], outputs: int, zeros: bool, minima: bool) -> Segment:
     """Random codes."""
     codes = pack(torch.randint(0, 1 << bits, (sum(sizes), outputs)), bits)
-    scales = Direct((torch.rand(len(sizes), outputs) * 0.01).half())
-    floor = Direct((torch.rand(len(sizes), outputs) * 0.1).half()) if minima else None
+    scales = PlainScales((torch.rand(len(sizes), outputs) * 0.01).half())
+    floor = PlainScales((torch.rand(len(sizes), outputs) * 0.1).half()) if minima else None
     zero: int | torch.Tensor = 0 if minima else 1 << (bits - 1)
     if zeros:
         zero = torch.randint(0, 1 << bits, (len(sizes), outputs), dtype=torch.uint8)
@@ -52,7 +52,7 @@ def matrix(
     segments: tuple[Segment, ...], outputs: int, order: bool = True, bias: bool = False, name: str = "w"
 ) -> PackedWeight:
     """Segments as a matrix."""
-    inputs = sum(one.rows for one in segments)
+    inputs = sum(one.in_features for one in segments)
     places = torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs)).int()
     added = torch.randn(outputs).half() if bias else None
     return PackedWeight(name, inputs, outputs, segments, torch.float16, places if order else None, added)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from exlm.formats.scales import Direct
+from exlm.formats.scales import PlainScales
 from exlm.kernels.cuda.backend import PackedLinear
 from exlm.kernels.cuda.linear import Normal, Plan, Product
 from exlm.kernels.cuda.planner import Planner
@@ -136,7 +136,7 @@ def test_small_scales_are_lifted_inside_only(workshop: EmulatedWorkshop) -> None
     plain = weight("minimums", order=False)
     (one,) = plain.segments
     assert one.minimum is not None
-    scales = (Direct(part.expand().float() * 2.0**-9) for part in (one.scales, one.minimum))
+    scales = (PlainScales(part.expand().float() * 2.0**-9) for part in (one.scales, one.minimum))
     made = replace(one, scales=next(scales), minimum=next(scales))
     packed = replace(plain, segments=(made,), dtype=torch.float32)
     tiles = arrange(packed)

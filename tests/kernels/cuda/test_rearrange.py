@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from exlm.errors import Unsupported
 from exlm.formats.packed import PackedWeight, Segment
-from exlm.formats.scales import Direct, Nested, Scales, Squared
+from exlm.formats.scales import Exl2Scales, KQuantScales, PlainScales, Scales
 from exlm.kernels.cuda.lanes import PLANES
 from exlm.kernels.cuda.program import Workshop, compile_source, whole
 from exlm.kernels.cuda.rearrange import SOURCE, Rearranger
@@ -57,13 +57,13 @@ def table(kind: str, groups: int, outputs: int) -> Scales:
     factors = torch.rand(groups, outputs) * 0.01
     match kind:
         case "squared":
-            return Squared(torch.randint(0, 16, (groups, outputs)).to(torch.uint8), factors[:, 0].half())
+            return Exl2Scales(torch.randint(0, 16, (groups, outputs)).to(torch.uint8), factors[:, 0].half())
         case "signed" | "unsigned":
             low, dtype = (-32, torch.int8) if kind == "signed" else (0, torch.uint8)
             codes = torch.randint(low, 32, (groups, outputs)).to(dtype)
             parents = torch.arange(groups, dtype=torch.int32) // 2
-            return Nested(codes, factors[: (groups + 1) // 2].half(), parents)
-    return Direct(factors.to({"half": torch.half, "float": torch.float, "bfloat": torch.bfloat16}[kind]))
+            return KQuantScales(codes, factors[: (groups + 1) // 2].half(), parents)
+    return PlainScales(factors.to({"half": torch.half, "float": torch.float, "bfloat": torch.bfloat16}[kind]))
 
 
 def short(sizes: list[int], cut: int) -> list[int]:
@@ -122,7 +122,7 @@ def test_rows_that_are_not_side_by_side(workshop: Any) -> None:
     cut = replace(
         whole,
         codes=whole.codes[:, 3:24],
-        scales=Direct(whole.scales.expand()[:, 3:24]),
+        scales=PlainScales(whole.scales.expand()[:, 3:24]),
         zero=whole.zero[:, 3:24],  # type: ignore[index]
     )
     check(workshop, matrix((cut,), 21))
@@ -135,7 +135,7 @@ def test_scales_beyond_half_precision(workshop: Any, scale: float) -> None:
     six, four = segment(6, [32] * 2, 24, False, False), segment(4, [32] * 6, 24, False, False)
     values = six.scales.expand().clone()
     values[1, 23] = scale
-    packed = matrix((replace(six, scales=Direct(values)), four), 24)
+    packed = matrix((replace(six, scales=PlainScales(values)), four), 24)
     if scale * 16 <= 65504:
         check(workshop, packed)
         return

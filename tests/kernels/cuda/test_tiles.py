@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from exlm.errors import Unsupported
 from exlm.formats.packed import PackedWeight
-from exlm.formats.scales import Direct
+from exlm.formats.scales import PlainScales
 from exlm.kernels.cuda import filling
 from exlm.kernels.cuda.lanes import BLOCK, PLANES
 from exlm.kernels.cuda.layout import digits
@@ -60,13 +60,15 @@ def test_any_mixture(
     parts: list[tuple[int, int]], group: int, outputs: int, zeros: bool, minima: bool
 ) -> None:
     segments = tuple(segment(bits, [group] * count, outputs, zeros, minima) for bits, count in parts)
-    inputs = sum(one.rows for one in segments)
+    inputs = sum(one.in_features for one in segments)
     packed = PackedWeight("any", inputs, outputs, segments, torch.float16, torch.randperm(inputs).int())
     tiles = arrange(packed)
     assert numbers(tiles).equal(packed.dequantize())
     assert tiles.blocks * BLOCK >= inputs
     assert len(stored_source(tiles)) == tiles.stored * BLOCK
-    codes = sum(one.rows * digits(one.bits, tiles.layout.bits, not zeros and not minima) for one in segments)
+    codes = sum(
+        one.in_features * digits(one.bits, tiles.layout.bits, not zeros and not minima) for one in segments
+    )
     assert (
         codes
         <= tiles.stored * BLOCK
@@ -118,8 +120,8 @@ def test_small_scales_are_lifted_by_a_power_of_two() -> None:
     shrunk = tuple(
         replace(
             one,
-            scales=Direct(one.scales.expand().float() * 2.0**-20),
-            minimum=Direct(one.minimum.expand().float() * 2.0**-20) if one.minimum is not None else None,
+            scales=PlainScales(one.scales.expand().float() * 2.0**-20),
+            minimum=PlainScales(one.minimum.expand().float() * 2.0**-20) if one.minimum is not None else None,
         )
         for one in tiny.segments
     )

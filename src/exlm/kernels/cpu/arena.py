@@ -13,7 +13,7 @@ import threading
 import torch
 from torch import Tensor
 
-from ...formats.room import fresh
+from ...formats.host_buffers import prefaulted_zeros
 
 HUGE_PAGE = 2**21
 CHUNK_BYTES = 2**26
@@ -37,7 +37,7 @@ class HugePageArena:
     def allocate(self, size: int) -> Tensor:
         """So many bytes."""
         taken = self._allocate_huge(size, -(-size // _CACHE_LINE) * _CACHE_LINE)
-        return fresh(size) if taken is None else taken
+        return prefaulted_zeros(size) if taken is None else taken
 
     def _allocate_huge(self, size: int, whole: int) -> Tensor | None:
         with self._lock:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...errors import Unsupported
 from ...formats.packed import PackedWeight, Segment
-from ...formats.scales import Direct, Nested, Scales
+from ...formats.scales import KQuantScales, PlainScales, Scales
 from . import bindings
 from .arena import HugePageArena, copy_to_arena
 
@@ -78,8 +78,8 @@ def pack_matrix(
         part.struct.first_k, part.struct.first_span = k, spans
         inputs.append(torch.where(part.row_of_k < 0, -1, part.row_of_k + row))
         parts.append(part)
-        row, k, spans = row + segment.rows, k + len(part.row_of_k), spans + part.struct.span_count
-    input_of_k = _input_of_k(torch.cat(inputs), weight.order, arena)
+        row, k, spans = row + segment.in_features, k + len(part.row_of_k), spans + part.struct.span_count
+    input_of_k = _input_of_k(torch.cat(inputs), weight.perm, arena)
     segments = (bindings.Segment * len(parts))(*(part.struct for part in parts))
     bias = None if weight.bias is None else weight.bias.float().contiguous()
     matrix = bindings.Matrix(
@@ -108,7 +108,7 @@ def _pack_panels(
 ) -> _PackedSegment:
     bits = 8 if segment.bits == 7 else segment.bits
     columns, block = segment.codes.shape[1], KBLOCK << (bits & 1)
-    places, owners = _rows_of_k(segment.sizes, block)
+    places, owners = _rows_of_k(segment.group_sizes, block)
     blocks, codes = len(places) // block, segment.codes.contiguous()
     out = arena.allocate(_padded(columns, NARROW_PANEL_N) * len(places) * bits // 8)
     library.repack_panels(
@@ -144,8 +144,8 @@ def _groups(segment: Segment, offset: int, arena: HugePageArena) -> tuple[dict[s
     zero = segment.zero
     scales, tables = _factor_table(segment.scales, arena)
     minima, more = _factor_table(segment.minimum, arena)
-    zeros, most = _factor_table(Direct(zero) if isinstance(zero, Tensor) else None, arena)
-    told = {"scales": scales, "minima": minima, "zeros": zeros, "groups": len(segment.sizes)}
+    zeros, most = _factor_table(PlainScales(zero) if isinstance(zero, Tensor) else None, arena)
+    told = {"scales": scales, "minima": minima, "zeros": zeros, "groups": len(segment.group_sizes)}
     return {**told, "zero": zero + offset if isinstance(zero, int) else 0}, (*tables, *more, *most)
 
 
@@ -187,17 +187,17 @@ def _factor_table(
     if scales is None:
         return bindings.FactorTable(), ()
     if (
-        isinstance(scales, Nested)
-        and scales.supers.dtype is torch.float16
-        and (each := _groups_per_super(scales.parents))
+        isinstance(scales, KQuantScales)
+        and scales.superblock_scales.dtype is torch.float16
+        and (each := _groups_per_super(scales.superblock_of_group))
     ):
-        table, supers = (_interleaved(part, arena) for part in (scales.codes, scales.supers))
+        table, supers = (_interleaved(part, arena) for part in (scales.codes, scales.superblock_scales))
         factors = bindings.FactorTable(
             table=table.data_ptr(),
             super_scales=supers.data_ptr(),
             kind=_KINDS[table.dtype],
             groups_per_super=each,
-            super_groups=scales.supers.shape[0],
+            super_groups=scales.superblock_scales.shape[0],
         )
         return factors, (table, supers)
     whole = scales.expand()

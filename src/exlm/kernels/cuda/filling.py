@@ -42,7 +42,7 @@ def _tables(piece: Piece) -> Tensor:
     """(tiles, blocks, digits, bytes)."""
     layout, segments, blocks, groups = piece.layout, piece.segments, piece.blocks, piece.groups
     device, outputs = segments[0].codes.device, piece.outputs
-    sizes = [size for segment in segments for size in segment.sizes]
+    sizes = [size for segment in segments for size in segment.group_sizes]
     repeats = torch.tensor([-(-size * groups // BLOCK) for size in sizes], device=device)
     times = torch.tensor([float(1 << layout.bits * place) for place in range(piece.digits)], device=device)
 
@@ -69,7 +69,7 @@ def _planes(piece: Piece, start: int, stop: int) -> Tensor:
     width, signed = piece.layout.bits, piece.layout.zeros == "half"
     cut = []
     for segment in piece.segments:
-        codes = unpack(segment.codes[:, start:stop], segment.bits, segment.rows)
+        codes = unpack(segment.codes[:, start:stop], segment.bits, segment.in_features)
         cut.append(torch.stack(_cut(codes, segment.bits, width, signed)))
     every = torch.cat(cut, 1)
     every = F.pad(every, (0, -every.shape[2] % TILE, 0, -every.shape[1] % BLOCK))
@@ -98,10 +98,10 @@ def _cut(codes: Tensor, bits: int, width: int, signed: bool) -> list[Tensor]:
 def _zeros(segment: Segment, outputs: int) -> Tensor:
     if isinstance(segment.zero, Tensor):
         return segment.zero.float()
-    return torch.full((len(segment.sizes), outputs), float(segment.zero), device=segment.codes.device)
+    return torch.full((len(segment.group_sizes), outputs), float(segment.zero), device=segment.codes.device)
 
 
 def _minima(segment: Segment, outputs: int) -> Tensor:
     if segment.minimum is not None:
         return segment.minimum.expand().float()
-    return torch.zeros(len(segment.sizes), outputs, device=segment.codes.device)
+    return torch.zeros(len(segment.group_sizes), outputs, device=segment.codes.device)

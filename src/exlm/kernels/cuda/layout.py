@@ -61,7 +61,7 @@ class Piece:
     @property
     def rows(self) -> int:
         """Inputs, without padding."""
-        return sum(segment.rows for segment in self.segments)
+        return sum(segment.in_features for segment in self.segments)
 
     @property
     def blocks(self) -> int:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...formats.packed import Segment
-from ...formats.scales import Direct, Nested, Scales, Squared
+from ...formats.scales import Exl2Scales, KQuantScales, PlainScales, Scales
 from .filling import too_large
 from .lanes import TILE
 from .layout import Piece
@@ -117,11 +117,13 @@ def _described(segment: Segment, kept: list[Tensor]) -> _Segment:
         match scales:
             case None:
                 return _Table(kind=_NONE)
-            case Squared(codes, maxima):
+            case Exl2Scales(codes, maxima):
                 return _Table(address(codes), address(maxima), None, _SQUARED)
-            case Nested(codes, supers, parents) if codes.dtype in _CODES and supers.dtype is torch.float16:
+            case KQuantScales(codes, supers, parents) if (
+                codes.dtype in _CODES and supers.dtype is torch.float16
+            ):
                 return _Table(address(codes), address(supers), address(parents.int()), _CODES[codes.dtype])
-            case Direct(values) if values.dtype is torch.float16:
+            case PlainScales(values) if values.dtype is torch.float16:
                 return _Table(address(values), None, None, _HALVES)
         return _Table(address(scales.expand().float()), None, None, _FLOATS)
 
@@ -142,7 +144,7 @@ def _steps(piece: Piece) -> NDArray[np.int32]:
         (place, start, size, group)
         for place, segment in enumerate(piece.segments)
         for group, (start, size) in enumerate(
-            zip(accumulate((0, *segment.sizes)), segment.sizes, strict=False)
+            zip(accumulate((0, *segment.group_sizes)), segment.group_sizes, strict=False)
         )
     ]
     each = np.array(groups, np.int32)

@@ -96,9 +96,13 @@ def arrange(weight: PackedWeight, fill: Fill = plainly) -> Tiles:
     zeros = _zeros_of(weight.segments)
     bits = _width(weight.segments, zeros)
     natural = torch.arange(weight.in_features, dtype=torch.int32)
-    order = natural if weight.order is None else weight.order.cpu()
+    order = natural if weight.perm is None else weight.perm.cpu()
     pieces = dict(
-        zip(map(id, weight.segments), order.split_with_sizes([s.rows for s in weight.segments]), strict=True)
+        zip(
+            map(id, weight.segments),
+            order.split_with_sizes([s.in_features for s in weight.segments]),
+            strict=True,
+        )
     )
     main = [one for one in weight.segments if one.bits == bits]
     others: dict[int, list[Segment]] = {}
@@ -214,7 +218,7 @@ def _width(segments: Sequence[Segment], zeros: Zeros) -> int:
         raise Unsupported("codebooks are not known to the CUDA kernels")
 
     def space(width: int) -> int:
-        return sum(s.rows * width * digits(s.bits, width, zeros == "half") for s in segments)
+        return sum(s.in_features * width * digits(s.bits, width, zeros == "half") for s in segments)
 
     return min(sorted({segment.bits for segment in segments}), key=space)
 
@@ -230,7 +234,7 @@ def _steps(parts: Sequence[Sequence[Segment]]) -> int:
     """Sixteens of inputs with one scale in every group; the last of a part may end early."""
     common = BLOCK
     for part in parts:
-        *sizes, _ = (size for segment in part for size in segment.sizes)
+        *sizes, _ = (size for segment in part for size in segment.group_sizes)
         common = math.gcd(*sizes, common)
     if common % TILE:
         raise Unsupported(

@@ -89,7 +89,7 @@ def _gated(act: b.ActivationFn, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _dequantized_columns(weight: PackedWeight, ids: Tensor) -> Tensor:
-    return weight.columns(ids.flatten()).dequantize().T.view(*ids.shape, -1)
+    return weight.take_columns(ids.flatten()).dequantize().T.view(*ids.shape, -1)
 
 
 def _dequantized(weight: Weight, dtype: torch.dtype, x: Tensor) -> Tensor:

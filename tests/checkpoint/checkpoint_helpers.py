@@ -6,23 +6,25 @@ from pathlib import Path
 
 import torch
 
-from exlm.checkpoint import Checkpoint
+from exlm.checkpoint import SafetensorsCheckpoint
 from exlm.formats import DenseWeight, Weight
 from exlm.spec.tensor_names import TensorNames
-from tests.checkpoint.raw import write
+from tests.checkpoint.safetensors_bytes import write_safetensors
 
 CPU = torch.device("cpu")
 Q = "model.layers.0.self_attn.q_proj"
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def opened(folder: Path, tensors: dict[str, torch.Tensor], names: TensorNames | None = None) -> Checkpoint:
+def open_checkpoint(
+    folder: Path, tensors: dict[str, torch.Tensor], names: TensorNames | None = None
+) -> SafetensorsCheckpoint:
     """A checkpoint of these tensors in one file."""
-    return Checkpoint.open(write(folder, tensors), names or TensorNames())
+    return SafetensorsCheckpoint.open(write_safetensors(folder, tensors), names or TensorNames())
 
 
-def weight_of(
-    checkpoint: Checkpoint,
+def read_weight(
+    checkpoint: SafetensorsCheckpoint,
     role: str,
     k: int,
     n: int,
@@ -37,7 +39,9 @@ def weight_of(
     return weight
 
 
-def tensor_of(checkpoint: Checkpoint, role: str, *shapes: tuple[int, ...], **more: object) -> torch.Tensor:
+def read_tensor(
+    checkpoint: SafetensorsCheckpoint, role: str, *shapes: tuple[int, ...], **more: object
+) -> torch.Tensor:
     """A tensor of one of these shapes on the CPU, float32 unless told."""
     shape = shapes if len(shapes) > 1 else shapes[0]
     return checkpoint.tensor(role, shape, **{"dtype": torch.float32, "device": CPU, **more})  # type: ignore[arg-type]

@@ -14,13 +14,13 @@ import torch
 from ..errors import BadFile, BadTensor, MissingTensor, Unsupported
 from ..formats.gptq_config import GptqConfig
 from ..spec.tensor_names import RowRange, TensorLocation, TensorNames
-from .files import TensorFiles
-from .folder import TensorInfo
-from .header import shown
+from .safetensors_folder import SafetensorsFolder
+from .safetensors_header import quoted
+from .safetensors_index import TensorInfo
 
-FLOATS = ("F16", "BF16", "F32", "F64")
+FLOAT_TYPES = ("F16", "BF16", "F32", "F64")
 
-FOREIGN = {
+OTHER_FORMATS = {
     ".biases": "MLX stores it",
     ".weight.absmax": "bitsandbytes stores it",
     ".weight_scale_inv": "8-bit floats with scales beside them are",
@@ -34,11 +34,11 @@ _EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WeightRequest:
     """A matrix that is asked for, and the place where it was found."""
 
     role: str
-    place: TensorLocation
+    location: TensorLocation
     in_features: int
     out_features: int
     bias: bool
@@ -52,30 +52,30 @@ def key_at(place: TensorLocation, suffix: str) -> str:
     return place.key if place.without_suffix and suffix == "weight" else f"{place.key}.{suffix}"
 
 
-def height(spans: Iterable[RowRange]) -> int:
+def num_rows(spans: Iterable[RowRange]) -> int:
     """How many rows these spans hold together."""
     return sum(stop - start for start, stop in spans)
 
 
-class Lookup:
+class TensorIndex:
     """Stored tensors by canonical key, and which of them were asked for."""
 
     def __init__(
-        self, files: TensorFiles, names: TensorNames, quantization: GptqConfig | None = None
+        self, files: SafetensorsFolder, names: TensorNames, quantization: GptqConfig | None = None
     ) -> None:
         self.files = files
         self.names = names
         self.quantization = quantization or GptqConfig()
         self._stored: dict[str, str] = {}  # canonical key → stored name
-        self._parts: dict[str, list[str]] = {}  # the same by key without its suffix
+        self._by_location: dict[str, list[str]] = {}  # the same by key without its suffix
         for name in files.names():
             key = names.to_llama_key(name)
             if key in self._stored:
                 first, second = files.info(self._stored[key]), files.info(name)
-                raise BadFile(f"{first} and {second} both stand for {shown(key)}; expected one of them.")
+                raise BadFile(f"{first} and {second} both stand for {quoted(key)}; expected one of them.")
             self._stored[key] = name
-            self._parts.setdefault(key.rpartition(".")[0], []).append(name)
-        self._asked: set[str] = set()
+            self._by_location.setdefault(key.rpartition(".")[0], []).append(name)
+        self._used: set[str] = set()
 
     def __contains__(self, key: str) -> bool:
         return key in self._stored
@@ -88,28 +88,28 @@ class Lookup:
                     return place, suffix
         return None
 
-    def peek(self, key: str) -> TensorInfo:
+    def info(self, key: str) -> TensorInfo:
         """What the header says of a tensor that is there."""
         return self.files.info(self._stored[key])
 
-    def parts(self, place: TensorLocation) -> list[TensorInfo]:
+    def tensors_at(self, place: TensorLocation) -> list[TensorInfo]:
         """Every tensor whose key is that of a place and a suffix."""
-        return [self.files.info(name) for name in self._parts.get(place.key, ())]
+        return [self.files.info(name) for name in self._by_location.get(place.key, ())]
 
-    def ask(self, key: str) -> TensorInfo:
+    def use(self, key: str) -> TensorInfo:
         """The same as `peek`, by one who is about to read it."""
-        info = self.peek(key)
-        self._asked.add(info.name)
+        info = self.info(key)
+        self._used.add(info.name)
         return info
 
-    def ask_floats(self, key: str) -> TensorInfo:
+    def use_floats(self, key: str) -> TensorInfo:
         """The same as `ask`, if the tensor holds plain floats; scaled 8-bit ones mean nothing alone."""
-        info = self.ask(key)
-        if info.dtype not in FLOATS:
+        info = self.use(key)
+        if info.dtype not in FLOAT_TYPES:
             raise BadTensor(
-                f"{info}: expected one of the types {', '.join(FLOATS)}, found {shown(info.dtype)}"
-                f"{self._foreign(key)}. Take a GPTQ, AWQ, EXL2 or GGUF version of the model, or one in plain "
-                "floats."
+                f"{info}: expected one of the types {', '.join(FLOAT_TYPES)}, found {quoted(info.dtype)}"
+                f"{self._other_format(key)}. Take a GPTQ, AWQ, EXL2 or GGUF version of the model, or one in "
+                "plain floats."
             )
         return info
 
@@ -121,7 +121,7 @@ class Lookup:
         key = f"{place.key.rpartition('.')[0]}.act.scales"
         if not role.endswith(".mlp.down") or key not in self:
             return
-        info = self.ask_floats(key)
+        info = self.use_floats(key)
         divides = bool((self.files.read(info.name) != 1).any())
         self.files.release(info.name)
         if divides:
@@ -130,19 +130,19 @@ class Lookup:
                 "an MLP has no gate, and this version cannot. Take a GPTQ, EXL2 or plain version instead."
             )
 
-    def _foreign(self, key: str) -> str:
+    def _other_format(self, key: str) -> str:
         """Whose way to store a matrix this is, if other tensors beside it give that away."""
         base = key.removesuffix(".weight")
-        for beside, words in FOREIGN.items():
+        for beside, words in OTHER_FORMATS.items():
             if base + beside in self:
                 return f", as {words}"
         return ""
 
     def unused(self) -> list[str]:
         """Stored names that nobody has asked for."""
-        return sorted(name for name in self.files.names() if name not in self._asked)
+        return sorted(name for name in self.files.names() if name not in self._used)
 
-    def outputs(self, role: str, place: TensorLocation, width: int) -> int:
+    def stored_outputs(self, role: str, place: TensorLocation, width: int) -> int:
         """How many outputs the stored matrix has: `width`, or as far as the last role in it reaches."""
         if not place.rows:
             return width
@@ -165,11 +165,11 @@ class Lookup:
         hint = next(hints, remedy)
         looked = f"{len(self._stored)} tensors in {len(self.files.paths)} files"
         return MissingTensor(
-            f"{self.files.folder}: {what} is missing: expected {' or '.join(map(shown, keys))}, found no "
+            f"{self.files.folder}: {what} is missing: expected {' or '.join(map(quoted, keys))}, found no "
             f"such name among {looked}. {hint}"
         )
 
-    def misshapen(self, info: TensorInfo, role: str, expected: str) -> BadTensor:
+    def wrong_shape(self, info: TensorInfo, role: str, expected: str) -> BadTensor:
         """The error for a tensor whose shape is not what the model's description makes it."""
         remedy = "config.json describes another model than these weights are."
         if role in _VOCABULARY and info.shape and not expected.startswith(f"[{info.shape[0]},"):

@@ -13,18 +13,18 @@ from torch import Tensor
 
 from ..errors import BadTensor, MissingTensor
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-INDICES = (torch.int16, torch.int32, torch.int64)
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+INDEX_DTYPES = (torch.int16, torch.int32, torch.int64)
 
 _REMEDY = "The file is damaged or belongs to another config.json: download or convert it again."
 
 
-def bad(where: str, name: str, expected: object, found: object) -> BadTensor:
+def bad_tensor(where: str, name: str, expected: object, found: object) -> BadTensor:
     """The error for one tensor of the matrix `where`."""
     return BadTensor(f"{where}: {name}: expected {expected}, found {found}. {_REMEDY}")
 
 
-def fetch(
+def require_tensor(
     tensors: Mapping[str, Tensor],
     name: str,
     where: str,
@@ -40,22 +40,26 @@ def fetch(
         want in (None, have) for want, have in zip(shape, found, strict=True)
     )
     if tensor.dtype not in dtypes or not fits:
-        types = " or ".join(map(_type, dtypes))
+        types = " or ".join(map(_dtype_name, dtypes))
         sizes = ", ".join("any" if want is None else str(want) for want in shape)
-        raise bad(where, name, f"{types} of shape [{sizes}]", f"{_type(tensor.dtype)} of shape {found}")
+        raise bad_tensor(
+            where, name, f"{types} of shape [{sizes}]", f"{_dtype_name(tensor.dtype)} of shape {found}"
+        )
     return tensor
 
 
 def check_features(in_features: int, out_features: int, where: str) -> None:
     """A matrix has at least one input and one output."""
     if in_features < 1 or out_features < 1:
-        raise bad(where, "matrix", "at least one input and one output", f"{in_features} by {out_features}")
+        raise bad_tensor(
+            where, "matrix", "at least one input and one output", f"{in_features} by {out_features}"
+        )
 
 
 def check_finite(tensor: Tensor, name: str, where: str) -> None:
     """No NaN, no infinity."""
     if odd := int((~torch.isfinite(tensor)).sum()):
-        raise bad(
+        raise bad_tensor(
             where, name, "finite float16 values", f"{odd} of {tensor.numel()} NaN, infinite or too large"
         )
 
@@ -66,14 +70,14 @@ def check_range(tensor: Tensor, bound: int, name: str, where: str) -> None:
         return
     low, high = (int(edge) for edge in tensor.aminmax())
     if low < 0 or high >= bound:
-        raise bad(where, name, f"values from 0 to {bound - 1}", low if low < 0 else high)
+        raise bad_tensor(where, name, f"values from 0 to {bound - 1}", low if low < 0 else high)
 
 
 def check_bias(bias: Tensor | None, out_features: int, where: str) -> None:
     """None, or one float for each output."""
     if bias is not None:
-        fetch({"bias": bias}, "bias", where, FLOATS, (out_features,))
+        require_tensor({"bias": bias}, "bias", where, FLOAT_DTYPES, (out_features,))
 
 
-def _type(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PureWindowsPath
 
 from ..errors import BadFile, CheckpointError, ModelNotFound, UnsafeFile
-from .header import MAX_HEADER, load_json, read_header, read_small, refuse_pointer, shown
+from .safetensors_header import MAX_HEADER, load_json, quoted, read_header, read_small, refuse_pointer
 
 INDEX = "model.safetensors.index.json"
 
@@ -35,10 +35,10 @@ class TensorInfo:
     offset: int  # of the first byte, from the start of the file
 
     def __str__(self) -> str:
-        return f"{self.file}: tensor {shown(self.name)}"
+        return f"{self.file}: tensor {quoted(self.name)}"
 
 
-def flat(info: TensorInfo) -> TensorInfo:
+def flatten_experts(info: TensorInfo) -> TensorInfo:
     """Experts stacked in a third dimension, as rows that follow each other: the bytes are the same."""
     if len(info.shape) != 3:
         return info
@@ -47,7 +47,7 @@ def flat(info: TensorInfo) -> TensorInfo:
 
 
 @dataclass(frozen=True)
-class Contents:
+class FolderContents:
     """Everything a folder's headers and its index say."""
 
     tensors: dict[str, TensorInfo]
@@ -55,7 +55,7 @@ class Contents:
     index: dict[str, str]  # tensor name → file name, as the index has it
 
 
-def scan(folder: Path) -> Contents:
+def scan(folder: Path) -> FolderContents:
     """Read every header of a model folder."""
     files = weight_files(folder)
     index = read_index(folder)
@@ -68,8 +68,8 @@ def scan(folder: Path) -> Contents:
             size = entry.stop - entry.start
             info = TensorInfo(name, file, entry.dtype, entry.shape, size, header.data + entry.start)
             found.setdefault(name, []).append(info)
-    tensors = {name: _one_of(infos, index.get(name)) for name, infos in found.items()}
-    return Contents(tensors, sizes, index)
+    tensors = {name: _resolve_duplicate(infos, index.get(name)) for name, infos in found.items()}
+    return FolderContents(tensors, sizes, index)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -86,9 +86,9 @@ def weight_files(folder: Path) -> list[Path]:
         raise CheckpointError(f"{folder} cannot be listed ({error.strerror}).") from error
     found = [name for name in names if name.endswith(".safetensors")]
     if not found:
-        raise _no_weights(folder, names)
+        raise _no_weights_error(folder, names)
     found = [name for name in found if not name.startswith(_CONSOLIDATED)] or found
-    _check_numbers(folder, found)
+    _check_shards_complete(folder, found)
     return [folder / name for name in found]
 
 
@@ -108,24 +108,24 @@ def read_index(folder: Path) -> dict[str, str]:
     files = table.get("weight_map") if isinstance(table, dict) else None
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise BadFile(
-            f"{path}: expected file names by tensor in `weight_map`, found {shown(files)}. {remedy}"
+            f"{path}: expected file names by tensor in `weight_map`, found {quoted(files)}. {remedy}"
         )
     for name, file in files.items():
-        if _leaves(file):
+        if _leaves_folder(file):
             raise BadFile(
-                f"{path}: tensor {shown(name)} is said to be in {shown(file)}, outside the folder. {remedy}"
+                f"{path}: tensor {quoted(name)} is said to be in {quoted(file)}, outside the folder. {remedy}"
             )
     return files
 
 
-def _leaves(file: str) -> bool:
+def _leaves_folder(file: str) -> bool:
     # Spelling alone decides, so that a folder is judged alike on every system; Windows knows all the ways
     # out.
     path = PureWindowsPath(file)
     return not path.parts or bool(path.anchor) or ".." in path.parts or "\0" in file
 
 
-def _one_of(infos: list[TensorInfo], indexed: str | None) -> TensorInfo:
+def _resolve_duplicate(infos: list[TensorInfo], indexed: str | None) -> TensorInfo:
     if len(infos) == 1:
         return infos[0]
     for info in infos:
@@ -138,7 +138,7 @@ def _one_of(infos: list[TensorInfo], indexed: str | None) -> TensorInfo:
     )
 
 
-def _check_numbers(folder: Path, names: list[str]) -> None:
+def _check_shards_complete(folder: Path, names: list[str]) -> None:
     sets: dict[tuple[str, str], dict[int, str]] = {}
     for name in names:
         if match := _SHARD.fullmatch(name):
@@ -159,7 +159,7 @@ def _check_numbers(folder: Path, names: list[str]) -> None:
             )
 
 
-def _no_weights(folder: Path, names: list[str]) -> CheckpointError:
+def _no_weights_error(folder: Path, names: list[str]) -> CheckpointError:
     pickles = [name for name in names if Path(name).suffix in _PICKLES]
     if not pickles:
         return CheckpointError(f"{folder} holds no weights: expected *.safetensors files, found none.")

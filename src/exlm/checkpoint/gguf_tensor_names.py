@@ -13,43 +13,43 @@ from typing import Any
 from ..errors import BadFile
 from ..spec.tensor_names import TensorLocation, TensorNames
 
-BLOCK = "blk.{i}."
+LAYER_PREFIX = "blk.{i}."
 
-PLAIN = {
+BASE_KEYS = {
     "embed": "token_embd",
     "positions": "position_embd",
     "final_norm": "output_norm",
     "head": "output",
-    "attn_norm": BLOCK + "attn_norm",
-    "attn_post": BLOCK + "post_attention_norm",
-    "mlp_norm": BLOCK + "ffn_norm",
-    "mlp_post": BLOCK + "post_ffw_norm",
-    "attn.q": BLOCK + "attn_q",
-    "attn.k": BLOCK + "attn_k",
-    "attn.v": BLOCK + "attn_v",
-    "attn.o": BLOCK + "attn_output",
-    "attn.q_norm": BLOCK + "attn_q_norm",
-    "attn.k_norm": BLOCK + "attn_k_norm",
-    "mlp.gate": BLOCK + "ffn_gate",
-    "mlp.up": BLOCK + "ffn_up",
-    "mlp.down": BLOCK + "ffn_down",
-    "mlp.router": BLOCK + "ffn_gate_inp",
+    "attn_norm": LAYER_PREFIX + "attn_norm",
+    "attn_post": LAYER_PREFIX + "post_attention_norm",
+    "mlp_norm": LAYER_PREFIX + "ffn_norm",
+    "mlp_post": LAYER_PREFIX + "post_ffw_norm",
+    "attn.q": LAYER_PREFIX + "attn_q",
+    "attn.k": LAYER_PREFIX + "attn_k",
+    "attn.v": LAYER_PREFIX + "attn_v",
+    "attn.o": LAYER_PREFIX + "attn_output",
+    "attn.q_norm": LAYER_PREFIX + "attn_q_norm",
+    "attn.k_norm": LAYER_PREFIX + "attn_k_norm",
+    "mlp.gate": LAYER_PREFIX + "ffn_gate",
+    "mlp.up": LAYER_PREFIX + "ffn_up",
+    "mlp.down": LAYER_PREFIX + "ffn_down",
+    "mlp.router": LAYER_PREFIX + "ffn_gate_inp",
 }
 
 NORMS = ("final_norm", "attn_norm", "attn_post", "mlp_norm", "mlp_post", "attn.q_norm", "attn.k_norm")
 
 
 @dataclass(frozen=True)
-class GgufNames:
+class GgufTensorNames:
     """One model's places, and the changes to undo."""
 
     names: TensorNames
     head_dim: int
-    paired: bool  # the outputs of q and k are ordered for rotary pairs (2i, 2i + 1)
-    grown_norms: bool  # norms are stored as w + 1
+    interleaved_rope: bool  # the outputs of q and k are ordered for rotary pairs (2i, 2i + 1)
+    norms_plus_one: bool  # norms are stored as w + 1
 
 
-def gguf_names(metadata: Mapping[str, Any], source: str) -> GgufNames:
+def gguf_tensor_names(metadata: Mapping[str, Any], source: str) -> GgufTensorNames:
     """The places of the model this metadata describes; `source` is what errors call the file."""
     arch = metadata.get("general.architecture")
     if not isinstance(arch, str):
@@ -66,27 +66,27 @@ def gguf_names(metadata: Mapping[str, Any], source: str) -> GgufNames:
     hidden, heads = number("embedding_length"), number("attention.head_count")
     head_dim = number("attention.key_length", hidden // heads)
     table: dict[str, tuple[TensorLocation, ...]] = {
-        role: (TensorLocation(key),) for role, key in PLAIN.items()
+        role: (TensorLocation(key),) for role, key in BASE_KEYS.items()
     }
     q, kv = heads * head_dim, number("attention.head_count_kv", heads) * head_dim
     for role, span in {"q": (0, q), "k": (q, q + kv), "v": (q + kv, q + 2 * kv)}.items():
-        table[f"attn.{role}"] += (TensorLocation(BLOCK + "attn_qkv", rows=(span,)),)
+        table[f"attn.{role}"] += (TensorLocation(LAYER_PREFIX + "attn_qkv", rows=(span,)),)
     width = number("feed_forward_length", 1)
     if arch == "phi3":
-        table["mlp.gate"] = (TensorLocation(BLOCK + "ffn_up", rows=((0, width),)),)
-        table["mlp.up"] = (TensorLocation(BLOCK + "ffn_up", rows=((width, 2 * width),)),)
+        table["mlp.gate"] = (TensorLocation(LAYER_PREFIX + "ffn_up", rows=((0, width),)),)
+        table["mlp.up"] = (TensorLocation(LAYER_PREFIX + "ffn_up", rows=((width, 2 * width),)),)
     expert = number("expert_feed_forward_length", width)
     for part, rows in {"gate": expert, "up": expert, "down": hidden}.items():
-        stacked = TensorLocation(f"{BLOCK}ffn_{part}_exps", rows_per_expert=rows)
-        table[f"mlp.experts.{part}"] = (stacked, TensorLocation(f"{BLOCK}ffn_{part}.{{e}}"))
-    return GgufNames(
+        stacked = TensorLocation(f"{LAYER_PREFIX}ffn_{part}_exps", rows_per_expert=rows)
+        table[f"mlp.experts.{part}"] = (stacked, TensorLocation(f"{LAYER_PREFIX}ffn_{part}.{{e}}"))
+    return GgufTensorNames(
         TensorNames(locations=tuple(table.items())),
         head_dim,
-        paired=arch == "llama",
-        grown_norms=arch in ("gemma", "gemma2", "gemma3"),
+        interleaved_rope=arch == "llama",
+        norms_plus_one=arch in ("gemma", "gemma2", "gemma3"),
     )
 
 
-def plain_role(role: str) -> str:
+def role_in_layer(role: str) -> str:
     """A role without its layer: `layers.3.attn.q` → `attn.q`."""
     return role.split(".", 2)[2] if role.startswith("layers.") else role

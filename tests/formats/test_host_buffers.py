@@ -10,13 +10,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from exlm.formats.room import KEPT, LARGE, PIECE, fresh, give_back, room
+from exlm.formats.host_buffers import (
+    MAX_IDLE_BUFFERS,
+    MIN_POOLED_BYTES,
+    PREFAULT_CHUNK,
+    pooled_empty,
+    prefaulted_zeros,
+    release_pool,
+)
 
-SIZES = st.sampled_from([8, LARGE - 8, LARGE, LARGE + 8, 2 * LARGE, 5 * LARGE])
+SIZES = st.sampled_from(
+    [
+        8,
+        MIN_POOLED_BYTES - 8,
+        MIN_POOLED_BYTES,
+        MIN_POOLED_BYTES + 8,
+        2 * MIN_POOLED_BYTES,
+        5 * MIN_POOLED_BYTES,
+    ]
+)
 
 
 def filled(size: int, value: int) -> Tensor:
-    return room((size // 8, 2), torch.int32).fill_(value)
+    return pooled_empty((size // 8, 2), torch.int32).fill_(value)
 
 
 @given(st.lists(st.one_of(SIZES, st.integers(-20, -1)), max_size=40))
@@ -32,26 +48,26 @@ def test_everybody_has_their_own(steps: list[int]) -> None:
 
 
 def test_a_view_keeps_its_memory() -> None:
-    view = filled(LARGE, 7)[3:5]
-    others = [filled(LARGE, n) for n in range(4)]
+    view = filled(MIN_POOLED_BYTES, 7)[3:5]
+    others = [filled(MIN_POOLED_BYTES, n) for n in range(4)]
     assert view.tolist() == [[7, 7], [7, 7]]
     assert [int(one[0, 0]) for one in others] == [0, 1, 2, 3]
 
 
 def test_what_was_dropped_is_used_again_until_it_is_given_back() -> None:
-    give_back()
-    place = filled(LARGE, 1).data_ptr()
-    assert filled(LARGE, 2).data_ptr() == place
-    give_back()
-    assert int(room((LARGE // 4,), torch.int32).sum()) == 0, "new memory is zeros"
+    release_pool()
+    place = filled(MIN_POOLED_BYTES, 1).data_ptr()
+    assert filled(MIN_POOLED_BYTES, 2).data_ptr() == place
+    release_pool()
+    assert int(pooled_empty((MIN_POOLED_BYTES // 4,), torch.int32).sum()) == 0, "new memory is zeros"
 
 
 def test_few_are_kept() -> None:
-    give_back()
-    tensors = [filled(LARGE, 1) for _ in range(KEPT + 5)]
+    release_pool()
+    tensors = [filled(MIN_POOLED_BYTES, 1) for _ in range(MAX_IDLE_BUFFERS + 5)]
     del tensors
-    again = [room((LARGE // 4,), torch.int32) for _ in range(KEPT + 5)]
-    assert sum(bool(one.any()) for one in again) == KEPT
+    again = [pooled_empty((MIN_POOLED_BYTES // 4,), torch.int32) for _ in range(MAX_IDLE_BUFFERS + 5)]
+    assert sum(bool(one.any()) for one in again) == MAX_IDLE_BUFFERS
 
 
 def test_from_many_threads() -> None:
@@ -59,7 +75,7 @@ def test_from_many_threads() -> None:
 
     def work(value: int) -> None:
         for _ in range(200):
-            tensor = filled(LARGE, value)
+            tensor = filled(MIN_POOLED_BYTES, value)
             if not bool((tensor == value).all()):
                 wrong.append(value)
 
@@ -71,16 +87,16 @@ def test_from_many_threads() -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("shape", [(0,), (0, 5), (1,), (3, LARGE)])
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (1,), (3, MIN_POOLED_BYTES)])
 def test_any_shape(shape: tuple[int, ...]) -> None:
-    assert room(shape, torch.float16).shape == shape
+    assert pooled_empty(shape, torch.float16).shape == shape
 
 
-@pytest.mark.parametrize("size", [0, 1, LARGE - 1, LARGE, 3 * PIECE + 5])
+@pytest.mark.parametrize("size", [0, 1, MIN_POOLED_BYTES - 1, MIN_POOLED_BYTES, 3 * PREFAULT_CHUNK + 5])
 def test_fresh_memory_is_zero_and_nobody_elses(size: int) -> None:
-    spoilt = filled(5 * LARGE, -1)
+    spoilt = filled(5 * MIN_POOLED_BYTES, -1)
     del spoilt
-    first, second = fresh(size), fresh(size)
+    first, second = prefaulted_zeros(size), prefaulted_zeros(size)
     assert first.shape == (size,)
     assert not bool(first.any())
     first.fill_(7)

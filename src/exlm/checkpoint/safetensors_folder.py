@@ -20,19 +20,19 @@ from pathlib import Path
 import torch
 
 from ..errors import BadFile, BadTensor, MissingTensor
-from ..formats.room import room
+from ..formats.host_buffers import pooled_empty
 from ..memory import memory_errors
-from .folder import INDEX, TensorInfo, scan
-from .header import DTYPES, damaged, shown
+from .safetensors_header import DTYPES, damaged, quoted
+from .safetensors_index import INDEX, TensorInfo, scan
 
-READERS = 4
+MAX_THREADS = 4
 """Threads that load one tensor: enough for a fast disk, and not too many for few cores."""
 
-SHARE = 16 * 2**20
+MIN_THREAD_BYTES = 16 * 2**20
 """Bytes for which another of them is worth its while, where several tensors are loaded at a time anyway."""
 
 
-class TensorFiles:
+class SafetensorsFolder:
     """Every tensor of the `*.safetensors` files in a folder; headers are read at once, data on demand.
 
     Reads may come from several threads at a time.
@@ -67,7 +67,7 @@ class TensorFiles:
     def info(self, name: str) -> TensorInfo:
         """What the header says of a tensor."""
         if name not in self._tensors:
-            where = f"{self.folder}: tensor {shown(name)}"
+            where = f"{self.folder}: tensor {quoted(name)}"
             raise MissingTensor(f"{where} is in none of the files. {self.hint(name)}".rstrip())
         return self._tensors[name]
 
@@ -77,20 +77,20 @@ class TensorFiles:
         if file is None:
             return ""
         if self.folder / file in self._sizes:
-            return f"{INDEX} says it is in {shown(file)}, which does not hold it: one of them is stale."
-        return f"{INDEX} says it is in {shown(file)}, which is not in the folder: download that file."
+            return f"{INDEX} says it is in {quoted(file)}, which does not hold it: one of them is stale."
+        return f"{INDEX} says it is in {quoted(file)}, which is not in the folder: download that file."
 
     def dtype(self, name: str) -> torch.dtype:
         """The type of a tensor's numbers; BadFile if torch has none like it."""
         info = self.info(name)
         if info.dtype not in DTYPES:
-            raise BadFile(f"{info}: type {shown(info.dtype)} is not one of {', '.join(DTYPES)}.")
+            raise BadFile(f"{info}: type {quoted(info.dtype)} is not one of {', '.join(DTYPES)}.")
         return DTYPES[info.dtype]
 
     def load(self, name: str) -> torch.Tensor:
         """A tensor on the CPU as stored, in memory of its own."""
         info = self.info(name)
-        target = room(info.shape, self.dtype(name))
+        target = pooled_empty(info.shape, self.dtype(name))
         self._fill(info, info.offset, target)
         return target
 
@@ -153,7 +153,7 @@ class TensorFiles:
         if not target.numel():
             return
         block, size = target.view(-1).view(torch.uint8).numpy().data, self._sizes[info.file]
-        count = min(READERS, len(block) // SHARE)
+        count = min(MAX_THREADS, len(block) // MIN_THREAD_BYTES)
         if count < 2:
             _read_into(info.file, size, offset, block)
             return

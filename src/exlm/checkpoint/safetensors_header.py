@@ -52,7 +52,7 @@ METADATA = "__metadata__"
 
 
 @dataclass(frozen=True)
-class Entry:
+class HeaderEntry:
     """What a header says of one tensor; offsets count from the end of the header."""
 
     dtype: str
@@ -62,15 +62,15 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Header:
+class SafetensorsHeader:
     """A checked header: every known tensor fits its bytes, and together they fill the file exactly."""
 
-    entries: dict[str, Entry]
+    entries: dict[str, HeaderEntry]
     data: int  # where in the file the first tensor byte is
     size: int  # of the whole file
 
 
-def shown(text: object) -> str:
+def quoted(text: object) -> str:
     """Anything a file says, fit for a message: escaped, and no longer than a line."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = 120
@@ -82,13 +82,13 @@ def damaged(path: Path, what: str) -> BadFile:
     return BadFile(f"{path}: {what}. The file is damaged or incomplete: download or convert it again.")
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> SafetensorsHeader:
     """The checked header of a safetensors file; BadFile says what is wrong with it, tensor by tensor."""
     raw, size = _raw_header(path)
     data = 8 + len(raw)
     entries = {name: _entry(path, name, value) for name, value in _parse(path, raw).items()}
     _check_cover(path, entries, size - data)
-    return Header(entries, data, size)
+    return SafetensorsHeader(entries, data, size)
 
 
 def read_small(path: Path, limit: int) -> bytes:
@@ -123,20 +123,20 @@ def refuse_pointer(path: Path, start: bytes) -> None:
 
 def load_json(text: str, *, fractions: bool = False) -> Any:
     """JSON with each key at most once and perhaps no fractions; ValueError or RecursionError otherwise."""
-    number = float if fractions else _fraction
-    return json.loads(text, object_pairs_hook=_unique, parse_float=number, parse_constant=number)
+    number = float if fractions else _refuse_fraction
+    return json.loads(text, object_pairs_hook=_refuse_duplicates, parse_float=number, parse_constant=number)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
         [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"the key {shown(twice)} is there twice")
+        raise ValueError(f"the key {quoted(twice)} is there twice")
     return table
 
 
-def _fraction(text: str) -> NoReturn:
-    raise ValueError(f"expected a whole number, found {shown(text)}")
+def _refuse_fraction(text: str) -> NoReturn:
+    raise ValueError(f"expected a whole number, found {quoted(text)}")
 
 
 def _raw_header(path: Path) -> tuple[bytes, int]:
@@ -175,16 +175,16 @@ def _parse(path: Path, raw: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise damaged(path, f"the header is not the JSON it should be ({error})") from error
     if not isinstance(table, dict):
-        raise damaged(path, f"expected a JSON object as header, found {shown(table)}")
+        raise damaged(path, f"expected a JSON object as header, found {quoted(table)}")
     metadata = table.pop(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise damaged(path, f"expected strings by name in {METADATA}, found {shown(metadata)}")
+        raise damaged(path, f"expected strings by name in {METADATA}, found {quoted(metadata)}")
     return table
 
 
-def _entry(path: Path, name: str, value: object) -> Entry:
+def _entry(path: Path, name: str, value: object) -> HeaderEntry:
     def wrong(expected: str, found: object) -> BadFile:
-        return damaged(path, f"tensor {shown(name)}: expected {expected}, found {shown(found)}")
+        return damaged(path, f"tensor {quoted(name)}: expected {expected}, found {quoted(found)}")
 
     if not isinstance(value, dict) or not all(field in value for field in _FIELDS):
         raise wrong(f"an object with {', '.join(_FIELDS)}", value)
@@ -203,33 +203,35 @@ def _entry(path: Path, name: str, value: object) -> Entry:
     if dtype in DTYPES:
         item = DTYPES[dtype].itemsize
         if stop - start != elements * item:
-            raise wrong(f"{elements * item} bytes for {dtype} {shown(shape)}", stop - start)
+            raise wrong(f"{elements * item} bytes for {dtype} {quoted(shape)}", stop - start)
         if start % item:
             raise wrong(f"data_offsets that start at a multiple of {item} for {dtype}", offsets)
-    return Entry(dtype, tuple(shape), start, stop)
+    return HeaderEntry(dtype, tuple(shape), start, stop)
 
 
 def _whole_numbers(value: object) -> bool:
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
 
 
-def _check_cover(path: Path, entries: dict[str, Entry], held: int) -> None:
+def _check_cover(path: Path, entries: dict[str, HeaderEntry], held: int) -> None:
     """Each byte after the header belongs to one tensor: a shifted, cut or lengthened file cannot pass."""
     last, end = "", 0
     for name, entry in _in_order(entries):
         if entry.stop > held:
             raise damaged(
                 path,
-                f"tensor {shown(name)}: expected {entry.stop} bytes of data, found {held}; it is cut short",
+                f"tensor {quoted(name)}: expected {entry.stop} bytes of data, found {held}; it is cut short",
             )
         if entry.start < end:
-            raise damaged(path, f"tensors {shown(last)} and {shown(name)} overlap at data byte {entry.start}")
+            raise damaged(
+                path, f"tensors {quoted(last)} and {quoted(name)} overlap at data byte {entry.start}"
+            )
         if entry.start > end:
-            raise damaged(path, f"tensor {shown(name)}: expected to start at {end}, found {entry.start}")
+            raise damaged(path, f"tensor {quoted(name)}: expected to start at {end}, found {entry.start}")
         last, end = name, entry.stop
     if end != held:
         raise damaged(path, f"expected {end} bytes of data after the header, found {held}")
 
 
-def _in_order(entries: dict[str, Entry]) -> Iterable[tuple[str, Entry]]:
+def _in_order(entries: dict[str, HeaderEntry]) -> Iterable[tuple[str, HeaderEntry]]:
     return sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop))

@@ -11,9 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from exlm.checkpoint import TensorFiles
+from exlm.checkpoint import SafetensorsFolder
 from exlm.errors import BadFile, BadTensor, CheckpointError, MissingTensor, ModelNotFound, UnsafeFile
-from tests.checkpoint.raw import TYPES, entry, pack, packed, same, write, write_index
+from tests.checkpoint.safetensors_bytes import (
+    TYPES,
+    file_bytes,
+    header_entry,
+    safetensors_bytes,
+    same_bits,
+    write_index,
+    write_safetensors,
+)
 
 A, B = torch.arange(12.0).reshape(3, 4), torch.arange(5, dtype=torch.int32)
 
@@ -32,8 +40,8 @@ def test_what_is_packed_is_read(
 ) -> None:
     tensors.pop("__metadata__", None)
     folder = tmp_path_factory.mktemp("model")
-    (folder / "model.safetensors").write_bytes(packed(tensors, pad=pad))
-    files = TensorFiles(folder)
+    (folder / "model.safetensors").write_bytes(safetensors_bytes(tensors, pad=pad))
+    files = SafetensorsFolder(folder)
     for name, tensor in tensors.items():
         info = files.info(name)
         assert (info.dtype, info.shape, info.nbytes) == (
@@ -41,28 +49,30 @@ def test_what_is_packed_is_read(
             tuple(tensor.shape),
             tensor.nbytes,
         )
-        assert same(files.read(name), tensor)
+        assert same_bits(files.read(name), tensor)
         if tensor.dim():
             for start in range(len(tensor) + 1):
                 for stop in range(start, len(tensor) + 1):
-                    assert same(files.read_rows(name, start, stop), tensor[start:stop])
+                    assert same_bits(files.read_rows(name, start, stop), tensor[start:stop])
 
 
 def test_files_of_the_library_are_read(tmp_path: Path) -> None:
     save_file({"a": A, "b": B, "c": A.bfloat16()}, tmp_path / "x.safetensors", metadata={"format": "pt"})
-    files = TensorFiles(tmp_path)
+    files = SafetensorsFolder(tmp_path)
     assert sorted(files.names()) == ["a", "b", "c"]
     assert files.total_bytes == A.nbytes + B.nbytes + A.bfloat16().nbytes
-    assert all(same(files.read(name), tensor) for name, tensor in (("a", A), ("b", B), ("c", A.bfloat16())))
+    assert all(
+        same_bits(files.read(name), tensor) for name, tensor in (("a", A), ("b", B), ("c", A.bfloat16()))
+    )
     assert "a" in files
     assert "d" not in files
 
 
 def test_names_come_from_every_file(tmp_path: Path) -> None:
-    write(tmp_path, {"a": A}, "output-00001-of-00002.safetensors")
-    write(tmp_path, {"b": B}, "output-00002-of-00002.safetensors")
-    write(tmp_path, {"c": B}, "extra.safetensors")
-    files = TensorFiles(tmp_path)
+    write_safetensors(tmp_path, {"a": A}, "output-00001-of-00002.safetensors")
+    write_safetensors(tmp_path, {"b": B}, "output-00002-of-00002.safetensors")
+    write_safetensors(tmp_path, {"c": B}, "extra.safetensors")
+    files = SafetensorsFolder(tmp_path)
     assert set(files.names()) == {"a", "b", "c"}
     assert [path.name for path in files.paths] == [
         "extra.safetensors",
@@ -73,40 +83,40 @@ def test_names_come_from_every_file(tmp_path: Path) -> None:
 
 
 def test_writing_to_a_view_leaves_the_file_alone(tmp_path: Path) -> None:
-    write(tmp_path, {"a": A})
-    TensorFiles(tmp_path).read("a").zero_()
-    assert same(TensorFiles(tmp_path).read("a"), A)
+    write_safetensors(tmp_path, {"a": A})
+    SafetensorsFolder(tmp_path).read("a").zero_()
+    assert same_bits(SafetensorsFolder(tmp_path).read("a"), A)
 
 
 def test_a_view_outlives_the_files(tmp_path: Path) -> None:
-    write(tmp_path, {"a": A})
-    files = TensorFiles(tmp_path)
+    write_safetensors(tmp_path, {"a": A})
+    files = SafetensorsFolder(tmp_path)
     view = files.read("a")
     files.close()
-    assert same(view, A)
-    assert same(files.read("a"), A)
+    assert same_bits(view, A)
+    assert same_bits(files.read("a"), A)
 
 
 def test_released_memory_is_read_again(tmp_path: Path) -> None:
     big = torch.randn(3000, 16)
-    write(tmp_path, {"small": A, "big": big, "next": B})
-    files = TensorFiles(tmp_path)
+    write_safetensors(tmp_path, {"small": A, "big": big, "next": B})
+    files = SafetensorsFolder(tmp_path)
     files.release("big")
     view, neighbour = files.read("big"), files.read("next")
     neighbour.add_(1)
     files.release("big", 5, 2000)
     files.release("big")
     files.release("small")
-    assert same(view, big)
-    assert same(neighbour, B + 1)
+    assert same_bits(view, big)
+    assert same_bits(neighbour, B + 1)
 
 
 def test_many_threads_read_at_once(tmp_path: Path) -> None:
     tensors = {f"t{n}": torch.randn(64, 64) for n in range(24)}
     for n in range(4):
         part = dict(list(tensors.items())[6 * n : 6 * n + 6])
-        write(tmp_path, part, f"model-{n + 1:05}-of-00004.safetensors")
-    files, wrong = TensorFiles(tmp_path), []
+        write_safetensors(tmp_path, part, f"model-{n + 1:05}-of-00004.safetensors")
+    files, wrong = SafetensorsFolder(tmp_path), []
 
     def work() -> None:
         for _ in range(20):
@@ -125,13 +135,13 @@ def test_many_threads_read_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rows", [(-1, 2), (2, 1), (0, 4), (4, 5)])
 def test_rows_that_are_not_there(tmp_path: Path, rows: tuple[int, int]) -> None:
-    files = TensorFiles(write(tmp_path, {"a": A}))
+    files = SafetensorsFolder(write_safetensors(tmp_path, {"a": A}))
     with pytest.raises(BadTensor, match=r"tensor 'a'.*\[3, 4\]"):
         files.read_rows("a", *rows)
 
 
 def test_a_file_that_shrank_since_is_not_mapped(tmp_path: Path) -> None:
-    files = TensorFiles(write(tmp_path, {"a": A}))
+    files = SafetensorsFolder(write_safetensors(tmp_path, {"a": A}))
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(BadFile, match="when its header was read"):
@@ -140,7 +150,7 @@ def test_a_file_that_shrank_since_is_not_mapped(tmp_path: Path) -> None:
 
 def test_a_mapped_file_that_shrinks_is_not_touched_again(tmp_path: Path) -> None:
     """Somebody downloads it anew while the model loads; touching what is cut off would end the process."""
-    files = TensorFiles(write(tmp_path, {"a": A}))
+    files = SafetensorsFolder(write_safetensors(tmp_path, {"a": A}))
     files.read("a")
     with (tmp_path / "model.safetensors").open("r+b") as file:
         file.truncate(4)
@@ -149,57 +159,57 @@ def test_a_mapped_file_that_shrinks_is_not_touched_again(tmp_path: Path) -> None
 
 
 def test_a_file_that_is_gone_since(tmp_path: Path) -> None:
-    files = TensorFiles(write(tmp_path, {"a": A}))
+    files = SafetensorsFolder(write_safetensors(tmp_path, {"a": A}))
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(BadFile, match=r"model\.safetensors"):
         files.read("a")
 
 
 def test_a_stale_index_is_no_obstacle(tmp_path: Path) -> None:
-    write(tmp_path, {"a": A, "b": B}, "output.safetensors")
+    write_safetensors(tmp_path, {"a": A, "b": B}, "output.safetensors")
     write_index(tmp_path, {"a": "model-00001-of-00002.safetensors", "z": "model-00002-of-00002.safetensors"})
-    files = TensorFiles(tmp_path)
-    assert same(files.read("a"), A)
+    files = SafetensorsFolder(tmp_path)
+    assert same_bits(files.read("a"), A)
     with pytest.raises(MissingTensor, match=r"'z'.*model-00002-of-00002\.safetensors.*not in the folder"):
         files.read("z")
 
 
 @pytest.mark.parametrize("size", [b"24.0", b"1.4e+10", b"NaN"])
 def test_the_size_an_index_states_is_nobodys_business(tmp_path: Path, size: bytes) -> None:
-    write(tmp_path, {"a": A})
+    write_safetensors(tmp_path, {"a": A})
     content = b'{"metadata": {"total_size": %s}, "weight_map": {"a": "model.safetensors"}}' % size
     (tmp_path / "model.safetensors.index.json").write_bytes(content)
-    assert same(TensorFiles(tmp_path).read("a"), A)
+    assert same_bits(SafetensorsFolder(tmp_path).read("a"), A)
 
 
 def test_an_index_that_names_a_file_without_the_tensor(tmp_path: Path) -> None:
-    write(tmp_path, {"a": A})
+    write_safetensors(tmp_path, {"a": A})
     write_index(tmp_path, {"z": "model.safetensors"})
     with pytest.raises(MissingTensor, match=r"'z'.*does not hold it"):
-        TensorFiles(tmp_path).info("z")
+        SafetensorsFolder(tmp_path).info("z")
 
 
 def test_a_missing_tensor_without_an_index(tmp_path: Path) -> None:
     with pytest.raises(MissingTensor, match=r"tensor 'z' is in none of the files\.$"):
-        TensorFiles(write(tmp_path, {"a": A})).info("z")
+        SafetensorsFolder(write_safetensors(tmp_path, {"a": A})).info("z")
 
 
 def test_twice_the_same_name_is_refused(tmp_path: Path) -> None:
-    write(tmp_path, {"a": A}, "model.safetensors")
-    write(tmp_path, {"a": A + 1}, "model.fp16.safetensors")
+    write_safetensors(tmp_path, {"a": A}, "model.safetensors")
+    write_safetensors(tmp_path, {"a": A + 1}, "model.fp16.safetensors")
     with pytest.raises(BadFile, match=r"model\.fp16\.safetensors: tensor 'a'.*model\.safetensors"):
-        TensorFiles(tmp_path)
+        SafetensorsFolder(tmp_path)
     write_index(tmp_path, {"a": "elsewhere.safetensors"})
     with pytest.raises(BadFile, match="which of them counts"):
-        TensorFiles(tmp_path)
+        SafetensorsFolder(tmp_path)
 
 
 @pytest.mark.parametrize(("chosen", "add"), [("model.safetensors", 0), ("model.fp16.safetensors", 1)])
 def test_the_index_chooses_between_two(tmp_path: Path, chosen: str, add: int) -> None:
-    write(tmp_path, {"a": A}, "model.safetensors")
-    write(tmp_path, {"a": A + 1}, "model.fp16.safetensors")
+    write_safetensors(tmp_path, {"a": A}, "model.safetensors")
+    write_safetensors(tmp_path, {"a": A + 1}, "model.fp16.safetensors")
     write_index(tmp_path, {"a": chosen})
-    assert same(TensorFiles(tmp_path).read("a"), A + add)
+    assert same_bits(SafetensorsFolder(tmp_path).read("a"), A + add)
 
 
 @pytest.mark.parametrize(
@@ -217,10 +227,10 @@ def test_the_index_chooses_between_two(tmp_path: Path, chosen: str, add: int) ->
     ],
 )
 def test_an_index_may_not_point_outside(tmp_path: Path, file: str) -> None:
-    write(tmp_path, {"a": A})
+    write_safetensors(tmp_path, {"a": A})
     write_index(tmp_path, {"a": "model.safetensors", "b": file})
     with pytest.raises(BadFile, match=r"index\.json: tensor 'b'.*outside the folder"):
-        TensorFiles(tmp_path)
+        SafetensorsFolder(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -239,34 +249,34 @@ def test_an_index_may_not_point_outside(tmp_path: Path, file: str) -> None:
     ],
 )
 def test_an_index_that_is_none(tmp_path: Path, content: bytes) -> None:
-    write(tmp_path, {"a": A})
+    write_safetensors(tmp_path, {"a": A})
     (tmp_path / "model.safetensors.index.json").write_bytes(content)
     with pytest.raises(BadFile, match=r"index\.json"):
-        TensorFiles(tmp_path)
+        SafetensorsFolder(tmp_path)
 
 
 def test_numbers_may_begin_with_nought(tmp_path: Path) -> None:
-    write(tmp_path, {"a": A}, "model-00000-of-00002.safetensors")
+    write_safetensors(tmp_path, {"a": A}, "model-00000-of-00002.safetensors")
     with pytest.raises(BadFile, match=r"model-00001-of-00002\.safetensors missing; expected 2 files"):
-        TensorFiles(tmp_path)
-    write(tmp_path, {"b": B}, "model-00001-of-00002.safetensors")
-    assert set(TensorFiles(tmp_path).names()) == {"a", "b"}
+        SafetensorsFolder(tmp_path)
+    write_safetensors(tmp_path, {"b": B}, "model-00001-of-00002.safetensors")
+    assert set(SafetensorsFolder(tmp_path).names()) == {"a", "b"}
 
 
 def test_a_gap_in_the_numbers_names_the_missing_files(tmp_path: Path) -> None:
     for n in (1, 3):
-        write(tmp_path, {f"t{n}": A}, f"model-{n:05}-of-00005.safetensors")
+        write_safetensors(tmp_path, {f"t{n}": A}, f"model-{n:05}-of-00005.safetensors")
     with pytest.raises(BadFile) as caught:
-        TensorFiles(tmp_path)
+        SafetensorsFolder(tmp_path)
     for n in (2, 4, 5):
         assert f"model-{n:05}-of-00005.safetensors" in str(caught.value)
     assert "model-00003-of" not in str(caught.value)
 
 
 def test_an_absurd_count_is_not_counted_out(tmp_path: Path) -> None:
-    write(tmp_path, {"a": A}, "model-2-of-999999999.safetensors")
+    write_safetensors(tmp_path, {"a": A}, "model-2-of-999999999.safetensors")
     with pytest.raises(BadFile, match=r"model-1-of-999999999.*and 999999994 more missing"):
-        TensorFiles(tmp_path)
+        SafetensorsFolder(tmp_path)
 
 
 def test_pickles_alone_are_refused_with_the_way_out(tmp_path: Path) -> None:
@@ -279,22 +289,22 @@ def test_pickles_alone_are_refused_with_the_way_out(tmp_path: Path) -> None:
     ):
         (tmp_path / name).write_bytes(b"\x80\x04.")
     with pytest.raises(UnsafeFile, match=r"pytorch_model-00001.*(?s:.*)python -c .*save_pretrained"):
-        TensorFiles(tmp_path)
+        SafetensorsFolder(tmp_path)
 
 
 def test_pickles_beside_safetensors_are_ignored(tmp_path: Path) -> None:
-    write(tmp_path, {"a": A})
+    write_safetensors(tmp_path, {"a": A})
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
-    assert TensorFiles(tmp_path).names() == ("a",)
+    assert SafetensorsFolder(tmp_path).names() == ("a",)
 
 
 @pytest.mark.parametrize("name", ["consolidated.safetensors", "consolidated-00001-of-00002.safetensors"])
 def test_weights_that_mistral_ships_a_second_time_are_left_out(name: str, tmp_path: Path) -> None:
     save_file({"tok_embeddings.weight": A}, tmp_path / name)
     if "-of-" not in name:
-        assert list(TensorFiles(tmp_path).names()) == ["tok_embeddings.weight"]  # better than nothing
+        assert list(SafetensorsFolder(tmp_path).names()) == ["tok_embeddings.weight"]  # better than nothing
     save_file({"model.embed_tokens.weight": A}, tmp_path / "model.safetensors")
-    files = TensorFiles(tmp_path)
+    files = SafetensorsFolder(tmp_path)
     assert list(files.names()) == ["model.embed_tokens.weight"]
     assert files.total_bytes == A.nbytes
 
@@ -302,20 +312,20 @@ def test_weights_that_mistral_ships_a_second_time_are_left_out(name: str, tmp_pa
 def test_no_weights_at_all(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="no weights"):
-        TensorFiles(tmp_path)
+        SafetensorsFolder(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["gone", "file"])
 def test_no_folder(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ModelNotFound, match=name):
-        TensorFiles(tmp_path / name)
+        SafetensorsFolder(tmp_path / name)
 
 
 def test_hidden_files_do_not_count(tmp_path: Path) -> None:
-    write(tmp_path, {"a": A})
+    write_safetensors(tmp_path, {"a": A})
     (tmp_path / "._model.safetensors").write_bytes(b"\0\5\x16\7")
-    assert TensorFiles(tmp_path).names() == ("a",)
+    assert SafetensorsFolder(tmp_path).names() == ("a",)
 
 
 def test_a_header_of_odd_length_is_read(tmp_path: Path) -> None:
@@ -323,12 +333,15 @@ def test_a_header_of_odd_length_is_read(tmp_path: Path) -> None:
     header += b" " * (1 - len(header) % 2)
     assert len(header) % 4 != 0
     data = torch.randn(2, 3)
-    (tmp_path / "model.safetensors").write_bytes(pack(header, data.numpy().tobytes()))
-    files = TensorFiles(tmp_path)
-    assert same(files.read("a"), data)
-    assert same(files.read_rows("a", 1, 2), data[1:])
+    (tmp_path / "model.safetensors").write_bytes(file_bytes(header, data.numpy().tobytes()))
+    files = SafetensorsFolder(tmp_path)
+    assert same_bits(files.read("a"), data)
+    assert same_bits(files.read_rows("a", 1, 2), data[1:])
 
 
 def test_an_unknown_type_has_a_header_all_the_same(tmp_path: Path) -> None:
-    (tmp_path / "m.safetensors").write_bytes(pack({"a": entry("Q9", [3], [0, 5])}, bytes(5)))
-    assert (TensorFiles(tmp_path).info("a").dtype, TensorFiles(tmp_path).info("a").nbytes) == ("Q9", 5)
+    (tmp_path / "m.safetensors").write_bytes(file_bytes({"a": header_entry("Q9", [3], [0, 5])}, bytes(5)))
+    assert (SafetensorsFolder(tmp_path).info("a").dtype, SafetensorsFolder(tmp_path).info("a").nbytes) == (
+        "Q9",
+        5,
+    )

@@ -21,41 +21,45 @@ TYPES = {
 }
 
 
-def entry(dtype: object = "F32", shape: object = (2, 3), offsets: object = (0, 24)) -> dict[str, Any]:
+def header_entry(dtype: object = "F32", shape: object = (2, 3), offsets: object = (0, 24)) -> dict[str, Any]:
     """One tensor's line in a header."""
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
 
 
-def pack(header: object, data: bytes = b"") -> bytes:
+def file_bytes(header: object, data: bytes = b"") -> bytes:
     """A whole file: length, header (JSON unless it is bytes already), data."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + data
 
 
-def packed(tensors: dict[str, torch.Tensor], *, pad: int = 0) -> bytes:
+def safetensors_bytes(tensors: dict[str, torch.Tensor], *, pad: int = 0) -> bytes:
     """A good file of these tensors, its header lengthened by `pad` spaces."""
     header, data = {}, b""
     for name, tensor in tensors.items():
         size = tensor.element_size()
         # Alignment is bought with a filler tensor, since a file may have no holes.
         if gap := -len(data) % size:
-            header[f"filler.{len(data)}"] = entry("U8", [gap], [len(data), len(data) + gap])
+            header[f"filler.{len(data)}"] = header_entry("U8", [gap], [len(data), len(data) + gap])
             data += bytes(gap)
-        raw = bits(tensor).numpy().tobytes()
-        header[name] = entry(TYPES[tensor.dtype], list(tensor.shape), [len(data), len(data) + len(raw)])
+        raw = tensor_bytes(tensor).numpy().tobytes()
+        header[name] = header_entry(
+            TYPES[tensor.dtype], list(tensor.shape), [len(data), len(data) + len(raw)]
+        )
         data += raw
-    return pack(json.dumps(header).encode() + b" " * pad, data)
+    return file_bytes(json.dumps(header).encode() + b" " * pad, data)
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
+def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor, one after the other."""
     return tensor.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
-def write(folder: Path, tensors: dict[str, torch.Tensor], name: str = "model.safetensors") -> Path:
+def write_safetensors(
+    folder: Path, tensors: dict[str, torch.Tensor], name: str = "model.safetensors"
+) -> Path:
     """A good file in a folder; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_bytes(packed(tensors))
+    (folder / name).write_bytes(safetensors_bytes(tensors))
     return folder
 
 
@@ -64,6 +68,6 @@ def write_index(folder: Path, files: dict[str, str]) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
 
 
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal in type, shape and every bit."""
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(tensor_bytes(a), tensor_bytes(b))

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from tests.formats.oracles import Tensors
 
-Lie = Callable[[Tensors, Random], None]
+Corruption = Callable[[Tensors, Random], None]
 
 
-def swap(name: str, change: Callable[[Tensor], Tensor]) -> Lie:
+def replace_tensor(name: str, change: Callable[[Tensor], Tensor]) -> Corruption:
     """One tensor replaced by what becomes of it."""
 
     def lie(tensors: Tensors, _: Random) -> None:
@@ -21,7 +21,7 @@ def swap(name: str, change: Callable[[Tensor], Tensor]) -> Lie:
     return lie
 
 
-def drop(name: str) -> Lie:
+def drop_tensor(name: str) -> Corruption:
     """One tensor left out."""
 
     def lie(tensors: Tensors, _: Random) -> None:
@@ -30,7 +30,7 @@ def drop(name: str) -> Lie:
     return lie
 
 
-def put(name: str, where: Callable[[Random], int], value: Callable[[Random], float]) -> Lie:
+def replace_number(name: str, where: Callable[[Random], int], value: Callable[[Random], float]) -> Corruption:
     """One number replaced."""
 
     def lie(tensors: Tensors, random: Random) -> None:

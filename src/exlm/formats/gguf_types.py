@@ -1,0 +1,200 @@
+"""How GGUF's quantised blocks lie in their bytes: codes, scales and minimums taken apart, nothing multiplied.
+
+A block holds 32 or 256 neighbouring inputs of one output. Each `Layout` says where its numbers are and cuts
+a stack of blocks into plain tensors; `gguf` puts those together as a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .swar import expand_bits, merge_high_bits, shift_right, take_bytes
+
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""What the sixteen codes of the IQ4 types stand for."""
+
+
+class BlockParts(NamedTuple):
+    """What a stack of blocks (columns, blocks, bytes) holds; other parts than codes begin like it.
+
+    Codes are uint8, (turns, columns, blocks, runs, run): a block's inputs are its first run's of the first
+    turn, of the second, and so on; then its second run's.
+    """
+
+    codes: Tensor
+    scales: Tensor  # (…, 1) float16
+    sub_scales: Tensor | None = None  # (…, groups) uint8 or int8, to be multiplied with `scales`
+    minimum: Tensor | None = None  # (…, 1) float16
+    sub_minimum: Tensor | None = None  # (…, groups) uint8, to be multiplied with `minimum`
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """One quantised type: a value is (code - zero) · scale - minimum."""
+
+    block_size: int  # inputs in a block
+    block_bytes: int  # bytes of a block
+    bits: int
+    group_size: int  # inputs that share a scale
+    unpack: Callable[[Tensor], BlockParts]
+    zero: int = 0
+    codebook: tuple[int, ...] = ()
+
+
+def split_runs(values: Tensor, run: int) -> Tensor:
+    """(…, n) → (…, n / run, run), in the same memory."""
+    return values.view(*values.shape[:-1], -1, run)
+
+
+def _float16_at(blocks: Tensor, at: int) -> Tensor:
+    """The float16 at a byte of every block, (…, 1)."""
+    return take_bytes(blocks, at, 2).view(torch.float16)
+
+
+def _nibbles(packed: Tensor, run: int) -> Tensor:
+    """(…, bytes) → (2, …, runs, run): of each run of bytes all low halves, and all high ones."""
+    return shift_right(split_runs(packed, run), (0, 4), 15)
+
+
+def _two_bit_codes(packed: Tensor) -> Tensor:
+    """(…, bytes) → (4, …, runs, 32): of each 32 bytes the lowest two bits of all, the next two, and so on."""
+    return shift_right(split_runs(packed, 32), (0, 2, 4, 6), 3)
+
+
+def _bit_planes(packed: Tensor, turns: int) -> Tensor:
+    """(columns, blocks, 32) → (turns, columns, blocks, 8 / turns, 32).
+
+    The lowest bit of all 32 bytes is the first turn's of the first run, the second bit the next turn's.
+    """
+    found = shift_right(packed, range(8), 1)
+    return found.view(-1, turns, *packed.shape).permute(1, 2, 3, 0, 4).contiguous()
+
+
+def _flatten_runs(codes: Tensor) -> Tensor:
+    """(turns, columns, blocks, runs, run) → (columns, blocks, all of them)."""
+    return codes.permute(1, 2, 3, 0, 4).flatten(2)
+
+
+def _q4_0(blocks: Tensor) -> BlockParts:
+    return BlockParts(_nibbles(take_bytes(blocks, 2, 16), 16), _float16_at(blocks, 0))
+
+
+def _q4_1(blocks: Tensor) -> BlockParts:
+    return BlockParts(
+        _nibbles(take_bytes(blocks, 4, 16), 16), _float16_at(blocks, 0), minimum=-_float16_at(blocks, 2)
+    )
+
+
+def _five_bit_codes(blocks: Tensor, at: int) -> Tensor:
+    """Codes of 5 bits in one run: their highest bits lie before the others."""
+    low = _flatten_runs(_nibbles(take_bytes(blocks, at + 4, 16), 16))
+    return split_runs(merge_high_bits(low, expand_bits(take_bytes(blocks, at, 4)), 4), 32)[None]
+
+
+def _q5_0(blocks: Tensor) -> BlockParts:
+    return BlockParts(_five_bit_codes(blocks, 2), _float16_at(blocks, 0))
+
+
+def _q5_1(blocks: Tensor) -> BlockParts:
+    return BlockParts(_five_bit_codes(blocks, 4), _float16_at(blocks, 0), minimum=-_float16_at(blocks, 2))
+
+
+def _q8_0(blocks: Tensor) -> BlockParts:
+    return BlockParts(split_runs(take_bytes(blocks, 2, 32) ^ 128, 32)[None], _float16_at(blocks, 0))
+
+
+def _q2_k(blocks: Tensor) -> BlockParts:
+    low, high = shift_right(take_bytes(blocks, 0, 16), (0, 4), 15)
+    return BlockParts(
+        _two_bit_codes(take_bytes(blocks, 16, 64)),
+        _float16_at(blocks, 80),
+        low,
+        _float16_at(blocks, 82),
+        high,
+    )
+
+
+def _q3_k(blocks: Tensor) -> BlockParts:
+    codes = merge_high_bits(
+        _two_bit_codes(take_bytes(blocks, 32, 64)), _bit_planes(take_bytes(blocks, 0, 32), 4), 2
+    )
+    low = _flatten_runs(_nibbles(take_bytes(blocks, 96, 8), 8))
+    high = torch.stack([(take_bytes(blocks, 104, 4) >> shift) & 3 for shift in (0, 2, 4, 6)], -2).flatten(-2)
+    return BlockParts(codes, _float16_at(blocks, 108), _signed_six_bits(low | (high << 4)))
+
+
+def _q4_k(blocks: Tensor) -> BlockParts:
+    scales, minimum = _six_bit_scales(blocks)
+    return BlockParts(
+        _nibbles(take_bytes(blocks, 16, 128), 32),
+        _float16_at(blocks, 0),
+        scales,
+        _float16_at(blocks, 2),
+        minimum,
+    )
+
+
+def _q5_k(blocks: Tensor) -> BlockParts:
+    scales, minimum = _six_bit_scales(blocks)
+    codes = merge_high_bits(
+        _nibbles(take_bytes(blocks, 48, 128), 32), _bit_planes(take_bytes(blocks, 16, 32), 2), 4
+    )
+    return BlockParts(codes, _float16_at(blocks, 0), scales, _float16_at(blocks, 2), minimum)
+
+
+def _q6_k(blocks: Tensor) -> BlockParts:
+    low = take_bytes(blocks, 0, 128).view(*blocks.shape[:2], 2, 2, 32).permute(3, 0, 1, 2, 4).contiguous()
+    codes = merge_high_bits(
+        shift_right(low, (0, 4), 15).flatten(0, 1), _two_bit_codes(take_bytes(blocks, 128, 64)), 4
+    )
+    return BlockParts(codes, _float16_at(blocks, 208), take_bytes(blocks, 192, 16).view(torch.int8))
+
+
+def _iq4_xs(blocks: Tensor) -> BlockParts:
+    both = take_bytes(blocks, 4, 4)
+    low = torch.stack((both & 15, both >> 4), -1).flatten(-2)
+    high = torch.stack([(take_bytes(blocks, 2, 2) >> shift) & 3 for shift in (0, 2, 4, 6)], -1).flatten(-2)
+    return BlockParts(
+        _nibbles(take_bytes(blocks, 8, 128), 16), _float16_at(blocks, 0), _signed_six_bits(low | (high << 4))
+    )
+
+
+def _signed_six_bits(codes: Tensor) -> Tensor:
+    """Six-bit numbers that mean -32 to 31."""
+    return codes.view(torch.int8) - 32
+
+
+def _six_bit_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Eight scales and eight minimums of six bits from twelve bytes of Q4_K and Q5_K.
+
+    The first four of each have a byte for themselves, whose top two bits belong to the last four. Four bytes
+    are one number here.
+    """
+    scales, minimum, rest = (take_bytes(blocks, at, 4).view(torch.int32) for at in (4, 8, 12))
+    own, low, top = 0x3F3F3F3F, 0x0F0F0F0F, 0x30303030
+    return (
+        torch.cat((scales & own, (rest & low) | ((scales >> 2) & top)), -1).view(torch.uint8),
+        torch.cat((minimum & own, ((rest >> 4) & low) | ((minimum >> 2) & top)), -1).view(torch.uint8),
+    )
+
+
+BLOCK_LAYOUTS: dict[str, BlockLayout] = {
+    "Q4_0": BlockLayout(32, 18, 4, 32, _q4_0, zero=8),
+    "Q4_1": BlockLayout(32, 20, 4, 32, _q4_1),
+    "Q5_0": BlockLayout(32, 22, 5, 32, _q5_0, zero=16),
+    "Q5_1": BlockLayout(32, 24, 5, 32, _q5_1),
+    "Q8_0": BlockLayout(32, 34, 8, 32, _q8_0, zero=128),
+    "Q2_K": BlockLayout(256, 84, 2, 16, _q2_k),
+    "Q3_K": BlockLayout(256, 110, 3, 16, _q3_k, zero=4),
+    "Q4_K": BlockLayout(256, 144, 4, 32, _q4_k),
+    "Q5_K": BlockLayout(256, 176, 5, 32, _q5_k),
+    "Q6_K": BlockLayout(256, 210, 6, 16, _q6_k, zero=32),
+    "IQ4_NL": BlockLayout(32, 18, 4, 32, _q4_0, codebook=IQ4_VALUES),
+    "IQ4_XS": BlockLayout(256, 136, 4, 32, _iq4_xs, codebook=IQ4_VALUES),
+}
+"""The types that stay packed in memory, by the name GGUF gives them."""
