@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
-from tests.quantize.jobs import SHAPE
+from tests.quantize.job_options import SHAPE
 
 
 @pytest.fixture(scope="module")

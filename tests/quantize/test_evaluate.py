@@ -182,7 +182,7 @@ def test_what_a_model_does_for_the_first_time_is_not_timed(
 
     monkeypatch.setattr(PagedModelRunner, "decode", slow)
     monkeypatch.setattr(evaluate.time, "perf_counter", lambda: now[0])
-    timed = evaluate.timed(folder, "cpu")
+    timed = evaluate.measure_speed(folder, "cpu")
     assert timed is not None
     assert timed["generation"] == 2
     assert timed["prompt"] * 0.5 == pytest.approx(256)

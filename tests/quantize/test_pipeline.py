@@ -30,11 +30,11 @@ from exlm import (
 )
 from exlm.checkpoint import SafetensorsFolder
 from exlm.config import read_json
-from exlm.quantize import output, quantize
-from exlm.quantize.job import Job, place_of
-from exlm.quantize.measurement import quantised
+from exlm.quantize import api, output
+from exlm.quantize.measurement import quantized_matrices
+from exlm.quantize.step_store import StepStore, store_dir
 from tests import tiny
-from tests.quantize.jobs import FEW, SHAPE
+from tests.quantize.job_options import FEW, SHAPE
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def weights(folder: Path) -> int:
-    return sum(m.in_features * m.out_features for m in quantised(Config(folder).spec))
+    return sum(m.in_features * m.out_features for m in quantized_matrices(Config(folder).spec))
 
 
 def test_a_model_is_made_that_any_reader_takes(source: Path, whole: Path) -> None:
@@ -84,7 +84,7 @@ def test_a_model_is_made_that_any_reader_takes(source: Path, whole: Path) -> Non
     assert 4.5 < found.bits <= 5.0
     exact, rounded = logits(source), logits(whole)
     assert 0 < float((exact - rounded).norm() / exact.norm()) < 0.4
-    assert not place_of(whole).exists()
+    assert not store_dir(whole).exists()
 
 
 def test_the_built_in_text_and_the_model_s_own_are_enough(source: Path, tmp_path: Path) -> None:
@@ -142,14 +142,14 @@ def test_a_divergence_that_was_missed_is_tried_again_once(
 ) -> None:
     """The first model is said to diverge four times too much; the second is good enough, or is not."""
     made = {"calibration": text, "measurement": measured, "max_kld": 0.01, **FEW}
-    judge, factors = quantize.evaluate_model, [4.0]
+    judge, factors = api.evaluate_model, [4.0]
 
     def judged(model: Path, against: Path, **options: Any) -> Quality:
         kl = 0.01 * factors[min(len(seen), len(factors) - 1)]
         seen.append(replace(judge(model, against, ids=torch.arange(3, 67)[None]), kl=kl))
         return seen[-1]
 
-    monkeypatch.setattr(quantize, "evaluate_model", judged)
+    monkeypatch.setattr(api, "evaluate_model", judged)
     for second, words in ((1.0, ()), (2.0, ("a divergence of 0.02 was found, at most 0.01",))):
         factors[1:], seen = [second], []
         found = quantize_model(source, tmp_path / f"{second}", **made)
@@ -168,28 +168,28 @@ def test_a_kill_in_the_second_try_ends_in_the_same_bytes(
     source: Path, text: Path, measured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = {"calibration": text, "measurement": measured, "max_kld": 0.01, **FEW}
-    judge = quantize.evaluate_model
+    judge = api.evaluate_model
     monkeypatch.setattr(
-        quantize,
+        api,
         "evaluate_model",
         lambda model, against, **_: replace(judge(model, ids=torch.arange(3, 67)[None]), kl=0.03),
     )
     quantize_model(source, tmp_path / "a" / "model", **made)
-    drop, note = Job.drop, Job.note
+    drop, note = StepStore.delete, StepStore.save_json
 
-    def killed_dropping(job: Job, *names: str) -> None:
+    def killed_dropping(job: StepStore, *names: str) -> None:
         drop(job, names[0])
         if names[0] == "layer.head":
             raise KeyboardInterrupt
 
-    def killed_noting(job: Job, name: str, value: Any) -> None:
+    def killed_noting(job: StepStore, name: str, value: Any) -> None:
         note(job, name, value)
-        if name == "layer.1" and job.noted("aim"):
+        if name == "layer.1" and job.load_json("aim"):
             raise KeyboardInterrupt
 
-    for name, killed in {"drop": killed_dropping, "note": killed_noting}.items():
+    for name, killed in {"delete": killed_dropping, "save_json": killed_noting}.items():
         with monkeypatch.context() as patch:
-            patch.setattr(Job, name, killed)
+            patch.setattr(StepStore, name, killed)
             with pytest.raises(KeyboardInterrupt):
                 quantize_model(source, tmp_path / name / "model", **made)
         assert not (tmp_path / name / "model").exists()
@@ -235,7 +235,7 @@ def test_a_job_that_fails_leaves_nothing_that_looks_like_a_model(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("exlm.quantize.job.save_file", full)
+        patch.setattr("exlm.quantize.step_store.save_file", full)
         with pytest.raises(CheckpointError, match="Make room"):
             quantize_model(source, tmp_path / "out", 5.0, calibration=text, **FEW)
     assert not (tmp_path / "out").exists()
@@ -362,12 +362,12 @@ def test_kills_around_every_write_end_in_the_same_bytes(
 ) -> None:
     target = tmp_path / whole.name
     saves = 0
-    keep = Job.save
+    keep = StepStore.save
 
     class Killed(BaseException):
         pass
 
-    def killing(self: Job, name: str, tensors: Any) -> None:
+    def killing(self: StepStore, name: str, tensors: Any) -> None:
         nonlocal saves
         saves += 1
         fate = random.random()
@@ -378,7 +378,7 @@ def test_kills_around_every_write_end_in_the_same_bytes(
         if fate > 0.75:
             raise Killed
 
-    monkeypatch.setattr(Job, "save", killing)
+    monkeypatch.setattr(StepStore, "save", killing)
     random.seed(5)
     for _ in range(200):
         try:

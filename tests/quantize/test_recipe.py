@@ -11,8 +11,8 @@ import pytest
 from exlm.config import Config
 from exlm.errors import InputError
 from exlm.formats.exl2 import BIT_WIDTHS
-from exlm.quantize.measurement import Measurement, Profile, quantised, recipes
-from exlm.quantize.recipe import HEAD, Group, Recipe, recipe
+from exlm.quantize.measurement import Measurement, Profile, candidate_recipes, quantized_matrices
+from exlm.quantize.recipe import HEAD_RECIPES, Group, Recipe, make_recipe
 from exlm.spec.weight_roles import Matrix
 
 SQUARE = Matrix("m", 4096, 4096)
@@ -21,16 +21,16 @@ SQUARE = Matrix("m", 4096, 4096)
 @pytest.mark.parametrize(
     ("made", "matrix", "bits", "groups"),
     [
-        (recipe(64, (3, 0.05), (2, 0.95)), SQUARE, 35785728, [4, 60]),
-        (recipe(128, (4, 0.1), (3, 0.9)), SQUARE, 53085696, [4, 28]),
-        (recipe(128, (4, 1.0)), SQUARE, 67765760, [32]),
-        (recipe(32, (4, 1.0)), SQUARE, 69343232, [128]),
-        (recipe(128, (5, 0.1), (4, 0.9)), SQUARE, 69862912, [4, 28]),
-        (recipe(128, (6, 1.0)), SQUARE, 101320192, [32]),
-        (recipe(128, (8, 1.0)), SQUARE, 134874624, [32]),
-        (recipe(128, (8, 0.15), (6, 0.85)), Matrix("head", 4096, 32000), 831620608, [5, 27]),
+        (make_recipe(64, (3, 0.05), (2, 0.95)), SQUARE, 35785728, [4, 60]),
+        (make_recipe(128, (4, 0.1), (3, 0.9)), SQUARE, 53085696, [4, 28]),
+        (make_recipe(128, (4, 1.0)), SQUARE, 67765760, [32]),
+        (make_recipe(32, (4, 1.0)), SQUARE, 69343232, [128]),
+        (make_recipe(128, (5, 0.1), (4, 0.9)), SQUARE, 69862912, [4, 28]),
+        (make_recipe(128, (6, 1.0)), SQUARE, 101320192, [32]),
+        (make_recipe(128, (8, 1.0)), SQUARE, 134874624, [32]),
+        (make_recipe(128, (8, 0.15), (6, 0.85)), Matrix("head", 4096, 32000), 831620608, [5, 27]),
         (
-            recipe((32, 128, 128), (8, 0.05), (4, 0.1), (3, 0.85)),
+            make_recipe((32, 128, 128), (8, 0.05), (4, 0.1), (3, 0.85)),
             Matrix("m", 11008, 4096),
             153776832,
             [18, 9, 73],
@@ -46,38 +46,38 @@ def test_the_cost_is_the_reference_s(made: Recipe, matrix: Matrix, bits: int, gr
 
 def test_the_head_costs_about_what_it_does_in_the_reference() -> None:
     reference = {
-        2: recipe(32, (4, 0.3), (2, 0.7)),
-        3: recipe(32, (4, 0.15), (3, 0.85)),
-        4: recipe(32, (6, 0.15), (4, 0.85)),
-        5: recipe(128, (6, 0.15), (5, 0.85)),
-        6: recipe(128, (8, 0.15), (6, 0.85)),
-        8: recipe(128, (8, 1.0)),
+        2: make_recipe(32, (4, 0.3), (2, 0.7)),
+        3: make_recipe(32, (4, 0.15), (3, 0.85)),
+        4: make_recipe(32, (6, 0.15), (4, 0.85)),
+        5: make_recipe(128, (6, 0.15), (5, 0.85)),
+        6: make_recipe(128, (8, 0.15), (6, 0.85)),
+        8: make_recipe(128, (8, 1.0)),
     }
-    assert HEAD.keys() == reference.keys()
+    assert HEAD_RECIPES.keys() == reference.keys()
     for inputs in range(256, 8193, 32):
         head = Matrix("head", inputs, 32000)
-        for bits, made in HEAD.items():
+        for bits, made in HEAD_RECIPES.items():
             more = made.bits(head) - reference[bits].bits(head)
             assert more <= 0.13 * inputs * head.out_features
 
 
 def test_padding_and_bias_are_paid_for() -> None:
-    plain = recipe(32, (4, 1.0))
+    plain = make_recipe(32, (4, 1.0))
     assert plain.bits(Matrix("m", 64, 33)) == plain.bits(Matrix("m", 64, 64))
     assert plain.bits(Matrix("m", 64, 33, True)) == plain.bits(Matrix("m", 64, 33)) + 16 * 33
 
 
 def test_a_recipe_survives_json() -> None:
-    for made in recipes():
+    for made in candidate_recipes():
         assert Recipe.from_json(json.loads(json.dumps(made.to_json())), "here") == made
 
 
 def test_recipes_that_no_reader_takes_are_refused() -> None:
     for sizes, parts in ((64, ((2, 0.5), (3, 0.5))), (48, ((4, 1.0),)), (64, ((7, 1.0),)), (64, ((4, 0.5),))):
         with pytest.raises(InputError):
-            recipe(sizes, *parts)
+            make_recipe(sizes, *parts)
     with pytest.raises(InputError, match="multiple of 32"):
-        recipe(32, (4, 1.0)).groups(48)
+        make_recipe(32, (4, 1.0)).groups(48)
 
 
 @pytest.mark.parametrize("share", [float("nan"), float("inf"), -1.0, 10**400], ids="abcd")
@@ -94,7 +94,9 @@ def test_the_reference_s_measurement_is_read_to_the_bit(fixtures_dir: Path) -> N
     raw = json.loads(path.read_text())["measurement"]
     wanted = [[one["total_bits"] for one in options] for options in raw.values() if options]
     assert [[choice.bits for choice in slot] for slot in found.slots] == wanted
-    assert {role for slot in found.slots for role in slot[0].recipes} == {m.role for m in quantised(model)}
+    assert {role for slot in found.slots for role in slot[0].recipes} == {
+        m.role for m in quantized_matrices(model)
+    }
 
 
 def test_measurements_of_other_models_are_refused(fixtures_dir: Path, tmp_path: Path) -> None:
@@ -119,15 +121,15 @@ def test_an_accuracy_that_is_no_number_is_refused(fixtures_dir: Path, tmp_path: 
 def test_group_sizes_are_worth_something_else_at_each_width() -> None:
     harms = {width: (1.0, 10.0, 100.0, 1000.0) for width in BIT_WIDTHS}
     found = Profile(harms, {2: {32: 0.5, 64: 1.0, 128: 2.0}, 4: {32: 0.9, 64: 1.0, 128: 1.1}})
-    assert found.harm(Group(2, 32), 1) == 5
-    assert found.harm(Group(2, 128), 0) == 2222
-    assert found.harm(Group(4, 32), 1) == 9
-    assert found.harm(Group(8, 64), 2) == 1100  # no width is nearer than 4, no size than 64
-    assert found.harm(Group(3, 96), 0) in (111 * 1.0, 111 * 2.0)
+    assert found.kl_cost(Group(2, 32), 1) == 5
+    assert found.kl_cost(Group(2, 128), 0) == 2222
+    assert found.kl_cost(Group(4, 32), 1) == 9
+    assert found.kl_cost(Group(8, 64), 2) == 1100  # no width is nearer than 4, no size than 64
+    assert found.kl_cost(Group(3, 96), 0) in (111 * 1.0, 111 * 2.0)
     assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
 def test_files_that_tell_of_group_sizes_once_for_all_widths_are_read() -> None:
     harms = {str(width): [1.0, 2.0] for width in BIT_WIDTHS}
     old = Profile.from_json({"harms": harms, "sizes": {"32": 0.7, "64": 1.0, "128": 1.5}})
-    assert [old.harm(Group(width, 32), 1) for width in BIT_WIDTHS] == [1.4] * len(BIT_WIDTHS)
+    assert [old.kl_cost(Group(width, 32), 1) for width in BIT_WIDTHS] == [1.4] * len(BIT_WIDTHS)

@@ -17,10 +17,10 @@ from exlm import CheckpointError, Config, ConfigError, InputError, Model, Unsupp
 from exlm.checkpoint import SafetensorsFolder
 from exlm.cli.__main__ import app
 from exlm.config import read_json
-from exlm.quantize import quantize
-from exlm.quantize.job import place_of
+from exlm.quantize import api
+from exlm.quantize.step_store import store_dir
 from tests import tiny
-from tests.quantize.jobs import FEW, SHAPE
+from tests.quantize.job_options import FEW, SHAPE
 
 
 @pytest.fixture(scope="module")
@@ -245,8 +245,8 @@ def test_a_job_that_goes_on_needs_no_room_for_what_it_has_written(
 ) -> None:
     target, options = tmp_path / "out", {"measurement": measured, **FEW}
     asked: list[int] = []
-    check = quantize.check_space
-    monkeypatch.setattr(quantize, "check_space", lambda place, needed: asked.append(needed))
+    check = api.check_disk_space
+    monkeypatch.setattr(api, "check_disk_space", lambda place, needed: asked.append(needed))
 
     def stop(done: int, total: int, what: str) -> None:
         if what.startswith("quantising layer"):
@@ -254,8 +254,8 @@ def test_a_job_that_goes_on_needs_no_room_for_what_it_has_written(
 
     with pytest.raises(KeyboardInterrupt):
         quantize_model(source, target, 5.0, **options, progress=stop)
-    assert sum(path.stat().st_size for path in place_of(target).iterdir()) > 2**17
-    monkeypatch.setattr(quantize, "check_space", check)
+    assert sum(path.stat().st_size for path in store_dir(target).iterdir()) > 2**17
+    monkeypatch.setattr(api, "check_disk_space", check)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=asked[0] - 2**17))
     with pytest.raises(CheckpointError, match="MiB of disk"):

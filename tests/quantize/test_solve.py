@@ -14,18 +14,17 @@ from exlm.errors import InputError
 from exlm.formats import exl2
 from exlm.formats import gptq as gptq_format
 from exlm.formats.gptq_config import GptqConfig
-from exlm.quantize import scaling
-from exlm.quantize import settle as settling
-from exlm.quantize.gptq import solve_gptq
-from exlm.quantize.measure import output_side
-from exlm.quantize.measurement import recipes
-from exlm.quantize.recipe import recipe
-from exlm.quantize.rounding import Factors, Grid, Step, factors, feed_back, upper_of_inverse
-from exlm.quantize.settle import RUN, SWEEPS, WORTH, settle
-from exlm.quantize.solve import Effort, loss, losses, quick, solve
-from exlm.quantize.wave import Outputs, round_both
+from exlm.quantize import coordinate_descent, exl2_scales
+from exlm.quantize.coordinate_descent import COLUMNS_PER_MOVE, MAX_SWEEPS, MIN_GAIN, descend_two_sided
+from exlm.quantize.exl2_solver import SolverConfig, gptq_only, output_losses, rounding_losses, solve_exl2
+from exlm.quantize.gptq import Grid, GroupStep, HessianFactors, factorize, gptq, inverse_cholesky
+from exlm.quantize.gptq_format import solve_gptq
+from exlm.quantize.measurement import candidate_recipes
+from exlm.quantize.recipe import make_recipe
+from exlm.quantize.sensitivity import output_factors
+from exlm.quantize.two_sided import OutputFactors, gptq_two_sided
 
-RECIPES = list(recipes())
+RECIPES = list(candidate_recipes())
 
 
 def problem(inputs: int, columns: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -52,7 +51,9 @@ def harm(w: Tensor, found: Tensor, h: Tensor) -> float:
 )
 def test_what_is_packed_is_what_was_solved(blocks: int, columns: int, made, seed: int, bias: bool) -> None:
     w, h = problem(32 * blocks, columns, seed)
-    solution = solve(w, factors(w, h, 0.02), made.groups(len(w)), Effort(sweeps=1, fine=4))
+    solution = solve_exl2(
+        w, factorize(w, h, 0.02), made.groups(len(w)), SolverConfig(sweeps=1, scale_steps=4)
+    )
     extra = torch.randn(columns).half() if bias else None
     tensors = exl2.write(solution.pack(extra))
     back = exl2.read(tensors, len(w), columns, tensors.get("bias"), "here")
@@ -63,19 +64,22 @@ def test_what_is_packed_is_what_was_solved(blocks: int, columns: int, made, seed
 @pytest.mark.parametrize("bits", [2, 3, 4, 6])
 def test_every_stage_is_better_than_the_one_before(bits: int) -> None:
     w, h = problem(128, 48)
-    f, groups = factors(w, h, 0.02), recipe(32, (bits, 1.0)).groups(128)
+    f, groups = factorize(w, h, 0.02), make_recipe(32, (bits, 1.0)).groups(128)
     scales = [
-        scaling.choose(w[f.order][a : a + 32], bits, torch.ones(32), 24).grid(bits) for a in range(0, 128, 32)
+        exl2_scales.search_scales(w[f.perm][a : a + 32], bits, torch.ones(32), 24).grid(bits)
+        for a in range(0, 128, 32)
     ]
     nearest = torch.cat(
-        [grid.value(grid.nearest(rows)) for grid, rows in zip(scales, w[f.order].split(32), strict=True)]
+        [grid.value(grid.nearest(rows)) for grid, rows in zip(scales, w[f.perm].split(32), strict=True)]
     )
-    plain = harm(w[f.order], nearest, f.hessian)
-    fed = quick(w, f, groups, 24)
-    assert float(loss(w, f, fed).sum()) < 0.8 * plain
-    added = losses(w, f, 32, (8, bits), 24)[1]
-    torch.testing.assert_close(added.sum(0), loss(w, f, fed), rtol=2e-2, atol=1e-5)
-    assert float(loss(w, f, solve(w, f, groups, Effort(sweeps=3))).sum()) < float(loss(w, f, fed).sum())
+    plain = harm(w[f.perm], nearest, f.hessian)
+    fed = gptq_only(w, f, groups, 24)
+    assert float(output_losses(w, f, fed).sum()) < 0.8 * plain
+    added = rounding_losses(w, f, 32, (8, bits), 24)[1]
+    torch.testing.assert_close(added.sum(0), output_losses(w, f, fed), rtol=2e-2, atol=1e-5)
+    assert float(output_losses(w, f, solve_exl2(w, f, groups, SolverConfig(sweeps=3))).sum()) < float(
+        output_losses(w, f, fed).sum()
+    )
 
 
 def test_two_numbers_are_rounded_as_well_as_can_be() -> None:
@@ -83,9 +87,9 @@ def test_two_numbers_are_rounded_as_well_as_can_be() -> None:
     for seed in range(20):
         w, h = problem(2, 1, seed)
         w = w * 5
-        f = factors(w, h, 0.01)
-        found = feed_back(w, f, [Step(2, lambda *_: grid)]).codes * 0.5
-        target = w[f.order]
+        f = factorize(w, h, 0.01)
+        found = gptq(w, f, [GroupStep(2, lambda *_: grid)]).codes * 0.5
+        target = w[f.perm]
         every = [torch.tensor(pair)[:, None] * 0.5 for pair in product((-2.0, -1.0, 0.0, 1.0), repeat=2)]
         best = min(harm(target, one, f.hessian) for one in every)
         assert harm(target, found, f.hessian) <= 2.5 * best + 1e-6
@@ -107,33 +111,33 @@ def slow_both(w: Tensor, scale: Tensor, half: Tensor, upper: Tensor, across: Ten
 def test_the_wave_is_the_slow_rounding(inputs: int, columns: int) -> None:
     w, h = problem(inputs, columns)
     _, g = problem(columns, 1, 3)
-    upper = upper_of_inverse((h + 0.05 * h.diagonal().mean() * torch.eye(inputs)).double())
-    side = output_side(g.double(), 0.1)
+    upper = inverse_cholesky((h + 0.05 * h.diagonal().mean() * torch.eye(inputs)).double())
+    side = output_factors(g.double(), 0.1)
     assert upper is not None
     assert side is not None
     scale = (torch.rand(inputs, columns) * 0.02 + 0.02).double()
     half = torch.full((inputs,), 4.0).double()
-    found = round_both(w.double(), scale, half, upper, side)[:, side.order]
-    slow = slow_both(w.double()[:, side.order], scale[:, side.order], half, upper, side.upper)
+    found = gptq_two_sided(w.double(), scale, half, upper, side)[:, side.perm]
+    slow = slow_both(w.double()[:, side.perm], scale[:, side.perm], half, upper, side.inv_chol)
     assert (found != slow).float().mean() < 0.002
 
 
 def test_knowing_the_outputs_helps() -> None:
     w, h = problem(64, 64)
     _, g = problem(64, 1, 5)
-    f, groups = factors(w, h, 0.02), recipe(32, (4, 1.0)).groups(64)
+    f, groups = factorize(w, h, 0.02), make_recipe(32, (4, 1.0)).groups(64)
 
-    def both(outputs: Outputs | None) -> float:
-        error = w[f.order] - solve(w, f, groups, Effort(), outputs).values()
+    def both(outputs: OutputFactors | None) -> float:
+        error = w[f.perm] - solve_exl2(w, f, groups, SolverConfig(), outputs).values()
         return float(((f.hessian @ error @ g) * error).sum())
 
-    side = output_side(g, 0.1)
+    side = output_factors(g, 0.1)
     assert side is not None
     assert both(side) < 0.8 * both(None)
-    order = side.order.flip(0)  # those that matter least first
-    turned = upper_of_inverse(side.gradients[order][:, order])
+    order = side.perm.flip(0)  # those that matter least first
+    turned = inverse_cholesky(side.hessian[order][:, order])
     assert turned is not None
-    assert both(side) < 0.95 * both(Outputs(order, turned, side.gradients))
+    assert both(side) < 0.95 * both(OutputFactors(order, turned, side.hessian))
 
 
 def slow_settle(codes: Tensor, w: Tensor, scale: Tensor, half: Tensor, h: Tensor, g: Tensor) -> Tensor:
@@ -144,17 +148,17 @@ def slow_settle(codes: Tensor, w: Tensor, scale: Tensor, half: Tensor, h: Tensor
         error = w - tried * scale
         return float((error * (h @ error @ g)).sum())
 
-    for _ in range(SWEEPS):
+    for _ in range(MAX_SWEEPS):
         begun = harm_of(codes)
-        for row, first in product(range(len(w)), range(0, w.shape[1], RUN)):
+        for row, first in product(range(len(w)), range(0, w.shape[1], COLUMNS_PER_MOVE)):
             least, best = harm_of(codes), codes
-            for column, step in product(range(first, min(first + RUN, w.shape[1])), (-1, 1)):
+            for column, step in product(range(first, min(first + COLUMNS_PER_MOVE, w.shape[1])), (-1, 1)):
                 tried = codes.clone()
                 tried[row, column] += step
                 if -half[row] <= tried[row, column] < half[row] and harm_of(tried) < least:
                     least, best = harm_of(tried), tried
             codes = best
-        if begun - harm_of(codes) < WORTH * harm_of(codes):
+        if begun - harm_of(codes) < MIN_GAIN * harm_of(codes):
             break
     return codes
 
@@ -165,7 +169,7 @@ def test_settling_moves_what_gains_most(columns: int) -> None:
     _, g = problem(columns, 1, 4)
     scale, half = torch.full_like(w, 2**-4), torch.full((32,), 4.0)
     codes = (w / scale).round().clamp(-4, 3)
-    found = settle(codes, w, scale, half, h, g)
+    found = descend_two_sided(codes, w, scale, half, h, g)
     assert torch.equal(found, slow_settle(*(x.double() for x in (codes, w, scale, half, h, g))).float())
     assert bool((found != codes).any())
 
@@ -177,7 +181,7 @@ def test_settling_never_harms(blocks: int, columns: int, seed: int) -> None:
     _, g = problem(columns, 1, seed + 1)
     scale, half = torch.rand_like(w) * 0.05 + 0.01, torch.full((len(w),), 8.0)
     codes = (w / scale).round().clamp(-8, 7)
-    found = settle(codes, w, scale, half, h, g)
+    found = descend_two_sided(codes, w, scale, half, h, g)
 
     def harm_of(tried: Tensor) -> float:
         error = (w - (tried * scale).half().float()).double()
@@ -194,12 +198,12 @@ def test_settling_goes_on_while_it_pays(monkeypatch: pytest.MonkeyPatch) -> None
     begun = (w / scale).round().clamp(-4, 3)
 
     def harms(sweeps: int) -> tuple[float, Tensor]:
-        monkeypatch.setattr(settling, "SWEEPS", sweeps)
-        codes = settle(begun, w, scale, half, h, g)
+        monkeypatch.setattr(coordinate_descent, "MAX_SWEEPS", sweeps)
+        codes = descend_two_sided(begun, w, scale, half, h, g)
         error = w - codes * scale
         return float((error * (h @ error @ g)).sum()), codes
 
-    (one, _), (two, _), (many, _) = map(harms, (1, 2, SWEEPS))
+    (one, _), (two, _), (many, _) = map(harms, (1, 2, MAX_SWEEPS))
     assert many < 0.99 * two < 0.99 * one
     assert torch.equal(harms(500)[1], harms(1000)[1])  # it has ended by itself
 
@@ -209,22 +213,22 @@ def test_where_codes_harm_together_fewer_are_moved(monkeypatch: pytest.MonkeyPat
     g = torch.ones(200, 200) + 0.01 * torch.eye(200)  # all make good for the same error
     scale, half = torch.full_like(w, 2**-4), torch.full((32,), 4.0)
     begun = (w / scale).round().clamp(-4, 3)
-    monkeypatch.setattr(settling, "RUN", 1)
+    monkeypatch.setattr(coordinate_descent, "COLUMNS_PER_MOVE", 1)
 
     def harm_after(sweeps: int) -> float:
-        monkeypatch.setattr(settling, "SWEEPS", sweeps)
-        error = w - settle(begun, w, scale, half, h, g) * scale
+        monkeypatch.setattr(coordinate_descent, "MAX_SWEEPS", sweeps)
+        error = w - descend_two_sided(begun, w, scale, half, h, g) * scale
         return float((error * (h @ error @ g)).sum())
 
     assert harm_after(1) == harm_after(0)
-    assert harm_after(SWEEPS) < 0.5 * harm_after(0)
+    assert harm_after(MAX_SWEEPS) < 0.5 * harm_after(0)
 
 
 @pytest.mark.parametrize("group", [32, 128])
 def test_gptq_reads_back_as_it_was_solved(group: int) -> None:
     w, h = problem(160, 24)
     bias = torch.ones(24).half()
-    values, weight = solve_gptq(w, factors(w, h, 0.02), group, 2, bias)
+    values, weight = solve_gptq(w, factorize(w, h, 0.02), group, 2, bias)
     tensors = gptq_format.write(weight)
     config = GptqConfig(bits=4, group_size=group, desc_act=True, sym=False)
     back = gptq_format.read(tensors, 160, 24, tensors["bias"], "here", config)
@@ -237,22 +241,26 @@ def test_zeros_and_dead_inputs_are_no_trouble() -> None:
     w, h = problem(64, 32)
     w[:, 3] = 0
     h[5], h[:, 5] = 0, 0
-    for made in (recipe(32, (2, 1.0)), recipe(64, (8, 0.5), (6, 0.5))):
-        found = solve(w, factors(w, h, 0.02), made.groups(64), Effort()).dequantize()
+    for made in (make_recipe(32, (2, 1.0)), make_recipe(64, (8, 0.5), (6, 0.5))):
+        found = solve_exl2(w, factorize(w, h, 0.02), made.groups(64), SolverConfig()).dequantize()
         assert bool(torch.isfinite(found).all())
     nothing = torch.zeros_like(w)
-    assert not solve(nothing, factors(nothing, h, 0.02), made.groups(64), Effort()).dequantize().any()
+    assert (
+        not solve_exl2(nothing, factorize(nothing, h, 0.02), made.groups(64), SolverConfig())
+        .dequantize()
+        .any()
+    )
 
 
 def test_overflow_is_named() -> None:
     w, h = problem(32, 8)
     h[0, 0] = torch.inf
     with pytest.raises(InputError, match=r"layers\.3\.mlp\.up.*overflow"):
-        factors(w, h, 0.02, "layers.3.mlp.up")
+        factorize(w, h, 0.02, "layers.3.mlp.up")
     with pytest.raises(InputError, match="NaN"):
-        factors(w * torch.nan, torch.eye(32), 0.02, "x")
+        factorize(w * torch.nan, torch.eye(32), 0.02, "x")
 
 
 def test_an_input_that_never_varies_is_damped() -> None:
     w, _ = problem(32, 8)
-    assert isinstance(factors(w, torch.zeros(32, 32), 0.02), Factors)
+    assert isinstance(factorize(w, torch.zeros(32, 32), 0.02), HessianFactors)

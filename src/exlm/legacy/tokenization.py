@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..quantize.calibrate import documents
+from ..quantize.calibration import read_documents
 from ..tokenizer import Tokenizer
 
 
@@ -39,7 +39,7 @@ def get_tokens(num_rows: int, length: int, filename: str | os.PathLike[str], tok
     wanted, ids, have = num_rows * length, [], 0
     if num_rows < 1 or length < 1:
         raise InputError(f"get_tokens reads at least 1 row of 1 token, found {num_rows} and {length}.")
-    for text in documents(Path(filename)):
+    for text in read_documents(Path(filename)):
         ids.append(tokenizer.encode(text)[0])
         have += len(ids[-1])
         if have >= wanted:

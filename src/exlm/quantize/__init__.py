@@ -1,7 +1,7 @@
 """A float model in, a quantised one out, with a report on what was lost."""
 
+from .api import quantize_model
 from .evaluate import Quality, evaluate_model
-from .quantize import quantize_model
 from .report import write_report
 from .validate import validate_exl2
 

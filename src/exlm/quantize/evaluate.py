@@ -26,16 +26,16 @@ from ..model import Model
 from ..model.devices import pick_device
 from ..model.model_runner import PagedModelRunner
 from ..tokenizer import Tokenizer
-from . import calibrate
-from .layers import Workshop, batch_of, run, workshop
-from .measurement import quantised
+from . import calibration as calibrate
+from .layer_loader import LayerLoader, layer_loader, make_batch, run_block
+from .measurement import quantized_matrices
 
 log = logging.getLogger(__name__)
 
-JUDGED = 16
+HELD_OUT_ROWS = 16
 """Rows of the built-in text that models are compared on."""
 
-AT_ONCE = 1024
+LOGIT_TOKENS = 1024
 """Tokens whose logits are held together."""
 
 PERCENTILES = (50, 90, 95, 99)
@@ -87,22 +87,22 @@ class Quality:
         return found
 
 
-class _Side:
+class _LayerwiseModel:
     """One of the models, and its states."""
 
     def __init__(self, path: str | Path, length: int, device: torch.device) -> None:
         self.frozen = Config(path).freeze()
         self.source = open_source(self.frozen.path, self.frozen.spec.names, self.frozen.quantization)
-        self.shop: Workshop = workshop(self.frozen, self.source, length, device)
+        self.loader: LayerLoader = layer_loader(self.frozen, self.source, length, device)
         self.states: list[Tensor] = []
 
-    def begin(self, rows: list[Tensor]) -> None:
-        embedding = self.shop.bottom()
-        self.states = [embedding.forward(batch_of(ids)).contiguous() for ids in rows]
+    def embed(self, rows: list[Tensor]) -> None:
+        embedding = self.loader.load_embedding()
+        self.states = [embedding.forward(make_batch(ids)).contiguous() for ids in rows]
 
-    def layer(self, i: int, rows: list[Tensor]) -> None:
-        block = self.shop.layer(i)
-        self.states = [run(block, x, batch_of(ids)) for x, ids in zip(self.states, rows, strict=True)]
+    def run_layer(self, i: int, rows: list[Tensor]) -> None:
+        block = self.loader.load_layer(i)
+        self.states = [run_block(block, x, make_batch(ids)) for x, ids in zip(self.states, rows, strict=True)]
 
 
 @torch.no_grad()
@@ -129,23 +129,23 @@ def evaluate_model(
     if ids is None:
         if text is not None and length is not None:
             _check_length(length, paths)
-        ids = held_out(model) if text is None else _file_ids(model, Path(text), rows, length)
-    ids = _checked(ids, paths)
+        ids = held_out_ids(model) if text is None else _ids_from_file(model, Path(text), rows, length)
+    ids = _check_ids(ids, paths)
     lines = [row[None].to(place) for row in ids]
-    sides = [_Side(path, ids.shape[1], place) for path in paths]
-    depth = _comparable(sides)
+    sides = [_LayerwiseModel(path, ids.shape[1], place) for path in paths]
+    depth = _common_depth(sides)
     errors = []
     for side in sides:
-        side.begin(lines)
+        side.embed(lines)
     for i in range(depth):
         for side in sides:
-            side.layer(i, lines)
+            side.run_layer(i, lines)
         if against is not None:
-            errors.append(_apart(sides[1].states, sides[0].states))
+            errors.append(_relative_error(sides[1].states, sides[0].states))
         progress(i + 1, depth + 1)
-    found = _answers(sides, lines)
+    found = _logit_stats(sides, lines)
     progress(depth + 1, depth + 1)
-    bits, layer_bits = stored_bits(sides[0].frozen.path)
+    bits, layer_bits = bits_per_weight(sides[0].frozen.path)
     return Quality(
         model=str(model),
         tokens=ids.numel(),
@@ -153,18 +153,18 @@ def evaluate_model(
         bytes=sides[0].source.files.total_bytes,
         bits=bits,
         layer_bits=layer_bits,
-        speed=timed(model, device) if speed else None,
-        **({} if against is None else found.compared(str(against), errors)),
+        speed=measure_speed(model, device) if speed else None,
+        **({} if against is None else found.comparison(str(against), errors)),
     )
 
 
 @dataclass(frozen=True)
-class _Answers:
+class _LogitStats:
     perplexities: list[float]
     divergences: Tensor
-    agreed: float
+    top1: float
 
-    def compared(self, against: str, errors: list[float]) -> dict[str, Any]:
+    def comparison(self, against: str, errors: list[float]) -> dict[str, Any]:
         d = self.divergences
         return {
             "against": against,
@@ -172,22 +172,22 @@ class _Answers:
             "kl": float(d.mean()),
             "kl_percentiles": {str(p): float(d.quantile(p / 100)) for p in PERCENTILES}
             | {"max": float(d.max())},
-            "top1": self.agreed,
+            "top1": self.top1,
             "layer_errors": tuple(errors),
         }
 
 
-def _answers(sides: list[_Side], rows: list[Tensor]) -> _Answers:
+def _logit_stats(sides: list[_LayerwiseModel], rows: list[Tensor]) -> _LogitStats:
     """Both heads on the last states, a few tokens at a time."""
-    heads = [side.shop.top() for side in sides]
+    heads = [side.loader.load_head() for side in sides]
     sums, count, agreed = [0.0] * len(sides), 0, 0
     divergences: list[Tensor] = []
     for number, ids in enumerate(rows):
-        for a in range(0, ids.shape[1], AT_ONCE):
-            b = min(a + AT_ONCE, ids.shape[1])
+        for a in range(0, ids.shape[1], LOGIT_TOKENS):
+            b = min(a + LOGIT_TOKENS, ids.shape[1])
             parts = zip(heads, sides, strict=True)
             logs = [
-                head.forward(side.states[number][:, a:b], None, batch_of(ids[:, a:b]))[0][0].log_softmax(-1)
+                head.forward(side.states[number][:, a:b], None, make_batch(ids[:, a:b]))[0][0].log_softmax(-1)
                 for head, side in parts
             ]
             wanted = ids[0, a + 1 : b + 1]
@@ -199,22 +199,22 @@ def _answers(sides: list[_Side], rows: list[Tensor]) -> _Answers:
                 divergences.append((exact.exp() * (exact - quantised)).sum(-1).cpu())
                 agreed += int((exact.argmax(-1) == quantised.argmax(-1)).sum())
     seen = torch.cat(divergences) if divergences else torch.zeros(1)
-    return _Answers([math.exp(min(s / count, 700.0)) for s in sums], seen, agreed / len(seen))
+    return _LogitStats([math.exp(min(s / count, 700.0)) for s in sums], seen, agreed / len(seen))
 
 
-def stored_bits(path: Path) -> tuple[float, tuple[float, ...]]:
+def bits_per_weight(path: Path) -> tuple[float, tuple[float, ...]]:
     """Bits a weight of the layers' matrices, from headers: in all, and of each layer."""
     frozen = Config(path).freeze()
     source = open_source(frozen.path, frozen.spec.names, frozen.quantization)
     used, have = [0] * len(frozen.spec.layers), [0] * len(frozen.spec.layers)
-    for m in quantised(frozen.spec):
+    for m in quantized_matrices(frozen.spec):
         layer = int(m.role.split(".")[1])
         used[layer] += 8 * source.describe(m.role)[1]
         have[layer] += m.in_features * m.out_features
     return sum(used) / sum(have), tuple(u / h for u, h in zip(used, have, strict=True))
 
 
-def _comparable(sides: list[_Side]) -> int:
+def _common_depth(sides: list[_LayerwiseModel]) -> int:
     """How many layers the models have, which must be as many."""
     sizes = [(len(side.frozen.spec.layers), side.frozen.spec.vocab) for side in sides]
     if len(set(sizes)) > 1:
@@ -226,20 +226,20 @@ def _comparable(sides: list[_Side]) -> int:
     return sizes[0][0]
 
 
-def held_out(model: str | Path) -> Tensor:
+def held_out_ids(model: str | Path) -> Tensor:
     """(rows, length) ids of the built-in text that nothing is calibrated with, some of every kind."""
     config = Config(model)
     tokenizer = Tokenizer(config)
-    length = min(calibrate.LENGTH, config.max_seq_len)
-    ids = torch.cat([tokenizer.encode(text)[0] for text in calibrate.builtin(held_out=True)])
-    ids = calibrate.known(ids, config)
+    length = min(calibrate.DEFAULT_LENGTH, config.max_seq_len)
+    ids = torch.cat([tokenizer.encode(text)[0] for text in calibrate.builtin_texts(held_out=True)])
+    ids = calibrate.check_vocab(ids, config)
     length = min(length, len(ids))
     rows = ids[: len(ids) // length * length].view(-1, length)
-    rows = rows[torch.linspace(0, len(rows) - 1, min(JUDGED, len(rows))).long()]
-    return calibrate.headed(rows, config, tokenizer)
+    rows = rows[torch.linspace(0, len(rows) - 1, min(HELD_OUT_ROWS, len(rows))).long()]
+    return calibrate.prepend_bos(rows, config, tokenizer)
 
 
-def _checked(ids: Any, models: Sequence[str | Path]) -> Tensor:
+def _check_ids(ids: Any, models: Sequence[str | Path]) -> Tensor:
     """Rows of tokens that these models can read."""
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype is torch.bool:
         found = str(ids.dtype) if isinstance(ids, Tensor) else type(ids).__name__
@@ -262,18 +262,18 @@ def _check_length(length: int, models: Sequence[str | Path]) -> None:
             )
 
 
-def _file_ids(model: str | Path, path: Path, rows: int, length: int | None) -> Tensor:
+def _ids_from_file(model: str | Path, path: Path, rows: int, length: int | None) -> Tensor:
     if rows < 1:
         raise InputError(f"rows must be at least 1, found {rows}.")
     config = Config(model)
-    length = min(calibrate.LENGTH, config.max_seq_len) if length is None else max(length, 1)
+    length = min(calibrate.DEFAULT_LENGTH, config.max_seq_len) if length is None else max(length, 1)
     tokenizer = Tokenizer(config)
-    found = calibrate.documents(path.expanduser())
-    ids = calibrate.rows_of(found, tokenizer, rows, length, str(path))
-    return calibrate.headed(calibrate.known(ids, config), config, tokenizer)
+    found = calibrate.read_documents(path.expanduser())
+    ids = calibrate.pack_rows(found, tokenizer, rows, length, str(path))
+    return calibrate.prepend_bos(calibrate.check_vocab(ids, config), config, tokenizer)
 
 
-def timed(model: str | Path, device: str | None) -> dict[str, float] | None:
+def measure_speed(model: str | Path, device: str | None) -> dict[str, float] | None:
     """Tokens a second: reading 256 of them, and then one after the other.
 
     None for a model that cannot be loaded whole: all else was found layer by layer, and must not be lost.
@@ -288,24 +288,24 @@ def timed(model: str | Path, device: str | None) -> dict[str, float] | None:
     loaded.load()
     cache = Cache(loaded, max_seq_len=-(-(length + steps) // PAGE_SIZE) * PAGE_SIZE)
     runner = loaded.runner(cache)
-    text = _Text(
+    text = _PagedPrompt(
         [i * 7 % config.vocab_size for i in range(length)], list(range(cache.max_seq_len // PAGE_SIZE))
     )
     for count in (4, steps):  # once to warm up: a GPU compiles and records what it meets for the first time
         begun = time.perf_counter()
         if length > 1:
             runner.prefill(text, 0, length - 1)
-        token = _said(runner, text, length - 1, text.ids[-1])
+        token = _next_token(runner, text, length - 1, text.ids[-1])
         read = time.perf_counter()
         for i in range(count):
-            token = _said(runner, text, length + i, token)
+            token = _next_token(runner, text, length + i, token)
         end = time.perf_counter()
     loaded.unload()
     return {"prompt": length / (read - begun), "generation": steps / (end - read)}
 
 
 @dataclass(frozen=True)
-class _Text:
+class _PagedPrompt:
     """A prompt in pages, as a generator would have it."""
 
     ids: list[int]
@@ -313,11 +313,11 @@ class _Text:
     extras: None = None
 
 
-def _said(runner: PagedModelRunner, text: _Text, past: int, token: int) -> int:
+def _next_token(runner: PagedModelRunner, text: _PagedPrompt, past: int, token: int) -> int:
     """What follows the token."""
     return int(runner.decode([text], [past], [[token]])[0].argmax())
 
 
-def _apart(exact: list[Tensor], other: list[Tensor]) -> float:
+def _relative_error(exact: list[Tensor], other: list[Tensor]) -> float:
     off = sum(float((e - o).square().sum()) for e, o in zip(exact, other, strict=True))
     return math.sqrt(off / max(sum(float(e.square().sum()) for e in exact), 1e-30))

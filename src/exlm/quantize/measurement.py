@@ -21,27 +21,37 @@ from ..errors import CheckpointError, InputError
 from ..formats.exl2 import BIT_WIDTHS
 from ..spec.tensor_names import TensorNames
 from ..spec.weight_roles import Matrix, matrices
-from .recipe import Group, Recipe, recipe
+from .recipe import Group, Recipe, make_recipe
 
-BLOCK = 32
+BLOCK_ROWS = 32
 """Rows whose harm is summed up."""
 
-SIZES = (32, 64, 128)
-MIDDLE = 64
-PROBES = (2, 3, 4)
+GROUP_SIZES = (32, 64, 128)
+BASE_GROUP_SIZE = 64
+PROBE_BITS = (2, 3, 4)
 """Widths whose error tells what other group sizes are worth; wider ones are as the widest of these."""
 
-PAIRS = ((3, 2), (4, 3), (5, 4), (6, 5), (8, 6))
-TRIPLES = ((4, 3, 2), (5, 3, 2), (6, 3, 2), (5, 4, 3), (6, 4, 3), (8, 4, 3), (6, 5, 4), (8, 5, 4), (8, 6, 5))
-SHARES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9)
-THIRDS = ((0.05, 0.15), (0.1, 0.3), (0.05, 0.45), (0.15, 0.5))
+BIT_PAIRS = ((3, 2), (4, 3), (5, 4), (6, 5), (8, 6))
+BIT_TRIPLES = (
+    (4, 3, 2),
+    (5, 3, 2),
+    (6, 3, 2),
+    (5, 4, 3),
+    (6, 4, 3),
+    (8, 4, 3),
+    (6, 5, 4),
+    (8, 5, 4),
+    (8, 6, 5),
+)
+PAIR_SHARES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9)
+TRIPLE_SHARES = ((0.05, 0.15), (0.1, 0.3), (0.05, 0.45), (0.15, 0.5))
 
 
 class Choice(NamedTuple):
     """One way to store what a slot holds."""
 
     bits: int
-    harm: float
+    kl_cost: float
     recipes: Mapping[str, Recipe]  # by role
 
 
@@ -55,19 +65,21 @@ class Profile:
     `sizes` has, for some widths, the factor by which each group size changes it.
     """
 
-    harms: Mapping[int, Sequence[float]]
-    sizes: Mapping[int, Mapping[int, float]]
+    kl_costs: Mapping[int, Sequence[float]]
+    group_size_factors: Mapping[int, Mapping[int, float]]
 
-    def harm(self, group: Group, block: int) -> float:
+    def kl_cost(self, group: Group, block: int) -> float:
         """What a group that begins with this block of rows does to the model's answers."""
-        factors = self.sizes[min(self.sizes, key=lambda width: abs(width - group.bits))]
+        factors = self.group_size_factors[
+            min(self.group_size_factors, key=lambda width: abs(width - group.bits))
+        ]
         factor = factors[min(factors, key=lambda size: abs(size - group.rows))]
-        return factor * sum(self.harms[group.bits][block : block + group.rows // BLOCK])
+        return factor * sum(self.kl_costs[group.bits][block : block + group.rows // BLOCK_ROWS])
 
     def to_json(self) -> dict[str, Any]:
         """As files have it."""
-        sizes = {str(width): _keys(factors) for width, factors in self.sizes.items()}
-        return {"harms": {str(width): list(harm) for width, harm in self.harms.items()}, "sizes": sizes}
+        sizes = {str(width): _str_keys(factors) for width, factors in self.group_size_factors.items()}
+        return {"harms": {str(width): list(harm) for width, harm in self.kl_costs.items()}, "sizes": sizes}
 
     @classmethod
     def from_json(cls, raw: Any) -> Profile:
@@ -75,7 +87,7 @@ class Profile:
         harms = {int(width): tuple(map(float, harm)) for width, harm in raw["harms"].items()}
         sizes = raw["sizes"]
         if not any(isinstance(one, dict) for one in sizes.values()):
-            sizes = {PROBES[0]: sizes}
+            sizes = {PROBE_BITS[0]: sizes}
         return cls(
             harms, {int(w): {int(size): float(f) for size, f in one.items()} for w, one in sizes.items()}
         )
@@ -89,9 +101,9 @@ class Measurement:
     profiles: Mapping[str, Profile]  # by role; empty if it comes from another program
 
     @classmethod
-    def of(cls, profiles: Mapping[str, Profile], model: spec.Model) -> Measurement:
+    def from_profiles(cls, profiles: Mapping[str, Profile], model: spec.Model) -> Measurement:
         """From what was measured."""
-        return cls(tuple(_slot(m, profiles[m.role]) for m in quantised(model)), profiles)
+        return cls(tuple(_slot_choices(m, profiles[m.role]) for m in quantized_matrices(model)), profiles)
 
     def save(self, path: Path) -> None:
         """Write it for other targets."""
@@ -113,25 +125,25 @@ class Measurement:
         except (OSError, ValueError, RecursionError) as error:
             raise InputError(f"{path}: not a measurement that can be read ({error}).") from error
         if isinstance(raw, dict) and isinstance(raw.get("measurement"), dict):
-            return cls(tuple(_old_slots(raw["measurement"], model, path)), {})
+            return cls(tuple(_exllamav2_slots(raw["measurement"], model, path)), {})
         if not isinstance(raw, dict) or raw.get("exlm_measurement") not in (1, 2):
             raise InputError(f"{path}: expected a measurement of exlm or a measurement.json, found neither.")
-        wanted = {matrix.role: matrix for matrix in quantised(model)}
+        wanted = {matrix.role: matrix for matrix in quantized_matrices(model)}
         table = raw.get("matrices")
         if not isinstance(table, dict):
             raise InputError(f"{path}: expected what was measured in `matrices`, found {table!r:.80}.")
-        found = {role: read_profile(one, path, role) for role, one in table.items()}
+        found = {role: parse_profile(one, path, role) for role, one in table.items()}
         if found.keys() != wanted.keys():
             odd = sorted(found.keys() ^ wanted.keys())[0]
             raise InputError(f"{path} was made for another model: {odd} is in only one of the two.")
         for role, profile in found.items():
-            blocks, have = wanted[role].in_features // BLOCK, {len(h) for h in profile.harms.values()}
+            blocks, have = wanted[role].in_features // BLOCK_ROWS, {len(h) for h in profile.kl_costs.values()}
             if have != {blocks}:
                 raise InputError(f"{path}: {role} has {blocks} blocks of rows, the measurement {have}.")
-        return cls.of(found, model)
+        return cls.from_profiles(found, model)
 
 
-def quantised(model: spec.Model) -> Iterator[Matrix]:
+def quantized_matrices(model: spec.Model) -> Iterator[Matrix]:
     """The matrices whose bits are given out: those of the layers, without routers."""
     for matrix in matrices(model):
         if matrix.role != "head" and not matrix.role.endswith(".router"):
@@ -139,76 +151,86 @@ def quantised(model: spec.Model) -> Iterator[Matrix]:
 
 
 @cache
-def recipes() -> tuple[Recipe, ...]:
+def candidate_recipes() -> tuple[Recipe, ...]:
     """Everything a matrix may get."""
-    return tuple(_recipes())
+    return tuple(_generate_recipes())
 
 
-def smallest(model: spec.Model) -> int:
+def min_layer_bits(model: spec.Model) -> int:
     """The fewest bits that the matrices of a model's layers can take."""
-    return sum(min(made.bits(matrix) for made in recipes()) for matrix in quantised(model))
+    return sum(min(made.bits(matrix) for made in candidate_recipes()) for matrix in quantized_matrices(model))
 
 
-def _recipes() -> Iterator[Recipe]:
-    for size in SIZES:
+def _generate_recipes() -> Iterator[Recipe]:
+    for size in GROUP_SIZES:
         for width in BIT_WIDTHS:
-            yield recipe(size, (width, 1.0))
-        for high, low in PAIRS:
-            for share in SHARES:
-                yield recipe(size, (high, share), (low, 1 - share))
-        for high, middle, low in TRIPLES:
-            for first, second in THIRDS:
-                yield recipe(size, (high, first), (middle, second), (low, 1 - first - second))
+            yield make_recipe(size, (width, 1.0))
+        for high, low in BIT_PAIRS:
+            for share in PAIR_SHARES:
+                yield make_recipe(size, (high, share), (low, 1 - share))
+        for high, middle, low in BIT_TRIPLES:
+            for first, second in TRIPLE_SHARES:
+                yield make_recipe(size, (high, first), (middle, second), (low, 1 - first - second))
 
 
-def _slot(matrix: Matrix, profile: Profile) -> Slot:
+def _slot_choices(matrix: Matrix, profile: Profile) -> Slot:
     """Every distinct way to store one matrix."""
-    harm = cache(profile.harm)  # recipes share most of their groups
+    harm = cache(profile.kl_cost)  # recipes share most of their groups
     seen: dict[tuple[Group, ...], Choice] = {}
-    for made in recipes():
+    for made in candidate_recipes():
         groups = made.groups(matrix.in_features)
         if groups not in seen:
             total, block = 0.0, 0
             for group in groups:
                 total += harm(group, block)
-                block += group.rows // BLOCK
+                block += group.rows // BLOCK_ROWS
             seen[groups] = Choice(made.bits(matrix), total, {matrix.role: made})
     return tuple(seen.values())
 
 
-def read_profile(raw: Any, path: Path, role: str) -> Profile:
+def parse_profile(raw: Any, path: Path, role: str) -> Profile:
     """One matrix's profile out of a file; `InputError` if it is not what `to_json` gives."""
     try:
         found = Profile.from_json(raw)
-        if set(found.harms) != set(BIT_WIDTHS) or not found.sizes or not all(found.sizes.values()):
-            raise ValueError(f"widths {sorted(found.harms)}, group sizes {found.sizes}")
-        factors = chain.from_iterable(one.values() for one in found.sizes.values())
-        if not all(map(math.isfinite, chain(factors, *found.harms.values()))):
+        if (
+            set(found.kl_costs) != set(BIT_WIDTHS)
+            or not found.group_size_factors
+            or not all(found.group_size_factors.values())
+        ):
+            raise ValueError(f"widths {sorted(found.kl_costs)}, group sizes {found.group_size_factors}")
+        factors = chain.from_iterable(one.values() for one in found.group_size_factors.values())
+        if not all(map(math.isfinite, chain(factors, *found.kl_costs.values()))):
             raise ValueError("a harm that is no finite number")
         return found
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InputError(f"{path}: {role} is not measured as it should be ({error!r}).") from error
 
 
-def _keys(table: Mapping[int, float]) -> dict[str, float]:
+def _str_keys(table: Mapping[int, float]) -> dict[str, float]:
     return {str(key): value for key, value in table.items()}
 
 
-def _old_slots(table: Mapping[str, Any], model: spec.Model, path: Path) -> Iterator[Slot]:
+def _exllamav2_slots(table: Mapping[str, Any], model: spec.Model, path: Path) -> Iterator[Slot]:
     """The old converter's slots: the attention and the MLP of each layer, error relative to the stream."""
     for i, layer in enumerate(model.layers):
         moe = isinstance(layer.mlp, spec.Moe)
         halves = {"attn": "self_attn", "mlp": "block_sparse_moe" if moe else "mlp"}
-        parallel = _ending(table, f"layers.{i}.parallel_decoder")
+        parallel = _find_by_suffix(table, f"layers.{i}.parallel_decoder")
         for half, name in halves.items():
-            raw = parallel.get(half) if isinstance(parallel, dict) else _ending(table, f"layers.{i}.{name}")
-            own = [m for m in quantised(model) if m.role.startswith(f"layers.{i}.{half}.")]
+            raw = (
+                parallel.get(half)
+                if isinstance(parallel, dict)
+                else _find_by_suffix(table, f"layers.{i}.{name}")
+            )
+            own = [m for m in quantized_matrices(model) if m.role.startswith(f"layers.{i}.{half}.")]
             if not raw or not isinstance(raw, list):
                 raise InputError(f"{path}: layer {i} of this model has no {name}. Measure it again.")
-            yield tuple(_old_choice(one, own, model.names, f"{path}: layers.{i}.{name}") for one in raw)
+            yield tuple(_exllamav2_choice(one, own, model.names, f"{path}: layers.{i}.{name}") for one in raw)
 
 
-def _old_choice(raw: Mapping[str, Any], own: Sequence[Matrix], names: TensorNames, where: str) -> Choice:
+def _exllamav2_choice(
+    raw: Mapping[str, Any], own: Sequence[Matrix], names: TensorNames, where: str
+) -> Choice:
     experts = {"gate": "w1", "up": "w3", "down": "w2"}
     try:
         made = {}
@@ -224,6 +246,6 @@ def _old_choice(raw: Mapping[str, Any], own: Sequence[Matrix], names: TensorName
     return Choice(sum(made[m.role].bits(m) for m in own), error * error, made)
 
 
-def _ending(table: Mapping[str, Any], name: str) -> Any:
+def _find_by_suffix(table: Mapping[str, Any], name: str) -> Any:
     """The entry under a name, whatever stands before it."""
     return next((value for key, value in table.items() if key.endswith(name)), None)

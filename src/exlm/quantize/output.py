@@ -35,7 +35,7 @@ CARD = "README.md"
 SLACK = 2**20
 
 
-class Matrices(Protocol):
+class StoredTensors(Protocol):
     """Where the stored tensors of quantised matrices come from."""
 
     def __call__(self, role: str) -> Mapping[str, Tensor]:
@@ -43,7 +43,7 @@ class Matrices(Protocol):
         ...
 
 
-def planned(frozen: FrozenConfig, source: WeightSource, roles: Set[str]) -> ConversionPlan:
+def conversion_plan(frozen: FrozenConfig, source: WeightSource, roles: Set[str]) -> ConversionPlan:
     """What the source holds, as a folder of safetensors would have it; nothing is read yet.
 
     A head that is not among the roles to be quantised becomes floats: what the source has packed is in a form
@@ -56,7 +56,7 @@ def planned(frozen: FrozenConfig, source: WeightSource, roles: Set[str]) -> Conv
     return FolderPlanner(source, frozen.spec, to, frozen.quantization).plan()
 
 
-def kept_bytes(plan: ConversionPlan, model: spec.Model, roles: Set[str]) -> int:
+def unquantized_bytes(plan: ConversionPlan, model: spec.Model, roles: Set[str]) -> int:
     """Bytes of what is not quantised, the floats of roles as float16."""
     halved = {vector.role for vector in vector_specs(model)}
     total = 0
@@ -71,13 +71,13 @@ def kept_bytes(plan: ConversionPlan, model: spec.Model, roles: Set[str]) -> int:
 
 
 @contextmanager
-def new_model(
+def write_model(
     target: Path,
     frozen: FrozenConfig,
     source: WeightSource,
     roles: Set[str],
-    matrices: Matrices,
-    said: Mapping[str, Any],
+    matrices: StoredTensors,
+    quantization_config: Mapping[str, Any],
     *,
     shard_bytes: int,
     overwrite: bool,
@@ -86,17 +86,17 @@ def new_model(
 
     `said` becomes config.json's quantization_config.
     """
-    plan = planned(frozen, source, roles)
+    plan = conversion_plan(frozen, source, roles)
     with atomic_dir(target, overwrite=overwrite) as hidden:
-        weights = save(hidden, _tensors(plan, frozen.spec, roles, matrices), shard_bytes=shard_bytes)
+        weights = save(hidden, _model_tensors(plan, frozen.spec, roles, matrices), shard_bytes=shard_bytes)
         with report_write_errors(target):
-            _files(frozen, source, plan, said).write_to(hidden)
+            _side_files(frozen, source, plan, quantization_config).write_to(hidden)
             for path in weights:
                 shutil.copymode(hidden / CONFIG_FILE, path)
         yield hidden
 
 
-def check_space(folder: Path, needed: int) -> None:
+def check_disk_space(folder: Path, needed: int) -> None:
     """A disk that is too small is known before the work begins."""
     there = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(there).free
@@ -107,37 +107,37 @@ def check_space(folder: Path, needed: int) -> None:
         )
 
 
-def check_kept(plan: ConversionPlan, model: spec.Model, roles: Set[str]) -> None:
+def check_float16_range(plan: ConversionPlan, model: spec.Model, roles: Set[str]) -> None:
     """`InputError` names the first tensor that is to be kept and cannot be; better now than at the end."""
-    halved = _halved(plan, model, roles)
+    halved = _float16_labels(plan, model, roles)
     for step in plan.steps:
         if step.label in halved:
             for name, tensor in step.make_tensors():
-                _half(name, tensor)
+                _to_float16(name, tensor)
 
 
-def _halved(plan: ConversionPlan, model: spec.Model, roles: Set[str]) -> set[str]:
+def _float16_labels(plan: ConversionPlan, model: spec.Model, roles: Set[str]) -> set[str]:
     """What is neither quantised nor copied as it is."""
     return {"embed", *(vector.role for vector in vector_specs(model)), *plan.actions} - set(roles)
 
 
-def _tensors(
-    plan: ConversionPlan, model: spec.Model, roles: Set[str], matrices: Matrices
+def _model_tensors(
+    plan: ConversionPlan, model: spec.Model, roles: Set[str], matrices: StoredTensors
 ) -> Iterator[tuple[str, Tensor]]:
-    halved = _halved(plan, model, roles)
+    halved = _float16_labels(plan, model, roles)
     for step in plan.steps:
         if step.label in roles:
             yield from matrices(step.label).items()
         elif step.label in halved:
             for name, tensor in step.make_tensors():
-                yield name, _half(name, tensor)
+                yield name, _to_float16(name, tensor)
         else:
             yield from step.make_tensors()
     if "head" in roles and all(step.label != "head" for step in plan.steps):
         yield from matrices("head").items()  # of a model whose head was its embedding
 
 
-def _half(name: str, tensor: Tensor) -> Tensor:
+def _to_float16(name: str, tensor: Tensor) -> Tensor:
     """The float16 that readers expect."""
     if not tensor.is_floating_point():
         return tensor
@@ -149,15 +149,15 @@ def _half(name: str, tensor: Tensor) -> Tensor:
     return half
 
 
-def _files(
-    frozen: FrozenConfig, source: WeightSource, plan: ConversionPlan, said: Mapping[str, Any]
+def _side_files(
+    frozen: FrozenConfig, source: WeightSource, plan: ConversionPlan, quantization_config: Mapping[str, Any]
 ) -> SideFiles:
     if isinstance(source, GgufCheckpoint):
         files = side_files_of_gguf(source.files, source.has("head"))
     else:
         files = side_files_of_folder(frozen.path, plan, frozen.quantization)
     config = json.loads(files.written[CONFIG_FILE])
-    config["quantization_config"] = dict(said)
+    config["quantization_config"] = dict(quantization_config)
     written = {
         **files.written,
         CONFIG_FILE: (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode(),

@@ -15,85 +15,91 @@ from torch import Tensor
 from .. import spec
 from ..errors import InputError
 from ..formats import PackedWeight
-from . import measure, streams
-from .allocate import Allocation, below, least, within
-from .gptq import solve_gptq
-from .head import solve_head
-from .job import damaged
-from .kinds import kinds_count, kinds_of
-from .layers import run
-from .measurement import Measurement, Profile, quantised, read_profile, smallest
-from .output import kept_bytes
-from .recipe import HEAD, Recipe
-from .rounding import factors
-from .solve import solve
-from .streams import Streams
-from .tape import TAPE
-from .work import Work
+from . import layer_solver as streams
+from . import sensitivity as measure
+from .allocation import Allocation, allocate_budget, allocate_kl, min_kl_cost
+from .context import QuantContext
+from .cuda_graphs import GRAPHS
+from .exl2_solver import solve_exl2
+from .gptq import factorize
+from .gptq_format import solve_gptq
+from .layer_loader import run_block
+from .layer_solver import HiddenStates
+from .lm_head import solve_head
+from .measurement import Measurement, Profile, min_layer_bits, parse_profile, quantized_matrices
+from .output import unquantized_bytes
+from .recipe import HEAD_RECIPES, Recipe
+from .step_store import damaged_step
+from .vocab_clusters import cluster_columns, cluster_count
 
-AHEAD, BACK, ROUND, HEAD_UNITS = 1, 6, 12, 12  # units of the progress bar: how long steps take
+FORWARD_UNITS, BACKWARD_UNITS, SOLVE_UNITS, HEAD_UNITS = (
+    1,
+    6,
+    12,
+    12,
+)  # units of the progress bar: how long steps take
 
 GPTQ_DAMPING = 0.02
 """At least: with few widths to choose from, GPTQ alone follows little text too closely."""
 
-CARE = "|care"
+TOKEN_WEIGHT = "|care"
 """Behind a role: how much each token's answer matters, beside how the outputs matter together."""
 
-LOWER = 0.9
+RETRY_MARGIN = 0.9
 """How much better than needed a second try is meant to be."""
 
 
-def units(depth: int, measures: bool) -> int:
+def progress_units(depth: int, measures: bool) -> int:
     """Of a whole job."""
-    return depth * ((AHEAD + BACK if measures else 0) + ROUND) + 2 * HEAD_UNITS
+    return depth * ((FORWARD_UNITS + BACKWARD_UNITS if measures else 0) + SOLVE_UNITS) + 2 * HEAD_UNITS
 
 
 @torch.no_grad()
-def listen(work: Work, measures: bool) -> None:
+def backward_pass(work: QuantContext, measures: bool) -> None:
     """Gradients at every matrix's outputs and, with `measures`, its profile; from the last layer down."""
-    job, depth = work.job, work.depth
-    work.step(0, "measuring")
-    if job.noted("listened"):
-        work.step(depth * (AHEAD + BACK), "measuring")
+    job, depth = work.store, work.depth
+    work.advance(0, "measuring")
+    if job.load_json("listened"):
+        work.advance(depth * (FORWARD_UNITS + BACKWARD_UNITS), "measuring")
         return
     begun = next((i for i in range(depth + 1) if job.has(f"slope.{i}")), depth)
-    slopes = job.load(f"slope.{begun}") if job.has(f"slope.{begun}") else _first_slopes(work)
-    work.step(depth * AHEAD + (depth - begun) * BACK, "measuring")
+    slopes = job.load(f"slope.{begun}") if job.has(f"slope.{begun}") else _head_grads(work)
+    work.advance(depth * FORWARD_UNITS + (depth - begun) * BACKWARD_UNITS, "measuring")
     for i in reversed(range(begun)):
-        slopes = _go_back(work, i, slopes, measures)
-        work.step(BACK, f"measuring layer {i}")
-    job.note("listened", True)
-    job.drop("slope.0", "state.0")
+        slopes = _backward_layer(work, i, slopes, measures)
+        work.advance(BACKWARD_UNITS, f"measuring layer {i}")
+    job.save_json("listened", True)
+    job.delete("slope.0", "state.0")
 
 
-def _first_slopes(work: Work) -> dict[str, Tensor]:
+def _head_grads(work: QuantContext) -> dict[str, Tensor]:
     """The gradients behind the last layer; how much each token matters to each kind of logits is kept."""
-    states, head, slopes, care = _go_ahead(work), work.shop.top(), {}, []
-    belongs = _head_kinds(work)
+    states, head, slopes, care = _forward_pass(work), work.loader.load_head(), {}, []
+    belongs = _head_clusters(work)
     for i, batch in enumerate(work.batches()):
-        generator = torch.Generator().manual_seed(work.wishes.seed + i)
+        generator = torch.Generator().manual_seed(work.config.seed + i)
         x = states[f"{i:04}"].to(batch.ids.device)
-        slopes[f"{i:04}"], mattering = measure.first_slope(head, x, batch, generator, belongs)
+        slopes[f"{i:04}"], mattering = measure.head_grad(head, x, batch, generator, belongs)
         care.append(mattering.flatten(0, 1))
-    work.job.save("gradients.head", {f"head{CARE}": torch.cat(care)})
-    work.job.save(f"slope.{work.depth}", slopes)
+    work.store.save("gradients.head", {f"head{TOKEN_WEIGHT}": torch.cat(care)})
+    work.store.save(f"slope.{work.depth}", slopes)
     return slopes
 
 
-def _go_ahead(work: Work) -> dict[str, Tensor]:
+def _forward_pass(work: QuantContext) -> dict[str, Tensor]:
     """The float model's states before every layer, each kept until the way back has passed it; the last."""
-    job, batches = work.job, work.batches()
+    job, batches = work.store, work.batches()
     begun = max((i for i in range(work.depth + 1) if job.has(f"state.{i}")), default=0)
     if job.has(f"state.{begun}"):
         states = job.load(f"state.{begun}")
     else:
-        embedding = work.shop.bottom()
+        embedding = work.loader.load_embedding()
         states = {f"{i:04}": embedding.forward(b) for i, b in enumerate(batches)}
         job.save("state.0", states)
     for layer in range(begun, work.depth):
-        block = work.shop.layer(layer)
+        block = work.loader.load_layer(layer)
         for key, b in ((f"{i:04}", b) for i, b in enumerate(batches)):
-            states[key] = run(block, states[key].to(b.ids.device), b)
+            states[key] = run_block(block, states[key].to(b.ids.device), b)
         if not all(bool(torch.isfinite(x).all()) for x in states.values()):
             raise InputError(
                 f"layers.{layer}: the source model's answers hold NaN or infinity on the calibration text. "
@@ -103,51 +109,53 @@ def _go_ahead(work: Work) -> dict[str, Tensor]:
     return states
 
 
-def _go_back(work: Work, layer: int, slopes: dict[str, Tensor], measures: bool) -> dict[str, Tensor]:
+def _backward_layer(
+    work: QuantContext, layer: int, slopes: dict[str, Tensor], measures: bool
+) -> dict[str, Tensor]:
     """Through one layer; the gradients before it."""
-    job, effort = work.job, work.wishes.effort
-    block = work.shop.layer(layer)
-    ear = measure.Ear(work.shop.taps)
+    job, effort = work.store, work.config.solver
+    block = work.loader.load_layer(layer)
+    ear = measure.FisherHooks(work.loader.linears)
     states, carried = job.load(f"state.{layer}"), {}
     for key, batch in ((f"{i:04}", b) for i, b in enumerate(work.batches())):
         device = batch.ids.device
         slope = slopes[key].to(device, copy=True)  # sums may differ with where numbers begin in memory
-        carried[key] = measure.carry_back(block, states[key].to(device), batch, slope)
+        carried[key] = measure.vjp(block, states[key].to(device), batch, slope)
     kept = {}
-    for role, heard in ear.heard.items():
+    for role, heard in ear.stats.items():
         if heard.gradients.dim() == 2:
             kept[role] = (heard.gradients / heard.gradients.diagonal().mean().clamp(min=1e-30)).half()
         if ".experts." not in role:
-            kept[f"{role}{CARE}"] = torch.cat(heard.care)
+            kept[f"{role}{TOKEN_WEIGHT}"] = torch.cat(heard.token_weights)
         if measures:
-            w = work.shop.taps[role].data.T.contiguous()
-            found = measure.profile(w, heard, effort.damping, effort.ridge, role)
-            job.note(f"profile.{role}", found.to_json())
+            w = work.loader.linears[role].data.T.contiguous()
+            found = measure.measure_profile(w, heard, effort.damping, effort.output_damping, role)
+            job.save_json(f"profile.{role}", found.to_json())
     job.save(f"gradients.{layer}", kept)
     job.save(f"slope.{layer}", carried)
-    job.drop(f"slope.{layer + 1}", f"state.{layer + 1}")
+    job.delete(f"slope.{layer + 1}", f"state.{layer + 1}")
     return carried
 
 
-def measured(work: Work) -> Measurement:
+def collect_measurement(work: QuantContext) -> Measurement:
     """What `listen` has found."""
     profiles: dict[str, Profile] = {}
-    roles = [m.role for m in quantised(work.model)]
+    roles = [m.role for m in quantized_matrices(work.model)]
     for role in roles:
-        raw = work.job.noted(f"profile.{role}")
+        raw = work.store.load_json(f"profile.{role}")
         if raw is not None:
-            path = work.job.folder / f"profile.{role}.json"
+            path = work.store.folder / f"profile.{role}.json"
             try:
-                profiles[role] = read_profile(raw, path, role)
+                profiles[role] = parse_profile(raw, path, role)
             except InputError as error:
-                raise damaged(path, error) from error
+                raise damaged_step(path, error) from error
     for role in roles:
         if role not in profiles:
-            profiles[role] = _like(role, profiles)
-    return Measurement.of(profiles, work.model)
+            profiles[role] = _sibling_profile(role, profiles)
+    return Measurement.from_profiles(profiles, work.model)
 
 
-def _like(role: str, profiles: Mapping[str, Profile]) -> Profile:
+def _sibling_profile(role: str, profiles: Mapping[str, Profile]) -> Profile:
     """For an expert that no token of the calibration reached: that of one beside it."""
     before, _, rest = role.partition(".experts.")
     part = rest.rpartition(".")[2]
@@ -157,36 +165,38 @@ def _like(role: str, profiles: Mapping[str, Profile]) -> Profile:
     raise InputError(f"{role}: no token of the calibration reached it. Calibrate with more text.")
 
 
-def allocate(work: Work, measurement: Measurement) -> Allocation:
+def allocate_bits(work: QuantContext, measurement: Measurement) -> Allocation:
     """The choice of every slot that meets the target."""
-    wishes = work.wishes
-    weights = sum(m.in_features * m.out_features for m in quantised(work.model))
+    wishes = work.config
+    weights = sum(m.in_features * m.out_features for m in quantized_matrices(work.model))
     if wishes.max_kld is not None:
         if not measurement.profiles:
             raise InputError("max_kld needs a measurement by exlm: the old converter's has other errors.")
-        aim = _aim(work)
-        return below(measurement.slots, max(aim, least(measurement.slots)) if aim else wishes.max_kld)
+        aim = _retry_target(work)
+        return allocate_kl(
+            measurement.slots, max(aim, min_kl_cost(measurement.slots)) if aim else wishes.max_kld
+        )
     if wishes.bits is not None:
-        return within(measurement.slots, int(weights * wishes.bits), weights)
+        return allocate_budget(measurement.slots, int(weights * wishes.bits), weights)
     assert wishes.size is not None
-    return within(measurement.slots, 8 * wishes.size - _beside(work), weights)
+    return allocate_budget(measurement.slots, 8 * wishes.size - _fixed_bits(work), weights)
 
 
-def check_target(work: Work, known: Measurement | None) -> None:
+def check_target(work: QuantContext, known: Measurement | None) -> None:
     """`InputError` before any work, if the fewest bits that matrices can take are too many."""
-    wishes = work.wishes
+    wishes = work.config
     if known is None:
-        fewest = smallest(work.model)
+        fewest = min_layer_bits(work.model)
     else:
         fewest = sum(min(choice.bits for choice in slot) for slot in known.slots)
-    weights = sum(m.in_features * m.out_features for m in quantised(work.model))
+    weights = sum(m.in_features * m.out_features for m in quantized_matrices(work.model))
     if wishes.bits is not None and fewest > int(weights * wishes.bits):
         raise InputError(
             f"{wishes.bits:g} bits a weight cannot be reached: the smallest this model can be is "
             f"{fewest / weights:.3f}, scales and orders of rows included. Ask for more bits."
         )
-    if wishes.size is not None and fewest > 8 * wishes.size - _beside(work):
-        beside = -(-_beside(work) // 8)
+    if wishes.size is not None and fewest > 8 * wishes.size - _fixed_bits(work):
+        beside = -(-_fixed_bits(work) // 8)
         raise InputError(
             f"A size of {wishes.size:,} bytes cannot be reached: the smallest this model can be is "
             f"{beside - (-fewest // 8):,}, of which {beside:,} are embedding and norms in float16, and the "
@@ -194,106 +204,110 @@ def check_target(work: Work, known: Measurement | None) -> None:
         )
 
 
-def _beside(work: Work) -> int:
+def _fixed_bits(work: QuantContext) -> int:
     """The bits of what is no matrix of a layer: the head, and what stays as it is."""
-    head = HEAD[work.wishes.head_bits].bits(work.matrices["head"])
-    return head + 8 * kept_bytes(work.plan, work.model, work.matrices.keys())
+    head = HEAD_RECIPES[work.config.head_bits].bits(work.matrices["head"])
+    return head + 8 * unquantized_bytes(work.plan, work.model, work.matrices.keys())
 
 
-def aim_again(work: Work, found: float) -> bool:
+def plan_retry(work: QuantContext, found: float) -> bool:
     """After a model that diverges by `found`: aim lower by as much as it missed, once; False the second time.
 
     The layers are then to be quantised anew.
     """
-    wanted = work.wishes.max_kld
+    wanted = work.config.max_kld
     assert wanted is not None
-    if _aim(work) is not None:
+    if _retry_target(work) is not None:
         return False
-    work.job.drop(
+    work.store.delete(
         "layer.head", f"streams.{work.depth}"
     )  # before the note: a kill between repeats the first try
-    work.job.note("aim", {"wanted": wanted, "harm": LOWER * wanted * wanted / found})
-    work.done = work.total - work.depth * ROUND - HEAD_UNITS
+    work.store.save_json("aim", {"wanted": wanted, "harm": RETRY_MARGIN * wanted * wanted / found})
+    work.done = work.total - work.depth * SOLVE_UNITS - HEAD_UNITS
     return True
 
 
-def _aim(work: Work) -> float | None:
+def _retry_target(work: QuantContext) -> float | None:
     """The harm that is aimed at once the first try has missed."""
-    noted = work.job.noted("aim")
+    noted = work.store.load_json("aim")
     try:
-        return float(noted["harm"]) if noted is not None and noted["wanted"] == work.wishes.max_kld else None
+        return float(noted["harm"]) if noted is not None and noted["wanted"] == work.config.max_kld else None
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise damaged(work.job.folder / "aim.json", repr(error)) from error
+        raise damaged_step(work.store.folder / "aim.json", repr(error)) from error
 
 
 @torch.no_grad()
-def quantise(work: Work, recipes: Mapping[str, Recipe]) -> None:
+def solve_layers(work: QuantContext, recipes: Mapping[str, Recipe]) -> None:
     """Every layer in turn, then the head, on the streams of the calibration."""
-    job, shop, batches = work.job, work.shop, work.batches()
+    job, shop, batches = work.store, work.loader, work.batches()
     begun = [i for i in range(work.depth + 1) if job.has(f"streams.{i}")]
     if begun:
-        s = Streams.of(job.load(f"streams.{begun[-1]}"), batches)
-        work.step(ROUND * begun[-1], "quantising")
+        s = HiddenStates.from_tensors(job.load(f"streams.{begun[-1]}"), batches)
+        work.advance(SOLVE_UNITS * begun[-1], "quantising")
     else:
-        embedding = shop.bottom()
+        embedding = shop.load_embedding()
         x = [embedding.forward(batch).contiguous() for batch in batches]
-        s, begun = Streams(list(x), list(x), batches), [0]
-        job.save("streams.0", s.tensors())
+        s, begun = HiddenStates(list(x), list(x), batches), [0]
+        job.save("streams.0", s.to_tensors())
     for layer in range(begun[-1], work.depth):
-        block = shop.layer(layer)
-        exact = {role: tap.data for role, tap in shop.taps.items()}
-        kept = _gradients(work, str(layer))
-        made = streams.quantise(
-            shop.taps,
-            lambda x, batch, block=block: run(block, x, batch),  # type: ignore[misc]
+        block = shop.load_layer(layer)
+        exact = {role: tap.data for role, tap in shop.linears.items()}
+        kept = _saved_gradients(work, str(layer))
+        made = streams.solve_layer(
+            shop.linears,
+            lambda x, batch, block=block: run_block(block, x, batch),  # type: ignore[misc]
             s,
-            lambda role, w, h, kept=kept: _solved(work, recipes, role, w, h, kept.get(role)),  # type: ignore[misc]
-            damping(work),
-            _cares(kept),
-            _adding(work.model.layers[layer], layer),
+            lambda role, w, h, kept=kept: _solve_matrix(work, recipes, role, w, h, kept.get(role)),  # type: ignore[misc]
+            hessian_damping(work),
+            _token_weights(kept),
+            _residual_roles(work.model.layers[layer], layer),
         )
-        streams.advance(shop.taps, exact, lambda x, batch, block=block: run(block, x, batch), s)  # type: ignore[misc]
+        streams.advance(shop.linears, exact, lambda x, batch, block=block: run_block(block, x, batch), s)  # type: ignore[misc]
         streams.check_finite(s, f"layers.{layer}")
-        _keep(work, f"layer.{layer}", made)
-        job.note(f"layer.{layer}", {"error": s.error(), "bits": {r: w.bits for r, w in made.items()}})
-        job.save(f"streams.{layer + 1}", s.tensors())
-        job.drop(f"streams.{layer}")
-        work.step(ROUND, f"quantising layer {layer}")
+        _save_matrices(work, f"layer.{layer}", made)
+        job.save_json(
+            f"layer.{layer}", {"error": s.relative_error(), "bits": {r: w.bits for r, w in made.items()}}
+        )
+        job.save(f"streams.{layer + 1}", s.to_tensors())
+        job.delete(f"streams.{layer}")
+        work.advance(SOLVE_UNITS, f"quantising layer {layer}")
     if "head" in work.matrices and not job.has("layer.head"):
-        _quantise_head(work, recipes, s)
-    TAPE.clear()
-    work.step(HEAD_UNITS, "quantising the head")
+        _solve_head(work, recipes, s)
+    GRAPHS.clear()
+    work.advance(HEAD_UNITS, "quantising the head")
 
 
-def _quantise_head(work: Work, recipes: Mapping[str, Recipe], s: Streams) -> None:
+def _solve_head(work: QuantContext, recipes: Mapping[str, Recipe], s: HiddenStates) -> None:
     """The last matrix, its columns in the kinds that `listen` put them into."""
-    head, effort = work.shop.top(), work.wishes.effort
-    tap, care = work.shop.taps["head"], _gradients(work, "head")[f"head{CARE}"]
-    heard = streams.hear_kinds(tap, lambda x, batch: head.forward(x, None, batch)[0], s, care)
+    head, effort = work.loader.load_head(), work.config.solver
+    tap, care = work.loader.linears["head"], _saved_gradients(work, "head")[f"head{TOKEN_WEIGHT}"]
+    heard = streams.accumulate_clusters(tap, lambda x, batch: head.forward(x, None, batch)[0], s, care)
     exact = tap.data.T.contiguous()
     groups = recipes["head"].groups(len(exact))
     effort = replace(effort, sweeps=2 * effort.sweeps)
-    made = solve_head(exact, *heard, _head_kinds(work), groups, effort, damping(work))
-    _keep(work, "layer.head", {"head": made.pack(None if tap.bias is None else tap.bias.half())})
+    made = solve_head(exact, *heard, _head_clusters(work), groups, effort, hessian_damping(work))
+    _save_matrices(work, "layer.head", {"head": made.pack(None if tap.bias is None else tap.bias.half())})
 
 
-def _head_kinds(work: Work) -> Tensor:
+def _head_clusters(work: QuantContext) -> Tensor:
     """(columns, kinds) of the head that was built last."""
-    matrix = work.shop.taps["head"].data
-    return kinds_of(matrix, kinds_count(matrix.shape[1], len(matrix)), work.wishes.seed)
+    matrix = work.loader.linears["head"].data
+    return cluster_columns(matrix, cluster_count(matrix.shape[1], len(matrix)), work.config.seed)
 
 
-def _gradients(work: Work, name: str) -> dict[str, Tensor]:
+def _saved_gradients(work: QuantContext, name: str) -> dict[str, Tensor]:
     """What `listen` kept of a layer or the head; nothing if it was not asked to."""
-    return work.job.load(f"gradients.{name}") if work.job.has(f"gradients.{name}") else {}
+    return work.store.load(f"gradients.{name}") if work.store.has(f"gradients.{name}") else {}
 
 
-def _cares(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _token_weights(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """By role, how much each token's answer matters."""
-    return {role.removesuffix(CARE): care for role, care in kept.items() if role.endswith(CARE)}
+    return {
+        role.removesuffix(TOKEN_WEIGHT): care for role, care in kept.items() if role.endswith(TOKEN_WEIGHT)
+    }
 
 
-def _adding(layer: spec.Layer, number: int) -> list[str]:
+def _residual_roles(layer: spec.Layer, number: int) -> list[str]:
     """Roles whose answers are added to the stream as they are."""
     if layer.residual_scale != 1.0:
         return []
@@ -301,37 +315,42 @@ def _adding(layer: spec.Layer, number: int) -> list[str]:
     return [f"layers.{number}.{end}" for end, norm in ends.items() if norm is None]
 
 
-def damping(work: Work) -> float:
+def hessian_damping(work: QuantContext) -> float:
     """What is added to a Hessian's diagonal, as a share of its mean."""
-    wanted = work.wishes.effort.damping
-    return max(wanted, GPTQ_DAMPING) if work.wishes.method == "gptq" else wanted
+    wanted = work.config.solver.damping
+    return max(wanted, GPTQ_DAMPING) if work.config.method == "gptq" else wanted
 
 
-def _solved(
-    work: Work, recipes: Mapping[str, Recipe], role: str, w: Tensor, h: Tensor, gradients: Tensor | None
+def _solve_matrix(
+    work: QuantContext,
+    recipes: Mapping[str, Recipe],
+    role: str,
+    w: Tensor,
+    h: Tensor,
+    gradients: Tensor | None,
 ) -> tuple[Tensor, PackedWeight]:
     """One matrix rounded, as values and as files have it."""
-    effort, bias = work.wishes.effort, work.shop.taps[role].bias
+    effort, bias = work.config.solver, work.loader.linears[role].bias
     half = None if bias is None else bias.half()
-    f = factors(w, h, damping(work), role)
-    if work.wishes.method == "gptq":
-        return solve_gptq(w, f, work.wishes.group_size, effort.sweeps, half)
+    f = factorize(w, h, hessian_damping(work), role)
+    if work.config.method == "gptq":
+        return solve_gptq(w, f, work.config.group_size, effort.sweeps, half)
     outputs = None
     if gradients is not None:
-        outputs = measure.output_side(gradients.to(w.device).float(), effort.ridge)
-    made = solve(w, f, recipes[role].groups(len(w)), effort, outputs)
+        outputs = measure.output_factors(gradients.to(w.device).float(), effort.output_damping)
+    made = solve_exl2(w, f, recipes[role].groups(len(w)), effort, outputs)
     return made.dequantize(), made.pack(half)
 
 
-def _keep(work: Work, name: str, made: Mapping[str, PackedWeight]) -> None:
+def _save_matrices(work: QuantContext, name: str, made: Mapping[str, PackedWeight]) -> None:
     tensors = {
-        f"{role}|{k}": t for role, weight in made.items() for k, t in work.stored(role, weight).items()
+        f"{role}|{k}": t for role, weight in made.items() for k, t in work.file_tensors(role, weight).items()
     }
-    work.job.save(name, tensors)
+    work.store.save(name, tensors)
 
 
-def stored(work: Work, role: str) -> dict[str, Tensor]:
+def stored_tensors(work: QuantContext, role: str) -> dict[str, Tensor]:
     """A quantised matrix's tensors, as `quantise` left them."""
     name = "layer.head" if role == "head" else f"layer.{role.split('.')[1]}"
-    tensors = work.job.load(name)
+    tensors = work.store.load(name)
     return {key.partition("|")[2]: t for key, t in tensors.items() if key.partition("|")[0] == role}

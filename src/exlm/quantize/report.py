@@ -15,14 +15,14 @@ from .evaluate import Quality
 log = logging.getLogger(__name__)
 
 JSON_FILE = "quality.json"
-PICTURE = "quality.png"
+PLOT_FILE = "quality.png"
 
 
 def write_report(folder: Path, quality: Quality, facts: Mapping[str, Any], card: str = "quality.md") -> None:
     """Write the card and quality.json into a folder, and quality.png where matplotlib is installed."""
     drawn = True
     try:
-        plot(quality, folder / PICTURE)
+        plot(quality, folder / PLOT_FILE)
     except MissingExtra as reason:
         log.info("no plots: %s", reason)
         drawn = False
@@ -42,7 +42,7 @@ def markdown(q: Quality, facts: Mapping[str, Any], drawn: bool) -> str:
         error = f"{q.layer_errors[i]:.4f}" if q.layer_errors else "–"
         lines.append(f"| {i} | {bits:.2f} | {error} |")
     if drawn:
-        lines += ["", f"![Bits and errors of the layers]({PICTURE})"]
+        lines += ["", f"![Bits and errors of the layers]({PLOT_FILE})"]
     return "\n".join(lines) + "\n"
 
 

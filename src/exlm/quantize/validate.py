@@ -22,16 +22,16 @@ from ..formats.bits import WORD_BITS
 from ..formats.exl2 import ALIGNMENT, BIT_WIDTHS
 from ..spec.weight_roles import Matrix, matrices
 
-TYPES = {
+DTYPES = {
     "q_weight": torch.int32,
     "q_scale": torch.int32,
     "q_scale_max": torch.float16,
     "q_groups": torch.int16,
     "q_invperm": torch.int32,
 }
-LAST_OFFSET = 0x7FFF
-MOST_INPUTS = 0xFFFF
-FLOAT = (torch.float16,)
+MAX_OFFSET = 0x7FFF
+MAX_INPUTS = 0xFFFF
+FLOAT_DTYPES = (torch.float16,)
 
 
 def validate_exl2(folder: str | Path) -> list[str]:
@@ -52,13 +52,13 @@ def validate_exl2(folder: str | Path) -> list[str]:
         if m.role.endswith(".router"):
             wrong += [] if "weight" in present else [f"{place.key}: a router must be plain floats."]
             continue
-        wrong += [f"{place.key}: {words}" for words in _matrix(m, present)]
+        wrong += [f"{place.key}: {words}" for words in _check_matrix(m, present)]
     for role in ("embed", *(vector.role for vector in vector_specs(model))):
         name = key_at(model.names.locations_of(role)[0], "weight")
         expected |= {name, f"{name.removesuffix('weight')}bias"}
         if name not in stored:
             wrong.append(f"{name} is missing.")
-        elif files.dtype(stored[name]) not in FLOAT:
+        elif files.dtype(stored[name]) not in FLOAT_DTYPES:
             wrong.append(f"{name}: expected float16, found {files.dtype(stored[name])}.")
     known = {name.rpartition(".")[0] for name in expected}
     for name in stored:
@@ -68,7 +68,7 @@ def validate_exl2(folder: str | Path) -> list[str]:
     return wrong
 
 
-def _matrix(m: Matrix, t: dict[str, Tensor]) -> Iterator[str]:
+def _check_matrix(m: Matrix, t: dict[str, Tensor]) -> Iterator[str]:
     """What is wrong with one quantised matrix."""
     missing = [suffix for suffix in EXL2 if suffix not in t]
     if missing:
@@ -76,12 +76,12 @@ def _matrix(m: Matrix, t: dict[str, Tensor]) -> Iterator[str]:
         return
     if ("bias" in t) != m.bias:
         yield "has a bias that the model does not expect." if "bias" in t else "its bias is missing."
-    for suffix, dtype in TYPES.items():
+    for suffix, dtype in DTYPES.items():
         if t[suffix].dtype is not dtype:
             yield f"{suffix}: expected {dtype}, found {t[suffix].dtype}."
             return
-    if m.in_features % ALIGNMENT or m.in_features > MOST_INPUTS:
-        yield f"{m.in_features} inputs: expected a multiple of {ALIGNMENT} up to {MOST_INPUTS}."
+    if m.in_features % ALIGNMENT or m.in_features > MAX_INPUTS:
+        yield f"{m.in_features} inputs: expected a multiple of {ALIGNMENT} up to {MAX_INPUTS}."
     width, (words, columns) = -(-m.out_features // ALIGNMENT) * ALIGNMENT, t["q_weight"].shape
     if columns != width:
         yield f"q_weight: expected {width} columns, padding included, found {columns}."
@@ -97,10 +97,10 @@ def _matrix(m: Matrix, t: dict[str, Tensor]) -> Iterator[str]:
     order = t["q_invperm"].flatten().long()
     if not torch.equal(order.sort().values, torch.arange(m.in_features)):
         yield f"q_invperm: expected each of 0 to {m.in_features - 1} once."
-    yield from _groups((t["q_groups"].long() & 0xFFFF).tolist(), words, m.in_features)
+    yield from _check_groups((t["q_groups"].long() & 0xFFFF).tolist(), words, m.in_features)
 
 
-def _groups(table: list[int], words: int, inputs: int) -> Iterator[str]:
+def _check_groups(table: list[int], words: int, inputs: int) -> Iterator[str]:
     """What is wrong with the table of groups."""
     widths, starts = table[::2], table[1::2]
     if odd := [b for b in widths if b not in BIT_WIDTHS]:
@@ -112,8 +112,8 @@ def _groups(table: list[int], words: int, inputs: int) -> Iterator[str]:
     if starts[0] != 0 or any(a >= b for a, b in zip(starts, stops, strict=True)):
         yield "q_groups: offsets must begin at 0 and ascend to the end of q_weight."
         return
-    if starts[-1] > LAST_OFFSET:
-        yield f"q_groups: offset {starts[-1]} is past {LAST_OFFSET}."
+    if starts[-1] > MAX_OFFSET:
+        yield f"q_groups: offset {starts[-1]} is past {MAX_OFFSET}."
     rows = []
     for bits, a, b in zip(widths, starts, stops, strict=True):
         if (b - a) * WORD_BITS % bits:

@@ -13,88 +13,94 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-Work = Callable[..., None]
+GraphFunction = Callable[..., None]
 """(*read, *written): fills what it writes, may spoil what it reads, never waits for the device.
 
 Two that are equal do the same: functions do, and frozen dataclasses of whatever numbers they depend on.
 """
 
-HELD = 2**31
+MAX_BUFFER_BYTES = 2**31
 """Bytes of what recordings read and write, beyond which the oldest of them go."""
 
 
-class _Recording(NamedTuple):
+class _Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    read: Sequence[Tensor]
-    written: Sequence[Tensor]
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in (*self.read, *self.written))
+        return sum(t.nbytes for t in (*self.inputs, *self.outputs))
 
 
-class Tape:
+class GraphCache:
     """Recordings by what was done, and to which shapes."""
 
     def __init__(self) -> None:
-        self._recordings: dict[Hashable, _Recording] = {}
+        self._graphs: dict[Hashable, _Captured] = {}
         self._pool: Any = None
-        self._refused = False
-        self._sides: dict[torch.device, torch.cuda.Stream] = {}  # nothing runs there: it is where one records
+        self._unavailable = False
+        self._streams: dict[
+            torch.device, torch.cuda.Stream
+        ] = {}  # nothing runs there: it is where one records
 
-    def play(self, work: Work, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+    def run(self, work: GraphFunction, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
         """`work(*read, *written)`."""
-        if self._refused or not written[0].is_cuda:
+        if self._unavailable or not written[0].is_cuda:
             work(*read, *written)
             return
         key = (work, *((t.shape, t.dtype, t.device) for t in (*read, *written)))
-        found = self._recordings.get(key)
+        found = self._graphs.get(key)
         if found is None:
-            found = self._record(work, read, written)
+            found = self._capture(work, read, written)
             if found is None:
                 work(*read, *written)
                 return
-            self._recordings[key] = found
-            self._shorten()
-        for kept, now in zip(found.read, read, strict=True):
+            self._graphs[key] = found
+            self._evict()
+        for kept, now in zip(found.inputs, read, strict=True):
             kept.copy_(now)
         found.graph.replay()
-        for now, kept in zip(written, found.written, strict=True):
+        for now, kept in zip(written, found.outputs, strict=True):
             now.copy_(kept)
 
     def clear(self) -> None:
         """Let go of all recordings and their memory."""
-        self._recordings.clear()
+        self._graphs.clear()
         self._pool = None  # an empty one cannot be used again
 
-    def _shorten(self) -> None:
-        held = sum(one.nbytes for one in self._recordings.values())
-        while held > HELD and len(self._recordings) > 1:
-            held -= self._recordings.pop(next(iter(self._recordings))).nbytes
+    def _evict(self) -> None:
+        held = sum(one.nbytes for one in self._graphs.values())
+        while held > MAX_BUFFER_BYTES and len(self._graphs) > 1:
+            held -= self._graphs.pop(next(iter(self._graphs))).nbytes
 
-    def _record(self, work: Work, read: Sequence[Tensor], written: Sequence[Tensor]) -> _Recording | None:
+    def _capture(
+        self, work: GraphFunction, read: Sequence[Tensor], written: Sequence[Tensor]
+    ) -> _Captured | None:
         """The work recorded; None, with a warning, if that cannot be done here."""
         own = [t.clone(memory_format=torch.contiguous_format) for t in read]
         out = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in written]
         work(*own, *out)  # libraries set themselves up the first time, which cannot be recorded
         try:
-            return _Recording(self._captured(work, own, out), own, out)
+            return _Captured(self._capture_graph(work, own, out), own, out)
         except RuntimeError as error:
-            self._refused = True
+            self._unavailable = True
             warnings.warn(
                 f"Quantising goes on launch by launch, which is slower: nothing could be recorded ({error}).",
                 stacklevel=2,
             )
             return None
 
-    def _captured(self, work: Work, own: Sequence[Tensor], out: Sequence[Tensor]) -> torch.cuda.CUDAGraph:
+    def _capture_graph(
+        self, work: GraphFunction, own: Sequence[Tensor], out: Sequence[Tensor]
+    ) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         device = out[0].device
-        if device not in self._sides:
-            self._sides[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()  # one for all: they never run side by side
-        with torch.cuda.stream(self._sides[device]):
+        with torch.cuda.stream(self._streams[device]):
             # Not torch.cuda.graph: that gives all free memory back first, which costs more than recording.
             graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
             try:
@@ -104,5 +110,5 @@ class Tape:
         return graph
 
 
-TAPE = Tape()
+GRAPHS = GraphCache()
 """The one everybody uses: shapes repeat from matrix to matrix and from layer to layer."""

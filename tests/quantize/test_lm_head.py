@@ -12,13 +12,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from exlm.formats import DenseWeight
-from exlm.quantize.head import solve_head
-from exlm.quantize.kinds import MOST, ROOM, care_of, kinds_count, kinds_of
-from exlm.quantize.layers import Tap, batch_of
-from exlm.quantize.recipe import recipe
-from exlm.quantize.rounding import factors
-from exlm.quantize.solve import Effort, solve
-from exlm.quantize.streams import Streams, Sums, hear_kinds
+from exlm.quantize.exl2_solver import SolverConfig, solve_exl2
+from exlm.quantize.gptq import factorize
+from exlm.quantize.layer_loader import HookedLinear, make_batch
+from exlm.quantize.layer_solver import HessianAccumulator, HiddenStates, accumulate_clusters
+from exlm.quantize.lm_head import solve_head
+from exlm.quantize.recipe import make_recipe
+from exlm.quantize.vocab_clusters import (
+    MAX_CLUSTERS,
+    MAX_HESSIAN_BYTES,
+    cluster_columns,
+    cluster_count,
+    cluster_token_weights,
+)
 
 TOKENS, WIDTH, COLUMNS, KINDS = 4096, 32, 48, 3
 
@@ -27,10 +33,10 @@ TOKENS, WIDTH, COLUMNS, KINDS = 4096, 32, 48, 3
 def test_every_column_has_one_kind(columns: int, inputs: int, count: int, seed: int) -> None:
     count = min(count, columns)
     matrix = torch.randn(columns, inputs, generator=torch.Generator().manual_seed(seed))
-    belongs = kinds_of(matrix, count, seed)
+    belongs = cluster_columns(matrix, count, seed)
     assert belongs.shape == (columns, count)
     assert torch.equal(belongs.sum(1), torch.ones(columns))
-    assert torch.equal(belongs, kinds_of(matrix, count, seed))
+    assert torch.equal(belongs, cluster_columns(matrix, count, seed))
 
 
 def test_columns_that_point_the_same_way_go_together() -> None:
@@ -40,7 +46,7 @@ def test_columns_that_point_the_same_way_go_together() -> None:
     lengths = torch.rand(COLUMNS, 1, generator=generator) * 9 + 0.1
     matrix = lengths * (ways[own] + 0.02 * torch.randn(COLUMNS, WIDTH, generator=generator))
     found = next(
-        kinds_of(matrix, KINDS, seed) for seed in range(9) if len(set(_firsts(seed) % KINDS)) == KINDS
+        cluster_columns(matrix, KINDS, seed) for seed in range(9) if len(set(_firsts(seed) % KINDS)) == KINDS
     )
     together = found @ found.T > 0
     assert torch.equal(together, own[:, None] == own)
@@ -51,10 +57,10 @@ def _firsts(seed: int) -> Any:
 
 
 def test_there_are_fewer_kinds_where_they_are_large() -> None:
-    assert kinds_count(576, 49152) == MOST
-    assert 1 < kinds_count(4096, 128000) < MOST
-    assert kinds_count(4096, 128000) * 8 * 4096**2 <= ROOM
-    assert kinds_count(16384, 128000) == kinds_count(64, 7) == 1
+    assert cluster_count(576, 49152) == MAX_CLUSTERS
+    assert 1 < cluster_count(4096, 128000) < MAX_CLUSTERS
+    assert cluster_count(4096, 128000) * 8 * 4096**2 <= MAX_HESSIAN_BYTES
+    assert cluster_count(16384, 128000) == cluster_count(64, 7) == 1
 
 
 def test_care_is_chance_times_its_rest() -> None:
@@ -63,7 +69,7 @@ def test_care_is_chance_times_its_rest() -> None:
     slow = [
         sum(float(p) * (1 - float(p)) for p in row[kind::2]) for row in shares.view(6, 8) for kind in (0, 1)
     ]
-    torch.testing.assert_close(care_of(shares, belongs).flatten(), torch.tensor(slow))
+    torch.testing.assert_close(cluster_token_weights(shares, belongs).flatten(), torch.tensor(slow))
 
 
 class Heard:
@@ -79,13 +85,13 @@ class Heard:
         rounded = x + noise * torch.tanh(x.roll(1, -1))
         self.care = torch.eye(KINDS)[kind] + 0.01 * torch.rand(TOKENS, KINDS, generator=generator)
         self.x, self.rounded = x, rounded
-        batch = batch_of(torch.zeros(2, TOKENS // 2, dtype=torch.long))
+        batch = make_batch(torch.zeros(2, TOKENS // 2, dtype=torch.long))
         shape = (2, TOKENS // 2, WIDTH)
-        self.streams = Streams([x.view(shape)], [rounded.view(shape)], [batch])
+        self.streams = HiddenStates([x.view(shape)], [rounded.view(shape)], [batch])
 
-    def sums(self) -> tuple[Sums, list[Sums]]:
-        tap = Tap(DenseWeight(self.matrix, None))
-        return hear_kinds(tap, lambda x, batch: tap(x), self.streams, self.care)
+    def sums(self) -> tuple[HessianAccumulator, list[HessianAccumulator]]:
+        tap = HookedLinear(DenseWeight(self.matrix, None))
+        return accumulate_clusters(tap, lambda x, batch: tap(x), self.streams, self.care)
 
     def harm(self, made: Tensor) -> float:
         """Squared errors of answers, each as far as its token matters to its kind."""
@@ -98,18 +104,18 @@ def test_each_kind_is_moved_to_where_its_own_tokens_want_it(seed: int) -> None:
     heard = Heard(seed, 0.1)
     whole, kinds = heard.sums()
     exact = heard.matrix.T.contiguous()
-    together = whole.means().moved(exact, 1e-6)
+    together = whole.mean().correct_weights(exact, 1e-6)
     for kind, sums in enumerate(kinds):
         columns = heard.belongs[:, kind].nonzero()[:, 0]
-        means, weight = sums.means(), heard.care[:, kind]
+        means, weight = sums.mean(), heard.care[:, kind]
         torch.testing.assert_close(
-            means.worth, float(weight.sum() ** 2 / weight.square().sum()), rtol=1e-4, atol=0
+            means.effective_tokens, float(weight.sum() ** 2 / weight.square().sum()), rtol=1e-4, atol=0
         )
-        moved = means.moved_on(exact[:, columns], together[:, columns], 1e-6)
+        moved = means.correct_columns(exact[:, columns], together[:, columns], 1e-6)
         inputs, wanted = heard.rounded, heard.x @ exact[:, columns]
         covariance = (inputs * weight[:, None]).T @ inputs / weight.sum()
         left = (inputs * weight[:, None]).T @ (wanted - inputs @ together[:, columns]) / weight.sum()
-        ridge = WIDTH / means.worth * covariance.diagonal().mean() * torch.eye(WIDTH)
+        ridge = WIDTH / means.effective_tokens * covariance.diagonal().mean() * torch.eye(WIDTH)
         slow = together[:, columns] + torch.linalg.solve(covariance + ridge, left)
         torch.testing.assert_close(moved, slow, atol=2e-3, rtol=2e-3)
 
@@ -118,11 +124,11 @@ def test_each_kind_is_moved_to_where_its_own_tokens_want_it(seed: int) -> None:
 def test_a_head_in_kinds_does_less_harm(noise: float) -> None:
     heard = Heard(1, noise)
     whole, kinds = heard.sums()
-    exact, groups = heard.matrix.T.contiguous(), recipe(32, (4, 1.0)).groups(WIDTH)
-    effort = replace(Effort(), sweeps=4)
-    means = whole.means()
-    wanted = means.moved(exact, 0.01)
-    plain = solve(wanted, factors(wanted, means.covariance, 0.01), groups, effort)
+    exact, groups = heard.matrix.T.contiguous(), make_recipe(32, (4, 1.0)).groups(WIDTH)
+    effort = replace(SolverConfig(), sweeps=4)
+    means = whole.mean()
+    wanted = means.correct_weights(exact, 0.01)
+    plain = solve_exl2(wanted, factorize(wanted, means.hessian, 0.01), groups, effort)
     made = solve_head(exact, whole, kinds, heard.belongs, groups, effort, 0.01)
     assert heard.harm(made.dequantize()) < 0.85 * heard.harm(plain.dequantize())
     alone = solve_head(exact, whole, [whole], torch.ones(COLUMNS, 1), groups, effort, 0.01)
@@ -132,8 +138,8 @@ def test_a_head_in_kinds_does_less_harm(noise: float) -> None:
 def test_a_kind_that_nobody_cares_for_is_as_all_are() -> None:
     heard = Heard(2, 0.1)
     heard.care[:, 0] = 0
-    exact, groups = heard.matrix.T.contiguous(), recipe(32, (4, 1.0)).groups(WIDTH)
+    exact, groups = heard.matrix.T.contiguous(), make_recipe(32, (4, 1.0)).groups(WIDTH)
     whole, kinds = heard.sums()
-    made = solve_head(exact, whole, kinds, heard.belongs, groups, Effort(), 0.01)
+    made = solve_head(exact, whole, kinds, heard.belongs, groups, SolverConfig(), 0.01)
     assert bool(torch.isfinite(made.dequantize()).all())
-    assert kinds[0].means().worth == 0
+    assert kinds[0].mean().effective_tokens == 0

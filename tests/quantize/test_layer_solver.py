@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from exlm.formats import DenseWeight
-from exlm.quantize.layers import Tap, batch_of
-from exlm.quantize.streams import Streams, advance, quantise
+from exlm.quantize.layer_loader import HookedLinear, make_batch
+from exlm.quantize.layer_solver import HiddenStates, advance, solve_layer
 
 TOKENS, WIDTH, INNER = 600, 12, 8
 OUT, UP, DOWN = "layers.0.attn.o", "layers.0.mlp.up", "layers.0.mlp.down"
@@ -22,8 +22,10 @@ class Layer:
     def __init__(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
 
-        def tap(outputs: int, inputs: int) -> Tap:
-            return Tap(DenseWeight(torch.randn(outputs, inputs, generator=generator) / inputs**0.5, None))
+        def tap(outputs: int, inputs: int) -> HookedLinear:
+            return HookedLinear(
+                DenseWeight(torch.randn(outputs, inputs, generator=generator) / inputs**0.5, None)
+            )
 
         self.mixing = torch.randn(WIDTH, INNER, generator=generator)
         self.taps = {OUT: tap(WIDTH, INNER), UP: tap(INNER, WIDTH), DOWN: tap(WIDTH, INNER)}
@@ -36,12 +38,12 @@ class Layer:
         return x + self.taps[DOWN](torch.tanh(self.taps[UP](x)))
 
 
-def streams(noise: float) -> Streams:
+def streams(noise: float) -> HiddenStates:
     """A stream, and one that has lost something that can be seen from where it is."""
     generator = torch.Generator().manual_seed(7)
     exact = torch.randn(2, TOKENS // 2, WIDTH, generator=generator)
     rounded = exact - noise * torch.tanh(exact.roll(1, -1))
-    return Streams([exact], [rounded], [batch_of(torch.zeros(2, TOKENS // 2, dtype=torch.long))])
+    return HiddenStates([exact], [rounded], [make_batch(torch.zeros(2, TOKENS // 2, dtype=torch.long))])
 
 
 def kept(role: str, w: Tensor, h: Tensor) -> Any:
@@ -53,8 +55,8 @@ def kept(role: str, w: Tensor, h: Tensor) -> Any:
 def test_a_matrix_that_adds_makes_good_for_what_was_lost(seed: int) -> None:
     layer, s = Layer(seed), streams(0.2)
     exact = {role: tap.data for role, tap in layer.taps.items()}
-    quantise(layer.taps, layer.forward, s, kept, 1e-6, {}, [OUT, DOWN])
-    x, y = s.exact[0].flatten(0, 1), s.rounded[0].flatten(0, 1)
+    solve_layer(layer.taps, layer.forward, s, kept, 1e-6, {}, [OUT, DOWN])
+    x, y = s.float_states[0].flatten(0, 1), s.quantized_states[0].flatten(0, 1)
     inputs = layer.attended(y)
     wanted = x + layer.attended(x) @ exact[OUT].T - y
     # the answers that were off are fitted closely, what the stream lost with as much care as text is short
@@ -71,9 +73,9 @@ def test_streams_end_closer_together() -> None:
     def error(adding: list[str]) -> float:
         layer, s = Layer(1), streams(0.2)
         exact = {role: tap.data for role, tap in layer.taps.items()}
-        quantise(layer.taps, layer.forward, s, kept, 0.01, {}, adding)
+        solve_layer(layer.taps, layer.forward, s, kept, 0.01, {}, adding)
         advance(layer.taps, exact, layer.forward, s)
-        return s.error()
+        return s.relative_error()
 
     assert error([OUT, DOWN]) < 0.9 * error([])
     assert error([OUT]) < error([])
@@ -82,6 +84,6 @@ def test_streams_end_closer_together() -> None:
 def test_nothing_moves_where_nothing_was_lost() -> None:
     layer, s = Layer(2), streams(0.0)
     before = {role: tap.data.clone() for role, tap in layer.taps.items()}
-    quantise(layer.taps, layer.forward, s, kept, 0.01, {}, [OUT, DOWN])
+    solve_layer(layer.taps, layer.forward, s, kept, 0.01, {}, [OUT, DOWN])
     for role, tap in layer.taps.items():
         torch.testing.assert_close(tap.data, before[role], atol=1e-5, rtol=1e-5)

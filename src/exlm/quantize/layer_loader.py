@@ -26,29 +26,29 @@ from ..model.builder import Builder
 from ..nn import Batch, Embedding, Head, Linear
 from ..nn.block import BlockLike
 
-Heard = Callable[[Tensor], object]
+TensorHook = Callable[[Tensor], object]
 
 
-class Reached(Exception):
+class StopForward(Exception):
     """The matrix that was waited for has been asked; what comes behind it need not be computed."""
 
 
-class Tap:
+class HookedLinear:
     """A matrix of floats: listened to where somebody asked for it, and replaceable."""
 
     def __init__(self, weight: DenseWeight) -> None:
         self.data = weight.data  # (out, in)
         self.bias = weight.bias
-        self.on_input: Heard | None = None
-        self.on_output: Heard | None = None
-        self.last = False  # whether the computation may end here
+        self.on_input: TensorHook | None = None
+        self.on_output: TensorHook | None = None
+        self.stops_forward = False  # whether the computation may end here
 
     def __call__(self, x: Tensor) -> Tensor:
         """x @ W + bias."""
         if self.on_input is not None:
             self.on_input(x)
-        if self.last:
-            raise Reached
+        if self.stops_forward:
+            raise StopForward
         flat = x.reshape(-1, x.shape[-1])  # rows one after the other: others take torch's slow ways
         y = F.linear(flat, self.data, self.bias).view(*x.shape[:-1], -1)
         if self.on_output is not None:
@@ -57,10 +57,10 @@ class Tap:
 
 
 @dataclass
-class Workshop(Builder):
+class LayerLoader(Builder):
     """Builds modules whose every matrix is a `Tap`, kept by role until `clear`."""
 
-    taps: dict[str, Tap] = field(default_factory=dict)
+    linears: dict[str, HookedLinear] = field(default_factory=dict)
 
     def prepare(self, role: str) -> Callable[[], Linear]:
         """A matrix is read at once and becomes a tap when it is wanted."""
@@ -73,25 +73,25 @@ class Workshop(Builder):
             bias = None if weight.bias is None else weight.bias.to(device, dtype)
             weight = DenseWeight(dequantize_in_chunks(weight).to(device, dtype), bias)
         assert isinstance(weight, DenseWeight)
-        self.taps[role] = tap = Tap(weight)
+        self.linears[role] = tap = HookedLinear(weight)
         return Linear(tap, weight.in_features, weight.out_features)
 
     def clear(self) -> None:
         """Let go of all that was built."""
-        self.taps.clear()
+        self.linears.clear()
         self._embedding_weight = None
 
-    def layer(self, i: int) -> BlockLike:
+    def load_layer(self, i: int) -> BlockLike:
         """A layer, and only its taps."""
         self.clear()
         return self.block(i, self.model.layers[i])
 
-    def top(self) -> Head:
+    def load_head(self) -> Head:
         """The head, and only its tap."""
         self.clear()
         return self.head()
 
-    def bottom(self) -> Embedding:
+    def load_embedding(self) -> Embedding:
         """The embedding; its table is read again each time, so that it need not be kept."""
         self._embedding_weight = None
         made = self.embedding()
@@ -99,32 +99,34 @@ class Workshop(Builder):
         return made
 
 
-def workshop(config: FrozenConfig, source: WeightSource, length: int, device: torch.device) -> Workshop:
+def layer_loader(
+    config: FrozenConfig, source: WeightSource, length: int, device: torch.device
+) -> LayerLoader:
     """A builder for rows of at most `length` tokens."""
-    return Workshop(config.spec, source, BackendList([ReferenceBackend(device, torch.float32)]), length)
+    return LayerLoader(config.spec, source, BackendList([ReferenceBackend(device, torch.float32)]), length)
 
 
-class Growing:
+class KVBuffer:
     """One layer's keys and values of rows that are all equally long, up to `length` tokens."""
 
     paged = None
 
     def __init__(self, length: int) -> None:
         self.length = length
-        self.kept: tuple[Tensor, Tensor] | None = None
+        self.buffers: tuple[Tensor, Tensor] | None = None
 
     def update(self, k: Tensor, v: Tensor, metadata: AttnMetadata) -> tuple[Tensor, Tensor]:
         """Keep the new heads and return all there are."""
-        if self.kept is None:
+        if self.buffers is None:
             shape = (k.shape[0], self.length, *k.shape[2:])
-            self.kept = k.new_empty(shape), v.new_empty(shape)
-        for kept, new in zip(self.kept, (k, v), strict=True):
+            self.buffers = k.new_empty(shape), v.new_empty(shape)
+        for kept, new in zip(self.buffers, (k, v), strict=True):
             kept[:, metadata.max_kv_len - new.shape[1] : metadata.max_kv_len] = new
-        keys, values = self.kept
+        keys, values = self.buffers
         return keys[:, : metadata.max_kv_len], values[:, : metadata.max_kv_len]
 
 
-def batch_of(ids: Tensor, past: int = 0) -> Batch:
+def make_batch(ids: Tensor, past: int = 0) -> Batch:
     """Rows of ids as one forward pass, behind `past` tokens that every row has."""
     rows, tokens = ids.shape
     return Batch(
@@ -137,7 +139,7 @@ def batch_of(ids: Tensor, past: int = 0) -> Batch:
     )
 
 
-def run(block: BlockLike, x: Tensor, batch: Batch) -> Tensor:
+def run_block(block: BlockLike, x: Tensor, batch: Batch) -> Tensor:
     """The residual stream through one layer."""
     total, more = block.forward(x, None, batch, NoCache())
     return total if more is None else total + more

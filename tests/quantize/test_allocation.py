@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from exlm.errors import InputError
-from exlm.quantize.allocate import below, edge, within
+from exlm.quantize.allocation import allocate_budget, allocate_kl, lower_hull
 from exlm.quantize.measurement import Choice
 
 numbers = st.lists(st.tuples(st.integers(1, 60), st.floats(0, 10)), min_size=1, max_size=4)
@@ -27,18 +27,18 @@ def test_the_budget_is_kept_and_the_edge_is_near(raw: list[list[tuple[int, float
     least = sum(min(c.bits for c in slot) for slot in slots)
     if least > budget:
         with pytest.raises(InputError, match="cannot be reached"):
-            within(slots, budget, 100)
+            allocate_budget(slots, budget, 100)
         return
-    found = within(slots, budget, 100)
+    found = allocate_budget(slots, budget, 100)
     assert found.bits <= budget
     every = [c for c in product(*slots) if sum(one.bits for one in c) <= budget]
-    best = min(sum(one.harm for one in c) for c in every)
+    best = min(sum(one.kl_cost for one in c) for c in every)
     widest = max(
-        (a.harm - b.harm for slot in slots for a, b in pairwise(edge(slot))),
+        (a.kl_cost - b.kl_cost for slot in slots for a, b in pairwise(lower_hull(slot))),
         default=0,
     )
-    assert found.harm <= best + widest * len(slots) + 1e-9
-    assert within(slots, budget, 100) == found
+    assert found.kl_cost <= best + widest * len(slots) + 1e-9
+    assert allocate_budget(slots, budget, 100) == found
 
 
 def test_many_slots_come_very_close() -> None:
@@ -47,23 +47,23 @@ def test_many_slots_come_very_close() -> None:
         [Choice(b * 100 + random.randrange(9), 4.0**-b * random.random(), {}) for b in range(2, 9)]
         for _ in range(60)
     ]
-    found = within(slots, 60 * 400, 1)
+    found = allocate_budget(slots, 60 * 400, 1)
     assert found.bits > 60 * 400 - 100
-    line = [edge(slot) for slot in slots]
-    slope = sorted((a.harm - b.harm) / (b.bits - a.bits) for one in line for a, b in pairwise(one))
+    line = [lower_hull(slot) for slot in slots]
+    slope = sorted((a.kl_cost - b.kl_cost) / (b.bits - a.bits) for one in line for a, b in pairwise(one))
     bound = max(  # Lagrange: no allocation within the budget can be better
-        sum(min(c.harm + price * c.bits for c in slot) for slot in slots) - price * 60 * 400
+        sum(min(c.kl_cost + price * c.bits for c in slot) for slot in slots) - price * 60 * 400
         for price in slope
     )
-    assert found.harm <= 1.02 * bound
+    assert found.kl_cost <= 1.02 * bound
 
 
 @given(slots_of, st.floats(0, 30))
 @example([[(1, 2.0), (2, 1e-9)]], 0.0)
 def test_harm_is_kept_below(raw: list[list[tuple[int, float]]], harm: float) -> None:
     slots = made(raw)
-    if sum(min(c.harm for c in slot) for slot in slots) > harm + 1e-9:
+    if sum(min(c.kl_cost for c in slot) for slot in slots) > harm + 1e-9:
         with pytest.raises(InputError, match="cannot be reached"):
-            below(slots, harm)
+            allocate_kl(slots, harm)
         return
-    assert below(slots, harm + 1e-9).harm <= harm + 1e-6
+    assert allocate_kl(slots, harm + 1e-9).kl_cost <= harm + 1e-6

@@ -14,39 +14,39 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .tape import TAPE
+from .cuda_graphs import GRAPHS
 
 TILE = 32
 
 
-class Outputs(NamedTuple):
+class OutputFactors(NamedTuple):
     """The output side of one matrix: the order its columns are rounded in, and how they matter together."""
 
-    order: Tensor  # (columns,)
-    upper: Tensor  # V with Vᵀ V = G⁻¹, in that order
-    gradients: Tensor  # G, in the order of the columns
+    perm: Tensor  # (columns,)
+    inv_chol: Tensor  # V with Vᵀ V = G⁻¹, in that order
+    hessian: Tensor  # G, in the order of the columns
 
 
-def round_both(w: Tensor, scale: Tensor, half: Tensor, upper: Tensor, outputs: Outputs) -> Tensor:
+def gptq_two_sided(w: Tensor, scale: Tensor, half: Tensor, upper: Tensor, outputs: OutputFactors) -> Tensor:
     """Whole numbers (inputs, columns) for `w`, whose errors are fed back on both sides.
 
     `scale` has the factor of every number, `half` the half range of every row; `upper` is U with Uᵀ U = H⁻¹.
     The inputs must be a multiple of TILE.
     """
-    w, scale, across = w[:, outputs.order], scale[:, outputs.order], outputs.upper
+    w, scale, across = w[:, outputs.perm], scale[:, outputs.perm], outputs.inv_chol
     columns = w.shape[1]
     if padding := -columns % TILE:
         w, scale = F.pad(w, (0, padding)), F.pad(scale, (0, padding), value=1.0)
         across = F.pad(across, (0, padding, 0, padding))
         across.diagonal()[columns:] = 1
     down, right = w.shape[0] // TILE, w.shape[1] // TILE
-    wave = _Wave(w, scale, half, upper, across)
+    wave = _Wavefront(w, scale, half, upper, across)
     for step in range(down + right - 1):
-        wave.round(step, max(0, step - right + 1), min(down, step + 1))
-    return wave.codes.transpose(1, 2).reshape(w.shape)[:, outputs.order.argsort()]
+        wave.round_diagonal(step, max(0, step - right + 1), min(down, step + 1))
+    return wave.codes.transpose(1, 2).reshape(w.shape)[:, outputs.perm.argsort()]
 
 
-class _Wave:
+class _Wavefront:
     """What has been rounded so far, and the errors that were made, cut so that tiles can be picked.
 
     What is not done yet has errors of zero: sums over everything are sums over what is done.
@@ -58,12 +58,12 @@ class _Wave:
         self.half = half.view(down, TILE)
         self.upper = upper.T.contiguous().view(down, TILE, -1)
         self.across = across.view(-1, right, TILE).transpose(0, 1).contiguous()
-        self.u, self.v = _pivots(upper), _pivots(across)
+        self.u, self.v = _diagonal_tiles(upper), _diagonal_tiles(across)
         self.codes = torch.empty_like(self.w, memory_format=torch.contiguous_format)
         self.errors = w.new_zeros(right, len(w), TILE)  # divided by both pivots
         self.carried = w.new_zeros(down, TILE, w.shape[1])  # Uᵀ errors
 
-    def round(self, step: int, first: int, end: int) -> None:
+    def round_diagonal(self, step: int, first: int, end: int) -> None:
         """The tiles of one diagonal, in the rows `first` to `end`: none depends on another."""
         i = torch.arange(first, end, device=self.w.device)
         j = step - i
@@ -73,13 +73,13 @@ class _Wave:
         left = torch.bmm(self.carried[first:end, :, :columns], self.across[j, :columns])
         now = self.w[i, j] - torch.bmm(above, v) - left
         codes, errors = torch.empty_like(now), torch.empty_like(now)
-        TAPE.play(_round_tiles, (now, self.scale[i, j], self.half[i], u, v), (codes, errors))
+        GRAPHS.run(_round_tiles, (now, self.scale[i, j], self.half[i], u, v), (codes, errors))
         self.codes[i, j] = codes
         self.errors.view(len(self.v), -1, TILE, TILE)[j, i] = errors
         self.carried.view(len(self.u), TILE, -1, TILE)[i, :, j] = above.baddbmm_(u.transpose(1, 2), errors)
 
 
-def _pivots(square: Tensor) -> Tensor:
+def _diagonal_tiles(square: Tensor) -> Tensor:
     """(tiles, TILE, TILE) those on the diagonal."""
     count = len(square) // TILE
     return square.view(count, TILE, count, TILE).diagonal(0, 0, 2).permute(2, 0, 1).contiguous()

@@ -7,8 +7,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from exlm.quantize import measure
-from exlm.quantize.layers import batch_of
+from exlm.quantize import sensitivity
+from exlm.quantize.layer_loader import make_batch
 
 ROWS, TOKENS, WIDTH, VOCABULARY = 3, 400, 6, 11
 
@@ -27,9 +27,9 @@ def test_tokens_matter_by_the_trace_of_their_curvature() -> None:
     generator = torch.Generator().manual_seed(3)
     matrix = torch.randn(WIDTH, VOCABULARY, generator=generator)
     x = torch.randn(ROWS, TOKENS, WIDTH, generator=generator)
-    batch = batch_of(torch.zeros(ROWS, TOKENS, dtype=torch.long))
+    batch = make_batch(torch.zeros(ROWS, TOKENS, dtype=torch.long))
     belongs = torch.eye(3)[torch.arange(VOCABULARY) % 3]
-    slopes, care = measure.first_slope(cast(Any, Plain(matrix)), x, batch, generator, belongs)
+    slopes, care = sensitivity.head_grad(cast(Any, Plain(matrix)), x, batch, generator, belongs)
     shares = (x @ matrix).softmax(-1)
     curvature = torch.diag_embed(shares) - shares[..., :, None] * shares[..., None, :]
     each = curvature.diagonal(dim1=-2, dim2=-1)

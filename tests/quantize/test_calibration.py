@@ -13,11 +13,11 @@ import torch
 
 from exlm import Config, InputError, MissingExtra, Tokenizer
 from exlm.checkpoint import open_source
-from exlm.quantize import calibrate, work
-from exlm.quantize.evaluate import _file_ids, held_out
-from exlm.quantize.layers import Growing, batch_of, workshop
-from exlm.quantize.wishes import Wishes, parse_size
-from exlm.quantize.work import _ids
+from exlm.quantize import calibration, context
+from exlm.quantize.config import QuantConfig, parse_size
+from exlm.quantize.context import make_calibration_ids
+from exlm.quantize.evaluate import _ids_from_file, held_out_ids
+from exlm.quantize.layer_loader import KVBuffer, layer_loader, make_batch
 from exlm.spec.weight_roles import matrices
 from tests import tiny
 
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_built_in_text_is_cut_in_two_that_share_nothing() -> None:
-    used, kept = ("\n\n".join(calibrate.builtin(held_out=x)).split("\n\n") for x in (False, True))
+    used, kept = ("\n\n".join(calibration.builtin_texts(held_out=x)).split("\n\n") for x in (False, True))
     assert not set(used) & set(kept)
     assert sum(map(len, used)) > 280_000
     assert 40_000 < sum(map(len, kept)) < sum(map(len, used)) / 3
@@ -41,28 +41,28 @@ def test_files_of_every_kind_are_read(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("plain ¡text!", encoding="utf-8")
     lines = [{"text": "one"}, {"messages": [{"role": "user", "content": "two"}]}, "three", {"odd": 4}]
     (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    assert list(calibrate.documents(tmp_path / "a.txt")) == ["plain ¡text!"]
-    assert list(calibrate.documents(tmp_path / "b.jsonl")) == ["one", "two", "three", "4"]
+    assert list(calibration.read_documents(tmp_path / "a.txt")) == ["plain ¡text!"]
+    assert list(calibration.read_documents(tmp_path / "b.jsonl")) == ["one", "two", "three", "4"]
     (tmp_path / "c.csv").write_text("x")
     with pytest.raises(InputError, match=r"\.parquet"):
-        list(calibrate.documents(tmp_path / "c.csv"))
+        list(calibration.read_documents(tmp_path / "c.csv"))
 
 
 def test_json_is_read_as_programs_write_it(folder: Path, tmp_path: Path) -> None:
     records = [{"text": "one"}, {"text": "Käse"}]
     path = tmp_path / "indented.json"
     path.write_text(json.dumps(records, indent=2))
-    assert list(calibrate.documents(path)) == ["one\nKäse"]
+    assert list(calibration.read_documents(path)) == ["one\nKäse"]
     path.write_text("\n".join(map(json.dumps, records)))
-    assert list(calibrate.documents(path)) == ["one", "Käse"]
+    assert list(calibration.read_documents(path)) == ["one", "Käse"]
     path.write_text("[1,\n2")
     with pytest.raises(InputError, match=r"indented\.json, line 1: not JSON"):
-        list(calibrate.documents(path))
+        list(calibration.read_documents(path))
     path = tmp_path / "marked.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps(records[0]).encode())
-    assert list(calibrate.documents(path)) == ["one"]
+    assert list(calibration.read_documents(path)) == ["one"]
     path.write_text('{"text": "cut \\ud83d and whole \\ud83d\\ude00"}')
-    found = list(calibrate.documents(path))
+    found = list(calibration.read_documents(path))
     assert found == ["cut \ufffd and whole 😀"]
     assert Tokenizer(Config(folder)).encode(found[0]).shape[1] > 10
 
@@ -74,7 +74,7 @@ def test_files_that_cannot_be_read_are_named(
     path = tmp_path / f"odd.{kind}"
     path.write_bytes('{"text": "Käse"}\n'.encode("latin-1"))
     with pytest.raises(InputError, match=rf"odd\.{kind}: not UTF-8 text"):
-        list(calibrate.documents(path))
+        list(calibration.read_documents(path))
 
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
@@ -82,7 +82,7 @@ def test_files_that_cannot_be_read_are_named(
     monkeypatch.setattr(Path, "open", refuse)
     monkeypatch.setattr(Path, "read_text", refuse)
     with pytest.raises(InputError, match=rf"odd\.{kind}: cannot be read \(Permission denied\)"):
-        list(calibrate.documents(path))
+        list(calibration.read_documents(path))
 
 
 def test_parquet_is_read_or_its_package_named(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_parquet_is_read_or_its_package_named(tmp_path: Path) -> None:
     if find_spec("pyarrow") is None:
         path.write_bytes(b"")
         with pytest.raises(MissingExtra, match="pip install pyarrow"):
-            list(calibrate.documents(path))
+            list(calibration.read_documents(path))
         pytest.skip("pyarrow is not installed: no table was read")
     import pyarrow
     import pyarrow.parquet
@@ -98,19 +98,19 @@ def test_parquet_is_read_or_its_package_named(tmp_path: Path) -> None:
     talks = [[{"role": "user", "content": "three"}], None]
     table = pyarrow.table({"text": ["one", "two"], "messages": talks, "id": [1, 2]})
     pyarrow.parquet.write_table(table, path)
-    assert list(calibrate.documents(path)) == ["one\nthree", "two"]
+    assert list(calibration.read_documents(path)) == ["one\nthree", "two"]
     path.write_bytes(b"PAR1 but no table")
     with pytest.raises(InputError, match=r"d\.parquet: not a Parquet file"):
-        list(calibrate.documents(path))
+        list(calibration.read_documents(path))
 
 
 def test_rows_are_whole_and_begin_with_a_bos(folder: Path) -> None:
     tokenizer = Tokenizer(Config(folder))
-    rows = calibrate.rows_of(["x" * 3000, "y" * 500], tokenizer, 4, 600)
+    rows = calibration.pack_rows(["x" * 3000, "y" * 500], tokenizer, 4, 600)
     assert rows.shape == (4, 600)
     assert int(rows[0, 0]) == 1
     with pytest.raises(InputError, match="has 6:"):
-        calibrate.rows_of(["short"], tokenizer, 4, 600)
+        calibration.pack_rows(["short"], tokenizer, 4, 600)
 
 
 @pytest.mark.parametrize(("family", "every"), [("Gemma", True), ("Llama", False)])
@@ -120,17 +120,17 @@ def test_models_that_are_lost_without_a_bos_read_every_row_behind_one(
     folder = tiny.make_chat_folder(tmp_path / "m", architectures=[f"{family}ForCausalLM"], head_dim=8)
     config = Config(folder)
     tokenizer = Tokenizer(config)
-    rows = calibrate.rows_of(["x" * 3000], tokenizer, 4, 100)
-    found = calibrate.headed(rows, config, tokenizer)
+    rows = calibration.pack_rows(["x" * 3000], tokenizer, 4, 100)
+    found = calibration.prepend_bos(rows, config, tokenizer)
     assert found[0].equal(rows[0]), "it has one already"
     assert found[1].tolist() == ([1, *rows[1, :-1].tolist()] if every else rows[1].tolist())
     (tmp_path / "text.txt").write_text("x" * 3000)
-    wishes = Wishes(bits=4.0, calibration=str(tmp_path / "text.txt"), rows=4, length=100)
+    wishes = QuantConfig(bits=4.0, calibration=str(tmp_path / "text.txt"), rows=4, length=100)
     frozen = config.freeze()
-    shop = workshop(frozen, open_source(folder, frozen.spec.names), 100, torch.device("cpu"))
-    assert _ids(config, wishes, shop).equal(found)
-    assert bool((held_out(folder)[:, 0] == 1).all()) is every
-    assert bool((_file_ids(folder, tmp_path / "text.txt", 4, 100)[:, 0] == 1).all()) is every
+    shop = layer_loader(frozen, open_source(folder, frozen.spec.names), 100, torch.device("cpu"))
+    assert make_calibration_ids(config, wishes, shop).equal(found)
+    assert bool((held_out_ids(folder)[:, 0] == 1).all()) is every
+    assert bool((_ids_from_file(folder, tmp_path / "text.txt", 4, 100)[:, 0] == 1).all()) is every
 
 
 def test_few_rows_of_many_short_texts_are_enough_text(folder: Path) -> None:
@@ -141,7 +141,7 @@ def test_few_rows_of_many_short_texts_are_enough_text(folder: Path) -> None:
             read.append(i)
             yield "x" * 99
 
-    assert calibrate.rows_of(texts(), Tokenizer(Config(folder)), 1, 512).shape == (1, 512)
+    assert calibration.pack_rows(texts(), Tokenizer(Config(folder)), 1, 512).shape == (1, 512)
     assert len(read) == 21  # as many as make 2,048 tokens
 
 
@@ -161,9 +161,9 @@ def test_of_a_long_text_no_more_is_tokenized_than_is_needed(
 
     monkeypatch.setattr(Tokenizer, "encode", watched)
     for characters in (16, 1):  # enough at once, or not
-        monkeypatch.setattr(calibrate, "CHARACTERS", characters)
+        monkeypatch.setattr(calibration, "CHARS_PER_TOKEN", characters)
         sizes.clear()
-        rows = calibrate.rows_of([text], tokenizer, 40, 64)
+        rows = calibration.pack_rows([text], tokenizer, 40, 64)
         assert torch.equal(rows.flatten(), whole[: 40 * 64])
         assert max(sizes) < len(text) // 10
         assert (len(sizes) > 1) == (characters == 1)
@@ -171,26 +171,26 @@ def test_of_a_long_text_no_more_is_tokenized_than_is_needed(
 
 def test_what_the_model_writes_is_repeatable_and_goes_on_from_its_start(folder: Path) -> None:
     frozen = Config(folder).freeze()
-    shop = workshop(frozen, open_source(folder, frozen.spec.names), 24, torch.device("cpu"))
-    starts = calibrate.starts_of(torch.arange(3, 67).view(2, 32), 3, None)
-    first = calibrate.written(shop, starts, 24, [2], 7)
+    shop = layer_loader(frozen, open_source(folder, frozen.spec.names), 24, torch.device("cpu"))
+    starts = calibration.sample_prompts(torch.arange(3, 67).view(2, 32), 3, None)
+    first = calibration.sample_rows(shop, starts, 24, [2], 7)
     assert first.shape == (3, 24)
     assert torch.equal(first[:, :8], starts)
     assert len(set(starts[:, 1].tolist())) == 3  # none begins like another
     assert not bool((first[:, 8:] == 2).any())  # nobody ends
-    assert torch.equal(first, calibrate.written(shop, starts, 24, [2], 7))
-    assert not torch.equal(first, calibrate.written(shop, starts, 24, [2], 8))
-    assert calibrate.starts_of(first, 5, 1).tolist() == 5 * [[1]]
-    assert calibrate.starts_of(torch.arange(3, 13).view(2, 5), 3, None).tolist()[2] == [3, 4, 5, 6, 7]
+    assert torch.equal(first, calibration.sample_rows(shop, starts, 24, [2], 7))
+    assert not torch.equal(first, calibration.sample_rows(shop, starts, 24, [2], 8))
+    assert calibration.sample_prompts(first, 5, 1).tolist() == 5 * [[1]]
+    assert calibration.sample_prompts(torch.arange(3, 13).view(2, 5), 3, None).tolist()[2] == [3, 4, 5, 6, 7]
 
 
 def test_a_growing_cache_is_a_forward_pass(folder: Path) -> None:
     frozen = Config(folder).freeze()
-    shop = workshop(frozen, open_source(folder, frozen.spec.names), 24, torch.device("cpu"))
+    shop = layer_loader(frozen, open_source(folder, frozen.spec.names), 24, torch.device("cpu"))
     decoder = list(shop.build())[-1]
-    ids, layers = torch.randint(3, 250, (2, 12)), [Growing(12) for _ in decoder.blocks]
-    parts = [decoder.forward(batch_of(ids[:, a:b], a), layers)[0] for a, b in ((0, 5), (5, 6), (6, 12))]
-    whole = decoder.forward(batch_of(ids), [Growing(12) for _ in decoder.blocks])[0]
+    ids, layers = torch.randint(3, 250, (2, 12)), [KVBuffer(12) for _ in decoder.blocks]
+    parts = [decoder.forward(make_batch(ids[:, a:b], a), layers)[0] for a, b in ((0, 5), (5, 6), (6, 12))]
+    whole = decoder.forward(make_batch(ids), [KVBuffer(12) for _ in decoder.blocks])[0]
     torch.testing.assert_close(torch.cat([p for p in parts if p is not None], 1), whole)
 
 
@@ -204,7 +204,7 @@ def test_sizes_are_read_as_people_write_them() -> None:
 
 
 def test_wishes_say_all_that_matters() -> None:
-    assert Wishes(bits=4.0).facts() != Wishes(bits=4.0, seed=2).facts()
+    assert QuantConfig(bits=4.0).fingerprint() != QuantConfig(bits=4.0, seed=2).fingerprint()
 
 
 def test_a_processor_reads_fewer_rows_of_a_large_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,8 +213,8 @@ def test_a_processor_reads_fewer_rows_of_a_large_model(folder: Path, monkeypatch
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     found = []
     for rows in (1000, 77, 5):
-        monkeypatch.setattr(work, "READING", rows * weights)
-        found.append((work.usual_rows(model, cpu), work.usual_rows(model, cuda)))
+        monkeypatch.setattr(context, "CPU_WEIGHT_ROWS", rows * weights)
+        found.append((context.default_rows(model, cpu), context.default_rows(model, cuda)))
     assert found == [(128, 128), (77, 128), (48, 128)]
 
 
@@ -222,9 +222,9 @@ def test_a_processor_reads_fewer_rows_of_a_large_model(folder: Path, monkeypatch
 def test_every_kind_of_built_in_text_gives_as_many_rows(folder: Path, rows: int) -> None:
     tokenizer = Tokenizer(Config(folder))
     bos = tokenizer.bos_token_id is not None
-    texts = [tokenizer.encode(text, add_bos=bos)[0] for text in calibrate.builtin()]
+    texts = [tokenizer.encode(text, add_bos=bos)[0] for text in calibration.builtin_texts()]
     kinds = [{tuple(row.tolist()) for row in ids[: len(ids) // 512 * 512].view(-1, 512)} for ids in texts]
-    found = {tuple(row.tolist()) for row in calibrate.builtin_rows(tokenizer, rows, 512)}
+    found = {tuple(row.tolist()) for row in calibration.builtin_rows(tokenizer, rows, 512)}
     assert len(found) == min(rows, sum(map(len, kinds)))
     counts = [len(found & kind) for kind in kinds]
     full = [count == len(kind) for count, kind in zip(counts, kinds, strict=True)]
@@ -234,6 +234,6 @@ def test_every_kind_of_built_in_text_gives_as_many_rows(folder: Path, rows: int)
 
 def test_rows_longer_than_a_kind_go_over_several(folder: Path) -> None:
     tokenizer = Tokenizer(Config(folder))
-    assert calibrate.builtin_rows(tokenizer, 2, 60_000).shape == (2, 60_000)
+    assert calibration.builtin_rows(tokenizer, 2, 60_000).shape == (2, 60_000)
     with pytest.raises(InputError, match="at least 9,000,000 tokens"):
-        calibrate.builtin_rows(tokenizer, 2, 9_000_000)
+        calibration.builtin_rows(tokenizer, 2, 9_000_000)

@@ -12,22 +12,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .tape import TAPE
+from .cuda_graphs import GRAPHS
 
-RUN = 64
+COLUMNS_PER_MOVE = 64
 """Columns of which at most one moves at a time, at first: more would make good for the same error twice."""
 
-ROWS = 32
+BLOCK_ROWS = 32
 """Rows whose moves are carried to the others together."""
 
-SWEEPS = 8
+MAX_SWEEPS = 8
 """At most: more gain less and less, and a large matrix takes a second for each."""
 
-WORTH = 5e-4
+MIN_GAIN = 5e-4
 """A sweep that takes off less than this share of the harm is the last."""
 
 
-def settle(
+def descend_two_sided(
     codes: Tensor, w: Tensor, scale: Tensor, half: Tensor, hessian: Tensor, gradients: Tensor
 ) -> Tensor:
     """Better codes (inputs, columns) for `w`, or the same; inputs are a multiple of ROWS.
@@ -35,15 +35,15 @@ def settle(
     `scale` has the factor of every number, `half` the half range of every row. A sweep in which codes that
     moved together did harm is taken back, and half as many move from then on.
     """
-    best, run, pull = codes, RUN, _pull(codes, w, scale, hessian, gradients)
-    least = _harm(codes, w, scale, pull)
-    for _ in range(SWEEPS):
-        now = _swept(best, pull, scale, half, hessian, gradients, run)
-        after = _pull(now, w, scale, hessian, gradients)
-        found = _harm(now, w, scale, after)
+    best, run, pull = codes, COLUMNS_PER_MOVE, _gradient(codes, w, scale, hessian, gradients)
+    least = _loss(codes, w, scale, pull)
+    for _ in range(MAX_SWEEPS):
+        now = _sweep(best, pull, scale, half, hessian, gradients, run)
+        after = _gradient(now, w, scale, hessian, gradients)
+        found = _loss(now, w, scale, after)
         if bool(found < least):
             gained, best, pull, least = least - found, now, after, found
-            if bool(gained < WORTH * found):
+            if bool(gained < MIN_GAIN * found):
                 break
         elif run >= w.shape[1]:
             break
@@ -52,33 +52,33 @@ def settle(
     return best
 
 
-def _swept(
+def _sweep(
     codes: Tensor, pull: Tensor, scale: Tensor, half: Tensor, hessian: Tensor, g: Tensor, run: int
 ) -> Tensor:
     """New codes, every row looked at once."""
     columns, padding = codes.shape[1], -codes.shape[1] % run
     g = F.pad(g, (0, padding, 0, padding))
     now, pull, scale = (F.pad(x, (0, padding)) if padding else x.clone() for x in (codes, pull, scale))
-    for a in range(0, len(now), ROWS):
-        rows = slice(a, a + ROWS)
+    for a in range(0, len(now), BLOCK_ROWS):
+        rows = slice(a, a + BLOCK_ROWS)
         block = (pull[rows], hessian[rows, rows], g, scale[rows], half[rows], now[rows].clone())
         moved = torch.empty_like(now[rows])
-        TAPE.play(_SettleRows(run), block, (now[rows], moved))
+        GRAPHS.run(_DescendBlock(run), block, (now[rows], moved))
         pull.addmm_(hessian[:, rows], moved, alpha=-1)
     return now[:, :columns].contiguous()
 
 
-def _pull(codes: Tensor, w: Tensor, scale: Tensor, hessian: Tensor, g: Tensor) -> Tensor:
+def _gradient(codes: Tensor, w: Tensor, scale: Tensor, hessian: Tensor, g: Tensor) -> Tensor:
     """H E G: which way, and how much, each number would like to move."""
     return hessian @ (w - (codes * scale).half().float()) @ g
 
 
-def _harm(codes: Tensor, w: Tensor, scale: Tensor, pull: Tensor) -> Tensor:
+def _loss(codes: Tensor, w: Tensor, scale: Tensor, pull: Tensor) -> Tensor:
     return ((w - (codes * scale).half().float()) * pull).sum()
 
 
 @dataclass(frozen=True)
-class _SettleRows:
+class _DescendBlock:
     """The rows of one block, and by how much their values change, times G; a row is seen as its runs."""
 
     run: int

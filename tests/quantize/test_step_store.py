@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from exlm.errors import CheckpointError, ModelNotFound
-from exlm.quantize import job as jobs
-from exlm.quantize.job import Job, open_job, place_of
+from exlm.quantize import step_store
+from exlm.quantize.step_store import StepStore, open_step_store, store_dir
 
 ACTS = st.tuples(st.sampled_from(["save", "note", "drop", "has", "load", "noted"]), st.sampled_from("ab"))
 
@@ -22,8 +22,8 @@ ACTS = st.tuples(st.sampled_from(["save", "note", "drop", "has", "load", "noted"
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that takes its time."""
-    sync = jobs.os.fsync
-    monkeypatch.setattr(jobs.os, "fsync", lambda file: (time.sleep(0.002), sync(file)))
+    sync = step_store.os.fsync
+    monkeypatch.setattr(step_store.os, "fsync", lambda file: (time.sleep(0.002), sync(file)))
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -32,7 +32,7 @@ def test_what_was_asked_for_is_seen_at_once(
     slow: None, tmp_path_factory: pytest.TempPathFactory, acts: list[tuple[str, str]]
 ) -> None:
     folder = tmp_path_factory.mktemp("job")
-    job, tensors, notes = Job(folder), {}, {}
+    job, tensors, notes = StepStore(folder), {}, {}
     for number, (act, name) in enumerate(acts):
         match act:
             case "save":
@@ -42,32 +42,32 @@ def test_what_was_asked_for_is_seen_at_once(
                 x.zero_()  # the caller's own again
             case "note":
                 notes[name] = number
-                job.note(name, number)
+                job.save_json(name, number)
             case "drop":
                 tensors.pop(name, None)
-                job.drop(name)
+                job.delete(name)
             case "has":
                 assert job.has(name) == (name in tensors)
             case "load" if name in tensors:
                 assert all(torch.equal(found, tensors[name]) for found in job.load(name).values())
             case "noted":
-                assert job.noted(name) == notes.get(name)
+                assert job.load_json(name) == notes.get(name)
     job.close()
     kept = {f"{name}.safetensors" for name in tensors} | {f"{name}.json" for name in notes}
     assert {path.name for path in folder.iterdir()} == kept
 
 
 def test_nothing_is_written_behind_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(tmp_path)
-    job.note("before", 1)
+    job = StepStore(tmp_path)
+    job.save_json("before", 1)
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(jobs, "save_file", full)
+    monkeypatch.setattr(step_store, "save_file", full)
     job.save("a", {"x": torch.ones(2)})
     with suppress(CheckpointError):  # whether this is already refused depends on the disk
-        job.note("behind", 1)
+        job.save_json("behind", 1)
     job.close()
     with pytest.raises(CheckpointError, match=r"a\.safetensors .*Make room"):
         job.has("a")
@@ -78,24 +78,27 @@ def test_a_failure_in_the_last_write_is_told_too(tmp_path: Path, monkeypatch: py
     def broken(*_: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(jobs, "save_file", broken)
+    monkeypatch.setattr(step_store, "save_file", broken)
     with (
         pytest.raises(ZeroDivisionError),
-        open_job(tmp_path / "model", {}, restart=False) as job,
+        open_step_store(tmp_path / "model", {}, restart=False) as job,
     ):
         job.save("a", {"x": torch.ones(2)})
-    assert not place_of(tmp_path / "model").exists()
+    assert not store_dir(tmp_path / "model").exists()
 
 
 def test_a_model_that_is_not_there_is_no_fault_of_the_folder(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFound, match="Can't find"), open_job(tmp_path / "model", {}, restart=False):
+    with (
+        pytest.raises(ModelNotFound, match="Can't find"),
+        open_step_store(tmp_path / "model", {}, restart=False),
+    ):
         raise ModelNotFound("Can't find the source.")
 
 
 def test_a_name_too_long_is_told(tmp_path: Path) -> None:
     with (
         pytest.raises(CheckpointError, match=r"could not be written .*File name too long"),
-        open_job(tmp_path / ("x" * 250), {}, restart=False),
+        open_step_store(tmp_path / ("x" * 250), {}, restart=False),
     ):
         pass
 
@@ -114,11 +117,11 @@ DAMAGED: dict[str, bytes] = {
 
 @pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
 def test_a_damaged_file_of_a_step_is_named_with_the_remedy(tmp_path: Path, content: bytes) -> None:
-    job = Job(tmp_path)
+    job = StepStore(tmp_path)
     for name in ("a.json", "b.safetensors"):
         (tmp_path / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=r"a\.json belongs to an unfinished job .*restart"):
-        job.noted("a")
+        job.load_json("a")
     with pytest.raises(CheckpointError, match=r"b\.safetensors belongs to an unfinished job .*restart"):
         job.load("b")
     job.close()
@@ -126,14 +129,14 @@ def test_a_damaged_file_of_a_step_is_named_with_the_remedy(tmp_path: Path, conte
 
 @pytest.mark.parametrize("facts", ["[]", '"text"', "3", "{"])
 def test_damaged_facts_of_a_job_are_named_and_restart_removes_them(tmp_path: Path, facts: str) -> None:
-    folder = place_of(tmp_path / "model")
+    folder = store_dir(tmp_path / "model")
     folder.mkdir()
     (folder / "job.json").write_text(facts)
     (folder / "ids.safetensors").touch()
     with (
         pytest.raises(CheckpointError, match=r"job\.json belongs to an unfinished job .*restart"),
-        open_job(tmp_path / "model", {"bits": 4}, restart=False),
+        open_step_store(tmp_path / "model", {"bits": 4}, restart=False),
     ):
         pass
-    with open_job(tmp_path / "model", {"bits": 4}, restart=True) as job:
+    with open_step_store(tmp_path / "model", {"bits": 4}, restart=True) as job:
         assert not job.has("ids")

@@ -19,21 +19,21 @@ from ..errors import InputError
 from ..model.devices import pick_device
 from ..version import __version__
 from . import pipeline
-from .calibrate import LENGTH
+from .calibration import DEFAULT_LENGTH
+from .config import TARGETS, Method, QuantConfig, calibration_name, parse_size
+from .context import Progress, QuantContext, check_shapes, default_rows, job_facts, num_sampled_rows
 from .evaluate import Quality, evaluate_model
-from .job import open_job, place_of
-from .layers import workshop
-from .measurement import Measurement, quantised
-from .memory import Shapes
-from .output import CARD, check_kept, check_space, kept_bytes, new_model
-from .recipe import HEAD, Recipe
+from .layer_loader import layer_loader
+from .measurement import Measurement, quantized_matrices
+from .memory import PeakMemory
+from .output import CARD, check_disk_space, check_float16_range, unquantized_bytes, write_model
+from .recipe import HEAD_RECIPES, Recipe
 from .report import write_report
-from .wishes import TARGETS, Method, Wishes, calibration_name, parse_size
-from .work import Progress, Work, check_shapes, facts, own_rows, usual_rows
+from .step_store import open_step_store, store_dir
 
 log = logging.getLogger(__name__)
 
-SHARD = 2 * 2**30
+DEFAULT_SHARD_BYTES = 2 * 2**30
 
 
 def quantize_model(
@@ -52,7 +52,7 @@ def quantize_model(
     measurement: str | Path | None = None,
     save_measurement: str | Path | None = None,
     device: str | None = None,
-    shard_bytes: int = SHARD,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
     overwrite: bool = False,
     restart: bool = False,
     report: bool = True,
@@ -72,7 +72,7 @@ def quantize_model(
     """
     untold = method == "exl2" and bits is None and size is None and max_kld is None
     config, device_ = Config(source), pick_device(device)
-    wishes = Wishes(
+    wishes = QuantConfig(
         bits=4.0 if untold else bits,
         size=parse_size(size) if isinstance(size, str) else size,
         max_kld=max_kld,
@@ -80,10 +80,10 @@ def quantize_model(
         method=method,
         group_size=group_size,
         calibration=str(calibration),
-        rows=usual_rows(config.spec, device_) if rows is None else rows,
-        length=_length(length, config),
+        rows=default_rows(config.spec, device_) if rows is None else rows,
+        length=_row_length(length, config),
     )
-    return carry_out(
+    return run_job(
         config,
         target,
         wishes,
@@ -98,20 +98,20 @@ def quantize_model(
     )
 
 
-def _length(asked: int | None, config: Config) -> int:
+def _row_length(asked: int | None, config: Config) -> int:
     """Tokens of a row, which the model must be able to read."""
     if asked is not None and asked > config.max_seq_len:
         raise InputError(
             f"A length of {asked:,} tokens is more than {config.model_dir} can read: take at most "
             f"{config.max_seq_len:,}."
         )
-    return min(LENGTH, config.max_seq_len) if asked is None else asked
+    return min(DEFAULT_LENGTH, config.max_seq_len) if asked is None else asked
 
 
-def carry_out(
+def run_job(
     config: Config,
     target: str | Path,
-    wishes: Wishes,
+    wishes: QuantConfig,
     *,
     measurement: str | Path | None,
     save_measurement: str | Path | None,
@@ -135,46 +135,48 @@ def carry_out(
         raise InputError(
             "Measurements go with method exl2: GPTQ has 4 bits for every weight, and makes none."
         )
-    known, digest = (None, None) if measurement is None else _read(Path(measurement), frozen.spec)
+    known, digest = (None, None) if measurement is None else _read_measurement(Path(measurement), frozen.spec)
     kept = None if save_measurement is None else Path(save_measurement).expanduser()
     if kept is not None:
-        _check_place(kept, known)
+        _check_measurement_path(kept, known)
     length = min(wishes.length, frozen.max_seq_len)
-    shop = workshop(frozen, opened, length, device)
-    about = facts(wishes, frozen, opened, digest, device)
+    shop = layer_loader(frozen, opened, length, device)
+    about = job_facts(wishes, frozen, opened, digest, device)
     measures = wishes.method == "exl2" and known is None
-    with open_job(folder, about, later=TARGETS, mark="streams.", restart=restart) as job:
-        work = Work(config, frozen, opened, shop, job, wishes, progress)
-        work.total = pipeline.units(work.depth, wishes.method == "exl2")
+    with open_step_store(folder, about, changeable=TARGETS, until="streams.", restart=restart) as job:
+        work = QuantContext(config, frozen, opened, shop, job, wishes, progress)
+        work.total = pipeline.progress_units(work.depth, wishes.method == "exl2")
         check_shapes(work.matrices, wishes.method)
         if wishes.method == "exl2":
             pipeline.check_target(work, known)
-        check_space(place_of(folder), _disk(work))
-        check_kept(work.plan, frozen.spec, work.matrices.keys())
-        most = Shapes(frozen.spec, wishes.rows, length).most(writes=own_rows(frozen.spec, wishes) > 0)
-        work.step(0, f"calibrating; at most {most / 1e9:.1f} GB of memory")
-        work.calibration()
+        check_disk_space(store_dir(folder), _disk_bytes(work))
+        check_float16_range(work.plan, frozen.spec, work.matrices.keys())
+        most = PeakMemory(frozen.spec, wishes.rows, length).peak_bytes(
+            samples_text=num_sampled_rows(frozen.spec, wishes) > 0
+        )
+        work.advance(0, f"calibrating; at most {most / 1e9:.1f} GB of memory")
+        work.calibration_ids()
         if wishes.method == "exl2":
-            pipeline.listen(work, measures)
-            known = known or pipeline.measured(work)
+            pipeline.backward_pass(work, measures)
+            known = known or pipeline.collect_measurement(work)
             if kept is not None:
                 known.save(kept)
         while True:
-            pipeline.quantise(work, _recipes(work, known))
-            work.step(0, "writing")
+            pipeline.solve_layers(work, _recipes(work, known))
+            work.advance(0, "writing")
             try:
-                return _written(work, folder, shard_bytes, overwrite, report, frozen.path)
-            except _Missed as missed:
+                return _write_and_report(work, folder, shard_bytes, overwrite, report, frozen.path)
+            except _TargetMissed as missed:
                 log.info("%s: %s", folder.name, missed)
 
 
-def _read(file: Path, model: spec.Model) -> tuple[Measurement, str]:
+def _read_measurement(file: Path, model: spec.Model) -> tuple[Measurement, str]:
     """A measurement, and what tells it from others."""
     file = file.expanduser()
     return Measurement.load(file, model), hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def _check_place(file: Path, known: Measurement | None) -> None:
+def _check_measurement_path(file: Path, known: Measurement | None) -> None:
     """A measurement that cannot be written is known before there is something to write."""
     if known is not None and not known.profiles:
         raise InputError(
@@ -186,55 +188,55 @@ def _check_place(file: Path, known: Measurement | None) -> None:
         raise InputError(f"save_measurement: {file} {what}. Choose another place for the measurement.")
 
 
-class _Missed(Exception):
+class _TargetMissed(Exception):
     """The model diverges more than it may, and is to be made anew with more bits."""
 
 
-def _recipes(work: Work, known: Measurement | None) -> dict[str, Recipe]:
+def _recipes(work: QuantContext, known: Measurement | None) -> dict[str, Recipe]:
     """What each matrix gets; nothing for a format without choices."""
-    if work.wishes.method != "exl2":
+    if work.config.method != "exl2":
         return {}
     assert known is not None
-    chosen = pipeline.allocate(work, known)
+    chosen = pipeline.allocate_bits(work, known)
     recipes = {role: made for choice in chosen.choices for role, made in choice.recipes.items()}
-    return recipes | {"head": HEAD[work.wishes.head_bits]}
+    return recipes | {"head": HEAD_RECIPES[work.config.head_bits]}
 
 
-def _written(
-    work: Work, folder: Path, shard_bytes: int, overwrite: bool, report: bool, source: str | Path
+def _write_and_report(
+    work: QuantContext, folder: Path, shard_bytes: int, overwrite: bool, report: bool, source: str | Path
 ) -> Quality | None:
     """The new folder from what the job has made, with its report; `_Missed` before it has its name."""
-    said, wanted = _said(work), work.wishes.max_kld
-    made = new_model(
+    said, wanted = _quantization_config(work), work.config.max_kld
+    made = write_model(
         folder,
         work.frozen,
         work.source,
         work.matrices.keys(),
-        lambda role: pipeline.stored(work, role),
+        lambda role: pipeline.stored_tensors(work, role),
         said,
         shard_bytes=shard_bytes,
         overwrite=overwrite,
     )
     with made as hidden:
-        _check_whole(hidden, work)
+        _check_written(hidden, work)
         if not report and wanted is None:
             return None
-        work.step(0, "judging the result")
-        device = str(work.shop.backends.device)
+        work.advance(0, "judging the result")
+        device = str(work.loader.backends.device)
         quality = evaluate_model(hidden, source, device=device, speed=report)
         assert quality.kl is not None
         if wanted is not None and quality.kl > wanted:
             words = f"a divergence of {quality.kl:.3g} was found, at most {wanted:g} was asked for."
-            if pipeline.aim_again(work, quality.kl):
-                raise _Missed(words)
+            if pipeline.plan_retry(work, quality.kl):
+                raise _TargetMissed(words)
             log.warning("%s: %s Ask for less, or calibrate with more text.", folder.name, words)
-        quality = replace(quality, model=folder.name, against=_called(Path(source)))
+        quality = replace(quality, model=folder.name, against=_display_name(Path(source)))
         if report:
-            write_report(hidden, quality, _words(work, said, quality, _called(Path(source))), CARD)
+            write_report(hidden, quality, _card_facts(work, said, quality, _display_name(Path(source))), CARD)
         return quality
 
 
-def _called(source: Path) -> str:
+def _display_name(source: Path) -> str:
     """A model's name for people; the folder of a snapshot from the Hub is called by its commit."""
     kept, repository = source.parent.name, source.parent.parent.name
     if kept == "snapshots" and repository.startswith("models--"):
@@ -242,20 +244,20 @@ def _called(source: Path) -> str:
     return source.name
 
 
-def _words(work: Work, said: dict[str, Any], quality: Quality, source: str) -> dict[str, str]:
+def _card_facts(work: QuantContext, said: dict[str, Any], quality: Quality, source: str) -> dict[str, str]:
     """What the card says of how the model was made."""
-    rows, wanted = work.calibration().shape, work.wishes.max_kld
+    rows, wanted = work.calibration_ids().shape, work.config.max_kld
     words = {"method": str(said["quant_method"]), "source": source, "bits a weight": f"{quality.bits:.3f}"}
     if wanted is not None:
         kept = "kept" if quality.kl is not None and quality.kl <= wanted else "not kept"
         words["divergence asked for"] = f"at most {wanted:g}: {kept}"
-    calibration = f"{calibration_name(work.wishes)}, {rows[0]} rows of {rows[1]} tokens"
+    calibration = f"{calibration_name(work.config)}, {rows[0]} rows of {rows[1]} tokens"
     return words | {"calibration": calibration, "made with": f"exlm {__version__}"}
 
 
-def _said(work: Work) -> dict[str, Any]:
+def _quantization_config(work: QuantContext) -> dict[str, Any]:
     """What config.json says of the new matrices."""
-    wishes, rows = work.wishes, work.calibration().shape
+    wishes, rows = work.config, work.calibration_ids().shape
     if wishes.method == "gptq":
         return {
             "quant_method": "gptq",
@@ -265,8 +267,12 @@ def _said(work: Work) -> dict[str, Any]:
             "sym": False,
             "checkpoint_format": "gptq",
         }
-    weights = sum(m.in_features * m.out_features for m in quantised(work.model))
-    used = sum(8 * t.nbytes for m in quantised(work.model) for t in pipeline.stored(work, m.role).values())
+    weights = sum(m.in_features * m.out_features for m in quantized_matrices(work.model))
+    used = sum(
+        8 * t.nbytes
+        for m in quantized_matrices(work.model)
+        for t in pipeline.stored_tensors(work, m.role).values()
+    )
     return {
         "quant_method": "exl2",
         "version": f"exlm {__version__}",
@@ -276,23 +282,23 @@ def _said(work: Work) -> dict[str, Any]:
     }
 
 
-def _check_whole(hidden: Path, work: Work) -> None:
+def _check_written(hidden: Path, work: QuantContext) -> None:
     """A model that does not hold what it should must not get its name."""
     frozen = Config(hidden).freeze()
     opened = open_source(frozen.path, frozen.spec.names, frozen.quantization)
     for role in work.matrices:
         words, _ = opened.describe(role)
-        if not words.startswith(work.wishes.method):
-            raise InputError(f"{role} was to be {work.wishes.method} and was written as {words}.")
+        if not words.startswith(work.config.method):
+            raise InputError(f"{role} was to be {work.config.method} and was written as {words}.")
 
 
-def _disk(work: Work) -> int:
+def _disk_bytes(work: QuantContext) -> int:
     """About the bytes a job has still to write: states, gradients, the model twice, less what is there."""
-    wishes, model = work.wishes, work.model
+    wishes, model = work.config, work.model
     states = 4 * model.hidden * wishes.length
     held = states * (work.depth + 4) * wishes.rows
-    outputs = sum(2 * m.out_features**2 for m in quantised(model) if m.out_features <= 2048)
+    outputs = sum(2 * m.out_features**2 for m in quantized_matrices(model) if m.out_features <= 2048)
     matrices = sum(m.in_features * m.out_features for m in work.matrices.values())
-    kept = kept_bytes(work.plan, model, work.matrices.keys())
-    there = sum(path.stat().st_size for path in work.job.folder.glob("*.safetensors"))
+    kept = unquantized_bytes(work.plan, model, work.matrices.keys())
+    there = sum(path.stat().st_size for path in work.store.folder.glob("*.safetensors"))
     return max(0, held + outputs + 2 * matrices + kept - there) + 2**20

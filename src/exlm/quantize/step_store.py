@@ -25,97 +25,99 @@ from torch import Tensor
 from ..atomic import atomic_file, lock_dir
 from ..errors import CheckpointError, InputError, ModelNotFound
 
-FACTS = "job.json"
+FACTS_FILE = "job.json"
 PARTIAL = ".partial"
 
 
-class Job:
+class StepStore:
     """Named results of steps; an error in writing one is raised by whatever is asked for next."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._writer = ThreadPoolExecutor(1, "job")
-        self._asked: dict[str, Future[None]] = {}  # by file: what was asked for last
-        self._saving: Future[None] | None = None
-        self._failed: Exception | None = None
+        self._pending: dict[str, Future[None]] = {}  # by file: what was asked for last
+        self._last_save: Future[None] | None = None
+        self._failure: Exception | None = None
 
     def has(self, name: str) -> bool:
         """Whether a step's tensors are there."""
-        return self._file(f"{name}.safetensors").is_file()
+        return self._wait_for(f"{name}.safetensors").is_file()
 
     def save(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Keep the tensors of a step as they are now; the ones before have been written then."""
-        if self._saving is not None:
-            self._saving.result()  # copies of one step in memory are enough
-        kept = {key: _copied(tensor) for key, tensor in tensors.items()}
-        self._saving = self._later(
-            f"{name}.safetensors", partial(_put, write=lambda path: save_file(kept, path))
+        if self._last_save is not None:
+            self._last_save.result()  # copies of one step in memory are enough
+        kept = {key: _host_copy(tensor) for key, tensor in tensors.items()}
+        self._last_save = self._enqueue(
+            f"{name}.safetensors", partial(_write_atomic, write=lambda path: save_file(kept, path))
         )
 
     def load(self, name: str) -> dict[str, Tensor]:
         """The tensors of a step; `CheckpointError` if its file is damaged."""
-        path = self._file(f"{name}.safetensors")
+        path = self._wait_for(f"{name}.safetensors")
         try:
             return load_file(path)
         except (OSError, SafetensorError, ValueError) as error:
-            raise damaged(path, error) from error
+            raise damaged_step(path, error) from error
 
-    def note(self, name: str, value: Any) -> None:
+    def save_json(self, name: str, value: Any) -> None:
         """Keep a step's plain data."""
         text = json.dumps(value)
-        self._later(f"{name}.json", partial(_put, write=lambda path: path.write_text(text, encoding="utf-8")))
+        self._enqueue(
+            f"{name}.json", partial(_write_atomic, write=lambda path: path.write_text(text, encoding="utf-8"))
+        )
 
-    def noted(self, name: str) -> Any:
+    def load_json(self, name: str) -> Any:
         """A step's plain data, or None; `CheckpointError` if its file is damaged."""
-        path = self._file(f"{name}.json")
+        path = self._wait_for(f"{name}.json")
         try:
             return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
         except (OSError, ValueError, RecursionError) as error:
-            raise damaged(path, error) from error
+            raise damaged_step(path, error) from error
 
-    def drop(self, *names: str) -> None:
+    def delete(self, *names: str) -> None:
         """Let go of tensors nobody needs any more."""
         for name in names:
-            self._later(f"{name}.safetensors", partial(Path.unlink, missing_ok=True))
+            self._enqueue(f"{name}.safetensors", partial(Path.unlink, missing_ok=True))
 
     def close(self) -> None:
         """Wait until everything is done."""
         self._writer.shutdown()
 
-    def check(self) -> None:
+    def raise_failure(self) -> None:
         """Raise what has failed so far: `CheckpointError` if the disk is full."""
-        if self._failed is not None:
-            raise self._failed
+        if self._failure is not None:
+            raise self._failure
 
-    def _file(self, file: str) -> Path:
+    def _wait_for(self, file: str) -> Path:
         """A file, when what was asked for is done."""
-        if (asked := self._asked.pop(file, None)) is not None:
+        if (asked := self._pending.pop(file, None)) is not None:
             asked.result()
-        self.check()
+        self.raise_failure()
         return self.folder / file
 
-    def _later(self, file: str, act: Callable[[Path], object]) -> Future[None]:
+    def _enqueue(self, file: str, act: Callable[[Path], object]) -> Future[None]:
         """Do something to a file behind everything else, or nothing if that failed."""
-        self.check()
-        self._asked[file] = asked = self._writer.submit(self._do, act, self.folder / file)
+        self.raise_failure()
+        self._pending[file] = asked = self._writer.submit(self._run, act, self.folder / file)
         return asked
 
-    def _do(self, act: Callable[[Path], object], path: Path) -> None:
-        if self._failed is not None:
+    def _run(self, act: Callable[[Path], object], path: Path) -> None:
+        if self._failure is not None:
             return
         try:
             act(path)
         except (OSError, SafetensorError) as error:
-            self._failed = CheckpointError(
+            self._failure = CheckpointError(
                 f"{path} could not be written ({error}). Make room on the disk, then run the same command "
                 "again: it goes on from here."
             )
-            self._failed.__cause__ = error
+            self._failure.__cause__ = error
         except Exception as error:
-            self._failed = error
+            self._failure = error
 
 
-def damaged(path: Path, problem: object) -> CheckpointError:
+def damaged_step(path: Path, problem: object) -> CheckpointError:
     """The error for a file of an unfinished job that cannot be used."""
     return CheckpointError(
         f"{path} belongs to an unfinished job and is damaged ({problem!s:.200}). Ask to restart, which "
@@ -123,33 +125,38 @@ def damaged(path: Path, problem: object) -> CheckpointError:
     )
 
 
-def _put(path: Path, write: Callable[[Path], object]) -> None:
+def _write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     """A file whole or not at all."""
     with atomic_file(path, path.with_name(f"{path.name}{PARTIAL}")) as temp:
         write(temp)
 
 
-def _copied(tensor: Tensor) -> Tensor:
+def _host_copy(tensor: Tensor) -> Tensor:
     """On the host, and nobody else's; a GPU writes fastest to memory that stays where it is."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor.detach())
 
 
-def place_of(target: Path) -> Path:
+def store_dir(target: Path) -> Path:
     """The hidden folder of the job that makes `target`."""
     return target.with_name(f".{target.name}.quantizing")
 
 
 @contextmanager
-def open_job(
-    target: Path, facts: Mapping[str, Any], *, later: Collection[str] = (), mark: str = "", restart: bool
-) -> Iterator[Job]:
+def open_step_store(
+    target: Path,
+    facts: Mapping[str, Any],
+    *,
+    changeable: Collection[str] = (),
+    until: str = "",
+    restart: bool,
+) -> Iterator[StepStore]:
     """The job that makes `target`: the unfinished one if its facts are the same, else a new one.
 
     `InputError` if an unfinished job was begun with other facts, unless `restart` throws it away; those named
     in `later` may still change until there are files that begin with `mark`. The folder vanishes when the
     block ends without an error, or with one before anything was done.
     """
-    folder = place_of(target)
+    folder = store_dir(target)
     lock = job = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -157,14 +164,14 @@ def open_job(
         if restart:
             for left in folder.iterdir():
                 left.unlink()
-        job = Job(folder)
+        job = StepStore(folder)
         for left in folder.glob(f"*{PARTIAL}"):
             left.unlink()
-        _compare(job, facts, () if any(folder.glob(f"{mark}*")) else later)
-        job.note("job", facts)
+        _check_facts(job, facts, () if any(folder.glob(f"{until}*")) else changeable)
+        job.save_json("job", facts)
         yield job
         job.close()
-        job.check()
+        job.raise_failure()
         shutil.rmtree(folder)
     except ModelNotFound:  # which is an OSError too, and not about this folder
         raise
@@ -173,18 +180,18 @@ def open_job(
     finally:
         if job is not None:
             job.close()
-        if os.path.isdir(folder) and set(os.listdir(folder)) <= {FACTS}:
+        if os.path.isdir(folder) and set(os.listdir(folder)) <= {FACTS_FILE}:
             shutil.rmtree(folder, ignore_errors=True)
         if lock is not None:
             os.close(lock)
 
 
-def _compare(job: Job, facts: Mapping[str, Any], later: Collection[str]) -> None:
-    before = job.noted("job")
+def _check_facts(job: StepStore, facts: Mapping[str, Any], later: Collection[str]) -> None:
+    before = job.load_json("job")
     if before is None:
         return
     if not isinstance(before, dict):
-        raise damaged(job.folder / FACTS, f"expected an object, found {type(before).__name__}")
+        raise damaged_step(job.folder / FACTS_FILE, f"expected an object, found {type(before).__name__}")
     now = json.loads(json.dumps(facts))
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in later]
     if changed:

@@ -8,21 +8,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import InputError
-from .recipe import HEAD
-from .solve import Effort
+from .exl2_solver import SolverConfig
+from .recipe import HEAD_RECIPES
 
 Method = Literal["exl2", "gptq"]
 
-NARROWEST, BROADEST = 2.0, 8.5
+MIN_BITS, MAX_BITS = 2.0, 8.5
 TARGETS = ("bits", "size", "max_kld", "head_bits")
 """Wishes that matter only once layers are quantised."""
 
-GPTQ_GROUPS = (32, 64, 128)
-UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+GPTQ_GROUP_SIZES = (32, 64, 128)
+SIZE_UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
 @dataclass(frozen=True)
-class Wishes:
+class QuantConfig:
     """The target and the means.
 
     One of `bits` (a weight of the layers, scales and orders included), `size` (bytes of the weight files) and
@@ -39,7 +39,7 @@ class Wishes:
     rows: int = 128
     length: int = 512
     seed: int = 1
-    effort: Effort = field(default_factory=Effort)
+    solver: SolverConfig = field(default_factory=SolverConfig)
 
     def __post_init__(self) -> None:
         """Refuse what cannot be done."""
@@ -51,21 +51,23 @@ class Wishes:
         targets = [t for t in (self.bits, self.size, self.max_kld) if t is not None]
         if len(targets) != 1:
             raise InputError(f"Give one of bits, size and max_kld, found {len(targets)} of them.")
-        if self.bits is not None and not NARROWEST <= self.bits <= BROADEST:
-            raise InputError(f"bits must be between {NARROWEST:g} and {BROADEST:g}, found {self.bits:g}.")
+        if self.bits is not None and not MIN_BITS <= self.bits <= MAX_BITS:
+            raise InputError(f"bits must be between {MIN_BITS:g} and {MAX_BITS:g}, found {self.bits:g}.")
         if self.size is not None and self.size < 1:
             raise InputError(f"size must be positive, found {self.size}.")
         if self.max_kld is not None and not self.max_kld > 0:
             raise InputError(f"max_kld must be above 0, found {self.max_kld:g}.")
-        if self.head_bits not in HEAD:
-            raise InputError(f"head_bits must be one of {', '.join(map(str, HEAD))}, found {self.head_bits}.")
+        if self.head_bits not in HEAD_RECIPES:
+            raise InputError(
+                f"head_bits must be one of {', '.join(map(str, HEAD_RECIPES))}, found {self.head_bits}."
+            )
         self._check_rows()
 
     def _check_gptq(self) -> None:
         if self.bits not in (None, 4) or self.size is not None or self.max_kld is not None:
             raise InputError("GPTQ has 4 bits for every weight: leave out bits, size and max_kld.")
-        if self.group_size not in GPTQ_GROUPS:
-            raise InputError(f"group_size must be one of {GPTQ_GROUPS}, found {self.group_size}.")
+        if self.group_size not in GPTQ_GROUP_SIZES:
+            raise InputError(f"group_size must be one of {GPTQ_GROUP_SIZES}, found {self.group_size}.")
         self._check_rows()
 
     def _check_rows(self) -> None:
@@ -73,19 +75,27 @@ class Wishes:
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, found {getattr(self, name)}.")
 
-    def facts(self) -> dict[str, Any]:
-        """For comparing jobs."""
-        return asdict(self)
+    def fingerprint(self) -> dict[str, Any]:
+        """What a job is told apart by: JSON with the keys that version 0.1.0 gave it."""
+        table = asdict(self)
+        solver = table.pop("solver")
+        table["effort"] = {
+            "damping": solver["damping"],
+            "ridge": solver["output_damping"],
+            "sweeps": solver["sweeps"],
+            "fine": solver["scale_steps"],
+        }
+        return table
 
 
 def parse_size(text: str) -> int:
     """Bytes from "5.2GB", "800 MiB" or a plain number."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgG]?[iI]?)[bB]?\s*", text)
-    if found is None or found[2].upper() not in UNITS:
+    if found is None or found[2].upper() not in SIZE_UNITS:
         raise InputError(f"{text!r} is not a size: write it like 5.2GB or 800MiB.")
-    return int(float(found[1]) * UNITS[found[2].upper()])
+    return int(float(found[1]) * SIZE_UNITS[found[2].upper()])
 
 
-def calibration_name(wishes: Wishes) -> str:
+def calibration_name(wishes: QuantConfig) -> str:
     """For people: the file's name."""
     return wishes.calibration if wishes.calibration == "builtin" else Path(wishes.calibration).name

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from exlm import quantize_model
-from exlm.quantize import tape
-from exlm.quantize.gptq import solve_gptq
-from exlm.quantize.measure import output_side
-from exlm.quantize.recipe import recipe
-from exlm.quantize.rounding import Step, factors, feed_back
-from exlm.quantize.scaling import Search, SideBySide
-from exlm.quantize.settle import settle
-from exlm.quantize.solve import Effort, losses, solve
-from exlm.quantize.tape import Tape, Work
-from exlm.quantize.wave import Outputs, round_both
+from exlm.quantize import cuda_graphs
+from exlm.quantize.coordinate_descent import descend_two_sided
+from exlm.quantize.cuda_graphs import GraphCache, GraphFunction
+from exlm.quantize.exl2_scales import MultiWidthSearch, ScaleSearch
+from exlm.quantize.exl2_solver import SolverConfig, rounding_losses, solve_exl2
+from exlm.quantize.gptq import GroupStep, factorize, gptq
+from exlm.quantize.gptq_format import solve_gptq
+from exlm.quantize.recipe import make_recipe
+from exlm.quantize.sensitivity import output_factors
+from exlm.quantize.two_sided import OutputFactors, gptq_two_sided
 from tests import tiny
 
 
@@ -40,7 +40,7 @@ class Times:
         torch.mul(x, self.factor, out=out)
 
 
-def plainly(_: Tape, work: Work, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+def plainly(_: GraphCache, work: GraphFunction, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
     """Nothing is recorded; tensors lie as they would in a recording."""
     own, out = ([t.clone(memory_format=torch.contiguous_format) for t in each] for each in (read, written))
     work(*own, *out)
@@ -49,45 +49,56 @@ def plainly(_: Tape, work: Work, read: Sequence[Tensor], written: Sequence[Tenso
 
 
 def test_what_is_recorded_is_told_apart_by_what_it_depends_on() -> None:
-    assert Search(4, 8) == Search(4, 8)
-    assert len({Search(4, 8), Search(3, 8), Search(4, 24), SideBySide((4,), 8), SideBySide((4, 3), 8)}) == 5
+    assert ScaleSearch(4, 8) == ScaleSearch(4, 8)
+    assert (
+        len(
+            {
+                ScaleSearch(4, 8),
+                ScaleSearch(3, 8),
+                ScaleSearch(4, 24),
+                MultiWidthSearch((4,), 8),
+                MultiWidthSearch((4, 3), 8),
+            }
+        )
+        == 5
+    )
 
 
 def test_on_a_processor_things_are_just_done() -> None:
     out = torch.zeros(3)
-    Tape().play(double, (torch.ones(3),), (out,))
+    GraphCache().run(double, (torch.ones(3),), (out,))
     assert out.tolist() == [2, 2, 2]
 
 
 @pytest.mark.gpu
 def test_a_recording_is_replayed_with_what_it_is_given() -> None:
-    tape, seen = Tape(), []
+    tape, seen = GraphCache(), []
     for start in range(4):
         for size in (3, 5):
             out = torch.zeros(size, device="cuda")
-            tape.play(double, (torch.arange(size, device="cuda") + float(start),), (out,))
+            tape.run(double, (torch.arange(size, device="cuda") + float(start),), (out,))
             seen.append(out.tolist() == [2 * (start + i) for i in range(size)])
     assert all(seen)
 
 
 @pytest.mark.gpu
 def test_numbers_that_work_depends_on_have_recordings_of_their_own() -> None:
-    tape, out = Tape(), torch.zeros(3, device="cuda")
+    tape, out = GraphCache(), torch.zeros(3, device="cuda")
     for factor in (2, 3, 2, 5):
-        tape.play(Times(factor), (torch.ones(3, device="cuda"),), (out,))
+        tape.run(Times(factor), (torch.ones(3, device="cuda"),), (out,))
         assert out.tolist() == [factor] * 3
 
 
 @pytest.mark.gpu
 def test_the_oldest_recordings_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tape, "HELD", 100)
-    short = Tape()
+    monkeypatch.setattr(cuda_graphs, "MAX_BUFFER_BYTES", 100)
+    short = GraphCache()
     for size in (3, 5, 9, 3, 20, 5):
         out = torch.zeros(size, device="cuda")
-        short.play(Times(3), (torch.ones(size, device="cuda"),), (out,))
+        short.run(Times(3), (torch.ones(size, device="cuda"),), (out,))
         assert out.tolist() == [3] * size
     short.clear()
-    short.play(Times(4), (torch.ones(20, device="cuda"),), (torch.zeros(20, device="cuda"),))
+    short.run(Times(4), (torch.ones(20, device="cuda"),), (torch.zeros(20, device="cuda"),))
 
 
 @pytest.mark.gpu
@@ -98,18 +109,18 @@ def test_recorded_and_plain_are_the_same(inputs: int, columns: int, monkeypatch:
     w = torch.randn(inputs, columns, generator=generator).cuda()
     x = torch.randn(500, inputs, generator=generator)
     slopes = torch.randn(300, columns, generator=generator)
-    f = factors(w, (x.T @ x / len(x)).cuda(), 0.01)
-    side = output_side((slopes.T @ slopes).cuda(), 0.05)
-    groups = recipe((32, 64), (5, 0.3), (3, 0.7)).groups(inputs)
+    f = factorize(w, (x.T @ x / len(x)).cuda(), 0.01)
+    side = output_factors((slopes.T @ slopes).cuda(), 0.05)
+    groups = make_recipe((32, 64), (5, 0.3), (3, 0.7)).groups(inputs)
 
     def everything() -> list[Tensor]:
-        alone, both = (solve(w, f, groups, Effort(), outputs) for outputs in (None, side))
+        alone, both = (solve_exl2(w, f, groups, SolverConfig(), outputs) for outputs in (None, side))
         found = [t for one in (alone, both) for t in (one.codes, *one.scales.tensors)]
-        return [*found, *losses(w, f, 64, (2, 4), 8), solve_gptq(w, f, 128, 2)[0]]
+        return [*found, *rounding_losses(w, f, 64, (2, 4), 8), solve_gptq(w, f, 128, 2)[0]]
 
     first = everything()
     again = everything()
-    monkeypatch.setattr(Tape, "play", plainly)
+    monkeypatch.setattr(GraphCache, "run", plainly)
     for recorded, replayed, plain in zip(first, again, everything(), strict=True):
         assert torch.equal(recorded, replayed)
         assert torch.equal(recorded, plain)
@@ -132,14 +143,14 @@ def test_a_gpu_rounds_as_a_processor_does() -> None:
 
     def rounded(device: str) -> tuple[Tensor, ...]:
         there = w.to(device)
-        f = factors(there, (x.T @ x / len(x)).to(device), 0.01)
-        steps = [Step(rows, SideBySide((4,), 8)) for rows in (64, 32)]
-        codes = feed_back(there, f, steps).codes
+        f = factorize(there, (x.T @ x / len(x)).to(device), 0.01)
+        steps = [GroupStep(rows, MultiWidthSearch((4,), 8)) for rows in (64, 32)]
+        codes = gptq(there, f, steps).codes
         upper = torch.linalg.cholesky(torch.linalg.inv(g), upper=True).to(device)
         scale, half = torch.full_like(there, 0.3), torch.full((96,), 8.0, device=device)
-        side = Outputs(torch.arange(70, device=device), upper, g.to(device))
-        both = round_both(there[f.order], scale, half, f.upper, side)
-        settled = settle(both, there[f.order], scale, half, f.hessian, side.gradients)
+        side = OutputFactors(torch.arange(70, device=device), upper, g.to(device))
+        both = gptq_two_sided(there[f.perm], scale, half, f.inv_chol, side)
+        settled = descend_two_sided(both, there[f.perm], scale, half, f.hessian, side.hessian)
         return codes.cpu(), both.cpu(), settled.cpu()
 
     for here, there in zip(rounded("cpu"), rounded("cuda"), strict=True):
