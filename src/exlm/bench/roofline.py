@@ -9,33 +9,33 @@ from typing import Any, NamedTuple
 
 import torch
 
-_READ = 64 << 20  # floats a CPU reads
-_COPIED = 1 << 29  # floats a GPU copies
-_TURNS = 5
+_READ_FLOATS = 64 << 20  # floats a CPU reads
+_COPY_FLOATS = 1 << 29  # floats a GPU copies
+_REPEATS = 5
 
 
-class Peaks(NamedTuple):
+class Roofline(NamedTuple):
     """A device's limits."""
 
     bandwidth: float  # bytes a second: read by the CPU's threads, read and written by a copy on a GPU
-    products: float  # operations a second of one large matrix product, in the model's precision
+    flops: float  # operations a second of one large matrix product, in the model's precision
 
 
-def peaks(device: torch.device, dtype: torch.dtype) -> Peaks:
+def measure_roofline(device: torch.device, dtype: torch.dtype) -> Roofline:
     """Measure a device; on the CPU with torch's number of threads."""
     if device.type == "cuda":
-        return Peaks(_copied(device), _multiplied(8192, device, dtype))
-    return Peaks(_read(), _multiplied(1024, device, dtype))
+        return Roofline(_copy_bandwidth(device), _gemm_flops(8192, device, dtype))
+    return Roofline(_read_bandwidth(), _gemm_flops(1024, device, dtype))
 
 
-def clock(work: Callable[[], object], device: torch.device) -> float:
+def median_seconds(work: Callable[[], object], device: torch.device) -> float:
     """Seconds of the device for one piece of work: the median of a few turns."""
     work()
     if device.type != "cuda":
-        return median(_timed(work) for _ in range(_TURNS))
+        return median(_seconds(work) for _ in range(_REPEATS))
     cuda: Any = torch.cuda
     times = []
-    for _ in range(_TURNS):
+    for _ in range(_REPEATS):
         begin, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
         begin.record()
         work()
@@ -45,27 +45,27 @@ def clock(work: Callable[[], object], device: torch.device) -> float:
     return median(times)
 
 
-def _timed(work: Callable[[], object]) -> float:
+def _seconds(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
-def _read() -> float:
+def _read_bandwidth() -> float:
     """The best of a few turns: what other programs take away is not the memory's limit."""
-    numbers = torch.ones(_READ)
+    numbers = torch.ones(_READ_FLOATS)
     numbers.sum()
-    return float(numbers.nbytes / min(_timed(numbers.sum) for _ in range(_TURNS)))
+    return float(numbers.nbytes / min(_seconds(numbers.sum) for _ in range(_REPEATS)))
 
 
-def _copied(device: torch.device) -> float:
-    source = torch.ones(_COPIED, device=device)
+def _copy_bandwidth(device: torch.device) -> float:
+    source = torch.ones(_COPY_FLOATS, device=device)
     target = torch.empty_like(source)
-    return float(2 * source.nbytes / clock(lambda: torch.neg(source, out=target), device))
+    return float(2 * source.nbytes / median_seconds(lambda: torch.neg(source, out=target), device))
 
 
-def _multiplied(size: int, device: torch.device, dtype: torch.dtype) -> float:
+def _gemm_flops(size: int, device: torch.device, dtype: torch.dtype) -> float:
     a = torch.randn(size, size, device=device).to(dtype)
     b = torch.randn(size, size, device=device).to(dtype)
     out = torch.empty_like(a)
-    return float(2 * size**3 / clock(lambda: torch.mm(a, b, out=out), device))
+    return float(2 * size**3 / median_seconds(lambda: torch.mm(a, b, out=out), device))

@@ -47,7 +47,7 @@ def facts() -> list[Fact]:
     ]
 
 
-def system() -> list[Fact]:
+def system_facts() -> list[Fact]:
     """The facts, and what they lead to: instruction sets, guards, kernels and why, folders."""
     return [
         *facts(),
@@ -62,7 +62,7 @@ def system() -> list[Fact]:
     ]
 
 
-def since_start() -> float | None:
+def seconds_since_start() -> float | None:
     """Seconds since this process began; None where the system does not say."""
     try:
         ticks = int((_SELF / "stat").read_text().rpartition(")")[2].split()[19])
@@ -79,7 +79,7 @@ def peak_memory(device: torch.device) -> int:
     return int(found[1]) * 1024 if found else 0
 
 
-def forget_peak(device: torch.device) -> None:
+def reset_peak_memory(device: torch.device) -> None:
     """Let `peak_memory` begin anew, where the system can."""
     if device.type == "cuda":
         torch.cuda.empty_cache()

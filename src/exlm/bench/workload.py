@@ -12,14 +12,14 @@ from typing import NamedTuple
 import torch
 
 from .. import CacheBase, Generator, Job, Settings, Tokenizer
-from .synthetic import circle
-from .watch import WatchedModel
+from .synthetic import token_cycle
+from .timers import TimedModel
 
 PAGE = 256
-WARM = 3
+WARMUP_STEPS = 3
 """Steps of a batch that are not counted: kernels may still be made in them."""
 
-ROOM = 64
+TAIL_TOKENS = 64
 """Tokens that a row could go on for: at the end of a text passes may be shorter, and are not counted."""
 
 
@@ -29,12 +29,12 @@ class Timing(NamedTuple):
     seconds: float
     tokens: int
     steps: int
-    passing: float  # seconds of it in the model
+    model_seconds: float  # seconds of it in the model
 
 
 def tokens_needed(batch: int, context: int, new: int) -> int:
     """Whole pages of every row."""
-    return batch * -(-(context + new + ROOM) // PAGE) * PAGE
+    return batch * -(-(context + new + TAIL_TOKENS) // PAGE) * PAGE
 
 
 def prompt_ids(row: int, count: int, vocab: int, repetitive: bool = False) -> torch.Tensor:
@@ -42,18 +42,18 @@ def prompt_ids(row: int, count: int, vocab: int, repetitive: bool = False) -> to
     span = max(1, vocab - 300)
     low = min(300, vocab - span)
     if repetitive:
-        said = circle(vocab)
+        said = token_cycle(vocab)
         return torch.tensor([[low + row % span, *(said[i % len(said)] for i in range(count - 1))]])
     return torch.tensor([[low + (7919 * (i + 1) * (row + 3)) % span for i in range(count)]])
 
 
-class Work:
+class Workload:
     """One generator over a cache of its own."""
 
     def __init__(
-        self, model: WatchedModel, tokenizer: Tokenizer, cache: CacheBase, rows: int, ngram: bool = False
+        self, model: TimedModel, tokenizer: Tokenizer, cache: CacheBase, rows: int, ngram: bool = False
     ) -> None:
-        self._watch = model.watch
+        self._watch = model.pass_timer
         self._vocab = model.config.vocab_size
         self._generator = Generator(model, cache, tokenizer, max_batch_size=rows, use_ngram_draft=ngram)
 
@@ -69,11 +69,11 @@ class Work:
 
     def decode(self, batch: int, context: int, new: int, repetitive: bool = False) -> Timing:
         """At least `new` tokens for each row of a full batch, behind prompts of `context` tokens."""
-        jobs = [self._job(row, context, new + ROOM, repetitive) for row in range(batch)]
+        jobs = [self._job(row, context, new + TAIL_TOKENS, repetitive) for row in range(batch)]
         self._generator.enqueue(jobs)
         while not all(job.new_tokens for job in jobs):
             self._step()
-        for _ in range(WARM):
+        for _ in range(WARMUP_STEPS):
             self._step()
         self._watch.reset()
         before, steps = sum(job.new_tokens for job in jobs), 0
@@ -98,7 +98,7 @@ class Work:
         return Job(ids, new, gen_settings=Settings.greedy())
 
 
-def let_go(device: torch.device) -> None:
+def free_memory(device: torch.device) -> None:
     """Give back what nobody holds any more."""
     gc.collect()
     if device.type == "cuda":

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from .. import env
 from ..errors import ModelNotFound
-from .bars import steps
+from .default_model import SMOLLM2, fetch, find_complete
+from .progress import progress_bars
 from .snapshot import HUB_NAME, download_snapshot
-from .wheel import SMOLLM2, fetch, ready
 
 
 def find_model(name: str | Path | None = None, *, progress: bool = False) -> Path:
@@ -28,16 +28,16 @@ def find_model(name: str | Path | None = None, *, progress: bool = False) -> Pat
         raise ModelNotFound(
             f"A model is named by a path or a name on the Hugging Face Hub, found {type(name).__name__}."
         )
-    path = _expanded(name)
-    if path is not None and _is_there(path):
-        return _usable(path)
+    path = _as_path(name)
+    if path is not None and _exists(path):
+        return _check_model_path(path)
     text = str(name)
-    if isinstance(name, str) and HUB_NAME.fullmatch(text) and not _is_path(text):
+    if isinstance(name, str) and HUB_NAME.fullmatch(text) and not _looks_like_path(text):
         return download_snapshot(text, progress)
-    if isinstance(name, Path) or _is_path(text):
+    if isinstance(name, Path) or _looks_like_path(text):
         raise ModelNotFound(
             f"There is no {path or text}: no such folder or .gguf file"
-            f"{_nearest(path)}. Correct the path; a relative one starts at the current folder."
+            f"{_existing_part(path)}. Correct the path; a relative one starts at the current folder."
         )
     raise ModelNotFound(
         f"{text!r} names no model. A model is a folder with config.json and weights (./models/llama), "
@@ -48,13 +48,13 @@ def find_model(name: str | Path | None = None, *, progress: bool = False) -> Pat
 
 def _default_model(progress: bool) -> Path:
     models = env.cache_folder() / "models"
-    if (found := ready(SMOLLM2, models)) is not None:
+    if (found := find_complete(SMOLLM2, models)) is not None:
         return found
-    with steps(progress) as step:
-        return fetch(SMOLLM2, models, step=step)
+    with progress_bars(progress) as step:
+        return fetch(SMOLLM2, models, start_step=step)
 
 
-def _expanded(name: str | Path) -> Path | None:
+def _as_path(name: str | Path) -> Path | None:
     """The name as a path; None where it cannot be one."""
     if not str(name) or "\0" in str(name):
         return None
@@ -64,14 +64,14 @@ def _expanded(name: str | Path) -> Path | None:
         return None
 
 
-def _is_there(path: Path) -> bool:
+def _exists(path: Path) -> bool:
     try:
         return path.exists()
     except OSError as error:
         raise ModelNotFound(f"{path} cannot be looked at ({error.strerror}).") from error
 
 
-def _usable(path: Path) -> Path:
+def _check_model_path(path: Path) -> Path:
     if path.is_dir() or path.suffix.lower() == ".gguf":
         return path
     raise ModelNotFound(
@@ -80,7 +80,7 @@ def _usable(path: Path) -> Path:
     )
 
 
-def _is_path(text: str) -> bool:
+def _looks_like_path(text: str) -> bool:
     """Whether the user must have meant a path."""
     repository = text.partition("@")[0]
     return (
@@ -91,7 +91,7 @@ def _is_path(text: str) -> bool:
     )
 
 
-def _nearest(path: Path | None) -> str:
+def _existing_part(path: Path | None) -> str:
     """How much of the path is there, for the one who mistyped the rest."""
     if path is None:
         return ""

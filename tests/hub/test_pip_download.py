@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from exlm.errors import MissingExtra, ModelNotFound
-from exlm.hub import download
-from exlm.hub.download import Pip, find_pip, pip_download
+from exlm.hub import pip_download as download
+from exlm.hub.pip_download import PipInterpreter, find_pip, pip_download
 from tests.hub.fakes import build_wheel
 
 with_pip = pytest.mark.skipif(find_spec("pip") is None, reason="this environment has no pip")
@@ -175,7 +175,7 @@ def test_the_base_interpreter_has_pip_where_ours_has_none(
     with pytest.raises(MissingExtra, match=r"venv/python has none: run `python -m ensurepip"):
         find_pip()
     base = stand_in(tmp_path / "base" / "bin" / "python3", "echo 'pip 24.3.1 from /x (python 3.11)'")
-    assert find_pip() == Pip(base, (24, 3))
+    assert find_pip() == PipInterpreter(base, (24, 3))
 
 
 @posix

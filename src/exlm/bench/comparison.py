@@ -17,7 +17,7 @@ from pathlib import Path
 
 from .. import convert_model, env
 from ..errors import InputError
-from . import engines
+from . import comparison_engines as engines
 from .report import Peer
 
 ENGINES = {
@@ -28,7 +28,7 @@ ENGINES = {
 }
 """The engines, and the module each of them needs."""
 
-LIMIT = 900
+TIMEOUT = 900
 """Seconds a turn may take."""
 
 
@@ -37,7 +37,7 @@ def compare(
     threads: int,
     turns: int = 3,
     pythons: Mapping[str, str] | None = None,
-    tell: Callable[[str, int, int], object] = lambda *_: None,
+    on_progress: Callable[[str, int, int], object] = lambda *_: None,
 ) -> tuple[list[Peer], list[str]]:
     """What every engine did in each turn, and who was left out and why.
 
@@ -45,37 +45,43 @@ def compare(
     """
     if model.suffix != ".gguf":
         raise InputError(f"Peers are compared on a .gguf file, which all of them can read; found {model}.")
-    there = {name: sys.executable for name, needs in ENGINES.items() if find_spec(needs) is not None}
-    there |= pythons or {}
-    if unknown := set(there) - set(ENGINES):
+    interpreters = {name: sys.executable for name, needs in ENGINES.items() if find_spec(needs) is not None}
+    interpreters |= pythons or {}
+    if unknown := set(interpreters) - set(ENGINES):
         raise InputError(f"No engine is called {', '.join(sorted(unknown))}: {', '.join(ENGINES)}.")
-    left = [f"{name}: {needs} is not installed" for name, needs in ENGINES.items() if name not in there]
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in there}
+    skipped = [
+        f"{name}: {needs} is not installed" for name, needs in ENGINES.items() if name not in interpreters
+    ]
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in interpreters}
     for turn in range(turns):
         for number, name in enumerate(list(found)):
-            tell(name, turn * len(found) + number, turns * len(found))
+            on_progress(name, turn * len(found) + number, turns * len(found))
             try:
-                found[name].append(_turn(there[name], name, _files(name, model, there[name]), threads))
+                found[name].append(
+                    _run_once(
+                        interpreters[name], name, _model_files(name, model, interpreters[name]), threads
+                    )
+                )
             except RuntimeError as error:
-                left.append(str(error))
+                skipped.append(str(error))
                 del found[name]
-    return [Peer(name, _columns(values)) for name, values in found.items()], left
+    return [Peer(name, _by_metric(values)) for name, values in found.items()], skipped
 
 
-def _turn(python: str, engine: str, files: Path, threads: int) -> dict[str, float]:
+def _run_once(python: str, engine: str, files: Path, threads: int) -> dict[str, float]:
     """One turn of an engine, in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         code = str(Path(engines.__file__))
         command = [python, code, engine, str(files), str(threads), repr(time.time()), str(answer)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT)
         if done.returncode or not answer.exists():
             raise RuntimeError(f"{engine}: {' '.join(done.stderr.strip().splitlines()[-1:])}")
         found: dict[str, float] = json.loads(answer.read_text())
     return found
 
 
-def _files(engine: str, model: Path, python: str) -> Path:
+def _model_files(engine: str, model: Path, python: str) -> Path:
     """What an engine reads: the file itself, its numbers unpacked, or what its own builder makes of those."""
     if engine in ("exlm", "llama.cpp"):
         return model
@@ -89,11 +95,11 @@ def _files(engine: str, model: Path, python: str) -> Path:
     if not built.exists():
         builder = [python, "-m", "onnxruntime_genai.models.builder", "-i", str(dense), "-o", str(built)]
         command = [*builder, "-p", "int4", "-e", "cpu", "-c", str(kept / "onnx-cache")]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT)
         if done.returncode:
             raise RuntimeError(f"{engine}: its builder failed: {done.stderr.strip()[-300:]}")
     return built
 
 
-def _columns(values: list[dict[str, float]]) -> dict[str, list[float]]:
+def _by_metric(values: list[dict[str, float]]) -> dict[str, list[float]]:
     return {key: [one[key] for one in values] for key in (values[0] if values else {})}

@@ -14,22 +14,22 @@ from typing import Any
 
 from .. import env
 
-USING = ("generate", "chat", "serve", "bench", "tune")
+GPU_COMMANDS = ("generate", "chat", "serve", "bench", "tune")
 """Commands that run a model."""
 
 
-def begin(arguments: Sequence[str]) -> None:
+def warm_up(arguments: Sequence[str]) -> None:
     """Make the context that a command line will want, if any."""
-    number = wanted(arguments, env.default_device())
+    number = first_gpu(arguments, env.default_device())
     if number is not None:
         make_context(number)
 
 
-def wanted(arguments: Sequence[str], otherwise: str | None) -> int | None:
+def first_gpu(arguments: Sequence[str], default_device: str | None) -> int | None:
     """The GPU a command line will use first; None if it uses none."""
-    if not arguments or arguments[0] not in USING or "--help" in arguments:
+    if not arguments or arguments[0] not in GPU_COMMANDS or "--help" in arguments:
         return None
-    device = otherwise or "cuda"
+    device = default_device or "cuda"
     for word, after in zip(arguments, [*arguments[1:], ""], strict=True):
         if word == "--device":
             device = after
@@ -41,12 +41,12 @@ def wanted(arguments: Sequence[str], otherwise: str | None) -> int | None:
 
 def make_context(number: int = 0) -> Thread:
     """Have the driver make the context of a GPU that all of this process shares; it is kept."""
-    thread = Thread(target=_retain, args=(number,), name="exlm-context", daemon=True)
+    thread = Thread(target=_retain_context, args=(number,), name="exlm-context", daemon=True)
     thread.start()
     return thread
 
 
-def _retain(number: int) -> None:
+def _retain_context(number: int) -> None:
     try:
         driver: Any = ctypes.CDLL("nvcuda" if sys.platform == "win32" else "libcuda.so.1")
     except OSError:

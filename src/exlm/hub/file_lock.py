@@ -18,48 +18,48 @@ from pathlib import Path
 
 from ..atomic import lock_handle
 
-BEAT = 1.0
+HEARTBEAT_SECONDS = 1.0
 """Seconds between two touches of a lock file that stands for the lock."""
 
-DEAD_AFTER = 10.0
+STALE_SECONDS = 10.0
 """Seconds without a touch after which its owner counts as dead."""
 
 
 @contextmanager
-def only_one(path: Path, waiting: Callable[[], object]) -> Iterator[None]:
+def exclusive_lock(path: Path, on_wait: Callable[[], object]) -> Iterator[None]:
     """Hold the lock of that name during the block; `waiting` is called once if another process has it."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # stays on disk: removing it would split the lock
     try:
-        if _flock(handle, waiting):
+        if _flock(handle, on_wait):
             yield
         else:
-            with held_by_file(path.with_name(path.name + ".held"), waiting):
+            with heartbeat_lock(path.with_name(path.name + ".held"), on_wait):
                 yield
     finally:
         os.close(handle)
 
 
-def _flock(handle: int, waiting: Callable[[], object]) -> bool:
+def _flock(handle: int, on_wait: Callable[[], object]) -> bool:
     """Take the kernel's lock; False where there is none to take."""
     try:
         return lock_handle(handle)
     except BlockingIOError:
-        waiting()
+        on_wait()
         return lock_handle(handle, wait=True)
 
 
 @contextmanager
-def held_by_file(path: Path, waiting: Callable[[], object]) -> Iterator[None]:
+def heartbeat_lock(path: Path, on_wait: Callable[[], object]) -> Iterator[None]:
     """Hold a lock that is nothing but a file and the habit of touching it."""
     mark = uuid.uuid4().hex
     told = False
     while not _create(path, mark):
         if not told:
-            waiting()
+            on_wait()
             told = True
-        _outlast(path)
+        _wait_for_release(path)
     over = threading.Event()
-    beating = threading.Thread(target=_beat, args=(path, over), name="exlm-lock", daemon=True)
+    beating = threading.Thread(target=_send_heartbeats, args=(path, over), name="exlm-lock", daemon=True)
     beating.start()
     try:
         yield
@@ -81,24 +81,24 @@ def _create(path: Path, mark: str) -> bool:
     return True
 
 
-def _beat(path: Path, over: threading.Event) -> None:
-    while not over.wait(BEAT):
+def _send_heartbeats(path: Path, over: threading.Event) -> None:
+    while not over.wait(HEARTBEAT_SECONDS):
         with contextlib.suppress(OSError):
             os.utime(path)
 
 
-def _outlast(path: Path) -> None:
+def _wait_for_release(path: Path) -> None:
     """Return when the file is gone: given up by its owner, or taken from one that stopped touching it.
 
     Only changes count, timed by our own clock, because the file's times may come from another machine.
     """
-    seen, since = _touched(path), time.monotonic()
+    seen, since = _heartbeat(path), time.monotonic()
     while seen is not None:
-        time.sleep(min(BEAT, DEAD_AFTER) / 10)
-        now = _touched(path)
+        time.sleep(min(HEARTBEAT_SECONDS, STALE_SECONDS) / 10)
+        now = _heartbeat(path)
         if now != seen:
             seen, since = now, time.monotonic()
-        elif time.monotonic() - since > DEAD_AFTER:
+        elif time.monotonic() - since > STALE_SECONDS:
             with contextlib.suppress(OSError):  # another waiter was faster
                 aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
                 path.rename(aside)
@@ -106,7 +106,7 @@ def _outlast(path: Path) -> None:
             return
 
 
-def _touched(path: Path) -> tuple[int, int] | None:
+def _heartbeat(path: Path) -> tuple[int, int] | None:
     """What changes with every touch and every new owner; None if there is no file."""
     try:
         status = path.stat()

@@ -16,7 +16,7 @@ import exlm
 from exlm import InputError
 from exlm.atomic import atomic_file
 
-from . import knobs
+from . import sampler_settings as knobs
 
 FORMAT = "exlm chat 1"
 
@@ -25,12 +25,12 @@ FORMAT = "exlm chat 1"
 class Turn:
     """What the user said, and the answer, if there is one yet."""
 
-    asked: str
-    answer: str | None = None
+    user: str
+    assistant: str | None = None
 
 
 @dataclass
-class Talk:
+class Conversation:
     """One conversation."""
 
     settings: exlm.Settings
@@ -38,36 +38,36 @@ class Talk:
     seed: int | None = None
     system: str | None = None
     turns: list[Turn] = field(default_factory=list)
-    forgotten: int = 0
+    dropped: int = 0
     """How many of the first turns the model is not told of."""
-    tries: int = 0
+    retries: int = 0
     """How often the last turn was answered before."""
 
     @property
     def messages(self) -> list[dict[str, str]]:
         """What the model is told."""
-        return self._messages(self.turns[self.forgotten :])
+        return self._messages(self.turns[self.dropped :])
 
     @property
     def next_seed(self) -> int | None:
         """The seed of the next answer: another one for another try."""
-        return None if self.seed is None else (self.seed + self.tries) % 2**63
+        return None if self.seed is None else (self.seed + self.retries) % 2**63
 
-    def ask(self, text: str) -> None:
+    def add_user_message(self, text: str) -> None:
         """Begin a turn."""
         self.turns.append(Turn(text))
-        self.tries = 0
+        self.retries = 0
 
-    def answer(self, text: str) -> None:
+    def add_answer(self, text: str) -> None:
         """End a turn."""
-        self.turns[-1].answer = text
+        self.turns[-1].assistant = text
 
     def retry(self) -> str | None:
         """Take the last answer back; what it was."""
         if not self.turns:
             raise InputError("Nothing was said yet.")
-        before, self.turns[-1].answer = self.turns[-1].answer, None
-        self.tries += 1
+        before, self.turns[-1].assistant = self.turns[-1].assistant, None
+        self.retries += 1
         return before
 
     def undo(self) -> None:
@@ -75,24 +75,24 @@ class Talk:
         if not self.turns:
             raise InputError("Nothing was said yet.")
         self.turns.pop()
-        self._remember()
+        self._reset_dropped()
 
     def clear(self) -> None:
         """Forget every turn; the system message and the settings stay."""
         self.turns.clear()
-        self._remember()
+        self._reset_dropped()
 
-    def instruct(self, system: str | None) -> None:
+    def set_system(self, system: str | None) -> None:
         """Change the system message, also for what was said before."""
         self.system = system
-        self._remember()
+        self._reset_dropped()
 
     def set(self, name: str, text: str, tokenizer: exlm.Tokenizer) -> None:
         """Change a setting, the longest answer, or the seed."""
         if name == "max_new_tokens":
-            self.max_new_tokens = _whole(name, text, 1)
+            self.max_new_tokens = _parse_int(name, text, 1)
         elif name == "seed":
-            self.seed = None if text.lower() == "none" else _whole(name, text, 0)
+            self.seed = None if text.lower() == "none" else _parse_int(name, text, 0)
         else:
             self.settings = knobs.changed(self.settings, {name: knobs.read(name, text)}, tokenizer)
 
@@ -112,11 +112,11 @@ class Talk:
         except (OSError, ValueError) as error:  # a name with a NUL in it is a ValueError
             raise InputError(f"{path} cannot be written: {getattr(error, 'strerror', error)}.") from None
 
-    def loaded(self, path: Path, tokenizer: exlm.Tokenizer) -> Talk:
+    def load(self, path: Path, tokenizer: exlm.Tokenizer) -> Conversation:
         """The conversation of a file; this one is left as it is."""
         found = _read(path)
         values = dict(found.get("settings", {}))
-        new = Talk(self.settings, self.max_new_tokens, self.seed)
+        new = Conversation(self.settings, self.max_new_tokens, self.seed)
         for name in ("max_new_tokens", "seed"):
             if name in values:
                 new.set(name, str(values.pop(name)), tokenizer)
@@ -129,22 +129,22 @@ class Talk:
             if message["role"] != ("user", "assistant")[place % 2]:
                 raise InputError(f"{path}: user and assistant should take turns.")
             if place % 2:
-                new.answer(message["content"])
+                new.add_answer(message["content"])
             else:
-                new.ask(message["content"])
+                new.add_user_message(message["content"])
         return new
 
     def _messages(self, turns: list[Turn]) -> list[dict[str, str]]:
         out = [] if self.system is None else [{"role": "system", "content": self.system}]
         for turn in turns:
-            out.append({"role": "user", "content": turn.asked})
-            if turn.answer is not None:
-                out.append({"role": "assistant", "content": turn.answer})
+            out.append({"role": "user", "content": turn.user})
+            if turn.assistant is not None:
+                out.append({"role": "assistant", "content": turn.assistant})
         return out
 
-    def _remember(self) -> None:
+    def _reset_dropped(self) -> None:
         """What was forgotten may fit again."""
-        self.forgotten = self.tries = 0
+        self.dropped = self.retries = 0
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -155,12 +155,12 @@ def _read(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} cannot be read: {error.strerror or error}.") from None
     except (ValueError, RecursionError):
         found = None
-    if not _is_saved(found):
+    if not _is_saved_chat(found):
         raise InputError(f"{path} is no saved chat.")
     return dict(found)
 
 
-def _is_saved(found: Any) -> bool:
+def _is_saved_chat(found: Any) -> bool:
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         return False
     messages, settings = found.get("messages"), found.get("settings", {})
@@ -171,7 +171,7 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
-def _whole(name: str, text: str, least: int) -> int:
+def _parse_int(name: str, text: str, least: int) -> int:
     try:
         value = int(text)
     except ValueError:

@@ -13,7 +13,7 @@ import os
 import sys
 
 
-class Closed(io.TextIOBase):
+class ClosedStdout(io.TextIOBase):
     """Standard output that was closed: text made for it is an error, not thrown away unsaid."""
 
     encoding = "utf-8"
@@ -28,17 +28,17 @@ class Closed(io.TextIOBase):
         raise OSError(errno.EBADF, message)
 
 
-def open_streams() -> None:
+def ensure_stdio() -> None:
     """Put something in the place of each stream that is not there; calling it again does nothing."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            _nothing()  # takes the lowest number that is free, which is this one
-    sys.stdin = sys.stdin or os.fdopen(_nothing())
-    sys.stdout = sys.stdout or Closed()
-    sys.stderr = sys.stderr or os.fdopen(_nothing(), "w")
+            _open_devnull()  # takes the lowest number that is free, which is this one
+    sys.stdin = sys.stdin or os.fdopen(_open_devnull())
+    sys.stdout = sys.stdout or ClosedStdout()
+    sys.stderr = sys.stderr or os.fdopen(_open_devnull(), "w")
 
 
-def _nothing() -> int:
+def _open_devnull() -> int:
     return os.open(os.devnull, os.O_RDWR)

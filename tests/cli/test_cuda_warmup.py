@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from exlm.cli.early import make_context, wanted
+from exlm.cli.cuda_warmup import first_gpu, make_context
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ from exlm.cli.early import make_context, wanted
     ],
 )
 def test_what_a_command_line_wants(line: str, otherwise: str | None, number: int | None) -> None:
-    assert wanted(line.split(), otherwise) == number
+    assert first_gpu(line.split(), otherwise) == number
 
 
 def test_a_gpu_that_is_not_there_is_no_error() -> None:
@@ -37,7 +37,7 @@ def test_a_gpu_that_is_not_there_is_no_error() -> None:
 
 
 def test_it_is_ready_before_torch_is() -> None:
-    code = "import sys, exlm.cli.early; sys.exit('torch' in sys.modules)"
+    code = "import sys, exlm.cli.cuda_warmup; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

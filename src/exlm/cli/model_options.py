@@ -31,7 +31,7 @@ Adapters = Annotated[
 
 
 @dataclass(frozen=True)
-class Hosting:
+class ModelOptions:
     """How a model is loaded, and what requests call it."""
 
     name: Name = None
@@ -52,11 +52,11 @@ class Hosting:
     def listing(self, model: str | None) -> Listing:
         """The model that was asked for, under its name."""
         named = self.name or ("default" if model is None else Path(model).name.removesuffix(".gguf"))
-        return self.other(
-            named or "default", model, draft=self.draft, loras=pairs("--lora", self.lora, "FOLDER")
+        return self.listing_of(
+            named or "default", model, draft=self.draft, loras=parse_pairs("--lora", self.lora, "FOLDER")
         )
 
-    def other(self, name: str, model: str | None, **more: Any) -> Listing:
+    def listing_of(self, name: str, model: str | None, **more: Any) -> Listing:
         """Another model, loaded alike but for what is the first one's own: its draft and its adapters."""
         from exlm.serve import Listing
 
@@ -73,27 +73,27 @@ class Hosting:
         )
 
 
-def hosts(command: Callable[..., None]) -> Callable[..., None]:
+def with_model_options(command: Callable[..., None]) -> Callable[..., None]:
     """The command with an option for each field of `Hosting` in the place of its parameter `hosting`."""
-    types = get_type_hints(command, include_extras=True) | get_type_hints(Hosting, include_extras=True)
-    ours = inspect.signature(Hosting).parameters
-    shown: list[inspect.Parameter] = []
+    types = get_type_hints(command, include_extras=True) | get_type_hints(ModelOptions, include_extras=True)
+    option_parameters = inspect.signature(ModelOptions).parameters
+    parameters: list[inspect.Parameter] = []
     for one in inspect.signature(command).parameters.values():
-        shown += ours.values() if one.name == "hosting" else [one]
+        parameters += option_parameters.values() if one.name == "hosting" else [one]
 
     @functools.wraps(command)
-    def told(**options: Any) -> None:
-        chosen = {name: options.pop(name) for name in ours if name in options}
-        command(**options, hosting=Hosting(**chosen))
+    def wrapper(**options: Any) -> None:
+        chosen = {name: options.pop(name) for name in option_parameters if name in options}
+        command(**options, hosting=ModelOptions(**chosen))
 
-    told.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [one.replace(kind=one.KEYWORD_ONLY, annotation=types[one.name]) for one in shown]
+    wrapper.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [one.replace(kind=one.KEYWORD_ONLY, annotation=types[one.name]) for one in parameters]
     )
-    told.__annotations__ = {one.name: types[one.name] for one in shown}
-    return told
+    wrapper.__annotations__ = {one.name: types[one.name] for one in parameters}
+    return wrapper
 
 
-def pairs(option: str, given: list[str] | None, what: str) -> dict[str, str]:
+def parse_pairs(option: str, given: list[str] | None, what: str) -> dict[str, str]:
     """NAME=VALUE, as often as it was given."""
     found: dict[str, str] = {}
     for one in given or ():

