@@ -15,6 +15,8 @@ from exlm import InputError
 if TYPE_CHECKING:
     import torch
 
+    from exlm.tokenizer.prompt_formats import PromptFormat
+
 PAGE = 256
 LONG_PROMPT = 2048
 """Prompts of more tokens than this get a progress bar."""
@@ -62,14 +64,14 @@ class ModelSession:
         if known is None:
             return self.tokenizer.apply_chat_template(messages, tokenize=True, chat_template=self.template)
         text = self.tokenizer.apply_chat_template(messages, chat_template=self.template)
-        ids = self.tokenizer.encode(text, encode_special_tokens=known.special)
+        ids = self.tokenizer.encode(text, encode_special_tokens=known.encode_special_tokens)
         bos = self.tokenizer.bos_token_id
-        if known.bos and bos is not None and ids[0, :1].tolist() != [bos]:
+        if known.add_bos and bos is not None and ids[0, :1].tolist() != [bos]:
             ids = torch.cat((torch.tensor([[bos]]), ids), dim=1)
         return ids
 
     @property
-    def chat_format(self) -> Any:
+    def chat_format(self) -> PromptFormat | None:
         """The chat format, if one was chosen; a model's own template is none."""
         return None if self.template is None else self.tokenizer.chat_templates.choose(self.template).format
 
@@ -78,7 +80,7 @@ class ModelSession:
         """What ends an answer: the model's own ends, and those of the chat format."""
         ends: list[int | str] = list(self.tokenizer.eos_token_ids)
         if self.chat_format is not None:
-            ends += self.chat_format.ends(self.tokenizer.single_id)
+            ends += self.chat_format.stop_conditions(self.tokenizer.single_id)
         return ends
 
     def load(self, prompt: int, new: int) -> None:
