@@ -1,4 +1,4 @@
-"""Puts the C kernels for processors into wheels, where there is a compiler to build them.
+"""Adds what wheels have and the sources do not: compiled C kernels, and a file for each module of exllamav2.
 
 A wheel with libraries is tied to its platform and to no Python. Without a compiler, and for editable
 installs, the wheel is a plain one and the kernels are built at first use, if at all.
@@ -7,12 +7,15 @@ installs, the wheel is a plain one and the kernels are built at first use, if at
 import importlib.util
 import platform
 import sysconfig
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 KERNELS = Path("src/exlm/kernels")
+ALIAS_MODULES = Path("src/exlm/legacy/alias_modules.py")
+ALIASES = Path("src/exllamav2/_aliases.py")
 
 
 class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
@@ -23,6 +26,8 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         if self.target_name != "wheel" or version == "editable":
             return
         self._clear()
+        self._alias_folder = tempfile.TemporaryDirectory(prefix="exllamav2-")
+        build_data["force_include"] |= self._write_alias_files(Path(self._alias_folder.name))
         compile_ = _module(Path(self.root) / KERNELS / "cpu" / "compile.py")
         file_name = _module(Path(self.root) / KERNELS / "artifact_cache.py").file_name
         try:
@@ -41,6 +46,21 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Leave the sources as they were."""
         self._clear()
+        if hasattr(self, "_alias_folder"):
+            self._alias_folder.cleanup()
+
+    def _write_alias_files(self, folder: Path) -> dict[str, str]:
+        """Write the modules of exllamav2 as files; returns where each belongs in the wheel."""
+        tables = _module(Path(self.root) / ALIASES)
+        make_table = _module(Path(self.root) / ALIAS_MODULES).AliasTable
+        table = make_table("exllamav2", tables.OBJECTS, tables.MODULES, tables.REFUSED)
+        places = {}
+        for path in table.paths():
+            file = folder / table.file(path)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(table.source(path), encoding="utf-8")
+            places[str(file)] = f"exllamav2/{table.file(path)}"
+        return places
 
     def _clear(self) -> None:
         for made in (Path(self.root) / KERNELS / "cpu" / "csrc").glob("*.so"):

@@ -69,8 +69,8 @@ class Tally:
 def write(folder: Path, name: str, bits: float) -> Path:
     """A model of a named shape, unless it is there."""
     from exlm.bench.shapes import SHAPES
-    from exlm.bench.synthetic import describe_in
-    from exlm.bench.weights import Exl2
+    from exlm.bench.synthetic import write_model_folder
+    from exlm.bench.synthetic_weights import Exl2
     from exlm.checkpoint import save
 
     said = {"shape": name, "bits": bits}
@@ -81,7 +81,7 @@ def write(folder: Path, name: str, bits: float) -> Path:
     done.unlink(missing_ok=True)
     shape, form = SHAPES[name], Exl2(bits)
     save(folder, _tensors(shape, form), shard_bytes=SHARD, overwrite=True)
-    describe_in(folder, shape, shape.positions)
+    write_model_folder(folder, shape, shape.positions)
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "exl2", "head_bits": form.head_bits}
     (folder / "config.json").write_text(json.dumps(config))
@@ -93,10 +93,10 @@ def _tensors(shape: Any, form: Any) -> Iterator[tuple[str, Any]]:
     """Everything that the files hold; one layer, as often as there are layers."""
     import torch
 
-    from exlm.bench.weights import Random
+    from exlm.bench.synthetic_weights import RandomTensors
     from exlm.formats import exl2
 
-    random = Random(0, torch.device("cpu"))
+    random = RandomTensors(0, torch.device("cpu"))
 
     def matrix(name: str, inputs: int, outputs: int, head: bool = False) -> dict[str, Any]:
         stored = exl2.write(form.weight(inputs, outputs, random, head, inputs**-0.5))
@@ -121,7 +121,7 @@ def first_token(folder: Path, device: str, start: float, profile: bool) -> dict[
     times = Timeline(start)
     times.mark("interpreter")
     if device.startswith("cuda"):
-        from exlm.cli.early import make_context
+        from exlm.cli.cuda_warmup import make_context
 
         make_context()  # as the command line does
     import torch

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from exlm.bench.weights import Form, Random, form
+from exlm.bench.synthetic_weights import RandomTensors, WeightFormat, weight_format
 from exlm.formats import PackedWeight
 from exlm.kernels.cuda import linear, wide
 from exlm.kernels.cuda.lanes import ALIKE
@@ -47,7 +47,7 @@ WIDE_PLANS = [
 Work = Callable[[], None]
 
 
-def random_tiles(inputs: int, outputs: int, form: Form, random: Random) -> Tiles:
+def random_tiles(inputs: int, outputs: int, form: WeightFormat, random: RandomTensors) -> Tiles:
     """A matrix of random numbers in the true layout of a format."""
     weight = form.weight(inputs, outputs, random, False, 0.02)
     assert isinstance(weight, PackedWeight)
@@ -112,7 +112,7 @@ def main() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     workshop = Workshop(device, Path(gettempdir()) / "exlm-kernels")
     roof = copy_speed(device)
-    stored, random = form(chosen.form, chosen.bits), Random(1, device)
+    stored, random = weight_format(chosen.form, chosen.bits), RandomTensors(1, device)
     model = {
         name: [[random_tiles(inputs, width, stored, random) for width in widths] for _ in range(LAYERS)]
         for name, (inputs, widths, _) in SHAPES.items()

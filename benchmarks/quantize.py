@@ -20,7 +20,7 @@ import torch
 from benchmarks.synthetic import write_dense
 from exlm import Quality, find_model, quantize_model, validate_exl2
 from exlm.bench.shapes import SHAPES
-from exlm.bench.synthetic import describe_in
+from exlm.bench.synthetic import write_model_folder
 
 POSITIONS = 2048
 
@@ -81,7 +81,7 @@ def main() -> None:
 def _made(folder: Path, shape: str) -> Path:
     """A float16 model of random weights."""
     write_dense(folder, SHAPES[shape])
-    return describe_in(folder, SHAPES[shape], POSITIONS)
+    return write_model_folder(folder, SHAPES[shape], POSITIONS)
 
 
 def _weights(folder: Path) -> list[bytes]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from exlm.bench.shapes import SHAPES, Shape
-from exlm.bench.weights import Dense, Exl2, Form, Random
+from exlm.bench.synthetic_weights import Dense, Exl2, RandomTensors, WeightFormat
 from exlm.checkpoint import save
 from exlm.formats import DenseWeight, PackedWeight, Weight, exl2
 
@@ -41,7 +41,7 @@ def _write(folder: Path, shape: Shape, form: Exl2 | Dense, seed: int) -> Path:
     if done.exists() and json.loads(done.read_text()) == said:
         return folder
     done.unlink(missing_ok=True)
-    random = Random(seed, torch.device("cpu"))
+    random = RandomTensors(seed, torch.device("cpu"))
     save(folder, _tensors(shape, form, random), shard_bytes=SHARD, overwrite=True)
     config = shape.config()
     if isinstance(form, Exl2):
@@ -51,7 +51,7 @@ def _write(folder: Path, shape: Shape, form: Exl2 | Dense, seed: int) -> Path:
     return folder
 
 
-def _tensors(shape: Shape, form: Form, random: Random) -> Iterator[tuple[str, Tensor]]:
+def _tensors(shape: Shape, form: WeightFormat, random: RandomTensors) -> Iterator[tuple[str, Tensor]]:
     hidden = shape.hidden
 
     def matrix(name: str, inputs: int, outputs: int, head: bool = False) -> Iterator[tuple[str, Tensor]]:

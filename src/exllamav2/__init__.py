@@ -1,6 +1,7 @@
-"""The names that scripts written for exllamav2 import, each one an exlm class. Nothing is defined here.
+"""The modules and names that scripts written for exllamav2 import, each an alias of an exlm object.
 
-Its modules are there without being imported, as they were: `import exllamav2; exllamav2.util.…`.
+Nothing is defined here. This module has the package's own names, `_aliases` those of its submodules, which
+are also there without being imported, as in `import exllamav2; exllamav2.util.…`.
 """
 
 from exlm import Cache as ExLlamaV2Cache
@@ -14,40 +15,19 @@ from exlm import Lora as ExLlamaV2Lora
 from exlm import Model as ExLlamaV2
 from exlm import Tokenizer as ExLlamaV2Tokenizer
 from exlm import __version__
+from exlm.legacy.alias_modules import AliasTable as _AliasTable
+from exlm.legacy.alias_modules import install as _install
 from exlm.legacy.devices import cache_tp as ExLlamaV2Cache_TP
 from exlm.legacy.hooks import Intervention
 from exlm.legacy.placeholders import MultimodalProjector as ExLlamaV2MultimodalProjector
 from exlm.legacy.placeholders import VisionTower as ExLlamaV2VisionTower
 from exlm.legacy.util import SeqTensor, Timer
 
-from . import (  # noqa: F401
-    architecture,
-    attn,
-    cache,
-    compat,
-    config,
-    device,
-    embedding,
-    ext,
-    generator,
-    headnorm,
-    layernorm,
-    linear,
-    lora,
-    mlp,
-    model,
-    module,
-    moe_mlp,
-    parallel_decoder,
-    pos_embedding,
-    rmsnorm,
-    stloader,
-    tensor_p,
-    tokenizer,
-    util,
-    version,
-    vlm,
-)
+from ._aliases import MODULES as _MODULES
+from ._aliases import OBJECTS as _OBJECTS
+from ._aliases import REFUSED as _REFUSED
+
+__getattr__ = _install(_AliasTable(__name__, _OBJECTS, _MODULES, _REFUSED), __path__)
 
 __all__ = [
     "ExLlamaV2",

@@ -11,13 +11,14 @@ import torch
 from typer.testing import CliRunner
 
 from exlm import InputError, MissingExtra
-from exlm.bench import peers, report
-from exlm.bench.benchmark import Plan
+from exlm.bench import comparison as peers
+from exlm.bench import report
+from exlm.bench.benchmark import BenchmarkConfig
 from exlm.bench.benchmark import run as run_plan
-from exlm.bench.measure import prompt_ids, tokens_needed
-from exlm.bench.peaks import peaks
 from exlm.bench.report import Report, Row, bound
-from exlm.bench.synthetic import STATES
+from exlm.bench.roofline import measure_roofline
+from exlm.bench.synthetic import CYCLE_LENGTH
+from exlm.bench.workload import prompt_ids, tokens_needed
 from exlm.cli.__main__ import app
 from tests import tiny
 
@@ -103,16 +104,16 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
 
 
 def test_without_matplotlib_a_plot_names_the_extra(tmp_path: Path) -> None:
-    from exlm.bench import draw
+    from exlm.bench import save_plot
 
     rows = (Row("decode", "fp32", 8, 1, 10.0, 0.1, 100, 0.5, 0.1, 0.1, "memory"), Row("decode", "q4", 8, 1))
     made = Report("tiny", "exl2", 1, 1, 4.1, "CPU", ("cpu",), 1, 0.1, None, 1, 1.0, 1.0, rows)
     target = tmp_path / "plot.png"
     if importlib.util.find_spec("matplotlib") is None:
         with pytest.raises(MissingExtra, match=r"exlm\[bench\]"):
-            draw(made, target)
+            save_plot(made, target)
     else:
-        draw(made, target)
+        save_plot(made, target)
         assert target.read_bytes().startswith(b"\x89PNG")
 
 
@@ -123,10 +124,10 @@ def test_that_is_said_before_anything_is_measured(tmp_path: Path, monkeypatch: p
 
 
 def test_every_batch_at_the_first_context_and_every_context_with_the_first_batch() -> None:
-    plan = Plan(shape="tiny", batches=(1, 8), contexts=(512, 8000), caches=("fp16", "q8"))
+    plan = BenchmarkConfig(shape="tiny", batches=(1, 8), contexts=(512, 8000), caches=("fp16", "q8"))
     found = [(row.cache, row.context, row.batch) for row in plan.rows()[1:]]
     assert found == [(cache, *rest) for cache in ("fp16", "q8") for rest in ((512, 1), (512, 8), (8000, 1))]
-    assert plan.length > 8000
+    assert plan.longest_sequence > 8000
 
 
 def test_what_does_not_fit_is_said_and_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,14 +141,14 @@ def test_the_bound_is_the_limit_that_is_near() -> None:
     assert bound(0.3, 0.2, 0.7, True) == "host"
     assert bound(0.3, 0.2, 0.1, True) == "launch"
     assert bound(0.3, 0.2, 0.1, False) == "compute"
-    assert report.ENOUGH < 0.5
+    assert report.BOUND_SHARE < 0.5
 
 
 def test_prompts_differ_by_row_and_repeat_if_told() -> None:
     a, b = prompt_ids(0, 64, 512), prompt_ids(1, 64, 512)
     assert not torch.equal(a, b)
     again, other = (prompt_ids(row, 64, 512, repetitive=True) for row in (0, 1))
-    assert torch.equal(again[:, 1 : 1 + STATES], again[:, 1 + STATES : 1 + 2 * STATES])
+    assert torch.equal(again[:, 1 : 1 + CYCLE_LENGTH], again[:, 1 + CYCLE_LENGTH : 1 + 2 * CYCLE_LENGTH])
     assert torch.equal(again[:, 1:], other[:, 1:])
     assert int(again[0, 0]) != int(other[0, 0])
     for ids in (a, b, again, prompt_ids(5, 32, 64), prompt_ids(5, 32, 64, repetitive=True)):
@@ -159,7 +160,9 @@ def test_prompts_differ_by_row_and_repeat_if_told() -> None:
 @pytest.mark.parametrize("form", ["exl2", "gptq", "gguf", "dense"])
 def test_guesses_are_right_on_repetitive_text(form: str) -> None:
     """A made-up model goes round its circle, so that every step makes as many tokens as it may."""
-    plan = Plan(shape="tiny", form=form, device="cpu", contexts=(40,), prompt=16, tokens=40, ngram=True)
+    plan = BenchmarkConfig(
+        shape="tiny", format=form, device="cpu", contexts=(40,), prompt=16, tokens=40, ngram=True
+    )
     _, plain, guessed = run_plan(plan).rows
     assert (plain.work, plain.each) == ("decode", 1)
     assert (guessed.work, guessed.each) == ("ngram", 8)
@@ -167,7 +170,7 @@ def test_guesses_are_right_on_repetitive_text(form: str) -> None:
 
 @pytest.mark.gpu
 def test_guesses_are_right_on_a_gpu() -> None:
-    plan = Plan(
+    plan = BenchmarkConfig(
         shape="tiny", device="cuda", batches=(1, 3), contexts=(120,), prompt=16, tokens=160, ngram=True
     )
     rows = run_plan(plan).rows[1:]
@@ -176,9 +179,9 @@ def test_guesses_are_right_on_a_gpu() -> None:
 
 
 def test_a_machine_has_limits() -> None:
-    found = peaks(torch.device("cpu"), torch.float32)
+    found = measure_roofline(torch.device("cpu"), torch.float32)
     assert 1e8 < found.bandwidth < 1e13
-    assert 1e8 < found.products < 1e16
+    assert 1e8 < found.flops < 1e16
 
 
 def test_info_tells_about_the_machine() -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from exlm import Config
-from exlm.bench.benchmark import Plan, run
+from exlm.bench.benchmark import BenchmarkConfig, run
 from exlm.bench.shapes import SHAPES
-from exlm.bench.synthetic import describe_in
-from exlm.bench.weights import form
+from exlm.bench.synthetic import write_model_folder
+from exlm.bench.synthetic_weights import weight_format
 from exlm.spec.weight_roles import matrices
 
 PUBLISHED = {"llama-2-7b": 6.74, "llama-3-8b": 8.03, "mixtral-8x7b": 46.70, "qwen3-30b-a3b": 30.53}
@@ -20,7 +20,7 @@ PUBLISHED = {"llama-2-7b": 6.74, "llama-3-8b": 8.03, "mixtral-8x7b": 46.70, "qwe
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_shape_is_the_model_it_describes(name: str, tmp_path: Path) -> None:
     shape = SHAPES[name]
-    model = Config(describe_in(tmp_path, shape, 64)).freeze().spec
+    model = Config(write_model_folder(tmp_path, shape, 64)).freeze().spec
     sizes = sorted((one.in_features, one.out_features) for one in matrices(model))
     named = [(inputs, outputs) for _, inputs, outputs in shape.matrices()] * shape.layers
     assert sizes == sorted([*named, (shape.hidden, shape.vocab)])
@@ -30,8 +30,8 @@ def test_a_shape_is_the_model_it_describes(name: str, tmp_path: Path) -> None:
 
 
 def test_of_a_mixture_only_the_chosen_experts_are_read() -> None:
-    shape, packed = SHAPES["tiny-moe"], form("exl2")
-    prompt, *_ = run(Plan(shape="tiny-moe", device="cpu", contexts=(8,), prompt=16, tokens=4)).rows
+    shape, packed = SHAPES["tiny-moe"], weight_format("exl2")
+    prompt, *_ = run(BenchmarkConfig(shape="tiny-moe", device="cpu", contexts=(8,), prompt=16, tokens=4)).rows
     read = packed.nbytes(shape.hidden, shape.vocab, True)
     for name, inputs, outputs in shape.matrices():
         if name.endswith(".gate"):

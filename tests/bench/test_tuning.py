@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exlm import Config, InputError, Model
-from exlm.bench import Plan, tune
-from exlm.bench.tuning import GAIN, hill_climb, tuned
+from exlm.bench import BenchmarkConfig, tune
+from exlm.bench.tuning import MIN_GAIN, hill_climb, tune_model
 from tests import tiny
 
 TuneConfig = tuple[int, ...]
@@ -47,7 +47,7 @@ def test_hill_climbing_ends_where_no_neighbor_is_quicker(drawn: tuple[list[float
     space = FakeSpace("", costs, at)
     found = hill_climb(space, lambda: space.cost, space.cost)
     assert found == space.cost <= costs[at]
-    assert all(costs[near] > found * (1 - GAIN) for (near,) in space.neighbors())
+    assert all(costs[near] > found * (1 - MIN_GAIN) for (near,) in space.neighbors())
     assert space.applied <= 2 * len(costs) + len(costs)
 
 
@@ -88,7 +88,7 @@ def worked(monkeypatch: pytest.MonkeyPatch, device: Device, slower: float = 0.0)
 def test_what_is_quicker_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     device = Device([FakeSpace("a", [1.0, 1.5, 2.0], 2), FakeSpace("b", [3.0, 4.0], 0)], tmp_path / "plans")
     told: list[str] = []
-    found = tuned(worked(monkeypatch, device), lambda what, *_: told.append(what))
+    found = tune_model(worked(monkeypatch, device), lambda what, *_: told.append(what))
     assert [change._asdict() for change in found.changes] == [{"name": "a", "before": (2,), "after": (0,)}]
     assert (found.before, found.after, found.file, device.kept) == (5.0, 4.0, device.file, 1)
     assert told == ["a", "b"]
@@ -99,7 +99,7 @@ def test_a_config_that_is_not_quicker_in_alternation_is_reverted(
 ) -> None:
     """A device that became quicker while it was tuned has found nothing."""
     device = Device([FakeSpace("a", [1.0, 1.0], 0)], tmp_path)
-    found = tuned(worked(monkeypatch, device, slower=-0.01))
+    found = tune_model(worked(monkeypatch, device, slower=-0.01))
     assert (found.changes, found.file, device.kept) == ((), None, 0)
     assert device.spaces[0].config == (0,)
 
@@ -108,22 +108,22 @@ def test_a_model_without_tunable_kernels_is_refused(tmp_path: Path) -> None:
     model = Model(Config(tiny.make(tmp_path / "model")))
     model.load()
     with pytest.raises(InputError, match="only the CUDA kernels have settings"):
-        tuned(model)
+        tune_model(model)
     model.unload()
     with pytest.raises(InputError, match="Name a GPU with --device"):
-        tune(Plan(shape="tiny", device="cpu", prompt=64))
+        tune(BenchmarkConfig(shape="tiny", device="cpu", prompt=64))
 
 
 @pytest.mark.gpu
 def test_a_gpu_is_tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Whatever is found: it is a model like before, and what was kept is used when it is loaded again."""
     monkeypatch.setenv("EXLM_CACHE", str(tmp_path))
-    found = tune(Plan(shape="tiny", device="cuda", prompt=64))
+    found = tune(BenchmarkConfig(shape="tiny", device="cuda", prompt=64))
     assert found.after <= found.before
     assert (found.file is None) == (not found.changes)
     files = list((tmp_path / "kernels").glob("plans-*.json"))
     assert files == ([] if found.file is None else [found.file])
-    again = tune(Plan(shape="tiny", device="cuda", prompt=64))
+    again = tune(BenchmarkConfig(shape="tiny", device="cuda", prompt=64))
     assert all(
         change.before == known.after
         for change in again.changes

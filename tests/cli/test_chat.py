@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from exlm import Config, InputError, Model, Settings, Tokenizer
-from exlm.cli import knobs, lines
+from exlm.cli import input as lines
+from exlm.cli import sampler_settings as knobs
 from exlm.cli.__main__ import app
-from exlm.cli.session import Session
-from exlm.cli.talk import Talk
+from exlm.cli.conversation import Conversation
+from exlm.cli.model_session import ModelSession
 from tests import tiny
 
 
@@ -37,13 +38,13 @@ def tokenizer(folder: Path) -> Tokenizer:
 def prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every prompt that a model was given, as text."""
     seen: list[str] = []
-    real = Session.say
+    real = ModelSession.stream
 
-    def noted(self: Session, ids: torch.Tensor, *rest: Any, **more: Any) -> Iterator[str]:
+    def noted(self: ModelSession, ids: torch.Tensor, *rest: Any, **more: Any) -> Iterator[str]:
         seen.append(str(self.tokenizer.decode(ids[0], decode_special_tokens=True)))
         return real(self, ids, *rest, **more)
 
-    monkeypatch.setattr(Session, "say", noted)
+    monkeypatch.setattr(ModelSession, "stream", noted)
     return seen
 
 
@@ -154,7 +155,7 @@ def test_every_setting_that_text_can_say_can_be_set(tokenizer: Tokenizer) -> Non
         "mirostat_mu", "token_bias", "cfg_scale", "post_sampling_hooks", "ngram_trie", "ngram_index",
         "ngram_history", "filters", "filter_prefer_eos",
     }  # fmt: skip
-    talk = Talk(Settings())
+    talk = Conversation(Settings())
     for name in knobs.names():
         kind = knobs.fields()[name]
         text, want = {bool: ("on", True), int: ("1", 1), float: ("0.5", 0.5)}.get(kind, ('["a", 7]', None))
@@ -192,7 +193,7 @@ def test_every_setting_that_text_can_say_can_be_set(tokenizer: Tokenizer) -> Non
 def test_what_cannot_be_set_is_said_and_changes_nothing(
     tokenizer: Tokenizer, name: str, text: str, complaint: str
 ) -> None:
-    talk = Talk(Settings())
+    talk = Conversation(Settings())
     before = talk.values
     with pytest.raises(InputError, match=re.escape(complaint)):
         talk.set(name, text, tokenizer)
@@ -248,19 +249,19 @@ def test_a_conversation_stays_one_whatever_is_done(
     tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer, operations: list[tuple[str, Any]]
 ) -> None:
     """Beside it runs the simplest of models: a list of pairs."""
-    talk, pairs, system = Talk(Settings(top_k=3)), [], None
+    talk, pairs, system = Conversation(Settings(top_k=3)), [], None
     path = tmp_path_factory.getbasetemp() / "walk.json"
     for name, text in operations:
         if name == "ask":
-            talk.ask(text)
+            talk.add_user_message(text)
             pairs.append([text])
         elif name == "instruct":
-            talk.instruct(text)
+            talk.set_system(text)
             system = text
-        elif name == "forget" and talk.forgotten < len(talk.turns) - 1:
-            talk.forgotten += 1
+        elif name == "forget" and talk.dropped < len(talk.turns) - 1:
+            talk.dropped += 1
         elif name == "answer" and pairs and len(pairs[-1]) == 1:
-            talk.answer("y")
+            talk.add_answer("y")
             pairs[-1].append("y")
         elif name in ("retry", "undo") and pairs:
             getattr(talk, name)()
@@ -271,10 +272,10 @@ def test_a_conversation_stays_one_whatever_is_done(
         elif name == "save" and all(len(pair) == 2 for pair in pairs[:-1]):
             path.unlink(missing_ok=True)
             talk.save(path)
-            talk = Talk(Settings()).loaded(path, tokenizer)
-        assert 0 <= talk.forgotten <= max(0, len(talk.turns) - 1)
+            talk = Conversation(Settings()).load(path, tokenizer)
+        assert 0 <= talk.dropped <= max(0, len(talk.turns) - 1)
         assert talk.settings.top_k == 3
-        told = [said for pair in pairs[talk.forgotten :] for said in pair]
+        told = [said for pair in pairs[talk.dropped :] for said in pair]
         assert [one["content"] for one in talk.messages] == ([] if system is None else [system]) + told
 
 
@@ -361,12 +362,12 @@ def test_formats_by_name(say: Any, prompts: list[str], folder: Path, tokenizer: 
 
 
 def test_a_format_ends_answers(folder: Path) -> None:
-    session = Session.open(str(folder), max_seq_len=None, device=None, dtype=None, quiet=True)
-    assert session.stops == [2]
+    session = ModelSession.open(str(folder), max_seq_len=None, device=None, dtype=None, quiet=True)
+    assert session.stop_conditions == [2]
     session.template = "zephyr"
-    assert session.stops == [2, "<|user|>", "</s>"]
+    assert session.stop_conditions == [2, "<|user|>", "</s>"]
     session.template = "llama3"
-    assert session.stops == [2, "<|eot_id|>", "<|start_header_id|>"]
+    assert session.stop_conditions == [2, "<|eot_id|>", "<|start_header_id|>"]
     ids = session.encode_chat([{"role": "user", "content": "Hi"}])
     assert ids[0, 0] == 1
 
@@ -392,9 +393,9 @@ def test_options_that_cannot_be(folder: Path) -> None:
 def test_history_that_is_damaged_or_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
     path = tmp_path / "history"
     path.write_bytes(b'"one"\nnonsense\n[1]\n\xff\n"two\\nlines"\n')
-    assert lines._remembered(path) == ["one", "two\nlines"]
-    assert lines._remembered(tmp_path / "none") == []
-    lines._remember(tmp_path / "folder" / "history", "text")
-    assert lines._remembered(tmp_path / "folder" / "history") == ["text"]
-    lines._remember(tmp_path, "a folder is no file")
-    assert lines.Lines(path).interactive is False
+    assert lines._read_history(path) == ["one", "two\nlines"]
+    assert lines._read_history(tmp_path / "none") == []
+    lines._append_history(tmp_path / "folder" / "history", "text")
+    assert lines._read_history(tmp_path / "folder" / "history") == ["text"]
+    lines._append_history(tmp_path, "a folder is no file")
+    assert lines.MessageReader(path).interactive is False

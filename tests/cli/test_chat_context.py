@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from exlm import CacheFP16
 from exlm.cli.__main__ import app
-from exlm.cli.session import Session
+from exlm.cli.model_session import ModelSession
 from tests import tiny
 
 
@@ -27,7 +27,7 @@ def told(folder: Path, context: int, *lines: str) -> str:
 
 
 def test_keys_and_values_take_sixteen_bits(folder: Path) -> None:
-    session = Session.open(str(folder), max_seq_len=None, device="cpu", dtype=None, quiet=True)
+    session = ModelSession.open(str(folder), max_seq_len=None, device="cpu", dtype=None, quiet=True)
     session.load(1, 99)
     assert session.generator is not None
     assert isinstance(session.generator.cache, CacheFP16)

@@ -20,11 +20,11 @@ import pytest
 
 from exlm import Settings
 from exlm.cli.chat import Chat
-from exlm.cli.lines import Interrupts, Lines
-from exlm.cli.session import Session
-from exlm.cli.talk import Talk
+from exlm.cli.conversation import Conversation
+from exlm.cli.input import MessageReader, SigintHandler
+from exlm.cli.model_session import ModelSession
 from tests import tiny
-from tests.cli.on_terminal import STEP
+from tests.cli.pty_driver import STEP
 from tests.conftest import ROOT
 
 CTRL_C = "\x03"
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.make_chat_folder(tmp_path_factory.mktemp("chatty"), max_position_embeddings=2048)
 
 
-class Endless(Session):
+class Endless(ModelSession):
     """A model whose answers end only when they must."""
 
     @property
@@ -44,13 +44,13 @@ class Endless(Session):
 
 
 @pytest.fixture(scope="module")
-def session(folder: Path) -> Session:
+def session(folder: Path) -> ModelSession:
     session = Endless.open(str(folder), max_seq_len=None, device=None, dtype=None, quiet=True)
     session.load(1, 511)
     return session
 
 
-class Typed(Lines):
+class Typed(MessageReader):
     """Somebody who types these messages; None is a Ctrl-C in the middle of a line."""
 
     def __init__(self, *messages: str | None) -> None:
@@ -65,13 +65,13 @@ class Typed(Lines):
         return text
 
 
-def chat_of(session: Session, *messages: str | None, **options: Any) -> Chat:
-    talk = Talk(Settings.greedy(), **{"max_new_tokens": 400, **options})
+def chat_of(session: ModelSession, *messages: str | None, **options: Any) -> Chat:
+    talk = Conversation(Settings.greedy(), **{"max_new_tokens": 400, **options})
     return Chat(session, talk, Typed(*messages), stats=False, quiet=True)
 
 
 @contextmanager
-def interrupted(session: Session, monkeypatch: pytest.MonkeyPatch, *steps: int) -> Iterator[list[int]]:
+def interrupted(session: ModelSession, monkeypatch: pytest.MonkeyPatch, *steps: int) -> Iterator[list[int]]:
     """Press Ctrl-C just before these steps of the generator; how many were made."""
     made: list[int] = []
     generator: Any = session.generator
@@ -90,66 +90,68 @@ def interrupted(session: Session, monkeypatch: pytest.MonkeyPatch, *steps: int) 
 
 
 def test_ctrl_c_ends_an_answer_within_a_step(
-    session: Session, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    session: ModelSession, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = signal.getsignal(signal.SIGINT)
     chat = chat_of(session, "Hi", "/set max_new_tokens 3", "And now?")
     with interrupted(session, monkeypatch, 7) as made:
         chat.run()
-    first, second = chat.talk.turns
-    assert first.answer
-    assert second.answer  # the program went on
+    first, second = chat.conversation.turns
+    assert first.assistant
+    assert second.assistant  # the program went on
     assert 8 < len(made) < 16
     assert capfd.readouterr().err.count("(stopped)") == 1
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_ctrl_c_before_the_first_step(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_before_the_first_step(session: ModelSession, monkeypatch: pytest.MonkeyPatch) -> None:
     chat = chat_of(session, "Hi", "/quit")
     with interrupted(session, monkeypatch, 0) as made:
         chat.run()
     assert len(made) == 1
 
 
-def test_a_hail_of_ctrl_c_is_one_wish(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hail_of_ctrl_c_is_one_wish(session: ModelSession, monkeypatch: pytest.MonkeyPatch) -> None:
     chat = chat_of(session, "Hi", "Again", "/quit", max_new_tokens=5)
-    real = Chat._tell
+    real = Chat._note
 
     def tell(self: Chat, text: str) -> None:
         for _ in range(3):  # also when nobody generates and nobody types
             signal.raise_signal(signal.SIGINT)
         real(self, text)
 
-    monkeypatch.setattr(Chat, "_tell", tell)
+    monkeypatch.setattr(Chat, "_note", tell)
     with interrupted(session, monkeypatch, 3, 4):
         chat.run()
-    assert len(chat.talk.turns) == 1  # what came while it told that it stopped is heard at the prompt: twice
+    assert (
+        len(chat.conversation.turns) == 1
+    )  # what came while it told that it stopped is heard at the prompt: twice
     assert chat.leaving is False
 
 
 def test_at_the_prompt_one_drops_the_line_and_two_leave(
-    session: Session, capfd: pytest.CaptureFixture[str]
+    session: ModelSession, capfd: pytest.CaptureFixture[str]
 ) -> None:
     chat = chat_of(session, None, "Hi", None, None, "never", max_new_tokens=3)
     chat.run()
-    assert [turn.asked for turn in chat.talk.turns] == ["Hi"]
+    assert [turn.user for turn in chat.conversation.turns] == ["Hi"]
     assert capfd.readouterr().err.count("(Ctrl-C once more leaves)") == 2
 
 
 def test_an_interrupt_between_typing_and_answering_is_not_lost() -> None:
-    interrupts = Interrupts()
-    with interrupts.caught():
+    interrupts = SigintHandler()
+    with interrupts.installed():
         signal.raise_signal(signal.SIGINT)
-        assert interrupts.asked
+        assert interrupts.stop_requested
         with pytest.raises(KeyboardInterrupt), interrupts.typing():
             pytest.fail("the wish was made before")
         with interrupts.typing():
             pass
-        assert not interrupts.taken()
+        assert not interrupts.take_request()
         with pytest.raises(KeyboardInterrupt), interrupts.typing():
             signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
-        assert interrupts.taken()
+        assert interrupts.take_request()
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
@@ -177,7 +179,7 @@ class Terminal:
 def chatting(folder: Path, cache: Path) -> Iterator[tuple[Terminal, subprocess.Popen[bytes]]]:
     """`exlm chat` on a terminal, greeted; it takes a while for every token, and says so."""
     master, slave = pty.openpty()
-    command = [sys.executable, "-m", "tests.cli.on_terminal", os.ttyname(slave)]
+    command = [sys.executable, "-m", "tests.cli.pty_driver", os.ttyname(slave)]
     command += ["chat", str(folder), "--context", "1024"]
     environment = {
         **os.environ,

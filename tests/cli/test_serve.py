@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 from exlm import InputError, MissingExtra
 from exlm.cli.__main__ import app
-from exlm.cli.hosting import Hosting
-from exlm.cli.serve import _settings as set_values
+from exlm.cli.model_options import ModelOptions
+from exlm.cli.serve import _parse_settings as set_values
 from tests import tiny
 from tests.conftest import ROOT
 
@@ -116,14 +116,16 @@ def test_a_model_has_the_same_options_wherever_it_is_hosted() -> None:
         name: {one.name: (one.opts, one.help, one.default) for one in commands[name].params}
         for name in ("serve", "batch")
     }
-    for field in dataclasses.fields(Hosting):
+    for field in dataclasses.fields(ModelOptions):
         assert shown["serve"][field.name] == shown["batch"][field.name]
     assert "hosting" not in shown["serve"]
-    chosen = Hosting(name=None, lora=["a=b"], max_seq_len=9, cache_type="q4", device="cpu", draft="ngram")
+    chosen = ModelOptions(
+        name=None, lora=["a=b"], max_seq_len=9, cache_type="q4", device="cpu", draft="ngram"
+    )
     listing = chosen.listing("/models/one.gguf")
     assert (listing.name, listing.path, dict(listing.loras)) == ("one", "/models/one.gguf", {"a": "b"})
     assert (listing.max_seq_len, listing.cache_type, listing.device) == (9, "q4", "cpu")
-    other = chosen.other("two", "/models/two")
+    other = chosen.listing_of("two", "/models/two")
     assert (other.max_seq_len, other.draft, dict(other.loras)) == (9, None, {})
     assert chosen.listing(None).name == "default"
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
 import pkgutil
 import subprocess
 import sys
@@ -14,7 +16,9 @@ import pytest
 import torch
 
 import exllamav2
+from exllamav2 import _aliases
 from exlm import InputError, Unsupported
+from exlm.legacy.alias_modules import AliasTable
 
 RELEASED = """
     architecture attn attn_params cache compat config conv device embedding ext fasttensors headnorm layernorm
@@ -102,7 +106,11 @@ IMPORTED = {  # module → the names that programs import from it
     "vlm.vision_tower": "ExLlamaV2VisionTower",
 }
 
-OURS = ["conversion.convert_exl2", "intervention"]  # refuses to be imported; another home of Intervention
+OURS = [
+    "_aliases",
+    "conversion.convert_exl2",
+    "intervention",
+]  # the table; refuses to be imported; another home of Intervention
 
 
 @pytest.mark.parametrize("path", RELEASED.split())
@@ -139,6 +147,38 @@ from exllamav2.conversion.quantize import list_live_tensors
         [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=120
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_wheel_has_the_same_modules_as_files(tmp_path: Path) -> None:
+    """`hatch_build.py` writes these files; here Python imports them instead of asking the table."""
+    table = AliasTable("exllamav2", _aliases.OBJECTS, _aliases.MODULES, _aliases.REFUSED)
+    package = tmp_path / "exllamav2"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    for path in table.paths():
+        file = package / table.file(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(table.source(path), encoding="utf-8")
+    script = """
+import importlib, json, pkgutil, exllamav2
+found = {name for _, name, _ in pkgutil.walk_packages(exllamav2.__path__, "exllamav2.")}
+refused = "exllamav2.conversion.convert_exl2"
+modules = [importlib.import_module(name) for name in found - {refused}]
+assert all(module.__file__ and hasattr(module, name) for module in modules for name in module.__all__)
+print(json.dumps([sorted(found), {module.__name__: module.__all__ for module in modules}]))
+"""
+    search = os.pathsep.join([str(tmp_path), str(Path(exllamav2.__file__).parents[1])])
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": search},
+    )
+    found, names = json.loads(done.stdout)
+    assert found == sorted(f"exllamav2.{path}" for path in table.paths())
+    assert names == {f"exllamav2.{path}": sorted(of.split()) for path, of in _aliases.MODULES.items()}
 
 
 def imported(path: str, name: str) -> Callable[..., Any]:

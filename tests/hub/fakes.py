@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from exlm.hub.wheel import Download, WheelModel
+from exlm.hub.default_model import Download, WheelModel
 
 CONTENT = b"GGUF" + bytes(range(256)) * 12_000  # more than one chunk
 MEMBER = "tiny_model/tiny.Q4_0.gguf"

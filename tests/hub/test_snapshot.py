@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from exlm.errors import MissingExtra, ModelNotFound
-from exlm.hub.snapshot import UNWANTED, WANTED, _listed, download_snapshot
+from exlm.hub.snapshot import ALLOW_PATTERNS, IGNORE_PATTERNS, _list_files, download_snapshot
 
 hub = pytest.importorskip("huggingface_hub")
 errors = pytest.importorskip("huggingface_hub.errors")
@@ -94,8 +94,8 @@ def test_the_library_is_asked_for_what_a_model_needs(tmp_path: Path, answer: Any
     ],
 )
 def test_code_pickles_and_copies_stay_where_they_are(file: str, wanted: bool) -> None:
-    allowed = any(fnmatch(file, pattern) for pattern in WANTED)
-    assert (allowed and not any(fnmatch(file, pattern) for pattern in UNWANTED)) == wanted
+    allowed = any(fnmatch(file, pattern) for pattern in ALLOW_PATTERNS)
+    assert (allowed and not any(fnmatch(file, pattern) for pattern in IGNORE_PATTERNS)) == wanted
 
 
 def test_a_repository_of_one_gguf_is_that_file(tmp_path: Path, answer: Any) -> None:
@@ -115,7 +115,7 @@ def test_the_list_is_that_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         return SimpleNamespace(siblings=[SimpleNamespace(rfilename="x.gguf")])
 
     monkeypatch.setattr(hub.HfApi, "model_info", model_info)
-    assert _listed("owner/name", "v1") == ["x.gguf"]
+    assert _list_files("owner/name", "v1") == ["x.gguf"]
 
 
 def test_of_several_ggufs_none_is_fetched_before_that(listing: list[str], answer: Any) -> None:

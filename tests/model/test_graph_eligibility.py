@@ -10,7 +10,7 @@ import torch
 
 from exlm import Config
 from exlm.bench.shapes import SHAPES
-from exlm.bench.synthetic import describe_in
+from exlm.bench.synthetic import write_model_folder
 from exlm.kernels.dispatch import BackendList, DispatchRecord
 from exlm.kernels.interface import FUSE_MAX_TOKENS
 from exlm.kernels.reference import ReferenceBackend
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 def test_backends_decide_whether_graphs_are_captured(
     tmp_path: Path, shape: str, experts: str, attention: str, tokens: int
 ) -> None:
-    config = Config(describe_in(tmp_path, SHAPES[shape], 64)).freeze()
+    config = Config(write_model_folder(tmp_path, SHAPES[shape], 64)).freeze()
     roles = [
         (f"layers.{i}.{part}", by) for i in (0, 1) for part, by in (("attn", attention), ("mlp", experts))
     ]

@@ -182,14 +182,14 @@ def make_plans(data: Path, scratch: Path) -> None:
 
 def make_default_model(data: Path, scratch: Path) -> None:
     """The stamp beside the default model that says its content was checked."""
-    from exlm.hub.wheel import SMOLLM2, _final, _stamp, _stamp_text
+    from exlm.hub.default_model import SMOLLM2, _model_file, _stamp_file, _stamp_text
 
-    file = _final(SMOLLM2, scratch / "models")
+    file = _model_file(SMOLLM2, scratch / "models")
     file.parent.mkdir(parents=True)
     with file.open("wb") as sparse:
         sparse.truncate(SMOLLM2.file_size)
     os.utime(file, (MTIME, MTIME))
-    stamp = data / _stamp(file).relative_to(scratch)
+    stamp = data / _stamp_file(file).relative_to(scratch)
     stamp.parent.mkdir(parents=True)
     stamp.write_text(_stamp_text(SMOLLM2, file.stat()), encoding="ascii")
 

@@ -5,41 +5,41 @@ from typing import TYPE_CHECKING
 from ..lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from .benchmark import Plan, run
-    from .machine import Fact, facts, system
-    from .peers import ENGINES, compare
-    from .plot import check_drawing, draw
+    from .benchmark import BenchmarkConfig, run
+    from .comparison import ENGINES, compare
+    from .plot import require_matplotlib, save_plot
     from .report import Peer, Report, Row
-    from .shapes import FORMS, SHAPES, Shape
-    from .tuning import Tuned, tune
+    from .shapes import FORMATS, SHAPES, Shape
+    from .system_info import Fact, facts, system_facts
+    from .tuning import TuningResult, tune
 
 _EXPORTS = {
-    "benchmark": ("Plan", "run"),
-    "machine": ("Fact", "facts", "system"),
-    "peers": ("ENGINES", "compare"),
-    "plot": ("check_drawing", "draw"),
+    "benchmark": ("BenchmarkConfig", "run"),
+    "system_info": ("Fact", "facts", "system_facts"),
+    "comparison": ("ENGINES", "compare"),
+    "plot": ("require_matplotlib", "save_plot"),
     "report": ("Peer", "Report", "Row"),
-    "shapes": ("FORMS", "SHAPES", "Shape"),
-    "tuning": ("Tuned", "tune"),
+    "shapes": ("FORMATS", "SHAPES", "Shape"),
+    "tuning": ("TuningResult", "tune"),
 }
 
 __all__ = [
     "ENGINES",
-    "FORMS",
+    "FORMATS",
     "SHAPES",
+    "BenchmarkConfig",
     "Fact",
     "Peer",
-    "Plan",
     "Report",
     "Row",
     "Shape",
-    "Tuned",
-    "check_drawing",
+    "TuningResult",
     "compare",
-    "draw",
     "facts",
+    "require_matplotlib",
     "run",
-    "system",
+    "save_plot",
+    "system_facts",
     "tune",
 ]
 

@@ -14,34 +14,34 @@ import torch
 
 from .. import CACHES, Cache, Config, InputError, Summary, Tokenizer, env, spec
 from ..model.devices import free_bytes, pick_device
-from .machine import facts, forget_peak, peak_memory, since_start
-from .measure import ROOM, Timing, Work, let_go, tokens_needed
-from .peaks import Peaks, peaks
 from .report import Report, Row, bound
+from .roofline import Roofline, measure_roofline
 from .shapes import SHAPES
-from .synthetic import Synthetic, describe_in
-from .watch import WatchedModel
-from .weights import form
+from .synthetic import SyntheticCheckpoint, write_model_folder
+from .synthetic_weights import weight_format
+from .system_info import facts, peak_memory, reset_peak_memory, seconds_since_start
+from .timers import TimedModel
+from .workload import TAIL_TOKENS, Timing, Workload, free_memory, tokens_needed
 
-PROMPTS = 3
+PROMPT_REPEATS = 3
 """Before those that are timed, and again so many of these, of which the one in the middle counts: passes are
 recorded at first, and experts meet products of sizes that are new."""
 
 
-SPARE = 1 << 30
+MEMORY_RESERVE = 1 << 30
 """Bytes of a device's memory that a cache must leave for the model's workspace."""
 
-Tell = Callable[[str, int, int], object]
+ProgressCallback = Callable[[str, int, int], object]
 """(what is being done, how many pieces are done, how many there are)"""
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchmarkConfig:
     """What to measure. Every batch is run at the first context, every context with the first batch."""
 
     model: Path | None = None  # or else a shape
     shape: str = "llama-2-7b"
-    form: str = "exl2"
+    format: str = "exl2"
     bits: float | None = None
     device: str | None = None
     batches: tuple[int, ...] = (1,)
@@ -63,9 +63,9 @@ class Plan:
             raise InputError("Batches, contexts, the prompt and the tokens are all at least 1.")
 
     @property
-    def length(self) -> int:
+    def longest_sequence(self) -> int:
         """The longest sequence."""
-        return max(self.prompt, *self.contexts) + self.tokens + ROOM
+        return max(self.prompt, *self.contexts) + self.tokens + TAIL_TOKENS
 
     def rows(self) -> list[Row]:
         """What is to be measured, in order."""
@@ -82,46 +82,50 @@ class Plan:
         ]
 
 
-def run(plan: Plan, tell: Tell = lambda *_: None) -> Report:
+def run(config: BenchmarkConfig, on_progress: ProgressCallback = lambda *_: None) -> Report:
     """Measure everything in a plan."""
     env.cap_onednn_isa()  # must come before torch computes anything
-    device = pick_device(plan.device or env.default_device())
-    asked = plan.rows()
-    total = len(asked) + 3
-    tell("loading", 0, total)
-    with opened(plan, device) as (model, load):
+    device = pick_device(config.device or env.default_device())
+    planned = config.rows()
+    total = len(planned) + 3
+    on_progress("loading", 0, total)
+    with loaded_model(config, device) as (model, load_seconds):
         tokenizer = Tokenizer(model.config)
         first = _first_token(model, tokenizer)
-        loading = peak_memory(device)
-        tell("the machine", 2, total)
-        summary, limits = model.summary(), peaks(device, model.backends[0].dtype)
-        forget_peak(device)  # of what measuring the machine took
-        bench = _Bench(model, tokenizer, summary, limits, device, *_costs(model, summary))
+        load_memory = peak_memory(device)
+        on_progress("the machine", 2, total)
+        summary, limits = model.summary(), measure_roofline(device, model.backends[0].dtype)
+        reset_peak_memory(device)  # of what measuring the machine took
+        bench = _Benchmark(model, tokenizer, summary, limits, device, *_step_costs(model, summary))
         rows = []
-        for done, row in enumerate(asked, 3):
+        for done, row in enumerate(planned, 3):
             words = f"{row.work}, {row.cache} cache, {row.batch} × {row.context}"
-            tell(words, done, total)
-            rows.append(bench.measured(row, plan))
-        tell("done", total, total)
-        memory = max(loading, peak_memory(device))
-        return _report(plan, bench, tuple(rows), load, first, memory)
+            on_progress(words, done, total)
+            rows.append(bench.measure(row, config))
+        on_progress("done", total, total)
+        memory = max(load_memory, peak_memory(device))
+        return _report(config, bench, tuple(rows), load_seconds, first, memory)
 
 
 @contextmanager
-def opened(plan: Plan, device: torch.device) -> Iterator[tuple[WatchedModel, float]]:
+def loaded_model(plan: BenchmarkConfig, device: torch.device) -> Iterator[tuple[TimedModel, float]]:
     """The model in memory, and the seconds until it was."""
     with tempfile.TemporaryDirectory(prefix="exlm-bench-") as folder:
         path = plan.model
         if path is None:
-            path = describe_in(Path(folder), SHAPES[plan.shape], plan.length)
+            path = write_model_folder(Path(folder), SHAPES[plan.shape], plan.longest_sequence)
         config = Config(path)
         _check_length(plan, config)
         config.device = str(device)
-        config.max_seq_len = max(config.max_seq_len, plan.length)  # a few tokens around the last context
-        model = WatchedModel(config)
+        config.max_seq_len = max(
+            config.max_seq_len, plan.longest_sequence
+        )  # a few tokens around the last context
+        model = TimedModel(config)
         if plan.model is None:
-            made = form(plan.form, plan.bits)
-            model.open_checkpoint = lambda frozen: Synthetic(frozen.spec, made, repetitive=plan.ngram)
+            stored = weight_format(plan.format, plan.bits)
+            model.open_checkpoint = lambda frozen: SyntheticCheckpoint(
+                frozen.spec, stored, repetitive=plan.ngram
+            )
         start = time.perf_counter()
         model.load()
         if device.type == "cuda":
@@ -132,7 +136,7 @@ def opened(plan: Plan, device: torch.device) -> Iterator[tuple[WatchedModel, flo
             model.unload()
 
 
-def _check_length(plan: Plan, config: Config) -> None:
+def _check_length(plan: BenchmarkConfig, config: Config) -> None:
     """Refuse sequences that a model was not made for; a shape is made as long as it takes."""
     for option, longest in (("--context", max(plan.contexts)), ("--prompt", plan.prompt)):
         if longest > config.max_seq_len:
@@ -142,52 +146,52 @@ def _check_length(plan: Plan, config: Config) -> None:
             )
 
 
-def _first_token(model: WatchedModel, tokenizer: Tokenizer) -> float | None:
+def _first_token(model: TimedModel, tokenizer: Tokenizer) -> float | None:
     """Seconds from the start of this process to the end of its first step."""
-    Work(model, tokenizer, Cache(model, max_seq_len=256), 1).prompt(8)
-    return since_start()
+    Workload(model, tokenizer, Cache(model, max_seq_len=256), 1).prompt(8)
+    return seconds_since_start()
 
 
 @dataclass(frozen=True)
-class _Bench:
+class _Benchmark:
     """A model and what it is held against."""
 
-    model: WatchedModel
+    model: TimedModel
     tokenizer: Tokenizer
     summary: Summary
-    limits: Peaks
+    roofline: Roofline
     device: torch.device
-    read: int  # bytes of matrices that a step reads
-    products: int  # numbers that are multiplied for one token
+    bytes_per_step: int  # bytes of matrices that a step reads
+    products_per_token: int  # numbers that are multiplied for one token
 
-    def measured(self, row: Row, plan: Plan) -> Row:
+    def measure(self, row: Row, plan: BenchmarkConfig) -> Row:
         """The row with its numbers; as it is, if its cache does not fit."""
         kind = CACHES[row.cache]
         # A prompt is read several times, and later times must not be found in the cache.
-        times = PROMPTS + 1 if row.work == "prompt" else 1
+        times = PROMPT_REPEATS + 1 if row.work == "prompt" else 1
         tokens = tokens_needed(row.batch, row.context, plan.tokens) * times
         held = sum(kind(self.model, max_seq_len=tokens, lazy=True).layer_bytes())
-        let_go(self.device)
-        if held + SPARE > free_bytes(self.device):
+        free_memory(self.device)
+        if held + MEMORY_RESERVE > free_bytes(self.device):
             return row
-        work = Work(
+        work = Workload(
             self.model, self.tokenizer, kind(self.model, max_seq_len=tokens), row.batch, row.work == "ngram"
         )
         if row.work == "prompt":
-            timings = [work.prompt(row.context, row=other) for other in range(2 * PROMPTS)]
-            return self._judged(row, sorted(timings[PROMPTS:])[PROMPTS // 2], 0.0, row.context)
+            timings = [work.prompt(row.context, row=other) for other in range(2 * PROMPT_REPEATS)]
+            return self._rated(row, sorted(timings[PROMPT_REPEATS:])[PROMPT_REPEATS // 2], 0.0, row.context)
         before = max(1, row.context - plan.tokens // 2)  # so that the steps lie around the context
         timing = work.decode(row.batch, before, plan.tokens, plan.ngram)
         seen = row.batch * (before + plan.tokens / 2)
-        return self._judged(row, timing, held / tokens * seen, row.batch)
+        return self._rated(row, timing, held / tokens * seen, row.batch)
 
-    def _judged(self, row: Row, timing: Timing, cached: float, products: int) -> Row:
+    def _rated(self, row: Row, timing: Timing, cached: float, products: int) -> Row:
         """Times as rates and shares; `cached` bytes are read beside the matrices."""
         step = timing.seconds / timing.steps
-        read = self.read + round(cached)
-        idle = max(0.0, 1 - timing.passing / timing.seconds)
-        bandwidth = read / step / self.limits.bandwidth
-        share = 2 * self.products * products / step / self.limits.products
+        read = self.bytes_per_step + round(cached)
+        idle = max(0.0, 1 - timing.model_seconds / timing.seconds)
+        bandwidth = read / step / self.roofline.bandwidth
+        share = 2 * self.products_per_token * products / step / self.roofline.flops
         return Row(
             row.work,
             _cache_name(row.cache, self.model.cache_dtype),
@@ -204,7 +208,7 @@ class _Bench:
         )
 
 
-def _costs(model: WatchedModel, summary: Summary) -> tuple[int, int]:
+def _step_costs(model: TimedModel, summary: Summary) -> tuple[int, int]:
     """Bytes of a step's matrices as files have them, and products of a token; of experts, those of one token.
 
     A head that is the embedding's matrix has the embedding's bytes.
@@ -227,7 +231,12 @@ def _cache_name(name: str, dtype: torch.dtype) -> str:
 
 
 def _report(
-    plan: Plan, bench: _Bench, rows: tuple[Row, ...], load: float, first: float | None, memory: int
+    plan: BenchmarkConfig,
+    bench: _Benchmark,
+    rows: tuple[Row, ...],
+    load: float,
+    first: float | None,
+    memory: int,
 ) -> Report:
     summary, device = bench.summary, bench.device
     layers = [m for m in summary.matrices if m.role != "head"]
@@ -236,7 +245,7 @@ def _report(
         model=plan.shape if plan.model is None else plan.model.name,
         form=forms.most_common(1)[0][0],
         parameters=summary.parameters,
-        weights=bench.read,
+        weights=bench.bytes_per_step,
         bits=8 * sum(m.nbytes for m in layers) / sum(m.in_features * m.out_features for m in layers),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         backends=tuple(name for name, _ in Counter(m.backend for m in summary.matrices).most_common()),
@@ -244,8 +253,8 @@ def _report(
         load=load,
         first=first,
         memory=memory,
-        bandwidth=bench.limits.bandwidth,
-        products=bench.limits.products,
+        bandwidth=bench.roofline.bandwidth,
+        products=bench.roofline.flops,
         rows=rows,
         system={fact.name: fact.value for fact in facts()},
     )

@@ -9,15 +9,15 @@ from ..errors import MissingExtra
 from .report import Report
 
 
-def check_drawing() -> None:
+def require_matplotlib() -> None:
     """Say what is missing for a picture, before anything is measured that it would show."""
     if find_spec("matplotlib") is None:
         raise MissingExtra("A plot needs matplotlib: pip install 'exlm[bench]'.")
 
 
-def draw(report: Report, path: Path) -> None:
+def save_plot(report: Report, path: Path) -> None:
     """Write a PNG: tokens a second of every row as bars, and how near each is to the machine's limit."""
-    check_drawing()
+    require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

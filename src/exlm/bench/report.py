@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-ENOUGH = 0.4
+BOUND_SHARE = 0.4
 """The share of a limit from which on that limit is what bounds the work."""
 
 
@@ -63,8 +63,8 @@ class Report:
 
 def bound(bandwidth: float, products: float, idle: float, on_gpu: bool) -> str:
     """What the work waits for, by its shares of the limits and the time its device is idle."""
-    if idle >= ENOUGH:
+    if idle >= BOUND_SHARE:
         return "host"
-    if max(bandwidth, products) >= ENOUGH:
+    if max(bandwidth, products) >= BOUND_SHARE:
         return "memory" if bandwidth >= products else "compute"
     return "launch" if on_gpu else "compute"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-FORMS = {"exl2": 4.1, "gptq": 4.0, "gguf": 4.5, "dense": 16.0}
+FORMATS = {"exl2": 4.1, "gptq": 4.0, "gguf": 4.5, "dense": 16.0}
 """Formats that synthetic weights can have, and the default bits per weight of each."""
 
 

@@ -13,12 +13,12 @@ from .. import spec
 from ..formats import DenseWeight, Weight
 from ..spec.weight_roles import matrices
 from .shapes import Shape
-from .weights import Dense, Form, Random
+from .synthetic_weights import Dense, RandomTensors, WeightFormat
 
-STATES = 16
+CYCLE_LENGTH = 16
 """Tokens that a repetitive model says, one after the other, again and again."""
 
-_FAINT = 1 / 512  # how much of a repetitive model's layers reaches the residual stream
+_FAINT_SCALE = 1 / 512  # how much of a repetitive model's layers reaches the residual stream
 
 
 class NoFiles:
@@ -30,14 +30,16 @@ class NoFiles:
         self.total_bytes = total_bytes
 
 
-class Synthetic:
+class SyntheticCheckpoint:
     """A source of random weights (`checkpoint.Source`), the same for the same seed, role and device.
 
     A `repetitive` model, for speculation, goes round a `circle` of tokens whatever came before: each of its
     embeddings is the head's own vector for the token that follows, and its layers add next to nothing.
     """
 
-    def __init__(self, model: spec.Model, form: Form, *, repetitive: bool = False, seed: int = 0) -> None:
+    def __init__(
+        self, model: spec.Model, form: WeightFormat, *, repetitive: bool = False, seed: int = 0
+    ) -> None:
         self._form = form
         self._repetitive = repetitive
         self._seed = seed
@@ -95,36 +97,36 @@ class Synthetic:
         random = self._random(role, device)
         if role == "embed":
             if self._repetitive:
-                return DenseWeight(self._round(device))
+                return DenseWeight(self._cycle_embedding(device))
             return DenseWeight(random.floats(out_features, in_features, 1.0))
         faint = self._repetitive and role.endswith((".o", ".down"))
-        deviation = in_features**-0.5 * (_FAINT if faint else 1.0)
+        deviation = in_features**-0.5 * (_FAINT_SCALE if faint else 1.0)
         form = Dense() if role.endswith(".router") else self._form
         made = form.weight(in_features, out_features, random, role == "head", deviation)
         if isinstance(made, DenseWeight) and dtype is not None:
             return DenseWeight(made.data.to(dtype))
         return made
 
-    def _round(self, device: torch.device) -> Tensor:
+    def _cycle_embedding(self, device: torch.device) -> Tensor:
         """An embedding that turns every token into the one that follows it in the circle."""
         inputs, outputs = self._sizes["head"]
-        said = circle(outputs)
+        said = token_cycle(outputs)
         head = self.weight("head", inputs, outputs, bias=False, dtype=None, device=device)
         vectors = head.split(1, [(said.start, said.stop)])[0].dequantize().float().T
         vectors = (vectors / vectors.std()).roll(-1, 0).half()
-        return vectors.repeat(-(-outputs // STATES), 1)[:outputs].contiguous()
+        return vectors.repeat(-(-outputs // CYCLE_LENGTH), 1)[:outputs].contiguous()
 
-    def _random(self, role: str, device: torch.device) -> Random:
-        return Random(crc32(role.encode()) ^ self._seed, device)
+    def _random(self, role: str, device: torch.device) -> RandomTensors:
+        return RandomTensors(crc32(role.encode()) ^ self._seed, device)
 
 
-def circle(vocab: int) -> range:
+def token_cycle(vocab: int) -> range:
     """The tokens that a repetitive model says; any other token counts as that of the same remainder."""
-    first = vocab // 2 // STATES * STATES
-    return range(first, first + STATES)
+    first = vocab // 2 // CYCLE_LENGTH * CYCLE_LENGTH
+    return range(first, first + CYCLE_LENGTH)
 
 
-def describe_in(folder: Path, shape: Shape, positions: int) -> Path:
+def write_model_folder(folder: Path, shape: Shape, positions: int) -> Path:
     """Write config.json, for at least so many positions, and a tokenizer as large as the vocabulary."""
     config = shape.config()
     config["max_position_embeddings"] = max(positions, shape.positions)
@@ -139,7 +141,7 @@ def _tokenizer(size: int) -> dict[str, object]:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     pieces = ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    pieces += [f"Ġ{_word(number)}" for number in range(size - len(pieces))]
+    pieces += [f"Ġ{_made_up_word(number)}" for number in range(size - len(pieces))]
     made = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces[:size])}, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
@@ -148,7 +150,7 @@ def _tokenizer(size: int) -> dict[str, object]:
     return out
 
 
-def _word(number: int) -> str:
+def _made_up_word(number: int) -> str:
     """A word that no other number has."""
     letters = ""
     while number >= 0:

@@ -19,20 +19,20 @@ from .. import Cache, InputError, Model, env
 from ..kernels.interface import SupportsTuning, TuneSpace
 from ..model.devices import pick_device
 from ..model.model_runner import PagedModelRunner
-from .benchmark import Plan, Tell, opened
+from .benchmark import BenchmarkConfig, ProgressCallback, loaded_model
 
-ROWS = (1, 8)
+BATCH_SIZES = (1, 8)
 """Of the passes that are timed: a setting must be good for both."""
 
 CONTEXT, PAGE = 512, 256
-WARM, PASSES, TURNS = 3, 20, 5
-GAIN = 0.002
+WARMUP_PASSES, TIMED_PASSES, REPEATS = 3, 20, 5
+MIN_GAIN = 0.002
 """The share of a pass that a change must save: less than that is noise."""
 
 TuneConfig = tuple[int, ...]
 
 
-class Change(NamedTuple):
+class ConfigChange(NamedTuple):
     """One kind of work, as it was set and as it is now."""
 
     name: str
@@ -41,17 +41,17 @@ class Change(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TuningResult:
     """What was found."""
 
-    changes: tuple[Change, ...]
+    changes: tuple[ConfigChange, ...]
     before: float  # seconds of one pass of each number of rows, together
     after: float
     file: Path | None  # None: nothing is quicker
 
 
 @dataclass
-class _Text:
+class _TimedSequence:
     """A sequence of which a runner knows enough."""
 
     pages: list[int]
@@ -59,15 +59,15 @@ class _Text:
     extras: None = None
 
 
-def tune(plan: Plan, tell: Tell = lambda *_: None) -> Tuned:
+def tune(config: BenchmarkConfig, on_progress: ProgressCallback = lambda *_: None) -> TuningResult:
     """Tune the kernels for the model of a plan."""
     env.cap_onednn_isa()
-    tell("loading", 0, 1)
-    with opened(plan, pick_device(plan.device or env.default_device())) as (model, _):
-        return tuned(model, tell)
+    on_progress("loading", 0, 1)
+    with loaded_model(config, pick_device(config.device or env.default_device())) as (model, _):
+        return tune_model(model, on_progress)
 
 
-def tuned(model: Model, tell: Tell = lambda *_: None) -> Tuned:
+def tune_model(model: Model, on_progress: ProgressCallback = lambda *_: None) -> TuningResult:
     """Settle every kind of work that decode passes of a loaded model consist of; keep what is quicker."""
     backend = next((one for one in model.backends if isinstance(one, SupportsTuning)), None)
     if backend is None:
@@ -76,24 +76,24 @@ def tuned(model: Model, tell: Tell = lambda *_: None) -> Tuned:
             f"There is nothing to tune: only the CUDA kernels have settings, and this model runs on {names}. "
             "Name a GPU with --device."
         )
-    clock = _Passes(model)
-    spaces = backend.tune_spaces(clock.once)
+    clock = _PassTimer(model)
+    spaces = backend.tune_spaces(clock.run_once)
     initial = [space.config for space in spaces]
     first = clock()
     now = first
     for done, space in enumerate(spaces):
-        tell(space.name, done, len(spaces))
+        on_progress(space.name, done, len(spaces))
         now = hill_climb(space, clock, now)
     changes = tuple(
-        Change(space.name, old, space.config)
+        ConfigChange(space.name, old, space.config)
         for space, old in zip(spaces, initial, strict=True)
         if space.config != old
     )
-    before, after = _compared(spaces, initial, clock) if changes else (first, first)
-    if not changes or after > before * (1 - GAIN):
+    before, after = _time_both(spaces, initial, clock) if changes else (first, first)
+    if not changes or after > before * (1 - MIN_GAIN):
         _apply(spaces, initial)
-        return Tuned((), before, before, None)
-    return Tuned(changes, before, after, backend.save_tuned(spaces))
+        return TuningResult((), before, before, None)
+    return TuningResult(changes, before, after, backend.save_tuned(spaces))
 
 
 def hill_climb(space: TuneSpace, clock: Callable[[], float], now: float) -> float:
@@ -108,13 +108,13 @@ def hill_climb(space: TuneSpace, clock: Callable[[], float], now: float) -> floa
                 times[config] = clock()
                 space.apply(best)
         winner = min(times, key=lambda config: times[config], default=best)
-        if winner == best or times[winner] > now * (1 - GAIN):
+        if winner == best or times[winner] > now * (1 - MIN_GAIN):
             return now
         best, now = winner, times[winner]
         space.apply(best)
 
 
-def _compared(
+def _time_both(
     spaces: Sequence[TuneSpace], initial: Sequence[TuneConfig], clock: Callable[[], float]
 ) -> tuple[float, float]:
     """Seconds as it was and as it is, in turns: a device may have become quicker or slower meanwhile."""
@@ -132,37 +132,39 @@ def _apply(spaces: Sequence[TuneSpace], to: Sequence[TuneConfig]) -> None:
         space.apply(config)
 
 
-class _Passes:
+class _PassTimer:
     """Decode passes of each number of rows, timed."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
         pages = -(-CONTEXT // PAGE)
-        self._cache = Cache(model, max_seq_len=max(ROWS) * pages * PAGE)
-        self._texts = [_Text(list(range(row * pages, (row + 1) * pages))) for row in range(max(ROWS))]
+        self._cache = Cache(model, max_seq_len=max(BATCH_SIZES) * pages * PAGE)
+        self._texts = [
+            _TimedSequence(list(range(row * pages, (row + 1) * pages))) for row in range(max(BATCH_SIZES))
+        ]
 
-    def once(self) -> None:
+    def run_once(self) -> None:
         """Every kind of pass, launched from the host."""
-        for rows in ROWS:
-            self._pass(self._model.runner(self._cache), rows)
+        for rows in BATCH_SIZES:
+            self._decode(self._model.runner(self._cache), rows)
 
     def __call__(self) -> float:
         """Seconds of one pass of each, as they are recorded now."""
         total = 0.0
-        for rows in ROWS:
+        for rows in BATCH_SIZES:
             runner = self._model.runner(self._cache)  # with recordings of its own
-            for _ in range(WARM):
-                self._pass(runner, rows)
+            for _ in range(WARMUP_PASSES):
+                self._decode(runner, rows)
             times = []
-            for _ in range(TURNS):
+            for _ in range(REPEATS):
                 torch.cuda.synchronize()
                 start = time.perf_counter()
-                for _ in range(PASSES):
-                    self._pass(runner, rows)
+                for _ in range(TIMED_PASSES):
+                    self._decode(runner, rows)
                 torch.cuda.synchronize()
-                times.append((time.perf_counter() - start) / PASSES)
+                times.append((time.perf_counter() - start) / TIMED_PASSES)
             total += min(times)
         return total
 
-    def _pass(self, runner: PagedModelRunner, rows: int) -> None:
+    def _decode(self, runner: PagedModelRunner, rows: int) -> None:
         runner.decode(self._texts[:rows], [CONTEXT - 1] * rows, [[1]] * rows)

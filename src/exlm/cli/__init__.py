@@ -13,15 +13,15 @@ from contextlib import contextmanager
 def main() -> None:
     """Run a command; what it needs of a GPU is begun before anything large is imported."""
     try:
-        with _ended_by_ctrl_c():
-            from .early import begin
-            from .streams import open_streams
+        with _exit_at_once_on_sigint():
+            from .cuda_warmup import warm_up
+            from .stdio import ensure_stdio
 
-            open_streams()
-            begin(sys.argv[1:])
+            ensure_stdio()
+            warm_up(sys.argv[1:])
             from .__main__ import main as run
 
-            if _runs_a_command(sys.argv[1:]):
+            if _needs_torch(sys.argv[1:]):
                 import torch  # noqa: F401 - here, where Ctrl-C ends the process at once
 
         run()
@@ -29,7 +29,7 @@ def main() -> None:
         sys.exit(130)
 
 
-def _runs_a_command(arguments: Sequence[str]) -> bool:
+def _needs_torch(arguments: Sequence[str]) -> bool:
     """Whether a command line does more than show a help text or the version, which need no torch."""
     return bool(arguments) and not {"--help", "--version"} & set(arguments)
 
@@ -41,25 +41,27 @@ def restore_sigint() -> None:
     installs no handler: Ctrl-C and `kill -INT` would be lost wherever a command relies on KeyboardInterrupt.
     SIGHUP, which nohup has ignored, stays as it is. So does a handler of a program that calls `main`.
     """
-    here = threading.current_thread() is threading.main_thread()
-    if here and signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread and signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager
-def _ended_by_ctrl_c() -> Iterator[None]:
+def _exit_at_once_on_sigint() -> Iterator[None]:
     """Ctrl-C ends the process at once, as nothing is begun yet.
 
     Importing takes a second or two, in which people change their minds. An exception would not do: in the
     midst of their imports torch and numpy pass over some, and make other errors of others.
     """
     restore_sigint()
-    here = threading.current_thread() is threading.main_thread()
-    usual = here and signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not a program's own
-    if usual:
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    default_handler = (
+        in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )  # not a program's own
+    if default_handler:
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     try:
         yield
     finally:
-        if usual:
+        if default_handler:
             signal.signal(signal.SIGINT, signal.default_int_handler)

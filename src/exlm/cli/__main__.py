@@ -25,7 +25,7 @@ from .info import info
 from .plan import plan
 from .quantize import quantize
 from .serve import serve
-from .streams import open_streams
+from .stdio import ensure_stdio
 from .tune import tune
 
 app = typer.Typer(
@@ -47,8 +47,8 @@ app.command()(bench)
 app.command()(tune)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(requested: bool) -> None:
+    if requested:
         typer.echo(f"exlm {__version__}")
         raise typer.Exit
 
@@ -65,7 +65,7 @@ def _options(
 def main() -> None:
     """Run a command; a mistake we foresaw is told in one paragraph, without a traceback."""
     restore_sigint()
-    open_streams()
+    ensure_stdio()
     if isinstance(sys.stdout, io.TextIOWrapper):
         with suppress(OSError):  # of a stream whose file has become another one
             sys.stdout.reconfigure(errors="replace")  # models write what not every terminal can show

@@ -16,8 +16,8 @@ from rich.progress import Progress as Bars
 import exlm
 from exlm import InputError
 
-from .cluster import Gpus, Ray, Replicas, batch_on_ray, check_alone, shape_of
-from .hosting import MODEL_HELP, Hosting, hosts
+from .cluster import Gpus, Ray, Replicas, batch_on_ray, cluster_shape, refuse_without_ray
+from .model_options import MODEL_HELP, ModelOptions, with_model_options
 
 if TYPE_CHECKING:
     from exlm.batch import Journal, Progress, Rows
@@ -34,46 +34,48 @@ Model = Annotated[str | None, typer.Option(help=MODEL_HELP)]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No progress, no figures.")]
 
 
-@hosts
+@with_model_options
 def batch(
     source: Input,
     target: Output,
     model: Model = None,
     *,
-    hosting: Hosting,
+    hosting: ModelOptions,
     ray: Ray = False,
     replicas: Replicas = "1",
     gpus: Gpus = None,
     quiet: Quiet = False,
 ) -> None:
     """Answer a file of requests. If it is stopped, by whatever, the same command goes on from there."""
-    check_alone(ray, replicas, gpus)
+    refuse_without_ray(ray, replicas, gpus)
     listing = hosting.listing(model)
     console = Console(stderr=True, quiet=quiet, soft_wrap=True)
     if not ray:
-        _answer(Path(source), Path(target), listing, console)
+        _answer_locally(Path(source), Path(target), listing, console)
         return
 
     def shape() -> Shape:
-        return shape_of(replicas, gpus, listing.device)
+        return cluster_shape(replicas, gpus, listing.device)
 
-    batch_on_ray(source, target, listing, shape, _facts, _watched, console)
+    batch_on_ray(source, target, listing, shape, _run_identity, _with_progress_bar, console)
 
 
-def _answer(source: Path, target: Path, listing: Listing, console: Console) -> None:
+def _answer_locally(source: Path, target: Path, listing: Listing, console: Console) -> None:
     """Answer a file on this machine."""
     from exlm.batch import Journal, answers, read_rows, write_answers
 
     rows = read_rows(source)
-    beside = target.with_name(target.name + ".journal")
+    journal_path = target.with_name(target.name + ".journal")
     if target.exists() and (not target.is_file() or target.samefile(source)):
         raise InputError(f"{target} is not a file to write answers to: name another.")
     if target.exists() and not answers(target, rows, listing.name):
         raise InputError(f"{target} is there already, and holds something else: move it away.")
-    if target.exists() and not beside.exists():
+    if target.exists() and not journal_path.exists():
         console.print(f"{target} has every answer already. To run the batch again, delete it.")
         return
-    with closing(Journal(beside, _facts(listing, rows), len(rows.rows), created=int(time.time()))) as journal:
+    with closing(
+        Journal(journal_path, _run_identity(listing, rows), len(rows.rows), created=int(time.time()))
+    ) as journal:
         if len(journal.done) < len(rows.rows):
             _run(listing, rows, journal, console)
         write_answers(target, journal, rows)
@@ -96,10 +98,12 @@ def _run(listing: Listing, rows: Rows, journal: Journal, console: Console) -> No
         loras=loaded.loras,
         drafts=generator.num_draft_tokens > 0,
     )
-    _watched(rows, journal, console, lambda tell: run_rows(rows, journal, generator, host, told=tell))
+    _with_progress_bar(
+        rows, journal, console, lambda tell: run_rows(rows, journal, generator, host, told=tell)
+    )
 
 
-def _watched(
+def _with_progress_bar(
     rows: Rows, journal: Journal, console: Console, work: Callable[[Callable[[Progress], object]], object]
 ) -> None:
     """Do some work on rows, and show how far it is."""
@@ -114,26 +118,26 @@ def _watched(
         TextColumn("{task.fields[told]}"),
     )
     started = time.perf_counter()
-    with Bars(*columns, console=console, disable=console.quiet) as bars:
-        bar = bars.add_task("Rows", total=len(rows.rows), completed=len(journal.done), told="")
+    with Bars(*columns, console=console, disable=console.quiet) as progress_bar:
+        task = progress_bar.add_task("Rows", total=len(rows.rows), completed=len(journal.done), told="")
 
-        def tell(progress: Progress) -> None:
-            bars.update(bar, completed=progress.done, told=_figures(progress, started))
+        def on_progress(progress: Progress) -> None:
+            progress_bar.update(task, completed=progress.done, told=_throughput(progress, started))
 
         try:
-            work(tell)
+            work(on_progress)
         except KeyboardInterrupt:
             console.print(f"{len(journal.done)} of {len(rows.rows)} rows are done; the same command goes on.")
             raise
 
 
-def _figures(progress: Progress, started: float) -> str:
+def _throughput(progress: Progress, started: float) -> str:
     speed = progress.new_tokens / max(time.perf_counter() - started, 1e-9)
     errors = f", {progress.errors} errors" if progress.errors else ""
     return f"{speed:.0f} tokens/s{errors}"
 
 
-def _facts(listing: Listing, rows: Rows) -> dict[str, Any]:
+def _run_identity(listing: Listing, rows: Rows) -> dict[str, Any]:
     """What decides the answers, and therefore must not change between runs."""
     return {
         "input": rows.digest,

@@ -19,21 +19,21 @@ from rich.table import Table
 import exlm
 from exlm import InputError
 from exlm import bench as benchmark
-from exlm.bench.shapes import FORMS, SHAPES
+from exlm.bench.shapes import FORMATS, SHAPES
 
-from .info import size
+from .info import format_bytes
 
-_NAMES = {
+_METRICS = {
     "prompt": "prompt of 512, tok/s",
     "decode": "decode, tok/s",
     "batch": "decode of 8, tok/s",
     "first": "to first token, s",
     "peak": "peak memory, MB",
 }
-_LESS = ("first", "peak")  # where less is better
+_LOWER_IS_BETTER = ("first", "peak")  # where less is better
 
 
-class _Usual(NamedTuple):
+class _Defaults(NamedTuple):
     """What is measured unless something else is asked for."""
 
     batches: str
@@ -43,16 +43,16 @@ class _Usual(NamedTuple):
 
 
 _TINY, _CPU, _GPU = (
-    _Usual("1,4", "32", 128, 16),
-    _Usual("1,8", "32", 512, 64),
-    _Usual("1,8,32,64", "512,8000", 2048, 256),
+    _Defaults("1,4", "32", 128, 16),
+    _Defaults("1,8", "32", 512, 64),
+    _Defaults("1,8,32,64", "512,8000", 2048, 256),
 )
 
 ModelArgument = Annotated[
     str | None, typer.Argument(help="A folder, a .gguf file or a Hub name; a synthetic one if left out.")
 ]
 ShapeOption = Annotated[str | None, typer.Option(help=f"Sizes to make up: {', '.join(SHAPES)}.")]
-FormOption = Annotated[str, typer.Option(help=f"Its stored form: {', '.join(FORMS)}.")]
+FormOption = Annotated[str, typer.Option(help=f"Its stored form: {', '.join(FORMATS)}.")]
 BitsOption = Annotated[
     float | None, typer.Option(help="Bits for each weight; 4.1 for exl2, 4 for gptq, 4.5 for gguf.")
 ]
@@ -85,7 +85,7 @@ def bench(
     if draft not in (None, "ngram"):
         raise InputError(f"--draft must be ngram, found {draft!r}.")
     _check_files(json_file, plot)
-    pythons = _pythons(peer or [])
+    pythons = _peer_interpreters(peer or [])
     if threads is not None:
         torch.set_num_threads(threads)
     on_cpu = device == "cpu" or (device is None and not torch.cuda.is_available())
@@ -94,33 +94,33 @@ def bench(
     path = exlm.find_model(model, progress=True) if model is not None or (peers and shape is None) else None
     if path is not None and shape is not None:
         raise InputError("Name a model or a --shape, not both; --peers needs a model that is in files.")
-    usual = _usual(shape, on_cpu, path)
-    plan = benchmark.Plan(
+    usual = _defaults_for(shape, on_cpu, path)
+    plan = benchmark.BenchmarkConfig(
         model=path,
         shape=shape or ("smollm2-135m" if on_cpu else "llama-2-7b"),
-        form=format,
+        format=format,
         bits=bits,
         device=device,
-        batches=_numbers("--batch", batch or usual.batches),
-        contexts=_numbers("--context", context or usual.contexts),
+        batches=_parse_ints("--batch", batch or usual.batches),
+        contexts=_parse_ints("--context", context or usual.contexts),
         caches=tuple(cache.split(",")),
         prompt=prompt or usual.prompt,
         tokens=tokens or usual.tokens,
         ngram=draft == "ngram",
     )
     console = Console() if Console().is_terminal else Console(width=110)
-    with bar() as tell:
+    with progress_line() as tell:
         report = benchmark.run(plan, tell)
     console.print(_table(report))
     if peers and path is not None:
-        report = _beside(console, report, path, turns, pythons)
+        report = _with_peers(console, report, path, turns, pythons)
     if json_file is not None:
         json_file.write_text(json.dumps(report.json(), indent=1))
     if plot is not None:
-        benchmark.draw(report, plot)
+        benchmark.save_plot(report, plot)
 
 
-def _usual(shape: str | None, on_cpu: bool, path: Path | None) -> _Usual:
+def _defaults_for(shape: str | None, on_cpu: bool, path: Path | None) -> _Defaults:
     """What is measured unless something else is asked for; of a model in files, no more than it has."""
     usual = _TINY if shape == "tiny" else _CPU if on_cpu else _GPU
     if path is None:
@@ -136,10 +136,10 @@ def _check_files(json_file: Path | None, plot: Path | None) -> None:
         if file is not None and (file.is_dir() or not file.parent.is_dir()):
             raise InputError(f"{option} {file} cannot be written: name a file in a folder that is there.")
     if plot is not None:
-        benchmark.check_drawing()
+        benchmark.require_matplotlib()
 
 
-def _numbers(option: str, text: str) -> tuple[int, ...]:
+def _parse_ints(option: str, text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -147,7 +147,7 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
 
 
 @contextmanager
-def bar() -> Iterator[Callable[[str, int, int], object]]:
+def progress_line() -> Iterator[Callable[[str, int, int], object]]:
     """A line that says how far something is, drawn only when that changes.
 
     One that draws itself again ten times a second would take the time from what is measured.
@@ -156,10 +156,10 @@ def bar() -> Iterator[Callable[[str, int, int], object]]:
     with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as progress:
         task = progress.add_task("starting", total=None)
 
-        def tell(what: str, done: int, total: int) -> None:
+        def on_progress(what: str, done: int, total: int) -> None:
             progress.update(task, description=what, completed=done, total=total, refresh=True)
 
-        yield tell
+        yield on_progress
 
 
 def _table(report: benchmark.Report) -> Table:
@@ -174,23 +174,25 @@ def _table(report: benchmark.Report) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("bound", no_wrap=True)
     for row in report.rows:
-        table.add_row(*_cells(row))
+        table.add_row(*_row_cells(row))
     first = "" if report.first is None else f", first token {report.first:.1f} s after the process began"
     limits = f"{report.bandwidth / 1e9:,.1f} GB/s copied, {report.products / 1e12:,.2f} TFLOP/s multiplied"
-    table.caption = f"loaded in {report.load:.2f} s{first}; {size(report.memory)} at most; limits: {limits}"
+    table.caption = (
+        f"loaded in {report.load:.2f} s{first}; {format_bytes(report.memory)} at most; limits: {limits}"
+    )
     return table
 
 
-def _cells(row: benchmark.Row) -> list[str]:
+def _row_cells(row: benchmark.Row) -> list[str]:
     shape = [row.work, row.cache, str(row.context), str(row.batch)]
     if row.rate is None:
         return [*shape, *[""] * 7, row.bound]
     speed = [f"{row.rate:,.{int(row.rate < 1000)}f}", f"{1e3 * row.step:.{3 if row.step < 0.01 else 1}f}"]
-    speed += [f"{row.each:.{int(row.each < 100)}f}", size(row.read)]
+    speed += [f"{row.each:.{int(row.each < 100)}f}", format_bytes(row.read)]
     return [*shape, *speed, f"{row.bandwidth:.0%}", f"{row.products:.0%}", f"{row.idle:.0%}", row.bound]
 
 
-def _pythons(named: list[str]) -> dict[str, str]:
+def _peer_interpreters(named: list[str]) -> dict[str, str]:
     """Interpreters by the engine they have."""
     pythons = dict(one.split("=", 1) for one in named if "=" in one)
     if len(pythons) != len(named):
@@ -198,38 +200,38 @@ def _pythons(named: list[str]) -> dict[str, str]:
     return pythons
 
 
-def _beside(
+def _with_peers(
     console: Console, report: benchmark.Report, path: Path, turns: int, pythons: dict[str, str]
 ) -> benchmark.Report:
     """The report with what other engines did, which is printed as well."""
-    with bar() as tell:
+    with progress_line() as tell:
         peers, left = benchmark.compare(path, report.threads, turns, pythons, tell)
     for reason in left:
         console.print(f"left out: {reason}", soft_wrap=True)
     if peers:
-        console.print(_ratios(peers, report.threads, turns))
+        console.print(_peer_table(peers, report.threads, turns))
     return replace(report, peers=tuple(peers))
 
 
-def _ratios(peers: list[benchmark.Peer], threads: int, turns: int) -> Table:
+def _peer_table(peers: list[benchmark.Peer], threads: int, turns: int) -> Table:
     """Medians with their range, and how many times as good the first engine is."""
     own = peers[0]
     table = Table(
         title=f"threads: {threads}, medians of {turns} (lowest to highest), × by which {own.engine} wins"
     )
     table.add_column("engine")
-    for name in _NAMES.values():
+    for name in _METRICS.values():
         table.add_column(name, justify="right")
     for one in peers:
         cells = []
-        for key in _NAMES:
+        for key in _METRICS:
             values, base = one.values.get(key), own.values.get(key)
             if not values or not base:
                 cells.append("")
                 continue
             digits = 1 if key == "first" else 0
             better = median(base) / median(values)
-            ratio = "" if one is own else f"\n{1 / better if key in _LESS else better:.2f} ×"
+            ratio = "" if one is own else f"\n{1 / better if key in _LOWER_IS_BETTER else better:.2f} ×"
             low, high = min(values), max(values)
             cells.append(f"{median(values):.{digits}f} ({low:.{digits}f}–{high:.{digits}f}){ratio}")
         table.add_row(one.engine, *cells)

@@ -14,11 +14,11 @@ from rich.console import Console
 import exlm
 from exlm import ExlmError, InputError, env
 
-from .hosting import MODEL_HELP, Device, Dtype
-from .knobs import check_name
-from .lines import Interrupts, Lines, readable
-from .session import Session, Temperature, TopP
-from .talk import Talk
+from .conversation import Conversation
+from .input import MessageReader, SigintHandler, check_utf8
+from .model_options import MODEL_HELP, Device, Dtype
+from .model_session import ModelSession, Temperature, TopP
+from .sampler_settings import check_name
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 GREETING = "/help lists the commands. Ctrl-C stops an answer; twice at the prompt, it leaves."
 MULTILINE = 'A message goes on in the next line after a \\, or until """ if it began with """.'
 CONTEXT = 4096
-RESERVED = 4
+ANSWER_SHARE = 4
 """A fourth of the context is kept for the answer, if it may be as long as that."""
 
 Model = Annotated[str | None, typer.Argument(help=MODEL_HELP)]
@@ -65,26 +65,34 @@ def chat(
     length = CONTEXT if context is None else context
     if max_new_tokens < 1 or length < 1 or not temperature >= 0:
         raise InputError("--max-new-tokens and --context must be at least 1, the temperature at least 0.")
-    wishes = exlm.Settings(temperature=temperature, top_k=0, top_p=top_p, token_repetition_penalty=1.0)
-    wishes.check()
-    session = Session.open(model, max_seq_len=None, device=device, dtype=dtype, quiet=quiet)
-    _choose(session, template)
-    if system is None and session.format is not None:
-        system = session.format.default_system
+    settings = exlm.Settings(temperature=temperature, top_k=0, top_p=top_p, token_repetition_penalty=1.0)
+    settings.check()
+    session = ModelSession.open(model, max_seq_len=None, device=device, dtype=dtype, quiet=quiet)
+    _choose_template(session, template)
+    if system is None and session.chat_format is not None:
+        system = session.chat_format.default_system
     session.load(1, length - 1)
     history = None if no_history else env.cache_folder() / "chat-history.jsonl"
-    talk = Talk(wishes, max_new_tokens, seed, system)
-    Chat(session, talk, Lines(history), stats=stats, quiet=quiet).run(context)
+    conversation = Conversation(settings, max_new_tokens, seed, system)
+    Chat(session, conversation, MessageReader(history), stats=stats, quiet=quiet).run(context)
 
 
 class Chat:
     """A session, a conversation, and the user."""
 
-    def __init__(self, session: Session, talk: Talk, lines: Lines, *, stats: bool, quiet: bool) -> None:
-        self.session, self.talk, self.lines = session, talk, lines
+    def __init__(
+        self,
+        session: ModelSession,
+        conversation: Conversation,
+        reader: MessageReader,
+        *,
+        stats: bool,
+        quiet: bool,
+    ) -> None:
+        self.session, self.conversation, self.reader = session, conversation, reader
         self.stats, self.quiet = stats, quiet
         self.console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-        self.interrupts = Interrupts()
+        self.sigint = SigintHandler()
         self.leaving = False
         self.commands: Mapping[str, tuple[Callable[[str], None], str]] = {
             "help": (self._help, "shows this list"),
@@ -98,37 +106,40 @@ class Chat:
             "quit": (self._quit, "leaves, as does the end of input"),
         }
 
-    def run(self, wished: int | None = None) -> None:
+    def run(self, requested_context: int | None = None) -> None:
         """Until the user leaves; `wished` is the context that was asked for, if one was."""
         if not self.quiet:
-            self._tell(GREETING)
-        if (wished or 0) > self.session.room:
-            self._tell(f"(--context {wished} is more than this model has: {self.session.room} tokens.)")
-        with self.interrupts.caught():
-            while not self.leaving and (text := self._heard()) is not None:
+            self._note(GREETING)
+        if (requested_context or 0) > self.session.max_tokens:
+            self._note(
+                f"(--context {requested_context} is more than this model has: "
+                f"{self.session.max_tokens} tokens.)"
+            )
+        with self.sigint.installed():
+            while not self.leaving and (text := self._read_message()) is not None:
                 try:
-                    self._obey(text)
+                    self._handle(text)
                 except ExlmError as error:
                     self.console.print(str(error), style="red")
 
-    def _heard(self) -> str | None:
+    def _read_message(self) -> str | None:
         """What the user says next; None at the end of input and after Ctrl-C twice in a row."""
         for told in ("\n(Ctrl-C once more leaves)", ""):
             try:
-                with self.interrupts.typing():
-                    return self.lines.read()
+                with self.sigint.typing():
+                    return self.reader.read()
             except KeyboardInterrupt:
-                self._tell(told)
+                self._note(told)
         return None
 
-    def _obey(self, text: str) -> None:
+    def _handle(self, text: str) -> None:
         """Do what a message asks: a command, or something to say. // is a message that begins with /."""
         if not text.startswith("/") or text.startswith("//"):
-            self.talk.ask(readable(text).removeprefix("/"))
+            self.conversation.add_user_message(check_utf8(text).removeprefix("/"))
             try:
                 self._answer()
             except ExlmError:
-                self.talk.undo()
+                self.conversation.undo()
                 raise
             return
         name, _, rest = text[1:].partition(" ")
@@ -138,38 +149,45 @@ class Chat:
 
     def _answer(self) -> None:
         """Let the model answer the last turn."""
-        said: list[str] = []
-        talk = self.talk
-        ids = self._prompt()
-        pieces = self.session.say(
-            ids, talk.max_new_tokens, talk.settings, talk.next_seed, lambda: self.interrupts.asked
+        pieces_shown: list[str] = []
+        conversation = self.conversation
+        ids = self._encode_prompt()
+        pieces = self.session.stream(
+            ids,
+            conversation.max_new_tokens,
+            conversation.settings,
+            conversation.next_seed,
+            lambda: self.sigint.stop_requested,
         )
         for piece in pieces:
-            said.append(piece)
+            pieces_shown.append(piece)
             sys.stdout.write(piece)
             sys.stdout.flush()
         sys.stdout.write("\n")
         sys.stdout.flush()
-        talk.answer("".join(said))
-        if self.interrupts.taken():
-            self._tell("(stopped)")
+        conversation.add_answer("".join(pieces_shown))
+        if self.sigint.take_request():
+            self._note("(stopped)")
         if self.stats:
-            self._tell(self.session.figures)
+            self._note(self.session.stats)
 
-    def _prompt(self) -> torch.Tensor:
+    def _encode_prompt(self) -> torch.Tensor:
         """What the model reads: as many of the last turns as leave room for an answer."""
-        room, before = self.session.room, self.talk.forgotten
-        least = min(self.talk.max_new_tokens, room // RESERVED)
+        room, before = self.session.max_tokens, self.conversation.dropped
+        reserved = min(self.conversation.max_new_tokens, room // ANSWER_SHARE)
         while True:
-            ids = self.session.encode_chat(self.talk.messages)
-            if ids.shape[1] + least <= room or self.talk.forgotten == len(self.talk.turns) - 1:
+            ids = self.session.encode_chat(self.conversation.messages)
+            if (
+                ids.shape[1] + reserved <= room
+                or self.conversation.dropped == len(self.conversation.turns) - 1
+            ):
                 break
-            self.talk.forgotten += 1
+            self.conversation.dropped += 1
         if ids.shape[1] >= room:
             raise InputError(f"That makes {ids.shape[1]} tokens, and the context has {room}: say less.")
-        if more := self.talk.forgotten - before:
-            turns = "oldest turn is" if more == 1 else f"{more} oldest turns are"
-            self._tell(f"(The context of {room} tokens is full: the {turns} left out from here on.)")
+        if newly_dropped := self.conversation.dropped - before:
+            turns = "oldest turn is" if newly_dropped == 1 else f"{newly_dropped} oldest turns are"
+            self._note(f"(The context of {room} tokens is full: the {turns} left out from here on.)")
         return ids
 
     def _help(self, rest: str) -> None:
@@ -179,50 +197,50 @@ class Chat:
 
     def _system(self, text: str) -> None:
         if text:
-            self.talk.instruct(None if text == "off" else readable(text))
+            self.conversation.set_system(None if text == "off" else check_utf8(text))
         else:
-            self.console.print(self.talk.system or "There is no system message.")
+            self.console.print(self.conversation.system or "There is no system message.")
 
     def _set(self, text: str) -> None:
         name, _, value = text.partition(" ")
         if value:
-            self.talk.set(name, value.strip(), self.session.tokenizer)
+            self.conversation.set(name, value.strip(), self.session.tokenizer)
             return
-        if name and name not in self.talk.values:
+        if name and name not in self.conversation.values:
             check_name(name)
-        for one in [name] if name else self.talk.values:
-            self.console.print(f"{one} {self.talk.values[one]}".lower())
+        for one in [name] if name else self.conversation.values:
+            self.console.print(f"{one} {self.conversation.values[one]}".lower())
 
     def _retry(self, _: str) -> None:
-        before = self.talk.retry()
+        before = self.conversation.retry()
         try:
             self._answer()
         except ExlmError:
-            self.talk.turns[-1].answer = before
+            self.conversation.turns[-1].assistant = before
             raise
 
     def _undo(self, _: str) -> None:
-        self.talk.undo()
+        self.conversation.undo()
 
     def _clear(self, _: str) -> None:
-        self.talk.clear()
+        self.conversation.clear()
 
     def _save(self, text: str) -> None:
-        self.talk.save(_path("/save", text))
+        self.conversation.save(_path("/save", text))
 
     def _load(self, text: str) -> None:
-        self.talk = self.talk.loaded(_path("/load", text), self.session.tokenizer)
-        count = len(self.talk.turns)
-        self._tell(f"({count} turn{'' if count == 1 else 's'})")
+        self.conversation = self.conversation.load(_path("/load", text), self.session.tokenizer)
+        count = len(self.conversation.turns)
+        self._note(f"({count} turn{'' if count == 1 else 's'})")
 
     def _quit(self, _: str) -> None:
         self.leaving = True
 
-    def _tell(self, text: str) -> None:
+    def _note(self, text: str) -> None:
         self.console.print(text, style="dim")
 
 
-def _choose(session: Session, template: str | None) -> None:
+def _choose_template(session: ModelSession, template: str | None) -> None:
     """Take a template by name, or make sure that the model has one."""
     names = session.tokenizer.chat_templates.names
     listed = f"there are: {', '.join(names)}."

@@ -34,7 +34,9 @@ Gpus = Annotated[
 ]
 
 
-def check_alone(ray: bool, replicas: str, gpus: float | None, tenant_requests: int | None = None) -> None:
+def refuse_without_ray(
+    ray: bool, replicas: str, gpus: float | None, tenant_requests: int | None = None
+) -> None:
     """Refuse what only a cluster can do, where none is asked for."""
     given = {
         "--replicas": replicas != "1",
@@ -46,7 +48,7 @@ def check_alone(ray: bool, replicas: str, gpus: float | None, tenant_requests: i
         raise InputError(f"{named}: only with --ray; without it one copy of the model runs, here.")
 
 
-def shape_of(replicas: str, gpus: float | None, device: str | None, **more: Any) -> Shape:
+def cluster_shape(replicas: str, gpus: float | None, device: str | None, **more: Any) -> Shape:
     """The cluster that was asked for; the machines' GPUs are looked at only if nobody says."""
     from exlm.scale import Shape, need_ray
 
@@ -93,8 +95,8 @@ def batch_on_ray(
     target: str,
     listing: Listing,
     shape: Callable[[], Shape],
-    facts: Callable[[Listing, Rows], dict[str, Any]],
-    watched: Callable[..., None],
+    run_identity: Callable[[Listing, Rows], dict[str, Any]],
+    with_progress_bar: Callable[..., None],
     console: Console,
 ) -> None:
     """Answer a file, a table or an object of a store, and write the answers to another."""
@@ -103,19 +105,21 @@ def batch_on_ray(
 
     need_ray("data")
     rows = read_requests(source)
-    beside = Path(f"{Path(target).name if is_remote(target) else target}.journal")
-    if exists(target) and not beside.exists():
+    journal_path = Path(f"{Path(target).name if is_remote(target) else target}.journal")
+    if exists(target) and not journal_path.exists():
         if is_remote(target) or not answers(Path(target), rows, listing.name):
             raise InputError(f"{target} is there already: move it away.")
         console.print(f"{target} has every answer already. To run the batch again, delete it.")
         return
-    with closing(Journal(beside, facts(listing, rows), len(rows.rows), created=int(time.time()))) as journal:
+    with closing(
+        Journal(journal_path, run_identity(listing, rows), len(rows.rows), created=int(time.time()))
+    ) as journal:
         if len(journal.done) < len(rows.rows):
 
             def work(tell: Callable[[Progress], object]) -> None:
                 with cluster():
                     answer_rows(rows, journal, listing, shape(), tell)
 
-            watched(rows, journal, console, work)
+            with_progress_bar(rows, journal, console, work)
         write_answers_to(target, journal, rows)
         journal.remove()

@@ -29,7 +29,7 @@ def convert(
 ) -> None:
     """Rewrite a model in another form or container; refused where a single number would change."""
     path = exlm.find_model(source, progress=not quiet)
-    with _cleaning_up(), _bar(quiet) as shown:
+    with _exit_on_sigterm(), _progress_bar(quiet) as shown:
         exlm.convert_model(
             path, target, to, shard_bytes=shard_size * 2**20, overwrite=overwrite, progress=shown
         )
@@ -40,7 +40,7 @@ def convert(
 
 
 @contextmanager
-def _bar(quiet: bool) -> Iterator[Callable[[int, int], object] | None]:
+def _progress_bar(quiet: bool) -> Iterator[Callable[[int, int], object] | None]:
     if quiet:
         yield None
         return
@@ -51,7 +51,7 @@ def _bar(quiet: bool) -> Iterator[Callable[[int, int], object] | None]:
 
 
 @contextmanager
-def _cleaning_up() -> Iterator[None]:
+def _exit_on_sigterm() -> Iterator[None]:
     """Let a request to end reach the code that removes what is half done."""
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:

@@ -59,10 +59,10 @@ def eval_(
     if as_json:
         typer.echo(json.dumps(quality.to_json(), indent=2))
     else:
-        show(quality)
+        print_quality(quality)
 
 
-def show(quality: exlm.Quality) -> None:
+def print_quality(quality: exlm.Quality) -> None:
     """The figures as a table, then the layers."""
     console = Console()
     table = Table(show_header=False, box=None)

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from exlm import InputError
 
-from .hosting import Device, Dtype
-from .lines import readable
-from .session import Session, Temperature, TopP
+from .input import check_utf8
+from .model_options import Device, Dtype
+from .model_session import ModelSession, Temperature, TopP
 
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Only the text: no progress, no figures.")]
 
@@ -54,8 +54,8 @@ def generate(
             "these very words to the default model, give - and write them to standard input."
         )
     model, prompt = words if len(words) == 2 else (None, words[0])
-    session = Session.open(model, max_seq_len=max_seq_len, device=device, dtype=dtype, quiet=quiet)
-    text = readable(sys.stdin.read() if prompt == "-" else prompt)
+    session = ModelSession.open(model, max_seq_len=max_seq_len, device=device, dtype=dtype, quiet=quiet)
+    text = check_utf8(sys.stdin.read() if prompt == "-" else prompt)
     if raw or not session.tokenizer.has_chat_template:
         if system is not None:
             raise InputError("--system needs a chat template, and this prompt does not go through one.")
@@ -66,13 +66,13 @@ def generate(
             messages.insert(0, {"role": "system", "content": system})
         ids = session.encode_chat(messages)
     session.load(ids.shape[1], max_new_tokens)
-    answer = session.answer(ids, max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    answer = session.stream_sampled(ids, max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
     for piece in answer:
         sys.stdout.write(piece)
         sys.stdout.flush()
     sys.stdout.write("\n")
     if not quiet:
-        Console(stderr=True).print(f"[dim]{session.figures}[/]")
+        Console(stderr=True).print(f"[dim]{session.stats}[/]")
 
 
 def _is_model(word: str) -> bool:

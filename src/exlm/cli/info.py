@@ -47,14 +47,14 @@ def info(
     config.device, config.dtype = device or config.device, dtype
     summary = exlm.Model(config).summary()
     console = Console()
-    console.print(_facts(config, summary))
-    console.print(_table(summary.matrices, every=layers))
+    console.print(_facts_table(config, summary))
+    console.print(_matrix_table(summary.matrices, every=layers))
     if spec:
         _print_spec(console, summary.spec)
 
 
 def _print_system(as_json: bool) -> None:
-    found = bench.system()
+    found = bench.system_facts()
     if as_json:
         typer.echo(json.dumps({fact.name: fact.value for fact in found}, indent=1))
         return
@@ -64,14 +64,14 @@ def _print_system(as_json: bool) -> None:
     Console().print(table)
 
 
-def _facts(config: exlm.Config, s: exlm.Summary) -> Table:
+def _facts_table(config: exlm.Config, s: exlm.Summary) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
     attn = s.spec.layers[0].attn
     windows = sorted({layer.attn.window for layer in s.spec.layers if layer.attn.window is not None})
     table.add_row("family", s.spec.architecture)
     table.add_row("parameters", f"{s.parameters / 1e6:,.1f} million")
     names = ", ".join(s.files[:3]) + (", …" if len(s.files) > 3 else "")
-    table.add_row("files", f"{size(s.file_bytes)} in {len(s.files)} ({names})")
+    table.add_row("files", f"{format_bytes(s.file_bytes)} in {len(s.files)} ({names})")
     table.add_row("layers", f"{len(s.spec.layers)} of width {s.spec.hidden}")
     table.add_row(
         "heads", f"{attn.heads} for queries, {attn.kv_heads} for keys and values, {attn.head_dim} wide"
@@ -80,12 +80,14 @@ def _facts(config: exlm.Config, s: exlm.Summary) -> Table:
         count = sum(layer.attn.window is not None for layer in s.spec.layers)
         table.add_row("windows", f"{', '.join(map(str, windows))} tokens in {count} layers")
     table.add_row("vocabulary", f"{s.spec.vocab:,}")
-    table.add_row("context", f"{config.max_seq_len:,} tokens, {size(s.cache_bytes)} of cache each at 16 bits")
+    table.add_row(
+        "context", f"{config.max_seq_len:,} tokens, {format_bytes(s.cache_bytes)} of cache each at 16 bits"
+    )
     table.add_row("would run on", f"{s.device} in {s.dtype}")
     return table
 
 
-def _table(matrices: Iterable[exlm.MatrixSummary], every: bool) -> Table:
+def _matrix_table(matrices: Iterable[exlm.MatrixSummary], every: bool) -> Table:
     """One line for each matrix; unless every layer is wanted, equal layers share a line."""
     table = Table("layers", "matrix", "shape", "stored as", "bits", "bytes", "kernel")
     groups: dict[tuple[object, ...], list[tuple[str, exlm.MatrixSummary]]] = {}
@@ -101,7 +103,7 @@ def _table(matrices: Iterable[exlm.MatrixSummary], every: bool) -> Table:
         shape = f"{m.in_features} → {m.out_features}"
         bits = f"{m.bits:.2f}" if m.nbytes else ""
         total = sum(each.nbytes for _, each in members)
-        table.add_row(numbers, name, shape, m.form, bits, size(total) if total else "", m.backend)
+        table.add_row(numbers, name, shape, m.form, bits, format_bytes(total) if total else "", m.backend)
     return table
 
 
@@ -141,7 +143,7 @@ def _print_layers(console: Console, layers: tuple[object, ...], indent: str) -> 
             start = i
 
 
-def size(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Bytes for people."""
     for unit in ("bytes", "KiB", "MiB"):
         if count < 1024:

@@ -12,7 +12,7 @@ from rich.table import Table
 import exlm
 from exlm import InputError
 
-from .info import size
+from .info import format_bytes
 
 
 def plan(
@@ -36,40 +36,40 @@ def plan(
     """Show the memory a model needs on each device: weights, cache, workspace; and what would still fit."""
     config = exlm.Config(exlm.find_model(model, progress=True))
     config.device, config.dtype = device or config.device, dtype
-    made_for = config.max_seq_len
-    config.max_seq_len = _tokens(ctx) if ctx is not None else made_for
+    trained_length = config.max_seq_len
+    config.max_seq_len = _parse_tokens(ctx) if ctx is not None else trained_length
     if cache not in exlm.CACHES:
         raise InputError(f"--cache must be one of {', '.join(exlm.CACHES)}, found {cache!r}.")
-    found = exlm.Model(config).plan(config.max_seq_len, users, exlm.CACHES[cache], _memory(gpu))
+    found = exlm.Model(config).plan(config.max_seq_len, users, exlm.CACHES[cache], _parse_memory(gpu))
     table = Table("device", "modules", "weights", "cache", "workspace", "sum", "usable")
     for one in found.devices:
         total = one.weights + one.cache + one.workspace
         sizes = (one.weights, one.cache, one.workspace, total, one.usable)
         style = "red" if total > one.usable else None
-        table.add_row(one.name, str(one.modules), *map(size, sizes), style=style)
+        table.add_row(one.name, str(one.modules), *map(format_bytes, sizes), style=style)
     console = Console(soft_wrap=True)
     console.print(table)
     console.print(f"{users} × {config.max_seq_len:,} tokens: {'fits' if found.fits else 'does not fit'}.")
     console.print(f"The longest context that fits: {found.largest:,} tokens for each of {users}.")
-    if max(config.max_seq_len, found.largest) > made_for:
+    if max(config.max_seq_len, found.largest) > trained_length:
         more = ": to read more it also needs its positions stretched, as with config.scale_alpha_value"
         if config.spec.embed.positions:
             more = " and has no positions for more"
-        console.print(f"The model itself is made for {made_for:,} tokens{more}.")
+        console.print(f"The model itself is made for {trained_length:,} tokens{more}.")
     if not found.fits:
-        knobs = f"--ctx {found.largest}, " if found.largest else ""
-        console.print(f"{found.problem} Here: {knobs}fewer --users, or --cache q4.")
+        shorter = f"--ctx {found.largest}, " if found.largest else ""
+        console.print(f"{found.problem} Here: {shorter}fewer --users, or --cache q4.")
         raise typer.Exit(1)
 
 
-def _tokens(text: str) -> int:
+def _parse_tokens(text: str) -> int:
     match = re.fullmatch(r"(\d+)([kK]?)", text.strip())
     if match is None or int(match[1]) == 0:
         raise InputError(f"--ctx must be a number of tokens, as in 8192 or 32k; found {text!r}.")
     return int(match[1]) * (1024 if match[2] else 1)
 
 
-def _memory(text: str | None) -> list[float] | None:
+def _parse_memory(text: str | None) -> list[float] | None:
     if text is None:
         return None
     try:

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 import exlm
 from exlm import InputError
 
-from .evaluate import show
+from .evaluate import print_quality
 
 Rows = Annotated[
     int | None,
@@ -60,7 +60,7 @@ def quantize(
 ) -> None:
     """Quantise a model; a run that was interrupted goes on where it stopped when it is started again."""
     path = exlm.find_model(source, progress=not quiet)
-    with _bar(quiet) as shown:
+    with _progress_bar(quiet) as shown:
         quality = exlm.quantize_model(
             path,
             target,
@@ -68,7 +68,7 @@ def quantize(
             size=size,
             max_kld=max_kld,
             head_bits=6 if head_bits is None else head_bits,
-            method=_method(method, group_size, head_bits),
+            method=_check_method(method, group_size, head_bits),
             group_size=128 if group_size is None else group_size,
             calibration=calibration,
             rows=rows,
@@ -83,19 +83,19 @@ def quantize(
             progress=shown,
         )
     if quality is not None:
-        _tell(quality, max_kld, quiet)
+        _report_quality(quality, max_kld, quiet)
 
 
-def _tell(quality: exlm.Quality, max_kld: float | None, quiet: bool) -> None:
+def _report_quality(quality: exlm.Quality, max_kld: float | None, quiet: bool) -> None:
     if not quiet:
-        show(quality)
+        print_quality(quality)
     if quality.kl is not None and max_kld is not None and quality.kl > max_kld:
         words = f"It diverges by {quality.kl:.3g} from its source; at most {max_kld:g} was asked for."
         typer.echo(words, err=True)
         raise typer.Exit(1)
 
 
-def _method(name: str, group_size: int | None, head_bits: int | None) -> Literal["exl2", "gptq"]:
+def _check_method(name: str, group_size: int | None, head_bits: int | None) -> Literal["exl2", "gptq"]:
     """The method, which must have a use for what was said of groups and of the head."""
     if name == "exl2":
         if group_size is not None:
@@ -109,7 +109,7 @@ def _method(name: str, group_size: int | None, head_bits: int | None) -> Literal
 
 
 @contextmanager
-def _bar(quiet: bool) -> Iterator[Callable[[int, int, str], object]]:
+def _progress_bar(quiet: bool) -> Iterator[Callable[[int, int, str], object]]:
     if quiet:
         yield lambda done, total, what: None
         return

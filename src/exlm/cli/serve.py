@@ -13,8 +13,8 @@ from rich.console import Console
 
 from exlm import InputError
 
-from .cluster import Gpus, Ray, Replicas, check_alone, serve_on_ray, shape_of
-from .hosting import MODEL_HELP, Hosting, hosts, pairs
+from .cluster import Gpus, Ray, Replicas, cluster_shape, refuse_without_ray, serve_on_ray
+from .model_options import MODEL_HELP, ModelOptions, parse_pairs, with_model_options
 
 LOCAL = frozenset(("127.0.0.1", "::1", "localhost"))
 
@@ -51,7 +51,7 @@ Reports = Annotated[Path | None, typer.Option(help="A folder for reports of a st
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No progress.")]
 
 
-@hosts
+@with_model_options
 def serve(
     model: Model = None,
     host: Host = "127.0.0.1",
@@ -59,7 +59,7 @@ def serve(
     api_key: ApiKey = None,
     admin_key: AdminKey = None,
     *,
-    hosting: Hosting,
+    hosting: ModelOptions,
     also: Also = None,
     max_requests: MaxRequests = 512,
     max_tokens: MaxTokens = None,
@@ -77,21 +77,21 @@ def serve(
     """Serve a model over HTTP, with the OpenAI API."""
     from exlm import serve as server
 
-    check_alone(ray, replicas, gpus, tenant_requests)
+    refuse_without_ray(ray, replicas, gpus, tenant_requests)
     first = hosting.listing(model)
-    others = [hosting.other(name, path) for name, path in pairs("--also", also, "MODEL").items()]
+    others = [hosting.listing_of(name, path) for name, path in parse_pairs("--also", also, "MODEL").items()]
     if first.name in {listing.name for listing in others}:
         raise InputError(f"Two models are called {first.name!r}: name one of them with --name or --also.")
-    keyring = server.Keyring(_keys(api_key), _keys(admin_key))
-    sampling, reports = _settings(setting), _made(reports)
+    keyring = server.Keyring(_read_keys(api_key), _read_keys(admin_key))
+    sampling, reports = _parse_settings(setting), _make_folder(reports)
     bounds = server.Bounds(body=max_body, tokens=max_tokens, requests=max_requests, sampling=sampling)
     answered = None if keyring or host not in LOCAL else LOCAL
     if ray:
         if others:
             raise InputError("A cluster serves one model: leave --also out, or deploy another.")
         keys, shape = (
-            (_keys(api_key), _keys(admin_key)),
-            partial(shape_of, replicas, gpus, drain=drain_seconds),
+            (_read_keys(api_key), _read_keys(admin_key)),
+            partial(cluster_shape, replicas, gpus, drain=drain_seconds),
         )
         told = partial(_announce, first.name, guarded=bool(keyring))
         serve_on_ray(first, keys, bounds, shape, (tenant_requests, answered), (host, port), told)
@@ -122,7 +122,7 @@ def _announce(name: str, where: Sequence[Any], guarded: bool) -> None:
         console.print("[yellow]Anybody who can reach this machine may use it: set --api-key.[/]")
 
 
-def _keys(given: list[str] | None) -> list[str]:
+def _read_keys(given: list[str] | None) -> list[str]:
     """Keys as they are given, or one from each line of a file."""
     keys: list[str] = []
     for one in given or ():
@@ -142,7 +142,7 @@ def _keys(given: list[str] | None) -> list[str]:
     return keys
 
 
-def _settings(given: list[str] | None) -> dict[str, Any]:
+def _parse_settings(given: list[str] | None) -> dict[str, Any]:
     """Sampler settings, their values as JSON."""
     from pydantic import ValidationError
 
@@ -151,7 +151,7 @@ def _settings(given: list[str] | None) -> dict[str, Any]:
     from exlm.serve.translate import SETTINGS
 
     out: dict[str, Any] = {}
-    for name, value in pairs("--set", given, "VALUE").items():
+    for name, value in parse_pairs("--set", given, "VALUE").items():
         if name not in SETTINGS:
             raise InputError(
                 f"--set: there is no sampler setting {name!r}; there are: {', '.join(SETTINGS)}."
@@ -166,7 +166,7 @@ def _settings(given: list[str] | None) -> dict[str, Any]:
         raise InputError(f"--set {invalid(error.errors()).message}.") from None
 
 
-def _made(reports: Path | None) -> Path | None:
+def _make_folder(reports: Path | None) -> Path | None:
     """The folder for reports, which must be there before the engine is stuck."""
     try:
         if reports is not None:

@@ -13,7 +13,7 @@ import exlm
 from exlm import InputError
 from exlm import bench as benchmark
 
-from .bench import BitsOption, FormOption, ModelArgument, ShapeOption, bar
+from .bench import BitsOption, FormOption, ModelArgument, ShapeOption, progress_line
 
 
 def tune(
@@ -27,10 +27,10 @@ def tune(
     if model is not None and shape is not None:
         raise InputError("Name a model or a --shape, not both.")
     path = None if model is None else exlm.find_model(model, progress=True)
-    plan = benchmark.Plan(
-        model=path, shape=shape or "llama-2-7b", form=format, bits=bits, device=device, prompt=512
+    plan = benchmark.BenchmarkConfig(
+        model=path, shape=shape or "llama-2-7b", format=format, bits=bits, device=device, prompt=512
     )
-    with bar() as tell:
+    with progress_line() as tell:
         found = benchmark.tune(plan, tell)
     Console().print(_table(found) if found.changes else "The usual settings are the quickest here.")
     if found.file is not None:
@@ -39,7 +39,7 @@ def tune(
         )
 
 
-def _table(found: benchmark.Tuned) -> Table:
+def _table(found: benchmark.TuningResult) -> Table:
     table = Table(title="tiles, warps, stages", box=SIMPLE_HEAD, pad_edge=False)
     for name in ("inputs / 128 x outputs / 16", "before", "now"):
         table.add_column(name)

@@ -3,6 +3,6 @@
 Nothing here opens a model: whether the files are any good is for `Config` and `checkpoint` to say.
 """
 
-from .find import find_model
+from .resolve import find_model
 
 __all__ = ["find_model"]

@@ -16,13 +16,13 @@ from ..errors import MissingExtra, ModelNotFound
 HUB_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?", re.ASCII)
 """`owner/name`, or `owner/name@revision`."""
 
-WANTED = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.gguf", "*.txt")
+ALLOW_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.gguf", "*.txt")
 # Folders hold the same weights for other programs, and so do the files that Mistral calls consolidated.
-UNWANTED = ("*/*", "consolidated*")
+IGNORE_PATTERNS = ("*/*", "consolidated*")
 GGUF = "*.gguf"
 
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
-PATIENCE = 10.0
+LIST_TIMEOUT = 10.0
 """Seconds to wait for the list of a repository's files, which only saves downloading too much."""
 
 
@@ -48,58 +48,58 @@ def download_snapshot(name: str, progress: bool) -> Path:
         ValueError,
     )
     try:
-        listed = _listed(repository, revision)
+        listed = _list_files(repository, revision)
     except failures:
         listed = []  # it may be in the cache all the same; else the next call says what is wrong
-    unwanted = _refused(name, repository, listed)
+    unwanted = _ignore_patterns(name, repository, listed)
     try:
         folder = huggingface_hub.snapshot_download(
             repository,
             revision=revision,
-            allow_patterns=list(WANTED),
+            allow_patterns=list(ALLOW_PATTERNS),
             ignore_patterns=unwanted,
-            tqdm_class=None if progress else _invisible(),
+            tqdm_class=None if progress else _hidden_tqdm(),
         )
     except failures as error:
         raise ModelNotFound(_explain(repository, revision, error)) from error
-    return _weights(name, Path(folder))
+    return _find_weights(name, Path(folder))
 
 
-def _listed(repository: str, revision: str | None) -> list[str]:
+def _list_files(repository: str, revision: str | None) -> list[str]:
     """The names of a repository's files, as the Hub says."""
     from huggingface_hub import HfApi
 
-    info = HfApi().model_info(repository, revision=revision, timeout=PATIENCE)
+    info = HfApi().model_info(repository, revision=revision, timeout=LIST_TIMEOUT)
     return [sibling.rfilename for sibling in info.siblings or ()]
 
 
-def _refused(name: str, repository: str, listed: list[str]) -> list[str]:
+def _ignore_patterns(name: str, repository: str, listed: list[str]) -> list[str]:
     """The patterns of files to leave where they are; of several GGUF models none is fetched unasked.
 
     Such a repository often holds one model twenty times over, hundreds of gigabytes of it.
     """
-    ggufs = _models([file for file in listed if "/" not in file and file.endswith(".gguf")])
-    tensors = any(fnmatch(file, "*.safetensors") and not _unwanted(file) for file in listed)
+    ggufs = _first_parts([file for file in listed if "/" not in file and file.endswith(".gguf")])
+    tensors = any(fnmatch(file, "*.safetensors") and not _is_ignored(file) for file in listed)
     if tensors and "config.json" in listed:
-        return [*UNWANTED, GGUF]  # the same model again
+        return [*IGNORE_PATTERNS, GGUF]  # the same model again
     if len(ggufs) > 1:
         raise ModelNotFound(
             f"{name} holds {len(ggufs)} GGUF models: {', '.join(ggufs)}. Fetch one of them, as in "
             f"`hf download {repository} {ggufs[0]}`, and name the path that this prints."
         )
-    return list(UNWANTED)
+    return list(IGNORE_PATTERNS)
 
 
-def _unwanted(file: str) -> bool:
-    return any(fnmatch(file, pattern) for pattern in UNWANTED)
+def _is_ignored(file: str) -> bool:
+    return any(fnmatch(file, pattern) for pattern in IGNORE_PATTERNS)
 
 
-def _models(ggufs: list[str]) -> list[str]:
+def _first_parts(ggufs: list[str]) -> list[str]:
     """The files that stand for a model: of one in several parts, the first."""
     return sorted(file for file in ggufs if not _LATER_PART.search(file))
 
 
-def _invisible() -> Any:
+def _hidden_tqdm() -> Any:
     """A progress bar that never shows."""
     from huggingface_hub.utils.tqdm import tqdm
 
@@ -110,9 +110,9 @@ def _invisible() -> Any:
     return Invisible
 
 
-def _weights(name: str, folder: Path) -> Path:
+def _find_weights(name: str, folder: Path) -> Path:
     """The folder, if exlm can make something of it."""
-    ggufs = [folder / file for file in _models([path.name for path in folder.glob(GGUF)])]
+    ggufs = [folder / file for file in _first_parts([path.name for path in folder.glob(GGUF)])]
     if (folder / "config.json").is_file() and (ggufs or any(folder.glob("*.safetensors"))):
         return folder
     if len(ggufs) == 1:

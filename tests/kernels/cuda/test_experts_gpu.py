@@ -10,8 +10,8 @@ import torch
 
 from exlm import Cache, Config, Generator, Job, Model, Settings, Tokenizer
 from exlm.bench.shapes import SHAPES
-from exlm.bench.synthetic import Synthetic, describe_in
-from exlm.bench.weights import form
+from exlm.bench.synthetic import SyntheticCheckpoint, write_model_folder
+from exlm.bench.synthetic_weights import weight_format
 from exlm.kernels import interface as b
 from exlm.kernels.cuda import experts
 from exlm.kernels.cuda.backend import CudaBackend
@@ -76,10 +76,10 @@ def test_who_answers_is_found_out_when_replayed(tmp_path: Path, count: int) -> N
 
 def said(folder: Path, form_name: str, together: bool) -> tuple[list[list[int]], Any]:
     """What follows some prompts, and the recordings that were made."""
-    config = Config(describe_in(folder, SHAPES["tiny-moe"], 512))
+    config = Config(write_model_folder(folder, SHAPES["tiny-moe"], 512))
     config.device, config.dtype = "cuda", "float16"
     model = Model(config)
-    model.open_checkpoint = lambda frozen: Synthetic(frozen.spec, form(form_name))
+    model.open_checkpoint = lambda frozen: SyntheticCheckpoint(frozen.spec, weight_format(form_name))
     model.load()
     generator = Generator(model, Cache(model, max_seq_len=4096), Tokenizer(config), max_batch_size=8)
     jobs = [

@@ -1,5 +1,0 @@
-"""For `from exllamav2.generator.filters.base import …`."""
-
-from exlm import Filter as ExLlamaV2Filter
-
-__all__ = ["ExLlamaV2Filter"]

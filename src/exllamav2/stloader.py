@@ -1,6 +1,0 @@
-"""For `from exllamav2.stloader import …`: placeholders, which say what to use instead."""
-
-from exlm.legacy.placeholders import SafetensorsFile as STFile
-from exlm.legacy.placeholders import cleanup_stfiles
-
-__all__ = ["STFile", "cleanup_stfiles"]

@@ -1,0 +1,105 @@
+"""This library beside other engines on the CPU: each in a process of its own, in turn, on the same model.
+
+They take turns so that what else the machine does hits all of them; only the ratios mean something on a
+shared machine. A peer that is not installed is left out, with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+from .. import convert_model, env
+from ..errors import InputError
+from . import comparison_engines as engines
+from .report import Peer
+
+ENGINES = {
+    "exlm": "exlm",
+    "llama.cpp": "xllamacpp",
+    "onnxruntime-genai": "onnxruntime_genai",
+    "transformers": "transformers",
+}
+"""The engines, and the module each of them needs."""
+
+TIMEOUT = 900
+"""Seconds a turn may take."""
+
+
+def compare(
+    model: Path,
+    threads: int,
+    turns: int = 3,
+    pythons: Mapping[str, str] | None = None,
+    on_progress: Callable[[str, int, int], object] = lambda *_: None,
+) -> tuple[list[Peer], list[str]]:
+    """What every engine did in each turn, and who was left out and why.
+
+    `pythons` names the interpreter of an engine that lives in another environment.
+    """
+    if model.suffix != ".gguf":
+        raise InputError(f"Peers are compared on a .gguf file, which all of them can read; found {model}.")
+    interpreters = {name: sys.executable for name, needs in ENGINES.items() if find_spec(needs) is not None}
+    interpreters |= pythons or {}
+    if unknown := set(interpreters) - set(ENGINES):
+        raise InputError(f"No engine is called {', '.join(sorted(unknown))}: {', '.join(ENGINES)}.")
+    skipped = [
+        f"{name}: {needs} is not installed" for name, needs in ENGINES.items() if name not in interpreters
+    ]
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in interpreters}
+    for turn in range(turns):
+        for number, name in enumerate(list(found)):
+            on_progress(name, turn * len(found) + number, turns * len(found))
+            try:
+                found[name].append(
+                    _run_once(
+                        interpreters[name], name, _model_files(name, model, interpreters[name]), threads
+                    )
+                )
+            except RuntimeError as error:
+                skipped.append(str(error))
+                del found[name]
+    return [Peer(name, _by_metric(values)) for name, values in found.items()], skipped
+
+
+def _run_once(python: str, engine: str, files: Path, threads: int) -> dict[str, float]:
+    """One turn of an engine, in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        code = str(Path(engines.__file__))
+        command = [python, code, engine, str(files), str(threads), repr(time.time()), str(answer)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT)
+        if done.returncode or not answer.exists():
+            raise RuntimeError(f"{engine}: {' '.join(done.stderr.strip().splitlines()[-1:])}")
+        found: dict[str, float] = json.loads(answer.read_text())
+    return found
+
+
+def _model_files(engine: str, model: Path, python: str) -> Path:
+    """What an engine reads: the file itself, its numbers unpacked, or what its own builder makes of those."""
+    if engine in ("exlm", "llama.cpp"):
+        return model
+    kept = env.cache_folder() / "bench"
+    dense = kept / f"{model.stem}-dense"
+    if not dense.exists():
+        convert_model(model, dense, "dense")
+    if engine == "transformers":
+        return dense
+    built = kept / f"{model.stem}-onnx"
+    if not built.exists():
+        builder = [python, "-m", "onnxruntime_genai.models.builder", "-i", str(dense), "-o", str(built)]
+        command = [*builder, "-p", "int4", "-e", "cpu", "-c", str(kept / "onnx-cache")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT)
+        if done.returncode:
+            raise RuntimeError(f"{engine}: its builder failed: {done.stderr.strip()[-300:]}")
+    return built
+
+
+def _by_metric(values: list[dict[str, float]]) -> dict[str, list[float]]:
+    return {key: [one[key] for one in values] for key in (values[0] if values else {})}

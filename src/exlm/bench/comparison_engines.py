@@ -1,0 +1,161 @@
+"""One turn of one engine, as a program: `engines.py ENGINE MODEL THREADS STARTED ANSWER`.
+
+It stands alone, so that an interpreter that has only a peer installed can run it, and writes what it measured
+to the file ANSWER, as JSON. Same prompt of 512 tokens, same number of threads, greedy, for everyone.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PROMPT, NEW, ROWS = 512, 64, 8
+Metrics = dict[str, float]
+
+
+def prompt_ids(row: int, count: int = PROMPT) -> list[int]:
+    """A prompt of plain tokens, another for each row."""
+    return [100 + (7919 * (i + 1) * (row + 3)) % 40000 for i in range(count)]
+
+
+def exlm(model: str, threads: int, started: float) -> Metrics:
+    """This library, end to end through its generator."""
+    import torch
+
+    torch.set_num_threads(threads)
+    from exlm import Cache, Config, Generator, Job, Model, Settings, Tokenizer
+
+    config = Config(model)
+    config.device = "cpu"
+    loaded = Model(config)
+    loaded.load()
+    generator = Generator(loaded, Cache(loaded, max_seq_len=4096), Tokenizer(loaded.config))
+
+    def run(prompts: list[list[int]], new: int) -> tuple[float, float]:
+        """Seconds until every prompt has its first token, and from there to the end."""
+        start = time.perf_counter()
+        jobs = [Job(torch.tensor([prompt]), new, gen_settings=Settings.greedy()) for prompt in prompts]
+        generator.enqueue(jobs)
+        while not all(job.new_tokens for job in jobs):
+            generator.iterate()
+        first = time.perf_counter()
+        while generator.num_remaining_jobs():
+            generator.iterate()
+        return first - start, time.perf_counter() - first
+
+    run([prompt_ids(90, 8)], 1)
+    answer = {"first": time.time() - started}
+    run([prompt_ids(91)], 4)
+    answer["prompt"] = PROMPT / run([prompt_ids(0)], 1)[0]
+    answer["decode"] = (NEW - 1) / run([prompt_ids(1, 32)], NEW)[1]
+    answer["batch"] = ROWS * (NEW - 1) / run([prompt_ids(row + 2, 32) for row in range(ROWS)], NEW)[1]
+    return answer
+
+
+def transformers(model: str, threads: int, started: float) -> Metrics:
+    """The same numbers, unpacked to float16."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(threads)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float16)
+
+    def prompt(row: int, count: int) -> tuple[Any, float]:
+        start = time.perf_counter()
+        out = loaded(torch.tensor([prompt_ids(row, count)]), use_cache=True, logits_to_keep=1)
+        return out, time.perf_counter() - start
+
+    with torch.inference_mode():
+        prompt(90, 8)
+        answer = {"first": time.time() - started}
+        prompt(91, PROMPT)
+        answer["prompt"] = PROMPT / prompt(0, PROMPT)[1]
+        out, _ = prompt(1, 32)
+        start = time.perf_counter()
+        for _ in range(NEW // 2):
+            out = loaded(out.logits[:, -1:].argmax(-1), past_key_values=out.past_key_values, use_cache=True)
+        answer["decode"] = NEW // 2 / (time.perf_counter() - start)
+    return answer
+
+
+def llama_cpp(model: str, threads: int, started: float) -> Metrics:
+    """The same file as it is, through the xllamacpp wheel."""
+    import xllamacpp  # type: ignore[import-not-found]
+
+    params = xllamacpp.CommonParams()
+    params.model.path = model
+    params.n_ctx, params.n_parallel, params.warmup = 2048, 1, True
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+    server = xllamacpp.Server(params)
+
+    def run(prompt: list[int], new: int) -> dict[str, float]:
+        asked = {"prompt": prompt, "n_predict": new, "temperature": 0, "ignore_eos": True}
+        answer: dict[str, float] = server.handle_completions({**asked, "cache_prompt": False})["timings"]
+        return answer
+
+    run(prompt_ids(90, 8), 1)
+    answer = {"first": time.time() - started}
+    run(prompt_ids(91), 4)
+    answer["prompt"] = run(prompt_ids(0), 1)["prompt_per_second"]
+    answer["decode"] = run(prompt_ids(1, 32), NEW)["predicted_per_second"]
+    return answer
+
+
+def onnxruntime(model: str, threads: int, started: float) -> Metrics:
+    """Its own 4-bit version of the same numbers, made by its builder, through onnxruntime-genai."""
+    import onnxruntime_genai as og  # type: ignore[import-not-found]
+
+    config = og.Config(model)
+    wish = {"model": {"decoder": {"session_options": {"intra_op_num_threads": threads}}}}
+    config.overlay(json.dumps(wish))
+    loaded = og.Model(config)
+
+    def run(prompt: list[int], new: int) -> tuple[float, float]:
+        params = og.GeneratorParams(loaded)
+        params.set_search_options(max_length=len(prompt) + new, min_length=len(prompt) + new, do_sample=False)
+        generator = og.Generator(loaded, params)
+        start = time.perf_counter()
+        generator.append_tokens([prompt])
+        generator.generate_next_token()
+        first = time.perf_counter()
+        for _ in range(new - 1):
+            generator.generate_next_token()
+        return first - start, time.perf_counter() - first
+
+    run(prompt_ids(90, 8), 1)
+    answer = {"first": time.time() - started}
+    run(prompt_ids(91), 4)
+    answer["prompt"] = PROMPT / run(prompt_ids(0), 1)[0]
+    answer["decode"] = (NEW - 1) / run(prompt_ids(1, 32), NEW)[1]
+    return answer
+
+
+ENGINES: dict[str, Callable[[str, int, float], Metrics]] = {
+    "exlm": exlm,
+    "llama.cpp": llama_cpp,
+    "onnxruntime-genai": onnxruntime,
+    "transformers": transformers,
+}
+
+
+def peak_memory_mb() -> float:
+    """Megabytes this process had at most. What getrusage says would include its parent's."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024 / 1e6
+    return 0.0
+
+
+def main() -> None:
+    """Run and answer."""
+    engine, model, threads, started, answer = sys.argv[1:]
+    found = ENGINES[engine](model, int(threads), float(started))
+    Path(answer).write_text(json.dumps({**found, "peak": peak_memory_mb()}))
+
+
+if __name__ == "__main__":
+    main()

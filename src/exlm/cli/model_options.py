@@ -1,0 +1,106 @@
+"""A model that other people's requests run on: the options of `serve` and `batch`, said once.
+
+A command asks for them with one parameter, `hosting`; `hosts` turns it into an option for each field. Where
+the model itself is named, and everything that is not about one model, is each command's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from exlm import InputError
+
+if TYPE_CHECKING:
+    from exlm.serve import Listing
+
+MODEL_HELP = "A folder, a .gguf file or owner/name on the Hub; a small default model if left out."
+
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.")]
+Name = Annotated[str | None, typer.Option(help="What requests call the model; else its file's name.")]
+Adapters = Annotated[
+    list[str] | None, typer.Option(metavar="NAME=FOLDER", help="An adapter for requests to name.")
+]
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """How a model is loaded, and what requests call it."""
+
+    name: Name = None
+    lora: Adapters = None
+    max_seq_len: Annotated[
+        int | None,
+        typer.Option(min=1, help="Longest prompt and answer together; else the model's, at most 8192."),
+    ] = None
+    cache_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Room that all requests share; else four times the longest.")
+    ] = None
+    cache_type: Annotated[str, typer.Option(help="fp16, q8, q6, q4 or fp8.")] = "fp16"
+    device: Device = None
+    dtype: Dtype = None
+    draft: Annotated[str | None, typer.Option(help="A smaller model that guesses ahead, or ngram.")] = None
+    max_batch_size: Annotated[int | None, typer.Option(min=1, help="Sequences that run at once.")] = None
+
+    def listing(self, model: str | None) -> Listing:
+        """The model that was asked for, under its name."""
+        named = self.name or ("default" if model is None else Path(model).name.removesuffix(".gguf"))
+        return self.listing_of(
+            named or "default", model, draft=self.draft, loras=parse_pairs("--lora", self.lora, "FOLDER")
+        )
+
+    def listing_of(self, name: str, model: str | None, **more: Any) -> Listing:
+        """Another model, loaded alike but for what is the first one's own: its draft and its adapters."""
+        from exlm.serve import Listing
+
+        return Listing(
+            name,
+            model,
+            max_seq_len=self.max_seq_len,
+            cache_tokens=self.cache_tokens,
+            cache_type=self.cache_type,
+            device=self.device,
+            dtype=self.dtype,
+            max_batch_size=self.max_batch_size,
+            **more,
+        )
+
+
+def with_model_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with an option for each field of `Hosting` in the place of its parameter `hosting`."""
+    types = get_type_hints(command, include_extras=True) | get_type_hints(ModelOptions, include_extras=True)
+    option_parameters = inspect.signature(ModelOptions).parameters
+    parameters: list[inspect.Parameter] = []
+    for one in inspect.signature(command).parameters.values():
+        parameters += option_parameters.values() if one.name == "hosting" else [one]
+
+    @functools.wraps(command)
+    def wrapper(**options: Any) -> None:
+        chosen = {name: options.pop(name) for name in option_parameters if name in options}
+        command(**options, hosting=ModelOptions(**chosen))
+
+    wrapper.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [one.replace(kind=one.KEYWORD_ONLY, annotation=types[one.name]) for one in parameters]
+    )
+    wrapper.__annotations__ = {one.name: types[one.name] for one in parameters}
+    return wrapper
+
+
+def parse_pairs(option: str, given: list[str] | None, what: str) -> dict[str, str]:
+    """NAME=VALUE, as often as it was given."""
+    found: dict[str, str] = {}
+    for one in given or ():
+        name, equals, value = one.partition("=")
+        if not name or not equals or not value:
+            raise InputError(f"{option} takes NAME={what}, found {one!r}.")
+        if name in found:
+            raise InputError(f"{option} names {name!r} twice: {found[name]} and {value}.")
+        found[name] = value
+    return found

@@ -1,0 +1,150 @@
+"""A model on the command line: found, described, loaded, asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+import exlm
+from exlm import InputError
+
+if TYPE_CHECKING:
+    import torch
+
+    from exlm.tokenizer.prompt_formats import PromptFormat
+
+PAGE = 256
+LONG_PROMPT = 2048
+"""Prompts of more tokens than this get a progress bar."""
+
+
+Temperature = Annotated[
+    float, typer.Option("-t", "--temperature", help="0 always takes the likeliest token.")
+]
+TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens that make up this share.")]
+
+
+class ModelSession:
+    """One model and whoever talks to it."""
+
+    def __init__(self, config: exlm.Config, quiet: bool) -> None:
+        self.config = config
+        self.quiet = quiet
+        self.tokenizer = exlm.Tokenizer(config)
+        self.generator: exlm.Generator | None = None
+        self.template: str | None = None
+        """A chat template or format by name, instead of the model's own."""
+        self.max_tokens = config.max_seq_len
+        """Tokens that a prompt and its answer may have together; `load` makes it what was asked for."""
+        self.stats = ""
+
+    @classmethod
+    def open(
+        cls, name: str | None, *, max_seq_len: int | None, device: str | None, dtype: str | None, quiet: bool
+    ) -> ModelSession:
+        """Find the model and read its description and tokenizer; the weights come with `load`."""
+        config = exlm.Config(exlm.find_model(name, progress=not quiet))
+        config.device, config.dtype = device or config.device, dtype
+        config.max_seq_len = max_seq_len or config.max_seq_len
+        return cls(config, quiet)
+
+    def encode_raw(self, text: str) -> torch.Tensor:
+        """A text to go on from, with a BOS if the model wants one."""
+        return self.tokenizer.encode(text, add_bos=self.tokenizer.wants_bos, encode_special_tokens=True)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+        """A conversation as the model's template writes it."""
+        import torch
+
+        known = self.chat_format
+        if known is None:
+            return self.tokenizer.apply_chat_template(messages, tokenize=True, chat_template=self.template)
+        text = self.tokenizer.apply_chat_template(messages, chat_template=self.template)
+        ids = self.tokenizer.encode(text, encode_special_tokens=known.encode_special_tokens)
+        bos = self.tokenizer.bos_token_id
+        if known.add_bos and bos is not None and ids[0, :1].tolist() != [bos]:
+            ids = torch.cat((torch.tensor([[bos]]), ids), dim=1)
+        return ids
+
+    @property
+    def chat_format(self) -> PromptFormat | None:
+        """The chat format, if one was chosen; a model's own template is none."""
+        return None if self.template is None else self.tokenizer.chat_templates.choose(self.template).format
+
+    @property
+    def stop_conditions(self) -> list[int | str]:
+        """What ends an answer: the model's own ends, and those of the chat format."""
+        ends: list[int | str] = list(self.tokenizer.eos_token_ids)
+        if self.chat_format is not None:
+            ends += self.chat_format.stop_conditions(self.tokenizer.single_id)
+        return ends
+
+    def load(self, prompt: int, new: int) -> None:
+        """Load the weights, with a cache for a prompt and an answer of these lengths, if the model has it."""
+        length = self.config.max_seq_len
+        if prompt >= length:
+            raise InputError(
+                f"The prompt has {prompt} tokens and the context {length}: shorten the prompt, or give a "
+                "larger --max-seq-len."
+            )
+        model = exlm.Model(self.config)
+        model.load(progress=not self.quiet)
+        self.max_tokens = min(length, prompt + new)
+        pages = -(-self.max_tokens // PAGE)
+        self.generator = exlm.Generator(
+            model, exlm.CACHES["fp16"](model, max_seq_len=pages * PAGE), self.tokenizer
+        )
+
+    def stream_sampled(
+        self, ids: torch.Tensor, limit: int, *, temperature: float, top_p: float, seed: int | None
+    ) -> Iterator[str]:
+        """The answer of plain settings, as `say` gives it."""
+        settings = exlm.Settings.greedy()
+        if temperature > 0:
+            settings = exlm.Settings(
+                temperature=temperature, top_k=0, top_p=top_p, token_repetition_penalty=1.0
+            )
+        return self.stream(ids, limit, settings, seed)
+
+    def stream(
+        self,
+        ids: torch.Tensor,
+        limit: int,
+        settings: exlm.Settings,
+        seed: int | None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> Iterator[str]:
+        """The answer's text as it comes, until `stopped`; afterwards `figures` says how fast it was."""
+        assert self.generator is not None
+        job = exlm.Job(
+            ids,
+            min(limit, self.max_tokens - ids.shape[1]),
+            gen_settings=settings,
+            seed=seed,
+            stop_conditions=self.stop_conditions,
+        )
+        self.generator.enqueue(job)
+        shown = ids.shape[1] > LONG_PROMPT and not self.quiet
+        with Progress(console=Console(stderr=True), transient=True, disable=not shown) as progress:
+            task = progress.add_task("Reading the prompt", total=ids.shape[1])
+            try:
+                while self.generator.num_remaining_jobs() and not should_stop():
+                    for result in self.generator.iterate():
+                        if result["stage"] == "prefill":
+                            progress.update(task, completed=result["curr_progress"])
+                        elif result["stage"] == "streaming":
+                            progress.stop()
+                            if "error" in result:
+                                raise result["error"]
+                            yield result.get("text", "")
+            finally:
+                self.generator.cancel(job)
+        seconds = job.metrics.generate_seconds or 1e-9
+        self.stats = (
+            f"{job.new_tokens} tokens at {job.new_tokens / seconds:.1f} tokens/s, prompt of "
+            f"{job.prompt_tokens} in {job.metrics.prefill_seconds:.1f} s, {job.cached_tokens} of it cached"
+        )

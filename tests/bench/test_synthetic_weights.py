@@ -1,0 +1,98 @@
+"""Synthetic weights: as many bits as asked for, true to their formats, finite, the same every time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from exlm import InputError
+from exlm.bench.shapes import SHAPES
+from exlm.bench.synthetic import SyntheticCheckpoint
+from exlm.bench.synthetic_weights import Exl2, RandomTensors, WeightFormat, weight_format
+from exlm.formats import DenseWeight, PackedWeight, exl2, gptq
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("bits", [2.2, 3.0, 4.1, 4.65, 5.5, 6.5, 7.5])
+@pytest.mark.parametrize("name", ["llama-2-7b", "llama-3-8b", "tinyllama-1.1b"])
+def test_exl2_comes_out_at_the_wanted_bits(name: str, bits: float) -> None:
+    made = Exl2(bits)
+    stored = numbers = 0
+    for _, inputs, outputs in SHAPES[name].matrices():
+        segments = made.segments(inputs, outputs, head=False)
+        assert sum(sum(sizes) for _, sizes in segments) == inputs
+        widths = [width for width, _ in segments]
+        assert widths == sorted(set(widths), reverse=True)
+        stored += 8 * made.nbytes(inputs, outputs, head=False)
+        numbers += inputs * outputs
+    assert stored / numbers == pytest.approx(bits, abs=0.02)
+
+
+def test_a_7b_of_41_bits_reads_what_the_original_reads() -> None:
+    shape, made = SHAPES["llama-2-7b"], Exl2()
+    layers = sum(made.nbytes(inputs, outputs, head=False) for _, inputs, outputs in shape.matrices())
+    total = shape.layers * layers + made.nbytes(shape.hidden, shape.vocab, head=True)
+    assert total / 1e9 == pytest.approx(3.46, rel=0.02)
+
+
+def test_exl2_can_be_written_and_is_as_large_as_it_says() -> None:
+    made = Exl2(4.3)
+    weight = made.weight(512, 96, RandomTensors(1, CPU), False, 512**-0.5)
+    assert isinstance(weight, PackedWeight)
+    tensors = exl2.write(weight)
+    assert sum(tensor.nbytes for tensor in tensors.values()) == made.nbytes(512, 96, head=False)
+    again = exl2.read(tensors, 512, 96, None, "here")
+    assert torch.equal(again.dequantize(), weight.dequantize())
+
+
+def test_gptq_is_as_large_as_it_says() -> None:
+    made = weight_format("gptq", 4)
+    weight = made.weight(256, 64, RandomTensors(1, CPU), False, 0.1)
+    assert isinstance(weight, PackedWeight)
+    stored = sum(tensor.nbytes for tensor in gptq.write(weight).values())
+    assert stored == made.nbytes(256, 64, head=False)
+
+
+def test_dense_numbers_are_those_of_a_model_trained_in_bfloat16() -> None:
+    weight = weight_format("gptq", 4).weight(256, 64, RandomTensors(1, CPU), True, 0.1)
+    assert isinstance(weight, DenseWeight)
+    assert weight.data.dtype is torch.float16
+    assert torch.equal(weight.data.bfloat16().half(), weight.data)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [weight_format(n, b) for n, b in (("exl2", 4.1), ("gptq", 8), ("gptq", 3), ("dense", 16))]
+    + [weight_format("gguf", bits) for bits in (4.5, 5.5, 6.5625, 8.5)],
+    ids=repr,
+)
+@pytest.mark.parametrize("inputs", [512, 288])
+def test_numbers_have_the_deviation_asked_for(made: WeightFormat, inputs: int) -> None:
+    for head in (False, True):
+        weight = made.weight(inputs, 64, RandomTensors(2, CPU), head, 0.05)
+        values = weight.dequantize().float()
+        assert values.shape == (inputs, 64)
+        assert float(values.std()) == pytest.approx(0.05, rel=0.25)
+        assert abs(float(values.mean())) < 0.02
+
+
+def test_a_source_gives_the_same_weight_twice_and_repeats_itself_if_told() -> None:
+    from exlm.families import ConfigReader, build_spec
+
+    model = build_spec(ConfigReader(SHAPES["tiny"].config(), "config.json"))
+    for repetitive in (False, True):
+        pair = [SyntheticCheckpoint(model, weight_format("exl2"), repetitive=repetitive) for _ in range(2)]
+        a, b = (one.weight("layers.0.mlp.up", 256, 512, bias=False, dtype=None, device=CPU) for one in pair)
+        assert torch.equal(a.dequantize(), b.dequantize())
+        table = pair[0].weight("embed", 256, 512, bias=False, dtype=None, device=CPU)
+        assert isinstance(table, DenseWeight)
+        assert torch.equal(table.data[0], table.data[16]) is repetitive
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"), [("gptq", 5), ("gguf", 4.0), ("dense", 8), ("awq", 4), ("exl2", 1.5)]
+)
+def test_bits_that_a_format_has_not_are_refused(name: str, bits: float) -> None:
+    with pytest.raises(InputError, match=r"bits|one of"):
+        weight_format(name, bits).weight(256, 64, RandomTensors(0, CPU), False, 1.0)

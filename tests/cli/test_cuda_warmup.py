@@ -1,0 +1,47 @@
+"""Which GPU a command line will want, before anybody has looked at it; and that none is needed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from exlm.cli.cuda_warmup import first_gpu, make_context
+
+
+@pytest.mark.parametrize(
+    ("line", "otherwise", "number"),
+    [
+        ("generate model", None, 0),
+        ("generate model --device cuda:1 --quiet", None, 1),
+        ("chat --device=cuda:2,cuda:3", "cpu", 2),
+        ("serve model", "cuda:4", 4),
+        ("serve model", "cpu", None),
+        ("generate model --device cpu", None, None),
+        ("generate model --device cuda:x", None, None),
+        ("generate model --device", None, None),
+        ("generate --help", None, None),
+        ("info model", None, None),
+        ("", None, None),
+    ],
+)
+def test_what_a_command_line_wants(line: str, otherwise: str | None, number: int | None) -> None:
+    assert first_gpu(line.split(), otherwise) == number
+
+
+def test_a_gpu_that_is_not_there_is_no_error() -> None:
+    thread = make_context(99)
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_it_is_ready_before_torch_is() -> None:
+    code = "import sys, exlm.cli.cuda_warmup; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_the_command_is_the_same() -> None:
+    code = "import sys; sys.argv = ['exlm', '--version']; from exlm.cli import main; main()"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.startswith("exlm ")
