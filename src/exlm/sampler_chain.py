@@ -238,6 +238,20 @@ STEPS: tuple[SamplingStep, ...] = (
         in_kernels=True,
     ),
     SamplingStep(
+        "top_n_sigma",
+        "logits",
+        (
+            StepSetting(
+                "top_n_sigma",
+                neutral=0,
+                api=Bounds(-1, 100),  # llama.cpp's clients send -1 for off
+                web=WebInput("Top n sigma", "0 cuts nothing off"),
+            ),
+        ),
+        lambda values: values["top_n_sigma"] > 0 and not is_greedy(values),
+        (_same("top_n_sigma", 0.0),),
+    ),
+    SamplingStep(
         "softmax",
         "softmax",
         (

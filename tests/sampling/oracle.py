@@ -102,6 +102,14 @@ def edit_logits(
     return y
 
 
+def top_n_sigma(x: Sequence[float], n: float) -> list[float]:
+    """Exclude logits more than n deviations below the largest; excluded and blocked ones do not count."""
+    counted = [v for v in x if v > BLOCKED_LOGIT / 2]
+    mean = math.fsum(counted) / max(1, len(counted))
+    sigma = math.sqrt(math.fsum((v - mean) ** 2 for v in counted) / max(1, len(counted)))
+    return [v if max(x) - v <= n * sigma * (1 + THRESHOLD_TOLERANCE) else -math.inf for v in x]
+
+
 def normalized(p: Mapping[int, float]) -> Probabilities:
     """Candidates with a probability, which add up to 1, most probable first, then lowest id."""
     total = math.fsum(p.values())
@@ -204,6 +212,8 @@ def distribution(
     """Final probabilities for edited logits, most probable first."""
     if s.temperature < 0.01 or s.top_k == 1:
         return {max(range(len(x)), key=lambda token: (x[token], -token)): 1.0}
+    if s.top_n_sigma > 0:
+        x = top_n_sigma(x, s.top_n_sigma)
     p = softmax(x, 1.0 if s.temperature_last else s.temperature, s.smoothing_factor)
     if 0 < s.top_k < len(x):
         p = normalized(dict(list(p.items())[: s.top_k]))

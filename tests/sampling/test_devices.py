@@ -24,6 +24,8 @@ ALL_SETTINGS: list[dict[str, Any]] = [
     {"token_repetition_penalty": 1.1, "token_repetition_range": 2, "token_repetition_decay": 3},
     {"dry_multiplier": 1.0, "top_k": 1},
     {"token_bias": torch.zeros(500), "top_k": 5},
+    {"top_n_sigma": 1.0},
+    {"top_n_sigma": 1.0, "top_k": 5, "min_p": 0.05},
     {"top_a": 0.1},
     {"tfs": 0.9},
     {"typical": 0.8},

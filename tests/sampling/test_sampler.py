@@ -159,7 +159,8 @@ def test_greedy_takes_the_first_of_equal_logits() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"top_k": 1}, {}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.5}, {"typical": 0.5}]
+    "changes",
+    [{"top_k": 1}, {}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.5}, {"typical": 0.5}, {"top_n_sigma": 1.0}],
 )
 def test_a_row_with_bad_logits_fails_alone(changes: dict[str, Any]) -> None:
     x = torch.randn(6, 300)
@@ -223,6 +224,27 @@ def test_packed_bits_reach_the_sign_bit() -> None:
     words = torch.tensor([-(2**31), 0, 0], dtype=torch.int32)
     x = torch.randn(1, 70)
     assert Sampler().sample_batch(x, [row(neutral(), allowed=words)]).tokens == [31]
+
+
+def test_top_n_sigma_counts_neither_excluded_nor_blocked_tokens() -> None:
+    """The deviation of 6, 5, 4, 0 is 2.28, that of 6, 5, 4 is 0.82: a blocked token must not widen it."""
+    x = torch.tensor([[6.0, 5.0, 4.0, 0.0]]).repeat(400, 1)
+    settings = neutral(top_n_sigma=1.3)
+    for extra in ({"blocked": [3]}, {"allowed": [0, 1, 2]}):
+        picks = Sampler().sample_batch(x, [row(settings, seed, **extra) for seed in range(400)])
+        assert set(picks.tokens) == {0, 1}
+    assert set(Sampler().sample_batch(x, [row(settings, seed) for seed in range(400)]).tokens) == {0, 1, 2}
+    only_blocked = row(settings, blocked=[0, 1, 2, 3], allowed=[2])
+    assert Sampler().sample_batch(x[:1], [only_blocked]).tokens == [2]
+    wide = Sampler(vocab_size=4)  # padding is no token
+    padded = torch.nn.functional.pad(x, (0, 60), value=-50.0)
+    assert set(wide.sample_batch(padded, [row(settings, seed) for seed in range(400)]).tokens) == {0, 1, 2}
+
+
+def test_top_n_sigma_changes_nothing_for_greedy_rows() -> None:
+    settings = Settings.greedy(top_n_sigma=0.5)
+    assert settings.compiled().greedy_only
+    assert Sampler().sample_batch(torch.tensor([[1.0, 3.0, 2.0]]), [row(settings)]).tokens == [1]
 
 
 def test_padding_is_never_chosen() -> None:

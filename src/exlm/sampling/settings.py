@@ -61,9 +61,9 @@ class Settings:
     """How tokens are chosen. The defaults are those of the old library, and not neutral.
 
     Off values: penalties 1 and 0, `temperature` 1 (below 0.01 means greedy), `top_k` 0; `top_p`, `min_p`,
-    `tfs` and `typical` 0 or 1; `top_a`, `smoothing_factor`, `skew`, `dry_multiplier`, `xtc_probability` 0;
-    dynamic temperature when `max_temp` ≤ `min_temp`; it comes in addition to `temperature` unless
-    `temperature_last`.
+    `tfs` and `typical` 0 or 1; `top_a`, `top_n_sigma`, `smoothing_factor`, `skew`, `dry_multiplier`,
+    `xtc_probability` 0; dynamic temperature when `max_temp` ≤ `min_temp`; it comes in addition to
+    `temperature` unless `temperature_last`.
 
     `token_bias` (vocab,) is added to the logits. `cfg_scale` is for jobs with two prompts. Sequence breakers
     and ignored tokens are sets of ids, None for those of the tokenizer. `mirostat_mu` is read and written
@@ -108,6 +108,7 @@ class Settings:
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
     xtc_ignore_tokens: Collection[int] | None = None
+    top_n_sigma: float = 0.0
     filters: list[Any] | None = field(default=None, init=False, repr=False)
     filter_prefer_eos: bool = field(default=False, init=False, repr=False)
 

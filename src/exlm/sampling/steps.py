@@ -16,7 +16,12 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from ..kernels.sampling_layout import GREEDY_BELOW_TEMPERATURE, TFS_MIN_PROB, THRESHOLD_TOLERANCE
+from ..kernels.sampling_layout import (
+    BLOCKED_LOGIT,
+    GREEDY_BELOW_TEMPERATURE,
+    TFS_MIN_PROB,
+    THRESHOLD_TOLERANCE,
+)
 from ..sampler_chain import STATEFUL_STEPS
 from .candidates import BatchParams, Candidates
 from .params import CompiledSettings
@@ -86,6 +91,21 @@ class StepRows:
             [self.vocabulary.mask(ids or frozenset(), self.width, self.device) for ids in sets]
         )
         return masks if c.ids is None else masks.gather(1, c.ids)
+
+
+def top_n_sigma(x: Tensor, rows: StepRows) -> None:
+    """Exclude logits more than n standard deviations below the row's largest one.
+
+    The deviation is that of all tokens that nothing excluded or blocked before. A row with a NaN or an
+    infinite logit keeps it, so that it fails as such.
+    """
+    counted = x > BLOCKED_LOGIT / 2
+    count = counted.sum(-1, keepdim=True).clamp_min(1)
+    mean = torch.where(counted, x, 0.0).double().sum(-1, keepdim=True) / count
+    variance = torch.where(counted, x - mean, 0.0).square_().sum(-1, keepdim=True) / count
+    limit = rows["top_n_sigma"] * variance.sqrt() * (1.0 + THRESHOLD_TOLERANCE)
+    excluded = x.amax(-1, keepdim=True).double() - x > limit
+    x.masked_fill_(excluded if rows.active is None else excluded & rows.active, -torch.inf)
 
 
 def top_p(c: Candidates, rows: StepRows) -> None:
@@ -217,7 +237,7 @@ CandidatesStep = Callable[[Candidates, StepRows], None]
 DrawStep = Callable[[Candidates, Tensor, StepRows], Tensor]
 StateUpdate = Callable[[Candidates | None, Tensor, Tensor, StepRows], Tensor]
 
-LOGITS_STEPS: Mapping[str, LogitsStep] = MappingProxyType({})
+LOGITS_STEPS: Mapping[str, LogitsStep] = MappingProxyType({"top_n_sigma": top_n_sigma})
 CANDIDATES_STEPS: Mapping[str, CandidatesStep] = MappingProxyType(
     {
         "top_p": top_p,
