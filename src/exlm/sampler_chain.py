@@ -399,6 +399,28 @@ STEPS: tuple[SamplingStep, ...] = (
         in_kernels=True,
     ),
     SamplingStep(
+        "adaptive_p",
+        "candidates",
+        (
+            StepSetting(
+                "adaptive_target",
+                neutral=-1,
+                bounds=Bounds(maximum=1),
+                api=Bounds(-1, 1),
+                web=WebInput("Adaptive target", "below 0 is off"),
+            ),
+            StepSetting(
+                "adaptive_decay",
+                bounds=Bounds(0, 0.99),
+                api=Bounds(0, 0.99),
+                web=WebInput("Adaptive decay", "nearer to 1 remembers longer"),
+            ),
+        ),
+        lambda values: values["adaptive_target"] >= 0,
+        (_same("adaptive_target", -1.0), _same("adaptive_decay", 0.0)),
+        initial_state=lambda params: params["adaptive_target"],
+    ),
+    SamplingStep(
         "skew",
         "draw",
         (StepSetting("skew", neutral=0, api=Bounds(-20, 20)),),

@@ -45,6 +45,8 @@ STEP_VALUES: dict[str, tuple[Any, ...]] = {
     "xtc_probability": (0.0, 0.3, 1.0),
     "xtc_threshold": (0.1, 0.02, 0.3),
     "xtc_ignore_tokens": (None, frozenset(), frozenset({0, 1, 7})),
+    "adaptive_target": (-1.0, 0.0, 0.3, 0.7, 1.0),
+    "adaptive_decay": (0.9, 0.0, 0.99),
     "skew": (0.0, -0.5, 1.0),
 }
 EDIT_VALUES: dict[str, tuple[Any, ...]] = {

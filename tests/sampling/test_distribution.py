@@ -46,6 +46,8 @@ def excess(counts: torch.Tensor, p: dict[int, float]) -> float:
         {"tfs": 0.95, "top_a": 0.05},
         {"typical": 0.7},
         {"top_n_sigma": 1.2, "temperature": 1.5},
+        {"adaptive_target": 0.2, "top_k": 30},
+        {"adaptive_target": 0.1},
         {"mirostat": True, "mirostat_tau": 3.0},
         {"min_temp": 0.4, "max_temp": 1.8},
         {"xtc_probability": 0.6, "xtc_threshold": 0.05},

@@ -213,6 +213,8 @@ class Candidates:
     p: Tensor
     ids: Tensor | None
     is_sorted: bool
+    original: tuple[Tensor, Tensor | None] | None = None
+    """`p` and `ids` before a step that reshaped the probabilities, if its state needs to know them."""
 
     def sort_descending(self) -> None:
         """Put the most probable first, if that is not so yet."""
@@ -221,6 +223,13 @@ class Candidates:
         self.p, columns = stable_sort_descending(self.p)
         self.ids = columns if self.ids is None else self.ids.gather(1, columns)
         self.is_sorted = True
+
+    def original_probs(self, tokens: Tensor) -> Tensor:
+        """The probabilities of some tokens (rows, 1) before they were reshaped."""
+        p, ids = (self.p, self.ids) if self.original is None else self.original
+        return (
+            p.gather(1, tokens) if ids is None else torch.where(ids == tokens, p, 0.0).sum(-1, keepdim=True)
+        )
 
     def select_rows(self, rows: list[int]) -> Candidates:
         """Some of the rows."""

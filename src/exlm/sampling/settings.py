@@ -65,6 +65,8 @@ class Settings:
     `xtc_probability` 0; dynamic temperature when `max_temp` ≤ `min_temp`; it comes in addition to
     `temperature` unless `temperature_last`.
 
+    `adaptive_target` is off below 0.
+
     `token_bias` (vocab,) is added to the logits. `cfg_scale` is for jobs with two prompts. Sequence breakers
     and ignored tokens are sets of ids, None for those of the tokenizer. `mirostat_mu` is read and written
     only by the direct call `Sampler.sample`; a job keeps its own. `ngram_*` are accepted for old scripts and
@@ -109,6 +111,8 @@ class Settings:
     xtc_threshold: float = 0.1
     xtc_ignore_tokens: Collection[int] | None = None
     top_n_sigma: float = 0.0
+    adaptive_target: float = -1.0
+    adaptive_decay: float = 0.9
     filters: list[Any] | None = field(default=None, init=False, repr=False)
     filter_prefer_eos: bool = field(default=False, init=False, repr=False)
 

@@ -226,6 +226,31 @@ def xtc(c: Candidates, rows: StepRows) -> None:
     c.p = c.p * torch.where(excluded, 1.0 - probability, scale_up)
 
 
+ADAPTIVE_WIDTH = 0.3  # of probability: the unit of the distance to the target
+ADAPTIVE_SHARPNESS = 10.0  # new logits fall with the square of a small distance, linearly in a large one
+
+
+def adaptive_p(c: Candidates, rows: StepRows) -> None:
+    """Prefer tokens whose probability is near a target, which compensates for the mean of the tokens before.
+
+    The state is that mean, exponentially decaying, of the drawn tokens' probabilities before this step. The
+    candidates keep their order.
+    """
+    target = (2.0 * rows["adaptive_target"] - rows.state).clamp(0.0, 1.0)
+    distance = (c.p - target).abs() / ADAPTIVE_WIDTH
+    new_logits = -ADAPTIVE_SHARPNESS * distance.square() / (1.0 + distance)
+    weights = torch.where(c.p > 0, new_logits.exp(), 0.0)
+    reshaped = weights / weights.sum(-1, keepdim=True)
+    c.original = c.p, c.ids
+    c.p = reshaped if rows.active is None else torch.where(rows.active, reshaped, c.p)
+
+
+def update_adaptive_p(c: Candidates | None, tokens: Tensor, p: Tensor, rows: StepRows) -> Tensor:
+    """The means after these tokens; a greedy row's token is a certainty."""
+    original = p if c is None else c.original_probs(tokens)
+    return rows["adaptive_decay"] * rows.state + (1.0 - rows["adaptive_decay"]) * original
+
+
 def skew(c: Candidates, uniforms: Tensor, rows: StepRows) -> Tensor:
     """Uniform numbers (rows, 1) bent towards 0 or 1; such rows are drawn from in descending order."""
     c.sort_descending()
@@ -249,9 +274,12 @@ CANDIDATES_STEPS: Mapping[str, CandidatesStep] = MappingProxyType(
         "dynamic_temperature": dynamic_temperature,
         "final_temperature": final_temperature,
         "xtc": xtc,
+        "adaptive_p": adaptive_p,
     }
 )
 DRAW_STEPS: Mapping[str, DrawStep] = MappingProxyType({"skew": skew})
-STATE_UPDATES: Mapping[str, StateUpdate] = MappingProxyType({"mirostat": update_mirostat})
+STATE_UPDATES: Mapping[str, StateUpdate] = MappingProxyType(
+    {"mirostat": update_mirostat, "adaptive_p": update_adaptive_p}
+)
 """From the candidates (None for greedy rows), the drawn tokens (rows, 1) and their final probabilities (rows,
 1) to the new states (rows, 1)."""
