@@ -194,6 +194,8 @@ def simple_job_spec(dice: Random) -> JobSpec:
         *[Settings] * 10,
         lambda: Settings(**warm, token_frequency_penalty=0.5, token_presence_penalty=0.5),
         lambda: Settings(**warm, mirostat=True),
+        lambda: Settings(**warm, top_n_sigma=1.0),
+        lambda: Settings(**warm, adaptive_target=0.3),
         lambda: Settings(**warm, dry_multiplier=1.0),
         lambda: Settings.greedy(token_bias=torch.zeros(3)),
     ]

@@ -90,6 +90,8 @@ def drafters(script: Script) -> list[Drafter]:
     [
         Settings(temperature=1.5, top_k=0, top_p=0.0),
         Settings(temperature=0.7, top_k=4, token_repetition_penalty=1.3, mirostat=True),
+        Settings(temperature=1.5, top_k=0, top_p=0.0, top_n_sigma=1.5),
+        Settings(temperature=1.5, top_k=8, adaptive_target=0.3, adaptive_decay=0.7),
         Settings.greedy(dry_multiplier=1.0),
     ],
 )

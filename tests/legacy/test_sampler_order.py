@@ -115,6 +115,19 @@ def test_mirostat_is_kept_in_the_settings() -> None:
     assert call(x, Settings.greedy(mirostat_mu=[2.0]), 0.1)[0].item() == 0
 
 
+def test_steps_whose_state_the_settings_cannot_keep_are_refused() -> None:
+    logits, ids = torch.zeros(1, 1, 4), torch.tensor([[0]])
+    with pytest.raises(InputError, match="keeps no state for adaptive_p"):
+        Sampler.sample(logits, neutral(adaptive_target=0.5), ids, 0.5, None)
+
+
+def test_top_n_sigma_of_a_direct_call() -> None:
+    logits, ids = torch.tensor([[[6.0, 5.0, 4.0, 0.0]]]), torch.tensor([[0]])
+    for number in (0.0, 0.5, 0.999):
+        token, *_ = Sampler.sample(logits, neutral(top_n_sigma=0.3), ids, number, None)
+        assert int(token) == 0
+
+
 def test_guidance() -> None:
     pair = torch.randn(2, 1, 20)
     settings = neutral(cfg_scale=1.5)

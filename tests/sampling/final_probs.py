@@ -8,7 +8,7 @@ from torch import Tensor
 from exlm.sampling import SamplerState, SamplingRequest, Settings
 from exlm.sampling.candidates import block_maxima
 from exlm.sampling.logits_processors import NO_EDITS
-from exlm.sampling.sampler import SamplingTask, final_candidates, make_task
+from exlm.sampling.sampler import SamplingTask, apply_logits_steps, final_candidates, make_task
 from exlm.sampling.vocabulary import SamplerVocabulary
 from tests.sampling.random_inputs import neutral
 
@@ -26,6 +26,8 @@ def final_probabilities(x: Tensor, settings: list[Settings]) -> list[Probabiliti
     tasks = [task_of(place, each, x.shape[1]) for place, each in enumerate(settings)]
     if tasks[0].search_kind == "greedy":
         return [{int(token): 1.0} for token in x.argmax(-1)]
+    x = x.clone()
+    apply_logits_steps(x, tasks, SamplerVocabulary())
     found: dict[int, Probabilities] = {}
     for members, c in final_candidates(x, tasks, SamplerVocabulary(), block_maxima(x)):
         ids = torch.arange(x.shape[1]).expand(len(members), -1) if c.ids is None else c.ids

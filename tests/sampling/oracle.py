@@ -102,6 +102,14 @@ def edit_logits(
     return y
 
 
+def top_n_sigma(x: Sequence[float], n: float) -> list[float]:
+    """Exclude logits more than n deviations below the largest; excluded and blocked ones do not count."""
+    counted = [v for v in x if v > BLOCKED_LOGIT / 2]
+    mean = math.fsum(counted) / max(1, len(counted))
+    sigma = math.sqrt(math.fsum((v - mean) ** 2 for v in counted) / max(1, len(counted)))
+    return [v if max(x) - v <= n * sigma * (1 + THRESHOLD_TOLERANCE) else -math.inf for v in x]
+
+
 def normalized(p: Mapping[int, float]) -> Probabilities:
     """Candidates with a probability, which add up to 1, most probable first, then lowest id."""
     total = math.fsum(p.values())
@@ -198,12 +206,34 @@ def xtc(p: Probabilities, probability: float, threshold: float, ignored: Collect
     )
 
 
+def adaptive_p(p: Probabilities, target: float, mean: float) -> Probabilities:
+    """Prefer tokens near a target, corrected by how far the mean so far lies beside it."""
+    target = min(max(2 * target - mean, 0.0), 1.0)
+    logits = {}
+    for token, v in p.items():
+        distance = abs(v - target) / 0.3
+        logits[token] = 5.0 - 10.0 * distance**2 / (1.0 + distance)
+    return normalized({token: math.exp(logit) for token, logit in logits.items()})
+
+
+def adaptive_mean(mean: float, decay: float, probability: float) -> float:
+    """The weighted sum of the probabilities over the sum of their weights, which decay with every token."""
+    weighted_sum, total_weight = mean / (1 - decay), 1 / (1 - decay)
+    return (probability + decay * weighted_sum) / (1 + decay * total_weight)
+
+
 def distribution(
-    x: Sequence[float], s: Settings, mu: float | None = None, ignored: Collection[int] = ()
+    x: Sequence[float],
+    s: Settings,
+    mu: float | None = None,
+    ignored: Collection[int] = (),
+    mean: float | None = None,
 ) -> Probabilities:
-    """Final probabilities for edited logits, most probable first."""
+    """Final probabilities for edited logits, most probable first; `mean` is adaptive-p's."""
     if s.temperature < 0.01 or s.top_k == 1:
         return {max(range(len(x)), key=lambda token: (x[token], -token)): 1.0}
+    if s.top_n_sigma > 0:
+        x = top_n_sigma(x, s.top_n_sigma)
     p = softmax(x, 1.0 if s.temperature_last else s.temperature, s.smoothing_factor)
     if 0 < s.top_k < len(x):
         p = normalized(dict(list(p.items())[: s.top_k]))
@@ -225,4 +255,6 @@ def distribution(
         p = apply_temperature(p, s.temperature)
     if s.xtc_probability > 0:
         p = xtc(p, s.xtc_probability, s.xtc_threshold, ignored)
+    if s.adaptive_target >= 0:
+        p = adaptive_p(p, s.adaptive_target, s.adaptive_target if mean is None else mean)
     return p

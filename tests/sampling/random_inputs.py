@@ -30,6 +30,7 @@ STEP_VALUES: dict[str, tuple[Any, ...]] = {
     "temperature": (1.0, 0.0, 0.1, 0.8, 1.5, 3.0, -1.0),
     "top_k": (0, 1, 2, 5, 50, 200, 10**6, -1),
     "top_p": (0.0, 0.01, 0.5, 0.8, 0.95, 0.999, 1.0),
+    "top_n_sigma": (0.0, 0.3, 1.0, 2.5, -1.0),
     "top_a": (0.0, 0.01, 0.2, 0.5, 3.0),
     "min_p": (0.0, 0.001, 0.05, 0.3, 0.9, 1.0),
     "tfs": (0.0, 0.3, 0.7, 0.95, 1.0),
@@ -44,6 +45,8 @@ STEP_VALUES: dict[str, tuple[Any, ...]] = {
     "xtc_probability": (0.0, 0.3, 1.0),
     "xtc_threshold": (0.1, 0.02, 0.3),
     "xtc_ignore_tokens": (None, frozenset(), frozenset({0, 1, 7})),
+    "adaptive_target": (-1.0, 0.0, 0.3, 0.7, 1.0),
+    "adaptive_decay": (0.9, 0.0, 0.99),
     "skew": (0.0, -0.5, 1.0),
 }
 EDIT_VALUES: dict[str, tuple[Any, ...]] = {

@@ -13,7 +13,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from exlm.sampling import Sampler, SamplerState, SamplingRequest, Settings, gpu_batch, gpu_kernels
-from exlm.sampling.gpu_kernels import param_row_of, variant_of
+from exlm.sampling.gpu_kernels import variant_of
 from exlm.sampling.penalties import PenaltyWindow
 from tests.sampling.fake_kernels import FakeKernels, ReceivedRow
 from tests.sampling.random_inputs import EDIT_VALUES, ToyTokenizer, neutral
@@ -170,8 +170,10 @@ class Scenario:
         return ReceivedRow(
             batch_index,
             (state.seed, position, state.rewind_count),
-            self.mu_at(row, position) if plan.mirostat and row.history is None else received.mu,
-            tuple(float(number) for number in param_row_of(plan)),
+            self.mu_at(row, position)
+            if "mirostat" in plan.stateful_steps and row.history is None
+            else received.mu,
+            tuple(float(number) for number in plan.kernel_row),
             {token: many for token, many in penalised.items() if 0 <= token < self.width},
             decaying,
             [token for token in row.blocked if token < self.width],

@@ -41,6 +41,9 @@ SETTING_KINDS: list[dict[str, Any]] = [
     {"top_p": 0.8, "temperature": 1.5, "num_top_tokens": 5},
     {"min_p": 0.05, "smoothing_factor": 0.2},
     {"top_a": 0.1},
+    {"top_n_sigma": 1.0, "top_k": 20},  # not one of the kernels' steps: torch samples these rows
+    {"top_n_sigma": 2.0, "mirostat": True},
+    {"adaptive_target": 0.3, "min_p": 0.1},
     {"mirostat": True, "top_p": 0.99},
     {"min_p": 0.1, "temperature": 1.5, "temperature_last": True, "xtc_probability": 0.5},
     {"top_p": 0.8, "typical": 0.8, "skew": -0.3},

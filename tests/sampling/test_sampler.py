@@ -145,6 +145,73 @@ def test_mirostat_follows_its_target_and_is_rewound() -> None:
     assert state.mirostat_mu == pytest.approx(3.15)
 
 
+ADAPTIVE = [{"top_k": 10}, {"min_p": 0.05}, {"top_p": 0.9, "temperature": 1.5}, {}, {"top_k": 4, "skew": 0.5}]
+
+
+def test_adaptive_p_follows_the_mean_of_the_original_probabilities() -> None:
+    """Alone and in a batch, over many tokens and two rewinds: the oracle's distribution each time."""
+    rng, sampler = Random(5), Sampler()
+    asked = [neutral(adaptive_target=0.3, adaptive_decay=0.8, **changes) for changes in ADAPTIVE]
+    asked += [neutral(top_k=10), neutral(mirostat=True)]
+    together, alone = ([SamplerState(each, seed) for seed, each in enumerate(asked)] for _ in range(2))
+    means = [[settings.adaptive_target] for settings in asked]
+    for step in range(40):
+        if step in (15, 30):
+            for states in (together, alone):
+                for state in states:
+                    state.truncate(step // 2)
+            means = [known[: step // 2 + 1] for known in means]
+        x = random_logits(rng, len(asked), 70)
+        requests = [
+            SamplingRequest(each, state, num_top_tokens=70)
+            for each, state in zip(asked, together, strict=True)
+        ]
+        found = sampler.sample_batch(x, requests)
+        assert found.top_tokens is not None
+        assert found.top_probs is not None
+        for i, settings in enumerate(asked):
+            single = sampler.sample_batch(x[i : i + 1], [SamplingRequest(settings, alone[i])])
+            assert single.tokens == [found.tokens[i]]
+            if settings.adaptive_target >= 0:
+                assert (
+                    together[i].step_state("adaptive_p").latest()
+                    == alone[i].step_state("adaptive_p").latest()
+                )
+                wanted = oracle.distribution(x[i].tolist(), settings, mean=means[i][-1])
+                top = dict(zip(found.top_tokens[i].tolist(), found.top_probs[i].tolist(), strict=True))
+                assert {t: p for t, p in top.items() if p > 0} == pytest.approx(wanted, abs=1e-6)
+                off = settings.clone()
+                off.adaptive_target = -1.0
+                original = oracle.distribution(x[i].tolist(), off)[found.tokens[i]]
+                means[i].append(oracle.adaptive_mean(means[i][-1], settings.adaptive_decay, original))
+                assert together[i].step_state("adaptive_p").latest() == pytest.approx(means[i][-1], abs=1e-6)
+            together[i].accept(found.tokens[i])
+            alone[i].accept(found.tokens[i])
+    assert all(state.step_state("adaptive_p").latest() is None for state in together[len(ADAPTIVE) :])
+
+
+def test_adaptive_p_counts_a_greedy_token_as_certain() -> None:
+    settings = Settings.greedy(adaptive_target=0.5, adaptive_decay=0.9)
+    state = SamplerState(settings, 0)
+    assert Sampler().sample_batch(torch.tensor([[1.0, 3.0]]), [SamplingRequest(settings, state)]).tokens == [
+        1
+    ]
+    assert state.step_state("adaptive_p").latest() == pytest.approx(0.55)
+
+
+def test_adaptive_p_holds_its_target_over_time() -> None:
+    """A model that is nearly sure all the time is pulled to the target: that is what the step is for."""
+    settings = neutral(adaptive_target=0.4, adaptive_decay=0.9)
+    state, sampler = SamplerState(settings, 3), Sampler()
+    p = torch.tensor([[0.62, 0.3, 0.08]])
+    chosen = []
+    for _ in range(400):
+        token = sampler.sample_batch(p.log(), [SamplingRequest(settings, state)]).tokens[0]
+        state.accept(token)
+        chosen.append(float(p[0, token]))
+    assert sum(chosen) / len(chosen) == pytest.approx(0.4, abs=0.04)
+
+
 def test_greedy_takes_the_first_of_equal_logits() -> None:
     x = torch.zeros(3, 300)
     x[1, 200:] = 1.0
@@ -159,7 +226,8 @@ def test_greedy_takes_the_first_of_equal_logits() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"top_k": 1}, {}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.5}, {"typical": 0.5}]
+    "changes",
+    [{"top_k": 1}, {}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.5}, {"typical": 0.5}, {"top_n_sigma": 1.0}],
 )
 def test_a_row_with_bad_logits_fails_alone(changes: dict[str, Any]) -> None:
     x = torch.randn(6, 300)
@@ -223,6 +291,27 @@ def test_packed_bits_reach_the_sign_bit() -> None:
     words = torch.tensor([-(2**31), 0, 0], dtype=torch.int32)
     x = torch.randn(1, 70)
     assert Sampler().sample_batch(x, [row(neutral(), allowed=words)]).tokens == [31]
+
+
+def test_top_n_sigma_counts_neither_excluded_nor_blocked_tokens() -> None:
+    """The deviation of 6, 5, 4, 0 is 2.28, that of 6, 5, 4 is 0.82: a blocked token must not widen it."""
+    x = torch.tensor([[6.0, 5.0, 4.0, 0.0]]).repeat(400, 1)
+    settings = neutral(top_n_sigma=1.3)
+    for extra in ({"blocked": [3]}, {"allowed": [0, 1, 2]}):
+        picks = Sampler().sample_batch(x, [row(settings, seed, **extra) for seed in range(400)])
+        assert set(picks.tokens) == {0, 1}
+    assert set(Sampler().sample_batch(x, [row(settings, seed) for seed in range(400)]).tokens) == {0, 1, 2}
+    only_blocked = row(settings, blocked=[0, 1, 2, 3], allowed=[2])
+    assert Sampler().sample_batch(x[:1], [only_blocked]).tokens == [2]
+    wide = Sampler(vocab_size=4)  # padding is no token
+    padded = torch.nn.functional.pad(x, (0, 60), value=-50.0)
+    assert set(wide.sample_batch(padded, [row(settings, seed) for seed in range(400)]).tokens) == {0, 1, 2}
+
+
+def test_top_n_sigma_changes_nothing_for_greedy_rows() -> None:
+    settings = Settings.greedy(top_n_sigma=0.5)
+    assert settings.compiled().greedy_only
+    assert Sampler().sample_batch(torch.tensor([[1.0, 3.0, 2.0]]), [row(settings)]).tokens == [1]
 
 
 def test_padding_is_never_chosen() -> None:

@@ -30,6 +30,10 @@ FIVE = [0.5, 0.3, 0.1, 0.06, 0.04]
         ([0.7, 0.2, 0.1], {"xtc_probability": 1.0, "xtc_threshold": 0.5}, [0.7, 0.2, 0.1]),
         ([0.5, 0.5], {"xtc_probability": 1.0, "xtc_threshold": 0.1}, [0.0, 1.0]),
         (FIVE, {"top_k": 2}, [0.625, 0.375]),
+        ([0.5, 0.3, 0.2], {"adaptive_target": 0.5}, [0.9292, 0.0646, 0.0063]),
+        (FIVE, {"adaptive_target": 0.3}, [0.0586, 0.8436, 0.0586, 0.0241, 0.0151]),
+        (FIVE, {"top_n_sigma": 1.0}, [0.625, 0.375]),
+        (FIVE, {"top_n_sigma": 1.0, "temperature": 0.5}, [0.7353, 0.2647]),
     ],
 )
 def test_published_probabilities(p: list[float], changes: dict[str, Any], expected: list[float]) -> None:
@@ -48,6 +52,11 @@ def test_published_probabilities(p: list[float], changes: dict[str, Any], expect
         ([0.1] * 10, {"top_p": 0.8}, set(range(8))),
         ([0.1, 0.1, 0.7, 0.1], {"top_p": 0.75}, {0, 2}),
         (FIVE, {"top_p": 1e-9}, {0}),
+        (FIVE, {"top_n_sigma": 1.7}, {0, 1, 2}),
+        (FIVE, {"top_n_sigma": 1e-9}, {0}),
+        ([0.5, 0.5, 0.0], {"top_n_sigma": 1e-9}, {0, 1}),
+        ([0.6, 0.4, 0.0, 0.0], {"top_n_sigma": 2.0}, {0, 1}),
+        (FIVE, {"top_n_sigma": -1.0}, {0, 1, 2, 3, 4}),
         (FIVE, {"top_a": 0.3}, {0, 1, 2}),
         (FIVE, {"top_a": 100.0}, {0}),
         (FIVE, {"min_p": 0.12}, {0, 1, 2, 3}),
@@ -109,6 +118,7 @@ ALONE: list[dict[str, Any]] = [
     {"smoothing_factor": 0.3},
     {"top_k": 20},
     {"top_p": 0.9},
+    {"top_n_sigma": 1.5},
     {"top_a": 0.1},
     {"min_p": 0.05},
     {"tfs": 0.9},
@@ -117,6 +127,7 @@ ALONE: list[dict[str, Any]] = [
     {"min_temp": 0.3, "max_temp": 2.0, "temp_exponent": 0.7},
     {"xtc_probability": 0.5, "xtc_threshold": 0.02},
     {"temperature": 1.6, "temperature_last": True, "min_p": 0.02},
+    {"adaptive_target": 0.4},
 ]
 
 

@@ -104,6 +104,10 @@ def test_every_operation_is_tried(described: Any) -> None:
 def test_every_sampler_setting_can_be_said() -> None:
     assert {*SETTINGS} <= Asking.model_fields.keys()
     assert {one.name for one in fields(Settings)} == {*SETTINGS, *NOT_IN_JSON}
+    assert {
+        "mirostat_mu", "token_bias", "post_sampling_hooks", "ngram_trie", "ngram_index", "ngram_history",
+        "filters", "filter_prefer_eos",
+    } == NOT_IN_JSON  # fmt: skip
 
 
 def said(name: str) -> st.SearchStrategy[Any]:

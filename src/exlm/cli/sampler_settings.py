@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
-from collections.abc import Collection
 from functools import cache
-from typing import Any, get_type_hints
+from typing import Any
 
 import exlm
 from exlm import InputError
+from exlm.sampler_chain import SETTINGS
 
-NOT_HERE = frozenset(("cfg_scale", "ngram_index", "filter_prefer_eos"))
-"""Fields of a simple type that a conversation has no use for."""
+NOT_HERE = "cfg_scale"
+"""A setting that a conversation has no use for: there is no second prompt."""
 
 KINDS: dict[Any, str] = {float: "a number", int: "a whole number", bool: "true or false"}
-TOKENS = Collection[int] | None
+TOKENS = frozenset
 
 
 @cache
 def fields() -> dict[str, Any]:
-    """Every field of the settings and its type."""
-    return get_type_hints(exlm.Settings)
+    """The settings of the sampler's chain and the type of each, in the order of `Settings`."""
+    return {
+        one.name: SETTINGS[one.name].type for one in dataclasses.fields(exlm.Settings) if one.name in SETTINGS
+    }
 
 
 @cache
 def names() -> tuple[str, ...]:
     """The fields that a conversation can set."""
-    kinds = fields().items()
-    return tuple(name for name, kind in kinds if (kind in KINDS or kind == TOKENS) and name not in NOT_HERE)
+    return tuple(name for name in fields() if name != NOT_HERE)
 
 
 SWITCH = {
@@ -78,7 +80,7 @@ def check_name(name: str) -> None:
     """Refuse what is no setting, or none that a conversation can have."""
     if name in names():
         return
-    if name in fields():
+    if name in exlm.Settings.__dataclass_fields__:
         raise InputError(f"{name} is for programs: a conversation cannot set it.")
     near = difflib.get_close_matches(name, names(), 1)
     raise InputError(f"There is no setting {name!r}." + (f" Did you mean {near[0]}?" if near else ""))

@@ -2,17 +2,20 @@
 
 A row is described by two blocks. Its *header* is a line of int64 words that change from token to token: the
 seed and position, addresses of tensors, and where in the same upload lists stand. Its *parameters* are a line
-of float64 numbers that follow from its settings. Nothing here needs torch or Triton.
+of float64 numbers that follow from its settings: those of the steps in `exlm.sampler_chain` that the kernels
+know. Nothing here needs torch or Triton.
 """
 
 from __future__ import annotations
 
 from itertools import accumulate
 
+from ..sampler_chain import GREEDY_BELOW_TEMPERATURE as GREEDY_BELOW_TEMPERATURE
+from ..sampler_chain import KERNEL_PARAMS, STEPS
+
 NO_TOKEN_ALLOWED, NAN_LOGITS, INFINITE_LOGITS = -1, -2, -3  # what stands for a token where a row failed
 TOO_MANY_CANDIDATES = -4  # more candidates than a kernel sorts: the sampler draws such a row again
 
-GREEDY_BELOW_TEMPERATURE = 0.01  # temperatures below mean: take the most probable token
 BLOCKED_LOGIT = -1e30  # not -inf: where all else is excluded, a blocked token is better than none
 MAX_DRY_PENALTY = 1e30  # finite, so that a repeated token that is the only one allowed can still be chosen
 THRESHOLD_TOLERANCE = 1e-6  # a threshold is met by what float32 logits cannot tell from it
@@ -30,7 +33,7 @@ MAX_TILES = 128
 HEADER_FIELDS = {
     "batch_index": 1,  # of the row's logits in the batch
     "seed": 3,  # seed, position, rewind count
-    "mu": 1,  # address of mirostat's target, 0 at first
+    "mu": 1,  # address of mirostat's target, 0 before the first token
     "initial_mu": 1,  # the first target, as the bits of a float64
     "xtc_exempt": 1,  # address of the mask of tokens that XTC never excludes
     "token_counts": 4,  # penalised tokens: address, size, which token entered, which one left; -1 for none
@@ -48,28 +51,14 @@ HEADER_FIELDS = {
 HEADER_OFFSETS = dict(zip(HEADER_FIELDS, accumulate(HEADER_FIELDS.values(), initial=0), strict=False))
 HEADER_WORDS = sum(HEADER_FIELDS.values())
 
-KERNEL_STEPS = (
-    "top_p",
-    "top_a",
-    "min_p",
-    "tfs",
-    "typical",
-    "mirostat",
-    "dynamic_temperature",
-    "final_temperature",
-    "xtc",
-    "skew",
-)
-"""The steps after the softmax that the kernels know, by name; rows with other steps are sampled with torch.
-"""
+STEP_FLAGS = {
+    step: 1 << bit
+    for bit, step in enumerate(
+        (*(step.name for step in STEPS if step.in_kernels and step.stage in ("candidates", "draw")), "greedy")
+    )
+}
+"""The steps after the softmax that the kernels know, as bits of the parameter "flags"."""
 
-STEP_FLAGS = {step: 1 << bit for bit, step in enumerate((*KERNEL_STEPS, "greedy"))}
-
-PARAM_FIELDS = (
-    "temperature", "smoothing", "top_k", "top_p", "top_a", "min_p", "tfs", "typical", "tau", "eta",
-    "min_temp", "max_temp", "exponent", "final_temperature", "xtc_probability", "xtc_threshold", "skew_power",
-    "flags", "mirostat", "repetition", "frequency", "presence",
-    "dry_multiplier", "dry_base", "dry_allowed_length", "dry_max_match_length", "dry_search_range",
-)  # fmt: skip
+PARAM_FIELDS = (*KERNEL_PARAMS, "flags", "mirostat")  # "mirostat": whether the row's target moves
 PARAM_COLUMNS = {name: column for column, name in enumerate(PARAM_FIELDS)}
 PARAM_WIDTH = len(PARAM_FIELDS)

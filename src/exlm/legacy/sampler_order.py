@@ -27,12 +27,18 @@ from ..errors import BadLogits, InputError
 from ..kernels.sampling_layout import INFINITE_LOGITS, NAN_LOGITS, NO_TOKEN_ALLOWED, THRESHOLD_TOLERANCE
 from ..sampling import SamplerState, SamplingRequest, Settings
 from ..sampling.candidates import batch_params, block_maxima, stable_sort_descending
-from ..sampling.draw import greedy_output, pad_top_tokens
+from ..sampling.draw import DrawnTokens, greedy_output, pad_top_tokens
 from ..sampling.logits_processors import apply_allowed, apply_edits, check_bias, compute_edits, mix_logits
 from ..sampling.params import CompiledSettings
 from ..sampling.request import FAILURE_MESSAGES
 from ..sampling.rng import uniform
-from ..sampling.sampler import SamplingTask, final_candidates, make_task, update_mus
+from ..sampling.sampler import (
+    SamplingTask,
+    apply_logits_steps,
+    final_candidates,
+    make_task,
+    update_states,
+)
 from ..sampling.vocabulary import SamplerVocabulary
 
 MAX_SORTED_TOP_K = 500  # up to this k the old library left the candidates of top-k sorted
@@ -123,27 +129,30 @@ class _SampleCall:
         self.filter_mask.apply(x[0])
         if healing_ids is not None:
             apply_allowed(x[0], healing_ids)
+        task = make_task(0, row, plan, edits, x.shape[1], x.device)
+        apply_logits_steps(x, [task], self.vocabulary)
         maxima = block_maxima(x)
         _check_max_logit(float(maxima.amax()))
-        task = make_task(0, row, plan, edits, x.shape[1], x.device)
-        sampled = self._greedy(x) if plan.greedy else self._draw(x, maxima, task, u)
-        update_mus([task], torch.tensor([sampled.prob], dtype=torch.float64))
+        sampled = self._greedy(x, task) if plan.greedy else self._draw(x, maxima, task, u)
         sampled.mu = state.mirostat_mu
         return sampled
 
-    def _greedy(self, x: Tensor) -> _RowSample:
-        _, picked = greedy_output(x, self.num_top)
-        return _RowSample(int(picked.tokens), 1.0, picked.top_tokens, picked.top_probs)
+    def _greedy(self, x: Tensor, task: SamplingTask) -> _RowSample:
+        _, drawn = greedy_output(x, self.num_top)
+        update_states(None, drawn, [task], self.vocabulary, x.shape[1])
+        return _RowSample(int(drawn.tokens), 1.0, drawn.top_tokens, drawn.top_probs)
 
     def _draw(self, x: Tensor, maxima: Tensor, task: SamplingTask, u: float) -> _RowSample:
         ((_, c),) = final_candidates(x, [task], self.vocabulary, maxima)
         p = c.p if c.ids is None else torch.zeros_like(x, dtype=c.p.dtype).scatter_(1, c.ids, c.p)
         sorted_p, ids = stable_sort_descending(p)
         ordered_ids, weights = _exllamav2_order(x, p[0], ids[0], task.compiled, self.num_top)
-        position = inverse_cdf(weights, u**task.compiled.params.skew_power)
+        position = inverse_cdf(weights, u ** task.compiled.params["skew_power"])
         while p[0, ordered_ids[position]] == 0:
             position -= 1
         token = int(ordered_ids[position])
+        drawn = DrawnTokens(torch.tensor([token]), p[:, token])
+        update_states(c, drawn, [task], self.vocabulary, x.shape[1])
         sampled = _RowSample(token, float(p[0, token]), None, None)
         if self.num_top:
             sampled.top_tokens, sampled.top_probs = pad_top_tokens(
@@ -176,11 +185,11 @@ def _above_thresholds(x: Tensor, p: Tensor, plan: CompiledSettings) -> tuple[Ten
     """`_in_order` after top-a and min-p, with a candidate below the threshold if one was walked past."""
     before = batch_params([plan], x.device).unnormalized_probs(x, x.amax(-1, keepdim=True))[0]
     top = 1.0 / float(before.sum())
-    threshold = max(plan.params.top_a * top, plan.params.min_p) * (1.0 - THRESHOLD_TOLERANCE)
+    threshold = max(plan.params["top_a"] * top, plan.params["min_p"]) * (1.0 - THRESHOLD_TOLERANCE)
     members, extra = gather_above_threshold(before >= threshold)
     # What else happened to the candidates is a power of their ratios, or (XTC) spared such improbable ones.
     best = before.argmax()
-    extra_weight = p[best] * before[extra] ** (1.0 / plan.params.final_temperature)
+    extra_weight = p[best] * before[extra] ** (1.0 / plan.params["final_temperature"])
     return torch.cat((members, extra)), torch.cat((p[members], extra_weight))
 
 
@@ -223,6 +232,7 @@ def sample(
     is accepted and has no effect.
     """
     x = _logits_rows(logits, settings, sequence_ids, random, prefix_token)
+    _check_stateful_steps(settings)
     filters = (settings.filters if filters is None else filters) or ()
     if filters and len(x) > 1:
         raise InputError("Filters not implemented for batch size > 1.")
@@ -288,6 +298,15 @@ def _logits_rows(
     if len(x) != 2:
         raise InputError(f"CFG requires logits to be bsz 2, found {len(x)}.")
     return mix_logits(x[:1], x[1:], torch.tensor([[float(settings.cfg_scale)]]))
+
+
+def _check_stateful_steps(settings: Settings) -> None:
+    """Mirostat's target is kept in the settings; what other steps keep is a job's, and there is none here."""
+    if others := [step for step in settings.compiled().stateful_steps if step != "mirostat"]:
+        raise InputError(
+            f"Sampler.sample keeps no state for {others[0]} between tokens: run a job of a generator, or "
+            f"switch {others[0]} off."
+        )
 
 
 def _check_max_logit(logit: float) -> None:

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.sampling_layout import TFS_MIN_PROB, VOCAB_BLOCK
-from .params import CompiledSettings, StepParams
+from ..sampler_chain import PARAM_NAMES, STEPS_BY_STAGE
+from .params import CompiledSettings
 
 MAX_UNREDUCED_COLUMNS = 16384  # a row up to here is as quickly searched whole
 MIN_SPARE_BLOCKS = 32  # runs a row must have beyond twice the wanted ones to be worth reducing
@@ -135,7 +136,6 @@ def _block_offsets(device: torch.device) -> Tensor:
     return torch.arange(VOCAB_BLOCK, device=device)
 
 
-PARAM_NAMES = tuple(StepParams.__dataclass_fields__)
 STEPS_NEEDING_SORT = frozenset({"top_p", "tfs", "skew"})  # steps that need descending probabilities
 CANDIDATE_COUNTS = (64, 512, 4096)  # how many candidates are tried before the whole vocabulary
 CPU_CACHE_ELEMENTS = (
@@ -144,7 +144,7 @@ CPU_CACHE_ELEMENTS = (
 
 
 class BatchParams:
-    """The numbers of a group's plans as columns (rows, 1), or (1, 1) where the rows agree."""
+    """The parameters of some rows as columns (rows, 1), or (1, 1) where the rows agree."""
 
     def __init__(self, compiled_rows: Sequence[CompiledSettings], device: torch.device) -> None:
         table = torch.tensor([compiled.param_row for compiled in compiled_rows], dtype=torch.float64).to(
@@ -152,7 +152,7 @@ class BatchParams:
         )
         self._columns = dict(zip(PARAM_NAMES, torch.split(table, 1, 1), strict=True))
         self._temperature = self._columns["temperature"].float()
-        self.has_smoothing = any(compiled.params.smoothing > 0 for compiled in compiled_rows)
+        self.has_smoothing = any(compiled.params["smoothing_factor"] > 0 for compiled in compiled_rows)
 
     def __getitem__(self, name: str) -> Tensor:
         column: Tensor = self._columns[name]
@@ -162,7 +162,7 @@ class BatchParams:
         """Unnormalised probabilities of logits, 1 for a logit equal to `top`; in float64."""
         scaled = x.double() - top
         if self.has_smoothing:
-            smoothing = self["smoothing"]
+            smoothing = self["smoothing_factor"]
             scaled = torch.where(smoothing > 0, -smoothing * scaled * scaled, scaled)
         return scaled.div_(self["temperature"]).exp_()
 
@@ -176,7 +176,7 @@ class BatchParams:
             scaled = x[rows] - top[rows]
             param_rows = slice(None) if one_temperature else rows
             if self.has_smoothing:
-                smoothing = self["smoothing"][param_rows].float()
+                smoothing = self["smoothing_factor"][param_rows].float()
                 scaled = torch.where(smoothing > 0, -smoothing * scaled * scaled, scaled)
             sums.append(block_sums(scaled.div_(self._temperature[param_rows]).exp_()))
         return sums[0] if len(sums) == 1 else torch.cat(sums)
@@ -185,7 +185,7 @@ class BatchParams:
         """How far below the largest logit a weight of exp(log_ratio) lies, with room to spare."""
         distance = (-log_ratio).clamp_min(0.0) * self["temperature"]
         if self.has_smoothing:
-            smoothing = self["smoothing"]
+            smoothing = self["smoothing_factor"]
             distance = torch.where(smoothing > 0, (distance / smoothing.clamp_min(1e-30)).sqrt(), distance)
         return distance * (1.0 + 1e-5) + 1e-3
 
@@ -213,6 +213,8 @@ class Candidates:
     p: Tensor
     ids: Tensor | None
     is_sorted: bool
+    original: tuple[Tensor, Tensor | None] | None = None
+    """`p` and `ids` before a step that reshaped the probabilities, if its state needs to know them."""
 
     def sort_descending(self) -> None:
         """Put the most probable first, if that is not so yet."""
@@ -221,6 +223,13 @@ class Candidates:
         self.p, columns = stable_sort_descending(self.p)
         self.ids = columns if self.ids is None else self.ids.gather(1, columns)
         self.is_sorted = True
+
+    def original_probs(self, tokens: Tensor) -> Tensor:
+        """The probabilities of some tokens (rows, 1) before they were reshaped."""
+        p, ids = (self.p, self.ids) if self.original is None else self.original
+        return (
+            p.gather(1, tokens) if ids is None else torch.where(ids == tokens, p, 0.0).sum(-1, keepdim=True)
+        )
 
     def select_rows(self, rows: list[int]) -> Candidates:
         """Some of the rows."""
@@ -268,26 +277,31 @@ def all_candidates_in_chunks(
 
 
 def floor_needs_total(compiled: CompiledSettings) -> bool:
-    """Whether a plan asks how probable tokens are among all; min-p alone compares with the most probable."""
-    return "min_p" not in compiled.steps or bool(compiled.steps & {"top_p", "top_a"})
+    """Whether steps ask how probable tokens are among all; min-p alone compares with the most probable."""
+    earlier = STEPS_BY_STAGE["candidates"][: STEPS_BY_STAGE["candidates"].index("min_p")]
+    return "min_p" not in compiled.steps or bool(compiled.steps & {*earlier})
 
 
 def log_prob_floor(compiled: CompiledSettings, width: int, mu: float | None) -> float:
     """A logarithm of a probability below which no token can remain; -inf if there is none.
 
-    It is relative to all tokens if `needs_total`, else to the most probable. Dropping what lies below must
-    not change what the steps decide about the rest: top-p leaves out more than all of it together, and no
-    earlier step sums over it. `target` is mirostat's.
+    It is relative to all tokens if `floor_needs_total`, else to the most probable. Dropping what lies below
+    must not change what the steps decide about the rest: top-p leaves out more than all of it together, and
+    no earlier step sums over it. `mu` is mirostat's target.
     """
-    steps, params = compiled.steps, compiled.params
     if not floor_needs_total(compiled):
-        return math.log(params.min_p)
-    if "top_p" in steps:
-        return math.log((1.0 - params.top_p) / width)
-    if "tfs" in steps:
-        return math.log(TFS_MIN_PROB)
-    if "mirostat" in steps and mu is not None and not steps & {"top_a", "typical"}:
-        return -mu * math.log(2.0)
+        return math.log(compiled.params["min_p"])
+    for step in STEPS_BY_STAGE["candidates"]:
+        if step not in compiled.steps:
+            continue
+        if step == "top_p":
+            return math.log((1.0 - compiled.params["top_p"]) / width)
+        if step == "tfs":
+            return math.log(TFS_MIN_PROB)
+        if step == "mirostat" and mu is not None and "top_a" not in compiled.steps:
+            return -mu * math.log(2.0)
+        if step not in ("top_a", "min_p"):
+            return -math.inf
     return -math.inf
 
 

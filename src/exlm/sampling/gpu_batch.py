@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..kernels.sampling_layout import HEADER_OFFSETS, HEADER_WORDS
 from ..kernels.triton_launch import raw_stream
+from ..sampler_chain import STATEFUL_STEPS
 from .draw import DrawnTokens
 from .gpu_kernels import (
     HostTokens,
@@ -40,7 +41,7 @@ from .params import CompiledSettings
 from .penalties import PenaltyRule
 from .request import SamplingRequest
 from .settings import VERSION_STAMPS
-from .state import MuRecord, SamplerState
+from .state import SamplerState, StateRecord, StepState
 from .vocabulary import SamplerVocabulary
 
 MIN_COUNTS_CAPACITY = 256
@@ -195,10 +196,9 @@ class RowParamsBuilder:
         header = [0] * HEADER_WORDS
         header[HEADER_OFFSETS["seed"]], header[HEADER_OFFSETS["seed"] + 2] = seed, branch
         header[HEADER_OFFSETS["token_counts"] + 2] = header[HEADER_OFFSETS["token_counts"] + 3] = NO_TOKEN
-        if compiled.mirostat:
-            (header[HEADER_OFFSETS["initial_mu"]],) = struct.unpack(
-                "q", struct.pack("d", state.initial_mu(compiled.params.tau))
-            )
+        if "mirostat" in compiled.stateful_steps:
+            mu = state.step_state("mirostat").initial or STATEFUL_STEPS["mirostat"](compiled.params)
+            (header[HEADER_OFFSETS["initial_mu"]],) = struct.unpack("q", struct.pack("d", mu))
         bias = settings.token_bias
         device_bias, version = (None, 0) if bias is None else self._device_bias(bias)
         xtc_exempt_mask = self._xtc_exempt_mask(compiled)
@@ -466,14 +466,14 @@ class MuWriter:
     """Where mirostat's targets are, and where they will be."""
 
     def __init__(
-        self, headers: RowHeaders, members: Sequence[tuple[int, SamplerState]], device: torch.device
+        self, headers: RowHeaders, members: Sequence[tuple[int, StepState]], device: torch.device
     ) -> None:
         self._words, self._members, self._device = headers.words, members, device
         row_numbers = [row for row, _ in members]
         self._rows, self._offsets = row_index(row_numbers, headers), np.array(row_numbers) * WORD_BYTES
-        self._mu_histories = [state.mu_history for _, state in members]
+        self._mu_histories = [state.records for _, state in members]
         self._keep_alive: list[Tensor] = []
-        self._last_records: list[MuRecord] = []
+        self._last_records: list[StateRecord] = []
 
     def write(self, grew_by_one: bool, positions: Sequence[int]) -> None:
         """Say where the target for each position is; `grown` if all are the next ones."""
@@ -485,7 +485,7 @@ class MuWriter:
         previous_mus, base = None, 0
         addresses = [0] * len(self._members)
         for i, (row, state) in enumerate(self._members):
-            record = state.mu_record_before(positions[row])
+            record = state.record_before(positions[row])
             if record is not None:
                 _, mus, index = record
                 if mus is not previous_mus:
@@ -501,7 +501,7 @@ class MuWriter:
 
     def after_send(self, positions: Sequence[int], mus: Tensor) -> None:
         """Remember where the targets will be, and say so for the next tokens."""
-        self._last_records = [state.record_mu(positions[row], mus, row) for row, state in self._members]
+        self._last_records = [state.record(positions[row], mus, row) for row, state in self._members]
         self._words[self._rows, MU_OFFSET] = mus.data_ptr() + self._offsets
 
 
@@ -562,7 +562,7 @@ class KernelGroup:
         self._param_table = param_table(tuple([params.compiled for params in row_params]), builder.device)
         edits_logits, updates_mu = (
             any([params.edits_logits for params in row_params]),
-            any([params.compiled.mirostat for params in row_params]),
+            any(["mirostat" in params.compiled.stateful_steps for params in row_params]),
         )
         uses_dry = any([params.token_history is not None for params in row_params])
         self._launch_key = SamplingLaunchKey(count, variant, num_top, edits_logits, updates_mu, uses_dry)
@@ -591,7 +591,11 @@ class KernelGroup:
             for i, params in members
             if params.token_history is not None
         ]
-        with_mirostat = [(i, requests[i].state) for i, params in members if params.compiled.mirostat]
+        with_mirostat = [
+            (i, requests[i].state.step_state("mirostat"))
+            for i, params in members
+            if "mirostat" in params.compiled.stateful_steps
+        ]
         self._mask_writer = MaskWriter(headers, requests, builder.width)
         self._penalty_writer = PenaltyWriter(headers, counted) if counted else None
         self._decay_writer = DecayWriter(headers, decaying) if decaying else None

@@ -18,11 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..kernels.sampling_layout import MAX_TILES, MAX_VOCAB, STEP_FLAGS, VOCAB_BLOCK
+from ..kernels.sampling_layout import MAX_TILES, MAX_VOCAB, VOCAB_BLOCK
 from ..kernels.triton_launch import KernelLaunch, TritonKernel, cuda_driver
 from .draw import top_tokens_of
-from .dry import DryRule
-from .params import CompiledSettings, StepName
+from .params import CompiledSettings
 
 SORT_SIZES = (
     128,
@@ -32,11 +31,11 @@ SORT_SIZES = (
 )  # how many candidates a program sorts: twice the tokens it can be asked for
 GATHER_SIZE = 1024  # how many it gathers where top-k does not say how many there are
 
-STEPS_IN_TOP_K_VARIANT = frozenset[StepName](
+STEPS_IN_TOP_K_VARIANT = frozenset(
     {"top_p", "top_a", "min_p", "skew"}
 )  # after top-k not worth a kernel of their own
-THRESHOLD_STEPS = frozenset[StepName]({"top_p", "top_a", "min_p", "mirostat"})
-STEPS_BEFORE_MIROSTAT = frozenset[StepName]({"tfs", "typical"})
+THRESHOLD_STEPS = frozenset({"top_p", "top_a", "min_p", "mirostat"})
+STEPS_BEFORE_MIROSTAT = frozenset({"tfs", "typical"})
 
 
 class SamplingKernelVariant(NamedTuple):
@@ -49,7 +48,9 @@ class SamplingKernelVariant(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def variant_of(compiled: CompiledSettings, width: int, num_top: int) -> SamplingKernelVariant | None:
-    """The lane of a plan for a vocabulary; None if it must go another way."""
+    """The kernel for a row of a vocabulary; None if torch must sample the row."""
+    if not compiled.kernels_know:
+        return None
     num_sorted, full_vocab, all_steps = num_top, False, False
     if 0 < compiled.top_k < width:
         num_sorted, all_steps = max(num_top, compiled.top_k), not compiled.steps <= STEPS_IN_TOP_K_VARIANT
@@ -70,21 +71,8 @@ def variant_of(compiled: CompiledSettings, width: int, num_top: int) -> Sampling
 @lru_cache(maxsize=64)
 def param_table(plans: tuple[CompiledSettings, ...], device: torch.device) -> Tensor:
     """The numbers of some plans (rows, TABLE) in float64; kept, because the next step asks for the same."""
-    rows = torch.tensor([param_row_of(compiled) for compiled in plans], dtype=torch.float64)
+    rows = torch.tensor([compiled.kernel_row for compiled in plans], dtype=torch.float64)
     return (rows.pin_memory() if device.type == "cuda" else rows).to(device, non_blocking=True)
-
-
-def param_row_of(compiled: CompiledSettings) -> tuple[float, ...]:
-    flags = sum(STEP_FLAGS[step] for step in compiled.steps) + compiled.greedy * STEP_FLAGS["greedy"]
-    rule = compiled.penalty_rule
-    rates = (1.0, 0.0, 0.0) if rule is None else (rule.repetition, rule.frequency, rule.presence)
-    return (*compiled.param_row, flags, compiled.mirostat, *rates, *_dry_columns(compiled.dry_rule))
-
-
-def _dry_columns(rule: DryRule | None) -> tuple[float, ...]:
-    if rule is None:
-        return (0.0, 1.0, 0.0, 0.0, 0.0)
-    return (rule.multiplier, rule.base, rule.allowed_length, rule.max_match_length, rule.search_range)
 
 
 BUFFERS_PER_BLOCK = 32  # cut at a time

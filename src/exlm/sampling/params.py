@@ -1,104 +1,62 @@
-"""Plan: what a `Settings` object amounts to, worked out once and checked.
+"""Settings checked and compiled: which steps of the chain a row takes, and with which parameters.
 
-Settings are what a user wrote, in any combination; a plan says which steps those values switch on and with
-which numbers. Equal settings share one plan, and a plan never changes: assigning to a setting makes the next
-pick use another one. It holds no memory of any text.
+`CompiledSettings` follow from the values of `Settings` and from nothing else. Equal settings share one
+object, and it never changes: after an assignment the next token uses another one.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
-from ..kernels.sampling_layout import GREEDY_BELOW_TEMPERATURE
+from ..kernels.sampling_layout import STEP_FLAGS
+from ..sampler_chain import (
+    KERNEL_PARAMS,
+    KERNEL_STEPS,
+    SETTINGS,
+    STATEFUL_STEPS,
+    STEPS,
+    STEPS_BY_STAGE,
+    Bounds,
+    StepSetting,
+    active_steps,
+    is_greedy,
+    step_params,
+)
 from .dry import DryRule
 from .penalties import PenaltyRule
 
 if TYPE_CHECKING:
     from .settings import Settings
 
-StepName = Literal[
-    "top_p",
-    "top_a",
-    "min_p",
-    "tfs",
-    "typical",
-    "mirostat",
-    "dynamic_temperature",
-    "final_temperature",
-    "xtc",
-    "skew",
-]
-
-FLOAT_FIELDS = (
-    "token_repetition_penalty", "token_frequency_penalty", "token_presence_penalty", "temperature",
-    "smoothing_factor", "min_temp", "max_temp", "temp_exponent", "top_p", "top_a", "min_p", "tfs", "typical",
-    "skew", "mirostat_tau", "mirostat_eta", "dry_base", "dry_multiplier", "xtc_probability", "xtc_threshold",
-)  # fmt: skip
-INT_FIELDS = (
-    "token_repetition_range", "token_repetition_decay", "top_k", "dry_allowed_length", "dry_range",
-    "dry_max_ngram",
-)  # fmt: skip
-MIN_VALUES = {
-    "token_repetition_range": -1,
-    "token_repetition_decay": 0,
-    "smoothing_factor": 0,
-    "min_temp": 0,
-    "temp_exponent": 0,
-    "top_a": 0,
-    "dry_multiplier": 0,
-    "dry_allowed_length": 0,
-    "dry_range": 0,
-    "dry_max_ngram": 1,
-    "xtc_probability": 0,
-    "xtc_threshold": 0,
-}
-MAX_VALUES = {"xtc_probability": 1, "xtc_threshold": 1}
-POSITIVE_FIELDS = ("token_repetition_penalty", "dry_base")
-MAX_EXPONENT = 700.0  # beyond, only the most probable token is chosen anyway, and floats end
-
-
-@dataclass(frozen=True)
-class StepParams:
-    """The parameters of the steps of one row, each neutral if its step is off."""
-
-    temperature: float = 1.0
-    smoothing: float = 0.0
-    top_k: float = math.inf
-    top_p: float = 2.0
-    top_a: float = 0.0
-    min_p: float = 0.0
-    tfs: float = 1.0
-    typical: float = 1.0
-    tau: float = 0.0
-    eta: float = 0.0
-    min_temp: float = 0.0
-    max_temp: float = 0.0
-    exponent: float = 1.0
-    final_temperature: float = 1.0
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.0
-    skew_power: float = 1.0
+RULE_STEPS = frozenset({"guidance", "penalties", "dry"})
+"""Steps on the logits that depend on the request's text; `logits_processors` applies them."""
 
 
 @dataclass(frozen=True, eq=False)
 class CompiledSettings:
-    """Which steps a row takes, and their numbers.
+    """Which steps a row takes, and their parameters.
 
-    `steps` are those after the softmax and top-k; a greedy row has none, but its picks too move the target of
-    `mirostat`. `row` is `numbers` as a tuple. `bare` is greedy and nothing else: no text, no memory.
+    `logits_steps` change the logits by their values alone, in order; `steps` are those after the softmax and
+    top-k; `stateful_steps` have a state that each token moves, also in a greedy row, which has no `steps`.
+    `kernel_row` is what the GPU kernels are told of the row. `greedy_only` is greedy and nothing else: the
+    largest logit is the answer.
     """
 
     greedy: bool
     top_k: int
-    steps: frozenset[StepName]
-    mirostat: bool
-    params: StepParams
+    logits_steps: tuple[str, ...]
+    steps: frozenset[str]
+    stateful_steps: tuple[str, ...]
+    params: Mapping[str, float]
     param_row: tuple[float, ...]
+    kernel_row: tuple[float, ...]
+    kernels_know: bool
     penalty_rule: PenaltyRule | None
     dry_rule: DryRule | None
     xtc_exempt_ids: frozenset[int] | None
@@ -107,148 +65,102 @@ class CompiledSettings:
 
 def check_settings(settings: Settings) -> None:
     """Raise InputError, naming the field, for a value that cannot be meant."""
-    for name in FLOAT_FIELDS:
-        _check_number(name, getattr(settings, name), Real, "a finite number")
-    for name in INT_FIELDS:
-        _check_number(name, getattr(settings, name), Integral, "a whole number")
-    for name in POSITIVE_FIELDS:
-        if getattr(settings, name) <= 0:
-            raise InputError(f"{name} must be more than 0, found {getattr(settings, name)!r}.")
-    if settings.mirostat and settings.mirostat_tau <= 0:
-        raise InputError(f"mirostat_tau must be more than 0, found {settings.mirostat_tau!r}.")
-    if settings.cfg_scale is not None:
-        _check_number("cfg_scale", settings.cfg_scale, Real, "None or a finite number")
-    for name in ("dry_sequence_breakers", "xtc_ignore_tokens"):
-        _check_ids(name, getattr(settings, name))
+    values = {name: getattr(settings, name) for name in SETTINGS}
+    for name, setting in SETTINGS.items():
+        _check_setting(setting, values[name])
+    for step in STEPS:
+        for setting in step.settings:
+            violation = setting.active_bounds.describe_violation(values[setting.name])
+            if violation is not None and step.is_active(values):
+                raise InputError(f"{setting.name} must be {violation}, found {values[setting.name]!r}.")
 
 
 def compile_settings(settings: Settings) -> CompiledSettings:
-    """The plan of some settings, checked; the same object for equal settings."""
+    """What some settings amount to, checked; the same object for equal settings."""
     check_settings(settings)
     return _compile(
-        *(float(getattr(settings, name)) for name in FLOAT_FIELDS),
-        *(int(getattr(settings, name)) for name in INT_FIELDS),
-        bool(settings.temperature_last),
-        bool(settings.mirostat),
-        _frozen_ids(settings.dry_sequence_breakers),
-        _frozen_ids(settings.xtc_ignore_tokens),
+        tuple([_normalized(setting, getattr(settings, name)) for name, setting in SETTINGS.items()])
     )
 
 
 @lru_cache(maxsize=1024)
-def _compile(*values: Any) -> CompiledSettings:
-    names = (
-        *FLOAT_FIELDS,
-        *INT_FIELDS,
-        "temperature_last",
-        "mirostat",
-        "dry_sequence_breakers",
-        "xtc_ignore_tokens",
-    )
-    given: dict[str, Any] = dict(zip(names, values, strict=True))
-    greedy = given["top_k"] == 1 or given["temperature"] < GREEDY_BELOW_TEMPERATURE
-    steps = frozenset() if greedy else _active_steps(given)
-    params = _step_params(given, steps)
-    penalty_rule, dry_rule = _penalty_rule(given), _dry_rule(given)
+def _compile(ordered: tuple[Any, ...]) -> CompiledSettings:
+    values: dict[str, Any] = dict(zip(SETTINGS, ordered, strict=True))
+    greedy, active = is_greedy(values), active_steps(values)
+    params = step_params(values, active)
+    logits_steps = tuple(name for name in STEPS_BY_STAGE["logits"] if name in active - RULE_STEPS)
+    stateful_steps = tuple(name for name in STATEFUL_STEPS if name in active)
+    steps = active & {*STEPS_BY_STAGE["candidates"], *STEPS_BY_STAGE["draw"]}
+    steps = frozenset() if greedy else steps
+    penalty_rule = _penalty_rule(values) if "penalties" in active else None
+    dry_rule = _dry_rule(values) if "dry" in active else None
+    flags = sum(STEP_FLAGS[name] for name in steps & KERNEL_STEPS) + greedy * STEP_FLAGS["greedy"]
+    kernel_params = [params[name] for name in KERNEL_PARAMS]
     return CompiledSettings(
         greedy=greedy,
-        top_k=0 if greedy else max(0, given["top_k"]),
+        top_k=0 if greedy else max(0, values["top_k"]),
+        logits_steps=logits_steps,
         steps=steps,
-        mirostat=given["mirostat"],
+        stateful_steps=stateful_steps,
         params=params,
-        param_row=tuple(vars(params).values()),
+        param_row=tuple(params.values()),
+        kernel_row=(*kernel_params, float(flags), float("mirostat" in active)),
+        kernels_know=active <= KERNEL_STEPS,
         penalty_rule=penalty_rule,
         dry_rule=dry_rule,
-        xtc_exempt_ids=given["xtc_ignore_tokens"],
-        greedy_only=greedy and not given["mirostat"] and penalty_rule is None and dry_rule is None,
+        xtc_exempt_ids=values["xtc_ignore_tokens"],
+        greedy_only=greedy and not stateful_steps and penalty_rule is None and dry_rule is None,
     )
 
 
-def _active_steps(given: dict[str, Any]) -> frozenset[StepName]:
-    is_active: dict[StepName, bool] = {
-        "top_p": 0 < given["top_p"] < 1,
-        "top_a": given["top_a"] > 0,
-        "min_p": 0 < given["min_p"] < 1,
-        "tfs": 0 < given["tfs"] < 1,
-        "typical": 0 < given["typical"] < 1,
-        "mirostat": given["mirostat"],
-        "dynamic_temperature": given["max_temp"] > given["min_temp"],
-        "xtc": given["xtc_probability"] > 0,
-        "skew": given["skew"] != 0,
-    }
-    # With nothing between the two temperatures, applying it last is the same as applying it first.
-    truncates = given["top_k"] > 0 or any(
-        is_active[name] for name in ("top_p", "top_a", "min_p", "tfs", "typical")
-    )
-    last = (
-        given["temperature_last"]
-        and not is_active["dynamic_temperature"]
-        and (truncates or is_active["mirostat"])
-    )
-    is_active["final_temperature"] = last and given["temperature"] != 1.0
-    return frozenset(name for name, active in is_active.items() if active)
-
-
-def _step_params(given: dict[str, Any], steps: frozenset[StepName]) -> StepParams:
-    temperature_deferred = "final_temperature" in steps or (
-        given["temperature_last"] and "dynamic_temperature" in steps
-    )
-    params: dict[str, float] = {
-        "temperature": 1.0 if temperature_deferred else given["temperature"],
-        "smoothing": given["smoothing_factor"],
-        "top_k": given["top_k"] if given["top_k"] > 0 else math.inf,
-    }
-    for name in ("top_p", "top_a", "min_p", "tfs", "typical"):
-        if name in steps:
-            params[name] = given[name]
-    if given["mirostat"]:
-        params |= {"tau": given["mirostat_tau"], "eta": given["mirostat_eta"]}
-    if "dynamic_temperature" in steps:
-        params |= {name: given[name] for name in ("min_temp", "max_temp")}
-        params["exponent"] = given["temp_exponent"]
-    if "final_temperature" in steps:
-        params["final_temperature"] = given["temperature"]
-    if "xtc" in steps:
-        params |= {name: given[name] for name in ("xtc_probability", "xtc_threshold")}
-    if "skew" in steps:
-        params["skew_power"] = math.exp(min(-given["skew"], MAX_EXPONENT))
-    return StepParams(**params)
-
-
-def _penalty_rule(given: dict[str, Any]) -> PenaltyRule | None:
-    repetition = given["token_repetition_penalty"]
-    frequency, presence = given["token_frequency_penalty"], given["token_presence_penalty"]
-    if repetition == 1 and frequency == 0 and presence == 0:
-        return None
-    sustain = given["token_repetition_range"]
+def _penalty_rule(values: Mapping[str, Any]) -> PenaltyRule:
+    sustain = values["token_repetition_range"]
     return PenaltyRule(
-        repetition, frequency, presence, None if sustain < 0 else sustain, given["token_repetition_decay"]
+        values["token_repetition_penalty"],
+        values["token_frequency_penalty"],
+        values["token_presence_penalty"],
+        None if sustain < 0 else sustain,
+        values["token_repetition_decay"],
     )
 
 
-def _dry_rule(given: dict[str, Any]) -> DryRule | None:
-    if given["dry_multiplier"] <= 0:
-        return None
+def _dry_rule(values: Mapping[str, Any]) -> DryRule:
     return DryRule(
-        given["dry_multiplier"],
-        given["dry_base"],
-        given["dry_allowed_length"],
-        given["dry_max_ngram"],
-        given["dry_range"],
-        given["dry_sequence_breakers"],
+        values["dry_multiplier"],
+        values["dry_base"],
+        values["dry_allowed_length"],
+        values["dry_max_ngram"],
+        values["dry_range"],
+        values["dry_sequence_breakers"],
     )
 
 
-def _check_number(name: str, value: Any, kind: type, expected: str) -> None:
+def _check_setting(setting: StepSetting, value: Any) -> None:
+    if setting.optional and value is None:
+        return
+    if setting.type is frozenset:
+        _check_ids(setting.name, value)
+    elif setting.type is float:
+        _check_number(
+            setting.name,
+            value,
+            Real,
+            "None or a finite number" if setting.optional else "a finite number",
+            setting.bounds,
+        )
+    elif setting.type is int:
+        _check_number(setting.name, value, Integral, "a whole number", setting.bounds)
+
+
+def _check_number(name: str, value: Any, kind: type, expected: str, bounds: Bounds) -> None:
     fits = isinstance(value, kind) and not isinstance(value, bool)
     if not fits:
         raise InputError(f"{name} must be {expected}, found {value!r} ({type(value).__name__}).")
     if not _is_finite(value):
         raise InputError(f"{name} must be {expected}, found {_describe_number(value)}.")
-    minimum, maximum = MIN_VALUES.get(name), MAX_VALUES.get(name)
-    if (minimum is not None and value < minimum) or (maximum is not None and value > maximum):
-        bounds = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
-        raise InputError(f"{name} must be {bounds}, found {value!r}.")
+    violation = bounds.describe_violation(value)
+    if violation is not None:
+        raise InputError(f"{name} must be {violation}, found {value!r}.")
 
 
 def _is_finite(value: Any) -> bool:
@@ -267,8 +179,6 @@ def _describe_number(value: Any) -> str:
 
 
 def _check_ids(name: str, value: Any) -> None:
-    if value is None:
-        return
     if isinstance(value, str) or not hasattr(value, "__iter__"):
         raise InputError(f"{name} must be None or a set of token ids, found {value!r}.")
     for token in value:
@@ -276,5 +186,9 @@ def _check_ids(name: str, value: Any) -> None:
             raise InputError(f"{name} must hold token ids, found {token!r} ({type(token).__name__}).")
 
 
-def _frozen_ids(value: Any) -> frozenset[int] | None:
-    return None if value is None else frozenset(int(token) for token in value)
+def _normalized(setting: StepSetting, value: Any) -> Any:
+    if setting.optional and value is None:
+        return None
+    if setting.type is frozenset:
+        return frozenset(int(token) for token in value)
+    return setting.type(value)

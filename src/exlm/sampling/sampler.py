@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..kernels.sampling_layout import INFINITE_LOGITS, NAN_LOGITS, NO_TOKEN_ALLOWED, TOO_MANY_CANDIDATES
+from ..sampler_chain import STATEFUL_STEPS, STEPS_BY_STAGE
 from . import gpu_kernels
 from .candidates import (
     STEPS_NEEDING_SORT,
-    BatchParams,
     Candidates,
     all_candidates_in_chunks,
     batch_params,
@@ -35,10 +35,10 @@ from .draw import DrawnTokens, draw_from_candidates, draw_from_full_vocab, greed
 from .gpu_batch import GpuSampler
 from .gpu_kernels import HostTokens, copy_to_host
 from .logits_processors import LogitsEdits, apply_edits, check_bias, compute_edits, mix_logits
-from .params import CompiledSettings, StepName
+from .params import CompiledSettings
 from .request import SamplerOutput, SamplingRequest
 from .settings import Settings
-from .truncation import TRUNCATIONS, dynamic_temperature, final_temperature, mirostat, updated_mus, xtc
+from .steps import CANDIDATES_STEPS, DRAW_STEPS, LOGITS_STEPS, STATE_UPDATES, StepRows
 from .vocabulary import SamplerTokenizer, SamplerVocabulary
 
 _NO_DEVICE_SWITCH = nullcontext()
@@ -199,15 +199,16 @@ class Sampler:
         return mixed
 
     def _sample_group(self, x: Tensor, group: list[SamplingTask], num_top: int) -> DrawnTokens:
-        edited = bool(group[0].edits)
+        edits_logits = group[0].edits_logits
         if len(group) < len(x):
             x = x.index_select(
                 0, torch.tensor([task.batch_index for task in group]).to(x.device, non_blocking=True)
             )
-        elif edited:
+        elif edits_logits:
             x = x.clone(memory_format=torch.contiguous_format)
-        if edited:
+        if edits_logits:
             apply_edits(x, [task.edits for task in group])
+            apply_logits_steps(x, group, self.vocabulary)
         return sample_group(x, group, self.vocabulary, num_top)
 
 
@@ -299,9 +300,9 @@ GroupKey = tuple[SearchKind, bool, bool, bool]
 
 
 class SamplingTask(NamedTuple):
-    """A row with what its settings amount to. `place` is its number in the batch.
+    """A row of the batch with what its settings amount to.
 
-    Tasks with the same `company`, which begins with the kind, are worked on together.
+    Tasks with the same `group_key` are worked on together.
     """
 
     batch_index: int
@@ -316,6 +317,11 @@ class SamplingTask(NamedTuple):
         """How candidates are found."""
         return self.group_key[0]
 
+    @property
+    def edits_logits(self) -> bool:
+        """Whether the row's logits change before they become probabilities."""
+        return self.group_key[1]
+
 
 def make_task(
     batch_index: int,
@@ -329,9 +335,10 @@ def make_task(
     mu = None
     can_sync = device.type == "cpu"
     if can_sync and "mirostat" in compiled.steps:
-        mu = float(request.state.mu_at(request.position, compiled.params.tau, device))
+        initial = STATEFUL_STEPS["mirostat"](compiled.params)
+        mu = float(request.state.step_state("mirostat").at(request.position, initial, device))
     search = _search_for if mu is None else _search_for.__wrapped__  # no two targets are alike
-    floor, group_key = search(compiled, width, can_sync, mu, bool(edits))
+    floor, group_key = search(compiled, width, can_sync, mu, bool(edits or compiled.logits_steps))
     return SamplingTask(batch_index, request, compiled, edits, floor, group_key)
 
 
@@ -339,7 +346,7 @@ def make_task(
 def _search_for(
     compiled: CompiledSettings, width: int, can_sync: bool, mu: float | None, edited: bool
 ) -> tuple[float, GroupKey]:
-    """A row's floor and company; `may_ask` if the device tells without a stall what lies above a floor."""
+    """A row's floor and group key; `can_sync` if the host may wait for what lies above a floor."""
     floor = log_prob_floor(compiled, width, mu) if can_sync else -math.inf
     kind: SearchKind = "full_vocab"
     if compiled.greedy:
@@ -361,14 +368,15 @@ def _search_for(
 def sample_group(
     x: Tensor, tasks: Sequence[SamplingTask], vocabulary: SamplerVocabulary, num_top: int
 ) -> DrawnTokens:
-    """Pick a token for every row of logits (rows, vocab) that are not changed any more; all of one kind.
+    """Draw a token for every row of edited logits (rows, vocab), all of one group, and update the rows'
+    states.
 
-    Rows without a usable logit get a negative token. Mirostat's targets move on.
+    Rows without a usable logit get a negative token.
     """
     if tasks[0].search_kind == "greedy":
         top, output = greedy_output(x, num_top)
+        update_states(None, output, tasks, vocabulary, x.shape[1])
         output.tokens = mark_failures(top, output.tokens)
-        update_mus(tasks, output.probs)
         return output
     maxima = block_maxima(x)
     top = maxima.amax(-1, keepdim=True)
@@ -377,28 +385,20 @@ def sample_group(
         output = draw_from_full_vocab(x, top, params, uniforms_for(tasks, x.device), num_top)
     else:
         parts = [
-            (members, _draw(c, [tasks[member] for member in members], num_top))
+            (members, _draw(c, [tasks[member] for member in members], num_top, vocabulary, x.shape[1]))
             for members, c in final_candidates(x, tasks, vocabulary, maxima)
         ]
         output = parts[0][1] if len(parts) == 1 else join_groups(parts, x.device)
     output.tokens = mark_failures(top.squeeze(1), output.tokens)
-    update_mus(tasks, output.probs)
     return output
 
 
 def final_candidates(
     x: Tensor, tasks: Sequence[SamplingTask], vocabulary: SamplerVocabulary, maxima: Tensor
 ) -> Iterator[tuple[list[int], Candidates]]:
-    """The candidates of rows after every step, some rows at a time: their numbers among the tasks first."""
+    """The candidates of rows after every step, some rows at a time, each time with the rows' task indices."""
     for members, c in _find_candidates(x, tasks, maxima):
-        member_tasks = [tasks[member] for member in members]
-        _apply_steps(
-            c,
-            member_tasks,
-            batch_params([task.compiled for task in member_tasks], x.device),
-            vocabulary,
-            x.shape[1],
-        )
+        _apply_steps(c, [tasks[member] for member in members], vocabulary, x.shape[1])
         yield members, c
 
 
@@ -418,36 +418,37 @@ def _find_candidates(
 
 
 def _apply_steps(
-    c: Candidates,
-    tasks: Sequence[SamplingTask],
-    params: BatchParams,
-    vocabulary: SamplerVocabulary,
-    width: int,
+    c: Candidates, tasks: Sequence[SamplingTask], vocabulary: SamplerVocabulary, width: int
 ) -> None:
+    used = frozenset[str]().union(*[task.compiled.steps for task in tasks])
+    for step in STEPS_BY_STAGE["candidates"]:
+        if step in used:
+            CANDIDATES_STEPS[step](c, rows_of(step, tasks, vocabulary, width, c.p.device))
+
+
+def apply_logits_steps(x: Tensor, tasks: Sequence[SamplingTask], vocabulary: SamplerVocabulary) -> None:
+    """Apply the steps on logits that need no text, in place, to edited logits (rows, vocab)."""
+    used = frozenset[str]().union(*[task.compiled.logits_steps for task in tasks])
+    for step in STEPS_BY_STAGE["logits"]:
+        if step in used:
+            LOGITS_STEPS[step](x, rows_of(step, tasks, vocabulary, x.shape[1], x.device))
+
+
+def _draw(
+    c: Candidates, tasks: Sequence[SamplingTask], num_top: int, vocabulary: SamplerVocabulary, width: int
+) -> DrawnTokens:
     device = c.p.device
-    used = frozenset[StepName]().union(*(task.compiled.steps for task in tasks))
-    for name, step in TRUNCATIONS:
-        if name in used:
-            step(c, params, _rows_using(name, tasks, device))
-    if "mirostat" in used:
-        mirostat(c, _mus(tasks, device), _rows_using("mirostat", tasks, device))
-    if "dynamic_temperature" in used:
-        dynamic_temperature(c, params, _rows_using("dynamic_temperature", tasks, device))
-    if "final_temperature" in used:
-        final_temperature(c, params, _rows_using("final_temperature", tasks, device))
-    if "xtc" in used:
-        xtc(c, params, _xtc_exempt_mask(c, tasks, vocabulary, width))
-    if "skew" in used:
-        c.sort_descending()
-
-
-def _draw(c: Candidates, tasks: Sequence[SamplingTask], num_top: int) -> DrawnTokens:
-    uniforms = uniforms_for(tasks, c.p.device)
-    descending = tasks[0].search_kind == "top_k"  # found in this order on every device
-    if not any("skew" in task.compiled.steps for task in tasks):
-        return draw_from_candidates(c, uniforms, num_top, descending)
-    powers = batch_params([task.compiled for task in tasks], c.p.device)["skew_power"]
-    return draw_from_candidates(c, uniforms**powers, num_top, descending or powers != 1.0)
+    uniforms = uniforms_for(tasks, device)
+    descending: Tensor | bool = tasks[0].search_kind == "top_k"  # found in this order on every device
+    used = frozenset[str]().union(*[task.compiled.steps for task in tasks])
+    for step in STEPS_BY_STAGE["draw"]:
+        if step in used:
+            rows = rows_of(step, tasks, vocabulary, width, device)
+            uniforms = DRAW_STEPS[step](c, uniforms, rows)
+            descending = True if rows.active is None else descending | rows.active
+    drawn = draw_from_candidates(c, uniforms, num_top, descending)
+    update_states(c, drawn, tasks, vocabulary, width)
+    return drawn
 
 
 def uniforms_for(tasks: Sequence[SamplingTask], device: torch.device) -> Tensor:
@@ -456,51 +457,28 @@ def uniforms_for(tasks: Sequence[SamplingTask], device: torch.device) -> Tensor:
     return torch.tensor(uniforms, dtype=torch.float64).to(device, non_blocking=True)
 
 
-def _rows_using(name: StepName, tasks: Sequence[SamplingTask], device: torch.device) -> Tensor | None:
-    """Which rows use a step (rows, 1); None if all do."""
-    uses = [name in task.compiled.steps for task in tasks]
-    return None if all(uses) else torch.tensor(uses).unsqueeze(1).to(device, non_blocking=True)
+def rows_of(
+    step: str, tasks: Sequence[SamplingTask], vocabulary: SamplerVocabulary, width: int, device: torch.device
+) -> StepRows:
+    """Some rows as a step sees them."""
+    compiled = [task.compiled for task in tasks]
+    params = batch_params(compiled, device)
+    return StepRows(step, [task.request for task in tasks], compiled, params, vocabulary, width, device)
 
 
-def _mus(tasks: Sequence[SamplingTask], device: torch.device) -> Tensor:
-    mus = [
-        task.request.state.mu_at(task.request.position, task.compiled.params.tau, device) for task in tasks
-    ]
-    return torch.stack(mus).unsqueeze(1)
-
-
-def _xtc_exempt_mask(
-    c: Candidates, tasks: Sequence[SamplingTask], vocabulary: SamplerVocabulary, width: int
-) -> Tensor | None:
-    """Which candidates XTC leaves alone (rows, k); None if that is none."""
-    sets = [
-        vocabulary.xtc_exempt_ids if task.compiled.xtc_exempt_ids is None else task.compiled.xtc_exempt_ids
-        for task in tasks
-        if "xtc" in task.compiled.steps
-    ]
-    if not any(sets):
-        return None
-    if all(one is sets[0] or one == sets[0] for one in sets):
-        mask = vocabulary.mask(sets[0], width, c.p.device)
-        return mask.unsqueeze(0) if c.ids is None else mask[c.ids]
-    own = iter(sets)
-    of_rows = [next(own) if "xtc" in task.compiled.steps else frozenset[int]() for task in tasks]
-    masks = torch.stack([vocabulary.mask(one, width, c.p.device) for one in of_rows])
-    return masks if c.ids is None else masks.gather(1, c.ids)
-
-
-def update_mus(tasks: Sequence[SamplingTask], p: Tensor) -> None:
-    """Let the probabilities (rows,) of picked tokens move mirostat's targets, in the rows that use it."""
-    mirostat_rows = [index for index, task in enumerate(tasks) if task.compiled.mirostat]
-    if not mirostat_rows:
-        return
-    mirostat_tasks = [tasks[index] for index in mirostat_rows]
-    params = batch_params([task.compiled for task in mirostat_tasks], p.device)
-    if len(mirostat_tasks) < len(tasks):
-        p = p[torch.tensor(mirostat_rows).to(p.device, non_blocking=True)]
-    mus = updated_mus(_mus(mirostat_tasks, p.device), params["tau"], params["eta"], p.unsqueeze(1)).squeeze(1)
-    for index, task in enumerate(mirostat_tasks):
-        task.request.state.record_mu(task.request.position, mus, index)
+def update_states(
+    c: Candidates | None,
+    drawn: DrawnTokens,
+    tasks: Sequence[SamplingTask],
+    vocabulary: SamplerVocabulary,
+    width: int,
+) -> None:
+    """Let drawn tokens move the states of stateful steps; greedy rows have no candidates."""
+    used = frozenset[str]().union(*[task.compiled.stateful_steps for task in tasks])
+    for step in used:
+        rows = rows_of(step, tasks, vocabulary, width, drawn.probs.device)
+        probs = drawn.probs.double().unsqueeze(1)
+        rows.record_state(STATE_UPDATES[step](c, drawn.tokens.unsqueeze(1), probs, rows))
 
 
 def mark_failures(top: Tensor, tokens: Tensor) -> Tensor:

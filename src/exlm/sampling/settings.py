@@ -1,9 +1,10 @@
-"""Settings: what a user wants sampled. Wishes only; whatever a text has led to so far is in `SamplerState`.
+"""`Settings`: how a user wants tokens sampled. What a job's text has led to so far is in `SamplerState`.
 
-The fields, their order and their defaults are those of exllamav2's `ExLlamaV2Sampler.Settings`, and like
-there they may be changed at any time, also while a job runs. Unlike there an object may be shared by any
-number of jobs: nothing is written into it. A misspelt field is an error, because nobody would notice that it
-did nothing; what resembles no field is kept, with a warning.
+The fields, their order and their defaults are those of exllamav2's `ExLlamaV2Sampler.Settings`; fields that
+exllamav2 does not have come last. As there, they may be changed at any time, also while a job runs. Unlike
+there an object may be shared by any number of jobs: nothing is written into it. A misspelt field is an error,
+because its effect would be missed silently; a name that resembles no field is kept, with a warning. What the
+values of a field mean and which ones are valid stands in `exlm.sampler_chain`.
 """
 
 from __future__ import annotations
@@ -19,19 +20,20 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, report_unknown_attribute
+from ..sampler_chain import settings_of
 from .params import CompiledSettings, check_settings, compile_settings
 
 
 class VersionStamps:
-    """Hands out objects that are equal to no other."""
+    """Makes version stamps: objects that are equal to no other, one for every change."""
 
     def __init__(self) -> None:
         self.latest: object = None
         self.latest_mask_change: object = None
-        """Another one whenever any row got or lost a mask."""
+        """A new one whenever any row got or lost a mask."""
 
     def new_stamp(self) -> object:
-        """Another edition; to be asked for when the change is made."""
+        """The stamp of a change that is being made."""
         self.latest = stamp = object()
         return stamp
 
@@ -41,15 +43,11 @@ VERSION_STAMPS = VersionStamps()
 
 VOCAB_MULTIPLE = 32  # models pad their vocabularies; a bias made here is long enough for the padded one
 
-GREEDY_CLONE_FIELDS = (
-    "token_repetition_penalty", "token_repetition_range", "token_repetition_decay", "token_frequency_penalty",
-    "token_presence_penalty", "dry_allowed_length", "dry_base", "dry_multiplier", "dry_sequence_breakers",
-    "dry_range", "dry_max_ngram", "xtc_probability", "xtc_threshold", "xtc_ignore_tokens",
-)  # fmt: skip
+GREEDY_CLONE_FIELDS = settings_of("penalties", "dry", "xtc")
 
 
 class PieceLookup(Protocol):
-    """What settings ask of a tokenizer: how many ids there are, and which id a piece has."""
+    """The part of a tokenizer that settings need: how many ids there are, and which id a piece has."""
 
     def get_vocab_size(self) -> int:
         """One more than the highest id."""
@@ -63,9 +61,11 @@ class Settings:
     """How tokens are chosen. The defaults are those of the old library, and not neutral.
 
     Off values: penalties 1 and 0, `temperature` 1 (below 0.01 means greedy), `top_k` 0; `top_p`, `min_p`,
-    `tfs` and `typical` 0 or 1; `top_a`, `smoothing_factor`, `skew`, `dry_multiplier`, `xtc_probability` 0;
-    dynamic temperature when `max_temp` ≤ `min_temp`; it comes in addition to `temperature` unless
-    `temperature_last`.
+    `tfs` and `typical` 0 or 1; `top_a`, `top_n_sigma`, `smoothing_factor`, `skew`, `dry_multiplier`,
+    `xtc_probability` 0; dynamic temperature when `max_temp` ≤ `min_temp`; it comes in addition to
+    `temperature` unless `temperature_last`.
+
+    `adaptive_target` is off below 0.
 
     `token_bias` (vocab,) is added to the logits. `cfg_scale` is for jobs with two prompts. Sequence breakers
     and ignored tokens are sets of ids, None for those of the tokenizer. `mirostat_mu` is read and written
@@ -110,6 +110,9 @@ class Settings:
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
     xtc_ignore_tokens: Collection[int] | None = None
+    top_n_sigma: float = 0.0
+    adaptive_target: float = -1.0
+    adaptive_decay: float = 0.9
     filters: list[Any] | None = field(default=None, init=False, repr=False)
     filter_prefer_eos: bool = field(default=False, init=False, repr=False)
 

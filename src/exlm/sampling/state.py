@@ -1,7 +1,7 @@
-"""SamplerState: what sampling one text has led to: its random numbers, mirostat's target, what it repeats.
+"""What one job's sampler remembers: its random numbers, the states of stateful steps, the tokens it repeats.
 
-Every job has its own, so settings may be shared. A state follows the text it belongs to: tokens that were
-appended since are taken over when they are needed, and `truncate` takes back. It chooses nothing.
+Every job has its own `SamplerState`, so settings may be shared. It follows the job's text: tokens that were
+appended since are taken over when they are needed, and `truncate` takes them back.
 """
 
 from __future__ import annotations
@@ -16,14 +16,62 @@ from .penalties import PenaltyRule, PenaltyTerms, PenaltyWindow
 from .rng import PhiloxStream, check_seed
 from .settings import VERSION_STAMPS, Settings
 
-MU_HISTORY_LENGTH = 256  # how many mirostat targets a rewind can go back
+STATE_HISTORY_LENGTH = 256  # how many tokens a rewind can go back
 
-MuRecord = tuple[int, Tensor, int]
-"""A position, and the target that its token led to: a tensor (n,) and the place in it."""
+StateRecord = tuple[int, Tensor, int]
+"""A position, and the state that its token led to: a tensor (n,) and the index in it."""
+
+
+class StepState:
+    """The state of one stateful step of one text: a number for each position, which stays on its device."""
+
+    def __init__(self) -> None:
+        self.records: list[StateRecord] = []
+        """By ascending position; always the same list, changed by the methods below alone."""
+        self.initial: float | None = None
+        """The state before the first token, if it is not the step's own."""
+
+    def latest(self) -> float | None:
+        """The state now; None before the first token."""
+        if self.records:
+            _, values, index = self.records[-1]
+            return float(values[index])
+        return self.initial
+
+    def record_before(self, position: int) -> StateRecord | None:
+        """The record of the last token before a position; None if there is none."""
+        for record in reversed(self.records):
+            if record[0] < position:
+                return record
+        return None
+
+    def at(self, position: int, initial: float, device: torch.device) -> Tensor:
+        """The state for the token at a position, as a float64 scalar; before any token, `initial`."""
+        record = self.record_before(position)
+        if record is None:
+            value = self.initial or initial
+            return torch.full((), value, dtype=torch.float64, device=device)
+        _, values, index = record
+        return values[index].to(device, non_blocking=True)
+
+    def record(self, position: int, values: Tensor, index: int) -> StateRecord:
+        """Remember the state that the token at a position led to: one of some states (n,)."""
+        records, record = self.records, (position, values, index)
+        if records and records[-1][0] >= position:
+            self.truncate(position)
+        records.append(record)
+        if len(records) > 2 * STATE_HISTORY_LENGTH:
+            del records[:STATE_HISTORY_LENGTH]
+        return record
+
+    def truncate(self, position: int) -> None:
+        """Forget what the tokens from a position on led to."""
+        while self.records and self.records[-1][0] >= position:
+            self.records.pop()
 
 
 class SamplerState:
-    """The memory of one job's sampler."""
+    """What the sampler remembers of one text."""
 
     def __init__(
         self, settings: Settings | None = None, seed: int | None = None, prompt_ids: Sequence[int] = ()
@@ -37,15 +85,13 @@ class SamplerState:
         self._history: list[int] = list(prompt_ids)
         self.rewind_count = 0
         self.version_stamp = VERSION_STAMPS.new_stamp()
-        """Another one whenever anything changed but by appended tokens, drawn numbers and moved targets."""
+        """A new one after every change but appended tokens, drawn numbers and recorded states of steps."""
         self.last_drawn_position = -1
         """The last position that a random number was drawn for."""
         self._random_numbers = PhiloxStream(self.seed)
         self._penalty_window: PenaltyWindow | None = None
         self._dry_index: DryIndex | None = None
-        self.mu_history: list[MuRecord] = []
-        """Those that are remembered, ascending; always the same list, changed by the methods below alone."""
-        self._initial_mu = 0.0
+        self._step_states: dict[str, StepState] = {}
         if settings is not None and settings.mirostat_mu:
             self.mirostat_mu = settings.mirostat_mu[0]
 
@@ -76,7 +122,8 @@ class SamplerState:
         if length <= self.last_drawn_position:
             self.rewind_count += 1
             self.last_drawn_position = length - 1
-        self._drop_mus_from(length)
+        for state in self._step_states.values():
+            state.truncate(length)
         if self._penalty_window is not None:
             self._penalty_window.truncate(self._history, length)
         if self._dry_index is not None:
@@ -91,9 +138,9 @@ class SamplerState:
         return self._random_numbers.at(position, self.rewind_count)
 
     def philox_words(self) -> tuple[int, int]:
-        """What `uniform` is a function of besides the position, as signed 64-bit words: seed and branch.
+        """Seed and rewind count as signed 64-bit words, from which `uniform` computes with the position.
 
-        Whoever computes it elsewhere must say for which position: see `drawn`.
+        Code that computes it elsewhere must set `last_drawn_position`.
         """
         return self._signed_seed, self.rewind_count
 
@@ -110,52 +157,21 @@ class SamplerState:
         self._dry_index.extend(self._history[len(self._dry_index) :])
         return self._dry_index.token_costs(rule, breaker_ids, vocab_size)
 
+    def step_state(self, step: str) -> StepState:
+        """The state of a stateful step; always the same object."""
+        state = self._step_states.get(step)
+        if state is None:
+            state = self._step_states[step] = StepState()
+        return state
+
     @property
     def mirostat_mu(self) -> float | None:
         """Mirostat's target now; None before the first token."""
-        if self.mu_history:
-            _, mus, index = self.mu_history[-1]
-            return float(mus[index])
-        return self._initial_mu or None
+        return self.step_state("mirostat").latest()
 
     @mirostat_mu.setter
     def mirostat_mu(self, mu: float | None) -> None:
-        self.mu_history.clear()
-        self._initial_mu = float(mu or 0.0)
+        state = self.step_state("mirostat")
+        state.truncate(0)
+        state.initial = float(mu or 0.0) or None
         self.version_stamp = VERSION_STAMPS.new_stamp()
-
-    def initial_mu(self, tau: float) -> float:
-        """The target for the first token: 2 · tau unless settings said otherwise."""
-        return self._initial_mu or 2.0 * tau
-
-    def mu_record_before(self, position: int) -> MuRecord | None:
-        """The target for the token at a position, that of the last one before it; None at first.
-
-        Between steps it stays on the device.
-        """
-        for record in reversed(self.mu_history):
-            if record[0] < position:
-                return record
-        return None
-
-    def mu_at(self, position: int, tau: float, device: torch.device) -> Tensor:
-        """The target for the token at a position as a scalar."""
-        record = self.mu_record_before(position)
-        if record is None:
-            return torch.full((), self.initial_mu(tau), dtype=torch.float64, device=device)
-        _, mus, index = record
-        return mus[index].to(device, non_blocking=True)
-
-    def record_mu(self, position: int, mus: Tensor, index: int) -> MuRecord:
-        """Remember the target that the token at a position led to: one of some targets (n,)."""
-        records, record = self.mu_history, (position, mus, index)
-        if records and records[-1][0] >= position:
-            self._drop_mus_from(position)
-        records.append(record)
-        if len(records) > 2 * MU_HISTORY_LENGTH:
-            del records[:MU_HISTORY_LENGTH]
-        return record
-
-    def _drop_mus_from(self, position: int) -> None:
-        while self.mu_history and self.mu_history[-1][0] >= position:
-            self.mu_history.pop()

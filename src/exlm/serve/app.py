@@ -51,6 +51,7 @@ from .schema import (
     EmbeddingsRequest,
     ModelRequest,
     TokenizeRequest,
+    web_panel_script,
 )
 from .state import state_of
 
@@ -74,6 +75,8 @@ PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
+PANEL_SCRIPT = "sampler_settings.js"
+"""The one script that is no file: it is written from the table of the sampler's settings."""
 GONE = 499
 """The status of a reply that nobody reads."""
 
@@ -152,7 +155,10 @@ class Pages(StaticFiles):
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         """A file, with what browsers must know about it."""
-        response = await super().get_response(path, scope)
+        if path == PANEL_SCRIPT:
+            response = Response(web_panel_script())
+        else:
+            response = await super().get_response(path, scope)
         response.headers.update(PAGE_HEADERS)
         kind = PAGE_TYPES.get(Path(path if path != "." else "index.html").suffix)
         if kind is not None and response.status_code == 200:

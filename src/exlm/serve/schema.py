@@ -6,11 +6,14 @@ in `translate`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, BaseModel, Field, StringConstraints, create_model, model_validator
+
+from exlm.sampler_chain import SETTINGS, Bounds
 
 from .strict import AtMost, Strict
 
@@ -20,13 +23,13 @@ OFF = -1
 
 Count = Annotated[int, Field(ge=0, le=LARGE)]
 Real = Annotated[float, Field(ge=-1e5, le=1e5)]
-Share = Annotated[float, Field(ge=0, le=1)]
 Id = Annotated[int, Field(ge=0, le=LARGE, strict=True)]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 Phrase = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
 Json = Annotated[dict[str, Any], AtMost(4096)]
 TokenIds = Annotated[list[Id], Field(min_length=1), AtMost(1 << 20)]
+TokenSet = Annotated[list[Id | Phrase], AtMost(256)]
 Likeliest = Annotated[int, Field(ge=OFF, le=LARGE), AfterValidator(lambda count: max(count, 0))]
 NewTokens = Literal[-1] | Annotated[int, Field(ge=1, le=LARGE)]
 Seed = Annotated[
@@ -72,43 +75,55 @@ MESSAGE = frozenset(
 PART = frozenset(("file", "image_url", "input_audio", "prompt_cache_breakpoint", "refusal"))
 
 
-class Sampling(Strict):
+def _number(kind: type, bounds: Bounds) -> Any:
+    low, high = bounds.minimum, bounds.maximum
+    return Annotated[kind, Field(gt=low, le=high) if bounds.exclusive else Field(ge=low, le=high)]
+
+
+def _sampler_fields() -> dict[str, Any]:
+    """Every setting of the sampler's chain within the API's bounds, and OpenAI's names for some of them."""
+    fields: dict[str, Any] = {}
+    openai: dict[str, Any] = {}
+    for name, setting in SETTINGS.items():
+        kind: Any = setting.type
+        if kind is frozenset:
+            kind = TokenSet
+        elif setting.is_number:
+            kind = Likeliest if name == "top_k" else _number(kind, setting.api)
+        fields[name] = (kind | None, None)
+        if setting.openai_name is not None:
+            openai[setting.openai_name] = (_number(setting.type, setting.openai_bounds) | None, None)
+    return fields | openai
+
+
+if TYPE_CHECKING:
+    ChainSettings = Strict
+else:
+    ChainSettings = create_model("ChainSettings", __base__=Strict, **_sampler_fields())
+
+
+class Sampling(ChainSettings):
     """Every sampler setting that JSON can say; None is the server's default."""
 
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Share | None = None
-    top_k: Likeliest | None = None
-    top_a: Share | None = None
-    min_p: Share | None = None
-    tfs: Share | None = None
-    typical: Share | None = None
-    skew: Annotated[float, Field(ge=-20, le=20)] | None = None
-    smoothing_factor: Annotated[float, Field(ge=0, le=100)] | None = None
-    min_temp: Annotated[float, Field(ge=0, le=100)] | None = None
-    max_temp: Annotated[float, Field(ge=0, le=100)] | None = None
-    temp_exponent: Annotated[float, Field(ge=0, le=100)] | None = None
-    temperature_last: bool | None = None
-    token_repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    token_repetition_range: Annotated[int, Field(ge=-1, le=LARGE)] | None = None
-    token_repetition_decay: Count | None = None
-    token_frequency_penalty: Real | None = None
-    token_presence_penalty: Real | None = None
-    mirostat: bool | None = None
-    mirostat_tau: Annotated[float, Field(ge=0, le=100)] | None = None
-    mirostat_eta: Share | None = None
-    dry_multiplier: Annotated[float, Field(ge=0, le=100)] | None = None
-    dry_base: Annotated[float, Field(ge=0, le=100)] | None = None
-    dry_allowed_length: Count | None = None
-    dry_range: Count | None = None
-    dry_max_ngram: Annotated[int, Field(ge=1, le=1024)] | None = None
-    dry_sequence_breakers: Annotated[list[Id | Phrase], AtMost(256)] | None = None
-    xtc_probability: Share | None = None
-    xtc_threshold: Share | None = None
-    xtc_ignore_tokens: Annotated[list[Id | Phrase], AtMost(256)] | None = None
-    cfg_scale: Annotated[float, Field(ge=0, le=100)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+
+def web_panel_script() -> str:
+    """A script module for the web page: the sampler settings of its panel, in the order of the chain."""
+    panel = []
+    for name, setting in SETTINGS.items():
+        if setting.web is not None:
+            bounds = setting.api if setting.openai_name is None else setting.openai_bounds
+            panel.append(
+                {
+                    "name": setting.openai_name or name,
+                    "label": setting.web.label,
+                    "hint": setting.web.hint,
+                    "more": setting.web.more,
+                    "min": (bounds.minimum or 0) + (0.01 if bounds.exclusive else 0),
+                    "max": bounds.maximum,
+                    "whole": setting.type is int,
+                }
+            )
+    return f"export const SAMPLER_SETTINGS = {json.dumps(panel)};\n"
 
 
 class StreamOptions(Strict):

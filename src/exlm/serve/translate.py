@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from exlm import Filter, GrammarFilter, JsonSchemaFilter, RegexFilter, Settings, Tokenizer
+from exlm.sampler_chain import SETTINGS as CHAIN_SETTINGS
 
 from .conversation import Conversation, conversation
 from .limits import Bounds
@@ -25,25 +26,22 @@ from .schema import OFF, Asking, ChatRequest, CompletionRequest, JsonObjectForma
 from .styles import Style, either
 
 NEUTRAL: Mapping[str, Any] = MappingProxyType(
-    {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "token_repetition_penalty": 1.0}
+    {
+        name: int(setting.neutral) if setting.type is int else float(setting.neutral)
+        for name, setting in CHAIN_SETTINGS.items()
+        if setting.neutral is not None and getattr(Settings, name) != setting.neutral
+    }
 )
-"""What the OpenAI API does where a request says nothing."""
+"""What the OpenAI API does where a request says nothing: the settings whose defaults are not neutral."""
 
 OTHER_NAMES = {
-    "frequency_penalty": "token_frequency_penalty",
-    "presence_penalty": "token_presence_penalty",
-    "repetition_penalty": "token_repetition_penalty",
+    setting.openai_name: name for name, setting in CHAIN_SETTINGS.items() if setting.openai_name is not None
 }
-NOT_IN_JSON = frozenset(
-    (
-        "mirostat_mu", "token_bias", "post_sampling_hooks", "ngram_trie", "ngram_index", "ngram_history",
-        "filters", "filter_prefer_eos",
-    )
-)  # fmt: skip
+NOT_IN_JSON = frozenset(one.name for one in fields(Settings)) - CHAIN_SETTINGS.keys()
 """Settings that are objects, unused, or said in another way."""
 
-SETTINGS = tuple(one.name for one in fields(Settings) if one.name not in NOT_IN_JSON)
-TOKEN_LISTS = ("dry_sequence_breakers", "xtc_ignore_tokens")
+SETTINGS = tuple(one.name for one in fields(Settings) if one.name in CHAIN_SETTINGS)
+TOKEN_LISTS = tuple(name for name in SETTINGS if CHAIN_SETTINGS[name].type is frozenset)
 
 LONGEST_STRINGS = 1 << 15
 """Characters of all stop and banned strings, times the texts: every job has an automaton of so many states,

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from exlm.kernels.sampling_layout import HEADER_OFFSETS, HEADER_WORDS, MAX_DRY_PENALTY
 from exlm.sampling import Settings, gpu_batch
 from exlm.sampling.gpu_batch import OUT_OF_VOCAB, DeviceTokenHistory
-from exlm.sampling.gpu_kernels import param_row_of
 from tests.sampling import oracle
 from tests.sampling.random_inputs import neutral
 
@@ -42,7 +41,7 @@ def kernel_costs(text: list[int], settings: Settings, breakers: frozenset[int]) 
     """What the kernel takes from each logit, told of the last token by a word."""
     device_history, span = DeviceTokenHistory(WIDTH, DEVICE), 23
     mask = torch.tensor([token in breakers for token in range(WIDTH)], device=DEVICE)
-    table = torch.tensor(param_row_of(settings.compiled()), dtype=torch.float64, device=DEVICE)
+    table = torch.tensor(settings.compiled().kernel_row, dtype=torch.float64, device=DEVICE)
     y, counts = torch.zeros(WIDTH, device=DEVICE), torch.zeros(WIDTH, dtype=torch.int32, device=DEVICE)
     for part in (text[:-1], text):
         words = torch.zeros(HEADER_WORDS, dtype=torch.int64)

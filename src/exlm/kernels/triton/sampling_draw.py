@@ -63,17 +63,17 @@ DYNAMIC, FINAL_TEMPERATURE, XTC, SKEW, GREEDY = (
     for name in ("dynamic_temperature", "final_temperature", "xtc", "skew", "greedy")
 )
 FLAGS_COLUMN, TOP_K_COLUMN, TEMPERATURE_COLUMN, SMOOTHING_COLUMN = (
-    tl.constexpr(layout.PARAM_COLUMNS[name]) for name in ("flags", "top_k", "temperature", "smoothing")
+    tl.constexpr(layout.PARAM_COLUMNS[name]) for name in ("flags", "top_k", "temperature", "smoothing_factor")
 )
 TOP_P_COLUMN, TOP_A_COLUMN, MIN_P_COLUMN, TFS_COLUMN, TYPICAL_COLUMN = (
     tl.constexpr(layout.PARAM_COLUMNS[name]) for name in ("top_p", "top_a", "min_p", "tfs", "typical")
 )
 TAU_COLUMN, ETA_COLUMN, MIROSTAT_COLUMN = (
-    tl.constexpr(layout.PARAM_COLUMNS[name]) for name in ("tau", "eta", "mirostat")
+    tl.constexpr(layout.PARAM_COLUMNS[name]) for name in ("mirostat_tau", "mirostat_eta", "mirostat")
 )
 MIN_TEMP_COLUMN, MAX_TEMP_COLUMN, TEMP_EXPONENT_COLUMN, FINAL_TEMPERATURE_COLUMN = (
     tl.constexpr(layout.PARAM_COLUMNS[name])
-    for name in ("min_temp", "max_temp", "exponent", "final_temperature")
+    for name in ("min_temp", "max_temp", "temp_exponent", "final_temperature")
 )
 XTC_PROBABILITY_COLUMN, XTC_THRESHOLD_COLUMN, SKEW_POWER_COLUMN = (
     tl.constexpr(layout.PARAM_COLUMNS[name]) for name in ("xtc_probability", "xtc_threshold", "skew_power")

@@ -23,11 +23,11 @@ AT_COUNTS, AT_NEW_COUNTS, AT_DECAY, AT_BLOCKED, AT_BIAS, AT_ALLOWED, AT_HISTORY,
     )
 )  # fmt: skip
 PENALTY_COLUMN, MULTIPLIER_COLUMN, BASE_COLUMN = (
-    tl.constexpr(layout.PARAM_COLUMNS[name]) for name in ("repetition", "dry_multiplier", "dry_base")
+    tl.constexpr(layout.PARAM_COLUMNS[name])
+    for name in ("token_repetition_penalty", "dry_multiplier", "dry_base")
 )
 ALLOWED_LENGTH_COLUMN, MAX_MATCH_COLUMN, SEARCH_RANGE_COLUMN = (
-    tl.constexpr(layout.PARAM_COLUMNS[name])
-    for name in ("dry_allowed_length", "dry_max_match_length", "dry_search_range")
+    tl.constexpr(layout.PARAM_COLUMNS[name]) for name in ("dry_allowed_length", "dry_max_ngram", "dry_range")
 )
 BLOCKED_LOGIT = tl.constexpr(layout.BLOCKED_LOGIT)
 MAX_DRY_PENALTY = tl.constexpr(layout.MAX_DRY_PENALTY)

@@ -2,30 +2,15 @@
 // setting holds.
 
 import { el } from "./dom.js";
+import { SAMPLER_SETTINGS } from "./sampler_settings.js";
 
 const MANY = 2 ** 31 - 1;
 const FIELDS = [
-  { name: "temperature", label: "Temperature", min: 0, max: 100, hint: "0: the likeliest only" },
-  { name: "top_p", label: "Top P", min: 0, max: 1, hint: "1 cuts nothing off" },
-  { name: "top_k", label: "Top K", min: 0, max: MANY, whole: true, hint: "0 cuts nothing off" },
-  { name: "min_p", label: "Min P", min: 0, max: 1, hint: "0 cuts nothing off" },
-  { name: "repetition_penalty", label: "Repetition penalty", min: 0.01, max: 100, hint: "1 is none" },
+  ...SAMPLER_SETTINGS.filter(({ more }) => !more),
   { name: "max_tokens", label: "Longest answer", min: 1, max: MANY, whole: true, hint: "in tokens" },
   { name: "seed", label: "Seed", min: 0, max: Number.MAX_SAFE_INTEGER, whole: true, hint: "same seed, same answer" },
 ];
-const MORE = [
-  { name: "typical", label: "Typical", min: 0, max: 1, hint: "0 or 1 cuts nothing off" },
-  { name: "tfs", label: "Tail free", min: 0, max: 1, hint: "0 or 1 cuts nothing off" },
-  { name: "top_a", label: "Top A", min: 0, max: 1, hint: "0 cuts nothing off" },
-  { name: "smoothing_factor", label: "Smoothing", min: 0, max: 100, hint: "0 is none" },
-  { name: "frequency_penalty", label: "Frequency penalty", min: -2, max: 2, hint: "0 is none" },
-  { name: "presence_penalty", label: "Presence penalty", min: -2, max: 2, hint: "0 is none" },
-  { name: "dry_multiplier", label: "DRY multiplier", min: 0, max: 100, hint: "0 is off" },
-  { name: "dry_base", label: "DRY base", min: 0, max: 100, hint: "grows with the length" },
-  { name: "dry_allowed_length", label: "DRY allowed length", min: 0, max: MANY, whole: true, hint: "in tokens" },
-  { name: "xtc_probability", label: "XTC probability", min: 0, max: 1, hint: "0 is off" },
-  { name: "xtc_threshold", label: "XTC threshold", min: 0, max: 1, hint: "what counts as likely" },
-];
+const MORE = SAMPLER_SETTINGS.filter(({ more }) => more);
 
 /** The panel's fields in a form; `changed` is told of every change. */
 export class Settings {
