@@ -25,7 +25,7 @@ from rich.table import Table
 from exlm import spec
 from exlm.kernels.artifact_cache import ArtifactCache
 from exlm.kernels.cuda import attention as cuda
-from exlm.kernels.cuda.program import Workshop, compiled
+from exlm.kernels.cuda.module_cache import ModuleCache, compile_cached
 from exlm.kernels.interface import AttentionFn
 from exlm.kernels.reference import ReferenceBackend
 from exlm.kernels.triton import TritonBackend
@@ -105,7 +105,7 @@ class Kernels:
         self.plain = ReferenceBackend(self.device, torch.float16)
         self.rope = spec.Rope(1e4, HEAD)
         self.turn = self.triton.rope(self.rope, 1 << 14)
-        self.desk = cuda.Desk(Workshop(self.device, FOLDER), self.triton.limits.num_sms)
+        self.counters = cuda.SplitCounters(ModuleCache(self.device, FOLDER), self.triton.limits.num_sms)
 
     def attn(self, heads: tuple[int, int]) -> spec.Attention:
         """The layer."""
@@ -115,9 +115,11 @@ class Kernels:
         """Triton's."""
         return self.triton.attention(self.attn(heads), self.turn)
 
-    def fast(self, heads: tuple[int, int], plan: cuda.Plan | None = None) -> AttentionFn:
+    def fast(self, heads: tuple[int, int], plan: cuda.SplitConfig | None = None) -> AttentionFn:
         """CUDA's."""
-        return cuda.Attend(self.desk, self.attn(heads), self.turn, self.portable(heads), plan)
+        return cuda.PagedDecodeAttention(
+            self.counters, self.attn(heads), self.turn, self.portable(heads), plan
+        )
 
     def error(self, heads: tuple[int, int], cache: str, attend: AttentionFn) -> float:
         """The largest of a few cases, against plain torch."""
@@ -163,10 +165,10 @@ def decoding(kernels: Kernels, rows: list[int], pasts: list[int], speed: float) 
     yield table
 
 
-def plans(cache: str) -> Iterator[cuda.Plan]:
+def plans(cache: str) -> Iterator[cuda.SplitConfig]:
     """All to compare."""
     for (warps, steps, resident), (unit, slots, waves) in product(FORMS[cache], CUTS):
-        yield cuda.Plan(warps, steps, resident, unit, slots, waves)
+        yield cuda.SplitConfig(warps, steps, resident, unit, slots, waves)
 
 
 def compile_ahead(kernels: Kernels) -> None:
@@ -181,7 +183,7 @@ def compile_ahead(kernels: Kernels) -> None:
                 wanted.add(tuple(sorted(chosen.items())))
     kept = ArtifactCache(FOLDER)
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        made = [pool.submit(compiled, cuda.SOURCE, one, f"sm_{major}{minor}", kept) for one in wanted]
+        made = [pool.submit(compile_cached, cuda.SOURCE, one, f"sm_{major}{minor}", kept) for one in wanted]
         for one in made:
             one.result()
 

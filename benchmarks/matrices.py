@@ -18,12 +18,12 @@ from rich.table import Table
 
 from exlm.bench.synthetic_weights import RandomTensors, WeightFormat, weight_format
 from exlm.formats import PackedWeight
-from exlm.kernels.cuda import linear, wide
-from exlm.kernels.cuda.lanes import ALIKE
-from exlm.kernels.cuda.linear import Normal, Plan, Product
-from exlm.kernels.cuda.program import Workshop, compiled, target
-from exlm.kernels.cuda.tiles import Tiles, arrange
-from exlm.kernels.cuda.wide import WideProduct
+from exlm.kernels.cuda import gemm, gemm_m64
+from exlm.kernels.cuda.gemm import GemmM16, RmsNorm, TileConfig
+from exlm.kernels.cuda.gemm_m64 import GemmM64, TileConfigM64
+from exlm.kernels.cuda.lanes import MAX_M16
+from exlm.kernels.cuda.module_cache import ModuleCache, compile_cached, target
+from exlm.kernels.cuda.repack import MmaWeight, repack
 
 from .gpu import copy_speed, replayed
 
@@ -35,46 +35,53 @@ SHAPES: dict[str, tuple[int, list[int], bool]] = {
     "down": (11008, [4096], False),
 }
 """Inputs, outputs, and whether a norm stands before them."""
-PLANS = [
-    Plan(4, 8, 2), Plan(2, 16, 2), Plan(4, 9, 2), Plan(2, 12, 2), Plan(4, 5, 2), Plan(4, 6, 2), Plan(3, 9, 2),
-    Plan(3, 8, 2), Plan(2, 24, 2), Plan(6, 9, 2), Plan(6, 12, 2), Plan(6, 16, 2), Plan(3, 8, 3),
+CONFIGS = [
+    TileConfig(*one)
+    for one in (
+        (4, 8, 2), (2, 16, 2), (4, 9, 2), (2, 12, 2), (4, 5, 2), (4, 6, 2), (3, 9, 2),
+        (3, 8, 2), (2, 24, 2), (6, 9, 2), (6, 12, 2), (6, 16, 2), (3, 8, 3),
+    )
 ]  # fmt: skip
-WIDE_PLANS = [
-    *(wide.Plan(1, 8, 3, 2, pieces) for pieces in (0, 1, 2, 3, 4, 8)),
-    *(wide.Plan(1, 4, 4, 4, pieces) for pieces in (1, 2, 4)), wide.Plan(2, 8, 4, 1), wide.Plan(2, 4, 4, 2),
-]  # fmt: skip
+CONFIGS_M64 = [
+    *(TileConfigM64(1, 8, 3, 2, pieces) for pieces in (0, 1, 2, 3, 4, 8)),
+    *(TileConfigM64(1, 4, 4, 4, pieces) for pieces in (1, 2, 4)),
+    TileConfigM64(2, 8, 4, 1),
+    TileConfigM64(2, 4, 4, 2),
+]
 
 Work = Callable[[], None]
 
 
-def random_tiles(inputs: int, outputs: int, form: WeightFormat, random: RandomTensors) -> Tiles:
+def random_tiles(inputs: int, outputs: int, form: WeightFormat, random: RandomTensors) -> MmaWeight:
     """A matrix of random numbers in the true layout of a format."""
     weight = form.weight(inputs, outputs, random, False, 0.02)
     assert isinstance(weight, PackedWeight)
-    return arrange(weight)
+    return repack(weight)
 
 
-def plans(rows: int) -> Sequence[Plan]:
+def plans(rows: int) -> Sequence[TileConfig]:
     """Those to try for so many rows."""
-    return PLANS if rows <= ALIKE else WIDE_PLANS
+    return CONFIGS if rows <= MAX_M16 else CONFIGS_M64
 
 
 def bound(
-    workshop: Workshop, matrices: list[Tiles], normal: Normal | None, plan: Plan
-) -> Product | WideProduct:
+    modules: ModuleCache, matrices: list[MmaWeight], normal: RmsNorm | None, plan: TileConfig
+) -> GemmM16 | GemmM64:
     """Matrices ready to be multiplied."""
     act = "silu" if len(matrices) == 2 else None
-    if isinstance(plan, wide.Plan):
-        return WideProduct(Product(workshop, matrices, normal, act), plan)
-    return Product(workshop, matrices, normal, act, plan)
+    if isinstance(plan, TileConfigM64):
+        return GemmM64(GemmM16(modules, matrices, normal, act), plan)
+    return GemmM16(modules, matrices, normal, act, plan)
 
 
-def chain(workshop: Workshop, layers: list[list[Tiles]], norm: bool, plan: Plan, rows: int) -> Work:
+def chain(
+    modules: ModuleCache, layers: list[list[MmaWeight]], norm: bool, plan: TileConfig, rows: int
+) -> Work:
     """One matrix after the other, all on the same rows."""
-    inputs, device = layers[0][0].in_features, workshop.device
+    inputs, device = layers[0][0].in_features, modules.device
     x = torch.randn(rows, inputs, device=device).half()
-    normal = Normal(torch.rand(inputs, device=device), 1e-5) if norm else None
-    products = [bound(workshop, one, normal, plan) for one in layers]
+    normal = RmsNorm(torch.rand(inputs, device=device), 1e-5) if norm else None
+    products = [bound(modules, one, normal, plan) for one in layers]
     out = [torch.empty(rows, width, device=device).half() for width in products[0].widths]
     residual = None if norm else out[0].clone()
 
@@ -85,20 +92,20 @@ def chain(workshop: Workshop, layers: list[list[Tiles]], norm: bool, plan: Plan,
     return run
 
 
-def compile_ahead(workshop: Workshop, model: dict[str, list[list[Tiles]]], rows: list[int]) -> None:
+def compile_ahead(modules: ModuleCache, model: dict[str, list[list[MmaWeight]]], rows: list[int]) -> None:
     """Every program that will be needed, on all processors at once."""
-    device = target(*torch.cuda.get_device_capability(workshop.device))
+    device = target(*torch.cuda.get_device_capability(modules.device))
     needed = set()
     for name, layers in model.items():
         normal = (
-            Normal(torch.ones(SHAPES[name][0], device=workshop.device), 1e-5) if SHAPES[name][2] else None
+            RmsNorm(torch.ones(SHAPES[name][0], device=modules.device), 1e-5) if SHAPES[name][2] else None
         )
         for number, plan in ((count, plan) for count in rows for plan in plans(count)):
-            source = wide.SOURCE if isinstance(plan, wide.Plan) else linear.SOURCE
-            product = bound(workshop, layers[0], normal, plan)
+            source = gemm_m64.SOURCE if isinstance(plan, TileConfigM64) else gemm.SOURCE
+            product = bound(modules, layers[0], normal, plan)
             needed.add((source, tuple(sorted(product.choices(number).items()))))
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda one: compiled(one[0], one[1], device, workshop.cache), needed))
+        list(pool.map(lambda one: compile_cached(one[0], one[1], device, modules.cache), needed))
 
 
 def main() -> None:
@@ -110,14 +117,14 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="print every plan's time")
     chosen = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device())
-    workshop = Workshop(device, Path(gettempdir()) / "exlm-kernels")
+    modules = ModuleCache(device, Path(gettempdir()) / "exlm-kernels")
     roof = copy_speed(device)
     stored, random = weight_format(chosen.form, chosen.bits), RandomTensors(1, device)
     model = {
         name: [[random_tiles(inputs, width, stored, random) for width in widths] for _ in range(LAYERS)]
         for name, (inputs, widths, _) in SHAPES.items()
     }
-    compile_ahead(workshop, model, chosen.rows)
+    compile_ahead(modules, model, chosen.rows)
     title = f"{stored}; a copy moves {roof / 1e12:.2f} TB/s"
     table = Table(
         "matrix", "rows", "us", "TB/s", "% of copy", "tiles, warps, stages (, resident)", title=title
@@ -128,7 +135,7 @@ def main() -> None:
             inputs, widths, norm = SHAPES[name]
             size = sum(stored.nbytes(inputs, width, False) for width in widths)
             times = {
-                plan: replayed(chain(workshop, layers, norm, plan, rows)) / LAYERS for plan in plans(rows)
+                plan: replayed(chain(modules, layers, norm, plan, rows)) / LAYERS for plan in plans(rows)
             }
             plan = min(times, key=times.__getitem__)
             speed = size / times[plan]

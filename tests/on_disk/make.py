@@ -161,22 +161,22 @@ def make_batches(data: Path, scratch: Path) -> None:
 
 def make_plans(data: Path, scratch: Path) -> None:
     """What `exlm tune` keeps for a GPU, written by its own writer."""
-    from exlm.kernels.cuda.planner import Kind, Planner, kind_of, plans_file
-    from exlm.kernels.cuda.tiles import alike, arrange
-    from tests.kernels.cuda.emulator import EmulatedWorkshop
+    from exlm.kernels.cuda.repack import repack, unify_groups
+    from exlm.kernels.cuda.tuning import GemmShape, TuneCache, shape_name, tuned_file
+    from tests.kernels.cuda.emulator import EmulatedModuleCache
     from tests.kernels.cuda.random_weights import weight
 
-    file = plans_file(scratch / "plans" / "kernels", "NVIDIA H200")
-    planner = Planner(EmulatedWorkshop(scratch), file)  # type: ignore[arg-type]
+    file = tuned_file(scratch / "plans" / "kernels", "NVIDIA H200")
+    tuned = TuneCache(EmulatedModuleCache(scratch), file)  # type: ignore[arg-type]
     kinds = []
     for name, setting in {"4 bits": (1, 3, 4), "6 and 4 bits": (2, 5, 3), "minimums": (3, 4, 2)}.items():
-        product = planner.product([arrange(weight(name))])
-        kinds.append(Kind(kind_of(product.matrices, None), [product]))
+        product = tuned.product([repack(weight(name))])
+        kinds.append(GemmShape(shape_name(product.matrices, None), [product]))
         kinds[-1].turn(setting)
-    pair = planner.product(alike([arrange(weight("4 bits"))] * 2), None, "silu")
-    kinds.append(Kind(kind_of(pair.matrices, "silu"), [pair]))
+    pair = tuned.product(unify_groups([repack(weight("4 bits"))] * 2), None, "silu")
+    kinds.append(GemmShape(shape_name(pair.matrices, "silu"), [pair]))
     kinds[-1].turn((2, 6, 3))
-    assert planner.keep(kinds) == file
+    assert tuned.keep(kinds) == file
     shutil.copytree(file.parent, data / "kernels")
 
 

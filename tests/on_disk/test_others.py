@@ -30,18 +30,18 @@ def planned(file: Path, folder: Path) -> list[tuple[int, ...]]:
     """
     from dataclasses import astuple
 
-    from exlm.kernels.cuda.planner import Planner, plans_file
-    from exlm.kernels.cuda.tiles import alike, arrange
-    from tests.kernels.cuda.emulator import EmulatedWorkshop
+    from exlm.kernels.cuda.repack import repack, unify_groups
+    from exlm.kernels.cuda.tuning import TuneCache, tuned_file
+    from tests.kernels.cuda.emulator import EmulatedModuleCache
     from tests.kernels.cuda.random_weights import weight
 
-    assert plans_file(file.parent, "NVIDIA H200") == file
-    planner = Planner(EmulatedWorkshop(folder), file)  # type: ignore[arg-type]
+    assert tuned_file(file.parent, "NVIDIA H200") == file
+    tuned = TuneCache(EmulatedModuleCache(folder), file)  # type: ignore[arg-type]
     alone = [
-        planner.product([arrange(weight(kind))])
+        tuned.product([repack(weight(kind))])
         for kind in ("4 bits", "6 and 4 bits", "minimums", "zero points")
     ]
-    pair = planner.product(alike([arrange(weight("4 bits"))] * 2), None, "silu")
+    pair = tuned.product(unify_groups([repack(weight("4 bits"))] * 2), None, "silu")
     return [astuple(product.plan) for product in (*alone, pair)]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from exlm.kernels.cuda.program import whole
+from exlm.kernels.cuda.module_cache import read_source
 
 HERE = Path(__file__).parent
 SHARED = re.compile(r"extern __shared__ __align__\(\d+\) char (\w+)\[\];")
@@ -32,8 +32,8 @@ class Emulated:
         threads: int,
         shared: int,
         arguments: Sequence[Any],
-        overlap: bool = True,
-        together: bool = False,
+        pdl: bool = True,
+        cooperative: bool = False,
     ) -> None:
         """Blocks one after the other; those that wait for others go on later."""
         places = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(one) for one in arguments))
@@ -43,18 +43,18 @@ class Emulated:
         )
 
 
-class EmulatedWorkshop:
+class EmulatedModuleCache:
     """Compiles with the machine's own compiler into a folder."""
 
     device = torch.device("cpu")
     memory = 227 * 1024
-    processors = 4
+    num_sms = 4
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._made: dict[tuple[Path, tuple[tuple[str, int], ...]], Emulated] = {}
 
-    def program(self, source: Path, **defines: int) -> Emulated:
+    def module(self, source: Path, **defines: int) -> Emulated:
         """A source with its choices made."""
         key = source, tuple(sorted(defines.items()))
         if key not in self._made:
@@ -62,11 +62,11 @@ class EmulatedWorkshop:
         return self._made[key]
 
     def _build(self, source: Path, defines: dict[str, int]) -> Path:
-        text = whole(source).decode()
+        text = read_source(source).decode()
         source_text = SHARED.sub(r"char* const \1 = shared_memory;", text)
         kernels = "".join(f"KERNEL({name})\n" for name in KERNEL.findall(text))
         stem = self.folder / f"emulated{len(self._made)}"
-        stem.with_suffix(".cpp").write_text(source_text + (HERE / "emulated_end.h").read_text() + kernels)
+        stem.with_suffix(".cpp").write_text(source_text + (HERE / "emulator_launch.h").read_text() + kernels)
         choices = [f"-D{name}={value}" for name, value in defines.items()]
         command = [*COMPILER, "-shared", "-include", str(self._begun()), *choices]
         subprocess.run([*command, f"{stem}.cpp", "-o", f"{stem}.so"], check=True)
@@ -74,8 +74,8 @@ class EmulatedWorkshop:
 
     def _begun(self) -> Path:
         """What comes before every source, read by the compiler once and for all."""
-        start = self.folder / "emulated.h"
+        start = self.folder / "emulator.h"
         if not start.exists():
-            start.write_text((HERE / "emulated.h").read_text())
+            start.write_text((HERE / "emulator.h").read_text())
             subprocess.run([*COMPILER, "-x", "c++-header", start, "-o", f"{start}.gch"], check=True)
         return start

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from exlm.formats.packed import PackedWeight
-from exlm.kernels.cuda.linear import Normal
+from exlm.kernels.cuda.gemm import RmsNorm
 
 LIMIT = 1.5e-3  # what rounding to float16 costs
 ACTS = {
@@ -18,7 +18,7 @@ ACTS = {
 }
 
 
-def entered(x: Tensor, norm: Normal | None) -> Tensor:
+def entered(x: Tensor, norm: RmsNorm | None) -> Tensor:
     """x as it enters the matrix."""
     wide = x.double()
     if norm is None:
@@ -27,13 +27,13 @@ def entered(x: Tensor, norm: Normal | None) -> Tensor:
     return scaled.half().double()
 
 
-def product(x: Tensor, packed: PackedWeight, norm: Normal | None = None) -> Tensor:
+def product(x: Tensor, packed: PackedWeight, norm: RmsNorm | None = None) -> Tensor:
     """norm(x) @ W + bias."""
     y = entered(x, norm) @ packed.dequantize().double()
     return y if packed.bias is None else y + packed.bias.double()
 
 
-def gated(x: Tensor, gate: PackedWeight, up: PackedWeight, norm: Normal | None, act: str) -> Tensor:
+def gated(x: Tensor, gate: PackedWeight, up: PackedWeight, norm: RmsNorm | None, act: str) -> Tensor:
     """act(gate) · up."""
     return ACTS[act](product(x, gate, norm)) * product(x, up, norm)
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from exlm import spec
-from exlm.kernels.cuda.attention import Attend, Desk, Plan, plan_for
+from exlm.kernels.cuda.attention import PagedDecodeAttention, SplitConfig, SplitCounters, default_split_config
 from exlm.kernels.reference import ReferenceBackend
 from exlm.kernels.reference.rope import RotaryEmbedding
 from exlm.kvcache.layer import CacheLayer
-from tests.kernels.cuda.emulator import EmulatedWorkshop
-from tests.kernels.cuda.heirs import inlet, read_back
+from tests.kernels.cuda.emulator import EmulatedModuleCache
+from tests.kernels.cuda.prepacked_oracle import input_layout, read_back
 from tests.kernels.triton import cases
 from tests.kernels.triton.cases import Case
 
@@ -27,7 +27,7 @@ def refuse(*_: Any) -> Tensor:
     raise AssertionError("the kernel did not take it")
 
 
-class Tables:
+class RopeTables:
     """A rotation that only has tables."""
 
     def __init__(self, case: Case, style: str, device: torch.device) -> None:
@@ -43,23 +43,25 @@ def rope(case: Case, style: str) -> spec.Rope:
     return spec.Rope(1e4, case.head_dim // 4 * 3, style=style)  # type: ignore[arg-type]
 
 
-def compare(desk: Desk, case: Case, plan: Plan | None, device: torch.device, style: str = "neox") -> None:
+def compare(
+    counters: SplitCounters, case: Case, plan: SplitConfig | None, device: torch.device, style: str = "neox"
+) -> None:
     plain = ReferenceBackend(device, case.dtype)
     q, k, v = (step := cases.step(case, device)).heads
     twin = step.layer.clone()
     want = plain.attention(case.attn, plain.rope(rope(case, style), 8192))(q, k, v, step.layer, step.metadata)
-    attend = Attend(desk, case.attn, Tables(case, style, device), refuse, plan)
+    attend = PagedDecodeAttention(counters, case.attn, RopeTables(case, style, device), refuse, plan)
     third = twin.clone()
     got = attend(q, k, v, twin, step.metadata)
     assert float((got - want).float().norm() / want.float().norm()) < 2e-3
     rows = got.flatten(0, 1)
-    handed = inlet(rows.shape[1], device).open(len(rows), 0)
+    handed = input_layout(rows.shape[1], device).open(len(rows), 0)
     handed.words.fill_(float("nan"))
     assert third.paged is not None
     attend.leave(q, k, v, third.paged, step.metadata, handed)
     assert torch.equal(read_back(handed), rows.cpu())
     assert all(torch.equal(a, b) for a, b in zip(third.tensors, twin.tensors, strict=True))
-    assert int(desk.counts.abs().sum()) == 0
+    assert int(counters.counts.abs().sum()) == 0
     for mine, right in zip(twin.tensors, step.layer.tensors, strict=True):
         if mine.dtype is torch.uint8:
             assert float((mine != right).float().mean()) < 2e-3
@@ -67,7 +69,7 @@ def compare(desk: Desk, case: Case, plan: Plan | None, device: torch.device, sty
             torch.testing.assert_close(mine, right, rtol=2e-2, atol=1e-3)
 
 
-SMALL = Plan(warps=4, unit=64, slots=4, waves=4)
+SMALL = SplitConfig(warps=4, unit=64, slots=4, waves=4)
 EMULATED = [
     (Case("float", HALF, 2, 2, 64, (300, 5, 0), 1), SMALL),
     (Case("float", HALF, 2, 2, 64, (300, 5), 1, window=40), SMALL),
@@ -99,25 +101,25 @@ LARGE = [
 
 
 @pytest.fixture(scope="module")
-def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
+def counters(tmp_path_factory: pytest.TempPathFactory) -> SplitCounters:
     """Two processors that are none."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
-    return Desk(EmulatedWorkshop(tmp_path_factory.mktemp("emulated")), 2)
+    return SplitCounters(EmulatedModuleCache(tmp_path_factory.mktemp("emulated")), 2)
 
 
 @pytest.fixture
-def gpu(tmp_path_factory: pytest.TempPathFactory) -> Desk:
+def gpu(tmp_path_factory: pytest.TempPathFactory) -> SplitCounters:
     """A device of one's own."""
-    from exlm.kernels.cuda.program import Workshop
+    from exlm.kernels.cuda.module_cache import ModuleCache
 
     folder = tmp_path_factory.getbasetemp() / "kernels"
-    return Desk(Workshop(torch.device("cuda", 0), folder), 132)
+    return SplitCounters(ModuleCache(torch.device("cuda", 0), folder), 132)
 
 
-def planned(case: Case, layer: CacheLayer) -> Plan:
+def planned(case: Case, layer: CacheLayer) -> SplitConfig:
     assert layer.paged is not None
-    return plan_for(layer.paged, case.tokens * case.heads // case.kv_heads)
+    return default_split_config(layer.paged, case.tokens * case.heads // case.kv_heads)
 
 
 def name(case: Case) -> str:
@@ -125,42 +127,42 @@ def name(case: Case) -> str:
 
 
 @pytest.mark.parametrize(("case", "plan"), EMULATED, ids=lambda x: name(x) if isinstance(x, Case) else "")
-def test_emulated(desk: Desk, case: Case, plan: Plan) -> None:
-    compare(desk, case, plan, CPU)
+def test_emulated(counters: SplitCounters, case: Case, plan: SplitConfig) -> None:
+    compare(counters, case, plan, CPU)
 
 
 @pytest.mark.parametrize("style", ["neox", "gptj"])
-def test_styles(desk: Desk, style: str) -> None:
-    compare(desk, Case("float", HALF, 2, 2, 64, (70, 5), 1), SMALL, CPU, style)
+def test_styles(counters: SplitCounters, style: str) -> None:
+    compare(counters, Case("float", HALF, 2, 2, 64, (70, 5), 1), SMALL, CPU, style)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", LARGE, ids=name)
-def test_on_a_gpu(gpu: Desk, case: Case) -> None:
+def test_on_a_gpu(gpu: SplitCounters, case: Case) -> None:
     compare(gpu, case, None, torch.device("cuda"))
 
 
-def alone(desk: Desk, case: Case, plan: Plan | None, device: torch.device) -> None:
+def alone(counters: SplitCounters, case: Case, plan: SplitConfig | None, device: torch.device) -> None:
     """Each row by itself, shared by other thread blocks and bound by its own length, gives the same bits."""
     (q, k, v), layer, metadata = cases.step(case, device, spare=3)
-    attend = Attend(desk, case.attn, Tables(case, "neox", device), refuse, plan)
-    together = attend(q, k, v, layer.clone(), metadata)
+    attend = PagedDecodeAttention(counters, case.attn, RopeTables(case, "neox", device), refuse, plan)
+    dequant_gemms = attend(q, k, v, layer.clone(), metadata)
     assert torch.equal(
-        attend(q, k, v, layer.clone(), replace(metadata, max_kv_len=metadata.max_kv_len + 700)), together
+        attend(q, k, v, layer.clone(), replace(metadata, max_kv_len=metadata.max_kv_len + 700)), dequant_gemms
     )
-    few = Desk(desk.workshop, 1)
-    attend = replace(attend, desk=few, plan=replace(plan or planned(case, layer), waves=1))
+    few = SplitCounters(counters.modules, 1)
+    attend = replace(attend, counters=few, plan=replace(plan or planned(case, layer), waves=1))
     for row, past in enumerate(case.pasts):
         one = slice(row, row + 1)
         mine = cases.one_row(metadata, row, past + case.tokens)
-        assert torch.equal(attend(q[one], k[one], v[one], layer.clone(), mine), together[one])
+        assert torch.equal(attend(q[one], k[one], v[one], layer.clone(), mine), dequant_gemms[one])
 
 
 @pytest.mark.parametrize(("cache", "heads"), [("float", (2, 2)), ("q4", (8, 2)), ("q4", (2, 2))])
-def test_a_row_is_the_same_in_any_batch(desk: Desk, cache: str, heads: tuple[int, int]) -> None:
+def test_a_row_is_the_same_in_any_batch(counters: SplitCounters, cache: str, heads: tuple[int, int]) -> None:
     head = 64 if cache == "float" else 128
     alone(
-        desk,
+        counters,
         Case(cache, HALF, *heads, head, (300, 0, 64, 65), 1),
         replace(SMALL, steps=4 if head > 64 else 1),
         CPU,
@@ -172,13 +174,13 @@ def test_a_row_is_the_same_in_any_batch(desk: Desk, cache: str, heads: tuple[int
 @pytest.mark.parametrize("heads", [(32, 32), (32, 8)])
 @pytest.mark.parametrize("tokens", [1, 4, 16])
 def test_a_row_is_the_same_in_any_batch_on_a_gpu(
-    gpu: Desk, cache: str, heads: tuple[int, int], tokens: int
+    gpu: SplitCounters, cache: str, heads: tuple[int, int], tokens: int
 ) -> None:
     pasts = (8000, 0, 1, 500, 2049, 64, 63, 300, 4000, 7)
     alone(gpu, Case(cache, HALF, *heads, 128, pasts, tokens), None, torch.device("cuda"))
 
 
-def test_strided_heads_that_turned_elsewhere(desk: Desk) -> None:
+def test_strided_heads_that_turned_elsewhere(counters: SplitCounters) -> None:
     """Parts of one wide tensor, as a joint projection leaves them; a rotation without tables."""
     case = Case("float", HALF, 2, 2, 64, (70, 5), 1)
     _, layer, metadata = cases.step(case, CPU)
@@ -188,21 +190,21 @@ def test_strided_heads_that_turned_elsewhere(desk: Desk) -> None:
     turn = plain.rope(rope(case, "neox"), 8192)
     twin = layer.clone()
     want = plain.attention(case.attn, turn)(q, k, v, layer, metadata)
-    got = Attend(desk, case.attn, turn, refuse, SMALL)(q, k, v, twin, metadata)
+    got = PagedDecodeAttention(counters, case.attn, turn, refuse, SMALL)(q, k, v, twin, metadata)
     assert float((got - want).float().norm() / want.float().norm()) < 2e-3
 
 
-def test_three_planes(desk: Desk) -> None:
+def test_three_planes(counters: SplitCounters) -> None:
     case = Case("float", HALF, 2, 2, 64, (70, 5), 2)
     (q, k, v), layer, metadata = cases.step(case, CPU)
     turn = spec.Rope(1e4, 64, mrope_sections=(8, 10, 14))
-    tables = Tables(case, "neox", CPU)
+    tables = RopeTables(case, "neox", CPU)
     made = RotaryEmbedding(turn, 8192, CPU)
     tables.cos, tables.sin, tables.planes, tables.dim = made.cos, made.sin, made.mrope_axis.int(), 64
     metadata = replace(metadata, positions=torch.randint(0, 500, (3, 2, 2)))
     plain, twin = ReferenceBackend(CPU, HALF), layer.clone()
     want = plain.attention(case.attn, plain.rope(turn, 8192))(q, k, v, layer, metadata)
-    got = Attend(desk, case.attn, tables, refuse, SMALL)(q, k, v, twin, metadata)
+    got = PagedDecodeAttention(counters, case.attn, tables, refuse, SMALL)(q, k, v, twin, metadata)
     assert float((got - want).float().norm() / want.float().norm()) < 2e-3
 
 
@@ -215,22 +217,24 @@ def test_three_planes(desk: Desk) -> None:
     ],
     ids=name,
 )
-def test_what_goes_another_way(desk: Desk, case: Case) -> None:
+def test_what_goes_another_way(counters: SplitCounters, case: Case) -> None:
     (q, k, v), layer, metadata = cases.step(case, CPU)
-    attend = Attend(desk, case.attn, Tables(case, "neox", CPU), lambda *_: q.new_full((1,), 7.0))
+    attend = PagedDecodeAttention(
+        counters, case.attn, RopeTables(case, "neox", CPU), lambda *_: q.new_full((1,), 7.0)
+    )
     assert attend(q, k, v, layer, metadata).tolist() == [7.0]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache", ["float", "q4"])
-def test_replayed_from_a_graph(gpu: Desk, cache: str) -> None:
+def test_replayed_from_a_graph(gpu: SplitCounters, cache: str) -> None:
     """A captured step goes on to be right while the rows grow up to the longest it was captured for."""
     device = torch.device("cuda")
     case = Case(cache, HALF, 8, 2, 128, (300, 1000), 1)
     (q, k, v), layer, metadata = cases.step(case, device, spare=8)
-    plain, tables = ReferenceBackend(device, HALF), Tables(case, "neox", device)
+    plain, tables = ReferenceBackend(device, HALF), RopeTables(case, "neox", device)
     right = plain.attention(case.attn, plain.rope(rope(case, "neox"), 8192))
-    attend = Attend(gpu, case.attn, tables, refuse)
+    attend = PagedDecodeAttention(gpu, case.attn, tables, refuse)
     bound = replace(metadata, max_kv_len=2048)
     attend(q, k, v, layer.clone(), bound)
     twin, graph = layer.clone(), torch.cuda.CUDAGraph()
@@ -258,17 +262,17 @@ TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
 @pytest.mark.parametrize("target", TARGETS)
 def test_it_compiles(target: str) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and nvidia-cuda-nvrtc")
-    from exlm.kernels.cuda.attention import LONE, SOURCE, choices
-    from exlm.kernels.cuda.program import compile_source, whole
+    from exlm.kernels.cuda.attention import MHA_SOURCE, SOURCE, choices
+    from exlm.kernels.cuda.module_cache import compile_source, read_source
 
     for source, columns, case in (
         (SOURCE, 1, Case("float", HALF, 32, 8, 128, (5,), 1)),
         (SOURCE, 2, Case("q4", HALF, 4, 4, 64, (5,), 3, masked=True)),
-        (LONE, 1, Case("q4", HALF, 32, 32, 128, (5,), 1)),
-        (LONE, 1, Case("q8", HALF, 4, 4, 64, (5,), 1, masked=True)),
+        (MHA_SOURCE, 1, Case("q4", HALF, 32, 32, 128, (5,), 1)),
+        (MHA_SOURCE, 1, Case("q8", HALF, 4, 4, 64, (5,), 1, masked=True)),
     ):
         layer = cases.step(case, CPU).layer
         assert layer.paged is not None
         chosen = choices(case.attn, layer.paged, planned(case, layer), columns, case.masked)
         options = [f"--gpu-architecture={target}", "--std=c++17", *(f"-D{k}={v}" for k, v in chosen.items())]
-        assert compile_source(whole(source), source.name, options).startswith(b"\x7fELF")
+        assert compile_source(read_source(source), source.name, options).startswith(b"\x7fELF")

@@ -18,16 +18,16 @@ from torch import Tensor
 
 from ... import spec
 from .. import interface as b
-from .handing import Handed, Heir
+from .prepacked import EpilogueTarget, PackedActs
 
-SOURCE = Path(__file__).with_name("attention.cu")
-LONE = Path(__file__).with_name("lone.cu")
+SOURCE = Path(__file__).with_name("csrc") / "attn_decode.cu"
+MHA_SOURCE = Path(__file__).with_name("csrc") / "attn_decode_mha.cu"
 """Where each kv head has one query."""
 
 NEW = 16
 """The most new tokens of a row."""
 
-HEADS = (64, 128)
+HEAD_DIMS = (64, 128)
 """Widths of heads that the lanes of a warp can share."""
 
 _COUNTS = 1 << 16
@@ -48,14 +48,14 @@ class _Job(ctypes.Structure):
             (ctypes.c_longlong, "place_row place_token place_plane"),
             (ctypes.c_int, "tokens parts slots dim pairs window inside rooms"),
             (ctypes.c_float, "factor cap"),
-            (Heir, "heir"),
+            (EpilogueTarget, "heir"),
         )
         for name in names.split()
     )
 
 
 @runtime_checkable
-class Tables(Protocol):
+class RopeTables(Protocol):
     """A rotation whose tables are at hand."""
 
     cos: Tensor
@@ -65,7 +65,7 @@ class Tables(Protocol):
     pairs: bool
 
 
-class Made(Protocol):
+class CompiledModule(Protocol):
     """A compiled program."""
 
     def launch(
@@ -75,18 +75,18 @@ class Made(Protocol):
         ...
 
 
-class Maker(Protocol):
-    """Who compiles: a `Workshop`."""
+class ModuleSource(Protocol):
+    """Who compiles: a `ModuleCache`."""
 
     device: torch.device
 
-    def program(self, source: Path, **defines: int) -> Made:
+    def module(self, source: Path, **defines: int) -> CompiledModule:
         """A source with its choices made."""
         ...
 
 
 @dataclass(frozen=True)
-class Plan:
+class SplitConfig:
     """How attention is dealt out; but for residents and waves, all of it decides roundings."""
 
     warps: int = 4  # of a thread block
@@ -97,60 +97,60 @@ class Plan:
     waves: int = 64  # thread blocks for each that fits, before one takes several chunks
 
 
-PLANS: dict[b.KVCacheDtype, Plan] = {
-    "float": Plan(8, resident=1, unit=128, slots=16, waves=1),
-    "hadamard8": Plan(8, resident=1, unit=128, slots=16, waves=1),
-    "hadamard4": Plan(8, 2, resident=1, unit=128, slots=16, waves=1),
-    "fp8_e5m2": Plan(steps=2, waves=1),
+SPLIT_CONFIGS: dict[b.KVCacheDtype, SplitConfig] = {
+    "float": SplitConfig(8, resident=1, unit=128, slots=16, waves=1),
+    "hadamard8": SplitConfig(8, resident=1, unit=128, slots=16, waves=1),
+    "hadamard4": SplitConfig(8, 2, resident=1, unit=128, slots=16, waves=1),
+    "fp8_e5m2": SplitConfig(steps=2, waves=1),
 }
 """By the coding of the keys, what was quickest on an H200 (`benchmarks.attention`): a thread block for each
 multiprocessor where there are eight kv heads, and few chunks to add up."""
 
-SINGLE = Plan(waves=2)
+MHA_FLOAT_CONFIG = SplitConfig(waves=2)
 """The same, for one query of a kv head and floats: many heads, so smaller thread blocks."""
 
-LONE_PLANS: dict[b.KVCacheDtype, Plan] = {
-    "hadamard8": Plan(resident=2, waves=1),
-    "hadamard4": Plan(resident=4, waves=1),
+MHA_SPLIT_CONFIGS: dict[b.KVCacheDtype, SplitConfig] = {
+    "hadamard8": SplitConfig(resident=2, waves=1),
+    "hadamard4": SplitConfig(resident=4, waves=1),
 }
 """The same, for one query of a kv head; those of other codings are few among many."""
 
 
-def plan_for(pages: b.KVPages, queries: int) -> Plan:
+def default_split_config(pages: b.KVPages, queries: int) -> SplitConfig:
     """The plan for so many queries of each kv head."""
     coding = pages.dtypes[0]
-    if lone(pages, queries):
-        return LONE_PLANS[coding]
-    return SINGLE if queries == 1 and coding == "float" else PLANS[coding]
+    if uses_mha_kernel(pages, queries):
+        return MHA_SPLIT_CONFIGS[coding]
+    return MHA_FLOAT_CONFIG if queries == 1 and coding == "float" else SPLIT_CONFIGS[coding]
 
 
-def lone(pages: b.KVPages, queries: int) -> bool:
+def uses_mha_kernel(pages: b.KVPages, queries: int) -> bool:
     """Whether so many queries of each kv head go the way of whole numbers."""
-    return queries == 1 and all(coding in LONE_PLANS for coding in pages.dtypes)
+    return queries == 1 and all(coding in MHA_SPLIT_CONFIGS for coding in pages.dtypes)
 
 
-class Desk:
+class SplitCounters:
     """What all layers of a device share: the compiler, and counters that are zero between launches.
 
     Launches of two streams at a time would mix the counters up: each stream needs a desk of its own.
     """
 
-    def __init__(self, workshop: Maker, processors: int) -> None:
-        self.workshop = workshop
-        self.processors = processors
-        self.counts = torch.zeros(_COUNTS, dtype=torch.int32, device=workshop.device)
+    def __init__(self, modules: ModuleSource, num_sms: int) -> None:
+        self.modules = modules
+        self.num_sms = num_sms
+        self.counts = torch.zeros(_COUNTS, dtype=torch.int32, device=modules.device)
         """One for each row, kv head and block of queries."""
 
 
 @dataclass(frozen=True, eq=False)
-class Attend:
+class PagedDecodeAttention:
     """One layer's attention; `other` takes what the kernel does not."""
 
-    desk: Desk
+    counters: SplitCounters
     attn: spec.Attention
     rotate: b.RopeFn
     other: b.AttentionFn
-    plan: Plan | None = None
+    plan: SplitConfig | None = None
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, kv: b.LayerKVCache, metadata: b.AttnMetadata
@@ -163,21 +163,25 @@ class Attend:
             or not self.takes(q.shape[0], q.shape[1], kv, metadata)
         ):
             return self.other(q, k, v, kv, metadata)
-        tables = self.rotate if isinstance(self.rotate, Tables) else None
+        tables = self.rotate if isinstance(self.rotate, RopeTables) else None
         if tables is None:
             q, k = self.rotate(q, k, metadata.positions)
         out = torch.empty(*q.shape[:2], q.shape[2] * q.shape[3], dtype=q.dtype, device=q.device)
-        self._launch(headwise(q), headwise(k), headwise(v), pages, metadata, tables, out)
+        self._launch(
+            contiguous_heads(q), contiguous_heads(k), contiguous_heads(v), pages, metadata, tables, out
+        )
         return out
 
     def leave(
-        self, q: Tensor, k: Tensor, v: Tensor, pages: b.KVPages, metadata: b.AttnMetadata, heir: Handed
+        self, q: Tensor, k: Tensor, v: Tensor, pages: b.KVPages, metadata: b.AttnMetadata, heir: PackedActs
     ) -> None:
         """The same answers, of what it takes, to an heir alone."""
-        tables = self.rotate if isinstance(self.rotate, Tables) else None
+        tables = self.rotate if isinstance(self.rotate, RopeTables) else None
         if tables is None:
             q, k = self.rotate(q, k, metadata.positions)
-        self._launch(headwise(q), headwise(k), headwise(v), pages, metadata, tables, None, heir)
+        self._launch(
+            contiguous_heads(q), contiguous_heads(k), contiguous_heads(v), pages, metadata, tables, None, heir
+        )
 
     def takes(self, rows: int, tokens: int, kv: b.LayerKVCache, metadata: b.AttnMetadata) -> bool:
         """Whether the kernel attends to so many new tokens of rows."""
@@ -185,7 +189,7 @@ class Attend:
         return (
             pages is not None
             and tokens <= NEW
-            and a.head_dim in HEADS
+            and a.head_dim in HEAD_DIMS
             and (pages.dtypes[0] != "float" or pages.keys[0].dtype is torch.float16)
             and pages.page_size % 64 == 0
             and all(x.dtype is torch.int64 for x in indices)
@@ -200,13 +204,13 @@ class Attend:
         v: Tensor,
         pages: b.KVPages,
         metadata: b.AttnMetadata,
-        tables: Tables | None,
+        tables: RopeTables | None,
         out: Tensor | None,
-        heir: Handed | None = None,
+        heir: PackedActs | None = None,
     ) -> None:
         a, rows, tokens = self.attn, *q.shape[:2]
         asked = tokens * (a.heads // a.kv_heads)
-        plan, alone = self.plan or plan_for(pages, asked), lone(pages, asked)
+        plan, alone = self.plan or default_split_config(pages, asked), uses_mha_kernel(pages, asked)
         columns = 1 if asked <= 8 else 2
         programs = rows * a.kv_heads * -(-asked // (8 * columns))
         queries, slots = min(8 * columns, asked), chunks(metadata.max_kv_len - tokens, plan)
@@ -219,7 +223,7 @@ class Attend:
             key=pages.keys[0].data_ptr(), key_scale=pages.keys[-1].data_ptr(),
             value=pages.values[0].data_ptr(), value_scale=pages.values[-1].data_ptr(),
             table=metadata.pages.data_ptr(), past=metadata.past_lens.data_ptr(),
-            counts=self.desk.counts.data_ptr(),
+            counts=self.counters.counts.data_ptr(),
             table_step=metadata.pages.stride(0), q_row=q.stride(0), q_token=q.stride(1), k_row=k.stride(0),
             k_token=k.stride(1), v_row=v.stride(0), v_token=v.stride(1), tokens=tokens,
             parts=self._parts(programs, slots, plan, alone), slots=slots,
@@ -228,7 +232,7 @@ class Attend:
         if out is not None:
             job.out = out.data_ptr()
         if heir is not None:
-            job.heir = heir.inlet.heir(heir)
+            job.heir = heir.input_layout.heir(heir)
         if metadata.mask is not None:
             job.mask, job.mask_step = metadata.mask.data_ptr(), metadata.mask.stride(0)
         if tables is not None:
@@ -240,35 +244,37 @@ class Attend:
             job.positions, job.place_row, job.place_token = positions.data_ptr(), *positions.stride()[-2:]
             if positions.dim() == 3:
                 job.planes, job.place_plane = tables.planes.data_ptr(), positions.stride(0)
-        told = choices(a, pages, plan, columns, metadata.mask is not None)
-        made = self.desk.workshop.program(LONE if alone else SOURCE, **told)
+        chain_defines = choices(a, pages, plan, columns, metadata.mask is not None)
+        made = self.counters.modules.module(MHA_SOURCE if alone else SOURCE, **chain_defines)
         job.rooms = queries * max(plan.warps * a.head_dim, 2 * slots)
         shared = memory(a.head_dim, columns, job.rooms, plan)
         if alone:
-            shared = lone_memory(a.head_dim, pages, plan)
+            shared = mha_shared_memory(a.head_dim, pages, plan)
         nearby = slots * queries * (a.head_dim + 4) * 4
         if not alone and job.parts == 1 and nearby <= _NEARBY:
             job.inside, shared = 1, shared + nearby
-        name, across = ("attend_alone", programs // plan.warps) if alone else ("attend", programs)
+        name, across = (
+            ("paged_attn_decode_mha", programs // plan.warps) if alone else ("paged_attn_decode", programs)
+        )
         made.launch(name, (across, job.parts, 1), plan.warps * 32, shared, (job,))
 
-    def _parts(self, programs: int, most: int, plan: Plan, alone: bool) -> int:
+    def _parts(self, programs: int, most: int, plan: SplitConfig, alone: bool) -> int:
         """Thread blocks, or warps, that share the chunks of a head: as many as keep the device busy."""
-        room = self.desk.processors * plan.resident * (plan.warps if alone else 1)
+        room = self.counters.num_sms * plan.resident * (plan.warps if alone else 1)
         return max(1, min(most, room * plan.waves // programs))
 
 
-def chunks(past: int, plan: Plan) -> int:
+def chunks(past: int, plan: SplitConfig) -> int:
     """Into how many a past and the new tokens are cut, at most, if it is not longer than this."""
     return min(-(-past // plan.unit), plan.slots) + 1
 
 
-def memory(head: int, columns: int, rooms: int, plan: Plan) -> int:
+def memory(head: int, columns: int, rooms: int, plan: SplitConfig) -> int:
     """Bytes that a thread block shares, before those of its chunks."""
     return 64 * plan.warps * columns + columns * 16 * head + rooms * 4
 
 
-def lone_memory(head: int, pages: b.KVPages, plan: Plan) -> int:
+def mha_shared_memory(head: int, pages: b.KVPages, plan: SplitConfig) -> int:
     """The same, where each kv head has one query."""
     bits = sum(4 if coding == "hadamard4" else 8 for coding in pages.dtypes)
     coming = 64 * (plan.warps * (head * bits // 8 + head // 8) + 64)
@@ -276,23 +282,25 @@ def lone_memory(head: int, pages: b.KVPages, plan: Plan) -> int:
     return coming + plan.warps * -(-words // 4) * 16
 
 
-def choices(attn: spec.Attention, pages: b.KVPages, plan: Plan, columns: int, masked: bool) -> dict[str, int]:
+def choices(
+    attn: spec.Attention, pages: b.KVPages, plan: SplitConfig, columns: int, masked: bool
+) -> dict[str, int]:
     """What the kernel's source is told."""
     return {
-        "HEAD": attn.head_dim,
-        "KV": attn.kv_heads,
-        "SHARE": attn.heads // attn.kv_heads,
-        "PAGE": pages.page_size,
-        "KEYS": _CODINGS[pages.dtypes[0]],
-        "VALUES": _CODINGS[pages.dtypes[1]],
-        "COLUMNS": columns,
+        "HEAD_DIM": attn.head_dim,
+        "KV_HEADS": attn.kv_heads,
+        "GQA_GROUP": attn.heads // attn.kv_heads,
+        "PAGE_SIZE": pages.page_size,
+        "K_DTYPE": _CODINGS[pages.dtypes[0]],
+        "V_DTYPE": _CODINGS[pages.dtypes[1]],
+        "N8_TILES": columns,
         "WARPS": plan.warps,
-        "STEPS": plan.steps,
-        "RESIDENT": plan.resident if columns == 1 else 1,  # twice as many sums need all registers
-        "UNIT": plan.unit,
-        "SLOTS": plan.slots,
-        "CAPPED": int(attn.softcap is not None),
-        "MASKED": int(masked),
+        "KV_M16": plan.steps,
+        "MIN_BLOCKS": plan.resident if columns == 1 else 1,  # twice as many sums need all registers
+        "MIN_SPLIT": plan.unit,
+        "MAX_SPLITS": plan.slots,
+        "SOFTCAP": int(attn.softcap is not None),
+        "HAS_MASK": int(masked),
     }
 
 
@@ -302,7 +310,7 @@ def factors(scale: float, softcap: float | None) -> tuple[float, float]:
     return (scale * log2e, 1.0) if softcap is None else (scale / softcap, softcap * log2e)
 
 
-def headwise(x: Tensor) -> Tensor:
+def contiguous_heads(x: Tensor) -> Tensor:
     """Heads of a token side by side, as the kernel reads them, 16 bytes at a time; tokens may be apart."""
     even = x.data_ptr() % 16 == x.stride(0) % 8 == x.stride(1) % 8 == 0
     fits = even and x.stride(3) == 1 and x.stride(2) == x.shape[3]

@@ -17,33 +17,33 @@ from ...errors import MissingExtra, Unsupported
 from ...formats import PackedWeight, Weight
 from .. import interface as b
 from ..reference import ReferenceBackend
-from .attention import HEADS, Attend, Desk
-from .experts import Crew, PackedExperts
-from .few import Few
-from .layer import WholeLayer, compose
-from .linear import ACTS, Normal
-from .planner import Kind, Planner, plans_file
-from .program import Workshop, bindings
-from .rearrange import Rearranger
-from .tiles import Tiles, alike, arrange
-from .unpack import Many, Unpacker, together
-from .wide import MOST
+from .attention import HEAD_DIMS, PagedDecodeAttention, SplitCounters
+from .dequantize import DequantGemm, Dequantizer, dequant_gemms
+from .fused_layer import CudaFusedLayer, fuse_layer_kernels
+from .gemm import ACTS, RmsNorm
+from .gemm_dispatch import GemmDispatch
+from .gemm_m64 import MOST
+from .gpu_repack import GpuRepacker
+from .module_cache import ModuleCache, bindings
+from .moe import CudaMoe, ExpertGemm
+from .repack import MmaWeight, repack, unify_groups
+from .tuning import GemmShape, TuneCache, tuned_file
 
 
-class PackedLinear:
+class CudaLinear:
     """x @ W + bias for any number of rows."""
 
-    def __init__(self, planner: Planner, tiles: Tiles, wide: bool) -> None:
-        self._planner = planner
+    def __init__(self, tuned: TuneCache, tiles: MmaWeight, wide: bool) -> None:
+        self._tuned = tuned
         self._wide = wide
         self.use(tiles)
 
-    def use(self, tiles: Tiles) -> None:
+    def use(self, tiles: MmaWeight) -> None:
         """Go on with the same numbers in another layout."""
         self.tiles = tiles
-        self.unpacker = Unpacker(self._planner.workshop, tiles)
-        self.product = Few(self._planner.product([tiles]), self._wide)
-        self._many = Many([self.unpacker])
+        self.dequantizer = Dequantizer(self._tuned.modules, tiles)
+        self.product = GemmDispatch(self._tuned.product([tiles]), self._wide)
+        self._many = DequantGemm([self.dequantizer])
 
     def __call__(self, x: Tensor) -> Tensor:
         """(…, inputs) → (…, outputs)."""
@@ -57,12 +57,12 @@ class PackedLinear:
         return out
 
 
-class Projection:
+class CudaFusedLinear:
     """Several matrices in one launch, with what comes before and behind them."""
 
-    def __init__(self, product: Few, matrices: Sequence[PackedLinear]) -> None:
+    def __init__(self, product: GemmDispatch, matrices: Sequence[CudaLinear]) -> None:
         self.product = product
-        self._many = together([one.unpacker for one in matrices])
+        self._many = dequant_gemms([one.dequantizer for one in matrices])
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> list[Tensor]:
         """(…, inputs) → (…, outputs) of each."""
@@ -78,10 +78,14 @@ class Projection:
         o: b.FusedLinear,
         gate: b.FusedLinear,
         down: b.FusedLinear,
-    ) -> WholeLayer | None:
+    ) -> CudaFusedLayer | None:
         """The whole layer that these begin, if every part is of this kind."""
-        if isinstance(o, Projection) and isinstance(gate, Projection) and isinstance(down, Projection):
-            return compose((self.product, o.product, gate.product, down.product), attend, norm)
+        if (
+            isinstance(o, CudaFusedLinear)
+            and isinstance(gate, CudaFusedLinear)
+            and isinstance(down, CudaFusedLinear)
+        ):
+            return fuse_layer_kernels((self.product, o.product, gate.product, down.product), attend, norm)
         return None
 
     def dequant_gemm(self, x: Tensor) -> list[Tensor]:
@@ -117,17 +121,17 @@ class CudaBackend:
         self.device = device
         self.dtype = dtype
         self._others = others or ReferenceBackend(device, dtype)
-        self._workshop = Workshop(device, folder)
-        self._planner = Planner(self._workshop, plans_file(folder, torch.cuda.get_device_name(device)))
-        self._rearranger = Rearranger(self._workshop)
+        self._modules = ModuleCache(device, folder)
+        self._tuned = TuneCache(self._modules, tuned_file(folder, torch.cuda.get_device_name(device)))
+        self._repacker = GpuRepacker(self._modules)
         self._wide = wide
-        self._desk = Desk(self._workshop, self._workshop.processors)
+        self._counters = SplitCounters(self._modules, self._modules.num_sms)
 
     def linear(self, weight: Weight) -> b.LinearFn:
         """Packed weights, rearranged."""
         if not isinstance(weight, PackedWeight):
             raise Unsupported("only packed matrices")
-        return PackedLinear(self._planner, arrange(weight, self._rearranger), self._wide)
+        return CudaLinear(self._tuned, repack(weight, self._repacker), self._wide)
 
     def fused_linear(
         self,
@@ -137,7 +141,7 @@ class CudaBackend:
         fp32_out: bool = False,
     ) -> b.FusedLinear:
         """Packed matrices in one layout."""
-        mine = [one for one in linears if isinstance(one, PackedLinear)]
+        mine = [one for one in linears if isinstance(one, CudaLinear)]
         if len(mine) < len(linears):
             raise Unsupported("matrices that are not packed")
         if act is not None and act not in ACTS:
@@ -145,47 +149,47 @@ class CudaBackend:
         if prologue is not None and (prologue.norm.kind != "rms" or prologue.norm.bias):
             raise Unsupported("a norm with a mean or a bias")
         if len(mine) == 1 and prologue is None and act is None and not fp32_out:
-            return Projection(mine[0].product, mine)
+            return CudaFusedLinear(mine[0].product, mine)
         normal = (
-            None if prologue is None else Normal(prologue.weight + prologue.norm.offset, prologue.norm.eps)
+            None if prologue is None else RmsNorm(prologue.weight + prologue.norm.offset, prologue.norm.eps)
         )
-        tiles = alike([one.tiles for one in mine])
-        product = self._planner.product(tiles, normal, act, fp32_out)
+        tiles = unify_groups([one.tiles for one in mine])
+        product = self._tuned.product(tiles, normal, act, fp32_out)
         _adopt(mine, tiles)
-        return Projection(Few(product, self._wide), mine)
+        return CudaFusedLinear(GemmDispatch(product, self._wide), mine)
 
     def attention(self, attn: spec.Attention, rope: b.RopeFn) -> b.AttentionFn:
         """Few tokens here, many elsewhere."""
-        if attn.head_dim not in HEADS:
-            raise Unsupported(f"heads of {attn.head_dim} numbers, only of {HEADS[0]} and {HEADS[1]}")
-        return Attend(self._desk, attn, rope, self._others.attention(attn, rope))
+        if attn.head_dim not in HEAD_DIMS:
+            raise Unsupported(f"heads of {attn.head_dim} numbers, only of {HEAD_DIMS[0]} and {HEAD_DIMS[1]}")
+        return PagedDecodeAttention(self._counters, attn, rope, self._others.attention(attn, rope))
 
     def moe(
         self, moe: spec.Moe, gate: list[b.LinearFn], up: list[b.LinearFn], down: list[b.LinearFn]
     ) -> b.MoeFn:
         """Packed experts, those of a layer in one layout."""
-        mine = [one for one in (*gate, *up, *down) if isinstance(one, PackedLinear)]
+        mine = [one for one in (*gate, *up, *down) if isinstance(one, CudaLinear)]
         if len(mine) < 3 * moe.experts:
             raise Unsupported("experts that are not packed")
         if moe.act not in ACTS:
             raise Unsupported(f"{moe.act} between matrices")
         tiles = [one.tiles for one in mine]
-        inner, outer = alike(tiles[: 2 * moe.experts]), alike(tiles[2 * moe.experts :])
+        inner, outer = unify_groups(tiles[: 2 * moe.experts]), unify_groups(tiles[2 * moe.experts :])
         pairs = list(zip(inner[: moe.experts], inner[moe.experts :], strict=True))
         crews = (
-            Crew(self._workshop, pairs, moe.active, moe.act),
-            Crew(self._workshop, [(one,) for one in outer], moe.active),
+            ExpertGemm(self._modules, pairs, moe.active, moe.act),
+            ExpertGemm(self._modules, [(one,) for one in outer], moe.active),
         )
         _adopt(mine, (*inner, *outer))
-        return PackedExperts(moe, crews, (gate, up, down), self._others.gated(moe.act))
+        return CudaMoe(moe, crews, (gate, up, down), self._others.gated(moe.act))
 
-    def tune_spaces(self, run: Callable[[], object]) -> list[Kind]:
+    def tune_spaces(self, run: Callable[[], object]) -> list[GemmShape]:
         """The kinds of products that something uses."""
-        return self._planner.used(run)
+        return self._tuned.used(run)
 
     def save_tuned(self, spaces: Sequence[b.TuneSpace]) -> Path | None:
         """Write down how they are set."""
-        return self._planner.keep([one for one in spaces if isinstance(one, Kind)])
+        return self._tuned.keep([one for one in spaces if isinstance(one, GemmShape)])
 
     def _declined(self, *_: Any, **__: Any) -> Any:
         raise Unsupported("only packed matrices, experts and attention")
@@ -193,7 +197,7 @@ class CudaBackend:
     embedding = norm = add_norm = activation = gated = rope = _declined
 
 
-def _adopt(linears: Sequence[PackedLinear], tiles: Sequence[Tiles]) -> None:
+def _adopt(linears: Sequence[CudaLinear], tiles: Sequence[MmaWeight]) -> None:
     """Let matrices that were put in one layout go on in it, so that it is held once."""
     for linear, same in zip(linears, tiles, strict=True):
         if same.layout != linear.tiles.layout:

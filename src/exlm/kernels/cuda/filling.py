@@ -11,45 +11,45 @@ from torch import Tensor
 from ...errors import Unsupported
 from ...formats.bits import unpack
 from ...formats.packed import Segment
-from .lanes import BLOCK, PLANES, TILE, plane, to_lanes
-from .layout import LARGEST, Piece, digits
+from .lanes import BIT_PLANES, TILE_K, TILE_N, plane, to_lanes
+from .layout import LARGEST, RepackJob, digits
 
 MOST = 1 << 20
 """Codes that are rearranged at a time, if not very many: each takes ten bytes meanwhile."""
 
 
-def fill(pieces: Sequence[tuple[Tensor, Piece]]) -> None:
+def fill(pieces: Sequence[tuple[Tensor, RepackJob]]) -> None:
     """Codes, then scales and what else groups have."""
     for bricks, piece in pieces:
         _fill(bricks, piece)
 
 
-def _fill(bricks: Tensor, piece: Piece) -> None:
+def _fill(bricks: Tensor, piece: RepackJob) -> None:
     size, outputs = 256 * piece.layout.bits, piece.outputs
-    step = max(TILE, max(MOST, piece.rows * outputs // 32) // piece.rows // TILE * TILE)
+    step = max(TILE_N, max(MOST, piece.rows * outputs // 32) // piece.rows // TILE_N * TILE_N)
     for start in range(0, outputs, step):
         made = _planes(piece, start, min(start + step, outputs))
-        bricks[start // TILE : start // TILE + len(made), ..., :size] = made
+        bricks[start // TILE_N : start // TILE_N + len(made), ..., :size] = made
     bricks[..., size:] = _tables(piece)
 
 
-def too_large(piece: Piece) -> Unsupported:
+def too_large(piece: RepackJob) -> Unsupported:
     """The reason to decline a piece with a scale that float16 cannot say."""
     return Unsupported(f"scales above {LARGEST / (1 << piece.layout.bits * (piece.digits - 1)):.0f}")
 
 
-def _tables(piece: Piece) -> Tensor:
+def _tables(piece: RepackJob) -> Tensor:
     """(tiles, blocks, digits, bytes)."""
     layout, segments, blocks, groups = piece.layout, piece.segments, piece.blocks, piece.groups
     device, outputs = segments[0].codes.device, piece.outputs
     sizes = [size for segment in segments for size in segment.group_sizes]
-    repeats = torch.tensor([-(-size * groups // BLOCK) for size in sizes], device=device)
+    repeats = torch.tensor([-(-size * groups // TILE_K) for size in sizes], device=device)
     times = torch.tensor([float(1 << layout.bits * place) for place in range(piece.digits)], device=device)
 
     def table(values: Sequence[Tensor], times: Tensor) -> Tensor:
-        whole = torch.cat([one.float() for one in values]).repeat_interleave(repeats, 0)
-        whole = F.pad(whole, (0, -outputs % TILE, 0, blocks * groups - len(whole)))
-        grid = whole.view(blocks, 1, groups, -1, 2, 8) * times.view(1, -1, 1, 1, 1, 1)
+        read_source = torch.cat([one.float() for one in values]).repeat_interleave(repeats, 0)
+        read_source = F.pad(read_source, (0, -outputs % TILE_N, 0, blocks * groups - len(read_source)))
+        grid = read_source.view(blocks, 1, groups, -1, 2, 8) * times.view(1, -1, 1, 1, 1, 1)
         if float(grid.abs().max()) > LARGEST:
             raise too_large(piece)
         lanes = grid.half().permute(3, 0, 1, 2, 5, 4)  # tile, block, digit, group, lane's output, eight
@@ -64,7 +64,7 @@ def _tables(piece: Piece) -> Tensor:
     return torch.cat(tables, -1)
 
 
-def _planes(piece: Piece, start: int, stop: int) -> Tensor:
+def _planes(piece: RepackJob, start: int, stop: int) -> Tensor:
     """The codes of some outputs as bricks hold them, (tiles, blocks, digits, bytes)."""
     width, signed = piece.layout.bits, piece.layout.zeros == "half"
     cut = []
@@ -72,11 +72,11 @@ def _planes(piece: Piece, start: int, stop: int) -> Tensor:
         codes = unpack(segment.codes[:, start:stop], segment.bits, segment.in_features)
         cut.append(torch.stack(_cut(codes, segment.bits, width, signed)))
     every = torch.cat(cut, 1)
-    every = F.pad(every, (0, -every.shape[2] % TILE, 0, -every.shape[1] % BLOCK))
+    every = F.pad(every, (0, -every.shape[2] % TILE_N, 0, -every.shape[1] % TILE_K))
     made = []
     for codes in every:
         lanes, low, planes = to_lanes(codes), 0, []
-        for bits in PLANES[width]:
+        for bits in BIT_PLANES[width]:
             planes.append(plane((lanes >> low) & ((1 << bits) - 1), bits))
             low += bits
         made.append(torch.cat(planes, -1))

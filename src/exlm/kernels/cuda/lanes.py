@@ -8,18 +8,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BLOCK = 128  # inputs
-TILE = 16  # outputs
-ALIKE = 16  # rows up to which all are summed in one and the same way
+TILE_K = 128  # inputs
+TILE_N = 16  # outputs
+MAX_M16 = 16  # rows up to which all are summed in one and the same way
 
-PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (4, 4)}
+BIT_PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (4, 4)}
 """The bits of each plane, lowest first."""
 
 
 def to_lanes(rows: Tensor) -> Tensor:
     """(inputs, outputs) → (tiles, blocks, lane, step, register, 2)."""
     # An input is (block, step, q, half, pair), an output (tile, eight, g); a register is (half, eight).
-    shape = (rows.shape[0] // BLOCK, 8, 4, 2, 2, rows.shape[1] // TILE, 2, 8)
+    shape = (rows.shape[0] // TILE_K, 8, 4, 2, 2, rows.shape[1] // TILE_N, 2, 8)
     lanes = rows.reshape(shape).permute(5, 0, 7, 2, 1, 3, 6, 4)  # tile, block, g, q, step, half, eight, pair
     return lanes.reshape(shape[5], shape[0], 32, 8, 4, 2)
 
@@ -28,7 +28,7 @@ def from_lanes(lanes: Tensor) -> Tensor:
     """The way back, to (outputs, inputs)."""
     tiles, blocks = lanes.shape[:2]
     parts = lanes.view(tiles, blocks, 8, 4, 8, 2, 2, 2)  # tile, block, g, q, step, half, eight, pair
-    return parts.permute(0, 6, 2, 1, 4, 3, 5, 7).reshape(tiles * TILE, blocks * BLOCK)
+    return parts.permute(0, 6, 2, 1, 4, 3, 5, 7).reshape(tiles * TILE_N, blocks * TILE_K)
 
 
 def plane(lanes: Tensor, bits: int) -> Tensor:

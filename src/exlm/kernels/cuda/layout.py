@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor
 
 from ...formats.packed import Segment
-from .lanes import BLOCK
+from .lanes import TILE_K
 
 LARGEST = 65504.0
 """The largest scale that float16 can say."""
@@ -19,7 +19,7 @@ Zeros = Literal["half", "none", "table"]
 
 
 @dataclass(frozen=True)
-class Layout:
+class TileLayout:
     """What the bricks of a matrix have in common."""
 
     bits: int
@@ -48,12 +48,12 @@ class Layout:
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class RepackJob:
     """What bricks are made of whose codes all have as many digits: segments, one behind the other."""
 
     segments: tuple[Segment, ...]
     digits: int
-    layout: Layout
+    layout: TileLayout
     fine: bool
     factor: float  # of scales and minimums
     outputs: int
@@ -66,7 +66,7 @@ class Piece:
     @property
     def blocks(self) -> int:
         """Blocks of inputs."""
-        return -(-self.rows // BLOCK)
+        return -(-self.rows // TILE_K)
 
     @property
     def groups(self) -> int:
@@ -74,7 +74,7 @@ class Piece:
         return self.layout.groups(self.fine)
 
 
-Fill = Callable[[Sequence[tuple[Tensor, Piece]]], None]
+RepackFn = Callable[[Sequence[tuple[Tensor, RepackJob]]], None]
 """Makes bricks, (tiles, blocks, digits, bytes) uint8, of pieces; `Unsupported` for scales above LARGEST."""
 
 

@@ -1,0 +1,228 @@
+"""CUDA C++ compiled when it is first needed, kept in a folder, and launched on torch's current stream.
+
+Needs the packages cuda-bindings and nvidia-cuda-nvrtc, which come with CUDA builds of torch, and no
+compiler of the machine's own. What the kernels compute is not known here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import re
+import sys
+import threading
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from ...errors import KernelError, MissingExtra
+from ...version import __version__
+from ..artifact_cache import ArtifactCache
+
+Grid = tuple[int, int, int]
+_INCLUDE = re.compile(rb'^#include "([^"]+)"$', re.MULTILINE)
+Defines = tuple[tuple[str, int], ...]
+
+
+class _Attribute(ctypes.Structure):
+    """The driver's CUlaunchAttribute."""
+
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("_gap", ctypes.c_int),
+        ("value", ctypes.c_int),
+        ("_rest", ctypes.c_int * 15),
+    )
+
+
+class _Config(ctypes.Structure):
+    """The driver's CUlaunchConfig: filled through ctypes, a launch costs the host a tenth of what it costs
+    through the objects of cuda-bindings."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_uint)
+            for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")
+        ),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
+_PDL = _Attribute(6, 0, 1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, allowed
+_COOPERATIVE = _Attribute(2, 0, 1)  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+_ATTRIBUTES = (_Attribute * 2)(_PDL, _COOPERATIVE)
+
+
+class ModuleCache:
+    """Programs for one device, made when they are asked for and kept in a folder."""
+
+    def __init__(self, device: torch.device, folder: Path) -> None:
+        self.device = device
+        self.cache = ArtifactCache(folder)
+        self._made: dict[tuple[Path, Defines], CudaModule] = {}
+        self._lock = threading.Lock()
+
+    @cached_property
+    def memory(self) -> int:
+        """Bytes of shared memory that a thread block can have."""
+        limits: Any = torch.cuda.get_device_properties(self.device)
+        return int(limits.shared_memory_per_block_optin)
+
+    @cached_property
+    def num_sms(self) -> int:
+        """Multiprocessors."""
+        return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
+
+    def module(self, source: Path, **defines: int) -> CudaModule:
+        """A source with its choices made."""
+        key = source, tuple(sorted(defines.items()))
+        if key not in self._made:
+            with self._lock:  # several threads may want the same, and only one should compile it
+                if key not in self._made:
+                    self._made[key] = CudaModule(source, key[1], self.device, self.cache)
+        return self._made[key]
+
+
+class CudaModule:
+    """One source with its choices made, loaded on one device."""
+
+    def __init__(self, source: Path, defines: Defines, device: torch.device, cache: ArtifactCache) -> None:
+        self._driver = bindings().driver
+        self._launch: Any = ctypes.CDLL(
+            "nvcuda" if sys.platform == "win32" else "libcuda.so.1"
+        ).cuLaunchKernelEx
+        self.device = device
+        major, minor = torch.cuda.get_device_capability(device)
+        self._has_pdl = major >= 9
+        image = compile_cached(source, defines, target(major, minor), cache)
+        with torch.cuda.device(device):
+            torch.cuda.current_stream()  # torch's context is the one to load into
+            self._module = self._call("cuModuleLoadData", image)
+        self._kernels: dict[str, Any] = {}
+
+    def kernel(self, name: str) -> Any:
+        """A kernel that may use all the shared memory a thread block can have."""
+        if name not in self._kernels:
+            found = self._call("cuModuleGetFunction", self._module, name.encode())
+            limit = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            fixed = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+            limits: Any = torch.cuda.get_device_properties(self.device)
+            self._call(
+                "cuFuncSetAttribute",
+                found,
+                limit,
+                limits.shared_memory_per_block_optin - self._call("cuFuncGetAttribute", fixed, found),
+            )
+            self._kernels[name] = ctypes.c_void_p(int(found))
+        return self._kernels[name]
+
+    def launch(
+        self,
+        name: str,
+        grid: Grid,
+        threads: int,
+        shared: int,
+        arguments: Sequence[Any],
+        pdl: bool = True,
+        cooperative: bool = False,
+    ) -> None:
+        """Start a kernel on the current stream; `arguments` are ctypes objects.
+
+        With `pdl` it may begin while the kernel before it still runs, which it must wait for by itself.
+        With `cooperative` all its thread blocks run at once, and may wait for each other.
+        """
+        places = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(one) for one in arguments))
+        config = _Config(*grid, threads, 1, 1, shared, torch.cuda.current_stream(self.device).cuda_stream)
+        first, last = 0 if pdl and self._has_pdl else 1, 2 if cooperative else 1
+        if first < last:
+            config.attributes, config.count = ctypes.pointer(_ATTRIBUTES[first]), last - first
+        error = self._launch(ctypes.byref(config), self.kernel(name), places, None)
+        if error:
+            self._fail("cuLaunchKernelEx", self._driver.CUresult(error))
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        error, *answer = getattr(self._driver, name)(*arguments)
+        if error:
+            self._fail(name, error)
+        return answer[0] if answer else None
+
+    def _fail(self, name: str, error: Any) -> NoReturn:
+        _, words = self._driver.cuGetErrorString(error)
+        raise KernelError(f"{name} failed on {self.device}: {(words or b'?').decode()}.")
+
+
+def target(major: int, minor: int) -> str:
+    """What to compile for: Hopper's own instructions are in no later generation."""
+    return "sm_90a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
+
+
+def compile_cached(source: Path, defines: Defines, target: str, cache: ArtifactCache) -> bytes:
+    """The machine code of a source for a target such as `sm_90a`; from the cache if it is there, intact."""
+    text = read_source(source)
+    choices = [f"-D{name}={value}" for name, value in defines]
+    key = hashlib.sha256(b"\0".join([text, target.encode(), __version__.encode(), *map(str.encode, choices)]))
+    name = f"{source.stem}-{target}-{key.hexdigest()[:24]}.cubin"
+    for kept in cache.find(name):
+        return kept.data
+    image = compile_source(text, source.name, [f"--gpu-architecture={target}", "--std=c++17", *choices])
+    cache.put(name, image)
+    return image
+
+
+def read_source(source: Path) -> bytes:
+    """A source with the headers beside it in the place of their first #include."""
+    included: set[str] = set()
+
+    def inline(match: re.Match[bytes]) -> bytes:
+        name = match[1].decode()
+        if name in included:
+            return b""
+        included.add(name)
+        header = source.with_name(name).read_bytes().replace(b"#pragma once\n", b"")
+        return _INCLUDE.sub(inline, header)
+
+    return _INCLUDE.sub(inline, source.read_bytes())
+
+
+def compile_source(text: bytes, name: str, options: Sequence[str]) -> bytes:
+    """Machine code, or a KernelError with the compiler's own words."""
+    nvrtc = bindings().nvrtc
+
+    def call(function: str, *arguments: Any) -> Any:
+        error, *answer = getattr(nvrtc, function)(*arguments)
+        if error:
+            raise KernelError(f"{name} does not compile for {options[0]}: {log(function)}")
+        return answer[0] if answer else None
+
+    def log(function: str) -> str:
+        _, size = nvrtc.nvrtcGetProgramLogSize(made)
+        words = b" " * size
+        nvrtc.nvrtcGetProgramLog(made, words)
+        return f"{function}: {words.decode(errors='replace').strip()}"
+
+    _, made = nvrtc.nvrtcCreateProgram(text, name.encode(), 0, [], [])
+    try:
+        encoded = [option.encode() for option in options]
+        call("nvrtcCompileProgram", made, len(encoded), encoded)
+        image = b" " * int(call("nvrtcGetCUBINSize", made))
+        call("nvrtcGetCUBIN", made, image)
+        return image
+    finally:
+        nvrtc.nvrtcDestroyProgram(made)
+
+
+def bindings() -> Any:
+    """The package cuda.bindings, with the parts used here; MissingExtra without it."""
+    try:
+        import cuda.bindings.driver
+        import cuda.bindings.nvrtc
+    except ImportError as error:
+        raise MissingExtra(
+            "The CUDA kernels need cuda-bindings and nvidia-cuda-nvrtc: pip install 'exlm[cuda]'."
+        ) from error
+    return cuda.bindings
