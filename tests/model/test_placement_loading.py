@@ -32,7 +32,7 @@ from exlm.model.instance import open_checkpoint
 from exlm.model.memory import ComputeProfile, compute_profile, estimate_modules
 from exlm.model.parallel_driver import rank_devices
 from exlm.model.placement import DeviceCapacity
-from exlm.nn.device_transfer import DeviceTransfer
+from exlm.nn.block import DeviceTransfer
 from exlm.spec.weight_roles import matrices
 from tests import tiny
 from tests.lora import peft_folders as making

@@ -13,7 +13,7 @@ from exlm import Config, Model
 from exlm.model import instance as loading
 from exlm.model.decoder import Decoder
 from exlm.model.warmup import Warmup, run_one_token
-from exlm.nn.device_transfer import no_transfer
+from exlm.nn.block import no_transfer
 from tests import tiny
 
 CPU = torch.device("cpu")

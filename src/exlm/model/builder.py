@@ -37,9 +37,9 @@ from ..nn import (
     QkvProjection,
 )
 from ..nn.attention import Qkv, no_qk_norm
-from ..nn.block import BlockLike, MlpLike
-from ..nn.device_transfer import DeviceTransfer, TransferFn, no_transfer
-from ..nn.fused import FusedBlock, FusedHead, FusedMlp, fuse_stack
+from ..nn.block import BlockLike, DeviceTransfer, TransferFn, no_transfer
+from ..nn.fused import FusedBlock, FusedHead, fuse_block, fuse_decoder, fuse_head
+from ..nn.mlp import MlpLike
 from ..spec.weight_roles import Matrix, matrices
 from .decoder import Decoder
 from .devices import device_context
@@ -55,11 +55,6 @@ def add_without_norm(x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
     """The addition whose norm is not there."""
     total = x if y is None else x + y
     return total, total
-
-
-def gated_fused_linear(gate_up: b.FusedLinear, act: b.GatedActivationFn) -> b.FusedLinear:
-    """Two matrices, then the nonlinearity of one's answer times the other's."""
-    return lambda x, residual: [act(*gate_up(x, residual))]
 
 
 def scaled_norm(inner: b.NormFn, factor: float) -> b.NormFn:
@@ -121,8 +116,8 @@ class Builder:
                 trim_heap()
                 yield decoder
             decoder.transfers.append(self.transfer_before(len(self.model.layers)))
-            if all(hop is no_transfer for hop in decoder.transfers):
-                decoder.fused_stack = fuse_stack(decoder.blocks)
+            if all(transfer is no_transfer for transfer in decoder.transfers):
+                decoder.fused = fuse_decoder(decoder.blocks)
         self._prefetcher = None
         release_pool()
         yield decoder
@@ -193,19 +188,15 @@ class Builder:
         norm = self.add_norm("final_norm", m.final_norm, m.hidden)
         head = Head(norm, linear, m.head.scale, m.head.softcap)
         fused = self.backends_for("head").fuse(
-            "head.block", "a few rows", lambda fuser: self.fused_head(head, fuser)
+            "head.block", "a few rows", lambda backend: self.fused_head(head, backend)
         )
         return fused or head
 
-    def fused_head(self, head: Head, fuser: b.SupportsFusion) -> FusedHead:
-        """The head for few rows; `Unsupported` if it is not of the common kind."""
+    def fused_head(self, head: Head, backend: b.SupportsFusion) -> FusedHead:
+        """The head with its norm fused; `Unsupported` if that is not possible."""
         if self.model.fp32_residual:
             raise Unsupported("a wider residual stream")
-        norm = self.model.final_norm
-        entry = b.NormPrologue(norm, self.norm_tensors("final_norm", norm, self.model.hidden)[0])
-        return FusedHead(
-            head, fuser.fused_linear([head.linear.kernel], entry, None, fp32_out=True), fuser.max_fused_tokens
-        )
+        return fuse_head(head, self.norm_prologue("final_norm", self.model.final_norm), backend)
 
     def with_unit_rows(self, weight: Weight) -> Weight:
         """The head's matrix with rows of length one, if the model wants them."""
@@ -238,44 +229,28 @@ class Builder:
             mlp_post_norm=scaled_norm(self.norm(prefix + "mlp_post", layer.mlp_post, hidden), scale),
         )
         fused = self.backends_for(prefix).fuse(
-            prefix + "block", "a few rows", lambda fuser: self.fused_block(prefix, layer, block, fuser)
+            prefix + "block", "a few rows", lambda backend: self.fused_block(prefix, layer, block, backend)
         )
         return fused or block
 
     def fused_block(
-        self, prefix: str, layer: spec.Layer, block: Block, fuser: b.SupportsFusion
+        self, prefix: str, layer: spec.Layer, block: Block, backend: b.SupportsFusion
     ) -> FusedBlock:
-        """The layer for few rows; `Unsupported` if anything in it is not of the common kind."""
-        mlp, qkv, (attn_norm, mlp_norm) = block.mlp, block.attn.qkv, (layer.attn_norm, layer.mlp_norm)
+        """The layer with fused projections; `Unsupported` if it has parts that cannot be fused."""
+        attn_norm, mlp_norm = layer.attn_norm, layer.mlp_norm
         if self.model.fp32_residual or layer.residual_scale != 1.0:
             raise Unsupported("a residual stream that is wider or scaled")
         if attn_norm is None or mlp_norm is None or layer.attn_post or layer.mlp_post:
             raise Unsupported("norms in other places")
-        if not isinstance(mlp, GatedMlp | MoeMlp) or not isinstance(qkv, QkvProjection):
-            raise Unsupported("another MLP, or clamped projections")
-
-        def entry(role: str, norm: spec.Norm) -> b.NormPrologue:
-            return b.NormPrologue(norm, self.norm_tensors(prefix + role, norm, self.model.hidden)[0])
-
-        def project(
-            *parts: Linear, behind: b.NormPrologue | None = None, act: spec.Activation | None = None
-        ) -> b.FusedLinear:
-            return fuser.fused_linear([part.kernel for part in parts], behind, act)
-
-        fused_qkv, fused_o = (
-            project(qkv.q, qkv.k, qkv.v, behind=entry("attn_norm", attn_norm)),
-            project(block.attn.o),
+        prologues = (
+            self.norm_prologue(prefix + "attn_norm", attn_norm),
+            self.norm_prologue(prefix + "mlp_norm", mlp_norm),
         )
-        if not isinstance(mlp, GatedMlp) or isinstance(layer.mlp, spec.Moe):
-            return FusedBlock(block, fused_qkv, fused_o, None, fuser.max_fused_tokens)
-        gate_up = partial(project, mlp.gate, mlp.up, behind=entry("mlp_norm", mlp_norm))
-        try:
-            gate = gate_up(act=layer.mlp.act)
-        except Unsupported:  # as two matrices, and what lies between them by itself
-            gate = gated_fused_linear(gate_up(), mlp.act)
-        return FusedBlock(
-            block, fused_qkv, fused_o, FusedMlp(gate, project(mlp.down)), fuser.max_fused_tokens
-        )
+        return fuse_block(block, layer.mlp.act, *prologues, backend)
+
+    def norm_prologue(self, role: str, norm: spec.Norm) -> b.NormPrologue:
+        """A norm over the hidden state, for fused matrices to apply to their input."""
+        return b.NormPrologue(norm, self.norm_tensors(role, norm, self.model.hidden)[0])
 
     def attention(self, prefix: str, attn: spec.Attention) -> Attention:
         """Projections, head norms, rotation and the attention kernel of one layer."""

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ..kernels.interface import LayerKVCache
 from ..nn import Batch, ClampedQkv, Embedding, Head
-from ..nn.block import BlockLike
-from ..nn.device_transfer import TransferFn
-from ..nn.fused import FusedBlock, FusedStack
+from ..nn.block import BlockLike, TransferFn
+from ..nn.fused import FusedBlock, FusedDecoder
 from ..parallel import RankCombiner
 
 
@@ -24,7 +23,7 @@ class Decoder:
     blocks: list[BlockLike]
     head: Head
     transfers: list[TransferFn]  # before each block and before the head: a border between devices, or none
-    fused_stack: FusedStack | None = None  # all blocks as one, where there are no borders
+    fused: FusedDecoder | None = None  # all blocks as one, if they are on one device
 
     def forward(self, batch: Batch, layers: Sequence[LayerKVCache]) -> tuple[Tensor | None, Tensor]:
         """Logits for the positions the batch asks for, or None; and the state before the head.
@@ -32,8 +31,8 @@ class Decoder:
         If none are asked for, the last block does no more than its cache needs, and the state is unfinished.
         """
         x, pending_residual = self.input_hidden(batch)
-        if self.fused_stack is not None and pending_residual is None:
-            output = self.fused_stack.forward(x, batch, layers)
+        if self.fused is not None and pending_residual is None:
+            output = self.fused.forward(x, batch, layers)
             if output is not None:
                 return self.output_logits(output, None, batch)
         *before, last = self.transfers
@@ -95,5 +94,5 @@ class Decoder:
         block = self.blocks[layer]
         if isinstance(block, FusedBlock):
             self.blocks[layer] = block = block.block
-            self.fused_stack = None
+            self.fused = None
         return block

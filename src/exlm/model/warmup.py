@@ -16,7 +16,7 @@ from typing import Self
 import torch
 
 from ..nn import Batch
-from ..nn.device_transfer import no_transfer
+from ..nn.block import no_transfer
 from ..sampling import Sampler, SamplerState, SamplingRequest, Settings
 from .decoder import Decoder
 

@@ -94,6 +94,6 @@ def test_rows_may_lie_apart(workshop: EmulatedWorkshop) -> None:
         x = every[:rows, 1:, : packed[0].in_features]
         assert off(linear(x), product(x, packed[0])) < LIMIT
     pair = Projection(Few(planner.product(alike([other.tiles] * 2)), False), [other, other])
-    for rows, answers in ((3, pair(every[:3, 1:], None)), (70, pair.dequant_gemm(every[:, 1:]))):
+    for rows, answers in ((3, pair(every[:3, 1:], None)), (70, pair.separate(every[:, 1:]))):
         for got in answers:
             assert off(got, product(every[:rows, 1:], packed[1])) < LIMIT

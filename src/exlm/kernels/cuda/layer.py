@@ -17,7 +17,7 @@ from .few import Few
 from .handing import Handed
 
 
-class WholeLayer:
+class WholeLayer(b.FusedLayer):
     """A layer's norms, matrices, attention and sums, where its attention is a kernel of ours."""
 
     def __init__(self, parts: tuple[Few, Few, Few, Few], attend: Attend, norm: b.QKNormFn | None) -> None:
