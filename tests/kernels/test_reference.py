@@ -25,8 +25,8 @@ PLAIN = ReferenceBackend(CPU, torch.float32)
 
 
 @dataclass
-class Rows:
-    """A bare `Where`."""
+class Metadata:
+    """The metadata that attention needs."""
 
     past_lens: Tensor
     max_kv_len: int
@@ -36,8 +36,8 @@ class Rows:
     positions: Tensor = field(default_factory=lambda: torch.zeros(1, 1))
 
 
-class Held(NoCache):
-    """A cache that already holds what the test says."""
+class FilledCache(NoCache):
+    """A cache with given keys and values."""
 
     def __init__(self, k: Tensor, v: Tensor) -> None:
         self.k, self.v = k, v
@@ -46,7 +46,7 @@ class Held(NoCache):
         return self.k, self.v
 
 
-def looped(q: Tensor, k: Tensor, v: Tensor, metadata: Rows, attn: spec.Attention) -> Tensor:
+def attention_by_loops(q: Tensor, k: Tensor, v: Tensor, metadata: Metadata, attn: spec.Attention) -> Tensor:
     """Attention, one query of one head at a time."""
     rows, tokens, heads, _ = q.shape
     out = torch.zeros_like(q)
@@ -76,7 +76,7 @@ def looped(q: Tensor, k: Tensor, v: Tensor, metadata: Rows, attn: spec.Attention
     st.booleans(),
     st.integers(0, 10**6),
 )
-def test_attention_is_the_loop(
+def test_attention_equals_loops(
     rows: int,
     tokens: int,
     heads: tuple[int, int],
@@ -91,22 +91,22 @@ def test_attention_is_the_loop(
     longest = int(past.max()) + tokens
     even = len(set(pasts[:rows])) == 1 and not hide
     mask = torch.rand(rows, longest) > 0.5 if hide else None
-    metadata = Rows(past, longest, even, mask)
+    metadata = Metadata(past, longest, even, mask)
     attn = spec.Attention(heads[0], heads[1], 8, None, 0.3, window=window, softcap=cap)
     q = torch.randn(rows, tokens, heads[0], 8)
     k, v = torch.randn(rows, longest, heads[1], 8), torch.randn(rows, longest, heads[1], 8)
-    got = PLAIN.attention(attn, no_rope)(q, k[:, :tokens], v[:, :tokens], Held(k, v), metadata)
-    assert torch.allclose(got, looped(q, k, v, metadata, attn), atol=1e-5)
+    got = PLAIN.attention(attn, no_rope)(q, k[:, :tokens], v[:, :tokens], FilledCache(k, v), metadata)
+    assert torch.allclose(got, attention_by_loops(q, k, v, metadata, attn), atol=1e-5)
 
 
 @given(st.integers(1, 9), st.integers(2, 6), st.booleans(), st.integers(0, 10**6))
-def test_experts_are_the_loop(tokens: int, experts: int, renormalize: bool, seed: int) -> None:
+def test_moe_equals_loops(tokens: int, experts: int, renormalize: bool, seed: int) -> None:
     torch.manual_seed(seed)
     moe = spec.Moe(width=5, experts=experts, active=2, renormalize=renormalize)
     gate, up = torch.randn(experts, 5, 4), torch.randn(experts, 5, 4)
     down = torch.randn(experts, 4, 5)
     linear = [[PLAIN.linear(DenseWeight(w)) for w in stack] for stack in (gate, up, down)]
-    x, logits = torch.randn(1, tokens, 4), torch.randn(1, tokens, experts).round()  # some are equal
+    x, logits = torch.randn(1, tokens, 4), torch.randn(1, tokens, experts).round()  # ties
     want = torch.zeros_like(x)
     for t in range(tokens):
         shares = logits[0, t].softmax(0)
@@ -130,7 +130,7 @@ def test_norms(dtype: torch.dtype) -> None:
     assert torch.allclose(layer.float(), F.layer_norm(x.float(), (16,), w, b, 1e-5), rtol=2e-2, atol=2e-2)
 
 
-def test_a_norm_with_a_row_for_each_head() -> None:
+def test_a_norm_with_a_scale_for_each_head() -> None:
     x, w = torch.randn(2, 3, 4, 8), torch.randn(4, 8)
     norm = PLAIN.norm(spec.Norm("rms", 1e-6), w, None)
     alone = [PLAIN.norm(spec.Norm("rms", 1e-6), w[h], None)(x[:, :, h]) for h in range(4)]
@@ -138,8 +138,8 @@ def test_a_norm_with_a_row_for_each_head() -> None:
 
 
 def test_linear_takes_any_weight() -> None:
-    class Coded:
-        """A weight in no form the backend knows: it only dequantises."""
+    class UnknownFormat:
+        """A weight in a format that the backend does not know: it only dequantises."""
 
         in_features, out_features, nbytes = 4, 3, 0
         matrix = torch.randn(4, 3)
@@ -151,7 +151,7 @@ def test_linear_takes_any_weight() -> None:
         def dequantize(self) -> Tensor:
             return self.matrix
 
-    weight, x = Coded(), torch.randn(2, 5, 4)
+    weight, x = UnknownFormat(), torch.randn(2, 5, 4)
     assert torch.allclose(PLAIN.linear(weight)(x), x @ weight.matrix + weight.bias)  # type: ignore[arg-type]
 
 
@@ -163,13 +163,13 @@ def test_activations() -> None:
 
 
 def test_refusals_are_kept_and_explained() -> None:
-    class Picky(ReferenceBackend):
+    class DecliningBackend(ReferenceBackend):
         name = "picky"
 
         def linear(self, weight: object) -> None:  # type: ignore[override]
             raise Unsupported("group size 48 is not a multiple of 32")
 
-    chain = BackendList([Picky(CPU, torch.float32), PLAIN])
+    chain = BackendList([DecliningBackend(CPU, torch.float32), PLAIN])
     weight = DenseWeight(torch.randn(3, 4))
     kernel = chain.bind("layers.0.attn.q", weight.describe(), lambda backend: backend.linear(weight))
     assert kernel(torch.randn(1, 1, 4)).shape == (1, 1, 3)
@@ -177,5 +177,7 @@ def test_refusals_are_kept_and_explained() -> None:
         "layers.0.attn.q: reference, dense float32  (declined: picky: group size 48 is not a multiple of 32)"
     )
     with pytest.raises(Unsupported, match=r"head \(dense\) cannot run on cpu: picky: group size 48"):
-        BackendList([Picky(CPU, torch.float32)]).bind("head", "dense", lambda backend: backend.linear(weight))
+        BackendList([DecliningBackend(CPU, torch.float32)]).bind(
+            "head", "dense", lambda backend: backend.linear(weight)
+        )
     assert backends_for(CPU, torch.float32).backends[-1].name == "reference"

@@ -1,4 +1,4 @@
-"""Rotary frequencies against known numbers, and rotations against complex multiplication."""
+"""RoPE frequencies against known numbers, and rotations against complex multiplication."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from exlm.kernels.reference.rope import RotaryEmbedding, frequencies
 CPU = torch.device("cpu")
 
 
-def turned(x: Tensor, angles: Tensor, pairs: list[tuple[int, int]]) -> Tensor:
-    """The definition: each pair of a head's numbers is a complex number, turned by its angle."""
+def complex_rope(x: Tensor, angles: Tensor, pairs: list[tuple[int, int]]) -> Tensor:
+    """The definition: each pair of a head's numbers is a complex number, multiplied by its phase."""
     out = x.clone().double()
     for column, (a, b) in enumerate(pairs):
         z = torch.complex(x[..., a].double(), x[..., b].double()) * torch.polar(
@@ -27,7 +27,7 @@ def turned(x: Tensor, angles: Tensor, pairs: list[tuple[int, int]]) -> Tensor:
 
 @pytest.mark.parametrize("style", ["neox", "gptj"])
 @pytest.mark.parametrize(("head", "dim"), [(8, 8), (12, 6)])
-def test_rotation_is_complex_multiplication(style: str, head: int, dim: int) -> None:
+def test_rope_is_complex_multiplication(style: str, head: int, dim: int) -> None:
     rope = spec.Rope(theta=100.0, dim=dim, style=style)  # type: ignore[arg-type]
     q, k = torch.randn(2, 5, 4, head), torch.randn(2, 5, 1, head)
     positions = torch.tensor([[0, 1, 2, 3, 4], [7, 9, 0, 31, 5]])
@@ -36,11 +36,11 @@ def test_rotation_is_complex_multiplication(style: str, head: int, dim: int) -> 
     step = torch.tensor([100.0 ** (-2 * i / dim) for i in range(half)], dtype=torch.float64)
     angles = positions[..., None].double() * step
     got_q, got_k = RotaryEmbedding(rope, 32, CPU)(q, k, positions)
-    assert torch.allclose(got_q.double(), turned(q, angles, pairs), atol=1e-5)
-    assert torch.allclose(got_k.double(), turned(k, angles, pairs), atol=1e-5)
+    assert torch.allclose(got_q.double(), complex_rope(q, angles, pairs), atol=1e-5)
+    assert torch.allclose(got_k.double(), complex_rope(k, angles, pairs), atol=1e-5)
 
 
-def test_three_equal_planes_are_plain_rotation() -> None:
+def test_three_equal_axes_are_plain_rope() -> None:
     plain = RotaryEmbedding(spec.Rope(theta=100.0, dim=8), 32, CPU)
     planes = RotaryEmbedding(spec.Rope(theta=100.0, dim=8, mrope_sections=(2, 1, 1)), 32, CPU)
     q, k = torch.randn(1, 6, 2, 8), torch.randn(1, 6, 2, 8)
@@ -49,7 +49,7 @@ def test_three_equal_planes_are_plain_rotation() -> None:
         assert torch.equal(a, b)
 
 
-def test_each_plane_turns_its_own_section() -> None:
+def test_each_axis_rotates_its_own_section() -> None:
     rotate = RotaryEmbedding(spec.Rope(theta=100.0, dim=8, mrope_sections=(2, 1, 1)), 32, CPU)
     q = torch.ones(1, 1, 1, 8)
     still = torch.zeros(3, 1, 1, dtype=torch.int64)

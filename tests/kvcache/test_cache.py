@@ -1,4 +1,4 @@
-"""The caches users hold: geometry, paging, copying, for every precision."""
+"""Public caches: geometry, paging and copying, in every format."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from exlm.kvcache import PAGE_SIZE, DenseLayer, LayerShape
 from exlm.nn import Batch
 
 CPU = torch.device("cpu")
-META = torch.device("meta")  # a second device that every machine has
+META = torch.device("meta")  # as a second device
 KINDS: list[type[CacheBase]] = [Cache, CacheFP8, CacheQ8, CacheQ6, CacheQ4]
 
 
 @dataclass
 class CacheOwnerStub:
-    """Just enough of a model."""
+    """A `CacheOwner` without a model."""
 
     cache_shapes: list[LayerShape] = field(default_factory=lambda: [LayerShape(2, 4)] * 3)
     cache_devices: list[torch.device] | None = field(default_factory=lambda: [CPU] * 3)
@@ -47,7 +47,7 @@ STATM = Path("/proc/self/statm")
 
 
 def resident_bytes() -> int:
-    """Bytes of memory this process has."""
+    """Resident bytes of this process."""
     return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -94,7 +94,7 @@ def test_more_tokens_than_any_memory_holds_are_refused(kind: type[CacheBase]) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_so_are_those_that_a_gpu_does_not_hold(
+def test_more_tokens_than_a_gpu_holds_are_refused(
     kind: type[CacheBase], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*args: Any, **options: Any) -> torch.Tensor:
@@ -110,7 +110,7 @@ def test_the_contiguous_table_is_the_identity() -> None:
 
 
 def test_what_is_assigned_to_a_layers_states_is_stored() -> None:
-    """As scripts restore a session: the list was the cache's own once, and is a list of views."""
+    """As scripts restore a session: the list is one of views."""
     cache = Cache(CacheOwnerStub(), max_seq_len=PAGE_SIZE)
     saved = torch.arange(5.0)[None, :, None, None].expand(1, 5, *cache.key_states[0].shape[2:])
     cache.key_states[0] = saved
@@ -125,7 +125,7 @@ def test_what_is_assigned_to_a_layers_states_is_stored() -> None:
 
 
 def test_a_cache_made_before_the_model_is_loaded_waits_for_it() -> None:
-    """Old scripts make one and hand it to load_autosplit, where it gets its tensors like a lazy one."""
+    """Old scripts make one and pass it to load_autosplit, which allocates it like a lazy one."""
     model = CacheOwnerStub(cache_devices=None)
     cache = Cache(model)
     assert not cache.allocated
@@ -332,7 +332,7 @@ def test_copying_pages(kind: type[CacheBase]) -> None:
         assert torch.equal(now[:2], then[:2])
         assert torch.equal(now[2, :100], then[0, :100])
         assert torch.equal(now[2, 100:], then[2, 100:])
-        assert torch.equal(now[3], now[2])  # orders are served one after the other
+        assert torch.equal(now[3], now[2])  # copies are done one after the other
 
 
 @pytest.mark.parametrize("order", [(0, 2, 1), (2, 0, 1), (-1, 0, 1), (0, 1, PAGE_SIZE + 1), (0, 1, -1)])

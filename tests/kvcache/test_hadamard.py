@@ -1,4 +1,4 @@
-"""Four- and eight-bit codes, bit for bit: published vectors, a scalar twin, and the edges of float16."""
+"""Hadamard-rotated 4- and 8-bit codes, bit for bit: published vectors, a scalar oracle, limits of float16."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def half(x: float) -> float:
 
 
 def transform(values: list[float]) -> list[float]:
-    """Each place plus or minus its partner, whose number differs in one bit, for each of five bits."""
+    """Butterflies: each element plus or minus its partner, whose index differs in one bit, for five bits."""
     for bit in (1, 2, 4, 8, 16):
         values = [
             half(values[i ^ bit] - x) if i & bit else half(x + values[i ^ bit]) for i, x in enumerate(values)
@@ -70,7 +70,7 @@ def scalar_dequantize(codes: list[int], scales: list[float], bits: int) -> list[
 
 
 def numbers(seed: int, size: int) -> Tensor:
-    """Normal numbers of any magnitude, some outliers, some zeros, perhaps a stretch of nothing."""
+    """Normal numbers of any magnitude, some outliers, some zeros, maybe a range of zeros."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(size, generator=generator) * 10 ** (torch.rand(1, generator=generator) * 9 - 7)
     kind = torch.rand(size, generator=generator)
@@ -135,7 +135,7 @@ def test_zeros_decode_to_zeros(bits: int) -> None:
 
 
 @pytest.mark.parametrize(("bits", "limit"), [(4, 0.10), (8, 0.007)])
-def test_how_much_is_lost(bits: int, limit: float) -> None:
+def test_quantization_error(bits: int, limit: float) -> None:
     x = torch.randn(64, 128).half()
     back = dequantize(*quantize(x, bits), bits)
     assert float((back.float() - x.float()).norm() / x.float().norm()) < limit
@@ -147,7 +147,7 @@ def test_an_outlier_is_shared_by_its_neighbours() -> None:
     back = dequantize(*quantize(x, 4), 4).float()
     others = torch.arange(128) != 5
     error = (back - x)[:, others].norm() / x[:, others].norm()
-    plain = (x / 60.0 * 8).round() / 8 * 60.0  # four bits without a rotation: everything else is gone
+    plain = (x / 60.0 * 8).round() / 8 * 60.0  # 4 bits without a rotation lose everything else
     assert float(error) < 0.9 * float((plain - x)[:, others].norm() / x[:, others].norm())
     assert torch.allclose(back[:, 5], x[:, 5], rtol=0.15)
 

@@ -1,4 +1,4 @@
-"""Layers of codes: a token's bytes depend on that token alone, and a call sees its own tokens exactly."""
+"""Quantised layers: a token's bytes depend on that token alone, and a call sees its own tokens exactly."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS: dict[str, tuple[KVQuantizer, KVQuantizer]] = {
     "fp8": (TruncatedFP8(), TruncatedFP8()),
 }
 SHAPES = [LayerShape(2, 32), LayerShape(1, 32), LayerShape(3, 32), LayerShape(1, 96), LayerShape(2, 64)]
-PAGES = 8  # tokens in a page of these tests
+PAGES = 8  # page size of these tests
 
 
 def make(kind: str, shape: LayerShape, pages: int, page: int = PAGES) -> QuantizedLayer:
@@ -41,7 +41,7 @@ def heads(seed: int, *size: int) -> tuple[Tensor, Tensor]:
 
 
 def in_row_order(stored: tuple[Tensor, ...], pages: Tensor) -> list[Tensor]:
-    """What is stored, in the order of each row's tokens: (rows, tokens, kv_heads, …) each."""
+    """The stored tensors in the order of each row's tokens, (rows, tokens, kv_heads, …) each."""
     return [tensor[pages].flatten(1, 2) for tensor in stored]
 
 
@@ -56,7 +56,7 @@ def in_row_order(stored: tuple[Tensor, ...], pages: Tensor) -> list[Tensor]:
 def test_bytes_depend_on_their_own_token_alone(
     kind: str, shape: LayerShape, cuts: list[list[int]], seed: int, random: Any
 ) -> None:
-    """Rows written in any pieces, into shuffled pages, next to each other: the bytes of one call for all."""
+    """Rows written in any chunks to shuffled pages, in any batch, give the bytes of one call."""
     longest = max(sum(cut) for cut in cuts)
     width = -(-longest // PAGES)
     order = list(range(len(cuts) * width))
@@ -66,7 +66,7 @@ def test_bytes_depend_on_their_own_token_alone(
     k, v = heads(seed, len(cuts), longest, shape.kv_heads, shape.head_dim)
     todo = [(row, start) for row, cut in enumerate(cuts) for start in range(len(cut))]
     random.shuffle(todo)
-    todo.sort(key=lambda item: item[1])  # pieces of a row in order, rows in any
+    todo.sort(key=lambda item: item[1])  # chunks of a row in order, rows in any order
     for row, piece in todo:
         start = sum(cuts[row][:piece])
         stop = start + cuts[row][piece]
@@ -164,7 +164,7 @@ def test_heads_come_back_in_the_precision_they_came_in(dtype: torch.dtype) -> No
 
 
 class AllocationWatch(TorchDispatchMode):
-    """Notes the largest memory any operation makes, other than that of the tensors it is told to ignore."""
+    """Records the largest allocation of any operation, except of tensors to be ignored."""
 
     def __init__(self, known: tuple[Tensor, ...]) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""A program that loads a model in processes of less and less address space, and tells what came of each.
+"""A program that loads a model in forks with less and less address space and prints each outcome.
 
-`python -m tests.model.low_memory KIND PATH MB...` forks itself for every number of MB, which is what the
-child may map beside what it has. It prints a line for each: ok, the typed error, or what should not be.
+`python -m tests.model.low_memory KIND PATH MB...` forks itself for each number of MB, which the child may
+map in addition to what it has. It prints a line for each: ok, the typed error, or what went wrong.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ SECONDS = 60
 
 
 def model(path: str) -> None:
-    """From a path to logits."""
+    """Load a model and compute logits."""
     loaded = Model(Config(path))
     loaded.load()
     loaded.forward(torch.tensor([[3, 4, 5]]))
 
 
 def tokenizer(path: str) -> None:
-    """All tables of a vocabulary."""
+    """Load a tokenizer and all tables of its vocabulary."""
     read = Tokenizer(Config(path), lazy_init=False)
     assert read.decode(read.encode("Hello, world!")[0]) == "Hello, world!"
 
@@ -37,7 +37,7 @@ KINDS = {"model": model, "tokenizer": tokenizer}
 
 
 def child(kind: str, path: str, room: int) -> None:
-    """Try it with so many bytes of room, and write a line."""
+    """Run it with that many bytes of address space, and write the outcome."""
     held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (held + room, resource.RLIM_INFINITY))
     try:
@@ -53,7 +53,7 @@ def child(kind: str, path: str, room: int) -> None:
 
 
 def tried(kind: str, path: str, room: int) -> None:
-    """In a fork, which is not waited for without end."""
+    """Run it in a fork, with a time limit."""
     number = os.fork()
     if not number:
         child(kind, path, room)

@@ -1,4 +1,4 @@
-"""Made-up quantised models: random packed matrices, and a model's own replaced by them."""
+"""Random quantised matrices, and models whose matrices are replaced by them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def random_exl2(inputs: int, outputs: int) -> PackedWeight:
 
 
 def replace_matrices(folder: Path, twin: Path | None, write: Any, make: Any, pattern: str) -> None:
-    """Quantise every matrix whose name matches; the twin folder, if any, gets the same numbers as floats."""
+    """Quantise all matrices whose names match; the twin folder, if any, gets the same numbers as floats."""
     tensors = load_file(folder / "model.safetensors")
     dense = dict(tensors)
     for name in [n for n in tensors if re.search(pattern, n)]:

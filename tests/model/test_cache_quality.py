@@ -1,4 +1,4 @@
-"""What caches of fewer bits cost a trained model, token by token, and what they must not change."""
+"""Quality of quantised caches with a trained model, token by token, and what they must not change."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch import Tensor
 from exlm import Cache, CacheBase, CacheFP8, CacheQ4, CacheQ6, CacheQ8, Config, Model
 from exlm.formats import exl2
 
-ROW = 384  # tokens of each of the two rows
+ROW = 384  # tokens of each of two rows
 
 
 @pytest.fixture(scope="module")
 def model(fixtures_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """The 4.0 bpw model with its matrices written out as floats: the same numbers, and faster here."""
+    """The 4.0 bpw model dequantised to floats: the same numbers, and faster here."""
     source, folder = fixtures_dir / "tiny-lm-exl2-4.0bpw", tmp_path_factory.mktemp("dense")
     stored = load_file(source / "output.safetensors")
     dense = {name: tensor for name, tensor in stored.items() if ".q_" not in name}
@@ -73,7 +73,7 @@ def test_perplexity_token_by_token(
     assert 25.80 < perplexity <= limit
     reference = load_file(fixtures_dir / "reference" / "cache_4.0bpw.safetensors")
     assert perplexity < float(reference[f"ppl_{name}"]) + 0.001
-    # The reference encodes neighbours again and again, so in few bits it drifts away from an exact cache.
+    # The reference quantises neighbours again and again, so with few bits it drifts from an exact cache.
     want, near = reference[name], {"fp16": 2e-3, "q8": 4e-3, "q6": 0.03, "q4": 0.05}[name]
     assert float((logits[:, -1, :2048] - want).norm() / want.norm()) < near
 

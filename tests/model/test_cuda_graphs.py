@@ -1,4 +1,4 @@
-"""Recorded passes: buckets, and on a GPU the same answers as launch by launch, in any company."""
+"""CUDA graphs: buckets, and on a GPU the same outputs as without graphs, in any batch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_large_batches_have_no_bucket() -> None:
 
 
 def test_bucket_rows_equal_the_inputs() -> None:
-    """From lists or from a tensor, over and over, and what is left over repeats the last row."""
+    """Inputs from lists or a tensor, again and again; padding repeats the last row."""
     dice = Random(3)
     seen: list[Batch] = []
 
@@ -132,7 +132,7 @@ def test_replay_equals_launch(
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("cache", [Cache, CacheQ8, CacheQ4])
 def test_drafts_change_almost_nothing(fixtures_dir: Path, name: str, cache: type[CacheBase]) -> None:
-    """Several tokens at once are summed in another order than one by one: in half precision a tie may tip."""
+    """Several tokens at once add in another order than one by one: float16 may break a near tie otherwise."""
     alone = complete_prompts(fixtures_dir / name, "cuda", cache, batched=False)
     guessed = complete_prompts(fixtures_dir / name, "cuda", cache, batched=False, draft=True)
     for one, other in zip(alone, guessed, strict=True):
@@ -150,7 +150,7 @@ def test_gpu_and_cpu_agree(fixtures_dir: Path, name: str) -> None:
     agreed = sum(one == other for one, other in zip(there, here, strict=True))
     assert agreed >= len(PROMPTS) - 1, list(
         zip(there, here, strict=True)
-    )  # half precision may tip a near tie
+    )  # float16 may break a near tie otherwise
     torch.cuda.synchronize()
 
 
@@ -162,7 +162,7 @@ def collect_streams(results: list[Result], streams: dict[int, list[Any]]) -> Non
 
 
 def run_random_jobs(loaded: ModelWithTokenizer, seed: int) -> dict[int, list[Any]]:
-    """What jobs of different lengths, settings and ends say that come and go on a small machine."""
+    """Texts of jobs with different lengths, settings and stop conditions in a small cache."""
     dice = Random(seed)
     generator = loaded.generator(tokens=2048, max_batch_size=4, max_chunk_size=256)
     warm: dict[str, Any] = {"temperature": 1.1, "top_k": 40, "top_p": 0.9}
@@ -204,7 +204,7 @@ def run_random_jobs(loaded: ModelWithTokenizer, seed: int) -> dict[int, list[Any
 def test_async_scheduling_changes_nothing(
     fixtures_dir: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """On a processor passes are never ahead; here they are made to be, bucket by bucket, without a graph."""
+    """A CPU has no async scheduling; here it is forced, bucket by bucket, without a graph."""
     loaded = ModelWithTokenizer(fixtures_dir / MODELS[0], "cpu")
     plain = run_random_jobs(loaded, seed)
     make, launched = loaded.model.runner, 0
@@ -228,7 +228,7 @@ def test_async_scheduling_changes_nothing(
 
 
 def run_repetitive_jobs(loaded: ModelWithTokenizer, **options: Any) -> tuple[list[list[int]], Generator]:
-    """What follows prompts that repeat themselves, one after the other and then together."""
+    """Completions of repetitive prompts, one after the other and then together."""
     generator = loaded.generator(max_batch_size=4, **options)
     jobs = [loaded.job(prompt * 9, 60 + 7 * i) for i, prompt in enumerate(PROMPTS[:3] * 2)]
     for batch in [jobs[0]], [jobs[1]], [jobs[2]], jobs[3:]:
@@ -242,7 +242,7 @@ def run_repetitive_jobs(loaded: ModelWithTokenizer, **options: Any) -> tuple[lis
 
 
 def test_drafts_are_verified_in_few_batch_sizes(fixtures_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And where there are none, passes are launched ahead; the text is the same."""
+    """Without drafts, steps are launched ahead; the text is the same."""
     loaded = ModelWithTokenizer(fixtures_dir / MODELS[0], "cpu")
     plain, _ = run_repetitive_jobs(loaded)
     make = loaded.model.runner
@@ -274,7 +274,7 @@ def test_drafts_are_verified_by_replay(fixtures_dir: Path, name: str) -> None:
 def test_async_scheduling_changes_nothing_on_a_gpu(
     fixtures_dir: Path, monkeypatch: pytest.MonkeyPatch, name: str, seed: int
 ) -> None:
-    """Unpacked weights go through other kernels in other company: in half precision a near tie may tip."""
+    """Dense weights use other kernels in other batches: float16 may break a near tie otherwise."""
     ahead = run_random_jobs(ModelWithTokenizer(fixtures_dir / name, "cuda"), seed)
     monkeypatch.setenv("EXLLAMA_NO_GRAPHS", "1")
     plain = run_random_jobs(ModelWithTokenizer(fixtures_dir / name, "cuda"), seed)
@@ -286,7 +286,7 @@ def test_async_scheduling_changes_nothing_on_a_gpu(
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 3, 5])
 def test_results_are_there_while_the_device_is_busy(fixtures_dir: Path, rows: int) -> None:
-    """Every pass ahead is made longer than all that the host does; who waited for it would find it done."""
+    """Each step ahead is made longer than the host's work; if the host waited, the step would be finished."""
     loaded = ModelWithTokenizer(fixtures_dir / MODELS[0], "cuda")
     generator = loaded.generator(max_batch_size=8)
     cuda: Any = torch.cuda

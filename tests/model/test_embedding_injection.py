@@ -1,4 +1,4 @@
-"""Injected vectors: the model's own rows must be as good as the tokens, wherever they stand."""
+"""Injected vectors: the model's own embeddings must act as the tokens do, anywhere in a prompt."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def load(folder: Path, **options: Any) -> Model:
 
 
 def token_embeddings(model: Model, ids: Tensor, **options: Any) -> MMEmbedding:
-    """The model's own vectors of some tokens (1, n), as they enter its first layer."""
+    """The model's own embeddings of some tokens (1, n), as its first layer gets them."""
     embedding = model._require_loaded()[1].embedding
     return MMEmbedding(model, embedding.lookup(ids)[0].float() * embedding.scale, **options)
 
@@ -177,7 +177,7 @@ def test_bare_vectors_replace_the_marker(parts: Any) -> None:
 
 
 def test_healing_guidance_penalties_and_drafts(parts: Any) -> None:
-    """What else may look at ids does not stumble over those of embeddings."""
+    """Other features that read ids work with those of embeddings."""
     model, _ = parts
     prompt, _, one = prompt_with_embedding(parts)
     want = greedy(make_generator(parts), prompt, embeddings=[one])

@@ -1,4 +1,4 @@
-"""A real, trained model against what transformers says of it."""
+"""A trained model against transformers' outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model.forward: one answer, however it is asked for."""
+"""Model.forward: the same logits for every way to call it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_preprocess_only_fills_the_cache_and_returns_none(model: Model) -> None:
 
 
 def test_preprocess_only_skips_the_last_mlp(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last layer's keys and values are all that is wanted of it."""
+    """Only the last layer's keys and values are needed."""
     blocks = model._require_loaded()[1].blocks
     computed: list[int] = []
     for place, block in enumerate(blocks):
@@ -127,7 +127,7 @@ def test_cache_fp16_stores_sixteen_bits(model: Model) -> None:
     whole = model.forward(x)
     cut = torch.cat([model.forward(piece, cache) for piece in x.split(9, 1)], 1)
     at_once = model.forward(x, CacheFP16(model, max_seq_len=64))
-    assert close(cut, at_once)  # tokens are seen as they are stored
+    assert close(cut, at_once)  # attention reads tokens as stored
     assert 0 < float((cut - whole).norm() / whole.norm()) < 1e-3
 
 
@@ -182,7 +182,7 @@ def test_left_padded_rows_decode_token_by_token(model: Model) -> None:
 
 
 def test_a_mask_may_cover_future_tokens(model: Model) -> None:
-    """Old loops read all but the last token of a padded batch with the mask of the whole."""
+    """Old loops prefill all but the last token of a padded batch with the mask of the whole."""
     rows, width = [ids(1, n) for n in (4, 9)], 9
     padded = torch.cat([torch.cat((torch.full((1, width - r.shape[1]), -1), r), 1) for r in rows])
     mask = torch.where(padded < 0, float("-inf"), 0.0).half()
@@ -242,7 +242,7 @@ def test_max_output_len(tmp_path: Path) -> None:
     assert model.forward(ids(1, 5), last_id_only=True).shape == (1, 1, 64)
 
 
-def test_what_does_not_fit_is_explained(model: Model) -> None:
+def test_invalid_arguments_raise_explaining_errors(model: Model) -> None:
     cache = Cache(model, max_seq_len=32)
     with pytest.raises(CacheTooSmall, match=r"0 past and 33 new tokens, room for 32"):
         model.forward(ids(1, 33), cache)

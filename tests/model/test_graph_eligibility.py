@@ -1,4 +1,4 @@
-"""Which passes may be recorded: all of them where nobody waits, few tokens where experts are chosen."""
+"""Which batches may be captured: all whose kernels do not synchronise, MoE only with few tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of a model, as old programs count them for their progress bars."""
+"""The modules of a model, as old programs count them for progress bars."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def model(fixtures_dir: Path) -> Model:
     return Model(Config(str(fixtures_dir / "tiny-lm")))
 
 
-def test_there_are_as_many_as_loading_reports(model: Model) -> None:
+def test_modules_are_as_many_as_loading_reports(model: Model) -> None:
     total = len(model.modules)
     seen: list[tuple[int, int]] = []
     model.load(callback=lambda done, of: seen.append((done, of)))
@@ -31,7 +31,7 @@ def test_each_has_a_key_and_a_device(model: Model) -> None:
     assert (first.key, second.key, last.key) == ("model.embed_tokens", "model.layers.0", "lm_head")
     assert first.device_idx == last.device_idx
     assert repr(last).startswith("LegacyModule('lm_head', device_idx=")
-    first.device_idx = second.device_idx  # what is so already may be wished for
+    first.device_idx = second.device_idx  # asking for the present state is allowed
     first.reload()
     with pytest.warns(UserWarning, match=r"model\.embed_tokens stays where it is"):
         first.device_idx = 7
@@ -39,7 +39,7 @@ def test_each_has_a_key_and_a_device(model: Model) -> None:
     assert model.modules[0].device_idx is None
 
 
-def test_they_cannot_be_exchanged(model: Model) -> None:
+def test_modules_are_read_only(model: Model) -> None:
     with pytest.raises(Unsupported, match="Layers cannot be exchanged"):
         model.modules = model.modules[:1]
 

@@ -1,4 +1,4 @@
-"""A model comes and goes: what is left of it when nobody holds it any more, and after a failure."""
+"""A model's memory after its last reference goes, after unloading, and after a failure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests import tiny
 
 @pytest.fixture
 def gc_disabled() -> Iterator[None]:
-    """Memory is freed only where nothing points in a circle."""
+    """Without the garbage collector, memory in reference cycles is not freed."""
     gc.collect()
     gc.disable()
     yield
@@ -27,13 +27,13 @@ def gc_disabled() -> Iterator[None]:
 
 
 def weak_references(model: Model, cache: CacheBase) -> list[weakref.ref[object]]:
-    """What takes the memory."""
+    """Weak references to what takes memory."""
     return [weakref.ref(one) for one in (model, cache, model._require_loaded()[1], cache.all_tensors()[0])]
 
 
 @pytest.mark.usefixtures("gc_disabled")
 def test_memory_is_freed_with_the_last_reference(tmp_path: Path) -> None:
-    """Whoever writes `del llm` and loads another one must not need room for both."""
+    """After `del llm`, loading another model must not need memory for both."""
     llm = LLM(tiny.make_chat_folder(tmp_path / "m"))
     llm.generate(["a", "b"], max_new_tokens=3)
     watched = weak_references(llm.model, llm.cache)
@@ -65,7 +65,7 @@ def test_a_non_config_is_refused(wrong: Any) -> None:
 
 
 def test_an_interrupted_autosplit_leaves_the_cache_as_it_was(tmp_path: Path) -> None:
-    """The last callback comes when the cache is there already."""
+    """The last callback is called after the cache was allocated."""
 
     def stop(done: int, total: int) -> None:
         if done == total:
@@ -81,14 +81,14 @@ def test_an_interrupted_autosplit_leaves_the_cache_as_it_was(tmp_path: Path) -> 
     while next(steps) != (4, 4):
         pass
     assert cache.allocated
-    del steps  # given up before its end
+    del steps  # closed before its end
     assert not cache.allocated
     model.load_autosplit(cache)
     assert model.forward(torch.arange(5)[None], cache).shape == (1, 5, 64)
 
 
 def test_autosplit_refuses_caches_that_it_cannot_allocate(tmp_path: Path) -> None:
-    """And before it reads anything."""
+    """Before it reads anything."""
     model, other = (Model(Config(tiny.make(tmp_path))) for _ in range(2))
     with pytest.raises(InputError, match=r"found None: give it Cache\(model, lazy=True\)"):
         model.load_autosplit(None)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Loading: whole or not at all, with somebody told how far it is."""
+"""Loading: completely or not at all, with progress callbacks."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ SPLITS = [[16, 24], [24, 0], (8, 8.5, 0), [1] * 9]
 def test_numbers_for_devices_that_are_not_here_are_ignored_with_one_warning(
     tmp_path: Path, numbers: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As programs for several GPUs give them, on a machine with one device."""
+    """Programs for several GPUs pass such numbers on a machine with one device."""
     config = Config(tiny.make(tmp_path))
     config.device = "cpu"
     model = Model(config)
@@ -145,7 +145,7 @@ def test_a_split_that_gives_the_devices_here_nothing_or_too_little_is_refused(
     ):
         model.load([1e-6, 24])
     assert "[24] is ignored" in caplog.messages[-1]
-    with pytest.raises(InputError, match="found '24'"):  # what is ignored is checked all the same
+    with pytest.raises(InputError, match="found '24'"):  # ignored numbers are validated, too
         model.load([16, "24"])  # type: ignore[list-item]
     assert not model.loaded
 
@@ -246,7 +246,7 @@ def test_a_truncated_file(tmp_path: Path) -> None:
         Model(Config(folder)).load()
 
 
-def test_a_pickle_is_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_a_pickle_is_refused_with_the_remedy(tmp_path: Path) -> None:
     folder = tiny.make(tmp_path)
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04")
@@ -309,7 +309,7 @@ def round_trip():
     model.unload()
     del cache
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what the heap keeps for later is not held by anybody
+    ctypes.CDLL(None).malloc_trim(0)  # free heap memory is not in use
     return int(re.search(r'RssAnon:\\s*(\\d+) kB', Path('/proc/self/status').read_text())[1]) * 1024
 sizes = [round_trip() for _ in range(23)]
 print(*(size - sizes[2] for size in sizes[3:]))
@@ -324,7 +324,7 @@ def test_twenty_loads_leave_no_memory_behind(tmp_path: Path) -> None:
     done = subprocess.run(run, capture_output=True, text=True, check=True, timeout=300)
     grown = [int(number) for number in done.stdout.split()]
     assert len(grown) == 20
-    assert max(grown) < size  # heaps have holes, but not even one of the twenty models is there
+    assert max(grown) < size  # the heap is fragmented, but less than one of the twenty models is left
 
 
 def test_config_json_of_another_model(tmp_path: Path) -> None:

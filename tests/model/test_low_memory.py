@@ -1,4 +1,4 @@
-"""Loading in a process whose address space ends: it succeeds or says so, and neither dies nor hangs."""
+"""Loading with limited address space: it succeeds or raises a typed error, and neither dies nor hangs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALLER = (0, 1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 48, 1024)
 
 
 def outcomes(kind: str, path: Path, limits: tuple[int, ...] = LIMITS) -> dict[int, str]:
-    """What came of each limit, in MB beside what the process has before it begins."""
+    """The outcome of each limit, in MB in addition to what the process has before."""
     env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.model.low_memory", kind, str(path), *map(str, limits)],
@@ -47,7 +47,7 @@ def check(found: dict[int, str]) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of 59 MB, and beside it a vocabulary of 15,000 tokens."""
+    """A model of 59 MB, and a vocabulary of 15,000 tokens."""
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 8}
     made = tiny.make_chat_folder(tmp_path_factory.mktemp("low") / "m", **sizes)
     table = json.loads((made / "tokenizer.json").read_text())

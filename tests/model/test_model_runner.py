@@ -1,4 +1,4 @@
-"""What a runner sends to its device."""
+"""Batches that the runner sends to the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damaged, lying and hostile files, whole models of them: each loads or is refused, none crashes or hangs."""
+"""Models of damaged and hostile files: each loads or raises a typed error, none crashes or hangs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_gguf(folder: Path) -> Path:
 
 
 def attempt(folder: Path) -> bool:
-    """Whether the model loads and answers; only our own errors are allowed to say no."""
+    """Whether the model loads and computes; only errors of our own types may be raised."""
     try:
         model = Model(Config(folder))
         model.load()
@@ -51,7 +51,7 @@ def attempt(folder: Path) -> bool:
 
 
 def flip(data: bytearray, rng: random.Random) -> None:
-    """A few bits, most of them where the descriptions are."""
+    """Flip a few bits, most of them in headers."""
     for _ in range(rng.randint(1, 4)):
         end = min(len(data), 4096) if rng.random() < 0.7 else len(data)
         data[rng.randrange(end)] ^= 1 << rng.randrange(8)
@@ -66,13 +66,13 @@ def grow(data: bytearray, rng: random.Random) -> None:
 
 
 def overwrite(data: bytearray, rng: random.Random) -> None:
-    """A huge or negative number somewhere near the front."""
+    """Write a huge or negative number near the front."""
     at = rng.randrange(max(1, min(len(data), 4096) - 8))
     data[at : at + 8] = struct.pack("<q", rng.choice([-1, 2**62, 2**31, 2**40, 0]))
 
 
 def swap(data: bytearray, rng: random.Random) -> None:
-    """Two stretches of data changed for each other."""
+    """Exchange two ranges of bytes."""
     a, b = sorted(rng.sample(range(len(data) - 64), 2))
     data[a : a + 32], data[b : b + 32] = data[b : b + 32], data[a : a + 32]
 

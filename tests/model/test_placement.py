@@ -1,4 +1,4 @@
-"""Placement: sizes in, places out, against the slow search over every way to cut a model."""
+"""Placement against a brute-force search over all ways to cut a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMALL = st.integers(0, 12)
 
 @st.composite
 def models(draw: st.DrawFn) -> list[ModuleMemory]:
-    """Modules of which the last may share what the first has, as a tied head does."""
+    """Modules of which the last may share weights with the first, as a tied head does."""
     parts = draw(
         st.lists(st.builds(ModuleMemory, st.just("part"), SMALL, SMALL, SMALL), min_size=1, max_size=6)
     )
@@ -33,7 +33,7 @@ CAPACITIES = st.lists(
 
 
 def is_valid_placement(parts: list[ModuleMemory], places: list[int], spaces: list[DeviceCapacity]) -> bool:
-    """By hand: everything a device holds, and the largest workspace of it."""
+    """Whether all modules fit, computed independently."""
     for at, space in enumerate(spaces):
         here = [part for part, where in zip(parts, places, strict=True) if where == at]
         need = sum(part.weights + part.cache for part in here) + max((p.workspace for p in here), default=0)
@@ -55,7 +55,7 @@ def test_a_placement_is_found_if_there_is_one(
         return
     found = place_modules(parts, spaces, "Turn this.")
     assert found in possible
-    assert found == min(possible)  # early devices are filled first
+    assert found == min(possible)  # the first devices are filled first
     held = device_loads(parts, found, len(spaces))
     assert all(load.total <= space.free for load, space in zip(held, spaces, strict=True))
 

@@ -1,4 +1,4 @@
-"""Models over several devices, all of them made up: the same logits wherever the modules are."""
+"""Models on several hypothetical devices: the same logits wherever the modules are."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from exlm.model.instance import open_checkpoint
 from exlm.model.memory import ComputeProfile, compute_profile, estimate_modules
 from exlm.model.parallel_driver import rank_devices
 from exlm.model.placement import DeviceCapacity
-from exlm.nn.device_transfer import DeviceTransfer
+from exlm.nn.block import DeviceTransfer
 from exlm.spec.weight_roles import matrices
 from tests import tiny
 from tests.lora import peft_folders as making
@@ -42,7 +42,7 @@ IDS = torch.arange(3, 40)[None]
 
 
 def fake_devices(*free: int) -> Callable[[str | None], list[DeviceInfo]]:
-    return lambda wish: [DeviceInfo(f"made up {i}", CPU, count) for i, count in enumerate(free)]
+    return lambda wish: [DeviceInfo(f"fake {i}", CPU, count) for i, count in enumerate(free)]
 
 
 def loaded(folder: Path) -> Model:
@@ -52,7 +52,7 @@ def loaded(folder: Path) -> Model:
 
 
 def module_bytes(model: Model, cache: CacheBase) -> list[int]:
-    """Bytes of each module, its cache and its workspace with it."""
+    """Bytes of each module with its cache and workspace."""
     frozen = model.config.freeze()
     parts = estimate_modules(
         frozen,
@@ -87,7 +87,7 @@ def test_a_model_over_several_devices_is_the_same_model(
     reference = kind(alone, max_seq_len=256)
     for ids in (IDS, IDS[:, :1]):
         assert torch.equal(model.forward(ids, cache), alone.forward(ids, reference))
-    assert ("on made up 0:" in model.explain()) == (used > 1)
+    assert ("on fake 0:" in model.explain()) == (used > 1)
 
 
 def test_devices_are_filled_one_after_the_other(folder: Path) -> None:
@@ -96,11 +96,11 @@ def test_devices_are_filled_one_after_the_other(folder: Path) -> None:
     *parts, workspace = module_bytes(model, cache)
     model.list_devices = fake_devices(sum(parts[:3]) + workspace + 100, 1 << 40)
     model.load_autosplit(cache, reserve_vram=[100])
-    assert model.placement == ["made up 0"] * 3 + ["made up 1"] * 4
+    assert model.placement == ["fake 0"] * 3 + ["fake 1"] * 4
     model.list_devices = fake_devices(sum(parts[:3]) + workspace + 99, 1 << 40)
     other = Cache(model, max_seq_len=256, lazy=True)
     model.load_autosplit(other, reserve_vram=[100, 0])
-    assert model.placement == ["made up 0"] * 2 + ["made up 1"] * 5
+    assert model.placement == ["fake 0"] * 2 + ["fake 1"] * 5
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_read(folder: Path) -> None:
@@ -115,24 +115,24 @@ def test_what_does_not_fit_is_refused_before_anything_is_read(folder: Path) -> N
 
 def test_gpu_split_has_gb_of_weights(folder: Path) -> None:
     model = Model(Config(folder))
-    model.list_devices = fake_devices(0, 0, 0)  # what is free does not matter: the user decides
+    model.list_devices = fake_devices(0, 0, 0)  # free memory does not matter: the user decides
     frozen = model.config.freeze()
     parts = estimate_modules(
         frozen, open_checkpoint(frozen), compute_profile(frozen, [DeviceInfo("", CPU, 0)]), [0] * 5
     )
     first = sum(part.weights for part in parts[:4]) / (1 << 30)
     model.load([first, 1])
-    assert model.placement == ["made up 0"] * 4 + ["made up 1"] * 3
+    assert model.placement == ["fake 0"] * 4 + ["fake 1"] * 3
     assert torch.equal(model.forward(IDS), loaded(folder).forward(IDS))
     model.load([0, 1])
-    assert set(model.placement) == {"made up 1"}
+    assert set(model.placement) == {"fake 1"}
     with pytest.raises(DoesNotFit, match=r"Raise the numbers of gpu_split"):
         model.load([0.00001, 0.00001])
     with pytest.raises(InputError, match="GB for each device"):
         model.load([-1, 2])
     model.load([0, first, 1, 24])  # there is no fourth device
-    assert model.placement == ["made up 1"] * 4 + ["made up 2"] * 3
-    with pytest.raises(DoesNotFit, match=r"usable are made up 0 0\.0 MB, made up 1 0\.0 MB, made up 2"):
+    assert model.placement == ["fake 1"] * 4 + ["fake 2"] * 3
+    with pytest.raises(DoesNotFit, match=r"usable are fake 0 0\.0 MB, fake 1 0\.0 MB, fake 2"):
         model.load([0, 0, 0.00001, 24])
 
 
@@ -155,7 +155,7 @@ def test_gpu_split_has_gb_of_weights(folder: Path) -> None:
         ({"reserve_vram": ["1"]}, "reserve_vram is"),
     ],
 )
-def test_a_plan_for_nothing_is_refused(folder: Path, wrong: dict[str, Any], words: str) -> None:
+def test_a_plan_without_tokens_is_refused(folder: Path, wrong: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         Model(Config(folder)).plan(**{"context": 256, **wrong})
     model = Model(Config(folder))
@@ -192,10 +192,10 @@ def test_a_tied_head_gets_its_own_table_elsewhere(tmp_path: Path) -> None:
         frozen, open_checkpoint(frozen), compute_profile(frozen, [DeviceInfo("", CPU, 0)]), [0, 0]
     )
     assert parts[-1].shared == 64 * 32 * 4
-    exact = sum(part.weights for part in parts)  # on one device the table counts once
+    exact = sum(part.weights for part in parts)  # on one device the shared table counts once
     model.load([exact / (1 << 30)])
     model.load([sum(part.weights for part in parts[:-1]) / (1 << 30), 1])
-    assert model.placement == ["made up 0"] * 3 + ["made up 1"]
+    assert model.placement == ["fake 0"] * 3 + ["fake 1"]
     assert torch.equal(model.forward(IDS), loaded(folder).forward(IDS))
 
 
@@ -218,13 +218,13 @@ def test_the_estimate_is_what_loading_takes(fixtures_dir: Path, name: str) -> No
 
 
 def live_tensor_bytes() -> int:
-    """Bytes of every tensor that is alive."""
+    """Bytes of all live tensors."""
     gc.collect()
     seen = {o.untyped_storage().data_ptr(): o for o in gc.get_objects() if type(o) is torch.Tensor}
     return sum(o.untyped_storage().nbytes() for o in seen.values() if o.device == CPU)
 
 
-def test_ranks_are_made_of_devices_that_are_here(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_use_present_devices(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     gpus = [DeviceInfo(f"cuda:{i}", torch.device("cuda", i), 0) for i in range(2)]
     assert rank_devices(gpus[:1], [16, 24]) == (gpus[:1], [DeviceCapacity("cuda:0", 16 << 30)])
     assert rank_devices(gpus, [0, 24, 0, 8]) == (gpus[1:], [DeviceCapacity("cuda:1", 24 << 30)])
@@ -237,7 +237,7 @@ def test_ranks_are_made_of_devices_that_are_here(folder: Path, caplog: pytest.Lo
     caplog.clear()
     model.load_tp([1, 0, 24])
     assert len(caplog.messages) == 1
-    assert (model.tp_context, set(model.placement)) == (1, {"made up 0"})
+    assert (model.tp_context, set(model.placement)) == (1, {"fake 0"})
 
 
 def test_a_generator_over_two_devices(fixtures_dir: Path) -> None:
@@ -272,7 +272,7 @@ def test_twenty_loads_leave_nothing_behind(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def adapter(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A LoRA of every matrix, the embedding's too."""
+    """A LoRA of all matrices, including the embedding."""
     table = ("model.embed_tokens", 64, 32)
     return making.write_adapter(
         tmp_path_factory.mktemp("lora"), making.matrix_shapes(folder), embedding=table
@@ -336,9 +336,9 @@ def test_prompts_on_a_gpu_need_room_for_matrices_in_full(
     gpu = ComputeProfile(torch.float16, uses_reference=False)
     lean = estimate_modules(frozen, source, gpu, [0] * depth)
     joined = 2 * hidden * max(2 * width, (attn.heads + 2 * attn.kv_heads) * attn.head_dim)
-    monkeypatch.setattr("exlm.model.memory.MAX_DEQUANT_BYTES", 1)  # nothing is multiplied as one
+    monkeypatch.setattr("exlm.model.memory.MAX_DEQUANT_BYTES", 1)  # no GEMM of several matrices
     alone = estimate_modules(frozen, source, gpu, [0] * depth)
     largest = 2 * hidden * max(width, attn.heads * attn.head_dim)
     more = {one.workspace - other.workspace for one, other in zip(lean[1:-1], alone[1:-1], strict=True)}
     assert more == {joined - largest}
-    assert lean[-1] == alone[-1]  # the head is asked for few rows
+    assert lean[-1] == alone[-1]  # the head computes few rows

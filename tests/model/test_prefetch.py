@@ -1,4 +1,4 @@
-"""Reading ahead: every weight once, few in flight, errors where they are asked for, nothing left running."""
+"""Prefetching: every weight once, few in flight, errors raised by `take`, no thread left."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROLES = [f"layers.{i}" for i in range(30)]
 
 
 class WeightStore:
-    """Weights whose one number says which they are."""
+    """Weights that contain their own number."""
 
     def __init__(self, broken: str | None = None) -> None:
         self.read_roles: list[str] = []
@@ -53,7 +53,7 @@ def test_any_order_gives_every_weight_once(order: list[str]) -> None:
     assert sorted(shelf.read_roles) == sorted(ROLES)
 
 
-def test_without_threads_each_is_made_by_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_threads_the_caller_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("exlm.model.prefetch.readers", lambda total: 0)
     shelf, before = WeightStore(broken=ROLES[2]), threading.active_count()
     with make_prefetcher(shelf) as ahead:
@@ -75,13 +75,13 @@ def test_a_thread_that_cannot_be_started_leaves_none_behind(monkeypatch: pytest.
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", once)
-    with pytest.raises(RuntimeError, match="can't start new thread"), make_prefetcher(SlowShelf()):
+    with pytest.raises(RuntimeError, match="can't start new thread"), make_prefetcher(SlowStore()):
         raise AssertionError("it began")
     assert not started[0].is_alive()
 
 
-class SlowShelf(WeightStore):
-    """One whose readers are never idle, so that each weight asks for another thread."""
+class SlowStore(WeightStore):
+    """A store whose readers are never idle, so that each weight starts another thread."""
 
     def read(self, role: str) -> Weight:
         time.sleep(0.05)
@@ -94,7 +94,7 @@ def test_few_are_in_flight() -> None:
     assert not shelf.read_roles
     with prefetcher:
         time.sleep(0.05)
-        assert 1 <= len(shelf.read_roles) <= MAX_IN_FLIGHT + 1, "nobody has asked yet"
+        assert 1 <= len(shelf.read_roles) <= MAX_IN_FLIGHT + 1, "no weight was taken yet"
         prefetcher.take(ROLES[0])
         time.sleep(0.05)
         assert 2 <= len(shelf.read_roles) <= MAX_IN_FLIGHT + 1

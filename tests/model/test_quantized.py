@@ -1,4 +1,4 @@
-"""Quantised models, whole: true files against the reference's answers, built ones against dense twins."""
+"""Quantised models: real files against reference outputs, generated ones against dense twins."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def load(folder: Path) -> Model:
 
 
 def plain(folder: Path) -> Model:
-    """By plain torch, which multiplies with the very weights that a format defines."""
+    """In plain torch, which multiplies with exactly the weights that a format defines."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EXLM_CPU", "0")
         return load(folder)
@@ -67,7 +67,7 @@ def perplexity(model: Model, fixtures: Path) -> float:
     [(f"tiny-lm-exl2-{b}", f"exl2-{b}", 4e-3, PERPLEXITY[b]) for b in EXL2]
     + [(f"tiny-lm-gptq-{g}", f"gptq-{g}", 1e-3, ppl) for g, ppl in GPTQ.items()],
 )
-def test_true_files(fixtures_dir: Path, name: str, reference: str, limit: float, ppl: float) -> None:
+def test_real_files(fixtures_dir: Path, name: str, reference: str, limit: float, ppl: float) -> None:
     want = load_file(fixtures_dir / "reference" / f"{reference}.safetensors")
     model = load(fixtures_dir / name)
     ids, tail = want["input_ids"].long(), want["logits_tail"].float()
@@ -80,8 +80,8 @@ def test_true_files(fixtures_dir: Path, name: str, reference: str, limit: float,
 
 @pytest.mark.parametrize("name", GPTQMODEL)
 @pytest.mark.parametrize(("way", "limit"), [(plain, 1e-5), (load, 1e-3)])
-def test_true_files_of_another_tool(fixtures_dir: Path, name: str, way: Any, limit: float) -> None:
-    """The kernels for processors leave out the rounding of each weight to float16, 2e-4 of a product."""
+def test_real_files_of_another_tool(fixtures_dir: Path, name: str, way: Any, limit: float) -> None:
+    """The CPU kernels skip rounding each weight to float16, which is 2e-4 of a product."""
     want = load_file(fixtures_dir / "reference" / f"gptqmodel-{name}.safetensors")
     model = way(fixtures_dir / f"gptqmodel-{name}")
     ids = want["input_ids"].long().view(1, -1)
@@ -106,7 +106,7 @@ def test_a_quantised_model_is_its_dense_twin(tmp_path: Path, write: Any, make: A
 
 
 def test_explain_has_the_same_order_each_time(tmp_path: Path) -> None:
-    """Although several threads bind the matrices."""
+    """Several threads bind the matrices."""
     folder = tiny.make(tmp_path, hidden_size=64, intermediate_size=128)
     replace_matrices(folder, None, exl2.write, random_exl2, r"_proj\.weight")
     told = [load(folder).explain() for _ in range(5)]
@@ -140,7 +140,7 @@ def test_head_norms_may_be_stored_for_each_head(tmp_path: Path) -> None:
 
 def test_awq(tmp_path: Path) -> None:
     def write(weight: PackedWeight) -> dict[str, Tensor]:
-        """AWQ's words: eight columns of one row, in its own order, lowest nibble first."""
+        """AWQ's packing: eight columns of a row in its own order, lowest nibble first."""
         from exlm.formats.bits import unpack
 
         segment = weight.segments[0]
@@ -187,7 +187,7 @@ print(memory('VmHWM') - code() - before)
 
 
 def large(folder: Path, write: Any, make: Any) -> Path:
-    """Llama 3's proportions: a wide vocabulary, whose embedding must not grow to float32."""
+    """Llama 3's proportions: a large vocabulary, whose embedding must not become float32."""
     sizes = {"hidden_size": 1024, "intermediate_size": 3584, "vocab_size": 32768, "num_hidden_layers": 12}
     tiny.make(folder, torch.float16, **sizes, num_attention_heads=8, num_key_value_heads=2)
     replace_matrices(folder, None, write, make, r"_proj\.weight|lm_head")
@@ -219,7 +219,7 @@ def large_gguf(path: Path) -> Path:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("form", ["exl2", "gptq", "gguf"])
 def test_peak_memory_is_that_of_the_file(tmp_path: Path, form: str) -> None:
-    """While loading too: with the kernels for processors, which rearrange every matrix, and without them."""
+    """Also while loading: with the CPU kernels, which repack every matrix, and without them."""
     if form == "gguf":
         model = file = large_gguf(tmp_path / "model.gguf")
     else:

@@ -1,4 +1,4 @@
-"""Quantised models on a GPU: the same answers as their dense twins, and no more memory than their files."""
+"""Quantised models on a GPU: the same outputs as their dense twins, and no more memory than their files."""
 
 from __future__ import annotations
 

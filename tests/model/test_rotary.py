@@ -1,4 +1,4 @@
-"""Rotary tables of lengths that a file only claims: refused before they are made, with the number to set."""
+"""RoPE tables of a length that only a file claims: refused before allocation, with the setting to change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 WIDTH = 8  # of a head of the tiny model
 
 
-def test_a_length_of_a_thousand_million_is_refused_and_a_shorter_one_loads(tmp_path: Path) -> None:
+def test_a_length_of_a_billion_is_refused_and_a_shorter_one_loads(tmp_path: Path) -> None:
     folder = tiny.make(tmp_path, max_position_embeddings=10**9)
     model = Model(Config(folder))
     model.list_devices = lambda wish: [DeviceInfo("cpu", CPU, 1 << 34)]
@@ -32,7 +32,7 @@ def test_a_length_of_a_thousand_million_is_refused_and_a_shorter_one_loads(tmp_p
     assert model.forward(torch.tensor([[3, 4]])).shape == (1, 2, 64)
 
 
-def test_what_it_says_would_fit_does(tmp_path: Path) -> None:
+def test_the_suggested_length_fits(tmp_path: Path) -> None:
     config = Config(tiny.make(tmp_path))
     config.max_seq_len = 10**9
     slots = [DeviceInfo("small", CPU, SHARE * 2 * SMALL)] * 4
@@ -53,14 +53,14 @@ def test_small_tables_are_made_on_full_devices_too(tmp_path: Path) -> None:
 
 def test_each_device_has_the_tables_of_its_own_layers(tmp_path: Path) -> None:
     config = Config(tiny.make(tmp_path))
-    config.max_seq_len = SMALL  # 64 bytes for each position, while they are made
+    config.max_seq_len = SMALL  # 64 bytes for each position while tables are made
     full, empty = DeviceInfo("full", CPU, 0), DeviceInfo("empty", CPU, 1 << 60)
     check_rotary_tables(config.freeze(), [full, empty, empty, full])
     with pytest.raises(DoesNotFit, match="on full"):
         check_rotary_tables(config.freeze(), [empty, empty, full, empty])
 
 
-def test_a_model_that_does_not_turn_needs_none(tmp_path: Path) -> None:
+def test_a_model_without_rope_needs_no_tables(tmp_path: Path) -> None:
     config = Config(tiny.make(tmp_path, architectures=["SmolLM3ForCausalLM"], no_rope_layers=[0, 0]))
     config.max_seq_len = 10**9
     check_rotary_tables(config.freeze(), [DeviceInfo("full", CPU, 0)] * 4)

@@ -1,4 +1,4 @@
-"""The default model, for real: SmolLM2-135M-Instruct from its GGUF file, against transformers."""
+"""The default model, SmolLM2-135M-Instruct from its GGUF file, against transformers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_prompts_become_the_same_ids(model: Model, cases: list[dict[str, Any]]) 
 
 
 def test_greedy_ids_where_the_choice_is_clear(model: Model, cases: list[dict[str, Any]]) -> None:
-    """Each answer at once: given the right tokens before it, every clear choice must be the right one."""
+    """Teacher-forced: given the right tokens before it, every clear choice must be right."""
     clear = 0
     for case in cases:
         prompt, answer = case["input_ids"], case["greedy_ids_64"]
@@ -60,7 +60,7 @@ def test_greedy_ids_where_the_choice_is_clear(model: Model, cases: list[dict[str
     assert clear > 370
 
 
-def test_it_answers(model: Model) -> None:
+def test_generate(model: Model) -> None:
     tokenizer = Tokenizer(model.config)
     question = [{"role": "user", "content": "What is the capital of France?"}]
     ids = tokenizer.apply_chat_template(question, tokenize=True)
@@ -72,6 +72,6 @@ def test_it_answers(model: Model) -> None:
     assert tokenizer.decode(torch.tensor(out)) == "The capital of France is Paris."
 
 
-def test_it_stays_packed(model: Model) -> None:
+def test_weights_stay_packed(model: Model) -> None:
     assert "gguf Q4_1" in model.explain()
     assert "head: cpu, gguf Q8_0" in model.explain() or "head: reference, gguf Q8_0" in model.explain()

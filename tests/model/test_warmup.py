@@ -1,4 +1,4 @@
-"""A token through a model that is not whole: it needs no layers, leaves nothing behind, and may fail."""
+"""Warm-up: it needs no layers, leaves no state, and may fail."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from exlm import Config, Model
 from exlm.model import instance as loading
 from exlm.model.decoder import Decoder
 from exlm.model.warmup import Warmup, run_one_token
-from exlm.nn.device_transfer import no_transfer
+from exlm.nn.block import no_transfer
 from tests import tiny
 
 CPU = torch.device("cpu")
@@ -34,10 +34,10 @@ def test_one_token_is_the_most_likely_next(decoder: Decoder) -> None:
 
 
 def test_warmup_ends_with_loading(decoder: Decoder, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG), Warmup() as rehearsal:
-        rehearsal.start(decoder, CPU)
-    assert rehearsal._thread is not None
-    assert not rehearsal._thread.is_alive()
+    with caplog.at_level(logging.DEBUG), Warmup() as warmup:
+        warmup.start(decoder, CPU)
+    assert warmup._thread is not None
+    assert not warmup._thread.is_alive()
     assert caplog.text == ""
 
 
@@ -46,8 +46,8 @@ def test_warmup_errors_are_ignored(decoder: Decoder, caplog: pytest.LogCaptureFi
         raise RuntimeError("no kernels today")
 
     decoder.head.norm = broken
-    with caplog.at_level(logging.DEBUG), Warmup() as rehearsal:
-        rehearsal.start(decoder, CPU)
+    with caplog.at_level(logging.DEBUG), Warmup() as warmup:
+        warmup.start(decoder, CPU)
     assert "no kernels today" in caplog.text
 
 

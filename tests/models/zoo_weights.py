@@ -1,4 +1,4 @@
-"""Random weights a tiny model can be judged by; not an initialiser anybody should train from.
+"""Random weights for tiny models whose outputs can be compared; not an initialiser to train from.
 
 Every number depends only on the seed and the parameter's name, so two variants of one family share what
 they have in common and their logits can be compared directly. Norms lie around their neutral value, biases

@@ -1,4 +1,4 @@
-"""Layers whose matrices are joined for many rows: the same answers and the same cache, by fewer products."""
+"""Blocks with fused projections: the same outputs and the same cache, by fewer products."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from exlm.kernels.reference import ReferenceBackend
 from exlm.nn import Attention, Batch, Block, GatedMlp, Linear, LoraRef, ParallelBlock, QkvProjection
 from exlm.nn.attention import no_qk_norm
 from exlm.nn.block import BlockLike
-from exlm.nn.fused import FusedBlock, FusedMlp, fuse_stack
+from exlm.nn.fused import FusedBlock, FusedMlp, fuse_decoder
 
 REFERENCE = ReferenceBackend(torch.device("cpu"), torch.float32)
 HIDDEN, WIDTH = 32, 40
@@ -27,7 +27,7 @@ MAX_FUSED_TOKENS = 4
 
 
 class CountingLinear(Linear):
-    """A matrix that knows how often it was asked."""
+    """A matrix that counts its calls."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         self.weight = torch.randn(outputs, inputs) / inputs**0.5
@@ -39,8 +39,8 @@ class CountingLinear(Linear):
         return super().forward(x, batch)
 
 
-class MergedMatrices:
-    """Several of them as one, for many rows only."""
+class SeparateMatrices(b.FusedLinear):
+    """Several matrices as one product; fails when called fused."""
 
     def __init__(self, *parts: CountingLinear) -> None:
         self.sizes, self.merged_weight = (
@@ -50,15 +50,28 @@ class MergedMatrices:
         self.num_calls = 0
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> list[Tensor]:
-        raise AssertionError("these are many rows")
+        raise AssertionError("many tokens must not run fused")
 
-    def dequant_gemm(self, x: Tensor) -> list[Tensor]:
+    def separate(self, x: Tensor) -> list[Tensor]:
         self.num_calls += 1
         return list((x @ self.merged_weight.T).split_with_sizes(self.sizes, -1))
 
 
+class SeparateCalls(b.FusedLinear):
+    """Matrices whose raw products are their own calls, as the CPU's are; fails when called fused."""
+
+    def __init__(self, *parts: CountingLinear) -> None:
+        self.parts = parts
+
+    def __call__(self, x: Tensor, residual: Tensor | None) -> list[Tensor]:
+        raise AssertionError("many tokens must not run fused")
+
+    def separate(self, x: Tensor) -> list[Tensor]:
+        return [part.forward(x, batch(1)) for part in self.parts]
+
+
 class LastKV:
-    """A cache of what was stored last."""
+    """A cache that keeps the last call's keys and values."""
 
     paged = None
 
@@ -72,7 +85,7 @@ def add_norm() -> b.AddNormFn:
 
 
 class CountingLayer:
-    """A layer of either shape, and its matrices."""
+    """A layer of either form, and its matrices."""
 
     def __init__(self, parallel: bool = False) -> None:
         torch.manual_seed(7)
@@ -82,11 +95,11 @@ class CountingLayer:
         attend = REFERENCE.attention(ATTN, b.no_rope)
         attn = Attention(8, QkvProjection(self.q, self.k, self.v), no_qk_norm, attend, self.o)
         mlp = GatedMlp(REFERENCE.gated("silu"), self.gate, self.up, self.down)
-        same = lambda x: x  # noqa: E731
+        identity = lambda x: x  # noqa: E731
         self.block: Any = (
-            ParallelBlock(attn, mlp, add_norm(), same)
+            ParallelBlock(attn, mlp, add_norm(), identity)
             if parallel
-            else Block(attn, mlp, add_norm(), add_norm(), same, same)
+            else Block(attn, mlp, add_norm(), add_norm(), identity, identity)
         )
 
     def call_counts(self) -> list[int]:
@@ -104,27 +117,29 @@ def run(block: BlockLike, x: Tensor, forward_batch: Batch) -> tuple[Tensor, Last
     return total if pending_residual is None else total + pending_residual, last_kv
 
 
-def test_many_rows_use_merged_matrices() -> None:
+def test_many_tokens_use_separate_products() -> None:
     layer = CountingLayer()
-    qkv, gate = MergedMatrices(layer.q, layer.k, layer.v), MergedMatrices(layer.gate, layer.up)
+    qkv, gate = SeparateMatrices(layer.q, layer.k, layer.v), SeparateMatrices(layer.gate, layer.up)
     fused = FusedBlock(layer.block, qkv, qkv, FusedMlp(gate, gate), MAX_FUSED_TOKENS)
     x = torch.randn(2, 6, HIDDEN)
-    want, want_kept = run(layer.block, x, batch(6))
+    expected, expected_kv = run(layer.block, x, batch(6))
     assert layer.call_counts() == [1] * 7
-    got, kept = run(fused, x, batch(6))
+    actual, actual_kv = run(fused, x, batch(6))
     assert layer.call_counts() == [1, 1, 1, 2, 1, 1, 2]
     assert (qkv.num_calls, gate.num_calls) == (1, 1)
-    torch.testing.assert_close(got, want)
-    torch.testing.assert_close((kept.k, kept.v), (want_kept.k, want_kept.v))
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close((actual_kv.k, actual_kv.v), (expected_kv.k, expected_kv.v))
 
 
-def test_adapters_see_every_matrix() -> None:
+def test_loras_see_every_matrix() -> None:
     layer = CountingLayer()
-    joined = MergedMatrices(layer.q, layer.k, layer.v)
-    fused = FusedBlock(layer.block, joined, joined, FusedMlp(joined, joined), MAX_FUSED_TOKENS)
+    fused_linear = SeparateMatrices(layer.q, layer.k, layer.v)
+    fused = FusedBlock(
+        layer.block, fused_linear, fused_linear, FusedMlp(fused_linear, fused_linear), MAX_FUSED_TOKENS
+    )
     run(fused, torch.randn(2, 6, HIDDEN), batch(6, [(LoraRef(1, 1.0),)] * 2))
     assert layer.call_counts() == [1] * 7
-    assert joined.num_calls == 0
+    assert fused_linear.num_calls == 0
 
 
 def test_attention_alone_is_fused_where_the_mlp_cannot_be() -> None:
@@ -133,21 +148,23 @@ def test_attention_alone_is_fused_where_the_mlp_cannot_be() -> None:
     layer.block.attn_norm = REFERENCE.add_norm(NORM, weight, None)
     norm = REFERENCE.norm(NORM, weight, None)
 
-    def qkv(x: Tensor, residual: Tensor | None) -> list[Tensor]:
-        assert residual is None
-        return [norm(x) @ one.weight.T for one in (layer.q, layer.k, layer.v)]
+    class FusedQkv(b.FusedLinear):
+        def __call__(self, x: Tensor, residual: Tensor | None) -> list[Tensor]:
+            assert residual is None
+            return [norm(x) @ one.weight.T for one in (layer.q, layer.k, layer.v)]
 
-    def o(x: Tensor, residual: Tensor | None) -> list[Tensor]:
-        assert residual is not None
-        return [x @ layer.o.weight.T + residual]
+    class FusedOutput(b.FusedLinear):
+        def __call__(self, x: Tensor, residual: Tensor | None) -> list[Tensor]:
+            assert residual is not None
+            return [x @ layer.o.weight.T + residual]
 
-    fused = FusedBlock(layer.block, qkv, o, None, MAX_FUSED_TOKENS)
+    fused = FusedBlock(layer.block, FusedQkv(), FusedOutput(), None, MAX_FUSED_TOKENS)
     x = torch.randn(2, 2, HIDDEN)
-    want, want_kept = run(layer.block, x, batch(2))
-    got, kept = run(fused, x, batch(2))
+    expected, expected_kv = run(layer.block, x, batch(2))
+    actual, actual_kv = run(fused, x, batch(2))
     assert layer.call_counts() == [1, 1, 1, 1, 2, 2, 2]
-    torch.testing.assert_close(got, want)
-    torch.testing.assert_close((kept.k, kept.v), (want_kept.k, want_kept.v))
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close((actual_kv.k, actual_kv.v), (expected_kv.k, expected_kv.v))
     assert fused.attn is attn
 
 
@@ -156,8 +173,8 @@ def test_fill_kv_computes_attention_inputs_only(shape: str) -> None:
     layer = CountingLayer(shape == "parallel")
     block = layer.block
     if shape == "fused":
-        plain = lambda x, residual: [x]  # noqa: E731
-        block = FusedBlock(block, plain, plain, FusedMlp(plain, plain), MAX_FUSED_TOKENS)
+        qkv, gate_up = SeparateCalls(layer.q, layer.k, layer.v), SeparateCalls(layer.gate, layer.up)
+        block = FusedBlock(block, qkv, qkv, FusedMlp(gate_up, gate_up), MAX_FUSED_TOKENS)
     x = torch.randn(2, 6, HIDDEN)
     _, want = run(block, x, batch(6))
     before, kept = layer.call_counts(), LastKV()
@@ -175,42 +192,51 @@ def test_fill_kv_computes_attention_inputs_only(shape: str) -> None:
     ]
 
 
-class Stackable:
-    """A layer as one that adds one, alone and with others."""
+class AddOne(b.FusedLayer):
+    """A fused layer that adds 1, and with others as one if `fuses`."""
 
-    def __init__(self, stacks: bool = True) -> None:
-        self.stacks = stacks
+    def __init__(self, fuses: bool = True) -> None:
+        self.fuses = fuses
 
     def __call__(self, x: Tensor, kv: b.LayerKVCache, metadata: b.AttnMetadata) -> Tensor:
         return x + 1
 
     def fuse_decoder(self, following: Sequence[b.FusedLayer]) -> b.FusedDecoder | None:
         count = 1 + len(following)
-        return (lambda x, layers, metadata: x + count) if self.stacks else None
+        return (lambda x, layers, metadata: x + count) if self.fuses else None
 
 
 def fused_block(fused_layer: b.FusedLayer | None) -> FusedBlock:
-    plain = lambda x, residual: [x]  # noqa: E731
-    made = FusedBlock(CountingLayer(False).block, plain, plain, FusedMlp(plain, plain), MAX_FUSED_TOKENS)
-    made.fused_layer = fused_layer
-    return made
+    layer = CountingLayer(False)
+    linear = SeparateCalls(layer.q)
+    block = FusedBlock(layer.block, linear, linear, FusedMlp(linear, linear), MAX_FUSED_TOKENS)
+    assert block.fused_layer is None, "the default of FusedLinear.fuse_layer"
+    block.fused_layer = fused_layer
+    return block
 
 
-def test_blocks_are_stacked_if_all_are_fused() -> None:
-    good = [fused_block(Stackable()) for _ in range(3)]
-    stack = fuse_stack(good)
-    assert stack is not None
+class NotFusable(b.FusedLayer):
+    """A fused layer with the default `fuse_decoder`."""
+
+    def __call__(self, x: Tensor, kv: b.LayerKVCache, metadata: b.AttnMetadata) -> Tensor:
+        return x
+
+
+def test_blocks_are_one_if_all_are_fused() -> None:
+    fusable = [fused_block(AddOne()) for _ in range(3)]
+    decoder = fuse_decoder(fusable)
+    assert decoder is not None
     x = torch.randn(2, 2, HIDDEN)
-    got = stack.forward(x, batch(2), [LastKV()] * 3)
+    got = decoder.forward(x, batch(2), [LastKV()] * 3)
     assert got is not None
     assert torch.equal(got, x + 3)
-    others: list[list[BlockLike]] = [[], [*good, good[0].block], [*good, fused_block(None)]]
-    others += [[fused_block(lambda x, kv, metadata: x), *good], [fused_block(Stackable(stacks=False)), *good]]
-    assert [fuse_stack(blocks) for blocks in others] == [None] * 5
+    others: list[list[BlockLike]] = [[], [*fusable, fusable[0].block], [*fusable, fused_block(None)]]
+    others += [[fused_block(NotFusable()), *fusable], [fused_block(AddOne(fuses=False)), *fusable]]
+    assert [fuse_decoder(blocks) for blocks in others] == [None] * 5
 
 
 @pytest.mark.parametrize("other", [batch(6), replace(batch(2), outputs="none"), batch(2, [(), ()])])
-def test_a_stack_declines_other_batches(other: Batch) -> None:
-    stack = fuse_stack([fused_block(Stackable())] * 3)
-    assert stack is not None
-    assert stack.forward(torch.randn(2, 2, HIDDEN), other, [LastKV()] * 3) is None
+def test_a_fused_decoder_declines_other_batches(other: Batch) -> None:
+    decoder = fuse_decoder([fused_block(AddOne())] * 3)
+    assert decoder is not None
+    assert decoder.forward(torch.randn(2, 2, HIDDEN), other, [LastKV()] * 3) is None

@@ -1,6 +1,6 @@
-"""Processes of ranks without waiting for each to import torch: one that has done so forks them.
+"""Start ranks by forking a process that has imported torch, which saves that time for each.
 
-They are as real as those that `launch.start` makes, whose own tests are in `test_programs`.
+The processes are as real as those of `launch.start_workers`, which `test_programs` tests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MESSAGE = 1 << 16
 
 
 class ForkedProcess:
-    """A process that is somebody else's child, as `Popen` would have it; how it ended is not known."""
+    """A process in `Popen`'s shape that is not this process's child; its exit status is unknown."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -43,7 +43,7 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The process that forks."""
+    """The process that forks ranks."""
 
     def __init__(self) -> None:
         self._connection, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -59,7 +59,7 @@ class ForkServer:
     def start(
         self, module: str, tasks: Sequence[Mapping[str, Any]]
     ) -> tuple[list[Channel], list[ForkedProcess]]:
-        """What `launch.start` does."""
+        """Replaces `launch._start`."""
         assert module == "exlm.model.parallel_worker"
         channels, processes = [], []
         for task in tasks:
@@ -79,10 +79,10 @@ class ForkServer:
 
 
 def main(connection: socket.socket) -> None:
-    """Fork a rank for each message, until the line ends."""
-    from exlm.model import parallel_worker as follower
+    """Fork a rank for each message, until the channel closes."""
+    from exlm.model import parallel_worker
 
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # exit statuses are not collected
     while True:
         message, files, _, _ = socket.recv_fds(connection, MESSAGE, 1)
         if not message:
@@ -92,7 +92,7 @@ def main(connection: socket.socket) -> None:
             connection.close()
             os.setsid()
             with contextlib.suppress(SystemExit):
-                follower.main({**json.loads(message), "line": files[0]})
+                parallel_worker.main({**json.loads(message), "channel_fd": files[0]})
             os._exit(0)
         os.close(files[0])
         connection.send(str(child).encode())

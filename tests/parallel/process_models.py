@@ -1,4 +1,4 @@
-"""Models in real processes over gloo, and what is asked of them next to the same model in one process."""
+"""Models in several processes over gloo, and what tests compare between them and one process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LONG = (torch.arange(300) * 7 % 1900 + 10)[None]
 
 
 def unloaded_model(folder: Path) -> Model:
-    """A model of a folder, on the CPU, not loaded yet."""
+    """A model on the CPU, not loaded yet."""
     config = Config(folder)
     config.device = "cpu"
     return Model(config)
@@ -55,7 +55,7 @@ def single_process_model(folder: Path) -> Model:
 
 @contextmanager
 def parallel_model(folder: Path, ranks: int, load_method: str = "load_tp") -> Iterator[Model]:
-    """The model in several processes, of which none is left afterwards, nor anything of the lines to them."""
+    """The model in several processes; afterwards none of them and none of their channels may be left."""
     open_before = len(os.listdir("/proc/self/fd"))
     progress: list[tuple[int, int]] = []
     model = unloaded_model(folder)
@@ -73,14 +73,14 @@ def parallel_model(folder: Path, ranks: int, load_method: str = "load_tp") -> It
 
 
 def worker_pids(model: Model) -> list[int]:
-    """The processes of the other ranks."""
+    """Process ids of the workers."""
     assert model._loaded is not None
     assert model._loaded.driver is not None
     return [process.pid for process in model._loaded.driver.processes]
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process still runs."""
+    """Whether the process still runs."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -94,7 +94,7 @@ def make_generator(model: Model, kind: type[CacheBase] = Cache, **options: Any) 
 
 
 def run_to_end(generator: Generator) -> list[str]:
-    """Every piece of text until nothing is left to do."""
+    """All text until no job is left."""
     text = []
     while generator.num_remaining_jobs():
         text += [str(result.get("text", "")) for result in generator.iterate()]
@@ -102,7 +102,7 @@ def run_to_end(generator: Generator) -> list[str]:
 
 
 def run_session(model: Model, kind: type[CacheBase], **options: Any) -> list[Any]:
-    """A batch, a job that is cancelled in its midst, and a prompt that shares a page and more with one."""
+    """A batch, a job that is cancelled halfway, and a prompt with a shared prefix of more than a page."""
     made = make_generator(model, kind, **options)
     encode = made.tokenizer.encode
     jobs = [Job(encode(prompt), 6, gen_settings=GREEDY) for prompt in PROMPTS]
@@ -120,29 +120,29 @@ def run_session(model: Model, kind: type[CacheBase], **options: Any) -> list[Any
 
 
 FIRST_QUANTIZED = 4
-"""The first answer of `asked` that a coded cache has to do with."""
+"""The first output of `forward_outputs` that reads a quantised cache."""
 
 
 def forward_outputs(model: Model) -> list[Tensor]:
-    """Answers of `forward`, with caches that are rewound, cloned, copied and rolled."""
+    """Outputs of `forward` with caches that are rewound, cloned, copied and rolled."""
     cache = Cache(model, batch_size=2, max_seq_len=256)
-    found = [model.forward(IDS.repeat(2, 1), cache)]
+    outputs = [model.forward(IDS.repeat(2, 1), cache)]
     cache.current_seq_len = 10
-    found.append(model.forward(IDS[:, :5].repeat(2, 1), cache))
+    outputs.append(model.forward(IDS[:, :5].repeat(2, 1), cache))
     twin = cache.clone()
     cache.copy_states(twin, 0, 4, 2, 4, 0, 1, 1, 1)
     twin.roll_left()
-    found.append(model.forward(IDS[:, :3].repeat(2, 1), twin))
+    outputs.append(model.forward(IDS[:, :3].repeat(2, 1), twin))
     hidden = torch.cat([torch.full((1, 3), -1e4), torch.zeros(1, 37)], 1)
-    found.append(model.forward(IDS, input_mask=hidden))
+    outputs.append(model.forward(IDS, input_mask=hidden))
     coded = CacheQ6(model, max_seq_len=256)
     assert model.forward(IDS[:, :20], coded, preprocess_only=True) is None
-    found += model.forward(IDS[:, 20:], coded, last_id_only=True, return_last_state=True)
-    return found
+    outputs += model.forward(IDS[:, 20:], coded, last_id_only=True, return_last_state=True)
+    return outputs
 
 
 def run_with_adapters(model: Model, adapters: Sequence[Path]) -> tuple[list[str], list[Tensor]]:
-    """Texts of one batch with different adapters, and logits with both, with one, and with none any more."""
+    """Texts of one batch with different LoRAs; logits with both, with one, and after both were removed."""
     first, second = (Lora.from_directory(model, folder) for folder in adapters)
     made = make_generator(model)
     ids = made.tokenizer.encode(PROMPTS[0])
@@ -158,7 +158,7 @@ def run_with_adapters(model: Model, adapters: Sequence[Path]) -> tuple[list[str]
 
 
 def kill_worker(model: Model, victim: int, adapter: Path) -> None:
-    """One of the other ranks goes in the midst of a step: rank 0 says so within ten seconds."""
+    """Kill a worker during a step: rank 0 raises within ten seconds."""
     pids, lora = worker_pids(model), Lora.from_directory(model, adapter)
     made = make_generator(model)
     made.enqueue(Job(IDS, 200, gen_settings=GREEDY))
@@ -173,4 +173,4 @@ def kill_worker(model: Model, victim: int, adapter: Path) -> None:
     with pytest.raises(WorkerLost, match="are gone"):
         model.forward(IDS)
     assert not any(map(is_alive, pids))
-    lora.unload()  # harmless: there is nobody to be told
+    lora.unload()  # does nothing: the workers are gone

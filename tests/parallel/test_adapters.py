@@ -1,4 +1,4 @@
-"""Adapters of a shared model, its ranks as threads: the parts of a change add up to it, in every family."""
+"""LoRAs of a tensor-parallel model with ranks as threads: the shards add up to the LoRA, in every family."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ FAMILIES = [
     "MixtralForCausalLM",  # experts
     "Olmo2ForCausalLM",  # a norm over all heads
     "DbrxForCausalLM",  # clamped projections
-    "GPT2LMHeadModel",  # biases, matrices turned round
+    "GPT2LMHeadModel",  # biases, transposed matrices
 ]
 
 
 @dataclass
 class ThreadDriver:
-    """Rank 0's hold on ranks that are threads: what it tells is done at once."""
+    """A `RankDriver` whose workers are threads: a message is handled at once."""
 
     ranks: list[ModelInstance]
     lost_reason: None = None
@@ -56,7 +56,7 @@ class ThreadDriver:
 
 
 class ThreadParallelModel:
-    """A shared model, as an adapter sees it."""
+    """A tensor-parallel model, as far as a LoRA needs it."""
 
     def __init__(self, config: Config, size: int) -> None:
         self.frozen = config.freeze()
@@ -69,7 +69,7 @@ class ThreadParallelModel:
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_every_family_with_an_adapter(architecture: str, tmp_path: Path) -> None:
+def test_lora_shards_add_up_in_every_family(architecture: str, tmp_path: Path) -> None:
     folder = zoo.build(architecture, tmp_path / "model").folder
     shapes = making.matrix_shapes(folder, transposed=architecture == "GPT2LMHeadModel")
     adapter = making.write_adapter(tmp_path / "lora", shapes, size=0.5).folder
@@ -93,7 +93,7 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_pipelines_ranks_have_each_matrix_once(tmp_path: Path, size: int) -> None:
+def test_pipeline_ranks_have_each_matrix_once(tmp_path: Path, size: int) -> None:
     config = Config(tiny.make(tmp_path, num_hidden_layers=5)).freeze()
     for role in ("embed", "head", *(f"layers.{i}.mlp.down" for i in range(5))):
         found = [

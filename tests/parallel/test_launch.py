@@ -1,4 +1,4 @@
-"""Calling rank 0: the right token gets a line, a stranger does not, and nobody waits for ever."""
+"""Workers connect to rank 0 with the right token, others are refused, and waiting ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from exlm import WorkerLost
 from exlm.parallel import launch
-from exlm.parallel.wire import Message
+from exlm.parallel.comm import Message
 
 
 def rank_infos(size: int) -> list[launch.RankInfo]:
@@ -28,9 +28,9 @@ def test_ranks_connect_and_wrong_tokens_are_refused() -> None:
         lines[rank] = launch.connect_to_driver(ranks[rank])
 
     def stranger() -> None:
-        while not ranks[0].store.check(["line"]):
+        while not ranks[0].store.check(["driver_address"]):
             time.sleep(0.01)
-        host, port, _ = json.loads(ranks[0].store.get("line"))
+        host, port, _ = json.loads(ranks[0].store.get("driver_address"))
         with socket.create_connection((host, port)) as line:
             line.sendall(b"x" * 40)
             assert line.recv(1) == b""
@@ -53,6 +53,6 @@ def test_ranks_connect_and_wrong_tokens_are_refused() -> None:
 
 
 def test_a_rank_that_never_connects(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "PATIENCE", 0.2)
-    with pytest.raises(WorkerLost, match=r"Ranks \[1\] did not call"):
+    monkeypatch.setattr(launch, "CONNECT_TIMEOUT", 0.2)
+    with pytest.raises(WorkerLost, match=r"Ranks \[1\] did not connect"):
         launch.accept_workers(rank_infos(2)[0])

@@ -1,6 +1,6 @@
-"""Real processes, over gloo: the same greedy tokens as one process for every format, cache and feature.
+"""Ranks as processes over gloo: the same greedy tokens as one process, for every format, cache and feature.
 
-Each team does everything it is wanted for before it is let go: processes are dear.
+Each set of workers runs all its checks before it is stopped, since starting processes is slow.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ FORMATS = {"dense": "tiny-lm", "exl2": "tiny-lm-exl2-6.0bpw", "gptq": "tiny-lm-g
 Check = Callable[[Model, Model, Sequence[Path]], None]
 
 ROUNDING_TOLERANCE = 5e-5
-"""Between logits, of 16 at most, where ranks share layers: sums are added in another order."""
+"""Largest difference of logits (at most 16) in tensor parallel, which adds in another order."""
 QUANTIZED_CACHE_TOLERANCE = 1e-3
-"""The same behind a coded cache: what lies between two codes may become the other one."""
+"""The same with a quantised cache: a number between two codes may take the other one."""
 INT_DOT_TOLERANCE = 4e-3
-"""The same where a processor multiplies codes: x has 16 bits within a group, and ranks cut groups."""
+"""The same with integer products on the CPU: activations have 16 bits a group, and ranks cut groups."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _fork_server() -> Iterator[None]:
-    """Ranks are forked: most of the time that a process takes to start is torch's."""
+    """Fork ranks: importing torch takes most of a process's start."""
     with ForkServer() as zygote, pytest.MonkeyPatch.context() as patch:
         patch.setattr("exlm.model.parallel_driver.start_workers", zygote.start)
         yield
@@ -53,7 +53,7 @@ def _fork_server() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def adapters(fixtures_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two adapters of every matrix there is."""
+    """Two LoRAs of every matrix."""
     shapes, table = making.matrix_shapes(fixtures_dir / "tiny-lm"), ("model.embed_tokens", 2048, 256)
     folder = tmp_path_factory.mktemp("adapters")
     made = [
@@ -63,7 +63,7 @@ def adapters(fixtures_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> li
 
 
 def max_difference(one: Tensor, two: Tensor) -> float:
-    """How much two tensors differ, where they differ most."""
+    """Largest absolute difference."""
     return float((one - two).abs().max())
 
 
@@ -77,7 +77,7 @@ def same_answers(model: Model, whole: Model, adapters: Sequence[Path]) -> None:
 def same_adapters(
     model: Model, whole: Model, adapters: Sequence[Path], bound: float = ROUNDING_TOLERANCE
 ) -> None:
-    """Every matrix is adapted, and rows of one batch use one, the other, both or none."""
+    """LoRAs on every matrix; rows of one batch use one, the other, both or none."""
     (texts, logits), (want_texts, want) = (run_with_adapters(one, adapters) for one in (model, whole))
     assert texts == want_texts
     assert len(set(texts)) == 4
@@ -98,11 +98,11 @@ def worker_caches_are_released(model: Model, whole: Model, adapters: Sequence[Pa
 
 
 def a_refusal_breaks_nothing(model: Model, whole: Model, adapters: Sequence[Path]) -> None:
-    class Own(Cache):
-        """A cache nobody else knows."""
+    class UnknownCache(Cache):
+        """A cache class that workers do not know."""
 
-    with pytest.raises(Unsupported, match="cannot make a Own"):
-        Own(model, max_seq_len=256)
+    with pytest.raises(Unsupported, match="cannot make a UnknownCache"):
+        UnknownCache(model, max_seq_len=256)
     old = Cache(model, max_seq_len=256)
     old._layers = [layer.clone() for layer in old.layers]  # as if made for another load
     with pytest.raises(InputError, match="make a new one"):
@@ -110,7 +110,7 @@ def a_refusal_breaks_nothing(model: Model, whole: Model, adapters: Sequence[Path
     with pytest.raises(InputError, match="exceed the model's configured length"):
         model.forward(torch.zeros(1, 4000, dtype=torch.int64))
     assert model._loaded is not None
-    with pytest.raises(TypeError, match="cannot be handed"):
+    with pytest.raises(TypeError, match="cannot receive"):
         model._loaded.decoder.replace("head", lambda head: head)
     assert model.forward(IDS).shape == (1, 40, 2048)
 
@@ -119,7 +119,7 @@ def the_last_rank_is_killed(model: Model, whole: Model, adapters: Sequence[Path]
     kill_worker(model, -1, adapters[0])
 
 
-EXTRA_CHECKS: dict[tuple[str, int], list[Check]] = {  # what a team of some ranks is also asked
+EXTRA_CHECKS: dict[tuple[str, int], list[Check]] = {  # further checks for some numbers of ranks
     ("dense", 2): [same_answers, worker_caches_are_released, a_refusal_breaks_nothing],
     ("dense", 4): [same_answers, same_adapters, the_last_rank_is_killed],
     ("exl2", 2): [partial(same_adapters, bound=INT_DOT_TOLERANCE)],
@@ -133,7 +133,7 @@ EXTRA_CHECKS: dict[tuple[str, int], list[Check]] = {  # what a team of some rank
 def test_tensor_parallel_equals_one_process(
     fixtures_dir: Path, adapters: list[Path], form: str, ranks: int
 ) -> None:
-    """In every cache: batches, cancelling, page copies and a draft model; then guesses from the text."""
+    """With every cache: batches, cancelling, page copies and a draft model; then n-gram drafts."""
     folder = fixtures_dir / FORMATS[form]
     whole, draft = single_process_model(folder), single_process_model(fixtures_dir / "tiny-lm-exl2-4.0bpw")
     with parallel_model(folder, ranks) as model:
@@ -158,7 +158,7 @@ def test_tensor_parallel_equals_one_process(
 
 
 def check_shards(model: Model, whole: Model, ranks: int) -> None:
-    """Two key/value heads: of four ranks two have the same. The head is cut by words, a cache by heads."""
+    """Two kv heads: two of four ranks replicate one. The head is cut by vocabulary, a cache by heads."""
     spec, loaded = whole.config.spec, model._loaded
     assert loaded is not None
     shares = [heads(spec.layers[0].attn, rank, ranks) for rank in range(ranks)]
@@ -177,7 +177,7 @@ def check_shards(model: Model, whole: Model, ranks: int) -> None:
 def test_pipeline_parallel_equals_one_process(
     fixtures_dir: Path, adapters: list[Path], form: str, ranks: int, victim: int
 ) -> None:
-    """To the bit: every rank does with its layers what one process does with them."""
+    """Bit for bit: every rank runs its layers as one process would."""
     folder = fixtures_dir / FORMATS[form]
     whole = single_process_model(folder)
     with parallel_model(folder, ranks, "load_pipeline") as model:

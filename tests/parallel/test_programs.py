@@ -1,4 +1,4 @@
-"""Programs that fail to load, that die, or that torchrun starts: nobody is left behind."""
+"""Programs that fail to load, that die, or that torchrun starts leave no process behind."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ assert torch.equal(model.forward(ids), before)
 
 
 def test_a_fork_leaves_the_workers_alone(tmp_path: Path) -> None:
-    """It ends as programs do, with everything that is registered for that."""
+    """The fork exits normally, so its finalizers and exit handlers run."""
     line = [sys.executable, "-c", FORKING, str(tiny.make(tmp_path))]
     done = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
@@ -117,8 +117,8 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
 
 
-def test_an_old_script_that_dies(fixtures_dir: Path, tmp_path: Path) -> None:
-    """No `if __name__ == "__main__"` in it, and no chance to say goodbye."""
+def test_workers_end_with_a_killed_script(fixtures_dir: Path, tmp_path: Path) -> None:
+    """Without `if __name__ == "__main__"`; killed, so that no exit handler runs."""
     (tmp_path / "script.py").write_text(SCRIPT)
     line = [sys.executable, str(tmp_path / "script.py"), str(fixtures_dir / "tiny-lm"), "[[1, 1]]", "die"]
     done = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=60)
@@ -129,7 +129,7 @@ def test_an_old_script_that_dies(fixtures_dir: Path, tmp_path: Path) -> None:
         if not is_alive(int(pid)):
             return
         time.sleep(0.1)
-    pytest.fail("a worker outlived its leader")
+    pytest.fail("a worker outlived its driver")
 
 
 def test_torchrun(fixtures_dir: Path, tmp_path: Path) -> None:

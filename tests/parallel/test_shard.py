@@ -1,4 +1,4 @@
-"""Shares: every head, every column and every token belongs to somebody, and their parts add up."""
+"""Shards cover every head, column and token once, and their products add up."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from exlm import Config, Model, Unsupported, spec
 from exlm.formats import DenseWeight
 from exlm.model.instance import open_checkpoint
 from exlm.parallel.shard import MatrixSlice, check_shardable, heads, ranges, shard, slice_of
-from exlm.parallel.source import ShardedSource, part
+from exlm.parallel.sharded_source import ShardedSource, part
 from exlm.spec.weight_roles import matrices
 from tests import tiny
 from tests.models import zoo
@@ -30,7 +30,7 @@ FIXTURES = [
 ]
 
 
-KINDS = frozenset(  # one for each thing that a share could get wrong
+KINDS = frozenset(  # one family for each feature that sharding must handle
     [
         "llama-biased",
         "llama-tied",
@@ -83,7 +83,7 @@ def test_heads_keep_their_groups(kv_heads: int, group: int, size: int) -> None:
         count, own = share.q[1] - share.q[0], share.kv[1] - share.kv[0]
         assert count >= 1
         assert count % own == 0
-        for local in range(count):  # what the attention kernel will look at is what it should
+        for local in range(count):  # the kv head that the attention kernel will take is the right one
             assert share.kv[0] + local // (count // own) == (share.q[0] + local) // group
     assert {kv for share in found for kv in range(*share.kv)} == set(range(kv_heads))
 
@@ -146,7 +146,7 @@ def test_every_format_gives_the_same_logits(fixtures_dir: Path, name: str) -> No
     whole.load()
     ids = torch.arange(10, 50).view(2, 20)
     want = whole.forward(ids)
-    for size in (2, 3, 4):  # 2 key/value heads: three ranks get uneven shares, four share heads
+    for size in (2, 3, 4):  # 2 kv heads: three ranks get uneven shards, four replicate heads
         got = rank0_logits(load_shards(config.freeze(), size), ids)
         assert float((got - want).norm() / want.norm()) < 1e-4
 
@@ -167,7 +167,7 @@ def test_every_family_gives_the_same_logits(case: Case, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 5, 6])
 def test_a_norm_over_all_heads_counts_each_head_once(size: int, tmp_path: Path) -> None:
-    """Six query heads and two key/value heads: with three ranks and more, some have the same keys."""
+    """Six query heads and two kv heads: from three ranks on, some replicate a kv head."""
     heads = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
     config = Config(zoo.build("Olmo2ForCausalLM", tmp_path / "model", **heads).folder)
     whole = Model(config)

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: a group whose steps are taken at a barrier, in plain torch."""
+"""Ranks as threads of one process: a group whose collectives meet at a barrier, in plain torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 @dataclass
 class ExchangeBarrier:
-    """Where the ranks of one group lay down what they have."""
+    """Where the threads of one group exchange tensors."""
 
     size: int
     tensors: dict[int, Tensor] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class ExchangeBarrier:
         self.barrier = threading.Barrier(self.size, timeout=30)
 
     def exchange(self, rank: int, x: Tensor) -> list[Tensor]:
-        """Everybody's tensors, in order of rank."""
+        """All ranks' tensors, in order of rank."""
         self.tensors[rank] = x
         self.barrier.wait()
         out = [self.tensors[r] for r in range(self.size)]
@@ -41,7 +41,7 @@ class ExchangeBarrier:
 
 @dataclass
 class ThreadGroup:
-    """One thread's seat, in the shape of a `Group`."""
+    """A `Group` for one thread."""
 
     exchange_barrier: ExchangeBarrier
     rank: int
@@ -63,7 +63,7 @@ class ThreadGroup:
 
 
 def run_on_each_rank(size: int, act: Callable[[int], Any]) -> list[Any]:
-    """What every rank's thread answers; the first error, if there is one."""
+    """Run `act` in a thread for each rank; return the results or raise the first error."""
     out: list[Any] = [None] * size
     errors: list[BaseException] = []
 
@@ -85,7 +85,7 @@ def run_on_each_rank(size: int, act: Callable[[int], Any]) -> list[Any]:
 
 
 def load_shards(config: FrozenConfig, size: int) -> list[ModelInstance]:
-    """Every rank's share of a model, joined at one table."""
+    """All ranks' shards of a model, connected by one barrier."""
     exchange_barrier, slot, out = ExchangeBarrier(size), DeviceInfo("cpu", CPU, 0), []
     for rank in range(size):
         loaded = run_to_end(TensorParallel().load(config, rank, size, slot, LoadProgress()))
@@ -95,7 +95,7 @@ def load_shards(config: FrozenConfig, size: int) -> list[ModelInstance]:
 
 
 def rank0_logits(ranks: list[ModelInstance], ids: Tensor, adapters: Any = ()) -> Tensor:
-    """The whole model's answer, as rank 0 has it."""
+    """The logits on rank 0."""
     rows, tokens = ids.shape
     positions = torch.arange(tokens).expand(rows, tokens)
     nothing = torch.zeros(rows, dtype=torch.int64)

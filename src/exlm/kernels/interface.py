@@ -20,11 +20,8 @@ from ..formats import Weight
 LinearFn = Callable[[Tensor], Tensor]
 """x → x @ W + bias."""
 
-FusedLinear = Callable[[Tensor, Tensor | None], list[Tensor]]
-"""(x, residual) → the product of x with each of several matrices; a residual is added if there is one."""
-
 EmbeddingFn = Callable[[Tensor], Tensor]
-"""(rows, tokens) ids → (rows, tokens, hidden) vectors, in the table's own precision."""
+"""(rows, tokens) ids → (rows, tokens, hidden) vectors, in the table's precision."""
 
 NormFn = Callable[[Tensor], Tensor]
 AddNormFn = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
@@ -52,18 +49,18 @@ MAX_DEQUANT_BYTES = 1 << 28
 
 
 class NormPrologue(NamedTuple):
-    """A norm that the matrices behind it apply to their input."""
+    """A norm that the matrices after it apply to their input."""
 
     norm: spec.Norm
     weight: Tensor
 
 
 class AttnMetadata(Protocol):
-    """What attention and the KV cache must know of a batch."""
+    """What attention and the KV cache need to know of a batch."""
 
     @property
     def past_lens(self) -> Tensor:
-        """(rows,) tokens of each row that the cache holds already."""
+        """(rows,) tokens of each row that are already in the cache."""
         ...
 
     @property
@@ -176,15 +173,67 @@ class Backend(Protocol):
         ...
 
 
-# -- what some backends can do besides: `nn` asks by isinstance ------------------------------------
+# -- fusion: an optional part of a backend -----------------------------------------------------------
+
+
+class FusedLinear(Protocol):
+    """Matrices that share an input, as one: with a norm before them, and a residual or an activation after.
+
+    Backends subclass it; what they cannot fuse keeps the defaults here.
+    """
+
+    def __call__(self, x: Tensor, residual: Tensor | None) -> list[Tensor]:
+        """The output of each matrix; the residual is added to the first."""
+        ...
+
+    def separate(self, x: Tensor) -> list[Tensor]:
+        """The raw product of x with each matrix, without norm, activation and residual.
+
+        For many tokens; results may be views of one wider tensor.
+        """
+        ...
+
+    def fuse_layer(
+        self,
+        attend: AttentionFn,
+        norm: QKNormFn | None,
+        o: FusedLinear,
+        gate_up: FusedLinear,
+        down: FusedLinear,
+    ) -> FusedLayer | None:
+        """The layer that begins with this q, k and v projection, as one; None if its parts do not fit.
+
+        `norm` is the QK norm.
+        """
+        return None
+
+
+class FusedLayer(Protocol):
+    """A whole decoder layer as one."""
+
+    def __call__(self, x: Tensor, kv: LayerKVCache, metadata: AttnMetadata) -> Tensor | None:
+        """The residual stream after the layer; None for a batch that must run part by part."""
+        ...
+
+    def chain_to(self, following: FusedLayer) -> None:
+        """Write the output also in the form that the following layer's kernels read, if that is possible."""
+        return None
+
+    def fuse_decoder(self, following: Sequence[FusedLayer]) -> FusedDecoder | None:
+        """This layer and those after it as one; None if they do not fit together."""
+        return None
+
+
+FusedDecoder = Callable[[Tensor, Sequence[LayerKVCache], AttnMetadata], Tensor | None]
+"""(x, each layer's cache, metadata) → x after all layers; None for a batch that must run layer by layer."""
 
 
 @runtime_checkable
 class SupportsFusion(Protocol):
-    """A backend that can run several matrices, and what stands before and behind them, in one launch."""
+    """A backend that can fuse matrices with each other and with what stands before and after them."""
 
     max_fused_tokens: int
-    """Tokens up to which that is quicker; beyond, `nn` calls each part by itself."""
+    """Tokens up to which a fused linear is faster than `separate` and the parts around it."""
 
     def fused_linear(
         self,
@@ -193,61 +242,10 @@ class SupportsFusion(Protocol):
         act: spec.Activation | None,
         fp32_out: bool = False,
     ) -> FusedLinear:
-        """Matrices that this backend bound before, as one, for up to `max_fused_tokens` tokens.
+        """Matrices that this backend has bound, as one; `Unsupported` if it cannot.
 
         With `act` there are two, and the output is act(first) · second. With `fp32_out` it is in float32.
         """
-        ...
-
-
-@runtime_checkable
-class SupportsDequantGemm(Protocol):
-    """A fused linear that is quick for large batches too, but then without prologue and epilogue."""
-
-    def dequant_gemm(self, x: Tensor) -> list[Tensor]:
-        """The raw product of x with each matrix; results may be views of one wider tensor."""
-        ...
-
-
-FusedLayer = Callable[[Tensor, LayerKVCache, AttnMetadata], Tensor | None]
-"""(x, the layer's cache, metadata) → x behind the whole layer; None for a batch that must go part by part."""
-
-
-@runtime_checkable
-class SupportsLayerFusion(Protocol):
-    """A layer's fused q, k and v projection that can be fused with the rest of the layer."""
-
-    def fuse_layer(
-        self,
-        attend: AttentionFn,
-        norm: QKNormFn | None,
-        o: FusedLinear,
-        gate: FusedLinear,
-        down: FusedLinear,
-    ) -> FusedLayer | None:
-        """The layer as one; None if its parts do not fit together. `norm` is that of queries and keys."""
-        ...
-
-
-@runtime_checkable
-class SupportsLayerChaining(Protocol):
-    """A fused layer that can write its output as the next layer's kernels read it."""
-
-    def chain_to(self, following: FusedLayer) -> None:
-        """Write the output for this layer too."""
-        ...
-
-
-FusedDecoder = Callable[[Tensor, Sequence[LayerKVCache], AttnMetadata], Tensor | None]
-"""(x, each layer's cache, metadata) → x behind all layers; None for a batch that must go layer by layer."""
-
-
-@runtime_checkable
-class SupportsDecoderFusion(Protocol):
-    """A fused layer that can run together with the layers behind it."""
-
-    def fuse_decoder(self, following: Sequence[FusedLayer]) -> FusedDecoder | None:
-        """All of them as one; None if they do not fit together."""
         ...
 
 

@@ -1,4 +1,9 @@
-"""Where keys and values live: tensors on devices, in pages known only by number."""
+"""The KV cache: keys and values of all layers in pages on the devices, as floats or quantised.
+
+A cache takes a model\'s layer shapes and devices, gives each layer\'s pages to attention kernels, and copies
+pages for the generator, which decides whose page is whose. `model`, `generator`, `parallel` and `legacy`
+import it.
+"""
 
 from .base import CacheBase, CacheReplicator
 from .dense import Cache, CacheFP16, DenseLayer, NoCache

@@ -1,8 +1,8 @@
-"""The cache users hold: geometry first, tensors when the devices are known.
+"""`CacheBase`, the public cache: its geometry, its tensors once devices are known, and moving of tokens.
 
-A contiguous cache is a paged one whose table is the identity: row `b` owns the pages from b · width on. So a
-plain `Model.forward(ids, cache)` and a generator that deals pages out share one attention path. How a layer's
-numbers are stored is left to the subclasses.
+A contiguous cache is a paged one with an identity page table: row `b` has the pages from b · width on. So
+`Model.forward(ids, cache)` and a generator with a page table share one attention path. Subclasses decide how
+numbers are stored.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ from .layer import PAGE_SIZE, CacheLayer, LayerShape
 
 
 class CacheReplicator(Protocol):
-    """Who repeats what is done to a cache in the processes that keep its other heads."""
+    """Repeats operations on a cache in the processes that have its other heads."""
 
     def replicate_allocation(self, cache: CacheBase) -> None:
-        """It has tensors now."""
+        """The cache was allocated."""
         ...
 
     def replicate_clone(self, cache: CacheBase, twin: CacheBase) -> None:
-        """The twin is a copy of it."""
+        """`twin` was cloned from the cache."""
         ...
 
     def replicate_call(
         self, cache: CacheBase, method: str, *values: object, target: CacheBase | None = None
     ) -> None:
-        """This method was called, with these values."""
+        """The method was called with these values."""
         ...
 
 
 class CacheOwner(Protocol):
-    """What a cache must know of a model."""
+    """What a cache needs to know of a model."""
 
     @property
     def cache_shapes(self) -> Sequence[LayerShape]:
-        """One for each layer."""
+        """The shape of each layer."""
         ...
 
     @property
     def cache_devices(self) -> Sequence[torch.device] | None:
-        """Where each layer is; None while the model is not loaded."""
+        """Each layer's device; None while the model is not loaded."""
         ...
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """The precision keys and values arrive in."""
+        """The precision of computed keys and values."""
         ...
 
     @property
@@ -64,19 +64,19 @@ class CacheOwner(Protocol):
 
     @property
     def cache_replicator(self) -> CacheReplicator | None:
-        """Who must be told what is done to a cache; None: nobody."""
+        """Repeats operations on caches in other processes; None without other processes."""
         ...
 
 
 class LayerViews(list[Tensor]):
     """Views of what each layer stores, (batch, tokens, …). A tensor assigned to one is copied into it.
 
-    It may have fewer tokens than the layer has room for, as one that was saved before.
+    It may have fewer tokens than the layer's capacity, such as one that was saved before.
     """
 
     @torch.no_grad()
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Store a tensor in place of what the layer holds; or several, for a slice."""
+        """Copy a tensor into the layer's; or several, for a slice."""
         if isinstance(index, slice):
             for one, tensor in zip(range(*index.indices(len(self))), value, strict=True):
                 self[one] = tensor
@@ -92,18 +92,18 @@ class LayerViews(list[Tensor]):
 
 
 class CacheBase(ABC):
-    """Keys and values of `batch_size` rows of up to `max_seq_len` tokens, of one precision or another.
+    """Keys and values of `batch_size` rows of up to `max_seq_len` tokens.
 
-    Made before the model is loaded it gets its tensors when the model has its own: from `load_autosplit`, or,
+    Made before the model is loaded, it is allocated by `load_autosplit`, or,
     unless `lazy`, when it is first used. `num_key_value_heads` and `fixed_device` are accepted for old
-    scripts: the model decides both, and a wish that contradicts it is an error.
+    scripts: the model decides both, and a contradicting value is an error.
     """
 
     has_scales: ClassVar[bool] = False
-    """Whether numbers are stored with scales beside them."""
+    """Whether stored numbers have scales."""
 
     group_size: ClassVar[int] = 1
-    """Numbers of a head that are stored together: head_dim must be a multiple."""
+    """head_dim must be a multiple of this."""
 
     def __init__(
         self,
@@ -142,12 +142,12 @@ class CacheBase(ABC):
 
     @property
     def pages_per_row(self) -> int:
-        """Pages of one row."""
+        """Pages of a row."""
         return -(-self.max_seq_len // PAGE_SIZE)
 
     @property
     def num_pages(self) -> int:
-        """Pages in all."""
+        """Pages of all rows."""
         return self.pages_per_row * self.batch_size
 
     @property
@@ -157,12 +157,12 @@ class CacheBase(ABC):
 
     @property
     def num_key_value_heads(self) -> int | list[int]:
-        """Heads a layer stores for a token; a list, one for each layer, where layers differ."""
+        """KV heads of a layer; a list of each layer's, if layers differ."""
         return _one_or_list([shape.kv_heads for shape in self.layer_shapes])
 
     @property
     def head_dim(self) -> int | list[int]:
-        """Numbers in a head; a list, one for each layer, where layers differ."""
+        """Numbers of a head; a list of each layer's, if layers differ."""
         return _one_or_list([shape.head_dim for shape in self.layer_shapes])
 
     @property
@@ -171,7 +171,7 @@ class CacheBase(ABC):
         """The type of the stored numbers."""
 
     def identity_page_table(self, rows: int, device: torch.device) -> Tensor:
-        """(rows, width) the identity: row b owns its own stretch of pages."""
+        """(rows, width) page table in which row b has consecutive pages of its own."""
         return torch.arange(rows * self.pages_per_row, device=device).view(rows, self.pages_per_row)
 
     # Tensors
@@ -183,9 +183,9 @@ class CacheBase(ABC):
 
     @property
     def layers(self) -> list[CacheLayer]:
-        """One for each layer of the model."""
+        """The layers' pages, allocated if they are not yet."""
         if self._layers is None and not self._lazy:
-            self.allocate()  # it was made before the model was loaded
+            self.allocate()  # the cache was made before the model was loaded
         if self._layers is None:
             raise NotLoaded(
                 "This cache was made with lazy=True and has no tensors yet: pass it to "
@@ -194,11 +194,13 @@ class CacheBase(ABC):
         return self._layers
 
     def allocate(self) -> None:
-        """Make the tensors, each beside its layer's weights."""
+        """Allocate the tensors, each on its layer's device."""
         devices = self._layer_devices()
-        self.last_writer = None  # what was in it is gone
-        self.layer_shapes = tuple(self.model.cache_shapes)  # a process may have got fewer heads since
-        with torch.inference_mode(False):  # tensors born in that mode could not be written to outside it
+        self.last_writer = None  # the new tensors are empty
+        self.layer_shapes = tuple(
+            self.model.cache_shapes
+        )  # a reloaded model may have another number of heads in this process
+        with torch.inference_mode(False):  # inference tensors could not be written to outside that mode
             self._layers = [
                 self._make_layer(shape, device)
                 for shape, device in zip(self.layer_shapes, devices, strict=True)
@@ -207,12 +209,12 @@ class CacheBase(ABC):
             mirror.replicate_allocation(self)
 
     def release(self) -> None:
-        """Let go of the tensors and what they hold; `allocate` makes new ones."""
+        """Free the tensors; `allocate` makes new ones."""
         self._layers = self._last_writer = None
         self.current_seq_len = 0
 
     def update_cache_tensors(self) -> None:
-        """Follow the model's layers to where they are now; a lazy cache gets its tensors."""
+        """Move the tensors to the layers' present devices; allocate a lazy cache."""
         if self._layers is None:
             self.allocate()
             return
@@ -220,15 +222,15 @@ class CacheBase(ABC):
             layer.move(device)
 
     def touch_device(self, device: int | str | torch.device) -> None:
-        """Nothing but a check of the name: there is no scratch copy to prepare. Kept for old scripts."""
+        """Check the name only: there is no scratch copy to prepare. Kept for old scripts."""
         _parse_device(device)
 
     def all_tensors(self) -> list[Tensor]:
-        """Every tensor that holds state."""
+        """All tensors with state."""
         return [tensor for layer in self.layers for tensor in layer.tensors]
 
     def layer_bytes(self) -> list[int]:
-        """Bytes of each layer, also before the tensors exist."""
+        """Bytes of each layer, also before allocation."""
         layers = [self._make_layer(shape, torch.device("meta")) for shape in self.layer_shapes]
         return [sum(tensor.nbytes for tensor in layer.tensors) for layer in layers]
 
@@ -241,27 +243,27 @@ class CacheBase(ABC):
 
     @property
     def key_states(self) -> LayerViews:
-        """For each layer a view of what is stored, (batch, capacity in whole pages, kv_heads, …).
+        """Views of each layer's stored keys, (batch, capacity in whole pages, kv_heads, …).
 
-        A tensor that is assigned to one of them is copied into it.
+        An assigned tensor is copied.
         """
         return LayerViews(_as_rows(layer.keys[0], self.batch_size) for layer in self.layers)
 
     @property
     def value_states(self) -> LayerViews:
-        """Like `key_states`."""
+        """Views of each layer's stored values, as `key_states`."""
         return LayerViews(_as_rows(layer.values[0], self.batch_size) for layer in self.layers)
 
     @property
     def key_scales(self) -> LayerViews:
-        """For each layer a view, (batch, capacity, kv_heads, head_dim / 32); empty without scales."""
+        """Views of each layer's key scales: (batch, capacity, kv_heads, head_dim / 32), or none."""
         return LayerViews(
             _as_rows(scales, self.batch_size) for layer in self.layers for scales in layer.keys[1:]
         )
 
     @property
     def value_scales(self) -> LayerViews:
-        """Like `key_scales`."""
+        """Views of each layer's scales of values, as `key_scales`."""
         return LayerViews(
             _as_rows(scales, self.batch_size) for layer in self.layers for scales in layer.values[1:]
         )
@@ -270,9 +272,9 @@ class CacheBase(ABC):
 
     @property
     def last_writer(self) -> object:
-        """Which runner wrote to its pages last; None if rows were written in order or moved, or none were.
+        """The runner that wrote to the pages last; None if `forward` or a method of the cache did, or none.
 
-        It is not held: runners hold their cache, and a circle would keep it in memory, and the weights.
+        A weak reference: runners refer to their cache, and a cycle would keep both and the weights in memory.
         """
         return None if self._last_writer is None else (self._last_writer() or self._last_writer)
 
@@ -281,11 +283,11 @@ class CacheBase(ABC):
         self._last_writer = None if runner is None else weakref.ref(runner)
 
     def reset(self) -> None:
-        """Forget the sequence; the tensors stay."""
+        """Start a new sequence; keeps the tensors."""
         self.current_seq_len = 0
 
     def roll_left(self) -> None:
-        """Drop the first token of every row: the others move up, and the sequence is one shorter."""
+        """Drop the first token of every row; the others move up by one."""
         for tensor in self.all_tensors():
             rows = _as_rows(tensor, self.batch_size)
             rows.copy_(rows.roll(-1, 1))
@@ -294,7 +296,7 @@ class CacheBase(ABC):
         self.current_seq_len = max(0, self.current_seq_len - 1)
 
     def clone(self) -> Self:
-        """A deep copy, of the same class; of a lazy cache without tensors, another one."""
+        """A deep copy; of a lazy cache that is not allocated, another such cache."""
         twin = copy.copy(self)
         twin._layers = None if self._layers is None else [layer.clone() for layer in self._layers]
         if self.allocated and (mirror := self.model.cache_replicator) is not None:
@@ -302,7 +304,7 @@ class CacheBase(ABC):
         return twin
 
     def copy(self, orders: Iterable[tuple[int, int, int]]) -> None:
-        """Duplicate the leading tokens of pages in every layer: (source, target, tokens), one by one."""
+        """Copy the first tokens of pages in all layers: (source, target, tokens), in this order."""
         copies = list(orders)
         for source, target, tokens in copies:
             if not (
@@ -330,7 +332,7 @@ class CacheBase(ABC):
         to_row: int,
         to_rows: int,
     ) -> None:
-        """Copy the tokens of one row, as stored, to one or more rows of another cache (or of this one)."""
+        """Copy a row's tokens, as stored, to one or more rows of another cache or of this one."""
         self._check_copy(target, from_column, from_columns, to_column, to_columns, from_row, from_rows)
         if to_row < 0 or to_rows < 1 or to_row + to_rows > target.batch_size:
             raise InputError(
@@ -435,5 +437,5 @@ def _one_or_list(numbers: list[int]) -> int | list[int]:
 
 
 def _as_rows(tensor: Tensor, batch: int) -> Tensor:
-    """Pages as contiguous rows: (batch, tokens, …)."""
+    """A view of the pages as contiguous rows, (batch, tokens, …)."""
     return tensor.view(batch, -1, *tensor.shape[2:])

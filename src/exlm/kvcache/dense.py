@@ -1,4 +1,4 @@
-"""Keys and values kept as plain floats, in pages; and the case of no cache at all."""
+"""Caches of floats, and the forward pass without a cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FLOAT_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32":
 
 
 class DenseLayer(CacheLayer):
-    """One layer's pages: (pages, page size, kv_heads, head_dim) for keys and for values."""
+    """A layer's pages as floats: (pages, page size, kv_heads, head_dim) keys and values."""
 
     kv_dtype = ("float", "float")
 
@@ -38,17 +38,17 @@ class DenseLayer(CacheLayer):
         return self.values[0]
 
     def update(self, k: Tensor, v: Tensor, metadata: AttnMetadata) -> tuple[Tensor, Tensor]:
-        """Write the new heads behind each row's past; return every head up to the longest row's end.
+        """Append the new heads to each row's past; return all heads up to max_kv_len.
 
-        New tokens are read back as stored, so the answer does not depend on how a prompt was cut. What is too
-        large for float16 is stored as its largest number.
+        New tokens are read back as stored, so outputs do not depend on a prompt's chunks. Numbers beyond
+        float16's range saturate.
         """
         slots = slot_mapping(metadata, k.shape[1], self.page_size)
         self.k.flatten(0, 1)[slots] = _to_storage_dtype(k.flatten(0, 1), self.k.dtype)
         self.v.flatten(0, 1)[slots] = _to_storage_dtype(v.flatten(0, 1), self.v.dtype)
         max_pages = -(-metadata.max_kv_len // self.page_size)
         table = metadata.pages[:, :max_pages].long()
-        keys = self.k[table].flatten(1, 2)[:, : metadata.max_kv_len]  # (rows, longest, kv_heads, head_dim)
+        keys = self.k[table].flatten(1, 2)[:, : metadata.max_kv_len]  # (rows, max_kv_len, kv_heads, head_dim)
         values = self.v[table].flatten(1, 2)[:, : metadata.max_kv_len]
         return keys.to(k.dtype), values.to(v.dtype)
 
@@ -84,9 +84,9 @@ class Cache(CacheBase):
 
 
 class CacheFP16(Cache):
-    """Keys and values of sixteen bits: the model's own float16 or bfloat16, else float16.
+    """Keys and values in 16 bits: the model's own float16 or bfloat16, else float16.
 
-    So a CPU, which computes in float32, keeps what a GPU keeps: a step reads half as much.
+    A CPU, which computes in float32, stores float16 as a GPU does: a step reads half as much.
     """
 
     @property
@@ -97,7 +97,7 @@ class CacheFP16(Cache):
 
 
 class NoCache:
-    """No cache: what comes in is all there is."""
+    """A layer without a cache: attention over the new tokens only."""
 
     paged = None
 

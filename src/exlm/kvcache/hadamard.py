@@ -1,11 +1,11 @@
-"""Four- and eight-bit codes for keys and values: rotate, scale each 32 numbers by their peak, round.
+"""Quantise keys and values to 4 or 8 bits: Hadamard-rotate, scale each group of 32 by its peak, round.
 
-The rotation is a Walsh-Hadamard transform of 32 numbers, which spreads an outlier over its neighbours. The
-codes are defined down to the bit, with float16 rounding after every step, so any kernel can be held against
-these functions. They work on vectors, (…, D) for the D numbers of a token, and know nothing of pages.
+The rotation is a Walsh-Hadamard transform of 32 numbers, which spreads an outlier over its group. The
+codes are defined bit for bit, with float16 rounding after every step, so that kernels can be compared with
+these functions. They work on vectors, (…, D) for the D numbers of a token, not on pages.
 
-Float16 ends at 65504, and decoding passes through sums 32 times the answer. A sum beyond the end stays at the
-end: a number beyond ±2047 comes back smaller and its neighbours less exact, but none becomes infinite.
+Float16 ends at 65504, and dequantising passes through sums of 32 times the result, which saturate: a
+number beyond ±2047 comes back smaller and its group less exact, but none becomes infinite.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ import torch
 from torch import Tensor
 
 GROUP_SIZE = 32
-"""Numbers that share a scale, and the length of a transform."""
+"""Numbers that share a scale; also the length of a transform."""
 
-FP16_MAX = 65504.0  # of float16
+FP16_MAX = 65504.0
 
 
 def to_float16_saturating(x: Tensor) -> Tensor:
-    """Numbers as float16; those beyond its range become its largest."""
+    """Round to float16; numbers beyond its range saturate."""
     return x.float().clamp(-FP16_MAX, FP16_MAX).half()
 
 
 def num_interleaved(size: int) -> int:
-    """Transforms side by side in a run: two (even and odd places) if runs of 64 fit, else one."""
+    """Interleaved transforms: two (even and odd places of 64 numbers) if the size allows, else one."""
     return 2 if size % (2 * GROUP_SIZE) == 0 else 1
 
 
 def hadamard_transform(x: Tensor) -> Tensor:
-    """Transform (…, D) float16 without normalising; twice is 32 times the input, but for roundings."""
+    """Transform (…, D) float16, not normalised: applied twice it gives 32 times the input, up to rounding."""
     interleaved = num_interleaved(x.shape[-1])
-    # The transforms lie along the first dimension, so that every stage adds whole rows of memory.
-    runs = x.reshape(-1, GROUP_SIZE, interleaved).transpose(0, 1).contiguous()  # (32, runs, ways)
+    # Transforms run along the first dimension, so that every butterfly stage adds contiguous rows.
+    runs = x.reshape(-1, GROUP_SIZE, interleaved).transpose(0, 1).contiguous()  # (32, runs, interleaved)
     scratch = torch.empty_like(runs)
     for stride in (1, 2, 4, 8, 16):
         a, b = runs.view(GROUP_SIZE // 2 // stride, 2, stride, -1).unbind(1)
@@ -46,13 +46,13 @@ def hadamard_transform(x: Tensor) -> Tensor:
 
 
 def quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Codes (…, D · bits / 8) as bytes and scales (…, D / 32) as float16 of numbers (…, D); D is of 32s."""
+    """(…, D) numbers → codes (…, D · bits / 8) as bytes and scales (…, D / 32) as float16."""
     zero_point = 1 << (bits - 1)
     groups = hadamard_transform(to_float16_saturating(x)).view(*x.shape[:-1], -1, GROUP_SIZE)
     peak = groups.abs().amax(-1, keepdim=True).float()
     normalized = (groups.float() / peak).half().float()
     levels = (normalized * zero_point + zero_point).half().float().round()
-    # A group of zeros divides 0 by 0: any code will do beside a scale of zero, and it is zero by convention.
+    # A group of zeros divides 0 by 0: with a scale of 0 any code would do; code 0 by convention.
     codes = levels.nan_to_num(0.0).clamp(0, 2 * zero_point - 1).to(torch.uint8).flatten(-2)
     if bits == 4:
         codes = codes[..., 0::2] | (codes[..., 1::2] << 4)
@@ -60,7 +60,7 @@ def quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """The float16 numbers (…, D) that codes and scales stand for."""
+    """Codes and scales → (…, D) float16 numbers."""
     if bits == 4:
         codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
     centred = codes.half() - (1 << (bits - 1))

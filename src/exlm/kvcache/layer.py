@@ -1,6 +1,6 @@
-"""One layer's pages, whatever they are written in: what a cache may ask of them, and where a token goes.
+"""`CacheLayer`, one layer's pages in any format, and the slots that new tokens are written to.
 
-How numbers are stored is the business of `dense` and `coded`; which page is whose is decided elsewhere.
+`dense` and `quantized` implement it; the generator's page table decides which page belongs to which sequence.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ PAGE_SIZE = 256
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer stores for each token."""
+    """KV heads and head_dim of a layer."""
 
     kv_heads: int
     head_dim: int
 
 
 def empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Pages of zeros. A processor's take memory when tokens come: few caches are ever full."""
+    """Pages of zeros. On a CPU they take memory when tokens are written: few caches are ever full."""
     size = math.prod(shape) * dtype.itemsize
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     try:
@@ -49,9 +49,9 @@ def empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
 
 class CacheLayer(ABC):
-    """The keys and values of one layer, in tensors of (pages, page size, kv_heads, …).
+    """Keys and values of a layer, in tensors of (pages, page size, kv_heads, …).
 
-    `keys` and `values` hold the stored numbers first, then their scales where there are any. What is stored
+    `keys` and `values` are the stored numbers, then their scales if they have any. What is stored
     for a token depends on that token alone, so tokens and pages may be copied as they are.
     """
 
@@ -65,7 +65,7 @@ class CacheLayer(ABC):
 
     @property
     def paged(self) -> KVPages:
-        """The pages, for kernels that read and write in place."""
+        """The pages, for kernels that read and write them in place."""
         found = self._paged
         if found is None or found.keys is not self.keys or found.values is not self.values:
             self._paged = found = KVPages(self.page_size, self.keys, self.values, self.kv_dtype)
@@ -73,34 +73,34 @@ class CacheLayer(ABC):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Everything that holds state."""
+        """All tensors with state."""
         return self.keys + self.values
 
     @property
     def device(self) -> torch.device:
-        """Where the pages are."""
+        """The pages' device."""
         return self.keys[0].device
 
     @abstractmethod
     def update(self, k: Tensor, v: Tensor, metadata: AttnMetadata) -> tuple[Tensor, Tensor]:
-        """Write the new heads behind each row's past; return every head up to the longest row's end.
+        """Append the new heads to each row's past; return all heads up to max_kv_len.
 
-        Heads are (rows, tokens, kv_heads, head_dim). Behind a shorter row's end anything may stand.
+        Heads are (rows, tokens, kv_heads, head_dim). Past the end of a shorter row they are undefined.
         """
 
     def copy(self, source: int, target: int, tokens: int) -> None:
-        """Duplicate the first tokens of one page in another."""
+        """Copy the first tokens of a page to another."""
         if source != target:
             for tensor in self.tensors:
                 tensor[target, :tokens] = tensor[source, :tokens]
 
     def move(self, device: torch.device) -> None:
-        """Take the pages to a device, unless they are there."""
+        """Move the pages to a device."""
         self.keys = tuple(tensor.to(device) for tensor in self.keys)
         self.values = tuple(tensor.to(device) for tensor in self.values)
 
     def clone(self) -> Self:
-        """The same numbers in tensors of its own."""
+        """A copy with tensors of its own."""
         twin = copy.copy(self)
         twin.keys = tuple(tensor.clone() for tensor in self.keys)
         twin.values = tuple(tensor.clone() for tensor in self.values)
@@ -108,12 +108,12 @@ class CacheLayer(ABC):
 
 
 def new_token_positions(metadata: AttnMetadata, tokens: int) -> Tensor:
-    """(rows, tokens) the place of each new token in its own row."""
+    """(rows, tokens) the index of each new token in its row."""
     return metadata.past_lens[:, None] + torch.arange(tokens, device=metadata.past_lens.device)
 
 
 def slot_mapping(metadata: AttnMetadata, tokens: int, page_size: int) -> Tensor:
-    """(rows · tokens,) the place of each new token among all pages laid end to end."""
+    """(rows · tokens,) the slot of each new token: its index in the flattened pages."""
     positions = new_token_positions(metadata, tokens)
     return (
         metadata.pages.gather(1, positions // page_size).long() * page_size + positions % page_size

@@ -1,4 +1,4 @@
-"""The caches of fewer bits: which coder each one gives its keys and its values."""
+"""Quantised caches: the quantisers of keys and values, and the classes that combine them."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from .hadamard import GROUP_SIZE
 from .layer import PAGE_SIZE, CacheLayer, LayerShape, empty_pages, new_token_positions, slot_mapping
 
 MAX_DEQUANTIZED_NUMBERS = 1 << 22
-"""Numbers decoded at a time, if that is at least a page of each row."""
+"""Numbers dequantised at a time, if that is at least a page of each row."""
 
 
 class KVQuantizer(Protocol):
-    """How the heads of a token are stored."""
+    """How heads are stored."""
 
     @property
     def kv_dtype(self) -> KVCacheDtype:
-        """Its name among kernels."""
+        """The format's name in `kernels`."""
         ...
 
     def empty_pages(
         self, pages: int, page_size: int, shape: LayerShape, device: torch.device
     ) -> tuple[Tensor, ...]:
-        """Empty pages, (pages, page, kv_heads, …) each: what `encode` returns goes into them."""
+        """Empty pages, (pages, page, kv_heads, …) each, for what `quantize` returns."""
         ...
 
     def quantize(self, heads: Tensor) -> tuple[Tensor, ...]:
-        """(tokens, kv_heads, head_dim) floats as (tokens, kv_heads, …) each."""
+        """(tokens, kv_heads, head_dim) floats → tensors of (tokens, kv_heads, …)."""
         ...
 
     def dequantize(self, stored: tuple[Tensor, ...]) -> Tensor:
-        """(…, kv_heads, head_dim) float16 of (…, kv_heads, …) each."""
+        """Tensors of (…, kv_heads, …) → (…, kv_heads, head_dim) float16."""
         ...
 
 
 @dataclass(frozen=True)
 class HadamardQuantizer:
-    """Rotated codes of 4 or 8 bits and a float16 scale for each 32, a token's heads taken as one vector."""
+    """Hadamard-rotated codes of 4 or 8 bits, a float16 scale for each 32; a token's heads are one vector."""
 
     bits: Literal[4, 8]
 
     @property
     def kv_dtype(self) -> KVCacheDtype:
-        """Its name among kernels."""
+        """The format's name in `kernels`."""
         return "hadamard8" if self.bits == 8 else "hadamard4"
 
     def empty_pages(
@@ -62,12 +62,12 @@ class HadamardQuantizer:
         return codes, scales
 
     def quantize(self, heads: Tensor) -> tuple[Tensor, ...]:
-        """Codes and scales of each token alone."""
+        """Codes and scales; each token is quantised by itself."""
         codes, scales = hadamard.quantize(heads.flatten(1), self.bits)
         return codes.view(*heads.shape[:2], -1), scales.view(*heads.shape[:2], -1)
 
     def dequantize(self, stored: tuple[Tensor, ...]) -> Tensor:
-        """Heads again."""
+        """Heads as float16."""
         codes, scales = stored
         heads = hadamard.dequantize(codes.flatten(-2), scales.flatten(-2), self.bits)
         return heads.view(*codes.shape[:-1], -1)
@@ -75,7 +75,7 @@ class HadamardQuantizer:
 
 @dataclass(frozen=True)
 class TruncatedFP8:
-    """The upper byte of each float16: sign, exponent and two bits, the rest cut off."""
+    """The upper byte of each float16 (FP8 E5M2), truncated."""
 
     kv_dtype: ClassVar[KVCacheDtype] = "fp8_e5m2"
 
@@ -91,12 +91,12 @@ class TruncatedFP8:
         return (((hadamard.to_float16_saturating(heads).view(torch.int16) >> 8) & 255).to(torch.uint8),)
 
     def dequantize(self, stored: tuple[Tensor, ...]) -> Tensor:
-        """The bytes with zeros behind."""
+        """The bytes as the upper halves of float16."""
         return (stored[0].to(torch.int16) << 8).view(torch.float16)
 
 
 class QuantizedLayer(CacheLayer):
-    """One layer's pages in codes: past tokens are seen decoded, the new ones of a call as they came."""
+    """A layer's pages, quantised; attention sees past tokens dequantised and new tokens as passed."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class QuantizedLayer(CacheLayer):
         self.kv_dtype = key_quantizer.kv_dtype, value_quantizer.kv_dtype
 
     def update(self, k: Tensor, v: Tensor, metadata: AttnMetadata) -> tuple[Tensor, Tensor]:
-        """Encode and write the new heads; return the past decoded, with the new heads in their places."""
+        """Quantise and write the new heads; return the dequantised past with the new heads as passed."""
         slots = slot_mapping(metadata, k.shape[1], self.page_size)
         for stored, quantizer, new in (
             (self.keys, self.key_quantizer, k),
@@ -151,7 +151,7 @@ class QuantizedLayer(CacheLayer):
 
 
 class QuantizedCache(CacheBase):
-    """A cache of bytes. New tokens are encoded when a call writes them; old ones are never encoded again."""
+    """A quantised cache. Tokens are quantised once, when they are written."""
 
     key_quantizer: ClassVar[KVQuantizer]
     value_quantizer: ClassVar[KVQuantizer]
@@ -168,7 +168,7 @@ class QuantizedCache(CacheBase):
 
 
 class HadamardCache(QuantizedCache):
-    """A cache of rotated codes, with a float16 scale for each 32 of them."""
+    """A cache of Hadamard-rotated codes, with a float16 scale for each 32."""
 
     has_scales = True
     group_size = GROUP_SIZE
@@ -196,7 +196,7 @@ class CacheQ4(HadamardCache):
 
 
 class CacheFP8(QuantizedCache):
-    """Keys and values as the upper byte of a float16, without scales. Q8 is far more exact at 8.5 bits."""
+    """Keys and values as FP8 E5M2, truncated, without scales. Q8 is far more exact at 8.5 bits."""
 
     key_quantizer = TruncatedFP8()
     value_quantizer = TruncatedFP8()

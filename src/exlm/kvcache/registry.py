@@ -1,4 +1,4 @@
-"""The kinds of caches by name."""
+"""Cache classes by name."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ CACHES: Mapping[str, type[CacheBase]] = {
     "q4": CacheQ4,
     "fp8": CacheFP8,
 }
-"""What `cache_type` and `--cache` may be."""
+"""Values of `cache_type` and `--cache`."""
 
 CACHE_CLASSES: Mapping[str, type[CacheBase]] = {
     "Cache": Cache,
     **{cache_class.__name__: cache_class for cache_class in CACHES.values()},
 }
-"""Every class by its name, which is how rank 0 tells the other ranks what to allocate."""
+"""Classes by class name, by which rank 0 tells workers what to allocate."""

@@ -1,4 +1,4 @@
-"""Description + files + backend → modules. Quirks end here, as constructor arguments or other modules."""
+"""Build modules from a description, weight files and backends; families' quirks end here."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from ..nn import (
     QkvProjection,
 )
 from ..nn.attention import Qkv, no_qk_norm
-from ..nn.block import BlockLike, MlpLike
-from ..nn.device_transfer import DeviceTransfer, TransferFn, no_transfer
-from ..nn.fused import FusedBlock, FusedHead, FusedMlp, fuse_stack
+from ..nn.block import BlockLike, DeviceTransfer, TransferFn, no_transfer
+from ..nn.fused import FusedBlock, FusedHead, fuse_block, fuse_decoder, fuse_head
+from ..nn.mlp import MlpLike
 from ..spec.weight_roles import Matrix, matrices
 from .decoder import Decoder
 from .devices import device_context
@@ -47,23 +47,18 @@ from .prefetch import WeightPrefetcher
 
 
 def identity_norm(x: Tensor) -> Tensor:
-    """The norm that is not there."""
+    """No norm."""
     return x
 
 
 def add_without_norm(x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The addition whose norm is not there."""
+    """The addition without a norm."""
     total = x if y is None else x + y
     return total, total
 
 
-def gated_fused_linear(gate_up: b.FusedLinear, act: b.GatedActivationFn) -> b.FusedLinear:
-    """Two matrices, then the nonlinearity of one's answer times the other's."""
-    return lambda x, residual: [act(*gate_up(x, residual))]
-
-
 def scaled_norm(inner: b.NormFn, factor: float) -> b.NormFn:
-    """A norm whose answer is multiplied; the inner one itself when the factor is one."""
+    """A norm with scaled output; the norm itself for a factor of 1."""
     return inner if factor == 1.0 else lambda x: inner(x) * factor
 
 
@@ -77,27 +72,27 @@ class Builder:
     max_seq_len: int
     module_backends: Sequence[
         BackendList
-    ] = ()  # one for each module, where they differ; () has all of them on `backends`
-    has_embedding: bool = True  # whether the embedding is to be built, or left to another process
-    has_head: bool = True  # the same of the head
+    ] = ()  # of each module, if they differ; (): all modules use `backends`
+    has_embedding: bool = True  # False: another rank has the embedding
+    has_head: bool = True  # False: another rank has the head
     _ropes: dict[tuple[int, spec.Rope], b.RopeFn] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Know every matrix before reading any."""
+        """List the matrices."""
         self._matrices: dict[str, Matrix] = {matrix.role: matrix for matrix in matrices(self.model)}
         self._embedding_weight: Weight | None = None
         self._prefetcher: WeightPrefetcher[Callable[[], Linear]] | None = None
-        self._cuda_streams: dict[torch.device, torch.cuda.Stream] = {}  # those of the thread that builds
+        self._cuda_streams: dict[torch.device, torch.cuda.Stream] = {}  # of the building thread
 
     def __len__(self) -> int:
         """Modules in all: the embedding, each layer, the head."""
         return len(self.model.layers) + 2
 
     def build(self) -> Iterator[Decoder]:
-        """Yield the growing decoder after each module; the last one yielded is whole.
+        """Yield the growing decoder after each module; the last one yielded is complete.
 
-        The head is made with the embedding. It is the largest matrix, and may be in memory twice while it is
-        bound: better when there is nothing else yet than on top of everything.
+        The head is built with the embedding: it is the largest matrix and may be in memory twice while it is
+        bound, which costs least before the layers are there.
         """
         first_roles = ["head"] if self.has_head and not self.tied else []
         roles = first_roles + [role for role in self._matrices if role != "head"]
@@ -108,9 +103,9 @@ class Builder:
             embedding = self.embedding() if self.has_embedding else None
             with device_context(self.backends_for("head").device):
                 head = self.head() if self.has_head else None
-            self._embedding_weight = None  # it is bound, perhaps in another form
+            self._embedding_weight = None  # bound by now, maybe repacked
             release_pool()
-            decoder = Decoder(embedding, [], head, [])  # type: ignore[arg-type]  # another process has it
+            decoder = Decoder(embedding, [], head, [])  # type: ignore[arg-type]  # None on a rank without it
             yield decoder
             for i, layer in enumerate(self.model.layers):
                 decoder.blocks.append(self.block(i, layer))
@@ -121,8 +116,8 @@ class Builder:
                 trim_heap()
                 yield decoder
             decoder.transfers.append(self.transfer_before(len(self.model.layers)))
-            if all(hop is no_transfer for hop in decoder.transfers):
-                decoder.fused_stack = fuse_stack(decoder.blocks)
+            if all(transfer is no_transfer for transfer in decoder.transfers):
+                decoder.fused = fuse_decoder(decoder.blocks)
         self._prefetcher = None
         release_pool()
         yield decoder
@@ -139,9 +134,9 @@ class Builder:
         return self.module_backends[-1]
 
     def transfer_before(self, i: int) -> TransferFn:
-        """What lies before block i, or before the head: a border, if the module before it is elsewhere.
+        """What runs before block i or the head: a `DeviceTransfer` after a module on another device.
 
-        There is one before the first block too, if a pass could begin with another GPU than its own current.
+        Also before the first block, if another GPU than its own could be current then.
         """
         module_backends = self.module_backends or [self.backends] * len(self)
         first, devices = module_backends[0].device, {backends.device for backends in module_backends}
@@ -153,7 +148,7 @@ class Builder:
         )
 
     def embedding(self) -> Embedding:
-        """The token table, and the position table where there is one."""
+        """The embedding, with learned positions if the model has them."""
         m, backends = self.model, self.backends_for("embed")
         weight = self.embedding_weight()
         lookup = backends.bind("embed", weight.describe(), lambda backend: backend.embedding(weight))
@@ -168,7 +163,7 @@ class Builder:
         return Embedding(lookup, m.vocab, positions, m.embed.scale, residual_dtype)
 
     def embedding_weight(self) -> Weight:
-        """The embedding's matrix, read once: kept as stored, unless it is also the head and must multiply."""
+        """The embedding's matrix, read once: in its stored dtype, unless it is also the head."""
         if self._embedding_weight is None:
             m, backends = self.model, self.backends_for("embed")
             dtype = backends.dtype if self.tied and self.backends_for("head") is backends else None
@@ -179,11 +174,11 @@ class Builder:
 
     @property
     def tied(self) -> bool:
-        """Whether the head is the embedding's matrix: so described, and no head of its own in the files."""
+        """Whether the head is the embedding's matrix: the model ties them and the files have no head."""
         return self.model.head.tied and not self.checkpoint.has("head")
 
     def head(self) -> Head:
-        """The final norm and the wide matrix."""
+        """Final norm and LM head."""
         m = self.model
         linear = (
             self.bind_linear("head", self.with_unit_rows(self.tied_weight()))
@@ -193,28 +188,24 @@ class Builder:
         norm = self.add_norm("final_norm", m.final_norm, m.hidden)
         head = Head(norm, linear, m.head.scale, m.head.softcap)
         fused = self.backends_for("head").fuse(
-            "head.block", "a few rows", lambda fuser: self.fused_head(head, fuser)
+            "head.block", "a few rows", lambda backend: self.fused_head(head, backend)
         )
         return fused or head
 
-    def fused_head(self, head: Head, fuser: b.SupportsFusion) -> FusedHead:
-        """The head for few rows; `Unsupported` if it is not of the common kind."""
+    def fused_head(self, head: Head, backend: b.SupportsFusion) -> FusedHead:
+        """The head with its norm fused; `Unsupported` if that is not possible."""
         if self.model.fp32_residual:
             raise Unsupported("a wider residual stream")
-        norm = self.model.final_norm
-        entry = b.NormPrologue(norm, self.norm_tensors("final_norm", norm, self.model.hidden)[0])
-        return FusedHead(
-            head, fuser.fused_linear([head.linear.kernel], entry, None, fp32_out=True), fuser.max_fused_tokens
-        )
+        return fuse_head(head, self.norm_prologue("final_norm", self.model.final_norm), backend)
 
     def with_unit_rows(self, weight: Weight) -> Weight:
-        """The head's matrix with rows of length one, if the model wants them."""
+        """The head's matrix, with rows normalised if the model asks for that."""
         if not self.model.head.normalize_rows or not isinstance(weight, DenseWeight):
             return weight
         return DenseWeight(F.normalize(weight.data.float(), dim=1).to(weight.data.dtype), weight.bias)
 
     def tied_weight(self) -> Weight:
-        """The embedding's matrix as the head's: the same one, or a copy where the head is elsewhere."""
+        """The embedding's matrix as the head's: the same, or a copy if the head is on another device."""
         m, backends = self.model, self.backends_for("head")
         if backends is self.backends_for("embed"):
             return self.embedding_weight()
@@ -223,7 +214,7 @@ class Builder:
         )
 
     def block(self, i: int, layer: spec.Layer) -> BlockLike:
-        """One decoder layer of either shape."""
+        """One decoder layer of either form."""
         prefix, hidden, scale = f"layers.{i}.", self.model.hidden, layer.residual_scale
         attn, mlp = self.attention(prefix, layer.attn), self.mlp(prefix, layer.mlp)
         attn_norm = self.add_norm(prefix + "attn_norm", layer.attn_norm, hidden)
@@ -238,47 +229,31 @@ class Builder:
             mlp_post_norm=scaled_norm(self.norm(prefix + "mlp_post", layer.mlp_post, hidden), scale),
         )
         fused = self.backends_for(prefix).fuse(
-            prefix + "block", "a few rows", lambda fuser: self.fused_block(prefix, layer, block, fuser)
+            prefix + "block", "a few rows", lambda backend: self.fused_block(prefix, layer, block, backend)
         )
         return fused or block
 
     def fused_block(
-        self, prefix: str, layer: spec.Layer, block: Block, fuser: b.SupportsFusion
+        self, prefix: str, layer: spec.Layer, block: Block, backend: b.SupportsFusion
     ) -> FusedBlock:
-        """The layer for few rows; `Unsupported` if anything in it is not of the common kind."""
-        mlp, qkv, (attn_norm, mlp_norm) = block.mlp, block.attn.qkv, (layer.attn_norm, layer.mlp_norm)
+        """The layer with fused projections; `Unsupported` if it has parts that cannot be fused."""
+        attn_norm, mlp_norm = layer.attn_norm, layer.mlp_norm
         if self.model.fp32_residual or layer.residual_scale != 1.0:
             raise Unsupported("a residual stream that is wider or scaled")
         if attn_norm is None or mlp_norm is None or layer.attn_post or layer.mlp_post:
             raise Unsupported("norms in other places")
-        if not isinstance(mlp, GatedMlp | MoeMlp) or not isinstance(qkv, QkvProjection):
-            raise Unsupported("another MLP, or clamped projections")
-
-        def entry(role: str, norm: spec.Norm) -> b.NormPrologue:
-            return b.NormPrologue(norm, self.norm_tensors(prefix + role, norm, self.model.hidden)[0])
-
-        def project(
-            *parts: Linear, behind: b.NormPrologue | None = None, act: spec.Activation | None = None
-        ) -> b.FusedLinear:
-            return fuser.fused_linear([part.kernel for part in parts], behind, act)
-
-        fused_qkv, fused_o = (
-            project(qkv.q, qkv.k, qkv.v, behind=entry("attn_norm", attn_norm)),
-            project(block.attn.o),
+        prologues = (
+            self.norm_prologue(prefix + "attn_norm", attn_norm),
+            self.norm_prologue(prefix + "mlp_norm", mlp_norm),
         )
-        if not isinstance(mlp, GatedMlp) or isinstance(layer.mlp, spec.Moe):
-            return FusedBlock(block, fused_qkv, fused_o, None, fuser.max_fused_tokens)
-        gate_up = partial(project, mlp.gate, mlp.up, behind=entry("mlp_norm", mlp_norm))
-        try:
-            gate = gate_up(act=layer.mlp.act)
-        except Unsupported:  # as two matrices, and what lies between them by itself
-            gate = gated_fused_linear(gate_up(), mlp.act)
-        return FusedBlock(
-            block, fused_qkv, fused_o, FusedMlp(gate, project(mlp.down)), fuser.max_fused_tokens
-        )
+        return fuse_block(block, layer.mlp.act, *prologues, backend)
+
+    def norm_prologue(self, role: str, norm: spec.Norm) -> b.NormPrologue:
+        """A norm over the hidden state, for fused matrices to apply to their input."""
+        return b.NormPrologue(norm, self.norm_tensors(role, norm, self.model.hidden)[0])
 
     def attention(self, prefix: str, attn: spec.Attention) -> Attention:
-        """Projections, head norms, rotation and the attention kernel of one layer."""
+        """Projections, QK norm, RoPE and attention kernel of one layer."""
         qkv: Qkv = QkvProjection(*(self.linear(f"{prefix}attn.{part}") for part in "qkv"))
         if attn.clip is not None:
             qkv = ClampedQkv(qkv, attn.clip)
@@ -292,7 +267,7 @@ class Builder:
         )
 
     def head_norms(self, prefix: str, attn: spec.Attention) -> QKNormFn:
-        """How q and k are normalised, if at all."""
+        """The QK norm, if the layer has one."""
         if attn.qk_norm is None:
             return no_qk_norm
         q, k = prefix + "attn.q_norm", prefix + "attn.k_norm"
@@ -304,7 +279,7 @@ class Builder:
         )
 
     def mlp(self, prefix: str, mlp: spec.Mlp | spec.Moe) -> MlpLike:
-        """Gated, plain or sparse."""
+        """Gated, plain or MoE."""
         if isinstance(mlp, spec.Moe):
             return self.experts(prefix, mlp)
         up, down = self.linear(prefix + "mlp.up"), self.linear(prefix + "mlp.down")
@@ -317,7 +292,7 @@ class Builder:
         return GatedMlp(act, self.linear(prefix + "mlp.gate"), up, down)
 
     def experts(self, prefix: str, moe: spec.Moe) -> MoeMlp:
-        """A router and every expert's three matrices."""
+        """The router and the experts."""
 
         def expert_linears(part: str) -> list[Linear]:
             return [self.linear(f"{prefix}mlp.experts.{e}.{part}") for e in range(moe.experts)]
@@ -331,7 +306,7 @@ class Builder:
         return MoeMlp(self.linear(prefix + "mlp.router"), experts)
 
     def rope(self, backends: BackendList, rope: spec.Rope | None) -> b.RopeFn:
-        """One table for all layers of a device that turn alike."""
+        """RoPE of a layer; layers of a device with the same parameters share its tables."""
         if rope is None:
             return b.no_rope
         key = id(backends), rope
@@ -342,14 +317,14 @@ class Builder:
         return self._ropes[key]
 
     def norm(self, role: str, norm: spec.Norm | None, width: int, heads: int | None = None) -> b.NormFn:
-        """A bound norm, or the identity. Head norms are stored once, or once for each head."""
+        """A bound norm, or the identity. QK norms have one scale, or one for each head."""
         if norm is None:
             return identity_norm
         weight, bias = self.norm_tensors(role, norm, width, heads)
         return self.backends_for(role).bind(role, norm.kind, lambda backend: backend.norm(norm, weight, bias))
 
     def add_norm(self, role: str, norm: spec.Norm | None, width: int) -> b.AddNormFn:
-        """A bound norm with the addition before it, or the addition alone."""
+        """A bound norm with the residual addition before it, or the addition alone."""
         if norm is None:
             return add_without_norm
         weight, bias = self.norm_tensors(role, norm, width)
@@ -360,9 +335,9 @@ class Builder:
     def norm_tensors(
         self, role: str, norm: spec.Norm, width: int, heads: int | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """A norm's scale, and its bias where it has one.
+        """A norm's scale and bias.
 
-        They are small: checked on the CPU, and sent without waiting for what is on its way to a GPU.
+        They are small: checked on the CPU, then copied asynchronously.
         """
 
         def load_tensor(suffix: str, *shapes: tuple[int, ...]) -> Tensor:
@@ -375,16 +350,16 @@ class Builder:
         return load_tensor("weight", *allowed_shapes), load_tensor("bias", (width,)) if norm.bias else None
 
     def linear(self, role: str) -> Linear:
-        """A matrix, read and bound; it is on its way already while `build` runs."""
+        """A matrix, read and bound; prefetched while `build` runs."""
         finish = self.prepare(role) if self._prefetcher is None else self._prefetcher.take(role)
         return finish()
 
     def prepare(self, role: str) -> Callable[[], Linear]:
-        """All that another thread can do for a matrix; what is left to do here is returned.
+        """Read and, if possible, bind a matrix in a reader thread; returns the building thread's part.
 
-        Which device and stream are current is a thread's own: there they are the builder's, so that what
-        is done on either side comes in the order in which it is asked for. Kernels that need much room to
-        be bound are left to the builder, one after the other.
+        The reader thread uses the builder's CUDA stream, so that copies and kernels of both threads are
+        ordered. Kernels whose binding needs much memory are bound by the building thread, one after the
+        other.
         """
         backends = self.backends_for(role)
         stream = self._cuda_streams.get(backends.device)
@@ -395,7 +370,7 @@ class Builder:
             return partial(self._record_dispatch, backends, *self._bind(role, weight))
 
     def bind_linear(self, role: str, weight: Weight) -> Linear:
-        """A weight with the kernel that multiplies it."""
+        """Bind a weight to a kernel."""
         return self._record_dispatch(self.backends_for(role), *self._bind(role, weight))
 
     def _bind(self, role: str, weight: Weight) -> tuple[Linear, DispatchRecord]:
@@ -410,11 +385,11 @@ class Builder:
         return linear
 
     def stored_bytes(self, role: str) -> int:
-        """What the files say of a matrix's size; a head that is not there is the embedding."""
+        """A matrix's stored bytes; a head that the files lack is the embedding."""
         return self.checkpoint.describe(role, "embed" if role == "head" else None)[1]
 
     def read_weight(self, role: str) -> Weight:
-        """A matrix from the files, on its module's device and in its precision."""
+        """A matrix from the files, on its module's device."""
         _, width_in, width_out, bias = self._matrices[role]
         backends = self.backends_for(role)
         weight = self.checkpoint.weight(
@@ -424,7 +399,7 @@ class Builder:
 
 
 def _describe(part: spec.Attention | spec.Moe) -> str:
-    """A few words for `explain()`."""
+    """A short description for `explain()`."""
     if isinstance(part, spec.Moe):
         return f"{part.active} of {part.experts} experts"
     window = f", window {part.window}" if part.window is not None else ""

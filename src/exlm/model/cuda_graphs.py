@@ -1,9 +1,9 @@
-"""Decode passes recorded once and replayed: the device goes from kernel to kernel without asking the host.
+"""CUDA graphs of decode steps: captured once per bucket, then replayed without launches by the host.
 
-A recording serves every batch of its bucket: so many rows, so many new tokens and pages of each. A smaller
-batch is filled up with copies of its last row, which compute and store once more what that row does. What a
-step is given lies in one tensor that the recording reads; what it answers lies where the recording put it,
-until the next step.
+A graph serves every batch of its bucket (rows, new tokens, pages). A smaller batch is padded with copies
+of its last row, which compute and store the same again. A step's inputs lie in one tensor that the graph
+reads; its outputs stay in the graph's memory
+until the next replay.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from ..nn import Batch
 ROW_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 MIN_PAGES = 4
-"""Pages of a recording: room for more costs a short text nothing, and another recording some time."""
+"""Smallest page table of a graph: more pages cost a short text nothing, another graph costs its capture."""
 
-MAX_TOKENS_PER_ROW = 16  # new tokens of a row: guesses, no prompts
+MAX_TOKENS_PER_ROW = 16  # new tokens of a row: drafts, not prompts
 
 MAX_GRAPH_TOKENS = ROW_BUCKETS[-1] * MAX_TOKENS_PER_ROW
-"""Tokens of any recording."""
+"""Most tokens of a captured batch."""
 
 ForwardFn = Callable[[Batch], Tensor]
 
 
 class Bucket(NamedTuple):
-    """The sizes of a recording."""
+    """The sizes of a graph."""
 
     rows: int
     tokens: int
@@ -40,7 +40,7 @@ class Bucket(NamedTuple):
 
     @classmethod
     def of(cls, rows: int, tokens: int, pages: int) -> Bucket | None:
-        """The bucket of a batch; None if it is too large to be worth a recording."""
+        """The bucket of a batch; None if the batch is too large to capture."""
         padded_rows = next((size for size in ROW_BUCKETS if size >= rows), None)
         if padded_rows is None or tokens > MAX_TOKENS_PER_ROW:
             return None
@@ -48,20 +48,20 @@ class Bucket(NamedTuple):
 
 
 class CapturedDecode:
-    """One bucket's: what it reads, what it writes, and the graph itself once there is one."""
+    """One bucket's inputs, outputs and, once captured, its graph."""
 
     def __init__(self, size: Bucket, device: torch.device) -> None:
         self.size = size
         self.warmed_up = False
-        """Whether a pass of this size was ever run."""
+        """Whether a batch of this bucket has run before."""
         self.logits: Tensor | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
         count = size.rows * (1 + size.tokens + size.pages)
         self._device_inputs = torch.zeros(
             count, dtype=torch.int64, device=device
-        )  # before, new ids, page numbers
+        )  # past lengths, ids, page tables
         self._pinned_inputs = torch.zeros(count, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._copy_done = _make_event(device)  # since when `_staged` may be written again
+        self._copy_done = _make_event(device)  # after this event `_staged` may be written again
         self._past, self._ids, self._page_table = (
             part.numpy() for part in self._split_inputs(self._pinned_inputs)
         )
@@ -69,7 +69,7 @@ class CapturedDecode:
         self._last_pages: list[Sequence[int]] = []
 
     def batch(self) -> Batch:
-        """The batch that was sent to the device."""
+        """The batch in the graph's input tensor."""
         past, ids, table = self._split_inputs(self._device_inputs)
         positions = past[:, None]
         if self.size.tokens > 1:
@@ -79,7 +79,7 @@ class CapturedDecode:
     def copy_inputs(
         self, new_ids: Sequence[Sequence[int]] | Tensor, past: Sequence[int], pages: Sequence[Sequence[int]]
     ) -> None:
-        """Give the device its next batch; `fed` is a tensor (rows,) if it is there already."""
+        """Copy the next batch to the device; `fed`: ids (rows,) that are already on the device."""
         rows = len(past)
         if self._copy_done is not None:
             self._copy_done.synchronize()
@@ -98,24 +98,24 @@ class CapturedDecode:
         if self._copy_done is not None:
             self._copy_done.record()
         if isinstance(new_ids, Tensor):
-            torch.clamp_min(new_ids, 0, out=self._device_ids[:rows, 0])  # failures are negative
+            torch.clamp_min(new_ids, 0, out=self._device_ids[:rows, 0])  # negative ids are sampling failures
             if rows < self.size.rows:
                 self._device_ids[rows:] = self._device_ids[rows - 1]
 
     def _split_inputs(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The three parts of what is given: (rows,), (rows, tokens) and (rows, pages)."""
+        """The inputs' parts: past lengths (rows,), ids (rows, tokens), page tables (rows, pages)."""
         rows, tokens, pages = self.size
         past, ids, table = inputs.split_with_sizes([rows, rows * tokens, rows * pages])
         return past, ids.view(rows, tokens), table.view(rows, pages)
 
 
 class CudaGraphRunner:
-    """The recordings of one decoder over one cache, made as they are needed."""
+    """The CUDA graphs of one decoder over one cache, captured when first needed."""
 
     def __init__(self, forward: ForwardFn, device: torch.device, max_tokens: int = MAX_GRAPH_TOKENS) -> None:
-        """`forward` launches the same kernels for every batch of a bucket, and waits for none of them.
+        """`forward` must launch the same kernels for every batch of a bucket, and not synchronise, up to
 
-        So it is with up to `most` tokens.
+        `max_tokens` tokens.
         """
         self._forward = forward
         self._device = device
@@ -130,10 +130,10 @@ class CudaGraphRunner:
         past: Sequence[int],
         pages: Sequence[Sequence[int]],
     ) -> Tensor | None:
-        """Logits (rows, tokens, vocabulary) of equally many ids in each row, to be used before the next call.
+        """Logits (rows, tokens, vocabulary) of equally many ids in each row; the next call overwrites them.
 
-        `fed` may be a tensor (rows,) of one id each that the device is still computing; what it says of a
-        negative one means nothing. None if the batch is too large to be recorded.
+        `fed`: a tensor (rows,) of one id each that the device is still computing; logits of a negative id
+        are meaningless. None if the batch is too large to capture.
         """
         rows, tokens = len(past), 1 if isinstance(new_ids, Tensor) else len(new_ids[0])
         bucket = Bucket.of(rows, tokens, (max(past) + tokens - 1) // PAGE_SIZE + 1)
@@ -145,7 +145,7 @@ class CudaGraphRunner:
         captured.copy_inputs(new_ids, past, pages)
         if captured.graph is None and captured.warmed_up and not self._disabled:
             self._capture(captured)
-        captured.warmed_up = True  # kernels are compiled and tables made, which no recording would survive
+        captured.warmed_up = True  # compiles kernels and makes tables, which cannot be captured
         if captured.graph is None or captured.logits is None:
             return self._forward(captured.batch())[:rows]
         captured.graph.replay()
@@ -170,6 +170,6 @@ class CudaGraphRunner:
 
 
 def _make_event(device: torch.device) -> Any:
-    """Something to wait for; None where nothing is ever under way."""
-    cuda: Any = torch.cuda  # its events have no types
+    """An event to wait for; None on a CPU, where copies are synchronous."""
+    cuda: Any = torch.cuda  # torch's events are untyped
     return cuda.Event() if device.type == "cuda" else None

@@ -1,4 +1,4 @@
-"""The assembled net: embedding, blocks, head; and where in it each role is, for those who wrap a module."""
+"""The decoder: embedding, blocks, head, the forward pass through them, and the module of each role."""
 
 from __future__ import annotations
 
@@ -10,30 +10,29 @@ from torch import Tensor
 
 from ..kernels.interface import LayerKVCache
 from ..nn import Batch, ClampedQkv, Embedding, Head
-from ..nn.block import BlockLike
-from ..nn.device_transfer import TransferFn
-from ..nn.fused import FusedBlock, FusedStack
+from ..nn.block import BlockLike, TransferFn
+from ..nn.fused import FusedBlock, FusedDecoder
 from ..parallel import RankCombiner
 
 
 @dataclass
 class Decoder:
-    """Every module of a loaded model, in order."""
+    """All modules of a loaded model, in order."""
 
     embedding: Embedding
     blocks: list[BlockLike]
     head: Head
-    transfers: list[TransferFn]  # before each block and before the head: a border between devices, or none
-    fused_stack: FusedStack | None = None  # all blocks as one, where there are no borders
+    transfers: list[TransferFn]  # before each block and before the head
+    fused: FusedDecoder | None = None  # all blocks as one, if they are on one device
 
     def forward(self, batch: Batch, layers: Sequence[LayerKVCache]) -> tuple[Tensor | None, Tensor]:
-        """Logits for the positions the batch asks for, or None; and the state before the head.
+        """Logits of the positions that the batch asks for, or None; and the state before the final norm.
 
-        If none are asked for, the last block does no more than its cache needs, and the state is unfinished.
+        If it asks for none, the last block only fills its cache, and the state is unfinished.
         """
         x, pending_residual = self.input_hidden(batch)
-        if self.fused_stack is not None and pending_residual is None:
-            output = self.fused_stack.forward(x, batch, layers)
+        if self.fused is not None and pending_residual is None:
+            output = self.fused.forward(x, batch, layers)
             if output is not None:
                 return self.output_logits(output, None, batch)
         *before, last = self.transfers
@@ -47,17 +46,17 @@ class Decoder:
         return self.output_logits(*last(x, pending_residual, batch))
 
     def needs_output(self, batch: Batch) -> bool:
-        """Whether anybody asks for the last block's answer; keys and values are wanted in any case."""
+        """Whether the last block must compute its output; its keys and values are stored in any case."""
         return batch.outputs != "none"
 
     def input_hidden(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """What the first block gets: a sum, and what belongs to it."""
+        """The first block's input: residual stream and pending residual."""
         return self.embedding.forward(batch), None
 
     def output_logits(
         self, x: Tensor, pending_residual: Tensor | None, batch: Batch
     ) -> tuple[Tensor | None, Tensor]:
-        """What becomes of the last block's answer."""
+        """Logits and state from the last block's output."""
         if batch.outputs == "none":
             return None, x
         if batch.outputs == "last":
@@ -65,7 +64,7 @@ class Decoder:
         return self.head.forward(x, pending_residual, batch)
 
     def replace(self, role: str, change: Callable[[Any], Any]) -> None:
-        """Put another module in a role's place: `change` gets the present one and returns the new one.
+        """Replace a role's module by `change(module)`.
 
         Roles are those of matrices; `embed` is the embedding, `layers.3.mlp.experts` all experts of a layer.
         """
@@ -75,7 +74,7 @@ class Decoder:
         setattr(owner, name, change(getattr(owner, name)))
 
     def _locate(self, role: str) -> tuple[object, str]:
-        """The module that holds a role's module, and the attribute it holds it by."""
+        """The owner of a role's module, and the attribute's name."""
         match role.split("."):
             case ["embed"]:
                 return self, "embedding"
@@ -91,9 +90,9 @@ class Decoder:
         raise KeyError(f"no module has the role {role!r}")
 
     def _unfused_block(self, layer: int) -> BlockLike:
-        """A block made of its modules from now on: a fused one would not see them change."""
+        """Unfuse a block: a fused one would not see its modules change."""
         block = self.blocks[layer]
         if isinstance(block, FusedBlock):
             self.blocks[layer] = block = block.block
-            self.fused_stack = None
+            self.fused = None
         return block

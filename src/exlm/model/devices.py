@@ -1,4 +1,4 @@
-"""Where a model computes and in which precision, and what must be true of the machine before it does."""
+"""Devices and precision of a model, and limits of the machine that loading must respect."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 MEMINFO = Path("/proc/meminfo")
 
 UNKNOWN_FREE_BYTES = 1 << 62
-"""What is taken to be free where the system does not say: loading then finds out."""
+"""Assumed free memory if the system does not tell: loading then finds out."""
 
 DTYPES = {
     "float32": torch.float32,
@@ -34,18 +34,18 @@ DTYPES = {
 
 
 LEAST = 64 << 20
-"""Bytes without which no model is loaded: what C libraries take when a thread first calls them."""
+"""Memory that C libraries take when a thread first calls them; loading needs that much beside the model."""
 
 STACK = 8 << 20
-"""Bytes of one thread's stack, as most systems have it."""
+"""Usual stack of a thread, in bytes."""
 
 _SHARE = 32768
-"""Elements that torch gives to one OpenMP thread at least: its grain size."""
+"""torch's grain size: elements that one OpenMP thread gets at least."""
 
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """A device as placement sees it: what it is called, where its tensors go, how much is free."""
+    """A device for placement: its name, torch device and free bytes."""
 
     name: str
     device: torch.device
@@ -53,9 +53,9 @@ class DeviceInfo:
 
 
 def list_devices(requested: str | None) -> list[DeviceInfo]:
-    """The devices a model may lie on, in order: those asked for; else every GPU, or the CPU if there is none.
+    """The devices a model may use, in order: those requested; else all GPUs, or the CPU if there is none.
 
-    A wish names one device or several, as in "cuda:0,cuda:1,cpu". The CPU beside GPUs is used only if named.
+    A request names one or several, as in "cuda:0,cuda:1,cpu". The CPU beside GPUs is used only if named.
     """
     if requested is not None:
         devices = [_parse_device(name.strip()) for name in requested.split(",")]
@@ -67,7 +67,7 @@ def list_devices(requested: str | None) -> list[DeviceInfo]:
 
 
 def hypothetical_devices(memory_gb: Sequence[float]) -> list[DeviceInfo]:
-    """GPUs of so many GB each, to plan for without having them."""
+    """GPUs with that many GB each, for planning."""
     if not isinstance(memory_gb, Sequence) or not memory_gb or not all(map(_is_gb, memory_gb)):
         raise InputError(f"memory is a list with GB for each GPU, as in [24, 24]; found {memory_gb!r}.")
     return [
@@ -76,19 +76,19 @@ def hypothetical_devices(memory_gb: Sequence[float]) -> list[DeviceInfo]:
 
 
 def _is_gb(number: object) -> bool:
-    """Whether a GPU may have so much; nobody has more than a PB."""
+    """Whether this is a plausible memory size: positive and at most a PB."""
     return isinstance(number, int | float) and not isinstance(number, bool) and 0 < number < 1 << 20
 
 
 def pick_device(requested: str | None) -> torch.device:
-    """The first device asked for; without a wish, the first GPU, else the CPU."""
+    """The first device requested; by default the first GPU, else the CPU."""
     if requested is not None:
         return _parse_device(requested.split(",")[0].strip())
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes a device can still give, counting what this process keeps in reserve."""
+    """Free bytes of a device, including torch's cached ones."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + cached
@@ -119,7 +119,7 @@ def _parse_device(requested: str) -> torch.device:
 
 
 def pick_dtype(requested: str | None, stored: str | None, device: torch.device) -> torch.dtype:
-    """The precision asked for; else float32 on a CPU; on a GPU bfloat16 for bfloat16 files, else float16."""
+    """The precision requested; else float32 on a CPU; on a GPU bfloat16 for bfloat16 files, else float16."""
     if requested is not None:
         if requested.removeprefix("torch.") not in DTYPES:
             raise InputError(f"config.dtype must be one of {', '.join(DTYPES)}, found {requested!r}.")
@@ -131,25 +131,25 @@ def pick_dtype(requested: str | None, stored: str | None, device: torch.device) 
 
 
 def device_context(device: torch.device) -> AbstractContextManager[object]:
-    """A block in which kernels are started on this device."""
+    """A context in which this device is current."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def disable_broken_amx(device: torch.device, dtype: torch.dtype) -> None:
-    """Keep bfloat16 on a CPU away from AMX that a virtual machine announces but does not let programs use."""
+    """Keep bfloat16 off AMX if a virtual machine reports AMX but does not let programs use it."""
     if device.type != "cpu":
         return
     found = env.cap_onednn_isa()
     if found.capped and dtype is torch.bfloat16:
-        # torch may have started oneDNN before the cap was set, and nothing tells: leave oneDNN out of it.
+        # torch may have started oneDNN before the cap was set, and that cannot be seen: disable oneDNN.
         torch.backends.mkldnn.set_flags(_enabled=False)  # type: ignore[no-untyped-call]
         log.warning("AMX is announced but not usable here: bfloat16 runs without oneDNN, which is slower.")
 
 
 def start_openmp(what: str) -> None:
-    """Have OpenMP start the threads of the calling thread; DoesNotFit if there is no room for them.
+    """Start the calling thread's OpenMP threads; DoesNotFit if their stacks do not fit.
 
-    `what` is the beginning of the message. Where there is no limit, the first large operation starts them.
+    `what` begins the message. Without a limit on memory, the first large operation starts them.
     """
     threads = torch.get_num_threads()
     require_address_space(LEAST + (threads - 1) * STACK, what)

@@ -1,4 +1,4 @@
-"""The arguments of `Model.forward`, checked and cut into batches."""
+"""Check the arguments of `Model.forward` and cut them into batches."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ from ..nn import Batch, LoraRef, VectorSpan
 from ..nn.batch import Outputs
 
 EMBED_HERE = "{{EMBED_HERE}}"
-"""Where a prompt wants vectors that have no alias of their own."""
+"""Marks the place of vectors without an alias in a prompt."""
 
 
 @dataclass(frozen=True, eq=False)
 class SequenceExtras:
-    """The extras of one sequence."""
+    """What a sequence has besides its ids: LoRAs, embeddings, M-RoPE positions."""
 
     adapters: tuple[LoraRef, ...] = ()
     embeddings: tuple[MMEmbedding, ...] = ()
-    loras: tuple[Lora, ...] = ()  # whose the adapters are
-    mrope_positions: Tensor | None = None  # (3, prompt) where the prompt's tokens stand; None: where they are
+    loras: tuple[Lora, ...] = ()  # the model that the LoRAs were loaded for
+    mrope_positions: Tensor | None = None  # (3, prompt) M-RoPE positions; None: plain positions
 
     @property
     def salt(self) -> bytes:
-        """What makes keys and values differ for equal ids; embeddings do not, their ids are unique."""
+        """What makes keys and values differ for equal ids: the LoRAs. Ids of embeddings are unique."""
         return b"".join(struct.pack("<qd", *one) for one in self.adapters)
 
     def unloaded_error(self) -> NotLoaded | None:
-        """What to tell the owner of a sequence whose adapter was unloaded meanwhile."""
+        """The error of a sequence whose LoRA was unloaded."""
         for lora in self.loras:
             if not lora.loaded:
                 return NotLoaded(f"{lora!r} was unloaded while a job used it.")
         return None
 
     def vector_spans(self, row: int, ids: Sequence[int]) -> Iterator[VectorSpan]:
-        """The vectors to lay over these ids of a batch's row."""
+        """The vectors that replace embeddings of these ids in a batch's row."""
         if self.embeddings and max(ids) >= EMBEDDING_INDEX:
             for run in embedding_spans(ids, self.embeddings):
                 yield VectorSpan(row, run.start, run.vectors)
 
     def mrope_slice(self, start: int, stop: int) -> Tensor:
-        """(3, stop - start) where these tokens stand; what is sampled follows the prompt in all planes."""
+        """(3, stop - start) M-RoPE positions; sampled tokens continue the prompt on all axes."""
         if self.mrope_positions is None:
             return torch.arange(start, stop).repeat(3, 1)
         prompt_length = self.mrope_positions.shape[1]
@@ -61,7 +61,7 @@ class SequenceExtras:
 
 
 def check_embeddings(embeddings: Any, hidden_size: int) -> tuple[MMEmbedding, ...]:
-    """Injected embeddings as they were asked for: None, one, or a list."""
+    """Check injected embeddings: None, one, or a list."""
     if embeddings is None:
         return ()
     embedding_list = list(embeddings) if isinstance(embeddings, list | tuple) else [embeddings]
@@ -80,7 +80,7 @@ def check_embeddings(embeddings: Any, hidden_size: int) -> tuple[MMEmbedding, ..
 
 
 def check_ids(ids: Sequence[int], embeddings: Sequence[MMEmbedding], vocab_size: int) -> None:
-    """Refuse ids that are neither tokens nor an embedding's."""
+    """Raise for ids that are neither tokens nor of an embedding."""
     if not ids or max(ids) < vocab_size:
         return
     invalid = next((number for number in ids if vocab_size <= number < EMBEDDING_INDEX), None)
@@ -94,32 +94,32 @@ def check_ids(ids: Sequence[int], embeddings: Sequence[MMEmbedding], vocab_size:
 
 
 def uses_mrope(model: spec.Model) -> bool:
-    """Whether positions have three planes in this model."""
+    """Whether the model uses M-RoPE."""
     return any(layer.attn.rope is not None and layer.attn.rope.mrope_sections for layer in model.layers)
 
 
 def prompt_mrope_positions(
     model: spec.Model, ids: Sequence[int], embeddings: Sequence[MMEmbedding], start: int = 0
 ) -> Tensor | None:
-    """(3, ids) positions where pictures make them differ from the plain ones; None elsewhere."""
+    """(3, ids) M-RoPE positions if images make them differ from plain ones, else None."""
     pictures = any(one.thw_grid is not None for one in embeddings)
     return mrope_positions(ids, embeddings, start) if pictures and uses_mrope(model) else None
 
 
 @dataclass(frozen=True)
 class ForwardRequest:
-    """One call of forward, checked: every row, every token, and where they stand."""
+    """The checked arguments of one call of `forward`."""
 
     ids: Tensor  # (rows, tokens)
     positions: Tensor  # (rows, tokens) or (3, rows, tokens)
     past: int
     mask: Tensor | None  # (rows, past + tokens)
-    adapters: tuple[tuple[LoraRef, ...], ...] = ()  # for each row
+    adapters: tuple[tuple[LoraRef, ...], ...] = ()  # of each row
     vector_spans: tuple[VectorSpan, ...] = ()
 
     @property
     def rows(self) -> int:
-        """Sequences side by side."""
+        """Sequences of the batch."""
         return int(self.ids.shape[0])
 
     @property
@@ -128,11 +128,11 @@ class ForwardRequest:
         return int(self.ids.shape[1])
 
     def chunk_batch(self, start: int, stop: int, pages: Tensor, outputs: Outputs) -> Batch:
-        """Tokens `start` to `stop` as one step."""
+        """Tokens `start` to `stop` as one batch."""
         max_kv_len = self.past + stop
         return Batch(
             ids=self.ids[:, start:stop],
-            positions=self.positions[..., start:stop].contiguous(),  # as other ranks will have them
+            positions=self.positions[..., start:stop].contiguous(),  # other ranks will get them in this dtype
             past_lens=torch.full((self.rows,), self.past + start, device=self.ids.device),
             pages=pages,
             max_kv_len=max_kv_len,
@@ -155,7 +155,7 @@ def check_forward_inputs(
     adapters: tuple[LoraRef, ...] = (),
     indexed_embeddings: Any = None,
 ) -> ForwardRequest:
-    """The call as a `Request` on the model's device, or an error that says what does not fit."""
+    """The call as a `ForwardRequest` on the model's device, or an error that says what is wrong."""
     embeddings = check_embeddings(indexed_embeddings, config.spec.hidden)
     ids = _check_ids(config, input_ids, embeddings)
     rows, tokens = ids.shape
@@ -183,7 +183,7 @@ def check_forward_inputs(
 def requested_outputs(
     config: FrozenConfig, request: ForwardRequest, preprocess_only: bool, last_id_only: bool
 ) -> Outputs:
-    """Which answers are wanted, if there may be so many."""
+    """Which logits are requested, if `max_output_len` allows as many."""
     requested: Outputs = "none" if preprocess_only else "last" if last_id_only else "all"
     if requested == "all" and config.max_output_len is not None and request.tokens > config.max_output_len:
         raise InputError(
@@ -194,7 +194,7 @@ def requested_outputs(
 
 
 def chunk_ranges(config: FrozenConfig, request: ForwardRequest, has_cache: bool) -> Iterator[tuple[int, int]]:
-    """Token ranges small enough for one step; without a cache there is only one step."""
+    """Token ranges of at most `max_input_len`; without a cache there is only one."""
     limit = max(1, config.max_input_len * config.max_batch_size // request.rows)
     if not has_cache and request.tokens > limit:
         raise InputError(
@@ -227,7 +227,7 @@ def _check_ids(config: FrozenConfig, ids: Tensor, embeddings: tuple[MMEmbedding,
 def _vector_spans(
     ids: Tensor, embeddings: tuple[MMEmbedding, ...], device: torch.device
 ) -> tuple[VectorSpan, ...]:
-    """The injected vectors of every row, on the model's device."""
+    """All rows' injected vectors, on the model's device."""
     if not embeddings:
         return ()
     return tuple(
@@ -238,7 +238,7 @@ def _vector_spans(
 
 
 def _slice_spans(spans: tuple[VectorSpan, ...], start: int, stop: int) -> Iterator[VectorSpan]:
-    """What of these spans lies between two tokens, counted from the first of them."""
+    """The parts of these spans between two tokens, relative to the first."""
     for span in spans:
         first, last = max(span.start, start), min(span.start + len(span.vectors), stop)
         if first < last:
@@ -247,7 +247,7 @@ def _slice_spans(spans: tuple[VectorSpan, ...], start: int, stop: int) -> Iterat
 
 
 def check_cache_room(cache: CacheBase, rows: int, tokens: int) -> int:
-    """Tokens already in the cache, if the new ones fit behind them."""
+    """Tokens already in the cache; raises if the new ones do not fit."""
     past = cache.current_seq_len
     if rows > cache.batch_size:
         raise InputError(f"{rows} rows do not fit a cache of batch_size {cache.batch_size}.")
@@ -263,7 +263,7 @@ def check_cache_room(cache: CacheBase, rows: int, tokens: int) -> int:
 def _default_positions(
     config: FrozenConfig, ids: Tensor, past: int, embeddings: tuple[MMEmbedding, ...]
 ) -> Tensor:
-    """Where tokens stand that nobody placed: one after the other, pictures in three planes where known."""
+    """Default positions: consecutive, with M-RoPE positions for images."""
     rows, tokens = ids.shape
     if embeddings:
         row_positions = [prompt_mrope_positions(config.spec, row, embeddings, past) for row in ids.tolist()]
@@ -305,10 +305,10 @@ def _positions(
 
 
 def _visibility_mask(mask: Tensor, rows: int, total: int, cache: CacheBase | None) -> Tensor:
-    """An additive mask (0 or -inf), or one of True and False, as visibility; True where it ends early.
+    """An additive (0 or -inf) or boolean mask as visibility; True beyond its end.
 
-    With a cache it may speak of tokens that are still to come, as one of a whole prompt whose last token is
-    fed later.
+    With a cache it may cover later tokens too, as the mask of a whole prompt does whose last token is
+    forwarded later.
     """
     if not isinstance(mask, Tensor) or not (mask.dtype is torch.bool or mask.is_floating_point()):
         found = f"a tensor of {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__

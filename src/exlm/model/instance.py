@@ -27,7 +27,7 @@ from .memory import check_rotary_tables
 from .warmup import Warmup
 
 ProgressCallback = Callable[[int, int], object]
-"""Called with the number of modules that are loaded and the number of all."""
+"""(modules loaded, modules in all) → anything."""
 
 ProgressGenerator = Callable[[int, int], Iterator[Any]]
 """The same; the loader yields what it yields."""
@@ -39,7 +39,7 @@ def no_progress(done: int, total: int) -> None:
 
 @dataclass(frozen=True)
 class LoadProgress:
-    """The two callbacks to which loading reports how far it is."""
+    """The two callbacks that loading reports progress to."""
 
     callback: ProgressCallback = no_progress
     callback_gen: ProgressGenerator | None = None
@@ -53,29 +53,29 @@ class LoadProgress:
 
 @dataclass(frozen=True, eq=False)
 class ModelInstance:
-    """A model in memory: what it is, its modules, and where each of them computes."""
+    """A loaded model: its configuration, its modules and their devices."""
 
     config: FrozenConfig
     decoder: Decoder
     module_devices: tuple[DeviceInfo, ...]  # of the embedding, each layer, the head
-    module_backends: tuple[BackendList, ...]  # of the same
-    num_ranks: int = 0  # among which it was shared; 0: it was not
-    driver: RankDriver | None = None  # of the processes that hold the rest of it
-    cache_replicator: CacheReplicator | None = None  # by whom those hear of caches
-    full_spec: spec.Model | None = None  # the model that this is a part of; None: it is all here
+    module_backends: tuple[BackendList, ...]  # of the same modules
+    num_ranks: int = 0  # of tensor or pipeline parallel; 0: this process alone
+    driver: RankDriver | None = None  # controls the workers, on rank 0
+    cache_replicator: CacheReplicator | None = None  # repeats operations on caches on the workers
+    full_spec: spec.Model | None = None  # of the whole model; None: this is the whole model
 
     @property
     def layer_shapes(self) -> list[LayerShape]:
-        """What each layer stores for a token, in this process."""
+        """The cache shape of each layer, in this process."""
         return kv_shapes(self.config.spec)
 
     @property
     def devices(self) -> list[torch.device]:
-        """Every device in use, the first module's first."""
+        """All devices in use, the first module's first."""
         return list(dict.fromkeys(backends.device for backends in self.module_backends))
 
     def device_of(self, role: str) -> torch.device:
-        """Where a role's module takes new numbers: its device, or where they can be cut for several ranks."""
+        """Where a LoRA of this role must be: its module's device, or the CPU to be sharded for ranks."""
         if self.driver is not None:
             return torch.device("cpu")
         match role.split("."):
@@ -87,9 +87,10 @@ class ModelInstance:
 
     @property
     def max_graph_tokens(self) -> int:
-        """Tokens up to which decode passes can be recorded: they wait for nothing, always launch the same.
+        """Tokens up to which decode steps can be captured as CUDA graphs; 0: not at all.
 
-        Of many tokens the host must know how many each expert gets.
+        They must launch the same kernels every time and not synchronise; large MoE batches synchronise, since
+        the host must know each expert's number of tokens.
         """
         backend_by_role = {one.role: one.backend for one in self.module_backends[0].records}
         attention = {backend for role, backend in backend_by_role.items() if role.endswith(".attn")}
@@ -106,7 +107,7 @@ class ModelInstance:
         return FUSE_MAX_TOKENS if experts else MAX_GRAPH_TOKENS
 
     def explain(self) -> str:
-        """Which backend runs each part, and why; device by device, where there are several."""
+        """The backend of each part and why, device by device."""
         distinct = {
             id(backends): (device_info, backends)
             for device_info, backends in zip(self.module_devices, self.module_backends, strict=True)
@@ -119,21 +120,21 @@ class ModelInstance:
 
 
 LoadSteps = Generator[Any, None, ModelInstance]
-"""A load in progress: it yields what `callback_gen` yields, and returns what was loaded."""
+"""A load in progress: yields what `callback_gen` yields, returns the model."""
 
 
 def kv_shapes(model: spec.Model) -> list[LayerShape]:
-    """What each layer stores for a token."""
+    """The cache shape of each layer."""
     return [LayerShape(layer.attn.kv_heads, layer.attn.head_dim) for layer in model.layers]
 
 
 def open_checkpoint(config: FrozenConfig) -> WeightSource:
-    """The model's files; only headers are read."""
+    """Open the model's files, reading headers only."""
     return open_source(config.path, config.spec.names, config.quantization)
 
 
 def model_dtype(config: FrozenConfig, device_infos: Sequence[DeviceInfo]) -> torch.dtype:
-    """The one precision of the whole model: the first device's."""
+    """The precision of the whole model, chosen for the first device."""
     return pick_dtype(config.dtype, config.stored_dtype, device_infos[0].device)
 
 
@@ -146,9 +147,9 @@ def load_modules(
     has_embedding: bool = True,
     has_head: bool = True,
 ) -> LoadSteps:
-    """Build every module on its device; modules on the same `DeviceInfo` share their backends.
+    """Build all modules on their devices; modules on the same `DeviceInfo` share backends.
 
-    Without `has_embedding` or `has_head` the embedding or the head is left out: another rank has it.
+    Without `has_embedding` or `has_head`, another rank has the embedding or the head.
     """
     check_rotary_tables(config, module_devices)
     dtype = model_dtype(config, module_devices)
@@ -175,7 +176,7 @@ def load_modules(
 
 
 def run_to_end(steps: LoadSteps) -> ModelInstance:
-    """Run a load to its end, and return what it loaded."""
+    """Run a load to its end."""
     while True:
         try:
             next(steps)

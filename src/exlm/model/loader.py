@@ -1,6 +1,6 @@
 """`Loader`, the half of `Model` that loads, unloads, plans and describes it.
 
-A model is loaded completely or not at all: on one device, on several, or by several processes.
+A model is loaded completely or not at all: on one device, on several, or in several processes.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ class Loader:
         self.config = config
         self.loaded = False
         self.list_devices: Callable[[str | None], list[DeviceInfo]] = list_devices
-        """Lists the devices that `config.device` names; may be replaced."""
+        """Lists the devices that `config.device` names; tests replace it."""
         self.open_checkpoint: Callable[[FrozenConfig], WeightSource] = open_checkpoint
-        """Opens the weights; may be replaced to read them from elsewhere than the configured files."""
+        """Opens the weights; may be replaced to read them from somewhere else."""
         self._loaded: ModelInstance | None = None
-        self._runners: weakref.WeakSet[PagedModelRunner] = weakref.WeakSet()  # that use the loaded weights
+        self._runners: weakref.WeakSet[PagedModelRunner] = weakref.WeakSet()  # generators' runners
 
     def load(
         self,
@@ -210,7 +210,7 @@ class Loader:
     def _load(
         self, steps: LoadSteps, progress: LoadProgress, lazy_cache: CacheBase | None = None
     ) -> Iterator[Any]:
-        """Unload what is loaded, run `steps`, allocate the cache; if anything fails, undo all of it."""
+        """Unload, run `steps`, allocate the cache; undo everything if one fails."""
         refuse_removed_variables()
         self.unload()
         try:
@@ -275,7 +275,7 @@ class Loader:
         return frozen, self.list_devices(frozen.device)
 
     def _check_lazy(self, cache: CacheBase) -> None:
-        """Refuse a cache that cannot be allocated beside this model."""
+        """Raise for a cache that cannot be allocated while this model loads."""
         if not isinstance(cache, CacheBase):
             raise InputError(
                 f"load_autosplit allocates a cache, found {cache!r}: give it Cache(model, lazy=True), or "
@@ -294,14 +294,14 @@ class Loader:
             )
 
     def _describe_failure(self) -> str:
-        """The beginning of the message when memory runs out."""
+        """The first part of the message when memory runs out."""
         path = self.config.model_dir or "the model"
         stored = _stored_bytes(Path(path))
         weights = f" ({format_bytes(stored)} of weights)" if stored else ""
         return f"{path}: the model could not be loaded{weights}"
 
     def unload(self) -> None:
-        """Release all weights; the model can be loaded again. Its generators cannot go on."""
+        """Release all weights; the model can be loaded again, but its generators cannot continue."""
         loaded, self._loaded, self.loaded = self._loaded, None, False
         if loaded is None:
             return
@@ -325,9 +325,9 @@ class Loader:
         memory: Sequence[float] | None = None,
         reserve_vram: int | Sequence[int] | None = None,
     ) -> Budget:
-        """What the model and a cache for so many contexts would need on each device; nothing is loaded.
+        """The memory that the model and a cache of this size would need on each device; loads nothing.
 
-        `memory` has GB for each of some GPUs, which are assumed instead of this machine's devices.
+        `memory`: GB of each of some hypothetical GPUs, instead of this machine's devices.
         """
         for name, count in (("context", context), ("users", users)):
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
@@ -353,7 +353,7 @@ class Loader:
         return estimate_budget(estimate_at, device_capacities(devices, reserve_vram), context)
 
     def summary(self) -> Summary:
-        """What the folder holds, from its headers; the model need not be loaded."""
+        """The model's size and formats, from its files' headers."""
         frozen = self.config.freeze()
         return summarize(frozen, self.open_checkpoint(frozen))
 
@@ -375,7 +375,7 @@ class Loader:
 
     @property
     def modules(self) -> list[LegacyModule]:
-        """The parts that loading reports, for old programs: to be counted and looked at, not exchanged."""
+        """The modules as exllamav2 lists them, read-only."""
         if self._loaded is None:
             return list_legacy_modules(len(self.config.spec.layers), None)
         devices = [_device_index(info.device) for info in self._loaded.module_devices]
@@ -390,17 +390,17 @@ class Loader:
 
     @property
     def modules_dict(self) -> dict[str, LegacyModule]:
-        """The same by their keys."""
+        """`modules` by key."""
         return {module.key: module for module in self.modules}
 
     def get_modules(self) -> list[LegacyModule]:
-        """The same as `modules`."""
+        """`modules`."""
         return self.modules
 
 
 @contextmanager
 def _callback_or_bar(callback: ProgressCallback | None, progress: bool) -> Iterator[ProgressCallback | None]:
-    """The callback itself, or one that moves a progress bar on standard error while the block runs."""
+    """The callback itself, or one that draws a progress bar on standard error."""
     if not progress:
         yield callback
         return
@@ -416,7 +416,7 @@ def _callback_or_bar(callback: ProgressCallback | None, progress: bool) -> Itera
 
 
 def _warn_about_unused_layers(config: FrozenConfig, source: WeightSource) -> None:
-    """Warn if the files hold more layers than config.json describes: perhaps it is another model's."""
+    """Warn if the files have more layers than config.json: it may belong to another model."""
     described = len(config.spec.layers)
     matches = map(_LAYER_KEY.match, map(config.spec.names.to_llama_key, source.unused()))
     stored = max((int(match[1]) + 1 for match in matches if match is not None), default=0)

@@ -1,7 +1,7 @@
-"""What a model will need before anything is loaded: bytes of each module, and of each device they go to.
+"""Estimate a model's memory before it is loaded: bytes of each module, and of each device.
 
-Sizes come from the files' headers, the description and the cache's own layout; which module goes where is
-`placement`'s answer.
+Sizes come from the files' headers, the description and the cache's layout; `placement` decides which
+module goes where.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from .placement import GB, DeviceCapacity, DeviceLoad, ModuleMemory, device_load
 log = logging.getLogger(__name__)
 
 ASSUMED_LOGITS_ROWS = 64
-"""Rows of logits a step is taken to ask for."""
+"""Rows of logits that a step is assumed to compute."""
 
 MERGED_MATRICES = ("attn.q", "attn.k", "attn.v"), ("mlp.gate", "mlp.up")
-"""Matrices that a GPU multiplies as one, if they are not too large."""
+"""Most matrices that a GPU dequantises for one GEMM."""
 
 MAX_CONTEXT = 1 << 24
-"""Tokens of a context beyond which nobody asks whether more would fit."""
+"""Longest context that `plan` tries."""
 
 DEFAULT_RESERVE = 192 << 20, 64 << 20
-"""Left free on the first device and on each other one, if the user says nothing."""
+"""Bytes left free by default on the first device and on each other one."""
 
 SHARE = 4
-"""Of a device's free memory the tables get one part in so many: a cache as long takes more."""
+"""RoPE tables may take one SHAREth of a device's free memory: a cache of that length takes more."""
 
 SMALL = 1 << 28
-"""Bytes of tables that are not worth a question; less than two million positions of a common model."""
+"""Tables up to this size are not checked; less than two million positions of a common model."""
 
 CACHE_REMEDY = (
     "Take a cache with a smaller max_seq_len or of fewer bits (CacheQ4), lower reserve_vram, or name "
@@ -54,16 +54,16 @@ SPLIT_REMEDY = (
 
 @dataclass(frozen=True)
 class ComputeProfile:
-    """How a model will be used: what its workspace depends on."""
+    """What a model's workspace depends on."""
 
     dtype: torch.dtype
-    uses_reference: bool  # plain torch computes: weights are unpacked and pages gathered for each call
-    num_cached_tokens: int = 0  # tokens in the cache, all sequences together
+    uses_reference: bool  # plain torch: dequantises weights and gathers pages in each call
+    num_cached_tokens: int = 0  # tokens in the cache, of all sequences
 
 
 @dataclass(frozen=True)
 class CacheOwnerInfo:
-    """A model that is only thought of, as a cache sees it."""
+    """A `CacheOwner` without a model."""
 
     cache_shapes: Sequence[LayerShape]
     cache_dtype: torch.dtype
@@ -74,7 +74,7 @@ class CacheOwnerInfo:
 
 @dataclass(frozen=True)
 class DeviceBudget:
-    """What one device would hold, in bytes."""
+    """Memory of one device, in bytes."""
 
     name: str
     usable: int
@@ -86,13 +86,13 @@ class DeviceBudget:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a model would need: on each device, whether that fits, and how long contexts could be."""
+    """What a model would need on each device, whether it fits, and the longest possible context."""
 
     devices: tuple[DeviceBudget, ...]
     fits: bool
-    context: int  # tokens of each user
+    context: int  # tokens of each sequence
     largest: int  # the longest context that would fit; 0 if not even one page does
-    problem: str  # why it does not fit, and what to change; empty if it does
+    problem: str  # why it does not fit and the remedy; empty if it fits
 
 
 def compute_profile(
@@ -102,7 +102,7 @@ def compute_profile(
     *,
     hypothetical: bool = False,
 ) -> ComputeProfile:
-    """How these devices would run it."""
+    """The profile on these devices."""
     first = device_infos[0].device
     if hypothetical:
         return ComputeProfile(pick_dtype(config.dtype or "float16", None, first), False, num_cached_tokens)
@@ -118,9 +118,9 @@ def compute_profile(
 def estimate_modules(
     config: FrozenConfig, source: WeightSource, profile: ComputeProfile, cache_bytes: Sequence[int]
 ) -> list[ModuleMemory]:
-    """Every module's needs; `cache` has the bytes of each layer's pages."""
+    """Each module's memory; `cache` has the bytes of each layer's pages."""
     m, item_bytes = config.spec, profile.dtype.itemsize
-    packed_sizes: dict[str, dict[str, int]] = {}  # numbers of each module's packed matrices
+    packed_sizes: dict[str, dict[str, int]] = {}  # weights in each module's packed matrices
     weight_bytes: dict[str, int] = {}
     for matrix in matrices(m):
         owner = ".".join(matrix.role.split(".")[:2]) if matrix.role != "head" else "head"
@@ -162,7 +162,7 @@ def estimate_modules(
 def device_capacities(
     device_infos: Sequence[DeviceInfo], reserve: int | Sequence[int] | None
 ) -> list[DeviceCapacity]:
-    """The devices, less what must stay free on them."""
+    """The devices' free memory, less what is reserved."""
     numbers = reserve if isinstance(reserve, list | tuple) else [0 if reserve is None else reserve]
     if not all(isinstance(number, int | float) and 0 <= number < 1 << 50 for number in numbers):
         raise InputError(
@@ -183,7 +183,7 @@ def device_capacities(
 
 
 def split_capacities(device_infos: Sequence[DeviceInfo], gpu_split: Sequence[float]) -> list[DeviceCapacity]:
-    """The devices, with as many GB of each as the user gives for weights."""
+    """The devices, each with the GB that `gpu_split` gives for weights."""
     check_gpu_split(gpu_split)
     numbers = for_devices("gpu_split", gpu_split, device_infos)
     if not any(numbers):
@@ -199,9 +199,9 @@ def split_capacities(device_infos: Sequence[DeviceInfo], gpu_split: Sequence[flo
 
 
 def for_devices(name: str, numbers: Sequence[float], slots: Sequence[DeviceInfo]) -> Sequence[float]:
-    """The numbers of a list that have a device here. Those beyond are ignored, which the log says once.
+    """The numbers of a list that have a device; the rest is ignored with a warning.
 
-    Programs written for several GPUs give such lists also where there is one, and nothing else can be meant.
+    Programs written for several GPUs pass such lists on machines with one, too.
     """
     beyond = list(numbers[len(slots) :])
     if beyond:
@@ -214,7 +214,7 @@ def for_devices(name: str, numbers: Sequence[float], slots: Sequence[DeviceInfo]
 
 
 def check_gpu_split(gpu_split: object) -> None:
-    """Refuse what is no list of GB, and a list that gives no device any."""
+    """Raise for anything but a list of GB with a positive number."""
     found: object = gpu_split
     if isinstance(gpu_split, Sequence) and not isinstance(gpu_split, str):
         odd = [n for n in gpu_split if isinstance(n, bool) or not isinstance(n, int | float)]
@@ -231,9 +231,9 @@ def check_gpu_split(gpu_split: object) -> None:
 def estimate_budget(
     estimate_at: Callable[[int], list[ModuleMemory]], capacities: Sequence[DeviceCapacity], context: int
 ) -> Budget:
-    """What a context means for each device, and the longest one that would fit.
+    """Each device's memory for a context, and the longest context that would fit.
 
-    `measured` gives the modules for a number of tokens of each user.
+    `measured`: number of tokens of each sequence → modules.
     """
 
     def try_context(count: int) -> tuple[list[int] | None, str]:
@@ -270,7 +270,7 @@ def estimate_budget(
 def _overcommitted_loads(
     parts: Sequence[ModuleMemory], capacities: Sequence[DeviceCapacity]
 ) -> list[DeviceLoad]:
-    """What would lie where if the last device took all that fits nowhere."""
+    """The devices' loads if the last device took everything that does not fit."""
     total = sum(part.weights + part.cache + part.workspace + part.shared for part in parts)
     enlarged = [*capacities[:-1], DeviceCapacity(capacities[-1].name, total)]
     return device_loads(parts, place_modules(parts, enlarged, ""), len(capacities))
@@ -285,7 +285,7 @@ def _matrix_bytes(source: WeightSource, matrix: Matrix, item_bytes: int) -> tupl
 
 
 def _embedding_bytes(source: WeightSource, m: spec.Model, item_bytes: int) -> tuple[int, int]:
-    """Bytes of the embedding's table: where it is looked up, and what the head shares of it."""
+    """Bytes of the embedding, and of those what a tied head shares."""
     words, nbytes = source.describe("embed")
     if not m.head.tied or source.has("head"):
         return nbytes, 0
@@ -294,7 +294,7 @@ def _embedding_bytes(source: WeightSource, m: spec.Model, item_bytes: int) -> tu
 
 
 def _dequantized_bytes(packed_sizes: Mapping[str, int], profile: ComputeProfile) -> int:
-    """Bytes of a module's matrices in full, of which one product of many rows takes some at a time."""
+    """Bytes of a module's matrices dequantised, of which a large GEMM needs some at a time."""
     item_bytes, largest = profile.dtype.itemsize, max(packed_sizes.values(), default=0)
     if profile.uses_reference:
         return largest * (item_bytes + 8)
@@ -303,7 +303,7 @@ def _dequantized_bytes(packed_sizes: Mapping[str, int], profile: ComputeProfile)
 
 
 def _activation_bytes(config: FrozenConfig, layer: spec.Layer, profile: ComputeProfile) -> int:
-    """Bytes that one layer's step takes for a while, and the tables it turns by."""
+    """Bytes of one layer's activations, and of its RoPE tables."""
     attn, mlp, item_bytes = layer.attn, layer.mlp, profile.dtype.itemsize
     active = mlp.active if isinstance(mlp, spec.Moe) else 1
     wide = 6 * config.spec.hidden + 2 * (attn.heads + 2 * attn.kv_heads) * attn.head_dim
@@ -320,7 +320,7 @@ def _activation_bytes(config: FrozenConfig, layer: spec.Layer, profile: ComputeP
 
 
 def check_rotary_tables(config: FrozenConfig, slots: Sequence[DeviceInfo]) -> None:
-    """DoesNotFit if the tables of a device's layers take too much of it; `slots` has each module's device."""
+    """DoesNotFit if the RoPE tables of a device's layers take too much of its memory."""
     length = config.max_seq_len
     for slot in {id(one): one for one in slots}.values():
         needed, most = _bytes_for_position(config.spec, slots, slot) * length, max(SMALL, slot.free // SHARE)
@@ -334,7 +334,7 @@ def check_rotary_tables(config: FrozenConfig, slots: Sequence[DeviceInfo]) -> No
 
 
 def _bytes_for_position(model: spec.Model, slots: Sequence[DeviceInfo], slot: DeviceInfo) -> int:
-    """What one position takes in the tables of a device's layers, each table once, while they are made."""
+    """Peak bytes that one position takes while the RoPE tables of a device's layers are made."""
     at = zip(slots[1:], model.layers, strict=False)
     ropes = {layer.attn.rope for place, layer in at if place is slot and layer.attn.rope is not None}
     widths = [rope.dim for rope in ropes]

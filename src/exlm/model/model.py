@@ -1,4 +1,4 @@
-"""The model users hold: a description that can be loaded, asked and unloaded."""
+"""`Model`, the public class: load, forward, unload."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ class Model(Loader):
 
     @property
     def max_seq_len(self) -> int:
-        """The longest a sequence may be: as configured when it was loaded, or less if the config says so now.
+        """The longest sequence: as configured when the model was loaded, or less if the config says so now.
 
-        A length raised since counts for the next time it is loaded: there are no rotations for it yet.
+        A larger length takes effect when the model is loaded again, since RoPE tables are made then.
         """
         wanted = self.config.max_seq_len
         return wanted if self._loaded is None else min(wanted, self._loaded.config.max_seq_len)
 
-    # What a cache asks
+    # CacheOwner
 
     @property
     def cache_shapes(self) -> list[LayerShape]:
-        """What each layer stores for a token."""
+        """The cache shape of each layer."""
         return kv_shapes(self.config.spec) if self._loaded is None else self._loaded.layer_shapes
 
     @property
     def cache_devices(self) -> list[torch.device] | None:
-        """Where each layer is; None before loading."""
+        """Each layer's device; None before loading."""
         return (
             None
             if self._loaded is None
@@ -70,25 +70,25 @@ class Model(Loader):
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """The precision keys and values are computed in; before loading, what it would be."""
+        """The precision of computed keys and values, also before loading."""
         if self._loaded is not None:
             return self._loaded.module_backends[0].dtype
         return model_dtype(*self._config_and_devices())
 
     @property
     def cache_max_seq_len(self) -> int:
-        """The longest a sequence may be."""
+        """The longest sequence."""
         return self.max_seq_len
 
     @property
     def cache_replicator(self) -> CacheReplicator | None:
-        """Who tells other processes what is done to a cache; None where there are none."""
+        """Repeats operations on caches in other processes; None without other processes."""
         return None if self._loaded is None else self._loaded.cache_replicator
 
-    # What adapters and injected embeddings ask
+    # LoRAs and injected embeddings
 
     def model_handle(self) -> ModelHandle:
-        """The loaded modules, for an adapter to be installed in."""
+        """The loaded modules, for `lora`."""
         frozen, decoder, backends = self._require_loaded()
         assert self._loaded is not None
         return ModelHandle(
@@ -96,10 +96,10 @@ class Model(Loader):
         )
 
     def make_extras(self, ids: Sequence[int], loras: Any = None, embeddings: Any = None) -> SequenceExtras:
-        """What a prompt brings besides its ids, checked; refuses ids that are neither tokens nor embedded.
+        """Check a prompt's ids, LoRAs and embeddings; returns what it has besides its ids.
 
-        `loras` is an adapter or a list of them, each perhaps as a pair with its strength; `embeddings` are
-        the `MMEmbedding` objects whose ids the prompt holds.
+        `loras`: a LoRA or a list of them, each maybe in a pair with its scale; `embeddings`:
+        the `MMEmbedding` objects whose ids are in the prompt.
         """
         frozen, decoder, _ = self._require_loaded()
         mm_embeddings = check_embeddings(embeddings, frozen.spec.hidden)
@@ -112,7 +112,7 @@ class Model(Loader):
         )
 
     def wrap_embeddings(self, text: str, embeddings: Any) -> list[MMEmbedding]:
-        """The embeddings a prompt may name. Bare vectors (n, hidden) stand where it says {{EMBED_HERE}}."""
+        """Wrap embeddings for a prompt; bare vectors (n, hidden) get the alias {{EMBED_HERE}}."""
         embedding_list = embeddings if isinstance(embeddings, list | tuple) else [embeddings]
         if other := [
             one for one in embedding_list if not isinstance(one, Tensor) and not hasattr(one, "get_ids")
@@ -130,7 +130,7 @@ class Model(Loader):
         ]
 
     def runner(self, cache: CacheBase) -> PagedModelRunner:
-        """The door a generator uses: sequences in pages of this cache."""
+        """The generator's runner over this cache."""
         frozen, decoder, backends = self._require_loaded()
         assert self._loaded is not None
         self._check_cache_shapes(cache)
@@ -141,13 +141,13 @@ class Model(Loader):
 
     @property
     def backends(self) -> Sequence[Backend]:
-        """Who computes, the quickest first."""
+        """The backends of the first module, fastest first."""
         return self._require_loaded()[2].backends
 
-    # Asking
+    # Forward
 
     def is_quant(self) -> bool:
-        """Whether a matrix of attention is quantised; before loading, whether one is in the files."""
+        """Whether attention matrices are quantised, in memory or, before loading, in the files."""
         if self._loaded is not None:
             distinct = {id(backends): backends for backends in self._loaded.module_backends}.values()
             records = (record for backends in distinct for record in backends.records)
@@ -224,7 +224,7 @@ class Model(Loader):
         requested: Outputs,
         abort: threading.Event | None,
     ) -> Iterator[tuple[Tensor | None, Tensor | None]]:
-        """Each chunk's logits and last state; (None, None) ends an aborted call."""
+        """Logits and last state of each chunk; (None, None) ends an aborted call."""
         frozen, decoder, backends = self._require_loaded()
         layers: Sequence[LayerKVCache] = (
             cache.layers if cache is not None else [NoCache()] * len(decoder.blocks)
@@ -245,7 +245,7 @@ class Model(Loader):
             yield output
 
     def _check_cache_shapes(self, cache: CacheBase) -> None:
-        """Refuse a cache whose layers have other sizes: kernels write where they would be in their own."""
+        """Raise for a cache with other layer shapes, since kernels write by the model's own."""
         if cache.model is not self and cache.layer_shapes != (own := tuple(self.cache_shapes)):
             raise InputError(
                 f"This cache was made for another model: it has {_describe_shapes(cache.layer_shapes)}, "
@@ -267,7 +267,7 @@ def _forward_per_row_caches(
     positions: Tensor | None,
     **options: Any,
 ) -> Any:
-    """What `forward` says for each row with its own cache: one row after the other, joined again."""
+    """`forward` with a cache for each row: one row after the other, then concatenated."""
     if not isinstance(caches, list | tuple) or not all(isinstance(one, CacheBase) for one in caches):
         raise InputError(f"cache must be a cache or a list of caches, found {type(caches).__name__}.")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or len(caches) != len(ids) or len(ids) == 0:
@@ -276,7 +276,7 @@ def _forward_per_row_caches(
     if len(set(map(id, caches))) < len(caches):
         raise InputError("A list of caches has one for each row; one of them is in it twice.")
     for cache in caches:
-        check_cache_room(cache, 1, ids.shape[1])  # all of them first: no row goes on without the others
+        check_cache_room(cache, 1, ids.shape[1])  # check all rows before any is computed
     outputs = [
         forward(
             ids[i : i + 1],
@@ -296,7 +296,7 @@ def _forward_per_row_caches(
 
 
 def _describe_shapes(shapes: Sequence[LayerShape]) -> str:
-    """Layers as somebody may recognise them."""
+    """The layers' shapes, for an error message."""
     heads, sizes = ({getattr(shape, name) for shape in shapes} for name in ("kv_heads", "head_dim"))
     described = ["/".join(map(str, sorted(found))) for found in (heads, sizes)]
     return f"{len(shapes)} layers with {described[0]} heads of {described[1]}"

@@ -1,7 +1,7 @@
-"""The small door between the generator and the model: pages in, logits out.
+"""The generator's interface to the model: ids and page tables in, logits out.
 
-A `Runner` turns sequences (their ids and pages) into batches and runs them. It decides nothing: what to run
-next is the scheduler's business, what a row of logits becomes the sampler's.
+A runner turns sequences (ids and pages) into batches and runs them. It decides nothing: the scheduler says
+what runs next, the sampler what a row of logits becomes.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ NO_EXTRAS = SequenceExtras()
 
 
 class UnloadedDecoder:
-    """What stands in a decoder's place when its model has been unloaded."""
+    """Replaces the decoder of an unloaded model."""
 
     def forward(self, batch: Batch, layers: Sequence[LayerKVCache]) -> tuple[Tensor | None, Tensor]:
-        """Say so."""
+        """Raise `NotLoaded`."""
         raise NotLoaded(
             "The model was unloaded, and this generator went with it: load the model, make a new one."
         )
 
 
 class PagedSequence(Protocol):
-    """What a runner must know of a sequence."""
+    """What a runner needs to know of a sequence."""
 
     @property
     def ids(self) -> Sequence[int]:
-        """Every token so far."""
+        """All tokens so far."""
         ...
 
     @property
     def pages(self) -> Sequence[int]:
-        """The page numbers that hold its keys and values, in order."""
+        """Its page numbers, in order."""
         ...
 
     @property
     def extras(self) -> SequenceExtras | None:
-        """What it brings besides its ids."""
+        """LoRAs, embeddings and M-RoPE positions."""
         ...
 
 
@@ -68,12 +68,12 @@ class PagedModelRunner:
         uses_mrope: bool = False,
         max_graph_tokens: int = 0,
     ) -> None:
-        """`planes`: positions may have three. `recorded`: tokens up to which decode passes are recorded."""
+        """`mrope`: positions may have three axes. `max_graph_tokens`: as in `ModelInstance`."""
         self.decoder: Decoder | UnloadedDecoder = decoder
         self.cache = cache
         self.device = device
         self.uses_mrope = uses_mrope
-        # What runs knows the decoder, not this runner: a circle would keep the weights when all let go of it.
+        # `forward` must not refer to this runner: a reference cycle would keep the weights in memory.
         self.graphs = (
             CudaGraphRunner(partial(all_logits, decoder, cache), device, max_graph_tokens)
             if max_graph_tokens
@@ -81,7 +81,7 @@ class PagedModelRunner:
         )
 
     def release_model(self) -> None:
-        """Let go of the decoder: a generator that somebody still holds must not keep the weights."""
+        """Release the decoder, so that a generator that is still referenced does not keep the weights."""
         self.decoder, self.graphs = UnloadedDecoder(), None
 
     def copy_pages(self, copies: Iterable[tuple[int, int, int]]) -> None:
@@ -90,17 +90,17 @@ class PagedModelRunner:
 
     @torch.no_grad()
     def prefill(self, sequence: PagedSequence, start: int, stop: int) -> None:
-        """Compute keys and values of ids `start` to `stop`; everything before is in the pages already."""
+        """Compute keys and values of ids `start` to `stop`; those before are in the pages."""
         self._forward_batch([sequence], [sequence.ids[start:stop]], [start], "none")
 
     @torch.no_grad()
     def decode(
         self, sequences: Sequence[PagedSequence], past: Sequence[int], tokens: Sequence[Sequence[int]]
     ) -> list[Tensor] | Tensor:
-        """Feed each sequence its tokens behind `past`; for each, logits (tokens, vocabulary) in float32.
+        """Run each sequence's tokens from `past` on; for each, (tokens, vocabulary) float32 logits.
 
-        Rows that feed the same number of tokens run as one batch. If all do, the answer is one tensor, which
-        the next call may write over.
+        Rows with equally many tokens run as one batch. If all have, the result is one tensor, which the
+        next call may overwrite.
         """
         lengths: dict[int, list[int]] = {}
         for row, row_tokens in enumerate(tokens):
@@ -119,17 +119,17 @@ class PagedModelRunner:
     def decode_next(
         self, sequences: Sequence[PagedSequence], past: Sequence[int], tokens: Tensor
     ) -> Tensor | None:
-        """Launch `decode` of one token each, (sequences,) on the device and not yet known to the host.
+        """Launch `decode` of one token each, (sequences,) on the device, before the host knows them.
 
-        None where passes are not recorded: nothing would be gained. What it says of a negative token means
-        nothing. The answer may be written over by the next call, and writes over the last one.
+        None without CUDA graphs, where nothing would be gained. Logits of a negative token are meaningless.
+        The result overwrites the last one.
         """
         return self._decode_with_graph(sequences, tokens, past)
 
     def _decode_batch(
         self, sequences: Sequence[PagedSequence], token_rows: Sequence[Sequence[int]], past: Sequence[int]
     ) -> Tensor:
-        """Logits (rows, tokens, vocabulary) of rows that feed equally many tokens."""
+        """Logits (rows, tokens, vocabulary) of rows with equally many tokens."""
         logits = self._decode_with_graph(sequences, token_rows, past)
         if logits is None:
             logits = self._forward_batch(sequences, token_rows, past, "all")
@@ -142,7 +142,7 @@ class PagedModelRunner:
         token_rows: Sequence[Sequence[int]] | Tensor,
         past: Sequence[int],
     ) -> Tensor | None:
-        """The same from a recording; None if there can be none."""
+        """`_decode_batch` by a CUDA graph; None if the batch cannot be captured."""
         if self.graphs is None or any([sequence.extras for sequence in sequences]):
             return None
         self.cache.last_writer = self
@@ -191,7 +191,7 @@ class PagedModelRunner:
         token_rows: Sequence[Sequence[int]],
         past: Sequence[int],
     ) -> Batch:
-        """The batch with what its rows bring besides their ids."""
+        """The batch with its rows' LoRAs, embeddings and positions."""
         positions = batch.positions
         if self.uses_mrope and any(one.mrope_positions is not None for one in extras):
             rows = [
@@ -216,10 +216,10 @@ def all_logits(decoder: Decoder, cache: CacheBase, batch: Batch) -> Tensor:
 
 
 def copy_to_device(arrays: Sequence[NDArray[np.int64]], device: torch.device) -> list[Tensor]:
-    """Whole numbers on a device, in one copy that waits for nothing that the device still does."""
+    """Copy integers to a device in one asynchronous copy."""
     if device.type == "cpu":
         return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
-    sizes = [-(-array.size // 2) * 2 for array in arrays]  # each begins at a multiple of 16 bytes
+    sizes = [-(-array.size // 2) * 2 for array in arrays]  # each is aligned to 16 bytes
     pinned = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
     for part, array in zip(pinned.split_with_sizes(sizes), arrays, strict=True):
         part.numpy()[: array.size] = array.ravel()

@@ -1,8 +1,8 @@
-"""What keeps the ranks of one model in step.
+"""Rank 0 of a model in several processes: load it, then keep the workers in step.
 
-On rank 0 a `Led` decoder tells the followers of each pass before it takes it and hands them their parts of
-adapters; a `Mirrored` tells them what is done to caches. Everything above, `forward`, a runner, a generator,
-works as with a model in one process.
+`DriverDecoder` sends each batch to the workers before it runs it, and each LoRA's shards;
+`WorkerCacheReplicator` repeats on the workers what is done to caches. Callers (`forward`, the runner, the
+generator) use both as they use a model in one process.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from .placement import DeviceCapacity, format_bytes
 from .strategies import STRATEGIES, ParallelStrategy, RoleShard
 
 RoleShardFn = Callable[[str, int], RoleShard | None]
-"""Role and rank → what the rank has of it."""
+"""(role, rank) → the rank's shard of the role's matrix, None if it has none."""
 
 
 def load_parallel(
@@ -58,22 +58,22 @@ def load_parallel(
     gpu_split: Sequence[float] | None,
     progress: LoadProgress,
 ) -> LoadSteps:
-    """Load a part of the model in each of several processes, started here unless torchrun did.
+    """Load a shard in each of several processes, which this one starts unless torchrun did.
 
-    Under torchrun every rank calls this, and only rank 0 returns: the others serve it, then end the process.
+    Under torchrun every rank calls this and only rank 0 returns: the others become workers, then exit.
     """
     frozen = config.freeze()
     if (rank_info := torchrun_rank()) is not None:
         return (
             yield from _load_under_torchrun(STRATEGIES[strategy], frozen, rank_info, device_infos, progress)
         )
-    devices, spaces = rank_devices(device_infos, gpu_split)
+    devices, capacities = rank_devices(device_infos, gpu_split)
     STRATEGIES[strategy].check(frozen, len(devices))
-    if len({rank_info.device.type for rank_info in devices}) > 1:
-        names = ", ".join(rank_info.name for rank_info in devices)
+    if len({info.device.type for info in devices}) > 1:
+        names = ", ".join(info.name for info in devices)
         raise Unsupported(f"Ranks must be all on GPUs or all on CPUs, found {names}: change config.device.")
-    if spaces:
-        _check_rank_memory(frozen, device_infos, spaces)
+    if capacities:
+        _check_rank_memory(frozen, device_infos, capacities)
     if len(devices) == 1:
         modules = [devices[0]] * (len(frozen.spec.layers) + 2)
         single = yield from load_modules(frozen, open_checkpoint(frozen), modules, progress)
@@ -86,33 +86,33 @@ def load_parallel(
 def rank_devices(
     device_infos: Sequence[DeviceInfo], gpu_split: Sequence[float] | None
 ) -> tuple[list[DeviceInfo], list[DeviceCapacity]]:
-    """One device for each rank, and how much of each may be used; no such limits where there is no split.
+    """Each rank's device, and its capacity if `gpu_split` is given.
 
-    The devices are all there are, or those that a split gives more than nothing. Where there is only the CPU,
-    a split makes that many ranks of it.
+    The devices are all, or those that `gpu_split` gives more than 0. On a CPU, `gpu_split` makes as many
+    ranks as it has entries.
     """
     if not gpu_split:
         return list(device_infos), []
     check_gpu_split(gpu_split)
     if len(device_infos) == 1 and device_infos[0].device.type == "cpu":
         device_infos = [device_infos[0]] * len(gpu_split)
-    spaces = split_capacities(device_infos, gpu_split)
+    capacities = split_capacities(device_infos, gpu_split)
     ranks = [
-        (device_info, space)
-        for device_info, gb, space in zip(device_infos, gpu_split, spaces, strict=False)
+        (device_info, capacity)
+        for device_info, gb, capacity in zip(device_infos, gpu_split, capacities, strict=False)
         if gb
     ]
-    return [device_info for device_info, _ in ranks], [space for _, space in ranks]
+    return [device_info for device_info, _ in ranks], [capacity for _, capacity in ranks]
 
 
 @contextmanager
 def _spawned_workers(
     strategy: str, config: Config, devices: Sequence[DeviceInfo]
 ) -> Iterator[tuple[RankDriver, Store]]:
-    """Every other rank's process, at work on its share; none is left if the block fails."""
+    """Start the workers, which load their shards; stop them if the block fails."""
     count = len(devices)
     options = {name: value for name, value in vars(config).items() if not name.startswith("_")}
-    for name in ("device", "dtype"):  # perhaps torch's own objects, whose names say the same
+    for name in ("device", "dtype"):  # may be torch objects, which JSON cannot hold
         options[name] = None if options[name] is None else str(options[name])
     with tempfile.TemporaryDirectory(prefix="exlm-") as folder:
         store_path = str(Path(folder) / "ranks")
@@ -139,7 +139,7 @@ def _load_under_torchrun(
     device_infos: Sequence[DeviceInfo],
     progress: LoadProgress,
 ) -> LoadSteps:
-    """The same among processes that torchrun started."""
+    """`load_parallel` among processes that torchrun started."""
     strategy.check(frozen, rank_info.size)
     own_device = device_infos[dist.get_node_local_rank(0) % len(device_infos)]
     if rank_info.rank:
@@ -156,9 +156,9 @@ def _load_under_torchrun(
         )
         channel.close()
         sys.exit(0)
-    if rank_info.store.check(["line"]):
+    if rank_info.store.check(["driver_address"]):
         raise Unsupported(
-            "torchrun's processes follow one model: load others with model.load(), or start without torchrun."
+            "torchrun's processes serve one model: load others with model.load(), or start without torchrun."
         )
     driver = RankDriver(accept_workers(rank_info))
     try:
@@ -179,9 +179,9 @@ def _connect_ranks(
     *,
     local: bool,
 ) -> ModelInstance:
-    """Rank 0's share made the head of the whole, once every rank has loaded its own."""
+    """Connect rank 0's shard with the workers', once every rank has loaded its own."""
     driver.receive_all()
-    driver.send_all(Message("meet"))
+    driver.send_all(Message("open_group"))
     group = driver.open_group(lambda: Group(store, 0, count, share.devices[0], local))
     cache_replicator = WorkerCacheReplicator(driver)
     role_shard = partial(strategy.role_shard, frozen, size=count)
@@ -201,7 +201,7 @@ def _connect_ranks(
 def _check_rank_memory(
     frozen: FrozenConfig, device_infos: Sequence[DeviceInfo], capacities: Sequence[DeviceCapacity]
 ) -> None:
-    """Refuse a split whose numbers are below what a rank's share takes."""
+    """Raise `DoesNotFit` if `gpu_split` gives a rank less than its shard needs."""
     parts = estimate_modules(
         frozen, open_checkpoint(frozen), compute_profile(frozen, device_infos), [0] * len(frozen.spec.layers)
     )
@@ -216,21 +216,21 @@ def _check_rank_memory(
 
 
 class WorkerCacheReplicator:
-    """The numbers by which followers know caches and their layers."""
+    """Repeats on the workers what is done to caches, which messages name by id."""
 
     def __init__(self, driver: RankDriver) -> None:
         self.driver = driver
         self._cache_ids: weakref.WeakKeyDictionary[CacheBase | CacheLayer, int] = weakref.WeakKeyDictionary()
         self._last_id = 0
-        self._dropped: deque[int] = deque()  # by the garbage collector, at a moment when nobody may be told
+        self._dropped: deque[int] = deque()  # ids of collected caches: finalizers must not send
 
     def cache_id(self, layers: Sequence[LayerKVCache]) -> int | None:
-        """Which cache has these layers; None: there is no cache."""
+        """The id of the cache that has these layers; None without a cache."""
         first = layers[0]
         return self._id_of(first) if isinstance(first, CacheLayer) else None
 
     def replicate_allocation(self, cache: CacheBase) -> None:
-        """Give it a number; the followers make their own parts."""
+        """Register a cache; the workers allocate their shards of it."""
         if type(cache) not in CACHE_CLASSES.values():
             known = ", ".join(CACHE_CLASSES)
             raise Unsupported(f"Other processes cannot make a {type(cache).__name__}: use one of {known}.")
@@ -240,18 +240,20 @@ class WorkerCacheReplicator:
             "max_seq_len": cache.max_seq_len,
             "dtype": str(cache.dtype).removeprefix("torch."),
         }
-        self._send_all("cache", self._register(cache), values)
+        self._send_all("allocate_cache", self._register(cache), values)
 
     def replicate_clone(self, cache: CacheBase, twin: CacheBase) -> None:
-        """The followers clone theirs."""
-        self._send_all("clone", self._register(twin), {"of": self._id_of(cache)})
+        """The workers clone theirs."""
+        self._send_all("clone_cache", self._register(twin), {"source_id": self._id_of(cache)})
 
     def replicate_call(
         self, cache: CacheBase, method: str, *values: object, target: CacheBase | None = None
     ) -> None:
-        """The followers do the same."""
+        """The workers call the same method."""
         other = None if target is None else self._id_of(target)
-        self._send_all("did", self._id_of(cache), {"what": method, "values": values, "target": other})
+        self._send_all(
+            "call_cache", self._id_of(cache), {"method": method, "values": values, "target_id": other}
+        )
 
     def _id_of(self, one: CacheBase | CacheLayer) -> int:
         if one not in self._cache_ids:
@@ -267,15 +269,17 @@ class WorkerCacheReplicator:
         return self._last_id
 
     def _send_all(self, action: str, cache_id: int, values: dict[str, object]) -> None:
-        self.driver.send_all(Message(action, {"number": cache_id, "dropped": self.take_dropped(), **values}))
+        self.driver.send_all(
+            Message(action, {"cache_id": cache_id, "dropped": self.take_dropped(), **values})
+        )
 
     def take_dropped(self) -> list[int]:
-        """Caches that are no longer needed, to be told once."""
+        """Ids of caches that were garbage collected since the last call."""
         return [self._dropped.popleft() for _ in range(len(self._dropped))]
 
 
 class DriverDecoder(Decoder):
-    """Rank 0's decoder: the others take every pass with it."""
+    """Rank 0's decoder: the workers run every batch with it."""
 
     def __init__(
         self,
@@ -293,7 +297,7 @@ class DriverDecoder(Decoder):
         )
 
     def forward(self, batch: Batch, layers: Sequence[LayerKVCache]) -> tuple[Tensor | None, Tensor]:
-        """The pass, on every rank; the answer is complete on this one."""
+        """Run the batch on every rank; the logits are complete on this one."""
         message = encode_batch(
             batch, self.cache_replicator.cache_id(layers), self.cache_replicator.take_dropped()
         )
@@ -302,12 +306,12 @@ class DriverDecoder(Decoder):
         )
 
     def replace(self, role: str, change: Callable[[Any], Any]) -> None:
-        """An adapter goes in or out, on every rank that has a part of the module."""
+        """Install or remove a LoRA on every rank that has a shard of the module."""
         if not isinstance(change, InstallLora | RemoveLora):
-            raise TypeError(f"other processes cannot be handed {change!r}")
+            raise TypeError(f"other processes cannot receive {change!r}")
         driver = self.cache_replicator.driver
         if isinstance(change, RemoveLora) and driver.lost_reason is not None:
-            return  # and everything with it
+            return  # the workers are gone, and their LoRAs with them
         for rank in range(len(driver.channels) + 1):
             shard = self.role_shard(change.role, rank)
             if shard is None:
@@ -320,12 +324,12 @@ class DriverDecoder(Decoder):
 
 
 def encode_batch(batch: Batch, cache_id: int | None, dropped: list[int]) -> Message:
-    """A batch as an order: all of it but what only the embedding reads."""
+    """A batch as a message, without what only the embedding reads."""
     tensors = {name: getattr(batch, name) for name in ("ids", "positions", "past_lens", "pages", "mask")}
     return Message(
         "forward",
         {
-            "number": cache_id,
+            "cache_id": cache_id,
             "dropped": dropped,
             "max_kv_len": batch.max_kv_len,
             "uniform": batch.uniform,
@@ -337,15 +341,15 @@ def encode_batch(batch: Batch, cache_id: int | None, dropped: list[int]) -> Mess
 
 
 def shard_change(change: ModuleChange, role_shard: RoleShard) -> ModuleChange:
-    """What a change means to a rank."""
+    """A change for one rank: its shard of the LoRA, under the role's name there."""
     if isinstance(change, InstallLora) and role_shard.cut is not None:
         change = replace(change, weights=change.weights.shard(*role_shard.cut))
     return replace(change, role=role_shard.role)
 
 
 def encode_change(change: ModuleChange) -> Message:
-    """A change as an order."""
-    values = {"dropped": [], "number": change.adapter_id, "role": change.role}
+    """A change as a message."""
+    values = {"dropped": [], "adapter_id": change.adapter_id, "role": change.role}
     if isinstance(change, RemoveLora):
-        return Message("restore", values)
-    return Message("adapt", values, change.weights._asdict())
+        return Message("remove_lora", values)
+    return Message("install_lora", values, change.weights._asdict())

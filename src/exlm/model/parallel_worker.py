@@ -1,4 +1,4 @@
-"""A rank other than 0: it loads its share, then does what rank 0 orders until the line to it ends."""
+"""A worker (rank 1 and up): load its shard, then handle rank 0's messages until the channel closes."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from .strategies import STRATEGIES, ParallelStrategy
 log = logging.getLogger(__name__)
 
 REPLICATED_METHODS = ("copy", "copy_states", "roll_left")
-"""What is done to a cache on every rank."""
+"""Methods of a cache that rank 0 calls on every rank."""
 
 
 def main(task: Mapping[str, Any]) -> None:
-    """What a process that rank 0 started does, from its first line to its last."""
+    """Entry point of a process that rank 0 started."""
     rank, size = task["rank"], task["size"]
     with (
-        socket.socket(fileno=task["line"]) as connection,
+        socket.socket(fileno=task["channel_fd"]) as connection,
         _report_failure(channel := Channel(connection), rank),
     ):
         torch.set_num_threads(task["threads"])
@@ -59,13 +59,13 @@ def run_worker(
     *,
     local: bool,
 ) -> None:
-    """Load, meet the other ranks, follow. A failure is told to rank 0 and ends the process."""
+    """Load the shard, open the process group, run the worker loop; rank 0 gets a failure's message."""
     with _report_failure(channel, rank):
         if device_info.device.type == "cuda":
             torch.cuda.set_device(device_info.device)
         loaded = run_to_end(strategy.load(config, rank, size, device_info, LoadProgress()))
         channel.send(Message("loaded"))
-        if channel.receive().action != "meet":
+        if channel.receive().action != "open_group":
             return
         group = Group(store, rank, size, device_info.device, local)
         loaded = replace(loaded, decoder=strategy.connect(loaded, config, group))
@@ -75,20 +75,20 @@ def run_worker(
 
 @contextmanager
 def _report_failure(channel: Channel, rank: int) -> Iterator[None]:
-    """A failure is told to rank 0 and ends the process; where rank 0 is gone, there is nothing to tell."""
+    """Send a failure's message to rank 0 and exit; if rank 0 is gone, only leave the block."""
     try:
         yield
     except (EOFError, ConnectionError):
-        log.debug("rank 0 is gone")  # and with it the reason to be here
+        log.debug("rank 0 is gone")
     except Exception as error:
         log.debug("rank %d failed", rank, exc_info=True)
         with suppress(OSError):
-            channel.send(Message("failed", {"why": f"{type(error).__name__}: {error}"}))
+            channel.send(Message("failed", {"error": f"{type(error).__name__}: {error}"}))
         sys.exit(1)
 
 
 def worker_loop(channel: Channel, loaded: ModelInstance, device: torch.device) -> None:
-    """Take every pass that rank 0 takes, and do to the caches what it does."""
+    """Run every batch that rank 0 runs, and repeat what it does to caches and LoRAs."""
     model = CacheOwnerInfo(
         loaded.layer_shapes, loaded.module_backends[0].dtype, [device] * len(loaded.layer_shapes)
     )
@@ -99,23 +99,23 @@ def worker_loop(channel: Channel, loaded: ModelInstance, device: torch.device) -
             caches.pop(cache_id, None)
         match message.action:
             case "forward":
-                cache_id = values["number"]
+                cache_id = values["cache_id"]
                 layers = (
                     [NoCache()] * len(loaded.layer_shapes) if cache_id is None else caches[cache_id].layers
                 )
                 loaded.decoder.forward(decode_batch(message, device), layers)
-            case "cache":
-                caches[values["number"]] = _make_cache(model, values)
-            case "adapt" | "restore":
+            case "allocate_cache":
+                caches[values["cache_id"]] = _make_cache(model, values)
+            case "install_lora" | "remove_lora":
                 change = decode_change(message, loaded.config.spec, device)
                 loaded.decoder.replace(change.module_role, change)
-            case "clone":
-                caches[values["number"]] = caches[values["of"]].clone()
-            case "did" if values["what"] in REPLICATED_METHODS:
-                target = () if values["target"] is None else (caches[values["target"]],)
-                getattr(caches[values["number"]], values["what"])(*target, *values["values"])
+            case "clone_cache":
+                caches[values["cache_id"]] = caches[values["source_id"]].clone()
+            case "call_cache" if values["method"] in REPLICATED_METHODS:
+                target = () if values["target_id"] is None else (caches[values["target_id"]],)
+                getattr(caches[values["cache_id"]], values["method"])(*target, *values["values"])
             case unknown:
-                raise ValueError(f"rank 0 ordered {unknown!r} with {values}, which is not known here")
+                raise ValueError(f"rank 0 sent the unknown action {unknown!r} with {values}")
 
 
 def _make_cache(model: CacheOwnerInfo, values: Mapping[str, Any]) -> CacheBase:
@@ -126,15 +126,15 @@ def _make_cache(model: CacheOwnerInfo, values: Mapping[str, Any]) -> CacheBase:
 
 
 def decode_change(message: Message, model: spec.Model, device: torch.device) -> ModuleChange:
-    """The change of an order, for the part of a model that `model` describes."""
-    adapter_id, role = message.values["number"], message.values["role"]
-    if message.action == "restore":
+    """The change in a message, for the shard that `model` describes."""
+    adapter_id, role = message.values["adapter_id"], message.values["role"]
+    if message.action == "remove_lora":
         return RemoveLora(adapter_id, role)
     return InstallLora.for_model(model, adapter_id, role, LoraWeights(**message.tensors)).to(device)
 
 
 def decode_batch(message: Message, device: torch.device) -> Batch:
-    """The batch of an order, on a device."""
+    """The batch in a message, on a device."""
     fields: dict[str, Any] = {name: tensor.to(device) for name, tensor in message.tensors.items()}
     fields |= {name: message.values[name] for name in ("max_kv_len", "uniform", "outputs")}
     adapters = tuple(tuple(LoraRef(*one) for one in row) for row in message.values["adapters"])

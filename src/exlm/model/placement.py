@@ -1,6 +1,6 @@
-"""Which device each module goes to: sizes in, places out. A pure function that knows neither torch nor files.
+"""Assign modules to devices by their sizes. Pure functions, without torch and files.
 
-Modules stay in order: a device holds a run of them, so that a state crosses each border once.
+Each device gets consecutive modules, so that the hidden state is transferred once between devices.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ MB = 1 << 20
 
 @dataclass(frozen=True)
 class ModuleMemory:
-    """What one module needs of the device it is on, in bytes."""
+    """Memory of one module, in bytes."""
 
     name: str
     weights: int
     cache: int = 0
-    workspace: int = 0  # while it runs; modules take turns, so a device needs only the largest
-    shared: int = 0  # weights that are among the first module's: they cost nothing beside it
+    workspace: int = 0  # while it runs; a device needs only its largest module's
+    shared: int = 0  # weights that are the first module's too: free on its device
 
 
 @dataclass(frozen=True)
 class DeviceCapacity:
-    """A device, and the bytes of it that may be used."""
+    """A device and its usable bytes."""
 
     name: str
     free: int
@@ -35,7 +35,7 @@ class DeviceCapacity:
 
 @dataclass(frozen=True)
 class DeviceLoad:
-    """What a device would hold."""
+    """Memory of the modules on one device."""
 
     weights: int = 0
     cache: int = 0
@@ -48,7 +48,7 @@ class DeviceLoad:
         return self.weights + self.cache + self.workspace
 
     def with_module(self, module: ModuleMemory, has_first: bool) -> DeviceLoad:
-        """With one more module; `first` says whether the model's first module is here."""
+        """With one more module; `has_first`: the model's first module is on this device."""
         return DeviceLoad(
             self.weights + module.weights + (0 if has_first else module.shared),
             self.cache + module.cache,
@@ -60,10 +60,10 @@ class DeviceLoad:
 def place_modules(
     modules: Sequence[ModuleMemory], capacities: Sequence[DeviceCapacity], remedy: str
 ) -> list[int]:
-    """For each module the number of its device: each device is filled before the next one is begun.
+    """Each module's device number; each device is filled before the next is used.
 
-    That finds a placement whenever there is one. If there is none, the error says how much is missing and
-    names the `knob` to turn.
+    This finds a placement whenever there is one. If there is none, the error says what does not fit and
+    gives the `remedy`.
     """
     placement: list[int] = []
     device_index, load = 0, DeviceLoad()
@@ -84,7 +84,7 @@ def place_modules(
 def device_loads(
     modules: Sequence[ModuleMemory], placement: Sequence[int], num_devices: int
 ) -> list[DeviceLoad]:
-    """What each device holds under a placement."""
+    """Each device's load under a placement."""
     out = [DeviceLoad()] * num_devices
     for module, device_index in zip(modules, placement, strict=True):
         out[device_index] = out[device_index].with_module(module, has_first=device_index == placement[0])
@@ -107,5 +107,5 @@ def _does_not_fit(
 
 
 def format_bytes(count: int) -> str:
-    """Bytes for people."""
+    """Bytes as GB or MB."""
     return f"{count / GB:,.2f} GB" if count >= GB // 10 else f"{count / MB:,.1f} MB"

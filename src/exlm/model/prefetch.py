@@ -1,7 +1,7 @@
-"""Weights that other threads make ready before they are asked for, so that no core waits for another.
+"""Reader threads that prepare weights before the builder asks for them.
 
-It knows the order in which weights will be wanted, how to make one and how large it is; what they are made
-into is the builder's business.
+The prefetcher knows the order of the weights, how to load one and its size; the builder decides what loading
+means (read, repack, bind).
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from ..memory import has_address_space
 T = TypeVar("T")
 
 MAX_IN_FLIGHT = 6
-"""Weights in flight beside the one that is asked for; as many may be in memory that nobody has taken yet."""
+"""Most weights that are prefetched ahead of the one requested."""
 
 IN_FLIGHT_DIVISOR = 48
-"""Part of the model's bytes that weights in flight may take, where fewer than `AHEAD` of them fit."""
+"""Weights in flight may take one IN_FLIGHT_DIVISORth of the model's bytes."""
 
 READERS = min(6, max(2, (os.cpu_count() or 1) // 2))
-"""Threads that read ahead: one waits for the disk, another rearranges. More would wait for each other."""
+"""Reader threads: while one waits for the disk, another repacks. More would wait for each other."""
 
 FOR_READER = 256 << 20
-"""Bytes one of them may come to take: its stack, an arena of the C library, OpenMP threads of its own."""
+"""Address space of one reader: its stack, a malloc arena, its OpenMP threads."""
 
 
 class WeightPrefetcher(Generic[T]):
-    """A queue of weights, a few of them always on their way: of the `total` bytes at most a `SHARE`th.
+    """Loads a queue of weights in reader threads, a few ahead of the builder.
 
-    Without threads each weight is made when it is asked for, by who asks.
+    Without threads, `take` loads the weight in the calling thread.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class WeightPrefetcher(Generic[T]):
         self._queue = deque(roles)
         self._max_bytes = total_bytes // IN_FLIGHT_DIVISOR
         self._in_flight: dict[str, Future[T]] = {}
-        self._in_flight_bytes: dict[str, int] = {}  # of those that come
+        self._in_flight_bytes: dict[str, int] = {}  # of those not taken yet
         threads = readers(total_bytes)
         self._executor = ThreadPoolExecutor(threads, "exlm-read") if threads else None
 
     def __enter__(self) -> Self:
         try:
             self._submit_more()
-        except BaseException:  # a thread that could not be started: `__exit__` is not called
+        except BaseException:  # a thread could not start: `__exit__` is not called
             self._close()
             raise
         return self
@@ -63,7 +63,7 @@ class WeightPrefetcher(Generic[T]):
         self._close()
 
     def take(self, role: str) -> T:
-        """The weight of a role, or the error that making it led to; each role once."""
+        """The weight of a role, or the error of loading it; each role once."""
         if self._executor is None:
             return self._load(role)
         while self._queue and role not in self._in_flight:
@@ -85,7 +85,7 @@ class WeightPrefetcher(Generic[T]):
             self._submit(self._queue.popleft())
 
     def _may_submit(self, role: str) -> bool:
-        """Whether another weight may come."""
+        """Whether another weight may be in flight."""
         return (
             len(self._in_flight) <= MAX_IN_FLIGHT
             and sum(self._in_flight_bytes.values()) + self._size(role) <= self._max_bytes
@@ -98,5 +98,5 @@ class WeightPrefetcher(Generic[T]):
 
 
 def readers(total: int) -> int:
-    """How many threads may read a model of `total` bytes: none where that much may not fit beside them."""
+    """Threads for a model of `total` bytes: none if the address space is too small for both."""
     return READERS if has_address_space(2 * total + READERS * FOR_READER) else 0

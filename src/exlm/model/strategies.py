@@ -1,4 +1,4 @@
-"""The two ways to divide a model among processes: a share of every layer each, or a run of layers each."""
+"""Tensor parallel and pipeline parallel: how a model is divided among processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .instance import LoadProgress, LoadSteps, ModelInstance, load_modules, open
 
 
 class RoleShard(NamedTuple):
-    """What a rank has of a role's matrix: its name there, and which part; None is all of it."""
+    """A rank's shard of a role's matrix: the role's name on that rank and the slice; None: all of it."""
 
     role: str
     cut: MatrixSlice | None = None
@@ -40,7 +40,7 @@ class ParallelStrategy(Protocol):
     """How a model is divided among ranks."""
 
     def check(self, config: FrozenConfig, size: int) -> None:
-        """Refuse what cannot be divided among so many."""
+        """Raise `Unsupported` if the model cannot be divided among so many ranks."""
         ...
 
     def load(
@@ -51,23 +51,23 @@ class ParallelStrategy(Protocol):
         device_info: DeviceInfo,
         progress: LoadProgress,
     ) -> LoadSteps:
-        """Read and bind what is a rank's."""
+        """Load a rank's shard."""
         ...
 
     def connect(self, loaded: ModelInstance, config: FrozenConfig, group: Group) -> Decoder:
-        """The rank's part of the whole model, which `config` describes."""
+        """The rank's decoder, connected to the other ranks; `config` describes the whole model."""
         ...
 
     def role_shard(self, config: FrozenConfig, role: str, rank: int, size: int) -> RoleShard | None:
-        """What a rank has of a role's matrix; None if nothing."""
+        """A rank's shard of a role's matrix; None if it has none."""
         ...
 
 
 class TensorParallel:
-    """Every rank has a share of each layer, and rank 0 the embedding."""
+    """Every rank has a part of each layer; rank 0 also has the embedding."""
 
     def check(self, config: FrozenConfig, size: int) -> None:
-        """By heads, widths and norms."""
+        """Check heads, widths and norms."""
         parallel.check_shardable(config.spec, size)
 
     def load(
@@ -78,14 +78,14 @@ class TensorParallel:
         device_info: DeviceInfo,
         progress: LoadProgress,
     ) -> LoadSteps:
-        """Narrow layers."""
+        """Load all layers, with fewer heads and narrower MLPs."""
         source = ShardedSource(open_checkpoint(config), config.spec, rank, size)
         narrow = replace(config, spec=shard(config.spec, rank, size))
         device_infos = [device_info] * (len(config.spec.layers) + 2)
         return load_modules(narrow, source, device_infos, progress, has_embedding=rank == 0)
 
     def connect(self, loaded: ModelInstance, config: FrozenConfig, group: Group) -> Decoder:
-        """Sums and gathers where shares meet."""
+        """Add all-reduces, the head's gather and the embedding's broadcast."""
         decoder = loaded.decoder
         combine_ranks(decoder, config.spec, group)
         if group.rank == 0:
@@ -95,17 +95,17 @@ class TensorParallel:
         return decoder
 
     def role_shard(self, config: FrozenConfig, role: str, rank: int, size: int) -> RoleShard | None:
-        """A part of it, or all of what everybody has."""
+        """A slice of a cut matrix, all of a replicated one."""
         if role == "embed" and rank > 0:
             return None
         return RoleShard(role, slice_of(config.spec, role, rank, size))
 
 
 class PipelineParallel:
-    """Every rank has a run of layers; the first has the embedding too, the last the head."""
+    """Every rank has consecutive layers; the first also has the embedding, the last the head."""
 
     def check(self, config: FrozenConfig, size: int) -> None:
-        """By layers."""
+        """Check the number of layers."""
         depth = len(config.spec.layers)
         if size > depth:
             raise Unsupported(
@@ -120,7 +120,7 @@ class PipelineParallel:
         device_info: DeviceInfo,
         progress: LoadProgress,
     ) -> LoadSteps:
-        """Fewer layers."""
+        """Load the rank's layers."""
         first, last = split_evenly(len(config.spec.layers), size)[rank]
         stage = replace(config, spec=replace(config.spec, layers=config.spec.layers[first:last]))
         source = LayersSource(open_checkpoint(config), first)
@@ -129,13 +129,13 @@ class PipelineParallel:
         return load_modules(stage, source, device_infos, progress, **endpoints)
 
     def connect(self, loaded: ModelInstance, config: FrozenConfig, group: Group) -> Decoder:
-        """States handed on from rank to rank, and the answer back to the first."""
+        """Send hidden states from rank to rank, and the logits to rank 0."""
         return PipelineStage(
             loaded.decoder, group, config.spec.hidden, config.spec.vocab, _residual_dtype(loaded)
         )
 
     def role_shard(self, config: FrozenConfig, role: str, rank: int, size: int) -> RoleShard | None:
-        """All of it, on the one rank that has it."""
+        """The whole matrix, on the rank that has its layer."""
         first, last = split_evenly(len(config.spec.layers), size)[rank]
         match role.split(".", 2):
             case ["layers", layer, rest]:
@@ -148,7 +148,7 @@ class PipelineParallel:
 
 
 class PipelineStage(Decoder):
-    """A run of layers between two other ranks."""
+    """The decoder of one pipeline stage."""
 
     def __init__(
         self, decoder: Decoder, group: Group, hidden: int, vocab: int, residual_dtype: torch.dtype
@@ -157,11 +157,11 @@ class PipelineStage(Decoder):
         self.group, self.hidden, self.vocab, self.residual_dtype = group, hidden, vocab, residual_dtype
 
     def needs_output(self, batch: Batch) -> bool:
-        """The next rank always asks."""
+        """Also if another stage follows."""
         return self.group.rank < self.group.size - 1 or super().needs_output(batch)
 
     def input_hidden(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """The embedding's answer, or the state that the rank before hands on."""
+        """The embedding's output on rank 0, elsewhere the hidden state of the previous stage."""
         if self.group.rank == 0:
             return super().input_hidden(batch)
         state = self._empty(2, *batch.ids.shape, self.hidden, dtype=self.residual_dtype)
@@ -171,7 +171,7 @@ class PipelineStage(Decoder):
     def output_logits(
         self, x: Tensor, pending_residual: Tensor | None, batch: Batch
     ) -> tuple[Tensor | None, Tensor]:
-        """Hand the state on; the last rank's answer goes to the first."""
+        """Send the hidden state to the next stage; the last one sends logits and state to rank 0."""
         rank, last = self.group.rank, self.group.size - 1
         if rank == last:
             logits, state = super().output_logits(x, pending_residual, batch)
@@ -198,5 +198,5 @@ STRATEGIES: dict[str, ParallelStrategy] = {"tensors": TensorParallel(), "pipelin
 
 
 def _residual_dtype(loaded: ModelInstance) -> torch.dtype:
-    """The precision of what flows from block to block."""
+    """The precision of the residual stream."""
     return torch.float32 if loaded.config.spec.fp32_residual else loaded.module_backends[0].dtype

@@ -1,4 +1,4 @@
-"""What a model is and what would run it: from descriptions, headers, and one small matrix of each form."""
+"""Summarise a model's size, formats and backends, from headers and one small matrix of each format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIED_FORM = "tied to the embedding"
 
 @dataclass(frozen=True)
 class MatrixSummary:
-    """One matrix: how it is stored and who would multiply with it."""
+    """One matrix: its format and the backend that would run it."""
 
     role: str
     in_features: int
@@ -36,7 +36,7 @@ class MatrixSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """A model at a glance."""
+    """Size, formats and backends of a model."""
 
     spec: spec.Model
     device: str
@@ -47,19 +47,19 @@ class Summary:
 
     @property
     def parameters(self) -> int:
-        """Numbers in all matrices and the embedding; a tied head counts once."""
+        """Weights of all matrices and the embedding; a tied head counts once."""
         tied = any(m.role == "head" and m.form == TIED_FORM for m in self.matrices)
         total = sum(m.in_features * m.out_features for m in self.matrices)
         return total + (0 if tied else self.spec.vocab * self.spec.hidden)
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of keys and values for each token in sixteen bits."""
+        """KV cache bytes per token at 16 bits."""
         return sum(4 * layer.attn.kv_heads * layer.attn.head_dim for layer in self.spec.layers)
 
 
 def summarize(config: FrozenConfig, source: WeightSource) -> Summary:
-    """Read the headers of a model's files and say what is in them; nothing of it stays in memory."""
+    """Read the headers of a model's files and summarise them; keeps nothing in memory."""
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, config.stored_dtype, device)
     described: dict[Matrix, tuple[str, int]] = {}
@@ -83,7 +83,7 @@ def summarize(config: FrozenConfig, source: WeightSource) -> Summary:
 def _backend_by_form(
     described: Mapping[Matrix, tuple[str, int]], source: WeightSource, backends: BackendList
 ) -> dict[str, str]:
-    """By stored form, the backend that takes it: the chain is asked with the smallest matrix of that form."""
+    """The backend of each stored format, found by binding the smallest matrix of that format."""
     smallest: dict[str, Matrix] = {}
     for matrix in sorted(described, key=lambda one: one.in_features * one.out_features):
         smallest.setdefault(described[matrix][0], matrix)
@@ -108,7 +108,7 @@ def _backend_of(form: str, matrix: Matrix, source: WeightSource, backends: Backe
 
 
 class LegacyModule:
-    """One of the parts that loading reports: the embedding, a layer, the head. It computes nothing itself."""
+    """A module as exllamav2 lists it: the embedding, a layer or the head. It computes nothing."""
 
     def __init__(self, key: str, name: str, device_idx: int | None) -> None:
         self.key = key
@@ -117,7 +117,7 @@ class LegacyModule:
 
     @property
     def device_idx(self) -> int | None:
-        """The number of the GPU it is on; -1: a processor; None: it is not loaded."""
+        """The number of its GPU; -1: a CPU; None: not loaded."""
         return self._device_idx
 
     @device_idx.setter
@@ -131,15 +131,15 @@ class LegacyModule:
             )
 
     def reload(self) -> None:
-        """Nothing: its numbers are there, and where they belong."""
+        """Do nothing: its weights are on their device."""
 
     def __repr__(self) -> str:
-        """Its key and where it is."""
+        """Its key and device."""
         return f"{type(self).__name__}({self.key!r}, device_idx={self._device_idx})"
 
 
 def list_legacy_modules(layers: int, devices: list[int] | None) -> list[LegacyModule]:
-    """The embedding, every layer and the head, in the order in which they are loaded."""
+    """The embedding, all layers and the head."""
     keys = ["model.embed_tokens", *(f"model.layers.{i}" for i in range(layers)), "lm_head"]
     names = ["Embedding", *["Layer"] * layers, "Head"]
     places: list[int | None] = [None] * len(keys) if devices is None else [*devices]

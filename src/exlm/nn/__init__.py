@@ -1,13 +1,17 @@
-"""Modules: weights are their only state, everything else arrives as an argument."""
+"""The modules of a decoder: attention, MLPs, blocks, embedding and head, as compositions of bound kernels.
+
+A module takes activations and a `Batch` and returns activations; its weights are its only state.
+`model.builder` makes modules from a description and kernels; `fused` replaces blocks and heads whose kernels
+a backend can fuse. `model`, `lora`, `parallel` and `quantize` import it; it imports `kernels.interface`
+only.
+"""
 
 from .attention import AllHeadsNorm, Attention, ClampedQkv, PerHeadNorm, QkvProjection
 from .batch import Batch, LoraRef, VectorSpan
 from .block import Block, ParallelBlock
-from .embedding import Embedding
-from .head import Head
 from .linear import Linear
-from .mlp import GatedMlp, PlainMlp
-from .moe import Expert, Experts, MoeMlp
+from .mlp import Expert, Experts, GatedMlp, MoeMlp, PlainMlp
+from .vocab import Embedding, Head
 
 __all__ = [
     "AllHeadsNorm",

@@ -1,4 +1,4 @@
-"""Attention: project, normalise, turn, attend, project back. What a family lacks is an identity, no `if`."""
+"""Attention: projections, QK norm, RoPE, attention, output projection. Absent parts are identities."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .linear import Linear
 
 
 class Qkv(Protocol):
-    """x → the projected queries, keys and values."""
+    """The q, k and v projections."""
 
     def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """(rows, tokens, hidden) → three of (rows, tokens, heads · head_dim)."""
@@ -21,31 +21,31 @@ class Qkv(Protocol):
 
 
 class QkvProjection:
-    """Three matrices side by side."""
+    """q, k and v as three matrices."""
 
     def __init__(self, q: Linear, k: Linear, v: Linear) -> None:
         self.q, self.k, self.v = q, k, v
 
     def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """One after the other."""
+        """(rows, tokens, hidden) → three of (rows, tokens, heads · head_dim)."""
         return self.q.forward(x, batch), self.k.forward(x, batch), self.v.forward(x, batch)
 
 
 class ClampedQkv:
-    """A projection whose answers stay within ±limit."""
+    """Projections whose outputs are clamped to ±limit (DBRX, OLMo)."""
 
     def __init__(self, inner: Qkv, limit: float) -> None:
         self.inner, self.limit = inner, limit
 
     def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """The inner projection, clamped."""
+        """The inner projections, clamped."""
         q, k, v = self.inner.forward(x, batch)
         low, high = -self.limit, self.limit
         return q.clamp(low, high), k.clamp(low, high), v.clamp(low, high)
 
 
 class PerHeadNorm:
-    """Each head of q and k normalised by itself."""
+    """QK norm of each head by itself."""
 
     def __init__(self, q: b.NormFn, k: b.NormFn) -> None:
         self.q, self.k = q, k
@@ -56,7 +56,7 @@ class PerHeadNorm:
 
 
 class AllHeadsNorm:
-    """All heads of a token normalised together."""
+    """QK norm of all heads of a token together."""
 
     def __init__(self, q: b.NormFn, k: b.NormFn) -> None:
         self.q, self.k = q, k
@@ -67,12 +67,12 @@ class AllHeadsNorm:
 
 
 def no_qk_norm(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys that are not normalised."""
+    """No QK norm."""
     return q, k
 
 
 class Attention:
-    """Grouped-query attention over a layer's cache."""
+    """Attention (MHA, GQA, MQA) over a layer's cache."""
 
     def __init__(self, head_dim: int, qkv: Qkv, norm: QKNormFn, attend: b.AttentionFn, o: Linear) -> None:
         self.head_dim = head_dim
@@ -82,11 +82,11 @@ class Attention:
         self.o = o
 
     def forward(self, x: Tensor, batch: Batch, kv: b.LayerKVCache) -> Tensor:
-        """(rows, tokens, hidden) → the same shape; the layer's cache grows by the new tokens."""
+        """(rows, tokens, hidden) → the same shape; stores the new tokens in the layer's cache."""
         return self.o.forward(self.head_outputs(x, batch, kv), batch)
 
     def head_outputs(self, x: Tensor, batch: Batch, kv: b.LayerKVCache) -> Tensor:
-        """The same without the last matrix: (rows, tokens, heads · head_dim)."""
+        """`forward` without the output projection: (rows, tokens, heads · head_dim)."""
         shape = (*x.shape[:2], -1, self.head_dim)
         q, k, v = (part.view(shape) for part in self.qkv.forward(x, batch))
         q, k = self.norm(q, k)

@@ -1,4 +1,4 @@
-"""Everything one forward pass is given: what varies by step is a tensor, what the host must know an int."""
+"""The arguments of a forward pass: tensors for what varies by step, ints for what the host must know."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Outputs = Literal["all", "last", "none"]
 
 @dataclass(frozen=True, slots=True)
 class VectorSpan:
-    """Vectors laid over a row's embeddings from token `start` of this batch on."""
+    """Vectors that replace a row's embeddings from token `start` of this batch on (an image)."""
 
     row: int
     start: int
@@ -21,29 +21,29 @@ class VectorSpan:
 
 
 class LoraRef(NamedTuple):
-    """An adapter at work on a row, and how strongly."""
+    """A LoRA that is active for a row, and its scale."""
 
-    adapter_id: int  # its number, unique in this process
+    adapter_id: int  # unique in this process
     scale: float
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A rectangle of tokens, where each row stands, and which answers are wanted."""
+    """(rows, tokens) ids, each row's place in the KV cache, and the outputs wanted."""
 
     ids: Tensor  # (rows, tokens)
-    positions: Tensor  # (rows, tokens), or (3, rows, tokens)
-    past_lens: Tensor  # (rows,) tokens in the cache already
-    pages: Tensor  # (rows, width)
+    positions: Tensor  # (rows, tokens), or (3, rows, tokens) for M-RoPE
+    past_lens: Tensor  # (rows,) tokens already in the cache
+    pages: Tensor  # (rows, width) page table
     max_kv_len: int  # largest past + tokens of any row
-    uniform: bool  # every row's past is longest - tokens, and nothing is hidden
-    mask: Tensor | None = None  # (rows, longest) False hides a key
+    uniform: bool  # every row's past is max_kv_len - tokens, and no key is masked
+    mask: Tensor | None = None  # (rows, max_kv_len) False hides a key
     vector_spans: tuple[VectorSpan, ...] = ()
-    adapters: tuple[tuple[LoraRef, ...], ...] = ()  # for each row; () if no row has any
+    adapters: tuple[tuple[LoraRef, ...], ...] = ()  # the LoRAs of each row; () if no row has any
     outputs: Outputs = "all"
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch on another device; itself if it is there already."""
+        """The batch on another device; itself if it is there already."""
         if self.ids.device == device:
             return self
         return replace(

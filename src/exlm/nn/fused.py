@@ -1,7 +1,9 @@
-"""Layers and the head in few launches.
+"""Blocks and heads whose matrices a backend fuses with the norms, activations and residuals around them.
 
-For few rows norms, sums and nonlinearities are inside the matrices; for many, matrices that share an input
-are one.
+A backend's `FusedLinear` stands for matrices that share an input. Called, it runs the norm before and the
+activation or residual after them too, which is fastest for few tokens. Its `separate` gives each matrix's
+raw product, which is fastest for many. A batch with LoRAs runs the block's own modules, which are what a
+LoRA wraps.
 """
 
 from __future__ import annotations
@@ -11,101 +13,103 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from .. import spec
+from ..errors import Unsupported
 from ..kernels import interface as b
-from .attention import Attention, no_qk_norm
+from .attention import Attention, QkvProjection, no_qk_norm
 from .batch import Batch
-from .block import Block, BlockLike, MlpLike
-from .head import Head
-from .mlp import GatedMlp
+from .block import Block, BlockLike
+from .linear import Linear
+from .mlp import GatedMlp, MlpLike, MoeMlp
+from .vocab import Head
 
 
-class MergedQkvProjection:
-    """Queries, keys and values of many rows, in one product."""
+class ComposedGate(b.FusedLinear):
+    """act(gate) · up made of two steps, for a backend that fuses both matrices but not this activation."""
 
-    def __init__(self, matrices: b.SupportsDequantGemm) -> None:
+    def __init__(self, gate_up: b.FusedLinear, act: b.GatedActivationFn) -> None:
+        self.gate_up, self.act = gate_up, act
+
+    def __call__(self, x: Tensor, residual: Tensor | None) -> list[Tensor]:
+        """The gated product of x after the norm."""
+        return [self.act(*self.gate_up(x, residual))]
+
+    def separate(self, x: Tensor) -> list[Tensor]:
+        """The raw products with gate and up."""
+        return self.gate_up.separate(x)
+
+
+class SeparateQkv:
+    """q, k and v by the raw products of their fused projection."""
+
+    def __init__(self, matrices: b.FusedLinear) -> None:
         self.matrices = matrices
 
     def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """All at once."""
-        q, k, v = self.matrices.dequant_gemm(x)
+        """(rows, tokens, hidden) → three of (rows, tokens, heads · head_dim)."""
+        q, k, v = self.matrices.separate(x)
         return q, k, v
 
 
-class MergedGateUpMlp:
-    """down(act(gate) · up) of many rows, gate and up in one product."""
+class SeparateGateUpMlp:
+    """down(act(gate) · up) with gate and up by the raw products of their fused projection."""
 
-    def __init__(self, mlp: GatedMlp, matrices: b.SupportsDequantGemm) -> None:
+    def __init__(self, mlp: GatedMlp, matrices: b.FusedLinear) -> None:
         self.mlp, self.matrices = mlp, matrices
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """(rows, tokens, hidden) → the same shape."""
-        gate, up = self.matrices.dequant_gemm(x)
+        gate, up = self.matrices.separate(x)
         return self.mlp.down.forward(self.mlp.act(gate, up), batch)
 
 
 class FusedMlp(NamedTuple):
-    """An MLP in two launches: act(gate) · up, and what is made of it."""
+    """A gated MLP in two launches: norm and act(gate) · up, then down and the residual."""
 
-    gate: b.FusedLinear
+    gate_up: b.FusedLinear
     down: b.FusedLinear
 
 
-def merged_block(block: Block, qkv: b.FusedLinear, fused_mlp: FusedMlp | None) -> Block:
-    """The block for many rows: matrices that share an input are one, where their backend can do that."""
-    attn, mlp = block.attn, block.mlp
-    if isinstance(qkv, b.SupportsDequantGemm):
-        attn = Attention(attn.head_dim, MergedQkvProjection(qkv), attn.norm, attn.attend, attn.o)
-    if (
-        fused_mlp is not None
-        and isinstance(fused_mlp.gate, b.SupportsDequantGemm)
-        and isinstance(mlp, GatedMlp)
-    ):
-        mlp = MergedGateUpMlp(mlp, fused_mlp.gate)
-    return Block(attn, mlp, block.attn_norm, block.mlp_norm, block.attn_post_norm, block.mlp_post_norm)
-
-
 class FusedBlock:
-    """A `Block` that runs otherwise where that is quicker, and as itself for rows with adapters.
+    """A `Block` with fused projections.
 
-    Whoever replaces a module of the layer must put the plain block back in its place: what is fused does not
-    look at modules.
+    Few tokens run the fused projections, or the whole layer as one if they fit together. Many tokens run the
+    block with the projections' raw products, and batches with LoRAs the block itself. The fused projections
+    do not see a module that is replaced: `Decoder.replace` puts the block back in this one's place.
     """
 
     def __init__(
-        self, block: Block, qkv: b.FusedLinear, o: b.FusedLinear, fused_mlp: FusedMlp | None, max_tokens: int
+        self, block: Block, qkv: b.FusedLinear, o: b.FusedLinear, mlp: FusedMlp | None, max_tokens: int
     ) -> None:
-        """`most` rows go the quick way, and all of it at once where the parts can be put together.
-
-        Without `gated`, where there are experts, the MLP is the block's own.
-        """
+        """`max_tokens` of a batch run fused; without `mlp` (MoE) the block's own MLP runs."""
         self.block = block
-        self.qkv, self.o, self.fused_mlp = qkv, o, fused_mlp
+        self.qkv, self.o, self.fused_mlp = qkv, o, mlp
         self.max_tokens = max_tokens
-        self.merged = merged_block(block, qkv, fused_mlp)
+        self._separate = _with_raw_products(block, qkv, mlp)
         self.fused_layer: b.FusedLayer | None = None
-        if fused_mlp is not None and isinstance(qkv, b.SupportsLayerFusion):
+        if mlp is not None:
             norm = None if block.attn.norm is no_qk_norm else block.attn.norm
-            self.fused_layer = qkv.fuse_layer(block.attn.attend, norm, o, *fused_mlp)
+            self.fused_layer = qkv.fuse_layer(block.attn.attend, norm, o, *mlp)
 
     def link_next(self, following: FusedBlock) -> None:
-        """Have some of the following block's work done here, where both run as one and can do that."""
-        if isinstance(self.fused_layer, b.SupportsLayerChaining) and following.fused_layer is not None:
+        """Let this layer write its output as the next one's kernels read it, if both run as one."""
+        if self.fused_layer is not None and following.fused_layer is not None:
             self.fused_layer.chain_to(following.fused_layer)
 
     @property
     def attn(self) -> Attention:
-        """The plain block's own."""
+        """The block's attention, not fused."""
         return self.block.attn
 
     @property
     def mlp(self) -> MlpLike:
-        """The plain block's own."""
+        """The block's MLP, not fused."""
         return self.block.mlp
 
     def forward(
         self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: b.LayerKVCache
     ) -> tuple[Tensor, Tensor | None]:
-        """The residual stream in, the residual stream out."""
+        """The residual stream in and out, as in `Block`."""
         if (unfused := self._unfused_block(batch)) is not None:
             return unfused.forward(x, pending_residual, batch, kv)
         x = x if pending_residual is None else x + pending_residual
@@ -117,66 +121,109 @@ class FusedBlock:
         q, k = attn.norm(q, k)
         (x,) = self.o(attn.attend(q, k, v, kv, batch), x)
         if self.fused_mlp is None:
-            x, n = self.block.mlp_norm(x, None)
-            return x, self.block.mlp.forward(n, batch)
-        (hidden,) = self.fused_mlp.gate(x, None)
+            x, normed = self.block.mlp_norm(x, None)
+            return x, self.block.mlp.forward(normed, batch)
+        (hidden,) = self.fused_mlp.gate_up(x, None)
         (x,) = self.fused_mlp.down(hidden, x)
         return x, None
 
     def fill_kv(self, x: Tensor, pending_residual: Tensor | None, batch: Batch, kv: b.LayerKVCache) -> None:
-        """What `forward` leaves in the cache. Few rows go all the way: it is hardly longer."""
+        """Store keys and values only. Few tokens run the whole layer, which takes hardly longer."""
         if batch.ids.numel() > b.FUSE_MAX_TOKENS or self._unfused_block(batch) is not None:
-            (self.block if batch.adapters else self.merged).fill_kv(x, pending_residual, batch, kv)
+            (self.block if batch.adapters else self._separate).fill_kv(x, pending_residual, batch, kv)
         else:
             self.forward(x, pending_residual, batch, kv)
 
     def _unfused_block(self, batch: Batch) -> Block | None:
-        """Whose batch it is, if it is not one of few rows without adapters."""
+        """The block that runs a batch with LoRAs or with many tokens; None: run fused."""
         if batch.adapters:
             return self.block
-        return self.merged if batch.ids.numel() > self.max_tokens else None
+        return self._separate if batch.ids.numel() > self.max_tokens else None
 
 
-class FusedStack:
-    """All blocks at once, for the batches that every one of them would take whole."""
+def _with_raw_products(block: Block, qkv: b.FusedLinear, fused_mlp: FusedMlp | None) -> Block:
+    """The block with matrices that share an input as one product, for many tokens."""
+    attn, mlp = block.attn, block.mlp
+    attn = Attention(attn.head_dim, SeparateQkv(qkv), attn.norm, attn.attend, attn.o)
+    if fused_mlp is not None and isinstance(mlp, GatedMlp):
+        mlp = SeparateGateUpMlp(mlp, fused_mlp.gate_up)
+    return Block(attn, mlp, block.attn_norm, block.mlp_norm, block.attn_post_norm, block.mlp_post_norm)
 
-    def __init__(self, stack: b.FusedDecoder, max_tokens: int) -> None:
-        self.stack, self.max_tokens = stack, max_tokens
+
+def fuse_block(
+    block: Block,
+    act: spec.Activation,
+    attn_norm: b.NormPrologue,
+    mlp_norm: b.NormPrologue,
+    backend: b.SupportsFusion,
+) -> FusedBlock:
+    """The block with the backend's fused projections; `Unsupported` if the backend declines one."""
+    qkv, mlp = block.attn.qkv, block.mlp
+    if not isinstance(mlp, GatedMlp | MoeMlp) or not isinstance(qkv, QkvProjection):
+        raise Unsupported("another MLP, or clamped projections")
+
+    def fused(
+        *linears: Linear, prologue: b.NormPrologue | None = None, act: spec.Activation | None = None
+    ) -> b.FusedLinear:
+        return backend.fused_linear([linear.kernel for linear in linears], prologue, act)
+
+    fused_qkv, fused_o = fused(qkv.q, qkv.k, qkv.v, prologue=attn_norm), fused(block.attn.o)
+    fused_mlp = None
+    if isinstance(mlp, GatedMlp):
+        try:
+            gate_up = fused(mlp.gate, mlp.up, prologue=mlp_norm, act=act)
+        except Unsupported:
+            gate_up = ComposedGate(fused(mlp.gate, mlp.up, prologue=mlp_norm), mlp.act)
+        fused_mlp = FusedMlp(gate_up, fused(mlp.down))
+    return FusedBlock(block, fused_qkv, fused_o, fused_mlp, backend.max_fused_tokens)
+
+
+class FusedDecoder:
+    """All blocks as one, for batches that every one of them would run fused."""
+
+    def __init__(self, decoder: b.FusedDecoder, max_tokens: int) -> None:
+        self.decoder, self.max_tokens = decoder, max_tokens
 
     def forward(self, x: Tensor, batch: Batch, layers: Sequence[b.LayerKVCache]) -> Tensor | None:
-        """The residual stream in and out; None if the blocks must be asked one by one."""
+        """The residual stream in and out; None for a batch that must run block by block."""
         if batch.adapters or batch.outputs == "none" or batch.ids.numel() > self.max_tokens:
             return None
-        return self.stack(x, layers, batch)
+        return self.decoder(x, layers, batch)
 
 
-def fuse_stack(blocks: Sequence[BlockLike]) -> FusedStack | None:
+def fuse_decoder(blocks: Sequence[BlockLike]) -> FusedDecoder | None:
     """The blocks as one, if all are fused and their backend can do that."""
     fused = [block for block in blocks if isinstance(block, FusedBlock)]
-    first, *others = [block.fused_layer for block in fused] or [None]
-    if len(fused) < len(blocks) or None in others or not isinstance(first, b.SupportsDecoderFusion):
+    layers = [block.fused_layer for block in fused if block.fused_layer is not None]
+    if not layers or len(layers) < len(blocks):
         return None
-    stack = first.fuse_decoder([one for one in others if one is not None])
-    return None if stack is None else FusedStack(stack, min(block.max_tokens for block in fused))
+    decoder = layers[0].fuse_decoder(layers[1:])
+    return None if decoder is None else FusedDecoder(decoder, min(block.max_tokens for block in fused))
 
 
 class FusedHead(Head):
-    """A head whose norm is inside its matrix for few rows.
+    """A head whose matrix is fused with the norm before it, for few tokens without LoRAs.
 
-    Many rows and rows with adapters go the plain way, and so does everybody once a part was replaced.
+    It runs as a plain head once its norm or matrix has been replaced.
     """
 
-    def __init__(self, head: Head, project: b.FusedLinear, max_tokens: int) -> None:
+    def __init__(self, head: Head, matrix: b.FusedLinear, max_tokens: int) -> None:
         super().__init__(head.norm, head.linear, head.scale, head.softcap)
-        self.project, self.max_tokens = project, max_tokens
+        self.matrix, self.max_tokens = matrix, max_tokens
         self._fused_parts = head.norm, head.linear
 
     def forward(self, x: Tensor, pending_residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The residual stream → logits, and the state that enters the norm."""
+        """The residual stream → logits, and the state before the norm."""
         norm, linear = self._fused_parts
         unchanged = self.norm is norm and self.linear is linear
         if not unchanged or x.shape[0] * x.shape[1] > self.max_tokens or batch.adapters:
             return super().forward(x, pending_residual, batch)
         state = x if pending_residual is None else x + pending_residual
-        (output,) = self.project(state, None)
+        (output,) = self.matrix(state, None)
         return self.scale_logits(output), state
+
+
+def fuse_head(head: Head, norm: b.NormPrologue, backend: b.SupportsFusion) -> FusedHead:
+    """The head with its norm as the matrix's prologue; `Unsupported` if the backend declines."""
+    matrix = backend.fused_linear([head.linear.kernel], norm, None, fp32_out=True)
+    return FusedHead(head, matrix, backend.max_fused_tokens)

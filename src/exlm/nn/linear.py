@@ -1,4 +1,4 @@
-"""A matrix in its place: one bound kernel and the widths of its two sides."""
+"""One matrix: a bound kernel and its two widths."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .batch import Batch
 
 
 class Linear:
-    """y = x @ W + bias, by whatever kernel the loader bound."""
+    """y = x @ W + bias; LoRA and tensor parallel replace or wrap it."""
 
     def __init__(self, kernel: b.LinearFn, in_features: int, out_features: int) -> None:
         self.kernel = kernel

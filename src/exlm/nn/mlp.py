@@ -1,12 +1,23 @@
-"""The two plain MLPs."""
+"""MLPs: gated, plain, and a mixture of experts (MoE)."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from ..kernels import interface as b
 from .batch import Batch
 from .linear import Linear
+
+
+class MlpLike(Protocol):
+    """Any of the MLPs."""
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """(rows, tokens, hidden) → the same shape."""
+        ...
 
 
 class GatedMlp:
@@ -32,3 +43,35 @@ class PlainMlp:
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """(rows, tokens, hidden) → the same shape."""
         return self.down.forward(self.act(self.up.forward(x, batch)), batch)
+
+
+class Expert(NamedTuple):
+    """The three matrices of one expert, a gated MLP."""
+
+    gate: Linear
+    up: Linear
+    down: Linear
+
+
+class Experts:
+    """All experts of a layer behind one kernel, which routes each token to a few of them."""
+
+    def __init__(self, kernel: b.MoeFn, experts: Sequence[Expert]) -> None:
+        self.kernel = kernel
+        self.experts = experts  # what the kernel was bound to; LoRA reads their shapes
+
+    def forward(self, x: Tensor, logits: Tensor, batch: Batch) -> Tensor:
+        """(rows, tokens, hidden) and the router's (rows, tokens, experts) → (rows, tokens, hidden)."""
+        return self.kernel(x, logits)
+
+
+class MoeMlp:
+    """A router and its experts."""
+
+    def __init__(self, router: Linear, experts: Experts) -> None:
+        self.router = router
+        self.experts = experts
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """(rows, tokens, hidden) → the same shape."""
+        return self.experts.forward(x, self.router.forward(x, batch), batch)

@@ -1,15 +1,16 @@
-"""One model in several processes: what each one's share is, and how they speak to each other.
+"""One model in several processes, as far as it needs no loader: shards, collectives, messages, launch.
 
-`shard` (pure) says who has what, `source` reads it, `modules` join the shares again, `group` adds and gathers
-tensors, `wire` carries orders. Loading a model and following another process's orders is `model`'s business.
+`shard` (pure) computes each rank's part of every matrix, `sharded_source` reads it, `modules` combine the
+ranks' outputs, `comm` has collectives and messages, `launch` starts workers and `driver` is rank 0's hold on
+them. `model` imports it for tensor and pipeline parallel (`model.strategies`, `parallel_driver`,
+`parallel_worker`).
 """
 
-from .group import Group, GroupBroken
-from .leader import RankDriver
+from .comm import Channel, Group, GroupBroken, Message
+from .driver import RankDriver
 from .modules import BroadcastEmbedding, RankCombiner, ReceivedEmbedding, combine_ranks
 from .shard import MatrixSlice, check_shardable, shard, slice_of, split_evenly
-from .source import LayersSource, ShardedSource
-from .wire import Channel, Message
+from .sharded_source import LayersSource, ShardedSource
 
 __all__ = [
     "BroadcastEmbedding",

@@ -1,4 +1,4 @@
-"""Other ranks of one model: processes started here, or those that torchrun started beside this one."""
+"""Start the workers of a model, or connect to those that torchrun started beside this process."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from ..errors import WorkerLost
-from .wire import Channel
+from .comm import Channel
 
-FIRST_LINES = """
+BOOTSTRAP = """
 import json, sys
-told = json.loads(sys.stdin.readline())
-sys.path[:] = told["path"]
+task = json.loads(sys.stdin.readline())
+sys.path[:] = task["path"]
 from importlib import import_module
-import_module(told["module"]).main(told)
+import_module(task["module"]).main(task)
 """
-PATIENCE = 120.0
-"""Seconds in which every rank must have called."""
+CONNECT_TIMEOUT = 120.0
+"""Seconds in which every worker must have connected to rank 0."""
 
-GREETING = 5.0
-"""Seconds a caller has to say who it is."""
+HANDSHAKE_TIMEOUT = 5.0
+"""Seconds that a connection has to send the token and its rank."""
 
 
 class RankInfo(NamedTuple):
@@ -43,9 +43,9 @@ class RankInfo(NamedTuple):
 def start_workers(
     module: str, tasks: Sequence[Mapping[str, Any]]
 ) -> tuple[list[Channel], list[subprocess.Popen[bytes]]]:
-    """One process for each task, running `module.main(task)`; a channel to each, whose other end is `line`.
+    """One process for each task, running `module.main(task)`, and a channel to it (its end: `channel_fd`).
 
-    The module of the calling program is not imported again, and Ctrl-C does not reach the processes.
+    The program's `__main__` is not imported again, and Ctrl-C does not reach the processes.
     """
     channels: list[Channel] = []
     processes: list[subprocess.Popen[bytes]] = []
@@ -54,8 +54,8 @@ def start_workers(
             here, there = socket.socketpair()
             channels.append(Channel(here))
             with there:
-                told = {**task, "path": sys.path, "module": module, "line": there.fileno()}
-                _start(json.dumps(told).encode() + b"\n", there.fileno(), processes)
+                message = {**task, "path": sys.path, "module": module, "channel_fd": there.fileno()}
+                _start(json.dumps(message).encode() + b"\n", there.fileno(), processes)
     except BaseException:
         for process in processes:
             process.kill()
@@ -66,29 +66,29 @@ def start_workers(
     return channels, processes
 
 
-def _start(told: bytes, line: int, processes: list[subprocess.Popen[bytes]]) -> None:
-    """One more process, which inherits its end of the line and reads what it is told."""
+def _start(task: bytes, channel_fd: int, processes: list[subprocess.Popen[bytes]]) -> None:
+    """Start a process that inherits its end of the channel and reads its task from stdin."""
     process = subprocess.Popen(
-        [sys.executable, "-c", FIRST_LINES],
+        [sys.executable, "-c", BOOTSTRAP],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
-        pass_fds=[line],
+        pass_fds=[channel_fd],
         start_new_session=True,
     )
     processes.append(process)
     assert process.stdin is not None
-    with process.stdin as door:
-        door.write(told)
+    with process.stdin as stdin:
+        stdin.write(task)
 
 
 def file_store(path: str, size: int) -> Store:
-    """Where ranks on one machine find each other: a file, so that no port is open to others."""
+    """The rendezvous of ranks on one machine: a file, so that no port is open to others."""
     store: Store = dist.FileStore(path, size)  # type: ignore[attr-defined]
     return store
 
 
 def torchrun_rank() -> RankInfo | None:
-    """This process's seat, if torchrun started it and others."""
+    """This process's rank, if torchrun started it and others."""
     if not dist.is_available() or not dist.is_torchelastic_launched():
         return None
     store, rank, size = next(iter(rendezvous("env://")))
@@ -96,50 +96,51 @@ def torchrun_rank() -> RankInfo | None:
 
 
 def accept_workers(rank_info: RankInfo) -> list[Channel]:
-    """Rank 0: the channels to all others, in order of rank, once they have called."""
+    """On rank 0: channels to all other ranks, in order, once they have connected."""
     host, token = _host(rank_info.store), secrets.token_hex(16)
-    lines: dict[int, socket.socket] = {}
+    connections: dict[int, socket.socket] = {}
     with socket.create_server((host, 0)) as server:
-        server.settimeout(PATIENCE)
-        rank_info.store.set("line", json.dumps([host, server.getsockname()[1], token]))
-        while len(lines) < rank_info.size - 1:
+        server.settimeout(CONNECT_TIMEOUT)
+        rank_info.store.set("driver_address", json.dumps([host, server.getsockname()[1], token]))
+        while len(connections) < rank_info.size - 1:
             try:
-                line, _ = server.accept()
+                connection, _ = server.accept()
             except TimeoutError:
-                missing = sorted(set(range(1, rank_info.size)) - set(lines))
+                missing = sorted(set(range(1, rank_info.size)) - set(connections))
                 raise WorkerLost(
-                    f"Ranks {missing} did not call within {PATIENCE:g} s: does every rank load the model?"
+                    f"Ranks {missing} did not connect within {CONNECT_TIMEOUT:g} s: does every rank load the "
+                    "model?"
                 ) from None
-            if (rank := _rank(line, token)) is None:
-                line.close()  # a stranger
+            if (rank := _handshake(connection, token)) is None:
+                connection.close()  # not one of our ranks
             else:
-                lines[rank] = line
-    return [Channel(lines[rank]) for rank in range(1, rank_info.size)]
+                connections[rank] = connection
+    return [Channel(connections[rank]) for rank in range(1, rank_info.size)]
 
 
 def connect_to_driver(rank_info: RankInfo) -> Channel:
-    """Any other rank: its channel to rank 0."""
-    host, port, token = json.loads(rank_info.store.get("line"))
-    line = socket.create_connection((host, port), timeout=PATIENCE)
-    line.sendall(f"{token}{rank_info.rank:08}".encode())
-    line.settimeout(None)
-    return Channel(line)
+    """On any other rank: its channel to rank 0."""
+    host, port, token = json.loads(rank_info.store.get("driver_address"))
+    connection = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT)
+    connection.sendall(f"{token}{rank_info.rank:08}".encode())
+    connection.settimeout(None)
+    return Channel(connection)
 
 
-def _rank(line: socket.socket, token: str) -> int | None:
-    """Who calls, if the caller knows the token; nothing else a caller says is looked at before that."""
-    line.settimeout(GREETING)
+def _handshake(connection: socket.socket, token: str) -> int | None:
+    """The rank of a connection that sent the token, else None; nothing is parsed before that check."""
+    connection.settimeout(HANDSHAKE_TIMEOUT)
     try:
-        said = line.recv(len(token) + 8, socket.MSG_WAITALL)
+        greeting = connection.recv(len(token) + 8, socket.MSG_WAITALL)
     except OSError:
         return None
-    line.settimeout(None)
-    known = hmac.compare_digest(said[: len(token)], token.encode())
-    return int(said[len(token) :]) if known else None
+    connection.settimeout(None)
+    authentic = hmac.compare_digest(greeting[: len(token)], token.encode())
+    return int(greeting[len(token) :]) if authentic else None
 
 
 def _host(store: Store) -> str:
-    """Where all ranks found each other, which is rank 0's machine."""
+    """The host of the rendezvous store, which is rank 0's."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return str(getattr(store, "host", "localhost"))

@@ -1,6 +1,6 @@
-"""Modules that make one model of many ranks' shares: each wraps one and knows the group, nothing more.
+"""Tensor-parallel modules: each wraps one module of a rank's shard and combines the ranks' outputs.
 
-They stay outermost: what changes a module later changes the one inside, whose answer is then joined.
+They stay outermost: whatever replaces a module later (a LoRA) replaces the inner one.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from torch import Tensor
 from .. import spec
 from ..kernels.interface import QKNormFn
 from ..nn import Batch, Embedding, Experts, Linear
-from .group import Group
+from .comm import Group
 from .shard import first_of_head, ranges
 
 
-class Net(Protocol):
-    """Modules in their places."""
+class ModuleTree(Protocol):
+    """A decoder, as far as `combine_ranks` needs it."""
 
     def replace(self, role: str, change: Callable[[Any], Any]) -> None:
-        """Put what `change` makes of a role's module in its place."""
+        """Replace a role's module by `change(module)`."""
         ...
 
 
 class RankCombiner:
-    """Something that joins the ranks' parts of one module, around this rank's own."""
+    """A module that combines all ranks' outputs, around this rank's own (`inner`)."""
 
     inner: Any
 
 
-class Summed(RankCombiner, Linear):
-    """A matrix that is cut by inputs: the ranks' answers add up."""
+class RowParallelLinear(RankCombiner, Linear):
+    """A row-parallel matrix, cut by inputs: an all-reduce adds the ranks' outputs."""
 
     def __init__(self, group: Group, inner: Linear) -> None:
         super().__init__(inner.kernel, inner.in_features, inner.out_features)
@@ -46,20 +46,20 @@ class Summed(RankCombiner, Linear):
         return self.group.sum(self.inner.forward(x, batch))
 
 
-class SummedExperts(RankCombiner, Experts):
-    """Experts that are cut by width: the ranks' answers add up."""
+class RowParallelExperts(RankCombiner, Experts):
+    """Experts cut by width: an all-reduce adds the ranks' outputs."""
 
     def __init__(self, group: Group, inner: Experts) -> None:
         super().__init__(inner.kernel, inner.experts)
         self.group, self.inner = group, inner
 
     def forward(self, x: Tensor, logits: Tensor, batch: Batch) -> Tensor:
-        """The sum over all ranks."""
+        """(rows, tokens, hidden) on every rank."""
         return self.group.sum(self.inner.forward(x, logits, batch))
 
 
-class Gathered(RankCombiner, Linear):
-    """A matrix that is cut by outputs: rank 0 gets all of them, the others see their own."""
+class GatheredHead(RankCombiner, Linear):
+    """The head, cut by vocabulary: rank 0 gathers all logits, other ranks return their own."""
 
     def __init__(self, group: Group, sizes: list[int], inner: Linear) -> None:
         super().__init__(inner.kernel, inner.in_features, sum(sizes))
@@ -74,17 +74,17 @@ class Gathered(RankCombiner, Linear):
         return torch.cat([part[..., :size] for part, size in zip(parts, self.sizes, strict=True)], -1)
 
 
-class SharedNorm:
-    """Queries and keys normalised over all heads, of which this rank has some.
+class ShardedQKNorm:
+    """RMS norm of q and k over all heads, of which this rank has some.
 
-    The inner norm takes the root mean square of this rank's heads; what is left is a factor for each token. A
-    key/value head that several ranks have counts on one of them.
+    The inner norm divides by the root mean square of this rank's heads; a factor for each token corrects
+    that to the root mean square of all. A kv head that several ranks have is counted on one of them.
     """
 
     def __init__(
         self, group: Group, attn: spec.Attention, eps: float, counted: bool, inner: QKNormFn
     ) -> None:
-        """`attn` is the whole model's; `counted` says whether the keys of this rank are counted."""
+        """`attn` is the whole model's; `counted`: whether this rank's keys are counted."""
         self.group, self.eps, self.counted, self.inner = group, eps, counted, inner
         self.widths = attn.heads * attn.head_dim, attn.kv_heads * attn.head_dim
 
@@ -92,19 +92,19 @@ class SharedNorm:
         """(rows, tokens, heads, head_dim) each."""
         squares = [part.float().square().sum((-2, -1)) for part in (q, k)]  # (rows, tokens) each
         totals = self.group.sum(torch.stack((squares[0], squares[1] * self.counted)))
-        both = zip(self.inner(q, k), squares, totals, self.widths, strict=True)
-        q, k = (self._rescaled(*each) for each in both)
+        parts = zip(self.inner(q, k), squares, totals, self.widths, strict=True)
+        q, k = (self._rescaled(*each) for each in parts)
         return q, k
 
     def _rescaled(self, x: Tensor, own: Tensor, total: Tensor, width: int) -> Tensor:
-        """What was normalised by the squares of its own heads, as by those of all."""
-        here = own / (x.shape[-2] * x.shape[-1]) + self.eps
-        factor = (here / (total / width + self.eps)).sqrt()
+        """Correct the norm from this rank's sum of squares to that of all ranks."""
+        own_mean = own / (x.shape[-2] * x.shape[-1]) + self.eps
+        factor = (own_mean / (total / width + self.eps)).sqrt()
         return (x * factor[..., None, None]).to(x.dtype)
 
 
 class BroadcastEmbedding(RankCombiner, Embedding):
-    """The embedding, on the one rank that has it: its answer goes to all others."""
+    """The embedding on rank 0, which broadcasts its output."""
 
     def __init__(self, group: Group, inner: Embedding) -> None:
         super().__init__(inner.lookup, inner.vocab, inner.positions, inner.scale, inner.dtype)
@@ -116,7 +116,7 @@ class BroadcastEmbedding(RankCombiner, Embedding):
 
 
 class ReceivedEmbedding(Embedding):
-    """The embedding as the other ranks see it: what rank 0 sends."""
+    """The embedding on other ranks: receives rank 0's output."""
 
     def __init__(self, group: Group, hidden: int, dtype: torch.dtype) -> None:
         super().__init__(_absent, 0, None, 1.0, dtype)
@@ -129,20 +129,20 @@ class ReceivedEmbedding(Embedding):
         )
 
 
-def combine_ranks(net: Net, model: spec.Model, group: Group) -> None:
-    """Wrap what a rank computes only a part of; `model` is the whole one."""
+def combine_ranks(net: ModuleTree, model: spec.Model, group: Group) -> None:
+    """Wrap each module whose output is spread over ranks; `model` describes the whole model."""
     for i, layer in enumerate(model.layers):
-        net.replace(f"layers.{i}.attn.o", partial(Summed, group))
+        net.replace(f"layers.{i}.attn.o", partial(RowParallelLinear, group))
         if (qk := layer.attn.qk_norm) is not None and qk.scope == "all":
             counted = first_of_head(layer.attn, group.rank, group.size)
-            shared = partial(SharedNorm, group, layer.attn, qk.norm.eps, counted)
+            shared = partial(ShardedQKNorm, group, layer.attn, qk.norm.eps, counted)
             net.replace(f"layers.{i}.attn.norm", shared)
         if isinstance(layer.mlp, spec.Moe):
-            net.replace(f"layers.{i}.mlp.experts", partial(SummedExperts, group))
+            net.replace(f"layers.{i}.mlp.experts", partial(RowParallelExperts, group))
         else:
-            net.replace(f"layers.{i}.mlp.down", partial(Summed, group))
+            net.replace(f"layers.{i}.mlp.down", partial(RowParallelLinear, group))
     sizes = [stop - start for start, stop in ranges(model.vocab, group.size)]
-    net.replace("head", partial(Gathered, group, sizes))
+    net.replace("head", partial(GatheredHead, group, sizes))
 
 
 def _absent(ids: Tensor) -> Tensor:

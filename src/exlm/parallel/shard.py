@@ -1,8 +1,8 @@
-"""Who has what: a model's description → the description of one rank's share. Pure, no tensors.
+"""Tensor-parallel sharding: a model's description → the description of one rank's shard. Pure, no tensors.
 
 Attention is cut by heads, an MLP (each expert's too) by width, the head by vocabulary; norms and routers are
-everybody's. A rank's queries need the keys they look at, so shares are whole groups of query heads with their
-key/value head; where there are more ranks than key/value heads, a group is cut and its head repeated.
+replicated. A rank's queries need the keys they attend to, so shards are whole groups of query heads with
+their kv head (GQA); with more ranks than kv heads, a group is cut and its kv head replicated.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..errors import Unsupported
 Range = tuple[int, int]
 
 UNITS = 128, 32, 1
-"""Widths are cut into multiples of the first of these that gives every rank at least one."""
+"""Widths are cut at multiples of the first of these numbers that gives each rank at least one."""
 
 _ROLE = re.compile(
     r"layers\.(\d+)\.(?:attn\.([qkvo])|mlp\.(?:experts\.\d+\.)?(gate|up|down)|attn\.([qk])_norm)"
@@ -54,12 +54,12 @@ def split_evenly(count: int, parts: int) -> list[Range]:
 
 
 def heads(attn: spec.Attention, rank: int, size: int) -> Heads:
-    """The query heads of a rank, and the key/value heads they look at."""
+    """A rank's query heads, and the kv heads that they attend to."""
     group = attn.heads // attn.kv_heads
     if size <= attn.kv_heads:
         start, stop = split_evenly(attn.kv_heads, size)[rank]
         return Heads((start * group, stop * group), (start, stop))
-    sharing = split_evenly(size, attn.kv_heads)  # the ranks of each key/value head
+    sharing = split_evenly(size, attn.kv_heads)  # the ranks of each kv head
     kv = next(i for i, (first, last) in enumerate(sharing) if first <= rank < last)
     first, last = sharing[kv]
     start, stop = split_evenly(group, last - first)[rank - first]
@@ -67,12 +67,12 @@ def heads(attn: spec.Attention, rank: int, size: int) -> Heads:
 
 
 def first_of_head(attn: spec.Attention, rank: int, size: int) -> bool:
-    """Whether a rank is the first of those that have its key/value heads."""
+    """Whether a rank is the first of those that replicate its kv heads."""
     return rank == 0 or heads(attn, rank - 1, size).kv != heads(attn, rank, size).kv
 
 
 def shard(model: spec.Model, rank: int, size: int) -> spec.Model:
-    """The model that a rank computes: fewer heads and narrower MLPs, everything else as it was."""
+    """The description of a rank's shard: fewer heads and narrower MLPs, the rest unchanged."""
 
     def narrow(layer: spec.Layer) -> spec.Layer:
         q, kv = heads(layer.attn, rank, size)
@@ -87,7 +87,7 @@ def shard(model: spec.Model, rank: int, size: int) -> spec.Model:
 
 
 def slice_of(model: spec.Model, role: str, rank: int, size: int) -> MatrixSlice | None:
-    """The part of a tensor that is a rank's; None if it is everybody's. Head norms are counted in heads."""
+    """A rank's part of a tensor; None if it is replicated. Slices of head norms count heads."""
     if role == "head":
         return MatrixSlice(1, *ranges(model.vocab, size)[rank])
     found = _ROLE.fullmatch(role)
@@ -104,7 +104,7 @@ def slice_of(model: spec.Model, role: str, rank: int, size: int) -> MatrixSlice 
 
 
 def check_shardable(model: spec.Model, size: int) -> None:
-    """Refuse what cannot be shared among so many ranks."""
+    """Raise `Unsupported` for a model that cannot be sharded among so many ranks."""
     remedy = "Use fewer ranks, or model.load_autosplit(cache), which gives each device whole layers."
     for i, layer in enumerate(model.layers):
         if size > layer.attn.heads:

@@ -21,7 +21,7 @@ from exlm.kernels.cpu import CpuBackend
 from exlm.kernels.cpu.linear import PackedLinear
 from exlm.nn import Block
 from exlm.nn.fused import FusedBlock, FusedHead
-from exlm.nn.head import Head
+from exlm.nn.vocab import Head
 
 CPU = torch.device("cpu")
 
@@ -92,11 +92,11 @@ def test_whole_layers_say_what_plain_blocks_say(
     whole = [block.fused_layer is not None for block in decoder.blocks if isinstance(block, FusedBlock)]
     assert whole == [shape == "tiny"] * 2  # of mixtures, attention alone is fused
     assert isinstance(decoder.head, FusedHead)
-    assert (decoder.fused_stack is not None) == (shape == "tiny")
+    assert (decoder.fused is not None) == (shape == "tiny")
     answers = []
     for way in ("at once", "layer by layer", "plainly"):
         if way == "layer by layer":
-            decoder.fused_stack = None
+            decoder.fused = None
         if way == "plainly":
             decoder.blocks = [block.block for block in decoder.blocks if isinstance(block, FusedBlock)]
             assert all(isinstance(block, Block) for block in decoder.blocks)
@@ -128,7 +128,7 @@ def test_prompts_are_whole_layers_too(
     answers = []
     for way in ("at once", "layer by layer", "plainly"):
         if way == "layer by layer":
-            decoder.fused_stack = None
+            decoder.fused = None
         if way == "plainly":
             decoder.blocks = [block.block for block in fused]
         cache = kind(model, batch_size=rows, max_seq_len=256)
@@ -143,7 +143,7 @@ def test_a_step_over_another_cache_reads_that_one(tmp_path: Path, monkeypatch: p
     """What C was told of a cache is told again for another, and for one that takes a dead one's place."""
     monkeypatch.setenv("EXLM_CPU", "1")
     model = made_up(tmp_path, "tiny")
-    if model._require_loaded()[1].fused_stack is None:
+    if model._require_loaded()[1].fused is None:
         pytest.skip(f"no C kernels here: {model.explain().splitlines()[0]}")
     ids = torch.arange(40)[None] * 7 % 512
     whole = model.forward(ids, Cache(model, max_seq_len=256))
@@ -165,7 +165,7 @@ def test_a_stack_is_gone_once_a_module_was_replaced(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("EXLM_CPU", "1")
     model = made_up(tmp_path, "tiny")
     _, decoder, _ = model._require_loaded()
-    if decoder.fused_stack is None:
+    if decoder.fused is None:
         pytest.skip(f"no C kernels here: {model.explain().splitlines()[0]}")
     ids, seen = torch.arange(1, 5)[None], []
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from exlm.formats.packed import PackedWeight
 from exlm.kernels import interface as backend
-from exlm.kernels.cuda.backend import CudaFusedLinear, CudaLinear, GemmDispatch
+from exlm.kernels.cuda.backend import CudaLinear
 from exlm.kernels.cuda.dequantize import DequantGemm, Dequantizer, dequant_gemms
-from exlm.kernels.cuda.repack import repack, unify_groups
+from exlm.kernels.cuda.repack import repack
 from exlm.kernels.cuda.tuning import TuneCache
 from tests.kernels.cuda.emulator import EmulatedModuleCache
 from tests.kernels.cuda.oracle import LIMIT, off, product
@@ -96,6 +96,6 @@ def test_rows_may_lie_apart(modules: EmulatedModuleCache) -> None:
     pair = CudaFusedLinear(
         GemmDispatch(tuned.product(unify_groups([other.tiles] * 2)), False), [other, other]
     )
-    for rows, answers in ((3, pair(every[:3, 1:], None)), (70, pair.dequant_gemm(every[:, 1:]))):
+    for rows, answers in ((3, pair(every[:3, 1:], None)), (70, pair.separate(every[:, 1:]))):
         for got in answers:
             assert off(got, product(every[:rows, 1:], packed[1])) < LIMIT

@@ -19,7 +19,7 @@ from .linear import PackedLinear
 _STANDING = Struct("3P3i4x")  # what C calls a Standing
 
 
-class FusedLinear:
+class FusedLinear(b.FusedLinear):
     """Up to three matrices behind one norm; with `gated` two, whose answer is silu(first) · second.
 
     Bit for bit what the norm, the matrices and the gate give one by one.
@@ -35,7 +35,7 @@ class FusedLinear:
     ) -> None:
         if len(matrices) > 3 or (gated and len(matrices) != 2):
             raise Unsupported("up to three matrices together, two behind a gate")
-        self._held = tuple(matrices), scale
+        self._matrices, self._scale = tuple(matrices), scale  # C holds their addresses
         self._outputs = [one.matrix.out_features for one in matrices][: 1 if gated else None]
         self.struct = LinearGroup(
             *(matrices[n].matrix.address if n < len(matrices) else None for n in range(3)),
@@ -59,6 +59,10 @@ class FusedLinear:
         )
         return outs
 
+    def separate(self, x: Tensor) -> list[Tensor]:
+        """The raw product of x with each matrix."""
+        return [matrix(x) for matrix in self._matrices]
+
     def fuse_layer(
         self,
         attend: b.AttentionFn,
@@ -74,7 +78,7 @@ class FusedLinear:
         return FusedLayer(self._library, *parts, attend=attend)
 
 
-class FusedLayer:
+class FusedLayer(b.FusedLayer):
     """A layer's norms, matrices, attention and sums, for as few new tokens as its attention takes."""
 
     def __init__(

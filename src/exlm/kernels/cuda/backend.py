@@ -57,7 +57,7 @@ class CudaLinear:
         return out
 
 
-class CudaFusedLinear:
+class CudaFusedLinear(b.FusedLinear):
     """Several matrices in one launch, with what comes before and behind them."""
 
     def __init__(self, product: GemmDispatch, matrices: Sequence[CudaLinear]) -> None:
@@ -88,7 +88,7 @@ class CudaFusedLinear:
             return fuse_layer_kernels((self.product, o.product, gate.product, down.product), attend, norm)
         return None
 
-    def dequant_gemm(self, x: Tensor) -> list[Tensor]:
+    def separate(self, x: Tensor) -> list[Tensor]:
         """(…, inputs) → (…, outputs) of each, of many rows and with nothing before or behind."""
         rows = x.reshape(-1, x.shape[-1])
         return [y.view(*x.shape[:-1], y.shape[1]) for many in self._many for y in many(rows)]

@@ -17,7 +17,7 @@ from .gemm_dispatch import GemmDispatch
 from .prepacked import PackedActs
 
 
-class CudaFusedLayer:
+class CudaFusedLayer(b.FusedLayer):
     """A layer's norms, matrices, attention and sums, where its attention is a kernel of ours."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Softmax attention over every key a query may see, for any cache: the meaning of all attention kernels."""
+"""Softmax attention in plain torch over any cache: the definition of all attention kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..interface import AttnMetadata, LayerKVCache, RopeFn
 
 @dataclass(frozen=True)
 class ReferenceAttention:
-    """Turn, store the new keys and values, then let each query look back."""
+    """RoPE, store new keys and values in the cache, attend."""
 
     rope: RopeFn
     scale: float
@@ -21,7 +21,7 @@ class ReferenceAttention:
     softcap: float | None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKVCache, metadata: AttnMetadata) -> Tensor:
-        """Heads in, (rows, tokens, heads · head_dim) out."""
+        """(rows, tokens, heads, head_dim) q, k, v → (rows, tokens, heads · head_dim)."""
         q, k = self.rope(q, k, metadata.positions)
         keys, values = kv.update(k, v, metadata)
         mask = attention_mask(q.shape[1], metadata, self.window)
@@ -31,9 +31,9 @@ class ReferenceAttention:
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         causal = mask is None and q.shape[2] > 1
-        shared = q.shape[1] != k.shape[1]
+        gqa = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, scale=self.scale, enable_gqa=shared
+            q, k, v, attn_mask=mask, is_causal=causal, scale=self.scale, enable_gqa=gqa
         )
 
     def _softcapped(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -41,8 +41,8 @@ class ReferenceAttention:
         if mask is None:
             shape = (q.shape[2], k.shape[2])
             mask = torch.ones(shape, dtype=torch.bool, device=q.device).tril(shape[1] - shape[0])
-        share = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
+        q_per_kv = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(q_per_kv, 1), v.repeat_interleave(q_per_kv, 1)
         scores = (q @ k.transpose(2, 3)).float() * self.scale
         scores = torch.tanh(scores / self.softcap) * self.softcap
         scores = scores.masked_fill(~mask, float("-inf"))
@@ -50,9 +50,9 @@ class ReferenceAttention:
 
 
 def attention_mask(tokens: int, metadata: AttnMetadata, window: int | None) -> Tensor | None:
-    """(rows or 1, 1, tokens, longest) which keys each query sees; None where plain causality says it all.
+    """(rows or 1, 1, tokens, max_kv_len) boolean mask; None where `is_causal` is enough.
 
-    A query always sees itself: padding that saw nothing would turn into NaN and spoil its neighbours.
+    A query always sees itself: the softmax of a padding row without keys would be NaN and spread.
     """
     total = metadata.max_kv_len
     window_size = total if window is None else min(window, total)
@@ -64,7 +64,7 @@ def attention_mask(tokens: int, metadata: AttnMetadata, window: int | None) -> T
         query = torch.arange(total - tokens, total, device=device)[None]  # (1, tokens)
     else:
         query = metadata.past_lens[:, None] + torch.arange(tokens, device=device)  # (rows, tokens)
-    distance = query[:, :, None] - keys  # (rows, tokens, longest)
+    distance = query[:, :, None] - keys  # (rows, tokens, max_kv_len)
     mask = distance >= 0
     if window_size < total:
         mask &= distance < window_size

@@ -1,7 +1,7 @@
-"""Rotary tables and their use. Every scaling method ends as one list of frequencies and one magnitude.
+"""RoPE: its tables and their use. Every scaling method becomes a list of frequencies and one magnitude.
 
-Angles are float32 and so are the rotations, whatever the activations: rounding the tables to sixteen bits is
-what makes long contexts drift.
+Angles and rotations are float32, whatever the activations' dtype: tables in 16 bits drift in long
+contexts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def frequencies(rope: spec.Rope, length: int) -> tuple[Tensor, float]:
 
 
 class RotaryEmbedding:
-    """Turns queries and keys by their positions with tables built once."""
+    """Applies RoPE to queries and keys by precomputed tables."""
 
     def __init__(self, rope: spec.Rope, length: int, device: torch.device) -> None:
         step, magnitude = frequencies(rope, length)
@@ -51,12 +51,12 @@ class RotaryEmbedding:
         self.mrope_axis = _mrope_axes(rope).to(device)
 
     def __call__(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Heads in, heads out; only the first `dim` of each head turn."""
+        """q and k after RoPE, which rotates the first `dim` numbers of each head."""
         cos, sin = self._lookup(self.cos, positions), self._lookup(self.sin, positions)
         return self._apply(q, cos, sin), self._apply(k, cos, sin)
 
     def _lookup(self, table: Tensor, positions: Tensor) -> Tensor:
-        """(rows, tokens, 1, dim / 2): each frequency's value at its plane's position."""
+        """(rows, tokens, 1, dim / 2): each frequency's value at the position of its M-RoPE axis."""
         if positions.dim() == 2:
             return table[positions].unsqueeze(2)
         columns = torch.arange(table.shape[1], device=table.device)

@@ -1,6 +1,6 @@
-"""A rank's share of the weights: parts of every matrix, or the matrices of some layers.
+"""Weight sources of one rank: a part of every matrix (tensor parallel), or some layers (pipeline parallel).
 
-A matrix is read whole and then cut, so that any format can be shared.
+A matrix is read whole and then cut, so that every format can be sharded.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from .shard import MatrixSlice, slice_of
 
 
 class ShardedSource(WeightSourceWrapper):
-    """A source whose matrices are one rank's parts.
+    """A source that gives one rank's parts of all matrices.
 
-    It holds a head of its own even where that is tied to the embedding: the one is cut, the other is not.
+    It has a head of its own even if the model ties it to the embedding: the head is cut, the embedding is
+    not.
     """
 
     def __init__(self, inner: WeightSource, model: spec.Model, rank: int, size: int) -> None:
@@ -43,7 +44,7 @@ class ShardedSource(WeightSourceWrapper):
         suffix: str = "weight",
         finite: bool = False,
     ) -> Tensor:
-        """A float tensor; of norms that differ from head to head, or go over all, this rank's heads."""
+        """A float tensor; a q or k norm with a scale for each head is cut to this rank's heads."""
         cut = slice_of(self.model, role, self.rank, self.size)
         if cut is None:
             return super().tensor(role, shape, dtype=dtype, device=device, suffix=suffix, finite=finite)
@@ -54,8 +55,8 @@ class ShardedSource(WeightSourceWrapper):
         whole = self.inner.tensor(role, shapes, dtype=dtype, device=device, suffix=suffix, finite=finite)
         if whole.dim() == 1 and not wide:
             return whole
-        own = whole.view(heads, d)[cut.start : cut.stop].clone()
-        return own.flatten() if wide else own
+        shard = whole.view(heads, d)[cut.start : cut.stop].clone()
+        return shard.flatten() if wide else shard
 
     def weight(
         self,
@@ -81,19 +82,19 @@ class ShardedSource(WeightSourceWrapper):
 
 
 def part(weight: Weight, cut: MatrixSlice, *, keep_bias: bool) -> Weight:
-    """A part of a matrix in memory of its own; what is summed over ranks has its bias on one of them."""
+    """A copy of a part of a matrix; a row-parallel matrix keeps its bias on one rank only."""
     (piece,) = weight.split(cut.dim, [(cut.start, cut.stop)])
-    lose = cut.dim == 0 and not keep_bias
+    drop_bias = cut.dim == 0 and not keep_bias
     if isinstance(piece, DenseWeight):
-        bias = None if lose or piece.bias is None else piece.bias.clone()
+        bias = None if drop_bias or piece.bias is None else piece.bias.clone()
         return DenseWeight(piece.data.clone(memory_format=torch.contiguous_format), bias)
-    if isinstance(piece, PackedWeight) and lose:
+    if isinstance(piece, PackedWeight) and drop_bias:
         return replace(piece, bias=None)
     return piece
 
 
 class LayersSource(WeightSourceWrapper):
-    """A source that knows only the layers from `first` on, and counts them from 0."""
+    """A source that counts layers from `first` on."""
 
     def __init__(self, inner: WeightSource, first: int) -> None:
         super().__init__(inner)

@@ -1,4 +1,4 @@
-"""Rank 0's hold on the other ranks: orders go out, and if one is lost, all are let go."""
+"""Rank 0's control of the workers: it sends messages to them, and stops all if one is lost."""
 
 from __future__ import annotations
 
@@ -12,40 +12,39 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from ..errors import ExlmError, WorkerLost
-from .group import Group, GroupBroken
-from .wire import Channel, Message
+from .comm import Channel, Group, GroupBroken, Message
 
 T = TypeVar("T")
 
-PARTING = 3.0
-"""Seconds a process has to end by itself before it is ended."""
+STOP_TIMEOUT = 3.0
+"""Seconds that a worker has to exit before it is killed."""
 
 RELOAD = "Load the model again."
 
 
 class RankDriver:
-    """The followers of one model, by rank from 1 on. One order at a time, whichever thread gives it."""
+    """The workers of one model, ranks 1 and up. A lock lets one thread at a time send a message."""
 
     def __init__(
         self, channels: Sequence[Channel], processes: Sequence[subprocess.Popen[bytes]] = ()
     ) -> None:
         self.channels = channels
-        self.processes = processes  # those that were started here
+        self.processes = processes  # the workers that this process started
         self.lost_reason: str | None = None
         self._groups: list[Group] = []
         self._lock = threading.RLock()
-        self._own = os.getpid()
-        self._end = weakref.finalize(self, _end, channels, processes, self._groups, self._own)
+        self._pid = os.getpid()
+        self._stop = weakref.finalize(self, _stop_workers, channels, processes, self._groups, self._pid)
 
     def send_all(self, message: Message) -> None:
-        """Give an order to everyone."""
+        """Send a message to every worker."""
         with self._lock:
             self._check()
             for rank in range(1, len(self.channels) + 1):
                 self.send(rank, message)
 
     def send(self, rank: int, message: Message) -> None:
-        """Give an order to one rank."""
+        """Send a message to one worker."""
         with self._lock:
             self._check()
             try:
@@ -54,7 +53,7 @@ class RankDriver:
                 raise self.fail(f"rank {rank} is gone ({error})") from error
 
     def receive_all(self) -> list[Message]:
-        """Wait for one answer of each; a rank that failed has its error raised here."""
+        """Wait for a message from each worker; raise the error of one that failed."""
         self._check()
         out: list[Message] = []
         for rank, channel in enumerate(self.channels, 1):
@@ -63,12 +62,12 @@ class RankDriver:
             except (OSError, EOFError) as error:
                 raise self.fail(f"rank {rank} is gone ({error})") from error
             if message.action == "failed":
-                raise self.fail(f"rank {rank} failed: {message.values['why']}")
+                raise self.fail(f"rank {rank} failed: {message.values['error']}")
             out.append(message)
         return out
 
     def run_on_all_ranks(self, message: Message, act: Callable[[], T]) -> T:
-        """Give an order and do this rank's part of it; if that is interrupted, the ranks are out of step."""
+        """Send a message to the workers and run `act` here; if `act` fails, the ranks are out of step."""
         with self._lock:
             self.send_all(message)
             try:
@@ -80,61 +79,61 @@ class RankDriver:
                 raise
 
     def open_group(self, make: Callable[[], Group]) -> Group:
-        """Open the group, once every rank is ready for it."""
+        """Open the process group, once every rank is ready for it."""
         try:
             group = make()
         except GroupBroken as error:
             raise self.fail(f"the ranks did not find each other ({error})") from error
         self._groups.append(group)
         if group.nccl:
-            threading.Thread(target=_watch, args=(self.channels, group), daemon=True).start()
+            threading.Thread(target=_abort_on_disconnect, args=(self.channels, group), daemon=True).start()
         return group
 
     def fail(self, reason: str) -> ExlmError:
-        """Let everybody go; the error to raise."""
+        """Kill the workers; returns the error to raise."""
         self.lost_reason = self.lost_reason or reason
-        for process in self.processes:  # they may wait for a step that this rank will never take
+        for process in self.processes:  # they may wait in a collective that this rank will never join
             process.kill()
-        self._end()
+        self._stop()
         return WorkerLost(f"The model's processes are out of step: {self.lost_reason}. {RELOAD}")
 
     def close(self) -> None:
-        """Send everybody home."""
+        """Stop all workers."""
         with self._lock:
             self.lost_reason = self.lost_reason or "it was unloaded"
-            self._end()
+            self._stop()
 
     def _check(self) -> None:
-        if self._own != os.getpid():
+        if self._pid != os.getpid():
             raise WorkerLost(
-                f"The model's processes follow process {self._own}, of which this one is a fork: load the "
+                f"The model's processes belong to process {self._pid}, of which this one is a fork: load the "
                 "model here."
             )
         if self.lost_reason is not None:
             raise WorkerLost(f"The model's other processes are gone: {self.lost_reason}. {RELOAD}")
 
     def _reason(self, error: GroupBroken) -> str:
-        """What a follower says of its own accord, else what the transport says."""
+        """The message of a worker that failed or ended, else the transport's error."""
         for rank, channel in enumerate(self.channels, 1):
             with contextlib.suppress(OSError, EOFError, ValueError):
                 ready, _, _ = select.select([channel.connection], [], [], 0.2)
                 if ready:
-                    order = channel.receive()
-                    return f"rank {rank} failed: {order.values.get('why', order.action)}"
+                    message = channel.receive()
+                    return f"rank {rank} failed: {message.values.get('error', message.action)}"
         for rank, process in enumerate(self.processes, 1):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return f"rank {rank} ended with status {process.wait(0.5)}"
         return str(error)
 
 
-def _end(
+def _stop_workers(
     channels: Sequence[Channel],
     processes: Sequence[subprocess.Popen[bytes]],
     groups: Sequence[Group],
-    own: int,
+    pid: int,
 ) -> None:
-    """Close every line, which ends a follower; end those that do not listen."""
-    if own != os.getpid():  # a fork, which has nobody to send home
+    """Close every channel, which ends a worker; kill those that do not exit."""
+    if pid != os.getpid():  # a fork: the workers belong to its parent
         for channel in channels:
             channel.close()
         return
@@ -146,14 +145,14 @@ def _end(
         group.close()
     for process in processes:
         try:
-            process.wait(PARTING)
+            process.wait(STOP_TIMEOUT)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
 
 
-def _watch(channels: Sequence[Channel], group: Group) -> None:
-    """Wait until a line ends, then free rank 0 from steps that the lost rank will never take."""
+def _abort_on_disconnect(channels: Sequence[Channel], group: Group) -> None:
+    """Wait until a channel closes, then abort collectives that the lost rank will never join."""
     with contextlib.suppress(OSError, ValueError):
         while True:
             ready, _, _ = select.select([channel.connection for channel in channels], [], [])

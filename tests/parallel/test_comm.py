@@ -1,4 +1,4 @@
-"""Orders arrive as they were sent, and a line that ends says so."""
+"""Messages arrive as they were sent, and a closed channel raises EOFError."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exlm.parallel.wire import Channel, Message
+from exlm.parallel.comm import Channel, Message
 
 VALUES = st.dictionaries(
     st.text(max_size=8), st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=8)
@@ -28,12 +28,12 @@ def test_a_message_arrives(
     with here, there:
         for _ in range(2):
             Channel(here).send(Message("do", values, tensors))
-            got = Channel(there).receive()
-            assert (got.action, got.values) == ("do", values)
-            assert got.tensors.keys() == tensors.keys()
+            received = Channel(there).receive()
+            assert (received.action, received.values) == ("do", values)
+            assert received.tensors.keys() == tensors.keys()
             for name, tensor in tensors.items():
-                assert got.tensors[name].dtype is tensor.dtype
-                assert torch.equal(got.tensors[name], tensor)
+                assert received.tensors[name].dtype is tensor.dtype
+                assert torch.equal(received.tensors[name], tensor)
 
 
 def test_a_closed_connection() -> None:
@@ -47,5 +47,5 @@ def test_a_closed_connection() -> None:
     here, there = socket.socketpair()
     with here, there:
         here.sendall(struct.pack("<Q", 1 << 60))
-        with pytest.raises(EOFError, match="not an order"):
+        with pytest.raises(EOFError, match="not a message"):
             Channel(there).receive()
