@@ -6,8 +6,7 @@ What a stored matrix means is the business of `formats`, and where it goes that 
 from .gguf_file import GgufFile
 from .gguf_reader import GgufCheckpoint
 from .reader import SafetensorsCheckpoint
-from .safetensors_folder import SafetensorsFolder
-from .safetensors_index import TensorInfo
+from .safetensors_folder import SafetensorsFolder, TensorInfo
 from .source import WeightSource, open_source
 from .writer import save
 

@@ -1,7 +1,7 @@
-"""Stored rows to a tensor of our own: a few megabytes at a time, in the wanted type, on the wanted device.
+"""Copies rows of stored floats into a tensor: cast to its type, on its device, a few megabytes at a time.
 
-The copy never shares memory with the file, and the file's pages are given back as they are used. Which rows
-and why is the reader's business.
+The copy shares no memory with the file, and the file's pages are released as they are used. Values that the
+type cannot hold are counted in a `CastErrors`.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from dataclasses import dataclass
 import torch
 
 from ..spec.tensor_names import RowRange
-from .safetensors_folder import SafetensorsFolder
-from .safetensors_index import TensorInfo
+from .safetensors_folder import SafetensorsFolder, TensorInfo
 
 COPY_CHUNK = 8 * 2**20
 
 
 @dataclass
 class CastErrors:
-    """Values that a copy could not carry over as they should be."""
+    """Counts of values that a copy could not represent."""
 
     overflowed: int = 0  # finite as stored, infinite in the wanted type
     non_finite: int = 0  # NaN or infinite as stored

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BadFile
-from ..formats.gguf import GGUF_TYPES, REMOVED_TYPES
-from .safetensors_header import damaged, quoted, refuse_pointer
+from ..formats.gguf_types import GGUF_TYPES, REMOVED_TYPES
+from .file_access import damaged, quoted, refuse_pointer
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

@@ -15,15 +15,14 @@ import torch
 
 from ..errors import BadTensor, MissingTensor, Unsupported
 from ..formats import DenseWeight, PackedWeight, Weight
-from ..formats.gguf import FLOAT_TYPES, read
+from ..formats.gguf import read
+from ..formats.gguf_types import FLOAT_TYPES
 from ..spec.tensor_names import RowRange, TensorLocation
+from .file_access import quoted
 from .gguf_file import ROPE_FACTORS, GgufFile
 from .gguf_header import GgufTensor
 from .gguf_tensor_names import NORMS, gguf_tensor_names, role_in_layer
-from .safetensors_header import quoted
-from .tensor_index import num_rows
-
-Shape = tuple[int, ...]
+from .tensor_index import Shape, accepted_shapes, num_rows
 
 DEQUANTIZE_CHUNK = 2**21
 """Values unpacked at once."""
@@ -71,7 +70,7 @@ class GgufCheckpoint:
         return words, total
 
     def unused(self) -> list[str]:
-        """Stored names that nobody has asked for so far."""
+        """Stored names that were not asked for so far."""
         return sorted(name for name in self.files.tensors if name not in self._used)
 
     def tensor(
@@ -92,7 +91,7 @@ class GgufCheckpoint:
         if place is None:
             raise self._missing(role, suffix)
         entry = self._use(place, suffix)
-        shapes = _alternatives(shape)
+        shapes = accepted_shapes(shape)
         if entry.shape not in shapes:
             raise self._wrong_shape(entry, role, " or ".join(str(list(one)) for one in shapes))
         values = self._read_floats(entry, dtype)
@@ -267,11 +266,6 @@ class GgufCheckpoint:
             f"{entry}: expected shape {expected} for {role}, found {list(entry.shape)}. "
             "The metadata describes another model than these weights are."
         )
-
-
-def _alternatives(shape: Shape | tuple[Shape, ...]) -> tuple[Shape, ...]:
-    several = tuple(one for one in shape if isinstance(one, tuple))
-    return several or (tuple(size for size in shape if isinstance(size, int)),)
 
 
 def _cast(values: torch.Tensor, entry: GgufTensor, dtype: torch.dtype | None) -> torch.Tensor:

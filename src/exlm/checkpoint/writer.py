@@ -22,8 +22,9 @@ from safetensors.torch import save_file
 
 from ..atomic import sync_file
 from ..errors import BadTensor, CheckpointError, InputError
-from .safetensors_header import DTYPES, METADATA, quoted
-from .safetensors_index import INDEX
+from .file_access import quoted
+from .safetensors_folder import INDEX
+from .safetensors_header import DTYPES, METADATA
 
 _WRITTEN_BY_SAVE = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 

@@ -1,9 +1,8 @@
 """What a stored matrix means."""
 
-from .dense import DenseWeight
 from .packed import PackedWeight, Segment
 from .scales import Exl2Scales, KQuantScales, PlainScales, Scales
-from .weight import Range, Weight
+from .weight import DenseWeight, Range, Weight
 
 __all__ = [
     "DenseWeight",

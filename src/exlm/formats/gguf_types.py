@@ -15,6 +15,67 @@ from torch import Tensor
 
 from .swar import expand_bits, merge_high_bits, shift_right, take_bytes
 
+
+class GgufType(NamedTuple):
+    """A stored type: its name, and how many values take how many bytes."""
+
+    name: str
+    block_size: int
+    block_bytes: int
+
+
+GGUF_TYPES: dict[int, GgufType] = {
+    0: GgufType("F32", 1, 4),
+    1: GgufType("F16", 1, 2),
+    2: GgufType("Q4_0", 32, 18),
+    3: GgufType("Q4_1", 32, 20),
+    6: GgufType("Q5_0", 32, 22),
+    7: GgufType("Q5_1", 32, 24),
+    8: GgufType("Q8_0", 32, 34),
+    9: GgufType("Q8_1", 32, 40),
+    10: GgufType("Q2_K", 256, 84),
+    11: GgufType("Q3_K", 256, 110),
+    12: GgufType("Q4_K", 256, 144),
+    13: GgufType("Q5_K", 256, 176),
+    14: GgufType("Q6_K", 256, 210),
+    15: GgufType("Q8_K", 256, 292),
+    16: GgufType("IQ2_XXS", 256, 66),
+    17: GgufType("IQ2_XS", 256, 74),
+    18: GgufType("IQ3_XXS", 256, 98),
+    19: GgufType("IQ1_S", 256, 50),
+    20: GgufType("IQ4_NL", 32, 18),
+    21: GgufType("IQ3_S", 256, 110),
+    22: GgufType("IQ2_S", 256, 82),
+    23: GgufType("IQ4_XS", 256, 136),
+    24: GgufType("I8", 1, 1),
+    25: GgufType("I16", 1, 2),
+    26: GgufType("I32", 1, 4),
+    27: GgufType("I64", 1, 8),
+    28: GgufType("F64", 1, 8),
+    29: GgufType("IQ1_M", 256, 56),
+    30: GgufType("BF16", 1, 2),
+    34: GgufType("TQ1_0", 256, 54),
+    35: GgufType("TQ2_0", 256, 66),
+    39: GgufType("MXFP4", 32, 17),
+    40: GgufType("NVFP4", 64, 36),
+    41: GgufType("Q1_0", 128, 18),
+}
+"""Every type by the number files give it."""
+
+REMOVED_TYPES: dict[int, str] = {
+    4: "Q4_2",
+    5: "Q4_3",
+    31: "Q4_0_4_4",
+    32: "Q4_0_4_8",
+    33: "Q4_0_8_8",
+    36: "IQ4_NL_4_4",
+    37: "IQ4_NL_4_8",
+    38: "IQ4_NL_8_8",
+}
+"""Types that files had once and llama.cpp has given up, by their numbers."""
+
+FLOAT_TYPES: dict[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """What the sixteen codes of the IQ4 types stand for."""
 
