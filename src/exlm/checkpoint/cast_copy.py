@@ -21,7 +21,7 @@ COPY_CHUNK = 8 * 2**20
 class CastErrors:
     """Counts of values that a copy could not represent."""
 
-    overflowed: int = 0  # finite as stored, infinite in the wanted type
+    overflowed: int = 0  # finite as stored, infinite in the target's type
     non_finite: int = 0  # NaN or infinite as stored
 
 
@@ -35,8 +35,7 @@ def copy_rows(
 ) -> CastErrors:
     """Fill `target` with these rows of a tensor, one span after the other.
 
-    Misfits are counted where the wanted type is narrower than the stored one, and elsewhere if asked to
-    `check`.
+    Errors are counted where the target's type is narrower than the stored one, and elsewhere with `check`.
     """
     errors = CastErrors()
     if not info.shape:
@@ -99,8 +98,8 @@ def _chunks(info: TensorInfo, first: int, last: int) -> Iterator[RowRange]:
 
 
 def _cast_into(source: torch.Tensor, target: torch.Tensor, errors: CastErrors, check: bool) -> None:
-    # Converted where it goes: blocks of this size that come and go on the CPU's heap between others leave
-    # holes that are never filled, and the process grows by as much with each tensor.
+    # Cast on the target's device and into the target: temporary blocks of this size would fragment the CPU's
+    # heap, and the process would grow by as much with each tensor.
     source = source.to(target.device)
     target.copy_(source)
     narrows = torch.finfo(target.dtype).max < torch.finfo(source.dtype).max
@@ -110,7 +109,7 @@ def _cast_into(source: torch.Tensor, target: torch.Tensor, errors: CastErrors, c
 def _count_errors(source: torch.Tensor, target: torch.Tensor, errors: CastErrors, check: bool) -> None:
     if not check or not target.numel():
         return
-    # Both ends tell in one pass whether anything is amiss; NaN comes through as NaN.
+    # One pass finds whether anything is not finite: aminmax propagates NaN.
     low, high = torch.aminmax(target)
     if not (low.isfinite() and high.isfinite()):
         unbounded = source.numel() - int(source.isfinite().sum())

@@ -241,7 +241,7 @@ class SafetensorsCheckpoint:
         for one in roles:
             if found := self._index.find(one, self._markers):
                 return found[0], self._formats[self._markers.index(found[1])]
-        keys = [key_at(place, "weight") for one in roles for place in self.names.locations_of(one)]
+        keys = [key_at(location, "weight") for one in roles for location in self.names.locations_of(one)]
         raise self._index.missing(role, keys)
 
     def _locate_floats(self, role: str, suffix: str) -> TensorLocation:
@@ -254,7 +254,8 @@ class SafetensorsCheckpoint:
                 "expected plain floats."
             )
         raise self._index.missing(
-            f"the {suffix} of {role}", [key_at(place, suffix) for place in self.names.locations_of(role)]
+            f"the {suffix} of {role}",
+            [key_at(location, suffix) for location in self.names.locations_of(role)],
         )
 
 
