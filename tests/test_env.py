@@ -113,7 +113,7 @@ def test_cache_folder(
 
 def test_a_cache_folder_in_a_missing_home_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXLM_CACHE", "~no-such-user/models")
-    with pytest.raises(InputError, match=r"~no-such-user is nobody's folder here: set EXLM_CACHE"):
+    with pytest.raises(InputError, match=r"~no-such-user is no known home folder: set EXLM_CACHE"):
         env.cache_folder()
 
 

@@ -1,7 +1,7 @@
-"""What the folder says and what the user chose.
+"""`Config`: the description in a model's folder or GGUF file, with the user's options, and `FrozenConfig`.
 
-`Config(model_dir)` reads config.json and generation_config.json at once; attributes may then be changed until
-the model loads. `freeze()` turns both into one immutable description, and what runs looks only at that.
+`Config(model_dir)` reads config.json and generation_config.json at once; its options may be changed until the
+model loads. `freeze()` checks them and gives an immutable `FrozenConfig`, which the rest of exlm uses.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from .formats.gptq_config import GptqConfig
 from .memory import memory_errors
 
 DEFAULT_CHUNK_SIZE = 2048
-"""Tokens of a prompt computed at once, unless the user says otherwise."""
+"""Default size of a prefill chunk in tokens."""
 
 IGNORED_OPTIONS = ("max_attn_size", "no_flash_attn_cross")
-"""Set by programs that took them for options; the archived library had none of these names either."""
+"""Names that programs set by mistake; exllamav2 had no such options either. They are kept and ignored."""
 
 MAX_JSON_BYTES = 32 * 2**20
-"""No configuration file is larger; one that is would only exhaust memory."""
+"""A larger JSON file is refused instead of parsed."""
 
 
 @dataclass(frozen=True)
 class FrozenConfig:
-    """Everything a model needs to load and run, settled."""
+    """Everything a model needs to load and run, checked and immutable."""
 
     path: Path  # a folder, or a GGUF file
     spec: spec.Model
@@ -53,13 +53,13 @@ class FrozenConfig:
 
 
 class Config(ConfigAttributes):
-    """A model folder's description, with the user's changes on top."""
+    """The description of a model, with the user's options."""
 
     def __init__(self, model_dir: str | Path | None = None) -> None:
         switches = env.legacy_switches()
         self.model_dir: str | None = None if model_dir is None else str(model_dir)
         self.device: str | None = env.default_device()  # None: the first GPU, else the CPU
-        self.dtype: str | None = None  # None: what suits the device
+        self.dtype: str | None = None  # None: chosen by device
         self.max_seq_len = 2048
         self.max_batch_size = 1
         self.max_input_len = DEFAULT_CHUNK_SIZE
@@ -80,7 +80,7 @@ class Config(ConfigAttributes):
         self.max_dq_size = 512 * 2**20
         self._config_json: Mapping[str, Any] = {}
         self._spec: spec.Model | None = None
-        self._gguf_file: GgufFile | None = None  # held, so that its header need not be read again
+        self._gguf_file: GgufFile | None = None  # kept open, so that its header is not parsed again
         self._generation_json: Mapping[str, Any] = {}
         self._files: Mapping[str, str] | None = None  # by tensor; read when first asked for
         self._options = frozenset(name for name in self.__dict__ if name[0] != "_")
@@ -88,7 +88,7 @@ class Config(ConfigAttributes):
             self.prepare()
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Set a known option; a misspelt one is an error, because nobody would ever notice it was ignored."""
+        """Set a known option; a misspelt one is an error: ignoring it would hide the mistake."""
         if not name.startswith("_") and "_options" in self.__dict__ and name not in self.__dict__:
             if isinstance(getattr(type(self), name, None), property):
                 raise AttributeError(f"config.{name} says what the model is: it cannot be set.")
@@ -96,12 +96,12 @@ class Config(ConfigAttributes):
         super().__setattr__(name, value)
 
     def prepare(self, no_tensors: bool = False) -> None:
-        """Read the folder (again); what it says about lengths and rotations replaces earlier changes.
+        """Read the folder (again); its context length and RoPE settings replace earlier changes.
 
-        `no_tensors` is accepted for old scripts: weights are never touched here.
+        `no_tensors` is accepted for old scripts: weights are never read here.
         """
-        self._resolve_path()  # refuses what is not there, in the user's words
-        # A program may change its folder before it loads: from here on the path means the same everywhere.
+        self._resolve_path()  # an error names the path as the user wrote it
+        # Absolute, since a program may change its working directory before it loads the model.
         self.model_dir = str(Path(self.model_dir or "").expanduser().absolute())
         path = self._resolve_path()
         self._gguf_file = self._files = None
@@ -140,7 +140,7 @@ class Config(ConfigAttributes):
         self._gguf_file = file
 
     def freeze(self) -> FrozenConfig:
-        """The folder's description with the user's changes applied and checked."""
+        """The description with the user's options checked and applied."""
         for name in ("max_seq_len", "max_batch_size", "max_input_len", "max_attention_size"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -172,25 +172,27 @@ class Config(ConfigAttributes):
             max_input_len=self.max_input_len,
             max_output_len=self.max_output_len,
             max_attention_size=self.max_attention_size,
-            device=None if self.device is None else str(self.device),  # torch's own objects are names too
+            device=None
+            if self.device is None
+            else str(self.device),  # a torch.device or torch.dtype is accepted
             dtype=None if self.dtype is None else str(self.dtype),
-            stored_dtype=None if is_quantized else self.stored_dtype,  # packed weights are halves
+            stored_dtype=None if is_quantized else self.stored_dtype,  # packed weights are float16
             quantization=quantization,
         )
 
     def set_low_mem(self) -> None:
-        """Smaller chunks: less scratch memory, slower prompts."""
+        """Use smaller prefill chunks: less scratch memory, slower prompts."""
         self.max_input_len = 1024
         self.max_attention_size = 1024**2
         if self.max_output_len is not None:
             self.max_output_len = min(self.max_output_len, 1024)
 
     def arch_compat_overrides(self, quiet: bool = False, warn_only: bool = False) -> None:
-        """Accepted for old scripts: every backend honours windows and caps, so nothing needs turning off."""
+        """Does nothing; accepted for old scripts. Every backend supports sliding windows and softcaps."""
 
     @property
     def spec(self) -> spec.Model:
-        """What config.json describes, before the user's changes."""
+        """The model that config.json describes, without the user's options."""
         if self._spec is None:
             raise ConfigError(
                 "No model has been read: give Config a folder, or set model_dir and call prepare()."
@@ -204,34 +206,34 @@ class Config(ConfigAttributes):
 
     @property
     def stored_dtype(self) -> str | None:
-        """The precision the files claim, under either of its names."""
+        """The dtype that config.json declares, as `dtype` or `torch_dtype`."""
         value = ConfigReader(self._config_json).get("dtype", "torch_dtype")
         return value.removeprefix("torch.") if isinstance(value, str) else None
 
     @property
     def vision_model_type(self) -> str | None:
-        """The kind of vision tower beside the language model, or None."""
+        """The `model_type` of the vision tower, None without one."""
         vision = self._config_json.get("vision_config")
         return str(vision.get("model_type", "unknown")) if isinstance(vision, Mapping) else None
 
     @property
     def generation_config(self) -> dict[str, Any]:
-        """What generation_config.json says about stopping."""
+        """The EOS ids of generation_config.json."""
         return {"eos_token_id": _id_list(self._generation_json.get("eos_token_id")) or None}
 
     @property
     def bos_token_id(self) -> int | None:
-        """The id that opens a text."""
+        """The BOS id."""
         return _first(self._token_ids("bos_token_id"))
 
     @property
     def eos_token_id(self) -> int | None:
-        """The first id that closes a text; `eos_token_ids` has all of them."""
+        """The first EOS id; `eos_token_ids` has all of them."""
         return _first(self._token_ids("eos_token_id"))
 
     @property
     def eos_token_ids(self) -> list[int]:
-        """Every id that closes a text: config.json's first, then generation_config.json's."""
+        """Every EOS id: config.json's first, then generation_config.json's."""
         return list(
             dict.fromkeys(
                 [*self._token_ids("eos_token_id"), *_id_list(self._generation_json.get("eos_token_id"))]
@@ -240,7 +242,7 @@ class Config(ConfigAttributes):
 
     @property
     def pad_token_id(self) -> int | None:
-        """The id that fills short rows of a batch."""
+        """The id that pads shorter rows of a batch."""
         return _first(self._token_ids("pad_token_id"))
 
     @property
@@ -275,7 +277,7 @@ class Config(ConfigAttributes):
         return ConfigReader(self._config_json)
 
     def _read_quantization(self) -> GptqConfig | None:
-        """What the folder says of GPTQ or AWQ tensors, in config.json or in an older file of its own."""
+        """The GPTQ or AWQ configuration in config.json, or in the file that older versions wrote for it."""
         folder = self._resolve_path()
         raw, source = (
             self._config_json.get("quantization_config"),
@@ -285,7 +287,7 @@ class Config(ConfigAttributes):
         if raw is None and gptq.is_file():
             raw, source = read_json(gptq), str(gptq)
         if raw is None and awq.is_file() and "w_bit" in (awq_config := read_json(awq)):
-            raw, source = awq_config, str(awq)  # AutoAWQ's, not something else of that name
+            raw, source = awq_config, str(awq)  # by AutoAWQ; other programs use the name too
         if not isinstance(raw, Mapping) or raw.get("quant_method") == "exl2":
             return None
         return GptqConfig.from_json(raw, source)
@@ -301,7 +303,7 @@ class Config(ConfigAttributes):
             return _model_path(Path(self.model_dir).expanduser())
         except ModelNotFound:
             raise
-        except (OSError, RuntimeError) as error:  # not to be looked at; or the home of nobody
+        except (OSError, RuntimeError) as error:  # RuntimeError: `~name` of an unknown user
             reason = error.strerror if isinstance(error, OSError) else error
             raise ModelNotFound(f"{self.model_dir} cannot be looked at ({reason}).") from error
 
@@ -313,7 +315,7 @@ def _model_path(path: Path) -> Path:
         if path.suffix.lower() != ".gguf":
             raise ModelNotFound(f"{path} is a file, and only a .gguf file is a model by itself.")
         return path
-    # Some put a config.json of a line or two beside a GGUF file: its metadata says more.
+    # A folder may have a config.json of a line or two beside a GGUF file, whose metadata says more.
     has_gguf_only = any(path.glob("*.gguf")) and not any(path.glob("*.safetensors"))
     return path if (path / "config.json").is_file() and not has_gguf_only else _single_gguf(path)
 
@@ -355,7 +357,7 @@ def _id_list(value: object) -> list[int]:
 
 
 def _check_ids(path: Path, key: str, value: object) -> None:
-    """Refuse an id that no vocabulary reaches: one beyond 64 bits would fit no tensor."""
+    """Refuse an id that is larger than any vocabulary: one beyond 64 bits would fit no tensor."""
     if odd := [number for number in _id_list(value) if number >= MAX_VOCAB]:
         raise ConfigError(f'{path}: "{key}" must be below {MAX_VOCAB:,}, found {odd[0]!r:.80}.')
 

@@ -1,7 +1,7 @@
-"""What the environment says: the only file that reads it, and for one variable writes it.
+"""Environment variables: the only module that reads them, and for oneDNN's writes one.
 
-Every value is read when it is asked for, never at import, and nothing is remembered. What the user chooses in
-code belongs to `Config`, not here.
+Every value is read when it is asked for, never at import, and nothing is cached. Options that a user sets in
+code are in `Config`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _AMX_CPUID_LEAF = 0x1D  # the CPUID leaf that describes AMX tiles
 
 @dataclass(frozen=True)
 class LegacySwitches:
-    """What the old library's variables turn off. Being set is enough; the value does not matter."""
+    """Switches of exllamav2's variables: a variable that is set, to any value, turns its feature off."""
 
     no_flash_attn: bool
     no_xformers: bool
@@ -40,7 +40,7 @@ class LegacySwitches:
 
 @dataclass(frozen=True)
 class OnednnIsaCap:
-    """What `guard_cpu` found and did."""
+    """What `cap_onednn_isa` found and did."""
 
     amx: AmxSupport
     capped: bool  # this call set the variable; torch heeds it only if it has not computed anything before
@@ -73,22 +73,22 @@ def default_device() -> str | None:
 
 
 def triton_enabled() -> bool:
-    """EXLM_TRITON: 0 keeps Triton's kernels out."""
+    """EXLM_TRITON: 0 disables the Triton kernels."""
     return _zero_or_one("EXLM_TRITON")
 
 
 def cuda_enabled() -> bool:
-    """EXLM_CUDA: the same for the kernels in CUDA C++."""
+    """EXLM_CUDA: 0 disables the CUDA C++ kernels."""
     return _zero_or_one("EXLM_CUDA")
 
 
 def gemm_m64_enabled() -> bool:
-    """EXLM_WIDE: 0 keeps out the kernel for 17 to 64 rows, which then go sixteen at a time."""
+    """EXLM_WIDE: 0 disables the GEMM for 17 to 64 rows, which then run sixteen at a time."""
     return _zero_or_one("EXLM_WIDE")
 
 
 def cpu_enabled() -> bool:
-    """EXLM_CPU: the same for the kernels in C for processors."""
+    """EXLM_CPU: 0 disables the CPU kernels in C."""
     return _zero_or_one("EXLM_CPU")
 
 
@@ -110,9 +110,9 @@ def legacy_switches() -> LegacySwitches:
 
 
 def detect_amx(cpuinfo: str) -> AmxSupport:
-    """Whether the text of /proc/cpuinfo announces AMX, and whether it also lets a program ask how to use it.
+    """Whether /proc/cpuinfo has the AMX flag, and whether CPUID describes AMX too (`whole`).
 
-    Some virtual machines show the flag but answer no CPUID leaf beyond a limit below AMX's own: `half`.
+    Some virtual machines show the flag but limit CPUID to leaves below that of AMX: `half`.
     """
     flags = re.search(r"^flags\s*:(.*)$", cpuinfo, re.MULTILINE)
     if flags is None or "amx_tile" not in flags[1].split():
@@ -139,12 +139,12 @@ def cap_onednn_isa(cpuinfo: Path = Path("/proc/cpuinfo")) -> OnednnIsaCap:
 
 
 def _expand_user(path: Path) -> Path:
-    """The path with its ~ replaced; in a container there may be no such home."""
+    """The path with ~ expanded; InputError if there is no home folder, as in some containers."""
     try:
         return path.expanduser()
     except RuntimeError:
         raise InputError(
-            f"{path} is where downloads would be kept, and {path.parts[0]} is nobody's folder here: set "
+            f"{path} is where downloads would be kept, and {path.parts[0]} is no known home folder: set "
             "EXLM_CACHE to a folder that can be written."
         ) from None
 

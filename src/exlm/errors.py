@@ -1,4 +1,4 @@
-"""Everything exlm raises on purpose. Each message says what, how much, and what to try.
+"""The errors that exlm raises on purpose. Each message has the fact, the number and the remedy.
 
     ExlmError
     ├── ConfigError            config.json (or an override) does not describe a model
@@ -11,20 +11,20 @@
     │   └── UnsafeFile         a pickle: never opened
     ├── TokenizerError         the tokenizer files are missing or malformed
     │   ├── TokenizerNotFound  there are none
-    │   ├── BadText            a text that no file could hold: half of a character (an InputError too)
-    │   └── ChatTemplateError  a chat template failed, ran too long or reached for what it may not
+    │   ├── BadText            a text with a lone surrogate, half a character (an InputError too)
+    │   └── ChatTemplateError  a chat template failed, ran too long or used a forbidden feature
     ├── InputError             a call's arguments cannot be served
-    │   ├── BadLogits          there is no token to choose: all excluded, not numbers, or infinite
-    │   ├── CacheTooSmall
+    │   ├── BadLogits          no token can be sampled: all excluded, NaN or infinite
+    │   ├── CacheTooSmall      a sequence does not fit the KV cache
     │   ├── DoesNotFit         the devices, or the process, have too little memory for the model and its cache
-    │   └── QueueFull
+    │   └── QueueFull          too many jobs are waiting
     ├── NotLoaded              the model has no weights yet
     ├── WorkerLost             a process that held a part of the model is gone
     ├── KernelError            a kernel does not compile, or the driver refuses it
     ├── MissingExtra           an optional package is not installed
     └── Unsupported            no backend can run this layer; the message lists why
 
-Where the old library raised a built-in type for the same mistake, ours inherits it, so that an old
+Where exllamav2 raised a built-in type for the same mistake, the error here inherits from it, so that an old
 script's `except ValueError` keeps working.
 """
 
@@ -36,7 +36,7 @@ import warnings
 from collections.abc import Collection
 
 MIN_SIMILARITY = 0.75
-"""How much a name must have in common with another to be meant for it; `stop_tokens` is no slip of any."""
+"""Least similarity (difflib) of an unknown name to a known one to be taken for a misspelling of it."""
 
 
 class ExlmError(Exception):
@@ -48,7 +48,7 @@ class ConfigError(ExlmError, ValueError, AssertionError):
 
 
 class UnknownArchitecture(ConfigError):
-    """The architecture is not one we know; it is never guessed."""
+    """The architecture is unknown; it is never guessed."""
 
 
 class ModelNotFound(ExlmError, FileNotFoundError, AssertionError):
@@ -72,7 +72,7 @@ class BadTensor(CheckpointError):
 
 
 class UnsafeFile(CheckpointError):
-    """A file that could run code when opened; we do not open it."""
+    """A file that could run code when opened, such as a pickle; it is not opened."""
 
 
 class TokenizerError(ExlmError, ValueError, AssertionError):
@@ -84,7 +84,7 @@ class TokenizerNotFound(TokenizerError, FileNotFoundError):
 
 
 class ChatTemplateError(TokenizerError):
-    """A chat template failed, ran too long, or reached for what it may not touch."""
+    """A chat template failed, ran too long, or used a forbidden feature."""
 
 
 class InputError(ExlmError, ValueError, AssertionError):
@@ -92,11 +92,11 @@ class InputError(ExlmError, ValueError, AssertionError):
 
 
 class BadText(TokenizerError, InputError):
-    """A text cannot be encoded: it has half of a character, as a text that was cut in the middle of one."""
+    """A text cannot be encoded: it has a lone surrogate, as a text that was cut inside a character."""
 
 
 class BadLogits(InputError):
-    """A row of logits leaves no token to choose: all are excluded, or it holds NaN or infinity."""
+    """No token can be sampled from a row of logits: all are excluded, or it holds NaN or infinity."""
 
 
 class CacheTooSmall(InputError):
@@ -108,7 +108,7 @@ class DoesNotFit(InputError, RuntimeError):
 
 
 class QueueFull(InputError):
-    """As many jobs wait as may wait; finish some first."""
+    """As many jobs wait as are allowed to; finish some first."""
 
 
 class NotLoaded(ExlmError, RuntimeError):
@@ -142,10 +142,10 @@ def shown(value: object) -> str:
 def report_unknown_attribute(
     what: str, name: str, known: Collection[str], ignored: Collection[str] = ()
 ) -> None:
-    """Speak up for an attribute that was assigned and that nobody reads, where it was assigned.
+    """Report an assigned attribute that nothing reads, at the line that assigns it.
 
-    One that looks like a known name is a slip of the pen, and an AttributeError. Any other is a note of the
-    caller's own, as old programs leave them on our objects: a UserWarning, and so for `harmless` names.
+    A name similar to a known one is a misspelling: AttributeError. Any other name, and those of `ignored`, is
+    an attribute of the caller's own, which old programs put on exlm's objects: UserWarning.
     """
     close_matches = difflib.get_close_matches(name, known, 1, MIN_SIMILARITY)
     hint = f" Did you mean {close_matches[0]!r}?" if close_matches else ""

@@ -1,8 +1,8 @@
-"""Memory that runs out, as one typed error, whichever library noticed it and in whatever words.
+"""Turns the many errors for too little memory into `DoesNotFit`.
 
-Python raises MemoryError, the system's calls an OSError with ENOMEM, torch a RuntimeError of several texts, a
-thread that cannot be started another one. Libraries written in Rust and C++ end the process instead, so that
-they are called only after as much address space as they need was asked for and given back.
+Python raises MemoryError, system calls an OSError with ENOMEM, torch a RuntimeError with one of several
+texts, starting a thread another RuntimeError. Libraries written in Rust and C++ end the process instead;
+before they are called, `require_address_space` checks that the address space they need is available.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ WORDS = (
     "not enough memory",  # torch, on Windows
     "out of memory",  # CUDA
 )
-"""What errors of torch, of the dynamic loader and of threads say where memory is what they lack."""
+"""Texts in errors of torch, the dynamic loader and threads that mean too little memory."""
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether an error that is not exlm's own means that there was not enough memory or address space."""
+    """Whether an error, other than exlm's own, means too little memory or address space."""
     if isinstance(error, ExlmError):
         return False
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
@@ -46,9 +46,9 @@ def ran_out(error: BaseException) -> bool:
 
 @contextmanager
 def memory_errors(describe: Callable[[], str], remedy: str = REMEDY) -> Iterator[None]:
-    """Within it, an error that means too little memory becomes a DoesNotFit.
+    """A context in which errors that mean too little memory become DoesNotFit.
 
-    `describe` says what needed the memory, and how much that is where it is known; it is called only then.
+    `describe` says what needed the memory, and how much if known; it is called only for such an error.
     """
     try:
         yield
@@ -59,21 +59,21 @@ def memory_errors(describe: Callable[[], str], remedy: str = REMEDY) -> Iterator
 
 
 def _reason(error: Exception) -> str:
-    """The first line of what a library said, without the place in its source."""
+    """The first line of a library's message, without the source location."""
     lines = str(error).strip().splitlines()
     said = re.sub(r"^\[enforce fail[^\]]*\] [^.]*\. ", "", lines[0]) if lines else ""
     return said[:200].rstrip(". ") or type(error).__name__
 
 
 def has_address_space(size: int) -> bool:
-    """Whether this process may map `size` more bytes, which is tried and undone.
+    """Whether this process may map `size` more bytes: maps and unmaps them.
 
-    That finds a limit on the address space; whether there is memory behind it only its use would tell. It is
-    tried on Linux alone: elsewhere there is no such limit, and the answer is yes.
+    That finds a limit on the address space (ulimit -v), not whether there is memory for it. Systems other
+    than Linux have no such limit: there the answer is yes.
     """
     if sys.platform != "linux":
         return True
-    # Without MAP_NORESERVE memory would be promised for it; the constant has a name from Python 3.13 on.
+    # Without MAP_NORESERVE the map would count as committed memory. Python names the constant from 3.13 on.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
     try:
         mmap.mmap(-1, size, flags=flags, prot=mmap.PROT_READ).close()

@@ -130,7 +130,7 @@ def weights(draw: st.DrawFn) -> PackedWeight:
                 1 << (bits - 1),
             )
         )
-    rows = sum(part.rows for part in parts)
+    rows = sum(part.in_features for part in parts)
     order = torch.randperm(rows).to(torch.int32) if draw(st.booleans()) else None
     return PackedWeight("exl2", rows, outputs, tuple(parts), torch.float16, order)
 
@@ -315,7 +315,7 @@ def spoiled(**change: object) -> PackedWeight:
         (lambda: spoiled(codebook=torch.ones(16)), "codebooks"),
         (lambda: spoiled(zero=7), "zero points other than 8 for 4 bits"),
         (lambda: spoiled(zero=torch.full((1, 32), 8, dtype=torch.uint8)), "zero points other than 8"),
-        (lambda: spoiled(scales=PlainScales(torch.ones(1, 32))), "Direct scales"),
+        (lambda: spoiled(scales=PlainScales(torch.ones(1, 32))), "plain float32 scales"),
         (lambda: replace(spoiled(), dtype=torch.float32), "float32"),
         (lambda: spoiled(bits=7, codes=oracles.random_words(14, 32)), "7-bit codes"),
         (lambda: read(oracles.exl2_tensors([(4, 4), (2, 1)], 32)), "48 inputs"),

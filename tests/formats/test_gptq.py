@@ -346,8 +346,11 @@ def two_runs() -> PackedWeight:
         (lambda: spoiled(zero=0), "zero points from 0 to 0 with 4 bits as gptq"),
         (lambda: spoiled(zero=17), "zero points from 17 to 17"),
         (lambda: spoiled(zero=torch.arange(32, dtype=torch.uint8)[None]), "zero points from 0 to 31"),
-        (lambda: spoiled(scales=PlainScales(torch.ones(1, 32))), "Direct scales; it has plain float16"),
-        (lambda: spoiled(scales=Exl2Scales(torch.zeros(1, 32), torch.ones(1))), "Exl2Scales scales"),
+        (
+            lambda: spoiled(scales=PlainScales(torch.ones(1, 32))),
+            "plain float32 scales; it has plain float16",
+        ),
+        (lambda: spoiled(scales=Exl2Scales(torch.zeros(1, 32), torch.ones(1))), "squared 4-bit scales"),
         (lambda: spoiled(bits=5, codes=oracles.random_words(10, 32)), "5-bit codes"),
         (lambda: replace(spoiled(), dtype=torch.float32), "float32"),
         (two_runs, "2 runs"),

@@ -1,13 +1,14 @@
-"""Files to named tensors and back.
+"""Finds and reads the weights of a model: safetensors folders and GGUF files, by role, and writes folders.
 
-What a stored matrix means is the business of `formats`, and where it goes that of `model`.
+It takes a path and the names a family gives its tensors (`spec.TensorNames`), and gives tensors and `Weight`s
+that share no memory with the files; `formats` decodes quantised ones. config, lora, model, convert, quantize
+and bench import it; kernels do not.
 """
 
 from .gguf_file import GgufFile
 from .gguf_reader import GgufCheckpoint
 from .reader import SafetensorsCheckpoint
-from .safetensors_folder import SafetensorsFolder
-from .safetensors_index import TensorInfo
+from .safetensors_folder import SafetensorsFolder, TensorInfo
 from .source import WeightSource, open_source
 from .writer import save
 

@@ -1,7 +1,7 @@
-"""Stored rows to a tensor of our own: a few megabytes at a time, in the wanted type, on the wanted device.
+"""Copies rows of stored floats into a tensor: cast to its type, on its device, a few megabytes at a time.
 
-The copy never shares memory with the file, and the file's pages are given back as they are used. Which rows
-and why is the reader's business.
+The copy shares no memory with the file, and the file's pages are released as they are used. Values that the
+type cannot hold are counted in a `CastErrors`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ from dataclasses import dataclass
 import torch
 
 from ..spec.tensor_names import RowRange
-from .safetensors_folder import SafetensorsFolder
-from .safetensors_index import TensorInfo
+from .safetensors_folder import SafetensorsFolder, TensorInfo
 
 COPY_CHUNK = 8 * 2**20
 
 
 @dataclass
 class CastErrors:
-    """Values that a copy could not carry over as they should be."""
+    """Counts of values that a copy could not represent."""
 
-    overflowed: int = 0  # finite as stored, infinite in the wanted type
+    overflowed: int = 0  # finite as stored, infinite in the target's type
     non_finite: int = 0  # NaN or infinite as stored
 
 
@@ -36,8 +35,7 @@ def copy_rows(
 ) -> CastErrors:
     """Fill `target` with these rows of a tensor, one span after the other.
 
-    Misfits are counted where the wanted type is narrower than the stored one, and elsewhere if asked to
-    `check`.
+    Errors are counted where the target's type is narrower than the stored one, and elsewhere with `check`.
     """
     errors = CastErrors()
     if not info.shape:
@@ -100,8 +98,8 @@ def _chunks(info: TensorInfo, first: int, last: int) -> Iterator[RowRange]:
 
 
 def _cast_into(source: torch.Tensor, target: torch.Tensor, errors: CastErrors, check: bool) -> None:
-    # Converted where it goes: blocks of this size that come and go on the CPU's heap between others leave
-    # holes that are never filled, and the process grows by as much with each tensor.
+    # Cast on the target's device and into the target: temporary blocks of this size would fragment the CPU's
+    # heap, and the process would grow by as much with each tensor.
     source = source.to(target.device)
     target.copy_(source)
     narrows = torch.finfo(target.dtype).max < torch.finfo(source.dtype).max
@@ -111,7 +109,7 @@ def _cast_into(source: torch.Tensor, target: torch.Tensor, errors: CastErrors, c
 def _count_errors(source: torch.Tensor, target: torch.Tensor, errors: CastErrors, check: bool) -> None:
     if not check or not target.numel():
         return
-    # Both ends tell in one pass whether anything is amiss; NaN comes through as NaN.
+    # One pass finds whether anything is not finite: aminmax propagates NaN.
     low, high = torch.aminmax(target)
     if not (low.isfinite() and high.isfinite()):
         unbounded = source.numel() - int(source.isfinite().sum())

@@ -1,17 +1,13 @@
 """The tensors and the metadata of a GGUF file, or of all files a model was split into.
 
-Each file is mapped into memory; a tensor's bytes are a view of the map, and pages that have been copied
-elsewhere can be given back. Names are the stored ones and bytes are bytes: roles are known to
-`gguf_reader`, and what the bytes mean to `formats`.
+Each file is mapped into memory; a tensor's bytes are a view of the map, whose pages can be released once they
+have been copied. Names are the stored ones and bytes are only bytes here: `gguf_reader` maps a model's roles
+to names, and `formats.gguf` knows what the bytes mean.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 import re
-import sys
-import threading
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,22 +17,22 @@ from typing import Any
 import torch
 
 from ..errors import BadFile, BadTensor, MissingTensor, ModelNotFound
-from ..memory import memory_errors
+from .file_access import MappedFiles, damaged, quoted, regular_size
 from .gguf_header import GgufHeader, GgufTensor, read_gguf_header
-from .safetensors_header import damaged, quoted, regular_size
 
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors that belong to a model's description, not to its weights."""
+"""Tensors that are part of a model's description and not weights."""
 
 MAX_ROPE_FACTORS = 4096
 
 FAULT_AROUND = 2**16
-"""Bytes that are in memory together, whichever of them was asked for."""
+"""Bytes that the kernel may map around a touched page (Linux's fault-around window)."""
 
 _header_cache: weakref.WeakValueDictionary[tuple[Path, int, int, int, int], GgufHeader] = (
     weakref.WeakValueDictionary()
 )
-"""Headers that somebody still holds, by their files as those were: a vocabulary takes a while to read."""
+"""Headers of open files by (path, device, inode, size, mtime), so that opening a file again is quick: parsing
+a vocabulary takes a while."""
 
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
@@ -52,9 +48,7 @@ class GgufFile:
         self.path = Path(path)
         if not self.path.exists():
             raise ModelNotFound(f"Can't find {self.path}: no such file.")
-        self._maps: dict[Path, mmap.mmap] = {}
-        self._sizes: dict[Path, int] = {}
-        self._lock = threading.Lock()
+        self._maps = MappedFiles({})
         header = self._header(self.path)
         shards = _shards(self.path, header)
         headers = {one: header if one == self.path else self._header(one) for one in shards}
@@ -68,7 +62,7 @@ class GgufFile:
                 tensors[name] = entry
         self.tensors: Mapping[str, GgufTensor] = MappingProxyType(tensors)
         self.paths = tuple(shards)
-        self._headers = headers  # who opens the files again meanwhile gets the same
+        self._headers = headers  # keeps them in _header_cache
 
     @property
     def total_bytes(self) -> int:
@@ -84,8 +78,8 @@ class GgufFile:
     def read(self, name: str) -> torch.Tensor:
         """The bytes of a tensor, (rows, bytes), a view of the file.
 
-        Copy what is to be kept, then `release` it: a file that is cut short while a view is in use takes the
-        process down.
+        Copy what is to be kept, then `release` it: a file that is truncated while a view is in use ends the
+        process (SIGBUS).
         """
         return self.read_rows(name, 0, self.entry(name).rows)
 
@@ -96,27 +90,20 @@ class GgufFile:
         if start == stop:
             return torch.empty((0, width), dtype=torch.uint8)
         view = torch.frombuffer(
-            self._map(entry.file), dtype=torch.uint8, count=(stop - start) * width, offset=first
+            self._maps.get(entry.file), dtype=torch.uint8, count=(stop - start) * width, offset=first
         )
         return view.view(stop - start, width)
 
     def release(self, name: str) -> None:
-        """Give back the memory of a tensor; a later read gets it from the file again."""
+        """Free the mapped pages of a tensor; a later read gets them from the file again."""
         entry = self.entry(name)
-        mapped = self._maps.get(entry.file)
-        if mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
-            # Neighbours too: the system maps some pages around each that is touched. Nobody writes to these.
-            begin, end = (
-                entry.offset // FAULT_AROUND * FAULT_AROUND,
-                entry.offset + entry.nbytes + FAULT_AROUND,
-            )
-            mapped.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+        # Neighbours too, as the kernel maps pages around each that is touched; no tensor here is written to.
+        begin = entry.offset // FAULT_AROUND * FAULT_AROUND
+        self._maps.release_pages(entry.file, begin, entry.offset + entry.nbytes + FAULT_AROUND)
 
     def close(self) -> None:
-        """Let go of the files; bytes that were read stay valid, and a later read opens the files again."""
-        with self._lock:
-            # Not mmap.close(): a view that is still alive would then point nowhere.
-            self._maps.clear()
+        """Forget the maps of the files; views stay valid, and a later read maps the files again."""
+        self._maps.close()
 
     def rope_factors(self) -> dict[str, list[float]]:
         """The rotary factors that are stored as tensors, by name: a part of the model's description."""
@@ -143,42 +130,13 @@ class GgufFile:
         size = regular_size(path)
         if size < 24:
             raise damaged(path, f"expected a GGUF file of at least 24 bytes, found {size}")
-        self._sizes[path] = size
+        self._maps.sizes[path] = size
         now = path.stat()
         mark = (path, now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns)
         header = _header_cache.get(mark)
         if header is None:
-            header = _header_cache[mark] = read_gguf_header(path, self._map(path))
+            header = _header_cache[mark] = read_gguf_header(path, self._maps.get(path))
         return header
-
-    def _map(self, path: Path) -> mmap.mmap:
-        with self._lock:
-            if path not in self._maps:
-                self._maps[path] = _mapped(path, self._sizes[path])
-            found = self._maps[path]
-        # Whatever was cut off since would take the process down when it is touched.
-        _check_size(path, found.size(), self._sizes[path])
-        return found
-
-
-def _mapped(path: Path, size: int) -> mmap.mmap:
-    """The file in memory: pages come when touched, and writes stay with us."""
-    try:
-        with memory_errors(lambda: f"{path}: {size:,} bytes cannot be mapped"), path.open("rb") as file:
-            _check_size(path, os.fstat(file.fileno()).st_size, size)
-            if sys.platform == "linux":
-                # Private, writable memory is reserved in full unless told otherwise, and a file may be larger
-                # than what there is to reserve. The constant has a name only from Python 3.13 on.
-                flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)
-                return mmap.mmap(file.fileno(), size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-            return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
-    except OSError as error:
-        raise BadFile(f"{path}: cannot be mapped into memory ({error.strerror}).") from error
-
-
-def _check_size(path: Path, found: int, size: int) -> None:
-    if found != size:
-        raise damaged(path, f"expected {size} bytes as when its header was read, found {found}")
 
 
 def _shards(path: Path, header: GgufHeader) -> list[Path]:

@@ -1,8 +1,8 @@
-"""The header of one GGUF file, read with distrust: its metadata, and where each tensor lies.
+"""Reads and checks the header of one GGUF file: its metadata, and the place of each tensor.
 
-The `gguf` package's reader believes the counts and lengths it finds, and takes seconds for a vocabulary; it
-serves as the oracle of our tests. Here every number is checked against the bytes that are left before
-anything is allocated on its word. No tensor data is touched, and what the metadata means is not known.
+The `gguf` package's reader trusts the counts and lengths it finds, and takes seconds for a vocabulary; it is
+the oracle of the tests. Here every number is checked against the bytes that are left before memory is
+allocated for it. No tensor data is touched, and the metadata is not interpreted.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BadFile
-from ..formats.gguf import GGUF_TYPES, REMOVED_TYPES
-from .safetensors_header import damaged, quoted, refuse_pointer
+from ..formats.gguf_types import GGUF_TYPES, REMOVED_TYPES
+from .file_access import damaged, quoted, refuse_pointer
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -39,7 +39,7 @@ ALIGNMENT = "general.alignment"
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One stored tensor: what the header of its file says of it."""
+    """One stored tensor, as the header of its file describes it."""
 
     name: str
     type_name: str  # as GGUF spells it: F32, Q4_K
@@ -83,7 +83,7 @@ def read_gguf_header(path: Path, data: mmap.mmap | bytes) -> GgufHeader:
 
 
 class _Cursor:
-    """A place in the bytes of a header that never leaves them."""
+    """A position in the bytes of a header that is checked to stay inside them."""
 
     def __init__(self, path: Path, data: mmap.mmap | bytes) -> None:
         self.path = path
@@ -124,7 +124,7 @@ class _Cursor:
             raise damaged(self.path, f"the text at byte {start} is not UTF-8 ({error.reason})") from error
 
     def texts(self, count: int) -> list[str]:
-        """Several strings: a vocabulary has so many that a few calls for each would take most of the time."""
+        """Several strings, without a call for each: a vocabulary has hundreds of thousands."""
         data, end, at = self.data, self.end, self.position
         found: list[str] = []
         while len(found) < count and at + _LENGTH.size <= end:
@@ -138,10 +138,12 @@ class _Cursor:
                 break
             at = stop
         self.position = at
-        return found + [self.text() for _ in range(count - len(found))]  # which says what is wrong
+        return found + [
+            self.text() for _ in range(count - len(found))
+        ]  # raises the error for the string at which the loop stopped
 
     def count(self, what: str, limit: int, smallest: int) -> int:
-        """A count that the rest of the header has room for."""
+        """A count of things of at least `smallest` bytes, which the rest of the header can hold."""
         found: int = self.number(10)
         if found > limit:
             raise damaged(self.path, f"expected at most {limit} {what}, found {found}")
@@ -209,7 +211,7 @@ def _aligned(position: int, alignment: int) -> int:
 
 
 def _entry(cursor: _Cursor) -> GgufTensor:
-    """One tensor; its offset still counts from where the data starts."""
+    """One tensor; its offset counts from the start of the data."""
     path = cursor.path
     name = cursor.text(MAX_NAME)
     rank = cursor.number(4)

@@ -1,8 +1,8 @@
-"""The weights of a GGUF file by role: what `Checkpoint` is for a folder of safetensors.
+"""The weights of a GGUF file by role, as `SafetensorsCheckpoint` gives those of a folder.
 
-Matrices stay quantised where their type allows. What the converter changed is undone here (the order of q
-and k for rotary pairs, Gemma's norms grown by one), so that one description of a model fits its folder and
-its GGUF file. Every shape is checked, and what is returned shares no memory with the file.
+Matrices stay quantised where their type allows. What llama.cpp's converter changed is undone (the interleaved
+rows of q and k for RoPE, the one added to Gemma's norms), so that one description of a model fits its folder
+and its GGUF file. Every shape is checked, and nothing returned shares memory with the file.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ import torch
 
 from ..errors import BadTensor, MissingTensor, Unsupported
 from ..formats import DenseWeight, PackedWeight, Weight
-from ..formats.gguf import FLOAT_TYPES, read
+from ..formats.gguf import read
+from ..formats.gguf_types import FLOAT_TYPES
 from ..spec.tensor_names import RowRange, TensorLocation
+from .file_access import quoted
 from .gguf_file import ROPE_FACTORS, GgufFile
 from .gguf_header import GgufTensor
 from .gguf_tensor_names import NORMS, gguf_tensor_names, role_in_layer
-from .safetensors_header import quoted
-from .tensor_index import num_rows
-
-Shape = tuple[int, ...]
+from .tensor_index import Shape, accepted_shapes, num_rows
 
 DEQUANTIZE_CHUNK = 2**21
-"""Values unpacked at once."""
+"""Values dequantised at once."""
 
 _LAYER = re.compile(r"^blk\.\d+\.")
 
@@ -51,27 +50,29 @@ class GgufCheckpoint:
         return self.stored(role) is not None
 
     def stored(self, role: str) -> TensorLocation | None:
-        """The place where the file holds this role."""
+        """The location where the file holds this role."""
         return self._find(role, "weight")
 
     def describe(self, role: str, fallback: str | None = None) -> tuple[str, int]:
         """The stored form in a few words and its stored bytes, bias included, from headers alone."""
-        place = self._locate(role, fallback)
-        entry = self._entry(place)
+        location = self._locate(role, fallback)
+        entry = self._entry(location)
         rows = (
-            num_rows(place.rows) or num_rows([place.expert_rows] if place.expert_rows else []) or entry.rows
+            num_rows(location.rows)
+            or num_rows([location.expert_rows] if location.expert_rows else [])
+            or entry.rows
         )
         total = entry.nbytes * rows // entry.rows
-        bias = self.files.tensors.get(f"{place.key}.bias")
+        bias = self.files.tensors.get(f"{location.key}.bias")
         if bias is not None:
-            total += bias.nbytes * rows // self._outputs(place, rows)
+            total += bias.nbytes * rows // self._outputs(location, rows)
         words = f"gguf {entry.type_name}"
         if entry.type_name in FLOAT_TYPES:
             words = f"dense {str(FLOAT_TYPES[entry.type_name]).removeprefix('torch.')}"
         return words, total
 
     def unused(self) -> list[str]:
-        """Stored names that nobody has asked for so far."""
+        """Stored names that were not asked for so far."""
         return sorted(name for name in self.files.tensors if name not in self._used)
 
     def tensor(
@@ -88,11 +89,11 @@ class GgufCheckpoint:
 
         `shape` is the only one accepted or several of them; with `finite`, NaN or infinity in it is an error.
         """
-        place = self._find(role, suffix)
-        if place is None:
+        location = self._find(role, suffix)
+        if location is None:
             raise self._missing(role, suffix)
-        entry = self._use(place, suffix)
-        shapes = _alternatives(shape)
+        entry = self._use(location, suffix)
+        shapes = accepted_shapes(shape)
         if entry.shape not in shapes:
             raise self._wrong_shape(entry, role, " or ".join(str(list(one)) for one in shapes))
         values = self._read_floats(entry, dtype)
@@ -119,9 +120,9 @@ class GgufCheckpoint:
 
         `fallback` is the role it is tied to, taken where the file does not hold `role` itself.
         """
-        place = self._locate(role, fallback)
-        entry = self._use(place)
-        spans = self._spans(entry, place, role, in_features, out_features)
+        location = self._locate(role, fallback)
+        entry = self._use(location)
+        spans = self._spans(entry, location, role, in_features, out_features)
         parts = [self.files.read_rows(entry.name, *span) for span in spans]
         raw = parts[0] if len(parts) == 1 else torch.cat(parts)
         order = self._undo_rope_interleaving(role, out_features)
@@ -129,7 +130,7 @@ class GgufCheckpoint:
             raw = raw[order]
         weight = read(raw, entry.type_name, in_features, out_features, str(entry))
         self.files.release(entry.name)
-        factor = self._tensor_scale(place, role)
+        factor = self._tensor_scale(location, role)
         if isinstance(weight, DenseWeight):
             data = weight.data if factor == 1.0 else weight.data.float() * factor
             weight = DenseWeight(_cast(data, entry, dtype))
@@ -137,38 +138,38 @@ class GgufCheckpoint:
             raise Unsupported(
                 f"{entry}: {entry.type_name} with a factor for the whole of {role} cannot be read."
             )
-        return self._with_bias(weight, role, place, bias, dtype).to(device)
+        return self._with_bias(weight, role, location, bias, dtype).to(device)
 
-    def _tensor_scale(self, place: TensorLocation, role: str) -> float:
-        """What the whole of a matrix is to be multiplied by: NVFP4 keeps such a number beside it."""
-        if f"{place.key}.scale" not in self.files.tensors:
+    def _tensor_scale(self, location: TensorLocation, role: str) -> float:
+        """The factor of a whole matrix, 1.0 if it has none: NVFP4 stores such a number beside it."""
+        if f"{location.key}.scale" not in self.files.tensors:
             return 1.0
-        entry = self._use(place, "scale")
+        entry = self._use(location, "scale")
         values = self._read_floats(entry, torch.float32).flatten()
-        at = place.expert_rows[0] // place.rows_per_expert if place.expert_rows else 0
-        experts = 1 if place.expert_rows is None else self._entry(place).shape[0]
+        expert = location.expert_rows[0] // location.rows_per_expert if location.expert_rows else 0
+        experts = 1 if location.expert_rows is None else self._entry(location).shape[0]
         if len(values) != experts or not bool(values.isfinite().all()):
             raise self._wrong_shape(entry, f"the factor of {role}", str([experts]))
-        return float(values[at])
+        return float(values[expert])
 
     def _with_bias(
         self,
         weight: DenseWeight | PackedWeight,
         role: str,
-        place: TensorLocation,
+        location: TensorLocation,
         wanted: bool,
         dtype: torch.dtype | None,
     ) -> DenseWeight | PackedWeight:
-        """With its bias, there if the architecture has one; one of zeros may be there in any case."""
-        if f"{place.key}.bias" not in self.files.tensors:
+        """The weight with its bias, required if the architecture has one; else one of zeros is accepted."""
+        if f"{location.key}.bias" not in self.files.tensors:
             if wanted:
                 raise self._missing(role, "bias")
             return weight
-        entry = self._use(place, "bias")
+        entry = self._use(location, "bias")
         n = weight.out_features
-        spans = place.rows or ((0, n),)
-        if entry.shape != (self._outputs(place, n),) or num_rows(spans) != n:
-            raise self._wrong_shape(entry, f"the bias of {role}", str([self._outputs(place, n)]))
+        spans = location.rows or ((0, n),)
+        if entry.shape != (self._outputs(location, n),) or num_rows(spans) != n:
+            raise self._wrong_shape(entry, f"the bias of {role}", str([self._outputs(location, n)]))
         values = self._read_floats(entry, dtype)[0]
         values = torch.cat([values[start:stop] for start, stop in spans])
         order = self._undo_rope_interleaving(role, n)
@@ -184,31 +185,31 @@ class GgufCheckpoint:
         return weight
 
     def _spans(
-        self, entry: GgufTensor, place: TensorLocation, role: str, in_features: int, out_features: int
+        self, entry: GgufTensor, location: TensorLocation, role: str, in_features: int, out_features: int
     ) -> tuple[RowRange, ...]:
-        """The stored rows of a matrix, if the tensor's shape is right."""
-        if place.expert_rows is not None:
-            start, stop = place.expert_rows
+        """The stored rows of a matrix; BadTensor if the tensor's shape is wrong."""
+        if location.expert_rows is not None:
+            start, stop = location.expert_rows
             experts, rows = (entry.shape[0], entry.shape[1]) if len(entry.shape) == 3 else (0, 0)
             if entry.shape != (experts, out_features, in_features) or stop > experts * rows:
                 raise self._wrong_shape(entry, role, f"[experts, {out_features}, {in_features}]")
             return ((start, stop),)
-        expected = (self._outputs(place, out_features), in_features)
-        spans = place.rows or ((0, out_features),)
+        expected = (self._outputs(location, out_features), in_features)
+        spans = location.rows or ((0, out_features),)
         if entry.shape != expected or num_rows(spans) != out_features:
             raise self._wrong_shape(entry, role, str(list(expected)))
         return spans
 
-    def _outputs(self, place: TensorLocation, width: int) -> int:
-        """How many outputs the stored matrix has: `width`, or as far as the last role in it reaches."""
-        if not place.rows:
+    def _outputs(self, location: TensorLocation, width: int) -> int:
+        """How many outputs the stored matrix has: `width`, or the last row of any role fused into it."""
+        if not location.rows:
             return width
-        key = _LAYER.sub("blk.{i}.", place.key)
-        kin = (one for _, places in self.names.locations for one in places if one.key == key)
-        return max(stop for one in kin for _, stop in one.rows)
+        key = _LAYER.sub("blk.{i}.", location.key)
+        fused = (one for _, locations in self.names.locations for one in locations if one.key == key)
+        return max(stop for one in fused for _, stop in one.rows)
 
     def _undo_rope_interleaving(self, role: str, outputs: int) -> torch.Tensor | None:
-        """Which stored output is the first, second, … of the model's own order; None if they agree."""
+        """The stored output of each of the model's outputs, where q and k are interleaved; else None."""
         if not self._tensor_names.interleaved_rope or role_in_layer(role) not in ("attn.q", "attn.k"):
             return None
         half = self._tensor_names.head_dim // 2
@@ -233,9 +234,9 @@ class GgufCheckpoint:
         return out
 
     def _find(self, role: str, suffix: str) -> TensorLocation | None:
-        for place in self.names.locations_of(role):
-            if f"{place.key}.{suffix}" in self.files.tensors:
-                return place
+        for location in self.names.locations_of(role):
+            if f"{location.key}.{suffix}" in self.files.tensors:
+                return location
         return None
 
     def _locate(self, role: str, fallback: str | None) -> TensorLocation:
@@ -246,16 +247,16 @@ class GgufCheckpoint:
             raise self._missing(role, "weight")
         return found
 
-    def _entry(self, place: TensorLocation, suffix: str = "weight") -> GgufTensor:
-        return self.files.entry(f"{place.key}.{suffix}")
+    def _entry(self, location: TensorLocation, suffix: str = "weight") -> GgufTensor:
+        return self.files.entry(f"{location.key}.{suffix}")
 
-    def _use(self, place: TensorLocation, suffix: str = "weight") -> GgufTensor:
-        entry = self._entry(place, suffix)
+    def _use(self, location: TensorLocation, suffix: str = "weight") -> GgufTensor:
+        entry = self._entry(location, suffix)
         self._used.add(entry.name)
         return entry
 
     def _missing(self, role: str, suffix: str) -> MissingTensor:
-        keys = " or ".join(quoted(f"{place.key}.{suffix}") for place in self.names.locations_of(role))
+        keys = " or ".join(quoted(f"{location.key}.{suffix}") for location in self.names.locations_of(role))
         what = role if suffix == "weight" else f"the {suffix} of {role}"
         return MissingTensor(
             f"{self.files.path}: {what} is missing: expected {keys}, found no such name among "
@@ -269,13 +270,8 @@ class GgufCheckpoint:
         )
 
 
-def _alternatives(shape: Shape | tuple[Shape, ...]) -> tuple[Shape, ...]:
-    several = tuple(one for one in shape if isinstance(one, tuple))
-    return several or (tuple(size for size in shape if isinstance(size, int)),)
-
-
 def _cast(values: torch.Tensor, entry: GgufTensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """In memory of its own and perhaps in another precision, if that can hold the values."""
+    """A copy, perhaps in another precision; BadTensor if that cannot hold the values."""
     out = values.to(dtype or values.dtype, copy=True)
     if torch.finfo(out.dtype).max < torch.finfo(values.dtype).max:
         lost = int((values.isfinite() & ~out.isfinite()).sum())

@@ -1,6 +1,6 @@
-"""Where GGUF files keep our roles, and what their converter changed on the way.
+"""The names of each role's tensors in GGUF files, and what llama.cpp's converter changed in the weights.
 
-The names are the same for every architecture, so a model's own `Names` (which spell the files of a folder)
+The names are the same for every architecture, so a family's own `TensorNames`, which are those of folders,
 are not needed. Widths of fused and stacked tensors come from the metadata.
 """
 
@@ -41,7 +41,7 @@ NORMS = ("final_norm", "attn_norm", "attn_post", "mlp_norm", "mlp_post", "attn.q
 
 @dataclass(frozen=True)
 class GgufTensorNames:
-    """One model's places, and the changes to undo."""
+    """The tensor names of one model, and the converter's changes to undo."""
 
     names: TensorNames
     head_dim: int
@@ -50,7 +50,7 @@ class GgufTensorNames:
 
 
 def gguf_tensor_names(metadata: Mapping[str, Any], source: str) -> GgufTensorNames:
-    """The places of the model this metadata describes; `source` is what errors call the file."""
+    """The tensor names of the model that the metadata describes; `source` names the file in errors."""
     arch = metadata.get("general.architecture")
     if not isinstance(arch, str):
         raise BadFile(f"{source}: expected a name as general.architecture, found {arch!r}.")

@@ -1,70 +1,56 @@
-"""The weights of a model by role, whatever its files call them and however they store them.
+"""The weights of a model folder by role, whatever its files call them and however they store them.
 
-Every shape is checked against what the model's description expects, and what is returned shares no memory
-with the files. A new way to store a matrix is one line in `FORMS`. What to do with a matrix is not decided
-here.
+One call reads one matrix from top to bottom: find the role's tensors and their format, load them, have the
+format check and decode them, cut the matrix out of a fused one, move it, add the bias. Shapes are checked
+against those that the model's description expects, and nothing returned shares memory with the files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, NoReturn
 
 import torch
 
-from ..errors import Unsupported
-from ..formats import Weight
+from ..errors import BadTensor, Unsupported
+from ..formats import DenseWeight, PackedWeight, Weight
 from ..formats.gptq_config import GptqConfig
-from ..spec.tensor_names import TensorLocation, TensorNames
-from .dense import copy, read_dense
-from .packed import read_exl2, read_gptq
-from .safetensors_folder import SafetensorsFolder
+from ..formats.registry import DENSE, FORMATS
+from ..formats.weight_format import WeightFormat
+from ..spec.tensor_names import RowRange, TensorLocation, TensorNames
+from .cast_copy import CastErrors, copy_rows, copy_transposed
+from .safetensors_folder import SafetensorsFolder, TensorInfo, flatten_experts
 from .safetensors_header import DTYPES
-from .safetensors_index import flatten_experts
-from .tensor_index import TensorIndex, WeightRequest, key_at, num_rows
-from .words import exl2_words, gptq_words
-
-Shape = tuple[int, ...]
+from .tensor_index import Shape, TensorIndex, accepted_shapes, key_at, num_rows
 
 
-class Form(NamedTuple):
-    """One way to store a matrix: the suffix that gives it away, its name, and its reader."""
+@dataclass(frozen=True)
+class WeightRequest:
+    """A matrix to be read, and where it was found."""
 
-    suffix: str
-    words: str
-    read: Callable[[TensorIndex, WeightRequest], Weight]
-    tell: Callable[[TensorIndex, TensorLocation], str] | None = None  # more words, for people
-
-
-def _unread(suffix: str, words: str) -> Form:
-    def refuse(lookup: TensorIndex, wanted: WeightRequest) -> NoReturn:
-        info = lookup.info(key_at(wanted.location, suffix))
-        raise Unsupported(f"{info}: {wanted.role} is stored as {words}, which this version cannot read.")
-
-    return Form(suffix, words, refuse)
-
-
-FORMS: tuple[Form, ...] = (
-    Form("q_weight", "exl2", read_exl2, exl2_words),
-    Form("qweight", "gptq or awq", read_gptq, gptq_words),
-    _unread("trellis", "EXL3"),
-    _unread("weight_packed", "compressed-tensors"),
-    Form("weight", "dense", read_dense),
-)
-
-_BY_SUFFIX = {form.suffix: form for form in FORMS}
+    role: str
+    location: TensorLocation
+    in_features: int
+    out_features: int
+    bias: bool
+    dtype: torch.dtype | None  # of dense numbers; None: as stored
+    device: torch.device
+    own_bias: tuple[str, ...] = ()  # keys of its bias where the matrix is stored under another role
 
 
 class SafetensorsCheckpoint:
-    """The weights of one model, by role."""
+    """The weights of one model folder, by role."""
 
     def __init__(
         self, files: SafetensorsFolder, names: TensorNames, quantization: GptqConfig | None = None
     ) -> None:
         self.files = files
         self.names = names
-        self._lookup = TensorIndex(files, names, quantization)
+        self.quantization = quantization or GptqConfig()
+        self._index = TensorIndex(files, names)
+        self._formats = tuple(fmt for fmt in FORMATS if fmt.matches(self.quantization))
+        self._markers = tuple(fmt.marker for fmt in self._formats)
 
     @classmethod
     def open(
@@ -77,38 +63,44 @@ class SafetensorsCheckpoint:
         return cls(SafetensorsFolder(folder), names, quantization)
 
     def has(self, role: str) -> bool:
-        """Whether the files hold this role, in whatever form."""
+        """Whether the files hold this role, in whatever format."""
         return self.stored(role) is not None
 
     def stored(self, role: str) -> TensorLocation | None:
-        """The place where the files hold this role."""
-        found = self._lookup.find(role, tuple(_BY_SUFFIX))
+        """The location where the files hold this role."""
+        found = self._index.find(role, self._markers)
         return found and found[0]
 
     def check(self, role: str) -> None:
-        """`Unsupported` if the matrix that the files hold means more than can be computed here."""
-        if place := self.stored(role):
-            self._lookup.check_unscaled(role, place)
+        """`Unsupported` if the matrix that the files hold needs more than a product to be computed."""
+        if location := self.stored(role):
+            self._index.check_unscaled(role, location)
 
     def describe(self, role: str, fallback: str | None = None) -> tuple[str, int]:
-        """The stored form in a few words and its stored bytes, bias included, from headers alone."""
-        place, form = self._find(role, fallback)
-        if form.suffix != "weight":
-            words = form.tell(self._lookup, place) if form.tell else form.words
-            return words, sum(info.nbytes for info in self._lookup.tensors_at(place))
-        info = self._lookup.info(key_at(place, "weight"))
+        """The stored format in a few words and its stored bytes, bias included, from headers alone."""
+        location, fmt = self._locate(role, fallback)
+        if fmt is not DENSE:
+            stored = self._index.tensors_at(location)
+            shapes = {suffix: info.shape for suffix, info in stored.items()}
+            words = fmt.name
+            if fmt.describe is not None:
+                words = fmt.describe(
+                    shapes, lambda suffix: self.files.read(stored[suffix].name), self.quantization
+                )
+            return words, sum(info.nbytes for info in stored.values())
+        info = self._index.info(key_at(location, DENSE.marker))
         total = info.nbytes
-        if place.expert_rows:
-            total = total * place.rows_per_expert // max((1, *flatten_experts(info).shape[:1]))
-        if f"{place.key}.bias" in self._lookup:
-            total += self._lookup.info(f"{place.key}.bias").nbytes
-        if place.rows:
-            total = total * num_rows(place.rows) // self._lookup.stored_outputs(role, place, 0)
-        return f"{form.words} {str(DTYPES.get(info.dtype, info.dtype)).removeprefix('torch.')}", total
+        if location.expert_rows:
+            total = total * location.rows_per_expert // max((1, *flatten_experts(info).shape[:1]))
+        if f"{location.key}.bias" in self._index:
+            total += self._index.info(f"{location.key}.bias").nbytes
+        if location.rows:
+            total = total * num_rows(location.rows) // self._index.stored_outputs(role, location, 0)
+        return f"{fmt.name} {str(DTYPES.get(info.dtype, info.dtype)).removeprefix('torch.')}", total
 
     def unused(self) -> list[str]:
-        """Stored names that nobody has asked for so far."""
-        return self._lookup.unused()
+        """Stored names that were not asked for so far."""
+        return self._index.unused()
 
     def tensor(
         self,
@@ -124,14 +116,14 @@ class SafetensorsCheckpoint:
 
         `shape` is the only one accepted or several of them; with `finite`, NaN or infinity in it is an error.
         """
-        place = self._place(role, suffix)
-        info = self._lookup.use_floats(key_at(place, suffix))
-        spans = place.rows or ((0, info.shape[0] if info.shape else 1),)
+        location = self._locate_floats(role, suffix)
+        info = self._index.use_floats(key_at(location, suffix))
+        spans = location.rows or ((0, info.shape[0] if info.shape else 1),)
         found = (num_rows(spans), *info.shape[1:]) if info.shape else ()
-        shapes = _alternatives(shape)
-        if found not in shapes or any(stop > info.shape[0] for _, stop in place.rows):
-            raise self._lookup.wrong_shape(info, role, " or ".join(str(list(one)) for one in shapes))
-        return copy(self._lookup, info, spans, found, dtype, device, finite=finite)
+        shapes = accepted_shapes(shape)
+        if found not in shapes or any(stop > info.shape[0] for _, stop in location.rows):
+            raise self._index.wrong_shape(info, role, " or ".join(str(list(one)) for one in shapes))
+        return self._copy(info, spans, found, dtype, device, finite=finite)
 
     def weight(
         self,
@@ -144,40 +136,133 @@ class SafetensorsCheckpoint:
         device: torch.device,
         fallback: str | None = None,
     ) -> Weight:
-        """A matrix to multiply with, in whatever form; dense numbers in `dtype`, None: as stored.
+        """A matrix to multiply with, in whatever format; dense numbers in `dtype`, None: as stored.
 
         `fallback` is the role it is tied to, taken where the files do not hold `role` itself.
         """
-        place, form = self._find(role, fallback)
-        self._lookup.check_unscaled(role, place)
-        places = self.names.locations_of(role)
-        own = () if place in places else tuple(f"{one.key}.bias" for one in places)
-        return form.read(
-            self._lookup, WeightRequest(role, place, in_features, out_features, bias, dtype, device, own)
-        )
+        location, fmt = self._locate(role, fallback)
+        self._index.check_unscaled(role, location)
+        own_locations = self.names.locations_of(role)
+        own_bias = () if location in own_locations else tuple(f"{one.key}.bias" for one in own_locations)
+        request = WeightRequest(role, location, in_features, out_features, bias, dtype, device, own_bias)
+        weight = self._read_dense(request) if fmt is DENSE else self._read_packed(request, fmt)
+        return replace(weight, bias=self._read_bias(request))
 
-    def _find(self, role: str, fallback: str | None) -> tuple[TensorLocation, Form]:
+    def _read_packed(self, request: WeightRequest, fmt: WeightFormat) -> PackedWeight:
+        """The matrix as its format decodes it: the requested outputs, on their device."""
+        role, location = request.role, request.location
+        if fmt.read is None:
+            info = self._index.info(key_at(location, fmt.marker))
+            raise Unsupported(f"{info}: {role} is stored as {fmt.name}, which this version cannot read.")
+        infos = {
+            suffix: self._index.use(key)
+            for suffix in fmt.tensors
+            if (key := key_at(location, suffix)) in self._index
+        }
+        where = f"{next(iter(infos.values())).file}: {location.key}"
+        tensors = {suffix: self.files.load(info.name) for suffix, info in infos.items()}
+        outputs = self._index.stored_outputs(role, location, request.out_features)
+        weight = fmt.read(tensors, request.in_features, outputs, None, where, self.quantization)
+        if location.rows:
+            weight = weight.take_columns(torch.cat([torch.arange(*span) for span in location.rows]))
+        return weight.to(request.device)
+
+    def _read_dense(self, request: WeightRequest) -> DenseWeight:
+        """A matrix of plain floats: a whole tensor or some of its rows, transposed if stored (in, out)."""
+        location, n, k = request.location, request.out_features, request.in_features
+        info = self._index.use_floats(key_at(location, DENSE.marker))
+        info = flatten_experts(info) if location.expert_rows else info
+        outputs = self._index.stored_outputs(request.role, location, n)
+        rows, columns = (k, outputs) if location.transposed else (outputs, k)
+        spans = location.rows or ((0, n),)
+        expert = location.expert_rows or (0, rows)
+        # How many experts are stacked is not known here, only that this one is among them.
+        stored = max((expert[1], *info.shape[:1])) if location.expert_rows else rows
+        if info.shape != (stored, columns) or num_rows(spans) != n or num_rows([expert]) != rows:
+            cut = f" ({num_rows(spans)} of {outputs} outputs)" if location.rows else ""
+            raise self._index.wrong_shape(info, request.role, f"{[stored, columns]}{cut}")
+        dtype = request.dtype or DTYPES[info.dtype]
+        if location.transposed:
+            data = torch.empty((n, k), dtype=dtype, device=request.device)
+            _check_overflow(info, data, copy_transposed(self.files, info, expert, spans, data))
+            return DenseWeight(data)
+        spans = tuple((expert[0] + start, expert[0] + stop) for start, stop in spans)
+        return DenseWeight(self._copy(info, spans, (n, k), dtype, request.device))
+
+    def _read_bias(self, request: WeightRequest) -> torch.Tensor | None:
+        """The bias of a matrix, required if the architecture has one; else one of zeros is accepted."""
+        location, n = request.location, request.out_features
+        beside = f"{location.key}.bias"
+        key = next((one for one in (beside, *request.own_bias) if one in self._index), None)
+        if key is None:
+            if request.bias:
+                raise self._index.missing(f"the bias of {request.role}", (beside, *request.own_bias))
+            return None
+        info = self._index.use_floats(key)
+        spans: tuple[RowRange, ...] = ((0, n),)
+        length = n
+        if location.rows and key == beside:
+            spans, length = location.rows, self._index.stored_outputs(request.role, location, n)
+        if info.shape != (length,) or num_rows(spans) != n:
+            raise self._index.wrong_shape(info, f"the bias of {request.role}", str([length]))
+        if request.bias:
+            return self._copy(info, spans, (n,), request.dtype or DTYPES[info.dtype], request.device)
+        stored = self._copy(info, spans, (n,), DTYPES[info.dtype], torch.device("cpu"))
+        if odd := int(torch.count_nonzero(stored)):
+            raise BadTensor(
+                f"{info}: expected no bias for {request.role}, or one of zeros; found {odd} of {n} not zero. "
+                "config.json describes another architecture than these weights have."
+            )
+        return None
+
+    def _copy(
+        self,
+        info: TensorInfo,
+        spans: Sequence[RowRange],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        finite: bool = False,
+    ) -> torch.Tensor:
+        """A copy of these rows; BadTensor if values overflow or, with `finite`, are not finite."""
+        target = torch.empty(shape, dtype=dtype, device=device)
+        errors = copy_rows(self.files, info, spans, target, check=finite)
+        _check_overflow(info, target, errors)
+        if finite and errors.non_finite:
+            raise BadTensor(
+                f"{info}: expected finite values, found {errors.non_finite} of {target.numel()} NaN or "
+                "infinite. Download or convert the file again."
+            )
+        return target
+
+    def _locate(self, role: str, fallback: str | None) -> tuple[TensorLocation, WeightFormat]:
         roles = (role,) if fallback is None else (role, fallback)
         for one in roles:
-            if found := self._lookup.find(one, tuple(_BY_SUFFIX)):
-                return found[0], _BY_SUFFIX[found[1]]
-        keys = [key_at(place, "weight") for one in roles for place in self.names.locations_of(one)]
-        raise self._lookup.missing(role, keys)
+            if found := self._index.find(one, self._markers):
+                return found[0], self._formats[self._markers.index(found[1])]
+        keys = [key_at(location, "weight") for one in roles for location in self.names.locations_of(one)]
+        raise self._index.missing(role, keys)
 
-    def _place(self, role: str, suffix: str) -> TensorLocation:
-        if found := self._lookup.find(role, (suffix,)):
+    def _locate_floats(self, role: str, suffix: str) -> TensorLocation:
+        if found := self._index.find(role, (suffix,)):
             return found[0]
-        if suffix == "weight":
-            place, form = self._find(role, None)
+        if suffix == DENSE.marker:
+            location, fmt = self._locate(role, None)
             raise Unsupported(
-                f"{self._lookup.info(key_at(place, form.suffix))}: {role} is stored as {form.words}; "
+                f"{self._index.info(key_at(location, fmt.marker))}: {role} is stored as {fmt.name}; "
                 "expected plain floats."
             )
-        raise self._lookup.missing(
-            f"the {suffix} of {role}", [key_at(place, suffix) for place in self.names.locations_of(role)]
+        raise self._index.missing(
+            f"the {suffix} of {role}",
+            [key_at(location, suffix) for location in self.names.locations_of(role)],
         )
 
 
-def _alternatives(shape: Shape | tuple[Shape, ...]) -> tuple[Shape, ...]:
-    several = tuple(one for one in shape if isinstance(one, tuple))
-    return several or (tuple(size for size in shape if isinstance(size, int)),)
+def _check_overflow(info: TensorInfo, copied: torch.Tensor, errors: CastErrors) -> None:
+    if errors.overflowed:
+        dtype = str(copied.dtype).removeprefix("torch.")
+        raise BadTensor(
+            f"{info}: {errors.overflowed} of {copied.numel()} values are too large for {dtype} (stored as "
+            f"{info.dtype}). Compute in bfloat16 or float32 instead."
+        )

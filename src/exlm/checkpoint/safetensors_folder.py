@@ -1,9 +1,12 @@
-"""The tensors of a model folder, read when they are asked for.
+"""A model folder of safetensors files: which files and tensors it has, and their data on demand.
 
-What is kept as it is stored is loaded: straight into memory of its own, a large tensor by several threads.
-What is converted on the way is read: a view of its file, which is mapped once, and whose pages can be given
-back, so that loading a model takes the memory of the model and not that of its files too. Names here are the
-stored ones; roles and renaming are not known.
+The files found are the truth. `model.safetensors.index.json` is often a stale copy, so it only decides
+between two files that hold the same tensor, and explains what is missing.
+
+Data that is kept as it is stored is loaded: read into memory of its own, a large tensor by several threads.
+Data that is cast or converted is read as a view of the mapped file, whose pages can be released again, so
+that loading a model takes the memory of the model and not that of its files too. Names are the stored ones;
+`tensor_index` maps a model's roles to them.
 """
 
 from __future__ import annotations
@@ -11,41 +14,82 @@ from __future__ import annotations
 import math
 import mmap
 import os
-import sys
-import threading
+import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 
 import torch
 
-from ..errors import BadFile, BadTensor, MissingTensor
+from ..errors import BadFile, BadTensor, CheckpointError, MissingTensor, ModelNotFound, UnsafeFile
 from ..formats.host_buffers import pooled_empty
-from ..memory import memory_errors
-from .safetensors_header import DTYPES, damaged, quoted
-from .safetensors_index import INDEX, TensorInfo, scan
+from .file_access import MappedFiles, check_size, damaged, load_json, quoted, read_small, refuse_pointer
+from .safetensors_header import DTYPES, MAX_HEADER, read_header
+
+INDEX = "model.safetensors.index.json"
+
+_PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
+_CONSOLIDATED = "consolidated"
+"""Prefix of the files in which Mistral stores the same weights a second time, for its own program."""
+
+_SHARD = re.compile(r"(.*)-(\d{1,9})-of-(\d{1,9})\.safetensors", re.DOTALL)
 
 MAX_THREADS = 4
-"""Threads that load one tensor: enough for a fast disk, and not too many for few cores."""
+"""Threads that read one tensor: enough for a fast disk, and not too many for few cores."""
 
 MIN_THREAD_BYTES = 16 * 2**20
-"""Bytes for which another of them is worth its while, where several tensors are loaded at a time anyway."""
+"""Bytes each of those threads reads at least; several tensors are loaded at a time anyway."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One stored tensor: what its file's header says of it."""
+
+    name: str
+    file: Path
+    dtype: str  # as the file spells it: F16, BF16, I32
+    shape: tuple[int, ...]
+    nbytes: int
+    offset: int  # of the first byte, from the start of the file
+
+    def __str__(self) -> str:
+        return f"{self.file}: tensor {quoted(self.name)}"
+
+
+def flatten_experts(info: TensorInfo) -> TensorInfo:
+    """Experts stacked in a third dimension (experts, rows, columns) as (experts · rows, columns)."""
+    if len(info.shape) != 3:
+        return info
+    experts, rows, columns = info.shape
+    return replace(info, shape=(experts * rows, columns))
 
 
 class SafetensorsFolder:
     """Every tensor of the `*.safetensors` files in a folder; headers are read at once, data on demand.
 
-    Reads may come from several threads at a time.
+    Several threads may read at a time.
     """
 
     def __init__(self, folder: Path) -> None:
-        contents = scan(folder)
+        """Read every header and the index."""
         self.folder = folder
-        self.index = contents.index
-        self._tensors = contents.tensors
-        self._sizes = contents.sizes
-        self._maps: dict[Path, mmap.mmap] = {}
-        self._lock = threading.Lock()
+        found: dict[str, list[TensorInfo]] = {}
+        sizes: dict[Path, int] = {}
+        files = weight_files(folder)
+        self.index = read_index(folder)  # tensor name → file name
+        for file in files:
+            header = read_header(file)
+            sizes[file] = header.size
+            for name, entry in header.entries.items():
+                nbytes, offset = entry.stop - entry.start, header.data + entry.start
+                info = TensorInfo(name, file, entry.dtype, entry.shape, nbytes, offset)
+                found.setdefault(name, []).append(info)
+        self._tensors = {
+            name: _resolve_duplicate(infos, self.index.get(name)) for name, infos in found.items()
+        }
+        self._sizes = sizes
+        self._maps = MappedFiles(sizes)
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -81,7 +125,7 @@ class SafetensorsFolder:
         return f"{INDEX} says it is in {quoted(file)}, which is not in the folder: download that file."
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type of a tensor's numbers; BadFile if torch has none like it."""
+        """The torch type of a tensor's numbers; BadFile if torch has none like it."""
         info = self.info(name)
         if info.dtype not in DTYPES:
             raise BadFile(f"{info}: type {quoted(info.dtype)} is not one of {', '.join(DTYPES)}.")
@@ -97,7 +141,7 @@ class SafetensorsFolder:
     def load_rows(self, of: str | TensorInfo, start: int, target: torch.Tensor) -> None:
         """Fill `target`, contiguous, on the CPU and of the stored type, with the rows from `start` on.
 
-        Whose rows is said by name, or by what the header says, perhaps in another shape (`flat`).
+        `of` is a tensor's name or its header entry, perhaps in another shape (`flatten_experts`).
         """
         info = self.info(of) if isinstance(of, str) else of
         first, _ = self._row_bytes(info, start, start + len(target))
@@ -107,7 +151,7 @@ class SafetensorsFolder:
         """A tensor on the CPU, as stored: a view of the file where the file's layout allows.
 
         Writing to it changes other views of the same tensor, but never the file. Copy what is to be kept,
-        then `release` it: a file that is cut short while a view is in use takes the process down.
+        then `release` it: a file that is truncated while a view is in use ends the process (SIGBUS).
         """
         info = self.info(name)
         return self._view(info, info.offset, info.shape)
@@ -119,28 +163,21 @@ class SafetensorsFolder:
         return self._view(info, first, (stop - start, *info.shape[1:]))
 
     def release(self, of: str | TensorInfo, start: int = 0, stop: int | None = None) -> None:
-        """Give back the memory of a tensor, or of some of its rows; a later read gets it from the file again.
+        """Free the mapped pages of a tensor, or of some of its rows; a later read maps them again.
 
         What was written into views of it is lost.
         """
         info = self.info(of) if isinstance(of, str) else of
-        mapped = self._maps.get(info.file)
-        if mapped is None or not hasattr(mmap, "MADV_DONTNEED"):
-            return
         first, size = info.offset, info.nbytes
         if stop is not None:
             first, size = self._row_bytes(info, start, stop)
-        # Only whole pages of this tensor: its neighbours may be in use.
+        # Only pages that hold nothing but this tensor: its neighbours may be in use.
         page = mmap.PAGESIZE
-        begin, end = -(-first // page) * page, (first + size) // page * page
-        if begin < end:
-            mapped.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+        self._maps.release_pages(info.file, -(-first // page) * page, (first + size) // page * page)
 
     def close(self) -> None:
-        """Let go of the files; tensors that were read stay valid, and a later read opens them again."""
-        with self._lock:
-            # Not mmap.close(): a view that is still alive would then point nowhere.
-            self._maps.clear()
+        """Forget the maps of the files; views stay valid, and a later read maps the files again."""
+        self._maps.close()
 
     def _row_bytes(self, info: TensorInfo, start: int, stop: int) -> tuple[int, int]:
         rows = info.shape[0] if info.shape else 0
@@ -171,46 +208,22 @@ class SafetensorsFolder:
         count = math.prod(shape)
         if not count:
             return torch.empty(shape, dtype=dtype)
-        mapped = self._map(info.file)
+        mapped = self._maps.get(info.file)
         if offset % dtype.itemsize == 0:
             return torch.frombuffer(mapped, dtype=dtype, count=count, offset=offset).view(shape)
-        # A header of odd length, as old writers left it, puts everything after it at odd addresses.
+        # Old writers left headers of odd length, which put everything after them at odd addresses.
         raw = torch.frombuffer(mapped, dtype=torch.uint8, count=count * dtype.itemsize, offset=offset)
-        # Not `clone`: large blocks that come and go leave holes in the heap; a map of its own leaves none.
+        # `clone` would fragment the heap with large short-lived blocks; an anonymous map does not.
         copied = torch.frombuffer(mmap.mmap(-1, len(raw)), dtype=torch.uint8).copy_(raw)
         return copied.view(dtype).view(shape)
 
-    def _map(self, path: Path) -> mmap.mmap:
-        with self._lock:
-            if path not in self._maps:
-                self._maps[path] = _mapped(path, self._sizes[path])
-            found = self._maps[path]
-        # Whatever was cut off since would take the process down when it is touched.
-        _check_size(path, found.size(), self._sizes[path])
-        return found
-
-
-def _mapped(path: Path, size: int) -> mmap.mmap:
-    """The file in memory: pages come when touched, and writes stay with us."""
-    try:
-        with memory_errors(lambda: f"{path}: {size:,} bytes cannot be mapped"), path.open("rb") as file:
-            _check_size(path, os.fstat(file.fileno()).st_size, size)
-            if sys.platform == "linux":
-                # Private, writable memory is reserved in full unless told otherwise, and a file may be larger
-                # than what there is to reserve. The constant has a name only from Python 3.13 on.
-                flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)
-                return mmap.mmap(file.fileno(), size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-            return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
-    except OSError as error:
-        raise BadFile(f"{path}: cannot be mapped into memory ({error.strerror}).") from error
-
 
 def _read_into(path: Path, size: int, offset: int, target: memoryview) -> None:
-    """Fill `target` from a file; one that has changed or cannot be read is a BadFile, even halfway."""
+    """Fill `target` from a file; BadFile if it has changed or cannot be read, even halfway."""
     try:
-        # A handle for each reader: those that shared one would have to share its position.
+        # Each thread opens the file itself: a shared handle would share its position.
         with path.open("rb", buffering=0) as file:
-            _check_size(path, os.fstat(file.fileno()).st_size, size)
+            check_size(path, os.fstat(file.fileno()).st_size, size)
             file.seek(offset)
             while target:
                 count = file.readinto(target)
@@ -221,6 +234,103 @@ def _read_into(path: Path, size: int, offset: int, target: memoryview) -> None:
         raise BadFile(f"{path}: cannot be read ({error.strerror}).") from error
 
 
-def _check_size(path: Path, found: int, size: int) -> None:
-    if found != size:
-        raise damaged(path, f"expected {size} bytes as when its header was read, found {found}")
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder, by name, none of a numbered set missing.
+
+    Weights that are stored a second time under Mistral's own names are left out, so that a copy of the model
+    does not carry them along.
+    """
+    if not folder.is_dir():
+        raise ModelNotFound(f"{folder} is not a folder; expected a model folder with *.safetensors files.")
+    try:
+        names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be listed ({error.strerror}).") from error
+    found = [name for name in names if name.endswith(".safetensors")]
+    if not found:
+        raise _no_weights_error(folder, names)
+    found = [name for name in found if not name.startswith(_CONSOLIDATED)] or found
+    _check_shards_complete(folder, found)
+    return [folder / name for name in found]
+
+
+def read_index(folder: Path) -> dict[str, str]:
+    """Tensor name → file name as the folder's index has it; empty without an index."""
+    path = folder / INDEX
+    if not os.path.lexists(path):
+        return {}
+    raw = read_small(path, MAX_HEADER)
+    refuse_pointer(path, raw)
+    remedy = "Delete it: the weights are found without it."
+    try:
+        # Some writers give `total_size` as a float (14483464192.0); it is not used.
+        table = load_json(raw.decode("utf-8"), fractions=True)
+    except (ValueError, RecursionError) as error:
+        raise BadFile(f"{path}: not the JSON it should be ({error}). {remedy}") from error
+    files = table.get("weight_map") if isinstance(table, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise BadFile(
+            f"{path}: expected file names by tensor in `weight_map`, found {quoted(files)}. {remedy}"
+        )
+    for name, file in files.items():
+        if _leaves_folder(file):
+            raise BadFile(
+                f"{path}: tensor {quoted(name)} is said to be in {quoted(file)}, outside the folder. {remedy}"
+            )
+    return files
+
+
+def _leaves_folder(file: str) -> bool:
+    # Windows path rules on every system: they cover all ways out of a folder.
+    path = PureWindowsPath(file)
+    return not path.parts or bool(path.anchor) or ".." in path.parts or "\0" in file
+
+
+def _resolve_duplicate(infos: list[TensorInfo], indexed: str | None) -> TensorInfo:
+    if len(infos) == 1:
+        return infos[0]
+    for info in infos:
+        if info.file.name == indexed:
+            return info
+    first, second = infos[0], infos[1]
+    raise BadFile(
+        f"{first} is also in {second.file}, and no {INDEX} says which of them counts. "
+        "Move the file that does not belong to the model out of the folder."
+    )
+
+
+def _check_shards_complete(folder: Path, names: list[str]) -> None:
+    sets: dict[tuple[str, str], dict[int, str]] = {}
+    for name in names:
+        if match := _SHARD.fullmatch(name):
+            sets.setdefault((match[1], match[3]), {})[int(match[2])] = match[2]
+    for (prefix, total), present in sets.items():
+        width = len(next(iter(present.values())))
+        first = min(1, *present)  # some writers begin with 00000
+        expected = range(first, first + int(total))
+        count = len(expected) - sum(number in expected for number in present)
+        if count:
+            # A file name may claim a billion shards: look at the first few gaps only.
+            gaps = [number for number in expected[: len(present) + 4] if number not in present][:4]
+            files = ", ".join(f"{prefix}-{number:0{width}}-of-{total}.safetensors" for number in gaps)
+            more = f" and {count - len(gaps)} more" if count > len(gaps) else ""
+            raise BadFile(
+                f"{folder}: {files}{more} missing; expected {int(total)} files numbered like this, found "
+                f"{len(present)}. Download the missing ones."
+            )
+
+
+def _no_weights_error(folder: Path, names: list[str]) -> CheckpointError:
+    pickles = [name for name in names if Path(name).suffix in _PICKLES]
+    if not pickles:
+        return CheckpointError(f"{folder} holds no weights: expected *.safetensors files, found none.")
+    source = os.path.abspath(folder)
+    command = (
+        'python -c "from transformers import AutoModelForCausalLM as M; '
+        f'M.from_pretrained({source!r}).save_pretrained({source + "-safetensors"!r})"'
+    )
+    some = ", ".join(pickles[:3]) + (", …" if pickles[3:] else "")
+    return UnsafeFile(
+        f"{folder} holds its weights only as pickles ({some}), which can run code when they are opened; exlm "
+        f"reads safetensors only. If you trust the files, convert them:\n{command}"
+    )

@@ -1,27 +1,22 @@
-"""The header of one safetensors file, read with distrust.
+"""Reads and checks the header of one safetensors file; no tensor data is touched.
 
-The `safetensors` library writes our files but does not read them: it refuses a whole file for one tensor of a
-type it does not know, does not say what was expected and found where, and keeps every page it has touched
-resident. No tensor data is touched here, and nothing is allocated on the word of a file before that word is
-checked.
+The `safetensors` library writes exlm's files but does not read them: it refuses a whole file for one tensor
+of an unknown type, its errors do not say what was expected and found where, and every page it has touched
+stays resident. A number in the header is checked against the file's size before memory is allocated for it.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import reprlib
-import stat
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from ..errors import BadFile
+from .file_access import damaged, load_json, quoted, refuse_pointer, regular_size
 
 MAX_HEADER = 100_000_000
 MAX_RANK = 64
@@ -46,7 +41,6 @@ DTYPES: dict[str, torch.dtype] = {
     "C64": torch.complex64,
 }
 
-_LFS = b"version https://git-lfs.github.com/spec/"
 _FIELDS = ("dtype", "shape", "data_offsets")
 METADATA = "__metadata__"
 
@@ -63,80 +57,20 @@ class HeaderEntry:
 
 @dataclass(frozen=True)
 class SafetensorsHeader:
-    """A checked header: every known tensor fits its bytes, and together they fill the file exactly."""
+    """A checked header: each tensor of a known type has the bytes its shape needs, and all fill the file."""
 
     entries: dict[str, HeaderEntry]
     data: int  # where in the file the first tensor byte is
     size: int  # of the whole file
 
 
-def quoted(text: object) -> str:
-    """Anything a file says, fit for a message: escaped, and no longer than a line."""
-    short = reprlib.Repr()
-    short.maxstring = short.maxother = 120
-    return short.repr(text)
-
-
-def damaged(path: Path, what: str) -> BadFile:
-    """The error for a file that is not what it should be."""
-    return BadFile(f"{path}: {what}. The file is damaged or incomplete: download or convert it again.")
-
-
 def read_header(path: Path) -> SafetensorsHeader:
-    """The checked header of a safetensors file; BadFile says what is wrong with it, tensor by tensor."""
+    """The checked header of a safetensors file; BadFile names the tensor that is wrong, and how."""
     raw, size = _raw_header(path)
     data = 8 + len(raw)
     entries = {name: _entry(path, name, value) for name, value in _parse(path, raw).items()}
     _check_cover(path, entries, size - data)
     return SafetensorsHeader(entries, data, size)
-
-
-def read_small(path: Path, limit: int) -> bytes:
-    """All of a text file that may not be longer than `limit`; a pipe or a device is not waited for."""
-    size = regular_size(path)
-    if size > limit:
-        raise BadFile(f"{path}: expected at most {limit} bytes, found {size}.")
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise BadFile(f"{path}: cannot be read ({error.strerror}).") from error
-
-
-def regular_size(path: Path) -> int:
-    """The size of a file that is one; a folder, a pipe or a broken link is a BadFile."""
-    try:
-        status = os.stat(path)
-    except OSError as error:
-        raise BadFile(f"{path}: cannot be read ({error.strerror}); is it a broken link?") from error
-    if not stat.S_ISREG(status.st_mode):
-        raise BadFile(f"{path}: expected a file, found a folder, pipe or device. Remove or rename it.")
-    return status.st_size
-
-
-def refuse_pointer(path: Path, start: bytes) -> None:
-    """Say so if the file holds git-lfs' note of a file instead of the file."""
-    if start.startswith(_LFS):
-        raise BadFile(
-            f"{path}: this is a git-lfs pointer, not the file itself. Run `git lfs pull` in {path.parent}."
-        )
-
-
-def load_json(text: str, *, fractions: bool = False) -> Any:
-    """JSON with each key at most once and perhaps no fractions; ValueError or RecursionError otherwise."""
-    number = float if fractions else _refuse_fraction
-    return json.loads(text, object_pairs_hook=_refuse_duplicates, parse_float=number, parse_constant=number)
-
-
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) < len(pairs):
-        [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"the key {quoted(twice)} is there twice")
-    return table
-
-
-def _refuse_fraction(text: str) -> NoReturn:
-    raise ValueError(f"expected a whole number, found {quoted(text)}")
 
 
 def _raw_header(path: Path) -> tuple[bytes, int]:
@@ -162,8 +96,8 @@ def _raw_header(path: Path) -> tuple[bytes, int]:
 
 
 def _parse(path: Path, raw: bytes) -> dict[str, Any]:
-    # A tensor opens three brackets in fifty bytes or more. Brackets alone would cost twenty times their size
-    # to parse.
+    # The entry of a tensor has three opening brackets in at least fifty bytes. Parsing brackets alone would
+    # take twenty times their size in memory.
     if len(raw) > 2**20 and raw.count(b"[") + raw.count(b"{") > len(raw) // 12:
         raise damaged(
             path, f"expected a list of tensors as header, found brackets in most of {len(raw)} bytes"
@@ -197,7 +131,7 @@ def _entry(path: Path, name: str, value: object) -> HeaderEntry:
         raise wrong("data_offsets of two rising whole numbers", offsets)
     start, stop = offsets
     elements = math.prod(shape)
-    # Sizes of an empty tensor may still overflow the strides that torch computes from them.
+    # The other sizes of an empty tensor can still overflow the strides that torch computes.
     if math.prod(filter(None, shape)) > MAX_ELEMENTS:
         raise wrong(f"a shape of at most {MAX_ELEMENTS} elements", shape)
     if dtype in DTYPES:
@@ -214,7 +148,7 @@ def _whole_numbers(value: object) -> bool:
 
 
 def _check_cover(path: Path, entries: dict[str, HeaderEntry], held: int) -> None:
-    """Each byte after the header belongs to one tensor: a shifted, cut or lengthened file cannot pass."""
+    """Check that each data byte belongs to one tensor: no shifted, cut or lengthened file passes."""
     last, end = "", 0
     for name, entry in _in_order(entries):
         if entry.stop > held:

@@ -1,4 +1,4 @@
-"""Where weights come from, whatever the container: what a builder may ask, and who answers for a path."""
+"""`WeightSource`: the weights of one model by role, whatever files hold them; `open_source` opens a path."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from ..formats.gptq_config import GptqConfig
 from ..spec.tensor_names import TensorNames
 from .gguf_reader import GgufCheckpoint
 from .reader import SafetensorsCheckpoint
-
-Shape = tuple[int, ...]
+from .tensor_index import Shape
 
 
 class WeightFiles(Protocol):
-    """The files behind a source."""
+    """The files of a source."""
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -48,7 +47,7 @@ class WeightSource(Protocol):
         ...
 
     def unused(self) -> list[str]:
-        """Stored names that nobody has asked for so far."""
+        """Stored names that were not asked for so far."""
         ...
 
     def tensor(
@@ -80,7 +79,7 @@ class WeightSource(Protocol):
 
 
 class WeightSourceWrapper:
-    """A source that asks another: what a wrapper does not say otherwise."""
+    """Base of sources that change what another source gives: every call goes to `inner`."""
 
     def __init__(self, inner: WeightSource) -> None:
         self.inner = inner
@@ -99,7 +98,7 @@ class WeightSourceWrapper:
         return self.inner.describe(role, fallback)
 
     def unused(self) -> list[str]:
-        """Stored names that nobody has asked for so far."""
+        """Stored names that were not asked for so far."""
         return self.inner.unused()
 
     def tensor(

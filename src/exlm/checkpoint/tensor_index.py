@@ -1,22 +1,18 @@
-"""Which stored tensor a role means: canonical keys, places tried in order, and what to say if none fits.
+"""`TensorIndex`: which stored tensors a role means, and the errors for roles that none or the wrong ones fit.
 
-No tensor data is read here; how a matrix is put together from what is found is in one module for each form.
+A role has locations, tried in order of preference, and a location has keys in Llama's spelling, to which
+stored names are translated. Headers are enough for all of it.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-
-import torch
 
 from ..errors import BadFile, BadTensor, MissingTensor, Unsupported
-from ..formats.gptq_config import GptqConfig
 from ..spec.tensor_names import RowRange, TensorLocation, TensorNames
-from .safetensors_folder import SafetensorsFolder
-from .safetensors_header import quoted
-from .safetensors_index import TensorInfo
+from .file_access import quoted
+from .safetensors_folder import SafetensorsFolder, TensorInfo
 
 FLOAT_TYPES = ("F16", "BF16", "F32", "F64")
 
@@ -26,30 +22,20 @@ OTHER_FORMATS = {
     ".weight_scale_inv": "8-bit floats with scales beside them are",
     ".weight_scale": "8-bit or 4-bit floats with scales beside them are",
 }
-"""What lies beside a quantised matrix that is called `weight` like plain ones, and whose way that is."""
+"""Suffixes of tensors beside a quantised matrix that is called `weight` as plain ones are, and who stores it
+so."""
 
 _VOCABULARY = ("embed", "head")
 _LAYER = re.compile(r"^layers\.(\d+)\.")
 _EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 
 
-@dataclass(frozen=True)
-class WeightRequest:
-    """A matrix that is asked for, and the place where it was found."""
-
-    role: str
-    location: TensorLocation
-    in_features: int
-    out_features: int
-    bias: bool
-    dtype: torch.dtype | None  # of dense numbers; None: as stored
-    device: torch.device
-    own_bias: tuple[str, ...] = ()  # keys of its bias where the matrix itself is another role's
+Shape = tuple[int, ...]
 
 
-def key_at(place: TensorLocation, suffix: str) -> str:
-    """The key of one tensor of a place."""
-    return place.key if place.without_suffix and suffix == "weight" else f"{place.key}.{suffix}"
+def key_at(location: TensorLocation, suffix: str) -> str:
+    """The key of one tensor of a location."""
+    return location.key if location.without_suffix and suffix == "weight" else f"{location.key}.{suffix}"
 
 
 def num_rows(spans: Iterable[RowRange]) -> int:
@@ -57,53 +43,58 @@ def num_rows(spans: Iterable[RowRange]) -> int:
     return sum(stop - start for start, stop in spans)
 
 
-class TensorIndex:
-    """Stored tensors by canonical key, and which of them were asked for."""
+def accepted_shapes(shape: Shape | tuple[Shape, ...]) -> tuple[Shape, ...]:
+    """One accepted shape or several, as several."""
+    several = tuple(one for one in shape if isinstance(one, tuple))
+    return several or (tuple(size for size in shape if isinstance(size, int)),)
 
-    def __init__(
-        self, files: SafetensorsFolder, names: TensorNames, quantization: GptqConfig | None = None
-    ) -> None:
+
+class TensorIndex:
+    """Stored tensors by their key in Llama's spelling, and which of them were used."""
+
+    def __init__(self, files: SafetensorsFolder, names: TensorNames) -> None:
         self.files = files
         self.names = names
-        self.quantization = quantization or GptqConfig()
-        self._stored: dict[str, str] = {}  # canonical key → stored name
-        self._by_location: dict[str, list[str]] = {}  # the same by key without its suffix
+        self._stored: dict[str, str] = {}  # key → stored name
+        self._by_location: dict[str, dict[str, str]] = {}  # key without its suffix → suffix → stored name
         for name in files.names():
             key = names.to_llama_key(name)
             if key in self._stored:
                 first, second = files.info(self._stored[key]), files.info(name)
                 raise BadFile(f"{first} and {second} both stand for {quoted(key)}; expected one of them.")
             self._stored[key] = name
-            self._by_location.setdefault(key.rpartition(".")[0], []).append(name)
+            location, _, suffix = key.rpartition(".")
+            self._by_location.setdefault(location, {})[suffix] = name
         self._used: set[str] = set()
 
     def __contains__(self, key: str) -> bool:
         return key in self._stored
 
     def find(self, role: str, suffixes: Sequence[str]) -> tuple[TensorLocation, str] | None:
-        """The best place that holds a role, and by which of these suffixes."""
-        for place in self.names.locations_of(role):
+        """The first location that holds a role, and the first of these suffixes that is stored there."""
+        for location in self.names.locations_of(role):
             for suffix in suffixes:
-                if key_at(place, suffix) in self._stored:
-                    return place, suffix
+                if key_at(location, suffix) in self._stored:
+                    return location, suffix
         return None
 
     def info(self, key: str) -> TensorInfo:
-        """What the header says of a tensor that is there."""
+        """The header entry of a stored tensor."""
         return self.files.info(self._stored[key])
 
-    def tensors_at(self, place: TensorLocation) -> list[TensorInfo]:
-        """Every tensor whose key is that of a place and a suffix."""
-        return [self.files.info(name) for name in self._by_location.get(place.key, ())]
+    def tensors_at(self, location: TensorLocation) -> dict[str, TensorInfo]:
+        """Every tensor of a location, by suffix."""
+        stored = self._by_location.get(location.key, {})
+        return {suffix: self.files.info(name) for suffix, name in stored.items()}
 
     def use(self, key: str) -> TensorInfo:
-        """The same as `peek`, by one who is about to read it."""
+        """The same as `info`, for a tensor that is about to be read: `unused` no longer lists it."""
         info = self.info(key)
         self._used.add(info.name)
         return info
 
     def use_floats(self, key: str) -> TensorInfo:
-        """The same as `ask`, if the tensor holds plain floats; scaled 8-bit ones mean nothing alone."""
+        """The same as `use`; BadTensor unless the tensor holds plain floats, which need no scales."""
         info = self.use(key)
         if info.dtype not in FLOAT_TYPES:
             raise BadTensor(
@@ -113,12 +104,12 @@ class TensorIndex:
             )
         return info
 
-    def check_unscaled(self, role: str, place: TensorLocation) -> None:
-        """`Unsupported` if the inputs of a matrix are divided by numbers of their own.
+    def check_unscaled(self, role: str, location: TensorLocation) -> None:
+        """`Unsupported` if a matrix needs its inputs divided by stored numbers other than one.
 
-        So AutoAWQ leaves MLPs without a gate: the matrix is multiplied by what its activation is divided by.
+        AutoAWQ stores MLPs without a gate so: it scales the matrix up and the activations down.
         """
-        key = f"{place.key.rpartition('.')[0]}.act.scales"
+        key = f"{location.key.rpartition('.')[0]}.act.scales"
         if not role.endswith(".mlp.down") or key not in self:
             return
         info = self.use_floats(key)
@@ -131,7 +122,7 @@ class TensorIndex:
             )
 
     def _other_format(self, key: str) -> str:
-        """Whose way to store a matrix this is, if other tensors beside it give that away."""
+        """Which other format tensors beside this one belong to, as a clause for an error; perhaps empty."""
         base = key.removesuffix(".weight")
         for beside, words in OTHER_FORMATS.items():
             if base + beside in self:
@@ -139,21 +130,21 @@ class TensorIndex:
         return ""
 
     def unused(self) -> list[str]:
-        """Stored names that nobody has asked for."""
+        """Stored names that were not used."""
         return sorted(name for name in self.files.names() if name not in self._used)
 
-    def stored_outputs(self, role: str, place: TensorLocation, width: int) -> int:
-        """How many outputs the stored matrix has: `width`, or as far as the last role in it reaches."""
-        if not place.rows:
+    def stored_outputs(self, role: str, location: TensorLocation, width: int) -> int:
+        """How many outputs the stored matrix has: `width`, or the last row of any role fused into it."""
+        if not location.rows:
             return width
         layer, expert = (found[1] if (found := number.search(role)) else "0" for number in (_LAYER, _EXPERT))
-        kin = (
+        fused = (
             one
-            for _, places in self.names.locations
-            for one in places
-            if one.key.replace("{i}", layer).replace("{e}", expert) == place.key
+            for _, locations in self.names.locations
+            for one in locations
+            if one.key.replace("{i}", layer).replace("{e}", expert) == location.key
         )
-        return max(stop for one in (place, *kin) for _, stop in one.rows)
+        return max(stop for one in (location, *fused) for _, stop in one.rows)
 
     def missing(self, what: str, keys: Sequence[str]) -> MissingTensor:
         """The error for a role whose keys are in none of the files."""

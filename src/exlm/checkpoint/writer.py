@@ -1,8 +1,7 @@
-"""Named tensors to safetensors files, several if they are large.
+"""Writes named tensors to safetensors files, in shards if they are large.
 
-Everything is written under other names first and moved into place at the end, so that a crash leaves no
-half-written model: either nothing has a final name, or a numbered set has a gap that readers refuse. What the
-tensors are called and in which order they come is the caller's choice.
+Files are written under temporary names and renamed at the end, so that a crash leaves no half-written model:
+either no file has its final name, or a numbered set has a gap, which readers refuse.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ from safetensors.torch import save_file
 
 from ..atomic import sync_file
 from ..errors import BadTensor, CheckpointError, InputError
-from .safetensors_header import DTYPES, METADATA, quoted
-from .safetensors_index import INDEX
+from .file_access import quoted
+from .safetensors_folder import INDEX
+from .safetensors_header import DTYPES, METADATA
 
 _WRITTEN_BY_SAVE = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 
@@ -49,7 +49,7 @@ def save(
     with _report_disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         old = _replaceable_files(folder, overwrite)
-        # A folder of its own on the same disk: a rename is then all that is left to do.
+        # On the same disk, so that renaming is enough in the end.
         hidden = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder))
     try:
         shards = _ShardWriter(hidden, shard_bytes, {"format": "pt", **(metadata or {})}, progress)
@@ -65,7 +65,7 @@ def save(
 
 
 class _ShardWriter:
-    """Files being filled one after the other."""
+    """Collects tensors and writes a file when a shard is full."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class _ShardWriter:
         progress: Callable[[int, int], None] | None,
     ) -> None:
         self.files: list[Path] = []
-        self.places: dict[str, int] = {}  # tensor → number of its file
+        self.file_numbers: dict[str, int] = {}  # tensor → number of its file
         self.total = 0
         self._folder = folder
         self._limit = limit
@@ -86,14 +86,14 @@ class _ShardWriter:
         self._size = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        if name in self.places or name == METADATA:
+        if name in self.file_numbers or name == METADATA:
             raise CheckpointError(f"The tensor name {quoted(name)} is reserved or was given twice.")
         if tensor.dtype not in DTYPES.values() or tensor.layout != torch.strided:
             kind = f"{tensor.layout} {tensor.dtype}"
             raise BadTensor(f"Tensor {quoted(name)}: {kind} cannot be stored in a safetensors file.")
         if self._held and self._size + tensor.nbytes > self._limit:
             self.flush()
-        self.places[name] = len(self.files)
+        self.file_numbers[name] = len(self.files)
         self._held[name] = self._without_shared_memory(tensor)
         self._size += tensor.nbytes
 
@@ -108,11 +108,11 @@ class _ShardWriter:
         self.total += self._size
         self._held, self._storages, self._size = {}, set(), 0
         if self._progress:
-            self._progress(len(self.places), self.total)
+            self._progress(len(self.file_numbers), self.total)
 
     def _without_shared_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.detach().to("cpu").contiguous()
-        # A part of a larger tensor would keep all of it, and the library refuses tensors that share memory.
+        # A view would keep the whole tensor alive, and the library refuses tensors that share memory.
         storage = tensor.untyped_storage()
         if storage.nbytes() != tensor.nbytes or storage.data_ptr() in self._storages:
             return tensor.clone()
@@ -129,7 +129,7 @@ def _report_disk_errors(folder: Path) -> Iterator[None]:
 
 
 def _replaceable_files(folder: Path, overwrite: bool) -> list[Path]:
-    """What a model already in the folder consists of, if it may be replaced."""
+    """The files of a model already in the folder; CheckpointError if they may not be replaced."""
     names = sorted(os.listdir(folder))
     weights = [name for name in names if name.endswith(".safetensors") and not name.startswith(".")]
     foreign = [name for name in weights if not _WRITTEN_BY_SAVE.fullmatch(name)]
@@ -148,14 +148,14 @@ def _publish(folder: Path, shards: _ShardWriter, old: list[Path]) -> list[Path]:
     names = ["model.safetensors"]
     if count > 1:
         names = [f"model-{n + 1:05}-of-{count:05}.safetensors" for n in range(count)]
-        files = {name: names[n] for name, n in sorted(shards.places.items())}
+        files = {name: names[n] for name, n in sorted(shards.file_numbers.items())}
         index = {"metadata": {"total_size": shards.total}, "weight_map": files}
         written = shards.files[0].parent / INDEX
         written.write_text(json.dumps(index, indent=2), encoding="utf-8")
         sync_file(written)
         shards.files.append(written)
         names.append(INDEX)
-    # The old model goes first, its index before its files: a crash here must not leave a mixture of two.
+    # The old model is deleted first, its index before its files: a crash must not leave a mixture of two.
     for path in reversed(old):
         if count > 1 or path.name != names[0]:
             path.unlink()

@@ -18,8 +18,6 @@ from torch import Tensor
 from .. import spec
 from ..checkpoint import GgufCheckpoint, SafetensorsCheckpoint, TensorInfo
 from ..checkpoint.gguf_file import ROPE_FACTORS
-from ..checkpoint.packed import EXL2, GPTQ
-from ..checkpoint.reader import FORMS
 from ..checkpoint.safetensors_header import DTYPES
 from ..checkpoint.tensor_index import FLOAT_TYPES, key_at
 from ..errors import Unsupported
@@ -27,6 +25,7 @@ from ..formats import PackedWeight, Weight, exl2, gptq
 from ..formats.awq import NIBBLE_COLUMNS
 from ..formats.bits import WORD_BITS, unpack_rows
 from ..formats.gptq_config import GptqConfig
+from ..formats.registry import FORMATS
 from ..spec.tensor_names import RowRange, TensorLocation
 from ..spec.weight_roles import Matrix
 from .plan import (
@@ -41,12 +40,12 @@ from .plan import (
 
 TENSOR_SUFFIXES: dict[str, tuple[str, ...]] = {
     "dense": ("weight",),
-    "exl2": (*EXL2, "q_perm"),
-    **dict.fromkeys(("gptq", "gptq_v2", "awq"), GPTQ),
+    "exl2": (*exl2.TENSORS, "q_perm"),
+    **dict.fromkeys(("gptq", "gptq_v2", "awq"), gptq.TENSORS),
 }
 """By form, the suffixes of a matrix's tensors; any matrix may also have a bias."""
 
-SUFFIXES = tuple(form.suffix for form in FORMS)
+SUFFIXES = tuple(dict.fromkeys(one.marker for one in FORMATS))
 
 TensorsBySuffix = dict[str, TensorInfo]
 
@@ -66,7 +65,7 @@ class FolderPlanner(ConversionPlanner):
         self.quantization = quantization or GptqConfig()
         layout = self.quantization.checkpoint_format
         self.form_by_suffix = {
-            **{form.suffix: form.words for form in FORMS},
+            **{one.marker: one.name for one in FORMATS},
             "weight": "dense",
             "qweight": "awq" if layout == "gemm" else layout,
         }
@@ -196,9 +195,9 @@ class FolderPlanner(ConversionPlanner):
         if action == "unpack":
             nbytes = 2 * m.out_features * m.in_features + 4 * m.out_features
         elif form == "exl2":
-            writer, suffixes = _write_exl2, EXL2
+            writer, suffixes = _write_exl2, exl2.TENSORS
         elif form != "dense":
-            writer, suffixes = partial(_write_gptq, v2=self._writes_gptq_v2(form)), GPTQ
+            writer, suffixes = partial(_write_gptq, v2=self._writes_gptq_v2(form)), gptq.TENSORS
 
         def make() -> NamedTensors:
             for suffix, tensor in writer(self._read_weight(m)).items():

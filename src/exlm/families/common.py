@@ -1,4 +1,4 @@
-"""The few pieces nearly every family shares: attention, norm, MLP, decoder, and where the windows are."""
+"""Parts that nearly every family shares: attention, norm, MLP, decoder, windows and fused tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LANGUAGE_MODEL_PREFIXES = (
     KeyRename("language_model.model.", "model.", prefix_only=True),
     KeyRename("language_model.lm_head.", "lm_head.", prefix_only=True),
 )
-"""Where files of multimodal models keep the language model."""
+"""Renames for the language model's keys in files of multimodal models."""
 
 
 def attention(c: ConfigReader, **changes: Any) -> spec.Attention:
@@ -50,14 +50,14 @@ def attention(c: ConfigReader, **changes: Any) -> spec.Attention:
 
 
 def _get_or_make(fields: dict[str, Any], name: str, make: Callable[[], Any]) -> Any:
-    """The field, made now if it was not given."""
+    """The field, computed if it was not given."""
     if name not in fields:
         fields[name] = make()
     return fields[name]
 
 
 def resolve_head_dim(c: ConfigReader, heads: int, default: int | None = None) -> int:
-    """Stated, or the hidden width shared out among the heads."""
+    """`head_dim`, or the hidden size divided by the number of heads."""
     stated = c.integer("head_dim", default=default)
     if stated is not None:
         return c.size("head_dim", default=default)

@@ -16,7 +16,7 @@ from .overrides import primary_rope
 
 
 class RopeStyle(IntEnum):
-    """Which dimensions of a head turn together: none, neighbours, or those half a head apart."""
+    """Which dimensions of a head rotate as a pair: none, neighbours, or those half a head apart."""
 
     NONE = 0
     GPTJ = 1
@@ -25,9 +25,9 @@ class RopeStyle(IntEnum):
 
 @dataclass(frozen=True)
 class LanguageModelParams:
-    """`config.arch.lm`: what is peculiar to the language model."""
+    """`config.arch.lm`: the parameters of the language model."""
 
-    requires_bos: bool  # it is lost without a first BOS token
+    requires_bos: bool  # a prompt without BOS gives nonsense
     is_moe: bool
     norm: str  # "rmsnorm" or "layernorm"
     rope_style: RopeStyle

@@ -1,4 +1,4 @@
-"""config.json as numbers: any spelling, nested or flat, and a clear complaint for what is missing."""
+"""`ConfigReader`: typed values from config.json, under any of their keys, nested or flat, with checks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final
 from ..errors import ConfigError, shown
 
 REQUIRED: Final = object()
-"""A default that is none: the key must be there."""
+"""In place of a default: the key must be present."""
 
 MAX_SIZE = 2**31
 """No size in a model description reaches this; a larger one is a damaged or hostile file."""
@@ -32,7 +32,7 @@ MOST: Mapping[str, int] = {
     **dict.fromkeys(("num_local_experts", "num_experts", "ffn_config.moe_num_experts"), MAX_EXPERTS),
     "vocab_size": MAX_VOCAB,
 }
-"""The sizes by which something is listed or allocated before any weight is compared with them."""
+"""Limits of sizes by which lists or memory grow before any weight confirms them."""
 
 
 def is_real(value: object) -> bool:
@@ -58,9 +58,9 @@ class ConfigReader:
         self._text_config: Mapping[str, Any] = text_config or {}
 
     def with_missing_keys(self, defaults: Mapping[str, Any]) -> ConfigReader:
-        """With the missing keys of the text part set, or of a file that has none.
+        """A reader with missing keys of `text_config` set, or of the top level if there is no `text_config`.
 
-        A key that is there but null stays null: what can be switched off is off.
+        A key that is null stays null: null can mean that a feature is off.
         """
         if not self._text_config:
             return ConfigReader({**defaults, **self._config}, self.source, self._defaults)
@@ -69,7 +69,7 @@ class ConfigReader:
         )
 
     def with_defaults(self, **defaults: Any) -> ConfigReader:
-        """With what the family means by a key that the file leaves out or has as null."""
+        """A reader with the family's defaults for keys that the file leaves out or has as null."""
         return ConfigReader(self._config, self.source, {**self._defaults, **defaults})
 
     @property
@@ -84,7 +84,7 @@ class ConfigReader:
         return names[0]
 
     def find(self, *keys: str) -> tuple[str, Any]:
-        """The first key that holds something, and what; a dot reaches into a nested object."""
+        """The first key that is not null, and its value; a dot in a key reaches into a nested object."""
         for key in keys:
             for table in (self._text_config, self._config):
                 value: Any = table
@@ -149,7 +149,7 @@ class ConfigReader:
         return value
 
     def top_level_flag(self, key: str, default: bool) -> bool:
-        """True or false, where the whole model's word counts before its text part's."""
+        """True or false, read from the top level before `text_config`."""
         value = self._config.get(key)
         if value is None:
             return self.flag(key, default=default)
@@ -165,14 +165,14 @@ class ConfigReader:
         return value
 
     def num_layers(self) -> int:
-        """How many layers."""
+        """The number of layers."""
         count = self.size("num_hidden_layers", "n_layers", "n_layer", "num_layers")
         if count > MAX_LAYERS:
             raise self.invalid_value("num_hidden_layers", f"at most {MAX_LAYERS} layers", count)
         return count
 
     def invalid_value(self, key: str, expected: str, found: object) -> ConfigError:
-        """The error for a value that is there but cannot be."""
+        """The error for an impossible value."""
         return ConfigError(f'{self.source}: "{key}" must be {expected}, found {shown(found)}.')
 
     def inconsistent(self, problem: str) -> ConfigError:

@@ -1,8 +1,8 @@
-"""The metadata of a GGUF file → the config.json its model would have, so that one set of families reads both.
+"""Translates a GGUF file's metadata to the config.json that its model would have, for the same families.
 
-Numbers, names and token ids are translated. What llama.cpp knows of an architecture and leaves out of the
-file (Gemma's windows and caps) is filled in. Tensors are not looked at: the two facts only they tell, which
-biases there are and the rotary factors, are handed in.
+Numbers, names and token ids are translated, and what llama.cpp hard-codes for an architecture and leaves out
+of the file (Gemma's windows and softcaps) is added. The two facts that only tensors tell, the biases there
+are and the RoPE factors, are arguments.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ..errors import ConfigError, UnknownArchitecture, shown
 RopeFactors = Mapping[str, Sequence[float]]
 
 END_OF_TURN_TOKENS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
-"""Tokens that end an answer in files that name only the token that ends a text."""
+"""End-of-turn tokens, for files that name only the end-of-text token."""
 
 NON_MODEL_TYPES = {
     "adapter": "an adapter for one",
     "imatrix": "what was measured of one",
     "mmproj": "the vision or audio part of one",
 }
-"""Files that lie beside models and are none, by what they call themselves."""
+"""By `general.type`, files that are not models and what they are."""
 
 CONTROL_TOKEN_TYPE = 3
 

@@ -1,4 +1,4 @@
-"""Llama 1 to 3 and the families that are Llama but for a name, a window or a multiplier."""
+"""Llama 1 to 3, and the families that differ from Llama in a name, a window or a multiplier."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .config_reader import ConfigReader
 
 
 def llama(c: ConfigReader) -> spec.Model:
-    """RMSNorm, rotary attention, gated MLP: the shape everybody copied."""
+    """RMSNorm, attention with RoPE, gated MLP."""
     layer = spec.Layer(attention(c), mlp(c), norm(c), norm(c))
     return decoder(c, [layer] * c.num_layers())
 

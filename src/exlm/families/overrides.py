@@ -1,4 +1,4 @@
-"""The user's changes, applied to a model's description: longer contexts, other rotations, fewer experts."""
+"""`apply_overrides`: a user's changes to a `spec.Model`: context length, RoPE scaling, active experts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .config_reader import MAX_SIZE
 
 @dataclass(frozen=True)
 class Overrides:
-    """What may be changed before loading."""
+    """The changes that a user may make before loading."""
 
     max_seq_len: int
     scale_pos_emb: float = 1.0
@@ -23,9 +23,9 @@ class Overrides:
 
 
 def primary_rope(model: spec.Model) -> spec.Rope | None:
-    """The rotation that carries the context: a layer that sees everything, else the first that turns at all.
+    """The RoPE of the first layer with full attention, else of the first layer that has one.
 
-    Models with two tables (Gemma 3) stretch only this one: a windowed layer looks no further than its window.
+    Context extension changes only this one: a windowed layer (Gemma 3) attends no further than its window.
     """
     ropes = [layer.attn.rope for layer in model.layers if layer.attn.rope is not None]
     full_attention = [

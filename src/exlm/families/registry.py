@@ -47,7 +47,7 @@ FAMILIES: dict[str, FamilyFunction] = {
 
 
 def build_spec(config: ConfigReader) -> spec.Model:
-    """What this config.json describes; an architecture we do not know is an error, never a guess."""
+    """The model that this config.json describes; an unknown architecture is an error, never a guess."""
     name = config.architecture
     if name not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))

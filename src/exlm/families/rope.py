@@ -12,13 +12,13 @@ from .config_reader import MAX_SIZE, ConfigReader, is_real
 UNSCALED_TYPES = {"default", "none", "mrope"}
 
 KEYS_BESIDE_SCALING = ("rope_theta", "partial_rotary_factor", "mrope_section")
-"""What a rotation has whatever stretches it."""
+"""Keys of `rope_parameters` that are independent of the scaling method."""
 
 LEAST_TURNS = 1e-9
-"""YaRN divides the original length by a number of turns: with a smaller one the quotient is infinite."""
+"""The least beta of YaRN, which divides the original length by it: a smaller one would give infinity."""
 
 SLIDING_ATTENTION = "sliding_attention"
-"""The layers that see a window, by the name rotary settings and `layer_types` give them."""
+"""The name of windowed layers in `layer_types` and RoPE settings."""
 
 
 def rope(

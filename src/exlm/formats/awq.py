@@ -1,7 +1,7 @@
-"""AWQ in AutoAWQ's GEMM layout: 4 bits, eight columns to a word in an order that suited its kernels.
+"""AWQ in AutoAWQ's GEMM layout: 4 bits, eight columns interleaved in a word.
 
-Reads the tensors of one matrix; codes are turned from along the columns to down the rows. The other AWQ
-layouts are refused by `gptq_config`, which reads the JSON of both families.
+Detects, checks and reads the tensors of one matrix; codes that are packed along rows are packed down columns
+instead. `gptq_config`, which reads the JSON of GPTQ and AWQ, refuses the other AWQ layouts.
 """
 
 from __future__ import annotations
@@ -13,23 +13,16 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from .bits import pack
-from .gptq import compact_zeros, read_scales, sequential_group_sizes
+from .gptq import TENSORS, compact_zeros, describe, read_scales, sequential_group_sizes
 from .gptq_config import AWQ_BITS, GptqConfig
 from .packed import PackedWeight, Segment
 from .scales import PlainScales
 from .validation import bad_tensor, check_bias, check_features, require_tensor
+from .weight_format import WeightFormat
 
 BITS = 4
-NIBBLE_COLUMNS = (
-    0,
-    2,
-    4,
-    6,
-    1,
-    3,
-    5,
-    7,
-)  # which of its eight columns each nibble of a word holds, lowest first
+# The column (of eight) that each nibble of a word holds, lowest nibble first.
+NIBBLE_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def read(
@@ -64,6 +57,9 @@ def read(
         dtype=torch.float16,
         bias=bias if bias is not None and bool(bias.any()) else None,
     )
+
+
+FORMAT = WeightFormat("awq", "qweight", TENSORS, read, describe, quant_method="awq")
 
 
 def _unpack_nibbles(words: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
 """Codes of 2 to 8 bits in 32-bit words: a plain little-endian bit stream down each column.
 
-Value i of width b takes bits i·b to (i+1)·b of its column's words, lowest bit first, across word borders
-where it must. Every packed format is brought into this one layout; nothing else in the house
-knows how bits lie.
+Value i of width b takes bits i·b to (i+1)·b of its column's words, lowest bit first, and may cross a word
+border. Every packed format is brought into this layout; kernels repack it for themselves.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ WORD_BITS = 32
 
 
 def num_words(length: int, bits: int) -> int:
-    """Words that `rows` values need in each column."""
+    """Words that `length` values need in each column."""
     return -(-length * bits // WORD_BITS)
 
 
@@ -33,7 +32,7 @@ def unpack(words: Tensor, bits: int, length: int) -> Tensor:
         word, shift = divmod(i * bits, WORD_BITS)
         value = words[word::span][: len(target)] >> shift
         if shift + bits > WORD_BITS:
-            # The shift drags the sign along: keep only what the first word really holds.
+            # The shift is arithmetic: mask the copies of the sign bit.
             value &= (1 << (WORD_BITS - shift)) - 1
             value |= words[word + 1 :: span][: len(target)] << (WORD_BITS - shift)
         target.copy_(value.bitwise_and_(mask))
@@ -83,6 +82,6 @@ def _check_words(words: Tensor, bits: int, length: int) -> None:
 
 
 def _repeat_period(bits: int) -> tuple[int, int]:
-    """After how many words the places of values repeat, and how many values those hold."""
+    """After how many words the bit positions of values repeat, and how many values those words hold."""
     span = bits // math.gcd(bits, WORD_BITS)
     return span, span * WORD_BITS // bits

@@ -1,12 +1,12 @@
-"""EXL2: rows in the order of their importance, groups of 2 to 8 bits, squared 4-bit scales.
+"""EXL2: inputs sorted by importance, groups of 2 to 8 bits, squared 4-bit scales.
 
-Reads and writes the tensors of one matrix. Codes are taken as they lie, never unpacked here. Which tensors
-belong to a matrix is the checkpoint's business, choosing widths and codes the quantiser's.
+Detects, describes, checks, reads and writes the tensors of one matrix. Codes are taken as they are stored and
+never unpacked. `checkpoint` finds the tensors; `quantize` chooses bit widths and codes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..errors import Unsupported
 from .bits import WORD_BITS, pack, pack_rows, unpack_rows
+from .gptq_config import GptqConfig
 from .packed import PackedWeight, Segment
 from .scales import Exl2Scales
 from .validation import (
@@ -27,7 +28,9 @@ from .validation import (
     check_range,
     require_tensor,
 )
+from .weight_format import WeightFormat
 
+TENSORS = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
 BIT_WIDTHS = (2, 3, 4, 5, 6, 8)
 ALIGNMENT = 32  # stored columns come in multiples of this, and so do the rows of one width in what we write
 
@@ -53,10 +56,11 @@ def read(
     out_features: int,
     bias: Tensor | None,
     where: str,
+    _config: GptqConfig | None = None,
 ) -> PackedWeight:
-    """The matrix in q_weight, q_scale, q_scale_max, q_groups and q_invperm; padded columns are dropped.
+    """The matrix in the five `TENSORS`; padded columns are dropped.
 
-    Codes stay where they are unless columns are dropped: the result may share memory with `tensors`.
+    Codes are not copied unless columns are dropped: the result may share memory with `tensors`.
     """
     check_features(in_features, out_features, where)
     check_bias(bias, out_features, where)
@@ -86,7 +90,7 @@ def read(
 def write(weight: PackedWeight) -> dict[str, Tensor]:
     """The tensors of a matrix: exactly those it was read from, if that had no padding and descending widths.
 
-    Padded columns stand for zeros. `Unsupported` if EXL2 cannot say this matrix.
+    Padded columns hold zeros. `Unsupported` if EXL2 cannot represent this matrix.
     """
     _check_writable(weight)
     segments, perm = _sort_by_bits(weight)
@@ -112,14 +116,38 @@ def write(weight: PackedWeight) -> dict[str, Tensor]:
     return tensors if weight.bias is None else {**tensors, "bias": weight.bias}
 
 
+def describe(
+    shapes: Mapping[str, tuple[int, ...]], read_tensor: Callable[[str], Tensor], _config: GptqConfig
+) -> str:
+    """`exl2 5/4 bit, groups of 128`, from q_groups; damaged tensors are described in fewer words."""
+    table, words = shapes.get("q_groups", ()), shapes.get("q_weight", ())
+    if len(table) != 1 or not words:
+        return "exl2"
+    pairs = read_tensor("q_groups").long() & 0xFFFF
+    widths, starts = pairs[0::2].tolist(), pairs[1::2].tolist()
+    sizes = [
+        (stop - start) * WORD_BITS // bits
+        for bits, start, stop in zip(widths, starts, [*starts[1:], words[0]], strict=False)
+        if bits
+    ]
+    return f"exl2 {_with_slashes(widths)} bit, groups of {_with_slashes(sizes)}"
+
+
+FORMAT = WeightFormat("exl2", "q_weight", TENSORS, read, describe)
+
+
+def _with_slashes(numbers: Iterable[int]) -> str:
+    return "/".join(str(number) for number in sorted(set(numbers), reverse=True))
+
+
 def _read_groups(tensors: Mapping[str, Tensor], words: int, in_features: int, where: str) -> list[_GroupSpan]:
-    """The groups, which tile the rows of q_weight from the first to the last."""
+    """The groups of q_groups, checked: they tile the rows of q_weight from the first to the last."""
     table = require_tensor(tensors, "q_groups", where, (torch.int16,), (None,))
     if not len(table) or len(table) % 2:
         raise bad_tensor(where, "q_groups", "pairs of a width and a row", f"{len(table)} numbers")
     if len(table) // 2 > words:
         raise bad_tensor(where, "q_groups", f"at most {words} groups, as q_weight has rows", len(table) // 2)
-    numbers = (table.to(torch.int64) & 0xFFFF).tolist()  # unsigned, though the file's type is not
+    numbers = (table.to(torch.int64) & 0xFFFF).tolist()  # stored as int16, meant as uint16
     starts = numbers[1::2]
     if starts[0] != 0:
         raise bad_tensor(where, "q_groups", "the first group at row 0 of q_weight", f"row {starts[0]}")
@@ -150,7 +178,7 @@ def _read_groups(tensors: Mapping[str, Tensor], words: int, in_features: int, wh
 
 
 def _read_perm(tensors: Mapping[str, Tensor], in_features: int, where: str) -> Tensor | None:
-    """The input each stored row belongs to: the file has the inverse."""
+    """The input of each stored row, the inverse of q_invperm; None for the identity."""
     stored = require_tensor(tensors, "q_invperm", where, INDEX_DTYPES, (in_features,))
     inverse = stored.to(torch.int64)
     if stored.dtype is torch.int16:
@@ -168,7 +196,7 @@ def _read_perm(tensors: Mapping[str, Tensor], in_features: int, where: str) -> T
 
 
 def _segments(groups: list[_GroupSpan], words: Tensor, scales: Exl2Scales) -> tuple[Segment, ...]:
-    """Neighbours of one width become one run: whole words each, so their bit streams join."""
+    """Join neighbouring groups of one width: each fills whole words, so their bit streams concatenate."""
     segments, first = [], 0
     for bits, run in groupby(groups, key=lambda group: group.bits):
         members = list(run)
@@ -187,7 +215,7 @@ def _segments(groups: list[_GroupSpan], words: Tensor, scales: Exl2Scales) -> tu
 
 
 def _sort_by_bits(weight: PackedWeight) -> tuple[list[Segment], Tensor]:
-    """The widest rows first, which other readers count on, and the order that goes with it."""
+    """The segments by descending width, which other readers expect, and the permutation to match."""
     device = weight.segments[0].codes.device
     perm = weight.perm
     perm = torch.arange(weight.in_features, device=device) if perm is None else perm.to(torch.int64)
@@ -197,7 +225,7 @@ def _sort_by_bits(weight: PackedWeight) -> tuple[list[Segment], Tensor]:
 
 
 def _pad_words(segment: Segment, padding: int) -> Tensor:
-    """The codes with columns added whose every code is the zero point."""
+    """The codes with padding columns of zeros: each code is the zero point."""
     if not padding:
         return segment.codes
     zeros = torch.full((segment.in_features, 1), 1 << (segment.bits - 1), device=segment.codes.device)
@@ -206,12 +234,12 @@ def _pad_words(segment: Segment, padding: int) -> Tensor:
 
 def _exl2_scales(weight: PackedWeight, segment: Segment) -> Exl2Scales:
     if not isinstance(segment.scales, Exl2Scales):
-        raise _unsupported(weight, f"{type(segment.scales).__name__} scales; it has squared 4-bit ones")
+        raise _unsupported(weight, f"{segment.scales.description}; it has squared 4-bit ones")
     return segment.scales
 
 
 def _check_writable(weight: PackedWeight) -> None:
-    """Say why EXL2 has no way to write this matrix, if so."""
+    """`Unsupported` with the reason if EXL2 cannot represent this matrix."""
     if weight.dtype is not torch.float16:
         raise _unsupported(weight, f"numbers rounded to {weight.dtype}")
     if weight.in_features % ALIGNMENT:
@@ -239,5 +267,5 @@ def _check_writable(weight: PackedWeight) -> None:
 def _unsupported(weight: PackedWeight, what: str) -> Unsupported:
     shape = f"{weight.in_features} by {weight.out_features}"
     return Unsupported(
-        f"This {weight.format_name} matrix ({shape}) cannot be EXL2, which has no way to say {what}."
+        f"This {weight.format_name} matrix ({shape}) cannot be EXL2, which does not support {what}."
     )

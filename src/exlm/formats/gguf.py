@@ -1,8 +1,8 @@
-"""A matrix as a GGUF file stores it → a weight: codes repacked, not rounded again.
+"""Makes a weight of the bytes of a GGUF tensor: codes are repacked and never rounded again.
 
-A stored row is one output, cut into blocks of neighbouring inputs. The common types become a `PackedWeight`
-that dequantises to the same float32 bit for bit; the rare ones are dequantised here. Where the bytes come
-from is the checkpoint's business, and how a block is laid out that of `gguf_blocks`.
+A stored row is one output, cut into blocks of neighbouring inputs, which `gguf_types` takes apart. The common
+types become a `PackedWeight` that dequantises to the same float32 bit for bit; the rare ones, for which no
+kernel exists, are dequantised to float16.
 """
 
 from __future__ import annotations
@@ -10,87 +10,26 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import BadTensor, MissingExtra
-from .dense import DenseWeight
-from .gguf_types import BLOCK_LAYOUTS, BlockLayout, BlockParts, split_runs
+from .gguf_types import BLOCK_LAYOUTS, FLOAT_TYPES, GGUF_TYPES, BlockLayout, BlockParts, split_runs
 from .host_buffers import pooled_empty
 from .packed import PackedWeight, Segment
 from .scales import KQuantScales, PlainScales, Scales
 from .swar import pack_codes
+from .weight import DenseWeight
 
 log = logging.getLogger(__name__)
 
 REPACK_CHUNK = 2**18
-"""Values repacked at once: what is in the air fits a processor's cache, whatever the matrix."""
+"""Values repacked at once: the intermediate tensors fit the processor's cache, whatever the matrix."""
 
 
-class GgufType(NamedTuple):
-    """A stored type: its name, and how many values take how many bytes."""
-
-    name: str
-    block_size: int
-    block_bytes: int
-
-
-GGUF_TYPES: dict[int, GgufType] = {
-    0: GgufType("F32", 1, 4),
-    1: GgufType("F16", 1, 2),
-    2: GgufType("Q4_0", 32, 18),
-    3: GgufType("Q4_1", 32, 20),
-    6: GgufType("Q5_0", 32, 22),
-    7: GgufType("Q5_1", 32, 24),
-    8: GgufType("Q8_0", 32, 34),
-    9: GgufType("Q8_1", 32, 40),
-    10: GgufType("Q2_K", 256, 84),
-    11: GgufType("Q3_K", 256, 110),
-    12: GgufType("Q4_K", 256, 144),
-    13: GgufType("Q5_K", 256, 176),
-    14: GgufType("Q6_K", 256, 210),
-    15: GgufType("Q8_K", 256, 292),
-    16: GgufType("IQ2_XXS", 256, 66),
-    17: GgufType("IQ2_XS", 256, 74),
-    18: GgufType("IQ3_XXS", 256, 98),
-    19: GgufType("IQ1_S", 256, 50),
-    20: GgufType("IQ4_NL", 32, 18),
-    21: GgufType("IQ3_S", 256, 110),
-    22: GgufType("IQ2_S", 256, 82),
-    23: GgufType("IQ4_XS", 256, 136),
-    24: GgufType("I8", 1, 1),
-    25: GgufType("I16", 1, 2),
-    26: GgufType("I32", 1, 4),
-    27: GgufType("I64", 1, 8),
-    28: GgufType("F64", 1, 8),
-    29: GgufType("IQ1_M", 256, 56),
-    30: GgufType("BF16", 1, 2),
-    34: GgufType("TQ1_0", 256, 54),
-    35: GgufType("TQ2_0", 256, 66),
-    39: GgufType("MXFP4", 32, 17),
-    40: GgufType("NVFP4", 64, 36),
-    41: GgufType("Q1_0", 128, 18),
-}
-"""Every type by the number files give it."""
-
-REMOVED_TYPES: dict[int, str] = {
-    4: "Q4_2",
-    5: "Q4_3",
-    31: "Q4_0_4_4",
-    32: "Q4_0_4_8",
-    33: "Q4_0_8_8",
-    36: "IQ4_NL_4_4",
-    37: "IQ4_NL_4_8",
-    38: "IQ4_NL_8_8",
-}
-"""Types that files had once and llama.cpp has given up, by their numbers."""
-
-FLOAT_TYPES: dict[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-_TYPE_BY_NAME = {kind.name: kind for kind in GGUF_TYPES.values()}
+_TYPE_BY_NAME = {one.name: one for one in GGUF_TYPES.values()}
 
 
 def read(
@@ -138,7 +77,7 @@ def _chunks(outputs: int, inputs: int) -> Iterator[slice]:
 
 
 def _repack(raw: Tensor, layout: BlockLayout, inputs: int, where: str) -> Segment:
-    """All blocks of a matrix, a few outputs at a time."""
+    """Repack all blocks of a matrix, a few outputs at a time."""
     outputs = raw.shape[0]
     codes = pooled_empty((inputs * layout.bits // 32, outputs), torch.int32)
     tables: list[Tensor | None] = []
@@ -173,7 +112,7 @@ def _repack(raw: Tensor, layout: BlockLayout, inputs: int, where: str) -> Segmen
 
 
 def _table_buffer(part: Tensor, outputs: int) -> Tensor:
-    """Room for one part of every output, the outputs side by side."""
+    """A buffer (numbers of one output, outputs) for one part of the blocks."""
     return pooled_empty((part[0].numel(), outputs), part.dtype)
 
 
@@ -186,7 +125,7 @@ def _scales(superblock_scales: Tensor, codes: Tensor | None, superblock_of_group
 
 
 def _dequantize(raw: Tensor, type_name: str, inputs: int, where: str) -> Tensor:
-    """(outputs, inputs) float16 of a type no kernel knows."""
+    """(outputs, inputs) float16, for a type that no kernel supports."""
     try:
         import gguf
     except ImportError:
@@ -197,7 +136,7 @@ def _dequantize(raw: Tensor, type_name: str, inputs: int, where: str) -> Tensor:
     out = torch.empty((raw.shape[0], inputs), dtype=torch.float16)
     for chunk in _chunks(*out.shape):
         try:
-            with np.errstate(all="ignore"):  # what overflows is found below
+            with np.errstate(all="ignore"):  # overflow is found below
                 values = gguf.quants.dequantize(raw[chunk].numpy(), gguf.GGMLQuantizationType[type_name])
         except (NotImplementedError, KeyError):
             raise BadTensor(
@@ -212,7 +151,7 @@ def _dequantize(raw: Tensor, type_name: str, inputs: int, where: str) -> Tensor:
 
 @cache
 def _warn_unpacked(type_name: str) -> None:
-    """Say once for each type that it does not stay small."""
+    """Warn once for each type that it is unpacked."""
     log.warning(
         "GGUF %s tensors have no kernel here: they are unpacked to float16, which takes more memory.",
         type_name,

@@ -1,7 +1,8 @@
-"""How GGUF's quantised blocks lie in their bytes: codes, scales and minimums taken apart, nothing multiplied.
+"""GGUF's tensor types: names, block sizes, and where in a block codes, scales and minimums are.
 
-A block holds 32 or 256 neighbouring inputs of one output. Each `Layout` says where its numbers are and cuts
-a stack of blocks into plain tensors; `gguf` puts those together as a weight.
+A block holds 32 or 256 neighbouring inputs of one output. `GGUF_TYPES` lists every type by number; for the
+types that stay packed, a `BlockLayout` unpacks a stack of blocks into plain tensors, of which `gguf`
+makes a weight. Nothing is multiplied here.
 """
 
 from __future__ import annotations
@@ -15,30 +16,91 @@ from torch import Tensor
 
 from .swar import expand_bits, merge_high_bits, shift_right, take_bytes
 
+
+class GgufType(NamedTuple):
+    """A tensor type of GGUF files."""
+
+    name: str
+    block_size: int  # values in a block
+    block_bytes: int
+
+
+GGUF_TYPES: dict[int, GgufType] = {
+    0: GgufType("F32", 1, 4),
+    1: GgufType("F16", 1, 2),
+    2: GgufType("Q4_0", 32, 18),
+    3: GgufType("Q4_1", 32, 20),
+    6: GgufType("Q5_0", 32, 22),
+    7: GgufType("Q5_1", 32, 24),
+    8: GgufType("Q8_0", 32, 34),
+    9: GgufType("Q8_1", 32, 40),
+    10: GgufType("Q2_K", 256, 84),
+    11: GgufType("Q3_K", 256, 110),
+    12: GgufType("Q4_K", 256, 144),
+    13: GgufType("Q5_K", 256, 176),
+    14: GgufType("Q6_K", 256, 210),
+    15: GgufType("Q8_K", 256, 292),
+    16: GgufType("IQ2_XXS", 256, 66),
+    17: GgufType("IQ2_XS", 256, 74),
+    18: GgufType("IQ3_XXS", 256, 98),
+    19: GgufType("IQ1_S", 256, 50),
+    20: GgufType("IQ4_NL", 32, 18),
+    21: GgufType("IQ3_S", 256, 110),
+    22: GgufType("IQ2_S", 256, 82),
+    23: GgufType("IQ4_XS", 256, 136),
+    24: GgufType("I8", 1, 1),
+    25: GgufType("I16", 1, 2),
+    26: GgufType("I32", 1, 4),
+    27: GgufType("I64", 1, 8),
+    28: GgufType("F64", 1, 8),
+    29: GgufType("IQ1_M", 256, 56),
+    30: GgufType("BF16", 1, 2),
+    34: GgufType("TQ1_0", 256, 54),
+    35: GgufType("TQ2_0", 256, 66),
+    39: GgufType("MXFP4", 32, 17),
+    40: GgufType("NVFP4", 64, 36),
+    41: GgufType("Q1_0", 128, 18),
+}
+"""Every type by its number in files."""
+
+REMOVED_TYPES: dict[int, str] = {
+    4: "Q4_2",
+    5: "Q4_3",
+    31: "Q4_0_4_4",
+    32: "Q4_0_4_8",
+    33: "Q4_0_8_8",
+    36: "IQ4_NL_4_4",
+    37: "IQ4_NL_4_8",
+    38: "IQ4_NL_8_8",
+}
+"""Types that llama.cpp has removed, by their numbers in older files."""
+
+FLOAT_TYPES: dict[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""What the sixteen codes of the IQ4 types stand for."""
+"""The codebook of the IQ4 types: the value of each of the sixteen codes."""
 
 
 class BlockParts(NamedTuple):
-    """What a stack of blocks (columns, blocks, bytes) holds; other parts than codes begin like it.
+    """The parts of a stack of blocks (columns, blocks, bytes); `…` is (columns, blocks).
 
-    Codes are uint8, (turns, columns, blocks, runs, run): a block's inputs are its first run's of the first
-    turn, of the second, and so on; then its second run's.
+    `codes` is uint8 (shifts, columns, blocks, runs, run): each run of packed bytes holds one run of codes for
+    each shift. The inputs of a block, in order, are run 0 at shift 0, 1, …, then run 1 at shift 0, 1, …
     """
 
     codes: Tensor
     scales: Tensor  # (…, 1) float16
-    sub_scales: Tensor | None = None  # (…, groups) uint8 or int8, to be multiplied with `scales`
+    sub_scales: Tensor | None = None  # (…, groups) uint8 or int8, factors of `scales`
     minimum: Tensor | None = None  # (…, 1) float16
-    sub_minimum: Tensor | None = None  # (…, groups) uint8, to be multiplied with `minimum`
+    sub_minimum: Tensor | None = None  # (…, groups) uint8, factors of `minimum`
 
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """One quantised type: a value is (code - zero) · scale - minimum."""
+    """The layout of a type's blocks; a value is (code - zero) · scale - minimum."""
 
     block_size: int  # inputs in a block
-    block_bytes: int  # bytes of a block
+    block_bytes: int
     bits: int
     group_size: int  # inputs that share a scale
     unpack: Callable[[Tensor], BlockParts]
@@ -57,26 +119,27 @@ def _float16_at(blocks: Tensor, at: int) -> Tensor:
 
 
 def _nibbles(packed: Tensor, run: int) -> Tensor:
-    """(…, bytes) → (2, …, runs, run): of each run of bytes all low halves, and all high ones."""
+    """(…, bytes) → (2, …, runs, run): the low halves of each run of bytes, and the high halves."""
     return shift_right(split_runs(packed, run), (0, 4), 15)
 
 
 def _two_bit_codes(packed: Tensor) -> Tensor:
-    """(…, bytes) → (4, …, runs, 32): of each 32 bytes the lowest two bits of all, the next two, and so on."""
+    """(…, bytes) → (4, …, runs, 32): bits 0-1 of each run of 32 bytes, bits 2-3, 4-5 and 6-7."""
     return shift_right(split_runs(packed, 32), (0, 2, 4, 6), 3)
 
 
-def _bit_planes(packed: Tensor, turns: int) -> Tensor:
-    """(columns, blocks, 32) → (turns, columns, blocks, 8 / turns, 32).
+def _bit_planes(packed: Tensor, shifts: int) -> Tensor:
+    """(columns, blocks, 32) → (shifts, columns, blocks, 8 / shifts, 32): the high bits of codes.
 
-    The lowest bit of all 32 bytes is the first turn's of the first run, the second bit the next turn's.
+    Bit 0 of the 32 bytes belongs to the codes of run 0 at shift 0, bit 1 to those at the next shift, and so
+    on; then run 1 follows.
     """
     found = shift_right(packed, range(8), 1)
-    return found.view(-1, turns, *packed.shape).permute(1, 2, 3, 0, 4).contiguous()
+    return found.view(-1, shifts, *packed.shape).permute(1, 2, 3, 0, 4).contiguous()
 
 
 def _flatten_runs(codes: Tensor) -> Tensor:
-    """(turns, columns, blocks, runs, run) → (columns, blocks, all of them)."""
+    """(shifts, columns, blocks, runs, run) → (columns, blocks, inputs)."""
     return codes.permute(1, 2, 3, 0, 4).flatten(2)
 
 
@@ -91,7 +154,7 @@ def _q4_1(blocks: Tensor) -> BlockParts:
 
 
 def _five_bit_codes(blocks: Tensor, at: int) -> Tensor:
-    """Codes of 5 bits in one run: their highest bits lie before the others."""
+    """Codes of 5 bits in one run: four bytes of high bits, then the nibbles."""
     low = _flatten_runs(_nibbles(take_bytes(blocks, at + 4, 16), 16))
     return split_runs(merge_high_bits(low, expand_bits(take_bytes(blocks, at, 4)), 4), 32)[None]
 
@@ -165,15 +228,15 @@ def _iq4_xs(blocks: Tensor) -> BlockParts:
 
 
 def _signed_six_bits(codes: Tensor) -> Tensor:
-    """Six-bit numbers that mean -32 to 31."""
+    """Codes of 6 bits as -32 to 31."""
     return codes.view(torch.int8) - 32
 
 
 def _six_bit_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Eight scales and eight minimums of six bits from twelve bytes of Q4_K and Q5_K.
 
-    The first four of each have a byte for themselves, whose top two bits belong to the last four. Four bytes
-    are one number here.
+    The first four of each have a byte of their own, whose top two bits are the top bits of the last four.
+    Four bytes are handled as one int32.
     """
     scales, minimum, rest = (take_bytes(blocks, at, 4).view(torch.int32) for at in (4, 8, 12))
     own, low, top = 0x3F3F3F3F, 0x0F0F0F0F, 0x30303030
@@ -197,4 +260,4 @@ BLOCK_LAYOUTS: dict[str, BlockLayout] = {
     "IQ4_NL": BlockLayout(32, 18, 4, 32, _q4_0, codebook=IQ4_VALUES),
     "IQ4_XS": BlockLayout(256, 136, 4, 32, _iq4_xs, codebook=IQ4_VALUES),
 }
-"""The types that stay packed in memory, by the name GGUF gives them."""
+"""The types that stay packed in memory, by name."""

@@ -1,13 +1,13 @@
 """GPTQ: one width for the whole matrix, a scale and a zero point for each group of rows in each column.
 
-Reads and writes the tensors of one matrix in the layouts `gptq` (zero points stored less one) and `gptq_v2`.
-Rows in act-order are sorted by group here, once; without it codes are taken as they lie. What the JSON beside
-the tensors means is said in `gptq_config`.
+Detects, describes, checks, reads and writes the tensors of one matrix in the layouts `gptq` (zero points are
+stored less one) and `gptq_v2`. With act-order the inputs are sorted by group when a matrix is read; without
+it codes are taken as they are stored. `gptq_config` reads the JSON beside the tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -27,10 +27,11 @@ from .validation import (
     check_range,
     require_tensor,
 )
+from .weight_format import WeightFormat
 
-__all__ = ["GptqConfig", "compact_zeros", "read", "read_scales", "sequential_group_sizes", "write"]
+TENSORS = ("qweight", "qzeros", "scales", "g_idx")
 
-_MAX_ZERO = 255  # what a zero point that differs between groups is kept in
+_MAX_ZERO = 255  # zero points that differ between groups are kept as uint8
 
 
 def read(
@@ -66,7 +67,7 @@ def read(
         sizes = sequential_group_sizes(in_features, groups, where, config)
     else:
         counts = torch.bincount(group_of_input, minlength=groups)
-        used = counts.nonzero().flatten()  # a group nobody is in has nothing to say
+        used = counts.nonzero().flatten()  # drop empty groups
         sizes, scales, zeros = tuple(counts[used].tolist()), scales[used], zeros[used]
         if bool((group_of_input.diff() < 0).any()):
             perm = group_of_input.argsort(stable=True)
@@ -87,7 +88,7 @@ def write(weight: PackedWeight, *, v2: bool = False) -> dict[str, Tensor]:
     """The tensors of a matrix: exactly those it was read from, if that had a g_idx and float16 scales.
 
     g_idx is always written; `v2` writes zero points as they are and not less one. `Unsupported` if GPTQ
-    cannot say this matrix.
+    cannot represent this matrix.
     """
     segment, scales = _check_writable(weight)
     shape = (len(segment.group_sizes), weight.out_features)
@@ -117,6 +118,24 @@ def write(weight: PackedWeight, *, v2: bool = False) -> dict[str, Tensor]:
     return tensors if weight.bias is None else {**tensors, "bias": weight.bias}
 
 
+def describe(
+    shapes: Mapping[str, tuple[int, ...]], _read_tensor: Callable[[str], Tensor], config: GptqConfig
+) -> str:
+    """`gptq 4 bit, groups of 128, act-order`, of a GPTQ or AWQ matrix; fewer words for a damaged one."""
+    words, scales = shapes.get("qweight", ()), shapes.get("scales", ())
+    if not words or not scales:
+        return config.method
+    zeros = shapes.get("qzeros", ())
+    # Where the config says no width, as matrices may differ, one zero point for each scale tells it.
+    bits = config.bits or (zeros[-1] * WORD_BITS // max(1, scales[-1]) if zeros else 0) or 4
+    inputs = words[0] if config.method == "awq" else words[0] * WORD_BITS // bits
+    act_order = ", act-order" if config.desc_act else ""
+    return f"{config.method} {bits} bit, groups of {-(-inputs // max(1, scales[0]))}{act_order}"
+
+
+FORMAT = WeightFormat("gptq", "qweight", TENSORS, read, describe, quant_method="gptq")
+
+
 def read_scales(tensors: Mapping[str, Tensor], out_features: int, where: str) -> Tensor:
     """(groups, columns) float16, at least one group."""
     stored = require_tensor(tensors, "scales", where, FLOAT_DTYPES, (None, out_features))
@@ -128,7 +147,7 @@ def read_scales(tensors: Mapping[str, Tensor], out_features: int, where: str) ->
 
 
 def sequential_group_sizes(in_features: int, groups: int, where: str, config: GptqConfig) -> tuple[int, ...]:
-    """The rows of each group where neighbours share one; the last may be short."""
+    """The size of each group where neighbouring inputs form the groups; the last may be short."""
     size = config.group_size
     if size == -1:
         size = in_features
@@ -141,7 +160,7 @@ def sequential_group_sizes(in_features: int, groups: int, where: str, config: Gp
 
 
 def compact_zeros(codes: Tensor, shift: int, where: str) -> int | Tensor:
-    """Zero points from their codes: one number if all are the same, else (groups, columns) uint8."""
+    """Zero points (codes + shift): one number if all are the same, else (groups, columns) uint8."""
     low, high = (int(edge) + shift for edge in codes.aminmax())
     if low == high:
         return low
@@ -153,7 +172,7 @@ def compact_zeros(codes: Tensor, shift: int, where: str) -> int | Tensor:
 
 
 def _undo_word_decrement(packed: Tensor, bits: int, columns: int) -> Tensor:
-    """Zero points that GPTQModel took less one: a word at a time, and those of 3 bits each for itself."""
+    """Zero points as they were before GPTQModel subtracted one: from whole words, or from each of 3 bits."""
     if WORD_BITS % bits:
         return (unpack_rows(packed, bits, columns) + 1) & ((1 << bits) - 1)
     ones = sum(1 << at for at in range(0, WORD_BITS, bits))
@@ -161,7 +180,7 @@ def _undo_word_decrement(packed: Tensor, bits: int, columns: int) -> Tensor:
 
 
 def _infer_bits(rows: int, in_features: int, out_features: int, where: str, config: GptqConfig) -> int:
-    """The bits of a code, which the shape must confirm."""
+    """Bits of a code, from the config or the shape of qweight, which must agree with it."""
     bits = config.bits if config.bits is not None else rows * WORD_BITS // in_features
     if bits not in GPTQ_BITS or rows * WORD_BITS != in_features * bits:
         wanted = f"{bits} bits" if config.bits is not None else f"{GPTQ_BITS} bits"
@@ -179,24 +198,24 @@ def _infer_bits(rows: int, in_features: int, out_features: int, where: str, conf
 
 
 def _read_g_idx(tensors: Mapping[str, Tensor], in_features: int, groups: int, where: str) -> Tensor | None:
-    """The group of each input, or None for groups of neighbours."""
+    """The group of each input, or None if neighbouring inputs form the groups."""
     if "g_idx" not in tensors:
         return None
     owner = require_tensor(tensors, "g_idx", where, INDEX_DTYPES, (in_features,)).to(torch.int64)
     check_range(owner, groups, "g_idx", where)
-    # Files without act-order may ship zeros; with several groups they cannot be meant.
+    # Files without act-order may hold a g_idx of zeros; with several groups that cannot be right.
     return None if groups > 1 and not bool(owner.any()) else owner
 
 
 def _infer_group_size(in_features: int, groups: int) -> int:
-    """The group size where no JSON tells: a power of two if one fits, else equal groups."""
+    """The group size where no JSON says it: a power of two if one fits, else equal groups."""
     least = -(-in_features // groups)
     power = 1 << (least - 1).bit_length()
     return power if -(-in_features // power) == groups else least
 
 
 def _check_writable(weight: PackedWeight) -> tuple[Segment, PlainScales]:
-    """The only segment, or why GPTQ has no way to write it."""
+    """The only segment and its scales; `Unsupported` with the reason if GPTQ cannot represent them."""
     if weight.dtype is not torch.float16:
         raise _unsupported(weight, f"numbers rounded to {weight.dtype}")
     if len(weight.segments) != 1:
@@ -206,7 +225,7 @@ def _check_writable(weight: PackedWeight) -> tuple[Segment, PlainScales]:
     if segment.bits not in GPTQ_BITS:
         raise _unsupported(weight, f"{segment.bits}-bit codes; it has {GPTQ_BITS}")
     if not isinstance(scales, PlainScales) or scales.values.dtype is not torch.float16:
-        raise _unsupported(weight, f"{type(scales).__name__} scales; it has plain float16 ones")
+        raise _unsupported(weight, f"{scales.description}; it has plain float16 ones")
     if segment.minimum is not None or segment.codebook is not None:
         raise _unsupported(weight, "minimums or codebooks")
     for count, what in ((weight.in_features, "inputs"), (weight.out_features, "outputs")):
@@ -220,5 +239,5 @@ def _check_writable(weight: PackedWeight) -> tuple[Segment, PlainScales]:
 def _unsupported(weight: PackedWeight, what: str) -> Unsupported:
     shape = f"{weight.in_features} by {weight.out_features}"
     return Unsupported(
-        f"This {weight.format_name} matrix ({shape}) cannot be GPTQ, which has no way to say {what}."
+        f"This {weight.format_name} matrix ({shape}) cannot be GPTQ, which does not support {what}."
     )

@@ -1,7 +1,7 @@
-"""What the JSON beside a GPTQ or AWQ checkpoint says about its tensors; pure data, no tensors.
+"""`GptqConfig`: what the JSON beside a GPTQ or AWQ checkpoint says about its tensors.
 
-Both write the same tensor names, so only this tells them apart. Layouts we cannot read are refused by name
-here, before any tensor is looked at. Bits and group sizes are claims: the readers hold them against the
+GPTQ and AWQ use the same tensor names, so only this JSON tells them apart. Layouts that exlm cannot read are
+refused by name before any tensor is read. Bits and group sizes are claims, which the readers check against
 shapes.
 """
 
@@ -24,29 +24,28 @@ _READABLE: dict[str, tuple[CheckpointFormat, ...]] = {"gptq": ("gptq", "gptq_v2"
 
 @dataclass(frozen=True)
 class GptqConfig:
-    """The claims of one checkpoint; None where it makes none and shapes must tell."""
+    """The claims of one checkpoint; None where the JSON makes none and shapes decide."""
 
     bits: int | None = None
     group_size: int | None = None  # -1: one group for all rows
     desc_act: bool = False
     sym: bool = True
     checkpoint_format: CheckpointFormat = "gptq"
-    zeros_decremented_per_word: bool = (
-        False  # zero points were taken less one by whole words: one of 0 borrowed from the next
-    )
+    # Whether one was subtracted from zero points as packed words, so that one of 0 borrowed from the next.
+    zeros_decremented_per_word: bool = False
 
     @property
     def method(self) -> QuantMethod:
-        """Whose layout it is."""
+        """The method whose layout this is."""
         return "awq" if self.checkpoint_format == "gemm" else "gptq"
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any], where: str) -> GptqConfig:
         """From quantize_config.json, or from the quantization_config in config.json.
 
-        `where` names the file in errors: ConfigError for what makes no sense, CheckpointError for what does
-        but cannot be read. Where `dynamic` gives some modules other bits or groups, the shapes decide for
-        all.
+        `where` names the file in errors: ConfigError for values that make no sense, CheckpointError for
+        layouts that cannot be read. Where `dynamic` gives some modules other bits or groups, the shapes
+        decide for all.
         """
         method = _method(raw, where)
         layout = _checkpoint_format(raw, method, where)
@@ -73,7 +72,7 @@ class GptqConfig:
 
 
 def _method(raw: Mapping[str, Any], where: str) -> QuantMethod:
-    """Old files leave the method out: AutoAWQ's are known by their other names for the bits."""
+    """The quantisation method; old files leave it out, and AutoAWQ's are recognised by `w_bit`."""
     said = _names(raw, ("quant_method", "method"), where)
     if not said:
         return "awq" if "w_bit" in raw else "gptq"
@@ -88,7 +87,7 @@ def _method(raw: Mapping[str, Any], where: str) -> QuantMethod:
 
 
 def _written_by_gptqmodel(raw: Mapping[str, Any]) -> bool:
-    """Whether GPTQModel wrote the file, as its `meta` says: one name with a version, or a list of them."""
+    """Whether `meta.quantizer` (a name with a version, or a list of them) names GPTQModel."""
     meta = raw.get("meta")
     made = meta.get("quantizer") if isinstance(meta, Mapping) else None
     names = made if isinstance(made, list) else [made]
@@ -112,7 +111,7 @@ def _checkpoint_format(raw: Mapping[str, Any], method: QuantMethod, where: str) 
 
 
 def _overrides(raw: Mapping[str, Any], where: str) -> list[tuple[str, Mapping[str, Any]]]:
-    """What `dynamic` changes for some modules; those it leaves unquantised have no packed tensors anyway."""
+    """The changes that `dynamic` makes for some modules; `-:` leaves modules unquantised and is skipped."""
     dynamic = raw.get("dynamic") or {}
     if not isinstance(dynamic, Mapping):
         raise _bad_value(where, "dynamic", "an object", dynamic)
@@ -163,7 +162,7 @@ def _flag(raw: Mapping[str, Any], key: str, default: bool, where: str) -> bool:
 
 
 def _names(raw: Mapping[str, Any], keys: tuple[str, ...], where: str) -> set[str]:
-    """What these keys say, in lower case; several of them may say the same."""
+    """The values of these keys in lower case; several keys may have the same value."""
     said = set()
     for key in keys:
         value = raw.get(key)

@@ -1,9 +1,9 @@
-"""Memory for numbers that are read, turned into another form and dropped, and for what they are turned into.
+"""A pool of host buffers for tensors that are read, repacked and dropped, and prefaulted memory for results.
 
-The C library keeps what a thread has freed for later, in places that the next request does not fit into; a
-model that is turned matrix by matrix would end up far larger than it is. So large tensors get maps of their
-own here. Maps that were dropped are used again, because new memory costs more than reading into it, until
-they are given back.
+malloc keeps what a thread has freed in arenas whose holes the next request does not fit into: repacking a
+model matrix by matrix would make the process far larger than the model. So large tensors get anonymous maps
+of their own. Dropped maps are reused, because faulting in new pages costs more than reading into old ones,
+until `release_pool` unmaps them.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 
 MIN_POOLED_BYTES = 2**16
-"""Bytes from which a map of its own is worth its while."""
+"""Tensors of at least so many bytes get a map of their own."""
 
 MAX_IDLE_BUFFERS = 6
-"""Maps that wait to be used again."""
+"""Unused maps that the pool keeps."""
 
 PREFAULT_CHUNK = 2**20
-"""Bytes of new memory that are asked for at a time."""
+"""Bytes that one system call prefaults."""
 
-_POPULATE_WRITE = 23  # Linux knows it since 5.14; before that pages come when they are touched
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; before it, pages fault when touched
 
 _MMAP_FLAGS: dict[str, int] = (
     {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
@@ -36,11 +36,13 @@ _MMAP_FLAGS: dict[str, int] = (
 
 
 class _BufferPool:
-    """Maps that nobody uses; who asks gets the smallest that is neither too small nor far too large."""
+    """Unused maps; a request gets the smallest that fits and is at most twice as large."""
 
     def __init__(self) -> None:
         self._idle: list[mmap.mmap] = []
-        self._lock = threading.RLock()  # a map may be dropped while its thread is in here
+        self._lock = (
+            threading.RLock()
+        )  # re-entrant: a finalizer may call release while this thread holds the lock
 
     def acquire(self, size: int) -> mmap.mmap:
         with self._lock:
@@ -55,7 +57,7 @@ class _BufferPool:
         with self._lock:
             self._idle.append(buffer)
             if len(self._idle) > MAX_IDLE_BUFFERS:
-                # The small ones are soon made again.
+                # Small maps are the cheapest to make again.
                 self._idle.remove(min(self._idle, key=len))
 
     def clear(self) -> None:
@@ -67,7 +69,7 @@ _pool = _BufferPool()
 
 
 def pooled_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An uninitialised tensor whose memory can be used again, or given back, when it is dropped."""
+    """An uninitialised tensor whose memory goes back to the pool when it is dropped."""
     size = math.prod(shape) * dtype.itemsize
     if size < MIN_POOLED_BYTES:
         return torch.empty(shape, dtype=dtype)
@@ -78,29 +80,28 @@ def pooled_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def prefaulted_zeros(size: int) -> Tensor:
-    """So many bytes, all zero, to be kept: nobody had them before, so nobody has to clear them.
+    """`size` zero bytes in new pages, for memory that is kept; new pages need no clearing.
 
-    Where the system gives many pages at a time it is asked to: that costs less than one by one, when each is
-    first written.
+    On Linux the pages are faulted in together, which costs less than one by one at the first write.
     """
     if size < MIN_POOLED_BYTES:
         return torch.zeros(size, dtype=torch.uint8)
     buffer = torch.frombuffer(mmap.mmap(-1, size, **_MMAP_FLAGS), dtype=torch.uint8)
     if sys.platform == "linux":
-        # Piece by piece: while the system fills one, no other thread can map or grow anything.
+        # In chunks: during the call no other thread of the process can map memory.
         for start in range(0, size, PREFAULT_CHUNK):
             _libc().madvise(buffer.data_ptr() + start, min(PREFAULT_CHUNK, size - start), _POPULATE_WRITE)
     return buffer
 
 
 def release_pool() -> None:
-    """Return to the system what waits to be used again, here and in the C library."""
+    """Unmap the pool's unused buffers, and have malloc return its free memory (`trim_heap`)."""
     _pool.clear()
     trim_heap()
 
 
 def trim_heap() -> None:
-    """Have the C library return to the system what it keeps for later, as far as it can be asked to."""
+    """Have malloc return its free memory to the system, where the C library is glibc."""
     if sys.platform == "linux" and (found := getattr(_libc(), "malloc_trim", None)):  # the GNU library only
         found(0)
 

@@ -1,12 +1,30 @@
-"""The one in-memory form of every quantised matrix: EXL2, GPTQ, AWQ and GGUF all say this.
+"""`PackedWeight`: the one in-memory form of every quantised matrix, be it EXL2, GPTQ, AWQ or GGUF.
 
-Rows in some order, cut into runs of one bit width; within a run, groups of rows share a factor (and perhaps a
-zero point or a minimum) in each column:
+W has `in_features` rows (the K dimension) and `out_features` columns (N). Its rows are stored in the order of
+`perm` and cut into segments, runs of one bit width; a segment is cut into groups of neighbouring rows, which
+share a scale, a zero point and a minimum (an offset) in each column:
 
-    W[order[i], n] = (code[i, n] - zero[g, n]) · scale[g, n] - minimum[g, n]      g: the group of row i
+      perm       codes, a bit stream down each column      one row of each table per group
+      (K,)             columns n = 0 … N-1                 scale   zero   minimum  (groups, N)
+    ┌──────┐     ┌──────────────────────────┐  ─┐
+    │  17  │ i=0 │ code[0,0]  code[0,1]  …  │   │ group 0 ─→  s[0,n]  z[0,n]  m[0,n]  ─┐
+    │   4  │   1 │ code[1,0]  code[1,1]  …  │  ─┤                                      │ segment 0,
+    │  31  │   2 │ code[2,0]  code[2,1]  …  │   │ group 1 ─→  s[1,n]  z[1,n]  m[1,n]   │ say of 5 bits
+    │   0  │   3 │ code[3,0]  code[3,1]  …  │  ─┘                                     ─┘
+    ├──────┤     ├──────────────────────────┤  ─┐                                     ─┐ segment 1,
+    │   9  │   4 │ code[4,0]  code[4,1]  …  │   │ group 0 ─→  s[0,n]  z[0,n]  m[0,n]   │ say of 3 bits
+    │   …  │   … │     …                    │  ─┘                                     ─┘
+    └──────┘     └──────────────────────────┘
 
-Kernels know only this form, so a new format costs one reader. `dequantize()` defines what the bits mean, with
-the roundings each format prescribes.
+    W[perm[i], n] = (value(code[i, n]) - zero[g, n]) · scale[g, n] - minimum[g, n]     g: the group of row i
+
+A code is an unsigned integer of the segment's width; `value` is the code itself, or its entry in the
+segment's codebook (GGUF's IQ4 types). EXL2 has several segments and a permutation, and its zero points are
+2^(bits-1); GPTQ has one segment, and a permutation for act-order; AWQ and GGUF have one segment and no
+permutation. Only GGUF has minimums.
+
+Kernels know only this form, so a new scalar-quantised format costs one reader. `dequantize()` defines what
+the bits mean, with the roundings that each format prescribes: it is the oracle of every kernel.
 """
 
 from __future__ import annotations
@@ -25,18 +43,18 @@ from .weight import Range
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """A run of stored rows of one width."""
+    """A run of stored rows with codes of one width."""
 
     bits: int
-    group_sizes: tuple[int, ...]  # rows of each group, in order
-    codes: Tensor  # (words, columns) int32, a bit stream down each column
+    group_sizes: tuple[int, ...]  # rows of each group, from the first
+    codes: Tensor  # (words, columns) int32, a bit stream down each column (`bits`)
     scales: Scales
-    zero: int | Tensor = 0  # for all, or (groups, columns) uint8
+    zero: int | Tensor = 0  # one for all, or (groups, columns) uint8
     minimum: Scales | None = None
-    codebook: Tensor | None = None  # (2^bits,) what a code stands for, where it is not itself
+    codebook: Tensor | None = None  # (2^bits,) the value of each code; None: the code itself
 
     def __post_init__(self) -> None:
-        """Refuse a segment whose parts contradict each other: it is our reader's mistake or a lying file."""
+        """Refuse a segment whose parts contradict each other, by a reader's mistake or a corrupt file."""
         if not 2 <= self.bits <= 8 or not self.group_sizes or min(self.group_sizes) < 1:
             raise InputError(
                 f"A segment needs 2 to 8 bits and groups of at least 1 row, found {self.bits} bits."
@@ -59,19 +77,19 @@ class Segment:
 
     @property
     def in_features(self) -> int:
-        """Stored rows."""
+        """Rows of W in this segment."""
         return sum(self.group_sizes)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Everything held."""
+        """All tensors held."""
         zero = (self.zero,) if isinstance(self.zero, Tensor) else ()
         minimum = self.minimum.tensors if self.minimum is not None else ()
         book = (self.codebook,) if self.codebook is not None else ()
         return (self.codes, *self.scales.tensors, *zero, *minimum, *book)
 
     def dequantize(self) -> Tensor:
-        """(rows, columns) float32: every number this segment stands for, before the last rounding."""
+        """(rows, columns) float32: the weights of this segment, before they are rounded to the dtype."""
         codes = unpack(self.codes, self.bits, self.in_features)
         plain = codes.float() if self.codebook is None else self.codebook.float()[codes.int()]
         if self._has_equal_groups:
@@ -86,7 +104,7 @@ class Segment:
         return plain.view(codes.shape)
 
     def take_inputs(self, rows: Tensor) -> Segment:
-        """Only these stored rows (ascending); groups that lose all their rows vanish."""
+        """The segment of these stored rows only (ascending), without groups that none of them is in."""
         owner = torch.repeat_interleave(torch.arange(len(self.group_sizes)), torch.tensor(self.group_sizes))[
             rows.cpu()
         ]
@@ -103,7 +121,7 @@ class Segment:
         )
 
     def take_columns(self, index: Tensor) -> Segment:
-        """Only these columns, in this order."""
+        """The segment of these columns, in this order."""
         return replace(
             self,
             codes=self.codes[:, index].contiguous(),
@@ -128,7 +146,7 @@ class Segment:
         return len(set(self.group_sizes)) == 1
 
     def _broadcast_over_rows(self, table: Tensor) -> Tensor:
-        """(groups, columns) as float32 that lies over the rows: equal groups need no copy for each row."""
+        """(groups, columns) as float32 that broadcasts over rows: equal groups need no copy for each row."""
         if self._has_equal_groups:
             return table.float()[:, None]
         return table.float().repeat_interleave(torch.tensor(self.group_sizes, device=table.device), 0)
@@ -138,11 +156,11 @@ class Segment:
 class PackedWeight:
     """A quantised matrix of `in_features` by `out_features`."""
 
-    format_name: str  # "exl2", "gptq", "awq", "gguf Q4_K": for people
+    format_name: str  # for `describe` and errors: "exl2", "gptq", "awq", "gguf Q4_K"
     in_features: int
     out_features: int
     segments: tuple[Segment, ...]
-    dtype: torch.dtype  # what dequantised numbers are rounded to: float16, or float32 for GGUF
+    dtype: torch.dtype  # of dequantised weights: float16, or float32 for GGUF
     perm: Tensor | None = None  # (in_features,) the input feature each stored row belongs to; None: in order
     bias: Tensor | None = None
 
@@ -157,7 +175,7 @@ class PackedWeight:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Everything held."""
+        """All tensors held."""
         parts = [tensor for segment in self.segments for tensor in segment.tensors]
         return (*parts, *(t for t in (self.perm, self.bias) if t is not None))
 
@@ -168,16 +186,16 @@ class PackedWeight:
 
     @property
     def bits(self) -> float:
-        """Bits for each weight, scales and order included, the bias not."""
+        """Bits per weight, with scales and permutation, without the bias."""
         bias = 0 if self.bias is None else self.bias.nbytes
         return 8 * (self.nbytes - bias) / (self.in_features * self.out_features)
 
     def describe(self) -> str:
-        """For `exlm info`."""
+        """`exl2 4.15 bit`."""
         return f"{self.format_name} {self.bits:.2f} bit"
 
     def dequantize(self) -> Tensor:
-        """W, (in_features, out_features), in the format's own precision."""
+        """W, (in_features, out_features), in the precision that the format defines."""
         out = torch.empty(
             self.in_features, self.out_features, dtype=self.dtype, device=self.segments[0].codes.device
         )
@@ -201,7 +219,7 @@ class PackedWeight:
         return [self._take_inputs(a, b, keep_bias=n == 0) for n, (a, b) in enumerate(ranges)]
 
     def take_columns(self, index: Tensor) -> PackedWeight:
-        """Only these outputs, in this order."""
+        """The weight of these outputs, in this order."""
         return replace(
             self,
             out_features=len(index),
@@ -223,22 +241,22 @@ class PackedWeight:
         return self.map(lambda tensor: tensor.to(device))
 
     def _take_inputs(self, a: int, b: int, *, keep_bias: bool) -> PackedWeight:
-        """Inputs a to b: the stored rows that belong to them, wherever the order put those."""
-        order = torch.arange(self.in_features) if self.perm is None else self.perm.long().cpu()
-        chosen, orders, start = [], [], 0
+        """The weight of inputs a to b: their stored rows, in whatever segments the permutation put them."""
+        perm = torch.arange(self.in_features) if self.perm is None else self.perm.long().cpu()
+        segments, perms, start = [], [], 0
         for segment in self.segments:
-            here = order[start : start + segment.in_features]
+            here = perm[start : start + segment.in_features]
             rows = ((here >= a) & (here < b)).nonzero().flatten()
             if len(rows):
-                chosen.append(segment.take_inputs(rows))
-                orders.append(here[rows] - a)
+                segments.append(segment.take_inputs(rows))
+                perms.append(here[rows] - a)
             start += segment.in_features
-        moved = torch.cat(orders)
+        new_perm = torch.cat(perms)
         identity = self.perm is None
         return replace(
             self,
             in_features=b - a,
-            segments=tuple(chosen),
-            perm=None if identity else moved.to(torch.int32).to(self.segments[0].codes.device),
+            segments=tuple(segments),
+            perm=None if identity else new_perm.to(torch.int32).to(self.segments[0].codes.device),
             bias=self.bias if keep_bias else None,
         )

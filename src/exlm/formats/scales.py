@@ -1,7 +1,7 @@
-"""The factor of each group of rows in each column, in the three ways formats store it.
+"""Scales: the factor of each group of inputs in each column, in the three ways in which formats store it.
 
-All three answer `expand()` with a (groups, columns) table in the precision the format defines; the two-level
-ones stay small in memory, and keep exactly what the file said so that it can be written back bit for bit.
+`expand()` gives a (groups, columns) table in the precision that the format defines. The two-level kinds stay
+small in memory, and keep what the file holds exactly, so that it can be written back bit for bit.
 """
 
 from __future__ import annotations
@@ -15,16 +15,21 @@ from torch import Tensor
 
 
 class Scales(Protocol):
-    """A table of factors."""
+    """A (groups, columns) table of factors; offsets (`Segment.minimum`) are stored the same way."""
+
+    @property
+    def description(self) -> str:
+        """The kind in words, for errors."""
+        ...
 
     @property
     def groups(self) -> int:
-        """Rows of the table."""
+        """Number of groups: rows of the table."""
         ...
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Everything held."""
+        """All tensors held."""
         ...
 
     def expand(self) -> Tensor:
@@ -32,11 +37,11 @@ class Scales(Protocol):
         ...
 
     def take_groups(self, groups: Tensor) -> Self:
-        """These rows of the table, in this order."""
+        """The table of these groups, in this order."""
         ...
 
     def take_columns(self, index: Tensor) -> Self:
-        """These columns of the table, in this order."""
+        """The table of these columns, in this order."""
         ...
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
@@ -46,18 +51,23 @@ class Scales(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class PlainScales:
-    """Factors as they are."""
+    """Factors stored as they are: GPTQ, AWQ, and GGUF's types with one level of scales."""
 
     values: Tensor  # (groups, columns)
 
     @property
+    def description(self) -> str:
+        """`plain float16 scales`."""
+        return f"plain {str(self.values.dtype).removeprefix('torch.')} scales"
+
+    @property
     def groups(self) -> int:
-        """Rows of the table."""
+        """Number of groups: rows of the table."""
         return int(self.values.shape[0])
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Everything held."""
+        """All tensors held."""
         return (self.values,)
 
     def expand(self) -> Tensor:
@@ -65,7 +75,7 @@ class PlainScales:
         return self.values
 
     def take_groups(self, groups: Tensor) -> PlainScales:
-        """These rows."""
+        """These groups."""
         return PlainScales(self.values[groups])
 
     def take_columns(self, index: Tensor) -> PlainScales:
@@ -73,29 +83,31 @@ class PlainScales:
         return PlainScales(self.values[:, index])
 
     def map(self, change: Callable[[Tensor], Tensor]) -> PlainScales:
-        """Every tensor changed."""
+        """The same scales with `change` applied to every tensor."""
         return PlainScales(change(self.values))
 
 
 @dataclass(frozen=True, eq=False)
 class Exl2Scales:
-    """EXL2: (code + 1)² / 256 of the group's largest factor, rounded to float16 twice on the way.
+    """EXL2: (code + 1)² · (group_max / 256), both factors and the product rounded to float16.
 
-    The small product is often subnormal, and the quantiser chose its codes knowing the rounded value: the
-    roundings are part of the format.
+    The product is often subnormal, and the quantiser chose its codes for the rounded value: the roundings are
+    part of the format.
     """
 
     codes: Tensor  # (groups, columns) uint8, 0 to 15
     group_max: Tensor  # (groups,) float16, as the file has it
 
+    description = "squared 4-bit scales"
+
     @property
     def groups(self) -> int:
-        """Rows of the table."""
+        """Number of groups: rows of the table."""
         return int(self.codes.shape[0])
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Everything held."""
+        """All tensors held."""
         return (self.codes, self.group_max)
 
     def expand(self) -> Tensor:
@@ -104,7 +116,7 @@ class Exl2Scales:
         return self.codes.float().add_(1).square_().mul_(unit.float()[:, None]).half()
 
     def take_groups(self, groups: Tensor) -> Exl2Scales:
-        """These rows."""
+        """These groups."""
         return Exl2Scales(self.codes[groups], self.group_max[groups])
 
     def take_columns(self, index: Tensor) -> Exl2Scales:
@@ -112,26 +124,28 @@ class Exl2Scales:
         return Exl2Scales(self.codes[:, index], self.group_max)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Exl2Scales:
-        """Every tensor changed."""
+        """The same scales with `change` applied to every tensor."""
         return Exl2Scales(change(self.codes), change(self.group_max))
 
 
 @dataclass(frozen=True, eq=False)
 class KQuantScales:
-    """GGUF's K family: a small whole number times the float of the super-group it belongs to, in float32."""
+    """GGUF's K-quants: a small integer per group times the float16 scale of its super-block, in float32."""
 
     codes: Tensor  # (groups, columns) int8 or uint8
-    superblock_scales: Tensor  # (super-groups, columns) float16
-    superblock_of_group: Tensor  # (groups,) which super-group
+    superblock_scales: Tensor  # (super-blocks, columns) float16
+    superblock_of_group: Tensor  # (groups,) int32: the super-block of each group
+
+    description = "two-level scales"
 
     @property
     def groups(self) -> int:
-        """Rows of the table."""
+        """Number of groups: rows of the table."""
         return int(self.codes.shape[0])
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Everything held."""
+        """All tensors held."""
         return (self.codes, self.superblock_scales, self.superblock_of_group)
 
     def expand(self) -> Tensor:
@@ -139,7 +153,7 @@ class KQuantScales:
         return self.superblock_scales.float()[self.superblock_of_group] * self.codes.float()
 
     def take_groups(self, groups: Tensor) -> KQuantScales:
-        """These rows; super-groups nobody needs any more are dropped."""
+        """These groups; super-blocks that none of them uses are dropped."""
         used, parents = torch.unique(self.superblock_of_group[groups], return_inverse=True)
         return KQuantScales(
             self.codes[groups], self.superblock_scales[used], parents.to(self.superblock_of_group.dtype)
@@ -150,7 +164,7 @@ class KQuantScales:
         return KQuantScales(self.codes[:, index], self.superblock_scales[:, index], self.superblock_of_group)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> KQuantScales:
-        """Every tensor changed."""
+        """The same scales with `change` applied to every tensor."""
         return KQuantScales(
             change(self.codes), change(self.superblock_scales), change(self.superblock_of_group)
         )

@@ -1,7 +1,7 @@
-"""Work on every byte of a tensor, eight bytes at a time: a processor does that as fast as one at a time.
+"""SWAR (SIMD within a register): bit operations on eight bytes at a time, on tensors of int64.
 
-Bytes are moved within 64-bit numbers, and what comes over from the next byte is masked away. Runs of bytes
-are copied by numpy, to which a run is one thing, however odd its length.
+Bytes are shifted within 64-bit numbers, and bits that come over from the next byte are masked. Runs of bytes
+are copied by numpy, for which a run of any length is one element.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _DIAGONAL = 0x8040201008040201  # bit j of byte j
 
 
 def _as_int64(bits: int) -> int:
-    """A 64-bit pattern as torch takes it, with its sign."""
+    """An unsigned 64-bit pattern as the signed number that torch takes."""
     return bits - (1 << 64) if bits >> 63 else bits
 
 
 def take_bytes(blocks: Tensor, at: int, count: int) -> Tensor:
-    """(…, size) → (…, count): those bytes of every block, side by side."""
+    """(…, size) → (…, count): bytes `at` to `at + count` of every block."""
     size = blocks.shape[-1]
     run = np.dtype({"names": ["run"], "formats": [f"V{count}"], "offsets": [at], "itemsize": size})
     runs = blocks.contiguous().numpy().view(run)["run"].copy()
@@ -30,7 +30,7 @@ def take_bytes(blocks: Tensor, at: int, count: int) -> Tensor:
 
 
 def shift_right(packed: Tensor, shifts: Sequence[int], mask: int) -> Tensor:
-    """(…, n) → (shifts, …, n): every byte moved down by each shift, its lowest bits kept; n is eights."""
+    """(…, n) → (shifts, …, n): (byte >> shift) & mask for each shift; n is a multiple of eight."""
     lanes = packed.view(torch.int64)
     out = lanes.new_empty(len(shifts), *lanes.shape)
     for own, shift in zip(out, shifts, strict=True):
@@ -39,22 +39,23 @@ def shift_right(packed: Tensor, shifts: Sequence[int], mask: int) -> Tensor:
 
 
 def merge_high_bits(low: Tensor, high: Tensor, up: int) -> Tensor:
-    """Every byte of `low` with that of `high` above it, from bit `up` on; both are spoilt."""
+    """`low | (high << up)` for every byte; overwrites both tensors."""
     low.view(torch.int64).bitwise_or_(high.view(torch.int64).bitwise_left_shift_(up))
     return low
 
 
 def expand_bits(packed: Tensor) -> Tensor:
-    """(…, n) → (…, 8 · n): single bits, the lowest of each byte first."""
+    """(…, n) → (…, 8 · n): one byte for each bit, the lowest of each byte first."""
     lanes = packed.to(torch.int64).mul_(_LOW_BITS).bitwise_and_(_as_int64(_DIAGONAL))
     lanes = lanes.add_(0x7F * _LOW_BITS).bitwise_right_shift_(7).bitwise_and_(_LOW_BITS)
     return lanes.view(torch.uint8).view(*packed.shape[:-1], -1)
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """(…, n) uint8 → (…, words) int32: the bit stream of `bits`; n is eights that fill words.
+    """(…, n) uint8 → (…, words) int32: codes as a bit stream of `bits` each, as in `bits.py`.
 
-    Eight codes are one 64-bit number whose parts move together in three steps.
+    n is a multiple of eight, and the stream fills whole words. Eight codes are one 64-bit number, whose
+    parts move together in three steps.
     """
     lanes = codes.contiguous().view(torch.int64)
     for lane in (8, 16, 32) if bits < 8 else ():

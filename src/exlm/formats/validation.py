@@ -1,7 +1,6 @@
-"""Checks that a stored tensor is what its format says, before anybody computes with it.
+"""Checks that formats make on the tensors of a matrix before they decode them.
 
-Every refusal names the matrix, the tensor, what was expected and what was found. What a format expects is
-said in the format's own file.
+Every error names the matrix, the tensor, what was expected and what was found.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def require_tensor(
 
 
 def check_features(in_features: int, out_features: int, where: str) -> None:
-    """A matrix has at least one input and one output."""
+    """At least one input and one output."""
     if in_features < 1 or out_features < 1:
         raise bad_tensor(
             where, "matrix", "at least one input and one output", f"{in_features} by {out_features}"

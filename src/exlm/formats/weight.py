@@ -1,14 +1,17 @@
-"""What a stored matrix means. A `Weight` is data; how to multiply with it fast is a kernel's business.
+"""What a stored matrix is: the protocol `Weight`, and plain floats, `DenseWeight`.
 
-`dequantize()` in plain torch is the specification of a format and the oracle of every kernel.
+A `Weight` is data; multiplying with it fast is the work of `kernels`. `dequantize()` in plain torch defines
+what the stored bits mean and is the oracle of every kernel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, Self
 
 import torch
+from torch import Tensor
 
 Range = tuple[int, int]
 
@@ -27,7 +30,7 @@ class Weight(Protocol):
         ...
 
     @property
-    def bias(self) -> torch.Tensor | None:
+    def bias(self) -> Tensor | None:
         """Added to y, shape (out_features,)."""
         ...
 
@@ -40,7 +43,7 @@ class Weight(Protocol):
         """The stored form in a few words for `exlm info`: `dense float16`, `exl2 4.1 bit`."""
         ...
 
-    def dequantize(self) -> torch.Tensor:
+    def dequantize(self) -> Tensor:
         """W itself, (in_features, out_features), in the stored or the defined precision."""
         ...
 
@@ -51,3 +54,46 @@ class Weight(Protocol):
     def to(self, device: torch.device) -> Self:
         """The same weight on another device."""
         ...
+
+
+@dataclass(frozen=True, eq=False)
+class DenseWeight:
+    """A matrix of plain floats of any precision, kept as files store it: (out_features, in_features)."""
+
+    data: Tensor
+    bias: Tensor | None = None
+
+    @property
+    def in_features(self) -> int:
+        """Width of x."""
+        return int(self.data.shape[1])
+
+    @property
+    def out_features(self) -> int:
+        """Width of y."""
+        return int(self.data.shape[0])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, bias included."""
+        return self.data.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def describe(self) -> str:
+        """`dense float16`."""
+        return f"dense {str(self.data.dtype).removeprefix('torch.')}"
+
+    def dequantize(self) -> Tensor:
+        """(in_features, out_features), as stored."""
+        return self.data.T
+
+    def split(self, dim: int, ranges: Sequence[Range]) -> list[DenseWeight]:
+        """Views into the same memory."""
+        if dim == 1:
+            return [
+                DenseWeight(self.data[a:b], None if self.bias is None else self.bias[a:b]) for a, b in ranges
+            ]
+        return [DenseWeight(self.data[:, a:b], None if n else self.bias) for n, (a, b) in enumerate(ranges)]
+
+    def to(self, device: torch.device) -> DenseWeight:
+        """The same weight on another device."""
+        return DenseWeight(self.data.to(device), None if self.bias is None else self.bias.to(device))

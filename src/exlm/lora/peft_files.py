@@ -17,15 +17,8 @@ import torch
 from torch import Tensor
 
 from .. import spec
-from ..checkpoint.safetensors_header import (
-    DTYPES,
-    HeaderEntry,
-    SafetensorsHeader,
-    damaged,
-    quoted,
-    read_header,
-    read_small,
-)
+from ..checkpoint.file_access import damaged, quoted, read_small
+from ..checkpoint.safetensors_header import DTYPES, HeaderEntry, SafetensorsHeader, read_header
 from ..checkpoint.tensor_index import FLOAT_TYPES
 from ..errors import BadFile, BadTensor, MissingTensor, Unsupported
 from ..spec.tensor_names import RowRange

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from .. import spec
 from ..checkpoint import WeightSource
-from ..checkpoint.source import Shape, WeightSourceWrapper
+from ..checkpoint.source import WeightSourceWrapper
+from ..checkpoint.tensor_index import Shape
 from ..formats import DenseWeight, PackedWeight, Weight
 from ..spec.weight_roles import matrices
 from .shard import MatrixSlice, slice_of

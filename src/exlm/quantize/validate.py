@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from ..checkpoint import SafetensorsFolder
-from ..checkpoint.packed import EXL2
 from ..checkpoint.tensor_index import key_at
 from ..config import Config
 from ..convert.plan import vector_specs
 from ..formats.bits import WORD_BITS
-from ..formats.exl2 import ALIGNMENT, BIT_WIDTHS
+from ..formats.exl2 import ALIGNMENT, BIT_WIDTHS, TENSORS
 from ..spec.weight_roles import Matrix, matrices
 
 DTYPES = {
@@ -46,7 +45,7 @@ def validate_exl2(folder: str | Path) -> list[str]:
     expected: set[str] = set()
     for m in matrices(model):
         place = model.names.locations_of(m.role)[0]
-        names = {suffix: key_at(place, suffix) for suffix in (*EXL2, "bias", "weight")}
+        names = {suffix: key_at(place, suffix) for suffix in (*TENSORS, "bias", "weight")}
         present = {s: files.load(stored[n]) for s, n in names.items() if n in stored}
         expected |= {n for s, n in names.items() if s in present}
         if m.role.endswith(".router"):
@@ -63,14 +62,14 @@ def validate_exl2(folder: str | Path) -> list[str]:
     known = {name.rpartition(".")[0] for name in expected}
     for name in stored:
         key, _, suffix = name.rpartition(".")
-        if suffix in EXL2 and key not in known:
+        if suffix in TENSORS and key not in known:
             wrong.append(f"{name}: no matrix of this model has that name.")
     return wrong
 
 
 def _check_matrix(m: Matrix, t: dict[str, Tensor]) -> Iterator[str]:
     """What is wrong with one quantised matrix."""
-    missing = [suffix for suffix in EXL2 if suffix not in t]
+    missing = [suffix for suffix in TENSORS if suffix not in t]
     if missing:
         yield f"{', '.join(missing)} missing."
         return

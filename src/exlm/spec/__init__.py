@@ -1,4 +1,9 @@
-"""What a model is, as frozen data: no torch, no files, nothing that computes."""
+"""Describes a model as frozen data: its layers, positions, weights by role, and the names files give them.
+
+Functions in `families` make a `Model` from a config.json; everything that builds, reads or runs a model takes
+it. It imports only the standard library, so every package may import it; checkpoint uses only
+`tensor_names`.
+"""
 
 from .layers import Activation, Attention, Layer, Mlp, Moe, Norm, QkNorm
 from .model import Embed, Head, Model

@@ -1,4 +1,4 @@
-"""The parts of one decoder layer. A quirk is a value here, decided once, never a question at run time."""
+"""One decoder layer and its parts. A family's quirk is a value here, decided before the model runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class QkNorm:
-    """Normalisation of queries and keys before they turn."""
+    """Normalisation of queries and keys, before RoPE."""
 
     norm: Norm
     scope: Literal["head", "all"] = "head"  # each head alone, or all heads of a token together
@@ -36,9 +36,9 @@ class Attention:
     heads: int
     kv_heads: int
     head_dim: int
-    rope: Rope | None  # None: the layer does not know positions
+    rope: Rope | None  # None: no positional encoding (NoPE)
     scale: float  # on q·k
-    window: int | None = None  # a query sees this many keys, itself included; None sees all
+    window: int | None = None  # sliding window: keys a query attends to, its own included; None: all
     softcap: float | None = None
     qk_norm: QkNorm | None = None
     qkv_bias: bool = False
@@ -58,13 +58,13 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Moe:
-    """A router and `experts` gated MLPs, of which `active` run for each token."""
+    """Mixture of experts: a router and `experts` gated MLPs, of which `active` run for each token."""
 
     width: int
     experts: int
     active: int
     act: Activation = "silu"
-    renormalize: bool = True  # the chosen experts' shares sum to one
+    renormalize: bool = True  # the weights of the active experts sum to one
 
 
 @dataclass(frozen=True)

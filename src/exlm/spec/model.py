@@ -1,4 +1,4 @@
-"""A whole model as data: what goes in, the layers, what comes out, and how the files spell it."""
+"""`Model`: a whole model as data, from embedding to head, with the names of its tensors in files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .tensor_names import TensorNames
 
 @dataclass(frozen=True)
 class Embed:
-    """Token ids → vectors."""
+    """Token ids → hidden states."""
 
     scale: float = 1.0
     positions: int = 0  # rows of a learned position table; 0: none
@@ -18,7 +18,7 @@ class Embed:
 
 @dataclass(frozen=True)
 class Head:
-    """Vectors → logits."""
+    """Hidden states → logits."""
 
     tied: bool = False  # falls back to the embedding when the files hold no head of its own
     scale: float = 1.0
@@ -29,16 +29,16 @@ class Head:
 
 @dataclass(frozen=True)
 class Model:
-    """Everything a family function says about a model."""
+    """The description of a model that a family function makes."""
 
     architecture: str
     vocab: int
     hidden: int
     layers: tuple[Layer, ...]
     final_norm: Norm
-    max_positions: int  # the trained length
+    max_positions: int  # trained context length
     embed: Embed = Embed()
     head: Head = Head()
     names: TensorNames = field(default_factory=TensorNames)
     fp32_residual: bool = False  # keep the residual stream in float32 under 16-bit compute
-    requires_bos: bool = False  # the model is lost without a first BOS token
+    requires_bos: bool = False  # a prompt without BOS gives nonsense

@@ -1,8 +1,8 @@
-"""Rotary positions: the base, the width, and how the frequencies are stretched beyond the trained length.
+"""`Rope`: rotary position embeddings, their base, width and context extension.
 
-The numbers become tables in a backend; this file only says which numbers. Every method is *static*: it is
-fixed by the configured length when the model loads, never by the sequence at hand, so that a token's position
-means the same whatever the chunk size or the batch.
+A backend makes tables of these numbers. Every method is *static*: it depends on the length configured when
+the model loads and never on the current sequence, so that a token's rotation does not depend on chunk size
+or batch.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Literal, Self
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Positions divided by `factor`."""
+    """Linear position interpolation: positions divided by `factor`."""
 
     factor: float
 
 
 @dataclass(frozen=True)
 class DynamicNtkScaling:
-    """NTK-aware base, raised once the configured length exceeds `original`."""
+    """Dynamic NTK: a larger base where the configured length exceeds `original_max_positions`."""
 
     factor: float
     original_max_positions: int
@@ -29,7 +29,7 @@ class DynamicNtkScaling:
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Long wavelengths divided by `factor`, short ones kept, a smooth passage between."""
+    """Llama 3: low frequencies divided by `factor`, high ones kept, interpolated between."""
 
     factor: float
     low_freq_factor: float
@@ -39,7 +39,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """A ramp from kept to divided frequencies, by how often each turns in `original` positions."""
+    """YaRN: a ramp from kept to divided frequencies, by rotations in `original_max_positions`."""
 
     factor: float
     original_max_positions: int
@@ -50,18 +50,18 @@ class YarnScaling:
 
     @staticmethod
     def mscale(factor: float, weight: float = 1.0) -> float:
-        """How much sin and cos must grow to keep attention as sharp as before."""
+        """The factor of sin and cos that keeps attention scores as sharp as without scaling."""
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     @classmethod
     def with_defaults(cls, factor: float, original_max_positions: int) -> Self:
-        """Yarn with its usual numbers."""
+        """YaRN with its usual betas and attention factor."""
         return cls(factor, original_max_positions, attention_factor=cls.mscale(factor))
 
 
 @dataclass(frozen=True)
 class LongRopeScaling:
-    """Each frequency divided by its own factor: one list up to `original` positions, one beyond."""
+    """LongRoPE: each frequency has its factor, of one list up to the original length, of another beyond."""
 
     short_factors: tuple[float, ...]
     long_factors: tuple[float, ...]
@@ -74,14 +74,13 @@ RopeScaling = LinearScaling | DynamicNtkScaling | Llama3Scaling | YarnScaling | 
 
 @dataclass(frozen=True)
 class Rope:
-    """How one attention layer turns positions into rotations."""
+    """The rotary embedding of one attention layer."""
 
     theta: float
-    dim: int  # how many of the head's leading dimensions turn
+    dim: int  # leading dimensions of a head that are rotated
     style: Literal["neox", "gptj"] = "neox"  # pairs (i, i + dim/2), or (2i, 2i + 1)
     scaling: RopeScaling | None = None
     alpha: float = 1.0  # the user's NTK factor on theta
     divisor: float = 1.0  # the user's linear factor on positions; replaces the file's linear scaling
-    mrope_sections: tuple[
-        int, ...
-    ] = ()  # frequencies per position plane (time, height, width); () means one plane
+    # M-RoPE: frequencies for each position plane (time, height, width); () means one plane.
+    mrope_sections: tuple[int, ...] = ()

@@ -1,10 +1,10 @@
-"""How files spell our roles.
+"""`TensorNames`: maps exlm's roles to the names that files give their tensors.
 
-Inside the house a tensor has a *role*: `embed`, `positions`, `layers.3.attn.q`, `layers.3.attn_norm`,
-`layers.3.mlp.experts.5.down`, `final_norm`, `head`. A file has a *key*: `model.layers.3.self_attn.q_proj`.
-`Names` maps the one to the other in two steps: `rename` brings the keys of a file into Llama's spelling, and
-`places` says, for each role, where it may be found, in order of preference: alone, or as some rows of a
-tensor that holds several.
+In exlm a tensor has a *role*: `embed`, `positions`, `layers.3.attn.q`, `layers.3.attn_norm`,
+`layers.3.mlp.experts.5.down`, `final_norm`, `head`. In a file it has a *key*:
+`model.layers.3.self_attn.q_proj`. The mapping has two steps: `key_renames` bring a file's keys into Llama's
+spelling, and `locations` list, for each role, where it may be stored, in order of preference: alone, or as
+some rows of a fused tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ RowRange = tuple[int, int]
 
 
 class KeyRename(NamedTuple):
-    """Replace `old` by `new` in a stored key: everywhere, or only where the key starts with it."""
+    """Replaces `old` by `new` in a stored key: everywhere, or only where the key starts with it."""
 
     old: str
     new: str
@@ -35,15 +35,13 @@ class TensorLocation:
 
     key: str
     rows: tuple[RowRange, ...] = ()  # these outputs of the matrix, in this order; () is all of them
-    rows_per_expert: int = 0  # the tensor stacks experts, so many stored rows each; `{e}` picks one
-    expert_rows: RowRange | None = (
-        None  # that expert's stored rows, filled in by `at`; cut before anything is transposed
-    )
+    rows_per_expert: int = 0  # for stacked experts: stored rows of each; 0: not stacked
+    expert_rows: RowRange | None = None  # that expert's rows, set by `for_expert`; cut before transposing
     transposed: bool = False  # stored (in, out) instead of (out, in)
     without_suffix: bool = False  # stored as `key`, without the `.weight` suffix
 
     def for_expert(self, layer: int, expert: int) -> TensorLocation:
-        """This place with the layer and the expert filled in."""
+        """This location with the layer and the expert filled in."""
         key = self.key.replace("{i}", str(layer)).replace("{e}", str(expert))
         expert_rows = (
             (expert * self.rows_per_expert, (expert + 1) * self.rows_per_expert)
@@ -79,7 +77,7 @@ _EXPERT_ROLE = re.compile(r"(.*\bexperts)\.(\d+)\.(.+)")
 
 @dataclass(frozen=True)
 class TensorNames:
-    """Where this family's files keep each role: Llama's spelling, and the differences from it."""
+    """The tensor names of a family: Llama's, and the differences from them."""
 
     key_renames: tuple[KeyRename, ...] = ()
     locations: tuple[tuple[str, tuple[TensorLocation, ...]], ...] = LLAMA_LOCATIONS
@@ -91,7 +89,7 @@ class TensorNames:
         return key
 
     def locations_of(self, role: str) -> tuple[TensorLocation, ...]:
-        """The places a role may be stored, best first. Asking for a role nobody defined is our mistake."""
+        """The locations where a role may be stored, the preferred first; KeyError for an unknown role."""
         layer, expert, pattern = 0, 0, role
         if match := _LAYER_ROLE.fullmatch(pattern):
             layer, pattern = int(match[1]), match[2]

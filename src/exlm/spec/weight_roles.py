@@ -1,4 +1,4 @@
-"""Every matrix of a model by role: the one place that knows which there are and how wide."""
+"""`matrices`: every matrix of a model by role, with its size and whether it has a bias."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .model import Model
 
 
 class Matrix(NamedTuple):
-    """A matrix the files must hold: y = x @ W (+ bias)."""
+    """A matrix that the files must hold: y = x @ W (+ bias)."""
 
     role: str
     in_features: int
