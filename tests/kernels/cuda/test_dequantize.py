@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from exlm.formats.packed import PackedWeight
 from exlm.kernels import interface as backend
-from exlm.kernels.cuda.backend import CudaLinear
+from exlm.kernels.cuda.backend import CudaFusedLinear, CudaLinear, GemmDispatch
 from exlm.kernels.cuda.dequantize import DequantGemm, Dequantizer, dequant_gemms
-from exlm.kernels.cuda.repack import repack
+from exlm.kernels.cuda.repack import repack, unify_groups
 from exlm.kernels.cuda.tuning import TuneCache
 from tests.kernels.cuda.emulator import EmulatedModuleCache
 from tests.kernels.cuda.oracle import LIMIT, off, product
