@@ -1,4 +1,4 @@
-"""Bits given out: never over the budget, always the same, and close to the best there is."""
+"""Bit allocation: never over the budget, deterministic, near the optimum."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from exlm.errors import InputError
-from exlm.quantize.allocation import allocate_budget, allocate_kl, lower_hull
-from exlm.quantize.measurement import Choice
+from exlm.quantize.allocation import Choice, allocate_budget, allocate_kl, lower_hull
 
 numbers = st.lists(st.tuples(st.integers(1, 60), st.floats(0, 10)), min_size=1, max_size=4)
 slots_of = st.lists(numbers, min_size=1, max_size=4)
 
 
-def made(raw: list[list[tuple[int, float]]]) -> list[list[Choice]]:
-    return [[Choice(bits, harm, {}) for bits, harm in slot] for slot in raw]
+def make_slots(raw: list[list[tuple[int, float]]]) -> list[list[Choice]]:
+    return [[Choice(bits, max_kl, {}) for bits, max_kl in slot] for slot in raw]
 
 
 @given(slots_of, st.integers(1, 250))
-def test_the_budget_is_kept_and_the_edge_is_near(raw: list[list[tuple[int, float]]], budget: int) -> None:
-    slots = made(raw)
+def test_the_budget_is_kept_and_the_optimum_is_near(raw: list[list[tuple[int, float]]], budget: int) -> None:
+    slots = make_slots(raw)
     least = sum(min(c.bits for c in slot) for slot in slots)
     if least > budget:
         with pytest.raises(InputError, match="cannot be reached"):
@@ -41,7 +40,7 @@ def test_the_budget_is_kept_and_the_edge_is_near(raw: list[list[tuple[int, float
     assert allocate_budget(slots, budget, 100) == found
 
 
-def test_many_slots_come_very_close() -> None:
+def test_many_slots_come_close_to_the_lagrange_bound() -> None:
     random.seed(3)
     slots = [
         [Choice(b * 100 + random.randrange(9), 4.0**-b * random.random(), {}) for b in range(2, 9)]
@@ -49,21 +48,21 @@ def test_many_slots_come_very_close() -> None:
     ]
     found = allocate_budget(slots, 60 * 400, 1)
     assert found.bits > 60 * 400 - 100
-    line = [lower_hull(slot) for slot in slots]
-    slope = sorted((a.kl_cost - b.kl_cost) / (b.bits - a.bits) for one in line for a, b in pairwise(one))
+    hulls = [lower_hull(slot) for slot in slots]
+    prices = sorted((a.kl_cost - b.kl_cost) / (b.bits - a.bits) for one in hulls for a, b in pairwise(one))
     bound = max(  # Lagrange: no allocation within the budget can be better
         sum(min(c.kl_cost + price * c.bits for c in slot) for slot in slots) - price * 60 * 400
-        for price in slope
+        for price in prices
     )
     assert found.kl_cost <= 1.02 * bound
 
 
 @given(slots_of, st.floats(0, 30))
 @example([[(1, 2.0), (2, 1e-9)]], 0.0)
-def test_harm_is_kept_below(raw: list[list[tuple[int, float]]], harm: float) -> None:
-    slots = made(raw)
-    if sum(min(c.kl_cost for c in slot) for slot in slots) > harm + 1e-9:
+def test_the_kl_cost_is_kept_below_the_limit(raw: list[list[tuple[int, float]]], max_kl: float) -> None:
+    slots = make_slots(raw)
+    if sum(min(c.kl_cost for c in slot) for slot in slots) > max_kl + 1e-9:
         with pytest.raises(InputError, match="cannot be reached"):
-            allocate_kl(slots, harm)
+            allocate_kl(slots, max_kl)
         return
-    assert allocate_kl(slots, harm + 1e-9).kl_cost <= harm + 1e-6
+    assert allocate_kl(slots, max_kl + 1e-9).kl_cost <= max_kl + 1e-6
