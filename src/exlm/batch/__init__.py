@@ -1,9 +1,9 @@
 """Batches: a file of requests in, a file of answers out, and no row lost or done twice if the power goes."""
 
-from .files import BadRow, Row, Rows, answers, read_rows, write_answers
+from .adapter import RowAdapter
+from .files import BadRow, Row, Rows, is_answered, read_rows, write_answers
 from .journal import Journal, JournalError
 from .run import Progress, run_rows
-from .wording import Wording
 
 __all__ = [
     "BadRow",
@@ -11,9 +11,9 @@ __all__ = [
     "JournalError",
     "Progress",
     "Row",
+    "RowAdapter",
     "Rows",
-    "Wording",
-    "answers",
+    "is_answered",
     "read_rows",
     "run_rows",
     "write_answers",

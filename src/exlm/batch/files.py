@@ -54,7 +54,7 @@ class Rows:
     """A whole file of requests, blank lines left out, and the hash of its bytes."""
 
     rows: tuple[Row, ...]
-    digest: str
+    sha256: str
 
 
 def read_rows(path: Path) -> Rows:
@@ -82,7 +82,7 @@ def read_rows(path: Path) -> Rows:
     return Rows(tuple(rows), digest.hexdigest())
 
 
-def answers(path: Path, rows: Rows, model: str) -> bool:
+def is_answered(path: Path, rows: Rows, model: str) -> bool:
     """Whether a file already answers these rows, all of them, in their order, by a model of this name."""
     try:
         with path.open("rb") as file:
@@ -92,11 +92,11 @@ def answers(path: Path, rows: Rows, model: str) -> bool:
     ids = [one.get("id") for one in found]
     bodies = [(one.get("response") or {}).get("body") or {} for one in found]
     models = {body.get("model", model) for body in bodies}
-    wanted = [f"batch_req_{identity(rows.digest, place)}" for place in range(len(rows.rows))]
+    wanted = [f"batch_req_{row_hash(rows.sha256, place)}" for place in range(len(rows.rows))]
     return ids == wanted and models <= {model}
 
 
-def identity(digest: str, place: int, what: str = "") -> str:
+def row_hash(digest: str, place: int, what: str = "") -> str:
     """A name that is the row's alone, and the same in every run; another one if the file was changed."""
     return hashlib.sha256(f"{digest} {place} {what}".encode()).hexdigest()[:24]
 

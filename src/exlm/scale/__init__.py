@@ -1,28 +1,28 @@
 """Beyond one machine: the server and batches on a Ray cluster. Ray itself (`exlm[scale]`) is loaded late."""
 
-from .affinity import Affinity, blocks_of
-from .bulk import answer_rows
-from .cluster import cluster, need_ray
-from .deploy import Service, application, bound, deploy, service_of
-from .replica import Terms
-from .shape import Shape
-from .tables import exists, is_remote, read_requests, write_answers_to
+from .affinity import PrefixAffinity, prompt_blocks
+from .cluster import cluster, import_ray
+from .config import ClusterConfig
+from .deploy import Service, application, bind_application, deploy, service_from_config
+from .ray_data import run_rows_on_ray
+from .replica import ServerConfig
+from .storage import exists, is_remote, read_requests, write_answers_anywhere
 
 __all__ = [
-    "Affinity",
+    "ClusterConfig",
+    "PrefixAffinity",
+    "ServerConfig",
     "Service",
-    "Shape",
-    "Terms",
-    "answer_rows",
     "application",
-    "blocks_of",
-    "bound",
+    "bind_application",
     "cluster",
     "deploy",
     "exists",
+    "import_ray",
     "is_remote",
-    "need_ray",
+    "prompt_blocks",
     "read_requests",
-    "service_of",
-    "write_answers_to",
+    "run_rows_on_ray",
+    "service_from_config",
+    "write_answers_anywhere",
 ]

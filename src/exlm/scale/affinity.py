@@ -13,13 +13,13 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-BLOCK = 128
+BLOCK_CHARS = 128
 """Characters of a prompt's text that are hashed together."""
-LONGEST = 512
+MAX_BLOCKS = 512
 """Blocks of one prompt that are looked at: what comes later cannot decide where it goes."""
 
 
-def blocks_of(body: bytes, tenant: str = "") -> tuple[bytes, ...]:
+def prompt_blocks(body: bytes, tenant: str = "") -> tuple[bytes, ...]:
     """A request's prompt as hashes, each of all the text up to the end of its block; empty if it has none.
 
     Prompts that begin alike have the same first hashes. Those of different tenants, models or adapters have
@@ -37,8 +37,8 @@ def blocks_of(body: bytes, tenant: str = "") -> tuple[bytes, ...]:
     start = json.dumps([tenant, asked.get("model"), asked.get("lora")])
     chain = hashlib.blake2b(start.encode("utf-8", "replace"), digest_size=8)
     found = []
-    for place in range(0, min(len(text), BLOCK * LONGEST), BLOCK):
-        chain.update(text[place : place + BLOCK].encode("utf-8", "replace"))
+    for place in range(0, min(len(text), BLOCK_CHARS * MAX_BLOCKS), BLOCK_CHARS):
+        chain.update(text[place : place + BLOCK_CHARS].encode("utf-8", "replace"))
         found.append(chain.digest())
     return tuple(found)
 
@@ -52,15 +52,15 @@ def _text(asked: Mapping[str, Any]) -> str:
     return first if isinstance(first, str) else json.dumps(first) if first else ""
 
 
-class Affinity:
+class PrefixAffinity:
     """Remembers which replica was sent which prompts, the latest first to mind and the oldest forgotten."""
 
-    def __init__(self, slack: int = 8, most: int = 200_000) -> None:
+    def __init__(self, slack: int = 8, max_blocks: int = 200_000) -> None:
         """A replica may have `slack` requests more than the least busy one before others are preferred.
 
         `most` blocks are remembered.
         """
-        self.slack, self.most = slack, most
+        self.slack, self.max_blocks = slack, max_blocks
         self._holders: OrderedDict[bytes, set[str]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -86,12 +86,12 @@ class Affinity:
             ),
         )
 
-    def placed(self, blocks: Iterable[bytes], replica: str) -> None:
+    def record(self, blocks: Iterable[bytes], replica: str) -> None:
         """A prompt went to a replica."""
         for block in blocks:
             self._holders.setdefault(block, set()).add(replica)
             self._holders.move_to_end(block)
-        while len(self._holders) > self.most:
+        while len(self._holders) > self.max_blocks:
             self._holders.popitem(last=False)
 
     def keep(self, alive: Collection[str]) -> None:

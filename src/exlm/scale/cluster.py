@@ -10,14 +10,14 @@ from typing import Any
 
 from exlm import MissingExtra
 
-STORE = 256 << 20
+OBJECT_STORE_BYTES = 256 << 20
 """Bytes of shared memory of a cluster that is started here; what is more is kept on the disk."""
 
 LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
 """Where a cluster of one machine is found; the first address of loopback Ray takes for the network's."""
 
 
-def need_ray(part: str = "") -> Any:
+def import_ray(part: str = "") -> Any:
     """The package `ray`, or a part of it: `data` or `serve`."""
     try:
         return import_module(f"ray.{part}" if part else "ray")
@@ -33,7 +33,7 @@ def cluster() -> Iterator[bool]:
 
     Whether it was started here; then it ends with the block.
     """
-    ray = need_ray()
+    ray = import_ray()
     if ray.is_initialized():
         yield False
         return
@@ -42,7 +42,7 @@ def cluster() -> Iterator[bool]:
         ours = False
     except ConnectionError:
         ray.init(
-            object_store_memory=STORE,
+            object_store_memory=OBJECT_STORE_BYTES,
             include_dashboard=False,
             log_to_driver=False,
             logging_level="warning",

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from exlm import InputError
-from exlm.serve import Bounds, Listing
-from exlm.serve.guard import App, Message, Receive, Scope, Send
+from exlm.serve import Limits, ModelSpec
+from exlm.serve.middleware import App, Message, Receive, Scope, Send
 
-from .cluster import need_ray
-from .front import Front, guarded
-from .replica import Asked, Replica, Terms
-from .shape import Shape, front_options, replica_options
+from .cluster import import_ray
+from .config import ClusterConfig, ingress_options, replica_options
+from .ingress import Ingress, with_middleware
+from .replica import Replica, ReplicaRequest, ServerConfig
 
-NAME = "exlm"
+APPLICATION_NAME = "exlm"
 """The Ray Serve application. To deploy it again replaces the replicas one by one."""
 
 SAID = frozenset(("path", "least", "most"))
@@ -31,46 +31,48 @@ SAID = frozenset(("path", "least", "most"))
 class Service:
     """All that a cluster serves, and how."""
 
-    listing: Listing
-    terms: Terms = field(default_factory=Terms)
-    shape: Shape = field(default_factory=Shape)
+    spec: ModelSpec
+    server: ServerConfig = field(default_factory=ServerConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     tenant_requests: int | None = None
     """Requests of one key under way; None is any number. Several fronts have equal shares of it."""
     hosts: frozenset[str] | None = None
     """The names in `Host` that are answered; None is any."""
 
 
-class Served(Replica):
+class ReplicaDeployment(Replica):
     """A replica as Ray Serve has it."""
 
-    def __init__(self, listing: Listing, terms: Terms, tensor_parallel: int) -> None:
+    def __init__(self, listing: ModelSpec, terms: ServerConfig, tensor_parallel: int) -> None:
         from ray import serve
 
         super().__init__(listing, terms, tensor_parallel, serve.get_replica_context().replica_id.unique_id)
 
 
-class Fronted:
+class IngressDeployment:
     """The front as Ray Serve has it: an HTTP request in, whatever a replica answers out."""
 
     def __init__(self, replicas: Any, service: Service) -> None:
         from ray.exceptions import ObjectLostError, RayActorError, WorkerCrashedError
 
         self._replicas = replicas.options(stream=True)
-        shape, most = service.shape, service.tenant_requests
-        front = Front(
+        shape, most = service.cluster, service.tenant_requests
+        front = Ingress(
             self._ask,
             (RayActorError, WorkerCrashedError, ObjectLostError),  # the last, with a machine
-            service.terms.bounds.requests,
+            service.server.limits.requests,
             None if most is None else -(-most // shape.fronts),
-            len(service.terms.keys) + len(service.terms.admin_keys) > 1,
+            len(service.server.keys) + len(service.server.admin_keys) > 1,
         )
-        self._app = guarded(front, service.terms, service.hosts)
+        self._app = with_middleware(front, service.server, service.hosts)
 
     async def __call__(self, request: Any) -> Any:
         """What Ray Serve calls: a response that is our application."""
         return _relayed(self._app)
 
-    async def _ask(self, asked: Asked, blocks: Sequence[bytes]) -> AsyncGenerator[list[Message], None]:
+    async def _ask(
+        self, asked: ReplicaRequest, blocks: Sequence[bytes]
+    ) -> AsyncGenerator[list[Message], None]:
         answer = self._replicas.ask.remote(asked, blocks=blocks)
         try:
             async for messages in answer:
@@ -90,14 +92,14 @@ def _relayed(app: App) -> Any:
     return Relayed()
 
 
-def bound(service: Service) -> Any:
+def bind_application(service: Service) -> Any:
     """The application, for `serve.run`."""
-    serve = need_ray("serve")
-    shape = service.shape
-    replicas = serve.deployment(Served, name="Replica", **replica_options(shape)).bind(
-        service.listing, service.terms, shape.tensor_parallel
+    serve = import_ray("serve")
+    shape = service.cluster
+    replicas = serve.deployment(ReplicaDeployment, name="Replica", **replica_options(shape)).bind(
+        service.spec, service.server, shape.tensor_parallel
     )
-    return serve.deployment(Fronted, name="Front", **front_options(shape)).bind(replicas, service)
+    return serve.deployment(IngressDeployment, name="Front", **ingress_options(shape)).bind(replicas, service)
 
 
 def deploy(service: Service, host: str = "127.0.0.1", port: int = 5000) -> None:
@@ -106,9 +108,9 @@ def deploy(service: Service, host: str = "127.0.0.1", port: int = 5000) -> None:
     An application that is there is updated: new replicas start, old ones finish what they have. `host` and
     `port` are those of the first time.
     """
-    serve = need_ray("serve")
+    serve = import_ray("serve")
     serve.start(http_options={"host": host, "port": port}, logging_config={"log_level": "WARNING"})
-    serve.run(bound(service), name=NAME, route_prefix="/")
+    serve.run(bind_application(service), name=APPLICATION_NAME, route_prefix="/")
 
 
 def application(wishes: Mapping[str, Any]) -> Any:
@@ -117,10 +119,10 @@ def application(wishes: Mapping[str, Any]) -> Any:
     Wishes are the fields of `Listing`, `Shape` and `Bounds` by name, and `model` (its path), `replicas`
     ("2..8"), `keys_file` and `tenant_requests`.
     """
-    return bound(service_of(wishes))
+    return bind_application(service_from_config(wishes))
 
 
-def service_of(wishes: Mapping[str, Any]) -> Service:
+def service_from_config(wishes: Mapping[str, Any]) -> Service:
     """A service from a configuration's names and values; an unknown name is an error."""
     left = dict(wishes)
     path = left.pop("model", None)
@@ -132,13 +134,13 @@ def service_of(wishes: Mapping[str, Any]) -> Service:
     replicas = str(left.pop("replicas", 1))
     parts = [
         {one.name: left.pop(one.name) for one in fields(kind) if one.name in left and one.name not in SAID}
-        for kind in (Listing, Shape, Bounds)
+        for kind in (ModelSpec, ClusterConfig, Limits)
     ]
     if left:
         raise InputError(f"There is no setting {sorted(left)[0]!r} for a service on Ray.")
     return Service(
-        Listing(named, path, **parts[0]),
-        Terms(keys, bounds=Bounds(**parts[2])),
-        Shape.of(replicas, **parts[1]),
+        ModelSpec(named, path, **parts[0]),
+        ServerConfig(keys, limits=Limits(**parts[2])),
+        ClusterConfig.from_replicas(replicas, **parts[1]),
         tenant,
     )

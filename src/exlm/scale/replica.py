@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from exlm import ExlmError
-from exlm.serve import Bounds, Engine, Keyring, Listing, Options, create_app
-from exlm.serve.guard import Message
+from exlm.serve import ApiKeys, Engine, Limits, ModelSpec, Options, create_app
+from exlm.serve.middleware import Message
 
 from .loading import loader
 
-AHEAD = 64
+MAX_BUFFERED_MESSAGES = 64
 """Messages of an answer that wait to be fetched."""
 
 
@@ -26,7 +26,7 @@ class NotReady(ExlmError, RuntimeError):
 
 
 @dataclass(frozen=True)
-class Asked:
+class ReplicaRequest:
     """A request as it travels to a replica."""
 
     method: str
@@ -54,12 +54,12 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Terms:
+class ServerConfig:
     """What replicas and the front have to agree on: keys, bounds, and how soon a token must come."""
 
     keys: Sequence[str] = ()
     admin_keys: Sequence[str] = ()
-    bounds: Bounds = field(default_factory=Bounds)
+    limits: Limits = field(default_factory=Limits)
     ready_seconds: float = 10.0
 
 
@@ -67,25 +67,25 @@ class Replica:
     """A model at work. Whoever holds it asks it things and checks its health."""
 
     def __init__(
-        self, listing: Listing, terms: Terms, tensor_parallel: int = 1, name: str = "replica"
+        self, listing: ModelSpec, terms: ServerConfig, tensor_parallel: int = 1, name: str = "replica"
     ) -> None:
         """Load the model; `name` is shown to clients in a header."""
         self._terms, self._name = terms, name
         self._engine = Engine([listing], loader(tensor_parallel))
         self._engine.preload(listing.name)
-        keyring = Keyring(terms.keys, terms.admin_keys)
-        self._app = create_app(self._engine, Options(keyring, terms.bounds, terms.ready_seconds))
+        keyring = ApiKeys(terms.keys, terms.admin_keys)
+        self._app = create_app(self._engine, Options(keyring, terms.limits, terms.ready_seconds))
         self._life = contextlib.AsyncExitStack()
         self._starting = asyncio.Lock()
         self._started = False
 
-    async def ask(self, asked: Asked, blocks: Sequence[bytes] = ()) -> AsyncIterator[list[Message]]:
+    async def ask(self, asked: ReplicaRequest, blocks: Sequence[bytes] = ()) -> AsyncIterator[list[Message]]:
         """Answer a request with the messages that an ASGI application sends, a few at a time.
 
         `blocks` is for whoever routes the call.
         """
         await self._start()
-        outbox: asyncio.Queue[Message | None] = asyncio.Queue(AHEAD)
+        outbox: asyncio.Queue[Message | None] = asyncio.Queue(MAX_BUFFERED_MESSAGES)
         gone = asyncio.Event()
         inbox: list[Message] = [{"type": "http.request", "body": asked.body, "more_body": False}]
 
@@ -121,7 +121,7 @@ class Replica:
     async def check_health(self) -> None:
         """Raise unless the engine makes a token in time."""
         await self._start()
-        if not await self._engine.find(None).ready(self._terms.ready_seconds):
+        if not await self._engine.find(None).is_ready(self._terms.ready_seconds):
             raise NotReady(f"No token came within {self._terms.ready_seconds} s.")
 
     async def close(self) -> None:

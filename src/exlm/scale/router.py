@@ -6,7 +6,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from .affinity import Affinity
+from .affinity import PrefixAffinity
 
 
 class PrefixRouter(RequestRouter):
@@ -14,7 +14,7 @@ class PrefixRouter(RequestRouter):
 
     def initialize_state(self, slack: int = 8) -> None:
         """Called once by Ray; `slack` is that of `Affinity`."""
-        self.affinity = Affinity(slack)
+        self.affinity = PrefixAffinity(slack)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -24,12 +24,12 @@ class PrefixRouter(RequestRouter):
         blocks = pending_request.kwargs.get("blocks", ()) if pending_request else ()
         ranked = self.affinity.rank(blocks, {name: self._load(one) for name, one in named.items()})
         if ranked:  # before it is routed: the next request with this prompt may be a moment away
-            self.affinity.placed(blocks, ranked[0])
+            self.affinity.record(blocks, ranked[0])
         return [[named[name]] for name in ranked]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """A request was accepted, if not by the first choice."""
-        self.affinity.placed(pending_request.kwargs.get("blocks", ()), replica_id.unique_id)
+        self.affinity.record(pending_request.kwargs.get("blocks", ()), replica_id.unique_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Replicas came or went."""

@@ -12,37 +12,37 @@ except ImportError as error:
         "pip install 'exlm[server]'"
     ) from None
 
-from .answer import Answer, piece_of
 from .app import Options, create_app
 from .engine import Engine
-from .hosting import Listing, Loaded, load
-from .keys import Keyring
-from .limits import Bounds
-from .problems import Problem, problem_of
-from .running import listen, serve
+from .errors import APIError, to_api_error
+from .generation import GenerationRequest, ModelInfo, to_generation_request
+from .health import Watchdog
+from .keys import ApiKeys
+from .limits import Limits
+from .models import GeneratorParts, ModelSpec, load
+from .openai import ResponseBuilder, output_delta
 from .schema import ChatRequest, CompletionRequest
-from .translate import Host, Order, order_of
-from .watchdog import Watchdog
+from .server import listen, serve
 
 __all__ = [
-    "Answer",
-    "Bounds",
+    "APIError",
+    "ApiKeys",
     "ChatRequest",
     "CompletionRequest",
     "Engine",
-    "Host",
-    "Keyring",
-    "Listing",
-    "Loaded",
+    "GenerationRequest",
+    "GeneratorParts",
+    "Limits",
+    "ModelInfo",
+    "ModelSpec",
     "Options",
-    "Order",
-    "Problem",
+    "ResponseBuilder",
     "Watchdog",
     "create_app",
     "listen",
     "load",
-    "order_of",
-    "piece_of",
-    "problem_of",
+    "output_delta",
     "serve",
+    "to_api_error",
+    "to_generation_request",
 ]

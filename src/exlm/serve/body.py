@@ -16,18 +16,18 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.requests import Request
 
+from .errors import APIError, too_many_requests, validation_error
 from .json_size import JsonLimits
-from .limits import Bounds
-from .problems import Problem, busy, invalid
+from .limits import Limits
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 
-LARGE = 32 << 10
+LARGE_BODY_BYTES = 32 << 10
 """From so many bytes on a body is parsed in a thread: below, it takes a few milliseconds."""
 
 
-class LargeBodies:
+class LargeBodyThread:
     """The thread for requests with large bodies; it is started with the first of them."""
 
     def __init__(self) -> None:
@@ -43,38 +43,40 @@ class LargeBodies:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-class BodyMemory:
+class BodyMemoryLimiter:
     """How many bytes of bodies are held at the moment, of all requests together.
 
     Where there are several callers, each may hold as much as is left for all, so that one who holds nothing
     always finds room.
     """
 
-    def __init__(self, bounds: Bounds, shared: bool = False) -> None:
+    def __init__(self, bounds: Limits, shared: bool = False) -> None:
         """`shared` is whether there are several callers to be fair to."""
-        self.most, self.shared = max(bounds.bodies, 4 * bounds.body), shared
+        self.max_bytes, self.shared = max(bounds.bodies, 4 * bounds.body), shared
         self.held = 0
         self._of: Counter[str] = Counter()
 
-    def take(self, count: int, who: str = "") -> None:
+    def acquire(self, count: int, who: str = "") -> None:
         """Hold more for a caller, or refuse the request that brings it."""
-        left = self.most - self.held
+        left = self.max_bytes - self.held
         if count > left or (self.shared and self._of[who] + count > left):
-            raise busy(f"Bodies of {self.held} bytes are being read, and no more may be now: try again.")
+            raise too_many_requests(
+                f"Bodies of {self.held} bytes are being read, and no more may be now: try again."
+            )
         self.held += count
         self._of[who] += count
 
-    def give_back(self, count: int, who: str = "") -> None:
+    def release(self, count: int, who: str = "") -> None:
         """Hold less."""
         self.held -= count
         self._of[who] -= count
         self._of += Counter()  # keeps only those who hold something
 
 
-class Body:
+class RequestBody:
     """A parsed body, to be validated once. `large` tells whether work on it belongs in the thread."""
 
-    def __init__(self, value: Any, threads: LargeBodies | None) -> None:
+    def __init__(self, value: Any, threads: LargeBodyThread | None) -> None:
         """`threads` is given where the body is large."""
         self._value, self._threads = value, threads
 
@@ -84,10 +86,10 @@ class Body:
         return self._threads is not None
 
     @classmethod
-    async def parsed(cls, raw: bytearray, bounds: Bounds, threads: LargeBodies) -> Body:
+    async def parsed(cls, raw: bytearray, bounds: Limits, threads: LargeBodyThread) -> RequestBody:
         """Parse what was received; a Problem says what is wrong with it."""
-        limits = JsonLimits.of_body(bounds.body)
-        if len(raw) < LARGE:
+        limits = JsonLimits.for_body(bounds.body)
+        if len(raw) < LARGE_BODY_BYTES:
             return cls(_parsed(raw, limits), None)
         return cls(await threads.run(lambda: _parsed(raw, limits)), threads)
 
@@ -99,11 +101,11 @@ class Body:
         return await self._threads.run(lambda: _validated(kind, value))
 
 
-def body_as(kind: type[M]) -> Callable[[Request], Awaitable[M]]:
+def parsed_body(kind: type[M]) -> Callable[[Request], Awaitable[M]]:
     """A dependency of a route: its request, of this kind."""
 
     async def validated(request: Request) -> M:
-        body: Body = request.state.body
+        body: RequestBody = request.state.body
         return await body.validated(kind)
 
     return validated
@@ -117,11 +119,13 @@ def _parsed(raw: bytearray, limits: JsonLimits) -> Any:
     try:
         return from_json(raw, allow_inf_nan=False, cache_strings="none")
     except ValueError as error:
-        raise Problem(400, f"The body is not JSON: {error}.", code="invalid_json") from None
+        raise APIError(400, f"The body is not JSON: {error}.", code="invalid_json") from None
 
 
 def _validated(kind: type[M], value: Any) -> M:
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        raise invalid(error.errors(include_url=False, include_context=False, include_input=False)) from None
+        raise validation_error(
+            error.errors(include_url=False, include_context=False, include_input=False)
+        ) from None

@@ -14,18 +14,18 @@ from typing import Any, TypeAlias
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .limits import Bounds
-from .problems import Problem
+from .errors import APIError
+from .limits import Limits
 
 Event: TypeAlias = h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]
 
 FREE_CHUNKS = 1024
 """Chunks of a body of which nothing is asked."""
-CHUNK_BYTES = 256
+MIN_MEAN_CHUNK_BYTES = 256
 """How much the others must hold on average: to parse one byte as a chunk takes as long as thousands."""
 
 
-class _Parser(h11.Connection):
+class _ChunkLimitedParser(h11.Connection):
     """The library's parser, which refuses bodies in very many very small chunks."""
 
     def __init__(self, longest: int) -> None:
@@ -39,7 +39,7 @@ class _Parser(h11.Connection):
         elif isinstance(event, h11.Data):
             self._chunks += event.chunk_start
             self._bytes += len(event.data)
-            if self._chunks > FREE_CHUNKS + self._bytes // CHUNK_BYTES:
+            if self._chunks > FREE_CHUNKS + self._bytes // MIN_MEAN_CHUNK_BYTES:
                 raise h11.RemoteProtocolError("too many small chunks")
         return event
 
@@ -47,66 +47,68 @@ class _Parser(h11.Connection):
 class Connection(H11Protocol):
     """Closed when the client is too slow, or sends what is not HTTP."""
 
-    def __init__(self, *arguments: Any, bounds: Bounds, **options: Any) -> None:
+    def __init__(self, *arguments: Any, limits: Limits, **options: Any) -> None:
         """The further arguments are the library's own."""
         super().__init__(*arguments, **options)
-        self.conn = _Parser(self.config.h11_max_incomplete_event_size or bounds.headers)
-        self._seconds = bounds.header_seconds
-        self._asking = _Clock(self.loop, bounds.header_seconds, self._give_up)
-        self._taking = _Clock(self.loop, bounds.read_seconds, lambda: self.transport.abort())
+        self.conn = _ChunkLimitedParser(self.config.h11_max_incomplete_event_size or limits.headers)
+        self._seconds = limits.header_seconds
+        self._header_timer = _Timer(self.loop, limits.header_seconds, self._on_header_timeout)
+        self._write_timer = _Timer(self.loop, limits.read_seconds, lambda: self.transport.abort())
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client came; its headers are awaited from now on."""
         super().connection_made(transport)
-        self._watch()
+        self._update_header_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It left."""
         super().connection_lost(exc)
-        self._asking.stop()
-        self._taking.stop()
+        self._header_timer.stop()
+        self._write_timer.stop()
 
     def data_received(self, data: bytes) -> None:
         """It sent something."""
         super().data_received(data)
-        self._watch()
+        self._update_header_timer()
 
     def on_response_complete(self) -> None:
         """It was answered, and may ask again."""
         super().on_response_complete()
-        self._watch()
+        self._update_header_timer()
 
     def pause_writing(self) -> None:
         """It does not take what is sent."""
         super().pause_writing()
-        self._taking.start()
+        self._write_timer.start()
 
     def resume_writing(self) -> None:
         """It does again."""
         super().resume_writing()
-        self._taking.stop()
+        self._write_timer.stop()
 
     def send_400_response(self, msg: str) -> None:
         """Say that this is not HTTP, if no answer has begun, and close: what follows may be anything."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            problem = Problem(400, "This is no valid HTTP/1.1 request, or it has too many small chunks.")
-            self._say("400 Bad Request", problem)
+            problem = APIError(400, "This is no valid HTTP/1.1 request, or it has too many small chunks.")
+            self._write_error("400 Bad Request", problem)
         self.transport.close()
 
-    def _watch(self) -> None:
+    def _update_header_timer(self) -> None:
         """Let the clock run while no request is being answered; a byte now and then does not set it back."""
         if self.cycle is not None and not self.cycle.response_complete:
-            self._asking.stop()
+            self._header_timer.stop()
         elif not self.transport.is_closing():
-            self._asking.start()
+            self._header_timer.start()
 
-    def _give_up(self) -> None:
+    def _on_header_timeout(self) -> None:
         """Say why, if the client has begun to ask, and close."""
         if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
-            self._say("408 Request Timeout", Problem(408, f"The headers took longer than {self._seconds} s."))
+            self._write_error(
+                "408 Request Timeout", APIError(408, f"The headers took longer than {self._seconds} s.")
+            )
         self.transport.close()
 
-    def _say(self, status: str, problem: Problem) -> None:
+    def _write_error(self, status: str, problem: APIError) -> None:
         """Answer without a request."""
         body = json.dumps(problem.body)
         self.transport.write(
@@ -115,7 +117,7 @@ class Connection(H11Protocol):
         )
 
 
-class _Clock:
+class _Timer:
     """Calls an action once it has run for so many seconds."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float, action: Callable[[], object]) -> None:

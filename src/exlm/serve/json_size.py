@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from .problems import Problem
+from .errors import APIError
 
 Text: TypeAlias = bytes | bytearray
 
-SMALLEST = 1 << 16
+MIN_LIMIT = 1 << 16
 """Limits do not go below this, however small a body must be."""
-WINDOW = 1 << 18
+WINDOW_BYTES = 1 << 18
 """Bytes that are looked at in one go: other threads wait meanwhile."""
 LONG_NUMBER = b"0" * 400
 """So many digits no number may have: the time to read an integer grows with their square."""
@@ -31,9 +31,9 @@ class JsonLimits:
     nodes: int
 
     @classmethod
-    def of_body(cls, size: int) -> JsonLimits:
+    def for_body(cls, size: int) -> JsonLimits:
         """The limits of a body of so many bytes: a token id takes seven or eight, a message fifty or more."""
-        return cls(max(size // 16, SMALLEST), max(size // 64, SMALLEST))
+        return cls(max(size // 16, MIN_LIMIT), max(size // 64, MIN_LIMIT))
 
     def check(self, *texts: Text, what: str = "The body") -> None:
         """Refuse texts that hold more in all; `what` is their name in the refusal."""
@@ -54,13 +54,13 @@ class JsonLimits:
                     raise _too_much(f"{what} has more than {self.values:,} values.")
                 if _has_long_number(outside):
                     digits = len(LONG_NUMBER)
-                    raise Problem(
+                    raise APIError(
                         400, f"{what} has a number of {digits} digits or more.", code="invalid_json"
                     )
 
 
-def _too_much(message: str) -> Problem:
-    return Problem(413, message, code="body_too_large")
+def _too_much(message: str) -> APIError:
+    return APIError(413, message, code="body_too_large")
 
 
 def _nodes(text: Text) -> int:
@@ -76,7 +76,7 @@ def _outside_strings(text: Text) -> Iterator[Text]:
     if b"\\" in text:  # without escapes, every quote that is left begins or ends a string
         text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     inside = 0
-    for start in range(0, len(text), WINDOW):
-        parts = text[start : start + WINDOW].split(b'"')
+    for start in range(0, len(text), WINDOW_BYTES):
+        parts = text[start : start + WINDOW_BYTES].split(b'"')
         yield b"".join(parts[inside::2])
         inside = (inside + len(parts) - 1) % 2

@@ -22,35 +22,35 @@ class Caller:
     salt: str = ""
 
 
-class Keyring:
+class ApiKeys:
     """The keys there are; without any, everybody may ask, and nobody is an admin."""
 
     def __init__(self, keys: Iterable[str] = (), admin_keys: Iterable[str] = ()) -> None:
         """Salts are made of the keys and of a secret that dies with this object."""
         secret = secrets.token_bytes(32)
-        self._known: list[tuple[bytes, Caller]] = []
+        self._callers: list[tuple[bytes, Caller]] = []
         for listed, admin in ((keys, False), (admin_keys, True)):
             for key in listed:
                 salt = hashlib.blake2b(key.encode(), key=secret, digest_size=16).hexdigest()
-                self._known.append((key.encode(), Caller(admin, salt)))
+                self._callers.append((key.encode(), Caller(admin, salt)))
 
     def __len__(self) -> int:
         """How many keys there are."""
-        return len(self._known)
+        return len(self._callers)
 
-    def caller(self, headers: Mapping[bytes, bytes]) -> Caller | None:
+    def authenticate(self, headers: Mapping[bytes, bytes]) -> Caller | None:
         """Who a request is from, by its headers; None for somebody without a key that counts."""
-        if not self._known:
+        if not self._callers:
             return Caller()
-        shown = _shown(headers)
+        shown = _presented_key(headers)
         found = None
-        for key, caller in self._known:  # all of them, so that time tells nothing
+        for key, caller in self._callers:  # all of them, so that time tells nothing
             if hmac.compare_digest(key, shown):
                 found = caller
         return found
 
 
-def _shown(headers: Mapping[bytes, bytes]) -> bytes:
+def _presented_key(headers: Mapping[bytes, bytes]) -> bytes:
     """The key that a request shows: a bearer token, a browser's password, or X-API-Key."""
     kind, _, value = headers.get(b"authorization", b"").partition(b" ")
     if kind.lower() == b"bearer":

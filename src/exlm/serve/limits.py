@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from .problems import busy
+from .errors import too_many_requests
 
 
 @dataclass(frozen=True)
-class Bounds:
+class Limits:
     """What the operator allows; anything above is refused with a status that says so."""
 
     body: int = 4 << 20
@@ -43,36 +43,38 @@ class Bounds:
     """Sampler settings of requests that do not choose their own."""
 
 
-class Gate:
+class ConcurrencyLimiter:
     """Lets so many in at a time, and tells the others to come back.
 
     Where it is shared, a caller may have as many inside as there are places left: one alone gets half of
     them, two a third each, and whoever comes for the first time finds one.
     """
 
-    def __init__(self, most: int, what: str, shared: bool = False) -> None:
+    def __init__(self, limit: int, what: str, shared: bool = False) -> None:
         """`what` is who is counted, in the words of a refusal."""
-        self.most, self.what, self.shared = most, what, shared
-        self.inside = 0
-        self._of: Counter[str] = Counter()
+        self.limit, self.what, self.shared = limit, what, shared
+        self.in_flight = 0
+        self._by_caller: Counter[str] = Counter()
 
     @contextmanager
-    def entered(self, who: str = "") -> Iterator[None]:
+    def slot(self, who: str = "") -> Iterator[None]:
         """Inside, or refused at once."""
-        left = self.most - self.inside
+        left = self.limit - self.in_flight
         if left < 1:
-            raise busy(f"{self.inside} {self.what} are under way, as many as the server takes: try again.")
-        if self.shared and self._of[who] >= left:
-            raise busy(
-                f"{self._of[who]} {self.what} of this key are under way, and {left} places are left for all: "
-                "a key may not have more than that. Try again.",
+            raise too_many_requests(
+                f"{self.in_flight} {self.what} are under way, as many as the server takes: try again."
+            )
+        if self.shared and self._by_caller[who] >= left:
+            raise too_many_requests(
+                f"{self._by_caller[who]} {self.what} of this key are under way, and {left} places are left "
+                "for all: a key may not have more than that. Try again.",
                 code="key_queue_full",
             )
-        self.inside += 1
-        self._of[who] += 1
+        self.in_flight += 1
+        self._by_caller[who] += 1
         try:
             yield
         finally:
-            self.inside -= 1
-            self._of[who] -= 1
-            self._of += Counter()  # keeps only those who are inside
+            self.in_flight -= 1
+            self._by_caller[who] -= 1
+            self._by_caller += Counter()  # keeps only those who are inside

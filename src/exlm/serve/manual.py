@@ -32,7 +32,7 @@ BOUNDS = {
 }
 
 
-def page(described: Mapping[str, Any]) -> str:
+def docs_page(described: Mapping[str, Any]) -> str:
     """An OpenAPI description, written out: every route, and every object that one takes or gives."""
     parts = [
         HEAD.format(title=escape(described["info"]["title"]), version=escape(described["info"]["version"]))

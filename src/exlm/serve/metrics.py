@@ -8,8 +8,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from .answer import Answer
 from .engine import Engine
+from .openai import ResponseBuilder
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0)
 
@@ -21,7 +21,7 @@ class Metrics:
 
     def __init__(self, engine: Engine) -> None:
         self.registry = CollectorRegistry()
-        self.replies = Counter(
+        self.responses = Counter(
             "exlm_http_replies", "Replies, by route and status", ["route", "status"], registry=self.registry
         )
         self.tokens = Counter(
@@ -44,16 +44,16 @@ class Metrics:
         )
         self.registry.register(_EngineGauges(engine))
 
-    def count_reply(self, route: str, status: int) -> None:
+    def count_response(self, route: str, status: int) -> None:
         """A reply went out."""
-        self.replies.labels(route, str(status)).inc()
+        self.responses.labels(route, str(status)).inc()
 
     def count_tokens(self, model: str, spent: tuple[int, int, int]) -> None:
         """What an answer took, finished or not: tokens of its prompts, of those found, and generated."""
         for kind, count in zip(("prompt", "cached", "generated"), spent, strict=True):
             self.tokens.labels(model, kind).inc(count)
 
-    def count_answer(self, answer: Answer) -> None:
+    def observe_request(self, answer: ResponseBuilder) -> None:
         """An answer is finished, or never will be."""
         if not answer.done:
             self.cut.inc()
@@ -76,7 +76,7 @@ class _EngineGauges(Collector):
     def collect(self) -> Iterable[Metric]:
         jobs = GaugeMetricFamily("exlm_jobs", "Jobs, running and waiting", labels=["model", "state"])
         pages = GaugeMetricFamily("exlm_cache_pages", "Pages of the cache", labels=["model", "state"])
-        for name, hosted in self.engine.hosted.items():
+        for name, hosted in self.engine.models.items():
             inner = hosted.generator.generator
             jobs.add_metric([name, "running"], inner.num_active_jobs)
             jobs.add_metric([name, "waiting"], inner.num_pending_jobs)

@@ -7,50 +7,50 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-REMEMBERED = 256
+MAX_EVENTS = 256
 
 
-class Pulse:
+class Activity:
     """Told of every job and every result; asked by health checks and the watchdog."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` counts seconds."""
         self.clock = clock
-        self.waiting = 0
+        self.pending_jobs = 0
         """Jobs given to the engine that it has not finished or let go of."""
         self.tokens = 0
         """Results with a token, ever."""
-        self.events: deque[tuple[float, str]] = deque(maxlen=REMEMBERED)
+        self.events: deque[tuple[float, str]] = deque(maxlen=MAX_EVENTS)
         self._last = clock()
 
     @property
-    def silence(self) -> float:
+    def stalled_seconds(self) -> float:
         """For how long it should have done something and did not."""
-        return self.clock() - self._last if self.waiting else 0.0
+        return self.clock() - self._last if self.pending_jobs else 0.0
 
-    def begin(self, what: str) -> None:
+    def job_queued(self, what: str) -> None:
         """A job was handed over."""
-        if not self.waiting:
+        if not self.pending_jobs:
             self._last = self.clock()
-        self.waiting += 1
-        self.note(what)
+        self.pending_jobs += 1
+        self.record(what)
 
-    def end(self, what: str) -> None:
+    def job_ended(self, what: str) -> None:
         """A job is finished, failed or dropped."""
-        self.waiting -= 1
+        self.pending_jobs -= 1
         self._last = self.clock()
-        self.note(what)
+        self.record(what)
 
-    def beat(self, result: Mapping[str, Any]) -> None:
+    def on_result(self, result: Mapping[str, Any]) -> None:
         """A result came."""
         self._last = self.clock()
         if result["stage"] == "streaming":
             self.tokens += 1
         elif result["stage"] == "prefill":
-            self.note(f"job {result['serial']} read {result['curr_progress']} of {result['max_progress']}")
+            self.record(f"job {result['serial']} read {result['curr_progress']} of {result['max_progress']}")
         else:
-            self.note(f"job {result['serial']} started")
+            self.record(f"job {result['serial']} started")
 
-    def note(self, what: str) -> None:
+    def record(self, what: str) -> None:
         """Remember an event."""
         self.events.append((time.time(), what))

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, StringConstraints, model_validator
 
-from .strict import AtMost, Strict
+from .strict import MaxItems, StrictModel
 
 LARGE = 2**31 - 1
 OFF = -1
@@ -25,8 +25,8 @@ Id = Annotated[int, Field(ge=0, le=LARGE, strict=True)]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 Phrase = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
-Json = Annotated[dict[str, Any], AtMost(4096)]
-TokenIds = Annotated[list[Id], Field(min_length=1), AtMost(1 << 20)]
+Json = Annotated[dict[str, Any], MaxItems(4096)]
+TokenIds = Annotated[list[Id], Field(min_length=1), MaxItems(1 << 20)]
 Likeliest = Annotated[int, Field(ge=OFF, le=LARGE), AfterValidator(lambda count: max(count, 0))]
 NewTokens = Literal[-1] | Annotated[int, Field(ge=1, le=LARGE)]
 Seed = Annotated[
@@ -35,7 +35,7 @@ Seed = Annotated[
 ]
 
 
-NOT_SERVED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+UNSUPPORTED_NO_OPS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "audio": (),
         "best_of": (1,),
@@ -57,7 +57,7 @@ NOT_SERVED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 send those, or null."""
 
 
-MESSAGE = frozenset(
+MESSAGE_FIELDS = frozenset(
     (
         "annotations",
         "audio",
@@ -69,10 +69,10 @@ MESSAGE = frozenset(
         "tool_calls",
     )
 )
-PART = frozenset(("file", "image_url", "input_audio", "prompt_cache_breakpoint", "refusal"))
+PART_FIELDS = frozenset(("file", "image_url", "input_audio", "prompt_cache_breakpoint", "refusal"))
 
 
-class Sampling(Strict):
+class Sampling(StrictModel):
     """Every sampler setting that JSON can say; None is the server's default."""
 
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -101,27 +101,27 @@ class Sampling(Strict):
     dry_allowed_length: Count | None = None
     dry_range: Count | None = None
     dry_max_ngram: Annotated[int, Field(ge=1, le=1024)] | None = None
-    dry_sequence_breakers: Annotated[list[Id | Phrase], AtMost(256)] | None = None
+    dry_sequence_breakers: Annotated[list[Id | Phrase], MaxItems(256)] | None = None
     xtc_probability: Share | None = None
     xtc_threshold: Share | None = None
-    xtc_ignore_tokens: Annotated[list[Id | Phrase], AtMost(256)] | None = None
+    xtc_ignore_tokens: Annotated[list[Id | Phrase], MaxItems(256)] | None = None
     cfg_scale: Annotated[float, Field(ge=0, le=100)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictModel):
     """What a stream brings besides text."""
 
     include_usage: bool = False
     include_obfuscation: Literal[False] | None = None
 
 
-class Asking(Sampling):
+class BaseRequest(Sampling):
     """What completions and chats have in common."""
 
-    BESIDE = frozenset(NOT_SERVED)
+    IGNORED_NULLS = frozenset(UNSUPPORTED_NO_OPS)
 
     model: Name | None = None
     stream: bool = False
@@ -130,10 +130,10 @@ class Asking(Sampling):
     max_tokens: NewTokens | None = None
     min_tokens: Count = 0
     seed: Seed = None
-    stop: Phrase | Annotated[list[Phrase], AtMost(64)] | None = None
-    stop_token_ids: Annotated[list[Id], AtMost(64)] = Field(default=[])
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], AtMost(4096)] | None = None
-    banned_strings: Annotated[list[Phrase], AtMost(256)] = Field(default=[])
+    stop: Phrase | Annotated[list[Phrase], MaxItems(64)] | None = None
+    stop_token_ids: Annotated[list[Id], MaxItems(64)] = Field(default=[])
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], MaxItems(4096)] | None = None
+    banned_strings: Annotated[list[Phrase], MaxItems(256)] = Field(default=[])
     regex: str | None = None
     grammar: str | None = None
     filter_prefer_eos: bool = False
@@ -141,7 +141,7 @@ class Asking(Sampling):
     token_healing: bool = False
     skip_special_tokens: bool = True
     speculative: bool | None = None
-    lora: Name | Annotated[list[Name], AtMost(16)] | Annotated[dict[str, Real], AtMost(16)] | None = None
+    lora: Name | Annotated[list[Name], MaxItems(16)] | Annotated[dict[str, Real], MaxItems(16)] | None = None
     user: Annotated[str, StringConstraints(max_length=512)] | None = None
     safety_identifier: Annotated[str, StringConstraints(max_length=512)] | None = None
     prompt_cache_key: Annotated[str, StringConstraints(max_length=512)] | None = None
@@ -150,22 +150,22 @@ class Asking(Sampling):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nothings(cls, given: Any) -> Any:
+    def _drop_no_ops(cls, given: Any) -> Any:
         """Fields that are not served may say that nothing is asked of them."""
         if not isinstance(given, dict):
             return given
-        nothing = {**NOT_SERVED, "best_of": (1, given.get("n"))}  # the best n of n are all of them
+        nothing = {**UNSUPPORTED_NO_OPS, "best_of": (1, given.get("n"))}  # the best n of n are all of them
         return {name: value for name, value in given.items() if value not in nothing.get(name, ())}
 
 
-class CompletionRequest(Asking):
+class CompletionRequest(BaseRequest):
     """`POST /v1/completions`."""
 
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1), AtMost(1024)]
+        | Annotated[list[str], Field(min_length=1), MaxItems(1024)]
         | TokenIds
-        | Annotated[list[TokenIds], Field(min_length=1), AtMost(1024)]
+        | Annotated[list[TokenIds], Field(min_length=1), MaxItems(1024)]
     )
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -174,23 +174,23 @@ class CompletionRequest(Asking):
     response_format: ResponseFormat | None = None
 
 
-class TextFormat(Strict):
+class TextFormat(StrictModel):
     """Any text."""
 
-    BESIDE = frozenset(("json_schema",))
+    IGNORED_NULLS = frozenset(("json_schema",))
 
     type: Literal["text"]
 
 
-class JsonObjectFormat(Strict):
+class JsonObjectFormat(StrictModel):
     """Some JSON object."""
 
-    BESIDE = frozenset(("json_schema",))
+    IGNORED_NULLS = frozenset(("json_schema",))
 
     type: Literal["json_object"]
 
 
-class NamedSchema(Strict):
+class NamedSchema(StrictModel):
     """A JSON schema with a name."""
 
     name: Annotated[str, StringConstraints(max_length=256)] = ""
@@ -199,7 +199,7 @@ class NamedSchema(Strict):
     strict: bool | None = None
 
 
-class JsonSchemaFormat(Strict):
+class JsonSchemaFormat(StrictModel):
     """A JSON text that a schema describes."""
 
     type: Literal["json_schema"]
@@ -209,19 +209,19 @@ class JsonSchemaFormat(Strict):
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
-class TextPart(Strict):
+class TextPart(StrictModel):
     """A piece of a message; the models served here read text only."""
 
-    BESIDE = PART
+    IGNORED_NULLS = PART_FIELDS
 
     type: Literal["text"]
     text: str
 
 
-Content = str | Annotated[list[TextPart], AtMost(1024)]
+Content = str | Annotated[list[TextPart], MaxItems(1024)]
 
 
-class CalledFunction(Strict):
+class CalledFunction(StrictModel):
     """Which function, and its arguments as JSON text."""
 
     name: Annotated[str, StringConstraints(max_length=256)]
@@ -230,7 +230,7 @@ class CalledFunction(Strict):
     provider_specific_fields: Json | None = None
 
 
-class ToolCall(Strict):
+class ToolCall(StrictModel):
     """A call the assistant made in an earlier turn; what was put together of a stream has its `index` too."""
 
     id: Annotated[str, StringConstraints(max_length=256)] = ""
@@ -240,34 +240,34 @@ class ToolCall(Strict):
     provider_specific_fields: Json | None = None
 
 
-class SystemMessage(Strict):
+class SystemMessage(StrictModel):
     """Instructions."""
 
-    BESIDE = MESSAGE
+    IGNORED_NULLS = MESSAGE_FIELDS
 
     role: Literal["system", "developer"]
     content: Content
     name: Name | None = None
 
 
-class UserMessage(Strict):
+class UserMessage(StrictModel):
     """What the user said."""
 
-    BESIDE = MESSAGE
+    IGNORED_NULLS = MESSAGE_FIELDS
 
     role: Literal["user"]
     content: Content
     name: Name | None = None
 
 
-class AssistantMessage(Strict):
+class AssistantMessage(StrictModel):
     """What the model said; clients give back whole replies, with fields that are empty here.
 
     What the official client has `parsed` is its own copy of what is in `content` and in `arguments`;
     `provider_specific_fields` are LiteLLM's notes on whom it asked.
     """
 
-    BESIDE = MESSAGE
+    IGNORED_NULLS = MESSAGE_FIELDS
 
     role: Literal["assistant"]
     content: Content | None = None
@@ -275,17 +275,17 @@ class AssistantMessage(Strict):
     parsed: Any = None
     provider_specific_fields: Json | None = None
     refusal: None = None
-    annotations: Annotated[list[Any], AtMost(0)] | None = None
+    annotations: Annotated[list[Any], MaxItems(0)] | None = None
     audio: None = None
     function_call: None = None
-    tool_calls: Annotated[list[ToolCall], AtMost(128)] | None = None
+    tool_calls: Annotated[list[ToolCall], MaxItems(128)] | None = None
     name: Name | None = None
 
 
-class ToolMessage(Strict):
+class ToolMessage(StrictModel):
     """What a tool answered."""
 
-    BESIDE = MESSAGE
+    IGNORED_NULLS = MESSAGE_FIELDS
 
     role: Literal["tool"]
     content: Content
@@ -294,10 +294,10 @@ class ToolMessage(Strict):
 
 
 Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
-Messages = Annotated[list[Message], Field(min_length=1), AtMost(10_000)]
+Messages = Annotated[list[Message], Field(min_length=1), MaxItems(10_000)]
 
 
-class FunctionDefinition(Strict):
+class FunctionDefinition(StrictModel):
     """A function the model may call."""
 
     name: ToolName
@@ -306,27 +306,27 @@ class FunctionDefinition(Strict):
     strict: bool | None = None
 
 
-class Tool(Strict):
+class Tool(StrictModel):
     """A tool; functions are the only kind."""
 
     type: Literal["function"]
     function: FunctionDefinition
 
 
-class ChosenFunction(Strict):
+class ChosenFunction(StrictModel):
     """A function by name."""
 
     name: ToolName
 
 
-class NamedTool(Strict):
+class NamedTool(StrictModel):
     """The one tool that must be called."""
 
     type: Literal["function"]
     function: ChosenFunction
 
 
-class ChatRequest(Asking):
+class ChatRequest(BaseRequest):
     """`POST /v1/chat/completions`."""
 
     messages: Messages
@@ -334,13 +334,13 @@ class ChatRequest(Asking):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], AtMost(128)] | None = None
+    tools: Annotated[list[Tool], MaxItems(128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
     chat_template_kwargs: Json | None = None
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(StrictModel):
     """`POST /tokenize`: a text, or a conversation as the chat template writes it."""
 
     model: Name | None = None
@@ -350,15 +350,15 @@ class TokenizeRequest(Strict):
     encode_special_tokens: bool = True
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(StrictModel):
     """`POST /detokenize`."""
 
     model: Name | None = None
-    tokens: Annotated[list[Id], AtMost(1 << 20)]
+    tokens: Annotated[list[Id], MaxItems(1 << 20)]
     decode_special_tokens: bool = True
 
 
-class ModelRequest(Strict):
+class ModelRequest(StrictModel):
     """Which registered model to load or unload."""
 
     model: Name

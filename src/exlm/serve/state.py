@@ -7,25 +7,25 @@ from typing import Any
 
 from exlm import Job
 
-from .engine import Engine, Hosted
-from .limits import Gate
+from .engine import Engine, LoadedModel
+from .limits import ConcurrencyLimiter
 
 
-def state_of(engine: Engine, gate: Gate) -> dict[str, Any]:
+def engine_state(engine: Engine, gate: ConcurrencyLimiter) -> dict[str, Any]:
     """Everything at this moment."""
     return {
-        "models": [_model(hosted) for hosted in engine.hosted.values()],
-        "requests": {"inside": gate.inside, "most": gate.most},
+        "models": [_model(hosted) for hosted in engine.models.values()],
+        "requests": {"inside": gate.in_flight, "most": gate.limit},
     }
 
 
-def _model(hosted: Hosted) -> dict[str, Any]:
+def _model(hosted: LoadedModel) -> dict[str, Any]:
     inner = hosted.generator.generator
     active, pending = inner.active_jobs, inner.pending_jobs
     users = Counter(page for job in active for sequence in job.sequences for page in {*sequence.pages})
     return {
-        "name": hosted.host.name,
-        "max_model_len": hosted.host.length,
+        "name": hosted.info.name,
+        "max_model_len": hosted.info.max_seq_len,
         "max_batch_size": inner.max_batch_size,
         "pages": {
             "size": inner.page_size,
