@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -15,8 +14,8 @@ from exlm.scale.affinity import BLOCK_CHARS
 NAMES = ("a", "b", "c")
 
 
-def body(**fields: Any) -> bytes:
-    return json.dumps(fields).encode()
+def body(**fields: Any) -> dict[str, Any]:
+    return fields
 
 
 def completion(text: str, **more: Any) -> tuple[bytes, ...]:
@@ -54,9 +53,9 @@ def test_what_a_conversation_grows_by_keeps_its_blocks() -> None:
     assert not {*tool} & {*before}
 
 
-@pytest.mark.parametrize("raw", [b"", b"no json", b"[]", b"{}", body(prompt=""), body(messages=[]), b"\xff"])
-def test_what_has_no_prompt_has_no_blocks(raw: bytes) -> None:
-    assert prompt_blocks(raw) == ()
+@pytest.mark.parametrize("request_body", [None, "no object", [], {}, body(prompt=""), body(messages=[]), 1.5])
+def test_a_request_without_a_prompt_has_no_blocks(request_body: Any) -> None:
+    assert prompt_blocks(request_body) == ()
 
 
 @pytest.mark.parametrize("prompt", [[1, 2, 3], [[1, 2], [3]], ["text", "more"], "text"])

@@ -8,12 +8,12 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import pytest
+from starlette.types import ASGIApp, Message
 
 from exlm.scale import ServerConfig, prompt_blocks
 from exlm.scale.ingress import MAX_ATTEMPTS, Ask, Ingress, with_middleware
 from exlm.scale.replica import ReplicaRequest
 from exlm.serve import Limits
-from exlm.serve.middleware import App, Message
 
 COMPLETIONS = "/v1/completions"
 JSON, EVENTS = b"application/json", b"text/event-stream; charset=utf-8"
@@ -31,13 +31,17 @@ def part(body: bytes, more: bool = False) -> Message:
     return {"type": "http.response.body", "body": body, "more_body": more}
 
 
-def fronted(ask: Ask, terms: ServerConfig | None = None, **options: Any) -> App:
+def fronted(ask: Ask, terms: ServerConfig | None = None, **options: Any) -> ASGIApp:
     return with_middleware(Ingress(ask, (Died,), **options), terms or ServerConfig(), None)
 
 
-async def post(app: App, path: str = COMPLETIONS, key: str = "", **body: Any) -> tuple[int, bytes]:
+async def post(app: ASGIApp, path: str = COMPLETIONS, key: str = "", **body: Any) -> tuple[int, bytes]:
     """Status and body of a reply, which has to come whole and once."""
-    raw = json.dumps(body).encode()
+    return await post_raw(app, json.dumps(body).encode(), path, key)
+
+
+async def post_raw(app: ASGIApp, raw: bytes, path: str = COMPLETIONS, key: str = "") -> tuple[int, bytes]:
+    """The same for a body of these bytes."""
     headers = [(b"content-type", JSON), (b"authorization", f"Bearer {key}".encode())]
     sent: list[Message] = []
     inbox: list[Message] = [{"type": "http.request", "body": raw, "more_body": False}]
@@ -61,7 +65,7 @@ def dying(times: int, said: Sequence[Message] = ()) -> tuple[Ask, list[ReplicaRe
     seen: list[ReplicaRequest] = []
 
     async def ask(asked: ReplicaRequest, blocks: Sequence[bytes]) -> AsyncGenerator[list[Message], None]:
-        assert blocks == prompt_blocks(asked.body)  # no keys, one tenant
+        assert blocks == prompt_blocks(json.loads(asked.body))  # no keys, one tenant
         seen.append(asked)
         if len(seen) <= times:
             for message in said:
@@ -167,6 +171,15 @@ def test_nobody_comes_in_without_a_key_and_models_do_not_change() -> None:
     app = fronted(ask, ServerConfig(("key",), ("admin",)))
     assert asyncio.run(post(app, prompt="x"))[0] == 401
     assert asyncio.run(post(app, "/v1/admin/models/load", key="admin", model="x"))[0] == 501
+    assert seen == []
+
+
+@pytest.mark.parametrize("raw", [b"no json", b"\xff", b'{"prompt": "x"'])
+def test_a_prompt_that_is_not_json_reaches_no_replica(raw: bytes) -> None:
+    ask, seen = dying(0)
+    status, told = asyncio.run(post_raw(fronted(ask), raw))
+    assert status == 400
+    assert json.loads(told)["error"]["code"] == "invalid_json"
     assert seen == []
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from exlm import Generator, InputError, Settings
-from exlm.scale.loading import loader
 from exlm.scale.replica import NotReady, Replica, ReplicaRequest, ServerConfig
 from exlm.serve import ModelSpec, load
 
@@ -86,7 +85,7 @@ def test_a_stuck_engine_is_not_healthy(listing: ModelSpec) -> None:
 
 def test_a_model_shared_by_two_ranks_says_the_same(listing: ModelSpec) -> None:
     texts = []
-    for loaded in (load(listing), loader(2)(listing)):
+    for loaded in (load(listing), load(listing, tensor_parallel=2)):
         generator = Generator(loaded.model, loaded.cache, loaded.tokenizer, **loaded.options)
         texts.append(generator.generate("The river", max_new_tokens=12, gen_settings=Settings.greedy()))
         loaded.unload()
@@ -95,6 +94,6 @@ def test_a_model_shared_by_two_ranks_says_the_same(listing: ModelSpec) -> None:
 
 def test_what_a_shared_model_cannot_have(listing: ModelSpec) -> None:
     with pytest.raises(InputError, match="takes no draft model but ngram, found '/b'"):
-        loader(2)(replace(listing, draft="/b"))
+        load(replace(listing, draft="/b"), tensor_parallel=2)
     with pytest.raises(InputError, match="The cache type must be one of"):
-        loader(2)(replace(listing, cache_type="q5"))
+        load(replace(listing, cache_type="q5"), tensor_parallel=2)

@@ -15,7 +15,8 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from exlm.serve import APIError, ChatRequest, CompletionRequest, Limits, Options, body
-from exlm.serve.body import LARGE_BODY_BYTES, BodyMemoryLimiter
+from exlm.serve.body import LARGE_BODY_BYTES
+from exlm.serve.limits import BodyMemoryLimiter
 from exlm.serve.openapi import REQUEST_MODELS
 from exlm.serve.schema import DetokenizeRequest
 from tests.serve.running_server import RunningServer, preloaded, running_server
@@ -37,7 +38,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
         return call
 
     monkeypatch.setattr(body, "from_json", watched("parsed", body.from_json))
-    monkeypatch.setattr(body, "_validated", watched("validated", body._validated))
+    monkeypatch.setattr(body, "_validate", watched("validated", body._validate))
 
     def unwanted(_: Request) -> Any:
         raise AssertionError("the body was parsed a second time")

@@ -22,15 +22,16 @@ from exlm.serve import (
     Limits,
     ModelInfo,
     ModelSpec,
-    ResponseBuilder,
     load,
     output_delta,
+    response_writer,
     to_generation_request,
 )
 from exlm.serve.chat_prompt import render_chat, template_messages
 from exlm.serve.errors import to_api_error, validation_error
 from exlm.serve.generation import needs_grammar, sampling_settings
 from exlm.serve.limits import ConcurrencyLimiter
+from exlm.serve.openai import make_output_parser
 from exlm.serve.output_parser import ContentDelta
 from exlm.serve.tool_formats import GENERIC, HERMES, MISTRAL
 from tests.serve.running_server import load_tiny
@@ -83,7 +84,7 @@ def test_a_request_is_answered_without_a_server(generator: Generator, host: Mode
     order = to_generation_request(request, host, Limits())
     jobs = [Job(**arguments) for arguments in order.job_arguments]
     generator.enqueue(jobs)
-    answer = ResponseBuilder(order, "cmpl-1", 7)
+    answer = response_writer(order, "1", 7)
     while not answer.done:
         for result in generator.iterate():
             if (piece := output_delta(result, order)) is not None:
@@ -225,7 +226,7 @@ def test_a_template_that_takes_only_turns_is_told_of_tools_in_the_first(
 def test_thoughts_are_expected_where_the_prompt_opens_them(templated: Callable[[str], ModelInfo]) -> None:
     host = templated(NATIVE + "<think>\n")
     order = to_generation_request(chat(), host, Limits())
-    parser = order.parser()
+    parser = make_output_parser(order)
     assert [type(part).__name__ for part in parser.feed("hm</think>yes") + parser.end()] == [
         "ReasoningDelta",
         "ContentDelta",
@@ -244,7 +245,7 @@ def test_an_answer_of_a_given_form_is_not_taken_for_a_thought(
     assert order.chat is not None
     assert order.chat.text.endswith("<think>\n</think>\n\n")
     assert order.tokenizer.decode(order.job_arguments[0]["input_ids"][0][0]).endswith("</think>\n\n")
-    parser = order.parser()
+    parser = make_output_parser(order)
     assert parser.feed('{"a": 1}') + parser.end() == [ContentDelta('{"a": 1}')]
 
 

@@ -10,8 +10,8 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from exlm.serve import APIError, json_size
-from exlm.serve.json_size import MIN_LIMIT, JsonLimits
+from exlm.serve import APIError, body
+from exlm.serve.body import MIN_LIMIT, JsonLimits
 
 TEXT = st.text(st.sampled_from('ab\\",:[]{}0123456789é\n'), max_size=30)
 VALUES = st.recursive(
@@ -48,7 +48,7 @@ def refused(text: bytes, values: int = 10**9, nodes: int = 10**9, status: int = 
 def test_what_is_counted_is_what_there_is(
     monkeypatch: pytest.MonkeyPatch, window: int, value: Any, ascii: bool
 ) -> None:
-    monkeypatch.setattr(json_size, "WINDOW_BYTES", window)
+    monkeypatch.setattr(body, "WINDOW_BYTES", window)
     text = json.dumps(value, ensure_ascii=ascii).encode()
     found = [*parts(value)]
     values, nodes = 1 + found.count("comma"), found.count("node")

@@ -11,14 +11,8 @@ from hypothesis import strategies as st
 
 from exlm.serve.chat_prompt import ChatPrompt
 from exlm.serve.generation import GenerationRequest
-from exlm.serve.openai import (
-    MIN_LOGPROB,
-    FinishInfo,
-    OutputDelta,
-    ResponseBuilder,
-    SampledToken,
-    output_delta,
-)
+from exlm.serve.openai import response_writer
+from exlm.serve.responses import MIN_LOGPROB, FinishInfo, OutputDelta, SampledToken, output_delta
 from exlm.serve.tool_formats import GENERIC, HERMES, LLAMA3, MISTRAL, ToolFormat
 
 END = FinishInfo(
@@ -58,7 +52,7 @@ def order(
 ) -> GenerationRequest:
     talk = ChatPrompt("", style, frozenset({"f"}))
     return GenerationRequest(
-        "chat", "m", Words(), job_arguments=({},) * count, top_logprobs=top, chat=talk, **options
+        "m", Words(), job_arguments=({},) * count, top_logprobs=top, chat=talk, **options
     )  # type: ignore[arg-type]
 
 
@@ -90,7 +84,7 @@ def added_up(events: list[dict[str, Any]]) -> dict[str, Any]:
     st.lists(st.integers(0, 200), max_size=6),
 )
 def test_events_add_up_to_the_reply(text: str, style: ToolFormat | None, cuts: list[int]) -> None:
-    answer = ResponseBuilder(order(style), "id", 1)
+    answer = response_writer(order(style), "id", 1)
     events = answer.start_events()
     places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     for start, stop in pairwise(places):
@@ -104,7 +98,7 @@ def test_events_add_up_to_the_reply(text: str, style: ToolFormat | None, cuts: l
 
 
 def test_usage_counts_a_shared_prompt_once() -> None:
-    answer = ResponseBuilder(order(None, count=4, n=2, include_usage=True))
+    answer = response_writer(order(None, count=4, n=2, include_usage=True))
     for place in range(4):
         answer.push(place, OutputDelta("x", finish=END))
     usage = answer.usage()
@@ -118,7 +112,7 @@ def test_usage_counts_a_shared_prompt_once() -> None:
 
 def test_no_token_is_told_twice_or_never() -> None:
     tokens = [SampledToken(letter, -1.0, ()) for letter in "abc"]
-    answer = ResponseBuilder(order(HERMES, top=0))
+    answer = response_writer(order(HERMES, top=0))
     events = answer.push(0, OutputDelta(" ", (tokens[0],)))  # held back: it may be the space before a call
     assert events == []
     events += answer.push(0, OutputDelta("b", (tokens[1],)))
@@ -152,8 +146,8 @@ def test_probabilities_are_the_models_own() -> None:
 
 
 def test_the_token_that_was_taken_is_among_the_likeliest_of_a_completion() -> None:
-    asked = GenerationRequest("completion", "m", Words(), job_arguments=({},), top_logprobs=1)  # type: ignore[arg-type]
-    answer = ResponseBuilder(asked)
+    asked = GenerationRequest("m", Words(), job_arguments=({},), top_logprobs=1)  # type: ignore[arg-type]
+    answer = response_writer(asked)
     taken = (SampledToken("a", -1.0, (("b", -0.5),)), SampledToken("b", -0.5, (("b", -0.5),)))
     answer.push(0, OutputDelta("ab", taken, END))
     told = answer.body()["choices"][0]["logprobs"]
@@ -166,8 +160,8 @@ def test_tokens_are_where_their_text_is_in_streams_and_whole() -> None:
     def tokens(*texts: str) -> tuple[SampledToken, ...]:
         return tuple(SampledToken(text, -1.0, ()) for text in texts)
 
-    asked = GenerationRequest("completion", "m", Words(), job_arguments=({},), top_logprobs=0, echo=("ab",))  # type: ignore[arg-type]
-    answer = ResponseBuilder(asked)
+    asked = GenerationRequest("m", Words(), job_arguments=({},), top_logprobs=0, echo=("ab",))  # type: ignore[arg-type]
+    answer = response_writer(asked)
     pieces = [
         OutputDelta("r", tokens("or")),
         OutputDelta("ical", tokens("ical")),

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from exlm import Tokenizer
 from exlm.serve import APIError, CompletionRequest, Limits, ModelInfo, to_generation_request
-from exlm.serve.prompts import SLICE_CHARS, check_token_count
+from exlm.serve.generation import SLICE_CHARS, check_token_count
 
 ROOM = 2048
 LONG = 40 * SLICE_CHARS

@@ -13,6 +13,7 @@ import jsonschema
 import pytest
 import schemathesis
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.core.failures import FailureGroup
@@ -152,10 +153,10 @@ def test_replies_keep_to_the_schema(server: RunningServer, path: str, body: dict
 
 @pytest.mark.parametrize(("path", "body"), REQUESTS[:4])
 def test_events_keep_to_the_schema(server: RunningServer, path: str, body: dict[str, Any]) -> None:
-    kind = ChatChunk if "chat" in path else CompletionReply
+    kind = TypeAdapter[Any](ChatChunk if "chat" in path else CompletionReply)
     events = server.events(path, **body, stream_options={"include_usage": True})
     for told in events:
-        kind.model_validate(told)
+        kind.validate_python(told)
     assert events[-1]["usage"]["completion_tokens"] > 0
     assert events[-1]["timings"]["generation_seconds"] >= 0
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from exlm.serve import ApiKeys, Limits, Options
-from exlm.serve.keys import Caller
+from exlm.serve.middleware import Caller
 from tests.serve.running_server import RunningServer, preloaded, running_server, slow_decode
 
 KEY, OTHER, ADMIN = "sk-alice", "sk-bob", "sk-root"

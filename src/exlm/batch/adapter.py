@@ -1,7 +1,7 @@
-"""What a row asks for, and the line that answers it. Who runs the jobs, and when, is not known here.
+"""From a row of a batch to a generation request, and from its output to the row's line in the output file.
 
-Nothing in an answer says when, where, or in which run it was made: a row that is done again, anywhere, gets
-the same line.
+A line does not depend on the time, the machine or the run that made it: a row that is done again, anywhere,
+gets the same line.
 """
 
 from __future__ import annotations
@@ -15,68 +15,58 @@ from typing import Any
 from pydantic import ValidationError
 
 from exlm import ExlmError
-from exlm.serve import (
-    APIError,
-    ChatRequest,
-    CompletionRequest,
-    Limits,
-    ModelInfo,
-    ResponseBuilder,
-    to_generation_request,
-)
-from exlm.serve.errors import to_api_error, validation_error
+from exlm.serve import APIError, Limits, ModelInfo, to_api_error, to_generation_request
+from exlm.serve.errors import validation_error
+from exlm.serve.openai import ENDPOINTS
+from exlm.serve.responses import ResponseWriter
 from exlm.serve.schema import BaseRequest
 
 from .files import BadRow, Row, row_hash
 
-REQUESTS: dict[str, type[BaseRequest]] = {
-    "/v1/chat/completions": ChatRequest,
-    "/v1/completions": CompletionRequest,
-}
+ENDPOINT_OF = {endpoint.path: endpoint for endpoint in ENDPOINTS}
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class RowAdapter:
-    """How the rows of one file are understood and answered; `place` is a row's number in it, from 0."""
+    """Adapts the rows of one file to the server's requests and responses; `index` counts rows from 0."""
 
     sha256: str
     """The hash of the whole file."""
     created: int
-    """When the batch was begun, in seconds."""
+    """When the batch was started: Unix time."""
     model: ModelInfo
     limits: Limits
 
-    def prepare(self, place: int, row: Row) -> ResponseBuilder:
-        """An answer to be filled, and in its order the jobs that do it; raises what is wrong with the row."""
+    def prepare(self, index: int, row: Row) -> ResponseWriter:
+        """A writer for the row's response, whose `request` has the jobs to run; raises errors of the row."""
         url, body = row.request()
-        order = to_generation_request(self._request(row, url, body), self.model, self.limits)
-        prefix = "chatcmpl-" if order.kind == "chat" else "cmpl-"
-        return ResponseBuilder(order, prefix + self._hash(place), self.created)
+        request = to_generation_request(self._request(row, url, body), self.model, self.limits)
+        return ENDPOINT_OF[url].writer(request, self._hash(index), self.created)
 
-    def success_line(self, place: int, row: Row, answer: ResponseBuilder) -> bytes:
-        """The line of a row whose answer is filled."""
-        return self._line(place, row, self._response(place, 200, self._body(place, answer)))
+    def success_line(self, index: int, row: Row, writer: ResponseWriter) -> bytes:
+        """The line of a row whose texts have all finished."""
+        return self._line(index, row, self._response(index, 200, self._body(index, writer)))
 
-    def error_line(self, place: int, row: Row, error: Exception) -> bytes:
-        """The line of a row that is at fault; what is nobody's fault is raised again."""
+    def error_line(self, index: int, row: Row, error: Exception) -> bytes:
+        """The line of a row that caused the error; other errors are raised again."""
         if isinstance(error, BadRow):
-            return self._line(place, row, None, _error_entry(row, "invalid_row", str(error)))
-        problem = to_api_error(error)
-        if problem.status >= 500:
+            return self._line(index, row, None, _error_entry(row, "invalid_row", str(error)))
+        api_error = to_api_error(error)
+        if api_error.status >= 500:
             if isinstance(error, ExlmError):
                 raise error
             log.warning("Line %d failed", row.line, exc_info=error)
-        response = self._response(place, problem.status, problem.body)
+        response = self._response(index, api_error.status, api_error.body)
         return self._line(
-            place, row, response, _error_entry(row, problem.code or "invalid_request", problem.message)
+            index, row, response, _error_entry(row, api_error.code or "invalid_request", api_error.message)
         )
 
     def _request(self, row: Row, url: str, body: Any) -> BaseRequest:
-        """The request, with a seed that its name decides unless it brings one."""
+        """The row's request; without a seed it gets one derived from its custom_id."""
         try:
-            request = REQUESTS[url].model_validate(body)
+            request = ENDPOINT_OF[url].request_type.model_validate(body)
         except ValidationError as error:
             raise validation_error(error.errors()) from None
         if request.stream:
@@ -95,34 +85,34 @@ class RowAdapter:
         return request
 
     def _line(
-        self, place: int, row: Row, response: dict[str, Any] | None, error: dict[str, Any] | None = None
+        self, index: int, row: Row, response: dict[str, Any] | None, error: dict[str, Any] | None = None
     ) -> bytes:
         whole = {
-            "id": f"batch_req_{self._hash(place)}",
+            "id": f"batch_req_{self._hash(index)}",
             "custom_id": row.custom_id,
             "response": response,
             "error": error,
         }
         return json.dumps(whole).encode("ascii")
 
-    def _response(self, place: int, status: int, body: dict[str, Any]) -> dict[str, Any]:
-        return {"status_code": status, "request_id": f"req_{self._hash(place)}", "body": body}
+    def _response(self, index: int, status: int, body: Any) -> dict[str, Any]:
+        return {"status_code": status, "request_id": f"req_{self._hash(index)}", "body": body}
 
-    def _body(self, place: int, answer: ResponseBuilder) -> dict[str, Any]:
-        """The reply, without what would be different the next time."""
-        body = answer.body()
+    def _body(self, index: int, writer: ResponseWriter) -> dict[str, Any]:
+        """The response, without times and with ids that are the same in every run."""
+        body: dict[str, Any] = writer.body()
         del body["timings"]
         for name in ("prompt_tokens_details", "completion_tokens_details"):
             del body["usage"][name]
         for choice in body["choices"]:
             calls = choice.get("message", {}).get("tool_calls") or ()
             for number, call in enumerate(calls):
-                own = self._hash(place, f"{choice['index']} {number}")
+                own = self._hash(index, f"{choice['index']} {number}")
                 call["id"] = f"call_{own}" if call["id"].startswith("call_") else own[: len(call["id"])]
         return body
 
-    def _hash(self, place: int, what: str = "") -> str:
-        return row_hash(self.sha256, place, what)
+    def _hash(self, index: int, what: str = "") -> str:
+        return row_hash(self.sha256, index, what)
 
 
 def _error_entry(row: Row, code: str, reason: str) -> dict[str, Any]:

@@ -1,8 +1,7 @@
-"""Running rows: each a request to one generator, all of them in one continuous batch.
+"""Run the rows of a batch on one generator, all of them in one continuous batch.
 
-What a row asks for, and how its answer is worded, is `wording`'s business; which rows are done is the
-journal's. A row that is at fault is answered with an error. What is not a row's fault ends the run, and the
-next run goes on from there.
+`adapter` turns rows into requests and output into lines; the journal knows which rows are done. A row that
+causes an error is answered with that error. Other errors end the run, and the next run continues from there.
 """
 
 from __future__ import annotations
@@ -12,22 +11,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from exlm import Generator, Job
-from exlm.serve import Limits, ModelInfo, ResponseBuilder, output_delta
+from exlm.serve import Limits, ModelInfo, output_delta
+from exlm.serve.responses import ResponseWriter
 
 from .adapter import RowAdapter
 from .files import Row, Rows
 from .journal import Journal
 
 QUEUE_FACTOR = 2
-"""Jobs that run or wait, for each that can run: a place that falls free is filled at once."""
+"""Jobs queued or running for each that can run at a time, so that a free slot is filled at once."""
 
 
 @dataclass
 class Progress:
-    """How far a run has come."""
+    """The progress of a run."""
 
     done: int = 0
-    """Rows with an answer, those of earlier runs included."""
+    """Answered rows, those of earlier runs included."""
     errors: int = 0
     """Rows that this run answered with an error."""
     new_tokens: int = 0
@@ -42,9 +42,9 @@ def run_rows(
     limits: Limits | None = None,
     on_progress: Callable[[Progress], object] = lambda progress: None,
 ) -> Progress:
-    """Answer every row that the journal does not have yet; `told` is called after every step."""
-    wording = RowAdapter(rows.sha256, journal.created, model, limits or Limits())
-    return _BatchRun(rows, journal, generator, wording, on_progress).run()
+    """Answer every row that is not in the journal yet; `on_progress` is called after every step."""
+    adapter = RowAdapter(rows.sha256, journal.created, model, limits or Limits())
+    return _BatchRun(rows, journal, generator, adapter, on_progress).run()
 
 
 @dataclass
@@ -56,11 +56,11 @@ class _BatchRun:
     on_progress: Callable[[Progress], object]
     progress: Progress = field(default_factory=Progress)
     finished: list[tuple[int, bytes]] = field(default_factory=list)
-    """Answers that are not in the journal yet."""
-    in_flight: dict[int, tuple[ResponseBuilder, list[Job]]] = field(default_factory=dict)
+    """Lines that are not in the journal yet."""
+    in_flight: dict[int, tuple[ResponseWriter, list[Job]]] = field(default_factory=dict)
 
     def run(self) -> Progress:
-        waiting = iter([place for place in range(len(self.rows.rows)) if place not in self.journal.done])
+        waiting = iter([index for index in range(len(self.rows.rows)) if index not in self.journal.done])
         try:
             more = True
             while more or self.in_flight:
@@ -74,54 +74,54 @@ class _BatchRun:
                 self._cancel(jobs)
 
     def _fill(self, waiting: Iterator[int]) -> bool:
-        """Begin rows until there is work enough, refusals aside; whether more may be waiting."""
+        """Start rows until enough jobs are queued; returns whether more rows may be waiting."""
         while self.generator.num_remaining_jobs() < QUEUE_FACTOR * self.generator.max_batch_size:
-            place = next(waiting, None)
-            if place is None:
+            index = next(waiting, None)
+            if index is None:
                 return False
             try:
-                self._start(place, self.rows.rows[place])
+                self._start(index, self.rows.rows[index])
             except Exception as error:
-                self._fail(place, error)
+                self._fail(index, error)
         return True
 
-    def _start(self, place: int, row: Row) -> None:
-        answer = self.adapter.prepare(place, row)
+    def _start(self, index: int, row: Row) -> None:
+        writer = self.adapter.prepare(index, row)
         jobs = [
-            Job(**arguments, identifier=(place, text))
-            for text, arguments in enumerate(answer.order.job_arguments)
+            Job(**arguments, identifier=(index, text))
+            for text, arguments in enumerate(writer.request.job_arguments)
         ]
         try:
             self.generator.enqueue(jobs)
         except Exception:
             self._cancel(jobs)
             raise
-        self.in_flight[place] = (answer, jobs)
+        self.in_flight[index] = (writer, jobs)
 
     def _on_result(self, result: Any) -> None:
-        place, text = result["identifier"]
-        if place not in self.in_flight:  # another text of the row has failed
+        index, text = result["identifier"]
+        if index not in self.in_flight:  # another text of the row has failed
             return
-        answer, jobs = self.in_flight[place]
+        writer, jobs = self.in_flight[index]
         try:
-            piece = output_delta(result, answer.order)
+            delta = output_delta(result, writer.request)
         except Exception as error:
-            del self.in_flight[place]
+            del self.in_flight[index]
             self._cancel(jobs)
-            self._fail(place, error)
+            self._fail(index, error)
             return
-        if piece is None:
+        if delta is None:
             return
-        answer.push(text, piece)
-        if piece.finish is not None:
-            self.progress.new_tokens += piece.finish.new_tokens
-        if answer.done:
-            del self.in_flight[place]
-            self.finished.append((place, self.adapter.success_line(place, self.rows.rows[place], answer)))
+        writer.push(text, delta)
+        if delta.finish is not None:
+            self.progress.new_tokens += delta.finish.new_tokens
+        if writer.done:
+            del self.in_flight[index]
+            self.finished.append((index, self.adapter.success_line(index, self.rows.rows[index], writer)))
 
-    def _fail(self, place: int, error: Exception) -> None:
-        """Answer a row with an error if the row is at fault; else the run is over."""
-        self.finished.append((place, self.adapter.error_line(place, self.rows.rows[place], error)))
+    def _fail(self, index: int, error: Exception) -> None:
+        """Answer a row with the error it caused; raises other errors."""
+        self.finished.append((index, self.adapter.error_line(index, self.rows.rows[index], error)))
         self.progress.errors += 1
 
     def _store(self) -> None:

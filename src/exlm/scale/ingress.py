@@ -1,8 +1,8 @@
-"""The front of a cluster: requests to replicas, within limits, and the deaths of replicas kept from clients.
+"""The ingress of a cluster: sends requests to replicas, within limits, and retries when a replica dies.
 
-An ASGI application that knows no Ray: it is given a function that asks some replica. Keys, sizes and JSON are
-`exlm.serve`'s guard's business, who stands before it. A request whose replica dies is asked again, as long as
-nothing of an answer has gone out; a stream that has begun ends with an error event.
+An ASGI application that does not use Ray: it is given a function that calls a replica. The middleware of
+`exlm.serve` before it checks keys, headers and sizes. A request whose replica dies is sent to another one as
+long as nothing of a response has been sent; a stream that has started ends with an error event.
 """
 
 from __future__ import annotations
@@ -10,29 +10,34 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack, aclosing
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from exlm.serve import APIError, ApiKeys
+from exlm.serve.body import RequestBody
 from exlm.serve.errors import RETRY_SECONDS
 from exlm.serve.limits import ConcurrencyLimiter
-from exlm.serve.middleware import App, Message, Receive, RequestMiddleware, Scope, Send
+from exlm.serve.middleware import RequestMiddleware
+from exlm.serve.openai import ENDPOINTS
 from exlm.serve.sse import JsonResponse, sse_event
 
 from .affinity import prompt_blocks
-from .replica import ReplicaRequest, ServerConfig
+from .config import ServerConfig
+from .replica import ReplicaRequest
 
 Ask: TypeAlias = Callable[[ReplicaRequest, Sequence[bytes]], AsyncGenerator[list[Message], None]]
-"""Asks a replica, chosen by the blocks of the prompt; the messages of its answer, a few at a time."""
+"""Calls a replica, chosen by the blocks of the prompt; yields the ASGI messages of its response."""
 
-GENERATION = frozenset(("/v1/chat/completions", "/v1/completions"))
+GENERATION_PATHS = frozenset(endpoint.path for endpoint in ENDPOINTS)
 MAX_ATTEMPTS = 3
-"""Replicas that a request may lose before it is given up: it may be what kills them."""
+"""Replicas a request may lose before it fails: the request itself may be what kills them."""
 
 log = logging.getLogger(__name__)
 
 
 class Ingress:
-    """Hands requests to replicas, within limits."""
+    """Sends requests to replicas, within limits."""
 
     def __init__(
         self,
@@ -42,51 +47,57 @@ class Ingress:
         tenant_requests: int | None = None,
         shared: bool = False,
     ) -> None:
-        """`lost` is what `ask` raises when a replica dies; `tenant_requests` limits those of one key.
+        """`lost` are the exceptions of `ask` when a replica dies; `tenant_requests` limits requests of one
+        key.
 
-        `shared` is whether there are several keys to be fair to.
+        `shared`: several keys share the limit fairly.
         """
         self._ask, self._lost = ask, lost
         self._limiter = ConcurrencyLimiter(requests, "requests", shared)
         self._most, self._tenants = tenant_requests, dict[str, ConcurrencyLimiter]()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request that has passed the guard."""
-        tenant: str = scope["state"]["caller"].salt if "caller" in scope.get("state", {}) else ""
-        body = (await receive()).get("body", b"")
+        """Answer a request that has passed the middleware."""
+        state: dict[str, Any] = scope.get("state", {})
+        tenant: str = state["caller"].salt if "caller" in state else ""
+        body: RequestBody | None = state.get("body")
+        generates = scope["path"] in GENERATION_PATHS
         try:
+            blocks = prompt_blocks(await body.json(), tenant) if body is not None and generates else ()
+            raw = b"" if body is None else bytes(body.raw)
+            if body is not None:
+                body.release()
             with ExitStack() as stack:
-                if scope["path"] in GENERATION:
+                if generates:
                     stack.enter_context(self._limiter.slot(tenant))
                     if self._most is not None:
                         stack.enter_context(self._tenant(tenant, self._most).slot())
-                await self._answer(scope, body, tenant, send)
-        except APIError as problem:
-            await JsonResponse(problem.body, problem.status, headers=problem.headers)(scope, receive, send)
+                await self._answer(scope, raw, blocks, send)
+        except APIError as error:
+            await JsonResponse(error.body, error.status, headers=error.headers)(scope, receive, send)
 
     def _tenant(self, name: str, most: int) -> ConcurrencyLimiter:
         return self._tenants.setdefault(name, ConcurrencyLimiter(most, "requests of this key"))
 
-    async def _answer(self, scope: Scope, body: bytes, tenant: str, send: Send) -> None:
+    async def _answer(self, scope: Scope, body: bytes, blocks: Sequence[bytes], send: Send) -> None:
         if scope["path"].startswith("/v1/admin/"):
             raise APIError(501, "The models of a cluster change when it is deployed again, not one by one.")
-        asked = ReplicaRequest(
+        request = ReplicaRequest(
             scope["method"], scope["path"], scope["query_string"], tuple(scope["headers"]), body
         )
-        blocks = prompt_blocks(body, tenant) if scope["path"] in GENERATION else ()
         for _ in range(MAX_ATTEMPTS):
-            reply = _ResponseRelay(send)
+            relay = _ResponseRelay(send)
             try:
-                async with aclosing(self._ask(asked, blocks)) as messages:
+                async with aclosing(self._ask(request, blocks)) as messages:
                     async for some in messages:
-                        await reply.forward(some)
+                        await relay.forward(some)
                 return
             except self._lost as error:
-                if reply.complete:
+                if relay.complete:
                     return
                 log.warning("A replica was lost with a request: %s", error)
-                if reply.started:
-                    await reply.fail()
+                if relay.started:
+                    await relay.fail()
                     return
         raise APIError(
             503,
@@ -97,40 +108,38 @@ class Ingress:
 
 
 class _ResponseRelay:
-    """What goes to a client: an answer at once when it is whole, a stream as it comes."""
+    """Forwards a response to the client: a whole response once it is complete, a stream as it comes."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._held: list[Message] = []
-        self._flows = False
+        self._is_stream = False
         self.started = self.complete = False
 
     async def forward(self, messages: Sequence[Message]) -> None:
-        """Some more of the answer."""
+        """Take more messages of the response."""
         for message in messages:
             if message["type"] == "http.response.start":
                 kind = dict(message["headers"]).get(b"content-type", b"")
-                self._flows = kind.startswith(b"text/event-stream")
+                self._is_stream = kind.startswith(b"text/event-stream")
         self._held += messages
         last = self._held[-1]
-        if last["type"] != "http.response.body":  # until there is some text, another replica can begin anew
+        if last["type"] != "http.response.body":  # until there is a body, another replica can start anew
             return
         self.complete = not last.get("more_body")
-        if self._flows or self.complete:
+        if self._is_stream or self.complete:
             self.started = True
             for message in self._held:
                 await self._send(message)
             self._held.clear()
 
     async def fail(self) -> None:
-        """End a stream that cannot go on."""
-        problem = APIError(
-            503, "The replica was lost; what came so far is not the whole.", code="replica_lost"
-        )
-        await self._send({"type": "http.response.body", "body": sse_event(problem.body)})
+        """End a started stream with an error event."""
+        error = APIError(503, "The replica was lost; what came so far is not the whole.", code="replica_lost")
+        await self._send({"type": "http.response.body", "body": sse_event(error.body)})
 
 
-def with_middleware(front: App, terms: ServerConfig, hosts: frozenset[str] | None) -> RequestMiddleware:
-    """A front that nobody reaches without a key, with too much, or with what is not JSON."""
-    keyring = ApiKeys(terms.keys, terms.admin_keys)
-    return RequestMiddleware(front, keyring, terms.limits, lambda route, status: None, hosts)
+def with_middleware(app: ASGIApp, config: ServerConfig, hosts: frozenset[str] | None) -> RequestMiddleware:
+    """The application behind the server's middleware: keys, headers, sizes."""
+    api_keys = ApiKeys(config.keys, config.admin_keys)
+    return RequestMiddleware(app, api_keys, config.limits, lambda route, status: None, hosts)

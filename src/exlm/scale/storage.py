@@ -1,7 +1,6 @@
-"""A batch's two ends where they are no local file of lines: Parquet tables, and objects in a store.
+"""Input and output of a batch in Parquet tables and object stores.
 
-Whatever comes in is made into the lines that mean the same, and these are read as always; answers go the
-other way. Nothing here knows what a request is.
+Requests are converted to a local file of lines and read as such; responses go the other way.
 """
 
 from __future__ import annotations
@@ -21,63 +20,63 @@ from .cluster import import_ray
 TABLE = ".parquet"
 
 
-def is_remote(place: str) -> bool:
-    """Whether a place is in an object store: `s3://…`, `gs://…`, `hdfs://…`."""
-    return "://" in place
+def is_remote(path: str) -> bool:
+    """Whether a path is in an object store: `s3://…`, `gs://…`, `hdfs://…`."""
+    return "://" in path
 
 
-def read_requests(place: str) -> Rows:
-    """The requests of a file of lines or of a table, here or in a store.
+def read_requests(path: str) -> Rows:
+    """The requests of a file of lines or of a table, local or in a store.
 
     A table has the columns `custom_id`, `url` and `body`, which is a struct or JSON as text; `method` may be
     left out.
     """
-    if not is_remote(place) and not place.endswith(TABLE):
-        return read_rows(Path(place))
-    with tempfile.TemporaryDirectory(prefix="exlm-") as scratch, _named(place):
-        here = Path(place)
-        if is_remote(place):
-            here = Path(scratch) / _leaf(place)
-            _copy(place, str(here))
-        if not place.endswith(TABLE):
+    if not is_remote(path) and not path.endswith(TABLE):
+        return read_rows(Path(path))
+    with tempfile.TemporaryDirectory(prefix="exlm-") as scratch, _readable_errors(path):
+        here = Path(path)
+        if is_remote(path):
+            here = Path(scratch) / _basename(path)
+            _copy(path, str(here))
+        if not path.endswith(TABLE):
             return read_rows(here)
         lines = Path(scratch) / f"{here.stem}.jsonl"
         lines.write_bytes(b"".join(_lines(here)))
         return read_rows(lines)
 
 
-def write_answers_anywhere(place: str, journal: Journal, rows: Rows) -> None:
-    """What became of every row, in their order; a table has `custom_id`, and the rest as JSON text."""
-    if not is_remote(place) and not place.endswith(TABLE):
-        write_answers(Path(place), journal, rows)
+def write_answers_anywhere(path: str, journal: Journal, rows: Rows) -> None:
+    """Write the response of every row, in order; a table has `custom_id`, and the rest as JSON text."""
+    if not is_remote(path) and not path.endswith(TABLE):
+        write_answers(Path(path), journal, rows)
         return
-    beside = Path(tempfile.gettempdir() if is_remote(place) else place).parent
-    with tempfile.TemporaryDirectory(prefix="exlm-", dir=None if is_remote(place) else beside) as scratch:
-        here = Path(scratch) / _leaf(place)
-        if place.endswith(TABLE):
+    folder = Path(tempfile.gettempdir() if is_remote(path) else path).parent
+    with tempfile.TemporaryDirectory(prefix="exlm-", dir=None if is_remote(path) else folder) as scratch:
+        here = Path(scratch) / _basename(path)
+        if path.endswith(TABLE):
             _write_table(here, journal, rows)
         else:
             write_answers(here, journal, rows)
-        if is_remote(place):
-            with _named(place):
-                _copy(str(here), place)
+        if is_remote(path):
+            with _readable_errors(path):
+                _copy(str(here), path)
         else:
-            here.replace(place)
+            here.replace(path)
 
 
-def exists(place: str) -> bool:
-    """Whether something is there already."""
-    if not is_remote(place):
-        return Path(place).exists()
+def exists(path: str) -> bool:
+    """Whether a file or object exists."""
+    if not is_remote(path):
+        return Path(path).exists()
     from pyarrow import fs
 
-    with _named(place):
-        store, path = fs.FileSystem.from_uri(place)
-        return bool(store.get_file_info(path).type != fs.FileType.NotFound)
+    with _readable_errors(path):
+        store, key = fs.FileSystem.from_uri(path)
+        return bool(store.get_file_info(key).type != fs.FileType.NotFound)
 
 
-def _leaf(place: str) -> str:
-    return place.rstrip("/").rpartition("/")[2]
+def _basename(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]
 
 
 def _copy(source: str, target: str) -> None:
@@ -87,15 +86,15 @@ def _copy(source: str, target: str) -> None:
 
 
 @contextmanager
-def _named(place: str) -> Iterator[None]:
-    """Errors of the store or of the table, in words."""
+def _readable_errors(path: str) -> Iterator[None]:
+    """Turn errors of the store or the table into InputErrors that name the path."""
     import_ray("data")
     try:
         yield
     except (OSError, ValueError) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"{place} cannot be used: {error}.") from None
+        raise InputError(f"{path} cannot be used: {error}.") from None
 
 
 def _lines(table: Path) -> Iterator[bytes]:
@@ -110,23 +109,23 @@ def _lines(table: Path) -> Iterator[bytes]:
             for row in batch.to_pylist():
                 if isinstance(row["body"], str):
                     row["body"] = _decoded(row["body"])
-                line = {"method": "POST", **_present(row)}
+                line = {"method": "POST", **_without_nulls(row)}
                 yield json.dumps(line).encode() + b"\n"
 
 
 def _decoded(text: str) -> Any:
-    """A body from its text; what is not JSON stays text, which the row is told of."""
+    """A body as data; what is not JSON stays text and becomes an error of its row."""
     try:
         return json.loads(text)
     except ValueError:
         return text
 
 
-def _present(value: Any) -> Any:
-    """A value without what a column has for everybody and this row does not."""
+def _without_nulls(value: Any) -> Any:
+    """A value without the nulls that a table's struct columns have for absent fields."""
     if isinstance(value, dict):
-        return {name: _present(one) for name, one in value.items() if one is not None}
-    return [_present(one) for one in value] if isinstance(value, list) else value
+        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def _write_table(path: Path, journal: Journal, rows: Rows) -> None:
@@ -137,7 +136,7 @@ def _write_table(path: Path, journal: Journal, rows: Rows) -> None:
     with parquet.ParquetWriter(path, schema) as file:
         for start in range(0, len(rows.rows), 4096):
             answers = [
-                json.loads(journal.answer(place)) for place in range(start, min(start + 4096, len(rows.rows)))
+                json.loads(journal.answer(row)) for row in range(start, min(start + 4096, len(rows.rows)))
             ]
             columns = [
                 [one["custom_id"] for one in answers],

@@ -1,4 +1,12 @@
-"""The server: the OpenAI API over `exlm.AsyncGenerator`. It needs the packages of `exlm[server]`."""
+"""The HTTP server: the OpenAI API over `exlm.AsyncGenerator`.
+
+It takes models by name (`ModelSpec`) and gives an application (`create_app`) or a running server (`serve`); a
+request becomes a `GenerationRequest`, the engine runs it, and a dialect's writer turns its output into the
+response. `batch`, `scale` and `cli` may import it; it imports only the public `exlm`, and needs the packages
+of `exlm[server]`.
+"""
+
+from typing import Any
 
 from exlm import MissingExtra
 
@@ -15,12 +23,13 @@ except ImportError as error:
 from .app import Options, create_app
 from .engine import Engine
 from .errors import APIError, to_api_error
-from .generation import GenerationRequest, ModelInfo, to_generation_request
+from .generation import GenerationRequest, ModelInfo
 from .health import Watchdog
-from .keys import ApiKeys
 from .limits import Limits
+from .middleware import ApiKeys
 from .models import GeneratorParts, ModelSpec, load
-from .openai import ResponseBuilder, output_delta
+from .openai import response_writer, to_generation_request
+from .responses import output_delta
 from .schema import ChatRequest, CompletionRequest
 from .server import listen, serve
 
@@ -36,13 +45,34 @@ __all__ = [
     "ModelInfo",
     "ModelSpec",
     "Options",
-    "ResponseBuilder",
     "Watchdog",
     "create_app",
     "listen",
     "load",
     "output_delta",
+    "response_writer",
     "serve",
     "to_api_error",
     "to_generation_request",
 ]
+
+NAMES_OF_0_1 = {
+    "Answer": "response_writer",
+    "Bounds": "Limits",
+    "Host": "ModelInfo",
+    "Keyring": "ApiKeys",
+    "Listing": "ModelSpec",
+    "Loaded": "GeneratorParts",
+    "Order": "GenerationRequest",
+    "Problem": "APIError",
+    "order_of": "to_generation_request",
+    "piece_of": "output_delta",
+    "problem_of": "to_api_error",
+}
+"""Public names of version 0.1 that still work, and what they are called now."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in NAMES_OF_0_1:
+        return globals()[NAMES_OF_0_1[name]]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

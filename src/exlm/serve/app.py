@@ -1,7 +1,4 @@
-"""The routes. `create_app` joins an engine and its limits into an application; nothing is global.
-
-A route checks who asks, has its request translated, and hands on what comes back. The thinking is elsewhere.
-"""
+"""The application: `create_app` joins an engine, its limits and the routes. Nothing is global."""
 
 from __future__ import annotations
 
@@ -11,30 +8,27 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
 
 from exlm import ExlmError, __version__
 
-from .body import LargeBodyThread, parsed_body
+from . import openai
+from .body import LargeBodyThread
 from .engine import Engine
 from .errors import APIError, to_api_error, validation_error
-from .handlers import RequestHandlers
-from .keys import ApiKeys, Caller
+from .handlers import RequestHandlers, caller_of, parse_body
 from .limits import Limits
-from .manual import docs_page
-from .metrics import Metrics
-from .middleware import RequestMiddleware, Scope
-from .openapi import AppWithSchemas, event_stream_of, request_body_of
+from .metrics import Metrics, engine_state
+from .middleware import ApiKeys, RequestMiddleware
+from .openapi import AppWithSchemas, docs_page, event_stream_of, request_body_of
 from .response_schema import (
-    ChatChunk,
-    ChatReply,
-    CompletionReply,
     DetokenizeReply,
     ErrorReply,
     HealthReply,
@@ -43,16 +37,8 @@ from .response_schema import (
     StateReply,
     TokenizeReply,
 )
-from .schema import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    EmbeddingsRequest,
-    ModelRequest,
-    TokenizeRequest,
-)
+from .schema import DetokenizeRequest, EmbeddingsRequest, ModelRequest, TokenizeRequest
 from .sse import ClientDisconnected, JsonResponse
-from .state import engine_state
 
 WEB = Path(__file__).with_name("web")
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
@@ -65,7 +51,7 @@ STATIC_CONTENT_TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-"""Said here, since machines disagree about them and browsers refuse scripts of another type."""
+"""Fixed here because operating systems differ, and browsers refuse scripts of another type."""
 STATIC_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -75,45 +61,39 @@ STATIC_HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 CLIENT_CLOSED_REQUEST = 499
-"""The status of a reply that nobody reads."""
-
-AskedChat = Annotated[ChatRequest, Depends(parsed_body(ChatRequest))]
-AskedCompletion = Annotated[CompletionRequest, Depends(parsed_body(CompletionRequest))]
-AskedEmbeddings = Annotated[EmbeddingsRequest, Depends(parsed_body(EmbeddingsRequest))]
-AskedTokens = Annotated[TokenizeRequest, Depends(parsed_body(TokenizeRequest))]
-AskedText = Annotated[DetokenizeRequest, Depends(parsed_body(DetokenizeRequest))]
-AskedModel = Annotated[ModelRequest, Depends(parsed_body(ModelRequest))]
+"""The status, in metrics, of a response whose client disconnected before it."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Options:
-    """How a server behaves, besides its models."""
+    """How a server behaves, apart from its models."""
 
     api_keys: ApiKeys = field(default_factory=ApiKeys)
     limits: Limits = field(default_factory=Limits)
     ready_seconds: float = 5.0
-    """How soon a token must come for the server to count as ready."""
+    """The server is ready if the engine makes a token within this time."""
     hosts: frozenset[str] | None = None
-    """The names in `Host` that are answered; None is any. A web page elsewhere can reach a local server only
-    under a name of its own."""
+    """The accepted names in `Host`; None accepts any. Prevents DNS rebinding: a web page elsewhere can reach
+    a local server only under a name of its own."""
     web: Path = WEB
-    """A folder whose index.html, if there is one, is shown at `/`."""
+    """A folder of static files, served at `/` if it has an index.html."""
 
 
 def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
-    """A server for an engine, which it starts and closes."""
+    """An application for an engine, which it starts and closes."""
     options = options or Options()
     metrics = Metrics(engine)
-    threads = LargeBodyThread()
-    answering = RequestHandlers(engine, options.limits, metrics, threads, shared=len(options.api_keys) > 1)
+    large_bodies = LargeBodyThread()
+    shared = len(options.api_keys) > 1
+    handlers = RequestHandlers(engine, options.limits, metrics, large_bodies, shared)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
-            stack.callback(threads.close)
-            stack.callback(answering.close)
+            stack.callback(large_bodies.close)
+            stack.callback(handlers.close)
             stack.push_async_callback(engine.close)
             await engine.start()
             yield
@@ -124,7 +104,7 @@ def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
         lifespan=lifespan,
         responses=ERROR_RESPONSES,
         separate_input_output_schemas=False,
-        docs_url=None,  # the library's own pages are scripts of other servers
+        docs_url=None,  # FastAPI's own pages load scripts from other servers
         redoc_url=None,
     )
     app.add_middleware(
@@ -133,14 +113,14 @@ def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
         limits=options.limits,
         on_response=metrics.count_response,
         hosts=options.hosts,
-        large_bodies=threads,
+        large_bodies=large_bodies,
     )
     _add_error_handlers(app)
-    _add_generation(app, answering)
-    _add_texts(app, answering)
-    _add_models(app, engine)
-    _add_health(app, engine, metrics, options)
-    _add_state(app, engine, answering, options)
+    _add_generation_routes(app, handlers)
+    _add_tokenizer_routes(app, handlers)
+    _add_model_routes(app, engine)
+    _add_health_routes(app, engine, metrics, options)
+    _add_state_route(app, engine, handlers, options)
     _add_docs_page(app)
     if (options.web / "index.html").is_file():
         app.mount("/", WebFiles(directory=options.web, html=True), name="web")
@@ -148,10 +128,10 @@ def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
 
 
 class WebFiles(StaticFiles):
-    """The files of a page that may run its own scripts, ask its own server, and nothing else."""
+    """Static files whose headers allow a page only its own scripts and its own server."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
-        """A file, with what browsers must know about it."""
+        """A file with these headers and its content type."""
         response = await super().get_response(path, scope)
         response.headers.update(STATIC_HEADERS)
         kind = STATIC_CONTENT_TYPES.get(Path(path if path != "." else "index.html").suffix)
@@ -161,54 +141,48 @@ class WebFiles(StaticFiles):
 
 
 def _add_error_handlers(app: FastAPI) -> None:
-    """Every error becomes an error object."""
+    """Answer every exception with an error object."""
 
-    async def told(_: Request, error: Exception) -> Response:
-        problem = to_api_error(error)
-        if problem.status == 500:
+    async def send_error(_: Request, error: Exception) -> Response:
+        api_error = to_api_error(error)
+        if api_error.status == 500:
             log.error("%s: %s", type(error).__name__, error)
-        return JsonResponse(problem.body, problem.status, headers=problem.headers)
+        return JsonResponse(api_error.body, api_error.status, headers=api_error.headers)
 
-    async def unread(_: Request, error: Exception) -> Response:
+    async def send_validation_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return await told(_, validation_error(error.errors()))
+        return await send_error(request, validation_error(error.errors()))
 
-    async def routed(request: Request, error: Exception) -> Response:
+    async def send_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        problem = APIError(error.status_code, str(error.detail), headers=error.headers or {})
-        return await told(request, _routing_error(request) if error.status_code in (404, 405) else problem)
+        api_error = APIError(error.status_code, str(error.detail), headers=error.headers or {})
+        return await send_error(
+            request, _routing_error(request) if error.status_code in (404, 405) else api_error
+        )
 
-    async def unheard(_: Request, error: Exception) -> Response:
+    async def send_nothing(_: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
-    app.add_exception_handler(APIError, told)
-    app.add_exception_handler(ExlmError, told)
-    app.add_exception_handler(Exception, told)
-    app.add_exception_handler(RequestValidationError, unread)
-    app.add_exception_handler(HTTPException, routed)
-    app.add_exception_handler(ClientDisconnected, unheard)
+    app.add_exception_handler(APIError, send_error)
+    app.add_exception_handler(ExlmError, send_error)
+    app.add_exception_handler(Exception, send_error)
+    app.add_exception_handler(RequestValidationError, send_validation_error)
+    app.add_exception_handler(HTTPException, send_http_error)
+    app.add_exception_handler(ClientDisconnected, send_nothing)
 
 
-def _add_generation(app: FastAPI, answering: RequestHandlers) -> None:
-    @app.post(
-        "/v1/chat/completions",
-        response_model=ChatReply,
-        responses=event_stream_of(ChatChunk),
-        openapi_extra=request_body_of(ChatRequest),
-    )
-    async def chat(request: Request, asked: AskedChat) -> Response:
-        """Answer a conversation, at once or as a stream of events."""
-        return await answering.generate(request, asked, _caller(request).salt)
-
-    @app.post(
-        "/v1/completions",
-        response_model=CompletionReply,
-        responses=event_stream_of(CompletionReply),
-        openapi_extra=request_body_of(CompletionRequest),
-    )
-    async def complete(request: Request, asked: AskedCompletion) -> Response:
-        """Continue a text, or several."""
-        return await answering.generate(request, asked, _caller(request).salt)
+def _add_generation_routes(app: FastAPI, handlers: RequestHandlers) -> None:
+    for endpoint in openai.ENDPOINTS:
+        app.add_api_route(
+            endpoint.path,
+            handlers.generation_route(endpoint),
+            methods=["POST"],
+            name=endpoint.name,
+            description=endpoint.description,
+            response_model=endpoint.response_type,
+            responses=event_stream_of(endpoint.event_type),
+            openapi_extra=request_body_of(endpoint.request_type),
+        )
 
     @app.post(
         "/v1/embeddings",
@@ -216,40 +190,39 @@ def _add_generation(app: FastAPI, answering: RequestHandlers) -> None:
         status_code=501,
         openapi_extra=request_body_of(EmbeddingsRequest),
     )
-    async def embed(asked: AskedEmbeddings) -> Response:
+    async def embed(request: Request) -> Response:
         """Refused: the models served here generate text and have no embeddings to give."""
+        await parse_body(request, EmbeddingsRequest)
         raise APIError(501, "Embeddings are not supported: the models served here generate text.")
 
 
-def _add_texts(app: FastAPI, answering: RequestHandlers) -> None:
-    @app.post("/tokenize", response_model=TokenizeReply, openapi_extra=request_body_of(TokenizeRequest))
-    async def tokenize(request: Request, asked: AskedTokens) -> Response:
-        """The tokens of a text or of a conversation."""
-        return JsonResponse(await answering.tokenize(request, asked, _caller(request).salt))
-
-    @app.post("/detokenize", response_model=DetokenizeReply, openapi_extra=request_body_of(DetokenizeRequest))
-    async def detokenize(request: Request, asked: AskedText) -> Response:
-        """The text of tokens."""
-        return JsonResponse(await answering.detokenize(request, asked, _caller(request).salt))
+def _add_tokenizer_routes(app: FastAPI, handlers: RequestHandlers) -> None:
+    app.post("/tokenize", response_model=TokenizeReply, openapi_extra=request_body_of(TokenizeRequest))(
+        handlers.tokenize
+    )
+    app.post("/detokenize", response_model=DetokenizeReply, openapi_extra=request_body_of(DetokenizeRequest))(
+        handlers.detokenize
+    )
 
 
-def _add_models(app: FastAPI, engine: Engine) -> None:
-    def card(name: str) -> dict[str, Any]:
-        hosted = engine.models.get(name)
+def _add_model_routes(app: FastAPI, engine: Engine) -> None:
+    def card(name: str) -> ModelCard:
+        loaded = engine.models.get(name)
         return {
             "id": name,
             "object": "model",
             "created": engine.started,
             "owned_by": "exlm",
-            "loaded": hosted is not None,
-            "max_model_len": None if hosted is None else hosted.info.max_seq_len,
+            "loaded": loaded is not None,
+            "max_model_len": None if loaded is None else loaded.info.max_seq_len,
             "loras": sorted(engine.specs[name].loras),
         }
 
     @app.get("/v1/models", response_model=ModelList)
     async def models() -> Response:
         """Every registered model, loaded or not."""
-        return JsonResponse({"object": "list", "data": [card(name) for name in engine.specs]})
+        reply: ModelList = {"object": "list", "data": [card(name) for name in engine.specs]}
+        return JsonResponse(reply)
 
     @app.get("/v1/models/{name:path}", response_model=ModelCard)
     async def model(name: str) -> Response:
@@ -259,23 +232,25 @@ def _add_models(app: FastAPI, engine: Engine) -> None:
         return JsonResponse(card(name))
 
     @app.post("/v1/admin/models/load", response_model=ModelCard, openapi_extra=request_body_of(ModelRequest))
-    async def load(request: Request, asked: AskedModel) -> Response:
+    async def load(request: Request) -> Response:
         """Load a registered model; for admins."""
+        body = await parse_body(request, ModelRequest)
         _check_admin(request)
-        await asyncio.shield(engine.load(asked.model))
-        return JsonResponse(card(asked.model))
+        await asyncio.shield(engine.load(body.model))
+        return JsonResponse(card(body.model))
 
     @app.post(
         "/v1/admin/models/unload", response_model=ModelCard, openapi_extra=request_body_of(ModelRequest)
     )
-    async def unload(request: Request, asked: AskedModel) -> Response:
+    async def unload(request: Request) -> Response:
         """Unload a registered model, once the requests it has are answered or out of time; for admins."""
+        body = await parse_body(request, ModelRequest)
         _check_admin(request)
-        await asyncio.shield(engine.unload(asked.model))
-        return JsonResponse(card(asked.model))
+        await asyncio.shield(engine.unload(body.model))
+        return JsonResponse(card(body.model))
 
 
-def _add_health(app: FastAPI, engine: Engine, metrics: Metrics, options: Options) -> None:
+def _add_health_routes(app: FastAPI, engine: Engine, metrics: Metrics, options: Options) -> None:
     @app.get("/health/live", response_model=HealthReply)
     async def live() -> Response:
         """Whether the process answers at all; needs no key."""
@@ -294,40 +269,35 @@ def _add_health(app: FastAPI, engine: Engine, metrics: Metrics, options: Options
         return Response(metrics.text(), media_type=metrics.content_type)
 
 
-def _add_state(app: FastAPI, engine: Engine, answering: RequestHandlers, options: Options) -> None:
+def _add_state_route(app: FastAPI, engine: Engine, handlers: RequestHandlers, options: Options) -> None:
     @app.get("/v1/internal/state", response_model=StateReply)
     async def state(request: Request) -> Response:
         """A live look at cache pages, queue and batch; where there are keys, for admins."""
         if options.api_keys:
             _check_admin(request)
-        return JsonResponse(engine_state(engine, answering.limiter))
+        return JsonResponse(engine_state(engine, handlers.limiter))
 
 
 def _add_docs_page(app: FastAPI) -> None:
     @app.get("/docs", include_in_schema=False)
-    async def manual() -> Response:
-        """What there is to ask, for people."""
+    async def docs() -> Response:
+        """The API's description as a page for people."""
         return Response(docs_page(app.openapi()), media_type="text/html", headers=STATIC_HEADERS)
 
 
 def _routing_error(request: Request) -> APIError:
-    """There is no such route, or not with this method; the pages, mounted at `/`, cannot tell which."""
+    """404, or 405 with the methods that the path allows: the files mounted at `/` match every path."""
     path, routes = request.url.path, request.app.routes
-    fitting = [
+    matching = [
         one for one in routes if isinstance(one, Route) and one.matches(request.scope)[0] != Match.NONE
     ]
-    methods = sorted({method for one in fitting for method in one.methods or ()})
+    methods = sorted({method for one in matching for method in one.methods or ()})
     if not methods or request.method in methods:
         return APIError(404, f"There is no {path[:200]} here; /docs lists what there is.")
     allowed = ", ".join(methods)
     return APIError(405, f"{path} takes {allowed}, not {request.method}.", headers={"Allow": allowed})
 
 
-def _caller(request: Request) -> Caller:
-    caller: Caller = request.state.caller
-    return caller
-
-
 def _check_admin(request: Request) -> None:
-    if not _caller(request).admin:
+    if not caller_of(request).admin:
         raise APIError(403, "This needs an admin key; the server takes those it was started with.")

@@ -1,7 +1,7 @@
-"""From a request's messages and tools to the text a model reads, and to how its answer is to be read.
+"""From a chat request's messages and tools to the prompt's text, and how to parse the answer.
 
-The model's own chat template does the writing. A template that has no place for tools gets them in the system
-message, in a form most models understand. Nothing is tokenized here.
+The model's own chat template renders the prompt. If it has no place for tools, they are described in the
+system message, in a form that most models understand. Nothing is tokenised here.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 from exlm import ChatTemplateError, Tokenizer
 
+from .body import MIN_LIMIT, JsonLimits
 from .errors import APIError
-from .json_size import MIN_LIMIT, JsonLimits
 from .output_parser import REASONING_END, REASONING_START
 from .schema import AssistantMessage, ChatRequest, Content, Message, NamedTool, ToolMessage
 from .tool_formats import HERMES, ToolFormat, call_schema, detect_tool_format, supports_tools
@@ -31,10 +31,10 @@ RESERVED_VARIABLES = frozenset(
         "self",
     )
 )
-"""What a template is given anyway, or what would change who renders it."""
+"""Variables that every template gets, and arguments of the rendering function itself."""
 
 ARGUMENTS_LIMITS = JsonLimits(MIN_LIMIT, MIN_LIMIT)
-"""How much JSON the arguments of all earlier calls may hold, which templates are given parsed."""
+"""Limits of the JSON in the arguments of all earlier calls, which templates get parsed."""
 
 TOOL_INSTRUCTIONS = """You may call these functions, each described as JSON:
 {tools}
@@ -46,30 +46,30 @@ To call one, answer with nothing but this, filled in:
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """A prompt, and what its answer can look like."""
+    """A prompt, and what its answer may contain."""
 
     text: str
     tool_format: ToolFormat | None = None
     tool_names: frozenset[str] = frozenset()
     forced_call_schema: dict[str, Any] | None = None
-    """What the answer must be, where it must be a call."""
+    """The JSON schema of the call, if the answer must be one."""
     optional_call_schema: dict[str, Any] | None = None
-    """What a call looks like, where one may be made."""
+    """The JSON schema of a call, if the answer may be one."""
 
     @property
     def opens_reasoning(self) -> bool:
-        """Whether the answer begins inside a thought."""
+        """Whether the prompt ends inside a reasoning block, so that the answer begins with reasoning."""
         return self.text.rstrip().endswith(REASONING_START)
 
     def without_reasoning(self) -> ChatPrompt:
-        """The same, for an answer that is held to a form from its first letter on: no thought fits in."""
+        """The prompt with its reasoning block closed, for answers that a filter constrains from the start."""
         if not self.opens_reasoning:
             return self
         return replace(self, text=f"{self.text.rstrip()}\n{REASONING_END}\n\n")
 
 
 def render_chat(request: ChatRequest, tokenizer: Tokenizer, name: str = "The model") -> ChatPrompt:
-    """The prompt of a chat request; in errors the model is called by its `name`, not by where it lies."""
+    """Render a chat request's prompt; errors call the model by its `name`, not by its path."""
     try:
         return _render_chat(request, tokenizer)
     except ChatTemplateError as error:
@@ -96,61 +96,61 @@ def _render_chat(request: ChatRequest, tokenizer: Tokenizer) -> ChatPrompt:
     messages = template_messages(request.messages, native)
     if tools is None:
         return ChatPrompt(tokenizer.apply_chat_template(messages, **variables))
-    style = detect_tool_format(source) if native else HERMES
+    tool_format = detect_tool_format(source) if native else HERMES
     if native:
         text = tokenizer.apply_chat_template(messages, tools=tools, **variables)
     else:
         text = _render_with_tool_instructions(tokenizer, messages, tools, variables)
     names = frozenset(tool["function"]["name"] for tool in tools)
     if request.tool_choice in (None, "auto"):
-        return ChatPrompt(text, style, names, optional_call_schema=call_schema(tools, style))
+        return ChatPrompt(text, tool_format, names, optional_call_schema=call_schema(tools, tool_format))
     text = ChatPrompt(text).without_reasoning().text
-    return ChatPrompt(text + style.forced_prefix, style, names, call_schema(tools, style))
+    return ChatPrompt(text + tool_format.forced_prefix, tool_format, names, call_schema(tools, tool_format))
 
 
 def template_messages(messages: Sequence[Message], native: bool = True) -> list[dict[str, Any]]:
-    """Messages as chat templates expect them; calls and tools' answers as text unless it knows those."""
+    """Messages as chat templates expect them; without `native`, tool calls and results become text."""
     out: list[dict[str, Any]] = []
-    before: type | None = None
+    previous: type | None = None
     for message in messages:
-        plain: dict[str, Any] = {"role": message.role, "content": _content_text(message.content)}
+        entry: dict[str, Any] = {"role": message.role, "content": _content_text(message.content)}
         if message.role == "developer":
-            plain["role"] = "system"
+            entry["role"] = "system"
         if message.name is not None:
-            plain["name"] = message.name
+            entry["name"] = message.name
         if isinstance(message, AssistantMessage):
-            _add_calls(plain, message, native)
+            _add_calls(entry, message, native)
         elif isinstance(message, ToolMessage):
             if native:
-                plain["tool_call_id"] = message.tool_call_id
+                entry["tool_call_id"] = message.tool_call_id
             else:
-                plain |= {"role": "user", "content": f"<tool_response>\n{plain['content']}\n</tool_response>"}
-                if before is ToolMessage:  # many templates insist that user and assistant take turns
-                    plain["content"] = f"{out.pop()['content']}\n{plain['content']}"
-        before = type(message)
-        out.append(plain)
+                entry |= {"role": "user", "content": f"<tool_response>\n{entry['content']}\n</tool_response>"}
+                if previous is ToolMessage:  # many templates insist on alternating user and assistant
+                    entry["content"] = f"{out.pop()['content']}\n{entry['content']}"
+        previous = type(message)
+        out.append(entry)
     return out
 
 
-def _add_calls(plain: dict[str, Any], message: AssistantMessage, native: bool) -> None:
+def _add_calls(entry: dict[str, Any], message: AssistantMessage, native: bool) -> None:
     if message.reasoning_content is not None:
-        plain["reasoning_content"] = message.reasoning_content
+        entry["reasoning_content"] = message.reasoning_content
     calls = [
         {"name": call.function.name, "arguments": _parse_arguments(call.function.arguments)}
         for call in message.tool_calls or ()
     ]
     if native and calls:
-        plain["tool_calls"] = [
+        entry["tool_calls"] = [
             {"id": call.id, "type": "function", "function": function}
             for call, function in zip(message.tool_calls or (), calls, strict=True)
         ]
     elif calls:
         written = [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in calls]
-        plain["content"] = "\n".join([*([plain["content"]] if plain["content"] else []), *written])
+        entry["content"] = "\n".join([*([entry["content"]] if entry["content"] else []), *written])
 
 
 def _callable_tools(request: ChatRequest) -> list[dict[str, Any]] | None:
-    """The tools that may be called, None if none may."""
+    """The tools that may be called; None if none may."""
     choice = request.tool_choice
     tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
     if not tools:
@@ -175,22 +175,23 @@ def _render_with_tool_instructions(
     tools: list[dict[str, Any]],
     variables: Mapping[str, Any],
 ) -> str:
-    """The prompt of a template that has no place for tools.
+    """Render with a template that has no place for tools.
 
-    They are told in the system message, or, where the template takes none, in the user's first message.
+    They are described in the system message, or in the user's first one if the template takes no system
+    message.
     """
-    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    told = TOOL_INSTRUCTIONS.format(tools=listed)
+    functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    instructions = TOOL_INSTRUCTIONS.format(tools=functions)
     first, rest = messages[0], messages[1:]
-    whole = [{"role": "system", "content": told}, *messages]
+    whole = [{"role": "system", "content": instructions}, *messages]
     if first["role"] == "system":
-        whole = [{**first, "content": f"{first['content']}\n\n{told}"}, *rest]
+        whole = [{**first, "content": f"{first['content']}\n\n{instructions}"}, *rest]
     try:
         return str(tokenizer.apply_chat_template(whole, **variables))
     except ChatTemplateError:
         if first["role"] != "user":
             raise
-        whole = [{**first, "content": f"{told}\n\n{first['content']}"}, *rest]
+        whole = [{**first, "content": f"{instructions}\n\n{first['content']}"}, *rest]
         return str(tokenizer.apply_chat_template(whole, **variables))
 
 
@@ -201,14 +202,14 @@ def _content_text(content: Content | None) -> str:
 
 
 def _call_arguments(messages: Sequence[Message]) -> Iterator[bytes]:
-    """The arguments of the calls there were."""
+    """The arguments of all earlier calls."""
     for message in messages:
         for call in (isinstance(message, AssistantMessage) and message.tool_calls) or ():
             yield call.function.arguments.encode("utf-8", "surrogatepass")
 
 
 def _parse_arguments(arguments: str) -> Any:
-    """What JSON text says; the text itself if it is none."""
+    """The arguments as data; the text itself if it is not JSON."""
     try:
         return json.loads(arguments)
     except (ValueError, RecursionError):

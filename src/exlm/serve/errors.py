@@ -1,6 +1,6 @@
-"""Refusals as the OpenAI API words them: a status, and an error object that says what and why.
+"""API errors: an HTTP status, and the error object of the OpenAI API.
 
-Whatever goes wrong in this room ends as a `Problem`; how one is sent is `app`'s business.
+Every error of the server becomes an `APIError`; `app` and `middleware` send it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from types import MappingProxyType
 from typing import Any
 
 from exlm import CacheTooSmall, ChatTemplateError, DoesNotFit, ExlmError, InputError, MissingExtra, QueueFull
+
+from .response_schema import ErrorReply
 
 ERROR_TYPES = {
     401: "authentication_error",
@@ -28,7 +30,7 @@ NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 class APIError(Exception):
-    """A request that is refused or cannot be finished."""
+    """A request that is refused or cannot be finished, and how to say so."""
 
     def __init__(
         self,
@@ -44,19 +46,19 @@ class APIError(Exception):
         self.headers = dict(headers)
 
     @property
-    def body(self) -> dict[str, Any]:
-        """The error object."""
+    def body(self) -> ErrorReply:
+        """The response's body: the error object."""
         kind = ERROR_TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def too_many_requests(message: str, code: str = "queue_full") -> APIError:
-    """Too much is under way: come back in a moment."""
+    """429: the client should retry in a moment."""
     return APIError(429, message, code=code, headers={"Retry-After": str(RETRY_SECONDS)})
 
 
 def to_api_error(error: Exception) -> APIError:
-    """What to tell a client of an error; nothing of ours that is not foreseen is shown."""
+    """An exception as the error a client is told; of unexpected exceptions only their type is shown."""
     match error:
         case APIError():
             return error
@@ -76,7 +78,7 @@ def to_api_error(error: Exception) -> APIError:
 
 
 def validation_error(errors: Sequence[Any]) -> APIError:
-    """What a schema found wrong: 400 for unknown fields, 422 for the rest."""
+    """The errors of a pydantic validation: 400 for unknown fields, 422 for the others."""
     unknown = [_field_path(one["loc"]) for one in errors if one["type"] == "extra_forbidden"]
     if unknown:
         named = ", ".join(repr(name) for name in unknown[:20])
@@ -86,7 +88,7 @@ def validation_error(errors: Sequence[Any]) -> APIError:
 
 
 def _field_path(path: Sequence[Any]) -> str:
-    """`messages.0.content`, without the word for the body and the kinds of messages and other variants."""
+    """A location as `messages.0.content`, without `body` and the tags of pydantic's unions."""
     kept: list[str] = []
     for before, part in zip(("", *path), path, strict=False):
         variant = part in VARIANTS or (isinstance(before, int) and part in ROLES)

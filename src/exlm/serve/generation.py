@@ -1,41 +1,38 @@
-"""From a request to jobs: pure functions, which a server and a batch file use alike.
+"""From the fields of a request to a `GenerationRequest`: what dialects, and batches, share.
 
-An `Order` holds the arguments of each job and what it takes to build an answer from their results. Whatever
-can be refused before a job is queued is refused here.
+Pure functions. They encode prompts within the model's context, compile filters, and make the arguments of
+each `Job`: sampler settings, stop conditions, adapters, lengths, seeds. Everything that can be refused before
+a job is queued is refused here, with an `APIError`.
+
+Tokenising takes about a microsecond for each character and a hundred bytes for each token, so a prompt that
+is too long must be refused before all of it is tokenised. Its number of characters alone does not decide:
+some vocabularies have tokens of 128 spaces, some normalisers collapse whitespace, and some models make one
+token of any run of unknown letters. `check_token_count` therefore counts a long text slice by slice until it
+is certain that the whole has too many tokens.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from exlm import Filter, GrammarFilter, JsonSchemaFilter, RegexFilter, Settings, Tokenizer
 
-from .chat_prompt import ChatPrompt, render_chat
+from .chat_prompt import ChatPrompt
 from .errors import APIError
 from .limits import Limits
-from .output_parser import OutputParser
-from .prompts import (
-    check_token_ids,
-    encode_negative_prompt,
-    encode_prompt,
-    encode_prompts,
-    prompt_list,
-    prompt_text,
-    tokens_left,
-)
 from .schema import OFF, BaseRequest, ChatRequest, CompletionRequest, JsonObjectFormat, JsonSchemaFormat
 from .tool_formats import ToolFormat, answer_or_call_grammar
 
 NEUTRAL: Mapping[str, Any] = MappingProxyType(
     {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "token_repetition_penalty": 1.0}
 )
-"""What the OpenAI API does where a request says nothing."""
+"""Sampler settings of the OpenAI API where a request sets none."""
 
 OTHER_NAMES = {
     "frequency_penalty": "token_frequency_penalty",
@@ -48,19 +45,26 @@ NOT_IN_JSON = frozenset(
         "filters", "filter_prefer_eos",
     )
 )  # fmt: skip
-"""Settings that are objects, unused, or said in another way."""
+"""Settings that are objects, unused, or set by other fields of a request."""
 
 SETTINGS = tuple(one.name for one in fields(Settings) if one.name not in NOT_IN_JSON)
 TOKEN_LISTS = ("dry_sequence_breakers", "xtc_ignore_tokens")
 
 MAX_STRING_CHARS = 1 << 15
-"""Characters of all stop and banned strings, times the texts: every job has an automaton of so many states,
-and each of these takes 300 bytes."""
+"""Characters of all stop and banned strings, times the number of texts: every job has an automaton with as
+many states, and a state takes 300 bytes."""
+
+SLICE_CHARS = 1 << 14
+"""Characters tokenised at a time by `check_token_count`."""
+TOKENS_PER_CUT = 16
+"""Tokens that cutting a word may add to the count."""
+MIN_TOKENIZE_LIMIT = 1 << 17
+"""Tokens that /tokenize and /detokenize accept at least, even if the context is shorter."""
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What a translation must know of a loaded model."""
+    """What must be known of a loaded model to make a request for it."""
 
     name: str
     tokenizer: Tokenizer
@@ -68,48 +72,37 @@ class ModelInfo:
     """The longest sequence, prompt and answer together."""
     vocab_size: int
     loras: Mapping[str, Any] = field(default_factory=dict)
+    """Adapters by name."""
     has_draft: bool = False
     max_guided_len: int | None = None
-    """The longest sequences of a guided pair, which share the cache; None is half the length."""
+    """The longest sequence of a guided pair (CFG), whose two sequences share the cache; None is half of
+    `max_seq_len`."""
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Jobs, and how to answer with what they give."""
+    """What the engine runs, and what a dialect's writer must know to write the response."""
 
-    kind: Literal["chat", "completion"]
     model: str
     tokenizer: Tokenizer
     job_arguments: tuple[Mapping[str, Any], ...]
     """Arguments of `Job`, one mapping for each text."""
     n: int = 1
-    """How many texts each prompt has."""
+    """Texts for each prompt."""
     stream: bool = False
     include_usage: bool = False
     """Whether a stream ends with the usage."""
     top_logprobs: int | None = None
-    """How many of the likeliest tokens to tell with each token; None is not even the token's own."""
+    """How many of the most likely tokens to report with each token; None reports no log probabilities."""
     echo: tuple[str, ...] = ()
-    """What each text is preceded by in the answer."""
+    """What precedes each text in the response; empty, or one for each text."""
     chat: ChatPrompt | None = None
+    """The conversation's prompt and tools; None for a completion."""
     max_tool_calls: int | None = None
-
-    def parser(self) -> OutputParser:
-        """How one of the answers is read."""
-        talk = self.chat
-        if talk is None:
-            return OutputParser()
-        return OutputParser(
-            talk.tool_format,
-            talk.tool_names,
-            in_reasoning=talk.opens_reasoning,
-            forced_call=talk.forced_call_schema is not None,
-            max_calls=self.max_tool_calls,
-        )
 
 
 def needs_grammar(request: BaseRequest) -> bool:
-    """Whether a request brings something that must be compiled, which may take a while."""
+    """Whether the request has a schema, regex or grammar to compile, which may take a while."""
     format = getattr(request, "response_format", None)
     choice = getattr(request, "tool_choice", None)
     return (
@@ -120,93 +113,93 @@ def needs_grammar(request: BaseRequest) -> bool:
     )
 
 
-def to_generation_request(
-    request: BaseRequest, model: ModelInfo, limits: Limits, salt: str = ""
-) -> GenerationRequest:
-    """The jobs of any request."""
-    if isinstance(request, ChatRequest):
-        return chat_generation_request(request, model, limits, salt)
-    if isinstance(request, CompletionRequest):
-        return completion_generation_request(request, model, limits, salt)
-    raise TypeError(type(request).__name__)
+def tokenize_limit(context: int) -> int:
+    """How many tokens /tokenize and /detokenize accept."""
+    return max(context, MIN_TOKENIZE_LIMIT)
 
 
-def completion_generation_request(
-    request: CompletionRequest, model: ModelInfo, limits: Limits, salt: str = ""
-) -> GenerationRequest:
-    """The jobs of a completion: `n` for each prompt."""
-    if request.echo and request.logprobs is not None:
-        raise APIError(400, "echo with logprobs is not supported: leave one of them out.", param="echo")
-    _check_choices(request, len(prompt_list(request)) * request.n, limits)
-    given, guide = encode_prompts(request, model), encode_negative_prompt(request, model)
-    shared = _shared_arguments(
-        request, model, limits, salt, _filters(request, model.tokenizer, limits), request.logprobs
+def check_token_count(
+    text: str, tokenizer: Tokenizer, max_tokens: int, special: bool, refusal: APIError
+) -> None:
+    """Raise `refusal` if a text certainly has more than `max_tokens` tokens.
+
+    `special`: special tokens in the text count as such. A text that passes has at most a quarter more than
+    `max_tokens`, and a few more for each slice.
+    """
+    if len(text) <= SLICE_CHARS:
+        return
+    encode = tokenizer.encode_special if special else tokenizer.encode_unspecial
+    counted, bound = 0, max_tokens + max_tokens // 4
+    for start in range(0, len(text), SLICE_CHARS):
+        counted += len(encode(text[start : start + SLICE_CHARS]))
+        bound += TOKENS_PER_CUT
+        if counted > bound:
+            raise refusal
+
+
+def encode_prompt(
+    text: str, model: ModelInfo, what: str, *, special: bool = True, bos: bool = False
+) -> torch.Tensor:
+    """The ids (1, n) of a prompt; `what` names it in an error."""
+    refusal = _context_exceeded(
+        f"The {what} has more tokens than the context, which has {model.max_seq_len}: shorten it."
     )
-    jobs = [
-        shared | _sequence_arguments(request, model, limits, [ids, *guide], place * request.n + i)
-        for place, ids in enumerate(given)
-        for i in range(request.n)
-    ]
-    echoes = [
-        prompt_text(request, place, ids, model) if request.echo else "" for place, ids in enumerate(given)
-    ]
-    return GenerationRequest(
-        kind="completion",
-        model=model.name,
-        tokenizer=model.tokenizer,
-        job_arguments=tuple(jobs),
-        n=request.n,
-        stream=request.stream,
-        include_usage=_wants_usage(request),
-        top_logprobs=request.logprobs,
-        echo=tuple(echo for echo in echoes for _ in range(request.n)),
-    )
+    check_token_count(text, model.tokenizer, model.max_seq_len, special, refusal)
+    return model.tokenizer.encode(text, add_bos=bos, encode_special_tokens=special)
 
 
-def chat_generation_request(
-    request: ChatRequest, model: ModelInfo, limits: Limits, salt: str = ""
-) -> GenerationRequest:
-    """The jobs of a chat: `n` answers to one conversation."""
-    if request.top_logprobs is not None and not request.logprobs:
-        raise APIError(422, "top_logprobs needs logprobs: true.", param="top_logprobs")
-    _check_choices(request, request.n, limits)
-    chat = render_chat(request, model.tokenizer, model.name)
-    if chat.tool_format is not None and (request.regex is not None or request.grammar is not None):
-        raise APIError(422, "tools cannot be combined with regex or grammar.", param="tools")
-    filters = _filters(request, model.tokenizer, limits)
-    if filters:
-        chat = chat.without_reasoning()
-    if chat.forced_call_schema is not None:
-        filters = [_schema_filter(model.tokenizer, chat.forced_call_schema, limits)]
-    elif chat.tool_format is not None and chat.optional_call_schema is not None and filters:
-        filters = [
-            _answer_or_call_filter(
-                request, chat.optional_call_schema, chat.tool_format, model.tokenizer, limits
-            )
-        ]
-    halves = [encode_prompt(chat.text, model, "conversation"), *encode_negative_prompt(request, model)]
-    top = (request.top_logprobs or 0) if request.logprobs else None
-    shared = _shared_arguments(request, model, limits, salt, filters, top)
-    if chat.tool_format is not None and chat.tool_format.start_marker:
-        shared["decode_special_tokens"] = True  # what announces a call may be a special token
-    return GenerationRequest(
-        kind="chat",
-        model=model.name,
-        tokenizer=model.tokenizer,
-        job_arguments=tuple(
-            shared | _sequence_arguments(request, model, limits, halves, i) for i in range(request.n)
-        ),
-        n=request.n,
-        stream=request.stream,
-        include_usage=_wants_usage(request),
-        top_logprobs=top,
-        chat=chat,
-        max_tool_calls=None if request.parallel_tool_calls else 1,
-    )
+def prompt_list(request: CompletionRequest) -> list[Any]:
+    """Each prompt of a completion: a text or a list of ids."""
+    prompt: Any = request.prompt
+    return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+
+
+def encode_prompts(request: CompletionRequest, model: ModelInfo) -> list[torch.Tensor]:
+    """The ids (1, n) of each prompt of a completion."""
+    bos = model.tokenizer.wants_bos if request.add_bos is None else request.add_bos
+    out = []
+    for one in prompt_list(request):
+        if isinstance(one, str):
+            out.append(encode_prompt(one, model, "prompt", special=request.encode_special_tokens, bos=bos))
+        else:
+            tokens_left(len(one), model.max_seq_len)
+            check_token_ids(one, model.vocab_size, "prompt")
+            out.append(torch.tensor([one], dtype=torch.long))
+    return out
+
+
+def encode_negative_prompt(request: BaseRequest, model: ModelInfo) -> list[torch.Tensor]:
+    """The ids (1, n) of the negative prompt, if there is one."""
+    text = request.negative_prompt
+    return [] if text is None else [encode_prompt(text, model, "negative prompt")]
+
+
+def prompt_text(request: CompletionRequest, index: int, ids: torch.Tensor, model: ModelInfo) -> str:
+    """The text of a prompt, decoded if it was given as ids."""
+    prompt = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+    given = prompt[index] if index < len(prompt) else None
+    return given if isinstance(given, str) else str(model.tokenizer.decode(ids[0]))
+
+
+def tokens_left(count: int, context: int) -> int:
+    """How many tokens a prompt of `count` tokens leaves for the answer: at least one, else it is refused."""
+    if count >= context:
+        raise _context_exceeded(f"The prompt has {count} tokens and the context {context}: shorten it.")
+    return context - count
+
+
+def check_token_ids(ids: Collection[int], vocab: int, name: str) -> None:
+    """Refuse token ids outside of the vocabulary; `name` is the request's field."""
+    if ids and max(ids) >= vocab:
+        raise APIError(422, f"{name}: token {max(ids)} is outside the vocabulary of {vocab}.", param=name)
+
+
+def _context_exceeded(message: str) -> APIError:
+    return APIError(400, message, code="context_length_exceeded")
 
 
 def sampling_settings(request: BaseRequest, model: ModelInfo, limits: Limits) -> Settings:
-    """The sampler settings a request asks for."""
+    """The sampler settings of a request: its own, else the server's, else the OpenAI API's."""
     said = request.model_dump(include={*SETTINGS, *OTHER_NAMES}, exclude_none=True)
     for other, name in OTHER_NAMES.items():
         if other in said:
@@ -224,7 +217,7 @@ def sampling_settings(request: BaseRequest, model: ModelInfo, limits: Limits) ->
     return settings
 
 
-def _shared_arguments(
+def shared_arguments(
     request: BaseRequest,
     model: ModelInfo,
     limits: Limits,
@@ -232,16 +225,16 @@ def _shared_arguments(
     filters: list[Filter],
     top_logprobs: int | None,
 ) -> dict[str, Any]:
-    """What all jobs of a request have in common."""
+    """The arguments that all jobs of a request have in common."""
     if request.speculative and not model.has_draft:
         raise APIError(422, f"{model.name} was loaded without a draft model.", param="speculative")
-    ends = [number for number in model.tokenizer.eos_token_ids if number < model.vocab_size]
+    eos = [token_id for token_id in model.tokenizer.eos_token_ids if token_id < model.vocab_size]
     check_token_ids(request.stop_token_ids, model.vocab_size, "stop_token_ids")
     if request.token_healing:
-        model.tokenizer.get_prefix_id_to_ids_dict()  # built here, in a thread, before the job asks for it
+        model.tokenizer.get_prefix_id_to_ids_dict()  # built in this thread, not when the job needs it
     return {
         "gen_settings": sampling_settings(request, model, limits),
-        "stop_conditions": [*ends, *request.stop_token_ids, *_stop_strings(request)],
+        "stop_conditions": [*eos, *request.stop_token_ids, *_stop_strings(request)],
         "min_new_tokens": request.min_tokens,
         "banned_strings": request.banned_strings,
         "filters": filters,
@@ -255,15 +248,15 @@ def _shared_arguments(
     }
 
 
-def _sequence_arguments(
+def sequence_arguments(
     request: BaseRequest, model: ModelInfo, limits: Limits, input_ids: list[torch.Tensor], index: int
 ) -> dict[str, Any]:
-    """What is a job's own."""
-    longest = max(half.shape[1] for half in input_ids)
-    room = model.max_seq_len
+    """The arguments of the job of text `index`: prompt, length and seed."""
+    longest = max(ids.shape[1] for ids in input_ids)
+    context = model.max_seq_len
     if len(input_ids) == 2:
-        room = model.max_seq_len // 2 if model.max_guided_len is None else model.max_guided_len
-    left = tokens_left(longest, room)
+        context = model.max_seq_len // 2 if model.max_guided_len is None else model.max_guided_len
+    left = tokens_left(longest, context)
     asked = getattr(request, "max_completion_tokens", None) or request.max_tokens
     if asked == OFF:
         asked = min(left, limits.tokens or left)
@@ -272,7 +265,7 @@ def _sequence_arguments(
     if asked is not None and asked > left:
         raise APIError(
             400,
-            f"{longest} prompt and {asked} new tokens exceed the context of {room}: {left} fit.",
+            f"{longest} prompt and {asked} new tokens exceed the context of {context}: {left} fit.",
             param="max_tokens",
             code="context_length_exceeded",
         )
@@ -283,8 +276,10 @@ def _sequence_arguments(
     return {"input_ids": input_ids, "max_new_tokens": new, "seed": seed}
 
 
-def _filters(request: CompletionRequest | ChatRequest, tokenizer: Tokenizer, limits: Limits) -> list[Filter]:
-    """What the answer must match; at most one thing, which is compiled here."""
+def output_filters(
+    request: CompletionRequest | ChatRequest, tokenizer: Tokenizer, limits: Limits
+) -> list[Filter]:
+    """The filter for a regex, grammar or response format; a request may have one of them. Compiles it."""
     format = request.response_format
     given = [
         name for name, value in (("regex", request.regex), ("grammar", request.grammar)) if value is not None
@@ -303,23 +298,24 @@ def _filters(request: CompletionRequest | ChatRequest, tokenizer: Tokenizer, lim
     if isinstance(format, JsonObjectFormat):
         return [JsonSchemaFilter(tokenizer, {"type": "object"})]
     if isinstance(format, JsonSchemaFormat):
-        return [_schema_filter(tokenizer, format.json_schema.schema_, limits)]
+        return [schema_filter(tokenizer, format.json_schema.schema_, limits)]
     return []
 
 
-def _answer_or_call_filter(
+def answer_or_call_filter(
     request: ChatRequest, call: dict[str, Any], tool_format: ToolFormat, tokenizer: Tokenizer, limits: Limits
 ) -> Filter:
-    """A call, or the answer that was asked for: agents that answer in JSON leave it to the model."""
+    """Either a tool call or an answer in the response format: the model decides which."""
     format = request.response_format
     answer = format.json_schema.schema_ if isinstance(format, JsonSchemaFormat) else {"type": "object"}
-    special = {text: number for number, text in tokenizer.extended_id_to_piece.items()}
+    special = {text: token_id for token_id, text in tokenizer.extended_id_to_piece.items()}
     grammar = answer_or_call_grammar(answer, call, tool_format, special, several=request.parallel_tool_calls)
     _check_grammar_size(grammar, limits)
     return GrammarFilter(tokenizer, grammar)
 
 
-def _schema_filter(tokenizer: Tokenizer, schema: dict[str, Any], limits: Limits) -> Filter:
+def schema_filter(tokenizer: Tokenizer, schema: dict[str, Any], limits: Limits) -> Filter:
+    """A filter for JSON of this schema."""
     _check_grammar_size(json.dumps(schema), limits)
     return JsonSchemaFilter(tokenizer, schema)
 
@@ -331,8 +327,8 @@ def _check_grammar_size(source: str, limits: Limits) -> None:
         )
 
 
-def _check_choices(request: BaseRequest, count: int, limits: Limits) -> None:
-    """Refuse too many texts, and too much to look for in each of them."""
+def check_choice_count(request: BaseRequest, count: int, limits: Limits) -> None:
+    """Refuse too many texts, and too many stop and banned strings for that many texts."""
     if count > limits.choices:
         raise APIError(
             422, f"The request asks for {count} texts; at most {limits.choices} at a time.", param="n"
@@ -352,13 +348,9 @@ def _stop_strings(request: BaseRequest) -> list[str]:
 
 
 def _loras(request: BaseRequest, model: ModelInfo) -> list[Any]:
-    """Adapters by their registered names, perhaps each with its strength."""
-    wanted = request.lora
-    named: Mapping[str, float | None]
-    if isinstance(wanted, dict):
-        named = wanted
-    else:
-        named = dict.fromkeys([wanted] if isinstance(wanted, str) else wanted or [])
+    """The adapters a request names, with their strengths where it sets them."""
+    lora = [request.lora] if isinstance(request.lora, str) else request.lora or []
+    named: Mapping[str, float | None] = lora if isinstance(lora, dict) else dict.fromkeys(lora)
     if unknown := [name for name in named if name not in model.loras]:
         known = ", ".join(sorted(model.loras)) or "none"
         raise APIError(404, f"No adapter is called {unknown[0]!r}; there are: {known}.", param="lora")
@@ -369,27 +361,30 @@ def _loras(request: BaseRequest, model: ModelInfo) -> list[Any]:
 
 
 def _token_ids(name: str, given: Sequence[int | str], model: ModelInfo) -> set[int]:
-    """Token ids, some of them said as text."""
+    """Token ids, of which some may be given as the text of one token."""
     out = set()
     for one in given:
-        number = model.tokenizer.single_id(one) if isinstance(one, str) else one
-        if number is None:
+        token_id = model.tokenizer.single_id(one) if isinstance(one, str) else one
+        if token_id is None:
             raise APIError(422, f"{name}: no single token is {one!r}.", param=name)
-        out.add(number)
+        out.add(token_id)
     check_token_ids(out, model.vocab_size, name)
     return out
 
 
-def _bias_tensor(asked: Mapping[str, float], vocab: int) -> torch.Tensor:
-    bias = torch.zeros(vocab)
-    for key, value in asked.items():
-        if not (key.isascii() and key.isdigit() and len(key) < 12 and int(key) < vocab):
-            raise APIError(422, f"logit_bias: {key[:40]!r} is no token id below {vocab}.", param="logit_bias")
+def _bias_tensor(logit_bias: Mapping[str, float], vocab_size: int) -> torch.Tensor:
+    bias = torch.zeros(vocab_size)
+    for key, value in logit_bias.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 12 and int(key) < vocab_size):
+            raise APIError(
+                422, f"logit_bias: {key[:40]!r} is no token id below {vocab_size}.", param="logit_bias"
+            )
         bias[int(key)] = value
     return bias
 
 
-def _wants_usage(request: BaseRequest) -> bool:
+def wants_usage(request: BaseRequest) -> bool:
+    """Whether a stream is to end with the usage."""
     if request.stream_options is not None and not request.stream:
         raise APIError(422, "stream_options needs stream: true.", param="stream_options")
     return request.stream_options is not None and request.stream_options.include_usage

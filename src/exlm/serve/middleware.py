@@ -1,92 +1,129 @@
-"""The door of the server: nobody gets in without a key, with too much luggage, or with what is not JSON.
+"""ASGI middleware: API keys, header checks and limits, and the receiving of bodies.
 
-An ASGI layer around the routes. It reads a request's body, within limits, and has it parsed (`body`) before
-any route is asked; and it counts what goes out. What requests mean is not known here.
+It looks at headers only. A body is received within its limits and put, unparsed, where routes find it
+(`scope["state"]["body"]`): each route parses and validates it once, as the request it takes.
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
+import base64
+import binascii
+import hashlib
+import hmac
 import re
-from collections.abc import Awaitable, Callable, Collection, MutableMapping
-from contextlib import suppress
-from typing import Any, TypeAlias
+import secrets
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 
-from .body import BodyMemoryLimiter, LargeBodyThread, RequestBody
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .body import LargeBodyThread, RequestBody
 from .errors import APIError
-from .keys import ApiKeys
-from .limits import Limits
-
-Message: TypeAlias = MutableMapping[str, Any]
-Scope: TypeAlias = MutableMapping[str, Any]
-Receive: TypeAlias = Callable[[], Awaitable[Message]]
-Send: TypeAlias = Callable[[Message], Awaitable[None]]
-App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+from .limits import BodyMemoryLimiter, Limits
+from .sse import JsonResponse
 
 PUBLIC_PATHS = frozenset(("/health/live",))
 BODILESS_METHODS = frozenset(("GET", "HEAD", "OPTIONS", "DELETE"))
 
 
+@dataclass(frozen=True)
+class Caller:
+    """An authenticated client. Callers with different salts never share pages of the prefix cache."""
+
+    admin: bool = False
+    salt: str = ""
+
+
+class ApiKeys:
+    """The API and admin keys of a server. Without any key every client is accepted, and none is an admin."""
+
+    def __init__(self, keys: Iterable[str] = (), admin_keys: Iterable[str] = ()) -> None:
+        """Each key's cache salt is a keyed hash, with a secret that is new in every process."""
+        secret = secrets.token_bytes(32)
+        self._callers: list[tuple[bytes, Caller]] = []
+        for listed, admin in ((keys, False), (admin_keys, True)):
+            for key in listed:
+                salt = hashlib.blake2b(key.encode(), key=secret, digest_size=16).hexdigest()
+                self._callers.append((key.encode(), Caller(admin, salt)))
+
+    def __len__(self) -> int:
+        """The number of keys."""
+        return len(self._callers)
+
+    def authenticate(self, headers: Mapping[bytes, bytes]) -> Caller | None:
+        """The caller whose key the headers carry; None if no known key is among them."""
+        if not self._callers:
+            return Caller()
+        presented = _presented_key(headers)
+        found = None
+        for key, caller in self._callers:  # compares with every key, so that timing reveals nothing
+            if hmac.compare_digest(key, presented):
+                found = caller
+        return found
+
+
 class RequestMiddleware:
-    """Checks every request before it goes in."""
+    """Refuses requests that fail authentication or a limit; passes the others on with their bodies."""
 
     def __init__(
         self,
-        app: App,
+        app: ASGIApp,
         api_keys: ApiKeys,
         limits: Limits,
         on_response: Callable[[str, int], None],
         hosts: Collection[str] | None = None,
         large_bodies: LargeBodyThread | None = None,
     ) -> None:
-        """`counted` is told the route and the status of every reply; `hosts` are the names it answers to.
+        """`on_response` gets the route and status of every response; `hosts` are the accepted `Host` names.
 
-        `threads` parses large bodies; it is closed by its owner.
+        `large_bodies` parses large bodies and is closed by its owner.
         """
         self.app, self.api_keys, self.limits, self.on_response = app, api_keys, limits, on_response
         self.hosts = hosts
-        self.memory, self.large_bodies = (
-            BodyMemoryLimiter(limits, len(api_keys) > 1),
-            large_bodies or LargeBodyThread(),
-        )
+        self.memory = BodyMemoryLimiter(limits, len(api_keys) > 1)
+        self.large_bodies = large_bodies or LargeBodyThread()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request in, or answer it here."""
+        """Check a request, and pass it on or refuse it."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        if scope["method"] == "HEAD":  # the body is left out by whoever sends the answer
+        if scope["method"] == "HEAD":  # the server leaves out the body of its response
             scope = {**scope, "method": "GET"}
+        headers = dict(scope["headers"])
 
-        async def counting(message: Message) -> None:
+        async def counted_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self.on_response(getattr(scope.get("route"), "path", "other"), message["status"])
             await send(message)
 
-        incoming = _IncomingBody(receive, self.memory)
+        body = RequestBody(receive, self.memory, self.limits, self.large_bodies)
         try:
             try:
-                self._check_headers(scope)
-                incoming.caller = self._check_key(scope)
-                if not await self._received(scope, incoming):
+                self._check_headers(scope, headers)
+                body.caller = self._authenticate(scope, headers)
+                if not await body.receive_all(headers):
                     return
-                await self._parse(scope, incoming.body)
-            except APIError as problem:
-                if problem.headers.get("Connection") != "close" and _closes(scope):
-                    await incoming.discard_rest(self.limits.body_seconds)
-                await _refuse(problem, counting)
+                if scope["method"] not in BODILESS_METHODS:
+                    _check_content_type(headers, body)
+                    scope.setdefault("state", {})["body"] = body
+            except APIError as error:
+                if error.headers.get("Connection") != "close" and _closes_connection(scope, headers):
+                    await body.discard_rest()
+                await JsonResponse(error.body, error.status, headers=error.headers)(
+                    scope, receive, counted_send
+                )
                 return
-            await self.app(scope, incoming.replay(), counting)
+            await self.app(scope, receive, counted_send)  # further messages can only be a disconnect
         finally:
-            incoming.release()
+            body.release()
 
-    def _check_headers(self, scope: Scope) -> None:
-        names = [name for name, _ in scope["headers"]]
-        if b"transfer-encoding" in names and (
-            b"content-length" in names or scope.get("http_version") == "1.0"
+    def _check_headers(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
+        if b"transfer-encoding" in headers and (
+            b"content-length" in headers or scope.get("http_version") == "1.0"
         ):
-            # Two parties that disagree where a body ends take its rest for another request (RFC 9112, 6.1).
+            # Request smuggling: a proxy that disagrees about where the body ends takes its rest for another
+            # request (RFC 9112, 6.1).
             raise APIError(
                 400,
                 "Where the body ends is not clear: send Content-Length or Transfer-Encoding, not both, and "
@@ -96,7 +133,7 @@ class RequestMiddleware:
             )
         if sum(len(name) + len(value) for name, value in scope["headers"]) > self.limits.headers:
             raise APIError(431, f"The headers may have {self.limits.headers} bytes in all.")
-        host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+        host = headers.get(b"host", b"").decode("latin-1")
         name = re.sub(r":\d*$", "", host).strip("[]").lower()
         if self.hosts is not None and name not in self.hosts:
             raise APIError(
@@ -105,114 +142,45 @@ class RequestMiddleware:
                 f"{name[:80]!r}: ask it under one of these, or start it with --api-key.",
             )
 
-    def _check_key(self, scope: Scope) -> str:
-        """What tells the caller apart from others."""
+    def _authenticate(self, scope: Scope, headers: Mapping[bytes, bytes]) -> str:
+        """Put the caller into the request's state; returns its salt, which tells callers apart."""
         if scope["path"] in PUBLIC_PATHS:
             return ""
-        caller = self.api_keys.authenticate(dict(scope["headers"]))
+        caller = self.api_keys.authenticate(headers)
         if caller is None:
-            kind = (
-                "Bearer"
-                if scope["path"].startswith("/v1/")
-                else 'Basic realm="exlm, the key is the password"'
-            )
+            is_api = scope["path"].startswith("/v1/")
             raise APIError(
                 401,
                 "This needs an API key: send it as `Authorization: Bearer KEY`.",
                 code="invalid_api_key",
-                headers={"WWW-Authenticate": kind},
+                headers={
+                    "WWW-Authenticate": "Bearer" if is_api else 'Basic realm="exlm, the key is the password"'
+                },
             )
         scope.setdefault("state", {})["caller"] = caller
         return caller.salt
 
-    async def _received(self, scope: Scope, incoming: _IncomingBody) -> bool:
-        """Take all of the body; whether the client stayed meanwhile."""
-        headers, most = dict(scope["headers"]), self.limits.body
-        too_large = APIError(413, f"The body may have {most} bytes.", code="body_too_large")
-        length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or len(length) > 18 or int(length) > most:
-            raise too_large
+
+def _presented_key(headers: Mapping[bytes, bytes]) -> bytes:
+    """The key in the headers: a bearer token, a browser's basic-auth password, or X-API-Key."""
+    kind, _, value = headers.get(b"authorization", b"").partition(b" ")
+    if kind.lower() == b"bearer":
+        return value.strip()
+    if kind.lower() == b"basic":
         try:
-            async with asyncio.timeout(self.limits.body_seconds):
-                while incoming.more:
-                    if not await incoming.receive_some():
-                        return False
-                    if len(incoming.body) > most:
-                        raise too_large
-        except TimeoutError:
-            raise APIError(
-                408,  # and what still comes is not waited for
-                f"The body took longer than {self.limits.body_seconds} s.",
-                headers={"Connection": "close"},
-            ) from None
-        return True
-
-    async def _parse(self, scope: Scope, body: bytearray) -> None:
-        """Put the parsed body where routes find it; web pages of other servers cannot send JSON."""
-        if scope["method"] in BODILESS_METHODS:
-            return
-        kind = dict(scope["headers"]).get(b"content-type", b"")
-        if body and kind.partition(b";")[0].strip().lower() != b"application/json":
-            raise APIError(415, "Send JSON, with `Content-Type: application/json`.")
-        scope.setdefault("state", {})["body"] = await RequestBody.parsed(body, self.limits, self.large_bodies)
+            return base64.b64decode(value.strip(), validate=True).partition(b":")[2]
+        except binascii.Error:
+            return b""
+    return headers.get(b"x-api-key", b"")
 
 
-class _IncomingBody:
-    """The body that a client sends: kept until it is parsed and handed on, and counted as memory so long."""
-
-    def __init__(self, receive: Receive, memory: BodyMemoryLimiter) -> None:
-        self._receive, self._memory = receive, memory
-        self.caller = ""
-        self.body = bytearray()
-        self.more = True
-        """Whether the client has not sent all of it."""
-
-    async def receive_some(self) -> bool:
-        """Receive some of it; False if the client left."""
-        message = await self._receive()
-        part: bytes = message.get("body", b"")
-        self.more = message.get("more_body", False)
-        self._memory.acquire(len(part), self.caller)
-        self.body += part
-        return bool(message["type"] == "http.request")
-
-    async def discard_rest(self, seconds: float) -> None:
-        """Let the client finish, for a while, and keep nothing of it."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while self.more:
-                    self.more = (await self._receive()).get("more_body", False)
-
-    def release(self) -> None:
-        """The body is not kept any longer."""
-        self._memory.release(len(self.body), self.caller)
-        self.body = bytearray()
-
-    def replay(self) -> Receive:
-        """What a route receives: the body at once, then what the client does next."""
-        told = False
-
-        async def received() -> Message:
-            nonlocal told
-            if told:
-                return await self._receive()
-            told = True
-            body = bytes(self.body)
-            self.release()
-            return {"type": "http.request", "body": body, "more_body": False}
-
-        return received
+def _check_content_type(headers: Mapping[bytes, bytes], body: RequestBody) -> None:
+    """Only JSON is taken: web pages of other sites cannot send it without the browser asking first."""
+    content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    if body.raw and content_type != b"application/json":
+        raise APIError(415, "Send JSON, with `Content-Type: application/json`.")
 
 
-def _closes(scope: Scope) -> bool:
-    """Whether the connection ends with the answer: then a client that still sends would never read it."""
-    told = dict(scope["headers"]).get(b"connection", b"").lower()
-    return b"close" in told or scope.get("http_version") == "1.0"
-
-
-async def _refuse(problem: APIError, send: Send) -> None:
-    body = json.dumps(problem.body).encode()
-    headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), **problem.headers}
-    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": problem.status, "headers": raw})
-    await send({"type": "http.response.body", "body": body})
+def _closes_connection(scope: Scope, headers: Mapping[bytes, bytes]) -> bool:
+    """Whether the connection ends with the response: a client still sending would never read it."""
+    return b"close" in headers.get(b"connection", b"").lower() or scope.get("http_version") == "1.0"

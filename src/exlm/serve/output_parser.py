@@ -1,8 +1,9 @@
-"""From a model's text to the parts of a message: thoughts, what is said, calls. As it comes, or all at once.
+"""From a model's text to response events: reasoning, content and tool calls, while the text is being
+generated.
 
-`Parser` takes one character after the other, so the parts do not depend on how a text was cut. A thought is
-a `<think>` block at the beginning; calls are written in the model's `Style`. What only looks like a call is
-text.
+Reasoning is a `<think>` block at the beginning. Tool calls are written in the model's `ToolFormat`; text that
+only looks like a call is content. The parser takes one character at a time, so its events do not depend on
+how the text was cut into deltas.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ REASONING_START, REASONING_END = "<think>", "</think>"
 
 @dataclass(frozen=True)
 class ContentDelta:
-    """More of the answer."""
+    """More of the answer's text."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class ReasoningDelta:
-    """More of the thoughts before the answer."""
+    """More of the reasoning before the answer."""
 
     text: str
 
@@ -43,10 +44,10 @@ ResponseEvent: TypeAlias = ContentDelta | ReasoningDelta | ToolCallStart | ToolC
 
 
 class OutputParser:
-    """Text in, parts out.
+    """Takes a model's text and gives response events.
 
-    `thinking`: the prompt ended inside a `<think>` block. `forced`: the prompt ended where a call begins.
-    `most` is how many calls are told of; None is all.
+    `in_reasoning`: the prompt ended inside a `<think>` block. `forced_call`: the prompt ended where a call
+    begins. At most `max_calls` calls are reported; None reports all.
     """
 
     def __init__(
@@ -61,8 +62,8 @@ class OutputParser:
         self.tool_format = tool_format
         self._events: list[ResponseEvent] = []
         self._source = CharSource()
-        self._pending_whitespace = ""  # whitespace of which it is not known whether anything follows
-        self._skip_whitespace = False  # whether whitespace is dropped until something else is said
+        self._pending_whitespace = ""  # held until it is known whether anything follows
+        self._skip_whitespace = False  # whether whitespace is dropped until other text comes
         self._calls = ToolCallParser(
             self._source, tool_format or ToolFormat("generic"), tool_names, max_calls, self._emit
         )
@@ -71,17 +72,17 @@ class OutputParser:
 
     @property
     def calls(self) -> int:
-        """How many calls there were so far."""
+        """The number of tool calls so far."""
         return self._calls.count
 
     def feed(self, text: str) -> list[ResponseEvent]:
-        """What more text amounts to."""
-        for letter in text:
-            self._machine.send(letter)
+        """The events of more text."""
+        for char in text:
+            self._machine.send(char)
         return self._take_events()
 
     def end(self) -> list[ResponseEvent]:
-        """What is left when no more text comes."""
+        """The remaining events, when no more text comes."""
         try:
             while True:
                 self._machine.send(END_OF_TEXT)
@@ -89,11 +90,11 @@ class OutputParser:
             return self._take_events()
 
     def _take_events(self) -> list[ResponseEvent]:
-        told, self._events = self._events, []
+        events, self._events = self._events, []
         joined: list[ResponseEvent] = []
-        for part in told:
+        for event in events:
             last = joined[-1] if joined else None
-            match last, part:
+            match last, event:
                 case (ContentDelta(before), ContentDelta(text)):
                     joined[-1] = ContentDelta(before + text)
                 case (ReasoningDelta(before), ReasoningDelta(text)):
@@ -101,20 +102,20 @@ class OutputParser:
                 case (ToolCallArgsDelta(index, before), ToolCallArgsDelta(same, text)) if index == same:
                     joined[-1] = ToolCallArgsDelta(index, before + text)
                 case _:
-                    joined.append(part)
+                    joined.append(event)
         return joined
 
-    def _emit(self, part: ResponseEvent) -> None:
-        self._events.append(part)
+    def _emit(self, event: ResponseEvent) -> None:
+        self._events.append(event)
 
-    def _run(self, thinking: bool, forced: bool) -> Parsing[None]:
-        if thinking or (yield from self._starts_with(REASONING_START)):
+    def _run(self, in_reasoning: bool, forced_call: bool) -> Parsing[None]:
+        if in_reasoning or (yield from self._starts_with(REASONING_START)):
             self._skip_whitespace = True
-            yield from self._until(REASONING_END, lambda letter: self._emit_text(ReasoningDelta, letter))
+            yield from self._until(REASONING_END, lambda char: self._emit_text(ReasoningDelta, char))
             self._pending_whitespace, self._skip_whitespace = "", True
         if self.tool_format is not None:
-            if forced or self.tool_format.bare_json:
-                yield from self._leading_calls(self.tool_format, forced)
+            if forced_call or self.tool_format.bare_json:
+                yield from self._leading_calls(self.tool_format, forced_call)
             if self.tool_format.start_marker:
                 while (yield from self._until(self.tool_format.start_marker, self._emit_content)):
                     yield from self._call_block(
@@ -125,13 +126,13 @@ class OutputParser:
         if self._pending_whitespace and not self._skip_whitespace:
             self._emit(ContentDelta(self._pending_whitespace))
 
-    def _leading_calls(self, style: ToolFormat, forced: bool) -> Parsing[None]:
-        """Calls at the very beginning; one is there in any case if the prompt saw to that."""
+    def _leading_calls(self, tool_format: ToolFormat, forced: bool) -> Parsing[None]:
+        """Parse calls at the very beginning of the text; if forced, there is one."""
         self._source.record.clear()
         first = yield from self._source.skip_whitespace()
         while forced or first in ("{", "["):
-            yield from self._call_block(style, "", announced=forced)
-            if style.name != "llama3" or forced or not self._calls.committed:
+            yield from self._call_block(tool_format, "", announced=forced)
+            if tool_format.name != "llama3" or forced or not self._calls.committed:
                 return
             first = yield from self._source.skip_whitespace()
             if first == ";":
@@ -140,32 +141,33 @@ class OutputParser:
             self._source.record.clear()
         self._emit_record("")
 
-    def _call_block(self, style: ToolFormat, opened: str, announced: bool) -> Parsing[None]:
-        """Calls after `opened`; text after all if they are none."""
-        if opened:
+    def _call_block(self, tool_format: ToolFormat, start_marker: str, announced: bool) -> Parsing[None]:
+        """Parse calls after `start_marker`; what is not a call becomes content."""
+        if start_marker:
             self._source.record.clear()
         calls, before = self._calls, self._calls.count
         try:
             yield from calls.calls(announced)
-            if style.end_marker and (yield from self._source.skip_whitespace()) == style.end_marker[0]:
-                yield from self._source.expect(style.end_marker)
+            end = tool_format.end_marker
+            if end and (yield from self._source.skip_whitespace()) == end[0]:
+                yield from self._source.expect(end)
         except NotAToolCall:
             if not calls.committed and calls.count == before:
-                self._emit_record(opened)
+                self._emit_record(start_marker)
                 return
-            if style.end_marker:
-                yield from self._until(style.end_marker, lambda letter: None)
+            if tool_format.end_marker:
+                yield from self._until(tool_format.end_marker, lambda char: None)
         self._source.record.clear()
         self._pending_whitespace, self._skip_whitespace = "", True
 
-    def _emit_record(self, opened: str) -> None:
-        """Say what was read for nothing."""
-        for letter in opened + "".join(self._source.record):
-            self._emit_content(letter)
+    def _emit_record(self, start_marker: str) -> None:
+        """Emit the recorded characters as content: they are not a call."""
+        for char in start_marker + "".join(self._source.record):
+            self._emit_content(char)
         self._source.record.clear()
 
     def _starts_with(self, marker: str) -> Parsing[bool]:
-        """Whether the text begins with a marker, which is then read, and the whitespace before it dropped."""
+        """Whether the text begins with a marker; if so, reads it and drops the whitespace before it."""
         yield from self._source.skip_whitespace()
         try:
             yield from self._source.expect(marker)
@@ -178,11 +180,11 @@ class OutputParser:
         return True
 
     def _until(self, marker: str, emit: Callable[[str], None]) -> Parsing[bool]:
-        """Hand on characters up to a marker, which is read; whether it came before the end."""
+        """Emit characters up to a marker and read that; returns whether it came before the text ended."""
         held = ""
-        while (letter := (yield from self._source.read())) != END_OF_TEXT:
+        while (char := (yield from self._source.read())) != END_OF_TEXT:
             self._source.record.clear()
-            held += letter
+            held += char
             while held and not marker.startswith(held):
                 emit(held[0])
                 held = held[1:]
@@ -193,12 +195,12 @@ class OutputParser:
         self._source.put_back(END_OF_TEXT)
         return False
 
-    def _emit_content(self, letter: str) -> None:
-        self._emit_text(ContentDelta, letter)
+    def _emit_content(self, char: str) -> None:
+        self._emit_text(ContentDelta, char)
 
-    def _emit_text(self, kind: type[ContentDelta] | type[ReasoningDelta], letter: str) -> None:
-        if letter.isspace():
-            self._pending_whitespace += letter
+    def _emit_text(self, kind: type[ContentDelta] | type[ReasoningDelta], char: str) -> None:
+        if char.isspace():
+            self._pending_whitespace += char
             return
-        self._emit(kind(letter if self._skip_whitespace else self._pending_whitespace + letter))
+        self._emit(kind(char if self._skip_whitespace else self._pending_whitespace + char))
         self._pending_whitespace, self._skip_whitespace = "", False

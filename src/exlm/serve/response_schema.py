@@ -1,22 +1,26 @@
-"""What the server answers, as schemas: they are its published description, and tests hold replies to them.
+"""What the server answers: the types of the JSON it writes.
 
-Replies are built as plain dictionaries in `answer` and elsewhere; nothing is computed here.
+Typed dictionaries, because responses are built as plain dictionaries for speed (a stream writes one for every
+token): `openai` and the routes return these types, mypy holds them to it, and FastAPI derives the published
+description from the same classes.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NotRequired, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict, Field, with_config
+from typing_extensions import TypedDict
+
+T = TypeVar("T")
+Omittable = Annotated[T | None, Field(json_schema_extra={"default": None})]
+"""A field of a stream's events that is left out where an event does not change it."""
+closed = with_config(ConfigDict(extra="forbid"))
+"""Describes an object as having no further fields."""
 
 
-class ResponseModel(BaseModel):
-    """Says all it has to say."""
-
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
-
-
-class ErrorDetail(ResponseModel):
+@closed
+class ErrorDetail(TypedDict):
     """What went wrong."""
 
     message: str
@@ -25,27 +29,31 @@ class ErrorDetail(ResponseModel):
     code: str | None
 
 
-class ErrorReply(ResponseModel):
-    """Every refusal."""
+@closed
+class ErrorReply(TypedDict):
+    """The body of every refused or failed request."""
 
     error: ErrorDetail
 
 
-class CachedTokens(ResponseModel):
-    """How much of the prompt the cache had."""
+@closed
+class CachedTokens(TypedDict):
+    """How many tokens of the prompt the prefix cache had."""
 
     cached_tokens: int
 
 
-class CompletionDetails(ResponseModel):
-    """What became of guessed tokens."""
+@closed
+class CompletionDetails(TypedDict):
+    """How many draft tokens of speculative decoding were accepted and rejected."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
 
 
-class Usage(ResponseModel):
-    """Tokens."""
+@closed
+class Usage(TypedDict):
+    """Token counts."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -54,8 +62,9 @@ class Usage(ResponseModel):
     completion_tokens_details: CompletionDetails
 
 
-class Timings(ResponseModel):
-    """Seconds, of the slowest of a request's texts."""
+@closed
+class Timings(TypedDict):
+    """Seconds; of the slowest text where a request has several."""
 
     queue_seconds: float
     prompt_seconds: float
@@ -63,55 +72,65 @@ class Timings(ResponseModel):
     tokens_per_second: float
 
 
-class TopLogprob(ResponseModel):
-    """A token that was likely."""
+@closed
+class TopLogprob(TypedDict):
+    """One of the most likely tokens."""
 
     token: str
     logprob: float
     bytes: list[int] | None
 
 
-class TokenLogprob(TopLogprob):
-    """A token that was taken, and the likeliest ones."""
+@closed
+class TokenLogprob(TypedDict):
+    """The sampled token, and the most likely ones."""
 
+    token: str
+    logprob: float
+    bytes: list[int] | None
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(ResponseModel):
-    """Of every token of the answer."""
+@closed
+class ChatLogprobs(TypedDict):
+    """Log probabilities of every token of the answer."""
 
     content: list[TokenLogprob]
 
 
-class FunctionCall(ResponseModel):
+@closed
+class FunctionCall(TypedDict):
     """A function and its arguments as JSON text."""
 
     name: str
     arguments: str
 
 
-class ToolCallReply(ResponseModel):
-    """A call the model wants made."""
+@closed
+class ToolCallReply(TypedDict):
+    """A tool call that the model makes."""
 
     id: str
     type: Literal["function"]
     function: FunctionCall
 
 
-class ChatMessage(ResponseModel):
-    """What the model says."""
+@closed
+class ChatMessage(TypedDict):
+    """The model's message."""
 
     role: Literal["assistant"]
     content: str | None
-    refusal: None = None
-    reasoning_content: str | None = None
-    tool_calls: list[ToolCallReply] | None = None
+    refusal: NotRequired[None]
+    reasoning_content: NotRequired[str | None]
+    tool_calls: NotRequired[list[ToolCallReply] | None]
 
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
-class ChatChoice(ResponseModel):
+@closed
+class ChatChoice(TypedDict):
     """One of `n` answers."""
 
     index: int
@@ -120,7 +139,8 @@ class ChatChoice(ResponseModel):
     finish_reason: FinishReason
 
 
-class ChatReply(ResponseModel):
+@closed
+class ChatReply(TypedDict):
     """`/v1/chat/completions`, whole."""
 
     id: str
@@ -132,41 +152,46 @@ class ChatReply(ResponseModel):
     timings: Timings
 
 
-class FunctionDelta(ResponseModel):
+@closed
+class FunctionDelta(TypedDict):
     """More of a function call."""
 
-    name: str | None = None
+    name: NotRequired[Omittable[str]]
     arguments: str
 
 
-class ToolCallDelta(ResponseModel):
-    """More of a call."""
+@closed
+class ToolCallDelta(TypedDict):
+    """More of a tool call."""
 
     index: int
-    id: str | None = None
-    type: Literal["function"] | None = None
+    id: NotRequired[Omittable[str]]
+    type: NotRequired[Omittable[Literal["function"]]]
     function: FunctionDelta
 
 
-class ChatDelta(ResponseModel):
+@closed
+class ChatDelta(TypedDict):
     """More of a message."""
 
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[ToolCallDelta] | None = None
+    role: NotRequired[Omittable[Literal["assistant"]]]
+    content: NotRequired[Omittable[str]]
+    reasoning_content: NotRequired[Omittable[str]]
+    tool_calls: NotRequired[Omittable[list[ToolCallDelta]]]
 
 
-class ChatChunkChoice(ResponseModel):
+@closed
+class ChatChunkChoice(TypedDict):
     """More of one answer."""
 
     index: int
     delta: ChatDelta
-    logprobs: ChatLogprobs | None = None
+    logprobs: NotRequired[Omittable[ChatLogprobs]]
     finish_reason: FinishReason | None
 
 
-class ChatChunk(ResponseModel):
+@closed
+class ChatChunk(TypedDict):
     """`/v1/chat/completions`, one event of a stream."""
 
     id: str
@@ -174,12 +199,13 @@ class ChatChunk(ResponseModel):
     created: int
     model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | None = None
-    timings: Timings | None = None
+    usage: NotRequired[Omittable[Usage]]
+    timings: NotRequired[Omittable[Timings]]
 
 
-class CompletionLogprobs(ResponseModel):
-    """Of every token of the text, side by side."""
+@closed
+class CompletionLogprobs(TypedDict):
+    """Log probabilities of every token of the text, as parallel lists."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -187,7 +213,8 @@ class CompletionLogprobs(ResponseModel):
     text_offset: list[int]
 
 
-class CompletionChoice(ResponseModel):
+@closed
+class CompletionChoice(TypedDict):
     """One continuation, or more of it."""
 
     index: int
@@ -196,7 +223,8 @@ class CompletionChoice(ResponseModel):
     finish_reason: Literal["stop", "length"] | None
 
 
-class CompletionReply(ResponseModel):
+@closed
+class CompletionReply(TypedDict):
     """`/v1/completions`, whole or one event of a stream."""
 
     id: str
@@ -204,11 +232,12 @@ class CompletionReply(ResponseModel):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | None = None
-    timings: Timings | None = None
+    usage: NotRequired[Usage | None]
+    timings: NotRequired[Timings | None]
 
 
-class ModelCard(ResponseModel):
+@closed
+class ModelCard(TypedDict):
     """A registered model."""
 
     id: str
@@ -220,14 +249,16 @@ class ModelCard(ResponseModel):
     loras: list[str]
 
 
-class ModelList(ResponseModel):
+@closed
+class ModelList(TypedDict):
     """`/v1/models`."""
 
     object: Literal["list"]
     data: list[ModelCard]
 
 
-class TokenizeReply(ResponseModel):
+@closed
+class TokenizeReply(TypedDict):
     """`/tokenize`."""
 
     tokens: list[int]
@@ -235,19 +266,22 @@ class TokenizeReply(ResponseModel):
     max_model_len: int
 
 
-class DetokenizeReply(ResponseModel):
+@closed
+class DetokenizeReply(TypedDict):
     """`/detokenize`."""
 
     text: str
 
 
-class HealthReply(ResponseModel):
-    """Alive, or ready."""
+@closed
+class HealthReply(TypedDict):
+    """The process is alive, or the engine ready."""
 
     status: Literal["alive", "ready"]
 
 
-class StateReply(ResponseModel):
+@closed
+class StateReply(TypedDict):
     """`/v1/internal/state`."""
 
     models: list[dict[str, Any]]

@@ -1,22 +1,95 @@
-"""What a request may say: the OpenAI API's fields, this library's own, and nothing else.
+"""Request schemas: the OpenAI API's fields, this library's own, and nothing else.
 
-A field that is not here is refused by name. What fields mean together, and what a model can serve, is decided
-in `translate`.
+These classes are what bodies are parsed into, and what the published description is made of. An unknown field
+is refused by name. Lists and objects are bounded before they are validated, because validation blocks every
+other thread of the process and each error takes a kilobyte. What fields mean together, and what a model can
+serve, is decided in `generation` and in the dialect.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, StringConstraints, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    StringConstraints,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from .strict import MaxItems, StrictModel
+MAX_UNKNOWN_FIELDS = 20
+"""How many unknown fields of an object are named in errors."""
+
+
+@dataclass(frozen=True)
+class MaxItems:
+    """Bounds a list or an object: its items are counted before any of them is validated.
+
+    The validation of a list stops at the first wrong item.
+    """
+
+    items: int
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Check the count, then validate the items."""
+        inner: Any = handler(source)
+        inner["max_length"] = self.items
+        if inner["type"] == "list":
+            inner["fail_fast"] = True
+        return core_schema.no_info_before_validator_function(self._check_count, inner)
+
+    def _check_count(self, given: Any) -> Any:
+        if isinstance(given, list | dict) and len(given) > self.items:
+            raise PydanticCustomError(
+                "too_long",
+                "At most {most} items are taken, found {found}",
+                {"most": self.items, "found": len(given)},
+            )
+        return given
+
+
+class StrictModel(BaseModel):
+    """Refuses unknown fields. A field that is null counts as left out, which is what clients mean by it."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    IGNORED_NULLS: ClassVar[frozenset[str]] = frozenset()
+    """Fields of sibling objects, ignored if null: clients with one class for all siblings send them so."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        fields, unknown, kept = _field_names(cls), 0, {}
+        for name, value in given.items():
+            if value is None and (name in fields or name in cls.IGNORED_NULLS):
+                continue
+            if name not in fields:
+                unknown += 1
+                if unknown > MAX_UNKNOWN_FIELDS:
+                    continue
+            kept[name] = value
+        return kept
+
+
+@cache
+def _field_names(kind: type[BaseModel]) -> frozenset[str]:
+    """The names of a schema's fields in JSON."""
+    return frozenset(field.alias or name for name, field in kind.model_fields.items())
+
 
 LARGE = 2**31 - 1
 OFF = -1
-"""What many clients send for a `top_k` that cuts nothing off, for answers of any length and for any seed."""
+"""Many clients send -1 for a disabled `top_k`, an unlimited `max_tokens` or a random `seed`."""
 
 Count = Annotated[int, Field(ge=0, le=LARGE)]
 Real = Annotated[float, Field(ge=-1e5, le=1e5)]
@@ -53,8 +126,8 @@ UNSUPPORTED_NO_OPS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "web_search_options": (),
     }
 )
-"""What else the OpenAI API has, and the values that ask for nothing; clients that write every field they know
-send those, or null."""
+"""Fields of the OpenAI API that are not supported, with their values that ask for nothing: those, and null,
+are accepted, because some clients send every field they know."""
 
 
 MESSAGE_FIELDS = frozenset(
@@ -73,7 +146,7 @@ PART_FIELDS = frozenset(("file", "image_url", "input_audio", "prompt_cache_break
 
 
 class Sampling(StrictModel):
-    """Every sampler setting that JSON can say; None is the server's default."""
+    """Every sampler setting that JSON can express; None is the server's default."""
 
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Share | None = None
@@ -112,7 +185,7 @@ class Sampling(StrictModel):
 
 
 class StreamOptions(StrictModel):
-    """What a stream brings besides text."""
+    """Options of a stream."""
 
     include_usage: bool = False
     include_obfuscation: Literal[False] | None = None
@@ -151,11 +224,11 @@ class BaseRequest(Sampling):
     @model_validator(mode="before")
     @classmethod
     def _drop_no_ops(cls, given: Any) -> Any:
-        """Fields that are not served may say that nothing is asked of them."""
+        """Drop unsupported fields whose values ask for nothing."""
         if not isinstance(given, dict):
             return given
-        nothing = {**UNSUPPORTED_NO_OPS, "best_of": (1, given.get("n"))}  # the best n of n are all of them
-        return {name: value for name, value in given.items() if value not in nothing.get(name, ())}
+        no_ops = {**UNSUPPORTED_NO_OPS, "best_of": (1, given.get("n"))}  # the best n of n are all of them
+        return {name: value for name, value in given.items() if value not in no_ops.get(name, ())}
 
 
 class CompletionRequest(BaseRequest):
@@ -222,7 +295,7 @@ Content = str | Annotated[list[TextPart], MaxItems(1024)]
 
 
 class CalledFunction(StrictModel):
-    """Which function, and its arguments as JSON text."""
+    """A function's name, and its arguments as JSON text."""
 
     name: Annotated[str, StringConstraints(max_length=256)]
     arguments: str = "{}"
@@ -231,7 +304,7 @@ class CalledFunction(StrictModel):
 
 
 class ToolCall(StrictModel):
-    """A call the assistant made in an earlier turn; what was put together of a stream has its `index` too."""
+    """A tool call of an earlier turn; one that was assembled from a stream has an `index`, too."""
 
     id: Annotated[str, StringConstraints(max_length=256)] = ""
     type: Literal["function"] = "function"
@@ -261,10 +334,10 @@ class UserMessage(StrictModel):
 
 
 class AssistantMessage(StrictModel):
-    """What the model said; clients give back whole replies, with fields that are empty here.
+    """What the model said; clients send whole replies back, with fields that are empty here.
 
-    What the official client has `parsed` is its own copy of what is in `content` and in `arguments`;
-    `provider_specific_fields` are LiteLLM's notes on whom it asked.
+    `parsed` is the official client's own copy of what is in `content` and in `arguments`;
+    `provider_specific_fields` are LiteLLM's notes on the provider.
     """
 
     IGNORED_NULLS = MESSAGE_FIELDS
@@ -283,7 +356,7 @@ class AssistantMessage(StrictModel):
 
 
 class ToolMessage(StrictModel):
-    """What a tool answered."""
+    """A tool's result."""
 
     IGNORED_NULLS = MESSAGE_FIELDS
 
@@ -341,7 +414,7 @@ class ChatRequest(BaseRequest):
 
 
 class TokenizeRequest(StrictModel):
-    """`POST /tokenize`: a text, or a conversation as the chat template writes it."""
+    """`POST /tokenize`: a text, or a conversation as the chat template renders it."""
 
     model: Name | None = None
     text: str | None = None
@@ -359,13 +432,13 @@ class DetokenizeRequest(StrictModel):
 
 
 class ModelRequest(StrictModel):
-    """Which registered model to load or unload."""
+    """A registered model to load or unload."""
 
     model: Name
 
 
 class EmbeddingsRequest(BaseModel):
-    """`POST /v1/embeddings`: whatever it says, it is refused."""
+    """`POST /v1/embeddings`, which is always refused."""
 
 
 CompletionRequest.model_rebuild()

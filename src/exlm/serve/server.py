@@ -1,4 +1,4 @@
-"""Running the server in this process until it is told to end: sockets, signals, draining, the watchdog."""
+"""Run the server in this process until a signal ends it: socket, signals, draining, watchdog."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ FINAL_EVENTS_SECONDS = 5.0
 
 
 class _Server(uvicorn.Server):
-    """Ends after a signal by draining, and then as any program that has done its work.
+    """Drains after SIGTERM or SIGINT, and then returns.
 
-    The library's own way is to end by the same signal, which looks like a failure to whoever sent it, and to
-    cut off whoever is not finished in time without a word.
+    uvicorn instead raises the same signal again, which looks like a failure to its sender, and cuts off the
+    requests that are not finished in time without a word.
     """
 
     def __init__(self, engine: Engine, options: Options, drain_seconds: float) -> None:
@@ -47,7 +47,7 @@ class _Server(uvicorn.Server):
             ending.cancel()
 
     async def _close_engine_later(self) -> None:
-        """When the time is over, answers end as if their model were unloaded."""
+        """Close the engine after `drain_seconds`: its requests then end with the error `model_unloaded`."""
         await asyncio.sleep(self._seconds)
         await self._engine.close()
 
@@ -63,14 +63,14 @@ class _Server(uvicorn.Server):
                 signal.signal(number, action)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        self.force_exit = self.should_exit  # the second time is not asked twice
-        if self.force_exit:  # whatever still runs is cut off, as was wanted: no traceback of each
+        self.force_exit = self.should_exit  # the second signal ends at once
+        if self.force_exit:  # no traceback of each request that is cut off
             logging.getLogger("uvicorn.error").disabled = True
         self.should_exit = True
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket for the server; port 0 is any that is free."""
+    """A listening socket for the server; port 0 chooses a free one."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         opened = socket.socket(family, kind, protocol)
@@ -85,7 +85,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def uvicorn_config(app: FastAPI, bounds: Limits, drain_seconds: float) -> uvicorn.Config:
-    """How the library that speaks HTTP is to run an application, and how long to wait for it at the end."""
+    """The configuration of uvicorn for an application."""
     return uvicorn.Config(
         app,
         http=partial(Connection, limits=bounds),  # type: ignore[arg-type]
@@ -109,10 +109,11 @@ def serve(
     reports: Path | None = None,
     started: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT; requests under way then have `drain_seconds` to finish.
+    """Serve until SIGTERM or SIGINT; requests in flight then have `drain_seconds` to finish.
 
-    An engine that is silent for `stall_seconds` ends the process with status 70, after a report in the log
-    and, if given, in the folder `reports`; None watches nothing. `started` is called once it listens.
+    An engine without progress for `stall_seconds` ends the process with status 70, after a report in the log
+    and, if given, in the folder `reports`; None disables the watchdog. `started` is called when requests are
+    accepted.
     """
     server = _Server(engine, options, drain_seconds)
 
@@ -123,7 +124,7 @@ def serve(
             await asyncio.sleep(0.01)
         if server.started:
             gc.collect()
-            gc.freeze()  # what is there stays: each time Python's collector looked through it, it took 0.2 s
+            gc.freeze()  # what is loaded now stays; each full garbage collection over it took 0.2 s
             started()
             if watchdog is not None:
                 watchdog.start()

@@ -1,4 +1,4 @@
-"""What goes back to a client, and noticing that it has left: then the work for it stops."""
+"""JSON responses and server-sent events, and the cancelling of work whose client has disconnected."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
-
-from .middleware import Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": waiting\n\n"
+"""A comment, which clients ignore."""
 KEEP_ALIVE_SECONDS = 15.0
 
 
 class ClientDisconnected(Exception):
-    """Nobody is listening any more."""
+    """The client closed the connection before it had its response."""
 
 
-def sse_event(data: dict[str, Any]) -> bytes:
-    """One server-sent event."""
+def sse_event(data: Any) -> bytes:
+    """One server-sent event with JSON data."""
     return b"data: " + json_bytes(data) + b"\n\n"
 
 
 def json_bytes(data: Any) -> bytes:
-    """JSON, whatever the model wrote."""
+    """Compact JSON in UTF-8; lone surrogates, which models can produce, become `?`."""
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
 class JsonResponse(Response):
-    """A whole reply."""
+    """A JSON response."""
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """As JSON."""
+        """The response's body."""
         return json_bytes(content)
 
 
 class EventStreamResponse(Response):
-    """Events as they come, until the last one or until the client leaves; then `close` is called."""
+    """A stream that ends with its iterator or when the client disconnects; it then calls `close`."""
 
     def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
         self.status_code, self.background = 200, None
@@ -53,10 +53,10 @@ class EventStreamResponse(Response):
         self._events, self._close = events, close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send, and listen for the client leaving."""
+        """Send the events while listening for a disconnect."""
         sending = asyncio.ensure_future(self._send(send))
         try:
-            await race_disconnect(sending, _disconnected(receive))
+            await race_disconnect(sending, receive)
         except ClientDisconnected:
             pass
         finally:
@@ -70,13 +70,13 @@ class EventStreamResponse(Response):
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The outcome of some work, which is dropped if the client leaves: ClientGone."""
-    return await race_disconnect(asyncio.ensure_future(work), _disconnected(request.receive))
+    """Await `work`; cancel it and raise ClientDisconnected if the client disconnects before it is done."""
+    return await race_disconnect(asyncio.ensure_future(work), request.receive)
 
 
-async def race_disconnect(work: asyncio.Future[T], leaving: Coroutine[Any, Any, None]) -> T:
-    """What the work gives, unless the client leaves before."""
-    listener = asyncio.ensure_future(leaving)
+async def race_disconnect(work: asyncio.Future[T], receive: Receive) -> T:
+    """The result of `work`, which is cancelled if the client disconnects first."""
+    listener = asyncio.ensure_future(_disconnected(receive))
     try:
         both: list[asyncio.Future[Any]] = [work, listener]
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""How families of models write tool calls, and which family a chat template belongs to. Data, no parsing."""
+"""The formats in which model families write tool calls, and which of them a chat template uses."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """One way to write calls.
+    """A format of tool calls.
 
-    `opens` announces them and `closes` ends each; where it may be left out (`bare`), calls are recognised by
-    being JSON at the very beginning. `key` is what the arguments are called. `primer` is
-    what a prompt ends with so that nothing but a call can follow.
+    `start_marker` announces calls and `end_marker` ends each. With `bare_json` the marker may be left out: a
+    call is then recognised as JSON at the very beginning of the answer. `arguments_key` is the name of the
+    arguments' field. `forced_prefix` ends the prompt where the answer must be a call.
     """
 
     name: Literal["hermes", "llama3", "mistral", "generic"]
@@ -25,19 +25,19 @@ class ToolFormat:
     arguments_key: str = "arguments"
     forced_prefix: str = ""
     is_list: bool = False
-    """Whether a call is written as an element of a list."""
+    """Whether calls are written as elements of a list."""
 
 
 CALL_WHITESPACE = r"[\x20\x0A]"
-"""Whitespace in a call that is forced: what models are used to, but not endlessly."""
+"""Whitespace in a forced call: what models are used to, but not endless."""
 
 OPEN_SCHEMA_KEYWORDS = frozenset(
     ("additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf")
 )
-"""What says, at the top of a tool's schema, which arguments there may be besides `properties`."""
+"""Keywords at the top of a tool's schema that allow arguments besides its `properties`."""
 
 JSON_WHITESPACE = r"[\x20\x0A]{1,100}"
-"""Whitespace in a JSON text that may be indented, but not endlessly."""
+"""Whitespace in JSON that may be indented, but not endless."""
 
 HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", forced_prefix="<tool_call>\n")
 LLAMA3 = ToolFormat("llama3", "<|python_tag|>", bare_json=True, arguments_key="parameters")
@@ -46,7 +46,7 @@ GENERIC = ToolFormat("generic", bare_json=True)
 
 
 def detect_tool_format(template: str) -> ToolFormat:
-    """The way a chat template's model writes calls."""
+    """The format in which a chat template's model writes calls."""
     if "<tool_call>" in template:
         return HERMES
     if "[TOOL_CALLS]" in template:
@@ -57,17 +57,17 @@ def detect_tool_format(template: str) -> ToolFormat:
 
 
 def supports_tools(template: str) -> bool:
-    """Whether a chat template tells its model of the tools it is given."""
+    """Whether a chat template renders the tools it is given."""
     return re.search(r"\{[%{][^}]*\btools\b", template) is not None
 
 
 def call_schema(tools: Sequence[Mapping[str, Any]], tool_format: ToolFormat) -> dict[str, Any]:
-    """What a call of one of these tools looks like, as a JSON schema.
+    """The JSON schema of a call of one of these tools.
 
-    A tool's own schema keeps its references (`#/$defs/…`), which are told from where it begins.
+    Each tool's own schema gets an `$id`, so that its references (`#/$defs/…`) still resolve inside of it.
     """
     calls: list[dict[str, Any]] = []
-    for place, tool in enumerate(tools):
+    for index, tool in enumerate(tools):
         function = tool["function"]
         calls.append(
             {
@@ -75,7 +75,7 @@ def call_schema(tools: Sequence[Mapping[str, Any]], tool_format: ToolFormat) -> 
                 "properties": {
                     "name": {"const": function["name"]},
                     tool_format.arguments_key: {
-                        "$id": f"exlm:/tools/{place}",
+                        "$id": f"exlm:/tools/{index}",
                         **_arguments(function.get("parameters")),
                     },
                 },
@@ -95,19 +95,16 @@ def answer_or_call_grammar(
     special: Mapping[str, int],
     several: bool = True,
 ) -> str:
-    """A grammar for answers that are a JSON text of one schema, or a call of another, perhaps several.
+    """A grammar for an answer of one JSON schema or a call of another; with `several`, one or more calls.
 
-    `special` has the ids of special tokens: where a marker is one, it cannot be spelled.
+    `special` has the ids of special tokens: a marker that is one of them is matched by its id, not as text.
     """
-
     spacing = {"x-guidance": {"whitespace_pattern": JSON_WHITESPACE}}
 
     def marker(text: str) -> str:
         return f"<[{special[text]}]>" if text in special else json.dumps(text)
 
-    if (
-        tool_format.bare_json
-    ):  # both begin alike: one schema for them, as a grammar knows only one JSON text at a place
+    if tool_format.bare_json:  # both begin alike, and a grammar can have only one JSON schema at a position
         kinds = [{"$id": "exlm:/answer", **answer}, call]
         plain = [{name: value for name, value in kind.items() if name != "x-guidance"} for kind in kinds]
         return f"start: %json {json.dumps({'anyOf': plain, **spacing})}\n"
@@ -123,9 +120,9 @@ def answer_or_call_grammar(
 
 
 def _arguments(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """What a function's arguments look like: those it names, unless it says that it takes others, too.
+    """The schema of a function's arguments: only those it names, unless it says that there may be others.
 
-    To JSON schema anything else would do as well, and a model that must write a call makes something up.
+    JSON Schema would allow any others, and a model that is forced to write a call would make some up.
     """
     if not parameters:
         return {"type": "object", "properties": {}, "additionalProperties": False}

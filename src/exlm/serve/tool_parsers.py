@@ -1,7 +1,11 @@
-"""Tool calls as they are spelled: a reader of JSON objects that is given one character at a time.
+"""Tool calls written as JSON, parsed one character at a time; `output_parser` finds where they begin.
 
-It is written as coroutines, so that it reads like a parser of whole texts and yet can wait anywhere; how a
-text is cut can therefore make no difference. What is around calls in an answer belongs to `parse`.
+The parser is a set of coroutines (generators): it reads like a recursive-descent parser of a whole text, yet
+can wait for the next character anywhere, so how a stream is cut into deltas makes no difference.
+`pydantic_core.from_json(..., allow_partial=True)` cannot replace it. That gives values, but clients get a
+call's arguments as the model wrote them, character by character; it parses all text so far anew for each
+delta; it does not say where an object ends and other text follows; and what turns out not to be a call must
+come back as text.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from .tool_formats import ToolFormat
 
 T = TypeVar("T")
 Parsing: TypeAlias = Generator[None, str, T]
-"""Takes characters, "" at the end of the text, until it knows."""
+"""A coroutine that is sent characters, and "" at the end of the text, until it returns a T."""
 
 END_OF_TEXT = ""
 NAME_CHARS = frozenset(string.ascii_letters + string.digits + "_.-")
@@ -26,7 +30,7 @@ ARGUMENTS_KEYS = ("arguments", "parameters")
 
 @dataclass(frozen=True)
 class ToolCallStart:
-    """A call begins."""
+    """A tool call begins."""
 
     index: int
     name: str
@@ -34,88 +38,88 @@ class ToolCallStart:
 
 @dataclass(frozen=True)
 class ToolCallArgsDelta:
-    """More of a call's arguments, as JSON text."""
+    """More of a tool call's arguments, as JSON text."""
 
     index: int
     text: str
 
 
 class NotAToolCall(Exception):
-    """This is no call."""
+    """The text is not a tool call, or a malformed one."""
 
 
 class CharSource:
-    """The characters: read, put back, and recorded while it is not known what they are."""
+    """The characters of a text, with push-back, and a record of those read since it was last cleared."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
         self._back: list[str] = []
         self.record: list[str] = []
 
     def read(self) -> Parsing[str]:
         """The next character."""
-        letter = self._back.pop() if self._back else (yield)
-        self.record.append(letter)
-        return letter
+        char = self._back.pop() if self._back else (yield)
+        self.record.append(char)
+        return char
 
-    def put_back(self, letters: str) -> None:
-        """Let the last characters that were read be read again; the end, if there are none."""
-        given = list(letters) or [END_OF_TEXT]
-        self._back += reversed(given)
-        del self.record[len(self.record) - len(given) :]
+    def put_back(self, chars: str) -> None:
+        """Make the last characters be read again; the end of the text, if `chars` is empty."""
+        pushed = list(chars) or [END_OF_TEXT]
+        self._back += reversed(pushed)
+        del self.record[len(self.record) - len(pushed) :]
 
     def peek(self) -> Parsing[str]:
-        """The next character, which stays."""
-        letter = yield from self.read()
-        self.put_back(letter)
-        return letter
+        """The next character, without reading it."""
+        char = yield from self.read()
+        self.put_back(char)
+        return char
 
     def skip_whitespace(self) -> Parsing[str]:
-        """Whitespace, and the first character after it, which stays."""
-        while (letter := (yield from self.read())).isspace():
+        """Read whitespace; returns the character after it without reading that."""
+        while (char := (yield from self.read())).isspace():
             pass
-        self.put_back(letter)
-        return letter
+        self.put_back(char)
+        return char
 
     def expect(self, text: str) -> Parsing[None]:
-        """Exactly this text."""
+        """Read exactly this text, else raise NotAToolCall."""
         for wanted in text:
-            letter = yield from self.read()
-            if letter != wanted:
-                self.put_back(letter)
+            char = yield from self.read()
+            if char != wanted:
+                self.put_back(char)
                 raise NotAToolCall
 
 
 class ToolCallParser:
-    """Reads calls and tells of them; `names` are those that count where nothing announces a call."""
+    """Parses calls and emits their events. Where no marker announces a call, its name must be in `names`."""
 
     def __init__(
         self,
         source: CharSource,
-        style: ToolFormat,
+        tool_format: ToolFormat,
         names: frozenset[str],
         max_calls: int | None,
         emit: Callable[[Any], None],
     ) -> None:
-        """No more than `most` calls are told."""
-        self.source, self.style, self.names, self.max_calls, self.emit = source, style, names, max_calls, emit
+        """Calls after the first `max_calls` are parsed but not emitted."""
+        self.source, self.tool_format, self.names = source, tool_format, names
+        self.max_calls, self.emit = max_calls, emit
         self.count = 0
         self.committed = False
-        """Whether the call being read has been told of, so that it can no longer be taken for text."""
+        """Whether the start of the current call was emitted: it can no longer become text."""
 
     def calls(self, announced: bool) -> Parsing[None]:
-        """One call, or a list of them, from where they begin."""
+        """Parse one call, or a list of calls."""
         self.committed = False
         first = yield from self.source.skip_whitespace()
-        if first == "[" and (self.style.is_list or self.style.bare_json):
+        if first == "[" and (self.tool_format.is_list or self.tool_format.bare_json):
             yield from self.call_list(announced)
-        elif first != "{" and self.style.is_list:
+        elif first != "{" and self.tool_format.is_list:
             yield from self.mistral_call()
         else:
             yield from self.call_object(announced)
 
     def call_list(self, announced: bool) -> Parsing[None]:
-        """`[{…}, {…}]`."""
+        """Parse `[{…}, {…}]`."""
         yield from self.source.expect("[")
         while True:
             yield from self.call_object(announced)
@@ -126,23 +130,23 @@ class ToolCallParser:
         yield from self.source.expect("]")
 
     def mistral_call(self) -> Parsing[None]:
-        """`name[ARGS]{…}`."""
+        """Parse Mistral's `name[ARGS]{…}`."""
         name = ""
-        while (letter := (yield from self.source.read())) in NAME_CHARS and letter:
-            name += letter
-        self.source.put_back(letter)
+        while (char := (yield from self.source.read())) in NAME_CHARS and char:
+            name += char
+        self.source.put_back(char)
         if not name:
             raise NotAToolCall
-        if letter == "[":
+        if char == "[":
             yield from self.source.expect("[ARGS]")
         if (yield from self.source.skip_whitespace()) != "{":
             raise NotAToolCall
         yield from self.arguments(self.start_call(name, announced=True))
 
     def call_object(self, announced: bool) -> Parsing[None]:
-        """`{"name": …, "arguments": …}`, in either order and perhaps with more."""
+        """Parse `{"name": …, "arguments": …}`, in either order; other fields are skipped."""
         name: str | None = None
-        early: list[str] = []  # arguments that came before the name
+        early: list[str] = []  # arguments before the name
         index = -1
         yield from self.source.skip_whitespace()
         yield from self.source.expect("{")
@@ -174,12 +178,12 @@ class ToolCallParser:
         yield from self.source.expect("}")
 
     def check_name(self, name: str, announced: bool) -> None:
-        """Refuse what cannot be the name of a call."""
+        """Raise NotAToolCall unless this can be the name of a call."""
         if not name or (not announced and name not in self.names):
             raise NotAToolCall
 
     def start_call(self, name: str, announced: bool) -> int:
-        """From here on it is a call."""
+        """Emit the start of a call; returns its index."""
         self.check_name(name, announced)
         self.committed = True
         self.count += 1
@@ -188,16 +192,16 @@ class ToolCallParser:
         return self.count - 1
 
     def emit_args(self, index: int, text: str) -> None:
-        """Tell more of the arguments."""
+        """Emit more of a call's arguments."""
         if text and (self.max_calls is None or index < self.max_calls):
             self.emit(ToolCallArgsDelta(index, text))
 
     def arguments(self, index: int) -> Parsing[None]:
-        """The arguments of a call that was told of, as they come."""
+        """Parse and emit the arguments of a call that was started."""
         yield from self.argument_text(lambda text: self.emit_args(index, text))
 
     def argument_text(self, emit: Callable[[str], None]) -> Parsing[None]:
-        """Arguments: an object; a text that holds one; or null, which stands for none."""
+        """Parse arguments: an object, a string that contains one, or null for none."""
         first = yield from self.source.skip_whitespace()
         if first == '"':
             emit(decode_json_string((yield from self.json_string())))
@@ -208,43 +212,43 @@ class ToolCallParser:
             yield from self.value(emit)
 
     def value(self, emit: Callable[[str], None]) -> Parsing[None]:
-        """Any JSON value; brackets are counted, and what no JSON text has outside of strings is refused."""
+        """Parse any JSON value by counting brackets; characters that JSON has only in strings end it."""
         depth = 0
         while True:
-            letter = yield from self.source.peek()
-            if letter == '"':
+            char = yield from self.source.peek()
+            if char == '"':
                 emit((yield from self.json_string()))
-            elif depth == 0 and (letter in ",}]" or letter.isspace()):
+            elif depth == 0 and (char in ",}]" or char.isspace()):
                 return  # the end of a number or a word
-            elif letter not in JSON_CHARS or letter == END_OF_TEXT:
+            elif char not in JSON_CHARS or char == END_OF_TEXT:
                 raise NotAToolCall
             else:
                 yield from self.source.read()
-                emit(letter)
-                depth += (letter in "{[") - (letter in "}]")
-                if depth == 0 and letter not in "{[}]":
+                emit(char)
+                depth += (char in "{[") - (char in "}]")
+                if depth == 0 and char not in "{[}]":
                     continue
             if depth == 0:
                 return
 
     def json_string(self) -> Parsing[str]:
-        """A JSON string as it is written."""
+        """Parse a JSON string; returns it as written, quotes included."""
         yield from self.source.expect('"')
         raw = '"'
         while True:
-            letter = yield from self.source.read()
-            if letter == END_OF_TEXT:
+            char = yield from self.source.read()
+            if char == END_OF_TEXT:
                 self.source.put_back(END_OF_TEXT)
                 raise NotAToolCall
-            raw += letter
-            if letter == "\\":
+            raw += char
+            if char == "\\":
                 raw += yield from self.source.read()
-            elif letter == '"':
+            elif char == '"':
                 return raw
 
 
 def decode_json_string(raw: str) -> str:
-    """What a JSON string stands for, as text that UTF-8 can hold."""
+    """The value of a JSON string; lone surrogates, which UTF-8 cannot encode, become `?`."""
     try:
         text: str = json.loads(raw, strict=False)
     except ValueError:
