@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from exlm.scale import Affinity
+from exlm.scale import PrefixAffinity
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def simulate(requests: Sequence[Request], speed: Speed, fleet: Fleet) -> list[Re
     """The requests, with what became of them."""
     done = [replace(request) for request in requests]
     fleet_now = [Replica(fleet, speed) for _ in range(fleet.replicas)]
-    table = Affinity(fleet.slack)
+    table = PrefixAffinity(fleet.slack)
     events = [(request.arrival + speed.overhead / 2, number, -1) for number, request in enumerate(done)]
     heapq.heapify(events)
     busy: set[int] = set()
@@ -195,11 +195,11 @@ def simulate(requests: Sequence[Request], speed: Speed, fleet: Fleet) -> list[Re
     return done
 
 
-def _chosen(table: Affinity, request: Request, replicas: Sequence[Replica], aware: bool) -> int:
+def _chosen(table: PrefixAffinity, request: Request, replicas: Sequence[Replica], aware: bool) -> int:
     blocks = (b"%d" % request.topic,) if aware else ()
     loads = {str(place): one.load for place, one in enumerate(replicas)}
     first = table.rank(blocks or (b"%f" % request.arrival,), loads)[0]
-    table.placed(blocks, first)
+    table.record(blocks, first)
     return int(first)
 
 

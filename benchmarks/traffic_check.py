@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from exlm.scale import Service, Shape, cluster, deploy, need_ray
-from exlm.serve import Listing, listen
+from exlm.scale import ClusterConfig, Service, cluster, deploy, import_ray
+from exlm.serve import ModelSpec, listen
 
 from .traffic import Fleet, Request, Speed, Traffic, arrivals, outcome, simulate, table
 
@@ -49,16 +49,16 @@ def check(model: str, traffic: Traffic, fleet: Fleet) -> str:
     """Serve a model, measure, run the traffic for real and simulated, and tell."""
     with listen("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
-    listing = Listing(NAME, model, cache_tokens=fleet.cache, max_batch_size=fleet.batch, device="cpu")
-    shape = Shape(fleet.replicas, fleet.replicas, cpus=0.5, slack=fleet.slack, ongoing=10_000)
+    listing = ModelSpec(NAME, model, cache_tokens=fleet.cache, max_batch_size=fleet.batch, device="cpu")
+    shape = ClusterConfig(fleet.replicas, fleet.replicas, cpus=0.5, slack=fleet.slack, ongoing=10_000)
     with cluster():
-        deploy(Service(listing, shape=shape), port=port)
+        deploy(Service(listing, cluster=shape), port=port)
         try:
             ask = asker(port)
             speed = measured(ask, traffic, fleet)
             real = performed(ask, traffic)
         finally:
-            need_ray("serve").shutdown()
+            import_ray("serve").shutdown()
     told = f"measured: {speed.prefill:.0f} tokens/s of prompts, {speed.step * 1e3:.1f} ms a step and "
     told += f"{speed.row * 1e3:.2f} ms a row, {speed.overhead * 1e3:.1f} ms on the way"
     asked = [replace(one, cached=0, made=0, started=0.0, first=0.0, ended=0.0) for one in real]

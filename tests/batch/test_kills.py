@@ -76,7 +76,7 @@ class Zygote:
 
 @contextmanager
 def zygote(model: Path) -> Iterator[Zygote]:
-    command = [sys.executable, "-m", "tests.batch.zygote", str(model)]
+    command = [sys.executable, "-m", "tests.batch.fork_server", str(model)]
     with subprocess.Popen(
         command, cwd=ROOT, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:

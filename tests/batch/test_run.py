@@ -16,24 +16,24 @@ from typer.testing import CliRunner
 
 from exlm import Generator, InputError, MissingExtra, Settings
 from exlm.batch import Journal, JournalError, Progress, read_rows, run_rows
-from exlm.batch import wording as module
+from exlm.batch import adapter as module
 from exlm.cli.__main__ import app
-from exlm.serve import Host, Listing, Loaded
+from exlm.serve import GeneratorParts, ModelInfo, ModelSpec
 from tests import tiny
-from tests.serve.house import small
+from tests.serve.running_server import load_tiny
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    return small(
-        Listing("tiny", str(tiny.make_chat_folder(tmp_path_factory.mktemp("tiny"))), max_batch_size=3)
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> GeneratorParts:
+    return load_tiny(
+        ModelSpec("tiny", str(tiny.make_chat_folder(tmp_path_factory.mktemp("tiny"))), max_batch_size=3)
     )
 
 
 @pytest.fixture
-def run(loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def run(loaded: GeneratorParts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Run the command on these lines, with the tiny model; the answers."""
     monkeypatch.setattr("exlm.serve.load", lambda listing, progress: loaded)
 
@@ -59,7 +59,9 @@ def texts(answer: dict[str, Any]) -> list[str]:
     return [one["text"] for one in answer["response"]["body"]["choices"]]
 
 
-def test_answers_are_those_of_the_generator_in_the_order_of_the_rows(run: Any, loaded: Loaded) -> None:
+def test_answers_are_those_of_the_generator_in_the_order_of_the_rows(
+    run: Any, loaded: GeneratorParts
+) -> None:
     prompts = [f"Row {i} {'x' * (7 * i % 40)}" for i in range(10)]
     rows = [
         row(f"{i}", prompt=prompt, max_tokens=1 + 5 * i % 13, temperature=0)
@@ -233,28 +235,28 @@ def test_a_disk_that_is_full_at_the_end_keeps_the_journal(
 
 
 def test_what_is_not_a_rows_fault_ends_the_run_and_the_next_one_goes_on(
-    loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loaded: GeneratorParts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text("".join(json.dumps(row(f"{i}", prompt="x", max_tokens=2)) + "\n" for i in range(20)))
     rows = read_rows(path)
     generator = Generator(loaded.model, loaded.cache, loaded.tokenizer, max_batch_size=2)
-    host = Host("tiny", loaded.tokenizer, 512, loaded.model.config.vocab_size)
+    host = ModelInfo("tiny", loaded.tokenizer, 512, loaded.model.config.vocab_size)
     journal = Journal(tmp_path / "journal", {}, 20, created=0)
-    real, calls = module.order_of, iter(range(100))
+    real, calls = module.to_generation_request, iter(range(100))
 
     def lacking(*arguments: Any) -> Any:
         if next(calls) == 9:
             raise MissingExtra("pip install something")
         return real(*arguments)
 
-    monkeypatch.setattr(module, "order_of", lacking)
+    monkeypatch.setattr(module, "to_generation_request", lacking)
     with pytest.raises(MissingExtra):
         run_rows(rows, journal, generator, host)
     assert 0 < len(journal.done) < 20
     assert generator.num_remaining_jobs() == 0
     told: list[int] = []
-    progress = run_rows(rows, journal, generator, host, told=lambda now: told.append(now.done))
+    progress = run_rows(rows, journal, generator, host, on_progress=lambda now: told.append(now.done))
     assert progress == Progress(done=20, errors=0, new_tokens=progress.new_tokens)
     assert told == sorted(told)
     assert told[-1] == 20
@@ -265,7 +267,9 @@ class PowerLost(Exception):
     """Whatever ends a process."""
 
 
-def test_stopped_after_any_step_and_cut_anywhere_it_ends_the_same(loaded: Loaded, tmp_path: Path) -> None:
+def test_stopped_after_any_step_and_cut_anywhere_it_ends_the_same(
+    loaded: GeneratorParts, tmp_path: Path
+) -> None:
     requests = [
         row(f"{i}", prompt="x" * i, max_tokens=1 + i % 4, temperature=float(i % 2)) for i in range(1, 8)
     ]
@@ -273,7 +277,7 @@ def test_stopped_after_any_step_and_cut_anywhere_it_ends_the_same(loaded: Loaded
     path.write_text("bad\n" + "".join(json.dumps(one) + "\n" for one in requests))
     rows = read_rows(path)
     generator = Generator(loaded.model, loaded.cache, loaded.tokenizer, max_batch_size=2)
-    host = Host("tiny", loaded.tokenizer, 512, loaded.model.config.vocab_size)
+    host = ModelInfo("tiny", loaded.tokenizer, 512, loaded.model.config.vocab_size)
     chance = random.Random(0)
 
     def finished(name: str, crash: int | None) -> dict[int, bytes]:
@@ -288,7 +292,7 @@ def test_stopped_after_any_step_and_cut_anywhere_it_ends_the_same(loaded: Loaded
             journal = Journal(tmp_path / name, {}, 8, created=0)
             with closing(journal):
                 try:
-                    run_rows(rows, journal, generator, host, told=told)
+                    run_rows(rows, journal, generator, host, on_progress=told)
                     return {place: journal.answer(place) for place in journal.done}
                 except PowerLost:
                     first = journal.path.read_bytes().index(b"\n") + 1
@@ -304,14 +308,14 @@ def test_stopped_after_any_step_and_cut_anywhere_it_ends_the_same(loaded: Loaded
 def test_a_row_that_trips_over_a_mistake_of_ours_holds_up_nobody(
     run: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real = module.order_of
+    real = module.to_generation_request
 
     def broken(request: Any, *arguments: Any) -> Any:
         if request.prompt == "trip":
             raise KeyError("secret")
         return real(request, *arguments)
 
-    monkeypatch.setattr(module, "order_of", broken)
+    monkeypatch.setattr(module, "to_generation_request", broken)
     good, bad = run(row("a", prompt="x", max_tokens=2), row("b", prompt="trip"))
     assert texts(good)
     assert bad["response"]["status_code"] == 500

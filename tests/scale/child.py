@@ -13,7 +13,7 @@ import sys
 import ray
 from ray import serve
 
-from exlm.scale import deploy, service_of
+from exlm.scale import deploy, service_from_config
 
 
 def main(port: str) -> None:
@@ -36,7 +36,7 @@ def main(port: str) -> None:
                 if (wishes := json.loads(line)) is None:
                     serve.shutdown()
                 else:
-                    deploy(service_of(wishes), port=int(port))
+                    deploy(service_from_config(wishes), port=int(port))
                 print("ready", file=replies, flush=True)
             except Exception as error:
                 print(f"{error!r}", file=replies, flush=True)

@@ -2,41 +2,42 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exlm.scale import Affinity, blocks_of
-from exlm.scale.affinity import BLOCK
+from exlm.scale import PrefixAffinity, prompt_blocks
+from exlm.scale.affinity import BLOCK_CHARS
 
 NAMES = ("a", "b", "c")
 
 
-def body(**fields: Any) -> bytes:
-    return json.dumps(fields).encode()
+def body(**fields: Any) -> dict[str, Any]:
+    return fields
 
 
 def completion(text: str, **more: Any) -> tuple[bytes, ...]:
-    return blocks_of(body(prompt=text, **more))
+    return prompt_blocks(body(prompt=text, **more))
 
 
-@given(st.text(max_size=5 * BLOCK), st.text(max_size=2 * BLOCK), st.text(max_size=2 * BLOCK))
+@given(
+    st.text(max_size=5 * BLOCK_CHARS), st.text(max_size=2 * BLOCK_CHARS), st.text(max_size=2 * BLOCK_CHARS)
+)
 def test_prompts_share_blocks_as_far_as_they_are_alike(start: str, one: str, other: str) -> None:
     first, second = completion(start + one), completion(start + other)
     alike = sum(a == b for a, b in zip(first, second, strict=False))
-    assert alike >= len(start) // BLOCK
+    assert alike >= len(start) // BLOCK_CHARS
     assert first[:alike] == second[:alike]
     assert (first == second) == (start + one == start + other)
 
 
 def test_nothing_is_shared_between_tenants_models_and_adapters() -> None:
-    text = "x" * BLOCK
+    text = "x" * BLOCK_CHARS
     found = {
-        blocks_of(body(prompt=text), "one"),
-        blocks_of(body(prompt=text), "two"),
+        prompt_blocks(body(prompt=text), "one"),
+        prompt_blocks(body(prompt=text), "two"),
         completion(text, model="other"),
         completion(text, lora="other"),
     }
@@ -45,28 +46,28 @@ def test_nothing_is_shared_between_tenants_models_and_adapters() -> None:
 
 def test_what_a_conversation_grows_by_keeps_its_blocks() -> None:
     turns = [{"role": "user", "content": "long " * 100}]
-    before = blocks_of(body(messages=turns))
-    after = blocks_of(body(messages=[*turns, {"role": "assistant", "content": "yes"}]))
+    before = prompt_blocks(body(messages=turns))
+    after = prompt_blocks(body(messages=[*turns, {"role": "assistant", "content": "yes"}]))
     assert after[: len(before) - 1] == before[:-1]
-    tool = blocks_of(body(messages=turns, tools=[{"type": "function"}]))
+    tool = prompt_blocks(body(messages=turns, tools=[{"type": "function"}]))
     assert not {*tool} & {*before}
 
 
-@pytest.mark.parametrize("raw", [b"", b"no json", b"[]", b"{}", body(prompt=""), body(messages=[]), b"\xff"])
-def test_what_has_no_prompt_has_no_blocks(raw: bytes) -> None:
-    assert blocks_of(raw) == ()
+@pytest.mark.parametrize("request_body", [None, "no object", [], {}, body(prompt=""), body(messages=[]), 1.5])
+def test_a_request_without_a_prompt_has_no_blocks(request_body: Any) -> None:
+    assert prompt_blocks(request_body) == ()
 
 
 @pytest.mark.parametrize("prompt", [[1, 2, 3], [[1, 2], [3]], ["text", "more"], "text"])
 def test_every_kind_of_prompt_has_blocks(prompt: Any) -> None:
-    assert blocks_of(body(prompt=prompt))
+    assert prompt_blocks(body(prompt=prompt))
 
 
 def test_a_known_prompt_goes_where_it_was_and_the_longest_match_wins() -> None:
-    table = Affinity()
-    short, long = completion("x" * BLOCK), completion("x" * BLOCK + "y" * BLOCK)
-    table.placed(short, "a")
-    table.placed(long, "b")
+    table = PrefixAffinity()
+    short, long = completion("x" * BLOCK_CHARS), completion("x" * BLOCK_CHARS + "y" * BLOCK_CHARS)
+    table.record(short, "a")
+    table.record(long, "b")
     idle = dict.fromkeys(NAMES, 0)
     assert table.rank(long, idle)[0] == "b"
     table.keep({"a", "c"})
@@ -74,9 +75,9 @@ def test_a_known_prompt_goes_where_it_was_and_the_longest_match_wins() -> None:
 
 
 def test_a_busy_replica_is_spared_and_an_idle_one_takes_over() -> None:
-    table = Affinity(slack=4)
+    table = PrefixAffinity(slack=4)
     blocks = completion("hello")
-    table.placed(blocks, "a")
+    table.record(blocks, "a")
     assert table.rank(blocks, {"a": 4, "b": 0})[0] == "a"
     assert table.rank(blocks, {"a": 5, "b": 0})[0] == "b"
     assert table.rank(blocks, {"a": 5, "b": 1})[0] == "a"
@@ -85,8 +86,8 @@ def test_a_busy_replica_is_spared_and_an_idle_one_takes_over() -> None:
 def test_routers_that_know_nothing_agree_and_spread() -> None:
     idle = dict.fromkeys(NAMES, 0)
     prompts = [completion(f"prompt {number}") for number in range(300)]
-    chosen = [Affinity().rank(one, idle)[0] for one in prompts]
-    assert chosen == [Affinity().rank(one, dict(reversed(idle.items())))[0] for one in prompts]
+    chosen = [PrefixAffinity().rank(one, idle)[0] for one in prompts]
+    assert chosen == [PrefixAffinity().rank(one, dict(reversed(idle.items())))[0] for one in prompts]
     assert all(60 < chosen.count(name) < 140 for name in NAMES)
 
 
@@ -94,12 +95,12 @@ def test_routers_that_know_nothing_agree_and_spread() -> None:
 def test_loads_stay_within_the_slack_and_memory_within_its_bound(
     steps: list[tuple[int, int]], slack: int
 ) -> None:
-    table, loads = Affinity(slack, most=10), dict.fromkeys(NAMES, 0)
+    table, loads = PrefixAffinity(slack, max_blocks=10), dict.fromkeys(NAMES, 0)
     for topic, ending in steps:
-        blocks = completion(f"{topic}" * 2 * BLOCK + f"{ending}")
+        blocks = completion(f"{topic}" * 2 * BLOCK_CHARS + f"{ending}")
         ranked = table.rank(blocks, loads)
         assert sorted(ranked) == sorted(NAMES)
-        table.placed(blocks, ranked[0])
+        table.record(blocks, ranked[0])
         loads[ranked[0]] += 1
         assert max(loads.values()) - min(loads.values()) <= slack + 1
         assert len(table) <= 10

@@ -14,7 +14,7 @@ import pytest
 
 from tests.scale.conftest import PATIENCE, Cluster, kill, waited
 from tests.serve import test_openai as suite
-from tests.serve.house import Served
+from tests.serve.running_server import RunningServer
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -50,9 +50,9 @@ def client(url: str) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="module")
-def running(cluster: Cluster, url: str) -> Served:
+def running(cluster: Cluster, url: str) -> RunningServer:
     """The service as the tests of one server know theirs; nothing here has an engine to look into."""
-    return Served(cluster.port, engine=None, loop=None)  # type: ignore[arg-type]
+    return RunningServer(cluster.port, engine=None, loop=None)  # type: ignore[arg-type]
 
 
 def complete(client: openai.OpenAI, prompt: str, tokens: int = 8) -> tuple[str, str, int, int]:

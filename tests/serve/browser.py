@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pytest
 
-from exlm.serve.answer import End, Piece
-from tests.serve.house import Served
+from exlm.serve.responses import FinishInfo, OutputDelta
+from tests.serve.running_server import RunningServer
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page as Page
@@ -26,7 +26,7 @@ DONE = ".message.assistant:last-child:not([aria-busy]) > footer .facts:not(:empt
 
 
 @contextmanager
-def opened(server: Served, browser: Any, before: str = "", **options: Any) -> Iterator[Page]:
+def opened(server: RunningServer, browser: Any, before: str = "", **options: Any) -> Iterator[Page]:
     """The chat in a fresh profile, after a script; fails if the page complained, or asked anybody else."""
     with browser.new_context(**options) as context:
         page = context.new_page()
@@ -103,15 +103,15 @@ class Line:
     async def settle(self, seconds: float) -> None:
         """Nothing to wait for."""
 
-    async def next(self) -> tuple[int, Piece]:
+    async def next(self) -> tuple[int, OutputDelta]:
         await asyncio.sleep(self._pause)
         if not self._left:
             count = len(str(self._answer))
-            return 0, Piece(end=End("stop", 40, 32, count, 0, 0, (0.0, 0.1, count / 50)))
+            return 0, OutputDelta(finish=FinishInfo("stop", 40, 32, count, 0, 0, (0.0, 0.1, count / 50)))
         one = self._left.pop(0)
         if isinstance(one, Exception):
             raise one
-        return 0, Piece(one)
+        return 0, OutputDelta(one)
 
     def close(self) -> None:
         self.closed = True

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from exlm.serve import Engine, Listing, Options, listen, serve
-from tests.serve.house import small
+from exlm.serve import Engine, ModelSpec, Options, listen, serve
+from tests.serve.running_server import load_tiny
 
 PAUSE = 0.03
 
@@ -18,7 +18,7 @@ PAUSE = 0.03
 def main(folder: str, mode: str, reports: str) -> None:
     """Print the port, then serve a model that is slow, or one that never gives its third token."""
     torch.set_num_threads(1)
-    engine = Engine([Listing("tiny", folder)], small)
+    engine = Engine([ModelSpec("tiny", folder)], load_tiny)
     engine.preload("tiny")
     opened = listen("127.0.0.1", 0)
 
@@ -26,7 +26,7 @@ def main(folder: str, mode: str, reports: str) -> None:
         assert (
             gc.get_freeze_count() > 10_000
         )  # the collector would stop the event loop for as long as that takes
-        runner = engine.hosted["tiny"].generator.generator._engine.runner
+        runner = engine.models["tiny"].generator.generator._engine.runner
         decode, passes = runner.decode, iter(range(10**9))
 
         def slow(*arguments: object) -> object:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from exlm.serve import Bounds, Options
+from exlm.serve import Limits, Options
 from tests import tiny
-from tests.serve.house import Served, preloaded, served
+from tests.serve.running_server import RunningServer, preloaded, running_server
 
 
 @pytest.fixture(scope="session")
@@ -19,7 +19,7 @@ def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(chatty: Path) -> Iterator[Served]:
+def server(chatty: Path) -> Iterator[RunningServer]:
     """The random model, served without keys."""
-    with served(preloaded(chatty), Options(bounds=Bounds(answer=32))) as running:
+    with running_server(preloaded(chatty), Options(limits=Limits(answer=32))) as running:
         yield running

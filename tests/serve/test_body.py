@@ -14,14 +14,15 @@ import pytest
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
-from exlm.serve import Bounds, ChatRequest, CompletionRequest, Options, Problem, body
-from exlm.serve.body import LARGE, BodyMemory
-from exlm.serve.description import REQUESTS
+from exlm.serve import APIError, ChatRequest, CompletionRequest, Limits, Options, body
+from exlm.serve.body import LARGE_BODY_BYTES
+from exlm.serve.limits import BodyMemoryLimiter
+from exlm.serve.openapi import REQUEST_MODELS
 from exlm.serve.schema import DetokenizeRequest
-from tests.serve.house import Served, preloaded, served
+from tests.serve.running_server import RunningServer, preloaded, running_server
 
 WHERE = "exlm-large-body"
-LARGE_PROMPT = {"prompt": "a" * 1000, "max_tokens": 1, "user": "u", "metadata": {"a": "x" * LARGE}}
+LARGE_PROMPT = {"prompt": "a" * 1000, "max_tokens": 1, "user": "u", "metadata": {"a": "x" * LARGE_BODY_BYTES}}
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
         return call
 
     monkeypatch.setattr(body, "from_json", watched("parsed", body.from_json))
-    monkeypatch.setattr(body, "_validated", watched("validated", body._validated))
+    monkeypatch.setattr(body, "_validate", watched("validated", body._validate))
 
     def unwanted(_: Request) -> Any:
         raise AssertionError("the body was parsed a second time")
@@ -58,9 +59,9 @@ PATHS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("path", "asked"), PATHS)
 def test_a_body_is_parsed_once_and_validated_once(
-    server: Served, threads: dict[str, list[str]], path: str, asked: dict[str, Any]
+    server: RunningServer, threads: dict[str, list[str]], path: str, asked: dict[str, Any]
 ) -> None:
-    for blanks in (0, LARGE):
+    for blanks in (0, LARGE_BODY_BYTES):
         raw = json.dumps(asked).encode() + b" " * blanks
         status, reply, _ = server.ask("POST", path, raw)
         assert status == (501 if "embed" in path else 200), reply
@@ -69,9 +70,9 @@ def test_a_body_is_parsed_once_and_validated_once(
 
 
 def test_what_follows_for_a_large_body_is_done_beside_the_event_loop(
-    server: Served, monkeypatch: pytest.MonkeyPatch
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer = server.engine.hosted["tiny"].host.tokenizer
+    tokenizer = server.engine.models["tiny"].info.tokenizer
     encode, names = tokenizer.encode, []
 
     def watched(*arguments: Any, **options: Any) -> Any:
@@ -80,18 +81,18 @@ def test_what_follows_for_a_large_body_is_done_beside_the_event_loop(
 
     monkeypatch.setattr(tokenizer, "encode", watched)
     assert server.post("/v1/completions", **LARGE_PROMPT)[0] == 200
-    assert server.post("/tokenize", text="a" * LARGE)[0] == 200
+    assert server.post("/tokenize", text="a" * LARGE_BODY_BYTES)[0] == 200
     assert [name.startswith(WHERE) for name in names] == [True, True]
 
 
 @pytest.fixture
-def narrow(chatty: Path) -> Iterator[Served]:
-    bounds = Bounds(body=100_000, bodies=0, body_seconds=20.0)
-    with served(preloaded(chatty), Options(bounds=bounds)) as running:
+def narrow(chatty: Path) -> Iterator[RunningServer]:
+    bounds = Limits(body=100_000, bodies=0, body_seconds=20.0)
+    with running_server(preloaded(chatty), Options(limits=bounds)) as running:
         yield running
 
 
-def test_bodies_that_are_held_are_bounded(narrow: Served) -> None:
+def test_bodies_that_are_held_are_bounded(narrow: RunningServer) -> None:
     head = b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
     head += b"Content-Length: 90000\r\n\r\n"
     with ExitStack() as stack:
@@ -108,31 +109,31 @@ def test_bodies_that_are_held_are_bounded(narrow: Served) -> None:
 
 
 def test_what_a_body_takes_is_given_back() -> None:
-    memory = BodyMemory(Bounds(body=100, bodies=50))
-    assert memory.most == 400  # some of the largest size must fit
-    memory.take(260)
-    with pytest.raises(Problem) as found:
-        memory.take(141)
+    memory = BodyMemoryLimiter(Limits(body=100, bodies=50))
+    assert memory.max_bytes == 400  # some of the largest size must fit
+    memory.acquire(260)
+    with pytest.raises(APIError) as found:
+        memory.acquire(141)
     assert (found.value.status, memory.held) == (429, 260)
-    memory.give_back(260)
-    memory.take(400)
+    memory.release(260)
+    memory.acquire(400)
 
 
 def test_one_caller_leaves_room_for_another() -> None:
-    memory = BodyMemory(Bounds(body=100), shared=True)
-    half = memory.most // 2
-    memory.take(half, "one")
-    with pytest.raises(Problem):
-        memory.take(1, "one")
-    memory.take(half // 2, "two")
-    with pytest.raises(Problem):
-        memory.take(1, "two")
-    memory.take(100, "three")
-    memory.give_back(half, "one")
-    memory.take(half // 2, "two")
+    memory = BodyMemoryLimiter(Limits(body=100), shared=True)
+    half = memory.max_bytes // 2
+    memory.acquire(half, "one")
+    with pytest.raises(APIError):
+        memory.acquire(1, "one")
+    memory.acquire(half // 2, "two")
+    with pytest.raises(APIError):
+        memory.acquire(1, "two")
+    memory.acquire(100, "three")
+    memory.release(half, "one")
+    memory.acquire(half // 2, "two")
 
 
-def test_memory_is_given_back_however_a_request_ends(narrow: Served) -> None:
+def test_memory_is_given_back_however_a_request_ends(narrow: RunningServer) -> None:
     for path, sent, status in (
         ("/v1/completions", b'{"prompt":"a","max_tokens":1}', 200),
         ("/v1/completions", b"{", 400),
@@ -165,7 +166,7 @@ def boundless(schema: Any, place: str = "") -> Iterator[str]:
         yield from boundless(inner, f"{place}.{name}")
 
 
-@pytest.mark.parametrize("kind", REQUESTS)
+@pytest.mark.parametrize("kind", REQUEST_MODELS)
 def test_every_list_and_object_of_a_request_is_bounded(kind: type[BaseModel]) -> None:
     assert [*boundless(kind.model_json_schema())] == []
 
@@ -222,7 +223,7 @@ def test_an_application_lets_its_thread_go(chatty: Path) -> None:
         return {thread for thread in threading.enumerate() if thread.name.startswith(WHERE)}
 
     before = working()
-    with served(preloaded(chatty)) as running:
+    with running_server(preloaded(chatty)) as running:
         assert running.post("/v1/completions", **LARGE_PROMPT)[0] == 200
         assert working() > before
     running.wait(lambda: working() <= before)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from jsonschema import validate
 
-from tests.serve.house import Served, preloaded, served
+from tests.serve.running_server import RunningServer, preloaded, running_server
 
 PET = {
     "type": "object",
@@ -33,15 +33,15 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.fixture(scope="module")
-def server(fixtures_dir: Path) -> Iterator[Served]:
-    with served(preloaded(fixtures_dir / "tiny-lm")) as running:
+def server(fixtures_dir: Path) -> Iterator[RunningServer]:
+    with running_server(preloaded(fixtures_dir / "tiny-lm")) as running:
         yield running
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("path", "asked"), ASKED)
 def test_a_json_schema_is_answered_in_full(
-    server: Served, path: str, asked: dict[str, Any], seed: int
+    server: RunningServer, path: str, asked: dict[str, Any], seed: int
 ) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "pet", "schema": PET, "strict": True}}
     status, reply = server.post(path, **asked, response_format=form, max_tokens=ENOUGH, seed=seed)

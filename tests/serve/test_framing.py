@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from exlm.serve import Bounds, Keyring, Options
-from tests.serve.house import Served, preloaded, served
+from exlm.serve import ApiKeys, Limits, Options
+from tests.serve.running_server import RunningServer, preloaded, running_server
 
 KEY = b"sk-frame"
 HEAD = (
@@ -25,13 +25,13 @@ SECOND = b"GET /v1/models HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer " + KEY +
 
 
 @pytest.fixture(scope="module")
-def server(chatty: Path) -> Iterator[Served]:
-    options = Options(keyring=Keyring([KEY.decode()]), bounds=Bounds(header_seconds=2.0, body_seconds=2.0))
-    with served(preloaded(chatty), options) as running:
+def server(chatty: Path) -> Iterator[RunningServer]:
+    options = Options(api_keys=ApiKeys([KEY.decode()]), limits=Limits(header_seconds=2.0, body_seconds=2.0))
+    with running_server(preloaded(chatty), options) as running:
         yield running
 
 
-def answered(server: Served, sent: bytes) -> bytes:
+def answered(server: RunningServer, sent: bytes) -> bytes:
     """Everything that is answered until the server closes the connection."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as line:
         line.sendall(sent)
@@ -44,7 +44,7 @@ def answered(server: Served, sent: bytes) -> bytes:
         return told
 
 
-def test_what_is_clear_is_answered(server: Served) -> None:
+def test_what_is_clear_is_answered(server: RunningServer) -> None:
     for sent in (
         HEAD + b"Content-Length: 12\r\nConnection: close\r\n\r\n" + BODY,
         HEAD + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n" + CHUNKED,
@@ -102,7 +102,7 @@ UNCLEAR = {
 
 
 @pytest.mark.parametrize("name", UNCLEAR)
-def test_what_is_unclear_is_refused_and_the_connection_closed(server: Served, name: str) -> None:
+def test_what_is_unclear_is_refused_and_the_connection_closed(server: RunningServer, name: str) -> None:
     told = answered(server, UNCLEAR[name])
     head, _, body = told.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n"), told
@@ -111,13 +111,13 @@ def test_what_is_unclear_is_refused_and_the_connection_closed(server: Served, na
     assert json.loads(body)["error"]["type"] == "invalid_request_error"
 
 
-def test_the_reason_is_told(server: Served) -> None:
+def test_the_reason_is_told(server: RunningServer) -> None:
     told = json.loads(answered(server, UNCLEAR["both"]).partition(b"\r\n\r\n")[2])["error"]
     assert told["code"] == "ambiguous_length"
     assert "Content-Length or Transfer-Encoding, not both" in told["message"]
 
 
-def test_chunks_of_a_byte_are_refused_in_time(server: Served) -> None:
+def test_chunks_of_a_byte_are_refused_in_time(server: RunningServer) -> None:
     """Each costs the event loop as much as one of thousands, and a body could have four million."""
     whole = HEAD + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
     told = answered(server, whole + b"1\r\n \r\n" * 100_000)

@@ -16,7 +16,7 @@ import pytest
 
 from tests import tiny
 from tests.conftest import ROOT
-from tests.serve.hostile import BODIES
+from tests.serve.hostile_bodies import BODIES
 
 SECONDS = 60.0
 LATENCY = 0.25

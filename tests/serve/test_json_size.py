@@ -10,8 +10,8 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from exlm.serve import Problem, json_size
-from exlm.serve.json_size import SMALLEST, JsonLimits
+from exlm.serve import APIError, body
+from exlm.serve.body import MIN_LIMIT, JsonLimits
 
 TEXT = st.text(st.sampled_from('ab\\",:[]{}0123456789é\n'), max_size=30)
 VALUES = st.recursive(
@@ -34,7 +34,7 @@ def parts(value: Any) -> Iterator[str]:
 
 
 def refused(text: bytes, values: int = 10**9, nodes: int = 10**9, status: int = 413) -> str:
-    with pytest.raises(Problem) as found:
+    with pytest.raises(APIError) as found:
         JsonLimits(values, nodes).check(text)
     assert found.value.status == status
     return found.value.message
@@ -48,7 +48,7 @@ def refused(text: bytes, values: int = 10**9, nodes: int = 10**9, status: int = 
 def test_what_is_counted_is_what_there_is(
     monkeypatch: pytest.MonkeyPatch, window: int, value: Any, ascii: bool
 ) -> None:
-    monkeypatch.setattr(json_size, "WINDOW", window)
+    monkeypatch.setattr(body, "WINDOW_BYTES", window)
     text = json.dumps(value, ensure_ascii=ascii).encode()
     found = [*parts(value)]
     values, nodes = 1 + found.count("comma"), found.count("node")
@@ -62,7 +62,7 @@ def test_what_is_counted_is_what_there_is(
 
 def test_several_texts_share_the_limits() -> None:
     JsonLimits(4, 2).check(b"[1,2]", b"[3,4]")
-    with pytest.raises(Problem, match=r"^Both has more than 1 lists"):
+    with pytest.raises(APIError, match=r"^Both has more than 1 lists"):
         JsonLimits(4, 1).check(b"[1,2]", b"[3,4]", what="Both")
 
 
@@ -80,6 +80,6 @@ def test_text_that_is_no_json_is_left_to_the_parser() -> None:
 
 
 def test_limits_grow_with_the_body_that_may_be() -> None:
-    assert JsonLimits.of_body(4 << 20) == JsonLimits(1 << 18, 1 << 16)
-    assert JsonLimits.of_body(1 << 10) == JsonLimits(SMALLEST, SMALLEST)
-    assert JsonLimits.of_body(1 << 30) == JsonLimits(1 << 26, 1 << 24)
+    assert JsonLimits.for_body(4 << 20) == JsonLimits(1 << 18, 1 << 16)
+    assert JsonLimits.for_body(1 << 10) == JsonLimits(MIN_LIMIT, MIN_LIMIT)
+    assert JsonLimits.for_body(1 << 30) == JsonLimits(1 << 26, 1 << 24)

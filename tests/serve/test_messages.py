@@ -10,7 +10,7 @@ from openai.types.chat import completion_create_params as chat_fields
 from pydantic import ValidationError
 
 from exlm.serve import ChatRequest, CompletionRequest
-from tests.serve.house import Served
+from tests.serve.running_server import RunningServer
 
 HI = {"role": "user", "content": "hi"}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -84,7 +84,7 @@ def test_litellm_may_give_back_what_it_made_of_a_reply() -> None:
         ],
     ],
 )
-def test_a_conversation_has_as_many_tokens_as_are_counted(server: Served, messages: list[Any]) -> None:
+def test_a_conversation_has_as_many_tokens_as_are_counted(server: RunningServer, messages: list[Any]) -> None:
     counted = server.post("/tokenize", messages=messages)[1]["count"]
     reply = server.post("/v1/chat/completions", messages=messages, max_tokens=1)[1]
     assert reply["usage"]["prompt_tokens"] == counted

@@ -7,10 +7,10 @@ import json
 import re
 import time
 
-from tests.serve.house import Served, slowed
+from tests.serve.running_server import RunningServer, slow_decode
 
 
-def numbers(server: Served) -> dict[str, float]:
+def numbers(server: RunningServer) -> dict[str, float]:
     """Counts of tokens by kind, and of answers that were cut."""
     text = server.ask("GET", "/metrics")[1]
     found = re.findall(r'^exlm_tokens_total\{kind="(\w+)",model="tiny"\} (\S+)$', text, re.MULTILINE)
@@ -18,7 +18,7 @@ def numbers(server: Served) -> dict[str, float]:
     return {"prompt": 0.0, "cached": 0.0, "generated": 0.0} | {name: float(count) for name, count in found}
 
 
-def test_tokens_are_counted_as_they_are_told(server: Served) -> None:
+def test_tokens_are_counted_as_they_are_told(server: RunningServer) -> None:
     before = numbers(server)
     usage = server.post("/v1/completions", prompt=["ab" * 40, "c"], n=2, max_tokens=5)[1]["usage"]
     now = numbers(server)
@@ -28,10 +28,10 @@ def test_tokens_are_counted_as_they_are_told(server: Served) -> None:
     assert now["cut"] == before["cut"]
 
 
-def test_what_nobody_took_is_counted_too(server: Served) -> None:
-    inner = server.engine.hosted["tiny"].generator.generator
+def test_what_nobody_took_is_counted_too(server: RunningServer) -> None:
+    inner = server.engine.models["tiny"].generator.generator
     before = numbers(server)
-    with slowed(server, lambda: time.sleep(0.02)):
+    with slow_decode(server, lambda: time.sleep(0.02)):
         line = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
         body = json.dumps({"prompt": [1] * 30, "max_tokens": 400, "min_tokens": 400, "stream": True})
         line.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})

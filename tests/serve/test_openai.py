@@ -12,8 +12,8 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from exlm.serve import Engine, Listing, load
-from tests.serve.house import Served, preloaded, served
+from exlm.serve import Engine, ModelSpec, load
+from tests.serve.running_server import RunningServer, preloaded, running_server
 
 WEATHER: Any = {
     "type": "function",
@@ -41,21 +41,21 @@ class Verdict(BaseModel):
 
 
 @pytest.fixture(scope="module", params=["tiny-lm", "SmolLM2"])
-def running(request: pytest.FixtureRequest, fixtures_dir: Path) -> Iterator[Served]:
+def running(request: pytest.FixtureRequest, fixtures_dir: Path) -> Iterator[RunningServer]:
     if request.param == "tiny-lm":
         engine = preloaded(fixtures_dir / "tiny-lm")
     else:
         path = os.environ.get("EXLM_SMOLLM2")
         if not path:
             pytest.skip("point EXLM_SMOLLM2 at SmolLM2-135M-Instruct.Q4_1.gguf")
-        engine = Engine([Listing("tiny", path, max_seq_len=2048, cache_tokens=4096, device="cpu")], load)
+        engine = Engine([ModelSpec("tiny", path, max_seq_len=2048, cache_tokens=4096, device="cpu")], load)
         engine.preload("tiny")
-    with served(engine) as server:
+    with running_server(engine) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def client(running: Served) -> Iterator[openai.OpenAI]:
+def client(running: RunningServer) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=600) as made:
         yield made
 
@@ -160,7 +160,7 @@ def test_logprobs(client: openai.OpenAI) -> None:
     assert all(len(top) == 2 for top in listed.top_logprobs or [])
 
 
-def test_logit_bias(client: openai.OpenAI, running: Served) -> None:
+def test_logit_bias(client: openai.OpenAI, running: RunningServer) -> None:
     token = running.post("/tokenize", text="a")[1]["tokens"][0]
     reply = client.chat.completions.create(
         model="tiny", messages=HELLO, max_tokens=4, temperature=0, logit_bias={str(token): 100}
@@ -168,7 +168,7 @@ def test_logit_bias(client: openai.OpenAI, running: Served) -> None:
     assert reply.choices[0].message.content == "aaaa"
 
 
-def test_tokens_spell_the_text_they_came_from(running: Served) -> None:
+def test_tokens_spell_the_text_they_came_from(running: RunningServer) -> None:
     text = "<|im_start|>user\nné 👍<|im_end|>\n<|endoftext|><|endoftext|> x<|im_end|>"
     tokens = running.post("/tokenize", text=text)[1]["tokens"]
     assert running.post("/tokenize", text="<|endoftext|>")[1]["tokens"] == [PAD]

@@ -13,11 +13,11 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from exlm import Tokenizer
-from exlm.serve import Bounds, CompletionRequest, Host, Problem, order_of
-from exlm.serve.prompts import SLICE, check_text
+from exlm.serve import APIError, CompletionRequest, Limits, ModelInfo, to_generation_request
+from exlm.serve.generation import SLICE_CHARS, check_token_count
 
 ROOM = 2048
-LONG = 40 * SLICE
+LONG = 40 * SLICE_CHARS
 
 
 def byte_level() -> tokenizers.Tokenizer:
@@ -84,14 +84,14 @@ class Counting:
         return self._counted(text, self.inner.encode_unspecial(text))
 
 
-def host_of(tokenizer: Any) -> Host:
-    return Host(name="tiny", tokenizer=tokenizer, length=ROOM, vocab=300)
+def host_of(tokenizer: Any) -> ModelInfo:
+    return ModelInfo(name="tiny", tokenizer=tokenizer, max_seq_len=ROOM, vocab_size=300)
 
 
 FITTING: list[tuple[Callable[[], tokenizers.Tokenizer], str]] = [
     (byte_level, " " * (128 * (ROOM - 48))),
     (collapsing, " \n" * LONG + "end"),
-    (collapsing, ("a" + " " * SLICE) * 40),
+    (collapsing, ("a" + " " * SLICE_CHARS) * 40),
     (by_words, "x" * LONG),
     (by_words, " " * LONG + "a b a"),
 ]
@@ -105,8 +105,8 @@ def test_a_long_text_of_few_tokens_is_taken(
     tokenizer = read(make(), tmp_path)
     assert len(text) > 100_000
     request = CompletionRequest(prompt=text, encode_special_tokens=special, max_tokens=1)
-    order = order_of(request, host_of(tokenizer), Bounds())
-    (ids,) = order.jobs[0]["input_ids"]
+    order = to_generation_request(request, host_of(tokenizer), Limits())
+    (ids,) = order.job_arguments[0]["input_ids"]
     assert ids.tolist() == tokenizer.encode(text, encode_special_tokens=special).tolist()
 
 
@@ -121,13 +121,13 @@ def test_at_the_edge_the_exact_count_decides(
     tokenizer = read(make(), tmp_path)
     while (count := tokenizer.num_tokens(text)) < tokens:
         text = "a " + text if make is by_words else "a" + text
-    assert (count, len(text) > 2 * SLICE) == (tokens, True)
+    assert (count, len(text) > 2 * SLICE_CHARS) == (tokens, True)
     request = CompletionRequest(prompt=text, max_tokens=1)
     if tokens < ROOM:
-        assert order_of(request, host_of(tokenizer), Bounds()).jobs
+        assert to_generation_request(request, host_of(tokenizer), Limits()).job_arguments
         return
-    with pytest.raises(Problem, match=f"has {tokens} tokens and the context {ROOM}") as found:
-        order_of(request, host_of(tokenizer), Bounds())
+    with pytest.raises(APIError, match=f"has {tokens} tokens and the context {ROOM}") as found:
+        to_generation_request(request, host_of(tokenizer), Limits())
     assert (found.value.status, found.value.code) == (400, "context_length_exceeded")
 
 
@@ -149,18 +149,18 @@ def test_too_long_a_text_is_refused_after_a_few_slices(
     asked: dict[str, Any] = {"prompt": {"prompt": text, "prompts": ["a", text]}.get(field, "a")}
     if field == "negative_prompt":
         asked |= {"negative_prompt": text, "cfg_scale": 2.0}
-    with pytest.raises(Problem, match=f"more tokens than the context, which has {ROOM}") as found:
-        order_of(CompletionRequest(**asked, n=4), host_of(tokenizer), Bounds())
+    with pytest.raises(APIError, match=f"more tokens than the context, which has {ROOM}") as found:
+        to_generation_request(CompletionRequest(**asked, n=4), host_of(tokenizer), Limits())
     assert (found.value.status, found.value.code) == (400, "context_length_exceeded")
-    assert tokenizer.characters <= 2 * SLICE
+    assert tokenizer.characters <= 2 * SLICE_CHARS
 
 
 def test_special_text_counts_as_it_is_encoded(tmp_path: Path) -> None:
-    tokenizer, refusal = read(byte_level(), tmp_path), Problem(400, "too long")
+    tokenizer, refusal = read(byte_level(), tmp_path), APIError(400, "too long")
     text = "</s>" * ROOM * 4
-    check_text(text, tokenizer, 4 * ROOM, special=True, refusal=refusal)
-    with pytest.raises(Problem, match="too long"):
-        check_text(text, tokenizer, 4 * ROOM // 2, special=False, refusal=refusal)
+    check_token_count(text, tokenizer, 4 * ROOM, special=True, refusal=refusal)
+    with pytest.raises(APIError, match="too long"):
+        check_token_count(text, tokenizer, 4 * ROOM // 2, special=False, refusal=refusal)
 
 
 @pytest.mark.parametrize(
@@ -172,12 +172,12 @@ def test_token_ids_are_counted_before_anything_is_made_of_them(
     tmp_path: Path, prompt: Any, count: int
 ) -> None:
     host = host_of(read(byte_level(), tmp_path))
-    with pytest.raises(Problem, match=f"has {count} tokens and the context {ROOM}"):
-        order_of(CompletionRequest(prompt=prompt), host, Bounds())
+    with pytest.raises(APIError, match=f"has {count} tokens and the context {ROOM}"):
+        to_generation_request(CompletionRequest(prompt=prompt), host, Limits())
 
 
 def test_prompts_are_counted_before_they_are_tokenised(tmp_path: Path) -> None:
     tokenizer = Counting(read(byte_level(), tmp_path))
-    with pytest.raises(Problem, match="asks for 1024 texts; at most 16"):
-        order_of(CompletionRequest(prompt=["a" * 1000] * 1024), host_of(tokenizer), Bounds())
+    with pytest.raises(APIError, match="asks for 1024 texts; at most 16"):
+        to_generation_request(CompletionRequest(prompt=["a" * 1000] * 1024), host_of(tokenizer), Limits())
     assert tokenizer.characters == 0

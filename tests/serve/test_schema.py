@@ -13,6 +13,7 @@ import jsonschema
 import pytest
 import schemathesis
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.core.failures import FailureGroup
@@ -23,25 +24,25 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from exlm import Settings
-from exlm.serve import Bounds, Options
-from exlm.serve.replies import ChatChunk, CompletionReply
-from exlm.serve.schema import Asking
-from exlm.serve.translate import NOT_IN_JSON, SETTINGS
-from tests.serve.house import Served, preloaded, served
+from exlm.serve import Limits, Options
+from exlm.serve.generation import NOT_IN_JSON, SETTINGS
+from exlm.serve.response_schema import ChatChunk, CompletionReply
+from exlm.serve.schema import BaseRequest
+from tests.serve.running_server import RunningServer, preloaded, running_server
 
-BOUNDS = Bounds(answer=4, tokens=8, choices=2)
+BOUNDS = Limits(answer=4, tokens=8, choices=2)
 HELLO = [{"role": "user", "content": "hi"}]
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
 
 @pytest.fixture(scope="module")
-def server(chatty: Path) -> Iterator[Served]:
-    with served(preloaded(chatty), Options(bounds=BOUNDS)) as running:
+def server(chatty: Path) -> Iterator[RunningServer]:
+    with running_server(preloaded(chatty), Options(limits=BOUNDS)) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def described(server: Served) -> Any:
+def described(server: RunningServer) -> Any:
     return schemathesis.openapi.from_url(f"{server.url}/openapi.json")
 
 
@@ -62,7 +63,7 @@ OPERATIONS = [
 ]
 
 
-def test_the_description_can_be_read_without_anybody_else(server: Served) -> None:
+def test_the_description_can_be_read_without_anybody_else(server: RunningServer) -> None:
     status, page, headers = server.ask("GET", "/docs")
     assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")
     assert "://" not in page
@@ -70,7 +71,7 @@ def test_the_description_can_be_read_without_anybody_else(server: Served) -> Non
     for method, path in OPERATIONS:
         assert f"<code>{method} {path}</code>" in page
     assert set(re.findall(r'href="#(\w+)"', page)) <= set(re.findall(r'id="(\w+)"', page))
-    assert all(f"<code>{name}</code>" in page for name in Asking.model_fields)
+    assert all(f"<code>{name}</code>" in page for name in BaseRequest.model_fields)
     assert server.ask("GET", "/redoc")[0] == 404
 
 
@@ -102,7 +103,7 @@ def test_every_operation_is_tried(described: Any) -> None:
 
 
 def test_every_sampler_setting_can_be_said() -> None:
-    assert {*SETTINGS} <= Asking.model_fields.keys()
+    assert {*SETTINGS} <= BaseRequest.model_fields.keys()
     assert {one.name for one in fields(Settings)} == {*SETTINGS, *NOT_IN_JSON}
     assert {
         "mirostat_mu", "token_bias", "post_sampling_hooks", "ngram_trie", "ngram_index", "ngram_history",
@@ -112,7 +113,7 @@ def test_every_sampler_setting_can_be_said() -> None:
 
 def said(name: str) -> st.SearchStrategy[Any]:
     """Values of a sampler setting that the schema allows, often the extreme ones."""
-    (kind, *_) = Asking.model_json_schema()["properties"][name]["anyOf"]
+    (kind, *_) = BaseRequest.model_json_schema()["properties"][name]["anyOf"]
     low, high = kind.get("minimum", kind.get("exclusiveMinimum", 0)), kind.get("maximum", 1)
     match kind["type"]:
         case "boolean":
@@ -127,7 +128,7 @@ def said(name: str) -> st.SearchStrategy[Any]:
 
 @hypothesis.settings(max_examples=80, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
 @hypothesis.given(st.fixed_dictionaries({}, optional={name: said(name) for name in SETTINGS}))
-def test_any_settings_are_served_or_refused(server: Served, settings: dict[str, Any]) -> None:
+def test_any_settings_are_served_or_refused(server: RunningServer, settings: dict[str, Any]) -> None:
     if "cfg_scale" in settings:
         settings["negative_prompt"] = "b"
     status, reply = server.post("/v1/completions", prompt="a", max_tokens=4, **settings)
@@ -146,7 +147,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "body"), REQUESTS)
-def test_replies_keep_to_the_schema(server: Served, path: str, body: dict[str, Any]) -> None:
+def test_replies_keep_to_the_schema(server: RunningServer, path: str, body: dict[str, Any]) -> None:
     description = server.ask("GET", "/openapi.json")[1]
     content = description["paths"][path]["post"]["responses"]["200"]["content"]["application/json"]
     status, reply = server.post(path, **body)
@@ -155,11 +156,11 @@ def test_replies_keep_to_the_schema(server: Served, path: str, body: dict[str, A
 
 
 @pytest.mark.parametrize(("path", "body"), REQUESTS[:4])
-def test_events_keep_to_the_schema(server: Served, path: str, body: dict[str, Any]) -> None:
-    kind = ChatChunk if "chat" in path else CompletionReply
+def test_events_keep_to_the_schema(server: RunningServer, path: str, body: dict[str, Any]) -> None:
+    kind = TypeAdapter[Any](ChatChunk if "chat" in path else CompletionReply)
     events = server.events(path, **body, stream_options={"include_usage": True})
     for told in events:
-        kind.model_validate(told)
+        kind.validate_python(told)
     assert events[-1]["usage"]["completion_tokens"] > 0
     assert events[-1]["timings"]["generation_seconds"] >= 0
 
@@ -181,7 +182,7 @@ def test_streams_keep_to_the_description(described: Any, path: str, body: dict[s
 
 
 @pytest.mark.parametrize(("path", "body"), REQUESTS[:4])
-def test_a_stream_adds_up_to_the_whole(server: Served, path: str, body: dict[str, Any]) -> None:
+def test_a_stream_adds_up_to_the_whole(server: RunningServer, path: str, body: dict[str, Any]) -> None:
     asked = {**body, "temperature": 0, "seed": 5}
     whole = server.post(path, **asked)[1]["choices"]
     texts, tokens = [""] * len(whole), [0] * len(whole)

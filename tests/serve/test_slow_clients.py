@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from exlm.serve import Bounds, Keyring, Options
-from tests.serve.house import Served, listening, preloaded, served
+from exlm.serve import ApiKeys, Limits, Options
+from tests.serve.running_server import RunningServer, listening, preloaded, running_server
 
 KEY = "sk-slow"
-BOUNDS = Bounds(header_seconds=0.5, body_seconds=0.5, read_seconds=0.5)
+BOUNDS = Limits(header_seconds=0.5, body_seconds=0.5, read_seconds=0.5)
 HEAD = (
     b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
     b"Authorization: Bearer sk-slow\r\n"
@@ -26,13 +26,13 @@ PATIENT = 20.0
 
 
 @pytest.fixture(scope="module")
-def server(chatty: Path) -> Iterator[Served]:
-    with served(preloaded(chatty), Options(keyring=Keyring([KEY]), bounds=BOUNDS)) as running:
+def server(chatty: Path) -> Iterator[RunningServer]:
+    with running_server(preloaded(chatty), Options(api_keys=ApiKeys([KEY]), limits=BOUNDS)) as running:
         yield running
 
 
 @contextlib.contextmanager
-def connected(server: Served) -> Iterator[socket.socket]:
+def connected(server: RunningServer) -> Iterator[socket.socket]:
     with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENT) as line:
         yield line
     assert server.post("/v1/completions", KEY, prompt="a", max_tokens=2)[0] == 200
@@ -55,7 +55,7 @@ def trickled(line: socket.socket, first: bytes, drop: bytes) -> bytes:
     raise AssertionError(f"the server still listens, and said {answer!r}")
 
 
-def test_slow_headers(server: Served) -> None:
+def test_slow_headers(server: RunningServer) -> None:
     began = time.monotonic()
     with connected(server) as line:
         answer = trickled(line, b"GET /health/live HTTP/1.1\r\nX-Long: ", b"x")
@@ -64,38 +64,38 @@ def test_slow_headers(server: Served) -> None:
     assert time.monotonic() - began < 10
 
 
-def test_a_client_that_says_nothing(server: Served) -> None:
+def test_a_client_that_says_nothing(server: RunningServer) -> None:
     with connected(server) as line:
         assert line.recv(100) == b""
 
 
-def test_slow_headers_of_a_second_request(server: Served) -> None:
+def test_slow_headers_of_a_second_request(server: RunningServer) -> None:
     with connected(server) as line:
         answer = trickled(line, b"GET /health/live HTTP/1.1\r\nHost: a\r\n\r\nGET / HTTP/1.1\r\nX: ", b"x")
     assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
     assert b"HTTP/1.1 408" in answer
 
 
-def test_a_slow_body(server: Served) -> None:
+def test_a_slow_body(server: RunningServer) -> None:
     with connected(server) as line:
         answer = trickled(line, HEAD + b"Content-Length: 4000\r\n\r\n{", b" ")
     assert answer.startswith(b"HTTP/1.1 408")
     assert b"connection: close" in answer.lower()
 
 
-def test_a_slow_body_in_chunks(server: Served) -> None:
+def test_a_slow_body_in_chunks(server: RunningServer) -> None:
     with connected(server) as line:
         answer = trickled(line, HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n", b"1\r\n \r\n")
     assert answer.startswith(b"HTTP/1.1 408")
 
 
-def test_a_slow_body_that_was_refused_at_once(server: Served) -> None:
+def test_a_slow_body_that_was_refused_at_once(server: RunningServer) -> None:
     with connected(server) as line:
         answer = trickled(line, HEAD.replace(b"slow", b"fast") + b"Content-Length: 4000\r\n\r\n{", b" ")
     assert answer.startswith(b"HTTP/1.1 401")
 
 
-def test_too_large_a_body_is_refused_in_words(server: Served) -> None:
+def test_too_large_a_body_is_refused_in_words(server: RunningServer) -> None:
     """The client sends on while it is refused: it must be able to read why."""
     with connected(server) as line:
         line.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % (64 << 20))
@@ -107,7 +107,7 @@ def test_too_large_a_body_is_refused_in_words(server: Served) -> None:
 
 @pytest.mark.parametrize(("key", "status"), [(b"slow", 413), (b"fast", 401)])
 def test_a_connection_that_is_to_be_closed_is_closed_after_the_body(
-    server: Served, key: bytes, status: int
+    server: RunningServer, key: bytes, status: int
 ) -> None:
     """Closed before, it would be reset, and the reason lost: so do clients that ask once and go."""
     with connected(server) as line:
@@ -123,7 +123,7 @@ def test_a_connection_that_is_to_be_closed_is_closed_after_the_body(
     assert answer.endswith(b"}")
 
 
-def test_an_answer_that_takes_long_is_no_slow_client(server: Served) -> None:
+def test_an_answer_that_takes_long_is_no_slow_client(server: RunningServer) -> None:
     body = json.dumps({"prompt": "a", "max_tokens": 900, "min_tokens": 900, "stream": True}).encode()
     began = time.monotonic()
     with connected(server) as line:

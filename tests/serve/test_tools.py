@@ -8,8 +8,16 @@ from typing import Any
 import pytest
 
 from exlm import GrammarFilter, InputError, JsonSchemaFilter, Tokenizer
-from exlm.serve.styles import GENERIC, HERMES, LLAMA3, MISTRAL, Style, call_schema, either
-from tests.serve.house import Served
+from exlm.serve.tool_formats import (
+    GENERIC,
+    HERMES,
+    LLAMA3,
+    MISTRAL,
+    ToolFormat,
+    answer_or_call_grammar,
+    call_schema,
+)
+from tests.serve.running_server import RunningServer
 
 HI = [{"role": "user", "content": "hi"}]
 STOP = {
@@ -36,7 +44,7 @@ def tool(name: str, **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **more}}
 
 
-def called(server: Served, tools: list[dict[str, Any]], name: str | None = None, **more: Any) -> Any:
+def called(server: RunningServer, tools: list[dict[str, Any]], name: str | None = None, **more: Any) -> Any:
     """The arguments of a call that had to be made."""
     choice: Any = "required" if name is None else {"type": "function", "function": {"name": name}}
     asked = {"messages": HI, "tools": tools, "tool_choice": choice, "max_tokens": 200, **more}
@@ -47,11 +55,11 @@ def called(server: Served, tools: list[dict[str, Any]], name: str | None = None,
     return json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"])
 
 
-def test_schemas_refer_to_their_own_definitions(server: Served) -> None:
+def test_schemas_refer_to_their_own_definitions(server: RunningServer) -> None:
     tools = [tool("f", parameters=NESTED), tool("g", parameters=NESTED)]
     for name in ("f", "g", None):
         assert called(server, tools, name)["via"]["city"] in ("Rome", "Oslo")
-    tokenizer = server.engine.find(None).host.tokenizer
+    tokenizer = server.engine.find(None).info.tokenizer
     for style in (HERMES, LLAMA3, MISTRAL, GENERIC):
         JsonSchemaFilter(tokenizer, call_schema([*tools, tool("h", parameters=SELF)], style))
 
@@ -59,12 +67,12 @@ def test_schemas_refer_to_their_own_definitions(server: Served) -> None:
 @pytest.mark.parametrize(
     "parameters", [{}, {"parameters": {}}, {"parameters": {"type": "object", "properties": {}}}]
 )
-def test_what_takes_no_arguments_gets_none(server: Served, parameters: dict[str, Any]) -> None:
+def test_what_takes_no_arguments_gets_none(server: RunningServer, parameters: dict[str, Any]) -> None:
     for seed in range(4):
         assert called(server, [tool("now", **parameters)], seed=seed) == {}
 
 
-def test_nothing_is_made_up_besides_the_arguments_that_are_named(server: Served) -> None:
+def test_nothing_is_made_up_besides_the_arguments_that_are_named(server: RunningServer) -> None:
     named = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"]}
     for seed in range(4):
         assert called(server, [tool("f", parameters=named)], seed=seed) == {"city": "Rome"}
@@ -95,7 +103,7 @@ def passes(fits: GrammarFilter, tokenizer: Tokenizer, text: str, **options: Any)
     return bool(fits.next_mask().end_ids)
 
 
-def test_an_answer_in_json_may_be_a_call_instead(server: Served) -> None:
+def test_an_answer_in_json_may_be_a_call_instead(server: RunningServer) -> None:
     """As agents ask that have tools and an output type."""
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": ANSWER}}
     more = {"response_format": form, "parallel_tool_calls": False, "max_tokens": 400}
@@ -113,9 +121,9 @@ def test_an_answer_in_json_may_be_a_call_instead(server: Served) -> None:
 
 @pytest.mark.parametrize("style", CALLS)
 @pytest.mark.parametrize("several", [True, False])
-def test_the_grammar_of_answers_and_calls(server: Served, style: Style, several: bool) -> None:
-    tokenizer = server.engine.find(None).host.tokenizer
-    grammar = either(ANSWER, call_schema([tool("f")], style), style, {}, several)
+def test_the_grammar_of_answers_and_calls(server: RunningServer, style: ToolFormat, several: bool) -> None:
+    tokenizer = server.engine.find(None).info.tokenizer
+    grammar = answer_or_call_grammar(ANSWER, call_schema([tool("f")], style), style, {}, several)
     fits = GrammarFilter(tokenizer, grammar)
     assert passes(fits, tokenizer, '{\n  "yes": 1\n}')
     assert passes(fits, tokenizer, CALLS[style])
@@ -123,12 +131,14 @@ def test_the_grammar_of_answers_and_calls(server: Served, style: Style, several:
     assert not passes(fits, tokenizer, '{"no": 1}')
 
 
-def test_a_marker_that_is_a_special_token_is_not_spelled(server: Served) -> None:
-    tokenizer = server.engine.find(None).host.tokenizer
+def test_a_marker_that_is_a_special_token_is_not_spelled(server: RunningServer) -> None:
+    tokenizer = server.engine.find(None).info.tokenizer
     special = {text: number for number, text in tokenizer.extended_id_to_piece.items()}
     opens = next(text for text, number in special.items() if number not in tokenizer.eos_token_ids)
-    marked = Style("hermes", opens, "</end>")
-    fits = GrammarFilter(tokenizer, either(ANSWER, call_schema([tool("f")], marked), marked, special))
-    spelled = f'{marked.opens}{{"name": "f", "arguments": {{}}}}{marked.closes}'
+    marked = ToolFormat("hermes", opens, "</end>")
+    fits = GrammarFilter(
+        tokenizer, answer_or_call_grammar(ANSWER, call_schema([tool("f")], marked), marked, special)
+    )
+    spelled = f'{marked.start_marker}{{"name": "f", "arguments": {{}}}}{marked.end_marker}'
     assert passes(fits, tokenizer, spelled, encode_special_tokens=True)
     assert not passes(fits, tokenizer, spelled)

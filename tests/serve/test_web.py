@@ -13,7 +13,7 @@ import exlm.serve
 from exlm.serve import ChatRequest
 from exlm.serve.app import PANEL_SCRIPT
 from exlm.serve.schema import web_panel_script
-from tests.serve.house import Served
+from tests.serve.running_server import RunningServer
 
 WEB = Path(exlm.serve.__file__).with_name("web")
 FILES = sorted(path.name for path in WEB.iterdir())
@@ -44,7 +44,7 @@ def page() -> Page:
     return page
 
 
-def test_every_file_is_served_with_its_type(server: Served) -> None:
+def test_every_file_is_served_with_its_type(server: RunningServer) -> None:
     for path in ["/", *(f"/{name}" for name in FILES)]:
         status, _, headers = server.ask("GET", path)
         assert status == 200
@@ -53,7 +53,7 @@ def test_every_file_is_served_with_its_type(server: Served) -> None:
         assert headers["cache-control"] == "no-cache"
 
 
-def test_pages_may_do_nothing_but_ask_their_server(server: Served) -> None:
+def test_pages_may_do_nothing_but_ask_their_server(server: RunningServer) -> None:
     policy = server.ask("GET", "/")[2]["content-security-policy"]
     rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
     assert rules.pop("require-trusted-types-for") == "'script'"
@@ -65,11 +65,11 @@ def test_pages_may_do_nothing_but_ask_their_server(server: Served) -> None:
 @pytest.mark.parametrize(
     "path", ["/../app.py", "/..%2fapp.py", "/web/index.html", "/nothing.js", "/%00", "/a/b"]
 )
-def test_nothing_else_is_served(server: Served, path: str) -> None:
+def test_nothing_else_is_served(server: RunningServer, path: str) -> None:
     assert server.ask("GET", path)[0] == 404
 
 
-def test_routes_that_are_not_there_are_named(server: Served) -> None:
+def test_routes_that_are_not_there_are_named(server: RunningServer) -> None:
     """The pages are mounted at `/` and would answer for everything, each method in its own wrong way."""
     for method in ("GET", "POST"):
         status, reply, _ = server.ask(method, "/v1/responses", None if method == "GET" else {})
@@ -81,7 +81,7 @@ def test_routes_that_are_not_there_are_named(server: Served) -> None:
     assert server.ask("DELETE", "/v1/models")[0] == 405
 
 
-def test_a_file_that_has_not_changed_is_not_sent_again(server: Served) -> None:
+def test_a_file_that_has_not_changed_is_not_sent_again(server: RunningServer) -> None:
     first = server.ask("GET", "/main.js")[2]
     status, text, headers = server.ask("GET", "/main.js", **{"If-None-Match": first["etag"]})
     assert (status, text) == (304, "")
@@ -123,7 +123,7 @@ def test_every_setting_of_the_panel_is_one_of_the_server() -> None:
             ChatRequest(messages=[{"role": "user", "content": "hi"}], **{field["name"]: value})
 
 
-def test_the_script_of_the_panel_is_served(server: Served) -> None:
+def test_the_script_of_the_panel_is_served(server: RunningServer) -> None:
     status, text, headers = server.ask("GET", f"/{PANEL_SCRIPT}")
     assert (status, text) == (200, web_panel_script())
     assert headers["content-type"].split(";")[0] == "text/javascript"

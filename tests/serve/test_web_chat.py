@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from exlm.serve.problems import Problem, busy
+from exlm.serve.errors import APIError, too_many_requests
 from tests.serve.browser import DONE, Page, Script, browsing, messages, opened, say, told
-from tests.serve.house import Served
+from tests.serve.running_server import RunningServer
 
 Open = Callable[..., Page]
 KEPT = """() => Object.entries(localStorage)
@@ -21,9 +21,9 @@ KEPT = """() => Object.entries(localStorage)
 
 
 @pytest.fixture
-def script(server: Served, monkeypatch: pytest.MonkeyPatch) -> Script:
+def script(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> Script:
     script = Script()
-    monkeypatch.setattr(server.engine.hosted["tiny"], "run", script)
+    monkeypatch.setattr(server.engine.models["tiny"], "run", script)
     return script
 
 
@@ -34,7 +34,7 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def open_page(server: Served, browser: Any) -> Iterator[Open]:
+def open_page(server: RunningServer, browser: Any) -> Iterator[Open]:
     with ExitStack() as stack:
         yield lambda **options: stack.enter_context(opened(server, browser, **options))
 
@@ -65,7 +65,7 @@ def test_an_answer(page: Page, script: Script) -> None:
     assert page.locator(".assistant pre code").inner_text() == "x = 1"
 
 
-def test_a_real_model_answers(open_page: Open, server: Served) -> None:
+def test_a_real_model_answers(open_page: Open, server: RunningServer) -> None:
     page = open_page()
     page.click("#open-setup")
     page.fill("#set-temperature", "0")
@@ -181,8 +181,8 @@ def test_thoughts_are_folded(page: Page, script: Script) -> None:
 @pytest.mark.parametrize(
     ("problem", "words"),
     [
-        (Problem(503, "The model went home."), "The model went home."),
-        (busy("Too much is under way."), "Too much is under way."),
+        (APIError(503, "The model went home."), "The model went home."),
+        (too_many_requests("Too much is under way."), "Too much is under way."),
         (RuntimeError("x"), "The server failed: RuntimeError. Its log says more."),
     ],
 )

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from exlm.serve import Keyring, Options
+from exlm.serve import ApiKeys, Options
 from tests.serve.browser import DONE, Script, browsing, opened, told
-from tests.serve.house import Served, preloaded, served, slowed
+from tests.serve.running_server import RunningServer, preloaded, running_server, slow_decode
 
 
 @pytest.fixture(scope="module")
@@ -21,14 +21,14 @@ def browser() -> Iterator[Any]:
         yield browser
 
 
-def test_the_live_view_asks_only_while_open(server: Served, browser: Any) -> None:
+def test_the_live_view_asks_only_while_open(server: RunningServer, browser: Any) -> None:
     with opened(server, browser) as page:
         asked: list[str] = []
         page.on("request", lambda request: asked.append(request.url) if "state" in request.url else None)
         page.wait_for_timeout(200)
         assert not asked
         body = {"prompt": "a" * 300, "max_tokens": 200, "min_tokens": 200}
-        with slowed(server, lambda: time.sleep(0.005)):
+        with slow_decode(server, lambda: time.sleep(0.005)):
             work = threading.Thread(target=server.post, args=["/v1/completions"], kwargs=body)
             work.start()
             page.click("#open-live")
@@ -47,7 +47,7 @@ def test_the_live_view_asks_only_while_open(server: Served, browser: Any) -> Non
         assert len(asked) == count
 
 
-def test_light_and_dark(server: Served, browser: Any) -> None:
+def test_light_and_dark(server: RunningServer, browser: Any) -> None:
     ground = "getComputedStyle(document.body).backgroundColor"
     with opened(server, browser, color_scheme="dark") as page:
         dark = page.evaluate(ground)
@@ -62,11 +62,11 @@ def test_light_and_dark(server: Served, browser: Any) -> None:
         assert page.evaluate(ground) == light
 
 
-def test_a_phone(server: Served, browser: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_phone(server: RunningServer, browser: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(server, browser, viewport={"width": 360, "height": 640}, has_touch=True) as page:
         script = Script()
         script.answers = [f"|a|b|\n|-|-|\n|{'wide' * 40}|x|\n\n```\n{'long ' * 80}\n```\n{'w' * 300}"]
-        monkeypatch.setattr(server.engine.hosted["tiny"], "run", script)
+        monkeypatch.setattr(server.engine.models["tiny"], "run", script)
         told(page, "q" * 200)
         for wide in ("html", "#scroll"):
             assert page.evaluate("(one) => document.querySelector(one).scrollWidth <= 360", wide)
@@ -82,7 +82,7 @@ def test_a_phone(server: Served, browser: Any, monkeypatch: pytest.MonkeyPatch) 
         assert not page.evaluate("document.querySelector('main').inert")
 
 
-def test_controls_have_names(server: Served, browser: Any) -> None:
+def test_controls_have_names(server: RunningServer, browser: Any) -> None:
     with opened(server, browser) as page:
         told(page, "Hello")
         page.click("#open-setup")
@@ -95,7 +95,7 @@ def test_controls_have_names(server: Served, browser: Any) -> None:
 
 
 def test_with_a_key(chatty: Path, browser: Any) -> None:
-    with served(preloaded(chatty), Options(keyring=Keyring(["sk-web"]))) as server:
+    with running_server(preloaded(chatty), Options(api_keys=ApiKeys(["sk-web"]))) as server:
         assert "Basic" in server.ask("GET", "/")[2]["www-authenticate"]
         known = {"username": "me", "password": "sk-web"}
         with opened(server, browser, http_credentials=known) as page:

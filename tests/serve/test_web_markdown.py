@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.serve.browser import Page, browsing, opened
-from tests.serve.house import Served
+from tests.serve.running_server import RunningServer
 
 RENDER = """async (texts) => {
   const { render } = await import("/markdown.js");
@@ -64,7 +64,7 @@ FRAGMENTS = [
 
 
 @pytest.fixture(scope="module")
-def page(server: Served) -> Iterator[Page]:
+def page(server: RunningServer) -> Iterator[Page]:
     with browsing() as browser, opened(server, browser) as page:
         yield page
 

@@ -1,9 +1,17 @@
-"""Batches: a file of requests in, a file of answers out, and no row lost or done twice if the power goes."""
+"""Batches: a file of requests in, a file of responses out, and no row lost or done twice when the process
+dies.
 
-from .files import BadRow, Row, Rows, answers, read_rows, write_answers
+`run_rows` takes the rows of a file, a `Journal` and a generator; responses go to the journal as they are
+made, and `write_answers` writes the output from it. `scale` and `cli` may import this package; it imports
+`exlm` and `serve`.
+"""
+
+from typing import Any
+
+from .adapter import RowAdapter
+from .files import BadRow, Row, Rows, is_answered, read_rows, write_answers
 from .journal import Journal, JournalError
 from .run import Progress, run_rows
-from .wording import Wording
 
 __all__ = [
     "BadRow",
@@ -11,10 +19,19 @@ __all__ = [
     "JournalError",
     "Progress",
     "Row",
+    "RowAdapter",
     "Rows",
-    "Wording",
-    "answers",
+    "is_answered",
     "read_rows",
     "run_rows",
     "write_answers",
 ]
+
+NAMES_OF_0_1 = {"Wording": "RowAdapter", "answers": "is_answered"}
+"""Public names of version 0.1 that still work, and what they are called now."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in NAMES_OF_0_1:
+        return globals()[NAMES_OF_0_1[name]]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

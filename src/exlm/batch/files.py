@@ -1,7 +1,7 @@
-"""A batch's two ends: the file of requests, and the file of answers in the same order.
+"""The input and output files of a batch: one request a line, and the responses in the same order.
 
-Here a row is a line with a name. What its request means is decided in `run`; a line that is not even a row is
-noted here, and answered with an error in its place.
+What a row's request means is decided in `adapter`. A line that is not even a row is answered with an error in
+its place.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ URLS = ("/v1/chat/completions", "/v1/completions")
 
 
 class BadRow(Exception):
-    """A line that is no request, and why."""
+    """A line that is not a request; the message says why."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One request: its line in the file (from 1), its name, and the line itself."""
+    """One request: its line number (from 1), its custom_id, and the line itself."""
 
     line: int
     custom_id: str | None
@@ -35,30 +35,30 @@ class Row:
 
     def request(self) -> tuple[str, Mapping[str, Any]]:
         """The URL and the body; raises BadRow."""
-        asked = _object(self.text)
-        if not isinstance(asked.get("custom_id"), str) or not asked["custom_id"]:
+        request = _object(self.text)
+        if not isinstance(request.get("custom_id"), str) or not request["custom_id"]:
             raise BadRow("custom_id must be a text that is not empty")
-        if asked.get("method") != "POST":
-            raise BadRow(f"method must be 'POST', found {asked.get('method')!r}")
-        if asked.get("url") not in URLS:
-            raise BadRow(f"url must be {' or '.join(URLS)}, found {asked.get('url')!r}")
-        if not isinstance(asked.get("body"), dict):
-            raise BadRow(f"body must be an object, found {type(asked.get('body')).__name__}")
-        if unknown := sorted(asked.keys() - {"custom_id", "method", "url", "body"}):
+        if request.get("method") != "POST":
+            raise BadRow(f"method must be 'POST', found {request.get('method')!r}")
+        if request.get("url") not in URLS:
+            raise BadRow(f"url must be {' or '.join(URLS)}, found {request.get('url')!r}")
+        if not isinstance(request.get("body"), dict):
+            raise BadRow(f"body must be an object, found {type(request.get('body')).__name__}")
+        if unknown := sorted(request.keys() - {"custom_id", "method", "url", "body"}):
             raise BadRow(f"there is no field {unknown[0]!r} in a row")
-        return asked["url"], asked["body"]
+        return request["url"], request["body"]
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A whole file of requests, blank lines left out, and the hash of its bytes."""
+    """The rows of a file, without blank lines, and the SHA-256 of its bytes."""
 
     rows: tuple[Row, ...]
-    digest: str
+    sha256: str
 
 
 def read_rows(path: Path) -> Rows:
-    """Read a file of requests; two rows of one name are refused, whatever else is wrong is the row's."""
+    """Read a file of requests. Duplicate custom_ids are refused; other errors are left to their rows."""
     rows: list[Row] = []
     lines: dict[str, int] = {}
     digest = hashlib.sha256()
@@ -68,7 +68,7 @@ def read_rows(path: Path) -> Rows:
                 digest.update(text)
                 if not text.strip():
                     continue
-                name = _name(text)
+                name = _custom_id(text)
                 if name is not None and lines.setdefault(name, number) != number:
                     raise InputError(
                         f"{path}: lines {lines[name]} and {number} have the same custom_id {name!r}: give "
@@ -82,8 +82,8 @@ def read_rows(path: Path) -> Rows:
     return Rows(tuple(rows), digest.hexdigest())
 
 
-def answers(path: Path, rows: Rows, model: str) -> bool:
-    """Whether a file already answers these rows, all of them, in their order, by a model of this name."""
+def is_answered(path: Path, rows: Rows, model: str) -> bool:
+    """Whether a file already answers all of these rows, in their order, by a model of this name."""
     try:
         with path.open("rb") as file:
             found = [_object(line) for line in file]
@@ -92,17 +92,17 @@ def answers(path: Path, rows: Rows, model: str) -> bool:
     ids = [one.get("id") for one in found]
     bodies = [(one.get("response") or {}).get("body") or {} for one in found]
     models = {body.get("model", model) for body in bodies}
-    wanted = [f"batch_req_{identity(rows.digest, place)}" for place in range(len(rows.rows))]
+    wanted = [f"batch_req_{row_hash(rows.sha256, index)}" for index in range(len(rows.rows))]
     return ids == wanted and models <= {model}
 
 
-def identity(digest: str, place: int, what: str = "") -> str:
-    """A name that is the row's alone, and the same in every run; another one if the file was changed."""
-    return hashlib.sha256(f"{digest} {place} {what}".encode()).hexdigest()[:24]
+def row_hash(sha256: str, index: int, what: str = "") -> str:
+    """An id that is unique to the row and the same in every run with the same input file."""
+    return hashlib.sha256(f"{sha256} {index} {what}".encode()).hexdigest()[:24]
 
 
 def write_answers(path: Path, journal: Journal, rows: Rows) -> None:
-    """Write what became of every row, in the order of the rows; the file appears whole or not at all."""
+    """Write the response of every row, in order; the file appears whole or not at all."""
     try:
         with atomic_file(path, sync_folder=True) as partial, partial.open("wb") as file:
             for row in range(len(rows.rows)):
@@ -113,7 +113,7 @@ def write_answers(path: Path, journal: Journal, rows: Rows) -> None:
 
 def _object(text: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(text, parse_constant=_no_number)
+        found = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise BadRow(f"the line is not JSON: {error}") from None
     if not isinstance(found, dict):
@@ -121,12 +121,12 @@ def _object(text: bytes) -> dict[str, Any]:
     return found
 
 
-def _no_number(name: str) -> None:
+def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no number")
 
 
-def _name(text: bytes) -> str | None:
-    """The row's name, if the line has one."""
+def _custom_id(text: bytes) -> str | None:
+    """The custom_id of a line, if it has one."""
     try:
         name = _object(text).get("custom_id")
     except BadRow:

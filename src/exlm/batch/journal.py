@@ -1,9 +1,8 @@
-"""The journal: which rows are done and what became of them, in a file that survives being killed.
+"""The journal of a batch: a write-ahead log of the rows that are done, which survives a crash.
 
-It is only appended to. A record is a line: a checksum, the row's number, the row's answer. What was written
-last may be torn; whatever comes after the first line that is not whole counts as never written, is cut off,
-and its rows are done again. The first line holds facts that every later run has to share. It knows nothing of
-requests.
+It is append-only. A record is a line of a CRC-32, the row's number and the row's response. The last write may
+be torn: everything from the first invalid line on is truncated, and its rows are done again. The first line
+holds facts (the input's hash, the model, options) that every later run must share.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 
 class JournalError(ExlmError, OSError):
-    """A journal or an output cannot be written or is not the one expected. What it held is still there."""
+    """A journal or output cannot be written, or belongs to another batch. Its contents are untouched."""
 
 
 class Journal:
-    """The done rows of one batch; held by one process at a time."""
+    """The rows of one batch that are done; open in one process at a time."""
 
     def __init__(self, path: Path, facts: Mapping[str, Any], rows: int, *, created: int) -> None:
-        """Take up a journal, or begin one.
+        """Open a journal, or create one.
 
-        `facts` must be those it was begun with. `created` is remembered from the run that began it.
+        `facts` must be those it was created with. `created` is read from the journal if it exists.
         """
         self.path = path
         self.done: dict[int, tuple[int, int]] = {}
-        """By row, where its answer lies in the file."""
+        """Offset and length of each done row's response in the file."""
         self._handle = _open_alone(path)
         try:
             self.created = self._begin({**facts, "rows": rows}, created)
@@ -49,7 +48,7 @@ class Journal:
             raise
 
     def add(self, answers: Iterable[tuple[int, bytes]]) -> None:
-        """Write rows' answers, each a line without its end; they are on the disk when this returns."""
+        """Append responses, each a line without its newline; they are on disk when this returns."""
         text, places = bytearray(), {}
         for row, answer in answers:
             body = b"%d %b" % (row, answer)
@@ -69,31 +68,31 @@ class Journal:
         self.done |= places
 
     def answer(self, row: int) -> bytes:
-        """What became of a row."""
+        """The response of a row that is done."""
         place, length = self.done[row]
         with open(os.dup(self._handle), "rb") as file:
             file.seek(place)
             return file.read(length)
 
     def close(self) -> None:
-        """Let another process have it; once is enough."""
+        """Close the file and release its lock; may be called twice."""
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
 
     def remove(self) -> None:
-        """Close it and delete the file: everything is elsewhere by now."""
+        """Close and delete the file, once the output has been written."""
         self.close()
         self.path.unlink(missing_ok=True)
 
     def _begin(self, facts: dict[str, Any], created: int) -> int:
-        """Check the first line, or write it; when the journal was begun."""
+        """Check the header or write it; returns when the journal was created."""
         with open(os.dup(self._handle), "rb") as file:
             file.seek(0)
             first, more = file.readline(), file.read(1)
         found = _header(first)
         torn = not first.endswith(b"\n") and MAGIC.startswith(first[: len(MAGIC)])
-        if torn or (found is not None and not more):  # nothing is done yet: begin again
+        if torn or (found is not None and not more):  # no row is done yet: write a new header
             self._end = self._write_header({**facts, "created": created})
             return created
         if found is None:
@@ -119,7 +118,7 @@ class Journal:
         return len(line)
 
     def _recover(self, rows: int) -> int:
-        """Find the answers that are whole and cut off the rest; where the file now ends."""
+        """Find the valid records and truncate the rest; returns where the file now ends."""
         with open(os.dup(self._handle), "rb") as file:
             place = file.seek(self._end)
             for line in file:
@@ -134,7 +133,7 @@ class Journal:
 
 
 def unwritable(path: Path, error: OSError, more: str = "") -> JournalError:
-    """Why something could not be written, in words."""
+    """A JournalError for a failed write."""
     if error.errno in FULL:
         return JournalError(
             f"There is no room to write {path} ({error.strerror}).{more} Make room, run again."
@@ -143,7 +142,7 @@ def unwritable(path: Path, error: OSError, more: str = "") -> JournalError:
 
 
 def _open_alone(path: Path) -> int:
-    """The file, open for reading and appending, ours until it is closed."""
+    """Open the file for reading and appending, and lock it."""
     while True:
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | BINARY, 0o666)
@@ -158,7 +157,7 @@ def _open_alone(path: Path) -> int:
             raise JournalError(f"Another process is at work on {path}: wait for it, or end it.") from None
         except FileNotFoundError:
             pass
-        os.close(handle)  # whoever had it before has finished and removed it
+        os.close(handle)  # the process that had it has finished and removed it
 
 
 def _write_all(handle: int, text: bytes | bytearray) -> None:
@@ -168,7 +167,7 @@ def _write_all(handle: int, text: bytes | bytearray) -> None:
 
 
 def _header(line: bytes) -> dict[str, Any] | None:
-    """What a journal's first line says, None if it is not one."""
+    """The facts in a journal's first line; None if it is not one."""
     if not line.startswith(MAGIC):
         return None
     try:
@@ -179,9 +178,9 @@ def _header(line: bytes) -> dict[str, Any] | None:
 
 
 def _row(line: bytes) -> int | None:
-    """The row of a record that is whole, None for anything else."""
-    mark, _, body = line.removesuffix(b"\n").partition(b" ")
+    """The row of a valid record; None for anything else."""
+    checksum, _, body = line.removesuffix(b"\n").partition(b" ")
     number, gap, _ = body.partition(b" ")
-    if not line.endswith(b"\n") or not gap or mark != b"%08x" % zlib.crc32(body):
+    if not line.endswith(b"\n") or not gap or checksum != b"%08x" % zlib.crc32(body):
         return None
     return int(number) if number.isdigit() else None

@@ -1,8 +1,7 @@
-"""Running rows: each a request to one generator, all of them in one continuous batch.
+"""Run the rows of a batch on one generator, all of them in one continuous batch.
 
-What a row asks for, and how its answer is worded, is `wording`'s business; which rows are done is the
-journal's. A row that is at fault is answered with an error. What is not a row's fault ends the run, and the
-next run goes on from there.
+`adapter` turns rows into requests and output into lines; the journal knows which rows are done. A row that
+causes an error is answered with that error. Other errors end the run, and the next run continues from there.
 """
 
 from __future__ import annotations
@@ -12,22 +11,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from exlm import Generator, Job
-from exlm.serve import Answer, Bounds, Host, piece_of
+from exlm.serve import Limits, ModelInfo, output_delta
+from exlm.serve.responses import ResponseWriter
 
+from .adapter import RowAdapter
 from .files import Row, Rows
 from .journal import Journal
-from .wording import Wording
 
-AHEAD = 2
-"""Jobs that run or wait, for each that can run: a place that falls free is filled at once."""
+QUEUE_FACTOR = 2
+"""Jobs queued or running for each that can run at a time, so that a free slot is filled at once."""
 
 
 @dataclass
 class Progress:
-    """How far a run has come."""
+    """The progress of a run."""
 
     done: int = 0
-    """Rows with an answer, those of earlier runs included."""
+    """Answered rows, those of earlier runs included."""
     errors: int = 0
     """Rows that this run answered with an error."""
     new_tokens: int = 0
@@ -38,97 +38,98 @@ def run_rows(
     rows: Rows,
     journal: Journal,
     generator: Generator,
-    host: Host,
-    bounds: Bounds | None = None,
-    told: Callable[[Progress], object] = lambda progress: None,
+    model: ModelInfo,
+    limits: Limits | None = None,
+    on_progress: Callable[[Progress], object] = lambda progress: None,
 ) -> Progress:
-    """Answer every row that the journal does not have yet; `told` is called after every step."""
-    wording = Wording(rows.digest, journal.created, host, bounds or Bounds())
-    return _Running(rows, journal, generator, wording, told).finish()
+    """Answer every row that is not in the journal yet; `on_progress` is called after every step."""
+    adapter = RowAdapter(rows.sha256, journal.created, model, limits or Limits())
+    return _BatchRun(rows, journal, generator, adapter, on_progress).run()
 
 
 @dataclass
-class _Running:
+class _BatchRun:
     rows: Rows
     journal: Journal
     generator: Generator
-    wording: Wording
-    told: Callable[[Progress], object]
+    adapter: RowAdapter
+    on_progress: Callable[[Progress], object]
     progress: Progress = field(default_factory=Progress)
     finished: list[tuple[int, bytes]] = field(default_factory=list)
-    """Answers that are not in the journal yet."""
-    under_way: dict[int, tuple[Answer, list[Job]]] = field(default_factory=dict)
+    """Lines that are not in the journal yet."""
+    in_flight: dict[int, tuple[ResponseWriter, list[Job]]] = field(default_factory=dict)
 
-    def finish(self) -> Progress:
-        waiting = iter([place for place in range(len(self.rows.rows)) if place not in self.journal.done])
+    def run(self) -> Progress:
+        waiting = iter([index for index in range(len(self.rows.rows)) if index not in self.journal.done])
         try:
             more = True
-            while more or self.under_way:
+            while more or self.in_flight:
                 more = self._fill(waiting)
                 for result in self.generator.iterate():
-                    self._take(result)
+                    self._on_result(result)
                 self._store()
             return self.progress
         finally:
-            for _, jobs in self.under_way.values():
-                self._drop(jobs)
+            for _, jobs in self.in_flight.values():
+                self._cancel(jobs)
 
     def _fill(self, waiting: Iterator[int]) -> bool:
-        """Begin rows until there is work enough, refusals aside; whether more may be waiting."""
-        while self.generator.num_remaining_jobs() < AHEAD * self.generator.max_batch_size:
-            place = next(waiting, None)
-            if place is None:
+        """Start rows until enough jobs are queued; returns whether more rows may be waiting."""
+        while self.generator.num_remaining_jobs() < QUEUE_FACTOR * self.generator.max_batch_size:
+            index = next(waiting, None)
+            if index is None:
                 return False
             try:
-                self._begin(place, self.rows.rows[place])
+                self._start(index, self.rows.rows[index])
             except Exception as error:
-                self._fail(place, error)
+                self._fail(index, error)
         return True
 
-    def _begin(self, place: int, row: Row) -> None:
-        answer = self.wording.asked(place, row)
+    def _start(self, index: int, row: Row) -> None:
+        writer = self.adapter.prepare(index, row)
         jobs = [
-            Job(**arguments, identifier=(place, text)) for text, arguments in enumerate(answer.order.jobs)
+            Job(**arguments, identifier=(index, text))
+            for text, arguments in enumerate(writer.request.job_arguments)
         ]
         try:
             self.generator.enqueue(jobs)
         except Exception:
-            self._drop(jobs)
+            self._cancel(jobs)
             raise
-        self.under_way[place] = (answer, jobs)
+        self.in_flight[index] = (writer, jobs)
 
-    def _take(self, result: Any) -> None:
-        place, text = result["identifier"]
-        if place not in self.under_way:  # another text of the row has failed
+    def _on_result(self, result: Any) -> None:
+        index, text = result["identifier"]
+        if index not in self.in_flight:  # another text of the row has failed
             return
-        answer, jobs = self.under_way[place]
+        writer, jobs = self.in_flight[index]
         try:
-            piece = piece_of(result, answer.order)
+            delta = output_delta(result, writer.request)
         except Exception as error:
-            del self.under_way[place]
-            self._drop(jobs)
-            self._fail(place, error)
+            del self.in_flight[index]
+            self._cancel(jobs)
+            self._fail(index, error)
             return
-        if piece is None:
+        if delta is None:
             return
-        answer.push(text, piece)
-        if piece.end is not None:
-            self.progress.new_tokens += piece.end.new_tokens
-        if answer.done:
-            del self.under_way[place]
-            self.finished.append((place, self.wording.answered(place, self.rows.rows[place], answer)))
+        writer.push(text, delta)
+        if delta.finish is not None:
+            self.progress.new_tokens += delta.finish.new_tokens
+        if writer.done:
+            del self.in_flight[index]
+            self.finished.append((index, self.adapter.success_line(index, self.rows.rows[index], writer)))
 
-    def _fail(self, place: int, error: Exception) -> None:
-        """Answer a row with an error if the row is at fault; else the run is over."""
-        self.finished.append((place, self.wording.failed(place, self.rows.rows[place], error)))
+    def _fail(self, index: int, error: Exception) -> None:
+        """Answer a row with the error it caused; raises other errors."""
+        self.finished.append((index, self.adapter.error_line(index, self.rows.rows[index], error)))
         self.progress.errors += 1
 
     def _store(self) -> None:
         self.journal.add(self.finished)
         self.finished.clear()
         self.progress.done = len(self.journal.done)
-        self.told(self.progress)
+        self.on_progress(self.progress)
 
-    def _drop(self, jobs: list[Job]) -> None:
+    def _cancel(self, jobs: list[Job]) -> None:
         for job in jobs:
             self.generator.cancel(job)

@@ -21,8 +21,8 @@ from .model_options import MODEL_HELP, ModelOptions, with_model_options
 
 if TYPE_CHECKING:
     from exlm.batch import Journal, Progress, Rows
-    from exlm.scale import Shape
-    from exlm.serve import Listing
+    from exlm.scale import ClusterConfig
+    from exlm.serve import ModelSpec
 
 Input = Annotated[
     str, typer.Argument(metavar="IN.jsonl", help="Requests, one on each line, as for OpenAI's batches.")
@@ -54,21 +54,21 @@ def batch(
         _answer_locally(Path(source), Path(target), listing, console)
         return
 
-    def shape() -> Shape:
+    def shape() -> ClusterConfig:
         return cluster_shape(replicas, gpus, listing.device)
 
     batch_on_ray(source, target, listing, shape, _run_identity, _with_progress_bar, console)
 
 
-def _answer_locally(source: Path, target: Path, listing: Listing, console: Console) -> None:
+def _answer_locally(source: Path, target: Path, listing: ModelSpec, console: Console) -> None:
     """Answer a file on this machine."""
-    from exlm.batch import Journal, answers, read_rows, write_answers
+    from exlm.batch import Journal, is_answered, read_rows, write_answers
 
     rows = read_rows(source)
     journal_path = target.with_name(target.name + ".journal")
     if target.exists() and (not target.is_file() or target.samefile(source)):
         raise InputError(f"{target} is not a file to write answers to: name another.")
-    if target.exists() and not answers(target, rows, listing.name):
+    if target.exists() and not is_answered(target, rows, listing.name):
         raise InputError(f"{target} is there already, and holds something else: move it away.")
     if target.exists() and not journal_path.exists():
         console.print(f"{target} has every answer already. To run the batch again, delete it.")
@@ -82,24 +82,24 @@ def _answer_locally(source: Path, target: Path, listing: Listing, console: Conso
         journal.remove()
 
 
-def _run(listing: Listing, rows: Rows, journal: Journal, console: Console) -> None:
+def _run(listing: ModelSpec, rows: Rows, journal: Journal, console: Console) -> None:
     """Answer what is not answered yet."""
     from exlm.batch import run_rows
-    from exlm.serve import Host, load
+    from exlm.serve import ModelInfo, load
 
     loaded = load(listing, progress=not console.quiet)
     generator = exlm.Generator(loaded.model, loaded.cache, loaded.tokenizer, **loaded.options)
-    host = Host(
+    host = ModelInfo(
         name=listing.name,
         tokenizer=loaded.tokenizer,
-        length=generator.max_sequence_length(),
-        pair=generator.max_sequence_length(2),
-        vocab=loaded.model.config.vocab_size,
+        max_seq_len=generator.max_sequence_length(),
+        max_guided_len=generator.max_sequence_length(2),
+        vocab_size=loaded.model.config.vocab_size,
         loras=loaded.loras,
-        drafts=generator.num_draft_tokens > 0,
+        has_draft=generator.num_draft_tokens > 0,
     )
     _with_progress_bar(
-        rows, journal, console, lambda tell: run_rows(rows, journal, generator, host, told=tell)
+        rows, journal, console, lambda tell: run_rows(rows, journal, generator, host, on_progress=tell)
     )
 
 
@@ -137,10 +137,10 @@ def _throughput(progress: Progress, started: float) -> str:
     return f"{speed:.0f} tokens/s{errors}"
 
 
-def _run_identity(listing: Listing, rows: Rows) -> dict[str, Any]:
+def _run_identity(listing: ModelSpec, rows: Rows) -> dict[str, Any]:
     """What decides the answers, and therefore must not change between runs."""
     return {
-        "input": rows.digest,
+        "input": rows.sha256,
         "model": listing.path,
         "name": listing.name,
         "max_seq_len": listing.max_seq_len,

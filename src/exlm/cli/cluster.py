@@ -16,8 +16,8 @@ from exlm import InputError
 
 if TYPE_CHECKING:
     from exlm.batch import Progress, Rows
-    from exlm.scale import Shape
-    from exlm.serve import Bounds, Listing
+    from exlm.scale import ClusterConfig
+    from exlm.serve import Limits, ModelSpec
 
 Ray = Annotated[
     bool, typer.Option("--ray", help="On the Ray cluster that runs, else on one of this machine's own.")
@@ -48,20 +48,20 @@ def refuse_without_ray(
         raise InputError(f"{named}: only with --ray; without it one copy of the model runs, here.")
 
 
-def cluster_shape(replicas: str, gpus: float | None, device: str | None, **more: Any) -> Shape:
+def cluster_shape(replicas: str, gpus: float | None, device: str | None, **more: Any) -> ClusterConfig:
     """The cluster that was asked for; the machines' GPUs are looked at only if nobody says."""
-    from exlm.scale import Shape, need_ray
+    from exlm.scale import ClusterConfig, import_ray
 
     if gpus is None:
-        gpus = float(device != "cpu" and need_ray().cluster_resources().get("GPU", 0) > 0)
-    return Shape.of(replicas, gpus=gpus, tensor_parallel=max(1, int(gpus)), **more)
+        gpus = float(device != "cpu" and import_ray().cluster_resources().get("GPU", 0) > 0)
+    return ClusterConfig.from_replicas(replicas, gpus=gpus, tensor_parallel=max(1, int(gpus)), **more)
 
 
 def serve_on_ray(
-    listing: Listing,
+    listing: ModelSpec,
     keys: tuple[list[str], list[str]],
-    bounds: Bounds,
-    shape: Callable[[str | None], Shape],
+    bounds: Limits,
+    shape: Callable[[str | None], ClusterConfig],
     limits: tuple[int | None, frozenset[str] | None],
     where: tuple[str, int],
     announce: Callable[[tuple[str, int]], None],
@@ -70,15 +70,15 @@ def serve_on_ray(
 
     A cluster that was there keeps it: the command ends, and the same command later updates it.
     """
-    from exlm.scale import Service, Terms, cluster, deploy, need_ray
+    from exlm.scale import ServerConfig, Service, cluster, deploy, import_ray
     from exlm.serve import listen
 
-    need_ray("serve")
+    import_ray("serve")
     with cluster() as ours:
         if ours:
             with listen(*where) as free:  # a port that is taken is better known now
                 where = (where[0], free.getsockname()[1])
-        deploy(Service(listing, Terms(*keys, bounds), shape(listing.device), *limits), *where)
+        deploy(Service(listing, ServerConfig(*keys, bounds), shape(listing.device), *limits), *where)
         announce(where)
         if not ours:
             return
@@ -87,27 +87,35 @@ def serve_on_ray(
                 signal.signal(number, signal.default_int_handler)
             signal.pause()
         except KeyboardInterrupt:
-            need_ray("serve").shutdown()
+            import_ray("serve").shutdown()
 
 
 def batch_on_ray(
     source: str,
     target: str,
-    listing: Listing,
-    shape: Callable[[], Shape],
-    run_identity: Callable[[Listing, Rows], dict[str, Any]],
+    listing: ModelSpec,
+    shape: Callable[[], ClusterConfig],
+    run_identity: Callable[[ModelSpec, Rows], dict[str, Any]],
     with_progress_bar: Callable[..., None],
     console: Console,
 ) -> None:
     """Answer a file, a table or an object of a store, and write the answers to another."""
-    from exlm.batch import Journal, answers
-    from exlm.scale import answer_rows, cluster, exists, is_remote, need_ray, read_requests, write_answers_to
+    from exlm.batch import Journal, is_answered
+    from exlm.scale import (
+        cluster,
+        exists,
+        import_ray,
+        is_remote,
+        read_requests,
+        run_rows_on_ray,
+        write_answers_anywhere,
+    )
 
-    need_ray("data")
+    import_ray("data")
     rows = read_requests(source)
     journal_path = Path(f"{Path(target).name if is_remote(target) else target}.journal")
     if exists(target) and not journal_path.exists():
-        if is_remote(target) or not answers(Path(target), rows, listing.name):
+        if is_remote(target) or not is_answered(Path(target), rows, listing.name):
             raise InputError(f"{target} is there already: move it away.")
         console.print(f"{target} has every answer already. To run the batch again, delete it.")
         return
@@ -118,8 +126,8 @@ def batch_on_ray(
 
             def work(tell: Callable[[Progress], object]) -> None:
                 with cluster():
-                    answer_rows(rows, journal, listing, shape(), tell)
+                    run_rows_on_ray(rows, journal, listing, shape(), tell)
 
             with_progress_bar(rows, journal, console, work)
-        write_answers_to(target, journal, rows)
+        write_answers_anywhere(target, journal, rows)
         journal.remove()

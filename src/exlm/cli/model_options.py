@@ -18,7 +18,7 @@ import typer
 from exlm import InputError
 
 if TYPE_CHECKING:
-    from exlm.serve import Listing
+    from exlm.serve import ModelSpec
 
 MODEL_HELP = "A folder, a .gguf file or owner/name on the Hub; a small default model if left out."
 
@@ -49,18 +49,18 @@ class ModelOptions:
     draft: Annotated[str | None, typer.Option(help="A smaller model that guesses ahead, or ngram.")] = None
     max_batch_size: Annotated[int | None, typer.Option(min=1, help="Sequences that run at once.")] = None
 
-    def listing(self, model: str | None) -> Listing:
+    def listing(self, model: str | None) -> ModelSpec:
         """The model that was asked for, under its name."""
         named = self.name or ("default" if model is None else Path(model).name.removesuffix(".gguf"))
         return self.listing_of(
             named or "default", model, draft=self.draft, loras=parse_pairs("--lora", self.lora, "FOLDER")
         )
 
-    def listing_of(self, name: str, model: str | None, **more: Any) -> Listing:
+    def listing_of(self, name: str, model: str | None, **more: Any) -> ModelSpec:
         """Another model, loaded alike but for what is the first one's own: its draft and its adapters."""
-        from exlm.serve import Listing
+        from exlm.serve import ModelSpec
 
-        return Listing(
+        return ModelSpec(
             name,
             model,
             max_seq_len=self.max_seq_len,

@@ -82,9 +82,9 @@ def serve(
     others = [hosting.listing_of(name, path) for name, path in parse_pairs("--also", also, "MODEL").items()]
     if first.name in {listing.name for listing in others}:
         raise InputError(f"Two models are called {first.name!r}: name one of them with --name or --also.")
-    keyring = server.Keyring(_read_keys(api_key), _read_keys(admin_key))
+    keyring = server.ApiKeys(_read_keys(api_key), _read_keys(admin_key))
     sampling, reports = _parse_settings(setting), _make_folder(reports)
-    bounds = server.Bounds(body=max_body, tokens=max_tokens, requests=max_requests, sampling=sampling)
+    bounds = server.Limits(body=max_body, tokens=max_tokens, requests=max_requests, sampling=sampling)
     answered = None if keyring or host not in LOCAL else LOCAL
     if ray:
         if others:
@@ -105,7 +105,7 @@ def serve(
         engine.preload(first.name)
         server.serve(
             engine,
-            server.Options(keyring=keyring, bounds=bounds, hosts=answered),
+            server.Options(api_keys=keyring, limits=bounds, hosts=answered),
             opened,
             drain_seconds=drain_seconds,
             stall_seconds=stall_seconds or None,
@@ -146,9 +146,9 @@ def _parse_settings(given: list[str] | None) -> dict[str, Any]:
     """Sampler settings, their values as JSON."""
     from pydantic import ValidationError
 
-    from exlm.serve.problems import invalid
+    from exlm.serve.errors import validation_error
+    from exlm.serve.generation import SETTINGS
     from exlm.serve.schema import Sampling
-    from exlm.serve.translate import SETTINGS
 
     out: dict[str, Any] = {}
     for name, value in parse_pairs("--set", given, "VALUE").items():
@@ -163,7 +163,7 @@ def _parse_settings(given: list[str] | None) -> dict[str, Any]:
     try:
         return Sampling(**out).model_dump(exclude_none=True)
     except ValidationError as error:
-        raise InputError(f"--set {invalid(error.errors()).message}.") from None
+        raise InputError(f"--set {validation_error(error.errors()).message}.") from None
 
 
 def _make_folder(reports: Path | None) -> Path | None:

@@ -1,28 +1,52 @@
-"""Beyond one machine: the server and batches on a Ray cluster. Ray itself (`exlm[scale]`) is loaded late."""
+"""The server and batches on a Ray cluster, with several replicas of a model.
 
-from .affinity import Affinity, blocks_of
-from .bulk import answer_rows
-from .cluster import cluster, need_ray
-from .deploy import Service, application, bound, deploy, service_of
-from .replica import Terms
-from .shape import Shape
-from .tables import exists, is_remote, read_requests, write_answers_to
+`deploy` serves a `Service` with Ray Serve, behind an ingress that routes by prompt prefix; `run_rows_on_ray`
+runs a batch with Ray Data. Only `cli` may import this package; it imports `exlm`, `serve` and `batch`, and
+Ray itself (`exlm[scale]`) only when a function needs it.
+"""
+
+from typing import Any
+
+from .affinity import PrefixAffinity, prompt_blocks
+from .cluster import cluster, import_ray
+from .config import ClusterConfig, ServerConfig
+from .deploy import Service, application, bind_application, deploy, service_from_config
+from .ray_data import run_rows_on_ray
+from .storage import exists, is_remote, read_requests, write_answers_anywhere
 
 __all__ = [
-    "Affinity",
+    "ClusterConfig",
+    "PrefixAffinity",
+    "ServerConfig",
     "Service",
-    "Shape",
-    "Terms",
-    "answer_rows",
     "application",
-    "blocks_of",
-    "bound",
+    "bind_application",
     "cluster",
     "deploy",
     "exists",
+    "import_ray",
     "is_remote",
-    "need_ray",
+    "prompt_blocks",
     "read_requests",
-    "service_of",
-    "write_answers_to",
+    "run_rows_on_ray",
+    "service_from_config",
+    "write_answers_anywhere",
 ]
+
+NAMES_OF_0_1 = {
+    "Affinity": "PrefixAffinity",
+    "Shape": "ClusterConfig",
+    "Terms": "ServerConfig",
+    "answer_rows": "run_rows_on_ray",
+    "bound": "bind_application",
+    "need_ray": "import_ray",
+    "service_of": "service_from_config",
+    "write_answers_to": "write_answers_anywhere",
+}
+"""Public names of version 0.1 that still work, and what they are called now."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in NAMES_OF_0_1:
+        return globals()[NAMES_OF_0_1[name]]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The Ray cluster to work on: the one that is there, or one on this machine for as long as it is needed."""
+"""Connect to a running Ray cluster, or start one on this machine for the length of a block."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 from exlm import MissingExtra
 
-STORE = 256 << 20
-"""Bytes of shared memory of a cluster that is started here; what is more is kept on the disk."""
+OBJECT_STORE_BYTES = 256 << 20
+"""Size of the object store of a cluster started here; what exceeds it is spilled to disk."""
 
 LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
-"""Where a cluster of one machine is found; the first address of loopback Ray takes for the network's."""
+"""Address of a cluster started here; Ray replaces 127.0.0.1 by the network's address."""
 
 
-def need_ray(part: str = "") -> Any:
+def import_ray(part: str = "") -> Any:
     """The package `ray`, or a part of it: `data` or `serve`."""
     try:
         return import_module(f"ray.{part}" if part else "ray")
@@ -29,28 +29,28 @@ def need_ray(part: str = "") -> Any:
 
 @contextmanager
 def cluster() -> Iterator[bool]:
-    """Join the cluster that Ray finds (`RAY_ADDRESS`, or one that runs on this machine), or start one here.
+    """Connect to the cluster that Ray finds (`RAY_ADDRESS`, or on this machine), or start one here.
 
-    Whether it was started here; then it ends with the block.
+    Yields whether it was started here; such a cluster ends with the block.
     """
-    ray = need_ray()
+    ray = import_ray()
     if ray.is_initialized():
         yield False
         return
     try:
         ray.init(address="auto", log_to_driver=False, logging_level="warning")
-        ours = False
+        started = False
     except ConnectionError:
         ray.init(
-            object_store_memory=STORE,
+            object_store_memory=OBJECT_STORE_BYTES,
             include_dashboard=False,
             log_to_driver=False,
             logging_level="warning",
             _node_ip_address=LOOPBACK,
-            _system_config={"worker_niceness": 0},  # a server is no background work
+            _system_config={"worker_niceness": 0},  # no lower priority: this is a server
         )
-        ours = True
+        started = True
     try:
-        yield ours
+        yield started
     finally:
         ray.shutdown()

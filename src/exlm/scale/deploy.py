@@ -1,7 +1,7 @@
-"""The server on a cluster: two Ray Serve deployments, the front and the replicas behind it.
+"""The server on a cluster: two Ray Serve deployments, the ingress and the replicas behind it.
 
-Clients reach Ray Serve's own proxies, these the front, and the front a replica, which the prefix router
-chooses. What a request means is decided where it always is, in the application that every replica has.
+Clients reach Ray Serve's proxies, these the ingress, and the ingress a replica, which the prefix router
+chooses. Every replica has the whole application of `exlm.serve`.
 """
 
 from __future__ import annotations
@@ -11,134 +11,145 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from exlm import InputError
-from exlm.serve import Bounds, Listing
-from exlm.serve.guard import App, Message, Receive, Scope, Send
+from exlm.serve import Limits, ModelSpec
 
-from .cluster import need_ray
-from .front import Front, guarded
-from .replica import Asked, Replica, Terms
-from .shape import Shape, front_options, replica_options
+from .cluster import import_ray
+from .config import ClusterConfig, ServerConfig, ingress_options, replica_options
+from .ingress import Ingress, with_middleware
+from .replica import Replica, ReplicaRequest
 
-NAME = "exlm"
-"""The Ray Serve application. To deploy it again replaces the replicas one by one."""
+APPLICATION_NAME = "exlm"
+"""The Ray Serve application. Deploying it again replaces the replicas one by one."""
 
-SAID = frozenset(("path", "least", "most"))
-"""What a configuration file says in other words: `model` and `replicas`."""
+RENAMED_FIELDS = frozenset(("path", "least", "most"))
+"""Fields that have other keys in a configuration file: `model` and `replicas`."""
 
 
 @dataclass(frozen=True)
 class Service:
-    """All that a cluster serves, and how."""
+    """What a cluster serves, and how."""
 
-    listing: Listing
-    terms: Terms = field(default_factory=Terms)
-    shape: Shape = field(default_factory=Shape)
+    spec: ModelSpec
+    server: ServerConfig = field(default_factory=ServerConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     tenant_requests: int | None = None
-    """Requests of one key under way; None is any number. Several fronts have equal shares of it."""
+    """Concurrent requests of one key; None is any number. Several ingresses have equal shares of it."""
     hosts: frozenset[str] | None = None
-    """The names in `Host` that are answered; None is any."""
+    """The accepted names in `Host`; None accepts any."""
 
 
-class Served(Replica):
-    """A replica as Ray Serve has it."""
+class ReplicaDeployment(Replica):
+    """The Ray Serve deployment of a replica."""
 
-    def __init__(self, listing: Listing, terms: Terms, tensor_parallel: int) -> None:
+    def __init__(self, spec: ModelSpec, config: ServerConfig, tensor_parallel: int) -> None:
         from ray import serve
 
-        super().__init__(listing, terms, tensor_parallel, serve.get_replica_context().replica_id.unique_id)
+        super().__init__(spec, config, tensor_parallel, serve.get_replica_context().replica_id.unique_id)
 
 
-class Fronted:
-    """The front as Ray Serve has it: an HTTP request in, whatever a replica answers out."""
+class IngressDeployment:
+    """The Ray Serve deployment of the ingress."""
 
     def __init__(self, replicas: Any, service: Service) -> None:
         from ray.exceptions import ObjectLostError, RayActorError, WorkerCrashedError
 
         self._replicas = replicas.options(stream=True)
-        shape, most = service.shape, service.tenant_requests
-        front = Front(
+        limit = service.tenant_requests
+        ingress = Ingress(
             self._ask,
-            (RayActorError, WorkerCrashedError, ObjectLostError),  # the last, with a machine
-            service.terms.bounds.requests,
-            None if most is None else -(-most // shape.fronts),
-            len(service.terms.keys) + len(service.terms.admin_keys) > 1,
+            (RayActorError, WorkerCrashedError, ObjectLostError),  # the last if a machine is lost
+            service.server.limits.requests,
+            None if limit is None else -(-limit // service.cluster.fronts),
+            len(service.server.keys) + len(service.server.admin_keys) > 1,
         )
-        self._app = guarded(front, service.terms, service.hosts)
+        self._app = with_middleware(ingress, service.server, service.hosts)
 
     async def __call__(self, request: Any) -> Any:
-        """What Ray Serve calls: a response that is our application."""
-        return _relayed(self._app)
+        """Answer an HTTP request; Ray Serve calls the returned response as an ASGI application."""
+        return _AppResponse(self._app)
 
-    async def _ask(self, asked: Asked, blocks: Sequence[bytes]) -> AsyncGenerator[list[Message], None]:
-        answer = self._replicas.ask.remote(asked, blocks=blocks)
+    async def _ask(
+        self, request: ReplicaRequest, blocks: Sequence[bytes]
+    ) -> AsyncGenerator[list[Message], None]:
+        response = self._replicas.ask.remote(request, blocks=blocks)
         try:
-            async for messages in answer:
+            async for messages in response:
                 yield messages
         finally:
-            answer.cancel()
+            response.cancel()
 
 
-def _relayed(app: App) -> Any:
-    """A response that lets an application answer: Ray Serve sends responses as they are."""
-    from starlette.responses import Response
+class _AppResponse(Response):
+    """A response that lets an application answer."""
 
-    class Relayed(Response):
-        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-            await app(scope, receive, send)
+    def __init__(self, app: ASGIApp) -> None:
+        super().__init__()
+        self._app = app
 
-    return Relayed()
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
 
 
-def bound(service: Service) -> Any:
+def bind_application(service: Service) -> Any:
     """The application, for `serve.run`."""
-    serve = need_ray("serve")
-    shape = service.shape
-    replicas = serve.deployment(Served, name="Replica", **replica_options(shape)).bind(
-        service.listing, service.terms, shape.tensor_parallel
+    serve = import_ray("serve")
+    config = service.cluster
+    replicas = serve.deployment(ReplicaDeployment, name="Replica", **replica_options(config)).bind(
+        service.spec, service.server, config.tensor_parallel
     )
-    return serve.deployment(Fronted, name="Front", **front_options(shape)).bind(replicas, service)
+    ingress = serve.deployment(IngressDeployment, name="Front", **ingress_options(config))
+    return ingress.bind(replicas, service)
 
 
 def deploy(service: Service, host: str = "127.0.0.1", port: int = 5000) -> None:
-    """Serve on the cluster that is connected; returns when every replica is ready.
+    """Serve on the connected cluster; returns when every replica is ready.
 
-    An application that is there is updated: new replicas start, old ones finish what they have. `host` and
-    `port` are those of the first time.
+    A deployed application is updated: new replicas start, old ones finish their requests. `host` and `port`
+    stay those of the first deployment.
     """
-    serve = need_ray("serve")
+    serve = import_ray("serve")
     serve.start(http_options={"host": host, "port": port}, logging_config={"log_level": "WARNING"})
-    serve.run(bound(service), name=NAME, route_prefix="/")
+    serve.run(bind_application(service), name=APPLICATION_NAME, route_prefix="/")
 
 
-def application(wishes: Mapping[str, Any]) -> Any:
+def application(args: Mapping[str, Any]) -> Any:
     """The application for a Ray Serve configuration file: `import_path: exlm.scale:application`.
 
-    Wishes are the fields of `Listing`, `Shape` and `Bounds` by name, and `model` (its path), `replicas`
-    ("2..8"), `keys_file` and `tenant_requests`.
+    The arguments are the fields of `ModelSpec`, `ClusterConfig` and `Limits` by name, and `model` (its path),
+    `replicas` ("2..8"), `keys_file` and `tenant_requests`.
     """
-    return bound(service_of(wishes))
+    return bind_application(service_from_config(args))
 
 
-def service_of(wishes: Mapping[str, Any]) -> Service:
-    """A service from a configuration's names and values; an unknown name is an error."""
-    left = dict(wishes)
+def service_from_config(args: Mapping[str, Any]) -> Service:
+    """A service from the arguments of a configuration file; an unknown one is an error."""
+    left = dict(args)
     path = left.pop("model", None)
-    named = left.pop("name", None) or ("default" if path is None else Path(path).name.removesuffix(".gguf"))
+    name = left.pop("name", None) or ("default" if path is None else Path(path).name.removesuffix(".gguf"))
     keys: list[str] = []
-    if (place := left.pop("keys_file", None)) is not None:
-        keys = [line.strip() for line in Path(place).read_text(encoding="utf-8").splitlines() if line.strip()]
-    tenant = left.pop("tenant_requests", None)
+    if (keys_file := left.pop("keys_file", None)) is not None:
+        keys = [
+            line.strip() for line in Path(keys_file).read_text(encoding="utf-8").splitlines() if line.strip()
+        ]
+    tenant_requests = left.pop("tenant_requests", None)
     replicas = str(left.pop("replicas", 1))
     parts = [
-        {one.name: left.pop(one.name) for one in fields(kind) if one.name in left and one.name not in SAID}
-        for kind in (Listing, Shape, Bounds)
+        {
+            one.name: left.pop(one.name)
+            for one in fields(kind)
+            if one.name in left and one.name not in RENAMED_FIELDS
+        }
+        for kind in (ModelSpec, ClusterConfig, Limits)
     ]
     if left:
         raise InputError(f"There is no setting {sorted(left)[0]!r} for a service on Ray.")
     return Service(
-        Listing(named, path, **parts[0]),
-        Terms(keys, bounds=Bounds(**parts[2])),
-        Shape.of(replicas, **parts[1]),
-        tenant,
+        ModelSpec(name, path, **parts[0]),
+        ServerConfig(keys, limits=Limits(**parts[2])),
+        ClusterConfig.from_replicas(replicas, **parts[1]),
+        tenant_requests,
     )

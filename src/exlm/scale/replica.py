@@ -1,6 +1,7 @@
-"""One replica: the server of `exlm.serve` with its engine, asked in this process instead of through a socket.
+"""A replica: the application of `exlm.serve` with its engine, called in this process instead of over a
+socket.
 
-A plain class that knows nothing of Ray; `deploy` makes a deployment of it.
+It does not use Ray; `deploy` makes a Ray Serve deployment of it.
 """
 
 from __future__ import annotations
@@ -8,26 +9,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from starlette.types import Message
+
 from exlm import ExlmError
-from exlm.serve import Bounds, Engine, Keyring, Listing, Options, create_app
-from exlm.serve.guard import Message
+from exlm.serve import ApiKeys, Engine, ModelSpec, Options, create_app, load
 
-from .loading import loader
+from .config import ServerConfig
 
-AHEAD = 64
-"""Messages of an answer that wait to be fetched."""
+MAX_BUFFERED_MESSAGES = 64
+"""Messages of a response that may wait to be fetched."""
 
 
 class NotReady(ExlmError, RuntimeError):
-    """A replica gives no tokens."""
+    """A replica's engine makes no tokens."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A request as it travels to a replica."""
+class ReplicaRequest:
+    """An HTTP request as it is sent to a replica."""
 
     method: str
     path: str
@@ -36,7 +39,7 @@ class Asked:
     body: bytes = b""
 
     def scope(self) -> dict[str, Any]:
-        """The request as an ASGI application knows it."""
+        """The request's ASGI scope."""
         return {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -53,51 +56,43 @@ class Asked:
         }
 
 
-@dataclass(frozen=True)
-class Terms:
-    """What replicas and the front have to agree on: keys, bounds, and how soon a token must come."""
-
-    keys: Sequence[str] = ()
-    admin_keys: Sequence[str] = ()
-    bounds: Bounds = field(default_factory=Bounds)
-    ready_seconds: float = 10.0
-
-
 class Replica:
-    """A model at work. Whoever holds it asks it things and checks its health."""
+    """A loaded model with its server's application."""
 
     def __init__(
-        self, listing: Listing, terms: Terms, tensor_parallel: int = 1, name: str = "replica"
+        self, spec: ModelSpec, config: ServerConfig, tensor_parallel: int = 1, name: str = "replica"
     ) -> None:
-        """Load the model; `name` is shown to clients in a header."""
-        self._terms, self._name = terms, name
-        self._engine = Engine([listing], loader(tensor_parallel))
-        self._engine.preload(listing.name)
-        keyring = Keyring(terms.keys, terms.admin_keys)
-        self._app = create_app(self._engine, Options(keyring, terms.bounds, terms.ready_seconds))
-        self._life = contextlib.AsyncExitStack()
+        """Load the model; `name` is the value of the response header `x-exlm-replica`."""
+        self._config, self._name = config, name
+        self._engine = Engine([spec], partial(load, tensor_parallel=tensor_parallel))
+        self._engine.preload(spec.name)
+        api_keys = ApiKeys(config.keys, config.admin_keys)
+        self._app = create_app(self._engine, Options(api_keys, config.limits, config.ready_seconds))
+        self._lifespan = contextlib.AsyncExitStack()
         self._starting = asyncio.Lock()
         self._started = False
 
-    async def ask(self, asked: Asked, blocks: Sequence[bytes] = ()) -> AsyncIterator[list[Message]]:
-        """Answer a request with the messages that an ASGI application sends, a few at a time.
+    async def ask(
+        self, request: ReplicaRequest, blocks: Sequence[bytes] = ()
+    ) -> AsyncIterator[list[Message]]:
+        """Answer a request with the ASGI messages of its response, a few at a time.
 
-        `blocks` is for whoever routes the call.
+        `blocks` is not used here: the router reads it from the call.
         """
         await self._start()
-        outbox: asyncio.Queue[Message | None] = asyncio.Queue(AHEAD)
-        gone = asyncio.Event()
-        inbox: list[Message] = [{"type": "http.request", "body": asked.body, "more_body": False}]
+        outbox: asyncio.Queue[Message | None] = asyncio.Queue(MAX_BUFFERED_MESSAGES)
+        disconnected = asyncio.Event()
+        inbox: list[Message] = [{"type": "http.request", "body": request.body, "more_body": False}]
 
         async def receive() -> Message:
             if inbox:
                 return inbox.pop()
-            await gone.wait()
+            await disconnected.wait()
             return {"type": "http.disconnect"}
 
         async def work() -> None:
             try:
-                await self._app(asked.scope(), receive, outbox.put)
+                await self._app(request.scope(), receive, outbox.put)
             finally:
                 await outbox.put(None)
 
@@ -112,24 +107,24 @@ class Replica:
                 yield messages
                 if messages[-1]["type"] == "http.response.body" and not messages[-1].get("more_body"):
                     break
-            gone.set()
+            disconnected.set()
             await task
         finally:
-            gone.set()
+            disconnected.set()
             task.cancel()
 
     async def check_health(self) -> None:
-        """Raise unless the engine makes a token in time."""
+        """Raise NotReady unless the engine makes a token in time."""
         await self._start()
-        if not await self._engine.find(None).ready(self._terms.ready_seconds):
-            raise NotReady(f"No token came within {self._terms.ready_seconds} s.")
+        if not await self._engine.find(None).is_ready(self._config.ready_seconds):
+            raise NotReady(f"No token came within {self._config.ready_seconds} s.")
 
     async def close(self) -> None:
-        """Drop what runs and give the memory back."""
-        await self._life.aclose()
+        """Cancel all requests and free the memory."""
+        await self._lifespan.aclose()
 
     async def _start(self) -> None:
         async with self._starting:
             if not self._started:
-                await self._life.enter_async_context(self._app.router.lifespan_context(self._app))
+                await self._lifespan.enter_async_context(self._app.router.lifespan_context(self._app))
                 self._started = True

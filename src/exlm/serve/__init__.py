@@ -1,4 +1,12 @@
-"""The server: the OpenAI API over `exlm.AsyncGenerator`. It needs the packages of `exlm[server]`."""
+"""The HTTP server: the OpenAI API over `exlm.AsyncGenerator`.
+
+It takes models by name (`ModelSpec`) and gives an application (`create_app`) or a running server (`serve`); a
+request becomes a `GenerationRequest`, the engine runs it, and a dialect's writer turns its output into the
+response. `batch`, `scale` and `cli` may import it; it imports only the public `exlm`, and needs the packages
+of `exlm[server]`.
+"""
+
+from typing import Any
 
 from exlm import MissingExtra
 
@@ -12,37 +20,59 @@ except ImportError as error:
         "pip install 'exlm[server]'"
     ) from None
 
-from .answer import Answer, piece_of
 from .app import Options, create_app
 from .engine import Engine
-from .hosting import Listing, Loaded, load
-from .keys import Keyring
-from .limits import Bounds
-from .problems import Problem, problem_of
-from .running import listen, serve
+from .errors import APIError, to_api_error
+from .generation import GenerationRequest, ModelInfo
+from .health import Watchdog
+from .limits import Limits
+from .middleware import ApiKeys
+from .models import GeneratorParts, ModelSpec, load
+from .openai import response_writer, to_generation_request
+from .responses import output_delta
 from .schema import ChatRequest, CompletionRequest
-from .translate import Host, Order, order_of
-from .watchdog import Watchdog
+from .server import listen, serve
 
 __all__ = [
-    "Answer",
-    "Bounds",
+    "APIError",
+    "ApiKeys",
     "ChatRequest",
     "CompletionRequest",
     "Engine",
-    "Host",
-    "Keyring",
-    "Listing",
-    "Loaded",
+    "GenerationRequest",
+    "GeneratorParts",
+    "Limits",
+    "ModelInfo",
+    "ModelSpec",
     "Options",
-    "Order",
-    "Problem",
     "Watchdog",
     "create_app",
     "listen",
     "load",
-    "order_of",
-    "piece_of",
-    "problem_of",
+    "output_delta",
+    "response_writer",
     "serve",
+    "to_api_error",
+    "to_generation_request",
 ]
+
+NAMES_OF_0_1 = {
+    "Answer": "response_writer",
+    "Bounds": "Limits",
+    "Host": "ModelInfo",
+    "Keyring": "ApiKeys",
+    "Listing": "ModelSpec",
+    "Loaded": "GeneratorParts",
+    "Order": "GenerationRequest",
+    "Problem": "APIError",
+    "order_of": "to_generation_request",
+    "piece_of": "output_delta",
+    "problem_of": "to_api_error",
+}
+"""Public names of version 0.1 that still work, and what they are called now."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in NAMES_OF_0_1:
+        return globals()[NAMES_OF_0_1[name]]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,4 @@
-"""The routes. `create_app` joins an engine and its limits into an application; nothing is global.
-
-A route checks who asks, has its request translated, and hands on what comes back. The thinking is elsewhere.
-"""
+"""The application: `create_app` joins an engine, its limits and the routes. Nothing is global."""
 
 from __future__ import annotations
 
@@ -11,31 +8,27 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
 
 from exlm import ExlmError, __version__
 
-from .answering import Answering
-from .body import LargeBodies, body_as
-from .description import Described, streamed, taking
+from . import openai
+from .body import LargeBodyThread
 from .engine import Engine
-from .events import ClientGone, JsonReply
-from .guard import Guard, Scope
-from .keys import Caller, Keyring
-from .limits import Bounds
-from .manual import page
-from .metrics import Metrics
-from .problems import Problem, invalid, problem_of
-from .replies import (
-    ChatChunk,
-    ChatReply,
-    CompletionReply,
+from .errors import APIError, to_api_error, validation_error
+from .handlers import RequestHandlers, caller_of, parse_body
+from .limits import Limits
+from .metrics import Metrics, engine_state
+from .middleware import ApiKeys, RequestMiddleware
+from .openapi import AppWithSchemas, docs_page, event_stream_of, request_body_of
+from .response_schema import (
     DetokenizeReply,
     ErrorReply,
     HealthReply,
@@ -44,30 +37,22 @@ from .replies import (
     StateReply,
     TokenizeReply,
 )
-from .schema import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    EmbeddingsRequest,
-    ModelRequest,
-    TokenizeRequest,
-    web_panel_script,
-)
-from .state import state_of
+from .schema import DetokenizeRequest, EmbeddingsRequest, ModelRequest, TokenizeRequest, web_panel_script
+from .sse import ClientDisconnected, JsonResponse
 
 WEB = Path(__file__).with_name("web")
-ERRORS: dict[int | str, dict[str, Any]] = {
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorReply}
     for status in (400, 401, 403, 404, 405, 408, 413, 415, 422, 429, 431, 500, 501, 503)
 }
-PAGE_TYPES = {
+STATIC_CONTENT_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-"""Said here, since machines disagree about them and browsers refuse scripts of another type."""
-PAGE_HEADERS = {
+"""Fixed here because operating systems differ, and browsers refuse scripts of another type."""
+STATIC_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'",
@@ -76,221 +61,212 @@ PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 PANEL_SCRIPT = "sampler_settings.js"
-"""The one script that is no file: it is written from the table of the sampler's settings."""
-GONE = 499
-"""The status of a reply that nobody reads."""
-
-AskedChat = Annotated[ChatRequest, Depends(body_as(ChatRequest))]
-AskedCompletion = Annotated[CompletionRequest, Depends(body_as(CompletionRequest))]
-AskedEmbeddings = Annotated[EmbeddingsRequest, Depends(body_as(EmbeddingsRequest))]
-AskedTokens = Annotated[TokenizeRequest, Depends(body_as(TokenizeRequest))]
-AskedText = Annotated[DetokenizeRequest, Depends(body_as(DetokenizeRequest))]
-AskedModel = Annotated[ModelRequest, Depends(body_as(ModelRequest))]
+"""The one script without a file: it is generated from the table of the sampler's settings."""
+CLIENT_CLOSED_REQUEST = 499
+"""The status, in metrics, of a response whose client disconnected before it."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Options:
-    """How a server behaves, besides its models."""
+    """How a server behaves, apart from its models."""
 
-    keyring: Keyring = field(default_factory=Keyring)
-    bounds: Bounds = field(default_factory=Bounds)
+    api_keys: ApiKeys = field(default_factory=ApiKeys)
+    limits: Limits = field(default_factory=Limits)
     ready_seconds: float = 5.0
-    """How soon a token must come for the server to count as ready."""
+    """The server is ready if the engine makes a token within this time."""
     hosts: frozenset[str] | None = None
-    """The names in `Host` that are answered; None is any. A web page elsewhere can reach a local server only
-    under a name of its own."""
+    """The accepted names in `Host`; None accepts any. Prevents DNS rebinding: a web page elsewhere can reach
+    a local server only under a name of its own."""
     web: Path = WEB
-    """A folder whose index.html, if there is one, is shown at `/`."""
+    """A folder of static files, served at `/` if it has an index.html."""
 
 
 def create_app(engine: Engine, options: Options | None = None) -> FastAPI:
-    """A server for an engine, which it starts and closes."""
+    """An application for an engine, which it starts and closes."""
     options = options or Options()
     metrics = Metrics(engine)
-    threads = LargeBodies()
-    answering = Answering(engine, options.bounds, metrics, threads, shared=len(options.keyring) > 1)
+    large_bodies = LargeBodyThread()
+    shared = len(options.api_keys) > 1
+    handlers = RequestHandlers(engine, options.limits, metrics, large_bodies, shared)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
-            stack.callback(threads.close)
-            stack.callback(answering.close)
+            stack.callback(large_bodies.close)
+            stack.callback(handlers.close)
             stack.push_async_callback(engine.close)
             await engine.start()
             yield
 
-    app = Described(
+    app = AppWithSchemas(
         title="exlm",
         version=__version__,
         lifespan=lifespan,
-        responses=ERRORS,
+        responses=ERROR_RESPONSES,
         separate_input_output_schemas=False,
-        docs_url=None,  # the library's own pages are scripts of other servers
+        docs_url=None,  # FastAPI's own pages load scripts from other servers
         redoc_url=None,
     )
     app.add_middleware(
-        Guard,
-        keyring=options.keyring,
-        bounds=options.bounds,
-        counted=metrics.count_reply,
+        RequestMiddleware,
+        api_keys=options.api_keys,
+        limits=options.limits,
+        on_response=metrics.count_response,
         hosts=options.hosts,
-        threads=threads,
+        large_bodies=large_bodies,
     )
-    _add_problems(app)
-    _add_generation(app, answering)
-    _add_texts(app, answering)
-    _add_models(app, engine)
-    _add_health(app, engine, metrics, options)
-    _add_state(app, engine, answering, options)
-    _add_manual(app)
+    _add_error_handlers(app)
+    _add_generation_routes(app, handlers)
+    _add_tokenizer_routes(app, handlers)
+    _add_model_routes(app, engine)
+    _add_health_routes(app, engine, metrics, options)
+    _add_state_route(app, engine, handlers, options)
+    _add_docs_page(app)
     if (options.web / "index.html").is_file():
-        app.mount("/", Pages(directory=options.web, html=True), name="web")
+        app.mount("/", WebFiles(directory=options.web, html=True), name="web")
     return app
 
 
-class Pages(StaticFiles):
-    """The files of a page that may run its own scripts, ask its own server, and nothing else."""
+class WebFiles(StaticFiles):
+    """Static files whose headers allow a page only its own scripts and its own server."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
-        """A file, with what browsers must know about it."""
+        """A file with these headers and its content type."""
         if path == PANEL_SCRIPT:
             response = Response(web_panel_script())
         else:
             response = await super().get_response(path, scope)
-        response.headers.update(PAGE_HEADERS)
-        kind = PAGE_TYPES.get(Path(path if path != "." else "index.html").suffix)
+        response.headers.update(STATIC_HEADERS)
+        kind = STATIC_CONTENT_TYPES.get(Path(path if path != "." else "index.html").suffix)
         if kind is not None and response.status_code == 200:
             response.headers["Content-Type"] = kind
         return response
 
 
-def _add_problems(app: FastAPI) -> None:
-    """Every error becomes an error object."""
+def _add_error_handlers(app: FastAPI) -> None:
+    """Answer every exception with an error object."""
 
-    async def told(_: Request, error: Exception) -> Response:
-        problem = problem_of(error)
-        if problem.status == 500:
+    async def send_error(_: Request, error: Exception) -> Response:
+        api_error = to_api_error(error)
+        if api_error.status == 500:
             log.error("%s: %s", type(error).__name__, error)
-        return JsonReply(problem.body, problem.status, headers=problem.headers)
+        return JsonResponse(api_error.body, api_error.status, headers=api_error.headers)
 
-    async def unread(_: Request, error: Exception) -> Response:
+    async def send_validation_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return await told(_, invalid(error.errors()))
+        return await send_error(request, validation_error(error.errors()))
 
-    async def routed(request: Request, error: Exception) -> Response:
+    async def send_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        problem = Problem(error.status_code, str(error.detail), headers=error.headers or {})
-        return await told(request, _unrouted(request) if error.status_code in (404, 405) else problem)
+        api_error = APIError(error.status_code, str(error.detail), headers=error.headers or {})
+        return await send_error(
+            request, _routing_error(request) if error.status_code in (404, 405) else api_error
+        )
 
-    async def unheard(_: Request, error: Exception) -> Response:
-        return Response(status_code=GONE)
+    async def send_nothing(_: Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
 
-    app.add_exception_handler(Problem, told)
-    app.add_exception_handler(ExlmError, told)
-    app.add_exception_handler(Exception, told)
-    app.add_exception_handler(RequestValidationError, unread)
-    app.add_exception_handler(HTTPException, routed)
-    app.add_exception_handler(ClientGone, unheard)
+    app.add_exception_handler(APIError, send_error)
+    app.add_exception_handler(ExlmError, send_error)
+    app.add_exception_handler(Exception, send_error)
+    app.add_exception_handler(RequestValidationError, send_validation_error)
+    app.add_exception_handler(HTTPException, send_http_error)
+    app.add_exception_handler(ClientDisconnected, send_nothing)
 
 
-def _add_generation(app: FastAPI, answering: Answering) -> None:
-    @app.post(
-        "/v1/chat/completions",
-        response_model=ChatReply,
-        responses=streamed(ChatChunk),
-        openapi_extra=taking(ChatRequest),
-    )
-    async def chat(request: Request, asked: AskedChat) -> Response:
-        """Answer a conversation, at once or as a stream of events."""
-        return await answering.reply(request, asked, _caller(request).salt)
-
-    @app.post(
-        "/v1/completions",
-        response_model=CompletionReply,
-        responses=streamed(CompletionReply),
-        openapi_extra=taking(CompletionRequest),
-    )
-    async def complete(request: Request, asked: AskedCompletion) -> Response:
-        """Continue a text, or several."""
-        return await answering.reply(request, asked, _caller(request).salt)
+def _add_generation_routes(app: FastAPI, handlers: RequestHandlers) -> None:
+    for endpoint in openai.ENDPOINTS:
+        app.add_api_route(
+            endpoint.path,
+            handlers.generation_route(endpoint),
+            methods=["POST"],
+            name=endpoint.name,
+            description=endpoint.description,
+            response_model=endpoint.response_type,
+            responses=event_stream_of(endpoint.event_type),
+            openapi_extra=request_body_of(endpoint.request_type),
+        )
 
     @app.post(
         "/v1/embeddings",
         response_model=ErrorReply,
         status_code=501,
-        openapi_extra=taking(EmbeddingsRequest),
+        openapi_extra=request_body_of(EmbeddingsRequest),
     )
-    async def embed(asked: AskedEmbeddings) -> Response:
+    async def embed(request: Request) -> Response:
         """Refused: the models served here generate text and have no embeddings to give."""
-        raise Problem(501, "Embeddings are not supported: the models served here generate text.")
+        await parse_body(request, EmbeddingsRequest)
+        raise APIError(501, "Embeddings are not supported: the models served here generate text.")
 
 
-def _add_texts(app: FastAPI, answering: Answering) -> None:
-    @app.post("/tokenize", response_model=TokenizeReply, openapi_extra=taking(TokenizeRequest))
-    async def tokenize(request: Request, asked: AskedTokens) -> Response:
-        """The tokens of a text or of a conversation."""
-        return JsonReply(await answering.tokenized(request, asked, _caller(request).salt))
-
-    @app.post("/detokenize", response_model=DetokenizeReply, openapi_extra=taking(DetokenizeRequest))
-    async def detokenize(request: Request, asked: AskedText) -> Response:
-        """The text of tokens."""
-        return JsonReply(await answering.detokenized(request, asked, _caller(request).salt))
+def _add_tokenizer_routes(app: FastAPI, handlers: RequestHandlers) -> None:
+    app.post("/tokenize", response_model=TokenizeReply, openapi_extra=request_body_of(TokenizeRequest))(
+        handlers.tokenize
+    )
+    app.post("/detokenize", response_model=DetokenizeReply, openapi_extra=request_body_of(DetokenizeRequest))(
+        handlers.detokenize
+    )
 
 
-def _add_models(app: FastAPI, engine: Engine) -> None:
-    def card(name: str) -> dict[str, Any]:
-        hosted = engine.hosted.get(name)
+def _add_model_routes(app: FastAPI, engine: Engine) -> None:
+    def card(name: str) -> ModelCard:
+        loaded = engine.models.get(name)
         return {
             "id": name,
             "object": "model",
             "created": engine.started,
             "owned_by": "exlm",
-            "loaded": hosted is not None,
-            "max_model_len": None if hosted is None else hosted.host.length,
-            "loras": sorted(engine.listings[name].loras),
+            "loaded": loaded is not None,
+            "max_model_len": None if loaded is None else loaded.info.max_seq_len,
+            "loras": sorted(engine.specs[name].loras),
         }
 
     @app.get("/v1/models", response_model=ModelList)
     async def models() -> Response:
         """Every registered model, loaded or not."""
-        return JsonReply({"object": "list", "data": [card(name) for name in engine.listings]})
+        reply: ModelList = {"object": "list", "data": [card(name) for name in engine.specs]}
+        return JsonResponse(reply)
 
     @app.get("/v1/models/{name:path}", response_model=ModelCard)
     async def model(name: str) -> Response:
         """One registered model."""
-        if name not in engine.listings:
-            raise Problem(404, f"No model is called {name[:200]!r}.", param="model", code="model_not_found")
-        return JsonReply(card(name))
+        if name not in engine.specs:
+            raise APIError(404, f"No model is called {name[:200]!r}.", param="model", code="model_not_found")
+        return JsonResponse(card(name))
 
-    @app.post("/v1/admin/models/load", response_model=ModelCard, openapi_extra=taking(ModelRequest))
-    async def load(request: Request, asked: AskedModel) -> Response:
+    @app.post("/v1/admin/models/load", response_model=ModelCard, openapi_extra=request_body_of(ModelRequest))
+    async def load(request: Request) -> Response:
         """Load a registered model; for admins."""
+        body = await parse_body(request, ModelRequest)
         _check_admin(request)
-        await asyncio.shield(engine.load(asked.model))
-        return JsonReply(card(asked.model))
+        await asyncio.shield(engine.load(body.model))
+        return JsonResponse(card(body.model))
 
-    @app.post("/v1/admin/models/unload", response_model=ModelCard, openapi_extra=taking(ModelRequest))
-    async def unload(request: Request, asked: AskedModel) -> Response:
+    @app.post(
+        "/v1/admin/models/unload", response_model=ModelCard, openapi_extra=request_body_of(ModelRequest)
+    )
+    async def unload(request: Request) -> Response:
         """Unload a registered model, once the requests it has are answered or out of time; for admins."""
+        body = await parse_body(request, ModelRequest)
         _check_admin(request)
-        await asyncio.shield(engine.unload(asked.model))
-        return JsonReply(card(asked.model))
+        await asyncio.shield(engine.unload(body.model))
+        return JsonResponse(card(body.model))
 
 
-def _add_health(app: FastAPI, engine: Engine, metrics: Metrics, options: Options) -> None:
+def _add_health_routes(app: FastAPI, engine: Engine, metrics: Metrics, options: Options) -> None:
     @app.get("/health/live", response_model=HealthReply)
     async def live() -> Response:
         """Whether the process answers at all; needs no key."""
-        return JsonReply({"status": "alive"})
+        return JsonResponse({"status": "alive"})
 
     @app.get("/health/ready", response_model=HealthReply)
     async def ready() -> Response:
         """Whether the engine makes tokens: one has to come out of the scheduler in time."""
-        if not await engine.find(None).ready(options.ready_seconds):
-            raise Problem(503, f"No token came within {options.ready_seconds} s.", code="not_ready")
-        return JsonReply({"status": "ready"})
+        if not await engine.find(None).is_ready(options.ready_seconds):
+            raise APIError(503, f"No token came within {options.ready_seconds} s.", code="not_ready")
+        return JsonResponse({"status": "ready"})
 
     @app.get("/metrics", response_class=Response)
     async def numbers() -> Response:
@@ -298,40 +274,35 @@ def _add_health(app: FastAPI, engine: Engine, metrics: Metrics, options: Options
         return Response(metrics.text(), media_type=metrics.content_type)
 
 
-def _add_state(app: FastAPI, engine: Engine, answering: Answering, options: Options) -> None:
+def _add_state_route(app: FastAPI, engine: Engine, handlers: RequestHandlers, options: Options) -> None:
     @app.get("/v1/internal/state", response_model=StateReply)
     async def state(request: Request) -> Response:
         """A live look at cache pages, queue and batch; where there are keys, for admins."""
-        if options.keyring:
+        if options.api_keys:
             _check_admin(request)
-        return JsonReply(state_of(engine, answering.gate))
+        return JsonResponse(engine_state(engine, handlers.limiter))
 
 
-def _add_manual(app: FastAPI) -> None:
+def _add_docs_page(app: FastAPI) -> None:
     @app.get("/docs", include_in_schema=False)
-    async def manual() -> Response:
-        """What there is to ask, for people."""
-        return Response(page(app.openapi()), media_type="text/html", headers=PAGE_HEADERS)
+    async def docs() -> Response:
+        """The API's description as a page for people."""
+        return Response(docs_page(app.openapi()), media_type="text/html", headers=STATIC_HEADERS)
 
 
-def _unrouted(request: Request) -> Problem:
-    """There is no such route, or not with this method; the pages, mounted at `/`, cannot tell which."""
+def _routing_error(request: Request) -> APIError:
+    """404, or 405 with the methods that the path allows: the files mounted at `/` match every path."""
     path, routes = request.url.path, request.app.routes
-    fitting = [
+    matching = [
         one for one in routes if isinstance(one, Route) and one.matches(request.scope)[0] != Match.NONE
     ]
-    methods = sorted({method for one in fitting for method in one.methods or ()})
+    methods = sorted({method for one in matching for method in one.methods or ()})
     if not methods or request.method in methods:
-        return Problem(404, f"There is no {path[:200]} here; /docs lists what there is.")
+        return APIError(404, f"There is no {path[:200]} here; /docs lists what there is.")
     allowed = ", ".join(methods)
-    return Problem(405, f"{path} takes {allowed}, not {request.method}.", headers={"Allow": allowed})
-
-
-def _caller(request: Request) -> Caller:
-    caller: Caller = request.state.caller
-    return caller
+    return APIError(405, f"{path} takes {allowed}, not {request.method}.", headers={"Allow": allowed})
 
 
 def _check_admin(request: Request) -> None:
-    if not _caller(request).admin:
-        raise Problem(403, "This needs an admin key; the server takes those it was started with.")
+    if not caller_of(request).admin:
+        raise APIError(403, "This needs an admin key; the server takes those it was started with.")

@@ -1,7 +1,8 @@
-"""One connection of the server, watched: whoever sends nothing, or reads nothing, does not keep it for ever.
+"""One HTTP/1.1 connection, with timeouts for clients that send no headers or read no response.
 
-What a request's body may take is `guard`'s business; here it is the headers, the rest of a body that was
-refused, and answers that nobody takes. A connection that is cut off counts as a client that left.
+uvicorn has no such timeouts, so its h11 protocol is subclassed. `middleware` bounds the time for a request's
+body; here it is the headers, the rest of a refused body, and unread responses. A connection that is closed
+here looks to the application like a client that disconnected.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ from typing import Any, TypeAlias
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .limits import Bounds
-from .problems import Problem
+from .errors import APIError
+from .limits import Limits
 
 Event: TypeAlias = h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]
 
 FREE_CHUNKS = 1024
-"""Chunks of a body of which nothing is asked."""
-CHUNK_BYTES = 256
-"""How much the others must hold on average: to parse one byte as a chunk takes as long as thousands."""
+"""Chunks of a body before `MIN_MEAN_CHUNK_BYTES` applies."""
+MIN_MEAN_CHUNK_BYTES = 256
+"""Bytes that further chunks must have on average: parsing a chunk of one byte takes as long as thousands."""
 
 
-class _Parser(h11.Connection):
-    """The library's parser, which refuses bodies in very many very small chunks."""
+class _ChunkLimitedParser(h11.Connection):
+    """h11's parser, which also refuses bodies of very many very small chunks."""
 
     def __init__(self, longest: int) -> None:
         super().__init__(h11.SERVER, longest)
@@ -39,75 +40,77 @@ class _Parser(h11.Connection):
         elif isinstance(event, h11.Data):
             self._chunks += event.chunk_start
             self._bytes += len(event.data)
-            if self._chunks > FREE_CHUNKS + self._bytes // CHUNK_BYTES:
+            if self._chunks > FREE_CHUNKS + self._bytes // MIN_MEAN_CHUNK_BYTES:
                 raise h11.RemoteProtocolError("too many small chunks")
         return event
 
 
 class Connection(H11Protocol):
-    """Closed when the client is too slow, or sends what is not HTTP."""
+    """Closes when the client is too slow or does not send HTTP."""
 
-    def __init__(self, *arguments: Any, bounds: Bounds, **options: Any) -> None:
-        """The further arguments are the library's own."""
+    def __init__(self, *arguments: Any, limits: Limits, **options: Any) -> None:
+        """The other arguments are those of uvicorn."""
         super().__init__(*arguments, **options)
-        self.conn = _Parser(self.config.h11_max_incomplete_event_size or bounds.headers)
-        self._seconds = bounds.header_seconds
-        self._asking = _Clock(self.loop, bounds.header_seconds, self._give_up)
-        self._taking = _Clock(self.loop, bounds.read_seconds, lambda: self.transport.abort())
+        self.conn = _ChunkLimitedParser(self.config.h11_max_incomplete_event_size or limits.headers)
+        self._seconds = limits.header_seconds
+        self._header_timer = _Timer(self.loop, limits.header_seconds, self._on_header_timeout)
+        self._write_timer = _Timer(self.loop, limits.read_seconds, lambda: self.transport.abort())
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client came; its headers are awaited from now on."""
+        """Start the timer for the first request's headers."""
         super().connection_made(transport)
-        self._watch()
+        self._update_header_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It left."""
+        """Stop the timers."""
         super().connection_lost(exc)
-        self._asking.stop()
-        self._taking.stop()
+        self._header_timer.stop()
+        self._write_timer.stop()
 
     def data_received(self, data: bytes) -> None:
-        """It sent something."""
+        """Parse what the client sent."""
         super().data_received(data)
-        self._watch()
+        self._update_header_timer()
 
     def on_response_complete(self) -> None:
-        """It was answered, and may ask again."""
+        """Start the timer for the next request's headers."""
         super().on_response_complete()
-        self._watch()
+        self._update_header_timer()
 
     def pause_writing(self) -> None:
-        """It does not take what is sent."""
+        """The send buffer is full: start the timer for reading the response."""
         super().pause_writing()
-        self._taking.start()
+        self._write_timer.start()
 
     def resume_writing(self) -> None:
-        """It does again."""
+        """The client has read some of the response."""
         super().resume_writing()
-        self._taking.stop()
+        self._write_timer.stop()
 
     def send_400_response(self, msg: str) -> None:
-        """Say that this is not HTTP, if no answer has begun, and close: what follows may be anything."""
+        """Refuse what is not HTTP, unless a response has begun, and close: the framing is lost."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            problem = Problem(400, "This is no valid HTTP/1.1 request, or it has too many small chunks.")
-            self._say("400 Bad Request", problem)
+            problem = APIError(400, "This is no valid HTTP/1.1 request, or it has too many small chunks.")
+            self._write_error("400 Bad Request", problem)
         self.transport.close()
 
-    def _watch(self) -> None:
-        """Let the clock run while no request is being answered; a byte now and then does not set it back."""
+    def _update_header_timer(self) -> None:
+        """Run the timer while no request is being answered; single bytes do not reset it."""
         if self.cycle is not None and not self.cycle.response_complete:
-            self._asking.stop()
+            self._header_timer.stop()
         elif not self.transport.is_closing():
-            self._asking.start()
+            self._header_timer.start()
 
-    def _give_up(self) -> None:
-        """Say why, if the client has begun to ask, and close."""
+    def _on_header_timeout(self) -> None:
+        """Answer 408 if the client has sent part of a request, and close."""
         if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
-            self._say("408 Request Timeout", Problem(408, f"The headers took longer than {self._seconds} s."))
+            self._write_error(
+                "408 Request Timeout", APIError(408, f"The headers took longer than {self._seconds} s.")
+            )
         self.transport.close()
 
-    def _say(self, status: str, problem: Problem) -> None:
-        """Answer without a request."""
+    def _write_error(self, status: str, problem: APIError) -> None:
+        """Write an error response without an application."""
         body = json.dumps(problem.body)
         self.transport.write(
             f"HTTP/1.1 {status}\r\nConnection: close\r\nContent-Type: application/json\r\n"
@@ -115,20 +118,20 @@ class Connection(H11Protocol):
         )
 
 
-class _Clock:
-    """Calls an action once it has run for so many seconds."""
+class _Timer:
+    """Calls an action after it has run for `seconds`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float, action: Callable[[], object]) -> None:
         self._loop, self._seconds, self._action = loop, seconds, action
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Run; nothing if it does."""
+        """Start, unless it is running."""
         if self._timer is None:
             self._timer = self._loop.call_later(self._seconds, self._action)
 
     def stop(self) -> None:
-        """Begin anew the next time."""
+        """Stop, and start from zero the next time."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

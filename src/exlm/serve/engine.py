@@ -1,7 +1,7 @@
-"""The owner of models and generators: registered names in, pieces of text out.
+"""The engine: loaded models, each with its generator, and the streams of their requests' output.
 
-It runs orders and knows nothing of HTTP. A `Hosted` is one loaded model with its generator; the `Engine` has
-those that are loaded and can load the others by name.
+An `Engine` has the models that are loaded and can load others by name. A `LoadedModel` takes a
+`GenerationRequest` and gives a `RequestStream` of `OutputDelta`s. Nothing here knows HTTP.
 """
 
 from __future__ import annotations
@@ -17,177 +17,178 @@ import torch
 
 from exlm import AsyncGenerator, AsyncJob, ExlmError, Settings
 
-from .answer import Piece, piece_of
-from .hosting import Listing, Loaded, load
-from .problems import Problem
-from .pulse import Pulse
-from .translate import Host, Order
+from .errors import APIError
+from .generation import GenerationRequest, ModelInfo
+from .health import TICK_SECONDS, Activity
+from .models import GeneratorParts, ModelSpec, load
+from .responses import OutputDelta, output_delta
 
-Loader: TypeAlias = Callable[[Listing], Loaded]
+Loader: TypeAlias = Callable[[ModelSpec], GeneratorParts]
 
 log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 10.0
-DRAIN_STEP = 0.02
-TICK_SECONDS = 0.5
+DRAIN_POLL_SECONDS = 0.02
 PROBE_SALT = "health check"
 
 
-class Hosted:
-    """One loaded model at work; made inside a running event loop."""
+class LoadedModel:
+    """A loaded model with its generator; must be made inside a running event loop."""
 
-    def __init__(self, listing: Listing, loaded: Loaded) -> None:
-        self.listing, self.loaded = listing, loaded
-        self.generator = AsyncGenerator(loaded.model, loaded.cache, loaded.tokenizer, **loaded.options)
-        inner = self.generator.generator
-        self.host = Host(
-            name=listing.name,
-            tokenizer=loaded.tokenizer,
-            length=inner.max_sequence_length(),
-            pair=inner.max_sequence_length(2),
-            vocab=loaded.model.config.vocab_size,
-            loras=loaded.loras,
-            drafts=inner.num_draft_tokens > 0,
+    def __init__(self, spec: ModelSpec, parts: GeneratorParts) -> None:
+        self.spec, self.parts = spec, parts
+        self.generator = AsyncGenerator(parts.model, parts.cache, parts.tokenizer, **parts.options)
+        generator = self.generator.generator
+        self.info = ModelInfo(
+            name=spec.name,
+            tokenizer=parts.tokenizer,
+            max_seq_len=generator.max_sequence_length(),
+            max_guided_len=generator.max_sequence_length(2),
+            vocab_size=parts.model.config.vocab_size,
+            loras=parts.loras,
+            has_draft=generator.num_draft_tokens > 0,
         )
-        self.pulse = Pulse()
-        self.leaving = False
-        """Whether it answers what it has and takes nothing more."""
-        self.visitors = 0
-        """Requests that have found it, until they are answered."""
+        self.activity = Activity()
+        self.draining = False
+        """Whether it finishes its requests and takes no new ones."""
+        self.in_flight = 0
+        """Requests being prepared or answered."""
         self.closed = False
-        self._dropping: set[asyncio.Task[None]] = set()
+        self._cancelling: set[asyncio.Task[None]] = set()
         self._probe: asyncio.Task[bool] | None = None
 
-    def run(self, order: Order) -> Run:
-        """Start the jobs of an order; whoever stops listening must close what is returned."""
+    def submit(self, request: GenerationRequest) -> RequestStream:
+        """Start the jobs of a request; the caller must close the stream."""
         if self.closed:
-            raise _unloaded(self.host.name)
-        return Run(self, order)
+            raise _model_unloaded(self.info.name)
+        return RequestStream(self, request)
 
-    def begin(self, **arguments: Any) -> AsyncJob:
-        """Queue a job, which `end` or `drop` must be told of."""
+    def enqueue(self, **arguments: Any) -> AsyncJob:
+        """Queue a job; the caller must report its end with `job_ended`, or `cancel` it."""
         job = AsyncJob(self.generator, **arguments)
-        self.pulse.begin(f"a job of {job.job.prompt_tokens} tokens was queued")
+        self.activity.job_queued(f"a job of {job.job.prompt_tokens} tokens was queued")
         return job
 
-    def end(self, job: AsyncJob) -> None:
-        """A job has ended by itself."""
-        self.pulse.end(f"{job.job!r} ended after {job.job.new_tokens} tokens")
+    def job_ended(self, job: AsyncJob) -> None:
+        """Record that a job has finished or failed."""
+        self.activity.job_ended(f"{job.job!r} ended after {job.job.new_tokens} tokens")
 
-    def drop(self, job: AsyncJob) -> None:
-        """Cancel a job in the background, within a step; until that is done it counts as waiting."""
+    def cancel(self, job: AsyncJob) -> None:
+        """Cancel a job in the background, which takes at most a step; until then it counts as pending."""
 
-        async def dropped() -> None:
+        async def cancel() -> None:
             await job.cancel()
-            self.pulse.end(f"{job.job!r} was dropped after {job.job.new_tokens} tokens")
+            self.activity.job_ended(f"{job.job!r} was dropped after {job.job.new_tokens} tokens")
 
-        task = asyncio.get_running_loop().create_task(dropped())
-        self._dropping.add(task)
-        task.add_done_callback(self._dropping.discard)
+        task = asyncio.get_running_loop().create_task(cancel())
+        self._cancelling.add(task)
+        task.add_done_callback(self._cancelling.discard)
 
-    async def ready(self, seconds: float) -> bool:
-        """Whether a token comes out of the scheduler in time: one asked for here, or anybody's."""
+    async def is_ready(self, seconds: float) -> bool:
+        """Whether any token comes out of the scheduler in time; queues a job of one token to see."""
         if self._probe is None or self._probe.done():
-            self._probe = asyncio.create_task(self._token(seconds))
+            self._probe = asyncio.create_task(self._probe_token(seconds))
         return await asyncio.shield(self._probe)
 
     @contextmanager
-    def visited(self) -> Iterator[None]:
-        """In the block somebody is being answered, and should be before the model goes."""
-        self.visitors += 1
+    def request_in_flight(self) -> Iterator[None]:
+        """Count a request for the length of the block; `drain` waits for it."""
+        self.in_flight += 1
         try:
             yield
         finally:
-            self.visitors -= 1
+            self.in_flight -= 1
 
     async def drain(self, seconds: float) -> None:
-        """Take nothing more, and give the visitors there are so long."""
-        self.leaving = True
+        """Take no new requests, and give those in flight this long to finish."""
+        self.draining = True
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while self.visitors:
-                    await asyncio.sleep(DRAIN_STEP)
+                while self.in_flight:
+                    await asyncio.sleep(DRAIN_POLL_SECONDS)
 
     async def close(self) -> None:
-        """Drop every job and give the memory back; a generator that is stuck is left behind."""
+        """Cancel all jobs and free the memory; a generator that is stuck is abandoned."""
         if self.closed:
             return
         self.closed = True
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self.generator.close()
-                await asyncio.gather(*self._dropping, return_exceptions=True)
+                await asyncio.gather(*self._cancelling, return_exceptions=True)
         except TimeoutError:
             return
-        await asyncio.to_thread(self.loaded.unload)
+        await asyncio.to_thread(self.parts.unload)
 
-    async def _token(self, seconds: float) -> bool:
-        before = self.pulse.tokens
-        probe = self.begin(
-            input_ids=torch.tensor([[max(self.host.tokenizer.bos_token_id or 0, 0)]]),
+    async def _probe_token(self, seconds: float) -> bool:
+        before = self.activity.tokens
+        probe = self.enqueue(
+            input_ids=torch.tensor([[max(self.info.tokenizer.bos_token_id or 0, 0)]]),
             max_new_tokens=1,
             gen_settings=Settings.greedy(),
             salt=PROBE_SALT,
         )
-        task = asyncio.create_task(_first_token(probe))
+        task = asyncio.create_task(_finishes(probe))
         try:
             async with asyncio.timeout(seconds):
-                while not task.done() and self.pulse.tokens == before:
+                while not task.done() and self.activity.tokens == before:
                     await asyncio.wait({task}, timeout=0.02)
         except TimeoutError:
             return False
         finally:
             if task.done():
-                self.end(probe)
+                self.job_ended(probe)
             else:
                 task.cancel()
-                self.drop(probe)
-        return self.pulse.tokens > before or (task.done() and task.result())
+                self.cancel(probe)
+        return self.activity.tokens > before or (task.done() and task.result())
 
 
-class Run:
-    """The jobs of one order at work: pieces of their texts as they come, until it is closed."""
+class RequestStream:
+    """The running jobs of one request: deltas of their texts as they come, until it is closed."""
 
-    def __init__(self, hosted: Hosted, order: Order) -> None:
-        """Queue the jobs; one that cannot be made takes the others with it."""
-        self._hosted, self._order = hosted, order
-        self._inbox: asyncio.Queue[tuple[int, Piece] | Exception] = asyncio.Queue()
-        self._alive: dict[int, AsyncJob] = {}
+    def __init__(self, model: LoadedModel, request: GenerationRequest) -> None:
+        """Queue the jobs; if one cannot be made, the others are cancelled."""
+        self._model, self._request = model, request
+        self._deltas: asyncio.Queue[tuple[int, OutputDelta] | Exception] = asyncio.Queue()
+        self._running: dict[int, AsyncJob] = {}
         self._pumps: list[asyncio.Task[None]] = []
         try:
-            for place, arguments in enumerate(order.jobs):
-                self._alive[place] = hosted.begin(**arguments)
+            for index, arguments in enumerate(request.job_arguments):
+                self._running[index] = model.enqueue(**arguments)
         except BaseException:
             self.close()
             raise
-        self._jobs = [job.job for job in self._alive.values()]
-        self._pumps += [asyncio.create_task(self._pump(place)) for place in self._alive]
+        self._jobs = [job.job for job in self._running.values()]
+        self._pumps += [asyncio.create_task(self._pump(index)) for index in self._running]
 
-    async def next(self) -> tuple[int, Piece]:
-        """The next piece, and which text it belongs to; raises what ended a job."""
-        item = await self._inbox.get()
+    async def next(self) -> tuple[int, OutputDelta]:
+        """The next delta and the index of its text; raises the error that ended a job."""
+        item = await self._deltas.get()
         if isinstance(item, Exception):
             raise item
         return item
 
-    async def settle(self, seconds: float) -> None:
-        """Wait a little for the first piece, which stays; an early refusal is raised."""
+    async def wait_for_first(self, seconds: float) -> None:
+        """Wait up to `seconds` for the first delta, which stays queued; raises an early error."""
         try:
             async with asyncio.timeout(seconds):
-                item = await self._inbox.get()
+                item = await self._deltas.get()
         except TimeoutError:
             return
         if isinstance(item, Exception):
             raise item
         rest = [item]
-        while not self._inbox.empty():
-            rest.append(self._inbox.get_nowait())  # type: ignore[arg-type]
+        while not self._deltas.empty():
+            rest.append(self._deltas.get_nowait())  # type: ignore[arg-type]
         for one in rest:
-            self._inbox.put_nowait(one)
+            self._deltas.put_nowait(one)
 
-    def spent(self) -> tuple[int, int, int]:
-        """Tokens so far: of prompts that were begun, of those found in the cache, and generated."""
-        prompts = [job for job in self._jobs[:: self._order.n] if job.metrics.prefill_started_at is not None]
+    def token_counts(self) -> tuple[int, int, int]:
+        """Tokens so far: of prompts whose prefill has started, of those found in the cache, and generated."""
+        prompts = [
+            job for job in self._jobs[:: self._request.n] if job.metrics.prefill_started_at is not None
+        ]
         return (
             sum(job.prompt_tokens for job in prompts),
             sum(job.cached_tokens for job in prompts),
@@ -195,126 +196,127 @@ class Run:
         )
 
     def close(self) -> None:
-        """Drop what still runs."""
+        """Cancel the jobs that still run."""
         for pump in self._pumps:
             pump.cancel()
-        for job in self._alive.values():
-            self._hosted.drop(job)
-        self._alive.clear()
+        for job in self._running.values():
+            self._model.cancel(job)
+        self._running.clear()
 
-    async def _pump(self, place: int) -> None:
-        """Hand on what a job gives, at once: results with logits are large and must not pile up."""
-        job, piece = self._alive[place], None
+    async def _pump(self, index: int) -> None:
+        """Turn a job's results into deltas at once: results with logits are large and must not pile up."""
+        job, delta = self._running[index], None
         try:
             async for result in job:
-                self._hosted.pulse.beat(result)
-                if (piece := piece_of(result, self._order)) is not None:
-                    self._inbox.put_nowait((place, piece))
-            if piece is None or piece.end is None:
-                self._inbox.put_nowait(_unloaded(self._order.model))
+                self._model.activity.on_result(result)
+                if (delta := output_delta(result, self._request)) is not None:
+                    self._deltas.put_nowait((index, delta))
+            if delta is None or delta.finish is None:
+                self._deltas.put_nowait(_model_unloaded(self._request.model))
         except Exception as error:
-            self._inbox.put_nowait(error)
-        if self._alive.pop(place, None) is not None:
-            self._hosted.end(job)
+            self._deltas.put_nowait(error)
+        if self._running.pop(index, None) is not None:
+            self._model.job_ended(job)
 
 
 class Engine:
-    """Every model that may be served, and those that are."""
+    """All registered models, and those of them that are loaded."""
 
     def __init__(
         self,
-        listings: Sequence[Listing],
+        specs: Sequence[ModelSpec],
         loader: Loader = load,
         clock: Callable[[], float] = time.monotonic,
         drain_seconds: float = 30.0,
     ) -> None:
-        """Nothing is loaded yet; `loader` does that. A model has `drain_seconds` to finish before it goes."""
-        self.listings: Mapping[str, Listing] = {listing.name: listing for listing in listings}
-        self.hosted: dict[str, Hosted] = {}
+        """Loads nothing yet. Requests of a model that is unloaded get `drain_seconds` to finish."""
+        self.specs: Mapping[str, ModelSpec] = {spec.name: spec for spec in specs}
+        self.models: dict[str, LoadedModel] = {}
         self.clock, self.drain_seconds = clock, drain_seconds
         self.started = int(time.time())
         self.last_tick = clock()
         self.draining = False
         self._loader = loader
-        self._early: dict[str, Loaded] = {}
-        self._changing = asyncio.Lock()
-        self._ticking: asyncio.Task[None] | None = None
+        self._preloaded: dict[str, GeneratorParts] = {}
+        self._load_lock = asyncio.Lock()
+        self._tick_task: asyncio.Task[None] | None = None
 
     def preload(self, name: str) -> None:
-        """Load a model now, before there is an event loop; `start` puts it to work."""
-        self._early[name] = self._loader(self.listings[name])
+        """Load a model before there is an event loop; `start` makes its generator."""
+        self._preloaded[name] = self._loader(self.specs[name])
 
     async def start(self) -> None:
-        """Put what was preloaded to work."""
-        for name, loaded in self._early.items():
-            self.hosted[name] = Hosted(self.listings[name], loaded)
-        self._early.clear()
-        self._ticking = asyncio.create_task(self._tick())
+        """Make the generators of the preloaded models."""
+        for name, parts in self._preloaded.items():
+            self.models[name] = LoadedModel(self.specs[name], parts)
+        self._preloaded.clear()
+        self._tick_task = asyncio.create_task(self._tick())
 
     async def close(self) -> None:
-        """Drop everything."""
+        """Cancel all requests and unload every model."""
         self.draining = True
-        if self._ticking is not None:
-            self._ticking.cancel()
-        while self.hosted:
-            await self.hosted.popitem()[1].close()
+        if self._tick_task is not None:
+            self._tick_task.cancel()
+        while self.models:
+            await self.models.popitem()[1].close()
 
-    def find(self, name: str | None) -> Hosted:
-        """A loaded model by its registered name; the first one if no name is given."""
+    def find(self, name: str | None) -> LoadedModel:
+        """A loaded model by name; the first one if `name` is None."""
         if self.draining:
-            raise Problem(503, "The server is shutting down.")
-        staying = {one: hosted for one, hosted in self.hosted.items() if not hosted.leaving}
+            raise APIError(503, "The server is shutting down.")
+        available = {one: model for one, model in self.models.items() if not model.draining}
         if name is None:
-            for hosted in staying.values():
-                return hosted
-            raise Problem(503, "No model is loaded.", code="model_not_loaded")
-        if name in staying:
-            return staying[name]
-        if name in self.listings:
-            raise Problem(503, f"{name} is not loaded; an admin can load it.", code="model_not_loaded")
-        known = ", ".join(self.listings)
-        raise Problem(
+            for model in available.values():
+                return model
+            raise APIError(503, "No model is loaded.", code="model_not_loaded")
+        if name in available:
+            return available[name]
+        if name in self.specs:
+            raise APIError(503, f"{name} is not loaded; an admin can load it.", code="model_not_loaded")
+        known = ", ".join(self.specs)
+        raise APIError(
             404, f"No model is called {name!r}; there are: {known}.", param="model", code="model_not_found"
         )
 
     async def load(self, name: str) -> None:
-        """Load a registered model; nothing if it is loaded."""
-        listing = self._listed(name)
-        async with self._changing:
-            if name in self.hosted:
+        """Load a registered model; does nothing if it is loaded."""
+        spec = self._spec(name)
+        async with self._load_lock:
+            if name in self.models:
                 return
             try:
-                loaded = await asyncio.to_thread(self._loader, listing)
-                self.hosted[name] = Hosted(listing, loaded)
+                parts = await asyncio.to_thread(self._loader, spec)
+                self.models[name] = LoadedModel(spec, parts)
             except ExlmError as error:
-                raise Problem(503, f"{name} cannot be loaded: {error}") from error
+                raise APIError(503, f"{name} cannot be loaded: {error}") from error
 
     async def unload(self, name: str) -> None:
-        """Let a model finish what it has, for a while, and let go of it; nothing if it is not loaded."""
-        self._listed(name)
-        async with self._changing:
-            if (hosted := self.hosted.get(name)) is not None:
-                await hosted.drain(self.drain_seconds)
-                await hosted.close()
-                self.hosted.pop(name, None)
+        """Let a model finish its requests, within the time limit, and unload it, if it is loaded."""
+        self._spec(name)
+        async with self._load_lock:
+            if (model := self.models.get(name)) is not None:
+                await model.drain(self.drain_seconds)
+                await model.close()
+                self.models.pop(name, None)
 
-    def _listed(self, name: str) -> Listing:
-        if name not in self.listings:
-            raise Problem(404, f"No model is called {name!r}.", param="model", code="model_not_found")
-        return self.listings[name]
+    def _spec(self, name: str) -> ModelSpec:
+        if name not in self.specs:
+            raise APIError(404, f"No model is called {name!r}.", param="model", code="model_not_found")
+        return self.specs[name]
 
     async def _tick(self) -> None:
-        """Show that the event loop goes round."""
+        """Record that the event loop runs, for the watchdog."""
         while True:
             self.last_tick = self.clock()
             await asyncio.sleep(TICK_SECONDS)
 
 
-def _unloaded(name: str) -> Problem:
-    return Problem(503, f"{name} was unloaded before the answer was complete.", code="model_unloaded")
+def _model_unloaded(name: str) -> APIError:
+    return APIError(503, f"{name} was unloaded before the answer was complete.", code="model_unloaded")
 
 
-async def _first_token(job: AsyncJob) -> bool:
+async def _finishes(job: AsyncJob) -> bool:
+    """Whether a job ends without an error."""
     try:
         async for result in job:
             if result["stage"] == "streaming" and result["eos"]:

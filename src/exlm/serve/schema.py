@@ -1,25 +1,99 @@
-"""What a request may say: the OpenAI API's fields, this library's own, and nothing else.
+"""Request schemas: the OpenAI API's fields, this library's own, and nothing else.
 
-A field that is not here is refused by name. What fields mean together, and what a model can serve, is decided
-in `translate`.
+These classes are what bodies are parsed into, and what the published description is made of. An unknown field
+is refused by name. Lists and objects are bounded before they are validated, because validation blocks every
+other thread of the process and each error takes a kilobyte. What fields mean together, and what a model can
+serve, is decided in `generation` and in the dialect.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, StringConstraints, create_model, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    StringConstraints,
+    create_model,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from exlm.sampler_chain import SETTINGS, Bounds
 
-from .strict import AtMost, Strict
+MAX_UNKNOWN_FIELDS = 20
+"""How many unknown fields of an object are named in errors."""
+
+
+@dataclass(frozen=True)
+class MaxItems:
+    """Bounds a list or an object: its items are counted before any of them is validated.
+
+    The validation of a list stops at the first wrong item.
+    """
+
+    items: int
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Check the count, then validate the items."""
+        inner: Any = handler(source)
+        inner["max_length"] = self.items
+        if inner["type"] == "list":
+            inner["fail_fast"] = True
+        return core_schema.no_info_before_validator_function(self._check_count, inner)
+
+    def _check_count(self, given: Any) -> Any:
+        if isinstance(given, list | dict) and len(given) > self.items:
+            raise PydanticCustomError(
+                "too_long",
+                "At most {most} items are taken, found {found}",
+                {"most": self.items, "found": len(given)},
+            )
+        return given
+
+
+class StrictModel(BaseModel):
+    """Refuses unknown fields. A field that is null counts as left out, which is what clients mean by it."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    IGNORED_NULLS: ClassVar[frozenset[str]] = frozenset()
+    """Fields of sibling objects, ignored if null: clients with one class for all siblings send them so."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        fields, unknown, kept = _field_names(cls), 0, {}
+        for name, value in given.items():
+            if value is None and (name in fields or name in cls.IGNORED_NULLS):
+                continue
+            if name not in fields:
+                unknown += 1
+                if unknown > MAX_UNKNOWN_FIELDS:
+                    continue
+            kept[name] = value
+        return kept
+
+
+@cache
+def _field_names(kind: type[BaseModel]) -> frozenset[str]:
+    """The names of a schema's fields in JSON."""
+    return frozenset(field.alias or name for name, field in kind.model_fields.items())
+
 
 LARGE = 2**31 - 1
 OFF = -1
-"""What many clients send for a `top_k` that cuts nothing off, for answers of any length and for any seed."""
+"""Many clients send -1 for a disabled `top_k`, an unlimited `max_tokens` or a random `seed`."""
 
 Count = Annotated[int, Field(ge=0, le=LARGE)]
 Real = Annotated[float, Field(ge=-1e5, le=1e5)]
@@ -27,9 +101,9 @@ Id = Annotated[int, Field(ge=0, le=LARGE, strict=True)]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 Phrase = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
-Json = Annotated[dict[str, Any], AtMost(4096)]
-TokenIds = Annotated[list[Id], Field(min_length=1), AtMost(1 << 20)]
-TokenSet = Annotated[list[Id | Phrase], AtMost(256)]
+Json = Annotated[dict[str, Any], MaxItems(4096)]
+TokenIds = Annotated[list[Id], Field(min_length=1), MaxItems(1 << 20)]
+TokenSet = Annotated[list[Id | Phrase], MaxItems(256)]
 Likeliest = Annotated[int, Field(ge=OFF, le=LARGE), AfterValidator(lambda count: max(count, 0))]
 NewTokens = Literal[-1] | Annotated[int, Field(ge=1, le=LARGE)]
 Seed = Annotated[
@@ -38,7 +112,7 @@ Seed = Annotated[
 ]
 
 
-NOT_SERVED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+UNSUPPORTED_NO_OPS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "audio": (),
         "best_of": (1,),
@@ -56,11 +130,11 @@ NOT_SERVED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "web_search_options": (),
     }
 )
-"""What else the OpenAI API has, and the values that ask for nothing; clients that write every field they know
-send those, or null."""
+"""Fields of the OpenAI API that are not supported, with their values that ask for nothing: those, and null,
+are accepted, because some clients send every field they know."""
 
 
-MESSAGE = frozenset(
+MESSAGE_FIELDS = frozenset(
     (
         "annotations",
         "audio",
@@ -72,7 +146,7 @@ MESSAGE = frozenset(
         "tool_calls",
     )
 )
-PART = frozenset(("file", "image_url", "input_audio", "prompt_cache_breakpoint", "refusal"))
+PART_FIELDS = frozenset(("file", "image_url", "input_audio", "prompt_cache_breakpoint", "refusal"))
 
 
 def _number(kind: type, bounds: Bounds) -> Any:
@@ -97,9 +171,9 @@ def _sampler_fields() -> dict[str, Any]:
 
 
 if TYPE_CHECKING:
-    ChainSettings = Strict
+    ChainSettings = StrictModel
 else:
-    ChainSettings = create_model("ChainSettings", __base__=Strict, **_sampler_fields())
+    ChainSettings = create_model("ChainSettings", __base__=StrictModel, **_sampler_fields())
 
 
 class Sampling(ChainSettings):
@@ -126,17 +200,17 @@ def web_panel_script() -> str:
     return f"export const SAMPLER_SETTINGS = {json.dumps(panel)};\n"
 
 
-class StreamOptions(Strict):
-    """What a stream brings besides text."""
+class StreamOptions(StrictModel):
+    """Options of a stream."""
 
     include_usage: bool = False
     include_obfuscation: Literal[False] | None = None
 
 
-class Asking(Sampling):
+class BaseRequest(Sampling):
     """What completions and chats have in common."""
 
-    BESIDE = frozenset(NOT_SERVED)
+    IGNORED_NULLS = frozenset(UNSUPPORTED_NO_OPS)
 
     model: Name | None = None
     stream: bool = False
@@ -145,10 +219,10 @@ class Asking(Sampling):
     max_tokens: NewTokens | None = None
     min_tokens: Count = 0
     seed: Seed = None
-    stop: Phrase | Annotated[list[Phrase], AtMost(64)] | None = None
-    stop_token_ids: Annotated[list[Id], AtMost(64)] = Field(default=[])
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], AtMost(4096)] | None = None
-    banned_strings: Annotated[list[Phrase], AtMost(256)] = Field(default=[])
+    stop: Phrase | Annotated[list[Phrase], MaxItems(64)] | None = None
+    stop_token_ids: Annotated[list[Id], MaxItems(64)] = Field(default=[])
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], MaxItems(4096)] | None = None
+    banned_strings: Annotated[list[Phrase], MaxItems(256)] = Field(default=[])
     regex: str | None = None
     grammar: str | None = None
     filter_prefer_eos: bool = False
@@ -156,7 +230,7 @@ class Asking(Sampling):
     token_healing: bool = False
     skip_special_tokens: bool = True
     speculative: bool | None = None
-    lora: Name | Annotated[list[Name], AtMost(16)] | Annotated[dict[str, Real], AtMost(16)] | None = None
+    lora: Name | Annotated[list[Name], MaxItems(16)] | Annotated[dict[str, Real], MaxItems(16)] | None = None
     user: Annotated[str, StringConstraints(max_length=512)] | None = None
     safety_identifier: Annotated[str, StringConstraints(max_length=512)] | None = None
     prompt_cache_key: Annotated[str, StringConstraints(max_length=512)] | None = None
@@ -165,22 +239,22 @@ class Asking(Sampling):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nothings(cls, given: Any) -> Any:
-        """Fields that are not served may say that nothing is asked of them."""
+    def _drop_no_ops(cls, given: Any) -> Any:
+        """Drop unsupported fields whose values ask for nothing."""
         if not isinstance(given, dict):
             return given
-        nothing = {**NOT_SERVED, "best_of": (1, given.get("n"))}  # the best n of n are all of them
-        return {name: value for name, value in given.items() if value not in nothing.get(name, ())}
+        no_ops = {**UNSUPPORTED_NO_OPS, "best_of": (1, given.get("n"))}  # the best n of n are all of them
+        return {name: value for name, value in given.items() if value not in no_ops.get(name, ())}
 
 
-class CompletionRequest(Asking):
+class CompletionRequest(BaseRequest):
     """`POST /v1/completions`."""
 
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1), AtMost(1024)]
+        | Annotated[list[str], Field(min_length=1), MaxItems(1024)]
         | TokenIds
-        | Annotated[list[TokenIds], Field(min_length=1), AtMost(1024)]
+        | Annotated[list[TokenIds], Field(min_length=1), MaxItems(1024)]
     )
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -189,23 +263,23 @@ class CompletionRequest(Asking):
     response_format: ResponseFormat | None = None
 
 
-class TextFormat(Strict):
+class TextFormat(StrictModel):
     """Any text."""
 
-    BESIDE = frozenset(("json_schema",))
+    IGNORED_NULLS = frozenset(("json_schema",))
 
     type: Literal["text"]
 
 
-class JsonObjectFormat(Strict):
+class JsonObjectFormat(StrictModel):
     """Some JSON object."""
 
-    BESIDE = frozenset(("json_schema",))
+    IGNORED_NULLS = frozenset(("json_schema",))
 
     type: Literal["json_object"]
 
 
-class NamedSchema(Strict):
+class NamedSchema(StrictModel):
     """A JSON schema with a name."""
 
     name: Annotated[str, StringConstraints(max_length=256)] = ""
@@ -214,7 +288,7 @@ class NamedSchema(Strict):
     strict: bool | None = None
 
 
-class JsonSchemaFormat(Strict):
+class JsonSchemaFormat(StrictModel):
     """A JSON text that a schema describes."""
 
     type: Literal["json_schema"]
@@ -224,20 +298,20 @@ class JsonSchemaFormat(Strict):
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
-class TextPart(Strict):
+class TextPart(StrictModel):
     """A piece of a message; the models served here read text only."""
 
-    BESIDE = PART
+    IGNORED_NULLS = PART_FIELDS
 
     type: Literal["text"]
     text: str
 
 
-Content = str | Annotated[list[TextPart], AtMost(1024)]
+Content = str | Annotated[list[TextPart], MaxItems(1024)]
 
 
-class CalledFunction(Strict):
-    """Which function, and its arguments as JSON text."""
+class CalledFunction(StrictModel):
+    """A function's name, and its arguments as JSON text."""
 
     name: Annotated[str, StringConstraints(max_length=256)]
     arguments: str = "{}"
@@ -245,8 +319,8 @@ class CalledFunction(Strict):
     provider_specific_fields: Json | None = None
 
 
-class ToolCall(Strict):
-    """A call the assistant made in an earlier turn; what was put together of a stream has its `index` too."""
+class ToolCall(StrictModel):
+    """A tool call of an earlier turn; one that was assembled from a stream has an `index`, too."""
 
     id: Annotated[str, StringConstraints(max_length=256)] = ""
     type: Literal["function"] = "function"
@@ -255,34 +329,34 @@ class ToolCall(Strict):
     provider_specific_fields: Json | None = None
 
 
-class SystemMessage(Strict):
+class SystemMessage(StrictModel):
     """Instructions."""
 
-    BESIDE = MESSAGE
+    IGNORED_NULLS = MESSAGE_FIELDS
 
     role: Literal["system", "developer"]
     content: Content
     name: Name | None = None
 
 
-class UserMessage(Strict):
+class UserMessage(StrictModel):
     """What the user said."""
 
-    BESIDE = MESSAGE
+    IGNORED_NULLS = MESSAGE_FIELDS
 
     role: Literal["user"]
     content: Content
     name: Name | None = None
 
 
-class AssistantMessage(Strict):
-    """What the model said; clients give back whole replies, with fields that are empty here.
+class AssistantMessage(StrictModel):
+    """What the model said; clients send whole replies back, with fields that are empty here.
 
-    What the official client has `parsed` is its own copy of what is in `content` and in `arguments`;
-    `provider_specific_fields` are LiteLLM's notes on whom it asked.
+    `parsed` is the official client's own copy of what is in `content` and in `arguments`;
+    `provider_specific_fields` are LiteLLM's notes on the provider.
     """
 
-    BESIDE = MESSAGE
+    IGNORED_NULLS = MESSAGE_FIELDS
 
     role: Literal["assistant"]
     content: Content | None = None
@@ -290,17 +364,17 @@ class AssistantMessage(Strict):
     parsed: Any = None
     provider_specific_fields: Json | None = None
     refusal: None = None
-    annotations: Annotated[list[Any], AtMost(0)] | None = None
+    annotations: Annotated[list[Any], MaxItems(0)] | None = None
     audio: None = None
     function_call: None = None
-    tool_calls: Annotated[list[ToolCall], AtMost(128)] | None = None
+    tool_calls: Annotated[list[ToolCall], MaxItems(128)] | None = None
     name: Name | None = None
 
 
-class ToolMessage(Strict):
-    """What a tool answered."""
+class ToolMessage(StrictModel):
+    """A tool's result."""
 
-    BESIDE = MESSAGE
+    IGNORED_NULLS = MESSAGE_FIELDS
 
     role: Literal["tool"]
     content: Content
@@ -309,10 +383,10 @@ class ToolMessage(Strict):
 
 
 Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
-Messages = Annotated[list[Message], Field(min_length=1), AtMost(10_000)]
+Messages = Annotated[list[Message], Field(min_length=1), MaxItems(10_000)]
 
 
-class FunctionDefinition(Strict):
+class FunctionDefinition(StrictModel):
     """A function the model may call."""
 
     name: ToolName
@@ -321,27 +395,27 @@ class FunctionDefinition(Strict):
     strict: bool | None = None
 
 
-class Tool(Strict):
+class Tool(StrictModel):
     """A tool; functions are the only kind."""
 
     type: Literal["function"]
     function: FunctionDefinition
 
 
-class ChosenFunction(Strict):
+class ChosenFunction(StrictModel):
     """A function by name."""
 
     name: ToolName
 
 
-class NamedTool(Strict):
+class NamedTool(StrictModel):
     """The one tool that must be called."""
 
     type: Literal["function"]
     function: ChosenFunction
 
 
-class ChatRequest(Asking):
+class ChatRequest(BaseRequest):
     """`POST /v1/chat/completions`."""
 
     messages: Messages
@@ -349,14 +423,14 @@ class ChatRequest(Asking):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], AtMost(128)] | None = None
+    tools: Annotated[list[Tool], MaxItems(128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
     chat_template_kwargs: Json | None = None
 
 
-class TokenizeRequest(Strict):
-    """`POST /tokenize`: a text, or a conversation as the chat template writes it."""
+class TokenizeRequest(StrictModel):
+    """`POST /tokenize`: a text, or a conversation as the chat template renders it."""
 
     model: Name | None = None
     text: str | None = None
@@ -365,22 +439,22 @@ class TokenizeRequest(Strict):
     encode_special_tokens: bool = True
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(StrictModel):
     """`POST /detokenize`."""
 
     model: Name | None = None
-    tokens: Annotated[list[Id], AtMost(1 << 20)]
+    tokens: Annotated[list[Id], MaxItems(1 << 20)]
     decode_special_tokens: bool = True
 
 
-class ModelRequest(Strict):
-    """Which registered model to load or unload."""
+class ModelRequest(StrictModel):
+    """A registered model to load or unload."""
 
     model: Name
 
 
 class EmbeddingsRequest(BaseModel):
-    """`POST /v1/embeddings`: whatever it says, it is refused."""
+    """`POST /v1/embeddings`, which is always refused."""
 
 
 CompletionRequest.model_rebuild()

@@ -1,0 +1,145 @@
+"""The ingress of a cluster: sends requests to replicas, within limits, and retries when a replica dies.
+
+An ASGI application that does not use Ray: it is given a function that calls a replica. The middleware of
+`exlm.serve` before it checks keys, headers and sizes. A request whose replica dies is sent to another one as
+long as nothing of a response has been sent; a stream that has started ends with an error event.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import ExitStack, aclosing
+from typing import Any, TypeAlias
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from exlm.serve import APIError, ApiKeys
+from exlm.serve.body import RequestBody
+from exlm.serve.errors import RETRY_SECONDS
+from exlm.serve.limits import ConcurrencyLimiter
+from exlm.serve.middleware import RequestMiddleware
+from exlm.serve.openai import ENDPOINTS
+from exlm.serve.sse import JsonResponse, sse_event
+
+from .affinity import prompt_blocks
+from .config import ServerConfig
+from .replica import ReplicaRequest
+
+Ask: TypeAlias = Callable[[ReplicaRequest, Sequence[bytes]], AsyncGenerator[list[Message], None]]
+"""Calls a replica, chosen by the blocks of the prompt; yields the ASGI messages of its response."""
+
+GENERATION_PATHS = frozenset(endpoint.path for endpoint in ENDPOINTS)
+MAX_ATTEMPTS = 3
+"""Replicas a request may lose before it fails: the request itself may be what kills them."""
+
+log = logging.getLogger(__name__)
+
+
+class Ingress:
+    """Sends requests to replicas, within limits."""
+
+    def __init__(
+        self,
+        ask: Ask,
+        lost: tuple[type[Exception], ...],
+        requests: int = 512,
+        tenant_requests: int | None = None,
+        shared: bool = False,
+    ) -> None:
+        """`lost` are the exceptions of `ask` when a replica dies; `tenant_requests` limits requests of one
+        key.
+
+        `shared`: several keys share the limit fairly.
+        """
+        self._ask, self._lost = ask, lost
+        self._limiter = ConcurrencyLimiter(requests, "requests", shared)
+        self._most, self._tenants = tenant_requests, dict[str, ConcurrencyLimiter]()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request that has passed the middleware."""
+        state: dict[str, Any] = scope.get("state", {})
+        tenant: str = state["caller"].salt if "caller" in state else ""
+        body: RequestBody | None = state.get("body")
+        generates = scope["path"] in GENERATION_PATHS
+        try:
+            blocks = prompt_blocks(await body.json(), tenant) if body is not None and generates else ()
+            raw = b"" if body is None else bytes(body.raw)
+            if body is not None:
+                body.release()
+            with ExitStack() as stack:
+                if generates:
+                    stack.enter_context(self._limiter.slot(tenant))
+                    if self._most is not None:
+                        stack.enter_context(self._tenant(tenant, self._most).slot())
+                await self._answer(scope, raw, blocks, send)
+        except APIError as error:
+            await JsonResponse(error.body, error.status, headers=error.headers)(scope, receive, send)
+
+    def _tenant(self, name: str, most: int) -> ConcurrencyLimiter:
+        return self._tenants.setdefault(name, ConcurrencyLimiter(most, "requests of this key"))
+
+    async def _answer(self, scope: Scope, body: bytes, blocks: Sequence[bytes], send: Send) -> None:
+        if scope["path"].startswith("/v1/admin/"):
+            raise APIError(501, "The models of a cluster change when it is deployed again, not one by one.")
+        request = ReplicaRequest(
+            scope["method"], scope["path"], scope["query_string"], tuple(scope["headers"]), body
+        )
+        for _ in range(MAX_ATTEMPTS):
+            relay = _ResponseRelay(send)
+            try:
+                async with aclosing(self._ask(request, blocks)) as messages:
+                    async for some in messages:
+                        await relay.forward(some)
+                return
+            except self._lost as error:
+                if relay.complete:
+                    return
+                log.warning("A replica was lost with a request: %s", error)
+                if relay.started:
+                    await relay.fail()
+                    return
+        raise APIError(
+            503,
+            f"The replicas that had this request were lost, {MAX_ATTEMPTS} times in a row: try again.",
+            code="replica_lost",
+            headers={"Retry-After": str(RETRY_SECONDS)},
+        )
+
+
+class _ResponseRelay:
+    """Forwards a response to the client: a whole response once it is complete, a stream as it comes."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._held: list[Message] = []
+        self._is_stream = False
+        self.started = self.complete = False
+
+    async def forward(self, messages: Sequence[Message]) -> None:
+        """Take more messages of the response."""
+        for message in messages:
+            if message["type"] == "http.response.start":
+                kind = dict(message["headers"]).get(b"content-type", b"")
+                self._is_stream = kind.startswith(b"text/event-stream")
+        self._held += messages
+        last = self._held[-1]
+        if last["type"] != "http.response.body":  # until there is a body, another replica can start anew
+            return
+        self.complete = not last.get("more_body")
+        if self._is_stream or self.complete:
+            self.started = True
+            for message in self._held:
+                await self._send(message)
+            self._held.clear()
+
+    async def fail(self) -> None:
+        """End a started stream with an error event."""
+        error = APIError(503, "The replica was lost; what came so far is not the whole.", code="replica_lost")
+        await self._send({"type": "http.response.body", "body": sse_event(error.body)})
+
+
+def with_middleware(app: ASGIApp, config: ServerConfig, hosts: frozenset[str] | None) -> RequestMiddleware:
+    """The application behind the server's middleware: keys, headers, sizes."""
+    api_keys = ApiKeys(config.keys, config.admin_keys)
+    return RequestMiddleware(app, api_keys, config.limits, lambda route, status: None, hosts)

@@ -1,0 +1,388 @@
+"""From the fields of a request to a `GenerationRequest`: what dialects, and batches, share.
+
+Pure functions. They encode prompts within the model's context, compile filters, and make the arguments of
+each `Job`: sampler settings, stop conditions, adapters, lengths, seeds. Everything that can be refused before
+a job is queued is refused here, with an `APIError`.
+
+Tokenising takes about a microsecond for each character and a hundred bytes for each token, so a prompt that
+is too long must be refused before all of it is tokenised. Its number of characters alone does not decide:
+some vocabularies have tokens of 128 spaces, some normalisers collapse whitespace, and some models make one
+token of any run of unknown letters. `check_token_count` therefore counts a long text slice by slice until it
+is certain that the whole has too many tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from exlm import Filter, GrammarFilter, JsonSchemaFilter, RegexFilter, Settings, Tokenizer
+from exlm.sampler_chain import SETTINGS as CHAIN_SETTINGS
+
+from .chat_prompt import ChatPrompt
+from .errors import APIError
+from .limits import Limits
+from .schema import OFF, BaseRequest, ChatRequest, CompletionRequest, JsonObjectFormat, JsonSchemaFormat
+from .tool_formats import ToolFormat, answer_or_call_grammar
+
+NEUTRAL: Mapping[str, Any] = MappingProxyType(
+    {
+        name: int(setting.neutral) if setting.type is int else float(setting.neutral)
+        for name, setting in CHAIN_SETTINGS.items()
+        if setting.neutral is not None and getattr(Settings, name) != setting.neutral
+    }
+)
+"""Sampler settings of the OpenAI API where a request sets none: those whose defaults are not neutral."""
+
+OTHER_NAMES = {
+    setting.openai_name: name for name, setting in CHAIN_SETTINGS.items() if setting.openai_name is not None
+}
+NOT_IN_JSON = frozenset(one.name for one in fields(Settings)) - CHAIN_SETTINGS.keys()
+"""Settings that are objects, unused, or set by other fields of a request."""
+
+SETTINGS = tuple(one.name for one in fields(Settings) if one.name in CHAIN_SETTINGS)
+TOKEN_LISTS = tuple(name for name in SETTINGS if CHAIN_SETTINGS[name].type is frozenset)
+
+MAX_STRING_CHARS = 1 << 15
+"""Characters of all stop and banned strings, times the number of texts: every job has an automaton with as
+many states, and a state takes 300 bytes."""
+
+SLICE_CHARS = 1 << 14
+"""Characters tokenised at a time by `check_token_count`."""
+TOKENS_PER_CUT = 16
+"""Tokens that cutting a word may add to the count."""
+MIN_TOKENIZE_LIMIT = 1 << 17
+"""Tokens that /tokenize and /detokenize accept at least, even if the context is shorter."""
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What must be known of a loaded model to make a request for it."""
+
+    name: str
+    tokenizer: Tokenizer
+    max_seq_len: int
+    """The longest sequence, prompt and answer together."""
+    vocab_size: int
+    loras: Mapping[str, Any] = field(default_factory=dict)
+    """Adapters by name."""
+    has_draft: bool = False
+    max_guided_len: int | None = None
+    """The longest sequence of a guided pair (CFG), whose two sequences share the cache; None is half of
+    `max_seq_len`."""
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """What the engine runs, and what a dialect's writer must know to write the response."""
+
+    model: str
+    tokenizer: Tokenizer
+    job_arguments: tuple[Mapping[str, Any], ...]
+    """Arguments of `Job`, one mapping for each text."""
+    n: int = 1
+    """Texts for each prompt."""
+    stream: bool = False
+    include_usage: bool = False
+    """Whether a stream ends with the usage."""
+    top_logprobs: int | None = None
+    """How many of the most likely tokens to report with each token; None reports no log probabilities."""
+    echo: tuple[str, ...] = ()
+    """What precedes each text in the response; empty, or one for each text."""
+    chat: ChatPrompt | None = None
+    """The conversation's prompt and tools; None for a completion."""
+    max_tool_calls: int | None = None
+
+
+def needs_grammar(request: BaseRequest) -> bool:
+    """Whether the request has a schema, regex or grammar to compile, which may take a while."""
+    format = getattr(request, "response_format", None)
+    choice = getattr(request, "tool_choice", None)
+    return (
+        request.regex is not None
+        or request.grammar is not None
+        or isinstance(format, JsonObjectFormat | JsonSchemaFormat)
+        or choice not in (None, "none", "auto")
+    )
+
+
+def tokenize_limit(context: int) -> int:
+    """How many tokens /tokenize and /detokenize accept."""
+    return max(context, MIN_TOKENIZE_LIMIT)
+
+
+def check_token_count(
+    text: str, tokenizer: Tokenizer, max_tokens: int, special: bool, refusal: APIError
+) -> None:
+    """Raise `refusal` if a text certainly has more than `max_tokens` tokens.
+
+    `special`: special tokens in the text count as such. A text that passes has at most a quarter more than
+    `max_tokens`, and a few more for each slice.
+    """
+    if len(text) <= SLICE_CHARS:
+        return
+    encode = tokenizer.encode_special if special else tokenizer.encode_unspecial
+    counted, bound = 0, max_tokens + max_tokens // 4
+    for start in range(0, len(text), SLICE_CHARS):
+        counted += len(encode(text[start : start + SLICE_CHARS]))
+        bound += TOKENS_PER_CUT
+        if counted > bound:
+            raise refusal
+
+
+def encode_prompt(
+    text: str, model: ModelInfo, what: str, *, special: bool = True, bos: bool = False
+) -> torch.Tensor:
+    """The ids (1, n) of a prompt; `what` names it in an error."""
+    refusal = _context_exceeded(
+        f"The {what} has more tokens than the context, which has {model.max_seq_len}: shorten it."
+    )
+    check_token_count(text, model.tokenizer, model.max_seq_len, special, refusal)
+    return model.tokenizer.encode(text, add_bos=bos, encode_special_tokens=special)
+
+
+def prompt_list(request: CompletionRequest) -> list[Any]:
+    """Each prompt of a completion: a text or a list of ids."""
+    prompt: Any = request.prompt
+    return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+
+
+def encode_prompts(request: CompletionRequest, model: ModelInfo) -> list[torch.Tensor]:
+    """The ids (1, n) of each prompt of a completion."""
+    bos = model.tokenizer.wants_bos if request.add_bos is None else request.add_bos
+    out = []
+    for one in prompt_list(request):
+        if isinstance(one, str):
+            out.append(encode_prompt(one, model, "prompt", special=request.encode_special_tokens, bos=bos))
+        else:
+            tokens_left(len(one), model.max_seq_len)
+            check_token_ids(one, model.vocab_size, "prompt")
+            out.append(torch.tensor([one], dtype=torch.long))
+    return out
+
+
+def encode_negative_prompt(request: BaseRequest, model: ModelInfo) -> list[torch.Tensor]:
+    """The ids (1, n) of the negative prompt, if there is one."""
+    text = request.negative_prompt
+    return [] if text is None else [encode_prompt(text, model, "negative prompt")]
+
+
+def prompt_text(request: CompletionRequest, index: int, ids: torch.Tensor, model: ModelInfo) -> str:
+    """The text of a prompt, decoded if it was given as ids."""
+    prompt = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+    given = prompt[index] if index < len(prompt) else None
+    return given if isinstance(given, str) else str(model.tokenizer.decode(ids[0]))
+
+
+def tokens_left(count: int, context: int) -> int:
+    """How many tokens a prompt of `count` tokens leaves for the answer: at least one, else it is refused."""
+    if count >= context:
+        raise _context_exceeded(f"The prompt has {count} tokens and the context {context}: shorten it.")
+    return context - count
+
+
+def check_token_ids(ids: Collection[int], vocab: int, name: str) -> None:
+    """Refuse token ids outside of the vocabulary; `name` is the request's field."""
+    if ids and max(ids) >= vocab:
+        raise APIError(422, f"{name}: token {max(ids)} is outside the vocabulary of {vocab}.", param=name)
+
+
+def _context_exceeded(message: str) -> APIError:
+    return APIError(400, message, code="context_length_exceeded")
+
+
+def sampling_settings(request: BaseRequest, model: ModelInfo, limits: Limits) -> Settings:
+    """The sampler settings of a request: its own, else the server's, else the OpenAI API's."""
+    said = request.model_dump(include={*SETTINGS, *OTHER_NAMES}, exclude_none=True)
+    for other, name in OTHER_NAMES.items():
+        if other in said:
+            if name in said:
+                raise APIError(422, f"{other} and {name} are the same: give one.", param=other)
+            said[name] = said.pop(other)
+    said = {**NEUTRAL, **limits.sampling, **said}
+    for name in TOKEN_LISTS:
+        if name in said:
+            said[name] = _token_ids(name, said[name], model)
+    settings = Settings(**said)
+    if request.logit_bias:
+        settings.token_bias = _bias_tensor(request.logit_bias, model.vocab_size)
+    settings.check()
+    return settings
+
+
+def shared_arguments(
+    request: BaseRequest,
+    model: ModelInfo,
+    limits: Limits,
+    salt: str,
+    filters: list[Filter],
+    top_logprobs: int | None,
+) -> dict[str, Any]:
+    """The arguments that all jobs of a request have in common."""
+    if request.speculative and not model.has_draft:
+        raise APIError(422, f"{model.name} was loaded without a draft model.", param="speculative")
+    eos = [token_id for token_id in model.tokenizer.eos_token_ids if token_id < model.vocab_size]
+    check_token_ids(request.stop_token_ids, model.vocab_size, "stop_token_ids")
+    if request.token_healing:
+        model.tokenizer.get_prefix_id_to_ids_dict()  # built in this thread, not when the job needs it
+    return {
+        "gen_settings": sampling_settings(request, model, limits),
+        "stop_conditions": [*eos, *request.stop_token_ids, *_stop_strings(request)],
+        "min_new_tokens": request.min_tokens,
+        "banned_strings": request.banned_strings,
+        "filters": filters,
+        "filter_prefer_eos": request.filter_prefer_eos,
+        "token_healing": request.token_healing,
+        "decode_special_tokens": not request.skip_special_tokens,
+        "return_logits": top_logprobs is not None,
+        "loras": _loras(request, model),
+        "speculative": request.speculative is not False,
+        "salt": salt,
+    }
+
+
+def sequence_arguments(
+    request: BaseRequest, model: ModelInfo, limits: Limits, input_ids: list[torch.Tensor], index: int
+) -> dict[str, Any]:
+    """The arguments of the job of text `index`: prompt, length and seed."""
+    longest = max(ids.shape[1] for ids in input_ids)
+    context = model.max_seq_len
+    if len(input_ids) == 2:
+        context = model.max_seq_len // 2 if model.max_guided_len is None else model.max_guided_len
+    left = tokens_left(longest, context)
+    asked = getattr(request, "max_completion_tokens", None) or request.max_tokens
+    if asked == OFF:
+        asked = min(left, limits.tokens or left)
+    if asked is not None and limits.tokens is not None and asked > limits.tokens:
+        raise APIError(422, f"max_tokens is {asked}; the server allows {limits.tokens}.", param="max_tokens")
+    if asked is not None and asked > left:
+        raise APIError(
+            400,
+            f"{longest} prompt and {asked} new tokens exceed the context of {context}: {left} fit.",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    new = asked or min(left, limits.answer, limits.tokens or left)
+    if request.min_tokens > new:
+        raise APIError(422, f"min_tokens is {request.min_tokens}, max_tokens {new}.", param="min_tokens")
+    seed = None if request.seed is None else (request.seed + index) % 2**63
+    return {"input_ids": input_ids, "max_new_tokens": new, "seed": seed}
+
+
+def output_filters(
+    request: CompletionRequest | ChatRequest, tokenizer: Tokenizer, limits: Limits
+) -> list[Filter]:
+    """The filter for a regex, grammar or response format; a request may have one of them. Compiles it."""
+    format = request.response_format
+    given = [
+        name for name, value in (("regex", request.regex), ("grammar", request.grammar)) if value is not None
+    ]
+    if isinstance(format, JsonObjectFormat | JsonSchemaFormat):
+        given.append("response_format")
+    if len(given) > 1:
+        raise APIError(422, f"{' and '.join(given)} cannot be combined: give one.", param=given[0])
+    for source in (request.regex, request.grammar):
+        if source is not None:
+            _check_grammar_size(source, limits)
+    if request.regex is not None:
+        return [RegexFilter(tokenizer, request.regex)]
+    if request.grammar is not None:
+        return [GrammarFilter(tokenizer, request.grammar)]
+    if isinstance(format, JsonObjectFormat):
+        return [JsonSchemaFilter(tokenizer, {"type": "object"})]
+    if isinstance(format, JsonSchemaFormat):
+        return [schema_filter(tokenizer, format.json_schema.schema_, limits)]
+    return []
+
+
+def answer_or_call_filter(
+    request: ChatRequest, call: dict[str, Any], tool_format: ToolFormat, tokenizer: Tokenizer, limits: Limits
+) -> Filter:
+    """Either a tool call or an answer in the response format: the model decides which."""
+    format = request.response_format
+    answer = format.json_schema.schema_ if isinstance(format, JsonSchemaFormat) else {"type": "object"}
+    special = {text: token_id for token_id, text in tokenizer.extended_id_to_piece.items()}
+    grammar = answer_or_call_grammar(answer, call, tool_format, special, several=request.parallel_tool_calls)
+    _check_grammar_size(grammar, limits)
+    return GrammarFilter(tokenizer, grammar)
+
+
+def schema_filter(tokenizer: Tokenizer, schema: dict[str, Any], limits: Limits) -> Filter:
+    """A filter for JSON of this schema."""
+    _check_grammar_size(json.dumps(schema), limits)
+    return JsonSchemaFilter(tokenizer, schema)
+
+
+def _check_grammar_size(source: str, limits: Limits) -> None:
+    if len(source) > limits.grammar:
+        raise APIError(
+            422, f"A schema, regex or grammar may have {limits.grammar} characters; found {len(source)}."
+        )
+
+
+def check_choice_count(request: BaseRequest, count: int, limits: Limits) -> None:
+    """Refuse too many texts, and too many stop and banned strings for that many texts."""
+    if count > limits.choices:
+        raise APIError(
+            422, f"The request asks for {count} texts; at most {limits.choices} at a time.", param="n"
+        )
+    found = sum(map(len, [*_stop_strings(request), *request.banned_strings]))
+    if found * count > MAX_STRING_CHARS:
+        raise APIError(
+            422,
+            f"stop and banned_strings have {found} characters in all; for {count} texts "
+            f"{MAX_STRING_CHARS // count} are taken.",
+            param="banned_strings" if request.banned_strings else "stop",
+        )
+
+
+def _stop_strings(request: BaseRequest) -> list[str]:
+    return [request.stop] if isinstance(request.stop, str) else request.stop or []
+
+
+def _loras(request: BaseRequest, model: ModelInfo) -> list[Any]:
+    """The adapters a request names, with their strengths where it sets them."""
+    lora = [request.lora] if isinstance(request.lora, str) else request.lora or []
+    named: Mapping[str, float | None] = lora if isinstance(lora, dict) else dict.fromkeys(lora)
+    if unknown := [name for name in named if name not in model.loras]:
+        known = ", ".join(sorted(model.loras)) or "none"
+        raise APIError(404, f"No adapter is called {unknown[0]!r}; there are: {known}.", param="lora")
+    return [
+        model.loras[name] if strength is None else (model.loras[name], strength)
+        for name, strength in named.items()
+    ]
+
+
+def _token_ids(name: str, given: Sequence[int | str], model: ModelInfo) -> set[int]:
+    """Token ids, of which some may be given as the text of one token."""
+    out = set()
+    for one in given:
+        token_id = model.tokenizer.single_id(one) if isinstance(one, str) else one
+        if token_id is None:
+            raise APIError(422, f"{name}: no single token is {one!r}.", param=name)
+        out.add(token_id)
+    check_token_ids(out, model.vocab_size, name)
+    return out
+
+
+def _bias_tensor(logit_bias: Mapping[str, float], vocab_size: int) -> torch.Tensor:
+    bias = torch.zeros(vocab_size)
+    for key, value in logit_bias.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 12 and int(key) < vocab_size):
+            raise APIError(
+                422, f"logit_bias: {key[:40]!r} is no token id below {vocab_size}.", param="logit_bias"
+            )
+        bias[int(key)] = value
+    return bias
+
+
+def wants_usage(request: BaseRequest) -> bool:
+    """Whether a stream is to end with the usage."""
+    if request.stream_options is not None and not request.stream:
+        raise APIError(422, "stream_options needs stream: true.", param="stream_options")
+    return request.stream_options is not None and request.stream_options.include_usage

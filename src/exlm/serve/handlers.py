@@ -1,0 +1,209 @@
+"""Request handlers of the routes that generate or tokenise: from a parsed body to the response.
+
+This is where dialects, engine and HTTP meet: a request gets a slot of the concurrency limiter, is turned into
+a `GenerationRequest` in a thread, runs, and is answered whole or as a stream. There are two threads for most
+requests, two for those with a grammar to compile, and one for those with large bodies, so that neither of the
+latter keeps other requests waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from itertools import groupby
+from typing import Any, TypeVar
+
+import torch
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from exlm import Tokenizer
+
+from .body import LargeBodyThread, RequestBody
+from .chat_prompt import render_chat
+from .engine import Engine, LoadedModel, RequestStream
+from .errors import APIError
+from .generation import (
+    GenerationRequest,
+    check_token_count,
+    check_token_ids,
+    needs_grammar,
+    tokenize_limit,
+)
+from .limits import ConcurrencyLimiter, Limits
+from .metrics import Metrics
+from .middleware import Caller
+from .response_schema import DetokenizeReply, TokenizeReply
+from .responses import Endpoint, ResponseWriter
+from .schema import BaseRequest, ChatRequest, DetokenizeRequest, TokenizeRequest
+from .sse import KEEP_ALIVE, KEEP_ALIVE_SECONDS, EventStreamResponse, JsonResponse, unless_disconnected
+
+M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
+
+EARLY_ERROR_SECONDS = 1.0
+"""How long a stream waits for an error before it starts: afterwards errors can only be events."""
+
+log = logging.getLogger(__name__)
+
+
+async def parse_body(request: Request, kind: type[M]) -> M:
+    """The request's body, parsed and validated as `kind`."""
+    body: RequestBody = request.state.body
+    return await body.parse(kind)
+
+
+def caller_of(request: Request) -> Caller:
+    """The authenticated client of a request."""
+    caller: Caller = request.state.caller
+    return caller
+
+
+class RequestHandlers:
+    """Handles requests within the server's limits."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        limits: Limits,
+        metrics: Metrics,
+        large_bodies: LargeBodyThread,
+        shared: bool = False,
+    ) -> None:
+        """`shared`: several callers share the limits fairly. `large_bodies` is closed by its owner."""
+        self.engine, self.limits, self.metrics, self.large_bodies = engine, limits, metrics, large_bodies
+        self.limiter = ConcurrencyLimiter(limits.requests, "requests", shared)
+        self._grammar_limiter = ConcurrencyLimiter(limits.grammars, "schemas and grammars", shared)
+        self._prompt_pool = ThreadPoolExecutor(2, thread_name_prefix="exlm-translate")
+        self._grammar_pool = ThreadPoolExecutor(2, thread_name_prefix="exlm-grammar")
+
+    def close(self) -> None:
+        """End the threads; work that has not started is dropped."""
+        for pool in (self._prompt_pool, self._grammar_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def generation_route(self, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+        """The route function of an endpoint that generates text."""
+
+        async def generate(request: Request) -> Response:
+            body = await parse_body(request, endpoint.request_type)
+            return await self._generate(request, body, endpoint)
+
+        return generate
+
+    async def tokenize(self, request: Request) -> Response:
+        """The tokens of a text or of a conversation."""
+        body = await parse_body(request, TokenizeRequest)
+        model = self.engine.find(body.model).info
+        if (body.text is None) == (body.messages is None):
+            raise APIError(422, "Give either text or messages.", param="text")
+        limit = tokenize_limit(model.max_seq_len)
+        refusal = APIError(422, f"The text has more than {limit} tokens: ask in parts.", param="text")
+
+        def work() -> list[int]:
+            text, special = body.text, body.encode_special_tokens
+            if body.messages is not None:
+                chat = ChatRequest(messages=body.messages)
+                text, special = render_chat(chat, model.tokenizer, model.name).text, True
+            check_token_count(text or "", model.tokenizer, limit, special, refusal)
+            ids = model.tokenizer.encode(text or "", add_bos=body.add_bos, encode_special_tokens=special)
+            return [int(token_id) for token_id in ids[0].tolist()]
+
+        with self.limiter.slot(caller_of(request).salt):
+            tokens = await self._run_in_pool(request, work)
+        reply: TokenizeReply = {"tokens": tokens, "count": len(tokens), "max_model_len": model.max_seq_len}
+        return JsonResponse(reply)
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of tokens."""
+        body = await parse_body(request, DetokenizeRequest)
+        model = self.engine.find(body.model).info
+
+        def work() -> str:
+            if (found := len(body.tokens)) > (limit := tokenize_limit(model.max_seq_len)):
+                raise APIError(
+                    422, f"At most {limit} tokens are taken at a time, found {found}.", param="tokens"
+                )
+            check_token_ids(body.tokens, model.vocab_size, "tokens")
+            if not body.decode_special_tokens:
+                return str(model.tokenizer.decode(torch.tensor(body.tokens, dtype=torch.long)))
+            return _decode_with_special_tokens(model.tokenizer, body.tokens)
+
+        with self.limiter.slot(caller_of(request).salt):
+            reply: DetokenizeReply = {"text": await self._run_in_pool(request, work)}
+        return JsonResponse(reply)
+
+    async def _generate(self, request: Request, body: BaseRequest, endpoint: Endpoint) -> Response:
+        model, salt = self.engine.find(body.model), caller_of(request).salt
+        with ExitStack() as stack:
+            stack.enter_context(self.limiter.slot(salt))
+            stack.enter_context(model.request_in_flight())
+            prepared = await unless_disconnected(request, self._prepare(request, body, endpoint, model, salt))
+            writer = endpoint.writer(prepared, None, None)
+            stream = stack.enter_context(closing(model.submit(prepared)))
+            stack.callback(lambda: self.metrics.observe_request(writer, stream.token_counts()))
+            if not prepared.stream:
+                return JsonResponse(await unless_disconnected(request, _complete(writer, stream)))
+            await unless_disconnected(request, stream.wait_for_first(EARLY_ERROR_SECONDS))
+            return EventStreamResponse(_stream(writer, stream), stack.pop_all().close)
+
+    async def _prepare(
+        self, request: Request, body: BaseRequest, endpoint: Endpoint, model: LoadedModel, salt: str
+    ) -> GenerationRequest:
+        def work() -> GenerationRequest:
+            return endpoint.to_generation_request(body, model.info, self.limits, salt)
+
+        if not needs_grammar(body):
+            return await self._run_in_pool(request, work)
+        with self._grammar_limiter.slot(salt):
+            return await asyncio.get_running_loop().run_in_executor(self._grammar_pool, work)
+
+    async def _run_in_pool(self, request: Request, work: Callable[[], T]) -> T:
+        if request.state.body.large:
+            return await self.large_bodies.run(work)
+        return await asyncio.get_running_loop().run_in_executor(self._prompt_pool, work)
+
+
+async def _complete(writer: ResponseWriter, stream: RequestStream) -> Any:
+    """The whole response."""
+    while not writer.done:
+        writer.push(*await stream.next())
+    return writer.body()
+
+
+async def _stream(writer: ResponseWriter, stream: RequestStream) -> AsyncIterator[bytes]:
+    """The response as events, with keep-alive comments where there is nothing to send for long."""
+    for event in writer.start_events():
+        yield writer.encode(event)
+    try:
+        while not writer.done:
+            try:
+                async with asyncio.timeout(KEEP_ALIVE_SECONDS):
+                    index, delta = await stream.next()
+            except TimeoutError:
+                yield KEEP_ALIVE
+                continue
+            if events := writer.push(index, delta):
+                yield b"".join(map(writer.encode, events))
+    except Exception as error:
+        log.warning("A stream ended early: %s", error)
+        yield writer.encode(writer.error_event(error))
+        return
+    for event in writer.final_events():
+        yield writer.encode(event)
+    yield writer.STREAM_END
+
+
+def _decode_with_special_tokens(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    """The text of every token, the padding token included: in many models it is also the end of a turn."""
+    stream, pad = tokenizer.detokenizer(decode_special_tokens=True), tokenizer.pad_token_id
+    pad_text = tokenizer.extended_id_to_piece.get(pad, "")
+    parts: list[str] = []
+    for is_padding, group in groupby(tokens, key=lambda token_id: bool(pad_text) and token_id == pad):
+        run = list(group)
+        parts.append(stream.flush() + pad_text * len(run) if is_padding else stream.feed(run))
+    return "".join(parts) + stream.flush()

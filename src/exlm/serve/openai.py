@@ -1,0 +1,496 @@
+"""The OpenAI dialect: `/v1/chat/completions` and `/v1/completions`.
+
+`ENDPOINTS` is what the server and batches read. Another dialect is another module of this kind: functions
+from its request schemas to a `GenerationRequest`, and writers from `OutputDelta`s to its responses. Whole
+responses and streams come from the same writer, so the events of a stream add up to exactly the whole
+response.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any, ClassVar, Protocol
+
+from . import schema
+from .chat_prompt import render_chat
+from .errors import APIError, to_api_error
+from .generation import (
+    GenerationRequest,
+    ModelInfo,
+    answer_or_call_filter,
+    check_choice_count,
+    encode_negative_prompt,
+    encode_prompt,
+    encode_prompts,
+    output_filters,
+    prompt_list,
+    prompt_text,
+    schema_filter,
+    sequence_arguments,
+    shared_arguments,
+    wants_usage,
+)
+from .limits import Limits
+from .output_parser import ContentDelta, OutputParser, ReasoningDelta, ResponseEvent
+from .response_schema import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+    ChatReply,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionReply,
+    ErrorReply,
+    FinishReason,
+    Timings,
+    TokenLogprob,
+    ToolCallReply,
+    TopLogprob,
+    Usage,
+)
+from .responses import Endpoint, FinishInfo, OutputDelta, SampledToken
+from .sse import DONE, sse_event
+from .tool_formats import MISTRAL
+from .tool_parsers import ToolCallArgsDelta, ToolCallStart
+
+
+def chat_generation_request(
+    request: schema.ChatRequest, model: ModelInfo, limits: Limits, salt: str = ""
+) -> GenerationRequest:
+    """`n` answers to one conversation."""
+    if request.top_logprobs is not None and not request.logprobs:
+        raise APIError(422, "top_logprobs needs logprobs: true.", param="top_logprobs")
+    check_choice_count(request, request.n, limits)
+    chat = render_chat(request, model.tokenizer, model.name)
+    if chat.tool_format is not None and (request.regex is not None or request.grammar is not None):
+        raise APIError(422, "tools cannot be combined with regex or grammar.", param="tools")
+    filters = output_filters(request, model.tokenizer, limits)
+    if filters:
+        chat = chat.without_reasoning()
+    if chat.forced_call_schema is not None:
+        filters = [schema_filter(model.tokenizer, chat.forced_call_schema, limits)]
+    elif chat.tool_format is not None and chat.optional_call_schema is not None and filters:
+        filters = [
+            answer_or_call_filter(
+                request, chat.optional_call_schema, chat.tool_format, model.tokenizer, limits
+            )
+        ]
+    input_ids = [encode_prompt(chat.text, model, "conversation"), *encode_negative_prompt(request, model)]
+    top_logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    shared = shared_arguments(request, model, limits, salt, filters, top_logprobs)
+    if chat.tool_format is not None and chat.tool_format.start_marker:
+        shared["decode_special_tokens"] = True  # the marker that starts a call may be a special token
+    return GenerationRequest(
+        model=model.name,
+        tokenizer=model.tokenizer,
+        job_arguments=tuple(
+            shared | sequence_arguments(request, model, limits, input_ids, i) for i in range(request.n)
+        ),
+        n=request.n,
+        stream=request.stream,
+        include_usage=wants_usage(request),
+        top_logprobs=top_logprobs,
+        chat=chat,
+        max_tool_calls=None if request.parallel_tool_calls else 1,
+    )
+
+
+def completion_generation_request(
+    request: schema.CompletionRequest, model: ModelInfo, limits: Limits, salt: str = ""
+) -> GenerationRequest:
+    """`n` continuations of each prompt."""
+    if request.echo and request.logprobs is not None:
+        raise APIError(400, "echo with logprobs is not supported: leave one of them out.", param="echo")
+    check_choice_count(request, len(prompt_list(request)) * request.n, limits)
+    prompts, negative = encode_prompts(request, model), encode_negative_prompt(request, model)
+    filters = output_filters(request, model.tokenizer, limits)
+    shared = shared_arguments(request, model, limits, salt, filters, request.logprobs)
+    jobs = [
+        shared | sequence_arguments(request, model, limits, [ids, *negative], index * request.n + i)
+        for index, ids in enumerate(prompts)
+        for i in range(request.n)
+    ]
+    echo = [prompt_text(request, i, ids, model) if request.echo else "" for i, ids in enumerate(prompts)]
+    return GenerationRequest(
+        model=model.name,
+        tokenizer=model.tokenizer,
+        job_arguments=tuple(jobs),
+        n=request.n,
+        stream=request.stream,
+        include_usage=wants_usage(request),
+        top_logprobs=request.logprobs,
+        echo=tuple(text for text in echo for _ in range(request.n)),
+    )
+
+
+def to_generation_request(
+    request: schema.BaseRequest, model: ModelInfo, limits: Limits, salt: str = ""
+) -> GenerationRequest:
+    """The generation request of a chat or a completion; `salt` keeps callers' prefix caches apart."""
+    if isinstance(request, schema.ChatRequest):
+        return chat_generation_request(request, model, limits, salt)
+    if isinstance(request, schema.CompletionRequest):
+        return completion_generation_request(request, model, limits, salt)
+    raise TypeError(type(request).__name__)
+
+
+def response_writer(
+    request: GenerationRequest, unique_id: str | None = None, created: int | None = None
+) -> ChatWriter | CompletionWriter:
+    """The writer for a request made by `to_generation_request`."""
+    writer = CompletionWriter if request.chat is None else ChatWriter
+    return writer(request, unique_id, created)
+
+
+class _Choice(Protocol):
+    """One text of a response."""
+
+    finish: FinishInfo | None
+
+    def start(self) -> Any:
+        """The choice of the event that begins this text in a stream; None if there is no such event."""
+
+    def push(self, delta: OutputDelta) -> list[Any]:
+        """Add to the text; returns the choices of the events that say so."""
+
+    def body(self) -> Any:
+        """The whole choice."""
+
+
+class _Writer:
+    """What the writers of chats and of completions have in common."""
+
+    STREAM_END: ClassVar[bytes] = DONE
+    ID_PREFIX: ClassVar[str]
+
+    def __init__(
+        self, request: GenerationRequest, unique_id: str | None = None, created: int | None = None
+    ) -> None:
+        """A random id and the current time are used unless given."""
+        self.request = request
+        self.id = self.ID_PREFIX + (unique_id or uuid.uuid4().hex)
+        self.created = int(time.time()) if created is None else created
+        self._choices = [self._choice(index) for index in range(len(request.job_arguments))]
+
+    @property
+    def done(self) -> bool:
+        """Whether every text has finished."""
+        return all(choice.finish is not None for choice in self._choices)
+
+    def start_events(self) -> list[Any]:
+        """The events that begin a stream."""
+        return [self._event([start]) for choice in self._choices if (start := choice.start())]
+
+    def push(self, index: int, delta: OutputDelta) -> list[Any]:
+        """Add to the text `index`; returns the events that say so."""
+        return [self._event([choice]) for choice in self._choices[index].push(delta)]
+
+    def final_events(self) -> list[Any]:
+        """The event with the usage, if the request asks for it."""
+        if not self.request.include_usage:
+            return []
+        return [{**self._event([]), "usage": self.usage(), "timings": self.timings()}]
+
+    def encode(self, event: Any) -> bytes:
+        """A server-sent event."""
+        return sse_event(event)
+
+    def error_event(self, error: Exception) -> ErrorReply:
+        """The error object, as an event of its own."""
+        return to_api_error(error).body
+
+    def usage(self) -> Usage:
+        """Token counts; a prompt with several answers counts once."""
+        finished = [choice.finish for choice in self._choices if choice.finish is not None]
+        firsts = finished[:: self.request.n]
+        prompt, new = sum(one.prompt_tokens for one in firsts), sum(one.new_tokens for one in finished)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": new,
+            "total_tokens": prompt + new,
+            "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in firsts)},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": sum(one.accepted_draft_tokens for one in finished),
+                "rejected_prediction_tokens": sum(one.rejected_draft_tokens for one in finished),
+            },
+        }
+
+    def timings(self) -> Timings:
+        """Times of the slowest text, and tokens per second of all."""
+        finished = [choice.finish for choice in self._choices if choice.finish is not None]
+        queue, prompt, generation = (max((one.seconds[i] for one in finished), default=0.0) for i in range(3))
+        speed = sum(one.new_tokens for one in finished) / max(generation, 1e-9)
+        return {
+            "queue_seconds": round(queue, 6),
+            "prompt_seconds": round(prompt, 6),
+            "generation_seconds": round(generation, 6),
+            "tokens_per_second": round(speed, 3),
+        }
+
+    def _choice(self, index: int) -> _Choice:
+        raise NotImplementedError
+
+    def _event(self, choices: list[Any]) -> Any:
+        raise NotImplementedError
+
+
+class ChatWriter(_Writer):
+    """Writes the response to a chat."""
+
+    ID_PREFIX = "chatcmpl-"
+
+    def body(self) -> ChatReply:
+        """The whole response."""
+        return {
+            "id": self.id,
+            "object": "chat.completion",
+            "created": self.created,
+            "model": self.request.model,
+            "choices": [choice.body() for choice in self._choices],
+            "usage": self.usage(),
+            "timings": self.timings(),
+        }
+
+    def _choice(self, index: int) -> _Choice:
+        return _ChatChoice(index, self.request)
+
+    def _event(self, choices: list[ChatChunkChoice]) -> ChatChunk:
+        return {
+            "id": self.id,
+            "object": "chat.completion.chunk",
+            "created": self.created,
+            "model": self.request.model,
+            "choices": choices,
+        }
+
+
+class CompletionWriter(_Writer):
+    """Writes the response to a completion."""
+
+    ID_PREFIX = "cmpl-"
+
+    def body(self) -> CompletionReply:
+        """The whole response."""
+        return {
+            **self._event([choice.body() for choice in self._choices]),
+            "usage": self.usage(),
+            "timings": self.timings(),
+        }
+
+    def _choice(self, index: int) -> _Choice:
+        return _CompletionChoice(index, self.request)
+
+    def _event(self, choices: list[CompletionChoice]) -> CompletionReply:
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.request.model,
+            "choices": choices,
+        }
+
+
+class _CompletionChoice:
+    """One continuation."""
+
+    def __init__(self, index: int, request: GenerationRequest) -> None:
+        self.index, self.request = index, request
+        self.finish: FinishInfo | None = None
+        self._texts = [request.echo[index]] if request.echo else [""]
+        self._tokens: list[tuple[SampledToken, int]] = []  # each with its offset in the text
+        self._length = len(self._texts[0])
+
+    def start(self) -> CompletionChoice | None:
+        return self._choice(self._texts[0], [], None) if self._texts[0] else None
+
+    def push(self, delta: OutputDelta) -> list[CompletionChoice]:
+        tokens = self._with_offsets(delta)
+        self._texts.append(delta.text)
+        self._tokens += tokens
+        self._length += len(delta.text)
+        self.finish = delta.finish
+        return [self._choice(delta.text, tokens, delta.finish)]
+
+    def body(self) -> CompletionChoice:
+        return self._choice("".join(self._texts), self._tokens, self.finish)
+
+    def _with_offsets(self, delta: OutputDelta) -> list[tuple[SampledToken, int]]:
+        """Tokens with their offsets, which stay within the delta's text.
+
+        Tokens may stand for more text than a delta shows: a healed token, a hidden special token, the bytes
+        of one character.
+        """
+        out, offset, end = [], self._length, self._length + len(delta.text)
+        for token in delta.tokens:
+            out.append((token, min(offset, end)))
+            offset += len(token.text)
+        return out
+
+    def _choice(
+        self, text: str, tokens: list[tuple[SampledToken, int]], finish: FinishInfo | None
+    ) -> CompletionChoice:
+        logprobs: CompletionLogprobs | None = None
+        if self.request.top_logprobs is not None:
+            logprobs = {
+                "tokens": [token.text for token, _ in tokens],
+                "token_logprobs": [token.logprob for token, _ in tokens],
+                "top_logprobs": [_top_logprobs_with_sampled(token) for token, _ in tokens],
+                "text_offset": [offset for _, offset in tokens],
+            }
+        reason = finish.reason if finish is not None else None
+        return {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+class _ChatChoice:
+    """One answer of a chat."""
+
+    def __init__(self, index: int, request: GenerationRequest) -> None:
+        self.index, self.request = index, request
+        self.finish: FinishInfo | None = None
+        self._parser = make_output_parser(request)
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._tool_calls: list[ToolCallReply] = []
+        self._tokens: list[SampledToken] = []
+        self._unsent_tokens: list[SampledToken] = []
+
+    def start(self) -> ChatChunkChoice:
+        return self._chunk({"role": "assistant", "content": ""}, None)
+
+    def push(self, delta: OutputDelta) -> list[ChatChunkChoice]:
+        events = self._parser.feed(delta.text)
+        if delta.finish is not None:
+            events += self._parser.end()
+        self._tokens += delta.tokens
+        self._unsent_tokens += delta.tokens
+        chunks = [self._chunk(self._apply(event), None) for event in events]
+        self.finish = delta.finish
+        if self.finish is not None:
+            chunks.append(self._chunk({}, self._finish_reason()))
+        return chunks
+
+    def body(self) -> ChatChoice:
+        content, reasoning = "".join(self._content), "".join(self._reasoning)
+        message: ChatMessage = {
+            "role": "assistant",
+            "content": content if content or not self._tool_calls else None,
+        }
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if self._tool_calls:
+            message["tool_calls"] = self._tool_calls
+        return {
+            "index": self.index,
+            "message": message,
+            "logprobs": _chat_logprobs(self._tokens) if self.request.top_logprobs is not None else None,
+            "finish_reason": self._finish_reason(),
+        }
+
+    def _finish_reason(self) -> FinishReason:
+        assert self.finish is not None
+        return "tool_calls" if self._tool_calls and self.finish.reason == "stop" else self.finish.reason
+
+    def _apply(self, event: ResponseEvent) -> ChatDelta:
+        """Add an event to the message; returns what a stream says of it."""
+        match event:
+            case ContentDelta(text):
+                self._content.append(text)
+                return {"content": text}
+            case ReasoningDelta(text):
+                self._reasoning.append(text)
+                return {"reasoning_content": text}
+            case ToolCallStart(index, name):
+                call_id = self._new_call_id()
+                self._tool_calls.append(
+                    {"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}
+                )
+                return {
+                    "tool_calls": [
+                        {
+                            "index": index,
+                            "id": call_id,
+                            "type": "function",
+                            "function": {"name": name, "arguments": ""},
+                        }
+                    ]
+                }
+            case ToolCallArgsDelta(index, text):
+                self._tool_calls[index]["function"]["arguments"] += text
+                return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+    def _new_call_id(self) -> str:
+        """Mistral's templates insist on ids of nine letters and digits."""
+        tool_format = self.request.chat.tool_format if self.request.chat else None
+        return uuid.uuid4().hex[:9] if tool_format == MISTRAL else f"call_{uuid.uuid4().hex[:24]}"
+
+    def _chunk(self, delta: ChatDelta, reason: FinishReason | None) -> ChatChunkChoice:
+        chunk: ChatChunkChoice = {"index": self.index, "delta": delta, "finish_reason": reason}
+        if self.request.top_logprobs is not None and self._unsent_tokens:
+            chunk["logprobs"] = _chat_logprobs(self._unsent_tokens)
+            self._unsent_tokens = []
+        return chunk
+
+
+def make_output_parser(request: GenerationRequest) -> OutputParser:
+    """A parser for one answer of a chat."""
+    chat = request.chat
+    if chat is None:
+        return OutputParser()
+    return OutputParser(
+        chat.tool_format,
+        chat.tool_names,
+        in_reasoning=chat.opens_reasoning,
+        forced_call=chat.forced_call_schema is not None,
+        max_calls=request.max_tool_calls,
+    )
+
+
+def _top_logprobs_with_sampled(token: SampledToken) -> dict[str, float]:
+    """The most likely tokens by their texts, with the sampled one, as clients look it up there."""
+    top = dict(token.top_logprobs)
+    top.setdefault(token.text, token.logprob)
+    return top
+
+
+def _chat_logprobs(tokens: list[SampledToken]) -> ChatLogprobs:
+    entries: list[TokenLogprob] = [
+        {
+            **_logprob_entry(token.text, token.logprob),
+            "top_logprobs": [_logprob_entry(*one) for one in token.top_logprobs],
+        }
+        for token in tokens
+    ]
+    return {"content": entries}
+
+
+def _logprob_entry(text: str, logprob: float) -> TopLogprob:
+    is_whole = "\ufffd" not in text  # the bytes of a part of a character are not known here
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if is_whole else None}
+
+
+ENDPOINTS = (
+    Endpoint(
+        path="/v1/chat/completions",
+        name="chat",
+        description="Answer a conversation, at once or as a stream of events.",
+        request_type=schema.ChatRequest,
+        response_type=ChatReply,
+        event_type=ChatChunk,
+        to_generation_request=chat_generation_request,
+        writer=ChatWriter,
+    ),
+    Endpoint(
+        path="/v1/completions",
+        name="complete",
+        description="Continue a text, or several.",
+        request_type=schema.CompletionRequest,
+        response_type=CompletionReply,
+        event_type=CompletionReply,
+        to_generation_request=completion_generation_request,
+        writer=CompletionWriter,
+    ),
+)

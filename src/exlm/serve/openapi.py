@@ -1,0 +1,152 @@
+"""The OpenAPI description of the routes, and a page that shows it.
+
+FastAPI cannot derive request bodies and stream events by itself: bodies are validated in `body`, off the
+event loop if large, instead of by FastAPI on it, and routes return finished responses. The page is written
+here because the documentation pages of FastAPI (Swagger UI, ReDoc) load scripts from other servers; this one
+is plain HTML that works offline and under the server's Content-Security-Policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import escape
+from typing import Any, Literal
+
+from fastapi import FastAPI
+from pydantic import BaseModel, TypeAdapter
+
+from . import openai
+from .response_schema import ErrorReply
+from .schema import DetokenizeRequest, EmbeddingsRequest, ModelRequest, TokenizeRequest
+
+Mode = Literal["validation", "serialization"]
+VALIDATION: Mode = "validation"
+SERIALIZATION: Mode = "serialization"
+SCHEMA_REF = "#/components/schemas/{model}"
+EVENT_TYPES: tuple[Any, ...] = (*(one.event_type for one in openai.ENDPOINTS), ErrorReply)
+REQUEST_MODELS: tuple[type[BaseModel], ...] = (
+    *(one.request_type for one in openai.ENDPOINTS),
+    DetokenizeRequest,
+    EmbeddingsRequest,
+    ModelRequest,
+    TokenizeRequest,
+)
+LARGE = 2**31 - 1
+"""Bounds beyond this are not worth showing."""
+BOUNDS = {
+    "minimum": "from {}",
+    "exclusiveMinimum": "above {}",
+    "maximum": "to {}",
+    "minLength": "at least {} long",
+    "maxLength": "at most {} long",
+    "minItems": "at least {}",
+    "maxItems": "at most {}",
+}
+
+
+PAGE_HEAD = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<meta name="color-scheme" content="light dark">
+<title>{title}: what it answers</title>
+<link rel="icon" href="icon.svg">
+</head>
+<body>
+<h1>{title} {version}</h1>
+<p>The same for programs: <a href="openapi.json">openapi.json</a>. What is not marked may be left out.</p>
+"""
+
+
+def request_body_of(kind: type[BaseModel]) -> dict[str, Any]:
+    """The description of a route's request body."""
+    schema = {"$ref": SCHEMA_REF.format(model=kind.__name__)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def event_stream_of(event_type: Any) -> dict[int | str, dict[str, Any]]:
+    """The description of a stream's events: JSON objects, and `[DONE]` at last."""
+    models = [{"$ref": SCHEMA_REF.format(model=one.__name__)} for one in (event_type, ErrorReply)]
+    content = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": models}}
+    data = {"anyOf": [{"const": "[DONE]"}, content]}
+    schema = {"type": "object", "properties": {"data": data}, "required": ["data"]}
+    return {200: {"content": {"text/event-stream": {"schema": schema}}}}
+
+
+class AppWithSchemas(FastAPI):
+    """An application whose description includes the schemas of request bodies and stream events."""
+
+    def openapi(self) -> dict[str, Any]:
+        """The description, which is made once."""
+        if self.openapi_schema is None:
+            schemas = super().openapi()["components"]["schemas"]
+            for types, mode in ((EVENT_TYPES, SERIALIZATION), (REQUEST_MODELS, VALIDATION)):
+                inputs = [(one, mode, TypeAdapter[Any](one)) for one in types]
+                models = TypeAdapter.json_schemas(inputs, ref_template=SCHEMA_REF)[1]["$defs"]
+                schemas.update({name: model for name, model in models.items() if name not in schemas})
+        return super().openapi()
+
+
+def docs_page(description: Mapping[str, Any]) -> str:
+    """An OpenAPI description as a page: every route, and every object in requests and responses."""
+    info, schemas = description["info"], description["components"]["schemas"]
+    parts = [PAGE_HEAD.format(title=escape(info["title"]), version=escape(info["version"]))]
+    for path, methods in description["paths"].items():
+        parts += [_route_section(method, path, route) for method, route in methods.items()]
+    parts.append("<h1>Objects</h1>\n")
+    parts += [_object_section(name, schema) for name, schema in sorted(schemas.items())]
+    return "".join([*parts, "</body>\n</html>\n"])
+
+
+def _route_section(method: str, path: str, route: Mapping[str, Any]) -> str:
+    section = (
+        f"<h2><code>{method.upper()} {escape(path)}</code></h2>\n<p>{escape(route['description'])}</p>\n"
+    )
+    kinds = [("takes", route.get("requestBody", {}))]
+    kinds += [("gives", reply) for status, reply in route["responses"].items() if status.startswith("2")]
+    for word, one in kinds:
+        types = [_type_html(kind["schema"]) for kind in one.get("content", {}).values() if kind.get("schema")]
+        section += f"<p>{word} {', or as events '.join(types)}</p>\n" if types else ""
+    return section
+
+
+def _object_section(name: str, schema: Mapping[str, Any]) -> str:
+    required = schema.get("required", ())
+    rows = []
+    for field, kind in schema.get("properties", {}).items():
+        mark = "needed" if field in required else ""
+        rows.append(f"<tr><td><code>{escape(field)}</code><td>{_type_html(kind)}<td>{mark}</tr>\n")
+    table = f"<table>\n{''.join(rows)}</table>\n" if rows else ""
+    description = escape(schema.get("description", ""))
+    return f'<h3 id="{escape(name)}">{escape(name)}</h3>\n<p>{description}</p>\n{table}'
+
+
+def _type_html(kind: Mapping[str, Any]) -> str:
+    """A JSON schema as HTML: a link, a type with its bounds, or alternatives."""
+    if "$ref" in kind:
+        name = escape(kind["$ref"].rpartition("/")[2])
+        return f'<a href="#{name}">{name}</a>'
+    for several in ("anyOf", "oneOf"):
+        if several in kind:
+            return " or ".join(_type_html(one) for one in kind[several] if one.get("type") != "null")
+    if "contentSchema" in kind:
+        return _type_html(kind["contentSchema"])
+    if "enum" in kind or "const" in kind:
+        return " or ".join(
+            f"<code>{escape(str(one))}</code>" for one in kind.get("enum", [kind.get("const")])
+        )
+    if kind.get("type") == "array":
+        return _bounded(f"a list of {_type_html(kind.get('items', {}))}", kind)
+    if "data" in kind.get("properties", {}):
+        return _type_html(kind["properties"]["data"])
+    return _bounded(escape(str(kind.get("type", "anything"))), kind)
+
+
+def _bounded(text: str, kind: Mapping[str, Any]) -> str:
+    limits = [
+        template.format(f"{kind[name]:g}")
+        for name, template in BOUNDS.items()
+        if abs(kind.get(name, LARGE)) < LARGE
+    ]
+    return f"{text} ({', '.join(limits)})" if limits else text

@@ -1,0 +1,94 @@
+"""JSON responses and server-sent events, and the cancelling of work whose client has disconnected."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": waiting\n\n"
+"""A comment, which clients ignore."""
+KEEP_ALIVE_SECONDS = 15.0
+
+
+class ClientDisconnected(Exception):
+    """The client closed the connection before it had its response."""
+
+
+def sse_event(data: Any) -> bytes:
+    """One server-sent event with JSON data."""
+    return b"data: " + json_bytes(data) + b"\n\n"
+
+
+def json_bytes(data: Any) -> bytes:
+    """Compact JSON in UTF-8; lone surrogates, which models can produce, become `?`."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+class JsonResponse(Response):
+    """A JSON response."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """The response's body."""
+        return json_bytes(content)
+
+
+class EventStreamResponse(Response):
+    """A stream that ends with its iterator or when the client disconnects; it then calls `close`."""
+
+    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
+        self.status_code, self.background = 200, None
+        self.media_type = "text/event-stream"
+        self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        self._events, self._close = events, close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events while listening for a disconnect."""
+        sending = asyncio.ensure_future(self._send(send))
+        try:
+            await race_disconnect(sending, receive)
+        except ClientDisconnected:
+            pass
+        finally:
+            self._close()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async for data in self._events:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`; cancel it and raise ClientDisconnected if the client disconnects before it is done."""
+    return await race_disconnect(asyncio.ensure_future(work), request.receive)
+
+
+async def race_disconnect(work: asyncio.Future[T], receive: Receive) -> T:
+    """The result of `work`, which is cancelled if the client disconnects first."""
+    listener = asyncio.ensure_future(_disconnected(receive))
+    try:
+        both: list[asyncio.Future[Any]] = [work, listener]
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return work.result()
+        raise ClientDisconnected
+    finally:
+        work.cancel()
+        listener.cancel()
+        await asyncio.gather(work, listener, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,131 @@
+"""The formats in which model families write tool calls, and which of them a chat template uses."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """A format of tool calls.
+
+    `start_marker` announces calls and `end_marker` ends each. With `bare_json` the marker may be left out: a
+    call is then recognised as JSON at the very beginning of the answer. `arguments_key` is the name of the
+    arguments' field. `forced_prefix` ends the prompt where the answer must be a call.
+    """
+
+    name: Literal["hermes", "llama3", "mistral", "generic"]
+    start_marker: str = ""
+    end_marker: str = ""
+    bare_json: bool = False
+    arguments_key: str = "arguments"
+    forced_prefix: str = ""
+    is_list: bool = False
+    """Whether calls are written as elements of a list."""
+
+
+CALL_WHITESPACE = r"[\x20\x0A]"
+"""Whitespace in a forced call: what models are used to, but not endless."""
+
+OPEN_SCHEMA_KEYWORDS = frozenset(
+    ("additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf")
+)
+"""Keywords at the top of a tool's schema that allow arguments besides its `properties`."""
+
+JSON_WHITESPACE = r"[\x20\x0A]{1,100}"
+"""Whitespace in JSON that may be indented, but not endless."""
+
+HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", forced_prefix="<tool_call>\n")
+LLAMA3 = ToolFormat("llama3", "<|python_tag|>", bare_json=True, arguments_key="parameters")
+MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", forced_prefix="[TOOL_CALLS]", is_list=True)
+GENERIC = ToolFormat("generic", bare_json=True)
+
+
+def detect_tool_format(template: str) -> ToolFormat:
+    """The format in which a chat template's model writes calls."""
+    if "<tool_call>" in template:
+        return HERMES
+    if "[TOOL_CALLS]" in template:
+        return MISTRAL
+    if "<|python_tag|>" in template or "Environment: ipython" in template:
+        return LLAMA3
+    return GENERIC
+
+
+def supports_tools(template: str) -> bool:
+    """Whether a chat template renders the tools it is given."""
+    return re.search(r"\{[%{][^}]*\btools\b", template) is not None
+
+
+def call_schema(tools: Sequence[Mapping[str, Any]], tool_format: ToolFormat) -> dict[str, Any]:
+    """The JSON schema of a call of one of these tools.
+
+    Each tool's own schema gets an `$id`, so that its references (`#/$defs/…`) still resolve inside of it.
+    """
+    calls: list[dict[str, Any]] = []
+    for index, tool in enumerate(tools):
+        function = tool["function"]
+        calls.append(
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"const": function["name"]},
+                    tool_format.arguments_key: {
+                        "$id": f"exlm:/tools/{index}",
+                        **_arguments(function.get("parameters")),
+                    },
+                },
+                "required": ["name", tool_format.arguments_key],
+                "additionalProperties": False,
+            }
+        )
+    one: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    whole = {"type": "array", "items": one, "minItems": 1, "maxItems": 1} if tool_format.is_list else one
+    return {**whole, "x-guidance": {"whitespace_pattern": CALL_WHITESPACE}}
+
+
+def answer_or_call_grammar(
+    answer: Mapping[str, Any],
+    call: Mapping[str, Any],
+    tool_format: ToolFormat,
+    special: Mapping[str, int],
+    several: bool = True,
+) -> str:
+    """A grammar for an answer of one JSON schema or a call of another; with `several`, one or more calls.
+
+    `special` has the ids of special tokens: a marker that is one of them is matched by its id, not as text.
+    """
+    spacing = {"x-guidance": {"whitespace_pattern": JSON_WHITESPACE}}
+
+    def marker(text: str) -> str:
+        return f"<[{special[text]}]>" if text in special else json.dumps(text)
+
+    if tool_format.bare_json:  # both begin alike, and a grammar can have only one JSON schema at a position
+        kinds = [{"$id": "exlm:/answer", **answer}, call]
+        plain = [{name: value for name, value in kind.items() if name != "x-guidance"} for kind in kinds]
+        return f"start: %json {json.dumps({'anyOf': plain, **spacing})}\n"
+    closes = f" blank? {marker(tool_format.end_marker)}" if tool_format.end_marker else ""
+    more = " (blank? call)*" if several and tool_format.end_marker else ""
+    return (
+        f"start: answer | call{more}\n"
+        f"answer: %json {json.dumps({**spacing, **answer})}\n"
+        f"call: {marker(tool_format.start_marker)} blank? body{closes}\n"
+        f"body: %json {json.dumps(call)}\n"
+        "blank: /[ \\n]{1,4}/\n"
+    )
+
+
+def _arguments(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The schema of a function's arguments: only those it names, unless it says that there may be others.
+
+    JSON Schema would allow any others, and a model that is forced to write a call would make some up.
+    """
+    if not parameters:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    if "properties" not in parameters or OPEN_SCHEMA_KEYWORDS & parameters.keys():
+        return parameters
+    return {**parameters, "additionalProperties": False}
