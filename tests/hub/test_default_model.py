@@ -236,7 +236,7 @@ def test_no_interruption_leaves_half_a_model(built: Built, models: Path, place: 
 
 
 @pytest.mark.parametrize(
-    "place", ["os.fsync", "exlm.hub.default_model._copy", "exlm.hub.default_model.tempfile.mkdtemp"]
+    "place", ["os.fsync", "exlm.hub.default_model._copy_and_hash", "exlm.hub.default_model.tempfile.mkdtemp"]
 )
 def test_a_full_disk_is_told_with_its_place_and_remedy(
     built: Built, models: Path, monkeypatch: pytest.MonkeyPatch, place: str

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from exlm.hub import file_lock as lock
+from exlm.hub import file_lock
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 0.05)
-    monkeypatch.setattr(lock, "STALE_SECONDS", 1.0)
+    monkeypatch.setattr(file_lock, "HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(file_lock, "STALE_SECONDS", 1.0)
 
 
 def never() -> None:
@@ -28,7 +28,7 @@ def test_threads_take_turns(tmp_path: Path) -> None:
 
     def work() -> None:
         nonlocal inside, most
-        with lock.exclusive_lock(tmp_path / "lock", lambda: None):
+        with file_lock.exclusive_lock(tmp_path / "lock", lambda: None):
             with guard:
                 inside += 1
                 most = max(most, inside)
@@ -50,14 +50,14 @@ def test_a_living_owner_keeps_it_for_as_long_as_it_likes(tmp_path: Path) -> None
     got: list[float] = []
 
     def second() -> None:
-        with lock.heartbeat_lock(path, waited.set):
+        with file_lock.heartbeat_lock(path, waited.set):
             got.append(time.monotonic())
 
-    with lock.heartbeat_lock(path, never):
+    with file_lock.heartbeat_lock(path, never):
         thread = threading.Thread(target=second)
         thread.start()
         assert waited.wait(10)
-        time.sleep(2 * lock.STALE_SECONDS)
+        time.sleep(2 * file_lock.STALE_SECONDS)
         released = time.monotonic()
         assert got == []
     thread.join(10)
@@ -69,7 +69,7 @@ def test_a_dead_owner_loses_it(tmp_path: Path) -> None:
     path = tmp_path / "held"
     path.write_text("somebody long gone")
     told: list[str] = []
-    with lock.heartbeat_lock(path, lambda: told.append("waiting")):
+    with file_lock.heartbeat_lock(path, lambda: told.append("waiting")):
         assert path.read_text() != "somebody long gone"
     assert told == ["waiting"]
     assert list(tmp_path.iterdir()) == []
@@ -77,7 +77,7 @@ def test_a_dead_owner_loses_it(tmp_path: Path) -> None:
 
 def test_an_owner_taken_for_dead_leaves_its_heir_alone(tmp_path: Path) -> None:
     path = tmp_path / "held"
-    with lock.heartbeat_lock(path, never):
+    with file_lock.heartbeat_lock(path, never):
         path.write_text("the heir")
     assert path.read_text() == "the heir"
 
@@ -91,7 +91,7 @@ def test_a_file_system_without_flock_gets_the_other_lock(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", unavailable)
-    with lock.exclusive_lock(tmp_path / "lock", never):
+    with file_lock.exclusive_lock(tmp_path / "lock", never):
         assert (tmp_path / "lock.held").exists()
     assert not (tmp_path / "lock.held").exists()
 
@@ -105,5 +105,5 @@ def test_a_real_failure_is_not_taken_for_a_missing_flock(
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(fcntl, "flock", failing)
-    with pytest.raises(OSError, match="Input/output"), lock.exclusive_lock(tmp_path / "lock", never):
+    with pytest.raises(OSError, match="Input/output"), file_lock.exclusive_lock(tmp_path / "lock", never):
         pass

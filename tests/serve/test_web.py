@@ -16,9 +16,16 @@ from exlm.serve.schema import web_panel_script
 from tests.serve.running_server import RunningServer
 
 WEB = Path(exlm.serve.__file__).with_name("web")
-FILES = sorted(path.name for path in WEB.iterdir())
-SCRIPTS = [name for name in FILES if name.endswith(".js")]
-TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+FILES = sorted(path.relative_to(WEB).as_posix() for path in WEB.rglob("*") if path.suffix not in ("", ".txt"))
+OWN = [name for name in FILES if not name.startswith("vendor/")]
+SCRIPTS = [name for name in OWN if name.endswith(".js")]
+TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+    ".woff2": "font/woff2",
+}
 
 
 class Page(HTMLParser):
@@ -88,7 +95,7 @@ def test_a_file_that_has_not_changed_is_not_sent_again(server: RunningServer) ->
     assert "content-security-policy" in headers
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", OWN)
 def test_nothing_comes_from_elsewhere(name: str) -> None:
     text = (WEB / name).read_text()
     namespaces = text.replace("http://www.w3.org/2000/svg", "")
@@ -103,6 +110,19 @@ def test_scripts_read_no_text_as_code(name: str) -> None:
     )
     for found in re.findall(r'from "(.*?)"', text):
         assert (WEB / found).is_file() or found == f"./{PANEL_SCRIPT}"
+
+
+def test_vendored_files_are_listed_small_and_complete() -> None:
+    """Each with its version and licence; together at most 1 MB; style sheets ask for nothing else."""
+    vendored = [name.removeprefix("vendor/") for name in FILES if name.startswith("vendor/")]
+    listed = (WEB / "vendor" / "VENDORED.txt").read_text()
+    assert not [name for name in vendored if name.partition("/")[0] not in listed]
+    assert sum((WEB / "vendor" / name).stat().st_size for name in vendored) <= 1_000_000
+    for name in vendored:
+        if name.endswith(".css"):
+            asked = re.findall(r"url\((.*?)\)", (WEB / "vendor" / name).read_text())
+            assert asked
+            assert all((WEB / "vendor" / one).is_file() for one in asked)
 
 
 def test_scripts_are_few_and_short() -> None:

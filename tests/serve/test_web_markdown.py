@@ -46,6 +46,8 @@ CASES = {
     "a\n---\nb": "<p>a</p><hr><p>b</p>",
     "- a\n- b": "<ul><li>a</li><li>b</li></ul>",
     "- a\n  - b\n    c\n- d": "<ul><li>a<ul><li>b<br>c</li></ul></li><li>d</li></ul>",
+    "1. a\n  - b\n    - c\n  - d\n\n  e\n2. f": "<ol><li>a<ul><li>b<ul><li>c</li></ul></li><li>d</li></ul>"
+    "<p>e</p></li><li>f</li></ol>",
     "1. a\n  - b\n2. c": "<ol><li>a<ul><li>b</li></ul></li><li>c</li></ol>",
     "3) a\n4) b": '<ol start="3"><li>a</li><li>b</li></ol>',
     "- a\n\n  more\n\n- b\n\nend": "<ul><li>a<p>more</p></li><li>b</li></ul><p>end</p>",
@@ -59,7 +61,7 @@ FRAGMENTS = [
     "a", "word ", "**", "*", "_", "~~", "`", "``", "```", "```py\n", "~~~\n", "\n", "\n\n", "\r\n", "  ",
     "    ", "\t", "- ", "* ", "+ ", "1. ", "2) ", "# ", "#", "## b", "> ", ">", "---", "***", "|", ":--",
     "| a | b |\n", "|---|:-:|\n", "[x](https://a.b)", "[", "](", ")", "![", "https://a.b/c_d).",
-    "<https://a.b>", "\\", "é", "😀", "中。", "[ ] ", "1",
+    "<https://a.b>", "\\", "é", "😀", "中。", "[ ] ", "1", "$", "$$\n", "$$", "\\(", "\\)", "\\[\n", "\\]\n",
 ]  # fmt: skip
 
 
@@ -88,7 +90,8 @@ def test_code_and_tables(page: Page) -> None:
         ],
     )
     assert '<span>py</span><button type="button"' in code
-    assert "<code># &lt;a&gt;\n\n    b</code></pre></figure><p>after</p>" in code
+    comment = '<span class="hljs-comment"># &lt;a&gt;</span>'
+    assert f"<code>{comment}\n\n    b</code></pre></figure><p>after</p>" in code
     assert "<code>```\n c</code>" in open_code
     assert table.startswith("<p>t</p><div")
     assert '<th class="right">a</th><th class="center">b|c</th>' in table
@@ -96,6 +99,68 @@ def test_code_and_tables(page: Page) -> None:
     assert '<td class="right">2</td><td class="center">3</td></tr>' in table
     assert "<p>end</p>" in table
     assert late == "<p>|a|b|<br>|---|</p>"
+
+
+FORMULAS = {  # text → (TeX, whether it stands on a line of its own) of each formula
+    r"so $a^2$ and \(b_1\)": [("a^2", False), ("b_1", False)],
+    "$$\na\n+ b\n$$\nafter": [("a\n+ b", True)],
+    "one\n\\[ x \\]\n\n- in $$y$$ a list": [("x", True), ("y", True)],
+    "from $5 to $10, `$x$`, \\$a$ and $ b $": [],
+    "$$\nnever closed\n\nafter": [],
+    "```\n$x$\n```": [],
+}
+
+
+def test_formulas(page: Page) -> None:
+    """KaTeX comes with the first formula; it keeps the source of each for screen readers."""
+    found = page.evaluate(
+        """async (texts) => {
+          const { render } = await import("/markdown.js");
+          const root = document.createElement("div");
+          document.body.append(root);
+          root.append(...render("$x$"));
+          while (!root.querySelector(".katex")) await new Promise((done) => setTimeout(done, 20));
+          const shown = texts.map((text) => {
+            root.replaceChildren(...render(text));
+            return [...root.querySelectorAll(".math")].map((one) => [
+              one.querySelector("annotation").textContent,
+              one.classList.contains("display") && !!one.querySelector(".katex-display"),
+            ]);
+          });
+          root.remove();
+          return shown;
+        }""",
+        list(FORMULAS),
+    )
+    assert found == [[list(one) for one in formulas] for formulas in FORMULAS.values()]
+
+
+def test_a_formula_that_cannot_be_set_stays_text(page: Page) -> None:
+    texts = [r"$\frac{$", r"$\href{javascript:alert(1)}{x}$", r"$\includegraphics{https://x.y/z.png}$"]
+    shown = page.evaluate(
+        """async (texts) => {
+          const { render } = await import("/markdown.js");
+          const roots = texts.map((text) => {
+            const root = document.createElement("div");
+            root.append(...render(text));
+            return root;
+          });
+          await new Promise((done) => setTimeout(done, 500));
+          const active = "a, img, [href], [src]";
+          return roots.map((root) => [root.querySelectorAll(active).length, root.textContent]);
+        }""",
+        texts,
+    )
+    assert [count for count, _ in shown] == [0, 0, 0]
+    assert shown[0][1] == texts[0]
+
+
+def test_code_is_highlighted(page: Page) -> None:
+    (shown, unknown) = page.evaluate(
+        RENDER, ['```js\nconst a = "<b>"; // c\n```', "```nosuchlanguage\n<b>\n```"]
+    )
+    assert '<span class="hljs-keyword">const</span> a = <span class="hljs-string">"&lt;b&gt;"</span>' in shown
+    assert "<code>&lt;b&gt;</code>" in unknown
 
 
 LINKS = {

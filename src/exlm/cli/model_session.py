@@ -15,8 +15,6 @@ from exlm import InputError
 if TYPE_CHECKING:
     import torch
 
-    from exlm.tokenizer.prompt_formats import PromptFormat
-
 PAGE = 256
 LONG_PROMPT = 2048
 """Prompts of more tokens than this get a progress bar."""
@@ -71,8 +69,8 @@ class ModelSession:
         return ids
 
     @property
-    def chat_format(self) -> PromptFormat | None:
-        """The chat format, if one was chosen; a model's own template is none."""
+    def chat_format(self) -> Any:
+        """The PromptFormat (which cli may not import) that --template names; None for any other template."""
         return None if self.template is None else self.tokenizer.chat_templates.choose(self.template).format
 
     @property

@@ -1,29 +1,44 @@
-// Markdown as it arrives: blocks in, DOM out. A block is drawn anew while it may still change, and left alone
-// once the line that ends it is whole; so any way of cutting a text gives the same nodes in the end. HTML is
-// text, and indented text is no code: models fence theirs.
+// Markdown to DOM. markdown-it parses, lowlight highlights code and KaTeX sets formulas; this module turns their
+// trees into elements, so that no text is ever read as HTML, and redraws only what can still change while an
+// answer streams in. However a text is cut on the way, the nodes in the end are the same.
 
 import { copy, el } from "./dom.js";
-import { inline } from "./inline.js";
+import { mathElement, mathRules } from "./math.js";
+import { common, createLowlight } from "./vendor/lowlight.js";
+import { MarkdownIt, cjkFriendly } from "./vendor/markdown-it.js";
 
-const HEADING = /^ {0,3}(#{1,6})(?:[ \t]+(.*))?$/;
-const RULE = /^ {0,3}([-*_])(?:[ \t]*\1){2,}[ \t]*$/;
-const FENCE = /^([ \t]*)(`{3,}|~{3,})[ \t]*([^`]*)$/;
-const ITEM = /^([ \t]*)([-*+]|\d{1,9}[.)])(?:([ \t]+)(.*))?$/;
-const QUOTE = /^ {0,3}> ?/;
-const COLUMNS = /^[ \t]*\|?(?:[ \t]*:?-+:?[ \t]*\|)*[ \t]*:?-+:?[ \t]*\|?[ \t]*$/;
-const DEEPEST = 12;
+const LONGEST_HIGHLIGHTED = 50_000; // characters of a code block; longer ones stay plain, to keep up with a stream
 
-/** A place where a text grows. */
+const lowlight = createLowlight(common);
+const parser = new MarkdownIt({ html: false, breaks: true, linkify: true, maxNesting: 30 });
+parser.use(cjkFriendly).use(mathRules).use(shallowNesting);
+// Models fence their code; a line below a text is a rule, not a heading; "&amp;" is what they mean to show; and a
+// reference that comes late would change what is drawn already.
+parser.disable(["code", "lheading", "entity", "reference"]);
+parser.linkify.set({ fuzzyLink: false, fuzzyEmail: false, fuzzyIP: false });
+for (const scheme of ["ftp:", "mailto:", "//"]) parser.linkify.add(scheme, null);
+parser.normalizeLink = webAddress;
+parser.normalizeLinkText = (text) => text;
+parser.validateLink = Boolean;
+withoutEntities(parser.helpers);
+
+/** The nodes of a whole text. */
+export function render(text) {
+  return build(parse(normalised(text)));
+}
+
+/** An element's content that grows. */
 export class MarkdownStream {
   constructor(root) {
     this.root = root;
     this.text = "";
-    this.settled = 0; // characters that are drawn for good
-    this.tail = []; // nodes of the rest
+    this.settled = 0; // characters whose nodes will not change any more
+    this.tail = []; // the nodes of the others
   }
 
   /** Show a text; quick if it only adds to the one shown before. */
-  update(text) {
+  update(given) {
+    const text = normalised(given);
     if (text === this.text) return;
     if (!text.startsWith(this.text)) {
       this.root.replaceChildren();
@@ -31,236 +46,212 @@ export class MarkdownStream {
     }
     this.text = text;
     this.settle();
-    this.draw();
+    this.draw(parse(text.slice(this.settled)));
   }
 
-  /** Finish every block that is followed by another in whole lines. */
+  /** Draw for good every block that is followed by another one, both in whole lines. */
   settle() {
-    const rest = this.text.slice(this.settled);
-    const lines = linesOf(rest.slice(0, rest.lastIndexOf("\n") + 1));
-    const blocks = parse(lines);
-    if (blocks.length < 2) return;
-    this.show(blocks.slice(0, -1));
+    const lines = this.text.slice(this.settled, this.text.lastIndexOf("\n") + 1);
+    const tokens = parse(lines);
+    const last = tokens.findLastIndex(({ level, nesting }) => level === 0 && nesting >= 0);
+    if (last <= 0) return;
+    this.show(build(tokens.slice(0, last)));
     this.tail = [];
-    this.settled += rest.split("\n").slice(0, blocks.at(-1).at).join("\n").length + 1;
+    this.settled += offsetOf(lines, tokens[last].map[0]);
   }
 
-  draw() {
-    const blocks = parse(linesOf(this.text.slice(this.settled)));
-    const [block, code] = [blocks[0], this.tail[0]?.querySelector("pre > code")];
-    const same = blocks.length === 1 && this.tail.length === 1 && block.kind === "code" && code;
-    if (same && this.tail[0].dataset.language === block.language) {
-      code.textContent = block.text; // keeps the reader's place and the button
-      return;
-    }
-    this.show(blocks);
+  draw(tokens) {
+    const code = this.tail.length === 1 && this.tail[0].querySelector?.(":scope > pre > code");
+    if (code && tokens.length === 1 && tokens[0].type === "fence" && this.tail[0].dataset.language === languageOf(tokens[0])) {
+      code.replaceChildren(...highlighted(tokens[0])); // keeps the scroll position and the button
+    } else this.show(build(tokens));
   }
 
-  show(blocks) {
+  show(nodes) {
     for (const node of this.tail) node.remove();
-    this.tail = blocks.map(build);
-    for (const node of this.tail) this.root.append(node);
+    this.tail = nodes;
+    for (const node of nodes) this.root.append(node);
   }
 }
 
-/** The nodes of a whole text. */
-export function render(text) {
-  return parse(linesOf(text)).map(build);
+function parse(text) {
+  return parser.parse(text, {});
 }
 
-function linesOf(text) {
-  return text.split("\n").map((line) => (line.endsWith("\r") ? line.slice(0, -1) : line));
+function normalised(text) {
+  return text.replace(/\r\n?/g, "\n");
 }
 
-function parse(lines, depth = 0) {
-  const blocks = [];
-  for (let at = 0; at < lines.length; ) {
-    if (!lines[at].trim()) {
-      at += 1;
-      continue;
-    }
-    const nested = depth < DEEPEST ? quote(lines, at, depth) ?? list(lines, at, depth) : null;
-    const [block, next] =
-      single(lines[at], at) ?? fence(lines, at) ?? nested ?? table(lines, at) ?? paragraph(lines, at);
-    blocks.push({ ...block, at });
-    at = next;
-  }
-  return blocks;
-}
-
-function single(line, at) {
-  const heading = HEADING.exec(line);
-  if (heading) {
-    const text = (heading[2] ?? "").trimEnd().replace(/(^|[ \t])#+$/, "");
-    return [{ kind: "heading", level: heading[1].length, text: text.trim() }, at + 1];
-  }
-  return RULE.test(line) ? [{ kind: "rule" }, at + 1] : null;
-}
-
-function fence(lines, at) {
-  const open = FENCE.exec(lines[at]);
-  if (!open) return null;
-  const [, space, ticks, language] = open;
-  let end = at + 1;
-  const closes = (line) => {
-    const bare = line.trim();
-    return bare.length >= ticks.length && bare === ticks[0].repeat(bare.length);
-  };
-  while (end < lines.length && !closes(lines[end])) end += 1;
-  const text = lines.slice(at + 1, end).map((line) => outdented(line, width(space))).join("\n");
-  return [{ kind: "code", language: language.trim().split(/\s/)[0], text }, Math.min(end + 1, lines.length)];
-}
-
-function quote(lines, at, depth) {
-  if (!QUOTE.test(lines[at])) return null;
-  const inside = [];
-  for (; at < lines.length; at += 1) {
-    const lazy = lines[at].trim() && inside.at(-1)?.trim() && !interrupts(lines[at]);
-    if (!QUOTE.test(lines[at]) && !lazy) break;
-    inside.push(lines[at].replace(QUOTE, ""));
-  }
-  return [{ kind: "quote", blocks: parse(inside, depth + 1) }, at];
-}
-
-function list(lines, at, depth) {
-  const first = itemOf(lines[at]);
-  if (!first) return null;
-  const items = [];
-  while (at < lines.length) {
-    const item = itemOf(lines[at]);
-    if (!item || item.sign !== first.sign || RULE.test(lines[at])) break;
-    const inside = [item.text];
-    at += 1;
-    for (let next; (next = afterBlanks(lines, at)) < lines.length; ) {
-      if (!belongs(lines[next], item, next > at || !inside.at(-1).trim())) break;
-      for (; at <= next; at += 1) inside.push(outdented(lines[at], item.inner));
-    }
-    items.push(parse(inside, depth + 1));
-    at = afterBlanks(lines, at);
-  }
-  return [{ kind: "list", ordered: first.ordered, start: first.number, items }, at];
-}
-
-/** Whether a line goes on with an item: two columns deeper, or more of a paragraph it does not stand apart from. */
-function belongs(line, item, apart) {
-  return width(line) >= item.outer + 2 || (!apart && !interrupts(line) && !itemOf(line));
-}
-
-function itemOf(line) {
-  const found = ITEM.exec(line);
-  if (!found) return null;
-  const [, space, sign, gap = " ", text = ""] = found;
-  const outer = width(space);
-  const inner = outer + sign.length + (width(gap) > 4 ? 1 : width(gap));
-  const ordered = sign.length > 1;
-  return { outer, inner, text, ordered, number: ordered ? parseInt(sign, 10) : 1, sign: ordered ? sign.at(-1) : sign };
-}
-
-function table(lines, at) {
-  if (!headsTable(lines, at)) return null;
-  const aligned = cells(lines[at + 1]).map((cell) => {
-    const [left, right] = [cell.startsWith(":"), cell.endsWith(":")];
-    return right ? (left ? "center" : "right") : null;
-  });
-  const rows = [cells(lines[at])];
-  for (at += 2; at < lines.length && lines[at].trim() && !interrupts(lines[at]); at += 1) {
-    const row = cells(lines[at]);
-    rows.push(aligned.map((_, column) => row[column] ?? ""));
-  }
-  return [{ kind: "table", aligned, rows }, at];
-}
-
-function headsTable(lines, at) {
-  const rule = lines[at + 1];
-  if (!lines[at].includes("|") || rule === undefined || !rule.includes("-") || !COLUMNS.test(rule)) return false;
-  return cells(lines[at]).length === cells(rule).length;
-}
-
-function cells(line) {
-  const inside = line.trim().replace(/^\|/, "").replace(/(^|[^\\])\|$/, "$1");
-  return inside.split(/(?<!\\)\|/).map((cell) => cell.trim().replaceAll("\\|", "|"));
-}
-
-function paragraph(lines, at) {
-  const inside = [lines[at].trimStart()];
-  for (at += 1; at < lines.length && lines[at].trim(); at += 1) {
-    if (interrupts(lines[at]) || headsTable(lines, at)) break;
-    inside.push(lines[at].trimStart());
-  }
-  return [{ kind: "paragraph", text: inside.join("\n").trimEnd() }, at];
-}
-
-/** Whether a line ends a paragraph; a number only if it is 1, since sentences end in numbers too. */
-function interrupts(line) {
-  const item = itemOf(line);
-  const listed = item && item.text.trim() && item.number === 1;
-  return Boolean(HEADING.test(line) || RULE.test(line) || FENCE.test(line) || QUOTE.test(line) || listed);
-}
-
-function afterBlanks(lines, at) {
-  while (at < lines.length && !lines[at].trim()) at += 1;
+function offsetOf(text, line) {
+  let at = 0;
+  for (let left = line; left > 0; left -= 1) at = text.indexOf("\n", at) + 1;
   return at;
 }
 
-function width(text) {
-  let columns = 0;
-  for (const sign of text) {
-    if (sign === " ") columns += 1;
-    else if (sign === "\t") columns += 4;
-    else break;
+/** The nodes of block or inline tokens. */
+function build(tokens) {
+  const top = { parts: [] };
+  const open = [top];
+  for (const token of tokens) {
+    const parent = open.at(-1);
+    if (token.nesting === 1) open.push(opened(token, parent));
+    else if (token.nesting === -1) {
+      const { parts, close } = open.pop();
+      for (const part of close(parts)) open.at(-1).parts.push(part);
+    } else for (const part of leaf(token, parent)) parent.parts.push(part);
   }
-  return columns;
+  return top.parts;
 }
 
-function outdented(line, columns) {
-  let at = 0;
-  for (let gone = 0; gone < columns && (line[at] === " " || line[at] === "\t"); at += 1) {
-    gone += line[at] === "\t" ? 4 : 1;
-  }
-  return line.slice(at);
-}
-
-function build(block) {
-  switch (block.kind) {
-    case "heading":
-      return el(`h${Math.min(6, block.level + 2)}`, {}, inline(block.text)); // the page has h1 and h2
-    case "rule":
-      return el("hr");
-    case "code":
-      return codeBlock(block);
-    case "quote":
-      return el("blockquote", {}, block.blocks.map(build));
-    case "list": {
-      const items = block.items.map((blocks) => el("li", {}, blocks.flatMap(itemPart)));
-      return el(block.ordered ? "ol" : "ul", { start: block.start !== 1 && block.start }, items);
+/** An element whose content follows: `close` makes nodes of that. */
+function opened(token, parent) {
+  const frame = (close, more = {}) => ({ parts: [], close, ...more });
+  const simple = (tag, attributes) => frame((parts) => [el(tag, attributes, parts)]);
+  switch (token.type) {
+    case "heading_open":
+      return simple(`h${Math.min(6, Number(token.tag[1]) + 2)}`); // the page has h1 and h2
+    case "paragraph_open": // the first one of an item stands beside its marker
+      return parent.item && !parent.parts.length ? frame(ticked) : simple("p");
+    case "list_item_open":
+      return frame((parts) => [el("li", {}, parts)], { item: true });
+    case "ordered_list_open":
+      return simple("ol", { start: token.attrGet("start") });
+    case "table_open": {
+      const region = { class: "table", tabindex: "0", role: "region", "aria-label": "Table" };
+      return frame((parts) => [el("div", region, el("table", {}, parts))]);
     }
-    case "table":
-      return tableBlock(block);
+    case "th_open":
+    case "td_open":
+      return simple(token.tag, { class: /right|center/.exec(token.attrGet("style"))?.[0] });
+    case "link_open":
+      return frame((parts) => link(token, parts), { link: true });
+    case "s_open":
+      return simple("del");
     default:
-      return el("p", {}, inline(block.text));
+      return simple(token.tag);
   }
 }
 
-/** An item's first paragraph stands beside its sign; a box to tick is shown, not offered. */
-function itemPart(block, place) {
-  if (place || block.kind !== "paragraph") return [build(block)];
-  const task = /^\[([ xX])\] /.exec(block.text);
-  if (!task) return inline(block.text);
-  return [task[1] === " " ? "☐ " : "☑ ", ...inline(block.text.slice(4))];
+function leaf(token, parent) {
+  switch (token.type) {
+    case "inline":
+      return build(token.children);
+    case "text":
+      return token.content ? [token.content] : [];
+    case "softbreak":
+    case "hardbreak":
+      return [el("br")];
+    case "code_inline":
+      return [el("code", {}, token.content)];
+    case "fence":
+      return [codeBlock(token)];
+    case "hr":
+      return [el("hr")];
+    case "image": {
+      const words = build(token.children);
+      return parent.link ? words : [anchor(token.attrGet("src"), words)]; // nothing is fetched unasked
+    }
+    case "math":
+      return [mathElement(token.content, token.meta.display, token.meta.source)];
+    case "unfinished_math":
+      return [el("p", {}, token.content)];
+    default:
+      return [token.content];
+  }
 }
 
-function codeBlock({ language, text }) {
-  const code = el("code", {}, text);
+/** A box to tick is shown, not offered. */
+function ticked(parts) {
+  const task = typeof parts[0] === "string" && /^\[([ xX])\] /.exec(parts[0]);
+  return task ? [(task[1] === " " ? "☐ " : "☑ ") + parts[0].slice(4), ...parts.slice(1)] : parts;
+}
+
+function codeBlock(token) {
+  const language = languageOf(token);
+  const code = el("code", {}, highlighted(token));
   const button = el("button", { type: "button", class: "quiet", "aria-label": "Copy the code" }, "Copy");
   button.addEventListener("click", () => copy(code.textContent, button));
   const caption = el("figcaption", {}, el("span", {}, language || "text"), button);
   return el("figure", { class: "code", "data-language": language }, caption, el("pre", { tabindex: "0" }, code));
 }
 
-function tableBlock({ aligned, rows: [head, ...rows] }) {
-  const row = (tag, texts) =>
-    el("tr", {}, texts.map((text, column) => el(tag, { class: aligned[column] }, inline(text))));
-  const body = rows.length ? [el("tbody", {}, rows.map((texts) => row("td", texts)))] : [];
-  const whole = el("table", {}, el("thead", {}, row("th", head)), ...body);
-  return el("div", { class: "table", tabindex: "0", role: "region", "aria-label": "Table" }, whole);
+function languageOf(token) {
+  return token.info.trim().split(/\s/)[0];
+}
+
+function highlighted(token) {
+  const text = token.content.replace(/\n$/, "");
+  const language = languageOf(token).toLowerCase();
+  if (!lowlight.registered(language) || text.length > LONGEST_HIGHLIGHTED) return text ? [text] : [];
+  return lowlight.highlight(language, text).children.map(highlightedNode);
+}
+
+function highlightedNode({ type, value, properties, children }) {
+  if (type === "text") return value;
+  return el("span", { class: properties.className.join(" ") }, children.map(highlightedNode));
+}
+
+function link(token, parts) {
+  const href = token.attrGet("href");
+  if (!href) return parts;
+  if (token.info !== "auto") return [anchor(href, parts.length ? parts : [href])];
+  const written = parts.join("");
+  const address = token.markup === "linkify" ? written.replace(/[.,;:!?'"*_~|]+$/, "") : written;
+  return [anchor(address, [address]), written.slice(address.length)].filter(Boolean);
+}
+
+function anchor(href, parts) {
+  return el("a", { href, rel: "noopener noreferrer", target: "_blank" }, parts);
+}
+
+/** An address on the web in its full form, empty for anything else; what is empty becomes no link. */
+function webAddress(text) {
+  if (!/^https?:\/\//i.test(text)) return "";
+  try {
+    return new URL(text).href;
+  } catch {
+    return "";
+  }
+}
+
+/** Links go where their text says: no entities are decoded in addresses. */
+function withoutEntities(helpers) {
+  const original = helpers.parseLinkDestination;
+  helpers.parseLinkDestination = (text, start, end) => {
+    const found = original(text, start, end);
+    const written = found.ok ? text.slice(start, found.pos).replace(/^<(.*)>$/, "$1") : "";
+    return found.ok ? { ...found, str: written.replace(/\\([!-/:-@[-`{-~])/g, "$1") } : found;
+  };
+}
+
+/**
+ * Lines indented by two columns belong to a list item, also where its marker is wider: models write
+ * "1. one" above "  - two". Their indentation is raised to that of the item's text before markdown-it looks.
+ */
+function shallowNesting(markdown) {
+  const MARKER = /^([-*+]|\d{1,9}[.)])([ \t]+|$)/;
+  const { ruler } = markdown.block;
+  const rule = ruler.__rules__.find(({ name }) => name === "list");
+  const list = rule.fn;
+  const raised = (state, start, end, silent) => {
+    if (!silent && list(state, start, end, true)) raise(state, start, end);
+    return list(state, start, end, silent);
+  };
+  ruler.at("list", raised, { alt: rule.alt });
+
+  function raise(state, start, end) {
+    const outer = state.sCount[start];
+    let [inner, more] = [0, 0];
+    for (let line = start; line < end; line += 1) {
+      const text = state.src.slice(state.bMarks[line] + state.tShift[line], state.eMarks[line]);
+      const marker = MARKER.exec(text);
+      if (!text) continue;
+      if (state.sCount[line] >= outer + 2) {
+        if (state.sCount[line] < inner && marker) more = Math.max(more, inner - state.sCount[line]);
+        state.sCount[line] += more;
+      } else if (marker && (line === start || state.sCount[line] >= outer)) {
+        [inner, more] = [state.sCount[line] + marker[1].length + (marker[2].length > 4 ? 1 : marker[2].length || 1), 0];
+      } else return;
+    }
+  }
 }
