@@ -113,11 +113,11 @@ def good(root: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def zygote(root: Path) -> Iterator[subprocess.Popen[str]]:
-    """See `starts.py`."""
+    """See `model_starts.py`."""
     for file in tiny.make_chat_folder(root / "model", hidden_size=64, intermediate_size=96).iterdir():
         file.chmod(0o644)
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, str(Path(__file__).with_name("starts.py")), str(root / "model")]
+    command = [sys.executable, str(Path(__file__).with_name("model_starts.py")), str(root / "model")]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
     ) as made:
