@@ -1,5 +1,6 @@
 // A CUDA source as C++ for a processor: each thread of a thread block is a fibre, and whoever meets others waits.
-// Blocks run one after the other, as far as they can. Shared memory is NaNs at first, and so is what a copy on its way will overwrite.
+// Blocks run one after the other, as far as they can. Shared memory is NaNs at first, and so is what a copy on its
+// way will overwrite.
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -129,11 +130,15 @@ static inline bool vote_any(bool x) {
 static inline uint32_t movmatrix_trans(uint32_t x) {
     const int g = now % 32 / 4, c = now % 4;
     return shown({x}, [=](const Fibre* warp) {
-        const auto at = [=](int row, int column) { return warp[row * 4 + column / 2].bits[0] >> column % 2 * 16 & 65535; };
+        const auto at = [=](int row, int column) {
+            return warp[row * 4 + column / 2].bits[0] >> column % 2 * 16 & 65535;
+        };
         return at(2 * c, g) | at(2 * c + 1, g) << 16;
     });
 }
-static inline void mma_m16n8k16(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+static inline void mma_m16n8k16(
+    float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1
+) {
     const int g = now % 32 / 4, c = now % 4;
     shown({a0, a1, a2, a3, b0, b1}, [&](const Fibre* warp) {
         for (int i = 0; i < 4; i++) {  // row g + i / 2 * 8, column 2c + i % 2
@@ -226,7 +231,7 @@ template <int MAX> static inline uint32_t atom_inc_acq_rel(uint32_t* at) {
     progress++;
     return old;
 }
-static inline uint32_t ld_acquire(const uint32_t* at) {  // a polling thread yields: another thread block may have to run first
+static inline uint32_t ld_acquire(const uint32_t* at) {  // a polling thread lets other blocks run
     const int me = now;
     const uint32_t before = *at;
     swapcontext(&fibres[me].context, &home);

@@ -1,405 +1,511 @@
-// Attention of one new token, each of its query heads with a kv head of its own, over pages of codes.
+// Paged attention of one new token over hadamard8 / hadamard4 pages where each query head has a kv head of its own
+// (MHA), in integers: the tensor cores multiply codes as they lie in memory, int8 by uint8 (mma.m16n8k32).
 //
-// As in attention.cu a row's past is cut into chunks by its length alone, and added up in order. Here a head is one
-// warp's, and a thread block has heads that are neighbours in memory, so that it fetches whole lines of it: the keys of
-// 64 tokens are on their way to shared memory while the values before them are worked on, and the other way round.
-// Loops stay loops: unrolled, they were no faster.
+// As in attn_decode.cu a row's past is split by its length alone (KvSplits), and the splits are combined in order.
+// Here a warp has a head, and a thread block has WARPS neighbouring heads, so that it fetches whole cache lines:
+// cp.async copies the keys of 64 tokens into shared memory while the values before them are used, and the other way
+// round.
 //
-// A code, less the middle of its range, stands for itself times the scale of its 32 neighbours, so products are of whole
-// numbers. What codes are multiplied with is cut into two digits of 8 bits: query numbers, as parts of the largest of 32,
-// and the weights of tokens times the values' scales, as parts of the largest of 64. Each digit of each 32 neighbours is
-// a column of its own; of values, those of a lane's own neighbours count. Sums begin with what the middles bring too much.
+// Integer arithmetic. A cached number is (code - bias) * scale, the scale shared by 32 numbers. Its partner (a number
+// of the Hadamard-rotated query, or a token's weight times its value scale) becomes two bytes, x = unit * (256 * high
+// + low), with one unit for 32 query numbers, or for 64 tokens. Both bytes are columns of one mma, and
+//     sum x * (code - bias) = unit * (256 * D_high + D_low),  accumulators starting at -bias * sum of the bytes.
+// Each group of 32 numbers has two columns of its own. For values, a lane uses the columns of its own numbers' group.
 //
-// The tensor cores take bytes as they lie. One with two codes in it is 16 times the upper one and the lower one: the
-// product with the lower ones alone makes up for that.
+// Codes of 4 bits: a byte has two of them, 16 * upper + lower. Multiplying whole bytes, and in a second operand the
+// lower codes alone (shifted or masked), gives both: the contribution of the lower code to the whole byte is
+// subtracted.
 //
-// The order of a head's numbers, and of tokens, means nothing to a sum: lanes take keys of tokens 8u + g in quarters
-// (g = lane / 4, c = lane % 4), which leaves a lane the scores of tokens 8c + g and 32 further on; and values of tokens
-// c, 4 + c, and so on, in eighths.
+// The order of numbers and of tokens does not matter to a sum: lane 4 g + c reads keys of tokens 8u + g, a quarter of
+// each head, which leaves it the scores of tokens 8c + g and 32 further on; and values of tokens c, 4 + c, ..., an
+// eighth of each.
 //
-// Set when compiling: what pages.h wants; KV is a multiple of WARPS.
+// Set when compiling: what kv_page.h wants; KV_HEADS is a multiple of WARPS. Loops marked NO_UNROLL were no faster
+// unrolled.
 
 #include "mma_int8.h"
 
-#define BANK_PAD 8  // words between tokens, so that lanes find theirs in different banks
+#define BANK_PAD 8  // words between tokens in shared memory, so that lanes read different banks
 
-// 64 stored tokens of the thread block's heads, as they come.
+// 64 cached tokens of the thread block's heads: one stage of the cp.async pipeline.
 struct alignas(16) KvStage {
     u32 keys[64][WARPS * KEY_WORDS + BANK_PAD], values[64][WARPS * VALUE_WORDS + BANK_PAD];
-    u16 key_scales[64][WARPS][GROUPS], value_scales[64][WARPS][GROUPS];
+    u16 key_scales[64][WARPS][SCALE_GROUPS], value_scales[64][WARPS][SCALE_GROUPS];
 };
 
-struct alignas(16) AttnSmem {    // of a warp
-    uint4 query[HEAD_DIM / 2];     // digits as the lanes multiply them
-    u32 weights[GROUPS][32];   // of two tokens, 32 apart: the lower digits, then the upper ones
-    u32 digits[2][HEAD_DIM / 4];   // of the query, the lower ones first
-    float units[GROUPS];       // what one of them means
-    int middles[GROUPS];       // the sum of them times the middle codes
-    float shares[MAX_SPLITS + 1];   // of chunks in the answer
+struct alignas(16) WarpSmem {
+    uint4 q_fragments[HEAD_DIM / 2];  // the query's bytes as B registers
+    u32 weights[SCALE_GROUPS][32];    // of two tokens, 32 apart: their low bytes, then the high ones
+    u32 q_bytes[2][HEAD_DIM / 4];     // of the query: low bytes (signed), then high bytes
+    float q_unit[SCALE_GROUPS];       // what 1 of them means
+    int q_bias[SCALE_GROUPS];         // the sum of the query's integers times the bias of the codes
+    float split_weights[MAX_SPLITS + 1];
 };
 
-// A warp's row and head, and where it leaves what is unfinished.
+// A warp's row and head, and where its partial results lie.
 struct WarpContext {
-    const AttnParams& job;
-    KvSplits row;
-    int h, number;  // its own, and among those of all rows
-    float *peaks, *totals, *answers;
+    const AttnParams& params;
+    KvSplits splits;
+    int h, number;     // its head, and that among the heads of all rows
+    float *m, *l, *o;  // of every split: partial results
 
-    DEVICE WarpContext(const AttnParams& given, int warp) : job(given) {
-        row.read(job, blockIdx.x / (KV_HEADS / WARPS));
-        h = blockIdx.x % (KV_HEADS / WARPS) * WARPS + warp, number = (int)row.number * KV_HEADS + h;
-        answers = job.left + (i64)number * (job.slots * (HEAD_DIM + 4));
-        peaks = answers + job.slots * HEAD_DIM, totals = peaks + job.slots;
+    DEVICE WarpContext(const AttnParams& given, int warp) : params(given) {
+        splits.load(params, blockIdx.x / (KV_HEADS / WARPS));
+        h = blockIdx.x % (KV_HEADS / WARPS) * WARPS + warp;
+        number = (int)splits.row * KV_HEADS + h;
+        o = params.partials + (i64)number * (params.max_splits * (HEAD_DIM + 4));
+        m = o + params.max_splits * HEAD_DIM;
+        l = m + params.max_splits;
     }
     DEVICE float softcap(float score) const {
-        return SOFTCAP ? tanhf(score * job.factor) * job.cap : score * job.factor;
+        return SOFTCAP ? tanhf(score * params.score_scale) * params.cap : score * params.score_scale;
     }
     DEVICE bool sees(int key) const {
-        bool seen = !job.window || row.behind - key < job.window;
-        if (HAS_MASK) seen = seen && job.mask[row.number * job.mask_step + key];
-        return seen;
+        bool visible = !params.window || splits.past - key < params.window;
+        if (HAS_MASK) visible = visible && params.mask[splits.row * params.mask_stride + key];
+        return visible;
     }
-    DEVICE i64 home(int token) const {  // among all stored heads
-        const i64 page = job.table[row.number * job.table_step + token / PAGE_SIZE];
+    DEVICE i64 head_index(int token) const {  // among all stored heads
+        const i64 page = params.page_table[splits.row * params.page_table_stride + token / PAGE_SIZE];
         return (page * PAGE_SIZE + token % PAGE_SIZE) * KV_HEADS + h;
     }
 };
 
-// The bytes of neighbouring heads from `home` on, of 64 tokens, to where those lie STEP bytes apart; `left` of the tokens
-// are there, and the last of them stands in for others.
-template <int BYTES, int STEP> DEVICE void fetch(void* to, const void* from, i64 home, int left) {
-    const int piece = BYTES < 16 ? BYTES : 16, each = BYTES / piece, all = 64 * each, whole = BYTES / WARPS * KV_HEADS;
-    const int part = threadIdx.x % each, token = threadIdx.x / each, pace = THREADS / each;
-    const u32 there = cvta_to_shared(to) + token * STEP + part * piece;
-    const char* at = (const char*)from + home * (BYTES / WARPS) + part * piece;
-    UNROLL for (int n = 0; n < (all + THREADS - 1) / THREADS; n++) {
+// BYTES of the block's neighbouring heads, from head number `head` on, of 64 tokens, to where those lie STRIDE bytes
+// apart. `left` of the tokens exist; for others the last one is read.
+template <int BYTES, int STRIDE> DEVICE void copy_heads(void* to, const void* from, i64 head, int left) {
+    const int piece = BYTES < 16 ? BYTES : 16, pieces = BYTES / piece, all = 64 * pieces;
+    const int token_bytes = BYTES / WARPS * KV_HEADS, part = threadIdx.x % pieces, token = threadIdx.x / pieces;
+    const int pace = THREADS / pieces;
+    const u32 smem = cvta_to_shared(to) + token * STRIDE + part * piece;
+    const char* at = (const char*)from + head * (BYTES / WARPS) + part * piece;
+    UNROLL
+    for (int n = 0; n < (all + THREADS - 1) / THREADS; n++) {
         if (all % THREADS && n * THREADS + threadIdx.x >= all) continue;
         const int which = n * pace + token;
-        cp_async<piece>(there + n * pace * STEP, at + (i64)(left >= 64 ? which : min(which, left - 1)) * whole);
+        cp_async<piece>(smem + n * pace * STRIDE, at + (i64)(left >= 64 ? which : min(which, left - 1)) * token_bytes);
     }
 }
-DEVICE void fetch_keys(KvStage& coming, const AttnParams& job, i64 home, int left) {
-    fetch<WARPS * KEY_WORDS * 4, sizeof(coming.keys[0])>(coming.keys, job.key, home, left);
-    fetch<WARPS * GROUPS * 2, sizeof(coming.key_scales[0])>(coming.key_scales, job.key_scale, home, left);
+DEVICE void copy_keys(KvStage& stage, const AttnParams& params, i64 head, int left) {
+    copy_heads<WARPS * KEY_WORDS * 4, sizeof(stage.keys[0])>(stage.keys, params.key, head, left);
+    copy_heads<WARPS * SCALE_GROUPS * 2, sizeof(stage.key_scales[0])>(stage.key_scales, params.key_scale, head, left);
 }
-DEVICE void fetch_values(KvStage& coming, const AttnParams& job, i64 home, int left) {
-    fetch<WARPS * VALUE_WORDS * 4, sizeof(coming.values[0])>(coming.values, job.value, home, left);
-    fetch<WARPS * GROUPS * 2, sizeof(coming.value_scales[0])>(coming.value_scales, job.value_scale, home, left);
+DEVICE void copy_values(KvStage& stage, const AttnParams& params, i64 head, int left) {
+    copy_heads<WARPS * VALUE_WORDS * 4, sizeof(stage.values[0])>(stage.values, params.value, head, left);
+    copy_heads<WARPS * SCALE_GROUPS * 2, sizeof(stage.value_scales[0])>(
+        stage.value_scales, params.value_scale, head, left
+    );
 }
-template <int WORDS> DEVICE void read(u32* to, const u32* from) {
+template <int WORDS> DEVICE void copy_words(u32* to, const u32* from) {
     if (WORDS == 1) to[0] = from[0];
     if (WORDS == 2) *(uint2*)to = *(const uint2*)from;
     if (WORDS == 4) *(uint4*)to = *(const uint4*)from;
 }
 
-// The query as the columns of a product: digits 2 · group and 2 · group + 1, zero where keys are of other groups.
+// The query as B: columns 2 * group and 2 * group + 1 have the low and high bytes of a group, zero where keys are of
+// others.
 struct QFragments {
     static const int steps = HEAD_DIM / 32;
-    uint4* words;  // the lane's, of two steps each
+    uint4* words;  // the lane's, of two k32 steps each
     float unit;    // of its group of scores
     int start;     // of its sums
 
-    DEVICE void load(AttnSmem& memory, int lane) {
+    DEVICE void load(WarpSmem& smem, int lane) {
         u32 word[steps][2];
-        words = memory.query + lane;
+        words = smem.q_fragments + lane;
         const int column = lane / 4, part = lane % 4, run = KEY_WORDS < 16 ? KEY_WORDS / 4 : 4;  // words side by side
-        const u32* digits = memory.digits[column % 2];
-        unit = memory.units[part % GROUPS], start = part < GROUPS ? -memory.middles[part % GROUPS] : 0;
-        UNROLL for (int s = 0; s < steps; s++) {
+        const u32* q_bytes = smem.q_bytes[column % 2];
+        unit = smem.q_unit[part % SCALE_GROUPS];
+        start = part < SCALE_GROUPS ? -smem.q_bias[part % SCALE_GROUPS] : 0;
+        UNROLL
+        for (int s = 0; s < steps; s++) {
             const int at = K_DTYPE == 2 ? s : 2 * s;  // the lane's words of a key
-            const int number = ((at / run * 4 + part) * run + at % run) * (32 / BITS(K_DTYPE));
+            const int number = ((at / run * 4 + part) * run + at % run) * (32 / CODE_BITS(K_DTYPE));
             const bool mine = number / 32 == column / 2;
-            const u32 low = mine ? digits[number / 4] : 0, high = mine ? digits[number / 4 + 1] : 0;
+            const u32 low = mine ? q_bytes[number / 4] : 0, high = mine ? q_bytes[number / 4 + 1] : 0;
             word[s][0] = K_DTYPE == 2 ? prmt(low, high, 0x7531) : low;
             word[s][1] = K_DTYPE == 2 ? prmt(low, high, 0x6420) : high;
         }
-        UNROLL for (int s = 0; s < steps; s += 2) words[s * 16] = uint4{word[s][0], word[s][1], word[s + 1][0], word[s + 1][1]};
+        UNROLL
+        for (int s = 0; s < steps; s += 2)
+            words[s * 16] = uint4{word[s][0], word[s][1], word[s + 1][0], word[s + 1][1]};
     }
 };
 
-// q·k of tokens 8c + g and 32 further on.
-DEVICE void score(const KvStage& from, const QFragments& q, int warp, int lane, float (&out)[2]) {
+// q.k of tokens 8c + g and 32 further on.
+DEVICE void compute_scores(const KvStage& stage, const QFragments& q, int warp, int lane, float (&out)[2]) {
     const int g = lane / 4, c = lane % 4, words = KEY_WORDS / 4, run = words < 4 ? words : 4;
     uint4 both[QFragments::steps / 2];
-    UNROLL for (int s = 0; s < QFragments::steps; s += 2) both[s / 2] = q.words[s * 16];
-    NO_UNROLL for (int u = 0; u < 8; u += 2) {  // tokens 8u + g and 8 behind
+    UNROLL
+    for (int s = 0; s < QFragments::steps; s += 2) both[s / 2] = q.words[s * 16];
+    NO_UNROLL
+    for (int u = 0; u < 8; u += 2) {  // tokens 8u + g and 8 further on
         u32 a[words], b[words];
-        UNROLL for (int i = 0; i < words; i += run) {
+        UNROLL
+        for (int i = 0; i < words; i += run) {
             const int at = warp * KEY_WORDS + 4 * i + c * run;
-            read<run>(a + i, from.keys[8 * u + g] + at);
-            read<run>(b + i, from.keys[8 * u + 8 + g] + at);
+            copy_words<run>(a + i, stage.keys[8 * u + g] + at);
+            copy_words<run>(b + i, stage.keys[8 * u + 8 + g] + at);
         }
         int sum[4] = {q.start, 0, q.start, 0};
-        UNROLL for (int s = 0; s < QFragments::steps; s++) {
+        UNROLL
+        for (int s = 0; s < QFragments::steps; s++) {
             const u32 one = s % 2 ? both[s / 2].z : both[s / 2].x, two = s % 2 ? both[s / 2].w : both[s / 2].y;
             const u32 lower = 0xf0f0f0f0;
             if (K_DTYPE == 2) mma_m16n8k32_u8s8(sum, a[s], b[s], a[s] << 4 & lower, b[s] << 4 & lower, one, two);
             else mma_m16n8k32_u8s8(sum, a[2 * s], b[2 * s], a[2 * s + 1], b[2 * s + 1], one, two);
         }
-        float part[2];  // what group c brings
-        UNROLL for (int i = 0; i < 2; i++)
+        float part[2];  // of group c
+        UNROLL
+        for (int i = 0; i < 2; i++)
             part[i] = (float)(sum[2 * i] + 256 * sum[2 * i + 1])
-                * (cvt_f32_f16(from.key_scales[8 * u + 8 * i + g][warp][c % GROUPS]) * q.unit);
+                * (cvt_f32_f16(stage.key_scales[8 * u + 8 * i + g][warp][c % SCALE_GROUPS]) * q.unit);
         float all = (c % 2 ? part[1] : part[0]) + shfl_xor(c % 2 ? part[0] : part[1], 1);
         all += shfl_xor(all, 2);
-        if (u / 2 % 2 == c / 2) out[0] = u < 4 ? all : out[0], out[1] = all;
+        if (u / 2 % 2 == c / 2) {
+            out[0] = u < 4 ? all : out[0];
+            out[1] = all;
+        }
     }
 }
 
-// A warp's unfinished softmax of a chunk, whose answer is where it will be left. Totals are a lane's own until the end.
-struct Softmax {
-    float peak, total;
-    float* answer;  // the lane's numbers; null: what it has are sums with other groups' weights
+// A warp's online softmax of a split. The output is accumulated where the split's partial result will lie. l is of the
+// lane's own tokens until the end.
+struct OnlineSoftmax {
+    float m, l;
+    float* o;  // the lane's numbers; null: the lane's sums belong to other groups' weights
 
-    DEVICE void begin(const WarpContext& b, int chunk, int lane) {
+    DEVICE void begin(const WarpContext& b, int split, int lane) {
         const int g = lane / 4;
-        peak = NO_MAX, total = 0;
-        answer = g * EACH / 32 == lane % 4 ? b.answers + chunk * HEAD_DIM + g * EACH : nullptr;
+        m = NO_MAX;
+        l = 0;
+        o = g * LANE_OUTPUTS / 32 == lane % 4 ? b.o + split * HEAD_DIM + g * LANE_OUTPUTS : nullptr;
     }
-    // A stretch whose scores are known.
-    DEVICE void add(const KvStage& from, const float (&score)[2], u32 (&weights)[GROUPS][32], bool first) {
+    // Adds 64 tokens whose scores are known.
+    DEVICE void update(const KvStage& stage, const float (&score)[2], u32 (&weights)[SCALE_GROUPS][32], bool first) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
-        const float top = fmaxf(peak, warp_max(fmaxf(score[0], score[1]))), fade = ex2_approx(peak - top);
+        const float top = fmaxf(m, warp_max(fmaxf(score[0], score[1]))), rescale = ex2_approx(m - top);
         const float weight[2] = {ex2_approx(score[0] - top), ex2_approx(score[1] - top)};
-        peak = top, total = total * fade + weight[0] + weight[1];
-        float unit = 0;  // what one of the lane's sums means
-        int all = 0;     // digits of its group
-        __syncwarp();  // all have read what is there
-        NO_UNROLL for (int group = 0; group < GROUPS; group++) {
+        m = top;
+        l = l * rescale + weight[0] + weight[1];
+        float unit = 0;   // what 1 of the lane's integer sums means
+        int all = 0;      // the sum of its group's integers
+        __syncwarp();     // all have read the weights before
+        NO_UNROLL
+        for (int group = 0; group < SCALE_GROUPS; group++) {
             float scaled[2];
-            UNROLL for (int i = 0; i < 2; i++) scaled[i] = weight[i]
-                * cvt_f32_f16(from.value_scales[i * 32 + 8 * c + g][warp][group]);
-            const float most = fmaxf(warp_max_nonneg(fmaxf(scaled[0], scaled[1])), 1.0e-30f);
-            const float factor = P_RANGE * rcp_approx(most), shift = 8388608.0f;  // whole numbers are its lowest bits
-            const u32 one = float_as_int(fmaf(scaled[0], factor, shift)), two = float_as_int(fmaf(scaled[1], factor, shift));
-            weights[group][g % 4 * 8 + 2 * c + g / 4] = prmt(one, two, 0x5140);  // in the order of the values
-            const int digits = redux_add((int)(one + two)) - (int)0xc0000000;  // 64 times the bits of `shift`
-            if (group == c) unit = most * (1 / P_RANGE), all = digits;
+            UNROLL
+            for (int i = 0; i < 2; i++)
+                scaled[i] = weight[i] * cvt_f32_f16(stage.value_scales[i * 32 + 8 * c + g][warp][group]);
+            const float most = fmaxf(warp_max_nonnegative(fmaxf(scaled[0], scaled[1])), 1.0e-30f);
+            const float factor = P_RANGE * rcp_approx(most), shift = 8388608.0f;  // 2^23: integers are its lowest bits
+            const u32 one = float_as_int(fmaf(scaled[0], factor, shift));
+            const u32 two = float_as_int(fmaf(scaled[1], factor, shift));
+            weights[group][g % 4 * 8 + 2 * c + g / 4] = prmt(one, two, 0x5140);  // in the order of the values' tokens
+            const int integers = redux_add((int)(one + two)) - (int)0xc0000000;  // less 64 times the bits of `shift`
+            if (group == c) {
+                unit = most * (1 / P_RANGE);
+                all = integers;
+            }
         }
         __syncwarp();
-        const int words = VALUE_WORDS / 8, count = 32 / BITS(V_DTYPE), upper = V_DTYPE == 2 ? 17 * CODE_BIAS(V_DTYPE) : CODE_BIAS(V_DTYPE);
-        int sum[EACH / 2][4];
-        UNROLL for (int i = 0; i < EACH / 2; i++)
-            sum[i][0] = -CODE_BIAS(V_DTYPE) * all, sum[i][2] = -upper * all, sum[i][1] = sum[i][3] = 0;
-        NO_UNROLL for (int x = 0; x < 4; x += 2) {
-            u32 digits[2], token[8][words];  // of tokens 8x + c, 32 further on, those four behind both, and so on
-            UNROLL for (int i = 0; i < 2; i++) {
-                const uint2 both = *(const uint2*)&weights[g / 2 % GROUPS][8 * c + 2 * x + 2 * i];
-                digits[i] = prmt(both.x, both.y, g % 2 ? 0x7632 : 0x5410);
+        const int words = VALUE_WORDS / 8, count = 32 / CODE_BITS(V_DTYPE);
+        const int upper = V_DTYPE == 2 ? 17 * CODE_BIAS(V_DTYPE) : CODE_BIAS(V_DTYPE);
+        int sum[LANE_OUTPUTS / 2][4];
+        UNROLL
+        for (int i = 0; i < LANE_OUTPUTS / 2; i++) {
+            sum[i][0] = -CODE_BIAS(V_DTYPE) * all;
+            sum[i][2] = -upper * all;
+            sum[i][1] = sum[i][3] = 0;
+        }
+        NO_UNROLL
+        for (int x = 0; x < 4; x += 2) {
+            u32 b[2], token[8][words];  // of tokens 8x + c, 32 further on, those four behind both, and so on
+            UNROLL
+            for (int i = 0; i < 2; i++) {
+                const uint2 both = *(const uint2*)&weights[g / 2 % SCALE_GROUPS][8 * c + 2 * x + 2 * i];
+                b[i] = prmt(both.x, both.y, g % 2 ? 0x7632 : 0x5410);
             }
-            UNROLL for (int i = 0; i < 8; i++)
-                read<words>(token[i], from.values[i % 2 * 32 + 8 * x + i / 2 * 4 + c] + warp * VALUE_WORDS + g * words);
-            UNROLL for (int w = 0; w < words; w++) {
+            UNROLL
+            for (int i = 0; i < 8; i++)
+                copy_words<words>(
+                    token[i], stage.values[i % 2 * 32 + 8 * x + i / 2 * 4 + c] + warp * VALUE_WORDS + g * words
+                );
+            UNROLL
+            for (int w = 0; w < words; w++) {
                 u32 near[count], far[count];
-                gather(token[0][w], token[1][w], token[2][w], token[3][w], near);
-                gather(token[4][w], token[5][w], token[6][w], token[7][w], far);
-                UNROLL for (int i = 0; i < count; i += 2)
-                    mma_m16n8k32_u8u8(sum[(w * count + i) / 2], near[i], near[i + 1], far[i], far[i + 1], digits[0], digits[1]);
+                transpose_codes(token[0][w], token[1][w], token[2][w], token[3][w], near);
+                transpose_codes(token[4][w], token[5][w], token[6][w], token[7][w], far);
+                UNROLL
+                for (int i = 0; i < count; i += 2)
+                    mma_m16n8k32_u8u8(sum[(w * count + i) / 2], near[i], near[i + 1], far[i], far[i + 1], b[0], b[1]);
             }
         }
-        if (answer) add_up(sum, unit, first ? 0.0f : fade);
+        if (o) accumulate(sum, unit, first ? 0.0f : rescale);
     }
-    // Sums to the answer so far.
-    DEVICE void add_up(const int (&sum)[EACH / 2][4], float unit, float fade) {
-        const float is_last_block = V_DTYPE == 2 ? unit * 0.0625f : unit;
-        UNROLL for (int i = 0; i < EACH; i += 4) {
-            float4* to = (float4*)(answer + i);
-            const float4 old = fade == 0 ? float4{} : *to;
+    // o = o * rescale + the integer sums in floats.
+    DEVICE void accumulate(const int (&sum)[LANE_OUTPUTS / 2][4], float unit, float rescale) {
+        const float upper_unit = V_DTYPE == 2 ? unit * 0.0625f : unit;
+        UNROLL
+        for (int i = 0; i < LANE_OUTPUTS; i += 4) {
+            float4* to = (float4*)(o + i);
+            const float4 old = rescale == 0 ? float4{} : *to;
             float more[4];
-            UNROLL for (int k = 0; k < 2; k++) {
-                const int* found = sum[i / 2 + k];
-                const int one = found[0] + 256 * found[1], two = found[2] + 256 * found[3];
-                more[2 * k] = (float)one * unit, more[2 * k + 1] = (float)(V_DTYPE == 2 ? two - one : two) * is_last_block;
+            UNROLL
+            for (int k = 0; k < 2; k++) {
+                const int* d = sum[i / 2 + k];
+                const int one = d[0] + 256 * d[1], two = d[2] + 256 * d[3];
+                more[2 * k] = (float)one * unit;
+                more[2 * k + 1] = (float)(V_DTYPE == 2 ? two - one : two) * upper_unit;
             }
-            *to = float4{old.x * fade + more[0], old.y * fade + more[1], old.z * fade + more[2], old.w * fade + more[3]};
+            *to = float4{old.x * rescale + more[0], old.y * rescale + more[1], old.z * rescale + more[2],
+                         old.w * rescale + more[3]};
         }
     }
-    // The numbers in a word, each of four tokens.
-    static DEVICE void gather(u32 a, u32 b, u32 c, u32 d, u32 (&out)[32 / BITS(V_DTYPE)]) {
+    // The codes in a word of each of four tokens, those of one number side by side; of 4 bits: lower codes, then
+    // whole bytes.
+    static DEVICE void transpose_codes(u32 a, u32 b, u32 c, u32 d, u32 (&out)[32 / CODE_BITS(V_DTYPE)]) {
         const u32 ab[2] = {prmt(a, b, 0x5140), prmt(a, b, 0x7362)}, cd[2] = {prmt(c, d, 0x5140), prmt(c, d, 0x7362)};
-        UNROLL for (int i = 0; i < 4; i++) {
+        UNROLL
+        for (int i = 0; i < 4; i++) {
             const u32 all = prmt(ab[i / 2], cd[i / 2], i % 2 ? 0x7632 : 0x5410);
-            if (V_DTYPE == 2) out[2 * i] = all & 0x0f0f0f0f, out[2 * i + 1] = all;
-            else out[i] = all;
+            if (V_DTYPE == 2) {
+                out[2 * i] = all & 0x0f0f0f0f;
+                out[2 * i + 1] = all;
+            } else {
+                out[i] = all;
+            }
         }
     }
-    DEVICE void store_split(const WarpContext& b, int chunk, int lane) {
-        const float all = warp_sum(total);
-        if (lane == 0) b.peaks[chunk] = peak, b.totals[chunk] = all;
+    DEVICE void store(const WarpContext& b, int split, int lane) {
+        const float all = warp_sum(l);
+        if (lane == 0) {
+            b.m[split] = m;
+            b.l[split] = all;
+        }
     }
 };
 
-// 64 numbers of the turned query, rotated and cut into digits. Even numbers meet the lower codes of bytes, 16 times as
-// large, and odd ones whole bytes.
-DEVICE void quantize_query(AttnSmem& memory, float (&x)[2], int run, int lane) {
+// 64 numbers of the query, RoPE applied: rotated, and split into two signed bytes. Of 4-bit codes the even numbers meet
+// lower codes, which are shifted up (16 times as large), and odd ones whole bytes.
+DEVICE void quantize_query(WarpSmem& smem, float (&x)[2], int run, int lane) {
     hadamard(x, lane);
     float most = fmaxf(fabsf(x[0]), fabsf(x[1]));
-    UNROLL for (int other = 1; other < 16; other *= 2) most = fmaxf(most, shfl_xor(most, other));
-    const float factor = most == 0 ? 0.0f : Q_RANGE / most, parts[2] = {x[0] - (K_DTYPE == 2 ? x[1] * 0.0625f : 0.0f), x[1]};
+    UNROLL
+    for (int mask = 1; mask < 16; mask *= 2) most = fmaxf(most, shfl_xor(most, mask));
+    const float factor = most == 0 ? 0.0f : Q_RANGE / most;
+    const float parts[2] = {x[0] - (K_DTYPE == 2 ? x[1] * 0.0625f : 0.0f), x[1]};
     u32 low = 0, high = 0;
-    int middles = 0;
-    UNROLL for (int i = 0; i < 2; i++) {
+    int bias = 0;
+    UNROLL
+    for (int i = 0; i < 2; i++) {
         const int whole = (int)rintf(parts[i] * factor), lower = (signed char)whole;
-        low |= (u32)(lower & 255) << 8 * i, high |= (u32)((whole - lower) >> 8 & 255) << 8 * i;
-        middles += whole * (K_DTYPE == 2 && i ? 136 : 128);
+        low |= (u32)(lower & 255) << 8 * i;
+        high |= (u32)((whole - lower) >> 8 & 255) << 8 * i;
+        bias += whole * (K_DTYPE == 2 && i ? 136 : 128);
     }
-    UNROLL for (int other = 1; other < 16; other *= 2) middles += float_as_int(shfl_xor(int_as_float(middles), other));
-    ((u16*)memory.digits[0])[run * 32 + lane] = (u16)low;
-    ((u16*)memory.digits[1])[run * 32 + lane] = (u16)high;
+    UNROLL
+    for (int mask = 1; mask < 16; mask *= 2) bias += float_as_int(shfl_xor(int_as_float(bias), mask));
+    ((u16*)smem.q_bytes[0])[run * 32 + lane] = (u16)low;
+    ((u16*)smem.q_bytes[1])[run * 32 + lane] = (u16)high;
     if (lane % 16) return;
-    memory.units[run * 2 + lane / 16] = most * ((K_DTYPE == 2 ? 0.0625f : 1.0f) / Q_RANGE);
-    memory.middles[run * 2 + lane / 16] = middles;
+    smem.q_unit[run * 2 + lane / 16] = most * ((K_DTYPE == 2 ? 0.0625f : 1.0f) / Q_RANGE);
+    smem.q_bias[run * 2 + lane / 16] = bias;
 }
 
-// The new heads, two numbers of each 64 in a lane.
+// The new token's heads, two numbers of each run of 64 in a lane.
 struct NewToken {
-    Rope turn[RUNS][2];
-    float q[RUNS][2], k[RUNS][2], v[RUNS][2];
+    Rope rope[HADAMARD_RUNS][2];
+    float q[HADAMARD_RUNS][2], k[HADAMARD_RUNS][2], v[HADAMARD_RUNS][2];
 
-    DEVICE void find(const WarpContext& b, int lane) {
-        UNROLL for (int r = 0; r < RUNS; r++) UNROLL for (int i = 0; i < 2; i++)
-            turn[r][i].load(b.job, b.row.number, r * 64 + lane * 2 + i, 0);
-    }
-    DEVICE void read(const WarpContext& b, bool host, int lane) {
-        const AttnParams& job = b.job;
-        const i64 row = b.row.number, at = b.h * HEAD_DIM;
-        UNROLL for (int r = 0; r < RUNS; r++) UNROLL for (int i = 0; i < 2; i++) {
-            const int number = r * 64 + lane * 2 + i;
-            q[r][i] = cvt_f32_f16(turn[r][i].apply(job.q + row * job.q_row + at, number));
-            if (!host) continue;
-            k[r][i] = cvt_f32_f16(turn[r][i].apply(job.k + row * job.k_row + at, number));
-            v[r][i] = cvt_f32_f16(job.v[row * job.v_row + at + number]);
+    DEVICE void load_rope(const WarpContext& b, int lane) {
+        UNROLL
+        for (int r = 0; r < HADAMARD_RUNS; r++) {
+            UNROLL
+            for (int i = 0; i < 2; i++) rope[r][i].load(b.params, b.splits.row, r * 64 + lane * 2 + i, 0);
         }
     }
-    // Stored, and the last chunk: seen as they came. The query has been rotated.
+    DEVICE void load(const WarpContext& b, bool with_kv, int lane) {
+        const AttnParams& params = b.params;
+        const i64 row = b.splits.row, at = b.h * HEAD_DIM;
+        UNROLL
+        for (int r = 0; r < HADAMARD_RUNS; r++) {
+            UNROLL
+            for (int i = 0; i < 2; i++) {
+                const int number = r * 64 + lane * 2 + i;
+                q[r][i] = cvt_f32_f16(rope[r][i].apply(params.q + row * params.q_row_stride + at, number));
+                if (!with_kv) continue;
+                k[r][i] = cvt_f32_f16(rope[r][i].apply(params.k + row * params.k_row_stride + at, number));
+                v[r][i] = cvt_f32_f16(params.v[row * params.v_row_stride + at + number]);
+            }
+        }
+    }
+    // Appends the heads to the cache; they are the last split, attended to as they came. The query has been rotated.
     DEVICE void append_kv(const WarpContext& b, int lane) {
-        const AttnParams& job = b.job;
-        const i64 home = b.home(b.row.behind);
-        const int chunk = b.row.chunks - 1;
+        const AttnParams& params = b.params;
+        const i64 stored = b.head_index(b.splits.past);
+        const int split = b.splits.count - 1;
         float sum = 0;
-        UNROLL for (int r = 0; r < RUNS; r++) {
-            store_kv<K_DTYPE>(k[r], job.key, job.key_scale, home, r, lane, true);
-            store_kv<V_DTYPE>(v[r], job.value, job.value_scale, home, r, lane, true);
+        UNROLL
+        for (int r = 0; r < HADAMARD_RUNS; r++) {
+            store_kv<K_DTYPE>(k[r], params.key, params.key_scale, stored, r, lane, true);
+            store_kv<V_DTYPE>(v[r], params.value, params.value_scale, stored, r, lane, true);
             sum += q[r][0] * k[r][0] + q[r][1] * k[r][1];
-            *(float2*)(b.answers + chunk * HEAD_DIM + r * 64 + lane * 2) = float2{v[r][0], v[r][1]};
+            *(float2*)(b.o + split * HEAD_DIM + r * 64 + lane * 2) = float2{v[r][0], v[r][1]};
         }
         sum = warp_sum(sum);
-        if (lane == 0) b.peaks[chunk] = b.softcap(sum), b.totals[chunk] = 1;
+        if (lane == 0) {
+            b.m[split] = b.softcap(sum);
+            b.l[split] = 1;
+        }
     }
 };
 
-// Whether this warp is the last of those that share the head.
-DEVICE bool is_last_warp(const WarpContext& b, int lane) {
-    const int workers = b.row.workers(b.job.parts);
+// Whether this warp is the last of those that share the head. It resets the counter.
+DEVICE bool arrives_last(const WarpContext& b, int lane) {
+    const int warps = b.splits.busy_blocks(b.params.blocks_per_row);
     __syncwarp();
-    if (workers == 1) return true;
-    bool mine = false;
+    if (warps == 1) return true;
+    bool last = false;
     if (lane == 0) {
-        mine = atom_add_acq_rel(b.job.counts + b.number) + 1 == workers;
-        if (mine) b.job.counts[b.number] = 0;
+        last = atom_add_acq_rel(b.params.arrivals + b.number) + 1 == warps;
+        if (last) b.params.arrivals[b.number] = 0;
     }
-    return vote_any(mine);
+    return vote_any(last);
 }
 
-// All chunks, added up in order, and out of the space of codes. Some are on their way before their shares are known.
-DEVICE void combine_splits(const WarpContext& b, float (&shares)[MAX_SPLITS + 1], int lane) {
-    const int chunks = b.row.chunks, many = 12, each = MAX_SPLITS / 32 + 1;  // chunks of a lane, whose shares it finds
-    const EpilogueTarget& heir = b.job.heir;
-    uint4 places[RUNS][2];
-    UNROLL for (int r = 0; r < RUNS; r++) UNROLL for (int i = 0; i < 2; i++)
-        if (heir.words) places[r][i] = heir.places[b.h * HEAD_DIM + r * 64 + lane * 2 + i];
-    float peak[each], part[each], top = NO_MAX, total = 0, x[RUNS][2] = {};
-    UNROLL for (int n = 0; n < each; n++) {
-        const bool there = n * 32 + lane < chunks;
-        peak[n] = there ? __ldcg(b.peaks + n * 32 + lane) : NO_MAX, part[n] = there ? __ldcg(b.totals + n * 32 + lane) : 0;
+// The partial results of all splits, combined in order and rotated back. Some outputs are loaded before their weights
+// are known.
+DEVICE void combine_splits(const WarpContext& b, float (&split_weights)[MAX_SPLITS + 1], int lane) {
+    const int splits = b.splits.count, in_flight = 12;
+    const int lane_splits = MAX_SPLITS / 32 + 1;  // whose weights a lane computes
+    const EpilogueTarget& target = b.params.target;
+    uint4 slots[HADAMARD_RUNS][2];
+    UNROLL
+    for (int r = 0; r < HADAMARD_RUNS; r++) {
+        UNROLL
+        for (int i = 0; i < 2; i++)
+            if (target.packed_x) slots[r][i] = target.slots[b.h * HEAD_DIM + r * 64 + lane * 2 + i];
     }
-    for (int first = 0; first < chunks; first += many) {
-        float2 more[many][RUNS];
-        UNROLL for (int c = 0; c < many; c++) UNROLL for (int r = 0; r < RUNS; r++) if (first + c < chunks)
-            more[c][r] = __ldcg((const float2*)b.answers + (first + c) * (HEAD_DIM / 2) + r * 32 + lane);
+    float m[lane_splits], l[lane_splits], top = NO_MAX, total = 0, o[HADAMARD_RUNS][2] = {};
+    UNROLL
+    for (int n = 0; n < lane_splits; n++) {
+        const bool exists = n * 32 + lane < splits;
+        m[n] = exists ? __ldcg(b.m + n * 32 + lane) : NO_MAX;
+        l[n] = exists ? __ldcg(b.l + n * 32 + lane) : 0;
+    }
+    for (int first = 0; first < splits; first += in_flight) {
+        float2 more[in_flight][HADAMARD_RUNS];
+        UNROLL
+        for (int s = 0; s < in_flight; s++) {
+            UNROLL
+            for (int r = 0; r < HADAMARD_RUNS; r++)
+                if (first + s < splits)
+                    more[s][r] = __ldcg((const float2*)b.o + (first + s) * (HEAD_DIM / 2) + r * 32 + lane);
+        }
         if (first == 0) {
-            UNROLL for (int n = 0; n < each; n++) top = fmaxf(top, peak[n]);
+            UNROLL
+            for (int n = 0; n < lane_splits; n++) top = fmaxf(top, m[n]);
             top = warp_max(top);
-            UNROLL for (int n = 0; n < each; n++) {
-                const float share = ex2_approx(peak[n] - top);
-                if (n * 32 + lane < chunks) shares[n * 32 + lane] = share;
-                total += part[n] * share;
+            UNROLL
+            for (int n = 0; n < lane_splits; n++) {
+                const float weight = ex2_approx(m[n] - top);
+                if (n * 32 + lane < splits) split_weights[n * 32 + lane] = weight;
+                total += l[n] * weight;
             }
             total = warp_sum(total);
             __syncwarp();
         }
-        UNROLL for (int c = 0; c < many; c++) UNROLL for (int r = 0; r < RUNS; r++) if (first + c < chunks)
-            x[r][0] += more[c][r].x * shares[first + c], x[r][1] += more[c][r].y * shares[first + c];
+        UNROLL
+        for (int s = 0; s < in_flight; s++) {
+            UNROLL
+            for (int r = 0; r < HADAMARD_RUNS; r++) {
+                if (first + s < splits) {
+                    o[r][0] += more[s][r].x * split_weights[first + s];
+                    o[r][1] += more[s][r].y * split_weights[first + s];
+                }
+            }
+        }
     }
-    UNROLL for (int r = 0; r < RUNS; r++) {
-        hadamard(x[r], lane);
-        const float share = 1.0f / total;
-        const u32 both = cvt_f16x2_f32(x[r][0] * share, x[r][1] * share);
-        if (b.job.out) *(u32*)(b.job.out + (i64)b.number * HEAD_DIM + r * 64 + lane * 2) = both;
-        UNROLL for (int i = 0; i < 2; i++)
-            if (heir.words) store_prepacked(heir, places[r][i], (int)b.row.number, (u16)(both >> 16 * i));
+    UNROLL
+    for (int r = 0; r < HADAMARD_RUNS; r++) {
+        hadamard(o[r], lane);
+        const float inverse = 1.0f / total;
+        const u32 both = cvt_f16x2_f32(o[r][0] * inverse, o[r][1] * inverse);
+        if (b.params.out) *(u32*)(b.params.out + (i64)b.number * HEAD_DIM + r * 64 + lane * 2) = both;
+        UNROLL
+        for (int i = 0; i < 2; i++)
+            if (target.packed_x) store_prepacked(target, slots[r][i], (int)b.splits.row, (u16)(both >> 16 * i));
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) paged_attn_decode_mha(const __grid_constant__ AttnParams job) {
-    extern __shared__ __align__(16) char space[];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = blockIdx.y;
-    KvStage& coming = *(KvStage*)space;
-    AttnSmem& memory = ((AttnSmem*)(space + sizeof(KvStage)))[warp];
+// Grid: (row * groups of WARPS heads, blocks that share the row's splits).
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) paged_attn_decode_mha(
+    const __grid_constant__ AttnParams params
+) {
+    extern __shared__ __align__(16) char dynamic_smem[];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, block = blockIdx.y;
+    KvStage& stage = *(KvStage*)dynamic_smem;
+    WarpSmem& smem = ((WarpSmem*)(dynamic_smem + sizeof(KvStage)))[warp];
     griddepcontrol_launch_dependents();
-    const WarpContext b(job, warp);
-    const KvSplits& row = b.row;
-    NewToken fresh;
-    fresh.find(b, lane);  // before much else is on its way
-    if (part >= row.workers(job.parts)) return;
-    if (job.heir.words && lane < HEAD_DIM / 8) prefetch_l2(job.heir.places + b.h * HEAD_DIM + lane * 8);
-    PadWriter gap;
-    gap.find(job.heir, part ? 1 << 30 : blockIdx.x * THREADS + threadIdx.x);
-    int chunk = part, at = row.start(chunk);
-    if (chunk < row.chunks - 1) {
-        const i64 home = b.home(at) - warp;
-        fetch_keys(coming, job, home, row.stop(chunk) - at);
+    const WarpContext b(params, warp);
+    const KvSplits& splits = b.splits;
+    NewToken token;
+    token.load_rope(b, lane);  // before the pipeline fills up
+    if (block >= splits.busy_blocks(params.blocks_per_row)) return;
+    if (params.target.packed_x && lane < HEAD_DIM / 8) prefetch_l2(params.target.slots + b.h * HEAD_DIM + lane * 8);
+    PadWriter pads;
+    pads.locate(params.target, block ? 1 << 30 : blockIdx.x * THREADS + threadIdx.x);
+    int split = block, at = splits.begin(split);
+    if (split < splits.count - 1) {
+        const i64 head = b.head_index(at) - warp;
+        copy_keys(stage, params, head, splits.end(split) - at);
         cp_async_commit_group();
-        fetch_values(coming, job, home, row.stop(chunk) - at);
+        copy_values(stage, params, head, splits.end(split) - at);
     }
     cp_async_commit_group();
-    const bool host = part == row.host(job.parts);
+    const bool has_new_token = block == splits.last_block(params.blocks_per_row);
     QFragments q;
     griddepcontrol_wait();
-    gap.close(job.heir, gridDim.x * THREADS);
-    fresh.read(b, host, lane);
-    UNROLL for (int r = 0; r < RUNS; r++) quantize_query(memory, fresh.q[r], r, lane);
-    if (host) fresh.append_kv(b, lane);
+    pads.write(params.target, gridDim.x * THREADS);
+    token.load(b, has_new_token, lane);
+    UNROLL
+    for (int r = 0; r < HADAMARD_RUNS; r++) quantize_query(smem, token.q[r], r, lane);
+    if (has_new_token) token.append_kv(b, lane);
     __syncwarp();
-    q.load(memory, lane);
-    for (; chunk < row.chunks - 1; chunk += job.parts) {
-        Softmax mine;
-        mine.begin(b, chunk, lane);
-        for (at = row.start(chunk); at < row.stop(chunk); at += 64) {
-            int next = at + 64, end = row.stop(chunk);
-            if (next >= end) next = row.start(chunk + job.parts), end = row.stop(chunk + job.parts);
+    q.load(smem, lane);
+    for (; split < splits.count - 1; split += params.blocks_per_row) {
+        OnlineSoftmax softmax;
+        softmax.begin(b, split, lane);
+        for (at = splits.begin(split); at < splits.end(split); at += 64) {
+            int next = at + 64, end = splits.end(split);
+            if (next >= end) {
+                next = splits.begin(split + params.blocks_per_row);
+                end = splits.end(split + params.blocks_per_row);
+            }
             const bool more = next < end;
-            const i64 home = more ? b.home(next) - warp : 0;
-            float found[2] = {};
+            const i64 head = more ? b.head_index(next) - warp : 0;
+            float scores[2] = {};
             cp_async_wait_group<1>();
             __syncthreads();  // all have copied keys
-            score(coming, q, warp, lane, found);
+            compute_scores(stage, q, warp, lane, scores);
             __syncthreads();  // all have read them
-            if (more) fetch_keys(coming, job, home, end - next);
+            if (more) copy_keys(stage, params, head, end - next);
             cp_async_commit_group();
-            UNROLL for (int i = 0; i < 2; i++) {
-                const int token = at + i * 32 + lane % 4 * 8 + lane / 4;
-                found[i] = token < row.stop(chunk) && b.sees(token) ? b.softcap(found[i]) : MASKED_SCORE;
+            UNROLL
+            for (int i = 0; i < 2; i++) {
+                const int cached = at + i * 32 + lane % 4 * 8 + lane / 4;
+                scores[i] = cached < splits.end(split) && b.sees(cached) ? b.softcap(scores[i]) : MASKED_SCORE;
             }
             cp_async_wait_group<1>();
+            __syncthreads();  // the same for values
+            softmax.update(stage, scores, smem.weights, at == splits.begin(split));
             __syncthreads();
-            mine.add(coming, found, memory.weights, at == row.start(chunk));
-            __syncthreads();
-            if (more) fetch_values(coming, job, home, end - next);
+            if (more) copy_values(stage, params, head, end - next);
             cp_async_commit_group();
         }
-        mine.store_split(b, chunk, lane);
+        softmax.store(b, split, lane);
     }
     cp_async_wait_group<0>();
-    if (is_last_warp(b, lane)) combine_splits(b, memory.shares, lane);
+    if (arrives_last(b, lane)) combine_splits(b, smem.split_weights, lane);
 }

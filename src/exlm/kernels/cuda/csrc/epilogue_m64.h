@@ -1,128 +1,179 @@
-// Sums of 17 to 64 rows to answers, by way of shared memory.
+// Epilogue of gemm_m64: accumulators -> shared memory -> scale, bias, activation, residual -> y and the next GEMM's
+// input. N8 is the number of n8 tiles of rows that this thread block finishes: all, or with split-K its share.
+#pragma once
+#include "tile_m64.h"
 
-// Four neighbours of a row of halves, at once if they lie so; those behind `count` are none.
-DEVICE uint2 load4(const u16* from, bool even, int count) {
-    if (even) return count > 0 ? *(const uint2*)from : uint2{};
+// Four outputs of a row, with one access where they are aligned; those behind `count` do not exist.
+DEVICE uint2 load4(const u16* from, bool aligned, int count) {
+    if (aligned) return count > 0 ? *(const uint2*)from : uint2{};
     u32 halves[4];
-    UNROLL for (int k = 0; k < 4; k++) halves[k] = k < count ? from[k] : 0;
+    UNROLL
+    for (int k = 0; k < 4; k++) halves[k] = k < count ? from[k] : 0;
     return uint2{halves[0] | halves[1] << 16, halves[2] | halves[3] << 16};
 }
-DEVICE void store4(u16* from, long at, bool even, int count, const float (&y)[4]) {
+DEVICE void store4(u16* y, long at, bool aligned, int count, const float (&number)[4]) {
     if (FP32_OUT) {
-        float* to = (float*)from + at;
-        if (even && count > 0) *(float4*)to = float4{y[0], y[1], y[2], y[3]};
-        UNROLL for (int k = 0; k < 4; k++) if (!even && k < count) to[k] = y[k];
+        float* to = (float*)y + at;
+        if (aligned && count > 0) *(float4*)to = float4{number[0], number[1], number[2], number[3]};
+        UNROLL
+        for (int k = 0; k < 4; k++)
+            if (!aligned && k < count) to[k] = number[k];
         return;
     }
-    u16* to = from + at;
-    if (even) {
+    u16* to = y + at;
+    if (aligned) {
         if (count > 0)
-            *(uint2*)to = uint2{cvt_f16_f32(y[0]) | (u32)cvt_f16_f32(y[1]) << 16, cvt_f16_f32(y[2]) | (u32)cvt_f16_f32(y[3]) << 16};
+            *(uint2*)to = uint2{cvt_f16_f32(number[0]) | (u32)cvt_f16_f32(number[1]) << 16,
+                                cvt_f16_f32(number[2]) | (u32)cvt_f16_f32(number[3]) << 16};
         return;
     }
-    UNROLL for (int k = 0; k < 4; k++) if (k < count) to[k] = cvt_f16_f32(y[k]);
+    UNROLL
+    for (int k = 0; k < 4; k++)
+        if (k < count) to[k] = cvt_f16_f32(number[k]);
 }
 
-// Sums to shared memory, (side, row, output): the lanes of the tensor cores hold them in pieces.
-#define ROW_STEP (WIDTH + 4)  // from row to row: other banks
-template <int EIGHTS> DEVICE void acc_to_smem(const float (*total)[EIGHTS][4], float* found) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rows = EIGHTS * 8;
-    UNROLL for (int s = 0; s < GLU_WEIGHTS; s++) UNROLL for (int t = 0; t < WEIGHT_TILES; t++) UNROLL for (int c = 0; c < EIGHTS; c++)
-        UNROLL for (int i = 0; i < 4; i++)
-            found[(s * rows + c * 8 + lane % 4 * 2 + i % 2) * ROW_STEP + (warp * WEIGHT_TILES + t) * 16 + lane / 4 + i / 2 * 8] =
-                total[s * WEIGHT_TILES + t][c][i];
+// Accumulators to shared memory, (weight, row, output).
+#define SUM_STRIDE (BLOCK_N + 4)  // of a row: padding against bank conflicts
+template <int N8> DEVICE void acc_to_smem(const float (*acc)[N8][4], float* sums) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rows = N8 * 8;
+    UNROLL
+    for (int s = 0; s < GLU_WEIGHTS; s++) {
+        UNROLL
+        for (int t = 0; t < WEIGHT_TILES; t++) {
+            UNROLL
+            for (int c = 0; c < N8; c++) {
+                UNROLL
+                for (int i = 0; i < 4; i++)
+                    sums[(s * rows + c * 8 + lane % 4 * 2 + i % 2) * SUM_STRIDE + (warp * WEIGHT_TILES + t) * 16
+                         + lane / 4 + i / 2 * 8] = acc[s * WEIGHT_TILES + t][c][i];
+            }
+        }
+    }
     __syncthreads();
 }
 
-// Answers of some eights of rows to the next product: eight rows of an output lie together there.
-DEVICE void store_prepacked_rows(const EpilogueTarget& heir, const Book& book, int group, int first, int eights, int outputs, const float* found) {
+// Finished rows as the next GEMM's input: 8-row tiles in its B layout.
+DEVICE void store_prepacked_rows(
+    const EpilogueTarget& target, const BlockEpilogue& epilogue, int group, int first_n8, int num_n8, int outputs,
+    const float* y
+) {
     __syncthreads();
-    for (int i = threadIdx.x; i < WIDTH * eights; i += THREADS) {
-        const int column = i % WIDTH, eight = i / WIDTH;
-        if (group * WIDTH + column >= outputs) continue;
+    for (int i = threadIdx.x; i < BLOCK_N * num_n8; i += THREADS) {
+        const int output = i % BLOCK_N, n8 = i / BLOCK_N;
+        if (group * BLOCK_N + output >= outputs) continue;
         u16 halves[8];
-        UNROLL for (int r = 0; r < 8; r++)
-            halves[r] = book.normed(heir, column, found[(eight * 8 + r) * ROW_STEP + column]);
-        store_prepacked8(heir, book.places[column], (first + eight) * 8, halves);
+        UNROLL
+        for (int r = 0; r < 8; r++) halves[r] = epilogue.normed(target, output, y[(n8 * 8 + r) * SUM_STRIDE + output]);
+        store_prepacked_8rows(target, epilogue.slots[output], (first_n8 + n8) * 8, halves);
     }
 }
 
-// The threads that have a row, and what each adds to its four outputs of some rows at a time. Those of the first rows are
-// asked for before the sums are there.
-#define THREADS_PER_ROW (WIDTH / 4)
-#define ROW_PACE (THREADS / THREADS_PER_ROW)
-template <int EIGHTS> struct BiasResidual {
-    static const int many = EIGHTS * 8 / ROW_PACE, some = many % 4 ? many % 2 ? 1 : 2 : 4;  // rows of a thread, and at a time
-    uint2 halves[some];
-    float bias[GLU_WEIGHTS][4];
-    int output, count, first, last;
-    bool even;
+#define ROW_THREADS (BLOCK_N / 4)             // threads of one row: four outputs each
+#define ROWS_AT_ONCE (THREADS / ROW_THREADS)  // rows that the block works on side by side
 
-    DEVICE void ask(const GemmParams& job, const GemmOperand& part, int row) {
-        UNROLL for (int i = 0; i < some; i++, row += ROW_PACE) {
-            const u16* from = job.residual + (long)(first * 8 + row) * part.stride + output;
-            halves[i] = job.residual && row < last ? load4(from, even, count) : uint2{};
+// Bias and residual of a thread's four outputs. Those of the first rows are loaded before the sums are complete.
+template <int N8> struct BiasResidual {
+    static const int num_rows = N8 * 8 / ROWS_AT_ONCE;                                 // of a thread
+    static const int batch = num_rows % 4 ? num_rows % 2 ? 1 : 2 : 4;  // that it loads together
+    uint2 residual[batch];
+    float bias[GLU_WEIGHTS][4];
+    int output, count, first_n8, num_rows_here;
+    bool aligned;
+
+    DEVICE void load_rows(const GemmParams& params, const GemmOperand& operand, int row) {
+        UNROLL
+        for (int i = 0; i < batch; i++, row += ROWS_AT_ONCE) {
+            const u16* from = params.residual + (long)(first_n8 * 8 + row) * operand.stride + output;
+            residual[i] = params.residual && row < num_rows_here ? load4(from, aligned, count) : uint2{};
         }
     }
-    DEVICE void ask(const GemmParams& job, int at, int group, int from, int end) {
-        const GemmOperand& part = job.parts[at];
-        output = group * WIDTH + threadIdx.x % THREADS_PER_ROW * 4, count = part.outputs - output;
-        first = from, last = min(end * 8, job.rows) - first * 8;
-        even = part.outputs % 4 == 0 && part.stride % 4 == 0 && ((size_t)part.y | (size_t)job.residual) % (FP32_OUT ? 16 : 8) == 0;
-        UNROLL for (int s = 0; s < GLU_WEIGHTS; s++) UNROLL for (int k = 0; k < 4; k++) {
-            const u16* added = job.parts[at + s].bias;
-            bias[s][k] = added && k < count ? cvt_f32_f16(added[output + k]) : 0.0f;
+    DEVICE void load(const GemmParams& params, int at, int group, int begin_n8, int end_n8) {
+        const GemmOperand& operand = params.operands[at];
+        output = group * BLOCK_N + threadIdx.x % ROW_THREADS * 4;
+        count = operand.outputs - output;
+        first_n8 = begin_n8;
+        num_rows_here = min(end_n8 * 8, params.rows) - first_n8 * 8;
+        aligned = operand.outputs % 4 == 0 && operand.stride % 4 == 0
+            && ((size_t)operand.y | (size_t)params.residual) % (FP32_OUT ? 16 : 8) == 0;
+        UNROLL
+        for (int s = 0; s < GLU_WEIGHTS; s++) {
+            UNROLL
+            for (int k = 0; k < 4; k++) {
+                const u16* biases = params.operands[at + s].bias;
+                bias[s][k] = biases && k < count ? cvt_f32_f16(biases[output + k]) : 0.0f;
+            }
         }
-        ask(job, part, threadIdx.x / THREADS_PER_ROW);
+        load_rows(params, operand, threadIdx.x / ROW_THREADS);
     }
 };
 
-// The squares of rows that a warp has, to whom asks for them: of each row in one and the same order.
-template <int SOME> DEVICE void store_rms_partials(const EpilogueTarget& heir, float (&squares)[SOME], int group, int row, int last) {
-    const int lanes = THREADS_PER_ROW < 32 ? THREADS_PER_ROW : 32, parts = THREADS_PER_ROW / lanes;
-    UNROLL for (int other = lanes / 2; other; other /= 2) UNROLL for (int i = 0; i < SOME; i++)
-        squares[i] += shfl_xor(squares[i], other);
-    UNROLL for (int i = 0; i < SOME; i++, row += ROW_PACE)
-        if (threadIdx.x % lanes == 0 && row < last)
-            heir.squares[row * heir.shares + group * parts + threadIdx.x % THREADS_PER_ROW / lanes] = squares[i];
+// Sums of squares for the RMS norm of the next GEMM: for each row in one and the same order.
+template <int BATCH>
+DEVICE void store_rms_partials(const EpilogueTarget& target, float (&squares)[BATCH], int group, int row, int end) {
+    const int lanes = ROW_THREADS < 32 ? ROW_THREADS : 32, parts = ROW_THREADS / lanes;
+    UNROLL
+    for (int mask = lanes / 2; mask; mask /= 2) {
+        UNROLL
+        for (int i = 0; i < BATCH; i++) squares[i] += shfl_xor(squares[i], mask);
+    }
+    UNROLL
+    for (int i = 0; i < BATCH; i++, row += ROWS_AT_ONCE)
+        if (threadIdx.x % lanes == 0 && row < end)
+            target.rms_partials[row * target.num_partials + group * parts + threadIdx.x % ROW_THREADS / lanes] =
+                squares[i];
 }
 
-// Sums to answers, so that neighbours write to neighbours; of some eights of rows.
-template <int EIGHTS>
-DEVICE void epilogue(const GemmParams& job, const ChainArgs& link, int at, int group, BiasResidual<EIGHTS>& rest, const float (*total)[EIGHTS][4], char* memory) {
-    float* found = (float*)memory;
-    const Book& book = *(const Book*)(memory + LEDGER_AT);
-    const int rows = EIGHTS * 8, some = BiasResidual<EIGHTS>::some, first = rest.first, last = rest.last, column = threadIdx.x % THREADS_PER_ROW * 4;
-    acc_to_smem<EIGHTS>(total, found);
-    const GemmOperand& part = job.parts[at];
-    // Code that runs once comes slowly: a loop, with some rows at a time so that what they add is fetched together.
-    _Pragma("unroll 1") for (int n = 0, row = threadIdx.x / THREADS_PER_ROW; n < rest.many; n += some, row += some * ROW_PACE) {
-        if (n) rest.ask(job, part, row);
-        float squares[some] = {};
-        UNROLL for (int i = 0; i < some; i++) {
-            const int here = row + i * ROW_PACE;
-            if (here >= last) break;
-            const float measure = IN_PREPACKED && RMS_NORM ? book.measures[first * 8 + here] : 1.0f;
+template <int N8>
+DEVICE void epilogue(
+    const GemmParams& params, const ChainArgs& chain, int at, int group, BiasResidual<N8>& bias_residual,
+    const float (*acc)[N8][4], char* smem
+) {
+    float* sums = (float*)smem;
+    const BlockEpilogue& block = *(const BlockEpilogue*)(smem + EPILOGUE_OFFSET);
+    const int rows = N8 * 8, batch = BiasResidual<N8>::batch, column = threadIdx.x % ROW_THREADS * 4;
+    const int first_n8 = bias_residual.first_n8, end = bias_residual.num_rows_here;
+    acc_to_smem<N8>(acc, sums);
+    const GemmOperand& operand = params.operands[at];
+    // Not unrolled: code that runs once is bound by the instruction cache. A batch of rows shares its loads.
+    NO_UNROLL
+    for (int n = 0, row = threadIdx.x / ROW_THREADS; n < BiasResidual<N8>::num_rows;
+         n += batch, row += batch * ROWS_AT_ONCE) {
+        if (n) bias_residual.load_rows(params, operand, row);
+        float squares[batch] = {};
+        UNROLL
+        for (int i = 0; i < batch; i++) {
+            const int here = row + i * ROWS_AT_ONCE;
+            if (here >= end) break;
+            const float rms_scale = IN_PREPACKED && RMS_NORM ? block.rms_scales[first_n8 * 8 + here] : 1.0f;
             float y[4];
-            UNROLL for (int s = 0; s < GLU_WEIGHTS; s++) {
-                const float4 sums = *(const float4*)(found + (s * rows + here) * ROW_STEP + column);
-                const float of[4] = {sums.x, sums.y, sums.z, sums.w};
-                UNROLL for (int k = 0; k < 4; k++) {
-                    const float sum = fmaf(of[k], job.parts[at + s].matrix.factor * measure, rest.bias[s][k]);
+            UNROLL
+            for (int s = 0; s < GLU_WEIGHTS; s++) {
+                const float4 four = *(const float4*)(sums + (s * rows + here) * SUM_STRIDE + column);
+                const float of[4] = {four.x, four.y, four.z, four.w};
+                UNROLL
+                for (int k = 0; k < 4; k++) {
+                    const float factor = params.operands[at + s].weight.factor * rms_scale;
+                    const float sum = fmaf(of[k], factor, bias_residual.bias[s][k]);
                     y[k] = s ? y[k] * sum : ACTIVATION ? activate(sum) : sum;
                 }
             }
-            const u32 words[2] = {rest.halves[i].x, rest.halves[i].y};
-            UNROLL for (int k = 0; k < 4; k++) y[k] += cvt_f32_f16((u16)(words[k / 2] >> k % 2 * 16));
-            if (!OUT_PREPACKED || part.y) store4(part.y, (long)(first * 8 + here) * part.stride + rest.output, rest.even, rest.count, y);
+            const u32 words[2] = {bias_residual.residual[i].x, bias_residual.residual[i].y};
+            UNROLL
+            for (int k = 0; k < 4; k++) y[k] += cvt_f32_f16((u16)(words[k / 2] >> k % 2 * 16));
+            if (!OUT_PREPACKED || operand.y)
+                store4(operand.y, (long)(first_n8 * 8 + here) * operand.stride + bias_residual.output,
+                       bias_residual.aligned, bias_residual.count, y);
             if (!OUT_PREPACKED) continue;
-            UNROLL for (int k = 0; k < 4; k++) {
-                y[k] = k < rest.count ? cvt_f32_f16(cvt_f16_f32(y[k])) : 0.0f;
+            UNROLL
+            for (int k = 0; k < 4; k++) {
+                y[k] = k < bias_residual.count ? cvt_f32_f16(cvt_f16_f32(y[k])) : 0.0f;
                 squares[i] = fmaf(y[k], y[k], squares[i]);
             }
-            *(float4*)(found + here * ROW_STEP + column) = float4{y[0], y[1], y[2], y[3]};
+            *(float4*)(sums + here * SUM_STRIDE + column) = float4{y[0], y[1], y[2], y[3]};
         }
-        if (OUT_PREPACKED && link.heir.squares) store_rms_partials(link.heir, squares, group, first * 8 + row, first * 8 + last);
+        if (OUT_PREPACKED && chain.target.rms_partials)
+            store_rms_partials(chain.target, squares, group, first_n8 * 8 + row, first_n8 * 8 + end);
     }
-    if (OUT_PREPACKED) store_prepacked_rows(link.heir, book, group, first, (last + 7) / 8, part.outputs, found);
+    if (OUT_PREPACKED)
+        store_prepacked_rows(chain.target, block, group, first_n8, (end + 7) / 8, operand.outputs, sums);
 }

@@ -1,6 +1,6 @@
 // Thin wrappers of PTX instructions and warp intrinsics, named as PTX names them. wgmma is in gemm_m64.cu, since its
-// operand list depends on the tile. The tests' emulator (tests/kernels/cuda/emulator.h) implements the same names in C++
-// and defines EMULATED.
+// operand list depends on the tile. The tests' emulator (tests/kernels/cuda/emulator.h) implements the same names in
+// C++ and defines EMULATED.
 #pragma once
 
 typedef unsigned int u32;
@@ -89,7 +89,8 @@ DEVICE u32 movmatrix_trans(u32 x) {  // one 8 x 8 matrix of halves
 }
 
 // -- tensor cores: d += a b ----------------------------------------------------------------------------------------
-// Lane 4 g + c holds of A rows g and g + 8, of B column g, of D rows g (d[0], d[1]) and g + 8 (d[2], d[3]), columns 2c, 2c + 1.
+// Lane 4 g + c holds of A rows g and g + 8, of B column g, of D rows g (d[0], d[1]) and g + 8 (d[2], d[3]), columns
+// 2c, 2c + 1.
 DEVICE void mma_m16n8k16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
