@@ -89,14 +89,14 @@ def slowly(weight: PackedWeight) -> Tensor:
 
 
 @given(weights())
-def test_dequantize_is_the_formula(weight: PackedWeight) -> None:
+def test_dequantize_equals_the_formula(weight: PackedWeight) -> None:
     found = weight.dequantize()
     assert found.dtype is weight.dtype
     assert torch.equal(found, slowly(weight))
 
 
 @given(weights(), st.data())
-def test_columns_are_columns(weight: PackedWeight, data: st.DataObject) -> None:
+def test_take_columns_equals_columns_of_the_matrix(weight: PackedWeight, data: st.DataObject) -> None:
     picks = st.lists(st.integers(0, weight.out_features - 1), min_size=1, max_size=12)
     index = torch.tensor(data.draw(picks))
     piece = weight.take_columns(index)
@@ -107,7 +107,7 @@ def test_columns_are_columns(weight: PackedWeight, data: st.DataObject) -> None:
 
 
 @given(weights(), st.integers(0, 1), st.data())
-def test_pieces_join_to_the_whole(weight: PackedWeight, dim: int, data: st.DataObject) -> None:
+def test_split_pieces_concatenate_to_the_matrix(weight: PackedWeight, dim: int, data: st.DataObject) -> None:
     whole = weight.dequantize()
     length = whole.shape[dim]
     cuts = data.draw(st.sets(st.integers(1, length - 1), max_size=3) if length > 1 else st.just(set()))
@@ -125,14 +125,14 @@ def test_pieces_join_to_the_whole(weight: PackedWeight, dim: int, data: st.DataO
 
 
 @given(weights())
-def test_a_moved_weight_is_the_same(weight: PackedWeight) -> None:
+def test_a_mapped_weight_is_equal(weight: PackedWeight) -> None:
     moved = weight.to(torch.device("cpu")).map(torch.clone)
     assert torch.equal(moved.dequantize(), weight.dequantize())
     assert moved.nbytes == weight.nbytes == sum(tensor.nbytes for tensor in weight.tensors)
 
 
 @given(codes=st.lists(st.integers(0, 15), min_size=1, max_size=20), largest=st.floats(0, 65504, width=16))
-def test_squared_scales_round_twice(codes: list[int], largest: float) -> None:
+def test_exl2_scales_round_twice(codes: list[int], largest: float) -> None:
     table = Exl2Scales(torch.tensor([codes], dtype=torch.uint8), torch.tensor([largest], dtype=torch.float16))
     assert table.expand()[0].tolist() == [
         round_to_float16((code + 1) ** 2 * round_to_float16(largest / 256)) for code in codes
@@ -150,7 +150,7 @@ def plain_segment(sizes: tuple[int, ...] = (8, 8), bits: int = 4) -> Segment:
     )
 
 
-def test_bits_for_each_weight() -> None:
+def test_bits_per_weight() -> None:
     weight = PackedWeight("gptq", 16, 3, (plain_segment(),), torch.float16, bias=torch.ones(3))
     assert weight.bits == 8 * (2 * 3 * 4 + 2 * 3 * 4) / 48
     assert weight.describe() == "gptq 8.00 bit"
@@ -182,7 +182,7 @@ def test_a_weight_refuses_segments_that_do_not_fit(shape: tuple[int, int]) -> No
 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("piece", [(0, 0), (2, 1), (-1, 2), (2, 17)])
-def test_a_weight_has_no_such_piece(dim: int, piece: tuple[int, int]) -> None:
+def test_split_refuses_ranges_outside_the_matrix(dim: int, piece: tuple[int, int]) -> None:
     weight = PackedWeight("gptq", 16, 3, (plain_segment(),), torch.float16)
     with pytest.raises(InputError, match="no part of"):
         weight.split(dim, [piece])
