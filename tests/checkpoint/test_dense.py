@@ -15,7 +15,7 @@ from tests.checkpoint.safetensors_bytes import same_bits, write_safetensors
 
 
 class TestBias:
-    """A bias is there exactly when the architecture has one; zeros do not count."""
+    """A bias is required exactly if the architecture has one; a bias of zeros is always accepted."""
 
     def test_a_bias_is_read(self, tmp_path: Path) -> None:
         tensors = {f"{Q}.weight": torch.randn(2, 3), f"{Q}.bias": torch.randn(2).half()}
@@ -58,7 +58,7 @@ class TestBias:
 
 
 class TestTensor:
-    """Norms, embeddings and what else is no matrix to multiply with."""
+    """Norms, embeddings and other tensors that are no matrices to multiply with."""
 
     @pytest.mark.parametrize("stored", FLOATS)
     @pytest.mark.parametrize("wanted", FLOATS)

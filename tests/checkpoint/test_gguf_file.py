@@ -1,4 +1,4 @@
-"""GGUF files: the same as the gguf package reads, and no damaged one gets further than an error."""
+"""GGUF files: read as the gguf package reads them; damaged ones raise an error."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ def test_a_file_cut_anywhere_is_refused(good: Path, tmp_path: Path) -> None:
 
 
 def _mutated(content: bytes, source: random.Random, header: int) -> bytes:
-    """A file with something changed, mostly in its header: bits, numbers, lengths, whole runs."""
+    """A file with random changes, mostly in its header: bits, numbers, lengths, runs of bytes."""
     data = bytearray(content)
     for _ in range(source.choice((1, 1, 1, 2, 5))):
         at = source.randrange(header)

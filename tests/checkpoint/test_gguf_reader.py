@@ -1,4 +1,4 @@
-"""The roles of a GGUF file: every architecture's tensors come back as the model knows them."""
+"""The roles of a GGUF file: tensors of every architecture are read as the model needs them."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_bytes_of_fused_roles_add_up_to_the_tensor(tmp_path: Path) -> None:
 
 
 def test_a_tensor_scale_is_applied(tmp_path: Path) -> None:
-    """NVFP4 has scales of eight bits, and a number for the whole matrix or expert that makes up for it."""
+    """NVFP4 has 8-bit scales, and a float scale for the whole matrix or expert."""
     model = gguf_models.model_spec("mixtral")
     roles = gguf_models.random_tensors(model)
     arrays = {name: one.numpy() for name, one in gguf_models.converted_tensors(model, "llama", roles).items()}
@@ -151,7 +151,7 @@ def _logits(model: Any, checkpoint: Any) -> torch.Tensor:
 
 
 def _answer(model: spec.Model, decoder: Decoder, ids: torch.Tensor) -> torch.Tensor:
-    """Logits of rows without a past."""
+    """Logits of rows without cached tokens."""
     rows, tokens = ids.shape
     none = torch.zeros(rows, 1, dtype=torch.long)
     batch = Batch(ids, torch.arange(tokens).expand(rows, tokens), none[:, 0], none, tokens, uniform=True)

@@ -1,4 +1,4 @@
-"""Roles to tensors, through every way a file may spell, cut, turn and type them."""
+"""Reading by role: renamed, fused, transposed, stacked and quantised tensors of every dtype."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def test_a_matrix_of_a_wrong_shape(tmp_path: Path, shape: tuple[int, ...]) -> No
 
 
 class TestQuantised:
-    """Other forms are recognised by their suffix."""
+    """Quantised formats are recognised by the suffix of a tensor."""
 
     @pytest.mark.parametrize(
         ("suffix", "words"),
@@ -327,7 +327,7 @@ class TestQuantised:
     @pytest.mark.parametrize("bits", [2, 3, 4, 8])
     @pytest.mark.parametrize("told", [False, True])
     def test_a_matrix_with_its_own_width_is_described(self, tmp_path: Path, bits: int, told: bool) -> None:
-        """`dynamic` gives matrices their own widths: then what the whole file says of them is nothing."""
+        """Where `dynamic` gives matrices their own widths, the config has none."""
         shapes = {"qweight": (64 * bits // 32, 32), "qzeros": (2, bits), "scales": (2, 32)}
         write_safetensors(
             tmp_path, {f"{Q}.{name}": torch.ones(size, dtype=torch.int32) for name, size in shapes.items()}

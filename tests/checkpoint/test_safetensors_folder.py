@@ -149,7 +149,7 @@ def test_a_file_that_shrank_since_is_not_mapped(tmp_path: Path) -> None:
 
 
 def test_a_mapped_file_that_shrinks_is_not_touched_again(tmp_path: Path) -> None:
-    """Somebody downloads it anew while the model loads; touching what is cut off would end the process."""
+    """The file is downloaded again while the model loads; touching a truncated page would end the process."""
     files = SafetensorsFolder(write_safetensors(tmp_path, {"a": A}))
     files.read("a")
     with (tmp_path / "model.safetensors").open("r+b") as file:

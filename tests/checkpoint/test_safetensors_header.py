@@ -1,4 +1,4 @@
-"""Files that lie: each is either read right or refused with a CheckpointError, quickly."""
+"""Damaged and hostile headers: each file is read correctly or refused with a CheckpointError, quickly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is saved is read back, and nothing is ever left half-written."""
+"""The writer: saved tensors are read back equal, and no model is ever left half-written."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_only_one_shard_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 class TestRefusals:
-    """Nothing is overwritten or mixed unasked."""
+    """Models are not overwritten or mixed unless asked."""
 
     @pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors", INDEX])
     def test_weights_are_there(self, tmp_path: Path, name: str) -> None:
@@ -164,7 +164,7 @@ def test_a_model_is_replaced_as_a_whole(tmp_path: Path, before: int, after: int)
 
 
 class Crash(BaseException):
-    """What no handler expects."""
+    """An error that no handler expects."""
 
 
 def test_a_crash_while_writing_leaves_nothing(tmp_path: Path) -> None:

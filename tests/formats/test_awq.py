@@ -1,4 +1,4 @@
-"""AWQ against a slow decoder, a matrix worked out by hand, and files that lie."""
+"""AWQ: against a slow decoder and a matrix computed by hand; corrupt tensors are refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def made(inputs: int, outputs: int, groups: int) -> Tensors:
 )
 def test_read_equals_the_slow_decoder(size: int, inputs: int, words: int, told: bool, seed: int) -> None:
     torch.manual_seed(seed)
-    if not told:  # then equal groups of a power of two are certain
+    if not told:  # inferred group sizes are powers of two
         size = 1 << (size % 6)
         inputs = -(-inputs // size) * size
     tensors = made(inputs, 8 * words, -(-inputs // size))

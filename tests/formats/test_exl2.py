@@ -1,4 +1,4 @@
-"""EXL2 against the reference's own matrices, a slow decoder, and files that lie."""
+"""EXL2: against the reference's matrices and a slow decoder; corrupt tensors are refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ group = st.sampled_from(WIDTHS).flatmap(
 
 
 def read(tensors: Tensors, out_features: int | None = None, bias: Tensor | None = None) -> PackedWeight:
-    """With the shape the tensors themselves have."""
+    """Read with the shape that the tensors have."""
     width = int(tensors["q_weight"].shape[1])
     return exl2.read(tensors, len(tensors["q_invperm"]), out_features or width, bias, WHERE)
 
@@ -111,7 +111,7 @@ def test_written_tensors_equal_those_read(groups: list[tuple[int, int]], seed: i
 
 @st.composite
 def weights(draw: st.DrawFn) -> PackedWeight:
-    """Anything EXL2 can say, in any order of widths, with short groups and any number of outputs."""
+    """Any weight that EXL2 supports: widths in any order, short groups, any number of outputs."""
     torch.manual_seed(draw(st.integers(0, 2**32)))
     outputs = draw(st.integers(1, 70))
     parts = []
@@ -302,7 +302,7 @@ def enormous(words: int) -> PackedWeight:
 
 
 def spoiled(**change: object) -> PackedWeight:
-    """A weight EXL2 could say but for this change of its first segment."""
+    """A weight that EXL2 supports, with this change of its first segment."""
     weight = read(oracles.exl2_tensors([(4, 8), (2, 2)], 32))
     first, second = weight.segments
     return replace(weight, segments=(replace(first, **change), second))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""GGUF's block types: bit for bit what the gguf package makes of them, and as small as in the file."""
+"""GGUF's block types: bit for bit as the gguf package dequantises them, and as small as in the file."""
 
 from __future__ import annotations
 

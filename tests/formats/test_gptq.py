@@ -1,4 +1,4 @@
-"""GPTQ against two independent tools' files, a slow decoder, and files that lie."""
+"""GPTQ: against files of two independent tools and a slow decoder; corrupt tensors are refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ seeds = st.integers(0, 2**32)
 
 
 def read(tensors: Tensors, config: GptqConfig, bias: Tensor | None = None) -> PackedWeight:
-    """With the shape the tensors themselves have; config.bits must be given."""
+    """Read with the shape that the tensors have; config.bits must be given."""
     assert config.bits
     rows, outputs = tensors["qweight"].shape
     return gptq.read(tensors, rows * 32 // config.bits, outputs, bias, WHERE, config)
@@ -329,7 +329,7 @@ def test_random_corruption_is_read_or_refused(data: st.DataObject) -> None:
 
 
 def spoiled(**change: object) -> PackedWeight:
-    """A weight GPTQ could say but for this change of its segment."""
+    """A weight that GPTQ supports, with this change of its segment."""
     weight = read(oracles.gptq_tensors(64, 32, 4, [0] * 64, 1), GptqConfig(4, checkpoint_format="gptq_v2"))
     return replace(weight, segments=(replace(weight.segments[0], **change),))  # type: ignore[arg-type]
 

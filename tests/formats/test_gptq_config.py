@@ -1,4 +1,4 @@
-"""The JSON beside GPTQ and AWQ checkpoints: what it means, and what is refused by name."""
+"""The JSON beside GPTQ and AWQ checkpoints: how it is read, and which layouts are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that is used again: never two owners, numbers that stay, and nothing kept for ever."""
+"""The buffer pool: live buffers never share memory, and the pool does not keep everything."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def filled(size: int, value: int) -> Tensor:
 
 @given(st.lists(st.one_of(SIZES, st.integers(-20, -1)), max_size=40))
 def test_live_buffers_do_not_share_memory(steps: list[int]) -> None:
-    """A positive step asks for so many bytes, a negative one drops somebody."""
+    """A positive step requests so many bytes, a negative one drops a buffer."""
     held: dict[int, Tensor] = {}
     for number, step in enumerate(steps):
         if step > 0:

@@ -1,4 +1,4 @@
-"""The one in-memory form: what it stands for, and that cutting it is cutting what it stands for."""
+"""PackedWeight: dequantize() equals the formula of its module, and taking parts takes parts of the matrix."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.formats.oracles import random_scales, round_to_float16
 
 
 def random_table(kind: str, groups: int, columns: int) -> Scales:
-    """A table of factors in one of the three ways."""
+    """Scales of one of the three kinds."""
     if kind == "squared":
         return Exl2Scales(torch.randint(0, 16, (groups, columns), dtype=torch.uint8), random_scales(groups))
     if kind == "nested":
@@ -30,7 +30,7 @@ def random_table(kind: str, groups: int, columns: int) -> Scales:
 
 @st.composite
 def segments(draw: st.DrawFn, columns: int) -> Segment:
-    """Any segment there can be."""
+    """Any valid segment."""
     bits = draw(st.integers(2, 8))
     sizes = tuple(draw(st.lists(st.integers(1, 40), min_size=1, max_size=4)))
     groups = len(sizes)
@@ -51,7 +51,7 @@ def segments(draw: st.DrawFn, columns: int) -> Segment:
 
 @st.composite
 def weights(draw: st.DrawFn) -> PackedWeight:
-    """Any weight there can be, in float16 or float32."""
+    """Any valid weight, in float16 or float32."""
     torch.manual_seed(draw(st.integers(0, 2**32)))
     columns = draw(st.integers(1, 9))
     parts = tuple(draw(st.lists(segments(columns), min_size=1, max_size=3)))
@@ -68,7 +68,7 @@ def weights(draw: st.DrawFn) -> PackedWeight:
 
 
 def slowly(weight: PackedWeight) -> Tensor:
-    """The formula at the head of packed.py, one number at a time in float32."""
+    """The formula in the docstring of packed.py, one number at a time in float32."""
     order = range(weight.in_features) if weight.perm is None else weight.perm.tolist()
     out = torch.zeros(weight.in_features, weight.out_features, dtype=weight.dtype)
     stored = 0
