@@ -1,4 +1,4 @@
-"""Config: what the folder says, what the user changes, and what it refuses."""
+"""Config: reading a folder, changing options, and errors."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_folders_that_are_no_models(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"only a \.gguf file"):
         Config(file)
     with pytest.raises(ModelNotFound, match="cannot be looked at"):
-        Config("~nobody-at-all/model")
+        Config("~no-such-user/model")
     with pytest.raises(ModelNotFound, match=r"cannot be looked at \(File name too long\)"):
         Config("x" * 5000)
     with pytest.raises(AssertionError, match="Can't find"):  # as old scripts catch it
@@ -273,7 +273,7 @@ def test_packed_models_compute_in_half_precision_on_a_gpu(tmp_path: Path, method
 
 @pytest.mark.parametrize("key", ["bos_token_id", "eos_token_id", "pad_token_id"])
 @pytest.mark.parametrize("value", [2**22, 10**9, 2**63, 10**400])
-def test_an_id_that_no_vocabulary_reaches_is_refused(tmp_path: Path, key: str, value: int) -> None:
+def test_an_id_beyond_any_vocabulary_is_refused(tmp_path: Path, key: str, value: int) -> None:
     with pytest.raises(ConfigError, match=rf'config\.json: "{key}" must be below 4,194,304, found \d+'):
         Config(tiny.make(tmp_path, **{key: [3, value]}))
     with pytest.raises(ConfigError, match=r'generation_config\.json: "eos_token_id" must be below'):
@@ -323,7 +323,7 @@ def test_half_a_character_is_escaped_in_messages(tmp_path: Path, changes: dict[s
     str(raised.value).encode()
 
 
-def test_half_a_character_in_the_index_is_no_harm(tmp_path: Path) -> None:
+def test_half_a_character_in_the_index_is_ignored(tmp_path: Path) -> None:
     tiny.make(tmp_path)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {HALF: HALF, "lm_head.weight": HALF + ".safetensors"}}))

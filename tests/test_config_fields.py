@@ -1,4 +1,4 @@
-"""What old programs read of a config besides options: every field, against what it means."""
+"""The read-only attributes of Config that old programs use, each against its meaning."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def described(folder: Path, **changes: Any) -> Config:
 @pytest.mark.parametrize(
     ("architecture", "changes", "fields"), PECULIAR, ids=[f"{one[0]}-{i}" for i, one in enumerate(PECULIAR)]
 )
-def test_every_field_says_what_the_model_is(
+def test_every_field_has_the_value_of_the_spec(
     tmp_path: Path, architecture: str, changes: dict[str, Any], fields: dict[str, Any]
 ) -> None:
     config = described(tmp_path, architectures=[architecture], **changes)
@@ -154,7 +154,7 @@ def test_every_field_says_what_the_model_is(
     assert found == expected
 
 
-def test_a_plain_model_is_peculiar_in_nothing(tmp_path: Path) -> None:
+def test_a_plain_model_has_neutral_fields(tmp_path: Path) -> None:
     config = described(tmp_path)
     assert {name: getattr(config, name) for name in PLAIN} == PLAIN
 
@@ -230,7 +230,7 @@ def test_the_architecture(tmp_path: Path, changes: dict[str, Any], peculiar: dic
         arch.lm.requires_bos = True  # type: ignore[misc]
 
 
-def test_gpt_2_knows_no_rotations(tmp_path: Path) -> None:
+def test_gpt_2_has_no_rope(tmp_path: Path) -> None:
     raw = {"architectures": ["GPT2LMHeadModel"], "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512}
     (tmp_path / "config.json").write_text(json.dumps({**raw, "vocab_size": 100, "layer_norm_epsilon": 1e-6}))
     config = Config(tmp_path)

@@ -1,4 +1,4 @@
-"""What the environment says, asked with made-up environments and made-up processors."""
+"""env: made-up environments and processors."""
 
 from __future__ import annotations
 

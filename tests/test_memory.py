@@ -1,4 +1,4 @@
-"""What means that memory ran out, in whose words, and what becomes of it."""
+"""memory_errors: which errors mean too little memory, and what they become."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MEAN_SOMETHING_ELSE: list[BaseException] = [
 
 
 @pytest.mark.parametrize("error", MEAN_IT, ids=repr)
-def test_all_that_mean_it_become_one(error: Exception) -> None:
+def test_errors_for_too_little_memory_become_does_not_fit(error: Exception) -> None:
     assert ran_out(error)
     with pytest.raises(
         DoesNotFit, match=r"^/m: it failed: there is too little memory \(.+\)\. Free"
@@ -46,7 +46,7 @@ def test_all_that_mean_it_become_one(error: Exception) -> None:
 
 
 @pytest.mark.parametrize("error", MEAN_SOMETHING_ELSE, ids=repr)
-def test_others_stay_what_they_are(error: BaseException) -> None:
+def test_other_errors_are_not_changed(error: BaseException) -> None:
     assert not ran_out(error)
     with pytest.raises(type(error)) as raised:
         _raising(error, pytest.fail)
@@ -58,7 +58,7 @@ def _raising(error: BaseException, describe: Callable[[], str]) -> None:
         raise error
 
 
-def test_torch_says_so_when_a_tensor_is_too_large() -> None:
+def test_torch_raises_such_an_error_for_a_tensor_that_is_too_large() -> None:
     with pytest.raises(DoesNotFit, match=r"can't allocate memory|not enough memory"):
         _allocated(1 << 60)
 
@@ -69,7 +69,7 @@ def _allocated(size: int) -> torch.Tensor:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no such limit elsewhere")
-def test_address_space_is_asked_for_and_not_kept() -> None:
+def test_address_space_is_tried_and_not_kept() -> None:
     for _ in range(100):  # 100 TB, if it were
         require_address_space(1 << 40, "/m")
     assert not has_address_space(1 << 60)

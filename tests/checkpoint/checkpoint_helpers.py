@@ -1,4 +1,4 @@
-"""Checkpoints of a few tensors, and questions to them in short."""
+"""Checkpoints of a few tensors, and short calls to read them."""
 
 from __future__ import annotations
 

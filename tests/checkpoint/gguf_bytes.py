@@ -1,4 +1,4 @@
-"""GGUF files built by hand, so that tests can be wrong on purpose, and good ones by the gguf package."""
+"""GGUF files built by hand, so that tests can damage them, and valid ones by the gguf package."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def metadata_bytes(name: str, kind: str, value: Any) -> bytes:
 
 
 def tensor_info_bytes(name: str = "x", dims: Sequence[int] = (8,), kind: int = 0, offset: int = 0) -> bytes:
-    """One tensor's line; `dims` in the file's order, the innermost first."""
+    """The header entry of a tensor; `dims` in the file's order, the innermost first."""
     sizes = struct.pack(f"<{len(dims)}Q", *dims)
     return string_bytes(name) + struct.pack("<I", len(dims)) + sizes + struct.pack("<IQ", kind, offset)
 
@@ -47,7 +47,7 @@ def gguf_bytes(
     magic: bytes = b"GGUF",
     alignment: int = 32,
 ) -> bytes:
-    """A file of these parts, right unless they are not."""
+    """A file of these parts, valid if they are."""
     tensors, entries = counts or (len(infos), len(keys))
     head = magic + struct.pack("<IQQ", version, tensors, entries) + b"".join(keys) + b"".join(infos)
     return head + bytes(-len(head) % alignment) + data
@@ -61,7 +61,7 @@ def write_gguf(
     kinds: Mapping[str, gguf.GGMLQuantizationType] | None = None,
     **options: Any,
 ) -> Path:
-    """A good file by the gguf package; `kinds` are the types of tensors given as blocks of bytes."""
+    """A valid file by the gguf package; `kinds` are the types of tensors given as blocks of bytes."""
     writer = gguf.GGUFWriter(path, arch, **options)
     for name, value in (metadata or {}).items():
         if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Tiny models of every GGUF architecture: metadata, tensors by role, and the file converters make of them."""
+"""Tiny models of every GGUF architecture: metadata, tensors by role, and the converted file."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def metadata(variant: str, vocab: int = 64) -> dict[str, Any]:
-    """What the file of a tiny model says."""
+    """The metadata of a tiny model."""
     arch, more = VARIANTS[variant]
     own = {f"{arch}.{key}": value for key, value in (COMMON | more).items()}
     return {"general.architecture": arch, **own, "tokenizer.ggml.tokens": [f"t{n}" for n in range(vocab)]}
 
 
 def model_spec(variant: str) -> spec.Model:
-    """What that metadata describes."""
+    """The model that this metadata describes."""
     return build_spec(ConfigReader(config_from_metadata(metadata(variant), "tiny.gguf"), "tiny.gguf"))
 
 

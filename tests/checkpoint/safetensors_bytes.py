@@ -1,4 +1,4 @@
-"""Safetensors files built by hand: tests need not trust the writer, and can be wrong on purpose."""
+"""Safetensors files built by hand: tests do not depend on the writer, and can damage them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TYPES = {
 
 
 def header_entry(dtype: object = "F32", shape: object = (2, 3), offsets: object = (0, 24)) -> dict[str, Any]:
-    """One tensor's line in a header."""
+    """The entry of a tensor in a header."""
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
 
 
@@ -33,11 +33,11 @@ def file_bytes(header: object, data: bytes = b"") -> bytes:
 
 
 def safetensors_bytes(tensors: dict[str, torch.Tensor], *, pad: int = 0) -> bytes:
-    """A good file of these tensors, its header lengthened by `pad` spaces."""
+    """A valid file of these tensors, its header lengthened by `pad` spaces."""
     header, data = {}, b""
     for name, tensor in tensors.items():
         size = tensor.element_size()
-        # Alignment is bought with a filler tensor, since a file may have no holes.
+        # A filler tensor aligns the next one, since a file may have no holes.
         if gap := -len(data) % size:
             header[f"filler.{len(data)}"] = header_entry("U8", [gap], [len(data), len(data) + gap])
             data += bytes(gap)
@@ -57,7 +57,7 @@ def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def write_safetensors(
     folder: Path, tensors: dict[str, torch.Tensor], name: str = "model.safetensors"
 ) -> Path:
-    """A good file in a folder; returns the folder."""
+    """Write a valid file into a folder; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_bytes(safetensors_bytes(tensors))
     return folder

@@ -15,15 +15,15 @@ from tests.checkpoint.safetensors_bytes import same_bits, write_safetensors
 
 
 class TestBias:
-    """A bias is there exactly when the architecture has one; zeros do not count."""
+    """A bias is required exactly if the architecture has one; a bias of zeros is always accepted."""
 
-    def test_it_is_read(self, tmp_path: Path) -> None:
+    def test_a_bias_is_read(self, tmp_path: Path) -> None:
         tensors = {f"{Q}.weight": torch.randn(2, 3), f"{Q}.bias": torch.randn(2).half()}
         weight = read_weight(open_checkpoint(tmp_path, tensors), "layers.0.attn.q", 3, 2, bias=True)
         assert weight.bias is not None
         assert same_bits(weight.bias, tensors[f"{Q}.bias"].float())
 
-    def test_it_may_be_in_another_file(self, tmp_path: Path) -> None:
+    def test_a_bias_may_be_in_another_file(self, tmp_path: Path) -> None:
         write_safetensors(tmp_path, {f"{Q}.weight": torch.randn(2, 3)}, "a-00001-of-00002.safetensors")
         write_safetensors(tmp_path, {f"{Q}.bias": torch.ones(2)}, "a-00002-of-00002.safetensors")
         assert (
@@ -38,36 +38,36 @@ class TestBias:
         with pytest.raises(MissingTensor, match=r"the bias of layers\.0\.attn\.q is missing.*q_proj\.bias"):
             read_weight(checkpoint, "layers.0.attn.q", 3, 2, bias=True)
 
-    def test_zeros_are_dropped(self, tmp_path: Path) -> None:
+    def test_an_unexpected_bias_of_zeros_is_dropped(self, tmp_path: Path) -> None:
         checkpoint = open_checkpoint(
             tmp_path, {f"{Q}.weight": torch.randn(2, 3), f"{Q}.bias": torch.zeros(2)}
         )
         assert read_weight(checkpoint, "layers.0.attn.q", 3, 2).bias is None
         assert checkpoint.unused() == []
 
-    def test_others_are_refused(self, tmp_path: Path) -> None:
+    def test_any_other_unexpected_bias_is_refused(self, tmp_path: Path) -> None:
         tensors = {f"{Q}.weight": torch.randn(3, 3), f"{Q}.bias": torch.tensor([0.0, 1.0, float("nan")])}
         with pytest.raises(BadTensor, match=r"q_proj\.bias.*found 2 of 3 not zero"):
             read_weight(open_checkpoint(tmp_path, tensors), "layers.0.attn.q", 3, 3)
 
     @pytest.mark.parametrize("shape", [(3,), (2, 1), (), (1,)])
-    def test_it_has_another_shape(self, tmp_path: Path, shape: tuple[int, ...]) -> None:
+    def test_a_bias_of_a_wrong_shape_is_refused(self, tmp_path: Path, shape: tuple[int, ...]) -> None:
         tensors = {f"{Q}.weight": torch.randn(2, 3), f"{Q}.bias": torch.zeros(shape)}
         with pytest.raises(BadTensor, match=r"q_proj\.bias': expected shape \[2\]"):
             read_weight(open_checkpoint(tmp_path, tensors), "layers.0.attn.q", 3, 2, bias=True)
 
 
 class TestTensor:
-    """Norms, embeddings and what else is no matrix to multiply with."""
+    """Norms, embeddings and other tensors that are no matrices to multiply with."""
 
     @pytest.mark.parametrize("stored", FLOATS)
     @pytest.mark.parametrize("wanted", FLOATS)
-    def test_it_is_converted(self, tmp_path: Path, stored: torch.dtype, wanted: torch.dtype) -> None:
+    def test_a_tensor_is_cast(self, tmp_path: Path, stored: torch.dtype, wanted: torch.dtype) -> None:
         data = torch.randn(9).to(stored)
         checkpoint = open_checkpoint(tmp_path, {"model.norm.weight": data})
         assert same_bits(read_tensor(checkpoint, "final_norm", (9,), dtype=wanted), data.to(wanted))
 
-    def test_several_shapes_may_do(self, tmp_path: Path) -> None:
+    def test_several_shapes_may_be_accepted(self, tmp_path: Path) -> None:
         key = "model.layers.0.self_attn.q_norm.weight"
         for n, data in enumerate((torch.randn(4), torch.randn(2, 4))):
             checkpoint = open_checkpoint(tmp_path / str(n), {key: data})
@@ -76,7 +76,7 @@ class TestTensor:
         with pytest.raises(BadTensor, match=r"expected shape \[4\] or \[2, 4\] for .*found \[8\]"):
             read_tensor(other, "layers.0.attn.q_norm", (4,), (2, 4))
 
-    def test_a_bias_is_a_suffix(self, tmp_path: Path) -> None:
+    def test_a_norm_bias_is_read_by_suffix(self, tmp_path: Path) -> None:
         tensors = {"model.norm.weight": torch.ones(3), "model.norm.bias": torch.randn(3)}
         checkpoint = open_checkpoint(tmp_path, tensors)
         assert same_bits(
@@ -105,7 +105,7 @@ class TestTensor:
             read_tensor(checkpoint, "final_norm", (4,), finite=True)
 
     @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.bool, torch.int64])
-    def test_integers_are_no_floats(self, tmp_path: Path, dtype: torch.dtype) -> None:
+    def test_integers_are_refused(self, tmp_path: Path, dtype: torch.dtype) -> None:
         checkpoint = open_checkpoint(tmp_path, {"model.norm.weight": torch.ones(4, dtype=dtype)})
         with pytest.raises(BadTensor, match=r"expected one of the types F16, BF16, F32, F64, found '\w+'"):
             read_tensor(checkpoint, "final_norm", (4,))
@@ -142,12 +142,14 @@ class TestOverflow:
         )
         assert read_tensor(checkpoint, "final_norm", (3,), dtype=torch.float16, finite=True).isfinite().all()
 
-    def test_a_bias_that_is_not_wanted_may_be_of_any_size(self, tmp_path: Path) -> None:
+    def test_an_unexpected_bias_is_checked_without_a_cast(self, tmp_path: Path) -> None:
         tensors = {f"{Q}.weight": torch.ones(2, 2), f"{Q}.bias": torch.tensor([0.0, 1e30])}
         with pytest.raises(BadTensor, match="1 of 2 not zero"):
             read_weight(open_checkpoint(tmp_path, tensors), "layers.0.attn.q", 2, 2, dtype=torch.float16)
 
-    def test_it_is_counted_over_all_chunks(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_overflow_is_counted_over_all_chunks(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(cast_copy, "COPY_CHUNK", 8)
         checkpoint = open_checkpoint(tmp_path, {"model.norm.weight": torch.full((11,), 1e6)})
         with pytest.raises(BadTensor, match="11 of 11 values"):

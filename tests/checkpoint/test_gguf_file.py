@@ -1,4 +1,4 @@
-"""GGUF files: the same as the gguf package reads, and no damaged one gets further than an error."""
+"""GGUF files: read as the gguf package reads them; damaged ones raise an error."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_rows_are_runs_of_the_innermost_size(good: Path) -> None:
         file.read("nothing")
 
 
-def test_released_memory_comes_back_from_the_file(tmp_path: Path) -> None:
+def test_released_pages_are_read_again(tmp_path: Path) -> None:
     values = np.arange(300_000, dtype=np.float32).reshape(3, -1)
     file = GgufFile(write_gguf(tmp_path / "big.gguf", "llama", {"x": values}))
     view = file.read("x")
@@ -104,7 +104,7 @@ def test_a_file_that_shrinks_is_not_touched_again(tmp_path: Path) -> None:
         file.read("x")
 
 
-def test_a_closed_file_opens_again_unless_it_changed(tmp_path: Path) -> None:
+def test_a_closed_file_is_mapped_again_unless_it_changed(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", "llama", {"x": np.arange(8, dtype=np.float32)})
     file = GgufFile(path)
     view = file.read("x")
@@ -117,7 +117,7 @@ def test_a_closed_file_opens_again_unless_it_changed(tmp_path: Path) -> None:
         file.read("x")
 
 
-def test_a_header_that_somebody_holds_is_not_read_again(tmp_path: Path) -> None:
+def test_the_header_of_an_open_file_is_not_parsed_again(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", "llama", {"x": np.arange(8, dtype=np.float32)}, METADATA)
     first, second = GgufFile(path), GgufFile(path)
     assert all(second.metadata[key] is value for key, value in first.metadata.items())
@@ -132,7 +132,7 @@ def test_a_header_that_somebody_holds_is_not_read_again(tmp_path: Path) -> None:
     assert list(first.tensors) == ["x"]
 
 
-def test_rotary_factors_are_part_of_the_description(tmp_path: Path) -> None:
+def test_rope_factors_are_read_as_numbers(tmp_path: Path) -> None:
     factors = np.array([1.0, 1.5, 8.0], dtype=np.float32)
     file = GgufFile(write_gguf(tmp_path / "a.gguf", "llama", {"rope_freqs.weight": factors}))
     assert file.rope_factors() == {"rope_freqs.weight": [1.0, 1.5, 8.0]}
@@ -143,7 +143,7 @@ def test_rotary_factors_are_part_of_the_description(tmp_path: Path) -> None:
         wide.rope_factors()
 
 
-def test_a_header_may_choose_its_alignment(tmp_path: Path) -> None:
+def test_alignment_comes_from_the_header(tmp_path: Path) -> None:
     data = struct.pack("<8f", *range(8))
     keys = [metadata_bytes("general.alignment", "u32", 64)]
     (tmp_path / "m.gguf").write_bytes(gguf_bytes(keys, [tensor_info_bytes()], data, alignment=64))
@@ -244,7 +244,7 @@ def test_refuses(lie: str, tmp_path: Path) -> None:
     assert str(path) in str(caught.value)
 
 
-def test_refuses_what_is_no_file(tmp_path: Path) -> None:
+def test_refuses_missing_files_and_folders(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="no such file"):
         GgufFile(tmp_path / "nothing.gguf")
     with pytest.raises(BadFile, match="found a folder"):
@@ -282,7 +282,7 @@ def test_a_file_cut_anywhere_is_refused(good: Path, tmp_path: Path) -> None:
 
 
 def _mutated(content: bytes, source: random.Random, header: int) -> bytes:
-    """A file with something changed, mostly in its header: bits, numbers, lengths, whole runs."""
+    """A file with random changes, mostly in its header: bits, numbers, lengths, runs of bytes."""
     data = bytearray(content)
     for _ in range(source.choice((1, 1, 1, 2, 5))):
         at = source.randrange(header)

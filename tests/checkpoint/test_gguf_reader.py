@@ -1,4 +1,4 @@
-"""The roles of a GGUF file: every architecture's tensors come back as the model knows them."""
+"""The roles of a GGUF file: tensors of every architecture are read as the model needs them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_biases_of_q_and_k_are_ordered_as_their_matrices(variant: str, turned: b
     assert torch.equal(found.bias, bias.half())
 
 
-def test_old_files_keep_experts_apart(tmp_path: Path) -> None:
+def test_old_files_store_experts_separately(tmp_path: Path) -> None:
     model, roles = gguf_models.write_model(tmp_path / "m.gguf", "mixtral", stack=False)
     checkpoint = GgufCheckpoint.open(tmp_path / "m.gguf")
     for role, inputs, outputs, _ in matrices(model):
@@ -94,7 +94,7 @@ def test_quantised_matrices_stay_packed(variant: str, tmp_path: Path) -> None:
     assert torch.equal(half, exact.T.half())
 
 
-def test_bytes_of_parts_add_up_to_the_tensor(tmp_path: Path) -> None:
+def test_bytes_of_fused_roles_add_up_to_the_tensor(tmp_path: Path) -> None:
     model, _ = gguf_models.write_model(tmp_path / "m.gguf", "phi3")
     checkpoint = GgufCheckpoint.open(tmp_path / "m.gguf")
     parts = [checkpoint.describe(f"layers.0.attn.{part}")[1] for part in "qkv"]
@@ -105,8 +105,8 @@ def test_bytes_of_parts_add_up_to_the_tensor(tmp_path: Path) -> None:
     assert stacked.hidden == model.hidden
 
 
-def test_a_factor_beside_a_matrix_counts(tmp_path: Path) -> None:
-    """NVFP4 has scales of eight bits, and a number for the whole matrix or expert that makes up for it."""
+def test_a_tensor_scale_is_applied(tmp_path: Path) -> None:
+    """NVFP4 has 8-bit scales, and a float scale for the whole matrix or expert."""
     model = gguf_models.model_spec("mixtral")
     roles = gguf_models.random_tensors(model)
     arrays = {name: one.numpy() for name, one in gguf_models.converted_tensors(model, "llama", roles).items()}
@@ -151,7 +151,7 @@ def _logits(model: Any, checkpoint: Any) -> torch.Tensor:
 
 
 def _answer(model: spec.Model, decoder: Decoder, ids: torch.Tensor) -> torch.Tensor:
-    """Logits of rows without a past."""
+    """Logits of rows without cached tokens."""
     rows, tokens = ids.shape
     none = torch.zeros(rows, 1, dtype=torch.long)
     batch = Batch(ids, torch.arange(tokens).expand(rows, tokens), none[:, 0], none, tokens, uniform=True)
@@ -160,7 +160,7 @@ def _answer(model: spec.Model, decoder: Decoder, ids: torch.Tensor) -> torch.Ten
     return logits
 
 
-def test_a_model_answers_as_its_folder_does(tmp_path: Path) -> None:
+def test_a_gguf_model_gives_the_logits_of_its_folder(tmp_path: Path) -> None:
     folder = tiny.make(tmp_path / "folder")
     model = build_spec(ConfigReader(tiny.CONFIG))
     files = SafetensorsCheckpoint.open(folder, model.names)
@@ -193,7 +193,7 @@ def rewritten(path: Path, variant: str, change: Any) -> GgufCheckpoint:
     return GgufCheckpoint.open(write_gguf(path, gguf_models.VARIANTS[variant][0], arrays, values))
 
 
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
+def test_a_missing_role_is_named(tmp_path: Path) -> None:
     checkpoint = rewritten(tmp_path / "m.gguf", "qwen2", lambda t: t.pop("blk.1.attn_k.bias"))
     with pytest.raises(
         MissingTensor, match=r"the bias of layers\.1\.attn\.k is missing.*'blk\.1\.attn_k\.bias'"
@@ -203,7 +203,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         weight(checkpoint, "layers.7.mlp.up", 64, 96)
 
 
-def test_a_bias_nobody_expects_is_refused_unless_zero(tmp_path: Path) -> None:
+def test_an_unexpected_bias_is_refused_unless_zero(tmp_path: Path) -> None:
     def add(value: float) -> Any:
         return lambda tensors: tensors.update({"blk.0.ffn_up.bias": torch.full((96,), value)})
 
@@ -257,7 +257,7 @@ def test_what_is_read_shares_no_memory_with_the_file(tmp_path: Path) -> None:
     assert model.layers[0].mlp.width == 96
 
 
-def test_unused_tensors_are_known(tmp_path: Path) -> None:
+def test_unused_tensors_are_listed(tmp_path: Path) -> None:
     checkpoint = rewritten(tmp_path / "m.gguf", "llama", lambda t: t.update({"strange": torch.zeros(4)}))
     weight(checkpoint, "head", 64, 64)
     unused = checkpoint.unused()

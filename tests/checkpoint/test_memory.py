@@ -44,7 +44,7 @@ print(json.dumps([before, opened, peak(), sum(weight.nbytes for weight in kept)]
 
 
 def _model(folder: Path, dtype: str, item: int, layers: int, width: int, height: int, odd: int) -> None:
-    """Zeros that take no disk: the files are holes, but are read like any others."""
+    """A model of zeros in sparse files, which take no disk space."""
     size = width * height * item
     shards = 3
     for shard in range(shards):

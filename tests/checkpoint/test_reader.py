@@ -1,4 +1,4 @@
-"""Roles to tensors, through every way a file may spell, cut, turn and type them."""
+"""Reading by role: renamed, fused, transposed, stacked and quantised tensors of every dtype."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _cuts(draw: st.DrawFn) -> tuple[int, tuple[RowRange, ...]]:
     bias=st.booleans(),
     chunk=st.integers(1, 40),
 )
-def test_rows_are_what_slicing_says(
+def test_rows_equal_sliced_tensors(
     tmp_path_factory: pytest.TempPathFactory,
     cuts: tuple[int, tuple[RowRange, ...]],
     k: int,
@@ -78,7 +78,7 @@ def test_rows_are_what_slicing_says(
     assert checkpoint.describe("layers.2.attn.q")[1] == (n * k + n * bias) * whole.element_size()
 
 
-def test_the_copy_is_our_own(tmp_path: Path) -> None:
+def test_the_copy_shares_no_memory_with_the_file(tmp_path: Path) -> None:
     data = torch.randn(4, 6)
     checkpoint = open_checkpoint(tmp_path, {f"{Q}.weight": data})
     read_weight(checkpoint, "layers.0.attn.q", 6, 4).data.zero_()
@@ -135,7 +135,7 @@ def test_stacked_experts_of_two_parts(tmp_path: Path, transposed: bool) -> None:
             assert checkpoint.describe(f"layers.1.mlp.experts.{e}.{role}")[1] == data.nbytes
 
 
-def test_the_first_place_wins_and_the_form_comes_second(tmp_path: Path) -> None:
+def test_the_first_location_wins_over_the_format(tmp_path: Path) -> None:
     names = TensorNames().with_locations(
         attn__q=(
             TensorLocation(LAYER_PREFIX + "alone"),
@@ -230,7 +230,7 @@ def test_a_padded_vocabulary_names_both_numbers(tmp_path: Path, role: str) -> No
         read_tensor(checkpoint, role, (60, 3))
 
 
-def test_another_width_is_not_the_vocabularys_fault(tmp_path: Path) -> None:
+def test_a_wrong_width_does_not_blame_the_vocabulary(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tmp_path, {"model.embed_tokens.weight": torch.randn(64, 3)})
     with pytest.raises(
         BadTensor, match=r"expected shape \[64, 5\].*found \[64, 3\]\. config\.json describes"
@@ -239,7 +239,7 @@ def test_another_width_is_not_the_vocabularys_fault(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [(3, 2), (2, 4), (2,), (2, 3, 1), (), (6,), (0, 3)])
-def test_a_matrix_of_another_shape(tmp_path: Path, shape: tuple[int, ...]) -> None:
+def test_a_matrix_of_a_wrong_shape(tmp_path: Path, shape: tuple[int, ...]) -> None:
     checkpoint = open_checkpoint(tmp_path, {f"{Q}.weight": torch.zeros(shape)})
     with pytest.raises(BadTensor) as caught:
         read_weight(checkpoint, "layers.0.attn.q", 3, 2)
@@ -248,7 +248,7 @@ def test_a_matrix_of_another_shape(tmp_path: Path, shape: tuple[int, ...]) -> No
 
 
 class TestQuantised:
-    """Other forms are recognised by their suffix."""
+    """Quantised formats are recognised by the suffix of a tensor."""
 
     @pytest.mark.parametrize(
         ("suffix", "words"),
@@ -280,7 +280,7 @@ class TestQuantised:
             (torch.int8, "else", "found 'I8'"),
         ],
     )
-    def test_one_that_is_called_like_plain_floats(
+    def test_a_foreign_format_named_weight_is_refused(
         self, tmp_path: Path, dtype: torch.dtype, beside: str, words: str
     ) -> None:
         tensors = {f"{Q}.weight": torch.ones(4, 4).to(dtype), f"{Q}.{beside}": torch.ones(4)}
@@ -292,7 +292,7 @@ class TestQuantised:
     @pytest.mark.parametrize(
         ("form", "odd", "beside"), [("exl2", "q_weight", "q_groups"), ("gptq", "qweight", "scales")]
     )
-    def test_tensors_of_an_odd_rank_are_told_in_fewer_words(
+    def test_tensors_of_an_odd_rank_are_described_in_fewer_words(
         self, tmp_path: Path, form: str, odd: str, beside: str, shape: tuple[int, ...]
     ) -> None:
         for number, sizes in enumerate([(shape, (4,)), ((4, 4), shape), (shape, shape)]):
@@ -307,7 +307,7 @@ class TestQuantised:
             with pytest.raises(BadTensor, match=odd):
                 read_weight(checkpoint, "layers.0.attn.q", 4, 4)
 
-    def test_one_whose_inputs_autoawq_divides_is_refused(self, tmp_path: Path) -> None:
+    def test_a_matrix_with_scaled_inputs_is_refused(self, tmp_path: Path) -> None:
         mlp = "model.layers.0.mlp"
         names = TensorNames().with_locations(mlp__down=TensorLocation(LAYER_PREFIX + "mlp.c_proj"))
         tensors = {f"{mlp}.c_proj.weight": torch.ones(4, 4), f"{mlp}.act.scales": torch.ones(4)}
@@ -326,8 +326,8 @@ class TestQuantised:
 
     @pytest.mark.parametrize("bits", [2, 3, 4, 8])
     @pytest.mark.parametrize("told", [False, True])
-    def test_a_width_of_its_own_is_told(self, tmp_path: Path, bits: int, told: bool) -> None:
-        """`dynamic` gives matrices their own widths: then what the whole file says of them is nothing."""
+    def test_a_matrix_with_its_own_width_is_described(self, tmp_path: Path, bits: int, told: bool) -> None:
+        """Where `dynamic` gives matrices their own widths, the config has none."""
         shapes = {"qweight": (64 * bits // 32, 32), "qzeros": (2, bits), "scales": (2, 32)}
         write_safetensors(
             tmp_path, {f"{Q}.{name}": torch.ones(size, dtype=torch.int32) for name, size in shapes.items()}
@@ -335,7 +335,7 @@ class TestQuantised:
         checkpoint = SafetensorsCheckpoint.open(tmp_path, TensorNames(), GptqConfig(bits if told else None))
         assert checkpoint.describe("layers.0.attn.q")[0] == f"gptq {bits} bit, groups of 32"
 
-    def test_it_comes_before_floats(self, tmp_path: Path) -> None:
+    def test_quantised_tensors_are_preferred_to_floats(self, tmp_path: Path) -> None:
         tensors = {f"{Q}.weight": torch.ones(4, 4), f"{Q}.q_weight": torch.ones(4, 4, dtype=torch.int32)}
         with pytest.raises(BadTensor, match="q_weight"):
             read_weight(open_checkpoint(tmp_path, tensors), "layers.0.attn.q", 4, 4)
@@ -357,7 +357,7 @@ def test_the_index_tells_which_file_is_missing(tmp_path: Path) -> None:
         read_tensor(SafetensorsCheckpoint.open(tmp_path, names), "final_norm", (4,))
 
 
-def test_asking_is_not_reading(tmp_path: Path) -> None:
+def test_describe_does_not_mark_a_tensor_as_used(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(
         tmp_path, {"model.norm.weight": torch.ones(4), "lm_head.weight": torch.ones(4, 4)}
     )

@@ -35,7 +35,7 @@ def _tensors(draw: st.DrawFn) -> torch.Tensor:
 
 
 @given(st.dictionaries(st.text(max_size=8), _tensors(), min_size=1, max_size=6), st.integers(0, 9))
-def test_what_is_packed_is_read(
+def test_written_tensors_are_read(
     tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, torch.Tensor], pad: int
 ) -> None:
     tensors.pop("__metadata__", None)
@@ -134,7 +134,7 @@ def test_many_threads_read_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rows", [(-1, 2), (2, 1), (0, 4), (4, 5)])
-def test_rows_that_are_not_there(tmp_path: Path, rows: tuple[int, int]) -> None:
+def test_rows_beyond_the_tensor_are_refused(tmp_path: Path, rows: tuple[int, int]) -> None:
     files = SafetensorsFolder(write_safetensors(tmp_path, {"a": A}))
     with pytest.raises(BadTensor, match=r"tensor 'a'.*\[3, 4\]"):
         files.read_rows("a", *rows)
@@ -149,7 +149,7 @@ def test_a_file_that_shrank_since_is_not_mapped(tmp_path: Path) -> None:
 
 
 def test_a_mapped_file_that_shrinks_is_not_touched_again(tmp_path: Path) -> None:
-    """Somebody downloads it anew while the model loads; touching what is cut off would end the process."""
+    """The file is downloaded again while the model loads; touching a truncated page would end the process."""
     files = SafetensorsFolder(write_safetensors(tmp_path, {"a": A}))
     files.read("a")
     with (tmp_path / "model.safetensors").open("r+b") as file:
@@ -158,14 +158,14 @@ def test_a_mapped_file_that_shrinks_is_not_touched_again(tmp_path: Path) -> None
         files.read("a")
 
 
-def test_a_file_that_is_gone_since(tmp_path: Path) -> None:
+def test_a_file_that_was_deleted_is_refused(tmp_path: Path) -> None:
     files = SafetensorsFolder(write_safetensors(tmp_path, {"a": A}))
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(BadFile, match=r"model\.safetensors"):
         files.read("a")
 
 
-def test_a_stale_index_is_no_obstacle(tmp_path: Path) -> None:
+def test_a_stale_index_is_ignored(tmp_path: Path) -> None:
     write_safetensors(tmp_path, {"a": A, "b": B}, "output.safetensors")
     write_index(tmp_path, {"a": "model-00001-of-00002.safetensors", "z": "model-00002-of-00002.safetensors"})
     files = SafetensorsFolder(tmp_path)
@@ -175,7 +175,7 @@ def test_a_stale_index_is_no_obstacle(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [b"24.0", b"1.4e+10", b"NaN"])
-def test_the_size_an_index_states_is_nobodys_business(tmp_path: Path, size: bytes) -> None:
+def test_the_total_size_of_an_index_is_ignored(tmp_path: Path, size: bytes) -> None:
     write_safetensors(tmp_path, {"a": A})
     content = b'{"metadata": {"total_size": %s}, "weight_map": {"a": "model.safetensors"}}' % size
     (tmp_path / "model.safetensors.index.json").write_bytes(content)
@@ -194,7 +194,7 @@ def test_a_missing_tensor_without_an_index(tmp_path: Path) -> None:
         SafetensorsFolder(write_safetensors(tmp_path, {"a": A})).info("z")
 
 
-def test_twice_the_same_name_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     write_safetensors(tmp_path, {"a": A}, "model.safetensors")
     write_safetensors(tmp_path, {"a": A + 1}, "model.fp16.safetensors")
     with pytest.raises(BadFile, match=r"model\.fp16\.safetensors: tensor 'a'.*model\.safetensors"):
@@ -205,7 +205,7 @@ def test_twice_the_same_name_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("chosen", "add"), [("model.safetensors", 0), ("model.fp16.safetensors", 1)])
-def test_the_index_chooses_between_two(tmp_path: Path, chosen: str, add: int) -> None:
+def test_the_index_chooses_between_two_files(tmp_path: Path, chosen: str, add: int) -> None:
     write_safetensors(tmp_path, {"a": A}, "model.safetensors")
     write_safetensors(tmp_path, {"a": A + 1}, "model.fp16.safetensors")
     write_index(tmp_path, {"a": chosen})
@@ -248,14 +248,14 @@ def test_an_index_may_not_point_outside(tmp_path: Path, file: str) -> None:
         b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n",
     ],
 )
-def test_an_index_that_is_none(tmp_path: Path, content: bytes) -> None:
+def test_an_invalid_index_is_refused(tmp_path: Path, content: bytes) -> None:
     write_safetensors(tmp_path, {"a": A})
     (tmp_path / "model.safetensors.index.json").write_bytes(content)
     with pytest.raises(BadFile, match=r"index\.json"):
         SafetensorsFolder(tmp_path)
 
 
-def test_numbers_may_begin_with_nought(tmp_path: Path) -> None:
+def test_shard_numbers_may_begin_with_0(tmp_path: Path) -> None:
     write_safetensors(tmp_path, {"a": A}, "model-00000-of-00002.safetensors")
     with pytest.raises(BadFile, match=r"model-00001-of-00002\.safetensors missing; expected 2 files"):
         SafetensorsFolder(tmp_path)
@@ -263,7 +263,7 @@ def test_numbers_may_begin_with_nought(tmp_path: Path) -> None:
     assert set(SafetensorsFolder(tmp_path).names()) == {"a", "b"}
 
 
-def test_a_gap_in_the_numbers_names_the_missing_files(tmp_path: Path) -> None:
+def test_missing_shards_are_named(tmp_path: Path) -> None:
     for n in (1, 3):
         write_safetensors(tmp_path, {f"t{n}": A}, f"model-{n:05}-of-00005.safetensors")
     with pytest.raises(BadFile) as caught:
@@ -273,13 +273,13 @@ def test_a_gap_in_the_numbers_names_the_missing_files(tmp_path: Path) -> None:
     assert "model-00003-of" not in str(caught.value)
 
 
-def test_an_absurd_count_is_not_counted_out(tmp_path: Path) -> None:
+def test_an_absurd_shard_count_takes_no_time(tmp_path: Path) -> None:
     write_safetensors(tmp_path, {"a": A}, "model-2-of-999999999.safetensors")
     with pytest.raises(BadFile, match=r"model-1-of-999999999.*and 999999994 more missing"):
         SafetensorsFolder(tmp_path)
 
 
-def test_pickles_alone_are_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_pickles_alone_are_refused_with_a_remedy(tmp_path: Path) -> None:
     for name in (
         "pytorch_model-00001-of-00002.bin",
         "pytorch_model-00002-of-00002.bin",
@@ -339,7 +339,7 @@ def test_a_header_of_odd_length_is_read(tmp_path: Path) -> None:
     assert same_bits(files.read_rows("a", 1, 2), data[1:])
 
 
-def test_an_unknown_type_has_a_header_all_the_same(tmp_path: Path) -> None:
+def test_a_tensor_of_an_unknown_type_has_info(tmp_path: Path) -> None:
     (tmp_path / "m.safetensors").write_bytes(file_bytes({"a": header_entry("Q9", [3], [0, 5])}, bytes(5)))
     assert (SafetensorsFolder(tmp_path).info("a").dtype, SafetensorsFolder(tmp_path).info("a").nbytes) == (
         "Q9",

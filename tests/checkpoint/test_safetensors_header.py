@@ -1,4 +1,4 @@
-"""Files that lie: each is either read right or refused with a CheckpointError, quickly."""
+"""Damaged and hostile headers: each file is read correctly or refused with a CheckpointError, quickly."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, content: bytes, says: str
     assert len(str(caught.value)) < 1000
 
 
-def test_there_are_enough_bad_files() -> None:
+def test_the_fixtures_have_enough_bad_files() -> None:
     assert len(BAD) >= 60
 
 
@@ -154,7 +154,7 @@ def test_a_hostile_header_is_refused_in_bounded_time(tmp_path: Path) -> None:
     assert time.monotonic() - start < 2
 
 
-def test_a_header_of_many_tensors_is_no_hostile_one(tmp_path: Path) -> None:
+def test_a_header_of_many_tensors_is_accepted(tmp_path: Path) -> None:
     header = {f"{n:x}": header_entry("U8", [], [n, n + 1]) for n in range(30_000)}
     text = json.dumps(header, separators=(",", ":")).encode()
     assert len(text) > 2**20
@@ -173,7 +173,7 @@ def test_a_claimed_length_allocates_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", ["folder", "pipe", "broken link"])
-def test_what_is_no_file_is_not_waited_for(tmp_path: Path, make: str) -> None:
+def test_folders_pipes_and_broken_links_are_refused(tmp_path: Path, make: str) -> None:
     path = tmp_path / "model.safetensors"
     if make == "folder":
         path.mkdir()
@@ -185,7 +185,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path, make: str) -> None:
         SafetensorsFolder(tmp_path)
 
 
-def test_a_link_to_a_file_is_a_file(tmp_path: Path) -> None:
+def test_a_link_to_a_file_is_followed(tmp_path: Path) -> None:
     store = tmp_path / "blobs"
     store.mkdir()
     (store / "4d7a").write_bytes(safetensors_bytes({"a": torch.ones(3)}))
@@ -205,7 +205,7 @@ def test_an_unknown_type_is_refused_when_asked_for(tmp_path: Path) -> None:
         files.read("b")
 
 
-def test_what_is_odd_but_allowed_is_read(tmp_path: Path) -> None:
+def test_unusual_valid_files_are_read(tmp_path: Path) -> None:
     data = torch.arange(6.0).reshape(2, 3)
     header = {
         "__metadata__": {"format": "pt"},
@@ -245,7 +245,7 @@ def _mutations(good: bytes, header_end: int, rng: random.Random) -> dict[str, by
     return made
 
 
-def test_a_mutated_file_is_read_right_or_refused(tmp_path: Path) -> None:
+def test_a_mutated_file_is_read_correctly_or_refused(tmp_path: Path) -> None:
     tensors = {
         "model.embed_tokens.weight": torch.randn(5, 4),
         "model.norm.weight": torch.randn(4, dtype=torch.float16),

@@ -1,4 +1,4 @@
-"""What is saved is read back, and nothing is ever left half-written."""
+"""The writer: saved tensors are read back equal, and no model is ever left half-written."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _some(count: int = 6, add: int = 0) -> dict[str, torch.Tensor]:
     ),
     st.integers(1, 200),
 )
-def test_what_is_saved_is_read(
+def test_saved_tensors_are_read_back(
     tmp_path_factory: pytest.TempPathFactory,
     kinds: dict[str, tuple[torch.dtype, list[int]]],
     shard_bytes: int,
@@ -89,7 +89,7 @@ def test_views_and_shared_memory(tmp_path: Path) -> None:
     assert all(same_bits(files.read(name), tensor.detach()) for name, tensor in tensors.items())
 
 
-def test_what_was_read_can_be_saved(tmp_path: Path) -> None:
+def test_tensors_that_were_read_can_be_saved(tmp_path: Path) -> None:
     files = SafetensorsFolder(write_safetensors(tmp_path / "a", _some()))
     save(tmp_path / "b", ((name, files.read(name)) for name in files.names()), shard_bytes=100)
     again = SafetensorsFolder(tmp_path / "b")
@@ -110,7 +110,7 @@ def test_only_one_shard_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 class TestRefusals:
-    """Nothing is overwritten or mixed unasked."""
+    """Models are not overwritten or mixed unless asked."""
 
     @pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors", INDEX])
     def test_weights_are_there(self, tmp_path: Path, name: str) -> None:
@@ -133,26 +133,26 @@ class TestRefusals:
             save(tmp_path, [("__metadata__", torch.ones(1))], shard_bytes=100)
         assert os.listdir(tmp_path) == []
 
-    def test_what_cannot_be_stored(self, tmp_path: Path) -> None:
+    def test_unsupported_tensors_are_refused(self, tmp_path: Path) -> None:
         with pytest.raises(BadTensor, match="complex128"):
             save(tmp_path, [("a", torch.ones(1, dtype=torch.complex128))], shard_bytes=100)
         with pytest.raises(BadTensor, match="sparse"):
             save(tmp_path, [("a", torch.ones(2).to_sparse())], shard_bytes=100)
 
-    def test_nothing_to_write(self, tmp_path: Path) -> None:
+    def test_saving_no_tensors_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="no tensors"):
             save(tmp_path, [], shard_bytes=100)
         with pytest.raises(InputError, match="shard_bytes"):
             save(tmp_path, _some().items(), shard_bytes=0)
 
-    def test_no_place_to_write(self, tmp_path: Path) -> None:
+    def test_an_unwritable_folder_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
         with pytest.raises(CheckpointError, match="could not be written"):
             save(tmp_path / "file", _some().items(), shard_bytes=100)
 
 
 @pytest.mark.parametrize(("before", "after"), [(80, 80), (80, 10**6), (10**6, 80), (10**6, 10**6), (40, 120)])
-def test_a_model_is_replaced_whole(tmp_path: Path, before: int, after: int) -> None:
+def test_a_model_is_replaced_as_a_whole(tmp_path: Path, before: int, after: int) -> None:
     (tmp_path / "config.json").write_text("{}")
     save(tmp_path, _some(7).items(), shard_bytes=before)
     save(tmp_path, _some(6, add=1).items(), shard_bytes=after, overwrite=True)
@@ -164,7 +164,7 @@ def test_a_model_is_replaced_whole(tmp_path: Path, before: int, after: int) -> N
 
 
 class Crash(BaseException):
-    """What no handler expects."""
+    """An error that no handler expects."""
 
 
 def test_a_crash_while_writing_leaves_nothing(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_a_crash_while_writing_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("step", range(12))
 @pytest.mark.parametrize(("before", "after"), [(80, 80), (80, 10**6), (10**6, 80), (10**6, 10**6)])
-def test_a_crash_while_moving_leaves_no_mixture(
+def test_a_crash_while_renaming_leaves_no_mixture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, before: int, after: int
 ) -> None:
     old, new = _some(), _some(add=1)

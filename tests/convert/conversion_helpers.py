@@ -1,4 +1,4 @@
-"""What the tests of conversion share: models to convert, and what it means that two are the same."""
+"""Models to convert, and comparisons of two models, for the tests of conversion."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROJECTIONS = r"_proj\.weight"
 
 
 def dequantized_matrices(path: Path) -> dict[str, Tensor]:
-    """Every matrix of a model as the numbers it stands for, with their biases."""
+    """Every matrix of a model, dequantised, with its bias."""
     frozen = Config(path).freeze()
     source = open_source(frozen.path, frozen.spec.names, frozen.quantization)
     found = {}
@@ -40,7 +40,7 @@ def dequantized_matrices(path: Path) -> dict[str, Tensor]:
 
 
 def reference_logits(path: Path) -> Tensor:
-    """By plain torch: weights are compared, not what a processor's kernels round."""
+    """Logits of the reference backend: a CPU's kernels round differently."""
     model = Model(Config(path))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EXLM_CPU", "0")
@@ -77,7 +77,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def write_awq(weight: PackedWeight) -> dict[str, Tensor]:
-    """AWQ's words: eight columns of one row, in its own order, lowest nibble first."""
+    """Pack AWQ words: eight columns of one row, interleaved, lowest nibble first."""
     segment = weight.segments[0]
     assert isinstance(segment.zero, Tensor)
     assert isinstance(segment.scales, PlainScales)

@@ -1,4 +1,4 @@
-"""Models in other forms: the same numbers before and after, or a refusal that leaves nothing behind."""
+"""Converted folders: weights keep their values, or the conversion is refused and writes nothing."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ SCALINGS = (
     "case", [case for case in zoo.CASES if not case.id.endswith(SCALINGS)], ids=lambda case: case.id
 )
 def test_every_family_gets_its_first_tensor_names(case: zoo.Case, tmp_path: Path) -> None:
-    """Fused, stacked, transposed, tied or seeing: what is read from the new folder is the same."""
+    """Fused, stacked, transposed, tied and multimodal models read the same from the new folder."""
     source = zoo.build(case.architecture, tmp_path / "old", **case.overrides).folder
     target = convert_model(source, tmp_path / "new")
     assert_same(source, target)
@@ -207,8 +207,8 @@ def test_awq(tmp_path: Path, to: str, fused: bool) -> None:
 
 
 @pytest.mark.parametrize(("write", "make"), [(exl2.write, random_exl2), (gptq.write, random_gptq)])
-def test_a_transposed_family_quantised(tmp_path: Path, write: Any, make: Any) -> None:
-    """GPT-2 has its floats the other way round, packed matrices the usual one, and biases everywhere."""
+def test_a_quantised_model_of_a_transposed_family(tmp_path: Path, write: Any, make: Any) -> None:
+    """GPT-2 stores floats transposed, packed matrices as usual, and biases everywhere."""
     source = zoo.build("GPT2LMHeadModel", tmp_path / "old", n_embd=64).folder
     dense = convert_model(source, tmp_path / "dense")
     tensors = read_tensors(dense)
@@ -225,8 +225,8 @@ def test_a_transposed_family_quantised(tmp_path: Path, write: Any, make: Any) ->
     assert_same(source, convert_model(source, tmp_path / "floats", "dense"))
 
 
-def test_a_packed_head_that_is_unpacked_stays_what_it_was(tmp_path: Path) -> None:
-    """Rows of a float head would be brought to length one, and a tied one would be forgotten."""
+def test_a_packed_head_that_is_unpacked_keeps_its_values(tmp_path: Path) -> None:
+    """A reader would normalise the rows of a float head, and would use the embedding for a tied one."""
     source = tiny.make(
         tmp_path / "old",
         hidden_size=64,
@@ -256,7 +256,7 @@ def test_an_exl2_head_with_padding_keeps_its_bytes(tmp_path: Path) -> None:
 )
 @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_zero_point_is_kept_or_refused(tmp_path: Path, value: int, layout: str, at: int) -> None:
-    """GPTQ says 1 to 16 in its first layout and 0 to 15 in its second, AWQ 0 to 15."""
+    """The zero points of 4 bits: 1 to 16 in `gptq`, 0 to 15 in `gptq_v2` and AWQ."""
     if value not in (range(1, 17) if layout == "gptq" else range(16)):
         return
     home = tmp_path / f"{layout}-{value}-{at}"

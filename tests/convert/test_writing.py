@@ -1,4 +1,4 @@
-"""How a converted model comes to be: what lies beside it, whole or not at all, in bounded memory."""
+"""Writing converted models: side files, atomicity, bounded memory."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_a_killed_conversion_leaves_no_half_model(tmp_path: Path) -> None:
         assert len(os.listdir(tmp_path)) == 2
         child.send_signal(signal.SIGKILL)
     assert not (tmp_path / "new").exists()
-    assert len(os.listdir(tmp_path)) == 2  # the hidden folder, which nobody could remove
+    assert len(os.listdir(tmp_path)) == 2  # the temporary folder could not be removed
     assert_same(source, convert_model(source, tmp_path / "new"))
     assert sorted(os.listdir(tmp_path)) == ["new", "old"]
 

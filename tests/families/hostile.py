@@ -80,7 +80,7 @@ WIDEST = 1 << 17
 
 
 class TooLong(Exception):
-    """A case ran out of time."""
+    """A case took too long."""
 
 
 def config_of(case: Case) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def ggufs() -> Iterator[Outcome]:
 
 
 class Recorded(dict[str, Any]):
-    """A table that remembers what it was asked for."""
+    """A table that records which keys were looked up."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__(values)

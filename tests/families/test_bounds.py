@@ -1,4 +1,4 @@
-"""No number of a description sizes a loop or an allocation before it is known to be reasonable."""
+"""Numbers in config.json and GGUF metadata are bounded before they size a loop or an allocation."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("architecture", EXPERTS)
-def test_experts_are_bounded_as_layers_are(architecture: str) -> None:
+def test_experts_are_bounded(architecture: str) -> None:
     key, more = EXPERTS[architecture]
     raw = {"architectures": [architecture], **NUMBERS, **more}
     assert sum(1 for _ in matrices(build_spec(ConfigReader({**raw, key: MAX_EXPERTS})))) > 12 * MAX_EXPERTS
@@ -70,7 +70,7 @@ def test_experts_of_dbrx_are_bounded_too() -> None:
         build_spec(ConfigReader({"architectures": ["DbrxForCausalLM"], **names, "ffn_config": ffn}))
 
 
-def test_so_are_those_of_all_layers_together() -> None:
+def test_experts_of_all_layers_together_are_bounded() -> None:
     deep = {**NUMBERS, "num_hidden_layers": 4096, "num_experts_per_tok": 2, "num_local_experts": 4096}
     with pytest.raises(ConfigError, match=rf"16777216 experts together; expected at most {MAX_ALL_EXPERTS}"):
         build_spec(ConfigReader({"architectures": ["MixtralForCausalLM"], **deep}))

@@ -1,4 +1,4 @@
-"""config.json as numbers, and the complaints it can earn."""
+"""Reading config.json: values, defaults, and errors for what is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways to spoil the tensors of a matrix: each takes them and some chance, and changes them in place."""
+"""Corruptions of a matrix's tensors: each takes the tensors and a Random, and changes them in place."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ Corruption = Callable[[Tensors, Random], None]
 
 
 def replace_tensor(name: str, change: Callable[[Tensor], Tensor]) -> Corruption:
-    """One tensor replaced by what becomes of it."""
+    """Replace one tensor by `change` of it."""
 
-    def lie(tensors: Tensors, _: Random) -> None:
+    def corrupt(tensors: Tensors, _: Random) -> None:
         tensors[name] = change(tensors[name])
 
-    return lie
+    return corrupt
 
 
 def drop_tensor(name: str) -> Corruption:
-    """One tensor left out."""
+    """Leave out one tensor."""
 
-    def lie(tensors: Tensors, _: Random) -> None:
+    def corrupt(tensors: Tensors, _: Random) -> None:
         del tensors[name]
 
-    return lie
+    return corrupt
 
 
 def replace_number(name: str, where: Callable[[Random], int], value: Callable[[Random], float]) -> Corruption:
-    """One number replaced."""
+    """Replace one number."""
 
-    def lie(tensors: Tensors, random: Random) -> None:
+    def corrupt(tensors: Tensors, random: Random) -> None:
         tensor = tensors[name].clone()
         tensor.view(-1)[where(random)] = value(random)
         tensors[name] = tensor
 
-    return lie
+    return corrupt

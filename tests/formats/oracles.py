@@ -1,6 +1,6 @@
 """Slow, obvious decoders of the packed formats, one number at a time in plain Python, and random tensors.
 
-Columns are read as one huge integer and halves are rounded by `struct`, so nothing is shared with exlm.
+Columns are read as one huge integer and float16 is rounded by `struct`, so nothing is shared with exlm.
 """
 
 from __future__ import annotations
@@ -96,12 +96,12 @@ def awq(tensors: Mapping[str, Tensor], group_size: int) -> Tensor:
 
 
 def random_words(*shape: int) -> Tensor:
-    """Every bit a coin."""
+    """Random bits."""
     return torch.randint(-(2**31), 2**31, shape, dtype=torch.int64).to(torch.int32)
 
 
 def random_scales(*shape: int) -> Tensor:
-    """Factors of the size files have, some so small that they are subnormal."""
+    """Scales as large as those of real files, some subnormal."""
     return (torch.rand(shape) * 10.0 ** torch.randint(-6, 0, shape)).to(torch.float16)
 
 

@@ -1,4 +1,4 @@
-"""AWQ against a slow decoder, a matrix worked out by hand, and files that lie."""
+"""AWQ: against a slow decoder and a matrix computed by hand; corrupt tensors are refused."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def made(inputs: int, outputs: int, groups: int) -> Tensors:
     told=st.booleans(),
     seed=st.integers(0, 2**32),
 )
-def test_read_is_the_slow_decoder(size: int, inputs: int, words: int, told: bool, seed: int) -> None:
+def test_read_equals_the_slow_decoder(size: int, inputs: int, words: int, told: bool, seed: int) -> None:
     torch.manual_seed(seed)
-    if not told:  # then equal groups of a power of two are certain
+    if not told:  # inferred group sizes are powers of two
         size = 1 << (size % 6)
         inputs = -(-inputs // size) * size
     tensors = made(inputs, 8 * words, -(-inputs // size))
@@ -52,7 +52,7 @@ def test_read_is_the_slow_decoder(size: int, inputs: int, words: int, told: bool
     assert torch.equal(weight.dequantize(), oracles.awq(tensors, size))
 
 
-def test_the_order_of_columns() -> None:
+def test_column_order() -> None:
     tensors = {
         # Nibbles from the lowest: 0 2 4 6 1 3 5 7, which is what columns 0 to 7 hold after unpacking.
         "qweight": torch.tensor([[0x75316420], [0x75316420]], dtype=torch.int32),
@@ -67,17 +67,17 @@ def test_the_order_of_columns() -> None:
     assert zero.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
 
 
-def test_one_group_for_all() -> None:
+def test_one_group_for_all_inputs() -> None:
     assert awq.read(made(96, 8, 1), 96, 8, None, WHERE, config(-1)).segments[0].group_sizes == (96,)
 
 
-def test_a_shared_zero_is_a_number() -> None:
+def test_a_shared_zero_point_is_one_number() -> None:
     tensors = made(64, 16, 2)
     tensors["qzeros"].fill_(0x88888888 - 2**32)
     assert awq.read(tensors, 64, 16, None, WHERE, config(32)).segments[0].zero == 8
 
 
-def test_a_bias_of_zeros_is_none() -> None:
+def test_a_bias_of_zeros_is_dropped() -> None:
     assert awq.read(made(64, 8, 1), 64, 8, torch.zeros(8), WHERE, config()).bias is None
     bias = torch.arange(8)
     assert awq.read(made(64, 8, 1), 64, 8, bias.half(), WHERE, config()).bias is not None
@@ -122,7 +122,7 @@ LIES: dict[str, Corruption] = {
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
 @pytest.mark.parametrize("seed", range(5))
-def test_lies_are_refused(lie: Corruption, seed: int) -> None:
+def test_corrupt_tensors_are_refused(lie: Corruption, seed: int) -> None:
     torch.manual_seed(seed)
     tensors = made(160, 32, 5)
     claims = config(32, None if seed % 2 else 4)
@@ -146,25 +146,25 @@ def test_lies_are_refused(lie: Corruption, seed: int) -> None:
         (160, 8 * 10**15),
     ],
 )
-def test_another_shape_is_refused(shape: tuple[int, int]) -> None:
+def test_a_wrong_shape_is_refused(shape: tuple[int, int]) -> None:
     with pytest.raises(BadTensor, match="expected"):
         awq.read(made(160, 32, 5), *shape, None, WHERE, config())
 
 
 @pytest.mark.parametrize("size", [-1, 16, 64, 10**15])
-def test_another_group_size_is_refused(size: int) -> None:
+def test_a_wrong_group_size_is_refused(size: int) -> None:
     with pytest.raises(BadTensor, match="scales: expected"):
         awq.read(made(160, 32, 5), 160, 32, None, WHERE, config(size))
 
 
 @pytest.mark.parametrize("claims", [GptqConfig(4), GptqConfig(8, checkpoint_format="gemm")])
-def test_other_claims_are_refused(claims: GptqConfig) -> None:
+def test_a_config_of_another_layout_is_refused(claims: GptqConfig) -> None:
     with pytest.raises(CheckpointError, match="expected AWQ's gemm layout of 4 bits"):
         awq.read(made(160, 32, 5), 160, 32, None, WHERE, claims)
 
 
 @given(st.data())
-def test_noise_is_read_or_refused(data: st.DataObject) -> None:
+def test_random_corruption_is_read_or_refused(data: st.DataObject) -> None:
     torch.manual_seed(data.draw(st.integers(0, 2**32)))
     tensors = made(64, 32, 4)
     for _ in range(data.draw(st.integers(1, 2))):

@@ -56,7 +56,7 @@ def test_unpack_reads_the_stream_and_pack_restores_it(bits: int, rows: int, colu
     columns=st.integers(1, 70),
     seed=st.integers(0, 2**32),
 )
-def test_streams_along_rows(bits: int, rows: int, columns: int, seed: int) -> None:
+def test_pack_rows_and_unpack_rows(bits: int, rows: int, columns: int, seed: int) -> None:
     torch.manual_seed(seed)
     values = torch.randint(0, 1 << bits, (rows, columns), dtype=torch.uint8)
     words = pack_rows(values, bits)
@@ -67,7 +67,7 @@ def test_streams_along_rows(bits: int, rows: int, columns: int, seed: int) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
-def test_pack_takes_any_whole_numbers(dtype: torch.dtype) -> None:
+def test_pack_accepts_any_integer_dtype(dtype: torch.dtype) -> None:
     values = torch.arange(32)[:, None]
     assert torch.equal(pack(values.to(dtype), 5), pack(values, 5))
 
@@ -81,6 +81,6 @@ def test_pack_refuses_what_does_not_fit(value: int) -> None:
 @pytest.mark.parametrize(
     "words", [torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, dtype=torch.int32), random_words(4, 2)]
 )
-def test_unpack_refuses_other_words(words: torch.Tensor) -> None:
+def test_unpack_refuses_a_wrong_number_of_words(words: torch.Tensor) -> None:
     with pytest.raises(InputError, match="24 values of 4 bits need"):
         unpack(words, 4, 24)

@@ -1,4 +1,4 @@
-"""EXL2 against the reference's own matrices, a slow decoder, and files that lie."""
+"""EXL2: against the reference's matrices and a slow decoder; corrupt tensors are refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ group = st.sampled_from(WIDTHS).flatmap(
 
 
 def read(tensors: Tensors, out_features: int | None = None, bias: Tensor | None = None) -> PackedWeight:
-    """With the shape the tensors themselves have."""
+    """Read with the shape that the tensors have."""
     width = int(tensors["q_weight"].shape[1])
     return exl2.read(tensors, len(tensors["q_invperm"]), out_features or width, bias, WHERE)
 
@@ -83,7 +83,7 @@ def test_published_scales(largest: int, codes: tuple[int, ...], weights: tuple[i
     blocks=st.integers(1, 2),
     seed=st.integers(0, 2**32),
 )
-def test_read_is_the_slow_decoder(groups: list[tuple[int, int]], blocks: int, seed: int) -> None:
+def test_read_equals_the_slow_decoder(groups: list[tuple[int, int]], blocks: int, seed: int) -> None:
     torch.manual_seed(seed)
     tensors = oracles.exl2_tensors(groups, 32 * blocks, permuted=seed % 4 > 0)
     outputs = 32 * blocks - seed % 32  # the rest is padding
@@ -95,7 +95,7 @@ def test_read_is_the_slow_decoder(groups: list[tuple[int, int]], blocks: int, se
 
 
 @given(groups=st.lists(group, min_size=1, max_size=8), seed=st.integers(0, 2**32))
-def test_what_was_read_is_written_bit_for_bit(groups: list[tuple[int, int]], seed: int) -> None:
+def test_written_tensors_equal_those_read(groups: list[tuple[int, int]], seed: int) -> None:
     torch.manual_seed(seed)
     groups.sort(reverse=True)
     for bits in dict(groups):  # fill each width up to whole blocks of 32 rows
@@ -111,7 +111,7 @@ def test_what_was_read_is_written_bit_for_bit(groups: list[tuple[int, int]], see
 
 @st.composite
 def weights(draw: st.DrawFn) -> PackedWeight:
-    """Anything EXL2 can say, in any order of widths, with short groups and any number of outputs."""
+    """Any weight that EXL2 supports: widths in any order, short groups, any number of outputs."""
     torch.manual_seed(draw(st.integers(0, 2**32)))
     outputs = draw(st.integers(1, 70))
     parts = []
@@ -136,7 +136,7 @@ def weights(draw: st.DrawFn) -> PackedWeight:
 
 
 @given(weights())
-def test_what_was_written_reads_the_same(weight: PackedWeight) -> None:
+def test_written_weights_read_back_equal(weight: PackedWeight) -> None:
     tensors = exl2.write(weight)
     again = exl2.read(tensors, weight.in_features, weight.out_features, None, WHERE)
     assert torch.equal(again.dequantize(), weight.dequantize())
@@ -149,14 +149,14 @@ def test_what_was_written_reads_the_same(weight: PackedWeight) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
-def test_the_permutation_may_be_of_any_width(dtype: torch.dtype) -> None:
+def test_q_invperm_may_have_any_integer_dtype(dtype: torch.dtype) -> None:
     tensors = oracles.exl2_tensors([(8, 16), (4, 16)], 32)
     wanted = read(tensors).dequantize()
     tensors["q_invperm"] = tensors["q_invperm"].to(dtype)
     assert torch.equal(read(tensors).dequantize(), wanted)
 
 
-def test_short_numbers_are_unsigned() -> None:
+def test_int16_tables_are_unsigned() -> None:
     tensors = oracles.exl2_tensors([(8, 33000), (2, 16)], 32)
     assert int(tensors["q_groups"].min()) < 0
     tensors["q_invperm"] = torch.arange(132256 - 1, -1, -1, dtype=torch.int32)
@@ -249,7 +249,7 @@ LIES: dict[str, Corruption] = {
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
 @pytest.mark.parametrize("seed", range(5))
-def test_lies_are_refused(lie: Corruption, seed: int) -> None:
+def test_corrupt_tensors_are_refused(lie: Corruption, seed: int) -> None:
     torch.manual_seed(seed)
     tensors = oracles.exl2_tensors([(5, 5), (5, 5), (4, 8), (3, 3)], 64)
     assert exl2.read(tensors, 160, 64, None, WHERE).in_features == 160
@@ -262,19 +262,19 @@ def test_lies_are_refused(lie: Corruption, seed: int) -> None:
     "shape",
     [(128, 64), (161, 64), (160, 65), (160, 32), (160, 0), (0, 64), (-160, 64), (10**15, 64), (160, 10**15)],
 )
-def test_another_shape_is_refused(shape: tuple[int, int]) -> None:
+def test_a_wrong_shape_is_refused(shape: tuple[int, int]) -> None:
     with pytest.raises(BadTensor, match="expected"):
         exl2.read(oracles.exl2_tensors([(5, 5), (5, 5), (4, 8), (3, 3)], 64), *shape, None, WHERE)
 
 
 @pytest.mark.parametrize("bias", [torch.ones(63), torch.ones(1, 64), torch.ones(64, dtype=torch.int32)])
-def test_another_bias_is_refused(bias: Tensor) -> None:
+def test_a_wrong_bias_is_refused(bias: Tensor) -> None:
     with pytest.raises(BadTensor, match="bias"):
         read(oracles.exl2_tensors([(4, 8)], 64), bias=bias)
 
 
 @given(st.data())
-def test_noise_is_read_or_refused(data: st.DataObject) -> None:
+def test_random_corruption_is_read_or_refused(data: st.DataObject) -> None:
     torch.manual_seed(data.draw(st.integers(0, 2**32)))
     tensors = oracles.exl2_tensors([(5, 5), (4, 8), (2, 2)], 32)
     for _ in range(data.draw(st.integers(1, 3))):
@@ -302,7 +302,7 @@ def enormous(words: int) -> PackedWeight:
 
 
 def spoiled(**change: object) -> PackedWeight:
-    """A weight EXL2 could say but for this change of its first segment."""
+    """A weight that EXL2 supports, with this change of its first segment."""
     weight = read(oracles.exl2_tensors([(4, 8), (2, 2)], 32))
     first, second = weight.segments
     return replace(weight, segments=(replace(first, **change), second))  # type: ignore[arg-type]
@@ -324,6 +324,6 @@ def spoiled(**change: object) -> PackedWeight:
         (lambda: enormous(65600), "word 65600, past 65535"),
     ],
 )
-def test_what_exl2_cannot_say(weight: Callable[[], PackedWeight], reason: str) -> None:
+def test_what_exl2_does_not_support_is_refused(weight: Callable[[], PackedWeight], reason: str) -> None:
     with pytest.raises(Unsupported, match=reason):
         exl2.write(weight())

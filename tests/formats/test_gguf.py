@@ -1,4 +1,4 @@
-"""GGUF's block types: bit for bit what the gguf package makes of them, and as small as in the file."""
+"""GGUF's block types: bit for bit as the gguf package dequantises them, and as small as in the file."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def oracle(raw: Tensor, kind: str) -> Tensor:
     return torch.from_numpy(gguf.quants.dequantize(raw.numpy(), GGMLQuantizationType[kind])).T
 
 
-def test_every_type_has_the_size_the_package_gives_it() -> None:
+def test_block_sizes_equal_those_of_the_gguf_package() -> None:
     theirs = {kind.value: (kind.name, *sizes) for kind, sizes in GGML_QUANT_SIZES.items()}
     assert {number: tuple(kind) for number, kind in GGUF_TYPES.items()} == theirs
     for name, layout in BLOCK_LAYOUTS.items():
@@ -69,7 +69,7 @@ def test_every_type_has_the_size_the_package_gives_it() -> None:
 
 @pytest.mark.parametrize("kind", BLOCK_LAYOUTS)
 @given(outputs=st.integers(1, 40), blocks=st.integers(1, 5), seed=st.integers(0, 2**32))
-def test_equals_the_gguf_package(kind: str, outputs: int, blocks: int, seed: int) -> None:
+def test_dequantized_weights_equal_the_gguf_package(kind: str, outputs: int, blocks: int, seed: int) -> None:
     raw = random_blocks(kind, outputs, blocks, seed)
     weight = read(raw, kind, blocks * BLOCK_LAYOUTS[kind].block_size, outputs, "here")
     assert isinstance(weight, PackedWeight)
@@ -77,7 +77,7 @@ def test_equals_the_gguf_package(kind: str, outputs: int, blocks: int, seed: int
 
 
 @pytest.mark.parametrize("kind", BLOCK_LAYOUTS)
-def test_a_matrix_of_many_slabs_is_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repacking_in_chunks_changes_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = random_blocks(kind, 37, 2)
     monkeypatch.setattr(module, "REPACK_CHUNK", 5 * 2 * BLOCK_LAYOUTS[kind].block_size)
     weight = read(raw, kind, 2 * BLOCK_LAYOUTS[kind].block_size, 37, "here")
@@ -85,7 +85,7 @@ def test_a_matrix_of_many_slabs_is_the_same(kind: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("kind", BLOCK_LAYOUTS)
-def test_stays_as_small_as_the_file(kind: str) -> None:
+def test_packed_weights_are_as_small_as_in_the_file(kind: str) -> None:
     inputs = 1024
     raw = random_blocks(kind, 512, inputs // BLOCK_LAYOUTS[kind].block_size)
     weight = read(raw, kind, inputs, 512, "here")
@@ -94,7 +94,7 @@ def test_stays_as_small_as_the_file(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", BLOCK_LAYOUTS)
-def test_can_be_cut_and_reordered(kind: str) -> None:
+def test_columns_can_be_taken_and_reordered(kind: str) -> None:
     block = BLOCK_LAYOUTS[kind].block_size
     raw = random_blocks(kind, 12, 3)
     weight = read(raw, kind, 3 * block, 12, "here")
@@ -116,9 +116,7 @@ def test_shares_no_memory_with_the_file() -> None:
 
 
 @given(bits=st.integers(2, 8), columns=st.integers(1, 4), turns=st.integers(1, 4), data=st.data())
-def test_squeeze_is_the_bit_stream_of_every_other_format(
-    bits: int, columns: int, turns: int, data: st.DataObject
-) -> None:
+def test_pack_codes_equals_bits_pack(bits: int, columns: int, turns: int, data: st.DataObject) -> None:
     from exlm.formats.bits import pack
 
     seed = data.draw(st.integers(0, 2**32))
@@ -146,7 +144,7 @@ def test_floats_at_odd_addresses() -> None:
 
 
 @pytest.mark.parametrize("kind", ["IQ2_XXS", "IQ3_S", "TQ1_0", "TQ2_0"])
-def test_rare_types_are_unpacked_with_a_note(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_rare_types_are_dequantized_with_a_warning(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     module._warn_unpacked.cache_clear()
     raw = random_blocks(kind, 6, 2)
     with caplog.at_level(logging.WARNING):

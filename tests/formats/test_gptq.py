@@ -1,4 +1,4 @@
-"""GPTQ against two independent tools' files, a slow decoder, and files that lie."""
+"""GPTQ: against files of two independent tools and a slow decoder; corrupt tensors are refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ seeds = st.integers(0, 2**32)
 
 
 def read(tensors: Tensors, config: GptqConfig, bias: Tensor | None = None) -> PackedWeight:
-    """With the shape the tensors themselves have; config.bits must be given."""
+    """Read with the shape that the tensors have; config.bits must be given."""
     assert config.bits
     rows, outputs = tensors["qweight"].shape
     return gptq.read(tensors, rows * 32 // config.bits, outputs, bias, WHERE, config)
@@ -81,7 +81,7 @@ def test_every_matrix_of_real_files(fixtures_dir: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", THEIRS)
-def test_both_json_files_say_the_same(fixtures_dir: Path, name: str) -> None:
+def test_both_json_files_give_the_same_config(fixtures_dir: Path, name: str) -> None:
     raw = json.loads((fixtures_dir / name / "quantize_config.json").read_text())
     config = GptqConfig.from_json(raw, name)
     assert config == GptqConfig.from_json(oracles.quantization_config(fixtures_dir / name), name)
@@ -127,7 +127,9 @@ def test_read_is_the_slow_decoder_and_write_its_inverse(
 
 
 @given(made=stored(act_order=False), zeros=st.booleans())
-def test_without_g_idx_groups_are_neighbours(made: tuple[Tensors, int, list[int]], zeros: bool) -> None:
+def test_without_g_idx_neighbouring_inputs_form_groups(
+    made: tuple[Tensors, int, list[int]], zeros: bool
+) -> None:
     tensors, width, owners = made
     config = GptqConfig(width, owners.count(0), checkpoint_format="gptq_v2")
     wanted = read(tensors, config).dequantize()
@@ -142,21 +144,21 @@ def test_without_g_idx_groups_are_neighbours(made: tuple[Tensors, int, list[int]
     ("inputs", "groups", "size"),
     [(96, 2, 64), (640, 5, 128), (96, 1, 128), (48, 3, 16), (240, 5, 48), (88, 4, 22)],
 )
-def test_the_group_size_nobody_told(inputs: int, groups: int, size: int) -> None:
+def test_the_group_size_is_inferred_where_no_config_says_it(inputs: int, groups: int, size: int) -> None:
     tensors = oracles.gptq_tensors(inputs, 8, 4, [k // size for k in range(inputs)], groups)
     wanted = read(tensors, GptqConfig(4)).dequantize()
     del tensors["g_idx"]
     assert torch.equal(read(tensors, GptqConfig(4)).dequantize(), wanted)
 
 
-def test_one_group_for_all() -> None:
+def test_one_group_for_all_inputs() -> None:
     tensors = oracles.gptq_tensors(64, 8, 4, [0] * 64, 1)
     assert read(tensors, GptqConfig(4, -1)).segments[0].group_sizes == (64,)
     del tensors["g_idx"]
     assert read(tensors, GptqConfig(4, -1)).segments[0].group_sizes == (64,)
 
 
-def test_an_empty_group_is_forgotten() -> None:
+def test_an_empty_group_is_dropped() -> None:
     owners = [k // 16 * 2 for k in range(64)]
     tensors = oracles.gptq_tensors(64, 8, 4, owners, 8)
     weight = read(tensors, GptqConfig(4))
@@ -180,7 +182,7 @@ def test_the_largest_zero_does_not_wrap(v2: bool, zero: int) -> None:
 
 
 @pytest.mark.parametrize(("width", "ones"), [(2, 0x55555555), (4, 0x11111111), (8, 0x01010101), (3, None)])
-def test_zeros_that_gptqmodel_took_less_one_by_whole_words(width: int, ones: int | None) -> None:
+def test_zeros_that_gptqmodel_decremented_per_word(width: int, ones: int | None) -> None:
     torch.manual_seed(width)
     tensors = oracles.gptq_tensors(64, 32, width, [k // 16 for k in range(64)], 4)
     zeros = torch.randint(0, 1 << width, (4, 32))
@@ -193,7 +195,7 @@ def test_zeros_that_gptqmodel_took_less_one_by_whole_words(width: int, ones: int
     assert torch.equal(read({**tensors, "qzeros": less}, config).dequantize(), wanted)
 
 
-def test_a_zero_of_eight_bits_that_no_byte_holds() -> None:
+def test_an_eight_bit_zero_point_of_256_must_be_shared() -> None:
     tensors = oracles.gptq_tensors(64, 8, 8, [0] * 64, 1)
     tensors["qzeros"].copy_(torch.tensor([[-1, 0x01FFFFFF]]))
     with pytest.raises(BadTensor, match="qzeros: expected zero points up to 255"):
@@ -203,7 +205,7 @@ def test_a_zero_of_eight_bits_that_no_byte_holds() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scales_become_halves(dtype: torch.dtype) -> None:
+def test_scales_become_float16(dtype: torch.dtype) -> None:
     tensors = oracles.gptq_tensors(64, 8, 4, [0] * 64, 1)
     tensors["scales"] = torch.rand(1, 8).to(dtype)
     wanted = oracles.gptq(tensors, 4, shift=1, group_of=lambda k: 0, columns=range(8))
@@ -213,7 +215,7 @@ def test_scales_become_halves(dtype: torch.dtype) -> None:
         read(tensors, GptqConfig(4))
 
 
-def test_a_bias_of_zeros_is_none() -> None:
+def test_a_bias_of_zeros_is_dropped() -> None:
     tensors = oracles.gptq_tensors(64, 8, 4, [0] * 64, 1)
     assert read(tensors, GptqConfig(4), torch.zeros(8)).bias is None
     bias = torch.zeros(8)
@@ -269,7 +271,7 @@ LIES: dict[str, Corruption] = {
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
 @pytest.mark.parametrize("seed", range(5))
-def test_lies_are_refused(lie: Corruption, seed: int) -> None:
+def test_corrupt_tensors_are_refused(lie: Corruption, seed: int) -> None:
     torch.manual_seed(seed)
     owners = torch.randperm(160) // 32 if seed % 2 else torch.arange(160) // 32
     tensors = oracles.gptq_tensors(160, 32, 4, owners.tolist(), 5)
@@ -284,7 +286,7 @@ def test_lies_are_refused(lie: Corruption, seed: int) -> None:
     "shape", [(128, 32), (161, 32), (160, 40), (160, 0), (0, 32), (-160, 32), (10**15, 32), (160, 10**15)]
 )
 @pytest.mark.parametrize("width", [None, 4])
-def test_another_shape_is_refused(shape: tuple[int, int], width: int | None) -> None:
+def test_a_wrong_shape_is_refused(shape: tuple[int, int], width: int | None) -> None:
     tensors = oracles.gptq_tensors(160, 32, 4, [k // 32 for k in range(160)], 5)
     with pytest.raises(BadTensor, match="expected"):
         gptq.read(tensors, *shape, None, WHERE, GptqConfig(width))
@@ -292,7 +294,7 @@ def test_another_shape_is_refused(shape: tuple[int, int], width: int | None) -> 
 
 @pytest.mark.parametrize("size", [-1, 16, 64, 160, 10**15])
 @pytest.mark.parametrize("zeros", [True, False])
-def test_another_group_size_is_refused(size: int, zeros: bool) -> None:
+def test_a_wrong_group_size_is_refused(size: int, zeros: bool) -> None:
     tensors = oracles.gptq_tensors(160, 32, 4, [0] * 160, 5)
     if not zeros:
         del tensors["g_idx"]
@@ -301,13 +303,13 @@ def test_another_group_size_is_refused(size: int, zeros: bool) -> None:
 
 
 @pytest.mark.parametrize("bias", [torch.ones(31), torch.ones(1, 32), torch.ones(32, dtype=torch.int32)])
-def test_another_bias_is_refused(bias: Tensor) -> None:
+def test_a_wrong_bias_is_refused(bias: Tensor) -> None:
     with pytest.raises(BadTensor, match="bias"):
         read(oracles.gptq_tensors(64, 32, 4, [0] * 64, 1), GptqConfig(4), bias)
 
 
 @given(st.data())
-def test_noise_is_read_or_refused(data: st.DataObject) -> None:
+def test_random_corruption_is_read_or_refused(data: st.DataObject) -> None:
     torch.manual_seed(data.draw(seeds))
     tensors = oracles.gptq_tensors(64, 32, 4, (torch.randperm(64) // 16).tolist(), 4)
     for _ in range(data.draw(st.integers(1, 3))):
@@ -327,7 +329,7 @@ def test_noise_is_read_or_refused(data: st.DataObject) -> None:
 
 
 def spoiled(**change: object) -> PackedWeight:
-    """A weight GPTQ could say but for this change of its segment."""
+    """A weight that GPTQ supports, with this change of its segment."""
     weight = read(oracles.gptq_tensors(64, 32, 4, [0] * 64, 1), GptqConfig(4, checkpoint_format="gptq_v2"))
     return replace(weight, segments=(replace(weight.segments[0], **change),))  # type: ignore[arg-type]
 
@@ -358,17 +360,17 @@ def two_runs() -> PackedWeight:
         (lambda: spoiled().split(0, [(0, 33)])[0], "33 inputs"),
     ],
 )
-def test_what_gptq_cannot_say(weight: Callable[[], PackedWeight], reason: str) -> None:
+def test_what_gptq_does_not_support_is_refused(weight: Callable[[], PackedWeight], reason: str) -> None:
     with pytest.raises(Unsupported, match=reason):
         gptq.write(weight())
 
 
-def test_the_second_layout_says_a_zero_of_nought() -> None:
+def test_gptq_v2_can_store_a_zero_point_of_0() -> None:
     tensors = gptq.write(spoiled(zero=0), v2=True)
     assert not tensors["qzeros"].any()
 
 
-def test_pieces_can_be_written() -> None:
+def test_split_weights_can_be_written() -> None:
     owners = (torch.randperm(128) // 32).tolist()
     tensors = oracles.gptq_tensors(128, 32, 4, owners, 4)
     weight = read(tensors, GptqConfig(4))
@@ -377,6 +379,6 @@ def test_pieces_can_be_written() -> None:
         assert torch.equal(torch.cat(pieces, dim), weight.dequantize())
 
 
-def test_the_other_family_is_refused() -> None:
+def test_an_awq_config_is_refused() -> None:
     with pytest.raises(CheckpointError, match="AWQ's gemm"):
         read(oracles.gptq_tensors(64, 32, 4, [0] * 64, 1), GptqConfig(4, checkpoint_format="gemm"))

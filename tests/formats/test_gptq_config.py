@@ -1,4 +1,4 @@
-"""The JSON beside GPTQ and AWQ checkpoints: what it means, and what is refused by name."""
+"""The JSON beside GPTQ and AWQ checkpoints: how it is read, and which layouts are refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from exlm.formats.gptq import GptqConfig
         ),
     ],
 )
-def test_what_it_means(raw: dict[str, Any], config: GptqConfig) -> None:
+def test_json_gives_the_config(raw: dict[str, Any], config: GptqConfig) -> None:
     found = GptqConfig.from_json(raw, "config.json")
     assert found == config
     assert found.method == ("awq" if config.checkpoint_format == "gemm" else "gptq")
@@ -59,7 +59,7 @@ def test_what_it_means(raw: dict[str, Any], config: GptqConfig) -> None:
         ({"meta": []}, False),
     ],
 )
-def test_whose_zero_points_borrow(changes: dict[str, Any], borrows: bool) -> None:
+def test_zeros_decremented_per_word_is_detected(changes: dict[str, Any], borrows: bool) -> None:
     raw = {"bits": 4, "sym": False, "meta": {"quantizer": ["gptqmodel:1.9.0"]}, **changes}
     assert GptqConfig.from_json(raw, "config.json").zeros_decremented_per_word == borrows
 
@@ -87,7 +87,7 @@ def test_whose_zero_points_borrow(changes: dict[str, Any], borrows: bool) -> Non
         ({"quant_method": "awq", "bits": 8}, "found 8"),
     ],
 )
-def test_what_cannot_be_read_is_named(raw: dict[str, Any], named: str) -> None:
+def test_unreadable_layouts_are_refused_by_name(raw: dict[str, Any], named: str) -> None:
     with pytest.raises(CheckpointError, match=f"^quantize_config.json.*{named}"):
         GptqConfig.from_json(raw, "quantize_config.json")
 
@@ -109,7 +109,7 @@ def test_what_cannot_be_read_is_named(raw: dict[str, Any], named: str) -> None:
         ({"dynamic": {"down": 8}}, "down"),
     ],
 )
-def test_nonsense_is_refused(raw: dict[str, Any], key: str) -> None:
+def test_invalid_values_are_refused(raw: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=f"^config.json: .*{key}.*: expected .*, found "):
         GptqConfig.from_json(raw, "config.json")
 
@@ -133,7 +133,7 @@ json_values = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(KEYS), json_values))
-def test_any_json_is_understood_or_refused(raw: dict[str, Any]) -> None:
+def test_any_json_is_read_or_refused(raw: dict[str, Any]) -> None:
     try:
         config = GptqConfig.from_json(raw, "config.json")
     except ExlmError:
@@ -175,7 +175,7 @@ FIELDS = (
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 @pytest.mark.parametrize("field", FIELDS)
-def test_hostile_values_are_read_or_refused_in_words_that_can_be_printed(method: str, field: str) -> None:
+def test_hostile_values_are_read_or_refused_in_printable_messages(method: str, field: str) -> None:
     for value in HOSTILE:
         for raw in ({field: value}, {"dynamic": {"a": {field: value}}}):
             try:

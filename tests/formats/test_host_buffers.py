@@ -1,4 +1,4 @@
-"""Memory that is used again: never two owners, numbers that stay, and nothing kept for ever."""
+"""The buffer pool: live buffers never share memory, and the pool does not keep everything."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def filled(size: int, value: int) -> Tensor:
 
 
 @given(st.lists(st.one_of(SIZES, st.integers(-20, -1)), max_size=40))
-def test_everybody_has_their_own(steps: list[int]) -> None:
-    """A positive step asks for so many bytes, a negative one drops somebody."""
+def test_live_buffers_do_not_share_memory(steps: list[int]) -> None:
+    """A positive step requests so many bytes, a negative one drops a buffer."""
     held: dict[int, Tensor] = {}
     for number, step in enumerate(steps):
         if step > 0:
@@ -47,14 +47,14 @@ def test_everybody_has_their_own(steps: list[int]) -> None:
         assert all(bool((tensor == value).all()) for value, tensor in held.items())
 
 
-def test_a_view_keeps_its_memory() -> None:
+def test_a_view_keeps_its_buffer_alive() -> None:
     view = filled(MIN_POOLED_BYTES, 7)[3:5]
     others = [filled(MIN_POOLED_BYTES, n) for n in range(4)]
     assert view.tolist() == [[7, 7], [7, 7]]
     assert [int(one[0, 0]) for one in others] == [0, 1, 2, 3]
 
 
-def test_what_was_dropped_is_used_again_until_it_is_given_back() -> None:
+def test_a_dropped_buffer_is_reused_until_the_pool_is_released() -> None:
     release_pool()
     place = filled(MIN_POOLED_BYTES, 1).data_ptr()
     assert filled(MIN_POOLED_BYTES, 2).data_ptr() == place
@@ -62,7 +62,7 @@ def test_what_was_dropped_is_used_again_until_it_is_given_back() -> None:
     assert int(pooled_empty((MIN_POOLED_BYTES // 4,), torch.int32).sum()) == 0, "new memory is zeros"
 
 
-def test_few_are_kept() -> None:
+def test_the_pool_keeps_few_buffers() -> None:
     release_pool()
     tensors = [filled(MIN_POOLED_BYTES, 1) for _ in range(MAX_IDLE_BUFFERS + 5)]
     del tensors
@@ -93,7 +93,7 @@ def test_any_shape(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, MIN_POOLED_BYTES - 1, MIN_POOLED_BYTES, 3 * PREFAULT_CHUNK + 5])
-def test_fresh_memory_is_zero_and_nobody_elses(size: int) -> None:
+def test_prefaulted_zeros_are_zero_and_not_shared(size: int) -> None:
     spoilt = filled(5 * MIN_POOLED_BYTES, -1)
     del spoilt
     first, second = prefaulted_zeros(size), prefaulted_zeros(size)

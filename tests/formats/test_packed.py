@@ -1,4 +1,4 @@
-"""The one in-memory form: what it stands for, and that cutting it is cutting what it stands for."""
+"""PackedWeight: dequantize() equals the formula of its module, and taking parts takes parts of the matrix."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.formats.oracles import random_scales, round_to_float16
 
 
 def random_table(kind: str, groups: int, columns: int) -> Scales:
-    """A table of factors in one of the three ways."""
+    """Scales of one of the three kinds."""
     if kind == "squared":
         return Exl2Scales(torch.randint(0, 16, (groups, columns), dtype=torch.uint8), random_scales(groups))
     if kind == "nested":
@@ -30,7 +30,7 @@ def random_table(kind: str, groups: int, columns: int) -> Scales:
 
 @st.composite
 def segments(draw: st.DrawFn, columns: int) -> Segment:
-    """Any segment there can be."""
+    """Any valid segment."""
     bits = draw(st.integers(2, 8))
     sizes = tuple(draw(st.lists(st.integers(1, 40), min_size=1, max_size=4)))
     groups = len(sizes)
@@ -51,7 +51,7 @@ def segments(draw: st.DrawFn, columns: int) -> Segment:
 
 @st.composite
 def weights(draw: st.DrawFn) -> PackedWeight:
-    """Any weight there can be, in float16 or float32."""
+    """Any valid weight, in float16 or float32."""
     torch.manual_seed(draw(st.integers(0, 2**32)))
     columns = draw(st.integers(1, 9))
     parts = tuple(draw(st.lists(segments(columns), min_size=1, max_size=3)))
@@ -68,7 +68,7 @@ def weights(draw: st.DrawFn) -> PackedWeight:
 
 
 def slowly(weight: PackedWeight) -> Tensor:
-    """The formula at the head of packed.py, one number at a time in float32."""
+    """The formula in the docstring of packed.py, one number at a time in float32."""
     order = range(weight.in_features) if weight.perm is None else weight.perm.tolist()
     out = torch.zeros(weight.in_features, weight.out_features, dtype=weight.dtype)
     stored = 0
@@ -89,14 +89,14 @@ def slowly(weight: PackedWeight) -> Tensor:
 
 
 @given(weights())
-def test_dequantize_is_the_formula(weight: PackedWeight) -> None:
+def test_dequantize_equals_the_formula(weight: PackedWeight) -> None:
     found = weight.dequantize()
     assert found.dtype is weight.dtype
     assert torch.equal(found, slowly(weight))
 
 
 @given(weights(), st.data())
-def test_columns_are_columns(weight: PackedWeight, data: st.DataObject) -> None:
+def test_take_columns_equals_columns_of_the_matrix(weight: PackedWeight, data: st.DataObject) -> None:
     picks = st.lists(st.integers(0, weight.out_features - 1), min_size=1, max_size=12)
     index = torch.tensor(data.draw(picks))
     piece = weight.take_columns(index)
@@ -107,7 +107,7 @@ def test_columns_are_columns(weight: PackedWeight, data: st.DataObject) -> None:
 
 
 @given(weights(), st.integers(0, 1), st.data())
-def test_pieces_join_to_the_whole(weight: PackedWeight, dim: int, data: st.DataObject) -> None:
+def test_split_pieces_concatenate_to_the_matrix(weight: PackedWeight, dim: int, data: st.DataObject) -> None:
     whole = weight.dequantize()
     length = whole.shape[dim]
     cuts = data.draw(st.sets(st.integers(1, length - 1), max_size=3) if length > 1 else st.just(set()))
@@ -125,14 +125,14 @@ def test_pieces_join_to_the_whole(weight: PackedWeight, dim: int, data: st.DataO
 
 
 @given(weights())
-def test_a_moved_weight_is_the_same(weight: PackedWeight) -> None:
+def test_a_mapped_weight_is_equal(weight: PackedWeight) -> None:
     moved = weight.to(torch.device("cpu")).map(torch.clone)
     assert torch.equal(moved.dequantize(), weight.dequantize())
     assert moved.nbytes == weight.nbytes == sum(tensor.nbytes for tensor in weight.tensors)
 
 
 @given(codes=st.lists(st.integers(0, 15), min_size=1, max_size=20), largest=st.floats(0, 65504, width=16))
-def test_squared_scales_round_twice(codes: list[int], largest: float) -> None:
+def test_exl2_scales_round_twice(codes: list[int], largest: float) -> None:
     table = Exl2Scales(torch.tensor([codes], dtype=torch.uint8), torch.tensor([largest], dtype=torch.float16))
     assert table.expand()[0].tolist() == [
         round_to_float16((code + 1) ** 2 * round_to_float16(largest / 256)) for code in codes
@@ -150,7 +150,7 @@ def plain_segment(sizes: tuple[int, ...] = (8, 8), bits: int = 4) -> Segment:
     )
 
 
-def test_bits_for_each_weight() -> None:
+def test_bits_per_weight() -> None:
     weight = PackedWeight("gptq", 16, 3, (plain_segment(),), torch.float16, bias=torch.ones(3))
     assert weight.bits == 8 * (2 * 3 * 4 + 2 * 3 * 4) / 48
     assert weight.describe() == "gptq 8.00 bit"
@@ -182,7 +182,7 @@ def test_a_weight_refuses_segments_that_do_not_fit(shape: tuple[int, int]) -> No
 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("piece", [(0, 0), (2, 1), (-1, 2), (2, 17)])
-def test_a_weight_has_no_such_piece(dim: int, piece: tuple[int, int]) -> None:
+def test_split_refuses_ranges_outside_the_matrix(dim: int, piece: tuple[int, int]) -> None:
     weight = PackedWeight("gptq", 16, 3, (plain_segment(),), torch.float16)
     with pytest.raises(InputError, match="no part of"):
         weight.split(dim, [piece])

@@ -14,7 +14,7 @@ from tests.on_disk.states import DATA
 
 @pytest.fixture(scope="session")
 def facts() -> dict[str, Any]:
-    """What is known of the data."""
+    """Facts about the data (facts.json)."""
     found: dict[str, Any] = json.loads((DATA / "facts.json").read_text())
     return found
 

@@ -126,7 +126,7 @@ def anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 def logits(folder: Path) -> torch.Tensor:
-    """Some of what a model answers."""
+    """Logits of a model for a fixed prompt."""
     config = Config(folder)
     config.device = "cpu"
     model = Model(config)

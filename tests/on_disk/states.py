@@ -1,4 +1,4 @@
-"""What the data of `on_disk` was made with, and how tests get at it."""
+"""Settings with which the data of `on_disk` was made, and helpers to use it."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ JOBS: dict[str, Stopped] = {
 
 
 def digest(folder: Path) -> str:
-    """Tells weights from others."""
+    """A hash of weights."""
     found = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
         found.update(path.read_bytes())
@@ -144,7 +144,7 @@ def typed(arguments: Sequence[str], lines: Sequence[str], cache: Path) -> int:
 
 
 def machine() -> dict[str, str]:
-    """What decides the last bits of sums."""
+    """The machine's properties that decide the last bits of sums."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

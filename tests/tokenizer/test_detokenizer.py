@@ -1,4 +1,4 @@
-"""Streams of text: however the ids are cut, the parts join to the whole, and nothing waits in vain."""
+"""Incremental decoding: the parts join to the whole text, and only incomplete characters are buffered."""
 
 from __future__ import annotations
 

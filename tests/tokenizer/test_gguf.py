@@ -1,4 +1,4 @@
-"""The tokenizer in GGUF metadata: the ids of the files it was made from, and nothing guessed."""
+"""The tokenizer in GGUF metadata gives the ids of the files it was converted from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizer files made to do harm: each is refused by a typed error that names the file.
+"""Malicious tokenizer files: each is refused with a typed error that names the file.
 
 They have half characters, ids beyond any vocabulary, pipes in the place of files, and parts of a pipeline
 that make the library panic.
@@ -90,7 +90,9 @@ def test_half_a_character_is_refused_by_file_and_entry(
 
 
 @pytest.mark.parametrize(("name", "value", "entry"), [one for one in NAMED if "token" in one[2]])
-def test_so_it_is_beside_sentencepiece(pieces: Path, name: str, value: Any, entry: str) -> None:
+def test_half_a_character_beside_sentencepiece_is_refused(
+    pieces: Path, name: str, value: Any, entry: str
+) -> None:
     with pytest.raises(TokenizerError, match=rf"{name}: {entry} .*half a character"):
         Tokenizer(written(pieces, name, value))
 
@@ -118,7 +120,7 @@ def test_ids_beyond_any_vocabulary_are_refused(folder: Path, number: str) -> Non
 
 
 @pytest.mark.parametrize("number", [10**9, 2**63, 10**400, -1, True, 1.5, "3", [], {}, None])
-def test_so_are_those_of_the_older_file(folder: Path, number: object) -> None:
+def test_ids_beyond_any_vocabulary_in_added_tokens_json_are_refused(folder: Path, number: object) -> None:
     with pytest.raises(
         TokenizerError, match=r"added_tokens\.json: the id of '<x>' should be a number from 0 to"
     ):

@@ -1,4 +1,4 @@
-"""Chat formats by name: to the letter what the table says, with and without a system message."""
+"""Prompt formats by name: the exact prompts, with and without a system message."""
 
 from __future__ import annotations
 

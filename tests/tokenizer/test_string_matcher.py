@@ -1,4 +1,4 @@
-"""Strings in text that arrives in parts: the same finds as in the whole text, however it is cut."""
+"""The matcher finds the same strings in text that arrives in parts as in the whole text."""
 
 from __future__ import annotations
 

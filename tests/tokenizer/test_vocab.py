@@ -1,4 +1,4 @@
-"""Lookup tables: each against its definition, built fast, once, from any thread."""
+"""Lookup tables against their definitions; they are built fast, once, and from any thread."""
 
 from __future__ import annotations
 
