@@ -1,4 +1,4 @@
-"""A source for small jobs."""
+"""The source model of small jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What small jobs are made of: a model's sizes, and few rows of text."""
+"""Sizes and options of small jobs: a tiny model, few rows of text."""
 
 from __future__ import annotations
 

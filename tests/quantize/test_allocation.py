@@ -1,4 +1,4 @@
-"""Bits given out: never over the budget, always the same, and close to the best there is."""
+"""Bit allocation: never over the budget, deterministic, near the optimum."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from exlm.errors import InputError
-from exlm.quantize.allocation import allocate_budget, allocate_kl, lower_hull
-from exlm.quantize.measurement import Choice
+from exlm.quantize.allocation import Choice, allocate_budget, allocate_kl, lower_hull
 
 numbers = st.lists(st.tuples(st.integers(1, 60), st.floats(0, 10)), min_size=1, max_size=4)
 slots_of = st.lists(numbers, min_size=1, max_size=4)
@@ -22,7 +21,7 @@ def made(raw: list[list[tuple[int, float]]]) -> list[list[Choice]]:
 
 
 @given(slots_of, st.integers(1, 250))
-def test_the_budget_is_kept_and_the_edge_is_near(raw: list[list[tuple[int, float]]], budget: int) -> None:
+def test_the_budget_is_kept_and_the_optimum_is_near(raw: list[list[tuple[int, float]]], budget: int) -> None:
     slots = made(raw)
     least = sum(min(c.bits for c in slot) for slot in slots)
     if least > budget:
@@ -41,7 +40,7 @@ def test_the_budget_is_kept_and_the_edge_is_near(raw: list[list[tuple[int, float
     assert allocate_budget(slots, budget, 100) == found
 
 
-def test_many_slots_come_very_close() -> None:
+def test_many_slots_come_close_to_the_lagrange_bound() -> None:
     random.seed(3)
     slots = [
         [Choice(b * 100 + random.randrange(9), 4.0**-b * random.random(), {}) for b in range(2, 9)]
@@ -60,7 +59,7 @@ def test_many_slots_come_very_close() -> None:
 
 @given(slots_of, st.floats(0, 30))
 @example([[(1, 2.0), (2, 1e-9)]], 0.0)
-def test_harm_is_kept_below(raw: list[list[tuple[int, float]]], harm: float) -> None:
+def test_the_kl_cost_is_kept_below_the_limit(raw: list[list[tuple[int, float]]], harm: float) -> None:
     slots = made(raw)
     if sum(min(c.kl_cost for c in slot) for slot in slots) > harm + 1e-9:
         with pytest.raises(InputError, match="cannot be reached"):

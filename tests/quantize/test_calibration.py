@@ -13,9 +13,9 @@ import torch
 
 from exlm import Config, InputError, MissingExtra, Tokenizer
 from exlm.checkpoint import open_source
-from exlm.quantize import calibration, context
+from exlm.quantize import calibration
+from exlm.quantize.calibration import make_calibration_ids
 from exlm.quantize.config import QuantConfig, parse_size
-from exlm.quantize.context import make_calibration_ids
 from exlm.quantize.evaluate import _ids_from_file, held_out_ids
 from exlm.quantize.layer_loader import KVBuffer, layer_loader, make_batch
 from exlm.spec.weight_roles import matrices
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.make_chat_folder(tmp_path_factory.mktemp("reader"))
 
 
-def test_the_built_in_text_is_cut_in_two_that_share_nothing() -> None:
+def test_calibration_and_held_out_text_share_no_paragraph() -> None:
     used, kept = ("\n\n".join(calibration.builtin_texts(held_out=x)).split("\n\n") for x in (False, True))
     assert not set(used) & set(kept)
     assert sum(map(len, used)) > 280_000
@@ -37,7 +37,7 @@ def test_the_built_in_text_is_cut_in_two_that_share_nothing() -> None:
         assert words.lower() in whole.lower()
 
 
-def test_files_of_every_kind_are_read(folder: Path, tmp_path: Path) -> None:
+def test_text_and_json_lines_are_read(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("plain ¡text!", encoding="utf-8")
     lines = [{"text": "one"}, {"messages": [{"role": "user", "content": "two"}]}, "three", {"odd": 4}]
     (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
@@ -48,7 +48,7 @@ def test_files_of_every_kind_are_read(folder: Path, tmp_path: Path) -> None:
         list(calibration.read_documents(tmp_path / "c.csv"))
 
 
-def test_json_is_read_as_programs_write_it(folder: Path, tmp_path: Path) -> None:
+def test_json_variants_are_read(folder: Path, tmp_path: Path) -> None:
     records = [{"text": "one"}, {"text": "Käse"}]
     path = tmp_path / "indented.json"
     path.write_text(json.dumps(records, indent=2))
@@ -68,9 +68,7 @@ def test_json_is_read_as_programs_write_it(folder: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl"])
-def test_files_that_cannot_be_read_are_named(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_files_are_named(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / f"odd.{kind}"
     path.write_bytes('{"text": "Käse"}\n'.encode("latin-1"))
     with pytest.raises(InputError, match=rf"odd\.{kind}: not UTF-8 text"):
@@ -85,7 +83,7 @@ def test_files_that_cannot_be_read_are_named(
         list(calibration.read_documents(path))
 
 
-def test_parquet_is_read_or_its_package_named(tmp_path: Path) -> None:
+def test_parquet_is_read_or_the_missing_package_named(tmp_path: Path) -> None:
     path = tmp_path / "d.parquet"
     if find_spec("pyarrow") is None:
         path.write_bytes(b"")
@@ -104,7 +102,7 @@ def test_parquet_is_read_or_its_package_named(tmp_path: Path) -> None:
         list(calibration.read_documents(path))
 
 
-def test_rows_are_whole_and_begin_with_a_bos(folder: Path) -> None:
+def test_rows_have_full_length_and_begin_with_bos(folder: Path) -> None:
     tokenizer = Tokenizer(Config(folder))
     rows = calibration.pack_rows(["x" * 3000, "y" * 500], tokenizer, 4, 600)
     assert rows.shape == (4, 600)
@@ -114,7 +112,7 @@ def test_rows_are_whole_and_begin_with_a_bos(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("family", "every"), [("Gemma", True), ("Llama", False)])
-def test_models_that_are_lost_without_a_bos_read_every_row_behind_one(
+def test_bos_is_prepended_to_every_row_where_the_model_requires_it(
     family: str, every: bool, tmp_path: Path
 ) -> None:
     folder = tiny.make_chat_folder(tmp_path / "m", architectures=[f"{family}ForCausalLM"], head_dim=8)
@@ -133,7 +131,7 @@ def test_models_that_are_lost_without_a_bos_read_every_row_behind_one(
     assert bool((_ids_from_file(folder, tmp_path / "text.txt", 4, 100)[:, 0] == 1).all()) is every
 
 
-def test_few_rows_of_many_short_texts_are_enough_text(folder: Path) -> None:
+def test_reading_stops_at_the_minimum_of_tokens(folder: Path) -> None:
     read = []
 
     def texts() -> Iterator[str]:
@@ -145,10 +143,10 @@ def test_few_rows_of_many_short_texts_are_enough_text(folder: Path) -> None:
     assert len(read) == 21  # as many as make 2,048 tokens
 
 
-def test_of_a_long_text_no_more_is_tokenized_than_is_needed(
+def test_only_the_needed_prefix_of_a_long_text_is_tokenized(
     fixtures_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its tokens are those of the whole, and memory does not grow with what nobody reads."""
+    """Its tokens are those of the whole text, and memory does not grow with the unread rest."""
     tokenizer = Tokenizer(Config(fixtures_dir / "tiny-lm"))
     text = "".join(f"Ship {n} left at {n % 24}:00 for the {n * 7 % 31}th harbour; " for n in range(30_000))
     whole = tokenizer.encode(text, add_bos=tokenizer.bos_token_id is not None)[0]
@@ -169,22 +167,22 @@ def test_of_a_long_text_no_more_is_tokenized_than_is_needed(
         assert (len(sizes) > 1) == (characters == 1)
 
 
-def test_what_the_model_writes_is_repeatable_and_goes_on_from_its_start(folder: Path) -> None:
+def test_sampled_rows_are_repeatable_and_continue_their_prompts(folder: Path) -> None:
     frozen = Config(folder).freeze()
     shop = layer_loader(frozen, open_source(folder, frozen.spec.names), 24, torch.device("cpu"))
     starts = calibration.sample_prompts(torch.arange(3, 67).view(2, 32), 3, None)
     first = calibration.sample_rows(shop, starts, 24, [2], 7)
     assert first.shape == (3, 24)
     assert torch.equal(first[:, :8], starts)
-    assert len(set(starts[:, 1].tolist())) == 3  # none begins like another
-    assert not bool((first[:, 8:] == 2).any())  # nobody ends
+    assert len(set(starts[:, 1].tolist())) == 3  # distinct prompts
+    assert not bool((first[:, 8:] == 2).any())  # EOS is banned
     assert torch.equal(first, calibration.sample_rows(shop, starts, 24, [2], 7))
     assert not torch.equal(first, calibration.sample_rows(shop, starts, 24, [2], 8))
     assert calibration.sample_prompts(first, 5, 1).tolist() == 5 * [[1]]
     assert calibration.sample_prompts(torch.arange(3, 13).view(2, 5), 3, None).tolist()[2] == [3, 4, 5, 6, 7]
 
 
-def test_a_growing_cache_is_a_forward_pass(folder: Path) -> None:
+def test_kv_buffer_equals_one_forward_pass(folder: Path) -> None:
     frozen = Config(folder).freeze()
     shop = layer_loader(frozen, open_source(folder, frozen.spec.names), 24, torch.device("cpu"))
     decoder = list(shop.build())[-1]
@@ -194,7 +192,7 @@ def test_a_growing_cache_is_a_forward_pass(folder: Path) -> None:
     torch.testing.assert_close(torch.cat([p for p in parts if p is not None], 1), whole)
 
 
-def test_sizes_are_read_as_people_write_them() -> None:
+def test_parse_size() -> None:
     assert parse_size("5.2GB") == 5_200_000_000
     assert parse_size("800 MiB") == 800 * 2**20
     assert parse_size("12345") == 12345
@@ -203,23 +201,23 @@ def test_sizes_are_read_as_people_write_them() -> None:
             parse_size(text)
 
 
-def test_wishes_say_all_that_matters() -> None:
+def test_fingerprint_tells_configs_apart() -> None:
     assert QuantConfig(bits=4.0).fingerprint() != QuantConfig(bits=4.0, seed=2).fingerprint()
 
 
-def test_a_processor_reads_fewer_rows_of_a_large_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_default_rows_for_large_models_on_a_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Config(folder).spec
     weights = sum(m.in_features * m.out_features for m in matrices(model))
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     found = []
     for rows in (1000, 77, 5):
-        monkeypatch.setattr(context, "CPU_WEIGHT_ROWS", rows * weights)
-        found.append((context.default_rows(model, cpu), context.default_rows(model, cuda)))
+        monkeypatch.setattr(calibration, "CPU_WEIGHT_ROWS", rows * weights)
+        found.append((calibration.default_rows(model, cpu), calibration.default_rows(model, cuda)))
     assert found == [(128, 128), (77, 128), (48, 128)]
 
 
 @pytest.mark.parametrize("rows", [1, 8, 20, 128, 10**6])
-def test_every_kind_of_built_in_text_gives_as_many_rows(folder: Path, rows: int) -> None:
+def test_every_kind_of_built_in_text_gives_the_same_number_of_rows(folder: Path, rows: int) -> None:
     tokenizer = Tokenizer(Config(folder))
     bos = tokenizer.bos_token_id is not None
     texts = [tokenizer.encode(text, add_bos=bos)[0] for text in calibration.builtin_texts()]
@@ -232,7 +230,7 @@ def test_every_kind_of_built_in_text_gives_as_many_rows(folder: Path, rows: int)
     assert max(open_, default=0) - min(open_, default=0) <= 1
 
 
-def test_rows_longer_than_a_kind_go_over_several(folder: Path) -> None:
+def test_rows_longer_than_one_kind_of_text_span_several(folder: Path) -> None:
     tokenizer = Tokenizer(Config(folder))
     assert calibration.builtin_rows(tokenizer, 2, 60_000).shape == (2, 60_000)
     with pytest.raises(InputError, match="at least 9,000,000 tokens"):

@@ -1,4 +1,4 @@
-"""A recording does what the computation does; without a GPU nothing is recorded."""
+"""CUDA graphs give the same bits as direct calls; on a CPU nothing is captured."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from torch import Tensor
 
 from exlm import quantize_model
 from exlm.quantize import cuda_graphs
+from exlm.quantize.allocation import make_recipe
+from exlm.quantize.config import SolverConfig
 from exlm.quantize.coordinate_descent import descend_two_sided
 from exlm.quantize.cuda_graphs import GraphCache, GraphFunction
 from exlm.quantize.exl2_scales import MultiWidthSearch, ScaleSearch
-from exlm.quantize.exl2_solver import SolverConfig, rounding_losses, solve_exl2
 from exlm.quantize.gptq import GroupStep, factorize, gptq
-from exlm.quantize.gptq_format import solve_gptq
-from exlm.quantize.recipe import make_recipe
+from exlm.quantize.matrix_solver import rounding_losses, solve_exl2, solve_gptq
 from exlm.quantize.sensitivity import output_factors
 from exlm.quantize.two_sided import OutputFactors, gptq_two_sided
 from tests import tiny
 
 
 def double(x: Tensor, out: Tensor) -> None:
-    """Spoils what it reads."""
+    """Overwrites its input."""
     x.mul_(2)
     out.copy_(x)
 
 
 @dataclass(frozen=True)
 class Times:
-    """What is done depends on a number."""
+    """A graph function with a parameter."""
 
     factor: int
 
@@ -40,15 +40,17 @@ class Times:
         torch.mul(x, self.factor, out=out)
 
 
-def plainly(_: GraphCache, work: GraphFunction, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
-    """Nothing is recorded; tensors lie as they would in a recording."""
+def run_uncaptured(
+    _: GraphCache, work: GraphFunction, read: Sequence[Tensor], written: Sequence[Tensor]
+) -> None:
+    """Without capture, but with contiguous copies of the tensors, as a graph has them."""
     own, out = ([t.clone(memory_format=torch.contiguous_format) for t in each] for each in (read, written))
     work(*own, *out)
     for now, kept in zip(written, out, strict=True):
         now.copy_(kept)
 
 
-def test_what_is_recorded_is_told_apart_by_what_it_depends_on() -> None:
+def test_grid_searches_compare_by_their_parameters() -> None:
     assert ScaleSearch(4, 8) == ScaleSearch(4, 8)
     assert (
         len(
@@ -64,14 +66,14 @@ def test_what_is_recorded_is_told_apart_by_what_it_depends_on() -> None:
     )
 
 
-def test_on_a_processor_things_are_just_done() -> None:
+def test_functions_run_directly_on_a_cpu() -> None:
     out = torch.zeros(3)
     GraphCache().run(double, (torch.ones(3),), (out,))
     assert out.tolist() == [2, 2, 2]
 
 
 @pytest.mark.gpu
-def test_a_recording_is_replayed_with_what_it_is_given() -> None:
+def test_a_graph_is_replayed_with_new_inputs() -> None:
     tape, seen = GraphCache(), []
     for start in range(4):
         for size in (3, 5):
@@ -82,7 +84,7 @@ def test_a_recording_is_replayed_with_what_it_is_given() -> None:
 
 
 @pytest.mark.gpu
-def test_numbers_that_work_depends_on_have_recordings_of_their_own() -> None:
+def test_functions_with_other_parameters_have_their_own_graphs() -> None:
     tape, out = GraphCache(), torch.zeros(3, device="cuda")
     for factor in (2, 3, 2, 5):
         tape.run(Times(factor), (torch.ones(3, device="cuda"),), (out,))
@@ -90,7 +92,7 @@ def test_numbers_that_work_depends_on_have_recordings_of_their_own() -> None:
 
 
 @pytest.mark.gpu
-def test_the_oldest_recordings_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_graphs_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "MAX_BUFFER_BYTES", 100)
     short = GraphCache()
     for size in (3, 5, 9, 3, 20, 5):
@@ -103,7 +105,9 @@ def test_the_oldest_recordings_go(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("inputs", "columns"), [(160, 70), (192, 128)])
-def test_recorded_and_plain_are_the_same(inputs: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_give_the_same_bits_as_direct_calls(
+    inputs: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On the same device, to the last bit: every step of the solver, of the measurement and of GPTQ."""
     generator = torch.Generator().manual_seed(2)
     w = torch.randn(inputs, columns, generator=generator).cuda()
@@ -120,14 +124,14 @@ def test_recorded_and_plain_are_the_same(inputs: int, columns: int, monkeypatch:
 
     first = everything()
     again = everything()
-    monkeypatch.setattr(GraphCache, "run", plainly)
+    monkeypatch.setattr(GraphCache, "run", run_uncaptured)
     for recorded, replayed, plain in zip(first, again, everything(), strict=True):
         assert torch.equal(recorded, replayed)
         assert torch.equal(recorded, plain)
 
 
 @pytest.mark.gpu
-def test_a_gpu_makes_the_same_model_twice(tmp_path: Path) -> None:
+def test_two_gpu_jobs_give_the_same_model(tmp_path: Path) -> None:
     source = tiny.make_chat_folder(tmp_path / "source", hidden_size=64, intermediate_size=96)
     for name in "ab":
         quantize_model(source, tmp_path / name, 5.0, rows=6, length=64, report=False, device="cuda")
@@ -136,7 +140,7 @@ def test_a_gpu_makes_the_same_model_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_rounds_as_a_processor_does() -> None:
+def test_gpu_and_cpu_round_alike() -> None:
     generator = torch.Generator().manual_seed(1)
     w, x = torch.randn(96, 70, generator=generator), torch.randn(400, 96, generator=generator)
     g = torch.eye(70) + 0.1

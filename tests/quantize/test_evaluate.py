@@ -1,4 +1,4 @@
-"""Judging models: against plain forward passes, and a model against itself."""
+"""Evaluation against plain forward passes, and of a model against itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from exlm import Config, InputError, MissingExtra, Model, evaluate_model, write_
 from exlm.cli.__main__ import app
 from exlm.model.model_runner import PagedModelRunner
 from exlm.quantize import evaluate
-from exlm.quantize.report import markdown, plot
+from exlm.quantize.evaluate import markdown, plot
 from tests import tiny
 
 
@@ -37,17 +37,17 @@ def test_perplexity_is_that_of_a_forward_pass(folder: Path) -> None:
     assert evaluate_model(folder, ids=ids).perplexity == pytest.approx(wanted, rel=1e-4)
 
 
-def test_a_model_is_its_own_equal(folder: Path) -> None:
+def test_a_model_does_not_diverge_from_itself(folder: Path) -> None:
     found = evaluate_model(folder, folder, ids=torch.randint(3, 259, (2, 50)))
     assert found.kl == pytest.approx(0, abs=1e-6)
     assert found.top1 == 1
     assert found.layer_errors == (0, 0)
     assert found.perplexity == found.against_perplexity
-    assert "KL divergence" in markdown(found, {}, drawn=False)
+    assert "KL divergence" in markdown(found, {}, plotted=False)
 
 
 @pytest.mark.parametrize(("bits", "perplexity"), [("2.5", 49.50), ("4.0", 47.02), ("6.0", 46.90)])
-def test_the_reference_s_models_get_the_reference_s_figures(
+def test_perplexity_of_the_reference_models_matches_the_reference(
     fixtures_dir: Path, bits: str, perplexity: float
 ) -> None:
     held = load_file(fixtures_dir / "reference" / "heldout_ids.safetensors")
@@ -57,7 +57,7 @@ def test_the_reference_s_models_get_the_reference_s_figures(
     assert found.bits <= float(bits)
 
 
-def test_the_command_line_shows_and_writes_it(folder: Path, tmp_path: Path) -> None:
+def test_exlm_eval_prints_and_writes_the_report(folder: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("The river rose, and the bridge held. " * 80)
     options = {
@@ -77,21 +77,21 @@ def test_the_command_line_shows_and_writes_it(folder: Path, tmp_path: Path) -> N
     assert (tmp_path / "report" / "quality.md").read_text().startswith("# ")
 
 
-def test_a_report_that_cannot_be_written_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+def test_an_unwritable_report_folder_is_refused_first(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = CliRunner().invoke(app, ["eval", "/nowhere/model", "--report", str(tmp_path / "file" / "report")])
     assert isinstance(done.exception, InputError)
     assert "--report" in str(done.exception)
 
 
-def test_how_much_of_a_text_to_read_needs_a_text() -> None:
+def test_rows_and_length_need_a_text() -> None:
     for option in ("--rows", "--length"):
         done = CliRunner().invoke(app, ["eval", "/nowhere/model", option, "4"])
         assert isinstance(done.exception, InputError)
         assert "go with --text" in str(done.exception)
 
 
-def test_a_picture_is_drawn_where_matplotlib_is(folder: Path, tmp_path: Path) -> None:
+def test_the_plot_is_written_if_matplotlib_is_installed(folder: Path, tmp_path: Path) -> None:
     quality = evaluate_model(folder, folder, ids=torch.arange(3, 53)[None])
     if find_spec("matplotlib") is None:
         with pytest.raises(MissingExtra, match=r"pip install 'exlm\[bench\]'"):
@@ -107,7 +107,7 @@ def test_a_picture_is_drawn_where_matplotlib_is(folder: Path, tmp_path: Path) ->
     assert "](quality.png)" in (tmp_path / "quality.md").read_text()
 
 
-def test_text_that_is_not_there_or_too_little_is_said_of_this_text(folder: Path, tmp_path: Path) -> None:
+def test_missing_or_short_text_is_named(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("Short.")
     (tmp_path / "x.pdf").write_text("Long." * 1000)
     found = {"none.txt": "no such file", "x.pdf": "files that end in", "x.txt": "at least 2,048 tokens is"}
@@ -133,20 +133,20 @@ def test_rows_longer_than_a_model_are_refused(folder: Path, tmp_path: Path) -> N
         evaluate_model(folder, ids=torch.ones(1, 513, dtype=torch.long))
     done = CliRunner().invoke(app, ["eval", str(short), "--text", str(text), "--length", "9999", "-q"])
     assert "at most 64" in str(done.exception)
-    assert evaluate_model(short, text=text, rows=3).tokens == 3 * 64  # nobody asked for more
+    assert evaluate_model(short, text=text, rows=3).tokens == 3 * 64  # the default length fits the model
 
 
 @pytest.mark.parametrize(
     "ids",
     [[[1, 2]], torch.rand(2, 8), torch.full((2, 8), 259), torch.full((2, 8), -1), torch.ones(0, 8).int()],
 )
-def test_ids_that_a_model_does_not_have_are_refused(folder: Path, ids: Any) -> None:
+def test_invalid_ids_are_refused(folder: Path, ids: Any) -> None:
     with pytest.raises(InputError, match="ids must be"):
         evaluate_model(folder, ids=ids)
     assert evaluate_model(folder, ids=torch.ones(2, 8).int()).tokens == 16
 
 
-def test_a_model_too_large_or_too_short_to_be_timed_is_judged_all_the_same(
+def test_models_that_cannot_be_timed_are_still_evaluated(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     short = tiny.make_chat_folder(
@@ -170,9 +170,7 @@ def test_a_model_too_large_or_too_short_to_be_timed_is_judged_all_the_same(
     ]
 
 
-def test_what_a_model_does_for_the_first_time_is_not_timed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_warm_up_is_not_timed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decode, now, calls = PagedModelRunner.decode, [0.0], [0]
 
     def slow(*args: Any) -> Any:
@@ -188,7 +186,7 @@ def test_what_a_model_does_for_the_first_time_is_not_timed(
     assert timed["prompt"] * 0.5 == pytest.approx(256)
 
 
-def test_another_models_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_the_tokenizer_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
     small = tiny.make(tmp_path / "small", vocab_size=40)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(folder / name, small / name)

@@ -1,4 +1,4 @@
-"""What families do differently reaches the new model: biases, experts, fused and tied matrices, norms."""
+"""Quantised models of families that differ in biases, experts, fused and tied matrices, norms."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def logits(path: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.id in CHOSEN], ids=lambda case: case.id)
-def test_a_family_is_quantised(case, reader: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_families_are_quantised(case, reader: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     folder = build(
         case.architecture, tmp_path / "source", **{**case.overrides, "num_hidden_layers": 2}
     ).folder

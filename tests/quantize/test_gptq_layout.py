@@ -1,4 +1,4 @@
-"""GPTQ models as other readers see them: unpacked nibble by nibble from the files, with nothing of ours."""
+"""GPTQ models as other readers see them: unpacked nibble by nibble, without code of this package."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def made(request: pytest.FixtureRequest, source: Path, tmp_path_factory: pytest.
     return folder
 
 
-def test_every_matrix_has_the_tensors_of_the_convention(made: Path, source: Path) -> None:
+def test_every_matrix_has_the_tensors_of_the_gptq_layout(made: Path, source: Path) -> None:
     group, floats, tensors = int(made.parent.name), load_file(source / "model.safetensors"), {}
     tensors.update(load_file(made / "model.safetensors"))
     for name, weight in floats.items():
@@ -69,14 +69,14 @@ def test_every_matrix_has_the_tensors_of_the_convention(made: Path, source: Path
     assert not tensors
 
 
-def test_rows_are_in_the_order_of_activations(made: Path) -> None:
+def test_g_idx_is_in_act_order(made: Path) -> None:
     tensors = load_file(made / "model.safetensors")
     orders = [t for name, t in tensors.items() if name.endswith("g_idx") and int(t.max()) > 0]
     assert orders
     assert all(bool((order.diff() < 0).any()) for order in orders)
 
 
-def test_the_model_is_the_one_that_the_nibbles_spell(
+def test_logits_match_a_model_unpacked_by_hand(
     made: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EXLM_CPU", "0")  # weights are compared, not what a processor's kernels round
@@ -96,7 +96,7 @@ def test_the_model_is_the_one_that_the_nibbles_spell(
     torch.testing.assert_close(answers[0], answers[1], rtol=1e-4, atol=1e-4)
 
 
-def test_config_says_what_readers_ask_for(made: Path) -> None:
+def test_quantization_config_is_complete(made: Path) -> None:
     said = json.loads((made / "config.json").read_text())["quantization_config"]
     assert said == {
         "quant_method": "gptq",
@@ -108,8 +108,8 @@ def test_config_says_what_readers_ask_for(made: Path) -> None:
     }
 
 
-def test_the_unpacker_reads_what_other_tools_wrote(fixtures_dir: Path) -> None:
-    """The convention above is the fixtures': the same numbers as the reference's kernels."""
+def test_the_unpacker_reads_files_of_other_tools(fixtures_dir: Path) -> None:
+    """`unpack` gives the values that the reference's kernels decode from the fixtures."""
     tensors = load_file(fixtures_dir / "tiny-lm-gptq-g128-act" / "model.safetensors")
     known = load_file(fixtures_dir / "reference" / "gptq-g128-act.safetensors")
     checked = 0
@@ -122,7 +122,7 @@ def test_the_unpacker_reads_what_other_tools_wrote(fixtures_dir: Path) -> None:
     assert checked
 
 
-def test_the_head_of_an_exl2_model_becomes_floats(source: Path, tmp_path: Path) -> None:
+def test_a_quantised_head_of_the_source_is_dequantised(source: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"rows": 6, "length": 64, "report": False}
     quantize_model(source, tmp_path / "exl2", 6.0, **options)
     quantize_model(tmp_path / "exl2", tmp_path / "gptq", method="gptq", group_size=32, **options)

@@ -1,4 +1,4 @@
-"""One module on two streams: what its matrices are moved to, against plain least squares."""
+"""Corrected weights of one layer, against plain least squares."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OUT, UP, DOWN = "layers.0.attn.o", "layers.0.mlp.up", "layers.0.mlp.down"
 
 
 class Layer:
-    """Two halves that add to the stream, each made of what the stream holds."""
+    """Attention and MLP halves that each add to the residual stream."""
 
     def __init__(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -39,7 +39,7 @@ class Layer:
 
 
 def streams(noise: float) -> HiddenStates:
-    """A stream, and one that has lost something that can be seen from where it is."""
+    """Float states, and quantised states whose error depends on them."""
     generator = torch.Generator().manual_seed(7)
     exact = torch.randn(2, TOKENS // 2, WIDTH, generator=generator)
     rounded = exact - noise * torch.tanh(exact.roll(1, -1))
@@ -52,14 +52,14 @@ def kept(role: str, w: Tensor, h: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_matrix_that_adds_makes_good_for_what_was_lost(seed: int) -> None:
+def test_a_residual_matrix_corrects_the_residual_stream(seed: int) -> None:
     layer, s = Layer(seed), streams(0.2)
     exact = {role: tap.data for role, tap in layer.taps.items()}
     solve_layer(layer.taps, layer.forward, s, kept, 1e-6, {}, [OUT, DOWN])
     x, y = s.float_states[0].flatten(0, 1), s.quantized_states[0].flatten(0, 1)
     inputs = layer.attended(y)
     wanted = x + layer.attended(x) @ exact[OUT].T - y
-    # the answers that were off are fitted closely, what the stream lost with as much care as text is short
+    # the input error is fitted with little damping, the rest of the residual error with more
     off = (layer.attended(x) - inputs) @ exact[OUT].T
     lost = wanted - inputs @ exact[OUT].T - off
     covariance = inputs.T @ inputs / TOKENS
@@ -69,7 +69,7 @@ def test_a_matrix_that_adds_makes_good_for_what_was_lost(seed: int) -> None:
     torch.testing.assert_close(layer.taps[OUT].data, found.T, atol=1e-3, rtol=1e-3)
 
 
-def test_streams_end_closer_together() -> None:
+def test_residual_correction_lowers_the_error_of_the_states() -> None:
     def error(adding: list[str]) -> float:
         layer, s = Layer(1), streams(0.2)
         exact = {role: tap.data for role, tap in layer.taps.items()}
@@ -81,7 +81,7 @@ def test_streams_end_closer_together() -> None:
     assert error([OUT]) < error([])
 
 
-def test_nothing_moves_where_nothing_was_lost() -> None:
+def test_weights_stay_where_the_states_are_exact() -> None:
     layer, s = Layer(2), streams(0.0)
     before = {role: tap.data.clone() for role, tap in layer.taps.items()}
     solve_layer(layer.taps, layer.forward, s, kept, 0.01, {}, [OUT, DOWN])

@@ -1,4 +1,4 @@
-"""Columns in kinds: who belongs together, what is heard for each kind, and what that is good for."""
+"""Clusters of the head's columns, their statistics, and the loss of the solved head."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from exlm.formats import DenseWeight
-from exlm.quantize.exl2_solver import SolverConfig, solve_exl2
+from exlm.quantize.allocation import make_recipe
+from exlm.quantize.config import SolverConfig
 from exlm.quantize.gptq import factorize
 from exlm.quantize.layer_loader import HookedLinear, make_batch
 from exlm.quantize.layer_solver import HessianAccumulator, HiddenStates, accumulate_clusters
-from exlm.quantize.lm_head import solve_head
-from exlm.quantize.recipe import make_recipe
-from exlm.quantize.vocab_clusters import (
+from exlm.quantize.lm_head import (
     MAX_CLUSTERS,
     MAX_HESSIAN_BYTES,
     cluster_columns,
     cluster_count,
     cluster_token_weights,
+    solve_head,
 )
+from exlm.quantize.matrix_solver import solve_exl2
 
 TOKENS, WIDTH, COLUMNS, KINDS = 4096, 32, 48, 3
 
 
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 5), st.integers(0, 99))
-def test_every_column_has_one_kind(columns: int, inputs: int, count: int, seed: int) -> None:
+def test_every_column_is_in_one_cluster(columns: int, inputs: int, count: int, seed: int) -> None:
     count = min(count, columns)
     matrix = torch.randn(columns, inputs, generator=torch.Generator().manual_seed(seed))
     belongs = cluster_columns(matrix, count, seed)
@@ -39,31 +40,33 @@ def test_every_column_has_one_kind(columns: int, inputs: int, count: int, seed: 
     assert torch.equal(belongs, cluster_columns(matrix, count, seed))
 
 
-def test_columns_that_point_the_same_way_go_together() -> None:
+def test_columns_of_similar_direction_share_a_cluster() -> None:
     generator = torch.Generator().manual_seed(5)
     ways = torch.nn.functional.normalize(torch.randn(KINDS, WIDTH, generator=generator), dim=1)
     own = torch.arange(COLUMNS) % KINDS
     lengths = torch.rand(COLUMNS, 1, generator=generator) * 9 + 0.1
     matrix = lengths * (ways[own] + 0.02 * torch.randn(COLUMNS, WIDTH, generator=generator))
     found = next(
-        cluster_columns(matrix, KINDS, seed) for seed in range(9) if len(set(_firsts(seed) % KINDS)) == KINDS
+        cluster_columns(matrix, KINDS, seed)
+        for seed in range(9)
+        if len(set(_initial_centres(seed) % KINDS)) == KINDS
     )
     together = found @ found.T > 0
     assert torch.equal(together, own[:, None] == own)
 
 
-def _firsts(seed: int) -> Any:
+def _initial_centres(seed: int) -> Any:
     return torch.randperm(COLUMNS, generator=torch.Generator().manual_seed(seed))[:KINDS].numpy()
 
 
-def test_there_are_fewer_kinds_where_they_are_large() -> None:
+def test_wide_models_have_fewer_clusters() -> None:
     assert cluster_count(576, 49152) == MAX_CLUSTERS
     assert 1 < cluster_count(4096, 128000) < MAX_CLUSTERS
     assert cluster_count(4096, 128000) * 8 * 4096**2 <= MAX_HESSIAN_BYTES
     assert cluster_count(16384, 128000) == cluster_count(64, 7) == 1
 
 
-def test_care_is_chance_times_its_rest() -> None:
+def test_token_weights_are_the_sum_of_p_times_one_minus_p() -> None:
     shares = torch.randn(2, 3, 8).softmax(-1)
     belongs = torch.eye(2)[torch.arange(8) % 2]
     slow = [
@@ -73,7 +76,7 @@ def test_care_is_chance_times_its_rest() -> None:
 
 
 class Heard:
-    """A head, and kinds of tokens whose inputs differ: each kind of columns matters for one of them."""
+    """A head and clustered tokens whose inputs differ; each cluster of columns matters for one of them."""
 
     def __init__(self, seed: int, noise: float) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -94,13 +97,13 @@ class Heard:
         return accumulate_clusters(tap, lambda x, batch: tap(x), self.streams, self.care)
 
     def harm(self, made: Tensor) -> float:
-        """Squared errors of answers, each as far as its token matters to its kind."""
+        """Exl2Scales errors of the logits, weighted by the tokens' weights for each column's cluster."""
         off = (self.x @ self.matrix.T - self.rounded @ made).square()
         return float((off * (self.care @ self.belongs.T)).sum())
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_each_kind_is_moved_to_where_its_own_tokens_want_it(seed: int) -> None:
+def test_each_cluster_is_corrected_for_its_own_tokens(seed: int) -> None:
     heard = Heard(seed, 0.1)
     whole, kinds = heard.sums()
     exact = heard.matrix.T.contiguous()
@@ -121,7 +124,7 @@ def test_each_kind_is_moved_to_where_its_own_tokens_want_it(seed: int) -> None:
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
-def test_a_head_in_kinds_does_less_harm(noise: float) -> None:
+def test_clusters_lower_the_weighted_loss(noise: float) -> None:
     heard = Heard(1, noise)
     whole, kinds = heard.sums()
     exact, groups = heard.matrix.T.contiguous(), make_recipe(32, (4, 1.0)).groups(WIDTH)
@@ -135,7 +138,7 @@ def test_a_head_in_kinds_does_less_harm(noise: float) -> None:
     assert torch.equal(alone.dequantize(), plain.dequantize())
 
 
-def test_a_kind_that_nobody_cares_for_is_as_all_are() -> None:
+def test_a_cluster_without_weight_uses_the_overall_statistics() -> None:
     heard = Heard(2, 0.1)
     heard.care[:, 0] = 0
     exact, groups = heard.matrix.T.contiguous(), make_recipe(32, (4, 1.0)).groups(WIDTH)

@@ -1,4 +1,4 @@
-"""The memory a job says it takes at most, against what the system says it took, in a process of its own."""
+"""The predicted peak memory against the peak of a process of its own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ print(int(status.split("VmHWM:")[1].split()[0]) * 1024)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells of the peak")
-def test_a_job_takes_no_more_memory_than_it_says(tmp_path: Path) -> None:
+def test_peak_memory_stays_below_the_prediction(tmp_path: Path) -> None:
     shape: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 16384}
     source = tiny.make(tiny.make_chat_folder(tmp_path / "source"), **shape)
     paths = os.pathsep.join([str(Path(exlm.__file__).parents[1]), *sys.path])

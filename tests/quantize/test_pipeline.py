@@ -30,8 +30,8 @@ from exlm import (
 )
 from exlm.checkpoint import SafetensorsFolder
 from exlm.config import read_json
-from exlm.quantize import api, output
-from exlm.quantize.measurement import quantized_matrices
+from exlm.quantize import output, pipeline
+from exlm.quantize.allocation import quantized_matrices
 from exlm.quantize.step_store import StepStore, store_dir
 from tests import tiny
 from tests.quantize.job_options import FEW, SHAPE
@@ -39,7 +39,7 @@ from tests.quantize.job_options import FEW, SHAPE
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Enough text for a model of bytes, quick to read."""
+    """Enough text for a byte-level tokenizer."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("Nine ships left the harbour; seven came back before the storm. " * 40)
     return path
@@ -47,7 +47,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(source: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model made in one go, and beside it what was measured."""
+    """A model made without interruption, and its measurement beside it."""
     target = tmp_path_factory.mktemp("whole") / "model"
     kept = target.with_name("measured.json")
     quantize_model(source, target, 5.0, calibration=text, save_measurement=kept, **FEW)
@@ -56,7 +56,7 @@ def whole(source: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def measured(whole: Path) -> Path:
-    """What was measured, for jobs that are about something else."""
+    """A measurement, for tests that are not about measuring."""
     return whole.with_name("measured.json")
 
 
@@ -74,7 +74,7 @@ def weights(folder: Path) -> int:
     return sum(m.in_features * m.out_features for m in quantized_matrices(Config(folder).spec))
 
 
-def test_a_model_is_made_that_any_reader_takes(source: Path, whole: Path) -> None:
+def test_an_exl2_model_is_valid_and_close_to_its_source(source: Path, whole: Path) -> None:
     assert validate_exl2(whole) == []
     said = read_json(whole / "config.json")["quantization_config"]
     assert said["quant_method"] == "exl2"
@@ -87,7 +87,7 @@ def test_a_model_is_made_that_any_reader_takes(source: Path, whole: Path) -> Non
     assert not store_dir(whole).exists()
 
 
-def test_the_built_in_text_and_the_model_s_own_are_enough(source: Path, tmp_path: Path) -> None:
+def test_built_in_and_sampled_text_suffice(source: Path, tmp_path: Path) -> None:
     quality = quantize_model(source, tmp_path / "out", 6.0, rows=3, length=64, size=None)
     assert quality is not None
     assert quality.kl is not None
@@ -110,7 +110,7 @@ def test_the_card_names_a_source_from_the_hub(text: Path, measured: Path, tmp_pa
     assert f"- source: acme/tiny-1@{commit}\n" in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_more_bits_do_less_harm(source: Path, text: Path, measured: Path, tmp_path: Path) -> None:
+def test_more_bits_diverge_less(source: Path, text: Path, measured: Path, tmp_path: Path) -> None:
     found = []
     for bits in (4.0, 7.5):
         quantize_model(source, tmp_path / f"{bits}", bits, calibration=text, measurement=measured, **FEW)
@@ -120,9 +120,7 @@ def test_more_bits_do_less_harm(source: Path, text: Path, measured: Path, tmp_pa
     assert found[1] < 0.1 * found[0]
 
 
-def test_a_size_and_a_divergence_are_targets_too(
-    source: Path, text: Path, measured: Path, tmp_path: Path
-) -> None:
+def test_size_and_max_kld_are_targets(source: Path, text: Path, measured: Path, tmp_path: Path) -> None:
     made = {"calibration": text, "measurement": measured, **FEW}
     quantize_model(source, tmp_path / "a", size="100kB", **made)
     assert 98_000 < SafetensorsFolder(tmp_path / "a").total_bytes <= 100_000
@@ -132,7 +130,7 @@ def test_a_size_and_a_divergence_are_targets_too(
     assert loose < tight
 
 
-def test_a_divergence_that_was_missed_is_tried_again_once(
+def test_a_missed_max_kld_is_retried_once(
     source: Path,
     text: Path,
     measured: Path,
@@ -140,16 +138,16 @@ def test_a_divergence_that_was_missed_is_tried_again_once(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The first model is said to diverge four times too much; the second is good enough, or is not."""
+    """The first model is reported to diverge four times too much; the second is good enough, or not."""
     made = {"calibration": text, "measurement": measured, "max_kld": 0.01, **FEW}
-    judge, factors = api.evaluate_model, [4.0]
+    judge, factors = pipeline.evaluate_model, [4.0]
 
     def judged(model: Path, against: Path, **options: Any) -> Quality:
         kl = 0.01 * factors[min(len(seen), len(factors) - 1)]
         seen.append(replace(judge(model, against, ids=torch.arange(3, 67)[None]), kl=kl))
         return seen[-1]
 
-    monkeypatch.setattr(api, "evaluate_model", judged)
+    monkeypatch.setattr(pipeline, "evaluate_model", judged)
     for second, words in ((1.0, ()), (2.0, ("a divergence of 0.02 was found, at most 0.01",))):
         factors[1:], seen = [second], []
         found = quantize_model(source, tmp_path / f"{second}", **made)
@@ -164,13 +162,13 @@ def test_a_divergence_that_was_missed_is_tried_again_once(
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_kill_in_the_second_try_ends_in_the_same_bytes(
+def test_a_kill_during_the_retry_gives_the_same_bytes(
     source: Path, text: Path, measured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = {"calibration": text, "measurement": measured, "max_kld": 0.01, **FEW}
-    judge = api.evaluate_model
+    judge = pipeline.evaluate_model
     monkeypatch.setattr(
-        api,
+        pipeline,
         "evaluate_model",
         lambda model, against, **_: replace(judge(model, ids=torch.arange(3, 67)[None]), kl=0.03),
     )
@@ -198,8 +196,8 @@ def test_a_kill_in_the_second_try_ends_in_the_same_bytes(
 
 
 @pytest.mark.parametrize("group", [32, 128])
-def test_gptq_is_made_too(source: Path, tmp_path: Path, group: int) -> None:
-    text = tmp_path / "text.txt"  # with every letter in it: what is asked below is no text at all
+def test_a_gptq_model_is_close_to_its_source(source: Path, tmp_path: Path, group: int) -> None:
+    text = tmp_path / "text.txt"  # of all letters: the ids below are no text
     text.write_text("".join(random.Random(1).choices(string.printable, k=2600)), encoding="utf-8")
     quantize_model(source, tmp_path / "g", method="gptq", group_size=group, calibration=text, **FEW)
     said = read_json(tmp_path / "g" / "config.json")["quantization_config"]
@@ -215,7 +213,7 @@ def test_gptq_is_made_too(source: Path, tmp_path: Path, group: int) -> None:
     assert float((exact - rounded).norm() / exact.norm()) < 0.25
 
 
-def test_a_head_that_was_the_embedding_is_made_too(text: Path, tmp_path: Path) -> None:
+def test_a_tied_head_is_quantised(text: Path, tmp_path: Path) -> None:
     folder = tiny.make_chat_folder(tmp_path / "tied", tie_word_embeddings=True, **SHAPE)
     tensors = load_file(folder / "model.safetensors")
     del tensors["lm_head.weight"]
@@ -226,7 +224,7 @@ def test_a_head_that_was_the_embedding_is_made_too(text: Path, tmp_path: Path) -
     assert float((exact - rounded).norm() / exact.norm()) < 0.4
 
 
-def test_a_job_that_fails_leaves_nothing_that_looks_like_a_model(
+def test_a_failed_job_leaves_no_model(
     source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = contents(source)
@@ -247,7 +245,7 @@ def test_a_job_that_fails_leaves_nothing_that_looks_like_a_model(
     assert contents(source) == before
 
 
-def test_bad_wishes_are_refused(source: Path, text: Path, measured: Path, tmp_path: Path) -> None:
+def test_bad_options_are_refused(source: Path, text: Path, measured: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     few = tmp_path / "few.txt"
     few.write_text("too short")
@@ -269,7 +267,7 @@ def test_bad_wishes_are_refused(source: Path, text: Path, measured: Path, tmp_pa
         ({"method": "gptq", "group_size": 48}, "group_size"),
         ({"method": "awq"}, "exl2 or gptq"),
         ({"shard_bytes": 0}, "shard_bytes must be positive"),
-        ({"save_measurement": tmp_path / "none" / "m.json"}, "save_measurement: .* folder that is not there"),
+        ({"save_measurement": tmp_path / "none" / "m.json"}, "save_measurement: .* that does not exist"),
         ({"save_measurement": tmp_path}, "save_measurement: .* is a folder"),
     ]
     for wish, words in wrong:
@@ -280,7 +278,7 @@ def test_bad_wishes_are_refused(source: Path, text: Path, measured: Path, tmp_pa
         quantize_model(source, source, 5.0, **FEW)
 
 
-def test_nan_is_named_by_layer(text: Path, tmp_path: Path) -> None:
+def test_overflow_names_the_layer(text: Path, tmp_path: Path) -> None:
     folder = tiny.make_chat_folder(tmp_path / "nan", **SHAPE)
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = 1e38
@@ -290,7 +288,7 @@ def test_nan_is_named_by_layer(text: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_other_wishes_do_not_go_on_with_a_job(
+def test_a_job_is_not_resumed_with_other_options(
     source: Path, text: Path, measured: Path, tmp_path: Path
 ) -> None:
     target = tmp_path / "out"
@@ -310,7 +308,7 @@ def test_other_wishes_do_not_go_on_with_a_job(
     assert validate_exl2(target) == []
 
 
-def test_another_target_goes_on_with_what_was_measured(source: Path, text: Path, tmp_path: Path) -> None:
+def test_another_target_resumes_after_the_measurement(source: Path, text: Path, tmp_path: Path) -> None:
     target = tmp_path / "out"
     steps: list[str] = []
     with pytest.raises(InputError, match="cannot be reached"):
@@ -323,7 +321,7 @@ def test_another_target_goes_on_with_what_was_measured(source: Path, text: Path,
 
 
 def in_a_child(call: Callable[[], object]) -> int:
-    """Begin a call in a process of its own; its id."""
+    """Start a call in a child process; returns its id."""
     child = os.fork()
     if child == 0:
         try:
@@ -334,7 +332,7 @@ def in_a_child(call: Callable[[], object]) -> int:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_twenty_kills_end_in_the_same_bytes(source: Path, text: Path, whole: Path, tmp_path: Path) -> None:
+def test_twenty_kills_give_the_same_bytes(source: Path, text: Path, whole: Path, tmp_path: Path) -> None:
     target = tmp_path / whole.name
     random.seed(11)
 
@@ -357,7 +355,7 @@ def test_twenty_kills_end_in_the_same_bytes(source: Path, text: Path, whole: Pat
     assert contents(target) == contents(whole)
 
 
-def test_kills_around_every_write_end_in_the_same_bytes(
+def test_kills_around_every_write_give_the_same_bytes(
     source: Path, text: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / whole.name

@@ -1,4 +1,4 @@
-"""A model that was really trained: conventions of its fixtures, and better answers than the reference's."""
+"""A trained model: file layouts of its fixtures, and less divergence than the reference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from exlm.cli.__main__ import app
 
 
 def held_out(fixtures: Path) -> torch.Tensor:
-    """2048 ids that belong to no calibration text."""
+    """2048 ids that are not in any calibration text."""
     held = next(iter(load_file(fixtures / "reference" / "heldout_ids.safetensors").values()))
     return held.flatten()[:2048].view(8, 256).long()
 
@@ -27,7 +27,7 @@ def layout(file: Path) -> dict[str, tuple[str, list[int]]]:
         return {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}
 
 
-def test_gptq_lies_as_other_tools_write_it(fixtures_dir: Path, tmp_path: Path) -> None:
+def test_gptq_files_have_the_layout_of_other_tools(fixtures_dir: Path, tmp_path: Path) -> None:
     source = fixtures_dir / "tiny-lm"
     quantize_model(source, tmp_path / "g", method="gptq", rows=8, length=256, report=False)
     theirs = fixtures_dir / "tiny-lm-gptq-g128-act"
@@ -39,7 +39,7 @@ def test_gptq_lies_as_other_tools_write_it(fixtures_dir: Path, tmp_path: Path) -
     assert ours < other
 
 
-def test_the_reference_s_measurement_serves_too(fixtures_dir: Path, tmp_path: Path) -> None:
+def test_the_measurement_of_exllamav2_is_usable(fixtures_dir: Path, tmp_path: Path) -> None:
     source, theirs = fixtures_dir / "tiny-lm", fixtures_dir / "tiny-lm-exl2-2.5bpw"
     known = fixtures_dir / "reference" / "measurement.json"
     options = {"--bits": 2.496, "--rows": 24, "--length": 256, "--measurement": known}
@@ -57,8 +57,8 @@ def test_the_reference_s_measurement_serves_too(fixtures_dir: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("bits", [2.5, 3.0])
-def test_the_reference_is_beaten_at_its_own_bits(fixtures_dir: Path, tmp_path: Path, bits: float) -> None:
-    """With a tenth of the text; with all of it, and at 4 and 6 bits: `benchmarks.quantize_quality`."""
+def test_perplexity_is_at_most_that_of_exllamav2(fixtures_dir: Path, tmp_path: Path, bits: float) -> None:
+    """With a tenth of the text; `benchmarks.quantize_quality` uses all of it, and 4 and 6 bits."""
     known = json.loads((fixtures_dir / "reference" / "perplexity.json").read_text())
     bound = next(one["ppl"] for one in known if one["name"] == f"exl2-{bits}bpw")
     source = fixtures_dir / "tiny-lm"

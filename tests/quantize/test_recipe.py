@@ -1,4 +1,4 @@
-"""Recipes: which groups they make and what those cost, against the reference's own figures."""
+"""Recipes and measurements: groups, stored bits and files, against the reference's own figures."""
 
 from __future__ import annotations
 
@@ -11,8 +11,15 @@ import pytest
 from exlm.config import Config
 from exlm.errors import InputError
 from exlm.formats.exl2 import BIT_WIDTHS
-from exlm.quantize.measurement import Measurement, Profile, candidate_recipes, quantized_matrices
-from exlm.quantize.recipe import HEAD_RECIPES, Group, Recipe, make_recipe
+from exlm.quantize.allocation import (
+    HEAD_RECIPES,
+    Group,
+    Recipe,
+    candidate_recipes,
+    make_recipe,
+    quantized_matrices,
+)
+from exlm.quantize.sensitivity import Measurement, Profile
 from exlm.spec.weight_roles import Matrix
 
 SQUARE = Matrix("m", 4096, 4096)
@@ -37,14 +44,14 @@ SQUARE = Matrix("m", 4096, 4096)
         ),
     ],
 )
-def test_the_cost_is_the_reference_s(made: Recipe, matrix: Matrix, bits: int, groups: list[int]) -> None:
+def test_recipe_bits_match_exllamav2(made: Recipe, matrix: Matrix, bits: int, groups: list[int]) -> None:
     assert made.bits(matrix) == bits
     found = made.groups(matrix.in_features)
     assert [sum(g.bits == part.bits for g in found) for part in made.parts] == groups
     assert sum(g.rows for g in found) == matrix.in_features
 
 
-def test_the_head_costs_about_what_it_does_in_the_reference() -> None:
+def test_head_recipes_take_little_more_than_those_of_exllamav2() -> None:
     reference = {
         2: make_recipe(32, (4, 0.3), (2, 0.7)),
         3: make_recipe(32, (4, 0.15), (3, 0.85)),
@@ -61,18 +68,18 @@ def test_the_head_costs_about_what_it_does_in_the_reference() -> None:
             assert more <= 0.13 * inputs * head.out_features
 
 
-def test_padding_and_bias_are_paid_for() -> None:
+def test_padding_and_bias_are_counted() -> None:
     plain = make_recipe(32, (4, 1.0))
     assert plain.bits(Matrix("m", 64, 33)) == plain.bits(Matrix("m", 64, 64))
     assert plain.bits(Matrix("m", 64, 33, True)) == plain.bits(Matrix("m", 64, 33)) + 16 * 33
 
 
-def test_a_recipe_survives_json() -> None:
+def test_recipes_round_trip_through_json() -> None:
     for made in candidate_recipes():
         assert Recipe.from_json(json.loads(json.dumps(made.to_json())), "here") == made
 
 
-def test_recipes_that_no_reader_takes_are_refused() -> None:
+def test_invalid_recipes_are_refused() -> None:
     for sizes, parts in ((64, ((2, 0.5), (3, 0.5))), (48, ((4, 1.0),)), (64, ((7, 1.0),)), (64, ((4, 0.5),))):
         with pytest.raises(InputError):
             make_recipe(sizes, *parts)
@@ -81,13 +88,13 @@ def test_recipes_that_no_reader_takes_are_refused() -> None:
 
 
 @pytest.mark.parametrize("share", [float("nan"), float("inf"), -1.0, 10**400], ids="abcd")
-def test_shares_that_are_no_shares_are_refused(share: float) -> None:
+def test_invalid_shares_are_refused(share: float) -> None:
     raw = {"group_size": {"4": 32, "3": 32}, "bits": [4, 3], "bits_prop": [share, 0.5]}
     with pytest.raises(InputError):
         Recipe.from_json(raw, "here")
 
 
-def test_the_reference_s_measurement_is_read_to_the_bit(fixtures_dir: Path) -> None:
+def test_the_measurement_of_exllamav2_is_read_exactly(fixtures_dir: Path) -> None:
     path = fixtures_dir / "reference" / "measurement.json"
     model = Config(fixtures_dir / "tiny-lm").spec
     found = Measurement.load(path, model)
@@ -109,7 +116,7 @@ def test_measurements_of_other_models_are_refused(fixtures_dir: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("accuracy", [10**400, float("nan"), "much", None], ids="abcd")
-def test_an_accuracy_that_is_no_number_is_refused(fixtures_dir: Path, tmp_path: Path, accuracy: Any) -> None:
+def test_an_invalid_accuracy_is_refused(fixtures_dir: Path, tmp_path: Path, accuracy: Any) -> None:
     table = json.loads((fixtures_dir / "reference" / "measurement.json").read_text())
     next(options for options in table["measurement"].values() if options)[0]["accuracy"] = accuracy
     odd = tmp_path / "m.json"
@@ -118,7 +125,7 @@ def test_an_accuracy_that_is_no_number_is_refused(fixtures_dir: Path, tmp_path: 
         Measurement.load(odd, Config(fixtures_dir / "tiny-lm").spec)
 
 
-def test_group_sizes_are_worth_something_else_at_each_width() -> None:
+def test_group_size_factors_depend_on_the_width() -> None:
     harms = {width: (1.0, 10.0, 100.0, 1000.0) for width in BIT_WIDTHS}
     found = Profile(harms, {2: {32: 0.5, 64: 1.0, 128: 2.0}, 4: {32: 0.9, 64: 1.0, 128: 1.1}})
     assert found.kl_cost(Group(2, 32), 1) == 5
@@ -129,7 +136,7 @@ def test_group_sizes_are_worth_something_else_at_each_width() -> None:
     assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
-def test_files_that_tell_of_group_sizes_once_for_all_widths_are_read() -> None:
+def test_version_1_profiles_are_read() -> None:
     harms = {str(width): [1.0, 2.0] for width in BIT_WIDTHS}
     old = Profile.from_json({"harms": harms, "sizes": {"32": 0.7, "64": 1.0, "128": 1.5}})
     assert [old.kl_cost(Group(width, 32), 1) for width in BIT_WIDTHS] == [1.4] * len(BIT_WIDTHS)

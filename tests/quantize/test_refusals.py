@@ -1,4 +1,4 @@
-"""What a job refuses before it has worked for hours, and models that look broken but are not."""
+"""What a job refuses before any work, and unusual models that it accepts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def measured(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "m.json"
 
 
-def test_what_is_too_small_is_refused_before_any_work(source: Path, tmp_path: Path) -> None:
+def test_unreachable_targets_are_refused_before_any_work(source: Path, tmp_path: Path) -> None:
     steps: list[str] = []
     told = lambda done, total, what: steps.append(what)  # noqa: E731
     with pytest.raises(InputError, match=r"^2 bits a weight cannot be reached: the smallest .* is 2\.\d+"):
@@ -58,7 +58,7 @@ def test_what_is_too_small_is_refused_before_any_work(source: Path, tmp_path: Pa
         (("--method", "gptq", "--save-measurement", "m.json"), "Measurements go with method exl2"),
     ],
 )
-def test_an_option_of_the_other_method_is_not_passed_over(
+def test_options_of_the_other_method_are_refused(
     source: Path, tmp_path: Path, options: tuple[str, ...], words: str
 ) -> None:
     done = CliRunner().invoke(app, ["quantize", str(source), str(tmp_path / "out"), "-q", *options])
@@ -68,19 +68,19 @@ def test_an_option_of_the_other_method_is_not_passed_over(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no disk that is always full")
-def test_a_measurement_that_cannot_be_kept_is_told_by_its_name(source: Path, tmp_path: Path) -> None:
+def test_a_measurement_that_cannot_be_saved_is_named(source: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"^/dev/full: the measurement could not be written"):
         quantize_model(source, tmp_path / "out", 5.0, save_measurement="/dev/full", **FEW)
     steps: list[str] = []
     told = lambda done, total, what: steps.append(what)  # noqa: E731
     quantize_model(source, tmp_path / "out", 5.0, save_measurement=tmp_path / "m.json", **FEW, progress=told)
-    assert "measuring layer 0" not in steps  # that was done already
+    assert "measuring layer 0" not in steps  # resumed
     assert read_json(tmp_path / "m.json")["exlm_measurement"] == 2
 
 
-def test_an_old_measurement_is_not_kept_as_if_it_were_ours(fixtures_dir: Path, tmp_path: Path) -> None:
+def test_the_measurement_of_exllamav2_cannot_be_saved(fixtures_dir: Path, tmp_path: Path) -> None:
     old, new = fixtures_dir / "reference" / "measurement.json", tmp_path / "m.json"
-    with pytest.raises(InputError, match=r"save_measurement: .* is the old converter's"):
+    with pytest.raises(InputError, match=r"save_measurement: .* is exllamav2's"):
         quantize_model(
             fixtures_dir / "tiny-lm", tmp_path / "out", 5.0, measurement=old, save_measurement=new, **FEW
         )
@@ -96,17 +96,17 @@ def test_rows_longer_than_the_model_are_refused(source: Path, tmp_path: Path) ->
     assert "take at most 512" in str(done.exception)
     assert not list(tmp_path.iterdir())
     short = tiny.make_chat_folder(tmp_path / "short", max_position_embeddings=48, **SHAPE)
-    quantize_model(short, tmp_path / "out", 5.0, rows=6, report=False)  # nobody asked for more
+    quantize_model(short, tmp_path / "out", 5.0, rows=6, report=False)  # the default length fits the model
     said = read_json(tmp_path / "out" / "config.json")["quantization_config"]
     assert said["calibration"]["length"] == 48
 
 
-def test_weights_that_are_not_finite_are_told(tmp_path: Path) -> None:
+def test_nan_weights_are_refused(tmp_path: Path) -> None:
     folder = tiny.make_chat_folder(tmp_path / "nan", **SHAPE)
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(InputError, match="NaN or infinity as it writes text to calibrate with"):
+    with pytest.raises(InputError, match="NaN or infinity as it samples text to calibrate with"):
         quantize_model(folder, tmp_path / "out", 5.0, **FEW)
     assert not (tmp_path / "out").exists()
 
@@ -120,7 +120,7 @@ def test_weights_that_are_not_finite_are_told(tmp_path: Path) -> None:
         ("model.norm.weight", 1e6, "holds numbers that float16 cannot"),
     ],
 )
-def test_what_is_to_be_kept_is_looked_at_first(
+def test_unquantised_tensors_are_checked_first(
     tmp_path: Path, method: Any, name: str, value: float, words: str
 ) -> None:
     folder = tiny.make_chat_folder(tmp_path / "odd", **SHAPE)
@@ -134,7 +134,7 @@ def test_what_is_to_be_kept_is_looked_at_first(
     assert not steps
 
 
-def test_a_model_of_zeros(tmp_path: Path) -> None:
+def test_a_model_of_zeros_is_quantised(tmp_path: Path) -> None:
     folder = tiny.make_chat_folder(tmp_path / "zeros", **SHAPE)
     tensors = load_file(folder / "model.safetensors")
     save_file({name: tensor.zero_() for name, tensor in tensors.items()}, folder / "model.safetensors")
@@ -142,8 +142,8 @@ def test_a_model_of_zeros(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["exl2", "gptq"])
-def test_a_layer_that_is_switched_off(tmp_path: Path, method: Any) -> None:
-    """Values of zeros: what o reads is zero on every token, and its covariance singular."""
+def test_a_layer_of_zeros_is_quantised(tmp_path: Path, method: Any) -> None:
+    """V and O are zero: O's inputs are zero on every token, and its Hessian is singular."""
     folder = tiny.make_chat_folder(tmp_path / "off", **SHAPE)
     tensors = load_file(folder / "model.safetensors")
     for part in ("self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"):
@@ -168,21 +168,21 @@ OLD = "model.layers.0.self_attn"
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        (("matrices",), None, "what was measured in `matrices`"),
-        (("matrices",), [1], "what was measured in `matrices`"),
-        (("matrices", Q, "sizes"), {}, "not measured as it should be"),
-        (("matrices", Q, "sizes"), {"3": {}}, "not measured as it should be"),
-        (("matrices", Q, "sizes"), {"3": {"64": 1.0}, "4": 2.0}, "not measured as it should be"),
-        (("matrices", Q, "harms"), {"3": [1.0, 1.0]}, r"not measured as it should be .*widths \[3\]"),
-        (("matrices", Q, "harms", "3"), [1.0, float("nan")], "no finite number"),
-        (("matrices", Q, "harms", "3"), [1.0, 10**400], "not measured as it should be"),
-        (("matrices", Q, "sizes", "3", "64"), 10**400, "not measured as it should be"),
+        (("matrices",), None, "a table of profiles in `matrices`"),
+        (("matrices",), [1], "a table of profiles in `matrices`"),
+        (("matrices", Q, "sizes"), {}, "is malformed"),
+        (("matrices", Q, "sizes"), {"3": {}}, "is malformed"),
+        (("matrices", Q, "sizes"), {"3": {"64": 1.0}, "4": 2.0}, "is malformed"),
+        (("matrices", Q, "harms"), {"3": [1.0, 1.0]}, r"is malformed .*widths \[3\]"),
+        (("matrices", Q, "harms", "3"), [1.0, float("nan")], "not a finite number"),
+        (("matrices", Q, "harms", "3"), [1.0, 10**400], "is malformed"),
+        (("matrices", Q, "sizes", "3", "64"), 10**400, "is malformed"),
         (("measurement",), {OLD: 3}, "layer 0 of this model has no self_attn"),
         (("measurement",), {OLD: {"a": 3}}, "layer 0 of this model has no self_attn"),
         (("measurement",), {"model.layers.0.parallel_decoder": 3}, "layer 0 of this model has no self_attn"),
     ],
 )
-def test_measurements_that_are_none(
+def test_malformed_measurements_are_refused(
     source: Path, measured: Path, tmp_path: Path, path: tuple[str, ...], value: object, words: str
 ) -> None:
     table = json.loads(measured.read_text())
@@ -193,7 +193,7 @@ def test_measurements_that_are_none(
         quantize_model(source, tmp_path / "out", 5.0, measurement=wrong, **FEW)
 
 
-def test_shapes_that_a_format_cannot_hold_are_named(tmp_path: Path) -> None:
+def test_shapes_that_the_format_cannot_store_are_refused(tmp_path: Path) -> None:
     folder = tiny.make_chat_folder(tmp_path / "odd", hidden_size=64, intermediate_size=72)
     with pytest.raises(Unsupported, match=r"layers\.0\.mlp\.down has 72 inputs"):
         quantize_model(folder, tmp_path / "out", 5.0, **FEW)
@@ -204,14 +204,14 @@ def test_shapes_that_a_format_cannot_hold_are_named(tmp_path: Path) -> None:
         quantize_model(folder, tmp_path / "out", 5.0, **FEW)
 
 
-def test_a_refusal_leaves_no_trace(source: Path, tmp_path: Path) -> None:
+def test_a_refused_job_leaves_no_files(source: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError):
         quantize_model(source, tmp_path / "out", 5.0, calibration=tmp_path / "none.txt", **FEW)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("changed", ["config.json", "calibration text"])
-def test_a_job_does_not_go_on_when_what_it_reads_was_changed(
+def test_a_job_is_not_resumed_when_its_inputs_have_changed(
     measured: Path, tmp_path: Path, changed: str
 ) -> None:
     source, read, target = (
@@ -240,7 +240,7 @@ def test_a_job_does_not_go_on_when_what_it_reads_was_changed(
     assert "quantising layer 0" not in steps
 
 
-def test_a_job_that_goes_on_needs_no_room_for_what_it_has_written(
+def test_a_resumed_job_needs_no_disk_space_for_written_steps(
     source: Path, measured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, options = tmp_path / "out", {"measurement": measured, **FEW}

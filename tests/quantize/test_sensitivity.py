@@ -1,4 +1,4 @@
-"""Gradients at the head, against the curvature of the divergence written out."""
+"""Gradients and token weights at the head, against the curvature of the divergence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Plain:
         return x @ self.matrix, x
 
 
-def test_tokens_matter_by_the_trace_of_their_curvature() -> None:
+def test_head_gradients_and_token_weights() -> None:
     generator = torch.Generator().manual_seed(3)
     matrix = torch.randn(WIDTH, VOCABULARY, generator=generator)
     x = torch.randn(ROWS, TOKENS, WIDTH, generator=generator)
@@ -35,5 +35,5 @@ def test_tokens_matter_by_the_trace_of_their_curvature() -> None:
     each = curvature.diagonal(dim1=-2, dim2=-1)
     for kind in range(3):
         assert torch.allclose(care[..., kind], each[..., kind::3].sum(-1), atol=1e-6)
-    ends = (shares[..., None, :] - torch.eye(VOCABULARY)) @ matrix.T  # for each token that may be drawn
+    ends = (shares[..., None, :] - torch.eye(VOCABULARY)) @ matrix.T  # for each token that may be sampled
     assert torch.allclose((slopes[..., None, :] - ends).norm(dim=-1).amin(-1), torch.zeros(()), atol=1e-5)

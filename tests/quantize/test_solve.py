@@ -1,4 +1,4 @@
-"""The solver against slow, obvious versions of itself, and against rounding to the nearest."""
+"""The matrix solver against slow, sequential versions of itself and against rounding to nearest."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from exlm.formats import exl2
 from exlm.formats import gptq as gptq_format
 from exlm.formats.gptq_config import GptqConfig
 from exlm.quantize import coordinate_descent, exl2_scales
+from exlm.quantize.allocation import candidate_recipes, make_recipe
+from exlm.quantize.config import SolverConfig
 from exlm.quantize.coordinate_descent import COLUMNS_PER_MOVE, MAX_SWEEPS, MIN_GAIN, descend_two_sided
-from exlm.quantize.exl2_solver import SolverConfig, gptq_only, output_losses, rounding_losses, solve_exl2
 from exlm.quantize.gptq import Grid, GroupStep, HessianFactors, factorize, gptq, inverse_cholesky
-from exlm.quantize.gptq_format import solve_gptq
-from exlm.quantize.measurement import candidate_recipes
-from exlm.quantize.recipe import make_recipe
+from exlm.quantize.matrix_solver import gptq_only, output_losses, rounding_losses, solve_exl2, solve_gptq
 from exlm.quantize.sensitivity import output_factors
 from exlm.quantize.two_sided import OutputFactors, gptq_two_sided
 
@@ -28,7 +27,7 @@ RECIPES = list(candidate_recipes())
 
 
 def problem(inputs: int, columns: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """A matrix and the covariance of correlated inputs."""
+    """A matrix and the Hessian of correlated inputs."""
     generator = torch.Generator().manual_seed(seed)
     w = torch.randn(inputs, columns, generator=generator) * 0.1
     mixing = torch.randn(inputs, inputs, generator=generator) * torch.logspace(0, -1.5, inputs)
@@ -49,7 +48,9 @@ def harm(w: Tensor, found: Tensor, h: Tensor) -> float:
     st.integers(0, 9),
     st.booleans(),
 )
-def test_what_is_packed_is_what_was_solved(blocks: int, columns: int, made, seed: int, bias: bool) -> None:
+def test_packed_weights_decode_to_the_solution(
+    blocks: int, columns: int, made, seed: int, bias: bool
+) -> None:
     w, h = problem(32 * blocks, columns, seed)
     solution = solve_exl2(
         w, factorize(w, h, 0.02), made.groups(len(w)), SolverConfig(sweeps=1, scale_steps=4)
@@ -62,7 +63,7 @@ def test_what_is_packed_is_what_was_solved(blocks: int, columns: int, made, seed
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 6])
-def test_every_stage_is_better_than_the_one_before(bits: int) -> None:
+def test_every_stage_lowers_the_loss(bits: int) -> None:
     w, h = problem(128, 48)
     f, groups = factorize(w, h, 0.02), make_recipe(32, (bits, 1.0)).groups(128)
     scales = [
@@ -82,7 +83,7 @@ def test_every_stage_is_better_than_the_one_before(bits: int) -> None:
     )
 
 
-def test_two_numbers_are_rounded_as_well_as_can_be() -> None:
+def test_gptq_of_two_weights_is_near_the_optimum() -> None:
     grid = Grid(torch.tensor([0.5]), torch.tensor(-2.0), torch.tensor(1.0))
     for seed in range(20):
         w, h = problem(2, 1, seed)
@@ -95,8 +96,8 @@ def test_two_numbers_are_rounded_as_well_as_can_be() -> None:
         assert harm(target, found, f.hessian) <= 2.5 * best + 1e-6
 
 
-def slow_both(w: Tensor, scale: Tensor, half: Tensor, upper: Tensor, across: Tensor) -> Tensor:
-    """One number after the other, each error fed back to every number below and to the right."""
+def slow_two_sided(w: Tensor, scale: Tensor, half: Tensor, upper: Tensor, across: Tensor) -> Tensor:
+    """One weight after the other, each error fed back to all weights below and to the right."""
     w, codes = w.clone(), torch.zeros_like(w)
     for i in range(w.shape[0]):
         for n in range(w.shape[1]):
@@ -108,7 +109,7 @@ def slow_both(w: Tensor, scale: Tensor, half: Tensor, upper: Tensor, across: Ten
 
 
 @pytest.mark.parametrize(("inputs", "columns"), [(32, 32), (64, 40), (96, 7), (32, 70)])
-def test_the_wave_is_the_slow_rounding(inputs: int, columns: int) -> None:
+def test_the_wavefront_matches_sequential_rounding(inputs: int, columns: int) -> None:
     w, h = problem(inputs, columns)
     _, g = problem(columns, 1, 3)
     upper = inverse_cholesky((h + 0.05 * h.diagonal().mean() * torch.eye(inputs)).double())
@@ -118,11 +119,11 @@ def test_the_wave_is_the_slow_rounding(inputs: int, columns: int) -> None:
     scale = (torch.rand(inputs, columns) * 0.02 + 0.02).double()
     half = torch.full((inputs,), 4.0).double()
     found = gptq_two_sided(w.double(), scale, half, upper, side)[:, side.perm]
-    slow = slow_both(w.double()[:, side.perm], scale[:, side.perm], half, upper, side.inv_chol)
+    slow = slow_two_sided(w.double()[:, side.perm], scale[:, side.perm], half, upper, side.inv_chol)
     assert (found != slow).float().mean() < 0.002
 
 
-def test_knowing_the_outputs_helps() -> None:
+def test_two_sided_solving_lowers_the_two_sided_loss() -> None:
     w, h = problem(64, 64)
     _, g = problem(64, 1, 5)
     f, groups = factorize(w, h, 0.02), make_recipe(32, (4, 1.0)).groups(64)
@@ -140,8 +141,8 @@ def test_knowing_the_outputs_helps() -> None:
     assert both(side) < 0.95 * both(OutputFactors(order, turned, side.hessian))
 
 
-def slow_settle(codes: Tensor, w: Tensor, scale: Tensor, half: Tensor, h: Tensor, g: Tensor) -> Tensor:
-    """Every move tried by itself, the harm computed anew each time."""
+def slow_descent(codes: Tensor, w: Tensor, scale: Tensor, half: Tensor, h: Tensor, g: Tensor) -> Tensor:
+    """Every move tried alone, the loss computed anew each time."""
     codes = codes.clone()
 
     def harm_of(tried: Tensor) -> float:
@@ -164,19 +165,19 @@ def slow_settle(codes: Tensor, w: Tensor, scale: Tensor, half: Tensor, h: Tensor
 
 
 @pytest.mark.parametrize("columns", [5, 64])
-def test_settling_moves_what_gains_most(columns: int) -> None:
+def test_descent_makes_the_move_that_gains_most(columns: int) -> None:
     w, h = problem(32, columns)
     _, g = problem(columns, 1, 4)
     scale, half = torch.full_like(w, 2**-4), torch.full((32,), 4.0)
     codes = (w / scale).round().clamp(-4, 3)
     found = descend_two_sided(codes, w, scale, half, h, g)
-    assert torch.equal(found, slow_settle(*(x.double() for x in (codes, w, scale, half, h, g))).float())
+    assert torch.equal(found, slow_descent(*(x.double() for x in (codes, w, scale, half, h, g))).float())
     assert bool((found != codes).any())
 
 
 @settings(max_examples=20)
 @given(st.integers(1, 4), st.integers(1, 140), st.integers(0, 9))
-def test_settling_never_harms(blocks: int, columns: int, seed: int) -> None:
+def test_descent_never_raises_the_loss(blocks: int, columns: int, seed: int) -> None:
     w, h = problem(32 * blocks, columns, seed)
     _, g = problem(columns, 1, seed + 1)
     scale, half = torch.rand_like(w) * 0.05 + 0.01, torch.full((len(w),), 8.0)
@@ -191,7 +192,7 @@ def test_settling_never_harms(blocks: int, columns: int, seed: int) -> None:
     assert bool(((found >= -8) & (found <= 7) & (found == found.round())).all())
 
 
-def test_settling_goes_on_while_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_descent_continues_while_it_gains(monkeypatch: pytest.MonkeyPatch) -> None:
     w, h = problem(64, 100)
     _, g = problem(100, 1, 4)
     scale, half = torch.full_like(w, 2**-4), torch.full((64,), 4.0)
@@ -205,12 +206,12 @@ def test_settling_goes_on_while_it_pays(monkeypatch: pytest.MonkeyPatch) -> None
 
     (one, _), (two, _), (many, _) = map(harms, (1, 2, MAX_SWEEPS))
     assert many < 0.99 * two < 0.99 * one
-    assert torch.equal(harms(500)[1], harms(1000)[1])  # it has ended by itself
+    assert torch.equal(harms(500)[1], harms(1000)[1])  # it has converged
 
 
-def test_where_codes_harm_together_fewer_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_codes_move_after_a_sweep_that_raised_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     w, h = problem(32, 200)
-    g = torch.ones(200, 200) + 0.01 * torch.eye(200)  # all make good for the same error
+    g = torch.ones(200, 200) + 0.01 * torch.eye(200)  # all columns correct the same error
     scale, half = torch.full_like(w, 2**-4), torch.full((32,), 4.0)
     begun = (w / scale).round().clamp(-4, 3)
     monkeypatch.setattr(coordinate_descent, "COLUMNS_PER_MOVE", 1)
@@ -225,7 +226,7 @@ def test_where_codes_harm_together_fewer_are_moved(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("group", [32, 128])
-def test_gptq_reads_back_as_it_was_solved(group: int) -> None:
+def test_gptq_tensors_decode_to_the_solution(group: int) -> None:
     w, h = problem(160, 24)
     bias = torch.ones(24).half()
     values, weight = solve_gptq(w, factorize(w, h, 0.02), group, 2, bias)
@@ -237,7 +238,7 @@ def test_gptq_reads_back_as_it_was_solved(group: int) -> None:
     assert harm(w, values, h) < 0.01 * harm(w, torch.zeros_like(w), h)
 
 
-def test_zeros_and_dead_inputs_are_no_trouble() -> None:
+def test_zero_columns_and_dead_inputs_give_finite_weights() -> None:
     w, h = problem(64, 32)
     w[:, 3] = 0
     h[5], h[:, 5] = 0, 0
@@ -252,7 +253,7 @@ def test_zeros_and_dead_inputs_are_no_trouble() -> None:
     )
 
 
-def test_overflow_is_named() -> None:
+def test_nan_and_overflow_name_the_matrix() -> None:
     w, h = problem(32, 8)
     h[0, 0] = torch.inf
     with pytest.raises(InputError, match=r"layers\.3\.mlp\.up.*overflow"):
@@ -261,6 +262,6 @@ def test_overflow_is_named() -> None:
         factorize(w * torch.nan, torch.eye(32), 0.02, "x")
 
 
-def test_an_input_that_never_varies_is_damped() -> None:
+def test_a_zero_hessian_is_damped() -> None:
     w, _ = problem(32, 8)
     assert isinstance(factorize(w, torch.zeros(32, 32), 0.02), HessianFactors)

@@ -1,4 +1,4 @@
-"""What a job was asked to keep is seen at once, written in order, and nothing comes behind a failure."""
+"""Operations are visible at once, written in order, and nothing is written after a failure."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ ACTS = st.tuples(st.sampled_from(["save", "note", "drop", "has", "load", "noted"
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that takes its time."""
+    """A slow disk."""
     sync = step_store.os.fsync
     monkeypatch.setattr(step_store.os, "fsync", lambda file: (time.sleep(0.002), sync(file)))
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(ACTS, max_size=12))
-def test_what_was_asked_for_is_seen_at_once(
+def test_operations_are_visible_at_once(
     slow: None, tmp_path_factory: pytest.TempPathFactory, acts: list[tuple[str, str]]
 ) -> None:
     folder = tmp_path_factory.mktemp("job")
@@ -39,7 +39,7 @@ def test_what_was_asked_for_is_seen_at_once(
                 x = torch.full((3,), float(number))
                 tensors[name] = x.clone()
                 job.save(name, {"x": x, "y": x})
-                x.zero_()  # the caller's own again
+                x.zero_()  # the store has its own copy
             case "note":
                 notes[name] = number
                 job.save_json(name, number)
@@ -57,7 +57,7 @@ def test_what_was_asked_for_is_seen_at_once(
     assert {path.name for path in folder.iterdir()} == kept
 
 
-def test_nothing_is_written_behind_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_written_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = StepStore(tmp_path)
     job.save_json("before", 1)
 
@@ -66,7 +66,7 @@ def test_nothing_is_written_behind_a_failure(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(step_store, "save_file", full)
     job.save("a", {"x": torch.ones(2)})
-    with suppress(CheckpointError):  # whether this is already refused depends on the disk
+    with suppress(CheckpointError):  # raised here only if the write has failed by then
         job.save_json("behind", 1)
     job.close()
     with pytest.raises(CheckpointError, match=r"a\.safetensors .*Make room"):
@@ -74,7 +74,7 @@ def test_nothing_is_written_behind_a_failure(tmp_path: Path, monkeypatch: pytest
     assert [path.name for path in tmp_path.iterdir()] == ["before.json"]
 
 
-def test_a_failure_in_the_last_write_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_the_last_write_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise ZeroDivisionError
 
@@ -87,7 +87,7 @@ def test_a_failure_in_the_last_write_is_told_too(tmp_path: Path, monkeypatch: py
     assert not store_dir(tmp_path / "model").exists()
 
 
-def test_a_model_that_is_not_there_is_no_fault_of_the_folder(tmp_path: Path) -> None:
+def test_a_missing_model_is_not_reported_as_a_write_error(tmp_path: Path) -> None:
     with (
         pytest.raises(ModelNotFound, match="Can't find"),
         open_step_store(tmp_path / "model", {}, restart=False),
@@ -95,7 +95,7 @@ def test_a_model_that_is_not_there_is_no_fault_of_the_folder(tmp_path: Path) -> 
         raise ModelNotFound("Can't find the source.")
 
 
-def test_a_name_too_long_is_told(tmp_path: Path) -> None:
+def test_a_name_too_long_is_reported(tmp_path: Path) -> None:
     with (
         pytest.raises(CheckpointError, match=r"could not be written .*File name too long"),
         open_step_store(tmp_path / ("x" * 250), {}, restart=False),
@@ -116,7 +116,7 @@ DAMAGED: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
-def test_a_damaged_file_of_a_step_is_named_with_the_remedy(tmp_path: Path, content: bytes) -> None:
+def test_damaged_steps_are_named_with_the_remedy(tmp_path: Path, content: bytes) -> None:
     job = StepStore(tmp_path)
     for name in ("a.json", "b.safetensors"):
         (tmp_path / name).write_bytes(content)
@@ -128,7 +128,7 @@ def test_a_damaged_file_of_a_step_is_named_with_the_remedy(tmp_path: Path, conte
 
 
 @pytest.mark.parametrize("facts", ["[]", '"text"', "3", "{"])
-def test_damaged_facts_of_a_job_are_named_and_restart_removes_them(tmp_path: Path, facts: str) -> None:
+def test_damaged_job_facts_are_named_and_restart_removes_them(tmp_path: Path, facts: str) -> None:
     folder = store_dir(tmp_path / "model")
     folder.mkdir()
     (folder / "job.json").write_text(facts)

@@ -1,4 +1,4 @@
-"""The validator: true reference files pass, and every broken rule is named."""
+"""The validator: files of the reference pass, and every violation is named."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Q = "model.layers.0.self_attn.q_proj."
 
 
 @pytest.mark.parametrize("bits", ["2.5", "4.0", "6.0", "8.0"])
-def test_the_reference_s_files_pass(fixtures_dir: Path, bits: str) -> None:
+def test_files_of_exllamav2_are_valid(fixtures_dir: Path, bits: str) -> None:
     assert validate_exl2(fixtures_dir / f"tiny-lm-exl2-{bits}bpw") == []
 
 
-def test_models_of_another_form_do_not(fixtures_dir: Path) -> None:
+def test_float_models_are_not_valid_exl2(fixtures_dir: Path) -> None:
     assert any("q_weight" in words for words in validate_exl2(fixtures_dir / "tiny-lm"))
 
 
@@ -86,7 +86,7 @@ def short(t: dict[str, Tensor]) -> None:
         (short, "q_scale_max: expected shape"),
     ],
 )
-def test_each_rule_is_checked(
+def test_each_violation_is_named(
     fixtures_dir: Path, tmp_path: Path, damage: Callable[[dict[str, Tensor]], None], words: str
 ) -> None:
     source = fixtures_dir / "tiny-lm-exl2-4.0bpw"

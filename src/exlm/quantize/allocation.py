@@ -1,68 +1,258 @@
-"""Bits given to where they help most: one choice for each slot, within a budget, always the same one.
+"""Bit allocation: the mixtures of bit widths that a matrix may be stored in, and which of them each one gets.
 
-Each slot's choices are thinned to the lower edge of harm over bits, and steps along the edges are taken by
-what a bit buys. What then is left of the budget is spent on single choices off the edges. Pure numbers.
+A `Recipe` is EXL2's parameters of one matrix (exllamav2's `QParams`): shares of the rows, their widths and
+group sizes. A `Slot` lists the recipes that one matrix (or, in exllamav2's measurements, one half of a layer)
+may get, each with its stored bits and its KL cost. `allocate_budget` and `allocate_kl` pick one choice per
+slot, on the lower convex hulls of cost over bits. Pure numbers, no tensors; the same input always gives the
+same allocation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
 
+from .. import spec
 from ..errors import InputError
-from .measurement import Choice, Slot
+from ..formats.exl2 import ALIGNMENT, BIT_WIDTHS
+from ..spec.weight_roles import Matrix, matrices
+
+GROUP_SIZES = (32, 64, 128)
+
+BIT_PAIRS = ((3, 2), (4, 3), (5, 4), (6, 5), (8, 6))
+PAIR_SHARES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9)
+"""Shares of the wider of two widths."""
+
+BIT_TRIPLES = (
+    (4, 3, 2),
+    (5, 3, 2),
+    (6, 3, 2),
+    (5, 4, 3),
+    (6, 4, 3),
+    (8, 4, 3),
+    (6, 5, 4),
+    (8, 5, 4),
+    (8, 6, 5),
+)
+TRIPLE_SHARES = ((0.05, 0.15), (0.1, 0.3), (0.05, 0.45), (0.15, 0.5))
+"""Shares of the widest and the middle of three widths."""
+
+
+def quantized_matrices(model: spec.Model) -> Iterator[Matrix]:
+    """The matrices that bits are allocated to: those of the layers, without MoE routers."""
+    for matrix in matrices(model):
+        if matrix.role != "head" and not matrix.role.endswith(".router"):
+            yield matrix
+
+
+# -- recipes ---------------------------------------------------------------------------------------
+
+
+class Group(NamedTuple):
+    """Consecutive stored rows that share a width, and one scale per column."""
+
+    bits: int
+    rows: int
+
+
+class BitShare(NamedTuple):
+    """A share of a matrix's rows, stored in groups of at most `group_size` rows."""
+
+    bits: int
+    share: float
+    group_size: int
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Shares of the rows from the widest to the narrowest; they sum to one."""
+
+    parts: tuple[BitShare, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse what EXL2 cannot store."""
+        widths = [part.bits for part in self.parts]
+        if not widths or widths != sorted(set(widths), reverse=True) or not set(widths) <= set(BIT_WIDTHS):
+            raise InputError(f"A recipe needs descending widths out of {BIT_WIDTHS}, found {widths}.")
+        sizes = [part.group_size for part in self.parts]
+        if any(size < ALIGNMENT or size % ALIGNMENT for size in sizes):
+            raise InputError(f"Group sizes must be multiples of {ALIGNMENT} rows, found {sizes}.")
+        shares = [part.share for part in self.parts]
+        if not (all(share >= 0 for share in shares) and abs(sum(shares) - 1) <= 1e-6):  # false for NaN too
+            raise InputError(f"Shares must sum to one, found {shares}.")
+
+    def __str__(self) -> str:
+        widths = "|".join(str(part.bits) for part in self.parts)
+        sizes = ",".join(dict.fromkeys(str(part.group_size) for part in self.parts))
+        shares = "|".join(f"{part.share:g}" for part in self.parts)
+        return f"g{sizes} {widths}" + (f" @ {shares}" if len(self.parts) > 1 else "")
+
+    def groups(self, rows: int) -> tuple[Group, ...]:
+        """The groups of a matrix with so many rows, in stored order; the last may be shorter."""
+        return _groups_of_rows(self, rows)
+
+    def bits(self, matrix: Matrix) -> int:
+        """Stored bits of a matrix: codes, scales, group table, row permutation and bias."""
+        groups, columns = self.groups(matrix.in_features), padded_columns(matrix.out_features)
+        codes = sum(group.rows * group.bits for group in groups) * columns
+        bias = 16 * matrix.out_features if matrix.bias else 0
+        return codes + len(groups) * (16 + 32 + 4 * columns) + 32 * matrix.in_features + bias
+
+    def to_json(self) -> dict[str, Any]:
+        """As in exllamav2's measurement.json."""
+        return {
+            "group_size": {str(part.bits): part.group_size for part in self.parts},
+            "bits": [part.bits for part in self.parts],
+            "bits_prop": [part.share for part in self.parts],
+            "scale_bits": 4,
+        }
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any], where: str) -> Recipe:
+        """From exllamav2's measurement.json; errors name `where`."""
+        try:
+            sizes = raw["group_size"]
+            pairs = zip(raw["bits"], raw["bits_prop"], strict=True)
+            parts = tuple(BitShare(int(b), float(share), int(sizes[str(b)])) for b, share in pairs)
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise InputError(
+                f"{where}: not a recipe of widths, shares and group sizes ({error!r})."
+            ) from error
+        return cls(parts)
+
+
+@cache
+def _groups_of_rows(recipe: Recipe, rows: int) -> tuple[Group, ...]:
+    """Cached because many matrices have the same number of rows."""
+    if rows < ALIGNMENT or rows % ALIGNMENT:
+        raise InputError(f"EXL2 stores matrices with a multiple of {ALIGNMENT} inputs, found {rows}.")
+    groups: list[Group] = []
+    left = rows
+    for part in recipe.parts:
+        count = -(-min(rows * part.share, left) // part.group_size)
+        for _ in range(int(count)):
+            groups.append(Group(part.bits, min(part.group_size, left)))
+            left -= groups[-1].rows
+    if left:  # the shares add up to a little less than one
+        groups.append(Group(recipe.parts[-1].bits, left))
+    return tuple(groups)
+
+
+def padded_columns(columns: int) -> int:
+    """Columns as they are stored."""
+    return -(-columns // ALIGNMENT) * ALIGNMENT
+
+
+def make_recipe(sizes: int | Sequence[int], *parts: tuple[int, float]) -> Recipe:
+    """A recipe in short: the group size (of all parts, or of each), then pairs of a width and a share."""
+    each = [sizes] * len(parts) if isinstance(sizes, int) else sizes
+    return Recipe(tuple(BitShare(b, share, size) for (b, share), size in zip(parts, each, strict=True)))
+
+
+HEAD_RECIPES: dict[int, Recipe] = {
+    2: make_recipe(32, (3, 0.68), (2, 0.32)),
+    3: make_recipe(32, (4, 0.15), (3, 0.85)),
+    4: make_recipe(32, (5, 0.38), (4, 0.62)),
+    5: make_recipe((128, 32), (6, 0.15), (5, 0.85)),
+    6: make_recipe((128, 32), (8, 0.15), (6, 0.85)),
+    8: make_recipe(64, (8, 1.0)),
+}
+"""The head's recipe by `head_bits`: neighbouring widths and small groups cost it the least KL."""
+
+
+@cache
+def candidate_recipes() -> tuple[Recipe, ...]:
+    """Every recipe that a matrix of a layer may get."""
+    return tuple(_generate_recipes())
+
+
+def _generate_recipes() -> Iterator[Recipe]:
+    for size in GROUP_SIZES:
+        for width in BIT_WIDTHS:
+            yield make_recipe(size, (width, 1.0))
+        for high, low in BIT_PAIRS:
+            for share in PAIR_SHARES:
+                yield make_recipe(size, (high, share), (low, 1 - share))
+        for high, middle, low in BIT_TRIPLES:
+            for first, second in TRIPLE_SHARES:
+                yield make_recipe(size, (high, first), (middle, second), (low, 1 - first - second))
+
+
+def min_layer_bits(model: spec.Model) -> int:
+    """The fewest bits that the matrices of all layers can take together."""
+    return sum(
+        min(recipe.bits(matrix) for recipe in candidate_recipes()) for matrix in quantized_matrices(model)
+    )
+
+
+# -- allocation ------------------------------------------------------------------------------------
+
+
+class Choice(NamedTuple):
+    """One way to store what a slot covers."""
+
+    bits: int
+    kl_cost: float  # expected KL divergence from the float model, nats per token
+    recipes: Mapping[str, Recipe]  # by role
+
+
+Slot = Sequence[Choice]
+"""The choices of one matrix, or of matrices that must be chosen together."""
 
 
 class Allocation(NamedTuple):
-    """A choice for each slot."""
+    """One choice per slot."""
 
     choices: tuple[Choice, ...]
 
     @property
     def bits(self) -> int:
-        """Bits in all."""
+        """Bits of all slots."""
         return sum(choice.bits for choice in self.choices)
 
     @property
     def kl_cost(self) -> float:
-        """Harm in all."""
+        """KL cost of all slots; costs add up to second order."""
         return sum(choice.kl_cost for choice in self.choices)
 
 
 def allocate_budget(slots: Sequence[Slot], budget: int, weights: int) -> Allocation:
-    """The least harm for at most `budget` bits; `weights` numbers share them, for the message.
+    """The least KL cost for at most `budget` bits; `weights`, their number, is for the error message.
 
-    `InputError` if even the smallest choices take more.
+    Greedy along the slots' convex hulls, by KL cost saved per bit; what is then left of the budget goes to
+    single choices off the hulls. `InputError` if even the smallest choices take more than the budget.
     """
-    edges = [lower_hull(slot) for slot in slots]
-    at = [0] * len(edges)
-    used = sum(line[0].bits for line in edges)
+    hulls = [lower_hull(slot) for slot in slots]
+    positions = [0] * len(hulls)
+    used = sum(hull[0].bits for hull in hulls)
     if used > budget:
         raise InputError(
             f"{budget / weights:.3f} bits a weight cannot be reached: the smallest this model can be is "
             f"{used / weights:.3f}, scales and orders of rows included. Ask for more bits."
         )
-    full: set[int] = set()
-    for number, step in _hull_steps(edges):
-        cost = edges[number][step + 1].bits - edges[number][step].bits
-        if number in full or used + cost > budget:
-            full.add(number)
+    exhausted: set[int] = set()
+    for number, step in _hull_steps(hulls):
+        more = hulls[number][step + 1].bits - hulls[number][step].bits
+        if number in exhausted or used + more > budget:
+            exhausted.add(number)
             continue
-        used, at[number] = used + cost, step + 1
-    return Allocation(tuple(_spend_rest(slots, list(_choices_at(edges, at).choices), budget - used)))
+        used, positions[number] = used + more, step + 1
+    return Allocation(tuple(_spend_rest(slots, list(_choices_at(hulls, positions).choices), budget - used)))
 
 
 def allocate_kl(slots: Sequence[Slot], max_kl: float) -> Allocation:
-    """The fewest bits whose harm is at most `harm`; `InputError` if no choice is so good."""
-    edges = [lower_hull(slot) for slot in slots]
-    at = [0] * len(edges)
-    left = sum(line[0].kl_cost for line in edges)
-    for number, step in _hull_steps(edges):
-        if left <= max_kl and _choices_at(edges, at).kl_cost <= max_kl:  # a running sum drifts
+    """The fewest bits whose KL cost is at most `max_kl`; `InputError` if no allocation is that good."""
+    hulls = [lower_hull(slot) for slot in slots]
+    positions = [0] * len(hulls)
+    cost = sum(hull[0].kl_cost for hull in hulls)
+    for number, step in _hull_steps(hulls):
+        if cost <= max_kl and _choices_at(hulls, positions).kl_cost <= max_kl:  # a running sum drifts
             break
-        left += edges[number][step + 1].kl_cost - edges[number][step].kl_cost
-        at[number] = step + 1
-    found = _choices_at(edges, at)
+        cost += hulls[number][step + 1].kl_cost - hulls[number][step].kl_cost
+        positions[number] = step + 1
+    found = _choices_at(hulls, positions)
     if found.kl_cost > max_kl:
         raise InputError(
             f"A divergence of {max_kl:g} cannot be reached: at the most bits EXL2 has, about "
@@ -72,44 +262,43 @@ def allocate_kl(slots: Sequence[Slot], max_kl: float) -> Allocation:
 
 
 def min_kl_cost(slots: Sequence[Slot]) -> float:
-    """The harm of the most bits there are."""
+    """The KL cost with as many bits as there can be."""
     return sum(lower_hull(slot)[-1].kl_cost for slot in slots)
 
 
 def lower_hull(slot: Slot) -> list[Choice]:
-    """The choices that no mixture of two others beats, from few bits to many."""
-    line: list[Choice] = []
+    """The lower convex hull of KL cost over bits, from few bits to many."""
+    hull: list[Choice] = []
     for choice in sorted(slot, key=lambda one: (one.bits, one.kl_cost)):
-        if line and choice.kl_cost >= line[-1].kl_cost:
+        if hull and choice.kl_cost >= hull[-1].kl_cost:
             continue
-        while len(line) > 1 and _saved_per_bit(line[-2], line[-1]) <= _saved_per_bit(line[-2], choice):
-            line.pop()
-        line.append(choice)
-    return line
+        while len(hull) > 1 and _saved_per_bit(hull[-2], hull[-1]) <= _saved_per_bit(hull[-2], choice):
+            hull.pop()
+        hull.append(choice)
+    return hull
 
 
-def _choices_at(edges: Sequence[Sequence[Choice]], at: Sequence[int]) -> Allocation:
-    """The choices at these places of the edges."""
-    return Allocation(tuple(line[place] for line, place in zip(edges, at, strict=True)))
+def _choices_at(hulls: Sequence[Sequence[Choice]], positions: Sequence[int]) -> Allocation:
+    return Allocation(tuple(hull[at] for hull, at in zip(hulls, positions, strict=True)))
 
 
 def _saved_per_bit(a: Choice, b: Choice) -> float:
-    """Harm saved by each bit of the step from a to b."""
+    """KL cost saved by each bit of the step from a to b."""
     return (a.kl_cost - b.kl_cost) / (b.bits - a.bits)
 
 
-def _hull_steps(edges: Sequence[Sequence[Choice]]) -> list[tuple[int, int]]:
-    """(slot, step along its edge), the best bargain first; ties in the order of the slots."""
+def _hull_steps(hulls: Sequence[Sequence[Choice]]) -> list[tuple[int, int]]:
+    """(slot, step along its hull), the most KL saved per bit first; ties in the order of the slots."""
     steps = [
-        (-_saved_per_bit(line[i], line[i + 1]), n, i)
-        for n, line in enumerate(edges)
-        for i in range(len(line) - 1)
+        (-_saved_per_bit(hull[i], hull[i + 1]), n, i)
+        for n, hull in enumerate(hulls)
+        for i in range(len(hull) - 1)
     ]
     return [(number, step) for _, number, step in sorted(steps)]
 
 
 def _spend_rest(slots: Sequence[Slot], chosen: list[Choice], left: int) -> list[Choice]:
-    """Spend what is left, each time on the choice that saves most harm."""
+    """Spend the `left` bits, each time on the affordable choice that saves the most KL."""
     while True:
         best, where = 0.0, None
         for number, slot in enumerate(slots):

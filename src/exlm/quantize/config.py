@@ -1,4 +1,4 @@
-"""What somebody may ask of the quantiser, checked before anything is read."""
+"""`QuantConfig`: what a quantisation is asked to do, checked before anything is read."""
 
 from __future__ import annotations
 
@@ -8,25 +8,34 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import InputError
-from .exl2_solver import SolverConfig
-from .recipe import HEAD_RECIPES
+from .allocation import HEAD_RECIPES
 
 Method = Literal["exl2", "gptq"]
 
 MIN_BITS, MAX_BITS = 2.0, 8.5
 TARGETS = ("bits", "size", "max_kld", "head_bits")
-"""Wishes that matter only once layers are quantised."""
+"""Options that only the solver depends on: until it starts, an unfinished job may continue with others."""
 
 GPTQ_GROUP_SIZES = (32, 64, 128)
 SIZE_UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
 @dataclass(frozen=True)
-class QuantConfig:
-    """The target and the means.
+class SolverConfig:
+    """How the solver of one matrix works."""
 
-    One of `bits` (a weight of the layers, scales and orders included), `size` (bytes of the weight files) and
-    `max_kld` (nats a token, expected) is the target.
+    damping: float = 0.01  # added to the diagonal of the input Hessian H, relative to its mean
+    output_damping: float = 0.05  # the same for the output Hessian G
+    sweeps: int = 2  # of one-sided coordinate descent after GPTQ; 0 is GPTQ alone
+    scale_steps: int = 24  # values tried for each column's scale
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    """Target, method and calibration.
+
+    One of `bits` (per weight of the layers, scales and permutations included), `size` (bytes of the weight
+    files) and `max_kld` (KL divergence from the source, nats per token) is the target of EXL2; GPTQ has none.
     """
 
     bits: float | None = None
@@ -34,7 +43,7 @@ class QuantConfig:
     max_kld: float | None = None
     head_bits: int = 6
     method: Method = "exl2"
-    group_size: int = 128  # of GPTQ
+    group_size: int = 128  # GPTQ only
     calibration: str = "builtin"  # or a file
     rows: int = 128
     length: int = 512
@@ -42,7 +51,7 @@ class QuantConfig:
     solver: SolverConfig = field(default_factory=SolverConfig)
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be done."""
+        """Refuse values that are out of range or contradict each other."""
         if self.method not in ("exl2", "gptq"):
             raise InputError(f"method must be exl2 or gptq, found {self.method!r}.")
         if self.method == "gptq":
@@ -76,7 +85,7 @@ class QuantConfig:
                 raise InputError(f"{name} must be at least 1, found {getattr(self, name)}.")
 
     def fingerprint(self) -> dict[str, Any]:
-        """What a job is told apart by: JSON with the keys that version 0.1.0 gave it."""
+        """What job.json records, and a resumed job must have again; its keys are part of the file format."""
         table = asdict(self)
         solver = table.pop("solver")
         table["effort"] = {
@@ -96,6 +105,6 @@ def parse_size(text: str) -> int:
     return int(float(found[1]) * SIZE_UNITS[found[2].upper()])
 
 
-def calibration_name(wishes: QuantConfig) -> str:
-    """For people: the file's name."""
-    return wishes.calibration if wishes.calibration == "builtin" else Path(wishes.calibration).name
+def calibration_name(config: QuantConfig) -> str:
+    """The calibration text as reports call it: "builtin", or the file's name."""
+    return config.calibration if config.calibration == "builtin" else Path(config.calibration).name

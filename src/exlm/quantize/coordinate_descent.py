@@ -1,11 +1,14 @@
-"""Codes one step up or down where that helps both sides of a matrix: what rounding in one go has left.
+"""Coordinate descent on codes after GPTQ: single codes move while that lowers the loss; scales stay.
 
-The harm of an error E is tr(G Eᵀ H E), as in `wave`. Row after row, in every run of columns the one code
-moves that gains most; what it changes is at once seen by all others. Scales stay.
+`descend_one_sided` lowers tr(Eᵀ H E), E = W - Ŵ, with the input Hessian H: row after row, every code gets the
+value that is best for all other codes as they are. `descend_two_sided` lowers tr(G Eᵀ H E), with the output
+Hessian G as well: codes move by ±1, and in every run of columns only the one move per row that gains most is
+made.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,37 +16,79 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .cuda_graphs import GRAPHS
+from .gptq import Grid
 
 COLUMNS_PER_MOVE = 64
-"""Columns of which at most one moves at a time, at first: more would make good for the same error twice."""
+"""Columns of which at most one moves at a time, at first: more of them would correct the same error twice."""
 
 BLOCK_ROWS = 32
-"""Rows whose moves are carried to the others together."""
+"""Rows whose moves update the gradient of all other rows together."""
 
 MAX_SWEEPS = 8
-"""At most: more gain less and less, and a large matrix takes a second for each."""
+"""Later sweeps gain less and less, and each takes a second for a large matrix."""
 
 MIN_GAIN = 5e-4
-"""A sweep that takes off less than this share of the harm is the last."""
+"""A sweep that lowers the loss by less than this share is the last."""
+
+
+def descend_one_sided(
+    codes: Tensor, gradient: Tensor, h: Tensor, sizes: Sequence[int], grids: Sequence[Grid]
+) -> None:
+    """One sweep over all rows, in place.
+
+    `gradient` (inputs, columns) is H (W - Ŵ), and is kept up to date; `sizes` and `grids` are the groups'.
+    """
+    a = 0
+    for size, grid in zip(sizes, grids, strict=True):
+        b = a + size
+        change = torch.empty_like(codes[a:b])
+        block = (codes[a:b], gradient[a:b], h[a:b, a:b], *grid)
+        GRAPHS.run(_descend_group, block, (codes[a:b], change))
+        gradient.addmm_(h[:, a:b], change, alpha=-1)
+        a = b
+
+
+def _descend_group(
+    old: Tensor,
+    gradient: Tensor,
+    h: Tensor,
+    scale: Tensor,
+    low: Tensor,
+    high: Tensor,
+    codes: Tensor,
+    change: Tensor,
+) -> None:
+    """The rows of one group; writes the new codes (may be `old` itself) and the change of their values."""
+    grid, gradient = Grid(scale, low, high), gradient.clone()
+    values, inverse = grid.value(old), grid.inverse()
+    value = torch.empty_like(scale, dtype=torch.float16)
+    rows = zip(codes, values, gradient, change, h.diagonal().reciprocal(), h, strict=True)
+    for i, (code, before, grad, delta, inv_h, h_row) in enumerate(rows, 1):
+        torch.addcmul(before, grad, inv_h, out=code).mul_(inverse).round_().clamp_(low, high)
+        torch.mul(code, scale, out=value)
+        torch.sub(value, before, out=delta)
+        gradient[i:].addr_(h_row[i:], delta, alpha=-1)
 
 
 def descend_two_sided(
-    codes: Tensor, w: Tensor, scale: Tensor, half: Tensor, hessian: Tensor, gradients: Tensor
+    codes: Tensor, w: Tensor, scale: Tensor, half: Tensor, hessian: Tensor, output_hessian: Tensor
 ) -> Tensor:
-    """Better codes (inputs, columns) for `w`, or the same; inputs are a multiple of ROWS.
+    """Codes (inputs, columns) for `w` with a lower tr(G Eᵀ H E), or the same codes.
 
-    `scale` has the factor of every number, `half` the half range of every row. A sweep in which codes that
-    moved together did harm is taken back, and half as many move from then on.
+    `scale` (inputs, columns) is every weight's scale; row i's codes lie in [-half_i, half_i - 1]; inputs are
+    a multiple of BLOCK_ROWS. Moves made at the same time may raise the loss together: such a sweep is undone,
+    and from then on half as many codes move at a time.
     """
-    best, run, pull = codes, COLUMNS_PER_MOVE, _gradient(codes, w, scale, hessian, gradients)
-    least = _loss(codes, w, scale, pull)
+    best, run = codes, COLUMNS_PER_MOVE
+    gradient = _gradient(codes, w, scale, hessian, output_hessian)
+    least = _loss(codes, w, scale, gradient)
     for _ in range(MAX_SWEEPS):
-        now = _sweep(best, pull, scale, half, hessian, gradients, run)
-        after = _gradient(now, w, scale, hessian, gradients)
-        found = _loss(now, w, scale, after)
-        if bool(found < least):
-            gained, best, pull, least = least - found, now, after, found
-            if bool(gained < MIN_GAIN * found):
+        tried = _sweep(best, gradient, scale, half, hessian, output_hessian, run)
+        tried_gradient = _gradient(tried, w, scale, hessian, output_hessian)
+        loss = _loss(tried, w, scale, tried_gradient)
+        if bool(loss < least):
+            gained, best, gradient, least = least - loss, tried, tried_gradient, loss
+            if bool(gained < MIN_GAIN * loss):
                 break
         elif run >= w.shape[1]:
             break
@@ -53,57 +98,64 @@ def descend_two_sided(
 
 
 def _sweep(
-    codes: Tensor, pull: Tensor, scale: Tensor, half: Tensor, hessian: Tensor, g: Tensor, run: int
+    codes: Tensor, gradient: Tensor, scale: Tensor, half: Tensor, hessian: Tensor, g: Tensor, run: int
 ) -> Tensor:
-    """New codes, every row looked at once."""
+    """New codes after every row was looked at once."""
     columns, padding = codes.shape[1], -codes.shape[1] % run
     g = F.pad(g, (0, padding, 0, padding))
-    now, pull, scale = (F.pad(x, (0, padding)) if padding else x.clone() for x in (codes, pull, scale))
+    now, gradient, scale = (
+        F.pad(x, (0, padding)) if padding else x.clone() for x in (codes, gradient, scale)
+    )
     for a in range(0, len(now), BLOCK_ROWS):
         rows = slice(a, a + BLOCK_ROWS)
-        block = (pull[rows], hessian[rows, rows], g, scale[rows], half[rows], now[rows].clone())
-        moved = torch.empty_like(now[rows])
-        GRAPHS.run(_DescendBlock(run), block, (now[rows], moved))
-        pull.addmm_(hessian[:, rows], moved, alpha=-1)
+        block = (gradient[rows], hessian[rows, rows], g, scale[rows], half[rows], now[rows].clone())
+        change = torch.empty_like(now[rows])
+        GRAPHS.run(_DescendBlock(run), block, (now[rows], change))
+        gradient.addmm_(hessian[:, rows], change, alpha=-1)
     return now[:, :columns].contiguous()
 
 
 def _gradient(codes: Tensor, w: Tensor, scale: Tensor, hessian: Tensor, g: Tensor) -> Tensor:
-    """H E G: which way, and how much, each number would like to move."""
+    """H E G, which is minus half the loss's gradient at Ŵ."""
     return hessian @ (w - (codes * scale).half().float()) @ g
 
 
-def _loss(codes: Tensor, w: Tensor, scale: Tensor, pull: Tensor) -> Tensor:
-    return ((w - (codes * scale).half().float()) * pull).sum()
+def _loss(codes: Tensor, w: Tensor, scale: Tensor, gradient: Tensor) -> Tensor:
+    """tr(G Eᵀ H E) = Σ E · (H E G)."""
+    return ((w - (codes * scale).half().float()) * gradient).sum()
 
 
 @dataclass(frozen=True)
 class _DescendBlock:
-    """The rows of one block, and by how much their values change, times G; a row is seen as its runs."""
+    """The rows of one block, each cut into runs of `run` columns.
+
+    A step s (±1) of code (i, n) lowers the loss by 2 (s · scale · (H E G)_in - scale² · H_ii · G_nn / 2):
+    `cost` is the second term. Writes the codes, and the change of their values times G.
+    """
 
     run: int
 
     def __call__(
         self,
-        pull: Tensor,
+        gradient: Tensor,
         h: Tensor,
         g: Tensor,
         scale: Tensor,
         half: Tensor,
         before: Tensor,
         codes: Tensor,
-        moved: Tensor,
+        change: Tensor,
     ) -> None:
         shape, runs = (len(h), -1, self.run), torch.arange(len(g) // self.run, device=g.device)
-        pull, targets = pull.clone(), g.view(-1, self.run, len(g))
+        gradient, g_runs = gradient.clone(), g.view(-1, self.run, len(g))
         cost = h.diagonal()[:, None] * g.diagonal() * scale * scale / 2
         codes.copy_(before)
-        down, up = (-half)[:, None] - codes, (half - 1)[:, None] - codes  # as far as each may go
-        rows = zip(*(x.view(shape) for x in (pull, codes, scale, cost, down, up)), h, moved, strict=True)
-        for i, (to, code, size, price, low, high, beside, change) in enumerate(rows, 1):
-            step = to.sign().clamp_(low, high)
-            best, at = (to * step).mul_(size).sub_(price).max(1, keepdim=True)
-            made = step.gather(1, at) * (best > 0)
+        down, up = (-half)[:, None] - codes, (half - 1)[:, None] - codes  # steps that stay in range
+        rows = zip(*(x.view(shape) for x in (gradient, codes, scale, cost, down, up)), h, change, strict=True)
+        for i, (grad, code, size, price, low, high, h_row, delta) in enumerate(rows, 1):
+            step = grad.sign().clamp_(low, high)
+            gain, at = (grad * step).mul_(size).sub_(price).max(1, keepdim=True)
+            made = step.gather(1, at) * (gain > 0)
             code.scatter_add_(1, at, made)
-            torch.mv(targets[runs, at[:, 0]].T, (made * size.gather(1, at))[:, 0], out=change)
-            pull[i:].addr_(beside[i:], change, alpha=-1)
+            torch.mv(g_runs[runs, at[:, 0]].T, (made * size.gather(1, at))[:, 0], out=delta)
+            gradient[i:].addr_(h_row[i:], delta, alpha=-1)

@@ -1,7 +1,6 @@
-"""Many small computations as one: on a GPU what is done to tensors of some shapes is recorded, then replayed.
+"""CUDA graphs for the solver's inner loops: a function of tensors is captured once per shape, then replayed.
 
-Rounding is row after row, and there a launch costs more than its work. Elsewhere things are just done. What
-is done is not known here.
+Rounding goes row after row, where a kernel launch costs more than its work. On a CPU the functions just run.
 """
 
 from __future__ import annotations
@@ -14,19 +13,20 @@ import torch
 from torch import Tensor
 
 GraphFunction = Callable[..., None]
-"""(*read, *written): fills what it writes, may spoil what it reads, never waits for the device.
+"""(*inputs, *outputs): fills the outputs, may overwrite the inputs, never waits for the device.
 
-Two that are equal do the same: functions do, and frozen dataclasses of whatever numbers they depend on.
+Functions that compare equal must do the same: plain functions, or frozen dataclasses of the numbers they
+depend on.
 """
 
 MAX_BUFFER_BYTES = 2**31
-"""Bytes of what recordings read and write, beyond which the oldest of them go."""
+"""Bytes of the static inputs and outputs of all graphs; beyond it the oldest graphs are evicted."""
 
 
 class _Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    inputs: Sequence[Tensor]
-    outputs: Sequence[Tensor]
+    inputs: Sequence[Tensor]  # static: copied into before a replay
+    outputs: Sequence[Tensor]  # static: copied from after a replay
 
     @property
     def nbytes(self) -> int:
@@ -34,40 +34,38 @@ class _Captured(NamedTuple):
 
 
 class GraphCache:
-    """Recordings by what was done, and to which shapes."""
+    """Captured graphs by function and by shapes, dtypes and device of its tensors."""
 
     def __init__(self) -> None:
         self._graphs: dict[Hashable, _Captured] = {}
         self._pool: Any = None
         self._unavailable = False
-        self._streams: dict[
-            torch.device, torch.cuda.Stream
-        ] = {}  # nothing runs there: it is where one records
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}  # only captured on, never run on
 
-    def run(self, work: GraphFunction, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
-        """`work(*read, *written)`."""
-        if self._unavailable or not written[0].is_cuda:
-            work(*read, *written)
+    def run(self, function: GraphFunction, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """`function(*inputs, *outputs)`, as a graph where that is possible."""
+        if self._unavailable or not outputs[0].is_cuda:
+            function(*inputs, *outputs)
             return
-        key = (work, *((t.shape, t.dtype, t.device) for t in (*read, *written)))
-        found = self._graphs.get(key)
-        if found is None:
-            found = self._capture(work, read, written)
-            if found is None:
-                work(*read, *written)
+        key = (function, *((t.shape, t.dtype, t.device) for t in (*inputs, *outputs)))
+        captured = self._graphs.get(key)
+        if captured is None:
+            captured = self._capture(function, inputs, outputs)
+            if captured is None:
+                function(*inputs, *outputs)
                 return
-            self._graphs[key] = found
+            self._graphs[key] = captured
             self._evict()
-        for kept, now in zip(found.inputs, read, strict=True):
-            kept.copy_(now)
-        found.graph.replay()
-        for now, kept in zip(written, found.outputs, strict=True):
-            now.copy_(kept)
+        for static, x in zip(captured.inputs, inputs, strict=True):
+            static.copy_(x)
+        captured.graph.replay()
+        for x, static in zip(outputs, captured.outputs, strict=True):
+            x.copy_(static)
 
     def clear(self) -> None:
-        """Let go of all recordings and their memory."""
+        """Free all graphs and their memory."""
         self._graphs.clear()
-        self._pool = None  # an empty one cannot be used again
+        self._pool = None  # an empty pool cannot be used again
 
     def _evict(self) -> None:
         held = sum(one.nbytes for one in self._graphs.values())
@@ -75,40 +73,43 @@ class GraphCache:
             held -= self._graphs.pop(next(iter(self._graphs))).nbytes
 
     def _capture(
-        self, work: GraphFunction, read: Sequence[Tensor], written: Sequence[Tensor]
+        self, function: GraphFunction, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> _Captured | None:
-        """The work recorded; None, with a warning, if that cannot be done here."""
-        own = [t.clone(memory_format=torch.contiguous_format) for t in read]
-        out = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in written]
-        work(*own, *out)  # libraries set themselves up the first time, which cannot be recorded
+        """The function captured; None, with one warning, where capture fails."""
+        static_inputs = [t.clone(memory_format=torch.contiguous_format) for t in inputs]
+        static_outputs = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in outputs]
+        function(
+            *static_inputs, *static_outputs
+        )  # libraries initialise on first use, which cannot be captured
         try:
-            return _Captured(self._capture_graph(work, own, out), own, out)
+            graph = self._capture_graph(function, static_inputs, static_outputs)
         except RuntimeError as error:
             self._unavailable = True
             warnings.warn(
-                f"Quantising goes on launch by launch, which is slower: nothing could be recorded ({error}).",
+                f"Quantising continues without CUDA graphs, which is slower: capture failed ({error}).",
                 stacklevel=2,
             )
             return None
+        return _Captured(graph, static_inputs, static_outputs)
 
     def _capture_graph(
-        self, work: GraphFunction, own: Sequence[Tensor], out: Sequence[Tensor]
+        self, function: GraphFunction, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        device = out[0].device
+        device = outputs[0].device
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()  # one for all: they never run side by side
+            self._pool = torch.cuda.graph_pool_handle()  # one for all graphs: no two ever run at once
         with torch.cuda.stream(self._streams[device]):
-            # Not torch.cuda.graph: that gives all free memory back first, which costs more than recording.
+            # Not torch.cuda.graph: it first frees all cached memory, which costs more than the capture.
             graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
             try:
-                work(*own, *out)
+                function(*inputs, *outputs)
             finally:
                 graph.capture_end()
         return graph
 
 
 GRAPHS = GraphCache()
-"""The one everybody uses: shapes repeat from matrix to matrix and from layer to layer."""
+"""The cache of the process: shapes repeat from matrix to matrix and from layer to layer."""

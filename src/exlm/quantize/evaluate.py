@@ -1,16 +1,19 @@
-"""How good a model is, alone or against the one it was made from: perplexity, divergence, agreement.
+"""Evaluates a model, alone or against the one it was made from, and writes the report.
 
-Both models run layer by layer on the same rows, so that only one layer of each is in memory and every layer's
-error is seen. Divergence is that of the float model's next-token distribution from the other's, in nats.
+Perplexity, KL divergence, top-1 agreement, relative error behind every layer. Both models run layer by layer
+on the same rows, so only one layer of each is in memory. The divergence is KL(source ‖ model) of the
+next-token distributions, in nats per token.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,47 +23,50 @@ from torch import Tensor
 
 from ..checkpoint import open_source
 from ..config import Config
-from ..errors import InputError
+from ..errors import InputError, MissingExtra
 from ..kvcache import PAGE_SIZE, Cache
 from ..model import Model
 from ..model.devices import pick_device
 from ..model.model_runner import PagedModelRunner
 from ..tokenizer import Tokenizer
-from . import calibration as calibrate
-from .layer_loader import LayerLoader, layer_loader, make_batch, run_block
-from .measurement import quantized_matrices
+from . import calibration
+from .allocation import quantized_matrices
+from .layer_loader import layer_loader, make_batch, run_block
 
 log = logging.getLogger(__name__)
 
 HELD_OUT_ROWS = 16
-"""Rows of the built-in text that models are compared on."""
+"""Rows of the built-in text that are read where no other text is given."""
 
 LOGIT_TOKENS = 1024
-"""Tokens whose logits are held together."""
+"""Tokens whose logits are in memory at once."""
 
 PERCENTILES = (50, 90, 95, 99)
+
+JSON_FILE = "quality.json"
+PLOT_FILE = "quality.png"
 
 
 @dataclass(frozen=True)
 class Quality:
-    """What was found; fields about another model are None where there was none."""
+    """What an evaluation found; fields that need a second model are None without one."""
 
     model: str
     tokens: int
     perplexity: float
     bytes: int  # of the weight files
-    bits: float  # a weight of the layers' matrices, scales and orders included
+    bits: float  # per weight of the layers' matrices, scales and permutations included
     layer_bits: tuple[float, ...]
     against: str | None = None
     against_perplexity: float | None = None
-    kl: float | None = None
+    kl: float | None = None  # nats per token
     kl_percentiles: dict[str, float] | None = None
-    top1: float | None = None  # how often both would say the same token
-    layer_errors: tuple[float, ...] | None = None  # of the residual stream behind each layer, relative
-    speed: dict[str, float] | None = None  # tokens a second
+    top1: float | None = None  # share of tokens at which both models have the same argmax
+    layer_errors: tuple[float, ...] | None = None  # relative error of the hidden states behind each layer
+    speed: dict[str, float] | None = None  # tokens per second
 
     def to_json(self) -> dict[str, Any]:
-        """For a file."""
+        """As quality.json has it."""
         return asdict(self)
 
     def figures(self) -> list[tuple[str, str]]:
@@ -73,36 +79,21 @@ class Quality:
             ),
         ]
         if self.kl is not None and self.kl_percentiles is not None and self.top1 is not None:
-            spread = ", ".join(
+            percentiles = ", ".join(
                 f"{p if p == 'max' else p + ' %'} {value:.4f}" for p, value in self.kl_percentiles.items()
             )
             found += [
                 ("perplexity of the source", f"{self.against_perplexity:.4f}"),
-                ("KL divergence from it", f"{self.kl:.5f} nats a token ({spread})"),
+                ("KL divergence from it", f"{self.kl:.5f} nats a token ({percentiles})"),
                 ("same first choice", f"{self.top1:.2%} of tokens"),
             ]
         if self.speed is not None:
-            reading, writing = self.speed["prompt"], self.speed["generation"]
-            found.append(("speed here", f"{reading:,.0f} tokens/s reading, {writing:,.1f} writing"))
+            prompt, decode = self.speed["prompt"], self.speed["generation"]
+            found.append(("speed here", f"{prompt:,.0f} tokens/s reading, {decode:,.1f} writing"))
         return found
 
 
-class _LayerwiseModel:
-    """One of the models, and its states."""
-
-    def __init__(self, path: str | Path, length: int, device: torch.device) -> None:
-        self.frozen = Config(path).freeze()
-        self.source = open_source(self.frozen.path, self.frozen.spec.names, self.frozen.quantization)
-        self.loader: LayerLoader = layer_loader(self.frozen, self.source, length, device)
-        self.states: list[Tensor] = []
-
-    def embed(self, rows: list[Tensor]) -> None:
-        embedding = self.loader.load_embedding()
-        self.states = [embedding.forward(make_batch(ids)).contiguous() for ids in rows]
-
-    def run_layer(self, i: int, rows: list[Tensor]) -> None:
-        block = self.loader.load_layer(i)
-        self.states = [run_block(block, x, make_batch(ids)) for x, ids in zip(self.states, rows, strict=True)]
+# -- the evaluation --------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -120,134 +111,171 @@ def evaluate_model(
 ) -> Quality:
     """Read some text with a model and, with `against`, with the one to compare it to.
 
-    The text is that of a file (`rows` of `length` tokens; 512, or as many as the model reads), or `ids`
-    (rows, tokens), or without either the part of the built-in one that nothing is calibrated with. With
+    The text is that of a file (`rows` of `length` tokens; 512, or as many as the model can read), or `ids`
+    (rows, tokens), or without either the part of the built-in text that is held out from calibration. With
     `speed` the model is also loaded whole and timed.
     """
-    place = pick_device(device)
+    device_ = pick_device(device)
     paths = [path for path in (model, against) if path is not None]
     if ids is None:
         if text is not None and length is not None:
             _check_length(length, paths)
         ids = held_out_ids(model) if text is None else _ids_from_file(model, Path(text), rows, length)
     ids = _check_ids(ids, paths)
-    lines = [row[None].to(place) for row in ids]
-    sides = [_LayerwiseModel(path, ids.shape[1], place) for path in paths]
-    depth = _common_depth(sides)
+    batches = [row[None].to(device_) for row in ids]
+    models = [_LayerwiseModel(path, ids.shape[1], device_) for path in paths]
+    depth = _common_depth(models)
     errors = []
-    for side in sides:
-        side.embed(lines)
+    for one in models:
+        one.embed(batches)
     for i in range(depth):
-        for side in sides:
-            side.run_layer(i, lines)
+        for one in models:
+            one.run_layer(i, batches)
         if against is not None:
-            errors.append(_relative_error(sides[1].states, sides[0].states))
+            errors.append(_relative_error(models[1].states, models[0].states))
         progress(i + 1, depth + 1)
-    found = _logit_stats(sides, lines)
+    stats = _logit_stats(models, batches)
     progress(depth + 1, depth + 1)
-    bits, layer_bits = bits_per_weight(sides[0].frozen.path)
+    bits, layer_bits = bits_per_weight(models[0].frozen.path)
     return Quality(
         model=str(model),
         tokens=ids.numel(),
-        perplexity=found.perplexities[0],
-        bytes=sides[0].source.files.total_bytes,
+        perplexity=stats.perplexities[0],
+        bytes=models[0].source.files.total_bytes,
         bits=bits,
         layer_bits=layer_bits,
         speed=measure_speed(model, device) if speed else None,
-        **({} if against is None else found.comparison(str(against), errors)),
+        **({} if against is None else stats.comparison(str(against), errors)),
     )
+
+
+class _LayerwiseModel:
+    """One of the models, and its hidden states (1, tokens, hidden) of every row."""
+
+    def __init__(self, path: str | Path, length: int, device: torch.device) -> None:
+        self.frozen = Config(path).freeze()
+        self.source = open_source(self.frozen.path, self.frozen.spec.names, self.frozen.quantization)
+        self.loader = layer_loader(self.frozen, self.source, length, device)
+        self.states: list[Tensor] = []
+
+    def embed(self, rows: list[Tensor]) -> None:
+        embedding = self.loader.load_embedding()
+        self.states = [embedding.forward(make_batch(ids)).contiguous() for ids in rows]
+
+    def run_layer(self, i: int, rows: list[Tensor]) -> None:
+        block = self.loader.load_layer(i)
+        self.states = [run_block(block, x, make_batch(ids)) for x, ids in zip(self.states, rows, strict=True)]
 
 
 @dataclass(frozen=True)
 class _LogitStats:
-    perplexities: list[float]
-    divergences: Tensor
+    perplexities: list[float]  # of each model
+    divergences: Tensor  # (tokens,) KL of the second model's distribution from the first's
     top1: float
 
     def comparison(self, against: str, errors: list[float]) -> dict[str, Any]:
-        d = self.divergences
+        """The fields of `Quality` that need a second model."""
+        kl = self.divergences
+        percentiles = {str(p): float(kl.quantile(p / 100)) for p in PERCENTILES}
         return {
             "against": against,
             "against_perplexity": self.perplexities[1],
-            "kl": float(d.mean()),
-            "kl_percentiles": {str(p): float(d.quantile(p / 100)) for p in PERCENTILES}
-            | {"max": float(d.max())},
+            "kl": float(kl.mean()),
+            "kl_percentiles": percentiles | {"max": float(kl.max())},
             "top1": self.top1,
             "layer_errors": tuple(errors),
         }
 
 
-def _logit_stats(sides: list[_LayerwiseModel], rows: list[Tensor]) -> _LogitStats:
-    """Both heads on the last states, a few tokens at a time."""
-    heads = [side.loader.load_head() for side in sides]
-    sums, count, agreed = [0.0] * len(sides), 0, 0
+def _logit_stats(models: list[_LayerwiseModel], rows: list[Tensor]) -> _LogitStats:
+    """Both heads on the final hidden states, a few tokens at a time."""
+    heads = [one.loader.load_head() for one in models]
+    nll, count, agreed = [0.0] * len(models), 0, 0
     divergences: list[Tensor] = []
     for number, ids in enumerate(rows):
         for a in range(0, ids.shape[1], LOGIT_TOKENS):
             b = min(a + LOGIT_TOKENS, ids.shape[1])
-            parts = zip(heads, sides, strict=True)
-            logs = [
-                head.forward(side.states[number][:, a:b], None, make_batch(ids[:, a:b]))[0][0].log_softmax(-1)
-                for head, side in parts
+            log_probs = [
+                head.forward(one.states[number][:, a:b], None, make_batch(ids[:, a:b]))[0][0].log_softmax(-1)
+                for head, one in zip(heads, models, strict=True)
             ]
-            wanted = ids[0, a + 1 : b + 1]
-            for i, one in enumerate(logs):
-                sums[i] += float(F.nll_loss(one[: len(wanted)], wanted, reduction="sum"))
-            count += len(wanted)
-            if len(logs) == 2:
-                quantised, exact = logs
+            next_ids = ids[0, a + 1 : b + 1]
+            for i, one in enumerate(log_probs):
+                nll[i] += float(F.nll_loss(one[: len(next_ids)], next_ids, reduction="sum"))
+            count += len(next_ids)
+            if len(log_probs) == 2:
+                quantised, exact = log_probs
                 divergences.append((exact.exp() * (exact - quantised)).sum(-1).cpu())
                 agreed += int((exact.argmax(-1) == quantised.argmax(-1)).sum())
-    seen = torch.cat(divergences) if divergences else torch.zeros(1)
-    return _LogitStats([math.exp(min(s / count, 700.0)) for s in sums], seen, agreed / len(seen))
+    kl = torch.cat(divergences) if divergences else torch.zeros(1)
+    return _LogitStats([math.exp(min(total / count, 700.0)) for total in nll], kl, agreed / len(kl))
 
 
 def bits_per_weight(path: Path) -> tuple[float, tuple[float, ...]]:
-    """Bits a weight of the layers' matrices, from headers: in all, and of each layer."""
+    """Stored bits per weight of the layers' matrices, in all and by layer; reads headers only."""
     frozen = Config(path).freeze()
     source = open_source(frozen.path, frozen.spec.names, frozen.quantization)
-    used, have = [0] * len(frozen.spec.layers), [0] * len(frozen.spec.layers)
+    bits, weights = [0] * len(frozen.spec.layers), [0] * len(frozen.spec.layers)
     for m in quantized_matrices(frozen.spec):
         layer = int(m.role.split(".")[1])
-        used[layer] += 8 * source.describe(m.role)[1]
-        have[layer] += m.in_features * m.out_features
-    return sum(used) / sum(have), tuple(u / h for u, h in zip(used, have, strict=True))
+        bits[layer] += 8 * source.describe(m.role)[1]
+        weights[layer] += m.in_features * m.out_features
+    return sum(bits) / sum(weights), tuple(b / w for b, w in zip(bits, weights, strict=True))
 
 
-def _common_depth(sides: list[_LayerwiseModel]) -> int:
-    """How many layers the models have, which must be as many."""
-    sizes = [(len(side.frozen.spec.layers), side.frozen.spec.vocab) for side in sides]
+def _relative_error(exact: list[Tensor], other: list[Tensor]) -> float:
+    error = sum(float((e - o).square().sum()) for e, o in zip(exact, other, strict=True))
+    return math.sqrt(error / max(sum(float(e.square().sum()) for e in exact), 1e-30))
+
+
+def _common_depth(models: list[_LayerwiseModel]) -> int:
+    """The number of layers; `InputError` if the models differ in it or in the vocabulary."""
+    sizes = [(len(one.frozen.spec.layers), one.frozen.spec.vocab) for one in models]
     if len(set(sizes)) > 1:
         (layers, vocab), (other_layers, other_vocab) = sizes
         raise InputError(
-            f"{sides[0].frozen.path} has {layers} layers and {vocab:,} tokens, {sides[1].frozen.path} has "
+            f"{models[0].frozen.path} has {layers} layers and {vocab:,} tokens, {models[1].frozen.path} has "
             f"{other_layers} and {other_vocab:,}: they cannot be compared."
         )
     return sizes[0][0]
 
 
+# -- the text --------------------------------------------------------------------------------------
+
+
 def held_out_ids(model: str | Path) -> Tensor:
-    """(rows, length) ids of the built-in text that nothing is calibrated with, some of every kind."""
+    """(rows, length) ids of the built-in text that is held out from calibration, some of every kind."""
     config = Config(model)
     tokenizer = Tokenizer(config)
-    length = min(calibrate.DEFAULT_LENGTH, config.max_seq_len)
-    ids = torch.cat([tokenizer.encode(text)[0] for text in calibrate.builtin_texts(held_out=True)])
-    ids = calibrate.check_vocab(ids, config)
+    length = min(calibration.DEFAULT_LENGTH, config.max_seq_len)
+    ids = torch.cat([tokenizer.encode(text)[0] for text in calibration.builtin_texts(held_out=True)])
+    ids = calibration.check_vocab(ids, config)
     length = min(length, len(ids))
     rows = ids[: len(ids) // length * length].view(-1, length)
     rows = rows[torch.linspace(0, len(rows) - 1, min(HELD_OUT_ROWS, len(rows))).long()]
-    return calibrate.prepend_bos(rows, config, tokenizer)
+    return calibration.prepend_bos(rows, config, tokenizer)
+
+
+def _ids_from_file(model: str | Path, path: Path, rows: int, length: int | None) -> Tensor:
+    if rows < 1:
+        raise InputError(f"rows must be at least 1, found {rows}.")
+    config = Config(model)
+    length = min(calibration.DEFAULT_LENGTH, config.max_seq_len) if length is None else max(length, 1)
+    tokenizer = Tokenizer(config)
+    texts = calibration.read_documents(path.expanduser())
+    ids = calibration.pack_rows(texts, tokenizer, rows, length, str(path))
+    return calibration.prepend_bos(calibration.check_vocab(ids, config), config, tokenizer)
 
 
 def _check_ids(ids: Any, models: Sequence[str | Path]) -> Tensor:
-    """Rows of tokens that these models can read."""
+    """The ids as int64; `InputError` if they are not (rows, tokens) of ids that all models can read."""
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype is torch.bool:
         found = str(ids.dtype) if isinstance(ids, Tensor) else type(ids).__name__
-        raise InputError(f"ids must be a tensor of whole numbers, (rows, tokens), found {found}.")
+        raise InputError(f"ids must be a tensor of integers, (rows, tokens), found {found}.")
     if ids.dim() != 2 or ids.shape[0] < 1 or ids.shape[1] < 2:
         raise InputError(f"ids must be rows of at least two tokens, found shape {tuple(ids.shape)}.")
     _check_length(ids.shape[1], models)
-    last = Config(models[0]).vocab_size - 1  # another model must have as many
+    last = Config(models[0]).vocab_size - 1  # _common_depth compares it with the other model's
     if int(ids.min()) < 0 or int(ids.max()) > last:
         raise InputError(f"ids must be from 0 to {last}, found {int(ids.min())} to {int(ids.max())}.")
     return ids.long()
@@ -262,21 +290,14 @@ def _check_length(length: int, models: Sequence[str | Path]) -> None:
             )
 
 
-def _ids_from_file(model: str | Path, path: Path, rows: int, length: int | None) -> Tensor:
-    if rows < 1:
-        raise InputError(f"rows must be at least 1, found {rows}.")
-    config = Config(model)
-    length = min(calibrate.DEFAULT_LENGTH, config.max_seq_len) if length is None else max(length, 1)
-    tokenizer = Tokenizer(config)
-    found = calibrate.read_documents(path.expanduser())
-    ids = calibrate.pack_rows(found, tokenizer, rows, length, str(path))
-    return calibrate.prepend_bos(calibrate.check_vocab(ids, config), config, tokenizer)
+# -- speed -----------------------------------------------------------------------------------------
 
 
 def measure_speed(model: str | Path, device: str | None) -> dict[str, float] | None:
-    """Tokens a second: reading 256 of them, and then one after the other.
+    """Tokens per second of a prompt of up to 256 tokens, and of greedy decoding after it.
 
-    None for a model that cannot be loaded whole: all else was found layer by layer, and must not be lost.
+    None, with a warning, for a model that cannot be loaded whole: the rest of the evaluation does not need
+    that.
     """
     config, steps = Config(model), 16
     config.device = str(pick_device(device or config.device))
@@ -288,36 +309,86 @@ def measure_speed(model: str | Path, device: str | None) -> dict[str, float] | N
     loaded.load()
     cache = Cache(loaded, max_seq_len=-(-(length + steps) // PAGE_SIZE) * PAGE_SIZE)
     runner = loaded.runner(cache)
-    text = _PagedPrompt(
+    prompt = _PagedPrompt(
         [i * 7 % config.vocab_size for i in range(length)], list(range(cache.max_seq_len // PAGE_SIZE))
     )
-    for count in (4, steps):  # once to warm up: a GPU compiles and records what it meets for the first time
-        begun = time.perf_counter()
+    for count in (4, steps):  # the first round warms up: a GPU compiles kernels and captures graphs
+        start = time.perf_counter()
         if length > 1:
-            runner.prefill(text, 0, length - 1)
-        token = _next_token(runner, text, length - 1, text.ids[-1])
-        read = time.perf_counter()
+            runner.prefill(prompt, 0, length - 1)
+        token = _next_token(runner, prompt, length - 1, prompt.ids[-1])
+        prefilled = time.perf_counter()
         for i in range(count):
-            token = _next_token(runner, text, length + i, token)
+            token = _next_token(runner, prompt, length + i, token)
         end = time.perf_counter()
     loaded.unload()
-    return {"prompt": length / (read - begun), "generation": steps / (end - read)}
+    return {"prompt": length / (prefilled - start), "generation": steps / (end - prefilled)}
 
 
 @dataclass(frozen=True)
 class _PagedPrompt:
-    """A prompt in pages, as a generator would have it."""
+    """A prompt with its KV pages, as a `ModelRunner` takes it."""
 
     ids: list[int]
     pages: list[int]
     extras: None = None
 
 
-def _next_token(runner: PagedModelRunner, text: _PagedPrompt, past: int, token: int) -> int:
-    """What follows the token."""
-    return int(runner.decode([text], [past], [[token]])[0].argmax())
+def _next_token(runner: PagedModelRunner, prompt: _PagedPrompt, past: int, token: int) -> int:
+    return int(runner.decode([prompt], [past], [[token]])[0].argmax())
 
 
-def _relative_error(exact: list[Tensor], other: list[Tensor]) -> float:
-    off = sum(float((e - o).square().sum()) for e, o in zip(exact, other, strict=True))
-    return math.sqrt(off / max(sum(float(e.square().sum()) for e in exact), 1e-30))
+# -- the report ------------------------------------------------------------------------------------
+
+
+def write_report(folder: Path, quality: Quality, facts: Mapping[str, Any], card: str = "quality.md") -> None:
+    """Write a card for people and quality.json into a folder, and quality.png if matplotlib is installed.
+
+    `facts`, names and values, say how the model was made.
+    """
+    plotted = True
+    try:
+        plot(quality, folder / PLOT_FILE)
+    except MissingExtra as reason:
+        log.info("no plots: %s", reason)
+        plotted = False
+    table = {"quality": quality.to_json(), "made_with": dict(facts)}
+    (folder / JSON_FILE).write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+    (folder / card).write_text(markdown(quality, facts, plotted), encoding="utf-8")
+
+
+def markdown(q: Quality, facts: Mapping[str, Any], plotted: bool) -> str:
+    """The card."""
+    lines = [f"# {q.model}", ""]
+    lines += [f"- {name}: {value}" for name, value in facts.items()]
+    lines += ["", "## Quality", "", "| | |", "|---|---|"]
+    lines += [f"| {name} | {value} |" for name, value in q.figures()]
+    lines += ["", "## Layers", "", "| layer | bits a weight | error behind it |", "|---|---|---|"]
+    for i, bits in enumerate(q.layer_bits):
+        error = f"{q.layer_errors[i]:.4f}" if q.layer_errors else "–"
+        lines.append(f"| {i} | {bits:.2f} | {error} |")
+    if plotted:
+        lines += ["", f"![Bits and errors of the layers]({PLOT_FILE})"]
+    return "\n".join(lines) + "\n"
+
+
+def plot(q: Quality, path: Path) -> None:
+    """Plot bits and errors by layer; `MissingExtra` without matplotlib."""
+    try:
+        matplotlib = import_module("matplotlib")
+        matplotlib.use("Agg")
+        pyplot = import_module("matplotlib.pyplot")
+    except ImportError as error:
+        raise MissingExtra("Plots need matplotlib: pip install 'exlm[bench]'") from error
+    figure, axes = pyplot.subplots(figsize=(8, 4))
+    axes.bar(range(len(q.layer_bits)), q.layer_bits, color="#b8c7d9")
+    axes.set_xlabel("layer")
+    axes.set_ylabel("bits a weight")
+    if q.layer_errors:
+        twin = axes.twinx()
+        twin.plot(range(len(q.layer_errors)), q.layer_errors, color="#b3402a", marker=".")
+        twin.set_ylabel("relative error behind the layer")
+        twin.set_ylim(bottom=0)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

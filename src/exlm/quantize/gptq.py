@@ -1,7 +1,13 @@
-"""Rounding a matrix row after row onto grids it is told, each error made good by the rows still to come.
+"""GPTQ for one matrix: rows are rounded one after the other, each error fed back to the rows still to come.
 
-This is GPTQ for any format: a grid says which whole numbers a group may hold and what each column multiplies
-them with. Choosing grids is the format's business.
+W is (inputs, columns), x W the product. With the Hessian H = mean of x xᵀ of the inputs, the loss of rounded
+weights Ŵ is tr((Ŵ - W)ᵀ H (Ŵ - W)); all columns share H. A row i that was rounded leaves the error
+e = (w_i - ŵ_i) / U_ii, with U the upper Cholesky factor of the damped H⁻¹ (Uᵀ U = H⁻¹); the loss grows by e²,
+and subtracting U_ij e from every later row j is the best answer to it. (LDLQ of QuIP# is the same feedback,
+written with the LDL decomposition of H.)
+
+This is the algorithm, for any format: a `GroupStep` says how the grid of a group of rows is chosen. The
+formats EXL2 and GPTQ are in `matrix_solver`.
 """
 
 from __future__ import annotations
@@ -20,86 +26,68 @@ DAMPING_ATTEMPTS = 12
 
 
 class Grid(NamedTuple):
-    """What the numbers of one group may be: whole numbers from low to high, times the column's scale."""
+    """The values a group's weights may have: integers from low to high, times the column's scale."""
 
     scale: Tensor  # (columns,) float32, as a reader decodes it
     low: Tensor  # (columns,) or ()
     high: Tensor
 
     def inverse(self) -> Tensor:
-        """What numbers are multiplied with to be rounded; 0 where there is no scale."""
+        """1 / scale; 0 where the scale is 0."""
         return torch.where(self.scale > 0, 1 / self.scale, torch.zeros_like(self.scale))
 
     def nearest(self, w: Tensor) -> Tensor:
-        """The whole numbers that come closest to `w`; 0 where there is no scale."""
+        """The codes nearest to `w`; 0 where the scale is 0."""
         return (w * self.inverse()).round_().clamp_(self.low, self.high)
 
     def value(self, codes: Tensor) -> Tensor:
-        """What a reader makes of them: products rounded to float16."""
+        """What a reader decodes: the products rounded to float16."""
         return (codes * self.scale).half().float()
 
 
-ChooseGrid = Callable[..., Grid]
-"""(rows as they are now, how much each matters, *kept) → their grid; fills what is to be kept of it.
-
-It is recorded, as a part of a `tape.Work`: equal ones do the same, and none waits for the device.
-"""
-
-
-class GroupStep(NamedTuple):
-    """One group to be rounded."""
-
-    rows: int
-    choose: ChooseGrid
-    outputs: tuple[Tensor, ...] = ()
+# -- factorising the Hessian -----------------------------------------------------------------------
 
 
 class HessianFactors(NamedTuple):
-    """The input side of one matrix: the order its rows are stored in, and the covariance of its inputs."""
+    """The input side of one matrix."""
 
-    perm: Tensor  # (inputs,) stored row → input
-    hessian: Tensor  # mean of x xᵀ, damped, in stored order
-    inv_chol: Tensor  # U with Uᵀ U = H⁻¹
-
-
-class GptqResult(NamedTuple):
-    """Rows in stored order on their grids."""
-
-    codes: Tensor  # (inputs, columns) float32, whole numbers
-    losses: Tensor  # (inputs, columns) what each number adds to the loss
+    perm: Tensor  # (inputs,) stored row → input: act-order
+    hessian: Tensor  # (inputs, inputs) H, damped, rows and columns in stored order
+    inv_chol: Tensor  # U, upper, with Uᵀ U = H⁻¹
 
 
 def factorize(w: Tensor, hessian: Tensor, damping: float, where: str = "") -> HessianFactors:
-    """Order the rows of `w` (inputs, columns) by how much they move the answer, and take H apart.
+    """Sort the rows of `w` (inputs, columns) by H_ii · mean(w_i²), damp H and factorise its inverse.
 
-    `InputError` if H holds NaN or infinity; where it is not positive definite it is damped more.
+    `damping` times the mean of H's diagonal is added to the diagonal, more of it until H is positive
+    definite. `InputError`, which names `where`, if H or `w` holds NaN or infinity.
     """
     if not bool(torch.isfinite(hessian).all()):
         raise InputError(
             f"{where}: its inputs overflow on the calibration text. Leave out the text that makes the model "
-            "diverge, or check the source model: its own answers would not be numbers either."
+            "diverge, or check the source model: its own outputs would not be numbers either."
         )
     if not bool(torch.isfinite(w).all()):
         raise InputError(f"{where}: the source matrix holds NaN or infinity. Download the model again.")
-    order = (hessian.diagonal() * w.square().mean(1)).argsort(descending=True, stable=True)
-    h, step = hessian[order][:, order], max(damping * float(hessian.diagonal().mean()), 1e-8)
+    perm = (hessian.diagonal() * w.square().mean(1)).argsort(descending=True, stable=True)
+    h, step = hessian[perm][:, perm], max(damping * float(hessian.diagonal().mean()), 1e-8)
     for _ in range(DAMPING_ATTEMPTS):
         h = h + step * torch.eye(len(h), device=h.device, dtype=h.dtype)
-        upper = inverse_cholesky(h)
-        if upper is not None:
-            return HessianFactors(order, h, upper)
+        inv_chol = inverse_cholesky(h)
+        if inv_chol is not None:
+            return HessianFactors(perm, h, inv_chol)
         step *= 2
-    raise InputError(f"{where}: its inputs have no usable covariance. Calibrate with more or other text.")
+    raise InputError(f"{where}: the covariance of its inputs is singular. Calibrate with more or other text.")
 
 
 def add_damping(hessian: Tensor, damping: float) -> Tensor:
-    """With a share of its diagonal's mean added to that."""
+    """H + damping · mean(diag H) · I."""
     step = max(damping * float(hessian.diagonal().mean()), 1e-8)
     return hessian + step * torch.eye(len(hessian), device=hessian.device, dtype=hessian.dtype)
 
 
 def inverse_cholesky(h: Tensor) -> Tensor | None:
-    """U with Uᵀ U = H⁻¹, or None if H is not safely positive definite."""
+    """U, upper, with Uᵀ U = H⁻¹; None if H is not safely positive definite."""
     lower, failed = torch.linalg.cholesky_ex(h)
     if int(failed):
         return None
@@ -107,76 +95,62 @@ def inverse_cholesky(h: Tensor) -> Tensor | None:
     return upper if not int(failed) and bool(torch.isfinite(upper).all()) else None
 
 
+# -- the algorithm ---------------------------------------------------------------------------------
+
+
+ChooseGrid = Callable[..., Grid]
+"""(rows so far, importance of each row, *outputs) → their grid; writes its parameters to the outputs.
+
+Runs inside a CUDA graph (`cuda_graphs.GraphFunction`): equal ones do the same, and none waits for the device.
+"""
+
+
+class GroupStep(NamedTuple):
+    """One group of rows to round."""
+
+    rows: int
+    choose: ChooseGrid
+    outputs: tuple[Tensor, ...] = ()  # where `choose` writes what is stored of the grid
+
+
+class GptqResult(NamedTuple):
+    """Rounded rows in stored order."""
+
+    codes: Tensor  # (inputs, columns) float32, integers
+    losses: Tensor  # (inputs, columns) what each weight's rounding adds to the loss
+
+
 def gptq(w: Tensor, f: HessianFactors, steps: Sequence[GroupStep]) -> GptqResult:
     """Round `w` (inputs, columns, in the order of the inputs) group by group."""
     w = w[f.perm]
     codes, errors = torch.empty_like(w), torch.empty_like(w)
-    steep = f.inv_chol.diagonal().reciprocal()
+    inv_diag = f.inv_chol.diagonal().reciprocal()
     a = 0
-    for rows, choose, kept in steps:
+    for rows, choose, outputs in steps:
         b = a + rows
-        block = (w[a:b], f.inv_chol[a:b, a:b], steep[a:b])
-        GRAPHS.run(_GptqGroup(choose), block, (codes[a:b], errors[a:b], *kept))
-        w[b:].addmm_(f.inv_chol[a:b, b:].T, errors[a:b], alpha=-1)
+        block = (w[a:b], f.inv_chol[a:b, a:b], inv_diag[a:b])
+        GRAPHS.run(_GptqGroup(choose), block, (codes[a:b], errors[a:b], *outputs))
+        w[b:].addmm_(f.inv_chol[a:b, b:].T, errors[a:b], alpha=-1)  # feedback to all later groups
         a = b
     return GptqResult(codes, errors.square_())
 
 
 @dataclass(frozen=True)
 class _GptqGroup:
-    """The rows of one group; few calls, because each costs more than its work."""
+    """The rows of one group, one after the other; few calls, because launches cost more than their work."""
 
     choose: ChooseGrid
 
     def __call__(
-        self, w: Tensor, upper: Tensor, steep: Tensor, codes: Tensor, errors: Tensor, *kept: Tensor
+        self, w: Tensor, inv_chol: Tensor, inv_diag: Tensor, codes: Tensor, errors: Tensor, *outputs: Tensor
     ) -> None:
-        importance = steep.square()
-        grid = self.choose(w, importance / importance.mean(), *kept)
+        importance = inv_diag.square()
+        grid = self.choose(w, importance / importance.mean(), *outputs)
         scale, inverse = grid.scale, grid.inverse()
         value = torch.empty_like(w[0], dtype=torch.float16)
-        rows = zip(w, codes, errors, steep, upper, strict=True)
-        for i, (now, code, error, slope, behind) in enumerate(rows, 1):
+        rows = zip(w, codes, errors, inv_diag, inv_chol, strict=True)
+        for i, (now, code, error, inv_u, u_row) in enumerate(rows, 1):
             torch.mul(now, inverse, out=code).round_().clamp_(grid.low, grid.high)
             torch.mul(code, scale, out=value)
-            torch.sub(now, value, out=error).mul_(slope)
-            w[i:].addr_(behind[i:], error, alpha=-1)
-
-
-def descend_one_sided(
-    codes: Tensor, gradient: Tensor, h: Tensor, sizes: Sequence[int], grids: Sequence[Grid]
-) -> None:
-    """Give each code in turn the value that is best for all others as they are; changes both tensors.
-
-    `gradient` is H times what the rounding leaves of the target, and is kept so.
-    """
-    a = 0
-    for size, grid in zip(sizes, grids, strict=True):
-        b = a + size
-        change = torch.empty_like(codes[a:b])
-        block = (codes[a:b], gradient[a:b], h[a:b, a:b], *grid)
-        GRAPHS.run(_descend_group, block, (codes[a:b], change))
-        gradient.addmm_(h[:, a:b], change, alpha=-1)
-        a = b
-
-
-def _descend_group(
-    old: Tensor,
-    gradient: Tensor,
-    h: Tensor,
-    scale: Tensor,
-    low: Tensor,
-    high: Tensor,
-    codes: Tensor,
-    change: Tensor,
-) -> None:
-    """The rows of one group, and by how much their values change; new codes may take the place of `old`."""
-    grid, gradient = Grid(scale, low, high), gradient.clone()
-    values, inverse = grid.value(old), grid.inverse()
-    value = torch.empty_like(scale, dtype=torch.float16)
-    rows = zip(codes, values, gradient, change, h.diagonal().reciprocal(), h, strict=True)
-    for i, (code, before, slope, moved, flat, beside) in enumerate(rows, 1):
-        torch.addcmul(before, slope, flat, out=code).mul_(inverse).round_().clamp_(low, high)
-        torch.mul(code, scale, out=value)
-        torch.sub(value, before, out=moved)
-        gradient[i:].addr_(beside[i:], moved, alpha=-1)
+            torch.sub(now, value, out=error).mul_(inv_u)
+            w[i:].addr_(u_row[i:], error, alpha=-1)

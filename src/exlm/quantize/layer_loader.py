@@ -1,7 +1,6 @@
-"""One layer at a time: modules built when they are needed, with matrices that can be heard and changed.
+"""Loads a model layer by layer, in plain float32 torch, with matrices that have hooks and can be replaced.
 
-Everything is plain torch in float32, whatever the files hold. What is done with what is heard is not known
-here.
+Only one layer of the model is in memory at a time, whatever format the files are in.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ TensorHook = Callable[[Tensor], object]
 
 
 class StopForward(Exception):
-    """The matrix that was waited for has been asked; what comes behind it need not be computed."""
+    """The inputs of a matrix were captured, and the rest of the forward pass is not needed."""
 
 
 class HookedLinear:
-    """A matrix of floats: listened to where somebody asked for it, and replaceable."""
+    """A float matrix whose inputs and outputs can be captured, and which can be replaced."""
 
     def __init__(self, weight: DenseWeight) -> None:
         self.data = weight.data  # (out, in)
         self.bias = weight.bias
         self.on_input: TensorHook | None = None
         self.on_output: TensorHook | None = None
-        self.stops_forward = False  # whether the computation may end here
+        self.stops_forward = False  # raise StopForward once the input was captured
 
     def __call__(self, x: Tensor) -> Tensor:
         """x @ W + bias."""
@@ -49,7 +48,7 @@ class HookedLinear:
             self.on_input(x)
         if self.stops_forward:
             raise StopForward
-        flat = x.reshape(-1, x.shape[-1])  # rows one after the other: others take torch's slow ways
+        flat = x.reshape(-1, x.shape[-1])  # torch is slower with other strides
         y = F.linear(flat, self.data, self.bias).view(*x.shape[:-1], -1)
         if self.on_output is not None:
             self.on_output(y)
@@ -58,56 +57,56 @@ class HookedLinear:
 
 @dataclass
 class LayerLoader(Builder):
-    """Builds modules whose every matrix is a `Tap`, kept by role until `clear`."""
+    """Builds modules whose matrices are `HookedLinear`s, which `linears` has by role until `clear`."""
 
     linears: dict[str, HookedLinear] = field(default_factory=dict)
 
     def prepare(self, role: str) -> Callable[[], Linear]:
-        """A matrix is read at once and becomes a tap when it is wanted."""
+        """Read a matrix now and build its module later."""
         return partial(self.bind_linear, role, self.read_weight(role))
 
     def bind_linear(self, role: str, weight: Weight) -> Linear:
-        """A matrix, unpacked if it must be."""
+        """A matrix as a module, dequantised if it is packed."""
         if isinstance(weight, PackedWeight):
             device, dtype = self.backends.device, self.backends.dtype
             bias = None if weight.bias is None else weight.bias.to(device, dtype)
             weight = DenseWeight(dequantize_in_chunks(weight).to(device, dtype), bias)
         assert isinstance(weight, DenseWeight)
-        self.linears[role] = tap = HookedLinear(weight)
-        return Linear(tap, weight.in_features, weight.out_features)
+        self.linears[role] = linear = HookedLinear(weight)
+        return Linear(linear, weight.in_features, weight.out_features)
 
     def clear(self) -> None:
-        """Let go of all that was built."""
+        """Forget everything that was built."""
         self.linears.clear()
         self._embedding_weight = None
 
     def load_layer(self, i: int) -> BlockLike:
-        """A layer, and only its taps."""
+        """A decoder layer; `linears` then has only its matrices."""
         self.clear()
         return self.block(i, self.model.layers[i])
 
     def load_head(self) -> Head:
-        """The head, and only its tap."""
+        """The head; `linears` then has only its matrix."""
         self.clear()
         return self.head()
 
     def load_embedding(self) -> Embedding:
-        """The embedding; its table is read again each time, so that it need not be kept."""
+        """The embedding; its table is read anew each time rather than kept in memory."""
         self._embedding_weight = None
-        made = self.embedding()
+        embedding = self.embedding()
         self._embedding_weight = None
-        return made
+        return embedding
 
 
 def layer_loader(
     config: FrozenConfig, source: WeightSource, length: int, device: torch.device
 ) -> LayerLoader:
-    """A builder for rows of at most `length` tokens."""
+    """A loader for forward passes of at most `length` tokens per row."""
     return LayerLoader(config.spec, source, BackendList([ReferenceBackend(device, torch.float32)]), length)
 
 
 class KVBuffer:
-    """One layer's keys and values of rows that are all equally long, up to `length` tokens."""
+    """The keys and values of one layer, for rows that all have the same length, up to `length` tokens."""
 
     paged = None
 
@@ -116,18 +115,18 @@ class KVBuffer:
         self.buffers: tuple[Tensor, Tensor] | None = None
 
     def update(self, k: Tensor, v: Tensor, metadata: AttnMetadata) -> tuple[Tensor, Tensor]:
-        """Keep the new heads and return all there are."""
+        """Append new keys and values (rows, tokens, heads, dim); returns all so far."""
         if self.buffers is None:
             shape = (k.shape[0], self.length, *k.shape[2:])
             self.buffers = k.new_empty(shape), v.new_empty(shape)
-        for kept, new in zip(self.buffers, (k, v), strict=True):
-            kept[:, metadata.max_kv_len - new.shape[1] : metadata.max_kv_len] = new
+        for buffer, new in zip(self.buffers, (k, v), strict=True):
+            buffer[:, metadata.max_kv_len - new.shape[1] : metadata.max_kv_len] = new
         keys, values = self.buffers
         return keys[:, : metadata.max_kv_len], values[:, : metadata.max_kv_len]
 
 
 def make_batch(ids: Tensor, past: int = 0) -> Batch:
-    """Rows of ids as one forward pass, behind `past` tokens that every row has."""
+    """Rows of ids (rows, tokens) as one forward pass, each row behind `past` cached tokens."""
     rows, tokens = ids.shape
     return Batch(
         ids=ids,
@@ -140,6 +139,6 @@ def make_batch(ids: Tensor, past: int = 0) -> Batch:
 
 
 def run_block(block: BlockLike, x: Tensor, batch: Batch) -> Tensor:
-    """The residual stream through one layer."""
-    total, more = block.forward(x, None, batch, NoCache())
-    return total if more is None else total + more
+    """The hidden states behind one layer."""
+    total, pending = block.forward(x, None, batch, NoCache())
+    return total if pending is None else total + pending

@@ -1,7 +1,6 @@
-"""The new model's folder: quantised matrices, everything else as the source has it, config.json and a card.
+"""The new model's folder: quantised matrices, everything else as in the source, and config.json.
 
-The folder appears under its name when it is complete. Where the quantised matrices come from is not known
-here.
+It is written under a hidden name and renamed when it is complete; the caller gives the quantised tensors.
 """
 
 from __future__ import annotations
@@ -32,22 +31,21 @@ from ..convert.side_files import (
 from ..errors import CheckpointError, InputError
 
 CARD = "README.md"
-SLACK = 2**20
+"""Where the model's card goes; a card of the source is kept as README-source.md."""
 
 
 class StoredTensors(Protocol):
-    """Where the stored tensors of quantised matrices come from."""
+    """Gives the stored tensors of a quantised matrix."""
 
     def __call__(self, role: str) -> Mapping[str, Tensor]:
-        """Tensors by the name the model's files give them."""
+        """Tensors by their names in the new model's files."""
         ...
 
 
 def conversion_plan(frozen: FrozenConfig, source: WeightSource, roles: Set[str]) -> ConversionPlan:
-    """What the source holds, as a folder of safetensors would have it; nothing is read yet.
+    """How the source becomes a folder of safetensors, with `roles` to be replaced; no tensor is read yet.
 
-    A head that is not among the roles to be quantised becomes floats: what the source has packed is in a form
-    that readers of the new one do not know.
+    A head that is not in `roles` is dequantised: readers of the new format may not know the source's.
     """
     if isinstance(source, GgufCheckpoint):
         return GgufPlanner(source, frozen.spec, "dense").plan()
@@ -57,8 +55,8 @@ def conversion_plan(frozen: FrozenConfig, source: WeightSource, roles: Set[str])
 
 
 def unquantized_bytes(plan: ConversionPlan, model: spec.Model, roles: Set[str]) -> int:
-    """Bytes of what is not quantised, the floats of roles as float16."""
-    halved = {vector.role for vector in vector_specs(model)}
+    """Bytes of everything that is not quantised: embedding and norms in float16, the rest as it is."""
+    vectors = {vector.role for vector in vector_specs(model)}
     total = 0
     for step in plan.steps:
         if step.label in roles:
@@ -66,7 +64,7 @@ def unquantized_bytes(plan: ConversionPlan, model: spec.Model, roles: Set[str]) 
         if step.label == "embed":
             total += 2 * model.hidden * model.vocab
         else:
-            total += step.nbytes if step.label not in halved else step.nbytes // 2
+            total += step.nbytes if step.label not in vectors else step.nbytes // 2
     return total
 
 
@@ -82,9 +80,9 @@ def write_model(
     shard_bytes: int,
     overwrite: bool,
 ) -> Iterator[Path]:
-    """A hidden folder with the whole model in it, which gets its name when the block ends.
+    """Write the model to a hidden folder, which gets its name when the block ends without an error.
 
-    `said` becomes config.json's quantization_config.
+    `matrices` gives the tensors of the quantised `roles`; `quantization_config` is config.json's section.
     """
     plan = conversion_plan(frozen, source, roles)
     with atomic_dir(target, overwrite=overwrite) as hidden:
@@ -97,54 +95,55 @@ def write_model(
 
 
 def check_disk_space(folder: Path, needed: int) -> None:
-    """A disk that is too small is known before the work begins."""
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(there).free
+    """`CheckpointError` if the disk has fewer than `needed` bytes free."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
     if needed > free:
         raise CheckpointError(
-            f"{folder}: the job takes about {needed / 2**20:,.0f} MiB of disk, and {free / 2**20:,.0f} MiB "
+            f"{folder}: the job needs about {needed / 2**20:,.0f} MiB of disk, and {free / 2**20:,.0f} MiB "
             "are free. Make room, or choose another disk."
         )
 
 
 def check_float16_range(plan: ConversionPlan, model: spec.Model, roles: Set[str]) -> None:
-    """`InputError` names the first tensor that is to be kept and cannot be; better now than at the end."""
-    halved = _float16_labels(plan, model, roles)
+    """`InputError` names the first unquantised tensor that float16 cannot hold, before hours of work."""
+    labels = _float16_labels(plan, model, roles)
     for step in plan.steps:
-        if step.label in halved:
+        if step.label in labels:
             for name, tensor in step.make_tensors():
                 _to_float16(name, tensor)
 
 
 def _float16_labels(plan: ConversionPlan, model: spec.Model, roles: Set[str]) -> set[str]:
-    """What is neither quantised nor copied as it is."""
+    """The labels of the plan whose tensors are converted to float16."""
     return {"embed", *(vector.role for vector in vector_specs(model)), *plan.actions} - set(roles)
 
 
 def _model_tensors(
     plan: ConversionPlan, model: spec.Model, roles: Set[str], matrices: StoredTensors
 ) -> Iterator[tuple[str, Tensor]]:
-    halved = _float16_labels(plan, model, roles)
+    labels = _float16_labels(plan, model, roles)
     for step in plan.steps:
         if step.label in roles:
             yield from matrices(step.label).items()
-        elif step.label in halved:
+        elif step.label in labels:
             for name, tensor in step.make_tensors():
                 yield name, _to_float16(name, tensor)
         else:
             yield from step.make_tensors()
     if "head" in roles and all(step.label != "head" for step in plan.steps):
-        yield from matrices("head").items()  # of a model whose head was its embedding
+        yield from matrices("head").items()  # the source ties it to the embedding
 
 
 def _to_float16(name: str, tensor: Tensor) -> Tensor:
-    """The float16 that readers expect."""
     if not tensor.is_floating_point():
         return tensor
     half = tensor.half()
     if not bool(torch.isfinite(half).all()):
         if bool(torch.isfinite(tensor).all()):
-            raise InputError(f"{name} holds numbers that float16 cannot: this model cannot be stored in it.")
+            raise InputError(
+                f"{name} holds numbers that float16 cannot: the model cannot be stored in float16."
+            )
         raise InputError(f"{name} of the source holds NaN or infinity. Download the model again.")
     return half
 

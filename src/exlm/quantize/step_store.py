@@ -1,8 +1,8 @@
-"""The folder of an unfinished job beside its target: every step's result, written whole or not at all.
+"""The folder of an unfinished job, beside its target: every step's result, written completely or not at all.
 
-A step is done when its file is there, so a killed job goes on behind the last one. Files come and go in the
-order that was asked for, by a thread of their own, while the next step is under way. What the steps are is
-not known here.
+A step is done when its file is there, so a job that was killed continues after its last finished step. A
+thread writes and deletes files in the order of the calls, while the next step is computed. What the steps are
+is decided in `pipeline`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ PARTIAL = ".partial"
 
 
 class StepStore:
-    """Named results of steps; an error in writing one is raised by whatever is asked for next."""
+    """Named results of steps; writes are asynchronous, and a failed one is raised by the next call."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._writer = ThreadPoolExecutor(1, "job")
-        self._pending: dict[str, Future[None]] = {}  # by file: what was asked for last
+        self._pending: dict[str, Future[None]] = {}  # the last operation on each file
         self._last_save: Future[None] | None = None
         self._failure: Exception | None = None
 
@@ -44,16 +44,16 @@ class StepStore:
         return self._wait_for(f"{name}.safetensors").is_file()
 
     def save(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Keep the tensors of a step as they are now; the ones before have been written then."""
+        """Save a copy of a step's tensors; waits until the previous save is written."""
         if self._last_save is not None:
-            self._last_save.result()  # copies of one step in memory are enough
-        kept = {key: _host_copy(tensor) for key, tensor in tensors.items()}
+            self._last_save.result()  # so that at most one copy is in memory
+        copies = {key: _host_copy(tensor) for key, tensor in tensors.items()}
         self._last_save = self._enqueue(
-            f"{name}.safetensors", partial(_write_atomic, write=lambda path: save_file(kept, path))
+            f"{name}.safetensors", partial(_write_atomic, write=lambda path: save_file(copies, path))
         )
 
     def load(self, name: str) -> dict[str, Tensor]:
-        """The tensors of a step; `CheckpointError` if its file is damaged."""
+        """The tensors of a step; `CheckpointError` if the file is damaged."""
         path = self._wait_for(f"{name}.safetensors")
         try:
             return load_file(path)
@@ -61,14 +61,14 @@ class StepStore:
             raise damaged_step(path, error) from error
 
     def save_json(self, name: str, value: Any) -> None:
-        """Keep a step's plain data."""
+        """Save a step's plain data."""
         text = json.dumps(value)
         self._enqueue(
             f"{name}.json", partial(_write_atomic, write=lambda path: path.write_text(text, encoding="utf-8"))
         )
 
     def load_json(self, name: str) -> Any:
-        """A step's plain data, or None; `CheckpointError` if its file is damaged."""
+        """A step's plain data, or None; `CheckpointError` if the file is damaged."""
         path = self._wait_for(f"{name}.json")
         try:
             return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
@@ -76,41 +76,41 @@ class StepStore:
             raise damaged_step(path, error) from error
 
     def delete(self, *names: str) -> None:
-        """Let go of tensors nobody needs any more."""
+        """Delete the tensors of steps, whether they are there or not."""
         for name in names:
             self._enqueue(f"{name}.safetensors", partial(Path.unlink, missing_ok=True))
 
     def close(self) -> None:
-        """Wait until everything is done."""
+        """Wait until everything is written."""
         self._writer.shutdown()
 
     def raise_failure(self) -> None:
-        """Raise what has failed so far: `CheckpointError` if the disk is full."""
+        """Raise the first failed write, if any: `CheckpointError` if the disk is full."""
         if self._failure is not None:
             raise self._failure
 
     def _wait_for(self, file: str) -> Path:
-        """A file, when what was asked for is done."""
-        if (asked := self._pending.pop(file, None)) is not None:
-            asked.result()
+        """A file's path, once the pending operation on it is done."""
+        if (pending := self._pending.pop(file, None)) is not None:
+            pending.result()
         self.raise_failure()
         return self.folder / file
 
-    def _enqueue(self, file: str, act: Callable[[Path], object]) -> Future[None]:
-        """Do something to a file behind everything else, or nothing if that failed."""
+    def _enqueue(self, file: str, operation: Callable[[Path], object]) -> Future[None]:
+        """Run an operation on a file after all earlier ones; nothing more runs after a failure."""
         self.raise_failure()
-        self._pending[file] = asked = self._writer.submit(self._run, act, self.folder / file)
-        return asked
+        self._pending[file] = pending = self._writer.submit(self._run, operation, self.folder / file)
+        return pending
 
-    def _run(self, act: Callable[[Path], object], path: Path) -> None:
+    def _run(self, operation: Callable[[Path], object], path: Path) -> None:
         if self._failure is not None:
             return
         try:
-            act(path)
+            operation(path)
         except (OSError, SafetensorError) as error:
             self._failure = CheckpointError(
                 f"{path} could not be written ({error}). Make room on the disk, then run the same command "
-                "again: it goes on from here."
+                "again: it continues from here."
             )
             self._failure.__cause__ = error
         except Exception as error:
@@ -120,19 +120,18 @@ class StepStore:
 def damaged_step(path: Path, problem: object) -> CheckpointError:
     """The error for a file of an unfinished job that cannot be used."""
     return CheckpointError(
-        f"{path} belongs to an unfinished job and is damaged ({problem!s:.200}). Ask to restart, which "
-        "throws that job's work away, or restore the file."
+        f"{path} belongs to an unfinished job and is damaged ({problem!s:.200}). Give the option restart, "
+        "which discards that job's work, or restore the file."
     )
 
 
 def _write_atomic(path: Path, write: Callable[[Path], object]) -> None:
-    """A file whole or not at all."""
     with atomic_file(path, path.with_name(f"{path.name}{PARTIAL}")) as temp:
         write(temp)
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
-    """On the host, and nobody else's; a GPU writes fastest to memory that stays where it is."""
+    """A copy on the host that the caller cannot change; pinned for a GPU, which copies faster to it."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor.detach())
 
 
@@ -150,62 +149,62 @@ def open_step_store(
     until: str = "",
     restart: bool,
 ) -> Iterator[StepStore]:
-    """The job that makes `target`: the unfinished one if its facts are the same, else a new one.
+    """The steps of the job that makes `target`: of the unfinished job if its facts are the same, else none.
 
-    `InputError` if an unfinished job was begun with other facts, unless `restart` throws it away; those named
-    in `later` may still change until there are files that begin with `mark`. The folder vanishes when the
-    block ends without an error, or with one before anything was done.
+    `InputError` if an unfinished job has other facts, unless `restart` discards it. The facts named in
+    `changeable` may change until there is a file whose name begins with `until`. The folder is deleted when
+    the block ends without an error, or with one before any step was done.
     """
     folder = store_dir(target)
-    lock = job = None
+    lock = store = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = _lock(folder)
         if restart:
-            for left in folder.iterdir():
-                left.unlink()
-        job = StepStore(folder)
-        for left in folder.glob(f"*{PARTIAL}"):
-            left.unlink()
-        _check_facts(job, facts, () if any(folder.glob(f"{until}*")) else changeable)
-        job.save_json("job", facts)
-        yield job
-        job.close()
-        job.raise_failure()
+            for path in folder.iterdir():
+                path.unlink()
+        store = StepStore(folder)
+        for path in folder.glob(f"*{PARTIAL}"):
+            path.unlink()
+        _check_facts(store, facts, () if any(folder.glob(f"{until}*")) else changeable)
+        store.save_json("job", facts)
+        yield store
+        store.close()
+        store.raise_failure()
         shutil.rmtree(folder)
-    except ModelNotFound:  # which is an OSError too, and not about this folder
+    except ModelNotFound:  # an OSError, too, but not about this folder
         raise
     except OSError as error:
         raise CheckpointError(f"{folder} could not be written ({error}).") from error
     finally:
-        if job is not None:
-            job.close()
+        if store is not None:
+            store.close()
         if os.path.isdir(folder) and set(os.listdir(folder)) <= {FACTS_FILE}:
             shutil.rmtree(folder, ignore_errors=True)
         if lock is not None:
             os.close(lock)
 
 
-def _check_facts(job: StepStore, facts: Mapping[str, Any], later: Collection[str]) -> None:
-    before = job.load_json("job")
+def _check_facts(store: StepStore, facts: Mapping[str, Any], changeable: Collection[str]) -> None:
+    before = store.load_json("job")
     if before is None:
         return
     if not isinstance(before, dict):
-        raise damaged_step(job.folder / FACTS_FILE, f"expected an object, found {type(before).__name__}")
+        raise damaged_step(store.folder / FACTS_FILE, f"expected an object, found {type(before).__name__}")
     now = json.loads(json.dumps(facts))
-    changed = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in later]
+    changed = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in changeable]
     if changed:
         key = sorted(changed)[0]
         raise InputError(
-            f"{job.folder} holds an unfinished job with another {key} ({before.get(key)!r:.200}, now "
-            f"{now.get(key)!r:.200}): give what it was begun with, or ask to restart, which "
-            "throws its work away."
+            f"{store.folder} holds an unfinished job with another {key} ({before.get(key)!r:.200}, now "
+            f"{now.get(key)!r:.200}): give the same {key} to continue it, or the "
+            "option restart, which discards its work."
         )
 
 
 def _lock(folder: Path) -> int | None:
-    """Hold the folder as long as this process lives; `InputError` if another process does."""
+    """Hold the folder for this process; `InputError` if another process holds it."""
     try:
         return lock_dir(folder)
     except BlockingIOError as error:
-        raise InputError(f"{folder}: another process is at work on this model.") from error
+        raise InputError(f"{folder}: another process is quantising into this target.") from error

@@ -1,7 +1,7 @@
-"""Every rule of an EXL2 folder that other readers count on, checked on the tensors as they lie.
+"""Checks an EXL2 folder against every rule of the format that other readers rely on.
 
-Stricter than our own reader, which follows the files where others assume: here an order of widths or a type
-that only we would forgive is a complaint. Numbers are not judged, only their form.
+Stricter than our own reader, which accepts some files that others do not (another order of widths, other
+dtypes). Only the form of the tensors is checked, not the quality of the model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FLOAT_DTYPES = (torch.float16,)
 
 
 def validate_exl2(folder: str | Path) -> list[str]:
-    """What is wrong with an EXL2 model's files, a sentence each; nothing if any reader can take them."""
+    """The violations found in an EXL2 model's files, one sentence each; empty if any reader can load it."""
     config = Config(folder)
     path, model = config.freeze().path, config.spec
     if not path.is_dir():
@@ -69,7 +69,7 @@ def validate_exl2(folder: str | Path) -> list[str]:
 
 
 def _check_matrix(m: Matrix, t: dict[str, Tensor]) -> Iterator[str]:
-    """What is wrong with one quantised matrix."""
+    """The violations in one matrix's tensors."""
     missing = [suffix for suffix in EXL2 if suffix not in t]
     if missing:
         yield f"{', '.join(missing)} missing."
@@ -101,7 +101,7 @@ def _check_matrix(m: Matrix, t: dict[str, Tensor]) -> Iterator[str]:
 
 
 def _check_groups(table: list[int], words: int, inputs: int) -> Iterator[str]:
-    """What is wrong with the table of groups."""
+    """The violations in the group table q_groups."""
     widths, starts = table[::2], table[1::2]
     if odd := [b for b in widths if b not in BIT_WIDTHS]:
         yield f"q_groups: {odd[0]} is not one of the widths {BIT_WIDTHS}."

@@ -1,0 +1,244 @@
+"""One matrix on the grid of EXL2 or of GPTQ, so that the model's output changes least.
+
+EXL2: GPTQ with a scale search per group, then one-sided coordinate descent that alternates between scales and
+codes. Where the output Hessian G is known, GPTQ is run again on both sides with these scales, and codes then
+move by ±1 as long as that lowers tr(G Eᵀ H E). GPTQ: GPTQ with a search for scale and zero point, then
+coordinate descent on the codes. Which recipe a matrix gets is decided in `allocation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..formats import Exl2Scales, PackedWeight, PlainScales, Segment
+from ..formats.bits import pack
+from .allocation import Group
+from .config import SolverConfig
+from .coordinate_descent import descend_one_sided, descend_two_sided
+from .cuda_graphs import GRAPHS
+from .exl2_scales import GroupScale, MultiWidthSearch, ScaleSearch, refit_scales
+from .gptq import Grid, GroupStep, HessianFactors, gptq
+from .two_sided import OutputFactors, gptq_two_sided
+
+GPTQ_BITS = 4
+MAX_CODE = (1 << GPTQ_BITS) - 1
+RANGE_STEPS = 32
+"""Fractions of a column's full range that are tried as the range of its GPTQ grid."""
+
+
+# -- EXL2 ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Exl2Solution:
+    """Codes and scales of a matrix, rows in stored order."""
+
+    groups: Sequence[Group]
+    perm: Tensor  # (inputs,) stored row → input
+    codes: Tensor  # (inputs, columns) float32: integers around zero
+    scales: Exl2Scales  # of all groups
+
+    @property
+    def sizes(self) -> list[int]:
+        """Rows of each group."""
+        return [group.rows for group in self.groups]
+
+    @cached_property
+    def half_ranges(self) -> Tensor:
+        """(groups,) float32: half the number of codes of each group, 2^(bits - 1)."""
+        return torch.tensor([float(1 << (group.bits - 1)) for group in self.groups]).to(self.codes.device)
+
+    @cached_property
+    def group_of(self) -> Tensor:
+        """(inputs,) the group of every row."""
+        sizes = torch.tensor(self.sizes)
+        return torch.arange(len(sizes)).repeat_interleave(sizes).to(self.codes.device)
+
+    def grids(self) -> list[Grid]:
+        """Each group's grid."""
+        return list(map(Grid, self.group_scales(), -self.half_ranges, self.half_ranges - 1))
+
+    def group_scales(self) -> Tensor:
+        """(groups, columns) float32: the scales as a reader decodes them."""
+        return self.scales.expand().float()
+
+    def element_scales(self) -> Tensor:
+        """(inputs, columns) float32: the scale of every weight."""
+        return self.group_scales()[self.group_of]
+
+    def values(self) -> Tensor:
+        """(inputs, columns) float32 in stored order, rounded as a reader rounds."""
+        return (self.codes * self.element_scales()).half().float()
+
+    def dequantize(self) -> Tensor:
+        """(inputs, columns) float32 in the order of the inputs."""
+        out = torch.empty_like(self.codes)
+        out[self.perm] = self.values()
+        return out
+
+    def pack(self, bias: Tensor | None = None) -> PackedWeight:
+        """The stored form."""
+        segments, row, first = [], 0, 0
+        for bits in dict.fromkeys(group.bits for group in self.groups):
+            sizes = tuple(group.rows for group in self.groups if group.bits == bits)
+            codes = self.codes[row : row + sum(sizes)].to(torch.int16) + (1 << (bits - 1))
+            end = first + len(sizes)
+            table = Exl2Scales(self.scales.codes[first:end], self.scales.group_max[first:end])
+            segments.append(Segment(bits, sizes, pack(codes, bits), table, 1 << (bits - 1)))
+            row, first = row + sum(sizes), end
+        inputs, columns = self.codes.shape
+        perm = self.perm.to(torch.int32)
+        return PackedWeight("exl2", inputs, columns, tuple(segments), torch.float16, perm, bias)
+
+
+def solve_exl2(
+    w: Tensor,
+    f: HessianFactors,
+    groups: Sequence[Group],
+    config: SolverConfig,
+    outputs: OutputFactors | None = None,
+) -> Exl2Solution:
+    """The best codes and scales for `w` (inputs, columns); `outputs` where the output Hessian is known."""
+    solution = gptq_only(w, f, groups, config.scale_steps)
+    target = w[f.perm]
+    gradient = f.hessian @ (target - solution.values())
+    for left in reversed(range(config.sweeps)):
+        moved = _fit_scales(solution, f.hessian, gradient)
+        if outputs is not None and not (moved and left):
+            break  # two-sided GPTQ will choose the codes again: only the scales matter
+        descend_one_sided(solution.codes, gradient, f.hessian, solution.sizes, solution.grids())
+    if outputs is not None:
+        half, scale = solution.half_ranges[solution.group_of], solution.element_scales()
+        codes = gptq_two_sided(target, scale, half, f.inv_chol, outputs)
+        solution.codes = descend_two_sided(codes, target, scale, half, f.hessian, outputs.hessian)
+    return solution
+
+
+def gptq_only(w: Tensor, f: HessianFactors, groups: Sequence[Group], scale_steps: int) -> Exl2Solution:
+    """GPTQ with a scale search per group, without descent."""
+    codes = torch.empty(len(groups), w.shape[1], dtype=torch.uint8, device=w.device)
+    scales = Exl2Scales(codes, torch.empty(len(groups), dtype=torch.float16, device=w.device))
+    rows = zip(groups, *scales.tensors, strict=True)
+    steps = [GroupStep(group.rows, ScaleSearch(group.bits, scale_steps), tuple(out)) for group, *out in rows]
+    return Exl2Solution(groups, f.perm, gptq(w, f, steps).codes, scales)
+
+
+def rounding_losses(
+    w: Tensor, f: HessianFactors, group_size: int, widths: Sequence[int], scale_steps: int
+) -> tuple[Tensor, ...]:
+    """For each width, (inputs, columns) what each weight adds to GPTQ's loss if all rows have that width.
+
+    All widths are rounded in one run, as columns of one matrix.
+    """
+    choose = MultiWidthSearch(tuple(widths), scale_steps)
+    steps = [GroupStep(min(group_size, len(w) - a), choose) for a in range(0, len(w), group_size)]
+    return gptq(w.repeat(1, len(widths)), f, steps).losses.chunk(len(widths), 1)
+
+
+def output_losses(w: Tensor, f: HessianFactors, solution: Exl2Solution) -> Tensor:
+    """(columns,) eᵀ H e of each column's error e, H damped."""
+    error = w[f.perm] - solution.values()
+    return (error * (f.hessian @ error)).sum(0)
+
+
+def _fit_scales(s: Exl2Solution, h: Tensor, gradient: Tensor) -> bool:
+    """Refit each group's scales to its codes, in place; True if any changed.
+
+    `gradient` is H (W - Ŵ), and is kept up to date.
+    """
+    a, before = 0, s.group_scales()
+    for group, *scale in zip(s.groups, *s.scales.tensors, strict=True):
+        b = a + group.rows
+        change = torch.empty_like(s.codes[a:b])
+        block = (s.codes[a:b], h[a:b, a:b], gradient[a:b])
+        GRAPHS.run(_fit_group, (*block, *scale), (*scale, change))
+        gradient.addmm_(h[:, a:b], change, alpha=-1)
+        a = b
+    return not torch.equal(before, s.group_scales())
+
+
+def _fit_group(
+    codes: Tensor,
+    h: Tensor,
+    gradient: Tensor,
+    scale_codes: Tensor,
+    maximum: Tensor,
+    new_scale_codes: Tensor,
+    new_maximum: Tensor,
+    change: Tensor,
+) -> None:
+    """The scales of one group, and the change of its values; the new scales may overwrite the old.
+
+    In one column's scale s the loss is a parabola: curvature qᵀ H q, slope qᵀ H e at the present s.
+    """
+    now = GroupScale(scale_codes, maximum)
+    curvature = (codes * (h @ codes)).sum(0)
+    slope = (codes * gradient).sum(0)
+    best = now.decode() + torch.where(curvature > 0, slope / curvature, torch.zeros_like(curvature))
+    found = refit_scales(now, best, curvature)
+    torch.sub(found.value(codes), now.value(codes), out=change)
+    new_scale_codes.copy_(found.codes)
+    new_maximum.copy_(found.maximum)
+
+
+# -- GPTQ ------------------------------------------------------------------------------------------
+
+
+def solve_gptq(
+    w: Tensor, f: HessianFactors, group: int, sweeps: int, bias: Tensor | None = None
+) -> tuple[Tensor, PackedWeight]:
+    """Quantise `w` (inputs, columns) to 4 bits in groups of `group` rows; `sweeps` of descent follow.
+
+    Returns the values as a reader decodes them, in the order of the inputs, and the stored form.
+    """
+    inputs, columns = w.shape
+    sizes = [min(group, inputs - a) for a in range(0, inputs, group)]
+    table = w.new_empty(len(sizes), len(Grid._fields), columns)
+    grids = [Grid(*fields) for fields in table]
+    steps = [
+        GroupStep(rows, search_affine_grid, tuple(grid)) for rows, grid in zip(sizes, grids, strict=True)
+    ]
+    codes = gptq(w, f, steps).codes
+    if sweeps:
+        values = torch.cat(
+            [grid.value(c) for grid, c in zip(grids, codes.split_with_sizes(sizes), strict=True)]
+        )
+        gradient = f.hessian @ (w[f.perm] - values)
+        for _ in range(sweeps):
+            descend_one_sided(codes, gradient, f.hessian, sizes, grids)
+    scale, low, _ = table.unbind(1)
+    zeros = (-low).to(torch.uint8)
+    row_zeros = zeros.repeat_interleave(torch.tensor(sizes, device=w.device), 0)
+    stored = pack(codes.to(torch.int16) + row_zeros, GPTQ_BITS)
+    segment = Segment(GPTQ_BITS, tuple(sizes), stored, PlainScales(scale.half()), zeros)
+    perm = f.perm.to(torch.int32)
+    weight = PackedWeight("gptq", inputs, columns, (segment,), torch.float16, perm, bias)
+    return weight.dequantize().float(), weight
+
+
+def search_affine_grid(w: Tensor, importance: Tensor, *outputs: Tensor) -> Grid:
+    """The scale and zero point of each column with the least weighted error, from its full range inwards.
+
+    Zero points run from 1 to 15: GPTQ's first layout stores them less one.
+    """
+    low, high = w.amin(0).clamp(max=0), w.amax(0).clamp(min=0)
+    flat = high - low <= 0
+    best = torch.full_like(low, torch.inf)
+    found = Grid(torch.ones_like(low), -torch.full_like(low, 8.0), torch.full_like(low, 7.0))
+    for p in torch.linspace(1.0, 0.5, RANGE_STEPS).tolist():
+        scale = torch.where(flat, torch.ones_like(low), (high - low) * p / MAX_CODE).half().float()
+        scale = scale.clamp(min=2.0**-24)
+        zero = (-low * p / scale).round().clamp(1, MAX_CODE)
+        grid = Grid(scale, -zero, MAX_CODE - zero)
+        error = importance @ (grid.nearest(w) * scale - w).square()
+        better = error < best
+        best = torch.where(better, error, best)
+        found = Grid(*(torch.where(better, new, old) for new, old in zip(grid, found, strict=True)))
+    for output, field in zip(outputs, found, strict=True):
+        output.copy_(field)
+    return found
