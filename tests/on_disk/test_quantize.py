@@ -1,4 +1,4 @@
-"""Quantiser jobs that 0.1.0 left unfinished go on, and its models and measurements are read."""
+"""Unfinished quantiser jobs of 0.1.0 are resumed; its models and measurements are read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HIDDEN = ".model.quantizing"
 
 @pytest.fixture(scope="module")
 def whole(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By name, what becomes of a job that nothing stops, made by the version under test."""
+    """By name, models of uninterrupted jobs, made by the version under test."""
     folder = tmp_path_factory.mktemp("whole")
     made = {}
     for name in ("solved", "gptq", "second-try"):
@@ -29,7 +29,7 @@ def whole(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 def begun(name: str, unpacked: Path, place: Path) -> Path:
-    """A place that is as the process that was stopped left it; the target of its job."""
+    """Restore the state in which a stopped job left its folder; returns the job's target."""
     for file in ("source", "text.txt", "measurement.json"):
         copy = shutil.copytree if (unpacked / file).is_dir() else shutil.copy2
         copy(unpacked / file, place / file)
@@ -52,7 +52,7 @@ def divergence(model: Path, source: Path) -> float:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_a_job_goes_on_to_the_same_model(
+def test_a_job_resumes_to_the_same_model(
     name: str, whole: dict[str, Path], unpacked: Path, tmp_path: Path, facts: dict[str, Any]
 ) -> None:
     job, target = JOBS[name], begun(name, unpacked, tmp_path)
@@ -64,7 +64,7 @@ def test_a_job_goes_on_to_the_same_model(
         progress=lambda done, total, what: steps.append(what),
     )
     assert [path.name for path in target.parent.iterdir()] == [TARGET]
-    assert not {*job.done} & {*steps}, "steps that were done were done again"
+    assert not {*job.done} & {*steps}, "finished steps ran again"
     left = {*LAYERS, *(() if job.options.get("method") == "gptq" else MEASURED)} - {*job.done}
     assert left <= {*steps}
     expected = whole[job.finished or name]
@@ -72,8 +72,8 @@ def test_a_job_goes_on_to_the_same_model(
     if alike or name == "calibrated":
         assert contents(target) == contents(expected)
         return
-    # Elsewhere sums have other last bits, and the job goes on from sums that were made on the first machine.
-    # Where the machine is the same, the next test tells whether weights have become others.
+    # Other processors round sums differently, and the job continues from sums of the machine that made it.
+    # On the same machine the next test shows whether weights have changed.
     assert contents(target).keys() == contents(expected).keys()
     assert (target / "config.json").read_bytes() == (expected / "config.json").read_bytes()
     found, usual = (divergence(model, unpacked / "source") for model in (target, expected))
@@ -84,13 +84,13 @@ def test_a_job_goes_on_to_the_same_model(
 def test_models_have_the_bytes_that_0_1_0_gave_them(
     name: str, whole: dict[str, Path], facts: dict[str, Any]
 ) -> None:
-    """Where the machine is of the same kind. A change that is meant to give other weights ends this test."""
+    """On the same kind of machine only. A change that is meant to change weights ends this test."""
     if machine() != facts["machine"]:
         pytest.skip(f"the data was made on {facts['machine']}, this is {machine()}")
     assert digest(whole[name]) == facts["weights"][name]
 
 
-def test_another_target_goes_on_with_what_was_measured(unpacked: Path, tmp_path: Path) -> None:
+def test_another_target_resumes_after_the_measurement(unpacked: Path, tmp_path: Path) -> None:
     target, steps = begun("measured", unpacked, tmp_path), []
     options = {**JOBS["measured"].asked(tmp_path), "bits": 6.0}
     quantize_model(
@@ -110,7 +110,7 @@ def test_another_target_goes_on_with_what_was_measured(unpacked: Path, tmp_path:
         ({"head_bits": 8}, "head_bits"),
     ],
 )
-def test_a_job_does_not_go_on_with_other_wishes(
+def test_a_job_is_not_resumed_with_other_options(
     change: dict[str, Any], named: str, unpacked: Path, tmp_path: Path
 ) -> None:
     target = begun("solved-one", unpacked, tmp_path)
@@ -120,7 +120,7 @@ def test_a_job_does_not_go_on_with_other_wishes(
     assert contents(target.parent / HIDDEN) == before
 
 
-def test_a_job_does_not_go_on_with_another_source(unpacked: Path, tmp_path: Path) -> None:
+def test_a_job_is_not_resumed_with_another_source(unpacked: Path, tmp_path: Path) -> None:
     target = begun("solved-one", unpacked, tmp_path)
     (tmp_path / "source" / "model.safetensors").touch()
     with pytest.raises(InputError, match="another source"):

@@ -16,13 +16,13 @@ numbers = st.lists(st.tuples(st.integers(1, 60), st.floats(0, 10)), min_size=1, 
 slots_of = st.lists(numbers, min_size=1, max_size=4)
 
 
-def made(raw: list[list[tuple[int, float]]]) -> list[list[Choice]]:
-    return [[Choice(bits, harm, {}) for bits, harm in slot] for slot in raw]
+def make_slots(raw: list[list[tuple[int, float]]]) -> list[list[Choice]]:
+    return [[Choice(bits, max_kl, {}) for bits, max_kl in slot] for slot in raw]
 
 
 @given(slots_of, st.integers(1, 250))
 def test_the_budget_is_kept_and_the_optimum_is_near(raw: list[list[tuple[int, float]]], budget: int) -> None:
-    slots = made(raw)
+    slots = make_slots(raw)
     least = sum(min(c.bits for c in slot) for slot in slots)
     if least > budget:
         with pytest.raises(InputError, match="cannot be reached"):
@@ -48,21 +48,21 @@ def test_many_slots_come_close_to_the_lagrange_bound() -> None:
     ]
     found = allocate_budget(slots, 60 * 400, 1)
     assert found.bits > 60 * 400 - 100
-    line = [lower_hull(slot) for slot in slots]
-    slope = sorted((a.kl_cost - b.kl_cost) / (b.bits - a.bits) for one in line for a, b in pairwise(one))
+    hulls = [lower_hull(slot) for slot in slots]
+    prices = sorted((a.kl_cost - b.kl_cost) / (b.bits - a.bits) for one in hulls for a, b in pairwise(one))
     bound = max(  # Lagrange: no allocation within the budget can be better
         sum(min(c.kl_cost + price * c.bits for c in slot) for slot in slots) - price * 60 * 400
-        for price in slope
+        for price in prices
     )
     assert found.kl_cost <= 1.02 * bound
 
 
 @given(slots_of, st.floats(0, 30))
 @example([[(1, 2.0), (2, 1e-9)]], 0.0)
-def test_the_kl_cost_is_kept_below_the_limit(raw: list[list[tuple[int, float]]], harm: float) -> None:
-    slots = made(raw)
-    if sum(min(c.kl_cost for c in slot) for slot in slots) > harm + 1e-9:
+def test_the_kl_cost_is_kept_below_the_limit(raw: list[list[tuple[int, float]]], max_kl: float) -> None:
+    slots = make_slots(raw)
+    if sum(min(c.kl_cost for c in slot) for slot in slots) > max_kl + 1e-9:
         with pytest.raises(InputError, match="cannot be reached"):
-            allocate_kl(slots, harm)
+            allocate_kl(slots, max_kl)
         return
-    assert allocate_kl(slots, harm + 1e-9).kl_cost <= harm + 1e-6
+    assert allocate_kl(slots, max_kl + 1e-9).kl_cost <= max_kl + 1e-6

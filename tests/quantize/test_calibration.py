@@ -123,10 +123,10 @@ def test_bos_is_prepended_to_every_row_where_the_model_requires_it(
     assert found[0].equal(rows[0]), "it has one already"
     assert found[1].tolist() == ([1, *rows[1, :-1].tolist()] if every else rows[1].tolist())
     (tmp_path / "text.txt").write_text("x" * 3000)
-    wishes = QuantConfig(bits=4.0, calibration=str(tmp_path / "text.txt"), rows=4, length=100)
+    quant_config = QuantConfig(bits=4.0, calibration=str(tmp_path / "text.txt"), rows=4, length=100)
     frozen = config.freeze()
-    shop = layer_loader(frozen, open_source(folder, frozen.spec.names), 100, torch.device("cpu"))
-    assert make_calibration_ids(config, wishes, shop).equal(found)
+    loader = layer_loader(frozen, open_source(folder, frozen.spec.names), 100, torch.device("cpu"))
+    assert make_calibration_ids(config, quant_config, loader).equal(found)
     assert bool((held_out_ids(folder)[:, 0] == 1).all()) is every
     assert bool((_ids_from_file(folder, tmp_path / "text.txt", 4, 100)[:, 0] == 1).all()) is every
 
@@ -169,23 +169,23 @@ def test_only_the_needed_prefix_of_a_long_text_is_tokenized(
 
 def test_sampled_rows_are_repeatable_and_continue_their_prompts(folder: Path) -> None:
     frozen = Config(folder).freeze()
-    shop = layer_loader(frozen, open_source(folder, frozen.spec.names), 24, torch.device("cpu"))
-    starts = calibration.sample_prompts(torch.arange(3, 67).view(2, 32), 3, None)
-    first = calibration.sample_rows(shop, starts, 24, [2], 7)
+    loader = layer_loader(frozen, open_source(folder, frozen.spec.names), 24, torch.device("cpu"))
+    prompts = calibration.sample_prompts(torch.arange(3, 67).view(2, 32), 3, None)
+    first = calibration.sample_rows(loader, prompts, 24, [2], 7)
     assert first.shape == (3, 24)
-    assert torch.equal(first[:, :8], starts)
-    assert len(set(starts[:, 1].tolist())) == 3  # distinct prompts
+    assert torch.equal(first[:, :8], prompts)
+    assert len(set(prompts[:, 1].tolist())) == 3  # distinct prompts
     assert not bool((first[:, 8:] == 2).any())  # EOS is banned
-    assert torch.equal(first, calibration.sample_rows(shop, starts, 24, [2], 7))
-    assert not torch.equal(first, calibration.sample_rows(shop, starts, 24, [2], 8))
+    assert torch.equal(first, calibration.sample_rows(loader, prompts, 24, [2], 7))
+    assert not torch.equal(first, calibration.sample_rows(loader, prompts, 24, [2], 8))
     assert calibration.sample_prompts(first, 5, 1).tolist() == 5 * [[1]]
     assert calibration.sample_prompts(torch.arange(3, 13).view(2, 5), 3, None).tolist()[2] == [3, 4, 5, 6, 7]
 
 
 def test_kv_buffer_equals_one_forward_pass(folder: Path) -> None:
     frozen = Config(folder).freeze()
-    shop = layer_loader(frozen, open_source(folder, frozen.spec.names), 24, torch.device("cpu"))
-    decoder = list(shop.build())[-1]
+    loader = layer_loader(frozen, open_source(folder, frozen.spec.names), 24, torch.device("cpu"))
+    decoder = list(loader.build())[-1]
     ids, layers = torch.randint(3, 250, (2, 12)), [KVBuffer(12) for _ in decoder.blocks]
     parts = [decoder.forward(make_batch(ids[:, a:b], a), layers)[0] for a, b in ((0, 5), (5, 6), (6, 12))]
     whole = decoder.forward(make_batch(ids), [KVBuffer(12) for _ in decoder.blocks])[0]

@@ -41,12 +41,12 @@ class Times:
 
 
 def run_uncaptured(
-    _: GraphCache, work: GraphFunction, read: Sequence[Tensor], written: Sequence[Tensor]
+    _: GraphCache, function: GraphFunction, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> None:
     """Without capture, but with contiguous copies of the tensors, as a graph has them."""
-    own, out = ([t.clone(memory_format=torch.contiguous_format) for t in each] for each in (read, written))
-    work(*own, *out)
-    for now, kept in zip(written, out, strict=True):
+    own, out = ([t.clone(memory_format=torch.contiguous_format) for t in each] for each in (inputs, outputs))
+    function(*own, *out)
+    for now, kept in zip(outputs, out, strict=True):
         now.copy_(kept)
 
 
@@ -112,13 +112,13 @@ def test_graphs_give_the_same_bits_as_direct_calls(
     generator = torch.Generator().manual_seed(2)
     w = torch.randn(inputs, columns, generator=generator).cuda()
     x = torch.randn(500, inputs, generator=generator)
-    slopes = torch.randn(300, columns, generator=generator)
+    gradients = torch.randn(300, columns, generator=generator)
     f = factorize(w, (x.T @ x / len(x)).cuda(), 0.01)
-    side = output_factors((slopes.T @ slopes).cuda(), 0.05)
+    output_side = output_factors((gradients.T @ gradients).cuda(), 0.05)
     groups = make_recipe((32, 64), (5, 0.3), (3, 0.7)).groups(inputs)
 
     def everything() -> list[Tensor]:
-        alone, both = (solve_exl2(w, f, groups, SolverConfig(), outputs) for outputs in (None, side))
+        alone, both = (solve_exl2(w, f, groups, SolverConfig(), outputs) for outputs in (None, output_side))
         found = [t for one in (alone, both) for t in (one.codes, *one.scales.tensors)]
         return [*found, *rounding_losses(w, f, 64, (2, 4), 8), solve_gptq(w, f, 128, 2)[0]]
 
@@ -135,8 +135,8 @@ def test_two_gpu_jobs_give_the_same_model(tmp_path: Path) -> None:
     source = tiny.make_chat_folder(tmp_path / "source", hidden_size=64, intermediate_size=96)
     for name in "ab":
         quantize_model(source, tmp_path / name, 5.0, rows=6, length=64, report=False, device="cuda")
-    made = [sorted((tmp_path / name).iterdir()) for name in "ab"]
-    assert [path.read_bytes() for path in made[0]] == [path.read_bytes() for path in made[1]]
+    models = [sorted((tmp_path / name).iterdir()) for name in "ab"]
+    assert [path.read_bytes() for path in models[0]] == [path.read_bytes() for path in models[1]]
 
 
 @pytest.mark.gpu
@@ -152,10 +152,10 @@ def test_gpu_and_cpu_round_alike() -> None:
         codes = gptq(there, f, steps).codes
         upper = torch.linalg.cholesky(torch.linalg.inv(g), upper=True).to(device)
         scale, half = torch.full_like(there, 0.3), torch.full((96,), 8.0, device=device)
-        side = OutputFactors(torch.arange(70, device=device), upper, g.to(device))
-        both = gptq_two_sided(there[f.perm], scale, half, f.inv_chol, side)
-        settled = descend_two_sided(both, there[f.perm], scale, half, f.hessian, side.hessian)
-        return codes.cpu(), both.cpu(), settled.cpu()
+        output_side = OutputFactors(torch.arange(70, device=device), upper, g.to(device))
+        both = gptq_two_sided(there[f.perm], scale, half, f.inv_chol, output_side)
+        descended = descend_two_sided(both, there[f.perm], scale, half, f.hessian, output_side.hessian)
+        return codes.cpu(), both.cpu(), descended.cpu()
 
     for here, there in zip(rounded("cpu"), rounded("cuda"), strict=True):
         assert (here != there).float().mean() < 0.02

@@ -67,8 +67,10 @@ def test_exlm_eval_prints_and_writes_the_report(folder: Path, tmp_path: Path) ->
         "--length": 64,
         "--report": tmp_path / "report",
     }
-    said = [str(word) for pair in options.items() for word in pair]
-    done = CliRunner(env={"COLUMNS": "160"}).invoke(app, ["eval", str(folder), *said, "--no-speed", "-q"])
+    arguments = [str(word) for pair in options.items() for word in pair]
+    done = CliRunner(env={"COLUMNS": "160"}).invoke(
+        app, ["eval", str(folder), *arguments, "--no-speed", "-q"]
+    )
     assert done.exit_code == 0, done.output
     for words in ("perplexity", "same first choice", "100.00%"):
         assert words in done.stdout
@@ -112,10 +114,10 @@ def test_missing_or_short_text_is_named(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "x.pdf").write_text("Long." * 1000)
     found = {"none.txt": "no such file", "x.pdf": "files that end in", "x.txt": "at least 2,048 tokens is"}
     for name, words in found.items():
-        with pytest.raises(InputError, match=words) as told:
+        with pytest.raises(InputError, match=words) as error:
             evaluate_model(folder, text=tmp_path / name)
-        assert "calibrat" not in str(told.value).lower()
-        assert name in str(told.value)
+        assert "calibrat" not in str(error.value).lower()
+        assert name in str(error.value)
 
 
 def test_rows_longer_than_a_model_are_refused(folder: Path, tmp_path: Path) -> None:

@@ -97,8 +97,8 @@ def test_logits_match_a_model_unpacked_by_hand(
 
 
 def test_quantization_config_is_complete(made: Path) -> None:
-    said = json.loads((made / "config.json").read_text())["quantization_config"]
-    assert said == {
+    config = json.loads((made / "config.json").read_text())["quantization_config"]
+    assert config == {
         "quant_method": "gptq",
         "bits": 4,
         "group_size": int(made.parent.name),

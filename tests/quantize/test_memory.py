@@ -21,11 +21,11 @@ import torch
 from exlm import quantize_model
 
 torch.set_num_threads(1)
-said = []
+messages = []
 quantize_model(
-    sys.argv[1], sys.argv[2], 4.0, rows=4, device="cpu", progress=lambda *step: said.append(step[2])
+    sys.argv[1], sys.argv[2], 4.0, rows=4, device="cpu", progress=lambda *step: messages.append(step[2])
 )
-print(said[0])
+print(messages[0])
 status = Path("/proc/self/status").read_text()  # getrusage would count the parent's peak as well
 print(int(status.split("VmHWM:")[1].split()[0]) * 1024)
 """
@@ -44,7 +44,7 @@ def test_peak_memory_stays_below_the_prediction(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    said, took = done.stdout.splitlines()
-    found = re.search(r"at most ([\d.]+) GB of memory", said)
-    assert found is not None, said
+    messages, took = done.stdout.splitlines()
+    found = re.search(r"at most ([\d.]+) GB of memory", messages)
+    assert found is not None, messages
     assert 0.3 * float(found[1]) < int(took) / 1e9 <= float(found[1])

@@ -76,10 +76,10 @@ def weights(folder: Path) -> int:
 
 def test_an_exl2_model_is_valid_and_close_to_its_source(source: Path, whole: Path) -> None:
     assert validate_exl2(whole) == []
-    said = read_json(whole / "config.json")["quantization_config"]
-    assert said["quant_method"] == "exl2"
-    assert said["bits"] == 5.0
-    assert said["head_bits"] == 6
+    config = read_json(whole / "config.json")["quantization_config"]
+    assert config["quant_method"] == "exl2"
+    assert config["bits"] == 5.0
+    assert config["head_bits"] == 6
     found = evaluate_model(whole, source, ids=torch.arange(3, 131).view(2, 64))
     assert 4.5 < found.bits <= 5.0
     exact, rounded = logits(source), logits(whole)
@@ -121,11 +121,11 @@ def test_more_bits_diverge_less(source: Path, text: Path, measured: Path, tmp_pa
 
 
 def test_size_and_max_kld_are_targets(source: Path, text: Path, measured: Path, tmp_path: Path) -> None:
-    made = {"calibration": text, "measurement": measured, **FEW}
-    quantize_model(source, tmp_path / "a", size="100kB", **made)
+    options = {"calibration": text, "measurement": measured, **FEW}
+    quantize_model(source, tmp_path / "a", size="100kB", **options)
     assert 98_000 < SafetensorsFolder(tmp_path / "a").total_bytes <= 100_000
-    quantize_model(source, tmp_path / "b", max_kld=0.01, **made)
-    quantize_model(source, tmp_path / "c", max_kld=0.0001, **made)
+    quantize_model(source, tmp_path / "b", max_kld=0.01, **options)
+    quantize_model(source, tmp_path / "c", max_kld=0.0001, **options)
     loose, tight = (evaluate_model(tmp_path / name, ids=torch.arange(3, 67)[None]).bits for name in "bc")
     assert loose < tight
 
@@ -139,7 +139,7 @@ def test_a_missed_max_kld_is_retried_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The first model is reported to diverge four times too much; the second is good enough, or not."""
-    made = {"calibration": text, "measurement": measured, "max_kld": 0.01, **FEW}
+    options = {"calibration": text, "measurement": measured, "max_kld": 0.01, **FEW}
     judge, factors = pipeline.evaluate_model, [4.0]
 
     def judged(model: Path, against: Path, **options: Any) -> Quality:
@@ -150,7 +150,7 @@ def test_a_missed_max_kld_is_retried_once(
     monkeypatch.setattr(pipeline, "evaluate_model", judged)
     for second, words in ((1.0, ()), (2.0, ("a divergence of 0.02 was found, at most 0.01",))):
         factors[1:], seen = [second], []
-        found = quantize_model(source, tmp_path / f"{second}", **made)
+        found = quantize_model(source, tmp_path / f"{second}", **options)
         assert len(seen) == 2
         assert found is not None
         assert found.kl == seen[1].kl
@@ -165,14 +165,14 @@ def test_a_missed_max_kld_is_retried_once(
 def test_a_kill_during_the_retry_gives_the_same_bytes(
     source: Path, text: Path, measured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = {"calibration": text, "measurement": measured, "max_kld": 0.01, **FEW}
+    options = {"calibration": text, "measurement": measured, "max_kld": 0.01, **FEW}
     judge = pipeline.evaluate_model
     monkeypatch.setattr(
         pipeline,
         "evaluate_model",
         lambda model, against, **_: replace(judge(model, ids=torch.arange(3, 67)[None]), kl=0.03),
     )
-    quantize_model(source, tmp_path / "a" / "model", **made)
+    quantize_model(source, tmp_path / "a" / "model", **options)
     drop, note = StepStore.delete, StepStore.save_json
 
     def killed_dropping(job: StepStore, *names: str) -> None:
@@ -189,9 +189,9 @@ def test_a_kill_during_the_retry_gives_the_same_bytes(
         with monkeypatch.context() as patch:
             patch.setattr(StepStore, name, killed)
             with pytest.raises(KeyboardInterrupt):
-                quantize_model(source, tmp_path / name / "model", **made)
+                quantize_model(source, tmp_path / name / "model", **options)
         assert not (tmp_path / name / "model").exists()
-        quantize_model(source, tmp_path / name / "model", **made)
+        quantize_model(source, tmp_path / name / "model", **options)
         assert contents(tmp_path / name / "model") == contents(tmp_path / "a" / "model")
 
 
@@ -200,8 +200,8 @@ def test_a_gptq_model_is_close_to_its_source(source: Path, tmp_path: Path, group
     text = tmp_path / "text.txt"  # of all letters: the ids below are no text
     text.write_text("".join(random.Random(1).choices(string.printable, k=2600)), encoding="utf-8")
     quantize_model(source, tmp_path / "g", method="gptq", group_size=group, calibration=text, **FEW)
-    said = read_json(tmp_path / "g" / "config.json")["quantization_config"]
-    assert said == {
+    config = read_json(tmp_path / "g" / "config.json")["quantization_config"]
+    assert config == {
         "quant_method": "gptq",
         "bits": 4,
         "group_size": group,
@@ -313,8 +313,8 @@ def test_another_target_resumes_after_the_measurement(source: Path, text: Path, 
     steps: list[str] = []
     with pytest.raises(InputError, match="cannot be reached"):
         quantize_model(source, target, max_kld=1e-12, calibration=text, **FEW)
-    told = lambda done, total, what: steps.append(what)  # noqa: E731
-    quantize_model(source, target, 6.0, calibration=text, **FEW, progress=told)
+    record = lambda done, total, what: steps.append(what)  # noqa: E731
+    quantize_model(source, target, 6.0, calibration=text, **FEW, progress=record)
     assert validate_exl2(target) == []
     assert "measuring layer 1" not in steps
     assert "quantising layer 1" in steps

@@ -43,8 +43,10 @@ def test_the_measurement_of_exllamav2_is_usable(fixtures_dir: Path, tmp_path: Pa
     source, theirs = fixtures_dir / "tiny-lm", fixtures_dir / "tiny-lm-exl2-2.5bpw"
     known = fixtures_dir / "reference" / "measurement.json"
     options = {"--bits": 2.496, "--rows": 24, "--length": 256, "--measurement": known}
-    said = [str(word) for pair in options.items() for word in pair]
-    done = CliRunner().invoke(app, ["quantize", str(source), str(tmp_path / "e"), *said, "--no-report", "-q"])
+    arguments = [str(word) for pair in options.items() for word in pair]
+    done = CliRunner().invoke(
+        app, ["quantize", str(source), str(tmp_path / "e"), *arguments, "--no-report", "-q"]
+    )
     assert done.exit_code == 0, done.output
     assert validate_exl2(tmp_path / "e") == []
     ids = held_out(fixtures_dir)

@@ -32,11 +32,11 @@ def measured(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_unreachable_targets_are_refused_before_any_work(source: Path, tmp_path: Path) -> None:
     steps: list[str] = []
-    told = lambda done, total, what: steps.append(what)  # noqa: E731
+    record = lambda done, total, what: steps.append(what)  # noqa: E731
     with pytest.raises(InputError, match=r"^2 bits a weight cannot be reached: the smallest .* is 2\.\d+"):
-        quantize_model(source, tmp_path / "out", 2.0, **FEW, progress=told)
+        quantize_model(source, tmp_path / "out", 2.0, **FEW, progress=record)
     with pytest.raises(InputError, match=r"^A size of 1,000 bytes cannot be reached") as refused:
-        quantize_model(source, tmp_path / "out", size=1000, **FEW, progress=told)
+        quantize_model(source, tmp_path / "out", size=1000, **FEW, progress=record)
     assert not steps
     assert not list(tmp_path.iterdir())
     found = re.search(r"model can be is ([\d,]+),", str(refused.value))
@@ -72,8 +72,10 @@ def test_a_measurement_that_cannot_be_saved_is_named(source: Path, tmp_path: Pat
     with pytest.raises(CheckpointError, match=r"^/dev/full: the measurement could not be written"):
         quantize_model(source, tmp_path / "out", 5.0, save_measurement="/dev/full", **FEW)
     steps: list[str] = []
-    told = lambda done, total, what: steps.append(what)  # noqa: E731
-    quantize_model(source, tmp_path / "out", 5.0, save_measurement=tmp_path / "m.json", **FEW, progress=told)
+    record = lambda done, total, what: steps.append(what)  # noqa: E731
+    quantize_model(
+        source, tmp_path / "out", 5.0, save_measurement=tmp_path / "m.json", **FEW, progress=record
+    )
     assert "measuring layer 0" not in steps  # resumed
     assert read_json(tmp_path / "m.json")["exlm_measurement"] == 2
 
@@ -97,8 +99,8 @@ def test_rows_longer_than_the_model_are_refused(source: Path, tmp_path: Path) ->
     assert not list(tmp_path.iterdir())
     short = tiny.make_chat_folder(tmp_path / "short", max_position_embeddings=48, **SHAPE)
     quantize_model(short, tmp_path / "out", 5.0, rows=6, report=False)  # the default length fits the model
-    said = read_json(tmp_path / "out" / "config.json")["quantization_config"]
-    assert said["calibration"]["length"] == 48
+    config = read_json(tmp_path / "out" / "config.json")["quantization_config"]
+    assert config["calibration"]["length"] == 48
 
 
 def test_nan_weights_are_refused(tmp_path: Path) -> None:
@@ -128,9 +130,9 @@ def test_unquantised_tensors_are_checked_first(
     tensors[name][..., -1] = value
     save_file(tensors, folder / "model.safetensors")
     steps: list[str] = []
-    told = lambda done, total, what: steps.append(what)  # noqa: E731
+    record = lambda done, total, what: steps.append(what)  # noqa: E731
     with pytest.raises(InputError, match=rf"{re.escape(name)} {words}"):
-        quantize_model(folder, tmp_path / "out", method=method, **FEW, progress=told)
+        quantize_model(folder, tmp_path / "out", method=method, **FEW, progress=record)
     assert not steps
 
 
@@ -235,8 +237,8 @@ def test_a_job_is_not_resumed_when_its_inputs_have_changed(
         quantize_model(source, target, 5.0, **options)
     file.write_text(before)
     steps: list[str] = []
-    told = lambda done, total, what: steps.append(what)  # noqa: E731
-    quantize_model(source, target, 5.0, **options, progress=told)
+    record = lambda done, total, what: steps.append(what)  # noqa: E731
+    quantize_model(source, target, 5.0, **options, progress=record)
     assert "quantising layer 0" not in steps
 
 

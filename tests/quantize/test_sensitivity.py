@@ -13,7 +13,7 @@ from exlm.quantize.layer_loader import make_batch
 ROWS, TOKENS, WIDTH, VOCABULARY = 3, 400, 6, 11
 
 
-class Plain:
+class BareHead:
     """A head without a norm."""
 
     def __init__(self, matrix: Tensor) -> None:
@@ -28,12 +28,12 @@ def test_head_gradients_and_token_weights() -> None:
     matrix = torch.randn(WIDTH, VOCABULARY, generator=generator)
     x = torch.randn(ROWS, TOKENS, WIDTH, generator=generator)
     batch = make_batch(torch.zeros(ROWS, TOKENS, dtype=torch.long))
-    belongs = torch.eye(3)[torch.arange(VOCABULARY) % 3]
-    slopes, care = sensitivity.head_grad(cast(Any, Plain(matrix)), x, batch, generator, belongs)
-    shares = (x @ matrix).softmax(-1)
-    curvature = torch.diag_embed(shares) - shares[..., :, None] * shares[..., None, :]
+    membership = torch.eye(3)[torch.arange(VOCABULARY) % 3]
+    grads, weights = sensitivity.head_grad(cast(Any, BareHead(matrix)), x, batch, generator, membership)
+    probs = (x @ matrix).softmax(-1)
+    curvature = torch.diag_embed(probs) - probs[..., :, None] * probs[..., None, :]
     each = curvature.diagonal(dim1=-2, dim2=-1)
-    for kind in range(3):
-        assert torch.allclose(care[..., kind], each[..., kind::3].sum(-1), atol=1e-6)
-    ends = (shares[..., None, :] - torch.eye(VOCABULARY)) @ matrix.T  # for each token that may be sampled
-    assert torch.allclose((slopes[..., None, :] - ends).norm(dim=-1).amin(-1), torch.zeros(()), atol=1e-5)
+    for cluster in range(3):
+        assert torch.allclose(weights[..., cluster], each[..., cluster::3].sum(-1), atol=1e-6)
+    ends = (probs[..., None, :] - torch.eye(VOCABULARY)) @ matrix.T  # for each token that may be sampled
+    assert torch.allclose((grads[..., None, :] - ends).norm(dim=-1).amin(-1), torch.zeros(()), atol=1e-5)

@@ -16,7 +16,9 @@ from exlm.errors import CheckpointError, ModelNotFound
 from exlm.quantize import step_store
 from exlm.quantize.step_store import StepStore, open_step_store, store_dir
 
-ACTS = st.tuples(st.sampled_from(["save", "note", "drop", "has", "load", "noted"]), st.sampled_from("ab"))
+OPERATIONS = st.tuples(
+    st.sampled_from(["save", "save_json", "delete", "has", "load", "load_json"]), st.sampled_from("ab")
+)
 
 
 @pytest.fixture
@@ -27,50 +29,50 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(ACTS, max_size=12))
+@given(st.lists(OPERATIONS, max_size=12))
 def test_operations_are_visible_at_once(
-    slow: None, tmp_path_factory: pytest.TempPathFactory, acts: list[tuple[str, str]]
+    slow: None, tmp_path_factory: pytest.TempPathFactory, operations: list[tuple[str, str]]
 ) -> None:
     folder = tmp_path_factory.mktemp("job")
-    job, tensors, notes = StepStore(folder), {}, {}
-    for number, (act, name) in enumerate(acts):
-        match act:
+    store, tensors, values = StepStore(folder), {}, {}
+    for number, (operation, name) in enumerate(operations):
+        match operation:
             case "save":
                 x = torch.full((3,), float(number))
                 tensors[name] = x.clone()
-                job.save(name, {"x": x, "y": x})
+                store.save(name, {"x": x, "y": x})
                 x.zero_()  # the store has its own copy
-            case "note":
-                notes[name] = number
-                job.save_json(name, number)
-            case "drop":
+            case "save_json":
+                values[name] = number
+                store.save_json(name, number)
+            case "delete":
                 tensors.pop(name, None)
-                job.delete(name)
+                store.delete(name)
             case "has":
-                assert job.has(name) == (name in tensors)
+                assert store.has(name) == (name in tensors)
             case "load" if name in tensors:
-                assert all(torch.equal(found, tensors[name]) for found in job.load(name).values())
-            case "noted":
-                assert job.load_json(name) == notes.get(name)
-    job.close()
-    kept = {f"{name}.safetensors" for name in tensors} | {f"{name}.json" for name in notes}
+                assert all(torch.equal(found, tensors[name]) for found in store.load(name).values())
+            case "load_json":
+                assert store.load_json(name) == values.get(name)
+    store.close()
+    kept = {f"{name}.safetensors" for name in tensors} | {f"{name}.json" for name in values}
     assert {path.name for path in folder.iterdir()} == kept
 
 
 def test_nothing_is_written_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = StepStore(tmp_path)
-    job.save_json("before", 1)
+    store = StepStore(tmp_path)
+    store.save_json("before", 1)
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(step_store, "save_file", full)
-    job.save("a", {"x": torch.ones(2)})
+    store.save("a", {"x": torch.ones(2)})
     with suppress(CheckpointError):  # raised here only if the write has failed by then
-        job.save_json("behind", 1)
-    job.close()
+        store.save_json("behind", 1)
+    store.close()
     with pytest.raises(CheckpointError, match=r"a\.safetensors .*Make room"):
-        job.has("a")
+        store.has("a")
     assert [path.name for path in tmp_path.iterdir()] == ["before.json"]
 
 
@@ -81,9 +83,9 @@ def test_a_failure_of_the_last_write_is_raised(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(step_store, "save_file", broken)
     with (
         pytest.raises(ZeroDivisionError),
-        open_step_store(tmp_path / "model", {}, restart=False) as job,
+        open_step_store(tmp_path / "model", {}, restart=False) as store,
     ):
-        job.save("a", {"x": torch.ones(2)})
+        store.save("a", {"x": torch.ones(2)})
     assert not store_dir(tmp_path / "model").exists()
 
 
@@ -117,14 +119,14 @@ DAMAGED: dict[str, bytes] = {
 
 @pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
 def test_damaged_steps_are_named_with_the_remedy(tmp_path: Path, content: bytes) -> None:
-    job = StepStore(tmp_path)
+    store = StepStore(tmp_path)
     for name in ("a.json", "b.safetensors"):
         (tmp_path / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=r"a\.json belongs to an unfinished job .*restart"):
-        job.load_json("a")
+        store.load_json("a")
     with pytest.raises(CheckpointError, match=r"b\.safetensors belongs to an unfinished job .*restart"):
-        job.load("b")
-    job.close()
+        store.load("b")
+    store.close()
 
 
 @pytest.mark.parametrize("facts", ["[]", '"text"', "3", "{"])
@@ -138,5 +140,5 @@ def test_damaged_job_facts_are_named_and_restart_removes_them(tmp_path: Path, fa
         open_step_store(tmp_path / "model", {"bits": 4}, restart=False),
     ):
         pass
-    with open_step_store(tmp_path / "model", {"bits": 4}, restart=True) as job:
-        assert not job.has("ids")
+    with open_step_store(tmp_path / "model", {"bits": 4}, restart=True) as store:
+        assert not store.has("ids")

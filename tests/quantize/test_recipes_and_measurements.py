@@ -26,7 +26,7 @@ SQUARE = Matrix("m", 4096, 4096)
 
 
 @pytest.mark.parametrize(
-    ("made", "matrix", "bits", "groups"),
+    ("recipe", "matrix", "bits", "groups"),
     [
         (make_recipe(64, (3, 0.05), (2, 0.95)), SQUARE, 35785728, [4, 60]),
         (make_recipe(128, (4, 0.1), (3, 0.9)), SQUARE, 53085696, [4, 28]),
@@ -44,10 +44,10 @@ SQUARE = Matrix("m", 4096, 4096)
         ),
     ],
 )
-def test_recipe_bits_match_exllamav2(made: Recipe, matrix: Matrix, bits: int, groups: list[int]) -> None:
-    assert made.bits(matrix) == bits
-    found = made.groups(matrix.in_features)
-    assert [sum(g.bits == part.bits for g in found) for part in made.parts] == groups
+def test_recipe_bits_match_exllamav2(recipe: Recipe, matrix: Matrix, bits: int, groups: list[int]) -> None:
+    assert recipe.bits(matrix) == bits
+    found = recipe.groups(matrix.in_features)
+    assert [sum(g.bits == part.bits for g in found) for part in recipe.parts] == groups
     assert sum(g.rows for g in found) == matrix.in_features
 
 
@@ -63,8 +63,8 @@ def test_head_recipes_take_little_more_than_those_of_exllamav2() -> None:
     assert HEAD_RECIPES.keys() == reference.keys()
     for inputs in range(256, 8193, 32):
         head = Matrix("head", inputs, 32000)
-        for bits, made in HEAD_RECIPES.items():
-            more = made.bits(head) - reference[bits].bits(head)
+        for bits, recipe in HEAD_RECIPES.items():
+            more = recipe.bits(head) - reference[bits].bits(head)
             assert more <= 0.13 * inputs * head.out_features
 
 
@@ -75,8 +75,8 @@ def test_padding_and_bias_are_counted() -> None:
 
 
 def test_recipes_round_trip_through_json() -> None:
-    for made in candidate_recipes():
-        assert Recipe.from_json(json.loads(json.dumps(made.to_json())), "here") == made
+    for recipe in candidate_recipes():
+        assert Recipe.from_json(json.loads(json.dumps(recipe.to_json())), "here") == recipe
 
 
 def test_invalid_recipes_are_refused() -> None:

@@ -35,7 +35,7 @@ def problem(inputs: int, columns: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return w, x.T @ x / len(x)
 
 
-def harm(w: Tensor, found: Tensor, h: Tensor) -> float:
+def loss_of(w: Tensor, found: Tensor, h: Tensor) -> float:
     error = w - found
     return float((error * (h @ error)).sum())
 
@@ -49,11 +49,11 @@ def harm(w: Tensor, found: Tensor, h: Tensor) -> float:
     st.booleans(),
 )
 def test_packed_weights_decode_to_the_solution(
-    blocks: int, columns: int, made, seed: int, bias: bool
+    blocks: int, columns: int, recipe, seed: int, bias: bool
 ) -> None:
     w, h = problem(32 * blocks, columns, seed)
     solution = solve_exl2(
-        w, factorize(w, h, 0.02), made.groups(len(w)), SolverConfig(sweeps=1, scale_steps=4)
+        w, factorize(w, h, 0.02), recipe.groups(len(w)), SolverConfig(sweeps=1, scale_steps=4)
     )
     extra = torch.randn(columns).half() if bias else None
     tensors = exl2.write(solution.pack(extra))
@@ -73,7 +73,7 @@ def test_every_stage_lowers_the_loss(bits: int) -> None:
     nearest = torch.cat(
         [grid.value(grid.nearest(rows)) for grid, rows in zip(scales, w[f.perm].split(32), strict=True)]
     )
-    plain = harm(w[f.perm], nearest, f.hessian)
+    plain = loss_of(w[f.perm], nearest, f.hessian)
     fed = gptq_only(w, f, groups, 24)
     assert float(output_losses(w, f, fed).sum()) < 0.8 * plain
     added = rounding_losses(w, f, 32, (8, bits), 24)[1]
@@ -92,8 +92,8 @@ def test_gptq_of_two_weights_is_near_the_optimum() -> None:
         found = gptq(w, f, [GroupStep(2, lambda *_: grid)]).codes * 0.5
         target = w[f.perm]
         every = [torch.tensor(pair)[:, None] * 0.5 for pair in product((-2.0, -1.0, 0.0, 1.0), repeat=2)]
-        best = min(harm(target, one, f.hessian) for one in every)
-        assert harm(target, found, f.hessian) <= 2.5 * best + 1e-6
+        best = min(loss_of(target, one, f.hessian) for one in every)
+        assert loss_of(target, found, f.hessian) <= 2.5 * best + 1e-6
 
 
 def slow_two_sided(w: Tensor, scale: Tensor, half: Tensor, upper: Tensor, across: Tensor) -> Tensor:
@@ -198,15 +198,15 @@ def test_descent_continues_while_it_gains(monkeypatch: pytest.MonkeyPatch) -> No
     scale, half = torch.full_like(w, 2**-4), torch.full((64,), 4.0)
     begun = (w / scale).round().clamp(-4, 3)
 
-    def harms(sweeps: int) -> tuple[float, Tensor]:
+    def descend(sweeps: int) -> tuple[float, Tensor]:
         monkeypatch.setattr(coordinate_descent, "MAX_SWEEPS", sweeps)
         codes = descend_two_sided(begun, w, scale, half, h, g)
         error = w - codes * scale
         return float((error * (h @ error @ g)).sum()), codes
 
-    (one, _), (two, _), (many, _) = map(harms, (1, 2, MAX_SWEEPS))
+    (one, _), (two, _), (many, _) = map(descend, (1, 2, MAX_SWEEPS))
     assert many < 0.99 * two < 0.99 * one
-    assert torch.equal(harms(500)[1], harms(1000)[1])  # it has converged
+    assert torch.equal(descend(500)[1], descend(1000)[1])  # it has converged
 
 
 def test_fewer_codes_move_after_a_sweep_that_raised_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,19 +235,19 @@ def test_gptq_tensors_decode_to_the_solution(group: int) -> None:
     back = gptq_format.read(tensors, 160, 24, tensors["bias"], "here", config)
     assert torch.equal(back.dequantize().float(), values)
     assert bool((tensors["g_idx"].diff() < 0).any())
-    assert harm(w, values, h) < 0.01 * harm(w, torch.zeros_like(w), h)
+    assert loss_of(w, values, h) < 0.01 * loss_of(w, torch.zeros_like(w), h)
 
 
 def test_zero_columns_and_dead_inputs_give_finite_weights() -> None:
     w, h = problem(64, 32)
     w[:, 3] = 0
     h[5], h[:, 5] = 0, 0
-    for made in (make_recipe(32, (2, 1.0)), make_recipe(64, (8, 0.5), (6, 0.5))):
-        found = solve_exl2(w, factorize(w, h, 0.02), made.groups(64), SolverConfig()).dequantize()
+    for recipe in (make_recipe(32, (2, 1.0)), make_recipe(64, (8, 0.5), (6, 0.5))):
+        found = solve_exl2(w, factorize(w, h, 0.02), recipe.groups(64), SolverConfig()).dequantize()
         assert bool(torch.isfinite(found).all())
     nothing = torch.zeros_like(w)
     assert (
-        not solve_exl2(nothing, factorize(nothing, h, 0.02), made.groups(64), SolverConfig())
+        not solve_exl2(nothing, factorize(nothing, h, 0.02), recipe.groups(64), SolverConfig())
         .dequantize()
         .any()
     )
