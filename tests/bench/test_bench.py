@@ -118,7 +118,7 @@ def test_without_matplotlib_a_plot_names_the_extra(tmp_path: Path) -> None:
 
 
 def test_that_is_said_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("exlm.bench.plot.find_spec", lambda name: None)
+    monkeypatch.setattr("exlm.bench.report.find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=r"exlm\[bench\]"):
         run("bench", "/nowhere/model", "--plot", str(tmp_path / "plot.png"))
 

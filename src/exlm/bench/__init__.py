@@ -1,4 +1,9 @@
-"""How fast a model is on this machine, end to end, and how near that is to what the machine can do."""
+"""Benchmarks behind `exlm bench`, `exlm tune` and `exlm info --system`.
+
+`run` takes a `BenchmarkConfig` and gives a `Report`: speed of a model (in files, or random weights of a given
+shape) through the generator, beside the machine's memory bandwidth and GEMM throughput. `compare` runs other
+engines, `tune` searches kernel settings. Only `cli` imports this package, and scripts in benchmarks/.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -7,8 +12,7 @@ from ..lazy import lazy_exports
 if TYPE_CHECKING:
     from .benchmark import BenchmarkConfig, run
     from .comparison import ENGINES, compare
-    from .plot import require_matplotlib, save_plot
-    from .report import Peer, Report, Row
+    from .report import Peer, Report, Row, require_matplotlib, save_plot
     from .shapes import FORMATS, SHAPES, Shape
     from .system_info import Fact, facts, system_facts
     from .tuning import TuningResult, tune
@@ -17,8 +21,7 @@ _EXPORTS = {
     "benchmark": ("BenchmarkConfig", "run"),
     "system_info": ("Fact", "facts", "system_facts"),
     "comparison": ("ENGINES", "compare"),
-    "plot": ("require_matplotlib", "save_plot"),
-    "report": ("Peer", "Report", "Row"),
+    "report": ("Peer", "Report", "Row", "require_matplotlib", "save_plot"),
     "shapes": ("FORMATS", "SHAPES", "Shape"),
     "tuning": ("TuningResult", "tune"),
 }

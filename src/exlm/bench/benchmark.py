@@ -1,4 +1,4 @@
-"""A whole benchmark: make or read a model, measure the machine, measure the model, report."""
+"""The benchmark: load or make up a model, measure the machine's limits, then the model, and report."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from .timers import TimedModel
 from .workload import TAIL_TOKENS, Timing, Workload, free_memory, tokens_needed
 
 PROMPT_REPEATS = 3
-"""Before those that are timed, and again so many of these, of which the one in the middle counts: passes are
-recorded at first, and experts meet products of sizes that are new."""
+"""Prompts that are timed, whose median counts, and as many before them for warm-up: CUDA graphs are captured
+first, and MoE kernels meet new sizes."""
 
 
 MEMORY_RESERVE = 1 << 30
-"""Bytes of a device's memory that a cache must leave for the model's workspace."""
+"""Bytes of device memory that a cache must leave for the model's workspace."""
 
 ProgressCallback = Callable[[str, int, int], object]
-"""(what is being done, how many pieces are done, how many there are)"""
+"""(description of the current step, steps done, steps in all)"""
 
 
 @dataclass(frozen=True)
 class BenchmarkConfig:
-    """What to measure. Every batch is run at the first context, every context with the first batch."""
+    """What to measure: every batch size at the first context, every context with the first batch size."""
 
     model: Path | None = None  # or else a shape
     shape: str = "llama-2-7b"
@@ -52,7 +52,7 @@ class BenchmarkConfig:
     ngram: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be measured."""
+        """Check the values."""
         if self.model is None and self.shape not in SHAPES:
             raise InputError(f"--shape must be one of {', '.join(SHAPES)}, found {self.shape!r}.")
         if unknown := [name for name in self.caches if name not in CACHES]:
@@ -64,11 +64,11 @@ class BenchmarkConfig:
 
     @property
     def longest_sequence(self) -> int:
-        """The longest sequence."""
+        """Tokens of the longest sequence."""
         return max(self.prompt, *self.contexts) + self.tokens + TAIL_TOKENS
 
     def rows(self) -> list[Row]:
-        """What is to be measured, in order."""
+        """The measurements to make, in order, without results."""
         first, *longer = self.contexts
         shapes = [(batch, first) for batch in self.batches]
         shapes += [(self.batches[0], context) for context in longer]
@@ -83,7 +83,7 @@ class BenchmarkConfig:
 
 
 def run(config: BenchmarkConfig, on_progress: ProgressCallback = lambda *_: None) -> Report:
-    """Measure everything in a plan."""
+    """Make all measurements."""
     env.cap_onednn_isa()  # must come before torch computes anything
     device = pick_device(config.device or env.default_device())
     planned = config.rows()
@@ -95,7 +95,7 @@ def run(config: BenchmarkConfig, on_progress: ProgressCallback = lambda *_: None
         load_memory = peak_memory(device)
         on_progress("the machine", 2, total)
         summary, limits = model.summary(), measure_roofline(device, model.backends[0].dtype)
-        reset_peak_memory(device)  # of what measuring the machine took
+        reset_peak_memory(device)  # what measuring the machine took does not count
         bench = _Benchmark(model, tokenizer, summary, limits, device, *_step_costs(model, summary))
         rows = []
         for done, row in enumerate(planned, 3):
@@ -109,7 +109,7 @@ def run(config: BenchmarkConfig, on_progress: ProgressCallback = lambda *_: None
 
 @contextmanager
 def loaded_model(plan: BenchmarkConfig, device: torch.device) -> Iterator[tuple[TimedModel, float]]:
-    """The model in memory, and the seconds until it was."""
+    """Load the model for the block; yields it and the seconds that took."""
     with tempfile.TemporaryDirectory(prefix="exlm-bench-") as folder:
         path = plan.model
         if path is None:
@@ -119,7 +119,7 @@ def loaded_model(plan: BenchmarkConfig, device: torch.device) -> Iterator[tuple[
         config.device = str(device)
         config.max_seq_len = max(
             config.max_seq_len, plan.longest_sequence
-        )  # a few tokens around the last context
+        )  # the sequence goes a few tokens beyond the last context
         model = TimedModel(config)
         if plan.model is None:
             stored = weight_format(plan.format, plan.bits)
@@ -137,37 +137,37 @@ def loaded_model(plan: BenchmarkConfig, device: torch.device) -> Iterator[tuple[
 
 
 def _check_length(plan: BenchmarkConfig, config: Config) -> None:
-    """Refuse sequences that a model was not made for; a shape is made as long as it takes."""
+    """Refuse sequences longer than the model's context; random weights get any length."""
     for option, longest in (("--context", max(plan.contexts)), ("--prompt", plan.prompt)):
         if longest > config.max_seq_len:
             raise InputError(
                 f"{option} {longest} is more than this model has: {config.max_seq_len} tokens. Ask for less, "
-                "or measure a --shape, which has no end."
+                "or measure a --shape, which can be of any length."
             )
 
 
 def _first_token(model: TimedModel, tokenizer: Tokenizer) -> float | None:
-    """Seconds from the start of this process to the end of its first step."""
+    """Seconds from the start of this process to its first token."""
     Workload(model, tokenizer, Cache(model, max_seq_len=256), 1).prompt(8)
     return seconds_since_start()
 
 
 @dataclass(frozen=True)
 class _Benchmark:
-    """A model and what it is held against."""
+    """A loaded model, and the limits it is compared with."""
 
     model: TimedModel
     tokenizer: Tokenizer
     summary: Summary
     roofline: Roofline
     device: torch.device
-    bytes_per_step: int  # bytes of matrices that a step reads
-    products_per_token: int  # numbers that are multiplied for one token
+    bytes_per_step: int  # of the weights that a decode step reads
+    products_per_token: int  # multiply-adds for one token
 
     def measure(self, row: Row, plan: BenchmarkConfig) -> Row:
-        """The row with its numbers; as it is, if its cache does not fit."""
+        """Make one measurement; the row is returned without results if its cache does not fit."""
         kind = CACHES[row.cache]
-        # A prompt is read several times, and later times must not be found in the cache.
+        # Every timed prompt is a different one, so that none is found in the prefix cache.
         times = PROMPT_REPEATS + 1 if row.work == "prompt" else 1
         tokens = tokens_needed(row.batch, row.context, plan.tokens) * times
         held = sum(kind(self.model, max_seq_len=tokens, lazy=True).layer_bytes())
@@ -180,13 +180,13 @@ class _Benchmark:
         if row.work == "prompt":
             timings = [work.prompt(row.context, row=other) for other in range(2 * PROMPT_REPEATS)]
             return self._rated(row, sorted(timings[PROMPT_REPEATS:])[PROMPT_REPEATS // 2], 0.0, row.context)
-        before = max(1, row.context - plan.tokens // 2)  # so that the steps lie around the context
+        before = max(1, row.context - plan.tokens // 2)  # centre the timed steps on the context
         timing = work.decode(row.batch, before, plan.tokens, plan.ngram)
         seen = row.batch * (before + plan.tokens / 2)
         return self._rated(row, timing, held / tokens * seen, row.batch)
 
     def _rated(self, row: Row, timing: Timing, cached: float, products: int) -> Row:
-        """Times as rates and shares; `cached` bytes are read beside the matrices."""
+        """Turn a timing into rates and shares of the limits; a step also reads `cached` bytes of KV cache."""
         step = timing.seconds / timing.steps
         read = self.bytes_per_step + round(cached)
         idle = max(0.0, 1 - timing.model_seconds / timing.seconds)
@@ -209,9 +209,9 @@ class _Benchmark:
 
 
 def _step_costs(model: TimedModel, summary: Summary) -> tuple[int, int]:
-    """Bytes of a step's matrices as files have them, and products of a token; of experts, those of one token.
+    """(bytes of weights a decode step reads, as stored in files; multiply-adds for one token).
 
-    A head that is the embedding's matrix has the embedding's bytes.
+    Of a mixture of experts those that one token uses count; a tied head has the embedding's bytes.
     """
     source = model.open_checkpoint(model.config.freeze())
     read = products = 0.0
@@ -226,7 +226,7 @@ def _step_costs(model: TimedModel, summary: Summary) -> tuple[int, int]:
 
 
 def _cache_name(name: str, dtype: torch.dtype) -> str:
-    """Sixteen bits are those that the model computes in, if it does."""
+    """The cache type to show: fp16 is bf16 if the model computes in that."""
     return "bf16" if name == "fp16" and dtype is torch.bfloat16 else name
 
 

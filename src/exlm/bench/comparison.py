@@ -1,7 +1,7 @@
-"""This library beside other engines on the CPU: each in a process of its own, in turn, on the same model.
+"""Compares exlm with other engines on the CPU, on the same model, each run in a process of its own.
 
-They take turns so that what else the machine does hits all of them; only the ratios mean something on a
-shared machine. A peer that is not installed is left out, with the reason.
+Engines take turns, so that other load on the machine affects all of them; on a shared machine only the ratios
+mean something. An engine that is not installed is skipped, with the reason.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ ENGINES = {
     "onnxruntime-genai": "onnxruntime_genai",
     "transformers": "transformers",
 }
-"""The engines, and the module each of them needs."""
+"""The engines and the Python module each of them needs."""
 
 TIMEOUT = 900
-"""Seconds a turn may take."""
+"""Seconds that one run may take."""
 
 
 def compare(
@@ -39,9 +39,9 @@ def compare(
     pythons: Mapping[str, str] | None = None,
     on_progress: Callable[[str, int, int], object] = lambda *_: None,
 ) -> tuple[list[Peer], list[str]]:
-    """What every engine did in each turn, and who was left out and why.
+    """(results of every engine for each turn, why engines were skipped).
 
-    `pythons` names the interpreter of an engine that lives in another environment.
+    `pythons` has the interpreters of engines that are installed in other environments.
     """
     if model.suffix != ".gguf":
         raise InputError(f"Peers are compared on a .gguf file, which all of them can read; found {model}.")
@@ -69,7 +69,7 @@ def compare(
 
 
 def _run_once(python: str, engine: str, files: Path, threads: int) -> dict[str, float]:
-    """One turn of an engine, in a process of its own."""
+    """Run an engine once, in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         code = str(Path(engines.__file__))
@@ -82,7 +82,7 @@ def _run_once(python: str, engine: str, files: Path, threads: int) -> dict[str, 
 
 
 def _model_files(engine: str, model: Path, python: str) -> Path:
-    """What an engine reads: the file itself, its numbers unpacked, or what its own builder makes of those."""
+    """What an engine loads: the file, a dense copy of it, or an ONNX model built from that."""
     if engine in ("exlm", "llama.cpp"):
         return model
     kept = env.cache_folder() / "bench"

@@ -1,7 +1,8 @@
-"""One turn of one engine, as a program: `engines.py ENGINE MODEL THREADS STARTED ANSWER`.
+"""One run of one engine, as a program: `comparison_engines.py ENGINE MODEL THREADS STARTED ANSWER`.
 
-It stands alone, so that an interpreter that has only a peer installed can run it, and writes what it measured
-to the file ANSWER, as JSON. Same prompt of 512 tokens, same number of threads, greedy, for everyone.
+Imports nothing of exlm at the top, so that an interpreter with only another engine installed can run it.
+Writes its measurements to the file ANSWER as JSON. All engines get the same prompt of 512 tokens, the same
+number of threads, and decode greedily.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ Metrics = dict[str, float]
 
 
 def prompt_ids(row: int, count: int = PROMPT) -> list[int]:
-    """A prompt of plain tokens, another for each row."""
+    """A prompt of ordinary tokens, a different one for each row."""
     return [100 + (7919 * (i + 1) * (row + 3)) % 40000 for i in range(count)]
 
 
 def exlm(model: str, threads: int, started: float) -> Metrics:
-    """This library, end to end through its generator."""
+    """exlm, through its generator."""
     import torch
 
     torch.set_num_threads(threads)
@@ -57,7 +58,7 @@ def exlm(model: str, threads: int, started: float) -> Metrics:
 
 
 def transformers(model: str, threads: int, started: float) -> Metrics:
-    """The same numbers, unpacked to float16."""
+    """transformers, with the weights dequantised to float16."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -83,7 +84,7 @@ def transformers(model: str, threads: int, started: float) -> Metrics:
 
 
 def llama_cpp(model: str, threads: int, started: float) -> Metrics:
-    """The same file as it is, through the xllamacpp wheel."""
+    """llama.cpp with the same file, through the xllamacpp wheel."""
     import xllamacpp  # type: ignore[import-not-found]
 
     params = xllamacpp.CommonParams()
@@ -106,7 +107,7 @@ def llama_cpp(model: str, threads: int, started: float) -> Metrics:
 
 
 def onnxruntime(model: str, threads: int, started: float) -> Metrics:
-    """Its own 4-bit version of the same numbers, made by its builder, through onnxruntime-genai."""
+    """onnxruntime-genai, with a 4-bit version of the weights that its own builder made."""
     import onnxruntime_genai as og  # type: ignore[import-not-found]
 
     config = og.Config(model)
@@ -143,7 +144,7 @@ ENGINES: dict[str, Callable[[str, int, float], Metrics]] = {
 
 
 def peak_memory_mb() -> float:
-    """Megabytes this process had at most. What getrusage says would include its parent's."""
+    """Peak memory of this process in MB. (getrusage would include the parent's.)"""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024 / 1e6
@@ -151,7 +152,7 @@ def peak_memory_mb() -> float:
 
 
 def main() -> None:
-    """Run and answer."""
+    """Run an engine and write its metrics."""
     engine, model, threads, started, answer = sys.argv[1:]
     found = ENGINES[engine](model, int(threads), float(started))
     Path(answer).write_text(json.dumps({**found, "peak": peak_memory_mb()}))

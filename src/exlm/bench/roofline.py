@@ -1,4 +1,4 @@
-"""What the machine can do at most: bytes moved and numbers multiplied in a second, measured here and now."""
+"""Measures a device's limits for a roofline model: memory bandwidth and GEMM throughput."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _REPEATS = 5
 
 
 class Roofline(NamedTuple):
-    """A device's limits."""
+    """The measured limits of a device."""
 
-    bandwidth: float  # bytes a second: read by the CPU's threads, read and written by a copy on a GPU
-    flops: float  # operations a second of one large matrix product, in the model's precision
+    bandwidth: float  # bytes/s: reading on the CPU, reading and writing of a copy on a GPU
+    flops: float  # operations/s of one large matrix product in the model's precision
 
 
 def measure_roofline(device: torch.device, dtype: torch.dtype) -> Roofline:
-    """Measure a device; on the CPU with torch's number of threads."""
+    """Measure a device; the CPU with torch's number of threads."""
     if device.type == "cuda":
         return Roofline(_copy_bandwidth(device), _gemm_flops(8192, device, dtype))
     return Roofline(_read_bandwidth(), _gemm_flops(1024, device, dtype))
 
 
 def median_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the device for one piece of work: the median of a few turns."""
+    """Device time of `work`: the median of a few runs."""
     work()
     if device.type != "cuda":
         return median(_seconds(work) for _ in range(_REPEATS))
@@ -52,7 +52,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def _read_bandwidth() -> float:
-    """The best of a few turns: what other programs take away is not the memory's limit."""
+    """The best of a few runs: what other programs use is not the memory's limit."""
     numbers = torch.ones(_READ_FLOATS)
     numbers.sum()
     return float(numbers.nbytes / min(_seconds(numbers.sum) for _ in range(_REPEATS)))

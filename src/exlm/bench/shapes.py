@@ -1,4 +1,4 @@
-"""Sizes of known models, as config.json says them, and the formats of synthetic weights. Imports no torch."""
+"""Sizes of known models, as in their config.json, and the formats of random weights. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 FORMATS = {"exl2": 4.1, "gptq": 4.0, "gguf": 4.5, "dense": 16.0}
-"""Formats that synthetic weights can have, and the default bits per weight of each."""
+"""Formats of random weights, and the default bits per weight of each."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a Llama."""
+    """The sizes of a Llama model."""
 
     hidden: int
     layers: int
@@ -57,7 +57,7 @@ class Shape:
         yield from self.attention()
 
     def attention(self) -> Iterator[tuple[str, int, int]]:
-        """The same, of attention alone."""
+        """`matrices` of the attention only."""
         hidden, wide, kv = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
         yield "self_attn.k_proj", hidden, kv
         yield "self_attn.o_proj", wide, hidden
@@ -67,7 +67,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Mixtral(Shape):
-    """The sizes of a Mixtral: of its experts, each `mlp` wide, some answer a token."""
+    """The sizes of a Mixtral model, with experts of width `mlp`."""
 
     experts: int = 8
     active: int = 2
@@ -93,7 +93,7 @@ class Mixtral(Shape):
 
 @dataclass(frozen=True)
 class Qwen3Moe(Mixtral):
-    """The sizes of a sparse Qwen3: many narrow experts, and heads of a width of their own."""
+    """The sizes of a Qwen3 MoE model: many narrow experts, and an explicit head width."""
 
     head: int = 128
 

@@ -1,4 +1,4 @@
-"""A model that is in no files: a description and a tokenizer in a folder, and weights made when asked for."""
+"""A model with random weights: its config and tokenizer files, and a checkpoint that makes its tensors."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .shapes import Shape
 from .synthetic_weights import Dense, RandomTensors, WeightFormat
 
 CYCLE_LENGTH = 16
-"""Tokens that a repetitive model says, one after the other, again and again."""
+"""How many tokens a repetitive model cycles through."""
 
-_FAINT_SCALE = 1 / 512  # how much of a repetitive model's layers reaches the residual stream
+_FAINT_SCALE = 1 / 512  # scale of what a repetitive model's layers add to the residual stream
 
 
 class NoFiles:
-    """The files behind weights that come from nowhere."""
+    """The files of a checkpoint that has none."""
 
     paths: tuple[Path, ...] = ()
 
@@ -31,10 +31,10 @@ class NoFiles:
 
 
 class SyntheticCheckpoint:
-    """A source of random weights (`checkpoint.Source`), the same for the same seed, role and device.
+    """A checkpoint of random weights, the same for the same seed, role and device.
 
-    A `repetitive` model, for speculation, goes round a `circle` of tokens whatever came before: each of its
-    embeddings is the head's own vector for the token that follows, and its layers add next to nothing.
+    A `repetitive` model, for measuring speculation, generates the tokens of `token_cycle` in turn: the
+    embedding of each is the head's vector for the next one, and the layers add almost nothing.
     """
 
     def __init__(
@@ -48,22 +48,22 @@ class SyntheticCheckpoint:
 
     @property
     def files(self) -> NoFiles:
-        """None; but their bytes can be told."""
+        """No files, but the size they would have."""
         return NoFiles(sum(self.describe(role)[1] for role in self._sizes))
 
     def has(self, role: str) -> bool:
-        """Whether it is a matrix of the model."""
+        """Whether the model has this matrix."""
         return role in self._sizes
 
     def describe(self, role: str, fallback: str | None = None) -> tuple[str, int]:
-        """The form's name and the bytes its files would have."""
+        """The format's name, and the bytes the matrix would have in files."""
         inputs, outputs = self._sizes[role]
         if role == "embed" or role.endswith(".router"):  # which no tool quantises
             return "dense float16", 2 * inputs * outputs
         return type(self._form).__name__.lower(), self._form.nbytes(inputs, outputs, role == "head")
 
     def unused(self) -> list[str]:
-        """Nothing is left over."""
+        """No tensor is unused."""
         return []
 
     def tensor(
@@ -76,7 +76,7 @@ class SyntheticCheckpoint:
         suffix: str = "weight",
         finite: bool = False,
     ) -> Tensor:
-        """Numbers near one: norms."""
+        """Values near one, for norms."""
         first = shape[0]
         sizes = first if isinstance(first, tuple) else (first,)
         values = self._random(role + suffix, device).floats(1, torch.Size(sizes).numel(), 0.1)
@@ -93,7 +93,7 @@ class SyntheticCheckpoint:
         device: torch.device,
         fallback: str | None = None,
     ) -> Weight:
-        """A random matrix in the form that was chosen."""
+        """A random matrix in the chosen format."""
         random = self._random(role, device)
         if role == "embed":
             if self._repetitive:
@@ -108,7 +108,7 @@ class SyntheticCheckpoint:
         return made
 
     def _cycle_embedding(self, device: torch.device) -> Tensor:
-        """An embedding that turns every token into the one that follows it in the circle."""
+        """The embedding that makes every token predict the next one of the cycle."""
         inputs, outputs = self._sizes["head"]
         said = token_cycle(outputs)
         head = self.weight("head", inputs, outputs, bias=False, dtype=None, device=device)
@@ -121,13 +121,13 @@ class SyntheticCheckpoint:
 
 
 def token_cycle(vocab: int) -> range:
-    """The tokens that a repetitive model says; any other token counts as that of the same remainder."""
+    """The tokens that a repetitive model generates; others act as the one with the same remainder."""
     first = vocab // 2 // CYCLE_LENGTH * CYCLE_LENGTH
     return range(first, first + CYCLE_LENGTH)
 
 
 def write_model_folder(folder: Path, shape: Shape, positions: int) -> Path:
-    """Write config.json, for at least so many positions, and a tokenizer as large as the vocabulary."""
+    """Write config.json, with at least so many positions, and a tokenizer of the vocabulary's size."""
     config = shape.config()
     config["max_position_embeddings"] = max(positions, shape.positions)
     (folder / "config.json").write_text(json.dumps(config))
@@ -137,7 +137,7 @@ def write_model_folder(folder: Path, shape: Shape, positions: int) -> Path:
 
 
 def _tokenizer(size: int) -> dict[str, object]:
-    """tokenizer.json: three special tokens, every byte, and as many made-up words as there is room for."""
+    """tokenizer.json: three special tokens, every byte, and made-up words up to the vocabulary's size."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     pieces = ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
@@ -151,7 +151,7 @@ def _tokenizer(size: int) -> dict[str, object]:
 
 
 def _made_up_word(number: int) -> str:
-    """A word that no other number has."""
+    """A different word for each number."""
     letters = ""
     while number >= 0:
         number, letter = divmod(number, 26)

@@ -1,7 +1,7 @@
-"""Random matrices in the true layout of each format, made straight on the device they will be used on.
+"""Random matrices in the layout of each format, made directly on the device they are used on.
 
-The numbers mean nothing, but factors are chosen so that a forward pass stays finite. `nbytes` is what the
-format's files would hold, which is what a decode step must read.
+Scales are chosen so that a forward pass stays finite. `nbytes` is the size the matrix would have in the
+format's files, which is what a decode step must read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..formats.gguf_types import BLOCK_LAYOUTS
 from .shapes import FORMATS
 
 GROUP_SIZE = 128
-FINE_GROUP_SIZE = 32  # rows of a group in EXL2's wider segments
+FINE_GROUP_SIZE = 32  # rows of a group in EXL2's segments of more bits
 _SQUARED_SCALE_RMS = 0.482  # root mean square of (k / 16)² for k = 1 to 16, EXL2's scales
 
 
@@ -41,48 +41,48 @@ class RandomTensors:
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def integers(self, rows: int, columns: int, low: int, high: int, dtype: torch.dtype) -> Tensor:
-        """(rows, columns) of whole numbers, `high` not among them."""
+        """(rows, columns) integers from `low` to `high` - 1."""
         out = torch.empty(rows, columns, dtype=dtype, device=self.device)
         return out.random_(low, high, generator=self._generator)
 
     def words(self, rows: int, columns: int) -> Tensor:
-        """(rows, columns) int32, every bit random: codes of any width that fills its words."""
+        """(rows, columns) int32 with random bits: packed codes of any width."""
         return self.integers(rows, columns, -(2**31), 2**31, torch.int32)
 
     def floats(self, rows: int, columns: int, deviation: float) -> Tensor:
-        """(rows, columns) float16, of eight significant bits: most models are trained in bfloat16."""
+        """(rows, columns) float16 with eight significant bits, since most models are trained in bfloat16."""
         out = torch.empty(rows, columns, dtype=torch.bfloat16, device=self.device)
         return out.normal_(0, deviation, generator=self._generator).half()
 
     def permutation(self, length: int) -> Tensor:
-        """A permutation, int32: one for each length, as matrices with one input share theirs in files."""
+        """An int32 permutation, the same for each length: matrices that share an input share it in files."""
         same = torch.Generator(self.device).manual_seed(length)
         return torch.randperm(length, generator=same, device=self.device, dtype=torch.int32)
 
 
 class WeightFormat(Protocol):
-    """A stored form with its widths chosen."""
+    """A format with its number of bits."""
 
     def weight(
         self, inputs: int, outputs: int, random: RandomTensors, head: bool, deviation: float
     ) -> Weight:
-        """A matrix whose numbers have this deviation, about."""
+        """A random matrix with about this standard deviation."""
         ...
 
     def nbytes(self, inputs: int, outputs: int, head: bool) -> int:
-        """What files would store of it."""
+        """Bytes of the matrix in files."""
         ...
 
 
 @dataclass(frozen=True)
 class Exl2:
-    """Mixed widths with an average, rows in the order of importance; the head has a width of its own."""
+    """EXL2: several widths with a given average, widest first; the head has its own width."""
 
     bits: float = 4.1
     head_bits: int = 6
 
     def segments(self, inputs: int, outputs: int, head: bool) -> list[tuple[int, tuple[int, ...]]]:
-        """(width, rows of each group), the widest first: a few percent wide, the rest of one width."""
+        """(bits, rows of each group) of each segment, widest first; a few percent are wider than the rest."""
         if head:
             return [(self.head_bits, group_sizes(inputs, GROUP_SIZE))]
         total = self.bits * inputs * outputs
@@ -108,7 +108,7 @@ class Exl2:
     def weight(
         self, inputs: int, outputs: int, random: RandomTensors, head: bool, deviation: float
     ) -> Weight:
-        """Codes, squared scales and an order, all random."""
+        """Random codes, scales and permutation."""
         parts = []
         for bits, sizes in self.segments(inputs, outputs, head):
             largest = deviation * unit_scale(bits) / _SQUARED_SCALE_RMS
@@ -121,7 +121,7 @@ class Exl2:
         return PackedWeight("exl2", inputs, outputs, tuple(parts), torch.float16, random.permutation(inputs))
 
     def nbytes(self, inputs: int, outputs: int, head: bool) -> int:
-        """Codes, 4-bit scales, their largest, the groups and the order."""
+        """Codes, 4-bit scales, the largest scale of each group, group table and permutation."""
         return self._bits(self.segments(inputs, outputs, head), outputs) // 8
 
     @staticmethod
@@ -133,14 +133,14 @@ class Exl2:
 
 @dataclass(frozen=True)
 class Gptq:
-    """One width, groups of 128, zero points of their own; the head stays float16, as its tools leave it."""
+    """GPTQ: one width, groups of 128 with zero points; the head stays float16, as GPTQ tools leave it."""
 
     bits: int = 4
 
     def weight(
         self, inputs: int, outputs: int, random: RandomTensors, head: bool, deviation: float
     ) -> Weight:
-        """Codes and zero points random, scales all alike."""
+        """Random codes and zero points, equal scales."""
         if head:
             return DenseWeight(random.floats(outputs, inputs, deviation))
         sizes, centre = group_sizes(inputs, GROUP_SIZE), 1 << (self.bits - 1)
@@ -153,7 +153,7 @@ class Gptq:
         return PackedWeight("gptq", inputs, outputs, (segment,), torch.float16)
 
     def nbytes(self, inputs: int, outputs: int, head: bool) -> int:
-        """Codes, scales, zero points, and each row's group."""
+        """Codes, scales, zero points and the group index of each row."""
         if head:
             return 2 * inputs * outputs
         tables = len(group_sizes(inputs, GROUP_SIZE)) * outputs * (16 + self.bits)
@@ -162,13 +162,13 @@ class Gptq:
 
 @dataclass(frozen=True)
 class Gguf:
-    """Blocks of 256 where they fit, as in Q4_K, and else of 32; the head in Q6_K or wider."""
+    """GGUF: a K-quant if inputs are a multiple of 256, else blocks of 32; the head in Q6_K or Q8_0."""
 
     kind: str = "Q4_K"
     narrow: str = "Q4_1"  # where inputs are no multiple of 256
 
     def name(self, inputs: int, head: bool) -> str:
-        """The type of a matrix."""
+        """The GGUF type of a matrix."""
         whole = inputs % 256 == 0
         if head and self.kind != "Q8_0":
             return "Q6_K" if whole else "Q8_0"
@@ -177,7 +177,7 @@ class Gguf:
     def weight(
         self, inputs: int, outputs: int, random: RandomTensors, head: bool, deviation: float
     ) -> Weight:
-        """Codes and factors random, minimums so that the mean is near zero."""
+        """Random codes and scales; minimums are set so that the mean is near zero."""
         name = self.name(inputs, head)
         layout = BLOCK_LAYOUTS[name]
         step = deviation * unit_scale(layout.bits)
@@ -219,16 +219,16 @@ class Gguf:
 
 @dataclass(frozen=True)
 class Dense:
-    """Float16."""
+    """Dense float16."""
 
     def weight(
         self, inputs: int, outputs: int, random: RandomTensors, head: bool, deviation: float
     ) -> Weight:
-        """Normal numbers."""
+        """Normally distributed values."""
         return DenseWeight(random.floats(outputs, inputs, deviation))
 
     def nbytes(self, inputs: int, outputs: int, head: bool) -> int:
-        """Two bytes each."""
+        """Two bytes a weight."""
         return 2 * inputs * outputs
 
 
@@ -236,7 +236,7 @@ _GGUF_TYPES = {4.5: ("Q4_K", "Q4_1"), 5.5: ("Q5_K", "Q5_1"), 6.5625: ("Q6_K", "Q
 
 
 def weight_format(name: str, bits: float | None = None) -> WeightFormat:
-    """The format of this name, with about so many bits for each weight."""
+    """The format of this name, with about so many bits per weight."""
     if name not in FORMATS:
         raise InputError(f"The format must be one of {', '.join(FORMATS)}, found {name!r}.")
     wanted = FORMATS[name] if bits is None else bits
@@ -256,10 +256,10 @@ def weight_format(name: str, bits: float | None = None) -> WeightFormat:
 
 
 def group_sizes(rows: int, size: int) -> tuple[int, ...]:
-    """The rows of each group, the last perhaps smaller."""
+    """Rows of each group; the last may be smaller."""
     return (size,) * (rows // size) + ((rows % size,) if rows % size else ())
 
 
 def unit_scale(bits: int) -> float:
-    """The factor that gives uniform codes of this width a deviation of one."""
+    """The scale that gives uniformly distributed codes of this width a standard deviation of one."""
     return float(12**0.5 / (1 << bits))

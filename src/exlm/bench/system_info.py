@@ -1,4 +1,4 @@
-"""What this machine is and which kernels a model would get on it, each with its reason. No network."""
+"""Describes this machine, and which kernels a model would run on here and why. Uses no network."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _SELF = Path("/proc/self")
 
 
 class Fact(NamedTuple):
-    """One thing about the machine."""
+    """One line about the machine."""
 
     name: str
     value: str
 
 
 def facts() -> list[Fact]:
-    """What runs here: versions, processor, memory, devices."""
+    """Versions, processor, memory, devices."""
     return [
         Fact("exlm", __version__),
         Fact("Python", f"{platform.python_version()} ({platform.python_implementation()})"),
@@ -48,7 +48,7 @@ def facts() -> list[Fact]:
 
 
 def system_facts() -> list[Fact]:
-    """The facts, and what they lead to: instruction sets, guards, kernels and why, folders."""
+    """`facts`, then instruction sets, kernels with the reason for each, and folders."""
     return [
         *facts(),
         Fact("instruction sets", f"{', '.join(sets_here())} (the first is used)"),
@@ -63,7 +63,7 @@ def system_facts() -> list[Fact]:
 
 
 def seconds_since_start() -> float | None:
-    """Seconds since this process began; None where the system does not say."""
+    """Seconds since this process was started; None where the system does not tell."""
     try:
         ticks = int((_SELF / "stat").read_text().rpartition(")")[2].split()[19])
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
@@ -72,7 +72,7 @@ def seconds_since_start() -> float | None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes this process had at most on a device; 0 where the system does not say."""
+    """Peak memory of this process on a device in bytes; 0 where the system does not tell."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     found = re.search(r"^VmHWM:\s*(\d+) kB$", _text(_SELF / "status"), re.MULTILINE)
@@ -80,7 +80,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Let `peak_memory` begin anew, where the system can."""
+    """Reset what `peak_memory` counts, where the system can."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)

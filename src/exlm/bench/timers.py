@@ -1,4 +1,4 @@
-"""A model whose passes are timed: what a step spends in it, and how long the device has nothing to do."""
+"""A model that measures the time spent in its forward passes; the rest of a step the device is idle."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from ..model import Model
 from ..model.model_runner import PagedModelRunner
 
 PASSES = ("prefill", "decode", "decode_next")
-"""The runner's methods in which the model computes."""
+"""The runner's methods that run a forward pass."""
 
 
 class PassTimer:
-    """The seconds between the beginning and the end of each pass, as the device saw them."""
+    """Sums up the duration of forward passes, measured on the device."""
 
     def __init__(self) -> None:
         self._host = 0.0
         self._events: list[tuple[Any, Any]] = []
 
     def reset(self) -> None:
-        """Forget what was."""
+        """Set the sum to zero."""
         self._host = 0.0
         self._events.clear()
 
     def wrap(self, work: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-        """The same call, timed; nothing waits for the device."""
+        """Make a function add its duration to the sum, without synchronising with the device."""
         return self._with_events(work) if device.type == "cuda" else self._on_host(work)
 
     def seconds(self) -> float:
-        """In passes since the last reset; waits for a GPU to finish."""
+        """Seconds in passes since the last reset; synchronises with a GPU."""
         if self._events:
             torch.cuda.synchronize()
         return float(self._host + sum(begin.elapsed_time(end) for begin, end in self._events) / 1e3)
@@ -62,7 +62,7 @@ class PassTimer:
 
 
 class TimedRunner:
-    """A runner that does what another does, under a watch."""
+    """Wraps a runner and times its forward passes."""
 
     def __init__(self, inner: PagedModelRunner, timer: PassTimer) -> None:
         self._inner = inner
@@ -74,12 +74,12 @@ class TimedRunner:
 
 
 class TimedModel(Model):
-    """A model that knows how long its passes took."""
+    """A model whose runners time their forward passes."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.pass_timer = PassTimer()
 
     def runner(self, cache: CacheBase) -> Any:
-        """The generator's door, watched."""
+        """The model's runner, with timing."""
         return TimedRunner(super().runner(cache), self.pass_timer)

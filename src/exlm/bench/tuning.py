@@ -1,7 +1,8 @@
-"""The quickest settings of a model's kernels on this device: change one at a time, and time whole passes.
+"""Searches the fastest kernel settings for a model on this GPU by hill climbing, one kind of matrix at a
+time.
 
-What counts is a whole pass as it is replayed: kernels get in each other's way. Which settings there are is
-known to the backend.
+Whole decode passes are timed, replayed as CUDA graphs, because kernels affect each other. The backend says
+which settings there are.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from ..model.model_runner import PagedModelRunner
 from .benchmark import BenchmarkConfig, ProgressCallback, loaded_model
 
 BATCH_SIZES = (1, 8)
-"""Of the passes that are timed: a setting must be good for both."""
+"""Batch sizes of the timed passes; their sum must improve."""
 
 CONTEXT, PAGE = 512, 256
 WARMUP_PASSES, TIMED_PASSES, REPEATS = 3, 20, 5
 MIN_GAIN = 0.002
-"""The share of a pass that a change must save: less than that is noise."""
+"""The share of the time that a change must save; less counts as noise."""
 
 TuneConfig = tuple[int, ...]
 
 
 class ConfigChange(NamedTuple):
-    """One kind of work, as it was set and as it is now."""
+    """The settings of one kind of matrix before and after tuning."""
 
     name: str
     before: TuneConfig
@@ -42,17 +43,17 @@ class ConfigChange(NamedTuple):
 
 @dataclass(frozen=True)
 class TuningResult:
-    """What was found."""
+    """The outcome of tuning a model."""
 
     changes: tuple[ConfigChange, ...]
-    before: float  # seconds of one pass of each number of rows, together
+    before: float  # seconds of one pass at each batch size, added
     after: float
-    file: Path | None  # None: nothing is quicker
+    file: Path | None  # where the settings were saved; None if nothing was faster
 
 
 @dataclass
 class _TimedSequence:
-    """A sequence of which a runner knows enough."""
+    """The attributes of a sequence that a runner reads."""
 
     pages: list[int]
     ids: list[int] = field(default_factory=lambda: [1])
@@ -60,7 +61,7 @@ class _TimedSequence:
 
 
 def tune(config: BenchmarkConfig, on_progress: ProgressCallback = lambda *_: None) -> TuningResult:
-    """Tune the kernels for the model of a plan."""
+    """Tune the kernels for the model that a config names."""
     env.cap_onednn_isa()
     on_progress("loading", 0, 1)
     with loaded_model(config, pick_device(config.device or env.default_device())) as (model, _):
@@ -68,7 +69,7 @@ def tune(config: BenchmarkConfig, on_progress: ProgressCallback = lambda *_: Non
 
 
 def tune_model(model: Model, on_progress: ProgressCallback = lambda *_: None) -> TuningResult:
-    """Settle every kind of work that decode passes of a loaded model consist of; keep what is quicker."""
+    """Tune every kind of matrix in a loaded model's decode passes; save the result if it is faster."""
     backend = next((one for one in model.backends if isinstance(one, SupportsTuning)), None)
     if backend is None:
         names = ", ".join(one.name for one in model.backends)
@@ -97,7 +98,7 @@ def tune_model(model: Model, on_progress: ProgressCallback = lambda *_: None) ->
 
 
 def hill_climb(space: TuneSpace, clock: Callable[[], float], now: float) -> float:
-    """Turn a knob, step by step, until no setting nearby is quicker; returns how quick that is."""
+    """Move to the fastest neighbouring setting until there is none; returns its time."""
     best, known = space.config, {space.config}
     while True:
         times: dict[TuneConfig, float] = {}
@@ -117,7 +118,7 @@ def hill_climb(space: TuneSpace, clock: Callable[[], float], now: float) -> floa
 def _time_both(
     spaces: Sequence[TuneSpace], initial: Sequence[TuneConfig], clock: Callable[[], float]
 ) -> tuple[float, float]:
-    """Seconds as it was and as it is, in turns: a device may have become quicker or slower meanwhile."""
+    """Seconds before and after, measured in alternation: the device's clock may have changed meanwhile."""
     configs = initial, [space.config for space in spaces]
     times: tuple[list[float], list[float]] = ([], [])
     for which in (0, 1, 1, 0, 0, 1, 1, 0):
@@ -133,7 +134,7 @@ def _apply(spaces: Sequence[TuneSpace], to: Sequence[TuneConfig]) -> None:
 
 
 class _PassTimer:
-    """Decode passes of each number of rows, timed."""
+    """Times decode passes at each batch size."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -144,15 +145,15 @@ class _PassTimer:
         ]
 
     def run_once(self) -> None:
-        """Every kind of pass, launched from the host."""
+        """Run a pass at each batch size, without CUDA graphs."""
         for rows in BATCH_SIZES:
             self._decode(self._model.runner(self._cache), rows)
 
     def __call__(self) -> float:
-        """Seconds of one pass of each, as they are recorded now."""
+        """Seconds of one pass at each batch size, added, with newly captured graphs."""
         total = 0.0
         for rows in BATCH_SIZES:
-            runner = self._model.runner(self._cache)  # with recordings of its own
+            runner = self._model.runner(self._cache)  # a new runner captures new graphs
             for _ in range(WARMUP_PASSES):
                 self._decode(runner, rows)
             times = []

@@ -1,7 +1,4 @@
-"""A loaded model put to work through `Generator`: sampling and text included, greedy, timed by the wall.
-
-What the times mean is said elsewhere.
-"""
+"""Measures the wall-clock time of a loaded model in `Generator`: greedy, with sampling and text."""
 
 from __future__ import annotations
 
@@ -17,28 +14,28 @@ from .timers import TimedModel
 
 PAGE = 256
 WARMUP_STEPS = 3
-"""Steps of a batch that are not counted: kernels may still be made in them."""
+"""Decode steps before timing starts: kernels may still be compiled in them."""
 
 TAIL_TOKENS = 64
-"""Tokens that a row could go on for: at the end of a text passes may be shorter, and are not counted."""
+"""Tokens that each row is allowed beyond those timed: steps are slower or shorter near the end of a job."""
 
 
 class Timing(NamedTuple):
-    """What a stretch of work took."""
+    """Wall-clock time of a prompt or of some decode steps."""
 
     seconds: float
     tokens: int
     steps: int
-    model_seconds: float  # seconds of it in the model
+    model_seconds: float  # part of `seconds` spent in forward passes
 
 
 def tokens_needed(batch: int, context: int, new: int) -> int:
-    """Whole pages of every row."""
+    """Cache size for a batch, in tokens: whole pages for every row."""
     return batch * -(-(context + new + TAIL_TOKENS) // PAGE) * PAGE
 
 
 def prompt_ids(row: int, count: int, vocab: int, repetitive: bool = False) -> torch.Tensor:
-    """(1, count) plain tokens, others for each row; or the same few again and again, but for the first."""
+    """(1, count) ordinary tokens, different for each row; repetitive ones cycle after the first token."""
     span = max(1, vocab - 300)
     low = min(300, vocab - span)
     if repetitive:
@@ -48,7 +45,7 @@ def prompt_ids(row: int, count: int, vocab: int, repetitive: bool = False) -> to
 
 
 class Workload:
-    """One generator over a cache of its own."""
+    """A generator with a cache of its own."""
 
     def __init__(
         self, model: TimedModel, tokenizer: Tokenizer, cache: CacheBase, rows: int, ngram: bool = False
@@ -58,7 +55,7 @@ class Workload:
         self._generator = Generator(model, cache, tokenizer, max_batch_size=rows, use_ngram_draft=ngram)
 
     def prompt(self, length: int, row: int = 0) -> Timing:
-        """From a prompt to its first token."""
+        """Time a prompt up to its first token."""
         self._watch.reset()
         job = self._job(row, length, 1)
         start = time.perf_counter()
@@ -68,7 +65,7 @@ class Workload:
         return Timing(time.perf_counter() - start, length, 1, self._watch.seconds())
 
     def decode(self, batch: int, context: int, new: int, repetitive: bool = False) -> Timing:
-        """At least `new` tokens for each row of a full batch, behind prompts of `context` tokens."""
+        """Time at least `new` tokens for each row of a full batch, after prompts of `context` tokens."""
         jobs = [self._job(row, context, new + TAIL_TOKENS, repetitive) for row in range(batch)]
         self._generator.enqueue(jobs)
         while not all(job.new_tokens for job in jobs):
@@ -88,7 +85,7 @@ class Workload:
         return Timing(seconds, made, steps, self._watch.seconds())
 
     def _step(self) -> None:
-        """One round; a job that fails fails the measurement."""
+        """One `iterate()`; raises the error of a job that failed."""
         for result in self._generator.iterate():
             if result["stage"] == "streaming" and "error" in result:
                 raise result["error"]
@@ -99,7 +96,7 @@ class Workload:
 
 
 def free_memory(device: torch.device) -> None:
-    """Give back what nobody holds any more."""
+    """Free unreferenced memory, on the device as well."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,4 +1,8 @@
-"""The command line: the only part of exlm that prints."""
+"""The command line, `exlm COMMAND`: one module for each command, and what several of them share.
+
+It takes arguments and prints text, tables and progress; it is the only package that prints. Nothing imports
+it but `exlm.__main__` and the console script.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from contextlib import contextmanager
 
 
 def main() -> None:
-    """Run a command; what it needs of a GPU is begun before anything large is imported."""
+    """Run a command; the GPU context it needs is created while torch is being imported."""
     try:
         with _exit_at_once_on_sigint():
             from .cuda_warmup import warm_up
@@ -25,12 +29,12 @@ def main() -> None:
                 import torch  # noqa: F401 - here, where Ctrl-C ends the process at once
 
         run()
-    except KeyboardInterrupt:  # between the two, or from somebody else
+    except KeyboardInterrupt:  # raised between the two handlers, or by the program that called us
         sys.exit(130)
 
 
 def _needs_torch(arguments: Sequence[str]) -> bool:
-    """Whether a command line does more than show a help text or the version, which need no torch."""
+    """Whether a command line runs a command; help texts and the version need no torch."""
     return bool(arguments) and not {"--help", "--version"} & set(arguments)
 
 
@@ -48,10 +52,10 @@ def restore_sigint() -> None:
 
 @contextmanager
 def _exit_at_once_on_sigint() -> Iterator[None]:
-    """Ctrl-C ends the process at once, as nothing is begun yet.
+    """Exit at once on Ctrl-C: nothing has been started yet that would have to be cleaned up.
 
-    Importing takes a second or two, in which people change their minds. An exception would not do: in the
-    midst of their imports torch and numpy pass over some, and make other errors of others.
+    Imports take a second or two. A KeyboardInterrupt raised in the middle of them would not do: torch and
+    numpy swallow some exceptions while they are imported, and turn others into errors of their own.
     """
     restore_sigint()
     in_main_thread = threading.current_thread() is threading.main_thread()

@@ -1,4 +1,4 @@
-"""`exlm`: every command, and the one place where an error becomes a message and an exit code."""
+"""The `exlm` program: registers the commands, and turns errors into a message and an exit code."""
 
 from __future__ import annotations
 
@@ -63,19 +63,23 @@ def _options(
 
 
 def main() -> None:
-    """Run a command; a mistake we foresaw is told in one paragraph, without a traceback."""
+    """Run a command; errors of exlm and of the system are shown in one paragraph, without a traceback."""
     restore_sigint()
     ensure_stdio()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        with suppress(OSError):  # of a stream whose file has become another one
-            sys.stdout.reconfigure(errors="replace")  # models write what not every terminal can show
+        with suppress(OSError):  # the file descriptor may have been closed and reused
+            sys.stdout.reconfigure(
+                errors="replace"
+            )  # models write characters that some terminals cannot show
     if isinstance(sys.stdin, io.TextIOWrapper):
         with suppress(OSError):
-            sys.stdin.reconfigure(errors="surrogateescape")  # `lines.readable` says what is not text
+            sys.stdin.reconfigure(
+                errors="surrogateescape"
+            )  # `input.check_utf8` reports bytes that are not text
     try:
         app()
-    except (ExlmError, OSError) as error:  # also a disk that is full, or a file that may not be read
-        logging.getLogger(__name__).debug("The way to this error:", exc_info=True)
+    except (ExlmError, OSError) as error:  # OSError: such as a full disk or a file without read permission
+        logging.getLogger(__name__).debug("Traceback of this error:", exc_info=True)
         Console(stderr=True, soft_wrap=True).print(
             f"[bold red]{type(error).__name__}[/]:", escape(str(error)), markup=True
         )

@@ -1,4 +1,4 @@
-"""`exlm batch`: a file of requests in the OpenAI batch format, answered by a model on this machine."""
+"""`exlm batch`: answer a file of requests in the OpenAI batch format with a model on this machine."""
 
 from __future__ import annotations
 
@@ -25,13 +25,16 @@ if TYPE_CHECKING:
     from exlm.serve import ModelSpec
 
 Input = Annotated[
-    str, typer.Argument(metavar="IN.jsonl", help="Requests, one on each line, as for OpenAI's batches.")
+    str, typer.Argument(metavar="IN.jsonl", help="Requests in the format of OpenAI's batches, one a line.")
 ]
 Output = Annotated[
-    str, typer.Argument(metavar="OUT.jsonl", help="The answers, in the same order. It appears at the end.")
+    str,
+    typer.Argument(
+        metavar="OUT.jsonl", help="Where to write the answers, in the same order, when all are done."
+    ),
 ]
 Model = Annotated[str | None, typer.Option(help=MODEL_HELP)]
-Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No progress, no figures.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Show no progress.")]
 
 
 @with_model_options
@@ -46,7 +49,10 @@ def batch(
     gpus: Gpus = None,
     quiet: Quiet = False,
 ) -> None:
-    """Answer a file of requests. If it is stopped, by whatever, the same command goes on from there."""
+    """Answer a file of requests. After an interruption the same command continues where it stopped.
+
+    Example: exlm batch requests.jsonl answers.jsonl --model ./llama.gguf
+    """
     refuse_without_ray(ray, replicas, gpus)
     listing = hosting.listing(model)
     console = Console(stderr=True, quiet=quiet, soft_wrap=True)
@@ -61,7 +67,7 @@ def batch(
 
 
 def _answer_locally(source: Path, target: Path, listing: ModelSpec, console: Console) -> None:
-    """Answer a file on this machine."""
+    """Answer a file without Ray, keeping a journal beside the output until it is complete."""
     from exlm.batch import Journal, is_answered, read_rows, write_answers
 
     rows = read_rows(source)
@@ -83,7 +89,7 @@ def _answer_locally(source: Path, target: Path, listing: ModelSpec, console: Con
 
 
 def _run(listing: ModelSpec, rows: Rows, journal: Journal, console: Console) -> None:
-    """Answer what is not answered yet."""
+    """Answer the rows that the journal does not have yet."""
     from exlm.batch import run_rows
     from exlm.serve import ModelInfo, load
 
@@ -106,7 +112,7 @@ def _run(listing: ModelSpec, rows: Rows, journal: Journal, console: Console) -> 
 def _with_progress_bar(
     rows: Rows, journal: Journal, console: Console, work: Callable[[Callable[[Progress], object]], object]
 ) -> None:
-    """Do some work on rows, and show how far it is."""
+    """Run `work`, which reports its progress, under a progress bar."""
     if journal.done:
         console.print(f"{len(journal.done)} of {len(rows.rows)} rows are done already.")
     columns = (
@@ -138,7 +144,7 @@ def _throughput(progress: Progress, started: float) -> str:
 
 
 def _run_identity(listing: ModelSpec, rows: Rows) -> dict[str, Any]:
-    """What decides the answers, and therefore must not change between runs."""
+    """What the answers depend on: a journal is only continued by a run with the same values."""
     return {
         "input": rows.sha256,
         "model": listing.path,

@@ -1,4 +1,4 @@
-"""`exlm bench`: how fast a model is on this machine, end to end, next to what the machine can do."""
+"""`exlm bench`: measure a model end to end on this machine, beside the machine's own limits."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _METRICS = {
     "first": "to first token, s",
     "peak": "peak memory, MB",
 }
-_LOWER_IS_BETTER = ("first", "peak")  # where less is better
+_LOWER_IS_BETTER = ("first", "peak")
 
 
 class _Defaults(NamedTuple):
-    """What is measured unless something else is asked for."""
+    """The options that depend on the device and the size of the model."""
 
     batches: str
     contexts: str
@@ -49,12 +49,12 @@ _TINY, _CPU, _GPU = (
 )
 
 ModelArgument = Annotated[
-    str | None, typer.Argument(help="A folder, a .gguf file or a Hub name; a synthetic one if left out.")
+    str | None, typer.Argument(help="A folder, a .gguf file or a Hub name; random weights if left out.")
 ]
-ShapeOption = Annotated[str | None, typer.Option(help=f"Sizes to make up: {', '.join(SHAPES)}.")]
-FormOption = Annotated[str, typer.Option(help=f"Its stored form: {', '.join(FORMATS)}.")]
+ShapeOption = Annotated[str | None, typer.Option(help=f"Sizes of the random weights: {', '.join(SHAPES)}.")]
+FormOption = Annotated[str, typer.Option(help=f"Format of the random weights: {', '.join(FORMATS)}.")]
 BitsOption = Annotated[
-    float | None, typer.Option(help="Bits for each weight; 4.1 for exl2, 4 for gptq, 4.5 for gguf.")
+    float | None, typer.Option(help="Bits per random weight; 4.1 for exl2, 4 for gptq, 4.5 for gguf.")
 ]
 
 
@@ -64,22 +64,37 @@ def bench(
     format: FormOption = "exl2",
     bits: BitsOption = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
-    batch: Annotated[str | None, typer.Option(help="Rows at the first context, as in 1,8,32,64.")] = None,
-    context: Annotated[str | None, typer.Option(help="Tokens in the cache, as in 512,8000.")] = None,
-    cache: Annotated[str, typer.Option(help="Of fp16, fp8, q8, q6, q4, with commas between.")] = "fp16",
-    prompt: Annotated[int | None, typer.Option(min=1, help="Tokens of the prompt that is timed.")] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to decode for each row.")] = None,
-    draft: Annotated[str | None, typer.Option(help="ngram: also with guesses, on repetitive text.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads on the CPU.")] = None,
-    peers: Annotated[bool, typer.Option("--peers", help="Other engines on the CPU, as ratios.")] = False,
-    peer: Annotated[
-        list[str] | None, typer.Option(help="An engine and its interpreter: llama.cpp=/venv/bin/python.")
+    batch: Annotated[
+        str | None, typer.Option(help="Batch sizes at the first context, as in 1,8,32,64.")
     ] = None,
-    turns: Annotated[int, typer.Option(min=1, help="Turns of each engine.")] = 3,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write every number to a file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw a PNG; needs matplotlib.")] = None,
+    context: Annotated[
+        str | None, typer.Option(help="Context lengths at the first batch size, as in 512,8000.")
+    ] = None,
+    cache: Annotated[
+        str, typer.Option(help="Cache types: fp16, fp8, q8, q6, q4, with commas between.")
+    ] = "fp16",
+    prompt: Annotated[
+        int | None, typer.Option(min=1, help="Length of the prompt that is timed, in tokens.")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to decode for each sequence.")] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="ngram: also time n-gram speculation, on repetitive text.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Number of CPU threads.")] = None,
+    peers: Annotated[bool, typer.Option("--peers", help="Compare with other engines on the CPU.")] = False,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="The interpreter of an engine: llama.cpp=/venv/bin/python.")
+    ] = None,
+    turns: Annotated[int, typer.Option(min=1, help="Runs of each engine, in turn.")] = 3,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write every number to this file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the results as this PNG file; needs matplotlib.")
+    ] = None,
 ) -> None:
-    """Measure how fast a model loads, reads and writes at several batches, contexts and caches."""
+    """Measure loading, prompt and decode speed at several batch sizes, context lengths and cache types.
+
+    Example: exlm bench --shape llama-3-8b --batch 1,8,32 --cache fp16,q4
+    """
     import torch
 
     if draft not in (None, "ngram"):
@@ -121,7 +136,7 @@ def bench(
 
 
 def _defaults_for(shape: str | None, on_cpu: bool, path: Path | None) -> _Defaults:
-    """What is measured unless something else is asked for; of a model in files, no more than it has."""
+    """The defaults for a device and a model; contexts of a model in files are at most its own length."""
     usual = _TINY if shape == "tiny" else _CPU if on_cpu else _GPU
     if path is None:
         return usual
@@ -131,7 +146,7 @@ def _defaults_for(shape: str | None, on_cpu: bool, path: Path | None) -> _Defaul
 
 
 def _check_files(json_file: Path | None, plot: Path | None) -> None:
-    """Refuse what could not be written once everything is measured."""
+    """Refuse output files that cannot be written, before minutes are spent on measuring."""
     for option, file in (("--json", json_file), ("--plot", plot)):
         if file is not None and (file.is_dir() or not file.parent.is_dir()):
             raise InputError(f"{option} {file} cannot be written: name a file in a folder that is there.")
@@ -148,9 +163,9 @@ def _parse_ints(option: str, text: str) -> tuple[int, ...]:
 
 @contextmanager
 def progress_line() -> Iterator[Callable[[str, int, int], object]]:
-    """A line that says how far something is, drawn only when that changes.
+    """A progress line that is redrawn only when something changes.
 
-    One that draws itself again ten times a second would take the time from what is measured.
+    Rich's usual ten redraws a second would take CPU time from what is being measured.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as progress:
@@ -163,7 +178,7 @@ def progress_line() -> Iterator[Callable[[str, int, int], object]]:
 
 
 def _table(report: benchmark.Report) -> Table:
-    """One line for each kind of work."""
+    """The results, one line for each measurement."""
     facts = f"{report.parameters / 1e9:.2f} billion parameters, {report.form} {report.bits:.2f} bit"
     where = report.device if report.device != "CPU" else f"CPU, threads: {report.threads}"
     title = f"{report.model}, {facts}, on {where} ({', '.join(report.backends)})"
@@ -193,7 +208,7 @@ def _row_cells(row: benchmark.Row) -> list[str]:
 
 
 def _peer_interpreters(named: list[str]) -> dict[str, str]:
-    """Interpreters by the engine they have."""
+    """Parse --peer into the interpreter of each engine."""
     pythons = dict(one.split("=", 1) for one in named if "=" in one)
     if len(pythons) != len(named):
         raise InputError("--peer must be an engine and its interpreter, as in llama.cpp=/venv/bin/python.")
@@ -203,7 +218,7 @@ def _peer_interpreters(named: list[str]) -> dict[str, str]:
 def _with_peers(
     console: Console, report: benchmark.Report, path: Path, turns: int, pythons: dict[str, str]
 ) -> benchmark.Report:
-    """The report with what other engines did, which is printed as well."""
+    """Run the other engines, print the comparison, and add it to the report."""
     with progress_line() as tell:
         peers, left = benchmark.compare(path, report.threads, turns, pythons, tell)
     for reason in left:
@@ -214,7 +229,7 @@ def _with_peers(
 
 
 def _peer_table(peers: list[benchmark.Peer], threads: int, turns: int) -> Table:
-    """Medians with their range, and how many times as good the first engine is."""
+    """Medians with their range, and by which factor the first engine is better."""
     own = peers[0]
     table = Table(
         title=f"threads: {threads}, medians of {turns} (lowest to highest), × by which {own.engine} wins"

@@ -1,4 +1,4 @@
-"""`exlm chat`: a conversation on the terminal. Answers go to standard output, all else to standard error."""
+"""`exlm chat`: a conversation on the terminal. Answers go to standard output, the rest to standard error."""
 
 from __future__ import annotations
 
@@ -24,26 +24,28 @@ if TYPE_CHECKING:
     import torch
 
 GREETING = "/help lists the commands. Ctrl-C stops an answer; twice at the prompt, it leaves."
-MULTILINE = 'A message goes on in the next line after a \\, or until """ if it began with """.'
+MULTILINE = 'A \\ at the end of a line continues the message; one that begins with """ goes on until """.'
 CONTEXT = 4096
 ANSWER_SHARE = 4
-"""A fourth of the context is kept for the answer, if it may be as long as that."""
+"""One part in so many of the context is reserved for the answer, unless --max-new-tokens is less."""
 
 Model = Annotated[str | None, typer.Argument(help=MODEL_HELP)]
 System = Annotated[str | None, typer.Option(help="A system message.")]
 Template = Annotated[
     str | None,
-    typer.Option(help="A chat template of the model, or a format (llama3, chatml, …), by name."),
+    typer.Option(help="The name of a chat template of the model, or of a prompt format (llama3, chatml, …)."),
 ]
-MaxNewTokens = Annotated[int, typer.Option("-n", "--max-new-tokens", help="Longest answer in tokens.")]
-Seed = Annotated[int | None, typer.Option(help="The same seed gives the same conversation.")]
+MaxNewTokens = Annotated[int, typer.Option("-n", "--max-new-tokens", help="Longest answer, in tokens.")]
+Seed = Annotated[
+    int | None, typer.Option(help="Seed of the sampler: the same seed gives the same conversation.")
+]
 Context = Annotated[
     int | None,
-    typer.Option(help=f"Tokens the conversation may have in all; else {CONTEXT}, or what the model has."),
+    typer.Option(help=f"Context length in tokens; default {CONTEXT}, or the model's if that is shorter."),
 ]
-Stats = Annotated[bool, typer.Option("--stats", help="Say after each answer how fast it was.")]
-NoHistory = Annotated[bool, typer.Option("--no-history", help="Remember nothing that is typed.")]
-Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No progress, no greeting.")]
+Stats = Annotated[bool, typer.Option("--stats", help="Show the speed after each answer.")]
+NoHistory = Annotated[bool, typer.Option("--no-history", help="Do not keep a history of typed messages.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Show no progress and no greeting.")]
 
 
 def chat(
@@ -61,7 +63,10 @@ def chat(
     no_history: NoHistory = False,
     quiet: Quiet = False,
 ) -> None:
-    """Talk with a model; what was said stays in its cache, so each turn costs only itself."""
+    """Chat with a model. Earlier turns stay in the KV cache, so each turn only costs its own tokens.
+
+    Example: exlm chat ./llama.gguf --system "Answer in one sentence."
+    """
     length = CONTEXT if context is None else context
     if max_new_tokens < 1 or length < 1 or not temperature >= 0:
         raise InputError("--max-new-tokens and --context must be at least 1, the temperature at least 0.")
@@ -78,7 +83,7 @@ def chat(
 
 
 class Chat:
-    """A session, a conversation, and the user."""
+    """Runs a conversation: reads messages and commands, streams answers."""
 
     def __init__(
         self,
@@ -107,7 +112,7 @@ class Chat:
         }
 
     def run(self, requested_context: int | None = None) -> None:
-        """Until the user leaves; `wished` is the context that was asked for, if one was."""
+        """Talk until the user leaves; `requested_context` is the value of --context."""
         if not self.quiet:
             self._note(GREETING)
         if (requested_context or 0) > self.session.max_tokens:
@@ -123,7 +128,7 @@ class Chat:
                     self.console.print(str(error), style="red")
 
     def _read_message(self) -> str | None:
-        """What the user says next; None at the end of input and after Ctrl-C twice in a row."""
+        """The next message; None at the end of input and after Ctrl-C twice in a row."""
         for told in ("\n(Ctrl-C once more leaves)", ""):
             try:
                 with self.sigint.typing():
@@ -133,7 +138,7 @@ class Chat:
         return None
 
     def _handle(self, text: str) -> None:
-        """Do what a message asks: a command, or something to say. // is a message that begins with /."""
+        """Run a command (/name), or answer a message; // begins a message that starts with a slash."""
         if not text.startswith("/") or text.startswith("//"):
             self.conversation.add_user_message(check_utf8(text).removeprefix("/"))
             try:
@@ -148,7 +153,7 @@ class Chat:
         self.commands[name][0](rest.strip())
 
     def _answer(self) -> None:
-        """Let the model answer the last turn."""
+        """Stream the model's answer to the last message."""
         pieces_shown: list[str] = []
         conversation = self.conversation
         ids = self._encode_prompt()
@@ -172,7 +177,7 @@ class Chat:
             self._note(self.session.stats)
 
     def _encode_prompt(self) -> torch.Tensor:
-        """What the model reads: as many of the last turns as leave room for an answer."""
+        """The prompt's tokens; the oldest turns are dropped until an answer fits into the context as well."""
         room, before = self.session.max_tokens, self.conversation.dropped
         reserved = min(self.conversation.max_new_tokens, room // ANSWER_SHARE)
         while True:
@@ -241,7 +246,7 @@ class Chat:
 
 
 def _choose_template(session: ModelSession, template: str | None) -> None:
-    """Take a template by name, or make sure that the model has one."""
+    """Select the template of this name, or make sure that the model has one of its own."""
     names = session.tokenizer.chat_templates.names
     listed = f"there are: {', '.join(names)}."
     if template is not None and template not in names:
@@ -256,4 +261,4 @@ def _choose_template(session: ModelSession, template: str | None) -> None:
 def _path(command: str, text: str) -> Path:
     if not text:
         raise InputError(f"{command} needs the name of a file.")
-    return Path(os.path.expanduser(text))  # Path's own raises where there is no such user
+    return Path(os.path.expanduser(text))  # Path.expanduser raises for unknown users

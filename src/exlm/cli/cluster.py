@@ -1,4 +1,4 @@
-"""`--ray` of `serve` and `batch`: the same commands on a cluster instead of on this machine alone."""
+"""`exlm serve --ray` and `exlm batch --ray`: the same commands on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
     from exlm.serve import Limits, ModelSpec
 
 Ray = Annotated[
-    bool, typer.Option("--ray", help="On the Ray cluster that runs, else on one of this machine's own.")
+    bool, typer.Option("--ray", help="Use the running Ray cluster, or start one on this machine.")
 ]
 Replicas = Annotated[
     str,
-    typer.Option(metavar="N or LEAST..MOST", help="With --ray, copies of the model; 2..8 follows the queue."),
+    typer.Option(
+        metavar="N or LEAST..MOST", help="With --ray: copies of the model; 2..8 scales with the queue."
+    ),
 ]
 Gpus = Annotated[
     float | None,
-    typer.Option(
-        help="With --ray, GPUs of each copy, several of which share every layer; else 1 if there are."
-    ),
+    typer.Option(help="With --ray: GPUs per replica (tensor parallel); default 1 if the cluster has any."),
 ]
 
 
 def refuse_without_ray(
     ray: bool, replicas: str, gpus: float | None, tenant_requests: int | None = None
 ) -> None:
-    """Refuse what only a cluster can do, where none is asked for."""
+    """Refuse options that need a cluster when --ray was not given."""
     given = {
         "--replicas": replicas != "1",
         "--gpus": gpus is not None,
@@ -49,7 +49,7 @@ def refuse_without_ray(
 
 
 def cluster_shape(replicas: str, gpus: float | None, device: str | None, **more: Any) -> ClusterConfig:
-    """The cluster that was asked for; the machines' GPUs are looked at only if nobody says."""
+    """The replicas and GPUs to use; without --gpus the cluster is asked whether it has any."""
     from exlm.scale import ClusterConfig, import_ray
 
     if gpus is None:
@@ -66,9 +66,10 @@ def serve_on_ray(
     where: tuple[str, int],
     announce: Callable[[tuple[str, int]], None],
 ) -> None:
-    """Deploy a service; on a cluster of our own, serve until we are told to stop.
+    """Deploy a service.
 
-    A cluster that was there keeps it: the command ends, and the same command later updates it.
+    A cluster that was running already keeps the service: the command returns, and running it again updates
+    the deployment. A cluster that this command started serves until SIGINT or SIGTERM.
     """
     from exlm.scale import ServerConfig, Service, cluster, deploy, import_ray
     from exlm.serve import listen
@@ -76,7 +77,7 @@ def serve_on_ray(
     import_ray("serve")
     with cluster() as ours:
         if ours:
-            with listen(*where) as free:  # a port that is taken is better known now
+            with listen(*where) as free:  # fail now if the port is taken
                 where = (where[0], free.getsockname()[1])
         deploy(Service(listing, ServerConfig(*keys, bounds), shape(listing.device), *limits), *where)
         announce(where)
@@ -99,7 +100,7 @@ def batch_on_ray(
     with_progress_bar: Callable[..., None],
     console: Console,
 ) -> None:
-    """Answer a file, a table or an object of a store, and write the answers to another."""
+    """Answer the requests in a file, a table or an object store, and write the answers to another."""
     from exlm.batch import Journal, is_answered
     from exlm.scale import (
         cluster,

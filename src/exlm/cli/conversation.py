@@ -1,7 +1,8 @@
-"""A conversation: what was said, and how the next answer is to be made. It knows no terminal and no model.
+"""The state of a chat: messages, sampler settings and seed, with saving and loading. Needs no terminal or
+model.
 
-Turns that no longer fit are `forgotten`: they stay in the conversation, and in what is saved, but the model
-is not told of them any more.
+Turns that no longer fit into the context are `dropped`: they stay in the conversation, and in the file it is
+saved to, but are left out of the prompt.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ FORMAT = "exlm chat 1"
 
 @dataclass
 class Turn:
-    """What the user said, and the answer, if there is one yet."""
+    """A user message and its answer, if there is one yet."""
 
     user: str
     assistant: str | None = None
@@ -31,7 +32,7 @@ class Turn:
 
 @dataclass
 class Conversation:
-    """One conversation."""
+    """The turns of a chat and the settings of its next answer."""
 
     settings: exlm.Settings
     max_new_tokens: int = 512
@@ -39,31 +40,31 @@ class Conversation:
     system: str | None = None
     turns: list[Turn] = field(default_factory=list)
     dropped: int = 0
-    """How many of the first turns the model is not told of."""
+    """How many of the oldest turns are left out of the prompt."""
     retries: int = 0
-    """How often the last turn was answered before."""
+    """How many answers to the last message were discarded."""
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """What the model is told."""
+        """The messages of the prompt."""
         return self._messages(self.turns[self.dropped :])
 
     @property
     def next_seed(self) -> int | None:
-        """The seed of the next answer: another one for another try."""
+        """The seed of the next answer; every retry gets another one."""
         return None if self.seed is None else (self.seed + self.retries) % 2**63
 
     def add_user_message(self, text: str) -> None:
-        """Begin a turn."""
+        """Start a turn with a user message."""
         self.turns.append(Turn(text))
         self.retries = 0
 
     def add_answer(self, text: str) -> None:
-        """End a turn."""
+        """Complete the last turn."""
         self.turns[-1].assistant = text
 
     def retry(self) -> str | None:
-        """Take the last answer back; what it was."""
+        """Discard the last answer and return it."""
         if not self.turns:
             raise InputError("Nothing was said yet.")
         before, self.turns[-1].assistant = self.turns[-1].assistant, None
@@ -71,24 +72,24 @@ class Conversation:
         return before
 
     def undo(self) -> None:
-        """Take the last turn back."""
+        """Remove the last turn."""
         if not self.turns:
             raise InputError("Nothing was said yet.")
         self.turns.pop()
         self._reset_dropped()
 
     def clear(self) -> None:
-        """Forget every turn; the system message and the settings stay."""
+        """Remove every turn; the system message and the settings stay."""
         self.turns.clear()
         self._reset_dropped()
 
     def set_system(self, system: str | None) -> None:
-        """Change the system message, also for what was said before."""
+        """Set or remove the system message, also for earlier turns."""
         self.system = system
         self._reset_dropped()
 
     def set(self, name: str, text: str, tokenizer: exlm.Tokenizer) -> None:
-        """Change a setting, the longest answer, or the seed."""
+        """Change a sampler setting, `max_new_tokens` or `seed`, given as text."""
         if name == "max_new_tokens":
             self.max_new_tokens = _parse_int(name, text, 1)
         elif name == "seed":
@@ -98,12 +99,12 @@ class Conversation:
 
     @property
     def values(self) -> dict[str, Any]:
-        """What `set` can change, and what it is now."""
+        """Everything that `set` can change, with its current value."""
         return {"max_new_tokens": self.max_new_tokens, "seed": self.seed, **knobs.shown(self.settings)}
 
     def save(self, path: Path) -> None:
-        """Write everything to a file, which appears whole or not at all; only another chat is overwritten."""
-        if os.path.exists(path):  # Path.exists would raise where nothing may be looked up
+        """Save to a file, atomically; refuses to overwrite a file that is not a saved chat."""
+        if os.path.exists(path):  # Path.exists would raise in folders without permission
             _read(path)
         said = {"format": FORMAT, "messages": self._messages(self.turns), "settings": self.values}
         try:
@@ -113,7 +114,7 @@ class Conversation:
             raise InputError(f"{path} cannot be written: {getattr(error, 'strerror', error)}.") from None
 
     def load(self, path: Path, tokenizer: exlm.Tokenizer) -> Conversation:
-        """The conversation of a file; this one is left as it is."""
+        """The conversation saved in a file; this one is not changed."""
         found = _read(path)
         values = dict(found.get("settings", {}))
         new = Conversation(self.settings, self.max_new_tokens, self.seed)
@@ -143,12 +144,12 @@ class Conversation:
         return out
 
     def _reset_dropped(self) -> None:
-        """What was forgotten may fit again."""
+        """Include dropped turns again: after the change they may fit."""
         self.dropped = self.retries = 0
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A saved conversation, its shape checked."""
+    """Read a saved conversation and check its structure."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

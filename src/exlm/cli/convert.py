@@ -1,4 +1,4 @@
-"""`exlm convert`: a model rewritten in another form, if nothing is lost by it."""
+"""`exlm convert`: rewrite a model in another format, without loss."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ def convert(
     target: Annotated[Path, typer.Argument(help="The folder to write.")],
     to: Annotated[
         str,
-        typer.Option(help="safetensors (forms as they are), dense (plain floats), exl2, gptq or gptq-v2."),
+        typer.Option(help="safetensors (formats as they are), dense (plain floats), exl2, gptq or gptq-v2."),
     ] = "safetensors",
     shard_size: Annotated[int, typer.Option(min=1, help="Largest weight file, in MiB.")] = 2048,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model that is there.")] = False,
-    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress, no figures.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing model.")] = False,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Show no progress and no result.")] = False,
 ) -> None:
-    """Rewrite a model in another form or container; refused where a single number would change."""
+    """Rewrite a model in another format or container; refused if a single weight would change.
+
+    Example: exlm convert ./llama.Q4_K_M.gguf ./llama-safetensors --to safetensors
+    """
     path = exlm.find_model(source, progress=not quiet)
     with _exit_on_sigterm(), _progress_bar(quiet) as shown:
         exlm.convert_model(
@@ -52,7 +55,7 @@ def _progress_bar(quiet: bool) -> Iterator[Callable[[int, int], object] | None]:
 
 @contextmanager
 def _exit_on_sigterm() -> Iterator[None]:
-    """Let a request to end reach the code that removes what is half done."""
+    """Turn SIGTERM into SystemExit, so that unfinished files are removed."""
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         yield

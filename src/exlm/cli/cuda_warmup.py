@@ -1,7 +1,7 @@
-"""A GPU's context, made by a thread while torch is imported: both take their time, neither needs the other.
+"""Creates the CUDA context in a thread while torch is being imported; each takes a while on its own.
 
-For programs, which know that a GPU will be used. Where there is no driver or no GPU, nothing happens; what is
-wrong with one, torch will say.
+Only the command line does this, since it knows early that a GPU will be used. Without a driver or a GPU
+nothing happens, and errors are left for torch to report.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 from .. import env
 
 GPU_COMMANDS = ("generate", "chat", "serve", "bench", "tune")
-"""Commands that run a model."""
+"""Commands that run a model on a GPU if there is one."""
 
 
 def warm_up(arguments: Sequence[str]) -> None:
-    """Make the context that a command line will want, if any."""
+    """Start creating the context of the GPU that a command line will use, if any."""
     number = first_gpu(arguments, env.default_device())
     if number is not None:
         make_context(number)
 
 
 def first_gpu(arguments: Sequence[str], default_device: str | None) -> int | None:
-    """The GPU a command line will use first; None if it uses none."""
+    """The index of the first GPU that a command line will use; None if it uses none."""
     if not arguments or arguments[0] not in GPU_COMMANDS or "--help" in arguments:
         return None
     device = default_device or "cuda"
@@ -40,7 +40,7 @@ def first_gpu(arguments: Sequence[str], default_device: str | None) -> int | Non
 
 
 def make_context(number: int = 0) -> Thread:
-    """Have the driver make the context of a GPU that all of this process shares; it is kept."""
+    """Create a GPU's primary context, which the whole process shares and keeps, in a thread."""
     thread = Thread(target=_retain_context, args=(number,), name="exlm-context", daemon=True)
     thread.start()
     return thread

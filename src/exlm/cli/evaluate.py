@@ -1,4 +1,4 @@
-"""`exlm eval`: how good a model is, alone or against the one it was made from."""
+"""`exlm eval`: measure a model's quality, alone or against the model it was quantised from."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ from exlm import InputError
 
 def eval_(
     model: Annotated[str, typer.Argument(help="A model folder, a .gguf file, or a name on the Hub.")],
-    against: Annotated[str | None, typer.Option(help="The model it was made from.")] = None,
+    against: Annotated[str | None, typer.Option(help="The model it was quantised from.")] = None,
     text: Annotated[
-        Path | None, typer.Option(help="A .txt, .jsonl or .parquet file to read; else built-in text.")
+        Path | None, typer.Option(help="A .txt, .jsonl or .parquet file; default: built-in text.")
     ] = None,
-    rows: Annotated[int | None, typer.Option(min=1, help="Rows of text, with --text; else 16.")] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="With --text: number of rows; default 16.")] = None,
     length: Annotated[
         int | None,
-        typer.Option(min=2, help="Tokens of a row, with --text; else 512, or what the model reads."),
+        typer.Option(min=2, help="With --text: tokens per row; default 512, or the model's context."),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1.")] = None,
-    speed: Annotated[bool, typer.Option(help="Time it too.")] = True,
-    report: Annotated[Path | None, typer.Option(help="A folder for the report.")] = None,
+    speed: Annotated[bool, typer.Option(help="Also measure the speed.")] = True,
+    report: Annotated[Path | None, typer.Option(help="Write a report to this folder.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress.")] = False,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Show no progress.")] = False,
 ) -> None:
-    """Perplexity; against another model also divergence, agreement and the error of every layer."""
+    """Measure perplexity; with --against also KL divergence, agreement and the error of every layer.
+
+    Example: exlm eval ./llama-exl2 --against ./llama
+    """
     if text is None and (rows, length) != (None, None):
         raise InputError("--rows and --length go with --text: the built-in text is read whole.")
     try:
@@ -63,7 +66,7 @@ def eval_(
 
 
 def print_quality(quality: exlm.Quality) -> None:
-    """The figures as a table, then the layers."""
+    """Print the results as a table, then the layers."""
     console = Console()
     table = Table(show_header=False, box=None)
     for name, value in quality.figures():

@@ -1,4 +1,4 @@
-"""`exlm generate`: a prompt in, text out, as it is made."""
+"""`exlm generate`: stream the answer to one prompt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from .input import check_utf8
 from .model_options import Device, Dtype
 from .model_session import ModelSession, Temperature, TopP
 
-Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Only the text: no progress, no figures.")]
+Quiet = Annotated[
+    bool, typer.Option("-q", "--quiet", help="Print the text only: no progress, no statistics.")
+]
 
 
 def generate(
@@ -24,27 +26,30 @@ def generate(
         list[str],
         typer.Argument(
             metavar="[MODEL] PROMPT",
-            help="A folder, a .gguf file or owner/name on the Hub (if left out: a small model, fetched "
-            "once), and what to say to it; - reads standard input.",
+            help="A folder, a .gguf file or owner/name on the Hub (if left out: a small model, downloaded "
+            "once), and the prompt; - reads it from standard input.",
         ),
     ],
     max_new_tokens: Annotated[
-        int, typer.Option("-n", "--max-new-tokens", help="Stop after so many tokens.")
+        int, typer.Option("-n", "--max-new-tokens", help="Longest answer, in tokens.")
     ] = 256,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampler: the same seed gives the same text.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt; use no chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="A system message for the chat template.")] = None,
     max_seq_len: Annotated[
-        int | None, typer.Option(min=1, help="Longest sequence, instead of the model's.")
+        int | None, typer.Option(min=1, help="Context length, instead of the model's.")
     ] = None,
     device: Device = None,
     dtype: Dtype = None,
     quiet: Quiet = False,
 ) -> None:
-    """Answer a prompt, or continue it, on the screen."""
-    if max_new_tokens < 1 or not temperature >= 0:  # a temperature may be no number at all
+    """Answer a prompt, or continue it with --raw.
+
+    Example: exlm generate ./llama.gguf "Why is the sky blue?"
+    """
+    if max_new_tokens < 1 or not temperature >= 0:  # written so that NaN is refused, too
         raise InputError("--max-new-tokens must be at least 1 and the temperature at least 0.")
     if len(words) > 2:
         raise InputError(f"generate takes a model and a prompt, found {len(words)} words: quote the prompt.")
@@ -76,7 +81,7 @@ def generate(
 
 
 def _is_model(word: str) -> bool:
-    """Whether a word is the path of a model; any text may come here, also one too long for a path."""
+    """Whether a word is the path of a model. It may be any text, even one too long for a path."""
     path = os.path.expanduser(word)
     if os.path.isdir(path):
         return os.path.isfile(os.path.join(path, "config.json")) or bool(glob(f"{escape(path)}/*.gguf"))

@@ -1,4 +1,4 @@
-"""`exlm info`: what a model folder is, without loading it; or what this machine is, without any model."""
+"""`exlm info`: describe a model without loading it, or this machine."""
 
 from __future__ import annotations
 
@@ -29,15 +29,20 @@ def info(
     layers: Annotated[
         bool, typer.Option("--layers", help="List every layer, not only what differs.")
     ] = False,
-    spec: Annotated[bool, typer.Option("--spec", help="Print the full description of the model.")] = False,
+    spec: Annotated[bool, typer.Option("--spec", help="Print the whole model description.")] = False,
     device: Annotated[str | None, typer.Option(help="Where it would run: cpu, cuda, cuda:1.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="The precision it would compute in.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Compute precision: float32, float16 or bfloat16.")
+    ] = None,
     system: Annotated[
-        bool, typer.Option("--system", help="This machine instead: versions, devices, kernels and why.")
+        bool, typer.Option("--system", help="Describe this machine instead: versions, devices, kernels.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --system: as JSON.")] = False,
 ) -> None:
-    """Show what a model is: family, sizes, layers, stored form, and the kernels it would get."""
+    """Show a model's family, sizes, layers and formats, and the kernels it would run on.
+
+    Example: exlm info ./llama-exl2 --layers
+    """
     if system or as_json:
         if model is not None or not system:
             raise InputError("--system is about this machine and takes no model; --json goes with it.")
@@ -88,7 +93,7 @@ def _facts_table(config: exlm.Config, s: exlm.Summary) -> Table:
 
 
 def _matrix_table(matrices: Iterable[exlm.MatrixSummary], every: bool) -> Table:
-    """One line for each matrix; unless every layer is wanted, equal layers share a line."""
+    """One line for each matrix; unless `every` is set, equal layers share a line."""
     table = Table("layers", "matrix", "shape", "stored as", "bits", "bytes", "kernel")
     groups: dict[tuple[object, ...], list[tuple[str, exlm.MatrixSummary]]] = {}
     for m in matrices:
@@ -108,7 +113,7 @@ def _matrix_table(matrices: Iterable[exlm.MatrixSummary], every: bool) -> Table:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """`0–3, 7`: neighbours joined."""
+    """Layer numbers with runs joined, as in `0–3, 7`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -119,7 +124,7 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def _print_spec(console: Console, value: object, indent: str = "") -> None:
-    """The description as an indented list; layers equal to the one before are counted, not repeated."""
+    """Print the description as an indented list; runs of equal layers are printed once."""
     assert is_dataclass(value)
     for field in fields(value):
         item = getattr(value, field.name)
@@ -144,7 +149,7 @@ def _print_layers(console: Console, layers: tuple[object, ...], indent: str) -> 
 
 
 def format_bytes(count: float) -> str:
-    """Bytes for people."""
+    """A size in bytes with a unit, such as 1.5 MiB."""
     for unit in ("bytes", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"

@@ -1,7 +1,7 @@
-"""What the user types: messages of one line or several, remembered from one conversation to the next.
+"""Reads the user's messages from standard input, with line editing and a history on a terminal.
 
-Where the standard library has `readline`, a terminal gets its editing and its history; pasted lines stay one
-message. Everything also works with neither, line by line.
+`readline` is used where the standard library has it, and pasted lines then stay one message. Without a
+terminal or without `readline` input is read line by line.
 """
 
 from __future__ import annotations
@@ -21,24 +21,23 @@ from exlm import InputError
 
 FENCE = '"""'
 HISTORY_SIZE = 1000
-"""Messages of earlier conversations that the up key finds."""
+"""Messages of earlier conversations that the up key recalls."""
 WAKEUP_SECONDS = 0.2
 
 
 class MessageReader:
-    """The messages that come from standard input."""
+    """Reads messages from standard input."""
 
     def __init__(self, history: Path | None = None) -> None:
-        """`history` is a file to remember them in; it is used only where somebody types."""
+        """`history` is the file that keeps earlier messages; it is used on a terminal only."""
         self.interactive = sys.stdin.isatty()
         self._history = history if self.interactive else None
         self._editor = _load_readline(self._history) if self.interactive else None
 
     def read(self) -> str | None:
-        """The next message that is not blank, None at the end of input.
+        """The next message that is not blank; None at the end of input. Raises KeyboardInterrupt.
 
-        A line that ends in a backslash goes on in the next one; a line that begins with three quotes goes on
-        until three quotes end one. Raises KeyboardInterrupt.
+        A message may span lines: each but the last ends in a backslash, or three quotes enclose all of them.
         """
         try:
             while not (text := self._read_message().strip()):
@@ -82,13 +81,13 @@ class MessageReader:
             return input()
         if sys.stdout.isatty():
             return input(prompt)
-        sys.stderr.write(prompt)  # what is written to a file is the answers alone
+        sys.stderr.write(prompt)  # keep the prompt out of redirected output
         sys.stderr.flush()
         return input()
 
 
 def check_utf8(text: str) -> str:
-    """The text, if it is one: bytes that are not UTF-8 have become letters that no text has."""
+    """Return the text, or raise InputError if it has surrogates, which stand for bytes that are not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -101,7 +100,7 @@ def check_utf8(text: str) -> str:
 
 
 class SigintHandler:
-    """Ctrl-C: an exception while the user types, at all other times a wish that is noted."""
+    """Handles Ctrl-C: KeyboardInterrupt while the user types, else a request to stop that is polled."""
 
     def __init__(self) -> None:
         self.stop_requested = False
@@ -109,16 +108,16 @@ class SigintHandler:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """From here to the end of the block Ctrl-C does not end the program."""
+        """Handle SIGINT within the block; it then does not end the program."""
         if threading.current_thread() is not threading.main_thread():
-            yield  # signals are none of a thread's business
+            yield  # only the main thread may install signal handlers
             return
         with _signal_action(signal.SIGINT, self._on_signal):
             yield
 
     @contextmanager
     def typing(self) -> Iterator[None]:
-        """In the block the user types; a wish that came just before it counts as made in it."""
+        """Mark a block in which the user types; a request that came just before counts as made in it."""
         with _periodic_wakeups():
             self._typing = True
             try:
@@ -129,7 +128,7 @@ class SigintHandler:
                 self._typing = False
 
     def take_request(self) -> bool:
-        """Whether there was a wish; it is done with."""
+        """Whether a stop was requested; resets the request."""
         asked, self.stop_requested = self.stop_requested, False
         return asked
 
@@ -143,7 +142,7 @@ class SigintHandler:
 
 @contextmanager
 def _signal_action(number: int, action: Callable[..., object]) -> Iterator[None]:
-    """A signal's action, for a while."""
+    """Install a signal handler for the duration of the block."""
     before = signal.signal(number, action)
     try:
         yield
@@ -155,8 +154,8 @@ def _signal_action(number: int, action: Callable[..., object]) -> Iterator[None]
 def _periodic_wakeups() -> Iterator[None]:
     """Interrupt the wait for a key a few times a second.
 
-    The line editor hears of a signal only if it comes while it waits: without this, a Ctrl-C a moment too
-    early would be heard after the next line, and take it away.
+    Readline notices a signal only if it arrives while readline waits. Without wake-ups a Ctrl-C that came a
+    moment earlier would be noticed after the next line, which would then be lost.
     """
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
@@ -170,7 +169,7 @@ def _periodic_wakeups() -> Iterator[None]:
 
 
 def _load_readline(history: Path | None) -> Any:
-    """The line editor, with the history in it; None where there is none."""
+    """The readline module with the history loaded; None where Python has none."""
     try:
         import readline
     except ImportError:
@@ -182,7 +181,7 @@ def _load_readline(history: Path | None) -> Any:
 
 
 def _read_history(path: Path) -> list[str]:
-    """The last messages of a history; lines that are no messages are passed over."""
+    """The last messages of a history file; lines that are not JSON strings are skipped."""
     texts: list[str] = []
     with contextlib.suppress(OSError):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines()[-HISTORY_SIZE:]:
@@ -192,7 +191,7 @@ def _read_history(path: Path) -> list[str]:
 
 
 def _append_history(path: Path, text: str) -> None:
-    """Add to a history that only its owner can read; a conversation does not end because it cannot."""
+    """Append to a history that only its owner can read; a file that cannot be written is ignored."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(

@@ -1,7 +1,7 @@
-"""A model that other people's requests run on: the options of `serve` and `batch`, said once.
+"""The options of `serve` and `batch` that say how a model is loaded.
 
-A command asks for them with one parameter, `hosting`; `hosts` turns it into an option for each field. Where
-the model itself is named, and everything that is not about one model, is each command's own.
+A command takes them as one parameter, `hosting`; the decorator `with_model_options` replaces it by an option
+for each field of `ModelOptions`.
 """
 
 from __future__ import annotations
@@ -23,41 +23,46 @@ if TYPE_CHECKING:
 MODEL_HELP = "A folder, a .gguf file or owner/name on the Hub; a small default model if left out."
 
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1.")]
-Dtype = Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.")]
-Name = Annotated[str | None, typer.Option(help="What requests call the model; else its file's name.")]
+Dtype = Annotated[str | None, typer.Option(help="Compute precision: float32, float16 or bfloat16.")]
+Name = Annotated[str | None, typer.Option(help="The model's name in requests; default: that of its file.")]
 Adapters = Annotated[
-    list[str] | None, typer.Option(metavar="NAME=FOLDER", help="An adapter for requests to name.")
+    list[str] | None,
+    typer.Option(metavar="NAME=FOLDER", help="A LoRA adapter, by the name that requests use."),
 ]
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """How a model is loaded, and what requests call it."""
+    """How a model is loaded, and its name in requests."""
 
     name: Name = None
     lora: Adapters = None
     max_seq_len: Annotated[
         int | None,
-        typer.Option(min=1, help="Longest prompt and answer together; else the model's, at most 8192."),
+        typer.Option(min=1, help="Context length; default: the model's, at most 8192."),
     ] = None
     cache_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Room that all requests share; else four times the longest.")
+        int | None, typer.Option(min=1, help="KV-cache tokens; default 4 × --max-seq-len.")
     ] = None
-    cache_type: Annotated[str, typer.Option(help="fp16, q8, q6, q4 or fp8.")] = "fp16"
+    cache_type: Annotated[str, typer.Option(help="Type of the KV cache: fp16, q8, q6, q4 or fp8.")] = "fp16"
     device: Device = None
     dtype: Dtype = None
-    draft: Annotated[str | None, typer.Option(help="A smaller model that guesses ahead, or ngram.")] = None
-    max_batch_size: Annotated[int | None, typer.Option(min=1, help="Sequences that run at once.")] = None
+    draft: Annotated[str | None, typer.Option(help="A draft model for speculative decoding, or ngram.")] = (
+        None
+    )
+    max_batch_size: Annotated[int | None, typer.Option(min=1, help="Most sequences that decode at once.")] = (
+        None
+    )
 
     def listing(self, model: str | None) -> ModelSpec:
-        """The model that was asked for, under its name."""
+        """The model named on the command line."""
         named = self.name or ("default" if model is None else Path(model).name.removesuffix(".gguf"))
         return self.listing_of(
             named or "default", model, draft=self.draft, loras=parse_pairs("--lora", self.lora, "FOLDER")
         )
 
     def listing_of(self, name: str, model: str | None, **more: Any) -> ModelSpec:
-        """Another model, loaded alike but for what is the first one's own: its draft and its adapters."""
+        """A model loaded with these options; the draft and the adapters belong to the first one only."""
         from exlm.serve import ModelSpec
 
         return ModelSpec(
@@ -74,7 +79,7 @@ class ModelOptions:
 
 
 def with_model_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with an option for each field of `Hosting` in the place of its parameter `hosting`."""
+    """Replace a command's parameter `hosting` by an option for each field of `ModelOptions`."""
     types = get_type_hints(command, include_extras=True) | get_type_hints(ModelOptions, include_extras=True)
     option_parameters = inspect.signature(ModelOptions).parameters
     parameters: list[inspect.Parameter] = []
@@ -94,7 +99,7 @@ def with_model_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def parse_pairs(option: str, given: list[str] | None, what: str) -> dict[str, str]:
-    """NAME=VALUE, as often as it was given."""
+    """Parse an option that takes NAME=VALUE and may be repeated."""
     found: dict[str, str] = {}
     for one in given or ():
         name, equals, value = one.partition("=")

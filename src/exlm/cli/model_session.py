@@ -1,4 +1,4 @@
-"""A model on the command line: found, described, loaded, asked."""
+"""The model behind `exlm generate` and `exlm chat`: resolve it, encode prompts, load it, stream answers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ LONG_PROMPT = 2048
 
 
 Temperature = Annotated[
-    float, typer.Option("-t", "--temperature", help="0 always takes the likeliest token.")
+    float,
+    typer.Option("-t", "--temperature", help="Sampling temperature; 0 always takes the likeliest token."),
 ]
-TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens that make up this share.")]
+TopP = Annotated[
+    float, typer.Option(help="Sample from the likeliest tokens whose probabilities sum to this.")
+]
 
 
 class ModelSession:
-    """One model and whoever talks to it."""
+    """One model: its tokenizer at once, its weights after `load`."""
 
     def __init__(self, config: exlm.Config, quiet: bool) -> None:
         self.config = config
@@ -35,27 +38,27 @@ class ModelSession:
         self.tokenizer = exlm.Tokenizer(config)
         self.generator: exlm.Generator | None = None
         self.template: str | None = None
-        """A chat template or format by name, instead of the model's own."""
+        """The name of a chat template or prompt format to use instead of the model's default."""
         self.max_tokens = config.max_seq_len
-        """Tokens that a prompt and its answer may have together; `load` makes it what was asked for."""
+        """Most tokens of a prompt and its answer together; `load` sets it to what was asked for."""
         self.stats = ""
 
     @classmethod
     def open(
         cls, name: str | None, *, max_seq_len: int | None, device: str | None, dtype: str | None, quiet: bool
     ) -> ModelSession:
-        """Find the model and read its description and tokenizer; the weights come with `load`."""
+        """Find a model and read its config and tokenizer."""
         config = exlm.Config(exlm.find_model(name, progress=not quiet))
         config.device, config.dtype = device or config.device, dtype
         config.max_seq_len = max_seq_len or config.max_seq_len
         return cls(config, quiet)
 
     def encode_raw(self, text: str) -> torch.Tensor:
-        """A text to go on from, with a BOS if the model wants one."""
+        """Tokens of a text to continue, with BOS if the model wants one."""
         return self.tokenizer.encode(text, add_bos=self.tokenizer.wants_bos, encode_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> torch.Tensor:
-        """A conversation as the model's template writes it."""
+        """Tokens of a conversation, formatted by the chat template."""
         import torch
 
         known = self.chat_format
@@ -75,14 +78,14 @@ class ModelSession:
 
     @property
     def stop_conditions(self) -> list[int | str]:
-        """What ends an answer: the model's own ends, and those of the chat format."""
+        """The model's EOS tokens and the stop tokens and strings of the prompt format."""
         ends: list[int | str] = list(self.tokenizer.eos_token_ids)
         if self.chat_format is not None:
             ends += self.chat_format.stop_conditions(self.tokenizer.single_id)
         return ends
 
     def load(self, prompt: int, new: int) -> None:
-        """Load the weights, with a cache for a prompt and an answer of these lengths, if the model has it."""
+        """Load the weights, and make a cache for a prompt and an answer of these lengths."""
         length = self.config.max_seq_len
         if prompt >= length:
             raise InputError(
@@ -100,7 +103,7 @@ class ModelSession:
     def stream_sampled(
         self, ids: torch.Tensor, limit: int, *, temperature: float, top_p: float, seed: int | None
     ) -> Iterator[str]:
-        """The answer of plain settings, as `say` gives it."""
+        """Stream an answer with temperature and top-p only; see `stream`."""
         settings = exlm.Settings.greedy()
         if temperature > 0:
             settings = exlm.Settings(
@@ -116,7 +119,7 @@ class ModelSession:
         seed: int | None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> Iterator[str]:
-        """The answer's text as it comes, until `stopped`; afterwards `figures` says how fast it was."""
+        """Yield the answer's text as it is generated, until `should_stop()`; sets `stats` at the end."""
         assert self.generator is not None
         job = exlm.Job(
             ids,

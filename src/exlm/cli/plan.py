@@ -1,4 +1,4 @@
-"""`exlm plan`: what a model would need on each device, and the longest context that fits, without loading."""
+"""`exlm plan`: estimate a model's memory on each device, and the longest context that fits."""
 
 from __future__ import annotations
 
@@ -23,17 +23,22 @@ def plan(
         ),
     ] = None,
     ctx: Annotated[
-        str | None, typer.Option(help="Tokens of one user's context, as in 8192 or 32k; the model's own.")
+        str | None, typer.Option(help="Context length of one user, as in 8192 or 32k; default: the model's.")
     ] = None,
-    users: Annotated[int, typer.Option(min=1, help="How many such contexts at once.")] = 1,
+    users: Annotated[int, typer.Option(min=1, help="Number of users at once.")] = 1,
     gpu: Annotated[
-        str | None, typer.Option(help="GB of GPUs to plan for, as in 24,24; this machine's if left out.")
+        str | None, typer.Option(help="Memory of the GPUs in GB, as in 24,24; default: this machine's.")
     ] = None,
-    cache: Annotated[str, typer.Option(help="One of fp16, q8, q6, q4, fp8.")] = "fp16",
+    cache: Annotated[str, typer.Option(help="Type of the KV cache: fp16, q8, q6, q4 or fp8.")] = "fp16",
     device: Annotated[str | None, typer.Option(help="Where it would run: cpu, cuda, cuda:0,cuda:1.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="The precision it would compute in.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Compute precision: float32, float16 or bfloat16.")
+    ] = None,
 ) -> None:
-    """Show the memory a model needs on each device: weights, cache, workspace; and what would still fit."""
+    """Show the weights, cache and workspace a model needs on each device, and the longest context that fits.
+
+    Example: exlm plan ./llama-exl2 --gpu 24,24 --ctx 32k --users 4
+    """
     config = exlm.Config(exlm.find_model(model, progress=True))
     config.device, config.dtype = device or config.device, dtype
     trained_length = config.max_seq_len

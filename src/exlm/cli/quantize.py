@@ -1,4 +1,4 @@
-"""`exlm quantize`: a float model in, a quantised one and a report on it out."""
+"""`exlm quantize`: quantise a float model and report how close the result is."""
 
 from __future__ import annotations
 
@@ -18,23 +18,29 @@ from .evaluate import print_quality
 
 Rows = Annotated[
     int | None,
-    typer.Option(min=1, help="Rows of calibration text; usually 128, fewer of a large model on a CPU."),
+    typer.Option(min=1, help="Rows of calibration text; default 128, fewer for a large model on a CPU."),
 ]
-Length = Annotated[int | None, typer.Option(min=1, help="Tokens of a row; 512, or what the model reads.")]
-HeadBits = Annotated[int | None, typer.Option(help="Bits of the head: 2, 3, 4, 5, 6 or 8; 6 if not given.")]
-GroupSize = Annotated[int | None, typer.Option(help="Rows of a GPTQ group: 32, 64 or 128; 128 if not given.")]
+Length = Annotated[
+    int | None, typer.Option(min=1, help="Tokens per row; default 512, or the model's context.")
+]
+HeadBits = Annotated[
+    int | None, typer.Option(help="Bits per weight of the head: 2, 3, 4, 5, 6 or 8; default 6.")
+]
+GroupSize = Annotated[int | None, typer.Option(help="Rows of a GPTQ group: 32, 64 or 128; default 128.")]
 
 
 def quantize(
     source: Annotated[str, typer.Argument(help="A model folder, a .gguf file, or a name on the Hub.")],
     target: Annotated[Path, typer.Argument(help="The folder to write.")],
     bits: Annotated[
-        float | None, typer.Option(help="Bits a weight of the layers, scales included; 4.0 if not given.")
+        float | None, typer.Option(help="Bits per weight of the layers, scales included; default 4.0.")
     ] = None,
     head_bits: HeadBits = None,
-    size: Annotated[str | None, typer.Option(help="Instead of bits: size of the weights, as 5.2GB.")] = None,
+    size: Annotated[
+        str | None, typer.Option(help="Instead of --bits: size of the weights, as in 5.2GB.")
+    ] = None,
     max_kld: Annotated[
-        float | None, typer.Option(help="Instead of bits: the most it may diverge from its source, in nats.")
+        float | None, typer.Option(help="Instead of --bits: largest KL divergence from the source, in nats.")
     ] = None,
     calibration: Annotated[
         str, typer.Option(help="builtin, or a .txt, .jsonl or .parquet file.")
@@ -44,21 +50,25 @@ def quantize(
     rows: Rows = None,
     length: Length = None,
     measurement: Annotated[
-        Path | None, typer.Option(help="A measurement to reuse: ours, or a measurement.json.")
+        Path | None,
+        typer.Option(help="A measurement to reuse: one of exlm, or exllamav2's measurement.json."),
     ] = None,
     save_measurement: Annotated[
-        Path | None, typer.Option(help="Where to keep the measurement for other targets.")
+        Path | None, typer.Option(help="Save the measurement here, for other targets.")
     ] = None,
     shard_size: Annotated[int, typer.Option(min=1, help="Largest weight file, in MiB.")] = 2048,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model that is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing model.")] = False,
     restart: Annotated[
-        bool, typer.Option("--restart", help="Throw away an unfinished job instead of going on with it.")
+        bool, typer.Option("--restart", help="Discard an unfinished run instead of resuming it.")
     ] = False,
     report: Annotated[bool, typer.Option(help="Compare the result with its source.")] = True,
-    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No progress, no figures.")] = False,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Show no progress and no report.")] = False,
 ) -> None:
-    """Quantise a model; a run that was interrupted goes on where it stopped when it is started again."""
+    """Quantise a model. An interrupted run resumes when the same command is run again.
+
+    Example: exlm quantize ./llama ./llama-exl2 --bits 4.5
+    """
     path = exlm.find_model(source, progress=not quiet)
     with _progress_bar(quiet) as shown:
         quality = exlm.quantize_model(
@@ -96,7 +106,7 @@ def _report_quality(quality: exlm.Quality, max_kld: float | None, quiet: bool) -
 
 
 def _check_method(name: str, group_size: int | None, head_bits: int | None) -> Literal["exl2", "gptq"]:
-    """The method, which must have a use for what was said of groups and of the head."""
+    """Check the method's name and that the options given apply to it."""
     if name == "exl2":
         if group_size is not None:
             raise InputError("--group-size goes with --method gptq: EXL2 chooses the sizes of its groups.")

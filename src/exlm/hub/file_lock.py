@@ -1,8 +1,9 @@
-"""One process at a time, and a dead one never in the way.
+"""A lock between processes that survives the death of its owner.
 
-Where the system has flock, the kernel frees the lock with its owner. Elsewhere (Windows, some network file
-systems) a file that its owner keeps touching stands for the lock; a file that nobody has touched for a while
-belongs to nobody. The lock saves work and nothing else: what it protects must stay whole without it.
+Where the system has flock, the kernel releases the lock when its owner ends. Elsewhere (Windows, some network
+file systems) the lock is a file whose owner updates its time as a heartbeat; a file without a recent
+heartbeat is stale and may be taken over. The lock only avoids duplicate work: downloads stay correct without
+it.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ from pathlib import Path
 from ..atomic import lock_handle
 
 HEARTBEAT_SECONDS = 1.0
-"""Seconds between two touches of a lock file that stands for the lock."""
+"""Seconds between heartbeats."""
 
 STALE_SECONDS = 10.0
-"""Seconds without a touch after which its owner counts as dead."""
+"""Seconds without a heartbeat after which a lock is stale."""
 
 
 @contextmanager
 def exclusive_lock(path: Path, on_wait: Callable[[], object]) -> Iterator[None]:
-    """Hold the lock of that name during the block; `waiting` is called once if another process has it."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # stays on disk: removing it would split the lock
+    """Hold the lock during the block; `on_wait` is called once if another process holds it."""
+    handle = os.open(
+        path, os.O_RDWR | os.O_CREAT, 0o666
+    )  # never deleted: two processes could then lock different files
     try:
         if _flock(handle, on_wait):
             yield
@@ -40,7 +43,7 @@ def exclusive_lock(path: Path, on_wait: Callable[[], object]) -> Iterator[None]:
 
 
 def _flock(handle: int, on_wait: Callable[[], object]) -> bool:
-    """Take the kernel's lock; False where there is none to take."""
+    """Take the kernel's lock; False if the file system has none."""
     try:
         return lock_handle(handle)
     except BlockingIOError:
@@ -50,7 +53,7 @@ def _flock(handle: int, on_wait: Callable[[], object]) -> bool:
 
 @contextmanager
 def heartbeat_lock(path: Path, on_wait: Callable[[], object]) -> Iterator[None]:
-    """Hold a lock that is nothing but a file and the habit of touching it."""
+    """Hold a lock that consists of a file and its heartbeat."""
     mark = uuid.uuid4().hex
     told = False
     while not _create(path, mark):
@@ -67,7 +70,9 @@ def heartbeat_lock(path: Path, on_wait: Callable[[], object]) -> Iterator[None]:
         over.set()
         beating.join()
         with contextlib.suppress(OSError):
-            if path.read_text(encoding="ascii") == mark:  # else somebody took us for dead
+            if (
+                path.read_text(encoding="ascii") == mark
+            ):  # else another process found the lock stale and took it
                 path.unlink()
 
 
@@ -88,9 +93,10 @@ def _send_heartbeats(path: Path, over: threading.Event) -> None:
 
 
 def _wait_for_release(path: Path) -> None:
-    """Return when the file is gone: given up by its owner, or taken from one that stopped touching it.
+    """Wait until the lock file is gone, removing it if it becomes stale.
 
-    Only changes count, timed by our own clock, because the file's times may come from another machine.
+    Staleness is measured by our own clock from the last change seen: the file's time may be another
+    machine's.
     """
     seen, since = _heartbeat(path), time.monotonic()
     while seen is not None:
@@ -107,7 +113,7 @@ def _wait_for_release(path: Path) -> None:
 
 
 def _heartbeat(path: Path) -> tuple[int, int] | None:
-    """What changes with every touch and every new owner; None if there is no file."""
+    """A value that changes with every heartbeat and every new owner; None if there is no file."""
     try:
         status = path.stat()
     except FileNotFoundError:

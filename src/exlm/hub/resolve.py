@@ -1,6 +1,6 @@
-"""Which kind of name the user gave, and who fetches it.
+"""Tells paths, Hub names and the default model apart.
 
-A name that exists on disk is always that file or folder; only then is it looked at as anything else.
+A name that exists on disk always means that file or folder, also if it could be a name on the Hub.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from .snapshot import HUB_NAME, download_snapshot
 
 
 def find_model(name: str | Path | None = None, *, progress: bool = False) -> Path:
-    """The folder or .gguf file that a name stands for, downloaded first if it has to be.
+    """The folder or .gguf file of a model, downloaded first if necessary.
 
-    None is the small default model, kept in the cache folder; `owner/name` or `owner/name@revision` is one on
-    the Hugging Face Hub, kept in that library's own cache; anything else is a path. `progress` shows bars on
-    standard error. Raises ModelNotFound, BadFile (a download is not what it should be) or MissingExtra.
+    None means the small default model, kept in exlm's cache folder; `owner/name` or `owner/name@revision` a
+    model on the Hugging Face Hub, kept in huggingface_hub's own cache; anything else is a path. `progress`
+    shows progress bars on standard error. Raises ModelNotFound, BadFile (a download has the wrong content) or
+    MissingExtra.
     """
     if name is None:
         return _default_model(progress)
@@ -55,12 +56,12 @@ def _default_model(progress: bool) -> Path:
 
 
 def _as_path(name: str | Path) -> Path | None:
-    """The name as a path; None where it cannot be one."""
+    """The name as a path; None if it cannot be one."""
     if not str(name) or "\0" in str(name):
         return None
     try:
         return Path(name).expanduser()
-    except RuntimeError:  # ~somebody, and there is no such user
+    except RuntimeError:  # ~user, and there is no such user
         return None
 
 
@@ -81,7 +82,7 @@ def _check_model_path(path: Path) -> Path:
 
 
 def _looks_like_path(text: str) -> bool:
-    """Whether the user must have meant a path."""
+    """Whether a name can only be a path."""
     repository = text.partition("@")[0]
     return (
         text.startswith((".", "/", "~"))
@@ -92,7 +93,7 @@ def _looks_like_path(text: str) -> bool:
 
 
 def _existing_part(path: Path | None) -> str:
-    """How much of the path is there, for the one who mistyped the rest."""
+    """Which part of a mistyped path exists, as words for the error message."""
     if path is None:
         return ""
     parent = next((parent for parent in path.parents if parent.is_dir()), None)

@@ -1,6 +1,6 @@
-"""Models on the Hugging Face Hub, through its own library and into its own cache.
+"""Downloads models from the Hugging Face Hub with huggingface_hub, into its cache.
 
-Only what a model is made of is fetched: never pickles, never code.
+Only config, tokenizer and weight files are downloaded, never pickles or code.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ HUB_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))
 """`owner/name`, or `owner/name@revision`."""
 
 ALLOW_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.gguf", "*.txt")
-# Folders hold the same weights for other programs, and so do the files that Mistral calls consolidated.
+# Subfolders, and the files that Mistral calls consolidated, hold the same weights for other programs.
 IGNORE_PATTERNS = ("*/*", "consolidated*")
 GGUF = "*.gguf"
 
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 LIST_TIMEOUT = 10.0
-"""Seconds to wait for the list of a repository's files, which only saves downloading too much."""
+"""Seconds to wait for a repository's list of files, which is only needed to skip some of them."""
 
 
 def download_snapshot(name: str, progress: bool) -> Path:
-    """The model of a Hub name: its folder, or its .gguf file if that is all there is."""
+    """Download a model; returns its folder, or its .gguf file if it has nothing else."""
     try:
         import huggingface_hub
         from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
@@ -40,7 +40,7 @@ def download_snapshot(name: str, progress: bool) -> Path:
     if match is None:
         raise ModelNotFound(f"{name!r} is not a name on the Hugging Face Hub: write owner/name[@revision].")
     repository, revision = match["repository"], match["revision"]
-    # An HTTP error's bases are the base errors of whichever HTTP library this release is built on.
+    # The bases of HfHubHTTPError include the base error of the HTTP library that this release uses.
     failures: tuple[type[BaseException], ...] = (
         *HfHubHTTPError.__bases__,
         OSError,
@@ -50,7 +50,7 @@ def download_snapshot(name: str, progress: bool) -> Path:
     try:
         listed = _list_files(repository, revision)
     except failures:
-        listed = []  # it may be in the cache all the same; else the next call says what is wrong
+        listed = []  # it may still be in the cache; if not, the next call raises the reason
     unwanted = _ignore_patterns(name, repository, listed)
     try:
         folder = huggingface_hub.snapshot_download(
@@ -66,7 +66,7 @@ def download_snapshot(name: str, progress: bool) -> Path:
 
 
 def _list_files(repository: str, revision: str | None) -> list[str]:
-    """The names of a repository's files, as the Hub says."""
+    """The names of a repository's files on the Hub."""
     from huggingface_hub import HfApi
 
     info = HfApi().model_info(repository, revision=revision, timeout=LIST_TIMEOUT)
@@ -74,14 +74,14 @@ def _list_files(repository: str, revision: str | None) -> list[str]:
 
 
 def _ignore_patterns(name: str, repository: str, listed: list[str]) -> list[str]:
-    """The patterns of files to leave where they are; of several GGUF models none is fetched unasked.
+    """Patterns of files not to download. Refuses repositories with several GGUF models.
 
-    Such a repository often holds one model twenty times over, hundreds of gigabytes of it.
+    Such a repository often has twenty quantisations of one model, hundreds of gigabytes in all.
     """
     ggufs = _first_parts([file for file in listed if "/" not in file and file.endswith(".gguf")])
     tensors = any(fnmatch(file, "*.safetensors") and not _is_ignored(file) for file in listed)
     if tensors and "config.json" in listed:
-        return [*IGNORE_PATTERNS, GGUF]  # the same model again
+        return [*IGNORE_PATTERNS, GGUF]  # the same model in another format
     if len(ggufs) > 1:
         raise ModelNotFound(
             f"{name} holds {len(ggufs)} GGUF models: {', '.join(ggufs)}. Fetch one of them, as in "
@@ -95,12 +95,12 @@ def _is_ignored(file: str) -> bool:
 
 
 def _first_parts(ggufs: list[str]) -> list[str]:
-    """The files that stand for a model: of one in several parts, the first."""
+    """The files that name a model: of one in several parts, the first."""
     return sorted(file for file in ggufs if not _LATER_PART.search(file))
 
 
 def _hidden_tqdm() -> Any:
-    """A progress bar that never shows."""
+    """A tqdm class that shows nothing."""
     from huggingface_hub.utils.tqdm import tqdm
 
     class Invisible(tqdm):
@@ -111,7 +111,7 @@ def _hidden_tqdm() -> Any:
 
 
 def _find_weights(name: str, folder: Path) -> Path:
-    """The folder, if exlm can make something of it."""
+    """The folder or .gguf file, if exlm can load it."""
     ggufs = [folder / file for file in _first_parts([path.name for path in folder.glob(GGUF)])]
     if (folder / "config.json").is_file() and (ggufs or any(folder.glob("*.safetensors"))):
         return folder
@@ -122,7 +122,7 @@ def _find_weights(name: str, folder: Path) -> Path:
             f"{name} holds {len(ggufs)} GGUF files; name one of them by its path, for example {ggufs[0]}. "
             f"They are: {', '.join(path.name for path in ggufs)}."
         )
-    # Files there are links to others that hold the bytes, and people who need room delete the large ones.
+    # Files in a snapshot are links to blobs, which users may have deleted to free space.
     if dead := sorted(path.name for path in folder.iterdir() if not path.exists()):
         raise ModelNotFound(
             f"{name} is in the Hub's cache without all of its bytes: {', '.join(dead[:6])} in {folder} lead "
@@ -137,7 +137,7 @@ def _find_weights(name: str, folder: Path) -> Path:
 
 
 def _explain(repository: str, revision: str | None, error: BaseException) -> str:
-    """What went wrong, in one paragraph."""
+    """The error message for a failed download."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HFValidationError,
