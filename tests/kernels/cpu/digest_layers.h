@@ -39,7 +39,7 @@ static void try_gate(int n) {
 /* Pages of tokens, of float32 (bits 0), of float16 (16) or of codes, and some new tokens. */
 typedef struct {
     AttnParams layer;
-    QuantAttnArgs call;
+    AttnArgs call;
     int64_t longest, tokens; /* of the longest row, and of all pages */
 } Looked;
 
@@ -59,7 +59,7 @@ static uint16_t *signed_halves(long count) {
 
 static void a_cache(Looked *l, int rows, int tokens, int keys, int values) {
     int pages = (MOST_PAST + tokens) / PAGE + 1, all = rows * pages, width = l->layer.kv_heads * l->layer.head_dim;
-    AttnArgs *c = &l->call.attn;
+    AttnArgs *c = &l->call;
     int64_t *table = room((size_t)all * 8), *past_lens = room((size_t)rows * 8), *at = room((size_t)(rows * tokens) * 8);
     for (int i = 0; i < all; i++) {
         int other = any(0, i);
@@ -81,14 +81,14 @@ static void a_cache(Looked *l, int rows, int tokens, int keys, int values) {
     else c->keys = reals(l->tokens * width, 1), c->values = reals(l->tokens * width, 1);
     c->out = room((size_t)(rows * tokens * l->layer.heads * l->layer.head_dim) * sizeof(float));
     if (!keys || c->kv_f16) return;
-    l->call.keys = some_codes(l->tokens * width, keys), l->call.values = some_codes(l->tokens * width, values);
-    l->call.interleave = width % 64 == 0 && l->layer.head_dim % 64 == 0 ? 2 : 1;
+    c->quant_keys = some_codes(l->tokens * width, keys), c->quant_values = some_codes(l->tokens * width, values);
+    c->hadamard_interleave = width % 64 == 0 && l->layer.head_dim % 64 == 0 ? 2 : 1;
 }
 
 static AttnParams a_layer(int kv_heads, int heads_per_kv, int dim, int number) {
     int turned = number % 4 ? dim : dim / 2, window[] = {0, 1, 9, 64};
-    AttnParams l = {.heads = kv_heads * heads_per_kv, .kv_heads = kv_heads, .head_dim = dim, .turned = turned, .scale = 0.1f};
-    l.pairs = number / 2 % 2, l.window = window[number % 5 % 4];
+    AttnParams l = {.heads = kv_heads * heads_per_kv, .kv_heads = kv_heads, .head_dim = dim, .rope_dim = turned, .scale = 0.1f};
+    l.interleaved = number / 2 % 2, l.window = window[number % 5 % 4];
     l.cos = reals(POSITIONS * turned / 2, 1), l.sin = reals(POSITIONS * turned / 2, 1);
     return l;
 }
@@ -106,11 +106,11 @@ static uint64_t digest_halves(uint64_t so_far, const void *x, long count) {
 
 /* What is stored is part of it. Storing the same twice changes nothing. */
 static uint64_t stored_bits(const Looked *l, uint64_t found) {
-    const QuantAttnArgs *c = &l->call;
+    const AttnArgs *c = &l->call;
     long width = l->layer.kv_heads * l->layer.head_dim, count = l->tokens * width;
-    if (c->attn.kv_f16) return digest_halves(digest_halves(found, c->attn.keys, count), c->attn.values, count);
-    if (!c->keys.bits) return digest(digest(found, c->attn.keys, count), c->attn.values, count);
-    const QuantKV both[] = {c->keys, c->values};
+    if (c->kv_f16) return digest_halves(digest_halves(found, c->keys, count), c->values, count);
+    if (!c->quant_keys.bits) return digest(digest(found, c->keys, count), c->values, count);
+    const QuantKV both[] = {c->quant_keys, c->quant_values};
     for (const QuantKV *own = both; own < both + 2; own++)
         found = digest_bytes(digest_bytes(found, own->codes, count * own->bits / 8), own->scales, count / 16);
     return found;
@@ -118,9 +118,8 @@ static uint64_t stored_bits(const Looked *l, uint64_t found) {
 
 static uint64_t attention_answer(void *job, int threads) {
     Looked *l = job;
-    const AttnArgs *c = &l->call.attn;
-    int coded = l->call.keys.bits > 0;
-    if (coded ? exlm_attention_q(&l->call, l->longest, threads) : exlm_attention(c, l->longest, threads)) abort();
+    const AttnArgs *c = &l->call;
+    if (exlm_attention(c, l->longest, threads)) abort();
     long many = (long)c->rows * c->tokens, count = many * l->layer.heads * l->layer.head_dim;
     uint64_t found = stored_bits(l, digest(0, c->out, count));
     exlm_rope(&l->layer, c->q, c->positions, (int)many, l->layer.heads, c->out, threads);
@@ -150,8 +149,8 @@ static uint64_t layer_answer(void *job, int threads) {
     long count = (long)l->rows * l->width;
     float *y = room((size_t)count * sizeof(float)), *twice = room((size_t)count * sizeof(float)), *each[3];
     const LayerWeights *parts[] = {&l->parts, &l->parts};
-    const AttnArgs *c = &l->looked.call.attn;
-    QuantAttnArgs calls[] = {l->looked.call, l->looked.call};
+    const AttnArgs *c = &l->looked.call;
+    AttnArgs calls[] = {l->looked.call, l->looked.call};
     BatchPtrs standing = {c->pages, c->past_lens, c->positions, c->rows, c->tokens, c->page_stride};
     if (exlm_decoder_layers(parts, calls, 2, &standing, l->x, twice, l->looked.longest, threads)) abort();
     if (exlm_decoder_layers(parts, calls, 1, &standing, l->x, y, l->looked.longest, threads)) abort();

@@ -65,7 +65,7 @@ static uint64_t column_answer(void *job, int threads) {
 
 /* Dense matrices of 16 bits, and what becomes of numbers that need more. */
 static void try_floats(int n) {
-    int inputs = LANES * any(1, 60), outputs = OUT_TILE * any(1, 9), kind = n % 2 ? F16 : BF16;
+    int inputs = LANES * any(1, 60), outputs = F16_TILE * any(1, 9), kind = n % 2 ? F16 : BF16;
     long count = (long)inputs * outputs;
     uint16_t *plain = halves(count), *kv_f16 = room((size_t)count * sizeof(uint16_t));
     float *wide = room((size_t)count * sizeof(float));
@@ -88,7 +88,7 @@ static void try_floats(int n) {
 
 /* Dense matrices of 12 bits, some numbers zero and some listed, and what is no such matrix. */
 static void try_lean(int n) {
-    int inputs = 64 * any(1, 20), outputs = OUT_TILE * any(1, 9), begin = 0;
+    int inputs = 64 * any(1, 20), outputs = F16_TILE * any(1, 9), begin = 0;
     long count = (long)inputs * outputs;
     float *wide = room((size_t)count * sizeof(float)), *units = room((size_t)outputs * sizeof(float));
     int32_t *outlier_begin = room((size_t)(outputs + 1) * sizeof(int32_t));

@@ -13,9 +13,9 @@ from exlm.errors import Unsupported
 from exlm.formats import DenseWeight
 from exlm.kernels.cpu import CpuBackend
 from exlm.kernels.cpu.arena import HugePageArena
-from exlm.kernels.cpu.bf12 import NUMBERS_PER_OUTLIER, pack_bf12
 from exlm.kernels.cpu.bindings import Library
-from exlm.kernels.cpu.linear import PackedEmbedding, PackedLinear
+from exlm.kernels.cpu.dense import NUMBERS_PER_OUTLIER, pack_bf12
+from exlm.kernels.cpu.ops import PackedEmbedding, PackedLinear
 
 SHAPES = st.tuples(st.integers(1, 12).map(lambda n: 8 * n), st.integers(1, 30).map(lambda n: 64 * n))
 

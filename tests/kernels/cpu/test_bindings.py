@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -153,12 +154,26 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
         bindings.load(tmp_path / "file" / "kernels", "plain")
 
 
+def test_a_library_with_other_structs_is_refused(
+    library: bindings.Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Matrix(ctypes.Structure):
+        _fields_ = (("segments", ctypes.c_void_p),)
+
+    monkeypatch.setattr(bindings, "MIRRORS", (*bindings.MIRRORS, Matrix))
+    with pytest.raises(Unsupported, match="its library has 56 bytes for Matrix, this version 8"):
+        bindings.Library(library.instructions, library.path)
+    Matrix.__name__ = "Unknown"
+    with pytest.raises(Unsupported, match="its library has -1 bytes for Unknown, this version 8"):
+        bindings.Library(library.instructions, library.path)
+
+
 FORKED = """
 import os, sys, torch
 from pathlib import Path
 from exlm.kernels.cpu.packed import pack_matrix
 from exlm.kernels.cpu.bindings import load
-from exlm.kernels.cpu.linear import PackedLinear
+from exlm.kernels.cpu.ops import PackedLinear
 from tests.kernels.cpu.random_weights import Recipe, random_weight
 torch.set_num_threads(3)
 library = load(Path(sys.argv[1]), sys.argv[2])

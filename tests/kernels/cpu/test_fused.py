@@ -18,7 +18,7 @@ from exlm.bench.synthetic_weights import RandomTensors, weight_format
 from exlm.errors import Unsupported
 from exlm.kernels import interface as b
 from exlm.kernels.cpu import CpuBackend
-from exlm.kernels.cpu.linear import PackedLinear
+from exlm.kernels.cpu.ops import PackedLinear
 from exlm.nn import Block
 from exlm.nn.fused import FusedBlock, FusedHead
 from exlm.nn.vocab import Head

@@ -18,7 +18,7 @@ from exlm.formats.bits import pack
 from exlm.formats.packed import PackedWeight, Segment
 from exlm.formats.scales import PlainScales
 from exlm.kernels.cpu.bindings import Library
-from exlm.kernels.cpu.linear import PackedEmbedding, PackedLinear
+from exlm.kernels.cpu.ops import PackedEmbedding, PackedLinear
 from exlm.kernels.cpu.packed import pack_matrix
 from tests.kernels.cpu.random_weights import (
     IQ4_CODEBOOK,

@@ -13,7 +13,7 @@ from exlm.formats import DenseWeight
 from exlm.kernels.cpu import CpuBackend
 from exlm.kernels.cpu.arena import HugePageArena
 from exlm.kernels.cpu.bindings import Library
-from exlm.kernels.cpu.narrow16 import narrow
+from exlm.kernels.cpu.dense import narrow
 
 CPU = torch.device("cpu")
 DTYPES = st.sampled_from([torch.float16, torch.bfloat16])

@@ -21,15 +21,13 @@ from pathlib import Path
 from hypothesis import given, settings, strategies as st
 from exlm.kernels.cpu.packed import pack_matrix
 from exlm.kernels.cpu.bindings import Library
-from exlm.kernels.cpu.linear import PackedLinear, PackedEmbedding
-from exlm.kernels.cpu.norm_act import AddRmsNorm, SiluMul
+from exlm.kernels.cpu.ops import AddRmsNorm, PackedEmbedding, PackedLinear, SiluMul
 from exlm import spec
 from exlm.kvcache.quantized import HadamardQuantizer, QuantizedLayer, TruncatedFP8
 from exlm.kvcache.dense import DenseLayer
 from exlm.kvcache.layer import LayerShape
 from exlm.kernels.cpu.attention import BatchPointers, PagedAttention, RopeTables
-from exlm.kernels.cpu.narrow16 import narrow, pack_narrow
-from exlm.kernels.cpu.bf12 import pack_bf12
+from exlm.kernels.cpu.dense import narrow, pack_bf12, pack_narrow
 from exlm.kernels.cpu.fused import FusedLinear
 from exlm.kernels.cpu.arena import HugePageArena
 from exlm.nn import Batch

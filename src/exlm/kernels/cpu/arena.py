@@ -1,7 +1,7 @@
-"""Where rearranged weights lie: side by side in the system's large pages, as far as those go.
+"""The huge-page arena: memory for repacked weights, in 2 MB pages as far as those go.
 
-A decode step reads every weight once, and with pages of 4 KB a processor spends a part of that time on
-looking up where they are. Nothing is taken back piece by piece: a arena goes when its weights do.
+A decode step reads every weight once. With 4 KB pages the core spends part of that time on TLB misses. Memory
+is never freed piece by piece: a chunk goes when the last weight in it does.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from ...formats.host_buffers import prefaulted_zeros
 
 HUGE_PAGE = 2**21
 CHUNK_BYTES = 2**26
-"""Bytes that the system is asked for at a time; what is not used of them is never given."""
+"""Address space mapped at a time; the system provides pages only where they are written."""
 
 MAX_HUGE_BYTES = 2**27
-"""Bytes in large pages, for each model: a virtual machine's host may be slow to give them."""
+"""Bytes in huge pages for each model: the host of a virtual machine may be slow to provide more."""
 
-_CACHE_LINE = 64  # where a weight may begin
+_CACHE_LINE = 64
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 
 class HugePageArena:
-    """Hands out memory that is all zero; from any thread."""
+    """Hands out zeroed memory, to any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -35,29 +35,29 @@ class HugePageArena:
         self._left = MAX_HUGE_BYTES if sys.platform == "linux" and hasattr(mmap, "MADV_HUGEPAGE") else 0
 
     def allocate(self, size: int) -> Tensor:
-        """So many bytes."""
-        taken = self._allocate_huge(size, -(-size // _CACHE_LINE) * _CACHE_LINE)
-        return prefaulted_zeros(size) if taken is None else taken
+        """(size,) uint8, in huge pages if any are left."""
+        allocated = self._allocate_huge(size, -(-size // _CACHE_LINE) * _CACHE_LINE)
+        return prefaulted_zeros(size) if allocated is None else allocated
 
-    def _allocate_huge(self, size: int, whole: int) -> Tensor | None:
+    def _allocate_huge(self, size: int, aligned_size: int) -> Tensor | None:
         with self._lock:
-            if whole > self._left:
+            if aligned_size > self._left:
                 return None
-            if whole > len(self._chunk):
-                self._chunk = _map_chunk(max(CHUNK_BYTES, whole))
-            taken, self._chunk = self._chunk[:size], self._chunk[whole:]
-            self._left -= whole
-            return taken
+            if aligned_size > len(self._chunk):
+                self._chunk = _map_chunk(max(CHUNK_BYTES, aligned_size))
+            allocated, self._chunk = self._chunk[:size], self._chunk[aligned_size:]
+            self._left -= aligned_size
+            return allocated
 
 
 def copy_to_arena(table: Tensor, arena: HugePageArena) -> Tensor:
-    """A copy beside the codes: small, but read as often, and elsewhere it would have to be looked for."""
+    """A copy beside the codes: small tables are read as often and would cause TLB misses elsewhere."""
     return arena.allocate(table.nbytes).view(table.dtype).view(table.shape).copy_(table)
 
 
 def _map_chunk(size: int) -> Tensor:
-    """New memory that begins with a large page."""
-    own = mmap.mmap(-1, size + HUGE_PAGE, **_PRIVATE)
-    own.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(own, dtype=torch.uint8)
-    return whole[-whole.data_ptr() % HUGE_PAGE :][:size]
+    """A new mapping that begins with a huge page."""
+    mapping = mmap.mmap(-1, size + HUGE_PAGE, **_PRIVATE)
+    mapping.madvise(mmap.MADV_HUGEPAGE)
+    data = torch.frombuffer(mapping, dtype=torch.uint8)
+    return data[-data.data_ptr() % HUGE_PAGE :][:size]

@@ -1,12 +1,12 @@
-"""Attention in one call: turn, store, look back over pages of floats or codes.
+"""Paged attention and RoPE as C calls: rotate, store the new keys and values, attend.
 
-Hidden keys, few tokens over truncated codes, and three-plane positions are left to the reference.
+What C does not do goes to the reference: attention masks, a few new tokens over fp8 pages (C has prefill for
+those), pages of kinds that differ otherwise, heads that a Hadamard transform would reach across.
 """
 
 from __future__ import annotations
 
 import ctypes
-from struct import Struct
 
 import torch
 from torch import Tensor
@@ -14,32 +14,24 @@ from torch import Tensor
 from ... import spec
 from ..interface import AttentionFn, AttnMetadata, KVCacheDtype, KVPages, LayerKVCache
 from ..reference.rope import RotaryEmbedding
-from .bindings import AttnParams, Library, check
+from .bindings import AttnArgs, AttnParams, BatchPtrs, Library, QuantKV, check
 
-_CALL = Struct("11Pq5i4x")  # what C calls a Call
-_CODES = Struct("2Pq2Pqq")  # what follows it in a CodedCall
-FLOATS = bytes(_CODES.size)
-"""What follows it where nothing is coded."""
-
-CODED = _CALL.size + _CODES.size
-"""Bytes of a CodedCall."""
-
-_BITS: dict[KVCacheDtype, int] = {"hadamard8": 8, "hadamard4": 4, "fp8_e5m2": 1}
-_MAX_DECODE_TOKENS = 8  # new tokens of a row up to which no truncated codes are taken
-_NARROW = {torch.float32: 0, torch.float16: 1}
+_QUANT_BITS: dict[KVCacheDtype, int] = {"hadamard8": 8, "hadamard4": 4, "fp8_e5m2": 1}
+_MAX_DECODE_TOKENS = 8
+"""New tokens of a row up to which C decodes instead of prefilling."""
 
 
 class RopeTables(RotaryEmbedding):
-    """The reference's tables, and how they are applied; where C can, by C."""
+    """The reference's tables of sines and cosines, applied by C to contiguous float32."""
 
     def __init__(self, rope: spec.Rope, length: int, device: torch.device, library: Library) -> None:
         super().__init__(rope, length, device)
         self.interleaved = rope.style != "neox"
         self._rope = library.rope
-        self._params: dict[int, AttnParams] = {}  # for each width of heads
+        self._params: dict[int, AttnParams] = {}  # by head_dim
 
     def __call__(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Heads in, heads out; only the first `dim` of each head turn."""
+        """(rows, tokens, heads, head_dim) twice → the same, the first `dim` numbers of each head rotated."""
         plain = q.dtype is k.dtype is torch.float32 and positions.dtype is torch.int64
         if not plain or not positions.shape == q.shape[:2] == k.shape[:2] or not positions.numel():
             return super().__call__(q, k, positions)
@@ -50,51 +42,49 @@ class RopeTables(RotaryEmbedding):
         return self._apply_in_c(q.contiguous(), positions), self._apply_in_c(k.contiguous(), positions)
 
     def _apply_in_c(self, x: Tensor, positions: Tensor) -> Tensor:
-        heads, width = x.shape[2:]
-        if width not in self._params:
+        heads, head_dim = x.shape[2:]
+        if head_dim not in self._params:
             tables = {"cos": self.cos.data_ptr(), "sin": self.sin.data_ptr()}
-            self._params[width] = AttnParams(
-                **tables, head_dim=width, turned=self.dim, pairs=int(self.interleaved)
+            self._params[head_dim] = AttnParams(
+                **tables, head_dim=head_dim, rope_dim=self.dim, interleaved=int(self.interleaved)
             )
         out = torch.empty_like(x)
         self._rope(
-            *(ctypes.addressof(self._params[width]), x.data_ptr(), positions.data_ptr(), positions.numel()),
-            *(heads, out.data_ptr(), torch.get_num_threads()),
+            *(ctypes.addressof(self._params[head_dim]), x.data_ptr(), positions.data_ptr()),
+            *(positions.numel(), heads, out.data_ptr(), torch.get_num_threads()),
         )
         return out
 
 
-Pointers = tuple[int, int, int, int]
-NULL_POINTERS: Pointers = (0, 0, 0, 0)
-
-
 class BatchPointers:
-    """Where the tokens of a step stand, as C is told: worked out once for all layers of a step."""
+    """The step's BatchPtrs, made once for all layers."""
 
     def __init__(self) -> None:
-        self._last: tuple[AttnMetadata, Pointers | None] | None = None
+        self._last: tuple[AttnMetadata, BatchPtrs | None] | None = None
 
-    def of(self, metadata: AttnMetadata) -> Pointers | None:
-        """Pages, pasts, positions, and the step between rows of the first; None if C cannot take them."""
+    def of(self, metadata: AttnMetadata) -> BatchPtrs | None:
+        """Pages, past lengths and positions as C takes them; None if it cannot."""
         last = self._last
         if last is None or last[0] is not metadata:
-            self._last = last = metadata, self._pointers(metadata)
+            self._last = last = metadata, _batch_ptrs(metadata)
         return last[1]
 
-    @staticmethod
-    def _pointers(metadata: AttnMetadata) -> Pointers | None:
-        table, past, positions = metadata.pages, metadata.past_lens, metadata.positions
-        if metadata.mask is not None or positions.dim() != 2 or table.stride(1) != 1:
-            return None
-        if not (table.dtype is past.dtype is positions.dtype is torch.int64):
-            return None
-        if not (past.is_contiguous() and positions.is_contiguous()):
-            return None
-        return table.data_ptr(), past.data_ptr(), positions.data_ptr(), table.stride(0)
+
+def _batch_ptrs(metadata: AttnMetadata) -> BatchPtrs | None:
+    pages, past, positions = metadata.pages, metadata.past_lens, metadata.positions
+    if metadata.mask is not None or positions.dim() != 2 or pages.stride(1) != 1:
+        return None
+    if not (pages.dtype is past.dtype is positions.dtype is torch.int64):
+        return None
+    if not (past.is_contiguous() and positions.is_contiguous()):
+        return None
+    return BatchPtrs(
+        *(pages.data_ptr(), past.data_ptr(), positions.data_ptr(), *positions.shape, pages.stride(0))
+    )
 
 
 class PagedAttention:
-    """Softmax over every key up to the query's own, in the order they lie."""
+    """Causal softmax attention over the pages of a KV cache."""
 
     def __init__(
         self,
@@ -102,67 +92,62 @@ class PagedAttention:
         attn: spec.Attention,
         rotate: RopeTables,
         batch_pointers: BatchPointers,
-        other: AttentionFn,
+        fallback: AttentionFn,
     ) -> None:
         self._attention = library.attention
-        self._attention_q = library.attention_q
         self.batch_pointers = batch_pointers
-        self._other = other
-        self._rotate = rotate  # holds the tables
+        self._fallback = fallback
+        self._rotate = rotate  # holds the tables' memory
         self._width = attn.heads * attn.head_dim
         self._hadamard_interleave = 2 if attn.kv_heads * attn.head_dim % 64 == 0 else 1
-        self._quantizable = (
-            attn.head_dim % (32 * self._hadamard_interleave) == 0
-        )  # no transform reaches into the next head
+        self._quantizable = attn.head_dim % (32 * self._hadamard_interleave) == 0
         self._params = AttnParams(
             cos=rotate.cos.data_ptr(),
             sin=rotate.sin.data_ptr(),
             heads=attn.heads,
             kv_heads=attn.kv_heads,
             head_dim=attn.head_dim,
-            turned=rotate.dim,
-            pairs=int(rotate.interleaved),
+            rope_dim=rotate.dim,
+            interleaved=int(rotate.interleaved),
             window=attn.window or 0,
             scale=attn.scale,
         )
-        self._address = ctypes.addressof(self._params)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKVCache, metadata: AttnMetadata) -> Tensor:
         """Heads in, (rows, tokens, heads · head_dim) out."""
-        rows, tokens = q.shape[:2]
+        pages, batch = kv.paged, self.batch_pointers.of(metadata)
+        args = None if pages is None or batch is None else self.args(pages, q.shape[1])
+        if args is None or batch is None:
+            return self._fallback(q, k, v, kv, metadata)
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        out = torch.empty(rows, tokens, self._width)
-        heads = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        pages, places = kv.paged, self.batch_pointers.of(metadata)
-        call = None
-        if pages is not None and places is not None:
-            call = self.call(heads, out.data_ptr(), rows, tokens, pages, places)
-        if call is None:
-            return self._other(q, k, v, kv, metadata)
-        attend = self._attention if len(call) == _CALL.size else self._attention_q
-        check(attend(call, metadata.max_kv_len, torch.get_num_threads()))
+        out = torch.empty(*q.shape[:2], self._width)
+        args.q, args.k, args.v, args.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+        args.pages, args.past_lens, args.positions = batch.pages, batch.past_lens, batch.positions
+        args.rows, args.tokens, args.page_stride = batch.rows, batch.tokens, batch.page_stride
+        check(self._attention(ctypes.byref(args), metadata.max_kv_len, torch.get_num_threads()))
         return out
 
-    def call(
-        self, heads: tuple[int, int, int], out: int, rows: int, tokens: int, pages: KVPages, places: Pointers
-    ) -> bytes | None:
-        """What C is told, given the places of q, k, v and of the answer; None if it cannot do this."""
-        table, past, positions, stride = places
-        rest = table, past, positions, out, 0, 0, rows, tokens, pages.page_size, stride
+    def args(self, pages: KVPages, tokens: int) -> AttnArgs | None:
+        """The layer's part of a call, without q, k, v and the batch; None if C cannot do it."""
+        args = AttnArgs(
+            params=ctypes.addressof(self._params),
+            page_size=pages.page_size,
+            hadamard_interleave=self._hadamard_interleave,
+        )
+        key_dtype, value_dtype = pages.dtypes
         keys, values = pages.keys, pages.values
-        coding, other = pages.dtypes
-        if coding == "float":
-            if other != "float" or keys[0].dtype not in _NARROW:
+        if key_dtype == value_dtype == "float":
+            if keys[0].dtype not in (torch.float32, torch.float16):
                 return None
-            own = keys[0].data_ptr(), values[0].data_ptr()
-            return _CALL.pack(self._address, *heads, *own, *rest, _NARROW[keys[0].dtype])
-        if coding not in _BITS or other not in _BITS:
+            args.keys, args.values = keys[0].data_ptr(), values[0].data_ptr()
+            args.kv_f16 = keys[0].dtype is torch.float16
+            return args
+        if key_dtype not in _QUANT_BITS or value_dtype not in _QUANT_BITS:
             return None
         if tokens <= _MAX_DECODE_TOKENS and "fp8_e5m2" in pages.dtypes:
             return None
         if not self._quantizable and pages.dtypes != ("fp8_e5m2", "fp8_e5m2"):
             return None
-        return _CALL.pack(self._address, *heads, 0, 0, *rest, 0) + _CODES.pack(
-            *(keys[0].data_ptr(), keys[-1].data_ptr(), _BITS[coding]),
-            *(values[0].data_ptr(), values[-1].data_ptr(), _BITS[other], self._hadamard_interleave),
-        )
+        args.quant_keys = QuantKV(keys[0].data_ptr(), keys[-1].data_ptr(), _QUANT_BITS[key_dtype])
+        args.quant_values = QuantKV(values[0].data_ptr(), values[-1].data_ptr(), _QUANT_BITS[value_dtype])
+        return args

@@ -1,7 +1,8 @@
-"""The CPU backend: packed matrices straight from their codes, and what lies between them, in float32.
+"""The CPU backend: which weights and operations the C kernels take, in float32.
 
-Dense matrices take twelve or sixteen bits a number if theirs are such. Other dense ones, other norms and
-gates, and attention over many new tokens are left to plain torch.
+It declines (`Unsupported`) dense matrices that need more than 16 bits a number, norms other than RMS norm,
+gates other than silu, attention with softcap, activations without a gate and mixtures of experts: plain torch
+computes those.
 """
 
 from __future__ import annotations
@@ -25,20 +26,18 @@ from .. import interface as b
 from ..reference import ReferenceBackend
 from .arena import HugePageArena
 from .attention import BatchPointers, PagedAttention, RopeTables
-from .bf12 import pack_bf12
 from .bindings import load
+from .dense import narrow, pack_bf12, pack_narrow
 from .fused import FusedLinear
-from .linear import PackedEmbedding, PackedLinear
-from .narrow16 import narrow, pack_narrow
-from .norm_act import AddRmsNorm, RmsNorm, SiluMul
+from .ops import AddRmsNorm, PackedEmbedding, PackedLinear, RmsNorm, SiluMul
 from .packed import PackedMatrix, pack_matrix
 
 
 class CpuBackend:
-    """Packed matrices on this machine's processor."""
+    """The C kernels for this machine's processor."""
 
     name = "cpu"
-    max_fused_tokens = sys.maxsize  # rows: prompts gain by it too
+    max_fused_tokens = sys.maxsize  # prompts gain by fusion too
 
     def __init__(
         self, device: torch.device, dtype: torch.dtype, folder: Path, instructions: str | None = None
@@ -51,10 +50,12 @@ class CpuBackend:
         self._reference = ReferenceBackend(device, dtype)
         self._batch_pointers = BatchPointers()
         self._arena = HugePageArena()
-        self._tables: WeakKeyDictionary[Weight, PackedMatrix] = WeakKeyDictionary()  # perhaps also the head
+        self._tables: WeakKeyDictionary[Weight, PackedMatrix] = (
+            WeakKeyDictionary()
+        )  # embeddings, which the head may share
 
     def linear(self, weight: Weight) -> b.LinearFn:
-        """Packed weights, rearranged, and dense ones in few bits."""
+        """A quantised matrix in panels, or a dense one in 12 or 16 bits a number."""
         if weight in self._tables:
             return PackedLinear(self._library, self._tables[weight])
         threads = torch.get_num_threads()
@@ -65,7 +66,7 @@ class CpuBackend:
         raise Unsupported("only packed and dense matrices")
 
     def embedding(self, weight: Weight) -> b.EmbeddingFn:
-        """A table that may be the head's matrix as well: rearranged once."""
+        """An embedding table, repacked once even if it is also the head's matrix."""
         if isinstance(weight, PackedWeight):
             matrix = pack_matrix(weight, self._library, torch.get_num_threads(), self._arena)
             self._tables[weight] = matrix
@@ -78,31 +79,31 @@ class CpuBackend:
         return partial(F.embedding, weight=data)
 
     def norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> b.NormFn:
-        """Root mean squares with one scale for all."""
+        """RMS norm with one scale."""
         return RmsNorm(self._library, *self._rms(norm, weight))
 
     def add_norm(self, norm: spec.Norm, weight: Tensor, bias: Tensor | None) -> b.AddNormFn:
-        """The same behind an addition."""
+        """RMS norm of a sum."""
         return AddRmsNorm(self._library, *self._rms(norm, weight))
 
     def gated(self, act: spec.Activation) -> b.GatedActivationFn:
-        """Silu."""
+        """silu(gate) · up."""
         if act != "silu":
             raise Unsupported("only silu")
         return SiluMul(self._library)
 
     def rope(self, rope: spec.Rope, length: int) -> b.RopeFn:
-        """Tables for every position."""
+        """Sine and cosine tables for every position."""
         return RopeTables(rope, length, self.device, self._library)
 
     def attention(self, attn: spec.Attention, rope: b.RopeFn) -> b.AttentionFn:
-        """A few new tokens over pages of floats or codes; everything else as the reference does."""
+        """Paged attention; calls that C cannot do go to the reference."""
         if attn.softcap is not None or not isinstance(rope, RopeTables):
-            raise Unsupported("only plain scores of heads that turn")
+            raise Unsupported("only attention with RoPE of this backend and without softcap")
         if attn.head_dim % 16 or attn.head_dim > 512:
-            raise Unsupported(f"heads of {attn.head_dim} numbers are no multiple of 16 up to 512")
-        other = self._reference.attention(attn, rope)
-        return PagedAttention(self._library, attn, rope, self._batch_pointers, other)
+            raise Unsupported(f"head_dim {attn.head_dim} is no multiple of 16 up to 512")
+        fallback = self._reference.attention(attn, rope)
+        return PagedAttention(self._library, attn, rope, self._batch_pointers, fallback)
 
     def fused_linear(
         self,
@@ -111,7 +112,7 @@ class CpuBackend:
         act: spec.Activation | None,
         fp32_out: bool = False,
     ) -> b.FusedLinear:
-        """Packed matrices behind a root mean square norm, or two of them behind silu; always in full."""
+        """Matrices of this backend with an RMS norm before them, or two with silu after them."""
         packed = [one for one in linears if isinstance(one, PackedLinear)]
         if len(packed) != len(linears) or act not in (None, "silu"):
             raise Unsupported("only packed matrices, and silu")
@@ -119,7 +120,7 @@ class CpuBackend:
         return FusedLinear(self._library, packed, scale, eps, act is not None)
 
     def _pack_dense(self, weight: DenseWeight) -> tuple[PackedMatrix, Tensor | None]:
-        """A dense matrix in as few bits as it needs, and its numbers if they lie there as they are."""
+        """A dense matrix in 12 or 16 bits a number; with 16, also as an (outputs, inputs) tensor."""
         threads = torch.get_num_threads()
         if self._library.prefers_bf12:
             with suppress(Unsupported):
@@ -129,7 +130,7 @@ class CpuBackend:
 
     def _rms(self, norm: spec.Norm, weight: Tensor) -> tuple[Tensor, float, b.NormFn]:
         if norm.kind != "rms" or weight.dim() != 1:
-            raise Unsupported("only root mean squares with one scale for all")
+            raise Unsupported("only RMS norm with one scale")
         scale = (weight.float() + norm.offset).contiguous()
         return scale, norm.eps, self._reference.norm(norm, weight, None)
 

@@ -1,6 +1,7 @@
-"""From a shared library to functions: the wheel's own, or one that is built at first use and kept.
+"""The C library through ctypes: found or compiled, checked, its structs mirrored and its functions bound.
 
-What the functions compute is not known here, and nothing depends on torch's build.
+The library is the wheel's own, or one that is compiled at first use and kept in the cache folder. Nothing
+depends on torch's build.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ...errors import KernelError, Unsupported
 from ..artifact_cache import (
@@ -23,71 +26,115 @@ from ..artifact_cache import (
 from .compile import BuildError, compile_library, prebuilt, sets_here, source_digest
 
 
+def _fields(ctype: Any, names: str) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, ctype) for name in names.split())
+
+
+KINDS = {torch.float16: 1, torch.float32: 2, torch.uint8: 3, torch.int8: 4, torch.bfloat16: 5}
+KIND_BF12 = 6
+"""What FactorTable.kind may be (csrc/matrix.h)."""
+
+# Mirrors of the structs in csrc, which are described there: matrix.h, linear.h, attn.h, decoder_layer.h.
+
+
 class FactorTable(ctypes.Structure):
-    """Factors of one run, as C sees them; without a table there are none."""
+    """Scales, minima or zero points; without a table there are none."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("table", "super_scales")),
-        *((name, ctypes.c_int32) for name in ("kind", "groups_per_super", "super_groups")),
+        *_fields(ctypes.c_void_p, "table super_scales"),
+        *_fields(ctypes.c_int32, "kind groups_per_super super_groups"),
     )
 
 
+class GroupSpan(ctypes.Structure):
+    """Neighbouring kblocks of one group; written as (spans, 3) int32."""
+
+    _fields_ = _fields(ctypes.c_int32, "kblock kblocks group")
+
+
 class Segment(ctypes.Structure):
-    """Blocks of one width, as C sees them."""
+    """Inputs of one bit width."""
 
     _fields_ = (
         ("codes", ctypes.c_void_p),
-        *((name, FactorTable) for name in ("scales", "minima", "zeros")),
-        *((name, ctypes.c_void_p) for name in ("codebook", "spans")),
-        *(
-            (name, ctypes.c_int32)
-            for name in ("bits", "packs", "groups", "zero", "first_k", "span_count", "first_span")
-        ),
+        *_fields(FactorTable, "scales minima zeros"),
+        *_fields(ctypes.c_void_p, "codebook spans"),
+        *_fields(ctypes.c_int32, "bits packs groups zero first_k span_count first_span"),
     )
 
 
 class Bf12(ctypes.Structure):
-    """What codes of twelve bits leave out, as C sees it."""
+    """What a BF12 matrix has besides its codes."""
 
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("units", "outlier_begin", "inputs", "values"))
+    _fields_ = _fields(ctypes.c_void_p, "units outlier_begin inputs values")
 
 
 class Matrix(ctypes.Structure):
-    """A packed matrix, as C sees it."""
+    """A weight matrix."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("segments", "input_of_k", "bias", "bf12")),
-        *(
-            (name, ctypes.c_int32)
-            for name in ("segment_count", "inputs", "outputs", "k_padded", "round_f16", "span_count")
-        ),
-    )
-
-
-class AttnParams(ctypes.Structure):
-    """What attention must know of a layer, as C sees it."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("cos", "sin")),
-        *((name, ctypes.c_int32) for name in ("heads", "kv_heads", "head_dim", "turned", "pairs", "window")),
-        ("scale", ctypes.c_float),
+        *_fields(ctypes.c_void_p, "segments input_of_k bias bf12"),
+        *_fields(ctypes.c_int32, "segment_count inputs outputs k_padded round_f16 span_count"),
     )
 
 
 class LinearGroup(ctypes.Structure):
-    """Matrices that are multiplied together, as C sees them."""
+    """Matrices that share an input, with a norm before and a gate after them."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("first", "second", "third", "norm")),
+        *_fields(ctypes.c_void_p, "first second third norm"),
         ("eps", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("count", "gated")),
+        *_fields(ctypes.c_int32, "count gated"),
+    )
+
+
+class AttnParams(ctypes.Structure):
+    """The attention of a layer."""
+
+    _fields_ = (
+        *_fields(ctypes.c_void_p, "cos sin"),
+        *_fields(ctypes.c_int32, "heads kv_heads head_dim rope_dim interleaved window"),
+        ("scale", ctypes.c_float),
+    )
+
+
+class QuantKV(ctypes.Structure):
+    """Pages of quantised keys or values; bits 0: there are none."""
+
+    _fields_ = (*_fields(ctypes.c_void_p, "codes scales"), ("bits", ctypes.c_int64))
+
+
+class AttnArgs(ctypes.Structure):
+    """One call of attention."""
+
+    _fields_ = (
+        *_fields(ctypes.c_void_p, "params q k v keys values"),
+        *_fields(QuantKV, "quant_keys quant_values"),
+        *_fields(ctypes.c_void_p, "pages past_lens positions out"),
+        ("hadamard_interleave", ctypes.c_int64),
+        *_fields(ctypes.c_int32, "rows tokens page_size page_stride kv_f16"),
     )
 
 
 class LayerWeights(ctypes.Structure):
-    """The matrices of a layer, as C sees them."""
+    """The matrices of a decoder layer."""
 
-    _fields_ = tuple((name, LinearGroup) for name in ("qkv", "o", "gate_up", "down"))
+    _fields_ = _fields(LinearGroup, "qkv o gate_up down")
+
+
+class BatchPtrs(ctypes.Structure):
+    """The rows of a step, the same for all layers."""
+
+    _fields_ = (
+        *_fields(ctypes.c_void_p, "pages past_lens positions"),
+        *_fields(ctypes.c_int32, "rows tokens page_stride"),
+    )
+
+
+MIRRORS: tuple[type[ctypes.Structure], ...] = (
+    *(FactorTable, GroupSpan, Segment, Bf12, Matrix, LinearGroup),
+    *(AttnParams, QuantKV, AttnArgs, LayerWeights, BatchPtrs),
+)
 
 
 class Library:
@@ -95,10 +142,7 @@ class Library:
 
     def __init__(self, instructions: str, path: Path) -> None:
         self.instructions = instructions
-        self.prefers_bf12 = instructions in (
-            "avx512",
-            "avx2",
-        )  # where floats of twelve bits were seen to be faster
+        self.prefers_bf12 = instructions in ("avx512", "avx2")  # measured: BF12 is faster than 16 bits there
         self.path = path
         try:
             loaded = ctypes.CDLL(str(path))
@@ -107,10 +151,11 @@ class Library:
         try:
             self._bind(loaded)
         except AttributeError as error:
-            raise Unsupported(f"its library is another one ({error})") from error
+            raise Unsupported(f"its library lacks a function of this version ({error})") from error
 
     def _bind(self, loaded: ctypes.CDLL) -> None:
-        p, i, n = ctypes.c_void_p, ctypes.c_int, ctypes.c_long
+        p, i, n, i64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_int64
+        _check_sizes(_function(loaded.exlm_sizeof, ctypes.c_char_p))
         self.linear = _function(loaded.exlm_linear, p, p, i, p, i)
         self.columns = _function(loaded.exlm_columns, p, p, i, p)
         self.repack_panels = _function(loaded.exlm_repack_panels, p, i, i, i, p, i, p, i)
@@ -120,21 +165,29 @@ class Library:
         self.rms_norm = _function(loaded.exlm_rms_norm, p, p, p, ctypes.c_float, i, i, p, p, i)
         self.silu_mul = _function(loaded.exlm_silu_mul, p, p, p, n, i)
         self.rope = _function(loaded.exlm_rope, p, p, p, i, i, p, i)
-        self.attention = _function(loaded.exlm_attention, ctypes.c_char_p, ctypes.c_int64, i)
-        self.attention_q = _function(loaded.exlm_attention_q, ctypes.c_char_p, ctypes.c_int64, i)
+        self.attention = _function(loaded.exlm_attention, p, i64, i)
         self.fused_linear = _function(loaded.exlm_fused_linear, p, p, p, i, p, p, p, i)
-        text = ctypes.c_char_p
-        self.decoder_layers = _function(loaded.exlm_decoder_layers, p, text, i, text, p, p, ctypes.c_int64, i)
+        self.decoder_layers = _function(loaded.exlm_decoder_layers, p, p, i, p, p, p, i64, i)
+
+
+def _check_sizes(sizeof: Callable[..., int]) -> None:
+    """Refuse a library whose structs are laid out otherwise than their mirrors here."""
+    for mirror in MIRRORS:
+        size = sizeof(mirror.__name__.encode())
+        if size != ctypes.sizeof(mirror):
+            raise Unsupported(
+                f"its library has {size} bytes for {mirror.__name__}, this version {ctypes.sizeof(mirror)}"
+            )
 
 
 def _function(found: Any, *types: Any) -> Callable[..., int]:
-    """A function that takes these; what it answers is looked at only where it has an answer."""
+    """A function with its argument types; the result of a void function means nothing."""
     found.argtypes = types
     return found  # type: ignore[no-any-return]
 
 
 def load(folder: Path, instructions: str | None = None) -> Library:
-    """The library of a set, by default the best this processor can run.
+    """The library of an instruction set, by default the best this processor can run.
 
     It is the wheel's, or one that was compiled before and is intact, or it is compiled now.
     """
@@ -148,21 +201,21 @@ def load(folder: Path, instructions: str | None = None) -> Library:
 
 
 def intact_libraries(instructions: str, folder: Path) -> Iterator[Path]:
-    """The intact libraries of a set: the wheel's, then those that were compiled before."""
-    brought = prebuilt(instructions)
-    if brought.exists():
-        checked = re.search(rf"-[0-9a-f]{{{CHECKSUM_DIGITS}}}$", brought.stem)
-        problem = damage(brought) if checked else None
+    """The intact libraries of an instruction set: the wheel's, then those that were compiled before."""
+    shipped = prebuilt(instructions)
+    if shipped.exists():
+        checked = re.search(rf"-[0-9a-f]{{{CHECKSUM_DIGITS}}}$", shipped.stem)
+        problem = damage(shipped) if checked else None
         if problem is None:
-            yield brought
+            yield shipped
         else:
-            warn_once(f"{brought} is not used, because {problem}: install exlm again.")
+            warn_once(f"{shipped} is not used, because {problem}: install exlm again.")
     for kept in ArtifactCache(folder).find(_file(instructions)):
         yield kept.path
 
 
 def _compiled(instructions: str, folder: Path) -> Library:
-    """A new library, kept in the first folder that it can be loaded from."""
+    """Compile a library and keep it in the first folder that it can be loaded from."""
     try:
         with scratch_folder() as scratch:
             target = scratch / "library.so"
@@ -187,6 +240,6 @@ def _file(instructions: str) -> str:
 
 
 def check(code: int) -> None:
-    """Turn a function's answer into an error."""
+    """Raise if a function returned 1, which means that malloc failed."""
     if code:
         raise KernelError("The CPU kernels ran out of memory: use a smaller batch or shorter chunks.")

@@ -1,6 +1,6 @@
-"""The C sources and how they are compiled: one library for each instruction set.
+"""How the C sources are compiled: one library for each instruction set.
 
-Standard library only, and nothing of the package: the build of a wheel runs this file by itself.
+Uses the standard library only and imports nothing of the package: hatch_build.py runs this file by itself.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ INSTRUCTION_SETS: dict[str, tuple[str, ...]] = {
     "dotprod": ("arch=armv8.2-a+dotprod",),
     "plain": (),
 }
-"""What each instruction set is told the compiler, the best first.
+"""The compiler's -m flags for each instruction set, the best first.
 
-`plain` is for every processor; on 64-bit ARM it has NEON, which is part of all of them, and `dotprod` its
-products of bytes, which compilers for Apple's processors take for granted."""
+`plain` runs on every processor; on 64-bit ARM it includes NEON. `dotprod` adds sdot, which compilers for
+Apple's processors use by default."""
 
 
 class BuildError(Exception):
-    """Why there is no library."""
+    """The library could not be compiled; the message says why."""
 
 
 def sets_for_machine(machine: str) -> list[str]:
-    """The sets this kind of processor may have, the best first."""
+    """The instruction sets this kind of processor may have, the best first."""
     others = {"x86_64": ("dotprod",), "AMD64": ("dotprod",), "aarch64": ("avx512", "avx2")}
     return (
         [name for name in INSTRUCTION_SETS if name not in others[machine]] if machine in others else ["plain"]
@@ -51,7 +51,7 @@ def sets_for_machine(machine: str) -> list[str]:
 
 
 def usable_sets(cpuinfo: str, machine: str) -> list[str]:
-    """The sets a processor can run, the best first, by the text of /proc/cpuinfo."""
+    """The instruction sets a processor can run, the best first, by the text of /proc/cpuinfo."""
     found = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo, re.MULTILINE)
     flags = {flag.replace("_", "") for flag in found[1].split()} if found else set()
     needed = {**INSTRUCTION_SETS, "dotprod": ("asimddp",)}
@@ -59,7 +59,7 @@ def usable_sets(cpuinfo: str, machine: str) -> list[str]:
 
 
 def sets_here() -> list[str]:
-    """The sets this processor can run, the best first."""
+    """The instruction sets this processor can run, the best first."""
     try:
         text = CPUINFO.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -68,17 +68,17 @@ def sets_here() -> list[str]:
 
 
 def prebuilt(instructions: str) -> Path:
-    """The library of a set that a wheel brought; there need not be one.
+    """Where a wheel puts the library of an instruction set; the file may not exist.
 
-    Its name ends with a checksum (`exlm-cpu-avx2-<checksum>.so`). Who strips the libraries of a package or
-    changes them otherwise takes the checksum out of the name; such a library is used unchecked.
+    Its name ends with a checksum (`exlm-cpu-avx2-<checksum>.so`). Packagers that strip or patch libraries
+    remove the checksum from the name; such a library is used unchecked.
     """
     found = sorted(SOURCES.glob(f"exlm-cpu-{instructions}-*.so"))
     return found[0] if found else SOURCES / f"exlm-cpu-{instructions}.so"
 
 
 def compile_library(instructions: str, target: Path, extra: tuple[str, ...] = ()) -> None:
-    """Compile a set's library; `target` appears whole or not at all."""
+    """Compile the library of an instruction set; `target` is replaced atomically."""
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise BuildError(
@@ -92,18 +92,18 @@ def compile_library(instructions: str, target: Path, extra: tuple[str, ...] = ()
     try:
         command = [compiler, *FLAGS, *extra, *(f"-m{flag}" for flag in INSTRUCTION_SETS[instructions])]
         command += [str(SOURCES / "exlm_cpu.c"), "-o", name, "-lm"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            lines = done.stderr.strip().splitlines()
-            told = "; ".join([line for line in lines if "error" in line] or lines)
-            raise BuildError(f"{compiler} cannot build its library: {told[:400]}")
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode:
+            lines = result.stderr.strip().splitlines()
+            errors = "; ".join([line for line in lines if "error" in line] or lines)
+            raise BuildError(f"{compiler} cannot build its library: {errors[:400]}")
         os.replace(name, target)
     finally:
         Path(name).unlink(missing_ok=True)
 
 
 def source_digest(instructions: str) -> str:
-    """Names a set's library: by its sources, how they are compiled, and for what."""
+    """Identifies a library: a hash of its sources, its compiler flags and its platform."""
     parts = [file.read_bytes() for file in sorted(SOURCES.glob("*.[ch]"))]
     words = " ".join((*FLAGS, *INSTRUCTION_SETS[instructions], platform.machine(), platform.system()))
     return hashlib.sha256(b"\0".join((*parts, words.encode()))).hexdigest()[:16]

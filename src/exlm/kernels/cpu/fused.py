@@ -1,10 +1,12 @@
-"""Matrices with what stands around them as one call, for a few rows, and whole layers as one call."""
+"""Fused projections, layers and decoders: what lies between two Python calls shrinks to nothing.
+
+Each C function runs the very functions that compute its parts alone, so the bits are the same.
+"""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from struct import Struct
 from weakref import ref
 
 import torch
@@ -12,18 +14,16 @@ from torch import Tensor
 
 from ...errors import Unsupported
 from .. import interface as b
-from .attention import CODED, FLOATS, NULL_POINTERS, PagedAttention
-from .bindings import LayerWeights, Library, LinearGroup, check
-from .linear import PackedLinear
+from .attention import PagedAttention
+from .bindings import AttnArgs, LayerWeights, Library, LinearGroup, check
+from .ops import PackedLinear
 
-_STANDING = Struct("3P3i4x")  # what C calls a Standing
+MAX_FUSED = 3
+"""Matrices of one fused product (csrc/matrix.h)."""
 
 
 class FusedLinear(b.FusedLinear):
-    """Up to three matrices behind one norm; with `gated` two, whose answer is silu(first) · second.
-
-    Bit for bit what the norm, the matrices and the gate give one by one.
-    """
+    """Up to three matrices behind one norm; with `gated` two, and the output is silu(first) · second."""
 
     def __init__(
         self,
@@ -33,15 +33,14 @@ class FusedLinear(b.FusedLinear):
         eps: float,
         gated: bool,
     ) -> None:
-        if len(matrices) > 3 or (gated and len(matrices) != 2):
+        if len(matrices) > MAX_FUSED or (gated and len(matrices) != 2):
             raise Unsupported("up to three matrices together, two behind a gate")
         self._matrices, self._scale = tuple(matrices), scale  # C holds their addresses
         self._outputs = [one.matrix.out_features for one in matrices][: 1 if gated else None]
         self.struct = LinearGroup(
-            *(matrices[n].matrix.address if n < len(matrices) else None for n in range(3)),
+            *(matrices[n].matrix.address if n < len(matrices) else None for n in range(MAX_FUSED)),
             *(None if scale is None else scale.data_ptr(), eps, len(matrices), int(gated)),
         )
-        self._address = ctypes.addressof(self.struct)
         self._library = library
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> list[Tensor]:
@@ -49,12 +48,13 @@ class FusedLinear(b.FusedLinear):
         x = x.contiguous()
         rows, tokens = x.shape[:2]
         outs = [torch.empty(rows, tokens, width) for width in self._outputs]
-        places = [out.data_ptr() for out in outs] + [None] * (3 - len(outs))
-        more = None if residual is None else residual.contiguous()
+        out_pointers = [out.data_ptr() for out in outs] + [None] * (MAX_FUSED - len(outs))
+        residual = None if residual is None else residual.contiguous()
+        added = None if residual is None else residual.data_ptr()
         check(
             self._library.fused_linear(
-                *(self._address, x.data_ptr(), None if more is None else more.data_ptr(), rows * tokens),
-                *(*places, torch.get_num_threads()),
+                *(ctypes.addressof(self.struct), x.data_ptr(), added, rows * tokens),
+                *(*out_pointers, torch.get_num_threads()),
             )
         )
         return outs
@@ -71,7 +71,7 @@ class FusedLinear(b.FusedLinear):
         gate: b.FusedLinear,
         down: b.FusedLinear,
     ) -> FusedLayer | None:
-        """The whole layer that these begin, if every part is of this kind."""
+        """The layer whose q, k and v these are, if every part is of this backend."""
         parts = [part for part in (self, o, gate, down) if isinstance(part, FusedLinear)]
         if norm is not None or len(parts) < 4 or not isinstance(attend, PagedAttention):
             return None
@@ -79,7 +79,7 @@ class FusedLinear(b.FusedLinear):
 
 
 class FusedLayer(b.FusedLayer):
-    """A layer's norms, matrices, attention and sums, for as few new tokens as its attention takes."""
+    """A decoder layer: norms, matrices, attention and residual additions."""
 
     def __init__(
         self,
@@ -92,63 +92,65 @@ class FusedLayer(b.FusedLayer):
         attend: PagedAttention,
     ) -> None:
         self._held = qkv, o, gate, down
-        self._parts = LayerWeights(*(part.struct for part in self._held))
+        self._weights = LayerWeights(*(part.struct for part in self._held))
         self.library, self.attend = library, attend
-        self.address = ctypes.addressof(self._parts)
+        self.address = ctypes.addressof(self._weights)
 
     def __call__(self, x: Tensor, kv: b.LayerKVCache, metadata: b.AttnMetadata) -> Tensor | None:
-        """The residual stream behind the layer; None if its attention must be done otherwise."""
+        """The residual stream after the layer; None if C cannot do its attention."""
         return FusedDecoder((self,))(x, (kv,), metadata)
 
     def fuse_decoder(self, following: Sequence[b.FusedLayer]) -> FusedDecoder | None:
-        """This layer and those behind it, if all are of this kind."""
+        """This layer and those after it, if all are of this backend and library."""
         layers = [one for one in (self, *following) if isinstance(one, FusedLayer)]
         same = all(one.library is self.library for one in layers)
         return FusedDecoder(layers) if same and len(layers) == 1 + len(following) else None
 
 
 class FusedDecoder:
-    """Layers one behind the other in one call, so that nothing between them waits for the interpreter."""
+    """Consecutive decoder layers in one call."""
 
     def __init__(self, layers: Sequence[FusedLayer]) -> None:
         self._held = tuple(layers)
         self._attends = [one.attend for one in layers]
-        self._parts = (ctypes.c_void_p * len(layers))(*(one.address for one in layers))
-        self._layers = layers[0].library.decoder_layers
+        self._weights = (ctypes.c_void_p * len(layers))(*(one.address for one in layers))
+        self._decoder_layers = layers[0].library.decoder_layers
         self._batch_pointers = layers[0].attend.batch_pointers
-        self._known: tuple[list[ref[b.KVPages]], int, bytes | None] = [], 0, None
+        self._known: tuple[list[ref[b.KVPages]], int, ctypes.Array[AttnArgs] | None] = [], 0, None
 
     def __call__(self, x: Tensor, kvs: Sequence[b.LayerKVCache], metadata: b.AttnMetadata) -> Tensor | None:
-        """The residual stream behind the last layer; None if some attention must be done otherwise."""
-        rows, tokens = x.shape[:2]
-        calls, places = self._calls(kvs, tokens), self._batch_pointers.of(metadata)
-        if calls is None or places is None or not x.is_contiguous():
+        """The residual stream after the last layer; None if C cannot do some attention."""
+        layers, batch = self._layer_args(kvs, x.shape[1]), self._batch_pointers.of(metadata)
+        if layers is None or batch is None or not x.is_contiguous():
             return None
-        *pointers, stride = places
         out = torch.empty_like(x)
-        told = self._parts, calls, len(kvs), _STANDING.pack(*pointers, rows, tokens, stride)
-        check(self._layers(*told, x.data_ptr(), out.data_ptr(), metadata.max_kv_len, torch.get_num_threads()))
+        check(
+            self._decoder_layers(
+                *(self._weights, layers, len(kvs), ctypes.byref(batch), x.data_ptr(), out.data_ptr()),
+                *(metadata.max_kv_len, torch.get_num_threads()),
+            )
+        )
         return out
 
-    def _calls(self, kvs: Sequence[b.LayerKVCache], tokens: int) -> bytes | None:
-        """What C is told of each layer's cache, from one step to the next the same; None if it cannot do one.
+    def _layer_args(self, kvs: Sequence[b.LayerKVCache], tokens: int) -> ctypes.Array[AttnArgs] | None:
+        """Each layer's AttnArgs, kept from step to step; None if C cannot do one.
 
-        Nothing is held: pages that are gone are found to be others.
+        Pages are held weakly: the args of a cache that is gone are never used for another one.
         """
         pages = [own for kv in kvs if (own := kv.paged) is not None]
         if len(pages) < len(self._attends):
             return None
-        seen, of, calls = self._known
-        if of != tokens or [one() for one in seen] != pages:
-            calls = self._made(pages, tokens)
-            self._known = [ref(own) for own in pages], tokens, calls
-        return calls
+        known_pages, known_tokens, args = self._known
+        if known_tokens != tokens or [one() for one in known_pages] != pages:
+            args = self._make_args(pages, tokens)
+            self._known = [ref(own) for own in pages], tokens, args
+        return args
 
-    def _made(self, pages: Sequence[b.KVPages], tokens: int) -> bytes | None:
-        calls = []
+    def _make_args(self, pages: Sequence[b.KVPages], tokens: int) -> ctypes.Array[AttnArgs] | None:
+        args = []
         for attend, own in zip(self._attends, pages, strict=True):
-            call = attend.call((0, 0, 0), 0, 0, tokens, own, NULL_POINTERS)
-            if call is None:
+            layer = attend.args(own, tokens)
+            if layer is None:
                 return None
-            calls.append(call if len(call) == CODED else call + FLOATS)
-        return b"".join(calls)
+            args.append(layer)
+        return (AttnArgs * len(args))(*args)

@@ -1,56 +1,185 @@
-/* Attention of a few new tokens over pages of rotated codes (4 or 8 bits, a float16 scale for each 32).
+/* Attention of a few new tokens over quantised pages: codes of 8 or 4 bits, a float16 scale for each 32, of numbers
+   after a Hadamard transform.
 
-   New tokens are coded as the cache defines it, bit for bit, and seen as they came. Old ones are read without
-   undoing the rotation: the transform H of 32 numbers is symmetric, so q · Hx = Hq · x. The query is turned once
-   and the answer turned back. Each head of each token is computed by itself, in the order of the keys. */
+   New tokens are quantised bit for bit as the cache defines it, but seen as they came. Old ones are read without
+   undoing the transform: H is symmetric, so q . Hx = Hq . x. The query is transformed once and so is the output. The
+   centre of the codes, 2^(bits - 1), is taken off by group: sum q * (code - centre) = sum q * code - centre * sum q.
 
-#ifndef EXLM_CODED_H
-#define EXLM_CODED_H
+   Numbers over codes of 4 bits are kept in packed order meanwhile: of a group even places first, then odd ones.
+   Products are rounded before they are added, in the same order as if every head and token were computed by itself. */
 
-#include "attn_decode.h"
-#include "attn_dot_q.h"
+#ifndef EXLM_ATTN_DECODE_Q_H
+#define EXLM_ATTN_DECODE_Q_H
 
-enum { TRUNCATED_F16 = 1 }; /* bits: the upper bytes of float16, which only prompts are taken with */
+#include "attn.h"
 
+enum { PREFETCH_TOKENS = 32 };
+
+/* Tokens of one kv head that lie side by side, token_stride numbers apart. */
 typedef struct {
-    AttnArgs attn;        /* its keys and values are not used */
-    QuantKV keys, values;
-    int64_t interleave;     /* transforms side by side in a run */
-} QuantAttnArgs;
+    const uint8_t *codes;
+    const uint16_t *scales;
+    int64_t token_stride, n_tokens;
+    int dim, bits;
+} QuantTokens;
 
-typedef uint8_t u8x16 __attribute__((vector_size(16)));
-
-static inline f32x16 abs16(f32x16 x) { return (f32x16)((i32x16)x & 0x7fffffff); }
-
-/* Each number as float16 would hold it; those beyond its range become its largest. */
-static inline f32x16 round_f16_x16(f32x16 x) {
-    f32x16 zero = {0}, top = zero + 65504.0f, size = abs16(x), half = zero + 0.5f;
-    size = select16(size > top, top, size);
-    i32x16 bits = (i32x16)size;
-    bits = (bits + 0xfff + (bits >> 13 & 1)) & ~0x1fff;
-    f32x16 tiny = (size + half) - half; /* a half below 2^-14 is a multiple of 2^-24, as floats from 0.5 to 1 are */
-    f32x16 out = select16(size < zero + 6.103515625e-5f, tiny, (f32x16)bits);
-    return (f32x16)((i32x16)out | ((i32x16)x & (i32x16)(-zero)));
+INLINE QuantTokens quant_tokens(const QuantKV *from, int64_t slot, int64_t n_tokens, int dim, int width, int head) {
+    int64_t at = slot * width + (int64_t)head * dim;
+    int bits = (int)from->bits;
+    return (QuantTokens){from->codes + at * bits / 8, from->scales + at / KV_GROUP, width, n_tokens, dim, bits};
 }
 
-static inline float round_f16(float x) { return round_f16_x16((f32x16){x})[0]; }
-
-/* The bits of a float16 that is not negative, from the float that equals it, and back. */
-static inline uint16_t f16_bits(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return x < 6.103515625e-5f ? (uint16_t)(x * 16777216.0f) : (uint16_t)((bits >> 13) - (112 << 10));
+/* One register of a group's codes as floats: places 0 to 15 and 16 to 31 of 8 bits, even and odd places of 4. */
+INLINE void unpack_group_reg(const uint8_t *group, int bits, int reg, f32v *low, f32v *high) {
+    i32v bytes = i32_load_u8(group + reg * VLEN);
+    *low = f32_from_i32(bits == 4 ? i32_and(bytes, i32_set1(15)) : bytes);
+    *high = f32_from_i32(bits == 4 ? i32_shr(bytes, 4) : i32_load_u8(group + LANES + reg * VLEN));
 }
 
-static inline float f16_from_bits(uint16_t bits) {
-    if (bits < 1 << 10) return bits * 5.9604644775390625e-8f;
-    uint32_t wide = ((uint32_t)bits << 13) + (112u << 23);
-    float out;
-    memcpy(&out, &wide, sizeof out);
-    return out;
+INLINE void prefetch_tokens(const QuantTokens *t, int64_t n, int count) {
+    for (int k = 0; k < count; k++)
+        __builtin_prefetch(t->codes + (n + k + PREFETCH_TOKENS) * t->token_stride * t->bits / 8, 0, 2);
 }
 
-/* Transform runs of 32 · ways numbers in place, without normalising; `rounds` to float16 after each step. */
+/* scores (heads, count) of up to DOT_KEYS tokens from n on. q (heads, dim) is transformed and in packed order;
+   center_q (heads, groups) is centre * sum q. */
+INLINE void qk_heads_q(const QuantTokens *t, int64_t n, int heads, int bits, const float *q, const float *center_q,
+                       float scale, float *scores, int64_t count) {
+    int valid = t->n_tokens - n < DOT_KEYS ? (int)(t->n_tokens - n) : DOT_KEYS, groups = t->dim / KV_GROUP;
+    f32v sum[DOT_HEADS][DOT_KEYS][LANE_REGS];
+    float centers[DOT_HEADS][DOT_KEYS] = {0};
+    EACH_HEAD(h)
+        EACH_KEY(k)
+            EACH_LANE_REG(reg) sum[h][k][reg] = f32_set1(0);
+    for (int g = 0; g < groups; g++) {
+        const uint8_t *group[DOT_KEYS];
+        float factor[DOT_KEYS];
+        EACH_KEY(k) {
+            int64_t at = (n + (k < valid ? k : 0)) * t->token_stride;
+            group[k] = t->codes + (at + g * KV_GROUP) * bits / 8;
+            factor[k] = f16_to_f32(t->scales[at / KV_GROUP + g]);
+        }
+        EACH_HEAD(h)
+            EACH_KEY(k) centers[h][k] += center_q[h * groups + g] * factor[k];
+        EACH_LANE_REG(reg) {
+            f32v low[DOT_KEYS], high[DOT_KEYS];
+            EACH_KEY(k) {
+                unpack_group_reg(group[k], bits, reg, low + k, high + k);
+                low[k] = f32_mul(low[k], f32_set1(factor[k]));
+                high[k] = f32_mul(high[k], f32_set1(factor[k]));
+            }
+            EACH_HEAD(h) {
+                const float *own = q + h * t->dim + g * KV_GROUP + reg * VLEN;
+                f32v a = f32_load(own), b = f32_load(own + LANES);
+                EACH_KEY(k) sum[h][k][reg] = sum[h][k][reg] + f32_mul(a, low[k]) + f32_mul(b, high[k]);
+            }
+        }
+    }
+    EACH_HEAD(h) {
+        float found[4] = {0};
+        f32x16 whole[4] = {{0}};
+        memcpy(whole, sum[h], DOT_KEYS * sizeof *whole);
+        if (DOT_KEYS == 4)
+            sum16_x4(whole[0], whole[1], whole[2], whole[3], found);
+        else
+            EACH_KEY(k) found[k] = sum16(whole[k]);
+        for (int k = 0; k < valid; k++) scores[h * count + n + k] = (found[k] - centers[h][k]) * scale;
+    }
+}
+
+/* sums (heads, dim), in packed order, += probs (heads, count) times values; center_sums (heads, groups) sum up what the
+   centre is to be multiplied with. */
+INLINE void pv_heads_q(const QuantTokens *t, int heads, int bits, const float *probs, int64_t count, float *sums,
+                       float *center_sums) {
+    int groups = t->dim / KV_GROUP;
+    for (int g = 0; g < groups; g++)
+        EACH_LANE_REG(reg) {
+            f32v low[DOT_HEADS], high[DOT_HEADS];
+            float centers[DOT_HEADS];
+            EACH_HEAD(h) {
+                const float *own = sums + h * t->dim + g * KV_GROUP + reg * VLEN;
+                low[h] = f32_load(own);
+                high[h] = f32_load(own + LANES);
+                centers[h] = center_sums[h * groups + g];
+            }
+            for (int64_t n = 0; n < t->n_tokens; n++) {
+                f32v a, b;
+                float factor = f16_to_f32(t->scales[n * t->token_stride / KV_GROUP + g]);
+                unpack_group_reg(t->codes + (n * t->token_stride + g * KV_GROUP) * bits / 8, bits, reg, &a, &b);
+                EACH_HEAD(h) {
+                    float weight = factor * probs[h * count + n];
+                    low[h] = low[h] + f32_mul(a, f32_set1(weight));
+                    high[h] = high[h] + f32_mul(b, f32_set1(weight));
+                    centers[h] += weight;
+                }
+            }
+            EACH_HEAD(h) {
+                float *own = sums + h * t->dim + g * KV_GROUP + reg * VLEN;
+                f32_store(own, low[h]);
+                f32_store(own + LANES, high[h]);
+                if (reg == LANE_REGS - 1) center_sums[h * groups + g] = centers[h];
+            }
+        }
+}
+
+/* scores (heads_per_kv, count) of old tokens. */
+static void qk_block_q(const QuantTokens *t, int heads_per_kv, const float *q, const float *center_q, float scale,
+                       float *scores, int64_t count) {
+    int groups = t->dim / KV_GROUP;
+    for (int64_t n = 0; n < t->n_tokens; n += DOT_KEYS) {
+        prefetch_tokens(t, n, DOT_KEYS);
+        for (int h = 0; h < heads_per_kv; h += DOT_HEADS) {
+            const float *own = q + h * t->dim, *centers = center_q + h * groups;
+            float *to = scores + h * count;
+#define QK(heads)                                                   \
+    if (t->bits == 4)                                               \
+        qk_heads_q(t, n, heads, 4, own, centers, scale, to, count); \
+    else                                                            \
+        qk_heads_q(t, n, heads, 8, own, centers, scale, to, count);
+            if (heads_per_kv - h > 2) {
+                QK(3)
+            } else if (heads_per_kv - h == 2) {
+                QK(2)
+            } else {
+                QK(1)
+            }
+#undef QK
+        }
+    }
+}
+
+/* sums (heads_per_kv, dim) and center_sums (heads_per_kv, groups) += probs (heads_per_kv, count) times old values. */
+static void pv_block_q(const QuantTokens *t, int heads_per_kv, const float *probs, int64_t count, float *sums,
+                       float *center_sums) {
+    int groups = t->dim / KV_GROUP;
+    QuantTokens part = *t;
+    for (int64_t n = 0; n < t->n_tokens; n += part.n_tokens) {
+        part.n_tokens = t->n_tokens - n < PREFETCH_TOKENS ? t->n_tokens - n : PREFETCH_TOKENS;
+        part.codes = t->codes + n * t->token_stride * t->bits / 8;
+        part.scales = t->scales + n * t->token_stride / KV_GROUP;
+        prefetch_tokens(&part, 0, (int)part.n_tokens);
+        for (int h = 0; h < heads_per_kv; h += DOT_HEADS) {
+            const float *p = probs + h * count + n;
+            float *own = sums + h * t->dim, *centers = center_sums + h * groups;
+#define PV(heads)                                            \
+    if (t->bits == 4)                                        \
+        pv_heads_q(&part, heads, 4, p, count, own, centers); \
+    else                                                     \
+        pv_heads_q(&part, heads, 8, p, count, own, centers);
+            if (heads_per_kv - h > 2) {
+                PV(3)
+            } else if (heads_per_kv - h == 2) {
+                PV(2)
+            } else {
+                PV(1)
+            }
+#undef PV
+        }
+    }
+}
+
+/* Hadamard-transforms runs of KV_GROUP * interleave numbers in place, `interleave` transforms in each, not normalised.
+   round_each: rounds to float16 after each step, as the cache defines it. */
 static void hadamard(float *x, int count, int interleave, int round_each) {
     for (int stride = interleave; stride < KV_GROUP * interleave; stride *= 2) {
         for (int at = 0; at < count; at += 2 * stride) {
@@ -60,26 +189,26 @@ static void hadamard(float *x, int count, int interleave, int round_each) {
                 x[i + stride] = a - b;
             }
         }
-        for (int i = 0; round_each && i < count; i += LANES) store16(x + i, round_f16_x16(load16(x + i)));
+        for (int i = 0; round_each && i < count; i += LANES) store16(x + i, round16_f16(load16(x + i)));
     }
 }
 
-/* The codes of a token's heads, `count` numbers that are spoilt on the way. */
+/* Quantises a token's heads, `count` numbers; x is overwritten. */
 static void quantize_token(float *x, int count, int interleave, const QuantKV *to, int64_t slot) {
     int center = 1 << (to->bits - 1);
     uint8_t *codes = to->codes + slot * count * to->bits / 8;
     uint16_t *scales = to->scales + slot * (count / KV_GROUP);
-    for (int i = 0; i < count; i += LANES) store16(x + i, round_f16_x16(load16(x + i)));
+    for (int i = 0; i < count; i += LANES) store16(x + i, round16_f16(load16(x + i)));
     hadamard(x, count, interleave, 1);
     for (int g = 0; g < count / KV_GROUP; g++, x += KV_GROUP) {
         float max_abs = 0;
         int code[KV_GROUP];
         for (int i = 0; i < KV_GROUP; i++) max_abs = fabsf(x[i]) > max_abs ? fabsf(x[i]) : max_abs;
-        scales[g] = f16_bits(round_f16(max_abs / (float)center));
+        scales[g] = f16_from_f32(max_abs / (float)center);
         for (int i = 0; i < KV_GROUP; i += LANES) {
-            f32x16 prob = round_f16_x16(load16(x + i) / (max_abs > 0 ? max_abs : 1.0f));
-            f32x16 level = round_f16_x16(prob * (float)center + (float)center);
-            level = (level + 12582912.0f) - 12582912.0f; /* 1.5 · 2^23: adding it and taking it away rounds */
+            f32x16 ratio = round16_f16(load16(x + i) / (max_abs > 0 ? max_abs : 1.0f));
+            f32x16 level = round16_f16(ratio * (float)center + (float)center);
+            level = (level + 12582912.0f) - 12582912.0f; /* 1.5 * 2^23: rounds to an integer */
             for (int n = 0; n < LANES; n++) code[i + n] = level[n] > 2 * center - 1 ? 2 * center - 1 : (int)level[n];
         }
         for (int i = 0; i < KV_GROUP; i++) code[i] = max_abs > 0 ? code[i] : 0;
@@ -95,174 +224,161 @@ static void truncate_token(const float *x, int count, const QuantKV *to, int64_t
     uint8_t *codes = to->codes + slot * count;
     for (int i = 0; i < count; i += LANES) {
         uint16_t halves[LANES];
-        store_f16x16(halves, load16(x + i));
+        store16_f16(halves, load16(x + i));
         for (int n = 0; n < LANES; n++) codes[i + n] = (uint8_t)(halves[n] >> 8);
     }
 }
 
 static void store_kv_q(float *x, int count, int interleave, const QuantKV *to, int64_t slot) {
-    if (to->bits == TRUNCATED_F16) truncate_token(x, count, to, slot);
-    else quantize_token(x, count, interleave, to, slot);
+    if (to->bits == TRUNCATED_F16)
+        truncate_token(x, count, to, slot);
+    else
+        quantize_token(x, count, interleave, to, slot);
 }
 
-/* Encode a new token; `turned` (rows · tokens, kv_heads, head_dim) keeps its keys as they came, turned. */
-static void append_kv_q(const QuantAttnArgs *quant, int i, float *turned, float *work) {
-    const AttnArgs *c = &quant->attn;
+/* Stores new token i. new_keys (rows * tokens, kv_heads, head_dim) keeps its keys unquantised, after RoPE; work has
+   room for one token. */
+static void append_kv_q(const AttnArgs *c, int i, float *new_keys, float *work) {
     const AttnParams *l = c->params;
-    int width = l->kv_heads * l->head_dim;
-    int64_t at = kv_slot(c, i / c->tokens, c->past_lens[i / c->tokens] + i % c->tokens);
-    float *key = turned + (long)i * width;
-    for (int head = 0; head < l->kv_heads; head++)
-        rope(l, c->k + (long)i * width + head * l->head_dim, c->positions[i], key + head * l->head_dim);
+    int width = l->kv_heads * l->head_dim, interleave = (int)c->hadamard_interleave;
+    int64_t slot = kv_slot(c, i / c->tokens, c->past_lens[i / c->tokens] + i % c->tokens);
+    float *key = new_keys + (long)i * width;
+    for (int n = 0; n < width; n += l->head_dim) rope(l, c->k + (long)i * width + n, c->positions[i], key + n);
     memcpy(work, key, width * sizeof(float));
-    store_kv_q(work, width, (int)quant->interleave, &quant->keys, at);
+    store_kv_q(work, width, interleave, &c->quant_keys, slot);
     memcpy(work, c->v + (long)i * width, width * sizeof(float));
-    store_kv_q(work, width, (int)quant->interleave, &quant->values, at);
+    store_kv_q(work, width, interleave, &c->quant_values, slot);
 }
 
-static inline u8x16 load_u8x16(const uint8_t *p) {
-    u8x16 out;
-    memcpy(&out, p, sizeof out);
-    return out;
-}
+static int packed_place(int bits, int i) { return bits == 4 ? i % 2 * LANES + i / 2 : i; }
 
-static inline f32x16 f32_from_u8x16(u8x16 bytes) {
-    return __builtin_convertvector(__builtin_convertvector(bytes, i32x16), f32x16);
-}
-
-/* The 32 codes of a group as floats: places 0 to 15 and 16 to 31 of 8 bits, even and odd places of 4. The mask
-   changes nothing for 8 bits, but compilers convert a vector they have just loaded number by number. */
-static inline void unpack_group(const uint8_t *codes, int bits, f32x16 *low, f32x16 *high) {
-    u8x16 bytes = load_u8x16(codes), mask = (u8x16){0} + (uint8_t)((1 << bits) - 1);
-    *low = f32_from_u8x16(bytes & mask);
-    *high = f32_from_u8x16((bits == 4 ? bytes >> 4 : load_u8x16(codes + LANES)) & mask);
-}
-
-/* Numbers in the order in which `unfold_group` gives them. */
 static void to_packed_order(const float *from, int count, int bits, float *to) {
     for (int at = 0; at < count; at += KV_GROUP)
-        for (int i = 0; i < KV_GROUP; i++) to[at + (bits == 4 ? i % 2 * LANES + i / 2 : i)] = from[at + i];
+        for (int i = 0; i < KV_GROUP; i++) to[at + packed_place(bits, i)] = from[at + i];
 }
 
 static void from_packed_order(const float *from, int count, int bits, float *to) {
     for (int at = 0; at < count; at += KV_GROUP)
-        for (int i = 0; i < KV_GROUP; i++) to[at + i] = from[at + (bits == 4 ? i % 2 * LANES + i / 2 : i)];
+        for (int i = 0; i < KV_GROUP; i++) to[at + i] = from[at + packed_place(bits, i)];
 }
 
 typedef struct {
-    const QuantAttnArgs *quant;
-    float *turned, *work; /* (rows · tokens, kv_heads, head_dim) each */
+    const AttnArgs *args;
+    float *new_keys, *work; /* (rows * tokens, kv_heads, head_dim) each */
+    float *scratch;         /* (chunks, scratch_size) */
+    int64_t scratch_size;
 } QuantDecodeJob;
 
 static void append_q_chunk(void *args, int i) {
     const QuantDecodeJob *job = args;
-    const AttnParams *l = job->quant->attn.params;
-    append_kv_q(job->quant, i, job->turned, job->work + (long)i * l->kv_heads * l->head_dim);
+    const AttnParams *l = job->args->params;
+    append_kv_q(job->args, i, job->new_keys, job->work + (long)i * l->kv_heads * l->head_dim);
 }
 
-/* What some query heads of a token see of a key head: from the first token to the last, of which `old` are codes. */
+/* What the query heads of a token see of a kv head: `count` tokens from `first` on, of which `old` are codes. */
 typedef struct {
     int row, head, heads_per_kv;
     int64_t first, old, count;
 } KvView;
 
-/* One query head's sum over old values, turned and folded, becomes its answer. */
-static void finish_head_q(const QuantDecodeJob *job, const KvView *v, const float *probs, float whole, float *sum,
-                        const float *center_sums, float *out) {
-    const QuantAttnArgs *quant = job->quant;
-    const AttnArgs *c = &quant->attn;
+/* One query head's sum over old values, still transformed and in packed order, becomes its output. */
+static void finish_head_q(const QuantDecodeJob *job, const KvView *view, const float *probs, float denominator,
+                          float *sum, const float *center_sums, float *out) {
+    const AttnArgs *c = job->args;
     const AttnParams *l = c->params;
-    int dim = l->head_dim, width = l->kv_heads * dim;
-    float plain[MAX_HEAD_DIM], center = (float)(1 << (quant->values.bits - 1));
+    int dim = l->head_dim, width = l->kv_heads * dim, bits = (int)c->quant_values.bits;
+    float plain[MAX_HEAD_DIM], center = (float)(1 << (bits - 1));
     for (int g = 0; g < dim / KV_GROUP; g++)
         for (int n = 0; n < KV_GROUP; n++) sum[g * KV_GROUP + n] -= center_sums[g] * center;
-    from_packed_order(sum, dim, (int)quant->values.bits, plain);
-    hadamard(plain, dim, (int)quant->interleave, 0);
+    from_packed_order(sum, dim, bits, plain);
+    hadamard(plain, dim, (int)c->hadamard_interleave, 0);
     for (int d = 0; d < dim; d++) plain[d] /= (float)KV_GROUP;
-    for (int64_t j = v->old; j < v->count; j++) {
-        long token = (long)v->row * c->tokens + (v->first + j - c->past_lens[v->row]);
-        const float *value = c->v + token * width + v->head * dim;
+    for (int64_t j = view->old; j < view->count; j++) {
+        long token = (long)view->row * c->tokens + (view->first + j - c->past_lens[view->row]);
+        const float *value = c->v + token * width + view->head * dim;
         for (int d = 0; d < dim; d++) plain[d] += value[d] * probs[j];
     }
-    for (int d = 0; d < dim; d++) out[d] = plain[d] / whole;
+    for (int d = 0; d < dim; d++) out[d] = plain[d] / denominator;
 }
 
-/* The scores (shared, count) of query heads, with room for as many more behind them as there are heads, become their
-   answers; `sums` and `taken` are room for (shared, dim) and (shared, groups). */
-static void finish_heads_q(const QuantDecodeJob *job, const KvView *v, float *scores, float *sums, float *center_sums, float *out) {
-    const QuantAttnArgs *quant = job->quant;
-    const AttnArgs *c = &quant->attn;
+/* From scores (heads_per_kv, count), with room for as many denominators behind them, to outputs. sums (heads_per_kv,
+   dim) and center_sums (heads_per_kv, groups) are scratch. */
+static void finish_heads_q(const QuantDecodeJob *job, const KvView *view, float *scores, float *sums,
+                           float *center_sums, float *out) {
+    const AttnArgs *c = job->args;
     int dim = c->params->head_dim, width = c->params->kv_heads * dim, groups = dim / KV_GROUP;
-    float *denominators = scores + v->heads_per_kv * v->count;
-    int64_t some;
-    for (int h = 0; h < v->heads_per_kv; h++) denominators[h] = softmax_numerators(scores + h * v->count, v->count);
-    memset(sums, 0, v->heads_per_kv * dim * sizeof(float));
-    memset(center_sums, 0, v->heads_per_kv * groups * sizeof(float));
-    for (int64_t j = 0; j < v->old; j += some) {
-        int64_t at = page_run(c, v->row, v->first + j, v->old - j, &some);
-        QuantTokens values = quant_tokens(&quant->values, at, some, dim, width, v->head);
-        pv_block_q(values, v->heads_per_kv, scores + j, v->count, sums, center_sums);
+    int heads = view->heads_per_kv;
+    int64_t count = view->count, some;
+    float *denominators = scores + heads * count;
+    for (int h = 0; h < heads; h++) denominators[h] = softmax_numerators(scores + h * count, count);
+    memset(sums, 0, heads * dim * sizeof(float));
+    memset(center_sums, 0, heads * groups * sizeof(float));
+    for (int64_t j = 0; j < view->old; j += some) {
+        int64_t slot = page_run(c, view->row, view->first + j, view->old - j, &some);
+        QuantTokens values = quant_tokens(&c->quant_values, slot, some, dim, width, view->head);
+        pv_block_q(&values, heads, scores + j, count, sums, center_sums);
     }
-    for (int h = 0; h < v->heads_per_kv; h++)
-        finish_head_q(job, v, scores + h * v->count, denominators[h], sums + h * dim, center_sums + h * groups, out + h * dim);
+    for (int h = 0; h < heads; h++)
+        finish_head_q(job, view, scores + h * count, denominators[h], sums + h * dim, center_sums + h * groups,
+                      out + h * dim);
 }
 
-/* One token's query heads that share a key head. */
+/* One token and the query heads of one kv head. */
 static void decode_q_chunk(void *args, int chunk) {
     const QuantDecodeJob *job = args;
-    const QuantAttnArgs *quant = job->quant;
-    const AttnArgs *c = &quant->attn;
+    const AttnArgs *c = job->args;
     const AttnParams *l = c->params;
-    int heads_per_kv = l->heads / l->kv_heads, dim = l->head_dim, head = chunk % l->kv_heads, i = chunk / l->kv_heads;
-    int row = i / c->tokens, width = l->kv_heads * dim, groups = dim / KV_GROUP;
-    int64_t pos = c->past_lens[row] + i % c->tokens, first = window_start(l, pos);
-    int64_t count = pos - first + 1, old = c->past_lens[row] > first ? c->past_lens[row] - first : 0, some;
-    KvView view = {row, head, heads_per_kv, first, old, count};
-    float *q = c->scratch + chunk * c->room, *turned = q + heads_per_kv * dim, *sums = turned + heads_per_kv * dim;
-    float *scores = sums + heads_per_kv * groups, center = (float)(1 << (quant->keys.bits - 1));
-    for (int h = 0; h < heads_per_kv; h++) {
+    int heads = l->heads / l->kv_heads, dim = l->head_dim, groups = dim / KV_GROUP, width = l->kv_heads * dim;
+    int head = chunk % l->kv_heads, i = chunk / l->kv_heads, row = i / c->tokens;
+    int bits = (int)c->quant_keys.bits, interleave = (int)c->hadamard_interleave;
+    long first_head = (long)i * l->heads + head * heads;
+    int64_t past = c->past_lens[row], pos = past + i % c->tokens, first = window_start(l, pos);
+    int64_t count = pos - first + 1, old = past > first ? past - first : 0, some;
+    KvView view = {row, head, heads, first, old, count};
+    float *q = job->scratch + chunk * job->scratch_size, *transformed = q + heads * dim;
+    float *center_q = transformed + heads * dim, *scores = center_q + heads * groups, center = (float)(1 << (bits - 1));
+    for (int h = 0; h < heads; h++) {
         float *own = q + h * dim, work[MAX_HEAD_DIM];
-        rope(l, c->q + ((long)i * l->heads + head * heads_per_kv + h) * dim, c->positions[i], own);
+        rope(l, c->q + (first_head + h) * dim, c->positions[i], own);
         memcpy(work, own, dim * sizeof(float));
-        hadamard(work, dim, (int)quant->interleave, 0);
-        to_packed_order(work, dim, (int)quant->keys.bits, turned + h * dim);
+        hadamard(work, dim, interleave, 0);
+        to_packed_order(work, dim, bits, transformed + h * dim);
         for (int g = 0; g < groups; g++) {
             float sum = 0;
             for (int n = 0; n < KV_GROUP; n++) sum += work[g * KV_GROUP + n];
-            sums[h * groups + g] = sum * center;
+            center_q[h * groups + g] = sum * center;
         }
     }
     for (int64_t j = 0; j < old; j += some) {
-        int64_t at = page_run(c, row, first + j, old - j, &some);
-        qk_block_q(quant_tokens(&quant->keys, at, some, dim, width, head), heads_per_kv, turned, sums,
-                    l->scale / (float)KV_GROUP, scores + j, count);
+        int64_t slot = page_run(c, row, first + j, old - j, &some);
+        QuantTokens keys = quant_tokens(&c->quant_keys, slot, some, dim, width, head);
+        qk_block_q(&keys, heads, transformed, center_q, l->scale / (float)KV_GROUP, scores + j, count);
     }
     for (int64_t j = old; j < count; j++) {
-        const float *key = job->turned + ((long)row * c->tokens + (first + j - c->past_lens[row])) * width + head * dim;
-        for (int h = 0; h < heads_per_kv; h++) {
+        const float *key = job->new_keys + ((long)row * c->tokens + (first + j - past)) * width + head * dim;
+        for (int h = 0; h < heads; h++) {
             f32x16 sum = {0};
             for (int d = 0; d < dim; d += LANES) sum += load16(q + h * dim + d) * load16(key + d);
             scores[h * count + j] = sum16(sum) * l->scale;
         }
     }
-    finish_heads_q(job, &view, scores, turned, sums, c->out + ((long)i * l->heads + head * heads_per_kv) * dim);
+    finish_heads_q(job, &view, scores, transformed, center_q, c->out + first_head * dim);
 }
 
 /* Returns 0, or 1 if there is no memory. */
-static int attn_decode_q(const QuantAttnArgs *args, int64_t longest, int threads) {
-    QuantAttnArgs quant = *args;
-    AttnArgs *c = &quant.attn;
+static int attn_decode_q(const AttnArgs *c, int64_t longest, int threads) {
     const AttnParams *l = c->params;
-    int chunks = c->rows * c->tokens * l->kv_heads, heads_per_kv = l->heads / l->kv_heads, width = l->kv_heads * l->head_dim;
-    long new_values = (long)c->rows * c->tokens * width;
-    c->room = (int64_t)heads_per_kv * (2 * l->head_dim + l->head_dim / KV_GROUP + longest + 1) + LANES;
-    float *memory = malloc((2 * new_values + chunks * c->room) * sizeof(float));
-    if (!memory) return 1;
-    c->scratch = memory + 2 * new_values;
-    QuantDecodeJob job = {&quant, memory, memory + new_values};
+    int chunks = c->rows * c->tokens * l->kv_heads, heads = l->heads / l->kv_heads;
+    long new_numbers = (long)c->rows * c->tokens * l->kv_heads * l->head_dim;
+    QuantDecodeJob job = {.args = c};
+    job.scratch_size = (int64_t)heads * (2 * l->head_dim + l->head_dim / KV_GROUP + longest + 1) + LANES;
+    job.new_keys = malloc((2 * new_numbers + chunks * job.scratch_size) * sizeof(float));
+    if (!job.new_keys) return 1;
+    job.work = job.new_keys + new_numbers;
+    job.scratch = job.work + new_numbers;
     parallel_for(append_q_chunk, &job, c->rows * c->tokens, threads);
     parallel_for(decode_q_chunk, &job, chunks, longest * chunks < 512 ? 1 : threads);
-    free(memory);
+    free(job.new_keys);
     return 0;
 }
 

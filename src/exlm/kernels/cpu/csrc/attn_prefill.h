@@ -1,176 +1,196 @@
-/* Attention of many new tokens over pages of floats or codes, a key head at a time: keys and values are laid out
-   once for all of its queries, then each crew of queries goes over spans of keys, and what it has seen fades as a higher
-   score comes. A query's spans begin at multiples of SPAN and are added up in order: its answer depends neither on its
-   company nor on threads. Over floats all tokens are seen as they are stored, over codes new ones as they came. */
+/* Attention of many new tokens: for each kv head, keys and values are laid out in blocks once, then ATTN_BLOCK_M
+   queries at a time go over the blocks with an online softmax: what is summed so far is rescaled when a higher score
+   comes. A query's blocks begin at multiples of ATTN_BLOCK_N and are added in order. Over float pages new tokens are
+   seen as they are stored, over quantised pages as they came. */
 
-#ifndef EXLM_PROMPTS_H
-#define EXLM_PROMPTS_H
+#ifndef EXLM_ATTN_PREFILL_H
+#define EXLM_ATTN_PREFILL_H
 
+#include "attn.h"
+#include "attn_decode.h"
 #include "attn_decode_q.h"
 
-/* Queries of a crew and vectors of keys, or of numbers, whose sums fit the registers. */
-#if defined(__AVX512F__)
-enum { ATTN_BLOCK_M = 6, ATTN_REGS = 4 };
-#elif defined(__aarch64__) && !defined(EXLM_PORTABLE)
+/* Queries, and registers of keys or of a value's numbers, whose sums fit. */
+#if defined(__AVX512F__) || (defined(__aarch64__) && !defined(EXLM_PORTABLE))
 enum { ATTN_BLOCK_M = 6, ATTN_REGS = 4 };
 #elif defined(__AVX2__)
 enum { ATTN_BLOCK_M = 4, ATTN_REGS = 2 };
 #else
 enum { ATTN_BLOCK_M = 2, ATTN_REGS = 4 };
 #endif
-enum { ATTN_BLOCK_N = 64, BLOCKS_PER_CHUNK = 8, STORE_CHUNK = 16, MAX_KV_WIDTH = 16384 }; /* keys of a span; crews and tokens of a chunk */
+enum { ATTN_BLOCK_N = 64 };                       /* keys of a block */
+enum { BLOCKS_PER_CHUNK = 8, APPEND_CHUNK = 16 }; /* blocks of queries; new tokens */
+enum { MAX_KV_WIDTH = 16384 };                    /* kv_heads * head_dim that append_chunk has room for */
+
+#define EACH_QUERY(r) _Pragma("GCC unroll 6") for (int r = 0; r < ATTN_BLOCK_M; r++)
+#define EACH_COLUMN(c) _Pragma("GCC unroll 4") for (int c = 0; c < columns; c++)
 
 typedef struct {
-    const AttnArgs *attn;
-    const QuantAttnArgs *quant; /* none: pages are of floats */
-    const float *turned;    /* the new keys as they came, of codes */
-    int row, head;
-    int64_t count, queries;  /* keys that anybody sees; queries of the key head */
-    float *q, *keys, *values; /* (queries, dim); of each span (dim, SPAN); (spans · SPAN, dim) */
+    const AttnArgs *args;
+    float *new_keys;          /* of quantised pages: the new keys after RoPE, unquantised */
+    int row, head;            /* kv head */
+    int64_t count, queries;   /* keys that any query sees; queries of the kv head: tokens * heads_per_kv */
+    float *q, *keys, *values; /* (queries, dim); blocks of (dim, ATTN_BLOCK_N); (blocks * ATTN_BLOCK_N, dim) */
 } PrefillJob;
 
 static void append_chunk(void *job, int chunk) {
     const PrefillJob *p = job;
-    const AttnArgs *c = p->attn;
+    const AttnArgs *c = p->args;
     float work[MAX_KV_WIDTH];
-    for (int i = chunk * STORE_CHUNK; i < (chunk + 1) * STORE_CHUNK && i < c->rows * c->tokens; i++) {
-        if (p->quant) append_kv_q(p->quant, i, (float *)p->turned, work);
-        else append_kv(c, i);
+    for (int i = chunk * APPEND_CHUNK; i < (chunk + 1) * APPEND_CHUNK && i < c->rows * c->tokens; i++) {
+        if (c->quant_keys.bits)
+            append_kv_q(c, i, p->new_keys, work);
+        else
+            append_kv(c, i);
     }
 }
 
-/* One head of an old token, out of the space of codes; `at`: which number of all is its first. */
+/* One head of an old token; `at` is the index of its first number in all pages. */
 static void dequantize_head(const QuantKV *from, int64_t at, int dim, int interleave, float *out) {
     int bits = (int)from->bits;
-    float packed[MAX_HEAD_DIM], center = (float)(1 << (bits - 1));
-    for (int d = 0; d < dim && bits == TRUNCATED_F16; d++) out[d] = f16_to_f32((uint16_t)(from->codes[at + d] << 8));
-    if (bits == TRUNCATED_F16) return;
+    if (bits == TRUNCATED_F16) {
+        for (int d = 0; d < dim; d++) out[d] = f16_to_f32((uint16_t)(from->codes[at + d] << 8));
+        return;
+    }
+    float packed[MAX_HEAD_DIM];
+    f32v center = f32_set1((float)(1 << (bits - 1)));
     for (int g = 0; g < dim / KV_GROUP; g++) {
-        f32x16 low, high;
-        float scale = f16_from_bits(from->scales[at / KV_GROUP + g]) / (float)KV_GROUP;
-        unpack_group(from->codes + (at + g * KV_GROUP) * bits / 8, bits, &low, &high);
-        store16(packed + g * KV_GROUP, (low - center) * scale);
-        store16(packed + g * KV_GROUP + LANES, (high - center) * scale);
+        const uint8_t *codes = from->codes + (at + g * KV_GROUP) * bits / 8;
+        f32v scale = f32_set1(f16_to_f32(from->scales[at / KV_GROUP + g]) / (float)KV_GROUP);
+        EACH_LANE_REG(reg) {
+            float *to = packed + g * KV_GROUP + reg * VLEN;
+            f32v low, high;
+            unpack_group_reg(codes, bits, reg, &low, &high);
+            low = f32_mul(f32_sub(low, center), scale);
+            high = f32_mul(f32_sub(high, center), scale);
+            f32_store(to, low);
+            f32_store(to + LANES, high);
+        }
     }
     from_packed_order(packed, dim, bits, out);
     hadamard(out, dim, interleave, 0);
 }
 
-/* The same of any token that there is, key and value. */
+/* Key and value of any token, of quantised pages. */
 static void load_kv_head(const PrefillJob *p, int64_t pos, float *key, float *value) {
-    const AttnArgs *c = p->attn;
-    const QuantAttnArgs *quant = p->quant;
-    int dim = c->params->head_dim, width = c->params->kv_heads * dim;
-    if (pos >= c->past_lens[p->row]) {
-        long at = ((long)p->row * c->tokens + (pos - c->past_lens[p->row])) * width + p->head * dim;
-        memcpy(key, p->turned + at, dim * sizeof(float));
+    const AttnArgs *c = p->args;
+    int dim = c->params->head_dim, width = c->params->kv_heads * dim, interleave = (int)c->hadamard_interleave;
+    int64_t past = c->past_lens[p->row];
+    if (pos >= past) {
+        int64_t at = ((int64_t)p->row * c->tokens + (pos - past)) * width + p->head * dim;
+        memcpy(key, p->new_keys + at, dim * sizeof(float));
         memcpy(value, c->v + at, dim * sizeof(float));
         return;
     }
     int64_t at = kv_slot(c, p->row, pos) * width + p->head * dim;
-    dequantize_head(&quant->keys, at, dim, (int)quant->interleave, key);
-    dequantize_head(&quant->values, at, dim, (int)quant->interleave, value);
+    dequantize_head(&c->quant_keys, at, dim, interleave, key);
+    dequantize_head(&c->quant_values, at, dim, interleave, value);
 }
 
 static void pack_kv_block_q(const PrefillJob *p, int64_t block) {
-    int dim = p->attn->params->head_dim;
-    float *keys = p->keys + block * ATTN_BLOCK_N * dim, *values = p->values + block * ATTN_BLOCK_N * dim, own[MAX_HEAD_DIM];
+    int dim = p->args->params->head_dim;
+    float *keys = p->keys + block * ATTN_BLOCK_N * dim, *values = p->values + block * ATTN_BLOCK_N * dim;
+    float key[MAX_HEAD_DIM];
     for (int n = 0; n < ATTN_BLOCK_N; n++) {
-        memset(own, 0, sizeof own);
-        if (block * ATTN_BLOCK_N + n < p->count) load_kv_head(p, block * ATTN_BLOCK_N + n, own, values + n * dim);
-        else memset(values + n * dim, 0, dim * sizeof(float));
-        for (int d = 0; d < dim; d++) keys[d * ATTN_BLOCK_N + n] = own[d];
+        int64_t pos = block * ATTN_BLOCK_N + n;
+        memset(key, 0, sizeof key);
+        if (pos < p->count)
+            load_kv_head(p, pos, key, values + n * dim);
+        else
+            memset(values + n * dim, 0, dim * sizeof(float));
+        for (int d = 0; d < dim; d++) keys[d * ATTN_BLOCK_N + n] = key[d];
     }
 }
 
 INLINE void pack_kv_block(const PrefillJob *p, int64_t block, int kv_f16) {
-    const AttnArgs *c = p->attn;
+    const AttnArgs *c = p->args;
     int dim = c->params->head_dim;
-    float *keys = p->keys + block * ATTN_BLOCK_N * dim, *values = p->values + block * ATTN_BLOCK_N * dim, own[MAX_HEAD_DIM];
+    float *keys = p->keys + block * ATTN_BLOCK_N * dim, *values = p->values + block * ATTN_BLOCK_N * dim;
+    float own[MAX_HEAD_DIM];
     for (int n = 0; n < ATTN_BLOCK_N; n++) {
         int64_t pos = block * ATTN_BLOCK_N + n;
-        int there = pos < p->count;
-        const char *key = there ? kv_pointer(c, c->keys, p->row, pos, p->head, kv_f16) : NULL;
-        const char *value = there ? kv_pointer(c, c->values, p->row, pos, p->head, kv_f16) : NULL;
-        for (int d = 0; d < dim; d += VLEN) {
-            f32v one = there ? load_kv(key, d, kv_f16) : f32_set1(0), other = there ? load_kv(value, d, kv_f16) : f32_set1(0);
-            f32_store(own + d, one);
-            f32_store(values + n * dim + d, other);
+        if (pos >= p->count) {
+            memset(own, 0, dim * sizeof(float));
+            memset(values + n * dim, 0, dim * sizeof(float));
+        } else {
+            const char *key = kv_pointer(c, c->keys, p->row, pos, p->head, kv_f16);
+            const char *value = kv_pointer(c, c->values, p->row, pos, p->head, kv_f16);
+            for (int d = 0; d < dim; d += VLEN) {
+                f32v k = load_kv(key, d, kv_f16), v = load_kv(value, d, kv_f16);
+                f32_store(own + d, k);
+                f32_store(values + n * dim + d, v);
+            }
         }
         for (int d = 0; d < dim; d++) keys[d * ATTN_BLOCK_N + n] = own[d];
     }
 }
 
-/* Keys and values of a span, and as large a part of the queries, turned. */
+/* Lays out one block of keys and values, and an equal share of the queries, rotated and scaled. */
 static void pack_kv_chunk(void *job, int chunk) {
     const PrefillJob *p = job;
-    const AttnArgs *c = p->attn;
+    const AttnArgs *c = p->args;
     const AttnParams *l = c->params;
     int64_t blocks = (p->count + ATTN_BLOCK_N - 1) / ATTN_BLOCK_N, first = p->queries * chunk / blocks;
     int heads_per_kv = l->heads / l->kv_heads;
-    if (p->quant) pack_kv_block_q(p, chunk);
-    else if (c->kv_f16) pack_kv_block(p, chunk, 1);
-    else pack_kv_block(p, chunk, 0);
+    if (c->quant_keys.bits)
+        pack_kv_block_q(p, chunk);
+    else if (c->kv_f16)
+        pack_kv_block(p, chunk, 1);
+    else
+        pack_kv_block(p, chunk, 0);
     for (int64_t n = first; n < p->queries * (chunk + 1) / blocks; n++) {
         int64_t token = (int64_t)p->row * c->tokens + n / heads_per_kv;
+        int64_t head = token * l->heads + p->head * heads_per_kv + n % heads_per_kv;
         float *to = p->q + n * l->head_dim;
-        rope(l, c->q + (token * l->heads + p->head * heads_per_kv + n % heads_per_kv) * l->head_dim, c->positions[token], to);
+        rope(l, c->q + head * l->head_dim, c->positions[token], to);
         for (int d = 0; d < l->head_dim; d += LANES) store16(to + d, load16(to + d) * l->scale);
     }
 }
 
-/* scores (CREW, SPAN) of the queries. */
+/* scores (ATTN_BLOCK_M, ATTN_BLOCK_N). */
 INLINE void qk_tile(const float *const *q, const float *keys, int dim, float *scores) {
+    enum { columns = ATTN_REGS };
     for (int at = 0; at < ATTN_BLOCK_N; at += ATTN_REGS * VLEN) {
         f32v sum[ATTN_BLOCK_M][ATTN_REGS];
-#define EACH                                                                                                     \
-    _Pragma("GCC unroll 6") for (int r = 0; r < ATTN_BLOCK_M; r++)                                                       \
-        _Pragma("GCC unroll 4") for (int c = 0; c < ATTN_REGS; c++)
-        EACH sum[r][c] = f32_set1(0);
+        EACH_QUERY(r)
+            EACH_COLUMN(c) sum[r][c] = f32_set1(0);
         for (int d = 0; d < dim; d++) {
             f32v own[ATTN_REGS];
-#pragma GCC unroll 4
-            for (int c = 0; c < ATTN_REGS; c++) own[c] = f32_load(keys + d * ATTN_BLOCK_N + at + c * VLEN);
-#pragma GCC unroll 6
-            for (int r = 0; r < ATTN_BLOCK_M; r++) {
+            EACH_COLUMN(c) own[c] = f32_load(keys + d * ATTN_BLOCK_N + at + c * VLEN);
+            EACH_QUERY(r) {
                 f32v number = f32_set1(q[r][d]);
-#pragma GCC unroll 4
-                for (int c = 0; c < ATTN_REGS; c++) sum[r][c] = f32_fma(sum[r][c], own[c], number);
+                EACH_COLUMN(c) sum[r][c] = f32_fma(sum[r][c], own[c], number);
             }
         }
-        EACH f32_store(scores + r * ATTN_BLOCK_N + at + c * VLEN, sum[r][c]);
-#undef EACH
+        EACH_QUERY(r)
+            EACH_COLUMN(c) f32_store(scores + r * ATTN_BLOCK_N + at + c * VLEN, sum[r][c]);
     }
 }
 
-/* outs += shares (CREW, SPAN) · `count` values, in `cols` vectors of their numbers. */
-INLINE void pv_tile(const float *probs, const float *values, int count, int dim, float *const *outs, int at, int cols) {
+/* outs += probs (ATTN_BLOCK_M, ATTN_BLOCK_N) times `count` values, in some registers of their numbers from `at` on. */
+INLINE void pv_tile(const float *probs, const float *values, int count, int dim, float *const *outs, int at,
+                    int columns) {
     f32v sum[ATTN_BLOCK_M][ATTN_REGS];
-#define EACH                                                                                                     \
-    _Pragma("GCC unroll 6") for (int r = 0; r < ATTN_BLOCK_M; r++)                                                       \
-        _Pragma("GCC unroll 4") for (int c = 0; c < cols; c++)
-    EACH sum[r][c] = f32_load(outs[r] + at + c * VLEN);
+    EACH_QUERY(r)
+        EACH_COLUMN(c) sum[r][c] = f32_load(outs[r] + at + c * VLEN);
     for (int n = 0; n < count; n++) {
         f32v own[ATTN_REGS];
-#pragma GCC unroll 4
-        for (int c = 0; c < cols; c++) own[c] = f32_load(values + (long)n * dim + at + c * VLEN);
-#pragma GCC unroll 6
-        for (int r = 0; r < ATTN_BLOCK_M; r++) {
+        EACH_COLUMN(c) own[c] = f32_load(values + (long)n * dim + at + c * VLEN);
+        EACH_QUERY(r) {
             f32v prob = f32_set1(probs[r * ATTN_BLOCK_N + n]);
-#pragma GCC unroll 4
-            for (int c = 0; c < cols; c++) sum[r][c] = f32_fma(sum[r][c], own[c], prob);
+            EACH_COLUMN(c) sum[r][c] = f32_fma(sum[r][c], own[c], prob);
         }
     }
-    EACH f32_store(outs[r] + at + c * VLEN, sum[r][c]);
-#undef EACH
+    EACH_QUERY(r)
+        EACH_COLUMN(c) f32_store(outs[r] + at + c * VLEN, sum[r][c]);
 }
 
-/* What a query has seen so far. */
+/* A query's running maximum and sum of exponentials. */
 typedef struct {
     float max, sum;
 } SoftmaxState;
 
-/* Scores of a span, of which those from `low` to before `high` are seen, become shares; `out` fades accordingly. */
+/* The scores of a block, of which `low` to before `high` are seen, become exponentials; `out` is rescaled. */
 static void online_softmax(float *scores, int low, int high, SoftmaxState *softmax, float *out, int dim) {
     if (low >= high) {
         memset(scores, 0, ATTN_BLOCK_N * sizeof(float));
@@ -195,40 +215,44 @@ static void online_softmax(float *scores, int low, int high, SoftmaxState *softm
     softmax->sum = softmax->sum * rescale + sum16(sum);
 }
 
-/* A crew's queries, from `first` on, over all spans that one of them sees. */
+INLINE int clamp_to_block(int64_t n) { return n < 0 ? 0 : n < ATTN_BLOCK_N ? (int)n : ATTN_BLOCK_N; }
+
+/* ATTN_BLOCK_M queries from `first` on, over all blocks that one of them sees. */
 static void prefill_block(const PrefillJob *p, int64_t first) {
-    const AttnArgs *c = p->attn;
+    const AttnArgs *c = p->args;
     const AttnParams *l = c->params;
     int heads_per_kv = l->heads / l->kv_heads, dim = l->head_dim;
     float scores[ATTN_BLOCK_M * ATTN_BLOCK_N] __attribute__((aligned(64))), discard[MAX_HEAD_DIM];
     const float *q[ATTN_BLOCK_M];
     float *outs[ATTN_BLOCK_M];
-    int64_t start[ATTN_BLOCK_M], stop[ATTN_BLOCK_M], from = p->count, until = 0; /* keys that each sees, and anybody */
+    int64_t start[ATTN_BLOCK_M], stop[ATTN_BLOCK_M]; /* keys that each query sees */
+    int64_t from = p->count, until = 0;              /* keys that any of them sees */
     SoftmaxState softmax[ATTN_BLOCK_M];
     for (int r = 0; r < ATTN_BLOCK_M; r++) {
-        int64_t n = first + r < p->queries ? first + r : p->queries - 1, token = n / heads_per_kv;
-        int64_t last = c->past_lens[p->row] + token + 1;
+        int present = first + r < p->queries;
+        int64_t n = present ? first + r : p->queries - 1, token = n / heads_per_kv;
+        int64_t out_token = (int64_t)p->row * c->tokens + token;
+        int64_t last = present ? c->past_lens[p->row] + token + 1 : 0;
         q[r] = p->q + n * dim;
-        outs[r] = c->out + (((int64_t)p->row * c->tokens + token) * l->heads + p->head * heads_per_kv + n % heads_per_kv) * dim;
-        if (first + r >= p->queries) outs[r] = discard, last = 0;
-        stop[r] = last, start[r] = l->window && last > l->window ? last - l->window : 0;
+        outs[r] = discard;
+        if (present) outs[r] = c->out + (out_token * l->heads + p->head * heads_per_kv + n % heads_per_kv) * dim;
+        stop[r] = last;
+        start[r] = l->window && last > l->window ? last - l->window : 0;
         if (last && start[r] < from) from = start[r];
         if (last > until) until = last;
         softmax[r] = (SoftmaxState){-__builtin_inff(), 0};
         memset(outs[r], 0, dim * sizeof(float));
     }
-    for (int64_t block = from / ATTN_BLOCK_N; block * ATTN_BLOCK_N < until; block++) {
-        int64_t at = block * ATTN_BLOCK_N, count = until - at < ATTN_BLOCK_N ? until - at : ATTN_BLOCK_N;
+    for (int64_t at = from / ATTN_BLOCK_N * ATTN_BLOCK_N; at < until; at += ATTN_BLOCK_N) {
+        int count = clamp_to_block(until - at), d = 0;
         const float *values = p->values + at * dim;
         qk_tile(q, p->keys + at * dim, dim, scores);
-        for (int r = 0; r < ATTN_BLOCK_M; r++) {
-            int64_t low = start[r] - at, high = stop[r] - at;
-            online_softmax(scores + r * ATTN_BLOCK_N, low > 0 ? low < ATTN_BLOCK_N ? (int)low : ATTN_BLOCK_N : 0,
-                       high < ATTN_BLOCK_N ? high > 0 ? (int)high : 0 : ATTN_BLOCK_N, softmax + r, outs[r], dim);
-        }
-        int d = 0;
-        for (; d + ATTN_REGS * VLEN <= dim; d += ATTN_REGS * VLEN) pv_tile(scores, values, (int)count, dim, outs, d, ATTN_REGS);
-        for (; d < dim; d += VLEN) pv_tile(scores, values, (int)count, dim, outs, d, 1);
+        for (int r = 0; r < ATTN_BLOCK_M; r++)
+            online_softmax(scores + r * ATTN_BLOCK_N, clamp_to_block(start[r] - at), clamp_to_block(stop[r] - at),
+                           softmax + r, outs[r], dim);
+        for (; d + ATTN_REGS * VLEN <= dim; d += ATTN_REGS * VLEN)
+            pv_tile(scores, values, count, dim, outs, d, ATTN_REGS);
+        for (; d < dim; d += VLEN) pv_tile(scores, values, count, dim, outs, d, 1);
     }
     for (int r = 0; r < ATTN_BLOCK_M && first + r < p->queries; r++)
         for (int d = 0; d < dim; d += LANES) store16(outs[r] + d, load16(outs[r] + d) / softmax[r].sum);
@@ -236,41 +260,44 @@ static void prefill_block(const PrefillJob *p, int64_t first) {
 
 static void prefill_chunk(void *job, int chunk) {
     const PrefillJob *p = job;
-    for (int64_t n = (int64_t)chunk * BLOCKS_PER_CHUNK; n < (chunk + 1) * BLOCKS_PER_CHUNK && n * ATTN_BLOCK_M < p->queries; n++)
-        prefill_block(p, n * ATTN_BLOCK_M);
+    for (int64_t n = 0, first = (int64_t)chunk * BLOCKS_PER_CHUNK * ATTN_BLOCK_M;
+         n < BLOCKS_PER_CHUNK && first < p->queries; n++, first += ATTN_BLOCK_M)
+        prefill_block(p, first);
 }
 
 /* Returns 0, or 1 if there is no memory. */
-static int attn_prefill(const AttnArgs *c, const QuantAttnArgs *quant, int64_t longest, int threads) {
+static int attn_prefill(const AttnArgs *c, int64_t longest, int threads) {
     const AttnParams *l = c->params;
-    PrefillJob p = {.attn = c, .quant = quant, .queries = (int64_t)c->tokens * (l->heads / l->kv_heads)};
+    int chunk_queries = ATTN_BLOCK_M * BLOCKS_PER_CHUNK;
+    PrefillJob p = {.args = c, .queries = (int64_t)c->tokens * (l->heads / l->kv_heads)};
     int64_t room = (longest + ATTN_BLOCK_N - 1) / ATTN_BLOCK_N * ATTN_BLOCK_N * l->head_dim;
-    int64_t new_values = quant ? (int64_t)c->rows * c->tokens * l->kv_heads * l->head_dim : 0;
-    p.keys = malloc((2 * room + p.queries * l->head_dim + new_values) * sizeof(float));
+    int64_t new_numbers = c->quant_keys.bits ? (int64_t)c->rows * c->tokens * l->kv_heads * l->head_dim : 0;
+    p.keys = malloc((2 * room + p.queries * l->head_dim + new_numbers) * sizeof(float));
     if (!p.keys) return 1;
-    p.values = p.keys + room, p.q = p.values + room, p.turned = p.q + p.queries * l->head_dim;
-    parallel_for(append_chunk, &p, (c->rows * c->tokens + STORE_CHUNK - 1) / STORE_CHUNK, threads);
+    p.values = p.keys + room;
+    p.q = p.values + room;
+    p.new_keys = p.q + p.queries * l->head_dim;
+    parallel_for(append_chunk, &p, (c->rows * c->tokens + APPEND_CHUNK - 1) / APPEND_CHUNK, threads);
     for (p.row = 0; p.row < c->rows; p.row++)
         for (p.head = 0; p.head < l->kv_heads; p.head++) {
             p.count = c->past_lens[p.row] + c->tokens;
             parallel_for(pack_kv_chunk, &p, (int)((p.count + ATTN_BLOCK_N - 1) / ATTN_BLOCK_N), threads);
-            parallel_for(prefill_chunk, &p, (int)((p.queries + ATTN_BLOCK_M * BLOCKS_PER_CHUNK - 1) / (ATTN_BLOCK_M * BLOCKS_PER_CHUNK)), threads);
+            parallel_for(prefill_chunk, &p, (int)((p.queries + chunk_queries - 1) / chunk_queries), threads);
         }
     free(p.keys);
     return 0;
 }
 
-/* Attention of any number of new tokens, over floats and over codes. Returns 0, or 1 if there is no memory. */
-EXPORT int exlm_attention(const AttnArgs *args, int64_t longest, int threads) {
-    if (args->tokens > MAX_DECODE_TOKENS) return attn_prefill(args, NULL, longest, threads);
-    return attn_decode(args, longest, threads);
-}
+#undef EACH_QUERY
+#undef EACH_COLUMN
 
-EXPORT int exlm_attention_q(const QuantAttnArgs *args, int64_t longest, int threads) {
-    const AttnParams *l = args->attn.params;
-    int wide = l->kv_heads * l->head_dim > MAX_KV_WIDTH; /* of a token's keys */
-    if (args->attn.tokens > MAX_DECODE_TOKENS && !wide) return attn_prefill(&args->attn, args, longest, threads);
-    return attn_decode_q(args, longest, threads);
+/* Stores the new tokens and computes their attention, over pages of any kind. `longest`: past and new tokens of the
+   longest row. Returns 0, or 1 if there is no memory. */
+EXPORT int exlm_attention(const AttnArgs *c, int64_t longest, int threads) {
+    const AttnParams *l = c->params;
+    int many = c->tokens > MAX_DECODE_TOKENS, quantised = c->quant_keys.bits > 0;
+    if (many && !(quantised && l->kv_heads * l->head_dim > MAX_KV_WIDTH)) return attn_prefill(c, longest, threads);
+    return quantised ? attn_decode_q(c, longest, threads) : attn_decode(c, longest, threads);
 }
 
 #endif

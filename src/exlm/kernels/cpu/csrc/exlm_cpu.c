@@ -1,5 +1,53 @@
-/* The whole library, compiled as one: its threads and tables are shared by all of it. */
+/* The CPU kernels of exlm: quantised products, attention and what lies between them. Plain C, called through ctypes;
+   compiled as one unit, once for each instruction set, from the same source.
 
-#include "linear.h"
+   How a product y = x W runs (linear.h -> gemm_int8.h):
+
+     x (rows, inputs) float32                      codes (words, outputs) as the file has them
+           |  quantize_act.h                             |  repack_panels.h, once, when the model is loaded
+           v                                             v
+     16-bit integers as two bytes, and             panels of 48 outputs, k outermost: w_panels.h has the picture
+     a power of two for each span of k                   |  unpack_kblock: a byte for each code
+           |                                             |  lookup_quads: IQ4 codes become codebook bytes
+           +---------------------+-----------------------+
+                                 v
+     microkernel_vnni.h, _dotprod.h, _madd16.h: int32 sums of a span, for some rows and the panel's outputs
+                                 |  dequant.h: zero points, scales, minima
+                                 v
+     y (rows, outputs) float32, with bias, residual or silu(gate) * up added before it leaves the cache
+
+   Glossary
+     row       a token's activations; also m                     quad    four consecutive k of one output: a 32-bit word
+     k, n      input and output of a matrix                      kblock  16 consecutive k: four quads
+     group     k that share a scale                              pack    kblocks whose codes fill whole rows of a panel:
+     span      up to 16 kblocks of one group, summed in int32            one, or two of odd widths
+     segment   a range of k of one bit width (EXL2 has several)  tile    16 outputs; a panel is three tiles or two
+     qact      quantised activations                             lane    one of the 16 numbers of a vector (f32x16)
+
+   Headers, from the bottom: simd.h, threadpool.h; matrix.h, w_panels.h, repack_panels.h; norm_act.h, quantize_act.h,
+   dequant.h, kc_block.h, microkernel_*.h, gemm_unpacked.h, gemm_int8.h; bf12.h, gemm_f16.h (float weights); linear.h;
+   attn.h, attn_decode.h, attn_decode_q.h, attn_prefill.h; decoder_layer.h.
+
+   AMX is never used: virtual machines announce it without letting programs use it. */
 
 #include "decoder_layer.h"
+#include "repack_panels.h"
+
+/* The size of a struct that bindings.py mirrors, or -1 if there is none of that name. */
+EXPORT int exlm_sizeof(const char *name) {
+#define SIZE(type) \
+    if (!strcmp(name, #type)) return (int)sizeof(type);
+    SIZE(FactorTable)
+    SIZE(GroupSpan)
+    SIZE(Segment)
+    SIZE(Bf12)
+    SIZE(Matrix)
+    SIZE(AttnParams)
+    SIZE(QuantKV)
+    SIZE(AttnArgs)
+    SIZE(LinearGroup)
+    SIZE(LayerWeights)
+    SIZE(BatchPtrs)
+#undef SIZE
+    return -1;
+}

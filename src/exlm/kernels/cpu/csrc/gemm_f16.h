@@ -1,146 +1,184 @@
-/* Rows times a matrix of floats, of sixteen bits or lean.
+/* Products with float matrices: float16 and bfloat16 as files have them, (outputs, inputs), and BF12. Computed in
+   float32 from the stored numbers.
 
-   Sums of some rows and outputs are in registers, so that what is loaded of x is used for each output and what is read
-   of the weights for each row. Rows of x lie side by side, sixteen numbers of each at a time. The outputs are far
-   apart, each the first of a stretch: a processor that sees neighbours being read at the same time does not see what
-   will be needed next. */
+   The sums of a few rows and outputs stay in registers: each load of x serves all these outputs, each load of weights
+   all these rows. An output of a row has sixteen sums over k in order, added up in one fixed order, so its bits depend
+   on nothing else. The outputs of a microkernel are far apart, each the start of its own stream: a hardware prefetcher
+   that sees neighbouring lines read together does not predict what comes next. */
 
-#ifndef EXLM_FLOAT_ROWS_H
-#define EXLM_FLOAT_ROWS_H
+#ifndef EXLM_GEMM_F16_H
+#define EXLM_GEMM_F16_H
 
 #include <stdlib.h>
 
-#include "narrow16.h"
 #include "bf12.h"
+#include "matrix.h"
+#include "simd.h"
 #include "threadpool.h"
-#include "simd16.h"
 
-enum { OUT_TILE = 8, OUT4 = 4, MAX_BLOCK_M = 96, X_BLOCK_BYTES = 1 << 19 }; /* rows that are multiplied while weights are at hand */
+/* MR rows and NR outputs fit the registers. 5 to 7 rows are padded to 8: each count would take seconds to compile. */
+enum { F16_MR = VLEN == 16 ? 8 : VLEN == 8 ? 4 : 2, MAX_NR = 4 };
+#define F16_ROWS(rows) ((rows) > 4 ? F16_MR : (rows))
+#define F16_NR(rows) ((rows) == 1 ? MAX_NR : VLEN < 16 ? 1 : (rows) > 4 ? 2 : MAX_NR)
+typedef f32v F16Sums[MAX_NR][F16_MR][LANE_REGS];
 
-/* Rows that are multiplied in one go, and outputs: their sums fit the registers. */
-enum { F16_MR = VLEN == 16 ? 8 : VLEN == 8 ? 4 : 2 };
-#define F16_ROWS(rows) ((rows) > 4 ? F16_MR : (rows)) /* 5 to 7 are filled up: code for each takes seconds to build */
-#define F16_NR(rows) ((rows) == 1 ? OUT4 : VLEN < 16 ? 1 : (rows) > 4 ? 2 : OUT4)
+enum { F16_TILE = 8 };                               /* outputs are a multiple of it */
+enum { MAX_BLOCK_M = 96, X_BLOCK_BYTES = 1 << 19 };  /* rows of x that are multiplied while weights are cached */
+enum { F16_PREFETCH = 512, F16_NC_BYTES = 1 << 18 }; /* bytes ahead; bytes of weights that stay in L2 */
 
-#define EACH_LANE_REG _Pragma("GCC unroll 4") for (int reg = 0; reg < LANE_REGS; reg++)
-#define EACH_ROW _Pragma("GCC unroll 8") for (int r = 0; r < rows; r++)
-#define EACH_KBLOCK _Pragma("GCC unroll 8") for (int kblock = 0; kblock < kblocks; kblock++)
-#define EACH_OUTPUT _Pragma("GCC unroll 4") for (int n = 0; n < outputs; n++)
+#define EACH_KBLOCK(kblock) _Pragma("GCC unroll 8") for (int kblock = 0; kblock < kblocks; kblock++)
+#define EACH_OUTPUT(n) _Pragma("GCC unroll 4") for (int n = 0; n < outputs; n++)
 
-enum { F16_PREFETCH = 512, F16_NC_BYTES = 1 << 18 }; /* how far ahead weights are asked for; and how many all rows see in turn */
-typedef f32v F16Sums[OUT4][F16_MR][LANE_REGS];
+INLINE f32v load_f16_or_bf16(const uint16_t *p, int kind) {
+    return kind == F16 ? f32_load_f16(p) : (f32v)i32_shl(i32_load_u16(p), 16);
+}
 
-/* sums += rows of x · what was found in a slot of some outputs. */
+/* sum += x (rows, 16) times weights (outputs), both one register of a kblock. */
 INLINE void fma_products(const f32v *weights, const float *x, int reg, int rows, int outputs, F16Sums sum) {
-    EACH_ROW {
+    EACH_ROW(r) {
         f32v own = f32_load(x + r * LANES + reg * VLEN);
         if (outputs > 1) KEEP_IN_REG(own);
-        EACH_OUTPUT sum[n][r][reg] = f32_fma(sum[n][r][reg], weights[n], own);
+        EACH_OUTPUT(n) sum[n][r][reg] = f32_fma(sum[n][r][reg], weights[n], own);
     }
 }
 
-/* Asks for what will be needed soon of some outputs. */
-INLINE void prefetch_f16(const uint8_t *at, long gap, int bytes, int outputs) {
-    for (int line = 0; line < bytes; line += 64) EACH_OUTPUT __builtin_prefetch(at + n * gap + line + F16_PREFETCH);
+INLINE void prefetch_f16(const uint8_t *at, long spacing, int bytes, int outputs) {
+    for (int line = 0; line < bytes; line += 64)
+        EACH_OUTPUT(n) __builtin_prefetch(at + n * spacing + line + F16_PREFETCH);
 }
 
-/* The same for whole outputs, `gap` bytes apart; from slot to slot x goes on by `step`. */
-INLINE void dot_f16(const uint8_t *at, long gap, int kind, int kblocks, const float *x, long step, int rows,
-                       int outputs, F16Sums sum) {
+/* Whole outputs, `spacing` bytes apart; x goes on by `step` from one kblock to the next. */
+INLINE void dot_f16(const uint8_t *at, long spacing, int kind, int kblocks, const float *x, long step, int rows,
+                    int outputs, F16Sums sum) {
 #pragma GCC unroll 4
     for (int kblock = 0; kblock < kblocks; kblock++, at += 2 * LANES, x += step) {
-        if (rows > 1 && kblock % 2 == 0) prefetch_f16(at, gap, 4 * LANES, outputs);
-        EACH_LANE_REG {
-            f32v weights[OUT4];
-            EACH_OUTPUT weights[n] = load_narrow((const uint16_t *)(at + n * gap) + reg * VLEN, kind);
+        if (rows > 1 && kblock % 2 == 0) prefetch_f16(at, spacing, 4 * LANES, outputs);
+        EACH_LANE_REG(reg) {
+            f32v weights[MAX_NR];
+            EACH_OUTPUT(n) {
+                const uint16_t *own = (const uint16_t *)(at + n * spacing);
+                weights[n] = load_f16_or_bf16(own + reg * VLEN, kind);
+            }
             fma_products(weights, x, reg, rows, outputs, sum);
         }
     }
 }
 
-INLINE void dot_bf12_block(const uint8_t *at, long gap, int kblocks, const float *x, long step, int rows, int outputs,
-                           F16Sums sum) {
-    if (rows > 1) prefetch_f16(at, gap, kblocks * LANES * BF12_BITS / 8, outputs);
-    EACH_LANE_REG {
-        i32v pairs[OUT4][BF12_KBLOCKS / 2];
-        EACH_OUTPUT bf12_unpack_pairs(at + n * gap, kblocks, reg, pairs[n]);
-        EACH_KBLOCK {
-            f32v weights[OUT4];
-            EACH_OUTPUT weights[n] = bf12_to_f32(pairs[n][kblock / 2], kblock);
+INLINE void dot_bf12_block(const uint8_t *at, long spacing, int kblocks, const float *x, long step, int rows,
+                           int outputs, F16Sums sum) {
+    if (rows > 1) prefetch_f16(at, spacing, kblocks * LANES * BF12_BITS / 8, outputs);
+    EACH_LANE_REG(reg) {
+        i32v pairs[MAX_NR][BF12_KBLOCKS / 2];
+        EACH_OUTPUT(n) bf12_unpack_pairs(at + n * spacing, kblocks, reg, pairs[n]);
+        EACH_KBLOCK(kblock) {
+            f32v weights[MAX_NR];
+            EACH_OUTPUT(n) weights[n] = bf12_to_f32(pairs[n][kblock / 2], kblock);
             fma_products(weights, x + kblock * step, reg, rows, outputs, sum);
         }
     }
 }
 
-INLINE void dot_bf12(const uint8_t *at, long gap, int kblocks, const float *x, long step, int rows, int outputs,
+INLINE void dot_bf12(const uint8_t *at, long spacing, int kblocks, const float *x, long step, int rows, int outputs,
                      F16Sums sum) {
     for (; kblocks >= BF12_KBLOCKS; kblocks -= BF12_KBLOCKS, at += BF12_BLOCK_BYTES, x += BF12_KBLOCKS * step)
-        dot_bf12_block(at, gap, BF12_KBLOCKS, x, step, rows, outputs, sum);
-    if (kblocks) dot_bf12_block(at, gap, BF12_KBLOCKS / 2, x, step, rows, outputs, sum);
+        dot_bf12_block(at, spacing, BF12_KBLOCKS, x, step, rows, outputs, sum);
+    if (kblocks) dot_bf12_block(at, spacing, BF12_KBLOCKS / 2, x, step, rows, outputs, sum);
 }
 
-/* What the sum over an output's codes becomes; x is a row's first slot. */
+/* An output's sum with its BF12 unit and outliers, and the bias. x is a row's first kblock. */
 INLINE float finish_sum(const Matrix *m, long output, float sum, const float *x, long step) {
     const Bf12 *bf12 = m->bf12;
     if (bf12) {
-        float rest = 0;
+        float outliers = 0;
         for (int i = bf12->outlier_begin[output]; i < bf12->outlier_begin[output + 1]; i++)
-            rest += x[bf12->inputs[i] / LANES * step + bf12->inputs[i] % LANES] * bf12->values[i];
-        sum = sum * bf12->units[output] + rest * (1 / BF12_UP);
+            outliers += x[bf12->inputs[i] / LANES * step + bf12->inputs[i] % LANES] * bf12->values[i];
+        sum = sum * bf12->units[output] + outliers * (1 / BF12_UP);
     }
     return sum + (m->bias ? m->bias[output] : 0);
 }
 
-/* y (real, outputs) for `count` outputs from the first on; behind the real rows there are some that fill up. */
+/* y (real_rows, outputs) for `count` outputs from `first` on; rows from real_rows to rows are padding. */
 INLINE void f16_microkernel(const Matrix *m, int kind, const float *x, int rows, int real_rows, long first, long count,
-                                float *y) {
+                            float *y) {
     int outputs = F16_NR(rows), many = outputs * rows, kblocks = m->inputs / LANES;
-    long step = rows * LANES, bytes = (long)m->inputs * m->segments->bits / 8, spacing = count / outputs;
-    for (long output = first; output < first + spacing; output++) {
+    long step = rows * LANES, bytes = (long)m->inputs * m->segments->bits / 8, stride = count / outputs;
+    for (long output = first; output < first + stride; output++) {
         const uint8_t *at = m->segments->codes + output * bytes;
-        float sums[(F16_MR + 1) * OUT4 * LANES] __attribute__((aligned(64))), out[(F16_MR + 1) * OUT4];
+        float sums[(F16_MR + 1) * MAX_NR * LANES] __attribute__((aligned(64))), out[(F16_MR + 1) * MAX_NR];
         F16Sums sum;
-        EACH_OUTPUT EACH_ROW EACH_LANE_REG sum[n][r][reg] = f32_set1(0);
-        if (kind == BF12) dot_bf12(at, spacing * bytes, kblocks, x, step, rows, outputs, sum);
-        else dot_f16(at, spacing * bytes, kind, kblocks, x, step, rows, outputs, sum);
-        EACH_OUTPUT EACH_ROW EACH_LANE_REG f32_store(sums + (n * rows + r) * LANES + reg * VLEN, sum[n][r][reg]);
-        if (many % OUT4) memset(sums + many * LANES, 0, OUT4 * LANES * sizeof *sums);
-        for (int i = 0; i < many; i += OUT4) sum16_x4(load16(sums + i * LANES), load16(sums + (i + 1) * LANES), load16(sums + (i + 2) * LANES),
-                     load16(sums + (i + 3) * LANES), out + i);
-        EACH_OUTPUT EACH_ROW {
-            long own = output + n * spacing;
-            if (r < real_rows) y[r * (long)m->outputs + own] = finish_sum(m, own, out[n * rows + r], x + r * LANES, step);
+        EACH_OUTPUT(n)
+            EACH_ROW(r)
+                EACH_LANE_REG(reg) sum[n][r][reg] = f32_set1(0);
+        if (kind == BF12)
+            dot_bf12(at, stride * bytes, kblocks, x, step, rows, outputs, sum);
+        else
+            dot_f16(at, stride * bytes, kind, kblocks, x, step, rows, outputs, sum);
+        EACH_OUTPUT(n)
+            EACH_ROW(r)
+                EACH_LANE_REG(reg) f32_store(sums + (n * rows + r) * LANES + reg * VLEN, sum[n][r][reg]);
+        if (many % 4) memset(sums + many * LANES, 0, 4 * LANES * sizeof *sums);
+        for (int i = 0; i < many; i += 4) {
+            const float *four = sums + i * LANES;
+            sum16_x4(load16(four), load16(four + LANES), load16(four + 2 * LANES), load16(four + 3 * LANES), out + i);
         }
+        EACH_OUTPUT(n)
+            EACH_ROW(r) {
+                long own = output + n * stride;
+                if (r < real_rows)
+                    y[r * (long)m->outputs + own] = finish_sum(m, own, out[n * rows + r], x + r * LANES, step);
+            }
     }
 }
 
-static void f16_rows(const Matrix *m, const float *x, int rows, long first, long count, float *y) {
-    int kind = m->segments->scales.kind;
-    for (int some; rows; rows -= some, x += (long)some * m->inputs, y += (long)some * m->outputs) {
-        some = rows < F16_MR ? rows : F16_MR;
-#define KIND(own, as) f16_microkernel(m, as, x, own, some, first, count, y)
-#define OWN(own)                                                                                                 \
-    case own:                                                                                                    \
-        if (kind == BF12) KIND(own, BF12);                                                                       \
-        else if (kind == F16) KIND(own, F16);                                                              \
-        else KIND(own, BF16);                                                                                  \
-        break;
-        switch (F16_ROWS(some)) {
-            OWN(1) OWN(2)
+/* One function for each number of rows. */
+#define ROWS(rows)                                                                                                  \
+    static void f16_rows_##rows(const Matrix *m, const float *x, int real_rows, long first, long count, float *y) { \
+        int kind = m->segments->scales.kind;                                                                        \
+        if (kind == BF12)                                                                                           \
+            f16_microkernel(m, BF12, x, rows, real_rows, first, count, y);                                          \
+        else if (kind == F16)                                                                                       \
+            f16_microkernel(m, F16, x, rows, real_rows, first, count, y);                                           \
+        else                                                                                                        \
+            f16_microkernel(m, BF16, x, rows, real_rows, first, count, y);                                          \
+    }
+ROWS(1)
+ROWS(2)
 #if defined(__AVX2__)
-            OWN(3) OWN(4)
+ROWS(3)
+ROWS(4)
 #endif
 #if defined(__AVX512F__)
-            OWN(8)
+ROWS(8)
+#endif
+#undef ROWS
+
+static void f16_rows(const Matrix *m, const float *x, int rows, long first, long count, float *y) {
+    for (int some; rows; rows -= some, x += (long)some * m->inputs, y += (long)some * m->outputs) {
+        some = rows < F16_MR ? rows : F16_MR;
+        switch (F16_ROWS(some)) {
+        case 1:
+            f16_rows_1(m, x, some, first, count, y);
+            break;
+        case 2:
+            f16_rows_2(m, x, some, first, count, y);
+            break;
+#if defined(__AVX2__)
+        case 3:
+            f16_rows_3(m, x, some, first, count, y);
+            break;
+        case 4:
+            f16_rows_4(m, x, some, first, count, y);
+            break;
+#endif
+#if defined(__AVX512F__)
+        case 8:
+            f16_rows_8(m, x, some, first, count, y);
+            break;
 #endif
         }
-#undef OWN
-#undef KIND
     }
 }
 
-#undef EACH_LANE_REG
-#undef EACH_ROW
 #undef EACH_KBLOCK
 #undef EACH_OUTPUT
 
@@ -148,10 +186,10 @@ typedef struct {
     const Matrix *matrix;
     const float *x;
     float *x_packed, *y;
-    int rows, per_chunk; /* each: tiles of a chunk */
+    int rows, per_chunk; /* per_chunk: tiles of outputs */
 } F16Gemm;
 
-/* Rows that are multiplied in one go, side by side; raised for lean matrices. */
+/* Interleaves the rows of a microkernel kblock by kblock; raises x for BF12. */
 static void pack_x_chunk(void *job, int chunk) {
     const F16Gemm *p = job;
     long width = p->matrix->inputs, first = (long)chunk * F16_MR;
@@ -162,22 +200,22 @@ static void pack_x_chunk(void *job, int chunk) {
             store16(to, r < rows ? load16(p->x + (first + r) * width + i) * up : (f32x16){0});
 }
 
-/* A chunk's outputs: as many at a time as stay in the second cache until all rows have seen them. */
+/* Of a chunk's outputs as many at a time as stay in L2 until all rows have been multiplied. */
 static void gemm_f16_chunk(void *job, int chunk) {
     const F16Gemm *p = job;
     const Matrix *m = p->matrix;
-    long first = (long)chunk * p->per_chunk * OUT_TILE, stop = first + (long)p->per_chunk * OUT_TILE;
-    long some = F16_NC_BYTES / ((long)m->inputs * m->segments->bits / 8) / OUT_TILE * OUT_TILE;
+    long first = (long)chunk * p->per_chunk * F16_TILE, stop = first + (long)p->per_chunk * F16_TILE;
+    long some = F16_NC_BYTES / ((long)m->inputs * m->segments->bits / 8) / F16_TILE * F16_TILE;
     if (stop > m->outputs) stop = m->outputs;
-    if (some < OUT_TILE) some = OUT_TILE;
+    if (some < F16_TILE) some = F16_TILE;
     if (p->rows <= F16_MR) some = stop - first;
     for (; first < stop; first += some)
         f16_rows(m, p->x_packed, p->rows, first, stop - first < some ? stop - first : some, p->y);
 }
 
-/* What exlm_product answers, for a matrix of floats. */
+/* y (rows, outputs) = x (rows, inputs) times a float matrix + bias. Returns 0, or 1 if there is no memory. */
 static int gemm_f16(const Matrix *m, const float *x, int rows, float *y, int threads) {
-    int block_m = (int)(X_BLOCK_BYTES / sizeof(float)) / m->inputs / F16_MR * F16_MR, tiles = m->outputs / OUT_TILE;
+    int tiles = m->outputs / F16_TILE, block_m = (int)(X_BLOCK_BYTES / sizeof(float)) / m->inputs / F16_MR * F16_MR;
     block_m = block_m < F16_MR ? F16_MR : block_m > MAX_BLOCK_M ? MAX_BLOCK_M : block_m;
     if (block_m > rows) block_m = rows;
     F16Gemm p = {.matrix = m, .x_packed = malloc((size_t)(block_m + F16_MR) * m->inputs * sizeof(float))};
@@ -195,6 +233,49 @@ static int gemm_f16(const Matrix *m, const float *x, int rows, float *y, int thr
     }
     free(p.x_packed);
     return 0;
+}
+
+/* Narrowing float32 matrices whose numbers all fit 16 bits. */
+
+typedef struct {
+    const float *from;
+    uint16_t *to;
+    long count;
+    int kind;
+    _Atomic int lossy;
+} NarrowArgs;
+
+enum { NARROW_CHUNK = 1 << 16 };
+
+static void narrow_chunk(void *job, int chunk) {
+    NarrowArgs *p = job;
+    long first = (long)chunk * NARROW_CHUNK, stop = first + NARROW_CHUNK < p->count ? first + NARROW_CHUNK : p->count;
+    i32v lost = i32_set1(0);
+    uint32_t lanes[VLEN];
+    int any = 0;
+    if (p->lossy) return;
+    for (long i = first; i < stop; i += VLEN) {
+        f32v own = f32_load(p->from + i);
+        i32v bits = (i32v)own;
+        if (p->kind == F16) {
+            lost = i32_or(lost, bits ^ (i32v)f32_round_f16(own));
+            f32_store_f16(p->to + i, own);
+        } else {
+            lost = i32_or(lost, i32_and(bits, i32_set1(0xffff)));
+            memcpy(lanes, &bits, sizeof bits);
+            for (int n = 0; n < VLEN; n++) p->to[i + n] = (uint16_t)(lanes[n] >> 16);
+        }
+    }
+    memcpy(lanes, &lost, sizeof lost);
+    for (int n = 0; n < VLEN; n++) any |= lanes[n] != 0;
+    if (any) p->lossy = 1;
+}
+
+/* `count` floats, a multiple of 16, as float16 or bfloat16. Returns 0, or 1 if that would change one. */
+EXPORT int exlm_narrow(const float *from, long count, int kind, uint16_t *to, int threads) {
+    NarrowArgs job = {.from = from, .to = to, .count = count, .kind = kind};
+    parallel_for(narrow_chunk, &job, (int)((count + NARROW_CHUNK - 1) / NARROW_CHUNK), threads);
+    return job.lossy;
 }
 
 #endif

@@ -1,76 +1,104 @@
-/* Products of whole numbers: codes as they are, activations as digits.
+/* Products with quantised matrices: quantise rows of x, multiply panel by panel, add what is fused around them.
 
-   Sums of codes times digits are exact, so neither the other rows nor the order in which they are made decide any
-   bits; a span's sum becomes a float once, and the spans are added up in order. */
+   Products of codes and quantised activations are exact integers, so neither other rows nor the order of a sum decide
+   any bits. A span's sum becomes a float once, and spans are added in order: a row's result is the same bits alone, in
+   any batch and with any number of threads. */
 
-#ifndef EXLM_BANDED_H
-#define EXLM_BANDED_H
+#ifndef EXLM_GEMM_INT8_H
+#define EXLM_GEMM_INT8_H
 
 #include <stdlib.h>
 
-#include "blocking.h"
+#include "quantize_act.h"
 #include "threadpool.h"
+#if defined(__AVX512VNNI__)
+#include "microkernel_vnni.h"
+#else
+#include "gemm_unpacked.h"
+#endif
 
-enum { GEMM_BLOCK_M = 96 }; /* rows of a strip, whose sums fit the cache */
+enum { GEMM_BLOCK_M = 96 }; /* rows whose sums of a panel stay in L1 */
 
-/* sums (rows, 48 or 32): rows · a band, and the bias. */
+/* sums (48) += one row of x times a segment's full panel: the usual widths and factors have code of their own. */
+static void gemv_segment(const GemmArgs *p, const Segment *segment, Panel panel, f32v *sums) {
+    const uint8_t *qact = p->qact + 2l * segment->first_k;
+    const ActScale *act_scales = p->act_scales + segment->first_span;
+    int mode = dequant_mode(segment);
+    if (segment->codebook) {
+        if (mode == DEQUANT_SCALE)
+            gemv_panel(segment, 4, 1, DEQUANT_SCALE, panel, qact, act_scales, sums);
+        else
+            gemv_panel(segment, 4, 1, DEQUANT_ANY, panel, qact, act_scales, sums);
+        return;
+    }
+#define GEMV(mode, bits)                                                   \
+    case (mode) << 4 | (bits):                                             \
+        gemv_panel(segment, bits, 0, mode, panel, qact, act_scales, sums); \
+        return;
+    switch (mode << 4 | segment->bits) {
+        GEMV(DEQUANT_SCALE, 2)
+        GEMV(DEQUANT_SCALE, 3)
+        GEMV(DEQUANT_SCALE, 4)
+        GEMV(DEQUANT_SCALE, 5)
+        GEMV(DEQUANT_SCALE, 6)
+        GEMV(DEQUANT_SCALE, 8)
+        GEMV(DEQUANT_SCALE_MIN, 4)
+        GEMV(DEQUANT_SCALE_ZERO, 4)
+    }
+    switch (DEQUANT_ANY << 4 | segment->bits) {
+        GEMV(DEQUANT_ANY, 2)
+        GEMV(DEQUANT_ANY, 3)
+        GEMV(DEQUANT_ANY, 4)
+        GEMV(DEQUANT_ANY, 5)
+        GEMV(DEQUANT_ANY, 6)
+        GEMV(DEQUANT_ANY, 8)
+    }
+#undef GEMV
+}
+
+/* sums (rows, outputs of the panel) = the rows of x times a panel, plus the bias. */
 static void panel_product(const GemmArgs *p, int index, float *sums) {
     const Matrix *m = p->matrix;
     Panel panel = panel_at(m->outputs, index);
-    int first = panel.first * LANES, panel_n = panel.tiles * LANES;
+    int first = panel.first * TILE_N, panel_n = panel.tiles * TILE_N;
     memset(sums, 0, (size_t)p->rows * panel_n * sizeof(float));
     for (const Segment *segment = m->segments; segment < m->segments + m->segment_count; segment++) {
-        if (p->rows > 1 || panel.tiles < PANEL_TILES) {
+        if (p->rows > 1 || panel.tiles < PANEL_TILES)
             gemm_panel(p, segment, panel, sums);
-            continue;
-        }
-#define GEMV(own, has_codebook, mode)                                                                             \
-    gemv_panel(segment, own, has_codebook, mode, panel, p->qact + 2l * segment->first_k,                          \
-               p->act_scales + segment->first_span, (f32v *)sums)
-#define OWN(own, mode)                                                                                            \
-    case mode << 4 | own:                                                                                         \
-        GEMV(own, 0, mode);                                                                                       \
-        break;
-        if (segment->codebook) {
-            if (dequant_mode(segment) == DEQUANT_SCALE) GEMV(4, 1, DEQUANT_SCALE);
-            else GEMV(4, 1, DEQUANT_ANY);
-            continue;
-        }
-        switch (dequant_mode(segment) << 4 | segment->bits) {
-            OWN(2, DEQUANT_SCALE) OWN(3, DEQUANT_SCALE) OWN(4, DEQUANT_SCALE) OWN(5, DEQUANT_SCALE) OWN(6, DEQUANT_SCALE) OWN(8, DEQUANT_SCALE)
-            OWN(4, DEQUANT_SCALE_MIN) OWN(4, DEQUANT_SCALE_ZERO)
-        default:
-            switch (segment->bits) { OWN(2, 0) OWN(3, 0) OWN(4, 0) OWN(5, 0) OWN(6, 0) OWN(8, 0) }
-        }
-#undef OWN
-#undef GEMV
+        else
+            gemv_segment(p, segment, panel, (f32v *)sums);
     }
     for (int row = 0; m->bias && row < p->rows; row++)
         for (int n = 0; n < panel_n && first + n < m->outputs; n++) sums[row * panel_n + n] += m->bias[first + n];
 }
 
+/* Matrices that share an input, in one pass over the threads. */
 typedef struct {
     GemmArgs parts[MAX_FUSED];
-    int panels, per_chunk, gated; /* of all of them, and of a chunk; gated: of the first, whose answer goes through a gate */
+    int panels, per_chunk; /* panels of all parts, of a chunk */
+    int gated;             /* the result is silu(first) * second */
 } GroupedGemm;
 
-/* A band of the answers: of a product, or of silu(first) · second. */
 static void grouped_panel(const GroupedGemm *all, const GemmArgs *p, int index) {
-    float sums[GEMM_BLOCK_M * PANEL_N] __attribute__((aligned(64))), up_sums[GEMM_BLOCK_M * PANEL_N] __attribute__((aligned(64)));
+    float sums[GEMM_BLOCK_M * PANEL_N] __attribute__((aligned(64)));
+    float up_sums[GEMM_BLOCK_M * PANEL_N] __attribute__((aligned(64)));
     Panel panel = panel_at(p->matrix->outputs, index);
-    int first = panel.first * LANES, panel_n = panel.tiles * LANES, outputs = p->matrix->outputs;
+    int first = panel.first * TILE_N, panel_n = panel.tiles * TILE_N, outputs = p->matrix->outputs;
     int width = outputs - first < panel_n ? outputs - first : panel_n;
     panel_product(p, index, sums);
     if (all->gated) {
         panel_product(p + 1, index, up_sums);
-        for (int n = 0; n < p->rows * panel_n; n += LANES) store16(sums + n, silu(load16(sums + n)) * load16(up_sums + n));
+        for (int n = 0; n < p->rows * panel_n; n += LANES)
+            store16(sums + n, silu16(load16(sums + n)) * load16(up_sums + n));
     }
     for (int row = 0; row < p->rows; row++) {
         float *y = p->y + (long)row * outputs + first, *own = sums + row * panel_n;
-        const float *more = p->residual ? p->residual + (long)row * outputs + first : NULL;
-        for (int n = 0; more && n < width; n++) own[n] += more[n];
-        if (width == PANEL_N) memcpy(y, own, PANEL_N * sizeof(float));
-        else memcpy(y, own, width * sizeof(float));
+        const float *residual = p->residual ? p->residual + (long)row * outputs + first : NULL;
+        for (int n = 0; residual && n < width; n++) own[n] += residual[n];
+        if (width == PANEL_N)
+            memcpy(y, own, PANEL_N * sizeof(float));
+        else
+            memcpy(y, own, width * sizeof(float));
     }
 }
 
@@ -79,24 +107,26 @@ static void grouped_chunk(void *job, int chunk) {
     for (int n = chunk * all->per_chunk; n < (chunk + 1) * all->per_chunk && n < all->panels; n++) {
         const GemmArgs *p = all->parts;
         int panel = n;
-        while (panel >= p->panels) panel -= p->panels, p++;
+        for (; panel >= p->panels; p++) panel -= p->panels;
         grouped_panel(all, p, panel);
     }
 }
 
-/* Whether x means the same digits to both. */
+/* Whether two matrices cut k into the same spans, so that quantised activations serve both. */
 static int same_quantization(const Matrix *a, const Matrix *b) {
-    return !a->input_of_k && !b->input_of_k && a->segment_count == 1 && b->segment_count == 1 && a->span_count == b->span_count &&
-           a->k_padded == b->k_padded && !memcmp(a->segments->spans, b->segments->spans, a->span_count * sizeof(GroupSpan));
+    if (a->input_of_k || b->input_of_k || a->segment_count > 1 || b->segment_count > 1) return 0;
+    if (a->span_count != b->span_count || a->k_padded != b->k_padded) return 0;
+    return !memcmp(a->segments->spans, b->segments->spans, a->span_count * sizeof(GroupSpan));
 }
 
-/* The next rows of x as digits; what matrices share is made once, for the first. */
 static void quantize_block(GroupedGemm *all, int count, int first, int rows, int threads) {
     for (int n = 0; n < count; n++) {
         GemmArgs *p = all->parts + n;
-        p->first = first, p->rows = rows;
+        p->first = first;
+        p->rows = rows;
         if (n && same_quantization(p->matrix, all->parts->matrix)) {
-            p->qact = all->parts->qact, p->act_scales = all->parts->act_scales;
+            p->qact = all->parts->qact;
+            p->act_scales = all->parts->act_scales;
             continue;
         }
         p->per_chunk = 1 + (1 << 14) / p->matrix->k_padded;
@@ -104,34 +134,33 @@ static void quantize_block(GroupedGemm *all, int count, int first, int rows, int
     }
 }
 
-/* What stands around products: a norm, whose answer is their x, what is added to the first, and whether the answer of
-   two is silu(first) · second. */
+/* What is fused with the products. */
 typedef struct {
-    const RmsNorm *norm;
-    const float *residual;
-    int gated;
+    const RmsNorm *norm;   /* prologue: its output is x; or NULL */
+    const float *residual; /* epilogue: added to the first result; or NULL */
+    int gated;             /* epilogue: the result of two matrices is silu(first) * second */
 } Fusion;
 
-/* ys: one for each answer, (rows, outputs), of x (rows, inputs) @ matrix + bias. Returns 0, or 1 if there is no
+/* ys (one for each result): (rows, outputs) = x (rows, inputs) times matrix + bias. Returns 0, or 1 if there is no
    memory. */
 static int gemm_int8(const Matrix *const *matrices, int count, const float *x, int rows, float *const *ys,
-                           Fusion fusion, int threads) {
+                     Fusion fusion, int threads) {
     int block_m = rows < GEMM_BLOCK_M ? rows : GEMM_BLOCK_M;
-    size_t room = 1;
+    size_t bytes = 1;
     GroupedGemm all = {.gated = fusion.gated};
     if (fusion.norm) x = fusion.norm->out;
     for (int n = 0; n < count; n++) {
         const Matrix *m = matrices[n];
         all.parts[n] = (GemmArgs){.matrix = m, .norm = n ? NULL : fusion.norm, .panels = panel_count(m->outputs)};
         if (!n || !all.gated) all.panels += all.parts[n].panels;
-        room += (size_t)block_m * (m->span_count * sizeof(ActScale) + m->k_padded * 2);
+        bytes += (size_t)block_m * (m->span_count * sizeof(ActScale) + m->k_padded * 2);
     }
-    uint8_t *memory = malloc(room), *free_at = memory;
+    uint8_t *memory = malloc(bytes), *next = memory;
     if (!memory) return 1;
     for (int n = 0; n < count; n++) {
-        all.parts[n].act_scales = (ActScale *)free_at;
-        all.parts[n].qact = free_at + (size_t)block_m * matrices[n]->span_count * sizeof(ActScale);
-        free_at = all.parts[n].qact + (size_t)block_m * matrices[n]->k_padded * 2;
+        all.parts[n].act_scales = (ActScale *)next;
+        all.parts[n].qact = next + (size_t)block_m * matrices[n]->span_count * sizeof(ActScale);
+        next = all.parts[n].qact + (size_t)block_m * matrices[n]->k_padded * 2;
     }
     all.per_chunk = 1 + all.panels / (1 << 12);
     for (int row = 0; row < rows; row += block_m) {
@@ -148,36 +177,39 @@ static int gemm_int8(const Matrix *const *matrices, int count, const float *x, i
     return 0;
 }
 
-/* out (inputs): what a single column stands for. */
+/* out (inputs) = column `id` of W, bit for bit what dequantize() defines. */
 static void dequantize_column(const Matrix *m, int64_t id, float *out) {
-    int tile = (int)(id / LANES), index = tile / PANEL_TILES;
+    int tile = (int)(id / TILE_N), index = tile / PANEL_TILES;
     Panel panel = panel_at(m->outputs, index);
     if (tile >= panel.first + panel.tiles) panel = panel_at(m->outputs, index + 1);
-    int output = (int)(id - (int64_t)panel.first * LANES), v = output / VLEN, at = output % VLEN;
-    for (const Segment *segment = m->segments; segment < m->segments + m->segment_count; segment++)
+    int n = (int)(id - (int64_t)panel.first * TILE_N), v = n / VLEN, lane = n % VLEN;
+    for (const Segment *segment = m->segments; segment < m->segments + m->segment_count; segment++) {
+        const uint8_t *codes = panel_codes(segment, panel) + v * REG_BYTES;
         for (const GroupSpan *span = segment->spans; span < segment->spans + segment->span_count; span++) {
             Dequant g;
             load_dequant(&g, segment, DEQUANT_ANY, panel, span->group);
-            f32v scale = f32_set1(g.scale[v][at]), minimum = f32_set1(g.has_minima ? g.minimum[v][at] : 0);
-            int32_t zero = (g.has_zeros ? ((const int32_t *)&g.zero[v])[at] : g.shared_zero) + SIGN_OFFSET(segment);
+            f32v scale = f32_set1(g.scale[v][lane]), minimum = f32_set1(g.has_minima ? g.minimum[v][lane] : 0);
+            int32_t zero = g.has_zeros ? ((const int32_t *)&g.zero[v])[lane] : g.shared_zero;
+            zero += SIGN_OFFSET(segment);
             for (int kblock = span->kblock; kblock < span->kblock + span->kblocks; kblock++) {
                 i32v quads[QUADS];
-                uint32_t codes[QUADS];
-                unpack_kblock_any(segment, panel_codes(segment, panel) + v * REG_BYTES, panel.tiles, kblock, quads);
-                for (int q = 0; q < QUADS; q++) codes[q] = ((const uint32_t *)&quads[q])[at];
+                uint32_t words[QUADS];
+                unpack_kblock_any(segment, codes, panel.tiles, kblock, quads);
+                for (int q = 0; q < QUADS; q++) words[q] = ((const uint32_t *)&quads[q])[lane];
                 for (int reg = 0; reg < LANE_REGS; reg++) {
-                    i32v plain = i32_add(i32_load_u8((const uint8_t *)codes + reg * VLEN), i32_set1(-zero));
-                    f32v values = f32_mul(f32_from_i32(plain), scale);
+                    i32v ints = i32_add(i32_load_u8((const uint8_t *)words + reg * VLEN), i32_set1(-zero));
+                    f32v values = f32_mul(f32_from_i32(ints), scale);
                     if (g.has_minima) values = f32_sub(values, minimum);
                     if (m->round_f16) values = f32_round_f16(values);
-                    int k = segment->first_k + kblock * LANES + reg * VLEN;
-                    for (int n = 0; n < VLEN; n++) {
-                        int input = m->input_of_k ? m->input_of_k[k + n] : k + n;
-                        if (input >= 0) out[input] = values[n];
+                    int k = segment->first_k + kblock * KBLOCK + reg * VLEN;
+                    for (int i = 0; i < VLEN; i++) {
+                        int input = m->input_of_k ? m->input_of_k[k + i] : k + i;
+                        if (input >= 0) out[input] = values[i];
                     }
                 }
             }
         }
+    }
 }
 
 #endif

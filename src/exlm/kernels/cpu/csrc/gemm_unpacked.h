@@ -1,11 +1,8 @@
-/* Several rows times a band whose codes are put down first, as the instruction set multiplies them: a few rows at a time,
-   and registers abreast. */
+/* gemv_panel and gemm_panel of the instruction sets with fewer or narrower registers than AVX-512: one row in several
+   passes over the panel, several rows from codes that are unpacked first, MR rows times NR_REGS registers at a time. */
 
-#ifndef EXLM_ROWS_PUT_H
-#define EXLM_ROWS_PUT_H
-
-#define EACH_ROW _Pragma("GCC unroll 4") for (int r = 0; r < rows; r++)
-#define EACH_NR_REG _Pragma("GCC unroll 4") for (int v = 0; v < NR_REGS; v++)
+#ifndef EXLM_GEMM_UNPACKED_H
+#define EXLM_GEMM_UNPACKED_H
 
 #if defined(__ARM_FEATURE_DOTPROD) && !defined(EXLM_PORTABLE)
 #include "microkernel_dotprod.h"
@@ -13,16 +10,25 @@
 #include "microkernel_madd16.h"
 #endif
 
-enum { KC_KBLOCKS = 8, KC_BYTES = KC_KBLOCKS * PANEL_N * LANES }; /* unless a span has more; as bytes. Put down they
-                                                                        stay in the first cache */
+/* kblocks of a KcBlock, unless a span has more, and their size as bytes; unpacked they stay in L1. */
+enum { KC_KBLOCKS = 8, KC_BYTES = KC_KBLOCKS * PANEL_N * KBLOCK };
 
-/* sums (rows, outputs of the band) += what a span adds to registers abreast. */
-INLINE void add_dequantized_rows(i32v (*dot)[NR_REGS], const Dequant *g, int has_minima, int first, const ActScale *act_scale,
-                        int rows, int wide, float *sums) {
-    EACH_ROW {
+/* sums (48) += one row of x times a segment's full panel. */
+INLINE void gemv_panel(const Segment *segment, int bits, int has_codebook, int mode, Panel panel, const uint8_t *qact,
+                       const ActScale *act_scale, f32v *sums) {
+    panel.tiles = PANEL_TILES;
+    for (int first = 0; first < PANEL_REGS; first += GEMV_REGS)
+        gemv_regs(segment, bits, has_codebook, mode, panel, qact, act_scale, first, sums);
+}
+
+/* sums (rows, outputs of the panel) += a span's dot products with NR_REGS registers of outputs, dequantised. */
+INLINE void add_dequantized_rows(i32v (*dot)[NR_REGS], const Dequant *g, int has_minima, int first,
+                                 const ActScale *act_scale, int rows, int panel_n, float *sums) {
+    enum { regs = NR_REGS };
+    EACH_ROW(r) {
         f32v delta = f32_set1(act_scale[r].delta), sum = has_minima ? f32_set1(act_scale[r].sum) : delta;
-        EACH_NR_REG {
-            float *at = sums + r * wide + (first + v) * VLEN;
+        EACH_REG(v) {
+            float *at = sums + r * panel_n + (first + v) * VLEN;
             f32v own = f32_fma(f32_load(at), f32_mul(f32_from_i32(dot[r][v]), delta), g->scale[first + v]);
             if (has_minima) own = f32_fnma(own, g->minimum[first + v], sum);
             f32_store(at, own);
@@ -30,10 +36,11 @@ INLINE void add_dequantized_rows(i32v (*dot)[NR_REGS], const Dequant *g, int has
     }
 }
 
-/* sums (rows, outputs of the band) += a few rows · a piece. */
-INLINE void microkernel(const KcBlock *p, int row, int rows, int regs, float *sums) {
+/* sums (rows, outputs of the panel) += rows of x, from `row` on, times a KcBlock. */
+INLINE void microkernel(const KcBlock *p, int row, int rows, int panel_regs, float *sums) {
+    enum { regs = NR_REGS };
     const i32v *codes = (const i32v *)p->codes;
-    for (int first = 0; first < regs; first += NR_REGS) {
+    for (int first = 0; first < panel_regs; first += NR_REGS) {
         const uint8_t *qact = p->qact;
         const ActScale *act_scale = p->act_scales + row;
         for (int n = 0; n < p->count; n++, act_scale += p->rows) {
@@ -41,58 +48,83 @@ INLINE void microkernel(const KcBlock *p, int row, int rows, int regs, float *su
             const Dequant *g = p->dequants + n;
             i32v dot[MR][NR_REGS];
             dot_span(codes, qact + row * step, step, rows, dot);
-            codes += p->spans[n].kblocks * KBLOCK_REGS * NR_REGS, qact += step * p->rows;
+            codes += p->spans[n].kblocks * KBLOCK_REGS * NR_REGS;
+            qact += step * p->rows;
             if (g->has_zeros || g->shared_zero)
-                EACH_ROW EACH_NR_REG dot[r][v] = i32_add(dot[r][v], zero_correction(g, first + v, act_scale + r));
-            if (g->has_minima) add_dequantized_rows(dot, g, 1, first, act_scale, rows, regs * VLEN, sums);
-            else add_dequantized_rows(dot, g, 0, first, act_scale, rows, regs * VLEN, sums);
+                EACH_ROW(r)
+                    EACH_REG(v) dot[r][v] = i32_add(dot[r][v], zero_correction(g, first + v, act_scale + r));
+            if (g->has_minima)
+                add_dequantized_rows(dot, g, 1, first, act_scale, rows, panel_regs * VLEN, sums);
+            else
+                add_dequantized_rows(dot, g, 0, first, act_scale, rows, panel_regs * VLEN, sums);
         }
     }
 }
 
+/* One function for each number of rows. */
 typedef void Microkernel(const KcBlock *, int, int, float *);
-#define ROWS(rows)                                                                                               \
-    static __attribute__((noinline)) void rows_##rows(const KcBlock *p, int row, int regs, float *sums) {       \
+#define ONE(rows)                                                                                                \
+    static __attribute__((noinline)) void microkernel_##rows(const KcBlock *p, int row, int regs, float *sums) { \
         microkernel(p, row, rows, regs, sums);                                                                   \
     }
-ROWS(1) ROWS(2) ROWS(3) ROWS(4)
-static Microkernel *const microkernels[] = {rows_1, rows_2, rows_3, rows_4};
-#undef ROWS
-#undef EACH_ROW
-#undef EACH_NR_REG
+ONE(1)
+ONE(2)
+ONE(3)
+ONE(4)
+#undef ONE
+    static Microkernel *const microkernels[MR] = {microkernel_1, microkernel_2, microkernel_3, microkernel_4};
 
-/* A band's codes, (those abreast, slots, steps, abreast). */
+/* The operands of some kblocks: (registers / NR_REGS, kblocks, KBLOCK_REGS, NR_REGS); `lookup` has a codebook, or is
+   NULL. */
 INLINE void unpack_panel(const uint8_t *panel, int bits, const Segment *lookup, int tiles, int first, int kblocks,
                          i32v *to) {
     i32v codebook = lookup ? load_codebook(lookup) : i32_set1(0);
     for (int kblock = 0; kblock < kblocks; kblock++) {
         prefetch_codes(panel, bits, first + kblock, KC_BYTES);
         for (int v = 0; v < tiles * LANE_REGS; v++) {
-            i32v quads[QUADS];
+            i32v quads[QUADS], *own = to + (long)(v / NR_REGS * kblocks + kblock) * KBLOCK_REGS * NR_REGS + v % NR_REGS;
             unpack_kblock(panel + v * REG_BYTES, bits, tiles, first + kblock, quads);
             if (lookup) lookup_quads(codebook, quads);
-            store_operand(quads, bits == 8 || lookup, to + (long)(v / NR_REGS * kblocks + kblock) * KBLOCK_REGS * NR_REGS + v % NR_REGS);
+            store_operands(quads, bits == 8 || lookup, own);
         }
     }
 }
 
-/* sums (rows, outputs of the band) += rows · a run's band; one row too, if the band is a narrow one. */
+/* sums (rows, outputs of the panel) += the rows of x times a segment's panel, MR rows at a time. */
 static void gemm_panel(const GemmArgs *p, const Segment *segment, Panel panel, float *sums) {
     i32v buffer[MAX_SPAN * KBLOCK_REGS * PANEL_REGS];
-    KcBlock kc; /* not cleared: its meanings are large */
-    int passes = (p->rows + MR - 1) / MR, rows_per_pass = (p->rows + passes - 1) / passes, regs = panel.tiles * LANE_REGS;
+    KcBlock kc; /* large: not cleared */
+    int passes = (p->rows + MR - 1) / MR, per_pass = (p->rows + passes - 1) / passes;
+    int tiles = panel.tiles, panel_regs = tiles * LANE_REGS;
     const uint8_t *codes = panel_codes(segment, panel);
     kc.codes = (const uint8_t *)buffer;
     for (int n = 0; n < segment->span_count;) {
         n += next_kc_block(&kc, p, segment, n, panel, KC_KBLOCKS);
-#define OWN(own) case own: unpack_panel(codes, own, NULL, panel.tiles, kc.spans->kblock, kc.kblocks, buffer); break;
-        if (segment->codebook) unpack_panel(codes, 4, segment, panel.tiles, kc.spans->kblock, kc.kblocks, buffer);
-        else
-        switch (segment->bits) { OWN(2) OWN(3) OWN(4) OWN(5) OWN(6) OWN(8) }
-#undef OWN
-        for (int row = 0; row < p->rows; row += rows_per_pass) {
-            Microkernel *some = microkernels[(p->rows - row < rows_per_pass ? p->rows - row : rows_per_pass) - 1];
-            some(&kc, row, regs, sums + row * regs * VLEN);
+        switch (segment->bits) {
+        case 2:
+            unpack_panel(codes, 2, NULL, tiles, kc.spans->kblock, kc.kblocks, buffer);
+            break;
+        case 3:
+            unpack_panel(codes, 3, NULL, tiles, kc.spans->kblock, kc.kblocks, buffer);
+            break;
+        case 5:
+            unpack_panel(codes, 5, NULL, tiles, kc.spans->kblock, kc.kblocks, buffer);
+            break;
+        case 6:
+            unpack_panel(codes, 6, NULL, tiles, kc.spans->kblock, kc.kblocks, buffer);
+            break;
+        case 8:
+            unpack_panel(codes, 8, NULL, tiles, kc.spans->kblock, kc.kblocks, buffer);
+            break;
+        default:
+            if (segment->codebook)
+                unpack_panel(codes, 4, segment, tiles, kc.spans->kblock, kc.kblocks, buffer);
+            else
+                unpack_panel(codes, 4, NULL, tiles, kc.spans->kblock, kc.kblocks, buffer);
+        }
+        for (int row = 0; row < p->rows; row += per_pass) {
+            int rows = p->rows - row < per_pass ? p->rows - row : per_pass;
+            microkernels[rows - 1](&kc, row, panel_regs, sums + row * panel_regs * VLEN);
         }
     }
 }

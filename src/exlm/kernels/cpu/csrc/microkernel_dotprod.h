@@ -1,42 +1,43 @@
-/* Rows times bands by products of signed bytes: codes, and each activation's high and low digit. A register is a quarter
-   of a side; one of digits has those of a slot, a lane for each quad. */
+/* ARM dotprod: sdot multiplies signed code bytes with signed activation bytes, four products into each int32.
 
-#ifndef EXLM_ROWS_NEON_H
-#define EXLM_ROWS_NEON_H
+   Two-byte activations take two of them. A register is a quarter of a tile's row; one of activations holds a kblock, a
+   lane for each quad. 8-bit codes and codebook bytes become signed by flipping their top bit (SIGN_OFFSET). */
 
-enum { MR = 4, NR_REGS = 4 }; /* rows and registers whose sums fit */
-enum { KBLOCK_REGS = QUADS };        /* registers that a slot's codes take of each, once they are put down */
-enum { GEMV_REGS = 6 };          /* of one row */
+#ifndef EXLM_MICROKERNEL_DOTPROD_H
+#define EXLM_MICROKERNEL_DOTPROD_H
 
-typedef int8x16_t i8x16v;
-#define INT_DOT(sums, bytes, qact, quad)                                                                  \
-    (sums) = vreinterpretq_u32_s32(                                                                              \
-        vdotq_laneq_s32(vreinterpretq_s32_u32(sums), vreinterpretq_s8_u32(bytes), qact, quad))
+#include "kc_block.h"
 
-/* Signed bytes of a slot's codes. */
-INLINE void unpack_signed(const uint8_t *at, int bits, int has_codebook, i32v codebook, int tiles, int kblock,
-                          i32v *quads) {
-    unpack_kblock(at, bits, tiles, kblock, quads);
-    if (has_codebook) lookup_quads(codebook, quads);
-    else if (bits == 8) EACH_QUAD quads[q] = veorq_u32(quads[q], i8_set1(128));
-}
+enum { MR = 4, NR_REGS = 4 }; /* rows of x and registers of outputs whose sums fit */
+enum { GEMV_REGS = 6 };       /* registers of outputs, of one row */
+enum { KBLOCK_REGS = QUADS }; /* registers of a kblock's unpacked codes, for one register of outputs */
 
-/* sums += one row · a run's band, a wide one, some registers at a time. */
-INLINE void gemv_regs(const Segment *segment, int bits, int has_codebook, int mode, Panel panel, const uint8_t *qact, const ActScale *act_scale,
-                            int first, f32v *sums) {
+typedef int8x16_t s8x16;
+#define INT_DOT(sums, codes, qact, quad) \
+    (sums) =                             \
+        vreinterpretq_u32_s32(vdotq_laneq_s32(vreinterpretq_s32_u32(sums), vreinterpretq_s8_u32(codes), qact, quad))
+#define FLIP_SIGNS(a) veorq_u32(a, i8_set1(128))
+
+/* sums += one row of x times GEMV_REGS registers of a segment's full panel. */
+INLINE void gemv_regs(const Segment *segment, int bits, int has_codebook, int mode, Panel panel, const uint8_t *qact,
+                      const ActScale *act_scale, int first, f32v *sums) {
     enum { regs = GEMV_REGS };
     const uint8_t *codes = panel_codes(segment, panel);
     i32v codebook = i32_set1(0);
-    if (has_codebook) codebook = veorq_u32(load_codebook(segment), i8_set1(128));
+    if (has_codebook) codebook = FLIP_SIGNS(load_codebook(segment));
     for (const GroupSpan *span = segment->spans; span < segment->spans + segment->span_count; span++, act_scale++) {
         i32v high[GEMV_REGS], low[GEMV_REGS];
-        EACH_REG high[v] = low[v] = i32_set1(0);
+        EACH_REG(v) high[v] = low[v] = i32_set1(0);
         for (int kblock = span->kblock; kblock < span->kblock + span->kblocks; kblock++, qact += QACT_BYTES) {
-            i8x16v a = vld1q_s8((const int8_t *)qact), b = vld1q_s8((const int8_t *)qact + LANES);
+            s8x16 a = vld1q_s8((const int8_t *)qact), b = vld1q_s8((const int8_t *)qact + KBLOCK);
             if (bits < 8 && !first) prefetch_codes(codes, bits, kblock, PREFETCH_BYTES);
-            EACH_REG {
+            EACH_REG(v) {
                 i32v quads[QUADS];
-                unpack_signed(codes + (first + v) * REG_BYTES, bits, has_codebook, codebook, PANEL_TILES, kblock, quads);
+                unpack_kblock(codes + (first + v) * REG_BYTES, bits, PANEL_TILES, kblock, quads);
+                if (has_codebook)
+                    lookup_quads(codebook, quads);
+                else if (bits == 8)
+                    EACH_QUAD(q) quads[q] = FLIP_SIGNS(quads[q]);
                 INT_DOT(high[v], quads[0], a, 0);
                 INT_DOT(low[v], quads[0], b, 0);
                 INT_DOT(high[v], quads[1], a, 1);
@@ -47,7 +48,7 @@ INLINE void gemv_regs(const Segment *segment, int bits, int has_codebook, int mo
                 INT_DOT(low[v], quads[3], b, 3);
             }
         }
-        EACH_REG {
+        EACH_REG(v) {
             Dequant g;
             i32v dot = i32_add(i32_shl(high[v], 8), low[v]);
             load_dequant_reg(&g, segment, mode, panel, span->group, first + v);
@@ -57,38 +58,38 @@ INLINE void gemv_regs(const Segment *segment, int bits, int has_codebook, int mo
     }
 }
 
-INLINE void gemv_panel(const Segment *segment, int bits, int has_codebook, int mode, Panel panel, const uint8_t *qact, const ActScale *act_scale,
-                    f32v *sums) {
-    panel.tiles = PANEL_TILES;
-    for (int first = 0; first < PANEL_REGS; first += GEMV_REGS)
-        gemv_regs(segment, bits, has_codebook, mode, panel, qact, act_scale, first, sums);
+/* Code bytes as the operands of dot_span, NR_REGS apart. */
+INLINE void store_operands(const i32v *quads, int flip_signs, i32v *to) {
+    EACH_QUAD(q) to[q * NR_REGS] = flip_signs ? FLIP_SIGNS(quads[q]) : quads[q];
 }
 
-/* Codes as signed bytes, registers `ABREAST` apart. */
-INLINE void store_operand(const i32v *quads, int is_8bit, i32v *to) {
-    i32v less = i8_set1(is_8bit ? 128 : 0);
-    EACH_QUAD to[q * NR_REGS] = veorq_u32(quads[q], less);
-}
-
-/* whole: a span's slots of some rows, `step` bytes apart, times registers abreast: all high digits, then all low. */
+/* dot = the kblocks of a span, of some rows `step` bytes apart, times NR_REGS registers of outputs: all high bytes,
+   then all low. */
 INLINE void dot_span(const i32v *codes, const uint8_t *qact, long step, int rows, i32v (*dot)[NR_REGS]) {
-    EACH_ROW EACH_NR_REG dot[r][v] = i32_set1(0);
+    enum { regs = NR_REGS };
+    EACH_ROW(r)
+        EACH_REG(v) dot[r][v] = i32_set1(0);
     for (int byte = 0; byte < 2; byte++) {
         const i32v *at = codes;
-        const uint8_t *own = qact + byte * LANES, *end = own + step;
+        const uint8_t *own = qact + byte * KBLOCK, *end = own + step;
         for (; own < end; own += QACT_BYTES) {
-            i8x16v x[MR];
-            EACH_ROW x[r] = vld1q_s8((const int8_t *)own + r * step);
-#define QUAD_OF(q)                                                                                               \
-    EACH_NR_REG {                                                                                               \
-        i32v bytes = at[v];                                                                                     \
-        EACH_ROW INT_DOT(dot[r][v], bytes, x[r], q);                                                      \
-    }                                                                                                            \
+            s8x16 x[MR];
+            EACH_ROW(r) x[r] = vld1q_s8((const int8_t *)own + r * step);
+#define ADD_QUAD(q)                                     \
+    EACH_REG(v) {                                       \
+        i32v bytes = at[v];                             \
+        EACH_ROW(r) INT_DOT(dot[r][v], bytes, x[r], q); \
+    }                                                   \
     at += NR_REGS;
-            QUAD_OF(0) QUAD_OF(1) QUAD_OF(2) QUAD_OF(3)
-#undef QUAD_OF
+            ADD_QUAD(0)
+            ADD_QUAD(1)
+            ADD_QUAD(2)
+            ADD_QUAD(3)
+#undef ADD_QUAD
         }
-        if (!byte) EACH_ROW EACH_NR_REG dot[r][v] = i32_shl(dot[r][v], 8);
+        if (!byte)
+            EACH_ROW(r)
+                EACH_REG(v) dot[r][v] = i32_shl(dot[r][v], 8);
     }
 }
 

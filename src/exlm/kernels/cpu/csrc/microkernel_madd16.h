@@ -1,53 +1,56 @@
-/* Rows times bands by products of 16-bit numbers, two to a sum: codes widened, activations as they are.
+/* Processors without a byte dot product that fits (AVX2, SSE2, NEON before dotprod, portable C): pmaddwd multiplies
+   16-bit integers and adds neighbours, two products into each int32.
 
-   A quad's bytes are its first and third code as 16-bit numbers, once the others are masked, and its second and fourth,
-   shifted. Products of bytes would need as many instructions, half of them to keep sums from overflowing. */
+   Codes are widened on the way. Of a quad's four bytes the masked even ones are its first and third code as 16-bit
+   integers, the shifted odd ones its second and fourth; store_qact puts activations in that order. pmaddubsw would need
+   as many instructions, half of them to keep its 16-bit sums from overflowing. */
 
 #ifndef EXLM_MICROKERNEL_MADD16_H
 #define EXLM_MICROKERNEL_MADD16_H
 
-enum { MR = 4, NR_REGS = 2 }; /* rows and registers whose sums fit */
-enum { KBLOCK_REGS = 2 * QUADS };    /* registers that a slot's codes take of each, once they are put down */
-enum { GEMV_REGS = 6 };          /* of one row */
+#include "kc_block.h"
 
-#define INT_DOT(sums, shorts, qact) (sums) = i32_add(sums, i16_madd(shorts, qact))
-#define CODES_16BIT(a, n) i32_and(n ? u16_shr(a, n) : a, i32_set1(0x000f000f))
-#define EVEN_BYTES(a) i32_and(a, i32_set1(0x00ff00ff))
+enum { MR = 4, NR_REGS = 2 };     /* rows of x and registers of outputs whose sums fit */
+enum { GEMV_REGS = 6 };           /* registers of outputs, of one row */
+enum { KBLOCK_REGS = 2 * QUADS }; /* registers of a kblock's widened codes, for one register of outputs */
 
-/* sums (vectors) += a slot of one row · a band's codes of 4 bits, two quads of which share a row. */
-INLINE void dot_kblock_4bit(const uint8_t *at, const uint8_t *qact, i32v *sums) {
+#define INT_DOT(sums, codes, qact) (sums) = i32_add(sums, i16_madd(codes, qact))
+#define EVEN_BYTES(quad) i32_and(quad, i32_set1(0x00ff00ff))
+#define ODD_BYTES(quad) u16_shr(quad, 8)
+#define EVEN_NIBBLES(two, shift) i32_and((shift) ? u16_shr(two, shift) : (two), i32_set1(0x000f000f))
+
+/* sums += one row of a kblock times codes of 4 bits, a row of which holds two quads: nibbles are widened at once. */
+INLINE void dot_kblock_4bit(const uint8_t *codes, const uint8_t *qact, i32v *sums) {
     enum { regs = GEMV_REGS };
 #pragma GCC unroll 2
-    for (int row = 0; row < 2; row++, at += PANEL_N * 4, qact += LANES) {
+    for (int row = 0; row < 2; row++, codes += PANEL_N * 4, qact += KBLOCK) {
         i32v a = broadcast_quad(qact), b = broadcast_quad(qact + 4);
         i32v c = broadcast_quad(qact + 8), d = broadcast_quad(qact + 12);
-        EACH_REG {
-            i32v two = i32_load(at + v * REG_BYTES);
-            INT_DOT(sums[v], CODES_16BIT(two, 0), a);
-            INT_DOT(sums[v], CODES_16BIT(two, 8), b);
-            INT_DOT(sums[v], CODES_16BIT(two, 4), c);
+        EACH_REG(v) {
+            i32v two = i32_load(codes + v * REG_BYTES);
+            INT_DOT(sums[v], EVEN_NIBBLES(two, 0), a);
+            INT_DOT(sums[v], EVEN_NIBBLES(two, 8), b);
+            INT_DOT(sums[v], EVEN_NIBBLES(two, 4), c);
             INT_DOT(sums[v], u16_shr(two, 12), d);
         }
     }
 }
 
-/* The same of any width. */
 INLINE void dot_kblock(const uint8_t *codes, int bits, int has_codebook, i32v codebook, int kblock, const uint8_t *qact,
                        i32v *sums) {
     enum { regs = GEMV_REGS };
-    EACH_REG {
+    EACH_REG(v) {
         i32v quads[QUADS];
         unpack_kblock(codes + v * REG_BYTES, bits, PANEL_TILES, kblock, quads);
         if (has_codebook) lookup_quads(codebook, quads);
-        EACH_QUAD {
-            i32v even = EVEN_BYTES(quads[q]), odd = u16_shr(quads[q], 8);
-            INT_DOT(sums[v], even, broadcast_quad(qact + 8 * q));
-            INT_DOT(sums[v], odd, broadcast_quad(qact + 8 * q + 4));
+        EACH_QUAD(q) {
+            INT_DOT(sums[v], EVEN_BYTES(quads[q]), broadcast_quad(qact + 8 * q));
+            INT_DOT(sums[v], ODD_BYTES(quads[q]), broadcast_quad(qact + 8 * q + 4));
         }
     }
 }
 
-/* sums += one row · a run's band, a wide one, some registers at a time. */
+/* sums += one row of x times GEMV_REGS registers of a segment's full panel. */
 INLINE void gemv_regs(const Segment *segment, int bits, int has_codebook, int mode, Panel panel, const uint8_t *qact,
                       const ActScale *act_scale, int first, f32v *sums) {
     enum { regs = GEMV_REGS };
@@ -55,13 +58,15 @@ INLINE void gemv_regs(const Segment *segment, int bits, int has_codebook, int mo
     i32v codebook = has_codebook ? load_codebook(segment) : i32_set1(0);
     for (const GroupSpan *span = segment->spans; span < segment->spans + segment->span_count; span++, act_scale++) {
         i32v dot[GEMV_REGS];
-        EACH_REG dot[v] = i32_set1(0);
+        EACH_REG(v) dot[v] = i32_set1(0);
         for (int kblock = span->kblock; kblock < span->kblock + span->kblocks; kblock++, qact += QACT_BYTES) {
             if (bits < 8 && !first) prefetch_codes(codes, bits, kblock, PREFETCH_BYTES);
-            if (bits == 4 && !has_codebook) dot_kblock_4bit(codes + (long)kblock * PANEL_N * 8, qact, dot);
-            else dot_kblock(codes, bits, has_codebook, codebook, kblock, qact, dot);
+            if (bits == 4 && !has_codebook)
+                dot_kblock_4bit(codes + (long)kblock * PANEL_N * 8, qact, dot);
+            else
+                dot_kblock(codes, bits, has_codebook, codebook, kblock, qact, dot);
         }
-        EACH_REG {
+        EACH_REG(v) {
             Dequant g;
             load_dequant_reg(&g, segment, mode, panel, span->group, first + v);
             if (g.has_zeros || g.shared_zero) dot[v] = i32_add(dot[v], zero_correction(&g, first + v, act_scale));
@@ -70,31 +75,26 @@ INLINE void gemv_regs(const Segment *segment, int bits, int has_codebook, int mo
     }
 }
 
-INLINE void gemv_panel(const Segment *segment, int bits, int has_codebook, int mode, Panel panel, const uint8_t *qact,
-                       const ActScale *act_scale, f32v *sums) {
-    panel.tiles = PANEL_TILES;
-    for (int first = 0; first < PANEL_REGS; first += GEMV_REGS)
-        gemv_regs(segment, bits, has_codebook, mode, panel, qact, act_scale, first, sums);
-}
-
-/* Codes as 16-bit numbers, registers `ABREAST` apart. */
-INLINE void store_operand(const i32v *quads, int is_8bit, i32v *to) {
-    (void)is_8bit;
-    EACH_QUAD {
+/* Widened codes as the operands of dot_span, NR_REGS apart. Products are of signed integers: no code is too large. */
+INLINE void store_operands(const i32v *quads, int flip_signs, i32v *to) {
+    (void)flip_signs;
+    EACH_QUAD(q) {
         to[2 * q * NR_REGS] = EVEN_BYTES(quads[q]);
-        to[(2 * q + 1) * NR_REGS] = u16_shr(quads[q], 8);
+        to[(2 * q + 1) * NR_REGS] = ODD_BYTES(quads[q]);
     }
 }
 
-/* whole: a span's slots of some rows, `step` bytes apart, times registers abreast. */
+/* dot = the kblocks of a span, of some rows `step` bytes apart, times NR_REGS registers of outputs. */
 INLINE void dot_span(const i32v *codes, const uint8_t *qact, long step, int rows, i32v (*dot)[NR_REGS]) {
-    EACH_ROW EACH_NR_REG dot[r][v] = i32_set1(0);
+    enum { regs = NR_REGS };
+    EACH_ROW(r)
+        EACH_REG(v) dot[r][v] = i32_set1(0);
     const uint8_t *end = qact + step;
 #pragma GCC unroll 2
     for (; qact < end; qact += 4, codes += NR_REGS)
-        EACH_ROW {
-            i32v two = broadcast_quad(qact + r * step);
-            EACH_NR_REG INT_DOT(dot[r][v], codes[v], two);
+        EACH_ROW(r) {
+            i32v x = broadcast_quad(qact + r * step);
+            EACH_REG(v) INT_DOT(dot[r][v], codes[v], x);
         }
 }
 

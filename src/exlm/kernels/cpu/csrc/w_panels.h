@@ -1,100 +1,152 @@
-/* A packed matrix in bands of 48 outputs, the last one or two of 32, as products of whole numbers want it.
+/* How quantised weights lie in memory: panels of 48 outputs (the last one or two: 32).
 
-   Inputs stand in slots of sixteen, a slot in four quads of four inputs. A word has what four inputs of one output
-   need, a byte for each; a row of a band is 48 words, one for each output, in sides of sixteen; a register takes a side
-   or a part of it. A code of 8 bits is a byte. Codes of 4 bits share a row between two quads, those of 2 bits between
-   all four, the first in the lowest bits; 6 bits are rows of 4 and a row of 2, 5 bits rows of 4 and, for two slots, a
-   row of single bits, and 3 bits rows of 2 and such a row. Tables of factors are (groups, 48 or 32), band by band. */
+   The 48 outputs are three tiles of 16. Along k, one 32-bit word holds four consecutive k of one output, a byte each:
+   a quad, the operand of vpdpbusd and sdot. A kblock (16 k) is four quads. A row of the panel is one quad of all
+   outputs, 48 words, and loads straight into registers:
 
-#ifndef EXLM_BANDS_H
-#define EXLM_BANDS_H
+               tile 0            tile 1            tile 2
+        n:  0   1  ...  15   16  17 ...  31   32  33 ...  47
+          +---+---+---+---+ +---+---+---+---+ +---+---+---+---+
+   quad 0 | k0..k3 of n   | |               | |               |   one word: byte b is the code of k = 4 * quad + b
+   quad 1 | k4..k7        | |               | |               |
+   quad 2 | k8..k11       | |               | |               |
+   quad 3 | k12..k15      | |               | |               |
+          +---------------+ +---------------+ +---------------+
+          | next kblock   | ...                                   down to the segment's last pack, then the next panel
 
+   Narrower codes share rows; the quad with the lower number is in the lower bits of each byte:
+
+   8 bits   4 rows, as above
+   4 bits   2 rows: quads 0 and 1 in the low and high nibbles of a row, then 2 and 3
+   2 bits   1 row of all four quads
+   6 bits   the 2 rows of 4 bits, then 1 row of the upper 2 bits of all four quads
+   5 bits   a pack is two kblocks: 2 rows of 4 bits each, then 1 row of the upper bit of all eight quads
+   3 bits   a pack is two kblocks: 1 row of 2 bits each, then 1 row of the upper bit of all eight quads
+
+   The k axis is outermost within a panel and a panel is contiguous: a thread streams through it once. Factor tables
+   are cut the same way: panel by panel, (groups, 48 or 32).
+
+   The way of one weight: repack_panels.h writes the panel -> unpack_kblock gives a register of bytes for each quad ->
+   microkernel_*.h multiplies it with activation bytes into int32 sums -> dequant.h scales a span's sums to float. */
+
+#ifndef EXLM_W_PANELS_H
+#define EXLM_W_PANELS_H
+
+#include "matrix.h"
 #include "simd.h"
 
-enum { PANEL_N = 48, PANEL_TILES = 3, QUADS = 4, PREFETCH_BYTES = 4096 };
-enum { PANEL_REGS = PANEL_TILES * LANE_REGS, REG_BYTES = VLEN * 4 }; /* registers of a wide band's row, and their bytes */
+enum { KBLOCK = 16, QUADS = KBLOCK / 4, TILE_N = 16, PANEL_TILES = 3, PANEL_N = PANEL_TILES * TILE_N };
+enum { ROW_BYTES = TILE_N * 4, REG_BYTES = VLEN * 4 }; /* of a tile's row, and of a register: one in AVX-512 */
+enum { PANEL_REGS = PANEL_TILES * LANE_REGS };         /* registers of a full panel's row */
 
-/* Where a band begins, in sides, and how many it has. */
+#define EACH_QUAD(q) _Pragma("GCC unroll 4") for (int q = 0; q < QUADS; q++)
+
+/* Tiles of one panel: number of the first, and how many (3 or 2). */
 typedef struct {
     int first, tiles;
 } Panel;
 
-/* Outputs are filled up to 32, so that their sides are threes and at most two pairs. */
+/* Outputs are padded to 32: their tiles are split into threes and at most two pairs. */
 INLINE int panel_count(int outputs) { return ((outputs + 31) / 32 * 2 + 2) / 3; }
 
-INLINE Panel panel_at(int outputs, int number) {
-    int tiles = (outputs + 31) / 32 * 2, panels = panel_count(outputs), threes = tiles - 2 * panels;
-    if (number < threes) return (Panel){3 * number, 3};
-    return (Panel){2 * number + threes, 2};
+INLINE Panel panel_at(int outputs, int index) {
+    int tiles = (outputs + 31) / 32 * 2, panels = panel_count(outputs), full = tiles - 2 * panels;
+    if (index < full) return (Panel){3 * index, 3};
+    return (Panel){2 * index + full, 2};
 }
 
-/* Bytes of a slot's codes in a side; of two slots where they share a row. */
+/* Bytes of a pack in one tile. */
 INLINE int pack_bytes(int bits) { return bits * 32 << (bits & 1); }
 
 INLINE const uint8_t *panel_codes(const Segment *segment, Panel panel) {
     return segment->codes + (long)panel.first * segment->packs * pack_bytes(segment->bits);
 }
 
-/* A register of each quad of a slot's codes as bytes; `band` points to it in the first row. */
+/* One register of each quad of a kblock, a byte for each code. `panel` points to that register in the panel's first
+   row. Everything but kblock is known when this is compiled. */
 INLINE void unpack_kblock(const uint8_t *panel, int bits, int tiles, int kblock, i32v *quads) {
     int odd = bits & 1, second = kblock & odd, base_bits = bits == 8 ? 8 : bits >= 4 ? 4 : 2, rows = base_bits / 2;
-    const uint8_t *at = panel + (long)(kblock >> odd) * pack_bytes(bits) * tiles;
-#pragma GCC unroll 4
-    for (int q = 0; q < QUADS; q++) {
-        i32v row = i32_load(at + (second * rows + q * rows / QUADS) * 64 * tiles);
-        int up = q * base_bits % 8;
-        quads[q] = base_bits == 8 ? row : i32_and(up ? i32_shr(row, up) : row, i8_set1((1 << base_bits) - 1));
+    const uint8_t *pack = panel + (long)(kblock >> odd) * pack_bytes(bits) * tiles;
+    EACH_QUAD(q) {
+        i32v row = i32_load(pack + (second * rows + q * rows / QUADS) * ROW_BYTES * tiles);
+        int shift = q * base_bits % 8;
+        quads[q] = base_bits == 8 ? row : i32_and(shift ? i32_shr(row, shift) : row, i8_set1((1 << base_bits) - 1));
     }
     if (bits == base_bits) return;
-    i32v more = i32_load(at + (rows << odd) * 64 * tiles), mask = i8_set1(bits == 6 ? 0x30 : 1 << base_bits);
-    if (second) more = i32_shr(more, 4);
-#pragma GCC unroll 4
-    for (int q = 0; q < QUADS; q++) {
-        int up = bits == 6 ? 4 - 2 * q : base_bits - q;
-        i32v has_zeros = up > 0 ? i32_shl(more, up) : up < 0 ? i32_shr(more, -up) : more;
-        quads[q] = i32_or_and(quads[q], has_zeros, mask);
+    i32v upper = i32_load(pack + (rows << odd) * ROW_BYTES * tiles), mask = i8_set1(bits == 6 ? 0x30 : 1 << base_bits);
+    if (second) upper = i32_shr(upper, 4);
+    EACH_QUAD(q) {
+        int shift = bits == 6 ? 4 - 2 * q : base_bits - q;
+        i32v moved = shift > 0 ? i32_shl(upper, shift) : shift < 0 ? i32_shr(upper, -shift) : upper;
+        quads[q] = i32_or_and(quads[q], moved, mask);
     }
 }
 
-#define EACH_REG _Pragma("GCC unroll 6") for (int v = 0; v < regs; v++)
-#define EACH_QUAD _Pragma("GCC unroll 4") for (int q = 0; q < QUADS; q++)
-
-/* What is taken off codes before they are multiplied, where products are of signed bytes and codes need eight bits. */
-#if defined(__ARM_FEATURE_DOTPROD) && !defined(EXLM_PORTABLE)
-#define SIGN_OFFSET(segment) ((segment)->bits == 8 || (segment)->codebook ? 128 : 0)
-#else
-#define SIGN_OFFSET(segment) 0
-#endif
-
-/* The numbers that the codes of 4 bits stand for, in every sixteen bytes of a register. */
+/* IQ4: a byte shuffle (vpshufb, tbl) turns each code of 4 bits into the byte it stands for. */
 INLINE i32v load_codebook(const Segment *segment) { return i8_load16(segment->codebook); }
 
 INLINE void lookup_quads(i32v codebook, i32v *quads) {
-    EACH_QUAD quads[q] = i8_lookup16(codebook, quads[q]);
+    EACH_QUAD(q) quads[q] = i8_lookup16(codebook, quads[q]);
 }
 
-/* The same of codes of any width. */
+/* For single columns: unpack_kblock of any width, and the lookup. */
 static void unpack_kblock_any(const Segment *segment, const uint8_t *panel, int tiles, int kblock, i32v *quads) {
-#define OWN(own) case own: unpack_kblock(panel, own, tiles, kblock, quads); break;
-    switch (segment->bits) { OWN(2) OWN(3) OWN(4) OWN(5) OWN(6) OWN(8) }
-#undef OWN
+    switch (segment->bits) {
+    case 2:
+        unpack_kblock(panel, 2, tiles, kblock, quads);
+        break;
+    case 3:
+        unpack_kblock(panel, 3, tiles, kblock, quads);
+        break;
+    case 4:
+        unpack_kblock(panel, 4, tiles, kblock, quads);
+        break;
+    case 5:
+        unpack_kblock(panel, 5, tiles, kblock, quads);
+        break;
+    case 6:
+        unpack_kblock(panel, 6, tiles, kblock, quads);
+        break;
+    default:
+        unpack_kblock(panel, 8, tiles, kblock, quads);
+    }
     if (segment->codebook) lookup_quads(load_codebook(segment), quads);
 }
 
-/* Where the factors of a band's group begin, in a table of so many groups. */
+/* Where a panel's factors of a group begin in a table of so many groups. */
 INLINE long table_offset(Panel panel, int groups, int group) {
-    return ((long)panel.first * groups + group * panel.tiles) * LANES;
+    return ((long)panel.first * groups + group * panel.tiles) * TILE_N;
 }
 
+/* A register of factors. */
 INLINE f32v load_factors(const FactorTable *f, Panel panel, int groups, int group, int v) {
     long at = table_offset(panel, groups, group) + v * VLEN;
     f32v values;
-    if (f->kind == F16) values = f32_load_f16((const uint16_t *)f->table + at);
-    else if (f->kind == F32) values = f32_load((const float *)f->table + at);
-    else if (f->kind == U8) values = f32_from_i32(i32_load_u8((const uint8_t *)f->table + at));
-    else values = f32_from_i32(i32_load_i8((const int8_t *)f->table + at));
+    if (f->kind == F16)
+        values = f32_load_f16((const uint16_t *)f->table + at);
+    else if (f->kind == F32)
+        values = f32_load((const float *)f->table + at);
+    else if (f->kind == U8)
+        values = f32_from_i32(i32_load_u8((const uint8_t *)f->table + at));
+    else
+        values = f32_from_i32(i32_load_i8((const int8_t *)f->table + at));
     if (!f->super_scales) return values;
-    return f32_mul(values, f32_load_f16(f->super_scales + table_offset(panel, f->super_groups, group / f->groups_per_super) + v * VLEN));
+    long super_at = table_offset(panel, f->super_groups, group / f->groups_per_super) + v * VLEN;
+    return f32_mul(values, f32_load_f16(f->super_scales + super_at));
+}
+
+/* Hints that a pack's worth of codes, `ahead` bytes later, will be needed: into L2, because a core can wait for few
+   lines when it asks for L1. The hardware prefetcher sees streams of 8-bit codes better by itself. */
+INLINE void prefetch_codes(const uint8_t *panel, int bits, int kblock, int ahead) {
+    const uint8_t *at = panel + (long)kblock * bits * PANEL_N * 2 + ahead;
+#pragma GCC unroll 12
+    for (int line = 0; line < (bits * PANEL_N * 2 + 63) / 64; line++) __builtin_prefetch(at + line * 64, 0, 2);
+}
+
+INLINE void prefetch_factors(const FactorTable *f, Panel panel, int groups, int group, int count) {
+    int size = f->kind == F16 ? 2 : f->kind == F32 ? 4 : 1;
+    const char *at = (const char *)f->table + table_offset(panel, groups, group) * size;
+    for (int byte = 0; byte < count * panel.tiles * TILE_N * size; byte += 64) __builtin_prefetch(at + byte);
 }
 
 #endif

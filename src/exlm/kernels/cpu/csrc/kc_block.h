@@ -1,0 +1,41 @@
+/* A stretch of k whose codes a microkernel multiplies with several rows before it goes on: it stays in the L1 cache. */
+
+#ifndef EXLM_KC_BLOCK_H
+#define EXLM_KC_BLOCK_H
+
+#include "dequant.h"
+
+enum { PREFETCH_BYTES = 4096 };
+
+/* Neighbouring spans of one panel, up to MAX_SPAN kblocks. */
+typedef struct {
+    Dequant dequants[MAX_SPAN]; /* of each span */
+    const GroupSpan *spans;
+    const uint8_t *codes, *qact;
+    const uint8_t *prefetch; /* what to ask for meanwhile, prefetch_step bytes with each quad */
+    const ActScale *act_scales;
+    int count, kblocks, rows, prefetch_step; /* count: spans; rows: whose qact lie side by side */
+} KcBlock;
+
+/* Fills kc with the spans from number n on, at least one and up to max_kblocks; returns how many spans. Codes are the
+   microkernel's own business. */
+static int next_kc_block(KcBlock *kc, const GemmArgs *p, const Segment *segment, int n, Panel panel, int max_kblocks) {
+    const GroupSpan *span = segment->spans + n;
+    int mode = dequant_mode(segment), kblocks = span->kblocks, count = 1;
+    while (n + count < segment->span_count && kblocks + span[count].kblocks <= max_kblocks)
+        kblocks += span[count++].kblocks;
+    for (int i = 0; i < count; i++) load_dequant(kc->dequants + i, segment, mode, panel, span[i].group);
+    int next = span[count - 1].group + 1; /* past the last group: the next panel's first */
+    prefetch_factors(&segment->scales, panel, segment->groups, next, count);
+    if (segment->minima.kind) prefetch_factors(&segment->minima, panel, segment->groups, next, count);
+    if (segment->zeros.kind) prefetch_factors(&segment->zeros, panel, segment->groups, next, count);
+    kc->spans = span;
+    kc->count = count;
+    kc->kblocks = kblocks;
+    kc->rows = p->rows;
+    kc->act_scales = p->act_scales + (long)(segment->first_span + n) * p->rows;
+    kc->qact = p->qact + (2l * segment->first_k + (long)span->kblock * QACT_BYTES) * p->rows;
+    return count;
+}
+
+#endif
