@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ... import spec
 from ..interface import AttentionFn, AttnMetadata, KVCacheDtype, KVPages, LayerKVCache
-from ..reference.rope import RotaryEmbedding
+from ..reference import RotaryEmbedding
 from .bindings import AttnParams, Library, check
 
 _CALL = Struct("11Pq5i4x")  # what C calls a Call
