@@ -328,8 +328,9 @@ def check_rotary_tables(config: FrozenConfig, module_devices: Sequence[DeviceInf
         if needed > most:
             raise DoesNotFit(
                 f"{config.path}: config.max_seq_len is {length:,}, and rotary tables for so many positions "
-                f"take {format_bytes(needed)} on {device_info.name}, which has {format_bytes(device_info.free)} free. Set "
-                "config.max_seq_len to the longest sequence you want before loading: with at most "
+                f"take {format_bytes(needed)} on {device_info.name}, which has "
+                f"{format_bytes(device_info.free)} free. Set config.max_seq_len to the longest sequence "
+                "you want before loading: with at most "
                 f"{most * length // needed:,} the tables leave room for weights and cache."
             )
 
